@@ -1,0 +1,53 @@
+"""Every error that the engine raises on purpose; server/errors.py maps each to one HTTP status.
+
+PageserveError
+├── ConfigError            a setting is wrong: refused at start-up, with the setting's name and the fix
+├── ModelError             a checkpoint cannot be served: refused at start-up
+├── InvalidRequestError    the caller's fault, names the field (400)
+│   └── ContextLengthError the prompt, or prompt + max_tokens, does not fit (400, context_length_exceeded)
+├── UnavailableError       not accepted, safe to send again (503)
+│   └── QueueFullError     too many requests wait (429)
+└── EngineError            ours: the request was accepted and could not be finished (500)
+"""
+
+
+class PageserveError(Exception):
+    """Base of all errors below; the message is fit to be shown to a user."""
+
+
+class ConfigError(PageserveError):
+    """A setting is unknown, has the wrong type, or promises what this version or machine cannot do."""
+
+
+class ModelError(PageserveError):
+    """A checkpoint is missing, damaged, unsafe to load, or of a family that is not served."""
+
+
+class InvalidRequestError(PageserveError):
+    """A request that can never be served as it stands."""
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class ContextLengthError(InvalidRequestError):
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message, param, "context_length_exceeded")
+
+
+class UnavailableError(PageserveError):
+    """Nothing was started for this request, so a client or a proxy may send it again."""
+
+    def __init__(self, message: str, retry_after: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class QueueFullError(UnavailableError):
+    """More requests wait than the queue may hold; `retry_after` is in seconds."""
+
+
+class EngineError(PageserveError):
+    """An accepted request that the engine could not finish (a dead Worker, non-finite logits, a bug)."""

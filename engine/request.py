@@ -1,0 +1,23 @@
+"""Request: what a caller hands to the Driver."""
+
+from dataclasses import dataclass
+
+from engine.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt with its sampling parameters; becomes `params.n` sequences.
+
+    `request_id` must be unique among live requests (the server makes it, a client's own id is only echoed). Lower
+    `priority` runs first; equal priorities are first come, first served. `cache_salt` separates tenants in the prefix
+    cache: blocks are shared only between requests of equal salt. `prompt_param` is the field that errors about the
+    prompt name ("prompt" or "messages").
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    priority: int = 0
+    cache_salt: str = ""
+    prompt_param: str = "prompt"

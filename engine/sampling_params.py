@@ -1,0 +1,103 @@
+"""SamplingParams: how the tokens of one request are chosen and when they end."""
+
+import math
+from typing import Any
+
+import msgspec
+
+from engine.errors import InvalidRequestError
+
+MAX_SEED = 2**64 - 1
+MIN_SEED = -(2**63)
+MAX_STOP_STRINGS = 16
+MAX_LOGPROBS = 20
+MAX_N = 128
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Frozen and validated once, when made; ids are checked against the model by `check_token_ids`.
+
+    temperature 0 is greedy. top_k 0 (or -1) and top_p 1 and min_p 0 switch each filter off. `logprobs` is the number of
+    most likely tokens reported beside the chosen one (None: no logprobs at all). `max_tokens` None means "to the end of
+    the context". Penalties are those of the OpenAI API (presence, frequency: over generated tokens) and of CTRL
+    (Keskar et al. 2019, section 4.1; repetition: over prompt and generated tokens).
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = ()  # a list or a single string is taken, too
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    max_tokens: int | None = 16
+    logprobs: int | None = None
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        msgspec.structs.force_setattr(self, "stop", stop)
+        msgspec.structs.force_setattr(self, "stop_token_ids", tuple(self.stop_token_ids))
+        if self.top_k == -1:  # vLLM's spelling of "off"
+            msgspec.structs.force_setattr(self, "top_k", 0)
+        _require_int("n", self.n, 1, MAX_N)
+        _require_float("temperature", self.temperature, 0.0, 2.0**16)
+        _require_float("top_p", self.top_p, 0.0, 1.0, exclusive_low=True)
+        _require_int("top_k", self.top_k, 0, 2**31 - 1)
+        _require_float("min_p", self.min_p, 0.0, 1.0)
+        _require_float("repetition_penalty", self.repetition_penalty, 0.0, 100.0, exclusive_low=True)
+        _require_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _require_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if self.seed is not None:
+            _require_int("seed", self.seed, MIN_SEED, MAX_SEED)
+        _require_int("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.max_tokens is not None:
+            _require_int("max_tokens", self.max_tokens, 1, 2**31 - 1)
+            if self.min_tokens > self.max_tokens:
+                raise InvalidRequestError(
+                    f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens}).", "min_tokens"
+                )
+        if self.logprobs is not None:
+            _require_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if len(stop) > MAX_STOP_STRINGS:
+            raise InvalidRequestError(f"stop holds {len(stop)} strings; at most {MAX_STOP_STRINGS} are allowed.", "stop")
+        for text in stop:
+            if not isinstance(text, str) or not text:
+                raise InvalidRequestError("stop must hold non-empty strings.", "stop")
+        for token_id, bias in (self.logit_bias or {}).items():
+            _require_float(f"logit_bias[{token_id}]", bias, -100.0, 100.0, param="logit_bias")
+
+    def check_token_ids(self, vocab_size: int) -> None:
+        """Raise InvalidRequestError unless every token id is below the model's logits width."""
+        for name, ids in (("logit_bias", self.logit_bias or {}), ("stop_token_ids", self.stop_token_ids)):
+            for token_id in ids:
+                if type(token_id) is not int or not 0 <= token_id < vocab_size:
+                    raise InvalidRequestError(
+                        f"{name} names token id {token_id!r}; this model's ids are 0 to {vocab_size - 1}.", name
+                    )
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < 1e-5  # below it, softmax(logits / temperature) overflows to one-hot anyway
+
+
+def _require_int(name: str, value: Any, low: int, high: int) -> None:
+    if type(value) is not int or not low <= value <= high:
+        raise InvalidRequestError(f"{name} must be an integer from {low} to {high}.", name)
+
+
+def _require_float(
+    name: str, value: Any, low: float, high: float, exclusive_low: bool = False, param: str | None = None
+) -> None:
+    number = type(value) in (int, float) and math.isfinite(value)
+    if not number or not low <= value <= high or (exclusive_low and value == low):
+        bound = f"greater than {low:g} and at most {high:g}" if exclusive_low else f"from {low:g} to {high:g}"
+        raise InvalidRequestError(f"{name} must be a finite number {bound}.", param or name)

@@ -1,0 +1,126 @@
+"""The whole language between Driver and Worker: plain numbers, as msgpack in length-prefixed frames.
+
+A socket pair carries it; no pickle and no TCP port. The Driver sends StartWorker, then one StepPlan after the other;
+the Worker answers LoadProgress while it loads, then WorkerReady or WorkerFailed, then one StepResult per StepPlan, in
+order. A plan is a diff: a sequence's full data crosses once (NewSequence), then only new block ids.
+
+The next plan may be sent before the last result is back (overlapped scheduling). The Worker therefore keeps the tokens
+that it sampled itself: a SequenceStep of a token that the Driver has not seen yet just counts it.
+"""
+
+import struct
+from typing import Any
+
+import msgspec
+
+from engine.config import EngineConfig
+from engine.sampling_params import SamplingParams
+
+FRAME_HEADER = struct.Struct("<I")  # length of the msgpack body in bytes
+MAX_FRAME_BYTES = 1 << 30
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    pass
+
+
+class StartWorker(_Message):
+    """First message of the Driver: everything the Worker needs to know. `model_dir` is a local folder."""
+
+    config: EngineConfig
+    model_dir: str
+    eos_token_ids: list[int]
+
+
+class LoadProgress(_Message):
+    phase: str  # shown at /ready: "importing", "loading weights", "profiling", "compiling" ...
+
+
+class WorkerReady(_Message):
+    """Sizes that only the Worker knows: after loading and profiling."""
+
+    num_blocks: int
+    max_model_len: int
+    vocab_size: int  # width of the logits: the bound of every token id
+    device: str
+    dtype: str
+    memory: dict[str, int]  # bytes: weights, kv_cache, activations ... for logs and /metrics
+
+
+class WorkerFailed(_Message):
+    """Loading failed; `kind` is the class name in engine.errors ("ModelError", "ConfigError", "EngineError")."""
+
+    kind: str
+    message: str
+
+
+class NewSequence(msgspec.Struct, frozen=True, array_like=True):
+    """A sequence the Worker does not hold: new, or coming back after preemption (then token_ids go past the prompt).
+
+    `block_ids` is the whole block table so far; the first `num_computed_tokens` tokens are in the cache already
+    (prefix hits). `seed` drives the counter-based draw of every position.
+    """
+
+    seq_id: int
+    token_ids: list[int]
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    block_ids: list[int]
+    params: SamplingParams
+    seed: int
+
+
+class SequenceStep(msgspec.Struct, frozen=True, array_like=True):
+    """Compute the next `num_tokens` tokens of a sequence. When that reaches its last known token, sample one more.
+
+    Every sequence of a step has a SequenceStep, new ones too (their block_ids came with NewSequence, none here).
+    `sample` says whether the last known token is reached: the Driver knows, and the Worker need not guess.
+    """
+
+    seq_id: int
+    num_tokens: int
+    sample: bool
+    new_block_ids: list[int]
+
+
+class StepPlan(_Message):
+    """One iteration. `removed` (finished, aborted or preempted sequences) is applied first, then `new`, then `steps`."""
+
+    step_id: int
+    removed: list[int]
+    new: list[NewSequence]
+    steps: list[SequenceStep]
+
+
+class SampledToken(msgspec.Struct, frozen=True, array_like=True):
+    """`logprob` and `top` (token ids and logprobs, most likely first) only where the sequence asked for logprobs."""
+
+    seq_id: int
+    token_id: int
+    logprob: float = 0.0
+    top: list[tuple[int, float]] = []
+
+
+class StepResult(_Message):
+    """`failed` maps a sequence to the reason why it alone could not be sampled (non-finite logits, say)."""
+
+    step_id: int
+    samples: list[SampledToken]
+    failed: dict[int, str]
+    compute_seconds: float
+
+
+DriverMessage = StartWorker | StepPlan
+WorkerMessage = LoadProgress | WorkerReady | WorkerFailed | StepResult
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode_frame(message: Any) -> bytes:
+    """A message as one frame: 4 bytes of length, then msgpack."""
+    body = _encoder.encode(message)
+    return FRAME_HEADER.pack(len(body)) + body
+
+
+decode_driver_message = msgspec.msgpack.Decoder(DriverMessage).decode
+decode_worker_message = msgspec.msgpack.Decoder(WorkerMessage).decode
