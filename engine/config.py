@@ -1,45 +1,78 @@
 """EngineConfig: every engine setting, declared once.
 
-The help text and the choices travel with the field; the command line, the YAML check, the environment and the README's
+The help text and the limits travel with the field; the command line, the YAML check, the environment and the README's
 table are all made from this declaration (engine/settings.py).
 """
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
-
-def option(default: Any, help: str, *, choices: tuple[Any, ...] | None = None, **more: Any) -> Any:
-    """A dataclass field that carries its own documentation."""
-    return field(default=default, metadata={"help": help, "choices": choices, **more})
+from engine.settings import check_config, option
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Flags carry vLLM's names where the thing is the same. None means "chosen when the model is known"."""
+    """Engine settings: flags carry vLLM's names where the thing is the same. None: chosen when the model is known.
+
+    Checked when made: ConfigError names the field and what it must be.
+    """
 
     model: str = option("", "folder or Hugging Face id of a safetensors checkpoint; empty: the bundled model")
     revision: str | None = option(None, "branch, tag or commit of a hub id")
     tokenizer: str | None = option(None, "folder or hub id of the tokenizer, where it is not the model's")
     load_format: str = option(
-        "auto", "auto: safetensors; dummy: random weights for config.json alone", choices=("auto", "safetensors", "dummy")
+        "auto",
+        "auto: safetensors; dummy: random weights for config.json alone",
+        choices=("auto", "safetensors", "dummy"),
     )
     device: str = option("auto", "auto: cuda where there is a card, else cpu", choices=("auto", "cuda", "cpu"))
     dtype: str = option(
         "auto", "of weights and activations; auto: the checkpoint's", choices=("auto", "float32", "bfloat16", "float16")
     )
-    quantization: str | None = option(None, "weight quantisation: none is served by this version")
-    max_model_len: int | None = option(None, "longest prompt + output in tokens; default: what the model and memory allow")
+    quantization: str | None = option(
+        None, "weight quantisation: none in this version", unsupported="this version serves unquantised weights only"
+    )
+    max_model_len: int | None = option(
+        None, "longest prompt + output in tokens; default: what the model and memory allow", minimum=1
+    )
     block_size: int = option(16, "tokens per KV block", choices=(8, 16, 32, 64, 128))
-    gpu_memory_utilization: float = option(0.9, "share of the card's memory that may be used in all")
-    kv_cache_memory: str | None = option(None, 'KV cache on a CPU, such as "2GiB"; default: a quarter of free memory')
-    num_blocks: int | None = option(None, "number of KV blocks, whatever the memory says")
-    kv_cache_dtype: str = option("auto", "KV cache element type; auto: the model's dtype", choices=("auto",))
-    swap_space: float = option(0.0, "GiB of host memory for preempted sequences: not served by this version, 0 only")
-    max_num_seqs: int | None = option(None, "most sequences in one step; default 256, 128 on a CPU")
-    max_num_batched_tokens: int | None = option(None, "most tokens in one step; default 2048, 8192 from 70 GiB of GPU memory")
+    gpu_memory_utilization: float = option(
+        0.9, "share of the card's memory that may be used in all", above=0, maximum=1
+    )
+    kv_cache_memory: str | None = option(
+        None, 'KV cache on a CPU, such as "2GiB"; default: a quarter of free memory', size=True
+    )
+    num_blocks: int | None = option(None, "number of KV blocks, whatever the memory says", minimum=1)
+    kv_cache_dtype: str = option(
+        "auto",
+        "KV cache element type; auto: the model's dtype",
+        unsupported="the cache has the model's dtype: auto only",
+    )
+    swap_space: float = option(
+        0.0,
+        "GiB of host memory for preempted sequences: 0 only in this version",
+        unsupported="preempted sequences are recomputed, not swapped; leave it 0",
+    )
+    max_num_seqs: int | None = option(None, "most sequences in one step; default 256, 128 on a CPU", minimum=1)
+    max_num_batched_tokens: int | None = option(
+        None, "most tokens in one step; default 2048, 8192 from 70 GiB of GPU memory", minimum=1
+    )
     enable_prefix_caching: bool = option(True, "share the KV blocks of common prompt prefixes")
-    watermark: float = option(0.01, "share of the blocks kept free when a waiting request is admitted, against thrash")
+    watermark: float = option(
+        0.01,
+        "share of the blocks kept free when a waiting request is admitted, against thrash",
+        minimum=0,
+        maximum=0.5,
+    )
     async_scheduling: bool = option(True, "plan the next step while this one computes")
-    tensor_parallel_size: int = option(1, "number of GPUs that share the model: 1 only in this version")
-    cpu_threads: int | None = option(None, "threads of a CPU Worker; default: the cores this process may use")
-    seed: int = option(0, "seed of dummy weights")
+    tensor_parallel_size: int = option(
+        1,
+        "number of GPUs that share the model: 1 only in this version",
+        unsupported="this version runs one Worker; start one server per GPU and put a proxy in front (deploy/)",
+    )
+    cpu_threads: int | None = option(
+        None, "threads of a CPU Worker; default: the cores this process may use", minimum=1, maximum=1024
+    )
+    seed: int = option(0, "seed of dummy weights", minimum=0, maximum=2**63 - 1)
+
+    def __post_init__(self) -> None:
+        check_config(self)

@@ -1,0 +1,358 @@
+"""One mechanism for every setting: declared once as a dataclass field, read from YAML, the environment and flags.
+
+`option()` puts the help text and the limits on the field. From that declaration come the command-line flags, the check
+of YAML files and of PAGESERVE_ variables, the validation when the dataclass is made, configs/default.yaml and the
+README's tables (server/config_docs.py). Later sources win: default < YAML < environment < flag.
+
+Values cross in three shapes: Python values (keywords, YAML) are checked as they are, so "3" is not an integer; texts
+(flags, environment) are parsed first.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import math
+import re
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from engine.errors import ConfigError
+
+ENV_PREFIX = "PAGESERVE_"
+CONFIG_VARIABLE = ENV_PREFIX + "CONFIG"  # a YAML file, where --config is not given
+SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])(?:i?b)?|b)?\s*", re.IGNORECASE)
+TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
+
+# Kubernetes and Docker links put PAGESERVE_SERVICE_HOST, PAGESERVE_PORT=tcp://10.0.0.7:8000 and their like into the
+# environment of every container beside a service called "pageserve": not meant for us.
+SERVICE_LINK = re.compile(r"_SERVICE_(HOST|PORT)(_|$)|_PORT_\d+_(TCP|UDP|SCTP)(_|$)")
+SERVICE_URL = re.compile(r"(tcp|udp|sctp)://")
+
+# Settings that users of other engines reach for, and what to do instead.
+NOT_SERVED = {
+    "data_parallel_size": "start one server per GPU and put a proxy in front (deploy/)",
+    "disable_log_requests": "requests are not logged; --log-level sets the rest",
+    "distributed_executor_backend": "this version runs one Worker process",
+    "enable_chunked_prefill": "chunked prefill is always on; --max-num-batched-tokens sets the chunk",
+    "enable_lora": "adapters are not served by this version",
+    "enforce_eager": "there is nothing to switch off",
+    "gpu_memory_fraction": "the setting is called gpu_memory_utilization",
+    "guided_decoding_backend": "structured output is not served by this version",
+    "max_logprobs": "at most 20 logprobs are reported",
+    "pipeline_parallel_size": "pipeline parallelism is not served by this version",
+    "speculative_config": "speculative decoding is not served by this version",
+    "speculative_model": "speculative decoding is not served by this version",
+    "tokenizer_mode": "there is one tokenizer mode",
+    "trust_remote_code": "code from a checkpoint is never run",
+}
+
+T = TypeVar("T")
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    choices: tuple[Any, ...] | None = None,
+    minimum: float | None = None,
+    maximum: float | None = None,
+    above: float | None = None,
+    size: bool = False,
+    secret: bool = False,
+    unsupported: str | None = None,
+) -> Any:
+    """A dataclass field that carries its documentation and its limits.
+
+    `minimum` and `maximum` are inclusive, `above` is not. `size` takes "2GiB" for a number of bytes (an int field then
+    holds the number, a str field the text). A `secret` is never printed. `unsupported` is the reason why this version
+    can honour the default only.
+    """
+    more = {"minimum": minimum, "maximum": maximum, "above": above, "size": size, "secret": secret}
+    metadata = {"help": help, "choices": choices, "unsupported": unsupported, **more}
+    return dataclasses.field(default=default, metadata=metadata, repr=not secret)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Setting:
+    """What a field's declaration says. `type` is bool, int, float or str, of one value or (`many`) of each."""
+
+    name: str
+    type: type
+    optional: bool
+    many: bool
+    default: Any
+    help: str
+    choices: tuple[Any, ...] | None
+    minimum: float | None
+    maximum: float | None
+    above: float | None
+    size: bool
+    secret: bool
+    unsupported: str | None
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def env(self) -> str:
+        return ENV_PREFIX + self.name.upper()
+
+    def parse(self, text: str) -> Any:
+        """The value that a flag or a variable spells; ConfigError when it spells none."""
+        if self.many:
+            return self.check([part.strip() for part in text.split(",") if part.strip()])
+        if self.optional and text.lower() in ("none", "null"):
+            return None
+        return self.check(self._from_text(text.strip() if self.type is not str else text))
+
+    def _from_text(self, text: str) -> Any:
+        if self.type is bool:
+            return text.lower() in TRUE if text.lower() in TRUE + FALSE else text
+        if self.type is int and self.size:
+            return text
+        try:
+            return self.type(text)
+        except ValueError:
+            return text  # check() says what it should have been
+
+    def check(self, value: Any) -> Any:
+        """The value as the field holds it; ConfigError with the name, what it must be and what it is."""
+        if self.many:
+            return self._check_many(value)
+        if value is None and self.optional:
+            return None
+        if self.unsupported and value != self.default:
+            raise ConfigError(f"{self.name}={value!r} cannot be honoured: {self.unsupported}.")
+        checked = self._checked(value)
+        if checked is None:
+            given = "what was given" if self.secret else repr(value)
+            raise ConfigError(f"{self.name} must be {self.expected()}, not {given}.")
+        return checked
+
+    def _check_many(self, value: Any) -> tuple[Any, ...]:
+        parts = (value,) if isinstance(value, self.type) else value
+        if not isinstance(parts, (list, tuple)) or any(type(part) is not self.type or not part for part in parts):
+            raise ConfigError(f"{self.name} must be a list of non-empty texts.")
+        return tuple(parts)
+
+    def _checked(self, value: Any) -> Any | None:
+        if self.size:
+            size = parse_size(value)
+            return None if size is None or not self._in_range(size) else (str(value) if self.type is str else size)
+        if self.type is float and type(value) is int:
+            value = float(value)
+        if type(value) is not self.type or (self.choices is not None and value not in self.choices):
+            return None
+        number: Any = value
+        return number if self.type in (bool, str) or self._in_range(number) else None
+
+    def _in_range(self, value: float) -> bool:
+        low, high, above = self.minimum, self.maximum, self.above
+        return (
+            math.isfinite(value)
+            and (low is None or value >= low)
+            and (high is None or value <= high)
+            and (above is None or value > above)
+        )
+
+    def expected(self) -> str:
+        """What the value must be, in words: "an integer from 1 to 65535"."""
+        if self.choices is not None:
+            kind = "one of " + ", ".join(str(choice) for choice in self.choices)
+        elif self.size:
+            kind = 'a size in bytes such as 1048576 or "2GiB"' + self._range()
+        else:
+            kind = {bool: "true or false", int: "an integer", float: "a number", str: "text"}[self.type] + self._range()
+        return kind + (" (or none)" if self.optional else "")
+
+    def _range(self) -> str:
+        low, high, above = self.minimum, self.maximum, self.above
+        if above is not None:
+            return f" above {above}" + (f" and at most {high}" if high is not None else "")
+        if low is not None and high is not None:
+            return f" from {low} to {high}"
+        return f" of at least {low}" if low is not None else ""
+
+
+def parse_size(value: Any) -> int | None:
+    """Bytes of 4096, "4096", "512MiB" or "1.5 GB" (units of 1024, with or without the i); None for 0 and anything else."""
+    if type(value) is int:
+        return value if value > 0 else None
+    match = SIZE.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        return None
+    number, unit = match.groups()
+    return int(float(number) * 1024 ** " kmgt".index((unit or " ").lower())) or None
+
+
+def settings_of(config_class: type) -> dict[str, Setting]:
+    """Field name -> Setting of a dataclass whose fields were made by option()."""
+    hints = typing.get_type_hints(config_class)
+    settings = {}
+    for field in dataclasses.fields(config_class):
+        value_type, optional, many = _unwrap(hints[field.name])
+        settings[field.name] = Setting(field.name, value_type, optional, many, field.default, **field.metadata)
+    return settings
+
+
+def _unwrap(hint: Any) -> tuple[type, bool, bool]:
+    """(int | None) -> (int, optional, not many); tuple[str, ...] -> (str, not optional, many)."""
+    arguments = typing.get_args(hint)
+    if typing.get_origin(hint) is tuple:
+        return arguments[0], False, True
+    if isinstance(hint, types.UnionType):
+        return next(part for part in arguments if part is not types.NoneType), True, False
+    return hint, False, False
+
+
+def check_config(config: Any) -> None:
+    """For `__post_init__` of a frozen dataclass: check every field and store it in its final type."""
+    for name, setting in settings_of(type(config)).items():
+        object.__setattr__(config, name, setting.check(getattr(config, name)))
+
+
+def from_keywords(config_class: type[T], keywords: Mapping[str, Any]) -> T:
+    """The dataclass from keyword arguments; an unknown one is a ConfigError with the nearest known name."""
+    known = settings_of(config_class)
+    for name in keywords:
+        if name not in known:
+            raise ConfigError(unknown_name(name, known))
+    return config_class(**keywords)
+
+
+def unknown_name(name: str, known: Iterable[str], spell: str = "{}") -> str:
+    """The sentence about a setting that does not exist; `spell` is how this source writes names."""
+    plain = name.removeprefix(ENV_PREFIX).lstrip("-").lower().replace("-", "_").removeprefix("no_")
+    if plain in NOT_SERVED:
+        return f"there is no setting {name}: {NOT_SERVED[plain]}."
+    near = difflib.get_close_matches(plain, list(known), n=1, cutoff=0.6)
+    return f"there is no setting {name}" + (f"; did you mean {_spell(near[0], spell)}?" if near else ".")
+
+
+def _spell(name: str, spell: str) -> str:
+    if spell.startswith("--"):
+        name = name.replace("_", "-")
+    return spell.format(name.upper() if spell.startswith(ENV_PREFIX) else name)
+
+
+def add_flags(parser: argparse.ArgumentParser, *config_classes: type) -> None:
+    """A flag per setting: `--max-num-seqs N`, `--enable-x / --no-enable-x`, lists as `--api-key A B`.
+
+    The parser keeps texts and sets nothing for flags that were not given; load_settings() parses them, so that a wrong
+    value reads the same from every source.
+    """
+    parser.add_argument(
+        "--config", metavar="FILE", default=argparse.SUPPRESS, help="YAML file with any of the settings"
+    )
+    for config_class in config_classes:
+        group = parser.add_argument_group((config_class.__doc__ or config_class.__name__).split(":")[0].split(".")[0])
+        for setting in settings_of(config_class).values():
+            _add_flag(group, setting)
+
+
+def _add_flag(group: Any, setting: Setting) -> None:
+    text = setting.help + ("" if setting.default in (None, "", ()) else f" (default: {setting.default})")
+    more: dict[str, Any] = {"dest": setting.name, "default": argparse.SUPPRESS, "help": text.replace("%", "%%")}
+    if setting.type is bool:
+        group.add_argument(setting.flag, action=argparse.BooleanOptionalAction, **more)
+    elif setting.many:
+        group.add_argument(setting.flag, nargs="+", action="extend", metavar="TEXT", **more)
+    else:
+        metavar = "|".join(map(str, setting.choices)) if setting.choices else setting.type.__name__.upper()
+        group.add_argument(setting.flag, metavar="SIZE" if setting.size else metavar, **more)
+
+
+def load_settings(
+    config_classes: tuple[type, ...],
+    flags: Mapping[str, Any],
+    environ: Mapping[str, str],
+) -> list[Any]:
+    """One instance of each class from YAML (flag or variable `config`), the environment and flags, later ones winning.
+
+    `flags` holds texts, booleans and lists of texts by setting name, as add_flags() leaves them; other names in it are
+    not looked at. Raises ConfigError that begins with where the fault is: the file and line, the variable or the flag.
+    """
+    known = {name: setting for config_class in config_classes for name, setting in settings_of(config_class).items()}
+    path = flags.get("config") or environ.get(CONFIG_VARIABLE)
+    values = _from_yaml(Path(path), known) if path else {}
+    values |= _from_environment(environ, known)
+    for name in known.keys() & flags.keys():
+        value = flags[name]
+        setting = known[name]
+        values[name] = _located(setting.flag, setting.parse if isinstance(value, str) else setting.check, value)
+    return [
+        config_class(**{name: values[name] for name in settings_of(config_class) if name in values})
+        for config_class in config_classes
+    ]
+
+
+def _located(where: str, read: Any, value: Any) -> Any:
+    try:
+        return read(value)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def _from_environment(environ: Mapping[str, str], known: Mapping[str, Setting]) -> dict[str, Any]:
+    """PAGESERVE_ variables; an empty one counts as not set (compose files write `${X:-}`)."""
+    by_variable = {setting.env: setting for setting in known.values()}
+    values = {}
+    for variable, text in sorted(environ.items()):
+        foreign = SERVICE_LINK.search(variable) or (variable.endswith("_PORT") and SERVICE_URL.match(text))
+        if not variable.startswith(ENV_PREFIX) or variable == CONFIG_VARIABLE or foreign or not text:
+            continue
+        setting = by_variable.get(variable)
+        if setting is None:
+            raise ConfigError(f"environment: {unknown_name(variable, known, ENV_PREFIX + '{}')}")
+        values[setting.name] = _located(variable, setting.parse, text)
+    return values
+
+
+def _from_yaml(path: Path, known: Mapping[str, Setting]) -> dict[str, Any]:
+    """A flat mapping of setting names (dashes are taken for underscores) to values, with line numbers in errors."""
+    values: dict[str, Any] = {}
+    for line, key, value in _yaml_entries(path):
+        where, name = f"{path}, line {line}", key.replace("-", "_")
+        if name not in known:
+            raise ConfigError(f"{where}: {unknown_name(key, known)}")
+        if name in values:
+            raise ConfigError(f"{where}: {name} is set twice.")
+        values[name] = _located(where, known[name].check, value)
+    return values
+
+
+def _yaml_entries(path: Path) -> list[tuple[int, str, Any]]:
+    """(line, key, value) of each entry of the file's top-level mapping, in order and with repeated keys kept."""
+    import yaml  # only for those who use a file
+
+    try:
+        loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
+        root = loader.get_single_node()
+        if root is None:
+            return []
+        if not isinstance(root, yaml.MappingNode):
+            raise ConfigError(f"{path}, line {root.start_mark.line + 1}: must hold lines of `name: value`.")
+        return [
+            (key.start_mark.line + 1, str(key.value), loader.construct_object(value, deep=True))
+            for key, value in root.value
+        ]
+    except OSError as error:
+        raise ConfigError(f"config file {path}: {error.strerror}.") from None
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise ConfigError(f"{path}, line {line}: not valid YAML: {error.problem}.") from None
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8, or a date that does not exist
+        raise ConfigError(f"{path}: not valid YAML: {error}.") from None
+
+
+def shown(config: Any) -> dict[str, Any]:
+    """Setting -> value of what differs from the default, fit for a log: a secret shows only that it is set."""
+    return {
+        name: "***" if setting.secret else getattr(config, name)
+        for name, setting in settings_of(type(config)).items()
+        if getattr(config, name) != setting.default
+    }

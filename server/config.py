@@ -1,0 +1,64 @@
+"""ServerConfig: every setting of the HTTP side, declared once like engine/config.py."""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.errors import ConfigError
+from engine.settings import check_config, option
+
+TEMPLATE_MARKS = ("{{", "{%")
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """Server settings: limits and addresses of the HTTP side."""
+
+    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 is every interface")
+    port: int = option(8000, "TCP port; 0 takes a free one and prints it", minimum=0, maximum=65535)
+    served_model_name: tuple[str, ...] = option((), "names of the model in the API; default: the value of model")
+    api_key: tuple[str, ...] = option((), "keys that clients may send as `Authorization: Bearer KEY`", secret=True)
+    api_key_file: str | None = option(None, "file with one key per line, better than keys in a process list")
+    chat_template: str | None = option(None, "Jinja chat template, a file or the text itself; default: the model's")
+    drain_timeout: float = option(
+        30.0, "seconds that running requests get to finish after SIGTERM", minimum=0, maximum=86400
+    )
+    keep_alive_interval: float = option(
+        15.0, "seconds of silence before a stream gets an SSE comment", above=0, maximum=3600
+    )
+    max_body_bytes: int = option(32 << 20, "largest request body in bytes", size=True, minimum=1024)
+    max_queued_requests: int = option(1024, "requests that may wait; beyond, clients get 429", minimum=1)
+    max_prompts: int = option(64, "most prompts in one completion request", minimum=1)
+    max_n: int = option(16, "most samples (n) of one prompt", minimum=1, maximum=128)
+    log_level: str = option("info", "what is logged", choices=("debug", "info", "warning", "error"))
+
+    def __post_init__(self) -> None:
+        check_config(self)
+
+
+def resolve_files(config: ServerConfig) -> ServerConfig:
+    """The config with the keys of `api_key_file` added to `api_key` and `chat_template` as text.
+
+    ConfigError when a file cannot be read, holds no key, or the template is neither a file nor Jinja.
+    """
+    keys = config.api_key
+    if config.api_key_file is not None:
+        from_file = tuple(
+            line.strip() for line in _read("api_key_file", config.api_key_file).splitlines() if line.strip()
+        )
+        if not from_file:
+            raise ConfigError(f"api_key_file: {config.api_key_file} holds no key; write one per line.")
+        keys += from_file
+    template = config.chat_template
+    if template is not None and not any(mark in template for mark in TEMPLATE_MARKS):
+        template = _read("chat_template", template)
+    return dataclasses.replace(config, api_key=keys, api_key_file=None, chat_template=template)
+
+
+def _read(name: str, path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{name}: cannot read {path}: {error.strerror}.") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{name}: {path} is not UTF-8 text.") from None
