@@ -1,0 +1,53 @@
+"""The linear layer of inference: weights are packed once for the device that will read them."""
+
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class PackedLinear:
+    """y = x @ weight.T + bias. weight [out_features, in_features]; x [num_tokens, in_features].
+
+    On a CPU in bf16 the weight is reordered into oneDNN's blocked layout, 2-4 times faster than F.linear at 1 to 16
+    rows and no slower above. The plain copy is then dropped: `weight` is None.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self.bias = bias
+        self.weight: Tensor | None = weight
+        self.packed_weight: Tensor | None = None
+        if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and _packing_works():
+            self.packed_weight = _pack(weight)
+            self.weight = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[num_tokens, in_features] -> [num_tokens, out_features]"""
+        if self.packed_weight is not None:
+            return _packed_linear(x, self.packed_weight, self.bias)
+        return F.linear(x, self.weight, self.bias)
+
+
+def _pack(weight: Tensor) -> Tensor:
+    return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
+
+
+def _packed_linear(x: Tensor, packed_weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, packed_weight, bias, "none", [], "")
+
+
+@cache
+def _packing_works() -> bool:
+    """The operators are torch's private ones: trust them only where they exist and agree with F.linear."""
+    weight = torch.randn(48, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    bias = torch.linspace(-1, 1, 48, dtype=torch.bfloat16)
+    try:
+        for x in (weight[:1], weight[:20]):
+            packed = _packed_linear(x, _pack(weight), bias).float()
+            if not torch.allclose(packed, F.linear(x.float(), weight.float(), bias.float()), atol=0.1, rtol=0.02):
+                return False
+    except (RuntimeError, AttributeError, TypeError):
+        return False
+    return True
