@@ -179,7 +179,7 @@ class Setting:
 
 
 def parse_size(value: Any) -> int | None:
-    """Bytes of 4096, "4096", "512MiB" or "1.5 GB" (units of 1024, with or without the i); None for 0 and anything else."""
+    """Bytes of 4096, "4096", "512MiB" or "1.5 GB" (units of 1024, with or without i); None for 0 and the rest."""
     if type(value) is int:
         return value if value > 0 else None
     match = SIZE.fullmatch(value) if isinstance(value, str) else None

@@ -1,0 +1,341 @@
+"""LLM: offline use. `LLM(model=...).generate(prompts, SamplingParams(...))`, without a server.
+
+The Driver's event loop runs in a thread of its own and the Worker is a fresh process, never a fork of this one: scripts
+need no `if __name__ == "__main__"`, and notebooks, which have a loop of their own, work too.
+"""
+
+import asyncio
+import dataclasses
+import itertools
+import logging
+import threading
+import weakref
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
+
+from tqdm import tqdm
+
+from engine.config import EngineConfig
+from engine.driver import Driver
+from engine.errors import EngineError, InvalidRequestError, UnavailableError
+from engine.outputs import CompletionOutput, FinishReason, RequestOutput, TokenLogprobs
+from engine.request import Request
+from engine.sampling_params import SamplingParams
+from engine.settings import from_keywords
+from engine.stream import RequestStream
+from engine.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+Message = dict[str, Any]
+T = TypeVar("T")
+
+MAX_IN_FLIGHT = 1024  # requests handed to the Driver at once: more would not run sooner and would cost memory
+STOP_SECONDS = 10.0
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Job:
+    """One prompt, ready to run; `text` is None where token ids were given."""
+
+    text: str | None
+    token_ids: list[int]
+    params: SamplingParams
+
+
+class LLM:
+    """A model in this process's hands until `close()`, the end of a `with` block, or the end of the program.
+
+    Keywords are the fields of EngineConfig (enable_prefix_caching, gpu_memory_utilization, max_num_seqs ...). An
+    unknown one, or one that this version cannot honour (tensor_parallel_size=2, say), is a ConfigError that says what
+    to do; a checkpoint that cannot be served is a ModelError. Returns when the model is ready.
+    """
+
+    def __init__(self, model: str = "", **settings: Any) -> None:
+        self._open(from_keywords(EngineConfig, {"model": model, **settings}), {})
+
+    @classmethod
+    def from_config(cls, config: EngineConfig, **driver_options: Any) -> "LLM":
+        """The same from a finished config; `driver_options` go to the Driver as they are."""
+        llm = cls.__new__(cls)
+        llm._open(config, driver_options)
+        return llm
+
+    def _open(self, config: EngineConfig, driver_options: dict[str, Any]) -> None:
+        self.config = config
+        self._request_numbers = itertools.count()
+        self._thread = _LoopThread()
+        try:
+            self._driver = self._thread.run(_start(config, driver_options))
+        except BaseException:
+            self._thread.close()
+            raise
+        self._finalizer = weakref.finalize(self, _stop, self._thread, self._driver)  # runs at exit, too
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._driver.tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete every prompt; the results are in the order of the prompts and hold the whole text.
+
+        A prompt is a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}. One SamplingParams is
+        used for all prompts, a list of them is taken one by one. Raises InvalidRequestError before anything runs when
+        a prompt is none of these, and when one does not fit the model. A request that fails in the engine has
+        finish_reason "error" and what it had; only when all fail, EngineError is raised. Ctrl-C aborts the requests
+        and leaves the LLM usable.
+        """
+        prompt_list = _prompt_list(prompts)
+        params = _params_list(sampling_params, len(prompt_list))
+        jobs = [_job(self.tokenizer, *pair, index) for index, pair in enumerate(zip(prompt_list, params, strict=True))]
+        return self._run(jobs, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation (a list of {"role", "content"}) or a list of them, through the chat template."""
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        params = _params_list(sampling_params, len(conversations))
+        jobs = []
+        for conversation, conversation_params in zip(conversations, params, strict=True):
+            text = self.tokenizer.apply_chat_template(
+                [dict(message) for message in conversation],  # type: ignore[arg-type]
+                add_generation_prompt=add_generation_prompt,
+                chat_template=chat_template,
+                **(chat_template_kwargs or {}),
+            )
+            token_ids = self.tokenizer.encode(text, add_special_tokens=False)  # the template wrote them
+            jobs.append(_Job(text, token_ids, conversation_params))
+        return self._run(jobs, use_tqdm)
+
+    def close(self) -> None:
+        """End the Worker process and the thread; harmless when done already."""
+        self._finalizer()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _run(self, jobs: list[_Job], use_tqdm: bool) -> list[RequestOutput]:
+        if not self._finalizer.alive:
+            raise EngineError("this LLM is closed; make a new one.")
+        with _Progress(len(jobs), use_tqdm) as progress:
+            outputs = self._thread.run(self._complete_all(jobs, progress))
+        failed = [output for output in outputs if output.outputs[0].finish_reason is FinishReason.ERROR]
+        if failed and len(failed) == len(outputs):
+            raise EngineError("every request failed in the engine; the log says why.")
+        return outputs
+
+    async def _complete_all(self, jobs: list[_Job], progress: "_Progress") -> list[RequestOutput]:
+        slots = asyncio.Semaphore(MAX_IN_FLIGHT)
+
+        async def complete(index: int, job: _Job) -> RequestOutput:
+            async with slots:
+                request = Request(f"llm-{next(self._request_numbers)}", job.token_ids, job.params)
+                try:
+                    output = await self._complete(request, job)
+                except InvalidRequestError as error:
+                    raise InvalidRequestError(f"prompts[{index}]: {error}", error.param, error.code) from None
+            progress.add(output)
+            return output
+
+        tasks = [asyncio.create_task(complete(index, job)) for index, job in enumerate(jobs)]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:  # one was refused, or Ctrl-C: no request outlives the call
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _complete(self, request: Request, job: _Job) -> RequestOutput:
+        stream = await self._submit(request)
+        samples = [_Sample() for _ in range(job.params.n)]
+        last: RequestOutput | None = None
+        failed = False
+        try:
+            async for last in stream:
+                for part in last.outputs:
+                    samples[part.index].add(part)
+        except EngineError as error:
+            logger.error("%s failed: %s", request.request_id, error)
+            failed = True
+        finally:
+            stream.close()
+        return RequestOutput(
+            request_id=request.request_id,
+            outputs=[sample.whole(index, failed) for index, sample in enumerate(samples)],
+            finished=True,
+            num_prompt_tokens=stream.num_prompt_tokens,
+            num_generated_tokens=last.num_generated_tokens if last else 0,
+            num_cached_tokens=last.num_cached_tokens if last else 0,
+            prompt=job.text,
+            prompt_token_ids=job.token_ids,
+        )
+
+    async def _submit(self, request: Request) -> RequestStream:
+        try:
+            return self._driver.generate(request)
+        except UnavailableError:  # the Worker died and is being started again
+            await self._driver.wait_ready()
+            return self._driver.generate(request)
+
+
+class _Sample:
+    """Collects the pieces of one sample."""
+
+    def __init__(self) -> None:
+        self._text: list[str] = []
+        self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] | None = None
+        self._last: CompletionOutput | None = None
+
+    def add(self, part: CompletionOutput) -> None:
+        self._text.append(part.text)
+        self._token_ids.extend(part.token_ids)
+        if part.logprobs is not None:
+            self._logprobs = [*(self._logprobs or []), *part.logprobs]
+        self._last = part
+
+    def whole(self, index: int, failed: bool) -> CompletionOutput:
+        reason = self._last.finish_reason if self._last else None
+        return CompletionOutput(
+            index=index,
+            text="".join(self._text),
+            token_ids=tuple(self._token_ids),
+            logprobs=None if self._logprobs is None else tuple(self._logprobs),
+            finish_reason=FinishReason.ERROR if failed and reason is None else reason,
+            stop_reason=self._last.stop_reason if self._last else None,
+        )
+
+
+class _Progress:
+    """A tqdm bar over requests that also shows tokens per second; nothing where it is not wanted."""
+
+    def __init__(self, total: int, wanted: bool) -> None:
+        self._bar = tqdm(total=total, desc="requests", unit="req", disable=not wanted, dynamic_ncols=True)
+        self._tokens = 0
+
+    def add(self, output: RequestOutput) -> None:
+        self._tokens += output.num_generated_tokens
+        elapsed = self._bar.format_dict["elapsed"]
+        if elapsed:
+            self._bar.set_postfix_str(f"{self._tokens / elapsed:.1f} output tok/s", refresh=False)
+        self._bar.update()
+
+    def __enter__(self) -> "_Progress":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._bar.close()
+
+
+class _LoopThread:
+    """An event loop in a daemon thread; `run` calls a coroutine there and waits."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="pageserve-driver", daemon=True)
+        self._thread.start()
+
+    def run(self, coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
+        """The coroutine's result. Ctrl-C (or the timeout) cancels it and waits for its `finally` before it goes on."""
+        ended = threading.Event()
+
+        async def tracked() -> T:
+            try:
+                return await coroutine
+            finally:
+                ended.set()
+
+        future = asyncio.run_coroutine_threadsafe(tracked(), self._loop)
+        try:
+            return future.result(timeout)
+        except BaseException:
+            future.cancel()
+            ended.wait(STOP_SECONDS)
+            raise
+
+    def close(self) -> None:
+        """Stop the loop, and cancel what still runs on it."""
+        if self._loop.is_closed():
+            return
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(STOP_SECONDS)
+        for task in asyncio.all_tasks(self._loop):
+            task.cancel()
+        self._loop.run_until_complete(asyncio.sleep(0))
+        self._loop.close()
+
+
+async def _start(config: EngineConfig, driver_options: dict[str, Any]) -> Driver:
+    driver = Driver(config, max_queued_requests=MAX_IN_FLIGHT, **driver_options)
+    try:
+        await driver.start()
+        await driver.wait_ready()
+    except BaseException:
+        await driver.stop()
+        raise
+    return driver
+
+
+def _stop(thread: _LoopThread, driver: Driver) -> None:
+    try:
+        thread.run(driver.stop(), STOP_SECONDS)
+    finally:
+        thread.close()
+
+
+def _prompt_list(prompts: Any) -> list[Any]:
+    """One prompt or many -> many. A list of integers is one prompt."""
+    if isinstance(prompts, (str, Mapping)) or _is_token_ids(prompts):
+        return [prompts]
+    if not isinstance(prompts, (list, tuple)):
+        raise InvalidRequestError(
+            f"prompts must be a prompt or a list of prompts, not {type(prompts).__name__}.", "prompts"
+        )
+    return list(prompts)
+
+
+def _is_token_ids(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and bool(value) and all(type(token_id) is int for token_id in value)
+
+
+def _params_list(sampling_params: Any, count: int) -> list[SamplingParams]:
+    if sampling_params is None:
+        sampling_params = SamplingParams()
+    params = [sampling_params] * count if isinstance(sampling_params, SamplingParams) else list(sampling_params)
+    if len(params) != count or not all(isinstance(each, SamplingParams) for each in params):
+        raise InvalidRequestError(
+            f"sampling_params must be one SamplingParams, or a list of {count}: one per prompt.", "sampling_params"
+        )
+    return params
+
+
+def _job(tokenizer: Tokenizer, prompt: Any, params: SamplingParams, index: int) -> _Job:
+    if isinstance(prompt, Mapping) and len(prompt) == 1:
+        (key, value), *_ = prompt.items()
+        if key == "prompt" and isinstance(value, str) or key == "prompt_token_ids" and _is_token_ids(value):
+            prompt = value
+    if isinstance(prompt, str):
+        return _Job(prompt, tokenizer.encode(prompt), params)
+    if _is_token_ids(prompt):
+        return _Job(None, list(prompt), params)
+    raise InvalidRequestError(
+        f"prompts[{index}] must be a text, a non-empty list of token ids, "
+        '{"prompt": text} or {"prompt_token_ids": token ids}.',
+        "prompts",
+    )

@@ -1,0 +1,189 @@
+"""`pageserve chat`: a conversation in the terminal with any OpenAI-compatible server. It starts no server."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import httpx
+
+from engine.errors import ConfigError, PageserveError
+
+DEFAULT_BASE_URL = "http://127.0.0.1:8000"
+HELP = "/reset forgets the conversation, /exit (or Ctrl-D) leaves, Ctrl-C stops an answer."
+TIMEOUT = httpx.Timeout(10.0, read=300.0)  # seconds; a queued request may be silent for a while
+
+
+class ChatError(PageserveError):
+    """The server cannot be reached, refused the request, or broke off."""
+
+
+class ChatClient:
+    """One conversation: `ask` sends all turns so far and keeps the answer as the next one."""
+
+    def __init__(self, http: httpx.Client, model: str, system: str | None, sampling: dict[str, Any]) -> None:
+        self._http, self._model, self._sampling = http, model, sampling
+        self._opening = [{"role": "system", "content": system}] if system else []
+        self.messages = list(self._opening)
+
+    def reset(self) -> None:
+        self.messages = list(self._opening)
+
+    def ask(self, text: str) -> Iterator[str]:
+        """Pieces of the answer as they arrive. A question without any answer is forgotten, a broken-off answer kept."""
+        self.messages.append({"role": "user", "content": text})
+        pieces: list[str] = []
+        try:
+            for piece in self._stream():
+                pieces.append(piece)
+                yield piece
+        finally:
+            if pieces:
+                self.messages.append({"role": "assistant", "content": "".join(pieces)})
+            else:
+                self.messages.pop()
+
+    def _stream(self) -> Iterator[str]:
+        body = {"model": self._model, "messages": self.messages, "stream": True, **self._sampling}
+        try:
+            with self._http.stream("POST", "chat/completions", json=body) as response:
+                if response.status_code != 200:
+                    response.read()
+                    raise ChatError(_error_message(response))
+                yield from _contents(response.iter_lines())
+        except httpx.HTTPError as error:
+            raise ChatError(_unreachable(str(self._http.base_url), error)) from error
+
+
+def _contents(lines: Iterator[str]) -> Iterator[str]:
+    """Text of each chunk of an SSE chat stream; ChatError where the stream reports one or ends without [DONE]."""
+    for line in lines:
+        if not line.startswith("data:"):
+            continue  # comments keep the connection alive
+        data = line.removeprefix("data:").strip()
+        if data == "[DONE]":
+            return
+        chunk = json.loads(data)
+        if "error" in chunk:
+            raise ChatError(chunk["error"].get("message", data))
+        for choice in chunk.get("choices", []):
+            if choice["delta"].get("content"):
+                yield choice["delta"]["content"]
+    raise ChatError("the server closed the stream before the answer was complete.")
+
+
+def _error_message(response: httpx.Response) -> str:
+    try:
+        message = response.json()["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        message = response.text[:200] or response.reason_phrase
+    return f"the server answered {response.status_code}: {message}"
+
+
+def _unreachable(base_url: str, error: httpx.HTTPError) -> str:
+    if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+        return f"no server answers at {base_url}; start one with `pageserve serve`, or name another with --base-url."
+    return f"the connection to {base_url} failed: {error or type(error).__name__}."
+
+
+def main(arguments: Sequence[str]) -> int:
+    """A single answer where a message is given (or piped in), else a prompt until /exit."""
+    options = _parser().read(arguments)
+    sampling = {name: options[name] for name in ("temperature", "top_p", "max_tokens", "seed") if name in options}
+    headers = {"Authorization": f"Bearer {options['api_key']}"} if options["api_key"] else {}
+    try:
+        http = httpx.Client(base_url=_api_url(options["base_url"]), headers=headers, timeout=TIMEOUT)
+    except httpx.InvalidURL as error:
+        raise ConfigError(f"--base-url: {error}.") from None
+    with http:
+        client = ChatClient(http, options["model"] or _first_model(http), options["system"], sampling)
+        message = " ".join(options["message"]) or (None if sys.stdin.isatty() else sys.stdin.read().strip())
+        if message is not None:
+            _print_answer(client, message)
+            return 0
+        return _converse(client)
+
+
+def _parser() -> Any:
+    from server.cli import Parser
+
+    parser = Parser("chat", "Talk to a running OpenAI-compatible server. " + HELP)
+    parser.add_argument("message", nargs="*", metavar="MESSAGE", help="ask this and leave; without it, a prompt opens")
+    base_url = os.environ.get("OPENAI_BASE_URL") or DEFAULT_BASE_URL
+    parser.add_argument(
+        "--base-url", default=base_url, metavar="URL", help="default: $OPENAI_BASE_URL, else port 8000 here"
+    )
+    api_key = os.environ.get("OPENAI_API_KEY") or os.environ.get("PAGESERVE_API_KEY", "").split(",")[0]
+    parser.add_argument(
+        "--api-key", default=api_key, metavar="KEY", help="default: $OPENAI_API_KEY, $PAGESERVE_API_KEY"
+    )
+    parser.add_argument("--model", metavar="NAME", help="default: the first that the server lists")
+    parser.add_argument("--system", metavar="TEXT", help="system message of the conversation")
+    for name, number in (("temperature", float), ("top-p", float), ("max-tokens", int), ("seed", int)):
+        parser.add_argument(f"--{name}", type=number, default=argparse.SUPPRESS, help="default: the server's")
+    return parser
+
+
+def _api_url(base_url: str) -> str:
+    """http://host:port -> http://host:port/v1/; an address with a path is taken as it is."""
+    url = httpx.URL(base_url)
+    if url.scheme not in ("http", "https") or not url.host:
+        raise ConfigError(f"--base-url must look like {DEFAULT_BASE_URL}, not {base_url!r}.")
+    return base_url.rstrip("/") + ("/" if url.path.strip("/") else "/v1/")
+
+
+def _first_model(http: httpx.Client) -> str:
+    try:
+        response = http.get("models")
+    except httpx.HTTPError as error:
+        raise ChatError(_unreachable(str(http.base_url), error)) from error
+    if response.status_code != 200:
+        raise ChatError(_error_message(response))
+    try:
+        return str(response.json()["data"][0]["id"])
+    except (ValueError, LookupError, TypeError):
+        raise ChatError(
+            f"{http.base_url} does not list models as an OpenAI server does; name one with --model."
+        ) from None
+
+
+def _print_answer(client: ChatClient, message: str) -> None:
+    for piece in client.ask(message):
+        print(piece, end="", flush=True)
+    print()
+
+
+def _converse(client: ChatClient) -> int:
+    import readline  # line editing and recall in input()
+
+    readline.set_auto_history(True)
+    print(HELP)
+    while True:
+        try:
+            line = input("> ").strip()
+        except EOFError:
+            print()
+            return 0
+        except KeyboardInterrupt:
+            print()
+            continue
+        if line in ("/exit", "/quit"):
+            return 0
+        if line == "/reset":
+            client.reset()
+        elif line.startswith("/"):
+            print(HELP)
+        elif line:
+            _answer_or_explain(client, line)
+
+
+def _answer_or_explain(client: ChatClient, line: str) -> None:
+    """In a conversation neither an error nor Ctrl-C ends the program."""
+    try:
+        _print_answer(client, line)
+    except ChatError as error:
+        print(f"\n{error}", file=sys.stderr)
+    except KeyboardInterrupt:
+        print(" [stopped]")

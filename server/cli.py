@@ -1,0 +1,159 @@
+"""The `pageserve` command: serve, chat, generate, bench, plan.
+
+Each command imports what it needs when it runs, so that `pageserve --help` answers at once. What a user can get wrong
+ends in one line on stderr: exit status 2 for a wrong command line, setting or model, 1 for what fails later.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, NoReturn
+
+from engine.errors import ConfigError, ModelError, PageserveError
+from engine.settings import add_flags, load_settings, unknown_name
+
+USAGE = """usage: pageserve COMMAND [options]
+
+An OpenAI-compatible LLM inference server.
+
+  serve     start the server: pageserve serve [MODEL] [--port 8000 ...]
+  chat      talk to a running server in the terminal
+  generate  complete prompts offline, without a server
+  bench     measure a running server
+  plan      where a model's memory goes, and what fits, without loading it
+
+`pageserve COMMAND --help` lists a command's options.
+"""
+INTERRUPTED = 130
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose errors are ConfigErrors, and which names the nearest flag for an unknown one."""
+
+    def __init__(self, command: str, description: str) -> None:
+        super().__init__(prog=f"pageserve {command}", description=description, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} (`{self.prog} --help` lists the options)")
+
+    def read(self, arguments: Sequence[str]) -> dict[str, Any]:
+        """The values of what was given, by name; ConfigError for what this command does not know."""
+        values, unknown = self.parse_known_args(arguments)
+        if unknown:
+            flags = [part.partition("=")[0] for part in unknown if part.startswith("-")]
+            known = [option.lstrip("-").replace("-", "_") for option in self._option_string_actions]
+            self.error(unknown_name(flags[0], known, "--{}") if flags else f"unexpected argument {unknown[0]!r}")
+        return vars(values)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and give its exit status."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        return _dispatch(arguments)
+    except (ConfigError, ModelError) as error:
+        return _fail(error, 2)
+    except (PageserveError, OSError) as error:
+        return _fail(error, 1)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _fail(error: Exception, status: int) -> int:
+    if isinstance(error, BrokenPipeError):  # `pageserve generate ... | head`: nobody reads any more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return status
+    print("pageserve: error: " + " ".join(str(error).split()), file=sys.stderr)
+    return status
+
+
+def _dispatch(arguments: list[str]) -> int:
+    commands: dict[str, Callable[[list[str]], int]] = {
+        "serve": serve,
+        "chat": chat,
+        "generate": generate,
+        "bench": bench,
+        "plan": plan,
+    }
+    name = arguments[0] if arguments else "--help"
+    if name in ("-h", "--help", "help"):
+        print(USAGE, end="")
+        return 0 if arguments else 2
+    if name == "--version":
+        from importlib.metadata import version
+
+        print("pageserve", version("pageserve"))
+        return 0
+    if name not in commands:
+        raise ConfigError(f"there is no command {name!r}; the commands are {', '.join(commands)}.")
+    return commands[name](arguments[1:])
+
+
+def serve(arguments: list[str]) -> int:
+    """Start the server; ends when it has drained after SIGTERM or SIGINT."""
+    from engine.config import EngineConfig
+    from server.config import ServerConfig, resolve_files
+
+    parser = Parser(
+        "serve",
+        "Serve a model with the OpenAI API. Each option may also be set in a YAML file (--config) "
+        "or as PAGESERVE_NAME in the environment; flags win over the environment, that over the file.",
+    )
+    parser.add_argument("positional_model", nargs="?", metavar="MODEL", help="the same as --model")
+    add_flags(parser, EngineConfig, ServerConfig)
+    flags = parser.read(arguments)
+    _merge_positional_model(flags)
+    engine_config, server_config = load_settings((EngineConfig, ServerConfig), flags, os.environ)
+    server_config = resolve_files(server_config)
+
+    from server.serve import run
+
+    return _run_loop(run(server_config, engine_config))
+
+
+def _merge_positional_model(flags: dict[str, Any]) -> None:
+    positional = flags.pop("positional_model")
+    if positional is None:
+        return
+    if flags.setdefault("model", positional) != positional:
+        raise ConfigError(f"two models are named: {positional} and --model {flags['model']}.")
+
+
+def _run_loop(main_coroutine: Coroutine[Any, Any, int]) -> int:
+    """uvloop where it can be had, else asyncio's own loop."""
+    try:
+        import uvloop
+    except ImportError:
+        import asyncio
+
+        return asyncio.run(main_coroutine)
+    return uvloop.run(main_coroutine)
+
+
+def chat(arguments: list[str]) -> int:
+    from server.chat import main
+
+    return main(arguments)
+
+
+def generate(arguments: list[str]) -> int:
+    from server.generate import main
+
+    return main(arguments)
+
+
+def bench(arguments: list[str]) -> int:
+    from server.bench import main
+
+    return main(arguments)
+
+
+def plan(arguments: list[str]) -> int:
+    """Runs in a process of its own: planning needs torch's view of the device, the command does not."""
+    return subprocess.run([sys.executable, "-m", "engine.worker.plan", *arguments]).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
