@@ -30,6 +30,7 @@ Message = dict[str, Any]
 T = TypeVar("T")
 
 MAX_IN_FLIGHT = 1024  # requests handed to the Driver at once: more would not run sooner and would cost memory
+UNBOUNDED = 1 << 62
 STOP_SECONDS = 10.0
 logger = logging.getLogger(__name__)
 
@@ -207,7 +208,8 @@ class _Sample:
         self._text.append(part.text)
         self._token_ids.extend(part.token_ids)
         if part.logprobs is not None:
-            self._logprobs = [*(self._logprobs or []), *part.logprobs]
+            self._logprobs = self._logprobs or []
+            self._logprobs.extend(part.logprobs)
         self._last = part
 
     def whole(self, index: int, failed: bool) -> CompletionOutput:
@@ -282,7 +284,7 @@ class _LoopThread:
 
 
 async def _start(config: EngineConfig, driver_options: dict[str, Any]) -> Driver:
-    driver = Driver(config, max_queued_requests=MAX_IN_FLIGHT, **driver_options)
+    driver = Driver(config, max_queued_requests=UNBOUNDED, **driver_options)
     try:
         await driver.start()
         await driver.wait_ready()
@@ -328,7 +330,7 @@ def _params_list(sampling_params: Any, count: int) -> list[SamplingParams]:
 def _job(tokenizer: Tokenizer, prompt: Any, params: SamplingParams, index: int) -> _Job:
     if isinstance(prompt, Mapping) and len(prompt) == 1:
         (key, value), *_ = prompt.items()
-        if key == "prompt" and isinstance(value, str) or key == "prompt_token_ids" and _is_token_ids(value):
+        if (key == "prompt" and isinstance(value, str)) or (key == "prompt_token_ids" and _is_token_ids(value)):
             prompt = value
     if isinstance(prompt, str):
         return _Job(prompt, tokenizer.encode(prompt), params)

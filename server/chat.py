@@ -109,7 +109,7 @@ def main(arguments: Sequence[str]) -> int:
 def _parser() -> Any:
     from server.cli import Parser
 
-    parser = Parser("chat", "Talk to a running OpenAI-compatible server. " + HELP)
+    parser = Parser("chat", "[MESSAGE]", "Talk to a running OpenAI-compatible server. " + HELP)
     parser.add_argument("message", nargs="*", metavar="MESSAGE", help="ask this and leave; without it, a prompt opens")
     base_url = os.environ.get("OPENAI_BASE_URL") or DEFAULT_BASE_URL
     parser.add_argument(

@@ -32,8 +32,10 @@ INTERRUPTED = 130
 class Parser(argparse.ArgumentParser):
     """argparse whose errors are ConfigErrors, and which names the nearest flag for an unknown one."""
 
-    def __init__(self, command: str, description: str) -> None:
-        super().__init__(prog=f"pageserve {command}", description=description, allow_abbrev=False)
+    def __init__(self, command: str, operands: str, description: str) -> None:
+        prog = f"pageserve {command}"
+        usage = f"{prog} {operands} [options]"
+        super().__init__(prog=prog, usage=usage, description=description, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} (`{self.prog} --help` lists the options)")
@@ -98,6 +100,7 @@ def serve(arguments: list[str]) -> int:
 
     parser = Parser(
         "serve",
+        "[MODEL]",
         "Serve a model with the OpenAI API. Each option may also be set in a YAML file (--config) "
         "or as PAGESERVE_NAME in the environment; flags win over the environment, that over the file.",
     )

@@ -49,7 +49,9 @@ def main(arguments: Sequence[str]) -> int:
 def _parser() -> Any:
     from server.cli import Parser
 
-    parser = Parser("generate", "Complete prompts offline. Without PROMPT and --prompts, stdin is one prompt.")
+    parser = Parser(
+        "generate", "[PROMPT ...]", "Complete prompts offline. Without PROMPT and --prompts, stdin is one prompt."
+    )
     parser.add_argument("prompt", nargs="*", metavar="PROMPT", help="text to continue")
     parser.add_argument("--prompts", metavar="FILE", help="file with one prompt per line; - is stdin")
     parser.add_argument("--chat", action="store_true", help="put each prompt through the model's chat template")
