@@ -72,6 +72,9 @@ class EngineConfig:
     cpu_threads: int | None = option(
         None, "threads of a CPU Worker; default: the cores this process may use", minimum=1, maximum=1024
     )
+    step_timeout: float = option(
+        120.0, "seconds without a finished step, while there is work, after which /health fails", above=0
+    )
     seed: int = option(0, "seed of dummy weights", minimum=0, maximum=2**63 - 1)
 
     def __post_init__(self) -> None:

@@ -68,7 +68,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
         if self.logprobs is not None:
             _require_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         if len(stop) > MAX_STOP_STRINGS:
-            raise InvalidRequestError(f"stop holds {len(stop)} strings; at most {MAX_STOP_STRINGS} are allowed.", "stop")
+            raise InvalidRequestError(
+                f"stop holds {len(stop)} strings; at most {MAX_STOP_STRINGS} are allowed.", "stop"
+            )
         for text in stop:
             if not isinstance(text, str) or not text:
                 raise InvalidRequestError("stop must hold non-empty strings.", "stop")

@@ -20,11 +20,7 @@ FRAME_HEADER = struct.Struct("<I")  # length of the msgpack body in bytes
 MAX_FRAME_BYTES = 1 << 30
 
 
-class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    pass
-
-
-class StartWorker(_Message):
+class StartWorker(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """First message of the Driver: everything the Worker needs to know. `model_dir` is a local folder."""
 
     config: EngineConfig
@@ -32,22 +28,24 @@ class StartWorker(_Message):
     eos_token_ids: list[int]
 
 
-class LoadProgress(_Message):
+class LoadProgress(msgspec.Struct, frozen=True, array_like=True, tag=True):
     phase: str  # shown at /ready: "importing", "loading weights", "profiling", "compiling" ...
 
 
-class WorkerReady(_Message):
-    """Sizes that only the Worker knows: after loading and profiling."""
+class WorkerReady(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """What only the Worker knows, after loading and profiling: sizes, and settings that depend on the device."""
 
     num_blocks: int
     max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
     vocab_size: int  # width of the logits: the bound of every token id
     device: str
     dtype: str
     memory: dict[str, int]  # bytes: weights, kv_cache, activations ... for logs and /metrics
 
 
-class WorkerFailed(_Message):
+class WorkerFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Loading failed; `kind` is the class name in engine.errors ("ModelError", "ConfigError", "EngineError")."""
 
     kind: str
@@ -83,8 +81,8 @@ class SequenceStep(msgspec.Struct, frozen=True, array_like=True):
     new_block_ids: list[int]
 
 
-class StepPlan(_Message):
-    """One iteration. `removed` (finished, aborted or preempted sequences) is applied first, then `new`, then `steps`."""
+class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """One iteration. `removed` (finished, aborted, preempted) is applied first, then `new`, then `steps`."""
 
     step_id: int
     removed: list[int]
@@ -101,7 +99,7 @@ class SampledToken(msgspec.Struct, frozen=True, array_like=True):
     top: list[tuple[int, float]] = []
 
 
-class StepResult(_Message):
+class StepResult(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """`failed` maps a sequence to the reason why it alone could not be sampled (non-finite logits, say)."""
 
     step_id: int

@@ -1,0 +1,226 @@
+"""BlockManager: who holds which KV block (PagedAttention: Kwon et al. 2023, sections 4.2 to 4.4).
+
+The KV cache is a pool of fixed blocks. A sequence holds the blocks of its block table, in token order; blocks of a
+common prefix are held by several sequences at once (reference counts). A full block is known to the prefix cache by
+the hash of its tokens and of everything before them. A block that nobody holds is free, but keeps its content and its
+hash until it is given out again: the free list is the LRU order of eviction, and a hit takes a block out of its middle.
+"""
+
+import hashlib
+from collections.abc import Iterable
+from itertools import islice
+
+from engine.sequence import Sequence
+
+
+class Block:
+    """`block_hash` is set while the prefix cache may hand the block out for equal tokens."""
+
+    __slots__ = ("block_hash", "block_id", "next_free", "prev_free", "ref_count")
+
+    def __init__(self, block_id: int) -> None:
+        self.block_id = block_id
+        self.ref_count = 0
+        self.block_hash: bytes | None = None
+        self.prev_free: Block | None = None
+        self.next_free: Block | None = None
+
+
+class FreeList:
+    """A doubly linked list through the blocks themselves: every operation, `remove` too, is O(1)."""
+
+    def __init__(self, blocks: Iterable[Block]) -> None:
+        self._end = Block(-1)  # sentinel: its next is the first to be given out, its prev the last
+        self._end.next_free = self._end.prev_free = self._end
+        self._length = 0
+        for block in blocks:
+            self.append(block)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def append(self, block: Block) -> None:
+        """Give this block out last."""
+        self._link(block, before=self._end)
+
+    def append_left(self, block: Block) -> None:
+        """Give this block out next."""
+        assert self._end.next_free is not None
+        self._link(block, before=self._end.next_free)
+
+    def pop_left(self) -> Block:
+        block = self._end.next_free
+        assert block is not None and block is not self._end, "the caller checks that a block is free"
+        self.remove(block)
+        return block
+
+    def remove(self, block: Block) -> None:
+        prev, following = block.prev_free, block.next_free
+        assert prev is not None and following is not None, "the block is not in the free list"
+        prev.next_free, following.prev_free = following, prev
+        block.prev_free = block.next_free = None
+        self._length -= 1
+
+    def ids(self) -> list[int]:
+        """From the next one given out to the last; for checks and views, O(n)."""
+        found = []
+        block = self._end.next_free
+        while block is not self._end:
+            assert block is not None
+            found.append(block.block_id)
+            block = block.next_free
+        return found
+
+    def _link(self, block: Block, before: Block) -> None:
+        prev = before.prev_free
+        assert prev is not None
+        block.prev_free, block.next_free = prev, before
+        prev.next_free = before.prev_free = block
+        self._length += 1
+
+
+class BlockManager:
+    """`enable_prefix_caching` False never matches a prefix; all else is the same."""
+
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self.blocks = [Block(block_id) for block_id in range(num_blocks)]
+        self.free_blocks = FreeList(self.blocks)
+        self.cached_blocks: dict[bytes, Block] = {}
+        self.num_prefix_queries = 0  # both in tokens
+        self.num_prefix_hits = 0
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.blocks)
+
+    @property
+    def usage(self) -> float:
+        """Share of the blocks that sequences hold, 0 to 1."""
+        return 1.0 - len(self.free_blocks) / len(self.blocks)
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def match_prefix(self, seq: Sequence) -> list[Block]:
+        """The cached blocks that hold the start of `seq`; takes none of them yet.
+
+        The last known token is never matched: it has to be computed for its logits.
+        """
+        if not self.enable_prefix_caching:
+            return []
+        self._extend_hashes(seq)
+        matched = []
+        for block_hash in islice(seq.block_hashes, (len(seq.token_ids) - 1) // self.block_size):
+            block = self.cached_blocks.get(block_hash)
+            if block is None:
+                break
+            matched.append(block)
+        return matched
+
+    def can_admit(self, seq: Sequence, prefix: list[Block], watermark: int) -> bool:
+        """Whether all known tokens of `seq` find room and `watermark` blocks stay free."""
+        taken_from_free = self.num_blocks_for(seq.num_tokens) - len(prefix)
+        taken_from_free += sum(block.ref_count == 0 for block in prefix)
+        return len(self.free_blocks) - taken_from_free >= watermark
+
+    def adopt_prefix(self, seq: Sequence, prefix: list[Block]) -> None:
+        """Let `seq`, which holds nothing, begin with the blocks that `match_prefix` found."""
+        assert not seq.block_table, "a sequence adopts a prefix before anything else"
+        for block in prefix:
+            if block.ref_count == 0:
+                self.free_blocks.remove(block)
+            block.ref_count += 1
+            seq.block_table.append(block.block_id)
+        seq.num_computed_tokens = len(prefix) * self.block_size
+        seq.num_registered_blocks = len(prefix)
+        if self.enable_prefix_caching:
+            self.num_prefix_queries += len(seq.token_ids)
+            self.num_prefix_hits += seq.num_computed_tokens
+
+    def allocate(self, seq: Sequence, num_tokens: int) -> list[int] | None:
+        """Append blocks for the next `num_tokens` tokens; None, and nothing changed, where too few are free."""
+        needed = self.num_blocks_for(seq.num_computed_tokens + num_tokens) - len(seq.block_table)
+        if needed <= 0:
+            return []
+        if needed > len(self.free_blocks):
+            return None
+        new_ids = []
+        for _ in range(needed):
+            block = self.free_blocks.pop_left()
+            self._forget(block)
+            block.ref_count = 1
+            new_ids.append(block.block_id)
+        seq.block_table += new_ids
+        return new_ids
+
+    def register_full_blocks(self, seq: Sequence) -> None:
+        """Tell the prefix cache of every block of `seq` that is full of known, computed tokens.
+
+        A plan that was sent counts as computed: the Worker runs plans in order and writes all keys and values of a
+        layer before it reads any, so even a sequence of the same step may read the block.
+        """
+        if not self.enable_prefix_caching:
+            return
+        num_full = min(seq.num_computed_tokens, len(seq.token_ids)) // self.block_size
+        if num_full <= seq.num_registered_blocks:
+            return
+        self._extend_hashes(seq)
+        for index in range(seq.num_registered_blocks, num_full):
+            block, block_hash = self.blocks[seq.block_table[index]], seq.block_hashes[index]
+            # Tables are append-only: where another block has this content already, this one stays private.
+            if block.block_hash is None and block_hash not in self.cached_blocks:
+                block.block_hash = block_hash
+                self.cached_blocks[block_hash] = block
+        seq.num_registered_blocks = num_full
+
+    def free(self, seq: Sequence, *, discard: bool = False) -> None:
+        """Let go of all blocks of `seq`; `discard` also drops from the cache those that it alone held.
+
+        The last block goes first into the free list, so that a prefix outlives what follows it.
+        """
+        for block_id in reversed(seq.block_table):
+            block = self.blocks[block_id]
+            block.ref_count -= 1
+            if block.ref_count:
+                continue
+            if discard:
+                self._forget(block)
+            if block.block_hash is None:
+                self.free_blocks.append_left(block)
+            else:
+                self.free_blocks.append(block)
+        seq.block_table = []
+        seq.num_registered_blocks = 0
+        seq.num_computed_tokens = 0
+
+    def check_invariants(self, sequences: Iterable[Sequence]) -> None:
+        """Assert that the books balance, given every sequence that may hold blocks. For tests and simulation: O(n)."""
+        held = [block_id for seq in sequences for block_id in seq.block_table]
+        counts = dict.fromkeys(range(self.num_blocks), 0)
+        for block_id in held:
+            counts[block_id] += 1
+        for block in self.blocks:
+            assert block.ref_count == counts[block.block_id], f"block {block.block_id}: leaked or freed twice"
+            if block.block_hash is not None:
+                assert self.cached_blocks.get(block.block_hash) is block, f"block {block.block_id}: unknown hash"
+        free = self.free_blocks.ids()
+        assert len(free) == len(set(free)) == len(self.free_blocks), "the free list is broken"
+        assert {block_id for block_id, count in counts.items() if count == 0} == set(free), "held and free overlap"
+        for block_hash, block in self.cached_blocks.items():
+            assert block.block_hash == block_hash, f"block {block.block_id}: stale hash in the cache"
+
+    def _forget(self, block: Block) -> None:
+        if block.block_hash is not None:
+            del self.cached_blocks[block.block_hash]
+            block.block_hash = None
+
+    def _extend_hashes(self, seq: Sequence) -> None:
+        """Hash the full blocks of known tokens, each chained to the one before. All fields have a fixed width."""
+        hashes, size = seq.block_hashes, self.block_size
+        for index in range(len(hashes), len(seq.token_ids) // size):
+            parent = hashes[-1] if hashes else hashlib.sha256(seq.cache_salt.encode()).digest()
+            tokens = seq.token_ids[index * size : (index + 1) * size]
+            packed = b"".join([token_id.to_bytes(4, "little") for token_id in tokens])
+            hashes.append(hashlib.sha256(parent + packed).digest())

@@ -1,0 +1,90 @@
+"""From token ids to text, one token at a time: whole characters only, and nothing past a stop string."""
+
+import codecs
+from dataclasses import dataclass
+
+from engine.sampling_params import SamplingParams
+from engine.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class StopMatch:
+    """`stop` was found; the text before it (or through it) has been emitted."""
+
+    stop: str
+
+
+class StopStringMatcher:
+    """Lets text through up to the first stop string.
+
+    Only the longest suffix that may still grow into a stop string is held back. Of several matches the one that is
+    complete first wins, and among those the one that starts first: what a client would see that reads byte by byte.
+    """
+
+    def __init__(self, stops: tuple[str, ...], include_stop: bool) -> None:
+        self._stops = stops
+        self._include_stop = include_stop
+        self._held = ""
+
+    def feed(self, text: str) -> tuple[str, StopMatch | None]:
+        """(text that is safe to send, the match that ended it)."""
+        text = self._held + text
+        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            end, start, stop = min(found)
+            self._held = ""
+            return text[: end if self._include_stop else start], StopMatch(stop)
+        split = len(text) - self._num_held(text)
+        self._held = text[split:]
+        return text[:split], None
+
+    def flush(self) -> str:
+        """What was held back, once nothing more can come."""
+        held, self._held = self._held, ""
+        return held
+
+    def _num_held(self, text: str) -> int:
+        longest = max(len(stop) for stop in self._stops) - 1
+        for length in range(min(longest, len(text)), 0, -1):
+            if text.endswith(tuple(stop[:length] for stop in self._stops if len(stop) > length)):
+                return length
+        return 0
+
+
+class Detokenizer:
+    """The text of one sample. Tokens are bytes; a UTF-8 decoder holds back half a character until the rest arrives.
+
+    Bytes that never become a character end as U+FFFD, at the latest in `flush`. The result equals decoding all tokens
+    at once, which a property test holds.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = params.skip_special_tokens
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._matcher = StopStringMatcher(params.stop, params.include_stop_str_in_output) if params.stop else None
+        self._min_tokens = params.min_tokens
+        self._num_tokens = 0
+
+    def append(self, token_id: int) -> tuple[str, StopMatch | None]:
+        """(new text that may be sent, the stop string that ended the sample)."""
+        self._num_tokens += 1
+        text = self._decoder.decode(self._bytes(token_id))
+        if self._matcher is None or not text:
+            return text, None
+        if self._num_tokens <= self._min_tokens:  # a stop string counts from the first token that may end the sample
+            return text, None
+        return self._matcher.feed(text)
+
+    def flush(self) -> str:
+        """The rest of the text, at the end of the sample."""
+        text = self._decoder.decode(b"", final=True)
+        if self._matcher is None:
+            return text
+        safe, match = self._matcher.feed(text)
+        return safe if match else safe + self._matcher.flush()
+
+    def _bytes(self, token_id: int) -> bytes:
+        if self._skip_special_tokens and token_id in self._tokenizer.special_token_ids:
+            return b""
+        return self._tokenizer.token_bytes(token_id)

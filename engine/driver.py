@@ -1,0 +1,440 @@
+"""Driver: the asyncio loop between those who ask and the Worker that computes.
+
+`generate`, `abort` and the state of health are the whole seam to the server, so that it can become a process boundary.
+Everything runs on one event loop; the scheduler is touched between awaits only, so there are no locks.
+"""
+
+import asyncio
+import itertools
+import logging
+import random
+import time
+from collections import deque
+from dataclasses import dataclass
+from functools import partial
+
+from engine.block_manager import BlockManager
+from engine.checkpoint import read_eos_token_ids, resolve_model, resolve_tokenizer
+from engine.config import EngineConfig
+from engine.detokenizer import Detokenizer
+from engine.errors import (
+    ContextLengthError,
+    EngineError,
+    InvalidRequestError,
+    PageserveError,
+    QueueFullError,
+    UnavailableError,
+)
+from engine.executor import WORKER_COMMAND, Executor
+from engine.outputs import FinishReason, TokenLogprobs
+from engine.request import Request
+from engine.scheduler import Scheduler
+from engine.sequence import Sequence
+from engine.stats import EngineStats
+from engine.step import SampledToken, StartWorker, StepPlan, StepResult, WorkerReady
+from engine.stream import RequestStream
+from engine.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What is served, once it is known. `vocab_size` is the width of the logits; `memory` is in bytes."""
+
+    max_model_len: int
+    vocab_size: int
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    device: str
+    dtype: str
+    memory: dict[str, int]
+
+
+@dataclass(slots=True, eq=False)
+class _LiveRequest:
+    """A request that runs: its stream, and what the histograms need (times in monotonic seconds)."""
+
+    stream: RequestStream
+    arrival_time: float
+    last_token_times: list[float | None]
+    num_unfinished: int
+    first_token_time: float | None = None
+
+
+class Driver:
+    """Owns the scheduler, the tokenizer and the Worker process. Made, started and used on one event loop."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        chat_template: str | None = None,
+        max_queued_requests: int = 1024,
+        worker_command: tuple[str, ...] = WORKER_COMMAND,
+    ) -> None:
+        self.config = config
+        self.stats = EngineStats()
+        self.phase = "starting"
+        self._chat_template = chat_template
+        self._max_queued_requests = max_queued_requests
+        self._executor = Executor(worker_command)
+        self._in_flight: deque[StepPlan] = deque()
+        self._live: dict[str, _LiveRequest] = {}
+        self._owners: dict[int, tuple[_LiveRequest, int]] = {}  # seq_id -> (request, index of the sample)
+        self._counter = itertools.count()  # of sequence ids, which are also the order of arrival
+        self._pump_scheduled = False
+        self._failure: PageserveError | None = None
+        self._last_progress = time.monotonic()
+        self._seconds_per_request = 1.0  # moving average between two finished requests, for Retry-After
+
+    async def start(self) -> None:
+        """Find the checkpoint, start the Worker on it, load the tokenizer meanwhile. Raises ConfigError, ModelError."""
+        self._loop = asyncio.get_running_loop()
+        self._ready: asyncio.Future[None] = self._loop.create_future()
+        self._failed: asyncio.Future[PageserveError] = self._loop.create_future()
+        self._sent = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        model_dir = await asyncio.to_thread(resolve_model, self.config)
+        self.eos_token_ids = read_eos_token_ids(model_dir)
+        await self._executor.start(StartWorker(self.config, str(model_dir), self.eos_token_ids))
+        try:
+            tokenizer_dir = await asyncio.to_thread(resolve_tokenizer, self.config, model_dir)
+            self.tokenizer = await asyncio.to_thread(Tokenizer, tokenizer_dir, self._chat_template)
+        except BaseException:
+            await self._executor.stop()
+            raise
+        self._task = asyncio.create_task(self._run(), name="engine-loop")
+
+    async def wait_ready(self) -> None:
+        """Until requests can be served; raises what went wrong where that never happens."""
+        await asyncio.shield(self._ready)
+
+    async def wait_failed(self) -> PageserveError:
+        """Until the engine ends for good without being asked to; returns the cause."""
+        return await asyncio.shield(self._failed)
+
+    def generate(self, request: Request) -> RequestStream:
+        """Queue a request and return the stream of its outputs; it runs whether or not it is read.
+
+        Raises at once InvalidRequestError (ContextLengthError) for what can never run, QueueFullError, and
+        UnavailableError while the engine loads, drains or is dead.
+        """
+        self._require_available()
+        max_num_tokens = self._check(request)
+        samples = []
+        for index in range(request.params.n):
+            seq = self._new_sequence(request, index, max_num_tokens)
+            samples.append((seq, Detokenizer(self.tokenizer, request.params)))
+        stream = RequestStream(request, samples, partial(self.abort, request.request_id))
+        now = time.monotonic()
+        live = _LiveRequest(stream, now, [None] * len(samples), len(samples))
+        self._live[request.request_id] = live
+        self._idle.clear()
+        for index, (seq, _) in enumerate(samples):
+            self._owners[seq.seq_id] = live, index
+            self.scheduler.add(seq)
+        self._schedule_pump()
+        return stream
+
+    def abort(self, request_id: str) -> None:
+        """End a request in any state; its blocks are free at once. A no-op for one that ended or never was."""
+        live = self._live.get(request_id)
+        if live is not None:
+            self._end_early(live, FinishReason.ABORT)
+            live.stream.wake()
+            self._schedule_pump()  # its blocks may let another one in
+
+    def health(self) -> str | None:
+        """None while steps make progress or there is nothing to do; else the reason for concern."""
+        if self._failure is not None:
+            return f"the engine has ended: {self._failure}"
+        stalled = time.monotonic() - self._last_progress
+        if self._in_flight and stalled > self.config.step_timeout:
+            return f"the Worker has not finished a step for {stalled:.0f} s"
+        return None
+
+    @property
+    def ready(self) -> bool:
+        return self.phase == "ready"
+
+    @property
+    def num_live_requests(self) -> int:
+        return len(self._live)
+
+    def stats_snapshot(self) -> None:
+        """Bring the gauges, and the counters that the scheduler keeps, up to date."""
+        if not hasattr(self, "scheduler"):
+            return
+        scheduler, blocks = self.scheduler, self.scheduler.block_manager
+        self.stats.num_requests_running.value = len(scheduler.running)
+        self.stats.num_requests_waiting.value = len(scheduler.waiting)
+        self.stats.kv_cache_usage_perc.value = blocks.usage
+        self.stats.num_preemptions.values[()] = scheduler.num_preemptions
+        self.stats.prefix_cache_queries.values[()] = blocks.num_prefix_queries
+        self.stats.prefix_cache_hits.values[()] = blocks.num_prefix_hits
+
+    async def drain(self, timeout: float) -> bool:
+        """Accept nothing more and wait up to `timeout` seconds for what runs; whether all of it finished.
+
+        What is left then gets an error at the end of its stream.
+        """
+        if self._failure is None:
+            self.phase = "draining"
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout)
+        except asyncio.TimeoutError:
+            for live in list(self._live.values()):
+                self._end_early(live, FinishReason.ERROR)
+                live.stream.fail(EngineError("The server shut down before this request was finished."))
+            return False
+        return True
+
+    async def stop(self) -> None:
+        """End the Worker and the loop; live requests get an error. Harmless before `start` and when called again."""
+        if (task := getattr(self, "_task", None)) is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        self._fail_all(EngineError("The engine was stopped."))
+        self.phase = "stopped"
+        await self._executor.stop()
+        if hasattr(self, "tokenizer"):
+            self.tokenizer.close()
+
+    # Admission.
+
+    def _require_available(self) -> None:
+        if self._failure is not None:
+            raise UnavailableError(f"The engine has ended: {self._failure}")
+        if self.phase != "ready":
+            raise UnavailableError(f"The server is not ready ({self.phase}). Try again shortly.")
+        if (waiting := len(self.scheduler.waiting)) >= self._max_queued_requests:
+            retry_after = min(60.0, max(1.0, waiting * self._seconds_per_request))
+            raise QueueFullError(f"{waiting} requests are waiting already. Try again later.", retry_after)
+
+    def _check(self, request: Request) -> int:
+        """The most tokens, prompt included, that a sample of `request` may have; raises InvalidRequestError."""
+        ids, params, limit = request.prompt_token_ids, request.params, self.model.max_model_len
+        if request.request_id in self._live:
+            raise InvalidRequestError(f"A request with id {request.request_id!r} is running already.", "request_id")
+        if not ids:
+            raise InvalidRequestError("The prompt is empty: at least one token is needed.", request.prompt_param)
+        if len(ids) >= limit:
+            raise ContextLengthError(
+                f"The prompt has {len(ids)} tokens; this model takes at most {limit} tokens in all, so a prompt of up "
+                f"to {limit - 1}. Shorten it.",
+                request.prompt_param,
+            )
+        if min(ids) < 0 or max(ids) >= self.model.vocab_size:
+            wrong = next(i for i in ids if not 0 <= i < self.model.vocab_size)
+            raise InvalidRequestError(
+                f"The prompt holds token id {wrong}; this model's ids are 0 to {self.model.vocab_size - 1}.",
+                request.prompt_param,
+            )
+        params.check_token_ids(self.model.vocab_size)
+        if params.max_tokens is None:
+            return limit
+        if len(ids) + params.max_tokens > limit:
+            raise ContextLengthError(
+                f"The prompt has {len(ids)} tokens and max_tokens is {params.max_tokens}; together they may be at most "
+                f"{limit}. Lower max_tokens to {limit - len(ids)} or shorten the prompt.",
+                "max_tokens",
+            )
+        return len(ids) + params.max_tokens
+
+    def _new_sequence(self, request: Request, index: int, max_num_tokens: int) -> Sequence:
+        seed = request.params.seed
+        if seed is None:
+            seed = random.getrandbits(64)
+        number = next(self._counter)
+        return Sequence(
+            number,
+            request.prompt_token_ids,
+            request.params,
+            seed=(seed + index * 0x9E3779B97F4A7C15) % 2**64,  # samples of one seed draw apart, the first as if alone
+            max_num_tokens=max_num_tokens,
+            priority=request.priority,
+            arrival=number,
+            cache_salt=request.cache_salt,
+        )
+
+    # The loop.
+
+    async def _run(self) -> None:
+        try:
+            self._become_ready(await self._executor.wait_ready(self._set_phase))
+            while True:
+                await self._sent.wait()
+                while self._in_flight:
+                    self._process(await self._executor.receive())
+                    self._pump()
+                if self.scheduler.has_work:
+                    raise EngineError("the scheduler plans nothing although requests wait")
+                self._sent.clear()
+        except PageserveError as error:
+            self._die(error)
+        except Exception:
+            logger.exception("the engine loop failed")
+            self._die(EngineError("an internal error ended the engine loop; the log has it"))
+
+    def _set_phase(self, phase: str) -> None:
+        if self.phase != "draining":
+            self.phase = phase
+
+    def _become_ready(self, ready: WorkerReady) -> None:
+        block_size = self.config.block_size
+        self.model = ModelInfo(
+            max_model_len=min(ready.max_model_len, ready.num_blocks * block_size),
+            vocab_size=ready.vocab_size,
+            num_blocks=ready.num_blocks,
+            block_size=block_size,
+            max_num_seqs=ready.max_num_seqs,
+            max_num_batched_tokens=ready.max_num_batched_tokens,
+            device=ready.device,
+            dtype=ready.dtype,
+            memory=ready.memory,
+        )
+        self.scheduler = Scheduler(
+            BlockManager(ready.num_blocks, block_size, self.config.enable_prefix_caching),
+            max_num_seqs=ready.max_num_seqs,
+            max_num_batched_tokens=ready.max_num_batched_tokens,
+            watermark=self.config.watermark,
+            eos_token_ids=self.eos_token_ids,
+        )
+        self._set_phase("ready")
+        self._ready.set_result(None)
+
+    def _schedule_pump(self) -> None:
+        """Plan at the end of this turn of the event loop, so that requests that arrive together share a step."""
+        if not self._pump_scheduled:
+            self._pump_scheduled = True
+            self._loop.call_soon(self._pump)
+
+    def _pump(self) -> None:
+        """Send plans until the Worker has one to compute and, with async_scheduling, one more to go on with."""
+        self._pump_scheduled = False
+        depth = 2 if self.config.async_scheduling else 1
+        while self._failure is None and len(self._in_flight) < depth:
+            plan = self.scheduler.schedule()
+            if plan is None:
+                break
+            if not self._in_flight:
+                self._last_progress = time.monotonic()
+            self._executor.send(plan)
+            self._in_flight.append(plan)
+            self.stats.iteration_tokens.observe(sum(step.num_tokens for step in plan.steps))
+            self._sent.set()
+
+    def _process(self, result: StepResult) -> None:
+        plan = self._in_flight.popleft()
+        if plan.step_id != result.step_id:
+            raise EngineError(f"the Worker answered step {result.step_id} in place of {plan.step_id}")
+        self._last_progress = now = time.monotonic()
+        touched: dict[_LiveRequest, None] = {}
+        for seq, token in self.scheduler.update(result):
+            live, index = self._owners[seq.seq_id]
+            self._deliver(live, index, seq, token, now)
+            touched[live] = None
+        for live in touched:
+            if live.num_unfinished == 0:
+                self._retire(live, _overall_reason(live.stream.sequences()))
+            live.stream.wake()
+        for seq_id, reason in result.failed.items():
+            if seq_id in self._owners:
+                live, _ = self._owners[seq_id]
+                self._end_early(live, FinishReason.ERROR)
+                live.stream.fail(EngineError(f"This request could not be finished: {reason}."))
+
+    def _deliver(self, live: _LiveRequest, index: int, seq: Sequence, token: SampledToken, now: float) -> None:
+        """Turn one new token into text, find stop strings, and hand both to the stream."""
+        detokenizer = live.stream.detokenizer(index)
+        ended_by_token = seq.finish_reason is FinishReason.STOP
+        text, match = "", None
+        if not ended_by_token or seq.params.include_stop_str_in_output:
+            text, match = detokenizer.append(token.token_id)
+        if match is not None:
+            self.scheduler.finish(seq, FinishReason.STOP, match.stop)
+            seq.finish_reason, seq.stop_reason = FinishReason.STOP, match.stop  # it wins over a length reached with it
+        logprobs = None
+        if seq.params.logprobs is not None:
+            logprobs = TokenLogprobs(token.token_id, token.logprob, tuple(token.top))
+        live.stream.put(index, token.token_id, text, logprobs)
+        self._observe_token(live, index, now)
+        if seq.finish_reason is not None:
+            live.stream.finish(index, "" if match else detokenizer.flush())
+            live.num_unfinished -= 1
+            del self._owners[seq.seq_id]
+
+    # Ends.
+
+    def _end_early(self, live: _LiveRequest, reason: FinishReason) -> None:
+        for index, seq in enumerate(live.stream.sequences()):
+            if seq.finish_reason is None:
+                self.scheduler.finish(seq, reason)
+                live.stream.finish(index, "")
+                del self._owners[seq.seq_id]
+        self._retire(live, reason)
+
+    def _retire(self, live: _LiveRequest, reason: FinishReason) -> None:
+        del self._live[live.stream.request.request_id]
+        self._observe_end(live, reason, time.monotonic())
+        if not self._live:
+            self._idle.set()
+
+    def _fail_all(self, error: PageserveError) -> None:
+        for live in list(self._live.values()):
+            self._end_early(live, FinishReason.ERROR)
+            live.stream.fail(error)
+
+    def _die(self, error: PageserveError) -> None:
+        self._failure = error
+        self.phase = "stopped"
+        self._in_flight.clear()
+        self._fail_all(EngineError(f"The engine ended while this request ran: {error}."))
+        self._failed.set_result(error)
+        if not self._ready.done():
+            self._ready.set_exception(error)
+            self._ready.exception()  # seen: whoever awaits wait_ready() gets it, and nobody need
+
+    # Numbers.
+
+    def _observe_token(self, live: _LiveRequest, index: int, now: float) -> None:
+        self.stats.generation_tokens.add()
+        if live.first_token_time is None:
+            live.first_token_time = now
+            self.stats.time_to_first_token.observe(now - live.arrival_time)
+            self.stats.prompt_tokens.add(live.stream.num_prompt_tokens)
+        if (last := live.last_token_times[index]) is not None:
+            self.stats.inter_token_latency.observe(now - last)
+        live.last_token_times[index] = now
+
+    def _observe_end(self, live: _LiveRequest, reason: FinishReason, now: float) -> None:
+        stats, params, stream = self.stats, live.stream.request.params, live.stream
+        stats.request_success.add(1.0, (reason.value,))
+        stats.e2e_latency.observe(now - live.arrival_time)
+        stats.request_prompt_tokens.observe(stream.num_prompt_tokens)
+        stats.request_generation_tokens.observe(stream.num_generated_tokens)
+        stats.params_n.observe(params.n)
+        if params.max_tokens is not None:
+            stats.params_max_tokens.observe(params.max_tokens)
+        scheduled = stream.sequences()[0].first_scheduled_time
+        stats.queue_time.observe((scheduled or now) - live.arrival_time)
+        if scheduled is not None:
+            stats.inference_time.observe(now - scheduled)
+        if scheduled is not None and live.first_token_time is not None:
+            stats.prefill_time.observe(live.first_token_time - scheduled)
+            stats.decode_time.observe(now - live.first_token_time)
+            if (later_tokens := stream.sequences()[0].num_generated_tokens - 1) > 0:
+                stats.time_per_output_token.observe((now - live.first_token_time) / later_tokens)
+        # Little's law: time in the system over the number in it is the time between two that leave.
+        interval = (now - live.arrival_time) / (len(self._live) + 1)
+        self._seconds_per_request += 0.1 * (interval - self._seconds_per_request)
+
+
+def _overall_reason(sequences: list[Sequence]) -> FinishReason:
+    """One reason for all samples: "length" when any of them was cut."""
+    reasons = {seq.finish_reason for seq in sequences}
+    return FinishReason.LENGTH if FinishReason.LENGTH in reasons else FinishReason.STOP

@@ -1,0 +1,105 @@
+"""Sequence: one sample of a request, as the Driver knows it."""
+
+from enum import Enum, auto
+
+from engine.outputs import FinishReason
+from engine.sampling_params import SamplingParams
+
+
+class SequenceStatus(Enum):
+    WAITING = auto()  # new, or preempted: holds no blocks
+    RUNNING = auto()
+    FINISHED = auto()
+
+
+class Sequence:
+    """Known tokens, computed tokens, and the blocks that hold them.
+
+    Only the Scheduler and the BlockManager change it. `token_ids` holds what the Driver has seen;
+    `num_pending_tokens` counts tokens that plans already sent will sample but whose values are not back yet
+    (overlapped scheduling). `num_computed_tokens` counts plans as computed when they are sent: the Worker runs them in
+    order, so a later plan may build on them.
+    """
+
+    __slots__ = (
+        "arrival",
+        "block_hashes",
+        "block_table",
+        "cache_salt",
+        "finish_reason",
+        "first_scheduled_time",
+        "max_num_tokens",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_pending_tokens",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "num_registered_blocks",
+        "params",
+        "priority",
+        "seed",
+        "seq_id",
+        "status",
+        "stop_reason",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        seq_id: int,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        seed: int,
+        max_num_tokens: int,
+        priority: int = 0,
+        arrival: int = 0,
+        cache_salt: str = "",
+    ) -> None:
+        self.seq_id = seq_id
+        self.token_ids = list(prompt_token_ids)
+        self.num_prompt_tokens = len(prompt_token_ids)
+        self.params = params
+        self.seed = seed
+        self.max_num_tokens = max_num_tokens  # prompt + output never goes past it
+        self.priority = priority
+        self.arrival = arrival  # a counter, not a time: order must not depend on clocks
+        self.cache_salt = cache_salt
+        self.status = SequenceStatus.WAITING
+        self.num_computed_tokens = 0
+        self.num_pending_tokens = 0
+        self.num_preemptions = 0
+        self.num_cached_tokens: int | None = None  # prompt tokens found in the prefix cache when first admitted
+        self.first_scheduled_time: float | None = None
+        self.block_table: list[int] = []
+        self.block_hashes: list[bytes] = []  # of the full blocks of known tokens; survives preemption
+        self.num_registered_blocks = 0  # leading blocks of the table that the prefix cache knows
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: str | int | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens, those on their way included."""
+        return len(self.token_ids) + self.num_pending_tokens
+
+    @property
+    def num_generated_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """What is left to compute; nothing once the last token it may have is known or on its way."""
+        if self.num_tokens >= self.max_num_tokens:
+            return 0
+        return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """First come, first served within a priority; lower runs first."""
+        return self.priority, self.arrival
+
+    def __repr__(self) -> str:
+        return (
+            f"Sequence({self.seq_id}, {self.status.name}, computed {self.num_computed_tokens} of "
+            f"{len(self.token_ids)}+{self.num_pending_tokens}, blocks {self.block_table})"
+        )

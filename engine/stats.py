@@ -1,0 +1,95 @@
+"""EngineStats: what the engine counts, as plain numbers. server/metrics.py shows them to Prometheus.
+
+Names and meanings are vLLM's, so that its dashboards, alerts and autoscalers work unchanged.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterator
+
+from engine.outputs import FinishReason
+
+_LATENCY = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0)
+_LONG_LATENCY = (*_LATENCY, 960.0, 1920.0, 7680.0)
+_FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0)
+_LONG_FIRST_TOKEN = (*_FIRST_TOKEN, 80.0, 160.0, 640.0, 2560.0)
+_PER_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
+_TOKENS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
+_BATCH_TOKENS = (1.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0)
+_SAMPLES = (1.0, 2.0, 5.0, 10.0, 20.0)
+
+
+class Counter:
+    """Only rises. `values` maps label values, in the order of `label_names`, to the count."""
+
+    def __init__(self, name: str, help: str, label_names: tuple[str, ...] = ()) -> None:
+        self.name, self.help, self.label_names = name, help, label_names
+        self.values: dict[tuple[str, ...], float] = {} if label_names else {(): 0.0}
+
+    def add(self, amount: float = 1.0, labels: tuple[str, ...] = ()) -> None:
+        self.values[labels] = self.values.get(labels, 0.0) + amount
+
+
+class Gauge:
+    def __init__(self, name: str, help: str) -> None:
+        self.name, self.help = name, help
+        self.value = 0.0
+
+
+class Histogram:
+    """`counts[i]` is the number of values in (bounds[i - 1], bounds[i]]; the last one has no upper bound."""
+
+    def __init__(self, name: str, help: str, bounds: tuple[float, ...]) -> None:
+        self.name, self.help, self.bounds = name, help, bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    @property
+    def total(self) -> int:
+        return sum(self.counts)
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+
+class EngineStats:
+    """One per Driver. Times are in seconds, sizes in tokens."""
+
+    def __init__(self) -> None:
+        self.num_requests_running = Gauge("num_requests_running", "Sequences in the running batch.")
+        self.num_requests_waiting = Gauge("num_requests_waiting", "Sequences that wait to be scheduled.")
+        self.kv_cache_usage_perc = Gauge("kv_cache_usage_perc", "Share of the KV blocks in use; 1 is 100 percent.")
+        self.prompt_tokens = Counter("prompt_tokens", "Prompt tokens of admitted requests.")
+        self.generation_tokens = Counter("generation_tokens", "Generated tokens.")
+        self.prefix_cache_queries = Counter("prefix_cache_queries", "Tokens looked up in the prefix cache.")
+        self.prefix_cache_hits = Counter("prefix_cache_hits", "Tokens found in the prefix cache.")
+        self.num_preemptions = Counter("num_preemptions", "Sequences preempted.")
+        self.request_success = Counter("request_success", "Requests that ended, by reason.", ("finished_reason",))
+        for reason in FinishReason:
+            self.request_success.add(0.0, (reason.value,))
+        self.time_to_first_token = Histogram(
+            "time_to_first_token_seconds", "From arrival to the first token.", _LONG_FIRST_TOKEN
+        )
+        self.inter_token_latency = Histogram(
+            "inter_token_latency_seconds", "Between two tokens of a sample.", _PER_TOKEN
+        )
+        self.time_per_output_token = Histogram(
+            "request_time_per_output_token_seconds", "Mean of a request, first token left out.", _PER_TOKEN
+        )
+        self.e2e_latency = Histogram("e2e_request_latency_seconds", "From arrival to the end.", _LONG_LATENCY)
+        self.queue_time = Histogram("request_queue_time_seconds", "From arrival to the first step.", _LONG_LATENCY)
+        self.inference_time = Histogram(
+            "request_inference_time_seconds", "From the first step to the end.", _LONG_LATENCY
+        )
+        self.prefill_time = Histogram(
+            "request_prefill_time_seconds", "From the first step to the first token.", _LONG_LATENCY
+        )
+        self.decode_time = Histogram("request_decode_time_seconds", "From the first token to the end.", _LONG_LATENCY)
+        self.request_prompt_tokens = Histogram("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
+        self.request_generation_tokens = Histogram("request_generation_tokens", "Tokens made for a request.", _TOKENS)
+        self.params_n = Histogram("request_params_n", "Samples asked for.", _SAMPLES)
+        self.params_max_tokens = Histogram("request_params_max_tokens", "max_tokens asked for.", _TOKENS)
+        self.iteration_tokens = Histogram("iteration_tokens_total", "Tokens computed in a step.", _BATCH_TOKENS)
+
+    def metrics(self) -> Iterator[Counter | Gauge | Histogram]:
+        return iter(vars(self).values())

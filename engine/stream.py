@@ -1,0 +1,142 @@
+"""RequestStream: where the outputs of one request wait for whoever reads them."""
+
+import asyncio
+from collections.abc import Callable
+
+from engine.detokenizer import Detokenizer
+from engine.errors import PageserveError
+from engine.outputs import CompletionOutput, FinishReason, RequestOutput, TokenLogprobs
+from engine.request import Request
+from engine.sequence import Sequence
+
+
+class _Sample:
+    """What is new of one sample since the reader last looked."""
+
+    __slots__ = ("detokenizer", "finish_reason", "finished", "logprobs", "sequence", "stop_reason", "text", "token_ids")
+
+    def __init__(self, sequence: Sequence, detokenizer: Detokenizer) -> None:
+        self.sequence = sequence
+        self.detokenizer = detokenizer
+        self.finished = False
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: str | int | None = None
+        self.text: list[str] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+
+    def take(self, index: int) -> CompletionOutput | None:
+        """What is new, once; None when nothing is."""
+        if not (self.token_ids or self.text or self.finish_reason):
+            return None
+        wants_logprobs = self.sequence.params.logprobs is not None
+        output = CompletionOutput(
+            index=index,
+            text="".join(self.text),
+            token_ids=tuple(self.token_ids),
+            logprobs=tuple(self.logprobs) if wants_logprobs else None,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+        )
+        self.text, self.token_ids, self.logprobs, self.finish_reason = [], [], [], None
+        return output
+
+
+class RequestStream:
+    """Async iterator over the outputs of one request, from one reader.
+
+    A reader that is slower than the engine gets several tokens in one output, so what waits here is bounded by the
+    request's own max_tokens and costs one wake-up per step. Call `close` in a `finally`: it aborts what still runs.
+    """
+
+    def __init__(
+        self, request: Request, samples: list[tuple[Sequence, Detokenizer]], abort: Callable[[], None]
+    ) -> None:
+        self.request = request
+        self._samples = [_Sample(*sample) for sample in samples]
+        self._abort = abort
+        self._error: PageserveError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._unread = False
+        self._exhausted = False
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_generated_tokens(self) -> int:
+        return sum(sample.sequence.num_generated_tokens for sample in self._samples)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the engine is done with the request; outputs may still wait to be read."""
+        return self._error is not None or all(sample.finished for sample in self._samples)
+
+    def __aiter__(self) -> "RequestStream":
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        """The next output; raises EngineError when the request failed, after what it had produced was read."""
+        while not self._unread:
+            if self._error is not None:
+                raise self._error
+            if self._exhausted:
+                raise StopAsyncIteration
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        self._unread = False
+        self._exhausted = self.finished and self._error is None
+        outputs = [output for i, sample in enumerate(self._samples) if (output := sample.take(i)) is not None]
+        return RequestOutput(
+            request_id=self.request.request_id,
+            outputs=outputs,
+            finished=self._exhausted,
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_generated_tokens=self.num_generated_tokens,
+            num_cached_tokens=self._samples[0].sequence.num_cached_tokens or 0,
+        )
+
+    def close(self) -> None:
+        """Abort what still runs; harmless once finished, and any number of times."""
+        if not self.finished:
+            self._abort()
+
+    # The Driver's side.
+
+    def detokenizer(self, index: int) -> Detokenizer:
+        return self._samples[index].detokenizer
+
+    def sequences(self) -> list[Sequence]:
+        return [sample.sequence for sample in self._samples]
+
+    def put(self, index: int, token_id: int, text: str, logprobs: TokenLogprobs | None) -> None:
+        """Add one token to a sample; `wake` makes it visible."""
+        sample = self._samples[index]
+        sample.token_ids.append(token_id)
+        if text:
+            sample.text.append(text)
+        if logprobs is not None:
+            sample.logprobs.append(logprobs)
+
+    def finish(self, index: int, text: str) -> None:
+        """End a sample whose sequence has ended, with the rest of its text."""
+        sample = self._samples[index]
+        if text:
+            sample.text.append(text)
+        sample.finished = True
+        sample.finish_reason = sample.sequence.finish_reason
+        sample.stop_reason = sample.sequence.stop_reason
+
+    def fail(self, error: PageserveError) -> None:
+        """End the whole request with an error."""
+        self._error = error
+        self.wake(unread=self._unread)
+
+    def wake(self, unread: bool = True) -> None:
+        self._unread = unread
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

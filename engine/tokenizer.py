@@ -1,0 +1,200 @@
+"""Tokenizer: text to ids and back, and the chat template. No torch: `tokenizers` and sandboxed `jinja2` only."""
+
+import asyncio
+import datetime
+import json
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jinja2
+import jinja2.sandbox
+import tokenizers
+from jinja2.ext import loopcontrols
+
+from engine.errors import InvalidRequestError, ModelError
+
+T = TypeVar("T")
+_METASPACE = "\u2581"  # what SentencePiece-style vocabularies write for a space
+
+
+class Tokenizer:
+    """Thread-safe; the methods are synchronous, `run` moves any of them off the event loop."""
+
+    def __init__(self, model_dir: Path, chat_template: str | None = None, num_threads: int = 2) -> None:
+        """Load from a checkpoint folder; `chat_template` overrides the folder's own.
+
+        Raises ModelError where no tokenizer can be loaded without running foreign code.
+        """
+        self._tokenizer = _load(model_dir)
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        settings = _read_json(model_dir / "tokenizer_config.json")
+        self._byte_level = _uses_byte_level(self._tokenizer)
+        self._added = {i: t for i, t in self._tokenizer.get_added_tokens_decoder().items()}
+        self.special_token_ids = frozenset(i for i, token in self._added.items() if token.special)
+        self.vocab_size = self._tokenizer.get_vocab_size()
+        self.max_chars_per_token = max((len(token) for token in self._tokenizer.get_vocab()), default=1)
+        self.chat_template = chat_template or _find_chat_template(model_dir, settings)
+        self._special = {
+            name: token["content"] if isinstance(token, dict) else token
+            for name in ("bos_token", "eos_token", "unk_token", "pad_token")
+            if (token := settings.get(name)) is not None
+        }
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenizer")
+        self._bytes: dict[int, bytes] = {}
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The UTF-8 bytes that a token adds to a text; empty for an id that no token has."""
+        known = self._bytes.get(token_id)
+        if known is None:
+            known = self._bytes[token_id] = self._token_bytes(token_id)
+        return known
+
+    def token_text(self, token_id: int) -> str:
+        r"""What stands for a token in logprobs: its text, or OpenAI's `bytes:\xe2\x80` where it is no text alone."""
+        raw = self.token_bytes(token_id)
+        try:
+            return raw.decode("utf-8")
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+    def apply_chat_template(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        chat_template: str | None = None,
+        **kwargs: Any,
+    ) -> str:
+        """The prompt text of a conversation. Encode it with add_special_tokens=False: the template wrote them.
+
+        Raises InvalidRequestError where the model has no template or the template refuses the messages.
+        """
+        template = chat_template or self.chat_template
+        if template is None:
+            raise InvalidRequestError(
+                "This model has no chat template: use /v1/completions, or start the server with --chat-template.",
+                "messages",
+            )
+        try:
+            return _compile_template(template).render(
+                **{**kwargs, **self._special, "messages": messages, "add_generation_prompt": add_generation_prompt}
+            )
+        except jinja2.TemplateError as error:
+            raise InvalidRequestError(f"The chat template refused the messages: {error}", "messages") from error
+        except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+            raise InvalidRequestError(
+                f"The chat template failed on these messages ({type(error).__name__}).", "messages"
+            ) from error
+
+    async def run(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Call `function` in the tokenizer's threads (encoding releases the GIL)."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, partial(function, *args, **kwargs))
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _token_bytes(self, token_id: int) -> bytes:
+        added = self._added.get(token_id)
+        if added is not None:
+            return added.content.encode()
+        token = self._tokenizer.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self._byte_level:
+            alphabet = _byte_level_alphabet()
+            return b"".join(bytes([alphabet[c]]) if c in alphabet else c.encode() for c in token)
+        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):  # SentencePiece byte fallback
+            return bytes([int(token[3:5], 16)])
+        return token.replace(_METASPACE, " ").encode()
+
+
+def _load(model_dir: Path) -> tokenizers.Tokenizer:
+    path = model_dir / "tokenizer.json"
+    if not path.is_file():
+        return _load_with_transformers(model_dir)
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception for a file that it cannot read
+        raise ModelError(f"{path.name} of the model cannot be read: {error}") from error
+
+
+def _load_with_transformers(model_dir: Path) -> tokenizers.Tokenizer:
+    """For checkpoints that only have vocab.json and merges.txt, or a SentencePiece file. Pulls torch in, hence rare."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(model_dir), trust_remote_code=False, local_files_only=True)
+        backend: tokenizers.Tokenizer = tokenizer.backend_tokenizer
+    except Exception as error:  # whatever a foreign checkpoint makes it raise, the user needs one clear line
+        raise ModelError(
+            f"{model_dir} has no tokenizer.json and transformers finds no tokenizer there either ({error}). "
+            "Point --tokenizer at a folder that has one."
+        ) from error
+    return backend
+
+
+def _uses_byte_level(tokenizer: tokenizers.Tokenizer) -> bool:
+    """Whether tokens are spelled in GPT-2's byte alphabet: read off the decoder, never off a name."""
+    decoder = json.loads(tokenizer.to_str()).get("decoder") or {}
+    kinds = {decoder.get("type")} | {part.get("type") for part in decoder.get("decoders", [])}
+    if not kinds & {"ByteLevel", "Metaspace", "ByteFallback"}:
+        raise ModelError(f"the tokenizer's decoder ({decoder.get('type')}) is not byte-level BPE or SentencePiece")
+    return "ByteLevel" in kinds
+
+
+@lru_cache(maxsize=1)
+def _byte_level_alphabet() -> dict[str, int]:
+    """GPT-2's spelling of bytes as printable characters: those that print stand for themselves, the rest follow 255."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{path.name} of the model is not valid JSON: {error}") from error
+    return value if isinstance(value, dict) else {}
+
+
+def _find_chat_template(model_dir: Path, settings: dict[str, Any]) -> str | None:
+    """From chat_template.jinja, else tokenizer_config.json (a text, or a list of named ones: "default" counts)."""
+    path = model_dir / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    template = settings.get("chat_template")
+    if isinstance(template, list):
+        template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
+    return template if isinstance(template, str) else None
+
+
+@lru_cache(maxsize=8)
+def _compile_template(template: str) -> jinja2.Template:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return environment.from_string(template)
+
+
+def _tojson(value: Any, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)  # jinja's own would escape for HTML
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)

@@ -1,0 +1,81 @@
+"""Tokenizer: bytes of tokens, chat templates in a sandbox, clear errors."""
+
+import pytest
+
+from engine.errors import InvalidRequestError, ModelError
+from engine.tokenizer import Tokenizer
+from tests.checkpoints import save_fake_checkpoint
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return save_fake_checkpoint(tmp_path / "model")
+
+
+def test_round_trip_and_token_bytes(folder):
+    tokenizer = Tokenizer(folder)
+    ids = tokenizer.encode("héllo\n")
+    assert tokenizer.decode(ids) == "héllo\n"
+    assert b"".join(map(tokenizer.token_bytes, ids)) == "héllo\n".encode()
+    assert tokenizer.token_text(0xC3) == "bytes:\\xc3"
+    assert tokenizer.token_text(97) == "a"
+    assert tokenizer.token_bytes(999) == b""
+
+
+def test_chat_template_renders_and_adds_the_generation_prompt(folder):
+    tokenizer = Tokenizer(folder)
+    messages = [{"role": "user", "content": "Hi"}]
+    assert tokenizer.apply_chat_template(messages) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.apply_chat_template(messages, add_generation_prompt=False).endswith("<|im_end|>\n")
+    assert tokenizer.encode("<|im_end|>") == [257]
+
+
+@pytest.mark.parametrize(
+    "template, words",
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ ''.__class__.__mro__ }}", "refused"),
+        ("{{ messages[7].content }}", "refused"),
+        ("{% for %}", "refused"),
+        ("{{ 1 / 0 }}", "ZeroDivisionError"),
+    ],
+)
+def test_template_that_fails_is_the_requests_error(folder, template, words):
+    with pytest.raises(InvalidRequestError, match=words) as caught:
+        Tokenizer(folder, chat_template=template).apply_chat_template([{"role": "user", "content": "x"}])
+    assert caught.value.param == "messages"
+
+
+def test_variables_of_a_request_cannot_replace_the_messages(folder):
+    tokenizer = Tokenizer(folder, chat_template="{{ messages[0].content }}{{ mood }}{{ eos_token }}")
+    rendered = tokenizer.apply_chat_template([{"role": "user", "content": "x"}], mood="glad", eos_token="evil")
+    assert rendered == "xglad<|im_end|>"
+
+
+def test_without_template_the_error_says_what_to_do(tmp_path):
+    tokenizer = Tokenizer(save_fake_checkpoint(tmp_path, chat_template=None))
+    with pytest.raises(InvalidRequestError, match="--chat-template"):
+        tokenizer.apply_chat_template([{"role": "user", "content": "x"}])
+
+
+def test_broken_tokenizer_file_is_a_model_error(folder):
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"tokenizer\.json"):
+        Tokenizer(folder)
+
+
+def test_sentencepiece_spelling(tmp_path):
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models
+
+    backend = Backend(models.BPE(vocab={"\u2581the": 0, "<0xE2>": 1, "<0x82>": 2, "<0xAC>": 3, "s": 4}, merges=[]))
+    backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(tmp_path)
+    assert b"".join(map(tokenizer.token_bytes, [0, 4, 1, 2, 3])).decode() == " thes€"
+
+
+async def test_run_leaves_the_event_loop_free(folder):
+    tokenizer = Tokenizer(folder)
+    assert await tokenizer.run(tokenizer.encode, "ab", add_special_tokens=False) == [97, 98]
+    tokenizer.close()

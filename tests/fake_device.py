@@ -1,0 +1,101 @@
+"""A device without arithmetic: it stands in for the Worker's model, checks what the plans make it read, and is exact.
+
+Its KV cache holds (token, position) in each slot. Every step reads the whole context back through the block table, so
+a block that was given to two sequences, freed too early or never filled shows at once. The next token is a function of
+the context and the seed alone: `expected_tokens` is the unbatched oracle.
+"""
+
+import zlib
+from dataclasses import dataclass, field
+
+from engine.step import NewSequence, SampledToken, StepPlan, StepResult
+
+VOCAB_SIZE = 260
+EOS_TOKEN_ID = 257
+
+
+def next_token(context: list[int], seed: int, eos_every: int = 0) -> int:
+    """A letter or a space that depends on every token before it; about one in `eos_every` ends the sequence."""
+    digest = zlib.crc32(b"".join(token.to_bytes(2, "little") for token in context) + seed.to_bytes(8, "little"))
+    if eos_every and digest % eos_every == 0:
+        return EOS_TOKEN_ID
+    return 32 if digest % 7 == 0 else 97 + digest % 26
+
+
+def expected_tokens(prompt: list[int], seed: int, num_tokens: int, eos_every: int = 0) -> list[int]:
+    """What an unbatched loop generates: up to `num_tokens`, or through the first end-of-sequence token."""
+    context = list(prompt)
+    while len(context) < len(prompt) + num_tokens:
+        context.append(next_token(context, seed, eos_every))
+        if context[-1] == EOS_TOKEN_ID:
+            break
+    return context[len(prompt) :]
+
+
+@dataclass
+class _Row:
+    token_ids: list[int]
+    num_computed: int
+    block_ids: list[int]
+    seed: int
+    wants_logprobs: bool
+
+
+@dataclass
+class FakeDevice:
+    num_blocks: int
+    block_size: int
+    eos_every: int = 0
+    fail_on_token: int | None = None  # a sequence that ends in it cannot be sampled
+    rows: dict[int, _Row] = field(default_factory=dict)
+    slots: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        for seq_id in plan.removed:
+            del self.rows[seq_id]
+        for new in plan.new:
+            self._add(new)
+        for step in plan.steps:  # all keys and values are written before any are read, as in a layer
+            self.rows[step.seq_id].block_ids += step.new_block_ids
+            self._write(self.rows[step.seq_id], step.num_tokens)
+        samples: list[SampledToken] = []
+        failed: dict[int, str] = {}
+        for step in plan.steps:
+            row = self.rows[step.seq_id]
+            self._check_context(row)
+            assert step.sample == (row.num_computed == len(row.token_ids)), "the plan samples at the wrong token"
+            if not step.sample:
+                continue
+            if row.token_ids[-1] == self.fail_on_token:
+                failed[step.seq_id] = "the logits are not finite"
+                continue
+            token = next_token(row.token_ids, row.seed, self.eos_every)
+            row.token_ids.append(token)
+            top = [(token, -0.25), (1, -2.0)] if row.wants_logprobs else []
+            samples.append(SampledToken(step.seq_id, token, -0.25 if row.wants_logprobs else 0.0, top))
+        return StepResult(plan.step_id, samples, failed, 0.0)
+
+    def _add(self, new: NewSequence) -> None:
+        assert new.seq_id not in self.rows, "the Worker holds this sequence already"
+        self.rows[new.seq_id] = _Row(
+            list(new.token_ids),
+            new.num_computed_tokens,
+            list(new.block_ids),
+            new.seed,
+            new.params.logprobs is not None,
+        )
+
+    def _slot(self, row: _Row, position: int) -> int:
+        block_id = row.block_ids[position // self.block_size]
+        assert 0 <= block_id < self.num_blocks
+        return block_id * self.block_size + position % self.block_size
+
+    def _write(self, row: _Row, num_tokens: int) -> None:
+        for position in range(row.num_computed, row.num_computed + num_tokens):
+            self.slots[self._slot(row, position)] = row.token_ids[position], position
+        row.num_computed += num_tokens
+
+    def _check_context(self, row: _Row) -> None:
+        for position in range(row.num_computed):
+            found = self.slots.get(self._slot(row, position))
+            assert found == (row.token_ids[position], position), f"position {position} holds {found}"
