@@ -1,0 +1,33 @@
+"""The families that are served. To add one: a file here, its name in FAMILIES, a row in test_families.py."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from engine.errors import ModelError
+from engine.models.config import ModelConfig
+from engine.models.families import gpt2, llama, mistral, opt, qwen2, qwen3
+from engine.models.family import Family, find_family
+from engine.models.reader import ConfigReader, read_json_object
+
+FAMILIES = (llama.FAMILY, mistral.FAMILY, qwen2.FAMILY, qwen3.FAMILY, gpt2.FAMILY, opt.FAMILY)
+
+
+def read_model_config(model_dir: Path) -> ModelConfig:
+    """The ModelConfig of a checkpoint folder, from its config.json alone."""
+    return model_config(read_json_object(model_dir / "config.json"))
+
+
+def model_config(raw: Mapping[str, Any]) -> ModelConfig:
+    """The ModelConfig of a parsed config.json; ModelError names whatever is wrong or not served."""
+    family = find_family(raw, FAMILIES)
+    if raw.get("quantization_config") is not None:
+        raise ModelError(
+            "config.json: quantization_config: quantised checkpoints are not served; use one in bf16, fp16 or fp32."
+        )
+    return family.to_config(ConfigReader(raw))
+
+
+def family_of(config: ModelConfig) -> Family:
+    """The family whose weight names the checkpoint uses."""
+    return next(family for family in FAMILIES if family.model_type == config.family)

@@ -1,0 +1,114 @@
+"""Attention over the paged KV cache, and the metadata of a batch that it needs."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.models.config import ModelConfig
+from engine.models.linear import take_linear
+from engine.models.norm import take_head_norm
+from kernels.paged_attention import paged_attention
+from kernels.prefill_attention import prefill_attention
+from kernels.reshape_and_cache import reshape_and_cache
+from kernels.rotary_embedding import rotary_embedding
+
+
+@dataclass(frozen=True, slots=True)
+class BatchMetadata:
+    """Where the tokens of one step stand. An argument of the forward pass, never a global.
+
+    The first num_decodes sequences have exactly one query token each, in rows 0 to num_decodes - 1; the rows after
+    them belong to the other sequences ("prefills"), in order.
+    """
+
+    positions: Tensor  # int64 [num_tokens]
+    slot_mapping: Tensor  # int64 [num_tokens]: block_id * block_size + offset of each token; -1: not cached
+    num_decodes: int
+    block_tables: Tensor  # int32 [num_seqs, max_blocks]
+    seq_lens: Tensor  # int32 [num_seqs]: tokens in the cache, this step's included
+    cu_seqlens_q: Tensor  # int32 [num_prefills + 1]: first query row of each prefill, counted from num_decodes
+    max_seqlen_q: int  # longest prefill in this step
+
+
+class Attention:
+    """Grouped-query attention: q, k and v come from one matrix, K and V are written to their pages, then read there."""
+
+    __slots__ = (
+        "attn_out",
+        "cos_sin_cache",
+        "heads",
+        "k_norm",
+        "num_heads",
+        "q_norm",
+        "q_size",
+        "qkv",
+        "scale",
+        "window",
+    )
+
+    def __init__(
+        self, config: ModelConfig, weights: dict[str, Tensor], layer: int, cos_sin_cache: Tensor | None
+    ) -> None:
+        """cos_sin_cache fp32 [max_position, head_dim] is shared by all layers; None: no rotary embedding."""
+        prefix = f"layers.{layer}"
+        self.qkv = take_linear(weights, f"{prefix}.qkv")
+        self.attn_out = take_linear(weights, f"{prefix}.attn_out")
+        self.q_norm = take_head_norm(config, weights, f"{prefix}.q_norm")
+        self.k_norm = take_head_norm(config, weights, f"{prefix}.k_norm")
+        self.heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+        self.num_heads = config.num_heads + 2 * config.num_kv_heads
+        self.q_size = config.q_size
+        self.scale = config.head_dim**-0.5 if config.attn_scale is None else config.attn_scale
+        self.window = config.window(layer)
+        self.cos_sin_cache = cos_sin_cache
+
+    def __call__(self, hidden: Tensor, metadata: BatchMetadata, kv_cache: tuple[Tensor, Tensor]) -> Tensor:
+        """hidden [num_tokens, hidden] -> [num_tokens, hidden]; kv_cache is this layer's (k_cache, v_cache)."""
+        num_tokens = hidden.shape[0]
+        qkv = self.qkv(hidden).view(num_tokens, self.num_heads, -1)
+        q, k, v = torch.split(qkv, self.heads, dim=1)  # [num_tokens, heads, head_dim], views of one row
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q)[0], self.k_norm(k)[0]
+        if self.cos_sin_cache is not None:
+            rotary_embedding(metadata.positions, q, k, self.cos_sin_cache)
+        k_cache, v_cache = kv_cache
+        reshape_and_cache(k, v, k_cache, v_cache, metadata.slot_mapping)
+        attended = self._attend(q, k_cache, v_cache, metadata)
+        return self.attn_out(attended.view(num_tokens, self.q_size))
+
+    def _attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: BatchMetadata) -> Tensor:
+        """q [num_tokens, num_heads, head_dim] -> the same shape; decode rows and prefill rows have a kernel each."""
+        n = metadata.num_decodes
+        if n == q.shape[0]:
+            return self._decode(q, k_cache, v_cache, metadata.block_tables, metadata.seq_lens)
+        if n == 0:
+            return self._prefill(q, k_cache, v_cache, metadata.block_tables, metadata.seq_lens, metadata)
+        tables, lengths = metadata.block_tables, metadata.seq_lens
+        decoded = self._decode(q[:n], k_cache, v_cache, tables[:n], lengths[:n])
+        prefilled = self._prefill(q[n:], k_cache, v_cache, tables[n:], lengths[n:], metadata)
+        return torch.cat([decoded, prefilled])
+
+    def _decode(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor) -> Tensor:
+        return paged_attention(q, k_cache, v_cache, block_tables, seq_lens, self.scale, sliding_window=self.window)
+
+    def _prefill(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        block_tables: Tensor,
+        seq_lens: Tensor,
+        metadata: BatchMetadata,
+    ) -> Tensor:
+        return prefill_attention(
+            q,
+            k_cache,
+            v_cache,
+            block_tables,
+            metadata.cu_seqlens_q,
+            seq_lens,
+            metadata.max_seqlen_q,
+            self.scale,
+            sliding_window=self.window,
+        )

@@ -1,0 +1,137 @@
+"""ModelConfig: a decoder described by data. No torch here: `pageserve plan` sizes a model without its weights."""
+
+from dataclasses import dataclass
+from math import prod
+
+from engine.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """How rotary frequencies are stretched past the trained length (engine/models/position.py holds the formulas).
+
+    kind "linear" uses factor only; "llama3" the two frequency factors; "yarn" the two betas and attention_factor,
+    by which cosines and sines are multiplied.
+    """
+
+    kind: str
+    factor: float
+    original_max_position: int
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Sizes come from config.json, behaviour from these fields, nothing from a model's name.
+
+    A field exists once a family needs it. `family` tells whose weight names the checkpoint uses, and nothing else.
+    """
+
+    family: str
+    vocab_size: int  # width of the logits
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    max_position_embeddings: int  # longest sequence in tokens
+    norm: str  # "rms" or "layer" (with bias)
+    norm_eps: float
+    position: str  # "rope" or "learned"
+    activation: str
+    gated_mlp: bool
+    pre_norm: bool = True  # False: normalise after adding to the residual (OPT-350m)
+    final_norm: bool = True
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    position_offset: int = 0  # OPT's learned positions start at row 2
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False  # RMSNorm over each head of q and k, before RoPE
+    sliding_window: int = 0  # a token attends to the last so many tokens, itself included; 0: to all
+    window_layers: tuple[int, ...] | None = None  # the layers that have the window; None: every layer
+    attn_scale: float | None = None  # None: head_dim ** -0.5
+    tie_embeddings: bool = False
+    embedding_proj_dim: int | None = None  # width of the embedding where it is not hidden_size (OPT-350m)
+    dtype: str = "float32"  # of the checkpoint: float32, bfloat16 or float16
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ModelError(
+                f"config.json: {self.num_heads} attention heads cannot share {self.num_kv_heads} KV heads evenly."
+            )
+        if self.position == "rope" and self.head_dim % 2:
+            raise ModelError(f"config.json: rotary embeddings need an even head_dim, not {self.head_dim}.")
+
+    @property
+    def q_size(self) -> int:
+        """Values of one token's query over all heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Values of one token's key (or value) over all KV heads."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def embedding_size(self) -> int:
+        return self.embedding_proj_dim or self.hidden_size
+
+    def window(self, layer: int) -> int:
+        """The sliding window of a layer in tokens, 0 for none."""
+        return self.sliding_window if self.window_layers is None or layer in self.window_layers else 0
+
+    def kv_bytes_per_token(self, dtype_bytes: int) -> int:
+        """Bytes of KV cache that one token takes over all layers."""
+        return 2 * self.num_layers * self.kv_size * dtype_bytes
+
+    def num_parameters(self) -> int:
+        """A tied lm_head counts once."""
+        return sum(prod(shape) for shape in self.parameter_shapes().values())
+
+    def weight_bytes(self, dtype_bytes: int) -> int:
+        """Bytes of the weights as stored: a device that packs a tied lm_head separately holds it twice."""
+        return self.num_parameters() * dtype_bytes
+
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor of the decoder by name, q|k|v and gate|up fused: linear weights are [out, in]."""
+        hidden, width = self.hidden_size, self.embedding_size
+        shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (self.vocab_size, width)}
+        if self.position == "learned":
+            rows = self.max_position_embeddings + self.position_offset
+            shapes["position_embedding.weight"] = (rows, hidden)
+        if width != hidden:
+            shapes |= _linear("project_in", hidden, width, False) | _linear("project_out", width, hidden, False)
+        for layer in range(self.num_layers):
+            shapes |= {f"layers.{layer}.{name}": shape for name, shape in self._layer_shapes().items()}
+        if self.final_norm:
+            shapes |= self._norm("final_norm")
+        if not self.tie_embeddings:
+            shapes["lm_head.weight"] = (self.vocab_size, width)
+        return shapes
+
+    def _layer_shapes(self) -> dict[str, tuple[int, ...]]:
+        hidden, inner = self.hidden_size, self.intermediate_size
+        shapes = self._norm("attn_norm") | self._norm("mlp_norm")
+        shapes |= _linear("qkv", self.q_size + 2 * self.kv_size, hidden, self.qkv_bias)
+        if self.qk_norm:
+            shapes |= {f"{name}.weight": (self.head_dim,) for name in ("q_norm", "k_norm")}
+        shapes |= _linear("attn_out", hidden, self.q_size, self.out_bias)
+        shapes |= _linear("mlp_in", 2 * inner if self.gated_mlp else inner, hidden, self.mlp_bias)
+        return shapes | _linear("mlp_out", hidden, inner, self.mlp_bias)
+
+    def _norm(self, name: str) -> dict[str, tuple[int, ...]]:
+        shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (self.hidden_size,)}
+        return shapes | ({f"{name}.bias": (self.hidden_size,)} if self.norm == "layer" else {})
+
+
+def _linear(name: str, rows: int, columns: int, bias: bool) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (rows, columns)}
+    return shapes | ({f"{name}.bias": (rows,)} if bias else {})

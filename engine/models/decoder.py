@@ -1,0 +1,97 @@
+"""The one decoder: every family is this, with another ModelConfig."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from engine.models.attention import Attention, BatchMetadata
+from engine.models.config import ModelConfig
+from engine.models.embedding import Embedding, LMHead
+from engine.models.mlp import MLP
+from engine.models.norm import take_norm
+from engine.models.position import cos_sin_table
+
+KVCache = tuple[Tensor, Tensor]  # k_cache, v_cache: [num_blocks, num_kv_heads, block_size, head_dim]
+
+
+class DecoderLayer:
+    """Attention and MLP around one residual stream.
+
+    pre_norm:   residual += attention(norm(residual));  residual += mlp(norm(residual))
+    otherwise:  x = norm(x + attention(x));             x = norm(x + mlp(x))
+    """
+
+    __slots__ = ("attention", "attn_norm", "mlp", "mlp_norm")
+
+    def __init__(
+        self, config: ModelConfig, weights: dict[str, Tensor], layer: int, cos_sin_cache: Tensor | None
+    ) -> None:
+        prefix = f"layers.{layer}"
+        self.attn_norm = take_norm(config, weights, f"{prefix}.attn_norm")
+        self.attention = Attention(config, weights, layer, cos_sin_cache)
+        self.mlp_norm = take_norm(config, weights, f"{prefix}.mlp_norm")
+        self.mlp = MLP(config, weights, prefix)
+
+    def forward_pre_norm(
+        self, x: Tensor, residual: Tensor | None, metadata: BatchMetadata, kv_cache: KVCache
+    ) -> tuple[Tensor, Tensor]:
+        """x is what the previous layer adds to the residual; so is what comes back. [num_tokens, hidden] each."""
+        x, residual = self.attn_norm(x, residual)
+        x = self.attention(x, metadata, kv_cache)
+        x, residual = self.mlp_norm(x, residual)
+        return self.mlp(x), residual
+
+    def forward_post_norm(self, x: Tensor, metadata: BatchMetadata, kv_cache: KVCache) -> Tensor:
+        """[num_tokens, hidden] -> [num_tokens, hidden]"""
+        x, _ = self.attn_norm(self.attention(x, metadata, kv_cache), x)
+        x, _ = self.mlp_norm(self.mlp(x), x)
+        return x
+
+
+class Decoder:
+    """Weights on one device, and the forward pass over a batch of sequences of any lengths."""
+
+    def __init__(
+        self, config: ModelConfig, weights: dict[str, Tensor], device: torch.device, max_positions: int | None = None
+    ) -> None:
+        """`weights` holds the tensors of config.parameter_shapes() and is emptied, so that packed copies replace them.
+
+        max_positions bounds the rotary table in rows, where sequences stay shorter than config's maximum.
+        """
+        self.config = config
+        self.embedding = Embedding(config, weights)
+        self.cos_sin_cache: Tensor | None = None
+        if config.position == "rope":
+            num_positions = min(config.max_position_embeddings, max_positions or config.max_position_embeddings)
+            self.cos_sin_cache = cos_sin_table(config, num_positions, device)
+        self.layers = [DecoderLayer(config, weights, i, self.cos_sin_cache) for i in range(config.num_layers)]
+        self.final_norm = take_norm(config, weights, "final_norm") if config.final_norm else None
+        self.lm_head = LMHead(config, weights, self.embedding.weight)
+        self.run_layers = self._run_pre_norm if config.pre_norm else self._run_post_norm
+
+    @torch.inference_mode()
+    def forward(self, input_ids: Tensor, metadata: BatchMetadata, kv_caches: Sequence[KVCache]) -> Tensor:
+        """input_ids int64 [num_tokens], kv_caches one per layer -> hidden states [num_tokens, hidden], normed.
+
+        Writes this step's keys and values into the caches.
+        """
+        return self.run_layers(self.embedding(input_ids, metadata.positions), metadata, kv_caches)
+
+    @torch.inference_mode()
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """hidden [rows, hidden] -> fp32 [rows, vocab_size]"""
+        return self.lm_head(hidden)
+
+    def _run_pre_norm(self, x: Tensor, metadata: BatchMetadata, kv_caches: Sequence[KVCache]) -> Tensor:
+        residual: Tensor | None = None
+        for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
+            x, residual = layer.forward_pre_norm(x, residual, metadata, kv_cache)
+        if self.final_norm is not None:
+            return self.final_norm(x, residual)[0]
+        return x if residual is None else x + residual
+
+    def _run_post_norm(self, x: Tensor, metadata: BatchMetadata, kv_caches: Sequence[KVCache]) -> Tensor:
+        for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
+            x = layer.forward_post_norm(x, metadata, kv_cache)
+        return x if self.final_norm is None else self.final_norm(x)[0]

@@ -1,0 +1,44 @@
+"""Token embedding, learned positions and the lm_head that may share the embedding's weight."""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.models.config import ModelConfig
+from engine.models.linear import take_linear
+from kernels.linear import PackedLinear
+
+
+class Embedding:
+    """input_ids, positions int64 [num_tokens] -> [num_tokens, hidden]."""
+
+    __slots__ = ("position_offset", "position_weight", "project_in", "weight")
+
+    def __init__(self, config: ModelConfig, weights: dict[str, Tensor]) -> None:
+        self.weight = weights.pop("embedding.weight")
+        self.position_weight = weights.pop("position_embedding.weight", None)
+        self.position_offset = config.position_offset
+        self.project_in = take_linear(weights, "project_in") if "project_in.weight" in weights else None
+
+    def __call__(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        hidden = F.embedding(input_ids, self.weight)
+        if self.project_in is not None:
+            hidden = self.project_in(hidden)
+        if self.position_weight is not None:
+            hidden = hidden + F.embedding(positions + self.position_offset, self.position_weight)
+        return hidden
+
+
+class LMHead:
+    """[rows, hidden] -> logits fp32 [rows, vocab_size]. A tied head packs the embedding's weight for itself."""
+
+    __slots__ = ("linear", "project_out")
+
+    def __init__(self, config: ModelConfig, weights: dict[str, Tensor], embedding_weight: Tensor) -> None:
+        self.project_out = take_linear(weights, "project_out") if "project_out.weight" in weights else None
+        tied = config.tie_embeddings
+        self.linear = PackedLinear(embedding_weight, None) if tied else take_linear(weights, "lm_head")
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        if self.project_out is not None:
+            hidden = self.project_out(hidden)
+        return self.linear(hidden).float()

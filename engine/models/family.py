@@ -1,0 +1,44 @@
+"""Family: what tells one model family from another, as data."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine.errors import ModelError
+from engine.models.config import ModelConfig
+from engine.models.reader import ConfigReader
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """`weights` maps a module of the checkpoint to ours (ModelConfig.parameter_shapes), "{}" being the layer number.
+
+    Ours may be a part of a fused one: "layers.{}.qkv.q" is the q rows of "layers.{}.qkv". `prefix` is the name of the
+    base model inside the causal-lm model, which some checkpoints leave out of all names. `transposed`: the linear
+    weights of the layers are stored [in, out]. `buffers`: endings of tensors in old checkpoints that hold no weights.
+    """
+
+    model_type: str
+    architectures: tuple[str, ...]
+    to_config: Callable[[ConfigReader], ModelConfig]
+    weights: Mapping[str, str]
+    prefix: str
+    transposed: bool = False
+    buffers: tuple[str, ...] = ()
+
+
+def find_family(raw: Mapping[str, Any], families: Sequence[Family]) -> Family:
+    """By `architectures`, else by `model_type`; where both are given they must agree."""
+    architectures, model_type = raw.get("architectures"), raw.get("model_type")
+    names = architectures if isinstance(architectures, list) else []
+    by_architecture = [family for family in families if any(name in family.architectures for name in names)]
+    by_type = [family for family in families if family.model_type == model_type]
+    found = by_architecture if names else by_type
+    if not found:
+        served = ", ".join(name for family in families for name in family.architectures)
+        asked = f"architectures {names}" if names else f"model_type {model_type!r}"
+        code = "; the checkpoint's own code (auto_map) is never run" if "auto_map" in raw else ""
+        raise ModelError(f"config.json: {asked} is not served{code}. Served are: {served}.")
+    if model_type is not None and by_type != found:
+        raise ModelError(f"config.json contradicts itself: architectures {names}, but model_type {model_type!r}.")
+    return found[0]

@@ -1,0 +1,22 @@
+"""The feed-forward part of a layer: gated (SwiGLU and relatives) or plain."""
+
+from torch import Tensor
+
+from engine.models.config import ModelConfig
+from engine.models.linear import take_linear
+from kernels.activation import activation, gated_activation
+
+
+class MLP:
+    """[num_tokens, hidden] -> [num_tokens, hidden]. Gate and up projections are one matrix, [gate | up]."""
+
+    __slots__ = ("activate", "activation", "mlp_in", "mlp_out")
+
+    def __init__(self, config: ModelConfig, weights: dict[str, Tensor], prefix: str) -> None:
+        self.activation = config.activation
+        self.activate = gated_activation if config.gated_mlp else activation
+        self.mlp_in = take_linear(weights, f"{prefix}.mlp_in")
+        self.mlp_out = take_linear(weights, f"{prefix}.mlp_out")
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.mlp_out(self.activate(self.mlp_in(x), self.activation))

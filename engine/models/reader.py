@@ -1,0 +1,190 @@
+"""ConfigReader: typed access to config.json. Each wrong type or unsupported value is a ModelError naming the field."""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from engine.errors import ModelError
+from engine.models.config import RopeScaling
+
+MAX_JSON_BYTES = 64 << 20  # an index of the largest sharded checkpoints is below 10 MB
+MAX_SIZE = 2**31 - 1
+MAX_LAYERS = 10_000
+
+# What config.json calls an activation -> what kernels.activation calls it.
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
+    "relu": "relu",
+    "relu2": "relu2",
+}
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Parse a JSON file that must hold an object; ModelError if it is missing, too large or malformed."""
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise ModelError(f"{path} is larger than {MAX_JSON_BYTES >> 20} MiB: not a file of this kind.")
+        value = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror}.") from error
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} must hold a JSON object, not {type(value).__name__}.")
+    return value
+
+
+class ConfigReader:
+    """`null` counts as absent. A getter without a default refuses an absent field."""
+
+    def __init__(self, raw: Mapping[str, Any], where: str = "config.json") -> None:
+        self.raw = raw
+        self.where = where
+
+    def size(self, name: str, default: int | None = None, low: int = 1, high: int = MAX_SIZE) -> int:
+        """An integer from low to high."""
+        value = self._get(name, default)
+        if type(value) is not int or not low <= value <= high:
+            raise ModelError(f"{self.where}: {name} must be an integer from {low} to {high}, not {value!r}.")
+        return value
+
+    def head_dim(self, hidden_size: int, num_heads: int) -> int:
+        """`head_dim`; where absent, hidden_size is shared evenly."""
+        if not self.has("head_dim") and hidden_size % num_heads:
+            raise ModelError(
+                f"{self.where}: {num_heads} attention heads cannot share hidden size {hidden_size} evenly."
+            )
+        return self.size("head_dim", hidden_size // num_heads)
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A positive finite number."""
+        value = self._get(name, default)
+        if type(value) not in (int, float) or not math.isfinite(value) or value <= 0:
+            raise ModelError(f"{self.where}: {name} must be a positive number, not {value!r}.")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self._get(name, default)
+        if type(value) is not bool:
+            raise ModelError(f"{self.where}: {name} must be true or false, not {value!r}.")
+        return value
+
+    def activation(self, name: str, default: str) -> str:
+        """The activation in the names of kernels.activation."""
+        return ACTIVATIONS[self.choice(name, default, tuple(ACTIVATIONS))]
+
+    def choice(self, name: str, default: str, choices: tuple[str, ...]) -> str:
+        value = self._get(name, default)
+        if value not in choices:
+            raise ModelError(f"{self.where}: {name} {value!r} is not served; known are {', '.join(choices)}.")
+        return str(value)
+
+    def has(self, name: str) -> bool:
+        return self.raw.get(name) is not None
+
+    def require(self, name: str, served: Any) -> None:
+        """Refuse a field that would change the output, unless it is absent or has the one value that is served."""
+        value = self.raw.get(name)
+        if value is not None and value != served:
+            raise ModelError(f"{self.where}: {name} = {value!r} is not supported (only {served!r} is served).")
+
+    def dtype(self) -> str:
+        """What the checkpoint was saved in ("dtype", before transformers 5 "torch_dtype")."""
+        name = "dtype" if self.has("dtype") else "torch_dtype"
+        return self.choice(name, "float32", DTYPES)
+
+    def window_layers(self, num_layers: int, default: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        """The layers whose `layer_types` is sliding_attention; `default` where config.json has no such list."""
+        types = self.raw.get("layer_types")
+        if types is None:
+            return default
+        if not isinstance(types, list) or len(types) != num_layers:
+            raise ModelError(f"{self.where}: layer_types must list one type for each of the {num_layers} layers.")
+        if unknown := {str(kind) for kind in types} - {"full_attention", "sliding_attention"}:
+            raise ModelError(f"{self.where}: layer_types holds {', '.join(sorted(unknown))}, which is not supported.")
+        return tuple(layer for layer, kind in enumerate(types) if kind == "sliding_attention")
+
+    def rope_theta(self) -> float:
+        return self._rope().number("rope_theta", self.number("rope_theta", 10000.0))
+
+    def rope_scaling(self) -> RopeScaling | None:
+        """The scaling asked for, None for plain RoPE.
+
+        "dynamic" is plain RoPE up to max_position_embeddings and re-rotates by the length of the sequence past it,
+        which a cache of rotated keys cannot follow: it is served up to max_position_embeddings, where both agree.
+        """
+        rope = self._rope()
+        kind = rope.raw.get("rope_type") or rope.raw.get("type") or "default"
+        rope.require("partial_rotary_factor", 1.0)
+        self.require("partial_rotary_factor", 1.0)
+        if kind in ("default", "dynamic"):
+            return None
+        if kind not in ("linear", "llama3", "yarn"):
+            raise ModelError(
+                f"{rope.where}: rope_type {kind!r} is not supported; served are default, linear, dynamic, llama3, yarn."
+            )
+        trained = self if self.has("original_max_position_embeddings") else rope
+        length = self.size("max_position_embeddings")
+        return _scaling(rope, kind, length, trained.size("original_max_position_embeddings", length))
+
+    def max_position(self) -> int:
+        """The longest sequence: by convention the trained length times the factor for "linear", and for "yarn" where
+        max_position_embeddings was left at the trained length."""
+        length = self.size("max_position_embeddings")
+        scaling = self.rope_scaling()
+        if scaling is None or scaling.kind == "llama3":
+            return length
+        return max(length, int(scaling.original_max_position * scaling.factor))
+
+    def _rope(self) -> "ConfigReader":
+        # transformers 5 writes rope_parameters; where an older rope_scaling is there too, it counts, as there.
+        name = "rope_scaling" if self.raw.get("rope_scaling") else "rope_parameters"
+        value = self.raw.get(name) or {}
+        if not isinstance(value, dict):
+            raise ModelError(f"{self.where}: {name} must be an object, not {value!r}.")
+        if any(isinstance(entry, dict) for entry in value.values()):
+            raise ModelError(f"{self.where}: {name} by layer type is not supported.")
+        return ConfigReader(value, f"{self.where}: {name}")
+
+    def _get(self, name: str, default: Any) -> Any:
+        value = self.raw.get(name)
+        if value is None and default is None:
+            raise ModelError(f"{self.where} has no {name}.")
+        return default if value is None else value
+
+
+def _scaling(rope: ConfigReader, kind: str, max_position: int, original: int) -> RopeScaling:
+    if kind == "linear":
+        return RopeScaling(kind, rope.number("factor"), max_position)
+    if kind == "llama3":
+        low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+        if low >= high:
+            raise ModelError(f"{rope.where}: low_freq_factor must be below high_freq_factor.")
+        return RopeScaling(kind, rope.number("factor"), original, low_freq_factor=low, high_freq_factor=high)
+    factor = rope.number("factor", max_position / original)
+    return RopeScaling(
+        kind,
+        factor,
+        original,
+        beta_fast=rope.number("beta_fast", 32.0),
+        beta_slow=rope.number("beta_slow", 1.0),
+        truncate=rope.flag("truncate", True),
+        attention_factor=rope.number("attention_factor", _yarn_attention_factor(rope, factor)),
+    )
+
+
+def _yarn_attention_factor(rope: ConfigReader, factor: float) -> float:
+    """YaRN (Peng et al. 2023, section 3.4): 0.1 ln(factor) + 1; DeepSeek divides two of them by mscale fields."""
+    log = math.log(factor) if factor > 1 else 0.0
+    if not (rope.raw.get("mscale") and rope.raw.get("mscale_all_dim")):
+        return 0.1 * log + 1.0
+    return (0.1 * rope.number("mscale") * log + 1.0) / (0.1 * rope.number("mscale_all_dim") * log + 1.0)

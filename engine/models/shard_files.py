@@ -1,0 +1,48 @@
+"""Which files of a checkpoint folder hold its weights, and that they are safe to open."""
+
+from pathlib import Path
+
+from engine.errors import ModelError
+from engine.models.reader import read_json_object
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+
+def find_shard_files(model_dir: Path) -> list[Path]:
+    """The safetensors files of a checkpoint: one, or those that the index names, each once."""
+    if (model_dir / SINGLE_FILE).is_file():
+        return [check_shard_path(model_dir, SINGLE_FILE)]
+    if (model_dir / INDEX_FILE).is_file():
+        return [check_shard_path(model_dir, name) for name in _names_in_index(model_dir / INDEX_FILE)]
+    raise ModelError(
+        f"{model_dir} has neither {SINGLE_FILE} nor {INDEX_FILE}. Pickle formats (.bin, .pt, .pth, .ckpt) are never "
+        "read, as they can run code: load them with transformers and write safetensors with save_pretrained()."
+    )
+
+
+def check_shard_path(model_dir: Path, name: str) -> Path:
+    """The real path of a shard; ModelError unless it is a file inside the folder.
+
+    A snapshot in a Hugging Face cache holds links to blobs/ beside snapshots/; that folder is allowed, too.
+    """
+    relative = Path(name)
+    if relative.is_absolute() or ".." in relative.parts or relative.suffix != ".safetensors":
+        raise ModelError(f"{INDEX_FILE} names {name!r}: a shard must be a .safetensors file inside the model's folder.")
+    root = model_dir.resolve()
+    roots = [root, root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [root]
+    path = (root / relative).resolve()
+    if not any(path.is_relative_to(allowed) for allowed in roots):
+        raise ModelError(f"{name!r} is a link that leaves the model's folder: put the file itself there.")
+    if not path.is_file():
+        raise ModelError(f"{model_dir} lacks the weight file {name!r}: the download or copy is incomplete.")
+    return path
+
+
+def _names_in_index(index: Path) -> list[str]:
+    weight_map = read_json_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelError(f"{index} has no weight_map.")
+    if not all(isinstance(name, str) and name and "\0" not in name for name in weight_map.values()):
+        raise ModelError(f"{index}: weight_map must map each tensor to a file name.")
+    return sorted(set(weight_map.values()))

@@ -1,0 +1,252 @@
+"""load_model: a checkpoint folder (or random numbers) -> a Decoder. One loading loop for every family."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod, sqrt
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from engine.errors import ModelError
+from engine.models.config import ModelConfig
+from engine.models.decoder import Decoder
+from engine.models.families import family_of
+from engine.models.family import Family
+from engine.models.shard_files import find_shard_files
+
+FLOAT_DTYPES = ("F16", "BF16", "F32", "F64")
+LINEARS = ("qkv", "attn_out", "mlp_in", "mlp_out")  # the linear layers inside a decoder layer
+DUMMY_POOL = 1_048_573  # a prime: rows of a matrix filled from the pool do not repeat
+NAMES_SHOWN = 6
+
+
+def load_model(
+    model_dir: Path,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    load_format: str,
+    seed: int,
+    progress: Callable[[str], None] = lambda phase: None,
+    max_model_len: int | None = None,
+) -> Decoder:
+    """Weights in `dtype` on `device`; load_format "dummy" makes them up from `seed`, the others read safetensors.
+
+    `progress` is told the phase, such as "loading weights 40%". max_model_len bounds tables that grow with position.
+    Raises ModelError naming the tensor and the file when the checkpoint does not fit its config.json.
+    """
+    if load_format == "dummy":
+        weights = dummy_weights(config, dtype, device, seed)
+    else:
+        weights = load_weights(model_dir, config, dtype, device, progress)
+    return Decoder(config, weights, device, max_model_len)
+
+
+def dummy_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int) -> dict[str, Tensor]:
+    """Uniform weights of variance 1 / in_features, norms 1, biases 0; the same for a seed on every device.
+
+    One pool of random numbers is laid end to end over all matrices: copying is much faster than drawing.
+    """
+    pool = torch.rand(DUMMY_POOL, generator=torch.Generator().manual_seed(seed)).mul_(2).sub_(1).to(device)
+    weights, offset = {}, 0
+    for name, shape in config.parameter_shapes().items():
+        if len(shape) == 1:
+            weights[name] = torch.full(shape, float(name.endswith("weight")), dtype=dtype, device=device)
+            continue
+        weights[name] = torch.empty(shape, dtype=dtype, device=device)
+        _fill(weights[name].view(-1), pool * sqrt(3 / shape[1]), offset)
+        offset = (offset + prod(shape)) % DUMMY_POOL
+    return weights
+
+
+def _fill(flat: Tensor, pool: Tensor, offset: int) -> None:
+    start = 0
+    while start < len(flat):
+        part = pool[offset : offset + len(flat) - start]
+        flat[start : start + len(part)] = part
+        start, offset = start + len(part), 0
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Where a tensor of the checkpoint goes: rows start to start + rows of one of our parameters."""
+
+    parameter: str
+    start: int
+    rows: int
+    shape: tuple[int, ...]  # in the checkpoint
+    transposed: bool
+
+
+def checkpoint_pieces(config: ModelConfig, family: Family) -> dict[str, Piece]:
+    """Every tensor that the checkpoint must hold, by its name there."""
+    shapes = config.parameter_shapes()
+    parts = _part_rows(config)
+    pieces = {}
+    for theirs, ours in family.weights.items():
+        for layer in range(config.num_layers if "{}" in ours else 1):
+            for kind in ("weight", "bias"):
+                piece = _piece(ours.format(layer), kind, shapes, parts, family.transposed)
+                if piece is not None:
+                    pieces[f"{theirs.format(layer)}.{kind}"] = piece
+    return pieces
+
+
+def _piece(
+    module: str,
+    kind: str,
+    shapes: dict[str, tuple[int, ...]],
+    parts: dict[str, tuple[int, int]],
+    transposed_linears: bool,
+) -> Piece | None:
+    """The piece for one tensor of `module` ("layers.0.qkv.q"), None where config has no such parameter."""
+    part = ".".join(module.split(".")[-2:])
+    name = module.rpartition(".")[0] if part in parts else module
+    shape = shapes.get(f"{name}.{kind}")
+    if shape is None:
+        return None
+    start, rows = parts.get(part, (0, shape[0]))
+    transposed = transposed_linears and len(shape) == 2 and name.rpartition(".")[2] in LINEARS
+    stored = (rows, *shape[1:])
+    return Piece(f"{name}.{kind}", start, rows, stored[::-1] if transposed else stored, transposed)
+
+
+def _part_rows(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """First row and number of rows of the parts of fused matrices."""
+    q, kv, inner = config.q_size, config.kv_size, config.intermediate_size
+    return {
+        "qkv.q": (0, q),
+        "qkv.k": (q, kv),
+        "qkv.v": (q + kv, kv),
+        "mlp_in.gate": (0, inner),
+        "mlp_in.up": (inner, inner),
+    }
+
+
+def load_weights(
+    model_dir: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Callable[[str], None] = lambda phase: None,
+) -> dict[str, Tensor]:
+    """Stream tensor by tensor into preallocated parameters: peak memory is the model and one tensor."""
+    return _Loader(model_dir, config, dtype, device, progress).load()
+
+
+class _Loader:
+    """The state of one load: what is still missing, what was not expected, how far we are."""
+
+    def __init__(
+        self,
+        model_dir: Path,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        progress: Callable[[str], None],
+    ) -> None:
+        self.config = config
+        self.family = family_of(config)
+        self.files = find_shard_files(model_dir)
+        self.missing = checkpoint_pieces(config, self.family)
+        self.loaded: dict[str, Path] = {}
+        self.unexpected: list[str] = []
+        self.tied_head: tuple[Path, str] | None = None
+        self.progress = progress
+        self.total, self.done, self.reported = config.num_parameters(), 0, -1
+        self.weights = {
+            name: torch.empty(shape, dtype=dtype, device=device) for name, shape in config.parameter_shapes().items()
+        }
+
+    def load(self) -> dict[str, Tensor]:
+        for path in self.files:
+            self._load_file(path)
+        self._check_complete()
+        self._check_tied_head()
+        return self.weights
+
+    def _load_file(self, path: Path) -> None:
+        try:
+            with safe_open(path, framework="pt", device="cpu") as file:
+                for name in file.keys():
+                    self._load_tensor(path, file, name)
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{path.name} is damaged or incomplete: {error}") from error
+
+    def _load_tensor(self, path: Path, file: Any, name: str) -> None:
+        full_name = self._full_name(name)
+        if full_name in self.loaded:
+            raise ModelError(f"tensor {name!r} is in {self.loaded[full_name].name} and again in {path.name}.")
+        piece = self.missing.pop(full_name, None)
+        if piece is None:
+            self._note_other(path, name, full_name)
+            return
+        self.loaded[full_name] = path
+        self._check_header(path, file, name, piece)
+        tensor = file.get_tensor(name)
+        target = self.weights[piece.parameter][piece.start : piece.start + piece.rows]
+        target.copy_(tensor.T if piece.transposed else tensor)
+        self._report(tensor.numel())
+
+    def _full_name(self, name: str) -> str:
+        """Some checkpoints were saved from the base model and lack its prefix."""
+        with_prefix = self.family.prefix + name
+        return with_prefix if with_prefix in self.missing or with_prefix in self.loaded else name
+
+    def _note_other(self, path: Path, name: str, full_name: str) -> None:
+        if full_name == "lm_head.weight" and self.config.tie_embeddings:
+            self.tied_head = (path, name)
+        elif not name.endswith(self.family.buffers):
+            self.unexpected.append(name)
+
+    def _check_header(self, path: Path, file: Any, name: str, piece: Piece) -> None:
+        header = file.get_slice(name)
+        shape, dtype = tuple(header.get_shape()), header.get_dtype()
+        if shape != piece.shape:
+            raise ModelError(
+                f"{path.name}: tensor {name!r} has shape {list(shape)}; config.json asks for {list(piece.shape)}."
+            )
+        if dtype not in FLOAT_DTYPES:
+            raise ModelError(
+                f"{path.name}: tensor {name!r} is of type {dtype}; expected one of {', '.join(FLOAT_DTYPES)} "
+                "(quantised checkpoints are not served)."
+            )
+
+    def _check_complete(self) -> None:
+        files = ", ".join(path.name for path in self.files[:NAMES_SHOWN])
+        if self.missing:
+            raise ModelError(f"the checkpoint ({files}) lacks {_some(sorted(self.missing))}.")
+        if self.unexpected:
+            raise ModelError(
+                f"the checkpoint ({files}) holds {_some(self.unexpected)}, which config.json gives no place to."
+            )
+
+    def _check_tied_head(self) -> None:
+        """A checkpoint may repeat a tied head; one that differs would silently be lost."""
+        if self.tied_head is None:
+            return
+        path, name = self.tied_head
+        embedding = self.weights["embedding.weight"]
+        with safe_open(path, framework="pt", device="cpu") as file:
+            head = file.get_tensor(name)
+        if head.shape != embedding.shape or not torch.equal(head.to(embedding.device, embedding.dtype), embedding):
+            raise ModelError(
+                f"{path.name}: {name!r} differs from the embedding, but config.json says tie_word_embeddings. "
+                'If the head is meant, set "tie_word_embeddings": false there.'
+            )
+
+    def _report(self, num_elements: int) -> None:
+        self.done += num_elements
+        tenth = self.done * 10 // self.total
+        if tenth != self.reported:
+            self.reported = tenth
+            self.progress(f"loading weights {tenth * 10}%")
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:NAMES_SHOWN])
+    return f"{len(names)} tensors ({shown}, ...)" if len(names) > NAMES_SHOWN else shown
