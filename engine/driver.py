@@ -28,6 +28,7 @@ from engine.errors import (
 from engine.executor import WORKER_COMMAND, Executor
 from engine.outputs import FinishReason, TokenLogprobs
 from engine.request import Request
+from engine.request_timings import RequestTimings
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
 from engine.stats import EngineStats
@@ -55,13 +56,9 @@ class ModelInfo:
 
 @dataclass(slots=True, eq=False)
 class _LiveRequest:
-    """A request that runs: its stream, and what the histograms need (times in monotonic seconds)."""
-
     stream: RequestStream
-    arrival_time: float
-    last_token_times: list[float | None]
+    timings: RequestTimings
     num_unfinished: int
-    first_token_time: float | None = None
 
 
 class Driver:
@@ -95,7 +92,6 @@ class Driver:
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self._failed: asyncio.Future[PageserveError] = self._loop.create_future()
-        self._sent = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
         model_dir = await asyncio.to_thread(resolve_model, self.config)
@@ -130,8 +126,7 @@ class Driver:
             seq = self._new_sequence(request, index, max_num_tokens)
             samples.append((seq, Detokenizer(self.tokenizer, request.params)))
         stream = RequestStream(request, samples, partial(self.abort, request.request_id))
-        now = time.monotonic()
-        live = _LiveRequest(stream, now, [None] * len(samples), len(samples))
+        live = _LiveRequest(stream, RequestTimings(self.stats, len(samples)), len(samples))
         self._live[request.request_id] = live
         self._idle.clear()
         for index, (seq, _) in enumerate(samples):
@@ -266,14 +261,11 @@ class Driver:
     async def _run(self) -> None:
         try:
             self._become_ready(await self._executor.wait_ready(self._set_phase))
-            while True:
-                await self._sent.wait()
-                while self._in_flight:
-                    self._process(await self._executor.receive())
-                    self._pump()
-                if self.scheduler.has_work:
+            while True:  # also with nothing in flight, so that the death of an idle Worker is noticed
+                self._process(await self._executor.receive())
+                self._pump()
+                if self.scheduler.has_work and not self._in_flight:
                     raise EngineError("the scheduler plans nothing although requests wait")
-                self._sent.clear()
         except PageserveError as error:
             self._die(error)
         except Exception:
@@ -326,12 +318,10 @@ class Driver:
             self._executor.send(plan)
             self._in_flight.append(plan)
             self.stats.iteration_tokens.observe(sum(step.num_tokens for step in plan.steps))
-            self._sent.set()
 
     def _process(self, result: StepResult) -> None:
-        plan = self._in_flight.popleft()
-        if plan.step_id != result.step_id:
-            raise EngineError(f"the Worker answered step {result.step_id} in place of {plan.step_id}")
+        if not self._in_flight or self._in_flight.popleft().step_id != result.step_id:
+            raise EngineError(f"the Worker answered step {result.step_id}, which was not the next one")
         self._last_progress = now = time.monotonic()
         touched: dict[_LiveRequest, None] = {}
         for seq, token in self.scheduler.update(result):
@@ -350,7 +340,8 @@ class Driver:
 
     def _deliver(self, live: _LiveRequest, index: int, seq: Sequence, token: SampledToken, now: float) -> None:
         """Turn one new token into text, find stop strings, and hand both to the stream."""
-        detokenizer = live.stream.detokenizer(index)
+        stream = live.stream
+        detokenizer = stream.detokenizer(index)
         ended_by_token = seq.finish_reason is FinishReason.STOP
         text, match = "", None
         if not ended_by_token or seq.params.include_stop_str_in_output:
@@ -361,10 +352,10 @@ class Driver:
         logprobs = None
         if seq.params.logprobs is not None:
             logprobs = TokenLogprobs(token.token_id, token.logprob, tuple(token.top))
-        live.stream.put(index, token.token_id, text, logprobs)
-        self._observe_token(live, index, now)
+        stream.put(index, token.token_id, text, logprobs)
+        live.timings.observe_token(index, stream.num_prompt_tokens, now)
         if seq.finish_reason is not None:
-            live.stream.finish(index, "" if match else detokenizer.flush())
+            stream.finish(index, "" if match else detokenizer.flush())
             live.num_unfinished -= 1
             del self._owners[seq.seq_id]
 
@@ -380,7 +371,9 @@ class Driver:
 
     def _retire(self, live: _LiveRequest, reason: FinishReason) -> None:
         del self._live[live.stream.request.request_id]
-        self._observe_end(live, reason, time.monotonic())
+        in_system = live.timings.observe_end(reason, live.stream.request.params, live.stream.sequences())
+        # Little's law: time in the system over the number in it is the time between two that leave.
+        self._seconds_per_request += 0.1 * (in_system / (len(self._live) + 1) - self._seconds_per_request)
         if not self._live:
             self._idle.set()
 
@@ -398,40 +391,6 @@ class Driver:
         if not self._ready.done():
             self._ready.set_exception(error)
             self._ready.exception()  # seen: whoever awaits wait_ready() gets it, and nobody need
-
-    # Numbers.
-
-    def _observe_token(self, live: _LiveRequest, index: int, now: float) -> None:
-        self.stats.generation_tokens.add()
-        if live.first_token_time is None:
-            live.first_token_time = now
-            self.stats.time_to_first_token.observe(now - live.arrival_time)
-            self.stats.prompt_tokens.add(live.stream.num_prompt_tokens)
-        if (last := live.last_token_times[index]) is not None:
-            self.stats.inter_token_latency.observe(now - last)
-        live.last_token_times[index] = now
-
-    def _observe_end(self, live: _LiveRequest, reason: FinishReason, now: float) -> None:
-        stats, params, stream = self.stats, live.stream.request.params, live.stream
-        stats.request_success.add(1.0, (reason.value,))
-        stats.e2e_latency.observe(now - live.arrival_time)
-        stats.request_prompt_tokens.observe(stream.num_prompt_tokens)
-        stats.request_generation_tokens.observe(stream.num_generated_tokens)
-        stats.params_n.observe(params.n)
-        if params.max_tokens is not None:
-            stats.params_max_tokens.observe(params.max_tokens)
-        scheduled = stream.sequences()[0].first_scheduled_time
-        stats.queue_time.observe((scheduled or now) - live.arrival_time)
-        if scheduled is not None:
-            stats.inference_time.observe(now - scheduled)
-        if scheduled is not None and live.first_token_time is not None:
-            stats.prefill_time.observe(live.first_token_time - scheduled)
-            stats.decode_time.observe(now - live.first_token_time)
-            if (later_tokens := stream.sequences()[0].num_generated_tokens - 1) > 0:
-                stats.time_per_output_token.observe((now - live.first_token_time) / later_tokens)
-        # Little's law: time in the system over the number in it is the time between two that leave.
-        interval = (now - live.arrival_time) / (len(self._live) + 1)
-        self._seconds_per_request += 0.1 * (interval - self._seconds_per_request)
 
 
 def _overall_reason(sequences: list[Sequence]) -> FinishReason:

@@ -68,6 +68,7 @@ class FakeDevice:
                 continue
             if row.token_ids[-1] == self.fail_on_token:
                 failed[step.seq_id] = "the logits are not finite"
+                row.token_ids.append(0)  # the next plan may be under way already and count on a token
                 continue
             token = next_token(row.token_ids, row.seed, self.eos_every)
             row.token_ids.append(token)
