@@ -1,0 +1,48 @@
+"""Device and dtype: what "auto" means on this machine."""
+
+import logging
+
+import torch
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.models.config import ModelConfig
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def resolve_device(name: str) -> torch.device:
+    """ "auto" takes the GPU where there is one. ConfigError for a GPU that is not there."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device: cuda was asked for, but torch finds no CUDA GPU; use --device cpu or auto.")
+    return torch.device(name)
+
+
+def resolve_dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> torch.dtype:
+    """The checkpoint's dtype where the device can compute in it, else the nearest that loses nothing it can avoid."""
+    bfloat16, float16 = _fast_dtypes(device)
+    if config.dtype == "auto":
+        wanted = model.dtype
+        if wanted == "bfloat16" and not bfloat16:
+            wanted = "float16" if float16 else "float32"
+        elif wanted == "float16" and not float16:
+            wanted = "float32"
+        if wanted != model.dtype:
+            logger.warning("the checkpoint's %s is not computed natively here: using %s", model.dtype, wanted)
+        return DTYPES[wanted]
+    if config.dtype == "float16" and device.type == "cpu":
+        raise ConfigError("dtype: float16 is not served on a CPU; use --dtype bfloat16 or float32.")
+    if config.dtype == "bfloat16" and not bfloat16:
+        logger.warning("dtype: bfloat16 is emulated on this device and slow; --dtype %s is faster", "float32")
+    return DTYPES[config.dtype]
+
+
+def _fast_dtypes(device: torch.device) -> tuple[bool, bool]:
+    """(bfloat16, float16): whether the device computes in them natively."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0), True
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()), False

@@ -1,0 +1,96 @@
+"""How much of a GPU's memory the largest step takes, so that the KV cache can have the rest."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from engine.config import EngineConfig
+from engine.models.attention import BatchMetadata
+from engine.models.config import ModelConfig
+from engine.models.decoder import Decoder
+from engine.sampling_params import SamplingParams
+from engine.worker.host import StepLimits
+from engine.worker.kv_cache import allocate_kv_caches, gpu_cache_bytes, model_max_len
+from engine.worker.sampler import TokenCounts, sample
+from engine.worker.sampling_rows import SamplingRows
+
+# Every part of the sampler at once.
+WORST_PARAMS = SamplingParams(
+    temperature=1.0, top_p=0.5, top_k=1000, min_p=0.001, repetition_penalty=1.5, presence_penalty=1.0, logprobs=20
+)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuProfile:
+    """Bytes: what a step needs beside the weights, and what is left for the KV cache (may be negative)."""
+
+    activations: int
+    cache_budget: int
+
+
+@torch.inference_mode()
+def profile_gpu(
+    config: EngineConfig,
+    model: ModelConfig,
+    decoder: Decoder,
+    limits: StepLimits,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> GpuProfile:
+    """Run the largest prefill and the worst sampling once and read the peak.
+
+    What others use of the card (and what the driver itself takes) counts as used: the share is of the card in all.
+    """
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    weights = torch.cuda.memory_allocated(device)
+    _largest_step(config, model, decoder, limits, dtype, device)
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    used_by_others = total - free - torch.cuda.memory_reserved(device)
+    budget = gpu_cache_bytes(config.gpu_memory_utilization, total, used_by_others, peak)
+    return GpuProfile(peak - weights, budget)
+
+
+def _largest_step(
+    config: EngineConfig,
+    model: ModelConfig,
+    decoder: Decoder,
+    limits: StepLimits,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    num_tokens = limits.max_num_batched_tokens
+    # One block stands for all: no token is written, and what is read does not matter.
+    kv_caches = [(k.zero_(), v.zero_()) for k, v in allocate_kv_caches(model, 1, config.block_size, dtype, device)]
+    metadata = _prefill_metadata(num_tokens, model_max_len(config, model), config.block_size, device)
+    ids = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+    hidden = decoder.forward(ids, metadata, kv_caches)
+    rows = np.arange(limits.max_num_seqs)
+    sampling = SamplingRows(len(rows), model.vocab_size, [])
+    for row in range(len(rows)):
+        sampling.set(row, WORST_PARAMS, seed=0, num_prompt_tokens=1)
+    inputs = sampling.build(rows, rows, lambda array: torch.from_numpy(array).to(device))
+    logits = decoder.compute_logits(hidden[torch.from_numpy(rows % num_tokens).to(device)])
+    sample(logits, inputs, TokenCounts(len(rows), model.vocab_size, device))
+
+
+def _prefill_metadata(num_tokens: int, longest: int, block_size: int, device: torch.device) -> BatchMetadata:
+    """Prompts as long as the model takes them, that fill the step."""
+    lengths = np.full(-(-num_tokens // longest), longest)
+    lengths[-1] = num_tokens - longest * (len(lengths) - 1)
+    positions = np.concatenate([np.arange(n) for n in lengths])
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    num_blocks = -(-int(lengths.max()) // block_size)
+    return BatchMetadata(
+        positions=torch.from_numpy(positions).to(device),
+        slot_mapping=torch.full((num_tokens,), -1, dtype=torch.int64, device=device),
+        num_decodes=0,
+        block_tables=torch.zeros((len(lengths), num_blocks), dtype=torch.int32, device=device),
+        seq_lens=torch.from_numpy(lengths.astype(np.int32)).to(device),
+        cu_seqlens_q=torch.from_numpy(starts).to(device),
+        max_seqlen_q=int(lengths.max()),
+    )

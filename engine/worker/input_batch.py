@@ -1,0 +1,213 @@
+"""InputBatch: the Worker's mirror of the live sequences, and the tensors of a step made from it.
+
+Every sequence has a stable row from the plan that brings it to the plan that removes it, so a step costs a few
+vectorised gathers and nothing per token in Python. On a GPU all arrays of a step cross in one copy (StepBuffer), and a
+token that was sampled but has not reached the host yet stands in its row as -(row + 1): the device puts the real one
+in its place.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from engine.errors import EngineError
+from engine.models.attention import BatchMetadata
+from engine.step import NewSequence, SequenceStep
+
+ALIGNMENT = 16  # bytes: what vector loads like, and any dtype may start at
+MAX_STEPS_IN_FLIGHT = 2
+
+IntArray = npt.NDArray[Any]
+
+
+class StepBuffer:
+    """Moves the small host arrays of one step to the device: `put` each, then `upload` once, then launch.
+
+    The tensors that `put` returns are valid after `upload`. On a CPU they are the arrays themselves. On a GPU they lie
+    in one pinned buffer that is copied as a whole; there are as many such buffers as steps in flight, so that none is
+    written while its copy may still be under way.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self._device = device
+        self._pinned: list[Tensor] = []
+        self._used = 0
+        self._turn = 0
+        if device.type == "cuda":
+            self._pinned = [
+                torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(MAX_STEPS_IN_FLIGHT)
+            ]
+            self._target = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+    def start(self) -> None:
+        """Begin a step: forget the arrays of the one before the last."""
+        self._used = 0
+        self._turn = (self._turn + 1) % MAX_STEPS_IN_FLIGHT
+
+    def put(self, array: npt.NDArray[Any]) -> Tensor:
+        """A tensor on the device with the shape and dtype of `array`, filled by the next `upload`."""
+        host = torch.from_numpy(np.ascontiguousarray(array))
+        if not self._pinned:
+            return host
+        end = self._used + array.nbytes
+        if end > self._target.numel():  # a giant logit_bias, say: slower, never wrong
+            return host.to(self._device)
+        self._pinned[self._turn][self._used : end].view(host.dtype).copy_(host.view(-1))
+        tensor = self._target[self._used : end].view(host.dtype).view(host.shape)
+        self._used = -(-end // ALIGNMENT) * ALIGNMENT
+        return tensor
+
+    def upload(self) -> None:
+        if self._pinned:
+            end = min(self._used, self._target.numel())
+            self._target[:end].copy_(self._pinned[self._turn][:end], non_blocking=True)
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """What the decoder and the sampler get for one step.
+
+    input_ids int64 [num_tokens], negative (has_pending) where the last token of row -id - 1 is on the device only.
+    The sampling arrays have one entry per sampled token: its seq_id, its row in the batch, its position (the number of
+    tokens before it), and sample_indices its row among the hidden states (None where that is every row in order).
+    """
+
+    input_ids: Tensor
+    metadata: BatchMetadata
+    has_pending: bool
+    sample_seq_ids: IntArray
+    sample_rows: IntArray
+    sample_positions: IntArray
+    sample_indices: Tensor | None
+
+
+class InputBatch:
+    """Rows of host arrays, one per live sequence.
+
+    `token_ids` int32 [max_num_seqs, max_model_len + 1] holds known tokens, those that the Worker sampled itself
+    included; `block_table` int32 [max_num_seqs, max_blocks]. Pages of rows that were never used cost no memory.
+    """
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+        max_blocks = -(-max_model_len // block_size)
+        self.block_size = block_size
+        self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), np.int32)
+        self.block_table = np.zeros((max_num_seqs, max_blocks), np.int32)
+        self.num_tokens = np.zeros(max_num_seqs, np.int64)  # known
+        self.num_computed = np.zeros(max_num_seqs, np.int64)
+        self.num_prompt = np.zeros(max_num_seqs, np.int64)
+        self.num_blocks = np.zeros(max_num_seqs, np.int64)
+        self.seq_ids = np.full(max_num_seqs, -1, np.int64)
+        self.row_of: dict[int, int] = {}
+        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+
+    def add(self, new: NewSequence) -> int:
+        """Give a sequence a row, which is returned. EngineError if the Driver sent what cannot be held."""
+        if new.seq_id in self.row_of:
+            raise EngineError(f"sequence {new.seq_id} was sent as new while it is live")
+        if not self._free_rows:
+            raise EngineError(f"the plan brings more than max_num_seqs={len(self.num_tokens)} live sequences")
+        if len(new.token_ids) > self.token_ids.shape[1]:
+            raise EngineError(f"sequence {new.seq_id} has {len(new.token_ids)} tokens, more than max_model_len")
+        row = self._free_rows.pop()
+        self.row_of[new.seq_id] = row
+        self.seq_ids[row] = new.seq_id
+        self.token_ids[row, : len(new.token_ids)] = new.token_ids
+        self.num_tokens[row] = len(new.token_ids)
+        self.num_computed[row] = new.num_computed_tokens
+        self.num_prompt[row] = new.num_prompt_tokens
+        self.num_blocks[row] = 0
+        self._append_blocks(row, new.block_ids)
+        return row
+
+    def remove(self, seq_id: int) -> None:
+        """Free a row. An unknown id is fine: a sequence may be removed before it ever reached the Worker."""
+        row = self.row_of.pop(seq_id, None)
+        if row is not None:
+            self.seq_ids[row] = -1
+            self._free_rows.append(row)
+
+    def build(self, steps: Sequence[SequenceStep], buffer: StepBuffer) -> StepInputs:
+        """The inputs of a step, rows of one token first, and count its tokens as computed and as sampled.
+
+        A sampled token's place holds its stand-in until `store_tokens`.
+        """
+        rows, counts, samples = self._take_steps(steps)
+        order = np.argsort(counts > 1, kind="stable")
+        rows, counts, samples = rows[order], counts[order], samples[order]
+        starts = self.num_computed[rows]
+        seq_lens = starts + counts
+        self._check(rows, seq_lens, samples)
+
+        ends = np.cumsum(counts)
+        token_rows = np.repeat(rows, counts)
+        positions = np.arange(ends[-1]) + np.repeat(starts - (ends - counts), counts)
+        input_ids = self.token_ids[token_rows, positions].astype(np.int64)
+        blocks = self.block_table[token_rows, positions // self.block_size].astype(np.int64)
+        slots = blocks * self.block_size + positions % self.block_size
+
+        num_decodes = len(rows) - int(np.count_nonzero(counts > 1))
+        cu_seqlens_q = np.zeros(len(rows) - num_decodes + 1, np.int32)
+        np.cumsum(counts[num_decodes:], out=cu_seqlens_q[1:])
+        widest = -(-int(seq_lens.max()) // self.block_size)
+        metadata = BatchMetadata(
+            positions=buffer.put(positions),
+            slot_mapping=buffer.put(slots),
+            num_decodes=num_decodes,
+            block_tables=buffer.put(self.block_table[rows, :widest]),
+            seq_lens=buffer.put(seq_lens.astype(np.int32)),
+            cu_seqlens_q=buffer.put(cu_seqlens_q),
+            max_seqlen_q=int(counts[num_decodes:].max(initial=0)),
+        )
+        sampled = np.flatnonzero(samples)
+        every_row = len(sampled) == ends[-1]
+        inputs = StepInputs(
+            input_ids=buffer.put(input_ids),
+            metadata=metadata,
+            has_pending=bool((input_ids < 0).any()),
+            sample_seq_ids=self.seq_ids[rows[sampled]],
+            sample_rows=rows[sampled],
+            sample_positions=seq_lens[sampled],
+            sample_indices=None if every_row else buffer.put(ends[sampled] - 1),
+        )
+        self._advance(rows, seq_lens, inputs.sample_rows)
+        return inputs
+
+    def store_tokens(self, inputs: StepInputs, token_ids: IntArray) -> None:
+        """The values of a step's sampled tokens, once the host knows them; skips sequences removed meanwhile."""
+        live = self.seq_ids[inputs.sample_rows] == inputs.sample_seq_ids
+        self.token_ids[inputs.sample_rows[live], inputs.sample_positions[live]] = token_ids[live]
+
+    def _take_steps(self, steps: Sequence[SequenceStep]) -> tuple[IntArray, IntArray, IntArray]:
+        rows = np.empty(len(steps), np.int64)
+        counts = np.empty(len(steps), np.int64)
+        samples = np.empty(len(steps), np.bool_)
+        row_of = self.row_of
+        for i, step in enumerate(steps):
+            row = row_of[step.seq_id]
+            rows[i], counts[i], samples[i] = row, step.num_tokens, step.sample
+            if step.new_block_ids:
+                self._append_blocks(row, step.new_block_ids)
+        return rows, counts, samples
+
+    def _append_blocks(self, row: int, block_ids: list[int]) -> None:
+        start = int(self.num_blocks[row])
+        self.block_table[row, start : start + len(block_ids)] = block_ids
+        self.num_blocks[row] = start + len(block_ids)
+
+    def _check(self, rows: IntArray, seq_lens: IntArray, samples: IntArray) -> None:
+        """A Driver and a Worker that disagree would write into foreign blocks: stop instead."""
+        if (seq_lens > self.num_tokens[rows]).any() or ((seq_lens == self.num_tokens[rows]) != samples).any():
+            raise EngineError("the plan and the Worker disagree on the number of known tokens")
+        if (seq_lens > self.num_blocks[rows] * self.block_size).any():
+            raise EngineError("the plan computes tokens that have no KV block")
+
+    def _advance(self, rows: IntArray, seq_lens: IntArray, sample_rows: IntArray) -> None:
+        self.num_computed[rows] = seq_lens
+        self.token_ids[sample_rows, self.num_tokens[sample_rows]] = -(sample_rows + 1)
+        self.num_tokens[sample_rows] += 1

@@ -1,0 +1,130 @@
+"""The KV cache: how many blocks memory holds, the longest sequence that follows from it, and the tensors.
+
+No torch is needed to size it (`pageserve plan`), only to allocate it.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.models.config import ModelConfig
+from engine.settings import parse_size
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+DEFAULT_SHARE_OF_HOST = 4  # a quarter of free memory
+MAX_DEFAULT_HOST_BYTES = 4 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheSize:
+    """num_blocks of block_bytes each (over all layers), and the longest sequence that may be asked for."""
+
+    num_blocks: int
+    block_bytes: int
+    max_model_len: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_blocks * self.block_bytes
+
+
+def model_max_len(config: EngineConfig, model: ModelConfig) -> int:
+    """The longest sequence in tokens, whatever memory says. ConfigError where the model cannot reach what is asked."""
+    longest = model.max_position_embeddings
+    if config.max_model_len is None:
+        return longest
+    if config.max_model_len > longest:
+        raise ConfigError(
+            f"max_model_len: {config.max_model_len} is more than this model's positions; "
+            f"use --max-model-len {longest} or less."
+        )
+    return config.max_model_len
+
+
+def host_cache_bytes(config: EngineConfig, available: int) -> int:
+    """What a KV cache in host memory may take: as asked, else a quarter of what is free, up to 4 GiB."""
+    if config.kv_cache_memory is not None:
+        asked = parse_size(config.kv_cache_memory)
+        assert asked is not None, "EngineConfig checked it"
+        if asked > available:
+            raise ConfigError(
+                f"kv_cache_memory: {format_bytes(asked)} is more than the {format_bytes(available)} that are free; "
+                f"use --kv-cache-memory {available >> 20}MiB or less."
+            )
+        return asked
+    return min(available // DEFAULT_SHARE_OF_HOST, MAX_DEFAULT_HOST_BYTES)
+
+
+def gpu_cache_bytes(utilization: float, total: int, used_by_others: int, weights_and_activations: int) -> int:
+    """What is left of the share of the card that may be used in all; zero or less: nothing fits."""
+    return int(total * utilization) - used_by_others - weights_and_activations
+
+
+def size_kv_cache(
+    config: EngineConfig, model: ModelConfig, *, dtype_bytes: int, budget: int, max_num_seqs: int, on_gpu: bool
+) -> KVCacheSize:
+    """Blocks from a budget in bytes (or from num_blocks), and max_model_len from the blocks.
+
+    On a CPU a default never takes more than all sequences at their longest could use: memory is shared with others.
+    Raises ConfigError with the nearest settings that fit.
+    """
+    block_bytes = config.block_size * model.kv_bytes_per_token(dtype_bytes)
+    longest = model_max_len(config, model)
+    blocks_per_sequence = -(-longest // config.block_size)
+    num_blocks = config.num_blocks or max(0, budget) // block_bytes
+    if config.num_blocks is None and config.kv_cache_memory is None and not on_gpu:
+        num_blocks = min(num_blocks, max_num_seqs * blocks_per_sequence)
+    if num_blocks < 1:
+        raise ConfigError(
+            f"no room for the KV cache: one block takes {format_bytes(block_bytes)}, {format_bytes(max(0, budget))} "
+            f"are left. {_more_memory(on_gpu, config, block_bytes)}"
+        )
+    capacity = num_blocks * config.block_size
+    if config.max_model_len is not None and config.max_model_len > capacity:
+        missing = (blocks_per_sequence - num_blocks) * block_bytes
+        raise ConfigError(
+            f"max_model_len: {config.max_model_len} tokens do not fit a KV cache of {num_blocks} blocks of "
+            f"{config.block_size}. Use --max-model-len {capacity} or less, or make the cache "
+            f"{format_bytes(missing)} larger. {_more_memory(on_gpu, config, blocks_per_sequence * block_bytes)}"
+        )
+    return KVCacheSize(num_blocks, block_bytes, min(longest, capacity))
+
+
+def _more_memory(on_gpu: bool, config: EngineConfig, needed: int) -> str:
+    if config.num_blocks is not None:
+        return f"Raise --num-blocks, which is {config.num_blocks}."
+    if on_gpu:
+        return f"Raise --gpu-memory-utilization, which is {config.gpu_memory_utilization}, or use a smaller model."
+    return f"Use --kv-cache-memory {-(-needed >> 20)}MiB or more."
+
+
+def allocate_kv_caches(
+    model: ModelConfig, num_blocks: int, block_size: int, dtype: "torch.dtype", device: "torch.device"
+) -> "list[tuple[Tensor, Tensor]]":
+    """(k_cache, v_cache) per layer, each [num_blocks, num_kv_heads, block_size, head_dim].
+
+    On a CPU no page is touched: memory is taken as blocks come into use. On a GPU they are zeros, since a masked
+    element is still multiplied and leftover NaN would spread.
+    """
+    import torch
+
+    shape = (num_blocks, model.num_kv_heads, block_size, model.head_dim)
+    make = torch.empty if device.type == "cpu" else torch.zeros
+    return [
+        (make(shape, dtype=dtype, device=device), make(shape, dtype=dtype, device=device))
+        for _ in range(model.num_layers)
+    ]
+
+
+def format_bytes(num_bytes: int) -> str:
+    """1536 -> "1.5 KiB"."""
+    value, unit = float(num_bytes), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(value) < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"

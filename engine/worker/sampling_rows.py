@@ -1,0 +1,230 @@
+"""SamplingRows: the sampling parameters of live sequences as arrays, and what the sampler needs to know of a step.
+
+Rows are those of InputBatch. A step gathers its parameters with a few vectorised reads; what only some sequences ask
+for (penalties, biases, logprobs ...) is prepared for those alone.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from engine.sampling_params import SamplingParams
+
+Array = npt.NDArray[Any]
+Put = Callable[[Array], Tensor]  # moves a host array to the device: StepBuffer.put
+
+# What a row asks for beyond the most likely token: one bit each.
+DRAW, TOP_K, TOP_P, PENALTY, BIAS, MIN_TOKENS, LOGPROBS = (1 << i for i in range(7))
+
+# Top-k and top-p look at so many of the most likely tokens first; beyond it the whole row is sorted.
+NUM_CANDIDATES = 256
+# Logits that one group of draws may hold, which bounds the sampler's workspace (about 20 bytes each).
+MAX_DRAW_ELEMENTS = 1 << 24
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """Rows that are drawn from a filtered distribution together. All [n]; `rows` are rows of the step's logits.
+
+    num_candidates: how many of the most likely tokens the filters top_k and top_p look at first, 0 without these
+    filters.
+    """
+
+    rows: Tensor
+    temperature: Tensor  # float32
+    uniform: Tensor  # float64 in [0, 1)
+    log_min_p: Tensor | None  # float32, -inf: off
+    top_k: Tensor | None  # int64, vocab_size: off
+    top_p: Tensor | None  # float64, 1: off
+    num_candidates: int
+
+
+@dataclass(frozen=True, slots=True)
+class Penalties:
+    """Per row of `rows` (rows of the step's logits): batch_rows are its rows in the counts; factors float32 [n, 1]."""
+
+    rows: Tensor
+    batch_rows: Tensor
+    repetition: Tensor
+    presence: Tensor
+    frequency: Tensor
+    # Where only tokens that occur are visited: which of `rows`, and the token, int64 [num_occurrences] each.
+    occurrences: tuple[Tensor, Tensor] | None
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingInputs:
+    """One step's sampling. Flat indices point into the logits as one vector: row * vocab_size + token id."""
+
+    changed_rows: Tensor | None  # rows whose logits the next three change
+    bias: tuple[Tensor, Tensor] | None  # flat indices, float32 values
+    penalties: Penalties | None
+    banned: Tensor | None  # flat indices that min_tokens rules out
+    draws: list[Draw]
+    logprob_rows: Tensor | None
+    num_logprobs: Array  # [rows of the step], -1: none asked
+    max_logprobs: int
+
+
+class SamplingRows:
+    """Arrays [max_num_seqs] of sampling parameters."""
+
+    def __init__(self, max_num_seqs: int, vocab_size: int, eos_token_ids: list[int]) -> None:
+        self.vocab_size = vocab_size
+        self._eos_token_ids = [token_id for token_id in eos_token_ids if token_id < vocab_size]
+        self._flags = np.zeros(max_num_seqs, np.uint8)
+        self._temperature = np.ones(max_num_seqs, np.float32)
+        self._log_min_p = np.zeros(max_num_seqs, np.float32)
+        self._top_k = np.zeros(max_num_seqs, np.int64)
+        self._top_p = np.ones(max_num_seqs, np.float64)
+        self._penalties = np.zeros((max_num_seqs, 3), np.float32)  # repetition, presence, frequency
+        self._seed = np.zeros(max_num_seqs, np.uint64)
+        self._min_length = np.zeros(max_num_seqs, np.int64)  # in tokens, the prompt included
+        self._num_logprobs = np.full(max_num_seqs, -1, np.int64)
+        self._bias: dict[int, tuple[Array, Array]] = {}
+        self._end_ids: dict[int, Array] = {}
+
+    def set(self, row: int, params: SamplingParams, seed: int, num_prompt_tokens: int) -> None:
+        """Take the parameters of the sequence in `row`. ValueError where a token id is not in the vocabulary."""
+        bias = params.logit_bias or {}
+        end_ids = [*self._eos_token_ids, *params.stop_token_ids] if params.min_tokens else []
+        if any(not 0 <= token_id < self.vocab_size for token_id in (*bias, *end_ids)):
+            raise ValueError(f"a token id of logit_bias or stop_token_ids is not below {self.vocab_size}")
+        top_k = params.top_k if 0 < params.top_k < self.vocab_size else self.vocab_size
+        penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+        self._temperature[row] = 1.0 if params.greedy else params.temperature
+        self._log_min_p[row] = np.log(params.min_p) if params.min_p > 0 else -np.inf
+        self._top_k[row], self._top_p[row] = top_k, params.top_p
+        self._penalties[row] = penalties
+        self._seed[row] = seed & 0xFFFFFFFFFFFFFFFF
+        self._min_length[row] = num_prompt_tokens + params.min_tokens
+        self._num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
+        self._bias[row] = (np.array(list(bias), np.int64), np.array(list(bias.values()), np.float32))
+        self._end_ids[row] = np.unique(np.array(end_ids, np.int64))
+        asked = {
+            DRAW: not params.greedy,
+            TOP_K: not params.greedy and top_k < self.vocab_size,
+            TOP_P: not params.greedy and params.top_p < 1.0,
+            PENALTY: penalties != (1.0, 0.0, 0.0),
+            BIAS: bool(bias),
+            MIN_TOKENS: bool(end_ids),
+            LOGPROBS: params.logprobs is not None,
+        }
+        self._flags[row] = sum(bit for bit, is_asked in asked.items() if is_asked)
+
+    def set_greedy(self, row: int) -> None:
+        """For a row whose sequence has failed already."""
+        self._flags[row] = 0
+
+    def has_penalty(self, row: int) -> bool:
+        return bool(self._flags[row] & PENALTY)
+
+    def build(self, rows: Array, positions: Array, put: Put, token_ids: Array | None = None) -> SamplingInputs | None:
+        """The inputs of a step that samples `rows` at `positions`; None when the most likely token is all they ask.
+
+        token_ids [max_num_seqs, n] are the known tokens of all rows, where the host knows them all: penalties then
+        visit the tokens that occur when that is less work than the whole vocabulary.
+        """
+        flags = self._flags[rows]
+        if not flags.any():
+            return None
+        penalty = np.flatnonzero(flags & PENALTY)
+        bias = np.flatnonzero(flags & BIAS)
+        banned = np.flatnonzero((flags & MIN_TOKENS != 0) & (positions < self._min_length[rows]))
+        logprob = np.flatnonzero(flags & LOGPROBS)
+        changed = np.unique(np.concatenate([penalty, bias, banned]))
+        num_logprobs = np.where(flags & LOGPROBS, self._num_logprobs[rows], -1)
+        return SamplingInputs(
+            changed_rows=put(changed) if len(changed) else None,
+            bias=self._build_bias(rows, bias, put) if len(bias) else None,
+            penalties=self._build_penalties(rows, penalty, positions, put, token_ids) if len(penalty) else None,
+            banned=put(self._flat(banned, [self._end_ids[row] for row in rows[banned].tolist()]))
+            if len(banned)
+            else None,
+            draws=self._build_draws(rows, positions, flags, put),
+            logprob_rows=put(logprob) if len(logprob) else None,
+            num_logprobs=num_logprobs,
+            max_logprobs=max(0, int(num_logprobs.max())),
+        )
+
+    def _flat(self, indices: Array, token_ids: list[Array]) -> Array:
+        """Flat indices of token_ids[i] in the row indices[i] of the logits."""
+        flat: Array = np.repeat(indices, [len(ids) for ids in token_ids]) * self.vocab_size + np.concatenate(token_ids)
+        return flat
+
+    def _build_banned(self, rows: Array, indices: Array, put: Put) -> Tensor:
+        return put(self._flat(indices, [self._end_ids[row] for row in rows[indices].tolist()]))
+
+    def _build_bias(self, rows: Array, indices: Array, put: Put) -> tuple[Tensor, Tensor]:
+        entries = [self._bias[row] for row in rows[indices].tolist()]
+        return (
+            put(self._flat(indices, [ids for ids, _ in entries])),
+            put(np.concatenate([values for _, values in entries])),
+        )
+
+    def _build_penalties(
+        self, rows: Array, indices: Array, positions: Array, put: Put, token_ids: Array | None
+    ) -> Penalties:
+        batch_rows, lengths = rows[indices], positions[indices]
+        occurrences = None
+        if token_ids is not None and lengths.sum() < len(indices) * self.vocab_size // 2:
+            tokens = [token_ids[row, :length] for row, length in zip(batch_rows, lengths, strict=True)]
+            occurrences = put(np.repeat(np.arange(len(indices)), lengths)), put(np.concatenate(tokens, dtype=np.int64))
+        repetition, presence, frequency = (put(self._penalties[batch_rows, i : i + 1]) for i in range(3))
+        return Penalties(put(indices), put(batch_rows), repetition, presence, frequency, occurrences)
+
+    def _build_draws(self, rows: Array, positions: Array, flags: Array, put: Put) -> list[Draw]:
+        """Rows of like needs together, in groups of bounded size."""
+        drawn = flags & DRAW != 0
+        filtered = flags & (TOP_K | TOP_P) != 0
+        large_k = (self._top_k[rows] > NUM_CANDIDATES) & (flags & TOP_K != 0)
+        only_top_k = filtered & ~large_k & (flags & TOP_P == 0)
+        draws = []
+        group_size = max(1, MAX_DRAW_ELEMENTS // self.vocab_size)
+        for members, num_candidates in (
+            (drawn & ~filtered, 0),
+            (only_top_k, int(self._top_k[rows[only_top_k]].max(initial=0))),
+            (filtered & ~large_k & ~only_top_k, NUM_CANDIDATES),
+            (filtered & large_k, self.vocab_size),
+        ):
+            indices = np.flatnonzero(members)
+            for start in range(0, len(indices), group_size):
+                group = indices[start : start + group_size]
+                draws.append(self._build_draw(rows[group], positions[group], group, num_candidates, put))
+        return draws
+
+    def _build_draw(self, rows: Array, positions: Array, indices: Array, num_candidates: int, put: Put) -> Draw:
+        log_min_p, top_k, top_p = self._log_min_p[rows], self._top_k[rows], self._top_p[rows]
+        return Draw(
+            rows=put(indices),
+            temperature=put(self._temperature[rows]),
+            uniform=put(uniforms(self._seed[rows], positions)),
+            log_min_p=put(log_min_p) if (log_min_p > -np.inf).any() else None,
+            top_k=put(top_k) if (top_k < self.vocab_size).any() else None,
+            top_p=put(top_p) if (top_p < 1.0).any() else None,
+            num_candidates=min(num_candidates, self.vocab_size),
+        )
+
+
+def uniforms(seeds: Array, positions: Array) -> Array:
+    """One number in [0, 1) per (seed, position), float64 with 53 random bits: the whole randomness of sampling.
+
+    The position-th output of a SplitMix64 generator (Steele, Lea, Flood 2014) whose state starts at the hash of the
+    seed, so that neighbouring seeds have unrelated streams.
+    """
+    state = _mix(seeds.astype(np.uint64) + _GOLDEN) + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN
+    result: Array = (_mix(state) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return result
+
+
+def _mix(x: Array) -> Array:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: Array = x ^ (x >> np.uint64(31))
+    return mixed

@@ -1,0 +1,184 @@
+"""The Worker process: `python -m engine.worker.worker FD`, where FD is one end of a socket pair with the Driver.
+
+It reads StartWorker, loads, answers WorkerReady or WorkerFailed, then answers each StepPlan with a StepResult, in
+order. The Driver ends it: by closing the socket, by dying, or by a kill; signals from a terminal are not for it.
+Nothing but frames goes to the socket; logs and tracebacks go to the inherited stderr. Exit status: 0 when the Driver
+left, 1 when loading failed (the Driver was told why), 2 when a step failed as a whole.
+"""
+
+import ctypes
+import faulthandler
+import gc
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+from collections import deque
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engine.errors import PageserveError
+from engine.step import (
+    FRAME_HEADER,
+    MAX_FRAME_BYTES,
+    DriverMessage,
+    LoadProgress,
+    StartWorker,
+    StepPlan,
+    WorkerFailed,
+    WorkerMessage,
+    decode_driver_message,
+    encode_frame,
+)
+from engine.worker.host import set_threads
+
+if TYPE_CHECKING:
+    from engine.worker.model_runner import LaunchedStep, ModelRunner
+
+logger = logging.getLogger(__name__)
+
+READ_BYTES = 1 << 18
+EXIT_GRACE_SECONDS = 0.5
+PR_SET_PDEATHSIG = 1
+
+
+class Channel:
+    """Length-prefixed frames over the socket. Blocking; one thread."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._received = bytearray()
+
+    def send(self, message: WorkerMessage) -> None:
+        self._socket.sendall(encode_frame(message))
+
+    def receive(self) -> DriverMessage | None:
+        """The next message; None when the Driver closed its end. Raises ValueError for what is not a frame."""
+        length = -1
+        while length < 0 or len(self._received) < FRAME_HEADER.size + length:
+            if length < 0 and len(self._received) >= FRAME_HEADER.size:
+                (length,) = FRAME_HEADER.unpack_from(self._received)
+                if length > MAX_FRAME_BYTES:
+                    raise ValueError(f"the Driver announced a frame of {length} bytes")
+                continue
+            data = self._socket.recv(READ_BYTES)
+            if not data:
+                return None
+            self._received += data
+        end = FRAME_HEADER.size + length
+        body = bytes(memoryview(self._received)[FRAME_HEADER.size : end])
+        del self._received[:end]
+        message: DriverMessage = decode_driver_message(body)
+        return message
+
+    def has_data(self) -> bool:
+        """Whether a message has begun to arrive."""
+        return bool(self._received) or bool(select.select([self._socket], [], [], 0)[0])
+
+
+def main() -> int:
+    """Serve the Driver at the other end of the socket whose number is the last argument."""
+    faulthandler.enable()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s worker: %(message)s", stream=sys.stderr)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    sock = socket.socket(fileno=int(sys.argv[-1]))
+    sock.setblocking(True)
+    _end_with_driver(sock)
+    channel = Channel(sock)
+    try:
+        message = channel.receive()
+        if message is None:
+            return 0
+        if not isinstance(message, StartWorker):
+            raise ValueError(f"the Driver sent {type(message).__name__} before StartWorker")
+        runner = _load(channel, message)
+        if runner is None:
+            return 1
+        gc.collect()
+        gc.freeze()  # what was loaded lives for ever: no collection needs to visit it
+        serve(channel, runner)
+        return 0
+    except (BrokenPipeError, ConnectionResetError):  # the Driver left while we were sending
+        return 0
+    except Exception:
+        logger.exception("the Worker cannot go on")
+        return 2
+
+
+def serve(channel: Channel, runner: "ModelRunner") -> None:
+    """The step loop, until the Driver closes its end.
+
+    On a GPU a plan that has arrived is launched before the result of the one before it is awaited, so that the device
+    never runs dry; on a CPU a step is done once it is launched, and its result goes out at once.
+    """
+    launched: deque[LaunchedStep] = deque()
+    while True:
+        if launched and (len(launched) == runner.max_in_flight or not channel.has_data()):
+            channel.send(runner.result(launched.popleft()))
+            continue
+        message = channel.receive()
+        if message is None:
+            return
+        if not isinstance(message, StepPlan):
+            raise ValueError(f"the Driver sent {type(message).__name__} in place of a plan")
+        launched.append(runner.launch(message))
+
+
+def _load(channel: Channel, start: StartWorker) -> "ModelRunner | None":
+    """The runner, after WorkerReady was sent; None after WorkerFailed."""
+    try:
+        channel.send(LoadProgress("importing"))
+        set_threads(start.config.cpu_threads)
+        from engine.worker.model_runner import load_runner  # torch comes with it
+
+        runner, ready = load_runner(
+            start.config,
+            Path(start.model_dir),
+            start.eos_token_ids,
+            lambda phase: channel.send(LoadProgress(phase)),
+        )
+    except PageserveError as error:
+        channel.send(WorkerFailed(type(error).__name__, str(error)))
+        return None
+    except (BrokenPipeError, ConnectionResetError):
+        raise
+    except Exception as error:
+        logger.exception("loading failed")
+        channel.send(WorkerFailed("EngineError", f"loading failed: {type(error).__name__}: {error}"))
+        return None
+    channel.send(ready)
+    return runner
+
+
+def _end_with_driver(sock: socket.socket) -> None:
+    """Never outlive the Driver, not even inside a long computation: the kernel kills us, or a thread sees the hang-up.
+
+    The signal comes when the thread that started us ends; the hang-up when the last copy of the Driver's end is closed.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    threading.Thread(target=_exit_on_hang_up, args=(sock.fileno(),), name="hang-up", daemon=True).start()
+
+
+def _exit_on_hang_up(fd: int) -> None:
+    poll = select.poll()
+    poll.register(fd, getattr(select, "POLLRDHUP", select.POLLHUP))
+    poll.poll()
+    threading.Event().wait(EXIT_GRACE_SECONDS)  # the main thread may be leaving by itself
+    os._exit(0)
+
+
+def _exit(status: int) -> None:
+    """End without the teardown of torch's threads and caches, which takes longer than the kernel's."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    _exit(main())
