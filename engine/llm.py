@@ -5,6 +5,7 @@ need no `if __name__ == "__main__"`, and notebooks, which have a loop of their o
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
 import logging
@@ -250,8 +251,20 @@ class _LoopThread:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="pageserve-driver", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="pageserve-driver", daemon=True)
         self._thread.start()
+
+    def _serve(self) -> None:
+        self._loop.run_forever()
+        self._loop.run_until_complete(self._cancel_tasks())
+        self._loop.run_until_complete(self._loop.shutdown_default_executor())
+        self._loop.close()
+
+    async def _cancel_tasks(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
         """The coroutine's result. Ctrl-C (or the timeout) cancels it and waits for its `finally` before it goes on."""
@@ -272,15 +285,10 @@ class _LoopThread:
             raise
 
     def close(self) -> None:
-        """Stop the loop, and cancel what still runs on it."""
-        if self._loop.is_closed():
-            return
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(STOP_SECONDS)
-        for task in asyncio.all_tasks(self._loop):
-            task.cancel()
-        self._loop.run_until_complete(asyncio.sleep(0))
-        self._loop.close()
+        """Stop the loop; what still runs on it is cancelled."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(STOP_SECONDS)
 
 
 async def _start(config: EngineConfig, driver_options: dict[str, Any]) -> Driver:
@@ -295,10 +303,11 @@ async def _start(config: EngineConfig, driver_options: dict[str, Any]) -> Driver
 
 
 def _stop(thread: _LoopThread, driver: Driver) -> None:
-    try:
+    # At the end of the program Python starts no more threads to wait for the Worker in. Its socket is closed by then,
+    # which is its sign to go.
+    with contextlib.suppress(RuntimeError):
         thread.run(driver.stop(), STOP_SECONDS)
-    finally:
-        thread.close()
+    thread.close()
 
 
 def _prompt_list(prompts: Any) -> list[Any]:

@@ -1,0 +1,59 @@
+# make serve | make test | make bench: each makes what it needs in .venv, once.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help serve test test-only lint docs bench rolling-restart clean
+
+help:
+	@echo "make serve [ARGS=\"--model DIR_OR_HUB_ID --port 9000\"]   start the server"
+	@echo "make test                                              lint, types and every test"
+	@echo "make bench [ARGS=\"--peer URL\"]                          measure a server of its own"
+	@echo "make rolling-restart [RESTARTS=10]                     two replicas behind nginx, restarted under load"
+	@echo "make docs                                              rewrite the config reference"
+	@echo "make clean                                             remove what the above made"
+
+# The environment: again only when pyproject.toml changed.
+
+$(BIN)/python:
+	@command -v $(PYTHON) >/dev/null || { echo "pageserve needs $(PYTHON): install Python 3.10 or newer (Debian: apt install python3 python3-venv)."; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "pageserve needs Python 3.10 or newer; this is $$($(PYTHON) --version). Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "Python's venv module is missing (Debian: apt install python3-venv)."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml | $(BIN)/python
+	$(BIN)/pip install --quiet --editable .
+	@touch $@
+
+$(VENV)/.installed-test: pyproject.toml | $(BIN)/python
+	$(BIN)/pip install --quiet --editable ".[test]"
+	@touch $@ $(VENV)/.installed
+
+serve: $(VENV)/.installed
+	@exec $(BIN)/pageserve serve $(ARGS)
+
+bench: $(VENV)/.installed
+	@exec $(BIN)/pageserve bench $(ARGS)
+
+test: lint test-only
+
+lint: $(VENV)/.installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test-only: $(VENV)/.installed-test
+	@command -v nginx >/dev/null || test -x /usr/sbin/nginx || echo "nginx is missing: its test will be skipped (Debian: apt install nginx-light)."
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+
+rolling-restart: $(VENV)/.installed-test
+	RESTARTS=$(or $(RESTARTS),10) $(BIN)/python -m pytest tests/deploy/test_rolling_restart.py --capture=no $(ARGS)
+
+docs: $(VENV)/.installed
+	$(BIN)/python -m server.config_docs
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +
