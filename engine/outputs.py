@@ -1,7 +1,8 @@
-"""What a caller gets back."""
+"""What a caller gets back. Structs, not dataclasses: several are made per stream and step."""
 
-from dataclasses import dataclass, field
 from enum import Enum
+
+import msgspec
 
 
 class FinishReason(str, Enum):
@@ -14,8 +15,7 @@ class FinishReason(str, Enum):
         return self.value
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
+class TokenLogprobs(msgspec.Struct, frozen=True):
     """Log-probabilities at one position, from the model's own distribution (before temperature and filters).
 
     `top` holds (token_id, logprob), most likely first; the chosen token is always reported in `token_id`, `logprob`,
@@ -27,8 +27,7 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class CompletionOutput:
+class CompletionOutput(msgspec.Struct, frozen=True):
     """One of the n samples of a request.
 
     From `Driver.generate` text, token_ids and logprobs are what is new since the last output (text may lag behind the
@@ -44,8 +43,7 @@ class CompletionOutput:
     stop_reason: str | int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class RequestOutput:
+class RequestOutput(msgspec.Struct, frozen=True):
     """`finished` is set on the last output, when every sample has ended. Counts are in tokens and cumulative."""
 
     request_id: str
@@ -55,4 +53,4 @@ class RequestOutput:
     num_generated_tokens: int = 0
     num_cached_tokens: int = 0
     prompt: str | None = None
-    prompt_token_ids: list[int] = field(default_factory=list)
+    prompt_token_ids: list[int] = []

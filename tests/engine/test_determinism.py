@@ -1,0 +1,103 @@
+"""In fp32 a request gives the same text whatever surrounds it: the real Worker, the bundled model."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import pytest
+
+from engine.config import EngineConfig
+from engine.driver import Driver
+from engine.request import Request
+from engine.sampling_params import SamplingParams
+
+PROMPTS = [
+    "Once upon a time, a small fox",
+    "Hello",
+    "The old clock on the wall " * 8,
+    "A dragon and a mouse wanted to bake bread, but",
+]
+PARAMS = {
+    "greedy": {"temperature": 0.0},
+    "seeded": {"temperature": 0.9, "seed": 11},
+    "filtered": {"temperature": 1.1, "seed": 5, "top_k": 40, "top_p": 0.9, "min_p": 0.02},
+    "penalised": {"temperature": 0.8, "seed": 3, "presence_penalty": 0.5, "repetition_penalty": 1.2},
+}
+CASES = [(name, prompt) for name in PARAMS for prompt in PROMPTS]
+NUM_TOKENS = 40
+
+
+@asynccontextmanager
+async def running_driver(**settings):
+    driver = Driver(EngineConfig(dtype="float32", device="cpu", max_model_len=256, **settings))
+    await driver.start()
+    try:
+        await driver.wait_ready()
+        yield driver
+    finally:
+        await driver.stop()
+
+
+def start(driver, name, case):
+    params, prompt = case
+    sampling = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, **PARAMS[params])
+    return driver.generate(Request(name, driver.tokenizer.encode(prompt), sampling))
+
+
+async def read(stream):
+    ids, text = [], ""
+    async for output in stream:
+        ids += output.outputs[0].token_ids
+        text += output.outputs[0].text
+    return ids, text
+
+
+async def read_all(driver):
+    """Every case, with as many unrelated neighbours as make it a batch of 32."""
+    neighbours = [start(driver, f"n{i}", ("seeded", f"Neighbour {i} says " * (i + 1))) for i in range(32 - len(CASES))]
+    found = await asyncio.gather(*(read(start(driver, f"c{i}", case)) for i, case in enumerate(CASES)))
+    await asyncio.gather(*map(read, neighbours))
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """Each case by itself, one after the other, without overlap, prefix cache or company."""
+
+    async def run():
+        async with running_driver(async_scheduling=False, enable_prefix_caching=False) as driver:
+            return [await read(start(driver, f"c{i}", case)) for i, case in enumerate(CASES)]
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, id="batch of 32"),
+        pytest.param({"max_num_batched_tokens": 16}, id="token budget 16"),
+        pytest.param({"num_blocks": 24, "watermark": 0.0}, id="preempted"),
+        pytest.param({"num_blocks": 24, "block_size": 8, "enable_prefix_caching": False}, id="preempted, no cache"),
+    ],
+)
+async def test_text_does_not_depend_on_the_batch(alone, settings):
+    async with running_driver(**settings) as driver:
+        found = await read_all(driver)
+        if "num_blocks" in settings:
+            assert driver.scheduler.num_preemptions > 0
+        else:
+            assert driver.scheduler.num_preemptions == 0
+    for case, expected, got in zip(CASES, alone, found, strict=True):
+        assert got == expected, case
+
+
+async def test_slow_reader_gets_the_same_text(alone):
+    async with running_driver() as driver:
+        streams = [start(driver, f"c{i}", case) for i, case in enumerate(CASES)]
+        await driver.drain(60)
+        assert [await read(stream) for stream in streams] == alone
+
+
+def test_seeds_matter_and_greedy_ignores_them(alone):
+    texts = dict(zip(CASES, (text for _, text in alone), strict=True))
+    assert texts[("seeded", PROMPTS[0])] != texts[("greedy", PROMPTS[0])]
+    assert all(len(ids) == NUM_TOKENS for ids, _ in alone)

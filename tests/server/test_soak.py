@@ -1,0 +1,180 @@
+"""Many requests of every kind against a live server, many of them abandoned: nothing is lost and nothing is left behind.
+
+SOAK_REQUESTS sets the number (300 in `make test`, 2,000 in `make soak`).
+"""
+
+import asyncio
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import httpx
+import pytest
+
+from benchmarks.startup import free_port, wait_ready
+
+NUM_REQUESTS = int(os.environ.get("SOAK_REQUESTS", "300"))
+CONCURRENCY = 48
+
+
+@pytest.fixture(scope="module")
+def server():
+    port = free_port()
+    options = ["--port", str(port), "--num-blocks", "300", "--max-num-seqs", "24", "--max-model-len", "512"]
+    process = subprocess.Popen([sys.executable, "-m", "server.cli", "serve", *options], stdout=subprocess.DEVNULL)
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+            wait_ready(client, process)
+        yield f"http://127.0.0.1:{port}", process
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+
+
+def metrics(client) -> dict[str, float]:
+    lines = client.get("/metrics").text.splitlines()
+    return {m[1]: float(m[2]) for line in lines if (m := re.match(r"([a-z:_]+(?:\{[^}]*\})?) ([0-9.e+-]+)$", line))}
+
+
+def gauge(found: dict[str, float], name: str) -> float:
+    return sum(value for key, value in found.items() if key.partition("{")[0] == name)
+
+
+def left_behind(client, process) -> dict[str, float]:
+    found = metrics(client)
+    return {
+        "running": gauge(found, "vllm:num_requests_running"),
+        "waiting": gauge(found, "vllm:num_requests_waiting"),
+        "blocks": gauge(found, "vllm:kv_cache_usage_perc"),
+        "tasks": gauge(found, "pageserve:asyncio_tasks"),
+        "file descriptors": len(os.listdir(f"/proc/{process.pid}/fd")),
+    }
+
+
+def random_body(rng: random.Random) -> dict:
+    body = {
+        "model": "m",
+        "max_tokens": rng.randrange(1, 60),
+        "n": rng.choice([1, 1, 1, 2, 3]),
+        "temperature": rng.choice([0.0, 1.0]),
+        "ignore_eos": True,
+        "stream": rng.random() < 0.6,
+        "prompt": [rng.randrange(300, 1000) for _ in range(rng.choice([1, 5, 40, 200, 400]))],
+    }
+    if rng.random() < 0.2:
+        body["logprobs"] = 2
+    if body["stream"]:
+        body["stream_options"] = {"include_usage": True}
+    return body
+
+
+async def one(client: httpx.AsyncClient, rng: random.Random, model: str, outcomes: Counter) -> None:
+    body = random_body(rng) | {"model": model}
+    leave_after = rng.choice([None, None, 0, 1, 5])  # chunks read before the client leaves
+    if leave_after is None:
+        if body["stream"]:
+            await read_stream(client, body)
+        else:
+            response = await client.post("/v1/completions", json=body)
+            assert response.status_code == 200, response.text
+            assert response.json()["usage"]["completion_tokens"] == body["n"] * body["max_tokens"]
+        outcomes["complete"] += 1
+    else:
+        await leave(client, body, leave_after, rng)
+        outcomes["left"] += 1
+
+
+async def read_stream(client: httpx.AsyncClient, body: dict) -> None:
+    reasons, usage, last = [], None, ""
+    async with client.stream("POST", "/v1/completions", json=body) as response:
+        assert response.status_code == 200
+        async for line in response.aiter_lines():
+            if line.startswith("data: {"):
+                chunk = json.loads(line[6:])
+                assert "error" not in chunk, chunk
+                reasons += [c["finish_reason"] for c in chunk["choices"] if c["finish_reason"]]
+                usage = chunk["usage"] or usage
+            last = line or last
+    assert last == "data: [DONE]"
+    assert reasons == ["length"] * body["n"]
+    assert usage["completion_tokens"] == body["n"] * body["max_tokens"]
+
+
+async def leave(client: httpx.AsyncClient, body: dict, after: int, rng: random.Random) -> None:
+    async def read():
+        async with client.stream("POST", "/v1/completions", json=body) as response:
+            count = 0
+            async for _ in response.aiter_lines():
+                count += 1
+                if count > after:
+                    return
+
+    try:
+        await asyncio.wait_for(read(), rng.choice([0.001, 0.02, 0.2]))
+    except asyncio.TimeoutError:
+        pass  # left before, or while, the answer came
+
+
+async def run_all(base_url: str, model: str) -> Counter:
+    outcomes: Counter = Counter()
+    limits = httpx.Limits(max_connections=CONCURRENCY * 2)
+    async with httpx.AsyncClient(base_url=base_url, timeout=120, limits=limits) as client:
+        gate = asyncio.Semaphore(CONCURRENCY)
+
+        async def gated(seed: int) -> None:
+            async with gate:
+                await one(client, random.Random(seed), model, outcomes)
+
+        await asyncio.gather(*map(gated, range(NUM_REQUESTS)))
+    return outcomes
+
+
+def settled(client, process, baseline: dict[str, float]) -> dict[str, float]:
+    """What is left once connections had time to close."""
+    for _ in range(100):
+        found = left_behind(client, process)
+        if all(found[name] <= baseline[name] for name in found):
+            break
+        asyncio.run(asyncio.sleep(0.05))
+    return found
+
+
+def test_soak(server):
+    base_url, process = server
+    with httpx.Client(base_url=base_url, timeout=60) as client:
+        model = client.get("/v1/models").json()["data"][0]["id"]
+        asyncio.run(read_stream_once(base_url, model))  # threads and caches that stay are there from now on
+        baseline = left_behind(client, process)
+        outcomes = asyncio.run(run_all(base_url, model))
+        assert outcomes.total() == NUM_REQUESTS and min(outcomes.values()) > NUM_REQUESTS // 5, outcomes
+        found = settled(client, process, baseline)
+        counts = metrics(client)
+        ended = gauge(counts, "vllm:request_success_total")
+        errors = sum(v for k, v in counts.items() if k.startswith("vllm:request_success_total") and "error" in k)
+    print(f"{dict(outcomes)}, left behind {found}, before {baseline}, ended {ended:.0f}, errors {errors:.0f}")
+    assert all(found[name] <= baseline[name] for name in found), (found, baseline)
+    assert found["running"] == found["waiting"] == found["blocks"] == 0
+    assert errors == 0
+    assert Path(f"/proc/{process.pid}").exists()
+
+
+async def read_stream_once(base_url: str, model: str) -> None:
+    async with httpx.AsyncClient(base_url=base_url, timeout=60) as client:
+        await read_stream(
+            client,
+            {
+                "model": model,
+                "prompt": [400],
+                "n": 1,
+                "max_tokens": 3,
+                "ignore_eos": True,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+            },
+        )
