@@ -54,7 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and give its exit status."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        return _dispatch(arguments)
+        status = _dispatch(arguments)
+        sys.stdout.flush()
+        return status
     except (ConfigError, ModelError) as error:
         return _fail(error, 2)
     except (PageserveError, OSError) as error:
@@ -84,13 +86,20 @@ def _dispatch(arguments: list[str]) -> int:
         print(USAGE, end="")
         return 0 if arguments else 2
     if name == "--version":
-        from importlib.metadata import version
-
-        print("pageserve", version("pageserve"))
+        print("pageserve", _version())
         return 0
     if name not in commands:
         raise ConfigError(f"there is no command {name!r}; the commands are {', '.join(commands)}.")
     return commands[name](arguments[1:])
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("pageserve")
+    except PackageNotFoundError:
+        return "from a source tree that is not installed"
 
 
 def serve(arguments: list[str]) -> int:

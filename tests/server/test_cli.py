@@ -1,0 +1,317 @@
+"""The pageserve command: dispatch, errors, offline generation, and chat against a scripted server."""
+
+import http.server
+import io
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+import server.chat
+from engine.llm import LLM
+from server.cli import main
+from tests.checkpoints import save_fake_checkpoint
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def no_settings_in_the_environment(monkeypatch):
+    for name in ("OPENAI_API_KEY", "OPENAI_BASE_URL", "PAGESERVE_API_KEY", "PAGESERVE_CONFIG"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def fails(capsys, *arguments: str, status: int = 2) -> str:
+    assert main(arguments) == status
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("pageserve: error: ") and err.count("\n") == 1
+    return err
+
+
+# Dispatch.
+
+
+def test_help_and_version(capsys):
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"  {command} " in text for command in ("serve", "chat", "generate", "bench", "plan"))
+    assert main([]) == 2
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("pageserve 0.")
+
+
+@pytest.mark.parametrize("command", ["serve", "chat", "generate"])
+def test_every_command_has_help(command, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main([command, "--help"])
+    assert exit_.value.code == 0
+    assert f"usage: pageserve {command}" in capsys.readouterr().out
+
+
+def test_the_command_starts_quickly_because_it_imports_little():
+    script = "import sys, server.cli; server.cli.main(['--help']); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    modules = set(done.stdout.split())
+    assert not modules & {"torch", "transformers", "fastapi", "pydantic", "numpy", "tokenizers", "uvicorn", "yaml"}
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["server"], "there is no command 'server'; the commands are serve, chat, generate, bench, plan."),
+        (["serve", "--max-num-sequences", "3"], "did you mean --max-num-seqs?"),
+        (["serve", "--enforce-eager"], "there is no setting --enforce-eager"),
+        (["serve", "--port", "http"], "--port: port must be an integer from 0 to 65535, not 'http'."),
+        (["serve", "--port"], "argument --port: expected one argument"),
+        (["serve", "a", "b"], "unexpected argument 'b'"),
+        (["serve", "a", "--model", "b"], "two models are named: a and --model b."),
+        (["serve", "--config", "/nowhere.yaml"], "config file /nowhere.yaml: No such file or directory."),
+        (["serve", "--tensor-parallel-size", "2"], "tensor_parallel_size=2 cannot be honoured"),
+        (["serve", "--api-key-file", "/nowhere"], "api_key_file: cannot read /nowhere"),
+        (["generate", "x", "--top-p", "7"], "top_p must be a finite number"),
+        (["generate", "x", "--max-tokens", "many"], "argument --max-tokens: invalid int value: 'many'"),
+        (["generate", "x", "--prompts", "file"], "not both"),
+        (["generate", "--prompts", "/dev/null"], "there is no prompt"),
+        (["chat", "hi", "--base-url", "ftp://x"], "--base-url must look like http://127.0.0.1:8000, not 'ftp://x'."),
+        (["chat", "hi", "--temprature", "1"], "did you mean --temperature?"),
+    ],
+)
+def test_mistakes_end_in_one_line_and_status_2(arguments, message, capsys):
+    assert message in fails(capsys, *arguments)
+
+
+def test_a_wrong_variable_is_named(capsys, monkeypatch):
+    monkeypatch.setenv("PAGESERVE_BLOCKSIZE", "16")
+    assert "did you mean PAGESERVE_BLOCK_SIZE?" in fails(capsys, "serve")
+
+
+def test_serve_hands_both_configs_to_the_server(monkeypatch, tmp_path):
+    seen = []
+
+    async def run(server_config, engine_config):
+        seen.append((server_config, engine_config))
+        return 7
+
+    monkeypatch.setattr("server.serve.run", run)
+    (tmp_path / "keys").write_text("k1\n")
+    arguments = ["serve", "some/model", "--port", "0", "--api-key-file", str(tmp_path / "keys"), "--num-blocks", "9"]
+    assert main(arguments) == 7
+    ((server_config, engine_config),) = seen
+    assert (server_config.port, server_config.api_key) == (0, ("k1",))
+    assert (engine_config.model, engine_config.num_blocks) == ("some/model", 9)
+
+
+def test_plan_and_bench_pass_their_arguments_on(monkeypatch):
+    commands = []
+    monkeypatch.setattr(
+        subprocess, "run", lambda command: commands.append(command) or subprocess.CompletedProcess([], 3)
+    )
+    assert main(["plan", "some/model", "--max-num-seqs", "4"]) == 3
+    assert commands == [[sys.executable, "-m", "engine.worker.plan", "some/model", "--max-num-seqs", "4"]]
+    monkeypatch.setattr("server.bench.main", lambda arguments: len(arguments))
+    assert main(["bench", "--peer", "x"]) == 2
+
+
+# generate: a real engine with a fake device.
+
+
+@pytest.fixture
+def model(tmp_path, monkeypatch) -> str:
+    command = (sys.executable, "-m", "tests.fake_worker")
+    from_config = LLM.from_config
+    monkeypatch.setattr(LLM, "from_config", lambda config: from_config(config, worker_command=command))
+    return str(save_fake_checkpoint(tmp_path / "model"))
+
+
+def generate(capsys, *arguments: str) -> list[str]:
+    assert main(["generate", *arguments, "--load-format", "dummy", "--sampling-seed", "3"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    return out.splitlines()
+
+
+def test_generate_prints_one_completion_bare_and_several_with_headings(model, capsys):
+    (bare,) = generate(capsys, "hello", "--model", model, "--max-tokens", "5")
+    assert len(bare) == 5
+    lines = generate(capsys, "hello", "world", "--model", model, "--max-tokens", "5")
+    assert lines[:3] == ["--- prompt 1 of 2, sample 1", bare, "--- prompt 2 of 2, sample 1"]
+
+
+def test_generate_json_from_a_file_and_from_stdin(model, capsys, tmp_path, monkeypatch):
+    (tmp_path / "prompts.txt").write_text("first\n\nsecond\n")
+    common = ("--model", model, "--max-tokens", "4", "--n", "2", "--json")
+    lines = generate(capsys, "--prompts", str(tmp_path / "prompts.txt"), *common)
+    results = [json.loads(line) for line in lines]
+    assert [result["prompt"] for result in results] == ["first", "second"]
+    assert results[0]["usage"] == {"prompt_tokens": 5, "completion_tokens": 8}
+    assert [(s["index"], len(s["text"]), s["finish_reason"]) for s in results[0]["outputs"]] == [
+        (0, 4, "length"),
+        (1, 4, "length"),
+    ]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one prompt\nof two lines\n"))
+    (line,) = generate(capsys, *common)
+    assert json.loads(line)["prompt"] == "one prompt\nof two lines"
+
+
+def test_generate_chat_uses_the_template(model, capsys):
+    (line,) = generate(capsys, "hi", "--chat", "--json", "--model", model, "--max-tokens", "1")
+    assert json.loads(line)["usage"]["prompt_tokens"] == len("user\nhi\nassistant\n") + 3
+
+
+def test_generate_without_a_model_says_so(capsys):
+    assert "/nowhere/model" in fails(capsys, "generate", "x", "--model", "/nowhere/model")
+
+
+def test_a_reader_that_left_is_no_traceback(model):
+    script = (
+        "import sys; from engine.llm import LLM; original = LLM.from_config; "
+        "LLM.from_config = lambda c: original(c, worker_command=(sys.executable, '-m', 'tests.fake_worker')); "
+        "from server.cli import main; "
+        f"sys.exit(main(['generate', 'a', '--load-format', 'dummy', '--model', {model!r}]))"
+    )
+    done = subprocess.run(
+        ["bash", "-c", f'set -o pipefail; {sys.executable} -c "$1" | true', "bash", script],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", "")
+
+
+# chat.
+
+
+class ScriptedServer(http.server.BaseHTTPRequestHandler):
+    """Answers /v1/models, and each chat request with the next of `answers`: pieces of text, or (status, body)."""
+
+    answers: list = []
+    requests: list = []
+
+    def do_GET(self):
+        self.reply(200, b'{"object": "list", "data": [{"id": "tiny"}]}')
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.requests.append((self.headers.get("Authorization"), body))
+        answer = self.answers.pop(0)
+        if isinstance(answer, tuple):
+            self.reply(*answer)
+            return
+        chunks = [{"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}]
+        chunks += [
+            piece if isinstance(piece, dict) else {"choices": [{"delta": {"content": piece}}]} for piece in answer
+        ]
+        lines = [": keep-alive", *(f"data: {json.dumps(chunk)}" for chunk in chunks)]
+        ended = not answer or answer[-1] != {"choices": []}
+        self.reply(200, "\n\n".join([*lines, *(["data: [DONE]"] if ended else []), ""]).encode())
+
+    def reply(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *arguments):
+        pass
+
+
+@pytest.fixture
+def scripted():
+    handler = type("Handler", (ScriptedServer,), {"answers": [], "requests": []})
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as httpd:
+        thread = threading.Thread(target=httpd.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        handler.url = f"http://127.0.0.1:{httpd.server_address[1]}"
+        yield handler
+        httpd.shutdown()
+        thread.join()
+
+
+def type_lines(monkeypatch, *lines) -> None:
+    """Stand in for the terminal: each line is typed, an exception type is raised in its place."""
+    script = iter(lines)
+
+    def next_line(prompt: str) -> str:
+        line = next(script, EOFError)
+        if not isinstance(line, str):
+            raise line
+        return line
+
+    monkeypatch.setattr("builtins.input", next_line)
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+
+
+def test_one_question_streams_one_answer(scripted, capsys):
+    scripted.answers = [["Hel", "lo", "."]]
+    arguments = ("--base-url", scripted.url, "--api-key", "k", "--system", "Be brief.", "--max-tokens", "9")
+    assert main(["chat", "Say", "hello", *arguments]) == 0
+    assert capsys.readouterr().out == "Hello.\n"
+    ((authorization, body),) = scripted.requests
+    assert authorization == "Bearer k"
+    assert body == {
+        "model": "tiny",
+        "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Say hello"}],
+        "stream": True,
+        "max_tokens": 9,
+    }
+
+
+def test_the_question_may_come_from_a_pipe(scripted, capsys, monkeypatch):
+    scripted.answers = [["yes"]]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Really?\n"))
+    assert main(["chat", "--base-url", scripted.url + "/v1/", "--model", "named"]) == 0
+    assert scripted.requests[0][1]["model"] == "named"
+    assert scripted.requests[0][1]["messages"] == [{"role": "user", "content": "Really?"}]
+
+
+def test_a_conversation_remembers_until_reset(scripted, capsys, monkeypatch):
+    scripted.answers = [["one"], ["two"], ["three"]]
+    type_lines(monkeypatch, "a", "", KeyboardInterrupt, "b", "/reset", "/what", "c", "/exit")
+    assert main(["chat", "--base-url", scripted.url]) == 0
+    contents = [[message["content"] for message in body["messages"]] for _, body in scripted.requests]
+    assert contents == [["a"], ["a", "one", "b"], ["c"]]
+    assert capsys.readouterr().out.count(server.chat.HELP) == 2
+
+
+def test_errors_do_not_end_a_conversation(scripted, capsys, monkeypatch):
+    refusal = json.dumps({"error": {"message": "too long", "code": "context_length_exceeded"}}).encode()
+    scripted.answers = [
+        (400, refusal),
+        ["part", {"error": {"message": "the engine ended"}}],
+        ["cut", {"choices": []}],
+        (502, b"<html>bad gateway</html>"),
+        ["fine"],
+    ]
+    type_lines(monkeypatch, "q1", "q2", "q3", "q4", "q5")
+    assert main(["chat", "--base-url", scripted.url]) == 0
+    out, err = capsys.readouterr()
+    assert "400: too long" in err and "the engine ended" in err and "502" in err
+    assert "closed the stream before the answer was complete" in err
+    contents = [message["content"] for message in scripted.requests[-1][1]["messages"]]
+    assert contents == ["q2", "part", "q3", "cut", "q5"]  # what had no answer at all is forgotten
+    assert out.endswith("fine\n\n")
+
+
+def test_ctrl_c_stops_an_answer_only(scripted, capsys, monkeypatch):
+    scripted.answers = [["a", "b", "c"], ["next"]]
+    original = server.chat.ChatClient.ask
+
+    def interrupted(self, text):
+        for number, piece in enumerate(original(self, text)):
+            if text == "first" and number == 1:
+                raise KeyboardInterrupt
+            yield piece
+
+    monkeypatch.setattr(server.chat.ChatClient, "ask", interrupted)
+    type_lines(monkeypatch, "first", "second")
+    assert main(["chat", "--base-url", scripted.url]) == 0
+    assert "a [stopped]\nnext\n" in capsys.readouterr().out
+
+
+def test_without_a_server_it_says_how_to_start_one(capsys):
+    err = fails(capsys, "chat", "hi", "--base-url", "http://127.0.0.1:9", status=1)
+    assert "no server answers at http://127.0.0.1:9/v1/; start one with `pageserve serve`" in err
