@@ -1,0 +1,97 @@
+#!/usr/bin/env python3
+"""Checkpoints with random weights and a real tokenizer, for benchmarks: no download, the same bytes on every machine.
+
+    python benchmarks/make_models.py [NAME ...] [--out .cache/models]        default: llama-tiny llama-90m
+
+Speed does not depend on what the weights say, only on their shapes. llama-tiny is so small that the engine's own work
+shows; llama-90m keeps a CPU busy. The tokenizer is a byte-level BPE trained on this Python's standard library, so text
+workloads and the chat endpoint work, too.
+"""
+
+import argparse
+import sys
+import sysconfig
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+ROOT = Path(__file__).resolve().parent.parent
+VOCAB_SIZE = 8192
+CONTEXT_LENGTH = 4096
+SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads
+SHAPES = {
+    "llama-tiny": (128, 352, 4, 4, 2),
+    "llama-90m": (768, 2048, 12, 12, 4),
+    "llama-500m": (1536, 4096, 20, 24, 8),
+}
+
+
+def train_tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level BPE over source files that every Python has; ChatML as its chat template."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    sources = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    bpe.train([str(path) for path in sources[:150]], trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        pad_token="<|endoftext|>",
+        eos_token="<|im_end|>",
+        model_max_length=CONTEXT_LENGTH,
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def make_model(name: str, folder: Path, tokenizer: PreTrainedTokenizerFast) -> int:
+    """Write one checkpoint in bf16 with the seed 0; returns its number of parameters."""
+    hidden, intermediate, layers, heads, kv_heads = SHAPES[name]
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=CONTEXT_LENGTH,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(SHAPES)}")
+    parser.add_argument("--out", type=Path, default=ROOT / ".cache" / "models", help="default: %(default)s")
+    options = parser.parse_args(argv)
+    names = options.names or ["llama-tiny", "llama-90m"]
+    if unknown := [name for name in names if name not in SHAPES]:
+        parser.error(f"there is no {', '.join(unknown)}; there are {', '.join(SHAPES)}")
+    tokenizer = train_tokenizer()
+    for name in names:
+        count = make_model(name, options.out / name, tokenizer)
+        print(f"{name}: {count / 1e6:.1f} M parameters in {options.out / name}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
