@@ -1,0 +1,138 @@
+"""The rules of the house: who imports whom, how long things are, and documents that must equal the code."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine.settings import load_settings
+from server.config_docs import CONFIG_CLASSES, with_tables, yaml_template
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("engine", "server", "kernels", "benchmarks")
+SOURCES = sorted(path.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 500, 80
+
+ENGINE_PUBLIC = "driver config settings request sampling_params outputs errors stats tokenizer llm executor checkpoint"
+FOR_SERVER = tuple(f"engine.{name}" for name in ENGINE_PUBLIC.split())
+FOR_WORKER = ("engine.step", "engine.config", "engine.sampling_params", "engine.errors", "engine.settings")
+
+
+def imported_modules(path: Path) -> set[str]:
+    """Dotted names that a file imports at any depth; `from a.b import c` counts as a.b.c where that is a module."""
+    names = set()
+    for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute"
+            names |= {_module(node.module or "", alias.name) for alias in node.names}
+    return names
+
+
+def _module(package: str, name: str) -> str:
+    folder = ROOT / package.replace(".", "/")
+    return f"{package}.{name}" if (folder / name).is_dir() or (folder / f"{name}.py").is_file() else package
+
+
+def within(module: str, *packages: str) -> bool:
+    return any(module == package or module.startswith(package + ".") for package in packages)
+
+
+def ours(path: Path) -> set[str]:
+    return {name for name in imported_modules(path) if within(name, *PACKAGES, "tests")}
+
+
+def of(*parents: str, but: tuple[str, ...] = ()) -> list[Path]:
+    return [
+        path
+        for path in SOURCES
+        if within(str(path).removesuffix(".py").replace("/", "."), *parents)
+        and not within(str(path).removesuffix(".py").replace("/", "."), *but)
+    ]
+
+
+@pytest.mark.parametrize("path", of("server"), ids=str)
+def test_the_server_imports_the_engines_public_modules_only(path):
+    wrong = {name for name in ours(path) if not within(name, "server", *FOR_SERVER)}
+    assert not wrong - {"engine"}, f"{path} may import server and {FOR_SERVER} only"
+    assert not {name for name in imported_modules(path) if within(name, "torch", "triton", "transformers")}
+
+
+@pytest.mark.parametrize("path", of("engine", but=("engine.worker", "engine.models")), ids=str)
+def test_the_driver_side_imports_no_worker_no_models_no_torch(path):
+    forbidden = ("engine.worker", "engine.models", "kernels", "server", "benchmarks", "torch", "triton", "numba")
+    allowed = {"engine.models.bundled"}  # data: where the bundled checkpoint lies
+    assert not {name for name in imported_modules(path) if within(name, *forbidden)} - allowed
+
+
+@pytest.mark.parametrize("path", of("engine.worker"), ids=str)
+def test_the_worker_imports_models_kernels_and_the_step_language(path):
+    wrong = {name for name in ours(path) if not within(name, "engine.worker", "engine.models", "kernels", *FOR_WORKER)}
+    assert not wrong
+
+
+@pytest.mark.parametrize("path", of("engine.models"), ids=str)
+def test_models_import_kernels_and_errors(path):
+    assert not {name for name in ours(path) if not within(name, "engine.models", "kernels", "engine.errors")}
+
+
+@pytest.mark.parametrize("path", of("kernels"), ids=str)
+def test_kernels_import_array_libraries_only(path):
+    outside = {name.partition(".")[0] for name in imported_modules(path)} - set(sys.stdlib_module_names)
+    assert outside <= {"kernels", "torch", "triton", "numba", "numpy", "llvmlite"}
+
+
+@pytest.mark.parametrize("module", ["engine.driver", "engine.llm", "server.app", "server.cli"])
+def test_no_torch_comes_in_by_a_side_door(module):
+    script = f"import {module}, sys; assert not {{'torch', 'triton', 'transformers', 'numba'}} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=str)
+def test_files_and_functions_are_short(path):
+    text = (ROOT / path).read_text(encoding="utf-8")
+    assert text.count("\n") <= MAX_FILE_LINES
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert (node.end_lineno or 0) - node.lineno < MAX_FUNCTION_LINES, f"{path}: {node.name} is too long"
+
+
+def test_default_yaml_equals_the_declarations():
+    assert (ROOT / "configs/default.yaml").read_text(encoding="utf-8") == yaml_template(), "run `make docs`"
+
+
+def test_the_readme_tables_equal_the_declarations():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert readme == with_tables(readme), "run `make docs`"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
+def test_every_config_file_loads(path):
+    load_settings(CONFIG_CLASSES, {"config": str(path)}, {})
+
+
+def test_readme_names_only_what_exists():
+    """Every path and make target in the README's code is there."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for target in {word.split("make ", 1)[1].split()[0] for word in readme.split("`") if word.startswith("make ")}:
+        assert f"\n{target}:" in makefile, f"make {target}"
+    for word in readme.split("`"):
+        if (
+            "/" in word
+            and word.split("/")[0] in (*PACKAGES, "configs", "deploy", "tests")
+            and not set(word) & set(" *<{\n")
+        ):
+            assert (ROOT / word.rstrip("/")).exists(), word
+
+
+def test_make_test_runs_the_linter_and_the_type_checker():
+    commands = subprocess.run(
+        ["make", "--dry-run", "test"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    assert (
+        "ruff check" in commands and "ruff format --check" in commands and "mypy" in commands and "pytest" in commands
+    )
