@@ -9,16 +9,10 @@ from engine.config import EngineConfig
 from engine.models.attention import BatchMetadata
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
-from engine.sampling_params import SamplingParams
 from engine.worker.host import StepLimits
 from engine.worker.kv_cache import allocate_kv_caches, gpu_cache_bytes, model_max_len
 from engine.worker.sampler import TokenCounts, sample
-from engine.worker.sampling_rows import SamplingRows
-
-# Every part of the sampler at once.
-WORST_PARAMS = SamplingParams(
-    temperature=1.0, top_p=0.5, top_k=1000, min_p=0.001, repetition_penalty=1.5, presence_penalty=1.0, logprobs=20
-)
+from engine.worker.sampling_rows import EVERYTHING_ON, SamplingRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +66,7 @@ def _largest_step(
     rows = np.arange(limits.max_num_seqs)
     sampling = SamplingRows(len(rows), model.vocab_size, [])
     for row in range(len(rows)):
-        sampling.set(row, WORST_PARAMS, seed=0, num_prompt_tokens=1)
+        sampling.set(row, EVERYTHING_ON, seed=0, num_prompt_tokens=1)
     inputs = sampling.build(rows, rows, lambda array: torch.from_numpy(array).to(device))
     logits = decoder.compute_logits(hidden[torch.from_numpy(rows % num_tokens).to(device)])
     sample(logits, inputs, TokenCounts(len(rows), model.vocab_size, device))

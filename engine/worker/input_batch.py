@@ -96,6 +96,7 @@ class InputBatch:
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
         max_blocks = -(-max_model_len // block_size)
         self.block_size = block_size
+        self.max_model_len = max_model_len
         self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), np.int32)
         self.block_table = np.zeros((max_num_seqs, max_blocks), np.int32)
         self.num_tokens = np.zeros(max_num_seqs, np.int64)  # known

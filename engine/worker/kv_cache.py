@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 DEFAULT_SHARE_OF_HOST = 4  # a quarter of free memory
 MAX_DEFAULT_HOST_BYTES = 4 << 30
+MAX_DEFAULT_GPU_BLOCKS = 1 << 18  # a small model on a large card: the Driver keeps an object per block
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,8 @@ def model_max_len(config: EngineConfig, model: ModelConfig) -> int:
     longest = model.max_position_embeddings
     if config.max_model_len is None:
         return longest
+    if config.max_model_len < 2:
+        raise ConfigError("max_model_len: 1 leaves no room for an output token; use --max-model-len 2 or more.")
     if config.max_model_len > longest:
         raise ConfigError(
             f"max_model_len: {config.max_model_len} is more than this model's positions; "
@@ -70,14 +73,16 @@ def size_kv_cache(
     """Blocks from a budget in bytes (or from num_blocks), and max_model_len from the blocks.
 
     On a CPU a default never takes more than all sequences at their longest could use: memory is shared with others.
+    On a GPU the rest is left to the prefix cache.
     Raises ConfigError with the nearest settings that fit.
     """
     block_bytes = config.block_size * model.kv_bytes_per_token(dtype_bytes)
     longest = model_max_len(config, model)
     blocks_per_sequence = -(-longest // config.block_size)
     num_blocks = config.num_blocks or max(0, budget) // block_bytes
-    if config.num_blocks is None and config.kv_cache_memory is None and not on_gpu:
-        num_blocks = min(num_blocks, max_num_seqs * blocks_per_sequence)
+    if config.num_blocks is None and (on_gpu or config.kv_cache_memory is None):
+        useful = max_num_seqs * blocks_per_sequence
+        num_blocks = min(num_blocks, max(useful, MAX_DEFAULT_GPU_BLOCKS) if on_gpu else useful)
     if num_blocks < 1:
         raise ConfigError(
             f"no room for the KV cache: one block takes {format_bytes(block_bytes)}, {format_bytes(max(0, budget))} "

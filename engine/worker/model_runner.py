@@ -16,6 +16,7 @@ from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.families import read_model_config
 from engine.models.weights import load_model
+from engine.sampling_params import SamplingParams
 from engine.step import NewSequence, SampledToken, SequenceStep, StepPlan, StepResult, WorkerReady
 from engine.worker.device import resolve_device, resolve_dtype
 from engine.worker.gpu_profile import profile_gpu
@@ -23,7 +24,7 @@ from engine.worker.host import StepLimits, available_host_bytes, resolve_step_li
 from engine.worker.input_batch import MAX_STEPS_IN_FLIGHT, InputBatch, StepBuffer, StepInputs
 from engine.worker.kv_cache import allocate_kv_caches, host_cache_bytes, model_max_len, size_kv_cache
 from engine.worker.sampler import SamplerOutput, TokenCounts, sample
-from engine.worker.sampling_rows import Array, SamplingInputs, SamplingRows
+from engine.worker.sampling_rows import EVERYTHING_ON, Array, SamplingInputs, SamplingRows
 
 logger = logging.getLogger(__name__)
 
@@ -110,6 +111,21 @@ class ModelRunner:
             for part in step.sampled:
                 _collect(seq_ids, part, samples, failed)
         return StepResult(step.step_id, samples, failed, time.perf_counter() - step.started)
+
+    def warm_up(self) -> None:
+        """Run a prefill, a decode and every part of the sampler once, so that no request pays for first-time work.
+
+        Block 0 is written, which nothing reads before it is written again.
+        """
+        prompt = [0] * min(2, self.batch.max_model_len - 1)
+        for params in (SamplingParams(temperature=0.0), SamplingParams(), EVERYTHING_ON):
+            new = NewSequence(0, prompt, len(prompt), 0, [0], params, 0)
+            for plan in (
+                StepPlan(0, [], [new], [SequenceStep(0, len(prompt), True, [])]),
+                StepPlan(0, [], [], [SequenceStep(0, 1, True, [])]),
+                StepPlan(0, [0], [], []),
+            ):
+                self.result(self.launch(plan))
 
     def _add(self, new: NewSequence) -> str:
         """Give a new sequence its rows; the reason why it cannot be served, or ""."""
@@ -285,6 +301,8 @@ def load_runner(
         eos_token_ids=eos_token_ids,
         device=device,
     )
+    progress("warming up")
+    runner.warm_up()
     ready = WorkerReady(
         num_blocks=size.num_blocks,
         max_model_len=size.max_model_len,

@@ -25,6 +25,20 @@ NUM_CANDIDATES = 256
 # Logits that one group of draws may hold, which bounds the sampler's workspace (about 20 bytes each).
 MAX_DRAW_ELEMENTS = 1 << 24
 
+# Every part of the sampler at once: for warming up, and for measuring its peak of memory.
+EVERYTHING_ON = SamplingParams(
+    temperature=0.5,
+    top_p=0.5,
+    top_k=1000,
+    min_p=0.001,
+    repetition_penalty=1.5,
+    presence_penalty=1.0,
+    frequency_penalty=1.0,
+    logit_bias={0: 1.0},
+    min_tokens=1,
+    logprobs=20,
+)
+
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 

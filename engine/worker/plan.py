@@ -1,0 +1,263 @@
+"""`pageserve plan MODEL`: where memory goes and what fits, from config.json alone.
+
+Run as `python -m engine.worker.plan`. Takes the engine's flags, and --memory SIZE to plan for a machine that is not
+this one. Exit status: 0 when it fits, 1 when it does not (the nearest settings that do are printed), 2 for a wrong
+setting.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from engine.checkpoint import resolve_model
+from engine.config import EngineConfig
+from engine.errors import ConfigError, PageserveError
+from engine.models.config import ModelConfig
+from engine.models.families import read_model_config
+from engine.settings import add_flags, load_settings, parse_size
+from engine.worker.host import StepLimits, available_host_bytes, resolve_step_limits
+from engine.worker.kv_cache import (
+    KVCacheSize,
+    format_bytes,
+    gpu_cache_bytes,
+    host_cache_bytes,
+    model_max_len,
+    size_kv_cache,
+)
+from engine.worker.sampling_rows import MAX_DRAW_ELEMENTS
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+CUDA_CONTEXT_BYTES = 700 << 20  # the driver, cuBLAS and the kernels' code: an estimate
+# fp32 logits, a copy for logprobs, and the copies that penalties make of them: bytes per logit.
+LOGITS_BYTES = 4 + 4 + 16
+# One group of draws: logits, exponentials, masks, and values and indices of a sort, with its scratch space.
+DRAW_BYTES = 4 + 4 + 1 + 2 * (4 + 8)
+COUNTS_BYTES = 5  # int32 and bool per sequence and token of the vocabulary
+MIN_BATCHED_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """device_type "cuda" or "cpu"; total_bytes of the card, or of host memory that is free."""
+
+    device_type: str
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Bytes. `size` is None where the KV cache does not fit; `problem` says why."""
+
+    weights: int
+    activations: int
+    sampler: int
+    overhead: int
+    kv_budget: int
+    limits: StepLimits
+    size: KVCacheSize | None
+    problem: str
+
+
+def make_plan(config: EngineConfig, model: ModelConfig, machine: Machine) -> MemoryPlan:
+    """The sizes that a Worker with this config would arrive at, estimated. Raises ConfigError for wrong settings."""
+    limits = resolve_step_limits(config, machine.device_type, machine.total_bytes)
+    on_gpu = machine.device_type == "cuda"
+    dtype_bytes = DTYPE_BYTES[model.dtype if config.dtype == "auto" else config.dtype]
+    weights = model.weight_bytes(dtype_bytes)
+    if not on_gpu and dtype_bytes == 2 and model.tie_embeddings:  # packed for the lm_head, plain for the embedding
+        weights += model.vocab_size * model.embedding_size * dtype_bytes
+    activations = activation_bytes(model, dtype_bytes, limits.max_num_batched_tokens)
+    sampler = sampler_bytes(model, limits.max_num_seqs)
+    overhead = CUDA_CONTEXT_BYTES if on_gpu else 0
+    needed = weights + activations + sampler
+    model_max_len(config, model)
+    size, problem = None, ""
+    if on_gpu:
+        budget = gpu_cache_bytes(config.gpu_memory_utilization, machine.total_bytes, overhead, needed)
+    else:
+        budget = machine.total_bytes - needed
+    try:
+        if not on_gpu:
+            budget = host_cache_bytes(config, budget)
+        size = size_kv_cache(
+            config, model, dtype_bytes=dtype_bytes, budget=budget, max_num_seqs=limits.max_num_seqs, on_gpu=on_gpu
+        )
+        if config.num_blocks is not None and size.num_bytes > budget:
+            problem = f"num_blocks: they take {format_bytes(size.num_bytes)}, {format_bytes(budget)} are left."
+            size = None
+    except ConfigError as error:
+        problem = str(error)
+    return MemoryPlan(weights, activations, sampler, overhead, budget, limits, size, problem)
+
+
+def activation_bytes(model: ModelConfig, dtype_bytes: int, num_tokens: int) -> int:
+    """The widest point of a layer: the residual, the normed input, and either attention's or the MLP's tensors."""
+    attention = 2 * model.q_size + 2 * model.kv_size + model.hidden_size
+    mlp = (3 if model.gated_mlp else 2) * model.intermediate_size + model.hidden_size
+    return num_tokens * (2 * model.hidden_size + max(attention, mlp)) * dtype_bytes
+
+
+def sampler_bytes(model: ModelConfig, max_num_seqs: int) -> int:
+    """Every sequence with logprobs, penalties and top-p at once."""
+    num_logits = max_num_seqs * model.vocab_size
+    drawn = min(num_logits, max(MAX_DRAW_ELEMENTS, model.vocab_size))
+    return num_logits * (LOGITS_BYTES + COUNTS_BYTES) + drawn * DRAW_BYTES
+
+
+def nearest_settings(config: EngineConfig, model: ModelConfig, machine: Machine) -> Iterator[str]:
+    """Single changes that make it fit, the smallest change of each kind."""
+    for changes in _candidates(config, model, machine):
+        for change in changes:
+            try:
+                fits = make_plan(replace(config, **change), model, machine).size is not None
+            except ConfigError:
+                fits = False
+            if fits:
+                yield " ".join(f"--{name.replace('_', '-')} {value}" for name, value in change.items())
+                break
+
+
+def _candidates(config: EngineConfig, model: ModelConfig, machine: Machine) -> Iterator[list[dict[str, Any]]]:
+    """Per setting, the values to try, nearest first."""
+    limits = resolve_step_limits(config, machine.device_type, machine.total_bytes)
+    longest = config.max_model_len or model.max_position_embeddings
+    lengths = [n for i in range(1, 64) if (n := longest * (64 - i) // 64 // config.block_size * config.block_size)]
+    yield [{"max_model_len": n} for n in lengths]
+    seqs = limits.max_num_seqs
+    yield [{"max_num_seqs": n} for n in _halves(seqs, 1)]
+    yield [{"max_num_batched_tokens": n} for n in _halves(limits.max_num_batched_tokens, MIN_BATCHED_TOKENS)]
+    yield [
+        {"max_num_seqs": a, "max_num_batched_tokens": b}
+        for a, b in zip(_halves(seqs, 1), _halves(limits.max_num_batched_tokens, MIN_BATCHED_TOKENS), strict=False)
+    ]
+    if machine.device_type == "cuda":
+        percent = int(config.gpu_memory_utilization * 100)
+        yield [{"gpu_memory_utilization": p / 100} for p in range(percent + 1, 98)]
+    elif config.kv_cache_memory is not None:
+        sizes = (1 << i for i in range(42, 19, -1))
+        asked = parse_size(config.kv_cache_memory) or 0
+        yield [{"kv_cache_memory": f"{size >> 20}MiB"} for size in sizes if size < asked]
+    else:
+        yield [{"kv_cache_memory": f"{1 << i}MiB"} for i in range(4, 22)]
+    if config.num_blocks is not None:
+        yield [
+            {"num_blocks": n} for n in (*_halves(config.num_blocks, 1), *(config.num_blocks << i for i in range(20)))
+        ]
+    if config.dtype == "float32" or (config.dtype == "auto" and model.dtype == "float32"):
+        yield [{"dtype": "bfloat16"}]
+
+
+def _halves(value: int, least: int) -> list[int]:
+    values = []
+    while value // 2 >= least:
+        value //= 2
+        values.append(value)
+    return values
+
+
+def describe(config: EngineConfig, model: ModelConfig, machine: Machine, plan: MemoryPlan) -> Iterator[str]:
+    """The lines that are printed."""
+    dtype = model.dtype if config.dtype == "auto" else config.dtype
+    per_token = model.kv_bytes_per_token(DTYPE_BYTES[dtype])
+    where = "GPU memory" if machine.device_type == "cuda" else "free host memory"
+    yield f"{config.model or 'bundled model'}: {model.num_parameters() / 1e6:,.1f} M parameters in {dtype}"
+    yield _row(where, machine.total_bytes, "")
+    if machine.device_type == "cuda":
+        usable = int(machine.total_bytes * config.gpu_memory_utilization)
+        yield _row("usable", usable, f"gpu_memory_utilization {config.gpu_memory_utilization:g}")
+        yield _row("CUDA context", plan.overhead, "an estimate")
+    yield _row("weights", plan.weights, "")
+    yield _row("activations", plan.activations, f"at {plan.limits.max_num_batched_tokens} tokens a step")
+    yield _row("sampler", plan.sampler, f"worst case at {plan.limits.max_num_seqs} sequences")
+    length = plan.size.max_model_len if plan.size else model_max_len(config, model)
+    yield _row("KV per token", per_token, "")
+    yield _row("KV per sequence", length * per_token, f"of max_model_len {length}")
+    if plan.size is None:
+        yield _row("left for KV cache", plan.kv_budget, "")
+        return
+    capacity = plan.size.num_blocks * config.block_size
+    yield _row("KV cache", plan.size.num_bytes, f"{plan.size.num_blocks:,} blocks, {capacity:,} tokens")
+    for tokens in sorted({length, min(length, 1024)}, reverse=True):
+        blocks = -(-tokens // config.block_size)
+        fitting = min(plan.size.num_blocks // blocks, plan.limits.max_num_seqs)
+        yield f"  {fitting:,} sequences of {tokens:,} tokens fit at once (max_num_seqs {plan.limits.max_num_seqs})"
+    if length < model.max_position_embeddings and config.max_model_len is None:
+        yield f"  max_model_len is cut from the model's {model.max_position_embeddings} to what the cache holds"
+
+
+def _row(name: str, num_bytes: int, note: str) -> str:
+    return f"  {name:<18} {format_bytes(num_bytes):>12}  {note}".rstrip()
+
+
+def this_machine(config: EngineConfig) -> Machine:
+    """The device that `serve` would use here."""
+    if config.device != "cpu":
+        import torch
+
+        from engine.worker.device import resolve_device
+
+        if resolve_device(config.device).type == "cuda":
+            return Machine("cuda", torch.cuda.mem_get_info()[1])
+    return Machine("cpu", available_host_bytes())
+
+
+def read_arguments(arguments: list[str]) -> tuple[EngineConfig, Machine]:
+    """The settings, and the machine to plan for: --memory means a GPU unless --device cpu."""
+    parser = argparse.ArgumentParser(
+        prog="pageserve plan",
+        usage="%(prog)s [MODEL] [--memory SIZE] [options]",
+        description="Show where memory goes, without loading weights. Exit status 1 when it does not fit.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "positional_model", nargs="?", metavar="MODEL", help="folder or hub id; default: the bundled one"
+    )
+    parser.add_argument(
+        "--memory", metavar="SIZE", help="plan for a GPU (with --device cpu: a machine) of this size, such as 80GiB"
+    )
+    add_flags(parser, EngineConfig)
+    flags = vars(parser.parse_args(arguments))
+    if flags["positional_model"] is not None:
+        flags["model"] = flags["positional_model"]
+    (config,) = load_settings((EngineConfig,), flags, _engine_environment())
+    if flags["memory"] is None:
+        return config, this_machine(config)
+    total_bytes = parse_size(flags["memory"])
+    if total_bytes is None:
+        raise ConfigError(f'--memory must be a size in bytes such as "80GiB", not {flags["memory"]!r}.')
+    return config, Machine("cpu" if config.device == "cpu" else "cuda", total_bytes)
+
+
+def _engine_environment() -> dict[str, str]:
+    """Variables of engine settings only: those of the server are of no concern here."""
+    from engine.settings import CONFIG_VARIABLE, settings_of
+
+    known = {setting.env for setting in settings_of(EngineConfig).values()} | {CONFIG_VARIABLE}
+    return {name: value for name, value in os.environ.items() if name in known}
+
+
+def main(arguments: list[str]) -> int:
+    try:
+        config, machine = read_arguments(arguments)
+        model_dir = resolve_model(replace(config, load_format="dummy"))  # config.json is all that is needed
+        model = read_model_config(model_dir)
+        plan = make_plan(config, model, machine)
+    except PageserveError as error:
+        print(f"pageserve plan: {error}", file=sys.stderr)
+        return 2
+    print("\n".join(describe(config, model, machine, plan)))
+    if plan.size is not None:
+        return 0
+    print(f"Does not fit. {plan.problem}")
+    changes = list(nearest_settings(config, model, machine))
+    print("Any one of these fits:" if changes else "No single setting makes it fit: a larger machine is needed.")
+    for change in changes:
+        print(f"  {change}")
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
