@@ -9,6 +9,8 @@ from engine.errors import ModelError
 
 BUNDLED_MODEL = Path(__file__).parent / "models" / "bundled"
 TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
 MAX_JSON_BYTES = 64 << 20
 
 
@@ -16,11 +18,18 @@ def resolve_model(config: EngineConfig) -> Path:
     """The local folder of `config.model`, downloaded from the hub where it is an id. Raises ModelError."""
     if not config.model:
         return BUNDLED_MODEL
-    patterns = TOKENIZER_FILES if config.load_format == "dummy" else (*TOKENIZER_FILES, "*.safetensors")
-    folder = _resolve(config.model, config.revision, patterns, "--model")
+    folder = _local_folder(config.model, "--model")
+    on_hub = folder is None
+    if folder is None:
+        folder = _download(config.model, config.revision, TOKENIZER_FILES, "--model")
     read_json(folder / "config.json", required=True)
-    if config.load_format != "dummy" and not any(folder.glob("*.safetensors")):
-        raise ModelError(_no_weights(folder))
+    if config.load_format == "dummy":
+        return folder
+    if on_hub:
+        # Exactly the shards (some repositories hold the same weights again under other names), of the same commit.
+        folder = _download(config.model, folder.name, _weight_files(folder), "--model")
+    if not any(folder.glob("*.safetensors")):
+        raise ModelError(_no_weights(folder, on_hub))
     return folder
 
 
@@ -28,7 +37,8 @@ def resolve_tokenizer(config: EngineConfig, model_dir: Path) -> Path:
     """The folder of the tokenizer: the model's, unless the config names another."""
     if not config.tokenizer:
         return model_dir
-    return _resolve(config.tokenizer, None, TOKENIZER_FILES, "--tokenizer")
+    folder = _local_folder(config.tokenizer, "--tokenizer")
+    return folder or _download(config.tokenizer, None, TOKENIZER_FILES, "--tokenizer")
 
 
 def read_eos_token_ids(model_dir: Path) -> list[int]:
@@ -49,10 +59,12 @@ def read_json(path: Path, required: bool = False) -> dict[str, Any]:
         if required:
             raise ModelError(f"{path.parent} has no {path.name}: it is not a model folder in Hugging Face form")
         return {}
-    if path.stat().st_size > MAX_JSON_BYTES:
-        raise ModelError(f"{path} is larger than {MAX_JSON_BYTES >> 20} MiB")
     try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise ModelError(f"{path} is larger than {MAX_JSON_BYTES >> 20} MiB")
         value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
@@ -60,42 +72,61 @@ def read_json(path: Path, required: bool = False) -> dict[str, Any]:
     return value
 
 
-def _resolve(name: str, revision: str | None, patterns: tuple[str, ...], flag: str) -> Path:
+def _local_folder(name: str, flag: str) -> Path | None:
+    """The folder called `name`, None where the name can only be a hub id."""
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder.resolve()
+    if folder.exists():
+        raise ModelError(f"{flag}: {name} is a file; give the folder of a checkpoint in Hugging Face form")
     if name.startswith(("/", ".", "~")) or name.count("/") > 1:
         raise ModelError(f"{flag}: there is no folder {name}")
-    return _download(name, revision, patterns, flag)
+    return None
+
+
+def _weight_files(folder: Path) -> tuple[str, ...]:
+    """What to fetch besides the JSON files: the shards that the index names, else the single file."""
+    weight_map = read_json(folder / INDEX_FILE).get("weight_map", {})
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise ModelError(f"{folder / INDEX_FILE}: weight_map must map each tensor to a file name")
+    return tuple(sorted({name for name in weight_map.values() if name.endswith(".safetensors")})) or (SINGLE_FILE,)
 
 
 def _download(name: str, revision: str | None, patterns: tuple[str, ...], flag: str) -> Path:
-    """Only safetensors, JSON and tokenizer files are fetched: never code, never a pickle."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-    )
+    """Only safetensors, JSON and tokenizer files are fetched: never code, never a pickle. HF_HUB_OFFLINE counts."""
+    from huggingface_hub import errors, snapshot_download
 
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns)))
-    except GatedRepoError as error:
+    except errors.GatedRepoError as error:
         raise ModelError(f"{flag}: {name} is gated: accept its terms on the hub and set HF_TOKEN") from error
-    except RepositoryNotFoundError as error:
-        raise ModelError(f"{flag}: neither a folder nor a hub id is called {name}") from error
-    except LocalEntryNotFoundError as error:
-        raise ModelError(f"{flag}: {name} is no folder here, and the hub cannot be reached to look for it") from error
-    except HFValidationError as error:
+    except errors.RepositoryNotFoundError as error:
+        raise ModelError(
+            f"{flag}: neither a folder nor a hub id is called {name} (for a private one, set HF_TOKEN)"
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise ModelError(f"--revision: {name} has no branch, tag or commit {revision!r}") from error
+    except errors.LocalEntryNotFoundError as error:
+        raise ModelError(
+            f"{flag}: {name} is no folder here and not in the local cache as a whole, and the hub cannot be reached "
+            "(no network, or HF_HUB_OFFLINE is set)"
+        ) from error
+    except errors.HFValidationError as error:
         raise ModelError(f"{flag}: there is no folder {name}, and it is no hub id either") from error
+    except Exception as error:  # a full disk, a proxy, a hub that fails half-way: each needs one clear line
+        raise ModelError(f"{flag}: downloading {name} failed: {type(error).__name__}: {error}") from error
 
 
-def _no_weights(folder: Path) -> str:
+def _no_weights(folder: Path, on_hub: bool) -> str:
+    if on_hub:
+        return (
+            f"{folder} has no safetensors weights on the hub. Pickle formats (.bin, .pt) can run code when loaded and "
+            "are never fetched: look for a revision in safetensors form, or convert it and give the folder"
+        )
     pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for path in folder.glob(pattern))
     if not pickles:
         return f"{folder} holds no *.safetensors file"
     return (
-        f"{folder} holds only pickle weights ({pickles[0]}), which can run code when loaded and are refused. "
-        "Convert them with save_pretrained(..., safe_serialization=True) in transformers."
+        f"{folder} holds only pickle weights ({pickles[0]}), which can run code when loaded and are refused: "
+        "load them with transformers, where you trust them, and write safetensors with save_pretrained()"
     )
