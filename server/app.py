@@ -1,0 +1,119 @@
+"""create_app(driver, config): the routes and what stands around them."""
+
+import time
+from collections import Counter
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic.json_schema import models_json_schema
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from engine.driver import Driver
+from engine.errors import PageserveError
+from server import health, metrics, models
+from server.chat_completions import create_chat_completion
+from server.completions import create_completion
+from server.config import ServerConfig
+from server.errors import ApiError, error_response, from_http_status
+from server.middleware import CLIENT_LEFT, Authentication, RequestContext
+from server.protocol import ChatCompletionRequest, CompletionRequest
+from server.served import Served, package_version
+
+DEFAULT_MODEL_NAME = "pageserve"
+
+
+def served_names(config: ServerConfig, model: str) -> tuple[str, ...]:
+    """The names of the model in the API: as configured, else the folder or hub id as it was given (vLLM's rule)."""
+    return config.served_model_name or (model or DEFAULT_MODEL_NAME,)
+
+
+def create_app(driver: Driver, config: ServerConfig) -> FastAPI:
+    """The whole HTTP side over a Driver, which may still be loading: /v1 then answers 503.
+
+    There are no documentation pages (they would load scripts from elsewhere); /openapi.json describes the routes.
+    """
+    served = Served(driver, config, served_names(config, driver.config.model), int(time.time()))
+    app = FastAPI(title="pageserve", version=package_version(), docs_url=None, redoc_url=None, redirect_slashes=False)
+    _add_generation_routes(app, served)
+    _add_status_routes(app, served)
+    for error_type in (PageserveError, ApiError, HTTPException, ClientDisconnect):
+        app.add_exception_handler(error_type, _answer)
+    http_counts: Counter[tuple[str, int]] = Counter()
+    registry = metrics.make_registry(driver, served.names[0], http_counts)
+
+    async def get_metrics() -> Response:  # on the event loop, like everything that touches the Driver
+        return metrics.metrics(registry)
+
+    app.add_api_route("/metrics", get_metrics, response_class=Response)
+    app.add_middleware(Authentication, api_keys=config.api_key)
+    app.add_middleware(RequestContext, driver=driver, counts=http_counts)  # added last, so outermost
+    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    return app
+
+
+def _add_generation_routes(app: FastAPI, served: Served) -> None:
+    async def completions(request: Request) -> Response:
+        return await create_completion(request, served)
+
+    async def chat_completions(request: Request) -> Response:
+        return await create_chat_completion(request, served)
+
+    post = {"methods": ["POST"], "response_class": Response}
+    app.add_api_route("/v1/completions", completions, openapi_extra=_body_of(CompletionRequest), **post)  # type: ignore[arg-type]
+    app.add_api_route(
+        "/v1/chat/completions",
+        chat_completions,
+        openapi_extra=_body_of(ChatCompletionRequest),
+        **post,  # type: ignore[arg-type]
+    )
+
+
+def _add_status_routes(app: FastAPI, served: Served) -> None:
+    async def list_models() -> Response:
+        return models.list_models(served)
+
+    async def retrieve_model(model: str) -> Response:
+        return models.retrieve_model(served, model)
+
+    async def get_health() -> Response:
+        return health.health(served.driver)
+
+    async def get_ready() -> Response:
+        return health.ready(served.driver)
+
+    async def version() -> dict[str, str]:
+        return {"version": package_version()}
+
+    app.add_api_route("/v1/models", list_models, response_class=Response)
+    app.add_api_route("/v1/models/{model:path}", retrieve_model, response_class=Response)
+    for path, probe in (("/health", get_health), ("/ready", get_ready)):
+        app.add_api_route(path, probe, response_class=Response)
+        app.add_api_route(path, probe, methods=["HEAD"], include_in_schema=False)
+    app.add_api_route("/version", version)
+
+
+async def _answer(request: Request, error: Exception) -> Response:
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=CLIENT_LEFT)  # nobody reads it
+    if isinstance(error, HTTPException):
+        error = from_http_status(error.status_code, dict(error.headers or {}))
+    return error_response(error)
+
+
+def _body_of(kind: type) -> dict[str, Any]:
+    """Handlers read the body themselves, with a limit and off the loop, so FastAPI is told what it is."""
+    schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def _openapi(app: FastAPI) -> dict[str, Any]:
+    if not app.openapi_schema:
+        schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        kinds = [(CompletionRequest, "validation"), (ChatCompletionRequest, "validation")]
+        _, definitions = models_json_schema(kinds, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
+        schema.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
+        app.openapi_schema = schema
+    return app.openapi_schema

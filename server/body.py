@@ -1,0 +1,155 @@
+"""From the bytes of a request body to a plain JSON object: bounded, strict, and off the event loop when large."""
+
+import asyncio
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import anyio
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope
+
+from server.errors import ApiError, field_path, invalid
+
+PARSE_INLINE_BYTES = 256 << 10  # up to this size parsing takes under 2 ms and a thread would cost more than it saves
+MAX_JSON_VALUES = 2 << 20  # a thread does not free the GIL while it parses, so the number of values has a bound, too
+BODY_SECONDS = 60.0  # a client that trickles its body does not hold a connection for ever
+HUGE_INTEGER = 10**30  # stands for a number of thousands of digits: out of the range of every field
+
+
+async def read_json(scope: Scope, receive: Receive, max_bytes: int) -> dict[str, Any]:
+    """The body as a JSON object.
+
+    Raises ApiError (408, 413, 415), InvalidRequestError (400) and ClientDisconnect.
+    """
+    headers = dict(scope["headers"])
+    _check_headers(headers, max_bytes)
+    try:
+        with anyio.fail_after(BODY_SECONDS):
+            body = await _read_body(receive, max_bytes)
+    except TimeoutError:
+        raise ApiError(408, f"The body did not arrive within {BODY_SECONDS:g} s.", headers=_CLOSE) from None
+    if len(body) <= PARSE_INLINE_BYTES:
+        return parse_json(body)
+    return await asyncio.get_running_loop().run_in_executor(None, parse_json, body)
+
+
+_CLOSE = {"connection": "close"}  # the rest of the body is not read
+
+
+def _check_headers(headers: Mapping[bytes, bytes], max_bytes: int) -> None:
+    media_type, _, parameters = headers.get(b"content-type", b"").decode("latin-1").lower().partition(";")
+    charset = parameters.partition("charset=")[2].strip(' "')
+    if media_type.strip() != "application/json" or charset not in ("", "utf-8", "utf8"):
+        raise ApiError(415, "Send the body as Content-Type: application/json, in UTF-8.", code="unsupported_media_type")
+    if headers.get(b"content-encoding", b"identity") != b"identity":
+        raise ApiError(
+            415, "Compressed bodies are not taken: leave Content-Encoding out.", code="unsupported_media_type"
+        )
+    length = headers.get(b"content-length", b"")
+    if length.isdigit() and int(length[:20]) > max_bytes:
+        raise _too_large(max_bytes)
+
+
+async def _read_body(receive: Receive, max_bytes: int) -> bytes:
+    chunks, size = [], 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        chunk = message.get("body", b"")
+        size += len(chunk)
+        if size > max_bytes:
+            raise _too_large(max_bytes)
+        chunks.append(chunk)
+        if not message.get("more_body", False):
+            return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+
+def _too_large(max_bytes: int) -> ApiError:
+    return ApiError(
+        413, f"The body is larger than this server's limit of {max_bytes} bytes.", code="body_too_large", headers=_CLOSE
+    )
+
+
+def parse_json(body: bytes) -> dict[str, Any]:
+    """Strict UTF-8 JSON; an object. Duplicate keys, lone surrogates, NaN and Infinity are refused by name.
+
+    NUL (\\u0000) is a character like any other and passes.
+    """
+    if body.count(b",") > MAX_JSON_VALUES:
+        raise invalid(f"The body holds more than {MAX_JSON_VALUES} values.", None)
+    try:
+        text = body.decode("utf-8")
+        value = _loads(text)
+    except UnicodeDecodeError:
+        raise _malformed("it is not UTF-8") from None
+    except json.JSONDecodeError as error:
+        raise _malformed(f"{error.msg} (line {error.lineno}, column {error.colno})") from None
+    except RecursionError:
+        raise _malformed("it is nested too deeply") from None
+    if not isinstance(value, dict):
+        raise _malformed("it must be an object")
+    if b"\\ud" in body or b"\\uD" in body or b"NaN" in body or b"Infinity" in body:
+        _refuse_hostile_values(value)
+    return value
+
+
+def _loads(text: str) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=_unique_keys)
+    except json.JSONDecodeError:
+        raise
+    except ValueError:  # an integer of more than 4300 digits; parse again so that the error can name its field
+        return json.loads(text, object_pairs_hook=_unique_keys, parse_int=_bounded_int)
+
+
+def _bounded_int(digits: str) -> int:
+    return int(digits) if len(digits) <= 30 else HUGE_INTEGER
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Parsers disagree about which of two equal keys counts, which is how a filter in front gets fooled."""
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen:
+                raise invalid(f"{field_path((name,))} is given twice.", field_path((name,)), "duplicate_parameter")
+            seen.add(name)
+    return fields
+
+
+def _refuse_hostile_values(body: dict[str, Any]) -> None:
+    """Find what JSON text can spell but no field may hold. Only bodies that show a trace of it are walked."""
+    containers: list[tuple[tuple[Any, ...], Any]] = [((), body)]
+    while containers:
+        path, container = containers.pop()
+        for key, child in container.items() if isinstance(container, dict) else enumerate(container):
+            if isinstance(key, str) and not _is_unicode(key):
+                raise _half_character((*path, "a key"))
+            if isinstance(child, (dict, list)):
+                containers.append(((*path, key), child))
+            elif isinstance(child, str) and not _is_unicode(child):
+                raise _half_character((*path, key))
+            elif isinstance(child, float) and not math.isfinite(child):
+                name = field_path((*path, key))
+                raise invalid(f"{name} must be a finite number.", name)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _half_character(path: tuple[Any, ...]) -> Exception:
+    name = field_path(path)
+    return invalid(f"{name} contains half of a surrogate pair, which is not Unicode text.", name)
+
+
+def _malformed(reason: str) -> ApiError:
+    return ApiError(400, f"The body is not valid JSON: {reason}.", code="invalid_json")

@@ -1,0 +1,100 @@
+"""One table: exception -> HTTP status and OpenAI error body. Nothing else in the server decides a status.
+
+Every body is `{"error": {"message", "type", "param", "code"}}` with all four keys. A 500 never carries internals: the
+details are in the log, under the request id that the client got.
+"""
+
+import json
+import logging
+import math
+from http import HTTPStatus
+from typing import Any
+
+from starlette.responses import Response
+
+from engine.errors import EngineError, InvalidRequestError, QueueFullError, UnavailableError
+
+logger = logging.getLogger(__name__)
+
+MAX_NAME_LENGTH = 64  # of a field name that a client made up and an error repeats
+
+
+class ApiError(Exception):
+    """An error of the HTTP layer itself, with its status; the engine's own errors are in TABLE."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        type: str = "invalid_request_error",
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code, self.type = status, param, code, type
+        self.headers = headers or {}
+
+
+# First match wins. 429 and 503 mean "nothing was started, send it again"; a 500 must not be retried by itself.
+TABLE: tuple[tuple[type[Exception], int, str, str | None], ...] = (
+    (InvalidRequestError, 400, "invalid_request_error", None),
+    (QueueFullError, 429, "rate_limit_error", "rate_limit_exceeded"),
+    (UnavailableError, 503, "server_error", "service_unavailable"),
+    (EngineError, 500, "server_error", "engine_error"),
+    (Exception, 500, "server_error", "internal_error"),
+)
+INTERNAL_MESSAGE = "The server failed to finish this request. Its log has the details under the x-request-id."
+
+
+def to_api_error(error: Exception) -> ApiError:
+    """Any exception as an ApiError. Unexpected ones are logged with their traceback and lose their text."""
+    if isinstance(error, ApiError):
+        return error
+    status, type_, code = next(row[1:] for row in TABLE if isinstance(error, row[0]))
+    headers: dict[str, str] = {}
+    message, param = str(error), None
+    if isinstance(error, InvalidRequestError):
+        param, code = error.param, error.code
+    elif isinstance(error, UnavailableError):
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after)))
+    else:
+        expected = isinstance(error, EngineError)
+        logger.error("a request failed: %s", error if expected else repr(error), exc_info=None if expected else error)
+        message, headers["x-should-retry"] = INTERNAL_MESSAGE, "false"
+    return ApiError(status, message, param=param, code=code, type=type_, headers=headers)
+
+
+def from_http_status(status: int, headers: dict[str, str] | None = None) -> ApiError:
+    """What the router says (unknown route, wrong method) in the same envelope."""
+    messages = {404: "Unknown route; see /openapi.json.", 405: "This route does not take this method."}
+    codes = {404: "not_found", 405: "method_not_allowed"}
+    message = messages.get(status, HTTPStatus(status).phrase + ".")
+    return ApiError(status, message, code=codes.get(status), headers=headers)
+
+
+def error_object(error: ApiError) -> dict[str, Any]:
+    return {"message": str(error), "type": error.type, "param": error.param, "code": error.code}
+
+
+def error_body(error: ApiError) -> bytes:
+    """JSON in ASCII: a lone surrogate that a client sent as a field name cannot break it."""
+    return json.dumps({"error": error_object(error)}, separators=(",", ":")).encode("ascii")
+
+
+def error_response(error: Exception) -> Response:
+    api_error = to_api_error(error)
+    return Response(error_body(api_error), api_error.status, api_error.headers, "application/json")
+
+
+def invalid(message: str, param: str | None, code: str = "invalid_value") -> InvalidRequestError:
+    return InvalidRequestError(message, param, code)
+
+
+def field_path(parts: tuple[Any, ...]) -> str:
+    """("messages", 0, "content") -> "messages[0].content"; long names are cut."""
+    path = ""
+    for part in parts:
+        path += f"[{part}]" if isinstance(part, int) else f".{str(part)[:MAX_NAME_LENGTH]}"
+    return path.lstrip(".") or "body"

@@ -1,0 +1,175 @@
+"""What both generation endpoints share: tokenise, admit, read the engine's outputs, notice a client that leaves."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Protocol
+
+import anyio
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive
+
+from engine.driver import Driver
+from engine.errors import ContextLengthError, UnavailableError
+from engine.outputs import CompletionOutput, FinishReason, RequestOutput
+from engine.request import Request
+from server.logprobs import Entry, LogprobAligner
+
+OutputHandler = Callable[[int, RequestOutput], Awaitable[None]]
+
+
+class OutputStream(Protocol):
+    """What the server needs of engine.driver's RequestStream."""
+
+    @property
+    def num_prompt_tokens(self) -> int: ...
+    def __aiter__(self) -> AsyncIterator[RequestOutput]: ...
+    def close(self) -> None: ...
+
+
+def check_length(driver: Driver, num_chars: int, param: str) -> None:
+    """Refuse a text that cannot fit by its characters alone, before any work is done for it."""
+    limit = driver.model.max_model_len
+    at_least = -(-num_chars // driver.tokenizer.max_chars_per_token)
+    if at_least >= limit:
+        raise ContextLengthError(
+            f"The prompt has {num_chars} characters, so at least {at_least} tokens; this model takes at most {limit} "
+            "tokens in all. Shorten it.",
+            param,
+        )
+
+
+async def encode(driver: Driver, texts: list[str], add_special_tokens: bool, names: list[str]) -> list[list[int]]:
+    """Token ids of each text, made in the tokenizer's threads. `names` are the fields of the texts, for errors."""
+    for text, name in zip(texts, names, strict=True):
+        check_length(driver, len(text), name)
+
+    def encode_all() -> list[list[int]]:
+        return [driver.tokenizer.encode(text, add_special_tokens) for text in texts]
+
+    return await driver.tokenizer.run(encode_all)
+
+
+class Generation:
+    """The engine requests behind one HTTP request: one per prompt, each with n samples. The owner must `close` it."""
+
+    def __init__(self, streams: list[OutputStream], n: int) -> None:
+        self.n = n
+        self._streams = streams
+        self._latest: list[RequestOutput | None] = [None] * len(streams)
+
+    @classmethod
+    def admit(cls, driver: Driver, requests: list[Request]) -> "Generation":
+        """Queue all of them or none."""
+        streams: list[OutputStream] = []
+        try:
+            for request in requests:
+                streams.append(driver.generate(request))
+        except BaseException:
+            for stream in streams:
+                stream.close()
+            raise
+        return cls(streams, requests[0].params.n)
+
+    @property
+    def num_choices(self) -> int:
+        return len(self._streams) * self.n
+
+    def close(self) -> None:
+        """Abort whatever has not finished; idempotent."""
+        for stream in self._streams:
+            stream.close()
+
+    async def read(self, on_output: OutputHandler) -> None:
+        """Hand over every output with the index of its prompt until all have finished.
+
+        The first error ends the rest and is raised. Prompts are read side by side, so their outputs interleave.
+        """
+        if len(self._streams) == 1:
+            return await self._read_one(0, on_output)
+        failures: list[Exception] = []
+
+        async def read_guarded(i: int) -> None:
+            try:
+                await self._read_one(i, on_output)
+            except Exception as error:  # a task group would wrap it
+                failures.append(error)
+                group.cancel_scope.cancel()
+
+        async with anyio.create_task_group() as group:
+            for i in range(len(self._streams)):
+                group.start_soon(read_guarded, i)
+        if failures:
+            raise failures[0]
+
+    async def _read_one(self, i: int, on_output: OutputHandler) -> None:
+        async for output in self._streams[i]:
+            self._latest[i] = output
+            for sample in output.outputs:
+                if sample.finish_reason is FinishReason.ABORT:
+                    raise UnavailableError("The server ended this request before it was finished.")
+                if sample.finish_reason is FinishReason.ERROR:
+                    break  # the stream raises the cause next; a client never sees "error" as a finish_reason
+            else:
+                await on_output(i, output)
+
+    def usage(self) -> dict[str, Any]:
+        """Token counts over all prompts and samples; a prompt counts once, however many samples it has."""
+        latest = [output for output in self._latest if output is not None]
+        prompt = sum(stream.num_prompt_tokens for stream in self._streams)
+        completion = sum(output.num_generated_tokens for output in latest)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": sum(output.num_cached_tokens for output in latest)},
+        }
+
+
+class Choice:
+    """One sample, collected for a response without streaming."""
+
+    def __init__(self, text: str, aligner: LogprobAligner | None) -> None:
+        self.entries: list[Entry] = []
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: str | int | None = None
+        self._texts = [text]
+        self._aligner = aligner
+
+    @property
+    def text(self) -> str:
+        return "".join(self._texts)
+
+    def add(self, output: CompletionOutput) -> None:
+        self._texts.append(output.text)
+        if self._aligner is not None:
+            self.entries += self._aligner.take(output)
+        if output.finish_reason is not None:
+            self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
+
+
+async def collect(generation: Generation, receive: Receive, choices: list[Choice]) -> None:
+    """Read a generation to its end into `choices`; raises ClientDisconnect once the client is gone."""
+    failures: list[Exception] = []
+
+    async def add(prompt_index: int, output: RequestOutput) -> None:
+        for sample in output.outputs:
+            choices[prompt_index * generation.n + sample.index].add(sample)
+
+    try:
+        async with anyio.create_task_group() as group:
+            group.start_soon(_watch_client, receive, failures, group.cancel_scope)
+            try:
+                await generation.read(add)
+            except Exception as error:
+                failures.insert(0, error)
+            group.cancel_scope.cancel()
+    finally:
+        generation.close()
+    if failures:
+        raise failures[0]
+
+
+async def _watch_client(receive: Receive, failures: list[Exception], scope: anyio.CancelScope) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    failures.append(ClientDisconnect())
+    scope.cancel()

@@ -1,0 +1,81 @@
+"""Token log-probabilities in the two shapes of the OpenAI API, lined up with the text that the client gets."""
+
+import codecs
+from collections import deque
+from typing import Any
+
+from engine.outputs import CompletionOutput, FinishReason, TokenLogprobs
+from engine.tokenizer import Tokenizer
+
+LOWEST = -9999.0  # JSON has no -Infinity
+
+Entry = tuple[int, TokenLogprobs]  # (where its text starts, in characters of the returned text; the token)
+
+
+class LogprobAligner:
+    """Gives each token the offset of its text and holds it back until that text has been sent.
+
+    Text lags behind tokens (half characters, possible stop strings), and what belongs to a stop is never sent: so a
+    token is released once the text reaches past its start, and those that start behind the end of a stopped text (the
+    end-of-sequence token, a stop string) are dropped. The bytes of all tokens then equal those of the text, up to a
+    last token that a stop string cuts in two.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, start: int = 0) -> None:
+        self._tokenizer = tokenizer
+        self._hidden = tokenizer.special_token_ids if skip_special_tokens else frozenset()
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._position = start  # end of the text of all tokens
+        self._sent = start  # end of the text that the client has
+        self._held: deque[Entry] = deque()
+
+    def take(self, output: CompletionOutput) -> list[Entry]:
+        """The tokens to report beside `output.text`."""
+        for token in output.logprobs or ():
+            self._held.append((self._position, token))
+            if token.token_id not in self._hidden:
+                self._position += len(self._decoder.decode(self._tokenizer.token_bytes(token.token_id)))
+        self._sent += len(output.text)
+        everything = output.finish_reason is not None and output.finish_reason is not FinishReason.STOP
+        entries: list[Entry] = []
+        while self._held and (everything or self._held[0][0] < self._sent):
+            entries.append(self._held.popleft())
+        return entries
+
+
+def completion_logprobs(entries: list[Entry], tokenizer: Tokenizer) -> dict[str, Any]:
+    """The parallel lists of /v1/completions. The chosen token is always among its `top_logprobs`."""
+    return {
+        "tokens": [tokenizer.token_text(token.token_id) for _, token in entries],
+        "token_logprobs": [_finite(token.logprob) for _, token in entries],
+        "top_logprobs": [_top_by_text(token, tokenizer) for _, token in entries],
+        "text_offset": [offset for offset, _ in entries],
+    }
+
+
+def _top_by_text(token: TokenLogprobs, tokenizer: Tokenizer) -> dict[str, float]:
+    """Most likely first. Two ids may share one spelling: the likelier one is kept."""
+    top: dict[str, float] = {}
+    for token_id, logprob in (*token.top, (token.token_id, token.logprob)):
+        text = tokenizer.token_text(token_id)
+        top[text] = max(top.get(text, LOWEST), _finite(logprob))
+    return top
+
+
+def chat_logprobs(entries: list[Entry], tokenizer: Tokenizer) -> dict[str, Any]:
+    """The list of /v1/chat/completions."""
+    content = [
+        _with_bytes(token.token_id, token.logprob, tokenizer)
+        | {"top_logprobs": [_with_bytes(token_id, logprob, tokenizer) for token_id, logprob in token.top]}
+        for _, token in entries
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _with_bytes(token_id: int, logprob: float, tokenizer: Tokenizer) -> dict[str, Any]:
+    raw = list(tokenizer.token_bytes(token_id))
+    return {"token": tokenizer.token_text(token_id), "logprob": _finite(logprob), "bytes": raw}
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LOWEST)

@@ -1,0 +1,106 @@
+"""GET /metrics: the engine's numbers for Prometheus, under vLLM's names where vLLM has them."""
+
+import asyncio
+from collections import Counter as CountBy
+from collections.abc import Iterable, Iterator
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+from starlette.responses import Response
+
+from engine.driver import Driver
+from engine.stats import Counter, Gauge, Histogram
+from server.served import package_version
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+# What vLLM calls the same and means the same, so that its dashboards and autoscalers work. The rest is ours.
+VLLM_NAMES = frozenset(
+    {
+        "e2e_request_latency_seconds",
+        "generation_tokens",
+        "inter_token_latency_seconds",
+        "iteration_tokens_total",
+        "kv_cache_usage_perc",
+        "num_preemptions",
+        "num_requests_running",
+        "num_requests_waiting",
+        "prefix_cache_hits",
+        "prefix_cache_queries",
+        "prompt_tokens",
+        "prompt_tokens_cached",
+        "request_decode_time_seconds",
+        "request_generation_tokens",
+        "request_inference_time_seconds",
+        "request_max_num_generation_tokens",
+        "request_num_preemptions",
+        "request_params_max_tokens",
+        "request_params_n",
+        "request_prefill_kv_computed_tokens",
+        "request_prefill_time_seconds",
+        "request_prompt_tokens",
+        "request_queue_time_seconds",
+        "request_success",
+        "request_time_per_output_token_seconds",
+        "time_to_first_token_seconds",
+    }
+)
+LABELS = ("model_name", "engine")
+
+
+class EngineCollector(Collector):
+    """Reads EngineStats when scraped; nothing is kept twice."""
+
+    def __init__(self, driver: Driver, model_name: str, http_counts: "CountBy[tuple[str, int]]") -> None:
+        self._driver = driver
+        self._labels = (model_name, "0")
+        self._http_counts = http_counts
+
+    def describe(self) -> Iterable[Metric]:
+        return ()  # else the registry would collect once at start, before there is anything to see
+
+    def collect(self) -> Iterator[Metric]:
+        self._driver.stats_snapshot()
+        for metric in self._driver.stats.metrics():
+            yield self._family(metric)
+        yield self._http_requests()
+        tasks = GaugeMetricFamily("pageserve:asyncio_tasks", "Tasks on the event loop; each open stream has a few.")
+        tasks.add_metric((), len(asyncio.all_tasks()))
+        yield tasks
+        info = GaugeMetricFamily("pageserve:build_info", "Version of the server.", labels=("version",))
+        info.add_metric((package_version(),), 1)
+        yield info
+
+    def _family(self, metric: Counter | Gauge | Histogram) -> Metric:
+        name = ("vllm:" if metric.name in VLLM_NAMES else "pageserve:") + metric.name
+        if isinstance(metric, Counter):
+            counter = CounterMetricFamily(name, metric.help, labels=(*LABELS, *metric.label_names))
+            for labels, value in metric.values.items():
+                counter.add_metric((*self._labels, *labels), value)
+            return counter
+        if isinstance(metric, Gauge):
+            gauge = GaugeMetricFamily(name, metric.help, labels=LABELS)
+            gauge.add_metric(self._labels, metric.value)
+            return gauge
+        histogram = HistogramMetricFamily(name, metric.help, labels=LABELS)
+        bounds = [*map(str, metric.bounds), "+Inf"]
+        histogram.add_metric(self._labels, list(zip(bounds, accumulate(metric.counts), strict=True)), metric.sum)
+        return histogram
+
+    def _http_requests(self) -> Metric:
+        family = CounterMetricFamily("pageserve:http_requests", "HTTP responses begun.", labels=("route", "code"))
+        for (route, status), count in self._http_counts.items():
+            family.add_metric((route, str(status)), count)
+        return family
+
+
+def make_registry(driver: Driver, model_name: str, http_counts: "CountBy[tuple[str, int]]") -> CollectorRegistry:
+    registry = CollectorRegistry()
+    registry.register(EngineCollector(driver, model_name, http_counts))
+    return registry
+
+
+def metrics(registry: CollectorRegistry) -> Response:
+    return Response(generate_latest(registry), headers={"content-type": CONTENT_TYPE})

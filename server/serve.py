@@ -1,0 +1,207 @@
+"""`pageserve serve`: from two configs to a running server, and down again in good order.
+
+The port is bound first, so that a wrong one costs no loading time, and /health and /ready answer while weights load.
+Exit status: 0 after an orderly end, 1 when the engine died, 128 + the signal when a second one cut the drain short.
+What makes a start impossible is raised.
+"""
+
+import asyncio
+import contextlib
+import gc
+import json
+import logging
+import shlex
+import signal
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+
+from engine.config import EngineConfig
+from engine.driver import Driver
+from engine.errors import ConfigError
+from server.app import create_app, served_names
+from server.config import ServerConfig
+
+logger = logging.getLogger(__name__)
+
+KEEP_ALIVE_SECONDS = 75  # longer than a proxy keeps idle connections (60 s), or requests race with our close
+BACKLOG = 2048
+FLUSH_SECONDS = 5  # for the last bytes to reach the clients once the engine is done
+STOP_SECONDS = 8.0  # for that and for the Worker to end
+FAST_STOP_SECONDS = 3.0  # the same after a second signal
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+EXAMPLE_CHAT = "Tell me a story about a fox."
+EXAMPLE_PROMPT = "Once upon a time"
+
+
+async def run(server_config: ServerConfig, engine_config: EngineConfig, driver: Driver | None = None) -> int:
+    """Serve until a signal or a failure; returns the exit status.
+
+    Raises ConfigError where the address cannot be listened on, and what Driver.start and wait_ready raise.
+    """
+    with bind(server_config.host, server_config.port) as listener:
+        if driver is None:
+            driver = Driver(
+                engine_config,
+                chat_template=server_config.chat_template,
+                max_queued_requests=server_config.max_queued_requests,
+            )
+        return await _Service(driver, server_config, listener).run()
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket; ConfigError says what is wrong with the address."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except OSError as error:
+        raise ConfigError(f"host: {host!r} is not an address of this machine ({error.strerror}).") from None
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"port: cannot listen on {host}:{port} ({error.strerror}). Choose another with --port, or --port 0 for any."
+        ) from None
+    listener.setblocking(False)
+    return listener
+
+
+class _HttpServer(uvicorn.Server):
+    """uvicorn without its own signal handlers, which end the process by the signal and not with a status."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _Service:
+    """One run of the server: start, load, serve, drain, stop."""
+
+    def __init__(self, driver: Driver, config: ServerConfig, listener: socket.socket) -> None:
+        self._driver = driver
+        self._config = config
+        self._listener = listener
+        self._names = served_names(config, driver.config.model)
+        self._http = _HttpServer(
+            uvicorn.Config(
+                create_app(driver, config),
+                http="httptools",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                timeout_keep_alive=KEEP_ALIVE_SECONDS,
+                timeout_graceful_shutdown=FLUSH_SECONDS,
+                backlog=BACKLOG,
+            )
+        )
+        self._signals: list[int] = []
+        self._first_signal = asyncio.Event()
+        self._second_signal = asyncio.Event()
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for number in SIGNALS:  # before loading, which may take minutes
+            loop.add_signal_handler(number, self._on_signal, number)
+        http = asyncio.create_task(self._http.serve(sockets=[self._listener]))
+        try:
+            status = await self._load_and_serve(http)
+        finally:
+            await self._stop(http)
+        return 128 + self._signals[-1] if self._second_signal.is_set() else status
+
+    def _on_signal(self, number: int) -> None:
+        self._signals.append(number)
+        (self._second_signal if self._first_signal.is_set() else self._first_signal).set()
+
+    async def _load_and_serve(self, http: "asyncio.Task[None]") -> int:
+        if await _first(self._load(), self._first_signal.wait(), http) != 0:
+            return 0 if self._first_signal.is_set() else 1
+        self._announce()
+        _settle_garbage_collector()
+        ended_by = await _first(self._first_signal.wait(), self._driver.wait_failed(), http)
+        if ended_by != 0:
+            logger.error("the server ends: %s", self._driver.health() or "the HTTP side stopped")
+            return 1
+        logger.info("draining for up to %g s; a second signal ends it at once", self._config.drain_timeout)
+        await _first(self._driver.drain(self._config.drain_timeout), self._second_signal.wait())
+        return 0
+
+    async def _load(self) -> None:
+        await self._driver.start()
+        await self._driver.wait_ready()
+
+    async def _stop(self, http: "asyncio.Task[None]") -> None:
+        """End the Worker; streams that still run get an error, and what is written goes out before the HTTP side ends.
+
+        After a second signal nobody is waited for.
+        """
+        self._http.should_exit = True
+        self._http.force_exit = self._second_signal.is_set()
+        ending = asyncio.gather(self._driver.stop(), http, return_exceptions=True)
+        slow = [self._second_signal.wait()] if not self._second_signal.is_set() else []
+        await _first(ending, asyncio.sleep(STOP_SECONDS if slow else FAST_STOP_SECONDS), *slow)
+        if not ending.done():
+            self._http.force_exit = True
+            ending.cancel()
+            await asyncio.wait([http], timeout=1.0)
+
+    def _announce(self) -> None:
+        """Where the server is and a line to try it with, on stdout, once."""
+        model, url = self._driver.model, self._url()
+        print(
+            f"pageserve is ready at {url}  (model {self._names[0]} on {model.device}, {model.dtype}; context of "
+            f"{model.max_model_len} tokens, {model.num_blocks} KV blocks of {model.block_size})\nTry it:\n"
+            f"  {self._example(url)}",
+            flush=True,
+        )
+
+    def _url(self) -> str:
+        host, port = self._listener.getsockname()[:2]
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    def _example(self, url: str) -> str:
+        body: dict[str, Any] = {"model": self._names[0]}
+        if self._driver.tokenizer.chat_template is None:
+            route, body["prompt"] = "/v1/completions", EXAMPLE_PROMPT
+        else:
+            route, body["messages"] = "/v1/chat/completions", [{"role": "user", "content": EXAMPLE_CHAT}]
+        body |= {"max_tokens": min(200, self._driver.model.max_model_len // 2), "stream": True}
+        key = " -H 'Authorization: Bearer YOUR_KEY'" if self._config.api_key else ""
+        data = shlex.quote(json.dumps(body, ensure_ascii=False))
+        return f"curl -N {url}{route}{key} -H 'Content-Type: application/json' -d {data}"
+
+
+async def _first(*parts: Any) -> int:
+    """Wait until one awaitable is done and return its index, or raise what it raised.
+
+    Coroutines among the others are cancelled; tasks and futures that the caller made go on.
+    """
+    tasks = [asyncio.ensure_future(part) for part in parts]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        own = [task for task, part in zip(tasks, parts, strict=True) if task is not part and not task.done()]
+        for task in own:
+            task.cancel()
+        await asyncio.gather(*own, return_exceptions=True)
+    index = next(i for i, task in enumerate(tasks) if task.done() and not task.cancelled())
+    tasks[index].result()
+    return index
+
+
+def _settle_garbage_collector() -> None:
+    """What start-up made lives for ever: keep it out of collections, which otherwise stop every stream for a while."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)

@@ -1,0 +1,77 @@
+"""Served: what the handlers know about the server they run in."""
+
+import hashlib
+import time
+import uuid
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from starlette.types import Scope
+
+from engine.driver import Driver
+from engine.errors import UnavailableError
+from server.config import ServerConfig
+from server.errors import ApiError, invalid
+from server.protocol import GenerationRequest
+
+# A dead Worker comes back and its streams go on; whether new requests may wait for it is for the Driver to say.
+SERVING_PHASES = ("ready", "restarting")
+
+
+def package_version() -> str:
+    try:
+        return version("pageserve")
+    except PackageNotFoundError:  # run from a source tree that is not installed
+        return "unknown"
+
+
+@dataclass(frozen=True)
+class Served:
+    """`names` are all names of the one model; the first is the one to show. `created` is the start of this server."""
+
+    driver: Driver
+    config: ServerConfig
+    names: tuple[str, ...]
+    created: int
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Changes with whatever may change the text of a seeded request: version, checkpoint, device, dtype."""
+        model, config = self.driver.model, self.driver.config
+        parts = (package_version(), config.model, config.revision, config.quantization, model.device, model.dtype)
+        return "pageserve-" + hashlib.sha256(repr((*parts, model.vocab_size)).encode()).hexdigest()[:12]
+
+    def check_ready(self) -> None:
+        if self.driver.phase not in SERVING_PHASES:
+            raise UnavailableError(f"The server is not ready ({self.driver.phase}). Try again shortly.")
+
+    def check_model(self, name: str, param: str | None = "model") -> None:
+        if name not in self.names:
+            message = f"The model {name[:128]!r} does not exist here; this server has {self.names[0]!r}."
+            raise ApiError(404, message, param=param, code="model_not_found")
+
+    def check_request(self, request: GenerationRequest) -> None:
+        self.check_model(request.model)
+        if not 1 <= request.n <= self.config.max_n:
+            raise invalid(f"n must be an integer from 1 to {self.config.max_n}.", "n")
+
+    def response_head(self, id_prefix: str, object_type: str, request: GenerationRequest) -> dict[str, Any]:
+        """The fields that every chunk of one response has in common."""
+        return {
+            "id": f"{id_prefix}-{uuid.uuid4().hex}",
+            "object": object_type,
+            "created": int(time.time()),
+            "model": request.model,
+            "system_fingerprint": self.fingerprint,
+        }
+
+
+def cache_salt(scope: Scope, client_salt: str) -> str:
+    """Who may share KV blocks: clients with the same API key and the same salt of their own.
+
+    The length in front keeps the two apart: no choice of a salt reaches the blocks of another key.
+    """
+    tenant = scope.get("state", {}).get("tenant", "")
+    return f"{len(tenant)}:{tenant}{client_salt}" if tenant or client_salt else ""

@@ -1,0 +1,22 @@
+import pytest
+
+from tests.checkpoints import save_fake_checkpoint
+from tests.server.live import LiveServer
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    return save_fake_checkpoint(tmp_path_factory.mktemp("fake") / "model")
+
+
+@pytest.fixture(scope="session")
+def server(folder):
+    """Shared by all tests that leave it as they found it."""
+    with LiveServer(folder) as live:
+        yield live
+
+
+@pytest.fixture
+def client(server):
+    with server.client() as client:
+        yield client

@@ -1,0 +1,162 @@
+"""A live server for tests: real uvicorn on a free port, the real Driver, a Worker process whose device is fake.
+
+It runs on an event loop of its own in a thread, so that a client which blocks cannot stop it.
+"""
+
+import asyncio
+import json
+import sys
+import threading
+from pathlib import Path
+
+import httpx
+import uvicorn
+
+from engine.config import EngineConfig
+from engine.driver import Driver
+from server.app import create_app
+from server.config import ServerConfig
+
+MODEL = "org/fake-model"
+JSON = {"content-type": "application/json"}
+
+
+class LiveServer:
+    def __init__(self, folder: Path, *worker_options: str, engine: dict | None = None, wait=True, **settings) -> None:
+        """`settings` are those of ServerConfig, `engine` those of EngineConfig, the rest goes to tests.fake_worker."""
+        self.config = ServerConfig(**({"served_model_name": (MODEL, "alias"), "port": 0} | settings))
+        engine_config = EngineConfig(model=str(folder), load_format="dummy", **(engine or {}))
+        command = (sys.executable, "-m", "tests.fake_worker", *worker_options)
+        self.driver = Driver(engine_config, worker_command=command, max_queued_requests=self.config.max_queued_requests)
+        self._wait = wait
+        self._started = threading.Event()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> "LiveServer":
+        self._thread.start()
+        assert self._started.wait(30), "the server did not start"
+        if self._error is not None:
+            raise self._error
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.call(self._stop)
+        self._thread.join(20)
+        assert not self._thread.is_alive()
+
+    def client(self, **options) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=30, **options)
+
+    def call(self, function):
+        """Run a plain function, or a coroutine function, on the server's loop."""
+
+        async def run():
+            result = function()
+            return await result if asyncio.iscoroutine(result) else result
+
+        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(20)
+
+    def usage(self) -> dict[str, float]:
+        """What must be back at zero when nobody asks anything."""
+
+        def read():
+            self.driver.stats_snapshot()
+            scheduler = self.driver.scheduler
+            return {
+                "live": self.driver.num_live_requests,
+                "waiting": len(scheduler.waiting),
+                "running": len(scheduler.running),
+                "blocks": scheduler.block_manager.usage,
+            }
+
+        return self.call(read)
+
+    def wait_idle(self, seconds: float = 5.0) -> None:
+        """Until no request, sequence or block is held; fails after `seconds`."""
+        poll = threading.Event()
+        for _ in range(int(seconds / 0.01)):
+            if not any(self.usage().values()):
+                return
+            poll.wait(0.01)
+        raise AssertionError(f"still held: {self.usage()}")
+
+    def aborts(self) -> float:
+        return self.call(lambda: self.driver.stats.request_success.values["abort",])
+
+    def _run(self) -> None:
+        try:
+            with asyncio.Runner() as runner:
+                runner.run(self._serve())
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._started.set()
+
+    async def _serve(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        app = create_app(self.driver, self.config)
+        self._server = uvicorn.Server(
+            uvicorn.Config(app, host="127.0.0.1", port=0, http="httptools", ws="none", lifespan="off", log_config=None)
+        )
+        self._server.config.timeout_graceful_shutdown = 2
+        self._ended = asyncio.Event()
+        serving = asyncio.create_task(self._server.serve())
+        while not self._server.started:
+            await asyncio.sleep(0.005)
+        port = self._server.servers[0].sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        try:
+            await self.driver.start()
+            if self._wait:
+                await self.driver.wait_ready()
+            self._started.set()
+            await self._ended.wait()
+        finally:
+            await self.driver.stop()
+            self._server.should_exit = True
+            await serving
+
+    def _stop(self) -> None:
+        self._ended.set()
+
+
+def chat_body(**fields) -> dict:
+    return {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 8, "seed": 1} | fields
+
+
+def completion_body(**fields) -> dict:
+    return {"model": MODEL, "prompt": "hello", "max_tokens": 8, "seed": 1} | fields
+
+
+def events(raw: str) -> list[dict | str]:
+    """The data of each event, decoded; checks the framing byte for byte. Comments come as their text."""
+    assert raw.endswith("\n\n")
+    found: list[dict | str] = []
+    for frame in raw[:-2].split("\n\n"):
+        assert "\n" not in frame
+        if frame.startswith(":"):
+            found.append(frame)
+            continue
+        assert frame.startswith("data: ")
+        found.append("[DONE]" if frame == "data: [DONE]" else json.loads(frame[6:]))
+    return found
+
+
+def assert_error(response: httpx.Response, status: int, param: str | None = None, code: str | None = None) -> str:
+    """The envelope with its four keys and their types; returns the message."""
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    error = response.json()["error"]
+    assert set(response.json()) == {"error"}
+    assert set(error) == {"message", "type", "param", "code"}
+    assert isinstance(error["message"], str) and error["message"] and isinstance(error["type"], str)
+    assert error["param"] is None or isinstance(error["param"], str)
+    assert error["code"] is None or isinstance(error["code"], str)
+    assert len(response.content) < 700, "an error never repeats the input"
+    assert response.headers["x-request-id"]
+    if param is not None:
+        assert error["param"] == param, error
+    if code is not None:
+        assert error["code"] == code, error
+    return error["message"]
