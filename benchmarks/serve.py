@@ -8,7 +8,7 @@
 With --command and --peer-command the benchmark starts the servers itself and pauses one (SIGSTOP to all its processes)
 while the other is measured, so that they cannot disturb each other; it reports start-up time, memory and processor time
 as well. With --url they run on their own, and an idle one should be really idle.
-Without a server at all, `--model DIR` serves DIR with this checkout's own pageserve.
+Without --url and --command, ours is this checkout's own server: of the bundled model, or of --model.
 """
 
 import argparse
@@ -103,10 +103,9 @@ async def _compare(options: argparse.Namespace, started: list[ServerProcess]) ->
 
 def _wanted(options: argparse.Namespace) -> list[tuple[str, str]]:
     """(name, URL or command) of each server, ours first."""
-    ours = options.url or options.command
-    if options.model is not None:
-        python, model = shlex.quote(sys.executable), shlex.quote(options.model)
-        ours = f"{python} -m server.cli serve --model {model} --host 127.0.0.1 --port {{port}}"
+    model = f"--model {shlex.quote(options.model)} " if options.model else ""
+    own = f"{shlex.quote(sys.executable)} -m server.cli serve {model}--host 127.0.0.1 --port {{port}}"
+    ours = options.url or options.command or own
     peer = options.peer or options.peer_command
     return [("ours", ours), ("peer", peer)] if peer else [("ours", ours)]
 
@@ -170,10 +169,10 @@ def _print_table(sides: list[Side], names: list[str], options: argparse.Namespac
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    ours = parser.add_mutually_exclusive_group(required=True)
+    ours = parser.add_mutually_exclusive_group()
     ours.add_argument("--url", help="our server, already running")
     ours.add_argument("--command", help="starts our server; holds {port}")
-    ours.add_argument("--model", help="serve this folder or hub id with `pageserve serve`")
+    ours.add_argument("--model", help="what this checkout's own server serves (default: the bundled model)")
     peer = parser.add_mutually_exclusive_group()
     peer.add_argument("--peer", metavar="URL", help="the other server, already running")
     peer.add_argument("--peer-command", metavar="COMMAND", help="starts the other server; holds {port}")

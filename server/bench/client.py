@@ -1,7 +1,7 @@
 """An HTTP client that costs little, since on a small machine it shares the cores with the server that it measures.
 
-While a run lasts it only stamps what arrives: a segment costs one clock reading and one list append. Splitting, JSON
-and statistics come after the run (server/bench/answers.py); only the end of a response is looked for, by its last bytes.
+While a run lasts it only stamps what arrives: a segment costs one clock reading and one list append. Only the end of a
+response is looked for, by its last bytes. Events, JSON and statistics come after the run (server/bench/answers.py).
 """
 
 import asyncio
@@ -120,7 +120,7 @@ class _Protocol(asyncio.Protocol):
             self._look_for_end(self._exchange, closed=True)
 
     def close(self) -> None:
-        self.closed = True
+        self.closed, self._exchange = True, None  # whatever still arrives is nobody's
         self._transport.close()
 
     def _look_for_end(self, exchange: Exchange, closed: bool = False) -> None:

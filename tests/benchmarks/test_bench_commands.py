@@ -1,0 +1,142 @@
+"""`pageserve bench` and benchmarks/serve.py from end to end, against servers in processes of their own."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks.processes import ServerProcess, session_and_descendants
+from benchmarks.serve import main as compare
+from server.bench import main as bench
+
+STUB = f"{sys.executable} {Path(__file__).with_name('stub_server.py')} {{port}}"
+
+
+@pytest.fixture
+def stub(tmp_path):
+    process = ServerProcess(STUB, tmp_path / "stub.log")
+    wait_for_port(process)
+    yield process
+    process.stop()
+
+
+def wait_for_port(process):
+    for _ in range(200):
+        process.check_alive()
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", process.port)) == 0:
+                return
+        time.sleep(0.05)
+    raise TimeoutError
+
+
+def state_of(pid):
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_bench_prints_a_table_and_writes_json(stub, tmp_path, capsys):
+    path = tmp_path / "bench.json"
+    assert bench(["--base-url", stub.base_url, "--n", "4", "--rate", "100", "--seed", "3", "--json", str(path)]) == 0
+    out = capsys.readouterr().out
+    rows = {line.split()[0]: line for line in out.splitlines() if line.endswith("/4") or line.endswith("/1")}
+    assert list(rows) == ["uniform", "mixed", "chatbot", "parallel", "single"]
+    assert "seed 3" in out
+    document = json.loads(path.read_text())
+    assert [run["failed"] for run in document["runs"]] == [0] * 5
+    assert document["settings"]["seed"] == 3
+    assert document["servers"]["stub"]["max_model_len"] == 4096
+
+
+def test_bench_says_what_to_do_when_nobody_answers(capsys):
+    assert bench(["--base-url", "http://127.0.0.1:9/v1"]) == 2
+    assert "Start a server with `pageserve serve`" in capsys.readouterr().err
+
+
+def test_bench_refuses_a_bad_url(capsys):
+    assert bench(["--base-url", "localhost"]) == 2
+    assert "is no URL" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [("--n", "0"), ("--n", "x"), ("--rate", "nan"), ("--timeout", "-1"), ("--seed", "a")])
+def test_bench_refuses_bad_numbers(flags, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        bench(list(flags))
+    assert stopped.value.code == 2
+    assert flags[0] in capsys.readouterr().err
+
+
+def test_serve_compares_two_servers_it_starts(tmp_path, capsys):
+    path = tmp_path / "ab.json"
+    arguments = ["--command", STUB, "--peer-command", STUB + " 3000", "--workload", "uniform", "--n", "3"]
+    arguments += ["--repeats", "2", "--log-dir", str(tmp_path), "--json", str(path)]
+    assert compare(arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    table = lines[lines.index(next(line for line in lines if line.startswith("workload"))) + 1 :]
+    assert [line.split()[0] for line in table] == ["uniform", "peer", "ratio", "ratio:"]
+    document = json.loads(path.read_text())
+    assert [run["server"] for run in document["runs"]] == ["ours", "ours", "peer", "peer"]
+    assert all(run["failed"] == 0 and run["server_cpu_s"] >= 0 for run in document["runs"])
+    assert document["settings"]["max_token_id"] == 1999  # what the smaller vocabulary takes, for both
+    assert document["servers"]["ours"]["ready_s"] > 0 and document["servers"]["ours"]["memory_mib"] > 1
+
+
+def test_serve_takes_servers_that_run_already(stub, capsys):
+    arguments = ["--url", stub.base_url, "--peer", stub.base_url, "--workload", "single", "--n", "1", "--repeats", "1"]
+    assert compare(arguments) == 0
+    assert "ratio" in capsys.readouterr().out
+
+
+def test_serve_shows_the_log_of_a_server_that_dies(tmp_path, capsys):
+    command = f"{sys.executable} -c 'raise SystemExit(\"no such model {{port}}\")'"
+    assert compare(["--command", command, "--log-dir", str(tmp_path)]) == 2
+    assert "no such model" in capsys.readouterr().err
+
+
+def test_a_command_needs_a_place_for_the_port(tmp_path):
+    with pytest.raises(ValueError, match=r"must hold \{port\}"):
+        ServerProcess("true", tmp_path / "log")
+
+
+def test_pause_stops_every_process_and_resume_wakes_them(tmp_path):
+    # A child in a session of its own, as an engine's worker may be.
+    script = "import subprocess, sys; subprocess.Popen(['sleep', '60'], start_new_session=True); sys.stdin.close(); "
+    script += "import time; print('{port}', flush=True); time.sleep(60)"
+    process = ServerProcess(f'{sys.executable} -c "{script}"', tmp_path / "log")
+    while not (tmp_path / "log").read_text():
+        time.sleep(0.02)
+    leader = process._process.pid
+    members = session_and_descendants(leader)
+    assert members[0] == leader and len(members) == 2
+    process.pause()
+    assert [state_of(pid) for pid in members] == ["T", "T"]
+    before = process.cpu_seconds()
+    time.sleep(0.05)
+    assert process.cpu_seconds() == before
+    process.resume()
+    assert "T" not in [state_of(pid) for pid in members]
+    assert process.memory_mib() > 1
+    process.pause()
+    process.stop()
+    assert not any(os.path.exists(f"/proc/{pid}") and state_of(pid) != "Z" for pid in members)
+
+
+def test_stop_kills_what_ignores_sigterm(tmp_path):
+    script = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+    script += "print('{port}', flush=True); time.sleep(60)"
+    process = ServerProcess(f'{sys.executable} -c "{script}"', tmp_path / "log")
+    while not (tmp_path / "log").read_text():
+        time.sleep(0.02)
+    process.stop(timeout=0.2)
+    assert process._process.returncode == -signal.SIGKILL
+
+
+def test_bench_needs_neither_torch_nor_the_engine():
+    code = "import server.bench, sys; print([m for m in ('torch', 'engine', 'fastapi') if m in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.strip() == "[]"
