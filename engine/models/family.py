@@ -6,7 +6,7 @@ from typing import Any
 
 from engine.errors import ModelError
 from engine.models.config import ModelConfig
-from engine.models.reader import ConfigReader
+from engine.models.reader import ConfigReader, short
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +36,11 @@ def find_family(raw: Mapping[str, Any], families: Sequence[Family]) -> Family:
     found = by_architecture if names else by_type
     if not found:
         served = ", ".join(name for family in families for name in family.architectures)
-        asked = f"architectures {names}" if names else f"model_type {model_type!r}"
+        asked = f"architectures {short(names)}" if names else f"model_type {short(model_type)}"
         code = "; the checkpoint's own code (auto_map) is never run" if "auto_map" in raw else ""
         raise ModelError(f"config.json: {asked} is not served{code}. Served are: {served}.")
     if model_type is not None and by_type != found:
-        raise ModelError(f"config.json contradicts itself: architectures {names}, but model_type {model_type!r}.")
+        raise ModelError(
+            f"config.json contradicts itself: architectures {short(names)}, but model_type {short(model_type)}."
+        )
     return found[0]

@@ -43,6 +43,12 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return value
 
 
+def short(value: Any) -> str:
+    """For messages: a damaged or hostile file may hold megabytes."""
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
 class ConfigReader:
     """`null` counts as absent. A getter without a default refuses an absent field."""
 
@@ -54,7 +60,7 @@ class ConfigReader:
         """An integer from low to high."""
         value = self._get(name, default)
         if type(value) is not int or not low <= value <= high:
-            raise ModelError(f"{self.where}: {name} must be an integer from {low} to {high}, not {value!r}.")
+            raise ModelError(f"{self.where}: {name} must be an integer from {low} to {high}, not {short(value)}.")
         return value
 
     def head_dim(self, hidden_size: int, num_heads: int) -> int:
@@ -69,13 +75,13 @@ class ConfigReader:
         """A positive finite number."""
         value = self._get(name, default)
         if type(value) not in (int, float) or not math.isfinite(value) or value <= 0:
-            raise ModelError(f"{self.where}: {name} must be a positive number, not {value!r}.")
+            raise ModelError(f"{self.where}: {name} must be a positive number, not {short(value)}.")
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
         value = self._get(name, default)
         if type(value) is not bool:
-            raise ModelError(f"{self.where}: {name} must be true or false, not {value!r}.")
+            raise ModelError(f"{self.where}: {name} must be true or false, not {short(value)}.")
         return value
 
     def activation(self, name: str, default: str) -> str:
@@ -85,7 +91,7 @@ class ConfigReader:
     def choice(self, name: str, default: str, choices: tuple[str, ...]) -> str:
         value = self._get(name, default)
         if value not in choices:
-            raise ModelError(f"{self.where}: {name} {value!r} is not served; known are {', '.join(choices)}.")
+            raise ModelError(f"{self.where}: {name} {short(value)} is not served; known are {', '.join(choices)}.")
         return str(value)
 
     def has(self, name: str) -> bool:
@@ -95,7 +101,7 @@ class ConfigReader:
         """Refuse a field that would change the output, unless it is absent or has the one value that is served."""
         value = self.raw.get(name)
         if value is not None and value != served:
-            raise ModelError(f"{self.where}: {name} = {value!r} is not supported (only {served!r} is served).")
+            raise ModelError(f"{self.where}: {name} = {short(value)} is not supported (only {served!r} is served).")
 
     def dtype(self) -> str:
         """What the checkpoint was saved in ("dtype", before transformers 5 "torch_dtype")."""
@@ -130,7 +136,8 @@ class ConfigReader:
             return None
         if kind not in ("linear", "llama3", "yarn"):
             raise ModelError(
-                f"{rope.where}: rope_type {kind!r} is not supported; served are default, linear, dynamic, llama3, yarn."
+                f"{rope.where}: rope_type {short(kind)} is not supported; "
+                "served are default, linear, dynamic, llama3 and yarn."
             )
         trained = self if self.has("original_max_position_embeddings") else rope
         length = self.size("max_position_embeddings")
@@ -150,7 +157,7 @@ class ConfigReader:
         name = "rope_scaling" if self.raw.get("rope_scaling") else "rope_parameters"
         value = self.raw.get(name) or {}
         if not isinstance(value, dict):
-            raise ModelError(f"{self.where}: {name} must be an object, not {value!r}.")
+            raise ModelError(f"{self.where}: {name} must be an object, not {short(value)}.")
         if any(isinstance(entry, dict) for entry in value.values()):
             raise ModelError(f"{self.where}: {name} by layer type is not supported.")
         return ConfigReader(value, f"{self.where}: {name}")

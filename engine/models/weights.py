@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import prod, sqrt
+from math import sqrt
 from pathlib import Path
 from typing import Any
 
@@ -52,15 +52,25 @@ def dummy_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device,
     One pool of random numbers is laid end to end over all matrices: copying is much faster than drawing.
     """
     pool = torch.rand(DUMMY_POOL, generator=torch.Generator().manual_seed(seed)).mul_(2).sub_(1).to(device)
-    weights, offset = {}, 0
-    for name, shape in config.parameter_shapes().items():
-        if len(shape) == 1:
-            weights[name] = torch.full(shape, float(name.endswith("weight")), dtype=dtype, device=device)
+    weights, offset = allocate(config, dtype, device), 0
+    for name, weight in weights.items():
+        if weight.dim() == 1:
+            weight.fill_(float(name.endswith("weight")))
             continue
-        weights[name] = torch.empty(shape, dtype=dtype, device=device)
-        _fill(weights[name].view(-1), pool * sqrt(3 / shape[1]), offset)
-        offset = (offset + prod(shape)) % DUMMY_POOL
+        _fill(weight.view(-1), pool * sqrt(3 / weight.shape[1]), offset)
+        offset = (offset + weight.numel()) % DUMMY_POOL
     return weights
+
+
+def allocate(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    """Every parameter of the model, uninitialised. ModelError where the device has no room."""
+    try:
+        return {
+            name: torch.empty(shape, dtype=dtype, device=device) for name, shape in config.parameter_shapes().items()
+        }
+    except (RuntimeError, MemoryError) as error:
+        gib = config.weight_bytes(dtype.itemsize) / 2**30
+        raise ModelError(f"no room on {device} for {gib:.1f} GiB of weights in {dtype}: {error}") from error
 
 
 def _fill(flat: Tensor, pool: Tensor, offset: int) -> None:
@@ -158,9 +168,7 @@ class _Loader:
         self.tied_head: tuple[Path, str] | None = None
         self.progress = progress
         self.total, self.done, self.reported = config.num_parameters(), 0, -1
-        self.weights = {
-            name: torch.empty(shape, dtype=dtype, device=device) for name, shape in config.parameter_shapes().items()
-        }
+        self.weights = allocate(config, dtype, device)
 
     def load(self) -> dict[str, Tensor]:
         for path in self.files:

@@ -1,0 +1,78 @@
+"""Runs a Decoder over a paged cache the way the Worker does, for the tests of models."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from engine.models.attention import BatchMetadata
+from engine.models.decoder import Decoder
+
+BLOCK_SIZE = 8
+
+
+@dataclass
+class Sequence:
+    """token_ids so far, of which the first num_computed are in the cache, in the pages of block_ids."""
+
+    token_ids: list[int]
+    num_computed: int = 0
+    block_ids: list[int] = field(default_factory=list)
+
+
+class PagedRunner:
+    """A pool of pages handed out in random order, so that no test passes by chance on contiguous memory."""
+
+    def __init__(self, model: Decoder, num_blocks: int = 256, dtype: torch.dtype = torch.float32) -> None:
+        config = model.config
+        shape = (num_blocks, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
+        nan = float("nan")  # whatever reads a slot that was never written shows
+        self.model = model
+        self.kv_caches = [
+            (torch.full(shape, nan, dtype=dtype), torch.full(shape, nan, dtype=dtype)) for _ in range(config.num_layers)
+        ]
+        self.free = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)).tolist()
+
+    def step(self, work: list[tuple[Sequence, int]]) -> list[Tensor]:
+        """Compute the next n tokens of each sequence in one batch; their logits [n, vocab] in the order given."""
+        order = sorted(range(len(work)), key=lambda i: work[i][1] != 1)  # single tokens first, as decodes
+        metadata, input_ids = self._batch([work[i] for i in order])
+        logits = self.model.compute_logits(self.model.forward(input_ids, metadata, self.kv_caches))
+        parts = logits.split([work[i][1] for i in order])
+        for sequence, n in work:
+            sequence.num_computed += n
+        return [parts[order.index(i)] for i in range(len(work))]
+
+    def _batch(self, work: list[tuple[Sequence, int]]) -> tuple[BatchMetadata, Tensor]:
+        ids, positions, slots = [], [], []
+        for sequence, n in work:
+            while len(sequence.block_ids) * BLOCK_SIZE < sequence.num_computed + n:
+                sequence.block_ids.append(self.free.pop())
+            here = range(sequence.num_computed, sequence.num_computed + n)
+            ids += sequence.token_ids[here.start : here.stop]
+            positions += here
+            slots += [sequence.block_ids[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in here]
+        num_decodes = sum(n == 1 for _, n in work)
+        lengths = [n for _, n in work[num_decodes:]]
+        width = max(len(sequence.block_ids) for sequence, _ in work)
+        tables = [sequence.block_ids + [0] * (width - len(sequence.block_ids)) for sequence, _ in work]
+        metadata = BatchMetadata(
+            positions=torch.tensor(positions),
+            slot_mapping=torch.tensor(slots),
+            num_decodes=num_decodes,
+            block_tables=torch.tensor(tables, dtype=torch.int32),
+            seq_lens=torch.tensor([sequence.num_computed + n for sequence, n in work], dtype=torch.int32),
+            cu_seqlens_q=torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32),
+            max_seqlen_q=max(lengths, default=0),
+        )
+        return metadata, torch.tensor(ids)
+
+
+def greedy(runner: PagedRunner, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+    """Greedy continuations of all prompts in one batch."""
+    sequences = [Sequence(list(prompt)) for prompt in prompts]
+    for _ in range(num_tokens):
+        logits = runner.step([(s, len(s.token_ids) - s.num_computed) for s in sequences])
+        for sequence, rows in zip(sequences, logits, strict=True):
+            sequence.token_ids.append(int(rows[-1].argmax()))
+    return [s.token_ids[len(prompt) :] for s, prompt in zip(sequences, prompts, strict=True)]

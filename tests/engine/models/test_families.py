@@ -1,0 +1,78 @@
+"""Every family against transformers: logits in fp32 through the paged cache, and greedy text."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from engine.models.decoder import Decoder
+from engine.models.families import read_model_config
+from engine.models.weights import load_model
+from tests.engine.models.paged import PagedRunner, Sequence, greedy
+from tests.engine.models.tiny_models import CASES, VOCAB, oracle_logits, save_model
+
+PROMPT_LENGTHS = (1, 7, 33, 40)
+TOLERANCE = {"atol": 2e-5, "rtol": 2e-5}  # logits are of size 1 to 10
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
+    config = read_model_config(folder)
+    return load_model(folder, config, dtype=dtype, device=torch.device("cpu"), load_format="auto", seed=0)
+
+
+def make_prompts(*lengths: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(VOCAB, (n,), generator=generator).tolist() for n in lengths]
+
+
+@pytest.fixture(scope="module", params=CASES)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Decoder]:
+    """transformers' model and ours, loaded from what it saved."""
+    folder = tmp_path_factory.mktemp(request.param)
+    oracle = save_model(request.param, folder)
+    return oracle, load(folder)
+
+
+def test_logits_of_a_batch_of_prompts(pair: tuple[PreTrainedModel, Decoder]) -> None:
+    oracle, model = pair
+    prompts = make_prompts(*PROMPT_LENGTHS)
+    sequences = [Sequence(prompt) for prompt in prompts]
+    logits = PagedRunner(model).step([(s, len(s.token_ids)) for s in sequences])
+    for prompt, ours in zip(prompts, logits, strict=True):
+        assert ours.dtype == torch.float32 and ours.shape == (len(prompt), VOCAB)
+        torch.testing.assert_close(ours, oracle_logits(oracle, prompt), **TOLERANCE)
+
+
+def test_logits_of_chunks_mixed_with_decodes(pair: tuple[PreTrainedModel, Decoder]) -> None:
+    """Three sequences go through in steps of different sizes, 1 being a decode; all logits are as in one pass."""
+    oracle, model = pair
+    sequences = [Sequence(prompt) for prompt in make_prompts(40, 33, 21)]
+    runner = PagedRunner(model)
+    collected: list[list[torch.Tensor]] = [[], [], []]
+    plan = [(7, 1, 9), (1, 1, 9), (13, 16, 1), (1, 1, 1), (1, 14, 1), (17, 0, 0)]
+    for sizes in plan:
+        work = [(i, n) for i, n in enumerate(sizes) if n]
+        for (i, _), logits in zip(work, runner.step([(sequences[i], n) for i, n in work]), strict=True):
+            collected[i].append(logits)
+    for sequence, parts in zip(sequences, collected, strict=True):
+        assert sequence.num_computed == len(sequence.token_ids)
+        torch.testing.assert_close(torch.cat(parts), oracle_logits(oracle, sequence.token_ids), **TOLERANCE)
+
+
+def test_greedy_text_is_the_same(pair: tuple[PreTrainedModel, Decoder]) -> None:
+    """The oracle, given our text, would have chosen every token of it: so its own greedy text is the same."""
+    oracle, model = pair
+    prompts = make_prompts(1, 5, 9, 16, 23)
+    texts = greedy(PagedRunner(model), prompts, 64)
+    for prompt, text in zip(prompts, texts, strict=True):
+        choices = oracle_logits(oracle, prompt + text).argmax(-1).tolist()
+        assert text == choices[len(prompt) - 1 : -1]
+    assert len({token for text in texts for token in text}) >= 8, "an oracle that repeats itself proves little"
+
+
+def test_num_parameters(pair: tuple[PreTrainedModel, Decoder]) -> None:
+    oracle, model = pair
+    count = sum(parameter.numel() for parameter in oracle.parameters())
+    assert model.config.num_parameters() == count
+    assert model.config.weight_bytes(2) == 2 * count

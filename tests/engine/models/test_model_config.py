@@ -1,0 +1,182 @@
+"""config.json -> ModelConfig: old and new spellings, and every field that cannot be honoured refused by name."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.errors import ModelError
+from engine.models.families import model_config, read_model_config
+from tests.engine.models.tiny_models import CASES
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 32000,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 2048,
+}
+QWEN2 = {**LLAMA, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "num_key_value_heads": 2}
+GPT2: dict[str, Any] = {
+    "architectures": ["GPT2LMHeadModel"],
+    "model_type": "gpt2",
+    "vocab_size": 100,
+    "n_embd": 64,
+    "n_head": 4,
+    "n_layer": 2,
+    "n_positions": 128,
+}
+OPT = {**LLAMA, "architectures": ["OPTForCausalLM"], "model_type": "opt", "ffn_dim": 160}
+
+
+def test_first_llama_spelling() -> None:
+    """LLaMA 1 and 2 checkpoints say nothing of head_dim, rope or dtype's new name: transformers' defaults hold."""
+    config = model_config({**LLAMA, "torch_dtype": "float16", "rope_scaling": None})
+    assert (config.num_kv_heads, config.head_dim, config.rope_theta, config.norm_eps) == (4, 16, 10000.0, 1e-6)
+    assert (config.dtype, config.tie_embeddings, config.rope_scaling) == ("float16", False, None)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith(("gpt2", "opt"))])
+def test_spelling_before_transformers_5(name: str) -> None:
+    """rope_theta and rope_scaling at the top, torch_dtype: the same ModelConfig."""
+    new = CASES[name]().to_dict() | {"architectures": None, "dtype": "bfloat16"}
+    old = {key: value for key, value in new.items() if key not in ("rope_parameters", "dtype")}
+    rope = dict(new["rope_parameters"])
+    old |= {"rope_theta": rope.pop("rope_theta"), "torch_dtype": "bfloat16"}
+    if rope["rope_type"] != "default":
+        old["rope_scaling"] = {"type" if key == "rope_type" else key: value for key, value in rope.items()}
+    assert model_config(old) == model_config(new)
+
+
+@pytest.mark.parametrize(
+    ("rope", "longest"),
+    [
+        ({"rope_type": "linear", "factor": 4.0}, 8192),
+        ({"rope_type": "dynamic", "factor": 4.0}, 2048),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}, 8192),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}, 2048),
+        ({"rope_type": "yarn", "factor": 4.0}, 8192),
+        (
+            {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 512,
+            },
+            2048,
+        ),
+    ],
+)
+def test_longest_sequence(rope: dict[str, Any], longest: int) -> None:
+    assert model_config({**LLAMA, "rope_parameters": rope}).max_position_embeddings == longest
+
+
+def test_window_layers() -> None:
+    assert model_config(QWEN2).window(1) == 0
+    upper = model_config({**QWEN2, "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1})
+    assert [upper.window(layer) for layer in range(2)] == [0, 9]
+    listed = {"use_sliding_window": True, "sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]}
+    assert [model_config({**QWEN2, **listed}).window(layer) for layer in range(2)] == [9, 0]
+    mistral = {**LLAMA, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "num_key_value_heads": 2}
+    assert model_config(mistral).window(0) == 4096  # what MistralConfig takes where the field is absent
+    assert model_config({**mistral, "sliding_window": None}).window(0) == 0
+
+
+def test_sizes_of_a_known_model() -> None:
+    """Llama-3.2-1B: 1,235,814,400 parameters; 16 layers of 8 KV heads of 64 in bf16 are 32 KiB a token."""
+    config = model_config(
+        {
+            **LLAMA,
+            "vocab_size": 128256,
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "tie_word_embeddings": True,
+        }
+    )
+    assert config.num_parameters() == 1_235_814_400
+    assert config.kv_bytes_per_token(2) == 32 << 10
+
+
+@pytest.mark.parametrize(
+    ("base", "fields", "message"),
+    [
+        (LLAMA, {"architectures": ["FalconForCausalLM"]}, "FalconForCausalLM.*Served are: LlamaForCausalLM"),
+        (LLAMA, {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification.*not served"),
+        (LLAMA, {"architectures": None, "model_type": "falcon"}, "model_type 'falcon' is not served"),
+        (LLAMA, {"architectures": None, "model_type": None}, "not served"),
+        (LLAMA, {"architectures": ["X"], "auto_map": {"AutoModel": "x.Y"}}, "own code .auto_map. is never run"),
+        (LLAMA, {"model_type": "mistral"}, "contradicts itself"),
+        (LLAMA, {"model_type": "evil"}, "contradicts itself"),
+        (LLAMA, {"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+        (LLAMA, {"hidden_size": None}, "has no hidden_size"),
+        (LLAMA, {"hidden_size": "64"}, "hidden_size must be an integer"),
+        (LLAMA, {"hidden_size": 64.0}, "hidden_size must be an integer"),
+        (LLAMA, {"hidden_size": True}, "hidden_size must be an integer"),
+        (LLAMA, {"hidden_size": 0}, "hidden_size must be an integer from 1"),
+        (LLAMA, {"hidden_size": 10**4000}, "hidden_size must be an integer from 1"),
+        (LLAMA, {"hidden_size": 66}, "cannot share hidden size 66"),
+        (LLAMA, {"num_hidden_layers": 10**9}, "num_hidden_layers must be an integer from 1 to 10000"),
+        (LLAMA, {"num_key_value_heads": 3}, "cannot share 3 KV heads"),
+        (LLAMA, {"head_dim": 15}, "even head_dim"),
+        (LLAMA, {"hidden_act": "xielu"}, "hidden_act 'xielu' is not served; known are"),
+        (LLAMA, {"rms_norm_eps": float("nan")}, "rms_norm_eps must be a positive number"),
+        (LLAMA, {"attention_bias": "yes"}, "attention_bias must be true or false"),
+        (LLAMA, {"torch_dtype": "float8_e4m3fn"}, "torch_dtype 'float8_e4m3fn' is not served"),
+        (LLAMA, {"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope_type 'longrope' is not supported"),
+        (LLAMA, {"rope_parameters": {"rope_type": "mrope"}}, "rope_type 'mrope' is not supported"),
+        (LLAMA, {"rope_scaling": {"type": "linear"}}, "rope_scaling has no factor"),
+        (LLAMA, {"rope_scaling": {"type": "linear", "factor": -1}}, "factor must be a positive number"),
+        (LLAMA, {"rope_scaling": {"type": ["linear"]}}, "is not supported"),
+        (LLAMA, {"rope_scaling": "linear"}, "rope_scaling must be an object"),
+        (LLAMA, {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "by layer type is not supported"),
+        (
+            LLAMA,
+            {"rope_scaling": {"type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 1}},
+            "low_freq_factor must be below",
+        ),
+        (LLAMA, {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5 is not supported"),
+        (QWEN2, {"layer_types": ["full_attention"]}, "layer_types must list one type for each of the 2 layers"),
+        (QWEN2, {"layer_types": ["full_attention", "linear_attention"]}, "holds linear_attention"),
+        (GPT2, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True is not supported"),
+        (GPT2, {"add_cross_attention": True}, "add_cross_attention = True is not supported"),
+        (GPT2, {"n_head": 5}, "cannot share hidden size 64"),
+        (OPT, {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine = False is not supported"),
+    ],
+)
+def test_refusals(base: dict[str, Any], fields: dict[str, Any], message: str) -> None:
+    model_config(base)
+    with pytest.raises(ModelError, match=message):
+        model_config({**base, **fields})
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", "[" * 100_000])
+def test_malformed_config_json(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ModelError, match=r"config\.json"):
+        read_model_config(tmp_path)
+
+
+def test_no_config_json(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"cannot read .*config\.json"):
+        read_model_config(tmp_path)
+
+
+def test_no_torch_is_needed() -> None:
+    """`pageserve plan` reads configs on machines that have no torch."""
+    code = "import sys, engine.models.families; assert 'torch' not in sys.modules and 'safetensors' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3])
+
+
+def test_config_json_of_a_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(GPT2))
+    assert read_model_config(tmp_path) == model_config(GPT2)

@@ -1,0 +1,273 @@
+"""The loader: shards, dtypes, dummy weights, and every damaged or hostile checkpoint refused by name."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.errors import ModelError
+from engine.models.decoder import Decoder
+from engine.models.families import read_model_config
+from engine.models.weights import load_model
+from tests.engine.models.paged import PagedRunner, Sequence
+from tests.engine.models.tiny_models import VOCAB, load_oracle, oracle_logits, save_model
+
+PROMPT = [5, 17, 3, 88, 41, 9, 60, 2, 2, 31]
+CPU = torch.device("cpu")
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32, load_format: str = "auto", seed: int = 0) -> Decoder:
+    config = read_model_config(folder)
+    return load_model(folder, config, dtype=dtype, device=CPU, load_format=load_format, seed=seed)
+
+
+def logits_of(model: Decoder, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return PagedRunner(model, dtype=dtype).step([(Sequence(PROMPT), len(PROMPT))])[0]
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """Change the tensors of a checkpoint of one file."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+
+
+def edit_config(folder: Path, **fields: object) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | fields))
+
+
+def test_shards(tmp_path: Path) -> None:
+    oracle = save_model("llama", tmp_path, max_shard_size="60KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+    torch.testing.assert_close(logits_of(load(tmp_path)), oracle_logits(oracle, PROMPT), atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "opt_350m"])
+def test_bf16(tmp_path: Path, name: str) -> None:
+    """No further from the fp32 truth than transformers' bf16, give or take the luck of rounding."""
+    oracle = save_model(name, tmp_path)
+    truth = oracle_logits(oracle, PROMPT)
+    model = load(tmp_path, torch.bfloat16)
+    ours = (logits_of(model, torch.bfloat16) - truth).abs().mean()
+    theirs = (oracle_logits(load_oracle(tmp_path, torch.bfloat16), PROMPT) - truth).abs().mean()
+    assert 0 < ours < 1.5 * theirs < truth.abs().mean()
+
+
+def test_checkpoint_in_bf16_says_so_and_loads_in_fp32(tmp_path: Path) -> None:
+    save_model("llama_tied", tmp_path).to(torch.bfloat16).save_pretrained(tmp_path)
+    assert read_model_config(tmp_path).dtype == "bfloat16"
+    expected = oracle_logits(load_oracle(tmp_path, torch.float32), PROMPT)
+    torch.testing.assert_close(logits_of(load(tmp_path)), expected, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize(("name", "prefix"), [("gpt2", "transformer."), ("opt", "model."), ("llama", "model.")])
+def test_names_without_the_base_models_prefix(tmp_path: Path, name: str, prefix: str) -> None:
+    """The original GPT-2 checkpoint is such a one."""
+    oracle = save_model(name, tmp_path)
+
+    def strip(tensors: dict[str, torch.Tensor]) -> None:
+        for key in list(tensors):
+            tensors[key.removeprefix(prefix)] = tensors.pop(key)
+
+    rewrite(tmp_path, strip)
+    torch.testing.assert_close(logits_of(load(tmp_path)), oracle_logits(oracle, PROMPT), atol=2e-5, rtol=2e-5)
+
+
+def test_buffers_of_old_checkpoints_are_skipped(tmp_path: Path) -> None:
+    save_model("gpt2", tmp_path / "gpt2")
+    expected = logits_of(load(tmp_path / "gpt2"))
+    rewrite(tmp_path / "gpt2", lambda t: t.update({"transformer.h.0.attn.bias": torch.ones(1, 1, 8, 8).bool()}))
+    torch.testing.assert_close(logits_of(load(tmp_path / "gpt2")), expected)
+    save_model("llama", tmp_path / "llama")
+    rewrite(tmp_path / "llama", lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}))
+    load(tmp_path / "llama")
+
+
+def test_tied_head_may_be_repeated_but_not_differ(tmp_path: Path) -> None:
+    save_model("llama_tied", tmp_path)
+    rewrite(tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    load(tmp_path)
+    rewrite(tmp_path, lambda t: t["lm_head.weight"][3, 4].add_(1))
+    with pytest.raises(ModelError, match=r"'lm_head\.weight' differs from the embedding.*tie_word_embeddings"):
+        load(tmp_path)
+    edit_config(tmp_path, tie_word_embeddings=False)
+    load(tmp_path)
+
+
+def test_dummy_weights(tmp_path: Path) -> None:
+    """The same seed gives the same model, another seed another; no weight file is read; nothing overflows."""
+    save_model("qwen2", tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    first, again, other = (logits_of(load(tmp_path, load_format="dummy", seed=seed)) for seed in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not torch.allclose(first, other)
+    assert first.isfinite().all() and 0.1 < first.std() < 10
+
+
+def test_dummy_matrices_are_random_throughout(tmp_path: Path) -> None:
+    """A pool of random numbers is reused: no two rows of a matrix that is larger than the pool may be alike."""
+    save_model("llama", tmp_path)
+    edit_config(tmp_path, vocab_size=40_000, tie_word_embeddings=True)  # 1.9 M values
+    table = load(tmp_path, load_format="dummy").embedding.weight
+    assert len({row.numpy().tobytes() for row in table}) == 40_000
+    assert table.std().item() == pytest.approx(48**-0.5, rel=0.01)
+    assert abs(table.mean().item()) < 1e-3
+
+
+def test_progress_is_reported(tmp_path: Path) -> None:
+    save_model("llama", tmp_path)
+    phases: list[str] = []
+    config = read_model_config(tmp_path)
+    load_model(tmp_path, config, dtype=torch.float32, device=CPU, load_format="auto", seed=0, progress=phases.append)
+    assert phases[-1] == "loading weights 100%"
+    assert 2 < len(phases) <= 11 and len(set(phases)) == len(phases)
+
+
+def test_max_model_len_bounds_the_rotary_table(tmp_path: Path) -> None:
+    save_model("llama", tmp_path)
+    config = read_model_config(tmp_path)
+    model = load_model(tmp_path, config, dtype=torch.float32, device=CPU, load_format="dummy", seed=0, max_model_len=40)
+    assert model.cos_sin_cache is not None and model.cos_sin_cache.shape == (40, config.head_dim)
+
+
+def test_weights_are_consumed(tmp_path: Path) -> None:
+    """Every tensor finds its place in the decoder: one left over would mean a parameter without effect."""
+    from engine.models.weights import dummy_weights
+
+    for name in ("llama_biases", "qwen3", "gpt2", "opt_350m"):
+        save_model(name, tmp_path / name)
+        config = read_model_config(tmp_path / name)
+        weights = dummy_weights(config, torch.float32, CPU, 0)
+        Decoder(config, weights, CPU)
+        assert not weights
+
+
+# Refusals
+
+
+def test_pickle_only(tmp_path: Path) -> None:
+    save_model("llama", tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(ModelError, match=r"neither model\.safetensors nor .*Pickle.*save_pretrained"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["../outside.safetensors", "/etc/outside.safetensors", "sub/../../outside.safetensors", "model.bin"]
+)
+def test_index_may_not_leave_the_folder(tmp_path: Path, name: str) -> None:
+    save_model("llama", tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").rename(tmp_path / "outside.safetensors")
+    (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": name}}))
+    with pytest.raises(ModelError, match="inside the model's folder"):
+        load(tmp_path / "model")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "a.safetensors"])
+def test_links_may_not_leave_the_folder(tmp_path: Path, name: str) -> None:
+    save_model("llama", tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").rename(tmp_path / "outside.safetensors")
+    (tmp_path / "model" / name).symlink_to(tmp_path / "outside.safetensors")
+    (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": name}}))
+    with pytest.raises(ModelError, match=rf"'{name}' is a link that leaves"):
+        load(tmp_path / "model")
+
+
+def test_links_of_a_hub_cache_are_followed(tmp_path: Path) -> None:
+    repo = tmp_path / "models--org--name"
+    (repo / "blobs").mkdir(parents=True)
+    oracle = save_model("llama", repo / "snapshots" / "0123")
+    shard = repo / "snapshots" / "0123" / "model.safetensors"
+    shard.rename(repo / "blobs" / "abcd")
+    shard.symlink_to(Path("../../blobs/abcd"))
+    torch.testing.assert_close(logits_of(load(shard.parent)), oracle_logits(oracle, PROMPT), atol=2e-5, rtol=2e-5)
+    (tmp_path / "blobs").mkdir()  # a folder of that name elsewhere is no cache of this model
+    (repo / "blobs" / "abcd").rename(tmp_path / "blobs" / "abcd")
+    shard.unlink()
+    shard.symlink_to(tmp_path / "blobs" / "abcd")
+    with pytest.raises(ModelError, match="link that leaves"):
+        load(shard.parent)
+
+
+def test_a_shard_must_be_a_file(tmp_path: Path) -> None:
+    save_model("llama", tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "a.safetensors"}}))
+    with pytest.raises(ModelError, match=r"lacks the weight file 'a\.safetensors'"):
+        load(tmp_path)
+    os.mkfifo(tmp_path / "a.safetensors")  # opening one would block for ever
+    with pytest.raises(ModelError, match=r"lacks the weight file 'a\.safetensors'"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "index", ["{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"x": 3}}', '{"weight_map": {"x": "\\u0000"}}']
+)
+def test_malformed_index(tmp_path: Path, index: str) -> None:
+    save_model("llama", tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ModelError, match=r"model\.safetensors\.index\.json"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, -1])
+def test_truncated_file(tmp_path: Path, keep: int) -> None:
+    save_model("llama", tmp_path)
+    data = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(data[:keep])
+    with pytest.raises(ModelError, match=r"model\.safetensors is damaged or incomplete"):
+        load(tmp_path)
+
+
+def test_wrong_shape(tmp_path: Path) -> None:
+    save_model("llama", tmp_path)
+    edit_config(tmp_path, vocab_size=VOCAB + 1)
+    with pytest.raises(ModelError, match=r"model\.safetensors: tensor '.*' has shape \[97, 48\].*asks for \[98, 48\]"):
+        load(tmp_path)
+
+
+def test_missing_tensor(tmp_path: Path) -> None:
+    save_model("llama", tmp_path)
+    rewrite(tmp_path, lambda t: t.pop("model.layers.1.mlp.up_proj.weight"))
+    with pytest.raises(ModelError, match=r"lacks model\.layers\.1\.mlp\.up_proj\.weight\."):
+        load(tmp_path)
+
+
+def test_unexpected_tensors(tmp_path: Path) -> None:
+    """A bias that config.json does not speak of would change the output: it must not be dropped in silence."""
+    save_model("llama_biases", tmp_path)
+    edit_config(tmp_path, attention_bias=False)
+    with pytest.raises(ModelError, match=r"holds 12 tensors \(model\.layers\.0\.self_attn.*no place"):
+        load(tmp_path)
+
+
+def test_quantised_tensor(tmp_path: Path) -> None:
+    save_model("llama", tmp_path)
+    rewrite(tmp_path, lambda t: t.update({"model.norm.weight": torch.ones(48, dtype=torch.int8)}))
+    with pytest.raises(ModelError, match=r"'model\.norm\.weight' is of type I8"):
+        load(tmp_path)
+
+
+def test_no_room(tmp_path: Path) -> None:
+    save_model("llama", tmp_path)
+    edit_config(tmp_path, vocab_size=2**31 - 1, hidden_size=2**30)
+    for load_format in ("auto", "dummy"):
+        with pytest.raises(ModelError, match=r"no room on cpu for \d+\.\d GiB of weights in torch\.float32"):
+            load(tmp_path, load_format=load_format)
+
+
+def test_tensor_in_two_shards(tmp_path: Path) -> None:
+    save_model("llama", tmp_path)
+    shard = tmp_path / "model.safetensors"
+    (tmp_path / "a.safetensors").write_bytes(shard.read_bytes())
+    shard.rename(tmp_path / "b.safetensors")
+    index = {"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelError, match=r"is in a\.safetensors and again in b\.safetensors"):
+        load(tmp_path)

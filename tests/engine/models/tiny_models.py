@@ -1,0 +1,127 @@
+"""Tiny random transformers models, one for every behaviour that a family can have. They are the oracle."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    OPTConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+VOCAB = 97  # odd on purpose: nothing may rely on a padded vocabulary
+
+
+def _llama_like(kind: Callable[..., PreTrainedConfig], **changes: Any) -> PreTrainedConfig:
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+    }
+    return kind(**{**sizes, **changes})
+
+
+def _gpt2(**changes: Any) -> GPT2Config:
+    return GPT2Config(vocab_size=VOCAB, n_embd=48, n_head=4, n_layer=3, n_positions=128, **changes)
+
+
+def _opt(**changes: Any) -> OPTConfig:
+    sizes: dict[str, Any] = {"hidden_size": 48, "ffn_dim": 80, "num_hidden_layers": 3, "num_attention_heads": 4}
+    return OPTConfig(vocab_size=VOCAB, max_position_embeddings=128, **{**sizes, **changes})
+
+
+def _rope(**rope: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_theta": 10000.0, **rope}}
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+CASES: dict[str, Callable[[], PreTrainedConfig]] = {
+    "llama": lambda: _llama_like(LlamaConfig),
+    "llama_tied": lambda: _llama_like(LlamaConfig, tie_word_embeddings=True),
+    "llama_biases": lambda: _llama_like(LlamaConfig, attention_bias=True, mlp_bias=True, hidden_act="gelu"),
+    "llama_multi_head": lambda: _llama_like(LlamaConfig, num_key_value_heads=6, rms_norm_eps=1e-3),
+    "llama_head_dim": lambda: _llama_like(LlamaConfig, head_dim=16, **_rope(rope_type="default", rope_theta=500.0)),
+    "llama_rope_llama3": lambda: _llama_like(LlamaConfig, **_rope(**LLAMA3, original_max_position_embeddings=32)),
+    "llama_rope_linear": lambda: _llama_like(LlamaConfig, **_rope(rope_type="linear", factor=4.0)),
+    "llama_rope_dynamic": lambda: _llama_like(LlamaConfig, **_rope(rope_type="dynamic", factor=2.0)),
+    "llama_rope_yarn": lambda: _llama_like(
+        LlamaConfig, **_rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=32)
+    ),
+    "llama_rope_yarn_options": lambda: _llama_like(
+        LlamaConfig,
+        **_rope(
+            rope_type="yarn",
+            factor=4.0,
+            original_max_position_embeddings=32,
+            beta_fast=16.0,
+            beta_slow=2.0,
+            mscale=0.7,
+            mscale_all_dim=1.3,
+            truncate=False,
+        ),
+    ),
+    "mistral": lambda: _llama_like(MistralConfig, sliding_window=11),
+    "mistral_no_window": lambda: _llama_like(MistralConfig, sliding_window=None, head_dim=16),
+    "qwen2": lambda: _llama_like(Qwen2Config),
+    "qwen2_window": lambda: _llama_like(
+        Qwen2Config, use_sliding_window=True, sliding_window=9, max_window_layers=1, tie_word_embeddings=True
+    ),
+    "qwen3": lambda: _llama_like(Qwen3Config, head_dim=16),
+    "qwen3_window_bias": lambda: _llama_like(
+        Qwen3Config,
+        head_dim=12,
+        attention_bias=True,
+        use_sliding_window=True,
+        sliding_window=9,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
+    "gpt2": _gpt2,
+    "gpt2_options": lambda: _gpt2(
+        n_inner=64, activation_function="gelu", scale_attn_weights=False, tie_word_embeddings=False
+    ),
+    "opt": _opt,
+    "opt_350m": lambda: _opt(do_layer_norm_before=False, word_embed_proj_dim=40, num_hidden_layers=2),
+    "opt_no_bias": lambda: _opt(enable_bias=False, _remove_final_layer_norm=True, activation_function="gelu"),
+}
+
+
+def build_model(name: str) -> PreTrainedModel:
+    """Random fp32 weights; biases and norm weights too, which a fresh model leaves at 0 and 1."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CASES[name](), attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn_like(parameter)
+            if parameter.dim() == 2:
+                parameter.copy_(noise * 0.25)
+            else:
+                parameter.add_(noise * 0.25)
+    return model
+
+
+def save_model(name: str, folder: Path, **options: Any) -> PreTrainedModel:
+    model = build_model(name)
+    model.save_pretrained(folder, **options)
+    return model
+
+
+def load_oracle(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+
+
+@torch.no_grad()
+def oracle_logits(model: PreTrainedModel, token_ids: list[int]) -> torch.Tensor:
+    """fp32 [len(token_ids), vocab]"""
+    return model(torch.tensor([token_ids]), use_cache=False).logits[0].float()
