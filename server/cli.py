@@ -5,6 +5,7 @@ ends in one line on stderr: exit status 2 for a wrong command line, setting or m
 """
 
 import argparse
+import logging
 import os
 import subprocess
 import sys
@@ -27,6 +28,7 @@ An OpenAI-compatible LLM inference server.
 `pageserve COMMAND --help` lists a command's options.
 """
 INTERRUPTED = 130
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 class Parser(argparse.ArgumentParser):
@@ -119,6 +121,7 @@ def serve(arguments: list[str]) -> int:
     _merge_positional_model(flags)
     engine_config, server_config = load_settings((EngineConfig, ServerConfig), flags, os.environ)
     server_config = resolve_files(server_config)
+    logging.basicConfig(level=server_config.log_level.upper(), format=LOG_FORMAT)
 
     from server.serve import run
 

@@ -1,0 +1,50 @@
+# pageserve in a container.
+#   docker build -t pageserve .                                         for NVIDIA GPUs (and it runs on CPUs)
+#   docker build -t pageserve:cpu --build-arg TORCH_INDEX=URL .         for CPUs, several GB smaller: URL is the index of
+#                                                                       CPU wheels that pytorch.org's install page shows
+#   docker run --rm --gpus all -p 8000:8000 -v cache:/cache pageserve serve Qwen/Qwen3-0.6B
+# BASE may be pinned by digest, and replaced by any Debian image with Python 3.10 or newer.
+ARG BASE=python:3.12-slim-bookworm
+FROM ${BASE}
+
+# tini: PID 1 that passes SIGTERM on and reaps. gcc and libc6-dev: Triton compiles a small launcher per kernel.
+# Versions are the base image's Debian release.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends tini gcc libc6-dev \
+    && rm -rf /var/lib/apt/lists/* \
+    && groupadd --gid 10001 pageserve \
+    && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /cache --shell /usr/sbin/nologin pageserve \
+    && install --directory --owner=10001 --group=10001 /cache
+
+# Dependencies change rarely, the source often: each has a layer, the largest first.
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
+WORKDIR /opt/pageserve
+COPY pyproject.toml deploy/requirements.py ./
+ARG TORCH_INDEX=""
+RUN python requirements.py torch > torch.txt \
+    && pip install --no-cache-dir ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} --requirement torch.txt
+RUN python requirements.py > rest.txt \
+    && pip install --no-cache-dir --requirement rest.txt
+COPY README.md ./
+COPY kernels ./kernels
+COPY engine ./engine
+COPY server ./server
+RUN pip install --no-cache-dir --no-deps .
+
+# The root file system may be read-only: everything that is written goes to /cache (a volume keeps it) or /tmp.
+ENV HF_HOME=/cache/huggingface \
+    TRITON_CACHE_DIR=/cache/triton \
+    NUMBA_CACHE_DIR=/cache/numba \
+    PYTHONUNBUFFERED=1 \
+    PAGESERVE_HOST=0.0.0.0 \
+    PAGESERVE_PORT=8000
+VOLUME /cache
+WORKDIR /cache
+USER 10001:10001
+EXPOSE 8000
+STOPSIGNAL SIGTERM
+HEALTHCHECK --interval=10s --timeout=5s --start-period=300s --retries=3 \
+    CMD ["python", "-c", "import os, urllib.request as u; u.urlopen(f'http://127.0.0.1:{os.environ[\"PAGESERVE_PORT\"]}/health', timeout=4)"]
+ENTRYPOINT ["tini", "--", "pageserve"]
+CMD ["serve"]

@@ -1,0 +1,225 @@
+"""Two real replicas behind a real nginx with deploy/nginx.conf, restarted in turn under constant load.
+
+Nothing may fail: every request gets its 200, every stream all its tokens, its finish_reason and [DONE]. `make test`
+runs two restarts, `make rolling-restart RESTARTS=10` as many as you like.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.checkpoints import save_fake_checkpoint
+
+ROOT = Path(__file__).parents[2]
+NGINX = shutil.which("nginx") or ("/usr/sbin/nginx" if Path("/usr/sbin/nginx").exists() else None)
+RESTARTS = int(os.environ.get("RESTARTS", "2"))
+NUM_CLIENTS = 6
+START_SECONDS = 120.0  # a Worker imports torch; the machine may be busy
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "float32",
+    "vocab_size": 260,
+    "eos_token_id": 257,
+}
+
+pytestmark = pytest.mark.skipif(NGINX is None, reason="nginx is not installed (Debian: apt install nginx-light)")
+
+
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+class Replica:
+    """One `pageserve serve` process on a port that it keeps over restarts."""
+
+    def __init__(self, model: Path, port: int, log: Path) -> None:
+        self.port = port
+        self._log = log
+        names = f"--served-model-name m --port {port}"
+        engine = "--load-format dummy --device cpu --cpu-threads 1 --num-blocks 512 --max-num-seqs 8 --drain-timeout 60"
+        self._command = [sys.executable, "-m", "server.cli", "serve", str(model), *names.split(), *engine.split()]
+        self.start()
+
+    def start(self) -> None:
+        environ = {name: value for name, value in os.environ.items() if not name.startswith("PAGESERVE_")}
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(self._command, cwd=ROOT, env=environ, stdout=log, stderr=log)
+
+    def wait_ready(self) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
+            assert self._process.poll() is None, self._log.read_text()
+            with contextlib.suppress(httpx.HTTPError):
+                if httpx.get(f"http://127.0.0.1:{self.port}/ready", timeout=5).status_code == 200:
+                    return
+            time.sleep(0.1)
+        raise AssertionError(f"not ready after {START_SECONDS} s:\n{self._log.read_text()}")
+
+    def restart(self) -> None:
+        assert self.stop() == 0, self._log.read_text()
+        self.start()
+        self.wait_ready()
+
+    def stop(self) -> int:
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+        return self._process.wait(90)
+
+
+def render_nginx_conf(folder: Path, port: int, replica_ports: list[int]) -> Path:
+    """deploy/nginx.conf itself with other addresses and another folder for temporary files."""
+    text = (ROOT / "deploy/nginx.conf").read_text()
+    changes = {
+        "listen 8080;": f"listen 127.0.0.1:{port};",
+        "/tmp/": f"{folder}/",
+        "/dev/stdout": f"{folder}/access.log",
+    }
+    changes |= {f"replica-{i}:8000": f"127.0.0.1:{each}" for i, each in enumerate(replica_ports, start=1)}
+    for old, new in changes.items():
+        assert old in text, f"deploy/nginx.conf no longer says {old}"
+        text = text.replace(old, new)
+    conf = folder / "nginx.conf"
+    conf.write_text(text)
+    return conf
+
+
+@contextlib.contextmanager
+def nginx(folder: Path, port: int, replica_ports: list[int]):
+    conf = render_nginx_conf(folder, port, replica_ports)
+    user = "user root;" if os.geteuid() == 0 else ""  # the temporary folder is ours alone
+    command = [NGINX, "-p", str(folder), "-c", str(conf), "-g", f"daemon off; {user}"]
+    subprocess.run([*command[:-1], user, "-t"], check=True, capture_output=True)
+    with (folder / "nginx.log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        yield
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(10)
+
+
+class Load:
+    """Clients that ask again and again, streaming and not, and note what went wrong."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self.counts: Counter[str] = Counter()
+        self.failures: list[str] = []
+        self.running = True
+        self._ended = asyncio.Event()
+
+    async def client(self, http: httpx.AsyncClient, number: int) -> None:
+        for turn in itertools.count():
+            if not self.running or len(self.failures) > 10:
+                return
+            num_tokens = 20 + (turn * 37 + number * 61) % 180
+            kind = ("stream", "whole", "chat")[(turn + number) % 3]
+            try:
+                await getattr(self, kind)(http, num_tokens)
+                self.counts[kind] += 1
+            except (httpx.HTTPError, AssertionError, ValueError, LookupError) as error:
+                self.failures.append(f"{kind} of {num_tokens} tokens: {type(error).__name__}: {error}")
+            self._ended.set()
+
+    async def wait_for(self, turns: int) -> None:
+        """Until so many more requests ended: a restart must always meet running ones."""
+        for _ in range(turns):
+            self._ended.clear()
+            await self._ended.wait()
+            assert len(self.failures) <= 10, self.failures
+
+    async def whole(self, http: httpx.AsyncClient, num_tokens: int) -> None:
+        body = {"model": "m", "prompt": "tell me", "max_tokens": num_tokens, "ignore_eos": True}
+        response = await http.post("/v1/completions", json=body)
+        assert response.status_code == 200, f"{response.status_code} {response.text}"
+        assert response.json()["usage"]["completion_tokens"] == num_tokens
+
+    async def stream(self, http: httpx.AsyncClient, num_tokens: int) -> None:
+        await self._read_stream(http, "/v1/completions", {"prompt": "tell me"}, num_tokens)
+
+    async def chat(self, http: httpx.AsyncClient, num_tokens: int) -> None:
+        messages = [{"role": "user", "content": "tell me"}]
+        await self._read_stream(http, "/v1/chat/completions", {"messages": messages}, num_tokens)
+
+    async def _read_stream(self, http: httpx.AsyncClient, path: str, body: dict, num_tokens: int) -> None:
+        options = {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
+        body = {"model": "m", "max_tokens": num_tokens, **options, **body}
+        async with http.stream("POST", path, json=body) as response:
+            assert response.status_code == 200, f"{response.status_code} {await response.aread()!r}"
+            events = [line[6:] async for line in response.aiter_lines() if line.startswith("data: ")]
+        assert events and events[-1] == "[DONE]", f"the stream ends after {len(events)} events: {events[-1:]}"
+        chunks = [json.loads(event) for event in events[:-1]]
+        assert chunks[-1]["usage"]["completion_tokens"] == num_tokens
+        reasons = [
+            choice["finish_reason"] for chunk in chunks for choice in chunk["choices"] if choice["finish_reason"]
+        ]
+        assert reasons == ["length"]
+
+
+async def restart_under_load(url: str, replicas: list[Replica], restarts: int) -> Load:
+    load = Load(url)
+    limits = httpx.Limits(max_connections=NUM_CLIENTS, max_keepalive_connections=NUM_CLIENTS)
+    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as http:
+        clients = [asyncio.create_task(load.client(http, number)) for number in range(NUM_CLIENTS)]
+        try:
+            await load.wait_for(NUM_CLIENTS)
+            for number in range(restarts):
+                await asyncio.to_thread(replicas[number % len(replicas)].restart)
+                await load.wait_for(NUM_CLIENTS)
+                print(f"restart {number + 1}: {load.counts.total()} complete, {len(load.failures)} failed", flush=True)
+        finally:
+            load.running = False
+            await asyncio.gather(*clients)
+    return load
+
+
+@pytest.fixture
+def replicas(tmp_path):
+    model = save_fake_checkpoint(tmp_path / "model")
+    (model / "config.json").write_text(json.dumps(LLAMA))
+    ports = free_ports(2)
+    replicas = []
+    try:
+        for number, port in enumerate(ports):
+            replicas.append(Replica(model, port, tmp_path / f"replica-{number}.log"))
+        for replica in replicas:
+            replica.wait_ready()
+        yield replicas
+    finally:
+        statuses = [replica.stop() for replica in replicas]
+    assert statuses == [0, 0]
+
+
+async def test_no_request_fails_while_replicas_restart_in_turn(replicas, tmp_path):
+    (port,) = free_ports(1)
+    with nginx(tmp_path, port, [replica.port for replica in replicas]):
+        load = await restart_under_load(f"http://127.0.0.1:{port}", replicas, RESTARTS)
+    assert load.failures == []
+    assert all(load.counts[kind] > 0 for kind in ("stream", "whole", "chat"))
