@@ -68,9 +68,16 @@ def gpu_cache_bytes(utilization: float, total: int, used_by_others: int, weights
 
 
 def size_kv_cache(
-    config: EngineConfig, model: ModelConfig, *, dtype_bytes: int, budget: int, max_num_seqs: int, on_gpu: bool
+    config: EngineConfig,
+    model: ModelConfig,
+    *,
+    dtype_bytes: int,
+    budget: int,
+    available: int,
+    max_num_seqs: int,
+    on_gpu: bool,
 ) -> KVCacheSize:
-    """Blocks from a budget in bytes (or from num_blocks), and max_model_len from the blocks.
+    """Blocks from a budget in bytes (or num_blocks, within what is available), and max_model_len from the blocks.
 
     On a CPU a default never takes more than all sequences at their longest could use: memory is shared with others.
     On a GPU the rest is left to the prefix cache.
@@ -87,6 +94,11 @@ def size_kv_cache(
         raise ConfigError(
             f"no room for the KV cache: one block takes {format_bytes(block_bytes)}, {format_bytes(max(0, budget))} "
             f"are left. {_more_memory(on_gpu, config, block_bytes)}"
+        )
+    if num_blocks * block_bytes > available:
+        raise ConfigError(
+            f"num_blocks: {num_blocks} blocks take {format_bytes(num_blocks * block_bytes)}, "
+            f"{format_bytes(max(0, available))} are left; use --num-blocks {max(0, available) // block_bytes} or less."
         )
     capacity = num_blocks * config.block_size
     if config.max_model_len is not None and config.max_model_len > capacity:

@@ -278,15 +278,17 @@ def load_runner(
     progress("profiling")
     if device.type == "cuda":
         profile = profile_gpu(config, model, decoder, limits, dtype, device)
-        budget = profile.cache_budget
+        budget = available = profile.cache_budget
         memory |= {"activations": profile.activations}
     else:
-        budget = host_cache_bytes(config, available_host_bytes())
+        available = available_host_bytes()
+        budget = host_cache_bytes(config, available)
     size = size_kv_cache(
         config,
         model,
         dtype_bytes=dtype.itemsize,
         budget=budget,
+        available=available,
         max_num_seqs=limits.max_num_seqs,
         on_gpu=device.type == "cuda",
     )

@@ -55,7 +55,7 @@ class MemoryPlan:
     activations: int
     sampler: int
     overhead: int
-    kv_budget: int
+    left_for_kv: int
     limits: StepLimits
     size: KVCacheSize | None
     problem: str
@@ -75,22 +75,22 @@ def make_plan(config: EngineConfig, model: ModelConfig, machine: Machine) -> Mem
     needed = weights + activations + sampler
     model_max_len(config, model)
     size, problem = None, ""
+    available = machine.total_bytes - needed
     if on_gpu:
-        budget = gpu_cache_bytes(config.gpu_memory_utilization, machine.total_bytes, overhead, needed)
-    else:
-        budget = machine.total_bytes - needed
+        available = gpu_cache_bytes(config.gpu_memory_utilization, machine.total_bytes, overhead, needed)
     try:
-        if not on_gpu:
-            budget = host_cache_bytes(config, budget)
         size = size_kv_cache(
-            config, model, dtype_bytes=dtype_bytes, budget=budget, max_num_seqs=limits.max_num_seqs, on_gpu=on_gpu
+            config,
+            model,
+            dtype_bytes=dtype_bytes,
+            budget=available if on_gpu else host_cache_bytes(config, available),
+            available=available,
+            max_num_seqs=limits.max_num_seqs,
+            on_gpu=on_gpu,
         )
-        if config.num_blocks is not None and size.num_bytes > budget:
-            problem = f"num_blocks: they take {format_bytes(size.num_bytes)}, {format_bytes(budget)} are left."
-            size = None
     except ConfigError as error:
         problem = str(error)
-    return MemoryPlan(weights, activations, sampler, overhead, budget, limits, size, problem)
+    return MemoryPlan(weights, activations, sampler, overhead, available, limits, size, problem)
 
 
 def activation_bytes(model: ModelConfig, dtype_bytes: int, num_tokens: int) -> int:
@@ -176,7 +176,7 @@ def describe(config: EngineConfig, model: ModelConfig, machine: Machine, plan: M
     yield _row("KV per token", per_token, "")
     yield _row("KV per sequence", length * per_token, f"of max_model_len {length}")
     if plan.size is None:
-        yield _row("left for KV cache", plan.kv_budget, "")
+        yield _row("left for KV cache", plan.left_for_kv, "")
         return
     capacity = plan.size.num_blocks * config.block_size
     yield _row("KV cache", plan.size.num_bytes, f"{plan.size.num_blocks:,} blocks, {capacity:,} tokens")
