@@ -10,6 +10,7 @@ import shlex
 import signal
 import socket
 import subprocess
+import time
 from pathlib import Path
 from typing import IO
 
@@ -45,7 +46,11 @@ class ServerProcess:
             raise RuntimeError(f"the server exited with status {status}; the end of its log:\n{tail}")
 
     def pause(self) -> None:
+        """Returns when all processes have stopped; a busy machine may take a moment to deliver the signal."""
         self._signal_all(signal.SIGSTOP)
+        deadline = time.monotonic() + 5
+        while any((stat := _read_stat(pid)) and stat[0] != "T" for pid in self._pids()) and time.monotonic() < deadline:
+            time.sleep(0.005)
 
     def resume(self) -> None:
         self._signal_all(signal.SIGCONT)

@@ -14,6 +14,7 @@ Without --url and --command, ours is this checkout's own server: of the bundled 
 import argparse
 import asyncio
 import shlex
+import signal
 import sys
 import time
 from dataclasses import dataclass, field
@@ -70,6 +71,7 @@ def main(argv: list[str] | None = None) -> int:
     """Exit status: 0 when every request was answered in full, 1 when one was not, 2 when nothing could be measured."""
     options = _parser().parse_args(argv)
     started: list[ServerProcess] = []
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was started is stopped then, too
     try:
         return run_async(_compare(options, started))
     except (TargetError, ValueError, RuntimeError) as error:

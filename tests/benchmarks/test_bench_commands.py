@@ -15,6 +15,7 @@ from benchmarks.processes import ServerProcess, session_and_descendants
 from benchmarks.serve import main as compare
 from server.bench import main as bench
 
+ROOT = Path(__file__).resolve().parent.parent.parent
 STUB = f"{sys.executable} {Path(__file__).with_name('stub_server.py')} {{port}}"
 
 
@@ -34,6 +35,14 @@ def wait_for_port(process):
                 return
         time.sleep(0.05)
     raise TimeoutError
+
+
+def wait_for(condition):
+    for _ in range(200):
+        if condition():
+            return True
+        time.sleep(0.02)
+    return False
 
 
 def state_of(pid):
@@ -119,11 +128,11 @@ def test_pause_stops_every_process_and_resume_wakes_them(tmp_path):
     time.sleep(0.05)
     assert process.cpu_seconds() == before
     process.resume()
-    assert "T" not in [state_of(pid) for pid in members]
+    assert wait_for(lambda: "T" not in [state_of(pid) for pid in members])
     assert process.memory_mib() > 1
     process.pause()
     process.stop()
-    assert not any(os.path.exists(f"/proc/{pid}") and state_of(pid) != "Z" for pid in members)
+    assert wait_for(lambda: not any(os.path.exists(f"/proc/{pid}") and state_of(pid) != "Z" for pid in members))
 
 
 def test_stop_kills_what_ignores_sigterm(tmp_path):
@@ -140,3 +149,16 @@ def test_bench_needs_neither_torch_nor_the_engine():
     code = "import server.bench, sys; print([m for m in ('torch', 'engine', 'fastapi') if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.strip() == "[]"
+
+
+def test_serve_stops_what_it_started_when_it_is_ended(tmp_path):
+    ready = tmp_path / "ready"
+    script = (
+        f"import pathlib, os, time; pathlib.Path('{ready}').write_text(str(os.getpid())); time.sleep(60)  # {{port}}"
+    )
+    arguments = [sys.executable, "benchmarks/serve.py", "--log-dir", str(tmp_path)]
+    benchmark = subprocess.Popen([*arguments, "--command", f'{sys.executable} -c "{script}"'], cwd=ROOT)
+    assert wait_for(lambda: ready.exists() and ready.read_text())
+    benchmark.terminate()
+    assert benchmark.wait(30) == 130
+    assert not os.path.exists(f"/proc/{ready.read_text()}")
