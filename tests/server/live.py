@@ -16,6 +16,8 @@ from engine.config import EngineConfig
 from engine.driver import Driver
 from server.app import create_app
 from server.config import ServerConfig
+from server.serve import bind
+from tests.fake_device import expected_tokens
 
 MODEL = "org/fake-model"
 JSON = {"content-type": "application/json"}
@@ -97,15 +99,13 @@ class LiveServer:
         self.loop = asyncio.get_running_loop()
         app = create_app(self.driver, self.config)
         self._server = uvicorn.Server(
-            uvicorn.Config(app, host="127.0.0.1", port=0, http="httptools", ws="none", lifespan="off", log_config=None)
+            uvicorn.Config(app, http="httptools", ws="none", lifespan="off", log_config=None, server_header=False)
         )
         self._server.config.timeout_graceful_shutdown = 2
         self._ended = asyncio.Event()
-        serving = asyncio.create_task(self._server.serve())
-        while not self._server.started:
-            await asyncio.sleep(0.005)
-        port = self._server.servers[0].sockets[0].getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
+        listener = bind("127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        serving = asyncio.create_task(self._server.serve(sockets=[listener]))
         try:
             await self.driver.start()
             if self._wait:
@@ -160,3 +160,14 @@ def assert_error(response: httpx.Response, status: int, param: str | None = None
     if code is not None:
         assert error["code"] == code, error
     return error["message"]
+
+
+def expected_text(prompt: bytes | list[int], seed: int, num_tokens: int, index: int = 0) -> str:
+    """What the fake device says to a prompt: the unbatched oracle, for sample `index` of a seed."""
+    own_seed = (seed + index * 0x9E3779B97F4A7C15) % 2**64
+    return bytes(expected_tokens(list(prompt), own_seed, num_tokens)).decode()
+
+
+def chat_prompt(text: str) -> list[int]:
+    """The ids of chat_body()'s template around one user message."""
+    return [256, *f"user\n{text}".encode(), 257, *b"\n", 256, *b"assistant\n"]

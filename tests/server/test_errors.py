@@ -1,0 +1,541 @@
+"""Every bad input is one short 400 that names the field, and never disturbs the streams beside it."""
+
+import json
+import threading
+
+import httpx
+import pytest
+
+from tests.server.live import (
+    JSON,
+    LiveServer,
+    assert_error,
+    chat_body,
+    chat_prompt,
+    completion_body,
+    events,
+    expected_text,
+)
+
+HUGE = 10**60
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+class Victim(threading.Thread):
+    """Streams all the while; every stream must be complete and say exactly what it says alone."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(daemon=True)
+        self.url, self.ended, self.count, self.failure = url, threading.Event(), 0, None
+
+    def run(self) -> None:
+        expected = expected_text(b"victim", 5, 100)
+        try:
+            with httpx.Client(base_url=self.url, timeout=30) as client:
+                while not self.ended.is_set():
+                    body = completion_body(prompt="victim", seed=5, max_tokens=100, stream=True)
+                    *chunks, done = events(client.post(COMPLETIONS, json=body).text)
+                    assert done == "[DONE]"
+                    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == expected
+                    self.count += 1
+                    self.ended.wait(0.02)
+        except BaseException as error:
+            self.failure = error
+
+
+@pytest.fixture(scope="module")
+def victim(server):
+    thread = Victim(server.url)
+    thread.start()
+    yield thread
+    thread.ended.set()
+    thread.join(20)
+    assert thread.failure is None, f"a stream was disturbed: {thread.failure!r}"
+    assert thread.count > 0
+
+
+def numbers(field: str, *more) -> list:
+    """What no number field takes."""
+    return [(field, value) for value in ("1", True, [], {}, "NaN", *more)]
+
+
+BAD_FOR_BOTH = [
+    *numbers("temperature", -0.1, 1e10, HUGE, float("nan"), float("inf"), -float("inf")),
+    *numbers("top_p", 0, -1, 1.5, HUGE, float("nan")),
+    *numbers("min_p", -0.1, 1.1, float("nan")),
+    *numbers("presence_penalty", -2.1, 2.1, float("inf")),
+    *numbers("frequency_penalty", -2.1, 2.1, float("nan")),
+    *numbers("repetition_penalty", 0, -1, 101, float("nan")),
+    *numbers("n", 0, -1, 1.5, 17, HUGE, 1.0),
+    *numbers("max_tokens", 0, -1, 0.5, 513, 2**31, 2**63, HUGE),
+    *numbers("min_tokens", -1, 9, 2**63, HUGE, 1.5),
+    *numbers("top_k", -2, 2**31, HUGE, 0.5),
+    *numbers("seed", -(2**63) - 1, 2**64, HUGE, 1.5),
+    *numbers("priority", 2**31, -(2**31) - 1, HUGE, 0.5),
+    *[(field, value) for field in ("stream", "ignore_eos", "skip_special_tokens") for value in (1, "true", [], 0.0)],
+    *[("include_stop_str_in_output", value) for value in ("yes", 0)],
+    *[("stop", value) for value in (1, True, {}, [""], "", ["x"] * 17, [["a"]])],
+    ("stop", ["ok", 5]),
+    *[("stop_token_ids", value) for value in (1, "1", {}, [-1], [260], [2**31], [2**63], [HUGE], [0] * 1025)],
+    *[("stop_token_ids", [value]) for value in (True, 1.0, "1")],
+    *[("logit_bias", value) for value in (1, [], "x", {"a": 1}, {"-1": 1}, {"1.5": 1}, {"٣": 1}, {"260": 1})],
+    *[("logit_bias", {"5": value}) for value in (101, -101, "1", True, [], float("nan"), HUGE)],
+    *[("logit_bias", {key: 1}) for key in (str(HUGE), "9" * 4000, "", " 1", "2147483648")],
+    ("logit_bias", {str(i): 1 for i in range(1025)}),
+    *[("model", value) for value in (1, True, [], {})],
+    *[("cache_salt", value) for value in (1, [], "x" * 129)],
+    ("stream_options", {"include_usage": True}),
+    *[("tools", value) for value in ([{"type": "function"}], {}, 1)],
+    *[("tool_choice", value) for value in ("auto", "required", {"type": "function"})],
+    *[("response_format", value) for value in ({"type": "json_object"}, {"type": "json_schema"}, "text", {})],
+    *[("service_tier", value) for value in ("flex", 1, [])],
+    *[("suffix", "tail"), ("logits_processors", ["x"]), ("prompt_embeds", "AAAA"), ("chat_template", "{{ 1 }}")],
+    *[("guided_json", {}), ("guided_regex", "a+"), ("structured_outputs", {"json": {}}), ("bad_words", ["a"])],
+    *[("allowed_token_ids", [1]), ("prompt_logprobs", 1), ("use_beam_search", True), ("reasoning_effort", "high")],
+    *[("truncate_prompt_tokens", 5), ("return_token_ids", True), ("functions", [{}]), ("modalities", ["audio"])],
+]
+BAD_FOR_CHAT = [
+    *numbers("max_completion_tokens", 0, -1, 513, HUGE),
+    *[("messages", value) for value in ([], {}, "hi", 1, True)],
+    *[("logprobs", value) for value in (1, "true", [])],
+    *numbers("top_logprobs", -1, 21, HUGE),
+    ("add_generation_prompt", 1),
+    *[("prompt", "hi"), ("best_of", 1), ("continue_final_message", True), ("echo", True)],
+]
+BAD_MESSAGES = [
+    (5, "messages[0]"),
+    (None, "messages[0]"),
+    ([], "messages[0]"),
+    ({}, "messages[0].role"),
+    ({"role": "user"}, "messages[0].content"),
+    ({"role": "user", "content": None}, "messages[0].content"),
+    ({"role": "user", "content": 5}, "messages[0].content"),
+    ({"role": "user", "content": {}}, "messages[0].content"),
+    ({"role": "user", "content": []}, "messages[0].content"),
+    ({"role": "user", "content": ["text"]}, "messages[0].content[0]"),
+    ({"role": "user", "content": [{}]}, "messages[0].content[0].type"),
+    (
+        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]},
+        "messages[0].content[0].type",
+    ),
+    ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0].text"),
+    ({"role": "user", "content": [{"type": "text", "text": 1}]}, "messages[0].content[0].text"),
+    ({"role": "user", "content": [{"type": "text", "text": "a", "x": 1}]}, "messages[0].content[0].x"),
+    ({"role": "tool", "content": "x", "tool_call_id": "1"}, "messages[0].tool_call_id"),
+    ({"role": "robot", "content": "x"}, "messages[0].role"),
+    ({"role": 1, "content": "x"}, "messages[0].role"),
+    ({"role": "user", "content": "x", "name": 1}, "messages[0].name"),
+    ({"role": "user", "content": "x", "color": "red"}, "messages[0].color"),
+    ({"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}, "messages[0].tool_calls"),
+]
+BAD_TEMPLATE_KWARGS = [
+    ({"tokenize": True}, "chat_template_kwargs.tokenize"),
+    ({"messages": "x"}, "chat_template_kwargs.messages"),
+    ({"chat_template": "{{ 1 }}"}, "chat_template_kwargs.chat_template"),
+    ({"add_generation_prompt": False}, "chat_template_kwargs.add_generation_prompt"),
+    ({"tools": "x"}, "chat_template_kwargs.tools"),
+    ({"not an identifier": 1}, "chat_template_kwargs.not an identifier"),
+    ({"x": [1]}, "chat_template_kwargs.x"),
+    ({"x": {}}, "chat_template_kwargs.x"),
+    ({"x": "y" * 257}, "chat_template_kwargs.x"),
+    ({f"x{i}": 1 for i in range(17)}, "chat_template_kwargs"),
+    ([], "chat_template_kwargs"),
+]
+BAD_FOR_COMPLETIONS = [
+    *[(value, "prompt") for value in (1, True, {}, [], 1.5)],
+    *[([value], "prompt[0]") for value in (True, 1.5, {}, None)],
+    ([[]], "prompt[0]"),
+    (["a", 1], "prompt[1]"),
+    ([1, "a"], "prompt[1]"),
+    ([1, True], "prompt[1]"),
+    ([1, 2.0], "prompt[1]"),
+    ([[1], "a"], "prompt[1]"),
+    ([[1], [2, "x"]], "prompt[1][1]"),
+    ([[1], [True]], "prompt[1][0]"),
+    *[([1, value], "prompt[1]") for value in (-1, 260, 2**31, 2**63, HUGE)],
+    ([[1], [2, 260]], "prompt[1][1]"),
+    (["a"] * 65, "prompt"),
+    ("", "prompt"),
+    (["a", ""], "prompt[1]"),
+    ("x" * 512, "prompt"),
+    (["a", "x" * 600], "prompt[1]"),
+    ([7] * 512, "prompt"),
+]
+
+
+def label(value) -> str:
+    text = repr(value)
+    return text if len(text) < 40 else text[:36] + "..."
+
+
+def post(client, route, body) -> httpx.Response:
+    return client.post(route, content=json.dumps(body), headers=JSON)
+
+
+@pytest.mark.parametrize(
+    "route, make", [(CHAT, chat_body), (COMPLETIONS, completion_body)], ids=["chat", "completions"]
+)
+@pytest.mark.parametrize("field, value", BAD_FOR_BOTH, ids=label)
+def test_a_bad_field_is_named(client, victim, route, make, field, value):
+    body = make(**{field: value})
+    if "max_tokens" not in (field,):
+        body["max_tokens"] = 8
+    response = post(client, route, body)
+    error = response.json()["error"]
+    assert_error(response, 400)
+    assert error["param"].split(".")[0].split("[")[0] == field, error
+    assert field in error["message"]
+
+
+@pytest.mark.parametrize("field, value", BAD_FOR_CHAT, ids=label)
+def test_a_bad_field_of_a_chat_is_named(client, victim, field, value):
+    body = chat_body(**({"logprobs": True} if field == "top_logprobs" else {}) | {field: value})
+    assert field in assert_error(post(client, CHAT, body), 400, field)
+
+
+@pytest.mark.parametrize("message, param", BAD_MESSAGES, ids=label)
+def test_a_bad_message_is_named_by_its_path(client, victim, message, param):
+    assert param in assert_error(post(client, CHAT, chat_body(messages=[message])), 400, param)
+
+
+@pytest.mark.parametrize("kwargs, param", BAD_TEMPLATE_KWARGS, ids=label)
+def test_template_kwargs_are_harmless_scalars(client, victim, kwargs, param):
+    assert_error(post(client, CHAT, chat_body(chat_template_kwargs=kwargs)), 400, param)
+
+
+@pytest.mark.parametrize("prompt, param", BAD_FOR_COMPLETIONS, ids=label)
+def test_a_bad_prompt_is_named_by_its_path(client, victim, server, prompt, param):
+    aborts = server.aborts()
+    assert_error(post(client, COMPLETIONS, completion_body(prompt=prompt)), 400, param)
+    assert server.aborts() - aborts <= 64, "what was admitted before the bad prompt is withdrawn"
+
+
+@pytest.mark.parametrize(
+    "fields, param",
+    [
+        ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": -1}, "logprobs"),
+        ({"logprobs": True}, "logprobs"),
+        ({"logprobs": "1"}, "logprobs"),
+        ({"echo": 1}, "echo"),
+        ({"echo": True, "logprobs": 1}, "echo"),
+        ({"best_of": 2}, "best_of"),
+        ({"best_of": "1"}, "best_of"),
+        ({"messages": []}, "messages"),
+        ({"max_completion_tokens": 5}, "max_completion_tokens"),
+        ({"stream_options": {"include_usage": 1}, "stream": True}, "stream_options.include_usage"),
+        ({"stream_options": {"foo": 1}, "stream": True}, "stream_options.foo"),
+        ({"stream_options": {"continuous_usage_stats": True}, "stream": True}, "stream_options.continuous_usage_stats"),
+        ({"stream_options": [], "stream": True}, "stream_options"),
+    ],
+    ids=label,
+)
+def test_fields_of_completions(client, victim, fields, param):
+    assert_error(post(client, COMPLETIONS, completion_body(**fields)), 400, param)
+
+
+@pytest.mark.parametrize(
+    "field, route, make",
+    [
+        ("model", CHAT, chat_body),
+        ("messages", CHAT, chat_body),
+        ("model", COMPLETIONS, completion_body),
+        ("prompt", COMPLETIONS, completion_body),
+    ],
+)
+@pytest.mark.parametrize("null", [True, False])
+def test_required_fields(client, field, route, make, null):
+    body = make()
+    del body[field]
+    if null:
+        body[field] = None
+    assert_error(post(client, route, body), 400, field, "missing_required_parameter")
+
+
+@pytest.mark.parametrize("name, near", [("max_token", "max_tokens"), ("temprature", "temperature"), ("x" * 10_000, "")])
+def test_an_unknown_field_is_named_with_the_nearest_one(client, name, near):
+    message = assert_error(post(client, COMPLETIONS, completion_body(**{name: 1})), 400, name[:64], "unknown_parameter")
+    assert near in message
+
+
+def test_many_unknown_fields_are_one_short_error(client, victim):
+    body = "{" + ",".join(f'"k{i}":0' for i in range(200_000)) + "}"
+    assert_error(client.post(CHAT, content=body, headers=JSON), 400, "k0", "unknown_parameter")
+
+
+@pytest.mark.parametrize("item", ["1,", '"":1,'])
+def test_bodies_of_millions_of_values_are_refused_before_they_are_built(client, victim, item):
+    assert "too many" in assert_error(client.post(CHAT, content='{"prompt":[' + item * 1_100_000, headers=JSON), 400)
+
+
+RAW = completion_body()
+RAW_TEXT = json.dumps(RAW)[:-1]
+
+
+@pytest.mark.parametrize(
+    "body, param",
+    [
+        (b"", None),
+        (b"{", None),
+        (b"[]", None),
+        (b"null", None),
+        (b'"text"', None),
+        (b"\xff\xfe{\x00}\x00", None),
+        (RAW_TEXT.encode("utf-16"), None),
+        (b"\xef\xbb\xbf{}", None),
+        (b'{"prompt": "\xc3"}', None),
+        (b'{"prompt": "\xed\xa0\x80"}', None),
+        (b'{"prompt": "a\x00b"}', None),
+        (b"{'prompt': 1}", None),
+        (b'{"a":1,}', None),
+        (b"[" * 100_000, None),
+        (b'{"a":' * 50_000, None),
+        (RAW_TEXT.encode() + b', "metadata": ' + b"[" * 3000 + b"]" * 3000 + b"}", None),
+        (RAW_TEXT.encode() + b', "seed": 1, "seed": 2}', "seed"),
+        (RAW_TEXT.encode() + b', "prompt": "other"}', "prompt"),
+        (RAW_TEXT.encode() + b', "temperature": NaN}', "temperature"),
+        (RAW_TEXT.encode() + b', "temperature": -Infinity}', "temperature"),
+        (RAW_TEXT.encode() + b', "temperature": 1e999}', "temperature"),
+        (RAW_TEXT.encode() + b', "metadata": {"a": [1, NaN]}}', "metadata.a[1]"),
+        (RAW_TEXT.encode() + b', "top_k": ' + b"9" * 4000 + b"}", "top_k"),
+        (RAW_TEXT.encode() + b', "top_k": -' + b"9" * 5000 + b"}", "top_k"),
+        (RAW_TEXT.encode() + b', "temperature": ' + b"9" * 5000 + b"}", "temperature"),
+        (RAW_TEXT.encode() + b', "temperature": 1' + b"0" * 5000 + b".5}", "temperature"),
+        (RAW_TEXT.encode() + b', "user": "\\ud800"}', "user"),
+        (RAW_TEXT.encode() + b', "stop": ["a", "\\uDFFF"]}', "stop[1]"),
+        (RAW_TEXT.encode() + b', "metadata": {"k": {"l": "\\ud83d"}}}', "metadata.k.l"),
+        (RAW_TEXT.encode() + b', "\\ud800": 1}', "a key"),
+        (b'{"model": "\\udc00", "prompt": "a"}', "model"),
+    ],
+    ids=label,
+)
+def test_what_json_can_spell_and_no_field_may_hold(client, victim, body, param):
+    assert_error(client.post(COMPLETIONS, content=body, headers=JSON), 400, param)
+
+
+def test_a_lone_surrogate_in_a_message_is_named(client):
+    body = json.dumps(chat_body()).replace("hello", "\\ud800").encode()
+    assert_error(client.post(CHAT, content=body, headers=JSON), 400, "messages[0].content")
+
+
+def test_surrogate_pairs_and_nul_are_text(client):
+    body = json.dumps(completion_body(prompt="fox 🦊 NaN \0", echo=True)).encode()
+    assert b"\\ud83e" in body and b"\\u0000" in body
+    assert client.post(COMPLETIONS, content=body, headers=JSON).json()["choices"][0]["text"].startswith("fox 🦊 NaN \0")
+
+
+@pytest.mark.parametrize(
+    "content_type",
+    [
+        None,
+        "text/plain",
+        "application/xml",
+        "multipart/form-data; boundary=x",
+        "application/json; charset=utf-16",
+        "application/jsonp",
+    ],
+)
+def test_the_content_type_is_json(client, content_type):
+    headers = {} if content_type is None else {"content-type": content_type}
+    assert_error(client.post(CHAT, content=b"{}", headers=headers), 415)
+
+
+@pytest.mark.parametrize(
+    "content_type", ["application/json; charset=UTF-8", "Application/JSON", 'application/json;charset="utf-8"']
+)
+def test_spellings_of_json(client, content_type):
+    body = json.dumps(completion_body())
+    assert client.post(COMPLETIONS, content=body, headers={"content-type": content_type}).status_code == 200
+
+
+def test_compressed_bodies_are_refused(client):
+    assert_error(client.post(CHAT, content=b"x", headers=JSON | {"content-encoding": "gzip"}), 415)
+
+
+def test_a_body_over_the_limit_is_413_with_and_without_a_length(folder):
+    with LiveServer(folder, max_body_bytes=4096) as live, live.client() as client:
+        big = json.dumps(completion_body(user="x" * 5000)).encode()
+        assert_error(client.post(COMPLETIONS, content=big, headers=JSON), 413, code="body_too_large")
+        pieces = (big[i : i + 1000] for i in range(0, len(big), 1000))  # chunked
+        assert_error(client.post(COMPLETIONS, content=pieces, headers=JSON), 413, code="body_too_large")
+        exact = json.dumps(completion_body(user="")).encode()
+        exact = json.dumps(completion_body(user="x" * (4096 - len(exact)))).encode()
+        assert len(exact) == 4096
+        assert client.post(COMPLETIONS, content=exact, headers=JSON).status_code == 200
+
+
+def test_a_body_that_never_ends_is_cut_off_at_the_limit(folder):
+    sent = 0
+
+    def endless():
+        nonlocal sent
+        while sent < 200_000_000:
+            sent += 65536
+            yield b" " * 65536
+
+    with LiveServer(folder, max_body_bytes=1 << 20) as live, live.client() as client:
+        try:
+            assert_error(client.post(COMPLETIONS, content=endless(), headers=JSON), 413)
+        except httpx.WriteError:  # the connection was closed while we still wrote
+            pass
+        assert sent < 50_000_000
+        assert client.post(COMPLETIONS, json=completion_body()).status_code == 200
+
+
+def test_a_prompt_that_is_too_long_gives_both_counts(client):
+    """By its characters before it is tokenised where they tell, else by its tokens."""
+    for prompt, count in (("word " * 200_000, "1000000"), ([5] * 600, "600")):
+        message = assert_error(post(client, COMPLETIONS, completion_body(prompt=prompt)), 400, "prompt")
+        assert count in message and "512" in message
+        response = post(client, COMPLETIONS, completion_body(prompt=prompt))
+        assert response.json()["error"]["code"] == "context_length_exceeded"
+    body = chat_body(messages=[{"role": "user", "content": "x" * 10_000}])
+    message = assert_error(post(client, CHAT, body), 400, "messages", "context_length_exceeded")
+    assert "10000" in message and "512" in message
+    body = chat_body(messages=[{"role": "user", "content": "x" * 495}])  # only the template makes it too long
+    assert_error(post(client, CHAT, body), 400, "messages", "context_length_exceeded")
+
+
+def test_prompt_and_max_tokens_together_must_fit(client):
+    message = assert_error(
+        post(client, COMPLETIONS, completion_body(prompt=[5] * 500, max_tokens=13)), 400, "max_tokens"
+    )
+    assert "500" in message and "12" in message
+    assert post(client, COMPLETIONS, completion_body(prompt=[5] * 500, max_tokens=12)).status_code == 200
+    body = chat_body(max_completion_tokens=600)
+    assert "max_completion_tokens" in assert_error(post(client, CHAT, body), 400, "max_completion_tokens")
+
+
+def test_defaults_of_max_tokens(client):
+    body = completion_body()
+    del body["max_tokens"]
+    assert post(client, COMPLETIONS, body).json()["usage"]["completion_tokens"] == 16
+    body["prompt"] = [5] * 505
+    assert post(client, COMPLETIONS, body).json()["usage"]["completion_tokens"] == 7, "what is left of the context"
+    body = chat_body(max_completion_tokens=3)  # wins over max_tokens
+    assert post(client, CHAT, body).json()["usage"]["completion_tokens"] == 3
+    del body["max_tokens"], body["max_completion_tokens"]
+    usage = post(client, CHAT, body).json()["usage"]
+    assert usage["total_tokens"] == 512, "a chat runs to the end of the context"
+
+
+@pytest.mark.parametrize(
+    "route, make", [(CHAT, chat_body), (COMPLETIONS, completion_body)], ids=["chat", "completions"]
+)
+def test_null_is_absent_and_harmless_fields_are_ignored(client, route, make):
+    expected = post(client, route, make()).json()["choices"]
+    nulls = [
+        "n",
+        "stream",
+        "stream_options",
+        "temperature",
+        "top_p",
+        "presence_penalty",
+        "frequency_penalty",
+        "logit_bias",
+    ]
+    nulls += ["stop", "top_k", "min_p", "repetition_penalty", "stop_token_ids", "ignore_eos", "min_tokens", "priority"]
+    nulls += [
+        "logprobs",
+        "tools",
+        "tool_choice",
+        "response_format",
+        "suffix",
+        "functions",
+        "service_tier",
+        "unheard_of",
+    ]
+    nulls += ["top_logprobs", "max_completion_tokens"] if route == CHAT else ["best_of", "echo"]
+    harmless = {"user": "u", "metadata": {"a": [1]}, "store": True, "safety_identifier": "s", "prompt_cache_key": "p"}
+    harmless |= {
+        "service_tier": "auto",
+        "parallel_tool_calls": True,
+        "prediction": {"type": "content"},
+        "tool_choice": "none",
+    }
+    inert = {"response_format": {"type": "text"}, "tools": [], "suffix": "", "use_beam_search": False, "top_k": -1}
+    for fields in (dict.fromkeys(nulls), harmless, inert):
+        response = post(client, route, make(**fields))
+        assert response.status_code == 200, response.text
+        assert response.json()["choices"] == expected
+
+
+def test_null_in_messages_is_absent(client):
+    dumped = {"role": "user", "content": "hello", "name": None, "tool_calls": None, "refusal": None, "annotations": []}
+    expected = post(client, CHAT, chat_body()).json()["choices"]
+    assert post(client, CHAT, chat_body(messages=[dumped])).json()["choices"] == expected
+    parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
+    joined = post(client, CHAT, chat_body(messages=[{"role": "user", "content": parts}])).json()
+    assert joined["choices"][0]["message"]["content"] == expected_text(chat_prompt("hel\nlo"), 1, 8)
+
+
+def test_roles_and_the_generation_prompt_reach_the_template(client):
+    messages = [{"role": "developer", "content": "d"}, {"role": "user", "content": "u", "name": "ann"}]
+    body = chat_body(messages=messages, add_generation_prompt=False)
+    prompt = [256, *b"system\nd", 257, *b"\n", 256, *b"user\nu", 257, *b"\n"]
+    assert post(client, CHAT, body).json()["choices"][0]["message"]["content"] == expected_text(prompt, 1, 8)
+
+
+@pytest.mark.parametrize("name", ["other", "", "../../etc/passwd", "a\0b", "org/fake-model/", "x" * 10_000])
+def test_an_unknown_model_is_404(client, name):
+    assert_error(post(client, CHAT, chat_body(model=name)), 404, "model", "model_not_found")
+    assert_error(post(client, COMPLETIONS, completion_body(model=name)), 404, "model", "model_not_found")
+
+
+@pytest.mark.parametrize("path", ["/", "/v1", "/v1/", "/v1/embeddings", "//v1/models", "/docs", "/redoc", "/V1/models"])
+def test_unknown_routes_are_404_in_the_envelope(client, path):
+    assert_error(client.get(path), 404)
+
+
+@pytest.mark.parametrize(
+    "method, path", [("GET", CHAT), ("PUT", CHAT), ("DELETE", COMPLETIONS), ("POST", "/v1/models"), ("POST", "/health")]
+)
+def test_wrong_methods_are_405_with_allow(client, method, path):
+    response = client.request(method, path)
+    assert_error(response, 405)
+    assert response.headers["allow"]
+
+
+def test_a_template_that_refuses_is_a_400(tmp_path_factory):
+    from tests.checkpoints import save_fake_checkpoint
+
+    template = "{{ raise_exception('roles must alternate') }}"
+    refusing = save_fake_checkpoint(tmp_path_factory.mktemp("refusing"), chat_template=template)
+    with LiveServer(refusing) as live, live.client() as client:
+        assert "roles must alternate" in assert_error(post(client, CHAT, chat_body()), 400, "messages")
+    bare = save_fake_checkpoint(tmp_path_factory.mktemp("bare"), chat_template=None)
+    with LiveServer(bare) as live, live.client() as client:
+        assert "--chat-template" in assert_error(post(client, CHAT, chat_body()), 400, "messages")
+        assert post(client, COMPLETIONS, completion_body()).status_code == 200
+
+
+def test_a_full_queue_is_429_with_retry_after(folder):
+    options = {"max_queued_requests": 2, "engine": {"max_num_seqs": 1}}
+    with LiveServer(folder, "--step-seconds", "0.02", **options) as live, live.client() as client:
+        body = completion_body(stream=True, max_tokens=400)
+        with client.stream("POST", COMPLETIONS, json=body) as running:
+            first = running.iter_bytes()
+            next(first)
+            with client.stream("POST", COMPLETIONS, json=body), client.stream("POST", COMPLETIONS, json=body):
+                response = client.post(COMPLETIONS, json=completion_body())
+                assert_error(response, 429, code="rate_limit_exceeded")
+                assert int(response.headers["retry-after"]) >= 1
+                response = client.post(COMPLETIONS, json=completion_body(prompt=["a", "b", "c"]))
+                assert_error(response, 429)
+                assert live.usage()["waiting"] == 2, "all prompts of a request are admitted, or none"
+        live.wait_idle()
+
+
+def test_a_bug_is_a_500_without_internals(folder, caplog):
+    with LiveServer(folder) as live, live.client() as client:
+
+        def broken(request):
+            raise ZeroDivisionError("secret /path/of/this/machine")
+
+        live.driver.generate = broken
+        response = client.post(COMPLETIONS, json=completion_body(), headers={"x-request-id": "mine-1"})
+        message = assert_error(response, 500, code="internal_error")
+        assert "secret" not in response.text and "ZeroDivision" not in response.text
+        assert "x-request-id" in message and response.headers["x-request-id"] == "mine-1"
+        assert response.headers["x-should-retry"] == "false"
+    assert "secret" in caplog.text and "mine-1" in caplog.text, "the log has it"
