@@ -1,0 +1,457 @@
+"""ModelRunner, driven by StepPlans alone, against greedy generation by transformers."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError, EngineError, ModelError
+from engine.sampling_params import SamplingParams
+from engine.step import NewSequence, SequenceStep, StepPlan
+from engine.worker import model_runner
+from engine.worker.host import StepLimits
+from engine.worker.input_batch import InputBatch, StepBuffer
+from engine.worker.model_runner import load_runner
+
+GREEDY = SamplingParams(temperature=0.0)
+CONFIG = EngineConfig(device="cpu", dtype="float32", block_size=8, num_blocks=64, max_num_seqs=8, cpu_threads=1)
+PROMPTS = {1: [5, 6, 7, 8, 9], 2: list(range(10, 31)), 3: [40], 4: list(range(50, 90)), 5: [91, 3] * 8}
+
+
+@pytest.fixture
+def runner(model_dir):
+    return load_runner(CONFIG, model_dir, [2], lambda phase: None)[0]
+
+
+class MiniDriver:
+    """The least of a Driver: gives out blocks and remembers tokens."""
+
+    def __init__(self, runner, num_blocks=64):
+        self.runner = runner
+        self.free = list(np.random.default_rng(0).permutation(num_blocks))
+        self.tokens, self.prompts, self.computed, self.blocks, self.params = {}, {}, {}, {}, {}
+        self.pending = {}  # sampled by plans whose results were not taken in
+        self.removed, self.new, self.step_id = [], [], 0
+
+    def add(self, seq_id, prompt, params=GREEDY):
+        self.tokens[seq_id], self.prompts[seq_id], self.params[seq_id] = list(prompt), list(prompt), params
+        self.start(seq_id)
+
+    def start(self, seq_id):
+        self.computed[seq_id], self.blocks[seq_id], self.pending[seq_id] = 0, [], 0
+        self.new.append(seq_id)
+
+    def remove(self, seq_id):
+        self.free += self.blocks.pop(seq_id)
+        self.removed.append(seq_id)
+
+    def plan(self, counts):
+        """counts: seq_id -> number of tokens to compute next."""
+        new, steps = [], []
+        for seq_id, n in counts.items():
+            end = self.computed[seq_id] + n
+            blocks = [int(self.free.pop()) for _ in range(math.ceil(end / 8) - len(self.blocks[seq_id]))]
+            self.blocks[seq_id] += blocks
+            if seq_id in self.new:
+                tokens, prompt = self.tokens[seq_id], self.prompts[seq_id]
+                new.append(
+                    NewSequence(seq_id, list(tokens), len(prompt), 0, list(blocks), self.params[seq_id], 1000 + seq_id)
+                )
+                self.new.remove(seq_id)
+                blocks = []
+            sample = end == len(self.tokens[seq_id]) + self.pending[seq_id]
+            self.computed[seq_id] = end
+            self.pending[seq_id] += sample
+            steps.append(SequenceStep(seq_id, n, sample, blocks))
+        removed, self.removed = self.removed, []
+        self.step_id += 1
+        return StepPlan(self.step_id, removed, new, steps)
+
+    def update(self, result):
+        for sample in result.samples:
+            if sample.seq_id in self.blocks:
+                self.tokens[sample.seq_id].append(sample.token_id)
+                self.pending[sample.seq_id] -= 1
+
+    def step(self, counts):
+        result = self.runner.result(self.runner.launch(self.plan(counts)))
+        self.update(result)
+        return result
+
+    def output(self, seq_id):
+        return self.tokens[seq_id][len(self.prompts[seq_id]) :]
+
+
+def test_prefill_then_decode_together(runner, hf_greedy):
+    driver = MiniDriver(runner)
+    for seq_id, prompt in PROMPTS.items():
+        driver.add(seq_id, prompt)
+    driver.step({seq_id: len(prompt) for seq_id, prompt in PROMPTS.items()})
+    for _ in range(20):
+        driver.step(dict.fromkeys(PROMPTS, 1))
+    for seq_id, prompt in PROMPTS.items():
+        assert driver.output(seq_id) == hf_greedy(prompt, 21)
+
+
+def test_chunks_mixed_with_decodes_of_others(runner, hf_greedy):
+    driver = MiniDriver(runner)
+    driver.add(1, PROMPTS[1])
+    driver.step({1: 5})
+    driver.add(4, PROMPTS[4])
+    driver.add(2, PROMPTS[2])
+    driver.step({4: 7, 1: 1})
+    driver.step({4: 16, 2: 20, 1: 1})
+    driver.step({2: 1, 4: 1, 1: 1})  # a chunk of one that reaches the end, and one that does not
+    driver.step({4: 16, 2: 1, 1: 1})
+    for _ in range(6):
+        driver.step({1: 1, 4: 1, 2: 1})
+    for seq_id in (1, 2, 4):
+        output = driver.output(seq_id)
+        assert len(output) >= 7
+        assert output == hf_greedy(PROMPTS[seq_id], len(output))
+
+
+def test_preempted_and_resumed(runner, hf_greedy):
+    driver = MiniDriver(runner)
+    for seq_id in (1, 2):
+        driver.add(seq_id, PROMPTS[seq_id])
+    driver.step({1: 5, 2: 21})
+    for _ in range(5):
+        driver.step({1: 1, 2: 1})
+    driver.remove(1)
+    driver.add(3, PROMPTS[3])
+    driver.step({3: 1, 2: 1})  # takes the row of 1, and its blocks
+    driver.start(1)
+    driver.step({1: 4, 2: 1, 3: 1})
+    driver.step({1: 7, 2: 1, 3: 1})
+    for _ in range(5):
+        driver.step({1: 1, 2: 1, 3: 1})
+    for seq_id in (1, 2, 3):
+        output = driver.output(seq_id)
+        assert output == hf_greedy(PROMPTS[seq_id], len(output))
+
+
+def test_a_prefix_in_the_cache_is_not_computed_again(runner, hf_greedy):
+    driver = MiniDriver(runner)
+    driver.add(4, PROMPTS[4])
+    driver.step({4: 40})
+    shared = driver.blocks[4][:4]
+    prompt = [*PROMPTS[4][:32], 1, 2, 3]
+    new = NewSequence(9, prompt, len(prompt), 32, [*shared, 63], GREEDY, 0)
+    assert 63 not in driver.blocks[4]
+    result = runner.result(runner.launch(StepPlan(2, [], [new], [SequenceStep(9, 3, True, [])])))
+    assert [sample.token_id for sample in result.samples] == hf_greedy(prompt, 1)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_schedules_give_the_same_text(runner, hf_greedy, seed):
+    """Chunks, decodes, removals and returns at random; tokens of a plan ahead of the Driver's knowledge, too."""
+    random = np.random.default_rng(seed)
+    driver = MiniDriver(runner)
+    length = 12
+    goal = {seq_id: len(prompt) + length for seq_id, prompt in PROMPTS.items()}
+    for seq_id, prompt in PROMPTS.items():
+        driver.add(seq_id, prompt)
+    away = set()
+    ahead = None
+    while any(len(driver.tokens[seq_id]) < goal[seq_id] for seq_id in PROMPTS):
+        counts = {}
+        for seq_id in random.permutation(list(PROMPTS)).tolist():
+            known = len(driver.tokens[seq_id]) + driver.pending[seq_id]
+            left = known - driver.computed[seq_id]
+            if seq_id in away and not driver.pending[seq_id] and random.random() < 0.5:
+                driver.start(seq_id)
+                away.remove(seq_id)
+            elif seq_id not in away and known < goal[seq_id] and left and random.random() < 0.8:
+                counts[seq_id] = int(random.integers(1, left + 1))
+            elif (
+                seq_id not in away and not driver.pending[seq_id] and random.random() < 0.1 and driver.computed[seq_id]
+            ):
+                driver.remove(seq_id)
+                away.add(seq_id)
+        if counts:
+            launched = runner.launch(driver.plan(counts))  # before the last result is taken in
+            if ahead is not None:
+                driver.update(runner.result(ahead))
+            ahead = launched
+        elif ahead is not None:
+            driver.update(runner.result(ahead))
+            ahead = None
+    for seq_id, prompt in PROMPTS.items():
+        assert driver.output(seq_id)[:length] == hf_greedy(prompt, length)
+
+
+def test_a_plan_may_build_on_a_token_that_the_driver_has_not_seen(runner, hf_greedy):
+    driver = MiniDriver(runner)
+    driver.add(1, PROMPTS[1])
+    launched = [runner.launch(driver.plan({1: 5}))]
+    launched += [runner.launch(driver.plan({1: 1})) for _ in range(5)]  # no result was looked at
+    for step in launched:
+        driver.update(runner.result(step))
+    assert driver.output(1) == hf_greedy(PROMPTS[1], 6)
+
+
+def test_tokens_that_have_not_reached_the_host_come_from_the_device(runner, hf_greedy, monkeypatch):
+    """The path of a GPU: rows hold stand-ins, last_tokens the tokens."""
+    monkeypatch.setattr(InputBatch, "store_tokens", lambda self, inputs, token_ids: None)
+    driver = MiniDriver(runner)
+    for seq_id in (1, 2, 4):
+        driver.add(seq_id, PROMPTS[seq_id])
+    driver.step({1: 5, 4: 20})
+    driver.step({4: 20, 2: 21, 1: 1})
+    for _ in range(5):
+        driver.step({4: 1, 1: 1, 2: 1})
+    for seq_id in (1, 2, 4):
+        output = driver.output(seq_id)
+        assert output == hf_greedy(PROMPTS[seq_id], len(output))
+
+
+def test_seeded_text_is_the_same_alone_in_a_batch_and_after_preemption(runner):
+    params = {
+        1: SamplingParams(temperature=1.0),
+        2: SamplingParams(temperature=0.8, top_p=0.9, frequency_penalty=0.5),
+        3: SamplingParams(temperature=1.2, top_k=20, repetition_penalty=1.2, min_tokens=10),
+        4: SamplingParams(temperature=1.0, min_p=0.05, logit_bias={5: 2.0}),
+    }
+    batch = MiniDriver(runner)
+    for seq_id, one in params.items():
+        batch.add(seq_id, PROMPTS[seq_id], one)
+    batch.step({seq_id: len(PROMPTS[seq_id]) for seq_id in params})
+    for i in range(15):
+        batch.step(dict.fromkeys(params, 1))
+        if i == 7:
+            for seq_id in (2, 3):
+                batch.remove(seq_id)
+                batch.start(seq_id)
+            batch.step({seq_id: len(batch.tokens[seq_id]) for seq_id in (2, 3)} | {1: 1, 4: 1})
+    for seq_id, one in params.items():
+        batch.remove(seq_id)
+        alone = MiniDriver(runner)
+        alone.removed = batch.removed
+        batch.removed = []
+        alone.add(seq_id, PROMPTS[seq_id], one)
+        alone.step({seq_id: len(PROMPTS[seq_id])})
+        for _ in range(len(batch.output(seq_id)) - 1):
+            alone.step({seq_id: 1})
+        assert alone.output(seq_id) == batch.output(seq_id)
+        batch.removed.append(seq_id)
+
+
+def test_logprobs_are_those_of_transformers(runner, hf_model):
+    driver = MiniDriver(runner)
+    driver.add(1, PROMPTS[1], SamplingParams(temperature=0.0, logprobs=3))
+    driver.add(2, PROMPTS[2], SamplingParams(temperature=0.0))
+    driver.add(3, PROMPTS[3], SamplingParams(temperature=1.0, logprobs=0))
+    result = driver.step({1: 5, 2: 21, 3: 1})
+    by_id = {sample.seq_id: sample for sample in result.samples}
+    with torch.inference_mode():
+        expected = {i: hf_model(torch.tensor([PROMPTS[i]])).logits[0, -1].log_softmax(-1) for i in (1, 3)}
+    top = expected[1].topk(3)
+    assert [token_id for token_id, _ in by_id[1].top] == top.indices.tolist()
+    assert [value for _, value in by_id[1].top] == pytest.approx(top.values.tolist(), abs=1e-4)
+    assert by_id[1].logprob == by_id[1].top[0][1]
+    assert by_id[2].top == []
+    assert by_id[3].top == []
+    assert by_id[3].logprob == pytest.approx(float(expected[3][by_id[3].token_id]), abs=1e-4)
+
+
+def test_a_sequence_with_logits_that_are_not_finite_fails_alone(runner, hf_greedy, monkeypatch):
+    driver = MiniDriver(runner)
+    for seq_id in (1, 2, 3):
+        driver.add(seq_id, PROMPTS[seq_id])
+    compute_logits = runner._decoder.compute_logits
+
+    def poisoned(hidden):
+        logits = compute_logits(hidden)
+        logits[-1, 7] = float("nan")
+        return logits
+
+    monkeypatch.setattr(runner._decoder, "compute_logits", poisoned)
+    result = driver.step({3: 1, 1: 5, 2: 21})
+    assert list(result.failed) == [2]
+    assert "NaN" in result.failed[2]
+    monkeypatch.undo()
+    driver.step({1: 1, 3: 1})
+    for seq_id in (1, 3):
+        assert driver.output(seq_id) == hf_greedy(PROMPTS[seq_id], 2)
+
+
+def test_a_sampler_that_raises_for_one_sequence_fails_that_one(runner, hf_greedy, monkeypatch):
+    driver = MiniDriver(runner)
+    driver.add(1, PROMPTS[1])
+    driver.add(2, PROMPTS[2], SamplingParams(temperature=1.0))
+    driver.add(3, PROMPTS[3], SamplingParams(temperature=0.0, logprobs=2))
+    sample = model_runner.sample
+
+    def fragile(logits, inputs, counts):
+        if inputs is not None and inputs.draws:
+            raise RuntimeError("no luck")
+        return sample(logits, inputs, counts)
+
+    monkeypatch.setattr(model_runner, "sample", fragile)
+    result = driver.step({1: 5, 2: 21, 3: 1})
+    assert result.failed == {2: "RuntimeError: no luck"}
+    assert [len(sample.top) for sample in result.samples] == [2, 0]  # the rows of one token come first
+    driver.step({1: 1, 3: 1})
+    assert driver.output(1) == hf_greedy(PROMPTS[1], 2)
+
+
+def test_a_sampler_that_always_raises_ends_the_worker(runner, monkeypatch):
+    driver = MiniDriver(runner)
+    driver.add(1, PROMPTS[1])
+    driver.add(2, PROMPTS[2])
+
+    def broken(logits, inputs, counts):
+        raise RuntimeError("no luck")
+
+    monkeypatch.setattr(model_runner, "sample", broken)
+    with pytest.raises(EngineError, match="no luck"):
+        driver.step({1: 5, 2: 21})
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params"),
+    [
+        ([5, 96], GREEDY),
+        ([5, -1], GREEDY),
+        ([5, 6], SamplingParams(logit_bias={96: 1.0})),
+        ([5, 6], SamplingParams(stop_token_ids=(1000,), min_tokens=2)),
+    ],
+)
+def test_ids_outside_the_vocabulary_fail_their_own_sequence(runner, hf_greedy, prompt, params):
+    driver = MiniDriver(runner)
+    driver.add(1, PROMPTS[1])
+    driver.add(2, prompt, params)
+    result = driver.step({1: 5, 2: 2})
+    assert list(result.failed) == [2]
+    assert [sample.seq_id for sample in result.samples] == [1]
+    driver.step({1: 1, 2: 1})  # was on its way
+    driver.remove(2)
+    driver.step({1: 1})
+    assert driver.output(1) == hf_greedy(PROMPTS[1], 3)
+
+
+def test_plans_that_do_not_fit_the_state_are_refused(runner):
+    def launch(new, steps):
+        runner.launch(StepPlan(1, [7, 8], new, steps))
+
+    seven = NewSequence(7, [1, 2, 3], 3, 0, [0], GREEDY, 0)
+    with pytest.raises(EngineError, match="known tokens"):
+        launch([seven], [SequenceStep(7, 2, True, [])])
+    with pytest.raises(EngineError, match="known tokens"):
+        launch([seven], [SequenceStep(7, 4, True, [])])
+    with pytest.raises(EngineError, match="no KV block"):
+        launch([replace_blocks(seven, [])], [SequenceStep(7, 3, True, [])])
+    with pytest.raises(EngineError, match="while it is live"):
+        launch([seven, seven], [])
+    with pytest.raises(EngineError, match="max_num_seqs"):
+        launch([NewSequence(100 + i, [1], 1, 0, [i], GREEDY, 0) for i in range(9)], [])
+
+
+def replace_blocks(new, block_ids):
+    return NewSequence(new.seq_id, new.token_ids, new.num_prompt_tokens, 0, block_ids, new.params, new.seed)
+
+
+def test_removing_what_never_arrived_is_harmless(runner):
+    result = runner.result(runner.launch(StepPlan(1, [12345], [], [])))
+    assert (result.samples, result.failed) == ([], {})
+
+
+def test_ready_names_the_resolved_sizes(model_dir):
+    config = replace(CONFIG, num_blocks=None, kv_cache_memory="1MiB", max_num_seqs=None, dtype="auto")
+    runner, ready = load_runner(config, model_dir, [2], lambda phase: None)
+    assert ready.num_blocks == (1 << 20) // (2 * 2 * 16 * 4 * 8)  # k and v, layers, width, bytes, block size
+    assert (ready.max_model_len, ready.vocab_size, ready.device, ready.dtype) == (128, 96, "cpu", "float32")
+    assert (ready.max_num_seqs, ready.max_num_batched_tokens) == (128, 2048)
+    assert ready.memory["kv_cache"] <= 1 << 20
+    assert ready.memory["weights"] == sum(p.numel() for p in load_hf(model_dir).parameters()) * 4
+    assert len(runner.batch.num_tokens) == 128
+
+
+def load_hf(model_dir):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(model_dir)
+
+
+def test_settings_that_cannot_be_met_are_refused(model_dir, tmp_path):
+    def load(**changes):
+        load_runner(replace(CONFIG, **changes), model_dir, [2], lambda phase: None)
+
+    with pytest.raises(ConfigError, match=r"--max-model-len 128"):
+        load(max_model_len=129)
+    with pytest.raises(ConfigError, match=r"--max-model-len 32 or less.*--num-blocks"):
+        load(max_model_len=40, num_blocks=4)
+    with pytest.raises(ConfigError, match="float16 is not served on a CPU"):
+        load(dtype="float16")
+    with pytest.raises(ConfigError, match="--device cpu"):
+        load(device="cuda")
+    with pytest.raises(ModelError):
+        load_runner(CONFIG, tmp_path, [2], lambda phase: None)
+
+
+def test_a_pool_smaller_than_the_model_cuts_max_model_len(model_dir):
+    _, ready = load_runner(replace(CONFIG, num_blocks=4), model_dir, [2], lambda phase: None)
+    assert ready.max_model_len == 32
+
+
+def test_the_longest_sequence_fits(runner, hf_greedy):
+    driver = MiniDriver(runner)
+    prompt = [7, 9] * 62
+    driver.add(1, prompt)
+    driver.step({1: 124})
+    for _ in range(3):
+        driver.step({1: 1})
+    assert driver.output(1) == hf_greedy(prompt, 4)
+
+
+@pytest.mark.parametrize("counts", [{1: 1, 2: 1}, {1: 5, 2: 1, 3: 3}, {1: 4}])
+def test_metadata_of_a_step(counts):
+    batch = InputBatch(4, 64, 8)
+    tokens = {1: list(range(20, 30)), 2: list(range(40, 45)), 3: list(range(60, 63))}
+    blocks = {1: [7, 2], 2: [5], 3: [9]}
+    computed = {1: 4, 2: 4, 3: 0}
+    for seq_id in tokens:
+        new = NewSequence(seq_id, tokens[seq_id], 1, computed[seq_id], blocks[seq_id], GREEDY, 0)
+        batch.add(new)
+    steps = [SequenceStep(i, n, computed[i] + n == len(tokens[i]), []) for i, n in counts.items()]
+    inputs = batch.build(steps, StepBuffer(0, torch.device("cpu")))
+    order = sorted(counts, key=lambda i: counts[i] > 1)
+    positions = [computed[i] + j for i in order for j in range(counts[i])]
+    owners = [i for i in order for _ in range(counts[i])]
+    metadata = inputs.metadata
+    assert metadata.positions.tolist() == positions
+    assert inputs.input_ids.tolist() == [tokens[i][p] for i, p in zip(owners, positions, strict=True)]
+    assert metadata.slot_mapping.tolist() == [
+        blocks[i][p // 8] * 8 + p % 8 for i, p in zip(owners, positions, strict=True)
+    ]
+    assert metadata.num_decodes == sum(n == 1 for n in counts.values())
+    chunks = [n for n in counts.values() if n > 1]
+    assert metadata.cu_seqlens_q.tolist() == [0, *np.cumsum(chunks)]
+    assert metadata.max_seqlen_q == max(chunks, default=0)
+    assert metadata.seq_lens.tolist() == [computed[i] + counts[i] for i in order]
+    widest = max(math.ceil((computed[i] + counts[i]) / 8) for i in order)
+    assert metadata.block_tables.tolist() == [(blocks[i] + [0, 0])[:widest] for i in order]
+    dtypes = [t.dtype for t in (metadata.positions, metadata.slot_mapping, metadata.block_tables, metadata.seq_lens)]
+    assert dtypes == [torch.int64, torch.int64, torch.int32, torch.int32]
+    assert metadata.cu_seqlens_q.dtype == torch.int32
+
+
+def test_step_limits_are_part_of_the_buffer():
+    """What a full step puts must fit the pinned buffer, or every step of a GPU would take the slow path."""
+    limits = StepLimits(16, 64)
+    put = []
+
+    class Counting(StepBuffer):
+        def put(self, array):
+            put.append(-(-array.nbytes // 16) * 16)
+            return super().put(array)
+
+    batch = InputBatch(16, 64, 8)
+    for i in range(16):
+        batch.add(NewSequence(i, [1] * 64, 4, 60, [0] * 8, GREEDY, 0))
+    batch.build([SequenceStep(i, 4, True, []) for i in range(16)], Counting(0, torch.device("cpu")))
+    assert sum(put) <= model_runner.step_buffer_bytes(limits, 64, 8)
