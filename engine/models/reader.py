@@ -12,6 +12,7 @@ from engine.models.config import RopeScaling
 MAX_JSON_BYTES = 64 << 20  # an index of the largest sharded checkpoints is below 10 MB
 MAX_SIZE = 2**31 - 1
 MAX_LAYERS = 10_000
+MAX_ROPE_FACTOR = 10_000.0
 
 # What config.json calls an activation -> what kernels.activation calls it.
 ACTIVATIONS = {
@@ -71,11 +72,13 @@ class ConfigReader:
             )
         return self.size("head_dim", hidden_size // num_heads)
 
-    def number(self, name: str, default: float | None = None) -> float:
-        """A positive finite number."""
+    def number(self, name: str, default: float | None = None, above: float = 0.0, high: float = 1e12) -> float:
+        """A number greater than `above` and at most `high`."""
         value = self._get(name, default)
-        if type(value) not in (int, float) or not math.isfinite(value) or value <= 0:
-            raise ModelError(f"{self.where}: {name} must be a positive number, not {short(value)}.")
+        if type(value) not in (int, float) or not above < value <= high:  # NaN and infinities fail, too
+            raise ModelError(
+                f"{self.where}: {name} must be a number above {above:g} and at most {high:g}, not {short(value)}."
+            )
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
@@ -120,7 +123,7 @@ class ConfigReader:
         return tuple(layer for layer, kind in enumerate(types) if kind == "sliding_attention")
 
     def rope_theta(self) -> float:
-        return self._rope().number("rope_theta", self.number("rope_theta", 10000.0))
+        return self._rope().number("rope_theta", self.number("rope_theta", 10000.0, above=1.0), above=1.0)
 
     def rope_scaling(self) -> RopeScaling | None:
         """The scaling asked for, None for plain RoPE.
@@ -170,14 +173,14 @@ class ConfigReader:
 
 
 def _scaling(rope: ConfigReader, kind: str, max_position: int, original: int) -> RopeScaling:
+    factor = rope.number("factor", max_position / original if kind == "yarn" else None, high=MAX_ROPE_FACTOR)
     if kind == "linear":
-        return RopeScaling(kind, rope.number("factor"), max_position)
+        return RopeScaling(kind, factor, max_position)
     if kind == "llama3":
         low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
         if low >= high:
             raise ModelError(f"{rope.where}: low_freq_factor must be below high_freq_factor.")
-        return RopeScaling(kind, rope.number("factor"), original, low_freq_factor=low, high_freq_factor=high)
-    factor = rope.number("factor", max_position / original)
+        return RopeScaling(kind, factor, original, low_freq_factor=low, high_freq_factor=high)
     return RopeScaling(
         kind,
         factor,
