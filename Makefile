@@ -35,7 +35,7 @@ serve: $(VENV)/.installed
 	@exec $(BIN)/pageserve serve $(ARGS)
 
 bench: $(VENV)/.installed
-	@exec $(BIN)/pageserve bench $(ARGS)
+	@exec $(BIN)/python benchmarks/serve.py $(ARGS)
 
 test: lint test-only
 
