@@ -1,0 +1,128 @@
+"""Sizes of the KV cache, and what is said when it does not fit."""
+
+import resource
+
+import pytest
+import torch
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.models.config import ModelConfig
+from engine.worker.kv_cache import (
+    MAX_DEFAULT_GPU_BLOCKS,
+    allocate_kv_caches,
+    format_bytes,
+    gpu_cache_bytes,
+    host_cache_bytes,
+    model_max_len,
+    size_kv_cache,
+)
+
+GIB = 1 << 30
+MODEL = ModelConfig(
+    family="llama",
+    vocab_size=1000,
+    hidden_size=64,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    intermediate_size=128,
+    max_position_embeddings=1024,
+    norm="rms",
+    norm_eps=1e-6,
+    position="rope",
+    activation="silu",
+    gated_mlp=True,
+    dtype="bfloat16",
+)
+TOKEN = 2 * 3 * 2 * 16 * 2  # k and v, layers, heads, head_dim, bytes
+
+
+def size(budget, *, on_gpu=False, max_num_seqs=4, available=None, **settings):
+    return size_kv_cache(
+        EngineConfig(**settings),
+        MODEL,
+        dtype_bytes=2,
+        budget=budget,
+        available=budget if available is None else available,
+        max_num_seqs=max_num_seqs,
+        on_gpu=on_gpu,
+    )
+
+
+def test_blocks_fill_the_budget():
+    cache = size(10 * 16 * TOKEN + 5, on_gpu=True)
+    assert (cache.num_blocks, cache.block_bytes, cache.num_bytes) == (10, 16 * TOKEN, 160 * TOKEN)
+    assert cache.max_model_len == 160
+
+
+def test_a_default_on_a_cpu_takes_no_more_than_is_of_use():
+    assert size(GIB).num_blocks == 4 * 64
+    assert size(GIB, kv_cache_memory="1GiB").num_blocks == GIB // (16 * TOKEN)
+    assert size(GIB).max_model_len == 1024
+
+
+def test_a_default_on_a_gpu_leaves_the_rest_to_the_prefix_cache_within_reason():
+    assert size(GIB, on_gpu=True).num_blocks == GIB // (16 * TOKEN)
+    assert size(80 * GIB, on_gpu=True).num_blocks == MAX_DEFAULT_GPU_BLOCKS
+    assert size(800 * GIB, on_gpu=True, max_num_seqs=10_000).num_blocks == 640_000
+
+
+def test_num_blocks_overrides():
+    assert size(GIB, num_blocks=7).num_blocks == 7
+    assert size(GIB, num_blocks=7).max_model_len == 7 * 16
+    with pytest.raises(ConfigError, match=r"num_blocks: 7 blocks.*--num-blocks 3 or less"):
+        size(GIB, num_blocks=7, available=3 * 16 * TOKEN)
+
+
+def test_a_max_model_len_that_does_not_fit_names_what_does():
+    with pytest.raises(
+        ConfigError, match=r"max_model_len: 500 .*--max-model-len 160 or less.*--gpu-memory-utilization"
+    ):
+        size(10 * 16 * TOKEN, on_gpu=True, max_model_len=500)
+    with pytest.raises(ConfigError, match=r"--max-model-len 64 or less.*--num-blocks"):
+        size(GIB, num_blocks=4, max_model_len=500)
+    with pytest.raises(ConfigError, match=r"--kv-cache-memory 1MiB or more"):
+        size(10 * 16 * TOKEN, kv_cache_memory="60KiB", max_model_len=500)
+    assert size(10 * 16 * TOKEN, max_model_len=160).max_model_len == 160
+
+
+def test_no_room_at_all():
+    for budget in (0, -5, 16 * TOKEN - 1):
+        with pytest.raises(ConfigError, match="no room for the KV cache"):
+            size(budget, on_gpu=True)
+
+
+def test_max_model_len_against_the_model():
+    assert model_max_len(EngineConfig(), MODEL) == 1024
+    assert model_max_len(EngineConfig(max_model_len=100), MODEL) == 100
+    with pytest.raises(ConfigError, match=r"max_model_len: 1025 .*--max-model-len 1024"):
+        model_max_len(EngineConfig(max_model_len=1025), MODEL)
+    with pytest.raises(ConfigError, match="--max-model-len 2"):
+        model_max_len(EngineConfig(max_model_len=1), MODEL)
+
+
+def test_host_memory():
+    assert host_cache_bytes(EngineConfig(), 8 * GIB) == 2 * GIB
+    assert host_cache_bytes(EngineConfig(), 800 * GIB) == 4 * GIB
+    assert host_cache_bytes(EngineConfig(kv_cache_memory="3GiB"), 8 * GIB) == 3 * GIB
+    with pytest.raises(ConfigError, match=r"kv_cache_memory: 9.0 GiB .*--kv-cache-memory 8192MiB or less"):
+        host_cache_bytes(EngineConfig(kv_cache_memory="9GiB"), 8 * GIB)
+
+
+def test_gpu_memory():
+    assert gpu_cache_bytes(0.5, 80 * GIB, 10 * GIB, 20 * GIB) == 10 * GIB
+
+
+def test_caches_on_a_cpu_take_no_memory_until_they_are_used():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    caches = allocate_kv_caches(MODEL, 50_000, 16, torch.bfloat16, torch.device("cpu"))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000  # KiB, of 300 MB
+    assert len(caches) == 3
+    assert all(tensor.shape == (50_000, 2, 16, 16) for pair in caches for tensor in pair)
+
+
+@pytest.mark.parametrize(("value", "text"), [(0, "0 B"), (1536, "1.5 KiB"), (3 * GIB, "3.0 GiB"), (-1536, "-1.5 KiB")])
+def test_format_bytes(value, text):
+    assert format_bytes(value) == text

@@ -1,0 +1,115 @@
+"""`pageserve plan`, as the command runs it."""
+
+import json
+
+import pytest
+
+from engine.config import EngineConfig
+from engine.worker import plan
+from engine.worker.plan import Machine, make_plan, nearest_settings
+
+GIB = 1 << 30
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    return str(tmp_path)
+
+
+@pytest.fixture
+def model(folder):
+    from pathlib import Path
+
+    return plan.read_model_config(Path(folder))
+
+
+def test_an_8b_model_on_an_80_gib_card(folder, capsys):
+    assert plan.main([folder, "--memory", "80GiB"]) == 0
+    text = capsys.readouterr().out
+    assert "8,030.3 M parameters in bfloat16" in text
+    assert "128.0 KiB" in text  # KV per token: 2 * 32 layers * 8 heads * 128 * 2 bytes
+    assert "16.0 GiB  of max_model_len 131072" in text
+    assert "at 8192 tokens a step" in text
+    assert "3 sequences of 131,072 tokens fit at once" in text
+
+
+def test_what_does_not_fit_comes_with_settings_that_do(folder, model, capsys):
+    arguments = [folder, "--memory", "24GiB", "--max-model-len", "131072"]
+    assert plan.main(arguments) == 1
+    text = capsys.readouterr().out
+    assert "Does not fit. max_model_len: 131072" in text
+    changes = [line.split() for line in text.splitlines() if line.startswith("  --")]
+    assert any(change[0] == "--max-model-len" for change in changes)
+    for change in changes:
+        assert plan.main([*arguments, *change]) == 0, change
+
+
+def test_a_model_too_large_for_any_setting(folder, capsys):
+    assert plan.main([folder, "--memory", "8GiB"]) == 1
+    assert "a larger machine is needed" in capsys.readouterr().out
+
+
+def test_a_cpu_of_given_memory(folder, capsys):
+    assert plan.main([folder, "--device", "cpu", "--memory", "64GiB"]) == 0
+    text = capsys.readouterr().out
+    assert "at 2048 tokens a step" in text
+    assert "max_model_len is cut from the model's 131072 to what the cache holds" in text
+    assert plan.main([folder, "--device", "cpu", "--memory", "8GiB"]) == 1
+
+
+def test_this_machine(model_dir, capsys):
+    assert plan.main([str(model_dir), "--device", "cpu"]) == 0
+    assert "free host memory" in capsys.readouterr().out
+
+
+def test_the_nearest_setting_is_the_largest_that_fits(model):
+    config = EngineConfig(max_model_len=131072, max_num_batched_tokens=2048)
+    machine = Machine("cuda", 24 * GIB)
+    lengths = [change for change in nearest_settings(config, model, machine) if change.startswith("--max-model-len")]
+    (length,) = [int(change.split()[1]) for change in lengths]
+    fits = make_plan(EngineConfig(max_model_len=length, max_num_batched_tokens=2048), model, machine)
+    assert fits.size is not None
+    longer = EngineConfig(max_model_len=length + 131072 // 64, max_num_batched_tokens=2048)
+    assert make_plan(longer, model, machine).size is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--memory", "lots"], "--memory must be a size"),
+        (["--max-model-len", "131073"], "--max-model-len 131072"),
+        (["--block-size", "17"], "block_size must be one of"),
+    ],
+)
+def test_wrong_settings(folder, capsys, arguments, message):
+    assert plan.main([folder, "--device", "cpu", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_folder_that_is_not_there(capsys):
+    assert plan.main(["/nowhere", "--device", "cpu"]) == 2
+    assert "/nowhere" in capsys.readouterr().err
+
+
+def test_environment_counts_as_for_serve(folder, capsys, monkeypatch):
+    monkeypatch.setenv("PAGESERVE_MAX_MODEL_LEN", "4096")
+    monkeypatch.setenv("PAGESERVE_PORT", "1234")  # the server's: not looked at
+    assert plan.main([folder, "--memory", "80GiB"]) == 0
+    assert "of max_model_len 4096" in capsys.readouterr().out
