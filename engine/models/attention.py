@@ -37,6 +37,7 @@ class Attention:
     __slots__ = (
         "attn_out",
         "cos_sin_cache",
+        "head_dim",
         "heads",
         "k_norm",
         "num_heads",
@@ -58,6 +59,7 @@ class Attention:
         self.k_norm = take_head_norm(config, weights, f"{prefix}.k_norm")
         self.heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
         self.num_heads = config.num_heads + 2 * config.num_kv_heads
+        self.head_dim = config.head_dim
         self.q_size = config.q_size
         self.scale = config.head_dim**-0.5 if config.attn_scale is None else config.attn_scale
         self.window = config.window(layer)
@@ -66,7 +68,7 @@ class Attention:
     def __call__(self, hidden: Tensor, metadata: BatchMetadata, kv_cache: tuple[Tensor, Tensor]) -> Tensor:
         """hidden [num_tokens, hidden] -> [num_tokens, hidden]; kv_cache is this layer's (k_cache, v_cache)."""
         num_tokens = hidden.shape[0]
-        qkv = self.qkv(hidden).view(num_tokens, self.num_heads, -1)
+        qkv = self.qkv(hidden).view(num_tokens, self.num_heads, self.head_dim)
         q, k, v = torch.split(qkv, self.heads, dim=1)  # [num_tokens, heads, head_dim], views of one row
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q)[0], self.k_norm(k)[0]

@@ -119,7 +119,7 @@ class ConfigReader:
         if not isinstance(types, list) or len(types) != num_layers:
             raise ModelError(f"{self.where}: layer_types must list one type for each of the {num_layers} layers.")
         if unknown := {str(kind) for kind in types} - {"full_attention", "sliding_attention"}:
-            raise ModelError(f"{self.where}: layer_types holds {', '.join(sorted(unknown))}, which is not supported.")
+            raise ModelError(f"{self.where}: layer_types holds {short(sorted(unknown))}, not supported.")
         return tuple(layer for layer, kind in enumerate(types) if kind == "sliding_attention")
 
     def rope_theta(self) -> float:
