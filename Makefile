@@ -44,7 +44,16 @@ lint: $(VENV)/.installed-test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test-only: $(VENV)/.installed-test
+# Two tests need what is not Python: they are skipped, and this says so, where it cannot be had.
+
+.cache/node/.installed:
+	@mkdir -p $(@D)
+	@if ! command -v node >/dev/null || ! command -v npm >/dev/null; then \
+		echo "node is missing: the test of the npm OpenAI client will be skipped (Debian: apt install nodejs npm)."; \
+	elif npm install --silent --no-fund --no-audit --prefix $(@D) openai; then touch $@; \
+	else echo "npm could not install openai: the test of the npm OpenAI client will be skipped."; fi
+
+test-only: $(VENV)/.installed-test .cache/node/.installed
 	@command -v nginx >/dev/null || test -x /usr/sbin/nginx || echo "nginx is missing: its test will be skipped (Debian: apt install nginx-light)."
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
 
