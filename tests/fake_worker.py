@@ -4,6 +4,7 @@ python -m tests.fake_worker [options] FD
 """
 
 import argparse
+import contextlib
 import socket
 import time
 
@@ -33,7 +34,8 @@ def main() -> None:
     parser.add_argument("fd", type=int)
     options = parser.parse_args()
     with socket.socket(fileno=options.fd) as channel, channel.makefile("rb") as reader:
-        serve(options, channel, reader)
+        with contextlib.suppress(BrokenPipeError):  # the Driver has gone
+            serve(options, channel, reader)
 
 
 def serve(options, channel, reader) -> None:

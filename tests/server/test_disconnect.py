@@ -1,0 +1,162 @@
+"""A client that leaves frees everything it held, whatever its request was doing."""
+
+import json
+import socket
+import struct
+import threading
+import time
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.server.live import LiveServer, chat_body, completion_body, expected_text
+
+
+@pytest.fixture(scope="module")
+def slow(folder):
+    """Two sequences run, the rest waits; a request of 400 tokens takes at least 4 s."""
+    with LiveServer(folder, "--step-seconds", "0.01", engine={"max_num_seqs": 2}) as live:
+        yield live
+
+
+def send_raw(live: LiveServer, body: dict, route="completions") -> socket.socket:
+    """A request on a bare socket, so that the test decides when and how the connection ends."""
+    url = urlsplit(live.url)
+    raw = json.dumps(body).encode()
+    connection = socket.create_connection((url.hostname, url.port))
+    head = (
+        f"POST /v1/{route} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
+    )
+    connection.sendall(head.encode() + raw)
+    return connection
+
+
+def reset(connection: socket.socket) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+
+
+def half_close(connection: socket.socket) -> None:
+    """Our side of the connection only. It counts as leaving: HTTP/1.1 clients keep it open while they wait."""
+    connection.shutdown(socket.SHUT_WR)
+    connection.settimeout(5)
+    while connection.recv(65536):
+        pass
+    connection.close()
+
+
+def wait_until(condition, seconds=5.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("leave", [socket.socket.close, reset, half_close], ids=["close", "reset", "half-close"])
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+@pytest.mark.parametrize("route, make", [("completions", completion_body), ("chat/completions", chat_body)])
+def test_leaving_while_it_runs(slow, route, make, stream, leave):
+    aborts = slow.aborts()
+    connection = send_raw(slow, make(max_tokens=400, stream=stream), route)
+    wait_until(lambda: slow.usage()["running"] == 1)
+    start = time.monotonic()
+    leave(connection)
+    slow.wait_idle()
+    assert time.monotonic() - start < 1.0, "not only when it would have ended anyway"
+    assert slow.aborts() == aborts + 1
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+def test_leaving_while_it_waits(slow, stream):
+    aborts = slow.aborts()
+    running = [send_raw(slow, completion_body(max_tokens=400, stream=True)) for _ in range(2)]
+    wait_until(lambda: slow.usage()["running"] == 2)
+    waiting = send_raw(slow, completion_body(max_tokens=400, stream=stream))
+    wait_until(lambda: slow.usage()["waiting"] == 1)
+    waiting.close()
+    wait_until(lambda: slow.usage()["waiting"] == 0)
+    assert slow.aborts() == aborts + 1
+    assert slow.usage()["running"] == 2, "the others go on"
+    for connection in running:
+        connection.close()
+    slow.wait_idle()
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+def test_leaving_ends_all_prompts_and_samples(slow, stream):
+    aborts = slow.aborts()
+    body = completion_body(prompt=["a", "b", "c", "d"], n=3, max_tokens=400, stream=stream)
+    connection = send_raw(slow, body)
+    wait_until(lambda: slow.usage()["running"] == 2 and slow.usage()["live"] == 4)
+    connection.close()
+    slow.wait_idle()
+    assert slow.aborts() == aborts + 4
+
+
+def test_leaving_in_the_middle_of_the_body(slow):
+    url = urlsplit(slow.url)
+    with socket.create_connection((url.hostname, url.port)) as connection:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        connection.sendall(head + b"Content-Length: 500\r\n\r\n{")
+        time.sleep(0.05)
+    assert slow.usage()["live"] == 0
+
+
+def test_the_neighbours_of_one_that_leaves_notice_nothing(slow):
+    answers = {}
+
+    def ask(i: int) -> None:
+        with slow.client() as client:
+            body = completion_body(prompt=f"neighbour {i}", max_tokens=60, seed=i)
+            answers[i] = client.post("/v1/completions", json=body).json()["choices"][0]["text"]
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for _ in range(10):
+        connection = send_raw(slow, completion_body(max_tokens=300, stream=True))
+        time.sleep(0.02)
+        reset(connection)
+    for thread in threads:
+        thread.join(20)
+    assert answers == {i: expected_text(f"neighbour {i}".encode(), i, 60) for i in range(3)}
+    slow.wait_idle()
+
+
+def test_a_thousand_come_and_go_and_nothing_is_left(folder):
+    """Tasks are back at their baseline, too: watchers and pumps end with their request."""
+    with LiveServer(folder, "--step-seconds", "0.002", engine={"max_num_seqs": 16}) as live, live.client() as client:
+
+        def tasks() -> float:
+            lines = client.get("/metrics").text.splitlines()
+            return float(next(line for line in lines if line.startswith("pageserve:asyncio_tasks")).split()[1])
+
+        client.post("/v1/completions", json=completion_body())
+        baseline = tasks()
+        for i in range(50):
+            make = completion_body if i % 2 else chat_body
+            route = "completions" if i % 2 else "chat/completions"
+            batch = [send_raw(live, make(max_tokens=100, stream=bool(j % 3), n=1 + j % 2), route) for j in range(20)]
+            time.sleep(0.01 * (i % 3))
+            for j, connection in enumerate(batch):
+                (reset if j % 2 else socket.socket.close)(connection)
+        live.wait_idle(20)
+        wait_until(lambda: tasks() <= baseline)
+
+
+def test_a_client_that_reads_nothing_is_let_go(folder, monkeypatch):
+    monkeypatch.setattr("server.sse.STALL_SECONDS", 0.3)
+    with LiveServer(folder, keep_alive_interval=0.1, engine={"max_model_len": 65536, "num_blocks": 8192}) as live:
+        url = urlsplit(live.url)
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect((url.hostname, url.port))
+        raw = json.dumps(completion_body(max_tokens=60_000, n=16, stream=True)).encode()
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}"
+        )
+        connection.sendall(head.encode() + b"\r\n\r\n" + raw)
+        wait_until(lambda: live.usage()["live"] == 1)
+        live.wait_idle(30)
+        assert live.aborts() == 1
+        connection.close()

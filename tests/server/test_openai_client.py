@@ -1,0 +1,184 @@
+"""The official Python client, which parses answers into its own types, against a live server."""
+
+import asyncio
+
+import openai
+import pytest
+
+from tests.server.live import MODEL, LiveServer, chat_prompt, expected_text
+
+MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(scope="module")
+def api(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as api:
+        yield api
+
+
+@pytest.fixture
+async def async_api(server):
+    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as api:
+        yield api
+
+
+def one_user(text: str) -> list[dict]:
+    return [{"role": "user", "content": text}]
+
+
+def test_chat(api):
+    chat = api.chat.completions.create(model=MODEL, messages=one_user("hello"), seed=1, max_completion_tokens=8)
+    assert chat.id.startswith("chatcmpl-") and chat.object == "chat.completion" and chat.system_fingerprint
+    (choice,) = chat.choices
+    assert choice.message.role == "assistant" and choice.message.refusal is None
+    assert choice.message.content == expected_text(chat_prompt("hello"), 1, 8)
+    assert choice.finish_reason == "length" and choice.logprobs is None
+    assert chat.usage.total_tokens == chat.usage.prompt_tokens + 8
+
+
+def test_a_conversation_goes_on_with_what_the_client_got(api):
+    first = api.chat.completions.create(model=MODEL, messages=MESSAGES, max_completion_tokens=4)
+    reply = first.choices[0].message.model_dump()
+    again = api.chat.completions.create(
+        model=MODEL, messages=[*MESSAGES, reply, *one_user("more")], max_completion_tokens=4
+    )
+    assert again.usage.prompt_tokens > first.usage.prompt_tokens
+
+
+def test_streamed_chat_with_usage_and_logprobs(api):
+    stream = api.chat.completions.create(
+        model=MODEL,
+        messages=one_user("hello"),
+        seed=1,
+        max_tokens=8,
+        stream=True,
+        stream_options={"include_usage": True},
+        logprobs=True,
+        top_logprobs=1,
+    )
+    chunks = list(stream)
+    assert chunks[0].choices[0].delta.role == "assistant"
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == expected_text(chat_prompt("hello"), 1, 8)
+    tokens = [
+        t for chunk in chunks if chunk.choices and chunk.choices[0].logprobs for t in chunk.choices[0].logprobs.content
+    ]
+    assert bytes(b for token in tokens for b in token.bytes).decode() == text
+    assert all(len(token.top_logprobs) >= 1 for token in tokens)
+    assert chunks[-1].usage.completion_tokens == 8 and chunks[-1].choices == []
+    assert [chunk.choices[0].finish_reason for chunk in chunks[-2:-1]] == ["length"]
+
+
+def test_the_stream_helper_assembles_a_completion(api):
+    text = expected_text(chat_prompt("hello"), 1, 20)
+    messages = one_user("hello")
+    with api.chat.completions.stream(model=MODEL, messages=messages, seed=1, max_tokens=20, stop=text[9:]) as stream:
+        deltas = [event.delta for event in stream if event.type == "content.delta"]
+        final = stream.get_final_completion()
+    assert final.choices[0].message.content == "".join(deltas) == text[:9]
+
+
+@pytest.mark.parametrize(
+    "prompt, expected",
+    [("hi", ["hi"]), (["hi", "yo"], ["hi", "yo"]), ([104, 105], ["hi"]), ([[104, 105], [121, 111]], ["hi", "yo"])],
+)
+def test_completions_of_every_kind_of_prompt(api, prompt, expected):
+    completion = api.completions.create(model=MODEL, prompt=prompt, seed=1, max_tokens=6, n=2, logprobs=1)
+    assert [choice.index for choice in completion.choices] == list(range(2 * len(expected)))
+    texts = [expected_text(text.encode(), 1, 6, i) for text in expected for i in (0, 1)]
+    assert [choice.text for choice in completion.choices] == texts
+    for choice in completion.choices:
+        assert choice.logprobs.text_offset == list(range(6))
+        assert "".join(choice.logprobs.tokens) == choice.text
+        assert all(
+            token in top for token, top in zip(choice.logprobs.tokens, choice.logprobs.top_logprobs, strict=True)
+        )
+    assert completion.usage.completion_tokens == 12 * len(expected)
+
+
+def test_vllms_extensions_through_extra_body(api):
+    extra = {"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "ignore_eos": True, "min_tokens": 2, "priority": 1}
+    extra |= {"stop_token_ids": [9], "include_stop_str_in_output": True, "skip_special_tokens": False}
+    completion = api.completions.create(model=MODEL, prompt="hi", max_tokens=4, seed=1, extra_body=extra)
+    assert completion.choices[0].text == expected_text(b"hi", 1, 4)
+
+
+def test_a_stop_token_is_named(api):
+    text = expected_text(b"hi", 1, 30)
+    stop = text[4]
+    extra = {"stop_token_ids": [ord(stop)]}
+    choice = api.completions.create(model=MODEL, prompt="hi", max_tokens=30, seed=1, extra_body=extra).choices[0]
+    assert choice.text == text[: text.index(stop)]
+    assert choice.finish_reason == "stop" and choice.stop_reason == ord(stop)
+
+
+def test_the_end_of_sequence_is_stop_and_its_token_is_not_shown(folder):
+    with LiveServer(folder, "--eos-every", "9") as live:
+        with openai.OpenAI(base_url=f"{live.url}/v1", api_key="none") as api:
+            completion = api.completions.create(model=MODEL, prompt="hi", max_tokens=400, seed=1, logprobs=0)
+            (choice,) = completion.choices
+            assert choice.finish_reason == "stop" and choice.stop_reason is None
+            assert "".join(choice.logprobs.tokens) == choice.text and "<|" not in choice.text
+            assert completion.usage.completion_tokens == len(choice.text) + 1, "the end token was generated, too"
+            stream = api.completions.create(model=MODEL, prompt="hi", max_tokens=400, seed=1, stream=True)
+            assert "".join(chunk.choices[0].text for chunk in stream) == choice.text
+
+
+@pytest.mark.parametrize(
+    "fields, error, param",
+    [
+        ({"temperature": -1}, openai.BadRequestError, "temperature"),
+        ({"model": "other"}, openai.NotFoundError, "model"),
+        ({"messages": []}, openai.BadRequestError, "messages"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, openai.BadRequestError, "tools"),
+    ],
+)
+@pytest.mark.parametrize("stream", [True, False])
+def test_errors_are_typed(api, fields, error, param, stream):
+    request = {"model": MODEL, "messages": one_user("x"), "stream": stream} | fields
+    with pytest.raises(error) as caught:
+        api.chat.completions.create(**request)
+    assert caught.value.param == param and caught.value.type == "invalid_request_error"
+    assert caught.value.request_id and caught.value.body["message"]
+
+
+def test_an_error_in_a_stream_is_raised(folder):
+    third = expected_text(chat_prompt("hello"), 1, 3).encode()[-1]
+    with LiveServer(folder, "--fail-on-token", str(third)) as live:
+        with openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as api:
+            stream = api.chat.completions.create(model=MODEL, messages=one_user("hello"), seed=1, stream=True)
+            with pytest.raises(openai.APIError):
+                for _ in stream:
+                    pass
+
+
+def test_models(api):
+    assert [model.id for model in api.models.list()] == [MODEL, "alias"]
+    assert api.models.retrieve(MODEL).id == MODEL
+    with pytest.raises(openai.NotFoundError):
+        api.models.retrieve("none")
+
+
+async def test_many_streams_at_once(async_api, server):
+    async def one(i: int) -> str:
+        stream = await async_api.chat.completions.create(
+            model=MODEL, messages=one_user(f"user {i}"), seed=i, max_tokens=20, stream=True
+        )
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+    texts = await asyncio.gather(*(one(i) for i in range(40)))
+    assert texts == [expected_text(chat_prompt(f"user {i}"), i, 20) for i in range(40)]
+    server.wait_idle()
+
+
+async def test_closing_a_stream_ends_the_request(folder):
+    with LiveServer(folder, "--step-seconds", "0.01") as live:
+        async with openai.AsyncOpenAI(base_url=f"{live.url}/v1", api_key="none") as api:
+            stream = await api.chat.completions.create(
+                model=MODEL, messages=one_user("hello"), max_tokens=400, stream=True
+            )
+            async for _ in stream:
+                break
+            await stream.close()
+            await asyncio.to_thread(live.wait_idle)
+            assert live.aborts() == 1
