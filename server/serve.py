@@ -23,6 +23,7 @@ from engine.driver import Driver
 from engine.errors import ConfigError
 from server.app import create_app, served_names
 from server.config import ServerConfig
+from server.http_protocol import LimitedHttpProtocol
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +93,7 @@ class _Service:
         self._http = _HttpServer(
             uvicorn.Config(
                 create_app(driver, config),
-                http="httptools",
+                http=LimitedHttpProtocol,
                 ws="none",
                 lifespan="off",
                 log_config=None,

@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 from engine.outputs import RequestOutput
 from server.errors import error_body, to_api_error
 from server.generation import Generation
+from server.http_protocol import ABORT
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -73,6 +74,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._asgi_send = send
+        self._abort_connection = scope.get("extensions", {}).get(ABORT, {}).get("function", lambda: None)
         try:
             async with anyio.create_task_group() as group:
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
@@ -112,8 +114,13 @@ class EventStream(Response):
                 with anyio.move_on_after(STALL_SECONDS) as stall:
                     await self._send(KEEP_ALIVE)
                 if stall.cancelled_caught:
-                    return scope.cancel()
+                    return self._drop_client(scope)
             elif self._sending and silence > STALL_SECONDS:
-                return scope.cancel()
+                return self._drop_client(scope)
             elif self._sending:
                 await anyio.sleep(1.0)  # a send that waits ends by itself when the client leaves
+
+    def _drop_client(self, scope: anyio.CancelScope) -> None:
+        """Let a stalled client go: closing would wait until it has read what is buffered."""
+        self._abort_connection()
+        scope.cancel()

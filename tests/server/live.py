@@ -16,6 +16,7 @@ from engine.config import EngineConfig
 from engine.driver import Driver
 from server.app import create_app
 from server.config import ServerConfig
+from server.http_protocol import LimitedHttpProtocol
 from server.serve import bind
 from tests.fake_device import expected_tokens
 
@@ -31,6 +32,8 @@ class LiveServer:
         command = (sys.executable, "-m", "tests.fake_worker", *worker_options)
         self.driver = Driver(engine_config, worker_command=command, max_queued_requests=self.config.max_queued_requests)
         self._wait = wait
+        self.listener = bind("127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
         self._started = threading.Event()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -86,6 +89,9 @@ class LiveServer:
     def aborts(self) -> float:
         return self.call(lambda: self.driver.stats.request_success.values["abort",])
 
+    def connections(self) -> int:
+        return self.call(lambda: len(self._server.server_state.connections))
+
     def _run(self) -> None:
         try:
             with asyncio.Runner() as runner:
@@ -99,13 +105,13 @@ class LiveServer:
         self.loop = asyncio.get_running_loop()
         app = create_app(self.driver, self.config)
         self._server = uvicorn.Server(
-            uvicorn.Config(app, http="httptools", ws="none", lifespan="off", log_config=None, server_header=False)
+            uvicorn.Config(
+                app, http=LimitedHttpProtocol, ws="none", lifespan="off", log_config=None, server_header=False
+            )
         )
         self._server.config.timeout_graceful_shutdown = 2
         self._ended = asyncio.Event()
-        listener = bind("127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        serving = asyncio.create_task(self._server.serve(sockets=[listener]))
+        serving = asyncio.create_task(self._server.serve(sockets=[self.listener]))
         try:
             await self.driver.start()
             if self._wait:

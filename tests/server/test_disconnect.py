@@ -146,17 +146,15 @@ def test_a_thousand_come_and_go_and_nothing_is_left(folder):
 
 def test_a_client_that_reads_nothing_is_let_go(folder, monkeypatch):
     monkeypatch.setattr("server.sse.STALL_SECONDS", 0.3)
-    with LiveServer(folder, keep_alive_interval=0.1, engine={"max_model_len": 65536, "num_blocks": 8192}) as live:
-        url = urlsplit(live.url)
-        connection = socket.socket()
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        connection.connect((url.hostname, url.port))
-        raw = json.dumps(completion_body(max_tokens=60_000, n=16, stream=True)).encode()
-        head = (
-            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}"
-        )
-        connection.sendall(head.encode() + b"\r\n\r\n" + raw)
-        wait_until(lambda: live.usage()["live"] == 1)
-        live.wait_idle(30)
-        assert live.aborts() == 1
-        connection.close()
+    live = LiveServer(folder, "--step-seconds", "0.001", keep_alive_interval=0.1, engine={"max_model_len": 4096})
+    live.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # connections inherit it
+    with live:
+        with send_raw(live, completion_body(max_tokens=4000, n=4, stream=True)) as connection:
+            wait_until(lambda: live.usage()["live"] == 1)
+            live.wait_idle(20)
+            assert live.aborts() == 1
+            wait_until(lambda: live.connections() == 0)  # the socket, too, although nothing was read
+            received = b""
+            while piece := connection.recv(65536):
+                received += piece
+            assert b"[DONE]" not in received

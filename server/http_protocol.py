@@ -1,0 +1,94 @@
+"""uvicorn's HTTP/1.1 protocol with the limits that it lacks: a deadline, a size and a number for the headers.
+
+Without them a client that never finishes its headers holds a connection for ever, and one header of many megabytes, or
+a hundred thousand small ones, are taken in.
+"""
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from server.errors import ApiError, error_body
+
+HEAD_SECONDS = 10.0  # from the first byte, or from the connection, to the end of the headers
+MAX_HEAD_BYTES = 64 << 10
+MAX_HEADERS = 128
+
+ABORT = "pageserve.abort"  # in scope["extensions"]: cuts the connection without waiting for the client to read
+
+
+class _HeadTooLarge(Exception):
+    pass
+
+
+class LimitedHttpProtocol(HttpToolsProtocol):
+    """One connection. Whatever it refuses, it answers in the OpenAI envelope, then closes."""
+
+    _deadline: asyncio.TimerHandle | None = None
+    _in_head = False
+    _too_large = False
+    _head_bytes = 0
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._start_deadline()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_deadline()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._head_bytes += len(data)
+        if self._in_head and self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self._refuse_head()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope["extensions"] = {ABORT: {"function": self.transport.abort}}
+        self._in_head, self._head_bytes = True, 0
+        if self._deadline is None:
+            self._start_deadline()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        if len(self.headers) > MAX_HEADERS:
+            self._too_large = True
+            raise _HeadTooLarge  # the parser turns it into an HttpParserError, and uvicorn asks for a 400
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        self._stop_deadline()
+        super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        if self._too_large:
+            self._refuse_head()
+        else:
+            self._refuse(ApiError(400, "This is not valid HTTP/1.1.", code="invalid_http"))
+
+    def _refuse_head(self) -> None:
+        message = f"The headers may hold at most {MAX_HEADERS} fields and {MAX_HEAD_BYTES} bytes."
+        self._refuse(ApiError(431, message, code="headers_too_large"))
+
+    def _refuse(self, error: ApiError) -> None:
+        body = error_body(error)
+        head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+        self.transport.write(STATUS_LINE[error.status] + head + body)
+        self.transport.close()
+
+    def _start_deadline(self) -> None:
+        self._deadline = self.loop.call_later(HEAD_SECONDS, self._on_deadline)
+
+    def _stop_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _on_deadline(self) -> None:
+        self._deadline = None
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._start_deadline()  # the head of a pipelined request; the response before it goes first
+        elif not self.transport.is_closing():
+            self._refuse(ApiError(408, f"The headers did not arrive within {HEAD_SECONDS:g} s.", code="timeout"))
