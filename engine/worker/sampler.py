@@ -18,6 +18,7 @@ from engine.worker.sampling_rows import Draw, Penalties, SamplingInputs
 
 MIN_LOGPROB = -9999.0  # stands for -inf, which JSON cannot carry
 BUCKET = 64  # tokens per bucket of the two-level cumulative sum
+FIRST_BIN, NUM_BINS = (127 - 10) * 32, 18 * 32  # of the histogram that finds a nucleus: from 2**-10 up to 2**8
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,55 +147,70 @@ def _draw(logits: Tensor, largest: Tensor, draw: Draw) -> Tensor:
     """One token id per row of `draw`, int64 [n]."""
     x = logits.index_select(0, draw.rows)  # a copy: the largest becomes 0, so that no temperature overflows
     x.sub_(largest.index_select(0, draw.rows)[:, None]).div_(draw.temperature[:, None])
-    if draw.log_min_p is not None:
-        x.masked_fill_(x < draw.log_min_p[:, None], -torch.inf)
-    if draw.num_candidates:
-        x.masked_fill_(x < _threshold(x, draw)[:, None], -torch.inf)
-    return _inverse_cdf(x.exp_(), draw.uniform)
-
-
-def _threshold(x: Tensor, draw: Draw) -> Tensor:
-    """The smallest logit that top_k and then top_p keep, float32 [n]. x [n, vocab_size] is masked where top_k cuts."""
-    if x.is_cuda and draw.top_p is not None:  # whether the candidates suffice is known on the device only
-        candidates = x.sort(-1, descending=True).values
-    elif draw.num_candidates == x.shape[1]:
-        candidates = _sort_descending(x)
-    else:
-        candidates = x.topk(draw.num_candidates).values
-    threshold = torch.full_like(candidates[:, 0], -torch.inf)
+    threshold = draw.log_min_p
     if draw.top_k is not None:
-        last = draw.top_k.clamp(max=candidates.shape[1])[:, None] - 1
-        smallest = candidates.gather(1, last)[:, 0]
-        threshold = torch.where(draw.top_k < x.shape[1], smallest, threshold)
-        x.masked_fill_(x < threshold[:, None], -torch.inf)
-        candidates = candidates.masked_fill(candidates < threshold[:, None], -torch.inf)
-    if draw.top_p is None:
-        return threshold
-    return torch.maximum(threshold, _nucleus(x, candidates, draw.top_p))
+        kth = _kth_largest(x, draw.top_k, draw.num_candidates)
+        threshold = kth if threshold is None else torch.maximum(threshold, kth)
+    weights = x.exp()
+    if threshold is not None:
+        _keep(weights, x >= threshold[:, None])
+    if draw.top_p is not None:
+        nucleus = _nucleus_threshold if x.is_cuda else _nucleus_threshold_cpu
+        _keep(weights, x >= nucleus(x, weights, draw.top_p)[:, None])
+    return _inverse_cdf(weights, draw.uniform)
 
 
-def _nucleus(x: Tensor, candidates: Tensor, top_p: Tensor) -> Tensor:
+def _keep(weights: Tensor, kept: Tensor) -> None:
+    """Set all other weights to 0."""
+    if weights.is_cuda:
+        weights.mul_(kept)
+    else:
+        np.multiply(weights.numpy(), kept.numpy(), out=weights.numpy())  # four times faster than torch's on one core
+
+
+def _kth_largest(x: Tensor, top_k: Tensor, num_candidates: int) -> Tensor:
+    """The k-th largest of each row, -inf where top_k is the vocabulary. num_candidates: no other k is larger."""
+    if num_candidates < x.shape[1]:
+        candidates = x.topk(num_candidates).values
+    elif x.is_cuda:
+        candidates = x.sort(-1, descending=True).values
+    else:
+        candidates = torch.from_numpy(np.sort(x.numpy(), -1)).flip(-1)  # torch's also tracks indices: 5 times slower
+    kth = candidates.gather(1, top_k.clamp(max=candidates.shape[1])[:, None] - 1)[:, 0]
+    return torch.where(top_k < x.shape[1], kth, -torch.inf)
+
+
+def _nucleus_threshold(x: Tensor, weights: Tensor, top_p: Tensor) -> Tensor:
     """Nucleus sampling (Holtzman et al. 2020, section 3.1): the logit of the last token in the smallest set, most
-    likely first, whose probability reaches top_p. candidates [n, k] are the k largest of x, descending.
-
-    Where they do not hold that much, the whole row is sorted (on a CPU; elsewhere they are the whole row)."""
-    total = x.exp().sum(-1, dtype=torch.float64)
-    needed = (top_p * total)[:, None]
-    mass = candidates.exp().cumsum(-1, dtype=torch.float64)
-    last = torch.searchsorted(mass, needed).clamp_(max=candidates.shape[1] - 1)
-    threshold = candidates.gather(1, last)[:, 0]
-    if candidates.shape[1] < x.shape[1]:
-        short = (mass[:, -1:] < needed)[:, 0].nonzero()[:, 0]
-        if len(short):
-            rows = x[short]
-            threshold[short] = _nucleus(rows, _sort_descending(rows), top_p[short])
-    return threshold
+    likely first, whose probability reaches top_p. weights is exp(x) where a token is left, else 0; float32 [n].
+    """
+    order = x.masked_fill(weights == 0, -torch.inf).sort(-1, descending=True)
+    mass = weights.gather(1, order.indices).cumsum(-1, dtype=torch.float64)
+    last = torch.searchsorted(mass, top_p[:, None] * mass[:, -1:]).clamp_(max=x.shape[1] - 1)
+    return order.values.gather(1, last)[:, 0]
 
 
-def _sort_descending(x: Tensor) -> Tensor:
-    if x.is_cuda:
-        return x.sort(-1, descending=True).values
-    return torch.from_numpy(np.sort(x.numpy(), -1)).flip(-1)  # five times faster than torch's, which tracks indices
+def _nucleus_threshold_cpu(x: Tensor, weights: Tensor, top_p: Tensor) -> Tensor:
+    """The same without a sort of the row: a histogram finds the bin of logits in which top_p is reached, and only that
+    bin is sorted. A bin is the exponent of |x| and 5 bits of its mantissa; exp(x) is 0 beyond the last.
+    """
+    distance, masses = np.abs(x.numpy()), weights.numpy()
+    rows = len(distance)
+    bins = (distance.view(np.uint32) >> 18).astype(np.int32) - FIRST_BIN
+    np.clip(bins, 0, NUM_BINS - 1, out=bins)
+    flat_bins = bins + np.arange(0, rows * NUM_BINS, NUM_BINS)[:, None]
+    mass = np.bincount(flat_bins.ravel(), masses.ravel(), rows * NUM_BINS).reshape(rows, NUM_BINS).cumsum(-1)
+    needed = top_p.numpy() * mass[:, -1]
+    reached = np.minimum((mass < needed[:, None]).sum(-1), NUM_BINS - 1)
+    before = np.where(reached > 0, mass[np.arange(rows), reached - 1], 0.0)
+    thresholds = np.full(rows, -np.inf, np.float32)  # stays for a row of NaN
+    for row in range(rows):
+        tokens = np.flatnonzero(bins[row] == reached[row])
+        if len(tokens):
+            tokens = tokens[distance[row, tokens].argsort()]
+            last = (before[row] + masses[row, tokens].cumsum(dtype=np.float64)).searchsorted(needed[row])
+            thresholds[row] = -distance[row, tokens[min(last, len(tokens) - 1)]]
+    return torch.from_numpy(thresholds)
 
 
 def _inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:

@@ -20,8 +20,8 @@ Put = Callable[[Array], Tensor]  # moves a host array to the device: StepBuffer.
 # What a row asks for beyond the most likely token: one bit each.
 DRAW, TOP_K, TOP_P, PENALTY, BIAS, MIN_TOKENS, LOGPROBS = (1 << i for i in range(7))
 
-# Top-k and top-p look at so many of the most likely tokens first; beyond it the whole row is sorted.
-NUM_CANDIDATES = 256
+# A top_k up to here is found by partial selection; for a larger one the whole row is sorted.
+MAX_SELECTED = 256
 # Logits that one group of draws may hold, which bounds the sampler's workspace (about 20 bytes each).
 MAX_DRAW_ELEMENTS = 1 << 24
 
@@ -46,8 +46,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 class Draw:
     """Rows that are drawn from a filtered distribution together. All [n]; `rows` are rows of the step's logits.
 
-    num_candidates: how many of the most likely tokens the filters top_k and top_p look at first, 0 without these
-    filters.
+    num_candidates: the largest top_k of these rows, or the vocabulary where that is too large to select.
     """
 
     rows: Tensor
@@ -196,16 +195,17 @@ class SamplingRows:
     def _build_draws(self, rows: Array, positions: Array, flags: Array, put: Put) -> list[Draw]:
         """Rows of like needs together, in groups of bounded size."""
         drawn = flags & DRAW != 0
-        filtered = flags & (TOP_K | TOP_P) != 0
-        large_k = (self._top_k[rows] > NUM_CANDIDATES) & (flags & TOP_K != 0)
-        only_top_k = filtered & ~large_k & (flags & TOP_P == 0)
+        top_k, top_p = flags & TOP_K != 0, flags & TOP_P != 0
+        large_k = top_k & (self._top_k[rows] > MAX_SELECTED)
+        small_k = top_k & ~large_k
+        selected = int(self._top_k[rows[small_k]].max(initial=0))
         draws = []
         group_size = max(1, MAX_DRAW_ELEMENTS // self.vocab_size)
         for members, num_candidates in (
-            (drawn & ~filtered, 0),
-            (only_top_k, int(self._top_k[rows[only_top_k]].max(initial=0))),
-            (filtered & ~large_k & ~only_top_k, NUM_CANDIDATES),
-            (filtered & large_k, self.vocab_size),
+            (drawn & ~top_k & ~top_p, 0),
+            (drawn & ~top_k & top_p, 0),
+            (small_k, selected),
+            (large_k, self.vocab_size),
         ):
             indices = np.flatnonzero(members)
             for start in range(0, len(indices), group_size):
@@ -222,7 +222,7 @@ class SamplingRows:
             log_min_p=put(log_min_p) if (log_min_p > -np.inf).any() else None,
             top_k=put(top_k) if (top_k < self.vocab_size).any() else None,
             top_p=put(top_p) if (top_p < 1.0).any() else None,
-            num_candidates=min(num_candidates, self.vocab_size),
+            num_candidates=num_candidates,
         )
 
 

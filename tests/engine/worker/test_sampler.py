@@ -6,8 +6,8 @@ import torch
 
 from engine.sampling_params import SamplingParams
 from engine.worker import sampling_rows
-from engine.worker.sampler import MIN_LOGPROB, TokenCounts, sample
-from engine.worker.sampling_rows import NUM_CANDIDATES, SamplingRows, uniforms
+from engine.worker.sampler import MIN_LOGPROB, TokenCounts, _nucleus_threshold, _nucleus_threshold_cpu, sample
+from engine.worker.sampling_rows import MAX_SELECTED, SamplingRows, uniforms
 
 VOCAB = 1000
 EOS = [3, 5]
@@ -88,11 +88,11 @@ CASES = {
     "tiny temperature": sampling(temperature=2e-5),
     "top_k": sampling(top_k=7),
     "top_k 1": sampling(top_k=1),
-    "large top_k": sampling(top_k=NUM_CANDIDATES + 100),
+    "large top_k": sampling(top_k=MAX_SELECTED + 100),
     "top_k past the vocabulary": sampling(top_k=10 * VOCAB),
     "top_p": sampling(top_p=0.8),
     "small top_p": sampling(top_p=1e-6),
-    "flat top_p": sampling(top_p=0.99, temperature=50.0),  # the candidates do not reach it
+    "flat top_p": sampling(top_p=0.99, temperature=50.0),
     "min_p": sampling(min_p=0.1),
     "min_p 1": sampling(min_p=1.0),
     "top_k and top_p": sampling(top_k=20, top_p=0.7, temperature=1.5),
@@ -236,6 +236,19 @@ def test_a_mask_that_leaves_no_token_fails_the_row():
     logits[0, EOS] = 1.0
     assert Batch([sampling(temperature=0.0)]).sample(logits).failed.tolist() == [False]
     assert Batch([sampling(temperature=0.0, min_tokens=1)]).sample(logits).failed.tolist() == [True]
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.5, 3.0, 100.0])
+def test_the_nucleus_by_histogram_is_the_nucleus_by_sorting(scale):
+    """A GPU sorts, a CPU does not."""
+    logits = torch.from_numpy(random_logits(50, scale=scale))
+    x = logits - logits.amax(-1, keepdim=True)
+    weights = x.exp() * (x > -8.0 * scale / 3)  # as if min_p had cut some
+    for top_p in (1e-9, 0.1, 0.5, 0.9, 0.999, 1 - 1e-12):
+        p = torch.full((50,), top_p, dtype=torch.float64)
+        by_sorting = _nucleus_threshold(x, weights, p)
+        kept = (x >= by_sorting[:, None]) & (weights > 0)
+        assert torch.equal(kept, (x >= _nucleus_threshold_cpu(x, weights, p)[:, None]) & (weights > 0))
 
 
 def test_tokens_of_minus_infinity_are_never_drawn():
