@@ -17,6 +17,7 @@ PARSE_INLINE_BYTES = 256 << 10  # up to this size parsing takes under 2 ms and a
 # text holds as well, and leave room for a million token ids or characters of any prose and code that fits a context.
 MAX_COMMAS, MAX_COLONS = 1 << 20, 1 << 18
 BODY_SECONDS = 60.0  # a client that trickles its body does not hold a connection for ever
+DISCARD_SECONDS = 2.0  # for what is left of a body that is too large
 HUGE_INTEGER = 10**30  # stands for a number of thousands of digits: out of the range of every field
 
 
@@ -25,19 +26,26 @@ async def read_json(scope: Scope, receive: Receive, max_bytes: int) -> dict[str,
 
     Raises ApiError (408, 413, 415), InvalidRequestError (400) and ClientDisconnect.
     """
-    headers = dict(scope["headers"])
-    _check_headers(headers, max_bytes)
     try:
+        _check_headers(dict(scope["headers"]), max_bytes)
         with anyio.fail_after(BODY_SECONDS):
             body = await _read_body(receive, max_bytes)
     except TimeoutError:
         raise ApiError(408, f"The body did not arrive within {BODY_SECONDS:g} s.", headers=_CLOSE) from None
+    except _TooLargeError:
+        await _discard(receive)
+        message = f"The body is larger than this server's limit of {max_bytes} bytes."
+        raise ApiError(413, message, code="body_too_large", headers=_CLOSE) from None
     if len(body) <= PARSE_INLINE_BYTES:
         return parse_json(body)
     return await asyncio.get_running_loop().run_in_executor(None, parse_json, body)
 
 
 _CLOSE = {"connection": "close"}  # the rest of the body is not read
+
+
+class _TooLargeError(Exception):
+    pass
 
 
 def _check_headers(headers: Mapping[bytes, bytes], max_bytes: int) -> None:
@@ -51,7 +59,7 @@ def _check_headers(headers: Mapping[bytes, bytes], max_bytes: int) -> None:
         )
     length = headers.get(b"content-length", b"")
     if length.isdigit() and int(length[:20]) > max_bytes:
-        raise _too_large(max_bytes)
+        raise _TooLargeError
 
 
 async def _read_body(receive: Receive, max_bytes: int) -> bytes:
@@ -63,16 +71,17 @@ async def _read_body(receive: Receive, max_bytes: int) -> bytes:
         chunk = message.get("body", b"")
         size += len(chunk)
         if size > max_bytes:
-            raise _too_large(max_bytes)
+            raise _TooLargeError
         chunks.append(chunk)
         if not message.get("more_body", False):
             return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
 
-def _too_large(max_bytes: int) -> ApiError:
-    return ApiError(
-        413, f"The body is larger than this server's limit of {max_bytes} bytes.", code="body_too_large", headers=_CLOSE
-    )
+async def _discard(receive: Receive) -> None:
+    """Let a client finish sending, for a while: one whose connection closes before that never sees the answer."""
+    with anyio.move_on_after(DISCARD_SECONDS):
+        while (message := await receive())["type"] == "http.request" and message.get("more_body", False):
+            pass
 
 
 def parse_json(body: bytes) -> dict[str, Any]:
