@@ -76,7 +76,7 @@ def alone():
         pytest.param({}, id="batch of 32"),
         pytest.param({"max_num_batched_tokens": 16}, id="token budget 16"),
         pytest.param({"num_blocks": 24, "watermark": 0.0}, id="preempted"),
-        pytest.param({"num_blocks": 24, "block_size": 8, "enable_prefix_caching": False}, id="preempted, no cache"),
+        pytest.param({"num_blocks": 36, "block_size": 8, "enable_prefix_caching": False}, id="preempted, no cache"),
     ],
 )
 async def test_text_does_not_depend_on_the_batch(alone, settings):
