@@ -4,14 +4,13 @@ import hashlib
 import hmac
 import logging
 import re
-import uuid
 from collections import Counter
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.driver import Driver
-from server.errors import ApiError, error_response
+from server.errors import ApiError, error_response, new_id
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +35,7 @@ class RequestContext:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
-        request_id = given if REQUEST_ID.fullmatch(given) else b"req-" + uuid.uuid4().hex.encode()
+        request_id = given if REQUEST_ID.fullmatch(given) else new_id("req-").encode()
         started = False
 
         async def send_with_id(message: Message) -> None:

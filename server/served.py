@@ -2,7 +2,6 @@
 
 import hashlib
 import time
-import uuid
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
@@ -13,7 +12,7 @@ from starlette.types import Scope
 from engine.driver import Driver
 from engine.errors import UnavailableError
 from server.config import ServerConfig
-from server.errors import ApiError, invalid
+from server.errors import ApiError, invalid, new_id
 from server.protocol import GenerationRequest
 
 # A dead Worker comes back and its streams go on; whether new requests may wait for it is for the Driver to say.
@@ -60,7 +59,7 @@ class Served:
     def response_head(self, id_prefix: str, object_type: str, request: GenerationRequest) -> dict[str, Any]:
         """The fields that every chunk of one response has in common."""
         return {
-            "id": f"{id_prefix}-{uuid.uuid4().hex}",
+            "id": new_id(id_prefix + "-"),
             "object": object_type,
             "created": int(time.time()),
             "model": request.model,
