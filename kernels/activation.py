@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.dispatch import cpu_kernels
+
 _gelu_tanh = partial(F.gelu, approximate="tanh")
 
 # The names that checkpoints use in config.json ("hidden_act", "activation_function").
@@ -31,6 +33,9 @@ def activation(x: Tensor, name: str) -> Tensor:
 
 def gated_activation(x: Tensor, name: str) -> Tensor:
     """[num_tokens, 2n] = [gate | up] -> activation(gate) * up, [num_tokens, n] (SwiGLU and its relatives)."""
+    cpu = cpu_kernels() if x.device.type == "cpu" else None
+    if cpu and name in ("silu", "swish") and cpu.elementwise.supports_silu_mul(x):
+        return cpu.elementwise.silu_mul(x)
     gate, up = x.chunk(2, dim=-1)
     return _activation(name)(gate) * up
 

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from kernels.dispatch import cpu_kernels
 from kernels.prefill_attention import prefill_attention_reference
 
 
@@ -24,6 +25,11 @@ def paged_attention(
     [num_seqs] counts the cached tokens, the query's own included (0 gives a row of zeros: padding of a CUDA graph).
     The options are those of prefill_attention. Returns [num_seqs, num_heads, head_dim].
     """
+    cpu = cpu_kernels() if q.device.type == "cpu" else None
+    if cpu and cpu.attention.supports_attention(q, k_cache, v_cache, block_tables, seq_lens):
+        return cpu.attention.paged_attention(
+            q, k_cache, v_cache, block_tables, seq_lens, scale, alibi_slopes, sliding_window, softcap
+        )
     return paged_attention_reference(
         q,
         k_cache,

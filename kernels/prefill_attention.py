@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from kernels.dispatch import cpu_kernels
+
 
 def prefill_attention(
     q: Tensor,
@@ -26,6 +28,11 @@ def prefill_attention(
     alibi_slopes fp32 [num_heads]; sliding_window w > 0 keeps the last w tokens, the query's own included; softcap c > 0
     replaces a score s by c * tanh(s / c). Returns [num_tokens, num_heads, head_dim].
     """
+    cpu = cpu_kernels() if q.device.type == "cpu" else None
+    if cpu and cpu.attention.supports_attention(q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q):
+        return cpu.attention.prefill_attention(
+            q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens, scale, alibi_slopes, sliding_window, softcap
+        )
     return prefill_attention_reference(
         q,
         k_cache,

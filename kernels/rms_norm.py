@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from kernels.dispatch import cpu_kernels
+
 
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, weight_offset: float = 0.0
@@ -12,6 +14,9 @@ def rms_norm(
     With `residual` (the shape of x): residual := x + residual comes first, and the pair (normed, residual) is returned.
     Inputs are left untouched. Statistics are fp32 whatever the dtype.
     """
+    cpu = cpu_kernels() if x.device.type == "cpu" else None
+    if cpu and cpu.elementwise.supports_rms_norm(x, weight, residual):
+        return cpu.elementwise.rms_norm(x, weight, eps, residual, weight_offset)
     return rms_norm_reference(x, weight, eps, residual, weight_offset)
 
 

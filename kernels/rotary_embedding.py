@@ -2,6 +2,8 @@
 
 from torch import Tensor
 
+from kernels.dispatch import cpu_kernels
+
 
 def rotary_embedding(positions: Tensor, q: Tensor, k: Tensor, cos_sin_cache: Tensor, interleaved: bool = False) -> None:
     """Rotate the first rotary_dim values of every head of q and k by their token's angles, in place.
@@ -10,7 +12,11 @@ def rotary_embedding(positions: Tensor, q: Tensor, k: Tensor, cos_sin_cache: Ten
     may be views of a wider row; cos_sin_cache fp32 [max_position, rotary_dim], the cosines then the sines of
     rotary_dim / 2 angles. Pair i is (i, i + rotary_dim / 2), or (2i, 2i + 1) where `interleaved` (GPT-J).
     """
-    rotary_embedding_reference(positions, q, k, cos_sin_cache, interleaved)
+    cpu = cpu_kernels() if q.device.type == "cpu" else None
+    if cpu and cpu.elementwise.supports_rotary(positions, q, k, cos_sin_cache, interleaved):
+        cpu.elementwise.rotary_embedding(positions, q, k, cos_sin_cache)
+    else:
+        rotary_embedding_reference(positions, q, k, cos_sin_cache, interleaved)
 
 
 def rotary_embedding_reference(
@@ -22,5 +28,6 @@ def rotary_embedding_reference(
         rotary = x[..., : cos_sin_cache.shape[-1]]
         first, second = (rotary[..., 0::2], rotary[..., 1::2]) if interleaved else rotary.chunk(2, dim=-1)
         a, b = first.float(), second.float()
-        first.copy_(a * cos - b * sin)
-        second.copy_(b * cos + a * sin)
+        rotated = a * cos - b * sin, b * cos + a * sin  # both before either is written: in fp32 a and b are views
+        first.copy_(rotated[0])
+        second.copy_(rotated[1])

@@ -1,0 +1,233 @@
+"""The memory-bound operators of a decoder layer on a CPU, one pass each where torch needs four to ten."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.cpu import simd
+from kernels.cpu.parallel import jit, next_item, parallel_kernel
+from kernels.cpu.simd import WIDTH, advance, load, read, splat, store
+
+CHUNK = 8192  # elements a work item handles at least: about 2 us, well above the cost of handing it out
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+@jit
+def _rms_norm_row(x, residual, weight, has_residual, size, eps, offset, out, out_residual):
+    """One row. Rounds where LLaMA rounds: the sum, the normed value, and (offset 0) the product with the weight."""
+    total = splat(np.float32(0))
+    for i in range(0, size, WIDTH):
+        v = load(x, i)
+        if has_residual:
+            v = simd.round_to(out, simd.add(v, load(residual, i)))
+            store(out_residual, i, v)
+        total = simd.fma(v, v, total)
+    mean = simd.first(simd.spread_add1(total)) / np.float32(size)
+    inverse = splat(np.float32(1) / np.sqrt(mean + eps))
+    source = out_residual if has_residual else x
+    for i in range(0, size, WIDTH):
+        v, w = simd.mul(load(source, i), inverse), load(weight, i)
+        v = simd.mul(v, simd.add(w, splat(offset))) if offset != 0 else simd.mul(simd.round_to(out, v), w)
+        store(out, i, v)
+
+
+@jit
+def _rms_norm_items(args, x, residual, weight, out, out_residual):
+    rows, size, inner, outer_stride, inner_stride, per_item = args[7], args[8], args[9], args[10], args[11], args[12]
+    eps, offset = np.float32(simd.as_float(args[13])), np.float32(simd.as_float(args[14]))
+    item = next_item(args)
+    while item < args[1]:
+        for row in range(item * per_item, min(rows, (item + 1) * per_item)):
+            source = advance(x, row // inner * outer_stride + row % inner * inner_stride)
+            at = row * size
+            _rms_norm_row(source, advance(residual, at), weight, simd.address(residual) != 0, size, eps, offset,
+                          advance(out, at), advance(out_residual, at))  # fmt: skip
+        item = next_item(args)
+
+
+@parallel_kernel("11q2d")
+def _rms_norm_bf16(args):
+    pointer = simd.pointer_bf16
+    _rms_norm_items(args, pointer(args[2]), pointer(args[3]), pointer(args[4]), pointer(args[5]), pointer(args[6]))
+
+
+@parallel_kernel("11q2d")
+def _rms_norm_f32(args):
+    pointer = simd.pointer_f32
+    _rms_norm_items(args, pointer(args[2]), pointer(args[3]), pointer(args[4]), pointer(args[5]), pointer(args[6]))
+
+
+def supports_rms_norm(x: Tensor, weight: Tensor, residual: Tensor | None) -> bool:
+    """Rows of whole vectors, at most two strided axes before them, a residual without gaps."""
+    return (
+        x.dtype in DTYPES
+        and weight.dtype == x.dtype
+        and 2 <= x.ndim <= 3
+        and x.shape[-1] % WIDTH == 0
+        and x.stride(-1) == 1
+        and weight.is_contiguous()
+        and (residual is None or (residual.dtype == x.dtype and residual.is_contiguous()))
+    )
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, offset: float
+) -> Tensor | tuple[Tensor, Tensor]:
+    """See kernels.rms_norm."""
+    size, inner = x.shape[-1], x.shape[1] if x.ndim == 3 else 1
+    rows = x.shape[0] * inner
+    out = torch.empty(x.shape, dtype=x.dtype)
+    new_residual = None if residual is None else torch.empty(x.shape, dtype=x.dtype)
+    per_item = max(1, CHUNK // size)
+    kernel = _rms_norm_bf16 if x.dtype == torch.bfloat16 else _rms_norm_f32
+    kernel(
+        -(-rows // per_item), x.data_ptr(), 0 if residual is None else residual.data_ptr(), weight.data_ptr(),
+        out.data_ptr(), 0 if new_residual is None else new_residual.data_ptr(),
+        rows, size, inner, x.stride(0), x.stride(1) if x.ndim == 3 else 0, per_item, eps, offset,
+    )  # fmt: skip
+    return out if new_residual is None else (out, new_residual)
+
+
+@jit
+def _silu_mul_items(args, x, out):
+    rows, size, stride, per_item = args[4], args[5], args[6], args[7]
+    one, limit = splat(np.float32(1)), splat(np.float32(-88))
+    item = next_item(args)
+    while item < args[1]:
+        for row in range(item * per_item, min(rows, (item + 1) * per_item)):
+            gate, up, target = advance(x, row * stride), advance(x, row * stride + size), advance(out, row * size)
+            for i in range(0, size, WIDTH):
+                g = load(gate, i)
+                bounded = simd.maximum(g, limit)  # exp(88) is the last that fits fp32
+                sigmoid = simd.div(one, simd.add(one, simd.exp(simd.sub(splat(np.float32(0)), bounded))))
+                store(target, i, simd.mul(simd.mul(g, sigmoid), load(up, i)))
+        item = next_item(args)
+
+
+@parallel_kernel("6q")
+def _silu_mul_bf16(args):
+    _silu_mul_items(args, simd.pointer_bf16(args[2]), simd.pointer_bf16(args[3]))
+
+
+@parallel_kernel("6q")
+def _silu_mul_f32(args):
+    _silu_mul_items(args, simd.pointer_f32(args[2]), simd.pointer_f32(args[3]))
+
+
+def supports_silu_mul(x: Tensor) -> bool:
+    """[rows, 2n] with rows of whole vectors."""
+    return x.dtype in DTYPES and x.ndim == 2 and x.stride(1) == 1 and x.shape[1] % (2 * WIDTH) == 0
+
+
+def silu_mul(x: Tensor) -> Tensor:
+    """silu(gate) * up, see kernels.activation.gated_activation."""
+    rows, size = x.shape[0], x.shape[1] // 2
+    out = torch.empty((rows, size), dtype=x.dtype)
+    per_item = max(1, CHUNK // size)
+    kernel = _silu_mul_bf16 if x.dtype == torch.bfloat16 else _silu_mul_f32
+    kernel(-(-rows // per_item), x.data_ptr(), out.data_ptr(), rows, size, x.stride(0), per_item)
+    return out
+
+
+@jit
+def _rotate_heads(x, heads, head_stride, cos_sin, half):
+    """In place on [heads, head_dim]: (a, b) -> (a cos - b sin, b cos + a sin), b being half a rotary_dim after a."""
+    for i in range(0, half, WIDTH):
+        cos, sin = load(cos_sin, i), load(cos_sin, half + i)
+        for h in range(heads):
+            at = h * head_stride + i
+            a, b = load(x, at), load(x, at + half)
+            store(x, at, simd.sub(simd.mul(a, cos), simd.mul(b, sin)))
+            store(x, at + half, simd.fma(a, sin, simd.mul(b, cos)))
+
+
+@jit
+def _rotary_items(args, q, k):
+    positions, cos_sin = simd.pointer_i64(args[4]), simd.pointer_f32(args[5])
+    tokens, half, per_item = args[6], args[7], args[8]
+    item = next_item(args)
+    while item < args[1]:
+        for token in range(item * per_item, min(tokens, (item + 1) * per_item)):
+            angles = advance(cos_sin, read(positions, token) * 2 * half)
+            _rotate_heads(advance(q, token * args[9]), args[11], args[12], angles, half)
+            _rotate_heads(advance(k, token * args[10]), args[13], args[14], angles, half)
+        item = next_item(args)
+
+
+@parallel_kernel("13q")
+def _rotary_bf16(args):
+    _rotary_items(args, simd.pointer_bf16(args[2]), simd.pointer_bf16(args[3]))
+
+
+@parallel_kernel("13q")
+def _rotary_f32(args):
+    _rotary_items(args, simd.pointer_f32(args[2]), simd.pointer_f32(args[3]))
+
+
+def supports_rotary(positions: Tensor, q: Tensor, k: Tensor, cos_sin_cache: Tensor, interleaved: bool) -> bool:
+    """Halves of whole vectors, not interleaved; rows and heads may be strided."""
+    return (
+        not interleaved
+        and q.dtype in DTYPES
+        and k.dtype == q.dtype
+        and positions.dtype == torch.int64
+        and positions.is_contiguous()
+        and cos_sin_cache.dtype == torch.float32
+        and cos_sin_cache.is_contiguous()
+        and cos_sin_cache.shape[-1] % (2 * WIDTH) == 0
+        and q.stride(-1) == k.stride(-1) == 1
+    )
+
+
+def rotary_embedding(positions: Tensor, q: Tensor, k: Tensor, cos_sin_cache: Tensor) -> None:
+    """See kernels.rotary_embedding."""
+    tokens, num_heads, head_dim = q.shape
+    per_item = max(1, CHUNK // (num_heads * head_dim))
+    kernel = _rotary_bf16 if q.dtype == torch.bfloat16 else _rotary_f32
+    kernel(
+        -(-tokens // per_item), q.data_ptr(), k.data_ptr(), positions.data_ptr(), cos_sin_cache.data_ptr(),
+        tokens, cos_sin_cache.shape[-1] // 2, per_item, q.stride(0), k.stride(0),
+        num_heads, q.stride(1), k.shape[1], k.stride(1),
+    )  # fmt: skip
+
+
+@parallel_kernel("14q")
+def _reshape_and_cache(args):
+    key, value, k_cache, v_cache = args[2], args[3], args[4], args[5]  # byte addresses: the copy knows no dtype
+    slots = simd.pointer_i64(args[6])
+    tokens, heads, block_size, head_bytes, per_item = args[7], args[8], args[9], args[10], args[11]
+    item = next_item(args)
+    while item < args[1]:
+        for token in range(item * per_item, min(tokens, (item + 1) * per_item)):
+            slot = read(slots, token)
+            if slot >= 0:
+                block, offset = slot // block_size, slot % block_size
+                for h in range(heads):
+                    at = ((block * heads + h) * block_size + offset) * head_bytes
+                    simd.copy_bytes(k_cache + at, key + token * args[12] + h * args[13], head_bytes)
+                    simd.copy_bytes(v_cache + at, value + token * args[14] + h * args[15], head_bytes)
+        item = next_item(args)
+
+
+def supports_reshape_and_cache(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> bool:
+    """Any dtype; heads without gaps, and caches of the same dtype."""
+    return (
+        key.dtype == value.dtype == k_cache.dtype == v_cache.dtype
+        and key.stride(2) == value.stride(2) == 1
+        and k_cache.is_contiguous()
+        and v_cache.is_contiguous()
+        and slots.dtype == torch.int64
+        and slots.is_contiguous()
+    )
+
+
+def reshape_and_cache(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    """See kernels.reshape_and_cache."""
+    tokens, heads, head_dim = key.shape
+    size = key.element_size()
+    per_item = max(1, CHUNK // (2 * heads * head_dim))
+    _reshape_and_cache(
+        -(-tokens // per_item), key.data_ptr(), value.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(),
+        slot_mapping.data_ptr(), tokens, heads, k_cache.shape[2], head_dim * size, per_item,
+        key.stride(0) * size, key.stride(1) * size, value.stride(0) * size, value.stride(1) * size,
+    )  # fmt: skip

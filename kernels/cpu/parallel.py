@@ -1,0 +1,113 @@
+"""Compile a kernel to machine code once, keep it on disk, and run it on the threads that torch already has.
+
+numba's own thread pool beside torch's makes two pools fight for the same cores: torch's idle OpenMP threads spin for a
+moment after each operator, exactly when the kernel that follows wants the core. So a kernel is a plain C function, and
+`GOMP_parallel`, which every OpenMP runtime under torch exports, calls it once per thread of torch's pool. The threads
+share the work through one atomic counter (`next_item`), so an uneven batch stays balanced.
+"""
+
+import ctypes
+import hashlib
+import os
+import re
+import struct
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+
+import numba
+import torch
+from numba import types
+
+from kernels.cpu.simd import I64Pointer, fetch_add
+
+jit = numba.njit(error_model="numpy", inline="never", nogil=True)
+
+
+@jit
+def next_item(args):
+    """The index of the next unclaimed work item; args[0] is the shared counter, args[1] the number of items."""
+    return fetch_add(args, 1)
+
+
+class ParallelKernel:
+    """A kernel body `fn(args)`, compiled on first use.
+
+    `fn` takes a pointer to int64: args[0] is the work counter, args[1] the number of items, and the rest is what
+    `arguments` says, in struct format: "q" an integer or an address, "d" a float64 (read by `simd.as_float`).
+    """
+
+    def __init__(self, fn: Callable, arguments: str) -> None:
+        self.fn = fn
+        self.pack = struct.Struct("qq" + arguments).pack
+
+    def __call__(self, num_items: int, *arguments: int | float) -> None:
+        """Run the body on as many threads as torch uses and items there are; returns when all items are done."""
+        packed = ctypes.create_string_buffer(self.pack(0, num_items, *arguments))
+        num_threads = min(torch.get_num_threads(), num_items)
+        if num_threads > 1 and _GOMP_PARALLEL is not None:
+            _GOMP_PARALLEL(self.address, packed, num_threads, 0)
+        elif num_items:
+            self.entry(packed)
+
+    def compile(self) -> None:
+        """Have the machine code ready before the first call."""
+        _ = self.address
+
+    @cached_property
+    def address(self) -> int:
+        """Address of the machine code; compiles or loads from disk the first time."""
+        return _compile(self.fn).address
+
+    @cached_property
+    def entry(self) -> Callable:
+        """The same as a ctypes function."""
+        return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.address)
+
+
+def parallel_kernel(arguments: str) -> Callable[[Callable], ParallelKernel]:
+    """Decorator form of ParallelKernel."""
+    return lambda fn: ParallelKernel(fn, arguments)
+
+
+def _compile(fn: Callable):
+    signature, options = types.void(I64Pointer), {"nopython": True, "error_model": "numpy"}
+    try:
+        numba.config.CACHE_DIR = _cache_dir()
+        return numba.cfunc(signature, cache=True, **options)(fn)
+    except (RuntimeError, OSError):  # no writable folder: compile for this process only
+        return numba.cfunc(signature, **options)(fn)
+
+
+def _cache_dir() -> str:
+    """A folder named after the sources: numba's own cache does not see a change in a function that a kernel calls."""
+    folder = Path(__file__).parent
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))).hexdigest()[:12]
+    roots = (os.environ.get("NUMBA_CACHE_DIR"), folder / "__pycache__", Path.home() / ".cache" / "pageserve")
+    for root in filter(None, roots):
+        path = Path(root) / f"kernels-{digest}"
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError:
+            continue
+        if os.access(path, os.W_OK):
+            return str(path)
+    raise OSError("no writable cache folder")
+
+
+def _find_gomp_parallel() -> Callable | None:
+    """GOMP_parallel(fn, data, num_threads, flags) of the OpenMP runtime that torch has loaded; None elsewhere."""
+    try:
+        maps = Path("/proc/self/maps").read_text()
+    except OSError:
+        return None
+    for path in re.findall(r"/\S*lib(?:gomp|iomp5|omp)\b\S*", maps):
+        function = getattr(ctypes.CDLL(path), "GOMP_parallel", None)
+        if function is not None:
+            function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+            function.restype = None
+            return function
+    return None
+
+
+_GOMP_PARALLEL = _find_gomp_parallel()

@@ -1,0 +1,391 @@
+"""SIMD vectors for numba: `Vec`, 16 floats in one value, and the handful of operations the CPU kernels need.
+
+numba compiles scalar loops and leaves vector code to LLVM's luck; with values of this type a kernel says how many
+accumulators it keeps in registers. LLVM splits a Vec where the machine's registers are narrower (AVX2, NEON). Pointers
+are `CPointer(float32)` or `CPointer(uint16)`, and uint16 means bf16: load widens, store rounds to nearest even.
+No bounds are checked here.
+"""
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic, models, register_model
+
+WIDTH = 16
+
+_F32, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+_F32V, _I16V, _I32V = (ir.VectorType(scalar, WIDTH) for scalar in (_F32, _I16, _I32))
+_FAST = ("reassoc", "contract", "nsz", "arcp")
+
+
+class VecType(types.Type):
+    """The numba type of a Vec."""
+
+    def __init__(self) -> None:
+        super().__init__(name="Vec")
+
+
+Vec = VecType()
+F32Pointer = types.CPointer(types.float32)
+BF16Pointer = types.CPointer(types.uint16)
+I32Pointer = types.CPointer(types.int32)
+I64Pointer = types.CPointer(types.int64)
+
+
+@register_model(VecType)
+class _VecModel(models.PrimitiveModel):
+    def __init__(self, dmm, fe_type):
+        super().__init__(dmm, fe_type, _F32V)
+
+
+def _splat_constant(element, value):
+    return ir.Constant(ir.VectorType(element, WIDTH), [value] * WIDTH)
+
+
+def _call(builder, name, result, *args):
+    """Call an LLVM intrinsic by its mangled name."""
+    function_type = ir.FunctionType(result, [arg.type for arg in args])
+    return builder.call(cgutils.get_or_insert_function(builder.module, function_type, name), args)
+
+
+def _vector_pointer(builder, pointer, index, vector_type):
+    return builder.bitcast(builder.gep(pointer, [index]), vector_type.as_pointer())
+
+
+def _is_bf16(pointer_type):
+    return pointer_type.dtype == types.uint16
+
+
+@intrinsic
+def pointer_f32(typingctx, address):
+    """An int64 address as a pointer to float32."""
+    return F32Pointer(types.int64), lambda context, builder, sig, args: builder.inttoptr(args[0], _F32.as_pointer())
+
+
+@intrinsic
+def pointer_bf16(typingctx, address):
+    """An int64 address as a pointer to bf16 values."""
+    return BF16Pointer(types.int64), lambda context, builder, sig, args: builder.inttoptr(args[0], _I16.as_pointer())
+
+
+@intrinsic
+def pointer_i32(typingctx, address):
+    """An int64 address as a pointer to int32."""
+    return I32Pointer(types.int64), lambda context, builder, sig, args: builder.inttoptr(args[0], _I32.as_pointer())
+
+
+@intrinsic
+def pointer_i64(typingctx, address):
+    """An int64 address as a pointer to int64."""
+    return I64Pointer(types.int64), lambda context, builder, sig, args: builder.inttoptr(args[0], _I64.as_pointer())
+
+
+@intrinsic
+def advance(typingctx, pointer, elements):
+    """pointer + elements, as in C."""
+    return pointer(pointer, types.int64), lambda context, builder, sig, args: builder.gep(args[0], [args[1]])
+
+
+@intrinsic
+def fetch_add(typingctx, pointer, value):
+    """Atomically add to an int64 that other threads add to, and return what it held."""
+
+    def codegen(context, builder, sig, args):
+        return builder.atomic_rmw("add", args[0], args[1], "monotonic")
+
+    return types.int64(I64Pointer, types.int64), codegen
+
+
+@intrinsic
+def load(typingctx, pointer, index):
+    """pointer[index : index + 16], widened to float32."""
+    bf16 = _is_bf16(pointer)
+
+    def codegen(context, builder, sig, args):
+        vector = builder.load(_vector_pointer(builder, *args, _I16V if bf16 else _F32V), align=2 if bf16 else 4)
+        if not bf16:
+            return vector
+        return builder.bitcast(builder.shl(builder.zext(vector, _I32V), _splat_constant(_I32, 16)), _F32V)
+
+    return Vec(pointer, types.int64), codegen
+
+
+@intrinsic
+def store(typingctx, pointer, index, value):
+    """pointer[index : index + 16] = value, rounded to the pointer's dtype."""
+    bf16 = _is_bf16(pointer)
+
+    def codegen(context, builder, sig, args):
+        pointer, index, vector = args
+        vector = _round_to_bf16(builder, vector) if bf16 else vector
+        where = _vector_pointer(builder, pointer, index, vector.type)
+        builder.store(vector, where, align=2 if bf16 else 4)
+        return context.get_dummy_value()
+
+    return types.void(pointer, types.int64, Vec), codegen
+
+
+@intrinsic
+def load_pair(typingctx, pointer, index):
+    """pointer[index : index + 32] as two Vecs: of bf16 the even and the odd elements, of fp32 the two halves.
+
+    Splitting 32-bit words into even and odd costs one instruction a Vec, half of widening in order. A dot product does
+    not care, and store_pair puts the order back.
+    """
+    bf16 = _is_bf16(pointer)
+
+    def codegen(context, builder, sig, args):
+        pointer, index = args
+        if bf16:
+            words = builder.load(_vector_pointer(builder, pointer, index, _I32V), align=2)
+            pair = (builder.shl(words, _splat_constant(_I32, 16)), builder.and_(words, _splat_constant(_I32, -65536)))
+            pair = [builder.bitcast(half, _F32V) for half in pair]
+        else:
+            second = builder.add(index, ir.Constant(_I64, WIDTH))
+            pair = [builder.load(_vector_pointer(builder, pointer, i, _F32V), align=4) for i in (index, second)]
+        return context.make_tuple(builder, sig.return_type, pair)
+
+    return types.UniTuple(Vec, 2)(pointer, types.int64), codegen
+
+
+@intrinsic
+def store_pair(typingctx, pointer, index, a, b):
+    """Undo load_pair: pointer[index : index + 32] = the pair, rounded to the pointer's dtype."""
+    bf16 = _is_bf16(pointer)
+
+    def codegen(context, builder, sig, args):
+        pointer, index, a, b = args
+        if bf16:
+            low, high = (builder.zext(_round_to_bf16(builder, half), _I32V) for half in (a, b))
+            words = builder.or_(low, builder.shl(high, _splat_constant(_I32, 16)))
+            builder.store(words, _vector_pointer(builder, pointer, index, _I32V), align=2)
+        else:
+            for half, i in ((a, index), (b, builder.add(index, ir.Constant(_I64, WIDTH)))):
+                builder.store(half, _vector_pointer(builder, pointer, i, _F32V), align=4)
+        return context.get_dummy_value()
+
+    return types.void(pointer, types.int64, Vec, Vec), codegen
+
+
+def _round_to_bf16(builder, vector):
+    """Nearest even: add half of the last kept place, minus one ulp of the rest where that place is already even."""
+    bits = builder.bitcast(vector, _I32V)
+    odd = builder.and_(builder.lshr(bits, _splat_constant(_I32, 16)), _splat_constant(_I32, 1))
+    rounded = builder.add(bits, builder.add(odd, _splat_constant(_I32, 0x7FFF)))
+    is_nan = builder.fcmp_unordered("uno", vector, vector)
+    rounded = builder.select(is_nan, _splat_constant(_I32, 0x7FC00000), rounded)
+    return builder.trunc(builder.lshr(rounded, _splat_constant(_I32, 16)), _I16V)
+
+
+@intrinsic
+def round_to(typingctx, pointer, value):
+    """`value` as it would read back after a store through `pointer`: rounded to bf16, or unchanged for fp32."""
+    bf16 = _is_bf16(pointer)
+
+    def codegen(context, builder, sig, args):
+        if not bf16:
+            return args[1]
+        wide = builder.zext(_round_to_bf16(builder, args[1]), _I32V)
+        return builder.bitcast(builder.shl(wide, _splat_constant(_I32, 16)), _F32V)
+
+    return Vec(pointer, Vec), codegen
+
+
+@intrinsic
+def splat(typingctx, value):
+    """Sixteen copies of one float32."""
+
+    def codegen(context, builder, sig, args):
+        one = builder.insert_element(ir.Constant(_F32V, ir.Undefined), args[0], ir.Constant(_I32, 0))
+        return builder.shuffle_vector(one, one, ir.Constant(_I32V, [0] * WIDTH))
+
+    return Vec(types.float32), codegen
+
+
+def _binary(operation, doc):
+    def typing(typingctx, a, b):
+        return Vec(Vec, Vec), lambda context, builder, sig, args: getattr(builder, operation)(*args, flags=_FAST)
+
+    typing.__doc__ = doc
+    typing.__name__ = operation
+    return intrinsic(typing)
+
+
+add = _binary("fadd", "a + b")
+sub = _binary("fsub", "a - b")
+mul = _binary("fmul", "a * b")
+div = _binary("fdiv", "a / b")
+
+
+@intrinsic
+def fma(typingctx, a, b, c):
+    """a * b + c"""
+    codegen = lambda context, builder, sig, args: _call(builder, "llvm.fma.v16f32", _F32V, *args)  # noqa: E731
+    return Vec(Vec, Vec, Vec), codegen
+
+
+@intrinsic
+def maximum(typingctx, a, b):
+    """The larger of each pair."""
+    codegen = lambda context, builder, sig, args: _call(builder, "llvm.maxnum.v16f32", _F32V, *args)  # noqa: E731
+    return Vec(Vec, Vec), codegen
+
+
+def _spread(combine, lanes, doc):
+    """An intrinsic that rotates and combines, halving the distance: log2(16 / lanes) steps."""
+
+    def codegen(context, builder, sig, args):
+        (vector,), step = args, WIDTH // 2
+        while step >= lanes:
+            rotation = ir.Constant(_I32V, [(i + step) % WIDTH for i in range(WIDTH)])
+            vector = combine(builder, vector, builder.shuffle_vector(vector, vector, rotation))
+            step //= 2
+        return vector
+
+    def typing(typingctx, a):
+        return Vec(Vec), codegen
+
+    typing.__doc__ = doc
+    return intrinsic(typing)
+
+
+def _add(builder, x, y):
+    return builder.fadd(x, y)
+
+
+def _larger(builder, x, y):
+    return builder.select(builder.fcmp_ordered(">", x, y), x, y)
+
+
+spread_add1 = _spread(_add, 1, "Every lane becomes the sum of all sixteen.")
+spread_add4 = _spread(_add, 4, "Lane i becomes the sum of the four lanes congruent to i modulo 4.")
+spread_max1 = _spread(_larger, 1, "Every lane becomes the largest of all sixteen.")
+spread_max4 = _spread(_larger, 4, "Lane i becomes the largest of the four lanes congruent to i modulo 4.")
+
+
+@intrinsic
+def store_sums4(typingctx, pointer, index, a, b, c, d):
+    """pointer[index : index + 4] = the sums of a, b, c and d: one shuffle tree costs less than four reductions."""
+
+    def codegen(context, builder, sig, args):
+        pointer, index, a, b, c, d = args
+        pairs = [_interleave_add(builder, x, y) for x, y in ((a, b), (c, d))]
+        vector = _interleave_add(builder, *pairs)
+        width = WIDTH
+        while width > 4:
+            width //= 2
+            halves = (ir.Constant(ir.VectorType(_I32, width), list(range(s, s + width))) for s in (0, width))
+            vector = builder.fadd(*(builder.shuffle_vector(vector, vector, half) for half in halves))
+        where = _vector_pointer(builder, pointer, index, vector.type)
+        builder.store(vector, where, align=4)
+        return context.get_dummy_value()
+
+    return types.void(F32Pointer, types.int64, Vec, Vec, Vec, Vec), codegen
+
+
+def _interleave_add(builder, x, y):
+    """Per four lanes: [x0 + x1, x2 + x3, y0 + y1, y2 + y3]."""
+    evens = [lane + i for lane in range(0, WIDTH, 4) for i in (0, 2, WIDTH, WIDTH + 2)]
+    shuffles = (ir.Constant(_I32V, [i + odd for i in evens]) for odd in (0, 1))
+    return builder.fadd(*(builder.shuffle_vector(x, y, shuffle) for shuffle in shuffles))
+
+
+# e ** r on |r| <= ln(2) / 2 as 1 + r + r * r * p(r): the coefficients of Cephes' expf, about 1 ulp.
+_EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+
+
+@intrinsic
+def exp(typingctx, x):
+    """e ** x for x <= 88; below -87 the result is 0. About 1 ulp."""
+
+    def codegen(context, builder, sig, args):
+        x = _call(builder, "llvm.maxnum.v16f32", _F32V, args[0], _splat_constant(_F32, -87.3))
+        scaled = builder.fmul(x, _splat_constant(_F32, 1.4426950408889634))
+        whole = _call(builder, "llvm.rint.v16f32", _F32V, scaled)
+        # x - whole * ln 2 in two parts, so that the subtraction stays exact for large x
+        rest = _call(builder, "llvm.fma.v16f32", _F32V, whole, _splat_constant(_F32, -0.693359375), x)
+        rest = _call(builder, "llvm.fma.v16f32", _F32V, whole, _splat_constant(_F32, 2.12194440e-4), rest)
+        result = _splat_constant(_F32, _EXP[0])
+        for coefficient in _EXP[1:]:
+            result = _call(builder, "llvm.fma.v16f32", _F32V, result, rest, _splat_constant(_F32, coefficient))
+        square = builder.fmul(rest, rest)
+        result = _call(builder, "llvm.fma.v16f32", _F32V, result, square, rest)
+        result = builder.fadd(result, _splat_constant(_F32, 1.0))
+        exponent = builder.shl(builder.fptosi(whole, _I32V), _splat_constant(_I32, 23))
+        result = builder.bitcast(builder.add(builder.bitcast(result, _I32V), exponent), _F32V)
+        return builder.select(builder.fcmp_ordered("<", args[0], _splat_constant(_F32, -87.0)),
+                              _splat_constant(_F32, 0.0), result)  # fmt: skip
+
+    return Vec(Vec), codegen
+
+
+@intrinsic
+def as_float(typingctx, bits):
+    """The float64 whose bits an int64 holds."""
+    return types.float64(types.int64), lambda context, builder, sig, args: builder.bitcast(args[0], ir.DoubleType())
+
+
+@intrinsic
+def read(typingctx, pointer, index):
+    """pointer[index], widened to float32 where it is a float."""
+    bf16 = _is_bf16(pointer)
+
+    def codegen(context, builder, sig, args):
+        value = builder.load(builder.gep(args[0], [args[1]]))
+        if not bf16:
+            return value
+        return builder.bitcast(builder.shl(builder.zext(value, _I32), ir.Constant(_I32, 16)), _F32)
+
+    return (types.float32 if bf16 else pointer.dtype)(pointer, types.int64), codegen
+
+
+@intrinsic
+def write(typingctx, pointer, index, value):
+    """pointer[index] = value, for float32 and int64 pointers."""
+
+    def codegen(context, builder, sig, args):
+        builder.store(args[2], builder.gep(args[0], [args[1]]))
+        return context.get_dummy_value()
+
+    return types.void(pointer, types.int64, pointer.dtype), codegen
+
+
+@intrinsic
+def address(typingctx, pointer):
+    """A pointer as an int64; 0 is null."""
+    return types.int64(pointer), lambda context, builder, sig, args: builder.ptrtoint(args[0], _I64)
+
+
+@intrinsic
+def prefetch_pair(typingctx, pointer, index):
+    """Ask for the cache lines of pointer[index : index + 32]: one of bf16, two of fp32. Any address is safe."""
+    offsets = (0,) if _is_bf16(pointer) else (0, 16)
+
+    def codegen(context, builder, sig, args):
+        hints = [ir.Constant(_I32, hint) for hint in (0, 3, 1)]  # read, keep in every level, data
+        for offset in offsets:
+            where = builder.gep(args[0], [builder.add(args[1], ir.Constant(_I64, offset))])
+            where = builder.bitcast(where, ir.IntType(8).as_pointer())
+            _call(builder, "llvm.prefetch.p0i8", ir.VoidType(), where, *hints)
+        return context.get_dummy_value()
+
+    return types.void(pointer, types.int64), codegen
+
+
+@intrinsic
+def first(typingctx, a):
+    """Lane 0 as a float32."""
+    codegen = lambda context, builder, sig, args: builder.extract_element(args[0], ir.Constant(_I32, 0))  # noqa: E731
+    return types.float32(Vec), codegen
+
+
+@intrinsic
+def copy_bytes(typingctx, target, source, count):
+    """memcpy between two int64 addresses."""
+
+    def codegen(context, builder, sig, args):
+        target, source = (builder.inttoptr(arg, ir.IntType(8).as_pointer()) for arg in args[:2])
+        cgutils.raw_memcpy(builder, target, source, args[2], 1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), codegen

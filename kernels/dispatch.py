@@ -1,0 +1,42 @@
+"""Which implementation runs: Triton for CUDA tensors, numba for CPU tensors, torch for what neither covers.
+
+Kernel files write `from kernels.dispatch import tl, triton`. The names are the real modules where kernels can run or
+are being compiled, and inert stand-ins elsewhere, so that a CPU process starts without Triton: a decorated kernel is
+then a plain function that nobody calls.
+"""
+
+import os
+import sys
+from functools import cache
+from types import ModuleType, SimpleNamespace
+
+import torch
+
+INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
+
+# Whoever imports triton first wants the kernels themselves (kernels.aot does, on a machine without a GPU).
+HAS_TRITON = INTERPRET or "triton" in sys.modules or torch.cuda.is_available()
+
+if HAS_TRITON:
+    import triton
+    import triton.language as tl
+else:
+    triton = SimpleNamespace(jit=lambda fn: fn)  # type: ignore[assignment]
+    tl = SimpleNamespace(constexpr=None)  # type: ignore[assignment]
+
+__all__ = ["HAS_TRITON", "INTERPRET", "cpu_kernels", "tl", "triton", "use_triton"]
+
+
+def use_triton(x: torch.Tensor) -> bool:
+    """True where `x` must go to a Triton kernel: a CUDA tensor, or any tensor under TRITON_INTERPRET=1."""
+    return x.is_cuda or INTERPRET
+
+
+@cache
+def cpu_kernels() -> ModuleType | None:
+    """The package kernels.cpu, loaded at first use; None where numba is not installed (torch does the work then)."""
+    try:
+        from kernels import cpu
+    except ImportError:
+        return None
+    return cpu

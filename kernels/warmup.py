@@ -1,0 +1,25 @@
+"""`python -m kernels.warmup`: compile every CPU kernel now, so that no server start and no request waits for it."""
+
+import time
+
+from kernels.dispatch import cpu_kernels
+
+
+def warmup() -> int:
+    """Compile the CPU kernels, or load them from the cache on disk; returns how many there are (0 without numba)."""
+    if (cpu := cpu_kernels()) is None:
+        return 0
+    kernels = [
+        value
+        for module in (cpu.attention, cpu.elementwise)
+        for value in vars(module).values()
+        if isinstance(value, cpu.ParallelKernel)
+    ]
+    for kernel in kernels:
+        kernel.compile()
+    return len(kernels)
+
+
+if __name__ == "__main__":
+    started = time.perf_counter()
+    print(f"{warmup()} CPU kernels ready in {time.perf_counter() - started:.1f} s")
