@@ -69,10 +69,6 @@ class Generation:
             raise
         return cls(streams, requests[0].params.n)
 
-    @property
-    def num_choices(self) -> int:
-        return len(self._streams) * self.n
-
     def close(self) -> None:
         """Abort whatever has not finished; idempotent."""
         for stream in self._streams:

@@ -213,7 +213,7 @@ class GenerationRequest(_Strict):
     n: int = 1
     stream: bool = False
     stream_options: StreamOptions | None = None
-    temperature: float = 1.0
+    temperature: float = Field(1.0, ge=0.0, le=2.0)  # OpenAI's range; the engine itself takes more
     top_p: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0

@@ -35,8 +35,8 @@ encode_json = msgspec.json.Encoder().encode
 class ChunkTemplate:
     """The bytes around the one choice of a chunk, made once per stream.
 
-    A chunk is `start` + index + what the endpoint writes + `end`; measured, that is 0.2 us against 5.5 us for a
-    pydantic model.
+    A chunk is `start` + index + what the endpoint writes + `end`; with everything that decides it, that takes 0.5 us,
+    where dumping a pydantic model takes 5.5.
     """
 
     def __init__(self, head: dict[str, Any], include_usage: bool) -> None:

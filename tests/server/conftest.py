@@ -1,5 +1,11 @@
+import signal
+import socket
+import subprocess
 import sys
+import time
+from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.checkpoints import save_fake_checkpoint
@@ -25,3 +31,32 @@ def server(folder):
 def client(server):
     with server.client() as client:
         yield client
+
+
+@pytest.fixture(scope="session")
+def bundled_server():
+    """`pageserve serve` as a user starts it, with the bundled model: its URL."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{probe.getsockname()[1]}"
+    command = [sys.executable, "-m", "server.cli", "serve", "--port", url.rpartition(":")[2]]
+    process = subprocess.Popen(command, cwd=Path(__file__).parents[2], stdout=subprocess.DEVNULL)
+    try:
+        with httpx.Client(base_url=url) as client:
+            wait_until_ready(client, process)
+        yield url
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+
+
+def wait_until_ready(client: httpx.Client, process: subprocess.Popen, seconds: float = 120) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and process.poll() is None:
+        try:
+            if client.get("/ready").status_code == 200:
+                return
+        except httpx.TransportError:  # it does not listen yet
+            pass
+        time.sleep(0.05)
+    raise AssertionError("the server did not become ready")

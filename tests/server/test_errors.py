@@ -62,7 +62,7 @@ def numbers(field: str, *more) -> list:
 
 
 BAD_FOR_BOTH = [
-    *numbers("temperature", -0.1, 1e10, HUGE, float("nan"), float("inf"), -float("inf")),
+    *numbers("temperature", -0.1, 2.1, 1e10, HUGE, float("nan"), float("inf"), -float("inf")),
     *numbers("top_p", 0, -1, 1.5, HUGE, float("nan")),
     *numbers("min_p", -0.1, 1.1, float("nan")),
     *numbers("presence_penalty", -2.1, 2.1, float("inf")),
