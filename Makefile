@@ -31,7 +31,12 @@ $(VENV)/.installed-test: pyproject.toml | $(BIN)/python
 	$(BIN)/pip install --quiet --editable ".[test]"
 	@touch $@ $(VENV)/.installed
 
-serve: $(VENV)/.installed
+# The CPU kernels are compiled once, here, and not while the first start waits for them.
+$(VENV)/.compiled: $(VENV)/.installed $(wildcard kernels/*.py kernels/cpu/*.py)
+	$(BIN)/python -m kernels.warmup
+	@touch $@
+
+serve: $(VENV)/.compiled
 	@exec $(BIN)/pageserve serve $(ARGS)
 
 bench: $(VENV)/.installed
