@@ -95,6 +95,19 @@ def test_threads_as_asked_then_as_inherited_then_the_cores(monkeypatch):
     assert host.set_threads(None) == host.usable_cores()
 
 
+def test_waiting_threads_sleep_soon_unless_told_otherwise(monkeypatch):
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS", "GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(name, "1")
+    host.set_threads(1)
+    assert os.environ["GOMP_SPINCOUNT"] == "1"
+    monkeypatch.delenv("GOMP_SPINCOUNT")
+    host.set_threads(1)
+    assert "GOMP_SPINCOUNT" not in os.environ  # the wait policy was chosen
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    host.set_threads(1)
+    assert os.environ["GOMP_SPINCOUNT"] == host.SPIN_COUNT
+
+
 def test_step_limits_depend_on_the_device():
     assert resolve_step_limits(EngineConfig(), "cpu", 0) == StepLimits(128, 2048)
     assert resolve_step_limits(EngineConfig(), "cuda", 24 * GIB) == StepLimits(256, 2048)
