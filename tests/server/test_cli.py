@@ -105,6 +105,18 @@ def test_serve_hands_both_configs_to_the_server(monkeypatch, tmp_path):
     assert (engine_config.model, engine_config.num_blocks) == ("some/model", 9)
 
 
+@pytest.mark.parametrize(
+    "arguments, warned", [(["--host", "0.0.0.0"], 1), (["--host", "0.0.0.0", "--api-key", "k"], 0), ([], 0)]
+)
+def test_an_open_server_is_pointed_out(arguments, warned, monkeypatch, caplog):
+    async def run(server_config, engine_config):
+        return 0
+
+    monkeypatch.setattr("server.serve.run", run)
+    assert main(["serve", *arguments]) == 0
+    assert caplog.text.count("no API key is set") == warned
+
+
 def test_plan_and_bench_pass_their_arguments_on(monkeypatch):
     commands = []
     monkeypatch.setattr(
