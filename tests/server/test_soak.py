@@ -1,4 +1,4 @@
-"""Many requests of every kind against a live server, many of them abandoned: nothing is lost and nothing is left behind.
+"""Many requests of every kind against a live server, many of them abandoned: nothing is lost, nothing left behind.
 
 SOAK_REQUESTS sets the number (300 in `make test`, 2,000 in `make soak`).
 """
