@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 READ_BYTES = 1 << 18
-EXIT_GRACE_SECONDS = 0.5
+EXIT_GRACE_SECONDS = 0.2
 PR_SET_PDEATHSIG = 1
 
 

@@ -29,6 +29,7 @@ from engine.step import (
 
 ROOT = Path(__file__).parents[3]
 CONFIG = EngineConfig(device="cpu", block_size=8, num_blocks=32, max_num_seqs=4, cpu_threads=1)
+PATIENCE = 15  # seconds for what takes a fraction of one where tests have the machine to themselves
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
@@ -78,7 +79,7 @@ def worker():
     yield process
     process.close()
     process.process.kill()
-    process.wait(10)
+    process.wait(PATIENCE)
 
 
 def generation(prompt, n, seq_id=7):
@@ -110,7 +111,7 @@ def test_ready_steps_and_end(worker, model_dir, hf_greedy):
     assert worker.receive().step_id == 9
 
     worker.close()
-    assert worker.wait(2) == 0
+    assert worker.wait(PATIENCE) == 0
 
 
 def test_frames_may_arrive_in_pieces(worker, model_dir, hf_greedy):
@@ -127,7 +128,7 @@ def test_a_folder_without_a_model_fails_with_its_reason(worker, tmp_path):
     assert isinstance(message, WorkerFailed)
     assert message.kind == "ModelError"
     assert "config.json" in message.message
-    assert worker.wait(5) == 1
+    assert worker.wait(PATIENCE) == 1
 
 
 def test_a_wrong_setting_fails_with_its_name(worker, model_dir):
@@ -139,7 +140,7 @@ def test_a_driver_that_leaves_while_loading_ends_it(worker, model_dir):
     worker.send(StartWorker(CONFIG, str(model_dir), [2]))
     assert worker.receive() == LoadProgress("importing")
     worker.close()
-    worker.wait(2)
+    worker.wait(PATIENCE)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +158,7 @@ def test_bytes_that_are_no_message_end_it_without_harm(tmp_path, data):
         worker = Process(stderr=log)
         worker.socket.sendall(data)
         worker.socket.shutdown(socket.SHUT_WR)
-        status = worker.wait(10)
+        status = worker.wait(PATIENCE)
         worker.close()
     assert status in (0, 2)
     assert status == 0 or "Traceback" in (tmp_path / "log").read_text()
@@ -169,7 +170,7 @@ def test_a_step_that_fails_as_a_whole_ends_it_with_a_traceback(tmp_path, model_d
         worker.start(model_dir)
         worker.send(StepPlan(1, [], [], [SequenceStep(99, 1, True, [])]))
         assert worker.file.read() == b""
-        assert worker.wait(5) == 2
+        assert worker.wait(PATIENCE) == 2
         worker.close()
     assert "KeyError: 99" in (tmp_path / "log").read_text()
 
