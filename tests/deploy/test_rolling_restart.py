@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 NGINX = shutil.which("nginx") or ("/usr/sbin/nginx" if Path("/usr/sbin/nginx").exists() else None)
 RESTARTS = int(os.environ.get("RESTARTS", "2"))
 NUM_CLIENTS = 6
-START_SECONDS = 120.0  # a Worker imports torch; the machine may be busy
+START_SECONDS = 300.0  # a Worker imports torch and may compile kernels; the machine may be busy
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
