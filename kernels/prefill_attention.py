@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from kernels.dispatch import cpu_kernels
+from kernels.attention_tile import attend_tile
+from kernels.dispatch import cpu_kernels, tl, triton, use_triton
 
 
 def prefill_attention(
@@ -28,6 +29,9 @@ def prefill_attention(
     alibi_slopes fp32 [num_heads]; sliding_window w > 0 keeps the last w tokens, the query's own included; softcap c > 0
     replaces a score s by c * tanh(s / c). Returns [num_tokens, num_heads, head_dim].
     """
+    if use_triton(q):
+        return _launch(q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens, max_seqlen_q, scale,
+                       alibi_slopes, sliding_window, softcap)  # fmt: skip
     cpu = cpu_kernels() if q.device.type == "cpu" else None
     if cpu and cpu.attention.supports_attention(q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q):
         return cpu.attention.prefill_attention(
@@ -46,6 +50,119 @@ def prefill_attention(
         sliding_window=sliding_window,
         softcap=softcap,
     )
+
+
+def _launch(q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens, max_seqlen_q, scale, alibi_slopes,
+            sliding_window, softcap):  # fmt: skip
+    num_seqs, (_, num_heads, head_dim) = seq_lens.shape[0], q.shape
+    _, num_kv_heads, block_size, _ = k_cache.shape
+    group = num_heads // num_kv_heads
+    tile = tile_shape(max_seqlen_q * group, group, head_dim, q.element_size())
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    grid = (-(-max_seqlen_q // (tile["BLOCK_M"] // group)), num_kv_heads, num_seqs)
+    prefill_attention_kernel[grid](
+        q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens, alibi_slopes, out,
+        scale, softcap, sliding_window, num_kv_heads, q.stride(0), q.stride(1), block_tables.stride(0),
+        GROUP=group, HEAD_DIM=head_dim, BLOCK_D=max(16, 1 << (head_dim - 1).bit_length()), BLOCK_SIZE=block_size,
+        HAS_ALIBI=alibi_slopes is not None, HAS_SOFTCAP=softcap > 0, HAS_WINDOW=sliding_window > 0, **tile,
+    )  # fmt: skip
+    return out
+
+
+def tile_shape(num_rows: int, group: int, head_dim: int, element_size: int) -> dict[str, int]:
+    """BLOCK_M (query tokens x heads of a group), BLOCK_N, warps and stages.
+
+    Chosen by what compiles without spilling (`python -m kernels.aot` prints it), not by timing on a GPU. 64 rows and
+    more reach wgmma on Hopper; a short chunk takes fewer, because rows past its end are computed for nothing.
+    """
+    wide = head_dim * element_size > 256  # fp32, or head_dim 256 in 16 bits
+    if num_rows <= 32 and group <= 32:
+        block_m, block_n, num_warps = max(16, 1 << (num_rows - 1).bit_length(), 1 << (group - 1).bit_length()), 64, 4
+    elif wide or num_rows <= 64:
+        block_m, block_n, num_warps = max(64, 1 << (group - 1).bit_length()), 64, 4
+    else:
+        block_m, block_n, num_warps = max(128, 1 << (group - 1).bit_length()), 64, 8
+    if wide:
+        block_n = 32 if element_size == 2 else 16
+    return {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": num_warps, "num_stages": 2}
+
+
+@triton.jit
+def prefill_attention_kernel(
+    q_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    block_tables_ptr,
+    cu_seqlens_q_ptr,
+    seq_lens_ptr,
+    alibi_slopes_ptr,
+    out_ptr,
+    scale,
+    softcap,
+    sliding_window,
+    num_kv_heads,
+    q_stride_row,
+    q_stride_head,
+    block_tables_stride,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+):
+    """Grid (query tiles of the longest sequence, num_kv_heads, num_seqs).
+
+    Row m of a tile is query token m // GROUP and head m % GROUP of the group, so K and V are read once for all of its
+    heads. Keys that every row sees come first, without masks; the diagonal and the end follow with masks.
+    """
+    tile, kv_head, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    q_begin = tl.load(cu_seqlens_q_ptr + seq)
+    q_len = tl.load(cu_seqlens_q_ptr + seq + 1) - q_begin
+    tokens_per_tile: tl.constexpr = BLOCK_M // GROUP
+    first_token = tile * tokens_per_tile
+    if first_token >= q_len:
+        return
+    seq_len = tl.load(seq_lens_ptr + seq)
+    offs_m, offs_d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    token, head = first_token + offs_m // GROUP, kv_head * GROUP + offs_m % GROUP
+    row_mask = (token < q_len) & (offs_m < tokens_per_tile * GROUP)
+    q_mask = row_mask[:, None] & (offs_d < HEAD_DIM)[None, :]
+    row = (q_begin + token).to(tl.int64)
+    q = tl.load(q_ptr + (row * q_stride_row + head * q_stride_head)[:, None] + offs_d[None, :], mask=q_mask, other=0.0)
+    slopes = tl.zeros([BLOCK_M], tl.float32)
+    if HAS_ALIBI:
+        slopes = tl.load(alibi_slopes_ptr + head, mask=row_mask, other=0.0)
+    past = seq_len - q_len
+    query_pos = past + token
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    row_max = tl.zeros([BLOCK_M], tl.float32) - float("inf")
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    block_table_ptr = block_tables_ptr + seq.to(tl.int64) * block_tables_stride
+    begin = 0
+    unmasked_end = (past + first_token + 1) // BLOCK_N * BLOCK_N
+    if HAS_WINDOW:
+        begin = tl.maximum(past + first_token + 1 - sliding_window, 0) // BLOCK_N * BLOCK_N
+        unmasked_end = begin  # the window's edge cuts through the past as well
+    for tile_start in range(begin, unmasked_end, BLOCK_N):
+        acc, row_max, row_sum = attend_tile(
+            q, acc, row_max, row_sum, k_cache_ptr, v_cache_ptr, block_table_ptr, kv_head, num_kv_heads,
+            tile_start, seq_len, query_pos, slopes, scale, softcap, sliding_window,
+            BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, False, HAS_ALIBI, HAS_SOFTCAP, HAS_WINDOW,
+        )  # fmt: skip
+    end = tl.minimum(seq_len, past + first_token + tokens_per_tile)
+    for tile_start in range(unmasked_end, end, BLOCK_N):
+        acc, row_max, row_sum = attend_tile(
+            q, acc, row_max, row_sum, k_cache_ptr, v_cache_ptr, block_table_ptr, kv_head, num_kv_heads,
+            tile_start, end, query_pos, slopes, scale, softcap, sliding_window,
+            BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, True, HAS_ALIBI, HAS_SOFTCAP, HAS_WINDOW,
+        )  # fmt: skip
+    result = acc / tl.where(row_sum > 0.0, row_sum, 1.0)[:, None]
+    out_row = row * (num_kv_heads * GROUP) + head
+    tl.store(out_ptr + out_row[:, None] * HEAD_DIM + offs_d[None, :], result.to(out_ptr.dtype.element_ty), mask=q_mask)
 
 
 def prefill_attention_reference(
