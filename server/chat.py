@@ -52,9 +52,17 @@ class ChatClient:
                 if response.status_code != 200:
                     response.read()
                     raise ChatError(_error_message(response))
-                yield from _contents(response.iter_lines())
+                yield from _contents(_lines(response.iter_bytes()))
         except httpx.HTTPError as error:
             raise ChatError(_unreachable(str(self._http.base_url), error)) from error
+
+
+def _lines(chunks: Iterator[bytes]) -> Iterator[str]:
+    """Lines as SSE means them. httpx's iter_lines also splits at U+2028 and its like, which may stand inside a text."""
+    rest = b""
+    for chunk in chunks:
+        *lines, rest = (rest + chunk).split(b"\n")
+        yield from (line.decode().rstrip("\r") for line in lines)
 
 
 def _contents(lines: Iterator[str]) -> Iterator[str]:

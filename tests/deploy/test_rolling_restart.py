@@ -173,7 +173,8 @@ class Load:
         body = {"model": "m", "max_tokens": num_tokens, **options, **body}
         async with http.stream("POST", path, json=body) as response:
             assert response.status_code == 200, f"{response.status_code} {await response.aread()!r}"
-            events = [line[6:] async for line in response.aiter_lines() if line.startswith("data: ")]
+            body_text = (await response.aread()).decode()  # split by hand: to aiter_lines U+2028 is a line end, too
+        events = [line.removeprefix("data: ") for line in body_text.split("\n") if line.startswith("data: ")]
         assert events and events[-1] == "[DONE]", f"the stream ends after {len(events)} events: {events[-1:]}"
         chunks = [json.loads(event) for event in events[:-1]]
         assert chunks[-1]["usage"]["completion_tokens"] == num_tokens

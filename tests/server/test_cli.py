@@ -217,7 +217,7 @@ class ScriptedServer(http.server.BaseHTTPRequestHandler):
         chunks += [
             piece if isinstance(piece, dict) else {"choices": [{"delta": {"content": piece}}]} for piece in answer
         ]
-        lines = [": keep-alive", *(f"data: {json.dumps(chunk)}" for chunk in chunks)]
+        lines = [": keep-alive", *(f"data: {json.dumps(chunk, ensure_ascii=False)}" for chunk in chunks)]
         ended = not answer or answer[-1] != {"choices": []}
         self.reply(200, "\n\n".join([*lines, *(["data: [DONE]"] if ended else []), ""]).encode())
 
@@ -258,10 +258,10 @@ def type_lines(monkeypatch, *lines) -> None:
 
 
 def test_one_question_streams_one_answer(scripted, capsys):
-    scripted.answers = [["Hel", "lo", "."]]
+    scripted.answers = [["Hel", "lo", "\u2028\x85", "."]]  # line ends to Python, not to SSE
     arguments = ("--base-url", scripted.url, "--api-key", "k", "--system", "Be brief.", "--max-tokens", "9")
     assert main(["chat", "Say", "hello", *arguments]) == 0
-    assert capsys.readouterr().out == "Hello.\n"
+    assert capsys.readouterr().out == "Hello\u2028\x85.\n"
     ((authorization, body),) = scripted.requests
     assert authorization == "Bearer k"
     assert body == {
