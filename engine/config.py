@@ -63,7 +63,9 @@ class EngineConfig:
         minimum=0,
         maximum=0.5,
     )
-    async_scheduling: bool = option(True, "plan the next step while this one computes")
+    async_scheduling: bool | None = option(
+        None, "plan the next step while this one computes; default: on a GPU, not where both share the cores"
+    )
     tensor_parallel_size: int = option(
         1,
         "number of GPUs that share the model: 1 only in this version",

@@ -296,6 +296,10 @@ class Driver:
             watermark=self.config.watermark,
             eos_token_ids=self.eos_token_ids,
         )
+        overlap = self.config.async_scheduling
+        if overlap is None:  # on a CPU our own work would take cores from the Worker's threads in mid-step
+            overlap = ready.device != "cpu"
+        self._max_in_flight = 2 if overlap else 1
         self._set_phase("ready")
         self._ready.set_result(None)
 
@@ -308,8 +312,7 @@ class Driver:
     def _pump(self) -> None:
         """Send plans until the Worker has one to compute and, with async_scheduling, one more to go on with."""
         self._pump_scheduled = False
-        depth = 2 if self.config.async_scheduling else 1
-        while self._failure is None and len(self._in_flight) < depth:
+        while self._failure is None and len(self._in_flight) < self._max_in_flight:
             plan = self.scheduler.schedule()
             if plan is None:
                 break

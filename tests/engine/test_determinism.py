@@ -74,6 +74,7 @@ def alone():
     "settings",
     [
         pytest.param({}, id="batch of 32"),
+        pytest.param({"async_scheduling": True}, id="overlapped"),
         pytest.param({"max_num_batched_tokens": 16}, id="token budget 16"),
         pytest.param({"num_blocks": 24, "watermark": 0.0}, id="preempted"),
         pytest.param({"num_blocks": 36, "block_size": 8, "enable_prefix_caching": False}, id="preempted, no cache"),
