@@ -5,12 +5,13 @@ BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-only lint docs bench rolling-restart clean
+.PHONY: help serve test test-only lint docs bench soak rolling-restart clean
 
 help:
 	@echo "make serve [ARGS=\"--model DIR_OR_HUB_ID --port 9000\"]   start the server"
 	@echo "make test                                              lint, types and every test"
 	@echo "make bench [ARGS=\"--peer URL\"]                          measure a server of its own"
+	@echo "make soak [REQUESTS=2000]                              many requests, many abandoned: nothing may be left behind"
 	@echo "make rolling-restart [RESTARTS=10]                     two replicas behind nginx, restarted under load"
 	@echo "make docs                                              rewrite the config reference"
 	@echo "make clean                                             remove what the above made"
@@ -58,9 +59,12 @@ lint: $(VENV)/.installed-test
 	elif npm install --silent --no-fund --no-audit --prefix $(@D) openai; then touch $@; \
 	else echo "npm could not install openai: the test of the npm OpenAI client will be skipped."; fi
 
-test-only: $(VENV)/.installed-test .cache/node/.installed
+test-only: $(VENV)/.installed-test $(VENV)/.compiled .cache/node/.installed
 	@command -v nginx >/dev/null || test -x /usr/sbin/nginx || echo "nginx is missing: its test will be skipped (Debian: apt install nginx-light)."
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+
+soak: $(VENV)/.installed-test
+	SOAK_REQUESTS=$(or $(REQUESTS),2000) $(BIN)/python -m pytest tests/server/test_soak.py --capture=no $(ARGS)
 
 rolling-restart: $(VENV)/.installed-test
 	RESTARTS=$(or $(RESTARTS),10) $(BIN)/python -m pytest tests/deploy/test_rolling_restart.py --capture=no $(ARGS)
