@@ -28,9 +28,9 @@ $(VENV)/.installed: pyproject.toml | $(BIN)/python
 	$(BIN)/pip install --quiet --editable .
 	@touch $@
 
-$(VENV)/.installed-test: pyproject.toml | $(BIN)/python
+$(VENV)/.installed-test: $(VENV)/.installed
 	$(BIN)/pip install --quiet --editable ".[test]"
-	@touch $@ $(VENV)/.installed
+	@touch $@
 
 # The CPU kernels are compiled once, here, and not while the first start waits for them.
 $(VENV)/.compiled: $(VENV)/.installed $(wildcard kernels/*.py kernels/cpu/*.py)
