@@ -60,7 +60,8 @@ def _launch(q, k_cache, v_cache, block_tables, seq_lens, scale, alibi_slopes, sl
     paged_attention_kernel[(num_seqs, num_kv_heads, num_splits)](
         q, k_cache, v_cache, block_tables, seq_lens, alibi_slopes, partial,
         scale, softcap, sliding_window, num_kv_heads, q.stride(0), q.stride(1), block_tables.stride(0),
-        SPLIT_SIZE=split_size, BLOCK_N=block_n(meta["BLOCK_D"], q.element_size()), **meta, num_warps=4, num_stages=3,
+        SPLIT_SIZE=split_size, BLOCK_N=block_n(meta["BLOCK_D"], q.element_size()), **meta,
+        num_warps=decode_warps(q.element_size()), num_stages=3,
     )  # fmt: skip
     reduce_splits_kernel[(num_seqs, num_heads)](
         partial, seq_lens, out, num_splits, sliding_window,
@@ -82,6 +83,11 @@ def split(max_tokens: int) -> tuple[int, int]:
 def block_n(block_d: int, element_size: int) -> int:
     """Keys per tile: 64 fills the memory pipeline with room for several programs per SM; wide rows take fewer."""
     return max(16, min(64, 16384 // (block_d * element_size)))
+
+
+def decode_warps(element_size: int) -> int:
+    """fp32 has no matrix instruction here, so its tile needs twice the threads to stay in registers."""
+    return 8 if element_size == 4 else 4
 
 
 def constants(group, head_dim, block_size, alibi_slopes, sliding_window, softcap) -> dict[str, int | bool]:

@@ -1,5 +1,7 @@
 """Causal attention of many query tokens over the paged KV cache: prefill, chunked prefill, and any mix of lengths."""
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -57,34 +59,51 @@ def _launch(q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens, max_seqle
     num_seqs, (_, num_heads, head_dim) = seq_lens.shape[0], q.shape
     _, num_kv_heads, block_size, _ = k_cache.shape
     group = num_heads // num_kv_heads
-    tile = tile_shape(max_seqlen_q * group, group, head_dim, q.element_size())
+    block_d = max(16, _power_of_2(head_dim))
+    tile = tile_shape(max_seqlen_q * group, group, block_d, q.element_size(), _capability(q.device))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     grid = (-(-max_seqlen_q // (tile["BLOCK_M"] // group)), num_kv_heads, num_seqs)
     prefill_attention_kernel[grid](
         q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens, alibi_slopes, out,
         scale, softcap, sliding_window, num_kv_heads, q.stride(0), q.stride(1), block_tables.stride(0),
-        GROUP=group, HEAD_DIM=head_dim, BLOCK_D=max(16, 1 << (head_dim - 1).bit_length()), BLOCK_SIZE=block_size,
+        GROUP=group, HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_SIZE=block_size,
         HAS_ALIBI=alibi_slopes is not None, HAS_SOFTCAP=softcap > 0, HAS_WINDOW=sliding_window > 0, **tile,
     )  # fmt: skip
     return out
 
 
-def tile_shape(num_rows: int, group: int, head_dim: int, element_size: int) -> dict[str, int]:
-    """BLOCK_M (query tokens x heads of a group), BLOCK_N, warps and stages.
+def tile_shape(num_rows: int, group: int, block_d: int, element_size: int, capability: int) -> dict[str, int]:
+    """BLOCK_M (query tokens x heads of a group), BLOCK_N, warps and stages for sm_80 or sm_90.
 
     Chosen by what compiles without spilling (`python -m kernels.aot` prints it), not by timing on a GPU. 64 rows and
     more reach wgmma on Hopper; a short chunk takes fewer, because rows past its end are computed for nothing.
     """
-    wide = head_dim * element_size > 256  # fp32, or head_dim 256 in 16 bits
-    if num_rows <= 32 and group <= 32:
-        block_m, block_n, num_warps = max(16, 1 << (num_rows - 1).bit_length(), 1 << (group - 1).bit_length()), 64, 4
-    elif wide or num_rows <= 64:
-        block_m, block_n, num_warps = max(64, 1 << (group - 1).bit_length()), 64, 4
+    if element_size == 4:
+        block_m, block_n, num_warps, num_stages = 32, 32, 8, 2
+    elif num_rows <= 32:
+        block_m, block_n, num_warps, num_stages = max(16, _power_of_2(num_rows)), 64, 4, 2
+    elif block_d > 128:
+        block_m, block_n, num_warps, num_stages = 64, 32, 8, 2
     else:
-        block_m, block_n, num_warps = max(128, 1 << (group - 1).bit_length()), 64, 8
-    if wide:
-        block_n = 32 if element_size == 2 else 16
-    return {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": num_warps, "num_stages": 2}
+        block_m, num_warps, num_stages = (64, 4, 3) if num_rows <= 64 else (128, 8, 3)
+        block_n = 32 if block_d > 64 and capability < 90 else 64  # 64 spills on sm_80
+    return {
+        "BLOCK_M": max(block_m, _power_of_2(group)),
+        "BLOCK_N": block_n,
+        "num_warps": num_warps,
+        "num_stages": num_stages,
+    }
+
+
+def _power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+@cache
+def _capability(device: torch.device) -> int:
+    """80 for Ampere, 90 for Hopper; the interpreter counts as 80."""
+    major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
+    return 10 * major + minor
 
 
 @triton.jit
