@@ -1,0 +1,111 @@
+"""Decode and prefill attention: the reference and the CPU kernels against dense attention over the same tokens."""
+
+import pytest
+import torch
+
+from kernels.dispatch import cpu_kernels
+from kernels.paged_attention import paged_attention, paged_attention_reference
+from kernels.prefill_attention import prefill_attention, prefill_attention_reference
+from tests.kernels.oracle import attention, fused_q, options, paged
+
+# (num_heads, num_kv_heads, head_dim, block_size): single heads, padded and exact quads, quads with rest, odd head sizes
+SHAPES = [(3, 3, 32, 8), (12, 4, 64, 16), (7, 1, 80, 16), (8, 2, 128, 4), (5, 1, 112, 24), (2, 2, 256, 128)]
+SEQ_LENS = [1, 17, 33, 70]
+Q_LENS = [1, 5, 33, 0]
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(params=["kernel", "reference"])
+def decode(request):
+    return paged_attention if request.param == "kernel" else paged_attention_reference
+
+
+@pytest.fixture(params=["kernel", "reference"])
+def prefill(request):
+    return prefill_attention if request.param == "kernel" else prefill_attention_reference
+
+
+def test_the_compiled_kernels_are_what_is_tested():
+    assert cpu_kernels() is not None, "numba is a dependency: without it these tests would compare torch with torch"
+
+
+@pytest.mark.parametrize("case", ["plain", "window", "softcap", "alibi", "all"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_decode(decode, dtype, shape, case):
+    num_heads, num_kv_heads, head_dim, block_size = shape
+    data = paged(SEQ_LENS, num_kv_heads, head_dim, block_size, dtype)
+    q = fused_q(len(SEQ_LENS), num_heads, num_kv_heads, head_dim, dtype)
+    kwargs = options(case, num_heads)
+    out = decode(q, data.k_cache, data.v_cache, data.block_tables, data.seq_lens, 0.3, **kwargs)
+    expected = [attention(q[i : i + 1], data.keys[i], data.values[i], 0.3, **kwargs) for i in range(len(SEQ_LENS))]
+    torch.testing.assert_close(out, torch.cat(expected))
+
+
+@pytest.mark.parametrize("case", ["plain", "window", "softcap", "alibi", "all"])
+@pytest.mark.parametrize("shape", SHAPES[1:4], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_prefill_whole_chunked_and_empty(prefill, dtype, shape, case):
+    num_heads, num_kv_heads, head_dim, block_size = shape
+    data = paged(SEQ_LENS, num_kv_heads, head_dim, block_size, dtype)
+    cu_seqlens_q = torch.tensor([0, *torch.tensor(Q_LENS).cumsum(0).tolist()], dtype=torch.int32)
+    q = fused_q(sum(Q_LENS), num_heads, num_kv_heads, head_dim, dtype)
+    kwargs = options(case, num_heads)
+    out = prefill(q, data.k_cache, data.v_cache, data.block_tables, cu_seqlens_q, data.seq_lens, max(Q_LENS), 0.3,
+                  **kwargs)  # fmt: skip
+    rows = q.split(Q_LENS)
+    expected = [attention(rows[i], data.keys[i], data.values[i], 0.3, **kwargs) for i in range(len(SEQ_LENS))]
+    torch.testing.assert_close(out, torch.cat(expected))
+
+
+def test_a_padding_row_gives_zeros(decode):
+    data = paged([9, 4], 2, 32, 8, torch.float32)
+    data.seq_lens[1] = 0
+    out = decode(torch.randn(2, 4, 32), data.k_cache, data.v_cache, data.block_tables, data.seq_lens, 0.3)
+    assert out[0].abs().sum() > 0 and torch.equal(out[1], torch.zeros(4, 32))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_does_not_depend_on_the_batch_or_on_how_it_was_scheduled(dtype):
+    """The same bits alone, among others, as decode, as the end of a prefill, and on one thread or two."""
+    data = paged([40, 3, 90, 17], 2, 64, 16, dtype)
+    q = torch.randn(4, 6, 64).to(dtype)
+    arguments = data.k_cache, data.v_cache, data.block_tables, data.seq_lens
+    together = paged_attention(q, *arguments, 0.125)
+    alone = paged_attention(q[2:3], data.k_cache, data.v_cache, data.block_tables[2:3], data.seq_lens[2:3], 0.125)
+    assert torch.equal(together[2:3], alone)
+    rows = torch.cat([torch.randn(5, 6, 64).to(dtype), q[2:3]])
+    prefilled = prefill_attention(
+        rows, data.k_cache, data.v_cache, data.block_tables[2:3], torch.tensor([0, 6], dtype=torch.int32),
+        data.seq_lens[2:3], 6, 0.125,
+    )  # fmt: skip
+    assert torch.equal(prefilled[5:], alone)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert torch.equal(paged_attention(q, *arguments, 0.125), together)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("head_dim, block_size, dtype", [(20, 8, torch.float32), (32, 6, torch.bfloat16),
+                                                         (64, 16, torch.float16)])  # fmt: skip
+def test_layouts_that_the_cpu_kernel_does_not_cover_go_to_the_reference(head_dim, block_size, dtype):
+    data = paged(SEQ_LENS, 2, head_dim, block_size, dtype)
+    q = torch.randn(len(SEQ_LENS), 4, head_dim).to(dtype)
+    arguments = data.k_cache, data.v_cache, data.block_tables, data.seq_lens
+    assert not cpu_kernels().attention.supports_attention(q, *arguments)
+    expected = [attention(q[i : i + 1], data.keys[i], data.values[i], 0.3) for i in range(len(SEQ_LENS))]
+    torch.testing.assert_close(paged_attention(q, *arguments, 0.3), torch.cat(expected), rtol=1e-3, atol=1e-3)
+
+
+def test_scores_far_apart_neither_overflow_nor_lose_the_largest():
+    data = paged([30], 1, 32, 16, torch.float32)
+    q = torch.randn(1, 1, 32) * 300
+    out = paged_attention(q, data.k_cache, data.v_cache, data.block_tables, data.seq_lens, 1.0)
+    torch.testing.assert_close(out, attention(q, data.keys[0], data.values[0], 1.0))

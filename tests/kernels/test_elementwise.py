@@ -1,0 +1,174 @@
+"""Norms, rotary embedding, activations, cache writes and linear layers on a CPU, at odd shapes."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from kernels.activation import ACTIVATIONS, activation, gated_activation, gated_activation_reference
+from kernels.layer_norm import layer_norm, layer_norm_reference
+from kernels.linear import PackedLinear
+from kernels.reshape_and_cache import reshape_and_cache, reshape_and_cache_reference
+from kernels.rms_norm import rms_norm, rms_norm_reference
+from kernels.rotary_embedding import rotary_embedding, rotary_embedding_reference
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(params=DTYPES, ids=str)
+def dtype(request):
+    return request.param
+
+
+@pytest.mark.parametrize("weight_offset", [0.0, 1.0])
+@pytest.mark.parametrize("shape", [(1, 64), (7, 96), (33, 768), (5, 100), (40, 3, 32)], ids=str)
+def test_rms_norm(dtype, shape, weight_offset):
+    x, residual, weight = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype), torch.randn(shape[-1]).to(dtype)
+    before = x.clone(), residual.clone()
+    expected, total = rms_norm_reference(x, weight, 1e-5, residual, weight_offset)
+    normed, new_residual = rms_norm(x, weight, 1e-5, residual, weight_offset)
+    assert torch.equal(new_residual, total)
+    torch.testing.assert_close(normed, expected)
+    torch.testing.assert_close(
+        rms_norm(x, weight, 1e-5, weight_offset=weight_offset),
+        rms_norm_reference(x, weight, 1e-5, weight_offset=weight_offset),
+    )
+    assert torch.equal(x, before[0]) and torch.equal(residual, before[1])
+
+
+def test_rms_norm_reads_strided_heads(dtype):
+    """QK-norm: the heads of q inside a fused qkv row."""
+    qkv, weight = torch.randn(6, 9, 64).to(dtype), torch.randn(64).to(dtype)
+    torch.testing.assert_close(
+        rms_norm(qkv[:, 2:7], weight, 1e-6), rms_norm_reference(qkv[:, 2:7].clone(), weight, 1e-6)
+    )
+
+
+def test_rms_norm_is_what_llama_computes(dtype):
+    """One unit in the last place in 16 bits: where transformers rounds a value up, another order of sums may not."""
+    x, norm = torch.randn(9, 160).to(dtype), LlamaRMSNorm(160, eps=1e-6).to(dtype)
+    torch.nn.init.normal_(norm.weight)
+    with torch.no_grad():
+        torch.testing.assert_close(rms_norm(x, norm.weight.detach(), 1e-6), norm(x))
+
+
+@pytest.mark.parametrize("shape", [(1, 64), (7, 100)], ids=str)
+def test_layer_norm(dtype, shape):
+    x, residual = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
+    weight, bias = torch.randn(shape[-1]).to(dtype), torch.randn(shape[-1]).to(dtype)
+    for got, expected in zip(
+        layer_norm(x, weight, bias, 1e-5, residual), layer_norm_reference(x, weight, bias, 1e-5, residual), strict=True
+    ):
+        torch.testing.assert_close(got, expected, atol=_one_ulp(dtype), rtol=_one_ulp(dtype))
+    torch.testing.assert_close(
+        layer_norm(x, None, None, 1e-5), F.layer_norm(x.float(), shape[-1:]).to(dtype),
+        atol=_one_ulp(dtype), rtol=_one_ulp(dtype),
+    )  # fmt: skip
+
+
+def _one_ulp(dtype):
+    """torch rounds the product before it adds the bias in 16 bits; the reference rounds once."""
+    return 1e-5 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("head_dim, rotary_dim, interleaved", [(64, 64, False), (80, 32, False), (32, 20, False),
+                                                               (64, 32, True)])  # fmt: skip
+def test_rotary_embedding_rotates_pairs_and_leaves_the_rest(dtype, head_dim, rotary_dim, interleaved):
+    qkv = torch.randn(11, 9, head_dim).to(dtype)
+    original, reference = qkv.clone(), qkv.clone()
+    positions = torch.randint(0, 50, (11,))
+    angles = torch.rand(50, rotary_dim // 2) * 6
+    cache = torch.cat([angles.cos(), angles.sin()], dim=-1)
+    rotary_embedding(positions, qkv[:, :5], qkv[:, 5:7], cache, interleaved)
+    rotary_embedding_reference(positions, reference[:, :5], reference[:, 5:7], cache, interleaved)
+    torch.testing.assert_close(qkv, reference)
+
+    pairs = original[:, :7, :rotary_dim].float()
+    a, b = (pairs[..., 0::2], pairs[..., 1::2]) if interleaved else pairs.chunk(2, dim=-1)
+    turned = torch.complex(a, b) * torch.polar(torch.ones_like(angles), angles)[positions, None]
+    expected = torch.cat([turned.real, turned.imag], dim=-1)
+    if interleaved:
+        expected = torch.stack([turned.real, turned.imag], dim=-1).flatten(-2)
+    torch.testing.assert_close(qkv[:, :7, :rotary_dim], expected.to(dtype), atol=2 * torch.finfo(dtype).eps,
+                               rtol=2 * torch.finfo(dtype).eps)  # fmt: skip
+    assert torch.equal(qkv[:, 7:], original[:, 7:]), "values were rotated"
+    assert torch.equal(qkv[:, :, rotary_dim:], original[:, :, rotary_dim:]), "the part past rotary_dim was touched"
+
+
+@pytest.mark.parametrize("shape", [(1, 64), (7, 100), (33, 862)], ids=str)
+@pytest.mark.parametrize("name", sorted(ACTIVATIONS))
+def test_gated_activation(dtype, shape, name):
+    """torch rounds the activation before the product in 16 bits; the reference rounds once."""
+    x = torch.randn(shape).to(dtype) * 4
+    tolerance = {} if dtype == torch.float32 else {"rtol": 3 * torch.finfo(dtype).eps, "atol": 1e-3}
+    torch.testing.assert_close(gated_activation(x, name), gated_activation_reference(x, name), **tolerance)
+
+
+def test_silu_far_out():
+    x = torch.tensor([[-1e4, -100.0, -88.0, -1.0, 0.0, 1.0, 100.0, 1e4] * 2 + [1.0] * 16])
+    torch.testing.assert_close(gated_activation(x, "silu"), F.silu(x[:, :16]))
+
+
+def test_an_unknown_activation_names_the_known_ones():
+    with pytest.raises(ValueError, match="unknown activation 'swishy'; known are gelu"):
+        activation(torch.zeros(1), "swishy")
+
+
+@pytest.mark.parametrize("head_dim, block_size", [(64, 16), (20, 3)])
+def test_reshape_and_cache_writes_its_slots_and_nothing_else(dtype, head_dim, block_size):
+    qkv = torch.randn(9, 7, head_dim).to(dtype)
+    key, value = qkv[:, 3:5], qkv[:, 5:]
+    slots = torch.randperm(7 * block_size)[:9].contiguous()
+    slots[4] = -1
+    caches = [torch.full((7, 2, block_size, head_dim), -3.0, dtype=dtype) for _ in range(4)]
+    reshape_and_cache(key, value, *caches[:2], slots)
+    reshape_and_cache_reference(key, value, *caches[2:], slots)
+    expected = [torch.full((7, 2, block_size, head_dim), -3.0, dtype=dtype) for _ in range(2)]
+    for t, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            expected[0][slot // block_size, :, slot % block_size] = key[t]
+            expected[1][slot // block_size, :, slot % block_size] = value[t]
+    for i, cache in enumerate(caches):
+        assert torch.equal(cache, expected[i % 2])
+
+
+@pytest.mark.parametrize("rows", [1, 3, 16, 65])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_packed_linear(dtype, rows, with_bias):
+    weight, bias = torch.randn(72, 40).to(dtype), torch.randn(72).to(dtype) if with_bias else None
+    layer, x = PackedLinear(weight, bias), torch.randn(rows, 40).to(dtype)
+    expected = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    out = layer(x)
+    assert out.dtype == dtype and out.shape == (rows, 72)
+    tolerance = {torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 5e-3}[dtype]
+    torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+def test_a_packed_layer_lets_go_of_the_plain_weight():
+    layer = PackedLinear(torch.randn(64, 64).bfloat16())
+    assert (layer.weight is None) == (layer.packed_weight is not None)
+
+
+@pytest.mark.parametrize("rows", [1, 7, 300])
+def test_two_threads_give_the_same_bits_as_one(rows):
+    x, weight = torch.randn(rows, 768).bfloat16(), torch.randn(768).bfloat16()
+    threads, results = torch.get_num_threads(), []
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            results.append((rms_norm(x, weight, 1e-5), gated_activation(x, "silu")))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_no_rows_at_all():
+    weight, cache = torch.randn(64), torch.zeros(2, 1, 8, 64)
+    assert rms_norm(torch.empty(0, 64), weight, 1e-5).shape == (0, 64)
+    assert gated_activation(torch.empty(0, 64), "silu").shape == (0, 32)
+    reshape_and_cache(torch.empty(0, 1, 64), torch.empty(0, 1, 64), cache, cache.clone(), torch.empty(0).long())
