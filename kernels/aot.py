@@ -122,7 +122,11 @@ def compile_kernel(configuration: Configuration, capability: int) -> Report:
     else:
         constants = configuration.constants
     source = ASTSource(fn=fn, signature=signature, constexprs=constants, attrs=attributes)
-    options = {"num_warps": configuration.num_warps, "num_stages": configuration.num_stages}
+    options = {
+        "num_warps": configuration.num_warps,
+        "num_stages": configuration.num_stages,
+        "enable_fp_fusion": True,  # the JIT's default
+    }
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     ptx = compiled.asm["ptx"]
     registers, spilled = _resources(compiled.asm["cubin"])

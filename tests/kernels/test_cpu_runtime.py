@@ -1,0 +1,134 @@
+"""What surrounds the CPU kernels: what is imported when, the cache of machine code, the threads, the fallback."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from kernels import warmup
+from kernels.cpu import parallel, simd
+from kernels.cpu.parallel import next_item, parallel_kernel
+
+IMPORTS = """
+import sys, torch
+import kernels.paged_attention, kernels.prefill_attention, kernels.reshape_and_cache, kernels.rms_norm
+assert not {"triton", "numba"} & set(sys.modules), "loaded before anything needs it"
+kernels.rms_norm.rms_norm(torch.ones(1, 32), torch.ones(32), 1e-5)
+assert "triton" not in sys.modules and "numba" in sys.modules
+"""
+
+WITHOUT_NUMBA = """
+import sys
+sys.modules["numba"] = None
+import torch
+from kernels.dispatch import cpu_kernels
+from kernels.paged_attention import paged_attention, paged_attention_reference
+from kernels.warmup import warmup
+assert cpu_kernels() is None and warmup() == 0
+q, k, v = torch.randn(1, 2, 32), torch.randn(3, 1, 8, 32), torch.randn(3, 1, 8, 32)
+arguments = q, k, v, torch.tensor([[2, 0]], dtype=torch.int32), torch.tensor([11], dtype=torch.int32), 0.3
+assert torch.equal(paged_attention(*arguments), paged_attention_reference(*arguments))
+"""
+
+
+@pytest.mark.parametrize("program", [IMPORTS, WITHOUT_NUMBA], ids=["imports", "without numba"])
+def test_in_a_fresh_process(program):
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+def _count(args):
+    """counts[item] += 1 for every item."""
+    counts = simd.pointer_i64(args[2])
+    item = next_item(args)
+    while item < args[1]:
+        simd.write(counts, item, simd.read(counts, item) + 1)
+        item = next_item(args)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+def test_every_item_runs_once_whatever_the_threads(num_threads):
+    kernel = parallel_kernel("q")(_count)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        for num_items in (0, 1, 2, 1000):
+            counts = np.zeros(1000, np.int64)
+            kernel(num_items, counts.ctypes.data)
+            assert counts[:num_items].tolist() == [1] * num_items and not counts[num_items:].any()
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_the_kernels_share_torchs_threads():
+    """Linux wheels of torch come with an OpenMP runtime; without it the kernels would be correct, but on one core."""
+    assert parallel._GOMP_PARALLEL is not None
+
+
+def test_a_folder_that_cannot_be_written_means_compiling_in_memory(monkeypatch):
+    def no_folder():
+        raise OSError("read-only")
+
+    monkeypatch.setattr(parallel, "_cache_dir", no_folder)
+    counts = np.zeros(3, np.int64)
+    parallel_kernel("q")(_count)(3, counts.ctypes.data)
+    assert counts.tolist() == [1, 1, 1]
+
+
+def test_the_cache_folder_follows_the_sources_and_the_users_wish(monkeypatch, tmp_path):
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "mine"))
+    folder = parallel._cache_dir()
+    assert folder.startswith(str(tmp_path / "mine")) and parallel._cache_dir() == folder
+
+
+def test_warmup_compiles_every_kernel():
+    assert warmup.warmup() >= 9
+
+
+@pytest.mark.parametrize("pointer, array, expected", [
+    (simd.pointer_f32, torch.float32, 0.1), (simd.pointer_bf16, torch.bfloat16, float(torch.tensor(0.1).bfloat16())),
+])  # fmt: skip
+def test_stores_round_to_nearest_even(pointer, array, expected):
+    def scale(args):
+        x = pointer(args[2])
+        item = next_item(args)
+        while item < args[1]:
+            simd.store(x, item * 16, simd.mul(simd.load(x, item * 16), simd.splat(np.float32(0.1))))
+            item = next_item(args)
+
+    values = torch.ones(32, dtype=array)
+    parallel.ParallelKernel(scale, "q")(2, values.data_ptr())
+    assert values.tolist() == [pytest.approx(expected, rel=1e-7)] * 32
+
+
+def test_bf16_rounding_equals_torchs_on_every_kind_of_value():
+    def round_all(args):
+        x, y = simd.pointer_f32(args[2]), simd.pointer_bf16(args[3])
+        item = next_item(args)
+        while item < args[1]:
+            simd.store(y, item * 16, simd.load(x, item * 16))
+            item = next_item(args)
+
+    bits = torch.randint(-(2**31), 2**31 - 1, (4096,), dtype=torch.int64, generator=torch.Generator().manual_seed(0))
+    values = bits.to(torch.int32).view(torch.float32)
+    special = torch.tensor([0.0, -0.0, float("inf"), float("-inf"), float("nan"), 3.3895e38, 1e-40, -1e-40] * 2)
+    values = torch.cat([values, special])
+    expected, out = values.bfloat16(), torch.empty(values.shape, dtype=torch.bfloat16)
+    parallel.ParallelKernel(round_all, "2q")(values.numel() // 16, values.data_ptr(), out.data_ptr())
+    torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_exp_is_accurate_to_two_units_in_the_last_place():
+    def exp_all(args):
+        x = simd.pointer_f32(args[2])
+        item = next_item(args)
+        while item < args[1]:
+            simd.store(x, item * 16, simd.exp(simd.load(x, item * 16)))
+            item = next_item(args)
+
+    values = torch.cat([torch.linspace(-86.9, 88.0, 4080), torch.tensor([0.0, -88.0, -1e9, float("-inf")] * 4)])
+    expected = values.double().exp().where(values > -87, torch.tensor(0.0, dtype=torch.float64))
+    parallel.ParallelKernel(exp_all, "q")(values.numel() // 16, values.data_ptr())
+    torch.testing.assert_close(values.double(), expected, rtol=2.4e-7, atol=0)

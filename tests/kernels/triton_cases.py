@@ -1,0 +1,104 @@
+"""The Triton kernels against dense attention. On a CUDA device as they are; elsewhere test_triton.py runs this file in
+the interpreter, in a process of its own (TRITON_INTERPRET=1 must be set before triton is imported)."""
+
+import pytest
+import torch
+
+from kernels.dispatch import INTERPRET
+from kernels.paged_attention import MIN_SPLIT_SIZE, paged_attention, split
+from kernels.prefill_attention import prefill_attention
+from kernels.reshape_and_cache import reshape_and_cache, reshape_and_cache_reference
+from tests.kernels.oracle import attention, fused_q, options, paged
+
+DEVICE = "cpu" if INTERPRET else "cuda"
+# The interpreter computes bf16 from its bit pattern, silently wrong; on a device bf16 is the dtype that matters.
+DTYPES = [torch.float32, torch.float16] if INTERPRET else [torch.float32, torch.float16, torch.bfloat16]
+# (num_heads, num_kv_heads, head_dim, block_size, case)
+SHAPES = [(3, 3, 32, 8, "plain"), (6, 2, 64, 16, "all"), (7, 1, 80, 24, "window"), (4, 1, 128, 128, "alibi"),
+          (4, 4, 48, 16, "softcap")]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def close(out, expected):
+    """In 16 bits the probabilities are rounded before they meet the values: half of 1e-3 of values about 1."""
+    tolerance = {torch.float32: {}, torch.float16: {"atol": 2e-3, "rtol": 2e-3},
+                 torch.bfloat16: {"atol": 1.6e-2, "rtol": 1.6e-2}}[out.dtype]  # fmt: skip
+    torch.testing.assert_close(out.cpu(), expected, **tolerance)
+
+
+def on_device(kwargs):
+    return {name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value for name, value in kwargs.items()}
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_decode(dtype, shape):
+    num_heads, num_kv_heads, head_dim, block_size, case = shape
+    seq_lens = [1, 17, 70]
+    data = paged(seq_lens, num_kv_heads, head_dim, block_size, dtype)
+    q, kwargs = fused_q(3, num_heads, num_kv_heads, head_dim, dtype), options(case, num_heads)
+    data.seq_lens[1] = 0
+    tensors = [x.to(DEVICE) for x in (q, data.k_cache, data.v_cache, data.block_tables, data.seq_lens)]
+    out = paged_attention(*tensors, 0.3, **on_device(kwargs))
+    assert not out[1].any(), "a padding row must give zeros"
+    for i in (0, 2):
+        close(out[i : i + 1], attention(q[i : i + 1], data.keys[i], data.values[i], 0.3, **kwargs))
+
+
+@pytest.mark.parametrize("window", [0, 300])
+def test_decode_over_several_splits(window):
+    seq_lens = [2 * MIN_SPLIT_SIZE + 45, 30, MIN_SPLIT_SIZE]
+    data = paged(seq_lens, 1, 16, 64, torch.float32)
+    q = torch.randn(3, 2, 16)
+    tensors = [x.to(DEVICE) for x in (q, data.k_cache, data.v_cache, data.block_tables, data.seq_lens)]
+    assert split(data.block_tables.shape[1] * 64)[1] > 2
+    out = paged_attention(*tensors, 0.25, sliding_window=window)
+    for i in range(3):
+        expected = attention(q[i : i + 1], data.keys[i], data.values[i], 0.25, sliding_window=window)
+        close(out[i : i + 1], expected)
+    alone = paged_attention(*(x[:1] if i in (0, 3, 4) else x for i, x in enumerate(tensors)), 0.25,
+                            sliding_window=window)  # fmt: skip
+    assert torch.equal(out[:1], alone), "a row must not depend on its batch"
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_prefill_whole_chunked_single_and_empty(dtype, shape):
+    num_heads, num_kv_heads, head_dim, block_size, case = shape
+    seq_lens, q_lens = [33, 90, 17, 5], [33, 40, 1, 0]
+    data = paged(seq_lens, num_kv_heads, head_dim, block_size, dtype)
+    q, kwargs = fused_q(sum(q_lens), num_heads, num_kv_heads, head_dim, dtype), options(case, num_heads)
+    cu_seqlens_q = torch.tensor([0, 33, 73, 74, 74], dtype=torch.int32)
+    tensors = [x.to(DEVICE) for x in (q, data.k_cache, data.v_cache, data.block_tables, cu_seqlens_q, data.seq_lens)]
+    out = prefill_attention(*tensors, max(q_lens), 0.3, **on_device(kwargs))
+    for i, rows in enumerate(q.split(q_lens)):
+        begin = int(cu_seqlens_q[i])
+        close(out[begin : begin + q_lens[i]], attention(rows, data.keys[i], data.values[i], 0.3, **kwargs))
+
+
+@pytest.mark.parametrize("q_len", [1, 6])
+def test_prefill_of_a_few_tokens_takes_a_small_tile(q_len):
+    data = paged([50, 20], 1, 32, 16, torch.float32)
+    q = torch.randn(2 * q_len, 2, 32)
+    cu_seqlens_q = torch.tensor([0, q_len, 2 * q_len], dtype=torch.int32)
+    tensors = [x.to(DEVICE) for x in (q, data.k_cache, data.v_cache, data.block_tables, cu_seqlens_q, data.seq_lens)]
+    out = prefill_attention(*tensors, q_len, 0.2)
+    for i, rows in enumerate(q.split(q_len)):
+        close(out[i * q_len : (i + 1) * q_len], attention(rows, data.keys[i], data.values[i], 0.2))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim, num_kv_heads", [(64, 2), (20, 3)])
+def test_reshape_and_cache(dtype, head_dim, num_kv_heads):
+    qkv = torch.randn(9, 2 * num_kv_heads + 1, head_dim).to(dtype).to(DEVICE)
+    key, value = qkv[:, 1 : num_kv_heads + 1], qkv[:, num_kv_heads + 1 :]
+    slots = torch.randperm(40)[:9]
+    slots[4] = -1
+    caches = [torch.full((5, num_kv_heads, 8, head_dim), -3.0, dtype=dtype, device=DEVICE) for _ in range(4)]
+    reshape_and_cache(key, value, *caches[:2], slots.to(DEVICE))
+    reshape_and_cache_reference(key, value, *caches[2:], slots.to(DEVICE))
+    assert torch.equal(caches[0], caches[2]) and torch.equal(caches[1], caches[3])
