@@ -1,0 +1,205 @@
+"""`python benchmarks/kernel_speed.py [--json PATH]`: time every kernel on this machine, at the shapes of one model.
+
+Each line gives the best of several runs, the bytes it must move and the FLOPs it must do, and the larger of its two
+shares: of the copy bandwidth and of the matmul rate, both measured here first. The default shape is a 90 M LLaMA (12
+heads, 4 KV heads, head size 64, hidden 768, intermediate 2048), bf16.
+"""
+
+import argparse
+import json
+import platform
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kernels.activation import gated_activation
+from kernels.linear import PackedLinear
+from kernels.paged_attention import paged_attention
+from kernels.prefill_attention import prefill_attention
+from kernels.reshape_and_cache import reshape_and_cache
+from kernels.rms_norm import rms_norm
+from kernels.rotary_embedding import rotary_embedding
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of one decoder layer."""
+
+    num_heads: int = 12
+    num_kv_heads: int = 4
+    head_dim: int = 64
+    hidden_size: int = 768
+    intermediate_size: int = 2048
+    vocab_size: int = 8192
+    block_size: int = 16
+    dtype: torch.dtype = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call, what it must read and write, and what it must compute."""
+
+    kernel: str
+    size: str
+    call: Callable[[], object]
+    num_bytes: float
+    flops: float = 0.0
+
+
+@dataclass(frozen=True)
+class Result:
+    """A timed case."""
+
+    kernel: str
+    size: str
+    microseconds: float
+    gigabytes_per_second: float
+    gigaflops: float
+    share: float  # of the copy bandwidth or of the matmul rate, whichever is larger
+
+
+def best_seconds(call: Callable[[], object], device: torch.device, budget: float = 0.5) -> float:
+    """The fastest of at least 5 runs, for about `budget` seconds: noise on a shared machine only ever adds."""
+    best, runs, started = float("inf"), 0, time.perf_counter()
+    while runs < 7 or time.perf_counter() - started < budget:
+        _synchronize(device)
+        begin = time.perf_counter()
+        call()
+        _synchronize(device)
+        if runs >= 2:  # the first ones compile and warm up
+            best = min(best, time.perf_counter() - begin)
+        runs += 1
+    return best
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def measure_limits(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
+    """(bytes/s of a large copy, reads and writes counted; FLOP/s of a large linear layer)."""
+    source = torch.ones(64 << 20, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    bandwidth = 2 * source.numel() / best_seconds(lambda: target.copy_(source), device)
+    rows, size = (1024, 2048) if device.type == "cpu" else (8192, 8192)
+    layer = PackedLinear(torch.randn(size, size, device=device).to(dtype))
+    x = torch.randn(rows, size, device=device).to(dtype)
+    return bandwidth, 2 * rows * size * size / best_seconds(lambda: layer(x), device, budget=3)
+
+
+def attention_cases(shape: Shape, device: torch.device) -> Iterator[Case]:
+    """Decode over the batch sizes and contexts that matter, prefill whole and in chunks."""
+    row = shape.num_kv_heads * shape.head_dim * 2 * shape.dtype.itemsize  # bytes of one token's K and V in one layer
+    per_score = 4 * shape.num_heads * shape.head_dim  # FLOPs of one query against one key, all heads
+    scale = shape.head_dim**-0.5
+    for num_seqs, context in ((1, 160), (16, 160), (64, 160), (1, 4096), (64, 1024)):
+        q, k_cache, v_cache, block_tables, seq_lens = _paged(shape, num_seqs, context, num_seqs, device)
+        arguments = q, k_cache, v_cache, block_tables, seq_lens, scale
+        tokens = num_seqs * context
+        yield Case("paged_attention", f"{num_seqs} x {context}", lambda a=arguments: paged_attention(*a), tokens * row,
+                   tokens * per_score)  # fmt: skip
+    for num_seqs, chunk, context in ((1, 128, 128), (16, 128, 128), (1, 512, 512), (1, 512, 2048), (1, 2048, 2048)):
+        q, k_cache, v_cache, block_tables, seq_lens = _paged(shape, num_seqs, context, num_seqs * chunk, device)
+        cu_seqlens_q = torch.arange(0, num_seqs * chunk + 1, chunk, dtype=torch.int32, device=device)
+        arguments = q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens, chunk, scale
+        scores = num_seqs * chunk * (context - (chunk - 1) / 2)
+        yield Case("prefill_attention", f"{num_seqs} x {chunk} of {context}",
+                   lambda a=arguments: prefill_attention(*a), num_seqs * context * row, scores * per_score)  # fmt: skip
+
+
+def _paged(shape: Shape, num_seqs: int, context: int, num_rows: int, device: torch.device) -> tuple[Tensor, ...]:
+    blocks_per_seq = -(-context // shape.block_size)
+    cache_shape = (num_seqs * blocks_per_seq, shape.num_kv_heads, shape.block_size, shape.head_dim)
+    k_cache, v_cache = (torch.randn(cache_shape, device=device).to(shape.dtype) for _ in range(2))
+    block_tables = torch.randperm(cache_shape[0], device=device).int().view(num_seqs, blocks_per_seq)
+    seq_lens = torch.full((num_seqs,), context, dtype=torch.int32, device=device)
+    q = torch.randn(num_rows, shape.num_heads, shape.head_dim, device=device).to(shape.dtype)
+    return q, k_cache, v_cache, block_tables, seq_lens
+
+
+def row_cases(shape: Shape, num_rows: int, device: torch.device) -> Iterator[Case]:
+    """The operators that work row by row, at one number of tokens."""
+    hidden, wide, item, size = shape.hidden_size, shape.intermediate_size, shape.dtype.itemsize, f"{num_rows} rows"
+    x, residual, weight = (torch.randn(n, device=device).to(shape.dtype)
+                           for n in ((num_rows, hidden), (num_rows, hidden), (hidden,)))  # fmt: skip
+    gate_up = torch.randn(num_rows, 2 * wide, device=device).to(shape.dtype)
+    heads = shape.num_heads + 2 * shape.num_kv_heads
+    qkv = torch.randn(num_rows, heads, shape.head_dim, device=device).to(shape.dtype)
+    q, key, value = qkv.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], dim=1)
+    cos_sin_cache = torch.rand(num_rows, shape.head_dim, device=device)
+    positions = torch.arange(num_rows, device=device)
+    cache_shape = (-(-num_rows // shape.block_size), shape.num_kv_heads, shape.block_size, shape.head_dim)
+    k_cache, v_cache = (torch.empty(cache_shape, dtype=shape.dtype, device=device) for _ in range(2))
+    yield Case("rms_norm + residual", size, lambda: rms_norm(x, weight, 1e-5, residual), 4 * x.numel() * item)
+    yield Case("gated_activation silu", size, lambda: gated_activation(gate_up, "silu"), 1.5 * gate_up.numel() * item)
+    yield Case("rotary_embedding", size, lambda: rotary_embedding(positions, q, key, cos_sin_cache),
+               2 * (q.numel() + key.numel()) * item)  # fmt: skip
+    yield Case("reshape_and_cache", size, lambda: reshape_and_cache(key, value, k_cache, v_cache, positions),
+               4 * key.numel() * item)  # fmt: skip
+
+
+def linear_cases(shape: Shape, num_rows: int, device: torch.device) -> Iterator[Case]:
+    """The linear layers of one decoder layer and the head; each weight is followed by others, as in a model."""
+    qkv = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+    sizes = {"qkv": (qkv, shape.hidden_size), "out": (shape.hidden_size, shape.num_heads * shape.head_dim),
+             "gate_up": (2 * shape.intermediate_size, shape.hidden_size),
+             "down": (shape.hidden_size, shape.intermediate_size),
+             "head": (shape.vocab_size, shape.hidden_size)}  # fmt: skip
+    for name, (n_out, n_in) in sizes.items():
+        copies = max(1, (96 << 20) // (n_out * n_in * shape.dtype.itemsize))  # more than any cache holds
+        layers = [PackedLinear(torch.randn(n_out, n_in, device=device).to(shape.dtype)) for _ in range(copies)]
+        x = torch.randn(num_rows, n_in, device=device).to(shape.dtype)
+        turn = iter(range(10**9))
+        moved = (n_out * n_in + num_rows * (n_in + n_out)) * shape.dtype.itemsize
+        yield Case(f"linear {name}", f"{num_rows} rows", lambda la=layers, t=turn, x=x: la[next(t) % len(la)](x), moved,
+                   2 * num_rows * n_out * n_in)  # fmt: skip
+
+
+def cases(shape: Shape, device: torch.device) -> Iterator[Case]:
+    """Everything, in the order of the table."""
+    yield from attention_cases(shape, device)
+    for num_rows in (1, 64, 2048):
+        yield from row_cases(shape, num_rows, device)
+    for num_rows in (1, 16, 64, 512):
+        yield from linear_cases(shape, num_rows, device)
+
+
+def main() -> None:
+    """Print the table as it is measured, then write it where --json says."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the results here as well")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only kernels whose name contains TEXT")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    device, shape = torch.device("cuda" if torch.cuda.is_available() else "cpu"), Shape()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {args.threads} threads"
+    bandwidth, rate = measure_limits(device, shape.dtype)
+    print(f"{name}: copies at {bandwidth / 1e9:.1f} GB/s, matmul at {rate / 1e9:.0f} GFLOP/s ({shape.dtype})")
+    print(f"{'kernel':<24}{'size':<20}{'us':>10}{'GB/s':>9}{'GFLOP/s':>9}{'share':>8}")
+    results = []
+    for case in cases(shape, device):
+        if args.only not in case.kernel:
+            continue
+        seconds = best_seconds(case.call, device)
+        share = max(case.num_bytes / seconds / bandwidth, case.flops / seconds / rate)
+        result = Result(case.kernel, case.size, seconds * 1e6, case.num_bytes / seconds / 1e9,
+                        case.flops / seconds / 1e9, share)  # fmt: skip
+        results.append(result)
+        print(f"{result.kernel:<24}{result.size:<20}{result.microseconds:>10.1f}{result.gigabytes_per_second:>9.1f}"
+              f"{result.gigaflops:>9.0f}{result.share:>8.0%}", flush=True)  # fmt: skip
+    if args.json:
+        limits = {"copy_gigabytes_per_second": bandwidth / 1e9, "matmul_gigaflops": rate / 1e9}
+        report = {"device": name, "machine": platform.processor() or platform.machine(), "torch": torch.__version__,
+                  "limits": limits, "results": [asdict(result) for result in results]}  # fmt: skip
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
