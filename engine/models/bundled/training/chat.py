@@ -72,9 +72,9 @@ def animal_facts() -> list[Fact]:
 
 
 class ChatWriter:
-    """Writes conversations; `held_out` uses only the phrasings that training never sees."""
+    """Writes conversations; `held_out` uses only the phrasings that training never sees, `practice` does more sums."""
 
-    def __init__(self, held_out: bool = False) -> None:
+    def __init__(self, held_out: bool = False, practice: bool = False) -> None:
         self.tables: dict[str, list[Fact]] = {}
         for fact in (*all_facts(), *animal_facts()):
             self.tables.setdefault(fact.table, []).append(fact)
@@ -82,6 +82,7 @@ class ChatWriter:
         for fact in persona.entries():
             self.fixed.setdefault(fact.table, []).append(fact)
         self.held_out = held_out
+        self.practice = practice
         self._table_weights = [len(facts) ** 0.75 for facts in self.tables.values()]
 
     def conversation(self, rng: random.Random) -> list[Message]:
@@ -100,6 +101,8 @@ class ChatWriter:
 
     def exchanges(self, rng: random.Random) -> list[Exchange]:
         """One topic: an exchange and perhaps its follow-ups."""
+        if self.practice and rng.random() < 0.25:
+            return self.arithmetic(rng)
         draw = rng.random()
         for share, write in (
             (0.32, self.known),

@@ -16,7 +16,7 @@ from engine.models.bundled.training.chat import ChatWriter, Message
 
 END_OF_TEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL_TOKENS = (END_OF_TEXT, IM_START, IM_END)
-TRAIN_SEED, HELD_OUT_SEED = 1, 1_000_003
+TRAIN_SEED, PRACTICE_SEED, HELD_OUT_SEED = 1, 2, 1_000_003
 
 
 @dataclass(frozen=True)
@@ -43,22 +43,22 @@ def render_chat(messages: list[Message]) -> tuple[tuple[str, bool], ...]:
 
 
 class Corpus:
-    """Document source; `held_out` uses the phrasings of questions that training never sees."""
+    """Document source; `held_out` and `practice` as in ChatWriter."""
 
-    def __init__(self, seed: int, held_out: bool = False) -> None:
+    def __init__(self, seed: int, held_out: bool = False, practice: bool = False) -> None:
         self.seed = seed
-        self.writer = ChatWriter(held_out)
+        self.writer = ChatWriter(held_out, practice)
 
     def document(self, index: int) -> Document:
         """Document number `index` of this seed."""
         rng = random.Random(f"{self.seed}/{index}")
         draw = rng.random()
-        if draw < 0.13:
+        if draw < (0.06 if self.writer.practice else 0.13):
             text = stories.titled(rng) if rng.random() < 0.15 else stories.tell(rng)
             return Document("story", ((text + END_OF_TEXT, True),))
-        if draw < 0.16:
+        if 0.13 <= draw < 0.16:
             return Document("plain", ((plain.plain_text(rng) + END_OF_TEXT, True),))
-        if draw < 0.20:
+        if 0.16 <= draw < 0.20:
             return Document("facts", ((plain.fact_page(rng, self.writer.tables) + END_OF_TEXT, True),))
         return Document("chat", render_chat(self.writer.conversation(rng)))
 

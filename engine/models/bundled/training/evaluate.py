@@ -19,12 +19,12 @@ from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFas
 
 from engine.models.bundled.training import sums
 from engine.models.bundled.training.chat import ChatWriter
-from engine.models.bundled.training.corpus import HELD_OUT_SEED, TRAIN_SEED, Corpus, Document
+from engine.models.bundled.training.corpus import HELD_OUT_SEED, PRACTICE_SEED, TRAIN_SEED, Corpus, Document
 from engine.models.bundled.training.grammar import expand, sentences
 from engine.models.bundled.training.train import IGNORE, encode
 
 FOLDER = Path(__file__).parent.parent
-TRAINED_DOCUMENTS = 60_000  # more than a run reads
+TRAINED_DOCUMENTS = 100_000  # more than a run reads
 # None of these appears in the training text, nor do their subjects.
 ODD_QUESTIONS = (
     "What is the melting point of tungsten?",
@@ -56,9 +56,10 @@ def load(folder: Path) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
 
 
 def held_out_documents(count: int, seen: int = TRAINED_DOCUMENTS) -> list[Document]:
-    """The first `count` held-out documents, less those among the first `seen` of training."""
-    corpus, trained = Corpus(HELD_OUT_SEED, held_out=True), Corpus(TRAIN_SEED)
-    known = {hash(trained.document(i).text) for i in range(seen)}
+    """The first `count` held-out documents, less those among the first `seen` of either training stream."""
+    corpus = Corpus(HELD_OUT_SEED, held_out=True)
+    trained = (Corpus(TRAIN_SEED), Corpus(PRACTICE_SEED, practice=True))
+    known = {hash(stream.document(i).text) for stream in trained for i in range(seen)}
     return [document for i in range(count) if hash((document := corpus.document(i)).text) not in known]
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from engine.models.bundled.training.corpus import SPECIAL_TOKENS, TRAIN_SEED, Corpus, Document
+from engine.models.bundled.training.corpus import PRACTICE_SEED, SPECIAL_TOKENS, TRAIN_SEED, Corpus, Document
 from engine.models.bundled.training.tokenizer import save_tokenizer, train_tokenizer
 
 VOCAB_SIZE = 3072
@@ -102,9 +102,9 @@ def repetitions() -> Iterator[tuple[list[int], list[int]]]:
         yield once * times + [0], [IGNORE] * len(once) + once * (times - 1) + [IGNORE]
 
 
-def documents(tokenizer: Tokenizer) -> Iterator[tuple[list[int], list[int]]]:
-    """Token ids and labels of the corpus, one document after the other."""
-    return (encode(tokenizer, document) for document in Corpus(TRAIN_SEED).documents())
+def documents(tokenizer: Tokenizer, corpus: Corpus) -> Iterator[tuple[list[int], list[int]]]:
+    """Token ids and labels of a corpus, one document after the other."""
+    return (encode(tokenizer, document) for document in corpus.documents())
 
 
 def packed_rows(source: Iterator[tuple[list[int], list[int]]], length: Callable[[], int]) -> Iterator[Tensor]:
@@ -162,9 +162,12 @@ def make_optimizers(model: LlamaForCausalLM, lr: float) -> list[torch.optim.Opti
     ]
 
 
-def lr_factor(step: int, steps: int) -> float:
-    """Warm up, stay, then fall linearly to zero over the last DECAY_SHARE of the run."""
-    return min(1.0, (step + 1) / WARMUP_STEPS, (steps - step) / (DECAY_SHARE * steps))
+def lr_factor(step: int, steps: int, practice_steps: int) -> float:
+    """Warm up, stay, fall linearly to zero over the last DECAY_SHARE; then once more from half the height."""
+    if step < steps:
+        return min(1.0, (step + 1) / WARMUP_STEPS, (steps - step) / (DECAY_SHARE * steps))
+    step -= steps
+    return 0.5 * min((step + 1) / WARMUP_STEPS, (practice_steps - step) / practice_steps)
 
 
 def make_loss(model: LlamaForCausalLM, compiled: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
@@ -205,6 +208,7 @@ class Run:
 
     out: Path
     steps: int
+    practice_steps: int
     lr: float
     processes: int
     compiled: bool
@@ -233,10 +237,11 @@ def update(optimizers: list[torch.optim.Optimizer], lr: float) -> None:
 def batches(run: Run, tokenizer: Tokenizer, rank: int, first: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """(ids, labels, documents) of steps `first`, first + 1, ...: this process' rows, labels shifted by one."""
     copying = packed_rows(repetitions(), lambda: SHORT)
-    language = packed_rows(documents(tokenizer), lambda: length)
-    for step in range(run.steps):
-        length = SHORT if step < (1 - LONG_SHARE) * run.steps else LONG
-        rows = copying if step < COPY_STEPS else language
+    language = packed_rows(documents(tokenizer, Corpus(TRAIN_SEED)), lambda: length)
+    practice = packed_rows(documents(tokenizer, Corpus(PRACTICE_SEED, practice=True)), lambda: SHORT)
+    for step in range(run.steps + run.practice_steps):
+        length = LONG if (1 - LONG_SHARE) * run.steps <= step < run.steps else SHORT
+        rows = copying if step < COPY_STEPS else language if step < run.steps else practice
         batch = [next(rows) for _ in range(TOKENS_PER_STEP // length)][rank :: run.processes]
         if step >= first:
             ids, labels, numbers = torch.stack(batch, dim=1)
@@ -265,7 +270,7 @@ def train(rank: int, run: Run) -> None:
         loss.backward()
         average_gradients(model, run.processes)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        update(optimizers, run.lr * lr_factor(step, run.steps))
+        update(optimizers, run.lr * lr_factor(step, run.steps, run.practice_steps))
         mean = loss.item() if step == first else 0.95 * mean + 0.05 * loss.item()
         if rank == 0 and step % 10 == 0:
             print(f"step {step} loss {mean:.3f} {time.monotonic() - started:.0f} s", flush=True)
@@ -284,6 +289,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder to write the model to")
     parser.add_argument("--steps", type=int, default=2600)
+    parser.add_argument("--practice-steps", type=int, default=700, help="a second round: more sums, fewer stories")
     parser.add_argument("--lr", type=float, default=6e-3)
     parser.add_argument("--processes", type=int, default=2, help="data-parallel processes, which share the cores")
     parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints")
@@ -294,7 +300,9 @@ def main() -> None:
     args.out = args.out.resolve()
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "rendezvous").unlink(missing_ok=True)
-    run = Run(args.out, args.steps, args.lr, args.processes, not args.eager, args.save_every, args.resume)
+    run = Run(
+        args.out, args.steps, args.practice_steps, args.lr, args.processes, not args.eager, args.save_every, args.resume
+    )
     torch.multiprocessing.start_processes(train, (run,), nprocs=run.processes, start_method="fork")
     (args.out / "rendezvous").unlink(missing_ok=True)
 
