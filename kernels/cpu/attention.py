@@ -16,7 +16,9 @@ from kernels.cpu.simd import WIDTH, advance, fma, load, load_pair, read, splat, 
 NEG_INF = np.float32(-np.inf)
 ZERO = np.float32(0)
 ROWS_PER_ITEM = 8
-AHEAD = 2  # blocks: one is too near to hide a DRAM access behind 16 tokens of arithmetic
+# Blocks to ask for in advance. 64 sequences of 160 tokens took 1.7 ms without, 1.2 ms with 2 into L1, 0.9 ms with 4
+# into L2 (one thread, 12 heads, 4 KV heads, head size 64, bf16).
+AHEAD = 4
 
 
 @jit
