@@ -128,7 +128,6 @@ class _Service:
         if await _first(self._load(), self._first_signal.wait(), http) != 0:
             return 0 if self._first_signal.is_set() else 1
         self._announce()
-        _settle_garbage_collector()
         ended_by = await _first(self._first_signal.wait(), self._driver.wait_failed(), http)
         if ended_by != 0:
             logger.error("the server ends: %s", self._driver.health() or "the HTTP side stopped")
@@ -139,6 +138,7 @@ class _Service:
 
     async def _load(self) -> None:
         await self._driver.start()
+        _settle_garbage_collector()  # while the Worker loads: after that, the first request would wait for it
         await self._driver.wait_ready()
 
     async def _stop(self, http: "asyncio.Task[None]") -> None:
@@ -202,7 +202,7 @@ async def _first(*parts: Any) -> int:
 
 
 def _settle_garbage_collector() -> None:
-    """What start-up made lives for ever: keep it out of collections, which otherwise stop every stream for a while."""
+    """What start-up makes lives for ever: keep it out of collections, which otherwise stop every stream for a while."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)

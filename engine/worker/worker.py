@@ -98,8 +98,6 @@ def main() -> int:
         runner = _load(channel, message)
         if runner is None:
             return 1
-        gc.collect()
-        gc.freeze()  # what was loaded lives for ever: no collection needs to visit it
         serve(channel, runner)
         return 0
     except (BrokenPipeError, ConnectionResetError):  # the Driver left while we were sending
@@ -150,6 +148,8 @@ def _load(channel: Channel, start: StartWorker) -> "ModelRunner | None":
         logger.exception("loading failed")
         channel.send(WorkerFailed("EngineError", f"loading failed: {type(error).__name__}: {error}"))
         return None
+    gc.collect()
+    gc.freeze()  # what was loaded lives for ever: no collection needs to visit it
     channel.send(ready)
     return runner
 
