@@ -10,6 +10,7 @@ from engine.config import EngineConfig
 LARGE_GPU_BYTES = 70 << 30
 # How long a thread of libgomp spins before it sleeps. The default, some milliseconds, burns the time slice of the very
 # thread it waits for wherever cores are shared: on 2 cores with 8 runnable processes, 16 steps took 30 s in place of 2.
+# Ten times as much is 5 % faster for one stream of a 90 M model and 10 % slower for a busy server of a small one.
 SPIN_COUNT = "2000"
 
 
