@@ -59,7 +59,7 @@ def _help(setting: Setting) -> str:
 
 
 def _default(setting: Setting) -> str:
-    if setting.type is bool:
+    if setting.default is not None and setting.type is bool:
         return f"on (`{setting.flag.replace('--', '--no-', 1)}`)" if setting.default else "off"
     return "" if setting.default in (None, "", ()) else f"`{setting.default}`"
 
