@@ -116,10 +116,12 @@ class ModelRunner:
         return StepResult(step.step_id, samples, failed, time.perf_counter() - step.started)
 
     def warm_up(self) -> None:
-        """Run a prefill, a decode and every part of the sampler once, so that no request pays for first-time work.
+        """Run a prefill, a decode, a copy and every part of the sampler once, so that no request pays for a first time.
 
         Block 0 is written, which nothing reads before it is written again.
         """
+        block = self._to_device(np.zeros(1, np.int64))
+        self._copier(block, block)
         prompt = [0] * min(2, self.batch.max_model_len - 1)
         for params in (SamplingParams(temperature=0.0), SamplingParams(), EVERYTHING_ON):
             new = NewSequence(0, prompt, len(prompt), 0, [0], params, 0)
