@@ -7,7 +7,7 @@ import pytest
 from engine.block_manager import BlockManager
 from engine.host_tier import HostTier
 from engine.sampling_params import SamplingParams
-from engine.sequence import Sequence
+from engine.sequence import BlockKey, Sequence
 from engine.step import BlockMove, CacheCosts
 from tests.engine.test_forks import ForkLoop
 from tests.engine.test_scheduler import Loop, prompt
@@ -106,7 +106,7 @@ def test_a_gap_in_the_pool_is_filled_from_the_host():
     blocks.check_invariants([other])
     again = sequence(2, 17)
     prefix = blocks.match_prefix(again)
-    assert [isinstance(part, bytes) for part in prefix.parts] == [True, True, False, False]
+    assert [isinstance(part, BlockKey) for part in prefix.parts] == [True, True, False, False]
     assert blocks.can_admit(again, prefix, 0)
     blocks.adopt_prefix(again, prefix)
     assert again.block_table[2:] == table[2:4]
