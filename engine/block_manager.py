@@ -85,11 +85,15 @@ class BlockManager:
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
+        self.num_prefix_queries = 0  # both in tokens
+        self.num_prefix_hits = 0
+        self.reset(num_blocks)
+
+    def reset(self, num_blocks: int) -> None:
+        """An empty pool, as after the loss of the device's memory; sequences must let go of their tables, too."""
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
         self.free_blocks = FreeList(self.blocks)
         self.cached_blocks: dict[bytes, Block] = {}
-        self.num_prefix_queries = 0  # both in tokens
-        self.num_prefix_hits = 0
 
     @property
     def num_blocks(self) -> int:
@@ -176,17 +180,17 @@ class BlockManager:
         seq.num_registered_blocks = num_full
 
     def free(self, seq: Sequence, *, discard: bool = False) -> None:
-        """Let go of all blocks of `seq`; `discard` also drops from the cache those that it alone held.
+        """Let go of all blocks of `seq`; `discard` also drops them from the cache, those that others hold, too.
 
         The last block goes first into the free list, so that a prefix outlives what follows it.
         """
         for block_id in reversed(seq.block_table):
             block = self.blocks[block_id]
             block.ref_count -= 1
-            if block.ref_count:
-                continue
             if discard:
                 self._forget(block)
+            if block.ref_count:
+                continue
             if block.block_hash is None:
                 self.free_blocks.append_left(block)
             else:

@@ -15,7 +15,7 @@ and a single sequence always fits the pool, so something always progresses.
 import math
 import time
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 from engine.block_manager import BlockManager
@@ -60,24 +60,31 @@ class Scheduler:
         # Every running sequence must find room for its one token of decode in each step.
         self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
         self.max_num_batched_tokens = max_num_batched_tokens
+        self._watermark = watermark
         self.watermark_blocks = math.ceil(watermark * block_manager.num_blocks)
         self.eos_token_ids = frozenset(eos_token_ids)
         self.waiting: list[Sequence] = []  # sorted by Sequence.order
         self.running: list[Sequence] = []  # sorted by Sequence.order
+        self.held: list[Sequence] = []  # what isolate() keeps from running; they hold no blocks
         self.num_preemptions = 0
         self._sequences: dict[int, Sequence] = {}
         self._removed: list[int] = []  # what the Worker must drop at the next plan
+        self._isolated: Collection[Sequence] | None = None
         self._next_step_id = 0
         self._clock = clock
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running)
+        return bool(self.waiting or self.running or self.held)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting) + len(self.held)
 
     def add(self, seq: Sequence) -> None:
         """Let a new sequence wait. It must fit the pool on its own: the Driver refuses those that never can."""
         self._sequences[seq.seq_id] = seq
-        insort(self.waiting, seq, key=lambda s: s.order)
+        insort(self._queue_for(seq), seq, key=lambda s: s.order)
 
     def schedule(self) -> StepPlan | None:
         """The next plan, or None when nothing can be computed now (no work, or every sequence awaits a result)."""
@@ -120,11 +127,37 @@ class Scheduler:
             self._remove_sorted(self.running, seq)
             self._removed.append(seq.seq_id)
         else:
-            self._remove_sorted(self.waiting, seq)
+            self._remove_sorted(self._queue_for(seq), seq)
         # What an error left in the blocks cannot be trusted, so it must not be served to others.
         self.block_manager.free(seq, discard=reason is FinishReason.ERROR)
         seq.status, seq.finish_reason, seq.stop_reason = SequenceStatus.FINISHED, reason, stop_reason
         del self._sequences[seq.seq_id]
+
+    def isolate(self, sequences: Collection[Sequence] | None) -> None:
+        """Let these alone run, until the next call; all others give up their blocks and are held. None: all may run."""
+        for seq in [seq for seq in self.running if sequences is not None and seq not in sequences]:
+            self._preempt(seq)
+        self._isolated = sequences
+        everyone = sorted(self.waiting + self.held, key=lambda s: s.order)
+        self.waiting, self.held = [], []
+        for seq in everyone:
+            self._queue_for(seq).append(seq)
+
+    def reset(self, num_blocks: int, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        """Begin again with the empty pool of a new Worker: every live sequence waits, in order, to be recomputed.
+
+        A token that was on its way is lost; it is drawn again, and comes out the same.
+        """
+        self.block_manager.reset(num_blocks)
+        self.watermark_blocks = math.ceil(self._watermark * num_blocks)
+        self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
+        self.max_num_batched_tokens = max_num_batched_tokens
+        for seq in self._sequences.values():
+            seq.status = SequenceStatus.WAITING
+            seq.block_table = []
+            seq.num_computed_tokens = seq.num_pending_tokens = seq.num_registered_blocks = 0
+        self.waiting = sorted(self._sequences.values(), key=lambda s: s.order)
+        self.running, self.held, self._removed, self._isolated = [], [], [], None
 
     def sequence(self, seq_id: int) -> Sequence | None:
         """A live sequence by its id."""
@@ -135,9 +168,9 @@ class Scheduler:
         assert self.running == sorted(self.running, key=lambda s: s.order)
         assert self.waiting == sorted(self.waiting, key=lambda s: s.order)
         assert all(seq.status is SequenceStatus.RUNNING for seq in self.running)
-        assert all(seq.status is SequenceStatus.WAITING and not seq.block_table for seq in self.waiting)
+        assert all(seq.status is SequenceStatus.WAITING and not seq.block_table for seq in self.waiting + self.held)
         assert len(self.running) <= self.max_num_seqs
-        assert {id(s) for s in self._sequences.values()} == {id(s) for s in self.running + self.waiting}
+        assert {id(s) for s in self._sequences.values()} == {id(s) for s in self.running + self.waiting + self.held}
         for seq in self.running:
             assert seq.num_computed_tokens <= seq.num_tokens <= seq.max_num_tokens
             assert len(seq.block_table) == self.block_manager.num_blocks_for(seq.num_computed_tokens)
@@ -232,6 +265,10 @@ class Scheduler:
                 return self.finish(seq, FinishReason.STOP)
         if len(seq.token_ids) >= seq.max_num_tokens:
             self.finish(seq, FinishReason.LENGTH)
+
+    def _queue_for(self, seq: Sequence) -> list[Sequence]:
+        """Where a sequence that does not run waits."""
+        return self.waiting if self._isolated is None or seq in self._isolated else self.held
 
     @staticmethod
     def _remove_sorted(queue: list[Sequence], seq: Sequence) -> None:
