@@ -269,10 +269,9 @@ class Driver:
     def _pump(self) -> None:
         """Send plans until the Worker has one to compute and, with async_scheduling, one more to go on with."""
         self._pump_scheduled = False
-        if self._failure is not None or not self._executor.ready:
+        if self._failure is not None or not self._executor.ready or not self._isolate_suspect():
             return
-        max_in_flight = self._isolate_suspect()
-        while len(self._in_flight) < max_in_flight and (plan := self.scheduler.schedule()) is not None:
+        while len(self._in_flight) < self._max_in_flight and (plan := self.scheduler.schedule()) is not None:
             self._executor.send(plan)
             self._in_flight.append(plan)
             self.stats.iteration_tokens.observe(sum(step.num_tokens for step in plan.steps))
@@ -371,15 +370,15 @@ class Driver:
                 self._fail(live, EngineError("The Worker came back with a KV cache too small for this request."))
         return sum(lost)
 
-    def _isolate_suspect(self) -> int:
-        """Let a request under suspicion run alone; returns how many plans may be in flight."""
+    def _isolate_suspect(self) -> bool:
+        """Let a request under suspicion run alone; False while that waits for plans of others to come back."""
         suspect = self._recovery.suspect
         if suspect != self._isolated:
-            if self._in_flight:
-                return 0  # a death now belongs to who ran alone before
+            if self._in_flight:  # a death now is not this one's
+                return False
             self._isolated = suspect
             self.scheduler.isolate(None if suspect is None else self._live[suspect].stream.sequences())
-        return self._max_in_flight if suspect is None else 1
+        return True
 
     # Ends.
 

@@ -57,6 +57,7 @@ class Executor:
         self._process: subprocess.Popen[bytes] | None = None
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
+        self._step_timeout: float | None = None
         self._watch = StepWatch(GPU_STEP_TIMEOUT)
         self._timer: asyncio.TimerHandle | None = None
         self._killed_because = ""
@@ -115,20 +116,19 @@ class Executor:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
-        if self._process is None:
-            return
-        try:
-            if grace:
-                await asyncio.to_thread(self._process.wait, grace)
-        except subprocess.TimeoutExpired:
-            pass
-        if self._process.poll() is not None:
+        if self._process is None or await self._gone_within(grace):
             return
         self._process.kill()
-        try:
-            await asyncio.to_thread(self._process.wait, REAP_SECONDS)
-        except subprocess.TimeoutExpired:
+        if not await self._gone_within(REAP_SECONDS):
             logger.error("the Worker process %d was killed and does not end: a device may hold it", self._process.pid)
+
+    async def _gone_within(self, seconds: float) -> bool:
+        assert self._process is not None
+        try:
+            await asyncio.to_thread(self._process.wait, seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
 
     # A Worker that hangs.
 
@@ -187,10 +187,9 @@ class Executor:
 
     async def _cause_of_death(self) -> str:
         assert self._process is not None
-        try:  # the socket closes a moment before the process can be reaped
-            code = await asyncio.to_thread(self._process.wait, 1.0)
-        except subprocess.TimeoutExpired:
+        if not await self._gone_within(1.0):  # the socket closes a moment before the process can be reaped
             return "the Worker process closed its socket"
+        code = self._process.returncode
         if code >= 0:
             return f"the Worker process exited with status {code}; its log says why"
         known = {number.value: number.name for number in signal.Signals}
