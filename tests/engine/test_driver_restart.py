@@ -325,12 +325,14 @@ async def test_two_deadly_requests(folder, lives):
 async def test_a_suspect_that_is_aborted_lets_the_others_go_on(folder, lives, tmp_path):
     plans = tmp_path / "plans"
     options = ["--die-on-token", POISON_TOKEN, "--lives", str(lives), "--plans", str(plans), "--step-seconds", "0.1"]
-    async with running_driver(folder, *options) as driver:
-        poison = driver.generate(request("poison", POISON))
+    async with running_driver(folder, *options, max_queued_requests=4) as driver:
+        poison = driver.generate(request("poison", POISON, max_tokens=1))  # so a second plan could follow the first
         streams = start(driver, 3, max_tokens=10)
         await until(lambda: plans.exists() and [3, [0]] in plans_of(plans))
         newcomer = driver.generate(request("newcomer", max_tokens=3))
         assert driver.scheduler.num_waiting == 4 and not driver.scheduler.waiting
+        with pytest.raises(QueueFullError):
+            driver.generate(request("too many"))
         poison.close()  # the plan in flight still kills
         assert_complete(await asyncio.gather(*map(collect, streams)), max_tokens=10)
         [sample] = await collect(newcomer)
