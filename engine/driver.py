@@ -392,6 +392,8 @@ class Driver:
         seq_ids = [step.seq_id for plan in self._in_flight for step in plan.steps]
         self._in_flight.clear()
         owners = [self._owners[seq_id][0] for seq_id in seq_ids if seq_id in self._owners]
+        if isinstance(death, WorkerDiedError) and death.from_outside:
+            owners = []
         for request_id in self._recovery.record_death({live.stream.request.request_id: None for live in owners}):
             logger.error("request %s ends: a Worker died of it when it ran alone (%s)", request_id, death)
             self._fail(self._live[request_id], EngineError(f"The Worker dies of this request: {death}."))

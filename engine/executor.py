@@ -15,6 +15,7 @@ import msgspec
 
 import engine.errors
 from engine.errors import EngineError, PageserveError
+from engine.process_state import count_oom_kills, is_stopped
 from engine.recovery import StepWatch
 from engine.step import (
     FRAME_HEADER,
@@ -43,7 +44,14 @@ logger = logging.getLogger(__name__)
 
 
 class WorkerDiedError(EngineError):
-    """The Worker process ended, hung, or broke the protocol: it is of no use any more."""
+    """The Worker process ended, hung, or broke the protocol: it is of no use any more.
+
+    `from_outside`: somebody killed or stopped it, so that it cannot be the fault of what it computed.
+    """
+
+    def __init__(self, message: str, *, from_outside: bool = False) -> None:
+        super().__init__(message)
+        self.from_outside = from_outside
 
 
 class Executor:
@@ -62,7 +70,8 @@ class Executor:
         self._step_timeout: float | None = None
         self._watch = StepWatch(GPU_STEP_TIMEOUT)
         self._timer: asyncio.TimerHandle | None = None
-        self._killed_because = ""
+        self._num_oom_kills = count_oom_kills()
+        self._killed: WorkerDiedError | None = None  # why we killed it
 
     @property
     def pid(self) -> int | None:
@@ -148,8 +157,10 @@ class Executor:
     def _tick(self) -> None:
         if not self._watch.tick():
             return self._tick_later()
-        self._killed_because = f"the Worker did not finish a step within {self._watch.silence:.3g} s"
         assert self._process is not None
+        stopped = is_stopped(self._process.pid)
+        cause = f"the Worker did not finish a step within {self._watch.silence:.3g} s"
+        self._killed = WorkerDiedError(cause + (": it was stopped" if stopped else ""), from_outside=stopped)
         self._process.send_signal(signal.SIGUSR1)  # it writes its stacks to the log, if it can
         self._timer = asyncio.get_running_loop().call_later(STACK_DUMP_SECONDS, self._kill)
 
@@ -186,19 +197,23 @@ class Executor:
             return message
         except (asyncio.IncompleteReadError, ConnectionError):
             self._end_watch()
-            raise WorkerDiedError(self._killed_because or await self._cause_of_death()) from None
+            raise self._killed or await self._cause_of_death() from None
         except msgspec.MsgspecError as error:
             raise WorkerDiedError(f"the Worker sent what is no message: {error}") from None
 
-    async def _cause_of_death(self) -> str:
+    async def _cause_of_death(self) -> WorkerDiedError:
         assert self._process is not None
         if not await self._gone_within(1.0):  # the socket closes a moment before the process can be reaped
-            return "the Worker process closed its socket"
+            return WorkerDiedError("the Worker process closed its socket")
         code = self._process.returncode
         if code >= 0:
-            return f"the Worker process exited with status {code}; its log says why"
+            return WorkerDiedError(f"the Worker process exited with status {code}; its log says why")
         known = {number.value: number.name for number in signal.Signals}
-        return f"the Worker process was ended by {known.get(-code, f'signal {-code}')}"
+        # SIGKILL is never a crash: if the kernel had no lack of memory, it was somebody.
+        killed = -code == signal.SIGKILL and count_oom_kills() == self._num_oom_kills is not None
+        return WorkerDiedError(
+            f"the Worker process was ended by {known.get(-code, f'signal {-code}')}", from_outside=killed
+        )
 
 
 def _named_error(message: WorkerFailed) -> PageserveError:

@@ -5,8 +5,8 @@ Decisions only: no process, no loop, the clock is given. The Driver acts on them
 A request that the Worker was computing when it died may have killed it. One that was there at two deaths, without a new
 token in between, runs alone next. Then there is no doubt: either it gets its token and is a request like any other, or
 the Worker dies a third time and this request alone is guilty. A token clears, because a fault that follows from the
-tokens strikes at the same token again; so a Worker that is killed from outside, however often, costs no stream that
-moves on between the deaths.
+tokens strikes at the same token again. A death that came from outside (kill -9, SIGSTOP) is nobody's fault: the Driver
+names no request then.
 """
 
 import time
@@ -30,7 +30,7 @@ class Recovery:
         self._strikes: dict[str, int] = {}  # deaths of each request since its last token, in order of the first
 
     def record_death(self, in_flight: Iterable[str]) -> list[str]:
-        """A Worker died with plans for these requests under way; returns those that are guilty: one, or none."""
+        """A Worker died while it computed these requests; returns those that are guilty of it: one, or none."""
         self._deaths.append(self._clock())
         for request_id in in_flight:
             self._strikes[request_id] = self._strikes.get(request_id, 0) + 1

@@ -9,6 +9,8 @@ import time
 import pytest
 
 import engine.driver
+import engine.executor
+import engine.process_state
 import engine.recovery
 from engine.errors import EngineError, QueueFullError
 from engine.outputs import FinishReason
@@ -295,6 +297,54 @@ async def test_a_deadly_request_ends_alone(folder, lives, tmp_path, async_schedu
     assert all(len(ids) == 1 for ids in in_life[3]), "suspects run alone"
     assert in_life[3][-1] == [5] and len(in_life[3]) > 1, "one after the other, and the deadly one died alone"
     assert all(5 not in ids for ids in in_life[4]) and max(map(len, in_life[4])) == 6
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_who_is_hit_from_outside_is_never_guilty(folder, number, monkeypatch):
+    """However often, and with no token in between."""
+    monkeypatch.setattr(engine.recovery.StepWatch, "FIRST_STEPS", 0)
+    async with running_driver(folder, "--step-seconds", "0.15", step_timeout=0.4) as driver:
+        streams = start(driver, 3, max_tokens=4)
+        for _ in range(4):
+            await until(lambda: driver.phase == "ready" and len(driver._in_flight) == 2)
+            os.kill(driver._executor.pid, number)
+            await until(lambda: driver.phase == "restarting")
+            assert driver._recovery.suspect is None
+        assert driver.stats.generation_tokens.values[()] == 0
+        assert_complete(await asyncio.gather(*map(collect, streams)), max_tokens=4)
+
+
+async def test_a_crash_is_not_from_outside_and_a_suspect_stays_one(folder):
+    async with running_driver(folder, "--step-seconds", "0.15", async_scheduling=False) as driver:
+        streams = start(driver, 3, max_tokens=4)
+        for number in (signal.SIGSEGV, signal.SIGSEGV, signal.SIGKILL, signal.SIGSEGV):
+            await until(lambda: driver.phase == "ready" and driver._in_flight)
+            os.kill(driver._executor.pid, number)
+            await until(lambda: driver.phase == "restarting")
+        with pytest.raises(EngineError, match="dies of this request"):
+            await collect(streams[0])
+        results = await asyncio.gather(*map(collect, streams[1:]))
+        for i, [sample] in enumerate(results, start=1):
+            assert list(sample[1]) == expected_tokens([*PROMPT, 97 + i], 7, 4)
+        assert driver.stats.worker_restarts.values[()] == 4
+
+
+async def test_lack_of_memory_is_not_from_outside(folder, monkeypatch):
+    kills = iter(range(1000))
+    monkeypatch.setattr(engine.executor, "count_oom_kills", lambda: next(kills))
+    async with running_driver(folder, "--step-seconds", "0.15") as driver:
+        stream = driver.generate(request("greedy for memory", max_tokens=4))
+        for _ in range(3):
+            await until(lambda: driver.phase == "ready" and driver._in_flight)
+            os.kill(driver._executor.pid, signal.SIGKILL)
+            await until(lambda: driver.phase == "restarting")
+        with pytest.raises(EngineError, match="dies of this request"):
+            await collect(stream)
+
+
+def test_process_state():
+    assert engine.process_state.count_oom_kills() is not None, "every Linux since 4.13 has it"
+    assert not engine.process_state.is_stopped(os.getpid()) and not engine.process_state.is_stopped(2**22 + 1)
 
 
 async def test_samples_of_a_deadly_request_run_alone_together(folder, lives, tmp_path):
