@@ -158,13 +158,17 @@ class Driver:
     def num_live_requests(self) -> int:
         return len(self._live)
 
+    @property
+    def _num_waiting(self) -> int:
+        return self.scheduler.num_waiting + self._prefetcher.num_waiting
+
     def stats_snapshot(self) -> None:
         """Bring the gauges, and the counters that the scheduler keeps, up to date."""
         if not hasattr(self, "scheduler"):
             return
         scheduler, blocks = self.scheduler, self.scheduler.block_manager
         self.stats.num_requests_running.value = len(scheduler.running)
-        self.stats.num_requests_waiting.value = scheduler.num_waiting
+        self.stats.num_requests_waiting.value = self._num_waiting
         self.stats.kv_cache_usage_perc.value = blocks.usage
         self.stats.num_preemptions.values[()] = scheduler.num_preemptions
         self.stats.prefix_cache_queries.values[()] = blocks.num_prefix_queries
@@ -220,7 +224,7 @@ class Driver:
             raise UnavailableError(f"The engine has ended: {self._failure}")
         if self.phase not in SERVING_PHASES:
             raise UnavailableError(f"The server is not ready ({self.phase}). Try again shortly.")
-        if (waiting := self.scheduler.num_waiting) >= self._max_queued_requests:
+        if (waiting := self._num_waiting) >= self._max_queued_requests:
             retry_after = min(60.0, max(1.0, waiting * self._seconds_per_request))
             raise QueueFullError(f"{waiting} requests are waiting already. Try again later.", retry_after)
 

@@ -84,7 +84,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self.waiting) + len(self.held)
+        return len(self.waiting) + len(self.held) + sum(map(len, self._forks.values()))
 
     def add(self, seq: Sequence, forks: Iterable[Sequence] = ()) -> None:
         """Let a new sequence wait. It must fit the pool on its own: the Driver refuses those that never can.
