@@ -26,6 +26,7 @@ from engine.detokenizer import Detokenizer
 from engine.errors import EngineError, InvalidRequestError, PageserveError, QueueFullError, UnavailableError
 from engine.executor import WORKER_COMMAND, Executor, WorkerDiedError
 from engine.host_tier import HostTier
+from engine.kv_view import KVView, kv_view
 from engine.outputs import FinishReason, TokenLogprobs
 from engine.prefetch import Prefetcher
 from engine.recovery import Recovery
@@ -176,6 +177,10 @@ class Driver:
         if (tier := blocks.host_tier) is not None:
             self.stats.host_tier_offloads.values[()] = tier.num_offloads
             self.stats.host_tier_loads.values[()] = tier.num_loads
+
+    def kv_view(self) -> KVView:
+        """What every KV block holds, as engine/kv_view.py says; UnavailableError before the model is loaded."""
+        return kv_view(getattr(self, "scheduler", None))
 
     async def drain(self, timeout: float) -> bool:
         """Accept nothing more and wait up to `timeout` seconds for what runs; whether all of it finished.
