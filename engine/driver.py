@@ -13,6 +13,8 @@ from collections import deque
 from dataclasses import dataclass
 from functools import partial
 
+from engine.beam_group import begin_search
+from engine.beam_search import Hypothesis, check_beams
 from engine.block_manager import BlockManager
 from engine.checkpoint import read_eos_token_ids, resolve_model, resolve_tokenizer
 from engine.config import EngineConfig
@@ -122,7 +124,8 @@ class Driver:
         self._require_available()
         max_num_tokens = self._check(request)
         n = request.params.n
-        num_computed = 1 if request.params.greedy else n  # greedy samples are all the same
+        alike = request.params.greedy and request.beam_search is None  # greedy samples are all the same
+        num_computed = 1 if alike else n
         samples = [
             (self._new_sequence(request, index, max_num_tokens), Detokenizer(self.tokenizer, request.params))
             for index in range(num_computed)
@@ -134,6 +137,9 @@ class Driver:
         first, *forks = [seq for seq, _ in samples[:num_computed]]
         for index, seq in enumerate([first, *forks]):
             self._owners[seq.seq_id] = live, range(index, n, num_computed)
+        if request.beam_search is not None:
+            begin_search(request.beam_search, [first, *forks], self.eos_token_ids)
+            forks = []
         self.scheduler.add(first, forks)
         self._schedule_pump()
         return stream
@@ -233,6 +239,8 @@ class Driver:
                 request.prompt_param,
             )
         params.check_token_ids(self.model.vocab_size)
+        if request.beam_search is not None:
+            check_beams(request.beam_search, self.eos_token_ids, self.model.vocab_size, self.scheduler.max_num_seqs)
         if params.max_tokens is None:
             return limit
         if len(ids) + params.max_tokens > limit:
@@ -317,6 +325,7 @@ class Driver:
         self._pump_scheduled = False
         while self._failure is None and len(self._in_flight) < self._max_in_flight:
             plan = self.scheduler.schedule()
+            self._end_searches()  # one may have found that it never fits
             if plan is None:
                 break
             if not self._in_flight:
@@ -338,6 +347,7 @@ class Driver:
             if live.num_unfinished == 0:
                 self._retire(live, _overall_reason(live.stream.sequences()))
             live.stream.wake()
+        self._end_searches()
         for seq_id, reason in result.failed.items():
             if seq_id in self._owners:
                 live, _ = self._owners[seq_id]
@@ -367,6 +377,28 @@ class Driver:
         if rest is not None:
             live.num_unfinished -= len(indices)
             del self._owners[seq.seq_id]
+
+    def _end_searches(self) -> None:
+        """Hand over the hypotheses of beam searches that have ended, or what they failed of."""
+        groups, self.scheduler.ended_groups = self.scheduler.ended_groups, []
+        for group in groups:
+            live, _ = self._owners[group.slots[0].seq_id]
+            if group.error:
+                self._end_early(live, FinishReason.ERROR)
+                live.stream.fail(InvalidRequestError(group.error, "n"))
+                continue
+            for slot, result in zip(group.slots, group.results, strict=True):
+                self._deliver_result(live, slot, result)
+            self._retire(live, _overall_reason(live.stream.sequences()))
+            live.stream.wake()
+
+    def _deliver_result(self, live: _LiveRequest, slot: Sequence, result: Hypothesis) -> None:
+        (_, indices), now = self._owners[slot.seq_id], time.monotonic()
+        reason, slot.finish_reason = slot.finish_reason, None  # it belongs to the last token
+        for number, (token_id, logprob) in enumerate(result.tokens(), start=1):
+            if number == result.length:
+                slot.finish_reason = reason
+            self._deliver(live, indices, slot, SampledToken(slot.seq_id, token_id, logprob), now)
 
     # Ends.
 

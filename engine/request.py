@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from engine.beam_search import BeamSearchParams
 from engine.sampling_params import SamplingParams
 
 
@@ -12,7 +13,8 @@ class Request:
     `request_id` must be unique among live requests (the server makes it, a client's own id is only echoed). Lower
     `priority` runs first; equal priorities are first come, first served. `cache_salt` separates tenants in the prefix
     cache: blocks are shared only between requests of equal salt. `prompt_param` is the field that errors about the
-    prompt name ("prompt" or "messages").
+    prompt name ("prompt" or "messages"). With `beam_search` the outputs are its hypotheses, and all come at the end:
+    `params` must then be its `sampling_params()`.
     """
 
     request_id: str
@@ -21,3 +23,4 @@ class Request:
     priority: int = 0
     cache_salt: str = ""
     prompt_param: str = "prompt"
+    beam_search: BeamSearchParams | None = None
