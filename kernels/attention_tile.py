@@ -2,11 +2,13 @@
 Gimelshein, 2018; Dao, 2023). Scores are kept in base 2, where the GPU's exponential lives."""
 
 from kernels.dispatch import tl, triton
+from kernels.kv_quantize import load_codes, load_parameters, load_where
 
 
 @triton.jit
 def attend_tile(
     q,
+    q_sum,
     acc,
     row_max,
     row_sum,
@@ -26,6 +28,7 @@ def attend_tile(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    KV_FORMAT: tl.constexpr,
     MASKED: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -33,7 +36,9 @@ def attend_tile(
 ):
     """Keys tile_start : tile_start + BLOCK_N. q [BLOCK_M, BLOCK_D], acc [BLOCK_M, BLOCK_D] fp32; the rest [BLOCK_M].
 
-    MASKED False promises that every key of the tile exists and is visible to every row.
+    MASKED False promises that every key of the tile exists and is visible to every row. Of a quantised cache (KV_FORMAT
+    not 0) the codes are multiplied as they are; a key's scale then meets its scores, and a value's scale its
+    probabilities. A minimum m (int4) adds m * q_sum to a score, q_sum being the sum of the query, and p * m to acc.
     """
     key_pos = tile_start + tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
@@ -43,19 +48,30 @@ def attend_tile(
     else:
         block_id = tl.load(block_table_ptr + key_pos // BLOCK_SIZE)
     # int64: a cache of 80 GB has more elements than an int32 can count
-    row = (block_id.to(tl.int64) * num_kv_heads + kv_head) * BLOCK_SIZE + key_pos % BLOCK_SIZE
-    offsets = row[:, None] * HEAD_DIM + offs_d[None, :]
+    page = block_id.to(tl.int64) * num_kv_heads + kv_head
+    offset = key_pos % BLOCK_SIZE
     if MASKED:
         present = exists[:, None] & (offs_d < HEAD_DIM)[None, :]
-        k = tl.load(k_cache_ptr + offsets, mask=present, other=0.0)
-        v = tl.load(v_cache_ptr + offsets, mask=present, other=0.0)
     elif BLOCK_D > HEAD_DIM:
-        k = tl.load(k_cache_ptr + offsets, mask=(offs_d < HEAD_DIM)[None, :], other=0.0)
-        v = tl.load(v_cache_ptr + offsets, mask=(offs_d < HEAD_DIM)[None, :], other=0.0)
+        present = (offs_d < HEAD_DIM)[None, :]
     else:
-        k = tl.load(k_cache_ptr + offsets)
-        v = tl.load(v_cache_ptr + offsets)
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        present = None
+    if KV_FORMAT == 0:
+        offsets = (page * BLOCK_SIZE + offset)[:, None] * HEAD_DIM + offs_d[None, :]
+        k = load_where(k_cache_ptr + offsets, present)
+        v = load_where(v_cache_ptr + offsets, present)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    else:
+        rows_bytes: tl.constexpr = BLOCK_SIZE * (HEAD_DIM // 2 if KV_FORMAT == 3 else HEAD_DIM)
+        page = page * (rows_bytes + 4 * BLOCK_SIZE)
+        k = load_codes(k_cache_ptr, page, offset, offs_d, present, HEAD_DIM, KV_FORMAT, q.dtype)
+        v = load_codes(v_cache_ptr, page, offset, offs_d, present, HEAD_DIM, KV_FORMAT, q.dtype)
+        known = exists if MASKED else None
+        k_scale, k_min = load_parameters(k_cache_ptr, page, offset, known, rows_bytes, KV_FORMAT)
+        v_scale, v_min = load_parameters(v_cache_ptr, page, offset, known, rows_bytes, KV_FORMAT)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * (k_scale * scale)[None, :]
+        if KV_FORMAT == 3:
+            scores += q_sum[:, None] * (k_min * scale)[None, :]
     if HAS_SOFTCAP:
         # c * tanh(s / c), written with exp2 because tl has no tanh
         scores = softcap * (1.0 - 2.0 / (1.0 + tl.exp2(scores / softcap * 2.8853900817779268)))
@@ -72,5 +88,14 @@ def attend_tile(
     shift = tl.where(new_max == float("-inf"), 0.0, new_max) if MASKED else new_max
     probs = tl.exp2(scores - shift[:, None])
     decay = tl.exp2(row_max - shift)
-    acc = tl.dot(probs.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
-    return acc, new_max, row_sum * decay + tl.sum(probs, 1)
+    acc *= decay[:, None]
+    row_sum = row_sum * decay + tl.sum(probs, 1)
+    if KV_FORMAT == 3:
+        acc += tl.sum(probs * v_min[None, :], 1)[:, None]
+    if KV_FORMAT != 0:
+        if v.dtype == tl.float16:  # a small probability times a small scale is less than fp16 can hold
+            v = (v * v_scale[:, None]).to(tl.float16)
+        else:
+            probs *= v_scale[None, :]
+    acc = tl.dot(probs.to(v.dtype), v, acc, input_precision="ieee")
+    return acc, new_max, row_sum
