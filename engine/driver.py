@@ -51,6 +51,7 @@ class ModelInfo:
     max_num_batched_tokens: int
     device: str
     dtype: str
+    kv_cache_dtype: str
     memory: dict[str, int]
 
 
@@ -287,6 +288,7 @@ class Driver:
             max_num_batched_tokens=ready.max_num_batched_tokens,
             device=ready.device,
             dtype=ready.dtype,
+            kv_cache_dtype=ready.kv_cache_dtype or ready.dtype,
             memory=ready.memory,
         )
         self.scheduler = Scheduler(

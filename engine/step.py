@@ -43,6 +43,7 @@ class WorkerReady(msgspec.Struct, frozen=True, array_like=True, tag=True):
     device: str
     dtype: str
     memory: dict[str, int]  # bytes: weights, kv_cache, activations ... for logs and /metrics
+    kv_cache_dtype: str = ""  # what keys and values are stored as: dtype's value, or "int8", "fp8", "int4"
 
 
 class WorkerFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):

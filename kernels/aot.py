@@ -81,7 +81,9 @@ def prefill_configuration(
     """The prefill kernel as `prefill_attention` would launch it for chunks of `num_tokens` on one kind of device."""
     constants = paged_attention.constants(group, head_dim, block_size, kv, None, 0, 0.0) | flags
     element_size = _ELEMENT_SIZE[dtype]
-    tile = prefill_attention.tile_shape(num_tokens * group, group, constants["BLOCK_D"], element_size, capability)
+    tile = prefill_attention.tile_shape(
+        num_tokens * group, group, constants["BLOCK_D"], element_size, capability, bool(kv)
+    )
     num_warps, num_stages = tile.pop("num_warps"), tile.pop("num_stages")
     label = f"group {group} d {head_dim} BM {tile['BLOCK_M']} BN {tile['BLOCK_N']} {_names(kv, flags)}"
     kernel = prefill_attention.prefill_attention_kernel

@@ -30,9 +30,9 @@ class KVFormat:
             raise ValueError(f"{self.name} packs two numbers into a byte and head_dim {head_dim} is odd")
         return head_dim * self.bits // 8
 
-    def head_dim(self, width: int) -> int:
-        """The inverse, from the last axis of a cache tensor, the parameter included."""
-        return (width - PARAMETER_BYTES) * 8 // self.bits
+    def width(self, head_dim: int) -> int:
+        """Bytes of a row with its parameter: the last axis of a cache tensor."""
+        return self.row_bytes(head_dim) + PARAMETER_BYTES
 
 
 # fp32 scale; code = round(x / scale) in -127 .. 127.

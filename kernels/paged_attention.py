@@ -94,9 +94,7 @@ def decode_warps(element_size: int) -> int:
     return 8 if element_size == 4 else 4
 
 
-def constants(
-    group, head_dim, block_size, kv_format, alibi_slopes, sliding_window, softcap
-) -> dict[str, int | bool]:
+def constants(group, head_dim, block_size, kv_format, alibi_slopes, sliding_window, softcap) -> dict[str, int | bool]:
     """The compile-time arguments of the kernel. tl.dot wants 16 rows at least: GQA fills them, padding the rest."""
     return {
         "GROUP": group,

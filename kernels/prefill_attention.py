@@ -62,7 +62,8 @@ def _launch(q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens, max_seqle
     _, num_kv_heads, block_size, _ = k_cache.shape
     group = num_heads // num_kv_heads
     block_d, kv_format = max(16, _power_of_2(head_dim)), kv_format_of(k_cache)
-    tile = tile_shape(max_seqlen_q * group, group, block_d, q.element_size(), _capability(q.device))
+    quantized = kv_format is not None
+    tile = tile_shape(max_seqlen_q * group, group, block_d, q.element_size(), _capability(q.device), quantized)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     grid = (-(-max_seqlen_q // (tile["BLOCK_M"] // group)), num_kv_heads, num_seqs)
     prefill_attention_kernel[grid](
@@ -75,7 +76,9 @@ def _launch(q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens, max_seqle
     return out
 
 
-def tile_shape(num_rows: int, group: int, block_d: int, element_size: int, capability: int) -> dict[str, int]:
+def tile_shape(
+    num_rows: int, group: int, block_d: int, element_size: int, capability: int, quantized: bool
+) -> dict[str, int]:
     """BLOCK_M (query tokens x heads of a group), BLOCK_N, warps and stages for sm_80 or sm_90.
 
     Chosen by what compiles without spilling (`python -m kernels.aot` prints it), not by timing on a GPU. 64 rows and
@@ -87,6 +90,8 @@ def tile_shape(num_rows: int, group: int, block_d: int, element_size: int, capab
         block_m, block_n, num_warps, num_stages = max(16, _power_of_2(num_rows)), 64, 4, 2
     elif block_d > 128:
         block_m, block_n, num_warps, num_stages = 64, 32, 8, 2
+    elif quantized and block_d > 64 and capability < 90:
+        block_m, block_n, num_warps, num_stages = 64, 64, 8, 2  # codes on their way to floats need registers, too
     else:
         block_m, num_warps, num_stages = (64, 4, 3) if num_rows <= 64 else (128, 8, 3)
         block_n = 32 if block_d > 64 and capability < 90 else 64  # 64 spills on sm_80

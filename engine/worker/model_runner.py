@@ -22,7 +22,7 @@ from engine.worker.device import resolve_device, resolve_dtype
 from engine.worker.gpu_profile import profile_gpu
 from engine.worker.host import StepLimits, available_host_bytes, resolve_step_limits
 from engine.worker.input_batch import MAX_STEPS_IN_FLIGHT, InputBatch, StepBuffer, StepInputs
-from engine.worker.kv_cache import allocate_kv_caches, host_cache_bytes, model_max_len, size_kv_cache
+from engine.worker.kv_cache import allocate_kv_caches, host_cache_bytes, kv_format_of, model_max_len, size_kv_cache
 from engine.worker.sampler import SamplerOutput, TokenCounts, sample
 from engine.worker.sampling_rows import EVERYTHING_ON, Array, SamplingInputs, SamplingRows
 
@@ -293,10 +293,12 @@ def load_runner(
         on_gpu=device.type == "cuda",
     )
     progress("allocating the KV cache")
+    kv_format = kv_format_of(config, model)
+    dtype_name = str(dtype).removeprefix("torch.")
     runner = ModelRunner(
         model,
         decoder,
-        allocate_kv_caches(model, size.num_blocks, config.block_size, dtype, device),
+        allocate_kv_caches(model, size.num_blocks, config.block_size, dtype, device, kv_format),
         limits=limits,
         max_model_len=size.max_model_len,
         block_size=config.block_size,
@@ -312,7 +314,8 @@ def load_runner(
         max_num_batched_tokens=limits.max_num_batched_tokens,
         vocab_size=model.vocab_size,
         device=device.type,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=dtype_name,
         memory=memory | {"kv_cache": size.num_bytes},
+        kv_cache_dtype=dtype_name if kv_format is None else kv_format.name,
     )
     return runner, ready

@@ -3,15 +3,20 @@
 The query heads that share a KV head are taken four at a time ("quad"), so that a widened row of K or V serves four
 heads; a group of three is padded to a quad and what else is left over goes head by head. Scores of a quad are stored
 token by token, four floats each; those of a single head one float each ("lanes" 4 or 1).
+
+Codes of a quantised cache are widened in registers, too; a key's scale meets its scores and a value's its
+probabilities, so that the loops over a row are the same for every format.
 """
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.cpu import simd
+from kernels.cpu import codes, simd
 from kernels.cpu.parallel import jit, next_item, parallel_kernel
 from kernels.cpu.simd import WIDTH, advance, fma, load, load_pair, read, splat, store, write
+from kernels.kv_format import PARAMETER_BYTES
+from kernels.kv_quantize import kv_format_of
 
 NEG_INF = np.float32(-np.inf)
 ZERO = np.float32(0)
@@ -22,8 +27,15 @@ AHEAD = 4
 
 
 @jit
-def _widen(x, n, scale, out):
-    """out[:n] = x * scale in fp32, in the order of load_pair (n a multiple of 16; the last 16 may be unpaired)."""
+def _widen(x, n, scale, out, cache, spare):
+    """out[:n] = x * scale in fp32, in the order of load_pair(cache) (n a multiple of 16; the last 16 may be unpaired)."""
+    if codes.bits(cache) != 0:
+        target = spare if codes.is_int4(cache) else out
+        for d in range(0, n, WIDTH):
+            store(target, d, simd.mul(load(x, d), splat(scale)))
+        if codes.is_int4(cache):
+            _halves(spare, out, n, True)
+        return
     paired = n // 32 * 32
     for d in range(0, paired, 32):
         a, b = load_pair(x, d)
@@ -34,13 +46,92 @@ def _widen(x, n, scale, out):
 
 
 @jit
-def _narrow(acc, n, scale, out):
+def _narrow(acc, n, scale, out, cache, spare):
     """The inverse of _widen, rounding to out's dtype."""
+    if codes.bits(cache) != 0:
+        if codes.is_int4(cache):
+            _halves(acc, spare, n, False)
+        source = spare if codes.is_int4(cache) else acc
+        for d in range(0, n, WIDTH):
+            store(out, d, simd.mul(load(source, d), splat(scale)))
+        return
     paired = n // 32 * 32
     for d in range(0, paired, 32):
         simd.store_pair(out, d, simd.mul(load(acc, d), splat(scale)), simd.mul(load(acc, d + 16), splat(scale)))
     if paired < n:
         store(out, paired, simd.mul(load(acc, paired), splat(scale)))
+
+
+@jit
+def _halves(x, out, n, apart):
+    """Between rows in order and rows in int4's order: eight of the first half, eight of the second in a small
+    group at the end, else sixteen of each."""
+    at = 0
+    while at < n:
+        size = 16 if at + 32 <= n else 8
+        for part in range(2):
+            for i in range(size):
+                plain, paired = part * (n // 2) + at // 2 + i, at + part * size + i
+                write(out, paired if apart else plain, read(x, plain if apart else paired))
+        at += 2 * size
+
+
+@jit
+def _parameters(cache, words, t, num_tokens, block_size, lanes):
+    """Scales and minima of the tokens from t on, spread over the lanes of their scores, and how many tokens they are."""
+    if lanes == 4:
+        return codes.parameters_quad(cache, words, t, num_tokens), 4
+    if t + WIDTH <= block_size:
+        return codes.parameters_many(cache, words, t, num_tokens), WIDTH
+    return codes.parameters_four(cache, words, t, num_tokens), 4
+
+
+@jit
+def _scale_scores(cache, words, num_tokens, block_size, lanes, q_sum, scores):
+    """score * scale + minimum * q_sum, in place, for the tokens of one block."""
+    total, t = load(q_sum, 0), 0
+    while t < num_tokens:
+        (scale, least), step = _parameters(cache, words, t, num_tokens, block_size, lanes)
+        score = simd.mul(load(scores, t * lanes), scale)
+        store(scores, t * lanes, fma(least, total, score) if codes.is_int4(cache) else score)
+        t += step
+
+
+@jit
+def _scale_probs(cache, words, num_tokens, block_size, lanes, probs, least_sum):
+    """least_sum += prob * minimum; then prob * scale, in place, for the tokens of one block."""
+    total, t = load(least_sum, 0), 0
+    while t < num_tokens:
+        (scale, least), step = _parameters(cache, words, t, num_tokens, block_size, lanes)
+        p = load(probs, t * lanes)
+        if codes.is_int4(cache):
+            total = fma(p, least, total)
+        store(probs, t * lanes, simd.mul(p, scale))
+        t += step
+    store(least_sum, 0, total)
+
+
+@jit
+def _sum_queries(wide_q, head_dim, lanes, q_sum):
+    """q_sum[i] = the sum of query i % lanes."""
+    for h in range(lanes):
+        total = splat(ZERO)
+        for d in range(0, head_dim, WIDTH):
+            total = simd.add(total, load(wide_q, h * head_dim + d))
+        for i in range(h, WIDTH, lanes):
+            write(q_sum, i, simd.first(simd.spread_add1(total)))
+
+
+@jit
+def _add_minima(least_sum, lanes, head_dim, acc):
+    """Every element of head h's row gets the sum of prob * minimum over its tokens."""
+    total = simd.spread_add4(load(least_sum, 0)) if lanes == 4 else simd.spread_add1(load(least_sum, 0))
+    store(least_sum, 0, total)
+    for h in range(lanes):
+        value = splat(read(least_sum, h))
+        for d in range(0, head_dim, WIDTH):
+            at = h * head_dim + d
+            store(acc, at, simd.add(load(acc, at), value))
 
 
 @jit
@@ -185,16 +276,27 @@ def _softmax_rows(scores, lanes, begin, end, padded):
 
 
 @jit
-def _block(cache, table, j, num_kv_heads, kv_head, block_elements):
-    """The rows of one KV head in the sequence's j-th block."""
-    return advance(cache, (np.int64(read(table, j)) * num_kv_heads + kv_head) * block_elements)
+def _block(cache, table, j, num_kv_heads, kv_head, block_size, head_dim):
+    """The rows of one KV head in the sequence's j-th block: elements of a float cache, bytes of a page of codes."""
+    size = block_size * head_dim
+    if codes.bits(cache) != 0:
+        size = size * codes.bits(cache) // 8 + block_size * PARAMETER_BYTES
+    return advance(cache, (np.int64(read(table, j)) * num_kv_heads + kv_head) * size)
 
 
 @jit
-def _warm(rows, num_elements):
+def _words(rows, block_size, head_dim):
+    """The parameters behind the codes of a page."""
+    return simd.pointer_f32(simd.address(rows) + block_size * head_dim * codes.bits(rows) // 8)
+
+
+@jit
+def _warm(rows, block_size, head_dim):
     """Ask for the first blocks of a sequence; later ones are asked for while their predecessors are used."""
-    for i in range(0, num_elements, 32):
+    for i in range(0, block_size * head_dim, 32):
         simd.prefetch_pair(rows, i)
+    if codes.bits(rows) != 0:
+        simd.prefetch_pair(_words(rows, block_size, head_dim), 0)
 
 
 @jit
@@ -204,37 +306,55 @@ def _attend_heads(q, out, k_cache, v_cache, table, seq_len, kv_head, num_kv_head
     first = max(0, seq_len - window) if window > 0 else 0
     first_block, last_block = first // block_size, (seq_len + block_size - 1) // block_size
     begin, end = first - first_block * block_size, seq_len - first_block * block_size
-    block_elements = block_size * head_dim
     quads = (group + 1) // 4  # three or four heads left make a quad
     singles = max(0, group - 4 * quads)
     rows = 4 * quads + singles
     row = ((last_block - first_block) * block_size + WIDTH - 1) // WIDTH * WIDTH
     stride = row + WIDTH  # scores of one head, with room for the reciprocal sums behind them
-    scratch = np.empty(rows * (stride + 2 * head_dim), np.float32)
+    scratch = np.empty(rows * (stride + 2 * head_dim + 2 * WIDTH) + head_dim, np.float32)
     scores = simd.pointer_f32(scratch.ctypes.data)
     wide_q = advance(scores, rows * stride)
     acc = advance(wide_q, rows * head_dim)
+    q_sums = advance(acc, rows * head_dim)  # a Vec for each quad and single head, at its first row
+    least_sums = advance(q_sums, rows * WIDTH)
+    spare = advance(least_sums, rows * WIDTH)
     for i in range(group * head_dim, rows * head_dim, WIDTH):
         store(wide_q, i, splat(ZERO))
     for g in range(group):
-        _widen(advance(q, g * head_dim), head_dim, scale, advance(wide_q, g * head_dim))
+        _widen(advance(q, g * head_dim), head_dim, scale, advance(wide_q, g * head_dim), k_cache, spare)
     for i in range(0, rows * head_dim, WIDTH):
         store(acc, i, splat(ZERO))
+    if codes.bits(k_cache) != 0:
+        for g in range(0, rows):
+            store(least_sums, g * WIDTH, splat(ZERO))
+        for quad in range(quads):
+            _sum_queries(advance(wide_q, 4 * quad * head_dim), head_dim, 4, advance(q_sums, 4 * quad * WIDTH))
+        for g in range(4 * quads, rows):
+            _sum_queries(advance(wide_q, g * head_dim), head_dim, 1, advance(q_sums, g * WIDTH))
     for j in range(first_block, min(first_block + AHEAD, last_block)):
-        _warm(_block(k_cache, table, j, num_kv_heads, kv_head, block_elements), block_elements)
+        _warm(_block(k_cache, table, j, num_kv_heads, kv_head, block_size, head_dim), block_size, head_dim)
     for j in range(first_block, last_block):
-        k = _block(k_cache, table, j, num_kv_heads, kv_head, block_elements)
-        ahead = _block(k_cache, table, min(j + AHEAD, last_block - 1), num_kv_heads, kv_head, block_elements)
+        k = _block(k_cache, table, j, num_kv_heads, kv_head, block_size, head_dim)
+        ahead = _block(k_cache, table, min(j + AHEAD, last_block - 1), num_kv_heads, kv_head, block_size, head_dim)
         t = (j - first_block) * block_size
+        n = min(block_size, end - t)
         for quad in range(quads):
             at = advance(scores, 4 * (quad * stride + t))
-            _scores_quad(advance(wide_q, 4 * quad * head_dim), k, ahead, min(block_size, end - t), head_dim, at)
+            _scores_quad(advance(wide_q, 4 * quad * head_dim), k, ahead, n, head_dim, at)
         for g in range(4 * quads, rows):
             _scores_single(
                 advance(wide_q, g * head_dim), k, ahead, block_size, head_dim, advance(scores, g * stride + t)
             )
+        if codes.bits(k) != 0:
+            simd.prefetch_pair(_words(ahead, block_size, head_dim), 0)
+            words = _words(k, block_size, head_dim)
+            for quad in range(quads):
+                at = advance(scores, 4 * (quad * stride + t))
+                _scale_scores(k, words, n, block_size, 4, advance(q_sums, 4 * quad * WIDTH), at)
+            for g in range(4 * quads, rows):
+                _scale_scores(k, words, n, block_size, 1, advance(q_sums, g * WIDTH), advance(scores, g * stride + t))
     for j in range(first_block, min(first_block + AHEAD, last_block)):
-        _warm(_block(v_cache, table, j, num_kv_heads, kv_head, block_elements), block_elements)
+        _warm(_block(v_cache, table, j, num_kv_heads, kv_head, block_size, head_dim), block_size, head_dim)
     for quad in range(quads):
         at = advance(scores, 4 * quad * stride)
         if softcap != 0 or simd.address(slopes) != 0:
@@ -246,18 +366,33 @@ def _attend_heads(q, out, k_cache, v_cache, table, seq_len, kv_head, num_kv_head
             _adjust_scores(at, 1, 1, begin, end, softcap, _slopes_of(slopes, g))
         _softmax_rows(at, 1, begin, end, row)
     for j in range(first_block, last_block):
-        v = _block(v_cache, table, j, num_kv_heads, kv_head, block_elements)
-        ahead = _block(v_cache, table, min(j + AHEAD, last_block - 1), num_kv_heads, kv_head, block_elements)
+        v = _block(v_cache, table, j, num_kv_heads, kv_head, block_size, head_dim)
+        ahead = _block(v_cache, table, min(j + AHEAD, last_block - 1), num_kv_heads, kv_head, block_size, head_dim)
         t = (j - first_block) * block_size
         n = min(block_size, end - t)
+        if codes.bits(v) != 0:
+            simd.prefetch_pair(_words(ahead, block_size, head_dim), 0)
+            words = _words(v, block_size, head_dim)
+            for quad in range(quads):
+                at = advance(scores, 4 * (quad * stride + t))
+                _scale_probs(v, words, n, block_size, 4, at, advance(least_sums, 4 * quad * WIDTH))
+            for g in range(4 * quads, rows):
+                _scale_probs(
+                    v, words, n, block_size, 1, advance(scores, g * stride + t), advance(least_sums, g * WIDTH)
+                )
         for quad in range(quads):
             at = advance(scores, 4 * (quad * stride + t))
             _accumulate_quad(at, v, ahead, n, head_dim, advance(acc, 4 * quad * head_dim))
         for g in range(4 * quads, rows):
             _accumulate_single(advance(scores, g * stride + t), v, ahead, n, head_dim, advance(acc, g * head_dim))
+    if codes.bits(v_cache) != 0:
+        for quad in range(quads):
+            _add_minima(advance(least_sums, 4 * quad * WIDTH), 4, head_dim, advance(acc, 4 * quad * head_dim))
+        for g in range(4 * quads, rows):
+            _add_minima(advance(least_sums, g * WIDTH), 1, head_dim, advance(acc, g * head_dim))
     for g in range(group):
         at = 4 * (g // 4) * stride + 4 * row + g % 4 if g < 4 * quads else g * stride + row
-        _narrow(advance(acc, g * head_dim), head_dim, read(scores, at), advance(out, g * head_dim))
+        _narrow(advance(acc, g * head_dim), head_dim, read(scores, at), advance(out, g * head_dim), v_cache, spare)
 
 
 @jit
@@ -332,16 +467,65 @@ def _attention_bf16(args):
 
 
 @parallel_kernel("13q2d5q")
+def _attention_bf16_int8(args):
+    pointer, page = simd.pointer_bf16, codes.pointer_int8
+    _attention_items(args, pointer(args[2]), page(args[3]), page(args[4]), pointer(args[5]))
+
+
+@parallel_kernel("13q2d5q")
+def _attention_bf16_fp8(args):
+    pointer, page = simd.pointer_bf16, codes.pointer_fp8
+    _attention_items(args, pointer(args[2]), page(args[3]), page(args[4]), pointer(args[5]))
+
+
+@parallel_kernel("13q2d5q")
+def _attention_bf16_int4(args):
+    pointer, page = simd.pointer_bf16, codes.pointer_int4
+    _attention_items(args, pointer(args[2]), page(args[3]), page(args[4]), pointer(args[5]))
+
+
+@parallel_kernel("13q2d5q")
 def _attention_f32(args):
     pointer = simd.pointer_f32
     _attention_items(args, pointer(args[2]), pointer(args[3]), pointer(args[4]), pointer(args[5]))
 
 
+@parallel_kernel("13q2d5q")
+def _attention_f32_int8(args):
+    pointer, page = simd.pointer_f32, codes.pointer_int8
+    _attention_items(args, pointer(args[2]), page(args[3]), page(args[4]), pointer(args[5]))
+
+
+@parallel_kernel("13q2d5q")
+def _attention_f32_fp8(args):
+    pointer, page = simd.pointer_f32, codes.pointer_fp8
+    _attention_items(args, pointer(args[2]), page(args[3]), page(args[4]), pointer(args[5]))
+
+
+@parallel_kernel("13q2d5q")
+def _attention_f32_int4(args):
+    pointer, page = simd.pointer_f32, codes.pointer_int4
+    _attention_items(args, pointer(args[2]), page(args[3]), page(args[4]), pointer(args[5]))
+
+
+_KERNELS = {
+    (torch.bfloat16, "auto"): _attention_bf16,
+    (torch.bfloat16, "int8"): _attention_bf16_int8,
+    (torch.bfloat16, "fp8"): _attention_bf16_fp8,
+    (torch.bfloat16, "int4"): _attention_bf16_int4,
+    (torch.float32, "auto"): _attention_f32,
+    (torch.float32, "int8"): _attention_f32_int8,
+    (torch.float32, "fp8"): _attention_f32_fp8,
+    (torch.float32, "int4"): _attention_f32_int4,
+}
+
+
 def supports_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, *int_tensors: Tensor) -> bool:
-    """bf16 or fp32, head_dim a multiple of 16 and block_size of 4, heads of q side by side, int32 metadata."""
+    """bf16 or fp32, caches the same or quantised, head_dim a multiple of 16 and block_size of 4, heads of q side by side, int32 metadata."""
     return (
         q.dtype in (torch.bfloat16, torch.float32)
-        and q.dtype == k_cache.dtype == v_cache.dtype
+        and k_cache.dtype == v_cache.dtype
+        and (k_cache.dtype == q.dtype or kv_format_of(k_cache) is not None)
         and q.shape[2] % WIDTH == 0
         and k_cache.shape[2] % 4 == 0
         and q.stride(2) == 1
@@ -372,7 +556,8 @@ def _launch(q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q, rows_per_
     num_rows, num_heads, head_dim = q.shape
     _, num_kv_heads, block_size, _ = k_cache.shape
     out = torch.empty(q.shape, dtype=q.dtype)
-    kernel = _attention_bf16 if q.dtype == torch.bfloat16 else _attention_f32
+    kv_format = kv_format_of(k_cache)
+    kernel = _KERNELS[q.dtype, "auto" if kv_format is None else kv_format.name]
     kernel(
         -(-num_rows // rows_per_item) * num_kv_heads,
         q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), out.data_ptr(), block_tables.data_ptr(),
