@@ -186,7 +186,7 @@ def _encode_e4m3(builder, x):
 
 @intrinsic
 def encode(typingctx, pointer, index, x):
-    """Store sixteen scaled numbers as bytes `index` on. int4 takes 0 to 15 here and leaves the packing to its caller."""
+    """Store sixteen scaled numbers as bytes `index` on; of int4, 0 to 15, a byte each: pack() follows."""
 
     def codegen(context, builder, sig, args):
         target, index, x = args

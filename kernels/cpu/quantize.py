@@ -87,7 +87,10 @@ def _quantize_items(args, key, value, k_cache, v_cache):
             slot = read(slots, token)
             if slot >= 0:
                 for h in range(heads):
-                    x, y = advance(key, token * args[12] + h * args[13]), advance(value, token * args[14] + h * args[15])
+                    x, y = (
+                        advance(key, token * args[12] + h * args[13]),
+                        advance(value, token * args[14] + h * args[15]),
+                    )
                     _encode_head(x, k_cache, row, slot, h, heads, block_size, head_dim, largest_code)
                     _encode_head(y, v_cache, row, slot, h, heads, block_size, head_dim, largest_code)
         item = next_item(args)

@@ -2,8 +2,8 @@
 
 numba compiles scalar loops and leaves vector code to LLVM's luck; with values of this type a kernel says how many
 accumulators it keeps in registers. LLVM splits a Vec where the machine's registers are narrower (AVX2, NEON). Pointers
-are `CPointer(float32)` or `CPointer(uint16)`, and uint16 means bf16: load widens, store rounds to nearest even. Codes of
-a quantised cache have pointers of their own (kernels/cpu/codes.py), which load and load_pair decode.
+are `CPointer(float32)` or `CPointer(uint16)`, and uint16 means bf16: load widens, store rounds to nearest even. Codes
+of a quantised cache have pointers of their own (kernels/cpu/codes.py), which load and load_pair decode.
 No bounds are checked here.
 """
 
