@@ -66,7 +66,8 @@ class EngineCollector(Collector):
         self._driver.stats_snapshot()
         for metric in self._driver.stats.metrics():
             yield self._family(metric)
-        yield self._cache_config()
+        if hasattr(self._driver, "model"):
+            yield self._cache_config()
         yield self._http_requests()
         tasks = GaugeMetricFamily("pageserve:asyncio_tasks", "Tasks on the event loop; each open stream has a few.")
         tasks.add_metric((), len(asyncio.all_tasks()))

@@ -40,8 +40,8 @@ class Served:
         """Changes with whatever may change the text of a seeded request: version, checkpoint, device, dtypes."""
         model, config = self.driver.model, self.driver.config
         parts = (package_version(), config.model, config.revision, config.quantization, model.device, model.dtype)
-        parts = (*parts, model.vocab_size, model.kv_cache_dtype)
-        return "pageserve-" + hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
+        text = repr((*parts, model.vocab_size, model.kv_cache_dtype))
+        return "pageserve-" + hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def check_ready(self) -> None:
         if self.driver.phase not in SERVING_PHASES:

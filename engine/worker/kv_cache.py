@@ -35,7 +35,7 @@ class KVCacheSize:
 
 
 def kv_format_of(config: EngineConfig, model: ModelConfig) -> KVFormat | None:
-    """How keys and values are stored; None: in the model's dtype. ConfigError where the model's rows do not allow it."""
+    """How keys and values are stored; None: in the model's dtype. ConfigError where the model's heads do not fit."""
     kv_format = find_kv_format(config.kv_cache_dtype)
     try:
         if kv_format is not None:

@@ -179,7 +179,7 @@ def test_flag_mistakes_name_the_flag():
     [
         ({"quantization": "awq"}, "quantization='awq' cannot be honoured"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 cannot be honoured"),
-        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8' cannot be honoured"),
+        ({"kv_cache_dtype": "fp4"}, "kv_cache_dtype must be one of auto, int8, fp8, int4, not 'fp4'."),
         ({"swap_space": 4}, "swap_space=4 cannot be honoured"),
         ({"gpu_memory_utilization": 0}, "gpu_memory_utilization must be a number above 0 and at most 1, not 0."),
         ({"gpu_memory_utilisation": 0.5}, "did you mean gpu_memory_utilization?"),
