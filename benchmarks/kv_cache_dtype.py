@@ -130,9 +130,8 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     facts, rows = machine(), []
     print(describe(facts))
-    print(
-        f"{'KV cache':<10}{'bytes/token':>12}{'blocks/GiB':>12}{'perplexity':>12}{'same token':>12}{'until different':>17}"
-    )
+    titles = ("KV cache", "bytes/token", "blocks/GiB", "perplexity", "same token", "until different")
+    print("{:<10}{:>12}{:>12}{:>12}{:>12}{:>17}".format(*titles))
     for row in measure(getattr(torch, options.dtype), options.documents, options.prompts, options.tokens):
         rows.append(asdict(row))
         print(f"{row.cache_dtype:<10}{row.bytes_per_token:>12}{row.blocks_per_gib:>12}{row.perplexity:>12.4f}"

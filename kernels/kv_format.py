@@ -40,9 +40,9 @@ INT8 = KVFormat("int8", 1, 8, "int8")
 # fp32 scale; code = e4m3(x / scale), largest magnitude 448.
 FP8 = KVFormat("fp8", 2, 8, "float8_e4m3fn")
 # Two bf16, scale below and minimum above; code = round((x - minimum) / scale) in 0 .. 15. Byte i holds number i in its
-# low half and number head_dim / 2 + i in its high half. The minimum pays: without it (one fp32 scale, the same four
-# bytes) the bundled model's perplexity rose by 2.9 %, with it by 0.6 %; a parameter for each 16 numbers would make it
-# 0.1 %, but could not be folded into the scores and would double what the parameters take.
+# low half and number head_dim / 2 + i in its high half. Perplexity of the bundled model, 600 held-out documents: 1.4376
+# unquantised, 1.4465 like this, 1.4608 with one symmetric fp32 scale in the same four bytes, 1.4463 with a scale and a
+# minimum for each 16 numbers: the minimum pays, the groups do not (and they could not be folded into the scores).
 INT4 = KVFormat("int4", 3, 4, "uint8")
 
 KV_FORMATS = {kv_format.name: kv_format for kv_format in (INT8, FP8, INT4)}

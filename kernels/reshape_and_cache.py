@@ -178,6 +178,7 @@ def _quantize_token(
         scale = tl.div_rn(tl.maximum(tl.max(tl.abs(x), 1), 1e-30), limit) + bad
         words = scale.to(tl.int32, bitcast=True)
         scaled = x * tl.div_rn(1.0, scale)[:, None]
+        scaled = tl.where(scaled == scaled, scaled, 0.0)  # NaN has no code; it is in the scale
         codes = round_even(scaled).to(tl.int32) if KV_FORMAT == 1 else encode_e4m3(scaled)
     page = ((slot // BLOCK_SIZE) * NUM_KV_HEADS + head) * (BLOCK_SIZE * (ROW_BYTES + 4))
     row = (page + (slot % BLOCK_SIZE) * ROW_BYTES)[:, None] + offs[None, :]

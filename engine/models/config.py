@@ -90,7 +90,7 @@ class ModelConfig:
         return self.sliding_window if self.window_layers is None or layer in self.window_layers else 0
 
     def kv_bytes_per_token(self, dtype_bytes: int, kv_format: KVFormat | None = None) -> int:
-        """Bytes of KV cache that one token takes over all layers: in the model's dtype, or quantised with its scales."""
+        """Bytes of KV cache that one token takes over all layers: in the model's dtype, or quantised with scales."""
         row = self.head_dim * dtype_bytes if kv_format is None else kv_format.width(self.head_dim)
         return 2 * self.num_layers * self.num_kv_heads * row
 
