@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kernels.activation import gated_activation
+from kernels.kv_format import KV_FORMATS, KVFormat
 from kernels.linear import PackedLinear
 from kernels.paged_attention import paged_attention
 from kernels.prefill_attention import prefill_attention
@@ -103,6 +104,13 @@ def attention_cases(shape: Shape, device: torch.device) -> Iterator[Case]:
         tokens = num_seqs * context
         yield Case("paged_attention", f"{num_seqs} x {context}", lambda a=arguments: paged_attention(*a), tokens * row,
                    tokens * per_score)  # fmt: skip
+    for kv_format in KV_FORMATS.values():
+        for num_seqs, context in ((16, 160), (1, 4096), (64, 1024)):
+            q, *paged = _paged(shape, num_seqs, context, num_seqs, device, kv_format)
+            tokens, row_bytes = num_seqs * context, 2 * shape.num_kv_heads * kv_format.width(shape.head_dim)
+            yield Case(f"paged_attention {kv_format.name}", f"{num_seqs} x {context}",
+                       lambda q=q, a=paged: paged_attention(q, *a, scale), tokens * row_bytes,
+                       tokens * per_score)  # fmt: skip
     for num_seqs, chunk, context in ((1, 128, 128), (16, 128, 128), (1, 512, 512), (1, 512, 2048), (1, 2048, 2048)):
         q, k_cache, v_cache, block_tables, seq_lens = _paged(shape, num_seqs, context, num_seqs * chunk, device)
         cu_seqlens_q = torch.arange(0, num_seqs * chunk + 1, chunk, dtype=torch.int32, device=device)
@@ -112,14 +120,24 @@ def attention_cases(shape: Shape, device: torch.device) -> Iterator[Case]:
                    lambda a=arguments: prefill_attention(*a), num_seqs * context * row, scores * per_score)  # fmt: skip
 
 
-def _paged(shape: Shape, num_seqs: int, context: int, num_rows: int, device: torch.device) -> tuple[Tensor, ...]:
+def _paged(
+    shape: Shape, num_seqs: int, context: int, num_rows: int, device: torch.device, kv_format: KVFormat | None = None
+) -> tuple[Tensor, ...]:
     blocks_per_seq = -(-context // shape.block_size)
-    cache_shape = (num_seqs * blocks_per_seq, shape.num_kv_heads, shape.block_size, shape.head_dim)
-    k_cache, v_cache = (torch.randn(cache_shape, device=device).to(shape.dtype) for _ in range(2))
-    block_tables = torch.randperm(cache_shape[0], device=device).int().view(num_seqs, blocks_per_seq)
+    num_blocks = num_seqs * blocks_per_seq
+    k_cache, v_cache = (_cache(shape, num_blocks, device, kv_format) for _ in range(2))
+    rows = torch.randn(num_blocks * shape.block_size, shape.num_kv_heads, shape.head_dim, device=device).to(shape.dtype)
+    reshape_and_cache(rows, rows, k_cache, v_cache, torch.arange(len(rows), device=device))
+    block_tables = torch.randperm(num_blocks, device=device).int().view(num_seqs, blocks_per_seq)
     seq_lens = torch.full((num_seqs,), context, dtype=torch.int32, device=device)
     q = torch.randn(num_rows, shape.num_heads, shape.head_dim, device=device).to(shape.dtype)
     return q, k_cache, v_cache, block_tables, seq_lens
+
+
+def _cache(shape: Shape, num_blocks: int, device: torch.device, kv_format: KVFormat | None = None) -> Tensor:
+    dtype = getattr(torch, kv_format.dtype_name) if kv_format else shape.dtype
+    width = kv_format.width(shape.head_dim) if kv_format else shape.head_dim
+    return torch.empty((num_blocks, shape.num_kv_heads, shape.block_size, width), dtype=dtype, device=device)
 
 
 def row_cases(shape: Shape, num_rows: int, device: torch.device) -> Iterator[Case]:
@@ -133,14 +151,20 @@ def row_cases(shape: Shape, num_rows: int, device: torch.device) -> Iterator[Cas
     q, key, value = qkv.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], dim=1)
     cos_sin_cache = torch.rand(num_rows, shape.head_dim, device=device)
     positions = torch.arange(num_rows, device=device)
-    cache_shape = (-(-num_rows // shape.block_size), shape.num_kv_heads, shape.block_size, shape.head_dim)
-    k_cache, v_cache = (torch.empty(cache_shape, dtype=shape.dtype, device=device) for _ in range(2))
+    num_blocks = -(-num_rows // shape.block_size)
+    k_cache, v_cache = (_cache(shape, num_blocks, device) for _ in range(2))
     yield Case("rms_norm + residual", size, lambda: rms_norm(x, weight, 1e-5, residual), 4 * x.numel() * item)
     yield Case("gated_activation silu", size, lambda: gated_activation(gate_up, "silu"), 1.5 * gate_up.numel() * item)
     yield Case("rotary_embedding", size, lambda: rotary_embedding(positions, q, key, cos_sin_cache),
                2 * (q.numel() + key.numel()) * item)  # fmt: skip
     yield Case("reshape_and_cache", size, lambda: reshape_and_cache(key, value, k_cache, v_cache, positions),
                4 * key.numel() * item)  # fmt: skip
+    for kv_format in KV_FORMATS.values():
+        pages = [_cache(shape, num_blocks, device, kv_format) for _ in range(2)]
+        yield Case(f"reshape_and_cache {kv_format.name}", size,
+                   lambda pages=pages: reshape_and_cache(key, value, *pages, positions),
+                   2 * key.numel() * item + 2 * num_rows * shape.num_kv_heads * kv_format.width(shape.head_dim)
+                   )  # fmt: skip
 
 
 def linear_cases(shape: Shape, num_rows: int, device: torch.device) -> Iterator[Case]:

@@ -20,6 +20,7 @@ class ModelInfo:
     max_num_batched_tokens: int
     device: str
     dtype: str
+    kv_cache_dtype: str
     memory: dict[str, int]
 
     @classmethod
@@ -34,6 +35,7 @@ class ModelInfo:
             max_num_batched_tokens=ready.max_num_batched_tokens,
             device=ready.device,
             dtype=ready.dtype,
+            kv_cache_dtype=ready.kv_cache_dtype or ready.dtype,
             memory=ready.memory,
         )
 

@@ -45,8 +45,9 @@ class EngineConfig:
     num_blocks: int | None = option(None, "number of KV blocks, whatever the memory says", minimum=1)
     kv_cache_dtype: str = option(
         "auto",
-        "KV cache element type; auto: the model's dtype",
-        unsupported="the cache has the model's dtype: auto only",
+        "what keys and values are stored as; auto: the model's dtype; int8, fp8 (e4m3), int4: quantised, with a scale "
+        "for each token and head",
+        choices=("auto", "int8", "fp8", "int4"),
     )
     swap_space: float = option(
         0.0,

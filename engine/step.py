@@ -65,6 +65,7 @@ class WorkerReady(msgspec.Struct, frozen=True, array_like=True, tag=True):
     num_host_blocks: int = 0  # slots of the host tier
     cache_costs: CacheCosts | None = None
     disk_digests: list[bytes] = []  # what the disk tier claims to hold, the oldest first
+    kv_cache_dtype: str = ""  # what keys and values are stored as: dtype's value, or "int8", "fp8", "int4"
 
 
 class WorkerFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -18,6 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kernels import copy_blocks, paged_attention, prefill_attention, reshape_and_cache
+from kernels.kv_format import INT8, KV_FORMATS, KVFormat
 
 SHARED_MEMORY_LIMIT = {80: 163 * 1024, 90: 227 * 1024}  # bytes one program may use
 _ELEMENT_SIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -51,34 +52,60 @@ class Report:
 _INTEGER_POINTERS = {"block_tables_ptr": "i32", "seq_lens_ptr": "i32", "cu_seqlens_q_ptr": "i32",
                      "slot_mapping_ptr": "i64", "table_ptr": "i64", "sources_ptr": "i64", "targets_ptr": "i64",
                      "blocks_ptr": "i64", "alibi_slopes_ptr": "fp32", "partial_ptr": "fp32"}  # fmt: skip
+_PAGE_POINTERS = {"int8": "i8", "fp8": "u8", "int4": "u8"}  # what the launchers pass of a quantised cache
 _FLOATS = ("scale", "softcap")
 _ALIGNED = re.compile(r".*(_ptr|_stride_row|_stride_head)$")  # multiples of 16, which the launcher's tensors always are
 
 
-def decode_configuration(dtype: str, group: int, head_dim: int, block_size: int = 16, **flags: bool) -> Configuration:
+def decode_configuration(
+    dtype: str, group: int, head_dim: int, block_size: int = 16, kv: KVFormat | None = None, **flags: bool
+) -> Configuration:
     """The decode kernel as `paged_attention` would launch it for one model."""
-    constants = paged_attention.constants(group, head_dim, block_size, None, 0, 0.0) | flags
+    constants = paged_attention.constants(group, head_dim, block_size, kv, None, 0, 0.0) | flags
     constants |= {"SPLIT_SIZE": 256, "BLOCK_N": paged_attention.block_n(constants["BLOCK_D"], _ELEMENT_SIZE[dtype])}
-    label = f"group {group} d {head_dim} block {block_size} BN {constants['BLOCK_N']} {_names(flags)}"
+    label = f"group {group} d {head_dim} block {block_size} BN {constants['BLOCK_N']} {_names(kv, flags)}"
     num_warps = paged_attention.decode_warps(_ELEMENT_SIZE[dtype])
-    return Configuration(paged_attention.paged_attention_kernel, label, dtype, constants, num_warps)
+    kernel = paged_attention.paged_attention_kernel
+    return Configuration(kernel, label, dtype, constants, num_warps, pointers=_pages(kv))
 
 
 def prefill_configuration(
-    capability: int, dtype: str, group: int, head_dim: int, num_tokens: int, block_size: int = 16, **flags: bool
+    capability: int,
+    dtype: str,
+    group: int,
+    head_dim: int,
+    num_tokens: int,
+    block_size: int = 16,
+    kv: KVFormat | None = None,
+    **flags: bool,
 ) -> Configuration:
     """The prefill kernel as `prefill_attention` would launch it for chunks of `num_tokens` on one kind of device."""
-    constants = paged_attention.constants(group, head_dim, block_size, None, 0, 0.0) | flags
+    constants = paged_attention.constants(group, head_dim, block_size, kv, None, 0, 0.0) | flags
     element_size = _ELEMENT_SIZE[dtype]
-    tile = prefill_attention.tile_shape(num_tokens * group, group, constants["BLOCK_D"], element_size, capability)
+    tile = prefill_attention.tile_shape(
+        num_tokens * group, group, constants["BLOCK_D"], element_size, capability, bool(kv)
+    )
     num_warps, num_stages = tile.pop("num_warps"), tile.pop("num_stages")
-    label = f"group {group} d {head_dim} BM {tile['BLOCK_M']} BN {tile['BLOCK_N']} {_names(flags)}"
+    label = f"group {group} d {head_dim} BM {tile['BLOCK_M']} BN {tile['BLOCK_N']} {_names(kv, flags)}"
     kernel = prefill_attention.prefill_attention_kernel
-    return Configuration(kernel, label, dtype, constants | tile, num_warps, num_stages)
+    return Configuration(kernel, label, dtype, constants | tile, num_warps, num_stages, _pages(kv))
 
 
-def _names(flags: dict[str, bool]) -> str:
-    return " ".join(name.removeprefix("HAS_").lower() for name in flags)
+def quantize_configuration(dtype: str, num_kv_heads: int, head_dim: int, kv: KVFormat) -> Configuration:
+    """The cache write of a quantised format."""
+    constants = reshape_and_cache.quantize_constants(num_kv_heads, head_dim, 16, kv)
+    label = f"{num_kv_heads} heads d {head_dim} {kv.name}"
+    return Configuration(
+        reshape_and_cache.quantize_and_cache_kernel, label, dtype, constants, num_warps=4, pointers=_pages(kv)
+    )
+
+
+def _pages(kv: KVFormat | None) -> dict[str, str]:
+    return {} if kv is None else dict.fromkeys(("k_cache_ptr", "v_cache_ptr"), _PAGE_POINTERS[kv.name])
+
+
+def _names(kv: KVFormat | None, flags: dict[str, bool]) -> str:
+    return " ".join([*([kv.name] if kv else []), *(name.removeprefix("HAS_").lower() for name in flags)])
 
 
 def configurations(capability: int, quick: bool) -> Iterator[Configuration]:
@@ -99,6 +126,10 @@ def configurations(capability: int, quick: bool) -> Iterator[Configuration]:
         paged_attention.reduce_splits_kernel, "d 128", "bf16",
         {"SPLIT_SIZE": 256, "HEAD_DIM": 128, "BLOCK_D": 128}, num_warps=2,
     )  # fmt: skip
+    for kv in KV_FORMATS.values():
+        yield decode_configuration("bf16", 4, 128, kv=kv)
+        yield prefill_configuration(capability, "bf16", 4, 128, 2048, kv=kv)
+        yield quantize_configuration("bf16", 8, 128, kv)
     if quick:
         return
     every = {"HAS_ALIBI": True, "HAS_SOFTCAP": True, "HAS_WINDOW": True}
@@ -111,6 +142,13 @@ def configurations(capability: int, quick: bool) -> Iterator[Configuration]:
     for flags in (every, {"HAS_WINDOW": True}):
         yield decode_configuration("bf16", 4, 128, 32, **flags)
         yield prefill_configuration(capability, "bf16", 4, 128, 2048, 32, **flags)
+    for kv in KV_FORMATS.values():
+        for dtype, group, head_dim in (("bf16", 1, 64), ("bf16", 8, 80), ("fp16", 4, 128), ("fp32", 2, 32)):
+            yield decode_configuration(dtype, group, head_dim, kv=kv)
+            yield prefill_configuration(capability, dtype, group, head_dim, 2048, kv=kv)
+        yield quantize_configuration("fp16", 3, 80, kv)
+    yield decode_configuration("bf16", 4, 128, 32, INT8, **every)
+    yield prefill_configuration(capability, "bf16", 4, 128, 2048, 32, INT8, **every)
     for num_tokens in (4, 16):
         yield prefill_configuration(capability, "bf16", 4, 128, num_tokens)
 
@@ -147,7 +185,7 @@ def _type(name: str, configuration: Configuration) -> str:
     if name in configuration.constants:
         return "constexpr"
     if name.endswith("_ptr"):
-        return "*" + _INTEGER_POINTERS.get(name, configuration.dtype)
+        return "*" + (configuration.pointers | _INTEGER_POINTERS).get(name, configuration.dtype)
     return "fp32" if name in _FLOATS else "i32"
 
 

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from kernels.attention_tile import attend_tile
 from kernels.dispatch import cpu_kernels, tl, triton, use_triton
+from kernels.kv_quantize import as_bytes, kv_format_of
 from kernels.prefill_attention import prefill_attention_reference
 
 # A split shorter than this spends more on its partial result than on its keys; more splits than this only add programs
@@ -26,8 +27,9 @@ def paged_attention(
 ) -> Tensor:
     """Attend from q [num_seqs, num_heads, head_dim], each sequence's newest token, to the tokens in its blocks.
 
-    Caches [num_blocks, num_kv_heads, block_size, head_dim]; block_tables int32 [num_seqs, max_blocks]; seq_lens int32
-    [num_seqs] counts the cached tokens, the query's own included (0 gives a row of zeros: padding of a CUDA graph).
+    Caches [num_blocks, num_kv_heads, block_size, head_dim], or pages of a format of kernels/kv_format.py; block_tables
+    int32 [num_seqs, max_blocks]; seq_lens int32 [num_seqs] counts the cached tokens, the query's own included (0 gives
+    a row of zeros: padding of a CUDA graph).
     The options are those of prefill_attention. Returns [num_seqs, num_heads, head_dim].
     """
     if use_triton(q):
@@ -56,9 +58,11 @@ def _launch(q, k_cache, v_cache, block_tables, seq_lens, scale, alibi_slopes, sl
     split_size, num_splits = split(block_tables.shape[1] * block_size)
     out = torch.empty((num_seqs, num_heads, head_dim), dtype=q.dtype, device=q.device)
     partial = torch.empty((num_seqs, num_heads, num_splits, head_dim + 2), dtype=torch.float32, device=q.device)
-    meta = constants(num_heads // num_kv_heads, head_dim, block_size, alibi_slopes, sliding_window, softcap)
+    meta = constants(
+        num_heads // num_kv_heads, head_dim, block_size, kv_format_of(k_cache), alibi_slopes, sliding_window, softcap
+    )
     paged_attention_kernel[(num_seqs, num_kv_heads, num_splits)](
-        q, k_cache, v_cache, block_tables, seq_lens, alibi_slopes, partial,
+        q, as_bytes(k_cache), as_bytes(v_cache), block_tables, seq_lens, alibi_slopes, partial,
         scale, softcap, sliding_window, num_kv_heads, q.stride(0), q.stride(1), block_tables.stride(0),
         SPLIT_SIZE=split_size, BLOCK_N=block_n(meta["BLOCK_D"], q.element_size()), **meta,
         num_warps=decode_warps(q.element_size()), num_stages=3,
@@ -90,7 +94,7 @@ def decode_warps(element_size: int) -> int:
     return 8 if element_size == 4 else 4
 
 
-def constants(group, head_dim, block_size, alibi_slopes, sliding_window, softcap) -> dict[str, int | bool]:
+def constants(group, head_dim, block_size, kv_format, alibi_slopes, sliding_window, softcap) -> dict[str, int | bool]:
     """The compile-time arguments of the kernel. tl.dot wants 16 rows at least: GQA fills them, padding the rest."""
     return {
         "GROUP": group,
@@ -98,6 +102,7 @@ def constants(group, head_dim, block_size, alibi_slopes, sliding_window, softcap
         "HEAD_DIM": head_dim,
         "BLOCK_D": max(16, 1 << (head_dim - 1).bit_length()),
         "BLOCK_SIZE": block_size,
+        "KV_FORMAT": 0 if kv_format is None else kv_format.code,
         "HAS_ALIBI": alibi_slopes is not None,
         "HAS_SOFTCAP": softcap > 0,
         "HAS_WINDOW": sliding_window > 0,
@@ -127,6 +132,7 @@ def paged_attention_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    KV_FORMAT: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
@@ -149,6 +155,9 @@ def paged_attention_kernel(
     q_mask = row_mask[:, None] & (offs_d < HEAD_DIM)[None, :]
     q_offsets = seq.to(tl.int64) * q_stride_row + head[:, None] * q_stride_head + offs_d[None, :]
     q = tl.load(q_ptr + q_offsets, mask=q_mask, other=0.0)
+    q_sum = tl.zeros([BLOCK_M], tl.float32)
+    if KV_FORMAT == 3:  # int4, the format with a minimum
+        q_sum += tl.sum(q.to(tl.float32), 1)
     slopes = tl.zeros([BLOCK_M], tl.float32)
     if HAS_ALIBI:
         slopes = tl.load(alibi_slopes_ptr + head, mask=row_mask, other=0.0)
@@ -159,9 +168,9 @@ def paged_attention_kernel(
     block_table_ptr = block_tables_ptr + seq.to(tl.int64) * block_tables_stride
     for tile_start in range(begin, end, BLOCK_N):
         acc, row_max, row_sum = attend_tile(
-            q, acc, row_max, row_sum, k_cache_ptr, v_cache_ptr, block_table_ptr, kv_head, num_kv_heads,
+            q, q_sum, acc, row_max, row_sum, k_cache_ptr, v_cache_ptr, block_table_ptr, kv_head, num_kv_heads,
             tile_start, end, query_pos, slopes, scale, softcap, sliding_window,
-            BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, True, HAS_ALIBI, HAS_SOFTCAP, HAS_WINDOW,
+            BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, KV_FORMAT, True, HAS_ALIBI, HAS_SOFTCAP, HAS_WINDOW,
         )  # fmt: skip
     num_heads, num_splits = num_kv_heads * GROUP, tl.num_programs(2)
     row = ((seq.to(tl.int64) * num_heads + head) * num_splits + split_id) * (HEAD_DIM + 2)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kernels.attention_tile import attend_tile
 from kernels.dispatch import cpu_kernels, tl, triton, use_triton
+from kernels.kv_quantize import as_bytes, kv_format_of, read_pages
 
 
 def prefill_attention(
@@ -27,7 +28,8 @@ def prefill_attention(
 
     Sequence i owns the rows cu_seqlens_q[i]:cu_seqlens_q[i+1] (int32 [num_seqs + 1]); its last row is token
     seq_lens[i] - 1 (int32 [num_seqs]). Keys and values, this step's included, are read from the caches
-    [num_blocks, num_kv_heads, block_size, head_dim] through block_tables int32 [num_seqs, max_blocks].
+    [num_blocks, num_kv_heads, block_size, head_dim], or from pages of a format of kernels/kv_format.py, through
+    block_tables int32 [num_seqs, max_blocks].
     alibi_slopes fp32 [num_heads]; sliding_window w > 0 keeps the last w tokens, the query's own included; softcap c > 0
     replaces a score s by c * tanh(s / c). Returns [num_tokens, num_heads, head_dim].
     """
@@ -59,20 +61,24 @@ def _launch(q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens, max_seqle
     num_seqs, (_, num_heads, head_dim) = seq_lens.shape[0], q.shape
     _, num_kv_heads, block_size, _ = k_cache.shape
     group = num_heads // num_kv_heads
-    block_d = max(16, _power_of_2(head_dim))
-    tile = tile_shape(max_seqlen_q * group, group, block_d, q.element_size(), _capability(q.device))
+    block_d, kv_format = max(16, _power_of_2(head_dim)), kv_format_of(k_cache)
+    quantized = kv_format is not None
+    tile = tile_shape(max_seqlen_q * group, group, block_d, q.element_size(), _capability(q.device), quantized)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     grid = (-(-max_seqlen_q // (tile["BLOCK_M"] // group)), num_kv_heads, num_seqs)
     prefill_attention_kernel[grid](
-        q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens, alibi_slopes, out,
+        q, as_bytes(k_cache), as_bytes(v_cache), block_tables, cu_seqlens_q, seq_lens, alibi_slopes, out,
         scale, softcap, sliding_window, num_kv_heads, q.stride(0), q.stride(1), block_tables.stride(0),
         GROUP=group, HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_SIZE=block_size,
+        KV_FORMAT=0 if kv_format is None else kv_format.code,
         HAS_ALIBI=alibi_slopes is not None, HAS_SOFTCAP=softcap > 0, HAS_WINDOW=sliding_window > 0, **tile,
     )  # fmt: skip
     return out
 
 
-def tile_shape(num_rows: int, group: int, block_d: int, element_size: int, capability: int) -> dict[str, int]:
+def tile_shape(
+    num_rows: int, group: int, block_d: int, element_size: int, capability: int, quantized: bool
+) -> dict[str, int]:
     """BLOCK_M (query tokens x heads of a group), BLOCK_N, warps and stages for sm_80 or sm_90.
 
     Chosen by what compiles without spilling (`python -m kernels.aot` prints it), not by timing on a GPU. 64 rows and
@@ -84,6 +90,8 @@ def tile_shape(num_rows: int, group: int, block_d: int, element_size: int, capab
         block_m, block_n, num_warps, num_stages = max(16, _power_of_2(num_rows)), 64, 4, 2
     elif block_d > 128:
         block_m, block_n, num_warps, num_stages = 64, 32, 8, 2
+    elif quantized and block_d > 64 and capability < 90:
+        block_m, block_n, num_warps, num_stages = 64, 64, 8, 2  # codes on their way to floats need registers, too
     else:
         block_m, num_warps, num_stages = (64, 4, 3) if num_rows <= 64 else (128, 8, 3)
         block_n = 32 if block_d > 64 and capability < 90 else 64  # 64 spills on sm_80
@@ -129,6 +137,7 @@ def prefill_attention_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    KV_FORMAT: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
@@ -152,6 +161,9 @@ def prefill_attention_kernel(
     q_mask = row_mask[:, None] & (offs_d < HEAD_DIM)[None, :]
     row = (q_begin + token).to(tl.int64)
     q = tl.load(q_ptr + (row * q_stride_row + head * q_stride_head)[:, None] + offs_d[None, :], mask=q_mask, other=0.0)
+    q_sum = tl.zeros([BLOCK_M], tl.float32)
+    if KV_FORMAT == 3:  # int4, the format with a minimum
+        q_sum += tl.sum(q.to(tl.float32), 1)
     slopes = tl.zeros([BLOCK_M], tl.float32)
     if HAS_ALIBI:
         slopes = tl.load(alibi_slopes_ptr + head, mask=row_mask, other=0.0)
@@ -168,16 +180,16 @@ def prefill_attention_kernel(
         unmasked_end = begin  # the window's edge cuts through the past as well
     for tile_start in range(begin, unmasked_end, BLOCK_N):
         acc, row_max, row_sum = attend_tile(
-            q, acc, row_max, row_sum, k_cache_ptr, v_cache_ptr, block_table_ptr, kv_head, num_kv_heads,
+            q, q_sum, acc, row_max, row_sum, k_cache_ptr, v_cache_ptr, block_table_ptr, kv_head, num_kv_heads,
             tile_start, seq_len, query_pos, slopes, scale, softcap, sliding_window,
-            BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, False, HAS_ALIBI, HAS_SOFTCAP, HAS_WINDOW,
+            BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, KV_FORMAT, False, HAS_ALIBI, HAS_SOFTCAP, HAS_WINDOW,
         )  # fmt: skip
     end = tl.minimum(seq_len, past + first_token + tokens_per_tile)
     for tile_start in range(unmasked_end, end, BLOCK_N):
         acc, row_max, row_sum = attend_tile(
-            q, acc, row_max, row_sum, k_cache_ptr, v_cache_ptr, block_table_ptr, kv_head, num_kv_heads,
+            q, q_sum, acc, row_max, row_sum, k_cache_ptr, v_cache_ptr, block_table_ptr, kv_head, num_kv_heads,
             tile_start, end, query_pos, slopes, scale, softcap, sliding_window,
-            BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, True, HAS_ALIBI, HAS_SOFTCAP, HAS_WINDOW,
+            BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, KV_FORMAT, True, HAS_ALIBI, HAS_SOFTCAP, HAS_WINDOW,
         )  # fmt: skip
     result = acc / tl.where(row_sum > 0.0, row_sum, 1.0)[:, None]
     out_row = row * (num_kv_heads * GROUP) + head
@@ -207,7 +219,7 @@ def prefill_attention_reference(
         if rows.start == rows.stop or seq_len == 0:
             continue
         keys, values = (gather_blocks(cache, block_tables[i], seq_len) for cache in (k_cache, v_cache))
-        keys, values = (x.float().repeat_interleave(group, dim=0) for x in (keys, values))
+        keys, values = (x.repeat_interleave(group, dim=0) for x in (keys, values))
         scores = torch.einsum("qhd,hkd->hqk", q[rows].float(), keys) * scale
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
@@ -224,7 +236,7 @@ def prefill_attention_reference(
 
 
 def gather_blocks(cache: Tensor, block_table: Tensor, seq_len: int) -> Tensor:
-    """The first seq_len tokens of one sequence as [num_kv_heads, seq_len, head_dim], copied out of the cache."""
-    num_kv_heads, block_size, head_dim = cache.shape[1:]
-    blocks = cache[block_table[: -(-seq_len // block_size)].long()]
-    return blocks.transpose(0, 1).reshape(num_kv_heads, -1, head_dim)[:, :seq_len]
+    """The first seq_len tokens of one sequence as fp32 [num_kv_heads, seq_len, head_dim], from any cache."""
+    num_blocks = -(-seq_len // cache.shape[2])
+    blocks = read_pages(cache[block_table[:num_blocks].long()])
+    return blocks.transpose(0, 1).flatten(1, 2)[:, :seq_len]

@@ -1,15 +1,27 @@
 """Write the keys and values of this step's tokens into their slots of the paged KV cache."""
 
+import torch
 from torch import Tensor
 
 from kernels.dispatch import cpu_kernels, tl, triton, use_triton
+from kernels.kv_format import KVFormat
+from kernels.kv_quantize import (
+    as_bytes,
+    bf16_bits,
+    encode_e4m3,
+    kv_format_of,
+    quantize_rows,
+    round_even,
+    split_pages,
+)
 
 
 def reshape_and_cache(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
     """Store row t of key and value [num_tokens, num_kv_heads, head_dim] at slot_mapping[t] of the caches.
 
-    Caches are [num_blocks, num_kv_heads, block_size, head_dim]; slot = block_id * block_size + offset, int64, and -1
-    skips the row (padding). key and value may be views of a wider row whose last axis is contiguous.
+    Caches are [num_blocks, num_kv_heads, block_size, head_dim], or pages of a format of kernels/kv_format.py, which are
+    quantised here, each row by itself; slot = block_id * block_size + offset, int64, and -1 skips the row (padding).
+    key and value may be views of a wider row whose last axis is contiguous.
     """
     if use_triton(key):
         _launch(key, value, k_cache, v_cache, slot_mapping)
@@ -17,19 +29,46 @@ def reshape_and_cache(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tens
     cpu = cpu_kernels() if key.device.type == "cpu" else None
     if cpu and cpu.elementwise.supports_reshape_and_cache(key, value, k_cache, v_cache, slot_mapping):
         cpu.elementwise.reshape_and_cache(key, value, k_cache, v_cache, slot_mapping)
+    elif cpu and cpu.quantize.supports_quantize_and_cache(key, value, k_cache, v_cache, slot_mapping):
+        cpu.quantize.quantize_and_cache(key, value, k_cache, v_cache, slot_mapping)
     else:
         reshape_and_cache_reference(key, value, k_cache, v_cache, slot_mapping)
 
 
 def _launch(key, value, k_cache, v_cache, slot_mapping):
     num_tokens, num_kv_heads, head_dim = key.shape
+    kv_format = kv_format_of(k_cache)
     if num_tokens == 0:
+        return
+    if kv_format is not None:
+        _launch_quantized(key, value, as_bytes(k_cache), as_bytes(v_cache), slot_mapping, kv_format)
         return
     reshape_and_cache_kernel[(num_tokens,)](
         key, value, k_cache, v_cache, slot_mapping, key.stride(0), key.stride(1), value.stride(0), value.stride(1),
         NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=k_cache.shape[2],
         BLOCK_H=1 << (num_kv_heads - 1).bit_length(), BLOCK_D=1 << (head_dim - 1).bit_length(), num_warps=4,
     )  # fmt: skip
+
+
+def _launch_quantized(key, value, k_cache, v_cache, slot_mapping, kv_format: KVFormat):
+    num_tokens, num_kv_heads, head_dim = key.shape
+    quantize_and_cache_kernel[(num_tokens, 2)](
+        key, value, k_cache, v_cache, slot_mapping, key.stride(0), key.stride(1), value.stride(0), value.stride(1),
+        **quantize_constants(num_kv_heads, head_dim, k_cache.shape[2], kv_format), num_warps=4,
+    )  # fmt: skip
+
+
+def quantize_constants(num_kv_heads: int, head_dim: int, block_size: int, kv_format: KVFormat) -> dict[str, int]:
+    """The compile-time arguments of quantize_and_cache_kernel. A program handles bytes: two numbers each in int4."""
+    width = kv_format.row_bytes(head_dim)
+    return {
+        "NUM_KV_HEADS": num_kv_heads,
+        "ROW_BYTES": width,
+        "BLOCK_SIZE": block_size,
+        "BLOCK_H": 1 << (num_kv_heads - 1).bit_length(),
+        "BLOCK_B": 1 << (width - 1).bit_length(),
+        "KV_FORMAT": kv_format.code,
+    }
 
 
 @triton.jit
@@ -64,12 +103,100 @@ def reshape_and_cache_kernel(
     tl.store(v_cache_ptr + target, value, mask=mask)
 
 
+@triton.jit
+def quantize_and_cache_kernel(
+    key_ptr,
+    value_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    slot_mapping_ptr,
+    key_stride_row,
+    key_stride_head,
+    value_stride_row,
+    value_stride_head,
+    NUM_KV_HEADS: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    KV_FORMAT: tl.constexpr,
+):
+    """Grid (num_tokens, 2): the keys, or the values, of all heads of one token."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping_ptr + token)
+    if slot < 0:
+        return
+    if tl.program_id(1) == 0:
+        _quantize_token(
+            key_ptr + token * key_stride_row, key_stride_head, k_cache_ptr, slot,
+            NUM_KV_HEADS, ROW_BYTES, BLOCK_SIZE, BLOCK_H, BLOCK_B, KV_FORMAT,
+        )  # fmt: skip
+    else:
+        _quantize_token(
+            value_ptr + token * value_stride_row, value_stride_head, v_cache_ptr, slot,
+            NUM_KV_HEADS, ROW_BYTES, BLOCK_SIZE, BLOCK_H, BLOCK_B, KV_FORMAT,
+        )  # fmt: skip
+
+
+@triton.jit
+def _quantize_token(
+    x_ptr,
+    stride_head,
+    cache_ptr,
+    slot,
+    NUM_KV_HEADS: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    KV_FORMAT: tl.constexpr,
+):
+    """quantize_rows for the heads of one token, into its page. A multiplication may fuse with the rounding after it, so
+    that a code next to a tie differs from the reference by one."""
+    head, offs = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_B)
+    head_mask = head < NUM_KV_HEADS
+    mask = head_mask[:, None] & (offs < ROW_BYTES)[None, :]
+    at = x_ptr + head[:, None] * stride_head + offs[None, :]
+    x = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    bad = tl.sum(x * 0.0, 1)  # NaN where the row holds NaN or infinity
+    if KV_FORMAT == 3:
+        y = tl.load(at + ROW_BYTES, mask=mask, other=0.0).to(tl.float32)
+        bad += tl.sum(y * 0.0, 1)
+        inf = float("inf")
+        low = tl.min(tl.where(mask, tl.minimum(x, y), inf), 1)
+        high = tl.max(tl.where(mask, tl.maximum(x, y), -inf), 1)
+        scale_bits = bf16_bits(tl.div_rn(tl.maximum(high - low, 1e-30), 15.0) + bad)
+        low_bits = bf16_bits(low + bad)
+        words = scale_bits | (low_bits << 16)
+        inverse = tl.div_rn(1.0, (scale_bits << 16).to(tl.float32, bitcast=True))[:, None]
+        low = (low_bits << 16).to(tl.float32, bitcast=True)[:, None]
+        first = tl.minimum(tl.maximum(round_even((x - low) * inverse), 0.0), 15.0).to(tl.int32)
+        second = tl.minimum(tl.maximum(round_even((y - low) * inverse), 0.0), 15.0).to(tl.int32)
+        codes = first | (second << 4)
+    else:
+        limit: tl.constexpr = 127.0 if KV_FORMAT == 1 else 448.0
+        scale = tl.div_rn(tl.maximum(tl.max(tl.abs(x), 1), 1e-30), limit) + bad
+        words = scale.to(tl.int32, bitcast=True)
+        scaled = x * tl.div_rn(1.0, scale)[:, None]
+        scaled = tl.where(scaled == scaled, scaled, 0.0)  # NaN has no code; it is in the scale
+        codes = round_even(scaled).to(tl.int32) if KV_FORMAT == 1 else encode_e4m3(scaled)
+    page = ((slot // BLOCK_SIZE) * NUM_KV_HEADS + head) * (BLOCK_SIZE * (ROW_BYTES + 4))
+    row = (page + (slot % BLOCK_SIZE) * ROW_BYTES)[:, None] + offs[None, :]
+    tl.store(cache_ptr + row, codes.to(cache_ptr.dtype.element_ty), mask=mask)
+    words_ptr = (cache_ptr + page + BLOCK_SIZE * ROW_BYTES).to(tl.pointer_type(tl.int32))
+    tl.store(words_ptr + slot % BLOCK_SIZE, words, mask=head_mask)
+
+
 def reshape_and_cache_reference(
     key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
 ) -> None:
     """The same in torch."""
     keep = slot_mapping >= 0
-    slots, block_size = slot_mapping[keep], k_cache.shape[2]
+    slots, block_size, kv_format = slot_mapping[keep], k_cache.shape[2], kv_format_of(k_cache)
     block_ids, offsets = slots // block_size, slots % block_size
-    k_cache[block_ids, :, offsets] = key[keep]
-    v_cache[block_ids, :, offsets] = value[keep]
+    for rows, cache in ((key[keep], k_cache), (value[keep], v_cache)):
+        if kv_format is None:
+            cache[block_ids, :, offsets] = rows
+        else:
+            codes, parameters = split_pages(cache.view(torch.uint8))
+            codes[block_ids, :, offsets], parameters[block_ids, :, offsets] = quantize_rows(rows, kv_format)

@@ -19,6 +19,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 # What vLLM calls the same and means the same, so that its dashboards and autoscalers work. The rest is ours.
 VLLM_NAMES = frozenset(
     {
+        "cache_config_info",
         "e2e_request_latency_seconds",
         "generation_tokens",
         "inter_token_latency_seconds",
@@ -65,6 +66,8 @@ class EngineCollector(Collector):
         self._driver.stats_snapshot()
         for metric in self._driver.stats.metrics():
             yield self._family(metric)
+        if hasattr(self._driver, "model"):
+            yield self._cache_config()
         yield self._http_requests()
         tasks = GaugeMetricFamily("pageserve:asyncio_tasks", "Tasks on the event loop; each open stream has a few.")
         tasks.add_metric((), len(asyncio.all_tasks()))
@@ -88,6 +91,18 @@ class EngineCollector(Collector):
         bounds = [*map(str, metric.bounds), "+Inf"]
         histogram.add_metric(self._labels, list(zip(bounds, accumulate(metric.counts), strict=True)), metric.sum)
         return histogram
+
+    def _cache_config(self) -> Metric:
+        model = self._driver.model
+        values = {
+            "cache_dtype": model.kv_cache_dtype,
+            "block_size": model.block_size,
+            "num_gpu_blocks": model.num_blocks,
+        }
+        name, help = "vllm:cache_config_info", "The KV cache: element type, tokens per block, blocks on the device."
+        info = GaugeMetricFamily(name, help, labels=(*LABELS, *values))
+        info.add_metric((*self._labels, *map(str, values.values())), 1)
+        return info
 
     def _http_requests(self) -> Metric:
         family = CounterMetricFamily("pageserve:http_requests", "HTTP responses begun.", labels=("route", "code"))

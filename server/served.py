@@ -34,10 +34,11 @@ class Served:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Changes with whatever may change the text of a seeded request: version, checkpoint, device, dtype."""
+        """Changes with whatever may change the text of a seeded request: version, checkpoint, device, dtypes."""
         model, config = self.driver.model, self.driver.config
         parts = (package_version(), config.model, config.revision, config.quantization, model.device, model.dtype)
-        return "pageserve-" + hashlib.sha256(repr((*parts, model.vocab_size)).encode()).hexdigest()[:12]
+        text = repr((*parts, model.vocab_size, model.kv_cache_dtype))
+        return "pageserve-" + hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def check_ready(self) -> None:
         if self.driver.phase not in SERVING_PHASES:

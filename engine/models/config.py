@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from math import prod
 
 from engine.errors import ModelError
+from kernels.kv_format import KVFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +89,10 @@ class ModelConfig:
         """The sliding window of a layer in tokens, 0 for none."""
         return self.sliding_window if self.window_layers is None or layer in self.window_layers else 0
 
-    def kv_bytes_per_token(self, dtype_bytes: int) -> int:
-        """Bytes of KV cache that one token takes over all layers."""
-        return 2 * self.num_layers * self.kv_size * dtype_bytes
+    def kv_bytes_per_token(self, dtype_bytes: int, kv_format: KVFormat | None = None) -> int:
+        """Bytes of KV cache that one token takes over all layers: in the model's dtype, or quantised with scales."""
+        row = self.head_dim * dtype_bytes if kv_format is None else kv_format.width(self.head_dim)
+        return 2 * self.num_layers * self.num_kv_heads * row
 
     def num_parameters(self) -> int:
         """A tied lm_head counts once."""

@@ -10,7 +10,7 @@ from engine.models.attention import BatchMetadata
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.worker.host import StepLimits
-from engine.worker.kv_cache import allocate_kv_caches, gpu_cache_bytes, model_max_len
+from engine.worker.kv_cache import allocate_kv_caches, gpu_cache_bytes, kv_format_of, model_max_len
 from engine.worker.sampler import TokenCounts, sample
 from engine.worker.sampling_rows import EVERYTHING_ON, SamplingRows
 
@@ -59,7 +59,8 @@ def _largest_step(
 ) -> None:
     num_tokens = limits.max_num_batched_tokens
     # One block stands for all: no token is written, and what is read does not matter.
-    kv_caches = [(k.zero_(), v.zero_()) for k, v in allocate_kv_caches(model, 1, config.block_size, dtype, device)]
+    caches = allocate_kv_caches(model, 1, config.block_size, dtype, device, kv_format_of(config, model))
+    kv_caches = [(k.zero_(), v.zero_()) for k, v in caches]
     metadata = _prefill_metadata(num_tokens, model_max_len(config, model), config.block_size, device)
     ids = torch.zeros(num_tokens, dtype=torch.int64, device=device)
     hidden = decoder.forward(ids, metadata, kv_caches)

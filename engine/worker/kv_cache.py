@@ -10,6 +10,7 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.models.config import ModelConfig
 from engine.settings import parse_size
+from kernels.kv_format import KVFormat, find_kv_format
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +32,17 @@ class KVCacheSize:
     @property
     def num_bytes(self) -> int:
         return self.num_blocks * self.block_bytes
+
+
+def kv_format_of(config: EngineConfig, model: ModelConfig) -> KVFormat | None:
+    """How keys and values are stored; None: in the model's dtype. ConfigError where the model's heads do not fit."""
+    kv_format = find_kv_format(config.kv_cache_dtype)
+    try:
+        if kv_format is not None:
+            kv_format.row_bytes(model.head_dim)
+    except ValueError as error:
+        raise ConfigError(f"kv_cache_dtype: {error}; use --kv-cache-dtype int8, fp8 or auto.") from None
+    return kv_format
 
 
 def model_max_len(config: EngineConfig, model: ModelConfig) -> int:
@@ -83,7 +95,7 @@ def size_kv_cache(
     On a GPU the rest is left to the prefix cache.
     Raises ConfigError with the nearest settings that fit.
     """
-    block_bytes = config.block_size * model.kv_bytes_per_token(dtype_bytes)
+    block_bytes = config.block_size * model.kv_bytes_per_token(dtype_bytes, kv_format_of(config, model))
     longest = model_max_len(config, model)
     blocks_per_sequence = -(-longest // config.block_size)
     num_blocks = config.num_blocks or max(0, budget) // block_bytes
@@ -131,16 +143,27 @@ def _more_memory(on_gpu: bool, config: EngineConfig, needed: int) -> str:
 
 
 def allocate_kv_caches(
-    model: ModelConfig, num_blocks: int, block_size: int, dtype: "torch.dtype", device: "torch.device"
+    model: ModelConfig,
+    num_blocks: int,
+    block_size: int,
+    dtype: "torch.dtype",
+    device: "torch.device",
+    kv_format: KVFormat | None = None,
 ) -> "list[tuple[Tensor, Tensor]]":
     """(k_cache, v_cache) per layer, each [num_blocks, num_kv_heads, block_size, head_dim].
+
+    Quantised, the last axis is a row's bytes and the dtype the format's (kernels/kv_format.py): index b still is all
+    of block b, its scales included.
 
     On a CPU no page is touched: memory is taken as blocks come into use. On a GPU they are zeros, since a masked
     element is still multiplied and leftover NaN would spread.
     """
     import torch
 
-    shape = (num_blocks, model.num_kv_heads, block_size, model.head_dim)
+    width = model.head_dim
+    if kv_format is not None:
+        dtype, width = getattr(torch, kv_format.dtype_name), kv_format.width(model.head_dim)
+    shape = (num_blocks, model.num_kv_heads, block_size, width)
     make = torch.empty if device.type == "cpu" else torch.zeros
     return [
         (make(shape, dtype=dtype, device=device), make(shape, dtype=dtype, device=device))

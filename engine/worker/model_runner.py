@@ -37,6 +37,7 @@ from engine.worker.input_batch import MAX_STEPS_IN_FLIGHT, InputBatch, StepBuffe
 from engine.worker.kv_cache import (
     allocate_kv_caches,
     host_cache_bytes,
+    kv_format_of,
     model_max_len,
     num_host_blocks,
     size_kv_cache,
@@ -360,7 +361,9 @@ def load_runner(
     reserved = 0 if device.type == "cuda" else size.num_bytes
     num_slots = num_host_blocks(config, size.block_bytes, available_host_bytes() - reserved)
     progress("allocating the KV cache")
-    kv_caches = allocate_kv_caches(model, size.num_blocks, config.block_size, dtype, device)
+    kv_format = kv_format_of(config, model)
+    dtype_name = str(dtype).removeprefix("torch.")
+    kv_caches = allocate_kv_caches(model, size.num_blocks, config.block_size, dtype, device, kv_format)
     copier = block_copier(kv_caches)
     block_file = open_block_file(config, copier.block_bytes, model_identity)
     runner = ModelRunner(
@@ -384,10 +387,11 @@ def load_runner(
         max_num_batched_tokens=limits.max_num_batched_tokens,
         vocab_size=model.vocab_size,
         device=device.type,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=dtype_name,
         memory=memory | {"kv_cache": size.num_bytes, "host_cache": num_slots * size.block_bytes},
         num_host_blocks=num_slots,
         cache_costs=costs,
         disk_digests=block_file.digests() if block_file else [],
+        kv_cache_dtype=dtype_name if kv_format is None else kv_format.name,
     )
     return runner, ready

@@ -24,6 +24,7 @@ from engine.worker.kv_cache import (
     format_bytes,
     gpu_cache_bytes,
     host_cache_bytes,
+    kv_format_of,
     model_max_len,
     size_kv_cache,
 )
@@ -146,6 +147,8 @@ def _candidates(config: EngineConfig, model: ModelConfig, machine: Machine) -> I
         yield [
             {"num_blocks": n} for n in (*_halves(config.num_blocks, 1), *(config.num_blocks << i for i in range(20)))
         ]
+    if config.kv_cache_dtype == "auto":
+        yield [{"kv_cache_dtype": "int8"}]
     if config.dtype == "float32" or (config.dtype == "auto" and model.dtype == "float32"):
         yield [{"dtype": "bfloat16"}]
 
@@ -161,7 +164,8 @@ def _halves(value: int, least: int) -> list[int]:
 def describe(config: EngineConfig, model: ModelConfig, machine: Machine, plan: MemoryPlan) -> Iterator[str]:
     """The lines that are printed."""
     dtype = model.dtype if config.dtype == "auto" else config.dtype
-    per_token = model.kv_bytes_per_token(DTYPE_BYTES[dtype])
+    kv_format = kv_format_of(config, model)
+    per_token = model.kv_bytes_per_token(DTYPE_BYTES[dtype], kv_format)
     where = "GPU memory" if machine.device_type == "cuda" else "free host memory"
     yield f"{config.model or 'bundled model'}: {model.num_parameters() / 1e6:,.1f} M parameters in {dtype}"
     yield _row(where, machine.total_bytes, "")
@@ -173,7 +177,7 @@ def describe(config: EngineConfig, model: ModelConfig, machine: Machine, plan: M
     yield _row("activations", plan.activations, f"at {plan.limits.max_num_batched_tokens} tokens a step")
     yield _row("sampler", plan.sampler, f"worst case at {plan.limits.max_num_seqs} sequences")
     length = plan.size.max_model_len if plan.size else model_max_len(config, model)
-    yield _row("KV per token", per_token, "")
+    yield _row("KV per token", per_token, f"in {kv_format.name}, scales included" if kv_format else f"in {dtype}")
     yield _row("KV per sequence", length * per_token, f"of max_model_len {length}")
     if plan.size is None:
         yield _row("left for KV cache", plan.left_for_kv, "")

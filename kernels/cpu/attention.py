@@ -3,17 +3,21 @@
 The query heads that share a KV head are taken four at a time ("quad"), so that a widened row of K or V serves four
 heads; a group of three is padded to a quad and what else is left over goes head by head. Scores of a quad are stored
 token by token, four floats each; those of a single head one float each ("lanes" 4 or 1).
+
+Codes of a quantised cache are widened in registers, too; a key's scale meets its scores and a value's its
+probabilities, so that the loops over a row are the same for every format.
 """
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.cpu import simd
+from kernels.cpu import attention_rows as loops
+from kernels.cpu import codes, simd
 from kernels.cpu.parallel import jit, next_item, parallel_kernel
-from kernels.cpu.simd import WIDTH, advance, fma, load, load_pair, read, splat, store, write
+from kernels.cpu.simd import WIDTH, advance, read, splat, store
+from kernels.kv_quantize import kv_format_of
 
-NEG_INF = np.float32(-np.inf)
 ZERO = np.float32(0)
 ROWS_PER_ITEM = 8
 # Blocks to ask for in advance. 64 sequences of 160 tokens took 1.7 ms without, 1.2 ms with 2 into L1, 0.9 ms with 4
@@ -22,179 +26,58 @@ AHEAD = 4
 
 
 @jit
-def _widen(x, n, scale, out):
-    """out[:n] = x * scale in fp32, in the order of load_pair (n a multiple of 16; the last 16 may be unpaired)."""
-    paired = n // 32 * 32
-    for d in range(0, paired, 32):
-        a, b = load_pair(x, d)
-        store(out, d, simd.mul(a, splat(scale)))
-        store(out, d + 16, simd.mul(b, splat(scale)))
-    if paired < n:
-        store(out, paired, simd.mul(load(x, paired), splat(scale)))
+def _unit(unit, quads):
+    """(first head of the group, lanes) of a quad, or of one of the single heads after the quads."""
+    return (4 * unit, 4) if unit < quads else (3 * quads + unit, 1)
 
 
 @jit
-def _narrow(acc, n, scale, out):
-    """The inverse of _widen, rounding to out's dtype."""
-    paired = n // 32 * 32
-    for d in range(0, paired, 32):
-        simd.store_pair(out, d, simd.mul(load(acc, d), splat(scale)), simd.mul(load(acc, d + 16), splat(scale)))
-    if paired < n:
-        store(out, paired, simd.mul(load(acc, paired), splat(scale)))
+def _score_block(k, ahead, t, n, block_size, head_dim, quads, units, stride, wide_q, q_sums, scores):
+    """Scores of the n tokens of one block, t tokens after the first block's start, for every head of the group."""
+    parameters = loops.words(k, block_size, head_dim)
+    if codes.bits(k) != 0:
+        simd.prefetch_pair(loops.words(ahead, block_size, head_dim), 0)
+    for unit in range(quads):
+        at = advance(scores, 4 * (unit * stride + t))
+        loops.scores_quad(advance(wide_q, 4 * unit * head_dim), k, ahead, n, head_dim, at)
+        if codes.bits(k) != 0:
+            loops.scale_scores(k, parameters, n, block_size, 4, advance(q_sums, unit * WIDTH), at)
+    for unit in range(quads, units):
+        g = 3 * quads + unit
+        at = advance(scores, g * stride + t)
+        loops.scores_single(advance(wide_q, g * head_dim), k, ahead, block_size, head_dim, at)
+        if codes.bits(k) != 0:
+            loops.scale_scores(k, parameters, n, block_size, 1, advance(q_sums, unit * WIDTH), at)
 
 
 @jit
-def _scores_single(q, k, ahead, num_tokens, head_dim, scores):
-    """scores[t] = q . k[t]; k [block_size, head_dim]. Four tokens at a time, so block_size is a multiple of 4."""
-    paired = head_dim // 32 * 32
-    for t in range(0, num_tokens, 4):
-        k0, k1, k2, k3 = t * head_dim, (t + 1) * head_dim, (t + 2) * head_dim, (t + 3) * head_dim
-        s0 = s1 = s2 = s3 = splat(ZERO)
-        for d in range(0, paired, 32):
-            q_a, q_b = load(q, d), load(q, d + 16)
-            simd.prefetch_pair(ahead, k0 + d)
-            simd.prefetch_pair(ahead, k1 + d)
-            simd.prefetch_pair(ahead, k2 + d)
-            simd.prefetch_pair(ahead, k3 + d)
-            a, b = load_pair(k, k0 + d)
-            s0 = fma(q_b, b, fma(q_a, a, s0))
-            a, b = load_pair(k, k1 + d)
-            s1 = fma(q_b, b, fma(q_a, a, s1))
-            a, b = load_pair(k, k2 + d)
-            s2 = fma(q_b, b, fma(q_a, a, s2))
-            a, b = load_pair(k, k3 + d)
-            s3 = fma(q_b, b, fma(q_a, a, s3))
-        if paired < head_dim:
-            x = load(q, paired)
-            s0 = fma(x, load(k, k0 + paired), s0)
-            s1 = fma(x, load(k, k1 + paired), s1)
-            s2 = fma(x, load(k, k2 + paired), s2)
-            s3 = fma(x, load(k, k3 + paired), s3)
-        simd.store_sums4(scores, t, s0, s1, s2, s3)
+def _accumulate_block(v, ahead, t, n, block_size, head_dim, quads, units, stride, scores, least_sums, acc):
+    """Add the n tokens of one block, weighted by their probabilities, to the sum of every head of the group."""
+    parameters = loops.words(v, block_size, head_dim)
+    if codes.bits(v) != 0:
+        simd.prefetch_pair(loops.words(ahead, block_size, head_dim), 0)
+    for unit in range(quads):
+        at = advance(scores, 4 * (unit * stride + t))
+        if codes.bits(v) != 0:
+            loops.scale_probs(v, parameters, n, block_size, 4, at, advance(least_sums, unit * WIDTH))
+        loops.accumulate_quad(at, v, ahead, n, head_dim, advance(acc, 4 * unit * head_dim))
+    for unit in range(quads, units):
+        g = 3 * quads + unit
+        at = advance(scores, g * stride + t)
+        if codes.bits(v) != 0:
+            loops.scale_probs(v, parameters, n, block_size, 1, at, advance(least_sums, unit * WIDTH))
+        loops.accumulate_single(at, v, ahead, n, head_dim, advance(acc, g * head_dim))
 
 
 @jit
-def _scores_quad(q, k, ahead, num_tokens, head_dim, scores):
-    """scores[t, h] = q[h] . k[t] for four heads; q [4, head_dim], k [num_tokens, head_dim]."""
-    paired = head_dim // 32 * 32
-    q1, q2, q3 = head_dim, 2 * head_dim, 3 * head_dim
-    for t in range(num_tokens):
-        s0 = s1 = s2 = s3 = splat(ZERO)
-        for d in range(0, paired, 32):
-            simd.prefetch_pair(ahead, t * head_dim + d)
-            a, b = load_pair(k, t * head_dim + d)
-            s0 = fma(load(q, d + 16), b, fma(load(q, d), a, s0))
-            s1 = fma(load(q, q1 + d + 16), b, fma(load(q, q1 + d), a, s1))
-            s2 = fma(load(q, q2 + d + 16), b, fma(load(q, q2 + d), a, s2))
-            s3 = fma(load(q, q3 + d + 16), b, fma(load(q, q3 + d), a, s3))
-        if paired < head_dim:
-            a = load(k, t * head_dim + paired)
-            s0 = fma(load(q, paired), a, s0)
-            s1 = fma(load(q, q1 + paired), a, s1)
-            s2 = fma(load(q, q2 + paired), a, s2)
-            s3 = fma(load(q, q3 + paired), a, s3)
-        simd.store_sums4(scores, 4 * t, s0, s1, s2, s3)
-
-
-@jit
-def _accumulate_single(probs, v, ahead, num_tokens, head_dim, acc):
-    """acc += sum over t of probs[t] * v[t]; v [num_tokens, head_dim]. acc stays in registers over the tokens."""
-    paired = head_dim // 32 * 32
-    for d in range(0, paired, 32):
-        even, odd = load(acc, d), load(acc, d + 16)
-        for t in range(num_tokens):
-            p = splat(read(probs, t))
-            simd.prefetch_pair(ahead, t * head_dim + d)
-            a, b = load_pair(v, t * head_dim + d)
-            even, odd = fma(p, a, even), fma(p, b, odd)
-        store(acc, d, even)
-        store(acc, d + 16, odd)
-    if paired < head_dim:
-        last = load(acc, paired)
-        for t in range(num_tokens):
-            last = fma(splat(read(probs, t)), load(v, t * head_dim + paired), last)
-        store(acc, paired, last)
-
-
-@jit
-def _accumulate_quad(probs, v, ahead, num_tokens, head_dim, acc):
-    """acc[h] += sum over t of probs[t, h] * v[t] for four heads; acc [4, head_dim]."""
-    paired = head_dim // 32 * 32
-    r1, r2, r3 = head_dim, 2 * head_dim, 3 * head_dim
-    for d in range(0, paired, 32):
-        a0, a1, a2, a3 = load(acc, d), load(acc, r1 + d), load(acc, r2 + d), load(acc, r3 + d)
-        b0, b1, b2, b3 = load(acc, d + 16), load(acc, r1 + d + 16), load(acc, r2 + d + 16), load(acc, r3 + d + 16)
-        for t in range(num_tokens):
-            simd.prefetch_pair(ahead, t * head_dim + d)
-            a, b = load_pair(v, t * head_dim + d)
-            p = splat(read(probs, 4 * t))
-            a0, b0 = fma(p, a, a0), fma(p, b, b0)
-            p = splat(read(probs, 4 * t + 1))
-            a1, b1 = fma(p, a, a1), fma(p, b, b1)
-            p = splat(read(probs, 4 * t + 2))
-            a2, b2 = fma(p, a, a2), fma(p, b, b2)
-            p = splat(read(probs, 4 * t + 3))
-            a3, b3 = fma(p, a, a3), fma(p, b, b3)
-        store(acc, d, a0)
-        store(acc, r1 + d, a1)
-        store(acc, r2 + d, a2)
-        store(acc, r3 + d, a3)
-        store(acc, d + 16, b0)
-        store(acc, r1 + d + 16, b1)
-        store(acc, r2 + d + 16, b2)
-        store(acc, r3 + d + 16, b3)
-    if paired < head_dim:
-        for h in range(4):
-            last = load(acc, h * head_dim + paired)
-            for t in range(num_tokens):
-                last = fma(splat(read(probs, 4 * t + h)), load(v, t * head_dim + paired), last)
-            store(acc, h * head_dim + paired, last)
-
-
-@jit
-def _adjust_scores(scores, lanes, num_heads, begin, end, softcap, slopes):
-    """Soft cap, then ALiBi (which counts back from the newest token, end - 1)."""
-    for t in range(begin, end):
-        for h in range(num_heads):
-            s = read(scores, t * lanes + h)
-            if softcap != 0:
-                s = softcap * np.float32(np.tanh(s / softcap))
-            if simd.address(slopes) != 0:
-                s = s - read(slopes, h) * np.float32(end - 1 - t)
-            write(scores, t * lanes + h, np.float32(s))
-
-
-@jit
-def _softmax_rows(scores, lanes, begin, end, padded):
-    """scores[t] -> exp(score - max), zero outside begin:end, in place; writes 1 / sum of each lane after the scores."""
-    for i in range(begin * lanes):
-        write(scores, i, NEG_INF)
-    for i in range(end * lanes, padded):
-        write(scores, i, NEG_INF)
-    top = splat(NEG_INF)
-    for i in range(0, padded, WIDTH):
-        top = simd.maximum(top, load(scores, i))
-    top = simd.spread_max4(top) if lanes == 4 else simd.spread_max1(top)
-    total = splat(ZERO)
-    for i in range(0, padded, WIDTH):
-        p = simd.exp(simd.sub(load(scores, i), top))
-        store(scores, i, p)
-        total = simd.add(total, p)
-    total = simd.spread_add4(total) if lanes == 4 else simd.spread_add1(total)
-    store(scores, padded, simd.div(splat(np.float32(1)), total))
-
-
-@jit
-def _block(cache, table, j, num_kv_heads, kv_head, block_elements):
-    """The rows of one KV head in the sequence's j-th block."""
-    return advance(cache, (np.int64(read(table, j)) * num_kv_heads + kv_head) * block_elements)
-
-
-@jit
-def _warm(rows, num_elements):
-    """Ask for the first blocks of a sequence; later ones are asked for while their predecessors are used."""
-    for i in range(0, num_elements, 32):
-        simd.prefetch_pair(rows, i)
+def _softmax(scores, begin, end, group, row, quads, units, stride, softcap, slopes):
+    """Scores of every head -> probabilities that still lack the division by their sum."""
+    for unit in range(units):
+        g, lanes = _unit(unit, quads)
+        at = advance(scores, g * stride)
+        if softcap != 0 or simd.address(slopes) != 0:
+            loops.adjust_scores(at, lanes, min(lanes, group - g), begin, end, softcap, _slopes_of(slopes, g))
+        loops.softmax_rows(at, lanes, begin, end, lanes * row)
 
 
 @jit
@@ -204,60 +87,51 @@ def _attend_heads(q, out, k_cache, v_cache, table, seq_len, kv_head, num_kv_head
     first = max(0, seq_len - window) if window > 0 else 0
     first_block, last_block = first // block_size, (seq_len + block_size - 1) // block_size
     begin, end = first - first_block * block_size, seq_len - first_block * block_size
-    block_elements = block_size * head_dim
     quads = (group + 1) // 4  # three or four heads left make a quad
-    singles = max(0, group - 4 * quads)
-    rows = 4 * quads + singles
+    units = quads + max(0, group - 4 * quads)
+    rows = 3 * quads + units
     row = ((last_block - first_block) * block_size + WIDTH - 1) // WIDTH * WIDTH
     stride = row + WIDTH  # scores of one head, with room for the reciprocal sums behind them
-    scratch = np.empty(rows * (stride + 2 * head_dim), np.float32)
+    zeroed = 2 * rows * head_dim + 2 * units * WIDTH
+    scratch = np.empty(rows * stride + zeroed + head_dim, np.float32)
     scores = simd.pointer_f32(scratch.ctypes.data)
     wide_q = advance(scores, rows * stride)
     acc = advance(wide_q, rows * head_dim)
-    for i in range(group * head_dim, rows * head_dim, WIDTH):
+    q_sums = advance(acc, rows * head_dim)
+    least_sums = advance(q_sums, units * WIDTH)
+    spare = advance(least_sums, units * WIDTH)
+    for i in range(0, zeroed, WIDTH):
         store(wide_q, i, splat(ZERO))
     for g in range(group):
-        _widen(advance(q, g * head_dim), head_dim, scale, advance(wide_q, g * head_dim))
-    for i in range(0, rows * head_dim, WIDTH):
-        store(acc, i, splat(ZERO))
+        loops.widen(advance(q, g * head_dim), head_dim, scale, advance(wide_q, g * head_dim), k_cache, spare)
+    if codes.is_int4(k_cache):
+        for unit in range(units):
+            g, lanes = _unit(unit, quads)
+            loops.sum_queries(advance(wide_q, g * head_dim), head_dim, lanes, advance(q_sums, unit * WIDTH))
     for j in range(first_block, min(first_block + AHEAD, last_block)):
-        _warm(_block(k_cache, table, j, num_kv_heads, kv_head, block_elements), block_elements)
+        loops.warm(loops.block(k_cache, table, j, num_kv_heads, kv_head, block_size, head_dim), block_size, head_dim)
     for j in range(first_block, last_block):
-        k = _block(k_cache, table, j, num_kv_heads, kv_head, block_elements)
-        ahead = _block(k_cache, table, min(j + AHEAD, last_block - 1), num_kv_heads, kv_head, block_elements)
-        t = (j - first_block) * block_size
-        for quad in range(quads):
-            at = advance(scores, 4 * (quad * stride + t))
-            _scores_quad(advance(wide_q, 4 * quad * head_dim), k, ahead, min(block_size, end - t), head_dim, at)
-        for g in range(4 * quads, rows):
-            _scores_single(
-                advance(wide_q, g * head_dim), k, ahead, block_size, head_dim, advance(scores, g * stride + t)
-            )
-    for j in range(first_block, min(first_block + AHEAD, last_block)):
-        _warm(_block(v_cache, table, j, num_kv_heads, kv_head, block_elements), block_elements)
-    for quad in range(quads):
-        at = advance(scores, 4 * quad * stride)
-        if softcap != 0 or simd.address(slopes) != 0:
-            _adjust_scores(at, 4, min(4, group - 4 * quad), begin, end, softcap, _slopes_of(slopes, 4 * quad))
-        _softmax_rows(at, 4, begin, end, 4 * row)
-    for g in range(4 * quads, rows):
-        at = advance(scores, g * stride)
-        if softcap != 0 or simd.address(slopes) != 0:
-            _adjust_scores(at, 1, 1, begin, end, softcap, _slopes_of(slopes, g))
-        _softmax_rows(at, 1, begin, end, row)
-    for j in range(first_block, last_block):
-        v = _block(v_cache, table, j, num_kv_heads, kv_head, block_elements)
-        ahead = _block(v_cache, table, min(j + AHEAD, last_block - 1), num_kv_heads, kv_head, block_elements)
+        k = loops.block(k_cache, table, j, num_kv_heads, kv_head, block_size, head_dim)
+        ahead = loops.block(k_cache, table, min(j + AHEAD, last_block - 1), num_kv_heads, kv_head, block_size, head_dim)
         t = (j - first_block) * block_size
         n = min(block_size, end - t)
-        for quad in range(quads):
-            at = advance(scores, 4 * (quad * stride + t))
-            _accumulate_quad(at, v, ahead, n, head_dim, advance(acc, 4 * quad * head_dim))
-        for g in range(4 * quads, rows):
-            _accumulate_single(advance(scores, g * stride + t), v, ahead, n, head_dim, advance(acc, g * head_dim))
+        _score_block(k, ahead, t, n, block_size, head_dim, quads, units, stride, wide_q, q_sums, scores)
+    for j in range(first_block, min(first_block + AHEAD, last_block)):
+        loops.warm(loops.block(v_cache, table, j, num_kv_heads, kv_head, block_size, head_dim), block_size, head_dim)
+    _softmax(scores, begin, end, group, row, quads, units, stride, softcap, slopes)
+    for j in range(first_block, last_block):
+        v = loops.block(v_cache, table, j, num_kv_heads, kv_head, block_size, head_dim)
+        ahead = loops.block(v_cache, table, min(j + AHEAD, last_block - 1), num_kv_heads, kv_head, block_size, head_dim)
+        t = (j - first_block) * block_size
+        n = min(block_size, end - t)
+        _accumulate_block(v, ahead, t, n, block_size, head_dim, quads, units, stride, scores, least_sums, acc)
+    if codes.is_int4(v_cache):
+        for unit in range(units):
+            g, lanes = _unit(unit, quads)
+            loops.add_minima(advance(least_sums, unit * WIDTH), lanes, head_dim, advance(acc, g * head_dim))
     for g in range(group):
         at = 4 * (g // 4) * stride + 4 * row + g % 4 if g < 4 * quads else g * stride + row
-        _narrow(advance(acc, g * head_dim), head_dim, read(scores, at), advance(out, g * head_dim))
+        loops.narrow(advance(acc, g * head_dim), head_dim, read(scores, at), advance(out, g * head_dim), v_cache, spare)
 
 
 @jit
@@ -332,16 +206,65 @@ def _attention_bf16(args):
 
 
 @parallel_kernel("13q2d5q")
+def _attention_bf16_int8(args):
+    pointer, page = simd.pointer_bf16, codes.pointer_int8
+    _attention_items(args, pointer(args[2]), page(args[3]), page(args[4]), pointer(args[5]))
+
+
+@parallel_kernel("13q2d5q")
+def _attention_bf16_fp8(args):
+    pointer, page = simd.pointer_bf16, codes.pointer_fp8
+    _attention_items(args, pointer(args[2]), page(args[3]), page(args[4]), pointer(args[5]))
+
+
+@parallel_kernel("13q2d5q")
+def _attention_bf16_int4(args):
+    pointer, page = simd.pointer_bf16, codes.pointer_int4
+    _attention_items(args, pointer(args[2]), page(args[3]), page(args[4]), pointer(args[5]))
+
+
+@parallel_kernel("13q2d5q")
 def _attention_f32(args):
     pointer = simd.pointer_f32
     _attention_items(args, pointer(args[2]), pointer(args[3]), pointer(args[4]), pointer(args[5]))
 
 
+@parallel_kernel("13q2d5q")
+def _attention_f32_int8(args):
+    pointer, page = simd.pointer_f32, codes.pointer_int8
+    _attention_items(args, pointer(args[2]), page(args[3]), page(args[4]), pointer(args[5]))
+
+
+@parallel_kernel("13q2d5q")
+def _attention_f32_fp8(args):
+    pointer, page = simd.pointer_f32, codes.pointer_fp8
+    _attention_items(args, pointer(args[2]), page(args[3]), page(args[4]), pointer(args[5]))
+
+
+@parallel_kernel("13q2d5q")
+def _attention_f32_int4(args):
+    pointer, page = simd.pointer_f32, codes.pointer_int4
+    _attention_items(args, pointer(args[2]), page(args[3]), page(args[4]), pointer(args[5]))
+
+
+_KERNELS = {
+    (torch.bfloat16, "auto"): _attention_bf16,
+    (torch.bfloat16, "int8"): _attention_bf16_int8,
+    (torch.bfloat16, "fp8"): _attention_bf16_fp8,
+    (torch.bfloat16, "int4"): _attention_bf16_int4,
+    (torch.float32, "auto"): _attention_f32,
+    (torch.float32, "int8"): _attention_f32_int8,
+    (torch.float32, "fp8"): _attention_f32_fp8,
+    (torch.float32, "int4"): _attention_f32_int4,
+}
+
+
 def supports_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, *int_tensors: Tensor) -> bool:
-    """bf16 or fp32, head_dim a multiple of 16 and block_size of 4, heads of q side by side, int32 metadata."""
+    """bf16 or fp32, caches the same or quantised, head_dim a multiple of 16, block_size of 4, int32."""
     return (
         q.dtype in (torch.bfloat16, torch.float32)
-        and q.dtype == k_cache.dtype == v_cache.dtype
+        and k_cache.dtype == v_cache.dtype
+        and (k_cache.dtype == q.dtype or kv_format_of(k_cache) is not None)
         and q.shape[2] % WIDTH == 0
         and k_cache.shape[2] % 4 == 0
         and q.stride(2) == 1
@@ -372,7 +295,8 @@ def _launch(q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q, rows_per_
     num_rows, num_heads, head_dim = q.shape
     _, num_kv_heads, block_size, _ = k_cache.shape
     out = torch.empty(q.shape, dtype=q.dtype)
-    kernel = _attention_bf16 if q.dtype == torch.bfloat16 else _attention_f32
+    kv_format = kv_format_of(k_cache)
+    kernel = _KERNELS[q.dtype, "auto" if kv_format is None else kv_format.name]
     kernel(
         -(-num_rows // rows_per_item) * num_kv_heads,
         q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), out.data_ptr(), block_tables.data_ptr(),

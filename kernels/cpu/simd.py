@@ -2,40 +2,27 @@
 
 numba compiles scalar loops and leaves vector code to LLVM's luck; with values of this type a kernel says how many
 accumulators it keeps in registers. LLVM splits a Vec where the machine's registers are narrower (AVX2, NEON). Pointers
-are `CPointer(float32)` or `CPointer(uint16)`, and uint16 means bf16: load widens, store rounds to nearest even.
+are `CPointer(float32)` or `CPointer(uint16)`, and uint16 means bf16: load widens, store rounds to nearest even. Codes
+of a quantised cache have pointers of their own (kernels/cpu/codes.py), which load and load_pair decode.
 No bounds are checked here.
 """
 
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic, models, register_model
+from numba.extending import intrinsic
 
-WIDTH = 16
+from kernels.cpu import codes
+from kernels.cpu.codes import WIDTH, F32Pointer, Vec
 
 _F32, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _F32V, _I16V, _I32V = (ir.VectorType(scalar, WIDTH) for scalar in (_F32, _I16, _I32))
 _FAST = ("reassoc", "contract", "nsz", "arcp")
 
 
-class VecType(types.Type):
-    """The numba type of a Vec."""
-
-    def __init__(self) -> None:
-        super().__init__(name="Vec")
-
-
-Vec = VecType()
-F32Pointer = types.CPointer(types.float32)
 BF16Pointer = types.CPointer(types.uint16)
 I32Pointer = types.CPointer(types.int32)
 I64Pointer = types.CPointer(types.int64)
-
-
-@register_model(VecType)
-class _VecModel(models.PrimitiveModel):
-    def __init__(self, dmm, fe_type):
-        super().__init__(dmm, fe_type, _F32V)
 
 
 def _splat_constant(element, value):
@@ -102,6 +89,8 @@ def load(typingctx, pointer, index):
     bf16 = _is_bf16(pointer)
 
     def codegen(context, builder, sig, args):
+        if pointer.dtype in codes.FORMATS:
+            return codes.load16(builder, pointer.dtype, *args)
         vector = builder.load(_vector_pointer(builder, *args, _I16V if bf16 else _F32V), align=2 if bf16 else 4)
         if not bf16:
             return vector
@@ -130,13 +119,15 @@ def load_pair(typingctx, pointer, index):
     """pointer[index : index + 32] as two Vecs: of bf16 the even and the odd elements, of fp32 the two halves.
 
     Splitting 32-bit words into even and odd costs one instruction a Vec, half of widening in order. A dot product does
-    not care, and store_pair puts the order back.
+    not care, and store_pair puts the order back. Codes have the order of their format.
     """
-    bf16 = _is_bf16(pointer)
+    bf16, code_type = _is_bf16(pointer), pointer.dtype
 
     def codegen(context, builder, sig, args):
         pointer, index = args
-        if bf16:
+        if code_type in codes.FORMATS:
+            pair = codes.load_pair(builder, code_type, pointer, index)
+        elif bf16:
             words = builder.load(_vector_pointer(builder, pointer, index, _I32V), align=2)
             pair = (builder.shl(words, _splat_constant(_I32, 16)), builder.and_(words, _splat_constant(_I32, -65536)))
             pair = [builder.bitcast(half, _F32V) for half in pair]
@@ -358,15 +349,17 @@ def address(typingctx, pointer):
 
 @intrinsic
 def prefetch_pair(typingctx, pointer, index):
-    """Ask for the cache lines of pointer[index : index + 32]: one of bf16, two of fp32. Any address is safe."""
-    offsets = (0,) if _is_bf16(pointer) else (0, 16)
+    """Ask for the cache lines of pointer[index : index + 32]: two of fp32, else one. Any address is safe."""
+    offsets = (0, 16) if pointer.dtype == types.float32 else (0,)
+    code_type = pointer.dtype
 
     def codegen(context, builder, sig, args):
+        start = codes.byte_offset(builder, code_type, args[1])
         hints = [
             ir.Constant(_I32, hint) for hint in (0, 2, 1)
         ]  # read; into L2, which has more misses in flight than L1; data
         for offset in offsets:
-            where = builder.gep(args[0], [builder.add(args[1], ir.Constant(_I64, offset))])
+            where = builder.gep(args[0], [builder.add(start, ir.Constant(_I64, offset))])
             where = builder.bitcast(where, ir.IntType(8).as_pointer())
             _call(builder, "llvm.prefetch.p0i8", ir.VoidType(), where, *hints)
         return context.get_dummy_value()

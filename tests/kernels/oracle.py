@@ -5,6 +5,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.kv_format import KVFormat
+from kernels.kv_quantize import dequantize_rows, quantize_rows
+from kernels.reshape_and_cache import reshape_and_cache_reference
+
 POISON = float(
     "nan"
 )  # what no kernel may read into a result: unused slots, unused blocks, outputs before they are written
@@ -40,6 +44,29 @@ def paged(seq_lens: list[int], num_kv_heads: int, head_dim: int, block_size: int
         keys.append(dense[0])
         values.append(dense[1])
     return Paged(keys, values, k_cache, v_cache, block_tables, torch.tensor(seq_lens, dtype=torch.int32))
+
+
+def empty_pages(num_blocks: int, num_kv_heads: int, head_dim: int, block_size: int, kv_format: KVFormat) -> Tensor:
+    """A quantised cache of bytes 0xFF: every parameter is NaN, whatever the format."""
+    shape = (num_blocks, num_kv_heads, block_size, kv_format.width(head_dim))
+    return torch.full(shape, 0xFF, dtype=torch.uint8).view(getattr(torch, kv_format.dtype_name))
+
+
+def slots(data: Paged, i: int) -> Tensor:
+    """Where the tokens of sequence i lie."""
+    block_size, positions = data.k_cache.shape[2], torch.arange(len(data.keys[i]))
+    return data.block_tables[i].long()[positions // block_size] * block_size + positions % block_size
+
+
+def quantized(data: Paged, kv_format: KVFormat) -> Paged:
+    """The same sequences in quantised pages; keys and values become what the pages give back."""
+    num_blocks, num_kv_heads, block_size, head_dim = data.k_cache.shape
+    caches = [empty_pages(num_blocks, num_kv_heads, head_dim, block_size, kv_format) for _ in range(2)]
+    for i, (keys, values) in enumerate(zip(data.keys, data.values, strict=True)):
+        reshape_and_cache_reference(keys, values, *caches, slots(data, i))
+    rows = [[dequantize_rows(*quantize_rows(x, kv_format), kv_format) for x in dense]
+            for dense in (data.keys, data.values)]  # fmt: skip
+    return Paged(*rows, *caches, data.block_tables, data.seq_lens)
 
 
 def attention(q, keys, values, scale, alibi_slopes=None, sliding_window=0, softcap=0.0) -> Tensor:

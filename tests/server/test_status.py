@@ -134,6 +134,12 @@ def test_metrics_carry_vllms_names_and_labels(client):
     assert "vllm:prompt_tokens_total{" in text and "_created" not in text
 
 
+def test_metrics_describe_the_kv_cache(client):
+    (sample,) = families(client)["vllm:cache_config_info"].samples
+    assert sample.value == 1 and sample.labels["cache_dtype"] == "none"
+    assert int(sample.labels["num_gpu_blocks"]) > 0 and int(sample.labels["block_size"]) > 0
+
+
 def test_metrics_count(client):
     before = {name: value(client, name) for name in ("vllm:generation_tokens", "vllm:prompt_tokens")}
     chats = value(client, "pageserve:http_requests", route="/v1/chat/completions", code="400")

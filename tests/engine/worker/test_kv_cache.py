@@ -1,6 +1,7 @@
 """Sizes of the KV cache, and what is said when it does not fit."""
 
 import resource
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,10 +15,12 @@ from engine.worker.kv_cache import (
     format_bytes,
     gpu_cache_bytes,
     host_cache_bytes,
+    kv_format_of,
     model_max_len,
     num_host_blocks,
     size_kv_cache,
 )
+from kernels.kv_format import KV_FORMATS
 
 GIB = 1 << 30
 MODEL = ModelConfig(
@@ -68,6 +71,28 @@ def test_a_default_on_a_gpu_leaves_the_rest_to_the_prefix_cache_within_reason():
     assert size(GIB, on_gpu=True).num_blocks == GIB // (16 * TOKEN)
     assert size(80 * GIB, on_gpu=True).num_blocks == MAX_DEFAULT_GPU_BLOCKS
     assert size(800 * GIB, on_gpu=True, max_num_seqs=10_000).num_blocks == 640_000
+
+
+@pytest.mark.parametrize(("name", "row"), [("int8", 16 + 4), ("fp8", 16 + 4), ("int4", 8 + 4)])
+def test_a_quantised_cache_has_more_blocks_of_the_same_memory(name, row):
+    """Codes and a parameter of four bytes for each token, head, and key or value."""
+    token = 2 * 3 * 2 * row
+    assert MODEL.kv_bytes_per_token(2, KV_FORMATS[name]) == token
+    cache = size(100 << 20, on_gpu=True, kv_cache_dtype=name)
+    assert (cache.num_blocks, cache.block_bytes) == ((100 << 20) // (16 * token), 16 * token)
+    caches = allocate_kv_caches(MODEL, 5, 16, torch.bfloat16, torch.device("cpu"), KV_FORMATS[name])
+    assert sum(tensor.nbytes for pair in caches for tensor in pair) == 5 * cache.block_bytes
+    assert all(tensor.shape[0] == 5 for pair in caches for tensor in pair)
+
+
+def test_heads_that_int4_cannot_pack_are_refused_with_what_can():
+    model = replace(MODEL, head_dim=17, position="learned")
+    with pytest.raises(
+        ConfigError, match=r"kv_cache_dtype: int4 packs two .*17 is odd; use --kv-cache-dtype int8, fp8"
+    ):
+        kv_format_of(EngineConfig(kv_cache_dtype="int4"), model)
+    assert kv_format_of(EngineConfig(kv_cache_dtype="fp8"), model) is KV_FORMATS["fp8"]
+    assert kv_format_of(EngineConfig(), model) is None
 
 
 def test_num_blocks_overrides():

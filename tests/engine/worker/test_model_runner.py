@@ -438,9 +438,25 @@ def test_ready_names_the_resolved_sizes(model_dir):
     assert ready.num_blocks == (1 << 20) // (2 * 2 * 16 * 4 * 8)  # k and v, layers, width, bytes, block size
     assert (ready.max_model_len, ready.vocab_size, ready.device, ready.dtype) == (128, 96, "cpu", "float32")
     assert (ready.max_num_seqs, ready.max_num_batched_tokens) == (128, 2048)
+    assert ready.kv_cache_dtype == "float32"
     assert ready.memory["kv_cache"] <= 1 << 20
     assert ready.memory["weights"] == sum(p.numel() for p in load_hf(model_dir).parameters()) * 4
     assert len(runner.batch.num_tokens) == 128
+
+
+@pytest.mark.parametrize(("name", "row"), [("int8", 8 + 4), ("fp8", 8 + 4), ("int4", 4 + 4)])
+def test_a_quantised_cache_is_sized_served_and_named(model_dir, name, row):
+    """head_dim is 8: the CPU kernels do not cover it, the reference does."""
+    config = replace(CONFIG, num_blocks=None, kv_cache_memory="1MiB", kv_cache_dtype=name)
+    runner, ready = load_runner(config, model_dir, [2], lambda phase: None)
+    assert ready.num_blocks == (1 << 20) // (2 * 2 * 2 * row * 8)  # k and v, layers, KV heads, bytes, block size
+    assert (ready.dtype, ready.kv_cache_dtype) == ("float32", name)
+    driver = MiniDriver(runner)
+    driver.add(1, PROMPTS[2])
+    driver.step({1: len(PROMPTS[2])})
+    for _ in range(4):
+        driver.step({1: 1})
+    assert len(driver.tokens[1]) == len(PROMPTS[2]) + 5
 
 
 def load_hf(model_dir):

@@ -50,6 +50,16 @@ def test_an_8b_model_on_an_80_gib_card(folder, capsys):
     assert "3 sequences of 131,072 tokens fit at once" in text
 
 
+@pytest.mark.parametrize(("name", "per_token"), [("int8", "66.0 KiB"), ("fp8", "66.0 KiB"), ("int4", "34.0 KiB")])
+def test_a_quantised_cache(folder, capsys, name, per_token):
+    """2 * 32 layers * 8 heads * (128 codes of 8 or 4 bits, and 4 bytes)."""
+    assert plan.main([folder, "--memory", "80GiB", "--kv-cache-dtype", name]) == 0
+    text = capsys.readouterr().out
+    assert f"{per_token}  in {name}, scales included" in text
+    sequences = {"int8": 6, "fp8": 6, "int4": 12}[name]
+    assert f"{sequences} sequences of 131,072 tokens fit at once" in text
+
+
 def test_what_does_not_fit_comes_with_settings_that_do(folder, model, capsys):
     arguments = [folder, "--memory", "24GiB", "--max-model-len", "131072"]
     assert plan.main(arguments) == 1
@@ -57,6 +67,7 @@ def test_what_does_not_fit_comes_with_settings_that_do(folder, model, capsys):
     assert "Does not fit. max_model_len: 131072" in text
     changes = [line.split() for line in text.splitlines() if line.startswith("  --")]
     assert any(change[0] == "--max-model-len" for change in changes)
+    assert ["--kv-cache-dtype", "int8"] not in changes, "16 GiB of weights leave too little for that, too"
     for change in changes:
         assert plan.main([*arguments, *change]) == 0, change
 
