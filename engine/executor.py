@@ -127,12 +127,14 @@ class Executor:
     async def stop(self, grace: float = KILL_AFTER_SECONDS) -> None:
         """End the Worker: closing the socket is its sign to go; a kill follows where it is not gone in `grace` s."""
         self._end_watch()
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
         if self._process is None or await self._gone_within(grace):
             return
         self._process.kill()
+        if writer is not None:
+            writer.transport.abort()  # plans that it never read would hold the socket open
         if not await self._gone_within(REAP_SECONDS):
             logger.error("the Worker process %d was killed and does not end: a device may hold it", self._process.pid)
 

@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("fd", type=int)
     options = parser.parse_args()
     with socket.socket(fileno=options.fd) as channel, channel.makefile("rb") as reader:
-        with contextlib.suppress(BrokenPipeError):  # the Driver has gone
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the Driver has gone
             serve(options, channel, reader)
 
 

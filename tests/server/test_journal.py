@@ -141,7 +141,7 @@ async def wait_for(condition, seconds: float = 60.0) -> None:
 
 
 class Disturbance:
-    """Hits the Worker at random moments at which the streams flow; notes what they and the probes show."""
+    """Hits the Worker at random moments, soon after a restart too; notes what the streams and the probes show."""
 
     def __init__(self, process: subprocess.Popen, rng: random.Random) -> None:
         self._process, self._rng = process, rng
@@ -149,9 +149,9 @@ class Disturbance:
         self.pauses: list[float] = []  # seconds from the fault to ready again
 
     async def __call__(self, client: httpx.AsyncClient, streams: list[Stream]) -> None:
+        await self._wait_until_all_flow(streams)
         for fault in FAULTS:
-            await self._wait_until_all_flow(streams)
-            await asyncio.sleep(self._rng.uniform(0.0, 0.5))
+            await asyncio.sleep(self._rng.uniform(0.0, 1.5))
             self.num_live.append(sum(not stream.done for stream in streams))
             os.kill(worker_of(self._process), fault)
             await self._wait_for_restart(client)
