@@ -187,7 +187,7 @@ def test_asked_where_it_is_it_writes_its_stacks_and_works_on(tmp_path, model_dir
             assert time.monotonic() < end, text
             time.sleep(0.01)
         assert b"Thread" in text and b"worker.py" in text
-        worker.send(StepPlan(1, [], [], []))
+        worker.send(StepPlan(1, [], [], [], []))
         assert worker.receive().step_id == 1
         worker.close()
         assert worker.wait(PATIENCE) == 0
