@@ -12,6 +12,8 @@ from tests.sim.swarm import Abort, Arrival, Event, SimConfig
 from tests.sim.violation import fail, require
 from tests.sim.watched import WatchedBlockManager, WatchedScheduler, states_of
 
+ABORT_PATIENCE = 60  # turns that an abort waits for somebody to be in its state
+
 
 class CoreRun:
     """Plays events; `run` raises Violation. Time counts turns of the loop, and jumps when there is nothing to do."""
@@ -34,6 +36,7 @@ class CoreRun:
         self.groups: dict[int, list[Sequence]] = {}  # by index of the arrival: the samples of a request
         self.owners: dict[int, int] = {}  # seq_id -> index of the arrival
         self._next_id = 0
+        self._aborts: list[Abort] = []  # not yet done: nobody is in that state
 
     def run(self) -> None:
         deadline: int | None = None
@@ -59,11 +62,13 @@ class CoreRun:
             if isinstance(event, Arrival):
                 self._add(event)
             elif isinstance(event, Abort):
-                self._abort(event)
+                self._aborts.append(event)
+        self._abort_some()
 
     def _turn(self) -> None:
         while len(self.in_flight) < self.config.depth and (plan := self.scheduler.schedule()) is not None:
             self.in_flight.append(plan)
+        self._abort_some()
         if self.in_flight and not self._still_computing(self.in_flight[0]):
             self._take_result()
         self.now += 1
@@ -99,17 +104,23 @@ class CoreRun:
         for seq in group:
             self.scheduler.add(seq)
 
-    def _abort(self, abort: Abort) -> None:
+    def _abort_some(self) -> None:
+        """Those whose state somebody is in; the others wait for that, for a while."""
+        self._aborts = [a for a in self._aborts if not self._abort(a) and self.now < a.at + ABORT_PATIENCE]
+
+    def _abort(self, abort: Abort) -> bool:
         fits = [
             index
             for index, group in self.groups.items()
             if abort.target == "any" or any(abort.target in states_of(seq) for seq in group)
         ]
-        if fits:
-            index = fits[abort.pick % len(fits)]
-            if all(seq.status is SequenceStatus.FINISHED for seq in self.groups[index]):
-                self.monitor.saw("abort after the end")
-            self._end(index, FinishReason.ABORT)
+        if not fits:
+            return False
+        index = fits[abort.pick % len(fits)]
+        if all(seq.status is SequenceStatus.FINISHED for seq in self.groups[index]):
+            self.monitor.saw("abort after the end")
+        self._end(index, FinishReason.ABORT)
+        return True
 
     def _end(self, index: int, reason: FinishReason) -> None:
         """A request ends as a whole, as in the Driver."""

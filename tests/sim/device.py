@@ -160,7 +160,7 @@ class KvDevice:
         row = self.rows[step.seq_id]
         self._check_context(step.seq_id, row)
         if step.sample != (row.num_computed == row.num_known):
-            fail("sample-flag", f"sequence {step.seq_id}: sample={step.sample} at {row.num_computed} of {row.num_known}")
+            fail("sample-flag", f"{step} at {row.num_computed} of {row.num_known}")
         if not step.sample:
             return
         position = row.num_known

@@ -77,6 +77,10 @@ class Monitor:
             self.violation = self.violation or Violation(type(error).__name__, _where(error))
             raise self.violation from error
 
+    def raise_violation(self) -> None:
+        if self.violation is not None:
+            raise self.violation
+
     @property
     def digest(self) -> str:
         return self._digest.hexdigest()
@@ -184,14 +188,16 @@ class Monitor:
             fail("ref-counts", f"blocks {wrong}: the count is not the number of tables")
         free = manager.free_blocks.ids()
         if len(free) != len(manager.free_blocks) or len(free) != counts.count(0) or len(set(free)) != len(free):
-            fail("free-list", f"{len(free)} blocks in the list of length {len(manager.free_blocks)}, {counts.count(0)} unheld")
+            fail(
+                "free-list", f"{len(free)} blocks, length {len(manager.free_blocks)}, {counts.count(0)} without holder"
+            )
         if any(counts[block_id] for block_id in free):
             fail("free-list", "a block is free and in a table")
         if not free:
             self.saw("no block free")
         hashes = [block.block_hash for block in manager.blocks]
         if len(manager.cached_blocks) != len(hashes) - hashes.count(None):
-            fail("cache-index", f"{len(manager.cached_blocks)} keys for {len(hashes) - hashes.count(None)} cached blocks")
+            fail("cache-index", f"{len(manager.cached_blocks)} keys, {len(hashes) - hashes.count(None)} cached blocks")
         self.contents.check(hashes)
 
     def _check_plan(self, plan: StepPlan, head: Sequence | None) -> None:

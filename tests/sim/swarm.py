@@ -89,9 +89,15 @@ Event = Arrival | Abort | Drain
 def draw_config(seed: int, rng: random.Random, for_driver: bool) -> SimConfig:
     block_size = rng.choice([8, 16, 32]) if for_driver else rng.choice([1, 2, 2, 3, 4, 4, 8, 16, 32])
     longest = rng.choice([12, 30, 30, 60, 60, 120, 300])
-    if rng.random() < 0.8:  # what the longest sequence needs, or a few times that: preemptions
-        num_blocks = int(-(-longest // block_size) * rng.choice([1, 1, 1.3, 1.7, 2.5, 4])) + rng.randrange(3)
-    else:
+    chunk = rng.choice([1, 3, 8, 8, 16, 16, 40, 64, 512, 4096])
+    max_num_seqs = rng.choice([1, 2, 4, 4, 8, 8, 12, 24])
+    squeeze = rng.choice([1, 1, 1.3, 1.7, 2.5, 4])  # the pool, in longest sequences
+    if thrash := rng.random() < 0.4:  # long prompts in small chunks beside decodes, and too few blocks for both
+        longest, chunk = rng.choice([30, 60, 120]), rng.choice([4, 8, 12, 16])
+        block_size = 8 if for_driver else rng.choice([1, 1, 2, 4])
+        max_num_seqs, squeeze = rng.choice([3, 4, 6]), rng.choice([1, 1.2, 1.5, 2])
+    num_blocks = int(-(-longest // block_size) * squeeze) + rng.randrange(3)
+    if not thrash and rng.random() < 0.3:
         num_blocks = int(2 ** rng.uniform(1, 9))
     num_blocks = min(500, max(2, num_blocks))
     return SimConfig(
@@ -104,9 +110,9 @@ def draw_config(seed: int, rng: random.Random, for_driver: bool) -> SimConfig:
         num_blocks=num_blocks,
         block_size=block_size,
         max_model_len=min(longest, num_blocks * block_size),
-        max_num_seqs=rng.choice([1, 2, 4, 4, 8, 8, 12, 24]),
-        max_num_batched_tokens=rng.choice([1, 3, 8, 8, 16, 16, 40, 64, 512, 4096]),
-        watermark=rng.choice([0.0, 0.01, 0.01, 0.1, 0.3]),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=chunk,
+        watermark=0.0 if thrash else rng.choice([0.0, 0.01, 0.01, 0.1, 0.3]),
         depth=rng.choice([1, 2] if for_driver else [1, 2, 2, 3]),
         prefix_caching=rng.random() < 0.85,
         slow_every=rng.choice([0, 3, 10]),
@@ -116,7 +122,7 @@ def draw_config(seed: int, rng: random.Random, for_driver: bool) -> SimConfig:
         burst=rng.choice([0.1, 0.5, 0.9]),
         num_stems=rng.choice([0, 1, 2, 4]),
         num_salts=rng.choice([1, 1, 2, 3]),
-        num_priorities=rng.choice([1, 1, 3]),
+        num_priorities=rng.choice([1, 3] if thrash else [1, 1, 3]),
         max_n=rng.choice([1, 1, 2, 4, 6]),
         abort_rate=rng.choice([0.0, 0.1, 0.5]),
         stop_rate=rng.choice([0.0, 0.5]),
