@@ -66,12 +66,12 @@ def measure(params: SamplingParams, num_seqs: int, vocab_size: int, steps: int) 
     blocks = list(range(PROMPT_TOKENS // BLOCK_SIZE + 1))
     new = [NewSequence(i, prompt, PROMPT_TOKENS, 0, blocks, params, i) for i in range(num_seqs)]
     prefill = [SequenceStep(i, PROMPT_TOKENS, True, []) for i in range(num_seqs)]
-    runner.result(runner.launch(StepPlan(0, [], new, prefill)))
+    runner.result(runner.launch(StepPlan(0, [], new, [], prefill)))
     seconds = []
     for step in range(steps):
         needs_block = (PROMPT_TOKENS + step) % BLOCK_SIZE == 0  # worse than real: all sequences in one step
         body = encode_frame(
-            StepPlan(step, [], [], [SequenceStep(i, 1, True, [i] if needs_block else []) for i in range(num_seqs)])
+            StepPlan(step, [], [], [], [SequenceStep(i, 1, True, [i] if needs_block else []) for i in range(num_seqs)])
         )[4:]
         started, cpu_started = time.perf_counter(), time.process_time()
         plan = decode_driver_message(body)

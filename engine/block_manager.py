@@ -1,16 +1,26 @@
 """BlockManager: who holds which KV block (PagedAttention: Kwon et al. 2023, sections 4.2 to 4.4).
 
 The KV cache is a pool of fixed blocks. A sequence holds the blocks of its block table, in token order; blocks of a
-common prefix are held by several sequences at once (reference counts). A full block is known to the prefix cache by
-the hash of its tokens and of everything before them. A block that nobody holds is free, but keeps its content and its
-hash until it is given out again: the free list is the LRU order of eviction, and a hit takes a block out of its middle.
+common prefix are held by several sequences at once (reference counts), and samples of one prompt also share the block
+that is not full yet, until one of them writes to it and gets a copy (copy-on-write). A full block is known to the
+prefix cache by the hash of its tokens and of everything before them. A block that nobody holds is free, but keeps its
+content and its hash until it is given out again: the free list is the LRU order of eviction, and a hit takes a block
+out of its middle.
 """
 
 import hashlib
 from collections.abc import Iterable
 from itertools import islice
+from typing import NamedTuple
 
 from engine.sequence import Sequence
+
+
+class Allocation(NamedTuple):
+    """Blocks appended to a block table, and (source, target) where its last block was shared and had to be replaced."""
+
+    new_block_ids: list[int]
+    copy: tuple[int, int] | None = None
 
 
 class Block:
@@ -119,11 +129,11 @@ class BlockManager:
             matched.append(block)
         return matched
 
-    def can_admit(self, seq: Sequence, prefix: list[Block], watermark: int) -> bool:
-        """Whether all known tokens of `seq` find room and `watermark` blocks stay free."""
+    def can_admit(self, seq: Sequence, prefix: list[Block], spare: int) -> bool:
+        """Whether all known tokens of `seq` find room and `spare` blocks stay free."""
         taken_from_free = self.num_blocks_for(seq.num_tokens) - len(prefix)
         taken_from_free += sum(block.ref_count == 0 for block in prefix)
-        return len(self.free_blocks) - taken_from_free >= watermark
+        return len(self.free_blocks) - taken_from_free >= spare
 
     def adopt_prefix(self, seq: Sequence, prefix: list[Block]) -> None:
         """Let `seq`, which holds nothing, begin with the blocks that `match_prefix` found."""
@@ -139,21 +149,35 @@ class BlockManager:
             self.num_prefix_queries += len(seq.token_ids)
             self.num_prefix_hits += seq.num_computed_tokens
 
-    def allocate(self, seq: Sequence, num_tokens: int) -> list[int] | None:
-        """Append blocks for the next `num_tokens` tokens; None, and nothing changed, where too few are free."""
-        needed = self.num_blocks_for(seq.num_computed_tokens + num_tokens) - len(seq.block_table)
-        if needed <= 0:
-            return []
-        if needed > len(self.free_blocks):
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Let `child`, which holds nothing, share all blocks of `parent`, the partly filled one too."""
+        assert not child.block_table, "a sequence is forked before anything else"
+        for block_id in parent.block_table:
+            self.blocks[block_id].ref_count += 1
+        child.block_table = list(parent.block_table)
+        child.block_hashes = list(parent.block_hashes)
+        child.num_computed_tokens = parent.num_computed_tokens
+        child.num_registered_blocks = parent.num_registered_blocks
+
+    def allocate(self, seq: Sequence, num_tokens: int) -> Allocation | None:
+        """Make room to write the next `num_tokens` tokens; None, and nothing changed, where too few blocks are free.
+
+        A table has no more blocks than its computed tokens fill, so what will be written is at most its last block,
+        where that is not full, and new ones.
+        """
+        num_new = self.num_blocks_for(seq.num_computed_tokens + num_tokens) - len(seq.block_table)
+        writes_last = num_tokens > 0 and seq.num_computed_tokens % self.block_size > 0
+        shared = writes_last and self.blocks[seq.block_table[-1]].ref_count > 1
+        if num_new + shared > len(self.free_blocks):
             return None
-        new_ids = []
-        for _ in range(needed):
-            block = self.free_blocks.pop_left()
-            self._forget(block)
-            block.ref_count = 1
-            new_ids.append(block.block_id)
-        seq.block_table += new_ids
-        return new_ids
+        copy = None
+        if shared:
+            copy = seq.block_table[-1], self._take_free()
+            self.blocks[copy[0]].ref_count -= 1
+            seq.block_table[-1] = copy[1]
+        new_block_ids = [self._take_free() for _ in range(num_new)]
+        seq.block_table += new_block_ids
+        return Allocation(new_block_ids, copy)
 
     def register_full_blocks(self, seq: Sequence) -> None:
         """Tell the prefix cache of every block of `seq` that is full of known, computed tokens.
@@ -210,6 +234,12 @@ class BlockManager:
         assert {block_id for block_id, count in counts.items() if count == 0} == set(free), "held and free overlap"
         for block_hash, block in self.cached_blocks.items():
             assert block.block_hash == block_hash, f"block {block.block_id}: stale hash in the cache"
+
+    def _take_free(self) -> int:
+        block = self.free_blocks.pop_left()
+        self._forget(block)
+        block.ref_count = 1
+        return block.block_id
 
     def _forget(self, block: Block) -> None:
         if block.block_hash is not None:

@@ -80,7 +80,7 @@ class Driver:
         self._executor = Executor(worker_command)
         self._in_flight: deque[StepPlan] = deque()
         self._live: dict[str, _LiveRequest] = {}
-        self._owners: dict[int, tuple[_LiveRequest, int]] = {}  # seq_id -> (request, index of the sample)
+        self._owners: dict[int, tuple[_LiveRequest, range]] = {}  # seq_id -> (request, indices of samples)
         self._counter = itertools.count()  # of sequence ids, which are also the order of arrival
         self._pump_scheduled = False
         self._failure: PageserveError | None = None
@@ -121,17 +121,20 @@ class Driver:
         """
         self._require_available()
         max_num_tokens = self._check(request)
-        samples = []
-        for index in range(request.params.n):
-            seq = self._new_sequence(request, index, max_num_tokens)
-            samples.append((seq, Detokenizer(self.tokenizer, request.params)))
+        n = request.params.n
+        num_computed = 1 if request.params.greedy else n  # greedy samples are all the same
+        samples = [
+            (self._new_sequence(request, index, max_num_tokens), Detokenizer(self.tokenizer, request.params))
+            for index in range(num_computed)
+        ] * (n // num_computed)
         stream = RequestStream(request, samples, partial(self.abort, request.request_id))
         live = _LiveRequest(stream, RequestTimings(self.stats, len(samples)), len(samples))
         self._live[request.request_id] = live
         self._idle.clear()
-        for index, (seq, _) in enumerate(samples):
-            self._owners[seq.seq_id] = live, index
-            self.scheduler.add(seq)
+        first, *forks = [seq for seq, _ in samples[:num_computed]]
+        for index, seq in enumerate([first, *forks]):
+            self._owners[seq.seq_id] = live, range(index, n, num_computed)
+        self.scheduler.add(first, forks)
         self._schedule_pump()
         return stream
 
@@ -328,8 +331,8 @@ class Driver:
         self._last_progress = now = time.monotonic()
         touched: dict[_LiveRequest, None] = {}
         for seq, token in self.scheduler.update(result):
-            live, index = self._owners[seq.seq_id]
-            self._deliver(live, index, seq, token, now)
+            live, indices = self._owners[seq.seq_id]
+            self._deliver(live, indices, seq, token, now)
             touched[live] = None
         for live in touched:
             if live.num_unfinished == 0:
@@ -341,10 +344,10 @@ class Driver:
                 self._end_early(live, FinishReason.ERROR)
                 live.stream.fail(EngineError(f"This request could not be finished: {reason}."))
 
-    def _deliver(self, live: _LiveRequest, index: int, seq: Sequence, token: SampledToken, now: float) -> None:
+    def _deliver(self, live: _LiveRequest, indices: range, seq: Sequence, token: SampledToken, now: float) -> None:
         """Turn one new token into text, find stop strings, and hand both to the stream."""
         stream = live.stream
-        detokenizer = stream.detokenizer(index)
+        detokenizer = stream.detokenizer(indices[0])
         ended_by_token = seq.finish_reason is FinishReason.STOP
         text, match = "", None
         if not ended_by_token or seq.params.include_stop_str_in_output:
@@ -355,21 +358,25 @@ class Driver:
         logprobs = None
         if seq.params.logprobs is not None:
             logprobs = TokenLogprobs(token.token_id, token.logprob, tuple(token.top))
-        stream.put(index, token.token_id, text, logprobs)
-        live.timings.observe_token(index, stream.num_prompt_tokens, now)
-        if seq.finish_reason is not None:
-            stream.finish(index, "" if match else detokenizer.flush())
-            live.num_unfinished -= 1
+        rest = None if seq.finish_reason is None else "" if match else detokenizer.flush()
+        for index in indices:
+            stream.put(index, token.token_id, text, logprobs)
+            live.timings.observe_token(index, stream.num_prompt_tokens, now)
+            if rest is not None:
+                stream.finish(index, rest)
+        if rest is not None:
+            live.num_unfinished -= len(indices)
             del self._owners[seq.seq_id]
 
     # Ends.
 
     def _end_early(self, live: _LiveRequest, reason: FinishReason) -> None:
-        for index, seq in enumerate(live.stream.sequences()):
-            if seq.finish_reason is None:
+        for seq in live.stream.sequences():
+            _, indices = self._owners.pop(seq.seq_id, (live, ()))  # nothing for one that is finished
+            if indices:
                 self.scheduler.finish(seq, reason)
+            for index in indices:
                 live.stream.finish(index, "")
-                del self._owners[seq.seq_id]
         self._retire(live, reason)
 
     def _retire(self, live: _LiveRequest, reason: FinishReason) -> None:

@@ -10,6 +10,8 @@ makes a stream stutter beyond one step of `max_num_batched_tokens`. Then waiting
 all their known tokens find room and the watermark stays free. When a running sequence gets no block, the last in order
 is preempted: it gives up its blocks and waits again, to be recomputed. The first in order is never preempted by others
 and a single sequence always fits the pool, so something always progresses.
+
+Samples of one prompt are forks of the first of them: it computes the prompt for all, then they share its blocks.
 """
 
 import math
@@ -18,29 +20,29 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from engine.block_manager import BlockManager
+from engine.block_manager import Allocation, BlockManager
 from engine.outputs import FinishReason
 from engine.sequence import Sequence, SequenceStatus
-from engine.step import NewSequence, SampledToken, SequenceStep, StepPlan, StepResult
+from engine.step import BlockCopy, NewSequence, SampledToken, SequenceStep, StepPlan, StepResult
 
 
 @dataclass(slots=True)
 class _RunningSteps:
-    """What running sequences get in the plan under construction: (num_tokens, new block ids), not counted as done yet.
+    """What running sequences get in the plan under construction: (num_tokens, blocks), not counted as done yet.
 
     So a victim of preemption just drops out of it.
     """
 
     budget: int
-    planned: dict[Sequence, tuple[int, list[int]]] = field(default_factory=dict)
+    planned: dict[Sequence, tuple[int, Allocation]] = field(default_factory=dict)
 
-    def add(self, seq: Sequence, num_tokens: int, block_ids: list[int]) -> None:
-        self.planned[seq] = num_tokens, block_ids
+    def add(self, seq: Sequence, num_tokens: int, blocks: Allocation) -> None:
+        self.planned[seq] = num_tokens, blocks
         self.budget -= num_tokens
 
     def drop(self, seq: Sequence) -> None:
-        num_tokens, _ = self.planned.pop(seq, (0, []))
-        self.budget += num_tokens
+        if seq in self.planned:
+            self.budget += self.planned.pop(seq)[0]
 
 
 class Scheduler:
@@ -66,32 +68,41 @@ class Scheduler:
         self.running: list[Sequence] = []  # sorted by Sequence.order
         self.num_preemptions = 0
         self._sequences: dict[int, Sequence] = {}
+        self._forks: dict[Sequence, list[Sequence]] = {}  # what waits for another to compute their common prompt
         self._removed: list[int] = []  # what the Worker must drop at the next plan
-        self._next_step_id = 0
+        self._next_step_id = 1
         self._clock = clock
 
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
-    def add(self, seq: Sequence) -> None:
-        """Let a new sequence wait. It must fit the pool on its own: the Driver refuses those that never can."""
+    def add(self, seq: Sequence, forks: Iterable[Sequence] = ()) -> None:
+        """Let a new sequence wait. It must fit the pool on its own: the Driver refuses those that never can.
+
+        `forks` are further samples of its prompt, which come after it in order.
+        """
         self._sequences[seq.seq_id] = seq
         insort(self.waiting, seq, key=lambda s: s.order)
+        for fork in forks:
+            self._sequences[fork.seq_id] = fork
+            fork.fork_of = seq
+            self._forks.setdefault(seq, []).append(fork)
 
     def schedule(self) -> StepPlan | None:
         """The next plan, or None when nothing can be computed now (no work, or every sequence awaits a result)."""
         num_preemptions = self.num_preemptions
         running = self._plan_running()
-        steps = [self._count_as_computed(seq, n, block_ids) for seq, (n, block_ids) in running.planned.items()]
-        new: list[NewSequence] = []
+        plan = StepPlan(self._next_step_id, self._removed, [], [], [])
+        for seq, (num_tokens, blocks) in running.planned.items():
+            self._plan_step(plan, seq, num_tokens, blocks)
         if self.num_preemptions == num_preemptions:  # else what was just pushed out would come straight back in
-            self._admit_waiting(running.budget, new, steps)
-        if not steps:
+            self._admit_waiting(running.budget, plan)
+        if not plan.steps:
             return None
-        removed, self._removed = self._removed, []
+        self._removed = []
         self._next_step_id += 1
-        return StepPlan(self._next_step_id, removed, new, steps)
+        return plan
 
     def update(self, result: StepResult) -> list[tuple[Sequence, SampledToken]]:
         """Take in the tokens of a result; sequences that reach their end are finished and their blocks freed.
@@ -119,12 +130,17 @@ class Scheduler:
         if seq.status is SequenceStatus.RUNNING:
             self._remove_sorted(self.running, seq)
             self._removed.append(seq.seq_id)
+        elif seq.fork_of is not None:
+            self._forks[seq.fork_of].remove(seq)
         else:
             self._remove_sorted(self.waiting, seq)
         # What an error left in the blocks cannot be trusted, so it must not be served to others.
         self.block_manager.free(seq, discard=reason is FinishReason.ERROR)
         seq.status, seq.finish_reason, seq.stop_reason = SequenceStatus.FINISHED, reason, stop_reason
         del self._sequences[seq.seq_id]
+        if forks := self._forks.pop(seq, None):  # the next one computes the prompt
+            forks[0].fork_of = None
+            self.add(forks[0], forks[1:])
 
     def sequence(self, seq_id: int) -> Sequence | None:
         """A live sequence by its id."""
@@ -137,7 +153,9 @@ class Scheduler:
         assert all(seq.status is SequenceStatus.RUNNING for seq in self.running)
         assert all(seq.status is SequenceStatus.WAITING and not seq.block_table for seq in self.waiting)
         assert len(self.running) <= self.max_num_seqs
-        assert {id(s) for s in self._sequences.values()} == {id(s) for s in self.running + self.waiting}
+        forks = [fork for group in self._forks.values() for fork in group]
+        assert all(fork.fork_of is not None and not fork.block_table for fork in forks)
+        assert {id(s) for s in self._sequences.values()} == {id(s) for s in self.running + self.waiting + forks}
         for seq in self.running:
             assert seq.num_computed_tokens <= seq.num_tokens <= seq.max_num_tokens
             assert len(seq.block_table) == self.block_manager.num_blocks_for(seq.num_computed_tokens)
@@ -152,20 +170,20 @@ class Scheduler:
                 break
             if seq.status is SequenceStatus.RUNNING:  # not preempted meanwhile
                 num_tokens = min(num_tokens, plan.budget)
-                block_ids = self._allocate_or_preempt(seq, num_tokens, plan)
-                if block_ids is not None:
-                    plan.add(seq, num_tokens, block_ids)
+                blocks = self._allocate_or_preempt(seq, num_tokens, plan)
+                if blocks is not None:
+                    plan.add(seq, num_tokens, blocks)
         return plan
 
-    def _allocate_or_preempt(self, seq: Sequence, num_tokens: int, plan: _RunningSteps) -> list[int] | None:
+    def _allocate_or_preempt(self, seq: Sequence, num_tokens: int, plan: _RunningSteps) -> Allocation | None:
         """Blocks for `seq`, preempting from the end of the order; None when `seq` itself was the last."""
-        while (block_ids := self.block_manager.allocate(seq, num_tokens)) is None:
+        while (blocks := self.block_manager.allocate(seq, num_tokens)) is None:
             victim = self.running[-1]
             plan.drop(victim)
             self._preempt(victim)
             if victim is seq:
                 return None
-        return block_ids
+        return blocks
 
     def _preempt(self, seq: Sequence) -> None:
         """Give up the blocks and wait again. A token that is still on its way stays valid: it was computed."""
@@ -177,42 +195,59 @@ class Scheduler:
         self.num_preemptions += 1
         insort(self.waiting, seq, key=lambda s: s.order)
 
-    def _admit_waiting(self, budget: int, new: list[NewSequence], steps: list[SequenceStep]) -> None:
+    def _admit_waiting(self, budget: int, plan: StepPlan) -> None:
         """Move sequences from waiting to running, in order, until one finds no room."""
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             seq = self.waiting[0]
             if seq.num_pending_tokens:  # preempted with a token on its way: it is back after the next result
                 break
             prefix = self.block_manager.match_prefix(seq)
-            watermark = self.watermark_blocks if self.running else 0
-            if not self.block_manager.can_admit(seq, prefix, watermark):
+            spare = self.watermark_blocks + len(self._forks.get(seq, ())) if self.running else 0
+            if not self.block_manager.can_admit(seq, prefix, spare):
                 break
             self.block_manager.adopt_prefix(seq, prefix)
             num_tokens = min(seq.num_uncomputed_tokens, budget)
-            block_ids = self.block_manager.allocate(seq, num_tokens)
-            assert block_ids is not None, "can_admit() found room for all known tokens"
+            blocks = self.block_manager.allocate(seq, num_tokens)
+            assert blocks is not None, "can_admit() found room for all known tokens"
+            del self.waiting[0]
             self._start_running(seq)
-            new.append(self._new_sequence(seq))
-            steps.append(self._count_as_computed(seq, num_tokens, []))  # its block ids came with NewSequence
+            plan.new.append(self._new_sequence(seq))
+            self._plan_step(plan, seq, num_tokens, Allocation([]))  # its block ids came with NewSequence
             budget -= num_tokens
 
     def _start_running(self, seq: Sequence) -> None:
-        del self.waiting[0]
         seq.status = SequenceStatus.RUNNING
         insort(self.running, seq, key=lambda s: s.order)
         if seq.num_cached_tokens is None:
             seq.num_cached_tokens = seq.num_computed_tokens
             seq.first_scheduled_time = self._clock()
 
-    def _count_as_computed(self, seq: Sequence, num_tokens: int, new_block_ids: list[int]) -> SequenceStep:
-        """Advance `seq`; its full blocks are shared from now on, with other samples of this very step too."""
+    def _plan_step(self, plan: StepPlan, seq: Sequence, num_tokens: int, blocks: Allocation) -> None:
+        """Count tokens as computed; full blocks are shared from now on, with other samples of this very step too."""
+        if blocks.copy is not None:
+            plan.block_copies.append(BlockCopy(seq.seq_id, *blocks.copy))
         seq.num_computed_tokens += num_tokens
         sample = seq.num_computed_tokens == seq.num_tokens
         self.block_manager.register_full_blocks(seq)
+        plan.steps.append(SequenceStep(seq.seq_id, num_tokens, sample, blocks.new_block_ids))
+        if sample:
+            for fork in self._forks.pop(seq, ()):
+                self._start_fork(plan, seq, fork)
         seq.num_pending_tokens += sample
-        return SequenceStep(seq.seq_id, num_tokens, sample, new_block_ids)
 
-    def _new_sequence(self, seq: Sequence) -> NewSequence:
+    def _start_fork(self, plan: StepPlan, parent: Sequence, fork: Sequence) -> None:
+        """Let `fork` go on from the blocks and the logits of `parent`; wait like any other where no row is free."""
+        fork.fork_of = None
+        if len(self.running) == self.max_num_seqs:
+            insort(self.waiting, fork, key=lambda s: s.order)
+            return
+        self.block_manager.fork(parent, fork)
+        self._start_running(fork)
+        plan.new.append(self._new_sequence(fork, fork_of=parent.seq_id))
+        plan.steps.append(SequenceStep(fork.seq_id, 0, True, []))
+        fork.num_pending_tokens += 1
+
+    def _new_sequence(self, seq: Sequence, fork_of: int | None = None) -> NewSequence:
         return NewSequence(
             seq_id=seq.seq_id,
             token_ids=list(seq.token_ids),
@@ -221,6 +256,7 @@ class Scheduler:
             block_ids=list(seq.block_table),
             params=seq.params,
             seed=seq.seed,
+            fork_of=fork_of,
         )
 
     def _finish_if_ended(self, seq: Sequence, token_id: int) -> None:

@@ -7,7 +7,7 @@ from engine.sampling_params import SamplingParams
 
 
 class SequenceStatus(Enum):
-    WAITING = auto()  # new, or preempted: holds no blocks
+    WAITING = auto()  # new, preempted, or to be forked off another: holds no blocks
     RUNNING = auto()
     FINISHED = auto()
 
@@ -28,6 +28,7 @@ class Sequence:
         "cache_salt",
         "finish_reason",
         "first_scheduled_time",
+        "fork_of",
         "max_num_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -73,6 +74,7 @@ class Sequence:
         self.first_scheduled_time: float | None = None
         self.block_table: list[int] = []
         self.block_hashes: list[bytes] = []  # of the full blocks of known tokens; survives preemption
+        self.fork_of: Sequence | None = None  # the sample of the same prompt that computes it for both
         self.num_registered_blocks = 0  # leading blocks of the table that the prefix cache knows
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None

@@ -56,7 +56,8 @@ class NewSequence(msgspec.Struct, frozen=True, array_like=True):
     """A sequence the Worker does not hold: new, or coming back after preemption (then token_ids go past the prompt).
 
     `block_ids` is the whole block table so far; the first `num_computed_tokens` tokens are in the cache already
-    (prefix hits). `seed` drives the counter-based draw of every position.
+    (prefix hits). `seed` drives the counter-based draw of every position. A fork begins with everything computed: its
+    first token is drawn from the logits of the sequence `fork_of`, which the same step computes.
     """
 
     seq_id: int
@@ -66,12 +67,22 @@ class NewSequence(msgspec.Struct, frozen=True, array_like=True):
     block_ids: list[int]
     params: SamplingParams
     seed: int
+    fork_of: int | None = None
+
+
+class BlockCopy(msgspec.Struct, frozen=True, array_like=True):
+    """Copy-on-write: block `target` becomes a copy of `source` and takes its place, the last of the block table."""
+
+    seq_id: int
+    source: int
+    target: int
 
 
 class SequenceStep(msgspec.Struct, frozen=True, array_like=True):
     """Compute the next `num_tokens` tokens of a sequence. When that reaches its last known token, sample one more.
 
-    Every sequence of a step has a SequenceStep, new ones too (their block_ids came with NewSequence, none here).
+    Every sequence of a step has a SequenceStep, new ones too (their block_ids came with NewSequence, none here). That
+    of a fork computes no token.
     `sample` says whether the last known token is reached: the Driver knows, and the Worker need not guess.
     """
 
@@ -82,11 +93,15 @@ class SequenceStep(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """One iteration. `removed` (finished, aborted, preempted) is applied first, then `new`, then `steps`."""
+    """One iteration, applied field by field: `removed` (finished, aborted, preempted), `new`, `block_copies`, `steps`.
+
+    The copies take effect in their order: the target of one may have been the source of one before it.
+    """
 
     step_id: int
     removed: list[int]
     new: list[NewSequence]
+    block_copies: list[BlockCopy]
     steps: list[SequenceStep]
 
 

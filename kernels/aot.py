@@ -17,7 +17,7 @@ import triton  # before the kernels: it tells them to define their Triton halves
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels import paged_attention, prefill_attention, reshape_and_cache
+from kernels import copy_blocks, paged_attention, prefill_attention, reshape_and_cache
 
 SHARED_MEMORY_LIMIT = {80: 163 * 1024, 90: 227 * 1024}  # bytes one program may use
 _ELEMENT_SIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -49,7 +49,8 @@ class Report:
 
 
 _INTEGER_POINTERS = {"block_tables_ptr": "i32", "seq_lens_ptr": "i32", "cu_seqlens_q_ptr": "i32",
-                     "slot_mapping_ptr": "i64", "alibi_slopes_ptr": "fp32", "partial_ptr": "fp32"}  # fmt: skip
+                     "slot_mapping_ptr": "i64", "table_ptr": "i64", "sources_ptr": "i64", "targets_ptr": "i64",
+                     "alibi_slopes_ptr": "fp32", "partial_ptr": "fp32"}  # fmt: skip
 _FLOATS = ("scale", "softcap")
 _ALIGNED = re.compile(r".*(_ptr|_stride_row|_stride_head)$")  # multiples of 16, which the launcher's tensors always are
 
@@ -88,6 +89,9 @@ def configurations(capability: int, quick: bool) -> Iterator[Configuration]:
         reshape_and_cache.reshape_and_cache_kernel, "8 heads d 128", "bf16",
         {"NUM_KV_HEADS": 8, "HEAD_DIM": 128, "BLOCK_SIZE": 16, "BLOCK_H": 8, "BLOCK_D": 128}, num_warps=4,
     )  # fmt: skip
+    yield Configuration(
+        copy_blocks.copy_blocks_kernel, "any", "bf16", {"WORDS": copy_blocks.WORDS_PER_PROGRAM}, num_warps=4
+    )
     yield Configuration(
         paged_attention.reduce_splits_kernel, "d 128", "bf16",
         {"SPLIT_SIZE": 256, "HEAD_DIM": 128, "BLOCK_D": 128}, num_warps=2,

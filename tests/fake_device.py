@@ -8,7 +8,7 @@ the context and the seed alone: `expected_tokens` is the unbatched oracle.
 import zlib
 from dataclasses import dataclass, field
 
-from engine.step import NewSequence, SampledToken, StepPlan, StepResult
+from engine.step import BlockCopy, NewSequence, SampledToken, StepPlan, StepResult
 
 VOCAB_SIZE = 260
 EOS_TOKEN_ID = 257
@@ -39,6 +39,7 @@ class _Row:
     block_ids: list[int]
     seed: int
     wants_logprobs: bool
+    fork_of: int | None
 
 
 @dataclass
@@ -55,14 +56,18 @@ class FakeDevice:
             del self.rows[seq_id]
         for new in plan.new:
             self._add(new)
+        for copy in plan.block_copies:
+            self._copy_block(copy)
         for step in plan.steps:  # all keys and values are written before any are read, as in a layer
             self.rows[step.seq_id].block_ids += step.new_block_ids
             self._write(self.rows[step.seq_id], step.num_tokens)
+        computing = {step.seq_id for step in plan.steps if step.num_tokens}
         samples: list[SampledToken] = []
         failed: dict[int, str] = {}
         for step in plan.steps:
             row = self.rows[step.seq_id]
             self._check_context(row)
+            assert step.num_tokens or row.fork_of in computing, "a fork's parent does not compute in its step"
             assert step.sample == (row.num_computed == len(row.token_ids)), "the plan samples at the wrong token"
             if not step.sample:
                 continue
@@ -84,7 +89,17 @@ class FakeDevice:
             list(new.block_ids),
             new.seed,
             new.params.logprobs is not None,
+            new.fork_of,
         )
+
+    def _copy_block(self, copy: BlockCopy) -> None:
+        row = self.rows[copy.seq_id]
+        assert row.block_ids[-1] == copy.source, "only the last block of a table is ever replaced"
+        row.block_ids[-1] = copy.target
+        for offset in range(self.block_size):
+            self.slots.pop(copy.target * self.block_size + offset, None)
+            if (content := self.slots.get(copy.source * self.block_size + offset)) is not None:
+                self.slots[copy.target * self.block_size + offset] = content
 
     def _slot(self, row: _Row, position: int) -> int:
         block_id = row.block_ids[position // self.block_size]

@@ -104,6 +104,7 @@ class InputBatch:
         self.num_prompt = np.zeros(max_num_seqs, np.int64)
         self.num_blocks = np.zeros(max_num_seqs, np.int64)
         self.seq_ids = np.full(max_num_seqs, -1, np.int64)
+        self.parent_row = np.full(max_num_seqs, -1, np.int64)  # of a fork: the row that computes for it
         self.row_of: dict[int, int] = {}
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
 
@@ -117,6 +118,7 @@ class InputBatch:
             raise EngineError(f"sequence {new.seq_id} has {len(new.token_ids)} tokens, more than max_model_len")
         row = self._free_rows.pop()
         self.row_of[new.seq_id] = row
+        self.parent_row[row] = -1 if new.fork_of is None else self.row_of[new.fork_of]
         self.seq_ids[row] = new.seq_id
         self.token_ids[row, : len(new.token_ids)] = new.token_ids
         self.num_tokens[row] = len(new.token_ids)
@@ -133,14 +135,20 @@ class InputBatch:
             self.seq_ids[row] = -1
             self._free_rows.append(row)
 
+    def replace_last_block(self, seq_id: int, block_id: int) -> None:
+        """Copy-on-write: what the sequence writes next goes to `block_id`."""
+        row = self.row_of[seq_id]
+        self.block_table[row, self.num_blocks[row] - 1] = block_id
+
     def build(self, steps: Sequence[SequenceStep], buffer: StepBuffer) -> StepInputs:
         """The inputs of a step, rows of one token first, and count its tokens as computed and as sampled.
 
         A sampled token's place holds its stand-in until `store_tokens`.
         """
         rows, counts, samples = self._take_steps(steps)
-        order = np.argsort(counts > 1, kind="stable")
-        rows, counts, samples = rows[order], counts[order], samples[order]
+        order = np.argsort(np.where(counts == 0, 2, counts > 1), kind="stable")  # decodes, prefills, forks
+        order, forks = np.split(order, [len(steps) - np.count_nonzero(counts == 0)])
+        forks, rows, counts, samples = rows[forks], rows[order], counts[order], samples[order]
         starts = self.num_computed[rows]
         seq_lens = starts + counts
         self._check(rows, seq_lens, samples)
@@ -165,14 +173,15 @@ class InputBatch:
             cu_seqlens_q=buffer.put(cu_seqlens_q),
             max_seqlen_q=int(counts[num_decodes:].max(initial=0)),
         )
-        sampled = np.flatnonzero(samples)
-        every_row = len(sampled) == ends[-1]
+        sampled = np.concatenate([np.flatnonzero(samples), self._parents(rows, forks)])
+        sample_rows = np.concatenate([rows[samples], forks])
+        every_row = len(sampled) == ends[-1] and not len(forks)
         inputs = StepInputs(
             input_ids=buffer.put(input_ids),
             metadata=metadata,
             has_pending=bool((input_ids < 0).any()),
-            sample_seq_ids=self.seq_ids[rows[sampled]],
-            sample_rows=rows[sampled],
+            sample_seq_ids=self.seq_ids[sample_rows],
+            sample_rows=sample_rows,
             sample_positions=seq_lens[sampled],
             sample_indices=None if every_row else buffer.put(ends[sampled] - 1),
         )
@@ -195,6 +204,15 @@ class InputBatch:
             if step.new_block_ids:
                 self._append_blocks(row, step.new_block_ids)
         return rows, counts, samples
+
+    def _parents(self, rows: IntArray, forks: IntArray) -> IntArray:
+        """Where in `rows`, those that compute, the parent of each fork stands."""
+        place = np.full(len(self.num_tokens), -1, np.int64)
+        place[rows] = np.arange(len(rows))
+        parents = place[self.parent_row[forks]]
+        if (parents < 0).any():
+            raise EngineError("the plan forks a sequence that computes nothing in this step")
+        return parents
 
     def _append_blocks(self, row: int, block_ids: list[int]) -> None:
         start = int(self.num_blocks[row])

@@ -17,7 +17,7 @@ from engine.models.decoder import Decoder
 from engine.models.families import read_model_config
 from engine.models.weights import load_model
 from engine.sampling_params import SamplingParams
-from engine.step import NewSequence, SampledToken, SequenceStep, StepPlan, StepResult, WorkerReady
+from engine.step import BlockCopy, NewSequence, SampledToken, SequenceStep, StepPlan, StepResult, WorkerReady
 from engine.worker.device import resolve_device, resolve_dtype
 from engine.worker.gpu_profile import profile_gpu
 from engine.worker.host import StepLimits, available_host_bytes, resolve_step_limits
@@ -25,6 +25,7 @@ from engine.worker.input_batch import MAX_STEPS_IN_FLIGHT, InputBatch, StepBuffe
 from engine.worker.kv_cache import allocate_kv_caches, host_cache_bytes, model_max_len, size_kv_cache
 from engine.worker.sampler import SamplerOutput, TokenCounts, sample
 from engine.worker.sampling_rows import EVERYTHING_ON, Array, SamplingInputs, SamplingRows
+from kernels.copy_blocks import BlockCopier
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +74,7 @@ class ModelRunner:
         self.max_in_flight = MAX_STEPS_IN_FLIGHT if device.type == "cuda" else 1
         self._decoder = decoder
         self._kv_caches = kv_caches
+        self._copier = BlockCopier([tensor for layer in kv_caches for tensor in layer])
         self._device = device
         self._sampling = SamplingRows(limits.max_num_seqs, model.vocab_size, eos_token_ids)
         self._counts = TokenCounts(limits.max_num_seqs, model.vocab_size, device)
@@ -86,6 +88,7 @@ class ModelRunner:
         for seq_id in plan.removed:
             self.batch.remove(seq_id)
         failed = {new.seq_id: error for new in plan.new if (error := self._add(new))}
+        self._copy_blocks(plan.block_copies)
         if not plan.steps:
             return LaunchedStep(plan.step_id, started, failed)
         inputs, sampled = self._run(plan.steps)
@@ -121,11 +124,18 @@ class ModelRunner:
         for params in (SamplingParams(temperature=0.0), SamplingParams(), EVERYTHING_ON):
             new = NewSequence(0, prompt, len(prompt), 0, [0], params, 0)
             for plan in (
-                StepPlan(0, [], [new], [SequenceStep(0, len(prompt), True, [])]),
-                StepPlan(0, [], [], [SequenceStep(0, 1, True, [])]),
-                StepPlan(0, [0], [], []),
+                StepPlan(0, [], [new], [], [SequenceStep(0, len(prompt), True, [])]),
+                StepPlan(0, [], [], [], [SequenceStep(0, 1, True, [])]),
+                StepPlan(0, [0], [], [], []),
             ):
                 self.result(self.launch(plan))
+
+    def _copy_blocks(self, copies: list[BlockCopy]) -> None:
+        for copy in copies:
+            self.batch.replace_last_block(copy.seq_id, copy.target)
+        for part in independent_copies(copies):
+            sources, targets = np.array([[copy.source, copy.target] for copy in part]).T
+            self._copier(self._to_device(sources.copy()), self._to_device(targets.copy()))
 
     def _add(self, new: NewSequence) -> str:
         """Give a new sequence its rows; the reason why it cannot be served, or ""."""
@@ -209,6 +219,25 @@ class ModelRunner:
         ]
         token_ids, failed = (t.to("cpu", non_blocking=True) for t in (output.token_ids, output.failed))
         return SampledRows(SamplerOutput(token_ids, failed, *copies), part.num_logprobs, part.error)
+
+
+def independent_copies(copies: list[BlockCopy]) -> Iterator[list[BlockCopy]]:
+    """Cut into runs that may be copied in any order: in one, no target is a source or a target of another.
+
+    Nearly always one run: only where the last holder of a source was preempted in between is it a target as well.
+    """
+    run: list[BlockCopy] = []
+    sources: set[int] = set()
+    targets: set[int] = set()
+    for copy in copies:
+        if copy.target in sources | targets or copy.source in targets:
+            yield run
+            run, sources, targets = [], set(), set()
+        run.append(copy)
+        sources.add(copy.source)
+        targets.add(copy.target)
+    if run:
+        yield run
 
 
 def step_buffer_bytes(limits: StepLimits, max_model_len: int, block_size: int) -> int:

@@ -116,6 +116,31 @@ async def test_samples_of_one_request_differ_by_seed_and_count_the_prompt_once(f
         assert parts[0].logprobs[0].top[0] == (ids[0][0], -0.25)
 
 
+@pytest.mark.parametrize(("params", "computed"), [({}, 50 + 3 * 5), ({"temperature": 0.0}, 50 + 5)])
+async def test_samples_compute_the_prompt_once_and_greedy_ones_everything(folder, params, computed):
+    async with running_driver(folder) as driver:
+        found = await collect(driver.generate(request("a", PROMPT * 10, n=3, max_tokens=6, **params)))
+        assert [len(ids) for _, ids, *_ in found] == [6, 6, 6]
+        assert driver.stats.iteration_tokens.sum == computed
+        assert driver.stats.generation_tokens.values[()] == 18
+        assert_idle(driver)
+
+
+async def test_greedy_samples_end_together_at_a_stop_string_and_by_abort(folder):
+    ids = expected_tokens(PROMPT, 7, 20)
+    stop = bytes(ids[5:8]).decode()
+    async with running_driver(folder, "--step-seconds", "0.01") as driver:
+        greedy = {"n": 3, "temperature": 0.0, "max_tokens": 20}
+        found = await collect(driver.generate(request("a", stop=[stop], **greedy)))
+        end = bytes(ids).decode().index(stop)
+        assert found == [(bytes(ids).decode()[:end], tuple(ids[: end + 3]), FinishReason.STOP, stop)] * 3
+        stream = driver.generate(request("b", **greedy))
+        await asyncio.sleep(0.05)
+        driver.abort("b")
+        assert [part[2] for part in await collect(stream)] == [FinishReason.ABORT] * 3
+        assert_idle(driver)
+
+
 async def test_slow_reader_gets_everything_in_few_outputs(folder):
     async with running_driver(folder) as driver:
         stream = driver.generate(request("a", max_tokens=50))

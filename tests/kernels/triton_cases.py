@@ -4,6 +4,7 @@ the interpreter, in a process of its own (TRITON_INTERPRET=1 must be set before 
 import pytest
 import torch
 
+from kernels.copy_blocks import WORDS_PER_PROGRAM, BlockCopier, copy_blocks_reference
 from kernels.dispatch import INTERPRET
 from kernels.paged_attention import MIN_SPLIT_SIZE, paged_attention, split
 from kernels.prefill_attention import prefill_attention
@@ -102,3 +103,23 @@ def test_reshape_and_cache(dtype, head_dim, num_kv_heads):
     reshape_and_cache(key, value, *caches[:2], slots.to(DEVICE))
     reshape_and_cache_reference(key, value, *caches[2:], slots.to(DEVICE))
     assert torch.equal(caches[0], caches[2]) and torch.equal(caches[1], caches[3])
+
+
+def test_copy_blocks():
+    """Blocks of one program, of several, and smaller ones beside them (the scales of a quantised cache)."""
+    shapes = [(9, 2, 4, 8), (9, 3, 1024), (9, WORDS_PER_PROGRAM + 4), (9, 2)]
+    dtypes = [torch.float16, torch.bfloat16, torch.float32, torch.int32]
+    before = [torch.randint(0, 100, shape).to(dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+    tensors = [tensor.to(DEVICE, copy=True) for tensor in before]
+    sources, targets = torch.tensor([1, 1, 7]), torch.tensor([0, 8, 3])
+    BlockCopier(tensors)(sources.to(DEVICE), targets.to(DEVICE))
+    for tensor, old in zip(tensors, before, strict=True):
+        assert torch.equal(tensor[[0, 8, 3]].cpu(), old[[1, 1, 7]])
+        assert torch.equal(tensor[[1, 2, 4, 5, 6, 7]].cpu(), old[[1, 2, 4, 5, 6, 7]])
+    copy_blocks_reference(before, sources, targets)
+    assert all(torch.equal(tensor.cpu(), expected) for tensor, expected in zip(tensors, before, strict=True))
+
+
+def test_copy_blocks_refuses_what_is_not_whole_words():
+    with pytest.raises(ValueError, match="whole words"):
+        BlockCopier([torch.zeros(4, 3, dtype=torch.float16, device=DEVICE)])

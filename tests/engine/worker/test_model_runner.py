@@ -10,11 +10,11 @@ import torch
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineError, ModelError
 from engine.sampling_params import SamplingParams
-from engine.step import NewSequence, SequenceStep, StepPlan
+from engine.step import BlockCopy, NewSequence, SequenceStep, StepPlan
 from engine.worker import model_runner
 from engine.worker.host import StepLimits
 from engine.worker.input_batch import InputBatch, StepBuffer
-from engine.worker.model_runner import load_runner
+from engine.worker.model_runner import independent_copies, load_runner
 
 GREEDY = SamplingParams(temperature=0.0)
 CONFIG = EngineConfig(device="cpu", dtype="float32", block_size=8, num_blocks=64, max_num_seqs=8, cpu_threads=1)
@@ -68,7 +68,7 @@ class MiniDriver:
             steps.append(SequenceStep(seq_id, n, sample, blocks))
         removed, self.removed = self.removed, []
         self.step_id += 1
-        return StepPlan(self.step_id, removed, new, steps)
+        return StepPlan(self.step_id, removed, new, [], steps)
 
     def update(self, result):
         for sample in result.samples:
@@ -142,8 +142,80 @@ def test_a_prefix_in_the_cache_is_not_computed_again(runner, hf_greedy):
     prompt = [*PROMPTS[4][:32], 1, 2, 3]
     new = NewSequence(9, prompt, len(prompt), 32, [*shared, 63], GREEDY, 0)
     assert 63 not in driver.blocks[4]
-    result = runner.result(runner.launch(StepPlan(2, [], [new], [SequenceStep(9, 3, True, [])])))
+    result = runner.result(runner.launch(StepPlan(2, [], [new], [], [SequenceStep(9, 3, True, [])])))
     assert [sample.token_id for sample in result.samples] == hf_greedy(prompt, 1)
+
+
+SAMPLED = {"temperature": 0.8, "frequency_penalty": 1.0, "repetition_penalty": 1.2, "logprobs": 2}
+
+
+@pytest.mark.parametrize("chunks", [[21], [8, 13], [20, 1]])
+def test_forks_give_what_they_would_give_alone(runner, chunks):
+    """Three samples of one prompt, beside another sequence; two get a copy of the block that they write to."""
+    params = SamplingParams(**SAMPLED)
+    alone = {}
+    for seq_id in (2, 5, 6):
+        driver = MiniDriver(runner)
+        driver.add(seq_id, PROMPTS[2], params)
+        results = [driver.step({seq_id: n}) for n in [21, 1, 1, 1]]
+        alone[seq_id] = [sample for result in results for sample in result.samples]
+        driver.remove(seq_id)
+        runner.launch(driver.plan({}))
+
+    driver = MiniDriver(runner)
+    driver.add(1, PROMPTS[1])
+    driver.step({1: 5})
+    driver.add(2, PROMPTS[2], params)
+    for n in chunks[:-1]:
+        driver.step({1: 1, 2: n})
+    plan = driver.plan({1: 1, 2: chunks[-1]})
+    shared = driver.blocks[2]
+    for seq_id in (5, 6):
+        plan.new.append(NewSequence(seq_id, PROMPTS[2], 21, 21, shared, params, 1000 + seq_id, fork_of=2))
+        plan.steps.append(SequenceStep(seq_id, 0, True, []))
+        driver.tokens[seq_id], driver.prompts[seq_id], driver.params[seq_id] = list(PROMPTS[2]), PROMPTS[2], params
+        driver.computed[seq_id], driver.blocks[seq_id], driver.pending[seq_id] = 21, list(shared), 1
+    found = driver.runner.result(driver.runner.launch(plan))
+    driver.update(found)
+    samples = list(found.samples)
+    plan = driver.plan({6: 1, 1: 1, 2: 1, 5: 1})
+    for seq_id in (5, 6):
+        target = int(driver.free.pop())
+        plan.block_copies.append(BlockCopy(seq_id, shared[-1], target))
+        driver.blocks[seq_id][-1] = target
+    found = driver.runner.result(driver.runner.launch(plan))
+    driver.update(found)
+    samples += found.samples
+    for _ in range(2):
+        samples += driver.step({1: 1, 5: 1, 2: 1, 6: 1}).samples
+    for seq_id, expected in alone.items():
+        got = [sample for sample in samples if sample.seq_id == seq_id]
+        assert [sample.token_id for sample in got] == [sample.token_id for sample in expected]
+        assert [sample.logprob for sample in got] == pytest.approx([sample.logprob for sample in expected], abs=1e-4)
+    assert len({tuple(sample.token_id for sample in samples) for samples in alone.values()}) == 3
+
+
+def test_a_fork_of_what_computes_nothing_stops_the_worker(runner):
+    driver = MiniDriver(runner)
+    driver.add(1, PROMPTS[1])
+    driver.step({1: 5})
+    driver.add(3, PROMPTS[3])
+    plan = driver.plan({3: 1})
+    plan.new.append(NewSequence(2, PROMPTS[1], 5, 5, driver.blocks[1], GREEDY, 0, fork_of=1))
+    plan.steps.append(SequenceStep(2, 0, True, []))
+    with pytest.raises(EngineError, match="forks a sequence"):
+        runner.launch(plan)
+
+
+def test_copies_run_together_unless_one_needs_another_first():
+    def cut(*pairs):
+        return [[(c.source, c.target) for c in run] for run in independent_copies([BlockCopy(0, *p) for p in pairs])]
+
+    assert cut() == []
+    assert cut((1, 2), (1, 3), (4, 5)) == [[(1, 2), (1, 3), (4, 5)]]
+    assert cut((1, 2), (3, 1), (4, 5)) == [[(1, 2)], [(3, 1), (4, 5)]], "read before it is overwritten"
+    assert cut((1, 2), (2, 3)) == [[(1, 2)], [(2, 3)]], "written before it is read"
+    assert cut((1, 2), (3, 2)) == [[(1, 2)], [(3, 2)]], "the later one wins"
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -336,7 +408,7 @@ def test_ids_outside_the_vocabulary_fail_their_own_sequence(runner, hf_greedy, p
 
 def test_plans_that_do_not_fit_the_state_are_refused(runner):
     def launch(new, steps):
-        runner.launch(StepPlan(1, [7, 8], new, steps))
+        runner.launch(StepPlan(1, [7, 8], new, [], steps))
 
     seven = NewSequence(7, [1, 2, 3], 3, 0, [0], GREEDY, 0)
     with pytest.raises(EngineError, match="known tokens"):
@@ -356,7 +428,7 @@ def replace_blocks(new, block_ids):
 
 
 def test_removing_what_never_arrived_is_harmless(runner):
-    result = runner.result(runner.launch(StepPlan(1, [12345], [], [])))
+    result = runner.result(runner.launch(StepPlan(1, [12345], [], [], [])))
     assert (result.samples, result.failed) == ([], {})
 
 

@@ -85,9 +85,9 @@ def worker():
 def generation(prompt, n, seq_id=7):
     """Plans of a prefill and n - 1 decodes."""
     new = NewSequence(seq_id, prompt, len(prompt), 0, [0, 1, 2], SamplingParams(temperature=0.0), 0)
-    yield StepPlan(1, [], [new], [SequenceStep(seq_id, len(prompt), True, [])])
+    yield StepPlan(1, [], [new], [], [SequenceStep(seq_id, len(prompt), True, [])])
     for step_id in range(2, n + 1):
-        yield StepPlan(step_id, [], [], [SequenceStep(seq_id, 1, True, [])])
+        yield StepPlan(step_id, [], [], [], [SequenceStep(seq_id, 1, True, [])])
 
 
 def test_ready_steps_and_end(worker, model_dir, hf_greedy):
@@ -107,7 +107,7 @@ def test_ready_steps_and_end(worker, model_dir, hf_greedy):
 
     for number in (signal.SIGINT, signal.SIGTERM):
         worker.process.send_signal(number)
-    worker.send(StepPlan(9, [7], [], []))
+    worker.send(StepPlan(9, [7], [], [], []))
     assert worker.receive().step_id == 9
 
     worker.close()
@@ -149,7 +149,7 @@ def test_a_driver_that_leaves_while_loading_ends_it(worker, model_dir):
         struct.pack("<I", 5) + b"\x93\x01\x02",  # cut short, then the end
         struct.pack("<I", 3) + b"\xff\xff\xff",
         struct.pack("<I", 2**32 - 1),
-        encode_frame(StepPlan(1, [], [], [])),
+        encode_frame(StepPlan(1, [], [], [], [])),
         bytes(range(256)),
     ],
 )
@@ -168,7 +168,7 @@ def test_a_step_that_fails_as_a_whole_ends_it_with_a_traceback(tmp_path, model_d
     with (tmp_path / "log").open("wb") as log:
         worker = Process(stderr=log)
         worker.start(model_dir)
-        worker.send(StepPlan(1, [], [], [SequenceStep(99, 1, True, [])]))
+        worker.send(StepPlan(1, [], [], [], [SequenceStep(99, 1, True, [])]))
         assert worker.file.read() == b""
         assert worker.wait(PATIENCE) == 2
         worker.close()
