@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import NamedTuple
 
+from engine.host_tier import HostTier
 from engine.sequence import Sequence
 
 
@@ -21,6 +22,20 @@ class Allocation(NamedTuple):
 
     new_block_ids: list[int]
     copy: tuple[int, int] | None = None
+
+
+class Prefix(NamedTuple):
+    """Where the full blocks lie that a sequence starts with, in order: in the pool, or in the host tier (a hash)."""
+
+    parts: list["Block | bytes"]
+
+    @property
+    def blocks(self) -> "list[Block]":
+        return [part for part in self.parts if isinstance(part, Block)]
+
+    @property
+    def host_hashes(self) -> list[bytes]:
+        return [part for part in self.parts if isinstance(part, bytes)]
 
 
 class Block:
@@ -90,10 +105,17 @@ class FreeList:
 
 
 class BlockManager:
-    """`enable_prefix_caching` False never matches a prefix; all else is the same."""
+    """`enable_prefix_caching` False never matches a prefix; all else is the same. Evicted blocks go to `host_tier`."""
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool = True,
+        host_tier: HostTier | None = None,
+    ) -> None:
         self.block_size = block_size
+        self.host_tier = host_tier
         self.enable_prefix_caching = enable_prefix_caching
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
         self.free_blocks = FreeList(self.blocks)
@@ -113,38 +135,47 @@ class BlockManager:
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def match_prefix(self, seq: Sequence) -> list[Block]:
-        """The cached blocks that hold the start of `seq`; takes none of them yet.
+    def match_prefix(self, seq: Sequence) -> Prefix:
+        """Where the cached blocks lie that hold the start of `seq`; takes none of them yet.
 
         The last known token is never matched: it has to be computed for its logits.
         """
         if not self.enable_prefix_caching:
-            return []
+            return Prefix([])
         self._extend_hashes(seq)
-        matched = []
+        parts: list[Block | bytes] = []
+        num_pool = 0  # length of the start that lies in the pool
         for block_hash in islice(seq.block_hashes, (len(seq.token_ids) - 1) // self.block_size):
-            block = self.cached_blocks.get(block_hash)
-            if block is None:
+            if (block := self.cached_blocks.get(block_hash)) is not None:
+                num_pool += num_pool == len(parts)
+                parts.append(block)
+            elif self.host_tier is not None and block_hash in self.host_tier:
+                parts.append(block_hash)
+            else:
                 break
-            matched.append(block)
-        return matched
+        if num_pool < len(parts) and not self._worth_loading(parts, num_pool):
+            del parts[num_pool:]
+        return Prefix(parts)
 
-    def can_admit(self, seq: Sequence, prefix: list[Block], spare: int) -> bool:
+    def can_admit(self, seq: Sequence, prefix: Prefix, spare: int) -> bool:
         """Whether all known tokens of `seq` find room and `spare` blocks stay free."""
-        taken_from_free = self.num_blocks_for(seq.num_tokens) - len(prefix)
-        taken_from_free += sum(block.ref_count == 0 for block in prefix)
+        taken_from_free = self.num_blocks_for(seq.num_tokens) - len(prefix.blocks)
+        taken_from_free += sum(block.ref_count == 0 for block in prefix.blocks)
         return len(self.free_blocks) - taken_from_free >= spare
 
-    def adopt_prefix(self, seq: Sequence, prefix: list[Block]) -> None:
-        """Let `seq`, which holds nothing, begin with the blocks that `match_prefix` found."""
+    def adopt_prefix(self, seq: Sequence, prefix: Prefix) -> None:
+        """Let `seq`, which holds nothing, begin with the blocks that `match_prefix` found, now that they find room."""
         assert not seq.block_table, "a sequence adopts a prefix before anything else"
-        for block in prefix:
+        for block in prefix.blocks:  # before anything is loaded: that must not take them
             if block.ref_count == 0:
                 self.free_blocks.remove(block)
             block.ref_count += 1
-            seq.block_table.append(block.block_id)
-        seq.num_computed_tokens = len(prefix) * self.block_size
-        seq.num_registered_blocks = len(prefix)
+        if self.host_tier is not None:
+            self.host_tier.pin(prefix.host_hashes)
+        for part in prefix.parts:
+            seq.block_table.append(part.block_id if isinstance(part, Block) else self._load(part))
+        seq.num_computed_tokens = len(prefix.parts) * self.block_size
+        seq.num_registered_blocks = len(prefix.parts)
         if self.enable_prefix_caching:
             self.num_prefix_queries += len(seq.token_ids)
             self.num_prefix_hits += seq.num_computed_tokens
@@ -232,11 +263,30 @@ class BlockManager:
         free = self.free_blocks.ids()
         assert len(free) == len(set(free)) == len(self.free_blocks), "the free list is broken"
         assert {block_id for block_id, count in counts.items() if count == 0} == set(free), "held and free overlap"
+        if self.host_tier is not None:
+            self.host_tier.check_invariants()
         for block_hash, block in self.cached_blocks.items():
             assert block.block_hash == block_hash, f"block {block.block_id}: stale hash in the cache"
 
+    def _worth_loading(self, parts: "list[Block | bytes]", num_pool: int) -> bool:
+        """Whether what lies behind the first `num_pool` blocks is had sooner from the host than by computing it."""
+        assert self.host_tier is not None
+        num_loads = sum(isinstance(part, bytes) for part in parts)
+        computed = (len(parts) - num_pool) * self.block_size
+        return self.host_tier.worth_loading(num_loads * self.block_size, num_pool * self.block_size, computed)
+
+    def _load(self, block_hash: bytes) -> int:
+        assert self.host_tier is not None
+        block = self.blocks[self._take_free()]
+        self.host_tier.load(block_hash, block.block_id)
+        block.block_hash = block_hash
+        self.cached_blocks[block_hash] = block
+        return block.block_id
+
     def _take_free(self) -> int:
         block = self.free_blocks.pop_left()
+        if self.host_tier is not None and block.block_hash is not None:
+            self.host_tier.offload(block.block_hash, block.block_id)
         self._forget(block)
         block.ref_count = 1
         return block.block_id

@@ -49,8 +49,13 @@ class EngineConfig:
     )
     swap_space: float = option(
         0.0,
-        "GiB of host memory for preempted sequences: 0 only in this version",
-        unsupported="preempted sequences are recomputed, not swapped; leave it 0",
+        "GiB of host memory for KV blocks that the pool gives up (of preempted sequences, of prefixes); 0: recompute",
+        minimum=0,
+    )
+    swap_policy: str = option(
+        "auto",
+        "auto: blocks come back from host memory where that is faster than computing them; always: whenever there",
+        choices=("auto", "always"),
     )
     max_num_seqs: int | None = option(None, "most sequences in one step; default 256, 128 on a CPU", minimum=1)
     max_num_batched_tokens: int | None = option(

@@ -26,6 +26,7 @@ from engine.errors import (
     UnavailableError,
 )
 from engine.executor import WORKER_COMMAND, Executor
+from engine.host_tier import HostTier
 from engine.outputs import FinishReason, TokenLogprobs
 from engine.request import Request
 from engine.request_timings import RequestTimings
@@ -174,6 +175,9 @@ class Driver:
         self.stats.num_preemptions.values[()] = scheduler.num_preemptions
         self.stats.prefix_cache_queries.values[()] = blocks.num_prefix_queries
         self.stats.prefix_cache_hits.values[()] = blocks.num_prefix_hits
+        if (tier := blocks.host_tier) is not None:
+            self.stats.host_tier_offloads.values[()] = tier.num_offloads
+            self.stats.host_tier_loads.values[()] = tier.num_loads
 
     async def drain(self, timeout: float) -> bool:
         """Accept nothing more and wait up to `timeout` seconds for what runs; whether all of it finished.
@@ -293,7 +297,12 @@ class Driver:
             memory=ready.memory,
         )
         self.scheduler = Scheduler(
-            BlockManager(ready.num_blocks, block_size, self.config.enable_prefix_caching),
+            BlockManager(
+                ready.num_blocks,
+                block_size,
+                self.config.enable_prefix_caching,
+                HostTier(ready.num_host_blocks, ready.cache_costs) if ready.num_host_blocks else None,
+            ),
             max_num_seqs=ready.max_num_seqs,
             max_num_batched_tokens=ready.max_num_batched_tokens,
             watermark=self.config.watermark,

@@ -93,13 +93,17 @@ class Scheduler:
         """The next plan, or None when nothing can be computed now (no work, or every sequence awaits a result)."""
         num_preemptions = self.num_preemptions
         running = self._plan_running()
-        plan = StepPlan(self._next_step_id, self._removed, [], [], [])
+        plan = StepPlan(self._next_step_id, self._removed, [], [], [], [], [])
         for seq, (num_tokens, blocks) in running.planned.items():
             self._plan_step(plan, seq, num_tokens, blocks)
         if self.num_preemptions == num_preemptions:  # else what was just pushed out would come straight back in
             self._admit_waiting(running.budget, plan)
         if not plan.steps:
             return None
+        if (tier := self.block_manager.host_tier) is not None:
+            offloads, loads = tier.take_moves()
+            plan.offloads.extend(offloads)
+            plan.loads.extend(loads)
         self._removed = []
         self._next_step_id += 1
         return plan

@@ -63,6 +63,8 @@ class EngineStats:
         self.generation_tokens = Counter("generation_tokens", "Generated tokens.")
         self.prefix_cache_queries = Counter("prefix_cache_queries", "Tokens looked up in the prefix cache.")
         self.prefix_cache_hits = Counter("prefix_cache_hits", "Tokens found in the prefix cache.")
+        self.host_tier_offloads = Counter("host_tier_offloads", "KV blocks moved to host memory.")
+        self.host_tier_loads = Counter("host_tier_loads", "KV blocks brought back from host memory.")
         self.num_preemptions = Counter("num_preemptions", "Sequences preempted.")
         self.request_success = Counter("request_success", "Requests that ended, by reason.", ("finished_reason",))
         for reason in FinishReason:

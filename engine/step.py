@@ -32,6 +32,24 @@ class LoadProgress(msgspec.Struct, frozen=True, array_like=True, tag=True):
     phase: str  # shown at /ready: "importing", "loading weights", "profiling", "compiling" ...
 
 
+class CacheCosts(msgspec.Struct, frozen=True, array_like=True):
+    """Seconds that the Worker measured: a n + b n^2 to compute the first n tokens of a sequence, c + d n to load n."""
+
+    compute_linear: float
+    compute_quadratic: float
+    load_fixed: float
+    load_linear: float
+
+    def compute(self, num_before: int, num_tokens: int) -> float:
+        """To compute `num_tokens` tokens behind `num_before` others."""
+        end = num_before + num_tokens
+        return self.compute_linear * num_tokens + self.compute_quadratic * (end**2 - num_before**2)
+
+    def load(self, num_tokens: int) -> float:
+        """To bring `num_tokens` tokens from host memory."""
+        return self.load_fixed + self.load_linear * num_tokens
+
+
 class WorkerReady(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """What only the Worker knows, after loading and profiling: sizes, and settings that depend on the device."""
 
@@ -43,6 +61,8 @@ class WorkerReady(msgspec.Struct, frozen=True, array_like=True, tag=True):
     device: str
     dtype: str
     memory: dict[str, int]  # bytes: weights, kv_cache, activations ... for logs and /metrics
+    num_host_blocks: int = 0  # slots of the host tier
+    cache_costs: CacheCosts | None = None
 
 
 class WorkerFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -78,6 +98,13 @@ class BlockCopy(msgspec.Struct, frozen=True, array_like=True):
     target: int
 
 
+class BlockMove(msgspec.Struct, frozen=True, array_like=True):
+    """Between a block of the pool and a slot of the host tier."""
+
+    block_id: int
+    slot: int
+
+
 class SequenceStep(msgspec.Struct, frozen=True, array_like=True):
     """Compute the next `num_tokens` tokens of a sequence. When that reaches its last known token, sample one more.
 
@@ -93,9 +120,10 @@ class SequenceStep(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """One iteration, applied field by field: `removed` (finished, aborted, preempted), `new`, `block_copies`, `steps`.
+    """One iteration: `removed` (finished, aborted, preempted) and `new`, then what moves, then `steps`.
 
-    The copies take effect in their order: the target of one may have been the source of one before it.
+    Blocks are read before they are written over: first `offloads` go from the pool to the host, then `loads` come back,
+    then `block_copies` take effect in their order (the target of one may have been the source of one before it).
     """
 
     step_id: int
@@ -103,6 +131,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
     new: list[NewSequence]
     block_copies: list[BlockCopy]
     steps: list[SequenceStep]
+    offloads: list[BlockMove] = []
+    loads: list[BlockMove] = []
 
 
 class SampledToken(msgspec.Struct, frozen=True, array_like=True):

@@ -50,7 +50,7 @@ class Report:
 
 _INTEGER_POINTERS = {"block_tables_ptr": "i32", "seq_lens_ptr": "i32", "cu_seqlens_q_ptr": "i32",
                      "slot_mapping_ptr": "i64", "table_ptr": "i64", "sources_ptr": "i64", "targets_ptr": "i64",
-                     "alibi_slopes_ptr": "fp32", "partial_ptr": "fp32"}  # fmt: skip
+                     "blocks_ptr": "i64", "alibi_slopes_ptr": "fp32", "partial_ptr": "fp32"}  # fmt: skip
 _FLOATS = ("scale", "softcap")
 _ALIGNED = re.compile(r".*(_ptr|_stride_row|_stride_head)$")  # multiples of 16, which the launcher's tensors always are
 
@@ -91,6 +91,9 @@ def configurations(capability: int, quick: bool) -> Iterator[Configuration]:
     )  # fmt: skip
     yield Configuration(
         copy_blocks.copy_blocks_kernel, "any", "bf16", {"WORDS": copy_blocks.WORDS_PER_PROGRAM}, num_warps=4
+    )
+    yield Configuration(
+        copy_blocks.pack_blocks_kernel, "any", "u8", {"WORDS": copy_blocks.WORDS_PER_PROGRAM, "PACK": True}, num_warps=4
     )
     yield Configuration(
         paged_attention.reduce_splits_kernel, "d 128", "bf16",

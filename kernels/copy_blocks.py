@@ -1,4 +1,4 @@
-"""Copy whole blocks of the paged KV cache, all layers in one launch: what copy-on-write needs."""
+"""Move whole blocks of the paged KV cache, all layers in one launch: for copy-on-write, and to and from the host."""
 
 from collections.abc import Sequence
 
@@ -11,43 +11,104 @@ WORDS_PER_PROGRAM = 2048  # of 4 bytes
 
 
 class BlockCopier:
-    """Copies blocks within the tensors of a KV cache, keys and values of every layer.
+    """Copies blocks of the tensors of a KV cache, keys and values of every layer.
 
     Each tensor is contiguous and has the blocks along its first axis; all lie on one device and stay where they are.
+    `block_bytes` is the size of a block over all tensors.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
+        num_bytes = [tensor[0].numel() * tensor.element_size() for tensor in tensors]
+        if any(n % 4 for n in num_bytes) or not all(tensor.is_contiguous() for tensor in tensors):
+            raise ValueError("blocks must be contiguous and whole words of 4 bytes")
+        self.block_bytes = sum(num_bytes)
         self._tensors = tensors
         if use_triton(tensors[0]):
-            num_bytes = [tensor[0].numel() * tensor.element_size() for tensor in tensors]
-            if any(n % 4 for n in num_bytes) or not all(tensor.is_contiguous() for tensor in tensors):
-                raise ValueError("blocks must be contiguous and whole words of 4 bytes")
-            self._max_words = max(num_bytes) // 4
-            table = [(tensor.data_ptr(), n // 4) for tensor, n in zip(tensors, num_bytes, strict=True)]
-            self._table = torch.tensor(table, dtype=torch.int64, device=tensors[0].device)
+            self._grid = len(tensors), triton.cdiv(max(num_bytes) // 4, WORDS_PER_PROGRAM)
+            rows, start = [], 0
+            for tensor, n in zip(tensors, num_bytes, strict=True):
+                rows.append((tensor.data_ptr(), n // 4, start // 4))
+                start += n
+            self._table = torch.tensor(rows, dtype=torch.int64, device=tensors[0].device)
 
-    def __call__(self, sources: Tensor, targets: Tensor) -> None:
-        """Make block targets[i] a copy of sources[i], int64 [num_copies]; no target is a source or named twice."""
-        if not use_triton(self._tensors[0]):
+    def copy(self, sources: Tensor, targets: Tensor) -> None:
+        """Make block targets[i] a copy of sources[i], int64 [n]; no target is a source or named twice."""
+        if use_triton(self._tensors[0]):
+            copy_blocks_kernel[(len(sources), *self._grid)](
+                self._table, sources, targets, WORDS=WORDS_PER_PROGRAM, num_warps=4
+            )
+        else:
             copy_blocks_reference(self._tensors, sources, targets)
-            return
-        grid = len(sources), len(self._tensors), triton.cdiv(self._max_words, WORDS_PER_PROGRAM)
-        copy_blocks_kernel[grid](self._table, sources, targets, WORDS=WORDS_PER_PROGRAM, num_warps=4)
+
+    def pack(self, blocks: Tensor) -> Tensor:
+        """The bytes of some blocks, int64 [n], tensor after tensor: uint8 [n, block_bytes]."""
+        if not use_triton(self._tensors[0]):
+            return pack_blocks_reference(self._tensors, blocks)
+        packed = torch.empty((len(blocks), self.block_bytes), dtype=torch.uint8, device=blocks.device)
+        self._pack(blocks, packed, True)
+        return packed
+
+    def unpack(self, packed: Tensor, blocks: Tensor) -> None:
+        """Fill blocks, int64 [n], with what `pack` gave."""
+        if use_triton(self._tensors[0]):
+            self._pack(blocks, packed, False)
+        else:
+            unpack_blocks_reference(self._tensors, packed, blocks)
+
+    def _pack(self, blocks: Tensor, packed: Tensor, pack: bool) -> None:
+        pack_blocks_kernel[(len(blocks), *self._grid)](
+            self._table, blocks, packed, self.block_bytes // 4, PACK=pack, WORDS=WORDS_PER_PROGRAM, num_warps=4
+        )
 
 
 @triton.jit
 def copy_blocks_kernel(table_ptr, sources_ptr, targets_ptr, WORDS: tl.constexpr):
-    """Grid (num_copies, num_tensors, parts of a block); table int64 [num_tensors, 2]: address, words of a block."""
+    """Grid (num_copies, num_tensors, parts of a block).
+
+    table int64 [num_tensors, 3]: address, words of a block, and where in a packed block these begin.
+    """
     copy, tensor = tl.program_id(0), tl.program_id(1)
-    base = tl.load(table_ptr + 2 * tensor).to(tl.pointer_type(tl.int32))
-    num_words = tl.load(table_ptr + 2 * tensor + 1)
+    base = tl.load(table_ptr + 3 * tensor).to(tl.pointer_type(tl.int32))
+    num_words = tl.load(table_ptr + 3 * tensor + 1)
     offsets = tl.program_id(2) * WORDS + tl.arange(0, WORDS)
     mask = offsets < num_words
     words = tl.load(base + tl.load(sources_ptr + copy) * num_words + offsets, mask=mask)
     tl.store(base + tl.load(targets_ptr + copy) * num_words + offsets, words, mask=mask)
 
 
+@triton.jit
+def pack_blocks_kernel(table_ptr, blocks_ptr, packed_ptr, packed_words, PACK: tl.constexpr, WORDS: tl.constexpr):
+    """Grid (num_blocks, num_tensors, parts of a block): blocks to rows of packed, or back."""
+    row, tensor = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    base = tl.load(table_ptr + 3 * tensor).to(tl.pointer_type(tl.int32))
+    num_words = tl.load(table_ptr + 3 * tensor + 1)
+    offsets = tl.program_id(2) * WORDS + tl.arange(0, WORDS)
+    mask = offsets < num_words
+    in_cache = base + tl.load(blocks_ptr + row) * num_words + offsets
+    in_packed = packed_ptr.to(tl.pointer_type(tl.int32)) + row * packed_words
+    in_packed += tl.load(table_ptr + 3 * tensor + 2) + offsets
+    if PACK:
+        tl.store(in_packed, tl.load(in_cache, mask=mask), mask=mask)
+    else:
+        tl.store(in_cache, tl.load(in_packed, mask=mask), mask=mask)
+
+
 def copy_blocks_reference(tensors: Sequence[Tensor], sources: Tensor, targets: Tensor) -> None:
     """The same in torch."""
     for tensor in tensors:
         tensor[targets] = tensor[sources]
+
+
+def pack_blocks_reference(tensors: Sequence[Tensor], blocks: Tensor) -> Tensor:
+    """The same in torch."""
+    return torch.cat([tensor[blocks].flatten(1).view(torch.uint8) for tensor in tensors], dim=1)
+
+
+def unpack_blocks_reference(tensors: Sequence[Tensor], packed: Tensor, blocks: Tensor) -> None:
+    """The same in torch."""
+    start = 0
+    for tensor in tensors:
+        shape = len(blocks), *tensor.shape[1:]
+        end = start + tensor[0].numel() * tensor.element_size()
+        tensor[blocks] = packed[:, start:end].contiguous().view(tensor.dtype).view(shape)
+        start = end

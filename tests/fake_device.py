@@ -50,12 +50,17 @@ class FakeDevice:
     fail_on_token: int | None = None  # a sequence that ends in it cannot be sampled
     rows: dict[int, _Row] = field(default_factory=dict)
     slots: dict[int, tuple[int, int]] = field(default_factory=dict)
+    host: dict[int, list[tuple[int, int] | None]] = field(default_factory=dict)  # the host tier
 
     def execute(self, plan: StepPlan) -> StepResult:
         for seq_id in plan.removed:
             del self.rows[seq_id]
         for new in plan.new:
             self._add(new)
+        for move in plan.offloads:
+            self.host[move.slot] = self._content(move.block_id)
+        for move in plan.loads:
+            self._fill(move.block_id, self.host[move.slot])
         for copy in plan.block_copies:
             self._copy_block(copy)
         for step in plan.steps:  # all keys and values are written before any are read, as in a layer
@@ -96,10 +101,16 @@ class FakeDevice:
         row = self.rows[copy.seq_id]
         assert row.block_ids[-1] == copy.source, "only the last block of a table is ever replaced"
         row.block_ids[-1] = copy.target
-        for offset in range(self.block_size):
-            self.slots.pop(copy.target * self.block_size + offset, None)
-            if (content := self.slots.get(copy.source * self.block_size + offset)) is not None:
-                self.slots[copy.target * self.block_size + offset] = content
+        self._fill(copy.target, self._content(copy.source))
+
+    def _content(self, block_id: int) -> list[tuple[int, int] | None]:
+        return [self.slots.get(block_id * self.block_size + offset) for offset in range(self.block_size)]
+
+    def _fill(self, block_id: int, content: list[tuple[int, int] | None]) -> None:
+        for offset, token in enumerate(content):
+            self.slots.pop(block_id * self.block_size + offset, None)
+            if token is not None:
+                self.slots[block_id * self.block_size + offset] = token
 
     def _slot(self, row: _Row, position: int) -> int:
         block_id = row.block_ids[position // self.block_size]

@@ -111,6 +111,17 @@ def size_kv_cache(
     return KVCacheSize(num_blocks, block_bytes, min(longest, capacity))
 
 
+def num_host_blocks(config: EngineConfig, block_bytes: int, available: int) -> int:
+    """Slots of the host tier. ConfigError where `available` bytes of host memory do not hold them."""
+    wanted = int(config.swap_space * 2**30)
+    if wanted > available:
+        raise ConfigError(
+            f"swap_space: {format_bytes(wanted)} is more than the {format_bytes(max(0, available))} that are free; "
+            f"use --swap-space {max(0, available) / 2**30:.1f} or less."
+        )
+    return wanted // block_bytes
+
+
 def _more_memory(on_gpu: bool, config: EngineConfig, needed: int) -> str:
     if config.num_blocks is not None:
         return f"Raise --num-blocks, which is {config.num_blocks}."

@@ -17,12 +17,28 @@ from engine.models.decoder import Decoder
 from engine.models.families import read_model_config
 from engine.models.weights import load_model
 from engine.sampling_params import SamplingParams
-from engine.step import BlockCopy, NewSequence, SampledToken, SequenceStep, StepPlan, StepResult, WorkerReady
+from engine.step import (
+    BlockCopy,
+    NewSequence,
+    SampledToken,
+    SequenceStep,
+    StepPlan,
+    StepResult,
+    WorkerReady,
+)
+from engine.worker.cache_costs import measure_cache_costs
 from engine.worker.device import resolve_device, resolve_dtype
 from engine.worker.gpu_profile import profile_gpu
 from engine.worker.host import StepLimits, available_host_bytes, resolve_step_limits
+from engine.worker.host_cache import HostCache
 from engine.worker.input_batch import MAX_STEPS_IN_FLIGHT, InputBatch, StepBuffer, StepInputs
-from engine.worker.kv_cache import allocate_kv_caches, host_cache_bytes, model_max_len, size_kv_cache
+from engine.worker.kv_cache import (
+    allocate_kv_caches,
+    host_cache_bytes,
+    model_max_len,
+    num_host_blocks,
+    size_kv_cache,
+)
 from engine.worker.sampler import SamplerOutput, TokenCounts, sample
 from engine.worker.sampling_rows import EVERYTHING_ON, Array, SamplingInputs, SamplingRows
 from kernels.copy_blocks import BlockCopier
@@ -67,14 +83,19 @@ class ModelRunner:
         block_size: int,
         eos_token_ids: list[int],
         device: torch.device,
+        num_host_blocks: int = 0,
     ) -> None:
         self.vocab_size = model.vocab_size
+        self.max_prompt_tokens = min(  # of one step
+            limits.max_num_batched_tokens, max_model_len - 1, kv_caches[0][0].shape[0] * block_size
+        )
         self.batch = InputBatch(limits.max_num_seqs, max_model_len, block_size)
         # A GPU's queue holds the next step before this one is done; on a CPU a step is done when it is launched.
         self.max_in_flight = MAX_STEPS_IN_FLIGHT if device.type == "cuda" else 1
         self._decoder = decoder
         self._kv_caches = kv_caches
         self._copier = BlockCopier([tensor for layer in kv_caches for tensor in layer])
+        self.host_cache = HostCache(self._copier, num_host_blocks, device)
         self._device = device
         self._sampling = SamplingRows(limits.max_num_seqs, model.vocab_size, eos_token_ids)
         self._counts = TokenCounts(limits.max_num_seqs, model.vocab_size, device)
@@ -88,6 +109,8 @@ class ModelRunner:
         for seq_id in plan.removed:
             self.batch.remove(seq_id)
         failed = {new.seq_id: error for new in plan.new if (error := self._add(new))}
+        self.host_cache.offload(plan.offloads)
+        self.host_cache.load(plan.loads)
         self._copy_blocks(plan.block_copies)
         if not plan.steps:
             return LaunchedStep(plan.step_id, started, failed)
@@ -116,10 +139,12 @@ class ModelRunner:
         return StepResult(step.step_id, samples, failed, time.perf_counter() - step.started)
 
     def warm_up(self) -> None:
-        """Run a prefill, a decode and every part of the sampler once, so that no request pays for first-time work.
+        """Run a prefill, a decode, a copy and every part of the sampler once, so that no request pays for a first time.
 
         Block 0 is written, which nothing reads before it is written again.
         """
+        block = self._to_device(np.zeros(1, np.int64))
+        self._copier.copy(block, block)
         prompt = [0] * min(2, self.batch.max_model_len - 1)
         for params in (SamplingParams(temperature=0.0), SamplingParams(), EVERYTHING_ON):
             new = NewSequence(0, prompt, len(prompt), 0, [0], params, 0)
@@ -135,7 +160,7 @@ class ModelRunner:
             self.batch.replace_last_block(copy.seq_id, copy.target)
         for part in independent_copies(copies):
             sources, targets = np.array([[copy.source, copy.target] for copy in part]).T
-            self._copier(self._to_device(sources.copy()), self._to_device(targets.copy()))
+            self._copier.copy(self._to_device(sources.copy()), self._to_device(targets.copy()))
 
     def _add(self, new: NewSequence) -> str:
         """Give a new sequence its rows; the reason why it cannot be served, or ""."""
@@ -321,6 +346,8 @@ def load_runner(
         max_num_seqs=limits.max_num_seqs,
         on_gpu=device.type == "cuda",
     )
+    reserved = 0 if device.type == "cuda" else size.num_bytes
+    num_slots = num_host_blocks(config, size.block_bytes, available_host_bytes() - reserved)
     progress("allocating the KV cache")
     runner = ModelRunner(
         model,
@@ -331,9 +358,11 @@ def load_runner(
         block_size=config.block_size,
         eos_token_ids=eos_token_ids,
         device=device,
+        num_host_blocks=num_slots,
     )
     progress("warming up")
     runner.warm_up()
+    costs = measure_cache_costs(runner) if num_slots and config.swap_policy == "auto" else None
     ready = WorkerReady(
         num_blocks=size.num_blocks,
         max_model_len=size.max_model_len,
@@ -342,6 +371,8 @@ def load_runner(
         vocab_size=model.vocab_size,
         device=device.type,
         dtype=str(dtype).removeprefix("torch."),
-        memory=memory | {"kv_cache": size.num_bytes},
+        memory=memory | {"kv_cache": size.num_bytes, "host_cache": num_slots * size.block_bytes},
+        num_host_blocks=num_slots,
+        cache_costs=costs,
     )
     return runner, ready

@@ -51,6 +51,11 @@ async def read(stream):
     return ids, text
 
 
+def num_loads(driver):
+    tier = driver.scheduler.block_manager.host_tier
+    return 0 if tier is None else tier.num_loads
+
+
 async def read_all(driver):
     """Every case, with as many unrelated neighbours as make it a batch of 32."""
     neighbours = [start(driver, f"n{i}", ("seeded", f"Neighbour {i} says " * (i + 1))) for i in range(32 - len(CASES))]
@@ -77,6 +82,9 @@ def alone():
         pytest.param({"async_scheduling": True}, id="overlapped"),
         pytest.param({"max_num_batched_tokens": 16}, id="token budget 16"),
         pytest.param({"num_blocks": 24, "watermark": 0.0}, id="preempted"),
+        pytest.param(
+            {"num_blocks": 24, "watermark": 0.0, "swap_space": 0.05, "swap_policy": "always"}, id="preempted, swapped"
+        ),
         pytest.param({"num_blocks": 36, "block_size": 8, "enable_prefix_caching": False}, id="preempted, no cache"),
     ],
 )
@@ -85,6 +93,7 @@ async def test_text_does_not_depend_on_the_batch(alone, settings):
         found = await read_all(driver)
         if "num_blocks" in settings:
             assert driver.scheduler.num_preemptions > 0
+            assert ("swap_space" in settings) == bool(num_loads(driver))
         else:
             assert driver.scheduler.num_preemptions == 0
     for case, expected, got in zip(CASES, alone, found, strict=True):

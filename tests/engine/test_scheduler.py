@@ -16,9 +16,9 @@ from tests.fake_device import EOS_TOKEN_ID, FakeDevice, expected_tokens
 class Loop:
     """The Driver's loop without asyncio: plans are sent up to `depth` ahead, results come back in order."""
 
-    def __init__(self, num_blocks, block_size=4, depth=2, eos_every=0, prefix_caching=True, **settings):
+    def __init__(self, num_blocks, block_size=4, depth=2, eos_every=0, prefix_caching=True, host_tier=None, **settings):
         settings = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "eos_token_ids": [EOS_TOKEN_ID]} | settings
-        self.scheduler = Scheduler(BlockManager(num_blocks, block_size, prefix_caching), **settings)
+        self.scheduler = Scheduler(BlockManager(num_blocks, block_size, prefix_caching, host_tier), **settings)
         self.device = FakeDevice(num_blocks, block_size, eos_every)
         self.results = deque()
         self.depth = depth

@@ -48,7 +48,7 @@ def test_compiled_for_ampere_and_hopper():
     done = run("-W", "ignore", "-c", COMPILE)
     assert done.returncode == 0, done.stderr[-4000:]
     rows = json.loads(done.stdout)
-    assert len(rows) == 10
+    assert len(rows) == 12
     for name, capability, registers, spilled, shared_memory, mma, wgmma, async_copies in rows:
         print(
             name, f"sm_{capability}", f"{registers} registers, {shared_memory} bytes shared, {mma} mma, {wgmma} wgmma"

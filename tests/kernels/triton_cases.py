@@ -4,7 +4,13 @@ the interpreter, in a process of its own (TRITON_INTERPRET=1 must be set before 
 import pytest
 import torch
 
-from kernels.copy_blocks import WORDS_PER_PROGRAM, BlockCopier, copy_blocks_reference
+from kernels.copy_blocks import (
+    WORDS_PER_PROGRAM,
+    BlockCopier,
+    copy_blocks_reference,
+    pack_blocks_reference,
+    unpack_blocks_reference,
+)
 from kernels.dispatch import INTERPRET
 from kernels.paged_attention import MIN_SPLIT_SIZE, paged_attention, split
 from kernels.prefill_attention import prefill_attention
@@ -112,12 +118,27 @@ def test_copy_blocks():
     before = [torch.randint(0, 100, shape).to(dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
     tensors = [tensor.to(DEVICE, copy=True) for tensor in before]
     sources, targets = torch.tensor([1, 1, 7]), torch.tensor([0, 8, 3])
-    BlockCopier(tensors)(sources.to(DEVICE), targets.to(DEVICE))
+    BlockCopier(tensors).copy(sources.to(DEVICE), targets.to(DEVICE))
     for tensor, old in zip(tensors, before, strict=True):
         assert torch.equal(tensor[[0, 8, 3]].cpu(), old[[1, 1, 7]])
         assert torch.equal(tensor[[1, 2, 4, 5, 6, 7]].cpu(), old[[1, 2, 4, 5, 6, 7]])
     copy_blocks_reference(before, sources, targets)
     assert all(torch.equal(tensor.cpu(), expected) for tensor, expected in zip(tensors, before, strict=True))
+
+
+def test_pack_and_unpack_blocks():
+    shapes = [(9, 2, 4, 8), (9, WORDS_PER_PROGRAM + 4), (9, 2)]
+    before = [torch.randint(0, 100, shape).to(torch.float16) for shape in shapes]
+    tensors = [tensor.to(DEVICE, copy=True) for tensor in before]
+    copier = BlockCopier(tensors)
+    packed = copier.pack(torch.tensor([7, 2, 8], device=DEVICE))
+    assert torch.equal(packed.cpu(), pack_blocks_reference(before, torch.tensor([7, 2, 8])))
+    assert packed.shape == (3, copier.block_bytes)
+    copier.unpack(packed[1:], torch.tensor([0, 5], device=DEVICE))
+    unpack_blocks_reference(before, packed[1:].cpu(), torch.tensor([0, 5]))
+    for tensor, expected in zip(tensors, before, strict=True):
+        assert torch.equal(tensor.cpu(), expected)
+        assert torch.equal(expected[[0, 5]], expected[[2, 8]])
 
 
 def test_copy_blocks_refuses_what_is_not_whole_words():

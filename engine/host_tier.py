@@ -1,0 +1,85 @@
+"""HostTier: KV blocks that the pool had to give up, kept in host memory until they are asked for again.
+
+When a block of the pool that the prefix cache knows is given out again, its content moves to a slot here, under the
+same hash; a later match brings it back into a block of the pool. That is swapping (Kwon et al. 2023, section 4.5) and a
+second tier of the prefix cache in one: a preempted sequence leaves its full blocks in the cache, what must make room
+moves to the host, and the sequence finds all of it when it is admitted again, but for the tokens of its last block.
+
+The tokens of the tier are the Worker's; this is the book of who lies where. A slot is written and read by plans, which
+the Worker runs in order, so a slot counts as filled when the plan that fills it is made.
+"""
+
+from engine.step import BlockMove, CacheCosts
+
+
+class HostTier:
+    """`num_slots` blocks under their hashes, the least recently used first to go. Every operation is O(1)."""
+
+    def __init__(self, num_slots: int, costs: CacheCosts | None = None) -> None:
+        """`costs` decides what is worth loading; None: everything."""
+        self.num_slots = num_slots
+        self.num_loads = 0  # blocks brought back
+        self.num_offloads = 0
+        self._costs = costs
+        self._slots: dict[bytes, int] = {}  # in order of use
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._pinned: set[int] = set()  # read by the plan under construction
+        self._offloads: dict[int, int] = {}  # slot -> block, of the plan under construction
+        self._loads: dict[int, int] = {}  # block -> slot
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def __contains__(self, block_hash: bytes) -> bool:
+        return block_hash in self._slots
+
+    def offload(self, block_hash: bytes, block_id: int) -> None:
+        """Keep the content of a block that is about to be written over, in place of what was used least recently."""
+        if block_hash in self._slots:
+            self._touch(block_hash)
+            return
+        slot = self._free.pop() if self._free else self._evict()
+        if slot is not None:
+            self._slots[block_hash] = slot
+            self._offloads[slot] = block_id
+            self.num_offloads += 1
+
+    def worth_loading(self, num_loaded: int, num_before: int, num_computed: int) -> bool:
+        """Whether to load `num_loaded` tokens takes less time than to compute `num_computed` behind `num_before`."""
+        return self._costs is None or self._costs.load(num_loaded) < self._costs.compute(num_before, num_computed)
+
+    def pin(self, block_hashes: list[bytes]) -> None:
+        """Keep these, which are about to be loaded, until the plan under construction is made."""
+        for block_hash in block_hashes:
+            self._touch(block_hash)
+            self._pinned.add(self._slots[block_hash])
+
+    def load(self, block_hash: bytes, block_id: int) -> None:
+        """Bring a pinned block back into the pool; the slot keeps it too."""
+        self._loads[block_id] = self._slots[block_hash]
+        self.num_loads += 1
+
+    def take_moves(self) -> tuple[list[BlockMove], list[BlockMove]]:
+        """(offloads, loads) for the plan that is now complete: all offloads come before all loads."""
+        offloads = [BlockMove(block_id, slot) for slot, block_id in self._offloads.items()]
+        loads = [BlockMove(block_id, slot) for block_id, slot in self._loads.items()]
+        self._offloads, self._loads = {}, {}
+        self._pinned.clear()
+        return offloads, loads
+
+    def check_invariants(self) -> None:
+        """Assert that every slot is free or holds one block. For tests and simulation."""
+        used = list(self._slots.values())
+        assert len(used) == len(set(used)), "two blocks in one slot"
+        assert sorted(used + self._free) == list(range(self.num_slots)), "a slot is lost"
+
+    def _touch(self, block_hash: bytes) -> None:
+        self._slots[block_hash] = self._slots.pop(block_hash)
+
+    def _evict(self) -> int | None:
+        """A slot to write over; None where all are about to be read."""
+        for block_hash, slot in self._slots.items():  # pinned ones were used last: the first will do
+            if slot not in self._pinned:
+                del self._slots[block_hash]
+                return slot
+        return None

@@ -1,0 +1,52 @@
+"""What computing and what loading tokens takes on this machine: the choice between recomputing and swapping.
+
+"Swapping" and "recomputation" as in Kwon et al. 2023, section 4.5; which one is faster depends on the model, the
+length and the path to host memory (section 7.3), so the Worker measures both when it starts.
+"""
+
+import time
+from typing import TYPE_CHECKING
+
+from engine.sampling_params import SamplingParams
+from engine.step import CacheCosts, NewSequence, SequenceStep, StepPlan
+
+if TYPE_CHECKING:
+    from engine.worker.model_runner import ModelRunner
+
+MEASURED_TOKENS = 512
+
+
+def measure_cache_costs(runner: "ModelRunner") -> CacheCosts | None:
+    """From one short and one four times longer prompt, and loads of the same lengths; writes over the first blocks.
+
+    None where no step, or no host tier, holds two blocks: there is nothing to choose.
+    """
+    size = runner.batch.block_size
+    longest = min(MEASURED_TOKENS, runner.max_prompt_tokens, runner.host_cache.num_slots * size)
+    long = longest // size
+    if long < 2:
+        return None
+    short = -(-long // 4)
+    compute = [_prompt_seconds(runner, n * size) / (n * size) for n in (short, long)]
+    load = [runner.host_cache.measure_load(n) for n in (short, long)]
+    quadratic = max(0.0, (compute[1] - compute[0]) / ((long - short) * size))
+    linear = max(0.0, (load[1] - load[0]) / ((long - short) * size))
+    return CacheCosts(
+        compute_linear=compute[1] - quadratic * long * size,
+        compute_quadratic=quadratic,
+        load_fixed=max(0.0, load[0] - linear * short * size),
+        load_linear=linear,
+    )
+
+
+def _prompt_seconds(runner: "ModelRunner", num_tokens: int) -> float:
+    """For one step that computes a prompt, the median of three."""
+    blocks = list(range(num_tokens // runner.batch.block_size))
+    new = NewSequence(0, [0] * num_tokens, num_tokens, 0, blocks, SamplingParams(temperature=0.0), 0)
+    seconds = []
+    for _ in range(3):
+        started = time.perf_counter()
+        runner.result(runner.launch(StepPlan(0, [], [new], [], [SequenceStep(0, num_tokens, True, [])])))
+        seconds.append(time.perf_counter() - started)
+        runner.launch(StepPlan(0, [0], [], [], []))
+    return sorted(seconds)[1]
