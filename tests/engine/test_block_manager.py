@@ -93,20 +93,43 @@ class BlockManagerMachine(RuleBasedStateMachine):
         num_tokens = min(num_tokens, len(seq.token_ids) - seq.num_computed_tokens)
         table, num_free = list(seq.block_table), len(self.manager.free_blocks)
         needed = self.manager.num_blocks_for(seq.num_computed_tokens + num_tokens) - len(table)
-        new_ids = self.manager.allocate(seq, num_tokens)
-        if new_ids is None:
-            assert needed > num_free and seq.block_table == table, "a refusal is one, and changes nothing"
+        shared = seq.num_computed_tokens % self.manager.block_size > 0 and self.holders(table[-1]) > 1
+        blocks = self.manager.allocate(seq, num_tokens)
+        if blocks is None:
+            assert needed + shared > num_free and seq.block_table == table, "a refusal is one, and changes nothing"
             return
-        assert seq.block_table == table + new_ids and len(new_ids) == needed
+        assert (blocks.copy is not None) == shared and len(blocks.new_block_ids) == needed
+        if shared:
+            source, target = blocks.copy
+            assert table.pop() == source
+            table.append(target)
+            self.contents[target] = list(self.contents[source])
+        assert seq.block_table == table + blocks.new_block_ids
         self.write(seq, num_tokens)
         self.manager.register_full_blocks(seq)
         self.check_contents(seq)
+
+    def holders(self, block_id):
+        return sum(block_id in seq.block_table for seq in self.live)
+
+    @precondition(lambda self: any(seq.num_computed_tokens for seq in self.live))
+    @rule(data=st.data())
+    def fork(self, data):
+        """A second sample of the same prompt: it shares all blocks, until one of the two writes."""
+        parent = data.draw(st.sampled_from([seq for seq in self.live if seq.num_computed_tokens]))
+        child = Sequence(self.num_made, parent.token_ids, PARAMS, seed=1, max_num_tokens=parent.max_num_tokens)
+        child.cache_salt = parent.cache_salt
+        self.num_made += 1
+        self.manager.fork(parent, child)
+        self.live.append(child)
+        assert child.block_table == parent.block_table is not child.block_table
+        self.check_contents(child)
 
     def write(self, seq, num_tokens):
         size = self.manager.block_size
         for position in range(seq.num_computed_tokens, seq.num_computed_tokens + num_tokens):
             block_id = seq.block_table[position // size]
-            assert self.manager.blocks[block_id].ref_count == 1, "written while shared"
+            assert self.holders(block_id) == 1, "written while shared"
             self.contents[block_id][position % size] = seq.cache_salt, tuple(seq.token_ids[: position + 1])
         seq.num_computed_tokens += num_tokens
 

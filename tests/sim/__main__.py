@@ -10,7 +10,7 @@ from tests.sim.mutants import hunt_all
 from tests.sim.runner import Case, Rate, play, shrink, sweep
 from tests.sim.violation import Violation
 
-STATES_FROM_STEPS = 200_000  # shorter sweeps need not have reached every rare state
+STATES_FROM_STEPS = 500_000  # shorter sweeps need not have reached every rare state
 
 
 def main() -> int:

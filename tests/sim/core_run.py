@@ -2,6 +2,7 @@
 
 from collections import deque
 
+from engine.host_tier import HostTier
 from engine.outputs import FinishReason
 from engine.sequence import Sequence, SequenceStatus
 from engine.step import StepPlan
@@ -24,7 +25,13 @@ class CoreRun:
         self.monitor = Monitor(config, coverage, [event for event in events if isinstance(event, Arrival)])
         self.scheduler = WatchedScheduler(
             self.monitor,
-            WatchedBlockManager(self.monitor, config.num_blocks, config.block_size, config.prefix_caching),
+            WatchedBlockManager(
+                self.monitor,
+                config.num_blocks,
+                config.block_size,
+                config.prefix_caching,
+                HostTier(config.num_host_blocks, config.cache_costs) if config.num_host_blocks else None,
+            ),
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             watermark=config.watermark,
@@ -101,8 +108,7 @@ class CoreRun:
             self._next_id += 1
             group.append(seq)
         self.groups[arrival.index] = group
-        for seq in group:
-            self.scheduler.add(seq)
+        self.scheduler.add(group[0], group[1:])
 
     def _abort_some(self) -> None:
         """Those whose state somebody is in; the others wait for that, for a while."""
@@ -119,7 +125,11 @@ class CoreRun:
         index = fits[abort.pick % len(fits)]
         if all(seq.status is SequenceStatus.FINISHED for seq in self.groups[index]):
             self.monitor.saw("abort after the end")
-        self._end(index, FinishReason.ABORT)
+        if abort.whole or abort.target == "any":
+            self._end(index, FinishReason.ABORT)
+        else:
+            fitting = [seq for seq in self.groups[index] if abort.target in states_of(seq)]
+            self.scheduler.finish(fitting[abort.pick % len(fitting)], FinishReason.ABORT)
         return True
 
     def _end(self, index: int, reason: FinishReason) -> None:
@@ -142,7 +152,8 @@ class CoreRun:
                     prefix = expected.token_ids[: len(generated)]
                     require(generated == prefix, "outcome", f"{seq} has tokens that the oracle has not")
                 cached = seq.num_cached_tokens
-                require(cached is None or cached < len(seq.token_ids), "usage", f"{seq}: {cached} cached tokens")
+                limit = seq.num_prompt_tokens - (seq is group[0])  # what is reported is that of the first sample
+                require((cached or 0) <= limit, "usage", f"{seq}: {cached} cached tokens")
             errors = [self.monitor.reference_of(seq).finish_reason is FinishReason.ERROR for seq in group]
             failed = any(seq.finish_reason is FinishReason.ERROR for seq in group)
             require(any(errors) or not failed, "outcome", f"request {index} failed, none of its samples should")

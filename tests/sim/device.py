@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from engine.step import NewSequence, SampledToken, SequenceStep, StepPlan, StepResult
+from engine.step import BlockCopy, BlockMove, NewSequence, SampledToken, SequenceStep, StepPlan, StepResult
 from tests.sim.model import FakeModel, chain_next, chain_start
 from tests.sim.violation import fail, require
 
@@ -17,7 +17,7 @@ from tests.sim.violation import fail, require
 class Row:
     """A live sequence as the Worker knows it. `chain[i]` is what the slot of token i must hold."""
 
-    __slots__ = ("chain", "failed", "last_chain", "num_blocks", "num_computed", "num_known", "seed", "table")
+    __slots__ = ("chain", "failed", "fork_of", "last_chain", "num_blocks", "num_computed", "num_known", "seed", "table")
 
     def __init__(self, new: NewSequence, salt: str, max_model_len: int, max_blocks: int) -> None:
         self.chain = np.empty(max_model_len + 1, np.int64)
@@ -25,6 +25,7 @@ class Row:
         self.num_known = self.num_blocks = 0
         self.num_computed = new.num_computed_tokens
         self.seed = new.seed
+        self.fork_of = new.fork_of
         self.failed = False
         self.last_chain = chain_start(salt)
         for token_id in new.token_ids:
@@ -53,6 +54,7 @@ class KvDevice:
         model: FakeModel,
         *,
         num_blocks: int,
+        num_host_blocks: int,
         block_size: int,
         max_model_len: int,
         salt_of: Callable[[int], str],
@@ -62,6 +64,7 @@ class KvDevice:
         self.block_size = block_size
         self.max_model_len = max_model_len
         self.slots = np.full((num_blocks, block_size), -1, np.int64)
+        self.host = np.full((num_host_blocks, block_size), -1, np.int64)
         self.holders = [0] * num_blocks
         self.rows: dict[int, Row] = {}
         self._max_blocks = -(-max_model_len // block_size)
@@ -69,19 +72,30 @@ class KvDevice:
         self._generation = 1
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """As the Worker does: drop, add, write every key and value, then read."""
-        for seq_id in plan.removed:
-            if (row := self.rows.pop(seq_id, None)) is not None:
-                self._release(row)
-        self._hand_out(plan)
+        """As the Worker does: drop, add, move, copy, write every key and value, then read."""
+        let_go = [block_id for seq_id in plan.removed for block_id in self._remove(seq_id)]
         for new in plan.new:
             self._add(new)
+        for move in plan.offloads:
+            self.host[move.slot] = self.slots[move.block_id]
+            if (self.host[move.slot] < 0).any():
+                fail("offload", f"{move}: not all of the block was computed")
+        for move in plan.loads:
+            self._load(move)
+        let_go += [self._copy(copy) for copy in plan.block_copies]
+        for block_id in let_go:  # not before: what is let go of in a plan may still be moved to the host, or copied
+            if not self.holders[block_id] and not self._is_cached(block_id):
+                self._poison(block_id)
+        self._hand_out(plan)
         for step in plan.steps:
             self._write(step)
         self._share(plan)
+        computing = {step.seq_id for step in plan.steps if step.num_tokens and step.sample}
         samples: list[SampledToken] = []
         failed: dict[int, str] = {}
         for step in plan.steps:
+            if not step.num_tokens and self.rows[step.seq_id].fork_of not in computing:
+                fail("fork", f"sequence {step.seq_id} draws from the logits of one that computes none in its step")
             self._read(step, samples, failed)
         return StepResult(plan.step_id, samples, failed, 0.0)
 
@@ -89,15 +103,37 @@ class KvDevice:
         """The device died: nothing of it is left."""
         self.rows.clear()
         self.holders = [0] * len(self.holders)
-        self.slots[:] = -1
+        self.slots[:] = self.host[:] = -1
 
     # Blocks.
 
-    def _release(self, row: Row) -> None:
-        for block_id in row.table[: row.num_blocks].tolist():
+    def _remove(self, seq_id: int) -> list[int]:
+        """The blocks that it held; an unknown id is fine, as for the Worker."""
+        row = self.rows.pop(seq_id, None)
+        block_ids = [] if row is None else row.table[: row.num_blocks].tolist()
+        for block_id in block_ids:
             self.holders[block_id] -= 1
-            if not self.holders[block_id] and not self._is_cached(block_id):
-                self._poison(block_id)
+        return block_ids
+
+    def _load(self, move: BlockMove) -> None:
+        if self.holders[move.block_id]:
+            fail("handed-out-twice", f"{move}: the block is held by another sequence")
+        if (self.host[move.slot] < 0).any():
+            fail("load", f"{move}: nothing was ever put there")
+        self.slots[move.block_id] = self.host[move.slot]
+
+    def _copy(self, copy: BlockCopy) -> int:
+        """Copy-on-write; returns the source, which may have lost its last holder."""
+        row = self.rows.get(copy.seq_id)
+        if row is None or not row.num_blocks or row.table[row.num_blocks - 1] != copy.source:
+            fail("copy", f"{copy}: the source is not the last block of that table")
+        if self.holders[copy.target]:
+            fail("handed-out-twice", f"{copy}: the target is held by another sequence")
+        self.holders[copy.source] -= 1
+        self.holders[copy.target] = 1
+        self.slots[copy.target] = self.slots[copy.source]
+        row.table[row.num_blocks - 1] = copy.target
+        return copy.source
 
     def _hand_out(self, plan: StepPlan) -> None:
         """Fresh blocks first: a sequence may share blocks that another one gets, and fills, in this very plan."""
@@ -108,7 +144,7 @@ class KvDevice:
                 self._hand_out_fresh(step.seq_id, step.new_block_ids)
 
     def _share(self, plan: StepPlan) -> None:
-        """Blocks of a matched prefix; after the writes, since a block may be shared in the plan that fills it."""
+        """Blocks of a matched prefix or of a fork; after the writes, since the plan that shares one may fill it."""
         for new in plan.new:
             for block_id in new.block_ids[: -(-new.num_computed_tokens // self.block_size)]:
                 self.holders[block_id] += 1

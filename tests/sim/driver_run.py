@@ -56,6 +56,8 @@ class SimExecutor:
             device="fake",
             dtype="none",
             memory={},
+            num_host_blocks=config.num_host_blocks,
+            cache_costs=config.cache_costs,
         )
 
     def send(self, plan: StepPlan) -> None:

@@ -17,8 +17,22 @@ MUTANTS = (
     ),
     Mutant("one block too few", BlockManager, "allocate", "+ num_tokens)", "+ num_tokens - 1)"),
     Mutant("hits are not counted as taken", BlockManager, "can_admit", "block.ref_count == 0", "False"),
+    # Copy-on-write.
+    Mutant("missed copy", BlockManager, "allocate", "writes_last and self.blocks", "False and self.blocks"),
+    Mutant("copy missed with two holders", BlockManager, "allocate", "ref_count > 1", "ref_count > 2"),
+    Mutant("copied block keeps its count", BlockManager, "allocate", "self.blocks[copy[0]].ref_count -= 1", "pass"),
+    Mutant("copy does not enter the table", BlockManager, "allocate", "seq.block_table[-1] = copy[1]", "pass"),
+    Mutant("no room for a copy", BlockManager, "allocate", "num_new + shared >", "num_new >"),
+    Mutant("Worker not told of a copy", Scheduler, "_plan_step", "if blocks.copy is not None:", "if False:"),
+    Mutant("fork does not count as a holder", BlockManager, "fork", "ref_count += 1", "ref_count += 0"),
+    Mutant("fork shares the table itself", BlockManager, "fork", "list(parent.block_table)", "parent.block_table"),
+    Mutant(
+        "forks lost when the first ends", Scheduler, "finish", "if forks := self._forks.pop(seq, None):", "if False:"
+    ),
+    Mutant("fork's token not on its way", Scheduler, "_start_fork", "fork.num_pending_tokens += 1", "pass"),
+    Mutant("fork starts where no row is free", Scheduler, "_start_fork", "== self.max_num_seqs", "> self.max_num_seqs"),
     # What the prefix cache says.
-    Mutant("stale hash of a block given out again", BlockManager, "allocate", "self._forget(block)", "pass"),
+    Mutant("stale hash of a block given out again", BlockManager, "_take_free", "self._forget(block)", "pass"),
     Mutant(
         "block forgets its hash, the index does not",
         BlockManager,
@@ -85,7 +99,7 @@ MUTANTS = (
     Mutant("min_tokens off by one", Scheduler, "_finish_if_ended", ">= params.min_tokens", "> params.min_tokens"),
     Mutant("one token past max_tokens", Scheduler, "_finish_if_ended", "len(seq.token_ids) >=", "len(seq.token_ids) >"),
     # The Driver.
-    Mutant("owner of an aborted sample kept", Driver, "_end_early", "del self._owners[seq.seq_id]", "pass"),
+    Mutant("owner of an aborted sample kept", Driver, "_end_early", "self._owners.pop(", "self._owners.get("),
     Mutant("nobody plans after an arrival", Driver, "generate", "self._schedule_pump()", "pass"),
     Mutant(
         "stop string's blocks not freed",

@@ -95,6 +95,7 @@ class Monitor:
         self.device = KvDevice(
             self.config.model,
             num_blocks=self.config.num_blocks,
+            num_host_blocks=self.config.num_host_blocks,
             block_size=self.config.block_size,
             max_model_len=self.config.max_model_len,
             salt_of=self._salts.__getitem__,
@@ -123,6 +124,7 @@ class Monitor:
         self._digest.update(frame)
         self.results[plan.step_id] = self.device.execute(decode_driver_message(frame[FRAME_HEADER.size :]))
         self._check_plan(plan, head)
+        self._check_moves(plan)
         self._check_worker_agrees()
         self.check()
 
@@ -220,14 +222,31 @@ class Monitor:
             saw("admission waits for a pending token")
         if self._in_flight > 1:
             saw("two plans in flight" if self._in_flight == 2 else "three plans in flight")
+        fresh = {block_id for step in plan.steps for block_id in step.new_block_ids}
+        if any(copy.source in fresh for copy in plan.block_copies):
+            saw("copy source given out again in the same plan")
         if any(len(seq.block_table) == self.blocks.num_blocks for seq in scheduler.running):
             saw("one sequence holds the whole pool")
 
+    def _check_moves(self, plan: StepPlan) -> None:
+        """What went to the host tier lies there under its own key."""
+        tier = self.blocks.host_tier
+        if tier is None or not (plan.offloads or plan.loads):
+            return
+        key_of = {slot: key for key, slot in tier._slots.items()}
+        for move in plan.offloads:
+            if self.device.host[move.slot].tobytes() != self.contents.content_of[key_of[move.slot]]:
+                fail("offload", f"{move}: the slot holds what belongs to another key")
+        if {move.slot for move in plan.offloads} & {move.slot for move in plan.loads}:
+            self.saw("block offloaded and loaded by the same plan")
+        if {move.block_id for move in plan.offloads} & {move.block_id for move in plan.loads}:
+            self.saw("block loaded in place of one that is offloaded")
+
     def _check_order(self, plan: StepPlan) -> None:
         """First come, first served within a priority: whoever was admitted goes before all who still wait."""
-        if not plan.new or not self.scheduler.waiting:
+        admitted = [self.scheduler.sequence(new.seq_id) for new in plan.new if new.fork_of is None]
+        if not admitted or not self.scheduler.waiting:
             return
-        admitted = [seq for new in plan.new if (seq := self.scheduler.sequence(new.seq_id)) is not None]
         first, last = self.scheduler.waiting[0], max(admitted, key=lambda seq: seq.order)
         if last.order > first.order:
             fail("first-come", f"{last} was admitted, {first} waits")

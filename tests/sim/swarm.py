@@ -9,9 +9,10 @@ import random
 from dataclasses import dataclass
 
 from engine.sampling_params import SamplingParams
+from engine.step import CacheCosts
 from tests.sim.model import EOS_TOKEN_ID, SEED_STEP, FakeModel, Reference, reference
 
-ABORT_TARGETS = ("any", "new", "prefill", "decode", "pending", "preempted", "preempted+pending", "finished")
+ABORT_TARGETS = ("any", "new", "fork", "prefill", "decode", "pending", "preempted", "preempted+pending", "finished")
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,11 @@ class SimConfig:
     max_num_seqs: int
     max_num_batched_tokens: int
     watermark: float
+    refuse_every: int  # one allocation in so many of a running sequence finds no block, whatever is free
     depth: int  # plans in flight: 1 to 3, a lookahead of 0 to 2
     prefix_caching: bool
+    num_host_blocks: int
+    cache_costs: CacheCosts | None  # None: whatever lies in the host tier is loaded
     slow_every: int  # one step in so many takes several times as long
     max_queued_requests: int
     num_requests: int
@@ -36,6 +40,7 @@ class SimConfig:
     num_stems: int
     num_salts: int
     num_priorities: int
+    ambush_rate: float
     max_n: int
     abort_rate: float
     stop_rate: float
@@ -49,8 +54,11 @@ class SimConfig:
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request. `references` has what each of its n samples must become; `leave_after` is a client that goes after
-    so many tokens, `read_every` the steps between two of its reads (0: at once). Both need the Driver."""
+    """A request.
+
+    `references` has what each of its n samples must become (greedy ones are all the same). `leave_after` is a client
+    that goes after so many tokens, `read_every` the time between two of its reads (0: at once); both need the Driver.
+    """
 
     at: float
     index: int
@@ -70,11 +78,12 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Abort:
-    """Ends the `pick`-th of the requests that are in the state `target`."""
+    """Ends the `pick`-th of the requests that have a sample in the state `target`; that one alone if not `whole`."""
 
     at: float
     target: str
     pick: int
+    whole: bool
 
 
 @dataclass(frozen=True)
@@ -95,7 +104,7 @@ def draw_config(seed: int, rng: random.Random, for_driver: bool) -> SimConfig:
     if thrash := rng.random() < 0.4:  # long prompts in small chunks beside decodes, and too few blocks for both
         longest, chunk = rng.choice([30, 60, 120]), rng.choice([4, 8, 12, 16])
         block_size = 8 if for_driver else rng.choice([1, 1, 2, 4])
-        max_num_seqs, squeeze = rng.choice([3, 4, 6]), rng.choice([1, 1.2, 1.5, 2])
+        max_num_seqs, squeeze = rng.choice([3, 4, 6, 10]), rng.choice([1, 1.2, 1.5, 2, 4])
     num_blocks = int(-(-longest // block_size) * squeeze) + rng.randrange(3)
     if not thrash and rng.random() < 0.3:
         num_blocks = int(2 ** rng.uniform(1, 9))
@@ -113,8 +122,11 @@ def draw_config(seed: int, rng: random.Random, for_driver: bool) -> SimConfig:
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=chunk,
         watermark=0.0 if thrash else rng.choice([0.0, 0.01, 0.01, 0.1, 0.3]),
+        refuse_every=rng.choice([0, 0, 0, 4, 12, 60]),
         depth=rng.choice([1, 2] if for_driver else [1, 2, 2, 3]),
         prefix_caching=rng.random() < 0.85,
+        num_host_blocks=rng.choice([0, 0, 1, 3, 10, 60]),
+        cache_costs=rng.choice([None, None, CacheCosts(1.0, 0.01, 10.0, 0.5)]),
         slow_every=rng.choice([0, 3, 10]),
         max_queued_requests=rng.choice([2, 8, 1024]),
         num_requests=rng.randrange(10, 90),
@@ -123,6 +135,7 @@ def draw_config(seed: int, rng: random.Random, for_driver: bool) -> SimConfig:
         num_stems=rng.choice([0, 1, 2, 4]),
         num_salts=rng.choice([1, 1, 2, 3]),
         num_priorities=rng.choice([1, 3] if thrash else [1, 1, 3]),
+        ambush_rate=rng.choice([0, 0.3]),
         max_n=rng.choice([1, 1, 2, 4, 6]),
         abort_rate=rng.choice([0.0, 0.1, 0.5]),
         stop_rate=rng.choice([0.0, 0.5]),
@@ -137,14 +150,18 @@ def draw_events(config: SimConfig, rng: random.Random, for_driver: bool) -> list
     events: list[Event] = []
     now = 0.0
     for index in range(config.num_requests):
-        if rng.random() >= config.burst:
+        ambush = events and rng.random() < config.ambush_rate  # it goes before the one that just began its prompt
+        if ambush:
+            now += rng.uniform(0, 6)
+        elif rng.random() >= config.burst:
             now += rng.expovariate(1 / config.gap)
-        arrival = _draw_arrival(config, rng, prompts, now, index, for_driver)
+        priority = -1 if ambush else rng.randrange(config.num_priorities)
+        arrival = _draw_arrival(config, rng, prompts, now, index, priority, for_driver)
         prompts.made.append((arrival.prompt + arrival.references[0].token_ids, arrival.salt))
         events.append(arrival)
         if rng.random() < config.abort_rate:
             at = now + rng.choice([0, rng.uniform(0, 5), rng.uniform(0, 40)])
-            events.append(Abort(at, rng.choice(ABORT_TARGETS), rng.randrange(1000)))
+            events.append(Abort(at, rng.choice(ABORT_TARGETS), rng.randrange(1000), rng.random() < 0.7))
     if for_driver and rng.random() < config.drain_rate:
         events.append(Drain(rng.uniform(0, now + 10), rng.choice([0, 5, 50, 1e5])))
     return sorted(events, key=lambda event: event.at)
@@ -184,18 +201,19 @@ class _Prompts:
 
 
 def _draw_arrival(
-    config: SimConfig, rng: random.Random, prompts: _Prompts, at: float, index: int, for_driver: bool
+    config: SimConfig, rng: random.Random, prompts: _Prompts, at: float, index: int, priority: int, for_driver: bool
 ) -> Arrival:
     prompt, salt = prompts.draw()
     room = config.max_model_len - len(prompt)
     max_tokens = rng.choice([1, rng.randint(1, room), rng.randint(1, room), None])
     params = _draw_params(config, rng, room if max_tokens is None else min(max_tokens, room), max_tokens, for_driver)
     max_num_tokens = len(prompt) + (room if max_tokens is None else min(max_tokens, room))
-    samples = range(params.n)
     seed = params.seed or 0
     references = tuple(
-        reference(config.model, prompt, params, (seed + i * SEED_STEP) % 2**64, salt, max_num_tokens) for i in samples
+        reference(config.model, prompt, params, (seed + i * SEED_STEP) % 2**64, salt, max_num_tokens)
+        for i in range(1 if params.greedy else params.n)
     )
+    references *= params.n // len(references)
     leaves = for_driver and rng.random() < config.abort_rate / 3
     return Arrival(
         at=at,
@@ -203,7 +221,7 @@ def _draw_arrival(
         prompt=prompt,
         params=params,
         max_num_tokens=max_num_tokens,
-        priority=rng.randrange(config.num_priorities),
+        priority=priority,
         salt=salt,
         references=references,
         leave_after=rng.randint(0, 6) if leaves else None,
@@ -224,6 +242,7 @@ def _draw_params(
     has_min = not stop and rng.random() < config.min_tokens_rate
     return SamplingParams(
         n=rng.randint(1, config.max_n),
+        temperature=0.0 if for_driver and rng.random() < 0.1 else 1.0,  # one sample computed for all n
         seed=rng.getrandbits(63),
         max_tokens=max_tokens,
         min_tokens=rng.randint(1, room) if has_min else 0,

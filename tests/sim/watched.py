@@ -3,11 +3,12 @@
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from engine.block_manager import Block, BlockManager
+from engine.block_manager import Allocation, BlockManager, Prefix
 from engine.outputs import FinishReason
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence, SequenceStatus
 from engine.step import SampledToken, StepPlan, StepResult
+from tests.sim.model import mix
 from tests.sim.violation import fail
 
 if TYPE_CHECKING:
@@ -18,6 +19,8 @@ def states_of(seq: Sequence) -> tuple[str, ...]:
     """The names under which an abort may pick a sequence, and is counted."""
     if seq.status is SequenceStatus.FINISHED:
         return ("finished",)
+    if seq.fork_of is not None:
+        return ("fork",)
     if seq.status is SequenceStatus.WAITING and not seq.num_preemptions:
         return ("new",)
     pending = seq.num_pending_tokens > 0
@@ -28,6 +31,7 @@ def states_of(seq: Sequence) -> tuple[str, ...]:
 
 
 ABORT_COUNTERS = {
+    "fork": "abort while waiting to fork",
     "new": "abort while new",
     "prefill": "abort during prefill",
     "decode": "abort during decode",
@@ -43,45 +47,101 @@ class WatchedBlockManager(BlockManager):
         self.monitor = monitor
         self.planning = False
         self.allocated_now: set[int] = set()  # seq_ids in the plan under construction
+        self.copied_now: set[int] = set()
         self.registered_now: set[int] = set()  # block ids
+        self.forked: set[int] = set()  # blocks that were shared while not full, and not written since
 
     def start_plan(self) -> None:
         self.planning = True
         self.allocated_now.clear()
+        self.copied_now.clear()
         self.registered_now.clear()
 
-    def match_prefix(self, seq: Sequence) -> list[Block]:
+    def match_prefix(self, seq: Sequence) -> Prefix:
         prefix = super().match_prefix(seq)
-        hashes = seq.block_hashes
-        if len(prefix) < min(len(hashes), (len(seq.token_ids) - 1) // self.block_size):
-            if hashes[len(prefix)] in self.monitor.contents.content_of:
+        hashes, num_found = seq.block_hashes, len(prefix.parts)
+        if num_found < min(len(hashes), (len(seq.token_ids) - 1) // self.block_size):
+            if self.host_tier is not None and hashes[num_found] in self.host_tier:
+                self.monitor.saw("not worth loading")
+            elif hashes[num_found] in self.monitor.contents.content_of:
                 self.monitor.saw("prefix hit cut short by an eviction")
         return prefix
 
-    def can_admit(self, seq: Sequence, prefix: list[Block], watermark: int) -> bool:
-        admitted = super().can_admit(seq, prefix, watermark)
+    def can_admit(self, seq: Sequence, prefix: Prefix, spare: int) -> bool:
+        admitted = super().can_admit(seq, prefix, spare)
         if not admitted:
             by_watermark = super().can_admit(seq, prefix, 0)
             self.monitor.saw("admission waits for " + ("the watermark" if by_watermark else "blocks"))
         return admitted
 
-    def adopt_prefix(self, seq: Sequence, prefix: list[Block]) -> None:
-        for block in prefix:
+    def adopt_prefix(self, seq: Sequence, prefix: Prefix) -> None:
+        for block in prefix.blocks:
             self.monitor.saw("prefix hit on a block in use" if block.ref_count else "prefix hit on a freed block")
-        if prefix and seq.num_preemptions:
+        if prefix.parts and seq.num_preemptions:
             self.monitor.saw("prefix hit on the return from preemption")
-        if self.registered_now.intersection(block.block_id for block in prefix):
+        if self.registered_now.intersection(block.block_id for block in prefix.blocks):
             self.monitor.saw("prefix hit on a block that this plan fills")
+        if prefix.host_hashes:
+            self.monitor.saw("block loaded from the host tier")
+            if seq.num_preemptions:
+                self.monitor.saw("block loaded for the return from preemption")
+            if prefix.blocks:
+                self.monitor.saw("prefix partly in the pool, partly in the host tier")
         super().adopt_prefix(seq, prefix)
 
-    def allocate(self, seq: Sequence, num_tokens: int) -> list[int] | None:
+    def _take_free(self) -> int:
+        tier = self.host_tier
+        num_offloads, num_kept = (0, 0) if tier is None else (tier.num_offloads, len(tier))
+        evicted = self.blocks[self.free_blocks.ids()[0]].block_hash
+        block_id = super()._take_free()
+        if tier is not None and evicted is not None:
+            if tier.num_offloads > num_offloads:
+                self.monitor.saw("block offloaded to the host tier")
+                if len(tier) == num_kept:
+                    self.monitor.saw("host tier gives up a block")
+            elif evicted not in tier:
+                self.monitor.saw("host tier pinned as a whole")
+        return block_id
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        super().fork(parent, child)
+        partly = parent.num_computed_tokens % self.block_size > 0
+        self.monitor.saw("fork shares a partly filled block" if partly else "fork shares full blocks only")
+        if partly:
+            self.forked.add(parent.block_table[-1])
+
+    def allocate(self, seq: Sequence, num_tokens: int) -> Allocation | None:
+        if self._refuses(seq, num_tokens):
+            return None
         num_cached = len(self.cached_blocks)
-        block_ids = super().allocate(seq, num_tokens)
-        if block_ids is not None:
-            self.allocated_now.add(seq.seq_id)
+        last = seq.block_table[-1] if seq.block_table else -1
+        blocks = super().allocate(seq, num_tokens)
         if len(self.cached_blocks) < num_cached:
             self.monitor.saw("cached block evicted")
-        return block_ids
+        if blocks is None:
+            return None
+        self.allocated_now.add(seq.seq_id)
+        if blocks.copy is not None:
+            self.copied_now.add(seq.seq_id)
+            self.monitor.saw("copy-on-write")
+        elif last in self.forked:
+            self.forked.discard(last)
+            self.monitor.saw("last holder of a forked block writes in place")
+        return blocks
+
+    def _refuses(self, seq: Sequence, num_tokens: int) -> bool:
+        """Now and then no block is found, so that anything may be preempted at any moment; never what runs alone.
+
+        In half of all plans a chunk is refused until none is left of those that this plan copies a block for.
+        """
+        every, running = self.monitor.config.refuse_every, self.monitor.scheduler.running
+        if not every or len(running) < 2 or seq.status is not SequenceStatus.RUNNING:
+            return False
+        storm = num_tokens > 1 and self.copied_now and running[-1] is not seq and mix(self.monitor.num_steps, 0) % 2
+        if not storm and mix(self.monitor.num_steps, seq.seq_id + 1000 * len(running)) % every:
+            return False
+        self.monitor.saw("allocation refused though blocks are free")
+        return True
 
     def register_full_blocks(self, seq: Sequence) -> None:
         start = seq.num_registered_blocks
@@ -99,9 +159,15 @@ class WatchedBlockManager(BlockManager):
             self.monitor.saw("failed sequence whose blocks were shared")
         if discard and any(block.block_hash is not None for block in alone):
             self.monitor.saw("failed sequence whose blocks were cached")
+        keys = [block.block_hash for block in alone if block.block_hash is not None]
+        if discard and self.host_tier is not None and any(key in self.host_tier for key in keys):
+            self.monitor.saw("failed sequence whose blocks lie in the host tier")
         super().free(seq, discard=discard)
+        self.forked.difference_update(block.block_id for block in alone)
         if discard and any(block.block_hash is not None for block in alone):
             fail("failed-in-cache", f"{seq} failed, and blocks that it alone held may still be served")
+        if discard and self.host_tier is not None and any(key in self.host_tier for key in keys):
+            fail("failed-in-cache", f"{seq} failed, and blocks that it alone held may still be served from the host")
 
     def _count_preemption(self, seq: Sequence) -> None:
         if seq.num_computed_tokens < seq.num_prompt_tokens:
@@ -112,6 +178,11 @@ class WatchedBlockManager(BlockManager):
             self.monitor.saw("preempted more than twice")
         if seq.seq_id in self.allocated_now:
             self.monitor.saw("preempted what this plan had scheduled")
+        if seq.seq_id in self.copied_now:
+            self.copied_now.discard(seq.seq_id)
+            self.monitor.saw("planned copy undone by a preemption")
+        if seq.block_table and seq.block_table[-1] in self.forked and self.blocks[seq.block_table[-1]].ref_count > 1:
+            self.monitor.saw("preempted with a shared block that is not full")
 
 
 class WatchedScheduler(Scheduler):
@@ -121,9 +192,11 @@ class WatchedScheduler(Scheduler):
         self.watched_blocks = block_manager
         monitor.attach(self)
 
-    def add(self, seq: Sequence) -> None:
-        super().add(seq)
-        self.monitor.added(seq)
+    def add(self, seq: Sequence, forks: Iterable[Sequence] = ()) -> None:
+        forks = list(forks)
+        super().add(seq, forks)
+        for added in (seq, *forks):
+            self.monitor.added(added)
 
     def schedule(self) -> StepPlan | None:
         with self.monitor.checking():
@@ -131,8 +204,15 @@ class WatchedScheduler(Scheduler):
             self.watched_blocks.start_plan()
             plan = super().schedule()
             self.watched_blocks.planning = False
+            if plan is None and (tier := self.block_manager.host_tier) is not None and tier._offloads:
+                self.monitor.saw("moves left over from planning nothing")
             self.monitor.planned(plan, head)
             return plan
+
+    def _start_fork(self, plan: StepPlan, parent: Sequence, fork: Sequence) -> None:
+        super()._start_fork(plan, parent, fork)
+        if fork.status is SequenceStatus.WAITING:
+            self.monitor.saw("fork finds no row free")
 
     def update(self, result: StepResult) -> list[tuple[Sequence, SampledToken]]:
         with self.monitor.checking():
@@ -149,6 +229,8 @@ class WatchedScheduler(Scheduler):
         saw = self.monitor.saw
         if seq.status is SequenceStatus.FINISHED:
             return
+        if self._forks.get(seq):
+            saw("first sample ended while others wait to fork")
         if reason is FinishReason.ABORT:
             for state in states_of(seq):
                 saw(ABORT_COUNTERS[state])
