@@ -20,7 +20,7 @@ class HostTier:
         self.num_slots = num_slots
         self.num_loads = 0  # blocks brought back
         self.num_offloads = 0
-        self._costs = costs
+        self.costs = costs
         self._slots: dict[bytes, int] = {}  # in order of use
         self._free = list(range(num_slots - 1, -1, -1))
         self._pinned: set[int] = set()  # read by the plan under construction
@@ -46,7 +46,7 @@ class HostTier:
 
     def worth_loading(self, num_loaded: int, num_before: int, num_computed: int) -> bool:
         """Whether to load `num_loaded` tokens takes less time than to compute `num_computed` behind `num_before`."""
-        return self._costs is None or self._costs.load(num_loaded) < self._costs.compute(num_before, num_computed)
+        return self.costs is None or self.costs.load(num_loaded) < self.costs.compute(num_before, num_computed)
 
     def pin(self, block_hashes: list[bytes]) -> None:
         """Keep these, which are about to be loaded, until the plan under construction is made."""
