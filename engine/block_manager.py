@@ -231,7 +231,7 @@ class BlockManager:
         seq.num_registered_blocks = num_full
 
     def free(self, seq: Sequence, *, discard: bool = False) -> None:
-        """Let go of all blocks of `seq`; `discard` also drops from the cache those that it alone held.
+        """Let go of all blocks of `seq`; `discard` also drops from both tiers of the cache those that it alone held.
 
         The last block goes first into the free list, so that a prefix outlives what follows it.
         """
@@ -241,7 +241,7 @@ class BlockManager:
             if block.ref_count:
                 continue
             if discard:
-                self._forget(block)
+                self._forget_everywhere(block)
             if block.block_hash is None:
                 self.free_blocks.append_left(block)
             else:
@@ -290,6 +290,11 @@ class BlockManager:
         self._forget(block)
         block.ref_count = 1
         return block.block_id
+
+    def _forget_everywhere(self, block: Block) -> None:
+        if self.host_tier is not None and block.block_hash is not None:
+            self.host_tier.discard(block.block_hash)
+        self._forget(block)
 
     def _forget(self, block: Block) -> None:
         if block.block_hash is not None:
