@@ -7,6 +7,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.block_manager import Block, BlockManager, FreeList
+from engine.host_tier import HostTier
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 
@@ -59,10 +60,17 @@ class FreeListMachine(RuleBasedStateMachine):
 class BlockManagerMachine(RuleBasedStateMachine):
     """The model is what the device would hold: per slot the salt and all tokens up to it, as they were computed."""
 
-    @initialize(num_blocks=st.integers(1, 12), block_size=st.integers(1, 4), caching=st.booleans())
-    def make(self, num_blocks, block_size, caching):
-        self.manager = BlockManager(num_blocks, block_size, caching)
+    @initialize(
+        num_blocks=st.integers(1, 12),
+        block_size=st.integers(1, 4),
+        caching=st.booleans(),
+        num_slots=st.sampled_from([0, 0, 1, 2, 5, 20]),
+    )
+    def make(self, num_blocks, block_size, caching, num_slots):
+        self.tier = HostTier(num_slots) if num_slots else None
+        self.manager = BlockManager(num_blocks, block_size, caching, self.tier)
         self.contents = [[None] * block_size for _ in range(num_blocks)]
+        self.host = [None] * num_slots
         self.live = []
         self.num_made = 0
 
@@ -72,16 +80,27 @@ class BlockManagerMachine(RuleBasedStateMachine):
         limit = self.manager.num_blocks * self.manager.block_size
         seq = Sequence(self.num_made, tokens[:limit], PARAMS, seed=0, max_num_tokens=limit, cache_salt=salt)
         prefix = self.manager.match_prefix(seq)
-        assert len(prefix) * self.manager.block_size < len(seq.token_ids), "the last token is always computed"
+        num_found = len(prefix.parts) * self.manager.block_size
+        assert num_found < len(seq.token_ids), "the last token is always computed"
         if not self.manager.can_admit(seq, prefix, 0):
             held = sum(block.ref_count > 0 for block in self.manager.blocks)
-            new = self.manager.num_blocks_for(len(seq.token_ids)) - sum(block.ref_count > 0 for block in prefix)
+            new = self.manager.num_blocks_for(len(seq.token_ids)) - sum(block.ref_count > 0 for block in prefix.blocks)
             assert held + new > self.manager.num_blocks
             return
         self.num_made += 1
         self.manager.adopt_prefix(seq, prefix)
+        assert seq.num_computed_tokens == num_found
+        self.move()
         self.live.append(seq)
         self.check_contents(seq)
+
+    def move(self):
+        """What the plan would make the Worker do between the pool and the host tier."""
+        offloads, loads = self.tier.take_moves() if self.tier is not None else ([], [])
+        for move in offloads:
+            self.host[move.slot] = list(self.contents[move.block_id])
+        for move in loads:
+            self.contents[move.block_id] = list(self.host[move.slot])
 
     @precondition(lambda self: self.live)
     @rule(data=st.data(), num_tokens=st.integers(1, 6))
@@ -99,6 +118,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
             assert needed + shared > num_free and seq.block_table == table, "a refusal is one, and changes nothing"
             return
         assert (blocks.copy is not None) == shared and len(blocks.new_block_ids) == needed
+        self.move()
         if shared:
             source, target = blocks.copy
             assert table.pop() == source
@@ -139,10 +159,12 @@ class BlockManagerMachine(RuleBasedStateMachine):
         seq = data.draw(st.sampled_from(self.live))
         self.live.remove(seq)
         alone = [block_id for block_id in seq.block_table if self.manager.blocks[block_id].ref_count == 1]
+        keys = [key for block_id in alone if (key := self.manager.blocks[block_id].block_hash) is not None]
         self.manager.free(seq, discard=discard)
         assert (seq.block_table, seq.num_computed_tokens, seq.num_registered_blocks) == ([], 0, 0)
         if discard:
-            assert not [block_id for block_id in alone if self.manager.blocks[block_id].block_hash]
+            assert not [key for key in keys if key in self.manager.cached_blocks]
+            assert self.tier is None or not [key for key in keys if key in self.tier]
 
     def check_contents(self, seq):
         size = self.manager.block_size

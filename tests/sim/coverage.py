@@ -50,7 +50,6 @@ CORE = (
     "host tier gives up a block",
     "host tier pinned as a whole",
     "not worth loading",
-    "moves left over from planning nothing",
     "failed sequence whose blocks lie in the host tier",
     "fork shares a partly filled block",
     "fork shares full blocks only",

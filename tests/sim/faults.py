@@ -2,6 +2,7 @@
 
 from engine.block_manager import BlockManager, FreeList
 from engine.driver import Driver
+from engine.host_tier import HostTier
 from engine.scheduler import Scheduler
 from tests.sim.mutants import Mutant
 
@@ -60,6 +61,18 @@ MUTANTS = (
         "* self.block_size",
         "* self.block_size + (seq.num_preemptions > 0)",
     ),
+    # The host tier.
+    Mutant("load not told to the Worker", HostTier, "load", "self._loads[block_id] = self._slots[block_hash]", "pass"),
+    Mutant("slot written over before it is read", HostTier, "_evict", "if slot not in self._pinned:", "if True:"),
+    Mutant(
+        "first of two offloads to a slot wins",
+        HostTier,
+        "offload",
+        "self._offloads[slot] = block_id",
+        "self._offloads.setdefault(slot, block_id)",
+    ),
+    Mutant("slot lost with a failed block", HostTier, "discard", "self._free.append(slot)", "pass"),
+    Mutant("failed blocks stay on the host", BlockManager, "_forget_everywhere", "self.host_tier.discard(", "bool("),
     # The scheduler.
     Mutant(
         "abort leaks the blocks",

@@ -204,8 +204,6 @@ class WatchedScheduler(Scheduler):
             self.watched_blocks.start_plan()
             plan = super().schedule()
             self.watched_blocks.planning = False
-            if plan is None and (tier := self.block_manager.host_tier) is not None and tier._offloads:
-                self.monitor.saw("moves left over from planning nothing")
             self.monitor.planned(plan, head)
             return plan
 
