@@ -9,12 +9,13 @@ out of its middle.
 """
 
 import hashlib
+import struct
 from collections.abc import Iterable
 from itertools import islice
 from typing import NamedTuple
 
 from engine.host_tier import HostTier
-from engine.sequence import Sequence
+from engine.sequence import BlockKey, Sequence
 
 
 class Allocation(NamedTuple):
@@ -25,28 +26,28 @@ class Allocation(NamedTuple):
 
 
 class Prefix(NamedTuple):
-    """Where the full blocks lie that a sequence starts with, in order: in the pool, or in the host tier (a hash)."""
+    """Where the full blocks lie that a sequence starts with, in order: in the pool, or in the host tier (a key)."""
 
-    parts: list["Block | bytes"]
+    parts: list["Block | BlockKey"]
 
     @property
     def blocks(self) -> "list[Block]":
         return [part for part in self.parts if isinstance(part, Block)]
 
     @property
-    def host_hashes(self) -> list[bytes]:
-        return [part for part in self.parts if isinstance(part, bytes)]
+    def host_keys(self) -> list[BlockKey]:
+        return [part for part in self.parts if isinstance(part, BlockKey)]
 
 
 class Block:
-    """`block_hash` is set while the prefix cache may hand the block out for equal tokens."""
+    """`key` is set while the prefix cache may hand the block out for equal tokens."""
 
-    __slots__ = ("block_hash", "block_id", "next_free", "prev_free", "ref_count")
+    __slots__ = ("block_id", "key", "next_free", "prev_free", "ref_count")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
         self.ref_count = 0
-        self.block_hash: bytes | None = None
+        self.key: BlockKey | None = None
         self.prev_free: Block | None = None
         self.next_free: Block | None = None
 
@@ -113,13 +114,15 @@ class BlockManager:
         block_size: int,
         enable_prefix_caching: bool = True,
         host_tier: HostTier | None = None,
+        model_identity: bytes = b"",
     ) -> None:
         self.block_size = block_size
+        self.model_identity = model_identity
         self.host_tier = host_tier
         self.enable_prefix_caching = enable_prefix_caching
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
         self.free_blocks = FreeList(self.blocks)
-        self.cached_blocks: dict[bytes, Block] = {}
+        self.cached_blocks: dict[BlockKey, Block] = {}
         self.num_prefix_queries = 0  # both in tokens
         self.num_prefix_hits = 0
 
@@ -142,15 +145,15 @@ class BlockManager:
         """
         if not self.enable_prefix_caching:
             return Prefix([])
-        self._extend_hashes(seq)
-        parts: list[Block | bytes] = []
+        self._extend_keys(seq)
+        parts: list[Block | BlockKey] = []
         num_pool = 0  # length of the start that lies in the pool
-        for block_hash in islice(seq.block_hashes, (len(seq.token_ids) - 1) // self.block_size):
-            if (block := self.cached_blocks.get(block_hash)) is not None:
+        for key in islice(seq.block_keys, (len(seq.token_ids) - 1) // self.block_size):
+            if (block := self.cached_blocks.get(key)) is not None:
                 num_pool += num_pool == len(parts)
                 parts.append(block)
-            elif self.host_tier is not None and block_hash in self.host_tier:
-                parts.append(block_hash)
+            elif self.host_tier is not None and key in self.host_tier:
+                parts.append(key)
             else:
                 break
         if num_pool < len(parts) and not self._worth_loading(parts, num_pool):
@@ -171,7 +174,7 @@ class BlockManager:
                 self.free_blocks.remove(block)
             block.ref_count += 1
         if self.host_tier is not None:
-            self.host_tier.pin(prefix.host_hashes)
+            self.host_tier.pin(prefix.host_keys)
         for part in prefix.parts:
             seq.block_table.append(part.block_id if isinstance(part, Block) else self._load(part))
         seq.num_computed_tokens = len(prefix.parts) * self.block_size
@@ -186,7 +189,7 @@ class BlockManager:
         for block_id in parent.block_table:
             self.blocks[block_id].ref_count += 1
         child.block_table = list(parent.block_table)
-        child.block_hashes = list(parent.block_hashes)
+        child.block_keys = list(parent.block_keys)
         child.num_computed_tokens = parent.num_computed_tokens
         child.num_registered_blocks = parent.num_registered_blocks
 
@@ -221,13 +224,13 @@ class BlockManager:
         num_full = min(seq.num_computed_tokens, len(seq.token_ids)) // self.block_size
         if num_full <= seq.num_registered_blocks:
             return
-        self._extend_hashes(seq)
+        self._extend_keys(seq)
         for index in range(seq.num_registered_blocks, num_full):
-            block, block_hash = self.blocks[seq.block_table[index]], seq.block_hashes[index]
+            block, key = self.blocks[seq.block_table[index]], seq.block_keys[index]
             # Tables are append-only: where another block has this content already, this one stays private.
-            if block.block_hash is None and block_hash not in self.cached_blocks:
-                block.block_hash = block_hash
-                self.cached_blocks[block_hash] = block
+            if block.key is None and key not in self.cached_blocks:
+                block.key = key
+                self.cached_blocks[key] = block
         seq.num_registered_blocks = num_full
 
     def free(self, seq: Sequence, *, discard: bool = False) -> None:
@@ -242,7 +245,7 @@ class BlockManager:
                 continue
             if discard:
                 self._forget_everywhere(block)
-            if block.block_hash is None:
+            if block.key is None:
                 self.free_blocks.append_left(block)
             else:
                 self.free_blocks.append(block)
@@ -258,54 +261,59 @@ class BlockManager:
             counts[block_id] += 1
         for block in self.blocks:
             assert block.ref_count == counts[block.block_id], f"block {block.block_id}: leaked or freed twice"
-            if block.block_hash is not None:
-                assert self.cached_blocks.get(block.block_hash) is block, f"block {block.block_id}: unknown hash"
+            if block.key is not None:
+                assert self.cached_blocks.get(block.key) is block, f"block {block.block_id}: unknown key"
         free = self.free_blocks.ids()
         assert len(free) == len(set(free)) == len(self.free_blocks), "the free list is broken"
         assert {block_id for block_id, count in counts.items() if count == 0} == set(free), "held and free overlap"
         if self.host_tier is not None:
             self.host_tier.check_invariants()
-        for block_hash, block in self.cached_blocks.items():
-            assert block.block_hash == block_hash, f"block {block.block_id}: stale hash in the cache"
+        for key, block in self.cached_blocks.items():
+            assert block.key == key, f"block {block.block_id}: stale key in the cache"
 
-    def _worth_loading(self, parts: "list[Block | bytes]", num_pool: int) -> bool:
+    def _worth_loading(self, parts: "list[Block | BlockKey]", num_pool: int) -> bool:
         """Whether what lies behind the first `num_pool` blocks is had sooner from the host than by computing it."""
         assert self.host_tier is not None
-        num_loads = sum(isinstance(part, bytes) for part in parts)
+        num_loads = sum(isinstance(part, BlockKey) for part in parts)
         computed = (len(parts) - num_pool) * self.block_size
         return self.host_tier.worth_loading(num_loads * self.block_size, num_pool * self.block_size, computed)
 
-    def _load(self, block_hash: bytes) -> int:
+    def _load(self, key: BlockKey) -> int:
         assert self.host_tier is not None
         block = self.blocks[self._take_free()]
-        self.host_tier.load(block_hash, block.block_id)
-        block.block_hash = block_hash
-        self.cached_blocks[block_hash] = block
+        self.host_tier.load(key, block.block_id)
+        block.key = key
+        self.cached_blocks[key] = block
         return block.block_id
 
     def _take_free(self) -> int:
         block = self.free_blocks.pop_left()
-        if self.host_tier is not None and block.block_hash is not None:
-            self.host_tier.offload(block.block_hash, block.block_id)
+        if self.host_tier is not None and block.key is not None:
+            self.host_tier.offload(block.key, block.block_id)
         self._forget(block)
         block.ref_count = 1
         return block.block_id
 
     def _forget_everywhere(self, block: Block) -> None:
-        if self.host_tier is not None and block.block_hash is not None:
-            self.host_tier.discard(block.block_hash)
+        if self.host_tier is not None and block.key is not None:
+            self.host_tier.discard(block.key)
         self._forget(block)
 
     def _forget(self, block: Block) -> None:
-        if block.block_hash is not None:
-            del self.cached_blocks[block.block_hash]
-            block.block_hash = None
+        if block.key is not None:
+            del self.cached_blocks[block.key]
+            block.key = None
 
-    def _extend_hashes(self, seq: Sequence) -> None:
-        """Hash the full blocks of known tokens, each chained to the one before. All fields have a fixed width."""
-        hashes, size = seq.block_hashes, self.block_size
-        for index in range(len(hashes), len(seq.token_ids) // size):
-            parent = hashes[-1] if hashes else hashlib.sha256(seq.cache_salt.encode()).digest()
-            tokens = seq.token_ids[index * size : (index + 1) * size]
-            packed = b"".join([token_id.to_bytes(4, "little") for token_id in tokens])
-            hashes.append(hashlib.sha256(parent + packed).digest())
+    def _extend_keys(self, seq: Sequence) -> None:
+        """Name the full blocks of known tokens; what is hashed has a fixed width or its length before it."""
+        keys, size = seq.block_keys, self.block_size
+        for index in range(len(keys), len(seq.token_ids) // size):
+            parent = keys[-1].digest if keys else self._root(seq.cache_salt)
+            token_ids = tuple(seq.token_ids[index * size : (index + 1) * size])
+            packed = struct.pack(f"<I{size}I", size, *token_ids)
+            keys.append(BlockKey(hashlib.sha256(parent + packed).digest(), token_ids))
+
+    def _root(self, cache_salt: str) -> bytes:
+        """The parent of a first block: no two models and no two tenants have one in common."""
+        fields = (self.model_identity, cache_salt.encode())
+        return hashlib.sha256(b"".join(struct.pack("<Q", len(field)) + field for field in fields)).digest()

@@ -1,5 +1,6 @@
 """Where a checkpoint lies: the bundled folder, a local folder, or a Hugging Face id. Driver side, no torch."""
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,20 @@ def read_eos_token_ids(model_dir: Path) -> list[int]:
                 raise ModelError(f"{name}: eos_token_id must be a token id or a list of them, not {ids!r}")
             return ids
     return []
+
+
+def model_identity(model_dir: Path, config: EngineConfig) -> bytes:
+    """What tells the KV blocks of one model from those of another: 32 bytes from its config, weights and dtypes.
+
+    Weights count by the names, sizes and times of their files, which no start has to read for it.
+    """
+    facts: list[object] = [config.dtype, config.kv_cache_dtype, config.load_format]
+    if config.load_format == "dummy":
+        facts.append(config.seed)
+    else:
+        files = sorted(model_dir.glob("*.safetensors"))
+        facts += [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    return hashlib.sha256(json.dumps(facts).encode() + (model_dir / "config.json").read_bytes()).digest()
 
 
 def read_json(path: Path, required: bool = False) -> dict[str, Any]:

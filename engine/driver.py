@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from engine.block_manager import BlockManager
-from engine.checkpoint import read_eos_token_ids, resolve_model, resolve_tokenizer
+from engine.checkpoint import model_identity, read_eos_token_ids, resolve_model, resolve_tokenizer
 from engine.config import EngineConfig
 from engine.detokenizer import Detokenizer
 from engine.errors import (
@@ -97,6 +97,7 @@ class Driver:
         self._idle.set()
         model_dir = await asyncio.to_thread(resolve_model, self.config)
         self.eos_token_ids = read_eos_token_ids(model_dir)
+        self._model_identity = model_identity(model_dir, self.config)
         await self._executor.start(StartWorker(self.config, str(model_dir), self.eos_token_ids))
         try:
             tokenizer_dir = await asyncio.to_thread(resolve_tokenizer, self.config, model_dir)
@@ -302,6 +303,7 @@ class Driver:
                 block_size,
                 self.config.enable_prefix_caching,
                 HostTier(ready.num_host_blocks, ready.cache_costs) if ready.num_host_blocks else None,
+                self._model_identity,
             ),
             max_num_seqs=ready.max_num_seqs,
             max_num_batched_tokens=ready.max_num_batched_tokens,

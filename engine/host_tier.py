@@ -1,7 +1,7 @@
 """HostTier: KV blocks that the pool had to give up, kept in host memory until they are asked for again.
 
 When a block of the pool that the prefix cache knows is given out again, its content moves to a slot here, under the
-same hash; a later match brings it back into a block of the pool. That is swapping (Kwon et al. 2023, section 4.5) and a
+same key; a later match brings it back into a block of the pool. That is swapping (Kwon et al. 2023, section 4.5) and a
 second tier of the prefix cache in one: a preempted sequence leaves its full blocks in the cache, what must make room
 moves to the host, and the sequence finds all of it when it is admitted again, but for the tokens of its last block.
 
@@ -9,11 +9,12 @@ The tokens of the tier are the Worker's; this is the book of who lies where. A s
 the Worker runs in order, so a slot counts as filled when the plan that fills it is made.
 """
 
+from engine.sequence import BlockKey
 from engine.step import BlockMove, CacheCosts
 
 
 class HostTier:
-    """`num_slots` blocks under their hashes, the least recently used first to go. Every operation is O(1)."""
+    """`num_slots` blocks under their keys, the least recently used first to go. Every operation is O(1)."""
 
     def __init__(self, num_slots: int, costs: CacheCosts | None = None) -> None:
         """`costs` decides what is worth loading; None: everything."""
@@ -21,7 +22,7 @@ class HostTier:
         self.num_loads = 0  # blocks brought back
         self.num_offloads = 0
         self.costs = costs
-        self._slots: dict[bytes, int] = {}  # in order of use
+        self._slots: dict[BlockKey, int] = {}  # in order of use
         self._free = list(range(num_slots - 1, -1, -1))
         self._pinned: set[int] = set()  # read by the plan under construction
         self._offloads: dict[int, int] = {}  # slot -> block, of the plan under construction
@@ -30,17 +31,17 @@ class HostTier:
     def __len__(self) -> int:
         return len(self._slots)
 
-    def __contains__(self, block_hash: bytes) -> bool:
-        return block_hash in self._slots
+    def __contains__(self, key: BlockKey) -> bool:
+        return key in self._slots
 
-    def offload(self, block_hash: bytes, block_id: int) -> None:
+    def offload(self, key: BlockKey, block_id: int) -> None:
         """Keep the content of a block that is about to be written over, in place of what was used least recently."""
-        if block_hash in self._slots:
-            self._touch(block_hash)
+        if key in self._slots:
+            self._touch(key)
             return
         slot = self._free.pop() if self._free else self._evict()
         if slot is not None:
-            self._slots[block_hash] = slot
+            self._slots[key] = slot
             self._offloads[slot] = block_id
             self.num_offloads += 1
 
@@ -48,20 +49,20 @@ class HostTier:
         """Whether to load `num_loaded` tokens takes less time than to compute `num_computed` behind `num_before`."""
         return self.costs is None or self.costs.load(num_loaded) < self.costs.compute(num_before, num_computed)
 
-    def pin(self, block_hashes: list[bytes]) -> None:
+    def pin(self, keys: list[BlockKey]) -> None:
         """Keep these, which are about to be loaded, until the plan under construction is made."""
-        for block_hash in block_hashes:
-            self._touch(block_hash)
-            self._pinned.add(self._slots[block_hash])
+        for key in keys:
+            self._touch(key)
+            self._pinned.add(self._slots[key])
 
-    def load(self, block_hash: bytes, block_id: int) -> None:
+    def load(self, key: BlockKey, block_id: int) -> None:
         """Bring a pinned block back into the pool; the slot keeps it too."""
-        self._loads[block_id] = self._slots[block_hash]
+        self._loads[block_id] = self._slots[key]
         self.num_loads += 1
 
-    def discard(self, block_hash: bytes) -> None:
+    def discard(self, key: BlockKey) -> None:
         """Forget what cannot be trusted any more; between plans only, when nothing is pinned."""
-        if (slot := self._slots.pop(block_hash, None)) is not None:
+        if (slot := self._slots.pop(key, None)) is not None:
             self._offloads.pop(slot, None)
             self._free.append(slot)
 
@@ -79,13 +80,13 @@ class HostTier:
         assert len(used) == len(set(used)), "two blocks in one slot"
         assert sorted(used + self._free) == list(range(self.num_slots)), "a slot is lost"
 
-    def _touch(self, block_hash: bytes) -> None:
-        self._slots[block_hash] = self._slots.pop(block_hash)
+    def _touch(self, key: BlockKey) -> None:
+        self._slots[key] = self._slots.pop(key)
 
     def _evict(self) -> int | None:
         """A slot to write over; None where all are about to be read."""
-        for block_hash, slot in self._slots.items():  # pinned ones were used last: the first will do
+        for key, slot in self._slots.items():  # pinned ones were used last: the first will do
             if slot not in self._pinned:
-                del self._slots[block_hash]
+                del self._slots[key]
                 return slot
         return None

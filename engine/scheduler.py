@@ -19,6 +19,7 @@ import time
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from engine.block_manager import Allocation, BlockManager
 from engine.outputs import FinishReason
@@ -182,12 +183,17 @@ class Scheduler:
     def _allocate_or_preempt(self, seq: Sequence, num_tokens: int, plan: _RunningSteps) -> Allocation | None:
         """Blocks for `seq`, preempting from the end of the order; None when `seq` itself was the last."""
         while (blocks := self.block_manager.allocate(seq, num_tokens)) is None:
-            victim = self.running[-1]
+            victim = self._victim(seq)
             plan.drop(victim)
             self._preempt(victim)
             if victim is seq:
                 return None
         return blocks
+
+    def _victim(self, seq: Sequence) -> Sequence:
+        """The last in order, unless it got no further since it was last preempted and another one behind `seq` did."""
+        behind = takewhile(lambda other: other is not seq, reversed(self.running))
+        return next((s for s in behind if len(s.token_ids) > s.num_tokens_when_preempted), self.running[-1])
 
     def _preempt(self, seq: Sequence) -> None:
         """Give up the blocks and wait again. A token that is still on its way stays valid: it was computed."""
@@ -196,6 +202,7 @@ class Scheduler:
         self.block_manager.free(seq)
         seq.status = SequenceStatus.WAITING
         seq.num_preemptions += 1
+        seq.num_tokens_when_preempted = len(seq.token_ids)
         self.num_preemptions += 1
         insort(self.waiting, seq, key=lambda s: s.order)
 

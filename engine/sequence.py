@@ -1,9 +1,17 @@
 """Sequence: one sample of a request, as the Driver knows it."""
 
 from enum import Enum, auto
+from typing import NamedTuple
 
 from engine.outputs import FinishReason
 from engine.sampling_params import SamplingParams
+
+
+class BlockKey(NamedTuple):
+    """What a full block is known by: the hash of its tokens and of all before them, and its tokens, to be compared."""
+
+    digest: bytes
+    token_ids: tuple[int, ...]
 
 
 class SequenceStatus(Enum):
@@ -23,7 +31,7 @@ class Sequence:
 
     __slots__ = (
         "arrival",
-        "block_hashes",
+        "block_keys",
         "block_table",
         "cache_salt",
         "finish_reason",
@@ -36,6 +44,7 @@ class Sequence:
         "num_preemptions",
         "num_prompt_tokens",
         "num_registered_blocks",
+        "num_tokens_when_preempted",
         "params",
         "priority",
         "seed",
@@ -70,10 +79,11 @@ class Sequence:
         self.num_computed_tokens = 0
         self.num_pending_tokens = 0
         self.num_preemptions = 0
+        self.num_tokens_when_preempted = 0  # known then: whether it has progressed since
         self.num_cached_tokens: int | None = None  # prompt tokens found in the prefix cache when first admitted
         self.first_scheduled_time: float | None = None
         self.block_table: list[int] = []
-        self.block_hashes: list[bytes] = []  # of the full blocks of known tokens; survives preemption
+        self.block_keys: list[BlockKey] = []  # of the full blocks of known tokens; survives preemption
         self.fork_of: Sequence | None = None  # the sample of the same prompt that computes it for both
         self.num_registered_blocks = 0  # leading blocks of the table that the prefix cache knows
         self.finish_reason: FinishReason | None = None

@@ -159,7 +159,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         seq = data.draw(st.sampled_from(self.live))
         self.live.remove(seq)
         alone = [block_id for block_id in seq.block_table if self.manager.blocks[block_id].ref_count == 1]
-        keys = [key for block_id in alone if (key := self.manager.blocks[block_id].block_hash) is not None]
+        keys = [key for block_id in alone if (key := self.manager.blocks[block_id].key) is not None]
         self.manager.free(seq, discard=discard)
         assert (seq.block_table, seq.num_computed_tokens, seq.num_registered_blocks) == ([], 0, 0)
         if discard:

@@ -13,9 +13,17 @@ import huggingface_hub
 import pytest
 from huggingface_hub import errors
 
-from engine.checkpoint import BUNDLED_MODEL, read_eos_token_ids, read_json, resolve_model, resolve_tokenizer
+from engine.checkpoint import (
+    BUNDLED_MODEL,
+    model_identity,
+    read_eos_token_ids,
+    read_json,
+    resolve_model,
+    resolve_tokenizer,
+)
 from engine.config import EngineConfig
 from engine.errors import ModelError
+from tests.checkpoints import save_fake_checkpoint
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -232,3 +240,21 @@ def test_huge_json_is_not_read(tmp_path: Path) -> None:
         file.truncate(65 << 20)  # sparse: takes no space
     with pytest.raises(ModelError, match="larger than 64 MiB"):
         read_json(tmp_path / "config.json")
+
+
+def test_model_identity_changes_with_whatever_changes_the_cache(tmp_path):
+    save_fake_checkpoint(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    config = EngineConfig(model=str(tmp_path))
+    first = model_identity(tmp_path, config)
+    assert model_identity(tmp_path, config) == first and len(first) == 32
+    found = {first}
+    found.add(model_identity(tmp_path, EngineConfig(model=str(tmp_path), dtype="float32")))
+    found.add(model_identity(tmp_path, EngineConfig(model=str(tmp_path), load_format="dummy")))
+    found.add(model_identity(tmp_path, EngineConfig(model=str(tmp_path), load_format="dummy", seed=1)))
+    (tmp_path / "model.safetensors").write_bytes(b"other weights")
+    found.add(model_identity(tmp_path, config))
+    with (tmp_path / "config.json").open("a") as file:
+        file.write(" ")
+    found.add(model_identity(tmp_path, config))
+    assert len(found) == 6

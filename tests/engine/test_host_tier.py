@@ -8,7 +8,7 @@ from engine.block_manager import BlockManager
 from engine.host_tier import HostTier
 from engine.outputs import FinishReason
 from engine.sampling_params import SamplingParams
-from engine.sequence import Sequence
+from engine.sequence import BlockKey, Sequence
 from engine.step import BlockMove, CacheCosts
 from tests.engine.test_forks import ForkLoop
 from tests.engine.test_scheduler import Loop, prompt
@@ -58,10 +58,10 @@ def test_a_failed_sequence_leaves_nothing_in_either_tier():
     again = loop.add([97] * 33, max_tokens=5)
     loop.step()
     assert again.num_cached_tokens == 32
-    assert any(block_hash in tier for block_hash in again.block_hashes)
+    assert any(key in tier for key in again.block_keys)
     loop.scheduler.finish(again, FinishReason.ERROR)
     tier.check_invariants()
-    assert not any(block_hash in tier for block_hash in again.block_hashes)
+    assert not any(key in tier for key in again.block_keys)
     assert len(tier) > 0, "the other sequence's blocks stay"
     loop.run()
     once_more = loop.add([97] * 33, max_tokens=2)
@@ -129,7 +129,7 @@ def test_a_gap_in_the_pool_is_filled_from_the_host():
     blocks.check_invariants([other])
     again = sequence(2, 17)
     prefix = blocks.match_prefix(again)
-    assert [isinstance(part, bytes) for part in prefix.parts] == [True, True, False, False]
+    assert [isinstance(part, BlockKey) for part in prefix.parts] == [True, True, False, False]
     assert blocks.can_admit(again, prefix, 0)
     blocks.adopt_prefix(again, prefix)
     assert again.block_table[2:] == table[2:4]

@@ -206,3 +206,43 @@ def test_random_arrivals_aborts_and_tiny_pools(seed):
             loop.scheduler.finish(victim, FinishReason.ABORT)
     loop.run()
     loop.check_finished([seq for seq in seqs if seq not in aborted], eos_every)
+
+
+def test_blocks_of_other_models_and_salts_have_other_keys():
+    """Fields are hashed with their lengths: no two ways to cut the same bytes meet."""
+    keys = set()
+    for identity, salt in [(b"a", "bc"), (b"ab", "c"), (b"abc", ""), (b"", "abc"), (b"a", "bd")]:
+        blocks = BlockManager(4, 4, model_identity=identity)
+        seq = Sequence(0, [1] * 9, SamplingParams(), seed=0, max_num_tokens=12, cache_salt=salt)
+        assert blocks.match_prefix(seq).parts == []
+        keys.update(seq.block_keys)
+    assert len(keys) == 10
+    assert len({key.digest for key in keys}) == 10
+
+
+def test_a_hit_compares_the_tokens_and_not_only_the_hash():
+    blocks = BlockManager(4, 4)
+    seq = Sequence(0, [1] * 5, SamplingParams(), seed=0, max_num_tokens=12)
+    blocks.allocate(seq, 5)
+    seq.num_computed_tokens = 5
+    blocks.register_full_blocks(seq)
+    other = Sequence(1, [2] * 5, SamplingParams(), seed=0, max_num_tokens=12)
+    other.block_keys = [seq.block_keys[0]._replace(token_ids=(2, 2, 2, 2))]  # as if SHA-256 had collided
+    assert blocks.match_prefix(other).parts == []
+    other.block_keys = list(seq.block_keys)
+    assert len(blocks.match_prefix(other).parts) == 1
+
+
+def test_who_got_no_further_since_it_was_preempted_is_spared():
+    """Three in order; the last came back just now, so the one before it makes room."""
+    loop = Loop(num_blocks=64, depth=1)
+    seqs = [loop.add(prompt(random.Random(i), 6), max_tokens=20) for i in range(3)]
+    loop.step()
+    loop.step()
+    assert loop.scheduler._victim(seqs[0]) is seqs[2]
+    loop.scheduler._preempt(seqs[2])
+    assert loop.scheduler.schedule() is not None  # it is admitted again, and its result is not in yet
+    assert loop.scheduler.running == seqs
+    assert loop.scheduler._victim(seqs[0]) is seqs[1]
+    assert loop.scheduler._victim(seqs[1]) is seqs[2], "nobody else behind it"
+    assert loop.scheduler._victim(seqs[2]) is seqs[2]

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from engine.sequence import Sequence, SequenceStatus
+from engine.sequence import BlockKey, Sequence, SequenceStatus
 from engine.step import FRAME_HEADER, SampledToken, StepPlan, StepResult, decode_driver_message, encode_frame
 from tests.sim.coverage import Coverage
 from tests.sim.device import KvDevice
@@ -22,25 +22,25 @@ class CacheContents:
     """Cached blocks: full, immutable, and each key stands for one content as each content for one key."""
 
     def __init__(self, device: KvDevice) -> None:
-        self.content_of: dict[bytes, bytes] = {}
-        self._key_of: dict[bytes, bytes] = {}
+        self.content_of: dict[BlockKey, bytes] = {}
+        self._key_of: dict[bytes, BlockKey] = {}
         self._device = device
-        self._hashes: list[bytes | None] = [None] * len(device.slots)
+        self._keys: list[BlockKey | None] = [None] * len(device.slots)
         self._snapshot = device.slots.copy()
         self._cached = np.empty(0, np.intp)
 
-    def check(self, hashes: list[bytes | None]) -> None:
-        if hashes != self._hashes:
-            for block_id, (old, new) in enumerate(zip(self._hashes, hashes, strict=True)):
+    def check(self, keys: list[BlockKey | None]) -> None:
+        if keys != self._keys:
+            for block_id, (old, new) in enumerate(zip(self._keys, keys, strict=True)):
                 if new is not None and new != old:
                     self._record(block_id, new)
-            self._hashes = hashes
-            self._cached = np.array([i for i, key in enumerate(hashes) if key is not None], np.intp)
+            self._keys = keys
+            self._cached = np.array([i for i, key in enumerate(keys) if key is not None], np.intp)
         changed = self._device.slots[self._cached] != self._snapshot[self._cached]
         if changed.any():
             fail("cached-changed", f"blocks {self._cached[changed.any(axis=1)].tolist()} changed while cached")
 
-    def _record(self, block_id: int, key: bytes) -> None:
+    def _record(self, block_id: int, key: BlockKey) -> None:
         content = self._device.slots[block_id]
         if (content < 0).any():
             fail("cached-not-full", f"block {block_id} is cached, but not all of it was computed")
@@ -99,7 +99,7 @@ class Monitor:
             block_size=self.config.block_size,
             max_model_len=self.config.max_model_len,
             salt_of=self._salts.__getitem__,
-            is_cached=lambda block_id: self.blocks.blocks[block_id].block_hash is not None,
+            is_cached=lambda block_id: self.blocks.blocks[block_id].key is not None,
         )
         self.contents = CacheContents(self.device)
 
@@ -197,10 +197,10 @@ class Monitor:
             fail("free-list", "a block is free and in a table")
         if not free:
             self.saw("no block free")
-        hashes = [block.block_hash for block in manager.blocks]
-        if len(manager.cached_blocks) != len(hashes) - hashes.count(None):
-            fail("cache-index", f"{len(manager.cached_blocks)} keys, {len(hashes) - hashes.count(None)} cached blocks")
-        self.contents.check(hashes)
+        keys = [block.key for block in manager.blocks]
+        if len(manager.cached_blocks) != len(keys) - keys.count(None):
+            fail("cache-index", f"{len(manager.cached_blocks)} keys, {len(keys) - keys.count(None)} cached blocks")
+        self.contents.check(keys)
 
     def _check_plan(self, plan: StepPlan, head: Sequence | None) -> None:
         scheduler, saw = self.scheduler, self.saw

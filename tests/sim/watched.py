@@ -59,11 +59,11 @@ class WatchedBlockManager(BlockManager):
 
     def match_prefix(self, seq: Sequence) -> Prefix:
         prefix = super().match_prefix(seq)
-        hashes, num_found = seq.block_hashes, len(prefix.parts)
-        if num_found < min(len(hashes), (len(seq.token_ids) - 1) // self.block_size):
-            if self.host_tier is not None and hashes[num_found] in self.host_tier:
+        keys, num_found = seq.block_keys, len(prefix.parts)
+        if num_found < min(len(keys), (len(seq.token_ids) - 1) // self.block_size):
+            if self.host_tier is not None and keys[num_found] in self.host_tier:
                 self.monitor.saw("not worth loading")
-            elif hashes[num_found] in self.monitor.contents.content_of:
+            elif keys[num_found] in self.monitor.contents.content_of:
                 self.monitor.saw("prefix hit cut short by an eviction")
         return prefix
 
@@ -81,7 +81,7 @@ class WatchedBlockManager(BlockManager):
             self.monitor.saw("prefix hit on the return from preemption")
         if self.registered_now.intersection(block.block_id for block in prefix.blocks):
             self.monitor.saw("prefix hit on a block that this plan fills")
-        if prefix.host_hashes:
+        if prefix.host_keys:
             self.monitor.saw("block loaded from the host tier")
             if seq.num_preemptions:
                 self.monitor.saw("block loaded for the return from preemption")
@@ -92,7 +92,7 @@ class WatchedBlockManager(BlockManager):
     def _take_free(self) -> int:
         tier = self.host_tier
         num_offloads, num_kept = (0, 0) if tier is None else (tier.num_offloads, len(tier))
-        evicted = self.blocks[self.free_blocks.ids()[0]].block_hash
+        evicted = self.blocks[self.free_blocks.ids()[0]].key
         block_id = super()._take_free()
         if tier is not None and evicted is not None:
             if tier.num_offloads > num_offloads:
@@ -148,7 +148,7 @@ class WatchedBlockManager(BlockManager):
         super().register_full_blocks(seq)
         for block_id in seq.block_table[start : seq.num_registered_blocks]:
             self.registered_now.add(block_id)
-            if self.blocks[block_id].block_hash is None:
+            if self.blocks[block_id].key is None:
                 self.monitor.saw("equal content in two blocks, one cached")
 
     def free(self, seq: Sequence, *, discard: bool = False) -> None:
@@ -157,14 +157,14 @@ class WatchedBlockManager(BlockManager):
         alone = [block for block_id in seq.block_table if (block := self.blocks[block_id]).ref_count == 1]
         if discard and len(alone) < len(seq.block_table):
             self.monitor.saw("failed sequence whose blocks were shared")
-        if discard and any(block.block_hash is not None for block in alone):
+        if discard and any(block.key is not None for block in alone):
             self.monitor.saw("failed sequence whose blocks were cached")
-        keys = [block.block_hash for block in alone if block.block_hash is not None]
+        keys = [block.key for block in alone if block.key is not None]
         if discard and self.host_tier is not None and any(key in self.host_tier for key in keys):
             self.monitor.saw("failed sequence whose blocks lie in the host tier")
         super().free(seq, discard=discard)
         self.forked.difference_update(block.block_id for block in alone)
-        if discard and any(block.block_hash is not None for block in alone):
+        if discard and any(block.key is not None for block in alone):
             fail("failed-in-cache", f"{seq} failed, and blocks that it alone held may still be served")
         if discard and self.host_tier is not None and any(key in self.host_tier for key in keys):
             fail("failed-in-cache", f"{seq} failed, and blocks that it alone held may still be served from the host")
