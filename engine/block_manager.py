@@ -160,6 +160,12 @@ class BlockManager:
             del parts[num_pool:]
         return Prefix(parts)
 
+    def missing_keys(self, seq: Sequence) -> list[BlockKey]:
+        """Of the full blocks that `match_prefix` could have found and that neither the pool nor the host tier holds."""
+        self._extend_keys(seq)
+        keys = seq.block_keys[: (len(seq.token_ids) - 1) // self.block_size]
+        return [key for key in keys if key not in self.cached_blocks and key not in (self.host_tier or ())]
+
     def can_admit(self, seq: Sequence, prefix: Prefix, spare: int) -> bool:
         """Whether all known tokens of `seq` find room and `spare` blocks stay free."""
         taken_from_free = self.num_blocks_for(seq.num_tokens) - len(prefix.blocks)
@@ -252,6 +258,13 @@ class BlockManager:
         seq.block_table = []
         seq.num_registered_blocks = 0
         seq.num_computed_tokens = 0
+
+    def offload_all(self) -> None:
+        """Let the host tier keep every cached block that nobody holds, those of most recent use last."""
+        if self.host_tier is not None:
+            for block_id in self.free_blocks.ids():
+                if (key := self.blocks[block_id].key) is not None:
+                    self.host_tier.offload(key, block_id)
 
     def check_invariants(self, sequences: Iterable[Sequence]) -> None:
         """Assert that the books balance, given every sequence that may hold blocks. For tests and simulation: O(n)."""

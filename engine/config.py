@@ -6,6 +6,7 @@ table are all made from this declaration (engine/settings.py).
 
 from dataclasses import dataclass
 
+from engine.errors import ConfigError
 from engine.settings import check_config, option
 
 
@@ -57,6 +58,10 @@ class EngineConfig:
         "auto: blocks come back from host memory where that is faster than computing them; always: whenever there",
         choices=("auto", "always"),
     )
+    disk_cache: str | None = option(
+        None, "folder where KV blocks of prefixes outlive the server; they pass through host memory (swap_space)"
+    )
+    disk_cache_size: str = option("4GiB", "most bytes that disk_cache may take", size=True)
     max_num_seqs: int | None = option(None, "most sequences in one step; default 256, 128 on a CPU", minimum=1)
     max_num_batched_tokens: int | None = option(
         None, "most tokens in one step; default 2048, 8192 from 70 GiB of GPU memory", minimum=1
@@ -86,3 +91,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_config(self)
+        if self.swap_space and not self.enable_prefix_caching:
+            raise ConfigError("swap_space: blocks are kept by the prefix cache; leave enable_prefix_caching on.")
+        if self.disk_cache is not None and self.swap_space == 0:
+            raise ConfigError("disk_cache: blocks pass through host memory on their way; give it some with swap_space.")

@@ -16,16 +16,21 @@ from engine.step import BlockMove, CacheCosts
 class HostTier:
     """`num_slots` blocks under their keys, the least recently used first to go. Every operation is O(1)."""
 
-    def __init__(self, num_slots: int, costs: CacheCosts | None = None) -> None:
-        """`costs` decides what is worth loading; None: everything."""
+    def __init__(self, num_slots: int, costs: CacheCosts | None = None, on_disk: set[bytes] | None = None) -> None:
+        """`costs` decides what is worth loading; None: everything.
+
+        `on_disk`: the digests that the disk tier should hold, where there is one; what is offloaded goes on to it.
+        """
         self.num_slots = num_slots
+        self.on_disk = on_disk
         self.num_loads = 0  # blocks brought back
         self.num_offloads = 0
         self.costs = costs
         self._slots: dict[BlockKey, int] = {}  # in order of use
         self._free = list(range(num_slots - 1, -1, -1))
         self._pinned: set[int] = set()  # read by the plan under construction
-        self._offloads: dict[int, int] = {}  # slot -> block, of the plan under construction
+        self._reserved: set[int] = set()  # the disk tier is about to fill them
+        self._offloads: dict[int, BlockMove] = {}  # by slot, of the plan under construction
         self._loads: dict[int, int] = {}  # block -> slot
 
     def __len__(self) -> int:
@@ -42,7 +47,7 @@ class HostTier:
         slot = self._free.pop() if self._free else self._evict()
         if slot is not None:
             self._slots[key] = slot
-            self._offloads[slot] = block_id
+            self._offloads[slot] = BlockMove(block_id, slot, self._digest_for_disk(key))
             self.num_offloads += 1
 
     def worth_loading(self, num_loaded: int, num_before: int, num_computed: int) -> bool:
@@ -68,17 +73,45 @@ class HostTier:
 
     def take_moves(self) -> tuple[list[BlockMove], list[BlockMove]]:
         """(offloads, loads) for the plan that is now complete: all offloads come before all loads."""
-        offloads = [BlockMove(block_id, slot) for slot, block_id in self._offloads.items()]
+        offloads = list(self._offloads.values())
         loads = [BlockMove(block_id, slot) for block_id, slot in self._loads.items()]
         self._offloads, self._loads = {}, {}
         self._pinned.clear()
         return offloads, loads
 
+    def reserve(self, num_slots: int) -> list[int]:
+        """Up to that many slots for the disk tier to fill: no plan touches them until `fill`."""
+        slots: list[int] = []
+        while len(slots) < num_slots:
+            slot = self._free.pop() if self._free else self._evict()
+            if slot is None:
+                break
+            self._offloads.pop(slot, None)
+            slots.append(slot)
+        self._reserved.update(slots)
+        return slots
+
+    def fill(self, keys: list[BlockKey], slots: list[int]) -> None:
+        """Reserved slots are in use from now on for `keys`, as many as there are; the others are free again."""
+        self._reserved.difference_update(slots)
+        for i, slot in enumerate(slots):
+            if i < len(keys) and keys[i] not in self._slots:
+                self._slots[keys[i]] = slot
+            else:
+                self._free.append(slot)
+
     def check_invariants(self) -> None:
         """Assert that every slot is free or holds one block. For tests and simulation."""
         used = list(self._slots.values())
         assert len(used) == len(set(used)), "two blocks in one slot"
-        assert sorted(used + self._free) == list(range(self.num_slots)), "a slot is lost"
+        assert sorted([*used, *self._free, *self._reserved]) == list(range(self.num_slots)), "a slot is lost"
+
+    def _digest_for_disk(self, key: BlockKey) -> bytes:
+        """Empty where the disk tier need not write it."""
+        if self.on_disk is None or key.digest in self.on_disk:
+            return b""
+        self.on_disk.add(key.digest)
+        return key.digest
 
     def _touch(self, key: BlockKey) -> None:
         self._slots[key] = self._slots.pop(key)

@@ -26,6 +26,7 @@ class StartWorker(msgspec.Struct, frozen=True, array_like=True, tag=True):
     config: EngineConfig
     model_dir: str
     eos_token_ids: list[int]
+    model_identity: bytes = b""
 
 
 class LoadProgress(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -63,6 +64,7 @@ class WorkerReady(msgspec.Struct, frozen=True, array_like=True, tag=True):
     memory: dict[str, int]  # bytes: weights, kv_cache, activations ... for logs and /metrics
     num_host_blocks: int = 0  # slots of the host tier
     cache_costs: CacheCosts | None = None
+    disk_digests: list[bytes] = []  # what the disk tier claims to hold, the oldest first
 
 
 class WorkerFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -99,10 +101,26 @@ class BlockCopy(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BlockMove(msgspec.Struct, frozen=True, array_like=True):
-    """Between a block of the pool and a slot of the host tier."""
+    """Between a block of the pool and a slot of the host tier. `digest`: an offload that the disk tier shall keep."""
 
     block_id: int
     slot: int
+    digest: bytes = b""
+
+
+class FetchBlocks(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Read a chain of blocks from the disk tier into slots of the host tier, beside whatever steps are under way."""
+
+    fetch_id: int
+    digests: list[bytes]
+    slots: list[int]
+
+
+class FetchedBlocks(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The first `num_blocks` of a FetchBlocks are in their slots; the next one is missing or damaged."""
+
+    fetch_id: int
+    num_blocks: int
 
 
 class SequenceStep(msgspec.Struct, frozen=True, array_like=True):
@@ -153,8 +171,8 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, tag=True):
     compute_seconds: float
 
 
-DriverMessage = StartWorker | StepPlan
-WorkerMessage = LoadProgress | WorkerReady | WorkerFailed | StepResult
+DriverMessage = StartWorker | StepPlan | FetchBlocks
+WorkerMessage = LoadProgress | WorkerReady | WorkerFailed | StepResult | FetchedBlocks
 
 _encoder = msgspec.msgpack.Encoder()
 

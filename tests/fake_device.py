@@ -7,8 +7,9 @@ the context and the seed alone: `expected_tokens` is the unbatched oracle.
 
 import zlib
 from dataclasses import dataclass, field
+from itertools import takewhile
 
-from engine.step import BlockCopy, NewSequence, SampledToken, StepPlan, StepResult
+from engine.step import BlockCopy, FetchBlocks, FetchedBlocks, NewSequence, SampledToken, StepPlan, StepResult
 
 VOCAB_SIZE = 260
 EOS_TOKEN_ID = 257
@@ -51,6 +52,7 @@ class FakeDevice:
     rows: dict[int, _Row] = field(default_factory=dict)
     slots: dict[int, tuple[int, int]] = field(default_factory=dict)
     host: dict[int, list[tuple[int, int] | None]] = field(default_factory=dict)  # the host tier
+    disk: dict[bytes, list[tuple[int, int] | None]] = field(default_factory=dict)
 
     def execute(self, plan: StepPlan) -> StepResult:
         for seq_id in plan.removed:
@@ -59,6 +61,8 @@ class FakeDevice:
             self._add(new)
         for move in plan.offloads:
             self.host[move.slot] = self._content(move.block_id)
+            if move.digest:
+                self.disk[move.digest] = self.host[move.slot]
         for move in plan.loads:
             self._fill(move.block_id, self.host[move.slot])
         for copy in plan.block_copies:
@@ -85,6 +89,11 @@ class FakeDevice:
             top = [(token, -0.25), (1, -2.0)] if row.wants_logprobs else []
             samples.append(SampledToken(step.seq_id, token, -0.25 if row.wants_logprobs else 0.0, top))
         return StepResult(plan.step_id, samples, failed, 0.0)
+
+    def fetch(self, message: FetchBlocks) -> FetchedBlocks:
+        contents = list(takewhile(bool, map(self.disk.get, message.digests)))
+        self.host.update(zip(message.slots, contents, strict=False))
+        return FetchedBlocks(message.fetch_id, len(contents))
 
     def _add(self, new: NewSequence) -> None:
         assert new.seq_id not in self.rows, "the Worker holds this sequence already"

@@ -1,11 +1,14 @@
 """HostCache: the memory of the host tier (engine/host_tier.py), and what moving a block costs."""
 
 import time
+from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from engine.step import BlockMove
+from engine.step import BlockMove, FetchBlocks, FetchedBlocks
+from engine.worker.disk_cache import DiskCache
 from kernels.copy_blocks import BlockCopier
 
 BLOCKS_PER_COPY = 64  # bounds what packing takes on the device
@@ -14,28 +17,56 @@ BLOCKS_PER_COPY = 64  # bounds what packing takes on the device
 class HostCache:
     """uint8 [num_slots, block_bytes], pinned where the device is a GPU. Moves are queued in the order of the plans."""
 
-    def __init__(self, copier: BlockCopier, num_slots: int, device: torch.device) -> None:
+    def __init__(
+        self, copier: BlockCopier, num_slots: int, device: torch.device, disk: DiskCache | None = None
+    ) -> None:
+        self._disk = disk
+        self._digests: dict[int, bytes] = {}  # by slot: what shall go to the disk
         self.num_slots = num_slots
-        self._copier = copier
+        self.copier = copier
         self._device = device
         self._slots = torch.empty(
             (num_slots, copier.block_bytes), dtype=torch.uint8, pin_memory=device.type == "cuda" and num_slots > 0
         )
 
     def offload(self, moves: list[BlockMove]) -> None:
-        """Blocks of the pool to slots."""
+        """Blocks of the pool to slots; `keep` once that is done."""
+        self._digests.update({move.slot: move.digest for move in moves})
         for part in _parts(moves):
-            packed = self._copier.pack(self._blocks(part))
+            packed = self.copier.pack(self._blocks(part))
             for move, block in zip(part, packed, strict=True):
                 self._slots[move.slot].copy_(block, non_blocking=True)
 
     def load(self, moves: list[BlockMove]) -> None:
         """Slots to blocks of the pool."""
         for part in _parts(moves):
-            packed = torch.empty((len(part), self._copier.block_bytes), dtype=torch.uint8, device=self._device)
+            packed = torch.empty((len(part), self.copier.block_bytes), dtype=torch.uint8, device=self._device)
             for move, block in zip(part, packed, strict=True):
                 block.copy_(self._slots[move.slot], non_blocking=True)
-            self._copier.unpack(packed, self._blocks(part))
+            self.copier.unpack(packed, self._blocks(part))
+
+    def keep(self, moves: list[BlockMove], *, flush: bool = False) -> None:
+        """Hand offloaded blocks to the disk tier, unless their slots were given out again; `flush` waits for it."""
+        if self._disk is None:
+            return
+        for move in moves:
+            if move.digest and self._digests.get(move.slot) == move.digest:
+                self._disk.store(move.digest, self._slots[move.slot].numpy().tobytes(), must=flush)
+        if flush:
+            self._disk.flush()
+
+    def fetch(self, request: FetchBlocks, send: Callable[[FetchedBlocks], None]) -> None:
+        """Read blocks from the disk into slots that no plan touches until `send`, in another thread, says how many."""
+
+        def done(contents: list[bytes]) -> None:
+            for slot, content in zip(request.slots, contents, strict=False):
+                self._slots[slot].numpy()[:] = np.frombuffer(content, np.uint8)
+            send(FetchedBlocks(request.fetch_id, len(contents)))
+
+        if self._disk is None:
+            send(FetchedBlocks(request.fetch_id, 0))
+        else:
+            self._disk.load(request.digests, done)
 
     def measure_load(self, num_blocks: int) -> float:
         """Seconds to load that many blocks, the median of three; writes over the first blocks of the pool."""

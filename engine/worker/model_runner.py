@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +19,7 @@ from engine.models.weights import load_model
 from engine.sampling_params import SamplingParams
 from engine.step import (
     BlockCopy,
+    BlockMove,
     NewSequence,
     SampledToken,
     SequenceStep,
@@ -28,6 +29,7 @@ from engine.step import (
 )
 from engine.worker.cache_costs import measure_cache_costs
 from engine.worker.device import resolve_device, resolve_dtype
+from engine.worker.disk_cache import DiskCache, open_block_file
 from engine.worker.gpu_profile import profile_gpu
 from engine.worker.host import StepLimits, available_host_bytes, resolve_step_limits
 from engine.worker.host_cache import HostCache
@@ -64,9 +66,10 @@ class LaunchedStep:
     step_id: int
     started: float  # time.perf_counter()
     failed: dict[int, str]  # by seq_id: what could not be served at all
-    inputs: StepInputs | None = None
+    inputs: StepInputs | None = None  # None: the plan computes nothing
     sampled: tuple[SampledRows, ...] = ()
     ready: torch.cuda.Event | None = None
+    offloads: list[BlockMove] = field(default_factory=list)
 
 
 class ModelRunner:
@@ -83,7 +86,7 @@ class ModelRunner:
         block_size: int,
         eos_token_ids: list[int],
         device: torch.device,
-        num_host_blocks: int = 0,
+        host_cache: HostCache | None = None,
     ) -> None:
         self.vocab_size = model.vocab_size
         self.max_prompt_tokens = min(  # of one step
@@ -94,8 +97,8 @@ class ModelRunner:
         self.max_in_flight = MAX_STEPS_IN_FLIGHT if device.type == "cuda" else 1
         self._decoder = decoder
         self._kv_caches = kv_caches
-        self._copier = BlockCopier([tensor for layer in kv_caches for tensor in layer])
-        self.host_cache = HostCache(self._copier, num_host_blocks, device)
+        self.host_cache = host_cache or HostCache(block_copier(kv_caches), 0, device)
+        self._copier = self.host_cache.copier
         self._device = device
         self._sampling = SamplingRows(limits.max_num_seqs, model.vocab_size, eos_token_ids)
         self._counts = TokenCounts(limits.max_num_seqs, model.vocab_size, device)
@@ -112,16 +115,14 @@ class ModelRunner:
         self.host_cache.offload(plan.offloads)
         self.host_cache.load(plan.loads)
         self._copy_blocks(plan.block_copies)
-        if not plan.steps:
-            return LaunchedStep(plan.step_id, started, failed)
-        inputs, sampled = self._run(plan.steps)
+        inputs, sampled = self._run(plan.steps) if plan.steps else (None, ())
         ready = None
         if self._device.type == "cuda":
             ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             ready.record()
-        elif sampled:  # so that the next step's input ids are complete
+        elif inputs is not None and sampled:  # so that the next step's input ids are complete
             self.batch.store_tokens(inputs, np.concatenate([part.output.token_ids.numpy() for part in sampled]))
-        return LaunchedStep(plan.step_id, started, failed, inputs, sampled, ready)
+        return LaunchedStep(plan.step_id, started, failed, inputs, sampled, ready, plan.offloads)
 
     def result(self, step: LaunchedStep) -> StepResult:
         """Wait for a launched step and read its tokens."""
@@ -136,6 +137,7 @@ class ModelRunner:
             seq_ids = iter(step.inputs.sample_seq_ids.tolist())
             for part in step.sampled:
                 _collect(seq_ids, part, samples, failed)
+        self.host_cache.keep(step.offloads, flush=step.inputs is None)
         return StepResult(step.step_id, samples, failed, time.perf_counter() - step.started)
 
     def warm_up(self) -> None:
@@ -265,6 +267,11 @@ def independent_copies(copies: list[BlockCopy]) -> Iterator[list[BlockCopy]]:
         yield run
 
 
+def block_copier(kv_caches: list[tuple[Tensor, Tensor]]) -> BlockCopier:
+    """Over all tensors of the cache."""
+    return BlockCopier([tensor for layer in kv_caches for tensor in layer])
+
+
 def step_buffer_bytes(limits: StepLimits, max_model_len: int, block_size: int) -> int:
     """Room for all arrays of the largest step: ids, positions, slots; block tables; some 200 bytes per row sampled."""
     max_blocks = -(-max_model_len // block_size)
@@ -308,7 +315,11 @@ def _top_logprobs(logprobs: list[float], top_ids: list[int], k: int) -> tuple[fl
 
 
 def load_runner(
-    config: EngineConfig, model_dir: Path, eos_token_ids: list[int], progress: Callable[[str], None]
+    config: EngineConfig,
+    model_dir: Path,
+    eos_token_ids: list[int],
+    progress: Callable[[str], None],
+    model_identity: bytes = b"",
 ) -> tuple[ModelRunner, WorkerReady]:
     """Load the weights, size and allocate the KV cache. Raises ConfigError and ModelError."""
     model = read_model_config(model_dir)
@@ -349,16 +360,19 @@ def load_runner(
     reserved = 0 if device.type == "cuda" else size.num_bytes
     num_slots = num_host_blocks(config, size.block_bytes, available_host_bytes() - reserved)
     progress("allocating the KV cache")
+    kv_caches = allocate_kv_caches(model, size.num_blocks, config.block_size, dtype, device)
+    copier = block_copier(kv_caches)
+    block_file = open_block_file(config, copier.block_bytes, model_identity)
     runner = ModelRunner(
         model,
         decoder,
-        allocate_kv_caches(model, size.num_blocks, config.block_size, dtype, device),
+        kv_caches,
         limits=limits,
         max_model_len=size.max_model_len,
         block_size=config.block_size,
         eos_token_ids=eos_token_ids,
         device=device,
-        num_host_blocks=num_slots,
+        host_cache=HostCache(copier, num_slots, device, DiskCache(block_file) if block_file else None),
     )
     progress("warming up")
     runner.warm_up()
@@ -374,5 +388,6 @@ def load_runner(
         memory=memory | {"kv_cache": size.num_bytes, "host_cache": num_slots * size.block_bytes},
         num_host_blocks=num_slots,
         cache_costs=costs,
+        disk_digests=block_file.digests() if block_file else [],
     )
     return runner, ready

@@ -25,6 +25,7 @@ from engine.step import (
     FRAME_HEADER,
     MAX_FRAME_BYTES,
     DriverMessage,
+    FetchBlocks,
     LoadProgress,
     StartWorker,
     StepPlan,
@@ -46,14 +47,16 @@ PR_SET_PDEATHSIG = 1
 
 
 class Channel:
-    """Length-prefixed frames over the socket. Blocking; one thread."""
+    """Length-prefixed frames over the socket. Blocking; one thread receives, any may send."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._received = bytearray()
+        self._sending = threading.Lock()
 
     def send(self, message: WorkerMessage) -> None:
-        self._socket.sendall(encode_frame(message))
+        with self._sending:
+            self._socket.sendall(encode_frame(message))
 
     def receive(self) -> DriverMessage | None:
         """The next message; None when the Driver closed its end. Raises ValueError for what is not a frame."""
@@ -121,6 +124,9 @@ def serve(channel: Channel, runner: "ModelRunner") -> None:
         message = channel.receive()
         if message is None:
             return
+        if isinstance(message, FetchBlocks):
+            runner.host_cache.fetch(message, channel.send)
+            continue
         if not isinstance(message, StepPlan):
             raise ValueError(f"the Driver sent {type(message).__name__} in place of a plan")
         launched.append(runner.launch(message))
@@ -138,6 +144,7 @@ def _load(channel: Channel, start: StartWorker) -> "ModelRunner | None":
             Path(start.model_dir),
             start.eos_token_ids,
             lambda phase: channel.send(LoadProgress(phase)),
+            start.model_identity,
         )
     except PageserveError as error:
         channel.send(WorkerFailed(type(error).__name__, str(error)))

@@ -180,6 +180,8 @@ def test_flag_mistakes_name_the_flag():
         ({"quantization": "awq"}, "quantization='awq' cannot be honoured"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 cannot be honoured"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8' cannot be honoured"),
+        ({"swap_space": 1.0, "enable_prefix_caching": False}, "swap_space: blocks are kept by the prefix cache"),
+        ({"disk_cache": "/tmp/kv"}, "disk_cache: blocks pass through host memory on their way; give it some"),
         ({"gpu_memory_utilization": 0}, "gpu_memory_utilization must be a number above 0 and at most 1, not 0."),
         ({"gpu_memory_utilisation": 0.5}, "did you mean gpu_memory_utilization?"),
         ({"pipeline_parallel_size": 2}, "pipeline parallelism is not served"),

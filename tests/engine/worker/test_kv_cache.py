@@ -15,6 +15,7 @@ from engine.worker.kv_cache import (
     gpu_cache_bytes,
     host_cache_bytes,
     model_max_len,
+    num_host_blocks,
     size_kv_cache,
 )
 
@@ -126,3 +127,12 @@ def test_caches_on_a_cpu_take_no_memory_until_they_are_used():
 @pytest.mark.parametrize(("value", "text"), [(0, "0 B"), (1536, "1.5 KiB"), (3 * GIB, "3.0 GiB"), (-1536, "-1.5 KiB")])
 def test_format_bytes(value, text):
     assert format_bytes(value) == text
+
+
+def test_host_tier_within_what_is_free():
+    assert num_host_blocks(EngineConfig(), 1 << 20, 0) == 0
+    assert num_host_blocks(EngineConfig(swap_space=0.5), 3 << 20, 1 << 30) == 170
+    with pytest.raises(
+        ConfigError, match=r"swap_space: 2.0 GiB is more than the 1.0 GiB that are free; use --swap"
+    ):
+        num_host_blocks(EngineConfig(swap_space=2), 1 << 20, 1 << 30)

@@ -1,0 +1,195 @@
+"""DiskCache: KV blocks in one file, which outlives the server. A lost, torn or foreign block is a miss, never an error.
+
+The file is a header and equal slots of a quota. A slot begins with the digest of its block's key and a checksum over
+digest and content, written in one call with the content: whatever a crash leaves there, half of the old and half of the
+new, does not match its checksum. Nothing is flushed for a crash of the machine; what that loses is a miss too.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import logging
+import os
+import queue
+import struct
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.settings import parse_size
+
+logger = logging.getLogger(__name__)
+
+FILE_NAME = "kv-blocks"
+MAGIC = b"pageserve kv 1\0\0"
+FILE_HEADER = struct.Struct("<16sQ32s")  # magic, block_bytes, model identity
+DATA_START = 4096
+SLOT_HEADER = struct.Struct("<32s16sQ8x")  # digest, checksum, age
+MAX_QUEUED_WRITES = 64
+
+
+class BlockFile:
+    """The file: which slot holds which digest, the least recently written first to go. For one thread at a time."""
+
+    def __init__(self, folder: Path, quota: int, block_bytes: int, identity: bytes) -> None:
+        """Raises ConfigError where the folder cannot be used, or is used by another server."""
+        self.block_bytes = block_bytes
+        self._slot_bytes = SLOT_HEADER.size + block_bytes
+        self._num_slots = max(0, quota - DATA_START) // self._slot_bytes
+        if self._num_slots == 0:
+            raise ConfigError(
+                f"disk_cache_size: {quota} bytes do not hold one block of {block_bytes} bytes; give it more."
+            )
+        self._fd = _open_locked(folder)
+        self._slots: dict[bytes, int] = {}  # in the order of writing
+        self._age = 0
+        header = FILE_HEADER.pack(MAGIC, block_bytes, identity)
+        if os.pread(self._fd, len(header), 0) == header:
+            self._read_slots()
+        else:
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, header, 0)
+        used = set(self._slots.values())
+        self._free = [slot for slot in range(self._num_slots - 1, -1, -1) if slot not in used]
+
+    def digests(self) -> list[bytes]:
+        return list(self._slots)
+
+    def store(self, digest: bytes, content: bytes) -> None:
+        """Keep a block. Raises OSError where the disk does not take it; then it is not kept."""
+        if digest in self._slots:
+            return
+        if self._free:
+            slot = self._free.pop()
+        else:
+            slot = self._slots.pop(next(iter(self._slots)))
+        self._age += 1
+        header = SLOT_HEADER.pack(digest, _checksum(digest, content), self._age)
+        try:
+            written = os.pwrite(self._fd, header + content, self._offset(slot))
+        except OSError:
+            self._free.append(slot)
+            raise
+        if written == self._slot_bytes:
+            self._slots[digest] = slot
+        else:
+            self._free.append(slot)
+
+    def load(self, digest: bytes) -> bytes | None:
+        """The block's content, checked; None where it is not there or not what was written."""
+        slot = self._slots.get(digest)
+        if slot is None:
+            return None
+        record = os.pread(self._fd, self._slot_bytes, self._offset(slot))
+        content = record[SLOT_HEADER.size :]
+        if len(record) == self._slot_bytes:
+            found, checksum, _ = SLOT_HEADER.unpack_from(record)
+            if found == digest and checksum == _checksum(digest, content):
+                return content
+        logger.warning("a KV block on the disk is damaged: it counts as missing")
+        self._free.append(self._slots.pop(digest))
+        return None
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def _offset(self, slot: int) -> int:
+        return DATA_START + slot * self._slot_bytes
+
+    def _read_slots(self) -> None:
+        """The digests that the file claims to hold; contents are checked when they are loaded."""
+        num_slots = min(self._num_slots, max(0, os.fstat(self._fd).st_size - DATA_START) // self._slot_bytes)
+        found = []
+        for slot in range(num_slots):
+            digest, _, age = SLOT_HEADER.unpack(os.pread(self._fd, SLOT_HEADER.size, self._offset(slot)))
+            if age:
+                found.append((age, digest, slot))
+        for age, digest, slot in sorted(found):
+            self._slots[digest] = slot
+            self._age = age
+
+
+class DiskCache:
+    """BlockFile behind a thread of its own: nobody waits for the disk but who asked to.
+
+    Reads go before writes. A write that finds too many others waiting is dropped: the block was not kept, that is all.
+    """
+
+    def __init__(self, file: BlockFile) -> None:
+        self._file = file
+        self._tasks: queue.PriorityQueue[tuple[int, int, Callable[[], None]]] = queue.PriorityQueue()
+        self._num_tasks = 0
+        self._num_asked = 0  # writes, counted by the caller
+        self._num_done = 0  # and by the thread
+        self._thread = threading.Thread(target=self._run, name="disk-cache", daemon=True)
+        self._thread.start()
+
+    def store(self, digest: bytes, content: bytes, *, must: bool = False) -> None:
+        """Queue a block to be kept; `must` never drops it."""
+        if must or self._num_asked - self._num_done < MAX_QUEUED_WRITES:
+            self._num_asked += 1
+            self._put(1, lambda: self._store(digest, content))
+
+    def load(self, digests: list[bytes], done: Callable[[list[bytes]], None]) -> None:
+        """Read a chain of blocks up to the first that is missing; `done` gets their contents, in the thread."""
+        self._put(0, lambda: done(self._load(digests)))
+
+    def flush(self) -> None:
+        """Wait until what was queued is written."""
+        done = threading.Event()
+        self._put(2, done.set)
+        done.wait()
+
+    def _put(self, priority: int, task: Callable[[], None]) -> None:
+        self._num_tasks += 1
+        self._tasks.put((priority, self._num_tasks, task))
+
+    def _run(self) -> None:
+        while True:
+            self._tasks.get()[2]()
+
+    def _store(self, digest: bytes, content: bytes) -> None:
+        try:
+            self._file.store(digest, content)
+        except OSError as error:
+            logger.warning("a KV block could not be written to the disk: %s", error.strerror)
+        self._num_done += 1
+
+    def _load(self, digests: list[bytes]) -> list[bytes]:
+        contents: list[bytes] = []
+        with contextlib.suppress(OSError):
+            for digest in digests:
+                content = self._file.load(digest)
+                if content is None:
+                    break
+                contents.append(content)
+        return contents
+
+
+def open_block_file(config: EngineConfig, block_bytes: int, identity: bytes) -> BlockFile | None:
+    """The file of `config.disk_cache`, where one is set. Raises ConfigError."""
+    if config.disk_cache is None:
+        return None
+    quota = parse_size(config.disk_cache_size)
+    assert quota is not None, "EngineConfig checked it"
+    return BlockFile(Path(config.disk_cache).expanduser(), quota, block_bytes, identity)
+
+
+def _open_locked(folder: Path) -> int:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        fd = os.open(folder / FILE_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)  # it tells what was asked
+    except OSError as error:
+        raise ConfigError(f"disk_cache: cannot use {str(folder)!r} ({error.strerror}); name another folder.") from None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        raise ConfigError(f"disk_cache: {str(folder)!r} is in use by another server; give each a folder.") from None
+    return fd
+
+
+def _checksum(digest: bytes, content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=16, key=digest).digest()
