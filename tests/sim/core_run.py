@@ -13,7 +13,7 @@ from tests.sim.swarm import Abort, Arrival, Event, SimConfig
 from tests.sim.violation import fail, require
 from tests.sim.watched import WatchedBlockManager, WatchedScheduler, states_of
 
-ABORT_PATIENCE = 60  # turns that an abort waits for somebody to be in its state
+PATIENCE = 60  # turns that an event waits for the state it is meant for
 
 
 class CoreRun:
@@ -44,10 +44,11 @@ class CoreRun:
         self.owners: dict[int, int] = {}  # seq_id -> index of the arrival
         self._next_id = 0
         self._aborts: list[Abort] = []  # not yet done: nobody is in that state
+        self._ambushes: list[Arrival] = []
 
     def run(self) -> None:
         deadline: int | None = None
-        while self.events or self.scheduler.has_work or self.in_flight:
+        while self.events or self._ambushes or self.scheduler.has_work or self.in_flight:
             self._play_events()
             if not self.events and deadline is None:
                 deadline = self.now + self._steps_to_finish()
@@ -67,10 +68,23 @@ class CoreRun:
         while self.events and self.events[0].at < self.now + 1:
             event = self.events.popleft()
             if isinstance(event, Arrival):
-                self._add(event)
+                self._ambushes.append(event) if event.ambush else self._add(event)
             elif isinstance(event, Abort):
                 self._aborts.append(event)
+        self._spring_ambushes()
         self._abort_some()
+
+    def _spring_ambushes(self) -> None:
+        """They arrive when the next plan lets some request fork, or when they have waited long enough."""
+        soon = any(
+            forks and 0 < parent.num_uncomputed_tokens < self.config.max_num_batched_tokens
+            for parent, forks in self.scheduler._forks.items()
+            if parent.status is SequenceStatus.RUNNING
+        )
+        due = [event for event in self._ambushes if soon or self.now >= event.at + PATIENCE]
+        self._ambushes = [event for event in self._ambushes if event not in due]
+        for event in due:
+            self._add(event)
 
     def _turn(self) -> None:
         while len(self.in_flight) < self.config.depth and (plan := self.scheduler.schedule()) is not None:
@@ -112,7 +126,7 @@ class CoreRun:
 
     def _abort_some(self) -> None:
         """Those whose state somebody is in; the others wait for that, for a while."""
-        self._aborts = [a for a in self._aborts if not self._abort(a) and self.now < a.at + ABORT_PATIENCE]
+        self._aborts = [a for a in self._aborts if not self._abort(a) and self.now < a.at + PATIENCE]
 
     def _abort(self, abort: Abort) -> bool:
         fits = [

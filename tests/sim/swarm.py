@@ -12,6 +12,7 @@ from engine.sampling_params import SamplingParams
 from engine.step import CacheCosts
 from tests.sim.model import EOS_TOKEN_ID, SEED_STEP, FakeModel, Reference, reference
 
+AMBUSH_PRIORITY = -1
 ABORT_TARGETS = ("any", "new", "fork", "prefill", "decode", "pending", "preempted", "preempted+pending", "finished")
 
 
@@ -58,6 +59,7 @@ class Arrival:
 
     `references` has what each of its n samples must become (greedy ones are all the same). `leave_after` is a client
     that goes after so many tokens, `read_every` the time between two of its reads (0: at once); both need the Driver.
+    An `ambush` goes before all others and lies in wait until another request is about to fork.
     """
 
     at: float
@@ -70,6 +72,7 @@ class Arrival:
     references: tuple[Reference, ...]
     leave_after: int | None
     read_every: float
+    ambush: bool
 
     def seed_of(self, sample: int) -> int:
         assert self.params.seed is not None
@@ -101,12 +104,16 @@ def draw_config(seed: int, rng: random.Random, for_driver: bool) -> SimConfig:
     chunk = rng.choice([1, 3, 8, 8, 16, 16, 40, 64, 512, 4096])
     max_num_seqs = rng.choice([1, 2, 4, 4, 8, 8, 12, 24])
     squeeze = rng.choice([1, 1, 1.3, 1.7, 2.5, 4])  # the pool, in longest sequences
+    thrash = ambush = False
     if thrash := rng.random() < 0.4:  # long prompts in small chunks beside decodes, and too few blocks for both
         longest, chunk = rng.choice([30, 60, 120]), rng.choice([4, 8, 12, 16])
         block_size = 8 if for_driver else rng.choice([1, 1, 2, 4])
         max_num_seqs, squeeze = rng.choice([3, 4, 6, 10]), rng.choice([1, 1.2, 1.5, 2, 4])
+    elif ambush := rng.random() < 0.25:  # room for all, but chunks of urgent prompts between a fork and its copies
+        longest, chunk, block_size = 60, rng.choice([12, 20, 30]), rng.choice([8] if for_driver else [2, 3, 4, 8])
+        max_num_seqs, squeeze = 12, 6
     num_blocks = int(-(-longest // block_size) * squeeze) + rng.randrange(3)
-    if not thrash and rng.random() < 0.3:
+    if not (thrash or ambush) and rng.random() < 0.3:
         num_blocks = int(2 ** rng.uniform(1, 9))
     num_blocks = min(500, max(2, num_blocks))
     return SimConfig(
@@ -122,7 +129,7 @@ def draw_config(seed: int, rng: random.Random, for_driver: bool) -> SimConfig:
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=chunk,
         watermark=0.0 if thrash else rng.choice([0.0, 0.01, 0.01, 0.1, 0.3]),
-        refuse_every=rng.choice([0, 0, 0, 4, 12, 60]),
+        refuse_every=4 if ambush else rng.choice([0, 0, 4, 12, 60]),
         depth=rng.choice([1, 2] if for_driver else [1, 2, 2, 3]),
         prefix_caching=rng.random() < 0.85,
         num_host_blocks=rng.choice([0, 0, 1, 3, 10, 60]),
@@ -135,8 +142,8 @@ def draw_config(seed: int, rng: random.Random, for_driver: bool) -> SimConfig:
         num_stems=rng.choice([0, 1, 2, 4]),
         num_salts=rng.choice([1, 1, 2, 3]),
         num_priorities=rng.choice([1, 3] if thrash else [1, 1, 3]),
-        ambush_rate=rng.choice([0, 0.3]),
-        max_n=rng.choice([1, 1, 2, 4, 6]),
+        ambush_rate=0.5 if ambush else rng.choice([0, 0.2]),
+        max_n=4 if ambush else rng.choice([1, 1, 2, 4, 6]),
         abort_rate=rng.choice([0.0, 0.1, 0.5]),
         stop_rate=rng.choice([0.0, 0.5]),
         min_tokens_rate=rng.choice([0.0, 0.5]),
@@ -155,8 +162,8 @@ def draw_events(config: SimConfig, rng: random.Random, for_driver: bool) -> list
             now += rng.uniform(0, 6)
         elif rng.random() >= config.burst:
             now += rng.expovariate(1 / config.gap)
-        priority = -1 if ambush else rng.randrange(config.num_priorities)
-        arrival = _draw_arrival(config, rng, prompts, now, index, priority, for_driver)
+        priority = rng.randrange(config.num_priorities)
+        arrival = _draw_arrival(config, rng, prompts, now, index, AMBUSH_PRIORITY if ambush else priority, for_driver)
         prompts.made.append((arrival.prompt + arrival.references[0].token_ids, arrival.salt))
         events.append(arrival)
         if rng.random() < config.abort_rate:
@@ -222,6 +229,7 @@ def _draw_arrival(
         params=params,
         max_num_tokens=max_num_tokens,
         priority=priority,
+        ambush=priority == AMBUSH_PRIORITY,
         salt=salt,
         references=references,
         leave_after=rng.randint(0, 6) if leaves else None,

@@ -132,13 +132,13 @@ class WatchedBlockManager(BlockManager):
     def _refuses(self, seq: Sequence, num_tokens: int) -> bool:
         """Now and then no block is found, so that anything may be preempted at any moment; never what runs alone.
 
-        In half of all plans a chunk is refused until none is left of those that this plan copies a block for.
+        In half of all plans a chunk is refused until none, or only one, is left of those that this plan copies for.
         """
-        every, running = self.monitor.config.refuse_every, self.monitor.scheduler.running
+        every, running, step = self.monitor.config.refuse_every, self.monitor.scheduler.running, self.monitor.num_steps
         if not every or len(running) < 2 or seq.status is not SequenceStatus.RUNNING:
             return False
-        storm = num_tokens > 1 and self.copied_now and running[-1] is not seq and mix(self.monitor.num_steps, 0) % 2
-        if not storm and mix(self.monitor.num_steps, seq.seq_id + 1000 * len(running)) % every:
+        storm = num_tokens > 1 and running[-1] is not seq and len(self.copied_now) > mix(step, 1) % 2
+        if not (storm and mix(step, 0) % 2) and mix(step, seq.seq_id + 1000 * len(running)) % every:
             return False
         self.monitor.saw("allocation refused though blocks are free")
         return True
