@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-only lint docs bench soak sim sim-mutants rolling-restart clean
+.PHONY: help serve test test-only lint docs bench soak sim sim-mutants rolling-restart journal clean
 
 help:
 	@echo "make serve [ARGS=\"--model DIR_OR_HUB_ID --port 9000\"]   start the server"
@@ -15,6 +15,7 @@ help:
 	@echo "make sim [STEPS=1000000] [SEED=n]                       scheduler, block manager and Driver under virtual time"
 	@echo "make sim-mutants                                       faults planted on purpose: the simulation finds every one"
 	@echo "make rolling-restart [RESTARTS=10]                     two replicas behind nginx, restarted under load"
+	@echo "make journal [STREAMS=64]                              kill the Worker under live streams: none loses a token"
 	@echo "make docs                                              rewrite the config reference"
 	@echo "make clean                                             remove what the above made"
 
@@ -76,6 +77,9 @@ sim-mutants: $(VENV)/.installed-test
 
 rolling-restart: $(VENV)/.installed-test
 	RESTARTS=$(or $(RESTARTS),10) $(BIN)/python -m pytest tests/deploy/test_rolling_restart.py --capture=no $(ARGS)
+
+journal: $(VENV)/.installed-test $(VENV)/.compiled
+	JOURNAL_STREAMS=$(or $(STREAMS),64) JOURNAL_DTYPES=float32,bfloat16 $(BIN)/python -m pytest tests/server/test_journal.py --capture=no $(ARGS)
 
 docs: $(VENV)/.installed
 	$(BIN)/python -m server.config_docs

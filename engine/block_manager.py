@@ -118,13 +118,17 @@ class BlockManager:
     ) -> None:
         self.block_size = block_size
         self.model_identity = model_identity
-        self.host_tier = host_tier
         self.enable_prefix_caching = enable_prefix_caching
+        self.num_prefix_queries = 0  # both in tokens
+        self.num_prefix_hits = 0
+        self.reset(num_blocks, host_tier)
+
+    def reset(self, num_blocks: int, host_tier: HostTier | None = None) -> None:
+        """An empty pool, as after the loss of the Worker's memory; sequences must let go of their tables, too."""
+        self.host_tier = host_tier
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
         self.free_blocks = FreeList(self.blocks)
         self.cached_blocks: dict[BlockKey, Block] = {}
-        self.num_prefix_queries = 0  # both in tokens
-        self.num_prefix_hits = 0
 
     @property
     def num_blocks(self) -> int:
@@ -240,17 +244,17 @@ class BlockManager:
         seq.num_registered_blocks = num_full
 
     def free(self, seq: Sequence, *, discard: bool = False) -> None:
-        """Let go of all blocks of `seq`; `discard` also drops from both tiers of the cache those that it alone held.
+        """Let go of all blocks of `seq`; `discard` also drops them from both tiers of the cache, whoever holds them.
 
         The last block goes first into the free list, so that a prefix outlives what follows it.
         """
         for block_id in reversed(seq.block_table):
             block = self.blocks[block_id]
             block.ref_count -= 1
-            if block.ref_count:
-                continue
             if discard:
                 self._forget_everywhere(block)
+            if block.ref_count:
+                continue
             if block.key is None:
                 self.free_blocks.append_left(block)
             else:

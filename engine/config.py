@@ -84,9 +84,18 @@ class EngineConfig:
     cpu_threads: int | None = option(
         None, "threads of a CPU Worker; default: the cores this process may use", minimum=1, maximum=1024
     )
-    step_timeout: float = option(
-        120.0, "seconds without a finished step, while there is work, after which /health fails", above=0
+    step_timeout: float | None = option(
+        None,
+        "seconds without a finished step, while there is work, after which the Worker is killed and started again; "
+        "default 60, 300 on a CPU",
+        above=0,
     )
+    max_worker_restarts: int = option(
+        6,
+        "a Worker that died is started again this often within worker_restart_window; then the server ends",
+        minimum=0,
+    )
+    worker_restart_window: float = option(600.0, "seconds over which max_worker_restarts counts", above=0)
     seed: int = option(0, "seed of dummy weights", minimum=0, maximum=2**63 - 1)
 
     def __post_init__(self) -> None:

@@ -2,9 +2,14 @@
 
 `generate`, `abort` and the state of health are the whole seam to the server, so that it can become a process boundary.
 Everything runs on one event loop; the scheduler is touched between awaits only, so there are no locks.
+
+The Driver is the journal: it holds every token of every live sequence, so the death of a Worker is an event and not the
+end. A new one is started, all blocks are forgotten, every sequence waits again and is recomputed. What was sent stays
+sent; what is sampled again comes out the same, for a draw depends on seed and position alone.
 """
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import random
@@ -13,46 +18,33 @@ from collections import deque
 from dataclasses import dataclass
 from functools import partial
 
+from engine.admission import ModelInfo, check_request, fits_still
 from engine.block_manager import BlockManager
 from engine.checkpoint import model_identity, read_eos_token_ids, resolve_model, resolve_tokenizer
 from engine.config import EngineConfig
 from engine.detokenizer import Detokenizer
-from engine.errors import (
-    ContextLengthError,
-    EngineError,
-    InvalidRequestError,
-    PageserveError,
-    QueueFullError,
-    UnavailableError,
-)
-from engine.executor import WORKER_COMMAND, Executor
+from engine.errors import EngineError, InvalidRequestError, PageserveError, QueueFullError, UnavailableError
+from engine.executor import WORKER_COMMAND, Executor, WorkerDiedError
 from engine.host_tier import HostTier
 from engine.outputs import FinishReason, TokenLogprobs
+from engine.prefetch import Prefetcher
+from engine.recovery import Recovery
 from engine.request import Request
 from engine.request_timings import RequestTimings
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
 from engine.stats import EngineStats
-from engine.step import SampledToken, StartWorker, StepPlan, StepResult, WorkerReady
+from engine.step import FetchedBlocks, SampledToken, StartWorker, StepPlan, StepResult, WorkerReady
 from engine.stream import RequestStream
 from engine.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class ModelInfo:
-    """What is served, once it is known. `vocab_size` is the width of the logits; `memory` is in bytes."""
+SERVING_PHASES = ("ready", "restarting")  # requests are accepted; in the second they wait for the Worker
+MIN_RELOAD_SECONDS = 60.0  # before a new Worker that does not finish loading is taken for dead
 
-    max_model_len: int
-    vocab_size: int
-    num_blocks: int
-    block_size: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    device: str
-    dtype: str
-    memory: dict[str, int]
+FLUSH_SECONDS = 5.0
 
 
 @dataclass(slots=True, eq=False)
@@ -78,14 +70,16 @@ class Driver:
         self.phase = "starting"
         self._chat_template = chat_template
         self._max_queued_requests = max_queued_requests
+        self._worker_command = worker_command
         self._executor = Executor(worker_command)
+        self._recovery = Recovery(config.max_worker_restarts, config.worker_restart_window)
+        self._isolated: str | None = None  # the request that runs alone
         self._in_flight: deque[StepPlan] = deque()
         self._live: dict[str, _LiveRequest] = {}
         self._owners: dict[int, tuple[_LiveRequest, range]] = {}  # seq_id -> (request, indices of samples)
         self._counter = itertools.count()  # of sequence ids, which are also the order of arrival
         self._pump_scheduled = False
         self._failure: PageserveError | None = None
-        self._last_progress = time.monotonic()
         self._seconds_per_request = 1.0  # moving average between two finished requests, for Retry-After
 
     async def start(self) -> None:
@@ -97,8 +91,10 @@ class Driver:
         self._idle.set()
         model_dir = await asyncio.to_thread(resolve_model, self.config)
         self.eos_token_ids = read_eos_token_ids(model_dir)
-        self._model_identity = model_identity(model_dir, self.config)
-        await self._executor.start(StartWorker(self.config, str(model_dir), self.eos_token_ids))
+        self._start_message = StartWorker(
+            self.config, str(model_dir), self.eos_token_ids, model_identity(model_dir, self.config)
+        )
+        await self._executor.start(self._start_message)
         try:
             tokenizer_dir = await asyncio.to_thread(resolve_tokenizer, self.config, model_dir)
             self.tokenizer = await asyncio.to_thread(Tokenizer, tokenizer_dir, self._chat_template)
@@ -119,10 +115,12 @@ class Driver:
         """Queue a request and return the stream of its outputs; it runs whether or not it is read.
 
         Raises at once InvalidRequestError (ContextLengthError) for what can never run, QueueFullError, and
-        UnavailableError while the engine loads, drains or is dead.
+        UnavailableError while the engine loads, drains or is dead. During a restart of the Worker requests wait.
         """
         self._require_available()
-        max_num_tokens = self._check(request)
+        if request.request_id in self._live:
+            raise InvalidRequestError(f"A request with id {request.request_id!r} is running already.", "request_id")
+        max_num_tokens = check_request(request, self.model)
         n = request.params.n
         num_computed = 1 if request.params.greedy else n  # greedy samples are all the same
         samples = [
@@ -136,7 +134,7 @@ class Driver:
         first, *forks = [seq for seq, _ in samples[:num_computed]]
         for index, seq in enumerate([first, *forks]):
             self._owners[seq.seq_id] = live, range(index, n, num_computed)
-        self.scheduler.add(first, forks)
+        self._prefetcher.add(first, forks)
         self._schedule_pump()
         return stream
 
@@ -149,13 +147,8 @@ class Driver:
             self._schedule_pump()  # its blocks may let another one in
 
     def health(self) -> str | None:
-        """None while steps make progress or there is nothing to do; else the reason for concern."""
-        if self._failure is not None:
-            return f"the engine has ended: {self._failure}"
-        stalled = time.monotonic() - self._last_progress
-        if self._in_flight and stalled > self.config.step_timeout:
-            return f"the Worker has not finished a step for {stalled:.0f} s"
-        return None
+        """The reason why this process is of no use any more, or None. A Worker that hangs is killed, not reported."""
+        return None if self._failure is None else f"the engine has ended: {self._failure}"
 
     @property
     def ready(self) -> bool:
@@ -171,7 +164,7 @@ class Driver:
             return
         scheduler, blocks = self.scheduler, self.scheduler.block_manager
         self.stats.num_requests_running.value = len(scheduler.running)
-        self.stats.num_requests_waiting.value = len(scheduler.waiting)
+        self.stats.num_requests_waiting.value = scheduler.num_waiting
         self.stats.kv_cache_usage_perc.value = blocks.usage
         self.stats.num_preemptions.values[()] = scheduler.num_preemptions
         self.stats.prefix_cache_queries.values[()] = blocks.num_prefix_queries
@@ -190,9 +183,7 @@ class Driver:
         try:
             await asyncio.wait_for(self._idle.wait(), timeout)
         except asyncio.TimeoutError:
-            for live in list(self._live.values()):
-                self._end_early(live, FinishReason.ERROR)
-                live.stream.fail(EngineError("The server shut down before this request was finished."))
+            self._fail_all(EngineError("The server shut down before this request was finished."))
             return False
         return True
 
@@ -203,50 +194,35 @@ class Driver:
             await asyncio.gather(task, return_exceptions=True)
         self._fail_all(EngineError("The engine was stopped."))
         self.phase = "stopped"
+        await self._keep_prefixes()
         await self._executor.stop()
         if hasattr(self, "tokenizer"):
             self.tokenizer.close()
+
+    async def _keep_prefixes(self) -> None:
+        """Let the disk tier have what the pool holds, for the next server; a slow disk gets a few seconds."""
+        if self.config.disk_cache is None or not self._executor.ready or self._failure is not None:
+            return
+        self._executor.send(self.scheduler.plan_flush())
+        with contextlib.suppress(asyncio.TimeoutError, WorkerDiedError):
+            await asyncio.wait_for(self._await_flush(), FLUSH_SECONDS)
+
+    async def _await_flush(self) -> None:
+        """Read past the results of what was under way."""
+        num_results = len(self._in_flight) + 1
+        while num_results:
+            num_results -= isinstance(await self._executor.receive(), StepResult)
 
     # Admission.
 
     def _require_available(self) -> None:
         if self._failure is not None:
             raise UnavailableError(f"The engine has ended: {self._failure}")
-        if self.phase != "ready":
+        if self.phase not in SERVING_PHASES:
             raise UnavailableError(f"The server is not ready ({self.phase}). Try again shortly.")
-        if (waiting := len(self.scheduler.waiting)) >= self._max_queued_requests:
+        if (waiting := self.scheduler.num_waiting) >= self._max_queued_requests:
             retry_after = min(60.0, max(1.0, waiting * self._seconds_per_request))
             raise QueueFullError(f"{waiting} requests are waiting already. Try again later.", retry_after)
-
-    def _check(self, request: Request) -> int:
-        """The most tokens, prompt included, that a sample of `request` may have; raises InvalidRequestError."""
-        ids, params, limit = request.prompt_token_ids, request.params, self.model.max_model_len
-        if request.request_id in self._live:
-            raise InvalidRequestError(f"A request with id {request.request_id!r} is running already.", "request_id")
-        if not ids:
-            raise InvalidRequestError("The prompt is empty: at least one token is needed.", request.prompt_param)
-        if len(ids) >= limit:
-            raise ContextLengthError(
-                f"The prompt has {len(ids)} tokens; this model takes at most {limit} tokens in all, so a prompt of up "
-                f"to {limit - 1}. Shorten it.",
-                request.prompt_param,
-            )
-        if min(ids) < 0 or max(ids) >= self.model.vocab_size:
-            wrong = next(i for i in ids if not 0 <= i < self.model.vocab_size)
-            raise InvalidRequestError(
-                f"The prompt holds token id {wrong}; this model's ids are 0 to {self.model.vocab_size - 1}.",
-                request.prompt_param,
-            )
-        params.check_token_ids(self.model.vocab_size)
-        if params.max_tokens is None:
-            return limit
-        if len(ids) + params.max_tokens > limit:
-            raise ContextLengthError(
-                f"The prompt has {len(ids)} tokens and max_tokens is {params.max_tokens}; together they may be at most "
-                f"{limit}. Lower max_tokens to {limit - len(ids)} or shorten the prompt.",
-                "max_tokens",
-            )
-        return len(ids) + params.max_tokens
 
     def _new_sequence(self, request: Request, index: int, max_num_tokens: int) -> Sequence:
         seed = request.params.seed
@@ -268,54 +244,69 @@ class Driver:
 
     async def _run(self) -> None:
         try:
+            started = time.monotonic()
             self._become_ready(await self._executor.wait_ready(self._set_phase))
-            while True:  # also with nothing in flight, so that the death of an idle Worker is noticed
-                self._process(await self._executor.receive())
-                self._pump()
-                if self.scheduler.has_work and not self._in_flight:
-                    raise EngineError("the scheduler plans nothing although requests wait")
+            self._load_timeout = max(MIN_RELOAD_SECONDS, 10 * (time.monotonic() - started))
+            while True:
+                try:
+                    await self._serve()
+                except WorkerDiedError as death:
+                    await self._restart(death)
         except PageserveError as error:
             self._die(error)
         except Exception:
             logger.exception("the engine loop failed")
             self._die(EngineError("an internal error ended the engine loop; the log has it"))
 
+    async def _serve(self) -> None:
+        """Send plans and take in results until the Worker dies; raises WorkerDiedError."""
+        self._set_phase("ready")
+        self._pump()
+        while True:  # also with nothing in flight, so that the death of an idle Worker is noticed
+            message = await self._executor.receive()
+            if isinstance(message, FetchedBlocks):
+                self._prefetcher.fetched(message)
+            else:
+                self._process(message)
+            self._pump()
+            if self.scheduler.has_work and not self._in_flight:
+                raise EngineError("the scheduler plans nothing although requests wait")
+
     def _set_phase(self, phase: str) -> None:
         if self.phase != "draining":
             self.phase = phase
 
     def _become_ready(self, ready: WorkerReady) -> None:
-        block_size = self.config.block_size
-        self.model = ModelInfo(
-            max_model_len=min(ready.max_model_len, ready.num_blocks * block_size),
-            vocab_size=ready.vocab_size,
-            num_blocks=ready.num_blocks,
-            block_size=block_size,
-            max_num_seqs=ready.max_num_seqs,
-            max_num_batched_tokens=ready.max_num_batched_tokens,
-            device=ready.device,
-            dtype=ready.dtype,
-            memory=ready.memory,
-        )
+        self.model = ModelInfo.of(ready, self.config.block_size)
         self.scheduler = Scheduler(
             BlockManager(
                 ready.num_blocks,
-                block_size,
+                self.config.block_size,
                 self.config.enable_prefix_caching,
-                HostTier(ready.num_host_blocks, ready.cache_costs) if ready.num_host_blocks else None,
-                self._model_identity,
+                self._host_tier(ready),
+                self._start_message.model_identity,
             ),
             max_num_seqs=ready.max_num_seqs,
             max_num_batched_tokens=ready.max_num_batched_tokens,
             watermark=self.config.watermark,
             eos_token_ids=self.eos_token_ids,
         )
+        self._prefetcher = self._new_prefetcher()
         overlap = self.config.async_scheduling
         if overlap is None:  # on a CPU our own work would take cores from the Worker's threads in mid-step
             overlap = ready.device != "cpu"
         self._max_in_flight = 2 if overlap else 1
         self._set_phase("ready")
         self._ready.set_result(None)
+
+    def _host_tier(self, ready: WorkerReady) -> HostTier | None:
+        if not ready.num_host_blocks:
+            return None
+        on_disk = None if self.config.disk_cache is None else set(ready.disk_digests)
+        return HostTier(ready.num_host_blocks, ready.cache_costs, on_disk)
+
+    def _new_prefetcher(self) -> Prefetcher:
+        return Prefetcher(self.scheduler, self._executor.send, self._schedule_pump)
 
     def _schedule_pump(self) -> None:
         """Plan at the end of this turn of the event loop, so that requests that arrive together share a step."""
@@ -326,34 +317,30 @@ class Driver:
     def _pump(self) -> None:
         """Send plans until the Worker has one to compute and, with async_scheduling, one more to go on with."""
         self._pump_scheduled = False
-        while self._failure is None and len(self._in_flight) < self._max_in_flight:
-            plan = self.scheduler.schedule()
-            if plan is None:
-                break
-            if not self._in_flight:
-                self._last_progress = time.monotonic()
+        if self._failure is not None or not self._executor.ready or not self._isolate_suspect():
+            return
+        while len(self._in_flight) < self._max_in_flight and (plan := self.scheduler.schedule()) is not None:
             self._executor.send(plan)
             self._in_flight.append(plan)
             self.stats.iteration_tokens.observe(sum(step.num_tokens for step in plan.steps))
 
     def _process(self, result: StepResult) -> None:
         if not self._in_flight or self._in_flight.popleft().step_id != result.step_id:
-            raise EngineError(f"the Worker answered step {result.step_id}, which was not the next one")
-        self._last_progress = now = time.monotonic()
+            raise WorkerDiedError(f"the Worker answered step {result.step_id}, which was not the next one")
+        now = time.monotonic()
         touched: dict[_LiveRequest, None] = {}
         for seq, token in self.scheduler.update(result):
             live, indices = self._owners[seq.seq_id]
             self._deliver(live, indices, seq, token, now)
             touched[live] = None
         for live in touched:
+            self._recovery.clear(live.stream.request.request_id)
             if live.num_unfinished == 0:
                 self._retire(live, _overall_reason(live.stream.sequences()))
             live.stream.wake()
         for seq_id, reason in result.failed.items():
             if seq_id in self._owners:
-                live, _ = self._owners[seq_id]
-                self._end_early(live, FinishReason.ERROR)
-                live.stream.fail(EngineError(f"This request could not be finished: {reason}."))
+                self._fail(self._owners[seq_id][0], EngineError(f"This request could not be finished: {reason}."))
 
     def _deliver(self, live: _LiveRequest, indices: range, seq: Sequence, token: SampledToken, now: float) -> None:
         """Turn one new token into text, find stop strings, and hand both to the stream."""
@@ -379,19 +366,97 @@ class Driver:
             live.num_unfinished -= len(indices)
             del self._owners[seq.seq_id]
 
+    # The death of a Worker.
+
+    async def _restart(self, death: PageserveError) -> None:
+        """Put a new Worker in the place of a dead one. Raises EngineError when the budget is spent."""
+        self._set_phase("restarting")
+        died_at = time.monotonic()
+        while True:
+            self._blame(death)
+            await self._executor.stop(grace=0)
+            delay = self._recovery.backoff(death)
+            logger.error("%s; starting it again in %g s, %d requests wait", death, delay, len(self._live))
+            await asyncio.sleep(delay)
+            try:
+                ready = await self._start_again()
+                break
+            except PageserveError as error:  # it died while it loaded, or says that it cannot load now
+                death = error
+        num_tokens = self._recompute(ready)
+        seconds = time.monotonic() - died_at
+        logger.warning("the Worker runs again after %.1f s; %d tokens are computed again", seconds, num_tokens)
+
+    def _blame(self, death: PageserveError) -> None:
+        """Hold the death against the requests that were being computed; end the one that is proven guilty."""
+        seq_ids = [step.seq_id for plan in self._in_flight for step in plan.steps]
+        self._in_flight.clear()
+        owners = [self._owners[seq_id][0] for seq_id in seq_ids if seq_id in self._owners]
+        if isinstance(death, WorkerDiedError) and death.from_outside:
+            owners = []
+        for request_id in self._recovery.record_death({live.stream.request.request_id: None for live in owners}):
+            logger.error("request %s ends: a Worker died of it when it ran alone (%s)", request_id, death)
+            self._fail(self._live[request_id], EngineError(f"The Worker dies of this request: {death}."))
+
+    async def _start_again(self) -> WorkerReady:
+        self.stats.worker_restarts.add()
+        self._executor = Executor(self._worker_command)
+        await self._executor.start(self._start_message)
+        try:
+            return await asyncio.wait_for(self._executor.wait_ready(lambda phase: None), self._load_timeout)
+        except asyncio.TimeoutError:
+            raise WorkerDiedError(f"the new Worker did not load within {self._load_timeout:.0f} s") from None
+
+    def _recompute(self, ready: WorkerReady) -> int:
+        """Let every live sequence wait for the new Worker, whose pool may differ; returns how many tokens were lost."""
+        lost = [min(seq.num_computed_tokens, len(seq.token_ids)) for seq in self.scheduler.running]
+        self.stats.recomputed_sequences.add(len(lost))
+        self.stats.recomputed_tokens.add(sum(lost))
+        self.model = ModelInfo.of(ready, self.config.block_size)
+        self._prefetcher.release_all()
+        self.scheduler.reset(
+            ready.num_blocks,
+            self._host_tier(ready),
+            max_num_seqs=ready.max_num_seqs,
+            max_num_batched_tokens=ready.max_num_batched_tokens,
+        )
+        self._prefetcher = self._new_prefetcher()
+        self._isolated = None
+        for live in list(self._live.values()):
+            unfinished = [seq for seq in live.stream.sequences() if seq.finish_reason is None]
+            if not all(fits_still(seq, self.model) for seq in unfinished):
+                self._fail(live, EngineError("The Worker came back with a KV cache too small for this request."))
+        return sum(lost)
+
+    def _isolate_suspect(self) -> bool:
+        """Let a request under suspicion run alone; False while that waits for plans of others to come back."""
+        suspect = self._recovery.suspect
+        if suspect != self._isolated:
+            if self._in_flight:  # a death now is not this one's
+                return False
+            self._isolated = suspect
+            self.scheduler.isolate(None if suspect is None else self._live[suspect].stream.sequences())
+        return True
+
     # Ends.
 
     def _end_early(self, live: _LiveRequest, reason: FinishReason) -> None:
         for seq in live.stream.sequences():
             _, indices = self._owners.pop(seq.seq_id, (live, ()))  # nothing for one that is finished
             if indices:
+                self._prefetcher.release(seq)
                 self.scheduler.finish(seq, reason)
             for index in indices:
                 live.stream.finish(index, "")
         self._retire(live, reason)
 
+    def _fail(self, live: _LiveRequest, error: PageserveError) -> None:
+        self._end_early(live, FinishReason.ERROR)
+        live.stream.fail(error)
+
     def _retire(self, live: _LiveRequest, reason: FinishReason) -> None:
         del self._live[live.stream.request.request_id]
+        self._recovery.clear(live.stream.request.request_id)
         in_system = live.timings.observe_end(reason, live.stream.request.params, live.stream.sequences())
         # Little's law: time in the system over the number in it is the time between two that leave.
         self._seconds_per_request += 0.1 * (in_system / (len(self._live) + 1) - self._seconds_per_request)
@@ -400,8 +465,7 @@ class Driver:
 
     def _fail_all(self, error: PageserveError) -> None:
         for live in list(self._live.values()):
-            self._end_early(live, FinishReason.ERROR)
-            live.stream.fail(error)
+            self._fail(live, error)
 
     def _die(self, error: PageserveError) -> None:
         self._failure = error

@@ -1,6 +1,8 @@
 """Executor: the Worker process, seen from the Driver: start it, send it plans, read its answers, notice its death."""
 
 import asyncio
+import contextlib
+import logging
 import os
 import signal
 import socket
@@ -9,11 +11,17 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
+
 import engine.errors
 from engine.errors import EngineError, PageserveError
+from engine.process_state import count_oom_kills, is_stopped
+from engine.recovery import StepWatch
 from engine.step import (
     FRAME_HEADER,
     MAX_FRAME_BYTES,
+    FetchBlocks,
+    FetchedBlocks,
     LoadProgress,
     StartWorker,
     StepPlan,
@@ -27,34 +35,61 @@ from engine.step import (
 
 WORKER_COMMAND = (sys.executable, "-m", "engine.worker.worker")
 KILL_AFTER_SECONDS = 2.0
+REAP_SECONDS = 10.0  # for the kernel to end what was killed
+STACK_DUMP_SECONDS = 0.5  # for a Worker that hangs to write where
+CPU_STEP_TIMEOUT = 300.0  # a full step of a 7B model takes over a minute on two cores
+GPU_STEP_TIMEOUT = 60.0
+
+logger = logging.getLogger(__name__)
 
 
 class WorkerDiedError(EngineError):
-    """The Worker process ended, or broke the protocol."""
+    """The Worker process ended, hung, or broke the protocol: it is of no use any more.
+
+    `from_outside`: somebody killed or stopped it, so that it cannot be the fault of what it computed.
+    """
+
+    def __init__(self, message: str, *, from_outside: bool = False) -> None:
+        super().__init__(message)
+        self.from_outside = from_outside
 
 
 class Executor:
     """One Worker process, started with one end of a socket pair and nothing else: no fork, no pickle, no port.
 
-    `worker_command` gets the number of the inherited socket as its last argument.
+    `worker_command` gets the number of the inherited socket as its last argument. An Executor lives as long as its
+    Worker: the next Worker has the next Executor.
     """
 
     def __init__(self, worker_command: tuple[str, ...] = WORKER_COMMAND) -> None:
         self._command = worker_command
+        self.ready = False  # to be sent plans
         self._process: subprocess.Popen[bytes] | None = None
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
+        self._step_timeout: float | None = None
+        self._watch = StepWatch(GPU_STEP_TIMEOUT)
+        self._timer: asyncio.TimerHandle | None = None
+        self._num_oom_kills = count_oom_kills()
+        self._killed: WorkerDiedError | None = None  # why we killed it
 
     @property
     def pid(self) -> int | None:
         return self._process.pid if self._process else None
 
     async def start(self, message: StartWorker) -> None:
-        """Spawn the Worker and tell it what to load. Loading is awaited by `wait_ready`."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = self._spawn(theirs)
-        self._reader, self._writer = await asyncio.open_unix_connection(sock=ours, limit=1 << 20)
+        """Spawn the Worker and tell it what to load. Loading is awaited by `wait_ready`. Raises WorkerDiedError."""
+        self._step_timeout = message.config.step_timeout
+        try:
+            ours, theirs = socket.socketpair()
+            with contextlib.ExitStack() as on_failure:
+                on_failure.callback(ours.close)
+                with theirs:
+                    self._process = self._spawn(theirs)
+                self._reader, self._writer = await asyncio.open_unix_connection(sock=ours, limit=1 << 20)
+                on_failure.pop_all()
+        except OSError as error:
+            raise WorkerDiedError(f"the Worker process could not be started: {error}") from None
         self._writer.write(encode_frame(message))
 
     async def wait_ready(self, on_progress: Callable[[str], None]) -> WorkerReady:
@@ -64,36 +99,82 @@ class Executor:
             if isinstance(message, LoadProgress):
                 on_progress(message.phase)
             elif isinstance(message, WorkerReady):
+                self._begin_watch(message.device)
+                self.ready = True
                 return message
             elif isinstance(message, WorkerFailed):
                 raise _named_error(message)
             else:
                 raise WorkerDiedError("the Worker sent a step result before it was ready")
 
-    def send(self, plan: StepPlan) -> None:
+    def send(self, message: StepPlan | FetchBlocks) -> None:
         """Hand over a plan; never blocks (a Worker that does not read lets the buffer grow by a few plans at most)."""
         assert self._writer is not None, "start() comes first"
-        self._writer.write(encode_frame(plan))
+        self._writer.write(encode_frame(message))
+        if isinstance(message, StepPlan):
+            self._watch.sent()
 
-    async def receive(self) -> StepResult:
-        """The next result, in the order of the plans. Raises WorkerDiedError."""
+    async def receive(self) -> StepResult | FetchedBlocks:
+        """The next result, in the order of the plans, or blocks that came from the disk. Raises WorkerDiedError."""
         message = await self._receive()
+        if isinstance(message, FetchedBlocks):
+            return message
         if not isinstance(message, StepResult):
             raise WorkerDiedError(f"the Worker sent {type(message).__name__} in place of a step result")
+        self._watch.received()
         return message
 
-    async def stop(self) -> None:
-        """End the Worker: closing the socket is its sign to go; a kill follows where that is not heeded."""
+    async def stop(self, grace: float = KILL_AFTER_SECONDS) -> None:
+        """End the Worker: closing the socket is its sign to go; a kill follows where it is not gone in `grace` s."""
+        self._end_watch()
         if self._writer is not None:
             self._writer.close()
             self._writer = None
-        if self._process is None:
+        if self._process is None or await self._gone_within(grace):
             return
+        self._process.kill()
+        if not await self._gone_within(REAP_SECONDS):
+            logger.error("the Worker process %d was killed and does not end: a device may hold it", self._process.pid)
+
+    async def _gone_within(self, seconds: float) -> bool:
+        assert self._process is not None
         try:
-            await asyncio.to_thread(self._process.wait, KILL_AFTER_SECONDS)
+            await asyncio.to_thread(self._process.wait, seconds)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            await asyncio.to_thread(self._process.wait)
+            return False
+        return True
+
+    # A Worker that hangs.
+
+    def _begin_watch(self, device: str) -> None:
+        default = CPU_STEP_TIMEOUT if device == "cpu" else GPU_STEP_TIMEOUT
+        self._watch = StepWatch(self._step_timeout or default)
+        self._tick_later()
+
+    def _tick_later(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self._watch.interval, self._tick)
+
+    def _tick(self) -> None:
+        if not self._watch.tick():
+            return self._tick_later()
+        assert self._process is not None
+        stopped = is_stopped(self._process.pid)
+        cause = f"the Worker did not finish a step within {self._watch.silence:.3g} s"
+        self._killed = WorkerDiedError(cause + (": it was stopped" if stopped else ""), from_outside=stopped)
+        self._process.send_signal(signal.SIGUSR1)  # it writes its stacks to the log, if it can
+        self._timer = asyncio.get_running_loop().call_later(STACK_DUMP_SECONDS, self._kill)
+
+    def _kill(self) -> None:
+        """SIGKILL also ends a stopped process. Nobody waits for one that does not end: its socket is given up."""
+        assert self._process is not None
+        self._process.kill()
+        if self._writer is not None:
+            self._writer.transport.abort()
+
+    def _end_watch(self) -> None:
+        self.ready = False
+        if self._timer is not None:
+            self._timer.cancel()
 
     def _spawn(self, channel: socket.socket) -> "subprocess.Popen[bytes]":
         # The Worker imports this very source tree, wherever the caller's working directory is.
@@ -115,17 +196,24 @@ class Executor:
             message: WorkerMessage = decode_worker_message(await self._reader.readexactly(length))
             return message
         except (asyncio.IncompleteReadError, ConnectionError):
-            raise WorkerDiedError(await self._cause_of_death()) from None
+            self._end_watch()
+            raise self._killed or await self._cause_of_death() from None
+        except msgspec.MsgspecError as error:
+            raise WorkerDiedError(f"the Worker sent what is no message: {error}") from None
 
-    async def _cause_of_death(self) -> str:
+    async def _cause_of_death(self) -> WorkerDiedError:
         assert self._process is not None
-        try:  # the socket closes a moment before the process can be reaped
-            code = await asyncio.to_thread(self._process.wait, 1.0)
-        except subprocess.TimeoutExpired:
-            return "the Worker process closed its socket"
-        if code < 0:
-            return f"the Worker process was ended by {signal.Signals(-code).name}"
-        return f"the Worker process exited with status {code}; its log says why"
+        if not await self._gone_within(1.0):  # the socket closes a moment before the process can be reaped
+            return WorkerDiedError("the Worker process closed its socket")
+        code = self._process.returncode
+        if code >= 0:
+            return WorkerDiedError(f"the Worker process exited with status {code}; its log says why")
+        known = {number.value: number.name for number in signal.Signals}
+        # SIGKILL is never a crash: if the kernel had no lack of memory, it was somebody.
+        killed = -code == signal.SIGKILL and count_oom_kills() == self._num_oom_kills is not None
+        return WorkerDiedError(
+            f"the Worker process was ended by {known.get(-code, f'signal {-code}')}", from_outside=killed
+        )
 
 
 def _named_error(message: WorkerFailed) -> PageserveError:

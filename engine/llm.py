@@ -18,12 +18,11 @@ from tqdm import tqdm
 
 from engine.config import EngineConfig
 from engine.driver import Driver
-from engine.errors import EngineError, InvalidRequestError, UnavailableError
+from engine.errors import EngineError, InvalidRequestError
 from engine.outputs import CompletionOutput, FinishReason, RequestOutput, TokenLogprobs
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 from engine.settings import from_keywords
-from engine.stream import RequestStream
 from engine.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -164,7 +163,7 @@ class LLM:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _complete(self, request: Request, job: _Job) -> RequestOutput:
-        stream = await self._submit(request)
+        stream = self._driver.generate(request)
         samples = [_Sample() for _ in range(job.params.n)]
         last: RequestOutput | None = None
         failed = False
@@ -187,13 +186,6 @@ class LLM:
             prompt=job.text,
             prompt_token_ids=job.token_ids,
         )
-
-    async def _submit(self, request: Request) -> RequestStream:
-        try:
-            return self._driver.generate(request)
-        except UnavailableError:  # the Worker died and is being started again
-            await self._driver.wait_ready()
-            return self._driver.generate(request)
 
 
 class _Sample:

@@ -17,11 +17,12 @@ Samples of one prompt are forks of the first of them: it computes the prompt for
 import math
 import time
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from itertools import takewhile
 
 from engine.block_manager import Allocation, BlockManager
+from engine.host_tier import HostTier
 from engine.outputs import FinishReason
 from engine.sequence import Sequence, SequenceStatus
 from engine.step import BlockCopy, NewSequence, SampledToken, SequenceStep, StepPlan, StepResult
@@ -63,20 +64,27 @@ class Scheduler:
         # Every running sequence must find room for its one token of decode in each step.
         self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
         self.max_num_batched_tokens = max_num_batched_tokens
+        self._watermark = watermark
         self.watermark_blocks = math.ceil(watermark * block_manager.num_blocks)
         self.eos_token_ids = frozenset(eos_token_ids)
         self.waiting: list[Sequence] = []  # sorted by Sequence.order
         self.running: list[Sequence] = []  # sorted by Sequence.order
+        self.held: list[Sequence] = []  # what isolate() keeps from running; they hold no blocks
         self.num_preemptions = 0
         self._sequences: dict[int, Sequence] = {}
         self._forks: dict[Sequence, list[Sequence]] = {}  # what waits for another to compute their common prompt
         self._removed: list[int] = []  # what the Worker must drop at the next plan
+        self._isolated: Collection[Sequence] | None = None
         self._next_step_id = 1
         self._clock = clock
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running)
+        return bool(self.waiting or self.running or self.held)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting) + len(self.held)
 
     def add(self, seq: Sequence, forks: Iterable[Sequence] = ()) -> None:
         """Let a new sequence wait. It must fit the pool on its own: the Driver refuses those that never can.
@@ -84,7 +92,7 @@ class Scheduler:
         `forks` are further samples of its prompt, which come after it in order.
         """
         self._sequences[seq.seq_id] = seq
-        insort(self.waiting, seq, key=lambda s: s.order)
+        insort(self._queue_for(seq), seq, key=lambda s: s.order)
         for fork in forks:
             self._sequences[fork.seq_id] = fork
             fork.fork_of = seq
@@ -101,12 +109,16 @@ class Scheduler:
             self._admit_waiting(running.budget, plan)
         if not plan.steps:
             return None
-        if (tier := self.block_manager.host_tier) is not None:
-            offloads, loads = tier.take_moves()
-            plan.offloads.extend(offloads)
-            plan.loads.extend(loads)
+        self._add_moves(plan)
         self._removed = []
         self._next_step_id += 1
+        return plan
+
+    def plan_flush(self) -> StepPlan:
+        """A plan that computes nothing and moves to the host what the prefix cache holds: the last of a server."""
+        plan = StepPlan(self._next_step_id, [], [], [], [], [], [])
+        self.block_manager.offload_all()
+        self._add_moves(plan)
         return plan
 
     def update(self, result: StepResult) -> list[tuple[Sequence, SampledToken]]:
@@ -138,7 +150,7 @@ class Scheduler:
         elif seq.fork_of is not None:
             self._forks[seq.fork_of].remove(seq)
         else:
-            self._remove_sorted(self.waiting, seq)
+            self._remove_sorted(self._queue_for(seq), seq)
         # What an error left in the blocks cannot be trusted, so it must not be served to others.
         self.block_manager.free(seq, discard=reason is FinishReason.ERROR)
         seq.status, seq.finish_reason, seq.stop_reason = SequenceStatus.FINISHED, reason, stop_reason
@@ -146,6 +158,35 @@ class Scheduler:
         if forks := self._forks.pop(seq, None):  # the next one computes the prompt
             forks[0].fork_of = None
             self.add(forks[0], forks[1:])
+
+    def isolate(self, sequences: Collection[Sequence] | None) -> None:
+        """Let these alone run, until the next call; all others give up their blocks and are held. None: all may run."""
+        for seq in [seq for seq in self.running if sequences is not None and seq not in sequences]:
+            self._preempt(seq)
+        self._isolated = sequences
+        everyone = sorted(self.waiting + self.held, key=lambda s: s.order)
+        self.waiting, self.held = [], []
+        for seq in everyone:
+            self._queue_for(seq).append(seq)
+
+    def reset(
+        self, num_blocks: int, host_tier: HostTier | None = None, *, max_num_seqs: int, max_num_batched_tokens: int
+    ) -> None:
+        """Begin again with the empty pool of a new Worker: every live sequence waits, in order, to be recomputed.
+
+        A token that was on its way is lost; it is drawn again, and comes out the same.
+        """
+        self.block_manager.reset(num_blocks, host_tier)
+        self.watermark_blocks = math.ceil(self._watermark * num_blocks)
+        self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
+        self.max_num_batched_tokens = max_num_batched_tokens
+        for seq in self._sequences.values():
+            seq.status = SequenceStatus.WAITING
+            seq.block_table = []
+            seq.num_computed_tokens = seq.num_pending_tokens = seq.num_registered_blocks = 0
+        waiting = [seq for seq in self._sequences.values() if seq.fork_of is None]
+        self.waiting = sorted(waiting, key=lambda s: s.order)
+        self.running, self.held, self._removed, self._isolated = [], [], [], None
 
     def sequence(self, seq_id: int) -> Sequence | None:
         """A live sequence by its id."""
@@ -156,15 +197,22 @@ class Scheduler:
         assert self.running == sorted(self.running, key=lambda s: s.order)
         assert self.waiting == sorted(self.waiting, key=lambda s: s.order)
         assert all(seq.status is SequenceStatus.RUNNING for seq in self.running)
-        assert all(seq.status is SequenceStatus.WAITING and not seq.block_table for seq in self.waiting)
+        assert all(seq.status is SequenceStatus.WAITING and not seq.block_table for seq in self.waiting + self.held)
         assert len(self.running) <= self.max_num_seqs
         forks = [fork for group in self._forks.values() for fork in group]
         assert all(fork.fork_of is not None and not fork.block_table for fork in forks)
-        assert {id(s) for s in self._sequences.values()} == {id(s) for s in self.running + self.waiting + forks}
+        everyone = self.running + self.waiting + self.held + forks
+        assert {id(s) for s in self._sequences.values()} == {id(s) for s in everyone}
         for seq in self.running:
             assert seq.num_computed_tokens <= seq.num_tokens <= seq.max_num_tokens
             assert len(seq.block_table) == self.block_manager.num_blocks_for(seq.num_computed_tokens)
         self.block_manager.check_invariants(self.running)
+
+    def _add_moves(self, plan: StepPlan) -> None:
+        if (tier := self.block_manager.host_tier) is not None:
+            offloads, loads = tier.take_moves()
+            plan.offloads.extend(offloads)
+            plan.loads.extend(loads)
 
     def _plan_running(self) -> _RunningSteps:
         """Decodes before chunks, each in order; preempts where blocks run out."""
@@ -250,7 +298,7 @@ class Scheduler:
         """Let `fork` go on from the blocks and the logits of `parent`; wait like any other where no row is free."""
         fork.fork_of = None
         if len(self.running) == self.max_num_seqs:
-            insort(self.waiting, fork, key=lambda s: s.order)
+            insort(self._queue_for(fork), fork, key=lambda s: s.order)
             return
         self.block_manager.fork(parent, fork)
         self._start_running(fork)
@@ -279,6 +327,10 @@ class Scheduler:
                 return self.finish(seq, FinishReason.STOP)
         if len(seq.token_ids) >= seq.max_num_tokens:
             self.finish(seq, FinishReason.LENGTH)
+
+    def _queue_for(self, seq: Sequence) -> list[Sequence]:
+        """Where a sequence that does not run waits."""
+        return self.waiting if self._isolated is None or seq in self._isolated else self.held
 
     @staticmethod
     def _remove_sorted(queue: list[Sequence], seq: Sequence) -> None:

@@ -66,6 +66,9 @@ class EngineStats:
         self.host_tier_offloads = Counter("host_tier_offloads", "KV blocks moved to host memory.")
         self.host_tier_loads = Counter("host_tier_loads", "KV blocks brought back from host memory.")
         self.num_preemptions = Counter("num_preemptions", "Sequences preempted.")
+        self.worker_restarts = Counter("worker_restarts", "Workers started in place of one that died or hung.")
+        self.recomputed_sequences = Counter("recomputed_sequences", "Sequences that lost their KV cache with a Worker.")
+        self.recomputed_tokens = Counter("recomputed_tokens", "Tokens that these had computed.")
         self.request_success = Counter("request_success", "Requests that ended, by reason.", ("finished_reason",))
         for reason in FinishReason:
             self.request_success.add(0.0, (reason.value,))

@@ -10,7 +10,7 @@ from server.errors import ApiError, error_object
 
 
 def health(driver: Driver) -> Response:
-    """200 while steps make progress or there is nothing to do, however full the queue is; else 503 with the reason."""
+    """200 while the engine serves or puts a new Worker in place of a dead one, however full the queue is; else 503."""
     reason = driver.health()
     if reason is None:
         return _json({"status": "ok"}, 200)

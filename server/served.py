@@ -9,14 +9,11 @@ from typing import Any
 
 from starlette.types import Scope
 
-from engine.driver import Driver
+from engine.driver import SERVING_PHASES, Driver
 from engine.errors import UnavailableError
 from server.config import ServerConfig
 from server.errors import ApiError, invalid, new_id
 from server.protocol import GenerationRequest
-
-# A dead Worker comes back and its streams go on; whether new requests may wait for it is for the Driver to say.
-SERVING_PHASES = ("ready", "restarting")
 
 
 def package_version() -> str:

@@ -5,14 +5,18 @@ python -m tests.fake_worker [options] FD
 
 import argparse
 import contextlib
+import json
+import os
 import socket
 import time
+from pathlib import Path
 
 from engine.step import (
     FRAME_HEADER,
     LoadProgress,
     StartWorker,
     StepPlan,
+    StepResult,
     WorkerFailed,
     WorkerReady,
     decode_driver_message,
@@ -29,7 +33,15 @@ def main() -> None:
     parser.add_argument("--fail-on-token", type=int)
     parser.add_argument("--die-at-step", type=int)
     parser.add_argument("--hang-at-step", type=int)
+    parser.add_argument("--die-on-token", type=int)  # a sequence that holds it is deadly in every step
+    parser.add_argument("--garbage-at-step", type=int)
+    parser.add_argument("--wrong-step-at-step", type=int)
+    parser.add_argument("--hang-loading", action="store_true")
     parser.add_argument("--fail-loading")
+    parser.add_argument("--lives", type=Path)  # counts the starts
+    parser.add_argument("--faults-in")  # the lives, as "1,3", that have the faults named above; else all
+    parser.add_argument("--num-blocks-later", type=int)  # the pool of all lives but the first
+    parser.add_argument("--plans", type=Path)  # gets a line [life, [seq_id, ...]] for each step
     parser.add_argument("--max-model-len", type=int, default=512)
     parser.add_argument("fd", type=int)
     options = parser.parse_args()
@@ -40,14 +52,19 @@ def main() -> None:
 
 def serve(options, channel, reader) -> None:
     start = receive(reader)
+    if start is None:
+        return
     assert isinstance(start, StartWorker)
+    life = begin_life(options)
     channel.sendall(encode_frame(LoadProgress("loading weights")))
-    time.sleep(options.load_seconds)
+    time.sleep(3600 if options.hang_loading else options.load_seconds)
     if options.fail_loading:
         channel.sendall(encode_frame(WorkerFailed("ModelError", options.fail_loading)))
         return
     config = start.config
     num_blocks = config.num_blocks or 256
+    if life > 1 and options.num_blocks_later:
+        num_blocks = options.num_blocks_later
     device = FakeDevice(num_blocks, config.block_size, options.eos_every, options.fail_on_token)
     channel.sendall(
         encode_frame(
@@ -67,12 +84,36 @@ def serve(options, channel, reader) -> None:
     while (plan := receive(reader)) is not None:
         assert isinstance(plan, StepPlan)
         num_steps += 1
+        if options.plans:
+            with options.plans.open("a") as file:
+                file.write(json.dumps([life, [step.seq_id for step in plan.steps]]) + "\n")
         if num_steps == options.die_at_step:
             raise SystemExit(3)
         if num_steps == options.hang_at_step:
             time.sleep(3600)
         time.sleep(options.step_seconds)
-        channel.sendall(encode_frame(device.execute(plan)))
+        result = device.execute(plan)
+        if options.die_on_token in {t for step in plan.steps for t in device.rows[step.seq_id].token_ids}:
+            os.abort()
+        if num_steps == options.garbage_at_step:
+            channel.sendall(FRAME_HEADER.pack(3) + b"abc")
+        if num_steps == options.wrong_step_at_step:
+            result = StepResult(result.step_id + 1, [], {}, 0.0)
+        channel.sendall(encode_frame(result))
+
+
+def begin_life(options) -> int:
+    """Which start this is, from 1; a life that is to be healthy loses its faults."""
+    life = 1
+    if options.lives:
+        with options.lives.open("a") as file:
+            file.write("x")
+        life = options.lives.stat().st_size
+    if options.faults_in is not None and str(life) not in options.faults_in.split(","):
+        for fault in ("die_at_step", "hang_at_step", "die_on_token", "garbage_at_step", "wrong_step_at_step"):
+            setattr(options, fault, None)
+        options.fail_loading, options.hang_loading = None, False
+    return life
 
 
 def receive(reader):

@@ -85,6 +85,7 @@ class Channel:
 def main() -> int:
     """Serve the Driver at the other end of the socket whose number is the last argument."""
     faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # the Driver asks, before it kills a Worker that hangs
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s worker: %(message)s", stream=sys.stderr)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

@@ -3,13 +3,9 @@
 import asyncio
 import os
 import signal
-import sys
-from contextlib import asynccontextmanager
 
 import pytest
 
-from engine.config import EngineConfig
-from engine.driver import Driver
 from engine.errors import (
     ContextLengthError,
     EngineError,
@@ -19,53 +15,14 @@ from engine.errors import (
     UnavailableError,
 )
 from engine.outputs import FinishReason
-from engine.request import Request
-from engine.sampling_params import SamplingParams
 from tests.checkpoints import save_fake_checkpoint
+from tests.engine.driving import PROMPT, assert_idle, collect, request, running_driver
 from tests.fake_device import EOS_TOKEN_ID, expected_tokens
-
-PROMPT = list(b"hello")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return save_fake_checkpoint(tmp_path_factory.mktemp("model"))
-
-
-@asynccontextmanager
-async def running_driver(folder, *worker_options, ready=True, max_queued_requests=64, **settings):
-    config = EngineConfig(model=str(folder), load_format="dummy", **settings)
-    command = (sys.executable, "-m", "tests.fake_worker", *worker_options)
-    driver = Driver(config, worker_command=command, max_queued_requests=max_queued_requests)
-    await driver.start()
-    try:
-        if ready:
-            await asyncio.wait_for(driver.wait_ready(), 20)
-        yield driver
-    finally:
-        await driver.stop()
-
-
-def request(name, prompt=PROMPT, **params):
-    return Request(name, list(prompt), SamplingParams(**({"seed": 7} | params)))
-
-
-async def collect(stream):
-    """Per sample: (text, token_ids, finish_reason, stop_reason); checks that outputs add up."""
-    samples = {}
-    async for output in stream:
-        for part in output.outputs:
-            text, ids, *_ = samples.get(part.index, ("", (), None, None))
-            samples[part.index] = text + part.text, ids + part.token_ids, part.finish_reason, part.stop_reason
-    assert output.finished
-    assert output.num_generated_tokens == sum(len(ids) for _, ids, *_ in samples.values())
-    return [samples[i] for i in sorted(samples)]
-
-
-def assert_idle(driver):
-    blocks = driver.scheduler.block_manager
-    assert len(blocks.free_blocks) == blocks.num_blocks
-    assert not driver._live and not driver._owners and not driver.scheduler.has_work
 
 
 async def test_tokens_are_those_of_an_unbatched_loop(folder):
@@ -239,8 +196,8 @@ async def test_load_failure_is_told(folder):
         assert "tensor x" in driver.health()
 
 
-async def test_death_of_the_worker_ends_every_stream_with_an_error(folder):
-    async with running_driver(folder, "--die-at-step", "4") as driver:
+async def test_without_a_budget_the_death_of_the_worker_ends_every_stream_with_an_error(folder):
+    async with running_driver(folder, "--die-at-step", "4", max_worker_restarts=0) as driver:
         streams = [driver.generate(request(f"r{i}", max_tokens=50)) for i in range(3)]
         for outcome in await asyncio.gather(*map(collect, streams), return_exceptions=True):
             assert isinstance(outcome, EngineError)
@@ -250,19 +207,11 @@ async def test_death_of_the_worker_ends_every_stream_with_an_error(folder):
             driver.generate(request("late"))
 
 
-async def test_kill_of_the_worker_names_the_signal(folder):
-    async with running_driver(folder) as driver:
-        os.kill(driver._executor.pid, signal.SIGKILL)
-        assert "SIGKILL" in str(await asyncio.wait_for(driver.wait_failed(), 5))
-
-
-async def test_hang_shows_in_health(folder):
-    async with running_driver(folder, "--hang-at-step", "3", step_timeout=0.2) as driver:
-        stream = driver.generate(request("a", max_tokens=50))
-        await anext(stream)
-        await asyncio.sleep(0.6)
-        assert "has not finished a step" in driver.health()
-        stream.close()
+@pytest.mark.parametrize("number, name", [(signal.SIGKILL, "SIGKILL"), (signal.SIGRTMIN + 3, "signal 37")])
+async def test_kill_of_the_worker_names_the_signal(folder, number, name):
+    async with running_driver(folder, max_worker_restarts=0) as driver:
+        os.kill(driver._executor.pid, number)
+        assert name in str(await asyncio.wait_for(driver.wait_failed(), 5))
 
 
 async def test_drain_finishes_what_runs_and_refuses_what_comes(folder):

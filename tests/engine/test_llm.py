@@ -56,6 +56,16 @@ def test_results_are_whole_and_in_the_order_of_the_prompts(llm):
         assert output.num_generated_tokens == len(sample.token_ids)
 
 
+def test_results_are_the_same_when_the_worker_dies_on_the_way(llm, checkpoint, tmp_path):
+    prompts, params = ["a", "bb" * 40, "c", "dd" * 10], greedy(30)
+    calm = llm.generate(prompts, params, use_tqdm=False)
+    options = ["--die-at-step", "12", "--faults-in", "1,2", "--lives", str(tmp_path / "lives")]
+    with open_llm(checkpoint, *options) as shaken:
+        outputs = shaken.generate(prompts, params, use_tqdm=False)
+    assert [output.outputs for output in outputs] == [output.outputs for output in calm]
+    assert (tmp_path / "lives").stat().st_size == 3
+
+
 def test_every_shape_of_prompt_is_the_same_request(llm):
     ids = llm.tokenizer.encode("hello")
     singles = ["hello", ids, tuple(ids), {"prompt": "hello"}, {"prompt_token_ids": ids}]

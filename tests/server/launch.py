@@ -1,8 +1,11 @@
 """`pageserve serve` as a process of its own, over a Worker whose device is fake.
 
-python -m tests.server.launch FOLDER PORT DRAIN_TIMEOUT [options of tests.fake_worker]
+python -m tests.server.launch FOLDER PORT DRAIN_TIMEOUT ENGINE [options of tests.fake_worker]
+
+ENGINE is a JSON object with fields of EngineConfig.
 """
 
+import json
 import sys
 
 import uvloop
@@ -15,8 +18,8 @@ from server.serve import run
 
 
 def main() -> int:
-    folder, port, drain_timeout, *worker_options = sys.argv[1:]
-    config = EngineConfig(model=folder, load_format="dummy")
+    folder, port, drain_timeout, engine, *worker_options = sys.argv[1:]
+    config = EngineConfig(model=folder, load_format="dummy", **json.loads(engine))
     driver = Driver(config, worker_command=(sys.executable, "-m", "tests.fake_worker", *worker_options))
     settings = ServerConfig(port=int(port), served_model_name=("fake",), drain_timeout=float(drain_timeout))
     try:

@@ -1,6 +1,7 @@
 """The life of the process: bind, load, serve, drain, stop; signals and exit statuses."""
 
 import json
+import os
 import re
 import signal
 import socket
@@ -21,10 +22,14 @@ ROOT = Path(__file__).resolve().parents[2]
 class Process:
     """A server process; `lines` are what it printed, as they come."""
 
-    def __init__(self, folder, *worker_options: str, port: int = 0, drain_timeout: float = 20) -> None:
+    def __init__(self, folder, *worker_options: str, port: int = 0, drain_timeout: float = 20, **engine) -> None:
         command = [sys.executable, "-m", "tests.server.launch", str(folder), str(port), str(drain_timeout)]
         self.process = subprocess.Popen(
-            [*command, *worker_options], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [*command, json.dumps(engine), *worker_options],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         self.out: list[str] = []
         self.errors = ""
@@ -204,13 +209,33 @@ def test_a_model_that_cannot_be_loaded_is_one_line_and_a_status(folder):
     assert server.out == []
 
 
-def test_a_server_whose_engine_dies_ends_with_a_status_that_says_so(folder):
-    with Process(folder, "--die-at-step", "20") as server:
+def test_a_server_whose_worker_dies_too_often_ends_with_a_status_and_the_cause(folder):
+    with Process(folder, "--die-at-step", "3", max_worker_restarts=2) as server:
         url = server.wait_ready()
         reader = Reader(url, max_tokens=100)
         assert server.exit_status() == 1
         reader.join(10)
-        assert "error" in events(reader.text)[-1]
+        *chunks, last = events(reader.text)
+        assert "error" in last
+        text = "".join(chunk["choices"][0]["text"] for chunk in chunks)
+        assert text == expected_text(b"hello", 1, len(text)) and len(text) >= 3, "what came was right"
+    assert "exited with status 3" in server.errors and "max_worker_restarts is 2" in server.errors
+    assert "Traceback" not in server.errors
+
+
+def test_a_signal_during_a_restart_ends_it_in_good_order(folder):
+    with Process(folder, "--load-seconds", "0.5", "--step-seconds", "0.01") as server:
+        url = server.wait_ready()
+        reader = Reader(url, max_tokens=60)
+        os.kill(int(server.workers()[0]), signal.SIGKILL)
+        with httpx.Client(base_url=url) as client:
+            server.wait_for(lambda: client.get("/ready").json()["phase"] == "restarting", "restarting")
+        server.send(signal.SIGTERM)
+        assert server.exit_status() == 0
+        reader.join(10)
+        *chunks, done = events(reader.text)
+        assert done == "[DONE]"
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == expected_text(b"hello", 1, 60)
     assert "Traceback" not in server.errors
 
 

@@ -68,6 +68,8 @@ class Clients:
             self.monitor.record(name, type(error).__name__, error.retry_after)
             return []
         require(not self.draining, "refusal", "a draining engine accepted a request")
+        if not self.monitor.executor.ready:
+            self.monitor.saw("request sent while the Worker is started again")
         client = Client(arrival, stream, [Received() for _ in range(arrival.params.n)])
         self.by_name[name] = client
         if arrival.params.greedy and arrival.params.n > 1:
@@ -78,7 +80,7 @@ class Clients:
 
     def _check_refusal(self, error: UnavailableError) -> None:
         if isinstance(error, QueueFullError):
-            waiting, limit = len(self.monitor.scheduler.waiting), self.monitor.config.max_queued_requests
+            waiting, limit = self.monitor.scheduler.num_waiting, self.monitor.config.max_queued_requests
             require(waiting >= limit, "refusal", f"the queue is full with {waiting} of {limit}")
             require(1 <= error.retry_after <= 60, "refusal", f"Retry-After: {error.retry_after}")
             self.monitor.saw("refused: queue full")
@@ -150,7 +152,13 @@ class Clients:
             return
         if failure is not None:
             should = any(expected.finish_reason is FinishReason.ERROR for expected in client.arrival.references)
-            require(should or self.drain_timed_out, "outcome", f"{name} failed without a reason: {failure}")
+            if client.arrival.deadly:
+                self.monitor.saw("deadly request ended alone")
+            require(
+                should or client.arrival.deadly or self.drain_timed_out,
+                "outcome",
+                f"{name} failed without a reason: {failure}",
+            )
             if any(sample.token_ids for sample in client.samples):
                 self.monitor.saw("request failed after tokens were sent")
             return

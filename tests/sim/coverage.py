@@ -63,6 +63,15 @@ CORE = (
     "first sample ended while others wait to fork",
 )
 DRIVER = (
+    "Worker killed with plans under way",
+    "idle Worker killed",
+    "Worker killed amid generation",
+    "Worker killed while samples wait to fork",
+    "Worker killed by a deadly request",
+    "nobody to kill: the Worker is being started again",
+    "deadly request ended alone",
+    "request held while another runs alone",
+    "request sent while the Worker is started again",
     "refused: queue full",
     "refused: draining",
     "refused: id in use",

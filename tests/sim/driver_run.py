@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from pathlib import Path
@@ -15,65 +15,16 @@ import engine.request_timings
 from engine.config import EngineConfig
 from engine.driver import Driver
 from engine.outputs import FinishReason
-from engine.step import StartWorker, StepPlan, StepResult, WorkerReady
+from engine.recovery import Recovery
 from tests.checkpoints import save_fake_checkpoint
 from tests.sim.clients import Clients
 from tests.sim.coverage import Coverage
-from tests.sim.model import VOCAB_SIZE, mix
+from tests.sim.executor import SLOW_STEP_SECONDS, STEP_SECONDS, SimExecutor
 from tests.sim.monitor import Monitor, left_over
-from tests.sim.swarm import Abort, Arrival, Drain, Event, SimConfig
+from tests.sim.swarm import Abort, Arrival, Crash, Drain, Event, SimConfig
 from tests.sim.violation import Violation, require
 from tests.sim.virtual_time import VirtualLoop
 from tests.sim.watched import WatchedBlockManager, WatchedScheduler, states_of
-
-STEP_SECONDS = 1.0
-SLOW_STEP_SECONDS = 6.0
-
-
-class SimExecutor:
-    """What the Driver sees of a Worker: plans in, results out in order, each after its (virtual) time."""
-
-    pid = None
-
-    def __init__(self, config: SimConfig, monitor: Monitor, worker_command: tuple[str, ...]) -> None:
-        self._config, self._monitor = config, monitor
-        self._queue: asyncio.Queue[tuple[StepPlan, float]] = asyncio.Queue()  # with the time when it is done
-        self._free_at = 0.0  # when the Worker is done with all that was sent
-
-    async def start(self, message: StartWorker) -> None:
-        await asyncio.sleep(1)
-
-    async def wait_ready(self, on_progress: Callable[[str], None]) -> WorkerReady:
-        on_progress("loading weights")
-        await asyncio.sleep(1)
-        config = self._config
-        return WorkerReady(
-            num_blocks=config.num_blocks,
-            max_model_len=config.max_model_len,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            vocab_size=VOCAB_SIZE,
-            device="fake",
-            dtype="none",
-            memory={},
-            num_host_blocks=config.num_host_blocks,
-            cache_costs=config.cache_costs,
-        )
-
-    def send(self, plan: StepPlan) -> None:
-        now = asyncio.get_running_loop().time()
-        slow_every = self._config.slow_every
-        slow = slow_every > 0 and mix(self._config.seed, plan.step_id) % slow_every == 0
-        self._free_at = max(now, self._free_at) + (SLOW_STEP_SECONDS if slow else STEP_SECONDS)
-        self._queue.put_nowait((plan, self._free_at))
-
-    async def receive(self) -> StepResult:
-        plan, done_at = await self._queue.get()
-        await asyncio.sleep(done_at - asyncio.get_running_loop().time())
-        return self._monitor.results.pop(plan.step_id)
-
-    async def stop(self) -> None:
-        await asyncio.sleep(0)
 
 
 class DriverRun:
@@ -88,7 +39,7 @@ class DriverRun:
         self.loop.clock.check = self.monitor.raise_violation
         longest = sum(arrival.max_num_tokens * arrival.params.n for arrival in arrivals)
         last = events[-1].at if events else 0.0
-        self.loop.clock.deadline = (last + 1000 + 10 * longest) * SLOW_STEP_SECONDS
+        self.loop.clock.deadline = (last + 1000 + 10 * longest) * SLOW_STEP_SECONDS + 500 * len(events)
 
     def run(self) -> None:
         with _patched(self.config, self.monitor, self.loop), _errors_of_the_driver(self.monitor):
@@ -119,6 +70,7 @@ class DriverRun:
                 watermark=self.config.watermark,
                 enable_prefix_caching=self.config.prefix_caching,
                 async_scheduling=self.config.depth > 1,
+                max_worker_restarts=10_000,
             ),
             max_queued_requests=self.config.max_queued_requests,
         )
@@ -132,6 +84,8 @@ class DriverRun:
                 background += self.clients.arrive(event)
             elif isinstance(event, Abort):
                 self._abort(event)
+            elif isinstance(event, Crash):
+                self._crash()
             else:
                 background.append(asyncio.create_task(self._drain(event)))
         await asyncio.gather(*background)
@@ -151,6 +105,19 @@ class DriverRun:
                 client.aborted = True
             self.driver.abort(client.stream.request.request_id)
 
+    def _crash(self) -> None:
+        """Somebody kills the Worker, if one runs."""
+        executor = self.monitor.executor
+        if executor.ready:
+            self.monitor.saw("Worker killed with plans under way" if self.driver._in_flight else "idle Worker killed")
+            if any(seq.num_generated_tokens for seq in self.driver.scheduler.running):
+                self.monitor.saw("Worker killed amid generation")
+            if self.driver.scheduler._forks:
+                self.monitor.saw("Worker killed while samples wait to fork")
+            executor.kill(from_outside=True)
+        else:
+            self.monitor.saw("nobody to kill: the Worker is being started again")
+
     async def _drain(self, event: Drain) -> None:
         self.clients.draining = True
         live = list(self.driver._live)
@@ -161,10 +128,11 @@ class DriverRun:
 
     async def _check_idle(self) -> None:
         driver = self.driver
-        await asyncio.sleep(4 * SLOW_STEP_SECONDS)  # tokens of what was aborted are still on their way
+        await asyncio.sleep(120)  # tokens of what was aborted are on their way, or the Worker is started again
         require(driver.health() is None, "health", f"idle, and health says {driver.health()}")
         self.monitor.check_idle()
         left = left_over(driver, but=("eos_token_ids",))
+        left |= left_over(driver._recovery, but=()) | left_over(driver._prefetcher, but=())
         require(not left, "leftovers", f"the Driver still has {left}")
         driver.stats_snapshot()
         gauges = driver.stats.num_requests_running.value, driver.stats.num_requests_waiting.value
@@ -194,6 +162,7 @@ def _patched(config: SimConfig, monitor: Monitor, loop: VirtualLoop) -> Iterator
         for module, name, value in (
             (engine.driver, "Scheduler", partial(WatchedScheduler, monitor, clock=loop.time)),
             (engine.driver, "BlockManager", partial(WatchedBlockManager, monitor)),
+            (engine.driver, "Recovery", partial(Recovery, clock=loop.time)),
             (engine.driver, "Executor", partial(SimExecutor, config, monitor)),
             (engine.driver, "time", clock),
             (engine.request_timings, "time", clock),
@@ -209,7 +178,8 @@ class _Errors(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None
-        if self._monitor.violation is None:
+        restarts = error is None and record.name == "engine.driver"  # it says so, and goes on
+        if self._monitor.violation is None and not restarts:
             detail = f"{record.getMessage()} ({type(error).__name__}: {error})"
             self._monitor.violation = error if isinstance(error, Violation) else Violation("engine-error", detail)
 

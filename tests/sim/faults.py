@@ -122,4 +122,19 @@ MUTANTS = (
         "pass",
     ),
     Mutant("failure of a sample not told", Driver, "_process", "live.stream.fail(", "str("),
+    # The restart of a Worker.
+    Mutant("lost token still on its way", Scheduler, "reset", "seq.num_pending_tokens = ", ""),
+    Mutant("fork waits by itself and for its parent", Scheduler, "reset", "if seq.fork_of is None", ""),
+    Mutant(
+        "host tier outlives its Worker", BlockManager, "reset", "= host_tier", "= getattr(self, 'host_tier', host_tier)"
+    ),
+    Mutant("plans of the dead Worker awaited", Driver, "_blame", "self._in_flight.clear()", "pass"),
+    Mutant("a kill from outside is held against requests", Driver, "_blame", "owners = []", "pass"),
+    Mutant(
+        "a token does not clear of suspicion",
+        Driver,
+        "_process",
+        "self._recovery.clear(live.stream.request.request_id)",
+        "pass",
+    ),
 )

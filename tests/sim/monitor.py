@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,6 +15,9 @@ from tests.sim.model import Reference
 from tests.sim.swarm import Arrival, SimConfig
 from tests.sim.violation import Violation, fail, require
 from tests.sim.watched import WatchedScheduler, sequences_of
+
+if TYPE_CHECKING:
+    from tests.sim.executor import SimExecutor
 
 OWN_CHECKS_EVERY = 16  # steps between two calls of the scheduler's own check_invariants
 
@@ -59,9 +63,11 @@ class Monitor:
         self.violation: Violation | None = None
         self.results: dict[int, StepResult] = {}
         self.saw = coverage.saw
+        self.executor: SimExecutor
         self._digest = hashlib.sha256()
         self._samples = {arrival.seed_of(i): (arrival, i) for arrival in arrivals for i in range(arrival.params.n)}
         self._salts: dict[int, str] = {}
+        self._deadly: set[int] = set()
         self._num_emitted: dict[int, int] = {}
         self._in_flight = 0
 
@@ -111,7 +117,19 @@ class Monitor:
 
     def added(self, seq: Sequence) -> None:
         self._salts[seq.seq_id] = seq.cache_salt
+        if self._samples[seq.seed][0].deadly:
+            self._deadly.add(seq.seq_id)
         self._num_emitted[seq.seq_id] = 0
+
+    def is_deadly(self, seq_id: int) -> bool:
+        return seq_id in self._deadly
+
+    def restarted(self) -> None:
+        """The Driver has begun again with an empty pool: so does the device."""
+        self._in_flight = 0
+        self.results.clear()
+        self.attach(self.scheduler)
+        self.check()
 
     def planned(self, plan: StepPlan | None, head: Sequence | None) -> None:
         if plan is None:
@@ -172,10 +190,14 @@ class Monitor:
                 fail("queues", f"{seq} is among the waiting")
             if seq.block_table or seq.num_computed_tokens:
                 fail("queues", f"{seq} waits and holds blocks")
-        for queue in (running, waiting):
+        for queue in (running, waiting, scheduler.held):
             orders = [seq.order for seq in queue]
             if orders != sorted(set(orders)):
                 fail("queues", f"not in order, or twice in a queue: {orders}")
+        for seq in scheduler.held:
+            if seq.status is not SequenceStatus.WAITING or seq.block_table or seq.num_computed_tokens:
+                fail("queues", f"{seq} is held")
+            self.saw("request held while another runs alone")
         if len(running) > scheduler.max_num_seqs:
             fail("budget", f"{len(running)} sequences run")
 

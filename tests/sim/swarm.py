@@ -47,6 +47,8 @@ class SimConfig:
     stop_rate: float
     min_tokens_rate: float
     drain_rate: float
+    crash_rate: float
+    deadly_rate: float
 
     @property
     def max_blocks_per_seq(self) -> int:
@@ -58,8 +60,9 @@ class Arrival:
     """A request.
 
     `references` has what each of its n samples must become (greedy ones are all the same). `leave_after` is a client
-    that goes after so many tokens, `read_every` the time between two of its reads (0: at once); both need the Driver.
-    An `ambush` goes before all others and lies in wait until another request is about to fork.
+    that goes after so many tokens, `read_every` the time between two of its reads (0: at once). Whatever plan a
+    `deadly` one is in, the Worker dies of it. These need the Driver. An `ambush` goes before all others and lies in
+    wait until another request is about to fork.
     """
 
     at: float
@@ -73,6 +76,7 @@ class Arrival:
     leave_after: int | None
     read_every: float
     ambush: bool
+    deadly: bool
 
     def seed_of(self, sample: int) -> int:
         assert self.params.seed is not None
@@ -95,7 +99,14 @@ class Drain:
     timeout: float
 
 
-Event = Arrival | Abort | Drain
+@dataclass(frozen=True)
+class Crash:
+    """The Worker is killed from outside; its blocks and the tokens on their way are lost."""
+
+    at: float
+
+
+Event = Arrival | Abort | Drain | Crash
 
 
 def draw_config(seed: int, rng: random.Random, for_driver: bool) -> SimConfig:
@@ -148,6 +159,8 @@ def draw_config(seed: int, rng: random.Random, for_driver: bool) -> SimConfig:
         stop_rate=rng.choice([0.0, 0.5]),
         min_tokens_rate=rng.choice([0.0, 0.5]),
         drain_rate=0.3,
+        crash_rate=rng.choice([0, 0, 0.05, 0.3]),
+        deadly_rate=rng.choice([0, 0, 0, 0.05]),
     )
 
 
@@ -169,6 +182,8 @@ def draw_events(config: SimConfig, rng: random.Random, for_driver: bool) -> list
         if rng.random() < config.abort_rate:
             at = now + rng.choice([0, rng.uniform(0, 5), rng.uniform(0, 40)])
             events.append(Abort(at, rng.choice(ABORT_TARGETS), rng.randrange(1000), rng.random() < 0.7))
+        if for_driver and rng.random() < config.crash_rate:
+            events.append(Crash(now + rng.choice([0, rng.uniform(0, 5), rng.uniform(0, 40)])))
     if for_driver and rng.random() < config.drain_rate:
         events.append(Drain(rng.uniform(0, now + 10), rng.choice([0, 5, 50, 1e5])))
     return sorted(events, key=lambda event: event.at)
@@ -230,6 +245,7 @@ def _draw_arrival(
         max_num_tokens=max_num_tokens,
         priority=priority,
         ambush=priority == AMBUSH_PRIORITY,
+        deadly=for_driver and rng.random() < config.deadly_rate,
         salt=salt,
         references=references,
         leave_after=rng.randint(0, 6) if leaves else None,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from engine.block_manager import Allocation, BlockManager, Prefix
 from engine.outputs import FinishReason
 from engine.scheduler import Scheduler
-from engine.sequence import Sequence, SequenceStatus
+from engine.sequence import BlockKey, Sequence, SequenceStatus
 from engine.step import SampledToken, StepPlan, StepResult
 from tests.sim.model import mix
 from tests.sim.violation import fail
@@ -154,20 +154,23 @@ class WatchedBlockManager(BlockManager):
     def free(self, seq: Sequence, *, discard: bool = False) -> None:
         if self.planning:
             self._count_preemption(seq)
-        alone = [block for block_id in seq.block_table if (block := self.blocks[block_id]).ref_count == 1]
-        if discard and len(alone) < len(seq.block_table):
-            self.monitor.saw("failed sequence whose blocks were shared")
-        if discard and any(block.key is not None for block in alone):
-            self.monitor.saw("failed sequence whose blocks were cached")
-        keys = [block.key for block in alone if block.key is not None]
-        if discard and self.host_tier is not None and any(key in self.host_tier for key in keys):
-            self.monitor.saw("failed sequence whose blocks lie in the host tier")
+        blocks = [self.blocks[block_id] for block_id in seq.block_table]
+        keys = [block.key for block in blocks if block.key is not None]
+        alone = {block.block_id for block in blocks if block.ref_count == 1}
+        if discard:
+            self._count_discard(len(alone) < len(blocks), keys)
         super().free(seq, discard=discard)
-        self.forked.difference_update(block.block_id for block in alone)
-        if discard and any(block.key is not None for block in alone):
-            fail("failed-in-cache", f"{seq} failed, and blocks that it alone held may still be served")
-        if discard and self.host_tier is not None and any(key in self.host_tier for key in keys):
-            fail("failed-in-cache", f"{seq} failed, and blocks that it alone held may still be served from the host")
+        self.forked -= alone
+        if discard and any(key in self.cached_blocks or key in (self.host_tier or ()) for key in keys):
+            fail("failed-in-cache", f"{seq} failed, and blocks that it held may still be served")
+
+    def _count_discard(self, shared: bool, keys: list[BlockKey]) -> None:
+        if shared:
+            self.monitor.saw("failed sequence whose blocks were shared")
+        if keys:
+            self.monitor.saw("failed sequence whose blocks were cached")
+        if any(key in (self.host_tier or ()) for key in keys):
+            self.monitor.saw("failed sequence whose blocks lie in the host tier")
 
     def _count_preemption(self, seq: Sequence) -> None:
         if seq.num_computed_tokens < seq.num_prompt_tokens:
@@ -212,6 +215,12 @@ class WatchedScheduler(Scheduler):
         if fork.status is SequenceStatus.WAITING:
             self.monitor.saw("fork finds no row free")
 
+    def reset(self, *args: Any, **kwargs: Any) -> None:
+        with self.monitor.checking():
+            super().reset(*args, **kwargs)
+            self.watched_blocks.forked.clear()
+            self.monitor.restarted()
+
     def update(self, result: StepResult) -> list[tuple[Sequence, SampledToken]]:
         with self.monitor.checking():
             fresh = super().update(result)
@@ -248,3 +257,4 @@ class WatchedScheduler(Scheduler):
 def sequences_of(scheduler: Scheduler) -> Iterable[Sequence]:
     yield from scheduler.running
     yield from scheduler.waiting
+    yield from scheduler.held

@@ -132,7 +132,5 @@ def test_format_bytes(value, text):
 def test_host_tier_within_what_is_free():
     assert num_host_blocks(EngineConfig(), 1 << 20, 0) == 0
     assert num_host_blocks(EngineConfig(swap_space=0.5), 3 << 20, 1 << 30) == 170
-    with pytest.raises(
-        ConfigError, match=r"swap_space: 2.0 GiB is more than the 1.0 GiB that are free; use --swap"
-    ):
+    with pytest.raises(ConfigError, match=r"swap_space: 2.0 GiB is more than the 1.0 GiB that are free; use --swap"):
         num_host_blocks(EngineConfig(swap_space=2), 1 << 20, 1 << 30)

@@ -175,6 +175,24 @@ def test_a_step_that_fails_as_a_whole_ends_it_with_a_traceback(tmp_path, model_d
     assert "KeyError: 99" in (tmp_path / "log").read_text()
 
 
+def test_asked_where_it_is_it_writes_its_stacks_and_works_on(tmp_path, model_dir):
+    """What the Driver does before it kills a Worker that hangs."""
+    with open(tmp_path / "log", "w+b") as log:
+        worker = Process(stderr=log)
+        _, ready = worker.start(model_dir)
+        assert isinstance(ready, WorkerReady)
+        worker.process.send_signal(signal.SIGUSR1)
+        end = time.monotonic() + PATIENCE
+        while b"in serve" not in (text := Path(log.name).read_bytes()):
+            assert time.monotonic() < end, text
+            time.sleep(0.01)
+        assert b"Thread" in text and b"worker.py" in text
+        worker.send(StepPlan(1, [], [], []))
+        assert worker.receive().step_id == 1
+        worker.close()
+        assert worker.wait(PATIENCE) == 0
+
+
 def test_the_death_of_the_driver_ends_it_within_two_seconds(tmp_path, model_dir):
     """A Driver that is killed, while a copy of its socket lives on in another process: no hang-up to see."""
     script = textwrap.dedent(f"""

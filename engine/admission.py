@@ -1,0 +1,81 @@
+"""Whether a request can run on the model that is loaded, and whether a live one still can on one loaded anew."""
+
+from dataclasses import dataclass
+
+from engine.errors import ContextLengthError, InvalidRequestError
+from engine.request import Request
+from engine.sequence import Sequence
+from engine.step import WorkerReady
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What is served, once it is known. `vocab_size` is the width of the logits; `memory` is in bytes."""
+
+    max_model_len: int
+    vocab_size: int
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    device: str
+    dtype: str
+    memory: dict[str, int]
+
+    @classmethod
+    def of(cls, ready: WorkerReady, block_size: int) -> "ModelInfo":
+        """What the Worker says, with the context cut to what its pool holds."""
+        return cls(
+            max_model_len=min(ready.max_model_len, ready.num_blocks * block_size),
+            vocab_size=ready.vocab_size,
+            num_blocks=ready.num_blocks,
+            block_size=block_size,
+            max_num_seqs=ready.max_num_seqs,
+            max_num_batched_tokens=ready.max_num_batched_tokens,
+            device=ready.device,
+            dtype=ready.dtype,
+            memory=ready.memory,
+        )
+
+
+def check_request(request: Request, model: ModelInfo) -> int:
+    """The most tokens, prompt included, that a sample of `request` may have; raises InvalidRequestError."""
+    ids, params, limit = request.prompt_token_ids, request.params, model.max_model_len
+    if not ids:
+        raise InvalidRequestError("The prompt is empty: at least one token is needed.", request.prompt_param)
+    if len(ids) >= limit:
+        raise ContextLengthError(
+            f"The prompt has {len(ids)} tokens; this model takes at most {limit} tokens in all, so a prompt of up "
+            f"to {limit - 1}. Shorten it.",
+            request.prompt_param,
+        )
+    if min(ids) < 0 or max(ids) >= model.vocab_size:
+        wrong = next(i for i in ids if not 0 <= i < model.vocab_size)
+        raise InvalidRequestError(
+            f"The prompt holds token id {wrong}; this model's ids are 0 to {model.vocab_size - 1}.",
+            request.prompt_param,
+        )
+    params.check_token_ids(model.vocab_size)
+    if params.max_tokens is None:
+        return limit
+    if len(ids) + params.max_tokens > limit:
+        raise ContextLengthError(
+            f"The prompt has {len(ids)} tokens and max_tokens is {params.max_tokens}; together they may be at most "
+            f"{limit}. Lower max_tokens to {limit - len(ids)} or shorten the prompt.",
+            "max_tokens",
+        )
+    return len(ids) + params.max_tokens
+
+
+def fits_still(seq: Sequence, model: ModelInfo) -> bool:
+    """Whether a live sequence can be finished on a Worker that has come back, perhaps with a smaller pool.
+
+    One that was to run up to the context limit (max_tokens was not given) now has the new limit.
+    """
+    limit = model.max_model_len
+    if seq.max_num_tokens <= limit:
+        return True
+    if seq.params.max_tokens is not None or len(seq.token_ids) >= limit:
+        return False
+    seq.max_num_tokens = limit
+    return True

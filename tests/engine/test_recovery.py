@@ -1,0 +1,130 @@
+"""The policy after a death: budget, backoff, suspicion; and when a Worker counts as hung. No process, no clock."""
+
+import pytest
+
+from engine.errors import EngineError
+from engine.recovery import Recovery, StepWatch
+
+CAUSE = EngineError("the Worker was eaten")
+
+
+class Clock:
+    def __init__(self):
+        self.now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_the_first_death_costs_no_time_and_each_next_one_twice_as_much():
+    recovery = Recovery(100, 600.0, Clock())
+    delays = []
+    for _ in range(10):
+        recovery.record_death([])
+        delays.append(recovery.backoff(CAUSE))
+    assert delays == [0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
+
+
+def test_the_budget_is_a_sliding_window():
+    clock = Clock()
+    recovery = Recovery(3, 600.0, clock)
+    for _ in range(20):  # one death in 200.1 s: never more than three in a window, for ever
+        recovery.record_death([])
+        assert recovery.backoff(CAUSE) <= 1.0
+        clock.now += 200.1
+    clock.now += 600
+    for _ in range(3):
+        recovery.record_death([])
+        recovery.backoff(CAUSE)
+    clock.now += 600  # the three are just still within
+    recovery.record_death([])
+    with pytest.raises(EngineError, match=r"was eaten; .* number 4 .* within 600 s.* max_worker_restarts is 3"):
+        recovery.backoff(CAUSE)
+
+
+def test_no_budget_means_no_restart():
+    recovery = Recovery(0, 600.0, Clock())
+    recovery.record_death([])
+    with pytest.raises(EngineError):
+        recovery.backoff(CAUSE)
+
+
+def test_who_was_there_at_two_deaths_runs_alone_and_at_the_third_is_guilty():
+    recovery = Recovery(9, 600.0, Clock())
+    assert recovery.record_death(["a", "b"]) == [] and recovery.suspect is None
+    assert recovery.record_death(["b", "c"]) == [] and recovery.suspect == "b"
+    assert recovery.record_death(["b"]) == ["b"]
+    recovery.clear("b")
+    assert recovery.suspect is None
+
+
+def test_suspects_come_one_after_the_other_and_a_token_clears():
+    recovery = Recovery(9, 600.0, Clock())
+    for _ in range(2):
+        recovery.record_death(["a", "b", "c"])
+    assert recovery.suspect == "a"
+    recovery.clear("a")
+    assert recovery.suspect == "b"
+    assert recovery.record_death(["b"]) == ["b"], "a and c were not there"
+    recovery.clear("b")
+    assert recovery.suspect == "c"
+    recovery.clear("c")
+    assert recovery.suspect is None
+    assert recovery.record_death(["a", "c"]) == [] and recovery.suspect is None, "they begin anew"
+
+
+def test_who_moves_on_between_deaths_is_never_suspected():
+    recovery = Recovery(1000, 600.0, Clock())
+    for _ in range(50):
+        assert recovery.record_death(["a"]) == [] and recovery.suspect is None
+        recovery.clear("a")
+
+
+def test_a_request_that_is_in_no_plan_gets_no_blame():
+    recovery = Recovery(9, 600.0, Clock())
+    recovery.record_death(["a"])
+    for _ in range(5):
+        assert recovery.record_death([]) == [] and recovery.suspect is None
+
+
+def finished_first_steps(timeout):
+    watch = StepWatch(timeout)
+    for _ in range(StepWatch.FIRST_STEPS):
+        watch.sent()
+        watch.received()
+    return watch
+
+
+def ticks_until_hung(watch, at_most=1000):
+    return next(i for i in range(1, at_most) if watch.tick())
+
+
+def test_a_step_gets_its_time_and_no_more():
+    watch = finished_first_steps(2.0)
+    watch.sent()
+    seconds = ticks_until_hung(watch) * watch.interval
+    assert 2.0 <= seconds <= 2.5
+    assert watch.silence == pytest.approx(seconds)
+
+
+def test_first_steps_may_compile():
+    for timeout, allowed in ((2.0, 10.0), (60.0, 300.0), (100.0, 300.0), (300.0, 300.0), (900.0, 900.0)):
+        watch = StepWatch(timeout)
+        watch.sent()
+        assert allowed <= ticks_until_hung(watch) * watch.interval <= allowed + 2.01 * watch.interval
+
+
+def test_an_idle_worker_never_hangs_and_the_time_starts_with_the_plan():
+    watch = finished_first_steps(1.0)
+    assert not any(watch.tick() for _ in range(100))
+    watch.sent()
+    assert ticks_until_hung(watch) > StepWatch.TICKS
+
+
+def test_each_result_gives_new_time():
+    watch = finished_first_steps(1.0)
+    watch.sent()
+    for _ in range(30):
+        watch.sent()
+        assert not any(watch.tick() for _ in range(StepWatch.TICKS))
+        watch.received()

@@ -1,0 +1,228 @@
+"""The proof of the journal: real server, real Worker, the bundled model in fp32, over HTTP.
+
+Many live streams; the Worker is killed (kill -9) three times at random moments and then stopped (SIGSTOP) once. Every
+stream completes, with the very bytes of an undisturbed run. JOURNAL_STREAMS sets how many (16 in `make test`, 64 in
+`make journal`, which prints the figures).
+
+In bf16 (`make journal` does both) a recomputed context may differ in its last bits, so the text after a death may be
+another one, as good. What was sent stays sent: there, each sample must have exactly the tokens that it asked for.
+"""
+
+import asyncio
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import pytest
+
+from benchmarks.startup import free_port, wait_ready
+from tests.server.test_soak import gauge, metrics
+
+NUM_STREAMS = int(os.environ.get("JOURNAL_STREAMS", "16"))
+SEED = int(os.environ.get("JOURNAL_SEED", str(random.getrandbits(32))))
+DTYPES = os.environ.get("JOURNAL_DTYPES", "float32").split(",")
+FAULTS = [signal.SIGKILL, signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP]
+MAX_TOKENS = 400
+STEP_TIMEOUT = 1.5
+OPTIONS = ["--device", "cpu", "--step-timeout", str(STEP_TIMEOUT), "--keep-alive-interval", "0.5"]
+
+SPECIAL_TOKEN = re.compile(r"<\|\w+\|>")
+
+OPENINGS = ("Once upon a time, a small fox", "The old clock on the wall", "A dragon and a mouse", "Hello")
+KINDS = (
+    {"temperature": 0.0},
+    {"temperature": 0.9, "seed": 11},
+    {"temperature": 1.0, "seed": 12, "presence_penalty": 0.6, "frequency_penalty": 0.3, "repetition_penalty": 1.1},
+    {"temperature": 1.1, "seed": 13, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "logprobs": 1},
+    {"temperature": 0.0, "repetition_penalty": 1.3, "stop": ["zebra crossing", "\n\n\n\n\n"]},
+    {"temperature": 0.8, "seed": 14, "n": 2},
+    {"temperature": 0.7, "seed": 15, "stop": [" ocean", " 7"], "ignore_eos": False},
+    {"temperature": 1.0, "seed": 16, "logit_bias": {"300": 2.0}, "min_tokens": 50},
+)
+
+
+@dataclass
+class Stream:
+    """One client: what it asked and what came, by sample."""
+
+    body: dict
+    texts: dict[int, str] = field(default_factory=dict)
+    tokens: dict[int, list[str]] = field(default_factory=dict)
+    reasons: dict[int, tuple] = field(default_factory=dict)
+    usage: dict = field(default_factory=dict)
+    num_chunks: int = 0
+    comments: int = 0
+    last_data: float = 0.0
+    longest_pause: float = 0.0
+    done: bool = False
+
+    async def read(self, client: httpx.AsyncClient) -> None:
+        async with client.stream("POST", "/v1/completions", json=self.body) as response:
+            assert response.status_code == 200
+            async for line in response.aiter_lines():
+                if line.startswith(":"):
+                    self.comments += 1
+                elif line == "data: [DONE]":
+                    self.done = True
+                elif line:
+                    self.take(json.loads(line.removeprefix("data: ")))
+
+    def take(self, chunk: dict) -> None:
+        assert "error" not in chunk, chunk
+        now = time.monotonic()
+        self.longest_pause = max(self.longest_pause, now - (self.last_data or now))
+        self.last_data = now
+        self.num_chunks += 1
+        self.usage = chunk["usage"] or self.usage
+        for choice in chunk["choices"]:
+            index = choice["index"]
+            self.texts[index] = self.texts.get(index, "") + choice["text"]
+            self.tokens.setdefault(index, []).extend((choice.get("logprobs") or {}).get("tokens", []))
+            if choice["finish_reason"]:
+                assert index not in self.reasons, "a sample ends once"
+                self.reasons[index] = choice["finish_reason"], choice.get("stop_reason")
+
+    def outcome(self) -> tuple:
+        counts = {name: self.usage.get(name) for name in ("prompt_tokens", "completion_tokens")}
+        return self.done, self.texts, self.tokens, self.reasons, counts
+
+
+def body(i: int, model: str) -> dict:
+    base = {"model": model, "stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
+    base |= {"prompt": f"{OPENINGS[i % len(OPENINGS)]} number {i}", "max_tokens": MAX_TOKENS}
+    return base | KINDS[(i // len(OPENINGS) + i) % len(KINDS)]
+
+
+@pytest.fixture(scope="module", params=DTYPES)
+def server(request):
+    """(base URL, process, dtype)"""
+    port = free_port()
+    command = [sys.executable, "-m", "server.cli", "serve", "--port", str(port), "--dtype", request.param, *OPTIONS]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+            wait_ready(client, process)
+        yield f"http://127.0.0.1:{port}", process, request.param
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+
+
+def worker_of(process: subprocess.Popen) -> int:
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    [pid] = [pid for pid in children if b"engine.worker.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return int(pid)
+
+
+async def run_streams(base_url: str, model: str, disturb=None) -> list[Stream]:
+    streams = [Stream(body(i, model)) for i in range(NUM_STREAMS)]
+    limits = httpx.Limits(max_connections=NUM_STREAMS + 4)
+    async with httpx.AsyncClient(base_url=base_url, timeout=120, limits=limits) as client:
+        tasks = [asyncio.create_task(stream.read(client)) for stream in streams]
+        if disturb is not None:
+            tasks.append(asyncio.create_task(disturb(client, streams)))
+        await asyncio.gather(*tasks)
+    return streams
+
+
+async def wait_for(condition, seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not await condition():
+        assert time.monotonic() < end, "it never came"
+        await asyncio.sleep(0.01)
+
+
+class Disturbance:
+    """Hits the Worker at random moments at which the streams flow; notes what they and the probes show."""
+
+    def __init__(self, process: subprocess.Popen, rng: random.Random) -> None:
+        self._process, self._rng = process, rng
+        self.num_live: list[int] = []  # streams that were hit, for each fault
+        self.pauses: list[float] = []  # seconds from the fault to ready again
+
+    async def __call__(self, client: httpx.AsyncClient, streams: list[Stream]) -> None:
+        for fault in FAULTS:
+            await self._wait_until_all_flow(streams)
+            await asyncio.sleep(self._rng.uniform(0.0, 0.5))
+            self.num_live.append(sum(not stream.done for stream in streams))
+            os.kill(worker_of(self._process), fault)
+            await self._wait_for_restart(client)
+
+    async def _wait_until_all_flow(self, streams: list[Stream]) -> None:
+        seen = {id(stream): stream.num_chunks for stream in streams}
+
+        async def all_flow() -> bool:
+            return all(stream.done or stream.num_chunks > seen[id(stream)] + 2 for stream in streams)
+
+        await wait_for(all_flow)
+
+    async def _wait_for_restart(self, client: httpx.AsyncClient) -> None:
+        hit = time.monotonic()
+        phases = set()
+
+        async def ready_again() -> bool:
+            answer = await client.get("/ready")
+            phases.add((answer.status_code, answer.json()["phase"]))
+            assert (await client.get("/health")).status_code == 200
+            return (503, "restarting") in phases and answer.status_code == 200
+
+        await wait_for(ready_again)
+        self.pauses.append(time.monotonic() - hit)
+
+
+def report(disturbed: list[Stream], undisturbed: list[Stream], disturbance: Disturbance, found: dict) -> str:
+    pairs = zip(disturbed, undisturbed, strict=True)
+    return (
+        f"{sum(stream.done for stream in disturbed)} of {NUM_STREAMS} streams complete, "
+        f"{sum(stream.outcome() == calm.outcome() for stream, calm in pairs)} byte-identical to the undisturbed run "
+        f"(seed {SEED})\n"
+        f"streams live at each fault: {disturbance.num_live}; "
+        f"from the fault to ready again: {', '.join(f'{pause:.1f} s' for pause in disturbance.pauses)}\n"
+        f"longest pause of a stream: {max(stream.longest_pause for stream in disturbed):.1f} s, undisturbed "
+        f"{max(stream.longest_pause for stream in undisturbed):.1f} s; "
+        f"keep-alive comments: {sum(stream.comments for stream in disturbed)}\n"
+        f"restarts: {gauge(found, 'pageserve:worker_restarts_total'):.0f}, "
+        f"sequences recomputed: {gauge(found, 'pageserve:recomputed_sequences_total'):.0f}, "
+        f"tokens recomputed: {gauge(found, 'pageserve:recomputed_tokens_total'):.0f}, "
+        f"generated: {sum(stream.usage['completion_tokens'] for stream in disturbed)}"
+    )
+
+
+def check_tokens(stream: Stream) -> None:
+    """Nothing lost, nothing twice, as far as counts can say."""
+    body, num_samples = stream.body, stream.body.get("n", 1)
+    assert len(stream.texts) == len(stream.reasons) == num_samples
+    if "stop" not in body:
+        assert stream.usage["completion_tokens"] == MAX_TOKENS * num_samples
+        assert set(stream.reasons.values()) == {("length", None)}
+    if "logprobs" in body:
+        assert len(stream.tokens[0]) == stream.usage["completion_tokens"]
+        assert SPECIAL_TOKEN.sub("", "".join(stream.tokens[0])) == stream.texts[0]
+
+
+def test_every_stream_lives_through_the_deaths_of_the_worker(server):
+    base_url, process, dtype = server
+    with httpx.Client(base_url=base_url, timeout=60) as client:
+        model = client.get("/v1/models").json()["data"][0]["id"]
+        undisturbed = asyncio.run(run_streams(base_url, model))
+        disturbance = Disturbance(process, random.Random(SEED))
+        disturbed = asyncio.run(run_streams(base_url, model, disturbance))
+        found = metrics(client)
+    print(f"{dtype}: {report(disturbed, undisturbed, disturbance, found)}")
+    for stream, calm in zip(disturbed, undisturbed, strict=True):
+        assert stream.done
+        check_tokens(stream)
+        if dtype == "float32":
+            assert stream.outcome() == calm.outcome(), stream.body
+    assert gauge(found, "pageserve:worker_restarts_total") == len(FAULTS)
+    assert min(disturbance.num_live) > NUM_STREAMS // 2, "the faults came too late to show anything"
+    assert sum(stream.comments for stream in disturbed) > 0
+    assert gauge(found, "vllm:kv_cache_usage_perc") == gauge(found, "vllm:num_requests_waiting") == 0
