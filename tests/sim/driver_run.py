@@ -53,7 +53,10 @@ class DriverRun:
         self.monitor.raise_violation()
 
     def _end_tasks(self) -> None:
-        """What a violation left behind."""
+        """What a violation left behind; the engine loop may have ended with it, which nobody else will look at."""
+        engine_loop = getattr(getattr(self, "driver", None), "_task", None)
+        if engine_loop is not None and engine_loop.done() and not engine_loop.cancelled():
+            engine_loop.exception()
         tasks = asyncio.all_tasks(self.loop)
         for task in tasks:
             task.cancel()

@@ -121,7 +121,7 @@ MUTANTS = (
         "self.scheduler.finish(seq, FinishReason.STOP, match.stop)",
         "pass",
     ),
-    Mutant("failure of a sample not told", Driver, "_process", "live.stream.fail(", "str("),
+    Mutant("failure of a request not told", Driver, "_fail", "live.stream.fail(error)", "pass"),
     # The restart of a Worker.
     Mutant("lost token still on its way", Scheduler, "reset", "seq.num_pending_tokens = ", ""),
     Mutant("fork waits by itself and for its parent", Scheduler, "reset", "if seq.fork_of is None", ""),
@@ -130,11 +130,4 @@ MUTANTS = (
     ),
     Mutant("plans of the dead Worker awaited", Driver, "_blame", "self._in_flight.clear()", "pass"),
     Mutant("a kill from outside is held against requests", Driver, "_blame", "owners = []", "pass"),
-    Mutant(
-        "a token does not clear of suspicion",
-        Driver,
-        "_process",
-        "self._recovery.clear(live.stream.request.request_id)",
-        "pass",
-    ),
 )

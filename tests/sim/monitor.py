@@ -210,7 +210,7 @@ class Monitor:
         if counts != [block.ref_count for block in manager.blocks]:
             wrong = [i for i, block in enumerate(manager.blocks) if block.ref_count != counts[i]]
             fail("ref-counts", f"blocks {wrong}: the count is not the number of tables")
-        free = manager.free_blocks.ids()
+        free = [block.block_id for block in manager.walk_free()]
         if len(free) != len(manager.free_blocks) or len(free) != counts.count(0) or len(set(free)) != len(free):
             fail(
                 "free-list", f"{len(free)} blocks, length {len(manager.free_blocks)}, {counts.count(0)} without holder"

@@ -1,9 +1,9 @@
 """The classes under test, with hooks: they call the Monitor and change nothing."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from engine.block_manager import Allocation, BlockManager, Prefix
+from engine.block_manager import Allocation, Block, BlockManager, Prefix
 from engine.outputs import FinishReason
 from engine.scheduler import Scheduler
 from engine.sequence import BlockKey, Sequence, SequenceStatus
@@ -51,6 +51,15 @@ class WatchedBlockManager(BlockManager):
         self.registered_now: set[int] = set()  # block ids
         self.forked: set[int] = set()  # blocks that were shared while not full, and not written since
 
+    def walk_free(self) -> Iterator[Block]:
+        """The free list, given up after more steps than there are blocks: a broken one may be a ring."""
+        block = self.free_blocks._end.next_free
+        for _ in range(self.num_blocks + 1):
+            if block is None or block is self.free_blocks._end:
+                return
+            yield block
+            block = block.next_free
+
     def start_plan(self) -> None:
         self.planning = True
         self.allocated_now.clear()
@@ -92,7 +101,7 @@ class WatchedBlockManager(BlockManager):
     def _take_free(self) -> int:
         tier = self.host_tier
         num_offloads, num_kept = (0, 0) if tier is None else (tier.num_offloads, len(tier))
-        evicted = self.blocks[self.free_blocks.ids()[0]].key
+        evicted = next(self.walk_free()).key
         block_id = super()._take_free()
         if tier is not None and evicted is not None:
             if tier.num_offloads > num_offloads:
