@@ -6,7 +6,7 @@ module stays cheap and free of torch.
 
 from typing import Any
 
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "BeamSearchParams", "CompletionOutput", "RequestOutput", "SamplingParams"]
 
 
 def __getattr__(name: str) -> Any:
@@ -18,6 +18,10 @@ def __getattr__(name: str) -> Any:
         from engine.sampling_params import SamplingParams
 
         return SamplingParams
+    if name == "BeamSearchParams":
+        from engine.beam_search import BeamSearchParams
+
+        return BeamSearchParams
     if name in ("RequestOutput", "CompletionOutput"):
         import engine.outputs
 

@@ -12,13 +12,14 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import random
 import time
 from collections import deque
 from dataclasses import dataclass
 from functools import partial
 
 from engine.admission import ModelInfo, check_request, fits_still
+from engine.beam_group import begin_search
+from engine.beam_search import Hypothesis, check_beams
 from engine.block_manager import BlockManager
 from engine.checkpoint import model_identity, read_eos_token_ids, resolve_model, resolve_tokenizer
 from engine.config import EngineConfig
@@ -26,6 +27,7 @@ from engine.detokenizer import Detokenizer
 from engine.errors import EngineError, InvalidRequestError, PageserveError, QueueFullError, UnavailableError
 from engine.executor import WORKER_COMMAND, Executor, WorkerDiedError
 from engine.host_tier import HostTier
+from engine.kv_view import KVView, kv_view
 from engine.outputs import FinishReason, TokenLogprobs
 from engine.prefetch import Prefetcher
 from engine.recovery import Recovery
@@ -121,10 +123,13 @@ class Driver:
         if request.request_id in self._live:
             raise InvalidRequestError(f"A request with id {request.request_id!r} is running already.", "request_id")
         max_num_tokens = check_request(request, self.model)
+        if request.beam_search is not None:
+            check_beams(request.beam_search, self.eos_token_ids, self.model.vocab_size, self.scheduler.max_num_seqs)
         n = request.params.n
-        num_computed = 1 if request.params.greedy else n  # greedy samples are all the same
+        alike = request.params.greedy and request.beam_search is None  # greedy samples are all the same
+        num_computed = 1 if alike else n
         samples = [
-            (self._new_sequence(request, index, max_num_tokens), Detokenizer(self.tokenizer, request.params))
+            (request.sequence(index, next(self._counter), max_num_tokens), Detokenizer(self.tokenizer, request.params))
             for index in range(num_computed)
         ] * (n // num_computed)
         stream = RequestStream(request, samples, partial(self.abort, request.request_id))
@@ -134,6 +139,9 @@ class Driver:
         first, *forks = [seq for seq, _ in samples[:num_computed]]
         for index, seq in enumerate([first, *forks]):
             self._owners[seq.seq_id] = live, range(index, n, num_computed)
+        if request.beam_search is not None:
+            begin_search(request.beam_search, [first, *forks], self.eos_token_ids)
+            forks = []
         self._prefetcher.add(first, forks)
         self._schedule_pump()
         return stream
@@ -158,20 +166,20 @@ class Driver:
     def num_live_requests(self) -> int:
         return len(self._live)
 
+    @property
+    def _num_waiting(self) -> int:
+        return self.scheduler.num_waiting + self._prefetcher.num_waiting
+
     def stats_snapshot(self) -> None:
         """Bring the gauges, and the counters that the scheduler keeps, up to date."""
         if not hasattr(self, "scheduler"):
             return
-        scheduler, blocks = self.scheduler, self.scheduler.block_manager
-        self.stats.num_requests_running.value = len(scheduler.running)
-        self.stats.num_requests_waiting.value = scheduler.num_waiting
-        self.stats.kv_cache_usage_perc.value = blocks.usage
-        self.stats.num_preemptions.values[()] = scheduler.num_preemptions
-        self.stats.prefix_cache_queries.values[()] = blocks.num_prefix_queries
-        self.stats.prefix_cache_hits.values[()] = blocks.num_prefix_hits
-        if (tier := blocks.host_tier) is not None:
-            self.stats.host_tier_offloads.values[()] = tier.num_offloads
-            self.stats.host_tier_loads.values[()] = tier.num_loads
+        self.stats.take_from(self.scheduler)
+        self.stats.num_requests_waiting.value = self._num_waiting
+
+    def kv_view(self) -> KVView:
+        """What every KV block holds, as engine/kv_view.py says; UnavailableError before the model is loaded."""
+        return kv_view(getattr(self, "scheduler", None))
 
     async def drain(self, timeout: float) -> bool:
         """Accept nothing more and wait up to `timeout` seconds for what runs; whether all of it finished.
@@ -220,25 +228,9 @@ class Driver:
             raise UnavailableError(f"The engine has ended: {self._failure}")
         if self.phase not in SERVING_PHASES:
             raise UnavailableError(f"The server is not ready ({self.phase}). Try again shortly.")
-        if (waiting := self.scheduler.num_waiting) >= self._max_queued_requests:
+        if (waiting := self._num_waiting) >= self._max_queued_requests:
             retry_after = min(60.0, max(1.0, waiting * self._seconds_per_request))
             raise QueueFullError(f"{waiting} requests are waiting already. Try again later.", retry_after)
-
-    def _new_sequence(self, request: Request, index: int, max_num_tokens: int) -> Sequence:
-        seed = request.params.seed
-        if seed is None:
-            seed = random.getrandbits(64)
-        number = next(self._counter)
-        return Sequence(
-            number,
-            request.prompt_token_ids,
-            request.params,
-            seed=(seed + index * 0x9E3779B97F4A7C15) % 2**64,  # samples of one seed draw apart, the first as if alone
-            max_num_tokens=max_num_tokens,
-            priority=request.priority,
-            arrival=number,
-            cache_salt=request.cache_salt,
-        )
 
     # The loop.
 
@@ -319,7 +311,11 @@ class Driver:
         self._pump_scheduled = False
         if self._failure is not None or not self._executor.ready or not self._isolate_suspect():
             return
-        while len(self._in_flight) < self._max_in_flight and (plan := self.scheduler.schedule()) is not None:
+        while len(self._in_flight) < self._max_in_flight:
+            plan = self.scheduler.schedule()
+            self._end_searches()  # one may have found that it never fits
+            if plan is None:
+                break
             self._executor.send(plan)
             self._in_flight.append(plan)
             self.stats.iteration_tokens.observe(sum(step.num_tokens for step in plan.steps))
@@ -336,8 +332,9 @@ class Driver:
         for live in touched:
             self._recovery.clear(live.stream.request.request_id)
             if live.num_unfinished == 0:
-                self._retire(live, _overall_reason(live.stream.sequences()))
+                self._retire(live, live.stream.finish_reason)
             live.stream.wake()
+        self._end_searches()
         for seq_id, reason in result.failed.items():
             if seq_id in self._owners:
                 self._fail(self._owners[seq_id][0], EngineError(f"This request could not be finished: {reason}."))
@@ -438,6 +435,30 @@ class Driver:
             self.scheduler.isolate(None if suspect is None else self._live[suspect].stream.sequences())
         return True
 
+    # Beam searches.
+
+    def _end_searches(self) -> None:
+        """Hand over the hypotheses of beam searches that have ended, or what they failed of."""
+        groups, self.scheduler.ended_groups = self.scheduler.ended_groups, []
+        for group in groups:
+            live, _ = self._owners[group.slots[0].seq_id]
+            if group.error:
+                self._end_early(live, FinishReason.ERROR)
+                live.stream.fail(InvalidRequestError(group.error, "n"))
+                continue
+            for slot, result in zip(group.slots, group.results, strict=True):
+                self._deliver_result(live, slot, result)
+            self._retire(live, live.stream.finish_reason)
+            live.stream.wake()
+
+    def _deliver_result(self, live: _LiveRequest, slot: Sequence, result: Hypothesis) -> None:
+        (_, indices), now = self._owners[slot.seq_id], time.monotonic()
+        reason, slot.finish_reason = slot.finish_reason, None  # it belongs to the last token
+        for number, (token_id, logprob) in enumerate(result.tokens(), start=1):
+            if number == result.length:
+                slot.finish_reason = reason
+            self._deliver(live, indices, slot, SampledToken(slot.seq_id, token_id, logprob), now)
+
     # Ends.
 
     def _end_early(self, live: _LiveRequest, reason: FinishReason) -> None:
@@ -476,9 +497,3 @@ class Driver:
         if not self._ready.done():
             self._ready.set_exception(error)
             self._ready.exception()  # seen: whoever awaits wait_ready() gets it, and nobody need
-
-
-def _overall_reason(sequences: list[Sequence]) -> FinishReason:
-    """One reason for all samples: "length" when any of them was cut."""
-    reasons = {seq.finish_reason for seq in sequences}
-    return FinishReason.LENGTH if FinishReason.LENGTH in reasons else FinishReason.STOP

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from tqdm import tqdm
 
+from engine.beam_search import BeamSearchParams
 from engine.config import EngineConfig
 from engine.driver import Driver
 from engine.errors import EngineError, InvalidRequestError
@@ -42,6 +43,7 @@ class _Job:
     text: str | None
     token_ids: list[int]
     params: SamplingParams
+    beam_search: BeamSearchParams | None = None
 
 
 class LLM:
@@ -96,6 +98,23 @@ class LLM:
         jobs = [_job(self.tokenizer, *pair, index) for index, pair in enumerate(zip(prompt_list, params, strict=True))]
         return self._run(jobs, use_tqdm)
 
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, use_tqdm: bool = True
+    ) -> list[RequestOutput]:
+        """The `params.beam_width` best continuations of every prompt that beam search finds, best first.
+
+        Prompts, order and errors are those of `generate`. Each output has the logprobs of its tokens; its score is
+        `cumulative_logprob / len(token_ids) ** params.length_penalty`. A search whose hypotheses do not fit the KV
+        cache together has finish_reason "error".
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise InvalidRequestError("params must be a BeamSearchParams.", "params")
+        jobs = [
+            _job(self.tokenizer, prompt, params.sampling_params(), index, params)
+            for index, prompt in enumerate(_prompt_list(prompts))
+        ]
+        return self._run(jobs, use_tqdm)
+
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
@@ -146,7 +165,8 @@ class LLM:
 
         async def complete(index: int, job: _Job) -> RequestOutput:
             async with slots:
-                request = Request(f"llm-{next(self._request_numbers)}", job.token_ids, job.params)
+                number = next(self._request_numbers)
+                request = Request(f"llm-{number}", job.token_ids, job.params, beam_search=job.beam_search)
                 try:
                     output = await self._complete(request, job)
                 except InvalidRequestError as error:
@@ -171,7 +191,7 @@ class LLM:
             async for last in stream:
                 for part in last.outputs:
                     samples[part.index].add(part)
-        except EngineError as error:
+        except (EngineError, InvalidRequestError) as error:  # the latter: a beam search that does not fit
             logger.error("%s failed: %s", request.request_id, error)
             failed = True
         finally:
@@ -328,15 +348,17 @@ def _params_list(sampling_params: Any, count: int) -> list[SamplingParams]:
     return params
 
 
-def _job(tokenizer: Tokenizer, prompt: Any, params: SamplingParams, index: int) -> _Job:
+def _job(
+    tokenizer: Tokenizer, prompt: Any, params: SamplingParams, index: int, beam_search: BeamSearchParams | None = None
+) -> _Job:
     if isinstance(prompt, Mapping) and len(prompt) == 1:
         (key, value), *_ = prompt.items()
         if (key == "prompt" and isinstance(value, str)) or (key == "prompt_token_ids" and _is_token_ids(value)):
             prompt = value
     if isinstance(prompt, str):
-        return _Job(prompt, tokenizer.encode(prompt), params)
+        return _Job(prompt, tokenizer.encode(prompt), params, beam_search)
     if _is_token_ids(prompt):
-        return _Job(None, list(prompt), params)
+        return _Job(None, list(prompt), params, beam_search)
     raise InvalidRequestError(
         f"prompts[{index}] must be a text, a non-empty list of token ids, "
         '{"prompt": text} or {"prompt_token_ids": token ids}.',

@@ -42,6 +42,11 @@ class CompletionOutput(msgspec.Struct, frozen=True):
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
 
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """Sum over `logprobs`; None where none were asked for."""
+        return None if self.logprobs is None else sum(token.logprob for token in self.logprobs)
+
 
 class RequestOutput(msgspec.Struct, frozen=True):
     """`finished` is set on the last output, when every sample has ended. Counts are in tokens and cumulative."""

@@ -36,6 +36,10 @@ class Prefetcher:
         self._by_seq: dict[Sequence, _Fetch] = {}
         self._counter = itertools.count()
 
+    @property
+    def num_waiting(self) -> int:
+        return len(self._by_seq)
+
     def add(self, seq: Sequence, forks: list[Sequence]) -> None:
         """Schedule a new sequence, at once or when what the disk holds of it is there."""
         tier = self._scheduler.block_manager.host_tier

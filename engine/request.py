@@ -1,8 +1,11 @@
 """Request: what a caller hands to the Driver."""
 
+import random
 from dataclasses import dataclass
 
+from engine.beam_search import BeamSearchParams
 from engine.sampling_params import SamplingParams
+from engine.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,7 +15,8 @@ class Request:
     `request_id` must be unique among live requests (the server makes it, a client's own id is only echoed). Lower
     `priority` runs first; equal priorities are first come, first served. `cache_salt` separates tenants in the prefix
     cache: blocks are shared only between requests of equal salt. `prompt_param` is the field that errors about the
-    prompt name ("prompt" or "messages").
+    prompt name ("prompt" or "messages"). With `beam_search` the outputs are its hypotheses, and all come at the end:
+    `params` must then be its `sampling_params()`.
     """
 
     request_id: str
@@ -21,3 +25,18 @@ class Request:
     priority: int = 0
     cache_salt: str = ""
     prompt_param: str = "prompt"
+    beam_search: BeamSearchParams | None = None
+
+    def sequence(self, index: int, number: int, max_num_tokens: int) -> Sequence:
+        """Sample `index`; `number` is unique and grows with the time of arrival."""
+        seed = random.getrandbits(64) if self.params.seed is None else self.params.seed
+        return Sequence(
+            number,
+            self.prompt_token_ids,
+            self.params,
+            seed=(seed + index * 0x9E3779B97F4A7C15) % 2**64,  # samples of one seed draw apart, the first as if alone
+            max_num_tokens=max_num_tokens,
+            priority=self.priority,
+            arrival=number,
+            cache_salt=self.cache_salt,
+        )

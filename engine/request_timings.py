@@ -27,7 +27,7 @@ class RequestTimings:
             self._first_token = now
             stats.time_to_first_token.observe(now - self._arrival)
             stats.prompt_tokens.add(num_prompt_tokens)
-        if (last := self._last_tokens[index]) is not None:
+        if (last := self._last_tokens[index]) is not None and now > last:  # the tokens of a hypothesis come together
             stats.inter_token_latency.observe(now - last)
         self._last_tokens[index] = now
 

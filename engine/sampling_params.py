@@ -10,7 +10,7 @@ from engine.errors import InvalidRequestError
 MAX_SEED = 2**64 - 1
 MIN_SEED = -(2**63)
 MAX_STOP_STRINGS = 16
-MAX_LOGPROBS = 20
+MAX_LOGPROBS = 128
 MAX_N = 128
 
 
@@ -48,25 +48,25 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
         msgspec.structs.force_setattr(self, "stop_token_ids", tuple(self.stop_token_ids))
         if self.top_k == -1:  # vLLM's spelling of "off"
             msgspec.structs.force_setattr(self, "top_k", 0)
-        _require_int("n", self.n, 1, MAX_N)
-        _require_float("temperature", self.temperature, 0.0, 2.0**16)
-        _require_float("top_p", self.top_p, 0.0, 1.0, exclusive_low=True)
-        _require_int("top_k", self.top_k, 0, 2**31 - 1)
-        _require_float("min_p", self.min_p, 0.0, 1.0)
-        _require_float("repetition_penalty", self.repetition_penalty, 0.0, 100.0, exclusive_low=True)
-        _require_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _require_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        require_int("n", self.n, 1, MAX_N)
+        require_float("temperature", self.temperature, 0.0, 2.0**16)
+        require_float("top_p", self.top_p, 0.0, 1.0, exclusive_low=True)
+        require_int("top_k", self.top_k, 0, 2**31 - 1)
+        require_float("min_p", self.min_p, 0.0, 1.0)
+        require_float("repetition_penalty", self.repetition_penalty, 0.0, 100.0, exclusive_low=True)
+        require_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        require_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if self.seed is not None:
-            _require_int("seed", self.seed, MIN_SEED, MAX_SEED)
-        _require_int("min_tokens", self.min_tokens, 0, 2**31 - 1)
+            require_int("seed", self.seed, MIN_SEED, MAX_SEED)
+        require_int("min_tokens", self.min_tokens, 0, 2**31 - 1)
         if self.max_tokens is not None:
-            _require_int("max_tokens", self.max_tokens, 1, 2**31 - 1)
+            require_int("max_tokens", self.max_tokens, 1, 2**31 - 1)
             if self.min_tokens > self.max_tokens:
                 raise InvalidRequestError(
                     f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens}).", "min_tokens"
                 )
         if self.logprobs is not None:
-            _require_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+            require_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         if len(stop) > MAX_STOP_STRINGS:
             raise InvalidRequestError(
                 f"stop holds {len(stop)} strings; at most {MAX_STOP_STRINGS} are allowed.", "stop"
@@ -75,7 +75,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
             if not isinstance(text, str) or not text:
                 raise InvalidRequestError("stop must hold non-empty strings.", "stop")
         for token_id, bias in (self.logit_bias or {}).items():
-            _require_float(f"logit_bias[{token_id}]", bias, -100.0, 100.0, param="logit_bias")
+            require_float(f"logit_bias[{token_id}]", bias, -100.0, 100.0, param="logit_bias")
 
     def check_token_ids(self, vocab_size: int) -> None:
         """Raise InvalidRequestError unless every token id is below the model's logits width."""
@@ -91,12 +91,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
         return self.temperature < 1e-5  # below it, softmax(logits / temperature) overflows to one-hot anyway
 
 
-def _require_int(name: str, value: Any, low: int, high: int) -> None:
+def require_int(name: str, value: Any, low: int, high: int) -> None:
     if type(value) is not int or not low <= value <= high:
         raise InvalidRequestError(f"{name} must be an integer from {low} to {high}.", name)
 
 
-def _require_float(
+def require_float(
     name: str, value: Any, low: float, high: float, exclusive_low: bool = False, param: str | None = None
 ) -> None:
     number = type(value) in (int, float) and math.isfinite(value)

@@ -11,7 +11,8 @@ all their known tokens find room and the watermark stays free. When a running se
 is preempted: it gives up its blocks and waits again, to be recomputed. The first in order is never preempted by others
 and a single sequence always fits the pool, so something always progresses.
 
-Samples of one prompt are forks of the first of them: it computes the prompt for all, then they share its blocks.
+Samples of one prompt are forks of the first of them: it computes the prompt for all, then they share its blocks. The
+hypotheses of a beam search are forked and ended by their BeamGroup; they are admitted and preempted together.
 """
 
 import math
@@ -21,7 +22,8 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from itertools import takewhile
 
-from engine.block_manager import Allocation, BlockManager
+from engine.beam_group import BeamGroup
+from engine.block_manager import Allocation, BlockManager, Prefix
 from engine.host_tier import HostTier
 from engine.outputs import FinishReason
 from engine.sequence import Sequence, SequenceStatus
@@ -70,7 +72,9 @@ class Scheduler:
         self.waiting: list[Sequence] = []  # sorted by Sequence.order
         self.running: list[Sequence] = []  # sorted by Sequence.order
         self.held: list[Sequence] = []  # what isolate() keeps from running; they hold no blocks
+        self.ended_groups: list[BeamGroup] = []  # for the Driver to take out
         self.num_preemptions = 0
+        self._groups: set[BeamGroup] = set()
         self._sequences: dict[int, Sequence] = {}
         self._forks: dict[Sequence, list[Sequence]] = {}  # what waits for another to compute their common prompt
         self._removed: list[int] = []  # what the Worker must drop at the next plan
@@ -84,7 +88,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self.waiting) + len(self.held)
+        return len(self.waiting) + len(self.held) + sum(map(len, self._forks.values()))
 
     def add(self, seq: Sequence, forks: Iterable[Sequence] = ()) -> None:
         """Let a new sequence wait. It must fit the pool on its own: the Driver refuses those that never can.
@@ -93,6 +97,8 @@ class Scheduler:
         """
         self._sequences[seq.seq_id] = seq
         insort(self._queue_for(seq), seq, key=lambda s: s.order)
+        if seq.group is not None:
+            self._groups.add(seq.group)
         for fork in forks:
             self._sequences[fork.seq_id] = fork
             fork.fork_of = seq
@@ -125,7 +131,7 @@ class Scheduler:
         """Take in the tokens of a result; sequences that reach their end are finished and their blocks freed.
 
         Returns the (sequence, token) pairs that are new, in the order of the plan. A token of a sequence that finished
-        while the step was under way is thrown away.
+        while the step was under way is thrown away. Beam searches return nothing here: see `ended_groups`.
         """
         fresh = []
         for token in result.samples:
@@ -133,6 +139,9 @@ class Scheduler:
             if seq is None:
                 continue
             seq.num_pending_tokens -= 1
+            if seq.group is not None:
+                seq.group.take(seq, token, self)
+                continue
             seq.token_ids.append(token.token_id)
             fresh.append((seq, token))
             self._finish_if_ended(seq, token.token_id)
@@ -146,7 +155,7 @@ class Scheduler:
             return
         if seq.status is SequenceStatus.RUNNING:
             self._remove_sorted(self.running, seq)
-            self._removed.append(seq.seq_id)
+            self._drop_row(seq)
         elif seq.fork_of is not None:
             self._forks[seq.fork_of].remove(seq)
         else:
@@ -155,9 +164,29 @@ class Scheduler:
         self.block_manager.free(seq, discard=reason is FinishReason.ERROR)
         seq.status, seq.finish_reason, seq.stop_reason = SequenceStatus.FINISHED, reason, stop_reason
         del self._sequences[seq.seq_id]
+        if seq.group is not None and not seq.group.live:
+            self._groups.discard(seq.group)
         if forks := self._forks.pop(seq, None):  # the next one computes the prompt
             forks[0].fork_of = None
             self.add(forks[0], forks[1:])
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Let `child`, which is not live and has the tokens of `parent`, go on from where `parent` is.
+
+        It runs where `parent` runs, in a row that its group has kept free, else it waits.
+        """
+        self._sequences[child.seq_id] = child
+        child.block_keys = list(parent.block_keys)
+        if parent.status is SequenceStatus.RUNNING:
+            self.block_manager.fork(parent, child)
+            self._start_running(child)
+        else:
+            child.status = SequenceStatus.WAITING
+            insort(self._queue_for(child), child, key=lambda s: s.order)
+
+    def resend(self, seq: Sequence) -> None:
+        """The last known token is not the one that the Worker sampled: the next plan with `seq` brings it anew."""
+        self._drop_row(seq)
 
     def isolate(self, sequences: Collection[Sequence] | None) -> None:
         """Let these alone run, until the next call; all others give up their blocks and are held. None: all may run."""
@@ -182,6 +211,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         for seq in self._sequences.values():
             seq.status = SequenceStatus.WAITING
+            seq.in_worker = False
             seq.block_table = []
             seq.num_computed_tokens = seq.num_pending_tokens = seq.num_registered_blocks = 0
         waiting = [seq for seq in self._sequences.values() if seq.fork_of is None]
@@ -198,7 +228,8 @@ class Scheduler:
         assert self.waiting == sorted(self.waiting, key=lambda s: s.order)
         assert all(seq.status is SequenceStatus.RUNNING for seq in self.running)
         assert all(seq.status is SequenceStatus.WAITING and not seq.block_table for seq in self.waiting + self.held)
-        assert len(self.running) <= self.max_num_seqs
+        assert self._num_rows <= self.max_num_seqs
+        assert all(group.live for group in self._groups)
         forks = [fork for group in self._forks.values() for fork in group]
         assert all(fork.fork_of is not None and not fork.block_table for fork in forks)
         everyone = self.running + self.waiting + self.held + forks
@@ -229,12 +260,18 @@ class Scheduler:
         return plan
 
     def _allocate_or_preempt(self, seq: Sequence, num_tokens: int, plan: _RunningSteps) -> Allocation | None:
-        """Blocks for `seq`, preempting from the end of the order; None when `seq` itself was the last."""
+        """Blocks for `seq`, preempting from the end of the order; None when `seq` or its group was the last."""
         while (blocks := self.block_manager.allocate(seq, num_tokens)) is None:
-            victim = self._victim(seq)
-            plan.drop(victim)
-            self._preempt(victim)
-            if victim is seq:
+            last = self._victim(seq)
+            victims = [last] if last.group is None else last.group.running
+            for victim in victims:
+                plan.drop(victim)
+            if last.group is not None and len(victims) == len(self.running):
+                self._fail_group(last.group)  # it has all blocks there are
+            else:
+                for victim in victims:
+                    self._preempt(victim)
+            if seq in victims:
                 return None
         return blocks
 
@@ -246,7 +283,7 @@ class Scheduler:
     def _preempt(self, seq: Sequence) -> None:
         """Give up the blocks and wait again. A token that is still on its way stays valid: it was computed."""
         self._remove_sorted(self.running, seq)
-        self._removed.append(seq.seq_id)
+        self._drop_row(seq)
         self.block_manager.free(seq)
         seq.status = SequenceStatus.WAITING
         seq.num_preemptions += 1
@@ -256,13 +293,15 @@ class Scheduler:
 
     def _admit_waiting(self, budget: int, plan: StepPlan) -> None:
         """Move sequences from waiting to running, in order, until one finds no room."""
-        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
-            seq = self.waiting[0]
+        while self.waiting and budget > 0 and self._has_row(seq := self.waiting[0]):
             if seq.num_pending_tokens:  # preempted with a token on its way: it is back after the next result
                 break
-            prefix = self.block_manager.match_prefix(seq)
-            spare = self.watermark_blocks + len(self._forks.get(seq, ())) if self.running else 0
-            if not self.block_manager.can_admit(seq, prefix, spare):
+            prefix = self._match_prefix(seq)
+            if not self._has_blocks(seq, prefix):
+                # With others of the group in this very plan, the next one will tell.
+                if seq.group is not None and self._is_alone(seq) and not plan.steps:
+                    self._fail_group(seq.group)
+                    continue
                 break
             self.block_manager.adopt_prefix(seq, prefix)
             num_tokens = min(seq.num_uncomputed_tokens, budget)
@@ -270,9 +309,51 @@ class Scheduler:
             assert blocks is not None, "can_admit() found room for all known tokens"
             del self.waiting[0]
             self._start_running(seq)
-            plan.new.append(self._new_sequence(seq))
-            self._plan_step(plan, seq, num_tokens, Allocation([]))  # its block ids came with NewSequence
+            self._plan_step(plan, seq, num_tokens, blocks)
             budget -= num_tokens
+
+    def _match_prefix(self, seq: Sequence) -> Prefix:
+        prefix = self.block_manager.match_prefix(seq)
+        shared = [] if seq.group is None else seq.group.shared_prefix(seq, self.block_manager)
+        return Prefix([*shared]) if len(shared) > len(prefix.parts) else prefix
+
+    def _has_row(self, seq: Sequence) -> bool:
+        needed = 1 if seq.group is None else seq.group.num_rows_to_start
+        return self._num_rows + needed <= self.max_num_seqs
+
+    def _has_blocks(self, seq: Sequence, prefix: Prefix) -> bool:
+        """Whether all known tokens find room: those of a whole group before the first of it is admitted.
+
+        Blocks that forks will soon write to are left free, and the watermark, unless nothing else runs.
+        """
+        num_forks = len(self._forks.get(seq, ()) if seq.group is None else seq.group.slots)
+        spare = 0 if self._is_alone(seq) else self.watermark_blocks + num_forks
+        if seq.group is not None and seq.group.num_rows_to_start:
+            spare += seq.group.num_blocks(self.block_manager) - self.block_manager.num_blocks_for(seq.num_tokens)
+        return self.block_manager.can_admit(seq, prefix, spare)
+
+    def _is_alone(self, seq: Sequence) -> bool:
+        """Whether nothing runs, or the group of `seq` only."""
+        return not self.running or (seq.group is not None and len(seq.group.running) == len(self.running))
+
+    @property
+    def _num_rows(self) -> int:
+        return len(self.running) + sum(group.num_spare_rows for group in self._groups)
+
+    def _fail_group(self, group: BeamGroup) -> None:
+        group.error = (
+            f"The {len(group.slots)} hypotheses of this beam search need more KV cache than there is: "
+            f"{self.block_manager.num_blocks} blocks of {self.block_manager.block_size} tokens. Lower n or max_tokens."
+        )
+        for slot in group.slots:
+            self.finish(slot, FinishReason.ABORT)  # what is in the blocks is right
+            slot.finish_reason = FinishReason.ERROR
+        self.ended_groups.append(group)
+
+    def _drop_row(self, seq: Sequence) -> None:
+        if seq.in_worker:
+            self._removed.append(seq.seq_id)
+            seq.in_worker = False
 
     def _start_running(self, seq: Sequence) -> None:
         seq.status = SequenceStatus.RUNNING
@@ -283,6 +364,8 @@ class Scheduler:
 
     def _plan_step(self, plan: StepPlan, seq: Sequence, num_tokens: int, blocks: Allocation) -> None:
         """Count tokens as computed; full blocks are shared from now on, with other samples of this very step too."""
+        if not seq.in_worker:
+            plan.new.append(self._new_sequence(seq, blocks))
         if blocks.copy is not None:
             plan.block_copies.append(BlockCopy(seq.seq_id, *blocks.copy))
         seq.num_computed_tokens += num_tokens
@@ -297,22 +380,27 @@ class Scheduler:
     def _start_fork(self, plan: StepPlan, parent: Sequence, fork: Sequence) -> None:
         """Let `fork` go on from the blocks and the logits of `parent`; wait like any other where no row is free."""
         fork.fork_of = None
-        if len(self.running) == self.max_num_seqs:
+        if self._num_rows == self.max_num_seqs:
             insort(self._queue_for(fork), fork, key=lambda s: s.order)
             return
         self.block_manager.fork(parent, fork)
         self._start_running(fork)
-        plan.new.append(self._new_sequence(fork, fork_of=parent.seq_id))
+        plan.new.append(self._new_sequence(fork, Allocation([]), fork_of=parent.seq_id))
         plan.steps.append(SequenceStep(fork.seq_id, 0, True, []))
         fork.num_pending_tokens += 1
 
-    def _new_sequence(self, seq: Sequence, fork_of: int | None = None) -> NewSequence:
+    def _new_sequence(self, seq: Sequence, blocks: Allocation, fork_of: int | None = None) -> NewSequence:
+        """`seq` with its block table as it was before it got `blocks`: they come with its step."""
+        seq.in_worker = True
+        block_ids = seq.block_table[: len(seq.block_table) - len(blocks.new_block_ids)]
+        if blocks.copy is not None:
+            block_ids[-1] = blocks.copy[0]
         return NewSequence(
             seq_id=seq.seq_id,
             token_ids=list(seq.token_ids),
             num_prompt_tokens=seq.num_prompt_tokens,
             num_computed_tokens=seq.num_computed_tokens,
-            block_ids=list(seq.block_table),
+            block_ids=block_ids,
             params=seq.params,
             seed=seq.seed,
             fork_of=fork_of,

@@ -1,10 +1,13 @@
-"""Sequence: one sample of a request, as the Driver knows it."""
+"""Sequence: one sample, or one hypothesis of a beam search, of a request, as the Driver knows it."""
 
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from engine.outputs import FinishReason
 from engine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from engine.beam_group import BeamGroup
 
 
 class BlockKey(NamedTuple):
@@ -37,6 +40,8 @@ class Sequence:
         "finish_reason",
         "first_scheduled_time",
         "fork_of",
+        "group",
+        "in_worker",
         "max_num_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -85,6 +90,8 @@ class Sequence:
         self.block_table: list[int] = []
         self.block_keys: list[BlockKey] = []  # of the full blocks of known tokens; survives preemption
         self.fork_of: Sequence | None = None  # the sample of the same prompt that computes it for both
+        self.group: BeamGroup | None = None  # whose hypothesis it is; the group then decides on its tokens
+        self.in_worker = False  # whether the Worker holds these very tokens in a row
         self.num_registered_blocks = 0  # leading blocks of the table that the prefix cache knows
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None

@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections.abc import Iterator
 
 from engine.outputs import FinishReason
+from engine.scheduler import Scheduler
 
 _LATENCY = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0)
 _LONG_LATENCY = (*_LATENCY, 960.0, 1920.0, 7680.0)
@@ -95,6 +96,18 @@ class EngineStats:
         self.params_n = Histogram("request_params_n", "Samples asked for.", _SAMPLES)
         self.params_max_tokens = Histogram("request_params_max_tokens", "max_tokens asked for.", _TOKENS)
         self.iteration_tokens = Histogram("iteration_tokens_total", "Tokens computed in a step.", _BATCH_TOKENS)
+
+    def take_from(self, scheduler: Scheduler) -> None:
+        """The gauges and counters that the scheduler and its block manager keep."""
+        blocks = scheduler.block_manager
+        self.num_requests_running.value = len(scheduler.running)
+        self.kv_cache_usage_perc.value = blocks.usage
+        self.num_preemptions.values[()] = scheduler.num_preemptions
+        self.prefix_cache_queries.values[()] = blocks.num_prefix_queries
+        self.prefix_cache_hits.values[()] = blocks.num_prefix_hits
+        if (tier := blocks.host_tier) is not None:
+            self.host_tier_offloads.values[()] = tier.num_offloads
+            self.host_tier_loads.values[()] = tier.num_loads
 
     def metrics(self) -> Iterator[Counter | Gauge | Histogram]:
         return iter(vars(self).values())

@@ -75,9 +75,10 @@ class WorkerFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class NewSequence(msgspec.Struct, frozen=True, array_like=True):
-    """A sequence the Worker does not hold: new, or coming back after preemption (then token_ids go past the prompt).
+    """A sequence the Worker does not hold: new, or coming back after preemption (then token_ids go past the prompt), or
+    a hypothesis of a beam search that goes on with another token than the Worker sampled for it.
 
-    `block_ids` is the whole block table so far; the first `num_computed_tokens` tokens are in the cache already
+    `block_ids` is the block table before this step; the first `num_computed_tokens` tokens are in the cache already
     (prefix hits). `seed` drives the counter-based draw of every position. A fork begins with everything computed: its
     first token is drawn from the logits of the sequence `fork_of`, which the same step computes.
     """
@@ -126,8 +127,7 @@ class FetchedBlocks(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class SequenceStep(msgspec.Struct, frozen=True, array_like=True):
     """Compute the next `num_tokens` tokens of a sequence. When that reaches its last known token, sample one more.
 
-    Every sequence of a step has a SequenceStep, new ones too (their block_ids came with NewSequence, none here). That
-    of a fork computes no token.
+    Every sequence of a step has a SequenceStep, new ones too. That of a fork computes no token.
     `sample` says whether the last known token is reached: the Driver knows, and the Worker need not guess.
     """
 

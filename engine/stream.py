@@ -113,6 +113,12 @@ class RequestStream:
     def sequences(self) -> list[Sequence]:
         return [sample.sequence for sample in self._samples]
 
+    @property
+    def finish_reason(self) -> FinishReason:
+        """One for all samples, once they have ended: "length" when any of them was cut."""
+        reasons = {sample.sequence.finish_reason for sample in self._samples}
+        return FinishReason.LENGTH if FinishReason.LENGTH in reasons else FinishReason.STOP
+
     def put(self, index: int, token_id: int, text: str, logprobs: TokenLogprobs | None) -> None:
         """Add one token to a sample; `wake` makes it visible."""
         sample = self._samples[index]

@@ -10,15 +10,14 @@ from engine.outputs import CompletionOutput, RequestOutput
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 from engine.tokenizer import Tokenizer
+from server.beam_search import beam_search_params
 from server.body import read_json
 from server.errors import invalid
 from server.generation import Choice, Generation, check_length, collect, encode
 from server.logprobs import LogprobAligner, chat_logprobs
-from server.protocol import ChatCompletionRequest, parse_request
+from server.protocol import MAX_TOP_LOGPROBS, ChatCompletionRequest, parse_request
 from server.served import Served, cache_salt
 from server.sse import DONE, ChunkTemplate, EventStream, encode_json
-
-MAX_TOP_LOGPROBS = 20
 
 
 async def create_chat_completion(http: HttpRequest, served: Served) -> Response:
@@ -32,11 +31,12 @@ async def create_chat_completion(http: HttpRequest, served: Served) -> Response:
     if request.stream:
         head["object"] = "chat.completion.chunk"
     try:
-        params = _sampling_params(request)
+        beams = beam_search_params(request, _max_tokens(request))
+        params = _sampling_params(request) if beams is None else beams.sampling_params()
         ids = await _tokenize(served, request)
         salt = cache_salt(http.scope, request.cache_salt)
         generation = Generation.admit(
-            served.driver, [Request(f"{head['id']}-0", ids, params, request.priority, salt, "messages")]
+            served.driver, [Request(f"{head['id']}-0", ids, params, request.priority, salt, "messages", beams)]
         )
     except InvalidRequestError as error:
         raise _name_max_completion_tokens(error, request) from None
@@ -55,9 +55,13 @@ async def create_chat_completion(http: HttpRequest, served: Served) -> Response:
     return Response(encode_json(content), media_type="application/json")
 
 
-def _sampling_params(request: ChatCompletionRequest) -> SamplingParams:
+def _max_tokens(request: ChatCompletionRequest) -> int | None:
     """max_completion_tokens wins over the older max_tokens; neither means the rest of the context."""
-    max_tokens = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    return request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+
+
+def _sampling_params(request: ChatCompletionRequest) -> SamplingParams:
+    max_tokens = _max_tokens(request)
     if not request.logprobs:
         return request.sampling_params(max_tokens, None)
     top = request.top_logprobs or 0

@@ -10,6 +10,7 @@ from engine.outputs import RequestOutput
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 from engine.tokenizer import Tokenizer
+from server.beam_search import beam_search_params
 from server.body import read_json
 from server.errors import invalid
 from server.generation import Choice, Generation, collect, encode
@@ -27,7 +28,8 @@ async def create_completion(http: HttpRequest, served: Served) -> Response:
     request = parse_request(CompletionRequest, await read_json(http.scope, http.receive, served.config.max_body_bytes))
     served.check_request(request)
     max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
-    params = request.sampling_params(max_tokens, request.logprobs)
+    beams = beam_search_params(request, max_tokens)
+    params = request.sampling_params(max_tokens, _num_logprobs(request)) if beams is None else beams.sampling_params()
     prompts = parse_prompts(request.prompt, served.config.max_prompts)
     names = ["prompt"] if len(prompts) == 1 else [f"prompt[{i}]" for i in range(len(prompts))]
     ids, echoes = await _tokenize(served, request, prompts, names)
@@ -37,7 +39,9 @@ async def create_completion(http: HttpRequest, served: Served) -> Response:
     generation = Generation.admit(
         served.driver,
         [
-            Request(f"{head['id']}-{i}", ids[i], _fit(served, request, params, ids[i]), request.priority, salt, name)
+            Request(
+                f"{head['id']}-{i}", ids[i], _fit(served, request, params, ids[i]), request.priority, salt, name, beams
+            )
             for i, name in enumerate(names)
         ],
     )
@@ -46,14 +50,30 @@ async def create_completion(http: HttpRequest, served: Served) -> Response:
         return EventStream(
             generation, chunks.encode, lambda: chunks.ending(generation), served.config.keep_alive_interval
         )
-    choices = [Choice(echo, _aligner(request, served.driver.tokenizer)) for echo in echoes for _ in range(request.n)]
+    choices = [Choice(echo, _aligner(request, served.driver.tokenizer)) for echo in echoes for _ in range(generation.n)]
     await collect(generation, http.receive, choices)
+    if request.ranks_samples:
+        choices = best_choices(choices, generation.n, request.n)
     content = {
         **head,
         "choices": [_choice(i, choice, served.driver.tokenizer, request) for i, choice in enumerate(choices)],
         "usage": generation.usage(),
     }
     return Response(encode_json(content), media_type="application/json")
+
+
+def _num_logprobs(request: CompletionRequest) -> int | None:
+    """Samples are ranked by the logprobs of their tokens, whether or not the client wants to see them."""
+    return 0 if request.logprobs is None and request.ranks_samples else request.logprobs
+
+
+def best_choices(choices: list[Choice], best_of: int, n: int) -> list[Choice]:
+    """The n of the highest logprob per token among each `best_of` consecutive samples, which are of one prompt."""
+    best = []
+    for start in range(0, len(choices), best_of):
+        samples = choices[start : start + best_of]
+        best += sorted(samples, key=lambda choice: choice.mean_logprob, reverse=True)[:n]
+    return best
 
 
 async def _tokenize(

@@ -30,6 +30,9 @@ class ServerConfig:
     max_queued_requests: int = option(1024, "requests that may wait; beyond, clients get 429", minimum=1)
     max_prompts: int = option(64, "most prompts in one completion request", minimum=1)
     max_n: int = option(16, "most samples (n) of one prompt", minimum=1, maximum=128)
+    debug_kv: bool | None = option(
+        None, "GET /debug/kv, the state of every KV block; default: on, but off with several API keys (several tenants)"
+    )
     log_level: str = option("info", "what is logged", choices=("debug", "info", "warning", "error"))
 
     def __post_init__(self) -> None:

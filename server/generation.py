@@ -127,6 +127,8 @@ class Choice:
         self.entries: list[Entry] = []
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
+        self._cumulative_logprob = 0.0
+        self._num_logprobs = 0
         self._texts = [text]
         self._aligner = aligner
 
@@ -134,10 +136,18 @@ class Choice:
     def text(self) -> str:
         return "".join(self._texts)
 
+    @property
+    def mean_logprob(self) -> float:
+        """Per generated token, those of a stop included; 0 where none were asked for."""
+        return self._cumulative_logprob / max(1, self._num_logprobs)
+
     def add(self, output: CompletionOutput) -> None:
         self._texts.append(output.text)
         if self._aligner is not None:
             self.entries += self._aligner.take(output)
+        if output.logprobs is not None:
+            self._cumulative_logprob += output.cumulative_logprob or 0.0
+            self._num_logprobs += len(output.logprobs)
         if output.finish_reason is not None:
             self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
 

@@ -12,7 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, Va
 from pydantic_core import PydanticCustomError
 
 from engine.errors import InvalidRequestError
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import MAX_N, SamplingParams
 from server.errors import MAX_NAME_LENGTH, field_path, invalid
 
 IGNORED = frozenset(
@@ -34,14 +34,12 @@ INERT: dict[str, tuple[Any, ...]] = {
     "chat_template": (),  # a template of the client's would run in this process
     "continue_final_message": (False,),
     "documents": ([],),
-    "early_stopping": (False,),
     "function_call": ("none",),
     "functions": (),
     "guided_choice": (),
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
-    "length_penalty": (1.0,),
     "logits_processors": ([],),
     "modalities": (["text"],),
     "prompt_embeds": (),
@@ -57,7 +55,6 @@ INERT: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none",),
     "tools": ([],),
     "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
@@ -79,6 +76,7 @@ RESERVED_TEMPLATE_NAMES = frozenset(
 MAX_TEMPLATE_KWARGS = 16
 MAX_TEMPLATE_STRING = 256
 MAX_LOGIT_BIAS = 1024
+MAX_TOP_LOGPROBS = 20  # the engine itself takes more
 
 
 class _Strict(BaseModel):
@@ -164,6 +162,12 @@ def _bounded_bias(value: Any) -> Any:
     return value
 
 
+def _early_stopping(value: Any) -> Any:
+    if not isinstance(value, bool) and value != "never":
+        raise _error("invalid_value", 'must be true, false or "never"')
+    return value
+
+
 class TextPart(BaseModel):
     type: Literal["text"]
     text: str
@@ -176,6 +180,7 @@ TemplateKwargs = Annotated[
     BeforeValidator(_template_kwargs, json_schema_input_type=dict[str, bool | int | float | str]),
 ]
 LogitBias = Annotated[dict[str, float], BeforeValidator(_bounded_bias, json_schema_input_type=dict[str, float])]
+EarlyStopping = Annotated[Any, BeforeValidator(_early_stopping, json_schema_input_type=bool | Literal["never"])]
 Prompt = Annotated[
     Any, BeforeValidator(lambda value: value, json_schema_input_type=str | list[str] | list[int] | list[list[int]])
 ]
@@ -230,6 +235,9 @@ class GenerationRequest(_Strict):
     ignore_eos: bool = False
     min_tokens: int = 0
     skip_special_tokens: bool = True
+    use_beam_search: bool = False  # see server/beam_search.py
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = False
     priority: int = Field(0, ge=-(2**31), lt=2**31)
     cache_salt: str = Field("", max_length=128)
 
@@ -243,9 +251,14 @@ class GenerationRequest(_Strict):
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
+    @property
+    def num_samples(self) -> int:
+        """How many are generated of each prompt, to return n."""
+        return self.n
+
     def sampling_params(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         return SamplingParams(
-            n=self.n,
+            n=self.num_samples,
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
@@ -280,13 +293,25 @@ class CompletionRequest(GenerationRequest):
     prompt: Prompt
     best_of: int | None = None
     echo: bool = False
-    logprobs: int | None = None
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     add_special_tokens: bool = True
+
+    @property
+    def num_samples(self) -> int:
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def ranks_samples(self) -> bool:
+        return self.num_samples > self.n
 
     @model_validator(mode="after")
     def _refuse_what_is_not_there(self) -> "CompletionRequest":
-        if self.best_of is not None and self.best_of != self.n:
-            raise _error("unsupported_value", "must equal n: this server does not rank samples", "best_of")
+        if self.best_of is not None:
+            if not self.n <= self.best_of <= MAX_N:
+                raise _error("invalid_value", f"must be at least n and at most {MAX_N}", "best_of")
+            if self.stream and self.best_of > self.n:
+                text = "must equal n with stream: true: the best samples are known only when all have ended"
+                raise _error("unsupported_value", text, "best_of")
         if self.echo and self.logprobs is not None:
             raise _error("unsupported_value", "may not be combined with logprobs on this server", "echo")
         return self

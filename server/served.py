@@ -52,6 +52,8 @@ class Served:
         self.check_model(request.model)
         if not 1 <= request.n <= self.config.max_n:
             raise invalid(f"n must be an integer from 1 to {self.config.max_n}.", "n")
+        if request.num_samples > self.config.max_n:
+            raise invalid(f"best_of must be an integer from n to {self.config.max_n}.", "best_of")
 
     def response_head(self, id_prefix: str, object_type: str, request: GenerationRequest) -> dict[str, Any]:
         """The fields that every chunk of one response has in common."""

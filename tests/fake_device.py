@@ -5,6 +5,7 @@ a block that was given to two sequences, freed too early or never filled shows a
 the context and the seed alone: `expected_tokens` is the unbatched oracle.
 """
 
+import random
 import zlib
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -23,6 +24,18 @@ def next_token(context: list[int], seed: int, eos_every: int = 0) -> int:
     return 32 if digest % 7 == 0 else 97 + digest % 26
 
 
+def top_candidates(context: list[int], count: int) -> list[tuple[int, float]]:
+    """The `count` most likely next tokens with their logprobs: letters, the space and the end in a random order that
+    depends on every token before, then all others.
+    """
+    rng = random.Random(zlib.crc32(b"".join(token.to_bytes(2, "little") for token in context)))
+    likely = [32, EOS_TOKEN_ID, *range(97, 123)]
+    rng.shuffle(likely)
+    ranked = likely + [token for token in range(VOCAB_SIZE) if token not in likely]
+    logprobs = sorted((rng.uniform(-5, -0.5) for _ in likely), reverse=True) + [-50.0 - i for i in range(VOCAB_SIZE)]
+    return list(zip(ranked[:count], logprobs, strict=False))
+
+
 def expected_tokens(prompt: list[int], seed: int, num_tokens: int, eos_every: int = 0) -> list[int]:
     """What an unbatched loop generates: up to `num_tokens`, or through the first end-of-sequence token."""
     context = list(prompt)
@@ -39,7 +52,8 @@ class _Row:
     num_computed: int
     block_ids: list[int]
     seed: int
-    wants_logprobs: bool
+    num_logprobs: int | None
+    ranked: bool  # greedy with logprobs, as of a beam search: next come top_candidates()
     fork_of: int | None
 
 
@@ -84,16 +98,23 @@ class FakeDevice:
                 failed[step.seq_id] = "the logits are not finite"
                 row.token_ids.append(0)  # the next plan may be under way already and count on a token
                 continue
-            token = next_token(row.token_ids, row.seed, self.eos_every)
-            row.token_ids.append(token)
-            top = [(token, -0.25), (1, -2.0)] if row.wants_logprobs else []
-            samples.append(SampledToken(step.seq_id, token, -0.25 if row.wants_logprobs else 0.0, top))
+            samples.append(self._sample(step.seq_id, row))
+            row.token_ids.append(samples[-1].token_id)
         return StepResult(plan.step_id, samples, failed, 0.0)
 
     def fetch(self, message: FetchBlocks) -> FetchedBlocks:
         contents = list(takewhile(bool, map(self.disk.get, message.digests)))
         self.host.update(zip(message.slots, contents, strict=False))
         return FetchedBlocks(message.fetch_id, len(contents))
+
+    def _sample(self, seq_id: int, row: _Row) -> SampledToken:
+        if row.ranked:
+            top = top_candidates(row.token_ids, row.num_logprobs)
+            return SampledToken(seq_id, *top[0], top)
+        token = next_token(row.token_ids, row.seed, self.eos_every)
+        if row.num_logprobs is None:
+            return SampledToken(seq_id, token)
+        return SampledToken(seq_id, token, -0.25, [(token, -0.25), (1, -2.0)])
 
     def _add(self, new: NewSequence) -> None:
         assert new.seq_id not in self.rows, "the Worker holds this sequence already"
@@ -102,7 +123,8 @@ class FakeDevice:
             new.num_computed_tokens,
             list(new.block_ids),
             new.seed,
-            new.params.logprobs is not None,
+            new.params.logprobs,
+            new.params.greedy and bool(new.params.logprobs),
             new.fork_of,
         )
 

