@@ -50,7 +50,7 @@ class CoreRun:
         deadline: int | None = None
         while self.events or self._ambushes or self.scheduler.has_work or self.in_flight:
             self._play_events()
-            if not self.events and deadline is None:
+            if not self.events and not self._ambushes and deadline is None:
                 deadline = self.now + self._steps_to_finish()
             if deadline is not None and self.now > deadline:
                 fail("liveness", f"requests have not ended {deadline} turns after the last event")

@@ -81,8 +81,8 @@ MUTANTS = (
         "self.block_manager.free(",
         "reason is FinishReason.ABORT or self.block_manager.free(",
     ),
-    Mutant("Worker not told of a preemption", Scheduler, "_preempt", "self._removed.append(seq.seq_id)", "pass"),
-    Mutant("Worker not told of an end", Scheduler, "finish", "self._removed.append(seq.seq_id)", "pass"),
+    Mutant("Worker not told of a preemption", Scheduler, "_preempt", "self._drop_row(seq)", "pass"),
+    Mutant("Worker not told of an end", Scheduler, "finish", "self._drop_row(seq)", "pass"),
     Mutant(
         "preempted sequence goes to the back",
         Scheduler,
@@ -94,7 +94,7 @@ MUTANTS = (
     Mutant("victim stays in the plan", Scheduler, "_allocate_or_preempt", "plan.drop(victim)", "pass"),
     Mutant("admitted with a token on its way", Scheduler, "_admit_waiting", "if seq.num_pending_tokens:", "if False:"),
     Mutant("budget not used up by admissions", Scheduler, "_admit_waiting", "budget -= num_tokens", "pass"),
-    Mutant("one sequence too many", Scheduler, "_admit_waiting", "< self.max_num_seqs", "<= self.max_num_seqs"),
+    Mutant("one sequence too many", Scheduler, "_has_row", "<= self.max_num_seqs", "<= self.max_num_seqs + 1"),
     Mutant(
         "late token of a finished sequence taken",
         Scheduler,
