@@ -5,13 +5,15 @@ BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-only lint docs bench soak rolling-restart journal clean
+.PHONY: help serve test test-only lint docs bench soak sim sim-mutants rolling-restart journal clean
 
 help:
 	@echo "make serve [ARGS=\"--model DIR_OR_HUB_ID --port 9000\"]   start the server"
 	@echo "make test                                              lint, types and every test"
 	@echo "make bench [ARGS=\"--peer URL\"]                          measure a server of its own"
 	@echo "make soak [REQUESTS=2000]                              many requests, many abandoned: nothing may be left behind"
+	@echo "make sim [STEPS=1000000] [SEED=n]                       scheduler, block manager and Driver under virtual time"
+	@echo "make sim-mutants                                       faults planted on purpose: the simulation finds every one"
 	@echo "make rolling-restart [RESTARTS=10]                     two replicas behind nginx, restarted under load"
 	@echo "make journal [STREAMS=64]                              kill the Worker under live streams: none loses a token"
 	@echo "make docs                                              rewrite the config reference"
@@ -66,6 +68,12 @@ test-only: $(VENV)/.installed-test $(VENV)/.compiled .cache/node/.installed
 
 soak: $(VENV)/.installed-test
 	SOAK_REQUESTS=$(or $(REQUESTS),2000) $(BIN)/python -m pytest tests/server/test_soak.py --capture=no $(ARGS)
+
+sim: $(VENV)/.installed-test
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.sim $(if $(SEED),--seed $(SEED),--steps $(or $(STEPS),1000000)) $(ARGS)
+
+sim-mutants: $(VENV)/.installed-test
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.sim --mutants $(ARGS)
 
 rolling-restart: $(VENV)/.installed-test
 	RESTARTS=$(or $(RESTARTS),10) $(BIN)/python -m pytest tests/deploy/test_rolling_restart.py --capture=no $(ARGS)

@@ -244,7 +244,7 @@ class BlockManager:
         seq.num_registered_blocks = num_full
 
     def free(self, seq: Sequence, *, discard: bool = False) -> None:
-        """Let go of all blocks of `seq`; `discard` also drops them from the cache, those that others hold, too.
+        """Let go of all blocks of `seq`; `discard` also drops them from both tiers of the cache, whoever holds them.
 
         The last block goes first into the free list, so that a prefix outlives what follows it.
         """
@@ -252,7 +252,7 @@ class BlockManager:
             block = self.blocks[block_id]
             block.ref_count -= 1
             if discard:
-                self._forget(block)
+                self._forget_everywhere(block)
             if block.ref_count:
                 continue
             if block.key is None:
@@ -310,6 +310,11 @@ class BlockManager:
         self._forget(block)
         block.ref_count = 1
         return block.block_id
+
+    def _forget_everywhere(self, block: Block) -> None:
+        if self.host_tier is not None and block.key is not None:
+            self.host_tier.discard(block.key)
+        self._forget(block)
 
     def _forget(self, block: Block) -> None:
         if block.key is not None:

@@ -65,6 +65,12 @@ class HostTier:
         self._loads[block_id] = self._slots[key]
         self.num_loads += 1
 
+    def discard(self, key: BlockKey) -> None:
+        """Forget what cannot be trusted any more; between plans only, when nothing is pinned."""
+        if (slot := self._slots.pop(key, None)) is not None:
+            self._offloads.pop(slot, None)
+            self._free.append(slot)
+
     def take_moves(self) -> tuple[list[BlockMove], list[BlockMove]]:
         """(offloads, loads) for the plan that is now complete: all offloads come before all loads."""
         offloads = list(self._offloads.values())

@@ -6,6 +6,7 @@ import pytest
 
 from engine.block_manager import BlockManager
 from engine.host_tier import HostTier
+from engine.outputs import FinishReason
 from engine.sampling_params import SamplingParams
 from engine.sequence import BlockKey, Sequence
 from engine.step import BlockMove, CacheCosts
@@ -44,6 +45,28 @@ def test_a_prefix_comes_back_after_others_took_the_whole_pool():
     assert again.num_cached_tokens == 32
     assert tier.num_loads > 0
     assert any(plan.loads for plan in loop.plans)
+
+
+def test_a_failed_sequence_leaves_nothing_in_either_tier():
+    """What it loaded may be what made it fail: the next one computes it anew."""
+    tier = HostTier(16)
+    loop = Loop(num_blocks=12, max_num_batched_tokens=64, host_tier=tier)
+    loop.add([97] * 33, max_tokens=2)
+    loop.run()
+    loop.add(prompt(random.Random(1), 40), max_tokens=2)
+    loop.run()
+    again = loop.add([97] * 33, max_tokens=5)
+    loop.step()
+    assert again.num_cached_tokens == 32
+    assert any(key in tier for key in again.block_keys)
+    loop.scheduler.finish(again, FinishReason.ERROR)
+    tier.check_invariants()
+    assert not any(key in tier for key in again.block_keys)
+    assert len(tier) > 0, "the other sequence's blocks stay"
+    loop.run()
+    once_more = loop.add([97] * 33, max_tokens=2)
+    loop.run()
+    assert once_more.num_cached_tokens == 0
 
 
 def test_the_least_recently_used_block_goes_first():

@@ -1,0 +1,15 @@
+"""Deterministic simulation: the real scheduler, block manager and Driver under virtual time, on a device that checks.
+
+A seed draws a configuration and a list of events (arrivals, aborts, a drain ...); the run plays them against the code
+under test. Nothing in it depends on time, on threads or on the order of a set, so the same seed is the same run.
+
+- model.py     what the fake model generates, and the unbatched oracle
+- device.py    the fake KV device: contents are read back through the block tables in every step
+- swarm.py     what a seed draws
+- monitor.py   invariants after every step; watched.py hooks it to the classes under test
+- coverage.py  rare states that a long run must have reached
+- core_run.py, driver_run.py   the two levels: Scheduler and BlockManager alone, and the whole Driver (virtual_time.py)
+- runner.py    many seeds, failures repeated and shrunk; mutants.py plants faults that must be found
+
+`python -m tests.sim --help`, `make sim`, `make sim-mutants`.
+"""

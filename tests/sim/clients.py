@@ -1,0 +1,177 @@
+"""Clients of the Driver level: they read their streams, slowly some of them, and compare with the oracle."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+from engine.driver import Driver
+from engine.errors import ContextLengthError, EngineError, InvalidRequestError, QueueFullError, UnavailableError
+from engine.outputs import CompletionOutput, FinishReason, RequestOutput
+from engine.request import Request
+from engine.stream import RequestStream
+from tests.sim.model import EOS_TOKEN_ID, Reference
+from tests.sim.monitor import Monitor
+from tests.sim.swarm import Arrival
+from tests.sim.violation import Violation, fail, require
+
+
+@dataclass
+class Received:
+    """All that one sample has sent."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+
+    def add(self, part: CompletionOutput) -> None:
+        require(self.finish_reason is None, "outcome", "a sample sent something after its end")
+        self.token_ids += part.token_ids
+        self.text += part.text
+        self.finish_reason, self.stop_reason = part.finish_reason, part.stop_reason
+
+    def check(self, expected: Reference, name: str) -> None:
+        """So far a prefix of what the oracle has; all of it where the sample ended by itself."""
+        found = self.token_ids, self.text
+        if self.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            wanted = expected.token_ids, expected.text, expected.finish_reason, expected.stop_reason
+            ended = (*found, self.finish_reason, self.stop_reason)
+            require(ended == wanted, "outcome", f"{name} ended as {ended}, the oracle as {wanted}")
+        elif expected.token_ids[: len(self.token_ids)] != self.token_ids or not expected.text.startswith(self.text):
+            fail("outcome", f"{name} has sent {found}, the oracle {expected.token_ids}, {expected.text!r}")
+
+
+@dataclass(eq=False)
+class Client:
+    arrival: Arrival
+    stream: RequestStream
+    samples: list[Received]
+    aborted: bool = False
+    left: bool = False
+    last: RequestOutput | None = None
+
+
+class Clients:
+    def __init__(self, driver: Driver, monitor: Monitor) -> None:
+        self.driver, self.monitor = driver, monitor
+        self.by_name: dict[str, Client] = {}  # those that were accepted
+        self.draining = False
+        self.drain_timed_out = False
+
+    def arrive(self, arrival: Arrival) -> list[asyncio.Task[None]]:
+        """Ask for a request; the task of its reader, if it was accepted."""
+        name = f"request-{arrival.index}"
+        request = Request(name, arrival.prompt, arrival.params, arrival.priority, arrival.salt)
+        try:
+            stream = self.driver.generate(request)
+        except UnavailableError as error:
+            self._check_refusal(error)
+            self.monitor.record(name, type(error).__name__, error.retry_after)
+            return []
+        require(not self.draining, "refusal", "a draining engine accepted a request")
+        if not self.monitor.executor.ready:
+            self.monitor.saw("request sent while the Worker is started again")
+        client = Client(arrival, stream, [Received() for _ in range(arrival.params.n)])
+        self.by_name[name] = client
+        if arrival.params.greedy and arrival.params.n > 1:
+            self.monitor.saw("equal greedy samples computed once")
+        if arrival.index % 5 == 0:
+            self._ask_for_the_impossible(request)
+        return [asyncio.create_task(self._read(name, client))]
+
+    def _check_refusal(self, error: UnavailableError) -> None:
+        if isinstance(error, QueueFullError):
+            waiting, limit = self.monitor.scheduler.num_waiting, self.monitor.config.max_queued_requests
+            require(waiting >= limit, "refusal", f"the queue is full with {waiting} of {limit}")
+            require(1 <= error.retry_after <= 60, "refusal", f"Retry-After: {error.retry_after}")
+            self.monitor.saw("refused: queue full")
+        else:
+            require(self.draining, "refusal", f"refused without a reason: {error}")
+            self.monitor.saw("refused: draining")
+
+    def _ask_for_the_impossible(self, request: Request) -> None:
+        """An id in use, and a prompt that no pool can hold: refused at once, and nobody else notices."""
+        too_long = [97] * self.monitor.config.max_model_len
+        for state, attempt, error_class in (
+            ("refused: id in use", request, InvalidRequestError),
+            ("refused: longer than the context", Request("too-long", too_long, request.params), ContextLengthError),
+        ):
+            try:
+                self.driver.generate(attempt)
+            except QueueFullError:
+                continue
+            except error_class:
+                self.monitor.saw(state)
+            else:
+                fail("refusal", f"accepted what must be {state}")
+
+    async def _read(self, name: str, client: Client) -> None:
+        try:
+            await self._read_to_the_end(name, client)
+        except Violation as violation:
+            self.monitor.violation = self.monitor.violation or violation
+
+    async def _read_to_the_end(self, name: str, client: Client) -> None:
+        failure: EngineError | None = None
+        try:
+            await self._read_outputs(name, client)
+        except EngineError as error:
+            failure = error
+        finally:
+            if client.stream.finished:
+                self.monitor.saw("client closed after the end")
+            client.stream.close()
+        self._check_end(name, client, failure)
+
+    async def _read_outputs(self, name: str, client: Client) -> None:
+        leave_after = client.arrival.leave_after
+        async for output in client.stream:
+            client.last = output
+            for part in output.outputs:
+                self._take(f"{name}[{part.index}]", client, part)
+            if leave_after is not None and sum(len(s.token_ids) for s in client.samples) >= leave_after:
+                if not client.stream.finished:
+                    client.left = True
+                    self.monitor.saw("client left with tokens to come")
+                return
+            await asyncio.sleep(client.arrival.read_every)
+
+    def _take(self, name: str, client: Client, part: CompletionOutput) -> None:
+        sample = client.samples[part.index]
+        sample.add(part)
+        sample.check(client.arrival.references[part.index], name)
+        if len(part.token_ids) > 1:
+            self.monitor.saw("slow reader got several tokens in one output")
+        num_letters = sum(token_id != EOS_TOKEN_ID for token_id in sample.token_ids)
+        if part.finish_reason is None and len(sample.text) < num_letters:
+            self.monitor.saw("stop string held back text")
+
+    def _check_end(self, name: str, client: Client, failure: EngineError | None) -> None:
+        reasons = [sample.finish_reason for sample in client.samples]
+        self.monitor.record(name, reasons, str(failure), [sample.token_ids for sample in client.samples])
+        if client.left:
+            return
+        if failure is not None:
+            should = any(expected.finish_reason is FinishReason.ERROR for expected in client.arrival.references)
+            if client.arrival.deadly:
+                self.monitor.saw("deadly request ended alone")
+            require(
+                should or client.arrival.deadly or self.drain_timed_out,
+                "outcome",
+                f"{name} failed without a reason: {failure}",
+            )
+            if any(sample.token_ids for sample in client.samples):
+                self.monitor.saw("request failed after tokens were sent")
+            return
+        if client.arrival.leave_after is not None:
+            return
+        ended = all(reasons) and (FinishReason.ABORT in reasons) <= client.aborted
+        require(ended and FinishReason.ERROR not in reasons, "outcome", f"{name} ended as {reasons}")
+        self._check_usage(name, client)
+
+    def _check_usage(self, name: str, client: Client) -> None:
+        last, num_prompt = client.last, len(client.arrival.prompt)
+        assert last is not None
+        found = last.finished, last.num_prompt_tokens, last.num_generated_tokens
+        wanted = True, num_prompt, sum(len(sample.token_ids) for sample in client.samples)
+        require(found == wanted, "usage", f"{name}: {found}, sent {wanted}")
+        require(0 <= last.num_cached_tokens < num_prompt, "usage", f"{name}: {last.num_cached_tokens} tokens cached")

@@ -1,0 +1,221 @@
+"""The fake KV device: a Worker without arithmetic that reads its whole cache back in every step.
+
+A slot holds the chain hash of its token and of everything before it. A block is poisoned when it is handed out and when
+the last table lets go of it (unless the prefix cache may still serve it), so whatever was aliased, freed too early,
+never filled, or filled for another tenant is seen in the step that reads it.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from engine.step import BlockCopy, BlockMove, NewSequence, SampledToken, SequenceStep, StepPlan, StepResult
+from tests.sim.model import FakeModel, chain_next, chain_start
+from tests.sim.violation import fail, require
+
+
+class Row:
+    """A live sequence as the Worker knows it. `chain[i]` is what the slot of token i must hold."""
+
+    __slots__ = ("chain", "failed", "fork_of", "last_chain", "num_blocks", "num_computed", "num_known", "seed", "table")
+
+    def __init__(self, new: NewSequence, salt: str, max_model_len: int, max_blocks: int) -> None:
+        self.chain = np.empty(max_model_len + 1, np.int64)
+        self.table = np.empty(max_blocks, np.intp)
+        self.num_known = self.num_blocks = 0
+        self.num_computed = new.num_computed_tokens
+        self.seed = new.seed
+        self.fork_of = new.fork_of
+        self.failed = False
+        self.last_chain = chain_start(salt)
+        for token_id in new.token_ids:
+            self.append_token(token_id)
+        self.append_blocks(new.block_ids)
+
+    def append_token(self, token_id: int) -> None:
+        self.last_chain = chain_next(self.last_chain, token_id, self.num_known)
+        self.chain[self.num_known] = self.last_chain
+        self.num_known += 1
+
+    def append_blocks(self, block_ids: list[int]) -> None:
+        end = self.num_blocks + len(block_ids)
+        if end > len(self.table):
+            fail("block-table", f"{end} blocks in a table, more than the longest sequence needs")
+        self.table[self.num_blocks : end] = block_ids
+        self.num_blocks = end
+
+
+class KvDevice:
+    """`salt_of` names the tenant of a sequence, `is_cached` whether a free block may still be served: both are things
+    that plans do not say. `holders` counts tables per block, from plans alone."""
+
+    def __init__(
+        self,
+        model: FakeModel,
+        *,
+        num_blocks: int,
+        num_host_blocks: int,
+        block_size: int,
+        max_model_len: int,
+        salt_of: Callable[[int], str],
+        is_cached: Callable[[int], bool],
+    ) -> None:
+        self.model = model
+        self.block_size = block_size
+        self.max_model_len = max_model_len
+        self.slots = np.full((num_blocks, block_size), -1, np.int64)
+        self.host = np.full((num_host_blocks, block_size), -1, np.int64)
+        self.holders = [0] * num_blocks
+        self.rows: dict[int, Row] = {}
+        self._max_blocks = -(-max_model_len // block_size)
+        self._salt_of, self._is_cached = salt_of, is_cached
+        self._generation = 1
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """As the Worker does: drop, add, move, copy, write every key and value, then read."""
+        let_go = [block_id for seq_id in plan.removed for block_id in self._remove(seq_id)]
+        for new in plan.new:
+            self._add(new)
+        for move in plan.offloads:
+            self.host[move.slot] = self.slots[move.block_id]
+            if (self.host[move.slot] < 0).any():
+                fail("offload", f"{move}: not all of the block was computed")
+        for move in plan.loads:
+            self._load(move)
+        let_go += [self._copy(copy) for copy in plan.block_copies]
+        for block_id in let_go:  # not before: what is let go of in a plan may still be moved to the host, or copied
+            if not self.holders[block_id] and not self._is_cached(block_id):
+                self._poison(block_id)
+        self._hand_out(plan)
+        for step in plan.steps:
+            self._write(step)
+        self._share(plan)
+        computing = {step.seq_id for step in plan.steps if step.num_tokens and step.sample}
+        samples: list[SampledToken] = []
+        failed: dict[int, str] = {}
+        for step in plan.steps:
+            if not step.num_tokens and self.rows[step.seq_id].fork_of not in computing:
+                fail("fork", f"sequence {step.seq_id} draws from the logits of one that computes none in its step")
+            self._read(step, samples, failed)
+        return StepResult(plan.step_id, samples, failed, 0.0)
+
+    def forget(self) -> None:
+        """The device died: nothing of it is left."""
+        self.rows.clear()
+        self.holders = [0] * len(self.holders)
+        self.slots[:] = self.host[:] = -1
+
+    # Blocks.
+
+    def _remove(self, seq_id: int) -> list[int]:
+        """The blocks that it held; an unknown id is fine, as for the Worker."""
+        row = self.rows.pop(seq_id, None)
+        block_ids = [] if row is None else row.table[: row.num_blocks].tolist()
+        for block_id in block_ids:
+            self.holders[block_id] -= 1
+        return block_ids
+
+    def _load(self, move: BlockMove) -> None:
+        if self.holders[move.block_id]:
+            fail("handed-out-twice", f"{move}: the block is held by another sequence")
+        if (self.host[move.slot] < 0).any():
+            fail("load", f"{move}: nothing was ever put there")
+        self.slots[move.block_id] = self.host[move.slot]
+
+    def _copy(self, copy: BlockCopy) -> int:
+        """Copy-on-write; returns the source, which may have lost its last holder."""
+        row = self.rows.get(copy.seq_id)
+        if row is None or not row.num_blocks or row.table[row.num_blocks - 1] != copy.source:
+            fail("copy", f"{copy}: the source is not the last block of that table")
+        if self.holders[copy.target]:
+            fail("handed-out-twice", f"{copy}: the target is held by another sequence")
+        self.holders[copy.source] -= 1
+        self.holders[copy.target] = 1
+        self.slots[copy.target] = self.slots[copy.source]
+        row.table[row.num_blocks - 1] = copy.target
+        return copy.source
+
+    def _hand_out(self, plan: StepPlan) -> None:
+        """Fresh blocks first: a sequence may share blocks that another one gets, and fills, in this very plan."""
+        for new in plan.new:
+            self._hand_out_fresh(new.seq_id, new.block_ids[-(-new.num_computed_tokens // self.block_size) :])
+        for step in plan.steps:
+            if step.new_block_ids:
+                self._hand_out_fresh(step.seq_id, step.new_block_ids)
+
+    def _share(self, plan: StepPlan) -> None:
+        """Blocks of a matched prefix or of a fork; after the writes, since the plan that shares one may fill it."""
+        for new in plan.new:
+            for block_id in new.block_ids[: -(-new.num_computed_tokens // self.block_size)]:
+                self.holders[block_id] += 1
+
+    def _hand_out_fresh(self, seq_id: int, block_ids: list[int]) -> None:
+        for block_id in block_ids:
+            if self.holders[block_id]:
+                fail("handed-out-twice", f"block {block_id} goes to sequence {seq_id} while another one holds it")
+            self._poison(block_id)
+            self.holders[block_id] = 1
+
+    def _poison(self, block_id: int) -> None:
+        self._generation += 1
+        self.slots[block_id] = -self._generation
+
+    # Sequences.
+
+    def _add(self, new: NewSequence) -> None:
+        require(new.seq_id not in self.rows, "worker-rows", f"sequence {new.seq_id} is new and live")
+        self.rows[new.seq_id] = Row(new, self._salt_of(new.seq_id), self.max_model_len, self._max_blocks)
+
+    def _write(self, step: SequenceStep) -> None:
+        row = self.rows.get(step.seq_id)
+        if row is None:
+            fail("worker-rows", f"a step for sequence {step.seq_id}, which the Worker does not hold")
+        if step.new_block_ids:
+            row.append_blocks(step.new_block_ids)
+        start, end = row.num_computed, row.num_computed + step.num_tokens
+        if end > row.num_known:
+            fail("computed-known", f"sequence {step.seq_id}: {end} tokens computed, {row.num_known} known")
+        if end > row.num_blocks * self.block_size:
+            fail("block-table", f"sequence {step.seq_id}: {end} tokens in {row.num_blocks} blocks")
+        row.num_computed = end
+        while start < end:
+            index, offset = divmod(start, self.block_size)
+            count = min(self.block_size - offset, end - start)
+            self._write_block(step.seq_id, int(row.table[index]), offset, row.chain[start : start + count])
+            start += count
+
+    def _write_block(self, seq_id: int, block_id: int, offset: int, values: np.ndarray) -> None:
+        if self.holders[block_id] != 1:
+            fail("shared-write", f"sequence {seq_id} writes block {block_id}, held by {self.holders[block_id]}")
+        slots = self.slots[block_id, offset : offset + len(values)]
+        if (slots >= 0).any():
+            fail("written-twice", f"sequence {seq_id} overwrites block {block_id} from slot {offset} on")
+        slots[:] = values
+
+    def _read(self, step: SequenceStep, samples: list[SampledToken], failed: dict[int, str]) -> None:
+        row = self.rows[step.seq_id]
+        self._check_context(step.seq_id, row)
+        if step.sample != (row.num_computed == row.num_known):
+            fail("sample-flag", f"{step} at {row.num_computed} of {row.num_known}")
+        if not step.sample:
+            return
+        position = row.num_known
+        if self.model.fails(row.seed, position) and not row.failed:
+            failed[step.seq_id] = "the logits are not finite"
+            row.failed = True
+            row.append_token(0)  # the next plan may be under way already and count on a token
+            return
+        token_id = 0 if row.failed else self.model.next_token(row.last_chain, row.seed, position)
+        row.append_token(token_id)
+        samples.append(SampledToken(step.seq_id, token_id))
+
+    def _check_context(self, seq_id: int, row: Row) -> None:
+        """Every slot of the context, through the block table."""
+        n = row.num_computed
+        table = row.table[: -(-n // self.block_size)]
+        found = self.slots[table].reshape(-1)[:n]
+        if (wrong := found != row.chain[:n]).any():
+            position = int(wrong.argmax())
+            kind = "poison" if found[position] < 0 else "another token's content"
+            block_id = int(table[position // self.block_size])
+            fail("content", f"sequence {seq_id} reads {kind} at position {position}, block {block_id}")

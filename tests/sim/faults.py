@@ -1,0 +1,133 @@
+"""The faults that `make sim-mutants` plants: none that is equivalent to the original for every observer."""
+
+from engine.block_manager import BlockManager, FreeList
+from engine.driver import Driver
+from engine.host_tier import HostTier
+from engine.scheduler import Scheduler
+from tests.sim.mutants import Mutant
+
+MUTANTS = (
+    # Reference counts and the free list.
+    Mutant("lost decref of a shared block", BlockManager, "free", "ref_count -= 1", "ref_count -= block.ref_count < 2"),
+    Mutant("shared block freed too early", BlockManager, "free", "if block.ref_count:", "if block.ref_count > 1:"),
+    Mutant("block table kept after free", BlockManager, "free", "seq.block_table = []", "pass"),
+    Mutant("ref count not raised on a hit", BlockManager, "adopt_prefix", "ref_count += 1", "ref_count |= 1"),
+    Mutant("hit stays in the free list", BlockManager, "adopt_prefix", "self.free_blocks.remove(block)", "pass"),
+    Mutant(
+        "removal from the middle breaks the list", FreeList, "remove", "= following, prev", "= following, self._end"
+    ),
+    Mutant("one block too few", BlockManager, "allocate", "+ num_tokens)", "+ num_tokens - 1)"),
+    Mutant("hits are not counted as taken", BlockManager, "can_admit", "block.ref_count == 0", "False"),
+    # Copy-on-write.
+    Mutant("missed copy", BlockManager, "allocate", "writes_last and self.blocks", "False and self.blocks"),
+    Mutant("copy missed with two holders", BlockManager, "allocate", "ref_count > 1", "ref_count > 2"),
+    Mutant("copied block keeps its count", BlockManager, "allocate", "self.blocks[copy[0]].ref_count -= 1", "pass"),
+    Mutant("copy does not enter the table", BlockManager, "allocate", "seq.block_table[-1] = copy[1]", "pass"),
+    Mutant("no room for a copy", BlockManager, "allocate", "num_new + shared >", "num_new >"),
+    Mutant("Worker not told of a copy", Scheduler, "_plan_step", "if blocks.copy is not None:", "if False:"),
+    Mutant("fork does not count as a holder", BlockManager, "fork", "ref_count += 1", "ref_count += 0"),
+    Mutant("fork shares the table itself", BlockManager, "fork", "list(parent.block_table)", "parent.block_table"),
+    Mutant(
+        "forks lost when the first ends", Scheduler, "finish", "if forks := self._forks.pop(seq, None):", "if False:"
+    ),
+    Mutant("fork's token not on its way", Scheduler, "_start_fork", "fork.num_pending_tokens += 1", "pass"),
+    Mutant("fork starts where no row is free", Scheduler, "_start_fork", "== self.max_num_seqs", "> self.max_num_seqs"),
+    # What the prefix cache says.
+    Mutant("stale hash of a block given out again", BlockManager, "_take_free", "self._forget(block)", "pass"),
+    Mutant(
+        "block forgets its hash, the index does not",
+        BlockManager,
+        "_forget",
+        "del self.cached_blocks[block.key]",
+        "pass",
+    ),
+    Mutant("last token's block adopted", BlockManager, "match_prefix", "len(seq.token_ids) - 1", "len(seq.token_ids)"),
+    Mutant("match goes on after a miss", BlockManager, "match_prefix", "break", "continue"),
+    Mutant("salt ignored", BlockManager, "_root", "cache_salt.encode()", "b''"),
+    Mutant("parent ignored", BlockManager, "_extend_keys", "sha256(parent + packed)", "sha256(packed)"),
+    Mutant("one token of a block not hashed", BlockManager, "_extend_keys", "*token_ids)", "0, *token_ids[1:])"),
+    Mutant(
+        "block cached before it is full",
+        BlockManager,
+        "register_full_blocks",
+        "min(seq.num_computed_tokens, len(seq.token_ids))",
+        "min(len(seq.token_ids), len(seq.block_table) * self.block_size)",
+    ),
+    Mutant("failed blocks stay in the cache", BlockManager, "free", "if discard:", "if False:"),
+    Mutant(
+        "computed off by one after preemption",
+        BlockManager,
+        "adopt_prefix",
+        "* self.block_size",
+        "* self.block_size + (seq.num_preemptions > 0)",
+    ),
+    # The host tier.
+    Mutant("load not told to the Worker", HostTier, "load", "self._loads[block_id] = self._slots[key]", "pass"),
+    Mutant("slot written over before it is read", HostTier, "_evict", "if slot not in self._pinned:", "if True:"),
+    Mutant(
+        "first of two offloads to a slot wins",
+        HostTier,
+        "offload",
+        "self._offloads[slot] = ",
+        "self._offloads[slot] = self._offloads.get(slot) or ",
+    ),
+    Mutant("slot lost with a failed block", HostTier, "discard", "self._free.append(slot)", "pass"),
+    Mutant("failed blocks stay on the host", BlockManager, "_forget_everywhere", "self.host_tier.discard(", "bool("),
+    # The scheduler.
+    Mutant(
+        "abort leaks the blocks",
+        Scheduler,
+        "finish",
+        "self.block_manager.free(",
+        "reason is FinishReason.ABORT or self.block_manager.free(",
+    ),
+    Mutant("Worker not told of a preemption", Scheduler, "_preempt", "self._drop_row(seq)", "pass"),
+    Mutant("Worker not told of an end", Scheduler, "finish", "self._drop_row(seq)", "pass"),
+    Mutant(
+        "preempted sequence goes to the back",
+        Scheduler,
+        "_preempt",
+        "insort(self.waiting, seq, key=lambda s: s.order)",
+        "self.waiting.append(seq)",
+    ),
+    Mutant("first in order is preempted", Scheduler, "_victim", "self.running[-1]", "self.running[0]"),
+    Mutant("victim stays in the plan", Scheduler, "_allocate_or_preempt", "plan.drop(victim)", "pass"),
+    Mutant("admitted with a token on its way", Scheduler, "_admit_waiting", "if seq.num_pending_tokens:", "if False:"),
+    Mutant("budget not used up by admissions", Scheduler, "_admit_waiting", "budget -= num_tokens", "pass"),
+    Mutant("one sequence too many", Scheduler, "_has_row", "<= self.max_num_seqs", "<= self.max_num_seqs + 1"),
+    Mutant(
+        "late token of a finished sequence taken",
+        Scheduler,
+        "finish",
+        "del self._sequences[seq.seq_id]",
+        "reason is FinishReason.STOP or self._sequences.pop(seq.seq_id)",
+    ),
+    Mutant(
+        "token stays on its way for ever",
+        Scheduler,
+        "update",
+        "seq.num_pending_tokens -= 1",
+        "seq.num_pending_tokens -= seq.num_preemptions == 0",
+    ),
+    Mutant("min_tokens off by one", Scheduler, "_finish_if_ended", ">= params.min_tokens", "> params.min_tokens"),
+    Mutant("one token past max_tokens", Scheduler, "_finish_if_ended", "len(seq.token_ids) >=", "len(seq.token_ids) >"),
+    # The Driver.
+    Mutant("owner of an aborted sample kept", Driver, "_end_early", "self._owners.pop(", "self._owners.get("),
+    Mutant("nobody plans after an arrival", Driver, "generate", "self._schedule_pump()", "pass"),
+    Mutant(
+        "stop string's blocks not freed",
+        Driver,
+        "_deliver",
+        "self.scheduler.finish(seq, FinishReason.STOP, match.stop)",
+        "pass",
+    ),
+    Mutant("failure of a request not told", Driver, "_fail", "live.stream.fail(error)", "pass"),
+    # The restart of a Worker.
+    Mutant("lost token still on its way", Scheduler, "reset", "seq.num_pending_tokens = ", ""),
+    Mutant("fork waits by itself and for its parent", Scheduler, "reset", "if seq.fork_of is None", ""),
+    Mutant(
+        "host tier outlives its Worker", BlockManager, "reset", "= host_tier", "= getattr(self, 'host_tier', host_tier)"
+    ),
+    Mutant("plans of the dead Worker awaited", Driver, "_blame", "self._in_flight.clear()", "pass"),
+    Mutant("a kill from outside is held against requests", Driver, "_blame", "owners = []", "pass"),
+)

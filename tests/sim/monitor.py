@@ -1,0 +1,314 @@
+"""Monitor: the invariants, checked after every plan and every result, whoever drives the scheduler."""
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from engine.sequence import BlockKey, Sequence, SequenceStatus
+from engine.step import FRAME_HEADER, SampledToken, StepPlan, StepResult, decode_driver_message, encode_frame
+from tests.sim.coverage import Coverage
+from tests.sim.device import KvDevice
+from tests.sim.model import Reference
+from tests.sim.swarm import Arrival, SimConfig
+from tests.sim.violation import Violation, fail, require
+from tests.sim.watched import WatchedScheduler, sequences_of
+
+if TYPE_CHECKING:
+    from tests.sim.executor import SimExecutor
+
+OWN_CHECKS_EVERY = 16  # steps between two calls of the scheduler's own check_invariants
+
+
+class CacheContents:
+    """Cached blocks: full, immutable, and each key stands for one content as each content for one key."""
+
+    def __init__(self, device: KvDevice) -> None:
+        self.content_of: dict[BlockKey, bytes] = {}
+        self._key_of: dict[bytes, BlockKey] = {}
+        self._device = device
+        self._keys: list[BlockKey | None] = [None] * len(device.slots)
+        self._snapshot = device.slots.copy()
+        self._cached = np.empty(0, np.intp)
+
+    def check(self, keys: list[BlockKey | None]) -> None:
+        if keys != self._keys:
+            for block_id, (old, new) in enumerate(zip(self._keys, keys, strict=True)):
+                if new is not None and new != old:
+                    self._record(block_id, new)
+            self._keys = keys
+            self._cached = np.array([i for i, key in enumerate(keys) if key is not None], np.intp)
+        changed = self._device.slots[self._cached] != self._snapshot[self._cached]
+        if changed.any():
+            fail("cached-changed", f"blocks {self._cached[changed.any(axis=1)].tolist()} changed while cached")
+
+    def _record(self, block_id: int, key: BlockKey) -> None:
+        content = self._device.slots[block_id]
+        if (content < 0).any():
+            fail("cached-not-full", f"block {block_id} is cached, but not all of it was computed")
+        packed = content.tobytes()
+        if self.content_of.setdefault(key, packed) != packed or self._key_of.setdefault(packed, key) != key:
+            fail("cache-key", f"block {block_id}: a key stands for two contents, or a content has two keys")
+        self._snapshot[block_id] = content
+
+
+class Monitor:
+    """One per run. `results` holds what the device answered to each plan, until the simulated Worker hands it over."""
+
+    def __init__(self, config: SimConfig, coverage: Coverage, arrivals: list[Arrival]) -> None:
+        self.config = config
+        self.num_steps = 0
+        self.violation: Violation | None = None
+        self.results: dict[int, StepResult] = {}
+        self.saw = coverage.saw
+        self.executor: SimExecutor
+        self._digest = hashlib.sha256()
+        self._samples = {arrival.seed_of(i): (arrival, i) for arrival in arrivals for i in range(arrival.params.n)}
+        self._salts: dict[int, str] = {}
+        self._deadly: set[int] = set()
+        self._num_emitted: dict[int, int] = {}
+        self._in_flight = 0
+
+    @contextmanager
+    def checking(self) -> Iterator[None]:
+        """Remembers the first thing that goes wrong, also where the caller survives it."""
+        try:
+            yield
+        except Violation as violation:
+            self.violation = self.violation or violation
+            raise
+        except Exception as error:
+            self.violation = self.violation or Violation(type(error).__name__, _where(error))
+            raise self.violation from error
+
+    def raise_violation(self) -> None:
+        if self.violation is not None:
+            raise self.violation
+
+    @property
+    def digest(self) -> str:
+        return self._digest.hexdigest()
+
+    def record(self, *facts: object) -> None:
+        """Make something part of the history."""
+        self._digest.update(repr(facts).encode())
+
+    def attach(self, scheduler: WatchedScheduler) -> None:
+        self.scheduler = scheduler
+        self.blocks = scheduler.watched_blocks
+        self.device = KvDevice(
+            self.config.model,
+            num_blocks=self.config.num_blocks,
+            num_host_blocks=self.config.num_host_blocks,
+            block_size=self.config.block_size,
+            max_model_len=self.config.max_model_len,
+            salt_of=self._salts.__getitem__,
+            is_cached=lambda block_id: self.blocks.blocks[block_id].key is not None,
+        )
+        self.contents = CacheContents(self.device)
+
+    def reference_of(self, seq: Sequence) -> Reference:
+        arrival, index = self._samples[seq.seed]
+        return arrival.references[index]
+
+    # Hooks.
+
+    def added(self, seq: Sequence) -> None:
+        self._salts[seq.seq_id] = seq.cache_salt
+        if self._samples[seq.seed][0].deadly:
+            self._deadly.add(seq.seq_id)
+        self._num_emitted[seq.seq_id] = 0
+
+    def is_deadly(self, seq_id: int) -> bool:
+        return seq_id in self._deadly
+
+    def restarted(self) -> None:
+        """The Driver has begun again with an empty pool: so does the device."""
+        self._in_flight = 0
+        self.results.clear()
+        self.attach(self.scheduler)
+        self.check()
+
+    def planned(self, plan: StepPlan | None, head: Sequence | None) -> None:
+        if plan is None:
+            if self.scheduler.has_work and not self._in_flight:
+                fail("stuck", "sequences wait, nothing is in flight and nothing can be planned")
+            return
+        self.num_steps += 1
+        self._in_flight += 1
+        frame = encode_frame(plan)  # as it crosses to the Worker: no list is shared with the Driver
+        self._digest.update(frame)
+        self.results[plan.step_id] = self.device.execute(decode_driver_message(frame[FRAME_HEADER.size :]))
+        self._check_plan(plan, head)
+        self._check_moves(plan)
+        self._check_worker_agrees()
+        self.check()
+
+    def updated(self, result: StepResult, fresh: list[tuple[Sequence, SampledToken]]) -> None:
+        self._in_flight -= 1
+        self._digest.update(encode_frame(result))
+        if len(fresh) < len(result.samples):
+            self.saw("token of a finished sequence thrown away")
+        owners = [id(self._samples[seq.seed][0]) for seq, _ in fresh]
+        if len(set(owners)) < len(owners):
+            self.saw("several tokens of one request in a result")
+        for seq, token in fresh:
+            self._check_token(seq, token)
+        self.check()
+
+    def _check_token(self, seq: Sequence, token: SampledToken) -> None:
+        emitted = self._num_emitted[seq.seq_id]
+        expected = self.reference_of(seq).token_ids
+        if seq.num_generated_tokens != emitted + 1 or expected[emitted : emitted + 1] != [token.token_id]:
+            fail("tokens", f"{seq}: token {emitted} is {token.token_id}, the oracle has {expected[emitted:][:1]}")
+        self._num_emitted[seq.seq_id] = emitted + 1
+        params = seq.params
+        if token.token_id in params.stop_token_ids and emitted + 1 < params.min_tokens:
+            self.saw("stop token before min_tokens")
+
+    # Invariants.
+
+    def check(self) -> None:
+        """After every plan and every result: who holds what, and that the cache says the truth."""
+        self._check_queues()
+        self._check_blocks()
+        if self.num_steps % OWN_CHECKS_EVERY == 0:
+            self.scheduler.check_invariants()
+
+    def _check_queues(self) -> None:
+        scheduler = self.scheduler
+        running, waiting = scheduler.running, scheduler.waiting
+        for seq in running:
+            if seq.status is not SequenceStatus.RUNNING or scheduler.sequence(seq.seq_id) is not seq:
+                fail("queues", f"{seq} is among the running")
+            if not seq.num_computed_tokens <= seq.num_tokens <= seq.max_num_tokens:
+                fail("computed-known", f"{seq} may have {seq.max_num_tokens} tokens")
+        for seq in waiting:
+            if seq.status is not SequenceStatus.WAITING or scheduler.sequence(seq.seq_id) is not seq:
+                fail("queues", f"{seq} is among the waiting")
+            if seq.block_table or seq.num_computed_tokens:
+                fail("queues", f"{seq} waits and holds blocks")
+        for queue in (running, waiting, scheduler.held):
+            orders = [seq.order for seq in queue]
+            if orders != sorted(set(orders)):
+                fail("queues", f"not in order, or twice in a queue: {orders}")
+        for seq in scheduler.held:
+            if seq.status is not SequenceStatus.WAITING or seq.block_table or seq.num_computed_tokens:
+                fail("queues", f"{seq} is held")
+            self.saw("request held while another runs alone")
+        if len(running) > scheduler.max_num_seqs:
+            fail("budget", f"{len(running)} sequences run")
+
+    def _check_blocks(self) -> None:
+        manager = self.blocks
+        counts = [0] * manager.num_blocks
+        for seq in self.scheduler.running:
+            for block_id in seq.block_table:
+                counts[block_id] += 1
+        if counts != [block.ref_count for block in manager.blocks]:
+            wrong = [i for i, block in enumerate(manager.blocks) if block.ref_count != counts[i]]
+            fail("ref-counts", f"blocks {wrong}: the count is not the number of tables")
+        free = [block.block_id for block in manager.walk_free()]
+        if len(free) != len(manager.free_blocks) or len(free) != counts.count(0) or len(set(free)) != len(free):
+            fail(
+                "free-list", f"{len(free)} blocks, length {len(manager.free_blocks)}, {counts.count(0)} without holder"
+            )
+        if any(counts[block_id] for block_id in free):
+            fail("free-list", "a block is free and in a table")
+        if not free:
+            self.saw("no block free")
+        keys = [block.key for block in manager.blocks]
+        if len(manager.cached_blocks) != len(keys) - keys.count(None):
+            fail("cache-index", f"{len(manager.cached_blocks)} keys, {len(keys) - keys.count(None)} cached blocks")
+        self.contents.check(keys)
+
+    def _check_plan(self, plan: StepPlan, head: Sequence | None) -> None:
+        scheduler, saw = self.scheduler, self.saw
+        num_tokens = sum(step.num_tokens for step in plan.steps)
+        planned = {step.seq_id for step in plan.steps}
+        if not 0 < num_tokens <= scheduler.max_num_batched_tokens or len(planned) != len(plan.steps):
+            fail("budget", f"{num_tokens} tokens for {len(planned)} of {len(plan.steps)} sequences")
+        for seq in scheduler.running:
+            if seq.num_uncomputed_tokens and seq.seq_id not in planned:
+                fail("progress", f"{seq} has tokens to compute and is not in the plan")
+        if head is not None and head.status is not SequenceStatus.RUNNING:
+            fail("progress", f"the first in order was preempted: {head}")
+        self._check_order(plan)
+        if num_tokens == scheduler.max_num_batched_tokens:
+            saw("token budget used up")
+        if scheduler.waiting and len(scheduler.running) == scheduler.max_num_seqs:
+            saw("max_num_seqs reached")
+        if scheduler.waiting and scheduler.waiting[0].num_pending_tokens:
+            saw("admission waits for a pending token")
+        if self._in_flight > 1:
+            saw("two plans in flight" if self._in_flight == 2 else "three plans in flight")
+        fresh = {block_id for step in plan.steps for block_id in step.new_block_ids}
+        if any(copy.source in fresh for copy in plan.block_copies):
+            saw("copy source given out again in the same plan")
+        if any(len(seq.block_table) == self.blocks.num_blocks for seq in scheduler.running):
+            saw("one sequence holds the whole pool")
+
+    def _check_moves(self, plan: StepPlan) -> None:
+        """What went to the host tier lies there under its own key."""
+        tier = self.blocks.host_tier
+        if tier is None or not (plan.offloads or plan.loads):
+            return
+        key_of = {slot: key for key, slot in tier._slots.items()}
+        for move in plan.offloads:
+            if self.device.host[move.slot].tobytes() != self.contents.content_of[key_of[move.slot]]:
+                fail("offload", f"{move}: the slot holds what belongs to another key")
+        if {move.slot for move in plan.offloads} & {move.slot for move in plan.loads}:
+            self.saw("block offloaded and loaded by the same plan")
+        if {move.block_id for move in plan.offloads} & {move.block_id for move in plan.loads}:
+            self.saw("block loaded in place of one that is offloaded")
+
+    def _check_order(self, plan: StepPlan) -> None:
+        """First come, first served within a priority: whoever was admitted goes before all who still wait."""
+        admitted = [self.scheduler.sequence(new.seq_id) for new in plan.new if new.fork_of is None]
+        if not admitted or not self.scheduler.waiting:
+            return
+        first, last = self.scheduler.waiting[0], max(admitted, key=lambda seq: seq.order)
+        if last.order > first.order:
+            fail("first-come", f"{last} was admitted, {first} waits")
+        if min(seq.arrival for seq in self.scheduler.waiting) < last.arrival:
+            self.saw("arrival goes before earlier ones by priority")
+
+    def _check_worker_agrees(self) -> None:
+        """The mirror that the Worker keeps from plans alone equals what the Driver believes."""
+        rows = self.device.rows
+        if len(rows) != len(self.scheduler.running):
+            fail("worker-rows", f"the Worker holds {len(rows)} sequences, {len(self.scheduler.running)} run")
+        for seq in self.scheduler.running:
+            row = rows.get(seq.seq_id)
+            if row is None or row.table[: row.num_blocks].tolist() != seq.block_table:
+                fail("worker-rows", f"{seq}: the Worker has another block table")
+            if row.num_computed != seq.num_computed_tokens or row.num_known != seq.num_tokens:
+                fail("worker-rows", f"{seq}: the Worker computed {row.num_computed} and knows {row.num_known}")
+        if self.device.holders != [block.ref_count for block in self.blocks.blocks]:
+            fail("ref-counts", "the Worker's tables and the ref counts disagree")
+
+    def check_idle(self) -> None:
+        """Nothing is left of any request."""
+        scheduler, manager = self.scheduler, self.blocks
+        scheduler.check_invariants()
+        require(not list(sequences_of(scheduler)), "leftovers", "sequences are left")
+        require(len(manager.free_blocks) == manager.num_blocks, "leftovers", "an idle engine holds blocks")
+        left = left_over(scheduler, but=("eos_token_ids", "_removed"))
+        require(not left, "leftovers", f"the scheduler still has {left}")
+
+
+def left_over(owner: object, but: tuple[str, ...]) -> dict[str, object]:
+    """The containers of an object that are not empty: state that outlived its requests."""
+    containers = (list, dict, set, frozenset) if not isinstance(owner, type) else ()
+    return {k: v for k, v in vars(owner).items() if k not in but and isinstance(v, containers) and v}
+
+
+def _where(error: BaseException) -> str:
+    """The message of an error and the innermost frame, without line numbers of the harness."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    place = f"{trace.tb_frame.f_code.co_name}:{trace.tb_lineno}" if trace is not None else "?"
+    return f"{error} (in {place})"

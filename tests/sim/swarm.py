@@ -1,0 +1,277 @@
+"""What a seed draws: a configuration, and the events that are played against it.
+
+Swarm testing (Groce et al. 2012): each run switches features on and off and draws its own rates, so that rare states
+are common in some run. Everything that depends on luck is fixed here, so that a list of events can be cut short and
+means the same.
+"""
+
+import random
+from dataclasses import dataclass
+
+from engine.sampling_params import SamplingParams
+from engine.step import CacheCosts
+from tests.sim.model import EOS_TOKEN_ID, SEED_STEP, FakeModel, Reference, reference
+
+AMBUSH_PRIORITY = -1
+ABORT_TARGETS = ("any", "new", "fork", "prefill", "decode", "pending", "preempted", "preempted+pending", "finished")
+
+
+@dataclass(frozen=True)
+class SimConfig:
+    """Sizes are in blocks and tokens; rates are shares of requests; times are in steps."""
+
+    seed: int
+    model: FakeModel
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    watermark: float
+    refuse_every: int  # one allocation in so many of a running sequence finds no block, whatever is free
+    depth: int  # plans in flight: 1 to 3, a lookahead of 0 to 2
+    prefix_caching: bool
+    num_host_blocks: int
+    cache_costs: CacheCosts | None  # None: whatever lies in the host tier is loaded
+    slow_every: int  # one step in so many takes several times as long
+    max_queued_requests: int
+    num_requests: int
+    gap: float  # mean time between arrivals
+    burst: float  # share of requests that arrive with the one before
+    num_stems: int
+    num_salts: int
+    num_priorities: int
+    ambush_rate: float
+    max_n: int
+    abort_rate: float
+    stop_rate: float
+    min_tokens_rate: float
+    drain_rate: float
+    crash_rate: float
+    deadly_rate: float
+
+    @property
+    def max_blocks_per_seq(self) -> int:
+        return -(-self.max_model_len // self.block_size)
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request.
+
+    `references` has what each of its n samples must become (greedy ones are all the same). `leave_after` is a client
+    that goes after so many tokens, `read_every` the time between two of its reads (0: at once). Whatever plan a
+    `deadly` one is in, the Worker dies of it. These need the Driver. An `ambush` goes before all others and lies in
+    wait until another request is about to fork.
+    """
+
+    at: float
+    index: int
+    prompt: list[int]
+    params: SamplingParams
+    max_num_tokens: int
+    priority: int
+    salt: str
+    references: tuple[Reference, ...]
+    leave_after: int | None
+    read_every: float
+    ambush: bool
+    deadly: bool
+
+    def seed_of(self, sample: int) -> int:
+        assert self.params.seed is not None
+        return (self.params.seed + sample * SEED_STEP) % 2**64
+
+
+@dataclass(frozen=True)
+class Abort:
+    """Ends the `pick`-th of the requests that have a sample in the state `target`; that one alone if not `whole`."""
+
+    at: float
+    target: str
+    pick: int
+    whole: bool
+
+
+@dataclass(frozen=True)
+class Drain:
+    at: float
+    timeout: float
+
+
+@dataclass(frozen=True)
+class Crash:
+    """The Worker is killed from outside; its blocks and the tokens on their way are lost."""
+
+    at: float
+
+
+Event = Arrival | Abort | Drain | Crash
+
+
+def draw_config(seed: int, rng: random.Random, for_driver: bool) -> SimConfig:
+    block_size = rng.choice([8, 16, 32]) if for_driver else rng.choice([1, 2, 2, 3, 4, 4, 8, 16, 32])
+    longest = rng.choice([12, 30, 30, 60, 60, 120, 300])
+    chunk = rng.choice([1, 3, 8, 8, 16, 16, 40, 64, 512, 4096])
+    max_num_seqs = rng.choice([1, 2, 4, 4, 8, 8, 12, 24])
+    squeeze = rng.choice([1, 1, 1.3, 1.7, 2.5, 4])  # the pool, in longest sequences
+    thrash = ambush = False
+    if thrash := rng.random() < 0.4:  # long prompts in small chunks beside decodes, and too few blocks for both
+        longest, chunk = rng.choice([30, 60, 120]), rng.choice([4, 8, 12, 16])
+        block_size = 8 if for_driver else rng.choice([1, 1, 2, 4])
+        max_num_seqs, squeeze = rng.choice([3, 4, 6, 10]), rng.choice([1, 1.2, 1.5, 2, 4])
+    elif ambush := rng.random() < 0.25:  # room for all, but chunks of urgent prompts between a fork and its copies
+        longest, chunk, block_size = 60, rng.choice([12, 20, 30]), rng.choice([8] if for_driver else [2, 3, 4, 8])
+        max_num_seqs, squeeze = 12, 6
+    num_blocks = int(-(-longest // block_size) * squeeze) + rng.randrange(3)
+    if not (thrash or ambush) and rng.random() < 0.3:
+        num_blocks = int(2 ** rng.uniform(1, 9))
+    num_blocks = min(500, max(2, num_blocks))
+    return SimConfig(
+        seed=seed,
+        model=FakeModel(
+            alphabet=rng.choice([1, 2, 2, 5, 26]),
+            eos_every=rng.choice([0, 8, 40]),
+            fail_every=rng.choice([0, 0, 150, 1000]),
+        ),
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_model_len=min(longest, num_blocks * block_size),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=chunk,
+        watermark=0.0 if thrash else rng.choice([0.0, 0.01, 0.01, 0.1, 0.3]),
+        refuse_every=4 if ambush else rng.choice([0, 0, 4, 12, 60]),
+        depth=rng.choice([1, 2] if for_driver else [1, 2, 2, 3]),
+        prefix_caching=rng.random() < 0.85,
+        num_host_blocks=rng.choice([0, 0, 1, 3, 10, 60]),
+        cache_costs=rng.choice([None, None, CacheCosts(1.0, 0.01, 10.0, 0.5)]),
+        slow_every=rng.choice([0, 3, 10]),
+        max_queued_requests=rng.choice([2, 8, 1024]),
+        num_requests=rng.randrange(10, 90),
+        gap=rng.choice([0.5, 2, 6, 15]),
+        burst=rng.choice([0.1, 0.5, 0.9]),
+        num_stems=rng.choice([0, 1, 2, 4]),
+        num_salts=rng.choice([1, 1, 2, 3]),
+        num_priorities=rng.choice([1, 3] if thrash else [1, 1, 3]),
+        ambush_rate=0.5 if ambush else rng.choice([0, 0.2]),
+        max_n=4 if ambush else rng.choice([1, 1, 2, 4, 6]),
+        abort_rate=rng.choice([0.0, 0.1, 0.5]),
+        stop_rate=rng.choice([0.0, 0.5]),
+        min_tokens_rate=rng.choice([0.0, 0.5]),
+        drain_rate=0.3,
+        crash_rate=rng.choice([0, 0, 0.05, 0.3]),
+        deadly_rate=rng.choice([0, 0, 0, 0.05]),
+    )
+
+
+def draw_events(config: SimConfig, rng: random.Random, for_driver: bool) -> list[Event]:
+    """Sorted by time."""
+    prompts = _Prompts(config, rng)
+    events: list[Event] = []
+    now = 0.0
+    for index in range(config.num_requests):
+        ambush = events and rng.random() < config.ambush_rate  # it goes before the one that just began its prompt
+        if ambush:
+            now += rng.uniform(0, 6)
+        elif rng.random() >= config.burst:
+            now += rng.expovariate(1 / config.gap)
+        priority = rng.randrange(config.num_priorities)
+        arrival = _draw_arrival(config, rng, prompts, now, index, AMBUSH_PRIORITY if ambush else priority, for_driver)
+        prompts.made.append((arrival.prompt + arrival.references[0].token_ids, arrival.salt))
+        events.append(arrival)
+        if rng.random() < config.abort_rate:
+            at = now + rng.choice([0, rng.uniform(0, 5), rng.uniform(0, 40)])
+            events.append(Abort(at, rng.choice(ABORT_TARGETS), rng.randrange(1000), rng.random() < 0.7))
+        if for_driver and rng.random() < config.crash_rate:
+            events.append(Crash(now + rng.choice([0, rng.uniform(0, 5), rng.uniform(0, 40)])))
+    if for_driver and rng.random() < config.drain_rate:
+        events.append(Drain(rng.uniform(0, now + 10), rng.choice([0, 5, 50, 1e5])))
+    return sorted(events, key=lambda event: event.at)
+
+
+class _Prompts:
+    """A tree of shared prefixes: common stems, whole earlier prompts, and earlier prompts with their answers."""
+
+    def __init__(self, config: SimConfig, rng: random.Random) -> None:
+        self.config, self.rng = config, rng
+        self.stems = [self._letters(config.max_model_len) for _ in range(config.num_stems)]
+        self.made: list[tuple[list[int], str]] = []
+
+    def draw(self) -> tuple[list[int], str]:
+        """(token ids, salt); shorter than max_model_len, so that at least one token can follow."""
+        rng, limit = self.rng, self.config.max_model_len - 1
+        salt = f"tenant-{rng.randrange(self.config.num_salts)}" if self.config.num_salts > 1 else ""
+        length = rng.randint(1, max(1, rng.choice([limit // 4, limit // 2, limit])))
+        kind = rng.random()
+        if self.made and kind < 0.25:
+            earlier, earlier_salt = rng.choice(self.made[-20:])
+            salt = earlier_salt if rng.random() < 0.8 else salt
+            start = earlier[: rng.choice([len(earlier), self._cut(len(earlier))])]
+            return (start + self._letters(rng.randrange(6)))[:limit] or [97], salt
+        if self.stems and kind < 0.8:
+            start = rng.choice(self.stems)[: self._cut(limit)]
+            return (start + self._letters(length))[: max(length, min(limit, len(start)))], salt
+        return self._letters(length), salt
+
+    def _cut(self, limit: int) -> int:
+        """A length up to `limit`, often at the end of a block."""
+        length = self.rng.randint(0, limit)
+        return length // self.config.block_size * self.config.block_size if self.rng.random() < 0.5 else length
+
+    def _letters(self, length: int) -> list[int]:
+        return [97 + self.rng.randrange(self.config.model.alphabet) for _ in range(length)]
+
+
+def _draw_arrival(
+    config: SimConfig, rng: random.Random, prompts: _Prompts, at: float, index: int, priority: int, for_driver: bool
+) -> Arrival:
+    prompt, salt = prompts.draw()
+    room = config.max_model_len - len(prompt)
+    max_tokens = rng.choice([1, rng.randint(1, room), rng.randint(1, room), None])
+    params = _draw_params(config, rng, room if max_tokens is None else min(max_tokens, room), max_tokens, for_driver)
+    max_num_tokens = len(prompt) + (room if max_tokens is None else min(max_tokens, room))
+    seed = params.seed or 0
+    references = tuple(
+        reference(config.model, prompt, params, (seed + i * SEED_STEP) % 2**64, salt, max_num_tokens)
+        for i in range(1 if params.greedy else params.n)
+    )
+    references *= params.n // len(references)
+    leaves = for_driver and rng.random() < config.abort_rate / 3
+    return Arrival(
+        at=at,
+        index=index,
+        prompt=prompt,
+        params=params,
+        max_num_tokens=max_num_tokens,
+        priority=priority,
+        ambush=priority == AMBUSH_PRIORITY,
+        deadly=for_driver and rng.random() < config.deadly_rate,
+        salt=salt,
+        references=references,
+        leave_after=rng.randint(0, 6) if leaves else None,
+        read_every=rng.choice([0, 0, 0, 3, 30]) if for_driver else 0,
+    )
+
+
+def _draw_params(
+    config: SimConfig, rng: random.Random, room: int, max_tokens: int | None, for_driver: bool
+) -> SamplingParams:
+    letters = range(97, 97 + config.model.alphabet)
+    stop_token_ids: list[int] = []
+    stop: list[str] = []
+    if rng.random() < config.stop_rate:
+        stop_token_ids = rng.sample([*letters, EOS_TOKEN_ID], 1)
+    if for_driver and rng.random() < config.stop_rate:
+        stop = ["".join(chr(rng.choice(letters)) for _ in range(rng.randint(1, 5))) for _ in range(rng.randint(1, 2))]
+    has_min = not stop and rng.random() < config.min_tokens_rate
+    return SamplingParams(
+        n=rng.randint(1, config.max_n),
+        temperature=0.0 if for_driver and rng.random() < 0.1 else 1.0,  # one sample computed for all n
+        seed=rng.getrandbits(63),
+        max_tokens=max_tokens,
+        min_tokens=rng.randint(1, room) if has_min else 0,
+        ignore_eos=rng.random() < 0.2,
+        stop_token_ids=tuple(stop_token_ids),
+        stop=tuple(stop),
+        include_stop_str_in_output=rng.random() < 0.3,
+    )

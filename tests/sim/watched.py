@@ -1,0 +1,269 @@
+"""The classes under test, with hooks: they call the Monitor and change nothing."""
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from engine.block_manager import Allocation, Block, BlockManager, Prefix
+from engine.outputs import FinishReason
+from engine.scheduler import Scheduler
+from engine.sequence import BlockKey, Sequence, SequenceStatus
+from engine.step import SampledToken, StepPlan, StepResult
+from tests.sim.model import mix
+from tests.sim.violation import fail
+
+if TYPE_CHECKING:
+    from tests.sim.monitor import Monitor
+
+
+def states_of(seq: Sequence) -> tuple[str, ...]:
+    """The names under which an abort may pick a sequence, and is counted."""
+    if seq.status is SequenceStatus.FINISHED:
+        return ("finished",)
+    if seq.fork_of is not None:
+        return ("fork",)
+    if seq.status is SequenceStatus.WAITING and not seq.num_preemptions:
+        return ("new",)
+    pending = seq.num_pending_tokens > 0
+    if seq.status is SequenceStatus.WAITING:
+        return ("preempted", "preempted+pending") if pending else ("preempted",)
+    stage = "prefill" if seq.num_computed_tokens < seq.num_prompt_tokens else "decode"
+    return (stage, "pending") if pending else (stage,)
+
+
+ABORT_COUNTERS = {
+    "fork": "abort while waiting to fork",
+    "new": "abort while new",
+    "prefill": "abort during prefill",
+    "decode": "abort during decode",
+    "pending": "abort with a token on its way",
+    "preempted": "abort while preempted",
+    "preempted+pending": "abort while preempted with a token on its way",
+}
+
+
+class WatchedBlockManager(BlockManager):
+    def __init__(self, monitor: "Monitor", *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.monitor = monitor
+        self.planning = False
+        self.allocated_now: set[int] = set()  # seq_ids in the plan under construction
+        self.copied_now: set[int] = set()
+        self.registered_now: set[int] = set()  # block ids
+        self.forked: set[int] = set()  # blocks that were shared while not full, and not written since
+
+    def walk_free(self) -> Iterator[Block]:
+        """The free list, given up after more steps than there are blocks: a broken one may be a ring."""
+        block = self.free_blocks._end.next_free
+        for _ in range(self.num_blocks + 1):
+            if block is None or block is self.free_blocks._end:
+                return
+            yield block
+            block = block.next_free
+
+    def start_plan(self) -> None:
+        self.planning = True
+        self.allocated_now.clear()
+        self.copied_now.clear()
+        self.registered_now.clear()
+
+    def match_prefix(self, seq: Sequence) -> Prefix:
+        prefix = super().match_prefix(seq)
+        keys, num_found = seq.block_keys, len(prefix.parts)
+        if num_found < min(len(keys), (len(seq.token_ids) - 1) // self.block_size):
+            if self.host_tier is not None and keys[num_found] in self.host_tier:
+                self.monitor.saw("not worth loading")
+            elif keys[num_found] in self.monitor.contents.content_of:
+                self.monitor.saw("prefix hit cut short by an eviction")
+        return prefix
+
+    def can_admit(self, seq: Sequence, prefix: Prefix, spare: int) -> bool:
+        admitted = super().can_admit(seq, prefix, spare)
+        if not admitted:
+            by_watermark = super().can_admit(seq, prefix, 0)
+            self.monitor.saw("admission waits for " + ("the watermark" if by_watermark else "blocks"))
+        return admitted
+
+    def adopt_prefix(self, seq: Sequence, prefix: Prefix) -> None:
+        for block in prefix.blocks:
+            self.monitor.saw("prefix hit on a block in use" if block.ref_count else "prefix hit on a freed block")
+        if prefix.parts and seq.num_preemptions:
+            self.monitor.saw("prefix hit on the return from preemption")
+        if self.registered_now.intersection(block.block_id for block in prefix.blocks):
+            self.monitor.saw("prefix hit on a block that this plan fills")
+        if prefix.host_keys:
+            self.monitor.saw("block loaded from the host tier")
+            if seq.num_preemptions:
+                self.monitor.saw("block loaded for the return from preemption")
+            if prefix.blocks:
+                self.monitor.saw("prefix partly in the pool, partly in the host tier")
+        super().adopt_prefix(seq, prefix)
+
+    def _take_free(self) -> int:
+        tier = self.host_tier
+        num_offloads, num_kept = (0, 0) if tier is None else (tier.num_offloads, len(tier))
+        evicted = next(self.walk_free()).key
+        block_id = super()._take_free()
+        if tier is not None and evicted is not None:
+            if tier.num_offloads > num_offloads:
+                self.monitor.saw("block offloaded to the host tier")
+                if len(tier) == num_kept:
+                    self.monitor.saw("host tier gives up a block")
+            elif evicted not in tier:
+                self.monitor.saw("host tier pinned as a whole")
+        return block_id
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        super().fork(parent, child)
+        partly = parent.num_computed_tokens % self.block_size > 0
+        self.monitor.saw("fork shares a partly filled block" if partly else "fork shares full blocks only")
+        if partly:
+            self.forked.add(parent.block_table[-1])
+
+    def allocate(self, seq: Sequence, num_tokens: int) -> Allocation | None:
+        if self._refuses(seq, num_tokens):
+            return None
+        num_cached = len(self.cached_blocks)
+        last = seq.block_table[-1] if seq.block_table else -1
+        blocks = super().allocate(seq, num_tokens)
+        if len(self.cached_blocks) < num_cached:
+            self.monitor.saw("cached block evicted")
+        if blocks is None:
+            return None
+        self.allocated_now.add(seq.seq_id)
+        if blocks.copy is not None:
+            self.copied_now.add(seq.seq_id)
+            self.monitor.saw("copy-on-write")
+        elif last in self.forked:
+            self.forked.discard(last)
+            self.monitor.saw("last holder of a forked block writes in place")
+        return blocks
+
+    def _refuses(self, seq: Sequence, num_tokens: int) -> bool:
+        """Now and then no block is found, so that anything may be preempted at any moment; never what runs alone.
+
+        In half of all plans a chunk is refused until none, or only one, is left of those that this plan copies for.
+        """
+        every, running, step = self.monitor.config.refuse_every, self.monitor.scheduler.running, self.monitor.num_steps
+        if not every or len(running) < 2 or seq.status is not SequenceStatus.RUNNING:
+            return False
+        storm = num_tokens > 1 and running[-1] is not seq and len(self.copied_now) > mix(step, 1) % 2
+        if not (storm and mix(step, 0) % 2) and mix(step, seq.seq_id + 1000 * len(running)) % every:
+            return False
+        self.monitor.saw("allocation refused though blocks are free")
+        return True
+
+    def register_full_blocks(self, seq: Sequence) -> None:
+        start = seq.num_registered_blocks
+        super().register_full_blocks(seq)
+        for block_id in seq.block_table[start : seq.num_registered_blocks]:
+            self.registered_now.add(block_id)
+            if self.blocks[block_id].key is None:
+                self.monitor.saw("equal content in two blocks, one cached")
+
+    def free(self, seq: Sequence, *, discard: bool = False) -> None:
+        if self.planning:
+            self._count_preemption(seq)
+        blocks = [self.blocks[block_id] for block_id in seq.block_table]
+        keys = [block.key for block in blocks if block.key is not None]
+        alone = {block.block_id for block in blocks if block.ref_count == 1}
+        if discard:
+            self._count_discard(len(alone) < len(blocks), keys)
+        super().free(seq, discard=discard)
+        self.forked -= alone
+        if discard and any(key in self.cached_blocks or key in (self.host_tier or ()) for key in keys):
+            fail("failed-in-cache", f"{seq} failed, and blocks that it held may still be served")
+
+    def _count_discard(self, shared: bool, keys: list[BlockKey]) -> None:
+        if shared:
+            self.monitor.saw("failed sequence whose blocks were shared")
+        if keys:
+            self.monitor.saw("failed sequence whose blocks were cached")
+        if any(key in (self.host_tier or ()) for key in keys):
+            self.monitor.saw("failed sequence whose blocks lie in the host tier")
+
+    def _count_preemption(self, seq: Sequence) -> None:
+        if seq.num_computed_tokens < seq.num_prompt_tokens:
+            self.monitor.saw("preempted during chunked prefill")
+        if seq.num_pending_tokens:
+            self.monitor.saw("preempted with a token on its way")
+        if seq.num_preemptions > 1:
+            self.monitor.saw("preempted more than twice")
+        if seq.seq_id in self.allocated_now:
+            self.monitor.saw("preempted what this plan had scheduled")
+        if seq.seq_id in self.copied_now:
+            self.copied_now.discard(seq.seq_id)
+            self.monitor.saw("planned copy undone by a preemption")
+        if seq.block_table and seq.block_table[-1] in self.forked and self.blocks[seq.block_table[-1]].ref_count > 1:
+            self.monitor.saw("preempted with a shared block that is not full")
+
+
+class WatchedScheduler(Scheduler):
+    def __init__(self, monitor: "Monitor", block_manager: WatchedBlockManager, **kwargs: Any) -> None:
+        super().__init__(block_manager, **kwargs)
+        self.monitor = monitor
+        self.watched_blocks = block_manager
+        monitor.attach(self)
+
+    def add(self, seq: Sequence, forks: Iterable[Sequence] = ()) -> None:
+        forks = list(forks)
+        super().add(seq, forks)
+        for added in (seq, *forks):
+            self.monitor.added(added)
+
+    def schedule(self) -> StepPlan | None:
+        with self.monitor.checking():
+            head = self.running[0] if self.running else None
+            self.watched_blocks.start_plan()
+            plan = super().schedule()
+            self.watched_blocks.planning = False
+            self.monitor.planned(plan, head)
+            return plan
+
+    def _start_fork(self, plan: StepPlan, parent: Sequence, fork: Sequence) -> None:
+        super()._start_fork(plan, parent, fork)
+        if fork.status is SequenceStatus.WAITING:
+            self.monitor.saw("fork finds no row free")
+
+    def reset(self, *args: Any, **kwargs: Any) -> None:
+        with self.monitor.checking():
+            super().reset(*args, **kwargs)
+            self.watched_blocks.forked.clear()
+            self.monitor.restarted()
+
+    def update(self, result: StepResult) -> list[tuple[Sequence, SampledToken]]:
+        with self.monitor.checking():
+            fresh = super().update(result)
+            self.monitor.updated(result, fresh)
+            return fresh
+
+    def finish(self, seq: Sequence, reason: FinishReason, stop_reason: str | int | None = None) -> None:
+        with self.monitor.checking():
+            self._count_finish(seq, reason, stop_reason)
+            super().finish(seq, reason, stop_reason)
+
+    def _count_finish(self, seq: Sequence, reason: FinishReason, stop_reason: str | int | None) -> None:
+        saw = self.monitor.saw
+        if seq.status is SequenceStatus.FINISHED:
+            return
+        if self._forks.get(seq):
+            saw("first sample ended while others wait to fork")
+        if reason is FinishReason.ABORT:
+            for state in states_of(seq):
+                saw(ABORT_COUNTERS[state])
+        elif reason is FinishReason.ERROR:
+            if seq.num_pending_tokens > 1:
+                saw("failed sequence with another token on its way")
+        elif reason is FinishReason.LENGTH:
+            saw("finished by length")
+        elif isinstance(stop_reason, str):
+            saw("finished by stop string")
+            if seq.num_pending_tokens:
+                saw("stop string with a token on its way")
+        else:
+            saw("finished by stop token" if stop_reason is not None else "finished by end of sequence")
+
+
+def sequences_of(scheduler: Scheduler) -> Iterable[Sequence]:
+    yield from scheduler.running
+    yield from scheduler.waiting
+    yield from scheduler.held
