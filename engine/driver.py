@@ -212,14 +212,12 @@ class Driver:
         if self.config.disk_cache is None or not self._executor.ready or self._failure is not None:
             return
         self._executor.send(self.scheduler.plan_flush())
+        num_results = len(self._in_flight) + 1  # those of what was under way come first
+        deadline = self._loop.time() + FLUSH_SECONDS
         with contextlib.suppress(asyncio.TimeoutError, WorkerDiedError):
-            await asyncio.wait_for(self._await_flush(), FLUSH_SECONDS)
-
-    async def _await_flush(self) -> None:
-        """Read past the results of what was under way."""
-        num_results = len(self._in_flight) + 1
-        while num_results:
-            num_results -= isinstance(await self._executor.receive(), StepResult)
+            while num_results:
+                message = await asyncio.wait_for(self._executor.receive(), deadline - self._loop.time())
+                num_results -= isinstance(message, StepResult)
 
     # Admission.
 
@@ -275,7 +273,7 @@ class Driver:
                 ready.num_blocks,
                 self.config.block_size,
                 self.config.enable_prefix_caching,
-                self._host_tier(ready),
+                HostTier.of(ready, self.config.disk_cache is not None),
                 self._start_message.model_identity,
             ),
             max_num_seqs=ready.max_num_seqs,
@@ -291,12 +289,6 @@ class Driver:
         self._set_phase("ready")
         self._ready.set_result(None)
 
-    def _host_tier(self, ready: WorkerReady) -> HostTier | None:
-        if not ready.num_host_blocks:
-            return None
-        on_disk = None if self.config.disk_cache is None else set(ready.disk_digests)
-        return HostTier(ready.num_host_blocks, ready.cache_costs, on_disk)
-
     def _new_prefetcher(self) -> Prefetcher:
         return Prefetcher(self.scheduler, self._executor.send, self._schedule_pump)
 
@@ -304,7 +296,15 @@ class Driver:
         """Plan at the end of this turn of the event loop, so that requests that arrive together share a step."""
         if not self._pump_scheduled:
             self._pump_scheduled = True
-            self._loop.call_soon(self._pump)
+            self._loop.call_soon(self._pump_soon)
+
+    def _pump_soon(self) -> None:
+        try:
+            self._pump()
+        except Exception:  # nobody awaits this
+            logger.exception("planning failed")
+            self._task.cancel()
+            self._die(EngineError("an internal error ended the engine loop; the log has it"))
 
     def _pump(self) -> None:
         """Send plans until the Worker has one to compute and, with async_scheduling, one more to go on with."""
@@ -413,7 +413,7 @@ class Driver:
         self._prefetcher.release_all()
         self.scheduler.reset(
             ready.num_blocks,
-            self._host_tier(ready),
+            HostTier.of(ready, self.config.disk_cache is not None),
             max_num_seqs=ready.max_num_seqs,
             max_num_batched_tokens=ready.max_num_batched_tokens,
         )

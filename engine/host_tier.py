@@ -10,7 +10,7 @@ the Worker runs in order, so a slot counts as filled when the plan that fills it
 """
 
 from engine.sequence import BlockKey
-from engine.step import BlockMove, CacheCosts
+from engine.step import BlockMove, CacheCosts, WorkerReady
 
 
 class HostTier:
@@ -32,6 +32,13 @@ class HostTier:
         self._reserved: set[int] = set()  # the disk tier is about to fill them
         self._offloads: dict[int, BlockMove] = {}  # by slot, of the plan under construction
         self._loads: dict[int, int] = {}  # block -> slot
+
+    @classmethod
+    def of(cls, ready: WorkerReady, with_disk: bool) -> "HostTier | None":
+        """The tier of a Worker that has just started; None where it has no host memory for it."""
+        if not ready.num_host_blocks:
+            return None
+        return cls(ready.num_host_blocks, ready.cache_costs, set(ready.disk_digests) if with_disk else None)
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -67,6 +74,8 @@ class HostTier:
 
     def discard(self, key: BlockKey) -> None:
         """Forget what cannot be trusted any more; between plans only, when nothing is pinned."""
+        if self.on_disk is not None:
+            self.on_disk.discard(key.digest)  # it will be written anew
         if (slot := self._slots.pop(key, None)) is not None:
             self._offloads.pop(slot, None)
             self._free.append(slot)

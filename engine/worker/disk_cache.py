@@ -58,10 +58,10 @@ class BlockFile:
         return list(self._slots)
 
     def store(self, digest: bytes, content: bytes) -> None:
-        """Keep a block. Raises OSError where the disk does not take it; then it is not kept."""
+        """Keep a block, in place of an older one of its digest. Raises OSError where the disk does not take it."""
         if digest in self._slots:
-            return
-        if self._free:
+            slot = self._slots.pop(digest)
+        elif self._free:
             slot = self._free.pop()
         else:
             slot = self._slots.pop(next(iter(self._slots)))

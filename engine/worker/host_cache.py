@@ -56,9 +56,18 @@ class HostCache:
             self._disk.flush()
 
     def fetch(self, request: FetchBlocks, send: Callable[[FetchedBlocks], None]) -> None:
-        """Read blocks from the disk into slots that no plan touches until `send`, in another thread, says how many."""
+        """Read blocks from the disk into slots that no later plan touches until `send`, from a thread, says how many.
+
+        Plans before may still copy from or to these slots: the thread waits for what is queued now.
+        """
+        queued = None
+        if self._device.type == "cuda":
+            queued = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            queued.record()
 
         def done(contents: list[bytes]) -> None:
+            if queued is not None:
+                queued.synchronize()
             for slot, content in zip(request.slots, contents, strict=False):
                 self._slots[slot].numpy()[:] = np.frombuffer(content, np.uint8)
             send(FetchedBlocks(request.fetch_id, len(contents)))

@@ -256,3 +256,18 @@ async def test_histograms_add_up(folder):
             assert histogram.total == 5
         assert stats.inter_token_latency.total == 35
         assert stats.num_requests_running.value == stats.kv_cache_usage_perc.value == 0
+
+
+async def test_a_plan_that_fails_outside_the_loop_ends_the_engine_with_a_cause(folder, monkeypatch):
+    """A request that arrives while nothing runs is planned in a callback, which nobody awaits."""
+    async with running_driver(folder) as driver:
+
+        def broken():
+            raise RuntimeError("broken")
+
+        monkeypatch.setattr(driver.scheduler, "schedule", broken)
+        stream = driver.generate(request("a"))
+        with pytest.raises(EngineError, match="internal error"):
+            await asyncio.wait_for(collect(stream), 5)
+        assert "internal error" in str(await asyncio.wait_for(driver.wait_failed(), 5))
+        assert "ended" in driver.health()

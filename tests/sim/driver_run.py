@@ -48,8 +48,10 @@ class DriverRun:
             except Violation as violation:
                 raise self.monitor.violation or violation from violation
             finally:
-                self._end_tasks()
-                self.loop.close()
+                try:
+                    self._end_tasks()
+                finally:
+                    self.loop.close()
         self.monitor.raise_violation()
 
     def _end_tasks(self) -> None:

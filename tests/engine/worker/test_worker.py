@@ -181,11 +181,11 @@ def test_asked_where_it_is_it_writes_its_stacks_and_works_on(tmp_path, model_dir
         worker = Process(stderr=log)
         _, ready = worker.start(model_dir)
         assert isinstance(ready, WorkerReady)
-        worker.process.send_signal(signal.SIGUSR1)
         end = time.monotonic() + PATIENCE
         while b"in serve" not in (text := Path(log.name).read_bytes()):
             assert time.monotonic() < end, text
-            time.sleep(0.01)
+            worker.process.send_signal(signal.SIGUSR1)  # again where it was on its way there
+            time.sleep(0.1)
         assert b"Thread" in text and b"worker.py" in text
         worker.send(StepPlan(1, [], [], [], []))
         assert worker.receive().step_id == 1
