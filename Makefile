@@ -9,7 +9,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 help:
 	@echo "make serve [ARGS=\"--model DIR_OR_HUB_ID --port 9000\"]   start the server"
-	@echo "make test                                              lint, types and every test"
+	@echo "make test [PROCESSES=2] [ARGS=\"-k chat\"]                lint, types and every test"
 	@echo "make kernels-aot                                       compile every GPU kernel; registers, spills, shared memory"
 	@echo "make bench [ARGS=\"--peer URL\"]                          measure a server of its own"
 	@echo "make gpu-check [PARTS=\"kernels steps\"]                  on a machine with a GPU: tests, kernel times, engine figures"
@@ -111,7 +111,7 @@ lint: $(VENV)/.installed-test
 test-only: $(VENV)/.installed-test $(VENV)/.compiled .cache/node/.installed
 	@command -v nginx >/dev/null || test -x /usr/sbin/nginx || echo "nginx is missing: its test will be skipped (Debian: apt install nginx-light)."
 	@command -v chromium >/dev/null || echo "chromium is missing: the page is not tested in a browser (Debian: apt install chromium)."
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(or $(PROCESSES),2) --dist loadfile $(ARGS)
 
 # `make test` compiles a few shapes of each kernel (tests/kernels/test_triton.py); this, every one.
 kernels-aot: $(VENV)/.installed-test
