@@ -1,7 +1,7 @@
 """EngineConfig: every engine setting, declared once.
 
-The help text and the limits travel with the field; the command line, the YAML check, the environment and the README's
-table are all made from this declaration (engine/settings.py).
+The help text and the limits travel with the field; the command line, the YAML check, the environment and the table
+in docs/settings.md are all made from this declaration (engine/settings.py).
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
 """One mechanism for every setting: declared once as a dataclass field, read from YAML, the environment and flags.
 
 `option()` puts the help text and the limits on the field. From that declaration come the command-line flags, the check
-of YAML files and of PAGESERVE_ variables, the validation when the dataclass is made, configs/default.yaml and the
-README's tables (server/config_docs.py). Later sources win: default < YAML < environment < flag.
+of YAML files and of PAGESERVE_ variables, the validation when the dataclass is made, configs/default.yaml and
+docs/settings.md (server/config_docs.py). Later sources win: default < YAML < environment < flag.
 
 Values cross in three shapes: Python values (keywords, YAML) are checked as they are, so "3" is not an integer; texts
 (flags, environment) are parsed first.

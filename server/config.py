@@ -24,7 +24,7 @@ class ServerConfig:
         secret=True,
     )
     api_key_file: str | None = option(
-        None, "file with a key per line, with name and limits (see Keys and limits); SIGHUP reads it anew"
+        None, "file with a key per line, with name and limits (see docs/operating.md); SIGHUP reads it anew"
     )
     allow_unauthenticated: bool = option(False, "listen on addresses that others can reach without any API key")
     public_metrics: bool = option(False, "GET /metrics needs no API key")

@@ -1,6 +1,6 @@
-"""The reference of all settings, rendered from their declarations: configs/default.yaml and the README's tables.
+"""What is rendered from declarations: configs/default.yaml, docs/settings.md, and the written list in docs/api.md.
 
-`make docs` (python -m server.config_docs) rewrites both in a checkout; tests/test_house.py holds them against this.
+`make docs` (python -m server.config_docs) rewrites them in a checkout; tests/test_house.py holds them against this.
 """
 
 import json
@@ -15,8 +15,7 @@ from server.protocol.harmless import WRITTEN_LIST
 
 CONFIG_CLASSES = (EngineConfig, ServerConfig)
 TITLES = {EngineConfig: "Engine", ServerConfig: "Server"}
-BEGIN, END = "<!-- settings: made by `make docs` -->", "<!-- end of settings -->"
-BEGIN_FIELDS, END_FIELDS = "<!-- harmless fields: made by `make docs` -->", "<!-- end of harmless fields -->"
+BEGIN, END = "<!-- made by `make docs` -->", "<!-- end of what `make docs` made -->"
 YAML_HEAD = f"""# Every setting with its default. Copy what you change: pageserve serve --config FILE
 # The same names work as flags (--max-num-seqs) and as variables ({ENV_PREFIX}MAX_NUM_SEQS).
 # A flag wins over a variable, a variable over this file. null means: chosen when the model is known.
@@ -58,18 +57,16 @@ def harmless_tables() -> str:
     return "".join(["| field | taken | why it has no effect |\n|---|---|---|\n", *rows])
 
 
-def with_tables(readme: str) -> str:
-    """README text with what stands between the marks replaced; ValueError when a mark is missing."""
-    readme = _between(readme, BEGIN, END, markdown_tables())
-    return _between(readme, BEGIN_FIELDS, END_FIELDS, harmless_tables())
+DOCUMENTS = {"docs/settings.md": markdown_tables, "docs/api.md": harmless_tables}
 
 
-def _between(readme: str, begin: str, end: str, text: str) -> str:
-    head, _, rest = readme.partition(begin)
-    _, mark, tail = rest.partition(end)
+def with_table(path: Path, text: str) -> str:
+    """The document at `path` with `text` between the marks; ValueError when a mark is missing."""
+    head, _, rest = path.read_text(encoding="utf-8").partition(BEGIN)
+    _, mark, tail = rest.partition(END)
     if not mark:
-        raise ValueError(f"README.md needs the lines {begin!r} and {end!r}")
-    return f"{head}{begin}\n{text}\n{end}{tail}"
+        raise ValueError(f"{path} needs the lines {BEGIN!r} and {END!r}")
+    return f"{head}{BEGIN}\n{text}\n{END}{tail}"
 
 
 def _help(setting: Setting) -> str:
@@ -91,8 +88,9 @@ def _yaml_value(value: Any) -> str:
 def main() -> None:
     root = Path(__file__).resolve().parent.parent
     (root / "configs" / "default.yaml").write_text(yaml_template(), encoding="utf-8")
-    readme = root / "README.md"
-    readme.write_text(with_tables(readme.read_text(encoding="utf-8")), encoding="utf-8")
+    for name, make in DOCUMENTS.items():
+        path = root / name
+        path.write_text(with_table(path, make()), encoding="utf-8")
 
 
 if __name__ == "__main__":

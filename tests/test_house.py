@@ -1,6 +1,7 @@
 """The rules of the house: who imports whom, how long things are, and documents that must equal the code."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from engine.settings import load_settings
-from server.config_docs import CONFIG_CLASSES, with_tables, yaml_template
+from server.config_docs import CONFIG_CLASSES, DOCUMENTS, with_table, yaml_template
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("engine", "server", "kernels", "benchmarks")
 SOURCES = sorted(path.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+DOCUMENTATION = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 500, 80
 
 ENGINE_PUBLIC = (
@@ -109,9 +111,10 @@ def test_default_yaml_equals_the_declarations():
     assert (ROOT / "configs/default.yaml").read_text(encoding="utf-8") == yaml_template(), "run `make docs`"
 
 
-def test_the_readme_tables_equal_the_declarations():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert readme == with_tables(readme), "run `make docs`"
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_tables_equal_the_declarations(name):
+    path = ROOT / name
+    assert path.read_text(encoding="utf-8") == with_table(path, DOCUMENTS[name]()), "run `make docs`"
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
@@ -119,13 +122,26 @@ def test_every_config_file_loads(path):
     load_settings(CONFIG_CLASSES, {"config": str(path)}, {})
 
 
-def test_readme_names_only_what_exists():
-    """Every path and make target in the README's code is there."""
+def anchors(path: Path) -> set[str]:
+    """What GitHub makes of a document's headings."""
+    headings = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w-]", "", heading.lower().replace(" ", "-")) for heading in headings}
+
+
+@pytest.mark.parametrize("path", DOCUMENTATION, ids=lambda path: path.name)
+def test_documents_name_only_what_exists(path):
+    """Every path and make target in a document's code is there, and what its links lead to."""
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    for target in {word.split("make ", 1)[1].split()[0] for word in readme.split("`") if word.startswith("make ")}:
+    text = path.read_text(encoding="utf-8")
+    for target in {word.split("make ", 1)[1].split()[0] for word in text.split("`") if word.startswith("make ")}:
         assert f"\n{target}:" in makefile, f"make {target}"
-    for word in readme.split("`"):
+    for link in re.findall(r"\]\(([^)\s]+)\)", text.replace("\n", "")):
+        if not link.startswith("https://"):
+            name, _, anchor = link.partition("#")
+            linked = path.parent / name if name else path
+            assert linked.exists(), link
+            assert not anchor or anchor in anchors(linked), link
+    for word in text.split("`"):
         if (
             "/" in word
             and word.split("/")[0] in (*PACKAGES, "configs", "deploy", "tests")

@@ -38,7 +38,7 @@ CALL_IGNORED = {"index": "what is left of a stream"}
 FUNCTION_IGNORED = {"parsed_arguments": "what openai-python adds"}
 PART_IGNORED = {"prompt_cache_breakpoint": "a hint for speed"}
 STREAM_INERT: dict[str, tuple[Any, ...]] = {"continuous_usage_stats": (False,)}
-# As the README lists them: where a field stands, those that are ignored, those that are inert.
+# As docs/api.md lists them: where a field stands, those that are ignored, those that are inert.
 WRITTEN_LIST: tuple[tuple[str, dict[str, str], dict[str, tuple[Any, ...]]], ...] = (
     ("{}", IGNORED, INERT),
     ("{} (chat)", {}, CHAT_INERT),

@@ -2,14 +2,12 @@
 
 import inspect
 import typing
-from pathlib import Path
 
 import openai.types.chat.completion_create_params as chat_params
 import openai.types.completion_create_params as completion_params
 import pytest
 
 from server.config import ServerConfig
-from server.config_docs import harmless_tables
 from server.protocol import ChatCompletionRequest, CompletionRequest, Message
 from server.protocol.generation import StreamOptions
 from server.protocol.harmless import WRITTEN_LIST
@@ -62,11 +60,6 @@ def test_vllms_extras_have_a_place():
         assert set(extras) <= {*request_type.model_fields, *request_type.ignored, *request_type.inert}
     chat = {"chat_template_kwargs", "continue_final_message", "add_generation_prompt", "documents", "reasoning_effort"}
     assert chat <= set(ChatCompletionRequest.model_fields)
-
-
-def test_the_readme_lists_what_has_no_effect():
-    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    assert harmless_tables() in readme, "run `make docs`"
 
 
 def test_what_a_generation_takes_without_effect_is_on_the_written_list():
