@@ -246,6 +246,10 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, tag=True):
     prompt_scores: list[PromptScores] = []
     vectors: dict[int, bytes] = {}
 
+    def __post_init__(self) -> None:
+        if len(self.seq_ids) != len(self.token_ids):  # decoding then fails like any other nonsense from a Worker
+            raise ValueError(f"{len(self.seq_ids)} sequences, but {len(self.token_ids)} tokens")
+
     @property
     def samples(self) -> list[SampledToken]:
         """All of them."""

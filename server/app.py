@@ -9,6 +9,7 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
@@ -36,6 +37,7 @@ from server.tokenize import DetokenizeRequest, TokenizeChatRequest, TokenizeText
 from server.tracing import TraceContext, make_tracer
 
 DEFAULT_MODEL_NAME = "pageserve"
+PREFLIGHT_SECONDS = 3600  # for so long a browser need not ask again
 
 
 def served_names(config: ServerConfig, model: str) -> tuple[str, ...]:
@@ -77,9 +79,17 @@ def create_app(driver: Driver, config: ServerConfig) -> FastAPI:
         driver.request_log.listeners.append(tracer.record)
         app.add_middleware(TraceContext)
     app.state.tracer = tracer  # for whoever ends the server
+    if config.allowed_origins:  # a preflight has no key, so this is outside of Authentication
+        app.add_middleware(CORSMiddleware, **cors_options(config))
     app.add_middleware(RequestContext, driver=driver, counts=http_counts)  # added last, so outermost
     app.openapi = describe(app, config, [kind for *_, kinds in POSTS for kind in kinds], served.names[0])  # type: ignore[method-assign]
     return app
+
+
+def cors_options(config: ServerConfig) -> dict[str, Any]:
+    """Any header may be sent and read: keys go in headers, never in cookies, which are not allowed."""
+    anything = {"allow_headers": ["*"], "expose_headers": ["*"], "max_age": PREFLIGHT_SECONDS}
+    return {"allow_origins": config.allowed_origins, "allow_methods": ["GET", "POST"], **anything}
 
 
 Handler = Callable[[Request, Served], Awaitable[Response]]

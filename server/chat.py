@@ -121,7 +121,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> Any:
-    from server.cli import Parser
+    from server.cli import CLIENT_KEY_HELP, Parser, client_key
 
     parser = Parser("chat", "[MESSAGE]", "Talk to a running OpenAI-compatible server. " + HELP)
     parser.add_argument("message", nargs="*", metavar="MESSAGE", help="ask this and leave; without it, a prompt opens")
@@ -129,10 +129,7 @@ def _parser() -> Any:
     parser.add_argument(
         "--base-url", default=base_url, metavar="URL", help="default: $OPENAI_BASE_URL, else port 8000 here"
     )
-    api_key = os.environ.get("OPENAI_API_KEY") or os.environ.get("PAGESERVE_API_KEY", "").split(",")[0]
-    parser.add_argument(
-        "--api-key", default=api_key, metavar="KEY", help="default: $OPENAI_API_KEY, $PAGESERVE_API_KEY"
-    )
+    parser.add_argument("--api-key", default=client_key(), metavar="KEY", help=CLIENT_KEY_HELP)
     parser.add_argument("--model", metavar="NAME", help="default: the first that the server lists")
     parser.add_argument("--system", metavar="TEXT", help="system message of the conversation")
     for name, number in (("temperature", float), ("top-p", float), ("max-tokens", int), ("seed", int)):

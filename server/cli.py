@@ -37,7 +37,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, command: str, operands: str, description: str) -> None:
         prog = f"pageserve {command}"
-        usage = f"{prog} {operands} [options]"
+        usage = " ".join(filter(None, [prog, operands, "[options]"]))
         super().__init__(prog=prog, usage=usage, description=description, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
@@ -51,6 +51,14 @@ class Parser(argparse.ArgumentParser):
             known = [option.lstrip("-").replace("-", "_") for option in self._option_string_actions]
             self.error(unknown_name(flags[0], known, "--{}") if flags else f"unexpected argument {unknown[0]!r}")
         return vars(values)
+
+
+def client_key() -> str | None:
+    """The key that a command sends to a server where none is given."""
+    return os.environ.get("OPENAI_API_KEY") or os.environ.get("PAGESERVE_API_KEY", "").split(",")[0] or None
+
+
+CLIENT_KEY_HELP = "default: $OPENAI_API_KEY, $PAGESERVE_API_KEY"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,6 +1,7 @@
 """ServerConfig: every setting of the HTTP side, declared once like engine/config.py."""
 
 import dataclasses
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from engine.errors import ConfigError
 from engine.sampling_params import MAX_LOGPROBS, MAX_N, MAX_STOP_STRINGS
 from engine.settings import check_config, option
 
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9.:\[\]-]+")  # as browsers write it
 TEMPLATE_MARKS = ("{{", "{%")
 
 
@@ -27,6 +29,9 @@ class ServerConfig:
         None, "file with a key per line, with name and limits (see docs/operating.md); SIGHUP reads it anew"
     )
     allow_unauthenticated: bool = option(False, "listen on addresses that others can reach without any API key")
+    allowed_origins: tuple[str, ...] = option(
+        (), "origins whose web pages may call the API from a browser (CORS), such as https://app.example.com; *: all"
+    )
     public_metrics: bool = option(False, "GET /metrics needs no API key")
     requests_per_minute: int | None = option(None, "most requests of one API key in a minute", minimum=1)
     max_concurrent_requests: int | None = option(None, "most requests of one API key at a time", minimum=1)
@@ -81,6 +86,9 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         check_config(self)
+        for origin in self.allowed_origins:
+            if origin != "*" and not ORIGIN.fullmatch(origin):
+                raise ConfigError(f"allowed_origins: {origin!r} is not * and no scheme://host[:port] without a path.")
 
 
 def resolve_files(config: ServerConfig) -> ServerConfig:

@@ -11,6 +11,8 @@ import socket
 import time
 from pathlib import Path
 
+import msgspec
+
 from engine.step import (
     FRAME_HEADER,
     GrammarPrepared,
@@ -35,6 +37,7 @@ FAULTS = (
     "die_on_token",
     "garbage_at_step",
     "wrong_step_at_step",
+    "uneven_at_step",
 )
 
 
@@ -50,6 +53,7 @@ def main() -> None:
     parser.add_argument("--die-on-token", type=int)  # a sequence that holds it is deadly in every step
     parser.add_argument("--garbage-at-step", type=int)
     parser.add_argument("--wrong-step-at-step", type=int)
+    parser.add_argument("--uneven-at-step", type=int)
     parser.add_argument("--hang-loading", action="store_true")
     parser.add_argument("--fail-loading")
     parser.add_argument("--lives", type=Path)  # counts the starts
@@ -134,7 +138,14 @@ def serve(options, channel, reader) -> None:
             channel.sendall(FRAME_HEADER.pack(3) + b"abc")
         if num_steps == options.wrong_step_at_step:
             result = StepResult(result.step_id + 1, [], {}, 0.0)
-        channel.sendall(encode_frame(result))
+        channel.sendall(encode_frame(result) if num_steps != options.uneven_at_step else uneven(result))
+
+
+def uneven(result: StepResult) -> bytes:
+    """Its frame, with a sequence that has no token."""
+    fields = msgspec.to_builtins(result)
+    fields[1 + StepResult.__struct_fields__.index("token_ids")].pop()  # the first is the tag
+    return encode_frame(fields)
 
 
 def begin_life(options) -> int:

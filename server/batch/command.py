@@ -79,7 +79,7 @@ def _checked_url(text: str) -> str:
 
 
 def _parser() -> Any:
-    from server.cli import Parser
+    from server.cli import CLIENT_KEY_HELP, Parser, client_key
 
     parser = Parser(
         "run-batch",
@@ -90,8 +90,9 @@ def _parser() -> Any:
     parser.add_argument("-i", "--input", required=True, metavar="FILE", help="JSONL: custom_id, method, url, body")
     parser.add_argument("-o", "--output", required=True, metavar="FILE", help="JSONL: custom_id, response, error")
     parser.add_argument("--base-url", metavar="URL", help="ask this server in place of a model loaded here")
-    key = os.environ.get("OPENAI_API_KEY")
-    parser.add_argument("--api-key", dest="client_key", default=key, metavar="KEY", help="default: $OPENAI_API_KEY")
+    parser.add_argument(
+        "--api-key", dest="client_key", default=client_key(), metavar="KEY", help=f"of that server; {CLIENT_KEY_HELP}"
+    )
     parser.add_argument(
         "--concurrency",
         type=int,

@@ -23,7 +23,7 @@ WARM_UP_TIMEOUT = 300.0  # seconds; a server may compile at its first requests
 
 def main(argv: list[str] | None = None) -> int:
     """Exit status: 0 when every request was answered in full, 1 when one was not, 2 when nothing could be measured."""
-    options = _parser().parse_args(argv)
+    options = argparse.Namespace(**_parser().read(sys.argv[1:] if argv is None else argv))
     if options.plot is not None and find_spec("matplotlib") is None:  # not after the run
         print("pageserve bench: --plot needs matplotlib: pip install 'pageserve[bench]'", file=sys.stderr)
         return 2
@@ -38,6 +38,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def add_load_options(parser: argparse.ArgumentParser) -> None:
     """The options that say what load is sent; benchmarks/serve.py takes the same."""
+    from server.cli import CLIENT_KEY_HELP, client_key
+
     parser.add_argument("--workload", default="all", choices=("all", *WORKLOADS), help="default: all")
     parser.add_argument("--n", type=whole_number, default=64, help="size of a workload in requests (default 64)")
     parser.add_argument("--rate", type=positive, default=4.0, help="arrivals per second of mixed (default 4)")
@@ -49,7 +51,7 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--timeout", type=positive, default=900.0, help="seconds until a request counts as failed")
     parser.add_argument("--max-token-id", type=whole_number, default=7999, help="prompts use ids up to this one")
-    parser.add_argument("--api-key", help="sent as a bearer token")
+    parser.add_argument("--api-key", default=client_key(), metavar="KEY", help=CLIENT_KEY_HELP)
     parser.add_argument("--json", type=Path, metavar="PATH", help="write every run to this file")
 
 
@@ -169,10 +171,10 @@ def print_failures(runs: list[Figures]) -> None:
         print(f"failed: {message}", file=sys.stderr)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="pageserve bench", description="Measure a running OpenAI-compatible server: throughput and latency."
-    )
+def _parser() -> Any:
+    from server.cli import Parser
+
+    parser = Parser("bench", "", "Measure a running OpenAI-compatible server: throughput and latency.")
     parser.add_argument("--base-url", default="http://127.0.0.1:8000/v1", help="default: %(default)s")
     parser.add_argument("--model", help="default: the first that the server lists")
     parser.add_argument("--repeats", type=whole_number, default=1, help="the table shows the median of so many runs")

@@ -14,6 +14,8 @@ import pytest
 from benchmarks.processes import ServerProcess, session_and_descendants
 from benchmarks.serve import main as compare
 from server.bench import main as bench
+from server.bench.client import Endpoint
+from server.cli import main as pageserve
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 STUB = f"{sys.executable} {Path(__file__).with_name('stub_server.py')} {{port}}"
@@ -88,10 +90,25 @@ def test_bench_refuses_a_bad_url(capsys):
 
 @pytest.mark.parametrize("flags", [("--n", "0"), ("--n", "x"), ("--rate", "nan"), ("--timeout", "-1"), ("--seed", "a")])
 def test_bench_refuses_bad_numbers(flags, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        bench(list(flags))
-    assert stopped.value.code == 2
+    assert pageserve(["bench", *flags]) == 2
     assert flags[0] in capsys.readouterr().err
+
+
+def test_bench_names_the_nearest_flag(capsys):
+    assert pageserve(["bench", "--base-ur", "http://127.0.0.1:9/v1"]) == 2
+    assert "--base-url" in capsys.readouterr().err
+
+
+def test_bench_finds_its_key_where_the_other_commands_do(monkeypatch, capsys):
+    sent = []
+    monkeypatch.setattr(
+        "server.bench.command.Endpoint", lambda base_url, api_key: sent.append(api_key) or Endpoint(base_url, api_key)
+    )
+    for name, value in (("PAGESERVE_API_KEY", "sk-first,sk-second"), ("OPENAI_API_KEY", "sk-openai")):
+        monkeypatch.setenv(name, value)
+        assert bench(["--base-url", "http://127.0.0.1:9/v1"]) == 2
+    assert bench(["--base-url", "http://127.0.0.1:9/v1", "--api-key", "sk-flag"]) == 2
+    assert sent == ["sk-first", "sk-openai", "sk-flag"]
 
 
 def test_serve_compares_two_servers_it_starts(tmp_path, capsys):

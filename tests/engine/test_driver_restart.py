@@ -64,6 +64,7 @@ async def until(condition, seconds=10.0):
 FAULTS = {
     "exit": ["--die-at-step", "6"],
     "not a message": ["--garbage-at-step", "6"],
+    "a sequence without its token": ["--uneven-at-step", "6"],
     "another step's result": ["--wrong-step-at-step", "6"],
     "hang": ["--hang-at-step", "12"],
     "hang in a first step": ["--hang-at-step", "3"],
