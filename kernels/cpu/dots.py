@@ -39,15 +39,16 @@ def dot(builder, total, a, b):
     return builder.call(asm, [a, b, total])
 
 
-def multiply(rows, vectors, doc, ahead=0):
+def multiply(rows, vectors, doc, lines=0):
     """An intrinsic: out[r, :] += a[r, :] @ b for `rows` rows and 16 * `vectors` columns, all in registers.
 
-    Strides and `depth` are in words. With `ahead`, what lies that many words behind each row of b is asked for.
+    Strides and `depth` are in words. With `lines`, it takes a last argument, a pointer to what is needed soon: for each
+    row of b that many cache lines are asked for there, one after the other.
     """
     cells = [(r, c) for r in range(rows) for c in range(vectors)]
 
     def codegen(context, builder, sig, args):
-        a, a_stride, b, b_stride, depth, out, out_stride = args
+        a, a_stride, b, b_stride, depth, out, out_stride, *soon = args
         totals, targets = {}, {}
         for r, c in cells:
             index = builder.add(builder.mul(out_stride, ir.Constant(_I64, r)), ir.Constant(_I64, WIDTH * c))
@@ -55,8 +56,11 @@ def multiply(rows, vectors, doc, ahead=0):
             totals[r, c] = cgutils.alloca_once_value(builder, builder.load(targets[r, c], align=4))
         with cgutils.for_range(builder, depth) as loop:
             b_row = builder.gep(b, [builder.mul(loop.index, b_stride)])
-            for c in range(vectors if ahead else 0):
-                simd.prefetch(builder, builder.gep(b_row, [ir.Constant(_I64, ahead + WIDTH * c)]))
+            for line in range(lines):
+                index = builder.add(
+                    builder.mul(loop.index, ir.Constant(_I64, lines * WIDTH)), ir.Constant(_I64, line * WIDTH)
+                )
+                simd.prefetch(builder, builder.gep(soon[0], [index]))
             places = [vector_at(builder, b_row, ir.Constant(_I64, WIDTH * c), _I32V) for c in range(vectors)]
             columns = [builder.load(place, align=4) for place in places]
             for r, c in cells:
@@ -68,9 +72,15 @@ def multiply(rows, vectors, doc, ahead=0):
             builder.store(builder.load(totals[cell]), targets[cell], align=4)
         return context.get_dummy_value()
 
-    def typing(typingctx, a, a_stride, b, b_stride, depth, out, out_stride):
-        i64 = types.int64
-        return types.void(I32Pointer, i64, I32Pointer, i64, i64, F32Pointer, i64), codegen
+    i64 = types.int64
+    arguments = I32Pointer, i64, I32Pointer, i64, i64, F32Pointer, i64
 
-    typing.__doc__ = doc
-    return intrinsic(typing)
+    def typing(typingctx, a, a_stride, b, b_stride, depth, out, out_stride):
+        return types.void(*arguments), codegen
+
+    def typing_with_soon(typingctx, a, a_stride, b, b_stride, depth, out, out_stride, soon):
+        return types.void(*arguments, I32Pointer), codegen
+
+    chosen = typing_with_soon if lines else typing
+    chosen.__doc__ = doc
+    return intrinsic(chosen)

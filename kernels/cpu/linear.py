@@ -1,9 +1,9 @@
 """The bf16 linear layer of a CPU that multiplies bf16 pairs, as fast with one row as memory allows.
 
-The weight lies in panels of 64 outputs, each read once, from its first word to its last: a microkernel holds six rows
-by 64 columns of sums in registers while the panel passes by. A row's sums do not depend on the other rows. Nothing is
-compiled for a number of rows, as oneDNN does. All layers of a llama of 90 M parameters, two cores, beside oneDNN: two
-thirds of the time with 1 or 2 rows, some 80 % with 4 to 16, the same from 64 rows on.
+The weight lies in panels of 64 outputs, each read from memory once, from its first word to its last: a microkernel
+holds six rows by 64 columns of sums in registers while the panel passes by. A row's sums do not depend on the other
+rows. Nothing is compiled for a number of rows, as oneDNN does. All layers of a llama of 90 M parameters, two cores,
+beside oneDNN: two thirds of the time with 1 or 2 rows, some 70 % with 4 to 16, the same from 64 rows on.
 """
 
 import numpy as np
@@ -24,32 +24,53 @@ DEPTH = 1024  # words of a row at a time: that part of a panel, 256 KiB, stays i
 AHEAD = 4096  # words, 16 KiB: with 1 row 5.2 ms in place of 6.2 at 4 KiB
 ZERO = np.float32(0)
 
-_rows1, _rows2, _rows3, _rows4, _rows5, _rows6 = (
-    multiply(rows, COLUMNS // WIDTH, f"{rows} rows of a panel's columns.", AHEAD) for rows in range(1, ROWS + 1)
-)
+
+def _microkernel(lines):
+    """sums[r, :] += x[r, :] @ panel for 1 to 6 rows, while `lines` cache lines per word of depth come from `soon`."""
+    rows1, rows2, rows3, rows4, rows5, rows6 = (
+        multiply(rows, COLUMNS // WIDTH, f"{rows} rows of a panel's columns.", lines) for rows in range(1, ROWS + 1)
+    )
+
+    @jit
+    def microkernel(num_rows, x, x_stride, panel, depth, sums, soon):
+        if num_rows == 6:
+            rows6(x, x_stride, panel, COLUMNS, depth, sums, COLUMNS, soon)
+        elif num_rows == 5:
+            rows5(x, x_stride, panel, COLUMNS, depth, sums, COLUMNS, soon)
+        elif num_rows == 4:
+            rows4(x, x_stride, panel, COLUMNS, depth, sums, COLUMNS, soon)
+        elif num_rows == 3:
+            rows3(x, x_stride, panel, COLUMNS, depth, sums, COLUMNS, soon)
+        elif num_rows == 2:
+            rows2(x, x_stride, panel, COLUMNS, depth, sums, COLUMNS, soon)
+        else:
+            rows1(x, x_stride, panel, COLUMNS, depth, sums, COLUMNS, soon)
+
+    return microkernel
+
+
+_all_lines, _half, _quarter = _microkernel(4), _microkernel(2), _microkernel(1)
 
 
 @jit
-def _multiply_rows(x, x_stride, panel, depth, num_rows, sums):
-    """sums[r, :] += x[r, :] @ panel, the rows in groups of six or as even as may be."""
+def _multiply_rows(x, x_stride, panel, depth, num_rows, sums, soon):
+    """sums[r, :] += x[r, :] @ panel, the rows in groups as even as may be.
+
+    The first group that passes by a panel waits for memory, the others would leave memory idle: so each group asks for
+    a share of the part that comes next, `soon`. A single group asks for what it needs itself, a little ahead.
+    """
+    groups = (num_rows + ROWS - 1) // ROWS
+    groups = max(groups, 4) if groups > 2 else groups
     row = 0
-    while row < num_rows:
-        left = num_rows - row
-        groups = (left + ROWS - 1) // ROWS
-        count = (left + groups - 1) // groups
+    for group in range(groups):
+        count = (num_rows - row + groups - group - 1) // (groups - group)
         a, out = advance(x, row * x_stride), advance(sums, row * COLUMNS)
-        if count == 6:
-            _rows6(a, x_stride, panel, COLUMNS, depth, out, COLUMNS)
-        elif count == 5:
-            _rows5(a, x_stride, panel, COLUMNS, depth, out, COLUMNS)
-        elif count == 4:
-            _rows4(a, x_stride, panel, COLUMNS, depth, out, COLUMNS)
-        elif count == 3:
-            _rows3(a, x_stride, panel, COLUMNS, depth, out, COLUMNS)
-        elif count == 2:
-            _rows2(a, x_stride, panel, COLUMNS, depth, out, COLUMNS)
+        if groups == 1:
+            _all_lines(count, a, x_stride, panel, depth, out, advance(panel, AHEAD))
+        elif groups == 2:
+            _half(count, a, x_stride, panel, depth, out, advance(soon, group * depth * COLUMNS // 2))
         else:
-            _rows1(a, x_stride, panel, COLUMNS, depth, out, COLUMNS)
+            _quarter(count, a, x_stride, panel, depth, out, advance(soon, group % 4 * depth * COLUMNS // 4))
         row += count
 
 
@@ -63,21 +84,24 @@ def _linear(args):
     scratch = np.empty(ROWS_PER_ITEM * COLUMNS, np.float32)
     sums = simd.pointer_f32(scratch.ctypes.data)
     items_per_panel = (num_rows + ROWS_PER_ITEM - 1) // ROWS_PER_ITEM
-    item = next_item(args)
+    item, next_one = next_item(args), next_item(args)
     while item < args[1]:
         column, begin = item // items_per_panel * COLUMNS, item % items_per_panel * ROWS_PER_ITEM
+        then = min(next_one, args[1] - 1) // items_per_panel * COLUMNS * words
         rows = min(ROWS_PER_ITEM, num_rows - begin)
         for i in range(0, rows * COLUMNS, WIDTH):
             store(sums, i, splat(ZERO))
         for k in range(0, words, DEPTH):
-            part = advance(panels, column * words + k * COLUMNS)
-            _multiply_rows(advance(x, begin * x_stride + k), x_stride, part, min(DEPTH, words - k), rows, sums)
+            at = column * words + k * COLUMNS
+            soon = at + DEPTH * COLUMNS if k + DEPTH < words else then
+            part, depth = advance(panels, at), min(DEPTH, words - k)
+            _multiply_rows(advance(x, begin * x_stride + k), x_stride, part, depth, rows, sums, advance(panels, soon))
         for c in range(0, min(COLUMNS, out_features - column), WIDTH):
             offset = load(bias, column + c) if simd.address(bias) != 0 else splat(ZERO)
             for r in range(rows):
                 value = simd.add(load(sums, r * COLUMNS + c), offset)
                 store(out, (begin + r) * out_features + column + c, value)
-        item = next_item(args)
+        item, next_one = next_one, next_item(args)
     simd.keep(scratch)
 
 
