@@ -111,7 +111,7 @@ lint: $(VENV)/.installed-test
 test-only: $(VENV)/.installed-test $(VENV)/.compiled .cache/node/.installed
 	@command -v nginx >/dev/null || test -x /usr/sbin/nginx || echo "nginx is missing: its test will be skipped (Debian: apt install nginx-light)."
 	@command -v chromium >/dev/null || echo "chromium is missing: the page is not tested in a browser (Debian: apt install chromium)."
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(or $(PROCESSES),2) --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(or $(PROCESSES),2) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # `make test` compiles a few shapes of each kernel (tests/kernels/test_triton.py); this, every one.
 kernels-aot: $(VENV)/.installed-test

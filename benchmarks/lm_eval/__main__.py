@@ -4,9 +4,9 @@
 
 BIN is the command of lm-eval in an environment of its own (`make lm-eval` makes it). Two tasks, which need no network:
 stories by the grammar that wrote the bundled model's training texts, as multiple choice and as whole texts, some of
-them not simple ASCII and one longer than the context. Exit status 1 where a loglikelihood differs by more than 1e-3 (or
-a millionth of it, since hf sums whole texts in fp32, which holds no more of a sum of some thousands), or where one side
-takes for greedy what the other does not.
+them not simple ASCII and one longer than the context. Exit status 1 where a score that lm-eval reports of a task
+differs by more than 1e-3, or a loglikelihood of a sample (or by more than a millionth of it, since hf sums whole texts
+in fp32, which holds no more of a sum of some thousands), or where one side takes for greedy what the other does not.
 """
 
 import argparse
@@ -28,6 +28,7 @@ from engine.checkpoint import BUNDLED_MODEL
 from engine.models.bundled.training.stories import tell
 
 TASKS = ("stories_choice", "stories_text")
+SIDES = ("local-completions", "hf")
 TOLERANCE, RELATIVE_TOLERANCE = 1e-3, 1e-6
 # local-completions keeps a token for the one that it has generated, and one more of a whole text: hf is told the same,
 # so that both cut a long text into the same windows.
@@ -55,16 +56,16 @@ def main() -> int:
         write_data(folder, options.samples)
         server = serve(options.model, folder)
         try:
-            ours, seconds = evaluate(
-                options.lm_eval.absolute(), folder, "local-completions", ours_arguments(server, options)
-            )
+            seconds = evaluate(options.lm_eval.absolute(), folder, "local-completions", ours_arguments(server, options))
         finally:
             server.stop()
-        theirs, their_seconds = evaluate(options.lm_eval.absolute(), folder, "hf", their_arguments(options))
+        their_seconds = evaluate(options.lm_eval.absolute(), folder, "hf", their_arguments(options))
+        ours, theirs = ({task: read_samples(folder / name, task) for task in TASKS} for name in SIDES)
+        reported = [read_reported(folder / name) for name in SIDES]
     if options.json is not None:
         options.json.write_text(json.dumps({"pageserve": ours, "transformers": theirs}, indent=1) + "\n")
     print(f"lm-eval took {seconds:.1f} s with local-completions, {their_seconds:.1f} s with hf")
-    return report(ours, theirs)
+    return max(report(ours, theirs), report_tasks(*reported))
 
 
 def write_data(folder: Path, num_samples: int) -> None:
@@ -117,10 +118,8 @@ def their_arguments(options: argparse.Namespace) -> dict[str, Any]:
     return {"pretrained": options.model, "dtype": "float32", "max_length": WINDOW}
 
 
-def evaluate(
-    lm_eval: Path, folder: Path, model: str, arguments: dict[str, Any]
-) -> tuple[dict[str, list[dict[str, Any]]], float]:
-    """Per task its samples, each with `scores`, a list of (loglikelihood, greedy or None); and the seconds it took."""
+def evaluate(lm_eval: Path, folder: Path, model: str, arguments: dict[str, Any]) -> float:
+    """Let lm-eval write its results below folder / model; the seconds that it took."""
     output = folder / model
     command = [str(lm_eval), "run", "--model", model, "--tasks", ",".join(TASKS), "--include_path", "tasks"]
     command += ["--model_args", ",".join(f"{name}={value}" for name, value in arguments.items())]
@@ -132,10 +131,23 @@ def evaluate(
         status = subprocess.run(command, cwd=folder, stdout=file, stderr=file, env={**os.environ, **offline}).returncode
     if status:
         raise SystemExit(f"lm-eval with {model} ended with status {status}:\n{log.read_text(errors='replace')[-4000:]}")
-    return {task: read_samples(output, task) for task in TASKS}, time.monotonic() - started
+    return time.monotonic() - started
+
+
+def read_reported(output: Path) -> dict[tuple[str, str], float]:
+    """What lm-eval reports: (task, metric) -> its score over all samples."""
+    (path,) = output.rglob("results_*.json")
+    results = json.loads(path.read_text(encoding="utf-8"))["results"]
+    return {
+        (task, key.removesuffix(",none")): value
+        for task in TASKS
+        for key, value in results[task].items()
+        if isinstance(value, float) and "stderr" not in key
+    }
 
 
 def read_samples(output: Path, task: str) -> list[dict[str, Any]]:
+    """Each with `scores`, a list of (loglikelihood, greedy or None)."""
     (path,) = output.rglob(f"samples_{task}_*.jsonl")
     samples = sorted(
         map(json.loads, path.read_text(encoding="utf-8").splitlines()), key=lambda sample: sample["doc_id"]
@@ -173,6 +185,15 @@ def report(ours: dict[str, list[dict[str, Any]]], theirs: dict[str, list[dict[st
     limit = f"{TOLERANCE:g}, or {RELATIVE_TOLERANCE:g} of them"
     print(f"{wrong} scores differ by more than {limit}" if wrong else f"all scores are equal to {limit}")
     return 1 if wrong else 0
+
+
+def report_tasks(ours: dict[tuple[str, str], float], theirs: dict[tuple[str, str], float]) -> int:
+    """Print what lm-eval reports of each task, from both sides; 1 where they differ."""
+    for (task, metric), score in ours.items():
+        print(f"{task:16} {metric:20} {score:14.6f} pageserve {theirs[task, metric]:14.6f} transformers")
+    wrong = sum(not abs(score - theirs[key]) <= TOLERANCE for key, score in ours.items())
+    print(f"{wrong} reported scores differ by more than {TOLERANCE:g}" if wrong else f"all equal to {TOLERANCE:g}")
+    return 1 if wrong or not ours else 0
 
 
 if __name__ == "__main__":
