@@ -78,7 +78,7 @@ class Flood:
 
     def __init__(self, base_url: str, model: str, options: argparse.Namespace, seed: int) -> None:
         context = multiprocessing.get_context("spawn")
-        self.num_done = context.Value("i", 0)
+        self.num_done = context.RawValue("i", 0)  # without a lock, which a killed process might hold
         arguments = base_url, model, KEYS["flood"], options, seed, self.num_done
         self._process = context.Process(target=flood, args=arguments, daemon=True)
         self._process.start()
