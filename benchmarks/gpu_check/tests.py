@@ -36,7 +36,7 @@ def run_tests(files: list[Path], recorder: Recorder, setting: Setting) -> None:
     """A figure of how many passed in each group, and a line for each that did not."""
     results = setting.folder / "tests-results.jsonl"
     environment = {**os.environ, "GPU_CHECK_RESULTS": str(results), "PYTHONPATH": _python_path()}
-    environment.pop("PYTEST_XDIST_WORKER", None)  # of a session that runs this: it is not ours
+    environment.pop("PYTEST_XDIST_WORKER", None)  # of a pytest that runs this one
     ended, seconds = "", (SECONDS - 5) * setting.patience
     try:
         done = subprocess.run(_command(files, setting), cwd=ROOT, env=environment, timeout=seconds)
