@@ -9,7 +9,7 @@ process of its own (as one ends the next is sent), in turns, --rounds times each
 byte of its stream's first text.
 
 The P99 of all rounds under the flood is divided by that of all quiet ones: taking turns, both see the machine as it is.
-How uneven it was is printed too.
+How uneven it was is printed too. The first seconds of a flood (--warm-up) are not measured.
 """
 
 import argparse
@@ -34,8 +34,6 @@ from benchmarks.processes import ServerProcess
 
 GOAL = 1.5
 KEYS = {"quiet": "sk-" + secrets.token_hex(16), "flood": "sk-" + secrets.token_hex(16)}
-
-
 Times = dict[str, list[float]]  # by kind of prompt
 
 

@@ -3,7 +3,7 @@
 The weight lies in panels of 64 outputs, each read from memory once, from its first word to its last: a microkernel
 holds six rows by 64 columns of sums in registers while the panel passes by. A row's sums do not depend on the other
 rows. Nothing is compiled for a number of rows, as oneDNN does. All layers of a llama of 90 M parameters, two cores,
-beside oneDNN: two thirds of the time with 1 or 2 rows, some 70 % with 4 to 16, the same from 64 rows on.
+beside oneDNN: two thirds of the time with 1 or 2 rows, 70 to 80 % with 4 to 32, nine tenths with 64.
 """
 
 import numpy as np
