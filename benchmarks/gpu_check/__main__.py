@@ -75,7 +75,7 @@ class Check:
         try:
             for index, part in enumerate(parts):
                 reserved = sum(later.seconds for later in parts[index + 1 :])
-                self._run(part, max(self._left() - reserved, min(part.seconds, self._left())))
+                self._run(part, max(self._left() - reserved, min(max(part.seconds, part.at_most), self._left())))
                 report.write_json(self._json, self._facts, report.with_ratios(self._records))
         except KeyboardInterrupt:
             interrupted = True
@@ -144,7 +144,8 @@ def _end_group(process: "subprocess.Popen[bytes]") -> None:
             os.killpg(process.pid, 0)
             time.sleep(0.05)
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    with contextlib.suppress(subprocess.TimeoutExpired):  # a device may hold a process that was killed
+        process.wait(GRACE_SECONDS)
 
 
 def _why(status: int | None, part: Part) -> str:

@@ -29,13 +29,17 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """`seconds` are set aside for it; what earlier parts did not use is added. `packages` are import names."""
+    """`seconds` are set aside for it; what earlier parts did not use is added. `packages` are import names.
+
+    at_most: what it may take at the cost of the parts behind it, where they are of no use without it.
+    """
 
     name: str
     module: str
     seconds: float
     packages: tuple[str, ...]
     title: str
+    at_most: float = 0.0
 
     def missing(self, tiny: bool = False) -> list[str]:
         """The packages that this Python does not have. A CPU needs no Triton."""
@@ -47,7 +51,8 @@ class Part:
 
 
 PARTS = (
-    Part("limits", "limits", 30, ("torch", "numpy"), "What the card can do"),
+    # the first to read torch's libraries from the disk: on a machine that has just started that takes a minute
+    Part("limits", "limits", 30, ("torch", "numpy"), "What the card can do", at_most=150),
     Part("tests", "tests", 120, ("torch", "triton", "transformers", "pytest"), "Tests on the device"),
     Part("kernels", "kernels", 110, ("torch", "triton", "numpy"), "Kernels"),
     Part("steps", "steps", 110, (*ENGINE_PACKAGES, "triton"), "Steps of the model runner"),
