@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.gpu_check import report
 from benchmarks.gpu_check.card import card_facts
-from benchmarks.gpu_check.parts import NAMES, PARTS, Part, Setting, select
+from benchmarks.gpu_check.parts import DEFAULT, NAMES, PARTS, Part, Setting, select
 from benchmarks.gpu_check.record import Recorder, read_record
 from benchmarks.gpu_check.wheels import install_wheels
 
@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.run_part:
         return _run_part(options.run_part, Setting(options.tiny, options.folder), options.lost)
     try:
-        parts = select(options.parts.replace(",", " ").split() or NAMES)
+        parts = select(options.parts.replace(",", " ").split() or DEFAULT)
     except ValueError as error:
         print(f"gpu-check: {error}", file=sys.stderr)
         return 2
@@ -200,7 +200,7 @@ def _joined(*paths: str | None) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_check", description=__doc__)
-    parser.add_argument("--parts", default="", metavar="NAMES", help=f"of {', '.join(NAMES)}; default: all")
+    parser.add_argument("--parts", default="", metavar="NAMES", help=f"of {', '.join(NAMES)}; default: all but tiles")
     parser.add_argument("--json", type=Path, metavar="DIR", help="where the JSON goes (default benchmarks/results)")
     parser.add_argument("--log", type=Path, metavar="FILE", help="where the parts' output goes (default .cache)")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for everything (default %(default)g)")

@@ -31,7 +31,8 @@ class Setting:
 class Part:
     """`seconds` are set aside for it; what earlier parts did not use is added. `packages` are import names.
 
-    at_most: what it may take at the cost of the parts behind it, where they are of no use without it.
+    at_most: what it may take at the cost of the parts behind it, where they are of no use without it. on_request: only
+    where it is named.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Part:
     packages: tuple[str, ...]
     title: str
     at_most: float = 0.0
+    on_request: bool = False
 
     def missing(self, tiny: bool = False) -> list[str]:
         """The packages that this Python does not have. A CPU needs no Triton."""
@@ -60,8 +62,10 @@ PARTS = (
     Part("peers", "transformers_peer", 85, ("torch", "transformers"), "transformers on the same prompts"),
     Part("http", "http", 35, (*ENGINE_PACKAGES, "triton", "fastapi", "uvicorn", "httptools", "pydantic", "httpx",
                               "prometheus_client"), "Server over HTTP"),
+    Part("tiles", "tiles", 300, ("torch", "triton", "numpy"), "Other tiles of attention", on_request=True),
 )  # fmt: skip
 NAMES = tuple(part.name for part in PARTS)
+DEFAULT = tuple(part.name for part in PARTS if not part.on_request)
 
 
 def select(names: Iterable[str]) -> list[Part]:

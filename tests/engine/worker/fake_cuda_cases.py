@@ -195,6 +195,22 @@ def test_a_decode_step_is_one_copy_in_a_graph_or_two_and_one_copy_out(make_runne
     assert cuda.copies == 2
 
 
+def test_the_sweep_of_tiles_launches_what_it_names(cuda):
+    from benchmarks.gpu_check import tiles
+    from benchmarks.kernel_speed import Shape
+
+    shape, names = Shape(8, 2, 64), []
+    for case in (
+        *tiles.decodes(shape, FakeCudaQueue.device, 2, 700),
+        *tiles.prefills(shape, FakeCudaQueue.device, 2, 5, 50),
+    ):
+        case.call()
+        names.append(case.kernel)
+    assert len(set(names)) == len(names) == len(tiles.DECODE_TILES) + len(tiles.MORE_SPLITS) + len(tiles.PREFILL_TILES)
+    variants = {key for key in cuda.compiled if "attention_kernel" in key[0]}
+    assert len(variants) == len(tiles.DECODE_TILES) + len(tiles.PREFILL_TILES)
+
+
 class TestTheDeviceItself:
     """What it finds in code that is wrong."""
 
