@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     """Exit status: 0 when every case ran, whether or not goals are met; 1 when one failed; 2 for wrong arguments."""
     options = _parser().parse_args(argv)
     if options.run_part:
-        return _run_part(options.run_part, Setting(options.tiny, options.folder), options.lost)
+        return _run_part(options.run_part, Setting(options.tiny, options.folder, options.until), options.lost)
     try:
         parts = select(options.parts.replace(",", " ").split() or DEFAULT)
     except ValueError as error:
@@ -121,7 +121,8 @@ class Check:
     def _start(self, part: Part, until: float, lost: str) -> int | None:
         """The exit status of one process of the part, None if its time ran out. All its children end with it."""
         command = [sys.executable, "-m", "benchmarks.gpu_check", "--run-part", part.name, "--folder",
-                   str(self._setting.folder), "--lost", lost, *(["--tiny"] if self._setting.tiny else [])]  # fmt: skip
+                   str(self._setting.folder), "--until", str(until), "--lost", lost,
+                   *(["--tiny"] if self._setting.tiny else [])]  # fmt: skip
         with self._log_path.open("a", encoding="utf-8") as log:
             print(f"==== {part.name}", file=log, flush=True)
             process = subprocess.Popen(command, cwd=ROOT, env=self._environment, stdin=subprocess.DEVNULL, stdout=log,
@@ -207,6 +208,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tiny", action="store_true", help="toy sizes on a CPU: does the program itself work?")
     parser.add_argument("--run-part", choices=NAMES, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--until", type=float, default=0.0, help=argparse.SUPPRESS)
     parser.add_argument("--lost", default="", help=argparse.SUPPRESS)
     return parser
 

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,12 @@ class Setting:
 
     tiny: bool
     folder: Path  # for models and records, shared by all parts of a run
+    until: float = 0.0  # on time.monotonic's clock, which all processes share: when the part's process is ended
+
+    @property
+    def seconds(self) -> float:
+        """What is left."""
+        return max(0.0, self.until - time.monotonic())
 
     @property
     def patience(self) -> float:

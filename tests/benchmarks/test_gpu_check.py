@@ -461,6 +461,17 @@ def test_a_case_that_cannot_be_made_costs_the_rest_of_its_series_only(tmp_path):
 # Results.
 
 
+def test_tests_end_before_their_process_is_ended_so_that_what_passed_is_counted(tmp_path, monkeypatch):
+    passed = json.dumps({"test": "tests/kernels/x", "outcome": "passed", "message": ""})
+    (tmp_path / "tests-results.jsonl").write_text(passed + "\n")
+    monkeypatch.setattr(tests, "_command", lambda files, setting: ["sleep", "60"])
+    setting = parts.Setting(True, tmp_path, time.monotonic() + tests.SPARE_SECONDS + 0.5)
+    with pytest.raises(RuntimeError, match="not done within"):
+        tests.run_tests([], Recorder(tmp_path / "tests.jsonl"), setting)
+    (figure,) = [line for line in read_record(tmp_path / "tests.jsonl") if line["kind"] == "figure"]
+    assert figure["name"] == "tests: kernels" and figure["value"] == 1
+
+
 def test_outcomes_of_pytest_count_setup_and_teardown(tmp_path):
     passed, failed = {"outcome": "passed", "message": ""}, {"outcome": "failed", "message": "boom"}
     lines = [{"test": "tests/kernels/a.py::x", **passed}, {"test": "tests/kernels/a.py::x", **failed},
