@@ -4,7 +4,10 @@ import random
 
 import pytest
 
-from engine.short_steps import StepTimes
+from engine.sampling_params import SamplingParams
+from engine.sequence import Sequence
+from engine.short_steps import ShortSteps, StepTimes
+from engine.step import StepPlan, StepResult
 
 
 def observe(times, num_steps, base=1e-3, per_decode=2e-4, per_token=3e-5, noise=0.0, rng=None, steps=None):
@@ -48,3 +51,24 @@ def test_from_steps_that_say_nothing_come_finite_limits(steps):
     observe(times, 50, steps=steps)
     decodes, tokens = times.within(3.0)
     assert 0 <= decodes < 1e12 and 0 <= tokens < 1e12
+
+
+def decoding(seq_id):
+    seq = Sequence(seq_id, [1, 2], SamplingParams(), seed=0, max_num_tokens=9)
+    seq.num_computed_tokens, seq.in_worker = 1, True
+    return seq
+
+
+def test_who_comes_takes_nobodys_turn():
+    """Ten new ones come with every step, and stay for one: the three that are there all the time get on."""
+    steps = ShortSteps()
+    for step_id, num_decodes in enumerate([1, 2, 5, 10] * 10):
+        steps.planned(StepPlan(step_id, [], [], [], [], decodes=[*range(num_decodes)]))
+        steps.computed(StepResult(step_id, [], {}, 1e-3 + 5e-4 * num_decodes))
+    old, turns = [decoding(i) for i in range(3)], 0
+    for count in range(1, 41):
+        everyone = [*old, *(decoding(100 * count + i) for i in range(10))]
+        taken, _, resting = steps.limit(everyone, False, 512)
+        assert len(taken) == 4 and len(resting) == 9
+        turns += len({*old} - resting)
+    assert turns > 80

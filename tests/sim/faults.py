@@ -229,7 +229,6 @@ MUTANTS = (
     ),
     Mutant("those served more leave for good", FairShare, "_starters", "if not fresh:", "if not running:"),
     Mutant("those who rest take no turns", ShortSteps, "_resting", "rows.sort(key=lambda seq: seq.last_turn)", "pass"),
-    Mutant("who comes takes the turn of others", ShortSteps, "_resting", "or next(self._turns)", "or 0"),
     # The disk tier.
     Mutant(
         "damaged block served", BlockFile, "load", " and checksum == _checksum(digest, content)", "", for_driver=True
