@@ -12,12 +12,14 @@ import platform
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from kernels.activation import gated_activation
+from kernels.attention_plan import AttentionPlan, attention_plan
 from kernels.kv_format import KV_FORMATS, KVFormat
 from kernels.layer_norm import layer_norm
 from kernels.linear import PackedLinear
@@ -147,10 +149,11 @@ def decode_case(
 ) -> Case:
     """One token of each of `num_seqs` sequences against `context` cached ones."""
     q, *paged = paged_batch(shape, num_seqs, context, num_seqs, device, kv_format)
+    plan = make_plan(shape, num_seqs, device)
     tokens, scale = num_seqs * context, shape.head_dim**-0.5
     width = kv_format.width(shape.head_dim) if kv_format else shape.head_dim * shape.dtype.itemsize
     name = f"paged_attention {kv_format.name}" if kv_format else "paged_attention"
-    return Case(name, f"{num_seqs} x {context}", lambda: paged_attention(q, *paged, scale),
+    return Case(name, f"{num_seqs} x {context}", lambda: paged_attention(q, *paged, scale, plan=plan),
                 tokens * 2 * shape.num_kv_heads * width, tokens * shape.flops_per_score)  # fmt: skip
 
 
@@ -159,11 +162,22 @@ def prefill_case(shape: Shape, device: torch.device, num_seqs: int, chunk: int, 
     q, k_cache, v_cache, block_tables, seq_lens = paged_batch(shape, num_seqs, context, num_seqs * chunk, device)
     cu_seqlens_q = torch.arange(0, num_seqs * chunk + 1, chunk, dtype=torch.int32, device=device)
     arguments = q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens, chunk, shape.head_dim**-0.5
+    attend = partial(prefill_attention, *arguments, plan=make_plan(shape, num_seqs, device))
     scores = num_seqs * chunk * (context - (chunk - 1) / 2)
     row = shape.num_kv_heads * shape.head_dim * 2 * shape.dtype.itemsize  # bytes of one token's K and V in one layer
     moved = num_seqs * context * row + 2 * q.numel() * shape.dtype.itemsize
-    return Case("prefill_attention", f"{num_seqs} x {chunk} of {context}", lambda: prefill_attention(*arguments),
-                moved, scores * shape.flops_per_score)  # fmt: skip
+    return Case("prefill_attention", f"{num_seqs} x {chunk} of {context}", attend, moved,
+                scores * shape.flops_per_score)  # fmt: skip
+
+
+def make_plan(shape: Shape, num_seqs: int, device: torch.device) -> AttentionPlan | None:
+    """As the engine makes it, once for all steps; a CPU has none."""
+    if device.type == "cpu":
+        return None
+    return attention_plan(
+        device, max_num_seqs=num_seqs, num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+    )  # fmt: skip
 
 
 def paged_batch(

@@ -78,7 +78,7 @@ def copy_blocks_kernel(table_ptr, sources_ptr, targets_ptr, WORDS: tl.constexpr)
     tl.store(base + tl.load(targets_ptr + copy) * num_words + offsets, words, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["blocks_ptr"])  # a slice that starts anywhere
 def pack_blocks_kernel(table_ptr, blocks_ptr, packed_ptr, packed_words, PACK: tl.constexpr, WORDS: tl.constexpr):
     """Grid (num_blocks, num_tensors, parts of a block): blocks to rows of packed, or back."""
     row, tensor = tl.program_id(0).to(tl.int64), tl.program_id(1)

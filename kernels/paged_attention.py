@@ -55,7 +55,7 @@ def paged_attention(
             starts = plan.decode_starts(len(q))
             launch_prefill(shape, plan, q, *caches, block_tables, starts, seq_lens, 1, alibi_slopes, *scales, out)
         else:
-            _launch(shape, plan, q, *caches, block_tables, seq_lens, alibi_slopes, *scales, out)
+            launch_decode(shape, plan, q, *caches, block_tables, seq_lens, alibi_slopes, *scales, out)
         return out
     cpu = cpu_kernels() if q.device.type == "cpu" else None
     if cpu and cpu.attention.supports_attention(q, k_cache, v_cache, block_tables, seq_lens):
@@ -70,8 +70,8 @@ def paged_attention(
     return attended if out is None else out.copy_(attended)
 
 
-def _launch(shape, plan, q, k_cache, v_cache, block_tables, seq_lens, alibi_slopes, scale, softcap, out) -> None:
-    """scale and softcap as the kernel takes them."""
+def launch_decode(shape, plan, q, k_cache, v_cache, block_tables, seq_lens, alibi_slopes, scale, softcap, out) -> None:
+    """Start the kernels; scale and softcap as base_2_scale gives them, quantised caches as bytes."""
     num_seqs = len(q)
     tile = shape.tile("decode", plan.capability, shape.group)
     max_tokens = block_tables.shape[1] * shape.block_size

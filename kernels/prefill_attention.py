@@ -246,7 +246,7 @@ def prefill_attention_reference(
 def gather_blocks(cache: Tensor, block_table: Tensor, seq_len: int) -> Tensor:
     """The first seq_len tokens of one sequence as fp32 [num_kv_heads, seq_len, head_dim], from any cache."""
     num_blocks = -(-seq_len // cache.shape[2])
-    blocks = read_pages(cache[block_table[:num_blocks].long()])
+    blocks = read_pages(as_bytes(cache)[block_table[:num_blocks].long()].view(cache.dtype))  # no index of fp8
     return blocks.transpose(0, 1).flatten(1, 2)[:, :seq_len]
 
 

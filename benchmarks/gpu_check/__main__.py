@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.gpu_check import report
 from benchmarks.gpu_check.card import card_facts
-from benchmarks.gpu_check.parts import NAMES, PARTS, Part, Setting, select
+from benchmarks.gpu_check.parts import DEFAULT, NAMES, PARTS, Part, Setting, select
 from benchmarks.gpu_check.record import Recorder, read_record
 from benchmarks.gpu_check.wheels import install_wheels
 
@@ -35,9 +35,9 @@ def main(argv: list[str] | None = None) -> int:
     """Exit status: 0 when every case ran, whether or not goals are met; 1 when one failed; 2 for wrong arguments."""
     options = _parser().parse_args(argv)
     if options.run_part:
-        return _run_part(options.run_part, Setting(options.tiny, options.folder), options.lost)
+        return _run_part(options.run_part, Setting(options.tiny, options.folder, options.until), options.lost)
     try:
-        parts = select(options.parts.replace(",", " ").split() or NAMES)
+        parts = select(options.parts.replace(",", " ").split() or DEFAULT)
     except ValueError as error:
         print(f"gpu-check: {error}", file=sys.stderr)
         return 2
@@ -75,7 +75,7 @@ class Check:
         try:
             for index, part in enumerate(parts):
                 reserved = sum(later.seconds for later in parts[index + 1 :])
-                self._run(part, max(self._left() - reserved, min(part.seconds, self._left())))
+                self._run(part, max(self._left() - reserved, min(max(part.seconds, part.at_most), self._left())))
                 report.write_json(self._json, self._facts, report.with_ratios(self._records))
         except KeyboardInterrupt:
             interrupted = True
@@ -121,7 +121,8 @@ class Check:
     def _start(self, part: Part, until: float, lost: str) -> int | None:
         """The exit status of one process of the part, None if its time ran out. All its children end with it."""
         command = [sys.executable, "-m", "benchmarks.gpu_check", "--run-part", part.name, "--folder",
-                   str(self._setting.folder), "--lost", lost, *(["--tiny"] if self._setting.tiny else [])]  # fmt: skip
+                   str(self._setting.folder), "--until", str(until), "--lost", lost,
+                   *(["--tiny"] if self._setting.tiny else [])]  # fmt: skip
         with self._log_path.open("a", encoding="utf-8") as log:
             print(f"==== {part.name}", file=log, flush=True)
             process = subprocess.Popen(command, cwd=ROOT, env=self._environment, stdin=subprocess.DEVNULL, stdout=log,
@@ -144,7 +145,8 @@ def _end_group(process: "subprocess.Popen[bytes]") -> None:
             os.killpg(process.pid, 0)
             time.sleep(0.05)
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    with contextlib.suppress(subprocess.TimeoutExpired):  # a device may hold a process that was killed
+        process.wait(GRACE_SECONDS)
 
 
 def _why(status: int | None, part: Part) -> str:
@@ -199,13 +201,14 @@ def _joined(*paths: str | None) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_check", description=__doc__)
-    parser.add_argument("--parts", default="", metavar="NAMES", help=f"of {', '.join(NAMES)}; default: all")
+    parser.add_argument("--parts", default="", metavar="NAMES", help=f"of {', '.join(NAMES)}; default: all but tiles")
     parser.add_argument("--json", type=Path, metavar="DIR", help="where the JSON goes (default benchmarks/results)")
     parser.add_argument("--log", type=Path, metavar="FILE", help="where the parts' output goes (default .cache)")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for everything (default %(default)g)")
     parser.add_argument("--tiny", action="store_true", help="toy sizes on a CPU: does the program itself work?")
     parser.add_argument("--run-part", choices=NAMES, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--until", type=float, default=0.0, help=argparse.SUPPRESS)
     parser.add_argument("--lost", default="", help=argparse.SUPPRESS)
     return parser
 

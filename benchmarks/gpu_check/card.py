@@ -8,14 +8,18 @@ from typing import Any
 
 FIELDS = ("name", "driver_version", "memory.used", "memory.total", "clocks.sm", "clocks.mem", "power.draw",
           "temperature.gpu")  # fmt: skip
+NVIDIA_SMI_SECONDS = 20.0  # a driver that nobody has used before takes some to wake
 
 
 def card_facts() -> dict[str, Any]:
-    """What nvidia-smi says of the card that CUDA calls 0; empty where there is none."""
+    """What nvidia-smi says of the card that CUDA calls 0; empty where there is none, or it does not say."""
     command = ["nvidia-smi", f"--id={_index()}", f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits"]
     if shutil.which(command[0]) is None:
         return {}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS)
+    except (OSError, subprocess.TimeoutExpired):
+        return {}
     values = [value.strip() for value in done.stdout.strip().split(",")]
     return dict(zip(FIELDS, values, strict=True)) if len(values) == len(FIELDS) else {}
 

@@ -26,7 +26,7 @@ def run(recorder: Recorder, setting: Setting) -> None:
         limits = {"bandwidth": bandwidth, "rate": rate}
         (setting.folder / "limits.json").write_text(json.dumps(limits), encoding="utf-8")
 
-    recorder.case("limits", measure)
+    recorder.case("limits", measure, seconds=100)
 
 
 def copy_bandwidth(device: torch.device, watch: Stopwatch, num_bytes: int) -> float:

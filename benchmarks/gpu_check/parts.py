@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,12 @@ class Setting:
 
     tiny: bool
     folder: Path  # for models and records, shared by all parts of a run
+    until: float = 0.0  # on time.monotonic's clock, which all processes share: when the part's process is ended
+
+    @property
+    def seconds(self) -> float:
+        """What is left."""
+        return max(0.0, self.until - time.monotonic())
 
     @property
     def patience(self) -> float:
@@ -29,13 +36,19 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """`seconds` are set aside for it; what earlier parts did not use is added. `packages` are import names."""
+    """`seconds` are set aside for it; what earlier parts did not use is added. `packages` are import names.
+
+    at_most: what it may take at the cost of the parts behind it, where they are of no use without it. on_request: only
+    where it is named.
+    """
 
     name: str
     module: str
     seconds: float
     packages: tuple[str, ...]
     title: str
+    at_most: float = 0.0
+    on_request: bool = False
 
     def missing(self, tiny: bool = False) -> list[str]:
         """The packages that this Python does not have. A CPU needs no Triton."""
@@ -47,7 +60,8 @@ class Part:
 
 
 PARTS = (
-    Part("limits", "limits", 30, ("torch", "numpy"), "What the card can do"),
+    # the first to read torch's libraries from the disk: on a machine that has just started that takes a minute
+    Part("limits", "limits", 30, ("torch", "numpy"), "What the card can do", at_most=150),
     Part("tests", "tests", 120, ("torch", "triton", "transformers", "pytest"), "Tests on the device"),
     Part("kernels", "kernels", 110, ("torch", "triton", "numpy"), "Kernels"),
     Part("steps", "steps", 110, (*ENGINE_PACKAGES, "triton"), "Steps of the model runner"),
@@ -55,8 +69,10 @@ PARTS = (
     Part("peers", "transformers_peer", 85, ("torch", "transformers"), "transformers on the same prompts"),
     Part("http", "http", 35, (*ENGINE_PACKAGES, "triton", "fastapi", "uvicorn", "httptools", "pydantic", "httpx",
                               "prometheus_client"), "Server over HTTP"),
+    Part("tiles", "tiles", 300, ("torch", "triton", "numpy"), "Other tiles of attention", on_request=True),
 )  # fmt: skip
 NAMES = tuple(part.name for part in PARTS)
+DEFAULT = tuple(part.name for part in PARTS if not part.on_request)
 
 
 def select(names: Iterable[str]) -> list[Part]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 FLUSH_BYTES = 512 << 20  # read before every run: more than any L2, and long enough for the host to queue the call
-SLEEP_CYCLES = 100_000  # some 60 microseconds more, in which the host gets ahead
+SLEEP_CYCLES = 500_000  # some 300 microseconds more, in which the host gets ahead: a dozen launches of Triton's
 MIN_RUNS, MAX_RUNS = 12, 200
 
 

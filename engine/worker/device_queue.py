@@ -47,7 +47,8 @@ class DeviceQueue(CopyQueue, Protocol):
     device: torch.device
 
     def host_bytes(self, num_bytes: int) -> Tensor:
-        """uint8 [num_bytes] in host memory that copies may read and write while the host goes on."""
+        """uint8 [num_bytes] in host memory that copies may read and write while the host goes on. To be kept until the
+        process ends: much of it is registered with the driver, which is never told that it is gone."""
 
     def copy_queue(self) -> CopyQueue:
         """Another queue of this device, which goes on beside this one."""

@@ -38,7 +38,7 @@ from engine.worker.sampled import SampledRows, Samples, failed_row, num_logprobs
 from engine.worker.sampler import TokenCounts, sample
 from engine.worker.sampling_rows import WARM_UP, Array, SamplingInputs, SamplingRows
 from kernels.copy_blocks import BlockCopier
-from kernels.token_mask import TokenMask
+from kernels.token_mask import TokenMask, mask_tokens
 
 T = TypeVar("T")
 
@@ -165,12 +165,16 @@ class ModelRunner:
             self._queue.mark().wait()
 
     def warm_up(self) -> None:
-        """Run a prefill, a decode, a copy and every part of the sampler once, so that no request pays for a first time.
+        """Run a prefill, a decode, copies and every part of the sampler once, so that no request pays for a first time.
 
         Block 0 is written, which nothing reads before it is written again.
         """
         block = self._to_device(np.zeros(1, np.int64))
         self._in_queue(lambda: self._copier.copy(block, block))
+        if self.host_cache.num_slots:
+            self._in_queue(lambda: self._copier.unpack(self._copier.pack(block), block))
+        if self._queue is not None:
+            self._queue.run(self._warm_up_mask)
         batch = self.batch
         self._in_queue(lambda: warm_up_attention(self._decoder, self._kv_caches, batch.plan, batch.max_model_len))
         prompt = [0] * min(2, self.batch.max_model_len - 1)
@@ -184,6 +188,14 @@ class ModelRunner:
                 self.result(self.launch(plan))
         if self._decodes is not None:
             self._decodes.record_first()
+
+    def _warm_up_mask(self) -> None:
+        """What the first structured output launches (engine/worker/grammar_masks.py)."""
+        weight = self._decoder.embedding.weight
+        hidden = torch.zeros((1, self._decoder.config.hidden_size), dtype=weight.dtype, device=self.device)
+        row = torch.zeros(1, dtype=torch.int64, device=self.device)
+        words = torch.zeros((1, -(-self.vocab_size // 32)), dtype=torch.int32, device=self.device)
+        mask_tokens(self._decoder.compute_logits(hidden), TokenMask(row, words))
 
     def _in_queue(self, work: Callable[[], T]) -> T:
         return work() if self._queue is None else self._queue.run(work)

@@ -45,6 +45,7 @@ def draw(batch, logits, rows=None, positions=None):
     batch.counts.generated, batch.counts.in_prompt = (
         t.to(DEVICE) for t in (batch.counts.generated, batch.counts.in_prompt)
     )
+    batch.counts.recent.token_ids = batch.counts.recent.token_ids.to(DEVICE)
     device_logits = torch.as_tensor(logits).clone().to(DEVICE)
     before = device_logits.clone()
     output = sample(device_logits, inputs, batch.counts)

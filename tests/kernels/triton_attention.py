@@ -252,30 +252,32 @@ def test_the_warm_up_starts_every_variant_that_steps_can(launches, num_heads, nu
     head_dim, block_size, max_model_len = 16, 16, 1024
     data = paged([max_model_len], num_kv_heads, head_dim, block_size, F32)
     plan = make_plan(16, num_heads, num_kv_heads, head_dim, batch_invariant=batch_invariant)
-    fused = fused_q(max_model_len, num_heads, num_kv_heads, head_dim, F32)
-    shape = attention_shape(fused, data.k_cache, None, 0, 0.0)
+    fused = on_device(fused_q(max_model_len, num_heads, num_kv_heads, head_dim, F32))
+    caches = on_device(data.k_cache), on_device(data.v_cache)
+    shape = attention_shape(fused, caches[0], None, 0, 0.0)
 
     def run(num_tokens, num_decodes, tables, seq_lens, starts, longest, outputs):
         q = fused[:num_tokens]
-        caches = data.k_cache, data.v_cache
         if num_decodes:
             paged_attention(q, *caches, tables, seq_lens, 0.2, plan=plan)
         else:
             prefill_attention(q, *caches, tables, starts, seq_lens, longest, 0.2, plan=plan)
-            paged_attention(q.index_select(0, torch.zeros(1, dtype=torch.int64)), *caches, *outputs, 0.2, plan=plan)
+            first = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+            paged_attention(q.index_select(0, first), *caches, *outputs, 0.2, plan=plan)
 
     for input_ids, m in warm_up_steps(shape, plan, max_model_len, DEVICE):
         outputs = (m.outputs.block_tables, m.outputs.seq_lens) if m.outputs else None
         run(len(input_ids), m.num_decodes, m.block_tables, m.seq_lens, m.cu_seqlens_q, m.max_seqlen_q, outputs)
     warm = {name: set(watched.variants) for name, watched in launches.items()}
-    assert len(warm["prefill_attention_kernel"]) == (2 if batch_invariant else len(shape.prefill_lengths(80)))
-    ones = torch.ones(16, dtype=torch.int32)
+    expected = 2 if batch_invariant else len(shape.prefill_lengths(plan.capability))
+    assert len(warm["prefill_attention_kernel"]) == expected
+    ones = torch.ones(16, dtype=torch.int32, device=DEVICE)
     for width in (1, 3, 20, 64):
-        tables = torch.zeros((16, width), dtype=torch.int32)
+        tables = torch.zeros((16, width), dtype=torch.int32, device=DEVICE)
         for n in (1, 3, 16):
             run(n, n, tables[:n], ones[:n], None, 0, None)
         for n in (2, 3, 5, 9, 17, 33):
-            starts = torch.tensor([0, n], dtype=torch.int32)
+            starts = torch.tensor([0, n], dtype=torch.int32, device=DEVICE)
             run(n, 0, tables[:1], ones[:1] * n, starts, n, (tables[:1], ones[:1]))
     assert {name: set(watched.variants) for name, watched in launches.items()} == warm
 

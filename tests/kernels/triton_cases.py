@@ -33,8 +33,10 @@ def seed():
 
 
 def close(out, expected):
-    """In 16 bits the probabilities are rounded before they meet the values: half of 1e-3 of values about 1."""
-    tolerance = {torch.float32: {}, torch.float16: {"atol": 2e-3, "rtol": 2e-3},
+    """In 16 bits the probabilities are rounded before they meet the values: half of 1e-3 of values about 1. A device's
+    exp2 is good to 2e-7 of it, and what it is raised to has the error of a sum of products."""
+    fp32 = {} if INTERPRET else {"atol": 3e-5, "rtol": 1e-4}
+    tolerance = {torch.float32: fp32, torch.float16: {"atol": 2e-3, "rtol": 2e-3},
                  torch.bfloat16: {"atol": 1.6e-2, "rtol": 1.6e-2}}[out.dtype]  # fmt: skip
     torch.testing.assert_close(out.cpu(), expected, **tolerance)
 

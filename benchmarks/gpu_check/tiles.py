@@ -1,0 +1,101 @@
+"""Attention with other tiles, stages and numbers of splits than those of kernels/attention_choices.py, at the shapes of
+Llama-3-8B: what the table should hold. Only when it is asked for (--parts tiles): a compilation for every line."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+
+import torch
+
+from benchmarks.gpu_check.bounds import Limits
+from benchmarks.gpu_check.kernels import SHAPE, Bench
+from benchmarks.gpu_check.parts import Setting
+from benchmarks.gpu_check.record import Recorder
+from benchmarks.gpu_check.timing import Stopwatch, pick_device
+from benchmarks.kernel_speed import Case, Shape, make_plan, paged_batch
+from kernels.attention_choices import Tile
+from kernels.attention_plan import MAX_SPLITS, AttentionPlan, AttentionShape, attention_shape
+from kernels.attention_tile import base_2_scale
+from kernels.paged_attention import launch_decode
+from kernels.prefill_attention import launch_prefill
+
+# (block_m, block_n, num_warps, num_stages); the first of each is the table's on Hopper
+PREFILL_TILES = ((128, 64, 8, 3), (128, 64, 8, 2), (128, 64, 8, 4), (128, 128, 8, 2), (64, 64, 4, 3), (64, 64, 4, 2),
+                 (64, 128, 4, 2), (128, 32, 8, 3))  # fmt: skip
+DECODE_TILES = ((16, 64, 4, 3), (16, 64, 4, 2), (16, 64, 4, 4), (16, 32, 4, 3), (16, 32, 4, 4), (16, 128, 4, 2),
+                (16, 64, 2, 3), (16, 128, 8, 3))  # fmt: skip
+PREFILLS = ((1, 8192, 8192), (16, 512, 512), (1, 2048, 32768))  # sequences, chunk, context
+DECODES = ((1, 1024), (16, 4096), (64, 1024), (256, 1024))  # sequences, context
+MORE_SPLITS = (0.25, 0.5, 2.0)  # times as many programs as the plan wants, with the table's tile
+
+
+@dataclass(frozen=True, slots=True)
+class FixedShape(AttentionShape):
+    """A shape for which the table has one tile."""
+
+    fixed: Tile = field(kw_only=True)
+
+    def tile(self, use: str, capability: int, num_rows: int = 0) -> Tile:
+        del use, capability, num_rows
+        return self.fixed
+
+
+def run(recorder: Recorder, setting: Setting) -> None:
+    device = pick_device(setting.tiny)
+    if setting.tiny:
+        recorder.skip("tiles of attention", "a CPU has none")
+        return
+    bench = Bench(recorder, device, Stopwatch(device, 0.1), Limits.read(setting.folder / "limits.json"))
+    for size in DECODES:
+        sweep(bench, decodes(SHAPE, device, *size))
+    for size in PREFILLS:
+        sweep(bench, prefills(SHAPE, device, *size))
+
+
+def sweep(bench: Bench, cases: Iterator[Case]) -> None:
+    """Each by itself: a tile that the device has no room for costs its own line."""
+    for case in cases:
+        bench.recorder.case(f"tile {case.kernel} {case.size}", partial(bench.time, case), seconds=40)
+
+
+def decodes(shape: Shape, device: torch.device, num_seqs: int, context: int) -> Iterator[Case]:
+    """One size with every tile, then with the table's and other numbers of splits."""
+    q, *paged = paged_batch(shape, num_seqs, context, num_seqs, device)
+    plan = _roomy(make_plan(shape, num_seqs, device), num_seqs, shape)
+    tokens, out = num_seqs * context, torch.empty_like(q)
+    scale, plain = base_2_scale(shape.head_dim**-0.5, 0.0), attention_shape(q, paged[0], None, 0, 0.0)
+    choices = [(tile, 1.0) for tile in DECODE_TILES] + [(DECODE_TILES[0], more) for more in MORE_SPLITS]
+    for tile, times in choices:
+        busier = replace(plan, num_sms=max(1, round(plan.num_sms * times)))
+        call = partial(launch_decode, _fixed(plain, tile), busier, q, *paged, None, *scale, out)
+        name = f"decode {_name(tile)}" + (f", programs x {times:g}" if times != 1 else "")
+        moved = tokens * 2 * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize
+        yield Case(name, f"{num_seqs} x {context}", call, moved, tokens * shape.flops_per_score)
+
+
+def prefills(shape: Shape, device: torch.device, num_seqs: int, chunk: int, context: int) -> Iterator[Case]:
+    """One size with every tile."""
+    q, *paged, seq_lens = paged_batch(shape, num_seqs, context, num_seqs * chunk, device)
+    plan, out = make_plan(shape, num_seqs, device), torch.empty_like(q)
+    starts = torch.arange(0, num_seqs * chunk + 1, chunk, dtype=torch.int32, device=device)
+    scale, plain = base_2_scale(shape.head_dim**-0.5, 0.0), attention_shape(q, paged[0], None, 0, 0.0)
+    scores = num_seqs * chunk * (context - (chunk - 1) / 2)
+    for tile in PREFILL_TILES:
+        call = partial(launch_prefill, _fixed(plain, tile), plan, q, *paged, starts, seq_lens, chunk, None, *scale, out)
+        size = f"{num_seqs} x {chunk} of {context}"
+        moved = 2 * (q.numel() + num_seqs * context * shape.num_kv_heads * shape.head_dim) * shape.dtype.itemsize
+        yield Case(f"prefill {_name(tile)}", size, call, moved, scores * shape.flops_per_score)
+
+
+def _fixed(plain: AttentionShape, tile: tuple[int, int, int, int]) -> FixedShape:
+    return FixedShape(**{f.name: getattr(plain, f.name) for f in fields(plain)}, fixed=Tile(*tile))
+
+
+def _roomy(plan: AttentionPlan, num_seqs: int, shape: Shape) -> AttentionPlan:
+    """With room for the partial results of any number of splits."""
+    size = num_seqs * shape.num_heads * MAX_SPLITS * (shape.head_dim + 1)
+    return replace(plan, partial=torch.empty(size, dtype=torch.float32, device=plan.row_starts.device))
+
+
+def _name(tile: tuple[int, int, int, int]) -> str:
+    return f"{tile[0]}x{tile[1]} w{tile[2]} s{tile[3]}"

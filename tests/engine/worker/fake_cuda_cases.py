@@ -1,0 +1,251 @@
+"""The runner on a CUDA device without memory (fake_cuda.py): what it does in a step is done on the device, waits for
+nothing and was compiled before. Run by test_on_a_fake_cuda.py, in a process of its own."""
+
+import triton  # noqa: F401 -- before the kernels: it tells them to define their Triton halves
+
+# isort: split
+import numpy as np
+import pytest
+import torch
+
+from engine.config import EngineConfig
+from engine.models.families import read_model_config
+from engine.models.weights import load_model
+from engine.pooling import Pooling
+from engine.sampling_params import SamplingParams
+from engine.step import BlockCopy, BlockMove, NewSequence, SequenceStep, StepPlan
+from engine.worker import block_mover
+from engine.worker.decode_runner import DecodeSettings
+from engine.worker.gpu_profile import profile_gpu
+from engine.worker.host import StepLimits
+from engine.worker.host_cache import HostCache
+from engine.worker.kv_cache import allocate_kv_caches
+from engine.worker.model_runner import ModelRunner, block_copier
+from engine.worker.sampling_rows import EVERYTHING_ON, WARM_UP
+from kernels.kv_format import KV_FORMATS
+from kernels.token_mask import TokenMask
+from tests.engine.models.tiny_models import CASES
+from tests.engine.worker.fake_cuda import DeviceError, FakeCudaQueue, fake_cuda
+from tests.engine.worker.test_decode_runner import ColumnDriver
+
+LIMITS, LENGTH, BLOCK_SIZE, NUM_BLOCKS, NUM_SLOTS = StepLimits(8, 128), 128, 8, 128, 40
+GREEDY, DRAWN = SamplingParams(temperature=0.0), SamplingParams(temperature=0.7)
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    with fake_cuda(monkeypatch) as device:
+        yield device
+
+
+@pytest.fixture
+def make_decoder(cuda, tmp_path):
+    def make(name, batch_invariant=False):
+        CASES[name]().save_pretrained(tmp_path)
+        model = read_model_config(tmp_path)
+        decoder = load_model(tmp_path, model, dtype=torch.bfloat16, device=FakeCudaQueue.device, seed=0,
+                             load_format="dummy", max_model_len=LENGTH, batch_invariant=batch_invariant)  # fmt: skip
+        return model, decoder
+
+    return make
+
+
+@pytest.fixture
+def make_runner(cuda, make_decoder):
+    def make(name, kv_format=None, batch_invariant=False, num_slots=0):
+        """Warm, with all graphs recorded; from then on nothing may be compiled or waited for."""
+        (model, decoder), queue = make_decoder(name, batch_invariant), FakeCudaQueue(cuda)
+        caches = allocate_kv_caches(model, NUM_BLOCKS, BLOCK_SIZE, torch.bfloat16, queue.device, kv_format)
+        host_cache = HostCache(block_copier(caches), num_slots, queue.device, queue=queue)
+        decode = DecodeSettings(LIMITS.max_num_seqs, LIMITS.max_num_seqs, LENGTH // BLOCK_SIZE, model.hidden_size,
+                                torch.bfloat16)  # fmt: skip
+        runner = ModelRunner(
+            model, decoder, caches, limits=LIMITS, max_model_len=LENGTH, block_size=BLOCK_SIZE, eos_token_ids=[2],
+            device=queue.device, host_cache=host_cache, queue=queue, decode=decode, batch_invariant=batch_invariant,
+        )  # fmt: skip
+        runner.warm_up()
+        while runner.use_idle_time():
+            pass
+        assert runner._decodes.graphs.enabled, "a graph could not be recorded"
+        cuda.quiet = cuda.may_compile = False
+        return runner
+
+    return make
+
+
+def serve(runner, params, prompts=(40, 17, 1, 9), num_steps=4, first=0):
+    """Chunks, mixed steps, decodes of some and of all, a removal in between. Sequence first + i has params[i]."""
+    driver = ColumnDriver(runner)
+    driver.free = list(range(NUM_BLOCKS))
+    for i, (length, one) in enumerate(zip(prompts, params, strict=True), start=first):
+        driver.add(i, [1] * length, one)
+    ids = list(driver.prompts)
+    driver.step({i: len(driver.prompts[i]) for i in ids[1:]} | {first: 7})
+    driver.step({first: prompts[0] - 7} | dict.fromkeys(ids[1:], 1))
+    for _ in range(num_steps):
+        driver.step(dict.fromkeys(ids, 1))
+    driver.remove(ids[-1])
+    for n in (1, 2, len(ids) - 1):
+        driver.step(dict.fromkeys(ids[:n], 1))
+    for i in ids[:-1]:
+        driver.remove(i)
+    driver.step({})
+    driver.take()
+
+
+MODELS = ("llama", "qwen3", "qwen3_window_bias", "qwen3_moe", "gpt2", "opt_350m", "mixtral_window")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_kind_of_model(make_runner, name):
+    serve(make_runner(name), [GREEDY] * 4)
+
+
+@pytest.mark.parametrize("kv_format", KV_FORMATS.values(), ids=KV_FORMATS)
+def test_quantised_caches(make_runner, kv_format):
+    serve(make_runner("llama", kv_format), [GREEDY, DRAWN] * 2)
+
+
+@pytest.mark.parametrize("name", ["llama_biases", "qwen3"])
+def test_batch_invariant(make_runner, name):
+    serve(make_runner(name, batch_invariant=True), [GREEDY, DRAWN] * 2)
+
+
+ASKED = (
+    *WARM_UP,
+    SamplingParams(temperature=0.0, logprobs=3),
+    SamplingParams(top_k=5, min_p=0.1),
+    SamplingParams(temperature=0.0, logit_bias={3: 1.0, 5: -1.0}),
+    SamplingParams(temperature=0.0, bad_words=((4,), (5, 6), (7, 8, 9))),
+    SamplingParams(allowed_token_ids=(3, 4, 5)),
+    SamplingParams(temperature=0.0, min_tokens=3, stop_token_ids=(6,)),
+    SamplingParams(temperature=0.0, prompt_logprobs=2),
+)
+
+
+def test_sampling_parameters(make_runner):
+    """Each kind alone in a batch, and beside others."""
+    runner = make_runner("llama")
+    for i, params in enumerate(ASKED):
+        serve(runner, [params] * 4, first=100 * i)
+        serve(runner, [params, GREEDY, DRAWN, EVERYTHING_ON], first=100 * i + 50)
+
+
+def test_embeddings_beside_text(make_runner):
+    last, mean = (SamplingParams(pooling=Pooling(kind)) for kind in ("last", "mean"))
+    runner = make_runner("llama")
+    new = [NewSequence(i, [1] * n, n, 0, [i], p, 0) for i, (n, p) in enumerate([(5, last), (6, mean), (3, DRAWN)])]
+    steps = [SequenceStep(i, n, True, []) for i, n in enumerate([5, 6, 3])]
+    assert set(runner.result(runner.launch(StepPlan(1, [], new, [], steps))).vectors) == {0, 1}
+
+
+@pytest.mark.parametrize("blocks_per_copy", [7, 40])
+def test_blocks_move_between_the_tiers_and_are_copied(make_runner, cuda, monkeypatch, blocks_per_copy):
+    """Ids of the second 7 begin where no vector load may."""
+    monkeypatch.setattr(block_mover, "staging_sizes", lambda *_: (blocks_per_copy, 2))
+    runner = make_runner("llama", num_slots=NUM_SLOTS)
+    new = NewSequence(1, [1] * 17, 17, 0, [3, 4, 5], GREEDY, 0)
+    runner.launch(StepPlan(1, [], [new], [], [SequenceStep(1, 17, True, [])]))
+    for start in (0, 1, 5):  # of the slots, and of the ids among what the step sends
+        moves = [BlockMove(10 + i, start + i) for i in range(20)]
+        runner.launch(StepPlan(2, [], [], [], [], moves))
+        runner.launch(StepPlan(3, [], [], [BlockCopy(1, 5, 6 + start)], [SequenceStep(1, 1, True, [])], [], moves))
+    assert {"pack_blocks_kernel", "copy_blocks_kernel"} <= set(cuda.launched)
+
+
+def test_masks_of_grammars(make_runner, monkeypatch):
+    """Of one row and of several, beside rows without; the matchers themselves are not of interest here."""
+    runner = make_runner("llama")
+    words = np.zeros((2, 4), np.int32)
+
+    def make(at):
+        buffer = runner.grammars._step_buffer(words.shape[1])
+        n = min(2, len(at.rows))
+        mask = TokenMask(buffer.put(np.arange(n)), buffer.put(words[:n]))
+        buffer.upload()
+        return mask
+
+    monkeypatch.setattr(runner.grammars, "make", make)
+    serve(runner, [DRAWN, DRAWN, GREEDY, DRAWN])
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_the_profile_of_memory(cuda, make_decoder, name):
+    """The largest prefill, the worst sampling, and two graphs."""
+    model, decoder = make_decoder(name)
+    config = EngineConfig(model="m", device="cuda", dtype="bfloat16", max_model_len=LENGTH)
+    profile = profile_gpu(config, model, decoder, LIMITS, torch.bfloat16, FakeCudaQueue(cuda))
+    assert profile.cache_budget == int(0.9 * (80 << 30)) - (8 << 30) - (2 << 30)
+    assert "graph" not in cuda.launched and "prefill_attention_kernel" in cuda.launched
+
+
+def test_a_decode_step_is_one_copy_in_a_graph_or_two_and_one_copy_out(make_runner, cuda):
+    runner = make_runner("llama")
+    driver = ColumnDriver(runner)
+    driver.free = list(range(NUM_BLOCKS))
+    for i in range(3):
+        driver.add(i, [1] * 9)
+    driver.step(dict.fromkeys(range(3), 9))
+    for _ in range(3):
+        driver.step(dict.fromkeys(range(3), 1))
+    cuda.launched.clear()
+    cuda.copies = 0
+    driver.step(dict.fromkeys(range(3), 1))
+    assert cuda.launched == ["graph", "graph"]
+    assert cuda.copies == 2
+
+
+def test_the_sweep_of_tiles_launches_what_it_names(cuda):
+    from benchmarks.gpu_check import tiles
+    from benchmarks.kernel_speed import Shape
+
+    shape, names = Shape(8, 2, 64), []
+    for case in (
+        *tiles.decodes(shape, FakeCudaQueue.device, 2, 700),
+        *tiles.prefills(shape, FakeCudaQueue.device, 2, 5, 50),
+    ):
+        case.call()
+        names.append(case.kernel)
+    assert len(set(names)) == len(names) == len(tiles.DECODE_TILES) + len(tiles.MORE_SPLITS) + len(tiles.PREFILL_TILES)
+    variants = {key for key in cuda.compiled if "attention_kernel" in key[0]}
+    assert len(variants) == len(tiles.DECODE_TILES) + len(tiles.PREFILL_TILES)
+
+
+class TestTheDeviceItself:
+    """What it finds in code that is wrong."""
+
+    def test_tensors_of_two_devices(self, cuda):
+        x, index = torch.zeros(4, 5, device=FakeCudaQueue.device), torch.tensor([1])
+        for wrong in (lambda: x + torch.ones(5), lambda: x.index_select(0, index), lambda: x[index]):
+            with pytest.raises((DeviceError, RuntimeError), match="device"):
+                wrong()
+
+    def test_values_that_the_host_asks_for(self, cuda):
+        x = torch.zeros(4, device=FakeCudaQueue.device)
+        cuda.quiet = False
+        for wrong in (lambda: x.sum().item(), lambda: x.tolist(), lambda: x.nonzero(), lambda: x.cpu()):
+            with pytest.raises((DeviceError, RuntimeError)):
+                wrong()
+
+    def test_copies_that_wait(self, cuda):
+        queue, x = FakeCudaQueue(cuda), torch.zeros(4, dtype=torch.uint8, device=FakeCudaQueue.device)
+        cuda.quiet = False
+        queue.copy(x, queue.host_bytes(4))
+        with pytest.raises(DeviceError, match="not pinned in a step"):
+            queue.copy(x, torch.zeros(4, dtype=torch.uint8))
+        with pytest.raises(DeviceError, match="waits in a step"):
+            x.copy_(queue.host_bytes(4))
+        with pytest.raises(DeviceError, match="not pinned"):
+            torch.zeros(4).to(x.device)
+        with pytest.raises(DeviceError, match="while a graph is recorded"):
+            queue.capture(lambda: queue.copy(x, queue.host_bytes(4)))
+
+    def test_launches_that_are_compiled_too_late(self, cuda):
+        from kernels.rms_norm import rms_norm
+
+        x, weight = (torch.zeros(n, dtype=torch.bfloat16, device=FakeCudaQueue.device) for n in (96, 32))
+        rms_norm(x.view(3, 32), weight, 1e-5)
+        cuda.may_compile = False
+        rms_norm(x[:64].view(2, 32), weight, 1e-5)
+        with pytest.raises(DeviceError, match="rms_norm_kernel is compiled too late"):
+            rms_norm(x[1:65].view(2, 32), weight, 1e-5)  # a pointer that is no multiple of 16
