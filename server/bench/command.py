@@ -11,14 +11,12 @@ from typing import Any
 
 from tqdm import tqdm
 
-from engine.command_line import Parser
 from server.bench.answers import Answer
 from server.bench.client import Endpoint
 from server.bench.figures import Figures, heading, row
 from server.bench.load import Target, TargetError, find_target, run_async, run_workload, warm_up
 from server.bench.report import describe, machine, write_json
 from server.bench.workloads import WORKLOADS, Shape, build_workload
-from server.client_options import DEFAULT_BASE_URL, add_api_key, api_url
 
 WARM_UP_TIMEOUT = 300.0  # seconds; a server may compile at its first requests
 
@@ -40,6 +38,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def add_load_options(parser: argparse.ArgumentParser) -> None:
     """The options that say what load is sent; benchmarks/serve.py takes the same."""
+    from server.client_options import add_api_key  # the load itself needs nothing of the engine
+
     parser.add_argument("--workload", default="all", choices=("all", *WORKLOADS), help="default: all")
     parser.add_argument("--n", type=whole_number, default=64, help="size of a workload in requests (default 64)")
     parser.add_argument("--rate", type=positive, default=4.0, help="arrivals per second of mixed (default 4)")
@@ -147,6 +147,8 @@ def _draw(path: Path, answers: dict[str, list[Answer]], title: str) -> None:
 
 
 async def _reach(options: argparse.Namespace) -> Target:
+    from server.client_options import api_url
+
     endpoint = Endpoint(api_url(options.base_url), options.api_key)
     try:
         return await find_target(endpoint, options.model)
@@ -171,7 +173,10 @@ def print_failures(runs: list[Figures]) -> None:
         print(f"failed: {message}", file=sys.stderr)
 
 
-def _parser() -> Parser:
+def _parser() -> Any:
+    from engine.command_line import Parser
+    from server.client_options import DEFAULT_BASE_URL
+
     parser = Parser("bench", "", "Measure a running OpenAI-compatible server: throughput and latency.")
     parser.add_argument("--base-url", default=DEFAULT_BASE_URL, help="default: %(default)s")
     parser.add_argument("--model", help="default: the first that the server lists")
