@@ -382,7 +382,7 @@ def test_a_phone_shows_chat_and_memory_without_scrolling_sideways(live, visit):
     tour = tuple(f"[data-tour={name}]" for name in ("samples", "repeat", "fill"))
     assert_within(page, "#blocks", "#prompt", "#stop", "#tile-rate", "#tile-cached", *tour)
     page.tap("#parameters-button")
-    assert_within(page, "#parameters", "#prompt", "#stop")
+    assert_within(page, "#parameters [name=system]", "#parameters [name=logprobs]", "#prompt", "#stop")
     page.tap("#parameters-button")
     assert page.evaluate("document.scrollingElement.scrollWidth") == 360
     page.tap("#expand")
