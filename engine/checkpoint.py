@@ -7,12 +7,12 @@ from typing import Any
 
 from engine.config import EngineConfig
 from engine.errors import ModelError
+from engine.json_files import read_json_object
 
 BUNDLED_MODEL = Path(__file__).parent / "models" / "bundled"
 TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-MAX_JSON_BYTES = 64 << 20
 
 
 def resolve_model(config: EngineConfig) -> Path:
@@ -74,17 +74,7 @@ def read_json(path: Path, required: bool = False) -> dict[str, Any]:
         if required:
             raise ModelError(f"{path.parent} has no {path.name}: it is not a model folder in Hugging Face form")
         return {}
-    try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise ModelError(f"{path} is larger than {MAX_JSON_BYTES >> 20} MiB")
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ModelError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} must hold a JSON object")
-    return value
+    return read_json_object(path)
 
 
 def _local_folder(name: str, flag: str) -> Path | None:

@@ -27,8 +27,8 @@ class DecodeSteps:
         self, running: list[Sequence], forked: Collection[Sequence]
     ) -> tuple[list[Sequence], list[tuple[Sequence, int]]]:
         """Take the decodes out of `running`. Returns those of them that need a block, and (sequence, number of tokens)
-        of what has other tokens to compute: a prompt, a row that the Worker lacks, the prompt of `forked` samples, the
-        last token of what is embedded.
+        of what has other tokens to compute: a prompt, a row that the Worker lacks, the end of a prompt for which other
+        samples wait (`forked` has the sequence that computes it), the last token of what is embedded.
         """
         growing, others = [], []
         add = self.sequences.append

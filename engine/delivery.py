@@ -16,6 +16,8 @@ from engine.stream import RequestStream
 
 
 class LiveRequest:
+    """A request that has not ended. `plain`, `put_plain` and `last_tokens` are at hand for the many plain tokens."""
+
     __slots__ = ("last_tokens", "num_unfinished", "plain", "put_plain", "stream", "timings")
 
     def __init__(self, stream: RequestStream, timings: RequestTimings, num_unfinished: int) -> None:

@@ -1,6 +1,7 @@
 """Driver: the asyncio loop between those who ask and the Worker that computes.
 
-`generate`, `abort` and the state of health are the whole seam to the server, so that it can become a process boundary.
+The server sees requests, streams and plain values (`generate`, `drain`, `health`, `model`, `tokenizer`, the views) and
+never a sequence, a block or a plan.
 Everything runs on one event loop; the scheduler is touched between awaits only, so there are no locks.
 
 The Driver is the journal: it holds every token of every live sequence, so the death of a Worker is an event and not the
@@ -231,8 +232,6 @@ class Driver:
 
     def _vocabulary(self) -> Vocabulary:
         return Vocabulary(self.tokenizer.to_json(), self.model.vocab_size, self.eos_token_ids)
-
-    # Admission.
 
     def _require_available(self) -> None:
         if self._failure is not None:

@@ -15,6 +15,9 @@ from engine.sampling_params import SamplingParams
 from engine.step import GrammarPrepared, PrepareGrammar
 from engine.structured_output import MAX_IN_WORKER, NOT_MATCHED, StructuredOutput, Vocabulary
 
+# Of those in the Worker, the ones asked for last: fewer than it keeps, since its order is that of when they were used.
+MAX_KNOWN = MAX_IN_WORKER // 2
+
 Send = Callable[[PrepareGrammar | Vocabulary], None]
 
 
@@ -43,7 +46,10 @@ class GrammarService:
         """
         await self.checker.check(output)
         key = output.digest()
-        if self._send is None or key in self._in_worker:  # without a Worker: the next one compiles it when needed
+        if key in self._in_worker:
+            self._in_worker.move_to_end(key)
+            return
+        if self._send is None:  # the next Worker compiles it when needed
             return
         if (waiting := self._waiting.get(key)) is None:
             waiting = self._waiting[key] = asyncio.get_running_loop().create_future()
@@ -73,7 +79,7 @@ class GrammarService:
     def prepared(self, message: GrammarPrepared) -> None:
         if not message.error:
             self._in_worker[message.digest] = None
-        if len(self._in_worker) > MAX_IN_WORKER:
+        if len(self._in_worker) > MAX_KNOWN:
             self._in_worker.popitem(last=False)
         if (waiting := self._waiting.pop(message.digest, None)) is not None:
             waiting.set_result(message.error)

@@ -26,7 +26,8 @@ class SequenceStatus(Enum):
 class Sequence:
     """Known tokens, computed tokens, and the blocks that hold them.
 
-    Only the Scheduler and the BlockManager change it. `token_ids` holds what the Driver has seen;
+    The Scheduler changes it, with what it owns: BlockManager, FairShare, the queues, the groups. From outside comes
+    only how it ended, where the text or the client decided that. `token_ids` holds what the Driver has seen;
     `num_pending_tokens` counts tokens that plans already sent will sample but whose values are not back yet
     (overlapped scheduling). `num_computed_tokens` counts plans as computed when they are sent: the Worker runs them in
     order, so a later plan may build on them.

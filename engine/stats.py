@@ -1,6 +1,7 @@
 """EngineStats: what the engine counts, as plain numbers. server/metrics.py shows them to Prometheus.
 
-Names and meanings are vLLM's, so that its dashboards, alerts and autoscalers work unchanged.
+Names and meanings are vLLM's where vLLM counts the same (VLLM_NAMES there), so that its dashboards, alerts and
+autoscalers work unchanged.
 """
 
 from bisect import bisect_left
@@ -63,7 +64,7 @@ class EngineStats:
         self.num_requests_running = Gauge("num_requests_running", "Sequences in the running batch.")
         self.num_requests_waiting = Gauge("num_requests_waiting", "Sequences that wait to be scheduled.")
         self.kv_cache_usage_perc = Gauge("kv_cache_usage_perc", "Share of the KV blocks in use; 1 is 100 percent.")
-        self.prompt_tokens = Counter("prompt_tokens", "Prompt tokens of admitted requests.")
+        self.prompt_tokens = Counter("prompt_tokens", "Prompt tokens of requests whose prompt was computed.")
         self.generation_tokens = Counter("generation_tokens", "Generated tokens.")
         self.prefix_cache_queries = Counter("prefix_cache_queries", "Tokens looked up in the prefix cache.")
         self.prefix_cache_hits = Counter("prefix_cache_hits", "Tokens found in the prefix cache.")

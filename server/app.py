@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from engine.driver import Driver
 from engine.errors import PageserveError
@@ -81,7 +82,8 @@ def create_app(driver: Driver, config: ServerConfig) -> FastAPI:
     app.state.tracer = tracer  # for whoever ends the server
     if config.allowed_origins:  # a preflight has no key, so this is outside of Authentication
         app.add_middleware(CORSMiddleware, **cors_options(config))
-    app.add_middleware(RequestContext, driver=driver, counts=http_counts)  # added last, so outermost
+    known_paths = frozenset(route.path for route in app.routes if isinstance(route, Route) and "{" not in route.path)
+    app.add_middleware(RequestContext, driver=driver, counts=http_counts, known_paths=known_paths)  # last, so outermost
     app.openapi = describe(app, config, [kind for *_, kinds in POSTS for kind in kinds], served.names[0])  # type: ignore[method-assign]
     return app
 

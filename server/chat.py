@@ -9,9 +9,10 @@ from typing import Any
 
 import httpx
 
-from engine.errors import ConfigError, PageserveError
+from engine.command_line import Parser
+from engine.errors import PageserveError
+from server.client_options import DEFAULT_BASE_URL, add_api_key, api_url
 
-DEFAULT_BASE_URL = "http://127.0.0.1:8000"
 HELP = "/reset forgets the conversation, /exit (or Ctrl-D) leaves, Ctrl-C stops an answer."
 TIMEOUT = httpx.Timeout(10.0, read=300.0)  # seconds; a queued request may be silent for a while
 
@@ -105,13 +106,10 @@ def _unreachable(base_url: str, error: httpx.HTTPError) -> str:
 def main(arguments: Sequence[str]) -> int:
     """A single answer where a message is given (or piped in), else a prompt until /exit."""
     options = _parser().read(arguments)
-    sampling = {name: options[name] for name in ("temperature", "top_p", "max_tokens", "seed") if name in options}
+    names: list[str] = ["temperature", "top_p", "max_tokens", "seed"]
+    sampling = {name: options[name] for name in names if name in options}
     headers = {"Authorization": f"Bearer {options['api_key']}"} if options["api_key"] else {}
-    try:
-        http = httpx.Client(base_url=_api_url(options["base_url"]), headers=headers, timeout=TIMEOUT)
-    except httpx.InvalidURL as error:
-        raise ConfigError(f"--base-url: {error}.") from None
-    with http:
+    with httpx.Client(base_url=api_url(options["base_url"]), headers=headers, timeout=TIMEOUT) as http:
         client = ChatClient(http, options["model"] or _first_model(http), options["system"], sampling)
         message = " ".join(options["message"]) or (None if sys.stdin.isatty() else sys.stdin.read().strip())
         if message is not None:
@@ -120,29 +118,19 @@ def main(arguments: Sequence[str]) -> int:
         return _converse(client)
 
 
-def _parser() -> Any:
-    from server.cli import CLIENT_KEY_HELP, Parser, client_key
-
+def _parser() -> Parser:
     parser = Parser("chat", "[MESSAGE]", "Talk to a running OpenAI-compatible server. " + HELP)
     parser.add_argument("message", nargs="*", metavar="MESSAGE", help="ask this and leave; without it, a prompt opens")
     base_url = os.environ.get("OPENAI_BASE_URL") or DEFAULT_BASE_URL
     parser.add_argument(
         "--base-url", default=base_url, metavar="URL", help="default: $OPENAI_BASE_URL, else port 8000 here"
     )
-    parser.add_argument("--api-key", default=client_key(), metavar="KEY", help=CLIENT_KEY_HELP)
+    add_api_key(parser)
     parser.add_argument("--model", metavar="NAME", help="default: the first that the server lists")
     parser.add_argument("--system", metavar="TEXT", help="system message of the conversation")
     for name, number in (("temperature", float), ("top-p", float), ("max-tokens", int), ("seed", int)):
         parser.add_argument(f"--{name}", type=number, default=argparse.SUPPRESS, help="default: the server's")
     return parser
-
-
-def _api_url(base_url: str) -> str:
-    """http://host:port -> http://host:port/v1/; an address with a path is taken as it is."""
-    url = httpx.URL(base_url)
-    if url.scheme not in ("http", "https") or not url.host:
-        raise ConfigError(f"--base-url must look like {DEFAULT_BASE_URL}, not {base_url!r}.")
-    return base_url.rstrip("/") + ("/" if url.path.strip("/") else "/v1/")
 
 
 def _first_model(http: httpx.Client) -> str:

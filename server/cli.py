@@ -4,16 +4,16 @@ Each command imports what it needs when it runs, so that `pageserve --help` answ
 ends in one line on stderr: exit status 2 for a wrong command line, setting or model, 1 for what fails later.
 """
 
-import argparse
 import logging
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
+from engine.command_line import Parser, merge_positional_model, one_line
 from engine.errors import ConfigError, ModelError, PageserveError
-from engine.settings import add_flags, load_settings, unknown_name
+from engine.settings import add_flags, load_settings
 
 USAGE = """usage: pageserve COMMAND [options]
 
@@ -30,35 +30,6 @@ An OpenAI-compatible LLM inference server.
 """
 INTERRUPTED = 130
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse whose errors are ConfigErrors, and which names the nearest flag for an unknown one."""
-
-    def __init__(self, command: str, operands: str, description: str) -> None:
-        prog = f"pageserve {command}"
-        usage = " ".join(filter(None, [prog, operands, "[options]"]))
-        super().__init__(prog=prog, usage=usage, description=description, allow_abbrev=False)
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message} (`{self.prog} --help` lists the options)")
-
-    def read(self, arguments: Sequence[str]) -> dict[str, Any]:
-        """The values of what was given, by name; ConfigError for what this command does not know."""
-        values, unknown = self.parse_known_args(arguments)
-        if unknown:
-            flags = [part.partition("=")[0] for part in unknown if part.startswith("-")]
-            known = [option.lstrip("-").replace("-", "_") for option in self._option_string_actions]
-            self.error(unknown_name(flags[0], known, "--{}") if flags else f"unexpected argument {unknown[0]!r}")
-        return vars(values)
-
-
-def client_key() -> str | None:
-    """The key that a command sends to a server where none is given."""
-    return os.environ.get("OPENAI_API_KEY") or os.environ.get("PAGESERVE_API_KEY", "").split(",")[0] or None
-
-
-CLIENT_KEY_HELP = "default: $OPENAI_API_KEY, $PAGESERVE_API_KEY"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -80,7 +51,7 @@ def _fail(error: Exception, status: int) -> int:
     if isinstance(error, BrokenPipeError):  # `pageserve generate ... | head`: nobody reads any more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return status
-    print("pageserve: error: " + " ".join(str(error).split()), file=sys.stderr)
+    print(one_line(error), file=sys.stderr)
     return status
 
 
@@ -128,7 +99,7 @@ def serve(arguments: list[str]) -> int:
     parser.add_argument("positional_model", nargs="?", metavar="MODEL", help="the same as --model")
     add_flags(parser, EngineConfig, ServerConfig)
     flags = parser.read(arguments)
-    _merge_positional_model(flags)
+    merge_positional_model(flags)
     engine_config, server_config = load_settings((EngineConfig, ServerConfig), flags, os.environ)
     server_config = resolve_files(server_config)
     logging.basicConfig(level=server_config.log_level.upper(), format=LOG_FORMAT)
@@ -136,14 +107,6 @@ def serve(arguments: list[str]) -> int:
     from server.serve import run
 
     return _run_loop(run(server_config, engine_config))
-
-
-def _merge_positional_model(flags: dict[str, Any]) -> None:
-    positional = flags.pop("positional_model")
-    if positional is None:
-        return
-    if flags.setdefault("model", positional) != positional:
-        raise ConfigError(f"two models are named: {positional} and --model {flags['model']}.")
 
 
 def _run_loop(main_coroutine: Coroutine[Any, Any, int]) -> int:

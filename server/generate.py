@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from engine.command_line import Parser
 from engine.config import EngineConfig
 from engine.errors import ConfigError, InvalidRequestError
 from engine.outputs import RequestOutput
@@ -46,9 +47,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> Any:
-    from server.cli import Parser
-
+def _parser() -> Parser:
     parser = Parser(
         "generate", "[PROMPT ...]", "Complete prompts offline. Without PROMPT and --prompts, stdin is one prompt."
     )

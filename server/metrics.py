@@ -52,7 +52,7 @@ class EngineCollector(Collector):
     """Reads EngineStats when scraped; nothing is kept twice."""
 
     def __init__(
-        self, driver: Driver, model_name: str, http_counts: "CountBy[tuple[str, int]]", refused: "CountBy[str]"
+        self, driver: Driver, model_name: str, http_counts: CountBy[tuple[str, int]], refused: CountBy[str]
     ) -> None:
         self._driver = driver
         self._labels = (model_name, "0")
@@ -120,7 +120,7 @@ class EngineCollector(Collector):
 
 
 def make_registry(
-    driver: Driver, model_name: str, http_counts: "CountBy[tuple[str, int]]", refused: "CountBy[str]"
+    driver: Driver, model_name: str, http_counts: CountBy[tuple[str, int]], refused: CountBy[str]
 ) -> CollectorRegistry:
     registry = CollectorRegistry()
     registry.register(EngineCollector(driver, model_name, http_counts, refused))

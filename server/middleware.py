@@ -22,6 +22,8 @@ CLIENT_LEFT = 499  # nginx's number; only metrics ever see it
 # Open without a key: probes carry no secrets. So is the page at /: the same files for everybody, known by name, without
 # which nobody could type a key into it.
 PUBLIC_PATHS = frozenset({"/health", "/ready", *PAGE_PATHS})
+# What metrics call the paths whose end is a name: where they start, and what the name is.
+NAMED = (("/v1/models/", "model"), ("/debug/requests/", "id"), ("/v1/responses/", "response_id"))
 
 
 class RequestContext:
@@ -33,8 +35,10 @@ class RequestContext:
     While the server drains, every response asks for the connection to be closed.
     """
 
-    def __init__(self, app: ASGIApp, driver: Driver, counts: "Counter[tuple[str, int]]") -> None:
-        self._app, self._driver, self._counts = app, driver, counts
+    def __init__(
+        self, app: ASGIApp, driver: Driver, counts: Counter[tuple[str, int]], known_paths: frozenset[str]
+    ) -> None:
+        self._app, self._driver, self._counts, self._known_paths = app, driver, counts, known_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -59,7 +63,7 @@ class RequestContext:
             await error_response(error, scope["path"])(scope, receive, send_with_id)
 
     def _start(self, scope: Scope, message: Message, request_id: bytes, seconds: float) -> None:
-        self._counts[_route(scope["path"]), message["status"]] += 1
+        self._counts[_route(scope["path"], self._known_paths), message["status"]] += 1
         headers = MutableHeaders(raw=message["headers"])
         headers["x-request-id"] = request_id.decode()
         if speaks_anthropic(scope["path"]):
@@ -71,21 +75,13 @@ class RequestContext:
             headers["connection"] = "close"
 
 
-def _route(path: str) -> str:
+def _route(path: str, known: frozenset[str]) -> str:
     """A label of few values, whatever paths clients make up."""
-    if path.startswith("/v1/models/"):
-        return "/v1/models/{model}"
-    if path.startswith("/debug/requests/"):
-        return "/debug/requests/{id}"
     if path in PAGE_PATHS:
         return "/"
-    if path.startswith("/v1/responses/") and path != "/v1/responses/input_tokens":
-        return "/v1/responses/{response_id}"
-    known = path in PUBLIC_PATHS or path in ("/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/embeddings")
-    known = known or path in ("/debug/kv", "/debug/steps", "/metrics", "/tokenize", "/detokenize")
-    known = known or path in ("/v1/responses", "/v1/responses/input_tokens")
-    known = known or path in ("/v1/messages", "/v1/messages/count_tokens")
-    return path if known else "other"
+    if path in known:
+        return path
+    return next((f"{start}{{{name}}}" for start, name in NAMED if path.startswith(start)), "other")
 
 
 class Authentication:
@@ -96,7 +92,7 @@ class Authentication:
     no keys, all callers share one account.
     """
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys, public_paths: frozenset[str], refused: "Counter[str]") -> None:
+    def __init__(self, app: ASGIApp, keys: ApiKeys, public_paths: frozenset[str], refused: Counter[str]) -> None:
         self._app, self._keys, self._public_paths, self._refused = app, keys, public_paths, refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -18,13 +18,14 @@ DOCUMENTATION = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 500, 80
 
 ENGINE_PUBLIC = (
-    "driver beam_search config settings request request_log sampling_params pooling outputs errors stats "
+    "driver beam_search command_line config settings request request_log sampling_params pooling outputs errors stats "
     "tokenizer chat_template llm executor checkpoint structured_output bad_words fill_in_middle"
 )
 FOR_SERVER = tuple(f"engine.{name}" for name in ENGINE_PUBLIC.split())
-WORKER_PUBLIC = "step config settings sampling_params pooling structured_output grammar errors"
+WORKER_PUBLIC = "step config settings sampling_params pooling structured_output grammar errors json_files"
 FOR_WORKER = tuple(f"engine.{name}" for name in WORKER_PUBLIC.split())
-FOR_PLAN = ("engine.checkpoint",)  # `pageserve plan` is a command of its own, not part of the Worker
+# `pageserve plan` is a command of its own, not part of the Worker.
+FOR_PLAN = ("engine.checkpoint", "engine.command_line")
 
 
 def imported_modules(path: Path) -> set[str]:
@@ -82,8 +83,9 @@ def test_the_worker_imports_models_kernels_and_the_step_language(path):
 
 
 @pytest.mark.parametrize("path", of("engine.models"), ids=str)
-def test_models_import_kernels_and_errors(path):
-    assert not {name for name in ours(path) if not within(name, "engine.models", "kernels", "engine.errors")}
+def test_models_import_kernels_and_what_reads_a_checkpoint(path):
+    allowed = ("engine.models", "kernels", "engine.errors", "engine.json_files")
+    assert not {name for name in ours(path) if not within(name, *allowed)}
 
 
 @pytest.mark.parametrize("path", of("kernels"), ids=str)
@@ -120,6 +122,32 @@ def test_tables_equal_the_declarations(name):
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
 def test_every_config_file_loads(path):
     load_settings(CONFIG_CLASSES, {"config": str(path)}, {})
+
+
+def files_named(tree: str, package: str) -> set[str]:
+    """What a drawing of the tree, two spaces a level, names below a package and not below one of its packages."""
+    lines = iter(tree.splitlines())
+    found, depth = set[str](), 2 * package.count("/")
+    inside = skipped = False
+    for line in lines:
+        indent = len(line) - len(line.lstrip())
+        if indent <= depth:
+            inside = line.strip().startswith(f"{Path(package).name}/")
+        elif indent == depth + 2:
+            skipped = bool(re.match(r" *\w+/ ", line))
+        if inside and not skipped:
+            found |= set(re.findall(r"\w+\.py", line))
+    return found
+
+
+@pytest.mark.parametrize("package", ["server", "engine", "engine/worker", "engine/models", "kernels", "kernels/cpu"])
+def test_the_architecture_names_every_file(package):
+    tree = (ROOT / "docs/architecture.md").read_text(encoding="utf-8").split("```")[1]
+    there = {path.name for path in (ROOT / package).glob("*.py")} - {"__init__.py"}
+    nested = {path.name for path in (ROOT / package).rglob("*.py")}
+    named = files_named(tree, package)
+    assert not there - named, f"not in docs/architecture.md under {package}/"
+    assert not named - nested, f"in docs/architecture.md, but not under {package}/"
 
 
 def anchors(path: Path) -> set[str]:

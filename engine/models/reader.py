@@ -1,15 +1,12 @@
 """ConfigReader: typed access to config.json. Each wrong type or unsupported value is a ModelError naming the field."""
 
-import json
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from engine.errors import ModelError
 from engine.models.config import RopeScaling
 
-MAX_JSON_BYTES = 64 << 20  # an index of the largest sharded checkpoints is below 10 MB
 MAX_SIZE = 2**31 - 1
 MAX_LAYERS = 10_000
 MAX_EXPERTS = 512  # what the router's kernel takes
@@ -28,21 +25,6 @@ ACTIVATIONS = {
     "relu2": "relu2",
 }
 DTYPES = ("float32", "bfloat16", "float16")
-
-
-def read_json_object(path: Path) -> dict[str, Any]:
-    """Parse a JSON file that must hold an object; ModelError if it is missing, too large or malformed."""
-    try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise ModelError(f"{path} is larger than {MAX_JSON_BYTES >> 20} MiB: not a file of this kind.")
-        value = json.loads(path.read_bytes())
-    except OSError as error:
-        raise ModelError(f"cannot read {path}: {error.strerror}.") from error
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} must hold a JSON object, not {type(value).__name__}.")
-    return value
 
 
 def short(value: Any) -> str:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from engine.errors import ModelError
-from engine.models.reader import read_json_object
+from engine.json_files import read_json_object
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineError
+from engine.json_files import read_json_object
 from engine.models.config import ModelConfig
 from engine.models.encoder import AttentionGroup, Encoder, EncoderBatch
-from engine.models.reader import ConfigReader, read_json_object
+from engine.models.reader import ConfigReader
 from engine.models.weights import load_model
 from engine.pooling import Pooling
 from engine.sampling_params import SamplingParams

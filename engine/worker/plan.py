@@ -5,7 +5,6 @@ this one. Exit status: 0 when it fits, 1 when it does not (the nearest settings 
 setting.
 """
 
-import argparse
 import os
 import sys
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.checkpoint import resolve_model
+from engine.command_line import Parser, merge_positional_model, one_line
 from engine.config import EngineConfig
 from engine.errors import ConfigError, PageserveError
 from engine.models.config import ModelConfig
@@ -229,12 +229,8 @@ def this_machine(config: EngineConfig) -> Machine:
 
 def read_arguments(arguments: list[str]) -> tuple[EngineConfig, Machine]:
     """The settings, and the machine to plan for: --memory means a GPU unless --device cpu."""
-    parser = argparse.ArgumentParser(
-        prog="pageserve plan",
-        usage="%(prog)s [MODEL] [--memory SIZE] [options]",
-        description="Show where memory goes, without loading weights. Exit status 1 when it does not fit.",
-        allow_abbrev=False,
-    )
+    about = "Show where memory goes, without loading weights. Exit status 1 when it does not fit."
+    parser = Parser("plan", "[MODEL] [--memory SIZE]", about)
     parser.add_argument(
         "positional_model", nargs="?", metavar="MODEL", help="folder or hub id; default: the bundled one"
     )
@@ -242,9 +238,8 @@ def read_arguments(arguments: list[str]) -> tuple[EngineConfig, Machine]:
         "--memory", metavar="SIZE", help="plan for a GPU (with --device cpu: a machine) of this size, such as 80GiB"
     )
     add_flags(parser, EngineConfig)
-    flags = vars(parser.parse_args(arguments))
-    if flags["positional_model"] is not None:
-        flags["model"] = flags["positional_model"]
+    flags = parser.read(arguments)
+    merge_positional_model(flags)
     (config,) = load_settings((EngineConfig,), flags, _engine_environment())
     if flags["memory"] is None:
         return config, this_machine(config)
@@ -272,7 +267,7 @@ def main(arguments: list[str]) -> int:
             return 0
         plan = make_plan(config, model, machine)
     except PageserveError as error:
-        print(f"pageserve plan: {error}", file=sys.stderr)
+        print(one_line(error), file=sys.stderr)
         return 2
     print("\n".join(describe(config, model, machine, plan)))
     if plan.size is not None:

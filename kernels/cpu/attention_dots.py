@@ -14,7 +14,7 @@ from numba.extending import intrinsic
 from kernels.cpu import attention_rows as loops
 from kernels.cpu import simd
 from kernels.cpu.codes import WIDTH, F32Pointer
-from kernels.cpu.dots import broadcast, dot, vector_at
+from kernels.cpu.dots import broadcast, dot, vector_at, words_at
 from kernels.cpu.parallel import jit
 from kernels.cpu.simd import BF16Pointer, I32Pointer, advance, load, splat, store
 
@@ -190,11 +190,6 @@ def _softmax(scores, begin, end, padded):
 
 
 @jit
-def _words(pointer):
-    return simd.pointer_i32(simd.address(pointer))
-
-
-@jit
 def attend_heads(q, out, k_cache, v_cache, table, seq_len, kv_head, num_kv_heads, group, block_size, head_dim,
                  scale, window, softcap, slopes):  # fmt: skip
     """One query row and one KV head; q and out [group, head_dim]. A block is read once for all heads of the group."""
@@ -213,11 +208,11 @@ def attend_heads(q, out, k_cache, v_cache, table, seq_len, kv_head, num_kv_heads
         loops.warm(loops.block(k_cache, table, j, num_kv_heads, kv_head, block_size, head_dim), block_size, head_dim)
     for j in range(first_block, last_block):
         later = min(j + AHEAD, last_block - 1)
-        ahead = _words(loops.block(k_cache, table, later, num_kv_heads, kv_head, block_size, head_dim))
+        ahead = words_at(loops.block(k_cache, table, later, num_kv_heads, kv_head, block_size, head_dim))
         k = loops.block(k_cache, table, j, num_kv_heads, kv_head, block_size, head_dim)
         t = (j - first_block) * block_size
         n = min(block_size, end - t)
-        _score_block(_words(q), _words(k), ahead, n, group, words, scale, advance(scores, t), row)
+        _score_block(words_at(q), words_at(k), ahead, n, group, words, scale, advance(scores, t), row)
     for j in range(first_block, min(first_block + AHEAD, last_block)):
         loops.warm(loops.block(v_cache, table, j, num_kv_heads, kv_head, block_size, head_dim), block_size, head_dim)
     for g in range(group):
@@ -227,17 +222,17 @@ def attend_heads(q, out, k_cache, v_cache, table, seq_len, kv_head, num_kv_heads
     inverses = np.empty(group, np.float32)
     for g in range(group):
         inverses[g] = _softmax(advance(scores, g * row), begin, end, row)
-    probs = _words(scores)
+    probs = words_at(scores)
     for j in range(first_block, last_block):
         later = min(j + AHEAD, last_block - 1)
-        ahead = _words(loops.block(v_cache, table, later, num_kv_heads, kv_head, block_size, head_dim))
-        v = _words(loops.block(v_cache, table, j, num_kv_heads, kv_head, block_size, head_dim))
+        ahead = words_at(loops.block(v_cache, table, later, num_kv_heads, kv_head, block_size, head_dim))
+        v = words_at(loops.block(v_cache, table, j, num_kv_heads, kv_head, block_size, head_dim))
         t = (j - first_block) * block_size
         n = min(block_size, end - t)
         _add_pairs(advance(probs, t // 2), row, v, advance(v, words), ahead, n // 2, group, words, acc)
         if n % 2:  # what lies behind the last token may be anything
             last = advance(v, (n - 1) * words)
-            _add_pairs(advance(probs, (t + n) // 2), row, last, _words(zeros), last, 1, group, words, acc)
+            _add_pairs(advance(probs, (t + n) // 2), row, last, words_at(zeros), last, 1, group, words, acc)
     for g in range(group):
         for d in range(0, head_dim, 2 * WIDTH):
             _store_in_order(advance(acc, g * head_dim + d), inverses[g], advance(out, g * head_dim + d))

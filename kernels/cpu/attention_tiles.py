@@ -15,7 +15,7 @@ from torch import Tensor
 from kernels.cpu import simd
 from kernels.cpu.attention_rows import find_sequence
 from kernels.cpu.codes import WIDTH, Vec
-from kernels.cpu.dots import HAS_BF16_DOT, broadcast, multiply, vector_at
+from kernels.cpu.dots import HAS_BF16_DOT, broadcast, multiply, vector_at, words_at
 from kernels.cpu.parallel import jit, next_item, parallel_kernel
 from kernels.cpu.simd import BF16Pointer, I32Pointer, advance, load, read, splat, store, write
 
@@ -88,11 +88,6 @@ def _first_lanes(typingctx, vector, count):
 
 
 @jit
-def _words(pointer):
-    return simd.pointer_i32(simd.address(pointer))
-
-
-@jit
 def _rows_of(cache, table, token, kv_head, num_kv_heads, block_size, head_dim):
     """Where the keys or values of a token, and of those behind it in its block, begin."""
     block = np.int64(read(table, token // block_size)) * num_kv_heads + kv_head
@@ -103,7 +98,7 @@ def _rows_of(cache, table, token, kv_head, num_kv_heads, block_size, head_dim):
 def _pack_keys(rows, head_dim, packed):
     """packed[i, t] = elements 2i and 2i + 1 of key t, for sixteen keys."""
     for i in range(0, head_dim // 2, WIDTH):
-        _transpose(_words(advance(rows, 2 * i)), head_dim // 2, advance(packed, i * KEYS), KEYS)
+        _transpose(words_at(advance(rows, 2 * i)), head_dim // 2, advance(packed, i * KEYS), KEYS)
 
 
 @jit
@@ -158,7 +153,7 @@ def _attend_keys(queries, keys, values, scores, probs, acc, state, num_rows, gro
                          advance(state, 2 * (m + r)), seen, scale, head_dim)  # fmt: skip
         num_pairs = (min(num_seen, KEYS) + 1) // 2
         for d in range(0, head_dim, 2 * WIDTH):
-            _multiply_values(_words(probs), KEYS // 2, advance(values, d), head_dim, num_pairs,
+            _multiply_values(words_at(probs), KEYS // 2, advance(values, d), head_dim, num_pairs,
                              advance(acc, m * head_dim + d), head_dim)  # fmt: skip
 
 
@@ -176,7 +171,7 @@ def _attend_tile(args, table, kv_head, first_row, num_rows, seq_len):
     scores = simd.pointer_f32(simd.address(advance(values, KEYS * half)))
     acc = advance(scores, KEYS * ROWS)
     state = advance(acc, padded * head_dim)
-    queries = _words(advance(state, 2 * padded))
+    queries = words_at(advance(state, 2 * padded))
     probs = pointer(simd.address(advance(queries, padded * half)))
     zeros = advance(probs, KEYS * ROWS)
     for m in range(rows):

@@ -10,6 +10,7 @@ from numba.extending import intrinsic
 
 from kernels.cpu import simd
 from kernels.cpu.codes import WIDTH, F32Pointer
+from kernels.cpu.parallel import jit
 from kernels.cpu.simd import I32Pointer
 
 _F32V, _I32V = (ir.VectorType(scalar, WIDTH) for scalar in (ir.FloatType(), ir.IntType(32)))
@@ -19,6 +20,12 @@ binding.initialize_native_asmparser()  # for the assembly in dot
 _FEATURES = binding.get_host_cpu_features()
 HAS_BF16_DOT = bool(_FEATURES.get("avx512bf16"))  # vdpbf16ps
 HAS_BF16_TILES = bool(_FEATURES.get("amx-bf16"))  # several times as fast where there are many rows
+
+
+@jit
+def words_at(pointer):
+    """Pairs of bf16 as 32-bit words. For numba's code; what follows makes code."""
+    return simd.pointer_i32(simd.address(pointer))
 
 
 def vector_at(builder, pointer, index, vector_type):

@@ -12,11 +12,13 @@ from typing import Any
 import httpx
 from tqdm import tqdm
 
+from engine.command_line import Parser
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.settings import add_flags, load_settings
 from server.batch.files import keep_final, read_requests
 from server.batch.run import Batch, local, remote
+from server.client_options import add_api_key, api_url
 from server.config import ServerConfig, resolve_files
 
 DEFAULT_CONCURRENCY = 128
@@ -65,22 +67,10 @@ def _client(options: dict[str, Any]) -> AbstractAsyncContextManager[httpx.AsyncC
     if options["base_url"] is None:
         engine_config, server_config = load_settings((EngineConfig, ServerConfig), options, os.environ)
         return local(engine_config, resolve_files(server_config))
-    return remote(_checked_url(options["base_url"]), options["client_key"], concurrency)
+    return remote(api_url(options["base_url"]), options["client_key"], concurrency)
 
 
-def _checked_url(text: str) -> str:
-    try:
-        url = httpx.URL(text)
-    except httpx.InvalidURL as error:
-        raise ConfigError(f"--base-url: {error}.") from None
-    if url.scheme not in ("http", "https") or not url.host:
-        raise ConfigError(f"--base-url must look like http://127.0.0.1:8000/v1, not {text!r}.")
-    return str(url)
-
-
-def _parser() -> Any:
-    from server.cli import CLIENT_KEY_HELP, Parser, client_key
-
+def _parser() -> Parser:
     parser = Parser(
         "run-batch",
         "-i FILE -o FILE",
@@ -90,9 +80,7 @@ def _parser() -> Any:
     parser.add_argument("-i", "--input", required=True, metavar="FILE", help="JSONL: custom_id, method, url, body")
     parser.add_argument("-o", "--output", required=True, metavar="FILE", help="JSONL: custom_id, response, error")
     parser.add_argument("--base-url", metavar="URL", help="ask this server in place of a model loaded here")
-    parser.add_argument(
-        "--api-key", dest="client_key", default=client_key(), metavar="KEY", help=f"of that server; {CLIENT_KEY_HELP}"
-    )
+    add_api_key(parser, "client_key")
     parser.add_argument(
         "--concurrency",
         type=int,

@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def add_load_options(parser: argparse.ArgumentParser) -> None:
     """The options that say what load is sent; benchmarks/serve.py takes the same."""
-    from server.cli import CLIENT_KEY_HELP, client_key
+    from server.client_options import add_api_key  # the load itself needs nothing of the engine
 
     parser.add_argument("--workload", default="all", choices=("all", *WORKLOADS), help="default: all")
     parser.add_argument("--n", type=whole_number, default=64, help="size of a workload in requests (default 64)")
@@ -51,7 +51,7 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--timeout", type=positive, default=900.0, help="seconds until a request counts as failed")
     parser.add_argument("--max-token-id", type=whole_number, default=7999, help="prompts use ids up to this one")
-    parser.add_argument("--api-key", default=client_key(), metavar="KEY", help=CLIENT_KEY_HELP)
+    add_api_key(parser)
     parser.add_argument("--json", type=Path, metavar="PATH", help="write every run to this file")
 
 
@@ -147,7 +147,9 @@ def _draw(path: Path, answers: dict[str, list[Answer]], title: str) -> None:
 
 
 async def _reach(options: argparse.Namespace) -> Target:
-    endpoint = Endpoint(options.base_url, options.api_key)
+    from server.client_options import api_url
+
+    endpoint = Endpoint(api_url(options.base_url), options.api_key)
     try:
         return await find_target(endpoint, options.model)
     except TargetError as error:
@@ -172,10 +174,11 @@ def print_failures(runs: list[Figures]) -> None:
 
 
 def _parser() -> Any:
-    from server.cli import Parser
+    from engine.command_line import Parser
+    from server.client_options import DEFAULT_BASE_URL
 
     parser = Parser("bench", "", "Measure a running OpenAI-compatible server: throughput and latency.")
-    parser.add_argument("--base-url", default="http://127.0.0.1:8000/v1", help="default: %(default)s")
+    parser.add_argument("--base-url", default=DEFAULT_BASE_URL, help="default: %(default)s")
     parser.add_argument("--model", help="default: the first that the server lists")
     parser.add_argument("--repeats", type=whole_number, default=1, help="the table shows the median of so many runs")
     add_load_options(parser)

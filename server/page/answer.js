@@ -14,7 +14,7 @@ export class Answer {
     this.onMark = onMark;
     this.onChoose = onChoose;
     this.started = performance.now();
-    this.samples = Array.from({ length: n }, (_, index) => this.#sample(index));
+    this.samples = Array.from({ length: n }, (_, index) => this.#sample(index, n > 1));
     this.note = element("p", { class: "note" });
     this.node = element(
       "article",
@@ -25,16 +25,17 @@ export class Answer {
     if (n > 1) this.choose(0);
   }
 
-  #sample(index) {
-    const body = element("div", { class: "text streaming" });
-    const chips = element("ol", { class: "table", "aria-label": `Block table of sample ${letter(index)}` });
+  #sample(index, several) {
+    const name = letter(index);
+    const scrollable = { tabindex: "0", role: "group", "aria-label": `Text of sample ${name}` };
+    const body = element("div", { class: "text streaming", ...(several && scrollable) });
+    const chips = element("ol", { class: "table", "aria-label": `Block table of sample ${name}` });
     const meta = element("span", { class: "muted" });
-    const badge = element("button", {
-      type: "button", class: "badge", "data-colour": index % OWN_COLOURS, title: "Continue the chat from this sample",
-      "aria-label": `Sample ${letter(index)}: continue from it`, "aria-pressed": "false",
-    }, letter(index)); // prettier-ignore
-    badge.addEventListener("click", () => this.choose(index));
-    const card = element("section", { class: "sample", "data-colour": index % OWN_COLOURS },
+    const colour = { "data-colour": index % OWN_COLOURS };
+    const button = { type: "button", title: "Continue the chat from this sample", "aria-label": `Sample ${name}: continue from it` };
+    const badge = element(several ? "button" : "span", { class: "badge", ...colour, ...(several && button) }, name);
+    if (several) badge.addEventListener("click", () => this.choose(index));
+    const card = element("section", { class: "sample", ...colour },
       element("header", {}, badge, meta), body, chips); // prettier-ignore
     const mark = ({ target }) => "block" in target.dataset && this.onMark(Number(target.dataset.block), index);
     chips.addEventListener("pointerover", mark);
@@ -75,7 +76,7 @@ export class Answer {
     sample.body.classList.remove("streaming");
     sample.chips.classList.add("released");
     const blocks = sample.chips.children.length;
-    const released = blocks && this.samples.length === 1 ? `, ${blocks} blocks given back` : "";
+    const released = blocks && reason !== "error" && this.samples.length === 1 ? `, ${blocks} blocks given back` : "";
     sample.meta.textContent = `${REASONS[reason] ?? reason}${released}`;
     if (!sample.tokens.length) sample.body.replaceChildren(...formatted(sample.text));
   }

@@ -26,6 +26,7 @@ export class BlockMap {
   #image = null;
   #frame = 0;
 
+  // onMark(block or null, moved): another block is marked, or, not `moved`, a new snapshot says more about the same one.
   constructor(canvas, onMark) {
     this.canvas = canvas;
     this.context = canvas.getContext("2d");
@@ -53,7 +54,7 @@ export class BlockMap {
       this.#layout();
     }
     this.#changed();
-    if (this.#marked != null) this.onMark(this.#marked);
+    if (this.#marked != null) this.onMark(this.#marked, false);
   }
 
   showAll(all) {
@@ -75,7 +76,7 @@ export class BlockMap {
     if (block === this.#marked && sample === this.#sample) return;
     this.#marked = block;
     this.#sample = sample;
-    this.onMark(block);
+    this.onMark(block, true);
     this.#draw();
   }
 
@@ -207,6 +208,7 @@ export class BlockMap {
     if (state === FREE) {
       context.fillStyle = colours.inset;
       context.fillRect(left, top, size, height);
+      if (size >= 5 * this.#ratio) this.#paintFrame(context, colours["line-strong"], 1, left, top, size, height);
       return;
     }
     if (state === CACHED) {
@@ -229,13 +231,13 @@ export class BlockMap {
       context.fillRect(left + from, top + height - filled, width, filled);
     });
     if (size < 8 * this.#ratio) return;
-    if (snapshot.refCount(block) > 1) this.#paintRing(context, colours, left, top, size, height);
+    if (snapshot.refCount(block) > 1) this.#paintFrame(context, colours.ink, 1.5, left, top, size, height);
     if (size >= LABEL_SIZE * this.#ratio) this.#paintLabel(context, block, holders, left, top, size, height);
   }
 
-  #paintRing(context, colours, left, top, size, height) {
-    const line = Math.max(1, Math.round(1.5 * this.#ratio));
-    context.strokeStyle = colours.ink;
+  #paintFrame(context, colour, thickness, left, top, size, height) {
+    const line = Math.max(1, Math.round(thickness * this.#ratio));
+    context.strokeStyle = colour;
     context.lineWidth = line;
     context.strokeRect(left + line / 2, top + line / 2, size - line, height - line);
   }
@@ -319,7 +321,7 @@ export class BlockMap {
 
   #paintFlash(context, { kind, block, source }, age) {
     if (block >= this.#extent) return;
-    const colour = theme()[kind];
+    const colours = theme();
     const still = reducedMotion();
     const [x, y, size] = this.#cell(block);
     const [cx, cy] = [x + size / 2, y + size / 2];
@@ -327,26 +329,28 @@ export class BlockMap {
     const grown = Math.max(size - this.#ratio, 5 * this.#ratio) * growth;
     const behind = this.#marked != null && this.#snapshot.first[this.#marked]; // a block table is in the spotlight
     context.globalAlpha = (still ? 1 : 1 - age * age) * (behind ? 0.3 : 1);
-    context.strokeStyle = colour;
-    context.lineWidth = Math.min((kind === "copy" ? 2.5 : 2) * this.#ratio, Math.max(size / 7, this.#ratio));
-    context.strokeRect(cx - grown / 2, cy - grown / 2, grown, grown);
+    const path = new Path2D();
+    path.rect(cx - grown / 2, cy - grown / 2, grown, grown);
     if (kind === "evict" && size >= 6 * this.#ratio) {
       const arm = size * 0.26;
-      context.beginPath();
-      context.moveTo(cx - arm, cy - arm);
-      context.lineTo(cx + arm, cy + arm);
-      context.moveTo(cx + arm, cy - arm);
-      context.lineTo(cx - arm, cy + arm);
-      context.stroke();
+      path.moveTo(cx - arm, cy - arm);
+      path.lineTo(cx + arm, cy + arm);
+      path.moveTo(cx + arm, cy - arm);
+      path.lineTo(cx - arm, cy + arm);
     }
     if (kind === "copy" && source < this.#extent) {
       const [sx, sy] = this.#cell(source).map((at) => at + size / 2);
       const bend = Math.min(40 * this.#ratio, Math.hypot(cx - sx, cy - sy) / 3 + 8);
-      context.beginPath();
-      context.moveTo(sx, sy);
-      context.quadraticCurveTo((sx + cx) / 2, (sy + cy) / 2 - bend, cx, cy);
-      context.stroke();
+      path.moveTo(sx, sy);
+      path.quadraticCurveTo((sx + cx) / 2, (sy + cy) / 2 - bend, cx, cy);
     }
+    const width = Math.min((kind === "copy" ? 2.5 : 2) * this.#ratio, Math.max(size / 7, this.#ratio));
+    context.lineWidth = width + Math.min(2 * this.#ratio, size / 8); // an edge: some owners have nearly its colour
+    context.strokeStyle = colours.panel;
+    context.stroke(path);
+    context.lineWidth = width;
+    context.strokeStyle = colours[kind];
+    context.stroke(path);
     context.globalAlpha = 1;
   }
 

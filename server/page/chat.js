@@ -51,12 +51,21 @@ export class Chat {
     if (matchMedia("(hover: hover)").matches) this.prompt.focus(); // no keyboard pops up on a phone
   }
 
-  #submit() {
+  async #submit() {
     const text = this.prompt.value.trim();
-    if (!text || this.busy) return;
+    if (!text) return this.prompt.focus();
+    if (this.busy) return;
     this.prompt.value = "";
     this.#grow();
-    this.send(text);
+    const answer = await this.send(text);
+    if (answer.failed && !answer.samples.some((sample) => sample.text)) this.#giveBack(text);
+  }
+
+  // What was not answered can be sent again, unless something else has been written since.
+  #giveBack(text) {
+    if (this.prompt.value) return;
+    this.prompt.value = text;
+    this.#grow();
   }
 
   #grow() {
@@ -117,10 +126,10 @@ export class Chat {
     } catch (error) {
       if (signal.aborted) return ["abort"];
       const needsKey = error instanceof ApiError && error.status === 401;
-      if (needsKey && mayAsk && (await this.askKey("The server did not accept this key."))) {
+      if (needsKey && mayAsk && (await this.askKey("The server did not accept this key.", true))) {
         return this.#stream({ ...body, model: this.model }, answer, false);
       }
-      return ["error", error instanceof ApiError ? error.message : `The server cannot be reached (${error.message}).`];
+      return ["error", error instanceof ApiError ? error.message : "The server cannot be reached. Is it running?"];
     }
   }
 

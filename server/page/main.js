@@ -32,16 +32,20 @@ startTheme($("theme-button"));
 
 // The memory.
 
-function inspect(block) {
+// Read aloud where somebody moved to a block, not with each token that is added to it.
+function inspect(block, moved) {
   const { snapshot } = map;
   if (block == null || !snapshot || block >= snapshot.numBlocks) return;
-  $("inspector").textContent = describeBlock(snapshot, block, chat.answer);
+  const inspector = $("inspector");
+  inspector.setAttribute("aria-live", moved ? "polite" : "off");
+  inspector.textContent = describeBlock(snapshot, block, chat.answer);
 }
 
 monitor.addEventListener("snapshot", ({ detail }) => {
   const { snapshot, lastStep } = detail;
   $("memory-off").hidden = true;
-  $("memory-body").hidden = false;
+  $("memory-body").hidden = $("timeline").hidden = false;
+  $("memory-body").classList.remove("stale");
   map.set(snapshot);
   if (!monitor.paused) flashHits(monitor.history.at(-2), detail);
   chart.set(monitor.steps.filter((step) => step.step_id <= lastStep));
@@ -61,15 +65,19 @@ monitor.addEventListener("steps", ({ detail }) => {
 });
 
 monitor.addEventListener("off", ({ detail }) => {
-  const { status, message } = detail;
+  const { status } = detail;
   const why = {
-    401: "The picture of the memory needs the API key, too.",
+    401: "The picture of the memory needs the API key, too: the button with the key asks for it.",
     404: "This server does not show its memory: it has several API keys, and one client could watch what others do. It can be switched on with --debug-kv.",
     503: "There is no memory to show while the model loads.",
   };
-  $("memory-off").textContent = why[status] ?? `The server cannot be reached: ${message}`;
+  const stale = status !== 401 && status !== 404 && map.snapshot !== null;
+  const unreachable = `The server cannot be reached${stale ? "; this is what it showed last" : ""}. The page keeps asking.`;
+  const text = why[status] ?? (status ? detail.message : unreachable);
+  if ($("memory-off").textContent !== text) $("memory-off").textContent = text; // is read aloud when it changes
   $("memory-off").hidden = false;
-  $("memory-body").hidden = status === 401 || status === 404 || !map.snapshot;
+  $("memory-body").hidden = $("timeline").hidden = !stale;
+  $("memory-body").classList.toggle("stale", stale);
 });
 
 // A cached block that is in use again, and was not evicted in between, was found by a prompt.
@@ -85,11 +93,16 @@ function flashHits(before, { snapshot, lastStep }) {
   }
 }
 
+function percent(part, whole) {
+  const share = (100 * part) / whole;
+  return `${share >= 10 || !share ? Math.round(share) : share.toFixed(1)} %`;
+}
+
 function showTiles({ used, cached, numBlocks, blockSize, view }) {
   $("pool").textContent = `${count(numBlocks)} blocks of ${blockSize} tokens`;
-  const share = (100 * used) / numBlocks;
-  $("tile-used").textContent = `${share >= 10 || !share ? Math.round(share) : share.toFixed(1)} %`;
-  $("meter-used").style.width = `${share}%`;
+  $("tile-used").textContent = percent(used, numBlocks);
+  $("tile-cached").textContent = `+ ${percent(cached, numBlocks)} cached`;
+  $("meter-used").style.width = `${(100 * used) / numBlocks}%`;
   $("meter-cached").style.width = `${(100 * cached) / numBlocks}%`;
   $("tile-running").textContent = count(view.num_running);
   $("tile-waiting").textContent = count(view.num_waiting);
@@ -128,12 +141,12 @@ function tell(steps) {
   }
   if (copies.length) {
     const pairs = copies.slice(0, 3).map(([source, target]) => `${source} → ${target}`).join(", ");
-    lines.push(["copy", `Copy-on-write: ${pairs}${copies.length > 3 ? " …" : ""}. A sample wrote to a block it shared.`]);
+    lines.push(["copy", `Copy-on-write: a sample wrote to a block it shared, ${pairs}${copies.length > 3 ? ", …" : "."}`]);
   }
   if (evicted.length) {
-    const blocks = `${evicted.slice(0, 4).join(", ")}${total("num_evicted") > 4 ? " …" : ""}`;
     const number = total("num_evicted");
-    lines.push(["evict", `${count(number)} cached block${number > 1 ? "s" : ""} evicted for new tokens: ${blocks}.`]);
+    const blocks = `${evicted.slice(0, 4).join(", ")}${number > 4 ? ", …" : "."}`;
+    lines.push(["evict", `${count(number)} cached block${number > 1 ? "s" : ""} evicted for new tokens: ${blocks}`]);
   }
   if (total("num_preempted")) {
     lines.push(["preempt", `Preempted ${count(total("num_preempted"))}: they gave up their blocks and wait.`]);
@@ -184,12 +197,16 @@ $("expand").addEventListener("click", () => {
 
 // The key.
 
+const WRONG_KEY = "The server did not accept this key.";
+
 let asking = null; // the dialog is open for several who wait for one answer
 
-function askKey(reason) {
+function askKey(reason, wrong = false) {
   asking ??= new Promise((resolve) => {
     const dialog = $("key-dialog");
     $("key-reason").textContent = reason;
+    dialog.classList.toggle("wrong", wrong);
+    $("key-input").setAttribute("aria-invalid", String(wrong));
     $("key-input").value = getKey();
     dialog.returnValue = "cancel";
     dialog.showModal();
@@ -219,7 +236,8 @@ async function connect() {
     monitor.wake();
   } catch (error) {
     if (error instanceof ApiError && error.status === 401) {
-      await askKey(getKey() ? "The server did not accept this key." : "This server answers only requests that carry a key.");
+      if (getKey()) await askKey(WRONG_KEY, true);
+      else await askKey("This server answers only requests that carry a key.");
     }
   }
 }

@@ -70,7 +70,7 @@ export class StepChart {
       const x = this.#left() + index * BAR;
       context.globalAlpha = this.#pointed == null || this.#pointed === step.step_id ? 1 : 0.45;
       context.fillStyle = colours.accent;
-      const up = step.num_decodes && Math.max(1.5, (step.num_decodes / top) * (middle - 12));
+      const up = step.num_decodes && Math.max(1.5, (step.num_decodes / top) * (middle - 16));
       context.fillRect(x, middle - up, BAR - 1.5, up);
       context.fillStyle = colours.prompt;
       const down = step.num_chunk_tokens && Math.max(1.5, Math.sqrt(step.num_chunk_tokens / bottom) * below);
@@ -91,9 +91,7 @@ function paintText(context, colours, text, y) {
   context.font = "11px system-ui, sans-serif";
   context.textBaseline = "middle";
   context.fillStyle = colours.panel;
-  context.globalAlpha = 0.8;
   context.fillRect(0, y - 7, context.measureText(text).width + 6, 14);
-  context.globalAlpha = 1;
   context.fillStyle = colours.muted;
   context.fillText(text, 2, y);
 }

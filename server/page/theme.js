@@ -1,6 +1,6 @@
 // Dark or light: as the system says, until the button says otherwise. Canvases ask here for the colours of the CSS.
 
-const NAMES = ["ink", "muted", "line", "panel", "inset", "accent", "prompt", "cached", "cached-dot", "copy", "evict", "hit"];
+const NAMES = ["ink", "muted", "line", "line-strong", "panel", "inset", "accent", "prompt", "cached", "cached-dot", "copy", "evict", "hit"];
 const KEY = "pageserve.theme";
 const SYSTEM = matchMedia("(prefers-color-scheme: dark)");
 

@@ -6,6 +6,21 @@ import { claim } from "./memory.js";
 
 const STORY = "Tell me a long story about a fox and a lighthouse, and about the friends that they meet on their way.";
 const MAX_STREAMS = 64;
+// Long enough that computing it can be felt; of a small context, as many sentences as fit.
+const FOX = [
+  "The fox lives under a lighthouse by the sea, with an old owl, two mice and a lamp that never sleeps.",
+  "In winter the boats come home late, and the fox counts them one by one.",
+  "The owl has read every book in the lighthouse twice, but it still asks the fox about the weather.",
+  "The two mice bake bread on Mondays and sell it to the fishermen for a button or a shiny shell.",
+  "Once a year a whale comes by, sings under the window until the morning, and goes away again.",
+  "The fox is afraid of thunder, of the dark cellar and of nothing else in the world.",
+  "When somebody is lost in the fog, the fox rings the bell, and the owl flies out to look.",
+  "The lamp has a name, too, but only the oldest of the fishermen remembers what it is.",
+  "In summer there are strawberries behind the house, and everybody pretends not to have eaten them.",
+  "On the stairs, which have ninety-nine steps, the mice have painted one picture for every storm.",
+  "The sea took the little bridge away three times, and three times the fox and its friends built it again.",
+  "At night they all sit beside the stove, and whoever tells the best story may stay up longest.",
+];
 
 // What is said beside the picture: each line once, in the order in which it came true.
 class Callout {
@@ -104,11 +119,10 @@ export class Tour {
 
   async #repeat(callout) {
     const name = ["Amber", "Basil", "Clover", "Dusk", "Ember", "Flint"][Math.floor(Math.random() * 6)];
-    const system =
-      `${name} ${100 + Math.floor(Math.random() * 900)} is the name of a young fox. The fox lives under a lighthouse by ` +
-      "the sea, with an old owl, two mice and a lamp that never sleeps. In winter the boats come home late, and the fox " +
-      "counts them one by one. You tell stories about the fox and its friends. Your stories are short and kind, and " +
-      "they end well.";
+    const room = Math.min(this.chat.maxTokens ?? Infinity, this.#capacity()) - 400; // a character is a token at the most
+    const sentences = FOX.slice(0, Math.max(2, Math.floor(room / 100)));
+    const system = `${name} ${100 + Math.floor(Math.random() * 900)} is the name of a young fox. ${sentences.join(" ")}
+      You tell stories about the fox and its friends. Your stories are short and kind, and they end well.`;
     callout.say("sent", "A long system prompt, a short question, asked in two conversations one after the other.");
     const first = await this.#ask(system);
     if (first.failed) return;
@@ -120,6 +134,12 @@ export class Tour {
     if (!cached) return callout.say("none", "Nothing was found again: is prefix caching on in this server?");
     const blocks = "blocks were found again by a hash of all tokens up to their end, and taken over (the green flash).";
     callout.say("why", `Those ${blocks} Only full blocks can be found, so the last few tokens are computed anyway.`);
+  }
+
+  // Of the memory, in tokens.
+  #capacity() {
+    const snapshot = this.monitor.history.at(-1)?.snapshot;
+    return snapshot ? snapshot.numBlocks * snapshot.blockSize : Infinity;
   }
 
   async #ask(system) {

@@ -66,7 +66,7 @@ def test_bench_prints_a_table_and_writes_json(stub, tmp_path, capsys):
 
 def test_bench_draws_every_workload(stub, tmp_path):
     pytest.importorskip("matplotlib", reason="the extra `bench` is not installed")
-    url = f"http://127.0.0.1:{stub.port}/v1"
+    url = f"http://127.0.0.1:{stub.port}"  # without /v1, as `pageserve chat` takes it
     assert bench(["--base-url", url, "--n", "4", "--workload", "mixed", "--plot", str(tmp_path / "new" / "p.svg")]) == 0
     drawn = (tmp_path / "new" / "p.svg").read_text()
     assert "mixed" in drawn and "time to first token" in drawn and "uniform" not in drawn
@@ -84,8 +84,8 @@ def test_bench_says_what_to_do_when_nobody_answers(capsys):
 
 
 def test_bench_refuses_a_bad_url(capsys):
-    assert bench(["--base-url", "localhost"]) == 2
-    assert "is no URL" in capsys.readouterr().err
+    assert pageserve(["bench", "--base-url", "localhost"]) == 2
+    assert "--base-url must look like http" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flags", [("--n", "0"), ("--n", "x"), ("--rate", "nan"), ("--timeout", "-1"), ("--seed", "a")])

@@ -21,11 +21,9 @@ from engine.errors import EngineError, InvalidRequestError, QueueFullError
 from engine.grammar import MAX_MESSAGE, Compiler
 from engine.grammar_checker import TOO_COSTLY, GrammarChecker
 from engine.grammar_helper import find_fault
-from engine.grammar_service import GrammarService
 from engine.llm import LLM
 from engine.outputs import FinishReason
 from engine.sampling_params import SamplingParams
-from engine.step import GrammarPrepared, PrepareGrammar
 from engine.structured_output import MAX_TEXT_BYTES, StructuredOutput, Vocabulary
 from engine.tokenizer import Tokenizer
 from tests.engine.driving import collect, request
@@ -256,28 +254,6 @@ async def test_a_caller_that_leaves_disturbs_nobody(make_checker):
     await staying
     await checker.check(CODE)
     assert checker.verdict(FOX_FORM) == ""
-
-
-async def test_what_the_worker_could_not_compile_is_asked_for_again(vocabulary, monkeypatch):
-    async def known_to_be_good(output):
-        pass
-
-    sent: list[PrepareGrammar] = []
-    service = GrammarService(lambda: vocabulary, 20.0)
-    monkeypatch.setattr(service.checker, "check", known_to_be_good)
-    service.attach(sent.append)
-    for number, error in enumerate(("no memory", ""), start=1):
-        preparing = asyncio.create_task(service.prepare(CODE))
-        await asyncio.sleep(0)
-        assert len(sent) == number
-        service.prepared(GrammarPrepared(CODE.digest(), error))
-        if error:
-            with pytest.raises(EngineError, match="could not compile what was checked before: no memory"):
-                await preparing
-    await preparing
-    await service.prepare(CODE)
-    assert len(sent) == 2, "the Worker has it"
-    await service.close()
 
 
 async def test_only_so_many_wait(make_checker, monkeypatch):

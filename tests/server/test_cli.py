@@ -79,6 +79,7 @@ def test_the_command_starts_quickly_because_it_imports_little():
         (["generate", "x", "--prompts", "file"], "not both"),
         (["generate", "--prompts", "/dev/null"], "there is no prompt"),
         (["chat", "hi", "--base-url", "ftp://x"], "--base-url must look like http://127.0.0.1:8000, not 'ftp://x'."),
+        (["chat", "hi", "--base-url", "http://x:port"], "--base-url: Invalid port"),
         (["chat", "hi", "--temprature", "1"], "did you mean --temperature?"),
     ],
 )

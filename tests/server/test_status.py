@@ -1,6 +1,7 @@
 """Models, probes, metrics, the description of the API, and what a server says that is not ready."""
 
 import time
+from collections import Counter
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -200,3 +201,22 @@ def test_one_request_id_for_many_requests_harms_none(server):
             response = second.post("/v1/completions", json=completion_body(), headers=headers)
             assert response.status_code == 200 and response.headers["x-request-id"] == "same"
             assert a.read().endswith(b"[DONE]\n\n")
+
+
+def requests_by_route(client) -> Counter[str]:
+    counts = Counter[str]()
+    for sample in families(client)["pageserve:http_requests"].samples:
+        counts[sample.labels["route"]] += int(sample.value) if sample.name.endswith("_total") else 0
+    return counts
+
+
+def test_metrics_count_every_route_under_its_own_path_and_made_up_ones_together(client):
+    before = requests_by_route(client)
+    known = ["/version", "/openapi.json", "/v1/models", "/health", "/debug/steps"]
+    for path in [*known, "/v1/models/org/fake-model", "/v1/models/x", "/v1/responses/resp_1", "/debug/requests/x"]:
+        client.get(path)
+    assert [client.get(path).status_code for path in ("/made", "/up", "/v1/completions/")] == [404] * 3
+    counts = requests_by_route(client) - before
+    assert {path: counts[path] for path in known} == dict.fromkeys(known, 1)
+    assert (counts["/v1/models/{model}"], counts["/v1/responses/{response_id}"]) == (2, 1)
+    assert (counts["/debug/requests/{id}"], counts["other"]) == (1, 3)

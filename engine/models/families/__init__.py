@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ModelError
+from engine.json_files import read_json_object
 from engine.models.config import ModelConfig
 from engine.models.families import bert, gpt2, llama, mistral, mixtral, opt, qwen2, qwen3, qwen3_moe
 from engine.models.family import Family, find_family
-from engine.models.reader import ConfigReader, read_json_object
+from engine.models.reader import ConfigReader
 
 FAMILIES = (
     llama.FAMILY,

@@ -107,11 +107,15 @@ def test_the_nearest_setting_is_the_largest_that_fits(model):
         (["--memory", "lots"], "--memory must be a size"),
         (["--max-model-len", "131073"], "--max-model-len 131072"),
         (["--block-size", "17"], "block_size must be one of"),
+        (["--blocksize", "16"], "did you mean --block-size?"),
+        (["--memory"], "argument --memory: expected one argument (`pageserve plan --help` lists the options)"),
+        (["--model", "another"], "two models are named"),
     ],
 )
 def test_wrong_settings(folder, capsys, arguments, message):
     assert plan.main([folder, "--device", "cpu", *arguments]) == 2
-    assert message in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert said.startswith("pageserve: error: ") and message in said and said.count("\n") == 1
 
 
 def test_a_folder_that_is_not_there(capsys):

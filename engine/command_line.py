@@ -1,0 +1,43 @@
+"""The command line that all `pageserve` commands share."""
+
+import argparse
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from engine.errors import ConfigError
+from engine.settings import unknown_name
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose errors are ConfigErrors, and which names the nearest flag for an unknown one."""
+
+    def __init__(self, command: str, operands: str, description: str) -> None:
+        prog = f"pageserve {command}"
+        usage = " ".join(filter(None, [prog, operands, "[options]"]))
+        super().__init__(prog=prog, usage=usage, description=description, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} (`{self.prog} --help` lists the options)")
+
+    def read(self, arguments: Sequence[str]) -> dict[str, Any]:
+        """The values of what was given, by name; ConfigError for what this command does not know."""
+        values, unknown = self.parse_known_args(arguments)
+        if unknown:
+            flags = [part.partition("=")[0] for part in unknown if part.startswith("-")]
+            known = [option.lstrip("-").replace("-", "_") for option in self._option_string_actions]
+            self.error(unknown_name(flags[0], known, "--{}") if flags else f"unexpected argument {unknown[0]!r}")
+        return vars(values)
+
+
+def one_line(error: Exception) -> str:
+    """What a command says on stderr when it ends of this."""
+    return "pageserve: error: " + " ".join(str(error).split())
+
+
+def merge_positional_model(flags: dict[str, Any]) -> None:
+    """`pageserve serve MODEL` is `pageserve serve --model MODEL`; ConfigError where both are given and differ."""
+    positional = flags.pop("positional_model")
+    if positional is None:
+        return
+    if flags.setdefault("model", positional) != positional:
+        raise ConfigError(f"two models are named: {positional} and --model {flags['model']}.")
