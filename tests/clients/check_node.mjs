@@ -90,7 +90,8 @@ for (const stream of [false, true]) {
   test(`tools that the client runs, ${stream ? "" : "not "}streamed`, async () => {
     const seen = [];
     const paint = ({ fox }) => (seen.push(fox), "painted");
-    const tools = [{ type: "function", function: { name: "paint", parameters: colour, parse: JSON.parse, function: paint } }];
+    const run = { name: "paint", parameters: colour, parse: JSON.parse, function: paint };
+    const tools = [{ type: "function", function: run }];
     const rest = { tools, tool_choice: "required", parallel_tool_calls: false, max_tokens: 80, stream };
     const runner = client.chat.completions.runTools({ ...base, ...rest }, { maxChatCompletions: 2 });
     await runner.done();
