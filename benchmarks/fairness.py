@@ -4,9 +4,10 @@
     python -m benchmarks.fairness [--model DIR] [--flood 200] [--requests 60] [--rounds 5] [--json FILE]
 
 A server of its own with two API keys. Key B sends one request after the other, with pauses, short and long prompts in
-turn, each of its own tokens, so that nothing is cached: alone, and while key A keeps --flood requests open from a
-process of its own (as one ends the next is sent), in turns, --rounds times each. TTFT is from the request to the first
-byte of its stream's first text.
+turn, each of its own words in no order, so that nothing is cached: alone, and while key A keeps --flood requests open
+from a process of its own (as one ends the next is sent), in turns, --rounds times each. TTFT is from the request to the
+first byte of its stream's first text. What the flood gets is counted in events of its streams: tokens, but for those
+that end within a character.
 
 The P99 of all rounds under the flood is divided by that of all quiet ones: taking turns, both see the machine as it is.
 How uneven it was is printed too. The first seconds of a flood (--warm-up) are not measured.
@@ -24,6 +25,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,28 +41,52 @@ Times = dict[str, list[float]]  # by kind of prompt
 
 @dataclass(frozen=True)
 class Load:
-    """Tokens of a request. Prompts are random ids, so no two have a block in common."""
+    """Tokens of a request. Prompts are random words, so no two have a block in common."""
 
     prompt: int
     output: int
 
-    def body(self, model: str, rng: random.Random) -> dict[str, Any]:
-        ids = [rng.randrange(100, 2000) for _ in range(self.prompt)]
-        return {"model": model, "prompt": ids, "max_tokens": self.output, "ignore_eos": True, "stream": True}
+    def body(self, model: "Model", rng: random.Random) -> dict[str, Any]:
+        ids = rng.choices(model.words, k=self.prompt)
+        return {"model": model.name, "prompt": ids, "max_tokens": self.output, "ignore_eos": True, "stream": True}
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is served, and ids of its tokens that are letters: what follows such is text, and not half a character."""
+
+    name: str
+    words: list[int]
+
+    @classmethod
+    async def of(cls, client: httpx.AsyncClient) -> "Model":
+        headers = {"authorization": f"Bearer {KEYS['quiet']}"}
+        name = (await client.get("/v1/models", headers=headers)).json()["data"][0]["id"]
+        body = {"model": name, "prompt": __doc__, "return_token_strs": True, "add_special_tokens": False}
+        found = (await client.post("/tokenize", json=body, headers=headers)).raise_for_status().json()
+        letters = [text.strip("\u0120\u2581") for text in found["token_strs"]]  # without the signs for a space
+        words = {id for id, text in zip(found["tokens"], letters, strict=True) if text.isascii() and text.isalpha()}
+        return cls(name, sorted(words))
+
+
+async def events(client: httpx.AsyncClient, body: dict[str, Any], key: str) -> AsyncIterator[int]:
+    """How many events of a stream come, each time that some do."""
+    headers = {"authorization": f"Bearer {key}"}
+    async with client.stream("POST", "/v1/completions", json=body, headers=headers) as response:
+        response.raise_for_status()
+        async for piece in response.aiter_raw():
+            yield piece.count(b"data: {")
 
 
 async def ttft(client: httpx.AsyncClient, body: dict[str, Any], key: str) -> float:
     """Seconds to the first event of a stream, which is then read to its end."""
     start, first = time.perf_counter(), 0.0
-    headers = {"authorization": f"Bearer {key}"}
-    async with client.stream("POST", "/v1/completions", json=body, headers=headers) as response:
-        response.raise_for_status()
-        async for _ in response.aiter_raw():
-            first = first or time.perf_counter() - start
+    async for _ in events(client, body, key):
+        first = first or time.perf_counter() - start
     return first
 
 
-async def quiet_key(client: httpx.AsyncClient, model: str, options: argparse.Namespace, seed: int) -> Times:
+async def quiet_key(client: httpx.AsyncClient, model: Model, options: argparse.Namespace, seed: int) -> Times:
     """One round of the quiet key: seconds to the first token, of the short and of the long prompts."""
     rng = random.Random(seed)
     found: Times = {"short": [], "long": []}
@@ -74,10 +100,10 @@ async def quiet_key(client: httpx.AsyncClient, model: str, options: argparse.Nam
 class Flood:
     """Key A in a process of its own, so that its client does not slow the quiet key's, and what it got done."""
 
-    def __init__(self, base_url: str, model: str, options: argparse.Namespace, seed: int) -> None:
+    def __init__(self, base_url: str, model: Model, options: argparse.Namespace, seed: int) -> None:
         context = multiprocessing.get_context("spawn")
-        self.num_done = context.RawValue("i", 0)  # without a lock, which a killed process might hold
-        arguments = base_url, model, KEYS["flood"], options, seed, self.num_done
+        self.num_events = context.RawValue("i", 0)  # without a lock, which a killed process might hold
+        arguments = base_url, model, KEYS["flood"], options, seed, self.num_events
         self._process = context.Process(target=flood, args=arguments, daemon=True)
         self._process.start()
 
@@ -90,15 +116,15 @@ class Flood:
         self._process.join()
 
 
-def flood(base_url: str, model: str, key: str, options: argparse.Namespace, seed: int, num_done: Any) -> None:
-    """Keep `options.flood` requests open for ever; `num_done`, a shared int, counts those that came to their end."""
+def flood(base_url: str, model: Model, key: str, options: argparse.Namespace, seed: int, num_events: Any) -> None:
+    """Keep `options.flood` requests open for ever; `num_events`, a shared int, counts what comes."""
     load = Load(options.flood_prompt, options.flood_output)
 
     async def one(client: httpx.AsyncClient, number: int) -> None:
         rng = random.Random(f"{seed} {number}")
         while True:
-            await ttft(client, load.body(model, rng), key)
-            num_done.value += 1
+            async for number_of_them in events(client, load.body(model, rng), key):
+                num_events.value += number_of_them
 
     async def everyone() -> None:
         limits = httpx.Limits(max_connections=None)
@@ -109,19 +135,19 @@ def flood(base_url: str, model: str, key: str, options: argparse.Namespace, seed
 
 
 async def flooded(
-    client: httpx.AsyncClient, base_url: str, model: str, options: argparse.Namespace, seed: int
+    client: httpx.AsyncClient, base_url: str, model: Model, options: argparse.Namespace, seed: int
 ) -> tuple[Times, float]:
     """One round of the quiet key under the flood, and the tokens per second of output that the flood got."""
     crowd = Flood(base_url, model, options, seed)
     try:
         await asyncio.sleep(options.warm_up)
-        before, start = crowd.num_done.value, time.perf_counter()
+        before, start = crowd.num_events.value, time.perf_counter()
         found = await quiet_key(client, model, options, seed)
-        seconds = time.perf_counter() - start
+        rate = (crowd.num_events.value - before) / (time.perf_counter() - start)
         crowd.check_alive()
     finally:
         crowd.stop()
-    return found, (crowd.num_done.value - before) * options.flood_output / seconds
+    return found, rate
 
 
 def figures(rounds: list[Times]) -> dict[str, Any]:
@@ -139,8 +165,7 @@ def _ranks(seconds: list[float]) -> dict[str, Any]:
 async def run(base_url: str, options: argparse.Namespace) -> dict[str, Any]:
     quiet, under_flood, rates = list[Times](), list[Times](), list[float]()
     async with httpx.AsyncClient(base_url=base_url, timeout=600) as client:
-        headers = {"authorization": f"Bearer {KEYS['quiet']}"}
-        model = (await client.get("/v1/models", headers=headers)).json()["data"][0]["id"]
+        model = await Model.of(client)
         for i in range(30):  # what starts with the first requests
             prompt = (options.short, options.long)[i % 2]
             await ttft(client, Load(prompt, options.output).body(model, random.Random(-i - 1)), KEYS["quiet"])

@@ -2,10 +2,12 @@
 
 Three rules, and none of them ever lets the device idle while there is work (it is work-conserving):
 
-Turns (virtual token counter: Sheng et al. 2024, section 4). Every tenant has an account of the tokens that it was
-served, computed prompt tokens and twice the generated ones, over its weight. Of those who wait the one with the lowest
-account is admitted next. Who comes back after being idle is raised to the lowest account among the active tenants: time
-not used earns nothing. Tokens found in the prefix cache, and tokens computed a second time, are not charged.
+Turns (virtual token counter: Sheng et al. 2024, section 4). Every tenant has an account of the seconds of computing
+that it was served, over its weight. Those of a step are divided by what it computed for each, a generated token
+counting twice. (The paper counts tokens, but one of a short step takes more time than one of a full step.) Of those who
+wait the one with the lowest account is admitted next. Who comes back after being idle is raised to the lowest account
+among the active tenants: time not used earns nothing. Tokens found in the prefix cache are free, and so is a second
+computation.
 
 Places (dominant resource fairness: Ghodsi et al. 2011). A tenant's share is the larger of its shares of rows and of
 blocks, over its weight. Where the next in turn finds no room, running sequences of the tenant with the largest share
@@ -13,9 +15,10 @@ give way, as long as that tenant keeps at least as large a share as the newcomer
 back and forth. What gives way keeps its computed blocks in the prefix cache until they are needed.
 
 First tokens. While a tenant waits for a first token, the plan leaves out those who were served more than it: the new
-prompt neither waits behind their chunks nor shares the step with their decodes. What it computes alone is charged, so
-this ends when the accounts are level. But it has to wait for the step that is under way when it comes: while requests
-of several tenants come, the chunks of a step have a sixteenth of its tokens (CHUNK_SHARE), but for such first steps.
+prompt neither waits behind their chunks nor shares the step with decodes of a tenant that holds more than twice as
+much. What it computes alone is charged, so this ends when the accounts are level. But it has to wait for the step that
+is under way when it comes: so while tenants with little are to be expected, the steps of one with more are short ones
+(engine/short_steps.py).
 
 With a single tenant none of this costs anything: `contended` is False and the order of arrival decides.
 """
@@ -27,18 +30,26 @@ from dataclasses import dataclass
 from engine.block_manager import BlockManager
 from engine.sequence import Sequence
 from engine.sequence_group import together
+from engine.short_steps import ShortSteps
+from engine.step import StepPlan, StepResult
 
 PROMPT_COST, OUTPUT_COST = 1.0, 2.0  # of a token, as in the paper
-CHUNK_SHARE = 16  # the larger, the less a first token waits; the smaller, the fewer steps a long prompt needs
-MIXED_STEPS = 1024  # for so long after requests of two tenants came one after the other another one is expected
+SMALL_SHARE = 1 / 16  # who holds more than this, and more than one row, keeps others waiting
+CREDIT_SECONDS = 0.25  # of computing, which a tenant that holds little may be ahead of its share
+PRICE_WEIGHT = 0.1  # of a step among the last ones
+VISIT_SECONDS = 20.0  # of computing: for so long after there was a tenant with less another one is expected
 
 
 @dataclass(slots=True, eq=False)
 class Tenant:
-    """`served` is in weighted tokens over `weight`; `num_live` counts sequences that have not ended."""
+    """`served` is in seconds over `weight`. What it is not yet charged for is `cost`, in weighted tokens, of which
+    `cost_in_flight` is in plans whose results are not back. `num_live` counts sequences that have not ended.
+    """
 
     weight: float = 1.0
     served: float = 0.0
+    cost: float = 0.0
+    cost_in_flight: float = 0.0
     num_live: int = 0
 
 
@@ -53,7 +64,7 @@ class Holding:
 class FairShare:
     """The accounts of all tenants. Told of every sequence that comes and goes."""
 
-    def __init__(self, block_manager: BlockManager, max_num_seqs: int) -> None:
+    def __init__(self, block_manager: BlockManager, max_num_seqs: int, *, short_steps: bool = True) -> None:
         self.max_num_seqs = max_num_seqs
         self.num_displaced = 0  # sequences that gave way to another tenant's
         self._blocks = block_manager
@@ -62,8 +73,14 @@ class FairShare:
         self.left_out: set[str] = set()  # tenants of whom nothing is admitted now
         self._gave_way: set[str] = set()  # tenants of what was just displaced: it would come straight back in
         self._kept_out: set[str] = set()  # the same, once the plan is under construction
+        self._clock = 0.0  # seconds of computing so far
+        self._costs: dict[int, dict[str, float]] = {}  # by plan and tenant, until its result is back
+        self._price = 0.0  # seconds that a weighted token took in the last steps
+        self.resting: set[Sequence] = set()  # who decodes, but not in the plan under construction
+        self._may_be_short = short_steps  # whether a sequence can be computed in parts
+        self._short_steps = ShortSteps()
+        self._short_until = 0.0  # by the clock
         self._last_tenant: str | None = None  # of whom a sequence came
-        self._mixed_steps = 0  # steps for which another tenant is expected
         self._floor = 0.0  # the lowest account of the active tenants, when it was last looked at
 
     @property
@@ -75,19 +92,19 @@ class FairShare:
         """A new sequence; the account of one that was idle is raised."""
         tenant = self._tenants.setdefault(seq.tenant, Tenant())
         tenant.weight = seq.weight
-        if seq.tenant != self._last_tenant:
-            self._mixed_steps = MIXED_STEPS if self._last_tenant is not None else 0
-            self._last_tenant = seq.tenant
         if not tenant.num_live:
+            if self._last_tenant not in (None, seq.tenant) and self._may_be_short:
+                self._short_until = self._clock + VISIT_SECONDS
             if self._active:
-                self.settle(running)
+                self._meet(running)
                 self._floor = min(self._tenants[name].served for name in self._active)
             tenant.served = max(tenant.served, self._floor)
             self._active.add(seq.tenant)
         tenant.num_live += 1
+        self._last_tenant = seq.tenant
 
     def went(self, seq: Sequence) -> None:
-        """A sequence ended, in whatever state; it is settled before."""
+        """A sequence ended, in whatever state."""
         tenant = self._tenants[seq.tenant]
         tenant.num_live -= 1
         if not tenant.num_live:
@@ -98,24 +115,18 @@ class FairShare:
             for name in idle:  # they would begin at the floor anyway
                 del self._tenants[name]
 
-    def step_budget(self, most: int, num_running: int) -> int:
-        """Tokens of the next step: fewer than `most` where a request of another tenant may come while it runs."""
-        if self._mixed_steps:
-            self._mixed_steps -= 1
-        return min(most, num_running + -(-most // CHUNK_SHARE)) if self._mixed_steps else most
-
     def settle(self, running: Iterable[Sequence]) -> None:
-        """Charge what was computed since the last time."""
+        """Count the cost of what was planned since the last time."""
         for seq in running:
             self.charge(seq)
 
     def charge(self, seq: Sequence) -> None:
+        """Count the cost of what was planned for `seq` since the last time."""
         done, charged = seq.num_computed_tokens, seq.num_charged_tokens
         if done > charged:
             num_prompt = max(0, min(done, seq.num_prompt_tokens) - charged)
             cost = PROMPT_COST * num_prompt + OUTPUT_COST * (done - charged - num_prompt)
-            tenant = self._tenants[seq.tenant]
-            tenant.served += cost / tenant.weight
+            self._tenants[seq.tenant].cost += cost
             seq.num_charged_tokens = done
 
     def next_in_turn(self, waiting: list[Sequence], running: list[Sequence]) -> Sequence:
@@ -134,11 +145,70 @@ class FairShare:
         holdings = self._holdings(running)
         return min(heads.values(), key=lambda seq: (*self._rank(seq.tenant, holdings), seq.arrival))
 
-    def starters(self, newcomer: Sequence | None, running: list[Sequence]) -> list[Sequence]:
-        """Who may be in the next plan, in order: not all (`running` itself) where a tenant waits for a first token.
+    def next_step(
+        self, newcomer: Sequence | None, running: list[Sequence], more_wait: bool, most: int
+    ) -> tuple[list[Sequence], int]:
+        """Who of those running may be in the next plan, in order (`running` itself: all); how many tokens, of `most`.
 
-        `newcomer` is the next to be admitted, if there is room for it.
+        `newcomer` is the next to be admitted, if there is room for it. `more_wait` says whether anybody waits.
         """
+        starters, self.resting = running, set()
+        if self.contended:
+            starters = self._starters(newcomer, running)
+        elif self._clock >= self._short_until:
+            return running, most
+        holdings = self._holdings(running)
+        small = {name for name in self._active if self._share(name, holdings.get(name)) <= self._little}
+        if self.contended and small and self._may_be_short:
+            self._short_until = self._clock + VISIT_SECONDS
+        if self._clock < self._short_until and any(seq.tenant not in small for seq in starters):
+            has_room = more_wait and len(running) < self.max_num_seqs
+            starters, most, self.resting = self._short_steps.limit(starters, has_room, most)
+        return starters, most
+
+    def planned(self, plan: StepPlan, running: Iterable[Sequence]) -> None:
+        """A plan is sent, its tokens are counted as computed."""
+        if self._clock < self._short_until:
+            self._short_steps.planned(plan)
+        costs = self._costs[plan.step_id] = dict.fromkeys(self._active, 0.0)
+        if self.contended:
+            self.settle(running)
+            for name in costs:
+                tenant = self._tenants[name]
+                costs[name], tenant.cost_in_flight = tenant.cost - tenant.cost_in_flight, tenant.cost
+
+    def computed(self, result: StepResult) -> None:
+        """A result is back: its seconds are charged."""
+        seconds, costs = result.compute_seconds, self._costs.pop(result.step_id, {})
+        self._clock += seconds
+        self._short_steps.computed(result)
+        if total := sum(costs.values()):
+            self._price += PRICE_WEIGHT * (seconds / total - self._price)
+        for name, cost in costs.items():
+            if (tenant := self._tenants.get(name)) is not None:
+                tenant.cost -= cost
+                tenant.cost_in_flight -= cost
+                share = cost / total if total else float(len(costs) == 1)
+                tenant.served += seconds * share / tenant.weight
+
+    def worker_lost(self, max_num_seqs: int) -> None:
+        """No result will come for what is in flight; the next Worker has `max_num_seqs` rows."""
+        for tenant in self._tenants.values():
+            tenant.served += tenant.cost * self._price / tenant.weight
+            tenant.cost = tenant.cost_in_flight = 0.0
+        self._costs.clear()
+        self._short_steps.lose_plans()
+        self.max_num_seqs = max_num_seqs
+
+    def _meet(self, running: Iterable[Sequence]) -> None:
+        """A tenant comes to others: their costs count from now on. One that was alone was charged whole steps."""
+        self.settle(running)
+        if not self.contended:
+            for tenant in self._tenants.values():
+                tenant.cost = tenant.cost_in_flight
+
+    def _starters(self, newcomer: Sequence | None, running: list[Sequence]) -> list[Sequence]:
+        """Not all where a tenant waits for a first token."""
         self._kept_out, self._gave_way = self._gave_way, set()
         self.left_out = self._kept_out
         fresh = [seq for seq in running if not _has_started(seq) and seq.num_uncomputed_tokens > 0]
@@ -151,14 +221,23 @@ class FairShare:
         first = min(fresh, key=lambda seq: (seq.priority, *self._rank(seq.tenant, holdings)))
         lowest = self._rank(first.tenant, holdings)
         ahead = {name for name in self._active if self._rank(name, holdings) > lowest}
+        share = self._share(first.tenant, holdings.get(first.tenant, Holding(num_rows=1)))
+        larger = {name for name in ahead if self._share(name, holdings.get(name)) > 2 * share}
         self.left_out = self._kept_out | ahead
-        # A hypothesis that the Worker has to be sent anew must not wait: its group goes on when all are through.
-        rest = [s for s in running if s.tenant not in ahead or s.priority < first.priority or not s.in_worker]
+        rest = [
+            seq
+            for seq in running
+            if seq.tenant not in ahead
+            or seq.priority < first.priority
+            or (seq.tenant not in larger and _has_started(seq))
+            # One that the Worker has to be sent anew must not wait: its beam search goes on when all are through.
+            or not seq.in_worker
+        ]
         return running if len(rest) == len(running) else rest
 
     def all_in(self) -> bool:
         """Leave out nobody but those who just gave way; whether that makes a difference."""
-        before, self.left_out = self.left_out, self._kept_out
+        before, self.left_out, self.resting = self.left_out, self._kept_out, set()
         return before != self.left_out
 
     def displaced_by(
@@ -249,9 +328,15 @@ class FairShare:
         share = max(holding.num_rows / self.max_num_seqs, holding.num_blocks / self._blocks.num_blocks)
         return share / self._tenants[name].weight
 
+    @property
+    def _little(self) -> float:
+        return max(SMALL_SHARE, 1 / self.max_num_seqs)
+
     def _rank(self, name: str, holdings: dict[str, Holding]) -> tuple[float, float]:
-        """Lower is served next."""
-        return self._tenants[name].served, self._share(name, holdings.get(name))
+        """Lower is served next. What is not charged yet is estimated."""
+        tenant, share = self._tenants[name], self._share(name, holdings.get(name))
+        account = tenant.served + tenant.cost * self._price / tenant.weight
+        return account - CREDIT_SECONDS * (share <= self._little), share
 
     def _num_own_blocks(self, seq: Sequence) -> int:
         return sum(self._blocks.blocks[block_id].ref_count == 1 for block_id in seq.block_table)

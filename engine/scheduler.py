@@ -60,7 +60,7 @@ class Scheduler:
         self._watermark = watermark
         self.admission = make_admission(admission, block_manager, math.ceil(watermark * block_manager.num_blocks))
         self.step_budget = max_num_batched_tokens  # of the last plan: see engine/fair_share.py
-        self.fair_share = FairShare(block_manager, self.max_num_seqs)
+        self.fair_share = FairShare(block_manager, self.max_num_seqs, short_steps=not whole_sequences)
         self.eos_token_ids = frozenset(eos_token_ids)
         self.waiting = SequenceQueue()
         self.running = SequenceQueue()
@@ -107,19 +107,19 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """The next plan, or None when nothing can be computed now (no work, or every sequence awaits a result)."""
         plan = StepPlan(self._next_step_id, self._removed, [], [], [], [], [], [], [])
-        starters = self._make_way() if self.fair_share.contended else self.running
-        self.step_budget = self.max_num_batched_tokens
-        if starters is self.running and not self._whole_sequences:
-            self.step_budget = self.fair_share.step_budget(self.max_num_batched_tokens, len(self.running))
+        newcomer = self._make_way() if self.fair_share.contended and self.waiting else None
+        most, more_wait = self.max_num_batched_tokens, bool(self.waiting)
+        starters, self.step_budget = self.fair_share.next_step(newcomer, self.running, more_wait, most)
         before = self.num_preemptions  # what is pushed out from now on would come straight back in
         filled = self._fill(plan, starters, before)
         # They may all have made way for nobody: for who was left out, or a group that runs in part and awaits the rest.
         while not filled and (self.fair_share.all_in() or self.num_preemptions != before):
-            before = self.num_preemptions
+            before, self.step_budget = self.num_preemptions, self.max_num_batched_tokens
             filled = self._fill(plan, self.running, before)
         if not filled:
             return None
         self._add_moves(plan)
+        self.fair_share.planned(plan, self.running)
         self._removed = []
         self._next_step_id += 1
         return plan
@@ -147,6 +147,7 @@ class Scheduler:
         Returns the (sequence, token id) pairs that are new. A token of a sequence that finished while the step was
         under way is thrown away. Beam searches return nothing here: see `ended_groups`.
         """
+        self.fair_share.computed(result)
         fresh = []
         find = self._sequences.get
         for seq_id, token_id in zip(result.seq_ids, result.token_ids, strict=True):
@@ -202,7 +203,6 @@ class Scheduler:
         if seq.status is SequenceStatus.RUNNING:
             self.running.take_out(seq)
             self._drop_row(seq)
-            self.fair_share.charge(seq)
             self.admission.stopped(seq, reason)
         elif seq.fork_of is not None:
             self._forks[seq.fork_of].remove(seq)
@@ -260,8 +260,7 @@ class Scheduler:
         self.admission.reset(math.ceil(self._watermark * num_blocks))
         self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.fair_share.settle(self.running)
-        self.fair_share.max_num_seqs = self.max_num_seqs
+        self.fair_share.worker_lost(self.max_num_seqs)
         for seq in self._sequences.values():
             seq.lose_blocks()
         self.waiting = SequenceQueue(seq for seq in self._sequences.values() if seq.fork_of is None)
@@ -377,12 +376,10 @@ class Scheduler:
             self._plan_step(plan, seq, num_tokens, blocks)
             budget -= num_tokens
 
-    def _make_way(self) -> list[Sequence]:
-        """Find a place for the next in turn, where tenants compete; returns who of those running may be in the plan."""
-        seq = self._next_to_admit() if self.waiting else None
-        if seq is None or seq.num_pending_tokens or not (self._finds_room(seq) or self._displace_for(seq)):
-            seq = None
-        return self.fair_share.starters(seq, self.running)
+    def _make_way(self) -> Sequence | None:
+        """Find a place for the next in turn, where tenants compete; None where there is none."""
+        seq = self._next_to_admit()
+        return seq if not seq.num_pending_tokens and (self._finds_room(seq) or self._displace_for(seq)) else None
 
     def _finds_room(self, seq: Sequence) -> bool:
         return self._has_row(seq) and self._has_blocks(seq, self._match_prefix(seq), num_forks_of(seq))

@@ -44,6 +44,7 @@ class Sequence:
         "fork_of",
         "group",
         "in_worker",
+        "last_turn",
         "look_at",
         "max_num_tokens",
         "num_cached_tokens",
@@ -112,6 +113,7 @@ class Sequence:
         self.look_at = 0  # a token before this length neither fills a block nor is the last one allowed
         self.end_token_ids: frozenset[int] = frozenset()  # any of these may end it; the scheduler knows
         self.in_worker = False  # whether the Worker holds these very tokens in a row
+        self.last_turn = 0  # when it last decoded while others rested: see engine/short_steps.py
         self.num_registered_blocks = 0  # leading blocks of the table that the prefix cache knows
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None

@@ -1,10 +1,16 @@
 """Fair sharing between tenants inside the scheduler, against a device that checks what it reads."""
 
+from collections import Counter
+
 import pytest
 
+from engine.block_manager import BlockManager
+from engine.fair_share import VISIT_SECONDS, FairShare
 from engine.outputs import FinishReason
-from engine.sequence import SequenceStatus
+from engine.sampling_params import SamplingParams
+from engine.sequence import Sequence, SequenceStatus
 from tests.engine.test_scheduler import Loop
+from tests.fake_device import compute_seconds
 
 
 class Shared(Loop):
@@ -21,13 +27,17 @@ class Shared(Loop):
         self.sent = []
 
 
-def served(loop, tenant):
-    """Tokens computed for a tenant, as its account counts them."""
-    return sum(
-        min(seq.num_charged_tokens, seq.num_prompt_tokens) + 2 * max(0, seq.num_charged_tokens - seq.num_prompt_tokens)
-        for seq in loop.sent
-        if seq.tenant == tenant
-    )
+def served(loop, tenant, first=0):
+    """Seconds of the device for a tenant in all plans from `first` on: those of a plan divided by what it computes."""
+    tenants, seconds = {seq.seq_id: seq.tenant for seq in loop.sent}, 0.0
+    for plan in loop.plans[first:]:
+        cost = Counter({name: 0 for name in tenants.values()})
+        for seq_id in plan.decodes:
+            cost[tenants[seq_id]] += 2
+        for chunk in plan.chunks:
+            cost[tenants[chunk.seq_id]] += chunk.num_tokens
+        seconds += compute_seconds(plan) * cost[tenant] / cost.total()
+    return seconds
 
 
 def settle(loop):
@@ -117,25 +127,24 @@ def test_where_all_of_a_plan_makes_way_those_it_left_out_go_on(monkeypatch):
 
 
 @pytest.mark.parametrize("weight", [1.0, 3.0])
-def test_two_floods_are_served_by_their_weights(weight):
+@pytest.mark.parametrize("depth", [1, 2])
+def test_two_floods_are_served_by_their_weights(weight, depth, monkeypatch):
     """One sends many short requests, the other few long ones."""
-    loop = Shared(num_blocks=400, depth=2, max_num_seqs=8)
+    monkeypatch.setattr("engine.fair_share.CREDIT_SECONDS", 0.02)  # who holds little may be ahead by it, once
+    loop = Shared(num_blocks=400, depth=depth, max_num_seqs=8)
     for _ in range(1000):
         loop.send("short", length=4, max_tokens=4)
     for _ in range(200):
         loop.send("long", length=60, max_tokens=40, weight=weight)
     for _ in range(60):
         loop.step()
-    settle(loop)
-    before = served(loop, "short"), served(loop, "long")
+    before = len(loop.plans)
     for _ in range(300):
         loop.step()
-    settle(loop)
     assert loop.scheduler.waiting[0].tenant == "short" and loop.scheduler.waiting[-1].tenant == "long", (
         "both still flood"
     )
-    short, long = served(loop, "short") - before[0], served(loop, "long") - before[1]
-    assert long / short == pytest.approx(weight, rel=0.25)
+    assert served(loop, "long", before) / served(loop, "short", before) == pytest.approx(weight, rel=0.1)
 
 
 def test_one_request_of_many_samples_is_no_more_than_its_tokens():
@@ -160,15 +169,16 @@ def test_who_comes_back_has_saved_nothing():
     for _ in range(200):
         loop.step()
     settle(loop)
-    busy = served(loop, "busy")
+    before = len(loop.plans)
     for _ in range(100):
         loop.send("idle", max_tokens=20)
     account = loop.scheduler.fair_share._tenants
     assert account["idle"].served == account["busy"].served
     for _ in range(100):
         loop.step()
-    settle(loop)
-    assert served(loop, "busy") - busy > 0.3 * served(loop, "idle"), "not shut out until the other has caught up"
+    assert served(loop, "busy", before) > 0.3 * served(loop, "idle", before), (
+        "not shut out until the other has caught up"
+    )
 
 
 def test_a_tenant_alone_uses_everything_and_is_kept_no_account_of_in_the_plans():
@@ -216,3 +226,105 @@ def test_after_the_loss_of_the_pool_the_accounts_stay():
     loop.scheduler.reset(100, max_num_seqs=4, max_num_batched_tokens=32)
     assert {name: tenant.served for name, tenant in loop.scheduler.fair_share._tenants.items()} == accounts
     loop.scheduler.check_invariants()
+
+
+def test_while_others_are_expected_the_steps_of_a_flood_are_short():
+    """Three times an empty step of 1 ms, or but for a chunk of one token; steps of 8 decodes and 24 tokens take 7.4."""
+    loop = Shared(num_blocks=400, depth=1, max_num_seqs=8)
+    for _ in range(40):
+        loop.send("flood", length=40, max_tokens=30)
+    for _ in range(20):
+        loop.step()
+    assert max(map(compute_seconds, loop.plans)) > 4e-3, "nobody else was ever seen"
+    for _ in range(12):
+        quiet = loop.send("quiet", length=6, max_tokens=3)
+        assert steps_to_first_token(loop, quiet) <= 2
+        for _ in range(6):
+            loop.step()
+    first = len(loop.plans)
+    for _ in range(10):
+        quiet = loop.send("quiet", length=30, max_tokens=3)
+        assert steps_to_first_token(loop, quiet) <= 2, "a prompt of a tenant that holds little is computed at once"
+        for _ in range(6):
+            loop.step()
+    flooded = [plan for plan in loop.plans[first:] if any(id in flood_ids(loop) for id in plan.seq_ids)]
+    assert len(flooded) > 50 and max(map(compute_seconds, flooded)) <= 3.5e-3
+    loop.run()
+    loop.check_finished(loop.sent)
+
+
+def flood_ids(loop):
+    return {seq.seq_id for seq in loop.sent if seq.tenant == "flood"}
+
+
+def test_in_short_steps_all_take_turns():
+    loop = Shared(num_blocks=400, depth=1, max_num_seqs=16, max_num_batched_tokens=64)
+    for _ in range(15):
+        loop.send("flood", length=8, max_tokens=400)
+    for _ in range(30):
+        quiet = loop.send("quiet", length=6, max_tokens=3)
+        steps_to_first_token(loop, quiet)
+    first = len(loop.plans)
+    for _ in range(60):
+        loop.step()
+    counts = Counter(seq_id for plan in loop.plans[first:] for seq_id in plan.decodes)
+    flood = [counts[seq_id] for seq_id in flood_ids(loop)]
+    assert max(map(compute_seconds, loop.plans[first:])) <= 3.5e-3
+    assert max(flood) - min(flood) <= 1 and min(flood) >= 10, flood
+    loop.run()
+    loop.check_finished(loop.sent)
+
+
+def test_the_decodes_of_who_holds_little_never_rest():
+    loop = Shared(num_blocks=400, depth=1, max_num_seqs=16, max_num_batched_tokens=64)
+    for _ in range(15):
+        loop.send("flood", length=8, max_tokens=400)
+    for _ in range(30):
+        steps_to_first_token(loop, loop.send("quiet", length=6, max_tokens=2))
+    quiet = loop.send("quiet", length=6, max_tokens=20)
+    loop.step()
+    for count in range(1, 20):
+        assert quiet.num_generated_tokens == count
+        loop.step()
+
+
+def test_alone_or_beside_equals_steps_are_as_long_as_they_may_be():
+    """Nobody who holds little is there, or was there in the last VISIT_SECONDS."""
+    loop = Shared(num_blocks=400, depth=1, max_num_seqs=8)
+    for _ in range(200):
+        loop.send("a", length=40, max_tokens=30)
+        loop.send("b", length=40, max_tokens=30)
+    for _ in range(200):
+        loop.step()
+    fair_share = loop.scheduler.fair_share
+    loop.scheduler.fair_share._clock += VISIT_SECONDS  # since one of them held but one row, when both began
+    first = len(loop.plans)
+    for _ in range(50):
+        loop.step()
+    assert fair_share.contended and not fair_share.resting
+    assert max(plan.num_tokens for plan in loop.plans[first:]) == 32
+
+
+def test_the_prompt_of_an_encoder_is_never_cut():
+    blocks = BlockManager(100, 4, enable_prefix_caching=False)
+    fair_share = FairShare(blocks, 8, short_steps=False)
+    running = [
+        Sequence(i, [1] * 40, SamplingParams(), seed=0, max_num_tokens=50, tenant="ab"[i % 2], arrival=i)
+        for i in range(8)
+    ]
+    for seq in running:
+        fair_share.came(seq, [])
+    assert fair_share.next_step(None, running, False, 512)[1] == 512
+
+
+@pytest.mark.parametrize(("credit", "num_steps"), [(0.25, {1, 2}), (0.0, {*range(3, 50)})])
+def test_who_holds_little_may_be_ahead_by_one_prompt(credit, num_steps, monkeypatch):
+    """And need not wait until the others, whose steps are short, have caught up with it."""
+    monkeypatch.setattr("engine.fair_share.CREDIT_SECONDS", credit)
+    loop = Shared(num_blocks=400, depth=1, max_num_seqs=8, max_num_batched_tokens=256)
+    for _ in range(30):
+        loop.send("flood", length=40, max_tokens=100)
+    for _ in range(20):
+        loop.step()
+    steps_to_first_token(loop, loop.send("quiet", length=200, max_tokens=1))
+    assert steps_to_first_token(loop, loop.send("quiet", length=8)) in num_steps

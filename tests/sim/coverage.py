@@ -77,6 +77,7 @@ CORE = (
     "preempted in spite of the prediction",
     "newcomer takes the place of another tenant's",
     "plan left to a tenant that waits for a first token",
+    "decodes rest in a short step",
     "short step, while another tenant is expected",
     "tenant goes before earlier arrivals of another",
     "all that was to be computed made way, others are",

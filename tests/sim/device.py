@@ -138,7 +138,7 @@ class KvDevice:
             if not step.num_tokens and self.rows[step.seq_id].fork_of not in computing:
                 fail("fork", f"sequence {step.seq_id} draws from the logits of one that computes none in its step")
             self._read(step, samples, failed)
-        return step_result(plan.step_id, samples, failed)
+        return step_result(plan, samples, failed)
 
     # Blocks.
 

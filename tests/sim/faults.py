@@ -16,6 +16,7 @@ from engine.prefetch import Prefetcher
 from engine.recovery import StepWatch
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
+from engine.short_steps import ShortSteps
 from engine.worker.disk_cache import BlockFile
 from engine.worker.host_cache import HostCache
 from tests.sim.mutants import Mutant
@@ -226,7 +227,9 @@ MUTANTS = (
         "while not filled and (self.fair_share.all_in() or self.num_preemptions != before):",
         "while not filled and self.fair_share.all_in():",
     ),
-    Mutant("those served more leave for good", FairShare, "starters", "if not fresh:", "if not running:"),
+    Mutant("those served more leave for good", FairShare, "_starters", "if not fresh:", "if not running:"),
+    Mutant("those who rest take no turns", ShortSteps, "_resting", "rows.sort(key=lambda seq: seq.last_turn)", "pass"),
+    Mutant("who comes takes the turn of others", ShortSteps, "_resting", "or next(self._turns)", "or 0"),
     # The disk tier.
     Mutant(
         "damaged block served", BlockFile, "load", " and checksum == _checksum(digest, content)", "", for_driver=True

@@ -98,6 +98,7 @@ class Monitor:
         self._deadly: dict[int, str] = {}
         self._num_emitted: dict[int, int] = {}
         self._in_flight = 0
+        self._num_rests: dict[int, int] = {}  # by seq_id, since the last plan with it
         self.results.clear()
         self.num_workers = 0
         self.blows.clear()
@@ -195,6 +196,7 @@ class Monitor:
     def restarted(self, live: list[Sequence]) -> None:
         """The Driver has begun again with an empty pool: so does the device. What cannot fit any more must fail."""
         self._in_flight = 0
+        self._num_rests.clear()
         self.results.clear()
         self.attach(self.scheduler)
         for seq in live:
@@ -333,22 +335,26 @@ class Monitor:
     def _check_plan(self, plan: StepPlan, ran: list[Sequence]) -> None:
         scheduler, saw = self.scheduler, self.saw
         num_tokens = sum(step.num_tokens for step in plan.steps)
+        is_short = scheduler.step_budget < scheduler.max_num_batched_tokens
         planned = {step.seq_id for step in plan.steps}
         if not 0 < num_tokens <= scheduler.step_budget or len(planned) != len(plan.steps):
             fail("budget", f"{num_tokens} tokens for {len(planned)} of {len(plan.steps)} sequences")
         for seq in scheduler.running:
             idle = seq.num_uncomputed_tokens if seq.seq_id not in planned else 0
             # A preemption gives budget back, for which another prompt may have been admitted beside an unfinished one.
+            if idle and seq in scheduler.fair_share.resting:
+                continue
             if idle and seq.tenant in scheduler.fair_share.left_out:
                 saw("plan left to a tenant that waits for a first token")
-            elif idle == 1 or (idle and num_tokens < scheduler.step_budget):
+            elif idle and (num_tokens < scheduler.step_budget or (idle == 1 and not is_short)):
                 fail("progress", f"{seq} has tokens to compute and is not in the plan")
         if ran and ran[0].status is SequenceStatus.WAITING:
             fail("progress", f"the first in order was preempted: {ran[0]}")
         self._check_order(plan, ran)
+        self._check_turns(planned)
         if num_tokens == scheduler.max_num_batched_tokens:
             saw("token budget used up")
-        if num_tokens == scheduler.step_budget < scheduler.max_num_batched_tokens:
+        if is_short and num_tokens == scheduler.step_budget:
             saw("short step, while another tenant is expected")
         if scheduler.waiting and len(scheduler.running) == scheduler.max_num_seqs:
             saw("max_num_seqs reached")
@@ -372,6 +378,18 @@ class Monitor:
             self.saw("block offloaded and loaded by the same plan")
         if {move.block_id for move in plan.offloads} & {move.block_id for move in plan.loads}:
             self.saw("block loaded in place of one that is offloaded")
+
+    def _check_turns(self, planned: set[int]) -> None:
+        """Who rests in short steps is in one of as many as there may be others."""
+        resting = {seq.seq_id for seq in self.scheduler.fair_share.resting}
+        if resting & planned:
+            fail("turn", f"sequences {resting & planned} rest, and are in the plan")
+        kept = {seq_id: count for seq_id, count in self._num_rests.items() if seq_id not in planned}
+        self._num_rests = kept | {seq_id: kept.get(seq_id, 0) + 1 for seq_id in resting}
+        if max(self._num_rests.values(), default=0) > self.scheduler.max_num_seqs:
+            fail("turn", f"short steps in which sequences rested, one after the other: {self._num_rests}")
+        if resting:
+            self.saw("decodes rest in a short step")
 
     def _check_order(self, plan: StepPlan, ran: list[Sequence]) -> None:
         """First come, first served within a priority: whoever was admitted goes before all who still wait."""
