@@ -164,7 +164,7 @@ def test_ambiguity_is_bounded(compiler):
 
 def test_whitespace_has_an_end(compiler):
     matcher = compiler.compile(StructuredOutput.json_object())
-    assert matcher.consume_tokens(compiler.tokens_of("{\n" + " " * 40))
+    assert matcher.consume_tokens(compiler.tokens_of("{\n" + " " * 24))
     assert not matcher.consume_tokens(compiler.tokens_of(" "))
     matcher = compiler.compile(StructuredOutput.json_object())
     assert matcher.consume_tokens(compiler.tokens_of('{ "a" '))
