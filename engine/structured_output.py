@@ -15,9 +15,9 @@ from engine.errors import InvalidRequestError
 KINDS = ("json_object", "json_schema", "regex", "choice", "grammar")
 MAX_TEXT_BYTES = 1 << 18
 MAX_IN_WORKER = 64  # compiled grammars that the Worker keeps
-# Between two parts of JSON: a line break and its indentation, or a few spaces. The bound keeps a model that likes
-# whitespace from writing nothing else to the end.
-WHITESPACE = r"\r?\n[ \t]{0,40}|[ \t]{1,8}"
+# Between two parts of JSON: a line break and its indentation, or one space. The bound keeps a model that likes
+# whitespace from writing nothing else to the end; more spaces in a line are no more than tokens to wait for.
+WHITESPACE = r"\r?\n[ \t]{0,24}|[ \t]"
 NOT_MATCHED = "the structured output cannot be followed any further: "  # begins what a Worker says of a sequence
 
 

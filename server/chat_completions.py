@@ -18,12 +18,12 @@ from server.debug_requests import asked_timings
 from server.errors import invalid
 from server.generation import Choice, Generation, collect
 from server.logprobs import chat_logprobs
-from server.obfuscation import with_obfuscation
 from server.prompt_logprobs import PromptReports, check_size
 from server.prompts import resolve_params, tokenize_chat, truncate
 from server.protocol import ChatCompletionRequest, parse_request
 from server.served import Served, cache_salt, tenant_of
 from server.sse import EventStream, encode_json
+from server.stream_options import with_stream_options
 from server.token_names import token_names
 from server.tools.answer import AnswerForm, find_answer_form, prepare_answer
 from server.tools.answers import MessageChunks, message_choices
@@ -65,7 +65,7 @@ async def create_chat_completion(http: HttpRequest, served: Served) -> Response:
         chunks = _chunks(request, head, served.driver.tokenizer, ids, form, generation)
         return EventStream(
             generation,
-            with_obfuscation(chunks.encode) if request.include_obfuscation else chunks.encode,
+            with_stream_options(chunks.encode, request, generation),
             lambda: chunks.ending(generation, asked_timings(served.driver, http.scope, request, head["id"])),
             served.config.keep_alive_interval,
         )

@@ -19,12 +19,12 @@ from server.debug_requests import asked_timings
 from server.errors import invalid
 from server.generation import Choice, Generation, collect, encode_all
 from server.logprobs import Entry, LogprobAligner, completion_logprobs
-from server.obfuscation import with_obfuscation
 from server.prompt_logprobs import PromptReports, check_size, join_lists
 from server.prompts import check_text_length, resolve_params, truncate
 from server.protocol import CompletionRequest, parse_prompts, parse_request
 from server.served import Served, cache_salt, tenant_of
 from server.sse import DONE, ChunkTemplate, EventStream, encode_json
+from server.stream_options import with_stream_options
 from server.structured_output import prepare, structured_output_field
 from server.token_names import token_names
 
@@ -75,7 +75,7 @@ async def create_completion(http: HttpRequest, served: Served) -> Response:
         chunks = CompletionChunks(request, head, served.driver.tokenizer, echoes, ids, reports)
         return EventStream(
             generation,
-            with_obfuscation(chunks.encode) if request.include_obfuscation else chunks.encode,
+            with_stream_options(chunks.encode, request, generation),
             lambda: chunks.ending(generation, asked_timings(served.driver, http.scope, request, head["id"])),
             served.config.keep_alive_interval,
         )

@@ -11,7 +11,7 @@ from typing import Any
 from engine.config import EngineConfig
 from engine.settings import ENV_PREFIX, Setting, settings_of
 from server.config import ServerConfig
-from server.protocol.harmless import WRITTEN_LIST
+from server.protocol.harmless import KINDS, WRITTEN_LIST
 
 CONFIG_CLASSES = (EngineConfig, ServerConfig)
 TITLES = {EngineConfig: "Engine", ServerConfig: "Server"}
@@ -48,7 +48,9 @@ def harmless_tables() -> str:
     """The written list of request fields without effect: what is ignored, and what is taken at one value."""
     rows = []
     for place, ignored, inert in WRITTEN_LIST:
-        rows += [f"| `{place.format(name)}` | anything | {reason} |\n" for name, reason in ignored.items()]
+        for name, reason in ignored.items():
+            taken = KINDS[name][0] if name in KINDS else "anything"
+            rows.append(f"| `{place.format(name)}` | {taken} | {reason} |\n")
         for name, values in inert.items():
             if values:
                 shown = ", ".join(f"`{json.dumps(value)}`" for value in values)

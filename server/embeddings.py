@@ -31,7 +31,7 @@ from server.body import read_json
 from server.errors import invalid, new_id
 from server.generation import OutputStream, while_connected
 from server.protocol import Prompt, Strict, parse_prompts, parse_request
-from server.protocol.generation import MAX_TIMEOUT
+from server.protocol.generation import MAX_TIMEOUT, Salt
 from server.served import Served, cache_salt
 from server.sse import encode_json
 
@@ -55,7 +55,7 @@ class EmbeddingRequest(Strict):
     add_special_tokens: bool = True
     priority: int = Field(0, ge=-(2**31), lt=2**31)
     timeout: float | None = Field(None, gt=0.0, le=MAX_TIMEOUT)  # for all texts together
-    cache_salt: str = Field("", max_length=128)
+    cache_salt: Salt = ""
 
 
 async def create_embeddings(http: HttpRequest, served: Served) -> Response:

@@ -24,6 +24,25 @@ class _HeadTooLarge(Exception):
     pass
 
 
+def _end_with_the_connection(cycle: RequestResponseCycle) -> None:
+    """HTTP/1.0 knows no chunks: a response without a length goes as it is, until the connection closes (RFC 9112,
+    section 6.1). uvicorn would send it in chunks.
+    """
+    send = cycle.send
+    has_length = False
+
+    async def send_plain(message: Any) -> None:
+        nonlocal has_length
+        if message["type"] == "http.response.start":
+            has_length = any(name.lower() == b"content-length" for name, _ in message["headers"])
+            cycle.chunked_encoding = None if has_length else False
+        elif not has_length:
+            cycle.expected_content_length = len(message.get("body", b""))  # else uvicorn would miss what follows
+        await send(message)
+
+    cycle.send = send_plain  # type: ignore[method-assign]
+
+
 class LimitedHttpProtocol(HttpToolsProtocol):
     """One connection. Whatever it refuses, it answers in the OpenAI envelope, then closes."""
 
@@ -83,6 +102,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._cycles.popleft()
         if self.cycle is not None and self.cycle is not before:
             self._cycles.append(self.cycle)
+            if self.parser.get_http_version() == "1.0":
+                _end_with_the_connection(self.cycle)
         if 1 < len(self._cycles) <= MAX_PIPELINED:
             self.flow.resume_reading()  # uvicorn has paused it; that the client leaves would not be noticed
 

@@ -26,6 +26,7 @@ EXTRAS: dict[str, set[str]] = {
     "ChatCompletionMessage": {"reasoning_content"},
     "ChoiceDelta": {"reasoning_content"},
     "PromptTokensDetails": {"truncated_tokens"},
+    "Response": {"store"},  # OpenAI documents it and answers with it
 }
 # Path -> types of an answer and of a frame.
 TYPES: dict[str, tuple[Any, Any]] = {

@@ -8,11 +8,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, FailFast, Field, model_validator
 
-from engine.sampling_params import MAX_BAD_WORDS, MAX_SEED, MIN_SEED, SamplingParams
+from engine.sampling_params import MAX_BAD_WORDS, SamplingParams
 from engine.structured_output import StructuredOutput
 from server.config import ServerConfig
 from server.errors import invalid
-from server.protocol.harmless import IGNORED, INERT, STREAM_INERT
+from server.protocol.harmless import IGNORED, INERT
 from server.protocol.strict import Strict, field_error
 from server.protocol.structured_output import RENAMED, ResponseFormat, StructuredOutputsField
 
@@ -51,6 +51,8 @@ LogitBias = Annotated[dict[str, float], BeforeValidator(_bounded_bias, json_sche
 EarlyStopping = Annotated[Any, BeforeValidator(_early_stopping, json_schema_input_type=bool | Literal["never"])]
 
 
+Seed = Annotated[int | None, Field(ge=-(2**63), lt=2**63)]  # OpenAI's range; the engine itself takes more
+Salt = Annotated[str, Field(min_length=1, max_length=128)]
 AllowedTokenIds = Annotated[Any, BeforeValidator(_token_ids, json_schema_input_type=list[int])]
 
 
@@ -61,9 +63,8 @@ def within(default: Any, low: float, high: float | None = None) -> Any:
 
 
 class StreamOptions(Strict):
-    inert = STREAM_INERT
-
     include_usage: bool = False
+    continuous_usage_stats: bool = False  # vLLM's: see server/stream_options.py
     include_obfuscation: bool = False  # see server/obfuscation.py
 
 
@@ -83,7 +84,7 @@ class GenerationRequest(Strict):
     presence_penalty: float = within(0.0, -2.0, 2.0)
     frequency_penalty: float = within(0.0, -2.0, 2.0)
     logit_bias: LogitBias | None = None
-    seed: int | None = within(None, MIN_SEED, MAX_SEED)
+    seed: Seed = None
     stop: Stop = Field(default_factory=list)
     max_tokens: int | None = within(None, 0)
     response_format: ResponseFormat = None
@@ -109,13 +110,16 @@ class GenerationRequest(Strict):
     early_stopping: EarlyStopping = False
     priority: int = Field(0, ge=-(2**31), lt=2**31)
     timeout: float | None = Field(None, gt=0.0, le=MAX_TIMEOUT)  # ours: seconds from when it is accepted to its end
-    cache_salt: str = Field("", max_length=128)
+    cache_salt: Salt = ""
     return_timings: bool = False  # ours: see server/debug_requests.py
 
     @model_validator(mode="after")
     def _stream_options_need_stream(self) -> "GenerationRequest":
         if self.stream_options is not None and not self.stream:
             raise field_error("invalid_value", "may be given only with stream: true", "stream_options")
+        if self.includes_running_usage and not self.include_usage:
+            text = "may be given only with include_usage: true"
+            raise field_error("invalid_value", text, "stream_options", "continuous_usage_stats")
         return self
 
     @model_validator(mode="after")
@@ -144,6 +148,10 @@ class GenerationRequest(Strict):
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def includes_running_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
 
     @property
     def include_obfuscation(self) -> bool:

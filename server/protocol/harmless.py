@@ -4,7 +4,9 @@ IGNORED fields cannot change the output. INERT ones are taken at the values that
 other value is a 400 that names the field.
 """
 
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field, TypeAdapter
 
 IGNORED: dict[str, str] = {
     "metadata": "labels for a stored answer; nothing is stored",
@@ -17,6 +19,27 @@ IGNORED: dict[str, str] = {
     "store": "nothing is stored",
     "user": "names the end user, for the operator of a service",
 }
+Label = Annotated[str, Field(max_length=512)]
+Hint = Annotated[dict[str, Any], Field(max_length=16)]
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str | None, Field(max_length=512)]], Field(max_length=16)
+]
+# What the documents say that ignored fields hold, in words and as a type. Anything else is a mistake of the caller's,
+# who would hear of it from OpenAI, too.
+KINDS: dict[str, tuple[str, Any]] = {
+    "budget_tokens": ("an integer from 1024", Annotated[int, Field(ge=1024, lt=2**31)]),
+    "metadata": ("at most 16 strings by name", Metadata),
+    "prediction": ("an object", Hint),
+    "prompt_cache_key": ("a string", Label),
+    "prompt_cache_options": ("an object", Hint),
+    "prompt_cache_retention": ("a string", Label),
+    "safety_identifier": ("a string", Label),
+    "spaces_between_special_tokens": ("true or false", bool),
+    "store": ("true or false", bool),
+    "user": ("a string", Label),
+}
+ANYTHING: TypeAdapter[Any] = TypeAdapter(Any)
+ADAPTERS = {name: TypeAdapter(kind, config=ConfigDict(strict=True)) for name, (_, kind) in KINDS.items()}
 INERT: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "chat_template": (),  # a template of the client's would run in this process
@@ -34,10 +57,10 @@ MESSAGE_INERT: dict[str, tuple[Any, ...]] = {
     "audio": (),
 }
 MESSAGE_IGNORED = {"parsed": "what openai-python adds to an answer, which may be sent back as it is"}
+TOOL_INERT: dict[str, tuple[Any, ...]] = {"custom": ()}  # tools that are called with a text instead of arguments
 CALL_IGNORED = {"index": "what is left of a stream"}
 FUNCTION_IGNORED = {"parsed_arguments": "what openai-python adds"}
 PART_IGNORED = {"prompt_cache_breakpoint": "a hint for speed"}
-STREAM_INERT: dict[str, tuple[Any, ...]] = {"continuous_usage_stats": (False,)}
 # As docs/api.md lists them: where a field stands, those that are ignored, those that are inert.
 WRITTEN_LIST: tuple[tuple[str, dict[str, str], dict[str, tuple[Any, ...]]], ...] = (
     ("{}", IGNORED, INERT),
@@ -46,5 +69,5 @@ WRITTEN_LIST: tuple[tuple[str, dict[str, str], dict[str, tuple[Any, ...]]], ...]
     ("messages[].content[].{}", PART_IGNORED, {}),
     ("messages[].tool_calls[].{}", CALL_IGNORED, {}),
     ("messages[].tool_calls[].function.{}", FUNCTION_IGNORED, {}),
-    ("stream_options.{}", {}, STREAM_INERT),
+    ("tools[].{}", {}, TOOL_INERT),
 )

@@ -4,15 +4,14 @@ from typing import Annotated, Any
 
 from pydantic import FailFast, Field
 
-from engine.sampling_params import MAX_SEED, MIN_SEED
-from server.protocol.generation import MAX_TIMEOUT, within
+from server.protocol.generation import MAX_TIMEOUT, Salt, Seed, within
 from server.protocol.strict import Strict
 
 
 class SamplingExtras(Strict):
     """Names and meanings are those of /v1/chat/completions."""
 
-    seed: int | None = within(None, MIN_SEED, MAX_SEED)
+    seed: Seed = None
     min_p: float = within(0.0, 0.0, 1.0)
     presence_penalty: float = within(0.0, -2.0, 2.0)
     frequency_penalty: float = within(0.0, -2.0, 2.0)
@@ -22,7 +21,7 @@ class SamplingExtras(Strict):
     min_tokens: int = within(0, 0)
     timeout: float | None = Field(None, gt=0.0, le=MAX_TIMEOUT)
     priority: int = Field(0, ge=-(2**31), lt=2**31)
-    cache_salt: str = Field("", max_length=128)
+    cache_salt: Salt = ""
     return_timings: bool = False
 
     def extras(self) -> dict[str, Any]:

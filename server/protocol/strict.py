@@ -15,6 +15,7 @@ from pydantic_core import PydanticCustomError
 
 from engine.errors import InvalidRequestError
 from server.errors import MAX_NAME_LENGTH, field_path, invalid
+from server.protocol.harmless import ADAPTERS, ANYTHING
 
 
 class Strict(BaseModel):
@@ -34,7 +35,10 @@ class Strict(BaseModel):
 
     @classmethod
     def _is_harmless(cls, name: str, value: Any) -> bool:
-        if value is None or name in cls.ignored:
+        if value is None:
+            return True
+        if name in cls.ignored:
+            _check_kind(name, value)
             return True
         if name in cls.model_fields:
             return False
@@ -57,7 +61,9 @@ class Strict(BaseModel):
                 about = {key: known.pop(key) for key in ("title", "default", "description") if key in known}
                 fields[name] = {"anyOf": [known, {"type": "null"}], **about}
         for name in cls.ignored:
-            fields.setdefault(name, {"description": "has no effect"})
+            kind = ADAPTERS.get(name, ANYTHING).json_schema()
+            nullable = {"anyOf": [kind, {"type": "null"}]} if kind else {}
+            fields.setdefault(name, {**nullable, "description": "has no effect"})
         for name, values in cls.inert.items():
             fields.setdefault(name, {"enum": [*values, None]})
         return schema
@@ -85,6 +91,7 @@ PHRASES = {
     "literal_error": ("must be {expected}", "unsupported_value"),
     "missing": ("is required", "missing_required_parameter"),
     "model_type": ("must be an object", "invalid_type"),
+    "string_too_short": ("must not be empty", "invalid_value"),
     "string_too_long": ("must be at most {max_length} characters", "invalid_value"),
     "string_type": ("must be a string", "invalid_type"),
     "too_long": ("may hold at most {max_length} entries", "invalid_value"),
@@ -105,9 +112,22 @@ def _describe(
     error_type: str, loc: tuple[int | str, ...], message: str, context: dict[str, Any]
 ) -> InvalidRequestError:
     name = field_path((*loc, *context.get("path", ())))
-    if "path" in context:
-        text, code = message, error_type
-    else:
-        text, code = PHRASES.get(error_type, (message.replace("Input should", "must"), "invalid_value"))
-        text = text.format(**context)
+    text, code = (message, error_type) if "path" in context else _phrase(error_type, message, context)
     return invalid(f"{name} {text}{'' if text.endswith('?') else '.'}", name, code)
+
+
+def _phrase(error_type: str, message: str, context: dict[str, Any]) -> tuple[str, str]:
+    """What is said of one of pydantic's own errors after the field's name, and its code."""
+    text, code = PHRASES.get(error_type, (message.replace("Input should", "must"), "invalid_value"))
+    return text.format(**context), code
+
+
+def _check_kind(name: str, value: Any) -> None:
+    """An ignored field still has to hold what is documented for it."""
+    try:
+        ADAPTERS.get(name, ANYTHING).validate_python(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        text, code = _phrase(first["type"], first["msg"], first.get("ctx", {}))
+        path = [part for part in first["loc"] if part != "[key]"]  # of an entry whose name is wrong: that name
+        raise field_error(code, text, name, *path) from None

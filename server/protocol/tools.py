@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, FailFast, Field, field_validator
 
-from server.protocol.harmless import CALL_IGNORED, FUNCTION_IGNORED
+from server.protocol.harmless import CALL_IGNORED, FUNCTION_IGNORED, TOOL_INERT
 from server.protocol.strict import Strict, field_error
 from server.protocol.structured_output import MAX_DESCRIPTION, to_json_text
 
@@ -55,6 +55,8 @@ class FunctionDefinition(Strict):
 
 
 class Tool(Strict):
+    inert = TOOL_INERT
+
     type: Literal["function"]
     function: FunctionDefinition
 

@@ -86,6 +86,29 @@ test("tools", async () => {
   assert.ok(JSON.parse(call.function.arguments).fox);
 });
 
+for (const stream of [false, true]) {
+  test(`tools that the client runs, ${stream ? "" : "not "}streamed`, async () => {
+    const seen = [];
+    const paint = ({ fox }) => (seen.push(fox), "painted");
+    const run = { name: "paint", parameters: colour, parse: JSON.parse, function: paint };
+    const tools = [{ type: "function", function: run }];
+    const rest = { tools, tool_choice: "required", parallel_tool_calls: false, max_tokens: 80, stream };
+    const runner = client.chat.completions.runTools({ ...base, ...rest }, { maxChatCompletions: 2 });
+    await runner.done();
+    assert.ok(seen.length >= 1 && seen.every((fox) => ["red", "grey"].includes(fox)));
+    assert.ok(runner.messages.some((message) => message.role === "tool" && message.content === "painted"));
+  });
+}
+
+test("the stream helper of responses", async () => {
+  const text = { format: { type: "json_schema", name: "colour", schema: colour, strict: true } };
+  const stream = client.responses.stream({ model, input: messages, max_output_tokens: 60, text });
+  const types = [];
+  for await (const event of stream) types.push(event.type);
+  assert.deepEqual([types[0], types.at(-1)], ["response.created", "response.completed"]);
+  assert.ok(["red", "grey"].includes(JSON.parse((await stream.finalResponse()).output_text).fox));
+});
+
 test("completions, and a stream of them", async () => {
   const body = { model, prompt: ["One", "Two"], max_tokens: 5, temperature: 0, echo: true, logprobs: 1 };
   const whole = await client.completions.create(body);

@@ -27,7 +27,7 @@ def async_api(async_http):
 
 
 def chat(api, **fields):
-    return api.chat.completions.create(model=MODEL, messages=HELLO, **{"max_tokens": 12, "seed": 1} | fields)
+    return api.chat.completions.create(**{"model": MODEL, "messages": HELLO, "max_tokens": 12, "seed": 1} | fields)
 
 
 def content(stream) -> dict[int, str]:
@@ -134,7 +134,7 @@ def test_harmless_fields(api):
     assert answer.choices[0].message.content == chat(api, temperature=0).choices[0].message.content
 
 
-SURE = {"max_tokens": 200, "seed": 1}  # so that white space, of which a form allows some, does not use up the length
+SURE = {"max_tokens": 200, "seed": 1}  # so that line breaks, of which a form allows some, do not use up the length
 
 
 class Colour(pydantic.BaseModel):
@@ -173,6 +173,35 @@ def test_tools(api, choice, stream):
         name, arguments = call.function.name, call.function.arguments
         assert answer.choices[0].finish_reason == "tool_calls"
     assert name == "weather" and json.loads(arguments)["town"] in ("Rome", "Oslo")
+
+
+@pytest.mark.parametrize("dumped", [False, True])
+def test_answers_go_back_as_they_came(api, dumped):
+    def as_sent(part):
+        return part.model_dump() if dumped else part
+
+    made = chat(api, tools=[TOOL], tool_choice="required", max_tokens=200).choices[0].message
+    results = [{"role": "tool", "tool_call_id": call.id, "content": "Rain."} for call in made.tool_calls]
+    said = chat(api, messages=[*HELLO, as_sent(made), *results], tools=[TOOL]).choices[0].message
+    assert chat(api, messages=[*HELLO, as_sent(made), *results, as_sent(said), *HELLO]).choices
+
+    tool = {"type": "function", "strict": True, **TOOL["function"]}
+    fields = {"model": MODEL, "tools": [tool], "max_output_tokens": 200}
+    output = api.responses.create(input=HELLO, tool_choice="required", **fields).output
+    results = [{"type": "function_call_output", "call_id": call.call_id, "output": "Rain."} for call in output]
+    sent = [*HELLO, *map(as_sent, output), *results]
+    said = api.responses.create(input=sent, tool_choice="none", **fields)
+    assert said.output_text and said.usage.input_tokens > 30
+    assert api.responses.create(input=[*sent, *map(as_sent, said.output), *HELLO], **fields).output
+
+
+def test_the_stream_helper_of_responses(api):
+    form = {"text_format": Colour, "max_output_tokens": 200}
+    with api.responses.stream(model=MODEL, input=HELLO, **form) as stream:
+        text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+        final = stream.get_final_response()
+    assert final.output_text == text and final.output_parsed == Colour.model_validate_json(text)
+    assert api.responses.parse(model=MODEL, input=HELLO, **form).output_parsed.fox in ("red", "grey")
 
 
 @pytest.mark.parametrize("given", ["a", ["a", "b"], [5, 6], [[5], [6, 7]]])

@@ -162,8 +162,11 @@ def test_ambiguity_is_bounded(compiler):
 
 def test_whitespace_has_an_end(compiler):
     matcher = compiler.compile(StructuredOutput.json_object())
-    assert matcher.consume_tokens(compiler.tokens_of("{\n" + " " * 40))
+    assert matcher.consume_tokens(compiler.tokens_of("{\n" + " " * 24))
     assert not matcher.consume_tokens(compiler.tokens_of(" "))
+    matcher = compiler.compile(StructuredOutput.json_object())
+    assert matcher.consume_tokens(compiler.tokens_of('{ "a" '))
+    assert not matcher.consume_tokens(compiler.tokens_of(" ")), "no more than one space in a line"
     pretty = json.dumps(json.loads('{"a": [1, {"b": null}], "c": {}}'), indent=8)
     matcher = compiler.compile(StructuredOutput.json_object())
     assert matcher.consume_tokens(compiler.tokens_of(pretty)) and matcher.is_accepting()

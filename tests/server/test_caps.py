@@ -25,7 +25,7 @@ BOUNDED_ELSEWHERE = {
     r"model": "equal to a name of the model",
     r"n|best_of|logprobs|top_logprobs": "start options: Served.check_request, check_limits",
     r"max_tokens|max_completion_tokens|max_output_tokens|min_tokens": "SamplingParams, then the context",
-    r"seed|length_penalty|logit_bias\{\}": "SamplingParams, BeamSearchParams",
+    r"length_penalty|logit_bias\{\}": "SamplingParams, BeamSearchParams",
     r"stop|stop\[\]|stop_sequences\[\]|bad_words\[\]": "SamplingParams: characters and number",
     r"(stop|allowed)_token_ids(\[\])?": "ids of the vocabulary, each once",
     r"dimensions|truncate_prompt_tokens": "the model: hidden size, context",

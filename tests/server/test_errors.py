@@ -73,7 +73,7 @@ BAD_FOR_BOTH = [
     *numbers("prompt_logprobs", -1, 21, 1.5, HUGE),
     *numbers("min_tokens", -1, 9, 2**63, HUGE, 1.5),
     *numbers("top_k", -2, 2**31, HUGE, 0.5),
-    *numbers("seed", -(2**63) - 1, 2**64, HUGE, 1.5),
+    *numbers("seed", -(2**63) - 1, 2**63, HUGE, 1.5),
     *numbers("priority", 2**31, -(2**31) - 1, HUGE, 0.5),
     *[(field, value) for field in ("stream", "ignore_eos", "skip_special_tokens") for value in (1, "true", [], 0.0)],
     *[("include_stop_str_in_output", value) for value in ("yes", 0)],
@@ -240,6 +240,7 @@ def test_a_bad_prompt_is_named_by_its_path(client, victim, server, prompt, param
         ({"stream_options": {"include_usage": 1}, "stream": True}, "stream_options.include_usage"),
         ({"stream_options": {"foo": 1}, "stream": True}, "stream_options.foo"),
         ({"stream_options": {"continuous_usage_stats": True}, "stream": True}, "stream_options.continuous_usage_stats"),
+        ({"cache_salt": ""}, "cache_salt"),
         ({"stream_options": [], "stream": True}, "stream_options"),
     ],
     ids=label,
@@ -367,12 +368,12 @@ def test_compressed_bodies_are_refused(client):
 
 def test_a_body_over_the_limit_is_413_with_and_without_a_length(folder):
     with LiveServer(folder, max_body_bytes=4096) as live, live.client() as client:
-        big = json.dumps(completion_body(user="x" * 5000)).encode()
+        big = json.dumps(completion_body(prediction={"content": "x" * 5000})).encode()
         assert_error(client.post(COMPLETIONS, content=big, headers=JSON), 413, code="body_too_large")
         pieces = (big[i : i + 1000] for i in range(0, len(big), 1000))  # chunked
         assert_error(client.post(COMPLETIONS, content=pieces, headers=JSON), 413, code="body_too_large")
-        exact = json.dumps(completion_body(user="")).encode()
-        exact = json.dumps(completion_body(user="x" * (4096 - len(exact)))).encode()
+        exact = json.dumps(completion_body(prediction={"content": ""})).encode()
+        exact = json.dumps(completion_body(prediction={"content": "x" * (4096 - len(exact))})).encode()
         assert len(exact) == 4096
         assert client.post(COMPLETIONS, content=exact, headers=JSON).status_code == 200
 
@@ -458,7 +459,7 @@ def test_null_is_absent_and_harmless_fields_are_ignored(client, route, make):
         "unheard_of",
     ]
     nulls += ["top_logprobs", "max_completion_tokens"] if route == CHAT else ["best_of", "echo"]
-    harmless = {"user": "u", "metadata": {"a": [1]}, "store": True, "safety_identifier": "s", "prompt_cache_key": "p"}
+    harmless = {"user": "u", "metadata": {"a": "b"}, "store": True, "safety_identifier": "s", "prompt_cache_key": "p"}
     harmless |= {
         "service_tier": "auto",
         "prediction": {"type": "content"},

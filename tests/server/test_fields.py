@@ -125,6 +125,32 @@ def test_the_ends_of_the_documented_ranges(client, path, fields):
     assert len(response.json()["choices"]) == fields.get("n", 1)
 
 
+@pytest.mark.parametrize(
+    "fields, param",
+    [
+        ({"metadata": "x"}, "metadata"),
+        ({"metadata": {"a": 5}}, "metadata.a"),
+        ({"metadata": {"a": "x" * 513}}, "metadata.a"),
+        ({"metadata": {"a" * 65: "x"}}, "metadata." + "a" * 64),
+        ({"metadata": {str(i): "x" for i in range(17)}}, "metadata"),
+        ({"store": 1}, "store"),
+        ({"user": 5}, "user"),
+        ({"safety_identifier": {}}, "safety_identifier"),
+        ({"prompt_cache_key": True}, "prompt_cache_key"),
+        ({"prompt_cache_retention": 24}, "prompt_cache_retention"),
+        ({"prompt_cache_options": "x"}, "prompt_cache_options"),
+        ({"prediction": "x"}, "prediction"),
+        ({"spaces_between_special_tokens": "yes"}, "spaces_between_special_tokens"),
+    ],
+    ids=str,
+)
+def test_what_is_ignored_is_still_of_its_documented_type(client, fields, param):
+    for path, make in ((CHAT, chat_body), (COMPLETIONS, completion_body)):
+        assert_error(client.post(path, json=make(**fields)), 400, param)
+    fullest = {"metadata": {f"{i:064}": "x" * 512 for i in range(16)}, "store": False, "prediction": {"type": "x"}}
+    assert client.post(CHAT, json=chat_body(max_tokens=1, **fullest)).status_code == 200
+
+
 def test_start_options_widen_the_ranges(folder):
     with LiveServer(folder, max_stop=9, max_logprobs=30, max_top_logprobs=30, max_best_of=40) as server:
         with server.client() as client:

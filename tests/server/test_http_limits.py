@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.server.live import LiveServer, completion_body, events
+from tests.server.live import LiveServer, completion_body, events, expected_text
 
 
 def connect(live: LiveServer) -> socket.socket:
@@ -172,3 +172,22 @@ def test_length_and_chunked_together_are_refused(server):
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n"
         connection.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n")
         assert_refused(read_all(connection), 400)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_http_1_0_gets_no_chunks(server, stream):
+    """Its clients would read the sizes of chunks as text."""
+    body = json.dumps(completion_body(stream=stream)).encode()
+    with connect(server) as connection:
+        head = b"POST /v1/completions HTTP/1.0\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+        connection.sendall(head % len(body) + body)
+        head, _, answer = read_all(connection).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200") and b"transfer-encoding" not in head and b"connection: close" in head
+    if stream:
+        assert answer.startswith(b"data: {") and b"content-length" not in head
+        *chunks, done = events(answer.decode())
+        text = "".join(chunk["choices"][0]["text"] for chunk in chunks)
+        assert done == "[DONE]" and answer.endswith(b"[DONE]\n\n")
+    else:
+        text = json.loads(answer)["choices"][0]["text"]
+    assert text == expected_text(b"hello", 1, 8)

@@ -76,6 +76,14 @@ def test_a_message(api):
     assert message._request_id.startswith("req-")
 
 
+@pytest.mark.parametrize("budget", [5, "2000", 1024.5])
+def test_a_budget_is_a_wish_within_the_documented_range(client, budget):
+    thinking = {"type": "enabled", "budget_tokens": budget}
+    response = client.post(PATH, json=body(thinking=thinking))
+    assert response.status_code == 400 and "thinking.budget_tokens" in response.json()["error"]["message"]
+    assert client.post(PATH, json=body(thinking=thinking | {"budget_tokens": 1024})).status_code == 200
+
+
 def test_a_stop_sequence_is_named(api, client):
     stop = TEXT[4:6]
     message = api.messages.create(

@@ -244,7 +244,7 @@ def test_replies_on_the_fast_loop_are_the_same(folder):
     with Process(folder) as server, httpx.Client(base_url=server.wait_ready(), timeout=30) as client:
         answer = client.post("/v1/completions", json=body()).json()
         assert answer["choices"][0]["text"] == expected_text(b"hello", 1, 8)
-        big = json.dumps(body(user="x" * 1_000_000)).encode()
+        big = json.dumps(body(prediction={"content": "x" * 1_000_000})).encode()
         response = client.post("/v1/completions", content=big, headers={"content-type": "application/json"})
         assert response.status_code == 200
 

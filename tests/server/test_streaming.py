@@ -124,6 +124,18 @@ def test_prompts_times_samples_interleave_by_index(client):
     assert usage["usage"]["completion_tokens"] == 48
 
 
+@pytest.mark.parametrize("fields", [{}, {"return_token_ids": True, "n": 2}, {"stop": "e"}], ids=str)
+def test_usage_so_far_in_every_chunk(client, fields):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    for stream in (chat_stream, completion_stream):
+        *chunks, last, done = stream(client, stream_options=options, **fields)
+        counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+        assert counts == sorted(counts) and counts[-1] == last["usage"]["completion_tokens"] >= counts[0] > 0
+        assert all(chunk["choices"] and chunk["usage"].keys() == last["usage"].keys() for chunk in chunks)
+        assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {last["usage"]["prompt_tokens"]}
+        assert chunks[-1]["choices"][0]["finish_reason"] and done == "[DONE]"
+
+
 def test_each_sample_of_a_chat_has_one_role_and_one_finish(client):
     *chunks, _ = chat_stream(client, n=3)
     per_index = [[c["choices"][0] for c in chunks if c["choices"][0]["index"] == i] for i in range(3)]
