@@ -111,7 +111,7 @@ class FairShare:
             self._active.discard(seq.tenant)
             self.left_out = self._kept_out = set()
             self._floor = max(self._floor, min((self._tenants[n].served for n in self._active), default=tenant.served))
-            idle = [n for n, t in self._tenants.items() if not t.num_live and t.served <= self._floor]
+            idle = [n for n, t in self._tenants.items() if not t.num_live and t.served <= self._floor and not t.cost]
             for name in idle:  # they would begin at the floor anyway
                 del self._tenants[name]
 
@@ -208,7 +208,7 @@ class FairShare:
                 tenant.cost = tenant.cost_in_flight
 
     def _starters(self, newcomer: Sequence | None, running: list[Sequence]) -> list[Sequence]:
-        """Not all where a tenant waits for a first token."""
+        """Who of those running may be in the next plan, in order: not all where a tenant waits for a first token."""
         self._kept_out, self._gave_way = self._gave_way, set()
         self.left_out = self._kept_out
         fresh = [seq for seq in running if not _has_started(seq) and seq.num_uncomputed_tokens > 0]
@@ -304,6 +304,7 @@ class FairShare:
         live = Counter(seq.tenant for seq in sequences)
         assert live == {name: tenant.num_live for name, tenant in self._tenants.items() if tenant.num_live}
         assert self._active == set(live)
+        assert all(0 <= tenant.cost_in_flight <= tenant.cost for tenant in self._tenants.values())
 
     @staticmethod
     def _candidates(seq: Sequence, running: list[Sequence]) -> dict[str, list[Sequence]]:

@@ -328,3 +328,19 @@ def test_who_holds_little_may_be_ahead_by_one_prompt(credit, num_steps, monkeypa
         loop.step()
     steps_to_first_token(loop, loop.send("quiet", length=200, max_tokens=1))
     assert steps_to_first_token(loop, loop.send("quiet", length=8)) in num_steps
+
+
+def test_who_leaves_with_a_step_under_way_and_comes_back_owes_it():
+    """The account is not thrown away before: its cost would be taken off that of the new one."""
+    loop = Shared(num_blocks=400, depth=2, max_num_seqs=8)
+    for _ in range(20):
+        loop.send("flood", length=20, max_tokens=50)
+    for _ in range(10):
+        loop.step()
+    for _ in range(5):
+        quiet = loop.send("quiet", length=20, max_tokens=10)
+        while not quiet.num_computed_tokens:
+            loop.step()
+        loop.scheduler.finish(quiet, FinishReason.ABORT)
+    loop.run()
+    assert all(tenant.cost == 0 for tenant in loop.scheduler.fair_share._tenants.values())
