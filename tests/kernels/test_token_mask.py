@@ -1,9 +1,10 @@
 """Ruling out tokens on a CPU."""
 
 import numpy as np
+import pytest
 import torch
 
-from kernels.token_mask import TokenMask, mask_tokens
+from kernels.token_mask import TokenMask, mask_tokens, mask_tokens_reference
 
 
 def make_mask(rows, allowed, num_words):
@@ -36,6 +37,20 @@ def test_what_is_no_number_still_fails_its_row():
     logits[0, 3], logits[0, 4] = torch.nan, torch.inf
     mask_tokens(logits, make_mask([0], [[0]], 2))
     assert logits[0, 3].isnan() and logits[0, 4] == torch.inf and logits[0, 5] == -torch.inf
+
+
+@pytest.mark.parametrize("vocab_size, num_words", [(96, 3), (97, 4), (5000, 157), (4200, 100), (70, 9), (15, 1)])
+def test_compiled_as_in_numpy(vocab_size, num_words):
+    generator = torch.Generator().manual_seed(0)
+    wide = torch.randn((7, vocab_size + 5), generator=generator)
+    wide[4, 3], wide[4, 5], wide[4, 6] = torch.nan, torch.inf, -torch.inf
+    rows = torch.tensor([5, 0, 4])
+    words = torch.randint(-(2**31), 2**31, (3, num_words), dtype=torch.int64, generator=generator).to(torch.int32)
+    words[1] = 0
+    expected = wide.clone()
+    mask_tokens_reference(expected[:, :vocab_size], TokenMask(rows, words))
+    mask_tokens(wide[:, :vocab_size], TokenMask(rows, words))
+    torch.testing.assert_close(wide, expected, equal_nan=True, atol=0, rtol=0)
 
 
 def test_the_mask_of_one_row():
