@@ -35,6 +35,7 @@ class GrammarMasks:
         self._buffer: StepBuffer | None = None
         self._unread: list[_Launched] = []
         self._failed: dict[int, str] = {}
+        self._expected: list[tuple[int, int]] = []  # rows, and where they are likely to sample next
 
     def add(self, row: int, params: SamplingParams, num_prompt_tokens: int) -> None:
         """Take the sequence in `row`, where it has a structured output. ValueError where that cannot be compiled."""
@@ -60,6 +61,19 @@ class GrammarMasks:
         """On a GPU: a step whose tokens the matchers will need."""
         if self._rows and len(self._rows.which(at.rows)):
             self._unread.append(_Launched(at, sampled, ready))
+
+    def sampled(self, at: SampledAt) -> None:
+        """On a CPU: a step whose tokens are known."""
+        if self._rows:
+            places = self._rows.which(at.rows)
+            self._expected = list(zip(at.rows[places].tolist(), (at.positions[places] + 1).tolist(), strict=True))
+
+    def prepare_one(self) -> bool:
+        """While there is no plan: the mask that a row will need next; False where none is to be prepared."""
+        if not self._expected:
+            return False
+        self._rows.prepare(*self._expected.pop(), self._batch.token_ids)
+        return True
 
     def take_failed(self) -> dict[int, str]:
         """Sequences that the last step found cannot go on, with the reason."""

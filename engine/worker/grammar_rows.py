@@ -41,6 +41,7 @@ class _Row:
     min_length: int  # in tokens, the prompt included: below it, ends are kept out
     ends: Words | None  # a mask without the tokens that end the text; None where nothing keeps them out
     renewed_at: int = -MIN_TOKENS_BETWEEN_RENEWALS
+    prepared: tuple[int, Words | GrammarError] | None = None  # position, and its mask or why there is none
     seconds: float = 0.0  # of processor time, so far
 
 
@@ -88,13 +89,30 @@ class GrammarRows:
         for i, place in enumerate(places.tolist()):
             row = int(at.rows[place])
             state = self._rows[row]
+            position = int(at.positions[place])
             try:
-                self._fill(state, token_ids[row], int(at.positions[place]), words[i])
+                if state.prepared is None or state.prepared[0] != position:
+                    self._fill(state, token_ids[row], position, words[i])
+                elif isinstance(prepared := state.prepared[1], GrammarError):
+                    raise prepared
+                else:
+                    words[i] = prepared
             except GrammarError as error:
                 state.matcher = None
                 words[i] = ALL
                 failed[int(at.seq_ids[place])] = NOT_MATCHED + str(error)
         return words, failed
+
+    def prepare(self, row: int, position: int, token_ids: IntArray) -> None:
+        """Have the mask of `row` at hand for when it samples at `position`; what goes wrong shows then."""
+        if (state := self._rows.get(row)) is None:
+            return
+        words: Words = np.full(self._cache.num_words, ALL)
+        try:
+            self._fill(state, token_ids[row], position, words)
+            state.prepared = position, words
+        except GrammarError as error:
+            state.prepared = position, error
 
     def _fill(self, state: _Row, token_ids: IntArray, position: int, words: Words) -> None:
         if state.matcher is None:

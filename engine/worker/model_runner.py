@@ -121,6 +121,7 @@ class ModelRunner:
         ready = None if self._queue is None else self._queue.mark()
         if ready is None and at is not None and sampled:  # so that the next step's input ids are complete
             self.batch.store_tokens(at, token_ids_of(sampled).numpy())
+            self.grammars.sampled(at)
         if ready is not None and at is not None and sampled:
             self.grammars.launched(at, sampled, ready)
         failed |= self.grammars.take_failed()
@@ -157,7 +158,7 @@ class ModelRunner:
 
     def use_idle_time(self) -> bool:
         """While no plan is there and none launched: something useful that takes milliseconds, or False."""
-        return self._decodes is not None and self._decodes.record_next()
+        return self._decodes.record_next() if self._decodes is not None else self.grammars.prepare_one()
 
     def check_device(self) -> None:
         """Wait until the device has done what it was told; raises what it has failed of, which may be long ago."""

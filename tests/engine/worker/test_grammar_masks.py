@@ -136,6 +136,53 @@ def test_a_row_that_fails_fails_alone(runner, hf_greedy, monkeypatch):
     assert [sample.seq_id for sample in result.samples] == [2]
 
 
+def test_masks_are_made_while_there_is_no_plan(runner, monkeypatch):
+    """All but those of the first step; the Driver takes in a result and plans meanwhile."""
+    busy = MiniDriver(runner)
+    busy.add(1, PROMPTS[1], asking(temperature=1.0))
+    busy.add(2, PROMPTS[2], asking(OTHER))
+    run(busy, 6)
+    runner.grammars.drop(runner.batch.remove(1))
+    runner.grammars.drop(runner.batch.remove(2))
+    launching, late = False, []
+    fill, launch = GrammarRows._fill, runner.launch
+
+    def watched_fill(self, state, token_ids, position, words):
+        late.append(position) if launching else None
+        fill(self, state, token_ids, position, words)
+
+    def watched_launch(plan):
+        nonlocal launching
+        while runner.use_idle_time():
+            pass
+        launching = True
+        step = launch(plan)
+        launching = False
+        return step
+
+    monkeypatch.setattr(GrammarRows, "_fill", watched_fill)
+    monkeypatch.setattr(runner, "launch", watched_launch)
+    idle = MiniDriver(runner)
+    idle.add(1, PROMPTS[1], asking(temperature=1.0))
+    idle.add(2, PROMPTS[2], asking(OTHER))
+    run(idle, 6)
+    assert {i: idle.output(i) for i in (1, 2)} == {i: busy.output(i) for i in (1, 2)}
+    assert sorted(late) == sorted(len(PROMPTS[i]) for i in (1, 2))
+
+
+def test_a_mask_that_fails_while_there_is_no_plan_fails_its_row_alone(runner):
+    driver = MiniDriver(runner)
+    driver.add(1, PROMPTS[1], asking())
+    driver.add(2, PROMPTS[2], asking(OTHER))
+    driver.step({1: len(PROMPTS[1]), 2: len(PROMPTS[2])})
+    runner.batch.token_ids[runner.batch.row_of[1], len(PROMPTS[1])] = 1  # no letter
+    while runner.use_idle_time():
+        pass
+    result = driver.step({1: 1, 2: 1})
+    assert list(result.failed) == [1] and "refuses a token" in result.failed[1]
+    assert [sample.seq_id for sample in result.samples] == [2]
+
+
 def test_what_does_not_compile_fails_its_own_sequence(runner):
     driver = MiniDriver(runner)
     driver.add(1, PROMPTS[1], asking(StructuredOutput("regex", "(")))
