@@ -50,8 +50,14 @@ def make_decoder(cuda, tmp_path):
     return make
 
 
+def one_at_a_time(*_):
+    raise DeviceError("the sampler raised for a batch")  # which the runner gets over, row by row
+
+
 @pytest.fixture
-def make_runner(cuda, make_decoder):
+def make_runner(cuda, make_decoder, monkeypatch):
+    monkeypatch.setattr(ModelRunner, "_sample_row", one_at_a_time)
+
     def make(name, kv_format=None, batch_invariant=False, num_slots=0):
         """Warm, with all graphs recorded; from then on nothing may be compiled or waited for."""
         (model, decoder), queue = make_decoder(name, batch_invariant), FakeCudaQueue(cuda)
@@ -73,9 +79,18 @@ def make_runner(cuda, make_decoder):
     return make
 
 
+class StrictDriver(ColumnDriver):
+    """The runner takes an exception in its sampler for the failure of a sequence, and goes on: not here."""
+
+    def update(self, result):
+        assert not result.failed, result.failed
+        super().update(result)
+
+
 def serve(runner, params, prompts=(40, 17, 1, 9), num_steps=4, first=0):
     """Chunks, mixed steps, decodes of some and of all, a removal in between. Sequence first + i has params[i]."""
-    driver = ColumnDriver(runner)
+    device, driver = runner._queue._fake, StrictDriver(runner)
+    device.launched.clear()
     driver.free = list(range(NUM_BLOCKS))
     for i, (length, one) in enumerate(zip(prompts, params, strict=True), start=first):
         driver.add(i, [1] * length, one)
@@ -87,10 +102,13 @@ def serve(runner, params, prompts=(40, 17, 1, 9), num_steps=4, first=0):
     driver.remove(ids[-1])
     for n in (1, 2, len(ids) - 1):
         driver.step(dict.fromkeys(ids[:n], 1))
+    driver.take()
+    assert [len(driver.output(i)) for i in ids] == [num_steps + more for more in (4, 4, 3, 1)]
     for i in ids[:-1]:
         driver.remove(i)
     driver.step({})
     driver.take()
+    assert {"prefill_attention_kernel", "graph"} <= set(device.launched)
 
 
 MODELS = ("llama", "qwen3", "qwen3_window_bias", "qwen3_moe", "gpt2", "opt_350m", "mixtral_window")
