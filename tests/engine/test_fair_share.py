@@ -26,6 +26,13 @@ class Shared(Loop):
         super().__init__(*args, **settings)
         self.sent = []
 
+    def flood(self, count, num_steps, **request):
+        """So many requests at once, and steps after them."""
+        for _ in range(count):
+            self.send("flood", **request)
+        for _ in range(num_steps):
+            self.step()
+
 
 def served(loop, tenant, first=0):
     """Seconds of the device for a tenant in all plans from `first` on: those of a plan divided by what it computes."""
@@ -71,10 +78,7 @@ def test_a_quiet_tenant_gets_a_row_at_once_where_a_flood_holds_all(depth):
 
 def test_a_quiet_tenant_gets_blocks_where_a_flood_holds_all():
     loop = Shared(num_blocks=40, depth=2, max_num_seqs=8, prefix_caching=False)
-    for _ in range(20):
-        loop.send("flood", length=12, max_tokens=100)
-    for _ in range(30):
-        loop.step()
+    loop.flood(20, 30, length=12, max_tokens=100)
     assert len(loop.scheduler.block_manager.free_blocks) < 10
     quiet = loop.send("quiet", length=32, max_tokens=4)
     assert steps_to_first_token(loop, quiet) <= 4
@@ -85,10 +89,7 @@ def test_a_quiet_tenant_gets_blocks_where_a_flood_holds_all():
 def test_the_first_step_of_a_quiet_tenant_is_its_own():
     """Neither the decodes nor the unfinished prompts of those who were served more are in it."""
     loop = Shared(num_blocks=200, depth=1, max_num_seqs=8)
-    for _ in range(6):
-        loop.send("flood", length=40, max_tokens=50)
-    for _ in range(7):
-        loop.step()
+    loop.flood(6, 7, length=40, max_tokens=50)
     assert any(seq.num_uncomputed_tokens > 1 for seq in loop.scheduler.running), "a prompt of the flood is under way"
     quiet = loop.send("quiet", length=20)
     loop.step()
@@ -231,10 +232,7 @@ def test_after_the_loss_of_the_pool_the_accounts_stay():
 def test_while_others_are_expected_the_steps_of_a_flood_are_short():
     """Three times an empty step of 1 ms, or but for a chunk of one token; steps of 8 decodes and 24 tokens take 7.4."""
     loop = Shared(num_blocks=400, depth=1, max_num_seqs=8)
-    for _ in range(40):
-        loop.send("flood", length=40, max_tokens=30)
-    for _ in range(20):
-        loop.step()
+    loop.flood(40, 20, length=40, max_tokens=30)
     assert max(map(compute_seconds, loop.plans)) > 4e-3, "nobody else was ever seen"
     for _ in range(12):
         quiet = loop.send("quiet", length=6, max_tokens=3)
@@ -322,10 +320,7 @@ def test_who_holds_little_may_be_ahead_by_one_prompt(credit, num_steps, monkeypa
     """And need not wait until the others, whose steps are short, have caught up with it."""
     monkeypatch.setattr("engine.fair_share.CREDIT_SECONDS", credit)
     loop = Shared(num_blocks=400, depth=1, max_num_seqs=8, max_num_batched_tokens=256)
-    for _ in range(30):
-        loop.send("flood", length=40, max_tokens=100)
-    for _ in range(20):
-        loop.step()
+    loop.flood(30, 20, length=40, max_tokens=100)
     steps_to_first_token(loop, loop.send("quiet", length=200, max_tokens=1))
     assert steps_to_first_token(loop, loop.send("quiet", length=8)) in num_steps
 
@@ -333,10 +328,7 @@ def test_who_holds_little_may_be_ahead_by_one_prompt(credit, num_steps, monkeypa
 def test_who_leaves_with_a_step_under_way_and_comes_back_owes_it():
     """The account is not thrown away before: its cost would be taken off that of the new one."""
     loop = Shared(num_blocks=400, depth=2, max_num_seqs=8)
-    for _ in range(20):
-        loop.send("flood", length=20, max_tokens=50)
-    for _ in range(10):
-        loop.step()
+    loop.flood(20, 10, length=20, max_tokens=50)
     for _ in range(5):
         quiet = loop.send("quiet", length=20, max_tokens=10)
         while not quiet.num_computed_tokens:
