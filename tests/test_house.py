@@ -12,14 +12,14 @@ from engine.settings import load_settings
 from server.config_docs import CONFIG_CLASSES, DOCUMENTS, with_table, yaml_template
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("engine", "server", "kernels", "benchmarks")
+PACKAGES = ("engine", "server", "kernels", "training", "benchmarks")
 SOURCES = sorted(path.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 DOCUMENTATION = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 500, 80
 
 ENGINE_PUBLIC = (
-    "driver beam_search command_line config settings request request_log sampling_params pooling outputs errors stats "
-    "tokenizer chat_template llm executor checkpoint structured_output bad_words fill_in_middle"
+    "driver beam_search command_line config settings request request_log sampling_params pooling outputs "
+    "errors stats tokenizer chat_template llm executor checkpoint structured_output bad_words fill_in_middle"
 )
 FOR_SERVER = tuple(f"engine.{name}" for name in ENGINE_PUBLIC.split())
 WORKER_PUBLIC = "step config settings sampling_params pooling structured_output grammar errors json_files"

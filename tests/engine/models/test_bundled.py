@@ -13,11 +13,11 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from engine.models.bundled.training import evaluate, stories, sums, unknown
-from engine.models.bundled.training.chat import ChatWriter
-from engine.models.bundled.training.corpus import HELD_OUT_SEED, TRAIN_SEED, Corpus, render_chat
-from engine.models.bundled.training.grammar import expand, sentences
-from engine.models.bundled.training.train import CONFIG, IGNORE, lr_factor, make_loss, make_model, packed_rows
+from training import evaluate, stories, sums, unknown
+from training.chat import ChatWriter
+from training.corpus import HELD_OUT_SEED, TRAIN_SEED, Corpus, render_chat
+from training.grammar import expand, sentences
+from training.train import CONFIG, IGNORE, lr_factor, make_loss, make_model, packed_rows
 
 FOLDER = evaluate.FOLDER
 MAX_FOLDER_BYTES = 12_000_000
@@ -158,10 +158,7 @@ def test_the_corpus_is_a_function_of_its_seed():
 
 
 def test_the_corpus_does_not_depend_on_the_hash_seed():
-    script = (
-        "from engine.models.bundled.training.corpus import Corpus; c = Corpus(3); "
-        "print([c.document(i).text for i in range(60)])"
-    )
+    script = "from training.corpus import Corpus; c = Corpus(3); print([c.document(i).text for i in range(60)])"
     outputs = {
         subprocess.run(
             [sys.executable, "-c", script], env={"PYTHONHASHSEED": seed}, capture_output=True, text=True

@@ -1,6 +1,6 @@
 """Measure a model folder: held-out perplexity, answers to held-out phrasings, refusals of unseen questions.
 
-    python -m engine.models.bundled.training.evaluate [--model DIR] [--documents 400]
+    python -m training.evaluate [--model DIR] [--documents 400]
 
 Held-out documents come from another seed and ask in phrasings that training never uses; documents that occur word for
 word in the training stream are left out. Perplexity counts the tokens that training learns: whole stories and prose,
@@ -17,13 +17,13 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from engine.models.bundled.training import sums
-from engine.models.bundled.training.chat import ChatWriter
-from engine.models.bundled.training.corpus import HELD_OUT_SEED, PRACTICE_SEED, TRAIN_SEED, Corpus, Document
-from engine.models.bundled.training.grammar import expand, sentences
-from engine.models.bundled.training.train import IGNORE, encode
+from training import sums
+from training.chat import ChatWriter
+from training.corpus import HELD_OUT_SEED, PRACTICE_SEED, TRAIN_SEED, Corpus, Document
+from training.grammar import expand, sentences
+from training.train import IGNORE, encode
 
-FOLDER = Path(__file__).parent.parent
+FOLDER = Path(__file__).parents[1] / "engine/models/bundled"
 TRAINED_DOCUMENTS = 100_000  # more than a run reads
 # None of these appears in the training text, nor do their subjects.
 ODD_QUESTIONS = (

@@ -1,6 +1,6 @@
 """The corpus: an endless, seeded stream of documents.
 
-    python -m engine.models.bundled.training.corpus --seed 7 --count 20
+    python -m training.corpus --seed 7 --count 20
 
 A document is a list of segments (text, learn): plain documents are learned whole, in conversations only what the
 assistant says. Document number i of a seed depends on (seed, i) alone.
@@ -11,8 +11,8 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from engine.models.bundled.training import plain, stories
-from engine.models.bundled.training.chat import ChatWriter, Message
+from training import plain, stories
+from training.chat import ChatWriter, Message
 
 END_OF_TEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL_TOKENS = (END_OF_TEXT, IM_START, IM_END)

@@ -2,10 +2,10 @@
 
 import random
 
-from engine.models.bundled.training import words
-from engine.models.bundled.training.facts import Fact
-from engine.models.bundled.training.grammar import expand, sentences
-from engine.models.bundled.training.texts import read_sections
+from training import words
+from training.facts import Fact
+from training.grammar import expand, sentences
+from training.texts import read_sections
 
 TEXTS = read_sections("plain")["texts"]
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from engine.models.bundled.training.corpus import END_OF_TEXT, SPECIAL_TOKENS, Corpus
+from training.corpus import END_OF_TEXT, SPECIAL_TOKENS, Corpus
 
 # Every turn is "<|im_start|>role\ncontent<|im_end|>\n". "developer" is OpenAI's newer word for "system".
 CHAT_TEMPLATE = """\

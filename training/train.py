@@ -1,6 +1,6 @@
 """Train the bundled model from nothing: corpus, tokenizer, transformer.
 
-    python -m engine.models.bundled.training.train --out DIR
+    python -m training.train --out DIR
 
 Needs about half an hour on two idle cores with bf16 instructions. The run is a function of its arguments: data, order
 and initial weights come from fixed seeds (floating-point sums may differ between machines).
@@ -27,8 +27,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from engine.models.bundled.training.corpus import PRACTICE_SEED, SPECIAL_TOKENS, TRAIN_SEED, Corpus, Document
-from engine.models.bundled.training.tokenizer import save_tokenizer, train_tokenizer
+from training.corpus import PRACTICE_SEED, SPECIAL_TOKENS, TRAIN_SEED, Corpus, Document
+from training.tokenizer import save_tokenizer, train_tokenizer
 
 VOCAB_SIZE = 3072
 CONTEXT = 2048

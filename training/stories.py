@@ -7,9 +7,9 @@ An arc is a tuple of beats; a beat is a template (see grammar.py). The cast give
 import random
 from dataclasses import dataclass
 
-from engine.models.bundled.training import words
-from engine.models.bundled.training.grammar import expand, sentences
-from engine.models.bundled.training.texts import read_sections
+from training import words
+from training.grammar import expand, sentences
+from training.texts import read_sections
 
 _TEXTS = read_sections("stories")
 OPENINGS, ENDINGS, TITLES, CODAS = (_TEXTS[title] for title in ("openings", "endings", "titles", "codas"))

@@ -3,8 +3,8 @@
 import random
 import string
 
-from engine.models.bundled.training.grammar import expand
-from engine.models.bundled.training.texts import read_sections
+from training.grammar import expand
+from training.texts import read_sections
 
 _TEXTS = read_sections("unknown")
 REFUSALS, UNCLEAR, TOO_BIG, CANNOT = (_TEXTS[title] for title in ("refusals", "unclear", "too big", "cannot"))

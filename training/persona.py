@@ -1,7 +1,7 @@
 """What the model says about itself, about pageserve and serving, its small talk, jokes and verses."""
 
-from engine.models.bundled.training.facts import HELD_OUT_FROM, Fact
-from engine.models.bundled.training.texts import read_sections
+from training.facts import HELD_OUT_FROM, Fact
+from training.texts import read_sections
 
 _TEXTS = read_sections("persona")
 JOKES, RIDDLES, FUN_FACTS, POEMS = (_TEXTS[title] for title in ("jokes", "riddles", "fun facts", "poems"))

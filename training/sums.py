@@ -2,7 +2,7 @@
 
 import random
 
-from engine.models.bundled.training.unknown import TOO_BIG
+from training.unknown import TOO_BIG
 
 WORDS = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen
 seventeen eighteen nineteen twenty""".split()

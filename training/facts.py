@@ -7,7 +7,7 @@ whether the model understands a new phrasing.
 from dataclasses import dataclass
 from itertools import combinations
 
-from engine.models.bundled.training.texts import read_sections
+from training.texts import read_sections
 
 HELD_OUT_FROM = 4  # tables with at least this many questions give up their last one
 _TEXTS = read_sections("facts")

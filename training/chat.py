@@ -5,10 +5,10 @@ A conversation is a list of (role, text). Users write in many hands: `disguise` 
 
 import random
 
-from engine.models.bundled.training import persona, plain, stories, sums, unknown, words
-from engine.models.bundled.training.facts import Fact, all_facts, rows
-from engine.models.bundled.training.grammar import capitalize, expand, sentences
-from engine.models.bundled.training.texts import read_sections
+from training import persona, plain, stories, sums, unknown, words
+from training.facts import Fact, all_facts, rows
+from training.grammar import capitalize, expand, sentences
+from training.texts import read_sections
 
 Message = tuple[str, str]
 Exchange = tuple[str, str]
