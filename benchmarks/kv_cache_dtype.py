@@ -3,7 +3,7 @@
     python -m benchmarks.kv_cache_dtype [--dtype float32] [--documents 400] [--prompts 64] [--tokens 128] [--json PATH]
 
 Per cache dtype: bytes of KV cache per token and blocks in 1 GiB; perplexity of held-out documents (those of
-engine/models/bundled/training/evaluate.py), every key and value written to the paged cache and read back from it; and
+training/evaluate.py), every key and value written to the paged cache and read back from it; and
 how often the most likely next token is the one that the unquantised cache chose, over greedy answers to held-out
 prompts of which each cache is told all earlier tokens ("same token"), and how far into an answer the first difference
 comes ("until different", as a share of its length). And the milliseconds of one layer's decode attention, 16 sequences
@@ -27,8 +27,6 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from engine.models.attention import BatchMetadata
-from engine.models.bundled.training.evaluate import FOLDER, held_out_documents
-from engine.models.bundled.training.train import IGNORE, encode
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.families import read_model_config
@@ -38,6 +36,8 @@ from kernels.kv_format import KV_FORMATS, KVFormat
 from kernels.paged_attention import paged_attention
 from kernels.reshape_and_cache import reshape_and_cache
 from server.bench.report import describe, machine
+from training.evaluate import FOLDER, held_out_documents
+from training.train import IGNORE, encode
 
 BLOCK_SIZE = 16
 PROMPT_TOKENS = 24

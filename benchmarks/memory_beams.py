@@ -15,13 +15,13 @@ from engine.beam_search import BeamSearchParams
 from engine.block_manager import BlockManager
 from engine.checkpoint import BUNDLED_MODEL
 from engine.config import EngineConfig
-from engine.models.bundled.training.corpus import HELD_OUT_SEED, Corpus
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
 from engine.step import StepPlan, StepResult
 from engine.tokenizer import Tokenizer
 from engine.worker.host import set_threads
+from training.corpus import HELD_OUT_SEED, Corpus
 
 MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 128, 2048
 AT_ONCE = 16  # searches

@@ -2,7 +2,8 @@
 costs. Needs no GPU.
 
 A line per configuration: registers per thread, bytes of stack (above 0: a spill), shared memory per program, how many
-programs an SM holds at once, and the matrix instructions and asynchronous copies in the code. The exit status is 1
+programs an SM holds at once, the matrix instructions, asynchronous copies and 16-byte accesses in the code, and how
+many copies stay under way while it computes. The exit status is 1
 where a kernel breaks what its configuration promises or needs more than the device has, or where a file's kernel has
 no configuration.
 """
@@ -33,6 +34,16 @@ REGISTERS_PER_SM, WARPS_PER_SM, PROGRAMS_PER_SM = 65536, 64, 32
 RESERVED_SHARED_MEMORY = 1024  # bytes of each program, by the driver
 
 
+# what a configuration may need (a field of Report), and what is said where it is missing
+NEEDS = {
+    "mma": "has no mma instruction",
+    "wgmma": "has no wgmma instruction",
+    "async_copies": "has no asynchronous copy",
+    "wide": "has no access of 16 bytes",
+    "ahead": "waits for every copy before it computes: more stages are needed to fetch ahead",
+}
+
+
 @dataclass(frozen=True)
 class Device:
     """Shared memory in bytes: what one program may use, and what an SM has (CUDA programming guide, table of compute
@@ -47,7 +58,12 @@ DEVICES = {80: Device(163 * 1024, 164 * 1024), 90: Device(227 * 1024, 228 * 1024
 
 @dataclass(frozen=True)
 class Report:
-    """What ptxas and the PTX say about one compiled kernel. Programs: how many an SM holds at once."""
+    """What ptxas and the PTX say about one compiled kernel.
+
+    programs: how many an SM holds at once. wide: accesses of 16 bytes a thread to device memory. ahead: the most groups
+    of asynchronous copies that are still under way where the kernel waits for the one it needs; 0: loads and arithmetic
+    take turns, whatever num_stages says.
+    """
 
     registers: int
     spilled: int
@@ -56,6 +72,8 @@ class Report:
     mma: int
     wgmma: int
     async_copies: int
+    wide: int
+    ahead: int
 
 
 def kernel_modules() -> Iterator[ModuleType]:
@@ -111,6 +129,8 @@ def compile_kernel(configuration: AotConfiguration, capability: int) -> Report:
     return Report(
         registers, spilled, shared_memory, programs, len(re.findall(r"\bmma\.sync", ptx)),
         len(re.findall(r"wgmma\.mma_async", ptx)), len(re.findall(r"cp\.async\.(?:c[ga]|bulk)", ptx)),
+        wide=len(re.findall(r"cp\.async\.cg\.shared\.global [^;]*, 0x10\b|(?:ld|st)\.global\S*\.v4\.b32", ptx)),
+        ahead=max(map(int, re.findall(r"cp\.async\.wait_group\s+(\d+)", ptx)), default=0),
     )  # fmt: skip
 
 
@@ -122,7 +142,7 @@ def problems(configuration: AotConfiguration, capability: int, report: Report) -
         found.append(f"spills {report.spilled} bytes, {configuration.max_spill} are allowed")
     if report.shared_memory > limit:
         found.append(f"needs {report.shared_memory} bytes of shared memory, the device has {limit}")
-    found += [f"has no {need} instruction" for need in configuration.needs if not getattr(report, need)]
+    found += [NEEDS[need] for need in configuration.needs if not getattr(report, need)]
     return found
 
 
@@ -198,14 +218,15 @@ def main() -> int:
     failures = [f"{name}: no configuration compiles it" for name in uncovered_kernels() if not args.kernel]
     print(f"triton {triton.__version__}")
     print(f"{'kernel':<28}{'shape':<50}{'dtype':<6}{'sm':>3}{'regs':>6}{'spill':>6}{'smem':>8}{'prog/SM':>8}"
-          f"{'mma':>5}{'wgmma':>6}{'copies':>7}")  # fmt: skip
+          f"{'mma':>5}{'wgmma':>6}{'copies':>7}{'wide':>6}{'ahead':>6}")  # fmt: skip
     started, reports = time.monotonic(), []
     for configuration, capability, report in compile_all(args.quick, args.kernel, args.jobs):
         reports.append(report)
         kernel, label = configuration.kernel.__name__, configuration.label
         print(
             f"{kernel:<28}{label:<50}{configuration.dtype:<6}{capability:>3}{report.registers:>6}{report.spilled:>6}"
-            f"{report.shared_memory:>8}{report.programs:>8}{report.mma:>5}{report.wgmma:>6}{report.async_copies:>7}",
+            f"{report.shared_memory:>8}{report.programs:>8}{report.mma:>5}{report.wgmma:>6}{report.async_copies:>7}"
+            f"{report.wide:>6}{report.ahead:>6}",
             flush=True,
         )
         where = f"{kernel} {label} {configuration.dtype} sm_{capability}"

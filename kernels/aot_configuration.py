@@ -36,7 +36,7 @@ class AotConfiguration:
     multiples_of_16: tuple[str, ...] = ()
     quick: bool = False  # one of the few that every test run compiles
     max_spill: int = 0  # bytes of stack a thread may use; more fails
-    needs: tuple[str, ...] = ()  # of "mma", "wgmma", "async_copies": what must be among the instructions
+    needs: tuple[str, ...] = ()  # of the names in aot.NEEDS: what must be among the instructions
 
 
 def power_of_2(n: int) -> int:

@@ -43,11 +43,11 @@ class Case:
         return " ".join([text, *names])
 
     def needs(self, capability: int, tile: Tile) -> tuple[str, ...]:
-        """Keys and values that are fetched ahead, and matrix instructions: Hopper's own where a tile has the 64 rows
-        that they take. fp32 has none that keep its precision."""
+        """Keys and values by 16 bytes, fetched while others are computed with, and matrix instructions: Hopper's own
+        where a tile has the 64 rows that they take. fp32 has none that keep its precision, and is not tuned."""
         if self.dtype == "fp32":
             return ("async_copies",)
-        return "async_copies", "wgmma" if capability == 90 and tile.block_m >= 64 else "mma"
+        return "async_copies", "wide", "ahead", "wgmma" if capability == 90 and tile.block_m >= 64 else "mma"
 
 
 def case(

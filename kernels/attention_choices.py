@@ -12,7 +12,11 @@ from kernels.aot_configuration import power_of_2
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """block_m rows (query tokens x heads that share a KV head) against block_n keys at a time."""
+    """block_m rows (query tokens x heads that share a KV head) against block_n keys at a time.
+
+    num_stages are Triton's, and half of them go to the block table: its entries are loads that the keys' addresses wait
+    for. With 3 or 4 a tile is asked for when the one before it is done; 5 fetch one tile ahead, 7 two.
+    """
 
     block_m: int
     block_n: int
@@ -36,54 +40,60 @@ class Rule:
 
 ANY = 1 << 30
 
-# Decode reads every key once for a handful of rows: tiles are small enough for an SM to hold several programs, whose
-# loads overlap. Codes on their way to floats need registers, too, so quantised caches take fewer keys at a time.
+# Decode reads every key once for a handful of rows: an SM holds two programs (A100) or three (H100), each with one tile
+# of 32 KB on its way while it computes with another: more than the 32 to 40 KB under way that keep its share of the
+# memory busy. Codes on their way to floats need registers, too, so quantised caches take fewer keys at a time.
 DECODE = (
-    Rule(80, 16, 8, 64, 64, Tile(16, 64, 4, 3)),
-    Rule(80, 16, 8, 256, 64, Tile(16, 32, 4, 3)),
-    Rule(80, 16, 16, 128, 64, Tile(16, 64, 4, 3)),
-    Rule(80, 16, 16, 256, 64, Tile(16, 32, 4, 2)),
-    Rule(80, 16, 16, 128, ANY, Tile(128, 32, 8, 3)),
-    Rule(80, 16, 16, 256, ANY, Tile(64, 32, 8, 2)),
+    Rule(80, 16, 8, 64, 64, Tile(16, 64, 4, 5)),
+    Rule(80, 16, 8, 256, 64, Tile(16, 32, 4, 5)),
+    Rule(80, 16, 16, 128, 64, Tile(16, 64, 4, 5)),
+    Rule(80, 16, 16, 256, 64, Tile(16, 32, 4, 5)),
+    Rule(80, 16, 16, 128, ANY, Tile(128, 32, 8, 5)),
+    Rule(80, 16, 16, 256, ANY, Tile(64, 32, 8, 5)),
     Rule(80, 32, 32, 256, ANY, Tile(16, 16, 8, 2)),
 )
 
-# Prefill is arithmetic: 128 rows by 64 keys and 8 warps, which is wgmma on Hopper. A short chunk takes fewer rows,
-# since rows past its end are computed for nothing.
+# Prefill is arithmetic, in 8 warps of which each has 16 rows: with fewer rows than the head size Triton shares a row
+# out over warps, which then meet at 11 barriers a step instead of 2 (sm_80). Hopper's wgmma takes 128 keys where
+# registers allow: a quarter fewer instructions per key, and queries are read from shared memory half as often. A short
+# chunk takes fewer rows, since rows past its end are computed for nothing.
 PREFILL = (
-    Rule(80, 16, 8, 128, 32, Tile(32, 32, 4, 2)),
-    Rule(80, 16, 8, 256, 16, Tile(16, 32, 8, 2)),
-    Rule(80, 16, 4, 256, 32, Tile(32, 32, 8, 2)),
-    Rule(80, 16, 8, 256, 32, Tile(32, 32, 4, 2)),
-    Rule(80, 16, 16, 256, 16, Tile(16, 64, 4, 2)),
-    Rule(80, 16, 16, 128, 32, Tile(32, 64, 4, 2)),
-    Rule(80, 16, 16, 256, 32, Tile(32, 32, 4, 2)),
-    Rule(90, 16, 16, 128, 64, Tile(64, 64, 4, 3)),
-    Rule(90, 16, 16, 128, ANY, Tile(128, 64, 8, 3)),
-    Rule(80, 16, 8, 64, 64, Tile(64, 64, 8, 2)),
-    Rule(80, 16, 8, 64, ANY, Tile(128, 32, 8, 2)),
-    Rule(80, 16, 4, 128, ANY, Tile(64, 32, 8, 2), extras=False),
-    Rule(80, 16, 4, 128, ANY, Tile(32, 32, 8, 2)),
-    Rule(80, 16, 8, 128, ANY, Tile(64, 64, 8, 2)),
-    Rule(80, 16, 4, 256, ANY, Tile(32, 32, 8, 2)),
-    Rule(80, 16, 16, 64, 64, Tile(64, 64, 4, 3)),
-    Rule(80, 16, 16, 64, ANY, Tile(128, 64, 8, 3)),
-    Rule(80, 16, 16, 128, 64, Tile(64, 32, 4, 3)),
-    Rule(80, 16, 16, 128, ANY, Tile(128, 64, 8, 3), extras=False),
-    Rule(80, 16, 16, 128, ANY, Tile(128, 32, 8, 3)),
-    Rule(80, 16, 16, 256, ANY, Tile(64, 32, 8, 2)),
-    Rule(80, 32, 32, 256, ANY, Tile(32, 16, 8, 2)),
+    Rule(80, 16, 8, 128, 32, Tile(32, 32, 4, 5)),
+    Rule(80, 16, 8, 256, 16, Tile(16, 16, 8, 5)),
+    Rule(80, 16, 4, 256, 32, Tile(32, 32, 8, 5)),
+    Rule(80, 16, 8, 256, 32, Tile(32, 32, 4, 5)),
+    Rule(80, 16, 16, 256, 16, Tile(16, 64, 4, 5)),
+    Rule(80, 16, 16, 128, 32, Tile(32, 32, 4, 5)),
+    Rule(80, 16, 16, 256, 32, Tile(32, 32, 4, 5)),
+    Rule(90, 16, 4, 128, 64, Tile(64, 32, 4, 5)),
+    Rule(90, 16, 16, 128, 64, Tile(64, 64, 4, 5)),
+    Rule(90, 16, 8, 128, ANY, Tile(128, 64, 8, 5)),
+    Rule(90, 16, 16, 128, ANY, Tile(128, 128, 8, 5), extras=False),
+    Rule(90, 16, 16, 128, ANY, Tile(128, 64, 8, 5)),
+    Rule(80, 16, 8, 64, 64, Tile(64, 32, 8, 5)),
+    Rule(80, 16, 8, 64, ANY, Tile(128, 32, 8, 5)),
+    Rule(80, 16, 4, 128, ANY, Tile(64, 32, 8, 5), extras=False),
+    Rule(80, 16, 4, 128, ANY, Tile(32, 32, 8, 5)),
+    Rule(80, 16, 8, 128, ANY, Tile(64, 64, 8, 5)),
+    Rule(80, 16, 4, 256, ANY, Tile(32, 32, 8, 5)),
+    Rule(80, 16, 16, 64, 64, Tile(64, 64, 4, 5)),
+    Rule(80, 16, 16, 64, ANY, Tile(128, 64, 8, 5)),
+    Rule(80, 16, 16, 128, 64, Tile(64, 32, 4, 5)),
+    Rule(80, 16, 16, 128, ANY, Tile(128, 64, 8, 7), extras=False),
+    Rule(80, 16, 16, 128, ANY, Tile(128, 32, 8, 5)),
+    Rule(80, 16, 16, 256, ANY, Tile(64, 32, 8, 5)),
+    Rule(80, 32, 32, 256, ANY, Tile(32, 16, 8, 3)),
 )
 
 # Batch-invariant attention: one tile for every row there is, decode and prefill.
 INVARIANT = (
-    Rule(80, 16, 4, 256, ANY, Tile(32, 32, 8, 2)),
-    Rule(80, 16, 8, 128, ANY, Tile(64, 32, 8, 2)),
-    Rule(80, 16, 16, 64, ANY, Tile(64, 64, 4, 3)),
-    Rule(90, 16, 16, 128, ANY, Tile(64, 64, 4, 3)),
-    Rule(80, 16, 16, 128, ANY, Tile(64, 32, 4, 3)),
-    Rule(80, 16, 16, 256, ANY, Tile(64, 32, 8, 2)),
-    Rule(80, 32, 32, 256, ANY, Tile(32, 16, 8, 2)),
+    Rule(80, 16, 4, 256, ANY, Tile(32, 32, 8, 5)),
+    Rule(80, 16, 8, 128, ANY, Tile(64, 32, 8, 5)),
+    Rule(80, 16, 16, 64, ANY, Tile(64, 64, 4, 5)),
+    Rule(90, 16, 16, 128, ANY, Tile(64, 64, 4, 5)),
+    Rule(80, 16, 16, 128, ANY, Tile(64, 32, 4, 5)),
+    Rule(80, 16, 16, 256, ANY, Tile(64, 32, 8, 5)),
+    Rule(80, 32, 32, 256, ANY, Tile(32, 16, 8, 3)),
 )
 
 RULES = {"decode": DECODE, "prefill": PREFILL, "invariant": INVARIANT}
@@ -107,6 +117,6 @@ def find_tile(
             and (rule.extras or not extras)
         ):
             tile = rule.tile
-            return tile if tile.block_m >= group else Tile(power_of_2(group), tile.block_n, 8, 2)
+            return tile if tile.block_m >= group else Tile(power_of_2(group), tile.block_n, 8, tile.num_stages)
     widest = max(rule.block_d for rule in RULES[use])
     raise ValueError(f"the attention kernels take head sizes of up to {widest}, not {head_dim}")

@@ -19,9 +19,10 @@ from kernels.kv_quantize import kv_format_of, read_code
 MAX_SPLITS = 32
 # Fewer tiles of keys than this cost less to read than to merge. Not measured yet.
 MIN_SPLIT_TILES = 2
-# Programs that decode wants on each SM before it stops splitting: enough loads in flight to keep the memory busy while
-# some programs start or end. Not measured yet.
-PROGRAMS_PER_SM = 4
+# Programs that splits of a decode step may fill an SM with. Both kinds of device hold as many at once, so no split
+# waits for another to end, and each has 32 KB on their way while it computes: about twice what keeps the memory busy.
+# A batch that brings more than half of them is not split, which saves the launch that merges. Not measured yet.
+PROGRAMS_PER_SM = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class AttentionPlan:
 
         max_tokens is what the block tables have room for.
         """
-        wanted = -(-PROGRAMS_PER_SM * self.num_sms // (num_seqs * num_kv_heads))
+        wanted = PROGRAMS_PER_SM * self.num_sms // (num_seqs * num_kv_heads)
         return max(1, min(wanted, MAX_SPLITS, max_tokens // (block_n * MIN_SPLIT_TILES)))
 
     def decode_starts(self, num_seqs: int) -> Tensor:
@@ -97,7 +98,7 @@ def device_sizes(device: torch.device) -> tuple[int, int]:
     """(compute capability, number of SMs). The interpreter counts as a small sm_80, so that its tests see both one
     split and several."""
     if device.type != "cuda":
-        return 80, 4
+        return 80, 8
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor, torch.cuda.get_device_properties(device).multi_processor_count
 

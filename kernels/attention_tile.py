@@ -36,6 +36,15 @@ def load_slopes(alibi_slopes_ptr, head, mask, BLOCK_M: tl.constexpr, HAS_ALIBI: 
 
 
 @triton.jit
+def sum_queries(q, BLOCK_M: tl.constexpr, KV_FORMAT: tl.constexpr):
+    """fp32 [BLOCK_M]: the sum of each row of q for int4, the format with a minimum; zeros for the others."""
+    q_sum = tl.zeros([BLOCK_M], tl.float32)
+    if KV_FORMAT == 3:
+        q_sum += tl.sum(q.to(tl.float32), 1)
+    return q_sum
+
+
+@triton.jit
 def attend_tile(
     q,
     q_sum,
@@ -73,11 +82,10 @@ def attend_tile(
     """
     key_pos = tile_start + tl.arange(0, BLOCK_N)
     exists = key_pos < key_end
-    block_id = load_block_ids(block_table_ptr, tile_start, key_pos, exists, BLOCK_SIZE, BLOCK_N, MASKED)
-    # int64: a cache of 80 GB has more elements than an int32 can count
+    block_id, offset = find_keys(block_table_ptr, tile_start, key_pos, exists, BLOCK_SIZE, BLOCK_N, MASKED)
     k, v, k_scale, k_min, v_scale, v_min = load_tile(
-        k_cache_ptr, v_cache_ptr, block_id.to(tl.int64) * NUM_KV_HEADS + kv_head, key_pos % BLOCK_SIZE, exists,
-        BLOCK_SIZE, HEAD_DIM, BLOCK_D, KV_FORMAT, MASKED, q.dtype,
+        k_cache_ptr, v_cache_ptr, block_id, kv_head, offset, exists,
+        NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, BLOCK_D, KV_FORMAT, MASKED, q.dtype,
     )  # fmt: skip
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     # Where nothing but a positive factor stands between the scores and the softmax it is applied after the maximum,
@@ -116,25 +124,33 @@ def attend_tile(
 
 
 @triton.jit
-def load_block_ids(
+def find_keys(
     block_table_ptr, tile_start, key_pos, exists, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr
 ):
-    """The block of each key [BLOCK_N], or of the whole tile where one block holds it."""
+    """The block of each key [BLOCK_N], or of the whole tile where one block holds it, and the keys' rows in it.
+
+    Where blocks divide a tile these rows are the same for every tile: nothing of them is computed in the loop.
+    """
     if BLOCK_SIZE % BLOCK_N == 0:
-        return tl.load(block_table_ptr + tile_start // BLOCK_SIZE)
-    elif MASKED:
-        return tl.load(block_table_ptr + key_pos // BLOCK_SIZE, mask=exists, other=0)
+        return tl.load(block_table_ptr + tile_start // BLOCK_SIZE), key_pos % BLOCK_SIZE
+    elif BLOCK_N % BLOCK_SIZE == 0:
+        at = tl.arange(0, BLOCK_N)
+        ids_ptr = block_table_ptr + tile_start // BLOCK_SIZE + at // BLOCK_SIZE
+        return load_where(ids_ptr, exists if MASKED else None), at % BLOCK_SIZE
     else:
-        return tl.load(block_table_ptr + key_pos // BLOCK_SIZE)
+        ids_ptr = block_table_ptr + key_pos // BLOCK_SIZE
+        return load_where(ids_ptr, exists if MASKED else None), key_pos % BLOCK_SIZE
 
 
 @triton.jit
 def load_tile(
     k_cache_ptr,
     v_cache_ptr,
-    page,
+    block_id,
+    kv_head,
     offset,
     exists,
+    NUM_KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -145,8 +161,9 @@ def load_tile(
     """Keys and values [BLOCK_N, BLOCK_D]; then the scales and minima of the keys, and of the values [BLOCK_N] (of
     floats: unused).
 
-    page int64 counts pages, one for the tile or [BLOCK_N]; offset [BLOCK_N] is the row in it. Where MASKED, rows that
-    do not exist are zeros.
+    block_id: one for the tile or [BLOCK_N]; offset [BLOCK_N] is the row in the page of that block and kv_head. Where
+    MASKED, rows that do not exist are zeros. Addresses are the place within a block, which the compiler moves out of
+    the loop over tiles, plus the block's: one multiply-add for each row.
     """
     offs_d = tl.arange(0, BLOCK_D)
     if MASKED:
@@ -155,18 +172,21 @@ def load_tile(
         present = (offs_d < HEAD_DIM)[None, :]
     else:
         present = None
+    ROW: tl.constexpr = HEAD_DIM // 2 if KV_FORMAT == 3 else HEAD_DIM
+    PAGE: tl.constexpr = BLOCK_SIZE * (ROW if KV_FORMAT == 0 else ROW + 4)
+    # int64: a cache of 80 GB has more elements than an int32 can count
+    block = block_id.to(tl.int64) * (NUM_KV_HEADS * PAGE) + tl.zeros(offset.shape, tl.int64)
+    page = kv_head * PAGE
     if KV_FORMAT == 0:
-        rows = page * (BLOCK_SIZE * HEAD_DIM) + offset * HEAD_DIM
-        offsets = rows[:, None] + offs_d[None, :]
+        inside = (page + offset * ROW)[:, None] + offs_d[None, :]
         none = tl.zeros(offset.shape, tl.float32)
-        k, v = load_where(k_cache_ptr + offsets, present), load_where(v_cache_ptr + offsets, present)
+        k = load_where(k_cache_ptr + inside + block[:, None], present)
+        v = load_where(v_cache_ptr + inside + block[:, None], present)
         return k, v, none, none, none, none
     else:
-        rows_bytes: tl.constexpr = BLOCK_SIZE * (HEAD_DIM // 2 if KV_FORMAT == 3 else HEAD_DIM)
-        start = page * (rows_bytes + 4 * BLOCK_SIZE) + tl.zeros(offset.shape, tl.int64)
         known = exists if MASKED else None
-        k = load_codes(k_cache_ptr, start, offset, offs_d, present, HEAD_DIM, KV_FORMAT, dtype)
-        v = load_codes(v_cache_ptr, start, offset, offs_d, present, HEAD_DIM, KV_FORMAT, dtype)
-        k_scale, k_min = load_parameters(k_cache_ptr, start, offset, known, rows_bytes, KV_FORMAT)
-        v_scale, v_min = load_parameters(v_cache_ptr, start, offset, known, rows_bytes, KV_FORMAT)
+        k = load_codes(k_cache_ptr + page, block, offset, offs_d, present, HEAD_DIM, KV_FORMAT, dtype)
+        v = load_codes(v_cache_ptr + page, block, offset, offs_d, present, HEAD_DIM, KV_FORMAT, dtype)
+        k_scale, k_min = load_parameters(k_cache_ptr + page, block, offset, known, BLOCK_SIZE * ROW, KV_FORMAT)
+        v_scale, v_min = load_parameters(v_cache_ptr + page, block, offset, known, BLOCK_SIZE * ROW, KV_FORMAT)
         return k, v, k_scale, k_min, v_scale, v_min

@@ -113,16 +113,16 @@ def load_where(ptr, mask):
 def load_codes(ptr, page, offset, offs_d, mask, HEAD_DIM: tl.constexpr, KV_FORMAT: tl.constexpr, dtype: tl.constexpr):
     """Rows [BLOCK_N, BLOCK_D] of codes as numbers of `dtype`, exact in fp16, bf16 and fp32.
 
-    page int64 [BLOCK_N]: first byte of each row's page; offset [BLOCK_N]: the row in it. By integer arithmetic
+    page int64 [BLOCK_N]: where each row's page begins, from ptr; offset [BLOCK_N]: the row in it. By integer arithmetic
     (KV_FORMAT 2) e4m3 comes out divided by 256: its bits are those of a fp16 with another bias, and load_parameters
     makes up for it.
     """
     if KV_FORMAT == 3:
         half = offs_d % (HEAD_DIM // 2)
-        packed = load_where(ptr + ((page + offset * (HEAD_DIM // 2))[:, None] + half[None, :]), mask)
+        packed = load_where(ptr + ((offset * (HEAD_DIM // 2))[:, None] + half[None, :]) + page[:, None], mask)
         shift = tl.where(offs_d >= HEAD_DIM // 2, 4, 0)[None, :]
         return ((packed.to(tl.int32) >> shift) & 15).to(dtype)
-    codes = load_where(ptr + ((page + offset * HEAD_DIM)[:, None] + offs_d[None, :]), mask)
+    codes = load_where(ptr + ((offset * HEAD_DIM)[:, None] + offs_d[None, :]) + page[:, None], mask)
     if KV_FORMAT == 4:
         return codes.to(tl.float8e4nv, bitcast=True).to(dtype)
     if KV_FORMAT == 2:
@@ -135,8 +135,8 @@ def load_codes(ptr, page, offset, offs_d, mask, HEAD_DIM: tl.constexpr, KV_FORMA
 @triton.jit
 def load_parameters(ptr, page, offset, mask, ROWS_BYTES: tl.constexpr, KV_FORMAT: tl.constexpr):
     """fp32 [BLOCK_N] each: the factor of load_codes' numbers and the minimum to add (0 but for int4)."""
-    words_ptr = (ptr + (page + ROWS_BYTES)).to(tl.pointer_type(tl.int32))
-    words = load_where(words_ptr + offset, mask)
+    words_ptr = (ptr + (ROWS_BYTES + 4 * offset) + page).to(tl.pointer_type(tl.int32))
+    words = load_where(words_ptr, mask)
     if KV_FORMAT == 3:
         return (words << 16).to(tl.float32, bitcast=True), (words & -65536).to(tl.float32, bitcast=True)
     scale = words.to(tl.float32, bitcast=True)

@@ -18,7 +18,7 @@ from kernels.attention_plan import (
     attention_shape,
     plan_for_call,
 )
-from kernels.attention_tile import attend_tile, base_2_scale, empty_softmax, load_slopes
+from kernels.attention_tile import attend_tile, base_2_scale, empty_softmax, load_slopes, sum_queries
 from kernels.dispatch import cpu_kernels, tl, triton, use_triton
 from kernels.kv_quantize import as_bytes
 from kernels.prefill_attention import launch_prefill, prefill_attention_reference
@@ -153,9 +153,7 @@ def paged_attention_kernel(
     q_mask = row_mask[:, None] & (offs_d < HEAD_DIM)[None, :]
     q_offsets = seq.to(tl.int64) * Q_STRIDE_ROW + head[:, None] * Q_STRIDE_HEAD + offs_d[None, :]
     q = tl.load(q_ptr + q_offsets, mask=q_mask, other=0.0)
-    q_sum = tl.zeros([BLOCK_M], tl.float32)
-    if KV_FORMAT == 3:  # int4, the format with a minimum
-        q_sum += tl.sum(q.to(tl.float32), 1)
+    q_sum = sum_queries(q, BLOCK_M, KV_FORMAT)
     slopes = load_slopes(alibi_slopes_ptr, head, row_mask, BLOCK_M, HAS_ALIBI)
     query_pos = tl.zeros([BLOCK_M], tl.int32) + (seq_len - 1)
     acc, row_max, row_sum = empty_softmax(BLOCK_M, BLOCK_D)

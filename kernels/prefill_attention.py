@@ -8,7 +8,7 @@ from torch import Tensor
 from kernels.aot_configuration import AotConfiguration
 from kernels.attention_aot import attention_cases
 from kernels.attention_plan import AttentionPlan, AttentionShape, attention_shape, plan_for_call
-from kernels.attention_tile import attend_tile, base_2_scale, empty_softmax, load_slopes
+from kernels.attention_tile import attend_tile, base_2_scale, empty_softmax, load_slopes, sum_queries
 from kernels.dispatch import cpu_kernels, tl, triton, use_triton
 from kernels.kv_quantize import as_bytes, read_pages
 
@@ -132,17 +132,17 @@ def prefill_attention_kernel(
         return
     seq_len = tl.load(seq_lens_ptr + seq)
     offs_m, offs_d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
-    token, head = first_token + offs_m // GROUP, kv_head * GROUP + offs_m % GROUP
+    tile_token, tile_head = offs_m // GROUP, offs_m % GROUP
+    token = first_token + tile_token
     row_mask = (token < q_len) & (offs_m < TOKENS * GROUP)
     q_mask = row_mask[:, None] & (offs_d < HEAD_DIM)[None, :]
-    row = (q_begin + token).to(tl.int64)
-    q = tl.load(q_ptr + (row * Q_STRIDE_ROW + head * Q_STRIDE_HEAD)[:, None] + offs_d[None, :], mask=q_mask, other=0.0)
-    q_sum = tl.zeros([BLOCK_M], tl.float32)
-    if KV_FORMAT == 3:  # int4, the format with a minimum
-        q_sum += tl.sum(q.to(tl.float32), 1)
-    slopes = load_slopes(alibi_slopes_ptr, head, row_mask, BLOCK_M, HAS_ALIBI)
-    first_pos = seq_len - q_len + first_token
-    query_pos = seq_len - q_len + token
+    row = (q_begin + first_token).to(tl.int64)  # only this is 64 bits wide: no register of a thread holds an address
+    q_at = q_ptr + (row * Q_STRIDE_ROW + kv_head * (GROUP * Q_STRIDE_HEAD))
+    q_offsets = (tile_token * Q_STRIDE_ROW + tile_head * Q_STRIDE_HEAD)[:, None] + offs_d[None, :]
+    q = tl.load(q_at + q_offsets, mask=q_mask, other=0.0)
+    q_sum = sum_queries(q, BLOCK_M, KV_FORMAT)
+    slopes = load_slopes(alibi_slopes_ptr, kv_head * GROUP + tile_head, row_mask, BLOCK_M, HAS_ALIBI)
+    first_pos, query_pos = seq_len - q_len + first_token, seq_len - q_len + token
     acc, row_max, row_sum = empty_softmax(BLOCK_M, BLOCK_D)
     block_table_ptr = block_tables_ptr + seq.to(tl.int64) * block_tables_stride
     end = tl.minimum(seq_len, first_pos + TOKENS)
@@ -164,8 +164,9 @@ def prefill_attention_kernel(
             NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, KV_FORMAT, True, HAS_ALIBI, HAS_SOFTCAP, WINDOW,
         )  # fmt: skip
     result = acc / tl.where(row_sum > 0.0, row_sum, 1.0)[:, None]
-    out_row = row * (NUM_KV_HEADS * GROUP) + head
-    tl.store(out_ptr + out_row[:, None] * HEAD_DIM + offs_d[None, :], result.to(out_ptr.dtype.element_ty), mask=q_mask)
+    out_at = out_ptr + (row * NUM_KV_HEADS + kv_head) * (GROUP * HEAD_DIM)
+    out_offsets = (tile_token * (NUM_KV_HEADS * GROUP) + tile_head)[:, None] * HEAD_DIM + offs_d[None, :]
+    tl.store(out_at + out_offsets, result.to(out_ptr.dtype.element_ty), mask=q_mask)
 
 
 @triton.jit

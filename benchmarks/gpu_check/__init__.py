@@ -14,5 +14,5 @@ every line of it on a CPU with toy sizes, which proves the program and says noth
     steps.py      decode and prefill by the ModelRunner         profile.py  where the time of a step goes
     serving.py    nano-vllm workload, 100 users, memory         transformers_peer.py  the same prompts by transformers
     http.py       100 users over HTTP, where fastapi is there   report.py   table and JSON
-    tiles.py      attention with other tiles, on request
+    tiles.py      attention with other tiles, on request    bench.py    how a kernel is timed
 """

@@ -7,6 +7,7 @@ from functools import partial
 import torch
 
 from benchmarks.gpu_check import moe, torch_peers
+from benchmarks.gpu_check.bench import Bench
 from benchmarks.gpu_check.bounds import Limits
 from benchmarks.gpu_check.parts import Setting
 from benchmarks.gpu_check.record import Goal, Recorder, at_least
@@ -37,7 +38,7 @@ def run(recorder: Recorder, setting: Setting) -> None:
     watch = Stopwatch(device, seconds=0.25)
     bench = Bench(recorder, device, watch, limits)
     for name, make in attention(setting.tiny, device):
-        recorder.case(name, partial(bench.attention, name, make), seconds=60)
+        recorder.case(name, partial(time_attention, bench, make), seconds=60)
     shape, rows = (TINY_SHAPE, TINY_ROWS) if setting.tiny else (SHAPE, ROWS)
     for num_rows in rows:
         bench.series(f"row kernels, {num_rows} rows", row_cases(shape, num_rows, device))
@@ -46,48 +47,6 @@ def run(recorder: Recorder, setting: Setting) -> None:
         bench.series(f"linear layers, {num_rows} rows", linear_cases(shape, num_rows, device))
     moe.run(recorder, bench, setting.tiny)
     torch_peers.run(recorder, bench, shape, setting.tiny)
-
-
-class Bench:
-    """Times cases and records them as shares of the limit that binds them."""
-
-    def __init__(self, recorder: Recorder, device: torch.device, watch: Stopwatch, limits: Limits) -> None:
-        self.recorder, self.device, self.watch, self.limits = recorder, device, watch, limits
-
-    def attention(self, name: str, make: MakeCase) -> None:
-        case = make()
-        self.time(case, attention_goal(case, self.device))
-
-    def series(self, name: str, cases: Iterator[Case]) -> None:
-        """Cases that are made one by one; if making one fails, those after it are lost."""
-        try:
-            for case in cases:
-                self.recorder.case(f"{case.kernel} {case.size}", partial(self.time, case), seconds=40)
-        except Exception as error:
-            self.recorder.case(f"{name}: the rest", partial(_reraise, error))
-
-    def time(self, case: Case, goal: Goal | None = None, by: str = "") -> float:
-        """Record microseconds, GB/s, TFLOP/s and the larger of the two shares; returns the seconds."""
-        seconds = self.watch.median(case.call)
-        memory, matrix = case.num_bytes / seconds / self.limits.bandwidth, case.flops / seconds / self.limits.rate
-        self.recorder.figure(
-            f"{case.kernel} {case.size}",
-            seconds * 1e6,
-            "us",
-            share=max(memory, matrix),
-            of="copy" if memory >= matrix else "matmul",
-            goal=goal,
-            gigabytes_per_second=case.num_bytes / seconds / 1e9,
-            teraflops=case.flops / seconds / 1e12,
-            bytes=case.num_bytes,
-            flops=case.flops,
-            by=by or "ours",
-        )
-        return seconds
-
-
-def _reraise(error: Exception) -> None:
-    raise error
 
 
 def attention(tiny: bool, device: torch.device) -> Iterator[tuple[str, MakeCase]]:
@@ -102,6 +61,11 @@ def attention(tiny: bool, device: torch.device) -> Iterator[tuple[str, MakeCase]
     for num_seqs, chunk, context in prefills:
         make = partial(prefill_case, shape, device, num_seqs, chunk, context)
         yield f"prefill {num_seqs} x {chunk} of {context}", make
+
+
+def time_attention(bench: Bench, make: MakeCase) -> None:
+    case = make()
+    bench.time(case, attention_goal(case, bench.device))
 
 
 def attention_goal(case: Case, device: torch.device) -> Goal | None:

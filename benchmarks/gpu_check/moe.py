@@ -6,26 +6,23 @@ Qwen3-MoE's.
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.gpu_check.bench import Bench
 from benchmarks.gpu_check.record import Recorder
 from benchmarks.gpu_check.torch_peers import compare
 from benchmarks.kernel_speed import MOE_SHAPES, MOE_TOKENS, Case, MoELayer, MoEShape, moe_case
 from kernels.moe_routing import route_reference
-
-if TYPE_CHECKING:
-    from benchmarks.gpu_check.kernels import Bench
 
 TINY_SHAPES, TINY_TOKENS = (MoEShape("toy", 6, 2, 64, 32),), (1, 5)
 
 GroupedProduct = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def run(recorder: Recorder, bench: "Bench", tiny: bool) -> None:
+def run(recorder: Recorder, bench: Bench, tiny: bool) -> None:
     """One layer at a time is in memory. The first case makes it; if that fails, so does each of its others."""
     for shape in TINY_SHAPES if tiny else MOE_SHAPES:
         layers: list[MoELayer] = []
@@ -35,7 +32,7 @@ def run(recorder: Recorder, bench: "Bench", tiny: bool) -> None:
 
 
 @torch.no_grad()
-def measure_layer(bench: "Bench", layers: list[MoELayer], shape: MoEShape, num_tokens: int) -> None:
+def measure_layer(bench: Bench, layers: list[MoELayer], shape: MoEShape, num_tokens: int) -> None:
     """Ours and torch's, whose results are compared on the way. `layers` keeps the layer between calls."""
     if not layers:
         layers.append(MoELayer.random(shape, bench.device))

@@ -24,6 +24,7 @@ from engine.models.families import read_model_config
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 from engine.settings import load_settings
+from server import event_loop
 
 NANO, NANO_TEMPERATURE = f"{QWEN}: nano-vllm workload", 0.6
 NUM_USERS, PROMPT, OUTPUT, ROUNDS = 100, 512, 128, 4
@@ -82,7 +83,7 @@ def run(recorder: Recorder, setting: Setting) -> None:
     """One engine for everything, as a user with a card for it alone would start it: with configs/gpu.yaml."""
     device = pick_device(setting.tiny).type
     folder = write_model(QWEN, setting.folder, setting.tiny)
-    asyncio.run(_measure(recorder, setting, serving_config(folder, device, setting.tiny)))
+    event_loop.run(_measure(recorder, setting, serving_config(folder, device, setting.tiny)))
 
 
 def serving_config(folder: Path, device: str, tiny: bool) -> EngineConfig:

@@ -7,8 +7,9 @@ from functools import partial
 
 import torch
 
+from benchmarks.gpu_check.bench import Bench
 from benchmarks.gpu_check.bounds import Limits
-from benchmarks.gpu_check.kernels import SHAPE, Bench
+from benchmarks.gpu_check.kernels import SHAPE
 from benchmarks.gpu_check.parts import Setting
 from benchmarks.gpu_check.record import Recorder
 from benchmarks.gpu_check.timing import Stopwatch, pick_device
@@ -16,17 +17,22 @@ from benchmarks.kernel_speed import Case, Shape, make_plan, paged_batch
 from kernels.attention_choices import Tile
 from kernels.attention_plan import MAX_SPLITS, AttentionPlan, AttentionShape, attention_shape
 from kernels.attention_tile import base_2_scale
+from kernels.kv_format import FP8, INT8, KVFormat
+from kernels.kv_quantize import as_bytes
 from kernels.paged_attention import launch_decode
 from kernels.prefill_attention import launch_prefill
 
-# (block_m, block_n, num_warps, num_stages); the first of each is the table's on Hopper
-PREFILL_TILES = ((128, 64, 8, 3), (128, 64, 8, 2), (128, 64, 8, 4), (128, 128, 8, 2), (64, 64, 4, 3), (64, 64, 4, 2),
-                 (64, 128, 4, 2), (128, 32, 8, 3))  # fmt: skip
-DECODE_TILES = ((16, 64, 4, 3), (16, 64, 4, 2), (16, 64, 4, 4), (16, 32, 4, 3), (16, 32, 4, 4), (16, 128, 4, 2),
-                (16, 64, 2, 3), (16, 128, 8, 3))  # fmt: skip
+# (block_m, block_n, num_warps, num_stages); the first of each is the table's on Hopper. 3 stages fetch no tile ahead, 5
+# one and 7 two (kernels/attention_choices.py).
+PREFILL_TILES = ((128, 128, 8, 5), (128, 128, 8, 3), (128, 64, 8, 5), (128, 64, 8, 7), (128, 64, 8, 3), (64, 64, 4, 5),
+                 (64, 64, 4, 3), (64, 128, 4, 5), (64, 32, 4, 5), (128, 32, 8, 5))  # fmt: skip
+DECODE_TILES = ((16, 64, 4, 5), (16, 64, 4, 3), (16, 64, 4, 7), (16, 32, 4, 5), (16, 32, 4, 7), (16, 128, 4, 3),
+                (16, 128, 8, 5), (16, 64, 2, 5))  # fmt: skip
+# of int8 and fp8 caches of head size 128: there the codes' way to floats costs more instructions than the rest
+QUANTISED_TILES = ((16, 32, 4, 5), (16, 32, 4, 3), (16, 64, 4, 5), (16, 64, 8, 5), (16, 128, 8, 5))
 PREFILLS = ((1, 8192, 8192), (16, 512, 512), (1, 2048, 32768))  # sequences, chunk, context
 DECODES = ((1, 1024), (16, 4096), (64, 1024), (256, 1024))  # sequences, context
-MORE_SPLITS = (0.25, 0.5, 2.0)  # times as many programs as the plan wants, with the table's tile
+MORE_SPLITS = (0.5, 1.5, 2.0, 4.0)  # times as many programs as the plan wants, with the table's tile
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +54,8 @@ def run(recorder: Recorder, setting: Setting) -> None:
     bench = Bench(recorder, device, Stopwatch(device, 0.1), Limits.read(setting.folder / "limits.json"))
     for size in DECODES:
         sweep(bench, decodes(SHAPE, device, *size))
+    for kv_format in (INT8, FP8):
+        sweep(bench, decodes(SHAPE, device, *DECODES[1], kv_format))
     for size in PREFILLS:
         sweep(bench, prefills(SHAPE, device, *size))
 
@@ -58,18 +66,23 @@ def sweep(bench: Bench, cases: Iterator[Case]) -> None:
         bench.recorder.case(f"tile {case.kernel} {case.size}", partial(bench.time, case), seconds=40)
 
 
-def decodes(shape: Shape, device: torch.device, num_seqs: int, context: int) -> Iterator[Case]:
+def decodes(
+    shape: Shape, device: torch.device, num_seqs: int, context: int, kv_format: KVFormat | None = None
+) -> Iterator[Case]:
     """One size with every tile, then with the table's and other numbers of splits."""
-    q, *paged = paged_batch(shape, num_seqs, context, num_seqs, device)
+    q, k_cache, v_cache, *lengths = paged_batch(shape, num_seqs, context, num_seqs, device, kv_format)
+    paged = as_bytes(k_cache), as_bytes(v_cache), *lengths
     plan = _roomy(make_plan(shape, num_seqs, device), num_seqs, shape)
     tokens, out = num_seqs * context, torch.empty_like(q)
-    scale, plain = base_2_scale(shape.head_dim**-0.5, 0.0), attention_shape(q, paged[0], None, 0, 0.0)
-    choices = [(tile, 1.0) for tile in DECODE_TILES] + [(DECODE_TILES[0], more) for more in MORE_SPLITS]
+    scale, plain = base_2_scale(shape.head_dim**-0.5, 0.0), attention_shape(q, k_cache, None, 0, 0.0)
+    tiles = DECODE_TILES if kv_format is None else QUANTISED_TILES
+    choices = [(tile, 1.0) for tile in tiles] + [(tiles[0], more) for more in MORE_SPLITS]
     for tile, times in choices:
         busier = replace(plan, num_sms=max(1, round(plan.num_sms * times)))
         call = partial(launch_decode, _fixed(plain, tile), busier, q, *paged, None, *scale, out)
-        name = f"decode {_name(tile)}" + (f", programs x {times:g}" if times != 1 else "")
-        moved = tokens * 2 * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize
+        name = f"decode{f' {kv_format.name}' if kv_format else ''} {_name(tile)}"
+        name += f", programs x {times:g}" if times != 1 else ""
+        moved = tokens * 2 * shape.num_kv_heads * k_cache.shape[3] * k_cache.element_size()
         yield Case(name, f"{num_seqs} x {context}", call, moved, tokens * shape.flops_per_score)
 
 

@@ -2,19 +2,16 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.gpu_check.bench import Bench
 from benchmarks.gpu_check.record import Recorder
 from benchmarks.kernel_speed import Case, Shape, paged_batch
 from kernels.paged_attention import paged_attention
 from kernels.prefill_attention import prefill_attention
-
-if TYPE_CHECKING:
-    from benchmarks.gpu_check.kernels import Bench
 
 DECODES, PREFILLS = ((16, 4096), (64, 1024)), (1024, 8192)
 FLEX = ((64, 1024),), (8192,)  # each is compiled for some seconds
@@ -24,7 +21,7 @@ MAX_ERROR = 0.02  # |ours - theirs| / |theirs| in bf16
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def run(recorder: Recorder, bench: "Bench", shape: Shape, tiny: bool) -> None:
+def run(recorder: Recorder, bench: Bench, shape: Shape, tiny: bool) -> None:
     """SDPA and flex_attention, decode and prefill; their results are compared with ours on the way."""
     for peer, make, decodes, prefills in (("SDPA", sdpa, DECODES, PREFILLS), ("flex_attention", flex, *FLEX)):
         for num_seqs, context in TINY_DECODES if tiny else decodes:
@@ -56,7 +53,7 @@ def _visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def decode(bench: "Bench", shape: Shape, peer: str, make: Callable[..., Attend], num_seqs: int, context: int) -> None:
+def decode(bench: Bench, shape: Shape, peer: str, make: Callable[..., Attend], num_seqs: int, context: int) -> None:
     q, k_cache, v_cache, tables, seq_lens = paged_batch(shape, num_seqs, context, num_seqs, bench.device)
     keys, values = (contiguous(cache, tables, context) for cache in (k_cache, v_cache))
     attend, query = make(False, context, bench.device), q.unsqueeze(2)  # [num_seqs, heads, 1, head_dim]
@@ -69,7 +66,7 @@ def decode(bench: "Bench", shape: Shape, peer: str, make: Callable[..., Attend],
 
 
 @torch.no_grad()
-def prefill(bench: "Bench", shape: Shape, peer: str, make: Callable[..., Attend], length: int) -> None:
+def prefill(bench: Bench, shape: Shape, peer: str, make: Callable[..., Attend], length: int) -> None:
     q, k_cache, v_cache, tables, seq_lens = paged_batch(shape, 1, length, length, bench.device)
     keys, values = (contiguous(cache, tables, length) for cache in (k_cache, v_cache))
     attend, query = make(True, length, bench.device), q.transpose(0, 1).unsqueeze(0).contiguous()

@@ -1,6 +1,7 @@
 """Attention over the paged KV cache, and the metadata of a batch that it needs."""
 
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
@@ -46,16 +47,7 @@ class BatchMetadata:
 class Attention:
     """Grouped-query attention: q, k and v come from one matrix, K and V are written to their pages, then read there."""
 
-    __slots__ = (
-        "attn_out",
-        "head_dim",
-        "heads",
-        "num_heads",
-        "q_size",
-        "qkv",
-        "scale",
-        "window",
-    )
+    __slots__ = ("attn_out", "decode", "head_dim", "heads", "num_heads", "prefill", "q_size", "qkv")
 
     def __init__(
         self,
@@ -80,8 +72,9 @@ class Attention:
         self.num_heads = config.num_heads + 2 * config.num_kv_heads
         self.head_dim = config.head_dim
         self.q_size = config.q_size
-        self.scale = config.head_dim**-0.5 if config.attn_scale is None else config.attn_scale
-        self.window = config.window(layer)
+        scale = config.head_dim**-0.5 if config.attn_scale is None else config.attn_scale
+        self.decode = partial(paged_attention, scale=scale, sliding_window=config.window(layer))
+        self.prefill = partial(prefill_attention, scale=scale, sliding_window=config.window(layer))
 
     def __call__(
         self, hidden: Tensor, metadata: BatchMetadata, kv_cache: KVCache, outputs: OutputRows | None = None
@@ -92,7 +85,7 @@ class Attention:
             attended = self._attend(q, *kv_cache, metadata)
         else:
             q = q.index_select(0, outputs.indices)
-            attended = self._decode(q, *kv_cache, outputs.block_tables, outputs.seq_lens, metadata.plan)
+            attended = self.decode(q, *kv_cache, outputs.block_tables, outputs.seq_lens, plan=metadata.plan)
         return self.attn_out(attended.view(-1, self.q_size))
 
     def write(self, hidden: Tensor, metadata: BatchMetadata, kv_cache: KVCache) -> Tensor:
@@ -103,58 +96,13 @@ class Attention:
 
     def _attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: BatchMetadata) -> Tensor:
         """q [num_tokens, num_heads, head_dim] -> the same shape; decode rows and prefill rows have a kernel each."""
-        n, tables, lengths = metadata.num_decodes, metadata.block_tables, metadata.seq_lens
+        n, tables, lengths, plan = metadata.num_decodes, metadata.block_tables, metadata.seq_lens, metadata.plan
         if n == q.shape[0]:
-            return self._decode(q, k_cache, v_cache, tables, lengths, metadata.plan)
+            return self.decode(q, k_cache, v_cache, tables, lengths, plan=plan)
+        starts, longest = metadata.cu_seqlens_q, metadata.max_seqlen_q
         if n == 0:
-            return self._prefill(q, k_cache, v_cache, tables, lengths, metadata)
+            return self.prefill(q, k_cache, v_cache, tables, starts, lengths, longest, plan=plan)
         attended = q.new_empty(q.shape)
-        self._decode(q[:n], k_cache, v_cache, tables[:n], lengths[:n], metadata.plan, attended[:n])
-        self._prefill(q[n:], k_cache, v_cache, tables[n:], lengths[n:], metadata, attended[n:])
+        self.decode(q[:n], k_cache, v_cache, tables[:n], lengths[:n], plan=plan, out=attended[:n])
+        self.prefill(q[n:], k_cache, v_cache, tables[n:], starts, lengths[n:], longest, plan=plan, out=attended[n:])
         return attended
-
-    def _decode(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        block_tables: Tensor,
-        seq_lens: Tensor,
-        plan: AttentionPlan | None,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        return paged_attention(
-            q,
-            k_cache,
-            v_cache,
-            block_tables,
-            seq_lens,
-            self.scale,
-            sliding_window=self.window,
-            plan=plan,
-            out=out,
-        )
-
-    def _prefill(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        block_tables: Tensor,
-        seq_lens: Tensor,
-        metadata: BatchMetadata,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        return prefill_attention(
-            q,
-            k_cache,
-            v_cache,
-            block_tables,
-            metadata.cu_seqlens_q,
-            seq_lens,
-            metadata.max_seqlen_q,
-            self.scale,
-            sliding_window=self.window,
-            plan=metadata.plan,
-            out=out,
-        )

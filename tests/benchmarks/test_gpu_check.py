@@ -27,6 +27,7 @@ from benchmarks.gpu_check import (
     timing,
     wheels,
 )
+from benchmarks.gpu_check.bench import Bench
 from benchmarks.gpu_check.bounds import Bounds, Limits, decode_steps
 from benchmarks.gpu_check.record import Recorder, at_least, at_most, read_record
 from benchmarks.gpu_check.serving import Timeline, percentile
@@ -446,7 +447,7 @@ def test_without_a_grouped_product_experts_are_looped_over(monkeypatch):
 
 def test_a_case_that_cannot_be_made_costs_the_rest_of_its_series_only(tmp_path):
     recorder = Recorder(tmp_path / "part.jsonl")
-    bench = kernels.Bench(recorder, CPU, timing.Stopwatch(CPU), H100)
+    bench = Bench(recorder, CPU, timing.Stopwatch(CPU), H100)
 
     def cases():
         yield decode_case(kernels.TINY_SHAPE, CPU, 1, 16)

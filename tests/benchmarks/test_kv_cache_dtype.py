@@ -5,7 +5,7 @@ import json
 import pytest
 
 from benchmarks import kv_cache_dtype
-from engine.models.bundled.training.corpus import HELD_OUT_SEED, Corpus
+from training.corpus import HELD_OUT_SEED, Corpus
 
 
 def test_the_table_and_its_json(monkeypatch, tmp_path, capsys):

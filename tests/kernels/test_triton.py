@@ -72,12 +72,16 @@ from kernels import aot
 from kernels.aot_configuration import AotConfiguration
 
 configuration = AotConfiguration(None, "", "bf16", {}, num_warps=4, max_spill=8, needs=("mma",))
-good = aot.Report(registers=128, spilled=8, shared_memory=163 * 1024, programs=1, mma=1, wgmma=0, async_copies=0)
+good = aot.Report(registers=128, spilled=8, shared_memory=163 * 1024, programs=1, mma=1, wgmma=0, async_copies=0,
+                  wide=4, ahead=0)
 assert aot.problems(configuration, 80, good) == []
 for change, words in (({"spilled": 16}, "spills 16 bytes, 8 are allowed"), ({"mma": 0}, "has no mma"),
                       ({"shared_memory": 163 * 1024 + 1}, "the device has 166912")):
     assert words in " ".join(aot.problems(configuration, 80, replace(good, **change))), words
 assert aot.problems(configuration, 90, replace(good, shared_memory=200 * 1024)) == []
+fetching = replace(configuration, needs=("wide", "ahead"))
+assert aot.problems(fetching, 80, good) == [aot.NEEDS["ahead"]]
+assert aot.problems(fetching, 80, replace(good, wide=0, ahead=3)) == [aot.NEEDS["wide"]]
 
 # A100: 64 K registers and 164 KB of shared memory for the programs of an SM, 1 KB of it taken from each
 assert aot.programs_per_sm(80, 32, 0, 4) == 16, "warps"

@@ -1,0 +1,49 @@
+"""Bench: how the time of a kernel is taken and written down."""
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+
+from benchmarks.gpu_check.bounds import Limits
+from benchmarks.gpu_check.record import Goal, Recorder
+from benchmarks.gpu_check.timing import Stopwatch
+from benchmarks.kernel_speed import Case
+
+
+class Bench:
+    """Times cases and records them as shares of the limit that binds them."""
+
+    def __init__(self, recorder: Recorder, device: torch.device, watch: Stopwatch, limits: Limits) -> None:
+        self.recorder, self.device, self.watch, self.limits = recorder, device, watch, limits
+
+    def series(self, name: str, cases: Iterator[Case]) -> None:
+        """Cases that are made one by one; if making one fails, those after it are lost."""
+        try:
+            for case in cases:
+                self.recorder.case(f"{case.kernel} {case.size}", partial(self.time, case), seconds=40)
+        except Exception as error:
+            self.recorder.case(f"{name}: the rest", partial(_reraise, error))
+
+    def time(self, case: Case, goal: Goal | None = None, by: str = "") -> float:
+        """Record microseconds, GB/s, TFLOP/s and the larger of the two shares; returns the seconds."""
+        seconds = self.watch.median(case.call)
+        memory, matrix = case.num_bytes / seconds / self.limits.bandwidth, case.flops / seconds / self.limits.rate
+        self.recorder.figure(
+            f"{case.kernel} {case.size}",
+            seconds * 1e6,
+            "us",
+            share=max(memory, matrix),
+            of="copy" if memory >= matrix else "matmul",
+            goal=goal,
+            gigabytes_per_second=case.num_bytes / seconds / 1e9,
+            teraflops=case.flops / seconds / 1e12,
+            bytes=case.num_bytes,
+            flops=case.flops,
+            by=by or "ours",
+        )
+        return seconds
+
+
+def _reraise(error: Exception) -> None:
+    raise error
