@@ -113,16 +113,16 @@ class Delivery:
         stream = live.stream
         detokenizer = stream.detokenizer(indices[0])
         ended_by_token = seq.finish_reason is FinishReason.STOP
-        text, match = "", None
+        text, stop = "", None
         if not ended_by_token or seq.params.include_stop_str_in_output:
-            text, match = detokenizer.append(token.token_id)
-        if match is not None:
-            scheduler.finish(seq, FinishReason.STOP, match.stop)
-            seq.finish_reason, seq.stop_reason = FinishReason.STOP, match.stop  # it wins over a length reached with it
+            text, stop = detokenizer.append(token.token_id)
+        if stop is not None:
+            scheduler.finish(seq, FinishReason.STOP, stop)
+            seq.finish_reason, seq.stop_reason = FinishReason.STOP, stop  # it wins over a length reached with it
         logprobs = None
         if seq.params.logprobs is not None:
             logprobs = TokenLogprobs(token.token_id, token.logprob, tuple(token.top))
-        rest = None if seq.finish_reason is None else "" if match else detokenizer.flush()
+        rest = None if seq.finish_reason is None else "" if stop else detokenizer.flush()
         for index in indices:
             stream.put(index, token.token_id, text, logprobs)
             live.timings.observe_token(index, stream.num_prompt_tokens, now)

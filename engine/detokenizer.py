@@ -1,17 +1,9 @@
 """From token ids to text, one token at a time: whole characters only, and nothing past a stop string."""
 
 import codecs
-from dataclasses import dataclass
 
 from engine.sampling_params import SamplingParams
 from engine.tokenizer import Tokenizer
-
-
-@dataclass(frozen=True, slots=True)
-class StopMatch:
-    """`stop` was found; the text before it (or through it) has been emitted."""
-
-    stop: str
 
 
 class StopStringMatcher:
@@ -26,14 +18,14 @@ class StopStringMatcher:
         self._include_stop = include_stop
         self._held = ""
 
-    def feed(self, text: str) -> tuple[str, StopMatch | None]:
-        """(text that is safe to send, the match that ended it)."""
+    def feed(self, text: str) -> tuple[str, str | None]:
+        """(text that is safe to send, the stop string that ended it)."""
         text = self._held + text
         found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
             end, start, stop = min(found)
             self._held = ""
-            return text[: end if self._include_stop else start], StopMatch(stop)
+            return text[: end if self._include_stop else start], stop
         split = len(text) - self._num_held(text)
         self._held = text[split:]
         return text[:split], None
@@ -68,7 +60,7 @@ class Detokenizer:
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
 
-    def append(self, token_id: int) -> tuple[str, StopMatch | None]:
+    def append(self, token_id: int) -> tuple[str, str | None]:
         """(new text that may be sent, the stop string that ended the sample)."""
         self._num_tokens += 1
         text = self.text(token_id)
@@ -99,8 +91,8 @@ class Detokenizer:
         text = self._decoder.decode(b"", final=True)
         if self._matcher is None:
             return text
-        safe, match = self._matcher.feed(text)
-        return safe if match else safe + self._matcher.flush()
+        safe, stop = self._matcher.feed(text)
+        return safe if stop else safe + self._matcher.flush()
 
     def _bytes(self, token_id: int) -> bytes:
         return b"" if token_id in self._hidden else self._tokenizer.token_bytes(token_id)

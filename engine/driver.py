@@ -16,7 +16,6 @@ import time
 from collections import deque
 from functools import partial
 
-from engine.admission import ModelInfo, check_request, fits_still
 from engine.beam_group import begin_search
 from engine.beam_search import check_beams
 from engine.block_manager import BlockManager
@@ -31,6 +30,7 @@ from engine.flush import flush
 from engine.grammar_service import GrammarService, failure
 from engine.host_tier import HostTier
 from engine.kv_view import KVView, kv_view
+from engine.model_info import ModelInfo, check_request, fits_still
 from engine.outputs import FinishReason
 from engine.pooling_config import pooling_of_model, read_pooling
 from engine.prefetch import Prefetcher
@@ -165,10 +165,6 @@ class Driver:
         return None if self._failure is None else f"the engine has ended: {self._failure}"
 
     @property
-    def ready(self) -> bool:
-        return self.phase == "ready"
-
-    @property
     def num_live_requests(self) -> int:
         return len(self._live)
 
@@ -295,6 +291,7 @@ class Driver:
             admission=self.config.admission,
             eos_token_ids=self.eos_token_ids,
             whole_sequences=ready.encoder,
+            step_slowdown=None if ready.encoder else self.config.fair_step_slowdown,
         )
         self._prefetcher = self._new_prefetcher()
         overlap = self.config.async_scheduling

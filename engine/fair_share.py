@@ -16,13 +16,14 @@ back and forth. What gives way keeps its computed blocks in the prefix cache unt
 
 First tokens. While a tenant waits for a first token, the plan leaves out those who were served more than it: the new
 prompt neither waits behind their chunks nor shares the step with decodes of a tenant that holds more than twice as
-much. What it computes alone is charged, so this ends when the accounts are level. But it has to wait for the step that
-is under way when it comes: so while tenants with little are to be expected, the steps of one with more are short ones
-(engine/short_steps.py).
+much or, where its own is small, of one that is not (small: what it holds, and what it asks for). What it computes alone
+is charged, so this ends when the accounts are level. But it has to wait for the step that is under way when it comes:
+so while small tenants are to be expected, the steps of others are short ones (engine/short_steps.py).
 
 With a single tenant none of this costs anything: `contended` is False and the order of arrival decides.
 """
 
+import math
 from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -34,10 +35,10 @@ from engine.short_steps import ShortSteps
 from engine.step import StepPlan, StepResult
 
 PROMPT_COST, OUTPUT_COST = 1.0, 2.0  # of a token, as in the paper
-SMALL_SHARE = 1 / 16  # who holds more than this, and more than one row, keeps others waiting
-CREDIT_SECONDS = 0.25  # of computing, which a tenant that holds little may be ahead of its share
+SMALL_SHARE = 1 / 16  # who holds or asks for more than this, and for more than one row, keeps others waiting
+CREDIT_SECONDS = 0.25  # of computing, which a small tenant may be ahead of its share
 PRICE_WEIGHT = 0.1  # of a step among the last ones
-VISIT_SECONDS = 20.0  # of computing: for so long after there was a tenant with less another one is expected
+VISIT_SECONDS = 20.0  # of computing: for so long after there was a small tenant another one is expected
 
 
 @dataclass(slots=True, eq=False)
@@ -64,7 +65,8 @@ class Holding:
 class FairShare:
     """The accounts of all tenants. Told of every sequence that comes and goes."""
 
-    def __init__(self, block_manager: BlockManager, max_num_seqs: int, *, short_steps: bool = True) -> None:
+    def __init__(self, block_manager: BlockManager, max_num_seqs: int, *, step_slowdown: float | None = None) -> None:
+        """`step_slowdown` is what engine/short_steps.py says; None: no step is cut short for others."""
         self.max_num_seqs = max_num_seqs
         self.num_displaced = 0  # sequences that gave way to another tenant's
         self._blocks = block_manager
@@ -77,8 +79,8 @@ class FairShare:
         self._costs: dict[int, dict[str, float]] = {}  # by plan and tenant, until its result is back
         self._price = 0.0  # seconds that a weighted token took in the last steps
         self.resting: set[Sequence] = set()  # who decodes, but not in the plan under construction
-        self._may_be_short = short_steps  # whether a sequence can be computed in parts
-        self._short_steps = ShortSteps()
+        self._may_be_short = step_slowdown is not None
+        self._short_steps = ShortSteps(step_slowdown or math.inf)
         self._short_until = 0.0  # by the clock
         self._last_tenant: str | None = None  # of whom a sequence came
         self._floor = 0.0  # the lowest account of the active tenants, when it was last looked at
@@ -158,10 +160,11 @@ class FairShare:
         elif self._clock >= self._short_until:
             return running, most
         holdings = self._holdings(running)
-        small = {name for name in self._active if self._share(name, holdings.get(name)) <= self._little}
+        small = {name for name in self._active if self._is_small(name, holdings)}
         if self.contended and small and self._may_be_short:
             self._short_until = self._clock + VISIT_SECONDS
-        if self._clock < self._short_until and any(seq.tenant not in small for seq in starters):
+        planned = {seq.tenant for seq in starters} | (self._active - self.left_out if more_wait else set())
+        if self._clock < self._short_until and not planned <= small:
             has_room = more_wait and len(running) < self.max_num_seqs
             starters, most, self.resting = self._short_steps.limit(starters, has_room, most)
         return starters, most
@@ -223,6 +226,8 @@ class FairShare:
         ahead = {name for name in self._active if self._rank(name, holdings) > lowest}
         share = self._share(first.tenant, holdings.get(first.tenant, Holding(num_rows=1)))
         larger = {name for name in ahead if self._share(name, holdings.get(name)) > 2 * share}
+        if self._is_small(first.tenant, holdings):
+            larger |= {name for name in ahead if not self._is_small(name, holdings)}
         self.left_out = self._kept_out | ahead
         rest = [
             seq
@@ -329,15 +334,17 @@ class FairShare:
         share = max(holding.num_rows / self.max_num_seqs, holding.num_blocks / self._blocks.num_blocks)
         return share / self._tenants[name].weight
 
-    @property
-    def _little(self) -> float:
-        return max(SMALL_SHARE, 1 / self.max_num_seqs)
+    def _is_small(self, name: str, holdings: dict[str, Holding]) -> bool:
+        """Whether a tenant holds little and, with all that waits, asks for no more rows than that."""
+        tenant = self._tenants[name]
+        asked = tenant.num_live / self.max_num_seqs / tenant.weight
+        return max(asked, self._share(name, holdings.get(name))) <= max(SMALL_SHARE, 1 / self.max_num_seqs)
 
     def _rank(self, name: str, holdings: dict[str, Holding]) -> tuple[float, float]:
         """Lower is served next. What is not charged yet is estimated."""
         tenant, share = self._tenants[name], self._share(name, holdings.get(name))
         account = tenant.served + tenant.cost * self._price / tenant.weight
-        return account - CREDIT_SECONDS * (share <= self._little), share
+        return account - CREDIT_SECONDS * self._is_small(name, holdings), share
 
     def _num_own_blocks(self, seq: Sequence) -> int:
         return sum(self._blocks.blocks[block_id].ref_count == 1 for block_id in seq.block_table)

@@ -1,12 +1,14 @@
 """ShortSteps: steps that end soon, while a request of another tenant may come at any moment and would have to wait.
 
-A step may take SLOWDOWN times as long as an empty one would. Of its time all but that of the empty step goes into work,
-so at most one part in SLOWDOWN of the throughput is given up; where decodes cost next to nothing beside the reading of
-the weights, as on a GPU, next to nothing is. Chunks of prompts get half of the work and decodes the other half, or
-either of them all where the other is not wanted. Those that decode take turns.
+A step may take `slowdown` times as long as one with an empty prompt would, which is what the smallest prompt takes that
+may come. Of its time all but that of an empty step goes into work, so at most one part in `slowdown` of the throughput
+is given up; where decodes cost next to nothing beside the reading of the weights, as on a GPU, next to nothing is.
+Chunks of prompts get half of the work and decodes the other half, or either of them all where the other is not wanted.
+Those that decode take turns.
 """
 
 from itertools import count
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,17 +18,25 @@ from engine.step import StepPlan, StepResult
 
 Numbers = npt.NDArray[np.floating]
 
-SLOWDOWN = 3.0
 CHUNK_SHARE = 16  # of a step's tokens go to chunks while it is not known how long steps take
+
+
+class StepRoom(NamedTuple):
+    """What lets a step take as long as it may: decodes and nothing else; beside an empty prompt decodes, or tokens."""
+
+    decodes_alone: float
+    decodes: float
+    tokens: float
 
 
 class StepTimes:
     """How long a step takes, learnt from those that were computed.
 
-    Seconds are taken to be base + per_decode * decodes + per_token * tokens of chunks: the weights are read once, each
-    decode reads what it attends to, each token of a prompt has to be computed. The three are fitted by least squares of
-    the relative errors, the last steps weighing most. Where those do not tell them apart, the last fit stands (ridge
-    regression towards it).
+    Seconds are taken to be base + per_decode * decodes, and with chunks of prompts first_token + per_token * tokens
+    more: the weights are read once, each decode reads what it attends to, each token of a prompt has to be computed; a
+    GPU runs decodes alone as a recorded graph, and with chunks kernel by kernel. The four are fitted by least
+    squares of the relative errors, the last steps weighing most. Where those do not tell them apart, the last fit
+    stands (ridge regression towards it).
     """
 
     MEMORY = 0.99  # weight of a step beside the one after it
@@ -34,36 +44,35 @@ class StepTimes:
     MIN_STEPS = 16  # before that many there is no fit
 
     def __init__(self) -> None:
-        self._products: Numbers = np.zeros((3, 3))
-        self._sums: Numbers = np.zeros(3)
-        self._fit: Numbers = np.zeros(3)  # base, per_decode, per_token
+        self._products: Numbers = np.zeros((4, 4))
+        self._sums: Numbers = np.zeros(4)
+        self._fit: Numbers = np.zeros(4)  # base, first_token, per_decode, per_token
         self._num_steps = 0
 
     def observe(self, num_decodes: int, num_chunk_tokens: int, seconds: float) -> None:
         """A step was computed, in more than no time."""
-        features = np.array([1, num_decodes, num_chunk_tokens]) / seconds  # times the fit it should be 1
+        features = np.array([1, num_chunk_tokens > 0, num_decodes, num_chunk_tokens]) / seconds  # times the fit: 1
         self._products = self.MEMORY * self._products + np.outer(features, features)
         self._sums = self.MEMORY * self._sums + features
         self._num_steps += 1
 
-    def within(self, slowdown: float) -> tuple[float, float] | None:
-        """How many decodes alone, and how many tokens of chunks alone, let a step take `slowdown` times an empty one.
-
-        None where too little is known.
-        """
+    def within(self, slowdown: float) -> StepRoom | None:
+        """What lets a step take `slowdown` times as long as one with an empty prompt. None: too little is known."""
         if self._num_steps < self.MIN_STEPS:
             return None
         pull = np.diag(self.RIDGE * np.diag(self._products) + 1e-9)
         self._fit = np.linalg.solve(self._products + pull, self._sums + pull @ self._fit)
-        base, per_decode, per_token = np.maximum(self._fit, 1e-9)
-        work = (slowdown - 1.0) * base
-        return work / per_decode, work / per_token
+        base, first_token, per_decode, per_token = np.maximum(self._fit, 1e-9)
+        empty = base + first_token
+        work = (slowdown - 1.0) * empty
+        return StepRoom((work + first_token) / per_decode, work / per_decode, work / per_token)
 
 
 class ShortSteps:
     """Limits plans, and is told of those it limited and of their results (a step costs it some 30 microseconds)."""
 
-    def __init__(self) -> None:
+    def __init__(self, slowdown: float) -> None:
+        self._slowdown = slowdown
         self._times = StepTimes()
         self._planned: dict[int, tuple[int, int]] = {}  # decodes and tokens of chunks
         self._turns = count(1)
@@ -85,14 +94,14 @@ class ShortSteps:
         """Who of `sequences` may be in the next step, in order (`sequences` itself: all), its tokens (`most` at most)
         and who of them rests. `more_wait` says whether others could be admitted.
         """
-        limits = self._times.within(SLOWDOWN)
-        if limits is None:
+        room = self._times.within(self._slowdown)
+        if room is None:
             return sequences, min(most, len(sequences) + -(-most // CHUNK_SHARE)), set()
         decodes = [seq for seq in sequences if seq.in_worker and seq.num_uncomputed_tokens == 1]
         has_chunks = more_wait or any(seq.num_uncomputed_tokens > 1 for seq in sequences)
-        resting = self._resting(decodes, round(limits[0] / 2 if has_chunks else limits[0]))
+        resting = self._resting(decodes, round(room.decodes / 2 if has_chunks else room.decodes_alone))
         num_decodes = len(decodes) - len(resting)
-        num_tokens = round(limits[1] * max(0.0, 1.0 - num_decodes / limits[0]))
+        num_tokens = round(room.tokens * max(0.0, 1.0 - num_decodes / room.decodes))
         others = [seq for seq in sequences if seq not in resting] if resting else sequences
         return others, min(most, num_decodes + max(1, num_tokens)), resting
 

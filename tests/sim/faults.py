@@ -135,7 +135,7 @@ MUTANTS = (
         "stop string's blocks not freed",
         Delivery,
         "_deliver",
-        "scheduler.finish(seq, FinishReason.STOP, match.stop)",
+        "scheduler.finish(seq, FinishReason.STOP, stop)",
         "pass",
     ),
     Mutant("failure of a request not told", Driver, "_fail", "live.stream.fail(error)", "pass"),

@@ -98,7 +98,7 @@ class Monitor:
         self._deadly: dict[int, str] = {}
         self._num_emitted: dict[int, int] = {}
         self._in_flight = 0
-        self._num_rests: dict[int, int] = {}  # by seq_id, since the last plan with it
+        self._before: dict[int, set[int]] = {}  # who decoded while a sequence rested, by its id
         self.results.clear()
         self.num_workers = 0
         self.blows.clear()
@@ -196,7 +196,7 @@ class Monitor:
     def restarted(self, live: list[Sequence]) -> None:
         """The Driver has begun again with an empty pool: so does the device. What cannot fit any more must fail."""
         self._in_flight = 0
-        self._num_rests.clear()
+        self._before.clear()
         self.results.clear()
         self.attach(self.scheduler)
         for seq in live:
@@ -351,7 +351,7 @@ class Monitor:
         if ran and ran[0].status is SequenceStatus.WAITING:
             fail("progress", f"the first in order was preempted: {ran[0]}")
         self._check_order(plan, ran)
-        self._check_turns(planned)
+        self._check_turns(plan, planned)
         if num_tokens == scheduler.max_num_batched_tokens:
             saw("token budget used up")
         if is_short and num_tokens == scheduler.step_budget:
@@ -379,15 +379,19 @@ class Monitor:
         if {move.block_id for move in plan.offloads} & {move.block_id for move in plan.loads}:
             self.saw("block loaded in place of one that is offloaded")
 
-    def _check_turns(self, planned: set[int]) -> None:
-        """Who rests in short steps is in one of as many as there may be others."""
-        resting = {seq.seq_id for seq in self.scheduler.fair_share.resting}
-        if resting & planned:
-            fail("turn", f"sequences {resting & planned} rest, and are in the plan")
-        kept = {seq_id: count for seq_id, count in self._num_rests.items() if seq_id not in planned}
-        self._num_rests = kept | {seq_id: kept.get(seq_id, 0) + 1 for seq_id in resting}
-        if max(self._num_rests.values(), default=0) > self.scheduler.max_num_seqs:
-            fail("turn", f"short steps in which sequences rested, one after the other: {self._num_rests}")
+    def _check_turns(self, plan: StepPlan, planned: set[int]) -> None:
+        """While one rests in short steps, none of its tenant's others decodes twice."""
+        resting = self.scheduler.fair_share.resting
+        if found := {seq.seq_id for seq in resting} & planned:
+            fail("turn", f"sequences {found} rest, and are in the plan")
+        tenants = {seq.seq_id: seq.tenant for seq in self.scheduler.running}
+        self._before = {seq_id: others for seq_id, others in self._before.items() if seq_id not in planned}
+        for seq in resting:
+            others = {seq_id for seq_id in plan.decodes if tenants[seq_id] == seq.tenant}
+            before = self._before.setdefault(seq.seq_id, set())
+            if found := others & before:
+                fail("turn", f"{seq} rests, and {found} decode for the second time")
+            before |= others
         if resting:
             self.saw("decodes rest in a short step")
 

@@ -16,7 +16,7 @@ from typing import Any
 from tests.sim.coverage import Coverage
 from tests.sim.runner import Outcome, sweep
 
-STEPS_PER_MUTANT = 150_000
+STEPS_PER_MUTANT = 300_000
 
 
 @dataclass(frozen=True)

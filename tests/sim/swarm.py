@@ -70,6 +70,7 @@ class SimConfig:
     reload_fault_every: int = 0  # one restart in so many fails, or never ends
     step_timeout: float = 30.0
     tenant_weights: tuple[float, ...] = (1.0,)
+    step_slowdown: float | None = None
 
     @property
     def max_blocks_per_seq(self) -> int:
@@ -220,6 +221,7 @@ def draw_config(seed: int, rng: random.Random, for_driver: bool) -> SimConfig:
     config = _with_more(config, random.Random(f"{seed} more"), for_driver)
     tenants = random.Random(f"{seed} tenants")
     config = replace(config, tenant_weights=tenants.choice([(1.0,), (1.0,), (1.0, 1.0), (1.0, 1.0, 4.0), (1.0,) * 6]))
+    config = replace(config, step_slowdown=random.Random(f"{seed} slowdown").choice([1.5, 1.5, 3.0, None]))
     return _for_newcomers(config, tenants) if not for_driver and tenants.random() < 0.2 else config
 
 
