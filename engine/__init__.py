@@ -4,26 +4,21 @@
 module stays cheap and free of torch.
 """
 
+from importlib import import_module
 from typing import Any
 
 __all__ = ["LLM", "BeamSearchParams", "CompletionOutput", "RequestOutput", "SamplingParams"]
 
+MODULES = {
+    "LLM": "engine.llm",
+    "BeamSearchParams": "engine.beam_search",
+    "CompletionOutput": "engine.outputs",
+    "RequestOutput": "engine.outputs",
+    "SamplingParams": "engine.sampling_params",
+}
+
 
 def __getattr__(name: str) -> Any:
-    if name == "LLM":
-        from engine.llm import LLM
-
-        return LLM
-    if name == "SamplingParams":
-        from engine.sampling_params import SamplingParams
-
-        return SamplingParams
-    if name == "BeamSearchParams":
-        from engine.beam_search import BeamSearchParams
-
-        return BeamSearchParams
-    if name in ("RequestOutput", "CompletionOutput"):
-        import engine.outputs
-
-        return getattr(engine.outputs, name)
+    if name in MODULES:
+        return getattr(import_module(MODULES[name]), name)
     raise AttributeError(f"module 'engine' has no attribute {name!r}")

@@ -1,19 +1,16 @@
 """Executor: the Worker process, seen from the Driver: start it, send it plans, read its answers, notice its death."""
 
 import asyncio
-import contextlib
 import logging
-import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
 
 import engine.errors
+from engine.child_process import spawn
 from engine.errors import EngineError, PageserveError
 from engine.process_state import count_oom_kills, is_stopped
 from engine.recovery import StepWatch
@@ -60,10 +57,9 @@ class WorkerDiedError(EngineError):
 
 
 class Executor:
-    """One Worker process, started with one end of a socket pair and nothing else: no fork, no pickle, no port.
+    """One Worker process, started with one end of a socket pair and nothing else (engine/child_process.py).
 
-    `worker_command` gets the number of the inherited socket as its last argument. An Executor lives as long as its
-    Worker: the next Worker has the next Executor.
+    An Executor lives as long as its Worker: the next Worker has the next Executor.
     """
 
     def __init__(self, worker_command: tuple[str, ...] = WORKER_COMMAND) -> None:
@@ -86,13 +82,8 @@ class Executor:
         """Spawn the Worker and tell it what to load. Loading is awaited by `wait_ready`. Raises WorkerDiedError."""
         self._step_timeout = message.config.step_timeout
         try:
-            ours, theirs = socket.socketpair()
-            with contextlib.ExitStack() as on_failure:
-                on_failure.callback(ours.close)
-                with theirs:
-                    self._process = self._spawn(theirs)
-                self._reader, self._writer = await asyncio.open_unix_connection(sock=ours, limit=1 << 20)
-                on_failure.pop_all()
+            self._process, ours = spawn(self._command)
+            self._reader, self._writer = await asyncio.open_unix_connection(sock=ours, limit=1 << 20)
         except OSError as error:
             raise WorkerDiedError(f"the Worker process could not be started: {error}") from None
         self._writer.write(encode_frame(message))
@@ -191,17 +182,6 @@ class Executor:
         self.ready = False
         if self._timer is not None:
             self._timer.cancel()
-
-    def _spawn(self, channel: socket.socket) -> "subprocess.Popen[bytes]":
-        # The Worker imports this very source tree, wherever the caller's working directory is.
-        root = str(Path(__file__).resolve().parent.parent)
-        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-        return subprocess.Popen(
-            [*self._command, str(channel.fileno())],
-            pass_fds=[channel.fileno()],
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": path},
-        )
 
     async def _receive(self) -> WorkerMessage:
         assert self._reader is not None, "start() comes first"

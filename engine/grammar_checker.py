@@ -1,29 +1,29 @@
 """GrammarChecker: finds out, in processes that can be killed, whether a structured output compiles within the limits.
 
 The Driver's side, no torch and no llguidance. A verdict is kept, so that what is asked again costs nothing; what is
-asked twice at once is checked once.
+asked twice at once is checked once. Tenants take turns, and share the places where one may wait.
 """
 
 import asyncio
-import os
 import signal
-import socket
 import subprocess
 import sys
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 
 import msgspec
 
+from engine.child_process import spawn
 from engine.errors import EngineError, InvalidRequestError, QueueFullError
+from engine.fair_slots import FairSlots
 from engine.step import FRAME_HEADER, encode_frame
 from engine.structured_output import StructuredOutput, Vocabulary
 
 HELPER_COMMAND = (sys.executable, "-m", "engine.grammar_helper")
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 NUM_HELPERS = 2
 MAX_VERDICTS = 4096
-MAX_WAITING = 128
+MAX_WAITING = 128  # with those that are checked; of several tenants each has its share of that
 # The time limit counts processor time, so that a busy machine refuses nothing; a helper silent for this long is killed.
 WALL_CLOCK_FACTOR = 20.0
 LOAD_SECONDS = 120.0  # to start, to import and to load the vocabulary
@@ -43,31 +43,16 @@ class GrammarHelper:
 
     async def start(self, vocabulary: Vocabulary, cpu_seconds: float) -> str:
         """Start it and load the vocabulary; returns why it serves nothing, or "". Raises HelperDiedError, OSError."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = self._spawn(theirs.fileno(), cpu_seconds)
+        self._process, ours = spawn(self._command, str(cpu_seconds), environment=ONE_THREAD)
         self._reader, self._writer = await asyncio.open_unix_connection(sock=ours)
-        return await self._ask(vocabulary, LOAD_SECONDS)
+        return await self.ask(vocabulary, LOAD_SECONDS)
 
     @property
     def pid(self) -> int | None:
         return self._process.pid if self._process else None
 
-    def _spawn(self, fd: int, cpu_seconds: float) -> "subprocess.Popen[bytes]":
-        root = str(Path(__file__).resolve().parent.parent)
-        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-        return subprocess.Popen(
-            [*self._command, str(fd), str(cpu_seconds)],
-            pass_fds=[fd],
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-        )
-
-    async def check(self, output: StructuredOutput, seconds: float) -> str:
+    async def ask(self, message: StructuredOutput | Vocabulary, seconds: float) -> str:
         """What is wrong with it, or "". Raises HelperDiedError, also after `seconds` without an answer."""
-        return await self._ask(output, seconds)
-
-    async def _ask(self, message: StructuredOutput | Vocabulary, seconds: float) -> str:
         try:
             self._writer.write(encode_frame(message))
             return await asyncio.wait_for(self._answer(), seconds)
@@ -103,21 +88,21 @@ class GrammarChecker:
         self._cpu_seconds = cpu_seconds
         self._command = command
         self._verdicts: OrderedDict[bytes, str] = OrderedDict()
-        self._checks: dict[bytes, asyncio.Task[str]] = {}
+        self._checks: dict[tuple[str, bytes], asyncio.Task[str]] = {}  # by tenant: nobody waits in another's queue
         self._idle: list[GrammarHelper] = []
         self._busy: set[GrammarHelper] = set()
-        self._slots = asyncio.Semaphore(num_helpers)
+        self._slots = FairSlots(num_helpers)
 
-    async def check(self, output: StructuredOutput) -> None:
+    async def check(self, output: StructuredOutput, tenant: str = "") -> None:
         """Return when it is known to be good. Raises InvalidRequestError where it is not, QueueFullError, EngineError.
 
         A caller that is cancelled leaves the check running: its verdict is worth having.
         """
-        key = output.digest()
+        key = tenant, output.digest()
         verdict = self.verdict(output)
         if verdict is None:
             if (task := self._checks.get(key)) is None:
-                if len(self._checks) >= MAX_WAITING:
+                if not self._has_place_for(tenant):
                     raise QueueFullError("Too many new grammars wait to be compiled. Try again later.", 5.0)
                 task = self._checks[key] = asyncio.create_task(self._find_verdict(key, output))
             verdict = await asyncio.shield(task)
@@ -144,13 +129,20 @@ class GrammarChecker:
         helpers, self._idle = [*self._idle, *self._busy], []
         await asyncio.gather(*(helper.stop() for helper in helpers))
 
-    async def _find_verdict(self, key: bytes, output: StructuredOutput) -> str:
+    def _has_place_for(self, tenant: str) -> bool:
+        waiting = Counter(name for name, _ in self._checks)
+        return waiting[tenant] < max(1, MAX_WAITING // len({*waiting, tenant}))
+
+    async def _find_verdict(self, key: tuple[str, bytes], output: StructuredOutput) -> str:
+        tenant, digest = key
         try:
-            async with self._slots:
-                verdict = await self._ask(output)
+            async with self._slots.take(tenant):
+                verdict = self.verdict(output)  # another tenant may have asked for the same
+                if verdict is None:
+                    verdict = await self._ask(output)
         finally:
             del self._checks[key]
-        self._verdicts[key] = verdict
+        self._verdicts[digest] = verdict
         if len(self._verdicts) > MAX_VERDICTS:
             self._verdicts.popitem(last=False)
         return verdict
@@ -160,7 +152,7 @@ class GrammarChecker:
         for _ in range(2):
             helper = await self._take()
             try:
-                verdict = await helper.check(output, WALL_CLOCK_FACTOR * self._cpu_seconds)
+                verdict = await helper.ask(output, WALL_CLOCK_FACTOR * self._cpu_seconds)
             except HelperDiedError:
                 if await self._drop(helper):
                     break

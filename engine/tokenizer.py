@@ -18,10 +18,11 @@ from engine.errors import InvalidRequestError, ModelError
 from engine.fill_in_middle import FillInMiddle, find_fill_in_middle
 from engine.plain_content import PlainContent, unused_characters
 
-# Else a batch is shared out to as many threads as there are cores, which the Worker needs; ours are two, see `run`.
+# Else a batch is shared out to as many threads as there are cores, which the Worker needs; ours are those of `run`.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 T = TypeVar("T")
+NUM_THREADS = 2
 LONG_TEXT = 1024  # token ids; from here on decoding is worth the detour that releases the GIL
 # One unknown token of these stands for any number of characters, a run of spaces for none. What has more characters for
 # each token than this is no text.
@@ -41,7 +42,7 @@ class ChatPrompt(NamedTuple):
 class Tokenizer:
     """Thread-safe; the methods are synchronous, `run` moves any of them off the event loop."""
 
-    def __init__(self, model_dir: Path, chat_template: str | None = None, num_threads: int = 2) -> None:
+    def __init__(self, model_dir: Path, chat_template: str | None = None) -> None:
         """Load from a checkpoint folder; `chat_template` overrides the folder's own.
 
         Raises ModelError where no tokenizer can be loaded without running foreign code.
@@ -59,7 +60,7 @@ class Tokenizer:
         spellings = {name: _spelling(settings.get(name)) for name in NAMED_TOKENS}
         self._special = {name: text for name, text in spellings.items() if isinstance(text, str)}
         self._plain_content = PlainContent(self._tokenizer)
-        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenizer")
+        self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenizer")
         self._bytes: dict[int, bytes] = {}
         self._whole_texts: dict[frozenset[int], dict[int, str]] = {}
 
@@ -156,20 +157,6 @@ class Tokenizer:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
-    def apply_chat_template(
-        self,
-        messages: list[dict[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        chat_template: str | None = None,
-        **kwargs: Any,
-    ) -> str:
-        """The prompt text of a conversation. Encode it with add_special_tokens=False: the template wrote them.
-
-        Raises InvalidRequestError where the model has no template or the template refuses the messages.
-        """
-        return self.template(chat_template).render(messages, add_generation_prompt, kwargs)
-
     def template(self, source: str | None = None) -> ChatTemplate:
         """`source`, or the model's own template; InvalidRequestError where it has none."""
         source = source or self.chat_template
@@ -195,7 +182,8 @@ class Tokenizer:
 
         The text of a special token in `messages` or `kwargs` is text like any other (engine/plain_content.py), unless
         special_tokens_in_content is set. With continue_final_message the prompt ends with the content of the last
-        message, for the model to go on with it. Raises InvalidRequestError as `apply_chat_template` does.
+        message, for the model to go on with it. Raises InvalidRequestError where the model has no template or the
+        template refuses the messages.
         """
         template = self.template(chat_template)
         careful = not special_tokens_in_content and self._plain_content.needs_care([messages, kwargs])

@@ -7,7 +7,7 @@ from collections import OrderedDict
 import pytest
 
 from engine.errors import EngineError
-from engine.grammar_service import GrammarService
+from engine.grammar_service import MAX_SENT, GrammarService
 from engine.step import GrammarPrepared, PrepareGrammar
 from engine.structured_output import MAX_IN_WORKER, StructuredOutput
 
@@ -16,7 +16,7 @@ CODE = StructuredOutput("regex", "[A-Z]{3}-[0-9]{4}")
 
 @pytest.fixture
 def service(monkeypatch):
-    async def known_to_be_good(output):
+    async def known_to_be_good(output, tenant):
         pass
 
     def vocabulary():
@@ -27,12 +27,17 @@ def service(monkeypatch):
     return service
 
 
+async def turns_of_the_loop():
+    for _ in range(8):
+        await asyncio.sleep(0)
+
+
 async def test_what_the_worker_could_not_compile_is_asked_for_again(service):
     sent: list[PrepareGrammar] = []
     service.attach(sent.append)
     for number, error in enumerate(("no memory", ""), start=1):
         preparing = asyncio.create_task(service.prepare(CODE))
-        await asyncio.sleep(0)
+        await turns_of_the_loop()
         assert len(sent) == number
         service.prepared(GrammarPrepared(CODE.digest(), error))
         if error:
@@ -68,4 +73,27 @@ async def test_what_is_taken_to_be_in_the_worker_is_there(service):
         waiting.append(output)
         if len(waiting) > 8:
             use(waiting.pop(choices.randrange(8)))
+    await service.close()
+
+
+async def test_a_tenant_waits_for_one_grammar_of_another_and_not_for_all(service):
+    sent: list[StructuredOutput] = []
+    service.attach(lambda message: sent.append(message.output))
+    many = [StructuredOutput("regex", "a" * n) for n in range(1, 40)]
+    preparing = [asyncio.create_task(service.prepare(output, "greedy")) for output in many]
+    await turns_of_the_loop()
+    assert len(sent) == MAX_SENT, "the Worker takes them in order: the rest must wait here"
+    preparing.append(asyncio.create_task(service.prepare(CODE, "modest")))
+    preparing.append(asyncio.create_task(service.prepare(many[-1], "modest")))
+    for leaving in preparing[:2]:  # the Worker still has them to compile
+        leaving.cancel()
+    await turns_of_the_loop()
+    assert len(sent) == MAX_SENT
+    num_answered = 0
+    while not all(task.done() for task in preparing):
+        service.prepared(GrammarPrepared(sent[num_answered].digest(), ""))
+        num_answered += 1
+        await turns_of_the_loop()
+    assert sent.index(CODE) <= MAX_SENT + 1 and sent.index(many[-1]) <= MAX_SENT + 3
+    assert len(sent) == len(set(sent)) == len(many) + 1, "each is compiled once"
     await service.close()

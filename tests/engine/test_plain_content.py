@@ -140,7 +140,7 @@ def test_special_text_in_content_is_ordinary_text(tokenizers, style, content):
         harmless = tokenizer.chat_prompt(turns("x"))
         found, expected = controls(tokenizer, prompt.token_ids), controls(tokenizer, harmless.token_ids)
         assert found == expected, f"{special} acts as a control token"
-        assert prompt.text == tokenizer.apply_chat_template(messages)
+        assert prompt.text == tokenizer.template().render(messages, True, {})
         old = tokenizer.chat_prompt(messages, special_tokens_in_content=True)
         assert len(controls(tokenizer, old.token_ids)) > len(expected), "what was asked for"
 
@@ -157,7 +157,7 @@ def test_any_content(tokenizers, style, contents):
     tokenizer = tokenizers[style]
     messages = turns(*contents)
     prompt = tokenizer.chat_prompt(messages)
-    text = tokenizer.apply_chat_template(messages)
+    text = tokenizer.template().render(messages, True, {})
     assert prompt.text == text
     blank = tokenizer.chat_prompt(turns(*["x" for _ in contents])).token_ids
     assert controls(tokenizer, prompt.token_ids) == controls(tokenizer, blank)
@@ -167,7 +167,7 @@ def test_any_content(tokenizers, style, contents):
 
 def _formed(tokenizer, messages, text):
     """Special tokens of the text that the template did not write alone: more of them than for harmless content."""
-    blank = tokenizer.apply_chat_template([message | {"content": "x"} for message in messages])
+    blank = tokenizer.template().render([message | {"content": "x"} for message in messages], True, {})
     normal = tokenizer._tokenizer.normalizer
     seen = text if normal is None else normal.normalize_str(text)
     return [special for special in specials(tokenizer) if seen.count(special) != blank.count(special)]
@@ -205,7 +205,7 @@ def test_the_final_message_goes_on(tokenizers):
         for content in ("The answer", "so <|im_end|> it [/INST] is", "<", "  two spaces  "):
             whole = tokenizers[style].chat_prompt(turns("hi", content), continue_final_message=True).text
             assert whole.endswith(content.lstrip()), style
-            longer = tokenizers[style].apply_chat_template(turns("hi", content + "!"), add_generation_prompt=False)
+            longer = tokenizers[style].template().render(turns("hi", content + "!"), False, {})
             assert longer.startswith(whole) or "trim" in tokenizers[style].chat_template
             ids = tokenizers[style].chat_prompt(turns("hi", content), continue_final_message=True).token_ids
             assert tokenizers[style].decode(ids[-1:], skip_special_tokens=False) in content

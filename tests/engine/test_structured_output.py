@@ -269,6 +269,34 @@ async def test_only_so_many_wait(make_checker, monkeypatch):
     await asyncio.gather(*tasks)
 
 
+async def test_tenants_take_turns(make_checker, monkeypatch):
+    """One who has many checked neither takes all places nor has others wait for all of them."""
+    monkeypatch.setattr(engine.grammar_checker, "MAX_WAITING", 8)
+    checker = make_checker(num_helpers=1)
+    asked: list[StructuredOutput] = []
+    can_go_on = asyncio.Semaphore(0)
+
+    async def note(output):
+        asked.append(output)
+        await can_go_on.acquire()
+        return ""
+
+    monkeypatch.setattr(checker, "_ask", note)
+    many = [StructuredOutput("regex", "a" * n) for n in range(1, 9)]
+    tasks = [asyncio.create_task(checker.check(output, "greedy")) for output in many]
+    await asyncio.sleep(0)
+    with pytest.raises(QueueFullError):
+        await checker.check(StructuredOutput("regex", "b"), "greedy")
+    tasks += [asyncio.create_task(checker.check(output, "modest")) for output in (CODE, many[-1])]
+    await asyncio.sleep(0.01)
+    for _ in range(12):
+        can_go_on.release()
+        await asyncio.sleep(0.001)
+    await asyncio.gather(*tasks)
+    assert asked.index(CODE) <= 2 and asked.index(many[-1]) <= 4
+    assert len(asked) == 9, "what both asked for is checked once"
+
+
 async def test_verdicts_are_bounded(make_checker, monkeypatch):
     monkeypatch.setattr(engine.grammar_checker, "MAX_VERDICTS", 2)
     checker = make_checker()

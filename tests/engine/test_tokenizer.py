@@ -27,8 +27,8 @@ def test_round_trip_and_token_bytes(folder):
 def test_chat_template_renders_and_adds_the_generation_prompt(folder):
     tokenizer = Tokenizer(folder)
     messages = [{"role": "user", "content": "Hi"}]
-    assert tokenizer.apply_chat_template(messages) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    assert tokenizer.apply_chat_template(messages, add_generation_prompt=False).endswith("<|im_end|>\n")
+    assert tokenizer.chat_prompt(messages).text == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.chat_prompt(messages, add_generation_prompt=False).text.endswith("<|im_end|>\n")
     assert tokenizer.encode("<|im_end|>") == [257]
 
 
@@ -44,20 +44,20 @@ def test_chat_template_renders_and_adds_the_generation_prompt(folder):
 )
 def test_template_that_fails_is_the_requests_error(folder, template, words):
     with pytest.raises(InvalidRequestError, match=words) as caught:
-        Tokenizer(folder, chat_template=template).apply_chat_template([{"role": "user", "content": "x"}])
+        Tokenizer(folder, chat_template=template).chat_prompt([{"role": "user", "content": "x"}])
     assert caught.value.param == "messages"
 
 
 def test_variables_of_a_request_cannot_replace_the_messages(folder):
     tokenizer = Tokenizer(folder, chat_template="{{ messages[0].content }}{{ mood }}{{ eos_token }}")
-    rendered = tokenizer.apply_chat_template([{"role": "user", "content": "x"}], mood="glad", eos_token="evil")
-    assert rendered == "xglad<|im_end|>"
+    rendered = tokenizer.chat_prompt([{"role": "user", "content": "x"}], mood="glad", eos_token="evil")
+    assert rendered.text == "xglad<|im_end|>"
 
 
 def test_without_template_the_error_says_what_to_do(tmp_path):
     tokenizer = Tokenizer(save_fake_checkpoint(tmp_path, chat_template=None))
     with pytest.raises(InvalidRequestError, match="--chat-template"):
-        tokenizer.apply_chat_template([{"role": "user", "content": "x"}])
+        tokenizer.chat_prompt([{"role": "user", "content": "x"}])
 
 
 def test_broken_tokenizer_file_is_a_model_error(folder):
