@@ -6,7 +6,7 @@ The real Driver serves real requests (tokenizer, streams and their readers) and 
 between them lie the real messages, as bytes. Only the device is missing: its graphs do nothing, and nothing is sampled.
 Everything runs in one thread of one process, so that every microsecond is seen; in a server Driver and Worker are two
 processes, work at the same time, and both at the same time as the device. So the sum is an upper bound of what a step
-can cost, with nothing overlapped. Plans are made one ahead, as on a GPU.
+can cost, with nothing overlapped. Plans are made one ahead, as on a GPU, and the event loop is the server's.
 
 What counts: `driver` is all that the Driver's loop does between two steps, from decoding a result to sending the next
 plan; `worker` all from decoding a plan to encoding its result. The time in which readers take their outputs (`readers`,
@@ -51,6 +51,7 @@ from engine.tokenizer import Tokenizer
 from engine.worker.decode_runner import DecodeSettings
 from engine.worker.host import StepLimits
 from engine.worker.model_runner import ModelRunner
+from server import event_loop
 
 T = TypeVar("T")
 BLOCK_SIZE = 16
@@ -281,7 +282,7 @@ def measure(num_seqs: int, num_steps: int, rounds: int, cpu_time: bool) -> dict[
         gc.collect()
         gc.freeze()
         gc.set_threshold(*COLLECTOR_THRESHOLDS)
-        steps += [figures(step) for step in asyncio.run(decode_steps(num_seqs, num_steps, cpu_time))]
+        steps += [figures(step) for step in event_loop.run(decode_steps(num_seqs, num_steps, cpu_time))]
     names = (*DRIVER_STAGES, "driver", *WORKER_STAGES, "worker", "sum", "readers")
     table = {name: statistics.median(step.get(name, 0.0) for step in steps) for name in names}
     deciles = statistics.quantiles([step["sum"] for step in steps], n=10)

@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [path for path in (str(ROOT),) if path not in sys.path]  # run as a script, this folder is not installed
 
 from benchmarks.processes import ServerProcess  # noqa: E402
+from server import event_loop  # noqa: E402
 from server.bench.client import Endpoint  # noqa: E402
 from server.bench.command import (  # noqa: E402
     add_load_options,
@@ -38,7 +39,7 @@ from server.bench.command import (  # noqa: E402
     whole_number,
 )
 from server.bench.figures import Figures, heading, medians, ratio_row, ratios, row  # noqa: E402
-from server.bench.load import Target, TargetError, find_target, run_async, warm_up  # noqa: E402
+from server.bench.load import Target, TargetError, find_target, warm_up  # noqa: E402
 from server.bench.report import describe, machine, write_json  # noqa: E402
 from server.bench.workloads import Shape  # noqa: E402
 
@@ -73,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
     started: list[ServerProcess] = []
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was started is stopped then, too
     try:
-        return run_async(_compare(options, started))
+        return event_loop.run(_compare(options, started))
     except (TargetError, ValueError, RuntimeError) as error:
         print(f"benchmarks/serve.py: {error}", file=sys.stderr)
         return 2

@@ -8,8 +8,7 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from engine.command_line import Parser, merge_positional_model, one_line
 from engine.errors import ConfigError, ModelError, PageserveError
@@ -104,20 +103,10 @@ def serve(arguments: list[str]) -> int:
     server_config = resolve_files(server_config)
     logging.basicConfig(level=server_config.log_level.upper(), format=LOG_FORMAT)
 
+    from server import event_loop
     from server.serve import run
 
-    return _run_loop(run(server_config, engine_config))
-
-
-def _run_loop(main_coroutine: Coroutine[Any, Any, int]) -> int:
-    """uvloop where it can be had, else asyncio's own loop."""
-    try:
-        import uvloop
-    except ImportError:
-        import asyncio
-
-        return asyncio.run(main_coroutine)
-    return uvloop.run(main_coroutine)
+    return event_loop.run(run(server_config, engine_config))
 
 
 def chat(arguments: list[str]) -> int:

@@ -25,7 +25,7 @@ import httpx
 
 from benchmarks.processes import ServerProcess
 from engine.checkpoint import BUNDLED_MODEL
-from engine.models.bundled.training.stories import tell
+from training.stories import tell
 
 TASKS = ("stories_choice", "stories_text")
 SIDES = ("local-completions", "hf")

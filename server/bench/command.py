@@ -11,10 +11,11 @@ from typing import Any
 
 from tqdm import tqdm
 
+from server import event_loop
 from server.bench.answers import Answer
 from server.bench.client import Endpoint
 from server.bench.figures import Figures, heading, row
-from server.bench.load import Target, TargetError, find_target, run_async, run_workload, warm_up
+from server.bench.load import Target, TargetError, find_target, run_workload, warm_up
 from server.bench.report import describe, machine, write_json
 from server.bench.workloads import WORKLOADS, Shape, build_workload
 
@@ -28,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
         print("pageserve bench: --plot needs matplotlib: pip install 'pageserve[bench]'", file=sys.stderr)
         return 2
     try:
-        return run_async(_bench(options))
+        return event_loop.run(_bench(options))
     except (TargetError, ValueError) as error:
         print(f"pageserve bench: {error}", file=sys.stderr)
         return 2

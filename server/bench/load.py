@@ -5,16 +5,13 @@ import contextlib
 import json
 import resource
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 from server.bench.answers import Answer, BadAnswer, completion_body, read_answer, response
 from server.bench.client import Connection, Endpoint, Exchange
 from server.bench.figures import Figures, make_figures
 from server.bench.workloads import Call, Client
-
-_T = TypeVar("_T")
 
 
 class TargetError(Exception):
@@ -28,15 +25,6 @@ class Target:
     endpoint: Endpoint
     model: str
     max_model_len: int | None = None
-
-
-def run_async(main: Coroutine[Any, Any, _T]) -> _T:
-    """asyncio.run on uvloop where there is one: half the client's cost per segment."""
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.run(main)
-    return uvloop.run(main)
 
 
 async def find_target(endpoint: Endpoint, model: str | None = None, timeout: float = 30.0) -> Target:

@@ -64,7 +64,8 @@ class Replica:
         self._log = log
         names = f"--served-model-name m --port {port}"
         engine = "--load-format dummy --device cpu --cpu-threads 1 --num-blocks 512 --max-num-seqs 8 --drain-timeout 60"
-        self._command = [sys.executable, "-m", "server.cli", "serve", str(model), *names.split(), *engine.split()]
+        serve = [sys.executable, "-m", "server.cli", "serve", str(model)]
+        self._command = [*serve, *names.split(), *engine.split()]
         self.start()
 
     def start(self) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 
 from benchmarks.startup import free_port
+from tests.mortal import MORTAL
 
 ROOT = Path(__file__).parents[2]
 STOP_SECONDS = 60
@@ -20,7 +21,7 @@ STOP_SECONDS = 60
 def serving_process(*options: str) -> Iterator[tuple[str, "subprocess.Popen[bytes]"]]:
     """(URL, process) of a server with these options, once it is ready; it must end in good order."""
     port = free_port()
-    command = [sys.executable, "-m", "server.cli", "serve", "--port", str(port), *options]
+    command = [*MORTAL, sys.executable, "-m", "server.cli", "serve", "--port", str(port), *options]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
     url = f"http://127.0.0.1:{port}"
     try:

@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.mortal import MORTAL
 from tests.server.live import completion_body, events, expected_text
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,7 +24,7 @@ class Process:
     """A server process; `lines` are what it printed, as they come."""
 
     def __init__(self, folder, *worker_options: str, port: int = 0, drain_timeout: float = 20, **engine) -> None:
-        command = [sys.executable, "-m", "tests.server.launch", str(folder), str(port), str(drain_timeout)]
+        command = [*MORTAL, sys.executable, "-m", "tests.server.launch", str(folder), str(port), str(drain_timeout)]
         self.process = subprocess.Popen(
             [*command, json.dumps(engine), *worker_options],
             cwd=ROOT,
