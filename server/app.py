@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
 from fastapi import FastAPI
@@ -13,18 +13,19 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Scope
 
 from engine.driver import Driver
 from engine.errors import PageserveError
 from server import health, metrics, models
 from server.api_keys import ApiKeys
-from server.chat_completions import create_chat_completion
+from server.chat_completions import create_chat_completion, stored_completion
 from server.completions import create_completion
 from server.config import ServerConfig
 from server.debug_kv import add_debug_routes
 from server.debug_requests import debug_request
 from server.embeddings import EmbeddingRequest, create_embeddings
-from server.errors import ApiError, error_response, from_http_status, refusal_reason
+from server.errors import ApiError, error_response, from_http_status, nearest_route, refusal_reason
 from server.messages_api import count_tokens, create_message
 from server.middleware import CLIENT_LEFT, PUBLIC_PATHS, Authentication, RequestContext
 from server.openapi import body_of, describe
@@ -59,13 +60,6 @@ def create_app(driver: Driver, config: ServerConfig) -> FastAPI:
     _add_status_routes(app, served)
     app.state.api_keys = keys  # for whoever reloads them
 
-    async def answer(request: Request, error: Exception) -> Response:
-        if reason := refusal_reason(error):
-            refused[reason] += 1
-        return _answer(error, request.scope["path"])
-
-    for error_type in (PageserveError, ApiError, HTTPException, ClientDisconnect):
-        app.add_exception_handler(error_type, answer)
     http_counts: Counter[tuple[str, int]] = Counter()
     registry = metrics.make_registry(driver, served.names[0], http_counts, refused)
 
@@ -74,6 +68,15 @@ def create_app(driver: Driver, config: ServerConfig) -> FastAPI:
 
     app.add_api_route("/metrics", get_metrics, response_class=Response)
     _add_heads(app)
+    known_paths = frozenset(route.path for route in app.routes if isinstance(route, Route) and "{" not in route.path)
+
+    async def answer(request: Request, error: Exception) -> Response:
+        if reason := refusal_reason(error):
+            refused[reason] += 1
+        return _answer(error, request.scope, known_paths)
+
+    for error_type in (PageserveError, ApiError, HTTPException, ClientDisconnect):
+        app.add_exception_handler(error_type, answer)
     public_paths = PUBLIC_PATHS | {"/metrics"} if config.public_metrics else PUBLIC_PATHS
     app.add_middleware(Authentication, keys=keys, public_paths=public_paths, refused=refused)
     if (tracer := make_tracer(config, served.names[0])) is not None:
@@ -82,7 +85,6 @@ def create_app(driver: Driver, config: ServerConfig) -> FastAPI:
     app.state.tracer = tracer  # for whoever ends the server
     if config.allowed_origins:  # a preflight has no key, so this is outside of Authentication
         app.add_middleware(CORSMiddleware, **cors_options(config))
-    known_paths = frozenset(route.path for route in app.routes if isinstance(route, Route) and "{" not in route.path)
     app.add_middleware(RequestContext, driver=driver, counts=http_counts, known_paths=known_paths)  # last, so outermost
     app.openapi = describe(app, config, [kind for *_, kinds in POSTS for kind in kinds], served.names[0])  # type: ignore[method-assign]
     return app
@@ -121,6 +123,9 @@ def _add_stateless_answers(app: FastAPI) -> None:
     app.add_api_route("/v1/responses/input_tokens", _post_only, methods=["GET", "DELETE"], include_in_schema=False)
     for stored, methods in ((path, ["GET", "DELETE"]), (f"{path}/cancel", ["POST"]), (f"{path}/input_items", ["GET"])):
         app.add_api_route(stored, stored_response, methods=methods, include_in_schema=False)
+    path = "/v1/chat/completions/{completion_id}"
+    app.add_api_route(path, stored_completion, methods=["GET", "POST", "DELETE"], include_in_schema=False)
+    app.add_api_route(f"{path}/messages", stored_completion, methods=["GET"], include_in_schema=False)
 
 
 async def _post_only() -> Response:
@@ -135,11 +140,11 @@ def _route(handler: Handler, served: Served) -> Callable[[Request], Awaitable[Re
 
 
 def _add_status_routes(app: FastAPI, served: Served) -> None:
-    async def list_models() -> Response:
-        return models.list_models(served)
+    async def list_models(request: Request) -> Response:
+        return models.list_models(served, request)
 
-    async def retrieve_model(model: str) -> Response:
-        return models.retrieve_model(served, model)
+    async def retrieve_model(request: Request, model: str) -> Response:
+        return models.retrieve_model(served, request, model)
 
     async def get_health() -> Response:
         return health.health(served.driver)
@@ -172,9 +177,12 @@ def _add_heads(app: FastAPI) -> None:
             app.add_api_route(route.path, route.endpoint, methods=["HEAD"], **options)
 
 
-def _answer(error: Exception, path: str) -> Response:
+def _answer(error: Exception, scope: Scope, known_paths: Collection[str]) -> Response:
     if isinstance(error, ClientDisconnect):
         return Response(status_code=CLIENT_LEFT)  # nobody reads it
     if isinstance(error, HTTPException):
-        error = from_http_status(error.status_code, dict(error.headers or {}))
-    return error_response(error, path)
+        headers = dict(error.headers or {})
+        if headers.get("Allow") == "GET":
+            headers["Allow"] = "GET, HEAD"  # a route of its own, see _add_heads
+        error = from_http_status(error.status_code, headers, nearest_route(scope["path"], known_paths))
+    return error_response(error, scope)

@@ -15,7 +15,7 @@ from server.beam_search import beam_search_params
 from server.body import read_json
 from server.chat_chunks import ChatChunks, chat_aligner
 from server.debug_requests import asked_timings
-from server.errors import invalid
+from server.errors import ApiError, invalid
 from server.generation import Choice, Generation, collect
 from server.logprobs import chat_logprobs
 from server.prompt_logprobs import PromptReports, check_size
@@ -47,7 +47,7 @@ async def create_chat_completion(http: HttpRequest, served: Served) -> Response:
         ids, num_truncated = truncate(served, request, await tokenize_chat(served, request), params.max_tokens)
         form = find_answer_form(served, request, ids)
         params = await resolve_params(served.driver, params if form is None else form.apply(params))
-        await prepare_answer(served.driver, request, form)
+        await prepare_answer(served.driver, request, form, tenant_of(http.scope))
         check_size(request, [ids])
         salt = cache_salt(http.scope, request.cache_salt)
         generation = Generation.admit(
@@ -83,6 +83,12 @@ async def create_chat_completion(http: HttpRequest, served: Served) -> Response:
     if (timings := asked_timings(served.driver, http.scope, request, head["id"])) is not None:
         content["timings"] = timings
     return Response(encode_json(content), media_type="application/json")
+
+
+async def stored_completion(http: HttpRequest) -> Response:
+    """What fetches, changes or deletes an answer by its id."""
+    text = "This server stores no chat completions: keep what POST /v1/chat/completions answers."
+    raise ApiError(404, text, param="completion_id", code="completion_not_found")
 
 
 def _max_tokens(request: ChatCompletionRequest) -> int | None:

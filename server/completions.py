@@ -17,7 +17,7 @@ from server.beam_search import beam_search_params
 from server.body import read_json
 from server.debug_requests import asked_timings
 from server.errors import invalid
-from server.generation import Choice, Generation, collect, encode_all
+from server.generation import Choice, Generation, check_vocabulary, collect, encode_all
 from server.logprobs import Entry, LogprobAligner, completion_logprobs
 from server.prompt_logprobs import PromptReports, check_size, join_lists
 from server.prompts import check_text_length, resolve_params, truncate
@@ -47,7 +47,8 @@ async def create_completion(http: HttpRequest, served: Served) -> Response:
     ids, num_truncated = _truncate(served, request, prompts, ids)
     check_size(request, ids)
 
-    await prepare(served.driver, params.structured_output, structured_output_field(request))
+    field, tenant = structured_output_field(request), tenant_of(http.scope)
+    await prepare(served.driver, params.structured_output, field, tenant)
     head = served.response_head("cmpl", "text_completion", request)
     salt = cache_salt(http.scope, request.cache_salt)
     generation = Generation.admit(
@@ -61,7 +62,7 @@ async def create_completion(http: HttpRequest, served: Served) -> Response:
                 salt,
                 name,
                 beams,
-                tenant_of(http.scope),
+                tenant,
             )
             for i, name in enumerate(names)
         ],
@@ -139,7 +140,8 @@ async def _tokenize(
             encoded or _new_document(driver) for encoded in await encode_all(driver, framed, request.add_special_tokens)
         ]
     else:
-        _check_vocabulary(ids, driver.model.vocab_size, names)
+        for prompt_ids, name in zip(ids, names, strict=True):
+            check_vocabulary(prompt_ids, driver.model.vocab_size, name)
         if request.suffix:
             suffix = (await encode_all(driver, [request.suffix], False))[0]
             ids = [_fill_in_middle(driver.tokenizer).ids(prompt, suffix) for prompt in ids]
@@ -186,14 +188,6 @@ def _truncate(
 
 def _decode_all(tokenizer: Tokenizer, prompts: list[list[int]], skip_special_tokens: bool) -> list[str]:
     return [tokenizer.decode(ids, skip_special_tokens) for ids in prompts]
-
-
-def _check_vocabulary(prompts: list[list[int]], vocab_size: int, names: list[str]) -> None:
-    """The Driver checks this, too; here the entry can be named."""
-    for ids, name in zip(prompts, names, strict=True):
-        if min(ids) < 0 or max(ids) >= vocab_size:
-            at = next(i for i, token_id in enumerate(ids) if not 0 <= token_id < vocab_size)
-            raise invalid(f"{name}[{at}] must be a token id of this model: 0 to {vocab_size - 1}.", f"{name}[{at}]")
 
 
 def _fit(served: Served, request: CompletionRequest, params: SamplingParams, ids: list[int]) -> SamplingParams:

@@ -29,7 +29,7 @@ from engine.sampling_params import SamplingParams
 from server.api_keys import Account, account_of
 from server.body import read_json
 from server.errors import invalid, new_id
-from server.generation import OutputStream, while_connected
+from server.generation import OutputStream, check_vocabulary, while_connected
 from server.protocol import Prompt, Strict, parse_prompts, parse_request
 from server.protocol.generation import MAX_TIMEOUT, Salt
 from server.served import Served, cache_salt
@@ -161,9 +161,7 @@ def _check(driver: Driver, ids: list[int], name: str) -> None:
         raise invalid(f"{name} has no tokens; there is nothing to embed.", name)
     if len(ids) > model.max_model_len:
         raise _too_long(driver, f"{len(ids)} tokens", name)
-    if min(ids) < 0 or max(ids) >= model.vocab_size:
-        at = next(i for i, token_id in enumerate(ids) if not 0 <= token_id < model.vocab_size)
-        raise invalid(f"{name}[{at}] must be a token id of this model: 0 to {model.vocab_size - 1}.", f"{name}[{at}]")
+    check_vocabulary(ids, model.vocab_size, name)
 
 
 def _too_long(driver: Driver, size: str, name: str) -> ContextLengthError:

@@ -8,10 +8,12 @@ import json
 import logging
 import math
 import random
+from collections.abc import Collection
 from http import HTTPStatus
 from typing import Any
 
 from starlette.responses import Response
+from starlette.types import Scope
 
 from engine.errors import DeadlineError, EngineError, InvalidRequestError, QueueFullError, UnavailableError
 
@@ -88,12 +90,19 @@ def refusal_reason(error: Exception) -> str:
     return getattr(error, "reason", "") if isinstance(error, ApiError) else ""
 
 
-def from_http_status(status: int, headers: dict[str, str] | None = None) -> ApiError:
-    """What the router says (unknown route, wrong method) in the same envelope."""
-    messages = {404: "Unknown route; see /openapi.json.", 405: "This route does not take this method."}
+def from_http_status(status: int, headers: dict[str, str] | None = None, nearest: str | None = None) -> ApiError:
+    """What the router says (unknown route, wrong method) in the same envelope. `nearest`: a route that was meant."""
+    unknown = f"Unknown route; did you mean {nearest}?" if nearest else "Unknown route; see /openapi.json."
+    messages = {404: unknown, 405: "This route does not take this method."}
     codes = {404: "not_found", 405: "method_not_allowed"}
     message = messages.get(status, HTTPStatus(status).phrase + ".")
     return ApiError(status, message, code=codes.get(status), headers=headers)
+
+
+def nearest_route(path: str, known: Collection[str]) -> str | None:
+    """The route that a client means whose base URL lacks /v1, has it twice, or has a slash too many."""
+    bare = "/" + "/".join(part for part in path.split("/") if part)
+    return next((route for route in (bare, "/v1" + bare, bare.removeprefix("/v1")) if route in known), None)
 
 
 def error_object(error: ApiError) -> dict[str, Any]:
@@ -105,17 +114,25 @@ def error_body(error: ApiError) -> bytes:
     return json.dumps({"error": error_object(error)}, separators=(",", ":")).encode("ascii")
 
 
-def error_response(error: Exception, path: str = "") -> Response:
-    """The answer to a request to `path`, which decides whose envelope it is."""
+def error_response(error: Exception, scope: Scope) -> Response:
+    """The answer to the request of `scope`, which decides whose envelope it is."""
     api_error = to_api_error(error)
     body, status = error_body(api_error), api_error.status
-    if speaks_anthropic(path):
+    if speaks_anthropic(scope):
         body = json.dumps({"type": "error", "error": anthropic_error(api_error)}, separators=(",", ":")).encode("ascii")
         status = 529 if status == 503 else status
     return Response(body, status, api_error.headers, "application/json")
 
 
-def speaks_anthropic(path: str) -> bool:
+def speaks_anthropic(scope: Scope) -> bool:
+    """Whether the client is Anthropic's: by the route or, where both APIs have it, by a header that only they send."""
+    path = scope["path"]
+    if path == "/v1/models" or path.startswith("/v1/models/"):
+        return any(name == b"anthropic-version" for name, _ in scope["headers"])
+    return is_anthropics(path)
+
+
+def is_anthropics(path: str) -> bool:
     return path == "/v1/messages" or path.startswith("/v1/messages/")
 
 

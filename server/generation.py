@@ -13,6 +13,7 @@ from engine.errors import ContextLengthError, UnavailableError
 from engine.outputs import CompletionOutput, FinishReason, PromptLogprobs, RequestOutput
 from engine.request import Request
 from server.api_keys import Account
+from server.errors import invalid
 from server.logprobs import Entry, LogprobAligner
 from server.tracing import with_trace_parent
 
@@ -42,6 +43,13 @@ def check_length(driver: Driver, num_chars: int, param: str) -> None:
             f"least {at_least} tokens. Shorten it.",
             param,
         )
+
+
+def check_vocabulary(ids: Sequence[int], vocab_size: int, name: str) -> None:
+    """The Driver checks this, too; here the entry of the field `name` can be named."""
+    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+        at = next(i for i, token_id in enumerate(ids) if not 0 <= token_id < vocab_size)
+        raise invalid(f"{name}[{at}] must be a token id of this model: 0 to {vocab_size - 1}.", f"{name}[{at}]")
 
 
 async def encode(driver: Driver, texts: list[str], add_special_tokens: bool, names: list[str]) -> list[list[int]]:

@@ -60,13 +60,13 @@ class RequestContext:
             if started:  # the status is out: all that is left is to cut the connection, which uvicorn does
                 raise
             logger.error("request %s failed", request_id.decode())
-            await error_response(error, scope["path"])(scope, receive, send_with_id)
+            await error_response(error, scope)(scope, receive, send_with_id)
 
     def _start(self, scope: Scope, message: Message, request_id: bytes, seconds: float) -> None:
         self._counts[_route(scope["path"], self._known_paths), message["status"]] += 1
         headers = MutableHeaders(raw=message["headers"])
         headers["x-request-id"] = request_id.decode()
-        if speaks_anthropic(scope["path"]):
+        if speaks_anthropic(scope):
             headers["request-id"] = request_id.decode()  # where Anthropic's clients look for it
         elif scope["path"].startswith("/v1/"):
             headers["openai-processing-ms"] = str(round(seconds * 1000))
@@ -101,7 +101,7 @@ class Authentication:
         account = self._find(scope) if self._keys else self._keys.anyone
         if account is None:
             self._refused["unauthorized"] += 1
-            return await error_response(_unauthorized(), scope["path"])(scope, receive, send)
+            return await error_response(_unauthorized(), scope)(scope, receive, send)
         state = scope.setdefault("state", {})
         state["account"] = account
         if self._keys:
@@ -123,7 +123,7 @@ class Authentication:
             begun = limiter.begin()
         except ApiError as error:
             self._refused[refusal_reason(error)] += 1
-            return await error_response(error, scope["path"])(scope, receive, send_with_limits)
+            return await error_response(error, scope)(scope, receive, send_with_limits)
         try:
             await self._app(scope, receive, send_with_limits if limiter.shown else send)
         finally:
@@ -132,7 +132,7 @@ class Authentication:
     def _find(self, scope: Scope) -> Account | None:
         headers = dict(reversed(scope["headers"]))  # of those sent twice the first counts
         header = headers.get(b"authorization", b"")
-        if not header and speaks_anthropic(scope["path"]):
+        if not header and speaks_anthropic(scope):
             header = b"bearer " + headers.get(b"x-api-key", b"")  # Anthropic's clients know no other
         scheme, _, key = header.partition(b" ")
         found = self._keys.find(key.strip())

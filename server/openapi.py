@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from server.config import ServerConfig
-from server.errors import speaks_anthropic
+from server.errors import is_anthropics
 from server.middleware import PUBLIC_PATHS
 from server.protocol import anthropic_answers, response_answers
 from server.protocol import responses as answers
@@ -73,8 +73,8 @@ ANSWERS: dict[str, Answers] = {
     "/v1/embeddings": Answers(answers.Embeddings, errors=OF_POSTS),
     "/tokenize": Answers(answers.Tokens, errors=OF_POSTS),
     "/detokenize": Answers(answers.Text, errors=OF_POSTS),
-    "/v1/models": Answers(answers.ModelList),
-    "/v1/models/{model}": Answers(answers.Model, errors=(401, 404, 500, 503)),
+    "/v1/models": Answers(anthropic_answers.EitherModelList),
+    "/v1/models/{model}": Answers(anthropic_answers.EitherModel, errors=(401, 404, 500, 503)),
     "/health": Answers(answers.Health, errors=(500, 503), failure=answers.Unhealthy),
     "/ready": Answers(answers.Ready, errors=(500, 503), failure=answers.NotReady),
     "/version": Answers(answers.Version, errors=(401, 500)),
@@ -151,7 +151,7 @@ def _document(app: FastAPI, config: ServerConfig, kinds: list[type[BaseModel]], 
             if path in EXAMPLES:
                 operation["requestBody"]["content"]["application/json"]["example"] = {"model": model, **EXAMPLES[path]}
             if needs_key and path not in PUBLIC_PATHS:
-                names = SECURITY if speaks_anthropic(path) else ("bearer",)
+                names = SECURITY if is_anthropics(path) else ("bearer",)
                 operation["security"] = [{name: []} for name in names]
             else:
                 operation["responses"].pop("401", None)

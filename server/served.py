@@ -44,10 +44,10 @@ class Served:
         if self.driver.phase not in SERVING_PHASES:
             raise UnavailableError(f"The server is not ready ({self.driver.phase}). Try again shortly.")
 
-    def check_model(self, name: str, param: str | None = "model") -> None:
+    def check_model(self, name: str) -> None:
         if name not in self.names:
             message = f"The model {name[:128]!r} does not exist here; this server has {self.names[0]!r}."
-            raise ApiError(404, message, param=param, code="model_not_found")
+            raise ApiError(404, message, param="model", code="model_not_found")
 
     def check_request(self, request: GenerationRequest) -> None:
         self.check_model(request.model)

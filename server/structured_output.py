@@ -17,11 +17,11 @@ def structured_output_field(request: GenerationRequest) -> str | None:
     return "structured_outputs"
 
 
-async def prepare(driver: Driver, output: StructuredOutput | None, param: str | None) -> None:
+async def prepare(driver: Driver, output: StructuredOutput | None, param: str | None, tenant: str) -> None:
     """Compile what a request asks for, off the event loop; an error says what is wrong with it and names `param`."""
     if output is None or driver.model.encoder:  # which generates nothing: admission refuses it, and says so
         return
     try:
-        await driver.grammars.prepare(output)
+        await driver.grammars.prepare(output, tenant)
     except InvalidRequestError as error:
         raise invalid(f"{param}: {error}", param) from None

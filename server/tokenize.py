@@ -11,8 +11,7 @@ from engine.errors import ContextLengthError
 from engine.tokenizer import Tokenizer
 from server.body import read_json
 from server.chat_completions import check_ranges
-from server.errors import invalid
-from server.generation import encode
+from server.generation import check_vocabulary, encode
 from server.prompts import tokenize_chat
 from server.protocol import ChatCompletionRequest, Strict, parse_request
 from server.protocol.strict import field_error
@@ -83,9 +82,7 @@ async def detokenize(http: HttpRequest, served: Served) -> Response:
         raise ContextLengthError(
             f"tokens holds {len(request.tokens)} token ids; this model takes at most {model.max_model_len}.", "tokens"
         )
-    if max(request.tokens, default=0) >= model.vocab_size:
-        at = next(i for i, token_id in enumerate(request.tokens) if token_id >= model.vocab_size)
-        raise invalid(f"tokens[{at}] must be a token id of this model: 0 to {model.vocab_size - 1}.", f"tokens[{at}]")
+    check_vocabulary(request.tokens, model.vocab_size, "tokens")
     text = await tokenizer.run(tokenizer.decode, request.tokens, skip_special_tokens=False)
     return Response(encode_json({"prompt": text}), media_type="application/json")
 

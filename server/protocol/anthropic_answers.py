@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, RootModel
 
 from engine.request_log import RequestReport
-from server.protocol.responses import Answer
+from server.protocol.responses import Answer, Model, ModelList
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
@@ -161,3 +161,28 @@ class MessageEvent(
     ]
 ):
     """One event of a stream, which ends with message_stop or error."""
+
+
+class AnthropicModel(Answer):
+    type: Literal["model"]
+    id: str
+    display_name: str
+    created_at: str  # RFC 3339
+    lifecycle: Literal["active"]
+    max_input_tokens: int
+    max_tokens: int
+
+
+class AnthropicModelList(Answer):
+    data: list[AnthropicModel]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+
+
+class EitherModel(RootModel[Model | AnthropicModel]):
+    """Anthropic's where the request has the header anthropic-version."""
+
+
+class EitherModelList(RootModel[ModelList | AnthropicModelList]):
+    """Anthropic's where the request has the header anthropic-version; it takes limit, after_id and before_id."""

@@ -267,7 +267,7 @@ class MessagesPrompt(Strict):
     """What makes the prompt: all of POST /v1/messages/count_tokens."""
 
     ignored = frozenset({CACHE, "user_profile_id", "workspace_id", "inference_geo"})
-    inert = {"speed": ("standard",)}
+    inert = {"speed": ("standard",), "container": (), "context_management": (), "mcp_servers": ([],)}
 
     model: str
     messages: Messages

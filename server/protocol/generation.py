@@ -14,7 +14,7 @@ from server.config import ServerConfig
 from server.errors import invalid
 from server.protocol.harmless import IGNORED, INERT
 from server.protocol.strict import Strict, field_error
-from server.protocol.structured_output import RENAMED, ResponseFormat, StructuredOutputsField
+from server.protocol.structured_output import FOREIGN, RENAMED, ResponseFormat, StructuredOutputsField
 
 MAX_LOGIT_BIAS = 1024
 TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")  # spelled in one way only, so that no two keys of a map mean one token
@@ -74,6 +74,7 @@ class GenerationRequest(Strict):
     ignored = IGNORED
     inert = INERT
     renamed = RENAMED
+    foreign = FOREIGN
 
     model: str
     n: int = within(1, 1)

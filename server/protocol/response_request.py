@@ -194,7 +194,10 @@ class ResponsePrompt(Strict):
     """What makes the prompt: all of POST /v1/responses/input_tokens."""
 
     ignored = frozenset({"parallel_tool_calls"})
-    inert = {name: () for name in NEEDS_STORE} | {"background": (False,), "personality": ()}
+    inert = {name: () for name in (*NEEDS_STORE, "moderation", "personality")} | {
+        "background": (False,),
+        "context_management": ([],),
+    }
 
     model: str | None = None
     input: Input
@@ -288,8 +291,8 @@ class ResponseRequest(ResponsePrompt, SamplingExtras):
 
     def chat_fields(self, first_turn: int = 0) -> dict[str, Any]:
         fields = super().chat_fields(first_turn) | self.extras()
-        for name in ("max_completion_tokens", "temperature", "top_p", "top_k"):
-            fields[name] = self.max_output_tokens if name == "max_completion_tokens" else getattr(self, name)
+        fields |= {name: getattr(self, name) for name in ("temperature", "top_p", "top_k")}
+        fields["max_completion_tokens"] = self.max_output_tokens
         if self.logprobs:
             fields |= {"logprobs": True, "top_logprobs": self.top_logprobs}
         if self.tools:

@@ -25,6 +25,7 @@ class Strict(BaseModel):
     ignored: ClassVar[Collection[str]] = frozenset()
     inert: ClassVar[dict[str, tuple[Any, ...]]] = {}
     renamed: ClassVar[dict[str, str]] = {}  # old names: an error says the new one
+    foreign: ClassVar[dict[str, str]] = {}  # other servers' names: so it does of them
 
     @model_validator(mode="before")
     @classmethod
@@ -71,7 +72,8 @@ class Strict(BaseModel):
     @classmethod
     def _nearest(cls, name: str) -> str:
         near = difflib.get_close_matches(name[:MAX_NAME_LENGTH], cls.model_fields, n=1)
-        return f"; did you mean {near[0]}?" if near else ""
+        meant = cls.foreign.get(name) or "".join(near)
+        return f"; did you mean {meant}?" if meant else ""
 
 
 def field_error(code: str, text: str, *path: str | int) -> PydanticCustomError:

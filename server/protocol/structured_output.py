@@ -7,11 +7,21 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from engine.structured_output import MAX_TEXT_BYTES, StructuredOutput
+from server.protocol.closed_objects import closed
 from server.protocol.strict import field_error
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
 # Names that vLLM once had for what structured_outputs holds.
 RENAMED = {f"guided_{kind}": f"structured_outputs.{kind}" for kind in KINDS}
+# What other servers' fields are called here, where the spelling does not tell.
+FOREIGN = {
+    "ebnf": "structured_outputs.grammar",
+    "grammar": "structured_outputs.grammar",
+    "json_schema": "response_format",
+    "n_predict": "max_tokens",
+    "random_seed": "seed",
+    "regex": "structured_outputs.regex",
+}
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 MAX_DESCRIPTION = 1 << 16  # characters, here and of a tool
 TOO_LARGE = f"may be at most {MAX_TEXT_BYTES} bytes"
@@ -88,7 +98,7 @@ def parse_structured_outputs(value: Any) -> StructuredOutput:
     if kind == "json" and not isinstance(part, str):
         if not isinstance(part, dict | bool):
             raise field_error("invalid_type", "must be a JSON schema: an object, or its text", kind)
-        return StructuredOutput("json_schema", to_json_text(part, kind))
+        return StructuredOutput("json_schema", _schema_text(part, kind))
     if not isinstance(part, str):
         raise field_error("invalid_type", "must be a string", kind)
     if not part:
@@ -118,7 +128,7 @@ def _from_json_schema(value: Any) -> StructuredOutput:
         raise field_error("missing_required_parameter", "is required", at, "schema")
     if not isinstance(schema, dict):
         raise field_error("invalid_type", "must be an object", at, "schema")
-    return StructuredOutput("json_schema", to_json_text(schema, at, "schema"), lenient=not strict)
+    return StructuredOutput("json_schema", _schema_text(schema, at, "schema"), lenient=not strict)
 
 
 def _object(value: Any, *path: str) -> dict[str, Any]:
@@ -140,6 +150,11 @@ def _checked_choices(value: Any) -> list[str]:
         if not isinstance(choice, str):
             raise field_error("invalid_type", "must be a string", "choice", i)
     return value
+
+
+def _schema_text(schema: dict[str, Any] | bool, *path: str) -> str:
+    text = to_json_text(schema, *path)  # it is small, then
+    return text if isinstance(schema, bool) else to_json_text(closed(schema), *path)
 
 
 def to_json_text(value: Any, *path: str) -> str:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, FailFast, Field, field_validator
 
+from server.protocol.closed_objects import closed
 from server.protocol.harmless import CALL_IGNORED, FUNCTION_IGNORED, TOOL_INERT
 from server.protocol.strict import Strict, field_error
 from server.protocol.structured_output import MAX_DESCRIPTION, to_json_text
@@ -45,7 +46,7 @@ class FunctionDefinition(Strict):
         """Of its arguments, always an object's."""
         if self.parameters is None:
             return {**NO_PARAMETERS, "additionalProperties": False}
-        return {**self.parameters, "type": "object"}
+        return {**closed(self.parameters), "type": "object"}
 
     def for_template(self) -> dict[str, Any]:
         """As transformers hands a tool to a chat template."""

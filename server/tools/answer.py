@@ -28,8 +28,9 @@ from server.tools.thinking import after_thinking, rules_before_main
 
 @dataclass(frozen=True)
 class AnswerForm:
-    """`tool_format`: of the calls, None where no tool may be called; `grammar`: what the whole text must be;
-    `opened`: whether the answer begins inside the thinking, None where it is not told from the rest."""
+    """`tool_format`: of the calls, None where no tool may be called; `only_calls`: whether there is no other text;
+    `grammar`: what the whole text must be; `opened`: whether the answer begins inside the thinking, None where it is
+    not told from the rest."""
 
     tool_format: ToolFormat | None = None
     tools: Sequence[Tool] = ()
@@ -38,6 +39,7 @@ class AnswerForm:
     end_token_id: int | None = None
     visible_token_ids: tuple[int, ...] = ()
     hidden: Sequence[str] = field(default=())
+    only_calls: bool = False
 
     @property
     def splits_reasoning(self) -> bool:
@@ -49,7 +51,8 @@ class AnswerForm:
         if self.tool_format is None:
             return MessageReader(splitter, None)
         schemas = {tool.function.name: tool.function.schema for tool in self.tools}
-        return MessageReader(splitter, CallReader(self.tool_format, schemas, self.grammar is not None, self.hidden))
+        certain = self.grammar is not None
+        return MessageReader(splitter, CallReader(self.tool_format, schemas, certain, self.hidden, self.only_calls))
 
     def apply(self, params: SamplingParams) -> SamplingParams:
         output = self.grammar or params.structured_output
@@ -82,6 +85,7 @@ def find_answer_form(served: Served, request: ChatCompletionRequest, prompt_ids:
         tokenizer.added_token_id(END) if thinking else None,
         tuple(special.values()),
         tuple(special) if request.skip_special_tokens else (),
+        form is not None and request.choice.mode == "required",
     )
 
 
@@ -127,25 +131,25 @@ def _special_id(tokenizer: Tokenizer, marker: str) -> int | None:
     return token_id if token_id in tokenizer.special_token_ids else None
 
 
-async def prepare_answer(driver: Driver, request: ChatCompletionRequest, form: AnswerForm | None) -> None:
+async def prepare_answer(driver: Driver, request: ChatCompletionRequest, form: AnswerForm | None, tenant: str) -> None:
     """Compile what the text must be; errors name response_format, or the tool that is wrong."""
     asked, asked_by = request.structured_output, structured_output_field(request)
     if form is None or form.grammar is None:
-        return await prepare(driver, asked, asked_by)
+        return await prepare(driver, asked, asked_by, tenant)
     if asked is not None:
-        await _check(driver, asked, f"{asked_by}")
+        await _check(driver, asked, f"{asked_by}", tenant)
     try:
-        await prepare(driver, form.grammar, "tools" if form.tool_format else asked_by)
+        await prepare(driver, form.grammar, "tools" if form.tool_format else asked_by, tenant)
     except InvalidRequestError:
         for i, tool in enumerate(request.tools):
             function = tool.function
             schema = StructuredOutput.json_schema(function.schema, lenient=not function.strict)
-            await _check(driver, schema, f"tools[{i}].function.parameters")
+            await _check(driver, schema, f"tools[{i}].function.parameters", tenant)
         raise
 
 
-async def _check(driver: Driver, output: StructuredOutput, param: str) -> None:
+async def _check(driver: Driver, output: StructuredOutput, param: str, tenant: str) -> None:
     try:
-        await driver.grammars.checker.check(output)
+        await driver.grammars.checker.check(output, tenant)
     except InvalidRequestError as error:
         raise invalid(f"{param}: {error}", param) from None

@@ -18,9 +18,20 @@ from server.tools.json_object import SPACE
 class CallReader:
     """Feed it text, in any pieces, and `finish` it once."""
 
-    def __init__(self, form: ToolFormat, schemas: Schemas, certain: bool = False, hidden: Collection[str] = ()) -> None:
-        """`schemas`: of the tools. `hidden`: special tokens among the markers, no text where they mark nothing."""
+    def __init__(
+        self,
+        form: ToolFormat,
+        schemas: Schemas,
+        certain: bool = False,
+        hidden: Collection[str] = (),
+        only_calls: bool = False,
+    ) -> None:
+        """`schemas`: of the tools. `hidden`: special tokens among the markers, no text where they mark nothing.
+
+        `only_calls`: a grammar allows nothing else, so a marker that was cut is no content, either.
+        """
         self._form, self._schemas, self._certain, self._hidden = form, schemas, certain, hidden
+        self._only_calls = only_calls
         self._begin_inside = "" if certain else form.begin_inside  # a grammar asks for the marker before it
         self.num_calls = 0
         self.unfinished = False  # whether the last call was cut
@@ -173,6 +184,8 @@ class CallReader:
         return True
 
     def _say(self, text: str, events: list[Event]) -> None:
+        if self._only_calls:
+            return
         for marker in self._hidden:
             text = text.replace(marker, "")
         if self._after_call and not self._has_content:

@@ -96,7 +96,7 @@ BAD_FOR_BOTH = [
     *[("structured_outputs", value) for value in ({"regex": "("}, {"grammar": "start: x"}, {"json": {"not": {}}})],
     *[("service_tier", value) for value in ("flex", 1, [])],
     *[("suffix", "tail"), ("logits_processors", ["x"]), ("prompt_embeds", "AAAA"), ("chat_template", "{{ 1 }}")],
-    *[("guided_json", {}), ("guided_regex", "a+")],
+    *[("guided_json", {}), ("guided_regex", "a+"), ("regex", "a+"), ("ebnf", "x"), ("n_predict", 5)],
     *[("bad_words", value) for value in ("a", [1], [""], [" "], ["a"] * 257, ["x" * 257], [["a"]])],
     *[("allowed_token_ids", value) for value in ([], 1, "1", [True], [1.0], [-1], [260], [HUGE])],
     *[("truncate_prompt_tokens", value) for value in (0, -2, 512, 1.5, "1", HUGE, True)],
@@ -501,12 +501,37 @@ def test_unknown_routes_are_404_in_the_envelope(client, path):
 
 
 @pytest.mark.parametrize(
+    "path, meant",
+    [
+        ("/chat/completions", CHAT),
+        ("/v1/v1/chat/completions", CHAT),
+        (CHAT + "/", CHAT),
+        ("/v1//completions", COMPLETIONS),
+        ("/v1/tokenize", "/tokenize"),
+        ("/models", "/v1/models"),
+    ],
+)
+def test_a_base_url_that_is_nearly_right_is_told_what_is(client, path, meant):
+    assert f"did you mean {meant}?" in assert_error(client.post(path, json={}), 404)
+
+
+@pytest.mark.parametrize(
+    "method, path", [("GET", "x"), ("POST", "x"), ("DELETE", "x"), ("GET", "x/messages")], ids=lambda value: value
+)
+def test_a_stored_chat_completion_is_a_404_that_says_why(client, method, path):
+    error = assert_error(client.request(method, f"{CHAT}/{path}"), 404, "completion_id", "completion_not_found")
+    assert "stores no chat completions" in error
+
+
+@pytest.mark.parametrize(
     "method, path", [("GET", CHAT), ("PUT", CHAT), ("DELETE", COMPLETIONS), ("POST", "/v1/models"), ("POST", "/health")]
 )
 def test_wrong_methods_are_405_with_allow(client, method, path):
     response = client.request(method, path)
     assert_error(response, 405)
-    assert response.headers["allow"]
+    for allowed in response.headers["allow"].split(", "):
+        assert client.request(allowed, path).status_code != 405
+    assert ("GET" in response.headers["allow"]) == ("HEAD" in response.headers["allow"])
 
 
 def test_a_template_that_refuses_is_a_400(tmp_path_factory):

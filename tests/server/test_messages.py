@@ -224,6 +224,12 @@ def test_errors_of_every_layer_are_anthropics(client, folder):
         assert int(refused.headers["retry-after"]) >= 1
 
 
+@pytest.mark.parametrize("field", ["container", "context_management", "mcp_servers"])
+def test_what_anthropic_documents_and_this_server_lacks_is_not_called_unknown(client, field):
+    said = assert_error(client.post(PATH, json=body(**{field: {"a": 1}})), 400, "invalid_request_error")
+    assert said == f"{field} is not supported by this server: leave it out."
+
+
 def test_keys(folder):
     with LiveServer(folder, api_key=("sesame",)) as live:
         with live.client() as client:

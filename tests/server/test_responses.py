@@ -263,6 +263,12 @@ def test_what_would_need_a_store_says_so(client, fields, param):
     assert "this server stores nothing" in assert_error(client.post(PATH, json=body(**fields)), 400, param)
 
 
+@pytest.mark.parametrize("fields", [{"context_management": [{"type": "compaction"}]}, {"moderation": {}}], ids=list)
+def test_what_openai_documents_and_this_server_lacks_is_not_called_unknown(client, fields):
+    (param,) = fields
+    assert_error(client.post(PATH, json=body(**fields)), 400, param, "unsupported_value")
+
+
 @pytest.mark.parametrize(
     "fields, param",
     [

@@ -102,6 +102,15 @@ def test_a_cut_call_is_what_there_is(ask):
     assert len(whole.arguments) > len(cut.message.tool_calls[0].function.arguments)
 
 
+def test_no_part_of_a_marker_is_content_where_only_calls_may_come(ask):
+    for choice in (NAMED, "required"):
+        for length in (1, 3, 6, 9):  # within the marker, and behind it
+            cut = ask(tool_choice=choice, max_tokens=length).choices[0]
+            assert (cut.finish_reason, cut.message.content, cut.message.tool_calls) == ("length", None, None)
+            chunks = ask(tool_choice=choice, max_tokens=length, stream=True)
+            assert not any(chunk.choices[0].delta.content for chunk in chunks)
+
+
 def test_logprobs_and_token_ids_are_those_of_all_tokens(ask):
     fields = {"tool_choice": NAMED, "logprobs": True, "extra_body": {"return_token_ids": True}}
     choice = ask(**fields).choices[0]

@@ -15,6 +15,7 @@ import pytest
 from engine.errors import ConfigError
 from server.config import ServerConfig
 from server.tracing import make_tracer
+from tests.mortal import MORTAL
 from tests.server.live import LiveServer, completion_body
 from tests.server.process import wait_until_ready
 
@@ -141,7 +142,7 @@ def test_without_the_packages(monkeypatch, caplog):
 def test_what_is_left_goes_out_when_the_server_ends(collector, monkeypatch):
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "600000")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", collector.url)
-    command = [sys.executable, "-m", "server.cli", "serve", "--port", "0", "--device", "cpu"]
+    command = [*MORTAL, sys.executable, "-m", "server.cli", "serve", "--port", "0", "--device", "cpu"]
     process = subprocess.Popen(command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True)
     url = process.stdout.readline().split()[4]
     with httpx.Client(base_url=url) as client:

@@ -27,9 +27,9 @@ SCHEMAS = {
 F = ("f", '{"a": 1}')
 
 
-def read(form, pieces, *, certain=False, cut=False, hidden=()):
+def read(form, pieces, *, certain=False, cut=False, hidden=(), only_calls=False):
     """(text and calls in their order, whether the last call was cut), with neighbouring texts joined."""
-    reader = CallReader(form, SCHEMAS, certain, hidden)
+    reader = CallReader(form, SCHEMAS, certain, hidden, only_calls)
     events = [event for piece in pieces for event in reader.feed(piece)] + reader.finish(cut)
     parts, ids = [], set()
     for event in events:
@@ -169,6 +169,18 @@ def test_what_is_no_call_stays_text(form, text):
 @pytest.mark.parametrize("form, text, parts, unfinished", CUT, ids=lambda value: None)
 def test_a_cut_call_is_what_there_is(form, text, parts, unfinished):
     assert read(form, [text], cut=True) == (parts, unfinished)
+
+
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("cut", [False, True])
+def test_where_only_calls_may_come_no_part_of_one_is_content(form, cut):
+    text = form.write([("f", {"a": 1, "s": "x"}), ("get_weather", {})])
+    for end in range(len(text) + 1):
+        asked = {"certain": True, "cut": cut, "only_calls": True}
+        parts, unfinished = read(form, [text[:end]], **asked)
+        assert all(isinstance(part, tuple) for part in parts)
+        assert read(form, list(text[:end]), **asked) == (parts, unfinished)
+    assert (parts, unfinished) == read(form, [text], certain=True)
 
 
 @pytest.mark.parametrize("form, text, cut, certain", ALL, ids=lambda value: None)
