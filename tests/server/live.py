@@ -22,6 +22,7 @@ from tests.fake_device import expected_tokens
 
 MODEL = "org/fake-model"
 JSON = {"content-type": "application/json"}
+SECONDS = 60.0  # at most, for what takes a quiet machine a moment
 
 
 class LiveServer:
@@ -45,14 +46,14 @@ class LiveServer:
 
     def __enter__(self) -> "LiveServer":
         self._thread.start()
-        assert self._started.wait(30), "the server did not start"
+        assert self._started.wait(SECONDS), "the server did not start"
         if self._error is not None:
             raise self._error
         return self
 
     def __exit__(self, *_) -> None:
         self.call(self._stop)
-        self._thread.join(20)
+        self._thread.join(SECONDS)
         assert not self._thread.is_alive()
 
     def client(self, **options) -> httpx.Client:
@@ -65,7 +66,7 @@ class LiveServer:
             result = function()
             return await result if asyncio.iscoroutine(result) else result
 
-        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(20)
+        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(SECONDS)
 
     def usage(self) -> dict[str, float]:
         """What must be back at zero when nobody asks anything."""

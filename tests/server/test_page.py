@@ -69,17 +69,17 @@ def ask(page: Page, text: str = "hello") -> None:
 
 def test_tokens_arrive_one_after_the_other_and_are_those_of_the_api(live, visit):
     page = visit(live.url)
-    set_parameters(page, seed=7, max_tokens=60, temperature=1)
+    set_parameters(page, seed=7, max_tokens=400, temperature=1)
     ask(page)
     expect(page.locator("#stop")).to_be_visible()
     text = page.locator(".answer .text")
     expect(text).not_to_be_empty()
     early = text.text_content()
     expect(page.locator("#send")).to_be_visible()
-    complete = expected_text(chat_prompt("hello"), 7, 60)
+    complete = expected_text(chat_prompt("hello"), 7, 400)
     assert complete.startswith(early) and 0 < len(early) < len(complete)
     assert text.text_content() == complete
-    expect(page.locator(".answer .note")).to_contain_text("60 tokens in")
+    expect(page.locator(".answer .note")).to_contain_text("400 tokens in")
     expect(page.locator("#tile-ttft")).to_contain_text("s")
     expect(page.locator("#announcer")).to_have_text("The answer is complete.")
 
@@ -128,26 +128,27 @@ def test_stop_ends_the_request_on_the_server(live, visit):
     assert live.aborts() == before + 1
 
 
-def test_two_samples_side_by_side_share_the_blocks_of_their_prompt(live, visit):
-    page = visit(live.url)
-    set_parameters(page, n=2, max_tokens=120)
-    ask(page, "a prompt of two blocks of sixteen")
-    tables = page.locator(".table")
-    expect(tables).to_have_count(2)
-    expect(tables.nth(0).locator("li")).not_to_have_count(0)
-    first, second = (table.locator("li") for table in tables.all())
-    expect(first.nth(4)).to_be_visible()
-    expect(second.nth(4)).to_be_visible()
-    a, b = first.all_text_contents(), second.all_text_contents()
-    assert a[:2] == b[:2] and not set(a[3:]) & set(b[3:])
-    expect(first.nth(0)).to_have_class("shared")
-    expect(page.locator("#feed")).to_contain_text("Copy-on-write")
-    first.nth(0).hover()
-    expect(page.locator("#inspector")).to_contain_text("Ref count 2")
-    left, right = (card.bounding_box() for card in page.locator(".sample").all())
-    assert left["y"] == right["y"] and left["x"] + left["width"] <= right["x"]
-    page.click("#stop")
-    live.wait_idle()
+def test_two_samples_side_by_side_share_the_blocks_of_their_prompt(folder, visit):
+    with LiveServer(folder, "--step-seconds", "0.1") as live:  # the samples outlast every expectation
+        page = visit(live.url)
+        set_parameters(page, n=2, max_tokens=400)
+        ask(page, "a prompt of two blocks of sixteen")
+        tables = page.locator(".table")
+        expect(tables).to_have_count(2)
+        expect(tables.nth(0).locator("li")).not_to_have_count(0)
+        first, second = (table.locator("li") for table in tables.all())
+        expect(first.nth(4)).to_be_visible()
+        expect(second.nth(4)).to_be_visible()
+        a, b = first.all_text_contents(), second.all_text_contents()
+        assert a[:2] == b[:2] and not set(a[3:]) & set(b[3:])
+        expect(first.nth(0)).to_have_class("shared")
+        expect(page.locator("#feed")).to_contain_text("Copy-on-write")
+        first.nth(0).hover()
+        expect(page.locator("#inspector")).to_contain_text("Ref count 2")
+        left, right = (card.bounding_box() for card in page.locator(".sample").all())
+        assert left["y"] == right["y"] and left["x"] + left["width"] <= right["x"]
+        page.click("#stop")
+        live.wait_idle()
 
 
 def test_tokens_are_shaded_by_their_probability(live, visit):
@@ -261,7 +262,7 @@ def test_blocks_are_explained_by_keyboard(live, visit):
 
 def test_looking_back(live, visit):
     page = visit(live.url)
-    set_parameters(page, max_tokens=80)
+    set_parameters(page, max_tokens=300)
     ask(page)
     expect(page.locator("#tile-running")).to_have_text("1")
     expect(page.locator("#send")).to_be_visible()
@@ -375,7 +376,7 @@ def assert_within(page: Page, *selectors: str) -> None:
 
 def test_a_phone_shows_chat_and_memory_without_scrolling_sideways(live, visit):
     page = visit(live.url, viewport={"width": 360, "height": 740}, has_touch=True)
-    set_parameters(page, n=2, max_tokens=60)
+    set_parameters(page, n=2, max_tokens=400)
     page.fill("#prompt", "hello")
     page.tap("#send")
     expect(page.locator(".answer .text").first).not_to_be_empty()
