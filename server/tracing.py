@@ -9,6 +9,7 @@ parent. Nothing of any text is recorded.
 import dataclasses
 import logging
 import os
+import threading
 from contextvars import ContextVar
 from typing import Any
 
@@ -23,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 MISSING = "the packages for OpenTelemetry are not installed: pip install 'pageserve[otel]'"
-FLUSH_MILLISECONDS = 2000
+CLOSE_SECONDS = 2.0
 
 _traceparent: ContextVar[str] = ContextVar("traceparent", default="")
 
@@ -73,7 +74,8 @@ class Tracer:
         self._model = model
         name = os.environ.get("OTEL_SERVICE_NAME") or "pageserve"
         self._provider = TracerProvider(resource=Resource.create({SERVICE_NAME: name}), shutdown_on_exit=False)
-        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
+        self._exporter = OTLPSpanExporter(endpoint=endpoint)
+        self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
         self._tracer = self._provider.get_tracer("pageserve")
 
     def record(self, request: Request, report: RequestReport) -> None:
@@ -102,9 +104,14 @@ class Tracer:
         span.end(start + round(report.total_seconds * 1e9))
 
     def close(self) -> None:
-        """Send what is left; blocks for FLUSH_MILLISECONDS at most, where the collector is gone."""
-        self._provider.force_flush(FLUSH_MILLISECONDS)
-        self._provider.shutdown()
+        """Send what is left; blocks for CLOSE_SECONDS and a moment at most. What nobody has taken by then is lost."""
+        # The SDK takes time limits here and keeps none: a collector that is gone or silent costs it ten seconds.
+        ending = threading.Thread(target=self._provider.shutdown, name="tracer-close", daemon=True)
+        ending.start()
+        ending.join(CLOSE_SECONDS)
+        if ending.is_alive():
+            self._exporter.shutdown()  # type: ignore[no-untyped-call]  # no more tries
+            ending.join(CLOSE_SECONDS / 4)
 
     def _asked(self, request: Request) -> dict[str, Any]:
         params = request.params
