@@ -51,14 +51,20 @@ Content = Annotated[str, BeforeValidator(_message_text, json_schema_input_type=s
 
 
 # Field -> the role that it belongs to.
-ROLE_OF = {"refusal": "assistant", "reasoning_content": "assistant", "tool_calls": "assistant", "tool_call_id": "tool"}
-
+ROLE_OF = {
+    "refusal": "assistant",
+    "reasoning_content": "assistant",
+    "reasoning": "assistant",
+    "tool_calls": "assistant",
+    "tool_call_id": "tool",
+}
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class Message(Strict):
-    """One turn of a conversation. An assistant's `refusal` stands for its content where there is none."""
+    """One turn of a conversation. An assistant's `refusal` stands for its content where there is none, `reasoning`,
+    the name that newer vLLM and others give it, for `reasoning_content`."""
 
     ignored = MESSAGE_IGNORED
     inert = MESSAGE_INERT
@@ -69,6 +75,7 @@ class Message(Strict):
     name: str | None = Field(None, max_length=256)
     refusal: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
     tool_calls: ToolCallsField = Field(default_factory=list)
     tool_call_id: str | None = Field(None, max_length=256)
 
@@ -95,8 +102,9 @@ class Message(Strict):
         """What a chat template gets; `developer` is `system` to one that does not know the role."""
         role = "system" if self.role == "developer" and not has_developer else self.role
         named = {} if self.name is None else {"name": self.name}
-        thought = {} if self.reasoning_content is None else {"reasoning_content": self.reasoning_content}
-        return {"role": role, "content": self.content, **named, **thought}
+        thought = self.reasoning if self.reasoning_content is None else self.reasoning_content
+        thoughts = {} if thought is None else {"reasoning_content": thought}
+        return {"role": role, "content": self.content, **named, **thoughts}
 
     @property
     def num_chars(self) -> int:

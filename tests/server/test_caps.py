@@ -21,7 +21,7 @@ LOW, HIGH = {"minimum", "exclusiveMinimum"}, {"maximum", "exclusiveMaximum"}
 # commas and 256 Ki colons (server/body.py) bound all of them together.
 BOUNDED_ELSEWHERE = {
     r"prompt.*|input.*|messages|instructions|suffix|tokens.*|system(\[\]\.text)?": "the context of the model",
-    r"messages\[\]\.(content.*|refusal|reasoning_content|tool_calls.*)": "the context of the model",
+    r"messages\[\]\.(content.*|refusal|reasoning(_content)?|tool_calls.*)": "the context of the model",
     r"model": "equal to a name of the model",
     r"n|best_of|logprobs|top_logprobs": "start options: Served.check_request, check_limits",
     r"max_tokens|max_completion_tokens|max_output_tokens|min_tokens": "SamplingParams, then the context",

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import httpx
 import openai
 import pytest
 
@@ -16,8 +17,10 @@ from tests.server.conftest import serving
 
 THOUGHT, ANSWER = "Hm, is it 4?", "It is 42."
 TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ (m.content.split('</think>') | last) }}<|im_end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n{% endif %}"
+    "{{ (m.content.split('</think>') | last) }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
 )
 ASKED = {
     "model": "pageserve",
@@ -61,10 +64,20 @@ def test_a_thought_that_is_cut_is_no_content(client):
     assert answer.usage.completion_tokens_details.reasoning_tokens == answer.usage.completion_tokens == 4
 
 
-def test_thoughts_may_be_sent_back(client):
-    history = [*ASKED["messages"], {"role": "assistant", "content": ANSWER, "reasoning_content": THOUGHT}]
-    answer = client.chat.completions.create(**ASKED | {"messages": [*history, *ASKED["messages"]]})
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+def test_thoughts_may_be_sent_back(client, name):
+    messages = [*ASKED["messages"], {"role": "assistant", "content": ANSWER, name: THOUGHT}, *ASKED["messages"]]
+    answer = client.chat.completions.create(**ASKED | {"messages": messages})
     assert answer.choices[0].message.content == ANSWER
+    root = str(client.base_url).removesuffix("v1/")
+    ids = httpx.post(f"{root}tokenize", json={"messages": messages}).json()["tokens"]
+    prompt = httpx.post(f"{root}detokenize", json={"tokens": ids}).json()["prompt"]
+    assert f"<think>\n{THOUGHT}\n</think>\n{ANSWER}" in prompt
+
+
+def test_thoughts_belong_to_the_assistant(client):
+    with pytest.raises(openai.BadRequestError, match=r"messages\[0\]\.reasoning belongs to messages of the assistant"):
+        client.chat.completions.create(model="pageserve", messages=[ASKED["messages"][0] | {"reasoning": THOUGHT}])
 
 
 def test_responses_have_it_as_an_item(client):
