@@ -63,7 +63,7 @@ def test_leaving_while_it_runs(slow, route, make, stream, leave):
     start = time.monotonic()
     leave(connection)
     slow.wait_idle()
-    assert time.monotonic() - start < 1.0, "not only when it would have ended anyway"
+    assert time.monotonic() - start < 2.5, "not only when it would have ended anyway, after four seconds"
     assert slow.aborts() == aborts + 1
 
 
@@ -84,7 +84,7 @@ def test_leaving_while_more_requests_are_pipelined(slow, caplog, stream, at_once
     start = time.monotonic()
     reset(connection)
     slow.wait_idle()
-    assert time.monotonic() - start < 1.0, "not only when it would have ended anyway"
+    assert time.monotonic() - start < 2.5, "not only when it would have ended anyway, after four seconds"
     wait_until(lambda: slow.connections() == 0)
     assert slow.aborts() == aborts + 1 and not [r for r in caplog.records if r.levelname == "ERROR"]
 

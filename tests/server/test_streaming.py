@@ -215,7 +215,7 @@ def test_a_queued_request_has_its_headers_and_comments_at_once(folder):
             next(first)
             start = time.monotonic()
             with client.stream("POST", "/v1/completions", json=completion_body(stream=True)) as queued:
-                assert queued.status_code == 200 and time.monotonic() - start < 1.0
+                assert queued.status_code == 200 and time.monotonic() - start < 3.0  # the other one takes six
                 chunks = queued.iter_bytes()
                 assert [next(chunks), next(chunks)] == [b": keep-alive\n\n"] * 2
                 assert live.usage()["waiting"] == 1
