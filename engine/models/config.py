@@ -144,6 +144,11 @@ class ModelConfig:
         row = self.head_dim * dtype_bytes if kv_format is None else kv_format.width(self.head_dim)
         return 2 * self.num_layers * self.num_kv_heads * row
 
+    def rotary_bytes(self, num_positions: int) -> int:
+        """Bytes of the fp32 tables of cosines and sines: one, and another where layers with a window have their own."""
+        tables = 0 if self.position != "rope" else 1 if self.window_rope() is None else 2
+        return tables * num_positions * self.head_dim * 4
+
     def num_parameters(self) -> int:
         """A tied lm_head counts once."""
         return sum(prod(shape) for shape in self.parameter_shapes().values())
