@@ -96,7 +96,10 @@ def attention_cases() -> Iterator[Case]:
     yield case("fp16", 40, 40, 128, 128)  # Llama-13B, OPT-13B
     yield case("bf16", 28, 4, 128)  # Qwen2-7B
     yield case("fp32", 32, 8, 128)
-    yield case("bf16", 16, 8, 256, every_tile=True)  # Gemma-2-9B, but for its options
+    yield case("bf16", 16, 8, 256, every_tile=True)
+    for kv_format in (None, INT8, FP8, INT4):
+        yield case("bf16", 16, 8, 256, kv_format=kv_format, options="softcap window", every_tile=True)  # Gemma-2-9B
+    yield case("bf16", 4, 1, 256, options="window", every_tile=True)  # Gemma-3-1B
     yield case("bf16", 71, 1, 64)  # Falcon-7B
     yield case("bf16", 48, 1, 128)  # StarCoder
     for options in ("alibi", "softcap", "window", "alibi softcap window"):

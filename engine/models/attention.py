@@ -57,7 +57,7 @@ class Attention:
         cos_sin_cache: Tensor | None,
         operators: Operators,
     ) -> None:
-        """cos_sin_cache fp32 [max_position, head_dim] is shared by all layers; None: no rotary embedding."""
+        """cos_sin_cache fp32 [max_position, head_dim] is shared by layers; None: no rotary embedding."""
         prefix = f"layers.{layer}"
         self.qkv = take_linear(weights, f"{prefix}.qkv", operators)
         self.attn_out = take_linear(weights, f"{prefix}.attn_out", operators)
@@ -68,13 +68,15 @@ class Attention:
             q_norm=weights.pop(f"{prefix}.q_norm.weight", None),
             k_norm=weights.pop(f"{prefix}.k_norm.weight", None),
             norm_eps=config.norm_eps,
+            norm_weight_offset=config.norm_weight_offset,
         )
         self.num_heads = config.num_heads + 2 * config.num_kv_heads
         self.head_dim = config.head_dim
         self.q_size = config.q_size
         scale = config.head_dim**-0.5 if config.attn_scale is None else config.attn_scale
-        self.decode = partial(paged_attention, scale=scale, sliding_window=config.window(layer))
-        self.prefill = partial(prefill_attention, scale=scale, sliding_window=config.window(layer))
+        window, softcap = config.window(layer), config.attn_softcap
+        self.decode = partial(paged_attention, scale=scale, sliding_window=window, softcap=softcap)
+        self.prefill = partial(prefill_attention, scale=scale, sliding_window=window, softcap=softcap)
 
     def __call__(
         self, hidden: Tensor, metadata: BatchMetadata, kv_cache: KVCache, outputs: OutputRows | None = None

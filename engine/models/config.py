@@ -1,6 +1,6 @@
 """ModelConfig: a decoder or an encoder described by data. No torch: `pageserve plan` sizes a model without weights."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from engine.errors import ModelError
@@ -67,6 +67,8 @@ class ModelConfig:
     gated_mlp: bool
     pre_norm: bool = True  # False: normalise after adding to the residual (OPT-350m)
     final_norm: bool = True
+    post_norms: bool = False  # beside pre_norm: what attention and MLP give is normalised before it is added (Gemma 2)
+    norm_weight_offset: float = 0.0  # every RMSNorm multiplies by this plus its weight (Gemma: 1)
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
     position_offset: int = 0  # OPT's learned positions start at row 2
@@ -76,7 +78,11 @@ class ModelConfig:
     qk_norm: bool = False  # RMSNorm over each head of q and k, before RoPE
     sliding_window: int = 0  # a token attends to the last so many tokens, itself included; 0: to all
     window_layers: tuple[int, ...] | None = None  # the layers that have the window; None: every layer
+    window_rope_theta: float | None = None  # of the layers with a window, which are not scaled; None: as the others
     attn_scale: float | None = None  # None: head_dim ** -0.5
+    attn_softcap: float = 0.0  # c: a score s becomes c * tanh(s / c) before the softmax; 0: stays as it is
+    logit_softcap: float = 0.0  # the same for the logits
+    embedding_scale: float = 1.0  # embeddings are multiplied by it, rounded to their dtype (Gemma: sqrt(hidden_size))
     tie_embeddings: bool = False
     embedding_proj_dim: int | None = None  # width of the embedding where it is not hidden_size (OPT-350m)
     moe: MoEConfig | None = None
@@ -113,6 +119,12 @@ class ModelConfig:
         """The sliding window of a layer in tokens, 0 for none."""
         return self.sliding_window if self.window_layers is None or layer in self.window_layers else 0
 
+    def window_rope(self) -> "ModelConfig | None":
+        """This config with the RoPE of the layers with a window; None where that is the same as the others'."""
+        if self.window_rope_theta is None:
+            return None
+        return replace(self, rope_theta=self.window_rope_theta, rope_scaling=None)
+
     def experts(self, layer: int) -> MoEConfig | None:
         """The mixture of experts of a layer, None where it has a plain MLP."""
         return None if self.moe is None or layer in self.moe.dense_layers else self.moe
@@ -131,6 +143,11 @@ class ModelConfig:
         """Bytes of KV cache that one token takes over all layers: in the model's dtype, or quantised with scales."""
         row = self.head_dim * dtype_bytes if kv_format is None else kv_format.width(self.head_dim)
         return 2 * self.num_layers * self.num_kv_heads * row
+
+    def rotary_bytes(self, num_positions: int) -> int:
+        """Bytes of the fp32 tables of cosines and sines: one, and another where layers with a window have their own."""
+        tables = 0 if self.position != "rope" else 1 if self.window_rope() is None else 2
+        return tables * num_positions * self.head_dim * 4
 
     def num_parameters(self) -> int:
         """A tied lm_head counts once."""
@@ -164,6 +181,8 @@ class ModelConfig:
     def _layer_shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
         hidden = self.hidden_size
         shapes = self._norm("attn_norm") | self._norm("mlp_norm")
+        if self.post_norms:
+            shapes |= self._norm("attn_post_norm") | self._norm("mlp_post_norm")
         shapes |= _linear("qkv", self.q_size + 2 * self.kv_size, hidden, self.qkv_bias)
         if self.qk_norm:
             shapes |= {f"{name}.weight": (self.head_dim,) for name in ("q_norm", "k_norm")}

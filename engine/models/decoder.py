@@ -19,9 +19,11 @@ class DecoderLayer:
 
     pre_norm:   residual += attention(norm(residual));  residual += mlp(norm(residual))
     otherwise:  x = norm(x + attention(x));             x = norm(x + mlp(x))
+
+    Post norms, beside pre_norm: what attention and MLP give is normalised once more before it is added.
     """
 
-    __slots__ = ("attention", "attn_norm", "mlp", "mlp_norm")
+    __slots__ = ("attention", "attn_norm", "attn_post_norm", "mlp", "mlp_norm", "mlp_post_norm")
 
     def __init__(
         self,
@@ -36,6 +38,9 @@ class DecoderLayer:
         self.attention = Attention(config, weights, layer, cos_sin_cache, operators)
         self.mlp_norm = take_norm(config, weights, f"{prefix}.mlp_norm")
         self.mlp = take_mlp(config, weights, layer, operators)
+        post = config.post_norms
+        self.attn_post_norm = take_norm(config, weights, f"{prefix}.attn_post_norm") if post else None
+        self.mlp_post_norm = take_norm(config, weights, f"{prefix}.mlp_post_norm") if post else None
 
     def forward_pre_norm(
         self,
@@ -51,8 +56,11 @@ class DecoderLayer:
         """
         x, residual = self.attn_norm(x, residual)
         x = self.attention(x, metadata, kv_cache, outputs)
+        if self.attn_post_norm is not None:
+            x, _ = self.attn_post_norm(x)
         x, residual = self.mlp_norm(x, residual if outputs is None else residual.index_select(0, outputs.indices))
-        return self.mlp(x), residual
+        x = self.mlp(x)
+        return x if self.mlp_post_norm is None else self.mlp_post_norm(x)[0], residual
 
     def forward_post_norm(
         self, x: Tensor, metadata: BatchMetadata, kv_cache: KVCache, outputs: OutputRows | None
@@ -84,11 +92,16 @@ class Decoder:
         operators = operators or FastOperators()
         self.embedding = Embedding(config, weights, operators)
         self.cos_sin_cache: Tensor | None = None
+        window_cache: Tensor | None = None  # of the layers with a window, where it is another
         if config.position == "rope":
             num_positions = min(config.max_position_embeddings, max_positions or config.max_position_embeddings)
-            self.cos_sin_cache = cos_sin_table(config, num_positions, device)
+            self.cos_sin_cache = window_cache = cos_sin_table(config, num_positions, device)
+            window_rope = config.window_rope()
+            if window_rope is not None:
+                window_cache = cos_sin_table(window_rope, num_positions, device)
         self.layers = [
-            DecoderLayer(config, weights, i, self.cos_sin_cache, operators) for i in range(config.num_layers)
+            DecoderLayer(config, weights, i, window_cache if config.window(i) else self.cos_sin_cache, operators)
+            for i in range(config.num_layers)
         ]
         self.final_norm = take_norm(config, weights, "final_norm") if config.final_norm else None
         self.lm_head = LMHead(config, weights, self.embedding.weight, operators)

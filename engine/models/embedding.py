@@ -1,5 +1,6 @@
 """Token embedding, learned positions and the lm_head that may share the embedding's weight."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -12,10 +13,12 @@ from kernels.dispatch import use_triton
 class Embedding:
     """input_ids, positions int64 [num_tokens] -> [num_tokens, hidden]."""
 
-    __slots__ = ("position_offset", "position_weight", "project_in", "weight")
+    __slots__ = ("position_offset", "position_weight", "project_in", "scale", "weight")
 
     def __init__(self, config: ModelConfig, weights: dict[str, Tensor], operators: Operators) -> None:
         self.weight = weights.pop("embedding.weight")
+        # As a number of the weights' dtype, which is what such models were trained with: in bf16 sqrt(3072) is 55.5.
+        self.scale = torch.tensor(config.embedding_scale).to(self.weight.dtype).item()
         self.position_weight = weights.pop("position_embedding.weight", None)
         self.position_offset = config.position_offset
         has_projection = "project_in.weight" in weights
@@ -23,6 +26,8 @@ class Embedding:
 
     def __call__(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         hidden = F.embedding(input_ids, self.weight)
+        if self.scale != 1.0:
+            hidden = hidden * self.scale
         if self.project_in is not None:
             hidden = self.project_in(hidden)
         if self.position_weight is not None:
@@ -36,7 +41,7 @@ class LMHead:
     fp32 on a CPU; in the model's dtype on a GPU, whose sampler widens what it reads and spares the memory a copy.
     """
 
-    __slots__ = ("linear", "project_out")
+    __slots__ = ("linear", "project_out", "softcap")
 
     def __init__(
         self, config: ModelConfig, weights: dict[str, Tensor], embedding_weight: Tensor, operators: Operators
@@ -45,9 +50,20 @@ class LMHead:
         self.project_out = take_linear(weights, "project_out", operators) if has_projection else None
         tied = config.tie_embeddings
         self.linear = operators.linear(embedding_weight, None) if tied else take_linear(weights, "lm_head", operators)
+        self.softcap = config.logit_softcap
 
     def __call__(self, hidden: Tensor) -> Tensor:
         if self.project_out is not None:
             hidden = self.project_out(hidden)
         logits = self.linear(hidden)
+        if self.softcap:
+            soft_cap(logits, self.softcap)
         return logits if use_triton(logits) else logits.float()
+
+
+def soft_cap(logits: Tensor, cap: float) -> None:
+    """logits [rows, vocab_size] := cap * tanh(logits / cap), in place and rounded three times, as by transformers.
+
+    torch's tanh, unlike its GELU, gives a number the same bits wherever it stands: rows need not be kept apart.
+    """
+    logits.div_(cap).tanh_().mul_(cap)

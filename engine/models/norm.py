@@ -12,17 +12,18 @@ from kernels.rms_norm import rms_norm
 class RMSNorm:
     """[..., size] -> (normed, residual); with a residual, residual := x + residual first. Without one it is x."""
 
-    __slots__ = ("eps", "weight")
+    __slots__ = ("eps", "weight", "weight_offset")
 
-    def __init__(self, weight: Tensor, eps: float) -> None:
+    def __init__(self, weight: Tensor, eps: float, weight_offset: float) -> None:
         self.weight = weight
         self.eps = eps
+        self.weight_offset = weight_offset
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         if residual is None:
-            alone: Any = rms_norm(x, self.weight, self.eps)
+            alone: Any = rms_norm(x, self.weight, self.eps, None, self.weight_offset)
             return alone, x
-        both: Any = rms_norm(x, self.weight, self.eps, residual)
+        both: Any = rms_norm(x, self.weight, self.eps, residual, self.weight_offset)
         return both[0], both[1]
 
 
@@ -51,5 +52,5 @@ def take_norm(config: ModelConfig, weights: dict[str, Tensor], name: str) -> Nor
     """Make the norm called `name` and drop its entries from `weights`."""
     weight = weights.pop(f"{name}.weight")
     if config.norm == "rms":
-        return RMSNorm(weight, config.norm_eps)
+        return RMSNorm(weight, config.norm_eps, config.norm_weight_offset)
     return LayerNorm(weight, weights.pop(f"{name}.bias"), config.norm_eps)

@@ -63,7 +63,7 @@ def dummy_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device,
     weights, offset = allocate(config, dtype, device), 0
     for name, weight in weights.items():
         if weight.dim() == 1:
-            weight.fill_(float(name.endswith("weight")))
+            weight.fill_(1 - config.norm_weight_offset if name.endswith("weight") else 0)
             continue
         _fill(weight.view(-1), pool * sqrt(3 / weight.shape[-1]), offset)
         offset = (offset + weight.numel()) % DUMMY_POOL

@@ -53,7 +53,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes. `size` is None where the KV cache does not fit; `problem` says why."""
+    """Bytes; weights with the rotary tables. `size` is None where the KV cache does not fit; `problem` says why."""
 
     weights: int
     activations: int
@@ -70,14 +70,13 @@ def make_plan(config: EngineConfig, model: ModelConfig, machine: Machine) -> Mem
     limits = resolve_step_limits(config, machine.device_type, machine.total_bytes)
     on_gpu = machine.device_type == "cuda"
     dtype_bytes = DTYPE_BYTES[model.dtype if config.dtype == "auto" else config.dtype]
-    weights = model.weight_bytes(dtype_bytes)
+    weights = model.weight_bytes(dtype_bytes) + model.rotary_bytes(model_max_len(config, model))
     if not on_gpu and dtype_bytes == 2 and model.tie_embeddings:  # packed for the lm_head, plain for the embedding
         weights += model.vocab_size * model.embedding_size * dtype_bytes
     activations = activation_bytes(model, dtype_bytes, limits.max_num_batched_tokens)
     sampler = max(sampler_bytes(model, limits.max_num_seqs), scoring_bytes(model))  # one after the other
     overhead = CUDA_CONTEXT_BYTES + _graph_bytes(config, limits) if on_gpu else 0
     needed = weights + activations + sampler
-    model_max_len(config, model)
     size, problem = None, ""
     available = machine.total_bytes - needed
     if on_gpu:
@@ -185,7 +184,7 @@ def describe(config: EngineConfig, model: ModelConfig, machine: Machine, plan: M
         usable = int(machine.total_bytes * config.gpu_memory_utilization)
         yield _row("usable", usable, f"gpu_memory_utilization {config.gpu_memory_utilization:g}")
         yield _row("CUDA context", plan.overhead, "and recorded graphs: an estimate")
-    yield _row("weights", plan.weights, "")
+    yield _row("weights", plan.weights, "with rotary tables" if model.position == "rope" else "")
     yield _row("activations", plan.activations, f"at {plan.limits.max_num_batched_tokens} tokens a step")
     yield _row("sampler", plan.sampler, f"worst case at {plan.limits.max_num_seqs} sequences")
     length = plan.size.max_model_len if plan.size else model_max_len(config, model)

@@ -38,6 +38,10 @@ GPT2: dict[str, Any] = {
 MIXTRAL = {**LLAMA, "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_key_value_heads": 2}
 QWEN3_MOE = {**MIXTRAL, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
 OPT = {**LLAMA, "architectures": ["OPTForCausalLM"], "model_type": "opt", "ffn_dim": 160}
+GEMMA = {**MIXTRAL, "architectures": ["GemmaForCausalLM"], "model_type": "gemma"}
+GEMMA2 = {**GEMMA, "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"}
+GEMMA3 = {**GEMMA, "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
+LINEAR8 = {"rope_type": "linear", "factor": 8.0}
 
 
 def test_first_llama_spelling() -> None:
@@ -47,7 +51,7 @@ def test_first_llama_spelling() -> None:
     assert (config.dtype, config.tie_embeddings, config.rope_scaling) == ("float16", False, None)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith(("gpt2", "opt"))])
+@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith(("gpt2", "opt", "gemma3"))])
 def test_spelling_before_transformers_5(name: str) -> None:
     """rope_theta and rope_scaling at the top, torch_dtype: the same ModelConfig."""
     new = CASES[name]().to_dict() | {"architectures": None, "dtype": "bfloat16"}
@@ -167,6 +171,23 @@ def test_sizes_of_a_known_model() -> None:
         (GPT2, {"add_cross_attention": True}, "add_cross_attention = True is not supported"),
         (GPT2, {"n_head": 5}, "cannot share hidden size 64"),
         (OPT, {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine = False is not supported"),
+        (GEMMA, {"use_bidirectional_attention": True}, "use_bidirectional_attention = True is not supported"),
+        (GEMMA, {"hidden_act": "silu", "hidden_activation": "gelu"}, "hidden_act is not hidden_activation"),
+        (GEMMA, {"hidden_activation": "xielu"}, "hidden_activation 'xielu' is not served"),
+        (GEMMA2, {"sliding_window": None}, "sliding_window = null is not supported"),
+        (GEMMA2, {"attn_logit_softcapping": 0}, "attn_logit_softcapping must be a number above 0"),
+        (GEMMA2, {"final_logit_softcapping": "30"}, "final_logit_softcapping must be a number above 0"),
+        (GEMMA2, {"query_pre_attn_scalar": -256}, "query_pre_attn_scalar must be a number above 0"),
+        (GEMMA3, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0 is not supported"),
+        (GEMMA3, {"final_logit_softcapping": -1.0}, "final_logit_softcapping must be a number above 0"),
+        (GEMMA3, {"sliding_window_pattern": 0}, "sliding_window_pattern must be an integer from 1"),
+        (GEMMA3, {"rope_local_base_freq": 1}, "rope_local_base_freq must be a number above 1"),
+        (GEMMA3, {"rope_scaling": {"rope_type": "linear"}}, "rope_scaling has no factor"),
+        (GEMMA3, {"rope_scaling": "linear"}, "rope_scaling must be an object"),
+        (GEMMA3, {"rope_parameters": LINEAR8}, "must be by layer type, .* it holds .'factor', 'rope_type'"),
+        (GEMMA3, {"rope_parameters": {"full_attention": 8}}, "rope_parameters: full_attention must be an object"),
+        (GEMMA3, {"rope_parameters": {"sliding_attention": LINEAR8}}, "sliding_attention: only rope_type default"),
+        (GEMMA3, {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"}, "is not served"),
     ],
 )
 def test_refusals(base: dict[str, Any], fields: dict[str, Any], message: str) -> None:
@@ -175,7 +196,43 @@ def test_refusals(base: dict[str, Any], fields: dict[str, Any], message: str) ->
         model_config({**base, **fields})
 
 
-# config.json of Mixtral-8x7B-v0.1 and Qwen3-30B-A3B, without what is not read
+# config.json of published models, without what is not read
+GEMMA_2B = {
+    **GEMMA,
+    "vocab_size": 256000,
+    "hidden_size": 2048,
+    "intermediate_size": 16384,
+    "num_hidden_layers": 18,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+}
+GEMMA_2_2B = {
+    **GEMMA_2B,
+    **{name: GEMMA2[name] for name in ("architectures", "model_type")},
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 4,
+}
+GEMMA_3_1B = {
+    **GEMMA_2B,
+    **{name: GEMMA3[name] for name in ("architectures", "model_type")},
+    "vocab_size": 262144,
+    "hidden_size": 1152,
+    "intermediate_size": 6912,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 4,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "max_position_embeddings": 32768,
+    "query_pre_attn_scalar": 256,
+    "rope_local_base_freq": 10000,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+}
 MIXTRAL_8X7B = {
     **MIXTRAL,
     "hidden_size": 4096,
@@ -205,9 +262,17 @@ QWEN3_30B_A3B = {
 
 
 @pytest.mark.parametrize(
-    ("raw", "count"), [(MIXTRAL_8X7B, 46_702_792_704), (QWEN3_30B_A3B, 30_532_122_624)], ids=["Mixtral", "Qwen3"]
+    ("raw", "count"),
+    [
+        (MIXTRAL_8X7B, 46_702_792_704),
+        (QWEN3_30B_A3B, 30_532_122_624),
+        (GEMMA_2B, 2_506_172_416),
+        (GEMMA_2_2B, 2_614_341_888),
+        (GEMMA_3_1B, 999_885_952),
+    ],
+    ids=["Mixtral", "Qwen3", "Gemma", "Gemma 2", "Gemma 3"],
 )
-def test_parameters_of_published_mixtures(raw: dict[str, Any], count: int) -> None:
+def test_parameters_of_published_models(raw: dict[str, Any], count: int) -> None:
     assert model_config(raw).num_parameters() == count
 
 
@@ -227,6 +292,40 @@ def test_mixtures() -> None:
     assert [sparse.experts(i) is not None for i in range(6)] == [False, False, True, False, False, False]
     assert sparse.mlp_activations == 8 * (3 * 768 + 64) + 2 * 128 + 64
     assert model_config({**MIXTRAL, "num_experts": 4}).moe == model_config({**MIXTRAL, "num_local_experts": 4}).moe
+
+
+def test_gemmas() -> None:
+    """Absent fields have transformers' defaults, an explicit null is none; windows are where it has them."""
+    gemma = model_config({**GEMMA, "hidden_act": "gelu", "hidden_activation": None})  # as Gemma's first release
+    assert (gemma.head_dim, gemma.activation, gemma.tie_embeddings, gemma.sliding_window) == (256, "gelu_tanh", True, 0)
+    assert (gemma.norm_weight_offset, gemma.embedding_scale, gemma.attn_scale, gemma.post_norms) == (1, 8, None, False)
+    second = model_config({**GEMMA2, "num_hidden_layers": 3})
+    assert (second.attn_softcap, second.logit_softcap, second.attn_scale, second.post_norms) == (50, 30, 1 / 16, True)
+    assert [second.window(i) for i in range(3)] == [4096, 0, 4096]
+    uncapped = model_config({**GEMMA2, "attn_logit_softcapping": None, "final_logit_softcapping": None})
+    assert (uncapped.attn_softcap, uncapped.logit_softcap) == (0, 0)
+    third = model_config({**GEMMA3, "num_hidden_layers": 7})
+    assert (third.attn_softcap, third.logit_softcap, third.qk_norm) == (0, 0, True)
+    assert (third.rope_theta, third.window_rope_theta, third.rope_scaling) == (1e6, 1e4, None)
+    assert [third.window(i) > 0 for i in range(7)] == [True, True, True, True, True, False, True]
+
+
+def test_rope_of_gemma_3_by_layer_type() -> None:
+    """The spelling before transformers 5, that of today, and both in one file give the same; the maximum is as it
+    stands, stretched already."""
+    full = {**LINEAR8, "rope_theta": 5e5}
+    ropes = {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}
+    new = model_config({**GEMMA3, "num_hidden_layers": 3, "rope_parameters": ropes, "layer_types": [
+        "sliding_attention", "full_attention", "sliding_attention"]})  # fmt: skip
+    old = {**GEMMA3, "num_hidden_layers": 3, "sliding_window_pattern": 2, "rope_scaling": LINEAR8}
+    assert model_config({**old, "rope_theta": 5e5, "rope_local_base_freq": 500}) == new
+    ropes["full_attention"] = {"rope_theta": 5e5}
+    assert model_config({**old, "rope_parameters": ropes}) == new
+    assert (new.rope_theta, new.window_rope_theta, new.max_position_embeddings) == (5e5, 500, 2048)
+    assert new.rope_scaling is not None and (new.rope_scaling.kind, new.rope_scaling.factor) == ("linear", 8)
+    local = new.window_rope()
+    assert local is not None and (local.rope_theta, local.rope_scaling) == (500, None)
+    assert model_config(GEMMA2).window_rope() is None
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", "[" * 100_000])

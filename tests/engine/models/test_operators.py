@@ -1,11 +1,14 @@
 """The operators of `--batch-invariant` in whole decoders: logits bit for bit in one pass, in chunks and as decodes."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
     GPT2Config,
     LlamaConfig,
     MistralConfig,
@@ -16,6 +19,7 @@ from transformers import (
 
 from engine.errors import ConfigError
 from engine.models import operators
+from engine.models.embedding import soft_cap
 from engine.models.families import read_model_config
 from engine.models.operators import FastOperators, InvariantOperators, operators_for
 from engine.models.weights import load_model
@@ -29,12 +33,15 @@ CPU = torch.device("cpu")
 DTYPES = [torch.float32] if INTERPRET else [torch.float32, torch.bfloat16]
 LLAMA = {"vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2,
          "num_attention_heads": 3, "num_key_value_heads": 1, "max_position_embeddings": 128}  # fmt: skip
-# Every norm, activation, window and projection that has code of its own.
+# Every norm, activation, window, soft cap and projection that has code of its own.
 MODELS = {
     "llama": lambda: LlamaConfig(**LLAMA, tie_word_embeddings=True),
     "llama_gelu": lambda: LlamaConfig(**LLAMA, hidden_act="gelu_new", attention_bias=True, mlp_bias=True),
     "mistral": lambda: MistralConfig(**LLAMA, sliding_window=11),
     "qwen3": lambda: Qwen3Config(**LLAMA, head_dim=16),
+    "gemma2": lambda: Gemma2Config(**LLAMA, head_dim=16, sliding_window=11, attn_logit_softcapping=0.5,
+                                   final_logit_softcapping=0.5),
+    "gemma3": lambda: Gemma3TextConfig(**LLAMA, head_dim=16, sliding_window=11, sliding_window_pattern=2),
     "gpt2": lambda: GPT2Config(vocab_size=VOCAB, n_embd=48, n_head=3, n_layer=2, n_positions=128),
     "opt": lambda: OPTConfig(vocab_size=VOCAB, hidden_size=48, ffn_dim=80, num_hidden_layers=2, num_attention_heads=3,
                              max_position_embeddings=128, do_layer_norm_before=False, word_embed_proj_dim=40),
@@ -92,6 +99,19 @@ def test_activations_do_not_depend_on_the_place_of_a_row(name, size, gated):
         assert torch.equal(activate(x[3:20], name), full[3:20])
         torch.testing.assert_close(full, FastOperators().activation(gated)(x, name))
         assert activate(x[:0], name).shape == full[:0].shape
+
+
+def test_soft_caps_do_not_depend_on_the_place_of_a_row():
+    torch.manual_seed(0)
+    for dtype, size in product(DTYPES, (97, 1003, 50_257)):
+        x = (torch.randn(65, size) * 3).to(dtype)
+        full, alone, some = x.clone(), x.clone(), x[3:20].clone()
+        soft_cap(full, 2.0)
+        for row in alone.split(1):
+            soft_cap(row, 2.0)
+        soft_cap(some, 2.0)
+        assert torch.equal(alone, full) and torch.equal(some, full[3:20])
+        torch.testing.assert_close(full, 2 * torch.tanh(x / 2))
 
 
 @pytest.mark.skipif(INTERPRET, reason="the Triton kernels take every size")

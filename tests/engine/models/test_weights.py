@@ -47,7 +47,7 @@ def test_shards(tmp_path: Path) -> None:
     torch.testing.assert_close(logits_of(load(tmp_path)), oracle_logits(oracle, PROMPT), atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "opt_350m", "mixtral"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "opt_350m", "mixtral", "gemma2", "gemma3"])
 def test_bf16(tmp_path: Path, name: str) -> None:
     """No further from the fp32 truth than transformers' bf16, give or take the luck of rounding."""
     oracle = save_model(name, tmp_path)
@@ -144,9 +144,38 @@ def test_max_model_len_bounds_the_rotary_table(tmp_path: Path) -> None:
     assert model.cos_sin_cache is not None and model.cos_sin_cache.shape == (40, config.head_dim)
 
 
+def test_max_model_len_bounds_both_rotary_tables(tmp_path: Path) -> None:
+    """Of a model whose layers with a window have their own, shared among them."""
+    save_model("gemma3", tmp_path)
+    config = read_model_config(tmp_path)
+    model = load_model(tmp_path, config, dtype=torch.float32, device=CPU, load_format="dummy", seed=0, max_model_len=40)
+    assert isinstance(model, Decoder)
+    tables = [layer.attention.heads.cos_sin_cache for layer in model.layers]
+    assert [table is model.cos_sin_cache for table in tables] == [config.window(i) == 0 for i in range(len(tables))]
+    assert len({id(table) for table in tables}) == 2
+    assert all(table is not None and table.shape == (40, config.head_dim) for table in tables)
+
+
+def test_scaled_embeddings_in_bf16_are_those_of_transformers(tmp_path: Path) -> None:
+    """The scale is rounded to bf16 before it is used: sqrt(48) to 6.9375."""
+    save_model("gemma", tmp_path)
+    oracle, model = load_oracle(tmp_path, torch.bfloat16), load(tmp_path, torch.bfloat16)
+    ids = torch.arange(VOCAB)
+    with torch.no_grad():
+        assert torch.equal(model.embedding(ids, ids), oracle.get_input_embeddings()(ids))
+
+
+def test_dummy_norms_multiply_by_1(tmp_path: Path) -> None:
+    for name, weight in {"llama": 1.0, "gemma3": 0.0}.items():
+        save_model(name, tmp_path / name)
+        weights = dummy_weights(read_model_config(tmp_path / name), torch.float32, CPU, 0)
+        norms = [weights[key] for key in weights if "norm" in key]
+        assert norms and all(bool((norm == weight).all()) for norm in norms)
+
+
 def test_weights_are_consumed(tmp_path: Path) -> None:
     """Every tensor finds its place in the decoder: one left over would mean a parameter without effect."""
-    for name in ("llama_biases", "qwen3", "gpt2", "opt_350m", "mixtral", "qwen3_moe_plain_layers"):
+    for name in ("llama_biases", "qwen3", "gpt2", "opt_350m", "mixtral", "qwen3_moe_plain_layers", "gemma3"):
         save_model(name, tmp_path / name)
         config = read_model_config(tmp_path / name)
         weights = dummy_weights(config, torch.float32, CPU, 0)

@@ -7,6 +7,9 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
     GPT2Config,
     LlamaConfig,
     MistralConfig,
@@ -49,6 +52,15 @@ def _rope(**rope: Any) -> dict[str, Any]:
 
 
 MOE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
+# Not tied: scaled embeddings outweigh what so few layers add, and a tied head then repeats the last token. Soft caps
+# that numbers of this size feel: the defaults are 50 and 30.
+GEMMA2 = {"head_dim": 16, "sliding_window": 11, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 4.0}
+GEMMA2 |= {"tie_word_embeddings": False}
+GEMMA3 = {"num_hidden_layers": 4, "head_dim": 16, "sliding_window": 11, "tie_word_embeddings": False}
+ROPES = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 3e4},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 CASES: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama": lambda: _llama_like(LlamaConfig),
@@ -102,6 +114,32 @@ CASES: dict[str, Callable[[], PreTrainedConfig]] = {
         use_sliding_window=True,
         sliding_window=9,
         **MOE,
+    ),
+    "gemma": lambda: _llama_like(GemmaConfig, head_dim=16),
+    "gemma_options": lambda: _llama_like(
+        GemmaConfig, head_dim=12, attention_bias=True, tie_word_embeddings=False, **_rope(rope_theta=500.0)
+    ),
+    "gemma2": lambda: _llama_like(Gemma2Config, query_pre_attn_scalar=24, **GEMMA2),
+    "gemma2_options": lambda: _llama_like(
+        Gemma2Config,
+        head_dim=12,
+        sliding_window=9,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+        attention_bias=True,
+        tie_word_embeddings=False,
+        hidden_activation="silu",
+        attn_logit_softcapping=None,
+        final_logit_softcapping=None,
+    ),
+    "gemma3": lambda: _llama_like(Gemma3TextConfig, sliding_window_pattern=3, **GEMMA3),
+    "gemma3_options": lambda: _llama_like(
+        Gemma3TextConfig,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        rope_parameters=ROPES,
+        query_pre_attn_scalar=24,
+        final_logit_softcapping=4.0,
+        attention_bias=True,
+        **GEMMA3,
     ),
     "gpt2": _gpt2,
     "gpt2_options": lambda: _gpt2(

@@ -1,6 +1,7 @@
 """`pageserve plan`, as the command runs it."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -128,6 +129,16 @@ def test_environment_counts_as_for_serve(folder, capsys, monkeypatch):
     monkeypatch.setenv("PAGESERVE_PORT", "1234")  # the server's: not looked at
     assert plan.main([folder, "--memory", "80GiB"]) == 0
     assert "of max_model_len 4096" in capsys.readouterr().out
+
+
+def test_rotary_tables_count_as_weights(model):
+    """fp32, one number for each position and element of a head; a second table where layers with a window have one."""
+    config, machine = EngineConfig(max_model_len=4096), Machine("cuda", 80 * GIB)
+    assert make_plan(config, model, machine).weights == model.weight_bytes(2) + 4096 * 128 * 4
+    two = replace(model, sliding_window=512, window_rope_theta=1e4)
+    assert make_plan(config, two, machine).weights == model.weight_bytes(2) + 2 * 4096 * 128 * 4
+    learned = replace(model, position="learned")
+    assert make_plan(config, learned, machine).weights == learned.weight_bytes(2)
 
 
 def test_an_encoder_has_no_kv_cache(tmp_path, capsys):
