@@ -12,7 +12,8 @@ class RopeScaling:
     """How rotary frequencies are stretched past the trained length (engine/models/position.py holds the formulas).
 
     kind "linear" uses factor only; "llama3" the two frequency factors; "yarn" the two betas and attention_factor,
-    by which cosines and sines are multiplied.
+    by which cosines and sines are multiplied; "longrope" attention_factor and, in place of factor, a factor for each
+    pair: short_factors, or long_factors where sequences may be longer than original_max_position.
     """
 
     kind: str
@@ -24,6 +25,9 @@ class RopeScaling:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    long_max_position: int = 0  # longest sequence in tokens with long_factors
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +63,7 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     intermediate_size: int
-    max_position_embeddings: int  # longest sequence in tokens
+    max_position_embeddings: int  # longest sequence in tokens, but see max_positions
     norm: str  # "rms" or "layer" (with bias)
     norm_eps: float
     position: str  # "rope" or "learned"
@@ -69,6 +73,7 @@ class ModelConfig:
     final_norm: bool = True
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
+    partial_rotary_factor: float = 1.0  # share of each head, from its beginning, that is rotated
     position_offset: int = 0  # OPT's learned positions start at row 2
     qkv_bias: bool = False
     out_bias: bool = False
@@ -90,10 +95,36 @@ class ModelConfig:
             raise ModelError(
                 f"config.json: {self.num_heads} attention heads cannot share {self.num_kv_heads} KV heads evenly."
             )
-        if self.position == "rope" and self.head_dim % 2:
-            raise ModelError(f"config.json: rotary embeddings need an even head_dim, not {self.head_dim}.")
+        if self.position == "rope":
+            self._check_rope()
         if self.moe is not None and (self.mlp_bias or not self.gated_mlp):
             raise ModelError("config.json: experts with biases or without a gate are not served.")
+
+    def _check_rope(self) -> None:
+        if self.rotary_dim % 2 or not self.rotary_dim:
+            share = "" if self.partial_rotary_factor == 1 else f" (partial_rotary_factor {self.partial_rotary_factor})"
+            raise ModelError(f"config.json: rotary embeddings need an even head_dim, not {self.rotary_dim}{share}.")
+        scaling, pairs = self.rope_scaling, self.rotary_dim // 2
+        if scaling is not None and scaling.kind == "longrope":
+            for name, factors in (("short_factor", scaling.short_factors), ("long_factor", scaling.long_factors)):
+                if len(factors) != pairs:
+                    raise ModelError(f"config.json: {name} must list {pairs} numbers, not {len(factors)}.")
+
+    @property
+    def rotary_dim(self) -> int:
+        """Values of a head that are rotated."""
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    @property
+    def max_positions(self) -> int:
+        """The longest sequence that max_model_len may ask for: with "longrope" more than is served unasked."""
+        longest = self.rope_scaling.long_max_position if self.rope_scaling else 0
+        return max(self.max_position_embeddings, longest)
+
+    def has_long_rope(self, max_model_len: int) -> bool:
+        """Are all sequences rotated with long_factors where they may have max_model_len tokens?"""
+        scaling = self.rope_scaling
+        return scaling is not None and scaling.kind == "longrope" and max_model_len > scaling.original_max_position
 
     @property
     def q_size(self) -> int:

@@ -77,7 +77,8 @@ class Decoder:
     ) -> None:
         """`weights` holds the tensors of config.parameter_shapes() and is emptied, so that packed copies replace them.
 
-        max_positions bounds the rotary table in rows, where sequences stay shorter than config's maximum.
+        max_positions bounds the rotary table in rows, where sequences stay shorter than config's maximum; it may ask
+        for up to config.max_positions.
         operators: None for the fast ones.
         """
         self.config = config
@@ -85,7 +86,7 @@ class Decoder:
         self.embedding = Embedding(config, weights, operators)
         self.cos_sin_cache: Tensor | None = None
         if config.position == "rope":
-            num_positions = min(config.max_position_embeddings, max_positions or config.max_position_embeddings)
+            num_positions = min(config.max_positions, max_positions or config.max_position_embeddings)
             self.cos_sin_cache = cos_sin_table(config, num_positions, device)
         self.layers = [
             DecoderLayer(config, weights, i, self.cos_sin_cache, operators) for i in range(config.num_layers)

@@ -7,7 +7,7 @@ from typing import Any
 from engine.errors import ModelError
 from engine.json_files import read_json_object
 from engine.models.config import ModelConfig
-from engine.models.families import bert, gpt2, llama, mistral, mixtral, opt, qwen2, qwen3, qwen3_moe
+from engine.models.families import bert, gpt2, llama, mistral, mixtral, opt, phi3, qwen2, qwen3, qwen3_moe
 from engine.models.family import Family, find_family
 from engine.models.reader import ConfigReader
 
@@ -18,6 +18,7 @@ FAMILIES = (
     qwen2.FAMILY,
     qwen3.FAMILY,
     qwen3_moe.FAMILY,
+    phi3.FAMILY,
     gpt2.FAMILY,
     opt.FAMILY,
     *bert.FAMILIES,

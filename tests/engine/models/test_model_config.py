@@ -37,6 +37,9 @@ GPT2: dict[str, Any] = {
 }
 MIXTRAL = {**LLAMA, "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_key_value_heads": 2}
 QWEN3_MOE = {**MIXTRAL, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+PHI3 = {**LLAMA, "architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "original_max_position_embeddings": 512}
+LONGROPE: dict[str, Any] = {"type": "longrope", "short_factor": [1.0] * 6, "long_factor": [2.0] * 6}  # 12 of 16 values
+PHI4_MINI = {**PHI3, "rope_scaling": LONGROPE, "partial_rotary_factor": 0.75}
 OPT = {**LLAMA, "architectures": ["OPTForCausalLM"], "model_type": "opt", "ffn_dim": 160}
 
 
@@ -54,6 +57,8 @@ def test_spelling_before_transformers_5(name: str) -> None:
     old = {key: value for key, value in new.items() if key not in ("rope_parameters", "dtype")}
     rope = dict(new["rope_parameters"])
     old |= {"rope_theta": rope.pop("rope_theta"), "torch_dtype": "bfloat16"}
+    if "partial_rotary_factor" in rope:
+        old["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
     if rope["rope_type"] != "default":
         old["rope_scaling"] = {"type" if key == "rope_type" else key: value for key, value in rope.items()}
     assert model_config(old) == model_config(new)
@@ -137,7 +142,15 @@ def test_sizes_of_a_known_model() -> None:
         (LLAMA, {"rms_norm_eps": float("nan")}, "rms_norm_eps must be a number above 0"),
         (LLAMA, {"attention_bias": "yes"}, "attention_bias must be true or false"),
         (LLAMA, {"torch_dtype": "float8_e4m3fn"}, "torch_dtype 'float8_e4m3fn' is not served"),
-        (LLAMA, {"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope_type 'longrope' is not supported"),
+        (LLAMA, {"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope_scaling has no short_factor"),
+        (LLAMA, {"rope_scaling": {"type": "longrope", "short_factor": [1, "2"]}}, "short_factor must list numbers"),
+        (PHI4_MINI, {"rope_scaling": LONGROPE | {"long_factor": [1.0] * 7}}, "long_factor must list 6 numbers, not 7"),
+        (PHI4_MINI, {"rope_scaling": LONGROPE | {"long_factor": [0.0] * 6}}, "long_factor must list numbers above 0"),
+        (PHI4_MINI, {"rope_scaling": LONGROPE | {"type": "yarn"}}, "rope_type 'yarn' is not served in Phi-3"),
+        (PHI4_MINI, {"original_max_position_embeddings": None}, "has no original_max_position_embeddings"),
+        (PHI4_MINI, {"original_max_position_embeddings": 1}, "original_max_position_embeddings must be .* from 2"),
+        (PHI4_MINI, {"partial_rotary_factor": 0.7}, r"even head_dim, not 11 \(partial_rotary_factor 0.7\)"),
+        (PHI4_MINI, {"partial_rotary_factor": 1.5}, "partial_rotary_factor must be a number above 0 and at most 1,"),
         (LLAMA, {"rope_parameters": {"rope_type": "mrope"}}, "rope_type 'mrope' is not supported"),
         (LLAMA, {"rope_scaling": {"type": "linear"}}, "rope_scaling has no factor"),
         (LLAMA, {"rope_scaling": {"type": "linear", "factor": -1}}, "factor must be a number above 0"),
@@ -204,11 +217,43 @@ QWEN3_30B_A3B = {
 }
 
 
+PHI_4_MINI = {
+    **PHI4_MINI,
+    "vocab_size": 200064,
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "original_max_position_embeddings": 4096,
+    "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48},
+    "sliding_window": 262144,
+    "tie_word_embeddings": True,
+}
+
+
 @pytest.mark.parametrize(
-    ("raw", "count"), [(MIXTRAL_8X7B, 46_702_792_704), (QWEN3_30B_A3B, 30_532_122_624)], ids=["Mixtral", "Qwen3"]
+    ("raw", "count"),
+    [(MIXTRAL_8X7B, 46_702_792_704), (QWEN3_30B_A3B, 30_532_122_624), (PHI_4_MINI, 3_836_021_760)],
+    ids=["Mixtral-8x7B", "Qwen3-30B-A3B", "Phi-4-mini"],
 )
-def test_parameters_of_published_mixtures(raw: dict[str, Any], count: int) -> None:
+def test_parameters_of_published_models(raw: dict[str, Any], count: int) -> None:
     assert model_config(raw).num_parameters() == count
+
+
+def test_longrope() -> None:
+    """Served unasked up to the trained length; a window as wide as the longest sequence is none."""
+    config = model_config(PHI_4_MINI)
+    assert (config.max_position_embeddings, config.max_positions, config.sliding_window) == (4096, 131072, 0)
+    assert (config.rotary_dim, config.head_dim, config.norm_eps) == (96, 128, 1e-5)
+    assert not config.has_long_rope(4096) and config.has_long_rope(4097)
+    scaling = config.rope_scaling
+    assert scaling is not None and scaling.attention_factor == pytest.approx(1.1902380714238083)  # of Phi-3.5, too
+    first = model_config({**PHI_4_MINI, "rope_scaling": PHI_4_MINI["rope_scaling"] | {"type": "su"}})
+    assert first == config
+    short = model_config({**PHI3, "max_position_embeddings": 4096, "sliding_window": 2047})  # Phi-3-mini-4k
+    assert (short.max_positions, short.sliding_window, short.rope_scaling) == (4096, 2047, None)
 
 
 def test_the_router_takes_as_many_experts_as_config_json_may_ask_for() -> None:

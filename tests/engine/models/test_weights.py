@@ -47,7 +47,7 @@ def test_shards(tmp_path: Path) -> None:
     torch.testing.assert_close(logits_of(load(tmp_path)), oracle_logits(oracle, PROMPT), atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "opt_350m", "mixtral"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "opt_350m", "mixtral", "phi3_longrope"])
 def test_bf16(tmp_path: Path, name: str) -> None:
     """No further from the fp32 truth than transformers' bf16, give or take the luck of rounding."""
     oracle = save_model(name, tmp_path)
@@ -146,7 +146,7 @@ def test_max_model_len_bounds_the_rotary_table(tmp_path: Path) -> None:
 
 def test_weights_are_consumed(tmp_path: Path) -> None:
     """Every tensor finds its place in the decoder: one left over would mean a parameter without effect."""
-    for name in ("llama_biases", "qwen3", "gpt2", "opt_350m", "mixtral", "qwen3_moe_plain_layers"):
+    for name in ("llama_biases", "qwen3", "gpt2", "opt_350m", "mixtral", "qwen3_moe_plain_layers", "phi3"):
         save_model(name, tmp_path / name)
         config = read_model_config(tmp_path / name)
         weights = dummy_weights(config, torch.float32, CPU, 0)

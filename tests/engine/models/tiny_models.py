@@ -12,6 +12,7 @@ from transformers import (
     MistralConfig,
     MixtralConfig,
     OPTConfig,
+    Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -48,6 +49,11 @@ def _rope(**rope: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_theta": 10000.0, **rope}}
 
 
+def _phi3(**changes: Any) -> PreTrainedConfig:
+    return _llama_like(Phi3Config, **{"pad_token_id": None, **changes})
+
+
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.1, 1.4], "long_factor": [1.0, 2.5, 7.0]}  # of 3 pairs
 MOE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 CASES: dict[str, Callable[[], PreTrainedConfig]] = {
@@ -102,6 +108,14 @@ CASES: dict[str, Callable[[], PreTrainedConfig]] = {
         use_sliding_window=True,
         sliding_window=9,
         **MOE,
+    ),
+    "phi3": _phi3,
+    "phi3_window_head_dim": lambda: _phi3(sliding_window=11, num_attention_heads=4, tie_word_embeddings=True),
+    "phi3_longrope": lambda: _phi3(
+        max_position_embeddings=512,
+        original_max_position_embeddings=128,
+        sliding_window=512,
+        **_rope(**LONGROPE, partial_rotary_factor=0.75),
     ),
     "gpt2": _gpt2,
     "gpt2_options": lambda: _gpt2(
