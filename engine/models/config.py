@@ -73,6 +73,7 @@ class ModelConfig:
     final_norm: bool = True
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
+    nope_layers: tuple[int, ...] = ()  # the layers without rotary embedding
     partial_rotary_factor: float = 1.0  # share of each head, from its beginning, that is rotated
     position_offset: int = 0  # OPT's learned positions start at row 2
     qkv_bias: bool = False

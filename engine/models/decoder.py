@@ -89,7 +89,8 @@ class Decoder:
             num_positions = min(config.max_positions, max_positions or config.max_position_embeddings)
             self.cos_sin_cache = cos_sin_table(config, num_positions, device)
         self.layers = [
-            DecoderLayer(config, weights, i, self.cos_sin_cache, operators) for i in range(config.num_layers)
+            DecoderLayer(config, weights, i, None if i in config.nope_layers else self.cos_sin_cache, operators)
+            for i in range(config.num_layers)
         ]
         self.final_norm = take_norm(config, weights, "final_norm") if config.final_norm else None
         self.lm_head = LMHead(config, weights, self.embedding.weight, operators)

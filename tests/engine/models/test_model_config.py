@@ -40,6 +40,7 @@ QWEN3_MOE = {**MIXTRAL, "architectures": ["Qwen3MoeForCausalLM"], "model_type": 
 PHI3 = {**LLAMA, "architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "original_max_position_embeddings": 512}
 LONGROPE: dict[str, Any] = {"type": "longrope", "short_factor": [1.0] * 6, "long_factor": [2.0] * 6}  # 12 of 16 values
 PHI4_MINI = {**PHI3, "rope_scaling": LONGROPE, "partial_rotary_factor": 0.75}
+SMOLLM3 = {**LLAMA, "architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3"}
 OPT = {**LLAMA, "architectures": ["OPTForCausalLM"], "model_type": "opt", "ffn_dim": 160}
 
 
@@ -176,6 +177,9 @@ def test_sizes_of_a_known_model() -> None:
         (QWEN3_MOE, {"decoder_sparse_step": 0}, "decoder_sparse_step must be an integer from 1"),
         (QWEN2, {"layer_types": ["full_attention"]}, "layer_types must list one type for each of the 2 layers"),
         (QWEN2, {"layer_types": ["full_attention", "linear_attention"]}, "holds .*linear_attention"),
+        (SMOLLM3, {"no_rope_layers": [1]}, "no_rope_layers must list 0 or 1 for each of the 2 layers, not \\[1\\]"),
+        (SMOLLM3, {"no_rope_layers": [1, "0"]}, "no_rope_layers must list 0 or 1"),
+        (SMOLLM3, {"no_rope_layer_interval": 0}, "no_rope_layer_interval must be an integer from 1"),
         (GPT2, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True is not supported"),
         (GPT2, {"add_cross_attention": True}, "add_cross_attention = True is not supported"),
         (GPT2, {"n_head": 5}, "cannot share hidden size 64"),
@@ -231,12 +235,26 @@ PHI_4_MINI = {
     "sliding_window": 262144,
     "tie_word_embeddings": True,
 }
+SMOLLM3_3B = {
+    **SMOLLM3,
+    "vocab_size": 128256,
+    "hidden_size": 2048,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+}
 
 
 @pytest.mark.parametrize(
     ("raw", "count"),
-    [(MIXTRAL_8X7B, 46_702_792_704), (QWEN3_30B_A3B, 30_532_122_624), (PHI_4_MINI, 3_836_021_760)],
-    ids=["Mixtral-8x7B", "Qwen3-30B-A3B", "Phi-4-mini"],
+    [
+        (MIXTRAL_8X7B, 46_702_792_704),
+        (QWEN3_30B_A3B, 30_532_122_624),
+        (PHI_4_MINI, 3_836_021_760),
+        (SMOLLM3_3B, 3_075_098_624),
+    ],
+    ids=["Mixtral-8x7B", "Qwen3-30B-A3B", "Phi-4-mini", "SmolLM3-3B"],
 )
 def test_parameters_of_published_models(raw: dict[str, Any], count: int) -> None:
     assert model_config(raw).num_parameters() == count
@@ -272,6 +290,16 @@ def test_mixtures() -> None:
     assert [sparse.experts(i) is not None for i in range(6)] == [False, False, True, False, False, False]
     assert sparse.mlp_activations == 8 * (3 * 768 + 64) + 2 * 128 + 64
     assert model_config({**MIXTRAL, "num_experts": 4}).moe == model_config({**MIXTRAL, "num_local_experts": 4}).moe
+
+
+def test_layers_without_rotary_embedding() -> None:
+    """Where nothing is listed every fourth, in which a window would be, too; the other defaults are transformers'."""
+    config = model_config({**SMOLLM3, "num_hidden_layers": 9})
+    assert (config.nope_layers, config.num_kv_heads, config.rope_theta) == ((3, 7), 4, 2e6)
+    assert config.tie_embeddings and config.sliding_window == 0
+    window = {"use_sliding_window": True, "sliding_window": 9, "no_rope_layer_interval": 2}
+    assert [model_config({**SMOLLM3, **window}).window(layer) for layer in range(2)] == [0, 9]
+    assert model_config({**SMOLLM3, "no_rope_layers": [0, 1, 1]}).nope_layers == (0,)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", "[" * 100_000])

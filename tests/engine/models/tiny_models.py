@@ -18,6 +18,7 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    SmolLM3Config,
 )
 
 VOCAB = 97  # odd on purpose: nothing may rely on a padded vocabulary
@@ -116,6 +117,17 @@ CASES: dict[str, Callable[[], PreTrainedConfig]] = {
         original_max_position_embeddings=128,
         sliding_window=512,
         **_rope(**LONGROPE, partial_rotary_factor=0.75),
+    ),
+    "smollm3": lambda: _llama_like(SmolLM3Config, num_hidden_layers=4, pad_token_id=None),
+    "smollm3_window": lambda: _llama_like(
+        SmolLM3Config,
+        no_rope_layers=[0, 1, 0],
+        use_sliding_window=True,
+        sliding_window=9,
+        attention_bias=True,
+        mlp_bias=True,
+        tie_word_embeddings=False,
+        pad_token_id=None,
     ),
     "gpt2": _gpt2,
     "gpt2_options": lambda: _gpt2(
