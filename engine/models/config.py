@@ -84,6 +84,8 @@ class ModelConfig:
     window_layers: tuple[int, ...] | None = None  # the layers that have the window; None: every layer
     attn_scale: float | None = None  # None: head_dim ** -0.5
     tie_embeddings: bool = False
+    embedding_scale: float = 1.0  # multiplied onto the embeddings
+    logits_scale: float = 1.0
     embedding_proj_dim: int | None = None  # width of the embedding where it is not hidden_size (OPT-350m)
     moe: MoEConfig | None = None
     causal: bool = True  # False: an encoder, whose tokens attend to all others (engine/models/encoder.py)

@@ -12,10 +12,11 @@ from kernels.dispatch import use_triton
 class Embedding:
     """input_ids, positions int64 [num_tokens] -> [num_tokens, hidden]."""
 
-    __slots__ = ("position_offset", "position_weight", "project_in", "weight")
+    __slots__ = ("position_offset", "position_weight", "project_in", "scale", "weight")
 
     def __init__(self, config: ModelConfig, weights: dict[str, Tensor], operators: Operators) -> None:
         self.weight = weights.pop("embedding.weight")
+        self.scale = config.embedding_scale
         self.position_weight = weights.pop("position_embedding.weight", None)
         self.position_offset = config.position_offset
         has_projection = "project_in.weight" in weights
@@ -23,6 +24,8 @@ class Embedding:
 
     def __call__(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         hidden = F.embedding(input_ids, self.weight)
+        if self.scale != 1.0:
+            hidden = hidden * self.scale
         if self.project_in is not None:
             hidden = self.project_in(hidden)
         if self.position_weight is not None:
@@ -36,13 +39,14 @@ class LMHead:
     fp32 on a CPU; in the model's dtype on a GPU, whose sampler widens what it reads and spares the memory a copy.
     """
 
-    __slots__ = ("linear", "project_out")
+    __slots__ = ("linear", "project_out", "scale")
 
     def __init__(
         self, config: ModelConfig, weights: dict[str, Tensor], embedding_weight: Tensor, operators: Operators
     ) -> None:
         has_projection = "project_out.weight" in weights
         self.project_out = take_linear(weights, "project_out", operators) if has_projection else None
+        self.scale = config.logits_scale
         tied = config.tie_embeddings
         self.linear = operators.linear(embedding_weight, None) if tied else take_linear(weights, "lm_head", operators)
 
@@ -50,4 +54,6 @@ class LMHead:
         if self.project_out is not None:
             hidden = self.project_out(hidden)
         logits = self.linear(hidden)
+        if self.scale != 1.0:
+            logits *= self.scale
         return logits if use_triton(logits) else logits.float()

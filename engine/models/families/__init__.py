@@ -7,7 +7,20 @@ from typing import Any
 from engine.errors import ModelError
 from engine.json_files import read_json_object
 from engine.models.config import ModelConfig
-from engine.models.families import bert, gpt2, llama, mistral, mixtral, opt, phi3, qwen2, qwen3, qwen3_moe, smollm3
+from engine.models.families import (
+    bert,
+    gpt2,
+    granite,
+    llama,
+    mistral,
+    mixtral,
+    opt,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+    smollm3,
+)
 from engine.models.family import Family, find_family
 from engine.models.reader import ConfigReader
 
@@ -20,6 +33,7 @@ FAMILIES = (
     qwen3_moe.FAMILY,
     phi3.FAMILY,
     smollm3.FAMILY,
+    granite.FAMILY,
     gpt2.FAMILY,
     opt.FAMILY,
     *bert.FAMILIES,

@@ -41,6 +41,7 @@ PHI3 = {**LLAMA, "architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "or
 LONGROPE: dict[str, Any] = {"type": "longrope", "short_factor": [1.0] * 6, "long_factor": [2.0] * 6}  # 12 of 16 values
 PHI4_MINI = {**PHI3, "rope_scaling": LONGROPE, "partial_rotary_factor": 0.75}
 SMOLLM3 = {**LLAMA, "architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3"}
+GRANITE = {**LLAMA, "architectures": ["GraniteForCausalLM"], "model_type": "granite"}
 OPT = {**LLAMA, "architectures": ["OPTForCausalLM"], "model_type": "opt", "ffn_dim": 160}
 
 
@@ -180,6 +181,10 @@ def test_sizes_of_a_known_model() -> None:
         (SMOLLM3, {"no_rope_layers": [1]}, "no_rope_layers must list 0 or 1 for each of the 2 layers, not \\[1\\]"),
         (SMOLLM3, {"no_rope_layers": [1, "0"]}, "no_rope_layers must list 0 or 1"),
         (SMOLLM3, {"no_rope_layer_interval": 0}, "no_rope_layer_interval must be an integer from 1"),
+        (GRANITE, {"residual_multiplier": 0}, "residual_multiplier must be a number above 0"),
+        (GRANITE, {"logits_scaling": -8.0}, "logits_scaling must be a number above 0"),
+        (GRANITE, {"embedding_multiplier": "12"}, "embedding_multiplier must be a number above 0"),
+        (GRANITE, {"attention_multiplier": True}, "attention_multiplier must be a number above 0"),
         (GPT2, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True is not supported"),
         (GPT2, {"add_cross_attention": True}, "add_cross_attention = True is not supported"),
         (GPT2, {"n_head": 5}, "cannot share hidden size 64"),
@@ -290,6 +295,16 @@ def test_mixtures() -> None:
     assert [sparse.experts(i) is not None for i in range(6)] == [False, False, True, False, False, False]
     assert sparse.mlp_activations == 8 * (3 * 768 + 64) + 2 * 128 + 64
     assert model_config({**MIXTRAL, "num_experts": 4}).moe == model_config({**MIXTRAL, "num_local_experts": 4}).moe
+
+
+def test_factors() -> None:
+    """Of Granite-3.1-8B, and what holds where none is given: attention is not even divided by the root of head_dim."""
+    factors = {"attention_multiplier": 0.0078125, "embedding_multiplier": 12.0, "logits_scaling": 16.0}
+    config = model_config({**GRANITE, **factors, "residual_multiplier": 0.22, "rms_norm_eps": 1e-5})
+    assert (config.attn_scale, config.logits_scale) == (0.0078125, 1 / 16)
+    assert (config.embedding_scale, config.norm_eps) == pytest.approx((12 / 0.22, 1e-5 / 0.22**2))
+    plain = model_config(GRANITE)
+    assert (plain.attn_scale, plain.embedding_scale, plain.logits_scale, plain.norm_eps) == (1.0, 1.0, 1.0, 1e-6)
 
 
 def test_layers_without_rotary_embedding() -> None:

@@ -8,6 +8,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -128,6 +129,16 @@ CASES: dict[str, Callable[[], PreTrainedConfig]] = {
         mlp_bias=True,
         tie_word_embeddings=False,
         pad_token_id=None,
+    ),
+    "granite": lambda: _llama_like(
+        GraniteConfig,
+        embedding_multiplier=12.0,
+        attention_multiplier=0.25,
+        residual_multiplier=0.22,
+        logits_scaling=6.0,
+    ),
+    "granite_epsilon": lambda: _llama_like(  # as large as the squares of the residual stream
+        GraniteConfig, residual_multiplier=3.0, attention_multiplier=0.3, rms_norm_eps=0.1, attention_bias=True
     ),
     "gpt2": _gpt2,
     "gpt2_options": lambda: _gpt2(
