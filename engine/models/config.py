@@ -69,6 +69,7 @@ class ModelConfig:
     position: str  # "rope" or "learned"
     activation: str
     gated_mlp: bool
+    parallel_residual: bool = False  # attention and MLP both read the layer's input, and are added to it at once
     pre_norm: bool = True  # False: normalise after adding to the residual (OPT-350m)
     final_norm: bool = True
     rope_theta: float = 10000.0
@@ -153,8 +154,10 @@ class ModelConfig:
 
     @property
     def mlp_activations(self) -> int:
-        """Values of one token where the MLP needs most: what goes into the activation, what comes out, the result."""
+        """Values of one token where the MLP needs most: what goes into the activation, what comes out, the result; and
+        attention's result, where it waits for that."""
         dense = (3 if self.gated_mlp else 2) * self.intermediate_size + self.hidden_size
+        dense += self.hidden_size if self.parallel_residual else 0
         if self.moe is None:
             return dense
         rows = self.moe.experts_per_token * (3 * self.moe.intermediate_size + self.hidden_size)

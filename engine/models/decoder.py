@@ -17,8 +17,9 @@ from engine.models.position import cos_sin_table
 class DecoderLayer:
     """Attention and MLP around one residual stream.
 
-    pre_norm:   residual += attention(norm(residual));  residual += mlp(norm(residual))
-    otherwise:  x = norm(x + attention(x));             x = norm(x + mlp(x))
+    parallel_residual:  residual += attention(norm(residual)) + mlp(norm(residual))
+    pre_norm:           residual += attention(norm(residual));  residual += mlp(norm(residual))
+    otherwise:          x = norm(x + attention(x));             x = norm(x + mlp(x))
     """
 
     __slots__ = ("attention", "attn_norm", "mlp", "mlp_norm")
@@ -53,6 +54,22 @@ class DecoderLayer:
         x = self.attention(x, metadata, kv_cache, outputs)
         x, residual = self.mlp_norm(x, residual if outputs is None else residual.index_select(0, outputs.indices))
         return self.mlp(x), residual
+
+    def forward_parallel(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        metadata: BatchMetadata,
+        kv_cache: KVCache,
+        outputs: OutputRows | None,
+    ) -> tuple[Tensor, Tensor]:
+        """As forward_pre_norm."""
+        x, residual = self.attn_norm(x, residual)
+        attended = self.attention(x, metadata, kv_cache, outputs)
+        if outputs is not None:
+            residual = residual.index_select(0, outputs.indices)
+        x, _ = self.mlp_norm(residual)
+        return attended + self.mlp(x), residual
 
     def forward_post_norm(
         self, x: Tensor, metadata: BatchMetadata, kv_cache: KVCache, outputs: OutputRows | None
@@ -112,8 +129,9 @@ class Decoder:
 
     def _run_pre_norm(self, x: Tensor, metadata: BatchMetadata, kv_caches: Sequence[KVCache]) -> Tensor:
         residual: Tensor | None = None
+        forward = DecoderLayer.forward_parallel if self.config.parallel_residual else DecoderLayer.forward_pre_norm
         for layer, kv_cache, outputs in self._schedule(metadata, kv_caches):
-            x, residual = layer.forward_pre_norm(x, residual, metadata, kv_cache, outputs)
+            x, residual = forward(layer, x, residual, metadata, kv_cache, outputs)
         if self.final_norm is not None:
             return self.final_norm(x, residual)[0]
         return x if residual is None else x + residual

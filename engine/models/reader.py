@@ -134,8 +134,8 @@ class ConfigReader:
     def rope_theta(self, default: float = 10000.0) -> float:
         return self._rope().number("rope_theta", self.number("rope_theta", default, above=1.0), above=1.0)
 
-    def partial_rotary_factor(self, default: float = 1.0) -> float:
-        """The share of each head that is rotated, for families that have it."""
+    def partial_rotary_factor(self, default: float) -> float:
+        """The share of each head that is rotated."""
         name = "partial_rotary_factor"
         return self._rope().number(name, self.number(name, default, high=1.0), high=1.0)
 

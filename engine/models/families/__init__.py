@@ -10,6 +10,7 @@ from engine.models.config import ModelConfig
 from engine.models.families import (
     bert,
     gpt2,
+    gpt_neox,
     granite,
     llama,
     mistral,
@@ -35,6 +36,7 @@ FAMILIES = (
     smollm3.FAMILY,
     granite.FAMILY,
     gpt2.FAMILY,
+    gpt_neox.FAMILY,
     opt.FAMILY,
     *bert.FAMILIES,
 )

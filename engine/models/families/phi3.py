@@ -17,7 +17,7 @@ WEIGHTS = {
 
 
 def to_config(reader: ConfigReader) -> ModelConfig:
-    config = llama.to_config(reader, partial_rotary=True)
+    config = llama.to_config(reader, rotary_share=1.0)
     scaling = config.rope_scaling
     if scaling is not None:
         if scaling.kind != "longrope":

@@ -42,6 +42,7 @@ LONGROPE: dict[str, Any] = {"type": "longrope", "short_factor": [1.0] * 6, "long
 PHI4_MINI = {**PHI3, "rope_scaling": LONGROPE, "partial_rotary_factor": 0.75}
 SMOLLM3 = {**LLAMA, "architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3"}
 GRANITE = {**LLAMA, "architectures": ["GraniteForCausalLM"], "model_type": "granite"}
+GPT_NEOX = {**LLAMA, "architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox"}
 OPT = {**LLAMA, "architectures": ["OPTForCausalLM"], "model_type": "opt", "ffn_dim": 160}
 
 
@@ -52,15 +53,15 @@ def test_first_llama_spelling() -> None:
     assert (config.dtype, config.tie_embeddings, config.rope_scaling) == ("float16", False, None)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith(("gpt2", "opt"))])
+@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith(("gpt2", "opt"))])  # no rope
 def test_spelling_before_transformers_5(name: str) -> None:
     """rope_theta and rope_scaling at the top, torch_dtype: the same ModelConfig."""
     new = CASES[name]().to_dict() | {"architectures": None, "dtype": "bfloat16"}
     old = {key: value for key, value in new.items() if key not in ("rope_parameters", "dtype")}
     rope = dict(new["rope_parameters"])
-    old |= {"rope_theta": rope.pop("rope_theta"), "torch_dtype": "bfloat16"}
-    if "partial_rotary_factor" in rope:
-        old["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
+    names = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"} if "neox" in name else {}
+    old |= {names.get(key, key): rope.pop(key) for key in ("rope_theta", "partial_rotary_factor") if key in rope}
+    old["torch_dtype"] = "bfloat16"
     if rope["rope_type"] != "default":
         old["rope_scaling"] = {"type" if key == "rope_type" else key: value for key, value in rope.items()}
     assert model_config(old) == model_config(new)
@@ -185,6 +186,10 @@ def test_sizes_of_a_known_model() -> None:
         (GRANITE, {"logits_scaling": -8.0}, "logits_scaling must be a number above 0"),
         (GRANITE, {"embedding_multiplier": "12"}, "embedding_multiplier must be a number above 0"),
         (GRANITE, {"attention_multiplier": True}, "attention_multiplier must be a number above 0"),
+        (GPT_NEOX, {"rotary_pct": 0.2}, r"even head_dim, not 3 \(partial_rotary_factor 0.2\)"),
+        (GPT_NEOX, {"rotary_pct": 0.05}, "even head_dim, not 0"),
+        (GPT_NEOX, {"rotary_pct": 2}, "rotary_pct must be a number above 0 and at most 1"),
+        (GPT_NEOX, {"use_parallel_residual": "no"}, "use_parallel_residual must be true or false"),
         (GPT2, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True is not supported"),
         (GPT2, {"add_cross_attention": True}, "add_cross_attention = True is not supported"),
         (GPT2, {"n_head": 5}, "cannot share hidden size 64"),
@@ -240,6 +245,14 @@ PHI_4_MINI = {
     "sliding_window": 262144,
     "tie_word_embeddings": True,
 }
+PYTHIA_2_8B = {
+    **GPT_NEOX,
+    "vocab_size": 50304,
+    "hidden_size": 2560,
+    "intermediate_size": 10240,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+}
 SMOLLM3_3B = {
     **SMOLLM3,
     "vocab_size": 128256,
@@ -258,8 +271,9 @@ SMOLLM3_3B = {
         (QWEN3_30B_A3B, 30_532_122_624),
         (PHI_4_MINI, 3_836_021_760),
         (SMOLLM3_3B, 3_075_098_624),
+        (PYTHIA_2_8B, 2_775_208_960),
     ],
-    ids=["Mixtral-8x7B", "Qwen3-30B-A3B", "Phi-4-mini", "SmolLM3-3B"],
+    ids=["Mixtral-8x7B", "Qwen3-30B-A3B", "Phi-4-mini", "SmolLM3-3B", "Pythia-2.8b"],
 )
 def test_parameters_of_published_models(raw: dict[str, Any], count: int) -> None:
     assert model_config(raw).num_parameters() == count

@@ -8,6 +8,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
+    GPTNeoXConfig,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
@@ -45,6 +46,10 @@ def _gpt2(**changes: Any) -> GPT2Config:
 def _opt(**changes: Any) -> OPTConfig:
     sizes: dict[str, Any] = {"hidden_size": 48, "ffn_dim": 80, "num_hidden_layers": 3, "num_attention_heads": 4}
     return OPTConfig(vocab_size=VOCAB, max_position_embeddings=128, **{**sizes, **changes})
+
+
+def _gpt_neox(**changes: Any) -> PreTrainedConfig:
+    return _llama_like(GPTNeoXConfig, **{"num_attention_heads": 3, "num_key_value_heads": None, **changes})
 
 
 def _rope(**rope: Any) -> dict[str, Any]:
@@ -139,6 +144,14 @@ CASES: dict[str, Callable[[], PreTrainedConfig]] = {
     ),
     "granite_epsilon": lambda: _llama_like(  # as large as the squares of the residual stream
         GraniteConfig, residual_multiplier=3.0, attention_multiplier=0.3, rms_norm_eps=0.1, attention_bias=True
+    ),
+    "gpt_neox": _gpt_neox,
+    "gpt_neox_sequential": lambda: _gpt_neox(
+        use_parallel_residual=False,
+        attention_bias=False,
+        hidden_act="gelu_new",
+        tie_word_embeddings=True,
+        **_rope(rope_type="linear", factor=2.0, rope_theta=500.0, partial_rotary_factor=1.0),
     ),
     "gpt2": _gpt2,
     "gpt2_options": lambda: _gpt2(
