@@ -21,6 +21,7 @@ from engine.models.families import (
     qwen3,
     qwen3_moe,
     smollm3,
+    starcoder2,
 )
 from engine.models.family import Family, find_family
 from engine.models.reader import ConfigReader
@@ -37,6 +38,7 @@ FAMILIES = (
     granite.FAMILY,
     gpt2.FAMILY,
     gpt_neox.FAMILY,
+    starcoder2.FAMILY,
     opt.FAMILY,
     *bert.FAMILIES,
 )

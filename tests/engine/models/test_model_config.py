@@ -43,6 +43,7 @@ PHI4_MINI = {**PHI3, "rope_scaling": LONGROPE, "partial_rotary_factor": 0.75}
 SMOLLM3 = {**LLAMA, "architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3"}
 GRANITE = {**LLAMA, "architectures": ["GraniteForCausalLM"], "model_type": "granite"}
 GPT_NEOX = {**LLAMA, "architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox"}
+STARCODER2 = {**LLAMA, "architectures": ["Starcoder2ForCausalLM"], "model_type": "starcoder2"}
 OPT = {**LLAMA, "architectures": ["OPTForCausalLM"], "model_type": "opt", "ffn_dim": 160}
 
 
@@ -190,6 +191,8 @@ def test_sizes_of_a_known_model() -> None:
         (GPT_NEOX, {"rotary_pct": 0.05}, "even head_dim, not 0"),
         (GPT_NEOX, {"rotary_pct": 2}, "rotary_pct must be a number above 0 and at most 1"),
         (GPT_NEOX, {"use_parallel_residual": "no"}, "use_parallel_residual must be true or false"),
+        (STARCODER2, {"use_bias": 1}, "use_bias must be true or false"),
+        (STARCODER2, {"sliding_window": 0}, "sliding_window must be an integer from 1"),
         (GPT2, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True is not supported"),
         (GPT2, {"add_cross_attention": True}, "add_cross_attention = True is not supported"),
         (GPT2, {"n_head": 5}, "cannot share hidden size 64"),
@@ -253,6 +256,14 @@ PYTHIA_2_8B = {
     "num_hidden_layers": 32,
     "num_attention_heads": 32,
 }
+STARCODER2_3B = {
+    **STARCODER2,
+    "vocab_size": 49152,
+    "hidden_size": 3072,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 24,
+}
 SMOLLM3_3B = {
     **SMOLLM3,
     "vocab_size": 128256,
@@ -272,8 +283,9 @@ SMOLLM3_3B = {
         (PHI_4_MINI, 3_836_021_760),
         (SMOLLM3_3B, 3_075_098_624),
         (PYTHIA_2_8B, 2_775_208_960),
+        (STARCODER2_3B, 3_030_371_328),
     ],
-    ids=["Mixtral-8x7B", "Qwen3-30B-A3B", "Phi-4-mini", "SmolLM3-3B", "Pythia-2.8b"],
+    ids=["Mixtral-8x7B", "Qwen3-30B-A3B", "Phi-4-mini", "SmolLM3-3B", "Pythia-2.8b", "StarCoder2-3b"],
 )
 def test_parameters_of_published_models(raw: dict[str, Any], count: int) -> None:
     assert model_config(raw).num_parameters() == count

@@ -21,6 +21,7 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
     SmolLM3Config,
+    Starcoder2Config,
 )
 
 VOCAB = 97  # odd on purpose: nothing may rely on a padded vocabulary
@@ -152,6 +153,10 @@ CASES: dict[str, Callable[[], PreTrainedConfig]] = {
         hidden_act="gelu_new",
         tie_word_embeddings=True,
         **_rope(rope_type="linear", factor=2.0, rope_theta=500.0, partial_rotary_factor=1.0),
+    ),
+    "starcoder2": lambda: _llama_like(Starcoder2Config, sliding_window=11),
+    "starcoder2_no_bias": lambda: _llama_like(
+        Starcoder2Config, use_bias=False, tie_word_embeddings=False, hidden_act="gelu", norm_epsilon=1e-3
     ),
     "gpt2": _gpt2,
     "gpt2_options": lambda: _gpt2(
