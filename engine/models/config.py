@@ -70,6 +70,7 @@ class ModelConfig:
     activation: str
     gated_mlp: bool
     parallel_residual: bool = False  # attention and MLP both read the layer's input, and are added to it at once
+    mlp_norm: bool = True  # False: with parallel_residual, attention's norm gives the MLP's input, too
     pre_norm: bool = True  # False: normalise after adding to the residual (OPT-350m)
     final_norm: bool = True
     rope_theta: float = 10000.0
@@ -200,7 +201,7 @@ class ModelConfig:
 
     def _layer_shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
         hidden = self.hidden_size
-        shapes = self._norm("attn_norm") | self._norm("mlp_norm")
+        shapes = self._norm("attn_norm") | (self._norm("mlp_norm") if self.mlp_norm else {})
         shapes |= _linear("qkv", self.q_size + 2 * self.kv_size, hidden, self.qkv_bias)
         if self.qk_norm:
             shapes |= {f"{name}.weight": (self.head_dim,) for name in ("q_norm", "k_norm")}

@@ -35,7 +35,7 @@ class DecoderLayer:
         prefix = f"layers.{layer}"
         self.attn_norm = take_norm(config, weights, f"{prefix}.attn_norm")
         self.attention = Attention(config, weights, layer, cos_sin_cache, operators)
-        self.mlp_norm = take_norm(config, weights, f"{prefix}.mlp_norm")
+        self.mlp_norm = take_norm(config, weights, f"{prefix}.mlp_norm") if config.mlp_norm else None
         self.mlp = take_mlp(config, weights, layer, operators)
 
     def forward_pre_norm(
@@ -52,6 +52,7 @@ class DecoderLayer:
         """
         x, residual = self.attn_norm(x, residual)
         x = self.attention(x, metadata, kv_cache, outputs)
+        assert self.mlp_norm is not None, "only a parallel residual may do without"
         x, residual = self.mlp_norm(x, residual if outputs is None else residual.index_select(0, outputs.indices))
         return self.mlp(x), residual
 
@@ -67,8 +68,9 @@ class DecoderLayer:
         x, residual = self.attn_norm(x, residual)
         attended = self.attention(x, metadata, kv_cache, outputs)
         if outputs is not None:
-            residual = residual.index_select(0, outputs.indices)
-        x, _ = self.mlp_norm(residual)
+            x, residual = (rows.index_select(0, outputs.indices) for rows in (x, residual))
+        if self.mlp_norm is not None:
+            x, _ = self.mlp_norm(residual)
         return attended + self.mlp(x), residual
 
     def forward_post_norm(
@@ -77,6 +79,7 @@ class DecoderLayer:
         """[num_tokens, hidden] -> the same shape, or [num_outputs, hidden]."""
         residual = x if outputs is None else x.index_select(0, outputs.indices)
         x, _ = self.attn_norm(self.attention(x, metadata, kv_cache, outputs), residual)
+        assert self.mlp_norm is not None, "only a parallel residual may do without"
         x, _ = self.mlp_norm(self.mlp(x), x)
         return x
 

@@ -21,6 +21,7 @@ from engine.models.families import (
     qwen3,
     qwen3_moe,
     smollm3,
+    stablelm,
     starcoder2,
 )
 from engine.models.family import Family, find_family
@@ -39,6 +40,7 @@ FAMILIES = (
     gpt2.FAMILY,
     gpt_neox.FAMILY,
     starcoder2.FAMILY,
+    stablelm.FAMILY,
     opt.FAMILY,
     *bert.FAMILIES,
 )

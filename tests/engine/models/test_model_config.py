@@ -44,6 +44,7 @@ SMOLLM3 = {**LLAMA, "architectures": ["SmolLM3ForCausalLM"], "model_type": "smol
 GRANITE = {**LLAMA, "architectures": ["GraniteForCausalLM"], "model_type": "granite"}
 GPT_NEOX = {**LLAMA, "architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox"}
 STARCODER2 = {**LLAMA, "architectures": ["Starcoder2ForCausalLM"], "model_type": "starcoder2"}
+STABLELM = {**LLAMA, "architectures": ["StableLmForCausalLM"], "model_type": "stablelm"}
 OPT = {**LLAMA, "architectures": ["OPTForCausalLM"], "model_type": "opt", "ffn_dim": 160}
 
 
@@ -193,6 +194,8 @@ def test_sizes_of_a_known_model() -> None:
         (GPT_NEOX, {"use_parallel_residual": "no"}, "use_parallel_residual must be true or false"),
         (STARCODER2, {"use_bias": 1}, "use_bias must be true or false"),
         (STARCODER2, {"sliding_window": 0}, "sliding_window must be an integer from 1"),
+        (STABLELM, {"qk_layernorm": True}, "qk_layernorm = True is not supported"),
+        (STABLELM, {"use_parallel_residual": 0}, "use_parallel_residual must be true or false"),
         (GPT2, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True is not supported"),
         (GPT2, {"add_cross_attention": True}, "add_cross_attention = True is not supported"),
         (GPT2, {"n_head": 5}, "cannot share hidden size 64"),
@@ -264,6 +267,15 @@ STARCODER2_3B = {
     "num_hidden_layers": 30,
     "num_attention_heads": 24,
 }
+STABLELM_2_1_6B = {
+    **STABLELM,
+    "vocab_size": 100352,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 32,
+    "use_qkv_bias": True,
+}
 SMOLLM3_3B = {
     **SMOLLM3,
     "vocab_size": 128256,
@@ -284,8 +296,17 @@ SMOLLM3_3B = {
         (SMOLLM3_3B, 3_075_098_624),
         (PYTHIA_2_8B, 2_775_208_960),
         (STARCODER2_3B, 3_030_371_328),
+        (STABLELM_2_1_6B, 1_644_515_328),
     ],
-    ids=["Mixtral-8x7B", "Qwen3-30B-A3B", "Phi-4-mini", "SmolLM3-3B", "Pythia-2.8b", "StarCoder2-3b"],
+    ids=[
+        "Mixtral-8x7B",
+        "Qwen3-30B-A3B",
+        "Phi-4-mini",
+        "SmolLM3-3B",
+        "Pythia-2.8b",
+        "StarCoder2-3b",
+        "StableLM-2-1.6B",
+    ],
 )
 def test_parameters_of_published_models(raw: dict[str, Any], count: int) -> None:
     assert model_config(raw).num_parameters() == count

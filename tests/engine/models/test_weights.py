@@ -163,7 +163,17 @@ def test_max_model_len_bounds_the_rotary_table(tmp_path: Path) -> None:
 
 def test_weights_are_consumed(tmp_path: Path) -> None:
     """Every tensor finds its place in the decoder: one left over would mean a parameter without effect."""
-    for name in ("llama_biases", "qwen3", "gpt2", "opt_350m", "mixtral", "qwen3_moe_plain_layers", "phi3", "gpt_neox"):
+    for name in (
+        "llama_biases",
+        "qwen3",
+        "gpt2",
+        "opt_350m",
+        "mixtral",
+        "qwen3_moe_plain_layers",
+        "phi3",
+        "gpt_neox",
+        "stablelm_parallel",
+    ):
         save_model(name, tmp_path / name)
         config = read_model_config(tmp_path / name)
         weights = dummy_weights(config, torch.float32, CPU, 0)

@@ -21,6 +21,7 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
     SmolLM3Config,
+    StableLmConfig,
     Starcoder2Config,
 )
 
@@ -157,6 +158,10 @@ CASES: dict[str, Callable[[], PreTrainedConfig]] = {
     "starcoder2": lambda: _llama_like(Starcoder2Config, sliding_window=11),
     "starcoder2_no_bias": lambda: _llama_like(
         Starcoder2Config, use_bias=False, tie_word_embeddings=False, hidden_act="gelu", norm_epsilon=1e-3
+    ),
+    "stablelm": lambda: _llama_like(StableLmConfig, use_qkv_bias=True),
+    "stablelm_parallel": lambda: _llama_like(
+        StableLmConfig, use_parallel_residual=True, hidden_act="gelu", tie_word_embeddings=True
     ),
     "gpt2": _gpt2,
     "gpt2_options": lambda: _gpt2(
