@@ -86,6 +86,7 @@ class ModelConfig:
     window_layers: tuple[int, ...] | None = None  # the layers that have the window; None: every layer
     attn_scale: float | None = None  # None: head_dim ** -0.5
     tie_embeddings: bool = False
+    lm_head_bias: bool = False
     embedding_scale: float = 1.0  # multiplied onto the embeddings
     logits_scale: float = 1.0
     embedding_proj_dim: int | None = None  # width of the embedding where it is not hidden_size (OPT-350m)
@@ -197,6 +198,8 @@ class ModelConfig:
             shapes |= self._norm("final_norm")
         if not self.tie_embeddings:
             shapes["lm_head.weight"] = (self.vocab_size, width)
+        if self.lm_head_bias:
+            shapes["lm_head.bias"] = (self.vocab_size,)
         return shapes
 
     def _layer_shapes(self, layer: int) -> dict[str, tuple[int, ...]]:

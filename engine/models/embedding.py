@@ -47,8 +47,8 @@ class LMHead:
         has_projection = "project_out.weight" in weights
         self.project_out = take_linear(weights, "project_out", operators) if has_projection else None
         self.scale = config.logits_scale
-        tied = config.tie_embeddings
-        self.linear = operators.linear(embedding_weight, None) if tied else take_linear(weights, "lm_head", operators)
+        weight = embedding_weight if config.tie_embeddings else weights.pop("lm_head.weight")
+        self.linear = operators.linear(weight, weights.pop("lm_head.bias", None))
 
     def __call__(self, hidden: Tensor) -> Tensor:
         if self.project_out is not None:

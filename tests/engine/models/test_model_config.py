@@ -45,6 +45,7 @@ GRANITE = {**LLAMA, "architectures": ["GraniteForCausalLM"], "model_type": "gran
 GPT_NEOX = {**LLAMA, "architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox"}
 STARCODER2 = {**LLAMA, "architectures": ["Starcoder2ForCausalLM"], "model_type": "starcoder2"}
 STABLELM = {**LLAMA, "architectures": ["StableLmForCausalLM"], "model_type": "stablelm"}
+PHI = {**LLAMA, "architectures": ["PhiForCausalLM"], "model_type": "phi"}
 OPT = {**LLAMA, "architectures": ["OPTForCausalLM"], "model_type": "opt", "ffn_dim": 160}
 
 
@@ -196,6 +197,7 @@ def test_sizes_of_a_known_model() -> None:
         (STARCODER2, {"sliding_window": 0}, "sliding_window must be an integer from 1"),
         (STABLELM, {"qk_layernorm": True}, "qk_layernorm = True is not supported"),
         (STABLELM, {"use_parallel_residual": 0}, "use_parallel_residual must be true or false"),
+        (PHI, {"qk_layernorm": True}, "qk_layernorm = True is not supported"),
         (GPT2, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True is not supported"),
         (GPT2, {"add_cross_attention": True}, "add_cross_attention = True is not supported"),
         (GPT2, {"n_head": 5}, "cannot share hidden size 64"),
@@ -276,6 +278,15 @@ STABLELM_2_1_6B = {
     "num_attention_heads": 32,
     "use_qkv_bias": True,
 }
+PHI_2 = {
+    **PHI,
+    "vocab_size": 51200,
+    "hidden_size": 2560,
+    "intermediate_size": 10240,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "partial_rotary_factor": 0.4,
+}
 SMOLLM3_3B = {
     **SMOLLM3,
     "vocab_size": 128256,
@@ -297,6 +308,7 @@ SMOLLM3_3B = {
         (PYTHIA_2_8B, 2_775_208_960),
         (STARCODER2_3B, 3_030_371_328),
         (STABLELM_2_1_6B, 1_644_515_328),
+        (PHI_2, 2_779_683_840),
     ],
     ids=[
         "Mixtral-8x7B",
@@ -306,6 +318,7 @@ SMOLLM3_3B = {
         "Pythia-2.8b",
         "StarCoder2-3b",
         "StableLM-2-1.6B",
+        "Phi-2",
     ],
 )
 def test_parameters_of_published_models(raw: dict[str, Any], count: int) -> None:

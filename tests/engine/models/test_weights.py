@@ -172,7 +172,7 @@ def test_weights_are_consumed(tmp_path: Path) -> None:
         "qwen3_moe_plain_layers",
         "phi3",
         "gpt_neox",
-        "stablelm_parallel",
+        "phi_tied",
     ):
         save_model(name, tmp_path / name)
         config = read_model_config(tmp_path / name)

@@ -15,6 +15,7 @@ from transformers import (
     MixtralConfig,
     OPTConfig,
     Phi3Config,
+    PhiConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -162,6 +163,10 @@ CASES: dict[str, Callable[[], PreTrainedConfig]] = {
     "stablelm": lambda: _llama_like(StableLmConfig, use_qkv_bias=True),
     "stablelm_parallel": lambda: _llama_like(
         StableLmConfig, use_parallel_residual=True, hidden_act="gelu", tie_word_embeddings=True
+    ),
+    "phi": lambda: _llama_like(PhiConfig),
+    "phi_tied": lambda: _llama_like(
+        PhiConfig, head_dim=16, tie_word_embeddings=True, hidden_act="relu", **_rope(partial_rotary_factor=0.25)
     ),
     "gpt2": _gpt2,
     "gpt2_options": lambda: _gpt2(
