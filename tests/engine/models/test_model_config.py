@@ -367,6 +367,16 @@ def test_factors() -> None:
     assert (plain.attn_scale, plain.embedding_scale, plain.logits_scale, plain.norm_eps) == (1.0, 1.0, 1.0, 1e-6)
 
 
+def test_parallel_residual() -> None:
+    """Attention's result waits for that of the MLP, which the memory plan counts."""
+    sequential = model_config({**GPT_NEOX, "use_parallel_residual": False})
+    assert model_config(GPT_NEOX).mlp_activations - sequential.mlp_activations == 64
+    assert sequential.mlp_activations == 2 * 160 + 64
+    assert model_config(PHI).num_parameters() == model_config({**PHI, "tie_word_embeddings": True}).num_parameters() + (
+        PHI["vocab_size"] * PHI["hidden_size"]
+    )
+
+
 def test_layers_without_rotary_embedding() -> None:
     """Where nothing is listed every fourth, in which a window would be, too; the other defaults are transformers'."""
     config = model_config({**SMOLLM3, "num_hidden_layers": 9})
