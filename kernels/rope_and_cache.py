@@ -363,18 +363,20 @@ def _write_values(
 
 
 def aot_configurations(capability: int) -> Iterator[AotConfiguration]:
-    """The shapes of Llama 3, Qwen 3, Gemma 3, GPT-NeoX and GPT-J, in every format."""
+    """The shapes of Llama 3, Qwen 3, Gemma 3, GPT-NeoX, Phi-4-mini, Pythia-2.8b and GPT-J, in every format."""
     table = torch.empty(1, 128)
     weight, wide = torch.empty(128), torch.empty(256)
     shapes = {
-        "llama 32+8": QKVHeads(32, 8, table),
-        "qk-norm 16+8": QKVHeads(16, 8, table, q_norm=weight, k_norm=weight),
-        "qk-norm offset 8+4": QKVHeads(8, 4, wide[None], q_norm=wide, k_norm=wide, norm_weight_offset=1.0),
-        "partial 40+40": QKVHeads(40, 40, table[:, :32]),
-        "interleaved 16+16": QKVHeads(16, 16, table[:, :64], interleaved=True),
+        "llama 32+8": (128, QKVHeads(32, 8, table)),
+        "qk-norm 16+8": (128, QKVHeads(16, 8, table, q_norm=weight, k_norm=weight)),
+        "qk-norm offset 8+4": (256, QKVHeads(8, 4, wide[None], q_norm=wide, k_norm=wide, norm_weight_offset=1.0)),
+        "partial 40+40": (128, QKVHeads(40, 40, table[:, :32])),
+        "partial 24+8": (128, QKVHeads(24, 8, table[:, :96])),
+        "partial 32+32": (80, QKVHeads(32, 32, table[:, :20])),
+        "interleaved 16+16": (128, QKVHeads(16, 16, table[:, :64], interleaved=True)),
     }
     for kv_format in (None, *KV_FORMATS.values()):
-        for dtype, (label, heads) in product(("bf16", "fp16", "fp32"), shapes.items()):
+        for dtype, (label, (head_dim, heads)) in product(("bf16", "fp16", "fp32"), shapes.items()):
             if dtype != "bf16" and label != "llama 32+8":
                 continue
             head_dim = 128 if heads.q_norm is None else len(heads.q_norm)

@@ -57,7 +57,7 @@ class Attention:
         cos_sin_cache: Tensor | None,
         operators: Operators,
     ) -> None:
-        """cos_sin_cache fp32 [max_position, head_dim] is shared by layers; None: no rotary embedding."""
+        """cos_sin_cache fp32 [max_position, rotary_dim] is shared by layers that rotate alike; None: none here."""
         prefix = f"layers.{layer}"
         self.qkv = take_linear(weights, f"{prefix}.qkv", operators)
         self.attn_out = take_linear(weights, f"{prefix}.attn_out", operators)

@@ -12,7 +12,8 @@ class RopeScaling:
     """How rotary frequencies are stretched past the trained length (engine/models/position.py holds the formulas).
 
     kind "linear" uses factor only; "llama3" the two frequency factors; "yarn" the two betas and attention_factor,
-    by which cosines and sines are multiplied.
+    by which cosines and sines are multiplied; "longrope" attention_factor and, in place of factor, a factor for each
+    pair: short_factors, or long_factors where sequences may be longer than original_max_position.
     """
 
     kind: str
@@ -24,6 +25,9 @@ class RopeScaling:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    long_max_position: int = 0  # longest sequence in tokens with long_factors
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,18 +63,22 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     intermediate_size: int
-    max_position_embeddings: int  # longest sequence in tokens
+    max_position_embeddings: int  # longest sequence in tokens, but see max_positions
     norm: str  # "rms" or "layer" (with bias)
     norm_eps: float
     position: str  # "rope" or "learned"
     activation: str
     gated_mlp: bool
+    parallel_residual: bool = False  # attention and MLP both read the layer's input, and are added to it at once
+    mlp_norm: bool = True  # False: with parallel_residual, attention's norm gives the MLP's input, too
     pre_norm: bool = True  # False: normalise after adding to the residual (OPT-350m)
     final_norm: bool = True
     post_norms: bool = False  # beside pre_norm: what attention and MLP give is normalised before it is added (Gemma 2)
     norm_weight_offset: float = 0.0  # every RMSNorm multiplies by this plus its weight (Gemma: 1)
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
+    nope_layers: tuple[int, ...] = ()  # the layers without rotary embedding
+    partial_rotary_factor: float = 1.0  # share of each head, from its beginning, that is rotated
     position_offset: int = 0  # OPT's learned positions start at row 2
     qkv_bias: bool = False
     out_bias: bool = False
@@ -81,9 +89,11 @@ class ModelConfig:
     window_rope_theta: float | None = None  # of the layers with a window, which are not scaled; None: as the others
     attn_scale: float | None = None  # None: head_dim ** -0.5
     attn_softcap: float = 0.0  # c: a score s becomes c * tanh(s / c) before the softmax; 0: stays as it is
-    logit_softcap: float = 0.0  # the same for the logits
+    logits_scale: float = 1.0
+    logit_softcap: float = 0.0  # as attn_softcap, for the logits
     embedding_scale: float = 1.0  # embeddings are multiplied by it, rounded to their dtype (Gemma: sqrt(hidden_size))
     tie_embeddings: bool = False
+    lm_head_bias: bool = False
     embedding_proj_dim: int | None = None  # width of the embedding where it is not hidden_size (OPT-350m)
     moe: MoEConfig | None = None
     causal: bool = True  # False: an encoder, whose tokens attend to all others (engine/models/encoder.py)
@@ -96,10 +106,36 @@ class ModelConfig:
             raise ModelError(
                 f"config.json: {self.num_heads} attention heads cannot share {self.num_kv_heads} KV heads evenly."
             )
-        if self.position == "rope" and self.head_dim % 2:
-            raise ModelError(f"config.json: rotary embeddings need an even head_dim, not {self.head_dim}.")
+        if self.position == "rope":
+            self._check_rope()
         if self.moe is not None and (self.mlp_bias or not self.gated_mlp):
             raise ModelError("config.json: experts with biases or without a gate are not served.")
+
+    def _check_rope(self) -> None:
+        if self.rotary_dim % 2 or not self.rotary_dim:
+            share = "" if self.partial_rotary_factor == 1 else f" (partial_rotary_factor {self.partial_rotary_factor})"
+            raise ModelError(f"config.json: rotary embeddings need an even head_dim, not {self.rotary_dim}{share}.")
+        scaling, pairs = self.rope_scaling, self.rotary_dim // 2
+        if scaling is not None and scaling.kind == "longrope":
+            for name, factors in (("short_factor", scaling.short_factors), ("long_factor", scaling.long_factors)):
+                if len(factors) != pairs:
+                    raise ModelError(f"config.json: {name} must list {pairs} numbers, not {len(factors)}.")
+
+    @property
+    def rotary_dim(self) -> int:
+        """Values of a head that are rotated."""
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    @property
+    def max_positions(self) -> int:
+        """The longest sequence that max_model_len may ask for: with "longrope" more than is served unasked."""
+        longest = self.rope_scaling.long_max_position if self.rope_scaling else 0
+        return max(self.max_position_embeddings, longest)
+
+    def has_long_rope(self, max_model_len: int) -> bool:
+        """Are all sequences rotated with long_factors where they may have max_model_len tokens?"""
+        scaling = self.rope_scaling
+        return scaling is not None and scaling.kind == "longrope" and max_model_len > scaling.original_max_position
 
     @property
     def q_size(self) -> int:
@@ -131,8 +167,10 @@ class ModelConfig:
 
     @property
     def mlp_activations(self) -> int:
-        """Values of one token where the MLP needs most: what goes into the activation, what comes out, the result."""
+        """Values of one token where the MLP needs most: what goes into the activation, what comes out, the result; and
+        attention's result, where it waits for that."""
         dense = (3 if self.gated_mlp else 2) * self.intermediate_size + self.hidden_size
+        dense += self.hidden_size if self.parallel_residual else 0
         if self.moe is None:
             return dense
         rows = self.moe.experts_per_token * (3 * self.moe.intermediate_size + self.hidden_size)
@@ -147,7 +185,7 @@ class ModelConfig:
     def rotary_bytes(self, num_positions: int) -> int:
         """Bytes of the fp32 tables of cosines and sines: one, and another where layers with a window have their own."""
         tables = 0 if self.position != "rope" else 1 if self.window_rope() is None else 2
-        return tables * num_positions * self.head_dim * 4
+        return tables * num_positions * self.rotary_dim * 4
 
     def num_parameters(self) -> int:
         """A tied lm_head counts once."""
@@ -176,11 +214,13 @@ class ModelConfig:
             shapes |= self._norm("final_norm")
         if not self.tie_embeddings:
             shapes["lm_head.weight"] = (self.vocab_size, width)
+        if self.lm_head_bias:
+            shapes["lm_head.bias"] = (self.vocab_size,)
         return shapes
 
     def _layer_shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
         hidden = self.hidden_size
-        shapes = self._norm("attn_norm") | self._norm("mlp_norm")
+        shapes = self._norm("attn_norm") | (self._norm("mlp_norm") if self.mlp_norm else {})
         if self.post_norms:
             shapes |= self._norm("attn_post_norm") | self._norm("mlp_post_norm")
         shapes |= _linear("qkv", self.q_size + 2 * self.kv_size, hidden, self.qkv_bias)

@@ -17,8 +17,9 @@ from engine.models.position import cos_sin_table
 class DecoderLayer:
     """Attention and MLP around one residual stream.
 
-    pre_norm:   residual += attention(norm(residual));  residual += mlp(norm(residual))
-    otherwise:  x = norm(x + attention(x));             x = norm(x + mlp(x))
+    parallel_residual:  residual += attention(norm(residual)) + mlp(norm(residual))
+    pre_norm:           residual += attention(norm(residual));  residual += mlp(norm(residual))
+    otherwise:          x = norm(x + attention(x));             x = norm(x + mlp(x))
 
     Post norms, beside pre_norm: what attention and MLP give is normalised once more before it is added.
     """
@@ -36,7 +37,7 @@ class DecoderLayer:
         prefix = f"layers.{layer}"
         self.attn_norm = take_norm(config, weights, f"{prefix}.attn_norm")
         self.attention = Attention(config, weights, layer, cos_sin_cache, operators)
-        self.mlp_norm = take_norm(config, weights, f"{prefix}.mlp_norm")
+        self.mlp_norm = take_norm(config, weights, f"{prefix}.mlp_norm") if config.mlp_norm else None
         self.mlp = take_mlp(config, weights, layer, operators)
         post = config.post_norms
         self.attn_post_norm = take_norm(config, weights, f"{prefix}.attn_post_norm") if post else None
@@ -58,9 +59,27 @@ class DecoderLayer:
         x = self.attention(x, metadata, kv_cache, outputs)
         if self.attn_post_norm is not None:
             x, _ = self.attn_post_norm(x)
+        assert self.mlp_norm is not None, "only a parallel residual may do without"
         x, residual = self.mlp_norm(x, residual if outputs is None else residual.index_select(0, outputs.indices))
         x = self.mlp(x)
         return x if self.mlp_post_norm is None else self.mlp_post_norm(x)[0], residual
+
+    def forward_parallel(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        metadata: BatchMetadata,
+        kv_cache: KVCache,
+        outputs: OutputRows | None,
+    ) -> tuple[Tensor, Tensor]:
+        """As forward_pre_norm."""
+        x, residual = self.attn_norm(x, residual)
+        attended = self.attention(x, metadata, kv_cache, outputs)
+        if outputs is not None:
+            x, residual = (rows.index_select(0, outputs.indices) for rows in (x, residual))
+        if self.mlp_norm is not None:
+            x, _ = self.mlp_norm(residual)
+        return attended + self.mlp(x), residual
 
     def forward_post_norm(
         self, x: Tensor, metadata: BatchMetadata, kv_cache: KVCache, outputs: OutputRows | None
@@ -68,6 +87,7 @@ class DecoderLayer:
         """[num_tokens, hidden] -> the same shape, or [num_outputs, hidden]."""
         residual = x if outputs is None else x.index_select(0, outputs.indices)
         x, _ = self.attn_norm(self.attention(x, metadata, kv_cache, outputs), residual)
+        assert self.mlp_norm is not None, "only a parallel residual may do without"
         x, _ = self.mlp_norm(self.mlp(x), x)
         return x
 
@@ -85,7 +105,8 @@ class Decoder:
     ) -> None:
         """`weights` holds the tensors of config.parameter_shapes() and is emptied, so that packed copies replace them.
 
-        max_positions bounds the rotary table in rows, where sequences stay shorter than config's maximum.
+        max_positions bounds the rotary table in rows, where sequences stay shorter than config's maximum; it may ask
+        for up to config.max_positions.
         operators: None for the fast ones.
         """
         self.config = config
@@ -94,13 +115,14 @@ class Decoder:
         self.cos_sin_cache: Tensor | None = None
         window_cache: Tensor | None = None  # of the layers with a window, where it is another
         if config.position == "rope":
-            num_positions = min(config.max_position_embeddings, max_positions or config.max_position_embeddings)
+            num_positions = min(config.max_positions, max_positions or config.max_position_embeddings)
             self.cos_sin_cache = window_cache = cos_sin_table(config, num_positions, device)
             window_rope = config.window_rope()
             if window_rope is not None:
                 window_cache = cos_sin_table(window_rope, num_positions, device)
+        tables = [window_cache if config.window(i) else self.cos_sin_cache for i in range(config.num_layers)]
         self.layers = [
-            DecoderLayer(config, weights, i, window_cache if config.window(i) else self.cos_sin_cache, operators)
+            DecoderLayer(config, weights, i, None if i in config.nope_layers else tables[i], operators)
             for i in range(config.num_layers)
         ]
         self.final_norm = take_norm(config, weights, "final_norm") if config.final_norm else None
@@ -123,8 +145,9 @@ class Decoder:
 
     def _run_pre_norm(self, x: Tensor, metadata: BatchMetadata, kv_caches: Sequence[KVCache]) -> Tensor:
         residual: Tensor | None = None
+        forward = DecoderLayer.forward_parallel if self.config.parallel_residual else DecoderLayer.forward_pre_norm
         for layer, kv_cache, outputs in self._schedule(metadata, kv_caches):
-            x, residual = layer.forward_pre_norm(x, residual, metadata, kv_cache, outputs)
+            x, residual = forward(layer, x, residual, metadata, kv_cache, outputs)
         if self.final_norm is not None:
             return self.final_norm(x, residual)[0]
         return x if residual is None else x + residual

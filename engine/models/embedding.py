@@ -41,21 +41,23 @@ class LMHead:
     fp32 on a CPU; in the model's dtype on a GPU, whose sampler widens what it reads and spares the memory a copy.
     """
 
-    __slots__ = ("linear", "project_out", "softcap")
+    __slots__ = ("linear", "project_out", "scale", "softcap")
 
     def __init__(
         self, config: ModelConfig, weights: dict[str, Tensor], embedding_weight: Tensor, operators: Operators
     ) -> None:
         has_projection = "project_out.weight" in weights
         self.project_out = take_linear(weights, "project_out", operators) if has_projection else None
-        tied = config.tie_embeddings
-        self.linear = operators.linear(embedding_weight, None) if tied else take_linear(weights, "lm_head", operators)
-        self.softcap = config.logit_softcap
+        self.scale, self.softcap = config.logits_scale, config.logit_softcap
+        weight = embedding_weight if config.tie_embeddings else weights.pop("lm_head.weight")
+        self.linear = operators.linear(weight, weights.pop("lm_head.bias", None))
 
     def __call__(self, hidden: Tensor) -> Tensor:
         if self.project_out is not None:
             hidden = self.project_out(hidden)
         logits = self.linear(hidden)
+        if self.scale != 1.0:
+            logits *= self.scale
         if self.softcap:
             soft_cap(logits, self.softcap)
         return logits if use_triton(logits) else logits.float()

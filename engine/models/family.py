@@ -16,8 +16,9 @@ class Family:
 
     Ours may be a part of a fused one: "layers.{}.qkv.q" is the q rows of "layers.{}.qkv". `prefix` is the name of the
     base model inside the causal-lm model, which some checkpoints leave out of all names. `transposed`: the linear
-    weights of the layers are stored [in, out]. `buffers`: endings of tensors that nothing here reads, `heads`: their
-    beginnings.
+    weights of the layers are stored [in, out]. `qkv_by_head`: the rows of qkv are q, k and v of the first head, then of
+    the next, not all of q, all of k and all of v. `buffers`: endings of tensors that nothing here reads, `heads`:
+    their beginnings.
     """
 
     model_type: str
@@ -26,6 +27,7 @@ class Family:
     weights: Mapping[str, str]
     prefix: str
     transposed: bool = False
+    qkv_by_head: bool = False
     buffers: tuple[str, ...] = ()
     heads: tuple[str, ...] = ()
 

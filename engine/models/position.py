@@ -1,7 +1,7 @@
 """Rotary frequencies, plain and scaled, as the table of cosines and sines that the kernels read.
 
 RoPE: Su et al. 2021. "linear": position interpolation, Chen et al. 2023. "yarn": Peng et al. 2023, section 3.
-"llama3": Grattafiori et al. 2024, whose published code is the only full statement of it.
+"llama3": Grattafiori et al. 2024, whose published code is the only full statement of it. "longrope": Ding et al. 2024.
 """
 
 import math
@@ -13,20 +13,21 @@ from engine.models.config import ModelConfig, RopeScaling
 
 
 def cos_sin_table(config: ModelConfig, num_positions: int, device: torch.device) -> Tensor:
-    """fp32 [num_positions, head_dim]: the cosines of head_dim / 2 angles, then the sines.
+    """fp32 [num_positions, rotary_dim]: the cosines of rotary_dim / 2 angles, then the sines.
 
     Computed in fp32 on the CPU, as transformers does, so that positions in the thousands agree to the last bit.
     """
-    frequencies = rotary_frequencies(config)
+    frequencies = rotary_frequencies(config, num_positions)
     angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies[None, :]
     scale = config.rope_scaling.attention_factor if config.rope_scaling else 1.0
     return (torch.cat([angles.cos(), angles.sin()], dim=-1) * scale).to(device)
 
 
-def rotary_frequencies(config: ModelConfig) -> Tensor:
-    """fp32 [head_dim / 2] in radians per position."""
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-    frequencies = 1.0 / (config.rope_theta**exponents)
+def rotary_frequencies(config: ModelConfig, num_positions: int) -> Tensor:
+    """fp32 [rotary_dim / 2] in radians per position, for sequences of up to num_positions tokens."""
+    exponents = torch.arange(0, config.rotary_dim, 2, dtype=torch.float32) / config.rotary_dim
+    periods = config.rope_theta**exponents
+    frequencies = 1.0 / periods
     scaling = config.rope_scaling
     if scaling is None:
         return frequencies
@@ -34,6 +35,9 @@ def rotary_frequencies(config: ModelConfig) -> Tensor:
         return frequencies / scaling.factor
     if scaling.kind == "llama3":
         return _llama3(frequencies, scaling)
+    if scaling.kind == "longrope":
+        long = config.has_long_rope(num_positions)
+        return 1.0 / (torch.tensor(scaling.long_factors if long else scaling.short_factors) * periods)
     return _yarn(frequencies, config, scaling)
 
 
@@ -50,12 +54,12 @@ def _yarn(frequencies: Tensor, config: ModelConfig, scaling: RopeScaling) -> Ten
 
     def pair_with(turns: float) -> float:
         wavelength_ratio = scaling.original_max_position / (turns * 2 * math.pi)
-        return config.head_dim * math.log(wavelength_ratio) / (2 * math.log(config.rope_theta))
+        return config.rotary_dim * math.log(wavelength_ratio) / (2 * math.log(config.rope_theta))
 
     first, last = pair_with(scaling.beta_fast), pair_with(scaling.beta_slow)
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, config.head_dim - 1)
-    pairs = torch.arange(config.head_dim // 2, dtype=torch.float32)
+    first, last = max(first, 0), min(last, config.rotary_dim - 1)
+    pairs = torch.arange(config.rotary_dim // 2, dtype=torch.float32)
     divide = ((pairs - first) / max(last - first, 0.001)).clamp(0.0, 1.0)
     return frequencies / scaling.factor * divide + frequencies * (1 - divide)

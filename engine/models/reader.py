@@ -105,6 +105,15 @@ class ConfigReader:
             raise ModelError(f"{self.where}: layer_types holds {short(sorted(unknown))}, not supported.")
         return tuple(layer for layer, kind in enumerate(types) if kind == "sliding_attention")
 
+    def positive_numbers(self, name: str, high: float) -> tuple[float, ...]:
+        """A list of numbers above 0 and at most `high`."""
+        value = self._get(name, None)
+        if not isinstance(value, list) or any(type(x) not in (int, float) or not 0 < x <= high for x in value):
+            raise ModelError(
+                f"{self.where}: {name} must list numbers above 0 and at most {high:g}, not {short(value)}."
+            )
+        return tuple(float(x) for x in value)
+
     def num_experts(self, default: int) -> int:
         """`num_experts` or `num_local_experts`, which transformers 5 takes for the same."""
         names = [name for name in ("num_experts", "num_local_experts") if self.has(name)]
@@ -125,34 +134,46 @@ class ConfigReader:
     def rope_theta(self, default: float = 10000.0) -> float:
         return self._rope().number("rope_theta", self.number("rope_theta", default, above=1.0), above=1.0)
 
-    def rope_scaling(self) -> RopeScaling | None:
-        """The scaling asked for, None for plain RoPE.
+    def partial_rotary_factor(self, default: float) -> float:
+        """The share of each head that is rotated."""
+        name = "partial_rotary_factor"
+        return self._rope().number(name, self.number(name, default, high=1.0), high=1.0)
+
+    def rope_scaling(self, partial: bool = False) -> RopeScaling | None:
+        """The scaling asked for, None for plain RoPE. Without `partial`, a partial rotation is refused.
 
         "dynamic" is plain RoPE up to max_position_embeddings and re-rotates by the length of the sequence past it,
         which a cache of rotated keys cannot follow: it is served up to max_position_embeddings, where both agree.
+        "longrope" re-rotates a sequence once, when it outgrows the trained length: see max_position.
         """
         rope = self._rope()
         kind = rope.raw.get("rope_type") or rope.raw.get("type") or "default"
-        rope.require("partial_rotary_factor", 1.0)
-        self.require("partial_rotary_factor", 1.0)
+        if not partial:
+            rope.require("partial_rotary_factor", 1.0)
+            self.require("partial_rotary_factor", 1.0)
         if kind in ("default", "dynamic"):
             return None
-        if kind not in ("linear", "llama3", "yarn"):
+        if kind == "su":  # as Phi-3's first checkpoints call it
+            kind = "longrope"
+        if kind not in ("linear", "llama3", "yarn", "longrope"):
             raise ModelError(
                 f"{rope.where}: rope_type {short(kind)} is not supported; "
-                "served are default, linear, dynamic, llama3 and yarn."
+                "served are default, linear, dynamic, llama3, yarn and longrope."
             )
         trained = self if self.has("original_max_position_embeddings") else rope
         length = self.size("max_position_embeddings")
-        return _scaling(rope, kind, length, trained.size("original_max_position_embeddings", length))
+        return _scaling(rope, kind, length, trained.size("original_max_position_embeddings", length, low=2))
 
     def max_position(self) -> int:
-        """The longest sequence: by convention the trained length times the factor for "linear", and for "yarn" where
-        max_position_embeddings was left at the trained length."""
+        """The longest sequence that is served unasked: by convention the trained length times the factor for "linear",
+        and for "yarn" where max_position_embeddings was left at the trained length. "longrope" goes by the length for
+        which the short factors hold: where max_model_len asks for more, all sequences have the long ones."""
         length = self.size("max_position_embeddings")
-        scaling = self.rope_scaling()
+        scaling = self.rope_scaling(partial=True)
         if scaling is None or scaling.kind == "llama3":
             return length
+        if scaling.kind == "longrope":
+            return min(length, scaling.original_max_position)
         return max(length, int(scaling.original_max_position * scaling.factor))
 
     def _rope(self) -> "ConfigReader":
@@ -173,7 +194,8 @@ class ConfigReader:
 
 
 def _scaling(rope: ConfigReader, kind: str, max_position: int, original: int) -> RopeScaling:
-    factor = rope.number("factor", max_position / original if kind == "yarn" else None, high=MAX_ROPE_FACTOR)
+    implied = max_position / original if kind in ("yarn", "longrope") else None
+    factor = rope.number("factor", implied, high=MAX_ROPE_FACTOR)
     if kind == "linear":
         return RopeScaling(kind, factor, max_position)
     if kind == "llama3":
@@ -181,6 +203,8 @@ def _scaling(rope: ConfigReader, kind: str, max_position: int, original: int) ->
         if low >= high:
             raise ModelError(f"{rope.where}: low_freq_factor must be below high_freq_factor.")
         return RopeScaling(kind, factor, original, low_freq_factor=low, high_freq_factor=high)
+    if kind == "longrope":
+        return _longrope(rope, factor, max_position, original)
     return RopeScaling(
         kind,
         factor,
@@ -189,6 +213,20 @@ def _scaling(rope: ConfigReader, kind: str, max_position: int, original: int) ->
         beta_slow=rope.number("beta_slow", 1.0),
         truncate=rope.flag("truncate", True),
         attention_factor=rope.number("attention_factor", _yarn_attention_factor(rope, factor)),
+    )
+
+
+def _longrope(rope: ConfigReader, factor: float, max_position: int, original: int) -> RopeScaling:
+    """LongRoPE (Ding et al. 2024, section 3): the attention factor keeps the entropy of a longer sequence."""
+    attention_factor = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return RopeScaling(
+        "longrope",
+        factor,
+        original,
+        attention_factor=rope.number("attention_factor", attention_factor),
+        short_factors=rope.positive_numbers("short_factor", MAX_ROPE_FACTOR),
+        long_factors=rope.positive_numbers("long_factor", MAX_ROPE_FACTOR),
+        long_max_position=max_position,
     )
 
 

@@ -99,7 +99,17 @@ class Piece:
     rows: int
     shape: tuple[int, ...]  # in the checkpoint
     transposed: bool
+    num_heads: int = 0  # above 0: the rows are q, k and v of the first head, then of the next, of so many heads
     expert: int | None = None
+
+    def copy(self, tensor: Tensor, parameter: Tensor) -> None:
+        """Put the checkpoint's tensor where it belongs."""
+        rows = parameter if self.expert is None else parameter[self.expert]
+        target = rows[self.start : self.start + self.rows]
+        if self.num_heads:
+            target = target.view(3, self.num_heads, -1, *target.shape[1:]).transpose(0, 1)
+            tensor = tensor.view(self.num_heads, 3, -1, *tensor.shape[1:])
+        target.copy_(tensor.T if self.transposed else tensor)
 
 
 def checkpoint_pieces(config: ModelConfig, family: Family) -> dict[str, Piece]:
@@ -111,6 +121,8 @@ def checkpoint_pieces(config: ModelConfig, family: Family) -> dict[str, Piece]:
         for layer in range(config.num_layers if "{}" in ours else 1):
             for kind in ("weight", "bias"):
                 piece = _piece(ours.format(layer), kind, shapes, parts, family.transposed)
+                if piece is not None and family.qkv_by_head and ours.endswith(".qkv"):
+                    piece = replace(piece, num_heads=config.num_heads)
                 if piece is not None:
                     pieces |= _pieces_by_name(config, f"{theirs}.{kind}", layer, piece)
     return pieces
@@ -186,6 +198,7 @@ class _Loader:
         self.missing = checkpoint_pieces(config, self.family)
         self.loaded: dict[str, Path] = {}
         self.unexpected: list[str] = []
+        self.head = next((f"{theirs}.weight" for theirs, ours in self.family.weights.items() if ours == "lm_head"), "")
         self.tied_head: tuple[Path, str] | None = None
         self.progress = progress
         self.total, self.done, self.reported = config.num_parameters(), 0, -1
@@ -217,10 +230,7 @@ class _Loader:
         self.loaded[full_name] = path
         self._check_header(path, file, name, piece)
         tensor = file.get_tensor(name)
-        parameter = self.weights[piece.parameter]
-        rows = parameter if piece.expert is None else parameter[piece.expert]
-        target = rows[piece.start : piece.start + piece.rows]
-        target.copy_(tensor.T if piece.transposed else tensor)
+        piece.copy(tensor, self.weights[piece.parameter])
         self._report(tensor.numel())
 
     def _full_name(self, name: str) -> str:
@@ -234,7 +244,7 @@ class _Loader:
                 f"{path.name}: {name!r} holds all experts in one tensor, which is not served. Save the checkpoint "
                 "again with transformers' save_pretrained and save_original_format=True: one tensor for each expert."
             )
-        if full_name == "lm_head.weight" and self.config.tie_embeddings:
+        if full_name == self.head and self.config.tie_embeddings:
             self.tied_head = (path, name)
         elif not name.endswith(self.family.buffers) and not name.startswith(self.family.heads):
             self.unexpected.append(name)

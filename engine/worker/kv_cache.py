@@ -55,10 +55,10 @@ def model_max_len(config: EngineConfig, model: ModelConfig) -> int:
         return longest
     if config.max_model_len < 2:
         raise ConfigError("max_model_len: 1 leaves no room for an output token; use --max-model-len 2 or more.")
-    if config.max_model_len > longest:
+    if config.max_model_len > model.max_positions:
         raise ConfigError(
             f"max_model_len: {config.max_model_len} is more than this model's positions; "
-            f"use --max-model-len {longest} or less."
+            f"use --max-model-len {model.max_positions} or less."
         )
     return config.max_model_len
 

@@ -1,5 +1,6 @@
 """From a checkpoint to a runner that is warm, and what the Driver is told of it."""
 
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -75,7 +76,7 @@ def load_runner(
     dtype_name = str(dtype).removeprefix("torch.")
     kv_caches = allocate_kv_caches(model, size.num_blocks, config.block_size, dtype, device, kv_format)
     copier = block_copier(kv_caches)
-    block_file = open_block_file(config, copier.block_bytes, model_identity)
+    block_file = open_block_file(config, copier.block_bytes, block_identity(model_identity, model, longest))
     runner = ModelRunner(
         model,
         decoder,
@@ -102,6 +103,11 @@ def load_runner(
     return runner, msgspec.structs.replace(
         ready, cache_costs=costs, disk_digests=disk_digests, kv_cache_dtype=kv_cache_dtype
     )
+
+
+def block_identity(model_identity: bytes, model: ModelConfig, max_model_len: int) -> bytes:
+    """What tells the blocks on a disk from another model's: keys with long rotary factors are another model's, too."""
+    return hashlib.sha256(model_identity + b"long").digest() if model.has_long_rope(max_model_len) else model_identity
 
 
 def _size_cache(

@@ -201,6 +201,8 @@ def describe(config: EngineConfig, model: ModelConfig, machine: Machine, plan: M
         yield f"  {fitting:,} sequences of {tokens:,} tokens fit at once (max_num_seqs {plan.limits.max_num_seqs})"
     if length < model.max_position_embeddings and config.max_model_len is None:
         yield f"  max_model_len is cut from the model's {model.max_position_embeddings} to what the cache holds"
+    if model.max_positions > model.max_position_embeddings and config.max_model_len is None:
+        yield f"  longer with --max-model-len, up to {model.max_positions}: with LongRoPE's long factors for all"
 
 
 def describe_encoder(config: EngineConfig, model: ModelConfig) -> Iterator[str]:

@@ -21,7 +21,8 @@ WEIGHTS = {
 BUFFERS = ("rotary_emb.inv_freq",)
 
 
-def to_config(reader: ConfigReader) -> ModelConfig:
+def to_config(reader: ConfigReader, rotary_share: float | None = None) -> ModelConfig:
+    """rotary_share: of a family that has a partial_rotary_factor, what an absent one means; the others refuse one."""
     hidden_size = reader.size("hidden_size")
     num_heads = reader.size("num_attention_heads")
     attention_bias = reader.flag("attention_bias", False)
@@ -39,7 +40,8 @@ def to_config(reader: ConfigReader) -> ModelConfig:
         norm_eps=reader.number("rms_norm_eps", 1e-6),
         position="rope",
         rope_theta=reader.rope_theta(),
-        rope_scaling=reader.rope_scaling(),
+        rope_scaling=reader.rope_scaling(partial=rotary_share is not None),
+        partial_rotary_factor=1.0 if rotary_share is None else reader.partial_rotary_factor(rotary_share),
         activation=reader.activation("hidden_act", "silu"),
         gated_mlp=True,
         qkv_bias=attention_bias,

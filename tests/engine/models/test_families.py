@@ -86,6 +86,26 @@ def test_greedy_text_is_the_same(pair: tuple[PreTrainedModel, Decoder]) -> None:
     assert len({token for text in texts for token in text}) >= 8, "an oracle that repeats itself proves little"
 
 
+def test_longrope_past_the_trained_length(tmp_path: Path) -> None:
+    """Where max_model_len asks for more than the trained length, all tokens are rotated with the long factors: as
+    transformers does for a text of more than that length, 128 here."""
+    oracle = save_model("phi3_longrope", tmp_path)
+    config = read_model_config(tmp_path)
+    assert config.max_position_embeddings == 128
+    options = {"dtype": torch.float32, "device": torch.device("cpu"), "load_format": "auto", "seed": 0}
+    long, short = (load_model(tmp_path, config, **options, max_model_len=n) for n in (300, 128))
+    (prompt,) = make_prompts(200)
+    expected = oracle_logits(oracle, prompt)
+    for prompt_part in (prompt[:131], prompt):
+        sequence = Sequence(prompt_part)
+        (logits,) = PagedRunner(long).step([(sequence, len(prompt_part))])
+        torch.testing.assert_close(logits, expected[: len(prompt_part)], **TOLERANCE)
+    (unlike,) = PagedRunner(short).step([(Sequence(prompt[:128]), 128)])
+    assert not torch.allclose(unlike, expected[:128], atol=1e-2)
+    torch.testing.assert_close(unlike, oracle_logits(oracle, prompt[:128]), **TOLERANCE)
+    assert long.cos_sin_cache is not None and len(long.cos_sin_cache) == 300
+
+
 def test_num_parameters(pair: tuple[PreTrainedModel, Decoder]) -> None:
     oracle, model = pair
     count = sum(parameter.numel() for parameter in oracle.parameters())

@@ -37,6 +37,15 @@ GPT2: dict[str, Any] = {
 }
 MIXTRAL = {**LLAMA, "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_key_value_heads": 2}
 QWEN3_MOE = {**MIXTRAL, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+PHI3 = {**LLAMA, "architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "original_max_position_embeddings": 512}
+LONGROPE: dict[str, Any] = {"type": "longrope", "short_factor": [1.0] * 6, "long_factor": [2.0] * 6}  # 12 of 16 values
+PHI4_MINI = {**PHI3, "rope_scaling": LONGROPE, "partial_rotary_factor": 0.75}
+SMOLLM3 = {**LLAMA, "architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3"}
+GRANITE = {**LLAMA, "architectures": ["GraniteForCausalLM"], "model_type": "granite"}
+GPT_NEOX = {**LLAMA, "architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox"}
+STARCODER2 = {**LLAMA, "architectures": ["Starcoder2ForCausalLM"], "model_type": "starcoder2"}
+STABLELM = {**LLAMA, "architectures": ["StableLmForCausalLM"], "model_type": "stablelm"}
+PHI = {**LLAMA, "architectures": ["PhiForCausalLM"], "model_type": "phi"}
 OPT = {**LLAMA, "architectures": ["OPTForCausalLM"], "model_type": "opt", "ffn_dim": 160}
 GEMMA = {**MIXTRAL, "architectures": ["GemmaForCausalLM"], "model_type": "gemma"}
 GEMMA2 = {**GEMMA, "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"}
@@ -57,7 +66,9 @@ def test_spelling_before_transformers_5(name: str) -> None:
     new = CASES[name]().to_dict() | {"architectures": None, "dtype": "bfloat16"}
     old = {key: value for key, value in new.items() if key not in ("rope_parameters", "dtype")}
     rope = dict(new["rope_parameters"])
-    old |= {"rope_theta": rope.pop("rope_theta"), "torch_dtype": "bfloat16"}
+    names = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"} if "neox" in name else {}
+    old |= {names.get(key, key): rope.pop(key) for key in ("rope_theta", "partial_rotary_factor") if key in rope}
+    old["torch_dtype"] = "bfloat16"
     if rope["rope_type"] != "default":
         old["rope_scaling"] = {"type" if key == "rope_type" else key: value for key, value in rope.items()}
     assert model_config(old) == model_config(new)
@@ -141,7 +152,15 @@ def test_sizes_of_a_known_model() -> None:
         (LLAMA, {"rms_norm_eps": float("nan")}, "rms_norm_eps must be a number above 0"),
         (LLAMA, {"attention_bias": "yes"}, "attention_bias must be true or false"),
         (LLAMA, {"torch_dtype": "float8_e4m3fn"}, "torch_dtype 'float8_e4m3fn' is not served"),
-        (LLAMA, {"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope_type 'longrope' is not supported"),
+        (LLAMA, {"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope_scaling has no short_factor"),
+        (LLAMA, {"rope_scaling": {"type": "longrope", "short_factor": [1, "2"]}}, "short_factor must list numbers"),
+        (PHI4_MINI, {"rope_scaling": LONGROPE | {"long_factor": [1.0] * 7}}, "long_factor must list 6 numbers, not 7"),
+        (PHI4_MINI, {"rope_scaling": LONGROPE | {"long_factor": [0.0] * 6}}, "long_factor must list numbers above 0"),
+        (PHI4_MINI, {"rope_scaling": LONGROPE | {"type": "yarn"}}, "rope_type 'yarn' is not served in Phi-3"),
+        (PHI4_MINI, {"original_max_position_embeddings": None}, "has no original_max_position_embeddings"),
+        (PHI4_MINI, {"original_max_position_embeddings": 1}, "original_max_position_embeddings must be .* from 2"),
+        (PHI4_MINI, {"partial_rotary_factor": 0.7}, r"even head_dim, not 11 \(partial_rotary_factor 0.7\)"),
+        (PHI4_MINI, {"partial_rotary_factor": 1.5}, "partial_rotary_factor must be a number above 0 and at most 1,"),
         (LLAMA, {"rope_parameters": {"rope_type": "mrope"}}, "rope_type 'mrope' is not supported"),
         (LLAMA, {"rope_scaling": {"type": "linear"}}, "rope_scaling has no factor"),
         (LLAMA, {"rope_scaling": {"type": "linear", "factor": -1}}, "factor must be a number above 0"),
@@ -167,6 +186,22 @@ def test_sizes_of_a_known_model() -> None:
         (QWEN3_MOE, {"decoder_sparse_step": 0}, "decoder_sparse_step must be an integer from 1"),
         (QWEN2, {"layer_types": ["full_attention"]}, "layer_types must list one type for each of the 2 layers"),
         (QWEN2, {"layer_types": ["full_attention", "linear_attention"]}, "holds .*linear_attention"),
+        (SMOLLM3, {"no_rope_layers": [1]}, "no_rope_layers must list 0 or 1 for each of the 2 layers, not \\[1\\]"),
+        (SMOLLM3, {"no_rope_layers": [1, "0"]}, "no_rope_layers must list 0 or 1"),
+        (SMOLLM3, {"no_rope_layer_interval": 0}, "no_rope_layer_interval must be an integer from 1"),
+        (GRANITE, {"residual_multiplier": 0}, "residual_multiplier must be a number above 0"),
+        (GRANITE, {"logits_scaling": -8.0}, "logits_scaling must be a number above 0"),
+        (GRANITE, {"embedding_multiplier": "12"}, "embedding_multiplier must be a number above 0"),
+        (GRANITE, {"attention_multiplier": True}, "attention_multiplier must be a number above 0"),
+        (GPT_NEOX, {"rotary_pct": 0.2}, r"even head_dim, not 3 \(partial_rotary_factor 0.2\)"),
+        (GPT_NEOX, {"rotary_pct": 0.05}, "even head_dim, not 0"),
+        (GPT_NEOX, {"rotary_pct": 2}, "rotary_pct must be a number above 0 and at most 1"),
+        (GPT_NEOX, {"use_parallel_residual": "no"}, "use_parallel_residual must be true or false"),
+        (STARCODER2, {"use_bias": 1}, "use_bias must be true or false"),
+        (STARCODER2, {"sliding_window": 0}, "sliding_window must be an integer from 1"),
+        (STABLELM, {"qk_layernorm": True}, "qk_layernorm = True is not supported"),
+        (STABLELM, {"use_parallel_residual": 0}, "use_parallel_residual must be true or false"),
+        (PHI, {"qk_layernorm": True}, "qk_layernorm = True is not supported"),
         (GPT2, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True is not supported"),
         (GPT2, {"add_cross_attention": True}, "add_cross_attention = True is not supported"),
         (GPT2, {"n_head": 5}, "cannot share hidden size 64"),
@@ -261,6 +296,65 @@ QWEN3_30B_A3B = {
 }
 
 
+PHI_4_MINI = {
+    **PHI4_MINI,
+    "vocab_size": 200064,
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "original_max_position_embeddings": 4096,
+    "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48},
+    "sliding_window": 262144,
+    "tie_word_embeddings": True,
+}
+PYTHIA_2_8B = {
+    **GPT_NEOX,
+    "vocab_size": 50304,
+    "hidden_size": 2560,
+    "intermediate_size": 10240,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+}
+STARCODER2_3B = {
+    **STARCODER2,
+    "vocab_size": 49152,
+    "hidden_size": 3072,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 24,
+}
+STABLELM_2_1_6B = {
+    **STABLELM,
+    "vocab_size": 100352,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 32,
+    "use_qkv_bias": True,
+}
+PHI_2 = {
+    **PHI,
+    "vocab_size": 51200,
+    "hidden_size": 2560,
+    "intermediate_size": 10240,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "partial_rotary_factor": 0.4,
+}
+SMOLLM3_3B = {
+    **SMOLLM3,
+    "vocab_size": 128256,
+    "hidden_size": 2048,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+}
+
+
 @pytest.mark.parametrize(
     ("raw", "count"),
     [
@@ -269,11 +363,43 @@ QWEN3_30B_A3B = {
         (GEMMA_2B, 2_506_172_416),
         (GEMMA_2_2B, 2_614_341_888),
         (GEMMA_3_1B, 999_885_952),
+        (PHI_4_MINI, 3_836_021_760),
+        (SMOLLM3_3B, 3_075_098_624),
+        (PYTHIA_2_8B, 2_775_208_960),
+        (STARCODER2_3B, 3_030_371_328),
+        (STABLELM_2_1_6B, 1_644_515_328),
+        (PHI_2, 2_779_683_840),
     ],
-    ids=["Mixtral", "Qwen3", "Gemma", "Gemma 2", "Gemma 3"],
+    ids=[
+        "Mixtral-8x7B",
+        "Qwen3-30B-A3B",
+        "Gemma-2b",
+        "Gemma-2-2b",
+        "Gemma-3-1b",
+        "Phi-4-mini",
+        "SmolLM3-3B",
+        "Pythia-2.8b",
+        "StarCoder2-3b",
+        "StableLM-2-1.6B",
+        "Phi-2",
+    ],
 )
 def test_parameters_of_published_models(raw: dict[str, Any], count: int) -> None:
     assert model_config(raw).num_parameters() == count
+
+
+def test_longrope() -> None:
+    """Served unasked up to the trained length; a window as wide as the longest sequence is none."""
+    config = model_config(PHI_4_MINI)
+    assert (config.max_position_embeddings, config.max_positions, config.sliding_window) == (4096, 131072, 0)
+    assert (config.rotary_dim, config.head_dim, config.norm_eps) == (96, 128, 1e-5)
+    assert not config.has_long_rope(4096) and config.has_long_rope(4097)
+    scaling = config.rope_scaling
+    assert scaling is not None and scaling.attention_factor == pytest.approx(1.1902380714238083)  # of Phi-3.5, too
+    first = model_config({**PHI_4_MINI, "rope_scaling": PHI_4_MINI["rope_scaling"] | {"type": "su"}})
+    assert first == config
+    short = model_config({**PHI3, "max_position_embeddings": 4096, "sliding_window": 2047})  # Phi-3-mini-4k
+    assert (short.max_positions, short.sliding_window, short.rope_scaling) == (4096, 2047, None)
 
 
 def test_the_router_takes_as_many_experts_as_config_json_may_ask_for() -> None:
@@ -326,6 +452,36 @@ def test_rope_of_gemma_3_by_layer_type() -> None:
     local = new.window_rope()
     assert local is not None and (local.rope_theta, local.rope_scaling) == (500, None)
     assert model_config(GEMMA2).window_rope() is None
+
+
+def test_factors() -> None:
+    """Of Granite-3.1-8B, and what holds where none is given: attention is not even divided by the root of head_dim."""
+    factors = {"attention_multiplier": 0.0078125, "embedding_multiplier": 12.0, "logits_scaling": 16.0}
+    config = model_config({**GRANITE, **factors, "residual_multiplier": 0.22, "rms_norm_eps": 1e-5})
+    assert (config.attn_scale, config.logits_scale) == (0.0078125, 1 / 16)
+    assert (config.embedding_scale, config.norm_eps) == pytest.approx((12 / 0.22, 1e-5 / 0.22**2))
+    plain = model_config(GRANITE)
+    assert (plain.attn_scale, plain.embedding_scale, plain.logits_scale, plain.norm_eps) == (1.0, 1.0, 1.0, 1e-6)
+
+
+def test_parallel_residual() -> None:
+    """Attention's result waits for that of the MLP, which the memory plan counts."""
+    sequential = model_config({**GPT_NEOX, "use_parallel_residual": False})
+    assert model_config(GPT_NEOX).mlp_activations - sequential.mlp_activations == 64
+    assert sequential.mlp_activations == 2 * 160 + 64
+    assert model_config(PHI).num_parameters() == model_config({**PHI, "tie_word_embeddings": True}).num_parameters() + (
+        PHI["vocab_size"] * PHI["hidden_size"]
+    )
+
+
+def test_layers_without_rotary_embedding() -> None:
+    """Where nothing is listed every fourth, in which a window would be, too; the other defaults are transformers'."""
+    config = model_config({**SMOLLM3, "num_hidden_layers": 9})
+    assert (config.nope_layers, config.num_kv_heads, config.rope_theta) == ((3, 7), 4, 2e6)
+    assert config.tie_embeddings and config.sliding_window == 0
+    window = {"use_sliding_window": True, "sliding_window": 9, "no_rope_layer_interval": 2}
+    assert [model_config({**SMOLLM3, **window}).window(layer) for layer in range(2)] == [0, 9]
+    assert model_config({**SMOLLM3, "no_rope_layers": [0, 1, 1]}).nope_layers == (0,)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", "[" * 100_000])

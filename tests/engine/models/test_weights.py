@@ -18,6 +18,7 @@ from tests.engine.models.tiny_models import VOCAB, load_oracle, oracle_logits, s
 
 PROMPT = [5, 17, 3, 88, 41, 9, 60, 2, 2, 31]
 CPU = torch.device("cpu")
+NAMES_AND_PREFIXES = [("gpt2", "transformer."), ("opt", "model."), ("llama", "model."), ("gpt_neox", "gpt_neox.")]
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32, load_format: str = "auto", seed: int = 0) -> Decoder:
@@ -47,7 +48,7 @@ def test_shards(tmp_path: Path) -> None:
     torch.testing.assert_close(logits_of(load(tmp_path)), oracle_logits(oracle, PROMPT), atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "opt_350m", "mixtral", "gemma2", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "opt_350m", "mixtral", "gemma2", "gemma3", "phi3_longrope"])
 def test_bf16(tmp_path: Path, name: str) -> None:
     """No further from the fp32 truth than transformers' bf16, give or take the luck of rounding."""
     oracle = save_model(name, tmp_path)
@@ -65,7 +66,7 @@ def test_checkpoint_in_bf16_says_so_and_loads_in_fp32(tmp_path: Path) -> None:
     torch.testing.assert_close(logits_of(load(tmp_path)), expected, atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize(("name", "prefix"), [("gpt2", "transformer."), ("opt", "model."), ("llama", "model.")])
+@pytest.mark.parametrize(("name", "prefix"), NAMES_AND_PREFIXES)
 def test_names_without_the_base_models_prefix(tmp_path: Path, name: str, prefix: str) -> None:
     """The original GPT-2 checkpoint is such a one."""
     oracle = save_model(name, tmp_path)
@@ -86,14 +87,30 @@ def test_buffers_of_old_checkpoints_are_skipped(tmp_path: Path) -> None:
     save_model("llama", tmp_path / "llama")
     rewrite(tmp_path / "llama", lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}))
     load(tmp_path / "llama")
+    save_model("gpt_neox", tmp_path / "neox")
+    old = {
+        "bias": torch.ones(1, 1, 8, 8).bool(),
+        "masked_bias": torch.tensor(-1e9),
+        "rotary_emb.inv_freq": torch.ones(2),
+    }
+    old = {f"gpt_neox.layers.2.attention.{name}": tensor for name, tensor in old.items()}
+    rewrite(tmp_path / "neox", lambda t: t.update(old))
+    load(tmp_path / "neox")
 
 
-def test_tied_head_may_be_repeated_but_not_differ(tmp_path: Path) -> None:
-    save_model("llama_tied", tmp_path)
-    rewrite(tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+@pytest.mark.parametrize(
+    ("name", "embedding", "head"),
+    [
+        ("llama_tied", "model.embed_tokens", "lm_head"),
+        ("gpt_neox_sequential", "gpt_neox.embed_in", "embed_out"),
+    ],
+)
+def test_tied_head_may_be_repeated_but_not_differ(tmp_path: Path, name: str, embedding: str, head: str) -> None:
+    save_model(name, tmp_path)
+    rewrite(tmp_path, lambda t: t.update({f"{head}.weight": t[f"{embedding}.weight"].clone()}))
     load(tmp_path)
-    rewrite(tmp_path, lambda t: t["lm_head.weight"][3, 4].add_(1))
-    with pytest.raises(ModelError, match=r"'lm_head\.weight' differs from the embedding.*tie_word_embeddings"):
+    rewrite(tmp_path, lambda t: t[f"{head}.weight"][3, 4].add_(1))
+    with pytest.raises(ModelError, match=rf"'{head}\.weight' differs from the embedding.*tie_word_embeddings"):
         load(tmp_path)
     edit_config(tmp_path, tie_word_embeddings=False)
     load(tmp_path)
@@ -175,7 +192,18 @@ def test_dummy_norms_multiply_by_1(tmp_path: Path) -> None:
 
 def test_weights_are_consumed(tmp_path: Path) -> None:
     """Every tensor finds its place in the decoder: one left over would mean a parameter without effect."""
-    for name in ("llama_biases", "qwen3", "gpt2", "opt_350m", "mixtral", "qwen3_moe_plain_layers", "gemma3"):
+    for name in (
+        "llama_biases",
+        "qwen3",
+        "gpt2",
+        "opt_350m",
+        "mixtral",
+        "qwen3_moe_plain_layers",
+        "gemma3",
+        "phi3",
+        "gpt_neox",
+        "phi_tied",
+    ):
         save_model(name, tmp_path / name)
         config = read_model_config(tmp_path / name)
         weights = dummy_weights(config, torch.float32, CPU, 0)
@@ -272,6 +300,23 @@ def test_missing_tensor(tmp_path: Path) -> None:
     save_model("llama", tmp_path)
     rewrite(tmp_path, lambda t: t.pop("model.layers.1.mlp.up_proj.weight"))
     with pytest.raises(ModelError, match=r"lacks model\.layers\.1\.mlp\.up_proj\.weight\."):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "shapes"),
+    [
+        ("gpt_neox", "gpt_neox.layers.1.attention.query_key_value.weight", r"\[144, 47\]; .* \[144, 48\]"),
+        ("phi3", "model.layers.1.mlp.gate_up_proj.weight", r"\[160, 47\]; .* \[160, 48\]"),
+    ],
+)
+def test_missing_and_narrow_fused_matrices(tmp_path: Path, name: str, tensor: str, shapes: str) -> None:
+    save_model(name, tmp_path)
+    rewrite(tmp_path, lambda t: t.update({tensor: t[tensor][:, :-1]}))
+    with pytest.raises(ModelError, match=rf"'{tensor}' has shape {shapes}"):
+        load(tmp_path)
+    rewrite(tmp_path, lambda t: t.pop(tensor))
+    with pytest.raises(ModelError, match=rf"lacks {tensor}\."):
         load(tmp_path)
 
 

@@ -11,15 +11,22 @@ from transformers import (
     Gemma3TextConfig,
     GemmaConfig,
     GPT2Config,
+    GPTNeoXConfig,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
     OPTConfig,
+    Phi3Config,
+    PhiConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    SmolLM3Config,
+    StableLmConfig,
+    Starcoder2Config,
 )
 
 VOCAB = 97  # odd on purpose: nothing may rely on a padded vocabulary
@@ -47,10 +54,19 @@ def _opt(**changes: Any) -> OPTConfig:
     return OPTConfig(vocab_size=VOCAB, max_position_embeddings=128, **{**sizes, **changes})
 
 
+def _gpt_neox(**changes: Any) -> PreTrainedConfig:
+    return _llama_like(GPTNeoXConfig, **{"num_attention_heads": 3, "num_key_value_heads": None, **changes})
+
+
 def _rope(**rope: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_theta": 10000.0, **rope}}
 
 
+def _phi3(**changes: Any) -> PreTrainedConfig:
+    return _llama_like(Phi3Config, **{"pad_token_id": None, **changes})
+
+
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.1, 1.4], "long_factor": [1.0, 2.5, 7.0]}  # of 3 pairs
 MOE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
 # Not tied: scaled embeddings outweigh what so few layers add, and a tied head then repeats the last token. Soft caps
 # that numbers of this size feel: the defaults are 50 and 30.
@@ -140,6 +156,55 @@ CASES: dict[str, Callable[[], PreTrainedConfig]] = {
         final_logit_softcapping=4.0,
         attention_bias=True,
         **GEMMA3,
+    ),
+    "phi3": _phi3,
+    "phi3_window_head_dim": lambda: _phi3(sliding_window=11, num_attention_heads=4, tie_word_embeddings=True),
+    "phi3_longrope": lambda: _phi3(
+        max_position_embeddings=512,
+        original_max_position_embeddings=128,
+        sliding_window=512,
+        **_rope(**LONGROPE, partial_rotary_factor=0.75),
+    ),
+    "smollm3": lambda: _llama_like(SmolLM3Config, num_hidden_layers=4, pad_token_id=None),
+    "smollm3_window": lambda: _llama_like(
+        SmolLM3Config,
+        no_rope_layers=[0, 1, 0],
+        use_sliding_window=True,
+        sliding_window=9,
+        attention_bias=True,
+        mlp_bias=True,
+        tie_word_embeddings=False,
+        pad_token_id=None,
+    ),
+    "granite": lambda: _llama_like(
+        GraniteConfig,
+        embedding_multiplier=12.0,
+        attention_multiplier=0.25,
+        residual_multiplier=0.22,
+        logits_scaling=6.0,
+    ),
+    "granite_epsilon": lambda: _llama_like(  # as large as the squares of the residual stream
+        GraniteConfig, residual_multiplier=3.0, attention_multiplier=0.3, rms_norm_eps=0.1, attention_bias=True
+    ),
+    "gpt_neox": _gpt_neox,
+    "gpt_neox_sequential": lambda: _gpt_neox(
+        use_parallel_residual=False,
+        attention_bias=False,
+        hidden_act="gelu_new",
+        tie_word_embeddings=True,
+        **_rope(rope_type="linear", factor=2.0, rope_theta=500.0, partial_rotary_factor=1.0),
+    ),
+    "starcoder2": lambda: _llama_like(Starcoder2Config, sliding_window=11),
+    "starcoder2_no_bias": lambda: _llama_like(
+        Starcoder2Config, use_bias=False, tie_word_embeddings=False, hidden_act="gelu", norm_epsilon=1e-3
+    ),
+    "stablelm": lambda: _llama_like(StableLmConfig, use_qkv_bias=True),
+    "stablelm_parallel": lambda: _llama_like(
+        StableLmConfig, use_parallel_residual=True, hidden_act="gelu", tie_word_embeddings=True
+    ),
+    "phi": lambda: _llama_like(PhiConfig),
+    "phi_tied": lambda: _llama_like(
+        PhiConfig, head_dim=16, tie_word_embeddings=True, hidden_act="relu", **_rope(partial_rotary_factor=0.25)
     ),
     "gpt2": _gpt2,
     "gpt2_options": lambda: _gpt2(

@@ -9,8 +9,11 @@ import threading
 import pytest
 
 from engine.errors import ConfigError
+from engine.models.families import read_model_config
 from engine.worker import disk_cache
 from engine.worker.disk_cache import DATA_START, FILE_NAME, SLOT_HEADER, BlockFile, DiskCache
+from engine.worker.load import block_identity
+from tests.engine.models.tiny_models import save_model
 
 IDENTITY = b"m" * 32
 BLOCK = 100
@@ -50,6 +53,20 @@ def test_blocks_outlive_the_server_and_the_oldest_goes_first(open_file):
     again = open_file()
     again.store(digest(9), content(9))
     assert again.load(digest(2)) is None and again.load(digest(3)) == content(3)
+
+
+def test_keys_with_long_rotary_factors_are_those_of_another_model(open_file, tmp_path):
+    """max_model_len decides how all keys are rotated: 128 is the length that this model was trained for."""
+    save_model("phi3_longrope", tmp_path / "model")
+    model = read_model_config(tmp_path / "model")
+    found = []
+    for max_model_len in (128, 100, 300, 400, 128):
+        file = open_file(identity=block_identity(IDENTITY, model, max_model_len))
+        found.append(file.digests())
+        file.store(digest(max_model_len), content(1))
+    assert found == [[], [digest(128)], [], [digest(300)], []]
+    save_model("phi3", tmp_path / "plain")
+    assert block_identity(IDENTITY, read_model_config(tmp_path / "plain"), 300) == IDENTITY
 
 
 @pytest.mark.parametrize("position", [0, 31, 40, SLOT_HEADER.size, SLOT - 1])

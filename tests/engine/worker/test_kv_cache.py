@@ -8,7 +8,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.models.config import ModelConfig
+from engine.models.config import ModelConfig, RopeScaling
 from engine.worker.kv_cache import (
     MAX_DEFAULT_GPU_BLOCKS,
     allocate_kv_caches,
@@ -137,6 +137,16 @@ def test_max_model_len_against_the_model():
         model_max_len(EngineConfig(max_model_len=1025), MODEL)
     with pytest.raises(ConfigError, match="--max-model-len 2"):
         model_max_len(EngineConfig(max_model_len=1), MODEL)
+
+
+def test_max_model_len_may_ask_for_long_rotary_factors():
+    pairs = (1.0,) * 8
+    scaling = RopeScaling("longrope", 4.0, 1024, short_factors=pairs, long_factors=pairs, long_max_position=4096)
+    model = replace(MODEL, rope_scaling=scaling)
+    assert model_max_len(EngineConfig(), model) == 1024
+    assert model_max_len(EngineConfig(max_model_len=4096), model) == 4096
+    with pytest.raises(ConfigError, match=r"max_model_len: 4097 .*--max-model-len 4096"):
+        model_max_len(EngineConfig(max_model_len=4097), model)
 
 
 def test_host_memory():

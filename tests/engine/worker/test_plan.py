@@ -141,6 +141,18 @@ def test_rotary_tables_count_as_weights(model):
     assert make_plan(config, learned, machine).weights == learned.weight_bytes(2)
 
 
+def test_a_longer_sequence_than_is_served_unasked(tmp_path, capsys):
+    long = {"rope_type": "longrope", "short_factor": [1.0] * 64, "long_factor": [2.0] * 64}
+    fields = {"original_max_position_embeddings": 4096, "rope_scaling": long}
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B | fields))
+    assert plan.main([str(tmp_path), "--memory", "80GiB"]) == 0
+    text = capsys.readouterr().out
+    assert "of max_model_len 4096" in text and "longer with --max-model-len, up to 131072" in text
+    assert plan.main([str(tmp_path), "--memory", "80GiB", "--max-model-len", "131072"]) == 0
+    text = capsys.readouterr().out
+    assert "of max_model_len 131072" in text and "longer with" not in text
+
+
 def test_an_encoder_has_no_kv_cache(tmp_path, capsys):
     sizes = {"vocab_size": 97, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     sizes |= {"intermediate_size": 80, "max_position_embeddings": 64}
