@@ -152,9 +152,7 @@ def _parse_line(words: list[str], where: str, limits: Limits) -> ApiKey:
     parts = [word for word in words if not SETTING.fullmatch(word)]
     if not 1 <= len(parts) <= 2:
         raise ConfigError(f"{where}: must be `KEY` or `NAME KEY`, then settings (such as weight=2; {known}).")
-    if len(parts) == 2 and LIKE_A_SETTING.fullmatch(
-        parts[1]
-    ):  # else it would be the key, and the key a name
+    if len(parts) == 2 and LIKE_A_SETTING.fullmatch(parts[1]):  # as a key, it would make the key a name
         raise ConfigError(
             f"{where}: what looks like a setting there is none: {known}. (A key of this form: write sha256:DIGEST.)"
         )
