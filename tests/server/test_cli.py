@@ -80,6 +80,7 @@ def test_the_command_starts_quickly_because_it_imports_little():
         (["generate", "x", "--top-p", "7"], "top_p must be a finite number"),
         (["generate", "x", "--max-tokens", "many"], "argument --max-tokens: invalid int value: 'many'"),
         (["generate", "x", "--prompts", "file"], "not both"),
+        (["generate", "--prompts", "/nowhere"], "--prompts: cannot read /nowhere: No such file or directory."),
         (["generate", "--prompts", "/dev/null"], "there is no prompt"),
         (["chat", "hi", "--base-url", "ftp://x"], "--base-url must look like http://127.0.0.1:8000, not 'ftp://x'."),
         (["chat", "hi", "--base-url", "http://x:port"], "--base-url: Invalid port"),
