@@ -329,6 +329,7 @@ class MessagesRequest(MessagesPrompt, SamplingExtras):
 
     ignored = MessagesPrompt.ignored | {"metadata"}
     inert = MessagesPrompt.inert | {"service_tier": ("auto", "standard_only")}
+    foreign = {"response_format": "output_config.format"}
 
     max_tokens: int = Field(ge=1)
     stop_sequences: Annotated[list[str], FailFast(), Field(max_length=MAX_STOP_STRINGS)] = Field(default_factory=list)
