@@ -232,6 +232,7 @@ class Thinking(Strict):
 class AnthropicTool(Strict):
     ignored = frozenset({CACHE, "eager_input_streaming", "input_examples"})
     inert = {"allowed_callers": (["direct"],), "defer_loading": (False,)}
+    foreign = {"function": "name", "parameters": "input_schema"}
 
     type: Literal["custom"] = "custom"
     name: str

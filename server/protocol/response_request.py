@@ -174,6 +174,7 @@ class ReasoningConfig(Strict):
 
 class FunctionTool(Strict):
     inert = {"allowed_callers": (["direct"],), "async": (False,), "defer_loading": (False,)}
+    foreign = {"function": "name"}  # what a chat's `function` holds stands beside `type` here
 
     type: Literal["function"]
     name: str

@@ -10,10 +10,10 @@ import pytest
 from engine.errors import InvalidRequestError
 from server.config import ServerConfig
 from server.protocol import ChatCompletionRequest, CompletionRequest, Message, parse_request
-from server.protocol.anthropic_request import MessagesRequest
+from server.protocol.anthropic_request import AnthropicTool, MessagesRequest
 from server.protocol.generation import StreamOptions
 from server.protocol.harmless import WRITTEN_LIST
-from server.protocol.response_request import ResponseRequest
+from server.protocol.response_request import FunctionTool, ResponseRequest
 from server.protocol.tools import FunctionDefinition, FunctionOfHistory, Tool, ToolCallOfHistory
 from tests.checkpoints import byte_tokenizer, save_fake_checkpoint
 from tests.server.live import (
@@ -51,6 +51,9 @@ def ids_of(client, **fields):
         (ResponseRequest, "stop", None),
         (MessagesRequest, "max_completion_tokens", "max_tokens"),
         (MessagesRequest, "stop", "stop_sequences"),
+        (Tool, "name", "function.name"),
+        (FunctionTool, "function", "name"),
+        (AnthropicTool, "parameters", "input_schema"),
     ],
 )
 def test_a_field_of_another_request_is_told_its_name_here(kind, name, meant):
