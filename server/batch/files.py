@@ -20,7 +20,7 @@ FIELDS = {"custom_id": str, "method": str, "url": str, "body": dict}
 ID_PREFIX = "batch_req_"
 LINE_START = f'{{"id": "{ID_PREFIX}'  # of an output
 FINAL = range(200, 500)  # status codes that asking again would not change ...
-NOT_FINAL = frozenset({408, 429})  # ... but for these
+NOT_FINAL = frozenset({401, 403, 408, 429})  # ... but for these: with another key, or later
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import server.chat
 from engine.llm import LLM
 from server.cli import main
 from tests.checkpoints import save_fake_checkpoint
+from tests.server.live import LiveServer
 
 ROOT = Path(__file__).parents[2]
 
@@ -341,3 +342,11 @@ def test_ctrl_c_stops_an_answer_only(scripted, capsys, monkeypatch):
 def test_without_a_server_it_says_how_to_start_one(capsys):
     err = fails(capsys, "chat", "hi", "--base-url", "http://127.0.0.1:9", status=1)
     assert "no server answers at http://127.0.0.1:9/v1/; start one with `pageserve serve`" in err
+
+
+def test_where_a_key_is_wrong_chat_and_bench_say_how_to_give_one(capsys, folder):
+    with LiveServer(folder, api_key=("sk-right",)) as live:
+        err = fails(capsys, "chat", "hi", "--base-url", live.url, "--api-key", "sk-wrong", status=1)
+        assert main(["bench", "--base-url", live.url, "--api-key", "sk-wrong"]) == 2
+    assert "(Give --api-key KEY or the variable OPENAI_API_KEY.)" in err
+    assert "wants a key: give --api-key KEY or the variable OPENAI_API_KEY" in capsys.readouterr().err

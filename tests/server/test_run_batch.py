@@ -56,6 +56,15 @@ def test_every_request_gets_a_line_and_errors_are_lines_too(server, tmp_path, ca
     assert "19 answers and 1 errors" in capsys.readouterr().err
 
 
+def test_what_a_wrong_key_kept_from_an_answer_is_asked_again(folder, tmp_path):
+    source = write_requests(tmp_path / "in", [completion_body(max_tokens=2)] * 2)
+    with LiveServer(folder, api_key=("sk-right",)) as server:
+        assert run(source, tmp_path / "out", server, "--api-key", "sk-wrong") == 1
+        assert [line["response"]["status_code"] for line in answers(tmp_path / "out").values()] == [401, 401]
+        assert run(source, tmp_path / "out", server, "--api-key", "sk-right") == 0
+    assert [line["response"]["status_code"] for line in answers(tmp_path / "out").values()] == [200, 200]
+
+
 def test_a_second_run_asks_only_what_has_no_final_answer(server, tmp_path):
     source = write_requests(tmp_path / "in", [completion_body(max_tokens=2)] * 6)
     assert run(source, tmp_path / "out", server) == 0
