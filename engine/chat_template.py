@@ -43,6 +43,15 @@ class ChatTemplate:
             ) from error
 
 
+def syntax_error(source: str) -> str | None:
+    """What is wrong with a template that cannot be used for any messages; None: nothing."""
+    try:
+        _compile(source)
+    except jinja2.TemplateSyntaxError as error:
+        return f"line {error.lineno}: {error.message}"
+    return None
+
+
 @lru_cache(maxsize=8)
 def _variables(source: str) -> frozenset[str]:
     try:

@@ -40,7 +40,10 @@ class EngineConfig:
         0.9, "share of the card's memory that may be used in all", above=0, maximum=1
     )
     kv_cache_memory: str | None = option(
-        None, 'KV cache on a CPU, such as "2GiB"; default: a quarter of free memory', size=True
+        None,
+        'KV cache on a CPU, such as "2GiB"; default: what max_num_seqs of the longest sequences take, at most 4 GiB '
+        "and a quarter of free memory",
+        size=True,
     )
     num_blocks: int | None = option(None, "number of KV blocks, whatever the memory says", minimum=1)
     kv_cache_dtype: str = option(
@@ -111,7 +114,10 @@ class EngineConfig:
         unsupported="this version runs one Worker; start one server per GPU and put a proxy in front (deploy/)",
     )
     cpu_threads: int | None = option(
-        None, "threads of a CPU Worker; default: the cores this process may use", minimum=1, maximum=1024
+        None,
+        "threads of a CPU Worker; default: as OMP_NUM_THREADS says, else the cores this process may use",
+        minimum=1,
+        maximum=1024,
     )
     step_timeout: float | None = option(
         None,

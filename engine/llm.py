@@ -127,12 +127,12 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of {"role", "content"}) or a list of them, through the chat template."""
-        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        conversations = _conversations(messages)
         params = self._params(sampling_params, len(conversations))
         jobs = []
         for conversation, conversation_params in zip(conversations, params, strict=True):
             prompt = self.tokenizer.chat_prompt(
-                [dict(message) for message in conversation],  # type: ignore[arg-type]
+                conversation,
                 add_generation_prompt=add_generation_prompt,
                 chat_template=chat_template,
                 **(chat_template_kwargs or {}),
@@ -349,12 +349,27 @@ def _is_token_ids(value: Any) -> bool:
 def _params_list(sampling_params: Any, count: int) -> list[SamplingParams]:
     if sampling_params is None:
         sampling_params = SamplingParams()
-    params = [sampling_params] * count if isinstance(sampling_params, SamplingParams) else list(sampling_params)
-    if len(params) != count or not all(isinstance(each, SamplingParams) for each in params):
+    params = [sampling_params] * count if isinstance(sampling_params, SamplingParams) else sampling_params
+    known = isinstance(params, (list, tuple)) and all(isinstance(each, SamplingParams) for each in params)
+    if not known or len(params) != count:
         raise InvalidRequestError(
             f"sampling_params must be one SamplingParams, or a list of {count}: one per prompt.", "sampling_params"
         )
-    return params
+    return list(params)
+
+
+def _conversations(messages: Any) -> list[list[Message]]:
+    """One conversation or many -> many."""
+    several = [messages] if _is_conversation(messages) else messages
+    if not isinstance(several, (list, tuple)) or not all(_is_conversation(each) for each in several):
+        raise InvalidRequestError(
+            'messages must be a list of {"role": ..., "content": ...}, or a list of such lists.', "messages"
+        )
+    return [[dict(message) for message in each] for each in several]
+
+
+def _is_conversation(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(each, Mapping) for each in value)
 
 
 def _job(

@@ -62,9 +62,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
     pooling: Pooling | None = None  # the result is a vector; max_tokens is then 0
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        stop = (self.stop,) if isinstance(self.stop, str) else entries("stop", self.stop)
         msgspec.structs.force_setattr(self, "stop", stop)
-        msgspec.structs.force_setattr(self, "stop_token_ids", tuple(self.stop_token_ids))
+        msgspec.structs.force_setattr(self, "stop_token_ids", entries("stop_token_ids", self.stop_token_ids))
         if self.pooling is not None:
             msgspec.structs.force_setattr(self, "max_tokens", 0)
         if self.top_k == -1:  # vLLM's spelling of "off"
@@ -99,12 +99,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
                 raise InvalidRequestError("stop must hold non-empty strings.", "stop")
             if len(text) > MAX_STOP_CHARS:
                 raise InvalidRequestError(f"stop must hold strings of at most {MAX_STOP_CHARS} characters.", "stop")
+        if not isinstance(self.logit_bias, dict | None):
+            raise InvalidRequestError("logit_bias must map token ids to numbers.", "logit_bias")
         for token_id, bias in (self.logit_bias or {}).items():
             require_float(f"logit_bias[{token_id}]", bias, -100.0, 100.0, param="logit_bias")
         self._check_bans()
 
     def _check_bans(self) -> None:
-        words = tuple(word if isinstance(word, str) else tuple(word) for word in self.bad_words or ())
+        words = entries("bad_words", self.bad_words)
+        words = tuple(word if isinstance(word, str) else entries("bad_words", word) for word in words)
         msgspec.structs.force_setattr(self, "bad_words", words)
         if sum(isinstance(word, str) for word in words) > MAX_BAD_WORDS:
             raise InvalidRequestError(f"bad_words may hold at most {MAX_BAD_WORDS} entries.", "bad_words")
@@ -116,7 +119,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
         if self.allowed_token_ids is None:
             return
         # Each once: a list of repetitions would travel to the Worker.
-        msgspec.structs.force_setattr(self, "allowed_token_ids", tuple(dict.fromkeys(self.allowed_token_ids)))
+        msgspec.structs.force_setattr(
+            self, "allowed_token_ids", tuple(dict.fromkeys(entries("allowed_token_ids", self.allowed_token_ids)))
+        )
         if not self.allowed_token_ids:
             raise InvalidRequestError("allowed_token_ids must hold at least one token id.", "allowed_token_ids")
 
@@ -150,6 +155,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
     def greedy(self) -> bool:
         """Below a temperature of 1e-5, softmax(logits / temperature) overflows to one-hot anyway."""
         return self.temperature < 1e-5 or self.top_p == 0.0
+
+
+def entries(name: str, value: Any) -> tuple[Any, ...]:
+    """A list, or whatever else can be gone through; None has none. A text is not taken for its characters."""
+    try:
+        if not isinstance(value, str):
+            return () if value is None else tuple(value)
+    except TypeError:
+        pass
+    raise InvalidRequestError(f"{name} must be a list.", name)
 
 
 def require_int(name: str, value: Any, low: int, high: int) -> None:

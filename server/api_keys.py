@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 SETTINGS = ("weight", "min-priority", *(f.name.replace("_", "-") for f in dataclasses.fields(Limits)))
 SETTING = re.compile(f"({'|'.join(SETTINGS)})=(.*)")
 NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")
+LIKE_A_SETTING = re.compile(r"[A-Za-z][A-Za-z_-]*=.*[^=]")  # behind a key or a name; base64 ends in = at most
 DIGEST = re.compile(r"sha256:([0-9a-fA-F]{64})")
 MAX_WEIGHT = 1000.0
 
@@ -114,7 +115,7 @@ class ApiKeys:
 
     def _read(self) -> list[ApiKey]:
         limits = self.anyone.key.limits
-        keys = [_key(text, None, limits) for text in self._config.api_key]
+        keys = [_key(text, None, limits, "api_key") for text in self._config.api_key]
         if (path := self._config.api_key_file) is not None:
             keys += list(read_key_file(path, limits))
         unique = list({key.digest: key for key in keys}.values())
@@ -132,27 +133,35 @@ def read_key_file(path: str, limits: Limits) -> Iterator[ApiKey]:
         raise ConfigError(f"api_key_file: cannot read {path}: {error.strerror}.") from None
     except UnicodeDecodeError:
         raise ConfigError(f"api_key_file: {path} is not UTF-8 text.") from None
-    found = False
+    found: dict[bytes, int] = {}  # digest -> line
     for number, line in enumerate(lines, start=1):
         words = re.sub(r"(^|\s)#.*", "", line).split()
         if words:
-            found = True
-            yield _parse_line(words, f"{path}, line {number}", limits)
+            where = f"api_key_file: {path}, line {number}"
+            key = _parse_line(words, where, limits)
+            if found.setdefault(key.digest, number) != number:
+                raise ConfigError(f"{where}: this key is in line {found[key.digest]}, too.")
+            yield key
     if not found:
         raise ConfigError(f"api_key_file: {path} holds no key; write one per line.")
 
 
 def _parse_line(words: list[str], where: str, limits: Limits) -> ApiKey:
+    known = ", ".join(SETTINGS)
     settings = [match for word in words if (match := SETTING.fullmatch(word))]
     parts = [word for word in words if not SETTING.fullmatch(word)]
     if not 1 <= len(parts) <= 2:
-        known = ", ".join(SETTINGS)
+        raise ConfigError(f"{where}: must be `KEY` or `NAME KEY`, then settings (such as weight=2; {known}).")
+    if len(parts) == 2 and LIKE_A_SETTING.fullmatch(parts[1]):  # as a key, it would make the key a name
         raise ConfigError(
-            f"api_key_file: {where}: must be `KEY` or `NAME KEY`, then settings (such as weight=2; {known})."
+            f"{where}: what looks like a setting there is none: {known}. (A key of this form: write sha256:DIGEST.)"
         )
     if len(parts) == 2 and not NAME.fullmatch(parts[0]):
-        raise ConfigError(f"api_key_file: {where}: the name may hold letters, digits, and . _ @ - only.")
-    key = _key(parts[-1], parts[0] if len(parts) == 2 else None, limits)
+        raise ConfigError(f"{where}: the name may hold letters, digits, and . _ @ - only.")
+    names = [match[1] for match in settings]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ConfigError(f"{where}: {twice} is set twice.")
+    key = _key(parts[-1], parts[0] if len(parts) == 2 else None, limits, where)
     for match in settings:
         key = _with_setting(key, match[1], match[2], where)
     return key
@@ -160,21 +169,27 @@ def _parse_line(words: list[str], where: str, limits: Limits) -> ApiKey:
 
 def _with_setting(key: ApiKey, name: str, text: str, where: str) -> ApiKey:
     field = name.replace("-", "_")
+    wanted = "a whole number above 0, or none"
     try:
-        if field == "weight" and 0 < float(text) <= MAX_WEIGHT:
-            return dataclasses.replace(key, weight=float(text))
-        if field == "min_priority":
+        if field == "weight":
+            wanted = f"a number above 0, at most {MAX_WEIGHT:g}"
+            if 0 < float(text) <= MAX_WEIGHT:
+                return dataclasses.replace(key, weight=float(text))
+        elif field == "min_priority":
+            wanted = "a whole number"
             return dataclasses.replace(key, min_priority=int(text))
-        if hasattr(key.limits, field) and (text == "none" or int(text) > 0):
+        elif text == "none" or int(text) > 0:
             value = None if text == "none" else int(text)
             return dataclasses.replace(key, limits=dataclasses.replace(key.limits, **{field: value}))
     except ValueError:
         pass
-    raise ConfigError(f"api_key_file: {where}: {name}={text} is not a value of this setting.")
+    raise ConfigError(f"{where}: {name} must be {wanted}, not {text!r}.")
 
 
-def _key(text: str, name: str | None, limits: Limits) -> ApiKey:
+def _key(text: str, name: str | None, limits: Limits, where: str) -> ApiKey:
     match = DIGEST.fullmatch(text)
+    if match is None and text.startswith("sha256:"):
+        raise ConfigError(f"{where}: behind sha256: must be 64 hexadecimal digits.")
     digest = bytes.fromhex(match[1]) if match else hashlib.sha256(text.encode()).digest()
     return ApiKey(digest, name or f"key-{digest.hex()[:8]}", limits)
 

@@ -94,7 +94,8 @@ def _error_message(response: httpx.Response) -> str:
         message = response.json()["error"]["message"]
     except (ValueError, KeyError, TypeError):
         message = response.text[:200] or response.reason_phrase
-    return f"the server answered {response.status_code}: {message}"
+    hint = " (Give --api-key KEY or the variable OPENAI_API_KEY.)" if response.status_code == 401 else ""
+    return f"the server answered {response.status_code}: {message}{hint}"
 
 
 def _unreachable(base_url: str, error: httpx.HTTPError) -> str:

@@ -5,11 +5,13 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine.chat_template import syntax_error
 from engine.errors import ConfigError
 from engine.sampling_params import MAX_LOGPROBS, MAX_N, MAX_STOP_STRINGS
 from engine.settings import check_config, option
 
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9.:\[\]-]+")  # as browsers write it
+HTTP_URL = re.compile(r"https?://[^/]")
 TEMPLATE_MARKS = ("{{", "{%")
 
 
@@ -89,13 +91,17 @@ class ServerConfig:
         for origin in self.allowed_origins:
             if origin != "*" and not ORIGIN.fullmatch(origin):
                 raise ConfigError(f"allowed_origins: {origin!r} is not * and no scheme://host[:port] without a path.")
+        if (endpoint := self.otlp_traces_endpoint) is not None and not HTTP_URL.match(endpoint):
+            raise ConfigError(f"otlp_traces_endpoint must look like http://localhost:4318/v1/traces, not {endpoint!r}.")
 
 
 def resolve_files(config: ServerConfig) -> ServerConfig:
-    """The config with `chat_template` as text. ConfigError when it is neither a file nor Jinja."""
+    """The config with `chat_template` as text. ConfigError when it is neither a file nor Jinja, or wrong Jinja."""
     template = config.chat_template
     if template is not None and not any(mark in template for mark in TEMPLATE_MARKS):
         template = _read("chat_template", template)
+    if template is not None and (wrong := syntax_error(template)) is not None:
+        raise ConfigError(f"chat_template: {wrong}")
     return dataclasses.replace(config, chat_template=template)
 
 

@@ -93,7 +93,7 @@ def refusal_reason(error: Exception) -> str:
 def from_http_status(status: int, headers: dict[str, str] | None = None, nearest: str | None = None) -> ApiError:
     """What the router says (unknown route, wrong method) in the same envelope. `nearest`: a route that was meant."""
     unknown = f"Unknown route; did you mean {nearest}?" if nearest else "Unknown route; see /openapi.json."
-    messages = {404: unknown, 405: "This route does not take this method."}
+    messages = {404: unknown, 405: f"This route takes {(headers or {}).get('Allow', 'other methods')} only."}
     codes = {404: "not_found", 405: "method_not_allowed"}
     message = messages.get(status, HTTPStatus(status).phrase + ".")
     return ApiError(status, message, code=codes.get(status), headers=headers)

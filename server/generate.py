@@ -84,6 +84,8 @@ def _read(name: str) -> str:
     """The text of a file; "-" is stdin."""
     try:
         return sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--prompts: cannot read {name}: {error.strerror}.") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{'stdin' if name == '-' else name} is not UTF-8 text.") from None
 

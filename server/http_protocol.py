@@ -49,7 +49,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     _deadline: asyncio.TimerHandle | None = None
     _in_head = False
     _too_large = False
-    _head_bytes = 0
+    _head_bytes = 0  # received since the head began
+    _header_bytes = 0  # in whole headers: one read may bring more than the limit, to the end of the head
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -77,7 +78,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self.scope["extensions"] = {ABORT: {"function": self.transport.abort}}
-        self._in_head, self._head_bytes = True, 0
+        self._in_head, self._head_bytes, self._header_bytes = True, 0, 0
         if self._deadline is None:
             self._start_deadline()
 
@@ -89,7 +90,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         super().on_header(name, value)
-        if len(self.headers) > MAX_HEADERS:
+        self._header_bytes += len(name) + len(value)
+        if len(self.headers) > MAX_HEADERS or len(self.url) + self._header_bytes > MAX_HEAD_BYTES:
             self._too_large = True
             raise _HeadTooLarge  # the parser turns it into an HttpParserError, and uvicorn asks for a 400
 

@@ -34,10 +34,12 @@ class Served:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Changes with whatever may change the text of a seeded request: version, checkpoint, device, dtypes."""
+        """Changes with whatever may change the text of a seeded request: version, checkpoint, template, device, ..."""
         model, config = self.driver.model, self.driver.config
-        parts = (package_version(), config.model, config.revision, config.quantization, model.device, model.dtype)
-        text = repr((*parts, model.vocab_size, model.kv_cache_dtype))
+        weights = (config.model, config.revision, config.load_format, config.seed, config.quantization)
+        prompts = (config.tokenizer, self.config.chat_template, self.config.special_tokens_in_content)
+        numbers = (model.device, model.dtype, model.vocab_size, model.kv_cache_dtype, config.batch_invariant)
+        text = repr((package_version(), weights, prompts, numbers))
         return "pageserve-" + hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def check_ready(self) -> None:

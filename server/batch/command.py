@@ -32,12 +32,14 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError("--concurrency must be at least 1.")
     if source.resolve() == target.resolve():
         raise ConfigError("--output must be another file than --input.")
+    _check_opens(source, "rb", "--input: cannot read")
     client = _client(options)
     total = sum(1 for _ in read_requests(source))
     done, num_failed = keep_final(target)
     num_done = sum(request.custom_id in done for request in read_requests(source))
     print(f"{total} requests, {num_done} of them answered before", file=sys.stderr)
     if num_done < total:
+        _check_opens(target, "ab", "--output: cannot write")  # before a model is loaded
         try:
             num_failed += asyncio.run(_run(client, source, target, done, options["concurrency"]))
         except KeyboardInterrupt:
@@ -45,6 +47,13 @@ def main(arguments: Sequence[str]) -> int:
             raise
     print(f"{total - num_failed} answers and {num_failed} errors in {target}", file=sys.stderr)
     return 1 if num_failed else 0
+
+
+def _check_opens(path: Path, mode: str, failure: str) -> None:
+    try:
+        path.open(mode).close()
+    except OSError as error:
+        raise ConfigError(f"{failure} {path}: {error.strerror}.") from None
 
 
 async def _run(

@@ -17,8 +17,10 @@ from typing import Any
 from engine.errors import ConfigError
 
 FIELDS = {"custom_id": str, "method": str, "url": str, "body": dict}
+ID_PREFIX = "batch_req_"
+LINE_START = f'{{"id": "{ID_PREFIX}'  # of an output
 FINAL = range(200, 500)  # status codes that asking again would not change ...
-NOT_FINAL = frozenset({408, 429})  # ... but for these
+NOT_FINAL = frozenset({401, 403, 408, 429})  # ... but for these: with another key, or later
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ def no_answer(request: BatchRequest, code: str, message: str) -> dict[str, Any]:
 
 def _line(request: BatchRequest, response: Any, error: Any) -> dict[str, Any]:
     return {
-        "id": f"batch_req_{uuid.uuid4().hex}",
+        "id": f"{ID_PREFIX}{uuid.uuid4().hex}",
         "custom_id": request.custom_id,
         "response": response,
         "error": error,
@@ -95,30 +97,49 @@ def succeeded(line: dict[str, Any]) -> bool:
 def keep_final(path: Path) -> tuple[set[str], int]:
     """(custom_ids that `path` has a final answer of, how many of these are errors).
 
-    Other lines, half of one at the end among them, are taken out: their requests are to be asked again.
+    Other answers are taken out, as is half of one at the end: their requests are to be asked again. ConfigError where
+    a line is none of these: such a file holds something else, and stays as it is.
     """
     if not path.exists():
         return set(), 0
     done: set[str] = set()
     num_failed = 0
     kept = path.with_name(path.name + ".kept")
-    with path.open(encoding="utf-8", errors="replace") as old, kept.open("w", encoding="utf-8") as new:
-        for text in old:
-            line = _final(text)
-            if line is not None and line["custom_id"] not in done:
-                done.add(line["custom_id"])
-                num_failed += not succeeded(line)
-                new.write(text)
-    os.replace(kept, path)
+    try:
+        with path.open(encoding="utf-8", errors="replace") as old, kept.open("w", encoding="utf-8") as new:
+            for number, text in enumerate(old, start=1):
+                line = _read_answer(text)
+                if line is None and not text.isspace() and not _is_half(text):
+                    raise ConfigError(f"--output: {path}, line {number}: this is no answer; name another file.")
+                if line is not None and _is_final(line) and line["custom_id"] not in done:
+                    done.add(line["custom_id"])
+                    num_failed += not succeeded(line)
+                    new.write(text)
+        os.replace(kept, path)
+    finally:
+        kept.unlink(missing_ok=True)
     return done, num_failed
 
 
-def _final(text: str) -> dict[str, Any] | None:
-    """A whole line whose request need not be asked again."""
+def _read_answer(text: str) -> dict[str, Any] | None:
+    """A whole line of an output; None for everything else."""
     try:
         line = json.loads(text)
-        status = line["response"]["status_code"]
-        final = text.endswith("\n") and isinstance(line["custom_id"], str)
-    except (ValueError, RecursionError, LookupError, TypeError):
+    except (ValueError, RecursionError):
         return None
-    return line if final and status in FINAL and status not in NOT_FINAL else None
+    known = isinstance(line, dict) and isinstance(line.get("custom_id"), str) and "response" in line
+    return line if known and text.endswith("\n") else None
+
+
+def _is_half(text: str) -> bool:
+    """Whether a line was cut while it was written."""
+    return not text.endswith("\n") and text.startswith(LINE_START[: len(text)])
+
+
+def _is_final(line: dict[str, Any]) -> bool:
+    """Whether its request need not be asked again."""
+    try:
+        status = line["response"]["status_code"]
+    except (LookupError, TypeError):
+        return False
+    return status in FINAL and status not in NOT_FINAL

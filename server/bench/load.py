@@ -34,6 +34,8 @@ async def find_target(endpoint: Endpoint, model: str | None = None, timeout: flo
     connection.close()
     try:
         status, payload = response(exchange)
+        if status == 401:
+            raise TargetError(f"{endpoint.base_url} wants a key: give --api-key KEY or the variable OPENAI_API_KEY")
         if status != 200:
             raise BadAnswer(f"status {status}: {payload[:200].decode('utf-8', 'replace')}")
         cards = {card["id"]: card for card in json.loads(payload)["data"]}

@@ -232,6 +232,7 @@ class Thinking(Strict):
 class AnthropicTool(Strict):
     ignored = frozenset({CACHE, "eager_input_streaming", "input_examples"})
     inert = {"allowed_callers": (["direct"],), "defer_loading": (False,)}
+    foreign = {"function": "name", "parameters": "input_schema"}
 
     type: Literal["custom"] = "custom"
     name: str
@@ -329,6 +330,7 @@ class MessagesRequest(MessagesPrompt, SamplingExtras):
 
     ignored = MessagesPrompt.ignored | {"metadata"}
     inert = MessagesPrompt.inert | {"service_tier": ("auto", "standard_only")}
+    foreign = {"response_format": "output_config.format"}
 
     max_tokens: int = Field(ge=1)
     stop_sequences: Annotated[list[str], FailFast(), Field(max_length=MAX_STOP_STRINGS)] = Field(default_factory=list)

@@ -22,6 +22,8 @@ MAX_TIMEOUT = 86400.0
 
 
 def _stop_strings(value: Any) -> Any:
+    if not isinstance(value, str | list):
+        raise field_error("invalid_type", "must be a string or a list of strings")
     return [value] if isinstance(value, str) else value
 
 

@@ -174,6 +174,7 @@ class ReasoningConfig(Strict):
 
 class FunctionTool(Strict):
     inert = {"allowed_callers": (["direct"],), "async": (False,), "defer_loading": (False,)}
+    foreign = {"function": "name"}  # what a chat's `function` holds stands beside `type` here
 
     type: Literal["function"]
     name: str
@@ -258,6 +259,7 @@ class ResponseRequest(ResponsePrompt, SamplingExtras):
     # No answer is stored, so nothing has to be kept from being; hints for speed.
     ignored = frozenset({"prompt_cache_options", "prompt_cache_retention", "store"})
     inert = ResponsePrompt.inert | {"service_tier": ("auto", "default")}
+    foreign = {"response_format": "text.format", "reasoning_effort": "reasoning.effort"}
 
     model: str
     max_output_tokens: int | None = Field(None, ge=1)

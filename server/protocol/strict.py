@@ -17,6 +17,14 @@ from engine.errors import InvalidRequestError
 from server.errors import MAX_NAME_LENGTH, field_path, invalid
 from server.protocol.harmless import ADAPTERS, ANYTHING
 
+# Names that one thing has in different requests, so that the one of this request can be told where another is written.
+SYNONYMS = (
+    ("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens", "max_length"),
+    ("messages", "prompt", "input"),
+    ("stop", "stop_sequences"),
+)
+NEAR = 0.7  # of difflib's ratio: "stop" and "top_p" have 0.67
+
 
 class Strict(BaseModel):
     """Takes exact types only; drops nulls and harmless fields before pydantic looks."""
@@ -71,8 +79,9 @@ class Strict(BaseModel):
 
     @classmethod
     def _nearest(cls, name: str) -> str:
-        near = difflib.get_close_matches(name[:MAX_NAME_LENGTH], cls.model_fields, n=1)
-        meant = cls.foreign.get(name) or "".join(near)
+        same = (synonym for group in SYNONYMS if name in group for synonym in group if synonym in cls.model_fields)
+        near = difflib.get_close_matches(name[:MAX_NAME_LENGTH].lower(), cls.model_fields, n=1, cutoff=NEAR)
+        meant = cls.foreign.get(name) or next(same, "".join(near))
         return f"; did you mean {meant}?" if meant else ""
 
 

@@ -57,6 +57,7 @@ class FunctionDefinition(Strict):
 
 class Tool(Strict):
     inert = TOOL_INERT
+    foreign = {name: f"function.{name}" for name in ("name", "description", "parameters", "strict")}
 
     type: Literal["function"]
     function: FunctionDefinition

@@ -154,10 +154,35 @@ def test_an_impossible_prompt_is_named_and_nothing_stays_behind(llm):
     assert len(llm.generate("still works", greedy(), use_tqdm=False)) == 1
 
 
-@pytest.mark.parametrize("params", [[], [SamplingParams()] * 3, [{}, {}], [SamplingParams(), None]])
+@pytest.mark.parametrize("params", [[], [SamplingParams()] * 3, [{}, {}], [SamplingParams(), None], 5, {}, "x"])
 def test_sampling_params_must_match_the_prompts(llm, params):
     with pytest.raises(InvalidRequestError, match="one per prompt"):
         llm.generate(["a", "b"], params, use_tqdm=False)
+
+
+@pytest.mark.parametrize("messages", ["Hello", 5, None, ["Hello"], [[]], {"role": "user", "content": "Hello"}, [[5]]])
+def test_what_is_no_conversation_is_refused(llm, messages):
+    with pytest.raises(InvalidRequestError, match=r"^messages must be a list of {") as caught:
+        llm.chat(messages, greedy(), use_tqdm=False)
+    assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"stop": 5},
+        {"stop_token_ids": 5},
+        {"bad_words": "word"},
+        {"bad_words": [5]},
+        {"allowed_token_ids": 5},
+        {"logit_bias": [5]},
+    ],
+    ids=str,
+)
+def test_sampling_params_that_are_no_lists_are_named(wrong):
+    with pytest.raises(InvalidRequestError) as caught:
+        SamplingParams(**wrong)
+    assert caught.value.param == next(iter(wrong))
 
 
 @pytest.mark.parametrize(

@@ -183,9 +183,16 @@ def test_keys_from_a_file_with_names_comments_digests_and_a_reload(folder, tmp_p
         ("# only this\n", "holds no key"),
         ("sk-a\na b c\n", "line 2: must be `KEY` or `NAME KEY`"),
         ("na/me sk-a\n", "line 1: the name may hold"),
-        ("sk-a weight=0\n", "weight=0 is not a value"),
-        ("sk-a weight=nan\n", "weight=nan is not a value"),
-        ("sk-a requests-per-minute=many\n", "requests-per-minute=many is not a value"),
+        ("sk-a weight=0\n", "weight must be a number above 0, at most 1000, not '0'"),
+        ("sk-a weight=nan\n", "weight must be a number above 0"),
+        ("sk-a requests-per-minute=many\n", "requests-per-minute must be a whole number above 0, or none, not 'many'"),
+        ("sk-a min-priority=none\n", "min-priority must be a whole number"),
+        ("sk-a weight=1 weight=2\n", "line 1: weight is set twice"),
+        # Not a key called weigth=2 that belongs to somebody called sk-a:
+        ("sk-a weigth=2\n", "line 1: what looks like a setting there is none: weight, min-priority"),
+        ("sk-a requests_per_minute=60 weight=2\n", "line 1: what looks like a setting there is none"),
+        ("alice sk-a\nsk-b\ncarol sk-a\n", "line 3: this key is in line 1, too"),
+        ("bob sha256:6ca13d52\n", "line 1: behind sha256: must be 64 hexadecimal digits"),
         ("alice sk-a requests-per-hour=3\n", "line 1: must be `KEY` or `NAME KEY`, then settings"),
     ],
 )
@@ -194,6 +201,11 @@ def test_a_wrong_key_file_is_refused_without_repeating_a_key(tmp_path, text, sai
     with pytest.raises(ConfigError, match=re.escape(said)) as caught:
         ApiKeys(config)
     assert "sk-a" not in str(caught.value)
+
+
+def test_a_digest_that_was_cut_is_no_key():
+    with pytest.raises(ConfigError, match="api_key: behind sha256: must be 64"):
+        ApiKeys(ServerConfig(api_key=("sha256:6ca13d52",)))
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1"])

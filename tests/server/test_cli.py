@@ -14,6 +14,7 @@ import server.chat
 from engine.llm import LLM
 from server.cli import main
 from tests.checkpoints import save_fake_checkpoint
+from tests.server.live import LiveServer
 
 ROOT = Path(__file__).parents[2]
 
@@ -74,9 +75,13 @@ def test_the_command_starts_quickly_because_it_imports_little():
         (["serve", "--config", "/nowhere.yaml"], "config file /nowhere.yaml: No such file or directory."),
         (["serve", "--tensor-parallel-size", "2"], "tensor_parallel_size=2 cannot be honoured"),
         (["serve", "--api-key-file", "/nowhere"], "api_key_file: cannot read /nowhere"),
+        (["serve", "--chat-template", "{{ x }}\n{% if %}"], "chat_template: line 2: Expected an expression"),
+        (["serve", "--chat-template", "{{ messages | sorted }}"], "chat_template: line 1: No filter named 'sorted'"),
+        (["serve", "--otlp-traces-endpoint", "localhost:4318"], "otlp_traces_endpoint must look like http://localhost"),
         (["generate", "x", "--top-p", "7"], "top_p must be a finite number"),
         (["generate", "x", "--max-tokens", "many"], "argument --max-tokens: invalid int value: 'many'"),
         (["generate", "x", "--prompts", "file"], "not both"),
+        (["generate", "--prompts", "/nowhere"], "--prompts: cannot read /nowhere: No such file or directory."),
         (["generate", "--prompts", "/dev/null"], "there is no prompt"),
         (["chat", "hi", "--base-url", "ftp://x"], "--base-url must look like http://127.0.0.1:8000, not 'ftp://x'."),
         (["chat", "hi", "--base-url", "http://x:port"], "--base-url: Invalid port"),
@@ -337,3 +342,11 @@ def test_ctrl_c_stops_an_answer_only(scripted, capsys, monkeypatch):
 def test_without_a_server_it_says_how_to_start_one(capsys):
     err = fails(capsys, "chat", "hi", "--base-url", "http://127.0.0.1:9", status=1)
     assert "no server answers at http://127.0.0.1:9/v1/; start one with `pageserve serve`" in err
+
+
+def test_where_a_key_is_wrong_chat_and_bench_say_how_to_give_one(capsys, folder):
+    with LiveServer(folder, api_key=("sk-right",)) as live:
+        err = fails(capsys, "chat", "hi", "--base-url", live.url, "--api-key", "sk-wrong", status=1)
+        assert main(["bench", "--base-url", live.url, "--api-key", "sk-wrong"]) == 2
+    assert "(Give --api-key KEY or the variable OPENAI_API_KEY.)" in err
+    assert "wants a key: give --api-key KEY or the variable OPENAI_API_KEY" in capsys.readouterr().err

@@ -7,10 +7,13 @@ import openai.types.chat.completion_create_params as chat_params
 import openai.types.completion_create_params as completion_params
 import pytest
 
+from engine.errors import InvalidRequestError
 from server.config import ServerConfig
-from server.protocol import ChatCompletionRequest, CompletionRequest, Message
+from server.protocol import ChatCompletionRequest, CompletionRequest, Message, parse_request
+from server.protocol.anthropic_request import AnthropicTool, MessagesRequest
 from server.protocol.generation import StreamOptions
 from server.protocol.harmless import WRITTEN_LIST
+from server.protocol.response_request import FunctionTool, ResponseRequest
 from server.protocol.tools import FunctionDefinition, FunctionOfHistory, Tool, ToolCallOfHistory
 from tests.checkpoints import byte_tokenizer, save_fake_checkpoint
 from tests.server.live import (
@@ -31,6 +34,38 @@ def ids_of(client, **fields):
     response = client.post(CHAT, json=chat_body(return_token_ids=True, max_tokens=1, **fields))
     assert response.status_code == 200, response.text
     return response.json()["prompt_token_ids"]
+
+
+@pytest.mark.parametrize(
+    "kind, name, meant",
+    [
+        (CompletionRequest, "max_completion_tokens", "max_tokens"),
+        (CompletionRequest, "messages", "prompt"),
+        (CompletionRequest, "topP", "top_p"),
+        (CompletionRequest, "reasoning_effort", None),
+        (ChatCompletionRequest, "max_output_tokens", "max_tokens"),
+        (ChatCompletionRequest, "prompt", "messages"),
+        (ChatCompletionRequest, "stop_sequences", "stop"),
+        (ResponseRequest, "max_tokens", "max_output_tokens"),
+        (ResponseRequest, "response_format", "text.format"),
+        (ResponseRequest, "stop", None),
+        (MessagesRequest, "max_completion_tokens", "max_tokens"),
+        (MessagesRequest, "stop", "stop_sequences"),
+        (Tool, "name", "function.name"),
+        (FunctionTool, "function", "name"),
+        (AnthropicTool, "parameters", "input_schema"),
+    ],
+)
+def test_a_field_of_another_request_is_told_its_name_here(kind, name, meant):
+    with pytest.raises(InvalidRequestError) as caught:
+        parse_request(kind, {name: 1})
+    hint = f"; did you mean {meant}?" if meant else "."
+    assert str(caught.value) == f"{name} is not a field of this request{hint}"
+
+
+def test_stop_that_is_neither_says_both():
+    with pytest.raises(InvalidRequestError, match=r"^stop must be a string or a list of strings\.$"):
+        parse_request(CompletionRequest, {"model": "m", "stop": 5})
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,14 @@ def test_too_many_headers(server):
         assert read_all(connection).startswith(b"HTTP/1.1 200")
 
 
+@pytest.mark.parametrize("num_bytes, status", [(65_000, 200), (65_537, 431), (70_000, 431), (200_000, 431)])
+def test_headers_that_are_too_long(server, num_bytes, status):
+    with connect(server) as connection:
+        head = b"GET /health HTTP/1.1\r\nConnection: close\r\nx-a: %b\r\n\r\n" % (b"a" * num_bytes)
+        received = send_until_refused(connection, head, b"", 0)
+        assert received.startswith(b"HTTP/1.1 %d " % status) or (received == b"" and status == 431)  # reset before
+
+
 @pytest.mark.parametrize("num_bytes", [65_536, 70_000, 200_000])
 @pytest.mark.parametrize("at_once", [True, False])
 def test_a_url_that_is_too_long(server, num_bytes, at_once):

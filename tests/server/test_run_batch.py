@@ -56,6 +56,15 @@ def test_every_request_gets_a_line_and_errors_are_lines_too(server, tmp_path, ca
     assert "19 answers and 1 errors" in capsys.readouterr().err
 
 
+def test_what_a_wrong_key_kept_from_an_answer_is_asked_again(folder, tmp_path):
+    source = write_requests(tmp_path / "in", [completion_body(max_tokens=2)] * 2)
+    with LiveServer(folder, api_key=("sk-right",)) as server:
+        assert run(source, tmp_path / "out", server, "--api-key", "sk-wrong") == 1
+        assert [line["response"]["status_code"] for line in answers(tmp_path / "out").values()] == [401, 401]
+        assert run(source, tmp_path / "out", server, "--api-key", "sk-right") == 0
+    assert [line["response"]["status_code"] for line in answers(tmp_path / "out").values()] == [200, 200]
+
+
 def test_a_second_run_asks_only_what_has_no_final_answer(server, tmp_path):
     source = write_requests(tmp_path / "in", [completion_body(max_tokens=2)] * 6)
     assert run(source, tmp_path / "out", server) == 0
@@ -150,6 +159,8 @@ def test_a_wrong_line_is_named_before_anything_is_asked(tmp_path, capsys, line, 
         (["-i", "in", "-o", "x", "--base-url", "http://host:port"], "--base-url: Invalid port"),
         (["-i", "in", "-o", "x", "--max-num-seq", "3"], "max-num-seqs"),
         (["-o", "x"], "--input"),
+        (["-i", "nothing", "-o", "x"], "--input: cannot read nothing: No such file or directory."),
+        (["-i", "in", "-o", "no/x", "--base-url", "http://127.0.0.1:9"], "--output: cannot write no/x: No such file"),
     ],
 )
 def test_a_wrong_command_line(tmp_path, monkeypatch, capsys, arguments, message):
@@ -159,12 +170,26 @@ def test_a_wrong_command_line(tmp_path, monkeypatch, capsys, arguments, message)
     assert message in capsys.readouterr().err
 
 
-def test_lines_of_an_output_that_are_no_answers_are_dropped(tmp_path):
+def test_lines_of_an_output_that_are_not_final_are_dropped(tmp_path):
     [request] = read_requests(write_requests(tmp_path / "in", [{}]))
     good = json.dumps(answer(request, 200, "", {}))
-    (tmp_path / "out").write_text("\n".join([good, good, "null", "[]", '{"custom_id": "x", "response": {}}', ""]))
-    assert keep_final(tmp_path / "out") == ({"r0"}, 0)
-    assert (tmp_path / "out").read_text() == good + "\n"
+    for half in ("", good, good[:-1], good[:12], "{"):
+        (tmp_path / "out").write_text("\n".join([good, good, "", '{"custom_id": "x", "response": {}}', half]))
+        assert keep_final(tmp_path / "out") == ({"r0"}, 0)
+        assert (tmp_path / "out").read_text() == good + "\n"
+
+
+@pytest.mark.parametrize(
+    "other", ["my notes\n", "my notes", "[]\n", "null\n", '{"custom_id": "x", "body": {}}\n', "\0\1\n"]
+)
+def test_a_file_that_is_no_output_is_left_alone(tmp_path, capsys, other):
+    (tmp_path / "in").write_text(json.dumps(GOOD) + "\n")
+    good = json.dumps(answer(next(read_requests(tmp_path / "in")), 200, "", {})) + "\n"
+    (tmp_path / "out").write_text(good + other)
+    assert main(["run-batch", "-i", str(tmp_path / "in"), "-o", str(tmp_path / "out")]) == 2
+    assert "out, line 2: this is no answer; name another file." in capsys.readouterr().err
+    assert (tmp_path / "out").read_text() == good + other
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
 
 
 def test_a_model_loaded_here_killed_and_run_again(tmp_path):

@@ -6,11 +6,15 @@ their ranges in test_fields.py.
 
 import json
 import time
+from types import SimpleNamespace
 
 import httpx
 import pytest
 
+from engine.config import EngineConfig
+from server.config import ServerConfig
 from server.protocol import ChatCompletionRequest, CompletionRequest
+from server.served import Served
 from tests.checkpoints import byte_tokenizer, save_fake_checkpoint
 from tests.server.live import (
     JSON,
@@ -56,7 +60,9 @@ def test_null_stands_for_absent_in_every_field(client, path, name):
     ],
 )
 def test_unknown_routes_and_methods_have_the_envelope(client, method, path, status, code):
-    assert_error(client.request(method, path), status, code=code)
+    response = client.request(method, path)
+    message = assert_error(response, status, code=code)
+    assert status != 405 or message == f"This route takes {response.headers['allow']} only."
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"x"', b"null", b'{"model": nul}', b"\xff\xfe"])
@@ -180,6 +186,19 @@ def test_every_answer_has_an_id_of_its_own_a_time_and_a_fingerprint(client, path
         assert answer["model"] == MODEL
     assert answers[0]["id"] != answers[1]["id"]
     assert answers[0]["system_fingerprint"] == answers[1]["system_fingerprint"] != ""
+
+
+def test_the_fingerprint_changes_with_what_may_change_a_text():
+    def fingerprint(server=None, **engine):
+        model = SimpleNamespace(device="cpu", dtype="float32", vocab_size=260, kv_cache_dtype="float32")
+        driver = SimpleNamespace(model=model, config=EngineConfig(**engine))
+        return Served(driver, ServerConfig(**(server or {})), ("m",), 0).fingerprint
+
+    engine = [{}, {"revision": "r"}, {"tokenizer": "t"}, {"load_format": "dummy"}, {"batch_invariant": True}]
+    found = [fingerprint(**settings) for settings in engine]
+    found += [fingerprint({"chat_template": "{{ x }}"}), fingerprint({"special_tokens_in_content": True})]
+    assert len(set(found)) == len(found)
+    assert fingerprint({"port": 1}, max_num_seqs=3) == found[0]
 
 
 @BOTH
