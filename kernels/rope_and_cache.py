@@ -363,7 +363,8 @@ def _write_values(
 
 
 def aot_configurations(capability: int) -> Iterator[AotConfiguration]:
-    """The shapes of Llama 3, Qwen 3, Gemma 3, GPT-NeoX, Phi-4-mini, Pythia-2.8b and GPT-J, in every format."""
+    """The shapes of Llama 3, Qwen 3, Gemma 3, GPT-NeoX, Phi-3-mini and Phi-4-mini, Pythia-2.8b and GPT-J, in every
+    format."""
     table = torch.empty(1, 128)
     weight, wide = torch.empty(128), torch.empty(256)
     shapes = {
@@ -371,6 +372,7 @@ def aot_configurations(capability: int) -> Iterator[AotConfiguration]:
         "qk-norm 16+8": (128, QKVHeads(16, 8, table, q_norm=weight, k_norm=weight)),
         "qk-norm offset 8+4": (256, QKVHeads(8, 4, wide[None], q_norm=wide, k_norm=wide, norm_weight_offset=1.0)),
         "partial 40+40": (128, QKVHeads(40, 40, table[:, :32])),
+        "multi-head 32+32": (96, QKVHeads(32, 32, table[:, :96])),
         "partial 24+8": (128, QKVHeads(24, 8, table[:, :96])),
         "partial 32+32": (80, QKVHeads(32, 32, table[:, :20])),
         "interleaved 16+16": (128, QKVHeads(16, 16, table[:, :64], interleaved=True)),

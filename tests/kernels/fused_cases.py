@@ -115,6 +115,8 @@ HEADS = {
     "qwen3": (4, 4, 32, 32, False, True, 0.0),
     "gemma3": (3, 1, 80, 80, False, True, 1.0),
     "neox": (5, 5, 20, 8, False, False, 0.0),
+    "phi-4-mini": (3, 1, 64, 48, False, False, 0.0),
+    "one pair": (4, 2, 8, 2, False, False, 0.0),
     "gpt-j": (2, 2, 48, 16, True, True, 0.0),
     "no rotation": (3, 1, 16, 0, False, True, 0.0),
     "many heads": (40, 20, 128, 128, False, True, 0.0),
