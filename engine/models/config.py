@@ -91,7 +91,8 @@ class ModelConfig:
     attn_softcap: float = 0.0  # c: a score s becomes c * tanh(s / c) before the softmax; 0: stays as it is
     logits_scale: float = 1.0
     logit_softcap: float = 0.0  # as attn_softcap, for the logits
-    embedding_scale: float = 1.0  # embeddings are multiplied by it, rounded to their dtype (Gemma: sqrt(hidden_size))
+    embedding_scale: float = 1.0  # embeddings are multiplied by it
+    round_embedding_scale: bool = False  # to the embeddings' dtype, as Gemma was trained
     tie_embeddings: bool = False
     lm_head_bias: bool = False
     embedding_proj_dim: int | None = None  # width of the embedding where it is not hidden_size (OPT-350m)

@@ -17,8 +17,9 @@ class Embedding:
 
     def __init__(self, config: ModelConfig, weights: dict[str, Tensor], operators: Operators) -> None:
         self.weight = weights.pop("embedding.weight")
-        # As a number of the weights' dtype, which is what such models were trained with: in bf16 sqrt(3072) is 55.5.
-        self.scale = torch.tensor(config.embedding_scale).to(self.weight.dtype).item()
+        self.scale = config.embedding_scale
+        if config.round_embedding_scale:  # in bf16 sqrt(3072) is 55.5
+            self.scale = torch.tensor(self.scale).to(self.weight.dtype).item()
         self.position_weight = weights.pop("position_embedding.weight", None)
         self.position_offset = config.position_offset
         has_projection = "project_in.weight" in weights

@@ -21,6 +21,7 @@ def to_config(reader: ConfigReader) -> ModelConfig:
         mlp_bias=False,
         norm_weight_offset=1.0,
         embedding_scale=config.hidden_size**0.5,
+        round_embedding_scale=True,
         tie_embeddings=reader.flag("tie_word_embeddings", True),
     )
 
