@@ -1,9 +1,12 @@
 """A process of our own at the other end of a socket pair: the Worker, and those that check grammars. No fork."""
 
+import asyncio
 import os
 import socket
 import subprocess
 from pathlib import Path
+
+BUFFER_BYTES = 1 << 20
 
 
 def spawn(
@@ -26,3 +29,12 @@ def spawn(
             ours.close()
             raise
     return process, ours
+
+
+async def connect(ours: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Streams over our end; it is closed, which is the process's sign to go, where that fails or is cancelled."""
+    try:
+        return await asyncio.open_unix_connection(sock=ours, limit=BUFFER_BYTES)
+    except BaseException:
+        ours.close()
+        raise

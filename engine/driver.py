@@ -46,6 +46,7 @@ from engine.step_log import StepsView
 from engine.stream import RequestStream
 from engine.structured_output import Vocabulary
 from engine.tokenizer import Tokenizer
+from engine.within import within
 
 logger = logging.getLogger(__name__)
 
@@ -202,7 +203,7 @@ class Driver:
         if self._failure is None:
             self.phase = "draining"
         try:
-            await asyncio.wait_for(self._idle.wait(), timeout)
+            await within(timeout, self._idle.wait())
         except asyncio.TimeoutError:
             self._fail_all(EngineError("The server shut down before this request was finished."))
             return False
@@ -391,7 +392,7 @@ class Driver:
         self._executor = Executor(self._worker_command)
         await self._executor.start(self._start_message)
         try:
-            return await asyncio.wait_for(self._executor.wait_ready(lambda phase: None), self._load_timeout)
+            return await within(self._load_timeout, self._executor.wait_ready(lambda phase: None))
         except asyncio.TimeoutError:
             raise WorkerDiedError(f"the new Worker did not load within {self._load_timeout:.0f} s") from None
 

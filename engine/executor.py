@@ -10,7 +10,7 @@ from collections.abc import Callable
 import msgspec
 
 import engine.errors
-from engine.child_process import spawn
+from engine.child_process import connect, spawn
 from engine.errors import EngineError, PageserveError
 from engine.process_state import count_oom_kills, is_stopped
 from engine.recovery import StepWatch
@@ -83,7 +83,7 @@ class Executor:
         self._step_timeout = message.config.step_timeout
         try:
             self._process, ours = spawn(self._command)
-            self._reader, self._writer = await asyncio.open_unix_connection(sock=ours, limit=1 << 20)
+            self._reader, self._writer = await connect(ours)
         except OSError as error:
             raise WorkerDiedError(f"the Worker process could not be started: {error}") from None
         self._writer.write(encode_frame(message))

@@ -5,6 +5,7 @@ import contextlib
 
 from engine.executor import Executor, WorkerDiedError
 from engine.step import StepPlan, StepResult
+from engine.within import within
 
 FLUSH_SECONDS = 5.0  # a slow disk gets no more
 
@@ -17,5 +18,5 @@ async def flush(executor: Executor, plan: StepPlan, num_in_flight: int) -> None:
     deadline = loop.time() + FLUSH_SECONDS
     with contextlib.suppress(asyncio.TimeoutError, WorkerDiedError):
         while num_results:
-            message = await asyncio.wait_for(executor.receive(), deadline - loop.time())
+            message = await within(deadline - loop.time(), executor.receive())
             num_results -= isinstance(message, StepResult)

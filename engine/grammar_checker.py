@@ -13,11 +13,12 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
-from engine.child_process import spawn
+from engine.child_process import connect, spawn
 from engine.errors import EngineError, InvalidRequestError, QueueFullError
 from engine.fair_slots import FairSlots
 from engine.step import FRAME_HEADER, encode_frame
 from engine.structured_output import StructuredOutput, Vocabulary
+from engine.within import within
 
 HELPER_COMMAND = (sys.executable, "-m", "engine.grammar_helper")
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -44,7 +45,7 @@ class GrammarHelper:
     async def start(self, vocabulary: Vocabulary, cpu_seconds: float) -> str:
         """Start it and load the vocabulary; returns why it serves nothing, or "". Raises HelperDiedError, OSError."""
         self._process, ours = spawn(self._command, str(cpu_seconds), environment=ONE_THREAD)
-        self._reader, self._writer = await asyncio.open_unix_connection(sock=ours)
+        self._reader, self._writer = await connect(ours)
         return await self.ask(vocabulary, LOAD_SECONDS)
 
     @property
@@ -55,7 +56,7 @@ class GrammarHelper:
         """What is wrong with it, or "". Raises HelperDiedError, also after `seconds` without an answer."""
         try:
             self._writer.write(encode_frame(message))
-            return await asyncio.wait_for(self._answer(), seconds)
+            return await within(seconds, self._answer())
         except (asyncio.TimeoutError, asyncio.IncompleteReadError, ConnectionError) as error:
             raise HelperDiedError(str(error)) from None
 

@@ -228,6 +228,26 @@ async def test_stop_at_any_moment_of_a_restart_leaves_no_process(folder, delay):
             os.kill(driver._executor.pid, 0)
 
 
+async def test_stop_in_the_turn_in_which_the_new_worker_is_ready(folder, monkeypatch):
+    stops = []
+
+    async def ready_and_stopped(executor, on_progress):
+        ready = await wait_ready(executor, on_progress)
+        stops.append(asyncio.create_task(driver.stop()))
+        await asyncio.sleep(0)  # it has cancelled the loop, which has this result to take in
+        return ready
+
+    async with running_driver(folder) as driver:
+        wait_ready = engine.executor.Executor.wait_ready
+        monkeypatch.setattr(engine.executor.Executor, "wait_ready", ready_and_stopped)
+        os.kill(driver._executor.pid, signal.SIGKILL)
+        await until(lambda: stops)
+        _, hanging = await asyncio.wait(stops, timeout=10)
+        assert not hanging
+        with pytest.raises(ProcessLookupError):
+            os.kill(driver._executor.pid, 0)
+
+
 @pytest.mark.parametrize("fault", ["--fail-loading=no memory", "--hang-loading"])
 async def test_a_restart_that_does_not_load_is_one_more_death(folder, lives, monkeypatch, fault):
     monkeypatch.setattr(engine.driver, "MIN_RELOAD_SECONDS", 0.5)
