@@ -101,7 +101,7 @@ class Authentication:
         account = self._find(scope) if self._keys else self._keys.anyone
         if account is None:
             self._refused["unauthorized"] += 1
-            return await error_response(_unauthorized(), scope)(scope, receive, send)
+            return await error_response(_unauthorized(scope), scope)(scope, receive, send)
         state = scope.setdefault("state", {})
         state["account"] = account
         if self._keys:
@@ -139,11 +139,13 @@ class Authentication:
         return found if scheme.lower() == b"bearer" else None
 
 
-def _unauthorized() -> ApiError:
+def _unauthorized(scope: Scope) -> ApiError:
     """Its first words are OpenAI's: litellm tells a wrong key from other mistakes by them."""
+    has_any = any(name in (b"authorization", b"x-api-key") for name, _ in scope["headers"])
+    what = "send a valid one" if has_any else "there is none. Send one"
     return ApiError(
         401,
-        "Incorrect API key provided: send a valid one as Authorization: Bearer KEY.",
+        f"Incorrect API key provided: {what} as Authorization: Bearer KEY.",
         code="invalid_api_key",
         headers={"www-authenticate": "Bearer"},
     )

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import sys
 from collections.abc import AsyncIterator, Iterator
 from typing import Any, TextIO
 
@@ -64,6 +65,7 @@ class Batch:
     def __init__(self, client: httpx.AsyncClient, requests: Iterator[BatchRequest], output: TextIO, bar: "tqdm[Any]"):
         self.num_failed = 0
         self._client, self._requests, self._output, self._bar = client, requests, output, bar
+        self._said: set[str] = set()
 
     async def run(self, concurrency: int) -> None:
         tasks = [asyncio.create_task(self._work()) for _ in range(concurrency)]
@@ -91,6 +93,7 @@ class Batch:
                 response = await self._client.post(request.url, json=request.body)
             except httpx.TransportError as error:
                 line = no_answer(request, "no_response", f"{type(error).__name__}: {error}")
+                self._say_once(f"no answer from the server ({error}): each request is tried {ATTEMPTS} times")
             else:
                 line = _line_of(request, response)
                 if response.status_code not in RETRIED or response.headers.get("x-should-retry") == "false":
@@ -100,6 +103,12 @@ class Batch:
                 logger.info("custom_id %s: attempt %d failed, again in %g s", request.custom_id, attempt + 1, delay)
                 await asyncio.sleep(delay)
         return line
+
+    def _say_once(self, message: str) -> None:
+        """Whoever waits for the bar to move hears why it does not."""
+        if message not in self._said:
+            self._said.add(message)
+            self._bar.write(message, file=sys.stderr)
 
 
 def _line_of(request: BatchRequest, response: httpx.Response) -> dict[str, Any]:

@@ -66,6 +66,7 @@ def test_nothing_else_opens(anonymous, headers):
     message = assert_error(response, 401, code="invalid_api_key")
     assert response.headers["www-authenticate"] == "Bearer"
     assert "sk-" not in message
+    assert ("there is none" in message) == (not headers.keys() & {"authorization", "x-api-key"})
 
 
 @pytest.mark.parametrize(

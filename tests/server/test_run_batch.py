@@ -107,14 +107,15 @@ def test_what_would_come_out_the_same_is_asked_once_in_a_run(folder, tmp_path):
                 assert f'pageserve:http_requests_total{{code="{code}",route="/v1/completions"}} {runs}.0' in shown
 
 
-def test_without_a_server_the_error_is_a_line(tmp_path, monkeypatch, server):
+def test_without_a_server_the_error_is_a_line(tmp_path, monkeypatch, server, capsys):
     monkeypatch.setattr("server.batch.run.ATTEMPTS", 2)
     monkeypatch.setattr("server.batch.run.FIRST_DELAY", 0.01)
-    source = write_requests(tmp_path / "in", [completion_body()])
+    source = write_requests(tmp_path / "in", [completion_body(), completion_body()])
     nobody = ["run-batch", "-i", str(source), "-o", str(tmp_path / "out"), "--base-url", "http://127.0.0.1:9/v1"]
     assert main(nobody) == 1
     line = answers(tmp_path / "out")["r0"]
     assert line["response"] is None and line["error"]["code"] == "no_response"
+    assert capsys.readouterr().err.count("no answer from the server (All connection attempts failed)") == 1
     assert run(source, tmp_path / "out", server) == 0
 
 
