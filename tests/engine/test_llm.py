@@ -241,15 +241,6 @@ def test_a_request_that_fails_alone_keeps_what_it_had(checkpoint):
             llm.generate("Q", greedy(20), use_tqdm=False)
 
 
-@pytest.fixture
-def ctrl_c_raises():
-    """As in a terminal: a shell's background job inherits SIGINT ignored."""
-    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, inherited)
-
-
-@pytest.mark.usefixtures("ctrl_c_raises")
 def test_ctrl_c_aborts_the_requests_and_leaves_the_engine_usable(checkpoint):
     with open_llm(checkpoint, "--step-seconds", "0.02") as llm:
         timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))

@@ -12,6 +12,7 @@ under test. Nothing in it depends on time, on threads or on the order of a set, 
 - admission.py the books of admission by prediction
 - coverage.py  rare states that a long run must have reached
 - core_run.py, driver_run.py   the two levels: Scheduler and BlockManager alone, and the whole Driver (virtual_time.py)
+- sudden_stop.py  the second, stopped in some turn of the event loop
 - runner.py    many seeds, failures repeated and shrunk; mutants.py plants faults that must be found
 
 `python -m tests.sim --help`, `make sim`, `make sim-mutants`.

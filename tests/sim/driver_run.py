@@ -100,8 +100,15 @@ class DriverRun:
 
     async def _live(self, events: list[Event]) -> None:
         """A server from start to stop."""
+        self.driver = self._new_driver()
+        await self._begin()
+        await self._play_events(events)
+        await self._check_idle()
+        await self._stop()
+
+    def _new_driver(self) -> Driver:
         config, with_disk = self.config, self._folder is not None
-        self.driver = Driver(
+        return Driver(
             EngineConfig(
                 model=str(_checkpoint()),
                 load_format="dummy",
@@ -118,15 +125,14 @@ class DriverRun:
             ),
             max_queued_requests=config.max_queued_requests,
         )
+
+    async def _begin(self) -> None:
+        self.clients = Clients(self.driver, self.monitor)
         await self.driver.start()
         await self.driver.wait_ready()
         tier = self.driver.scheduler.block_manager.host_tier
         if tier is not None and tier.on_disk:
             self.monitor.saw("restarted server finds blocks on the disk")
-        self.clients = Clients(self.driver, self.monitor)
-        await self._play_events(events)
-        await self._check_idle()
-        await self._stop()
 
     async def _play_events(self, events: list[Event]) -> None:
         background = []

@@ -322,4 +322,26 @@ MUTANTS = (
         "from_outside=False",
         for_driver=True,
     ),
+    # The end of the server.
+    Mutant(
+        "cancellation lost in a restart",
+        engine.driver,
+        "within",
+        "        await asyncio.wait([task], timeout=seconds)\n",
+        "        try:\n"
+        "            await asyncio.wait([task], timeout=seconds)\n"
+        "        except asyncio.CancelledError:\n"
+        "            if not task.done():\n"
+        "                raise\n",
+        for_driver=True,
+    ),
+    Mutant(
+        "requests forgotten at the end",
+        Driver,
+        "stop",
+        'self._fail_all(EngineError("The engine was stopped."))',
+        "pass",
+        for_driver=True,
+    ),
+    Mutant("Worker left at the end", Driver, "stop", "await self._executor.stop()", "pass", for_driver=True),
 )

@@ -3,12 +3,13 @@
 import random
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tests.sim.core_run import CoreRun
 from tests.sim.coverage import Coverage
 from tests.sim.driver_run import DriverRun
-from tests.sim.swarm import Event, SimConfig, draw_config, draw_events
+from tests.sim.sudden_stop import SuddenStop
+from tests.sim.swarm import Event, SimConfig, StopAt, draw_config, draw_events, draw_stop
 from tests.sim.violation import Violation
 
 MAX_SHRINK_RUNS = 300
@@ -21,15 +22,17 @@ class Case:
     config: SimConfig
     events: list[Event]
     for_driver: bool
+    stop: StopAt | None = None  # before the events are over
 
     @classmethod
     def of_seed(cls, seed: int) -> "Case":
         rng, for_driver = random.Random(seed), seed % 2 == 1
         config = draw_config(seed, rng, for_driver)
-        return cls(config, draw_events(config, rng, for_driver), for_driver)
+        stop = draw_stop(seed) if for_driver else None
+        return cls(config, draw_events(config, rng, for_driver), for_driver, stop)
 
     def but(self, events: list[Event]) -> "Case":
-        return Case(self.config, events, self.for_driver)
+        return replace(self, events=events)
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class Outcome:
 def play(case: Case, coverage: Coverage | None = None) -> Outcome:
     """One run. Any error is a violation, named after its class where no invariant of ours found it."""
     coverage = coverage or Coverage()
-    run = (DriverRun if case.for_driver else CoreRun)(case.config, case.events, coverage)
+    run = _run_of(case, coverage)
     violation = None
     try:
         run.run()
@@ -51,6 +54,12 @@ def play(case: Case, coverage: Coverage | None = None) -> Outcome:
     except Exception as error:
         violation = Violation(type(error).__name__, str(error))
     return Outcome(run.monitor.num_steps, run.monitor.digest, violation)
+
+
+def _run_of(case: Case, coverage: Coverage) -> CoreRun | DriverRun:
+    if case.stop is not None:
+        return SuddenStop(case.config, case.events, coverage, case.stop)
+    return (DriverRun if case.for_driver else CoreRun)(case.config, case.events, coverage)
 
 
 def sweep(first_seed: int, num_steps: int, coverage: Coverage, stride: int = 1) -> Iterator[tuple[int, Outcome]]:

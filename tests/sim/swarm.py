@@ -165,6 +165,25 @@ class Damage:
 Event = Arrival | Abort | Drain | Crash | Pause | Damage
 
 
+@dataclass(frozen=True)
+class StopAt:
+    """The server is stopped in the `turn`-th turn of the event loop since it began to start Worker `num_workers`.
+
+    The first is Worker 1; 0 counts from the start of the server.
+    """
+
+    num_workers: int
+    turn: int
+
+
+def draw_stop(seed: int) -> StopAt | None:
+    """For one in ten: at any time, or while a Worker is started again."""
+    rng = random.Random(f"{seed} stop")
+    if rng.random() < 0.9:
+        return None
+    return StopAt(0, int(2 ** rng.uniform(0, 12))) if rng.random() < 0.5 else StopAt(2, rng.randint(1, 16))
+
+
 def draw_config(seed: int, rng: random.Random, for_driver: bool) -> SimConfig:
     block_size = rng.choice([8, 16, 32]) if for_driver else rng.choice([1, 2, 2, 3, 4, 4, 8, 16, 32])
     longest = rng.choice([12, 30, 30, 60, 60, 120, 300])

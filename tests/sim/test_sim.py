@@ -1,6 +1,7 @@
 """The short run of the simulation, and that it notices: same seed same run, planted faults found, failures shrunk."""
 
 import asyncio
+import itertools
 import os
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from tests.sim.coverage import Coverage
 from tests.sim.faults import MUTANTS
 from tests.sim.mutants import Mutant, hunt
 from tests.sim.runner import Case, play, shrink, sweep
+from tests.sim.sudden_stop import SuddenStop
+from tests.sim.swarm import StopAt
 from tests.sim.violation import Violation
 from tests.sim.virtual_time import VirtualLoop
 
@@ -57,6 +60,28 @@ def test_same_seed_same_run(seed):
     environment = {**os.environ, "PYTHONHASHSEED": "123"}
     printed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
     assert first.digest in printed, "another process, other hashes of strings"
+
+
+def stop_in_every_turn(seed: int, num_events: int, coverage: Coverage) -> int:
+    """Run the start of a case again and again, stopped one turn of the event loop later each time; how many."""
+    case = Case.of_seed(seed)
+    for turn in itertools.count(1):
+        run = SuddenStop(case.config, case.events[:num_events], coverage, StopAt(0, turn))
+        run.run()
+        if not run.in_time:
+            return turn
+
+
+def test_a_server_may_be_stopped_in_any_turn_of_the_event_loop():
+    coverage = Coverage()
+    assert sum(stop_in_every_turn(seed, 8, coverage) for seed in (3, 9)) > 300  # short ones, with restarts
+    for phase in ("starting", "loading weights", "ready", "restarting"):
+        assert coverage.counts[f"server stopped while {phase}"] > 3
+
+
+def test_a_stop_that_is_lost_in_one_turn_is_found():
+    with named("cancellation lost in a restart").planted(), pytest.raises(Violation, match="liveness"):
+        stop_in_every_turn(9, 8, Coverage())
 
 
 def test_every_mutant_applies():
