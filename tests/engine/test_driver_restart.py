@@ -22,6 +22,7 @@ from tests.fake_device import expected_tokens
 
 POISON = b"drink this!"
 POISON_TOKEN = str(ord("!"))
+STEP_TIMEOUT = 0.6  # seconds; a fake Worker answers at once, but the machine may be busy
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +55,7 @@ def assert_complete(results, max_tokens=40):
         assert reason is FinishReason.LENGTH
 
 
-async def until(condition, seconds=10.0):
+async def until(condition, seconds=30.0):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it never came"
@@ -75,7 +76,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 async def test_streams_go_on_whatever_the_worker_dies_of(folder, lives, fault, async_scheduling):
     options = [*FAULTS[fault], "--faults-in", "1", "--lives", str(lives)]
-    async with running_driver(folder, *options, step_timeout=0.2, async_scheduling=async_scheduling) as driver:
+    async with running_driver(folder, *options, step_timeout=STEP_TIMEOUT, async_scheduling=async_scheduling) as driver:
         pid = driver._executor.pid
         assert_complete(await asyncio.gather(*map(collect, start(driver, 5))))
         assert lives.stat().st_size == 2
@@ -90,7 +91,7 @@ async def test_streams_go_on_whatever_the_worker_dies_of(folder, lives, fault, a
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, signal.SIGSEGV])
 async def test_streams_live_through_signals_again_and_again(folder, number):
-    async with running_driver(folder, "--step-seconds", "0.01", step_timeout=0.2) as driver:
+    async with running_driver(folder, "--step-seconds", "0.01", step_timeout=STEP_TIMEOUT) as driver:
         streams = start(driver, 6, max_tokens=80)
         results = asyncio.gather(*map(collect, streams))
         for _ in range(3):
@@ -140,23 +141,23 @@ async def test_an_idle_worker_that_dies_is_there_again_for_the_next_request(fold
 
 
 async def test_an_idle_worker_that_was_stopped_is_noticed_by_the_next_request(folder):
-    async with running_driver(folder, step_timeout=0.2) as driver:
+    async with running_driver(folder, step_timeout=STEP_TIMEOUT) as driver:
         os.kill(driver._executor.pid, signal.SIGSTOP)
         assert_complete(await asyncio.gather(*map(collect, start(driver, 2))))
         assert driver.stats.worker_restarts.values[()] == 1
 
 
 async def test_a_slow_step_is_not_a_hang(folder):
-    async with running_driver(folder, "--step-seconds", "0.15", step_timeout=0.3) as driver:
-        assert_complete(await asyncio.gather(*map(collect, start(driver, 2, max_tokens=15))), max_tokens=15)
+    async with running_driver(folder, "--step-seconds", "0.3", step_timeout=1.2) as driver:
+        assert_complete(await asyncio.gather(*map(collect, start(driver, 2, max_tokens=12))), max_tokens=12)
         assert driver.stats.worker_restarts.values[()] == 0
 
 
 async def test_a_loop_that_stood_still_does_not_kill_a_worker_that_works(folder):
-    async with running_driver(folder, "--step-seconds", "0.05", step_timeout=0.3) as driver:
+    async with running_driver(folder, "--step-seconds", "0.05", step_timeout=1.0) as driver:
         results = asyncio.gather(*map(collect, start(driver, 2, max_tokens=20)))
         await until(lambda: driver.stats.generation_tokens.values[()] > 20)
-        time.sleep(1.0)  # noqa: ASYNC251 what is tested
+        time.sleep(2.5)  # noqa: ASYNC251 what is tested
         assert_complete(await results, max_tokens=20)
         assert driver.stats.worker_restarts.values[()] == 0
 
@@ -165,7 +166,7 @@ async def test_a_loop_that_stood_still_does_not_kill_a_worker_that_works(folder)
 
 
 async def test_requests_that_come_during_a_restart_wait_and_are_served(folder):
-    async with running_driver(folder, "--load-seconds", "0.4", max_queued_requests=4) as driver:
+    async with running_driver(folder, "--load-seconds", "1.5", max_queued_requests=4) as driver:
         os.kill(driver._executor.pid, signal.SIGKILL)
         await until(lambda: driver.phase == "restarting")
         streams = start(driver, 4)
@@ -326,7 +327,7 @@ async def test_a_deadly_request_ends_alone(folder, lives, tmp_path, async_schedu
 async def test_who_is_hit_from_outside_is_never_guilty(folder, number, monkeypatch):
     """However often, and with no token in between."""
     monkeypatch.setattr(engine.recovery.StepWatch, "FIRST_STEPS", 0)
-    async with running_driver(folder, "--step-seconds", "0.15", step_timeout=0.4) as driver:
+    async with running_driver(folder, "--step-seconds", "0.6", step_timeout=1.2) as driver:
         streams = start(driver, 3, max_tokens=4)
         for _ in range(4):
             await until(lambda: driver.phase == "ready" and len(driver._in_flight) == 2)
@@ -338,7 +339,7 @@ async def test_who_is_hit_from_outside_is_never_guilty(folder, number, monkeypat
 
 
 async def test_a_crash_is_not_from_outside_and_a_suspect_stays_one(folder):
-    async with running_driver(folder, "--step-seconds", "0.15", async_scheduling=False) as driver:
+    async with running_driver(folder, "--step-seconds", "0.5", async_scheduling=False) as driver:
         streams = start(driver, 3, max_tokens=4)
         for number in (signal.SIGSEGV, signal.SIGSEGV, signal.SIGKILL, signal.SIGSEGV):
             await until(lambda: driver.phase == "ready" and driver._in_flight)
@@ -355,7 +356,7 @@ async def test_a_crash_is_not_from_outside_and_a_suspect_stays_one(folder):
 async def test_lack_of_memory_is_not_from_outside(folder, monkeypatch):
     kills = iter(range(1000))
     monkeypatch.setattr(engine.executor, "count_oom_kills", lambda: next(kills))
-    async with running_driver(folder, "--step-seconds", "0.15") as driver:
+    async with running_driver(folder, "--step-seconds", "0.5") as driver:
         stream = driver.generate(request("greedy for memory", max_tokens=4))
         for _ in range(3):
             await until(lambda: driver.phase == "ready" and driver._in_flight)
