@@ -91,8 +91,9 @@ async def test_greedy_samples_end_together_at_a_stop_string_and_by_abort(folder)
         found = await collect(driver.generate(request("a", stop=[stop], **greedy)))
         end = bytes(ids).decode().index(stop)
         assert found == [(bytes(ids).decode()[:end], tuple(ids[: end + 3]), FinishReason.STOP, stop)] * 3
-        stream = driver.generate(request("b", **greedy))
-        await asyncio.sleep(0.05)
+        stream = driver.generate(request("b", **greedy | {"max_tokens": 400}))
+        while not stream.num_generated_tokens:
+            await asyncio.sleep(0.005)
         driver.abort("b")
         assert [part[2] for part in await collect(stream)] == [FinishReason.ABORT] * 3
         assert_idle(driver)
