@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+import time
 from contextlib import asynccontextmanager
 
 from engine.config import EngineConfig
@@ -24,6 +25,13 @@ async def running_driver(folder, *worker_options, ready=True, max_queued_request
         yield driver
     finally:
         await driver.stop()
+
+
+async def until(condition, seconds=60.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never came"
+        await asyncio.sleep(0.005)
 
 
 def request(name, prompt=PROMPT, **params):

@@ -16,7 +16,7 @@ from engine.errors import (
 )
 from engine.outputs import FinishReason
 from tests.checkpoints import save_fake_checkpoint
-from tests.engine.driving import PROMPT, assert_idle, collect, request, running_driver
+from tests.engine.driving import PROMPT, assert_idle, collect, request, running_driver, until
 from tests.fake_device import EOS_TOKEN_ID, expected_tokens
 
 
@@ -92,8 +92,7 @@ async def test_greedy_samples_end_together_at_a_stop_string_and_by_abort(folder)
         end = bytes(ids).decode().index(stop)
         assert found == [(bytes(ids).decode()[:end], tuple(ids[: end + 3]), FinishReason.STOP, stop)] * 3
         stream = driver.generate(request("b", **greedy | {"max_tokens": 400}))
-        while not stream.num_generated_tokens:
-            await asyncio.sleep(0.005)
+        await until(lambda: stream.num_generated_tokens)
         driver.abort("b")
         assert [part[2] for part in await collect(stream)] == [FinishReason.ABORT] * 3
         assert_idle(driver)

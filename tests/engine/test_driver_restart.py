@@ -17,7 +17,7 @@ from engine.errors import EngineError, InvalidRequestError, QueueFullError
 from engine.outputs import FinishReason
 from engine.request import Request
 from tests.checkpoints import save_fake_checkpoint
-from tests.engine.driving import PROMPT, assert_idle, collect, request, running_driver
+from tests.engine.driving import PROMPT, assert_idle, collect, request, running_driver, until
 from tests.fake_device import expected_tokens
 
 POISON = b"drink this!"
@@ -53,13 +53,6 @@ def assert_complete(results, max_tokens=40):
         assert list(ids) == expected, "a token is lost, doubled or different"
         assert text == bytes(expected).decode()
         assert reason is FinishReason.LENGTH
-
-
-async def until(condition, seconds=30.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it never came"
-        await asyncio.sleep(0.01)
 
 
 FAULTS = {

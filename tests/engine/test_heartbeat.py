@@ -1,9 +1,7 @@
 """A Worker that has nothing to do and stands still is replaced before the next request comes, which pays nothing."""
 
-import asyncio
 import os
 import signal
-import time
 
 import pytest
 
@@ -13,7 +11,7 @@ from engine.driver import Driver
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 from tests.checkpoints import save_fake_checkpoint
-from tests.engine.driving import PROMPT, assert_idle, collect, request, running_driver
+from tests.engine.driving import PROMPT, assert_idle, collect, request, running_driver, until
 from tests.fake_device import expected_tokens
 
 
@@ -25,13 +23,6 @@ def folder(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def no_first_steps(monkeypatch):
     monkeypatch.setattr(engine.recovery.StepWatch, "FIRST_STEPS", 0)
-
-
-async def until(condition, seconds=30.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it never came"
-        await asyncio.sleep(0.005)
 
 
 def num_heartbeats(path):

@@ -1,7 +1,6 @@
 """Logprobs of prompts through the Driver: every position once, whatever happens on the way. The device is exact."""
 
 import asyncio
-import time
 from array import array
 
 import pytest
@@ -11,7 +10,7 @@ from engine.errors import ContextLengthError
 from engine.outputs import FinishReason, PromptLogprobs
 from engine.step import PromptScores
 from tests.checkpoints import save_fake_checkpoint
-from tests.engine.driving import PROMPT, assert_idle, request, running_driver
+from tests.engine.driving import PROMPT, assert_idle, request, running_driver, until
 from tests.fake_device import expected_score, expected_tokens
 
 
@@ -37,13 +36,6 @@ def assert_scored(prompt, logprobs, k=0):
         assert token.token_id == prompt[position]
         assert (token.logprob, token.rank) == expected_score(prompt[: position + 1])
         assert token.top == tuple((97 + i, -1.0 - i) for i in range(k))
-
-
-async def until(condition, seconds=20.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it never came"
-        await asyncio.sleep(0.001)
 
 
 def prompt_of(length, name=0):

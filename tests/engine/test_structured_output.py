@@ -26,7 +26,7 @@ from engine.outputs import FinishReason
 from engine.sampling_params import SamplingParams
 from engine.structured_output import MAX_TEXT_BYTES, StructuredOutput, Vocabulary
 from engine.tokenizer import Tokenizer
-from tests.engine.driving import collect, request
+from tests.engine.driving import collect, request, until
 
 FOX = {
     "type": "object",
@@ -466,14 +466,6 @@ async def test_the_death_of_a_worker_loses_no_form(monkeypatch):
         assert driver.stats.worker_restarts.values[()] == 2
     finally:
         await driver.stop()
-
-
-async def until(condition, seconds=60.0):
-    for _ in range(int(seconds / 0.005)):
-        if condition():
-            return
-        await asyncio.sleep(0.005)
-    raise AssertionError("it never came")
 
 
 async def ask(driver, output, name):
