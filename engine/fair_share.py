@@ -214,8 +214,8 @@ class FairShare:
         """Who of those running may be in the next plan, in order: not all where a tenant waits for a first token."""
         self._kept_out, self._gave_way = self._gave_way, set()
         self.left_out = self._kept_out
-        fresh = [seq for seq in running if not _has_started(seq) and seq.num_uncomputed_tokens > 0]
-        if newcomer is not None and not _has_started(newcomer):
+        fresh = [seq for seq in running if not seq.has_started and seq.num_uncomputed_tokens > 0]
+        if newcomer is not None and not newcomer.has_started:
             fresh.append(newcomer)
         if not fresh:
             return running
@@ -234,7 +234,7 @@ class FairShare:
             for seq in running
             if seq.tenant not in ahead
             or seq.priority < first.priority
-            or (seq.tenant not in larger and _has_started(seq))
+            or (seq.tenant not in larger and seq.has_started)
             # One that the Worker has to be sent anew must not wait: its beam search goes on when all are through.
             or not seq.in_worker
         ]
@@ -348,8 +348,3 @@ class FairShare:
 
     def _num_own_blocks(self, seq: Sequence) -> int:
         return sum(self._blocks.blocks[block_id].ref_count == 1 for block_id in seq.block_table)
-
-
-def _has_started(seq: Sequence) -> bool:
-    """Whether its first token is known or on its way."""
-    return seq.num_tokens > seq.num_prompt_tokens

@@ -148,6 +148,11 @@ class Sequence:
         return self.num_tokens - self.num_computed_tokens
 
     @property
+    def has_started(self) -> bool:
+        """Whether its first token is known or on its way."""
+        return self.num_tokens > self.num_prompt_tokens
+
+    @property
     def has_progressed(self) -> bool:
         """Whether it got a token since it was last preempted, beside one that was on its way then."""
         return len(self.token_ids) > self.num_tokens_when_preempted

@@ -97,13 +97,14 @@ class ShortSteps:
         room = self._times.within(self._slowdown)
         if room is None:
             return sequences, min(most, len(sequences) + -(-most // CHUNK_SHARE)), set()
-        decodes = [seq for seq in sequences if seq.in_worker and seq.num_uncomputed_tokens == 1]
+        single = [seq for seq in sequences if seq.in_worker and seq.num_uncomputed_tokens == 1]
+        decodes = [seq for seq in single if seq.has_started]  # the end of a prompt, which others may wait for, is none
         has_chunks = more_wait or any(seq.num_uncomputed_tokens > 1 for seq in sequences)
         resting = self._resting(decodes, round(room.decodes / 2 if has_chunks else room.decodes_alone))
         num_decodes = len(decodes) - len(resting)
         num_tokens = round(room.tokens * max(0.0, 1.0 - num_decodes / room.decodes))
         others = [seq for seq in sequences if seq not in resting] if resting else sequences
-        return others, min(most, num_decodes + max(1, num_tokens)), resting
+        return others, min(most, len(single) - len(resting) + max(1, num_tokens)), resting
 
     def _resting(self, decodes: list[Sequence], most: int) -> set[Sequence]:
         """Who is left out so that about `most` are in: as many of each tenant (max-min fair), in turns."""

@@ -8,7 +8,6 @@ import time
 
 import pytest
 
-import engine.driver
 import engine.executor
 import engine.process_state
 import engine.recovery
@@ -243,11 +242,10 @@ async def test_stop_in_the_turn_in_which_the_new_worker_is_ready(folder, monkeyp
 
 
 @pytest.mark.parametrize("fault", ["--fail-loading=no memory", "--hang-loading"])
-async def test_a_restart_that_does_not_load_is_one_more_death(folder, lives, monkeypatch, fault):
-    monkeypatch.setattr(engine.driver, "MIN_RELOAD_SECONDS", 0.5)
+async def test_a_restart_that_does_not_load_is_one_more_death(folder, lives, fault):
     options = [fault, "--faults-in", "2", "--lives", str(lives), "--step-seconds", "0.01"]
     async with running_driver(folder, *options) as driver:
-        driver._load_timeout = 0.5
+        driver._load_timeout = 3.0
         streams = start(driver, 3)
         await until(lambda: streams[0].num_generated_tokens > 5)
         os.kill(driver._executor.pid, signal.SIGKILL)

@@ -66,7 +66,8 @@ def test_from_steps_that_say_nothing_come_finite_limits(steps):
 
 
 def decoding(seq_id):
-    seq = Sequence(seq_id, [1, 2], SamplingParams(), seed=0, max_num_tokens=9)
+    seq = Sequence(seq_id, [1], SamplingParams(), seed=0, max_num_tokens=9)
+    seq.token_ids.append(2)
     seq.num_computed_tokens, seq.in_worker = 1, True
     return seq
 
@@ -84,3 +85,17 @@ def test_who_comes_takes_nobodys_turn():
         assert len(taken) == 4 and len(resting) == 9
         turns += len({*old} - resting)
     assert turns > 80
+
+
+def test_the_end_of_a_prompt_waits_for_no_turn_and_takes_none():
+    """Other samples of the prompt may wait for it: it is computed as a chunk, which decodes may leave no token for."""
+    steps = ShortSteps(3.0)
+    for step_id, num_decodes in enumerate([1, 2, 5, 10] * 10):
+        steps.planned(StepPlan(step_id, [], [], [], [], decodes=[*range(num_decodes)]))
+        steps.computed(StepResult(step_id, [], {}, 1e-3 + 5e-4 * num_decodes))
+    end = Sequence(99, [1, 2], SamplingParams(), seed=0, max_num_tokens=9)
+    end.num_computed_tokens, end.in_worker = 1, True
+    everyone = [*(decoding(i) for i in range(13)), end]
+    for _ in range(13):
+        taken, num_tokens, resting = steps.limit(everyone, False, 512)
+        assert end not in resting and len(taken) == 5 and num_tokens >= 5

@@ -177,11 +177,13 @@ class StopAt:
 
 
 def draw_stop(seed: int) -> StopAt | None:
-    """For one in ten: at any time, or while a Worker is started again."""
+    """For one in ten: at any time, while the first Worker loads, or while one is started again."""
     rng = random.Random(f"{seed} stop")
     if rng.random() < 0.9:
         return None
-    return StopAt(0, int(2 ** rng.uniform(0, 12))) if rng.random() < 0.5 else StopAt(2, rng.randint(1, 16))
+    return rng.choice(
+        [StopAt(0, int(2 ** rng.uniform(0, 12))), StopAt(1, rng.randint(1, 8)), StopAt(2, rng.randint(1, 16))]
+    )
 
 
 def draw_config(seed: int, rng: random.Random, for_driver: bool) -> SimConfig:
