@@ -98,9 +98,12 @@ class ShortSteps:
         if room is None:
             return sequences, min(most, len(sequences) + -(-most // CHUNK_SHARE)), set()
         single = [seq for seq in sequences if seq.in_worker and seq.num_uncomputed_tokens == 1]
-        decodes = [seq for seq in single if seq.has_started]  # the end of a prompt, which others may wait for, is none
+        decodes = [seq for seq in single if seq.has_started]
         has_chunks = more_wait or any(seq.num_uncomputed_tokens > 1 for seq in sequences)
         resting = self._resting(decodes, round(room.decodes / 2 if has_chunks else room.decodes_alone))
+        for seq in single:
+            if not seq.has_started:  # the end of a prompt waits for no turn, others may wait for it; this was its own
+                seq.last_turn = next(self._turns)
         num_decodes = len(decodes) - len(resting)
         num_tokens = round(room.tokens * max(0.0, 1.0 - num_decodes / room.decodes))
         others = [seq for seq in sequences if seq not in resting] if resting else sequences
