@@ -34,7 +34,8 @@ async def read_json(scope: Scope, receive: Receive, max_bytes: int) -> dict[str,
     except TimeoutError:
         raise ApiError(408, f"The body did not arrive within {BODY_SECONDS:g} s.", headers=_CLOSE) from None
     except _TooLargeError:
-        await _discard(receive)
+        if b"expect" not in dict(scope["headers"]):  # else it waits to be asked for the body
+            await _discard(receive)
         message = f"The body is larger than this server's limit of {max_bytes} bytes."
         raise ApiError(413, message, code="body_too_large", headers=_CLOSE) from None
     if len(body) <= PARSE_INLINE_BYTES:
@@ -50,11 +51,11 @@ class _TooLargeError(Exception):
 
 
 def _check_headers(headers: Mapping[bytes, bytes], max_bytes: int) -> None:
-    media_type, _, parameters = headers.get(b"content-type", b"").decode("latin-1").lower().partition(";")
-    charset = parameters.partition("charset=")[2].strip(' "')
+    media_type, *parameters = headers.get(b"content-type", b"").decode("latin-1").lower().split(";")
+    charset = next((p.strip()[8:].strip('"') for p in parameters if p.strip().startswith("charset=")), "")
     if media_type.strip() != "application/json" or charset not in ("", "utf-8", "utf8"):
         raise ApiError(415, "Send the body as Content-Type: application/json, in UTF-8.", code="unsupported_media_type")
-    if headers.get(b"content-encoding", b"identity") != b"identity":
+    if headers.get(b"content-encoding", b"identity").lower() != b"identity":
         raise ApiError(
             415, "Compressed bodies are not taken: leave Content-Encoding out.", code="unsupported_media_type"
         )

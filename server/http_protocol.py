@@ -8,6 +8,7 @@ import asyncio
 from collections import deque
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from server.errors import ApiError, error_body, new_id
@@ -18,6 +19,9 @@ MAX_HEADERS = 128
 MAX_PIPELINED = 16  # requests of a connection; it is not read on before there are fewer
 
 ABORT = "pageserve.abort"  # in scope["extensions"]: cuts the connection without waiting for the client to read
+
+
+_UPGRADE_HEADERS = (b"upgrade", b"http2-settings")
 
 
 class _HeadTooLarge(Exception):
@@ -43,12 +47,25 @@ def _end_with_the_connection(cycle: RequestResponseCycle) -> None:
     cycle.send = send_plain  # type: ignore[method-assign]
 
 
+def _without_upgrade(method: bytes, url: bytes, headers: list[tuple[bytes, bytes]]) -> bytes:
+    """The head of a request of HTTP/1.1 that asks for no other protocol."""
+    lines = [b"%b %b HTTP/1.1" % (method, url)]
+    for name, value in headers:
+        if name == b"connection":
+            options = [option for option in value.split(b",") if option.strip().lower() not in _UPGRADE_HEADERS]
+            value = b",".join(options)
+        if value and name not in _UPGRADE_HEADERS:
+            lines.append(b"%b: %b" % (name, value))
+    return b"\r\n".join(lines) + b"\r\n\r\n"
+
+
 class LimitedHttpProtocol(HttpToolsProtocol):
     """One connection. Whatever it refuses, it answers in the OpenAI envelope, then closes."""
 
     _deadline: asyncio.TimerHandle | None = None
     _in_head = False
     _too_large = False
+    _declines_upgrade = False
     _head_bytes = 0  # received since the head began
     _header_bytes = 0  # in whole headers: one read may bring more than the limit, to the end of the head
 
@@ -70,10 +87,28 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._cycles.clear()
 
     def data_received(self, data: bytes) -> None:
-        super().data_received(data)
+        try:
+            self._unset_keepalive_if_required()
+            self._parse(data)
+        except httptools.HttpParserError:
+            self.send_400_response("")
         self._head_bytes += len(data)
         if self._in_head and self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
             self._refuse_head()
+
+    def _parse(self, data: bytes) -> None:
+        """The parser takes what follows a head with Upgrade for another protocol. We go on with this one (RFC 9110,
+        section 7.8) and read the head again without it: Java's own client sends Upgrade: h2c with every request.
+        """
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            if self._declines_upgrade:
+                head = _without_upgrade(self.parser.get_method(), self.url, self.headers)
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
+                self._declines_upgrade = False
+                self._parse(head + data[upgrade.args[0] :])
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -98,6 +133,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._in_head = False
         self._stop_deadline()
+        self._declines_upgrade = any(name == b"upgrade" for name, _ in self.headers) and self.parser.should_upgrade()
+        if self._declines_upgrade:
+            return
         before = self.cycle
         super().on_headers_complete()
         while self._cycles and self._cycles[0].response_complete:
@@ -108,6 +146,10 @@ class LimitedHttpProtocol(HttpToolsProtocol):
                 _end_with_the_connection(self.cycle)
         if 1 < len(self._cycles) <= MAX_PIPELINED:
             self.flow.resume_reading()  # uvicorn has paused it; that the client leaves would not be noticed
+
+    def on_message_complete(self) -> None:
+        if not self._declines_upgrade:
+            super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
         if self._too_large:

@@ -332,6 +332,48 @@ def test_a_lone_surrogate_in_a_message_is_named(client):
     assert_error(client.post(CHAT, content=body, headers=JSON), 400, "messages[0].content")
 
 
+def with_arguments(text):
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": text}}
+    turns = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "c", "content": "3"}]
+    return chat_body(messages=[{"role": "user", "content": "hello"}, *turns])
+
+
+def test_half_a_surrogate_pair_in_the_arguments_of_a_call_may_come_back(client):
+    """A model may have written it."""
+    assert client.post(CHAT, json=with_arguments('{"a": "\\ud83e", "\\udc00": 1}')).status_code == 200
+    prompt = client.post("/tokenize", json=with_arguments('{"a": "\\ud83e!"}') | {"return_token_strs": True}).json()
+    assert "\ufffd!" in bytes(t for t in prompt["tokens"] if t < 256).decode()
+
+
+@pytest.mark.parametrize("text", ['{"a": NaN}', '{"a": 1e999}', "[1]", "{", '{"a": ' + "[" * 600 + "]" * 600 + "}"])
+def test_arguments_of_a_call_that_no_prompt_can_hold(client, text):
+    for path in (CHAT, "/tokenize"):
+        param = "messages[1].tool_calls[0].function.arguments"
+        assert "a JSON object" in assert_error(client.post(path, json=with_arguments(text)), 400, param)
+    item = {"type": "function_call", "call_id": "c", "name": "f", "arguments": text}
+    answer = client.post("/v1/responses", json={"model": "alias", "input": [item]})
+    assert_error(answer, 400, "input[0].arguments")
+
+
+def nested_schema(levels):
+    schema = {"type": "object"}
+    for _ in range(levels):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return schema
+
+
+def test_what_a_prompt_would_show_is_not_nested_without_end(client):
+    tool = {"type": "function", "function": {"name": "f", "parameters": nested_schema(300)}}
+    assert "128 levels" in assert_error(
+        client.post(CHAT, json=chat_body(tools=[tool])), 400, "tools[0].function.parameters"
+    )
+    use = {"type": "tool_use", "id": "c", "name": "f", "input": nested_schema(300)}
+    result = {"type": "tool_result", "tool_use_id": "c", "content": "3"}
+    messages = [{"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
+    answer = client.post("/v1/messages", json={"model": "alias", "max_tokens": 1, "messages": messages})
+    assert answer.status_code == 400 and "128 levels" in answer.json()["error"]["message"]
+
+
 def test_surrogate_pairs_and_nul_are_text(client):
     body = json.dumps(completion_body(prompt="fox 🦊 NaN \0", echo=True)).encode()
     assert b"\\ud83e" in body and b"\\u0000" in body
@@ -346,6 +388,7 @@ def test_surrogate_pairs_and_nul_are_text(client):
         "application/xml",
         "multipart/form-data; boundary=x",
         "application/json; charset=utf-16",
+        "application/json; x=y; charset=latin-1",
         "application/jsonp",
     ],
 )
@@ -355,7 +398,14 @@ def test_the_content_type_is_json(client, content_type):
 
 
 @pytest.mark.parametrize(
-    "content_type", ["application/json; charset=UTF-8", "Application/JSON", 'application/json;charset="utf-8"']
+    "content_type",
+    [
+        "application/json; charset=UTF-8",
+        "Application/JSON",
+        'application/json;charset="utf-8"',
+        "application/json; charset=utf-8; odata=verbose",
+        "application/json; profile=x",
+    ],
 )
 def test_spellings_of_json(client, content_type):
     body = json.dumps(completion_body())

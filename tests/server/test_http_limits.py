@@ -199,3 +199,33 @@ def test_http_1_0_gets_no_chunks(server, stream):
     else:
         text = json.loads(answer)["choices"][0]["text"]
     assert text == expected_text(b"hello", 1, 8)
+
+
+UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAARAAAAA\r\n"
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("pieces", [1, 2, 40])
+def test_who_asks_for_another_protocol_is_answered_in_this_one(server, pieces, chunked):
+    """As Java's own client does with every request, and curl with --http2."""
+    body = json.dumps(completion_body()).encode()
+    framing, sent = b"Content-Length: %d\r\n" % len(body), body
+    if chunked:
+        framing, sent = b"Transfer-Encoding: chunked\r\n", b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n" + framing
+    last = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close, Upgrade\r\nUpgrade: h2c\r\n\r\n"
+    raw = head + UPGRADE + b"\r\n" + sent + head + b"\r\n" + sent + last
+    with connect(server) as connection:
+        for i in range(pieces):
+            connection.sendall(raw[i * len(raw) // pieces : (i + 1) * len(raw) // pieces])
+            time.sleep(0.01 if pieces > 1 else 0.0)
+        received = read_all(connection)
+    assert received.count(b"HTTP/1.1 200") == 3 and b"HTTP/1.1 4" not in received
+    assert received.count(b'"text_completion"') == 2 and received.endswith(b'"ok"}')
+
+
+def test_a_body_that_is_too_large_is_refused_before_it_is_asked_for(folder):
+    with LiveServer(folder, max_body_bytes=4096) as live, connect(live) as connection:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        connection.sendall(head + b"Content-Length: 5000\r\nExpect: 100-continue\r\n\r\n")
+        assert_refused(read_all(connection), 413)
