@@ -84,7 +84,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
             require_int("max_tokens", self.max_tokens, 0, 2**31 - 1)
             if self.min_tokens > self.max_tokens:
                 raise InvalidRequestError(
-                    f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens}).", "min_tokens"
+                    f"min_tokens ({self.min_tokens}) must not exceed the limit of new tokens ({self.max_tokens}).",
+                    "min_tokens",
                 )
         if self.logprobs is not None:
             require_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)

@@ -123,6 +123,7 @@ def _add_stateless_answers(app: FastAPI) -> None:
     app.add_api_route("/v1/responses/input_tokens", _post_only, methods=["GET", "DELETE"], include_in_schema=False)
     for stored, methods in ((path, ["GET", "DELETE"]), (f"{path}/cancel", ["POST"]), (f"{path}/input_items", ["GET"])):
         app.add_api_route(stored, stored_response, methods=methods, include_in_schema=False)
+    app.add_api_route("/v1/responses/compact", _no_compaction, methods=["POST"], include_in_schema=False)
     path = "/v1/chat/completions/{completion_id}"
     app.add_api_route(path, stored_completion, methods=["GET", "POST", "DELETE"], include_in_schema=False)
     app.add_api_route(f"{path}/messages", stored_completion, methods=["GET"], include_in_schema=False)
@@ -130,6 +131,11 @@ def _add_stateless_answers(app: FastAPI) -> None:
 
 async def _post_only() -> Response:
     raise HTTPException(405, headers={"Allow": "POST"})  # it is no response of that name
+
+
+async def _no_compaction() -> Response:
+    message = "Conversations are not compacted here: send the items as they are, or truncation: 'auto'."
+    raise ApiError(404, message, code="not_found")
 
 
 def _route(handler: Handler, served: Served) -> Callable[[Request], Awaitable[Response]]:

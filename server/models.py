@@ -4,6 +4,7 @@ import time
 from typing import Any
 
 from starlette.datastructures import QueryParams
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -24,6 +25,8 @@ def list_models(served: Served, request: Request) -> Response:
 
 def retrieve_model(served: Served, request: Request, name: str) -> Response:
     """404 model_not_found for a name that is not served. Names may hold slashes."""
+    if not name:
+        raise HTTPException(404)  # the list, with a slash too many
     served.check_ready()
     served.check_model(name)
     return _json(_anthropic_model(served, name) if speaks_anthropic(request.scope) else _model(served, name))

@@ -28,6 +28,7 @@ Metadata = Annotated[
 # who would hear of it from OpenAI, too.
 KINDS: dict[str, tuple[str, Any]] = {
     "budget_tokens": ("an integer from 1024", Annotated[int, Field(ge=1024, lt=2**31)]),
+    "description": ("a string", str),
     "metadata": ("at most 16 strings by name", Metadata),
     "prediction": ("an object", Hint),
     "prompt_cache_key": ("a string", Label),
@@ -59,6 +60,7 @@ MESSAGE_INERT: dict[str, tuple[Any, ...]] = {
 MESSAGE_IGNORED = {"parsed": "what openai-python adds to an answer, which may be sent back as it is"}
 TOOL_INERT: dict[str, tuple[Any, ...]] = {"custom": ()}  # tools that are called with a text instead of arguments
 CALL_IGNORED = {"index": "what is left of a stream"}
+FORMAT_IGNORED = {"description": "for readers of the request; a prompt shows no part of a format"}
 FUNCTION_IGNORED = {"parsed_arguments": "what openai-python adds"}
 PART_IGNORED = {"prompt_cache_breakpoint": "a hint for speed"}
 # As docs/api.md lists them: where a field stands, those that are ignored, those that are inert.
@@ -70,4 +72,5 @@ WRITTEN_LIST: tuple[tuple[str, dict[str, str], dict[str, tuple[Any, ...]]], ...]
     ("messages[].tool_calls[].{}", CALL_IGNORED, {}),
     ("messages[].tool_calls[].function.{}", FUNCTION_IGNORED, {}),
     ("tools[].{}", {}, TOOL_INERT),
+    ("response_format.json_schema.{}", FORMAT_IGNORED, {}),
 )

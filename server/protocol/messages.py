@@ -14,8 +14,10 @@ TEXT_OF_PART = {"text": "text", "refusal": "refusal"}
 
 def _message_text(value: Any) -> Any:
     """Content as one text: a string, or the texts of its parts joined by newlines. Anything but text is refused."""
-    if not isinstance(value, list):
+    if isinstance(value, str) or value is None:
         return value
+    if not isinstance(value, list):
+        raise field_error("invalid_type", "must be a string or a list of parts")
     if not value:
         raise field_error("invalid_value", "must hold at least one part")
     return "\n".join(_part_text(part, i) for i, part in enumerate(value))

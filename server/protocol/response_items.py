@@ -7,13 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 from server.protocol.strict import field_error
-from server.protocol.tools import parse_arguments
+from server.protocol.tools import NO_ARGUMENTS, parse_arguments
 
 MAX_ITEMS = 1 << 16
 MAX_NAME = 256  # characters of the name or id of a call
 # Type of a part -> the field with its text. Each is allowed to every role: clients send back what they got.
 TEXT_OF_PART = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
-PART_FIELDS = frozenset({"type", "text", "refusal", "annotations", "logprobs", "prompt_cache_breakpoint"})
+# `parsed` is what openai-python adds to an answer, as it adds `parsed_arguments` to a call.
+PART_FIELDS = frozenset({"type", "text", "refusal", "annotations", "logprobs", "parsed", "prompt_cache_breakpoint"})
 ITEM_FIELDS = frozenset({"type", "id", "status"})  # `id` and `status` are those of the answer that it came with
 STATUSES = ("completed", "incomplete", "in_progress")
 PHASES = ("commentary", "final_answer")
@@ -104,14 +105,14 @@ def _read_message(messages: list[ChatMessage], fields: dict[str, Any], i: int) -
 
 
 def _read_function_call(messages: list[ChatMessage], fields: dict[str, Any], i: int) -> None:
-    _nothing_but(fields, ("call_id", "name", "arguments", "caller"), i)
+    _nothing_but(fields, ("call_id", "name", "arguments", "caller", "parsed_arguments"), i)
     _check_caller(fields, i)
     call_id, name = (_name(fields, field, i) for field in ("call_id", "name"))
     arguments = _string(fields, "arguments", i)
     try:
         parse_arguments(arguments)
     except ValueError:
-        raise field_error("invalid_value", "must be a JSON object, as text", i, "arguments") from None
+        raise field_error("invalid_value", NO_ARGUMENTS, i, "arguments") from None
     call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant"})

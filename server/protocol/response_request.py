@@ -31,7 +31,12 @@ Includable = Literal[
     "web_search_call.action.sources",
     "web_search_call.results",
 ]
-NEEDS_STORE = ("previous_response_id", "conversation", "background", "prompt")
+NEEDS_STORE = {  # and what to do without
+    "previous_response_id": "send the whole conversation as input",
+    "conversation": "send all of it as input",
+    "background": "wait for the answer, or stream it",
+    "prompt": "send what it stands for as instructions and input",
+}
 MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
 MAX_TOOLS = 128
 # How a chat request names what is sent here.
@@ -52,6 +57,9 @@ def _text_format(value: Any) -> Any:
     if not isinstance(value, dict):
         raise field_error("invalid_type", "must be an object")
     fields = {name: part for name, part in value.items() if part is not None}
+    if "json_schema" in fields:
+        text = "is not a field here: name, schema and strict stand beside type"
+        raise field_error("unknown_parameter", text, "json_schema")
     without("json_schema", parse_response_format, chat_format(fields))
     return fields
 
@@ -213,7 +221,7 @@ class ResponsePrompt(Strict):
     @classmethod
     def _is_harmless(cls, name: str, value: Any) -> bool:
         if name in NEEDS_STORE and value not in (None, False):
-            text = "is not supported: this server stores nothing, so send the whole conversation as input"
+            text = f"is not supported: this server stores nothing, so {NEEDS_STORE[name]}"
             raise field_error("unsupported_value", text, name)
         return super()._is_harmless(name, value)
 

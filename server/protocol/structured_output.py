@@ -2,6 +2,7 @@
 
 import json
 import re
+from itertools import chain
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -25,6 +26,8 @@ FOREIGN = {
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 MAX_DESCRIPTION = 1 << 16  # characters, here and of a tool
 TOO_LARGE = f"may be at most {MAX_TEXT_BYTES} bytes"
+MAX_SCHEMA_DEPTH = 128  # of what a prompt may show; what is compiled has a lower limit
+TOO_DEEP = f"may be nested at most {MAX_SCHEMA_DEPTH} levels deep"
 
 
 # What the two fields look like, for /openapi.json.
@@ -164,10 +167,22 @@ def to_json_text(value: Any, *path: str) -> str:
     try:
         text = json.dumps(value, separators=(",", ":"))
     except RecursionError:
-        raise field_error("invalid_value", "is nested too deeply", *path) from None
+        raise field_error("invalid_value", TOO_DEEP, *path) from None
+    if is_nested_deeper(value, MAX_SCHEMA_DEPTH):
+        raise field_error("invalid_value", TOO_DEEP, *path)
     if len(text) > MAX_TEXT_BYTES:
         raise field_error("invalid_value", TOO_LARGE, *path)
     return text
+
+
+def is_nested_deeper(value: Any, levels: int) -> bool:
+    """Than so many lists and objects within each other."""
+    containers = [value] if isinstance(value, list | dict) else []
+    while containers and levels:
+        parts = chain.from_iterable(part.values() if isinstance(part, dict) else part for part in containers)
+        containers = [part for part in parts if isinstance(part, list | dict)]
+        levels -= 1
+    return bool(containers)
 
 
 def _is_small(value: Any) -> bool:

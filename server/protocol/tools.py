@@ -11,10 +11,13 @@ from pydantic import BaseModel, BeforeValidator, FailFast, Field, field_validato
 from server.protocol.closed_objects import closed
 from server.protocol.harmless import CALL_IGNORED, FUNCTION_IGNORED, TOOL_INERT
 from server.protocol.strict import Strict, field_error
-from server.protocol.structured_output import MAX_DESCRIPTION, to_json_text
+from server.protocol.structured_output import MAX_DESCRIPTION, is_nested_deeper, to_json_text
 
 MAX_TOOLS = 128
+MAX_ARGUMENTS_DEPTH = 128  # as deep as calls are read from what a model writes
+SURROGATE = re.compile("[\ud800-\udfff]")
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+NO_ARGUMENTS = f"must be a JSON object, as text, of finite numbers and at most {MAX_ARGUMENTS_DEPTH} levels"
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
 
@@ -79,19 +82,25 @@ class FunctionOfHistory(Strict):
         try:
             parse_arguments(text)
         except ValueError:
-            raise field_error("invalid_value", "must be a JSON object, as text") from None
+            raise field_error("invalid_value", NO_ARGUMENTS) from None
         return text
 
 
 def parse_arguments(text: str) -> dict[str, Any]:
-    """The arguments of a call; an empty text has none. ValueError for what is no JSON object."""
+    """The arguments of a call; an empty text has none. ValueError for what is no JSON object that a prompt can hold.
+
+    A model may write half of a surrogate pair, which comes back with the conversation: U+FFFD stands for it then.
+    """
     try:
         value = json.loads(text or "{}")
+        whole = json.dumps(value, ensure_ascii=False, allow_nan=False)
     except RecursionError:
         raise ValueError("nested too deeply") from None
-    if not isinstance(value, dict):
-        raise ValueError("not an object")
-    return value
+    if not isinstance(value, dict) or is_nested_deeper(value, MAX_ARGUMENTS_DEPTH):
+        raise ValueError("not an object, or nested too deeply")
+    if SURROGATE.search(whole):
+        value = json.loads(whole.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace"))
+    return dict(value)
 
 
 class ToolCallOfHistory(Strict):

@@ -91,6 +91,7 @@ def _as_object(raw: str) -> str | None:
     if isinstance(value, str):
         raw = value
         try:
+            raw.encode()  # half of a surrogate pair is no text
             value = json.loads(raw)
         except (ValueError, RecursionError):
             return None

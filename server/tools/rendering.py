@@ -5,6 +5,7 @@ import json
 import re
 import string
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 from engine.chat_template import ChatTemplate
@@ -35,11 +36,26 @@ def with_tools(
     template: ChatTemplate, use: ToolUse, messages: Sequence[Message], tools: Sequence[Tool], has_developer: bool
 ) -> Rendered:
     """What a template gets for a conversation in which there are tools, or calls from earlier turns."""
+    messages = _in_order_of_calls(messages)
     if use.in_template:
         listed = {"tools": [tool.function.for_template() for tool in tools]} if tools else {}
         return _as_templates_take_them(template, use.form, messages, has_developer), listed
     plain = [_as_text(message, use.form, has_developer) for message in messages]
     return _with_preamble(template, use.form, _joined(plain, messages), tools), {}
+
+
+def _in_order_of_calls(messages: Sequence[Message]) -> list[Message]:
+    """Answers that follow each other stand as the calls that they answer: most templates show a model no ids."""
+    ordered: list[Message] = []
+    places: dict[str, int] = {}  # of the calls that were last
+    for are_answers, run in groupby(messages, key=lambda message: message.role == "tool"):
+        if are_answers:
+            ordered += sorted(run, key=lambda message: places[message.tool_call_id or ""])
+            continue
+        for message in run:
+            ordered.append(message)
+            places |= {call.id: i for i, call in enumerate(message.tool_calls or ())}
+    return ordered
 
 
 def _as_templates_take_them(

@@ -80,3 +80,7 @@ def test_keys_come_as_each_client_sends_them(folder):
         assert ErrorResponse.model_validate(refused.json()).error.type == "authentication_error"
         with openai.OpenAI(base_url=f"{live.url}/v1", api_key="sesame", max_retries=0) as api:
             assert api.models.list().data[0].object == "model"
+
+
+def test_a_slash_too_many_is_no_model_without_a_name(client):
+    assert "did you mean /v1/models?" in assert_error(client.get("/v1/models/"), 404)

@@ -500,3 +500,25 @@ def test_the_bundled_model(bundled_server):
         assert types[0] == "response.created" and types[-1] in ("response.completed", "response.incomplete")
         plain = api.responses.create(model="pageserve", input="Tell me a story.", max_output_tokens=12, temperature=0)
         assert plain.output_text and plain.usage.output_tokens <= 12
+
+
+@pytest.mark.parametrize("kind", ["json_schema", "json_object", "text"])
+def test_a_format_of_the_chat_api_is_told_where_its_fields_stand(client, kind):
+    form = {"type": kind, "json_schema": {"name": "x", "schema": {"type": "object"}}}
+    message = assert_error(client.post(PATH, json=body(text={"format": form})), 400, "text.format.json_schema")
+    assert "stand beside type" in message
+
+
+def test_what_openai_python_adds_to_answers_may_be_sent_back(client):
+    part = {"type": "output_text", "text": "hello", "annotations": [], "parsed": {"a": 1}}
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "parsed_arguments": {}}
+    items = [
+        {"role": "assistant", "content": [part]},
+        call,
+        {"type": "function_call_output", "call_id": "c", "output": "1"},
+    ]
+    assert client.post(PATH, json=body(input=items)).status_code == 200
+
+
+def test_compaction_is_not_taken_for_the_name_of_a_response(client):
+    assert "not compacted" in assert_error(client.post(f"{PATH}/compact", json=body()), 404, code="not_found")

@@ -313,3 +313,9 @@ def test_the_scanner_refuses_as_soon_as_it_can(text):
     scanner.feed(text[:-1])
     with pytest.raises(NotJsonError):
         scanner.feed(text, len(text) - 1)
+
+
+def test_arguments_as_a_string_that_is_no_text_are_no_call():
+    text = '<tool_call>\n{"name": "f", "arguments": "{\\"a\\": \\"\\ud83e\\"}"}\n</tool_call>'
+    [part], _ = read(HERMES, [text])
+    assert part == text

@@ -231,3 +231,17 @@ def test_answers_of_tools_that_follow_each_other_are_one_message():
     _, text = render(PLAIN, parse_request(ChatCompletionRequest, {"model": "m", "messages": messages}))
     assert "You can call" not in text and "<assistant>I look.\n<tool_call>" in text
     assert text.endswith("<user><tool_response>\n0\n</tool_response>\n<tool_response>\n1\n</tool_response></>")
+
+
+@pytest.mark.parametrize("source", [PLAIN, QWEN])
+def test_answers_stand_as_the_calls_that_they_answer(source):
+    """In whichever order a client's tools have answered: these templates show no ids."""
+    calls = [{"id": f"c{i}", "type": "function", "function": {"name": "get", "arguments": ""}} for i in range(3)]
+    messages = []
+    for _ in range(2):  # ids may come again
+        messages.append({"role": "assistant", "content": "I look.", "tool_calls": calls})
+        messages += [{"role": "tool", "tool_call_id": f"c{i}", "content": f"answer {i}"} for i in (2, 0, 1)]
+        messages.append({"role": "user", "content": "Again."})
+        calls = calls[::-1]
+    _, text = render(source, parse_request(ChatCompletionRequest, {"model": "m", "messages": messages}))
+    assert re.findall("answer ([0-9])", text) == ["0", "1", "2", "2", "1", "0"]
