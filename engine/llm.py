@@ -11,7 +11,7 @@ import itertools
 import logging
 import threading
 import weakref
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from tqdm import tqdm
@@ -21,10 +21,12 @@ from engine.beam_search import BeamSearchParams
 from engine.config import EngineConfig
 from engine.driver import Driver
 from engine.errors import EngineError, InvalidRequestError
+from engine.model_info import check_request
 from engine.outputs import CompletionOutput, FinishReason, PromptLogprobs, RequestOutput, TokenLogprobs
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 from engine.settings import from_keywords
+from engine.text import is_text
 from engine.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -157,6 +159,9 @@ class LLM:
     def _run(self, jobs: list[_Job], use_tqdm: bool) -> list[RequestOutput]:
         if not self._finalizer.alive:
             raise EngineError("this LLM is closed; make a new one.")
+        for index, job in enumerate(jobs):
+            with _naming_prompt(index):
+                check_request(Request("", job.token_ids, job.params, beam_search=job.beam_search), self._driver.model)
         with _Progress(len(jobs), use_tqdm) as progress:
             outputs = self._thread.run(self._complete_all(jobs, progress))
         failed = [output for output in outputs if output.outputs[0].finish_reason is FinishReason.ERROR]
@@ -171,10 +176,8 @@ class LLM:
             async with slots:
                 number = next(self._request_numbers)
                 request = Request(f"llm-{number}", job.token_ids, job.params, beam_search=job.beam_search)
-                try:
+                with _naming_prompt(index):
                     output = await self._complete(request, job)
-                except InvalidRequestError as error:
-                    raise InvalidRequestError(f"prompts[{index}]: {error}", error.param, error.code) from None
             progress.add(output)
             return output
 
@@ -215,6 +218,14 @@ class LLM:
             prompt_token_ids=job.token_ids,
             prompt_logprobs=prompt_logprobs,
         )
+
+
+@contextlib.contextmanager
+def _naming_prompt(index: int) -> Iterator[None]:
+    try:
+        yield
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"prompts[{index}]: {error}", error.param, error.code) from None
 
 
 class _Sample:
@@ -380,6 +391,8 @@ def _job(
         if (key == "prompt" and isinstance(value, str)) or (key == "prompt_token_ids" and _is_token_ids(value)):
             prompt = value
     if isinstance(prompt, str):
+        if not is_text(prompt):
+            raise InvalidRequestError(f"prompts[{index}] is not Unicode: it holds half of a surrogate pair.", "prompts")
         return _Job(prompt, tokenizer.encode(prompt), params, beam_search)
     if _is_token_ids(prompt):
         return _Job(None, list(prompt), params, beam_search)

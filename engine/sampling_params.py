@@ -69,6 +69,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
             msgspec.structs.force_setattr(self, "max_tokens", 0)
         if self.top_k == -1:  # vLLM's spelling of "off"
             msgspec.structs.force_setattr(self, "top_k", 0)
+        if not isinstance(self.structured_output, StructuredOutput | None):
+            raise InvalidRequestError("structured_output must be a StructuredOutput.", "structured_output")
         require_int("n", self.n, 1, MAX_N)
         require_float("temperature", self.temperature, 0.0, 2.0**16)
         require_float("top_p", self.top_p, 0.0, 1.0)
@@ -116,7 +118,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
             is_text = isinstance(word, str)
             limit, unit = (MAX_BAD_WORD_CHARS, "characters") if is_text else (MAX_BAD_WORD_TOKENS, "tokens")
             if not 1 <= len(word) <= limit or (isinstance(word, str) and not word.strip()):
-                raise InvalidRequestError(f"bad_words must hold words of 1 to {limit} {unit}.", "bad_words")
+                raise InvalidRequestError(
+                    f"bad_words must hold words of 1 to {limit} {unit}, not all white space.", "bad_words"
+                )
         if self.allowed_token_ids is None:
             return
         # Each once: a list of repetitions would travel to the Worker.

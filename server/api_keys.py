@@ -53,7 +53,7 @@ class Account:
 
     def __init__(self, key: ApiKey) -> None:
         self.key = key
-        self.limiter = RateLimiter(key.limits)
+        self.limiter = RateLimiter(key.limits, whose="this API key" if key.digest else "all callers together")
 
     @property
     def tenant(self) -> str:

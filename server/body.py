@@ -11,6 +11,7 @@ import anyio
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope
 
+from engine.text import is_text
 from server.errors import ApiError, field_path, invalid
 
 PARSE_INLINE_BYTES = 256 << 10  # up to this size parsing takes under 2 ms and a thread would cost more than it saves
@@ -142,23 +143,15 @@ def _refuse_hostile_values(body: dict[str, Any]) -> None:
     while containers:
         path, container = containers.pop()
         for key, child in container.items() if isinstance(container, dict) else enumerate(container):
-            if isinstance(key, str) and not _is_unicode(key):
+            if isinstance(key, str) and not is_text(key):
                 raise _half_character((*path, "a key"))
             if isinstance(child, (dict, list)):
                 containers.append(((*path, key), child))
-            elif isinstance(child, str) and not _is_unicode(child):
+            elif isinstance(child, str) and not is_text(child):
                 raise _half_character((*path, key))
             elif isinstance(child, float) and not math.isfinite(child):
                 name = field_path((*path, key))
                 raise invalid(f"{name} must be a finite number.", name)
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _half_character(path: tuple[Any, ...]) -> Exception:

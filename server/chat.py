@@ -10,7 +10,8 @@ from typing import Any
 import httpx
 
 from engine.command_line import Parser
-from engine.errors import PageserveError
+from engine.errors import ConfigError, PageserveError
+from engine.text import is_text
 from server.client_options import DEFAULT_BASE_URL, add_api_key, api_url
 
 HELP = "/reset forgets the conversation, /exit (or Ctrl-D) leaves, Ctrl-C stops an answer."
@@ -112,16 +113,27 @@ def main(arguments: Sequence[str]) -> int:
     headers = {"Authorization": f"Bearer {options['api_key']}"} if options["api_key"] else {}
     with httpx.Client(base_url=api_url(options["base_url"]), headers=headers, timeout=TIMEOUT) as http:
         client = ChatClient(http, options["model"] or _first_model(http), options["system"], sampling)
-        message = " ".join(options["message"]) or (None if sys.stdin.isatty() else sys.stdin.read().strip())
+        message = " ".join(options["message"]) or (None if sys.stdin.isatty() else _read_stdin())
+        if not is_text(message or "") or not is_text(options["system"] or ""):
+            raise ConfigError("the message is not UTF-8 text.")
         if message is not None:
+            if not message:
+                raise ConfigError("there is no message on stdin.")
             _print_answer(client, message)
             return 0
         return _converse(client)
 
 
+def _read_stdin() -> str:
+    try:
+        return sys.stdin.read().strip()
+    except UnicodeDecodeError:
+        raise ConfigError("stdin is not UTF-8 text.") from None
+
+
 def _parser() -> Parser:
     parser = Parser("chat", "[MESSAGE]", "Talk to a running OpenAI-compatible server. " + HELP)
-    parser.add_argument("message", nargs="*", metavar="MESSAGE", help="ask this and leave; without it, a prompt opens")
+    parser.add_argument("message", nargs="*", metavar="MESSAGE", help="ask this, or all that is piped in, and leave")
     base_url = os.environ.get("OPENAI_BASE_URL") or DEFAULT_BASE_URL
     parser.add_argument(
         "--base-url", default=base_url, metavar="URL", help="default: $OPENAI_BASE_URL, else port 8000 here"

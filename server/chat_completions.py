@@ -42,7 +42,7 @@ async def create_chat_completion(http: HttpRequest, served: Served) -> Response:
     if request.stream:
         head["object"] = "chat.completion.chunk"
     try:
-        beams = beam_search_params(request, _max_tokens(request))
+        beams = beam_search_params(request, max_tokens_of(request))
         params = _sampling_params(request) if beams is None else beams.sampling_params()
         ids, num_truncated = truncate(served, request, await tokenize_chat(served, request), params.max_tokens)
         form = find_answer_form(served, request, ids)
@@ -91,13 +91,13 @@ async def stored_completion(http: HttpRequest) -> Response:
     raise ApiError(404, text, param="completion_id", code="completion_not_found")
 
 
-def _max_tokens(request: ChatCompletionRequest) -> int | None:
+def max_tokens_of(request: ChatCompletionRequest) -> int | None:
     """max_completion_tokens wins over the older max_tokens; neither means the rest of the context."""
     return request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
 
 
 def _sampling_params(request: ChatCompletionRequest) -> SamplingParams:
-    max_tokens = _max_tokens(request)
+    max_tokens = max_tokens_of(request)
     if max_tokens == 0 and request.prompt_logprobs is None:
         raise invalid("max_tokens must be at least 1, but for prompt_logprobs alone.", "max_tokens")
     if not request.logprobs:

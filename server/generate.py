@@ -14,6 +14,7 @@ from engine.errors import ConfigError, InvalidRequestError
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
 from engine.settings import add_flags, load_settings
+from engine.text import is_text
 from server.config import ServerConfig
 
 SAMPLING_FLAGS: dict[str, tuple[type, str]] = {
@@ -75,6 +76,8 @@ def _prompts(options: dict[str, Any]) -> list[str]:
         prompts = options["prompt"]
     else:
         prompts = [] if sys.stdin.isatty() else [_read("-").rstrip("\n")]
+    if not all(map(is_text, prompts)):
+        raise ConfigError("a prompt is not UTF-8 text.")  # the locale may have let its bytes pass
     if not prompts or not any(prompts):
         raise ConfigError('there is no prompt; try: pageserve generate "Once upon a time"')
     return prompts

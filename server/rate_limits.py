@@ -33,6 +33,11 @@ class TokenBucket:
         self._at = now
         return self._level
 
+    def resize(self, per_minute: int) -> None:
+        """What was used stays used."""
+        used = self.per_minute - self.level
+        self.per_minute, self._level = per_minute, per_minute - used
+
     def take(self, amount: float) -> None:
         self._level = self.level - amount
 
@@ -44,32 +49,32 @@ class TokenBucket:
 class RateLimiter:
     """The use that one key makes of its limits. Everything happens on the event loop, so there are no locks."""
 
-    def __init__(self, limits: Limits, clock: Clock = time.monotonic) -> None:
+    def __init__(self, limits: Limits, clock: Clock = time.monotonic, whose: str = "this API key") -> None:
         self._clock = clock
+        self._whose = whose
         self.num_running = 0
         self._seconds = 1.0  # moving average of a request, for Retry-After
+        self._requests: TokenBucket | None = None
+        self._tokens: TokenBucket | None = None
         self.set(limits)
 
     def set(self, limits: Limits) -> None:
-        """Other limits from now on; what is in a bucket of the same size stays there."""
-        before = getattr(self, "limits", Limits())
+        """Other limits from now on; what was used of those before stays used."""
         self.limits = limits
-        if limits.requests_per_minute != before.requests_per_minute or not hasattr(self, "_requests"):
-            self._requests = self._bucket(limits.requests_per_minute)
-        if limits.tokens_per_minute != before.tokens_per_minute or not hasattr(self, "_tokens"):
-            self._tokens = self._bucket(limits.tokens_per_minute)
+        self._requests = self._resized(self._requests, limits.requests_per_minute)
+        self._tokens = self._resized(self._tokens, limits.tokens_per_minute)
 
     def begin(self) -> float:
         """Count a request, to be ended by `end` with what this returns; ApiError 429 where it is one too many."""
         most = self.limits.max_concurrent_requests
         if most is not None and self.num_running >= most:
             # One of those that run ends, on average, after this time.
-            raise _too_many("concurrent", f"{most} requests at a time", self._seconds / most)
+            raise self._too_many("concurrent", f"{most} requests at a time", self._seconds / most)
         if self._tokens is not None and self._tokens.level < 1.0:
             self.check_tokens(1)
         if self._requests is not None:
             if (seconds := self._requests.seconds_until(1.0)) > 0.0:
-                raise _too_many("requests", f"{self._requests.per_minute} requests per minute", seconds)
+                raise self._too_many("requests", f"{self._requests.per_minute} requests per minute", seconds)
             self._requests.take(1.0)
         self.num_running += 1
         return self._clock()
@@ -81,7 +86,7 @@ class RateLimiter:
     def check_tokens(self, amount: int) -> None:
         """ApiError 429 unless `amount` tokens may be used now; more than a minute's worth need a full bucket."""
         if self._tokens is not None and (seconds := self._tokens.seconds_until(amount)) > 0.0:
-            raise _too_many("tokens", f"{self._tokens.per_minute} tokens per minute", seconds)
+            raise self._too_many("tokens", f"{self._tokens.per_minute} tokens per minute", seconds)
 
     def use_tokens(self, amount: int) -> None:
         """What was used in the end; how long an answer gets is not known before, so this may overdraw."""
@@ -104,8 +109,14 @@ class RateLimiter:
                 found.append((b"x-ratelimit-reset-" + name, reset.encode()))
         return found
 
-    def _bucket(self, per_minute: int | None) -> TokenBucket | None:
-        return None if per_minute is None else TokenBucket(per_minute, self._clock)
+    def _too_many(self, reason: str, limit: str, seconds: float) -> ApiError:
+        return ApiError.retry(429, f"The limit of {self._whose} is {limit}.", seconds, reason="key_" + reason)
+
+    def _resized(self, bucket: TokenBucket | None, per_minute: int | None) -> TokenBucket | None:
+        if bucket is None or per_minute is None:
+            return None if per_minute is None else TokenBucket(per_minute, self._clock)
+        bucket.resize(per_minute)
+        return bucket
 
 
 def duration(seconds: float) -> str:
@@ -115,7 +126,3 @@ def duration(seconds: float) -> str:
         return f"{milliseconds}ms" if milliseconds else "0s"
     minutes, rest = divmod(milliseconds, 60_000)
     return (f"{minutes}m" if minutes else "") + f"{rest / 1000:g}s"
-
-
-def _too_many(reason: str, limit: str, seconds: float) -> ApiError:
-    return ApiError.retry(429, f"The limit of this API key is {limit}.", seconds, reason="key_" + reason)

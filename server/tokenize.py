@@ -10,9 +10,9 @@ from starlette.responses import Response
 from engine.errors import ContextLengthError
 from engine.tokenizer import Tokenizer
 from server.body import read_json
-from server.chat_completions import check_ranges
+from server.chat_completions import check_ranges, max_tokens_of
 from server.generation import check_vocabulary, encode
-from server.prompts import tokenize_chat
+from server.prompts import tokenize_chat, truncate
 from server.protocol import ChatCompletionRequest, Strict, parse_request
 from server.protocol.strict import field_error
 from server.served import Served
@@ -60,7 +60,8 @@ async def tokenize(http: HttpRequest, served: Served) -> Response:
             chat = chat.model_copy(update={"model": served.names[0]})
         served.check_request(chat)
         check_ranges(chat)
-        ids, with_strings = await tokenize_chat(served, chat), chat.return_token_strs
+        ids, _ = truncate(served, chat, await tokenize_chat(served, chat), max_tokens_of(chat))
+        with_strings = chat.return_token_strs
     else:
         text = parse_request(TokenizeTextRequest, body)
         _check_model(served, text.model)

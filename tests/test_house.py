@@ -19,7 +19,7 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 500, 80
 
 ENGINE_PUBLIC = (
     "driver beam_search command_line config settings request request_log sampling_params pooling outputs "
-    "errors stats tokenizer chat_template llm executor checkpoint structured_output bad_words fill_in_middle"
+    "errors stats text tokenizer chat_template llm executor checkpoint structured_output bad_words fill_in_middle"
 )
 FOR_SERVER = tuple(f"engine.{name}" for name in ENGINE_PUBLIC.split())
 WORKER_PUBLIC = "step config settings sampling_params pooling structured_output grammar errors json_files"

@@ -35,8 +35,9 @@ def main(arguments: Sequence[str]) -> int:
     _check_opens(source, "rb", "--input: cannot read")
     client = _client(options)
     total = sum(1 for _ in read_requests(source))
-    done, num_failed = keep_final(target)
-    num_done = sum(request.custom_id in done for request in read_requests(source))
+    done = keep_final(target)
+    answered = [done[request.custom_id] for request in read_requests(source) if request.custom_id in done]
+    num_done, num_failed = len(answered), answered.count(False)
     print(f"{total} requests, {num_done} of them answered before", file=sys.stderr)
     if num_done < total:
         _check_opens(target, "ab", "--output: cannot write")  # before a model is loaded
@@ -57,7 +58,11 @@ def _check_opens(path: Path, mode: str, failure: str) -> None:
 
 
 async def _run(
-    client: AbstractAsyncContextManager[httpx.AsyncClient], source: Path, target: Path, done: set[str], concurrency: int
+    client: AbstractAsyncContextManager[httpx.AsyncClient],
+    source: Path,
+    target: Path,
+    done: dict[str, bool],
+    concurrency: int,
 ) -> int:
     """Ask what is not `done`; returns how many requests failed."""
     requests = [request.custom_id not in done for request in read_requests(source)]

@@ -8,6 +8,7 @@ An answer that was no answer has "response": null and an "error". Answers stand 
 
 import json
 import os
+import shutil
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError
+from server.protocol.structured_output import is_nested_deeper
 
 FIELDS = {"custom_id": str, "method": str, "url": str, "body": dict}
+MAX_DEPTH = 256  # of a body
 ID_PREFIX = "batch_req_"
 LINE_START = f'{{"id": "{ID_PREFIX}'  # of an output
 FINAL = range(200, 500)  # status codes that asking again would not change ...
@@ -68,6 +71,12 @@ def _request(path: Path, number: int, text: str) -> BatchRequest:
         raise wrong(f"url must be a path such as /v1/chat/completions, not {fields['url']!r}.")
     if fields["body"].get("stream"):
         raise wrong("body.stream must be left out: a batch has no streams.")
+    try:
+        json.dumps(fields, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError) as error:  # NaN, half of a surrogate pair
+        raise wrong(f"it cannot be sent ({error}).") from None
+    if is_nested_deeper(fields["body"], MAX_DEPTH):
+        raise wrong(f"body is nested deeper than {MAX_DEPTH} levels.")
     return BatchRequest(number, fields["custom_id"], fields["url"], fields["body"])
 
 
@@ -94,31 +103,33 @@ def succeeded(line: dict[str, Any]) -> bool:
     return line["response"] is not None and line["response"]["status_code"] == 200
 
 
-def keep_final(path: Path) -> tuple[set[str], int]:
-    """(custom_ids that `path` has a final answer of, how many of these are errors).
+def keep_final(path: Path) -> dict[str, bool]:
+    """The custom_ids that `path` has a final answer of; whether it is a success.
 
     Other answers are taken out, as is half of one at the end: their requests are to be asked again. ConfigError where
     a line is none of these: such a file holds something else, and stays as it is.
     """
+    path = path.resolve()  # what a link leads to
     if not path.exists():
-        return set(), 0
-    done: set[str] = set()
-    num_failed = 0
+        return {}
+    if not path.is_file():
+        raise ConfigError(f"--output: {path} is no regular file; name one.")
+    done: dict[str, bool] = {}
     kept = path.with_name(path.name + ".kept")
     try:
         with path.open(encoding="utf-8", errors="replace") as old, kept.open("w", encoding="utf-8") as new:
+            shutil.copymode(path, kept)
             for number, text in enumerate(old, start=1):
                 line = _read_answer(text)
                 if line is None and not text.isspace() and not _is_half(text):
                     raise ConfigError(f"--output: {path}, line {number}: this is no answer; name another file.")
                 if line is not None and _is_final(line) and line["custom_id"] not in done:
-                    done.add(line["custom_id"])
-                    num_failed += not succeeded(line)
+                    done[line["custom_id"]] = succeeded(line)
                     new.write(text)
         os.replace(kept, path)
     finally:
         kept.unlink(missing_ok=True)
-    return done, num_failed
+    return done
 
 
 def _read_answer(text: str) -> dict[str, Any] | None:

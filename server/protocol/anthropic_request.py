@@ -299,7 +299,7 @@ class MessagesPrompt(Strict):
 
     def chat_fields(self) -> dict[str, Any]:
         """The body of a chat request with the same prompt."""
-        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        system = [] if not self.system else [{"role": "system", "content": self.system}]
         thinks = self.thinking is None or self.thinking.type != "disabled"
         fields: dict[str, Any] = {
             "model": self.model,

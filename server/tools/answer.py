@@ -22,7 +22,15 @@ from server.tools.call_reader import CallReader
 from server.tools.formats import ToolFormat, find_tool_use
 from server.tools.grammar import CallGrammar
 from server.tools.message_reader import MessageReader
-from server.tools.reasoning import BEGIN, END, ReasoningSplitter, begins_thinking, thinks
+from server.tools.reasoning import (
+    BEGIN,
+    END,
+    ReasoningSplitter,
+    begins_thinking,
+    goes_on_thinking,
+    has_thought,
+    thinks,
+)
 from server.tools.thinking import after_thinking, rules_before_main
 
 
@@ -67,8 +75,12 @@ def find_answer_form(served: Served, request: ChatCompletionRequest, prompt_ids:
     thinking = served.config.reasoning_split and thinks(template, tokenizer)
     if not tools and not thinking:
         return None
-    opened = begins_thinking(tokenizer, prompt_ids) if thinking else None
-    before = ["start: main"] if opened is None else rules_before_main(tokenizer, opened)
+    opened = None
+    if thinking:
+        goes_on = request.continue_final_message and goes_on_thinking(request.messages[-1].content or "")
+        opened = goes_on or begins_thinking(tokenizer, prompt_ids)
+    at_once = opened is None or has_thought(tokenizer, prompt_ids)
+    before = ["start: main"] if at_once else rules_before_main(tokenizer, bool(opened))
     form = find_tool_use(template, tokenizer, served.config.tool_call_format).form if tools else None
     if form is not None:
         grammar = _named_call_grammar(request, form, tokenizer, before)

@@ -16,7 +16,21 @@ def thinks(template: ChatTemplate, tokenizer: Tokenizer) -> bool:
 
 def begins_thinking(tokenizer: Tokenizer, prompt_ids: list[int]) -> bool:
     """Whether the prompt ends with an open <think>, so that the answer begins inside."""
-    return tokenizer.decode(prompt_ids[-TAIL:], skip_special_tokens=False).rstrip().endswith(BEGIN)
+    return _end_of(tokenizer, prompt_ids).endswith(BEGIN)
+
+
+def has_thought(tokenizer: Tokenizer, prompt_ids: list[int]) -> bool:
+    """Whether the prompt ends with </think>: the thinking is over, or is not wanted."""
+    return _end_of(tokenizer, prompt_ids).endswith(END)
+
+
+def goes_on_thinking(text: str) -> bool:
+    """Whether an answer that begins with `text` is still inside."""
+    return text.rfind(BEGIN) > text.rfind(END)
+
+
+def _end_of(tokenizer: Tokenizer, prompt_ids: list[int]) -> str:
+    return tokenizer.decode(prompt_ids[-TAIL:], skip_special_tokens=False).rstrip()
 
 
 class ReasoningSplitter:

@@ -351,3 +351,14 @@ def test_wrong_beam_search_params_are_named(wrong):
     with pytest.raises(InvalidRequestError) as caught:
         BeamSearchParams(**{"beam_width": 2} | wrong)
     assert caught.value.param == next(iter(wrong))
+
+
+def test_what_can_be_refused_is_refused_before_anything_runs(checkpoint):
+    with open_llm(checkpoint) as llm:
+        with pytest.raises(InvalidRequestError, match=r"prompts\[2000\]: This model's maximum context length"):
+            llm.generate(["hi"] * 2000 + [[1] * 5000], greedy(2), use_tqdm=False)
+        assert llm._driver.stats.generation_tokens.values[()] == 0
+        with pytest.raises(InvalidRequestError, match=r"prompts\[1\] is not Unicode"):
+            llm.generate(["hi", "\ud800"], greedy(2), use_tqdm=False)
+    with pytest.raises(InvalidRequestError, match="must be a StructuredOutput"):
+        SamplingParams(structured_output={"regex": "a"})

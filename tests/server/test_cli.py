@@ -289,6 +289,27 @@ def test_the_question_may_come_from_a_pipe(scripted, capsys, monkeypatch):
     assert scripted.requests[0][1]["messages"] == [{"role": "user", "content": "Really?"}]
 
 
+@pytest.mark.parametrize(
+    ("command", "typed"),
+    [
+        (["chat", "--base-url", "http://127.0.0.1:9", "--model", "m"], "h\udce9llo"),
+        (["chat", "--base-url", "http://127.0.0.1:9", "--model", "m", "--system", "h\udce9", "hello"], ""),
+        (["generate", "--device", "cpu"], "h\udce9llo"),
+        (["generate", "--device", "cpu", "h\udce9llo"], ""),
+    ],
+)
+def test_what_is_typed_is_text(command, typed, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
+    assert main(command) == 2
+    assert "is not UTF-8 text" in capsys.readouterr().err
+
+
+def test_a_pipe_without_a_message_asks_nothing(scripted, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(" \n"))
+    assert main(["chat", "--base-url", scripted.url, "--model", "named"]) == 2
+    assert "there is no message on stdin" in capsys.readouterr().err and not scripted.requests
+
+
 def test_a_conversation_remembers_until_reset(scripted, capsys, monkeypatch):
     scripted.answers = [["one"], ["two"], ["three"]]
     type_lines(monkeypatch, "a", "", KeyboardInterrupt, "b", "/reset", "/what", "c", "/exit")

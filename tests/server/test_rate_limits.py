@@ -59,6 +59,19 @@ def test_other_limits_keep_what_is_in_a_bucket_that_stays():
     assert dict(limiter.headers())[b"x-ratelimit-remaining-requests"] == b"1" and len(limiter.headers()) == 3
 
 
+def test_what_was_used_stays_used_under_other_limits():
+    limiter = RateLimiter(Limits(requests_per_minute=3, tokens_per_minute=100), Clock())
+    for _ in range(3):
+        limiter.begin()
+    limiter.use_tokens(150)
+    for requests, left in ((4, b"1"), (3, b"0"), (2, b"0"), (10, b"7")):
+        limiter.set(Limits(requests_per_minute=requests, tokens_per_minute=120))
+        assert dict(limiter.headers())[b"x-ratelimit-remaining-requests"] == left
+    with pytest.raises(ApiError, match="16 s") as caught:  # 30 of 120 a minute are overdrawn, and it needs one
+        limiter.check_tokens(1)
+    assert caught.value.status == 429
+
+
 @pytest.mark.parametrize(
     "seconds, text", [(0, "0s"), (0.12, "120ms"), (1, "1s"), (59.5, "59.5s"), (60, "1m0s"), (400.25, "6m40.25s")]
 )

@@ -100,3 +100,31 @@ def test_it_can_be_switched_off(splits):
     form = find_answer_form(served, request, tokenizer.encode("<|im_start|>assistant\n<think>\n"))
     assert form is None if not splits else form.opened is True
     tokenizer.close()
+
+
+@pytest.mark.parametrize(
+    ("content", "thought", "said"),
+    [("<think>\nI do", "think so.", "Yes."), ("<think>\nI do.\n</think>\n\nWe", None, "think so.</think>Yes.")],
+)
+def test_a_thought_that_was_begun_for_the_model_goes_on(content, thought, said):
+    with serving("--chat-template", TEMPLATE.replace("(m.content.split('</think>') | last)", "m.content")) as url:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        grammar = 'start: " think so.</think>Yes."'
+        fields = {"continue_final_message": True, "add_generation_prompt": False}
+        fields |= {"structured_outputs": {"grammar": grammar}}
+        messages = [*ASKED["messages"], {"role": "assistant", "content": content}]
+        answer = client.chat.completions.create(model="pageserve", messages=messages, extra_body=fields)
+        message = answer.choices[0].message
+        assert (getattr(message, "reasoning_content", None), message.content.strip()) == (thought, said)
+
+
+@pytest.mark.parametrize("thinks_first", [True, False])
+def test_a_form_holds_at_once_where_the_prompt_has_ended_the_thinking(thinks_first):
+    """As templates do for a client that wants none."""
+    tokenizer = Tokenizer(resolve_model(EngineConfig()), TEMPLATE)
+    served = SimpleNamespace(driver=SimpleNamespace(tokenizer=tokenizer), config=ServerConfig())
+    fields = {"model": "pageserve", "messages": ASKED["messages"], "structured_outputs": {"choice": ["Yes."]}}
+    prompt = "<|im_start|>assistant\n" + ("" if thinks_first else "<think>\n\n</think>\n\n")
+    form = find_answer_form(served, parse_request(ChatCompletionRequest, fields), tokenizer.encode(prompt))
+    assert ("thought" in form.grammar.text) == thinks_first and 'main: "Yes."' in form.grammar.text
+    tokenizer.close()

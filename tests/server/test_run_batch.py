@@ -140,6 +140,17 @@ GOOD = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {}
         (json.dumps(GOOD | {"url": "http://other/v1/completions"}), "url must be a path"),
         (json.dumps(GOOD | {"body": {"stream": True}}), "body.stream must be left out"),
         (json.dumps(GOOD), "custom_id 'a' is there twice"),
+        (
+            json.dumps(GOOD | {"custom_id": "b", "body": {"temperature": float("nan")}}),
+            "it cannot be sent (Out of range",
+        ),
+        (
+            json.dumps(GOOD | {"custom_id": "b", "body": {"temperature": 0}}).replace("0}", "1e999}"),
+            "it cannot be sent",
+        ),
+        (json.dumps(GOOD | {"custom_id": "b", "body": {"prompt": "O\ud800"}}), "surrogates not allowed"),
+        (json.dumps(GOOD | {"custom_id": "\ud800"}), "surrogates not allowed"),
+        (json.dumps(GOOD | {"custom_id": "b"}).replace("{}", "[" * 500 + "]" * 500), "body"),
     ],
 )
 def test_a_wrong_line_is_named_before_anything_is_asked(tmp_path, capsys, line, message):
@@ -176,7 +187,7 @@ def test_lines_of_an_output_that_are_not_final_are_dropped(tmp_path):
     good = json.dumps(answer(request, 200, "", {}))
     for half in ("", good, good[:-1], good[:12], "{"):
         (tmp_path / "out").write_text("\n".join([good, good, "", '{"custom_id": "x", "response": {}}', half]))
-        assert keep_final(tmp_path / "out") == ({"r0"}, 0)
+        assert keep_final(tmp_path / "out") == {"r0": True}
         assert (tmp_path / "out").read_text() == good + "\n"
 
 
@@ -224,3 +235,34 @@ def test_a_model_loaded_here_killed_and_run_again(tmp_path):
     assert f"60 requests, {early} of them answered before" in second.stderr
     texts = {line["response"]["body"]["choices"][0]["message"]["content"] for line in answers(target).values()}
     assert len(answers(target)) == 60 and len(texts) > 30
+
+
+def test_the_output_stays_the_file_that_it_is(server, tmp_path):
+    """What a link leads to, and who may read it."""
+    source, real = write_requests(tmp_path / "in", [completion_body(), completion_body()]), tmp_path / "real"
+    (tmp_path / "out").symlink_to(real)
+    assert run(source, tmp_path / "out", server) == 0
+    real.chmod(0o600)
+    lines = real.read_text().splitlines(keepends=True)
+    real.write_text(lines[0])
+    assert run(source, tmp_path / "out", server) == 0
+    assert (tmp_path / "out").is_symlink() and real.stat().st_mode & 0o777 == 0o600
+    assert len(answers(real)) == 2
+
+
+@pytest.mark.parametrize("kind", ["a folder", "a pipe"])
+def test_the_output_is_a_regular_file(tmp_path, capsys, kind):
+    (tmp_path / "in").write_text(json.dumps(GOOD) + "\n")
+    (tmp_path / "out").mkdir() if kind == "a folder" else os.mkfifo(tmp_path / "out")
+    assert main(["run-batch", "-i", str(tmp_path / "in"), "-o", str(tmp_path / "out"), "--base-url", "http://h"]) == 2
+    assert "is no regular file; name one." in capsys.readouterr().err
+
+
+def test_answers_to_other_requests_do_not_count(server, tmp_path, capsys):
+    wrong = write_requests(tmp_path / "wrong", [completion_body(temperature=-1)] * 3)
+    assert run(wrong, tmp_path / "out", server) == 1
+    good = tmp_path / "good"
+    request = {"custom_id": "other", "method": "POST", "url": "/v1/completions", "body": completion_body()}
+    good.write_text(json.dumps(request) + "\n")
+    assert run(good, tmp_path / "out", server) == 0
+    assert "1 answers and 0 errors" in capsys.readouterr().err and len(answers(tmp_path / "out")) == 4
