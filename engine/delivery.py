@@ -46,8 +46,11 @@ class Delivery:
         num_rows = len(plan.decodes) + len(plan.chunks)
         self.meter.count(num_rows)
         for chunk in plan.chunks:
-            if chunk.num_tokens and chunk.seq_id in self.owners:  # a fork computes none
-                self.owners[chunk.seq_id][0].timings.observe_chunk(chunk.num_tokens, num_rows)
+            if not chunk.num_tokens or chunk.seq_id not in self.owners:  # a fork computes none
+                continue
+            live, _ = self.owners[chunk.seq_id]
+            if live.stream.request.beam_search is None or not live.stream.num_generated_tokens:  # else no prompt's
+                live.timings.observe_chunk(chunk.num_tokens, num_rows)
 
     def take(self, result: StepResult, scheduler: Scheduler, *, plain: bool) -> list[LiveRequest]:
         """Let `scheduler` take in a result, and hand its tokens over.

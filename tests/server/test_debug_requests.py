@@ -58,6 +58,13 @@ def test_the_prefix_cache_and_the_company_of_others_show(slow):
     assert (found["completion_tokens"], found["steps"], found["mean_batch_size"]) == (40, 20, 2.0)
 
 
+def test_the_steps_of_a_beam_search_are_no_chunks_of_its_prompt(slow):
+    _, client = slow
+    body = completion_body(use_beam_search=True, n=2, temperature=0, max_tokens=6, return_timings=True)
+    [found] = client.post("/v1/completions", json=body).json()["timings"]
+    assert (found["num_prefill_chunks"], found["completion_tokens"]) == (1, 12)
+
+
 def test_a_running_request_and_one_that_waits(slow):
     live, client = slow
     body = completion_body(max_tokens=400, stream=True)
