@@ -47,9 +47,9 @@ def _end_with_the_connection(cycle: RequestResponseCycle) -> None:
     cycle.send = send_plain  # type: ignore[method-assign]
 
 
-def _without_upgrade(method: bytes, url: bytes, headers: list[tuple[bytes, bytes]]) -> bytes:
-    """The head of a request of HTTP/1.1 that asks for no other protocol."""
-    lines = [b"%b %b HTTP/1.1" % (method, url)]
+def _without_upgrade(start: bytes, headers: list[tuple[bytes, bytes]]) -> bytes:
+    """The head of a request with this first line, which asks for no other protocol."""
+    lines = [start]
     for name, value in headers:
         if name == b"connection":
             options = [option for option in value.split(b",") if option.strip().lower() not in _UPGRADE_HEADERS]
@@ -104,7 +104,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
             if self._declines_upgrade:
-                head = _without_upgrade(self.parser.get_method(), self.url, self.headers)
+                version = self.parser.get_http_version().encode()
+                start = b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)
+                head = _without_upgrade(start, self.headers)
                 self.parser = httptools.HttpRequestParser(self)
                 self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
                 self._declines_upgrade = False

@@ -224,6 +224,15 @@ def test_who_asks_for_another_protocol_is_answered_in_this_one(server, pieces, c
     assert received.count(b'"text_completion"') == 2 and received.endswith(b'"ok"}')
 
 
+def test_who_asks_for_another_protocol_keeps_its_version(server):
+    body = json.dumps(completion_body(stream=True)).encode()
+    head = b"POST /v1/completions HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: %d\r\n" % len(body)
+    with connect(server) as connection:
+        connection.sendall(head + UPGRADE + b"\r\n" + body)
+        received = read_all(connection)
+    assert b"transfer-encoding" not in received and received.endswith(b"data: [DONE]\n\n")
+
+
 def test_a_body_that_is_too_large_is_refused_before_it_is_asked_for(folder):
     with LiveServer(folder, max_body_bytes=4096) as live, connect(live) as connection:
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
