@@ -431,3 +431,10 @@ def test_the_bundled_model(bundled_server):
             extra_body=greedy,
         )
         assert json.loads(answer.content[0].text)["name"] in ("fox", "cat")
+
+
+def test_no_block_of_a_system_message_is_no_system_message(client):
+    counts = [
+        client.post(PATH, json=body() | fields).json()["usage"]["input_tokens"] for fields in ({}, {"system": []})
+    ]
+    assert counts[0] == counts[1] > 0

@@ -122,3 +122,10 @@ def test_a_long_text_does_not_hold_up_the_event_loop(server):
     while not done.wait(0.001):
         ticks += 1
     assert ticks >= 5, "encoding held the GIL"
+
+
+def test_a_chat_is_truncated_as_where_it_is_answered(client):
+    for limit in (5, -1, 100):
+        body = chat_body(truncate_prompt_tokens=limit)
+        used = client.post("/v1/chat/completions", json=body).json()["usage"]["prompt_tokens"]
+        assert client.post("/tokenize", json=body).json()["count"] == used <= (limit if limit > 0 else 512)
