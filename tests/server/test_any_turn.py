@@ -17,7 +17,7 @@ REQUESTS = {
     "a beam search": ("/v1/completions", completion_body(n=2, use_beam_search=True, temperature=0)),
     "a form": ("/v1/chat/completions", chat_body(response_format={"type": "json_object"})),
     "a stream of samples": ("/v1/chat/completions", chat_body(stream=True, n=2)),
-    "a stored response": ("/v1/responses", {"model": MODEL, "input": "hello", "max_output_tokens": 8}),
+    "a response": ("/v1/responses", {"model": MODEL, "input": "hello", "max_output_tokens": 8}),
     "a stream of events": ("/v1/responses", {"model": MODEL, "input": "hello", "max_output_tokens": 8, "stream": True}),
     "a message": ("/v1/messages", chat_body(stream=True)),
     "embeddings": ("/v1/embeddings", {"model": MODEL, "input": ["one", "two"]}),
