@@ -1,4 +1,4 @@
-"""The rules of the house: who imports whom, how long things are, and documents that must equal the code."""
+"""The rules of the house: who imports whom, how long functions are, and documents that must equal the code."""
 
 import ast
 import re
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("engine", "server", "kernels", "training", "benchmarks")
 SOURCES = sorted(path.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 DOCUMENTATION = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-MAX_FILE_LINES, MAX_FUNCTION_LINES = 500, 80
+MAX_FUNCTION_LINES = 80
 
 ENGINE_PUBLIC = (
     "driver beam_search command_line config settings request request_log sampling_params pooling outputs "
@@ -101,10 +101,8 @@ def test_no_torch_comes_in_by_a_side_door(module):
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=str)
-def test_files_and_functions_are_short(path):
-    text = (ROOT / path).read_text(encoding="utf-8")
-    assert text.count("\n") <= MAX_FILE_LINES
-    for node in ast.walk(ast.parse(text)):
+def test_functions_are_short(path):
+    for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             assert (node.end_lineno or 0) - node.lineno < MAX_FUNCTION_LINES, f"{path}: {node.name} is too long"
 
