@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-only lint docs kernels-aot bench gpu-check gpu-wheels soak fuzz fairness sim sim-mutants rolling-restart journal schema-suite screenshots lm-eval clients clean
+.PHONY: help serve test test-only lint docs kernels-aot bench gpu-check gpu-wheels soak fuzz attacks fairness sim sim-mutants rolling-restart journal schema-suite screenshots lm-eval clients clean
 
 help:
 	@echo "make serve [ARGS=\"--model DIR_OR_HUB_ID --port 9000\"]   start the server"
@@ -18,6 +18,7 @@ help:
 	@echo "make clients [ONLY=litellm] [EXAMPLES=50]               openai, langchain, litellm, npm, schemathesis: what passes"
 	@echo "make soak [REQUESTS=2000] [TOKENS=60]                   many requests, many abandoned: nothing may be left behind"
 	@echo "make fuzz [CASES=5000] [SEED=1]                         hostile requests beside a greedy stream: no 5xx, no other byte"
+	@echo "make attacks [ONLY=NAME_OR_ITEM]                        attacks beside another key: its waits, /health, memory, descriptors"
 	@echo "make fairness                                           what a key that floods does to another key's first tokens"
 	@echo "make sim [STEPS=1000000] [SEED=n]                       scheduler, block manager and Driver under virtual time"
 	@echo "make sim-mutants                                        faults planted on purpose: which the simulation finds"
@@ -122,6 +123,9 @@ soak: $(VENV)/.installed-test
 
 fuzz: $(VENV)/.installed-test $(VENV)/.compiled
 	FUZZ_CASES=$(or $(CASES),5000) FUZZ_SEED=$(or $(SEED),1) $(BIN)/python -m pytest tests/server/test_fuzz.py --capture=no $(ARGS)
+
+attacks: $(VENV)/.installed-test $(VENV)/.compiled
+	@exec $(BIN)/python -m tests.attacks --only "$(ONLY)" $(ARGS)
 
 fairness: $(VENV)/.compiled
 	@exec $(BIN)/python -m benchmarks.fairness $(ARGS)

@@ -38,6 +38,13 @@ class ServerProcess:
     def base_url(self) -> str:
         return f"http://127.0.0.1:{self.port}/v1"
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
     def check_alive(self) -> None:
         """Raises RuntimeError with the end of the log when the server has exited."""
         status = self._process.poll()
