@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import uvicorn
+from sse_starlette.sse import AppStatus
 
 from engine.config import EngineConfig
 from engine.driver import Driver
@@ -134,6 +135,7 @@ class _Service:
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
+        AppStatus.should_exit = False  # of this process: an earlier server in it may have been forced to end
         for number in SIGNALS:  # before loading, which may take minutes
             loop.add_signal_handler(number, self._on_signal, number)
         if self._config.api_key_file is not None:
@@ -177,7 +179,7 @@ class _Service:
         slow = [self._second_signal.wait()] if not self._second_signal.is_set() else []
         await _first(ending, asyncio.sleep(STOP_SECONDS if slow else FAST_STOP_SECONDS), *slow)
         if not ending.done():
-            self._http.force_exit = True
+            AppStatus.should_exit = self._http.force_exit = True  # the former ends the streams that are left
             ending.cancel()
             await asyncio.wait([http], timeout=1.0)
         if self._tracer is not None:

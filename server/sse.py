@@ -1,18 +1,10 @@
-"""Server-sent events: ready-made bytes per chunk, keep-alive comments, and a client that leaves is noticed at once.
+"""Server-sent events: sse-starlette's EventSourceResponse, fed with ready-made bytes."""
 
-EventStream stands in for sse-starlette's EventSourceResponse. From the engine's output to uvicorn a chunk costs 2.9 us
-here and 10.0 us there (a cancel scope and a debug call around every send). It also pings on a fixed beat even while
-data flows, runs four tasks per stream where two do, and patches uvicorn so that a shutdown cancels the very streams
-that our drain lets finish.
-"""
-
-import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-import anyio
 import msgspec
-from starlette.responses import Response
+from sse_starlette.sse import AppStatus, EventSourceResponse, SendTimeoutError
 from starlette.types import Receive, Scope, Send
 
 from engine.outputs import RequestOutput
@@ -23,11 +15,10 @@ from server.http_protocol import ABORT
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 STALL_SECONDS = 60.0  # a client that reads nothing for so long is let go, or it would hold its KV blocks for ever
-HEADERS = {
-    "content-type": "text/event-stream; charset=utf-8",
-    "cache-control": "no-cache",
-    "x-accel-buffering": "no",  # nginx would collect chunks otherwise
-}
+HEADERS = {"cache-control": "no-cache"}
+
+# A signal must not cancel streams: the drain lets them finish, and whoever ends the server ends them.
+AppStatus.enable_automatic_graceful_drain = False
 
 encode_json = msgspec.json.Encoder().encode
 
@@ -57,12 +48,16 @@ def _error_event(error: ApiError) -> bytes:
     return b"data: " + error_body(error) + b"\n\n"
 
 
-class EventStream(Response):
+class EventStream(EventSourceResponse):
     """Streams a generation that was admitted already; closes it whatever happens.
 
     `encode` turns one output of one prompt into the bytes of its chunks (empty: nothing to say yet); `ending` gives
     the bytes after the last one. An error after the headers is an error event, and then the end without [DONE].
     `opening` is sent with the headers; `failure` writes the error of APIs that have an event of their own for it.
+
+    sse-starlette sends the comments, notices a client that leaves and ends streams at a forced shutdown. Chunks do not
+    pass it: its cancel scope and debug call around every send cost more than everything else that a chunk needs
+    (`python -m benchmarks.stream_chunks`). So the iterator that it reads sends them itself and yields the end alone.
     """
 
     def __init__(
@@ -75,68 +70,43 @@ class EventStream(Response):
         opening: bytes = b"",
         failure: Callable[[ApiError], bytes] | None = None,
     ) -> None:
-        super().__init__(status_code=200, headers=HEADERS)
-        del self.headers["content-length"]
+        super().__init__(
+            self._stream(),
+            headers=HEADERS,
+            ping=keep_alive_interval,
+            ping_message_factory=lambda: KEEP_ALIVE,  # type: ignore[arg-type, return-value]  # bytes go as they are
+            send_timeout=STALL_SECONDS,
+        )
+        del self.headers["connection"]  # HTTP/1.1 keeps it anyway, HTTP/1.0 and a server that drains do not
         self._generation = generation
         self._encode = encode
         self._ending = ending
-        self._interval = keep_alive_interval
         self._opening = opening
         self._failure = failure or _error_event
-        self._last_sent = 0.0
-        self._sending = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._asgi_send = send
-        self._abort_connection = scope.get("extensions", {}).get(ABORT, {}).get("function", lambda: None)
         try:
-            async with anyio.create_task_group() as group:
-                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                self._last_sent = time.monotonic()
-                group.start_soon(self._watch_client, receive, group.cancel_scope)
-                if self._opening:
-                    await self._send(self._opening)
-                await self._send(await self._stream(), more_body=False)
-                group.cancel_scope.cancel()
+            await super().__call__(scope, receive, send)
+        except SendTimeoutError:  # closing would wait until the client has read what is buffered
+            scope.get("extensions", {}).get(ABORT, {}).get("function", lambda: None)()
         finally:
             self._generation.close()
 
-    async def _stream(self) -> bytes:
-        """Send all chunks; returns the bytes that end the stream."""
+    async def _stream(self) -> AsyncIterator[bytes]:
+        """Send all chunks; yields the bytes that end the stream."""
         try:
+            if self._opening:
+                await self._send(self._opening)
             await self._generation.read(self._send_output)
         except Exception as error:
-            return self._failure(to_api_error(error))
-        return self._ending()
+            yield self._failure(to_api_error(error))
+        else:
+            yield self._ending()
 
     async def _send_output(self, prompt_index: int, output: RequestOutput) -> None:
         if body := self._encode(prompt_index, output):
             await self._send(body)
 
-    async def _send(self, body: bytes, more_body: bool = True) -> None:
-        self._last_sent, self._sending = time.monotonic(), True
-        await self._asgi_send({"type": "http.response.body", "body": body, "more_body": more_body})
-        self._sending = not more_body  # nothing may follow the end
-
-    async def _watch_client(self, receive: Receive, scope: anyio.CancelScope) -> None:
-        """Cancel the stream when the client leaves or stalls; send a comment after each interval of silence."""
-        while True:
-            with anyio.move_on_after(self._last_sent + self._interval - time.monotonic()):
-                if (await receive())["type"] == "http.disconnect":
-                    return scope.cancel()
-                continue
-            silence = time.monotonic() - self._last_sent
-            if not self._sending and silence >= self._interval:
-                with anyio.move_on_after(STALL_SECONDS) as stall:
-                    await self._send(KEEP_ALIVE)
-                if stall.cancelled_caught:
-                    return self._drop_client(scope)
-            elif self._sending and silence > STALL_SECONDS:
-                return self._drop_client(scope)
-            elif self._sending:
-                await anyio.sleep(1.0)  # a send that waits ends by itself when the client leaves
-
-    def _drop_client(self, scope: anyio.CancelScope) -> None:
-        """Let a stalled client go: closing would wait until it has read what is buffered."""
-        self._abort_connection()
-        scope.cancel()
+    async def _send(self, body: bytes) -> None:
+        await self._asgi_send({"type": "http.response.body", "body": body, "more_body": True})

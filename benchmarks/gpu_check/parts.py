@@ -67,8 +67,8 @@ PARTS = (
     Part("steps", "steps", 110, (*ENGINE_PACKAGES, "triton"), "Steps of the model runner"),
     Part("serving", "serving", 80, (*ENGINE_PACKAGES, "triton"), "Engine"),
     Part("peers", "transformers_peer", 85, ("torch", "transformers"), "transformers on the same prompts"),
-    Part("http", "http", 35, (*ENGINE_PACKAGES, "triton", "fastapi", "uvicorn", "httptools", "pydantic", "httpx",
-                              "prometheus_client"), "Server over HTTP"),
+    Part("http", "http", 35, (*ENGINE_PACKAGES, "triton", "fastapi", "uvicorn", "sse_starlette", "httptools",
+                              "pydantic", "httpx", "prometheus_client"), "Server over HTTP"),
     Part("tiles", "tiles", 300, ("torch", "triton", "numpy"), "Other tiles of attention", on_request=True),
 )  # fmt: skip
 NAMES = tuple(part.name for part in PARTS)

@@ -59,6 +59,7 @@ async def test_nothing_is_held(folder, name, how):
     path, body = REQUESTS[name]
     async with running_driver(folder) as driver:
         app = create_app(driver, ServerConfig(served_model_name=(MODEL,), api_key=("key",), max_concurrent_requests=1))
+        await Asked(app, *REQUESTS["a stream"]).task  # the first one starts a task that serves all streams
         before = asyncio.all_tasks()
         for turn in range(MAX_TURNS):
             asked = Asked(app, path, body)

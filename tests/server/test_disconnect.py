@@ -167,7 +167,7 @@ def test_a_thousand_come_and_go_and_nothing_is_left(folder):
             lines = client.get("/metrics").text.splitlines()
             return float(next(line for line in lines if line.startswith("pageserve:asyncio_tasks")).split()[1])
 
-        client.post("/v1/completions", json=completion_body())
+        client.post("/v1/completions", json=completion_body(stream=True))  # starts sse-starlette's one watcher, too
         baseline = tasks()
         for i in range(50):
             make = completion_body if i % 2 else chat_body
