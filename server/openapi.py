@@ -15,6 +15,7 @@ from server.middleware import PUBLIC_PATHS
 from server.protocol import anthropic_answers, response_answers
 from server.protocol import responses as answers
 
+OPENAPI = "3.2.0"  # the first version that can describe the events of a stream
 REF = "#/components/schemas/{model}"
 STATUSES = {
     400: "The request is wrong; `param` names the field.",
@@ -83,7 +84,7 @@ ANSWERS: dict[str, Answers] = {
     "/debug/steps": Answers(answers.LastSteps),
     "/debug/requests/{id}": Answers(answers.RequestTimings, errors=(401, 404, 500, 503)),
 }
-# OpenAPI 3.2's way to describe a stream, which tools read in 3.1, too; x-event-schema says what the JSON holds.
+# An itemSchema describes each event of a stream; x-event-schema describes the JSON in its data.
 EVENT: dict[str, Any] = {
     "type": "object",
     "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
@@ -134,7 +135,7 @@ def describe(
 
 
 def _document(app: FastAPI, config: ServerConfig, kinds: list[type[BaseModel]], model: str) -> dict[str, Any]:
-    document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    document = get_openapi(title=app.title, version=app.version, openapi_version=OPENAPI, routes=app.routes)
     bodies = [(kind, "validation") for kind in kinds]
     models = dict.fromkeys([answers.ErrorEnvelope, *[model for row in ANSWERS.values() for model in row.models]])
     _, schemas = models_json_schema([*bodies, *[(model, "validation") for model in models]], ref_template=REF)  # type: ignore[list-item]

@@ -54,7 +54,7 @@ EarlyStopping = Annotated[Any, BeforeValidator(_early_stopping, json_schema_inpu
 
 
 Seed = Annotated[int | None, Field(ge=-(2**63), lt=2**63)]  # OpenAI's range; the engine itself takes more
-Salt = Annotated[str, Field(min_length=1, max_length=128)]
+Salt = Annotated[str, Field(min_length=1, max_length=128, json_schema_extra={"default": None})]  # "" is an absent one
 AllowedTokenIds = Annotated[Any, BeforeValidator(_token_ids, json_schema_input_type=list[int])]
 
 
