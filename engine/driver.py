@@ -241,7 +241,7 @@ class Driver:
     async def _run(self) -> None:
         try:
             started = time.monotonic()
-            self._become_ready(await self._executor.wait_ready(self._set_phase))
+            self._become_ready(await self._load())
             self._load_timeout = max(MIN_RELOAD_SECONDS, 10 * (time.monotonic() - started))
             while True:
                 try:
@@ -253,6 +253,19 @@ class Driver:
         except Exception:
             logger.exception("the engine loop failed")
             self._die(EngineError("an internal error ended the engine loop; the log has it"))
+
+    async def _load(self) -> WorkerReady:
+        """The first Worker's answer. One that somebody kills or stops while it loads is started again; whatever else it
+        dies of would come again. Raises PageserveError."""
+        while True:
+            try:
+                return await self._executor.wait_ready(self._set_phase)
+            except WorkerDiedError as death:
+                if not death.from_outside:
+                    raise
+                self._recovery.record_death([])
+                await self._bury(death)
+                await self._start_worker()
 
     async def _serve(self) -> None:
         """Send plans and take in results until the Worker dies; raises WorkerDiedError."""
@@ -363,10 +376,7 @@ class Driver:
         died_at = time.monotonic()
         while True:
             self._blame(death)
-            await self._executor.stop(grace=0)
-            delay = self._recovery.backoff(death)
-            logger.error("%s; starting it again in %g s, %d requests wait", death, delay, len(self._live))
-            await asyncio.sleep(delay)
+            await self._bury(death)
             try:
                 ready = await self._start_again()
                 break
@@ -375,6 +385,14 @@ class Driver:
         num_tokens = self._recompute(ready)
         seconds = time.monotonic() - died_at
         logger.warning("the Worker runs again after %.1f s; %d tokens are computed again", seconds, num_tokens)
+
+    async def _bury(self, death: PageserveError) -> None:
+        """End what is left of a dead Worker and wait until it is time for the next. Raises EngineError when the budget
+        is spent."""
+        await self._executor.stop(grace=0)
+        delay = self._recovery.backoff(death)
+        logger.error("%s; starting it again in %g s, %d requests wait", death, delay, len(self._live))
+        await asyncio.sleep(delay)
 
     def _blame(self, death: PageserveError) -> None:
         """Hold the death against the requests that were being computed; end the one that is proven guilty."""
@@ -387,10 +405,13 @@ class Driver:
             logger.error("request %s ends: a Worker died of it when it ran alone (%s)", request_id, death)
             self._fail(self._live[request_id], EngineError(f"The Worker dies of this request: {death}."))
 
-    async def _start_again(self) -> WorkerReady:
+    async def _start_worker(self) -> None:
         self.stats.worker_restarts.add()
         self._executor = Executor(self._worker_command)
         await self._executor.start(self._start_message)
+
+    async def _start_again(self) -> WorkerReady:
+        await self._start_worker()
         try:
             return await within(self._load_timeout, self._executor.wait_ready(lambda phase: None))
         except asyncio.TimeoutError:

@@ -12,7 +12,7 @@ import msgspec
 import engine.errors
 from engine.child_process import connect, spawn
 from engine.errors import EngineError, PageserveError
-from engine.process_state import count_oom_kills, is_stopped
+from engine.process_state import count_oom_kills, is_traced, stopped_at, wait_until_stopped
 from engine.recovery import StepWatch
 from engine.step import (
     FRAME_HEADER,
@@ -71,6 +71,7 @@ class Executor:
         self._step_timeout: float | None = None
         self._watch = StepWatch(GPU_STEP_TIMEOUT)
         self._timer: asyncio.TimerHandle | None = None
+        self._stop_watch: asyncio.Task[None] | None = None
         self._num_oom_kills = count_oom_kills()
         self._killed: WorkerDiedError | None = None  # why we killed it
 
@@ -86,6 +87,7 @@ class Executor:
             self._reader, self._writer = await connect(ours)
         except OSError as error:
             raise WorkerDiedError(f"the Worker process could not be started: {error}") from None
+        self._begin_stop_watch(self._process.pid)
         self._writer.write(encode_frame(message))
 
     async def wait_ready(self, on_progress: Callable[[str], None]) -> WorkerReady:
@@ -143,6 +145,16 @@ class Executor:
             return False
         return True
 
+    # A Worker that is stopped, from its start on.
+
+    def _begin_stop_watch(self, pid: int) -> None:
+        self._stop_watch = asyncio.create_task(self._kill_when_stopped(pid), name="stop-watch")
+
+    async def _kill_when_stopped(self, pid: int) -> None:
+        await wait_until_stopped(pid)
+        self._killed = self._killed or WorkerDiedError("the Worker process was stopped (SIGSTOP)", from_outside=True)
+        self._kill()
+
     # A Worker that hangs.
 
     def _begin_watch(self, device: str) -> None:
@@ -164,10 +176,10 @@ class Executor:
 
     def _give_up(self) -> None:
         assert self._process is not None
-        stopped = is_stopped(self._process.pid)
-        idle = self._watch.awaits_heartbeat
+        pid, idle = self._process.pid, self._watch.awaits_heartbeat
+        held = is_traced(pid) or stopped_at(pid) is not None
         cause = f"the Worker did not {'answer' if idle else 'finish a step'} within {self._watch.silence:.3g} s"
-        self._killed = WorkerDiedError(cause + (": it was stopped" if stopped else ""), from_outside=stopped or idle)
+        self._killed = WorkerDiedError(cause + (": it was stopped" if held else ""), from_outside=held or idle)
         self._process.send_signal(signal.SIGUSR1)  # it writes its stacks to the log, if it can
         self._timer = asyncio.get_running_loop().call_later(STACK_DUMP_SECONDS, self._kill)
 
@@ -182,6 +194,8 @@ class Executor:
         self.ready = False
         if self._timer is not None:
             self._timer.cancel()
+        if self._stop_watch is not None:
+            self._stop_watch.cancel()
 
     async def _receive(self) -> WorkerMessage:
         assert self._reader is not None, "start() comes first"

@@ -16,6 +16,7 @@ import msgspec
 from engine.child_process import connect, spawn
 from engine.errors import EngineError, InvalidRequestError, QueueFullError
 from engine.fair_slots import FairSlots
+from engine.process_state import ProcessStoppedError, count_oom_kills, stopped_at, unless_stopped
 from engine.step import FRAME_HEADER, encode_frame
 from engine.structured_output import StructuredOutput, Vocabulary
 from engine.within import within
@@ -28,11 +29,19 @@ MAX_WAITING = 128  # with those that are checked; of several tenants each has it
 # The time limit counts processor time, so that a busy machine refuses nothing; a helper silent for this long is killed.
 WALL_CLOCK_FACTOR = 20.0
 LOAD_SECONDS = 120.0  # to start, to import and to load the vocabulary
+MAX_ATTEMPTS = 5  # at one check, with helpers that somebody kills or stops
 TOO_COSTLY = "it takes too much time or memory to compile: make it smaller or less ambiguous"
 
 
 class HelperDiedError(Exception):
-    """It was ended by its limits, by us, or by somebody else."""
+    """It was ended by its limits, by us, or by somebody else.
+
+    `from_outside`: somebody stopped it, or killed it when the kernel had no lack of memory. No grammar is guilty then.
+    """
+
+    def __init__(self, message: str, *, from_outside: bool = False) -> None:
+        super().__init__(message)
+        self.from_outside = from_outside
 
 
 class GrammarHelper:
@@ -41,6 +50,7 @@ class GrammarHelper:
     def __init__(self, command: tuple[str, ...]) -> None:
         self._command = command
         self._process: subprocess.Popen[bytes] | None = None
+        self._num_oom_kills = count_oom_kills()
 
     async def start(self, vocabulary: Vocabulary, cpu_seconds: float) -> str:
         """Start it and load the vocabulary; returns why it serves nothing, or "". Raises HelperDiedError, OSError."""
@@ -52,13 +62,34 @@ class GrammarHelper:
     def pid(self) -> int | None:
         return self._process.pid if self._process else None
 
+    @property
+    def is_usable(self) -> bool:
+        """False where it has ended or is stopped: who needs one then takes another."""
+        assert self._process is not None, "start() comes first"
+        return self._process.poll() is None and stopped_at(self._process.pid) is None
+
     async def ask(self, message: StructuredOutput | Vocabulary, seconds: float) -> str:
         """What is wrong with it, or "". Raises HelperDiedError, also after `seconds` without an answer."""
+        assert self._process is not None, "start() comes first"
         try:
             self._writer.write(encode_frame(message))
-            return await within(seconds, self._answer())
-        except (asyncio.TimeoutError, asyncio.IncompleteReadError, ConnectionError) as error:
-            raise HelperDiedError(str(error)) from None
+            return await within(seconds, unless_stopped(self._process.pid, self._answer()))
+        except ProcessStoppedError as error:
+            raise HelperDiedError(str(error), from_outside=True) from None
+        except asyncio.TimeoutError:
+            raise HelperDiedError(f"no answer within {seconds:g} s") from None
+        except (asyncio.IncompleteReadError, ConnectionError) as error:
+            killed = await asyncio.to_thread(self._was_killed)
+            raise HelperDiedError(str(error), from_outside=killed) from None
+
+    def _was_killed(self) -> bool:
+        """SIGKILL is none of its limits: if the kernel had no lack of memory, it was somebody."""
+        assert self._process is not None
+        try:
+            status = self._process.wait(1.0)  # the socket closes a moment before the process can be reaped
+        except subprocess.TimeoutExpired:
+            return False
+        return status == -signal.SIGKILL and count_oom_kills() == self._num_oom_kills is not None
 
     async def _answer(self) -> str:
         (length,) = FRAME_HEADER.unpack(await self._reader.readexactly(FRAME_HEADER.size))
@@ -149,14 +180,20 @@ class GrammarChecker:
         return verdict
 
     async def _ask(self, output: StructuredOutput) -> str:
-        """A helper that dies of anything but its time limit is tried once more: somebody else may have killed it."""
-        for _ in range(2):
-            helper = await self._take()
+        """A check whose helper dies of anything but its time limit is tried once more; those that somebody kills or
+        stops do not count. EngineError where that never ends."""
+        num_deaths = 0
+        for _ in range(MAX_ATTEMPTS):
+            try:
+                helper = await self._take()
+            except HelperDiedError:  # from outside, while it loaded
+                continue
             try:
                 verdict = await helper.ask(output, WALL_CLOCK_FACTOR * self._cpu_seconds)
-            except HelperDiedError:
-                if await self._drop(helper):
-                    break
+            except HelperDiedError as death:
+                num_deaths += not death.from_outside
+                if await self._drop(helper) or num_deaths == 2:
+                    return TOO_COSTLY
             except BaseException:
                 await self._drop(helper)
                 raise
@@ -164,14 +201,20 @@ class GrammarChecker:
                 self._busy.discard(helper)
                 self._idle.append(helper)
                 return verdict
-        return TOO_COSTLY
+        raise EngineError("the processes that compile grammars are killed or stopped again and again from outside")
 
     async def _take(self) -> GrammarHelper:
-        """A helper that is ready, perhaps a new one. InvalidRequestError where this model can have none."""
-        if self._idle:
+        """A helper that is ready, perhaps a new one.
+
+        InvalidRequestError where this model can have none, EngineError where it does not start, HelperDiedError where
+        somebody killed or stopped it while it loaded.
+        """
+        while self._idle:
             helper = self._idle.pop()
             self._busy.add(helper)
-            return helper
+            if helper.is_usable:
+                return helper
+            await self._drop(helper)
         vocabulary = await self._vocabulary()
         helper = GrammarHelper(self._command)
         self._busy.add(helper)
@@ -179,6 +222,8 @@ class GrammarChecker:
             refusal = await helper.start(vocabulary, self._cpu_seconds)
         except (HelperDiedError, OSError) as error:
             await self._drop(helper)
+            if isinstance(error, HelperDiedError) and error.from_outside:
+                raise
             raise EngineError(f"the process that compiles grammars does not start: {error}") from None
         if refusal:
             await self._drop(helper)

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import sys
 import time
 
 import pytest
@@ -82,7 +83,8 @@ async def test_streams_go_on_whatever_the_worker_dies_of(folder, lives, fault, a
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, signal.SIGSEGV])
-async def test_streams_live_through_signals_again_and_again(folder, number):
+async def test_streams_live_through_signals_again_and_again(folder, number, monkeypatch):
+    monkeypatch.setattr(engine.process_state, "LOOK_SECONDS", 0.05)
     async with running_driver(folder, "--step-seconds", "0.01", step_timeout=STEP_TIMEOUT) as driver:
         streams = start(driver, 6, max_tokens=80)
         results = asyncio.gather(*map(collect, streams))
@@ -137,6 +139,69 @@ async def test_an_idle_worker_that_was_stopped_is_noticed_by_the_next_request(fo
         os.kill(driver._executor.pid, signal.SIGSTOP)
         assert_complete(await asyncio.gather(*map(collect, start(driver, 2))))
         assert driver.stats.worker_restarts.values[()] == 1
+
+
+async def stop_long_enough(pid, seconds):
+    os.kill(pid, signal.SIGSTOP)
+    await asyncio.sleep(seconds)
+    os.kill(pid, signal.SIGCONT)
+
+
+async def test_a_stopped_worker_is_replaced_long_before_a_step_may_take_so_long(folder):
+    """With default settings, amid streams."""
+    async with running_driver(folder, "--step-seconds", "0.01") as driver:
+        streams = start(driver, 4, max_tokens=80)
+        await until(lambda: streams[0].num_generated_tokens > 10)
+        os.kill(driver._executor.pid, signal.SIGSTOP)
+        started = time.monotonic()
+        await until(lambda: driver.phase == "restarting")
+        assert 1.9 < time.monotonic() - started < 5
+        assert driver._recovery.suspects_nobody
+        assert_complete(await asyncio.gather(*map(collect, streams)), max_tokens=80)
+        assert driver.stats.worker_restarts.values[()] == 1
+
+
+async def test_a_worker_that_is_let_go_on_is_left_alone(folder):
+    async with running_driver(folder, "--step-seconds", "0.01") as driver:
+        streams = start(driver, 2, max_tokens=60)
+        await until(lambda: streams[0].num_generated_tokens > 10)
+        await stop_long_enough(driver._executor.pid, 1.2)
+        assert_complete(await asyncio.gather(*map(collect, streams)), max_tokens=60)
+        assert driver.stats.worker_restarts.values[()] == 0
+
+
+async def test_looks_at_a_process_that_goes_on_now_and_then_never_find_it_stopped(monkeypatch):
+    """A limiter of processor time stops and continues a process many times a second."""
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", "while True: pass")
+    try:
+        monkeypatch.setattr(engine.process_state, "LOOK_SECONDS", 0.06)
+        watch = asyncio.create_task(engine.process_state.wait_until_stopped(process.pid))
+        for _ in range(8):
+            os.kill(process.pid, signal.SIGSTOP)
+            await asyncio.sleep(0.1)
+            os.kill(process.pid, signal.SIGCONT)
+            await asyncio.sleep(0.03)
+        assert not watch.done()
+        os.kill(process.pid, signal.SIGSTOP)
+        await asyncio.wait_for(watch, 5)
+    finally:
+        process.kill()
+        await process.wait()
+
+
+async def test_a_worker_that_is_stopped_while_it_loads_is_replaced(folder, lives, monkeypatch):
+    monkeypatch.setattr(engine.process_state, "LOOK_SECONDS", 0.05)
+    options = ["--hang-loading", "--faults-in", "1,3", "--lives", str(lives)]
+    async with running_driver(folder, *options, ready=False) as driver:
+        for life in (1, 3):  # at the start of the server, and when it is started again
+            await until(lambda life=life: lives.stat().st_size == life)
+            os.kill(driver._executor.pid, signal.SIGSTOP)
+            await until(lambda life=life: driver.phase == "ready" and lives.stat().st_size == life + 1)
+            assert_complete(await asyncio.gather(*map(collect, start(driver, 1))))
+            if life == 1:
+                os.kill(driver._executor.pid, signal.SIGKILL)
+                await until(lambda: driver.phase == "restarting")
+        assert driver.stats.worker_restarts.values[()] == 3
 
 
 async def test_a_slow_step_is_not_a_hang(folder):
@@ -317,6 +382,7 @@ async def test_a_deadly_request_ends_alone(folder, lives, tmp_path, async_schedu
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 async def test_who_is_hit_from_outside_is_never_guilty(folder, number, monkeypatch):
     """However often, and with no token in between."""
+    monkeypatch.setattr(engine.process_state, "LOOK_SECONDS", 0.1)
     monkeypatch.setattr(engine.recovery.StepWatch, "FIRST_STEPS", 0)
     async with running_driver(folder, "--step-seconds", "0.6", step_timeout=1.2) as driver:
         streams = start(driver, 3, max_tokens=4)
@@ -359,7 +425,9 @@ async def test_lack_of_memory_is_not_from_outside(folder, monkeypatch):
 
 def test_process_state():
     assert engine.process_state.count_oom_kills() is not None, "every Linux since 4.13 has it"
-    assert not engine.process_state.is_stopped(os.getpid()) and not engine.process_state.is_stopped(2**22 + 1)
+    assert engine.process_state.stopped_at(os.getpid()) is None, "it runs"
+    assert engine.process_state.stopped_at(2**22 + 1) is None and not engine.process_state.is_traced(2**22 + 1)
+    assert not engine.process_state.is_traced(os.getpid())
 
 
 async def test_samples_of_a_deadly_request_run_alone_together(folder, lives, tmp_path):

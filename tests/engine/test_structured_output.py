@@ -13,13 +13,14 @@ import jsonschema
 import pytest
 
 import engine.grammar_checker
+import engine.process_state
 import engine.recovery
 from engine.checkpoint import read_eos_token_ids, resolve_model
 from engine.config import EngineConfig
 from engine.driver import Driver
 from engine.errors import EngineError, InvalidRequestError, QueueFullError
 from engine.grammar import MAX_MESSAGE, Compiler
-from engine.grammar_checker import TOO_COSTLY, GrammarChecker
+from engine.grammar_checker import TOO_COSTLY, GrammarChecker, GrammarHelper
 from engine.grammar_helper import find_fault
 from engine.llm import LLM
 from engine.outputs import FinishReason
@@ -234,11 +235,61 @@ async def test_a_process_that_somebody_kills_is_replaced(make_checker):
     assert checker.helper_pids != [pid] and len(checker.helper_pids) == 1
 
 
-async def test_one_that_hangs_is_killed_and_another_takes_its_place(make_checker, monkeypatch):
+async def test_one_that_is_stopped_is_replaced_in_no_time(make_checker):
     checker = make_checker()
     await checker.check(CODE)
     [pid] = checker.helper_pids
     os.kill(pid, signal.SIGSTOP)
+    started = time.monotonic()
+    await checker.check(FOX_FORM)
+    assert time.monotonic() - started < 10, "not the 60 s and more that a check may take"
+    [other] = checker.helper_pids
+    assert other != pid
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+async def test_no_grammar_is_guilty_of_helpers_that_somebody_hits_again_and_again(make_checker, monkeypatch, number):
+    monkeypatch.setattr(engine.process_state, "LOOK_SECONDS", 0.05)
+    checker = make_checker()
+    await checker.check(CODE)
+    asked, hits = GrammarHelper.ask, []
+
+    async def hit(helper, message, seconds):
+        """The first one is hit when it is asked to check, the second while it loads, the third when it is asked."""
+        if len(hits) < 3 and (isinstance(message, StructuredOutput) or len(hits) == 1):
+            hits.append(helper.pid)
+            os.kill(helper.pid, number)
+        return await asked(helper, message, seconds)
+
+    monkeypatch.setattr(GrammarHelper, "ask", hit)
+    await checker.check(FOX_FORM)
+    assert len(set(hits)) == 3 and checker.verdict(FOX_FORM) == ""
+    assert len(checker.helper_pids) == 1 and not set(hits) & set(checker.helper_pids)
+
+
+async def test_helpers_that_somebody_hits_for_ever_are_no_fault_of_a_grammar(make_checker, monkeypatch):
+    monkeypatch.setattr(engine.process_state, "LOOK_SECONDS", 0.05)
+    checker, asked = make_checker(), GrammarHelper.ask
+
+    async def hit(helper, message, seconds):
+        os.kill(helper.pid, signal.SIGSTOP)
+        return await asked(helper, message, seconds)
+
+    monkeypatch.setattr(GrammarHelper, "ask", hit)
+    with pytest.raises(EngineError, match="again and again from outside"):
+        await checker.check(FOX_FORM)
+    assert checker.verdict(FOX_FORM) is None and checker.helper_pids == []
+
+
+async def test_one_that_hangs_is_killed_and_another_takes_its_place(make_checker, monkeypatch):
+    checker = make_checker()
+    await checker.check(CODE)
+    [pid] = checker.helper_pids
+    os.kill(pid, signal.SIGSTOP)  # which the kernel does not tell here
+    monkeypatch.setattr(engine.process_state, "stopped_at", lambda pid: None)
+    monkeypatch.setattr(engine.grammar_checker, "stopped_at", lambda pid: None)
     monkeypatch.setattr(engine.grammar_checker, "WALL_CLOCK_FACTOR", 0.15)  # of 20 s
     await checker.check(FOX_FORM)
     [other] = checker.helper_pids

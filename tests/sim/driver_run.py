@@ -14,6 +14,7 @@ from unittest import mock
 
 import engine.driver
 import engine.executor
+import engine.process_state
 import engine.request_timings
 import engine.worker.disk_cache
 from engine.config import EngineConfig
@@ -25,7 +26,7 @@ from tests.checkpoints import save_fake_checkpoint
 from tests.sim.clients import Clients
 from tests.sim.coverage import Coverage
 from tests.sim.disk import IDENTITY, damage
-from tests.sim.executor import SimExecutor
+from tests.sim.executor import LOOK_SECONDS, SimExecutor
 from tests.sim.model import mix
 from tests.sim.monitor import Monitor, left_over
 from tests.sim.prefetch import WatchedPrefetcher
@@ -269,7 +270,10 @@ def _patched(run: DriverRun, loop: VirtualLoop) -> Iterator[None]:
             (engine.driver, "Executor", partial(SimExecutor, config, monitor, run._folder)),
             (engine.driver, "Prefetcher", partial(WatchedPrefetcher, monitor)),
             (engine.driver, "model_identity", lambda *_: IDENTITY),
-            (engine.executor, "is_stopped", lambda _: monitor.executor.worker.stopped),
+            (engine.process_state, "stopped_at", lambda pid: 0 if monitor.workers[pid].stopped else None),
+            (engine.process_state, "LOOK_SECONDS", LOOK_SECONDS),
+            (engine.executor, "stopped_at", lambda pid: 0 if monitor.workers[pid].stopped else None),
+            (engine.executor, "is_traced", lambda _: False),
             (engine.executor, "count_oom_kills", lambda: 0),
             (engine.worker.disk_cache, "os", monitor.faults),
             (engine.worker.disk_cache, "threading", SimpleNamespace(Thread=lambda **_: no_thread)),

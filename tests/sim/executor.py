@@ -6,12 +6,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from engine.executor import STACK_DUMP_SECONDS, Executor
+from engine.process_state import STOPPED_LOOKS
 from engine.recovery import StepWatch
 from engine.step import FetchBlocks, FetchedBlocks, StartWorker, StepPlan, StepResult, WorkerReady, encode_frame
 from tests.sim.monitor import Monitor
 from tests.sim.swarm import SimConfig
 from tests.sim.violation import fail, require
 from tests.sim.worker import SimWorker
+
+LOOK_SECONDS = 2.0  # engine.process_state has a shorter time, which makes many more turns of the loop
 
 
 class SimWriter:
@@ -45,6 +48,8 @@ class SimExecutor(Executor):
         number, self._monitor.num_workers = self._monitor.num_workers, self._monitor.num_workers + 1
         self.worker = self._process = SimWorker(self._config, self._monitor, self._reader, number, self._folder)
         self._writer = SimWriter(self.worker)
+        self._monitor.workers[number] = self.worker
+        self._begin_stop_watch(number)
         self._writer.write(encode_frame(message))
 
     async def wait_ready(self, on_progress: Callable[[str], None]) -> WorkerReady:
@@ -75,12 +80,20 @@ class SimExecutor(Executor):
         worker = self.worker
         if not (worker.hung or worker.stopped or worker.was_stopped):
             fail("false-alarm", "the watch kills a Worker that computes")
+        now = asyncio.get_running_loop().time()
+        if worker.stopped and not worker.hung:
+            self._check_stop(now - worker.still_since)
+        else:
+            self._check_patience(worker, now)
         how = "stopped" if worker.stopped else "hung"
-        self._check_patience(worker, asyncio.get_running_loop().time())
         self._monitor.saw(f"{how} Worker killed by the watch")
         if worker.asked_at is not None:
             self._monitor.saw(f"{how} Worker killed while idle")
         super()._kill()
+
+    def _check_stop(self, seconds: float) -> None:
+        least, most = (STOPPED_LOOKS - 1) * LOOK_SECONDS, STOPPED_LOOKS * LOOK_SECONDS
+        require(least <= seconds <= most, "watch", f"killed when it was stopped for {seconds:.1f} s")
 
     def _check_patience(self, worker: SimWorker, now: float) -> None:
         timeout, interval = self._config.step_timeout, self._watch.interval

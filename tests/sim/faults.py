@@ -1,6 +1,7 @@
 """The faults that `make sim-mutants` plants: none that is equivalent to the original for every observer."""
 
 import engine.driver
+import engine.process_state
 import engine.scheduler
 from engine.admission_policy import PlainAdmission, PredictedAdmission
 from engine.beam_group import BeamGroup
@@ -298,6 +299,15 @@ MUTANTS = (
         "self._silent_ticks, self._num_results = 0, self._num_results + 1",
         for_driver=True,
     ),
+    Mutant("stopped Worker never noticed", Executor, "_kill_when_stopped", "self._kill()", "pass", for_driver=True),
+    Mutant(
+        "looks at a stopped Worker not in a row",
+        engine.process_state,
+        "wait_until_stopped",
+        "num_looks = 0 if now is None",
+        "num_looks = num_looks if now is None",
+        for_driver=True,
+    ),
     Mutant(
         "heartbeat waited for as long as a step",
         StepWatch,
@@ -310,15 +320,15 @@ MUTANTS = (
         "hang never held against a request",
         Executor,
         "_give_up",
-        "from_outside=stopped or idle",
+        "from_outside=held or idle",
         "from_outside=True",
         for_driver=True,
     ),
     Mutant(
         "stop held against requests",
         Executor,
-        "_give_up",
-        "from_outside=stopped or idle",
+        "_kill_when_stopped",
+        "from_outside=True",
         "from_outside=False",
         for_driver=True,
     ),

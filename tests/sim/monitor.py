@@ -23,6 +23,7 @@ from tests.sim.watched import WatchedScheduler, sequences_of
 
 if TYPE_CHECKING:
     from tests.sim.executor import SimExecutor
+    from tests.sim.worker import SimWorker
 
 OWN_CHECKS_EVERY = 16  # steps between two calls of the scheduler's own check_invariants
 
@@ -80,6 +81,7 @@ class Monitor:
         self.executor: SimExecutor
         self.faults = FaultyOs(config, self.saw)
         self.num_workers = 0  # started so far
+        self.workers: dict[int, SimWorker] = {}  # by number, which is also the pid
         self.blows: list[str] = []  # "kill" or "stop": what happens to the next Workers, at the first plan of each
         self._hits: dict[int, int] = {}  # by index of arrival: deaths from outside since its last token
         self.memory: KvMemory | None = None  # of the Worker that was started last, where there is one
