@@ -1,8 +1,8 @@
 """The content blocks of an answer of /v1/messages, as they grow, and the events that tell of it."""
 
-import json
 from typing import Any
 
+from server.protocol.tools import parse_arguments
 from server.sse import encode_json
 from server.tools.events import Arguments, CallStart, Content, Event, Reasoning
 
@@ -77,8 +77,4 @@ class MessageOutput:
 
 def _arguments(text: str) -> dict[str, Any]:
     """Of a call; nothing of one that max_tokens cut, whose beginning only a stream can tell."""
-    try:
-        value = json.loads(text or "{}")
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
+    return parse_arguments(text) or {}

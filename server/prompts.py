@@ -1,11 +1,12 @@
 """From a request to the token ids of its prompt: the chat template, truncation, and bans that need the tokenizer."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from engine.bad_words import resolve_bans
+from engine.chat_template import ChatTemplate
 from engine.driver import Driver
-from engine.errors import ContextLengthError
+from engine.errors import ContextLengthError, InvalidRequestError
 from engine.sampling_params import SamplingParams
 from engine.tokenizer import Tokenizer
 from server.config import ServerConfig
@@ -13,8 +14,8 @@ from server.errors import invalid
 from server.generation import check_length
 from server.protocol import ChatCompletionRequest, GenerationRequest
 from server.served import Served
-from server.tools.formats import find_tool_use
-from server.tools.rendering import with_tools
+from server.tools.formats import ToolUse, find_tool_use
+from server.tools.rendering import Rendered, mended, with_tools
 
 MAX_TRUNCATED_CHARS = 1 << 22  # of a text that is cut to fit: all of it is encoded first
 
@@ -37,21 +38,43 @@ async def tokenize_chat(served: Served, request: ChatCompletionRequest) -> list[
 
 def _tokenize_chat(tokenizer: Tokenizer, request: ChatCompletionRequest, config: ServerConfig) -> list[int]:
     template = tokenizer.template()
+    own = template_variables(request, template.variables)
+    refused: InvalidRequestError | None = None
+    for messages, variables in _renditions(template, tokenizer, request, config):
+        try:
+            return tokenizer.chat_prompt(
+                messages,
+                add_generation_prompt=request.adds_generation_prompt,
+                continue_final_message=request.continue_final_message,
+                add_special_tokens=request.add_special_tokens,
+                special_tokens_in_content=config.special_tokens_in_content,
+                **{**own, **variables},
+            ).token_ids
+        except InvalidRequestError as error:
+            refused = refused or error
+    assert refused is not None
+    raise refused
+
+
+def _renditions(
+    template: ChatTemplate, tokenizer: Tokenizer, request: ChatCompletionRequest, config: ServerConfig
+) -> Iterator[Rendered]:
+    """Messages and variables of the template: the conversation as it is, and where calls and answers do not fit each
+    other, or turns are empty, in forms for a template that refuses that: mended, and last without its own tools."""
     has_developer = "developer" in template.source
-    messages = [message.for_template(has_developer) for message in request.messages]
-    variables = dict(template_variables(request, template.variables))
-    if request.has_tools:
-        use = find_tool_use(template, tokenizer, config.tool_call_format)
-        messages, listed = with_tools(template, use, request.messages, request.offered_tools, has_developer)
-        variables |= listed
-    return tokenizer.chat_prompt(
-        messages,
-        add_generation_prompt=request.adds_generation_prompt,
-        continue_final_message=request.continue_final_message,
-        add_special_tokens=request.add_special_tokens,
-        special_tokens_in_content=config.special_tokens_in_content,
-        **variables,
-    ).token_ids
+    if not request.has_tools:
+        yield [message.for_template(has_developer) for message in request.messages], {}
+        history = mended(request.messages)
+        if history != request.messages:
+            yield [message.for_template(has_developer) for message in history], {}
+        return
+    use = find_tool_use(template, tokenizer, config.tool_call_format)
+    tools = request.offered_tools
+    yield with_tools(template, use, request.messages, tools, has_developer)
+    history = mended(request.messages)
+    if history != request.messages:
+        yield with_tools(template, use, history, tools, has_developer)
+        yield with_tools(template, ToolUse(use.form, in_template=False), history, tools, has_developer)
 
 
 def template_variables(request: ChatCompletionRequest, known: frozenset[str]) -> Mapping[str, Any]:

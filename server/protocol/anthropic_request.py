@@ -84,7 +84,6 @@ def _messages(value: Any) -> Any:
     if not 1 <= len(value) <= MAX_MESSAGES:
         raise field_error("invalid_value", f"must hold 1 to {MAX_MESSAGES} messages")
     messages: list[ChatMessage] = []
-    called: set[str] = set()
     for i, message in enumerate(value):
         if not isinstance(message, dict):
             raise field_error("invalid_type", "must be an object", i)
@@ -94,38 +93,25 @@ def _messages(value: Any) -> Any:
         role = message.get("role")
         if role == "assistant":
             blocks = _blocks(message.get("content"), ("text", "thinking", "tool_use"), i, "content")
-            called |= _calls(blocks, i)
+            _check_calls(blocks, i)
             _add_assistant(messages, blocks)
         elif role == "user":
             blocks = _blocks(message.get("content"), ("text", "tool_result"), i, "content")
-            _check_results(blocks, called, i)
             _add_user(messages, blocks, i)
         elif role == "system":
             text = "\n".join(block["text"] for block in _blocks(message.get("content"), ("text",), i, "content"))
             messages.append({"role": "system", "content": text})
         else:
             raise field_error("invalid_value", "must be 'user', 'assistant' or 'system'", i, "role")
-    if messages[-1].get("tool_calls"):
-        text = "may not end with a tool_use: its tool_result must follow in a message of the user"
-        raise field_error("invalid_value", text, len(value) - 1, "content")
     return messages
 
 
-def _calls(blocks: list[dict[str, Any]], i: int) -> set[str]:
-    """The ids of what a message calls."""
+def _check_calls(blocks: list[dict[str, Any]], i: int) -> None:
     calls = [(j, block) for j, block in enumerate(blocks) if block["type"] == "tool_use"]
     for j, block in calls:
         for name in ("id", "name"):
             if not 1 <= len(block[name]) <= MAX_NAME:
                 raise field_error("invalid_value", f"must have 1 to {MAX_NAME} characters", i, "content", j, name)
-    return {block["id"] for _, block in calls}
-
-
-def _check_results(blocks: list[dict[str, Any]], called: set[str], i: int) -> None:
-    for j, block in enumerate(blocks):
-        if block["type"] == "tool_result" and block["tool_use_id"] not in called:
-            text = "is not the id of a tool_use in a message before it"
-            raise field_error("invalid_value", text, i, "content", j, "tool_use_id")
 
 
 def _add_assistant(messages: list[ChatMessage], blocks: list[dict[str, Any]]) -> None:
@@ -138,9 +124,15 @@ def _add_assistant(messages: list[ChatMessage], blocks: list[dict[str, Any]]) ->
         elif block["type"] == "thinking":
             message["reasoning_content"] = message.get("reasoning_content", "") + block["thinking"]
         else:
-            arguments = json.dumps(block["input"], ensure_ascii=False)
-            function = {"name": block["name"], "arguments": arguments}
+            function = {"name": block["name"], "arguments": _arguments(block["input"])}
             message.setdefault("tool_calls", []).append({"id": block["id"], "type": "function", "function": function})
+
+
+def _arguments(value: dict[str, Any]) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except RecursionError:
+        raise field_error("invalid_value", "has a tool_use whose input is nested too deeply") from None
 
 
 def _add_user(messages: list[ChatMessage], blocks: list[dict[str, Any]], i: int) -> None:
@@ -294,8 +286,9 @@ class MessagesPrompt(Strict):
 
     @property
     def continues(self) -> bool:
-        """A last message of the assistant is the beginning of the answer."""
-        return bool(self.messages[-1]["role"] == "assistant")
+        """A last message of the assistant is the beginning of the answer, unless it calls tools: that one is whole."""
+        last = self.messages[-1]
+        return bool(last["role"] == "assistant" and not last.get("tool_calls"))
 
     def chat_fields(self) -> dict[str, Any]:
         """The body of a chat request with the same prompt."""

@@ -8,7 +8,7 @@ from server.config import ServerConfig
 from server.errors import MAX_NAME_LENGTH, invalid
 from server.protocol.generation import GenerationRequest, within
 from server.protocol.harmless import CHAT_INERT, INERT
-from server.protocol.messages import Message, check_tool_messages
+from server.protocol.messages import Message
 from server.protocol.strict import field_error
 from server.protocol.structured_output import RENAMED
 from server.protocol.tools import Tool, ToolChoice, ToolChoiceField, ToolsField, check_choice
@@ -72,7 +72,6 @@ class ChatCompletionRequest(GenerationRequest):
     @model_validator(mode="after")
     def _tools_fit(self) -> "ChatCompletionRequest":
         check_choice(self.tools, self.tool_choice)
-        check_tool_messages(self.messages)
         return self
 
     @property
@@ -104,8 +103,10 @@ class ChatCompletionRequest(GenerationRequest):
 
     @property
     def has_tools(self) -> bool:
-        """Whether the prompt is about tools: some are offered, or were called in earlier turns."""
-        return bool(self.offered_tools) or any(message.tool_calls for message in self.messages)
+        """Whether the prompt is about tools: some are offered, or were called or have answered in earlier turns."""
+        return bool(self.offered_tools) or any(
+            message.tool_calls or message.role == "tool" for message in self.messages
+        )
 
     @property
     def adds_generation_prompt(self) -> bool:

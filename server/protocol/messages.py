@@ -61,7 +61,8 @@ ROLE_OF = {
     "tool_call_id": "tool",
 }
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
+# A turn of the assistant, and the answer of a tool, may be empty: max_tokens or the tool made it so.
+NEED_CONTENT = ("system", "developer", "user")
 
 
 class Message(Strict):
@@ -73,7 +74,7 @@ class Message(Strict):
     renamed: ClassVar = {"function_call": "tool_calls"}
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Content = ""  # may be absent where there are tool_calls
+    content: Content = ""  # may be absent of the assistant and of a tool
     name: str | None = Field(None, max_length=256)
     refusal: str | None = None
     reasoning_content: str | None = None
@@ -94,7 +95,7 @@ class Message(Strict):
             if isinstance(part, dict) and part.get("type") == "refusal":
                 raise field_error("unsupported_value", "may be 'refusal' only of the assistant", "content", i, "type")
         called = fields.get("tool_calls") or fields.get("function_call")  # of which the latter is refused by name
-        if role in ROLES and content is None and refusal is None and not called:
+        if role in NEED_CONTENT and content is None and refusal is None and not called:
             raise field_error("missing_required_parameter", "is required", "content")
         if role == "tool" and fields.get("tool_call_id") is None:
             raise field_error("missing_required_parameter", "is required", "tool_call_id")
@@ -112,13 +113,3 @@ class Message(Strict):
     def num_chars(self) -> int:
         """Of what the prompt holds of it, at least."""
         return len(self.content) + sum(len(call.function.name) for call in self.tool_calls)
-
-
-def check_tool_messages(messages: list[Message]) -> None:
-    """Raises a field error where a tool answers a call that nobody made."""
-    called: set[str] = set()
-    for i, message in enumerate(messages):
-        called.update(call.id for call in message.tool_calls)
-        if message.tool_call_id is not None and message.tool_call_id not in called:
-            text = "is not the id of a call in the tool_calls of an assistant's message before it"
-            raise field_error("invalid_value", text, "messages", i, "tool_call_id")

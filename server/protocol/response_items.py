@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 from server.protocol.strict import field_error
-from server.protocol.tools import NO_ARGUMENTS, parse_arguments
 
 MAX_ITEMS = 1 << 16
 MAX_NAME = 256  # characters of the name or id of a call
@@ -33,7 +32,6 @@ def chat_messages(items: Any) -> list[ChatMessage]:
     if not 1 <= len(items) <= MAX_ITEMS:
         raise field_error("invalid_value", f"must hold 1 to {MAX_ITEMS} items")
     messages: list[ChatMessage] = []
-    called: set[str] = set()
     for i, item in enumerate(items):
         if not isinstance(item, dict):
             raise field_error("invalid_type", "must be an object", i)
@@ -44,10 +42,6 @@ def chat_messages(items: Any) -> list[ChatMessage]:
             raise _unknown_kind(kind, i)
         _check_head(fields, i)
         read(messages, fields, i)
-        if kind == "function_call":
-            called.add(fields["call_id"])
-        elif kind == "function_call_output" and fields["call_id"] not in called:
-            raise field_error("invalid_value", "is not the call_id of a function_call before it", i, "call_id")
     for message in messages:
         if "tool_calls" not in message:
             message.setdefault("content", "")  # of an answer that ended with its reasoning
@@ -109,10 +103,6 @@ def _read_function_call(messages: list[ChatMessage], fields: dict[str, Any], i: 
     _check_caller(fields, i)
     call_id, name = (_name(fields, field, i) for field in ("call_id", "name"))
     arguments = _string(fields, "arguments", i)
-    try:
-        parse_arguments(arguments)
-    except ValueError:
-        raise field_error("invalid_value", NO_ARGUMENTS, i, "arguments") from None
     call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant"})

@@ -1,6 +1,7 @@
 """Tools of a chat request: what may be called, whether it must be, and the calls of earlier turns."""
 
 import json
+import math
 import re
 from collections import Counter
 from dataclasses import dataclass
@@ -14,10 +15,12 @@ from server.protocol.strict import Strict, field_error
 from server.protocol.structured_output import MAX_DESCRIPTION, is_nested_deeper, to_json_text
 
 MAX_TOOLS = 128
+# Arguments of earlier calls beyond these limits are shown to the model as text, not as an object.
 MAX_ARGUMENTS_DEPTH = 128  # as deep as calls are read from what a model writes
+MAX_ARGUMENTS_BRACKETS, MAX_ARGUMENTS_COMMAS = 1 << 16, 1 << 20  # in all the text, those within strings among them
+MAX_INTEGER_DIGITS = 1 << 10  # of what Python turns into an integer, in quadratic time
 SURROGATE = re.compile("[\ud800-\udfff]")
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
-NO_ARGUMENTS = f"must be a JSON object, as text, of finite numbers and at most {MAX_ARGUMENTS_DEPTH} levels"
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
 
@@ -67,40 +70,45 @@ class Tool(Strict):
 
 
 class FunctionOfHistory(Strict):
+    """`arguments` may be any text: a model may have written no JSON, or was cut, and the call stays in the history."""
+
     ignored = FUNCTION_IGNORED
 
     name: str = Field(max_length=256)
     arguments: str
 
     @property
-    def parsed(self) -> dict[str, Any]:
+    def parsed(self) -> dict[str, Any] | None:
         return parse_arguments(self.arguments)
 
-    @field_validator("arguments")
-    @classmethod
-    def _are_an_object(cls, text: str) -> str:
-        try:
-            parse_arguments(text)
-        except ValueError:
-            raise field_error("invalid_value", NO_ARGUMENTS) from None
-        return text
 
+def parse_arguments(text: str) -> dict[str, Any] | None:
+    """The arguments of a call, at most MAX_ARGUMENTS_DEPTH levels; an empty text has none. None: not such an object.
 
-def parse_arguments(text: str) -> dict[str, Any]:
-    """The arguments of a call; an empty text has none. ValueError for what is no JSON object that a prompt can hold.
-
-    A model may write half of a surrogate pair, which comes back with the conversation: U+FFFD stands for it then.
+    A number that no double holds (1e400, NaN) is kept as the text of that number. A model may write half of a surrogate
+    pair, which comes back with the conversation: U+FFFD stands for it.
     """
+    if text.count("[") + text.count("{") > MAX_ARGUMENTS_BRACKETS or text.count(",") > MAX_ARGUMENTS_COMMAS:
+        return None
     try:
-        value = json.loads(text or "{}")
-        whole = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
+        value = json.loads(text.strip() or "{}", parse_float=_float, parse_int=_int, parse_constant=str)
+    except (ValueError, RecursionError):
+        return None
     if not isinstance(value, dict) or is_nested_deeper(value, MAX_ARGUMENTS_DEPTH):
-        raise ValueError("not an object, or nested too deeply")
-    if SURROGATE.search(whole):
+        return None
+    if "\\u" in text or SURROGATE.search(text):
+        whole = json.dumps(value, ensure_ascii=False)
         value = json.loads(whole.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace"))
     return dict(value)
+
+
+def _float(text: str) -> float | str:
+    value = float(text)
+    return value if math.isfinite(value) else text
+
+
+def _int(text: str) -> int | str:
+    return int(text) if len(text) <= MAX_INTEGER_DIGITS else text
 
 
 class ToolCallOfHistory(Strict):

@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 from server.protocol.tools import FunctionDefinition
 
+Written = dict[str, Any] | str  # arguments of an earlier call: an object, or the text of what is none
 Schemas = Mapping[str, dict[str, Any]]  # name of a function -> JSON schema of its arguments
 CALL_SPACES = "[ ]?"  # between parts of JSON: models write calls on one line
 
@@ -52,7 +53,7 @@ class CallStyle(Protocol):
     def arguments_are(self) -> str:
         """What a model is told of how to write the arguments."""
 
-    def write(self, name: str, arguments: dict[str, Any]) -> str: ...
+    def write(self, name: str, arguments: Written) -> str: ...
 
     def body(self, schemas: Schemas, marked: bool) -> CallBody:
         """`marked`: a marker stands before it, so that a name alone is a call, too."""

@@ -2,17 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from engine.chat_template import ChatTemplate
 from engine.tokenizer import Tokenizer
-from server.tools.call_body import CallStyle
+from server.tools.call_body import CallStyle, Written
 from server.tools.json_calls import JsonCalls
 from server.tools.named_calls import ARGS, NamedCalls
 from server.tools.xml_calls import XmlCalls
 from server.tools.xml_tags import FUNCTION, PARAMETER
 
-Call = tuple[str, dict[str, Any]]  # name, arguments
+Call = tuple[str, Written]  # name, arguments
 
 
 @dataclass(frozen=True)

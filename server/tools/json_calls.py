@@ -4,10 +4,9 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from server.protocol.tools import FunctionDefinition
-from server.tools.call_body import CALL_SPACES, NotACallError, Schemas
+from server.tools.call_body import CALL_SPACES, NotACallError, Schemas, Written
 from server.tools.json_object import NotJsonError, ObjectScanner, members
 from server.tools.lark import json_rule, literal
 
@@ -23,7 +22,7 @@ class JsonCalls:
     markers = ()
     arguments_are = "its arguments as JSON"
 
-    def write(self, name: str, arguments: dict[str, Any]) -> str:
+    def write(self, name: str, arguments: Written) -> str:
         return json.dumps({"name": name, self.arguments_key: arguments}, ensure_ascii=False)
 
     def body(self, schemas: Schemas, marked: bool) -> "JsonBody":

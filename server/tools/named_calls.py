@@ -7,10 +7,9 @@ with v11 `name[CALL_ID]id[ARGS]{...}`. The id that the model writes is read over
 import json
 import re
 from collections.abc import Callable
-from typing import Any
 
 from server.protocol.tools import NAME, FunctionDefinition
-from server.tools.call_body import CALL_SPACES, NotACallError, Schemas
+from server.tools.call_body import CALL_SPACES, NotACallError, Schemas, Written
 from server.tools.json_object import SPACE, NotJsonError, ObjectScanner
 from server.tools.lark import json_rule, literal
 
@@ -22,7 +21,7 @@ class NamedCalls:
     markers = (CALL_ID, ARGS)
     arguments_are = "its arguments as JSON"
 
-    def write(self, name: str, arguments: dict[str, Any]) -> str:
+    def write(self, name: str, arguments: Written) -> str:
         return f"{name}{ARGS}{json.dumps(arguments, ensure_ascii=False)}"
 
     def body(self, schemas: Schemas, marked: bool) -> "NamedBody":

@@ -11,8 +11,10 @@ from typing import Any
 from engine.chat_template import ChatTemplate
 from engine.errors import InvalidRequestError
 from server.protocol.messages import Message
-from server.protocol.tools import Tool
+from server.protocol.tools import Tool, ToolCallOfHistory
+from server.tools.call_body import Written
 from server.tools.formats import ToolFormat, ToolUse
+from server.tools.xml_calls import WHOLE
 
 # What a template that knows no tools gets, as part of the system message: {tools} is a JSON object per line.
 PREAMBLE = """\
@@ -27,6 +29,7 @@ EXAMPLE = ("the-name", {"a-parameter": "its value"})
 # Templates that tell an assistant's calls by content being none, where others add a text to it.
 CONTENT_IS_NONE = re.compile(r"content(['\"]\s*\])?\s+is\s+(not\s+)?none")
 SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
+UNKNOWN_TOOL = "tool"  # the name of one whose answer names no call
 LETTERS_AND_DIGITS = string.ascii_letters + string.digits
 
 Rendered = tuple[list[dict[str, Any]], dict[str, Any]]  # messages and variables of a template
@@ -44,13 +47,62 @@ def with_tools(
     return _with_preamble(template, use.form, _joined(plain, messages), tools), {}
 
 
+def mended(messages: Sequence[Message]) -> list[Message]:
+    """The same conversation for a template that insists on its order; equal to it where nothing is amiss.
+
+    Each call has its answer at once, an empty one where there is none. An answer without a call is said by the user. A
+    turn of the assistant without anything is left out, and the user's turns that follow each other then are one.
+    """
+    history: list[Message] = []
+    waiting: list[str] = []  # ids of calls that have no answer yet
+    changed = False  # at the end of the history
+
+    def say(text: str) -> None:
+        if history and history[-1].role == "user":
+            text = f"{history.pop().content}\n{text}"
+        history.append(Message.model_validate({"role": "user", "content": text}))
+
+    def answer_the_rest() -> None:
+        for call_id in waiting:
+            history.append(Message.model_validate({"role": "tool", "tool_call_id": call_id, "content": ""}))
+        waiting.clear()
+
+    for i, message in enumerate(messages):
+        if message.role == "tool":
+            if message.tool_call_id in waiting:
+                waiting.remove(message.tool_call_id)
+                history.append(message)
+            else:
+                answer_the_rest()
+                say(_response(message))
+                changed = True
+            continue
+        answer_the_rest()
+        if _is_empty(message) and i < len(messages) - 1:
+            changed = True
+        elif changed and message.role == "user":
+            say(message.content)
+        else:
+            history.append(message)
+            changed = False
+        waiting = [call.id for call in message.tool_calls]
+    answer_the_rest()
+    return history
+
+
+def _is_empty(message: Message) -> bool:
+    """A turn of the assistant that max_tokens cut before it said anything."""
+    thought = message.reasoning_content or message.reasoning
+    return message.role == "assistant" and not (message.content or message.tool_calls or thought)
+
+
 def _in_order_of_calls(messages: Sequence[Message]) -> list[Message]:
     """Answers that follow each other stand as the calls that they answer: most templates show a model no ids."""
     ordered: list[Message] = []
     places: dict[str, int] = {}  # of the calls that were last
     for are_answers, run in groupby(messages, key=lambda message: message.role == "tool"):
         if are_answers:
-            ordered += sorted(run, key=lambda message: places[message.tool_call_id or ""])
+            ordered += sorted(run, key=lambda message: places.get(message.tool_call_id or "", len(places)))
             continue
         for message in run:
             ordered.append(message)
@@ -61,7 +113,11 @@ def _in_order_of_calls(messages: Sequence[Message]) -> list[Message]:
 def _as_templates_take_them(
     template: ChatTemplate, form: ToolFormat, messages: Sequence[Message], has_developer: bool
 ) -> list[dict[str, Any]]:
-    """As transformers documents it: arguments are objects, a tool's answer has its id and the name of the function."""
+    """As transformers documents it: arguments are objects, a tool's answer has its id and the name of the function.
+
+    Arguments that are no object are given as their text, or as one argument to a template that goes through them.
+    """
+    takes_text = _takes_text(template) if any(_has_no_object(message) for message in messages) else True
     nothing = None if CONTENT_IS_NONE.search(template.source) else ""
     names: dict[str, str] = {}
     rendered = []
@@ -74,15 +130,44 @@ def _as_templates_take_them(
                 {
                     "id": _template_id(call.id, form),
                     "type": "function",
-                    "function": {"name": call.function.name, "arguments": call.function.parsed},
+                    "function": {"name": call.function.name, "arguments": _as_argument(call, takes_text)},
                 }
                 for call in message.tool_calls
             ]
         if message.tool_call_id is not None:
             fields["tool_call_id"] = _template_id(message.tool_call_id, form)
-            fields.setdefault("name", names[message.tool_call_id])
+            fields.setdefault("name", names.get(message.tool_call_id, UNKNOWN_TOOL))
         rendered.append(fields)
     return rendered
+
+
+def _written(call: ToolCallOfHistory) -> Written:
+    parsed = call.function.parsed
+    return call.function.arguments if parsed is None else parsed
+
+
+def _has_no_object(message: Message) -> bool:
+    return any(call.function.parsed is None for call in message.tool_calls)
+
+
+def _as_argument(call: ToolCallOfHistory, takes_text: bool) -> Written:
+    written = _written(call)
+    return {WHOLE: written} if isinstance(written, str) and not takes_text else written
+
+
+def _takes_text(template: ChatTemplate) -> bool:
+    """Whether a template shows arguments that are a text. One that goes through their names fails, or loses it."""
+    text = "{trial"
+    call = {"id": "trial0000", "type": "function", "function": {"name": "trial", "arguments": text}}
+    trial: list[dict[str, Any]] = [
+        {"role": "user", "content": "trial"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "name": "trial", "tool_call_id": "trial0000", "content": "trial"},
+    ]
+    try:
+        return text in template.render(trial, True, {})
+    except InvalidRequestError:
+        return False
 
 
 def _template_id(call_id: str, form: ToolFormat) -> str:
@@ -97,11 +182,15 @@ def _as_text(message: Message, form: ToolFormat, has_developer: bool) -> dict[st
     """A message with its calls written into the content; a tool speaks as the user."""
     fields = message.for_template(has_developer)
     if message.role == "tool":
-        return {"role": "user", "content": f"<tool_response>\n{message.content}\n</tool_response>"}
+        return {"role": "user", "content": _response(message)}
     if message.tool_calls:
-        calls = form.write([(call.function.name, call.function.parsed) for call in message.tool_calls])
+        calls = form.write([(call.function.name, _written(call)) for call in message.tool_calls])
         fields["content"] = f"{message.content}\n{calls}" if message.content else calls
     return fields
+
+
+def _response(message: Message) -> str:
+    return f"<tool_response>\n{message.content}\n</tool_response>"
 
 
 def _joined(plain: list[dict[str, Any]], messages: Sequence[Message]) -> list[dict[str, Any]]:

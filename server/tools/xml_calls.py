@@ -12,16 +12,16 @@ and after each value is not of it. A value goes on where `</parameter>` is follo
 
 import json
 from collections.abc import Callable
-from typing import Any
 
 from server.protocol.tools import FunctionDefinition
-from server.tools.call_body import NotACallError, Schemas
+from server.tools.call_body import NotACallError, Schemas, Written
 from server.tools.events import held_back
 from server.tools.json_object import SPACE
 from server.tools.xml_grammar import xml_rules
 from server.tools.xml_tags import END_FUNCTION, END_PARAMETER, FUNCTION, PARAMETER
 from server.tools.xml_values import STRING, as_json, parameter_types
 
+WHOLE = "arguments"  # names the text of arguments that are no object
 MAX_TAG = 256  # characters of a name
 
 
@@ -29,7 +29,9 @@ class XmlCalls:
     markers = ()
     arguments_are = "its arguments"
 
-    def write(self, name: str, arguments: dict[str, Any]) -> str:
+    def write(self, name: str, arguments: Written) -> str:
+        if isinstance(arguments, str):
+            arguments = {WHOLE: arguments}
         parameters = [
             f"{PARAMETER}{key}>\n{value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}"
             f"\n{END_PARAMETER}\n"

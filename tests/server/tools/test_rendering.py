@@ -8,91 +8,16 @@ from engine.chat_template import ChatTemplate
 from server.protocol import ChatCompletionRequest, parse_request
 from server.tools.formats import HERMES, LLAMA3, MISTRAL, MISTRAL_V11, QWEN3_CODER, find_tool_use
 from server.tools.rendering import with_tools
-
-# Written for these tests in the style of the models that they are named after.
-QWEN = """\
-{%- if tools %}<|im_start|>system
-{%- if messages[0].role == 'system' %}{{ '\\n' + messages[0].content }}{% endif %}
-Functions:{% for tool in tools %}{{ '\\n' + (tool | tojson) }}{% endfor %}
-Answer with <tool_call>{"name": ..., "arguments": ...}</tool_call><|im_end|>
-{% endif %}
-{%- for m in messages %}
-{%- if m.role == 'tool' %}<|im_start|>user
-<tool_response>{{ m.content }}</tool_response><|im_end|>
-{% elif m.role != 'system' or not tools %}<|im_start|>{{ m.role + '\\n' + m.content }}
-{%- for call in m.tool_calls or [] %}
-<tool_call>
-{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
-</tool_call>
-{%- endfor %}<|im_end|>
-{% endif %}
-{%- endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
-LLAMA = """\
-{%- if not tools is defined %}{% set tools = none %}{% endif %}
-{%- for m in messages %}<|start|>{{ 'ipython' if m.role == 'tool' else m.role }}<|end|>
-{%- if m.role == 'user' and tools is not none and loop.first %}
-Answer with {"name": function name, "parameters": dictionary}.
-{%- for tool in tools %}{{ tool | tojson(indent=4) }}{% endfor %}
-{%- endif %}
-{%- if 'tool_calls' in m %}
-{%- if m.tool_calls | length != 1 %}{{ raise_exception('one call at a time') }}{% endif %}
-{%- set call = m.tool_calls[0].function -%}
-<|python_tag|>{"name": "{{ call.name }}", "parameters": {{ call.arguments | tojson }}}
-{%- else %}{{ m.content }}{% endif %}<|eot|>
-{%- endfor %}"""
-MISTRAL_STYLE = """\
-{%- for m in messages %}
-{%- if m.role == 'user' %}
-{%- if tools and loop.last %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif -%}
-[INST]{{ m.content }}[/INST]
-{%- elif m.tool_calls is defined and m.tool_calls is not none %}[TOOL_CALLS][
-{%- for call in m.tool_calls %}
-{%- if call.id | length != 9 %}{{ raise_exception('ids have 9 characters') }}{% endif %}
-{{- {'name': call.function.name, 'arguments': call.function.arguments, 'id': call.id} | tojson }}
-{%- endfor %}]
-{%- elif m.role == 'tool' %}
-{%- if m.tool_call_id | length != 9 %}{{ raise_exception('ids have 9 characters') }}{% endif -%}
-[TOOL_RESULTS]{{ m.tool_call_id }}: {{ m.content }}[/TOOL_RESULTS]
-{%- else %}{{ m.content }}{% endif %}
-{%- endfor %}"""
-MISTRAL_V11_STYLE = """\
-{%- for m in messages %}
-{%- if m.role == 'user' %}[INST]{{ m.content }}[/INST]
-{%- elif m.role == 'assistant' %}
-{%- if m.content %}{{ m.content }}{% endif %}
-{%- for call in m.tool_calls or [] %}
-{%- if call.id | length != 9 %}{{ raise_exception('ids have 9 characters') }}{% endif %}
-{{- '[TOOL_CALLS]' + call.function.name + '[CALL_ID]' + call.id + '[ARGS]' + (call.function.arguments | tojson) }}
-{%- endfor %}
-{%- elif m.role == 'tool' %}[TOOL_RESULTS]{{ m.tool_call_id + '[TOOL_CONTENT]' + m.content }}[/TOOL_RESULTS]
-{%- endif %}
-{%- endfor %}
-{%- if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}"""
-QWEN_CODER_STYLE = """\
-{%- if tools %}{% for tool in tools %}<function>
-<name>{{ tool.function.name }}</name>{% for key, about in tool.function.parameters.properties | items %}
-<parameter>{{ key }}: {{ about.type }}</parameter>{% endfor %}
-</function>{% endfor %}
-Answer with <tool_call>
-<function=a-name>
-<parameter=a-key>
-{% endif %}
-{%- for m in messages %}<|im_start|>{{ m.role }}
-{{ m.content }}
-{%- for call in m.tool_calls or [] %}
-<tool_call>
-<function={{ call.function.name }}>
-{% for key, value in call.function.arguments | items %}<parameter={{ key }}>
-{{ value if value is string else value | tojson }}
-</parameter>
-{% endfor %}</function>
-</tool_call>
-{%- endfor %}<|im_end|>
-{% endfor %}"""
-PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
-NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}" + PLAIN
-UNKNOWN = "{% if tools %}<functions>{{ tools }}</functions>{% endif %}" + PLAIN
+from tests.server.tools.templates import (
+    LLAMA,
+    MISTRAL_STYLE,
+    MISTRAL_V11_STYLE,
+    NO_SYSTEM,
+    PLAIN,
+    QWEN,
+    QWEN_CODER_STYLE,
+    UNKNOWN,
+)
 
 
 class NoTokens:

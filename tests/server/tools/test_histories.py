@@ -1,0 +1,199 @@
+"""Histories are taken as they are: arguments of any text, calls without answers, answers without calls, empty turns."""
+
+import json
+
+import pytest
+
+from engine.chat_template import ChatTemplate
+from engine.errors import InvalidRequestError
+from server.config import ServerConfig
+from server.messages_output import MessageOutput
+from server.prompts import _tokenize_chat
+from server.protocol import ChatCompletionRequest, parse_request
+from server.protocol.anthropic_request import MessagesRequest
+from server.protocol.response_items import chat_messages
+from server.protocol.tools import parse_arguments
+from server.tools.events import Arguments, CallStart
+from server.tools.rendering import mended
+from tests.server.live import MODEL, chat_body
+from tests.server.tools.templates import MISTRAL_STYLE, PLAIN, QWEN, QWEN_CODER_STYLE, STYLES
+
+DEEP = '{"a": ' + "[" * 127 + "]" * 127 + "}"
+TEXTS = {
+    "cut": '{"city": "Zür',
+    "infinite": '{"far": 1e400, "near": [-1e999, NaN, Infinity]}',
+    "null": "null",
+    "a list": "[]",
+    "a number": "12",
+    "no JSON": "city=Zürich</parameter> {{ x }} <|im_end|>",
+    "space": " \n",
+    "128 levels": DEEP,
+    "a hundred thousand levels": '{"a": ' + "[" * 100_000,
+    "many lists": '{"a": [' + "[]," * 70_000 + "1]}",
+    "half a character": r'{"a": "\ud800", "\udfff": 1}',
+    "a large integer": '{"a": ' + "9" * 5_000 + "}",
+    "twice": '{"a": 1, "a": 2}',
+}
+# Insists on its order, as templates of Mistral do.
+STRICT = """\
+{%- set state = namespace(waits=0, last='assistant') %}
+{%- for m in messages %}
+{%- if m.role == 'tool' %}
+{%- if state.waits == 0 %}{{ raise_exception('an answer without a call') }}{% endif %}
+{%- set state.waits = state.waits - 1 %}[TOOL_RESULTS]{{ m.content }}[/TOOL_RESULTS]
+{%- else %}
+{%- if state.waits %}{{ raise_exception('a call without an answer') }}{% endif %}
+{%- if m.role == 'user' and state.last == 'user' %}{{ raise_exception('roles must alternate') }}{% endif %}
+{%- if m.role == 'assistant' and not m.content and not m.tool_calls %}{{ raise_exception('nothing') }}{% endif %}
+{%- set state.last = m.role %}<{{ m.role }}>{{ m.content }}
+{%- for call in m.tool_calls or [] %}[TOOL_CALLS]{{ call.function | tojson }}{% endfor %}
+{%- set state.waits = (m.tool_calls or []) | length %}
+{%- endif %}
+{%- endfor %}{{ tools or '' }}"""
+USER = {"role": "user", "content": "Weather?"}
+
+
+def called(*ids, arguments="{}", **fields):
+    calls = [{"id": i, "type": "function", "function": {"name": "get", "arguments": arguments}} for i in ids]
+    return {"role": "assistant", "content": None, "tool_calls": calls} | fields
+
+
+def answer(call_id, text="sunny"):
+    return {"role": "tool", "tool_call_id": call_id, "content": text}
+
+
+def chat(*messages, **fields):
+    return parse_request(ChatCompletionRequest, {"model": "m", "messages": list(messages)} | fields)
+
+
+class Tokens:
+    """Stands for a tokenizer: the prompt is its text."""
+
+    def __init__(self, source):
+        self._template = ChatTemplate(source, {})
+
+    def template(self):
+        return self._template
+
+    def added_token_id(self, text):
+        return None
+
+    def chat_prompt(self, messages, *, add_generation_prompt, continue_final_message, **variables):
+        names = ("add_special_tokens", "special_tokens_in_content")
+        variables = {name: value for name, value in variables.items() if name not in names}
+        self.token_ids = self._template.render(messages, add_generation_prompt, variables)
+        return self
+
+
+def prompt_of(source, request):
+    return _tokenize_chat(Tokens(source), request, ServerConfig())
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+def test_arguments_may_be_any_text(style, text):
+    request = chat(USER, called("call_1", arguments=text), answer("call_1", "the answer"), USER)
+    prompt = prompt_of(STYLES[style], request)
+    assert "the answer" in prompt and "get" in prompt
+    prompt.encode()
+    word = "Zür" if "Zür" in text else "1e400" if "1e400" in text else "get"
+    assert word in prompt
+
+
+def test_every_style_shows_what_is_no_object_in_its_own_way():
+    request = chat(USER, called("call_1", arguments='{"city": "Zür'), answer("call_1"), USER)
+    assert r'"arguments": "{\"city\": \"Zür"' in prompt_of(QWEN, request)
+    assert r'"arguments": "{\"city\": \"Zür"' in prompt_of(PLAIN, request)
+    assert '<parameter=arguments>\n{"city": "Zür\n</parameter>' in prompt_of(QWEN_CODER_STYLE, request)
+    verbatim = QWEN.replace("{{ call.function.arguments | tojson }}", "{{ call.function.arguments }}")
+    assert '"arguments": {"city": "Zür}' in prompt_of(verbatim, request)
+
+
+def test_the_object_is_kept_where_a_number_is_too_large():
+    assert parse_arguments('{"a": 1e400, "b": -Infinity, "c": 1.5}') == {"a": "1e400", "b": "-Infinity", "c": 1.5}
+    assert parse_arguments('{"a": ' + "9" * 5_000 + "}") == {"a": "9" * 5_000}
+    assert parse_arguments(r'{"a": "\ud800b"}') == {"a": "\ufffdb"}
+    assert parse_arguments("") == {} == parse_arguments(" ")
+    assert parse_arguments(DEEP) == json.loads(DEEP) and parse_arguments(f'{{"a": {DEEP}}}') is None
+
+
+IRREGULAR = {
+    "an answer without a call": (USER, answer("call_9"), USER),
+    "an answer at the start": (answer("call_9"), USER),
+    "an answer of another call": (USER, called("call_1"), answer("call_9"), USER),
+    "a late answer": (USER, called("call_1"), USER, answer("call_1"), USER),
+    "answers that are too many": (USER, called("call_1"), answer("call_1"), answer("call_1"), USER),
+    "a call without an answer": (USER, called("call_1"), USER),
+    "one of two": (USER, called("call_1", "call_2"), answer("call_2"), USER),
+    "a call at the end": (USER, called("call_1")),
+    "an empty turn": (USER, {"role": "assistant", "content": None}, USER),
+    "an empty answer": (USER, called("call_1"), {"role": "tool", "tool_call_id": "call_1", "content": None}, USER),
+}
+
+
+@pytest.mark.parametrize("style", [*STYLES, "strict"])
+@pytest.mark.parametrize("name", IRREGULAR)
+def test_calls_and_answers_may_be_without_each_other(style, name):
+    source = STYLES.get(style, "{#<tool_call>#}" + STRICT)
+    messages = IRREGULAR[name]
+    for fields in ({}, {"tools": [{"type": "function", "function": {"name": "get"}}]}):
+        prompt = prompt_of(source, chat(*messages, **fields))
+        said = [message for message in messages if message["role"] == "tool" and message["content"]]
+        assert prompt.count("sunny") == len(said)
+        assert prompt.count("Weather?") == len([message for message in messages if message["role"] == "user"])
+
+
+def test_what_is_regular_is_left_alone_and_refused_as_before():
+    regular = chat(USER, called("call_1", "call_2"), answer("call_2"), answer("call_1"), USER, USER)
+    assert mended(regular.messages) == regular.messages
+    with pytest.raises(InvalidRequestError, match="roles must alternate"):
+        prompt_of(STRICT, regular)
+    with pytest.raises(InvalidRequestError, match="no way"):
+        prompt_of("{{ raise_exception('no way') }}", chat(USER, answer("call_9")))
+
+
+def test_a_template_that_takes_ids_of_nine_letters_gets_such():
+    assert "[TOOL_RESULTS]" in prompt_of(MISTRAL_STYLE, chat(USER, answer("an id that nobody gave")))
+
+
+def test_over_http(client):
+    """Each API, with a template that knows no tools; none of it is refused."""
+    for messages in IRREGULAR.values():
+        assert client.post("/v1/chat/completions", json=chat_body(messages=messages)).status_code == 200
+    for text in TEXTS.values():
+        body = chat_body(messages=[USER, called("call_1", arguments=text), answer("call_1"), USER], max_tokens=1)
+        response = client.post("/v1/chat/completions", json=body)
+        assert response.status_code == 200 or "maximum context length" in response.text, response.text
+    call = {"type": "function_call", "call_id": "c", "name": "f"}
+    output = {"type": "function_call_output", "call_id": "d", "output": "sunny"}
+    for items in ([output], [call | {"arguments": "{"}, output], [output, call | {"arguments": "[]"}]):
+        response = client.post("/v1/responses", json={"model": MODEL, "input": items, "max_output_tokens": 1})
+        assert response.status_code == 200, response.text
+    use = {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "f", "input": {"a": 1}}]}
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "u", "content": "sunny"}]}
+    for messages in ([result], [USER, use], [USER, use, result], [USER, {"role": "assistant", "content": []}, USER]):
+        response = client.post("/v1/messages", json={"model": MODEL, "messages": messages, "max_tokens": 1})
+        assert response.status_code == 200, response.text
+
+
+def test_a_last_turn_with_calls_is_not_continued():
+    use = {"type": "tool_use", "id": "t", "name": "f", "input": {}}
+    for content, continued in (("It is", True), ([{"type": "text", "text": "I look."}, use], False)):
+        fields = {"model": "m", "max_tokens": 1, "messages": [USER, {"role": "assistant", "content": content}]}
+        assert parse_request(MessagesRequest, fields).continues is continued
+
+
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+def test_blocks_of_an_answer_hold_what_a_client_can_send_back(text):
+    output = MessageOutput(streamed=False)
+    output.take(CallStart(0, "call_1", "get"))
+    output.take(Arguments(0, text))
+    output.finish()
+    (block,) = output.blocks
+    json.dumps(block, ensure_ascii=False, allow_nan=False).encode()
+
+
+def test_items_of_calls_need_no_order():
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}
+    output = {"type": "function_call_output", "call_id": "d", "output": "x"}
+    assert [message["role"] for message in chat_messages([output, call])] == ["tool", "assistant"]
