@@ -11,6 +11,8 @@ PageserveError
 └── EngineError            ours: the request was accepted and could not be finished (500)
 """
 
+from dataclasses import dataclass
+
 
 class PageserveError(Exception):
     """Base of all errors below; the message is fit to be shown to a user."""
@@ -33,9 +35,21 @@ class InvalidRequestError(PageserveError):
         self.code = code
 
 
+@dataclass(frozen=True)
+class PromptSize:
+    """Why a prompt does not fit, in tokens. `num_tokens` is a lower bound where only characters were counted;
+    `longest` is the most that a prompt may have."""
+
+    num_tokens: int
+    longest: int
+    context: int
+    max_tokens: int | None = None
+
+
 class ContextLengthError(InvalidRequestError):
-    def __init__(self, message: str, param: str | None = None) -> None:
+    def __init__(self, message: str, param: str | None = None, size: PromptSize | None = None) -> None:
         super().__init__(message, param, "context_length_exceeded")  # messages begin as OpenAI's: clients read them
+        self.size = size
 
 
 class UnavailableError(PageserveError):

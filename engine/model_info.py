@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from engine.errors import ContextLengthError, InvalidRequestError
+from engine.errors import ContextLengthError, InvalidRequestError, PromptSize
 from engine.request import Request
 from engine.sequence import Sequence
 from engine.step import WorkerReady
@@ -60,6 +60,7 @@ def check_request(request: Request, model: ModelInfo) -> int:
             f"This model's maximum context length is {limit} tokens, of which a prompt may have {longest}; this one "
             f"has {len(ids)} tokens. Shorten it.",
             request.prompt_param,
+            PromptSize(len(ids), longest, limit),
         )
     if min(ids) < 0 or max(ids) >= model.vocab_size:
         wrong = next(i for i in ids if not 0 <= i < model.vocab_size)
@@ -75,6 +76,7 @@ def check_request(request: Request, model: ModelInfo) -> int:
             f"This model's maximum context length is {limit} tokens; the prompt has {len(ids)} tokens and max_tokens "
             f"is {params.max_tokens}. Lower max_tokens to {limit - len(ids)} or shorten the prompt.",
             "max_tokens",
+            PromptSize(len(ids), longest, limit, params.max_tokens),
         )
     return len(ids) + (params.max_tokens or 1)  # a token is sampled even where it is only the sign of the end
 

@@ -9,7 +9,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
 from engine.driver import Driver
-from engine.errors import ContextLengthError, UnavailableError
+from engine.errors import ContextLengthError, PromptSize, UnavailableError
 from engine.outputs import CompletionOutput, FinishReason, PromptLogprobs, RequestOutput
 from engine.request import Request
 from server.api_keys import Account
@@ -42,6 +42,7 @@ def check_length(driver: Driver, num_chars: int, param: str) -> None:
             f"This model's maximum context length is {limit} tokens; the prompt has {num_chars} characters, so at "
             f"least {at_least} tokens. Shorten it.",
             param,
+            PromptSize(at_least, limit - 1, limit),
         )
 
 

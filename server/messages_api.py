@@ -10,12 +10,12 @@ from starlette.responses import Response
 from engine.errors import InvalidRequestError
 from engine.outputs import CompletionOutput, FinishReason, RequestOutput
 from server.body import read_json
+from server.context_edits import edited_prompt
 from server.conversation import Conversation, admit
 from server.debug_requests import asked_timings
 from server.errors import ApiError, anthropic_error, new_id
 from server.generation import collect
 from server.messages_output import MessageOutput, frame
-from server.prompts import tokenize_chat
 from server.protocol import parse_request
 from server.protocol.anthropic_request import MessagesPrompt, MessagesRequest, in_our_terms
 from server.served import Served
@@ -29,12 +29,12 @@ async def create_message(http: HttpRequest, served: Served) -> Response:
     served.check_model(request.model)
     message_id = new_id("msg_")
     try:
-        chat = request.to_chat()
-        asked = await admit(served, http.scope, chat, await tokenize_chat(served, chat), message_id)
+        prompt = await edited_prompt(served, request)
+        asked = await admit(served, http.scope, prompt.chat, prompt.token_ids, message_id)
     except InvalidRequestError as error:
         raise in_our_terms(error) from None
     timings = partial(asked_timings, served.driver, http.scope, request, message_id)
-    answer = MessageAnswer(request, message_id, asked, timings)
+    answer = MessageAnswer(request, message_id, asked, timings, prompt.applied)
     if request.stream:
         interval = served.config.keep_alive_interval
         return EventStream(asked.generation, answer.encode, answer.ending, interval, failure=_error_event)
@@ -48,10 +48,13 @@ async def count_tokens(http: HttpRequest, served: Served) -> Response:
     request = parse_request(MessagesPrompt, await read_json(http.scope, http.receive, served.config.max_body_bytes))
     served.check_model(request.model)
     try:
-        ids = await tokenize_chat(served, request.to_chat())
+        prompt = await edited_prompt(served, request)
     except InvalidRequestError as error:
         raise in_our_terms(error) from None
-    return Response(encode_json({"input_tokens": len(ids)}), media_type="application/json")
+    count: dict[str, Any] = {"input_tokens": len(prompt.token_ids)}
+    if prompt.applied is not None:
+        count["context_management"] = {"original_input_tokens": prompt.num_original_tokens}
+    return Response(encode_json(count), media_type="application/json")
 
 
 def _error_event(error: ApiError) -> bytes:
@@ -67,9 +70,11 @@ class MessageAnswer:
         message_id: str,
         asked: Conversation,
         timings: Callable[[], list[dict[str, Any]] | None],
+        applied_edits: list[dict[str, Any]] | None,
     ) -> None:
         self._generation, self._reader, self._timings = asked.generation, asked.reader, timings
-        self._output = MessageOutput(request.stream)
+        self._output = MessageOutput(request.stream, request.shows_thinking)
+        self._applied_edits = applied_edits
         self._started = False
         self._finish_reason: FinishReason | None = None
         self._stop_sequence: str | None = None
@@ -95,13 +100,15 @@ class MessageAnswer:
     def ending(self) -> bytes:
         whole = self.result()
         delta = {name: whole[name] for name in ("stop_reason", "stop_sequence")}
-        rest = {name: whole[name] for name in ("usage", "timings") if name in whole}
+        rest = {name: whole[name] for name in ("usage", "context_management", "timings") if name in whole}
         return frame(b"message_delta", delta=delta, **rest) + frame(b"message_stop")
 
     def result(self) -> dict[str, Any]:
         """The whole of it, once it has ended."""
-        timings = self._timings()
-        return self._message() if timings is None else self._message() | {"timings": timings}
+        message, timings = self._message(), self._timings()
+        if self._applied_edits is not None:
+            message["context_management"] = {"applied_edits": self._applied_edits}
+        return message if timings is None else message | {"timings": timings}
 
     def _message(self) -> dict[str, Any]:
         """As much as there is of it."""

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from server.protocol.signatures import signature_of
 from server.protocol.tools import parse_arguments
 from server.sse import encode_json
 from server.tools.events import Arguments, CallStart, Content, Event, Reasoning
@@ -23,12 +24,13 @@ def frame(kind: bytes, **fields: Any) -> bytes:
 class MessageOutput:
     """Reads the parts of an answer into blocks, in their order; an answer without text has none.
 
-    With `streamed` each part gives the bytes of its events, else none.
+    With `streamed` each part gives the bytes of its events, else none. Thinking that is not shown goes into the
+    signature of its block, so that it is there when the block comes back in the next request.
     """
 
-    def __init__(self, streamed: bool) -> None:
+    def __init__(self, streamed: bool, shows_thinking: bool = True) -> None:
         self.blocks: list[dict[str, Any]] = []
-        self._streamed = streamed
+        self._streamed, self._shows_thinking = streamed, shows_thinking
         self._open: dict[str, Any] | None = None
         self._texts: list[str] = []
         self._delta_start = b""
@@ -41,7 +43,7 @@ class MessageOutput:
             return self._extend(part.text)
         block = {"type": "text", "text": ""} if isinstance(part, Content) else {"type": "thinking", "thinking": ""}
         if isinstance(part, Reasoning):
-            block["signature"] = ""  # of what is not encrypted
+            block["signature"] = ""  # of what is shown
         same = self._open is not None and self._open["type"] == block["type"]
         return (b"" if same else self._begin(block)) + self._extend(part.text)
 
@@ -49,14 +51,22 @@ class MessageOutput:
         """Close the last block."""
         if self._open is None:
             return b""
-        block, text = self._open, "".join(self._texts)
+        block, text, events = self._open, "".join(self._texts), b""
         if block["type"] == "tool_use":
             block["input"] = _arguments(text)
+        elif self._hides(block):
+            block["signature"] = signature_of(text)
+            events = frame(
+                DELTA, index=len(self.blocks), delta={"type": "signature_delta", "signature": block["signature"]}
+            )
         else:
             block[block["type"]] = text
         self.blocks.append(block)
         self._open, self._texts = None, []
-        return frame(STOP, index=len(self.blocks) - 1) if self._streamed else b""
+        return events + frame(STOP, index=len(self.blocks) - 1) if self._streamed else b""
+
+    def _hides(self, block: dict[str, Any]) -> bool:
+        return block["type"] == "thinking" and not self._shows_thinking
 
     def _begin(self, block: dict[str, Any]) -> bytes:
         events = self.finish()
@@ -72,7 +82,9 @@ class MessageOutput:
 
     def _extend(self, text: str) -> bytes:
         self._texts.append(text)
-        return self._delta_start + encode_json(text) + b"}}\n\n" if self._streamed else b""
+        if not self._streamed or (self._open is not None and self._hides(self._open)):
+            return b""
+        return self._delta_start + encode_json(text) + b"}}\n\n"
 
 
 def _arguments(text: str) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 from engine.bad_words import resolve_bans
 from engine.chat_template import ChatTemplate
 from engine.driver import Driver
-from engine.errors import ContextLengthError, InvalidRequestError
+from engine.errors import ContextLengthError, InvalidRequestError, PromptSize
 from engine.sampling_params import SamplingParams
 from engine.tokenizer import Tokenizer
 from server.config import ServerConfig
@@ -20,19 +20,25 @@ from server.tools.rendering import Rendered, mended, with_tools
 MAX_TRUNCATED_CHARS = 1 << 22  # of a text that is cut to fit: all of it is encoded first
 
 
-def check_text_length(driver: Driver, request: GenerationRequest, num_chars: int, param: str) -> None:
+def check_text_length(
+    driver: Driver, request: GenerationRequest, num_chars: int, param: str, will_be_cut: bool = False
+) -> None:
     """Refuse what cannot fit before any work is done for it; what will be cut may be longer."""
-    if request.truncate_prompt_tokens is None:
+    if request.truncate_prompt_tokens is None and not will_be_cut:
         check_length(driver, num_chars, param)
     elif num_chars > MAX_TRUNCATED_CHARS:
         message = f"The prompt has {num_chars} characters; to be truncated it may have {MAX_TRUNCATED_CHARS}."
-        raise ContextLengthError(message, param)
+        context = driver.model.max_model_len
+        at_least = -(-num_chars // driver.tokenizer.max_chars_per_token)
+        raise ContextLengthError(message, param, PromptSize(at_least, context - 1, context))
 
 
-async def tokenize_chat(served: Served, request: ChatCompletionRequest) -> list[int]:
-    """The prompt of a conversation: what the chat template makes of it, as token ids."""
+async def tokenize_chat(served: Served, request: ChatCompletionRequest, will_be_cut: bool = False) -> list[int]:
+    """The prompt of a conversation: what the chat template makes of it, as token ids. One that `will_be_cut` may be
+    longer than the context."""
     driver = served.driver
-    check_text_length(driver, request, sum(message.num_chars for message in request.messages), "messages")
+    num_chars = sum(message.num_chars for message in request.messages)
+    check_text_length(driver, request, num_chars, "messages", will_be_cut)
     return await driver.tokenizer.run(_tokenize_chat, driver.tokenizer, request, served.config)
 
 

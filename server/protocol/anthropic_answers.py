@@ -47,7 +47,7 @@ class AnswerText(Answer):
 class AnswerThinking(Answer):
     type: Literal["thinking"]
     thinking: str
-    signature: Literal[""]
+    signature: str  # holds the thinking where it was not to be shown
 
 
 class AnswerToolUse(Answer):
@@ -72,6 +72,24 @@ class MessageUsage(Answer):
     output_tokens_details: ThinkingTokens
 
 
+class ClearedThinking(Answer):
+    type: Literal["clear_thinking_20251015"]
+    cleared_thinking_turns: int
+    cleared_input_tokens: int
+
+
+class ClearedToolUses(Answer):
+    type: Literal["clear_tool_uses_20250919"]
+    cleared_tool_uses: int
+    cleared_input_tokens: int
+
+
+class AppliedEdits(Answer):
+    """In the order in which they were applied; an edit that had nothing to do is not among them."""
+
+    applied_edits: list[Annotated[ClearedThinking | ClearedToolUses, Field(discriminator="type")]]
+
+
 class AnthropicMessage(Answer):
     id: str
     type: Literal["message"]
@@ -81,11 +99,17 @@ class AnthropicMessage(Answer):
     stop_reason: StopReason | None
     stop_sequence: str | None
     usage: MessageUsage
+    context_management: AppliedEdits = AppliedEdits(applied_edits=[])  # of a request that has it, too
     timings: list[RequestReport] = []  # with return_timings, in a stream in message_delta
+
+
+class OriginalLength(Answer):
+    original_input_tokens: int  # before the edits
 
 
 class TokenCount(Answer):
     input_tokens: int
+    context_management: OriginalLength = OriginalLength(original_input_tokens=0)  # of a request that has it, too
 
 
 class MessageStart(Answer):
@@ -118,10 +142,15 @@ class JsonPiece(Answer):
     partial_json: str
 
 
+class SignaturePiece(Answer):
+    type: Literal["signature_delta"]
+    signature: str
+
+
 class BlockDelta(Answer):
     type: Literal["content_block_delta"]
     index: int
-    delta: Annotated[TextPiece | ThinkingPiece | JsonPiece, Field(discriminator="type")]
+    delta: Annotated[TextPiece | ThinkingPiece | SignaturePiece | JsonPiece, Field(discriminator="type")]
 
 
 class BlockStop(Answer):
@@ -138,6 +167,7 @@ class MessageDelta(Answer):
     type: Literal["message_delta"]
     delta: MessageEnd
     usage: MessageUsage
+    context_management: AppliedEdits = AppliedEdits(applied_edits=[])
     timings: list[RequestReport] = []
 
 

@@ -1,16 +1,29 @@
 """The request of Anthropic's POST /v1/messages, and the chat request that it stands for."""
 
 import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
 
-from engine.errors import InvalidRequestError
+from engine.errors import ContextLengthError, InvalidRequestError, PromptSize
 from engine.sampling_params import MAX_STOP_STRINGS
 from server.errors import NO_THREADS
 from server.protocol.chat import ChatCompletionRequest, TemplateKwargs
+from server.protocol.context_management import ContextManagement, Edit
 from server.protocol.generation import within
+from server.protocol.harmless import (
+    ANTHROPIC_IGNORED,
+    ANTHROPIC_INERT,
+    ANTHROPIC_TOOL_IGNORED,
+    ANTHROPIC_TOOL_INERT,
+    CACHE,
+    THINKING_IGNORED,
+)
 from server.protocol.sampling_extras import SamplingExtras
+from server.protocol.signatures import omitted_thinking
 from server.protocol.strict import Strict, field_error, parse_request
 from server.protocol.structured_output import MAX_DESCRIPTION, parse_response_format
 from server.protocol.translated import renamed, without
@@ -18,7 +31,6 @@ from server.protocol.translated import renamed, without
 MAX_TOOLS = 128
 MAX_NAME = 256  # characters of the name or id of a call
 MAX_MESSAGES = 100_000  # Anthropic's limit
-CACHE = "cache_control"  # a hint for speed on every block: equal prefixes are found without it
 # How a chat request names what is sent here.
 NAMES = (
     (r"messages.*", "messages"),
@@ -30,10 +42,47 @@ NAMES = (
     (r"stop$", "stop_sequences"),
 )
 ChatMessage = dict[str, Any]
+Path = tuple[str | int, ...]
 
 
-def in_our_terms(error: InvalidRequestError) -> InvalidRequestError:
-    return renamed(error, NAMES)
+@dataclass(frozen=True)
+class ToolChange:
+    """From here on the model is told of a tool that was deferred, or no longer of one; `path` is where it says so."""
+
+    name: str
+    added: bool
+    path: Path
+
+
+@dataclass(frozen=True)
+class History:
+    """The messages as those of a chat, and what they change about the tools."""
+
+    messages: list[ChatMessage]
+    tool_changes: tuple[ToolChange, ...] = ()
+
+
+def in_our_terms(error: InvalidRequestError, tools: Sequence[int] | None = None) -> InvalidRequestError:
+    """The same error about the field that the client sent; `tools` are the places of those that the chat has.
+
+    Clients of Anthropic's find by these very words that a prompt is too long, and by how much, and shorten it.
+    """
+    if isinstance(error, ContextLengthError) and error.size is not None:
+        return ContextLengthError(_too_long(error.size), error.param, error.size)
+    error = renamed(error, NAMES)
+    place = re.match(r"tools\[(\d+)\]", error.param or "")
+    if place is None or tools is None:
+        return error
+    return renamed(error, ((re.escape(place[0]), f"tools[{tools[int(place[1])]}]"),))
+
+
+def _too_long(size: PromptSize) -> str:
+    if size.num_tokens <= size.longest and size.max_tokens is not None:
+        return (
+            f"input length and `max_tokens` exceed context limit: {size.num_tokens} + {size.max_tokens} > "
+            f"{size.context}, decrease input length or `max_tokens` and try again"
+        )
+    return f"prompt is too long: {max(size.num_tokens, size.longest + 1)} tokens > {size.longest} maximum"
 
 
 def _blocks(value: Any, kinds: tuple[str, ...], *path: str | int) -> list[dict[str, Any]]:
@@ -51,7 +100,11 @@ FIELDS: dict[str, tuple[dict[str, type], tuple[str, ...]]] = {
     "thinking": ({"thinking": str}, ("signature",)),
     "tool_use": ({"id": str, "name": str, "input": dict}, ("caller",)),
     "tool_result": ({"tool_use_id": str}, ("content", "is_error")),
+    "tool_reference": ({"tool_name": str}, ()),
+    "tool_addition": ({"tool": dict}, ()),
+    "tool_removal": ({"tool": dict}, ()),
 }
+LOADED = "The tool {} can be called now."  # what the model reads where a tool_reference stands
 
 
 def _block(block: Any, kinds: tuple[str, ...], *path: str | int) -> dict[str, Any]:
@@ -77,13 +130,14 @@ def _system(value: Any) -> Any:
     return "\n".join(block["text"] for block in _blocks(value, ("text",)))
 
 
-def _messages(value: Any) -> Any:
+def _messages(value: Any) -> History:
     """As messages of a chat. Turns of one role that follow each other are one turn, as Anthropic has it."""
     if not isinstance(value, list):
         raise field_error("invalid_type", "must be a list")
     if not 1 <= len(value) <= MAX_MESSAGES:
         raise field_error("invalid_value", f"must hold 1 to {MAX_MESSAGES} messages")
     messages: list[ChatMessage] = []
+    changes: list[ToolChange] = []
     for i, message in enumerate(value):
         if not isinstance(message, dict):
             raise field_error("invalid_type", "must be an object", i)
@@ -97,13 +151,13 @@ def _messages(value: Any) -> Any:
             _add_assistant(messages, blocks)
         elif role == "user":
             blocks = _blocks(message.get("content"), ("text", "tool_result"), i, "content")
-            _add_user(messages, blocks, i)
+            _add_user(messages, blocks, i, changes)
         elif role == "system":
-            text = "\n".join(block["text"] for block in _blocks(message.get("content"), ("text",), i, "content"))
-            messages.append({"role": "system", "content": text})
+            blocks = _blocks(message.get("content"), ("text", "tool_addition", "tool_removal"), i, "content")
+            _add_system(messages, blocks, i, changes)
         else:
             raise field_error("invalid_value", "must be 'user', 'assistant' or 'system'", i, "role")
-    return messages
+    return History(messages, tuple(changes))
 
 
 def _check_calls(blocks: list[dict[str, Any]], i: int) -> None:
@@ -122,7 +176,8 @@ def _add_assistant(messages: list[ChatMessage], blocks: list[dict[str, Any]]) ->
         if block["type"] == "text":
             message["content"] += "\n" * bool(message["content"]) + block["text"]
         elif block["type"] == "thinking":
-            message["reasoning_content"] = message.get("reasoning_content", "") + block["thinking"]
+            thinking = block["thinking"] or omitted_thinking(block.get("signature"))
+            message["reasoning_content"] = message.get("reasoning_content", "") + thinking
         else:
             function = {"name": block["name"], "arguments": _arguments(block["input"])}
             message.setdefault("tool_calls", []).append({"id": block["id"], "type": "function", "function": function})
@@ -135,13 +190,30 @@ def _arguments(value: dict[str, Any]) -> str:
         raise field_error("invalid_value", "has a tool_use whose input is nested too deeply") from None
 
 
-def _add_user(messages: list[ChatMessage], blocks: list[dict[str, Any]], i: int) -> None:
+def _add_system(messages: list[ChatMessage], blocks: list[dict[str, Any]], i: int, changes: list[ToolChange]) -> None:
+    texts = [block["text"] for block in blocks if block["type"] == "text"]
+    for j, block in enumerate(blocks):
+        if block["type"] == "text":
+            continue
+        tool, path = block["tool"], (i, "content", j, "tool")
+        if tool.get("type") != "tool_reference":
+            text = "must be 'tool_reference': here a tool is declared in `tools`, with defer_loading"
+            raise field_error("unsupported_value", text, *path, "type")
+        if not isinstance(tool.get("name"), str):
+            raise field_error("invalid_type", "must be a string", *path, "name")
+        changes.append(ToolChange(tool["name"], block["type"] == "tool_addition", (*path, "name")))
+    if texts or not blocks:
+        messages.append({"role": "system", "content": "\n".join(texts)})
+
+
+def _add_user(messages: list[ChatMessage], blocks: list[dict[str, Any]], i: int, changes: list[ToolChange]) -> None:
     texts = []
     for j, block in enumerate(blocks):
         if block["type"] == "text":
             texts.append(block["text"])
         else:
-            messages.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": _result(block, i, j)})
+            text = _result(block, i, j, changes)
+            messages.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": text})
     if not texts and blocks:
         return
     text = "\n".join(texts)
@@ -151,10 +223,14 @@ def _add_user(messages: list[ChatMessage], blocks: list[dict[str, Any]], i: int)
         messages.append({"role": "user", "content": text})
 
 
-def _result(block: dict[str, Any], i: int, j: int) -> str:
+def _result(block: dict[str, Any], i: int, j: int, changes: list[ToolChange]) -> str:
     """What a tool said. Chat templates have no place for failure, so the text says it."""
-    content = _blocks(block.get("content", ""), ("text",), i, "content", j, "content")
-    text = "\n".join(part["text"] for part in content)
+    path = (i, "content", j, "content")
+    content = _blocks(block.get("content", ""), ("text", "tool_reference"), *path)
+    for k, part in enumerate(content):
+        if part["type"] == "tool_reference":
+            changes.append(ToolChange(part["tool_name"], True, (*path, k, "tool_name")))
+    text = "\n".join(part["text"] if "text" in part else LOADED.format(part["tool_name"]) for part in content)
     failed = block.get("is_error", False)
     if not isinstance(failed, bool):
         raise field_error("invalid_type", "must be true or false", i, "content", j, "is_error")
@@ -193,7 +269,7 @@ class TextBlock(BaseModel):
 class ContentBlock(BaseModel):
     """With the fields that Anthropic documents for its type."""
 
-    type: Literal["text", "thinking", "tool_use", "tool_result"]
+    type: Literal["text", "thinking", "tool_use", "tool_result", "tool_addition", "tool_removal"]
 
 
 class TurnMessage(BaseModel):
@@ -204,7 +280,7 @@ class TurnMessage(BaseModel):
 System = Annotated[str, BeforeValidator(_system, json_schema_input_type=str | list[TextBlock])]
 Format = Annotated[Any, BeforeValidator(_format, json_schema_input_type=JsonFormat)]
 Turns = Annotated[list[TurnMessage], Field(min_length=1)]
-Messages = Annotated[list[dict[str, Any]], BeforeValidator(_messages, json_schema_input_type=Turns)]
+Messages = Annotated[Any, BeforeValidator(_messages, json_schema_input_type=Turns)]
 
 
 class OutputConfig(Strict):
@@ -215,15 +291,17 @@ class OutputConfig(Strict):
 class Thinking(Strict):
     """Disabled: a template that can is told not to think. Else the model thinks as it does; budgets are wishes."""
 
-    ignored = frozenset({"budget_tokens"})
-    inert = {"display": ("summarized",)}
+    ignored = THINKING_IGNORED
 
     type: Literal["enabled", "disabled", "adaptive"]
+    display: Literal["summarized", "omitted"] = "summarized"
 
 
 class AnthropicTool(Strict):
-    ignored = frozenset({CACHE, "eager_input_streaming", "input_examples"})
-    inert = {"allowed_callers": (["direct"],), "defer_loading": (False,)}
+    """With `defer_loading` it is not in the prompt before the conversation refers to it."""
+
+    ignored = ANTHROPIC_TOOL_IGNORED
+    inert = ANTHROPIC_TOOL_INERT
     foreign = {"function": "name", "parameters": "input_schema"}
 
     type: Literal["custom"] = "custom"
@@ -231,6 +309,7 @@ class AnthropicTool(Strict):
     description: str = Field("", max_length=MAX_DESCRIPTION)
     input_schema: dict[str, Any]
     strict: bool = False
+    defer_loading: bool = False
 
     @property
     def for_chat(self) -> dict[str, Any]:
@@ -259,8 +338,8 @@ class AnthropicToolChoice(Strict):
 class MessagesPrompt(Strict):
     """What makes the prompt: all of POST /v1/messages/count_tokens."""
 
-    ignored = frozenset({CACHE, "user_profile_id", "workspace_id", "inference_geo"})
-    inert = {"speed": ("standard",), "container": (), "context_management": (), "mcp_servers": ([],)}
+    ignored = {name: reason for name, reason in ANTHROPIC_IGNORED.items() if name != "metadata"}
+    inert = {name: values for name, values in ANTHROPIC_INERT.items() if name != "service_tier"}
 
     model: str
     messages: Messages
@@ -269,6 +348,7 @@ class MessagesPrompt(Strict):
     tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig = Field(default_factory=OutputConfig)
+    context_management: ContextManagement | None = None
     chat_template_kwargs: TemplateKwargs = Field(default_factory=dict)
 
     @classmethod
@@ -284,11 +364,41 @@ class MessagesPrompt(Strict):
             raise field_error("invalid_value", "may be given only with tools", "tool_choice")
         return self
 
+    @model_validator(mode="after")
+    def _changes_are_of_tools(self) -> "MessagesPrompt":
+        names = {tool.name for tool in self.tools}
+        for change in self.history.tool_changes:
+            if change.name not in names:
+                raise field_error("invalid_value", "is not the name of one of the tools", "messages", *change.path)
+        return self
+
+    @property
+    def history(self) -> History:
+        history: History = self.messages
+        return history
+
+    @property
+    def shows_thinking(self) -> bool:
+        return self.thinking is None or self.thinking.display != "omitted"
+
+    @property
+    def edits(self) -> list[Edit]:
+        return [] if self.context_management is None else self.context_management.edits
+
     @property
     def continues(self) -> bool:
         """A last message of the assistant is the beginning of the answer, unless it calls tools: that one is whole."""
-        last = self.messages[-1]
+        last = self.history.messages[-1]
         return bool(last["role"] == "assistant" and not last.get("tool_calls"))
+
+    @property
+    def offered_tools(self) -> list[int]:
+        """Which tools the model is told of: those that are not deferred, or that the messages load, or that it must
+        call. The last change counts."""
+        changed = {change.name: change.added for change in self.history.tool_changes}
+        if self.tool_choice is not None and self.tool_choice.name is not None:
+            changed[self.tool_choice.name] = True
+        return [i for i, tool in enumerate(self.tools) if changed.get(tool.name, not tool.defer_loading)]
 
     def chat_fields(self) -> dict[str, Any]:
         """The body of a chat request with the same prompt."""
@@ -296,33 +406,36 @@ class MessagesPrompt(Strict):
         thinks = self.thinking is None or self.thinking.type != "disabled"
         fields: dict[str, Any] = {
             "model": self.model,
-            "messages": [*system, *self.messages],
+            "messages": [*system, *self.history.messages],
             "continue_final_message": self.continues,
             "reasoning_effort": self.output_config.effort if thinks else "none",
             "chat_template_kwargs": self.chat_template_kwargs,
         }
         if self.output_config.format is not None:
             fields["response_format"] = self.output_config.format
-        if self.tools:
-            fields["tools"] = [tool.for_chat for tool in self.tools]
-        if self.tools and self.tool_choice is not None:
+        if offered := self.offered_tools:
+            fields["tools"] = [self.tools[i].for_chat for i in offered]
+        if offered and self.tool_choice is not None:
             fields["tool_choice"] = self.tool_choice.for_chat
             fields["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use
         return fields
 
-    def to_chat(self) -> ChatCompletionRequest:
-        """InvalidRequestError in the words of this API."""
+    def to_chat(self, messages: list[ChatMessage] | None = None) -> ChatCompletionRequest:
+        """With `messages` in place of its own, where given. InvalidRequestError in the words of this API."""
+        asked = self
+        if messages is not None:
+            asked = self.model_copy(update={"messages": replace(self.history, messages=messages)})
         try:
-            return parse_request(ChatCompletionRequest, self.chat_fields())
+            return parse_request(ChatCompletionRequest, asked.chat_fields())
         except InvalidRequestError as error:
-            raise in_our_terms(error) from None
+            raise in_our_terms(error, self.offered_tools) from None
 
 
 class MessagesRequest(MessagesPrompt, SamplingExtras):
     """POST /v1/messages."""
 
-    ignored = MessagesPrompt.ignored | {"metadata"}
-    inert = MessagesPrompt.inert | {"service_tier": ("auto", "standard_only")}
+    ignored = ANTHROPIC_IGNORED
+    inert = ANTHROPIC_INERT
     foreign = {"response_format": "output_config.format"}
 
     max_tokens: int = Field(ge=1)

@@ -4,7 +4,7 @@ IGNORED fields cannot change the output. INERT ones are taken at the values that
 other value is a 400 that names the field.
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter
 
@@ -36,6 +36,7 @@ KINDS: dict[str, tuple[str, Any]] = {
     "prompt_cache_retention": ("a string", Label),
     "safety_identifier": ("a string", Label),
     "spaces_between_special_tokens": ("true or false", bool),
+    "speed": ("`standard` or `fast`", Literal["standard", "fast"]),
     "store": ("true or false", bool),
     "user": ("a string", Label),
 }
@@ -63,6 +64,30 @@ CALL_IGNORED = {"index": "what is left of a stream"}
 FORMAT_IGNORED = {"description": "for readers of the request; a prompt shows no part of a format"}
 FUNCTION_IGNORED = {"parsed_arguments": "what openai-python adds"}
 PART_IGNORED = {"prompt_cache_breakpoint": "a hint for speed"}
+# Fields of /v1/messages. cache_control may stand on every block, message part and tool.
+CACHE = "cache_control"
+CACHE_IS = "a hint for speed: equal prefixes are found without it"
+ANTHROPIC_IGNORED = {
+    CACHE: CACHE_IS,
+    "inference_geo": "names a place; this server runs where it runs",
+    "metadata": "names the end user, for the operator of a service",
+    "speed": "a wish for speed: there is one, the fastest",
+    "user_profile_id": "names the end user, for the operator of a service",
+    "workspace_id": "names an account of Anthropic's",
+}
+ANTHROPIC_INERT: dict[str, tuple[Any, ...]] = {
+    "container": (),
+    "mcp_servers": ([],),
+    "service_tier": ("auto", "standard_only"),
+}
+BLOCK_IGNORED = {CACHE: CACHE_IS}
+ANTHROPIC_TOOL_IGNORED = {
+    CACHE: CACHE_IS,
+    "eager_input_streaming": "inputs always stream as they are generated",
+    "input_examples": "chat templates have no place for examples",
+}
+ANTHROPIC_TOOL_INERT: dict[str, tuple[Any, ...]] = {"allowed_callers": (["direct"],)}
+THINKING_IGNORED = {"budget_tokens": "a wish: the model thinks as long as it does"}
 # As docs/api.md lists them: where a field stands, those that are ignored, those that are inert.
 WRITTEN_LIST: tuple[tuple[str, dict[str, str], dict[str, tuple[Any, ...]]], ...] = (
     ("{}", IGNORED, INERT),
@@ -73,4 +98,8 @@ WRITTEN_LIST: tuple[tuple[str, dict[str, str], dict[str, tuple[Any, ...]]], ...]
     ("messages[].tool_calls[].function.{}", FUNCTION_IGNORED, {}),
     ("tools[].{}", {}, TOOL_INERT),
     ("response_format.json_schema.{}", FORMAT_IGNORED, {}),
+    ("{} (messages)", ANTHROPIC_IGNORED, ANTHROPIC_INERT),
+    ("messages[].content[].{} (messages)", BLOCK_IGNORED, {}),
+    ("tools[].{} (messages)", ANTHROPIC_TOOL_IGNORED, ANTHROPIC_TOOL_INERT),
+    ("thinking.{} (messages)", THINKING_IGNORED, {}),
 )

@@ -119,12 +119,30 @@ def parse_request(kind: type[AnyModel], body: dict[str, Any]) -> AnyModel:
         raise _describe(first["type"], first["loc"], first["msg"], first.get("ctx", {})) from None
 
 
+def validated(kind: type[AnyModel], value: Any) -> AnyModel:
+    """`value` as `kind`, for validators of a field: the first wrong field is an error of a field below it."""
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        path, text, code = _explain(first["type"], first["loc"], first["msg"], first.get("ctx", {}))
+        raise field_error(code, text, *path) from None
+
+
 def _describe(
     error_type: str, loc: tuple[int | str, ...], message: str, context: dict[str, Any]
 ) -> InvalidRequestError:
-    name = field_path((*loc, *context.get("path", ())))
-    text, code = (message, error_type) if "path" in context else _phrase(error_type, message, context)
+    path, text, code = _explain(error_type, loc, message, context)
+    name = field_path(path)
     return invalid(f"{name} {text}{'' if text.endswith('?') else '.'}", name, code)
+
+
+def _explain(
+    error_type: str, loc: tuple[int | str, ...], message: str, context: dict[str, Any]
+) -> tuple[tuple[int | str, ...], str, str]:
+    """(path of the field, what is said after its name, code)."""
+    text, code = (message, error_type) if "path" in context else _phrase(error_type, message, context)
+    return (*loc, *context.get("path", ())), text, code
 
 
 def _phrase(error_type: str, message: str, context: dict[str, Any]) -> tuple[str, str]:

@@ -1,0 +1,134 @@
+"""`context_management` of /v1/messages: the edits that cut a prompt before the model sees it.
+
+Anthropic documents them as context editing (beta context-management-2025-06-27); names and defaults are theirs. An edit
+of a kind that is not in KINDS is refused by name.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, FailFast, Field
+
+from server.errors import MAX_NAME_LENGTH
+from server.protocol.strict import Strict, field_error, validated
+
+MAX_NAMES = 4096  # tools that an edit may name
+Names = Annotated[list[str], FailFast(), Field(max_length=MAX_NAMES)]
+Amount = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class Trigger(Strict):
+    """The edit is applied to prompts with more than `value` of these."""
+
+    type: Literal["input_tokens", "tool_uses"]
+    value: Amount
+
+
+class ToolUses(Strict):
+    type: Literal["tool_uses"]
+    value: Amount
+
+
+class LeastTokens(Strict):
+    type: Literal["input_tokens"]
+    value: Amount
+
+
+class ThinkingTurns(Strict):
+    type: Literal["thinking_turns"]
+    value: Annotated[int, Field(ge=1, lt=2**31)]
+
+
+class AllTurns(Strict):
+    type: Literal["all"]
+
+
+def _kept_turns(value: Any) -> Any:
+    """As a number of turns; None keeps all of them."""
+    if value == "all":
+        return None
+    if isinstance(value, dict) and value.get("type") == "all":
+        validated(AllTurns, value)
+        return None
+    if isinstance(value, dict):
+        return validated(ThinkingTurns, value).value
+    raise field_error("invalid_type", "must be 'all' or an object with the type 'thinking_turns' and a value")
+
+
+KeptTurns = Annotated[
+    int | None, BeforeValidator(_kept_turns, json_schema_input_type=Literal["all"] | ThinkingTurns | AllTurns)
+]
+
+
+def _names_or_all(value: Any) -> Any:
+    if isinstance(value, bool):
+        return value
+    if not isinstance(value, list) or len(value) > MAX_NAMES or not all(isinstance(name, str) for name in value):
+        raise field_error("invalid_type", f"must be true, false or a list of at most {MAX_NAMES} names of tools")
+    return tuple(value)
+
+
+ClearedInputs = Annotated[
+    bool | tuple[str, ...], BeforeValidator(_names_or_all, json_schema_input_type=bool | list[str])
+]
+
+
+class ClearThinking(Strict):
+    """Older turns of the assistant lose their thinking: all but the last `keep` turns that have any."""
+
+    type: Literal["clear_thinking_20251015"]
+    keep: KeptTurns = Field(1, json_schema_extra={"default": {"type": "thinking_turns", "value": 1}})
+
+
+class ClearToolUses(Strict):
+    """All tool results but the last `keep` give way to a note; with `clear_tool_inputs` their calls lose the input."""
+
+    type: Literal["clear_tool_uses_20250919"]
+    trigger: Trigger = Trigger(type="input_tokens", value=100_000)
+    keep: ToolUses = ToolUses(type="tool_uses", value=3)
+    clear_at_least: LeastTokens | None = None
+    exclude_tools: Names = Field(default_factory=list)
+    clear_tool_inputs: ClearedInputs = False
+
+    def clears_input_of(self, name: str) -> bool:
+        cleared = self.clear_tool_inputs
+        return cleared if isinstance(cleared, bool) else name in cleared
+
+
+Edit = ClearThinking | ClearToolUses
+KINDS: dict[str, type[ClearThinking] | type[ClearToolUses]] = {
+    "clear_thinking_20251015": ClearThinking,
+    "clear_tool_uses_20250919": ClearToolUses,
+}
+
+
+def _edit(value: Any) -> Any:
+    if not isinstance(value, dict):
+        raise field_error("invalid_type", "must be an object")
+    kind = value.get("type")
+    if not isinstance(kind, str):
+        raise field_error("invalid_type", "must be a string", "type")
+    if kind not in KINDS:
+        known = " and ".join(map(repr, KINDS))
+        text = f"is {kind[:MAX_NAME_LENGTH]!r}, an edit that this server does not make: it makes {known}"
+        raise field_error("unsupported_value", text, "type")
+    return validated(KINDS[kind], value)
+
+
+EditField = Annotated[Any, BeforeValidator(_edit, json_schema_input_type=Edit)]
+
+
+def _in_order(edits: list[Edit]) -> list[Edit]:
+    """Anthropic wants thinking cleared first."""
+    kinds = [edit.type for edit in edits]
+    for i, kind in enumerate(kinds):
+        if kind in kinds[:i]:
+            raise field_error("invalid_value", f"may not be {kind!r} twice", i, "type")
+        if kind == "clear_thinking_20251015" and i:
+            raise field_error("invalid_value", f"must be first where it is {kind!r}", i, "type")
+    return edits
+
+
+class ContextManagement(Strict):
+    edits: Annotated[list[EditField], FailFast(), Field(max_length=16), AfterValidator(_in_order)] = Field(
+        default_factory=list
+    )
