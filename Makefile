@@ -15,7 +15,7 @@ help:
 	@echo "make gpu-check [PARTS=\"kernels steps\"]                  on a machine with a GPU: tests, kernel times, engine figures"
 	@echo "make gpu-wheels                                         fetch what such a machine lacks and cannot download"
 	@echo "make lm-eval                                            lm-eval's scores of the server against transformers'"
-	@echo "make clients [ONLY=litellm] [EXAMPLES=50]               openai, langchain, litellm, npm, schemathesis: what passes"
+	@echo "make clients [ONLY=litellm] [EXAMPLES=50]               openai, langchain, litellm, npm, schemathesis, agents: what passes"
 	@echo "make soak [REQUESTS=2000] [TOKENS=60]                   many requests, many abandoned: nothing may be left behind"
 	@echo "make fuzz [CASES=5000] [SEED=1]                         hostile requests beside a greedy stream: no 5xx, no other byte"
 	@echo "make attacks [ONLY=NAME_OR_ITEM]                        attacks beside another key: its waits, /health, memory, descriptors"
@@ -90,8 +90,19 @@ $(CLIENTS)/.installed:
 	$(foreach package,pytest pytest-asyncio "schemathesis>=4.20" langchain-openai litellm mcp,$(CLIENTS)/bin/pip install --quiet $(package) &&) true
 	@touch $@
 
-clients: $(VENV)/.installed-test $(VENV)/.compiled $(CLIENTS)/.installed .cache/node/.installed
-	@$(BIN)/python -m tests.clients --environment $(CLIENTS) --node .cache/node --only "$(ONLY)" --examples $(or $(EXAMPLES),50)
+# Coding agents: npm's in one folder, by name the newest even where it asks for a newer node than the one that is here
+# (they are programs of their own); aider, which pins a hundred packages, in an environment beside them.
+AGENTS := .cache/agents
+NPM_AGENTS := @anthropic-ai/claude-code@latest
+
+$(AGENTS)/.installed:
+	@command -v npm >/dev/null || { echo "npm is missing: the agents cannot be installed (Debian: apt install nodejs npm)."; exit 1; }
+	@mkdir -p $(@D)
+	npm install --silent --no-fund --no-audit --prefix $(@D) $(NPM_AGENTS)
+	@touch $@
+
+clients: $(VENV)/.installed-test $(VENV)/.compiled $(CLIENTS)/.installed .cache/node/.installed $(AGENTS)/.installed
+	@$(BIN)/python -m tests.clients --environment $(CLIENTS) --node .cache/node --agents $(AGENTS) --only "$(ONLY)" --examples $(or $(EXAMPLES),50)
 
 test: lint test-only
 

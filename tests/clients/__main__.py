@@ -1,9 +1,10 @@
 """The clients that people use, against a live server with the bundled model: a table of what passed.
 
-    python -m tests.clients --environment DIR --node DIR [--only NAME] [--examples N]
+    python -m tests.clients --environment DIR --node DIR --agents DIR [--only NAME] [--examples N]
 
 `make clients` makes the environments: other versions of openai, langchain-openai, litellm and schemathesis in one, the
-npm client in the other. openai-python's newest is the one of this Python. Exit status 1 where anything failed.
+npm client in the next, coding agents in the last; --only agent runs all of these. openai-python's newest is the one of
+this Python. Exit status 1 where anything failed.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from pathlib import Path
 import httpx
 
 from benchmarks.processes import ServerProcess
+from tests.clients.agents import AGENTS
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
@@ -42,7 +44,7 @@ class Suite:
     version: tuple[str, ...]
 
 
-def suites(environment: Path, node: Path, url: str, examples: int) -> list[Suite]:
+def suites(environment: Path, node: Path, agents: Path, url: str, examples: int) -> list[Suite]:
     python = str(environment / "bin" / "python")
     schemathesis = (
         str(environment / "bin" / "schemathesis"),
@@ -67,13 +69,21 @@ def suites(environment: Path, node: Path, url: str, examples: int) -> list[Suite
         pytest(python, "litellm", "litellm"),
         Suite("openai (npm)", js, node_version),
         Suite("schemathesis", schemathesis, (python, "-c", "import schemathesis; print(schemathesis.__version__)")),
+        *[agent_suite(name, agents) for name in AGENTS],
     ]
+
+
+def agent_suite(name: str, folder: Path) -> Suite:
+    """A scripted task, against a server of its own: a prompt is longer than the context of the one that runs."""
+    check = (sys.executable, *PYTEST, "--capture=no", str(HERE / "check_agents.py"), "-k", name, "--junitxml={report}")
+    return Suite(f"agent {name}", check, (str(folder.resolve() / AGENTS[name].executable), "--version"))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.clients", description=__doc__.split("\n")[0])
     parser.add_argument("--environment", type=Path, required=True, metavar="DIR", help="a virtual environment")
     parser.add_argument("--node", type=Path, required=True, metavar="DIR", help="where npm's openai is")
+    parser.add_argument("--agents", type=Path, required=True, metavar="DIR", help="where the coding agents are")
     parser.add_argument("--only", default="", metavar="NAME", help="the suites whose name holds this")
     parser.add_argument("--examples", type=int, default=50, help="that schemathesis makes for each operation")
     options = parser.parse_args()
@@ -116,13 +126,17 @@ def run_all(options: argparse.Namespace, url: str, folder: Path) -> list[tuple[s
         "CLIENTS_LIMITED_KEY": LIMITED_KEY,
         "CLIENTS_MODEL": MODEL,
         "CLIENTS_NODE_FOLDER": str(options.node.resolve()),
+        "CLIENTS_AGENTS_FOLDER": str(options.agents.resolve()),
         "SCHEMATHESIS_HOOKS": "tests.clients.schemathesis_hooks",
     }
     rows = []
-    for i, suite in enumerate(suites(options.environment, options.node, url.removesuffix("/v1"), options.examples)):
+    root = url.removesuffix("/v1")
+    found_suites = suites(options.environment, options.node, options.agents, root, options.examples)
+    for i, suite in enumerate(found_suites):
         if options.only not in suite.name:
             continue
-        version = subprocess.run(suite.version, capture_output=True, text=True, check=True).stdout.strip()
+        asked = {**environment, "HOME": str(folder)}  # agents write there whatever they are asked
+        version = subprocess.run(suite.version, capture_output=True, text=True, check=True, env=asked).stdout.strip()
         print(f"== {suite.name} {version}", flush=True)
         found, start = folder / f"{i}.xml", time.monotonic()
         command = [part.replace("{report}", str(found)) for part in suite.command]
@@ -144,9 +158,9 @@ def count(found: Path) -> dict[str, int]:
 
 
 def report(rows: list[tuple[str, dict[str, int], float]]) -> int:
-    print(f"\n{'client':28} {'passed':>7} {'failed':>7} {'skipped':>8} {'seconds':>8}")
+    print(f"\n{'client':40} {'passed':>7} {'failed':>7} {'skipped':>8} {'seconds':>8}")
     for name, counts, seconds in rows:
-        print(f"{name:28} {counts['passed']:7} {counts['failed']:7} {counts['skipped']:8} {seconds:8.1f}")
+        print(f"{name:40} {counts['passed']:7} {counts['failed']:7} {counts['skipped']:8} {seconds:8.1f}")
     failed = sum(counts["failed"] for _, counts, _ in rows)
     return 1 if failed or not rows else 0
 

@@ -1,0 +1,71 @@
+"""The coding agents whose scripted task `make clients` runs: how each is installed, started, kept at home and judged.
+
+A new agent is an entry of AGENTS. `command` and `environment` may hold {url} (of the server, without /v1), {scratch}
+(the folder that the agent works in) and {home}.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.clients.forcing_proxy import Call, Script
+
+MODEL = "pageserve"
+FILE, TEXT, SAID = "made.txt", "a tool call made this", "the file is made"
+TASK = f"Make a file {FILE} that says: {TEXT}"
+# Whatever an agent looks up elsewhere ends at a closed port of this machine.
+NOWHERE = "http://127.0.0.1:9"
+ISOLATED = {
+    **dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy"), NOWHERE),
+    **dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1,localhost"),
+    "DO_NOT_TRACK": "1",
+    "TERM": "dumb",
+}
+
+
+@dataclass(frozen=True)
+class Agent:
+    """`executable` lies in the folder of npm packages and environments that the Makefile makes."""
+
+    executable: str
+    command: tuple[str, ...]
+    environment: dict[str, str]
+    script: Callable[[Path], Script]
+    files: dict[str, str] = field(default_factory=dict)  # of its settings: path below {home} -> text
+    says: Callable[[str], str] = lambda output: output  # what it answers in the end, of what it prints
+    route: str = "/v1/chat/completions"  # that it talks to
+
+
+def _claude_script(scratch: Path) -> Script:
+    check = {"command": f"cat {FILE}", "description": "Show the file"}
+    write = {"file_path": str(scratch / FILE), "content": TEXT}
+    return Script((Call("Write", write), Call("Bash", check)), SAID)
+
+
+def _claude_says(output: str) -> str:
+    answer = json.loads(output.strip().splitlines()[-1])
+    assert answer["is_error"] is False and answer["num_turns"] == 3, answer
+    return str(answer["result"])
+
+
+AGENTS: dict[str, Agent] = {
+    "claude-code": Agent(
+        executable="node_modules/.bin/claude",
+        command=("-p", TASK, "--output-format", "json", "--allowedTools", "Write", "Bash"),
+        environment={
+            "ANTHROPIC_BASE_URL": "{url}",
+            "ANTHROPIC_AUTH_TOKEN": "none",
+            "ANTHROPIC_MODEL": MODEL,
+            "ANTHROPIC_DEFAULT_HAIKU_MODEL": MODEL,
+            "ANTHROPIC_SMALL_FAST_MODEL": MODEL,
+            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+            "DISABLE_AUTOUPDATER": "1",
+            "DISABLE_TELEMETRY": "1",
+            "DISABLE_ERROR_REPORTING": "1",
+        },
+        script=_claude_script,
+        says=_claude_says,
+        route="/v1/messages",
+    ),
+}
