@@ -45,7 +45,7 @@ class ServerConfig:
         30.0, "seconds that running requests get to finish after SIGTERM", minimum=0, maximum=86400
     )
     keep_alive_interval: float = option(
-        15.0, "seconds of silence before a stream gets an SSE comment", above=0, maximum=3600
+        15.0, "seconds between the SSE comments that keep a stream open through proxies", above=0, maximum=3600
     )
     max_body_bytes: int = option(32 << 20, "largest request body in bytes", size=True, minimum=1024)
     max_queued_requests: int = option(1024, "requests that may wait; beyond, clients get 429", minimum=1)

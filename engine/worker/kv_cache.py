@@ -24,6 +24,14 @@ STAGING_BYTES = 32 << 20  # of one buffer: a millisecond on the link, so that it
 STAGING_BUFFERS = 4  # used in turn: as many may be on their way before a step has to wait for the link
 
 
+class DoesNotFitError(ConfigError):
+    """`reason` says what lacks room; the rest of the message advises a setting to start a server with."""
+
+    def __init__(self, reason: str, advice: str) -> None:
+        super().__init__(f"{reason} {advice}")
+        self.reason = reason
+
+
 @dataclass(frozen=True, slots=True)
 class KVCacheSize:
     """num_blocks of block_bytes each (over all layers), and the longest sequence that may be asked for."""
@@ -69,9 +77,10 @@ def host_cache_bytes(config: EngineConfig, available: int) -> int:
         asked = parse_size(config.kv_cache_memory)
         assert asked is not None, "EngineConfig checked it"
         if asked > available:
-            raise ConfigError(
-                f"kv_cache_memory: {format_bytes(asked)} is more than the {format_bytes(available)} that are free; "
-                f"use --kv-cache-memory {available >> 20}MiB or less."
+            raise DoesNotFitError(
+                f"kv_cache_memory: {format_bytes(asked)} is more than the {format_bytes(max(0, available))} that are "
+                "free.",
+                f"Use --kv-cache-memory {available >> 20}MiB or less." if available >> 20 else "Use a smaller model.",
             )
         return asked
     return min(available // DEFAULT_SHARE_OF_HOST, MAX_DEFAULT_HOST_BYTES)
@@ -109,22 +118,26 @@ def size_kv_cache(
         useful = max_num_seqs * blocks_per_sequence
         num_blocks = min(num_blocks, max(useful, MAX_DEFAULT_GPU_BLOCKS) if on_gpu else useful)
     if num_blocks < 1:
-        raise ConfigError(
+        raise DoesNotFitError(
             f"no room for the KV cache: one block takes {format_bytes(block_bytes)}, {format_bytes(max(0, budget))} "
-            f"are left. {_more_memory(on_gpu, config, block_bytes)}"
+            "are left.",
+            _more_memory(on_gpu, config, block_bytes),
         )
     if num_blocks * block_bytes > available:
-        raise ConfigError(
+        fitting = max(0, available) // block_bytes
+        raise DoesNotFitError(
             f"num_blocks: {num_blocks} blocks take {format_bytes(num_blocks * block_bytes)}, "
-            f"{format_bytes(max(0, available))} are left; use --num-blocks {max(0, available) // block_bytes} or less."
+            f"{format_bytes(max(0, available))} are left.",
+            f"Use --num-blocks {fitting} or less." if fitting else "Use a smaller model.",
         )
     capacity = num_blocks * config.block_size
     if config.max_model_len is not None and config.max_model_len > capacity:
         missing = (blocks_per_sequence - num_blocks) * block_bytes
-        raise ConfigError(
+        raise DoesNotFitError(
             f"max_model_len: {config.max_model_len} tokens do not fit a KV cache of {num_blocks} blocks of "
-            f"{config.block_size}. Use --max-model-len {capacity} or less, or make the cache "
-            f"{format_bytes(missing)} larger. {_more_memory(on_gpu, config, blocks_per_sequence * block_bytes)}"
+            f"{config.block_size}.",
+            f"Use --max-model-len {capacity} or less, or make the cache {format_bytes(missing)} larger. "
+            f"{_more_memory(on_gpu, config, blocks_per_sequence * block_bytes)}",
         )
     return KVCacheSize(num_blocks, block_bytes, min(longest, capacity))
 

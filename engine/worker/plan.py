@@ -5,6 +5,8 @@ this one. Exit status: 0 when it fits, 1 when it does not (the nearest settings 
 setting.
 """
 
+import bisect
+import itertools
 import os
 import sys
 from collections.abc import Iterator
@@ -21,6 +23,7 @@ from engine.settings import add_flags, load_settings, parse_size
 from engine.worker.cuda_graphs import bucket_sizes
 from engine.worker.host import StepLimits, available_host_bytes, resolve_step_limits
 from engine.worker.kv_cache import (
+    DoesNotFitError,
     KVCacheSize,
     format_bytes,
     gpu_cache_bytes,
@@ -41,6 +44,7 @@ LOGITS_BYTES = 4 + 4 + 16
 DRAW_BYTES = 4 + 4 + 1 + 2 * (4 + 8)
 COUNTS_BYTES = 5  # int32 and bool per sequence and token of the vocabulary
 MIN_BATCHED_TOKENS = 64
+MIN_MEMORY = 16 << 20  # bytes; below, --memory lacks its unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +95,8 @@ def make_plan(config: EngineConfig, model: ModelConfig, machine: Machine) -> Mem
             max_num_seqs=limits.max_num_seqs,
             on_gpu=on_gpu,
         )
-    except ConfigError as error:
-        problem = str(error)
+    except DoesNotFitError as error:
+        problem = error.reason  # its advice is a guess; nearest_settings tries what it names
     return MemoryPlan(weights, activations, sampler, overhead, available, limits, size, problem)
 
 
@@ -120,16 +124,38 @@ def scoring_bytes(model: ModelConfig) -> int:
 
 
 def nearest_settings(config: EngineConfig, model: ModelConfig, machine: Machine) -> Iterator[str]:
-    """Single changes that make it fit, the smallest change of each kind."""
-    for changes in _candidates(config, model, machine):
-        for change in changes:
-            try:
-                fits = make_plan(replace(config, **change), model, machine).size is not None
-            except ConfigError:
-                fits = False
-            if fits:
-                yield " ".join(f"--{name.replace('_', '-')} {value}" for name, value in change.items())
-                break
+    """Changes that make it fit, the smallest change of each kind; of two kinds at once where none of one kind does."""
+    kinds = [kind for kind in _candidates(config, model, machine) if kind]
+
+    def fits(change: dict[str, Any]) -> bool:
+        return _fits(replace(config, **change), model, machine)
+
+    found = [change for kind in kinds if (change := next(filter(fits, kind), None)) is not None]
+    if not found:
+        for first, second in itertools.combinations(kinds, 2):
+            if fits(first[-1] | second[-1]) and not first[-1].keys() & second[-1].keys():
+                nearest = next(change for change in second if fits(first[-1] | change))
+                found.append(next(change for change in first if fits(change | nearest)) | nearest)
+    for change in found:
+        yield " ".join(_flag(name.replace("_", "-"), value) for name, value in change.items())
+
+
+def _flag(name: str, value: Any) -> str:
+    return f"--{'' if value else 'no-'}{name}" if isinstance(value, bool) else f"--{name} {value}"
+
+
+def _fits(config: EngineConfig, model: ModelConfig, machine: Machine) -> bool:
+    try:
+        return make_plan(config, model, machine).size is not None
+    except ConfigError:
+        return False
+
+
+def least_memory(config: EngineConfig, model: ModelConfig, machine: Machine) -> int | None:
+    """Bytes of the smallest machine of this kind that these settings fit, to 64 MiB; None where no size helps."""
+    sizes = range(machine.total_bytes, 1 << 50, 64 << 20)
+    at = bisect.bisect_left(sizes, True, key=lambda size: _fits(config, model, replace(machine, total_bytes=size)))
+    return sizes[at] if at < len(sizes) else None
 
 
 def _candidates(config: EngineConfig, model: ModelConfig, machine: Machine) -> Iterator[list[dict[str, Any]]]:
@@ -148,6 +174,8 @@ def _candidates(config: EngineConfig, model: ModelConfig, machine: Machine) -> I
     if machine.device_type == "cuda":
         percent = int(config.gpu_memory_utilization * 100)
         yield [{"gpu_memory_utilization": p / 100} for p in range(percent + 1, 98)]
+        if config.cuda_graphs:
+            yield [{"cuda_graphs": False}]
     elif config.kv_cache_memory is not None:
         sizes = (1 << i for i in range(42, 19, -1))
         asked = parse_size(config.kv_cache_memory) or 0
@@ -247,6 +275,9 @@ def read_arguments(arguments: list[str]) -> tuple[EngineConfig, Machine]:
     total_bytes = parse_size(flags["memory"])
     if total_bytes is None:
         raise ConfigError(f'--memory must be a size in bytes such as "80GiB", not {flags["memory"]!r}.')
+    if total_bytes < MIN_MEMORY:
+        unit = f"; write {flags['memory']}GiB or {flags['memory']}MiB" if flags["memory"].isdigit() else ""
+        raise ConfigError(f"--memory {flags['memory']} is {total_bytes} bytes, less than any model needs{unit}.")
     return config, Machine("cpu" if config.device == "cpu" else "cuda", total_bytes)
 
 
@@ -275,9 +306,15 @@ def main(arguments: list[str]) -> int:
         return 0
     print(f"Does not fit. {plan.problem}")
     changes = list(nearest_settings(config, model, machine))
-    print("Any one of these fits:" if changes else "No single setting makes it fit: a larger machine is needed.")
+    print(
+        "Any one of these lines makes it fit:"
+        if changes
+        else "No one setting and no two make it fit: a larger machine is needed."
+    )
     for change in changes:
         print(f"  {change}")
+    if (size := least_memory(config, model, machine)) is not None:
+        print(f"As it is, it fits {format_bytes(size)} and more.")
     return 1
 
 

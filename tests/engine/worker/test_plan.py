@@ -1,6 +1,7 @@
 """`pageserve plan`, as the command runs it."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -75,7 +76,28 @@ def test_what_does_not_fit_comes_with_settings_that_do(folder, model, capsys):
 
 def test_a_model_too_large_for_any_setting(folder, capsys):
     assert plan.main([folder, "--memory", "8GiB"]) == 1
-    assert "a larger machine is needed" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "a larger machine is needed" in text and "Raise" not in text and "Use" not in text, (
+        "no hint that does not help"
+    )
+    (size,) = re.findall(r"As it is, it fits (.*) GiB and more", text)
+    assert plan.main([folder, "--memory", f"{float(size) + 0.1}GiB"]) == 0
+    assert plan.main([folder, "--memory", f"{float(size) - 0.2}GiB"]) == 1
+
+
+def test_two_settings_are_named_where_no_single_one_helps(folder, capsys):
+    arguments = [folder, "--memory", "21000MiB", "--max-model-len", "32768", "--gpu-memory-utilization", "0.85"]
+    assert plan.main(arguments) == 1
+    changes = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("  --")]
+    assert changes and all(sum(word.startswith("--") for word in change) >= 2 for change in changes)
+    for change in changes:
+        assert plan.main([*arguments, *change]) == 0, change
+
+
+def test_graphs_are_given_up_where_that_is_enough(capsys):
+    assert plan.main(["--memory", "1500MiB"]) == 1
+    assert "\n  --no-cuda-graphs\n" in capsys.readouterr().out
+    assert plan.main(["--memory", "1500MiB", "--no-cuda-graphs"]) == 0
 
 
 def test_a_cpu_of_given_memory(folder, capsys):
@@ -106,6 +128,8 @@ def test_the_nearest_setting_is_the_largest_that_fits(model):
     ("arguments", "message"),
     [
         (["--memory", "lots"], "--memory must be a size"),
+        (["--memory", "80"], "--memory 80 is 80 bytes, less than any model needs; write 80GiB or 80MiB."),
+        (["--memory", "80KiB"], "--memory 80KiB is 81920 bytes, less than any model needs."),
         (["--max-model-len", "131073"], "--max-model-len 131072"),
         (["--block-size", "17"], "block_size must be one of"),
         (["--blocksize", "16"], "did you mean --block-size?"),
