@@ -1,9 +1,11 @@
 """`pageserve chat`: a conversation in the terminal with any OpenAI-compatible server. It starts no server."""
 
 import argparse
+import contextlib
 import json
 import os
 import sys
+import termios
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -162,9 +164,30 @@ def _first_model(http: httpx.Client) -> str:
 
 
 def _print_answer(client: ChatClient, message: str) -> None:
-    for piece in client.ask(message):
-        print(piece, end="", flush=True)
-    print()
+    with _no_echo():
+        for piece in client.ask(message):
+            print(piece, end="", flush=True)
+        print()
+
+
+@contextlib.contextmanager
+def _no_echo() -> Iterator[None]:
+    """Keep the terminal from writing typed text into an answer. The next prompt shows it; Ctrl-C still stops."""
+    try:
+        terminal = sys.stdin.fileno()
+        if os.tcgetpgrp(terminal) != os.getpgrp():  # changing the terminal would stop a job in the background
+            raise OSError
+        before = termios.tcgetattr(terminal)
+    except (OSError, termios.error):  # stdin is no terminal, or not ours
+        yield
+        return
+    quiet = [*before]
+    quiet[3] &= ~termios.ECHO
+    termios.tcsetattr(terminal, termios.TCSADRAIN, quiet)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(terminal, termios.TCSADRAIN, before)
 
 
 def _converse(client: ChatClient) -> int:

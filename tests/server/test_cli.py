@@ -3,9 +3,13 @@
 import http.server
 import io
 import json
+import os
+import pty
+import select
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -358,6 +362,62 @@ def test_ctrl_c_stops_an_answer_only(scripted, capsys, monkeypatch):
     type_lines(monkeypatch, "first", "second")
     assert main(["chat", "--base-url", scripted.url]) == 0
     assert "a [stopped]\nnext\n" in capsys.readouterr().out
+
+
+IN_A_TERMINAL = """
+import fcntl, os, runpy, sys, termios
+os.setsid()
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+sys.argv[0] = "pageserve"
+runpy.run_module("server.cli", run_name="__main__")
+"""
+
+
+def test_what_is_typed_during_an_answer_is_shown_at_the_next_prompt(scripted):
+    rest = threading.Event()
+    waiting = threading.Event()
+
+    def reply(self, status, body):
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        middle = body.find(b"END")
+        if middle >= 0:
+            self.wfile.write(body[:middle])
+            waiting.set()
+            rest.wait(30)
+            body = body[middle:]
+        self.wfile.write(body)
+
+    scripted.reply = reply
+    scripted.answers = [["BEGIN", "END"], ["fine"]]
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-c", IN_A_TERMINAL, "chat", "--base-url", scripted.url]
+    with subprocess.Popen(command, cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs) as process:
+        os.close(theirs)
+        shown = b""
+
+        def read_until(text: bytes) -> None:
+            nonlocal shown
+            while text not in shown:
+                assert select.select([ours], [], [], 30)[0], shown
+                shown += os.read(ours, 4096)
+
+        read_until(b"> ")
+        os.write(ours, b"hello\n")
+        assert waiting.wait(30)
+        read_until(b"BEGIN")
+        os.write(ours, b"typed\n")
+        time.sleep(0.1)  # the terminal would echo it at once
+        rest.set()
+        read_until(b"fine")
+        os.write(ours, b"/exit\n")
+        assert process.wait(30) == 0
+    os.close(ours)
+    answer, _, after = shown.partition(b"END")
+    assert b"typed" not in answer and b"BEGIN" in answer
+    assert b"> typed" in after
+    assert [message["content"] for message in scripted.requests[-1][1]["messages"]] == ["hello", "BEGINEND", "typed"]
 
 
 def test_without_a_server_it_says_how_to_start_one(capsys):
