@@ -122,16 +122,16 @@ function paintMarks(context, colours, step, x, y) {
 }
 
 export function describeStep(step) {
-  const parts = [`Step ${count(step.step_id)}`];
-  if (step.num_decodes) parts.push(`${count(step.num_decodes)} sequence${step.num_decodes > 1 ? "s" : ""} decoding`);
+  const parts = [];
+  if (step.num_decodes) parts.push(`${count(step.num_decodes)} decoding`);
   if (step.num_chunk_tokens) {
     const chunks = step.num_chunks > 1 ? `${step.num_chunks} prompts` : "a prompt";
     parts.push(`${count(step.num_chunk_tokens)} tokens of ${chunks}`);
   }
-  if (step.num_hit_tokens) parts.push(`${count(step.num_hit_tokens)} tokens from the cache`);
+  if (step.num_hit_tokens) parts.push(`${count(step.num_hit_tokens)} cached`);
   if (step.copies.length) parts.push(`${step.copies.length} copied`);
   if (step.num_evicted) parts.push(`${step.num_evicted} evicted`);
   if (step.num_preempted) parts.push(`${step.num_preempted} preempted`);
   if (step.compute_seconds != null) parts.push(`${(step.compute_seconds * 1000).toFixed(1)} ms`);
-  return `${parts.join(" · ")}.`;
+  return `Step ${count(step.step_id)}: ${parts.join(", ")}`;
 }

@@ -374,6 +374,23 @@ def assert_within(page: Page, *selectors: str) -> None:
         assert box["y"] >= 0 and box["y"] + box["height"] <= size["height"], selector
 
 
+BUSY_STEP = """async () => {
+  const { describeStep } = await import("/page/steps.js"), caption = document.getElementById("steps-caption");
+  const before = caption.getBoundingClientRect().height;
+  caption.textContent = describeStep({ step_id: 123456, num_decodes: 127, num_chunk_tokens: 2048, num_chunks: 12,
+    num_hit_tokens: 1024, copies: [1, 2, 3], num_evicted: 34, num_preempted: 2, compute_seconds: 0.1234 });
+  return [caption.textContent, caption.getBoundingClientRect().height - before];
+}"""
+
+
+@pytest.mark.parametrize("width", [1400, 1024])
+def test_the_description_of_a_busy_step_moves_nothing(live, visit, width):
+    text, growth = visit(live.url, viewport={"width": width, "height": 900}).evaluate(BUSY_STEP)
+    assert growth == 0
+    work, events = "127 decoding, 2,048 tokens of 12 prompts, 1,024 cached", "3 copied, 34 evicted, 2 preempted"
+    assert text == f"Step 123,456: {work}, {events}, 123.4 ms"
+
+
 def test_a_phone_shows_chat_and_memory_without_scrolling_sideways(live, visit):
     page = visit(live.url, viewport={"width": 360, "height": 740}, has_touch=True)
     set_parameters(page, n=2, max_tokens=400)
