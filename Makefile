@@ -37,13 +37,17 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "Python's venv module is missing (Debian: apt install python3-venv)."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
+# pip's warnings are of interest only where it fails: then all that it said is printed.
+install = $(1)/bin/pip install --quiet $(2) >$(1)/pip.log 2>&1 || { cat $(1)/pip.log; exit 1; }
+
 $(VENV)/.installed: pyproject.toml | $(BIN)/python
 	@echo "installing what pyproject.toml lists into $(VENV): some minutes, torch is large ..."
-	$(BIN)/pip install --quiet --editable .
+	@$(call install,$(VENV),--editable .)
 	@touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed
-	$(BIN)/pip install --quiet --editable ".[test]"
+	@echo "installing what the tests need ..."
+	@$(call install,$(VENV),--editable ".[test]")
 	@touch $@
 
 # The CPU kernels are compiled once, here, and not while the first start waits for them.
@@ -75,7 +79,7 @@ LM_EVAL := .cache/lm-eval
 
 $(LM_EVAL)/.installed:
 	$(PYTHON) -m venv $(LM_EVAL)
-	$(LM_EVAL)/bin/pip install --quiet "torch==2.13.0" "lm-eval[api]==0.4.13" transformers accelerate
+	@$(call install,$(LM_EVAL),"torch==2.13.0" "lm-eval[api]==0.4.13" transformers accelerate)
 	@touch $@
 
 lm-eval: $(VENV)/.installed-test $(VENV)/.compiled $(LM_EVAL)/.installed
