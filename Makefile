@@ -97,12 +97,16 @@ $(CLIENTS)/.installed:
 # Coding agents: npm's in one folder, by name the newest even where it asks for a newer node than the one that is here
 # (they are programs of their own); aider, which pins a hundred packages, in an environment beside them.
 AGENTS := .cache/agents
-NPM_AGENTS := @anthropic-ai/claude-code@latest
+NPM_AGENTS := @anthropic-ai/claude-code@latest opencode-ai@latest
+AIDER_PYTHON ?= $(PYTHON)
 
 $(AGENTS)/.installed:
 	@command -v npm >/dev/null || { echo "npm is missing: the agents cannot be installed (Debian: apt install nodejs npm)."; exit 1; }
 	@mkdir -p $(@D)
 	npm install --silent --no-fund --no-audit --prefix $(@D) $(NPM_AGENTS)
+	@if $(AIDER_PYTHON) -c 'import sys; sys.exit(sys.version_info >= (3, 13))'; then \
+		$(AIDER_PYTHON) -m venv $(@D)/aider && $(@D)/aider/bin/pip install --quiet aider-chat; \
+	else echo "aider wants a Python below 3.13 and will be skipped: make AIDER_PYTHON=python3.12 clients"; fi
 	@touch $@
 
 clients: $(VENV)/.installed-test $(VENV)/.compiled $(CLIENTS)/.installed .cache/node/.installed $(AGENTS)/.installed

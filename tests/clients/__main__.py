@@ -69,7 +69,7 @@ def suites(environment: Path, node: Path, agents: Path, url: str, examples: int)
         pytest(python, "litellm", "litellm"),
         Suite("openai (npm)", js, node_version),
         Suite("schemathesis", schemathesis, (python, "-c", "import schemathesis; print(schemathesis.__version__)")),
-        *[agent_suite(name, agents) for name in AGENTS],
+        *[agent_suite(name, agents) for name in AGENTS if (agents / AGENTS[name].executable).exists()],
     ]
 
 

@@ -49,6 +49,31 @@ def _claude_says(output: str) -> str:
     return str(answer["result"])
 
 
+def _opencode_script(scratch: Path) -> Script:
+    check = {"command": f"cat {FILE}", "description": "Show the file"}
+    write = {"filePath": str(scratch / FILE), "content": TEXT}
+    return Script((Call("write", write), Call("bash", check)), SAID)
+
+
+def _aider_script(scratch: Path) -> Script:
+    """aider reads files out of a text: it uses no tools."""
+    return Script((), f"{FILE}\n```\n{TEXT}\n```\n\n{SAID}")
+
+
+# Braces are doubled, for {url} is filled in.
+OPENCODE_SETTINGS = """{{
+  "provider": {{
+    "local": {{
+      "npm": "@ai-sdk/openai-compatible",
+      "options": {{"baseURL": "{url}/v1", "apiKey": "none"}},
+      "models": {{"pageserve": {{"limit": {{"context": 131072, "output": 8192}}}}}}
+    }}
+  }},
+  "share": "disabled",
+  "autoupdate": false
+}}
+"""
+
 AGENTS: dict[str, Agent] = {
     "claude-code": Agent(
         executable="node_modules/.bin/claude",
@@ -67,5 +92,31 @@ AGENTS: dict[str, Agent] = {
         script=_claude_script,
         says=_claude_says,
         route="/v1/messages",
+    ),
+    "opencode": Agent(
+        executable="node_modules/.bin/opencode",
+        command=("run", "--model", f"local/{MODEL}", TASK),
+        environment={
+            "OPENCODE_DISABLE_AUTOUPDATE": "true",
+            "OPENCODE_DISABLE_DEFAULT_PLUGINS": "true",
+            "OPENCODE_DISABLE_LSP_DOWNLOAD": "true",
+            "OPENCODE_DISABLE_MODELS_FETCH": "true",
+        },
+        script=_opencode_script,
+        files={".config/opencode/opencode.json": OPENCODE_SETTINGS},
+    ),
+    "aider": Agent(
+        executable="aider/bin/aider",
+        command=(
+            *("--model", f"openai/{MODEL}", "--edit-format", "whole", "--yes-always", "--no-git", "--no-pretty"),
+            *("--no-show-model-warnings", "--no-check-update", "--no-detect-urls", "--analytics-disable"),
+            *("--message", TASK, FILE),
+        ),
+        environment={
+            "OPENAI_API_BASE": "{url}/v1",
+            "OPENAI_API_KEY": "none",
+            "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+        },
+        script=_aider_script,
     ),
 }
