@@ -5,7 +5,7 @@ from typing import Any
 from server.protocol.signatures import signature_of
 from server.protocol.tools import parse_arguments
 from server.sse import encode_json
-from server.tools.events import Arguments, CallStart, Content, Event, Reasoning
+from server.tools.events import Arguments, CallStart, Content, Event, Input, Reasoning
 
 START, DELTA, STOP = b"content_block_start", b"content_block_delta", b"content_block_stop"
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'
@@ -39,7 +39,7 @@ class MessageOutput:
         if isinstance(part, CallStart):
             call_id = "toolu_" + part.id.removeprefix("call_")
             return self._begin({"type": "tool_use", "id": call_id, "name": part.name, "input": {}})
-        if isinstance(part, Arguments):
+        if isinstance(part, Arguments | Input):
             return self._extend(part.text)
         block = {"type": "text", "text": ""} if isinstance(part, Content) else {"type": "thinking", "thinking": ""}
         if isinstance(part, Reasoning):

@@ -7,11 +7,11 @@ from pydantic import BeforeValidator, FailFast, Field, model_validator
 from server.config import ServerConfig
 from server.errors import MAX_NAME_LENGTH, invalid
 from server.protocol.generation import GenerationRequest, within
-from server.protocol.harmless import CHAT_INERT, INERT
+from server.protocol.harmless import CHAT_INERT, INERT, ServiceTier
 from server.protocol.messages import Message
 from server.protocol.strict import field_error
 from server.protocol.structured_output import RENAMED
-from server.protocol.tools import Tool, ToolChoice, ToolChoiceField, ToolsField, check_choice
+from server.protocol.tools import CustomTool, Tool, ToolChoice, ToolChoiceField, ToolsField, check_choice
 
 # Names that a chat template gets from the server; a client may not set them through chat_template_kwargs.
 RESERVED_TEMPLATE_NAMES = frozenset(
@@ -61,7 +61,7 @@ class ChatCompletionRequest(GenerationRequest):
     continue_final_message: bool = False
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
-    service_tier: Literal["auto", "default"] | None = None  # "default" here, which the answer says where one is named
+    service_tier: ServiceTier | None = None  # "default" here, which the answer says where one is named
     documents: Documents = Field(default_factory=list)
     add_special_tokens: bool = False  # the chat template writes them
     chat_template_kwargs: TemplateKwargs = Field(default_factory=dict)
@@ -81,7 +81,7 @@ class ChatCompletionRequest(GenerationRequest):
         return choice or ToolChoice("auto" if self.tools else "none")
 
     @property
-    def offered_tools(self) -> list[Tool]:
+    def offered_tools(self) -> list[Tool | CustomTool]:
         """What the model is told of: nothing with "none", and of allowed_tools those."""
         if self.choice.mode == "none":
             return []

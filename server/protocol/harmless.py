@@ -19,6 +19,8 @@ IGNORED: dict[str, str] = {
     "store": "nothing is stored",
     "user": "names the end user, for the operator of a service",
 }
+# Wishes for a place in OpenAI's queue. There is one queue here; answers name the tier that was served: "default".
+ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast", "ultrafast"]
 Label = Annotated[str, Field(max_length=512)]
 Hint = Annotated[dict[str, Any], Field(max_length=16)]
 Metadata = Annotated[
@@ -59,7 +61,6 @@ MESSAGE_INERT: dict[str, tuple[Any, ...]] = {
     "audio": (),
 }
 MESSAGE_IGNORED = {"parsed": "what openai-python adds to an answer, which may be sent back as it is"}
-TOOL_INERT: dict[str, tuple[Any, ...]] = {"custom": ()}  # tools that are called with a text instead of arguments
 CALL_IGNORED = {"index": "what is left of a stream"}
 FORMAT_IGNORED = {"description": "for readers of the request; a prompt shows no part of a format"}
 FUNCTION_IGNORED = {"parsed_arguments": "what openai-python adds"}
@@ -96,7 +97,6 @@ WRITTEN_LIST: tuple[tuple[str, dict[str, str], dict[str, tuple[Any, ...]]], ...]
     ("messages[].content[].{}", PART_IGNORED, {}),
     ("messages[].tool_calls[].{}", CALL_IGNORED, {}),
     ("messages[].tool_calls[].function.{}", FUNCTION_IGNORED, {}),
-    ("tools[].{}", {}, TOOL_INERT),
     ("response_format.json_schema.{}", FORMAT_IGNORED, {}),
     ("{} (messages)", ANTHROPIC_IGNORED, ANTHROPIC_INERT),
     ("messages[].content[].{} (messages)", BLOCK_IGNORED, {}),

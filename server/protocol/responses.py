@@ -3,7 +3,7 @@
 A field without a default is always there. Nothing else is: tests hold live answers, streamed ones too, against this.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -152,12 +152,23 @@ class ToolCall(Answer):
     function: CalledFunction
 
 
+class CustomCalled(Answer):
+    name: str
+    input: str
+
+
+class CustomToolCall(Answer):
+    id: str
+    type: Literal["custom"]
+    custom: CustomCalled
+
+
 class AssistantMessage(Answer):
     role: Literal["assistant"]
     content: str | None  # null where there are calls or thoughts alone
     refusal: None
     reasoning_content: str = ""
-    tool_calls: list[ToolCall] = []
+    tool_calls: list[Annotated[ToolCall | CustomToolCall, Field(discriminator="type")]] = []
 
 
 class ChatChoice(Answer):
@@ -182,11 +193,17 @@ class CalledFunctionDelta(Answer):
     arguments: str
 
 
+class CustomCalledDelta(Answer):
+    name: str = ""  # with the first delta of a call
+    input: str
+
+
 class ToolCallDelta(Answer):
     index: int
     id: str = ""  # with the first delta of a call, and so is `type`
-    type: Literal["function"] = "function"
-    function: CalledFunctionDelta
+    type: Literal["function", "custom"] = "function"
+    function: CalledFunctionDelta | None = None  # of a function, and never null
+    custom: CustomCalledDelta | None = None  # of a custom tool, and never null
 
 
 class ChatDelta(Answer):

@@ -4,24 +4,36 @@ import json
 import math
 import re
 from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, FailFast, Field, field_validator
+from pydantic import BaseModel, BeforeValidator, FailFast, Field, PlainValidator, field_validator
 
+from engine.structured_output import StructuredOutput
 from server.protocol.closed_objects import closed
-from server.protocol.harmless import CALL_IGNORED, FUNCTION_IGNORED, TOOL_INERT
+from server.protocol.harmless import CALL_IGNORED, FUNCTION_IGNORED
+from server.protocol.lark_in_json import MAX_DEFINITION, LarkError, lark_of_json_string
 from server.protocol.strict import Strict, field_error
 from server.protocol.structured_output import MAX_DESCRIPTION, is_nested_deeper, to_json_text
 
 MAX_TOOLS = 128
+MAX_LARK_TOOLS = 16  # tools of a request that have a Lark grammar
 # Arguments of earlier calls beyond these limits are shown to the model as text, not as an object.
 MAX_ARGUMENTS_DEPTH = 128  # as deep as calls are read from what a model writes
 MAX_ARGUMENTS_BRACKETS, MAX_ARGUMENTS_COMMAS = 1 << 16, 1 << 20  # in all the text, those within strings among them
 MAX_INTEGER_DIGITS = 1 << 10  # of what Python turns into an integer, in quadratic time
 SURROGATE = re.compile("[\ud800-\udfff]")
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+INPUT = "input"  # the argument that holds the text of a call of a custom tool
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
+
+
+def check_name(name: str) -> str:
+    if not NAME.fullmatch(name):
+        raise field_error("invalid_value", "must be up to 64 letters, digits, underscores and dashes")
+    return name
 
 
 class FunctionDefinition(Strict):
@@ -35,9 +47,7 @@ class FunctionDefinition(Strict):
     @field_validator("name")
     @classmethod
     def _is_a_name(cls, name: str) -> str:
-        if not NAME.fullmatch(name):
-            raise field_error("invalid_value", "must be up to 64 letters, digits, underscores and dashes")
-        return name
+        return check_name(name)
 
     @field_validator("parameters")
     @classmethod
@@ -62,11 +72,129 @@ class FunctionDefinition(Strict):
 
 
 class Tool(Strict):
-    inert = TOOL_INERT
     foreign = {name: f"function.{name}" for name in ("name", "description", "parameters", "strict")}
 
     type: Literal["function"]
     function: FunctionDefinition
+
+    @property
+    def form(self) -> tuple[StructuredOutput, str]:
+        """(form of the arguments, path of the field that asks for it)."""
+        schema = StructuredOutput.json_schema(self.function.schema, lenient=not self.function.strict)
+        return schema, "function.parameters"
+
+
+class LarkFunction(FunctionDefinition):
+    """A function of one string, INPUT, that a Lark grammar must allow. `quoted`: the grammar of it as JSON writes it,
+    without the opening quote. Made from a custom tool; a schema cannot say this."""
+
+    quoted: str
+
+
+class TextFormat(Strict):
+    type: Literal["text"]
+
+
+class Grammar(Strict):
+    """`definition`: Lark as llguidance reads it, or a regular expression of Rust's, for the whole text."""
+
+    syntax: Literal["lark", "regex"]
+    definition: str = Field(min_length=1, max_length=MAX_DEFINITION)
+
+
+class GrammarFormat(Strict):
+    foreign = {"syntax": "grammar.syntax", "definition": "grammar.definition"}
+
+    type: Literal["grammar"]
+    grammar: Grammar
+
+
+FORMATS: dict[str, type[TextFormat] | type[GrammarFormat]] = {"text": TextFormat, "grammar": GrammarFormat}
+
+
+def by_type(kinds: dict[str, Any], value: Any, meant: str = "") -> Any:
+    """`value` as the model of its type, which is looked at before any other field. `kinds`: type -> model."""
+    if not isinstance(value, dict):
+        raise field_error("invalid_type", "must be an object")
+    kind = value.get("type")
+    if kind is None:
+        raise field_error("missing_required_parameter", f"is required: {listed(kinds)}", "type")
+    if not isinstance(kind, str) or kind not in kinds:
+        raise field_error("unsupported_value", f"must be {listed(kinds)}{meant}", "type")
+    return kinds[kind].model_validate(value)
+
+
+def listed(kinds: Collection[str]) -> str:
+    *most, last = (f"'{kind}'" for kind in kinds)
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+class CustomDefinition(Strict):
+    """A tool that is called with a text instead of arguments."""
+
+    foreign = {"parameters": "format"}
+
+    name: str = Field(json_schema_extra={"pattern": f"^{NAME.pattern}$"})
+    description: str = Field("", max_length=MAX_DESCRIPTION)
+    format: Annotated[
+        TextFormat | GrammarFormat,
+        PlainValidator(partial(by_type, FORMATS), json_schema_input_type=TextFormat | GrammarFormat),
+    ] = TextFormat(type="text")
+
+    @field_validator("name")
+    @classmethod
+    def _is_a_name(cls, name: str) -> str:
+        return check_name(name)
+
+
+class CustomTool(Strict):
+    """To a model it is a function of one string, INPUT: chat templates and the formats of calls know nothing else."""
+
+    foreign = {name: f"custom.{name}" for name in ("name", "description", "format")}
+
+    type: Literal["custom"]
+    custom: CustomDefinition
+
+    @property
+    def lark(self) -> str | None:
+        """Its Lark grammar, if it has one."""
+        form = self.custom.format
+        return form.grammar.definition if isinstance(form, GrammarFormat) and form.grammar.syntax == "lark" else None
+
+    @cached_property
+    def function(self) -> FunctionDefinition:
+        grammar = self.custom.format.grammar if isinstance(self.custom.format, GrammarFormat) else None
+        text: dict[str, Any] = {"type": "string", "description": "the whole input, as text"}
+        if grammar is not None:
+            text["description"] = f"the whole input, a text of this {grammar.syntax} grammar: {grammar.definition}"
+        if grammar is not None and grammar.syntax == "regex":
+            text["pattern"] = f"^(?:{grammar.definition})$"
+        fields: dict[str, Any] = {
+            "name": self.custom.name,
+            "description": self.custom.description,
+            "parameters": {
+                "type": "object",
+                "properties": {INPUT: text},
+                "required": [INPUT],
+                "additionalProperties": False,
+            },
+            "strict": grammar is not None,
+        }
+        if grammar is not None and grammar.syntax == "lark":
+            return LarkFunction.model_construct(**fields, quoted=lark_of_json_string(grammar.definition))
+        return FunctionDefinition.model_construct(**fields)
+
+    @property
+    def form(self) -> tuple[StructuredOutput, str]:
+        """See Tool."""
+        if not isinstance(self.custom.format, GrammarFormat):
+            return StructuredOutput.json_schema(self.function.schema), "custom"
+        grammar = self.custom.format.grammar
+        kind = "grammar" if grammar.syntax == "lark" else "regex"
+        return StructuredOutput(kind, grammar.definition), "custom.format.grammar.definition"
+
+
+TOOLS: dict[str, type[Tool] | type[CustomTool]] = {"function": Tool, "custom": CustomTool}
 
 
 class FunctionOfHistory(Strict):
@@ -121,7 +249,42 @@ class ToolCallOfHistory(Strict):
     function: FunctionOfHistory
 
 
-ToolCallsField = Annotated[list[ToolCallOfHistory], FailFast(), Field(max_length=MAX_TOOLS)]
+class CustomOfHistory(Strict):
+    name: str = Field(max_length=256)
+    input: str
+
+
+class CustomCallOfHistory(Strict):
+    """A call of a custom tool in an earlier turn."""
+
+    ignored = CALL_IGNORED
+
+    id: str = Field(min_length=1, max_length=256)
+    type: Literal["custom"]
+    custom: CustomOfHistory
+
+    @cached_property
+    def function(self) -> FunctionOfHistory:
+        arguments = json.dumps({INPUT: self.custom.input}, ensure_ascii=False)
+        return FunctionOfHistory.model_construct(name=self.custom.name, arguments=arguments)
+
+
+CALLS: dict[str, type[ToolCallOfHistory] | type[CustomCallOfHistory]] = {
+    "function": ToolCallOfHistory,
+    "custom": CustomCallOfHistory,
+}
+
+
+def _call_of_history(value: Any) -> Any:
+    has_type = not isinstance(value, dict) or value.get("type") is not None
+    return by_type(CALLS, value if has_type else {**value, "type": "function"})
+
+
+CallField = Annotated[
+    ToolCallOfHistory | CustomCallOfHistory,
+    PlainValidator(_call_of_history, json_schema_input_type=ToolCallOfHistory | CustomCallOfHistory),
+]
+ToolCallsField = Annotated[list[CallField], FailFast(), Field(max_length=MAX_TOOLS)]
 
 
 @dataclass(frozen=True)
@@ -145,9 +308,14 @@ class ChosenTool(BaseModel):
     function: ChosenFunction
 
 
+class ChosenCustomTool(BaseModel):
+    type: Literal["custom"]
+    custom: ChosenFunction
+
+
 class ToolSubset(BaseModel):
     mode: Literal["auto", "required"]
-    tools: list[ChosenTool]
+    tools: list[ChosenTool | ChosenCustomTool]
 
 
 class AllowedToolsChoice(BaseModel):
@@ -160,10 +328,10 @@ def parse_tool_choice(value: Any) -> ToolChoice:
     if value in ("none", "auto", "required"):
         return ToolChoice(value)
     kind = value.get("type") if isinstance(value, dict) else None
-    if kind == "function":
-        return ToolChoice("required", (_function_name(value, ()),), one=True)
+    if kind in TOOLS:
+        return ToolChoice("required", (_tool_name(value, ()),), one=True)
     if kind != "allowed_tools":
-        text = "must be 'none', 'auto', 'required', or an object of type 'function' or 'allowed_tools'"
+        text = "must be 'none', 'auto', 'required', or an object of type 'function', 'custom' or 'allowed_tools'"
         raise field_error("invalid_value", text)
     subset = _only(value, ("type", "allowed_tools"), ()).get("allowed_tools")
     at = ("allowed_tools",)
@@ -173,16 +341,19 @@ def parse_tool_choice(value: Any) -> ToolChoice:
         raise field_error("invalid_value", "must be 'auto' or 'required'", *at, "mode")
     if not isinstance(tools, list) or not 1 <= len(tools) <= MAX_TOOLS:
         raise field_error("invalid_type", f"must be a list of 1 to {MAX_TOOLS} tools", *at, "tools")
-    return ToolChoice(mode, tuple(_function_name(tool, (*at, "tools", i)) for i, tool in enumerate(tools)))
+    return ToolChoice(mode, tuple(_tool_name(tool, (*at, "tools", i)) for i, tool in enumerate(tools)))
 
 
-def _function_name(value: Any, at: tuple[str | int, ...]) -> str:
-    fields = _only(value, ("type", "function"), at)
-    if fields.get("type") != "function":
-        raise field_error("unsupported_value", "must be 'function'", *at, "type")
-    name = _only(fields.get("function"), ("name",), (*at, "function")).get("name")
+def _tool_name(value: Any, at: tuple[str | int, ...]) -> str:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if not isinstance(value, dict):
+        raise field_error("invalid_type", "must be an object", *at)
+    if kind not in TOOLS:
+        raise field_error("unsupported_value", f"must be {listed(TOOLS)}", *at, "type")
+    fields = _only(value, ("type", kind), at)
+    name = _only(fields.get(kind), ("name",), (*at, kind)).get("name")
     if not isinstance(name, str):
-        raise field_error("invalid_type", "must be a string", *at, "function", "name")
+        raise field_error("invalid_type", "must be a string", *at, kind, "name")
     return name
 
 
@@ -196,27 +367,46 @@ def _only(value: Any, names: tuple[str, ...], at: tuple[str | int, ...]) -> dict
     return fields
 
 
-ToolsField = Annotated[list[Tool], FailFast(), Field(max_length=MAX_TOOLS)]
+ToolField = Annotated[
+    Tool | CustomTool, PlainValidator(partial(by_type, TOOLS), json_schema_input_type=Tool | CustomTool)
+]
+ToolsField = Annotated[list[ToolField], FailFast(), Field(max_length=MAX_TOOLS)]
 ToolChoiceField = Annotated[
     Any,
     BeforeValidator(
-        parse_tool_choice, json_schema_input_type=Literal["none", "auto", "required"] | ChosenTool | AllowedToolsChoice
+        parse_tool_choice,
+        json_schema_input_type=Literal["none", "auto", "required"] | ChosenTool | ChosenCustomTool | AllowedToolsChoice,
     ),
 ]
 
 
-def check_choice(tools: list[Tool], choice: ToolChoice | None) -> None:
-    """Raises a field error where tools and tool_choice do not fit together."""
+def check_choice(tools: Sequence[Tool | CustomTool], choice: ToolChoice | None) -> None:
+    """Raises a field error where tools and tool_choice do not fit together, or a grammar cannot be used."""
+    _check_grammars(tools)
     if len(tools) > 1:
         names = [tool.function.name for tool in tools]
         (name, count), *_ = Counter(names).most_common(1)
         if count > 1:
             again = len(names) - 1 - names[::-1].index(name)
-            raise field_error("invalid_value", "must differ from the other tools'", "tools", again, "function", "name")
+            raise field_error(
+                "invalid_value", "must differ from the other tools'", "tools", again, tools[again].type, "name"
+            )
     if choice is None:
         return
     if not tools and choice.mode != "none":
         raise field_error("invalid_value", "may be given only with tools", "tool_choice")
     known = {tool.function.name for tool in tools}
     if choice.names is not None and not known.issuperset(choice.names):
-        raise field_error("invalid_value", "names a function that is not among the tools", "tool_choice")
+        raise field_error("invalid_value", "names a tool that is not among the tools", "tool_choice")
+
+
+def _check_grammars(tools: Sequence[Tool | CustomTool]) -> None:
+    larks = [(i, tool.lark) for i, tool in enumerate(tools) if isinstance(tool, CustomTool) and tool.lark is not None]
+    for number, (i, definition) in enumerate(larks):
+        path = ("tools", i, "custom", "format", "grammar", "definition")
+        if number == MAX_LARK_TOOLS:
+            raise field_error("invalid_value", f"is one too many: at most {MAX_LARK_TOOLS} may be in Lark", *path)
+        try:
+            lark_of_json_string(f"{definition}")
+        except LarkError as error:
+            raise field_error("invalid_value", str(error), *path) from None

@@ -14,11 +14,12 @@ from engine.structured_output import StructuredOutput
 from engine.tokenizer import Tokenizer
 from server.errors import invalid
 from server.protocol import ChatCompletionRequest
-from server.protocol.tools import Tool
+from server.protocol.tools import CustomTool, LarkFunction, Tool
 from server.served import Served
 from server.structured_output import prepare, structured_output_field
 from server.tools.call_body import SchemaError
 from server.tools.call_reader import CallReader
+from server.tools.custom_input import InputEvents
 from server.tools.formats import ToolFormat, find_tool_use
 from server.tools.grammar import CallGrammar
 from server.tools.message_reader import MessageReader
@@ -41,7 +42,7 @@ class AnswerForm:
     not told from the rest."""
 
     tool_format: ToolFormat | None = None
-    tools: Sequence[Tool] = ()
+    tools: Sequence[Tool | CustomTool] = ()
     grammar: StructuredOutput | None = None
     opened: bool | None = None
     end_token_id: int | None = None
@@ -60,7 +61,14 @@ class AnswerForm:
             return MessageReader(splitter, None)
         schemas = {tool.function.name: tool.function.schema for tool in self.tools}
         certain = self.grammar is not None
-        return MessageReader(splitter, CallReader(self.tool_format, schemas, certain, self.hidden, self.only_calls))
+        calls = CallReader(self.tool_format, schemas, certain, self.hidden, self.only_calls)
+        bare = self.tool_format.style.bare_strings
+        customs = {
+            tool.function.name: bare and isinstance(tool.function, LarkFunction)
+            for tool in self.tools
+            if isinstance(tool, CustomTool)
+        }
+        return MessageReader(splitter, calls, InputEvents(customs) if customs else None)
 
     def apply(self, params: SamplingParams) -> SamplingParams:
         output = self.grammar or params.structured_output
@@ -101,7 +109,7 @@ def find_answer_form(served: Served, request: ChatCompletionRequest, prompt_ids:
     )
 
 
-def _callable(request: ChatCompletionRequest) -> list[Tool]:
+def _callable(request: ChatCompletionRequest) -> list[Tool | CustomTool]:
     names = request.choice.names
     return [tool for tool in request.offered_tools if names is None or tool.function.name in names]
 
@@ -154,9 +162,8 @@ async def prepare_answer(driver: Driver, request: ChatCompletionRequest, form: A
         await prepare(driver, form.grammar, "tools" if form.tool_format else asked_by, tenant)
     except InvalidRequestError:
         for i, tool in enumerate(request.tools):
-            function = tool.function
-            schema = StructuredOutput.json_schema(function.schema, lenient=not function.strict)
-            await _check(driver, schema, f"tools[{i}].function.parameters", tenant)
+            output, path = tool.form
+            await _check(driver, output, f"tools[{i}].{path}", tenant)
         raise
 
 

@@ -10,7 +10,7 @@ from server.logprobs import LogprobAligner, chat_logprobs
 from server.protocol import ChatCompletionRequest
 from server.sse import encode_json
 from server.tools.answer import AnswerForm
-from server.tools.events import Arguments, CallStart, Content, Event, Reasoning
+from server.tools.events import Arguments, CallStart, Content, Event, Input, Reasoning
 from server.tools.message_reader import MessageReader
 
 
@@ -37,10 +37,11 @@ class MessageChoice(Choice):
         calls: list[dict[str, Any]] = []
         for event in self._events:
             if isinstance(event, CallStart):
-                function = {"name": event.name, "arguments": ""}
-                calls.append({"id": event.id, "type": "function", "function": function})
+                calls.append(_begun(event))
             elif isinstance(event, Arguments):
                 calls[event.index]["function"]["arguments"] += event.text
+            elif isinstance(event, Input):
+                calls[event.index]["custom"]["input"] += event.text
         return {
             "role": "assistant",
             "content": text or None,
@@ -132,5 +133,13 @@ def _delta(event: Event) -> dict[str, Any]:
         return {"reasoning_content": event.text}
     if isinstance(event, Arguments):
         return {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}
-    function = {"name": event.name, "arguments": ""}
-    return {"tool_calls": [{"index": event.index, "id": event.id, "type": "function", "function": function}]}
+    if isinstance(event, Input):
+        return {"tool_calls": [{"index": event.index, "custom": {"input": event.text}}]}
+    return {"tool_calls": [{"index": event.index, **_begun(event)}]}
+
+
+def _begun(event: CallStart) -> dict[str, Any]:
+    """The call before its arguments or its input."""
+    if event.custom:
+        return {"id": event.id, "type": "custom", "custom": {"name": event.name, "input": ""}}
+    return {"id": event.id, "type": "function", "function": {"name": event.name, "arguments": ""}}

@@ -7,7 +7,6 @@ from server.protocol.tools import FunctionDefinition
 
 Written = dict[str, Any] | str  # arguments of an earlier call: an object, or the text of what is none
 Schemas = Mapping[str, dict[str, Any]]  # name of a function -> JSON schema of its arguments
-CALL_SPACES = "[ ]?"  # between parts of JSON: models write calls on one line
 
 
 class NotACallError(ValueError):
@@ -48,6 +47,10 @@ class CallStyle(Protocol):
     @property
     def markers(self) -> Sequence[str]:
         """Those inside a call, which may be special tokens."""
+
+    @property
+    def bare_strings(self) -> bool:
+        """Whether strings stand as they are, without quotes: not as JSON."""
 
     @property
     def arguments_are(self) -> str:

@@ -15,11 +15,12 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class CallStart:
-    """Call number `index`; its arguments follow, in pieces of JSON."""
+    """Call number `index`; its arguments follow, in pieces of JSON, or with `custom` its input, in pieces of text."""
 
     index: int
     id: str
     name: str
+    custom: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,13 @@ class Arguments:
     text: str
 
 
-Event = Content | Reasoning | CallStart | Arguments
+@dataclass(frozen=True, slots=True)
+class Input:
+    index: int
+    text: str
+
+
+Event = Content | Reasoning | CallStart | Arguments | Input
 
 
 def held_back(text: str, marker: str) -> int:

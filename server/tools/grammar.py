@@ -6,7 +6,7 @@ from typing import Any
 
 from engine.structured_output import StructuredOutput
 from engine.tokenizer import Tokenizer
-from server.protocol.tools import Tool
+from server.protocol.tools import CustomTool, Tool
 from server.tools.formats import ToolFormat
 from server.tools.lark import ANY_TEXT, json_rule, literal, marker_rule, up_to
 
@@ -19,7 +19,7 @@ class CallGrammar:
     must come before all that: rules with a start, which ends in `main` (server/tools/thinking.py)."""
 
     form: ToolFormat
-    tools: Sequence[Tool]
+    tools: Sequence[Tool | CustomTool]
     several: bool
     tokenizer: Tokenizer
     before: Sequence[str] = ("start: main",)

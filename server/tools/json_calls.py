@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from server.protocol.tools import FunctionDefinition
-from server.tools.call_body import CALL_SPACES, NotACallError, Schemas, Written
+from server.tools.call_body import NotACallError, Schemas, Written
 from server.tools.json_object import NotJsonError, ObjectScanner, members
-from server.tools.lark import json_rule, literal
+from server.tools.lark import arguments_rules, literal
 
 ARGUMENTS_KEYS = ("arguments", "parameters")
 HEAD = re.compile(r'\{\s*"name"\s*:\s*"([a-zA-Z0-9_-]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
@@ -20,6 +20,7 @@ class JsonCalls:
 
     arguments_key: str = "arguments"
     markers = ()
+    bare_strings = False
     arguments_are = "its arguments as JSON"
 
     def write(self, name: str, arguments: Written) -> str:
@@ -32,7 +33,7 @@ class JsonCalls:
         start = f'{{"name": {json.dumps(function.name)}, "{self.arguments_key}": '
         return [
             f'call_{label}: {literal(start)} arguments_{label} "}}"',
-            f"arguments_{label}: {json_rule(function.schema, function.strict, CALL_SPACES)}",
+            *arguments_rules(label, function),
         ]
 
 

@@ -11,7 +11,9 @@ from typing import Any
 
 from engine.structured_output import WHITESPACE
 from engine.tokenizer import Tokenizer
+from server.protocol.tools import INPUT, FunctionDefinition, LarkFunction
 
+CALL_SPACES = "[ ]?"  # between parts of a call's JSON: models write calls on one line
 ANY_TEXT = r"/(.|\n)*/"
 
 
@@ -37,6 +39,19 @@ def regex(pattern: str) -> str:
 
 def literal(text: str) -> str:
     return json.dumps(text)
+
+
+def arguments_rules(label: str, function: FunctionDefinition) -> list[str]:
+    """`arguments_{label}`, the JSON object of a call's arguments, and what it needs."""
+    if isinstance(function, LarkFunction):
+        start = literal(f'{{"{INPUT}": "')
+        return [f'arguments_{label}: {start} input_{label} "}}"', input_rule(label, function)]
+    return [f"arguments_{label}: {json_rule(function.schema, function.strict, CALL_SPACES)}"]
+
+
+def input_rule(label: str, function: LarkFunction) -> str:
+    """A JSON string without its opening quote."""
+    return f"input_{label}: %lark {{\n{function.quoted}}}"
 
 
 def json_rule(schema: dict[str, Any], strict: bool, spaces: str = WHITESPACE) -> str:

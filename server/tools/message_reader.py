@@ -2,6 +2,7 @@
 
 from engine.outputs import CompletionOutput, FinishReason
 from server.tools.call_reader import CallReader
+from server.tools.custom_input import InputEvents
 from server.tools.events import Content, Event, Reasoning
 from server.tools.reasoning import ReasoningSplitter
 
@@ -9,8 +10,11 @@ from server.tools.reasoning import ReasoningSplitter
 class MessageReader:
     """`take` each output of one sample in turn. First the thinking is split off, then calls are looked for."""
 
-    def __init__(self, splitter: ReasoningSplitter | None, calls: CallReader | None) -> None:
-        self._splitter, self._calls = splitter, calls
+    def __init__(
+        self, splitter: ReasoningSplitter | None, calls: CallReader | None, inputs: InputEvents | None = None
+    ) -> None:
+        """`inputs`: where some tools are custom."""
+        self._splitter, self._calls, self._inputs = splitter, calls, inputs
         self.finish_reason: str | None = None
 
     @property
@@ -40,7 +44,10 @@ class MessageReader:
             if self._splitter is not None:
                 self._read(self._split(*self._splitter.finish(), events), events)
             self._finish(output.finish_reason, events)
-        return events
+        if self._inputs is None:
+            return events
+        ended = output.finish_reason is not None
+        return self._inputs.take(events) + (self._inputs.finish() if ended else [])
 
     def _split(self, thought: str, text: str, events: list[Event]) -> str:
         if thought:

@@ -9,9 +9,9 @@ import re
 from collections.abc import Callable
 
 from server.protocol.tools import NAME, FunctionDefinition
-from server.tools.call_body import CALL_SPACES, NotACallError, Schemas, Written
+from server.tools.call_body import NotACallError, Schemas, Written
 from server.tools.json_object import SPACE, NotJsonError, ObjectScanner
-from server.tools.lark import json_rule, literal
+from server.tools.lark import arguments_rules, literal
 
 CALL_ID, ARGS = "[CALL_ID]", "[ARGS]"
 ID = re.compile(r"[a-zA-Z0-9_-]{0,64}")
@@ -19,6 +19,7 @@ ID = re.compile(r"[a-zA-Z0-9_-]{0,64}")
 
 class NamedCalls:
     markers = (CALL_ID, ARGS)
+    bare_strings = False
     arguments_are = "its arguments as JSON"
 
     def write(self, name: str, arguments: Written) -> str:
@@ -28,11 +29,10 @@ class NamedCalls:
         return NamedBody()
 
     def rules(self, label: str, function: FunctionDefinition, marker: Callable[[str], str]) -> list[str]:
-        arguments = json_rule(function.schema, function.strict, CALL_SPACES)
         return [
             f"call_{label}: {literal(function.name)} id_{label}? {marker(ARGS)} arguments_{label}",
             f"id_{label}: {marker(CALL_ID)} /[a-zA-Z0-9]{{9}}/",
-            f"arguments_{label}: {arguments}",
+            *arguments_rules(label, function),
         ]
 
 

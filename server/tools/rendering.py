@@ -11,7 +11,7 @@ from typing import Any
 from engine.chat_template import ChatTemplate
 from engine.errors import InvalidRequestError
 from server.protocol.messages import Message
-from server.protocol.tools import Tool, ToolCallOfHistory
+from server.protocol.tools import CustomCallOfHistory, CustomTool, Tool, ToolCallOfHistory
 from server.tools.call_body import Written
 from server.tools.formats import ToolFormat, ToolUse
 from server.tools.xml_calls import WHOLE
@@ -36,7 +36,11 @@ Rendered = tuple[list[dict[str, Any]], dict[str, Any]]  # messages and variables
 
 
 def with_tools(
-    template: ChatTemplate, use: ToolUse, messages: Sequence[Message], tools: Sequence[Tool], has_developer: bool
+    template: ChatTemplate,
+    use: ToolUse,
+    messages: Sequence[Message],
+    tools: Sequence[Tool | CustomTool],
+    has_developer: bool,
 ) -> Rendered:
     """What a template gets for a conversation in which there are tools, or calls from earlier turns."""
     messages = _in_order_of_calls(messages)
@@ -141,7 +145,7 @@ def _as_templates_take_them(
     return rendered
 
 
-def _written(call: ToolCallOfHistory) -> Written:
+def _written(call: ToolCallOfHistory | CustomCallOfHistory) -> Written:
     parsed = call.function.parsed
     return call.function.arguments if parsed is None else parsed
 
@@ -150,7 +154,7 @@ def _has_no_object(message: Message) -> bool:
     return any(call.function.parsed is None for call in message.tool_calls)
 
 
-def _as_argument(call: ToolCallOfHistory, takes_text: bool) -> Written:
+def _as_argument(call: ToolCallOfHistory | CustomCallOfHistory, takes_text: bool) -> Written:
     written = _written(call)
     return {WHOLE: written} if isinstance(written, str) and not takes_text else written
 
@@ -205,7 +209,7 @@ def _joined(plain: list[dict[str, Any]], messages: Sequence[Message]) -> list[di
 
 
 def _with_preamble(
-    template: ChatTemplate, form: ToolFormat, messages: list[dict[str, Any]], tools: Sequence[Tool]
+    template: ChatTemplate, form: ToolFormat, messages: list[dict[str, Any]], tools: Sequence[Tool | CustomTool]
 ) -> list[dict[str, Any]]:
     if not tools:
         return messages

@@ -27,6 +27,7 @@ MAX_TAG = 256  # characters of a name
 
 class XmlCalls:
     markers = ()
+    bare_strings = True
     arguments_are = "its arguments"
 
     def write(self, name: str, arguments: Written) -> str:

@@ -8,9 +8,9 @@ from typing import Any
 
 from engine.structured_output import MAX_TEXT_BYTES
 from server.errors import MAX_NAME_LENGTH
-from server.protocol.tools import FunctionDefinition
-from server.tools.call_body import CALL_SPACES, SchemaError
-from server.tools.lark import escaped, json_rule, literal, regex, up_to
+from server.protocol.tools import INPUT, FunctionDefinition, LarkFunction
+from server.tools.call_body import SchemaError
+from server.tools.lark import CALL_SPACES, escaped, input_rule, json_rule, literal, regex, up_to
 from server.tools.xml_tags import END_FUNCTION, END_PARAMETER, FUNCTION, PARAMETER
 from server.tools.xml_values import resolved, types_of
 
@@ -27,6 +27,10 @@ SCALARS = frozenset({"boolean", "integer", "null", "number", "string"})
 
 def xml_rules(label: str, function: FunctionDefinition) -> list[str]:
     """See CallStyle.rules."""
+    if isinstance(function, LarkFunction):  # in bare text only a quote could end what a terminal may go on with
+        start = literal(f'{FUNCTION}{function.name}>\n{PARAMETER}{INPUT}>\n"')
+        end = literal(f"{END_VALUE}{END_FUNCTION}")
+        return [f"call_{label}: {start} input_{label} {end}", input_rule(label, function)]
     return _Rules(label, function).all()
 
 

@@ -94,7 +94,7 @@ BAD_FOR_BOTH = [
     *[("response_format", value) for value in ({"type": "json_schema"}, {"type": "structural_tag"}, "text", {})],
     *[("structured_outputs", value) for value in ({}, "x", {"json": 1}, {"regex": "a", "choice": ["b"]}, {"xml": ""})],
     *[("structured_outputs", value) for value in ({"regex": "("}, {"grammar": "start: x"}, {"json": {"not": {}}})],
-    *[("service_tier", value) for value in ("flex", 1, [])],
+    *[("service_tier", value) for value in ("first", 1, [])],
     *[("suffix", "tail"), ("logits_processors", ["x"]), ("prompt_embeds", "AAAA"), ("chat_template", "{{ 1 }}")],
     *[("guided_json", {}), ("guided_regex", "a+"), ("regex", "a+"), ("ebnf", "x"), ("n_predict", 5)],
     *[("bad_words", value) for value in ("a", [1], [""], [" "], ["a"] * 257, ["x" * 257], [["a"]])],

@@ -1,6 +1,7 @@
 """Tools through openai-python, with the bundled model: what it is forced to call, in whole answers and streams."""
 
 import json
+import re
 
 import httpx
 import jsonschema
@@ -30,6 +31,11 @@ WEATHER = {
 
 def function(name, parameters=None, **more):
     return {"type": "function", "function": {"name": name, "parameters": parameters, **more}}
+
+
+def custom(name, syntax=None, definition="", **more):
+    grammar = {"type": "grammar", "grammar": {"syntax": syntax, "definition": definition}}
+    return {"type": "custom", "custom": {"name": name, **({"format": grammar} if syntax else {}), **more}}
 
 
 TOOLS = [function("get_weather", WEATHER, description="the weather of some days"), function("now")]
@@ -212,7 +218,21 @@ WRONG = [
     ({"tools": [function("a", {"type": "array"})]}, "tools[0].function.parameters.type"),
     ({"tools": [function("a", [])]}, "tools[0].function.parameters"),
     ({"tools": [function("a", color=1)]}, "tools[0].function.color"),
-    ({"tools": [{"type": "custom", "custom": {"name": "a"}}]}, "tools[0].custom"),
+    ({"tools": [{"type": "web_search", "anything": 1}]}, "tools[0].type"),
+    ({"tools": [{"function": {"name": "a"}}]}, "tools[0].type"),
+    ({"tools": [{"type": "custom"}]}, "tools[0].custom"),
+    ({"tools": [{"type": "custom", "name": "a"}]}, "tools[0].name"),
+    ({"tools": [{"type": "custom", "custom": {"name": "a b"}}]}, "tools[0].custom.name"),
+    ({"tools": [{"type": "custom", "custom": {"name": "a", "format": {"type": "x", "y": 1}}}]},
+     "tools[0].custom.format.type"),
+    ({"tools": [custom("a", "lark", "start: <[5]>")]}, "tools[0].custom.format.grammar.definition"),
+    ({"tools": [custom("a", "lark", "start: B")]}, "tools[0].custom.format.grammar.definition"),
+    ({"tools": [custom("a", "regex", "(")], "tool_choice": "required"}, "tools[0].custom.format.grammar.definition"),
+    ({"tools": [custom(f"a{i}", "lark", 'start: "b"') for i in range(17)]},
+     "tools[16].custom.format.grammar.definition"),
+    ({"tools": [custom("a"), function("a")]}, "tools[1].function.name"),
+    ({"tools": [custom("a")], "tool_choice": {"type": "custom", "custom": {"name": "b"}}}, "tool_choice"),
+    ({"tools": [custom("a")], "tool_choice": {"type": "custom", "function": {"name": "a"}}}, "tool_choice.function"),
     ({"tool_choice": "auto"}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": "some"}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
@@ -280,3 +300,35 @@ def test_newer_formats_are_forced_and_read_the_same_way(other_format):
         body = {"model": "pageserve", "messages": QUESTION, "tools": [tool], "max_tokens": 9}
         answer = httpx.post(f"{client.base_url}messages", json=body | {"tool_choice": {"type": "any"}})
         assert "tools[0].input_schema.properties.day: format" in answer.json()["error"]["message"]
+
+
+LINES = 'start: "do:" LF line+\nline: "+" /[a-z]{1,3}/ LF\n%import common.LF\n'
+ASKED_CUSTOM = [
+    (custom("run", "lark", LINES), {"type": "custom", "custom": {"name": "run"}}, r"do:\n(\+[a-z]{1,3}\n)+"),
+    (custom("run", "regex", r'"[a-c]{2}"\n'), "required", r'"[a-c]{2}"\n'),
+]
+
+
+@pytest.mark.parametrize("tool, choice, form", ASKED_CUSTOM, ids=("lark", "regex"))
+def test_a_custom_tool_is_called_with_the_text_that_its_grammar_allows(ask, tool, choice, form):
+    fields = {"tools": [tool, TOOLS[1]] if choice != "required" else [tool], "tool_choice": choice, "max_tokens": 400}
+    inputs = []
+    for seed in range(4):
+        answer = ask(**fields, seed=seed, temperature=1.2, parallel_tool_calls=False)
+        described.ChatCompletion.model_validate(answer.to_dict())
+        (call,) = answer.choices[0].message.tool_calls
+        assert call.type == "custom" and call.custom.name == "run"
+        if answer.choices[0].finish_reason == "tool_calls":
+            assert re.fullmatch(form, call.custom.input), call.custom.input
+            inputs.append(call)
+    assert inputs, "all of them were cut"
+    chunks = list(ask(**fields, seed=seed, temperature=1.2, parallel_tool_calls=False, stream=True))
+    deltas = [chunk.choices[0].delta.tool_calls[0] for chunk in chunks if chunk.choices[0].delta.tool_calls]
+    assert deltas[0].to_dict() | {"id": ""} == {
+        "index": 0, "id": "", "type": "custom", "custom": {"name": "run", "input": ""}
+    }  # fmt: skip
+    assert "".join(delta.to_dict()["custom"]["input"] for delta in deltas) == call.custom.input
+    for chunk in chunks:
+        described.ChatCompletionChunk.model_validate(chunk.to_dict())
+    history = [*QUESTION, answer.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "done"}]
+    assert ask(**fields | {"messages": history, "tool_choice": "none", "max_tokens": 3}).choices[0].message.content

@@ -80,7 +80,7 @@ def test_types_and_codes_of_errors(client):
         "unknown_parameter": chat_body(unheard_of=1),
         "invalid_type": chat_body(temperature="1"),
         "missing_required_parameter": {"model": MODEL},
-        "unsupported_value": chat_body(service_tier="flex"),
+        "unsupported_value": chat_body(modalities=["audio"]),
         "invalid_value": chat_body(n=0),
         "context_length_exceeded": chat_body(messages=[{"role": "user", "content": "x" * 3000}]),
     }

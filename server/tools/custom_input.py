@@ -1,0 +1,142 @@
+"""The text that a custom tool is called with, out of the JSON arguments that a model writes for it."""
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+
+from server.protocol.tools import INPUT
+from server.tools.events import Arguments, CallStart, Event, Input
+
+HEAD = re.compile(rf'\s*\{{\s*"{INPUT}"\s*:\s*"')
+PLAIN = re.compile(r'[^"\\]*')
+ESCAPE = re.compile(r'\\(?:(["\\/bfnrt])|u([0-9a-fA-F]{4}))')
+MEANT = {"b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
+REPLACEMENT = "\ufffd"
+
+
+class StringDecoder:
+    """The characters of a JSON string whose opening quote was read, in any pieces."""
+
+    def __init__(self) -> None:
+        self.done = False
+        self._text = ""
+        self._high = ""  # the first half of a surrogate pair
+
+    def feed(self, text: str) -> str:
+        self._text += text
+        found = []
+        while self._text and not self.done:
+            plain = PLAIN.match(self._text)
+            assert plain is not None
+            if plain[0]:
+                found.append(self._alone() + plain[0])
+                self._text = self._text[plain.end() :]
+            elif self._text[0] == '"':
+                self.done = True
+            elif (escape := ESCAPE.match(self._text)) is not None:
+                found.append(self._escaped(escape))
+                self._text = self._text[escape.end() :]
+            elif len(self._text) >= 6:
+                self.done = True  # no JSON, which the reader of calls does not let through
+            else:
+                break
+        return "".join(found) + (self._alone() if self.done else "")
+
+    def finish(self) -> str:
+        """What is left when the text ends within the string."""
+        return self._alone()
+
+    def _alone(self) -> str:
+        lone, self._high = self._high and REPLACEMENT, ""
+        return lone
+
+    def _escaped(self, escape: re.Match[str]) -> str:
+        if escape[1]:
+            return self._alone() + MEANT.get(escape[1], escape[1])
+        code = int(escape[2], 16)
+        if self._high and 0xDC00 <= code < 0xE000:
+            pair, self._high = self._high + chr(code), ""
+            return pair.encode("utf-16-le", "surrogatepass").decode("utf-16-le")
+        before = self._alone()
+        if 0xD800 <= code < 0xDC00:
+            self._high = chr(code)
+            return before
+        return before + (REPLACEMENT if 0xDC00 <= code < 0xE000 else chr(code))
+
+
+class InputReader:
+    """One call. `quoted`: the value is itself a JSON string, which formats that write bare text need for a grammar."""
+
+    def __init__(self, quoted: bool) -> None:
+        self._text = ""
+        self._value: StringDecoder | None = None
+        self._quoted: StringDecoder | None = StringDecoder() if quoted else None
+        self._skips_quote = quoted
+
+    def feed(self, arguments: str) -> str:
+        self._text += arguments
+        if self._value is None:
+            head = HEAD.match(self._text)
+            if head is None:
+                return ""
+            self._value, arguments = StringDecoder(), self._text[head.end() :]
+        return self._unquoted(self._value.feed(arguments))
+
+    def finish(self) -> str:
+        """What is left once the call has ended or was cut: all of it where the arguments were not one text."""
+        if self._value is None:
+            return _text_of(self._text)
+        rest = self._unquoted(self._value.finish())
+        return rest if self._quoted is None else rest + self._quoted.finish()
+
+    def _unquoted(self, text: str) -> str:
+        if self._quoted is None:
+            return text
+        if self._skips_quote and text:
+            text, self._skips_quote = text.removeprefix('"'), False
+        return self._quoted.feed(text)
+
+
+def _text_of(arguments: str) -> str:
+    """A free model may use another name for the text. Anything else is given as the JSON that it wrote."""
+    try:
+        value = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    texts = [text for text in value.values() if isinstance(text, str)] if isinstance(value, dict) else []
+    text = value[INPUT] if isinstance(value, dict) and isinstance(value.get(INPUT), str) else None
+    if text is None and len(texts) == len(value) == 1:
+        text = texts[0]
+    return arguments if text is None else text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
+class InputEvents:
+    """Turns the arguments of calls of custom tools into their input. `quoted`: name of such a tool -> see above."""
+
+    def __init__(self, quoted: Mapping[str, bool]) -> None:
+        self._quoted = quoted
+        self._open: tuple[int, InputReader] | None = None
+
+    def take(self, events: Iterable[Event]) -> list[Event]:
+        found: list[Event] = []
+        for event in events:
+            if isinstance(event, Arguments) and self._open is not None:
+                found += self._said(self._open[1].feed(event.text))
+                continue
+            found += self.finish()
+            if isinstance(event, CallStart) and event.name in self._quoted:
+                self._open = event.index, InputReader(self._quoted[event.name])
+                event = CallStart(event.index, event.id, event.name, custom=True)
+            found.append(event)
+        return found
+
+    def finish(self) -> list[Event]:
+        """The call that is open goes no further."""
+        if self._open is None:
+            return []
+        rest = self._said(self._open[1].finish())
+        self._open = None
+        return rest
+
+    def _said(self, text: str) -> list[Event]:
+        return [Input(self._open[0], text)] if text and self._open is not None else []
