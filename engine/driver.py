@@ -45,6 +45,7 @@ from engine.step import FetchedBlocks, GrammarPrepared, StartWorker, StepPlan, S
 from engine.step_log import StepsView
 from engine.stream import RequestStream
 from engine.structured_output import Vocabulary
+from engine.thinking import check_budget
 from engine.tokenizer import Tokenizer
 from engine.within import within
 
@@ -104,6 +105,7 @@ class Driver:
         try:
             tokenizer_dir = await asyncio.to_thread(resolve_tokenizer, self.config, model_dir)
             self.tokenizer = await asyncio.to_thread(Tokenizer, tokenizer_dir, self._chat_template)
+            await asyncio.to_thread(getattr, self.tokenizer, "thinking_tags")  # takes a while, once
         except BaseException:
             await self._executor.stop()
             raise
@@ -129,6 +131,7 @@ class Driver:
             raise InvalidRequestError(f"A request with id {request.request_id!r} is running already.", "request_id")
         max_num_tokens = check_request(request, self.model)
         self.grammars.require(request.params)
+        check_budget(request.params, self.tokenizer.thinking_tags)
         if request.beam_search is not None:
             check_beams(request.beam_search, self.eos_token_ids, self.model.vocab_size, self.scheduler.max_num_seqs)
         n, alike = request.params.n, request.params.greedy or not request.params.generates
@@ -271,6 +274,8 @@ class Driver:
         """Send plans and take in results until the Worker dies; raises WorkerDiedError."""
         self._set_phase("ready")
         self.grammars.attach(self._executor.send)
+        if (tags := self.tokenizer.thinking_tags) is not None:
+            self._executor.send(tags)
         self._pump()
         while True:  # also with nothing in flight, so that the death of an idle Worker is noticed
             message = await self._executor.receive()

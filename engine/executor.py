@@ -33,6 +33,7 @@ from engine.step import (
     encode_frame,
 )
 from engine.structured_output import Vocabulary
+from engine.thinking import ThinkingTags
 
 WORKER_COMMAND = (sys.executable, "-m", "engine.worker.worker")
 KILL_AFTER_SECONDS = 2.0
@@ -105,7 +106,7 @@ class Executor:
             else:
                 raise WorkerDiedError("the Worker sent a step result before it was ready")
 
-    def send(self, message: StepPlan | FetchBlocks | Vocabulary | PrepareGrammar) -> None:
+    def send(self, message: StepPlan | FetchBlocks | Vocabulary | PrepareGrammar | ThinkingTags) -> None:
         """Hand over a plan; never blocks (a Worker that does not read lets the buffer grow by a few plans at most)."""
         assert self._writer is not None, "start() comes first"
         self._writer.write(encode_frame(message))

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+import msgspec
 from tqdm import tqdm
 
 from engine.bad_words import resolve_bans
@@ -27,6 +28,7 @@ from engine.request import Request
 from engine.sampling_params import SamplingParams
 from engine.settings import from_keywords
 from engine.text import is_text
+from engine.thinking import FIELD, check_budget
 from engine.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -159,9 +161,11 @@ class LLM:
     def _run(self, jobs: list[_Job], use_tqdm: bool) -> list[RequestOutput]:
         if not self._finalizer.alive:
             raise EngineError("this LLM is closed; make a new one.")
+        jobs = [dataclasses.replace(job, params=_with_thinking(self.tokenizer, job)) for job in jobs]
         for index, job in enumerate(jobs):
             with _naming_prompt(index):
                 check_request(Request("", job.token_ids, job.params, beam_search=job.beam_search), self._driver.model)
+                check_budget(job.params, self.tokenizer.thinking_tags)
         with _Progress(len(jobs), use_tqdm) as progress:
             outputs = self._thread.run(self._complete_all(jobs, progress))
         failed = [output for output in outputs if output.outputs[0].finish_reason is FinishReason.ERROR]
@@ -367,6 +371,18 @@ def _params_list(sampling_params: Any, count: int) -> list[SamplingParams]:
             f"sampling_params must be one SamplingParams, or a list of {count}: one per prompt.", "sampling_params"
         )
     return list(params)
+
+
+def _with_thinking(tokenizer: Tokenizer, job: _Job) -> SamplingParams:
+    """With what a thinking budget has to know of the prompt."""
+    params = job.params
+    if params.thinking_token_budget is None:
+        return params
+    if params.structured_output is not None:
+        text = f"{FIELD} may not be combined with structured_output, which holds from the first token on."
+        raise InvalidRequestError(text, FIELD)
+    opened = params.thinking_opened or tokenizer.opens_thinking(job.token_ids)
+    return msgspec.structs.replace(params, thinking_opened=opened)
 
 
 def _conversations(messages: Any) -> list[list[Message]]:

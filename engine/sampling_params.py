@@ -34,6 +34,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
 
     `bad_words` are never generated: texts, which engine/bad_words.py turns into token sequences before the request is
     made, or such sequences. `allowed_token_ids` are all that may be generated, the end-of-sequence token included.
+
+    `thinking_token_budget` is the most tokens that a model thinks between <think> and </think> (engine/thinking.py):
+    then the closing tag is forced, whatever other fields say. The tags do not count.
     """
 
     n: int = 1
@@ -60,6 +63,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
     prompt_logprobs: int | None = None
     visible_token_ids: tuple[int, ...] = ()  # special tokens that are text in spite of skip_special_tokens
     pooling: Pooling | None = None  # the result is a vector; max_tokens is then 0
+    thinking_token_budget: int | None = None
+    thinking_opened: bool = False  # the prompt ends within the thinking; matters with thinking_token_budget only
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else entries("stop", self.stop)
@@ -89,6 +94,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
                     f"min_tokens ({self.min_tokens}) must not exceed the limit of new tokens ({self.max_tokens}).",
                     "min_tokens",
                 )
+        if self.thinking_token_budget is not None:
+            require_int("thinking_token_budget", self.thinking_token_budget, 0, 2**31 - 1)
         if self.logprobs is not None:
             require_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         if self.prompt_logprobs is not None:

@@ -17,6 +17,7 @@ import msgspec
 from engine.config import EngineConfig
 from engine.sampling_params import SamplingParams
 from engine.structured_output import StructuredOutput, Vocabulary
+from engine.thinking import ThinkingTags
 
 FRAME_HEADER = struct.Struct("<I")  # length of the msgpack body in bytes
 MAX_FRAME_BYTES = 1 << 30
@@ -256,7 +257,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, tag=True):
         return [*map(SampledToken, self.seq_ids, self.token_ids), *self.detailed]
 
 
-DriverMessage = StartWorker | StepPlan | FetchBlocks | Vocabulary | PrepareGrammar | Heartbeat
+DriverMessage = StartWorker | StepPlan | FetchBlocks | Vocabulary | PrepareGrammar | ThinkingTags | Heartbeat
 WorkerMessage = LoadProgress | WorkerReady | WorkerFailed | StepResult | FetchedBlocks | GrammarPrepared | Heartbeat
 
 _encoder = msgspec.msgpack.Encoder()

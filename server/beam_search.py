@@ -6,6 +6,7 @@ final before the end, is refused: a field that has no effect on the result (`see
 
 from engine.beam_search import BeamSearchParams
 from engine.errors import InvalidRequestError
+from engine.thinking import FIELD
 from server.errors import invalid
 from server.protocol import GenerationRequest
 
@@ -49,6 +50,8 @@ def beam_search_params(request: GenerationRequest, max_tokens: int | None) -> Be
     for name in REFUSED:
         if (value := getattr(request, name, None)) and value is not True:
             raise _not_with_beams(name)
+    if getattr(request, "thinking_budget", None) is not None:
+        raise _not_with_beams(FIELD)
     if request.num_prompt_logprobs is not None:
         raise _not_with_beams("logprobs" if request.prompt_logprobs is None else "prompt_logprobs")
     try:

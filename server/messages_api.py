@@ -16,10 +16,11 @@ from server.debug_requests import asked_timings
 from server.errors import ApiError, anthropic_error, new_id
 from server.generation import collect
 from server.messages_output import MessageOutput, frame
-from server.protocol import parse_request
+from server.protocol import ChatCompletionRequest, parse_request
 from server.protocol.anthropic_request import MessagesPrompt, MessagesRequest, in_our_terms
 from server.served import Served
 from server.sse import EventStream, encode_json
+from server.tools.answer import splits_thinking
 
 
 async def create_message(http: HttpRequest, served: Served) -> Response:
@@ -30,7 +31,8 @@ async def create_message(http: HttpRequest, served: Served) -> Response:
     message_id = new_id("msg_")
     try:
         prompt = await edited_prompt(served, request)
-        asked = await admit(served, http.scope, prompt.chat, prompt.token_ids, message_id)
+        chat = limit_thinking(served, prompt.chat, request)
+        asked = await admit(served, http.scope, chat, prompt.token_ids, message_id)
     except InvalidRequestError as error:
         raise in_our_terms(error) from None
     timings = partial(asked_timings, served.driver, http.scope, request, message_id)
@@ -55,6 +57,13 @@ async def count_tokens(http: HttpRequest, served: Served) -> Response:
     if prompt.applied is not None:
         count["context_management"] = {"original_input_tokens": prompt.num_original_tokens}
     return Response(encode_json(count), media_type="application/json")
+
+
+def limit_thinking(served: Served, chat: ChatCompletionRequest, request: MessagesRequest) -> ChatCompletionRequest:
+    """With the budget of the request, where the model's thinking can be limited: clients send one to every model."""
+    if request.thinking is None or request.thinking.budget_tokens is None or not splits_thinking(served):
+        return chat
+    return chat.model_copy(update={"thinking_token_budget": request.thinking.budget_tokens})
 
 
 def _error_event(error: ApiError) -> bytes:

@@ -86,15 +86,18 @@ def _renditions(
 def template_variables(request: ChatCompletionRequest, known: frozenset[str]) -> Mapping[str, Any]:
     """What the template gets beside the messages; `known` are the names that it asks for.
 
-    chat_template_kwargs win over the fields with a meaning of their own. How much to think and how much to say are
-    wishes: a template that has no place for them leaves them out. Documents are not.
+    chat_template_kwargs win over the fields with a meaning of their own. Whether and how much to think and how much to
+    say are wishes: a template that has no place for them leaves them out. Documents are not.
     """
     variables = dict(request.chat_template_kwargs)
-    for name in ("reasoning_effort", "verbosity"):
-        if name in known and (value := getattr(request, name)) is not None:
+    for name, value in (("reasoning_effort", request.effort), ("verbosity", request.verbosity)):
+        if name in known and value is not None:
             variables.setdefault(name, value)
-    if request.reasoning_effort == "none" and "reasoning_effort" not in known and "enable_thinking" in known:
-        variables.setdefault("enable_thinking", False)  # how Qwen3 and others spell it
+    says_no_effort = request.effort == "none" and "reasoning_effort" in known
+    if request.thinks is not None and "enable_thinking" in known and not says_no_effort:
+        variables.setdefault("enable_thinking", request.thinks)  # how Qwen3 and others spell it
+    if request.thinks is False and "reasoning_effort" in known and "enable_thinking" not in known:
+        variables.setdefault("reasoning_effort", "none")
     if request.documents:
         if "documents" not in known:
             message = "documents are not supported by this model's chat template: put them into a message."

@@ -197,6 +197,7 @@ def _settings(request: ResponseRequest) -> dict[str, Any]:
         {**tool.model_dump(), "parameters": tool.parameters, "strict": bool(tool.strict)} for tool in request.tools
     ]
     verbosity = {} if request.text.verbosity is None else {"verbosity": request.text.verbosity}
+    limit = {} if request.reasoning.max_tokens is None else {"max_tokens": request.reasoning.max_tokens}
     return {
         "model": request.model,
         "instructions": request.instructions,
@@ -209,7 +210,7 @@ def _settings(request: ResponseRequest) -> dict[str, Any]:
         "tool_choice": request.tool_choice,
         "parallel_tool_calls": request.parallel_tool_calls,
         "max_tool_calls": request.max_tool_calls,
-        "reasoning": {"effort": request.reasoning.effort, "summary": None},
+        "reasoning": {"effort": request.reasoning.effort, "summary": None, **limit},
         "truncation": request.truncation,
         "metadata": request.metadata,
         "user": request.user,

@@ -28,6 +28,7 @@ from engine.step import (
     encode_frame,
 )
 from engine.structured_output import Vocabulary
+from engine.thinking import ThinkingTags
 from tests.fake_device import HIDDEN_SIZE, VOCAB_SIZE, FakeDevice
 
 FAULTS = (
@@ -104,7 +105,7 @@ def serve(options, channel, reader) -> None:
     )
     num_steps = num_heartbeats = 0
     while (plan := receive(reader)) is not None:
-        if isinstance(plan, Vocabulary | PrepareGrammar):  # a fake device holds to no form
+        if isinstance(plan, Vocabulary | PrepareGrammar | ThinkingTags):  # a fake device holds to no form
             if isinstance(plan, PrepareGrammar):
                 error = "this model is an encoder" if options.encoder else ""
                 channel.sendall(encode_frame(GrammarPrepared(plan.output.digest(), error)))

@@ -34,6 +34,7 @@ from engine.step import (
     WorkerReady,
 )
 from engine.structured_output import Vocabulary
+from engine.thinking import ThinkingTags
 from engine.worker.device import resolve_device, resolve_dtype
 from engine.worker.host import StepLimits, resolve_step_limits
 from engine.worker.kv_cache import model_max_len
@@ -95,7 +96,11 @@ class EncoderRunner:
     def use_idle_time(self) -> bool:
         return False
 
-    def take(self, message: FetchBlocks | Vocabulary | PrepareGrammar, send: Callable[[WorkerMessage], None]) -> None:
+    def take(
+        self,
+        message: FetchBlocks | Vocabulary | PrepareGrammar | ThinkingTags,
+        send: Callable[[WorkerMessage], None],
+    ) -> None:
         """Refuse a grammar: nothing is generated here. There is nothing else to be done beside the steps."""
         if isinstance(message, PrepareGrammar):
             send(GrammarPrepared(message.output.digest(), "this model is an encoder, which generates no text"))

@@ -23,6 +23,7 @@ from engine.step import (
     WorkerMessage,
 )
 from engine.structured_output import Vocabulary
+from engine.thinking import ThinkingTags
 from engine.worker.attention_warmup import make_attention_plan, warm_up_attention
 from engine.worker.decode_buffers import BUFFERED_STEPS
 from engine.worker.decode_runner import DecodeRunner, DecodeSettings
@@ -35,8 +36,9 @@ from engine.worker.launched_step import Extras, LaunchedStep
 from engine.worker.pooler import PooledStep, Pooler
 from engine.worker.prompt_scorer import PromptScorer, StepScores, score
 from engine.worker.sampled import SampledRows, Samples, failed_row, num_logprobs, token_ids_of
-from engine.worker.sampler import TokenCounts, sample
+from engine.worker.sampler import ForcedTokens, TokenCounts, sample
 from engine.worker.sampling_rows import WARM_UP, Array, SamplingInputs, SamplingRows
+from engine.worker.thinking_rows import ThinkingRows
 from kernels.copy_blocks import BlockCopier
 from kernels.token_mask import TokenMask, mask_tokens
 
@@ -83,6 +85,7 @@ class ModelRunner:
             limits.max_num_seqs, model.vocab_size, eos_token_ids, one_draw=device.type == "cuda"
         )
         self.grammars = GrammarMasks(self.batch, eos_token_ids, queue)
+        self._thinking = ThinkingRows(self.batch, queue)
         self._scorer = PromptScorer()
         self._counts = TokenCounts(limits.max_num_seqs, model.vocab_size, device)
         self._buffer = StepBuffer(step_buffer_bytes(limits, max_model_len, block_size), queue)
@@ -105,6 +108,7 @@ class ModelRunner:
         for seq_id in plan.removed:
             if (row := self.batch.remove(seq_id)) is not None:
                 self.grammars.drop(row)
+                self._thinking.drop(row)
             self._pooler.remove(seq_id)
             self._scorer.remove(seq_id)
         failed = {new.seq_id: error for new in plan.new if (error := self._add(new))}
@@ -124,6 +128,7 @@ class ModelRunner:
             self.grammars.sampled(at)
         if ready is not None and at is not None and sampled:
             self.grammars.launched(at, sampled, ready)
+            self._thinking.launched(at, sampled, ready)
         failed |= self.grammars.take_failed()
         return LaunchedStep(plan.step_id, started, failed, at, sampled, token_ids, ready, plan.offloads, extras)
 
@@ -147,12 +152,18 @@ class ModelRunner:
             step.step_id, samples.detailed, samples.failed, seconds, samples.seq_ids, samples.token_ids, scores, vectors
         )
 
-    def take(self, message: FetchBlocks | Vocabulary | PrepareGrammar, send: Callable[[WorkerMessage], None]) -> None:
+    def take(
+        self,
+        message: FetchBlocks | Vocabulary | PrepareGrammar | ThinkingTags,
+        send: Callable[[WorkerMessage], None],
+    ) -> None:
         """What is done beside the steps; `send` gets the answer, if there is one."""
         if isinstance(message, FetchBlocks):
             self.host_cache.fetch(message, send)
         elif isinstance(message, Vocabulary):
             self.grammars.cache.set_vocabulary(message)
+        elif isinstance(message, ThinkingTags):
+            self._thinking.set_tags(message)
         else:
             self.grammars.cache.prepare(message, send)
 
@@ -235,6 +246,7 @@ class ModelRunner:
                 raise ValueError(f"a token id of the prompt is not below {self.vocab_size}")
             self._sampling.set(row, new.params, new.seed, new.num_prompt_tokens)
             self.grammars.add(row, new.params, new.num_prompt_tokens)
+            self._thinking.add(row, new.params, new.num_prompt_tokens)
         except ValueError as error:
             self.batch.token_ids[row] = 0  # steps of it may be on their way: let them compute something harmless
             self._sampling.set_greedy(row)
@@ -255,8 +267,8 @@ class ModelRunner:
         hidden = decodes.forward()
         if sampling is None:
             return at, (), decodes.greedy()
-        mask = self.grammars.make(at)
-        sampled = self._in_queue(lambda: self._sample(hidden, at, sampling, mask))
+        mask, forced = self.grammars.make(at), self._thinking.make(at)
+        sampled = self._in_queue(lambda: self._sample(hidden, at, sampling, mask, forced))
         decodes.store(token_ids_of(sampled))
         return at, self._to_host(sampled), None
 
@@ -273,8 +285,8 @@ class ModelRunner:
         hidden, extras = self._in_queue(lambda: self._forward(inputs, to_score, pooled))
         if not len(at.rows):
             return at, (), extras
-        mask = self.grammars.make(at)
-        sampled = self._in_queue(lambda: self._sample_step(hidden, at, sampling, mask, device_rows))
+        mask, forced = self.grammars.make(at), self._thinking.make(at)
+        sampled = self._in_queue(lambda: self._sample_step(hidden, at, sampling, mask, forced, device_rows))
         return at, self._to_host(sampled), extras
 
     def _forward(
@@ -295,9 +307,10 @@ class ModelRunner:
         at: SampledAt,
         sampling: SamplingInputs | None,
         mask: TokenMask | None,
+        forced: ForcedTokens | None,
         device_rows: Tensor,
     ) -> list[SampledRows]:
-        sampled = self._sample(hidden, at, sampling, mask)
+        sampled = self._sample(hidden, at, sampling, mask, forced)
         self._last_tokens.index_copy_(0, device_rows, token_ids_of(sampled))
         return sampled
 
@@ -312,28 +325,35 @@ class ModelRunner:
         return torch.where(ids < 0, self._last_tokens[(-1 - ids).clamp_(min=0)], ids)
 
     def _sample(
-        self, hidden: Tensor, at: SampledAt, sampling: SamplingInputs | None, mask: TokenMask | None
+        self,
+        hidden: Tensor,
+        at: SampledAt,
+        sampling: SamplingInputs | None,
+        mask: TokenMask | None,
+        forced: ForcedTokens | None,
     ) -> list[SampledRows]:
         """All rows at once; if that raises, one at a time, so that only those fail that raise alone."""
         try:
-            output = sample(self._decoder.compute_logits(hidden), sampling, self._counts, mask)
+            output = sample(self._decoder.compute_logits(hidden), sampling, self._counts, mask, forced)
             return [SampledRows(output, num_logprobs(sampling, len(hidden)))]
         except Exception as error:
             if len(hidden) == 1:
                 logger.exception("sampling a sequence failed")
                 return [failed_row(error, self.device)]
             logger.exception("sampling %d sequences failed: trying one at a time", len(hidden))
-        parts = [self._sample_row(hidden, at, mask, i) for i in range(len(hidden))]
+        parts = [self._sample_row(hidden, at, mask, forced, i) for i in range(len(hidden))]
         if all(part.error for part in parts):
             raise EngineError(f"sampling failed for every sequence: {parts[0].error}")
         return parts
 
-    def _sample_row(self, hidden: Tensor, at: SampledAt, mask: TokenMask | None, i: int) -> SampledRows:
+    def _sample_row(
+        self, hidden: Tensor, at: SampledAt, mask: TokenMask | None, forced: ForcedTokens | None, i: int
+    ) -> SampledRows:
         rows, positions = at.rows[i : i + 1], at.positions[i : i + 1]
         try:
             sampling = self._sampling.build(rows, positions, self._to_device, self._host_tokens())
             logits = self._decoder.compute_logits(hidden[i : i + 1])
-            output = sample(logits, sampling, self._counts, mask and mask.of_row(i))
+            output = sample(logits, sampling, self._counts, mask and mask.of_row(i), forced and forced.of_row(i))
         except Exception as error:
             return failed_row(error, self.device)
         return SampledRows(output, num_logprobs(sampling, 1))

@@ -2,9 +2,8 @@
 
 Order: logprobs are read from the model's own distribution; then the mask of a grammar, logit_bias, penalties, bans
 (min_tokens, bad_words, allowed_token_ids), temperature, min_p, top_k, top_p (each filter sees what the one before it
-left, as in vLLM), then the draw. A filter cuts by value: tokens tied with the last one kept stay in, so the outcome
-never depends on how a sort
-breaks ties.
+left, as in vLLM), then the draw; a forced token takes the place of what was drawn. A filter cuts by value: tokens tied
+with the last one kept stay in, so the outcome never depends on how a sort breaks ties.
 
 A draw takes one uniform number per row through the inverse of the cumulative distribution in token-id order. Nothing of
 a row depends on the other rows. A row with NaN, with +inf or with nothing above -inf is reported as failed.
@@ -44,6 +43,19 @@ class SamplerOutput:
     top_ids: Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class ForcedTokens:
+    """Rows of the step's logits (all different), and the token that each gets whatever its logits say: int64 [n]."""
+
+    rows: Tensor
+    token_ids: Tensor
+
+    def of_row(self, row: int) -> "ForcedTokens | None":
+        """For logits of this row alone."""
+        token_ids = self.token_ids[self.rows == row]
+        return ForcedTokens(torch.zeros_like(self.rows[:1]), token_ids) if len(token_ids) else None
+
+
 class TokenCounts:
     """How often each token of the vocabulary was generated, and whether it is in the prompt: for rows with penalties.
     `recent` has the newest tokens, for rows with bad words.
@@ -75,12 +87,16 @@ class TokenCounts:
 
 @torch.inference_mode()
 def sample(
-    logits: Tensor, inputs: SamplingInputs | None, counts: TokenCounts, mask: TokenMask | None = None
+    logits: Tensor,
+    inputs: SamplingInputs | None,
+    counts: TokenCounts,
+    mask: TokenMask | None = None,
+    forced: ForcedTokens | None = None,
 ) -> SamplerOutput:
     """logits [rows, vocab_size]: fp32 and overwritten on a CPU; of any float dtype and only read on a GPU, but for the
     rows of `mask`.
 
-    inputs None: the most likely token of each row.
+    inputs None: the most likely token of each row; no row has a mask or a forced token then.
     """
     choose = _choose_by_kernels if use_triton(logits) else _choose
     if inputs is None:
@@ -91,6 +107,8 @@ def sample(
     if mask is not None:
         mask_tokens(logits, mask)
     token_ids, failed = choose(logits, inputs, counts)
+    if forced is not None:
+        token_ids.index_copy_(0, forced.rows, forced.token_ids)
     if inputs.penalties is not None:
         penalties = inputs.penalties
         counts.add(penalties.batch_rows, token_ids.index_select(0, penalties.rows))

@@ -19,7 +19,7 @@ Array = npt.NDArray[Any]
 Put = Callable[[Array], Tensor]  # moves a host array to the device: StepBuffer.put
 
 # What a row asks for beyond the most likely token: one bit each.
-DRAW, TOP_K, TOP_P, PENALTY, BIAS, MIN_TOKENS, LOGPROBS, GRAMMAR, BANS = (1 << i for i in range(9))
+DRAW, TOP_K, TOP_P, PENALTY, BIAS, MIN_TOKENS, LOGPROBS, GRAMMAR, BANS, THINKING = (1 << i for i in range(10))
 
 # A top_k up to here is found by partial selection; for a larger one the whole row is sorted.
 MAX_SELECTED = 256
@@ -148,7 +148,9 @@ class SamplingRows:
             # Where the text has a form, its mask sees to min_tokens (engine/worker/grammar_rows.py).
             MIN_TOKENS: bool(end_ids) and params.structured_output is None,
             LOGPROBS: params.logprobs is not None,
-            GRAMMAR: params.structured_output is not None,  # only so that its row is not taken for a plain one
+            # These two only so that their rows are not taken for plain ones.
+            GRAMMAR: params.structured_output is not None,
+            THINKING: params.thinking_token_budget is not None,
             BANS: self._bans.set(row, params),
         }
         self._flags[row] = sum(bit for bit, is_asked in asked.items() if is_asked)

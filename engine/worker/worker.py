@@ -37,6 +37,7 @@ from engine.step import (
     encode_frame,
 )
 from engine.structured_output import Vocabulary
+from engine.thinking import ThinkingTags
 from engine.worker.host import limit_primitive_caches, set_threads
 
 if TYPE_CHECKING:
@@ -139,7 +140,7 @@ def serve(channel: Channel, runner: "Runner") -> None:
             runner.check_device()
             channel.send(message)
             continue
-        if isinstance(message, FetchBlocks | Vocabulary | PrepareGrammar):
+        if isinstance(message, FetchBlocks | Vocabulary | PrepareGrammar | ThinkingTags):
             runner.take(message, channel.send)
             continue
         if not isinstance(message, StepPlan):

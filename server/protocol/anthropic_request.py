@@ -20,7 +20,6 @@ from server.protocol.harmless import (
     ANTHROPIC_TOOL_IGNORED,
     ANTHROPIC_TOOL_INERT,
     CACHE,
-    THINKING_IGNORED,
 )
 from server.protocol.sampling_extras import SamplingExtras
 from server.protocol.signatures import omitted_thinking
@@ -289,12 +288,12 @@ class OutputConfig(Strict):
 
 
 class Thinking(Strict):
-    """Disabled: a template that can is told not to think. Else the model thinks as it does; budgets are wishes."""
-
-    ignored = THINKING_IGNORED
+    """Disabled: a template that can is told not to think. Else the model thinks as it does, within budget_tokens where
+    its thinking can be told from the rest; for other models a budget is a wish."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     display: Literal["summarized", "omitted"] = "summarized"
+    budget_tokens: int | None = Field(None, ge=1024, lt=2**31)
 
 
 class AnthropicTool(Strict):

@@ -4,12 +4,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, FailFast, Field, model_validator
 
+from engine.thinking import FIELD
 from server.config import ServerConfig
 from server.errors import MAX_NAME_LENGTH, invalid
 from server.protocol.generation import GenerationRequest, within
 from server.protocol.harmless import CHAT_INERT, INERT, ServiceTier
 from server.protocol.messages import Message
-from server.protocol.strict import field_error
+from server.protocol.strict import Strict, field_error
 from server.protocol.structured_output import RENAMED
 from server.protocol.tools import CustomTool, Tool, ToolChoice, ToolChoiceField, ToolsField, check_choice
 
@@ -47,6 +48,19 @@ TemplateKwargs = Annotated[
 Documents = Annotated[list[dict[str, str]], FailFast(), Field(max_length=MAX_DOCUMENTS)]
 
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+class ReasoningOptions(Strict):
+    """OpenRouter's object: fields that have names of their own here, too. `enabled` is enable_thinking."""
+
+    inert = {"exclude": (False,), "summary": ("auto",)}
+
+    effort: Effort | None = None
+    max_tokens: int | None = Field(default=None, ge=0, lt=2**31)
+    enabled: bool | None = None
+
+
 class ChatCompletionRequest(GenerationRequest):
     """POST /v1/chat/completions. Without max_completion_tokens or max_tokens: to the end of the context."""
 
@@ -59,7 +73,10 @@ class ChatCompletionRequest(GenerationRequest):
     top_logprobs: int | None = within(None, 0)
     add_generation_prompt: bool | None = None  # true, unless the final message is continued
     continue_final_message: bool = False
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    reasoning_effort: Effort | None = None
+    thinking_token_budget: int | None = Field(None, ge=0, lt=2**31)  # vLLM's: see engine/thinking.py
+    enable_thinking: bool | None = None  # as in chat_template_kwargs
+    reasoning: ReasoningOptions = Field(default_factory=ReasoningOptions)
     verbosity: Literal["low", "medium", "high"] | None = None
     service_tier: ServiceTier | None = None  # "default" here, which the answer says where one is named
     documents: Documents = Field(default_factory=list)
@@ -93,6 +110,32 @@ class ChatCompletionRequest(GenerationRequest):
         if self.top_logprobs is not None and not self.logprobs:
             raise field_error("invalid_value", "may be given only with logprobs: true", "top_logprobs")
         return self
+
+    @model_validator(mode="after")
+    def _reasoning_says_one_thing(self) -> "ChatCompletionRequest":
+        for name, field in (("effort", "reasoning_effort"), ("max_tokens", FIELD), ("enabled", "enable_thinking")):
+            ours, theirs = getattr(self, field), getattr(self.reasoning, name)
+            if ours is not None and theirs is not None and ours != theirs:
+                raise field_error("invalid_value", f"must equal {field}: leave one of them out", "reasoning", name)
+        return self
+
+    @property
+    def thinking_budget(self) -> int | None:
+        """The most tokens that the model may think."""
+        budget = self.thinking_token_budget
+        return self.reasoning.max_tokens if budget is None else budget
+
+    @property
+    def effort(self) -> str | None:
+        """How much the model is to think: a wish."""
+        return self.reasoning_effort or self.reasoning.effort
+
+    @property
+    def thinks(self) -> bool | None:
+        """Whether the model is to think at all: a wish; None where the request says nothing."""
+        if self.enable_thinking is not None or self.reasoning.enabled is not None:
+            return self.reasoning.enabled if self.enable_thinking is None else self.enable_thinking
+        return False if self.effort == "none" else None
 
     @model_validator(mode="after")
     def _one_way_to_begin(self) -> "ChatCompletionRequest":

@@ -29,7 +29,6 @@ Metadata = Annotated[
 # What the documents say that ignored fields hold, in words and as a type. Anything else is a mistake of the caller's,
 # who would hear of it from OpenAI, too.
 KINDS: dict[str, tuple[str, Any]] = {
-    "budget_tokens": ("an integer from 1024", Annotated[int, Field(ge=1024, lt=2**31)]),
     "description": ("a string", str),
     "metadata": ("at most 16 strings by name", Metadata),
     "prediction": ("an object", Hint),
@@ -88,7 +87,6 @@ ANTHROPIC_TOOL_IGNORED = {
     "input_examples": "chat templates have no place for examples",
 }
 ANTHROPIC_TOOL_INERT: dict[str, tuple[Any, ...]] = {"allowed_callers": (["direct"],)}
-THINKING_IGNORED = {"budget_tokens": "a wish: the model thinks as long as it does"}
 # As docs/api.md lists them: where a field stands, those that are ignored, those that are inert.
 WRITTEN_LIST: tuple[tuple[str, dict[str, str], dict[str, tuple[Any, ...]]], ...] = (
     ("{}", IGNORED, INERT),
@@ -101,5 +99,4 @@ WRITTEN_LIST: tuple[tuple[str, dict[str, str], dict[str, tuple[Any, ...]]], ...]
     ("{} (messages)", ANTHROPIC_IGNORED, ANTHROPIC_INERT),
     ("messages[].content[].{} (messages)", BLOCK_IGNORED, {}),
     ("tools[].{} (messages)", ANTHROPIC_TOOL_IGNORED, ANTHROPIC_TOOL_INERT),
-    ("thinking.{} (messages)", THINKING_IGNORED, {}),
 )

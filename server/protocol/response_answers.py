@@ -84,6 +84,7 @@ class TextSettings(Answer):
 class ReasoningSettings(Answer):
     effort: str | None
     summary: None
+    max_tokens: int = 0  # where a limit was asked for
 
 
 class ResponseObject(Answer):

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
 
 from engine.errors import InvalidRequestError
-from server.protocol.chat import ChatCompletionRequest, TemplateKwargs
+from server.protocol.chat import ChatCompletionRequest, Effort, TemplateKwargs
 from server.protocol.generation import within
 from server.protocol.response_items import chat_messages, turns, with_instructions
 from server.protocol.sampling_extras import SamplingExtras
@@ -177,7 +177,8 @@ class ReasoningConfig(Strict):
 
     inert = {"context": ("auto",), "generate_summary": ("auto",), "mode": ("standard",), "summary": ("auto",)}
 
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    effort: Effort | None = None
+    max_tokens: int | None = Field(default=None, ge=0, lt=2**31)  # of the thinking, as OpenRouter has it
 
 
 class FunctionTool(Strict):
@@ -247,7 +248,7 @@ class ResponsePrompt(Strict):
             "model": self.model or "",
             "messages": with_instructions(self.instructions, messages),
             "response_format": chat_format(self.text.format),
-            "reasoning_effort": self.reasoning.effort,
+            "reasoning": self.reasoning.model_dump(),
             "verbosity": self.text.verbosity,
             "chat_template_kwargs": self.chat_template_kwargs,
             **(tools if self.tools else {}),

@@ -11,6 +11,7 @@ from engine.driver import Driver
 from engine.errors import InvalidRequestError
 from engine.sampling_params import SamplingParams
 from engine.structured_output import StructuredOutput
+from engine.thinking import BEGIN, END, FIELD, ThinkingTags
 from engine.tokenizer import Tokenizer
 from server.errors import invalid
 from server.protocol import ChatCompletionRequest
@@ -23,15 +24,7 @@ from server.tools.custom_input import InputEvents
 from server.tools.formats import ToolFormat, find_tool_use
 from server.tools.grammar import CallGrammar
 from server.tools.message_reader import MessageReader
-from server.tools.reasoning import (
-    BEGIN,
-    END,
-    ReasoningSplitter,
-    begins_thinking,
-    goes_on_thinking,
-    has_thought,
-    thinks,
-)
+from server.tools.reasoning import ReasoningSplitter, goes_on_thinking, has_thought, thinks
 from server.tools.thinking import after_thinking, rules_before_main
 
 
@@ -39,13 +32,14 @@ from server.tools.thinking import after_thinking, rules_before_main
 class AnswerForm:
     """`tool_format`: of the calls, None where no tool may be called; `only_calls`: whether there is no other text;
     `grammar`: what the whole text must be; `opened`: whether the answer begins inside the thinking, None where it is
-    not told from the rest."""
+    not told from the rest; `tags`: how it is marked in tokens; `thinking_budget`: the most tokens that it may have."""
 
     tool_format: ToolFormat | None = None
     tools: Sequence[Tool | CustomTool] = ()
     grammar: StructuredOutput | None = None
     opened: bool | None = None
-    end_token_id: int | None = None
+    tags: ThinkingTags | None = None
+    thinking_budget: int | None = None
     visible_token_ids: tuple[int, ...] = ()
     hidden: Sequence[str] = field(default=())
     only_calls: bool = False
@@ -56,7 +50,7 @@ class AnswerForm:
 
     def reader(self) -> MessageReader:
         """For one sample."""
-        splitter = None if self.opened is None else ReasoningSplitter(self.opened, self.end_token_id)
+        splitter = None if self.opened is None else ReasoningSplitter(self.opened, self.tags)
         if self.tool_format is None:
             return MessageReader(splitter, None)
         schemas = {tool.function.name: tool.function.schema for tool in self.tools}
@@ -72,7 +66,13 @@ class AnswerForm:
 
     def apply(self, params: SamplingParams) -> SamplingParams:
         output = self.grammar or params.structured_output
-        return msgspec.structs.replace(params, structured_output=output, visible_token_ids=self.visible_token_ids)
+        return msgspec.structs.replace(
+            params,
+            structured_output=output,
+            visible_token_ids=self.visible_token_ids,
+            thinking_token_budget=self.thinking_budget,
+            thinking_opened=bool(self.opened),
+        )
 
 
 def find_answer_form(served: Served, request: ChatCompletionRequest, prompt_ids: list[int]) -> AnswerForm | None:
@@ -80,13 +80,14 @@ def find_answer_form(served: Served, request: ChatCompletionRequest, prompt_ids:
     tokenizer = served.driver.tokenizer
     template = tokenizer.template()
     tools = request.offered_tools
-    thinking = served.config.reasoning_split and thinks(template, tokenizer)
+    thinking = splits_thinking(served)
+    check_thinking_budget(request, thinking)
     if not tools and not thinking:
         return None
     opened = None
     if thinking:
         goes_on = request.continue_final_message and goes_on_thinking(request.messages[-1].content or "")
-        opened = goes_on or begins_thinking(tokenizer, prompt_ids)
+        opened = goes_on or tokenizer.opens_thinking(prompt_ids)
     at_once = opened is None or has_thought(tokenizer, prompt_ids)
     before = ["start: main"] if at_once else rules_before_main(tokenizer, bool(opened))
     form = find_tool_use(template, tokenizer, served.config.tool_call_format).form if tools else None
@@ -102,11 +103,34 @@ def find_answer_form(served: Served, request: ChatCompletionRequest, prompt_ids:
         _callable(request),
         grammar,
         opened,
-        tokenizer.added_token_id(END) if thinking else None,
+        tokenizer.thinking_tags if thinking else None,
+        request.thinking_budget,
         tuple(special.values()),
         tuple(special) if request.skip_special_tokens else (),
         form is not None and request.choice.mode == "required",
     )
+
+
+def splits_thinking(served: Served) -> bool:
+    """Whether what the model thinks is told from what it says: only then can it be limited."""
+    tokenizer = served.driver.tokenizer
+    return served.config.reasoning_split and thinks(tokenizer.template(), tokenizer)
+
+
+def check_thinking_budget(request: ChatCompletionRequest, thinking: bool) -> None:
+    """Raise InvalidRequestError for a limit on the thinking that cannot be kept here."""
+    if request.thinking_budget is None:
+        return
+    name = "reasoning.max_tokens" if request.thinking_token_budget is None else FIELD
+    if not thinking:
+        message = (
+            f"{name}: this server tells no thinking from what this model says, so it cannot limit it: leave it out."
+        )
+        raise invalid(message, name, "unsupported_value")
+    output = request.structured_outputs
+    if output is not None and output.kind == "grammar":
+        message = f"{name} may not be combined with structured_outputs.grammar, which holds from the first token on."
+        raise invalid(message, name, "unsupported_value")
 
 
 def _callable(request: ChatCompletionRequest) -> list[Tool | CustomTool]:

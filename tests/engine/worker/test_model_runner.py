@@ -359,7 +359,7 @@ def test_a_sampler_that_raises_for_one_sequence_fails_that_one(runner, hf_greedy
     driver.add(3, PROMPTS[3], SamplingParams(temperature=0.0, logprobs=2))
     sample = model_runner.sample
 
-    def fragile(logits, inputs, counts, mask=None):
+    def fragile(logits, inputs, counts, mask=None, forced=None):
         if inputs is not None and inputs.draws:
             raise RuntimeError("no luck")
         return sample(logits, inputs, counts)
@@ -377,7 +377,7 @@ def test_a_sampler_that_always_raises_ends_the_worker(runner, monkeypatch):
     driver.add(1, PROMPTS[1])
     driver.add(2, PROMPTS[2])
 
-    def broken(logits, inputs, counts, mask=None):
+    def broken(logits, inputs, counts, mask=None, forced=None):
         raise RuntimeError("no luck")
 
     monkeypatch.setattr(model_runner, "sample", broken)

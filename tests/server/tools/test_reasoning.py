@@ -4,9 +4,11 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
+from engine.thinking import find_tags
 from server.tools.reasoning import ReasoningSplitter
 
 END_TOKEN = 7
+TAGS = find_tags({1: b"H", 2: b"m", 3: b"m", 6: b" ", END_TOKEN: b"</think>"}, [], END_TOKEN)
 # (text, whether the prompt has opened the thinking, what was thought, what was said)
 CASES = [
     ("<think>\nHm.\n</think>\n\nYes.\n", False, "Hm.", "Yes.\n"),
@@ -22,7 +24,7 @@ CASES = [
 
 
 def split(pieces, inside):
-    splitter = ReasoningSplitter(inside, END_TOKEN)
+    splitter = ReasoningSplitter(inside, TAGS)
     parts = [splitter.feed(piece) for piece in pieces] + [splitter.finish()]
     return "".join(thought for thought, _ in parts), "".join(text for _, text in parts)
 
@@ -44,17 +46,17 @@ def test_any_chunking_gives_the_same(pieces, inside):
     assert split(pieces, inside) == split(["".join(pieces)], inside)
 
 
-def test_tokens_are_counted_through_the_end_marker():
-    splitter = ReasoningSplitter(True, END_TOKEN)
+def test_tokens_between_the_tags_are_counted():
+    splitter = ReasoningSplitter(True, TAGS)
     for token_ids, text in (((1, 2), "Hm"), ((3, END_TOKEN, 4), "m</think>Yes"), ((5,), ".")):
         splitter.count(token_ids)
         splitter.feed(text)
-    assert splitter.num_tokens == 4
+    assert splitter.num_tokens == 3
 
 
 def test_what_was_not_thinking_does_not_count():
-    splitter = ReasoningSplitter(False, END_TOKEN)
-    for token_ids, text in (((1,), " "), ((2,), "Yes"), ((3,), ".")):
+    splitter = ReasoningSplitter(False, TAGS)
+    for token_ids, text in (((6,), " "), ((2,), "Yes"), ((3,), ".")):
         splitter.count(token_ids)
         splitter.feed(text)
     splitter.finish()
