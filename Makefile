@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-only lint docs kernels-aot bench gpu-check gpu-wheels soak fuzz attacks fairness sim sim-mutants rolling-restart journal schema-suite screenshots lm-eval clients clean
+.PHONY: help serve test test-only lint docs kernels-aot bench gpu-check gpu-wheels soak fuzz attacks fairness sim sim-mutants rolling-restart journal pauses schema-suite screenshots lm-eval clients clean
 
 help:
 	@echo "make serve [ARGS=\"--model DIR_OR_HUB_ID --port 9000\"]   start the server"
@@ -24,6 +24,7 @@ help:
 	@echo "make sim-mutants                                        faults planted on purpose: which the simulation finds"
 	@echo "make rolling-restart [RESTARTS=10]                      two replicas behind nginx, restarted under load"
 	@echo "make journal [STREAMS=64]                               kill the Worker under live streams: none loses a token"
+	@echo "make pauses [STREAMS=32]                                stop and kill Worker and helpers: how long streams stand still"
 	@echo "make schema-suite                                       JSONSchemaTestSuite: accepted, obeyed, refused"
 	@echo "make screenshots                                        pictures of the page at / under load, into docs/"
 	@echo "make docs                                               rewrite the config reference"
@@ -160,6 +161,9 @@ rolling-restart: $(VENV)/.installed-test
 
 journal: $(VENV)/.installed-test $(VENV)/.compiled
 	JOURNAL_STREAMS=$(or $(STREAMS),64) JOURNAL_DTYPES=float32,bfloat16 $(BIN)/python -m pytest tests/server/test_journal.py --capture=no $(ARGS)
+
+pauses: $(VENV)/.installed-test $(VENV)/.compiled
+	@exec $(BIN)/python -m tests.server.pauses --streams $(or $(STREAMS),32) $(ARGS)
 
 # The suite comes with the sources of the package jsonschema.
 .cache/schema-suite/.fetched: | $(BIN)/python

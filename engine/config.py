@@ -121,8 +121,8 @@ class EngineConfig:
     )
     step_timeout: float | None = option(
         None,
-        "seconds without a finished step, while there is work, after which the Worker is killed and started again; "
-        "default 60, 300 on a CPU",
+        "most seconds without a finished step, while there is work, before the Worker is killed and started again; "
+        "less where steps of its kind have been seen; default 60, 300 on a CPU",
         above=0,
     )
     max_worker_restarts: int = option(

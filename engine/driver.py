@@ -42,6 +42,7 @@ from engine.request_timings import RequestTimings
 from engine.scheduler import Scheduler
 from engine.stats import EngineStats
 from engine.step import FetchedBlocks, GrammarPrepared, StartWorker, StepPlan, StepResult, WorkerReady
+from engine.step_durations import StepDurations
 from engine.step_log import StepsView
 from engine.stream import RequestStream
 from engine.structured_output import Vocabulary
@@ -75,7 +76,8 @@ class Driver:
         self._queue_limits = QueueLimits(max_queued_requests, max_queued_tokens)
         self._deadlines = Deadlines(self._expire)
         self._worker_command = worker_command
-        self._executor = Executor(worker_command)
+        self._step_durations = StepDurations()
+        self._executor = Executor(worker_command, self._step_durations)
         self.grammars = GrammarService(self._vocabulary, config.grammar_timeout)
         self._recovery = Recovery(config.max_worker_restarts, config.worker_restart_window)
         self._isolated: str | None = None  # the request that runs alone
@@ -412,7 +414,7 @@ class Driver:
 
     async def _start_worker(self) -> None:
         self.stats.worker_restarts.add()
-        self._executor = Executor(self._worker_command)
+        self._executor = Executor(self._worker_command, self._step_durations)
         await self._executor.start(self._start_message)
 
     async def _start_again(self) -> WorkerReady:

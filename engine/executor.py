@@ -32,6 +32,7 @@ from engine.step import (
     decode_worker_message,
     encode_frame,
 )
+from engine.step_durations import StepDurations
 from engine.structured_output import Vocabulary
 from engine.thinking import ThinkingTags
 
@@ -63,8 +64,12 @@ class Executor:
     An Executor lives as long as its Worker: the next Worker has the next Executor.
     """
 
-    def __init__(self, worker_command: tuple[str, ...] = WORKER_COMMAND) -> None:
+    def __init__(
+        self, worker_command: tuple[str, ...] = WORKER_COMMAND, durations: StepDurations | None = None
+    ) -> None:
+        """`durations` is what is known of the steps of the Workers before."""
         self._command = worker_command
+        self._durations = durations or StepDurations()
         self.ready = False  # to be sent plans
         self._process: subprocess.Popen[bytes] | None = None
         self._reader: asyncio.StreamReader | None = None
@@ -111,7 +116,7 @@ class Executor:
         assert self._writer is not None, "start() comes first"
         self._writer.write(encode_frame(message))
         if isinstance(message, StepPlan):
-            self._watch.sent()
+            self._watch.sent(message)
 
     async def receive(self) -> StepResult | FetchedBlocks | GrammarPrepared:
         """The next result, in the order of the plans, or what else the Worker was asked for. Raises WorkerDiedError."""
@@ -160,17 +165,17 @@ class Executor:
 
     def _begin_watch(self, device: str) -> None:
         default = CPU_STEP_TIMEOUT if device == "cpu" else GPU_STEP_TIMEOUT
-        self._watch = StepWatch(self._step_timeout or default)
+        self._watch = StepWatch(self._step_timeout or default, self._durations, asyncio.get_running_loop().time)
         self._tick_later()
 
     def _tick_later(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(self._watch.interval, self._tick)
 
     def _tick(self) -> None:
-        if self._watch.tick():
+        assert self._process is not None and self._writer is not None, "stop() ends the ticks"
+        if self._watch.tick() and (self._watch.is_over_ceiling or not is_traced(self._process.pid)):
             return self._give_up()
-        if self._watch.idle:
-            assert self._writer is not None, "stop() ends the ticks"
+        if self._watch.heartbeat_due:
             self._writer.write(HEARTBEAT)
             self._watch.sent_heartbeat()
         self._tick_later()

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 
@@ -12,6 +13,7 @@ import pytest
 import engine.executor
 import engine.process_state
 import engine.recovery
+import engine.step_durations
 from engine.beam_search import BeamSearchParams
 from engine.errors import EngineError, InvalidRequestError, QueueFullError
 from engine.outputs import FinishReason
@@ -159,6 +161,31 @@ async def test_a_stopped_worker_is_replaced_long_before_a_step_may_take_so_long(
         assert driver._recovery.suspects_nobody
         assert_complete(await asyncio.gather(*map(collect, streams)), max_tokens=80)
         assert driver.stats.worker_restarts.values[()] == 1
+
+
+async def test_a_hang_is_noticed_by_what_steps_took_before(folder, lives, monkeypatch):
+    """The step timeout is a minute here."""
+    monkeypatch.setattr(engine.step_durations, "MIN_LIMIT", 1.0)
+    monkeypatch.setattr(engine.recovery.StepWatch, "TICK_SECONDS", 0.1)
+    options = ["--hang-at-step", "60", "--faults-in", "1", "--lives", str(lives)]
+    async with running_driver(folder, *options) as driver:
+        streams = start(driver, 3, max_tokens=100)
+        await until(lambda: driver.phase == "restarting", 15)
+        assert_complete(await asyncio.gather(*map(collect, streams)), max_tokens=100)
+        assert driver.stats.worker_restarts.values[()] == 1
+
+
+async def test_a_worker_in_a_debugger_may_stand_still_for_as_long_as_a_step_may_take(folder, lives, monkeypatch):
+    monkeypatch.setattr(engine.step_durations, "MIN_LIMIT", 0.5)
+    monkeypatch.setattr(engine.recovery.StepWatch, "TICK_SECONDS", 0.1)
+    monkeypatch.setattr(engine.executor, "is_traced", lambda pid: True)
+    options = ["--hang-at-step", "60", "--faults-in", "1", "--lives", str(lives)]
+    async with running_driver(folder, *options, step_timeout=3.0) as driver:
+        streams = start(driver, 3, max_tokens=100)
+        await until(lambda: driver._executor._watch.silence > 2.5)
+        assert driver.phase == "ready"
+        assert_complete(await asyncio.gather(*map(collect, streams)), max_tokens=100)
+        assert driver._recovery.suspects_nobody
 
 
 async def test_a_worker_that_is_let_go_on_is_left_alone(folder):
@@ -428,6 +455,15 @@ def test_process_state():
     assert engine.process_state.stopped_at(os.getpid()) is None, "it runs"
     assert engine.process_state.stopped_at(2**22 + 1) is None and not engine.process_state.is_traced(2**22 + 1)
     assert not engine.process_state.is_traced(os.getpid())
+
+
+def test_a_process_that_a_debugger_holds_is_not_stopped():
+    script = "import ctypes, os; ctypes.CDLL(None).ptrace(0, 0, 0, 0); print(flush=True); os.kill(os.getpid(), 19)"
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        assert engine.process_state.is_traced(process.pid)
+        assert engine.process_state.stopped_at(process.pid) is None
+        process.kill()
 
 
 async def test_samples_of_a_deadly_request_run_alone_together(folder, lives, tmp_path):

@@ -4,6 +4,9 @@ import pytest
 
 from engine.errors import EngineError
 from engine.recovery import Recovery, StepWatch
+from engine.sampling_params import SamplingParams
+from engine.step import NewSequence, SequenceStep, StepPlan
+from engine.step_durations import LIMIT_FACTOR, MIN_LIMIT, StepDurations
 
 CAUSE = EngineError("the Worker was eaten")
 
@@ -87,11 +90,29 @@ def test_a_request_that_is_in_no_plan_gets_no_blame():
         assert recovery.record_death([]) == [] and recovery.suspect is None
 
 
-def finished_first_steps(timeout):
-    watch = StepWatch(timeout)
-    for _ in range(StepWatch.FIRST_STEPS):
-        watch.sent()
+DECODES = StepPlan(1, [], [], [], [], decodes=[1, 2, 3])
+
+
+def prompt_of(num_tokens, **params):
+    """A step that computes a new sequence."""
+    new = NewSequence(9, [5] * num_tokens, num_tokens, 0, [0], SamplingParams(**params), 7)
+    return StepPlan(2, [], [new], [], [SequenceStep(9, num_tokens, True, [])])
+
+
+def do(watch, plan, seconds=0.0, num_steps=1):
+    """Let a Worker do such steps."""
+    for _ in range(num_steps):
+        watch.sent(plan)
+        for _ in range(int(seconds / watch.interval)):
+            assert not watch.tick()
+        watch._clock.now += seconds
         watch.received()
+
+
+def finished_first_steps(timeout, plan=None):
+    """By default of steps unlike those that follow: the timeout alone holds for these."""
+    watch = StepWatch(timeout, StepDurations(), Clock())
+    do(watch, plan or prompt_of(1000), num_steps=StepWatch.FIRST_STEPS)
     return watch
 
 
@@ -106,7 +127,7 @@ def ticks_until_hung(watch, at_most=1000):
 
 def test_a_step_gets_its_time_and_no_more():
     watch = finished_first_steps(2.0)
-    watch.sent()
+    watch.sent(DECODES)
     seconds = ticks_until_hung(watch) * watch.interval
     assert 2.0 <= seconds <= 2.5
     assert watch.silence == pytest.approx(seconds)
@@ -115,31 +136,96 @@ def test_a_step_gets_its_time_and_no_more():
 def test_first_steps_may_compile():
     for timeout, allowed in ((2.0, 10.0), (60.0, 300.0), (100.0, 300.0), (300.0, 300.0), (900.0, 900.0)):
         watch = StepWatch(timeout)
-        watch.sent()
+        watch.sent(DECODES)
         assert allowed <= ticks_until_hung(watch) * watch.interval <= allowed + 2.01 * watch.interval
 
 
 def test_an_idle_worker_never_hangs_and_the_time_starts_with_the_plan():
     watch = finished_first_steps(1.0)
     assert not any(watch.tick() for _ in range(100))
-    watch.sent()
-    assert ticks_until_hung(watch) > StepWatch.TICKS
+    watch.sent(DECODES)
+    assert ticks_until_hung(watch) * watch.interval > 1.0
 
 
 def test_each_result_gives_new_time():
     watch = finished_first_steps(1.0)
-    watch.sent()
+    watch.sent(DECODES)
     for _ in range(30):
-        watch.sent()
+        watch.sent(DECODES)
         assert not any(watch.tick() for _ in range(StepWatch.TICKS))
         watch.received()
 
 
-def test_a_heartbeat_is_due_when_there_is_nothing_to_wait_for():
-    watch = finished_first_steps(1.0)
-    watch.sent()
+def seconds_until_hung(watch, plan):
+    watch.sent(plan)
+    return ticks_until_hung(watch) * watch.interval
+
+
+@pytest.mark.parametrize("timeout", [60.0, 300.0])
+@pytest.mark.parametrize("seconds, allowed", [(0.01, MIN_LIMIT), (2.0, 2 * LIMIT_FACTOR), (20.0, 1000.0)])
+def test_a_step_gets_as_long_as_those_before_it_say(timeout, seconds, allowed):
+    watch = finished_first_steps(timeout, DECODES)
+    do(watch, DECODES, seconds / 10)
+    do(watch, DECODES, seconds, num_steps=30)
+    allowed = min(allowed, timeout)
+    assert allowed <= seconds_until_hung(watch, DECODES) <= allowed + LIMIT_FACTOR * watch.interval
+
+
+def test_a_step_that_was_slow_once_is_forgotten():
+    watch = finished_first_steps(300.0, DECODES)
+    do(watch, DECODES, 8.0)
+    assert seconds_until_hung(watch, DECODES) >= 160.0
+    watch.received()
+    do(watch, DECODES, 0.01, num_steps=100)
+    assert seconds_until_hung(watch, DECODES) <= MIN_LIMIT + 2.0
+
+
+@pytest.mark.parametrize(
+    "new",
+    [
+        prompt_of(40),
+        prompt_of(8, top_k=4),
+        StepPlan(3, [], [], [], [], decodes=list(range(40))),
+        StepPlan(3, [], [], [], [SequenceStep(1, 500, False, [])]),
+    ],
+    ids=["longer prompt", "another filter", "more decodes", "larger chunk"],
+)
+def test_steps_of_a_new_kind_and_those_behind_them_may_compile(new):
+    watch = finished_first_steps(60.0, DECODES)
+    do(watch, prompt_of(8), num_steps=10)
+    do(watch, DECODES, num_steps=10)
+    do(watch, new, 50.0)
+    for _ in range(StepWatch.STEPS_OF_A_NEW_KIND - 1):
+        do(watch, DECODES, 50.0)  # the first tokens behind it
+    do(watch, new, 0.01, num_steps=200)
+    assert seconds_until_hung(watch, new) <= MIN_LIMIT + 2.0, "nothing is new of it"
+
+
+def test_a_worker_that_follows_another_knows_its_steps():
+    watch = finished_first_steps(300.0, DECODES)
+    again = StepWatch(300.0, watch._durations, Clock())
+    assert seconds_until_hung(again, DECODES) <= StepWatch.AGAIN_SECONDS + 2.0
+    other = StepWatch(300.0, watch._durations, Clock())
+    assert seconds_until_hung(other, prompt_of(8)) >= 300.0
+
+
+def test_time_in_which_this_process_stood_still_is_no_time_of_a_step():
+    watch = finished_first_steps(300.0, DECODES)
+    watch.sent(DECODES)
+    watch._clock.now += 3600.0  # stopped, with the Worker
+    assert not watch.tick()
+    watch.received()
+    assert watch._durations.limit(DECODES) <= 2 * LIMIT_FACTOR
+
+
+def test_a_heartbeat_is_due_when_there_was_nothing_to_wait_for():
+    watch = finished_first_steps(300.0)
+    watch.sent(DECODES)
     assert not watch.idle
     watch.received()
+    assert watch.idle and not watch.heartbeat_due
+    due = next(i for i in range(1000) if watch.tick() or watch.heartbeat_due)
+    assert 28 <= due * watch.interval <= 31, "every tenth of the timeout"
     ask(watch)
     assert not watch.idle and watch.awaits_heartbeat
     watch.received_heartbeat()
@@ -166,15 +252,14 @@ def test_graphs_may_be_recorded_before_the_first_steps():
 def test_a_plan_behind_a_heartbeat_gets_its_time_after_the_answer():
     watch = finished_first_steps(300.0)
     ask(watch)
-    watch.sent()
+    watch.sent(DECODES)
     assert not watch.tick()
     watch.received_heartbeat()
-    assert not any(watch.tick() for _ in range(StepWatch.TICKS))
-    assert watch.tick()
+    assert 300.0 <= ticks_until_hung(watch) * watch.interval <= 302.0
 
 
 def test_a_heartbeat_that_is_not_answered_ends_it_with_a_plan_behind_it_too():
     watch = finished_first_steps(300.0)
     ask(watch)
-    watch.sent()
-    assert ticks_until_hung(watch) == 2
+    watch.sent(DECODES)
+    assert 30.0 <= ticks_until_hung(watch) * watch.interval <= 32.0

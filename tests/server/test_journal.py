@@ -10,95 +10,28 @@ another one, as good. What was sent stays sent: there, each sample must have exa
 """
 
 import asyncio
-import json
 import os
 import random
 import re
 import signal
 import subprocess
 import time
-from dataclasses import dataclass, field
-from pathlib import Path
 
 import httpx
 import pytest
 
 from tests.server.process import serving_process
+from tests.server.streams import MAX_TOKENS, WORKER, Stream, body, children_of, wait_for
 from tests.server.test_soak import gauge, metrics
 
 NUM_STREAMS = int(os.environ.get("JOURNAL_STREAMS", "16"))
 SEED = int(os.environ.get("JOURNAL_SEED", str(random.getrandbits(32))))
 DTYPES = os.environ.get("JOURNAL_DTYPES", "float32").split(",")
 FAULTS = [signal.SIGKILL, signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP]
-MAX_TOKENS = 400
 STEP_TIMEOUT = 1.5
 OPTIONS = ["--device", "cpu", "--step-timeout", str(STEP_TIMEOUT), "--keep-alive-interval", "0.5"]
 
 SPECIAL_TOKEN = re.compile(r"<\|\w+\|>")
-
-OPENINGS = ("Once upon a time, a small fox", "The old clock on the wall", "A dragon and a mouse", "Hello")
-KINDS = (
-    {"temperature": 0.0},
-    {"temperature": 0.9, "seed": 11},
-    {"temperature": 1.0, "seed": 12, "presence_penalty": 0.6, "frequency_penalty": 0.3, "repetition_penalty": 1.1},
-    {"temperature": 1.1, "seed": 13, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "logprobs": 1},
-    {"temperature": 0.0, "repetition_penalty": 1.3, "stop": ["zebra crossing", "\n\n\n\n\n"]},
-    {"temperature": 0.8, "seed": 14, "n": 2},
-    {"temperature": 0.7, "seed": 15, "stop": [" ocean", " 7"], "ignore_eos": False},
-    {"temperature": 1.0, "seed": 16, "logit_bias": {"300": 2.0}, "min_tokens": 50},
-)
-
-
-@dataclass
-class Stream:
-    """One client: what it asked and what came, by sample."""
-
-    body: dict
-    texts: dict[int, str] = field(default_factory=dict)
-    tokens: dict[int, list[str]] = field(default_factory=dict)
-    reasons: dict[int, tuple] = field(default_factory=dict)
-    usage: dict = field(default_factory=dict)
-    num_chunks: int = 0
-    comments: int = 0
-    last_data: float = 0.0
-    longest_pause: float = 0.0
-    done: bool = False
-
-    async def read(self, client: httpx.AsyncClient) -> None:
-        async with client.stream("POST", "/v1/completions", json=self.body) as response:
-            assert response.status_code == 200
-            async for line in response.aiter_lines():
-                if line.startswith(":"):
-                    self.comments += 1
-                elif line == "data: [DONE]":
-                    self.done = True
-                elif line:
-                    self.take(json.loads(line.removeprefix("data: ")))
-
-    def take(self, chunk: dict) -> None:
-        assert "error" not in chunk, chunk
-        now = time.monotonic()
-        self.longest_pause = max(self.longest_pause, now - (self.last_data or now))
-        self.last_data = now
-        self.num_chunks += 1
-        self.usage = chunk["usage"] or self.usage
-        for choice in chunk["choices"]:
-            index = choice["index"]
-            self.texts[index] = self.texts.get(index, "") + choice["text"]
-            self.tokens.setdefault(index, []).extend((choice.get("logprobs") or {}).get("tokens", []))
-            if choice["finish_reason"]:
-                assert index not in self.reasons, "a sample ends once"
-                self.reasons[index] = choice["finish_reason"], choice.get("stop_reason")
-
-    def outcome(self) -> tuple:
-        counts = {name: self.usage.get(name) for name in ("prompt_tokens", "completion_tokens")}
-        return self.done, self.texts, self.tokens, self.reasons, counts
-
-
-def body(i: int, model: str) -> dict:
-    base = {"model": model, "stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
-    base |= {"prompt": f"{OPENINGS[i % len(OPENINGS)]} number {i}", "max_tokens": MAX_TOKENS}
-    return base | KINDS[(i // len(OPENINGS) + i) % len(KINDS)]
 
 
 @pytest.fixture(scope="module", params=DTYPES)
@@ -106,12 +39,6 @@ def server(request):
     """(base URL, process, dtype)"""
     with serving_process("--dtype", request.param, *OPTIONS) as (url, process):
         yield url, process, request.param
-
-
-def worker_of(process: subprocess.Popen) -> int:
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    [pid] = [pid for pid in children if b"engine.worker.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    return int(pid)
 
 
 async def run_streams(base_url: str, model: str, disturb=None) -> list[Stream]:
@@ -123,13 +50,6 @@ async def run_streams(base_url: str, model: str, disturb=None) -> list[Stream]:
             tasks.append(asyncio.create_task(disturb(client, streams)))
         await asyncio.gather(*tasks)
     return streams
-
-
-async def wait_for(condition, seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not await condition():
-        assert time.monotonic() < end, "it never came"
-        await asyncio.sleep(0.01)
 
 
 class Disturbance:
@@ -147,7 +67,7 @@ class Disturbance:
             moment = (i + self._rng.random()) / (len(FAULTS) + 1) * total
             await self._wait_until_received(streams, moment)
             self.num_live.append(sum(not stream.done for stream in streams))
-            os.kill(worker_of(self._process), fault)
+            os.kill(children_of(self._process)[WORKER], fault)
             await self._wait_for_restart(client, i + 1)
 
     async def _wait_until_all_flow(self, streams: list[Stream]) -> None:

@@ -31,6 +31,7 @@ class Process:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            start_new_session=True,
         )
         self.out: list[str] = []
         self.errors = ""
@@ -267,3 +268,22 @@ def test_what_is_no_request_of_ours_is_answered_and_not_logged(folder, raw, stat
         server.send(signal.SIGTERM)
         assert server.exit_status() == 0
     assert server.errors == ""
+
+
+def test_a_server_that_is_stopped_with_its_worker_goes_on_with_it(folder):
+    """Ctrl-Z in a terminal, and `fg`."""
+    with Process(folder, "--step-seconds", "0.02", step_timeout=1.0) as server:
+        url = server.wait_ready()
+        reader = Reader(url, max_tokens=60)
+        os.killpg(server.process.pid, signal.SIGSTOP)
+        time.sleep(4)
+        os.killpg(server.process.pid, signal.SIGCONT)
+        reader.join(20)
+        *chunks, done = events(reader.text)
+        assert done == "[DONE]"
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == expected_text(b"hello", 1, 60)
+        with httpx.Client(base_url=url) as client:
+            assert 'pageserve:worker_restarts_total{engine="0",model_name="fake"} 0.0' in client.get("/metrics").text
+        server.send(signal.SIGTERM)
+        assert server.exit_status() == 0
+    assert "starting it again" not in server.errors

@@ -127,6 +127,7 @@ DRIVER = (
     "plan sent to a Worker that has not answered",
     "request hit from outside as often as makes guilty",
     "hung Worker killed by the watch",
+    "step of a new kind compiles first",
     "stopped Worker killed by the watch",
     "stopped Worker killed at the end of the server",
     "server stopped while starting",

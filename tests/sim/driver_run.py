@@ -21,12 +21,12 @@ from engine.config import EngineConfig
 from engine.driver import Driver
 from engine.flush import FLUSH_SECONDS
 from engine.outputs import FinishReason
-from engine.recovery import Recovery
+from engine.recovery import Recovery, StepWatch
 from tests.checkpoints import save_fake_checkpoint
 from tests.sim.clients import Clients
 from tests.sim.coverage import Coverage
 from tests.sim.disk import IDENTITY, damage
-from tests.sim.executor import LOOK_SECONDS, SimExecutor
+from tests.sim.executor import LOOK_SECONDS, TICK_SECONDS, SimExecutor
 from tests.sim.model import mix
 from tests.sim.monitor import Monitor, left_over
 from tests.sim.prefetch import WatchedPrefetcher
@@ -37,6 +37,7 @@ from tests.sim.watched import WatchedBlockManager, WatchedScheduler, states_of
 from tests.sim.worker import SLOW_STEP_SECONDS, STEP_SECONDS
 
 HITCH_SECONDS = 3000  # for a Worker that hangs, three times over, or is stopped
+COMPILING_SECONDS = 3000  # for steps of new kinds
 IDLE_SECONDS = 1000
 MAX_QUEUED_WRITES = 5
 SECOND_LIFE = 15  # requests that a server on the same disk is asked for again
@@ -57,7 +58,7 @@ class DriverRun:
         num_hitches = sum(isinstance(event, Pause) or bool(getattr(event, "deadly", "")) for event in events)
         num_hitches += sum(getattr(event, "again", 0) for event in events)
         self.loop.clock.deadline = (last + 1000 + 10 * longest) * SLOW_STEP_SECONDS + 500 * len(events)
-        self.loop.clock.deadline += HITCH_SECONDS * num_hitches
+        self.loop.clock.deadline += HITCH_SECONDS * num_hitches + COMPILING_SECONDS
         self._folder = Path(tempfile.mkdtemp(prefix="pageserve-sim-disk-")) if config.disk_blocks else None
 
     def run(self) -> None:
@@ -272,6 +273,7 @@ def _patched(run: DriverRun, loop: VirtualLoop) -> Iterator[None]:
             (engine.driver, "model_identity", lambda *_: IDENTITY),
             (engine.process_state, "stopped_at", lambda pid: 0 if monitor.workers[pid].stopped else None),
             (engine.process_state, "LOOK_SECONDS", LOOK_SECONDS),
+            (StepWatch, "TICK_SECONDS", TICK_SECONDS),
             (engine.executor, "stopped_at", lambda pid: 0 if monitor.workers[pid].stopped else None),
             (engine.executor, "is_traced", lambda _: False),
             (engine.executor, "count_oom_kills", lambda: 0),

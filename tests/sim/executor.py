@@ -1,6 +1,7 @@
 """SimExecutor: the real Executor, whose process is a SimWorker and whose socket is a method call."""
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,12 +10,15 @@ from engine.executor import STACK_DUMP_SECONDS, Executor
 from engine.process_state import STOPPED_LOOKS
 from engine.recovery import StepWatch
 from engine.step import FetchBlocks, FetchedBlocks, StartWorker, StepPlan, StepResult, WorkerReady, encode_frame
+from engine.step_durations import LIMIT_FACTOR, MIN_LIMIT, StepDurations, features_of, kind_of
 from tests.sim.monitor import Monitor
 from tests.sim.swarm import SimConfig
 from tests.sim.violation import fail, require
 from tests.sim.worker import SimWorker
 
-LOOK_SECONDS = 2.0  # engine.process_state has a shorter time, which makes many more turns of the loop
+# The engine has shorter times, which make many more turns of the loop.
+LOOK_SECONDS = 2.0
+TICK_SECONDS = 3.0
 
 
 class SimWriter:
@@ -35,11 +39,17 @@ class SimExecutor(Executor):
     """Checks the watch: it kills only what stands still, and that in time."""
 
     def __init__(
-        self, config: SimConfig, monitor: Monitor, folder: Path | None, worker_command: tuple[str, ...]
+        self,
+        config: SimConfig,
+        monitor: Monitor,
+        folder: Path | None,
+        worker_command: tuple[str, ...],
+        durations: StepDurations,
     ) -> None:
-        super().__init__(worker_command)
+        super().__init__(worker_command, durations)
         self._config, self._monitor, self._folder = config, monitor, folder
-        self._num_pending = self._num_answered = 0
+        self._pending: deque[tuple[StepPlan, bool]] = deque()  # and whether the Workers have done such before
+        self._num_answered, self._num_known = 0, StepWatch.STEPS_OF_A_NEW_KIND
         self._quiet_since = 0.0  # since when nothing came, although something should
 
     async def start(self, message: StartWorker) -> None:
@@ -63,18 +73,25 @@ class SimExecutor(Executor):
             if self.worker.alive:
                 self._monitor.device.memory.fetching.update(message.slots)
             return
-        if not self._num_pending:
+        if not self._pending:
             self._quiet_since = asyncio.get_running_loop().time()
-        self._num_pending += 1
+        kinds = {kind_of(message), *map(features_of, message.new)}
+        self._num_known = self._num_known + 1 if kinds <= self._monitor.slowest.keys() else 0
+        self._pending.append((message, self._num_known >= StepWatch.STEPS_OF_A_NEW_KIND))
         self._monitor.blow(message)
 
     async def receive(self) -> StepResult | FetchedBlocks:
         message = await super().receive()
         if isinstance(message, StepResult):
-            self._num_pending -= 1
-            self._num_answered += 1
-            self._quiet_since = asyncio.get_running_loop().time()
+            self._answered(self._pending.popleft()[0], asyncio.get_running_loop().time())
         return message
+
+    def _answered(self, plan: StepPlan, now: float) -> None:
+        slowest, seconds = self._monitor.slowest, now - self._quiet_since
+        for kind in (kind_of(plan), *map(features_of, plan.new)):
+            slowest[kind] = max(slowest.get(kind, 0.0), seconds)
+        self._num_answered += 1
+        self._quiet_since = now
 
     def _kill(self) -> None:
         worker = self.worker
@@ -98,14 +115,17 @@ class SimExecutor(Executor):
     def _check_patience(self, worker: SimWorker, now: float) -> None:
         timeout, interval = self._config.step_timeout, self._watch.interval
         first = self._num_answered < StepWatch.FIRST_STEPS
-        limit = min(5 * timeout, max(timeout, StepWatch.FIRST_STEPS_SECONDS)) if first else timeout
+        least = most = min(5 * timeout, max(timeout, StepWatch.FIRST_STEPS_SECONDS)) if first else timeout
         since = max(self._quiet_since, worker.answered_at)
         if worker.asked_at is not None:
-            limit *= min(1.0, StepWatch.HEARTBEAT_SECONDS / timeout)
-            since = worker.asked_at
+            factor = min(1.0, StepWatch.HEARTBEAT_SECONDS / timeout)
+            least, most, since = factor * least, factor * most, worker.asked_at
             still = now - worker.still_since
-            bound = limit + 3 * interval + STACK_DUMP_SECONDS
+            bound = most + 3 * interval + timeout / StepWatch.TICKS + STACK_DUMP_SECONDS
             require(still <= bound, "watch", f"an idle Worker stood still for {still:.1f} s, {bound:.1f} s are allowed")
-        seconds, bound = now - since, limit + 2 * interval + STACK_DUMP_SECONDS
-        early = limit - interval > seconds
-        require(not early and seconds <= bound, "watch", f"killed after {seconds:.1f} s, {limit:.1f} s are allowed")
+        elif self._pending[0][1]:
+            least = min(least, StepWatch.AGAIN_SECONDS if first else MIN_LIMIT)
+            most = min(most, max(least, LIMIT_FACTOR * self._monitor.slowest[kind_of(self._pending[0][0])]))
+        seconds, bound = now - since, most + 2 * interval + STACK_DUMP_SECONDS
+        early = least - interval > seconds
+        require(not early and seconds <= bound, "watch", f"killed after {seconds:.1f} s, {most:.1f} s are allowed")

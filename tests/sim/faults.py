@@ -18,6 +18,7 @@ from engine.recovery import StepWatch
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
 from engine.short_steps import ShortSteps
+from engine.step_durations import StepDurations
 from engine.worker.disk_cache import BlockFile
 from engine.worker.host_cache import HostCache
 from tests.sim.mutants import Mutant
@@ -279,10 +280,15 @@ MUTANTS = (
         for_driver=True,
     ),
     # The watch.
-    Mutant("hang never noticed", StepWatch, "tick", "self._silent_ticks > limit", "False", for_driver=True),
-    Mutant("results do not calm the watch", StepWatch, "received", "self._silent_ticks = 0", "pass", for_driver=True),
+    Mutant("hang never noticed", StepWatch, "tick", "self.silence > self._limit", "False", for_driver=True),
+    Mutant("results do not calm the watch", StepWatch, "received", "self._calm()", "pass", for_driver=True),
+    Mutant("steps of a new kind get no time", StepWatch, "sent", "self._num_new_steps == 0", "True", for_driver=True),
+    Mutant("nothing is learned of steps", StepDurations, "limit", "if slowest is None", "if True", for_driver=True),
+    Mutant(
+        "hang excused by a slow kind", StepDurations, "add", "kind = kind_of(plan)", "kind = 0, 0, 0", for_driver=True
+    ),
     Mutant("results not told to the watch", Executor, "receive", "self._watch.received()", "pass", for_driver=True),
-    Mutant("no heartbeats", Executor, "_tick", "if self._watch.idle:", "if False:", for_driver=True),
+    Mutant("no heartbeats", Executor, "_tick", "if self._watch.heartbeat_due:", "if False:", for_driver=True),
     Mutant(
         "answers do not calm the watch",
         StepWatch,
@@ -295,7 +301,7 @@ MUTANTS = (
         "answers count as steps",
         StepWatch,
         "received_heartbeat",
-        "self._silent_ticks = 0",
+        "self._calm()",
         "self._silent_ticks, self._num_results = 0, self._num_results + 1",
         for_driver=True,
     ),
@@ -311,9 +317,9 @@ MUTANTS = (
     Mutant(
         "heartbeat waited for as long as a step",
         StepWatch,
-        "tick",
-        "if self._awaits_heartbeat",
-        "if False",
+        "__init__",
+        "min(timeout, self.HEARTBEAT_SECONDS)",
+        "timeout",
         for_driver=True,
     ),
     Mutant(

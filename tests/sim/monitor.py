@@ -11,6 +11,7 @@ from engine.beam_group import BeamGroup
 from engine.recovery import GUILTY_AT
 from engine.sequence import BlockKey, Sequence, SequenceStatus
 from engine.step import FRAME_HEADER, SampledToken, StepPlan, StepResult, decode_driver_message, encode_frame
+from engine.step_durations import Features, StepKind
 from tests.sim.admission import check_admission
 from tests.sim.beams import check_groups
 from tests.sim.coverage import Coverage
@@ -82,6 +83,8 @@ class Monitor:
         self.faults = FaultyOs(config, self.saw)
         self.num_workers = 0  # started so far
         self.workers: dict[int, SimWorker] = {}  # by number, which is also the pid
+        self.compiled: set[StepKind] = set()  # kinds of steps that a Worker has begun to do
+        self.slowest: dict[StepKind | Features, float] = {}  # seconds of a step, by what it is and does
         self.blows: list[str] = []  # "kill" or "stop": what happens to the next Workers, at the first plan of each
         self._hits: dict[int, int] = {}  # by index of arrival: deaths from outside since its last token
         self.memory: KvMemory | None = None  # of the Worker that was started last, where there is one

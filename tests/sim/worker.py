@@ -21,6 +21,7 @@ from engine.step import (
     decode_driver_message,
     encode_frame,
 )
+from engine.step_durations import kind_of
 from tests.sim.device import KvMemory
 from tests.sim.disk import SimHost
 from tests.sim.model import VOCAB_SIZE, mix
@@ -32,6 +33,8 @@ STEP_SECONDS = 1.0
 SLOW_STEP_SECONDS = 6.0
 SLOW_LOAD_SECONDS = 50.0  # enough for others to come meanwhile
 SLOW_ANSWER_EVERY = 4  # one heartbeat in so many comes while something takes up the idle time
+COMPILED_EVERY = 8  # one kind of step in so many takes COMPILING times the step timeout when it comes first
+COMPILING = 0.9
 POOL_FACTORS = (0.25, 0.5, 0.8, 1.0, 1.5, 3.0)
 
 
@@ -49,6 +52,7 @@ class SimWorker:
         self.asked_at: float | None = None  # for the heartbeat that it has not answered
         self.answered_at = 0.0  # the last one
         self._num_heartbeats = 0
+        self._kinds = monitor.compiled  # by this Worker or one before: what is compiled is kept on the disk
         self._config, self._monitor, self._reader, self._folder = config, monitor, reader, folder
         self._host: SimHost | None = None
         self._plans: deque[StepPlan] = deque()
@@ -209,9 +213,18 @@ class SimWorker:
             else:
                 self._timer = self._later(SLOW_STEP_SECONDS, self._answer_heartbeat)
         elif self._plans:
-            every = self._config.slow_every
-            slow = every > 0 and mix(self._config.seed, self._plans[0].step_id) % every == 0
-            self._timer = self._later(SLOW_STEP_SECONDS if slow else STEP_SECONDS, self._finish)
+            self._timer = self._later(self._seconds_of(self._plans[0]), self._finish)
+
+    def _seconds_of(self, plan: StepPlan) -> float:
+        kind = kind_of(plan)
+        if kind not in self._kinds:
+            self._kinds.add(kind)
+            if mix(self._config.seed, hash(kind)) % COMPILED_EVERY == 0:
+                self._monitor.saw("step of a new kind compiles first")
+                return COMPILING * self._config.step_timeout
+        every = self._config.slow_every
+        slow = every > 0 and mix(self._config.seed, plan.step_id) % every == 0
+        return SLOW_STEP_SECONDS if slow else STEP_SECONDS
 
     def _answer_heartbeat(self) -> None:
         self._timer = None
