@@ -4,9 +4,11 @@ import asyncio
 import os
 import socket
 import subprocess
+import weakref
 from pathlib import Path
 
 BUFFER_BYTES = 1 << 20
+_children: "weakref.WeakSet[subprocess.Popen[bytes]]" = weakref.WeakSet()
 
 
 def spawn(
@@ -28,7 +30,14 @@ def spawn(
         except BaseException:
             ours.close()
             raise
+    _children.add(process)
     return process, ours
+
+
+def kill_children() -> None:
+    """Kill whatever `spawn` has started and has not been waited for; returns at once."""
+    for process in list(_children):
+        process.kill()
 
 
 async def connect(ours: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

@@ -134,6 +134,9 @@ class EngineConfig:
     grammar_timeout: float = option(
         3.0, "seconds of processor time that a schema, regex or grammar of a client may take to compile", above=0
     )
+    chat_template_timeout: float = option(
+        2.0, "seconds of processor time that the chat template may take for one conversation", above=0
+    )
     seed: int = option(0, "seed of dummy weights", minimum=0, maximum=2**63 - 1)
 
     def __post_init__(self) -> None:

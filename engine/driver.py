@@ -20,6 +20,7 @@ from engine.beam_group import begin_search
 from engine.beam_search import check_beams
 from engine.block_manager import BlockManager
 from engine.checkpoint import model_identity, read_eos_token_ids, resolve_model, resolve_tokenizer
+from engine.child_process import kill_children
 from engine.config import EngineConfig
 from engine.deadlines import Deadlines
 from engine.delivery import Delivery, LiveRequest
@@ -106,7 +107,8 @@ class Driver:
         await self._executor.start(self._start_message)
         try:
             tokenizer_dir = await asyncio.to_thread(resolve_tokenizer, self.config, model_dir)
-            self.tokenizer = await asyncio.to_thread(Tokenizer, tokenizer_dir, self._chat_template)
+            template_seconds = self.config.chat_template_timeout
+            self.tokenizer = await asyncio.to_thread(Tokenizer, tokenizer_dir, self._chat_template, template_seconds)
             await asyncio.to_thread(getattr, self.tokenizer, "thinking_tags")  # takes a while, once
         except BaseException:
             await self._executor.stop()
@@ -226,6 +228,11 @@ class Driver:
         await self._executor.stop()
         if hasattr(self, "tokenizer"):
             self.tokenizer.close()
+
+    @staticmethod
+    def kill() -> None:
+        """End the Worker and all helpers at once, from any thread, for a process that is about to end itself."""
+        kill_children()
 
     async def _keep_prefixes(self) -> None:
         """Let the disk tier have what the pool holds, for the next server."""

@@ -46,19 +46,32 @@ def is_traced(pid: int) -> bool:
     return any(line.startswith("TracerPid:") and line.split()[1] != "0" for line in lines)
 
 
-async def wait_until_stopped(pid: int) -> None:
-    """Return once STOPPED_LOOKS looks in a row, LOOK_SECONDS apart, found the process stopped; for most, never.
+class StoppedLooks:
+    """Looks at a process, LOOK_SECONDS apart.
 
     Looks are counted, not time. If this very process stood still (Ctrl-Z stops the whole group, a container is paused,
     a machine sleeps), there is one look when it goes on, and by the next the other process has gone on, too. A process
     that used processor time between two looks was not stopped all the while.
     """
-    num_looks, before = 0, -1
-    while num_looks < STOPPED_LOOKS:
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._num_looks, self._before = 0, -1
+
+    def look(self) -> bool:
+        """Whether this is the last of STOPPED_LOOKS in a row that found it stopped."""
+        now = stopped_at(self._pid)
+        self._num_looks = 0 if now is None else self._num_looks + 1 if now == self._before else 1
+        self._before = -1 if now is None else now
+        return self._num_looks >= STOPPED_LOOKS
+
+
+async def wait_until_stopped(pid: int) -> None:
+    """Return once STOPPED_LOOKS looks in a row found the process stopped; for most, never."""
+    looks, stopped = StoppedLooks(pid), False
+    while not stopped:
         await asyncio.sleep(LOOK_SECONDS)
-        now = stopped_at(pid)
-        num_looks = 0 if now is None else num_looks + 1 if now == before else 1
-        before = -1 if now is None else now
+        stopped = looks.look()
 
 
 async def unless_stopped(pid: int, coroutine: Coroutine[Any, Any, T]) -> T:

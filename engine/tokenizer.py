@@ -1,36 +1,39 @@
 """Tokenizer: text to ids and back, and the chat template. No torch: `tokenizers` and sandboxed `jinja2` only."""
 
-import asyncio
 import json
 import os
+import re
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import tokenizers
 
-from engine.chat_template import ChatTemplate
+from engine.chat_template import ChatTemplate, Helper
 from engine.checkpoint import read_json
 from engine.errors import InvalidRequestError, ModelError
 from engine.fill_in_middle import FillInMiddle, find_fill_in_middle
 from engine.plain_content import PlainContent, unused_characters
+from engine.template_renderer import CPU_SECONDS, TemplateRenderer
+from engine.text_threads import QUICK_CHARS, TextThreads
 from engine.thinking import BEGIN, END, ThinkingTags, find_tags
 
 # Else a batch is shared out to as many threads as there are cores, which the Worker needs; ours are those of `run`.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 T = TypeVar("T")
-NUM_THREADS = 2
 LONG_TEXT = 1024  # token ids; from here on decoding is worth the detour that releases the GIL
 # One unknown token of these stands for any number of characters, a run of spaces for none. What has more characters for
 # each token than this is no text.
 MODELS_THAT_LOSE_TEXT, MAX_CHARS_LOST = ("Unigram", "WordLevel", "WordPiece"), 1024
 PROMPT_TAIL = 16  # tokens at the end of a prompt: where a template begins the thinking, or ends it
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")  # that chat templates may write
-CUT_MARGIN = 16  # tokens read behind those that are kept, so that none of these is affected by the cut
+CUT_MARGIN = 64  # tokens read beyond those that are kept, so that none of these is affected by the cut
+CHARS_PER_TOKEN = 4  # of usual texts, to guess how much of a long one holds so many tokens
+BOUNDARY = re.compile(r"(?<=\S) (?=\w)")  # tokens end before such a space, whatever stands to the left of it
+MAX_TO_BOUNDARY = 256  # characters
 _METASPACE = "\u2581"  # what SentencePiece-style vocabularies write for a space
 
 
@@ -41,11 +44,32 @@ class ChatPrompt(NamedTuple):
     token_ids: list[int]
 
 
+class RenderedChat(NamedTuple):
+    """What a chat template wrote. With a `mark`, marks stand in what a client wrote (engine/plain_content.py)."""
+
+    text: str
+    mark: str = ""
+
+    @property
+    def plain_text(self) -> str:
+        return self.text.replace(self.mark, "") if self.mark else self.text
+
+
+class EncodedPart(NamedTuple):
+    """Token ids of a text, or of its beginning or end where `num_unread` characters were not looked at."""
+
+    token_ids: list[int]
+    num_unread: int = 0
+
+
 class Tokenizer:
     """Thread-safe; the methods are synchronous, `run` moves any of them off the event loop."""
 
-    def __init__(self, model_dir: Path, chat_template: str | None = None) -> None:
-        """Load from a checkpoint folder; `chat_template` overrides the folder's own.
+    def __init__(
+        self, model_dir: Path, chat_template: str | None = None, template_seconds: float = CPU_SECONDS
+    ) -> None:
+        """Load from a checkpoint folder; `chat_template` overrides the folder's own. `template_seconds` of processor
+        time is how long it may take for one conversation in `renderer`.
 
         Raises ModelError where no tokenizer can be loaded without running foreign code.
         """
@@ -62,16 +86,34 @@ class Tokenizer:
         spellings = {name: _spelling(settings.get(name)) for name in NAMED_TOKENS}
         self._special = {name: text for name, text in spellings.items() if isinstance(text, str)}
         self._plain_content = PlainContent(self._tokenizer)
-        self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenizer")
+        self._threads = TextThreads()
+        self.renderer = TemplateRenderer(template_seconds)
         self._bytes: dict[int, bytes] = {}
         self._whole_texts: dict[frozenset[int], dict[int, str]] = {}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self._encode(text, add_special_tokens).ids
 
+    def encode_part(self, text: str, add_special_tokens: bool, num_tokens: int, from_end: bool = False) -> EncodedPart:
+        """The ids of a text, or of so much of its beginning (its end) that the first (the last) `num_tokens` are there.
+
+        These are the ones that encoding all of it gives: CUT_MARGIN tokens more are read, and an end begins at a word
+        where there is one. Within one run of letters without a boundary the last tokens may be cut otherwise.
+        """
+        return _encode_part(lambda part: self.encode(part, add_special_tokens), text, num_tokens, from_end)
+
     def encode_truncated(self, text: str, add_special_tokens: bool, max_tokens: int) -> list[int]:
         """The first `max_tokens` tokens at most, with the special tokens around them counted and kept."""
-        encoding = self._encode(text[: (max_tokens + CUT_MARGIN) * self.max_chars_per_token], add_special_tokens=False)
+
+        encodings: list[tokenizers.Encoding] = []
+
+        def encode(part: str) -> list[int]:
+            encodings.append(self._encode(part, add_special_tokens=False))
+            ids: list[int] = encodings[-1].ids
+            return ids
+
+        _encode_part(encode, text, max_tokens)
+        encoding = encodings[-1]
         room = max_tokens - (self._tokenizer.num_special_tokens_to_add(False) if add_special_tokens else 0)
         encoding.truncate(max(room, 0))
         whole = self._tokenizer.post_process(encoding, add_special_tokens=add_special_tokens)
@@ -177,39 +219,46 @@ class Tokenizer:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
-    def template(self, source: str | None = None) -> ChatTemplate:
-        """`source`, or the model's own template; InvalidRequestError where it has none."""
+    def template(self, source: str | None = None, helper: Helper | None = None) -> ChatTemplate:
+        """`source`, or the model's own template; InvalidRequestError where it has none. It renders in `helper`."""
         source = source or self.chat_template
         if source is None:
             raise InvalidRequestError(
                 "This model has no chat template: use /v1/completions, or start the server with --chat-template.",
                 "messages",
             )
-        return ChatTemplate(source, self._special)
+        return ChatTemplate(source, self._special, helper)
 
     def chat_prompt(
+        self, messages: list[dict[str, Any]], *, add_special_tokens: bool = False, **options: Any
+    ) -> ChatPrompt:
+        """A conversation through the template and into tokens; `options` are those of `render_chat`."""
+        rendered = self.render_chat(messages, **options)
+        return ChatPrompt(rendered.plain_text, self.encode_chat(rendered, add_special_tokens).token_ids)
+
+    def render_chat(
         self,
         messages: list[dict[str, Any]],
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        add_special_tokens: bool = False,
         special_tokens_in_content: bool = False,
         chat_template: str | None = None,
+        helper: Helper | None = None,
         **kwargs: Any,
-    ) -> ChatPrompt:
-        """A conversation through the template and into tokens. `kwargs` are more variables of the template.
+    ) -> RenderedChat:
+        """A conversation through the template, by `helper` where one is given. `kwargs` are more variables of the
+        template.
 
         The text of a special token in `messages` or `kwargs` is text like any other (engine/plain_content.py), unless
         special_tokens_in_content is set. With continue_final_message the prompt ends with the content of the last
         message, for the model to go on with it. Raises InvalidRequestError where the model has no template or the
         template refuses the messages.
         """
-        template = self.template(chat_template)
+        template = self.template(chat_template, helper)
         careful = not special_tokens_in_content and self._plain_content.needs_care([messages, kwargs])
         if not careful and not continue_final_message:
-            text = template.render(messages, add_generation_prompt, kwargs)
-            return ChatPrompt(text, self.encode(text, add_special_tokens))
+            return RenderedChat(template.render(messages, add_generation_prompt, kwargs))
         mark, end, *_ = islice(unused_characters([messages, kwargs], template.source), 2)
         if careful:
             messages, kwargs = self._plain_content.mark([messages, kwargs], mark)
@@ -218,16 +267,37 @@ class Tokenizer:
         text = template.render(messages, add_generation_prompt, kwargs)
         if continue_final_message:
             text = _cut(text, end)
-        if not careful:
-            return ChatPrompt(text, self.encode(text, add_special_tokens))
-        return ChatPrompt(text.replace(mark, ""), self._plain_content.encode(text, mark, add_special_tokens))
+        return RenderedChat(text, mark if careful else "")
 
-    async def run(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Call `function` in the tokenizer's threads (encoding releases the GIL)."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, partial(function, *args, **kwargs))
+    def encode_chat(
+        self,
+        rendered: RenderedChat,
+        add_special_tokens: bool = False,
+        num_tokens: int | None = None,
+        from_end: bool = False,
+    ) -> EncodedPart:
+        """The ids of a rendered conversation; with `num_tokens`, as much of them as `encode_part` gives."""
+
+        def encode(part: str) -> list[int]:
+            if not rendered.mark:
+                return self.encode(part, add_special_tokens)
+            return self._plain_content.encode(part, rendered.mark, add_special_tokens)
+
+        if num_tokens is None:
+            return EncodedPart(encode(rendered.text))
+        return _encode_part(encode, rendered.text, num_tokens, from_end)
+
+    async def run(self, tenant: str, num_chars: int, function: Callable[..., T], *args: Any) -> T:
+        """Call `function` in the tokenizer's threads (encoding releases the GIL) when it is the tenant's turn.
+
+        `num_chars` is how much text it reads or writes: long work never holds up short work.
+        """
+        return await self._threads.run(tenant, num_chars, function, *args)
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        """Raises nothing, and waits for no thread that still works."""
+        self.renderer.close()
+        self._threads.close()
 
     def _token_bytes(self, token_id: int) -> bytes:
         added = self._added.get(token_id)
@@ -244,6 +314,26 @@ class Tokenizer:
         if isinstance(self._tokenizer.decoder, tokenizers.decoders.WordPiece):
             return (token[2:] if token.startswith("##") else f" {token}").encode()
         return token.replace(_METASPACE, " ").encode()
+
+
+def _encode_part(encode: Callable[[str], list[int]], text: str, num_tokens: int, from_end: bool = False) -> EncodedPart:
+    """See Tokenizer.encode_part. A text of a few thousand characters is read whole."""
+    needed = num_tokens + CUT_MARGIN
+    size = max(QUICK_CHARS, needed * CHARS_PER_TOKEN)
+    while size < len(text):
+        start = _boundary_before(text, len(text) - size) if from_end else 0
+        part = text[start:] if from_end else text[:size]
+        ids = encode(part)
+        if len(ids) >= needed:
+            return EncodedPart(ids, len(text) - len(part))
+        size = max(2 * size, size * needed // max(1, len(ids)))
+    return EncodedPart(encode(text))
+
+
+def _boundary_before(text: str, position: int) -> int:
+    """The last place at or before `position`, and not far from it, where a word begins; else `position`."""
+    found = [match.start() for match in BOUNDARY.finditer(text, max(0, position - MAX_TO_BOUNDARY), position + 2)]
+    return found[-1] if found else position
 
 
 def _with_end(messages: list[dict[str, Any]], end: str) -> list[dict[str, Any]]:

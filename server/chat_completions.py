@@ -19,7 +19,7 @@ from server.errors import ApiError, invalid
 from server.generation import Choice, Generation, collect
 from server.logprobs import chat_logprobs
 from server.prompt_logprobs import PromptReports, check_size
-from server.prompts import resolve_params, tokenize_chat, truncate
+from server.prompts import resolve_params, tokenize_and_cut_chat
 from server.protocol import ChatCompletionRequest, parse_request
 from server.served import Served, cache_salt, tenant_of
 from server.sse import EventStream, encode_json
@@ -44,15 +44,16 @@ async def create_chat_completion(http: HttpRequest, served: Served) -> Response:
     try:
         beams = beam_search_params(request, max_tokens_of(request))
         params = _sampling_params(request) if beams is None else beams.sampling_params()
-        ids, num_truncated = truncate(served, request, await tokenize_chat(served, request), params.max_tokens)
+        tenant = tenant_of(http.scope)
+        ids, num_truncated = await tokenize_and_cut_chat(served, request, tenant, params.max_tokens)
         form = find_answer_form(served, request, ids)
-        params = await resolve_params(served.driver, params if form is None else form.apply(params))
-        await prepare_answer(served.driver, request, form, tenant_of(http.scope))
+        params = await resolve_params(served.driver, params if form is None else form.apply(params), tenant)
+        await prepare_answer(served.driver, request, form, tenant)
         check_size(request, [ids])
         salt = cache_salt(http.scope, request.cache_salt)
         generation = Generation.admit(
             served.driver,
-            [Request(f"{head['id']}-0", ids, params, request.priority, salt, "messages", beams, tenant_of(http.scope))],
+            [Request(f"{head['id']}-0", ids, params, request.priority, salt, "messages", beams, tenant)],
             account_of(http.scope),
             request.timeout,
         )
@@ -69,7 +70,7 @@ async def create_chat_completion(http: HttpRequest, served: Served) -> Response:
             lambda: chunks.ending(generation, asked_timings(served.driver, http.scope, request, head["id"])),
             served.config.keep_alive_interval,
         )
-    reports = PromptReports(served.driver.tokenizer, request, [""], None)
+    reports = PromptReports(served.driver.tokenizer, request, [""], None, tenant)
     generation.on_prompt_logprobs = reports.add
     choices = _choices(request, served.driver.tokenizer, form, generation)
     await collect(generation, http.receive, choices)

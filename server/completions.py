@@ -11,16 +11,16 @@ from engine.fill_in_middle import FillInMiddle
 from engine.outputs import CompletionOutput, RequestOutput
 from engine.request import Request
 from engine.sampling_params import SamplingParams
-from engine.tokenizer import Tokenizer
+from engine.tokenizer import EncodedPart, Tokenizer
 from server.api_keys import account_of
 from server.beam_search import beam_search_params
 from server.body import read_json
 from server.debug_requests import asked_timings
 from server.errors import invalid
-from server.generation import Choice, Generation, check_vocabulary, collect, encode_all
+from server.generation import Choice, Generation, check_vocabulary, collect
 from server.logprobs import Entry, LogprobAligner, completion_logprobs
 from server.prompt_logprobs import PromptReports, check_size, join_lists
-from server.prompts import check_text_length, resolve_params, truncate
+from server.prompts import Truncation, encode_texts, resolve_params, truncation_of
 from server.protocol import CompletionRequest, parse_prompts, parse_request
 from server.served import Served, cache_salt, tenant_of
 from server.sse import DONE, ChunkTemplate, EventStream, encode_json
@@ -29,6 +29,7 @@ from server.structured_output import prepare, structured_output_field
 from server.token_names import token_names
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
+CHARS, CHARS_SCORED = 4, 64  # of a token and of what is said about it, to tell short work from long
 
 
 async def create_completion(http: HttpRequest, served: Served) -> Response:
@@ -39,16 +40,17 @@ async def create_completion(http: HttpRequest, served: Served) -> Response:
     max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
     beams = beam_search_params(request, max_tokens)
     params = request.sampling_params(max_tokens, _num_logprobs(request)) if beams is None else beams.sampling_params()
-    params = await resolve_params(served.driver, params)
+    tenant = tenant_of(http.scope)
+    params = await resolve_params(served.driver, params, tenant)
     prompts = parse_prompts(request.prompt, served.config.max_prompts)
     _check_queue(served, request, len(prompts), 1 if beams or params.greedy or not params.generates else params.n)
     names = ["prompt"] if len(prompts) == 1 else [f"prompt[{i}]" for i in range(len(prompts))]
-    ids, echoes = await _tokenize(served, request, prompts, names)
-    ids, num_truncated = _truncate(served, request, prompts, ids)
+    truncation = _truncation(served.driver, request, prompts)
+    parts, echoes = await _tokenize(served.driver, request, prompts, names, truncation, tenant)
+    ids, num_truncated = _truncate(served.driver, parts, truncation)
     check_size(request, ids)
 
-    field, tenant = structured_output_field(request), tenant_of(http.scope)
-    await prepare(served.driver, params.structured_output, field, tenant)
+    await prepare(served.driver, params.structured_output, structured_output_field(request), tenant)
     head = served.response_head("cmpl", "text_completion", request)
     salt = cache_salt(http.scope, request.cache_salt)
     generation = Generation.admit(
@@ -70,7 +72,7 @@ async def create_completion(http: HttpRequest, served: Served) -> Response:
         request.timeout,
     )
     generation.num_truncated = num_truncated
-    reports = PromptReports(served.driver.tokenizer, request, echoes, request.num_echo_logprobs)
+    reports = PromptReports(served.driver.tokenizer, request, echoes, request.num_echo_logprobs, tenant)
     generation.on_prompt_logprobs = reports.add
     if request.stream:
         chunks = CompletionChunks(request, head, served.driver.tokenizer, echoes, ids, reports)
@@ -95,7 +97,9 @@ async def create_completion(http: HttpRequest, served: Served) -> Response:
         return encode_json(content if timings is None else content | {"timings": timings})
 
     scored = request.num_prompt_logprobs is not None  # then it may be long
-    body = await tokenizer.run(encode_response) if scored else encode_response()
+    body = (
+        await tokenizer.run(tenant, CHARS_SCORED * sum(map(len, ids)), encode_response) if scored else encode_response()
+    )
     return Response(body, media_type="application/json")
 
 
@@ -126,31 +130,35 @@ def best_choices(choices: list[Choice], best_of: int, n: int) -> list[Choice]:
 
 
 async def _tokenize(
-    served: Served, request: CompletionRequest, prompts: list[str] | list[list[int]], names: list[str]
-) -> tuple[list[list[int]], list[str]]:
+    driver: Driver,
+    request: CompletionRequest,
+    prompts: list[str] | list[list[int]],
+    names: list[str],
+    truncation: Truncation | None,
+    tenant: str,
+) -> tuple[list[EncodedPart], list[str]]:
     """(token ids of each prompt, the text of each to repeat: empty unless `echo` is set)."""
-    driver = served.driver
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-    ids = [prompt for prompt in prompts if isinstance(prompt, list)]
+    tokens = [prompt for prompt in prompts if isinstance(prompt, list)]
     if texts:
-        for text, name in zip(texts, names, strict=True):
-            check_text_length(driver, request, len(text), name)
+        reading = None if truncation is None else truncation.reading
         framed = [_with_suffix(driver.tokenizer, request.suffix, text) for text in texts]
-        ids = [
-            encoded or _new_document(driver) for encoded in await encode_all(driver, framed, request.add_special_tokens)
-        ]
+        encoded = await encode_texts(driver, framed, names, request.add_special_tokens, tenant, reading)
+        parts = [part if part.token_ids else EncodedPart(_new_document(driver)) for part in encoded]
     else:
-        for prompt_ids, name in zip(ids, names, strict=True):
+        for prompt_ids, name in zip(tokens, names, strict=True):
             check_vocabulary(prompt_ids, driver.model.vocab_size, name)
+        parts = [EncodedPart(prompt_ids) for prompt_ids in tokens]
         if request.suffix:
-            suffix = (await encode_all(driver, [request.suffix], False))[0]
-            ids = [_fill_in_middle(driver.tokenizer).ids(prompt, suffix) for prompt in ids]
+            suffix = (await encode_texts(driver, [request.suffix], ["suffix"], False, tenant))[0].token_ids
+            parts = [EncodedPart(_fill_in_middle(driver.tokenizer).ids(prompt, suffix)) for prompt in tokens]
     if not request.echo:
-        return ids, [""] * len(ids)
+        return parts, [""] * len(parts)
     if not texts:
-        tokens = [prompt for prompt in prompts if isinstance(prompt, list)]
-        texts = await driver.tokenizer.run(_decode_all, driver.tokenizer, tokens, request.skip_special_tokens)
-    return ids, texts
+        size = CHARS * sum(map(len, tokens))
+        decode, skip = _decode_all, request.skip_special_tokens
+        texts = await driver.tokenizer.run(tenant, size, decode, driver.tokenizer, tokens, skip)
+    return parts, texts
 
 
 def _new_document(driver: Driver) -> list[int]:
@@ -170,20 +178,26 @@ def _fill_in_middle(tokenizer: Tokenizer) -> FillInMiddle:
     return tokenizer.fill_in_middle
 
 
-def _truncate(
-    served: Served, request: CompletionRequest, prompts: list[str] | list[list[int]], ids: list[list[int]]
-) -> tuple[list[list[int]], int | None]:
-    """(prompts as short as was asked for, how many tokens that took off all of them)."""
+def _truncation(driver: Driver, request: CompletionRequest, prompts: list[str] | list[list[int]]) -> Truncation | None:
     if request.truncate_prompt_tokens is None:
-        return ids, None
+        return None
     if request.suffix or request.echo:
         name = "suffix" if request.suffix else "echo"
         raise invalid(f"{name} may not be combined with truncate_prompt_tokens.", name, "unsupported_value")
     from_text = isinstance(prompts[0], str) and request.add_special_tokens
-    start = len(served.driver.tokenizer.document_start) if from_text else 0
+    num_kept = len(driver.tokenizer.document_start) if from_text else 0
     max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
-    cut = [truncate(served, request, prompt, max_tokens, start) for prompt in ids]
-    return [prompt for prompt, _ in cut], sum(num_cut for _, num_cut in cut)
+    return truncation_of(driver, request, max_tokens, num_kept)
+
+
+def _truncate(
+    driver: Driver, parts: list[EncodedPart], truncation: Truncation | None
+) -> tuple[list[list[int]], int | None]:
+    """(prompts as short as was asked for, how many tokens that took off all of them)."""
+    if truncation is None:
+        return [part.token_ids for part in parts], None
+    cut = [truncation.cut(driver, part) for part in parts]
+    return [ids for ids, _ in cut], sum(num_cut for _, num_cut in cut)
 
 
 def _decode_all(tokenizer: Tokenizer, prompts: list[list[int]], skip_special_tokens: bool) -> list[str]:

@@ -7,7 +7,7 @@ is applied only where the prompt has fewer tokens afterwards; what it cleared is
 from dataclasses import dataclass
 from typing import Any
 
-from server.prompts import tokenize_chat
+from server.prompts import tokenize_chat, tokenize_long_chat
 from server.protocol import ChatCompletionRequest
 from server.protocol.anthropic_request import MessagesPrompt
 from server.protocol.context_management import ClearThinking, ClearToolUses, Edit
@@ -35,8 +35,9 @@ class Cut:
     count: int
 
 
-async def edited_prompt(served: Served, request: MessagesPrompt) -> EditedPrompt:
-    """The prompt of a message after its edits. An edit without anything to cut costs nothing."""
+async def edited_prompt(served: Served, request: MessagesPrompt, tenant: str, counts: bool = False) -> EditedPrompt:
+    """The prompt of a message after its edits. An edit without anything to cut costs nothing. `counts`: a prompt that
+    is too long for the model is of interest, too."""
     chat, messages, ids = request.to_chat(), request.history.messages, None
     num_original, applied = 0, []
     for edit in request.edits:
@@ -44,19 +45,19 @@ async def edited_prompt(served: Served, request: MessagesPrompt) -> EditedPrompt
         if cut is None:
             continue
         if ids is None:  # the first to need a count: it may be that of a prompt that fits only once it is cut
-            ids = await tokenize_chat(served, chat, will_be_cut=True)
+            ids = await tokenize_long_chat(served, chat, tenant)
             num_original = len(ids)
         if not _is_triggered(edit, len(ids), messages):
             continue
         shorter = request.to_chat(cut.messages)
-        shorter_ids = await tokenize_chat(served, shorter, will_be_cut=True)
+        shorter_ids = await tokenize_long_chat(served, shorter, tenant)
         cleared = len(ids) - len(shorter_ids)
         if cleared < _least(edit):
             continue
         chat, ids, messages = shorter, shorter_ids, cut.messages
         applied.append({"type": edit.type, f"cleared_{UNIT[edit.type]}": cut.count, "cleared_input_tokens": cleared})
     if ids is None:
-        ids = await tokenize_chat(served, chat)
+        ids = await tokenize_chat(served, chat, tenant, counts)
         num_original = len(ids)
     return EditedPrompt(chat, ids, num_original, None if request.context_management is None else applied)
 

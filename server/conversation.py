@@ -30,8 +30,8 @@ async def admit(
     max_logprobs = (request.top_logprobs or 0) if request.logprobs else None
     params = request.sampling_params(request.max_completion_tokens, max_logprobs)
     form = find_answer_form(served, request, ids)
-    params = await resolve_params(served.driver, params if form is None else form.apply(params))
     salt, tenant = cache_salt(scope, request.cache_salt), tenant_of(scope)
+    params = await resolve_params(served.driver, params if form is None else form.apply(params), tenant)
     await prepare_answer(served.driver, request, form, tenant)
     queued = Request(f"{response_id}-0", ids, params, request.priority, salt, "messages", None, tenant)
     reader = MessageReader(None, None) if form is None else form.reader()

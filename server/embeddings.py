@@ -11,7 +11,7 @@ import time
 from array import array
 from base64 import b64encode
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from functools import partial
 from typing import Literal
 
@@ -26,20 +26,21 @@ from engine.outputs import FinishReason
 from engine.pooling import Pooling
 from engine.request import Request
 from engine.sampling_params import SamplingParams
+from engine.tokenizer import EncodedPart
 from server.api_keys import Account, account_of
 from server.body import read_json
 from server.errors import invalid, new_id
 from server.generation import OutputStream, check_vocabulary, while_connected
+from server.prompts import portions, reading_of
 from server.protocol import Prompt, Strict, parse_prompts, parse_request
 from server.protocol.generation import MAX_TIMEOUT, Salt
-from server.served import Served, cache_salt
+from server.served import Served, cache_salt, tenant_of
 from server.sse import encode_json
 
 MAX_INPUTS = 2048  # both are OpenAI's
 MAX_TOTAL_TOKENS = 300_000
 STEPS_AHEAD = 2  # one that is computed and one that is planned when it ends
 PORTION = 16  # texts, or vectors, that are dealt with before others have their turn
-PORTION_CHARS = 1 << 16  # of texts that go to the tokenizer's threads together
 
 
 class EmbeddingRequest(Strict):
@@ -66,7 +67,7 @@ async def create_embeddings(http: HttpRequest, served: Served) -> Response:
     pooling = _pooling(served.driver, request)
     inputs = parse_prompts(request.input, MAX_INPUTS, "input")
     names = ["input"] if len(inputs) == 1 else [f"input[{i}]" for i in range(len(inputs))]
-    ids = await _token_ids(served.driver, request, inputs, names)
+    ids = await _token_ids(served.driver, request, inputs, names, tenant_of(http.scope))
     params = SamplingParams(temperature=0.0, pooling=pooling)
     salt, request_id = cache_salt(http.scope, request.cache_salt), new_id("embd-")
     requests = [
@@ -91,18 +92,21 @@ def _pooling(driver: Driver, request: EmbeddingRequest) -> Pooling:
 
 
 async def _token_ids(
-    driver: Driver, request: EmbeddingRequest, inputs: list[str] | list[list[int]], names: list[str]
+    driver: Driver,
+    request: EmbeddingRequest,
+    inputs: list[str] | list[list[int]],
+    names: list[str],
+    tenant: str,
 ) -> list[list[int]]:
     """The ids of each input, none longer than the model takes, and all together not more than a request may have."""
     longest = _truncation(driver, request)
     ids: list[list[int]] = []
     total = 0
-    async for portion in _encoded(driver, request, inputs, names, longest):
-        for tokens in portion:
-            name = names[len(ids)]
-            _check(driver, tokens, name)
-            ids.append(tokens)
-            total += len(tokens)
+    async for portion in _encoded(driver, request, inputs, names, longest, tenant):
+        for part in portion:
+            _check(driver, part, names[len(ids)])
+            ids.append(part.token_ids)
+            total += len(part.token_ids)
         if total > MAX_TOTAL_TOKENS:
             raise invalid(
                 f"The inputs have more than {MAX_TOTAL_TOKENS} tokens in all: send them in several requests.", "input"
@@ -126,23 +130,24 @@ async def _encoded(
     inputs: list[str] | list[list[int]],
     names: list[str],
     longest: int | None,
-) -> AsyncIterator[list[list[int]]]:
+    tenant: str,
+) -> AsyncIterator[list[EncodedPart]]:
     """Token ids of the inputs, in portions; texts are encoded in the tokenizer's threads."""
-    tokenizer, special = driver.tokenizer, request.add_special_tokens
+    tokenizer, special, most = driver.tokenizer, request.add_special_tokens, reading_of(driver).num_tokens
 
-    def encode(texts: list[str]) -> list[list[int]]:
+    def encode(texts: list[str]) -> list[EncodedPart]:
         if longest is None:
-            return [tokenizer.encode(text, special) for text in texts]
-        return [tokenizer.encode_truncated(text, special, longest) for text in texts]
+            return [tokenizer.encode_part(text, special, most) for text in texts]
+        return [EncodedPart(tokenizer.encode_truncated(text, special, longest)) for text in texts]
 
     texts = [text for text in inputs if isinstance(text, str)]
     if not texts:
-        yield [ids[:longest] for ids in inputs if isinstance(ids, list)]
+        yield [EncodedPart(ids[:longest]) for ids in inputs if isinstance(ids, list)]
         return
     for text, name in zip(texts, names, strict=True):
         _check_text(driver, text, name, truncated=longest is not None)
-    for portion in _portions(texts):
-        yield await tokenizer.run(encode, portion)
+    for portion in portions(texts):
+        yield await tokenizer.run(tenant, sum(map(len, portion)), encode, portion)
 
 
 def _check_text(driver: Driver, text: str, name: str, truncated: bool) -> None:
@@ -154,13 +159,13 @@ def _check_text(driver: Driver, text: str, name: str, truncated: bool) -> None:
         raise _too_long(driver, f"{len(text)} characters, so at least {at_least} tokens", name)
 
 
-def _check(driver: Driver, ids: list[int], name: str) -> None:
+def _check(driver: Driver, part: EncodedPart, name: str) -> None:
     """The Driver checks this, too; here it is known which input it is, and nothing has been computed."""
-    model = driver.model
+    model, ids = driver.model, part.token_ids
     if not ids:
         raise invalid(f"{name} has no tokens; there is nothing to embed.", name)
     if len(ids) > model.max_model_len:
-        raise _too_long(driver, f"{len(ids)} tokens", name)
+        raise _too_long(driver, f"{'at least ' * bool(part.num_unread)}{len(ids)} tokens", name)
     check_vocabulary(ids, model.vocab_size, name)
 
 
@@ -170,19 +175,6 @@ def _too_long(driver: Driver, size: str, name: str) -> ContextLengthError:
         "or let it be cut with truncate_prompt_tokens: -1.",
         name,
     )
-
-
-def _portions(texts: list[str]) -> Iterator[list[str]]:
-    portion: list[str] = []
-    size = 0
-    for text in texts:
-        portion.append(text)
-        size += len(text)
-        if size >= PORTION_CHARS:
-            yield portion
-            portion, size = [], 0
-    if portion:
-        yield portion
 
 
 async def embed_all(

@@ -53,22 +53,6 @@ def check_vocabulary(ids: Sequence[int], vocab_size: int, name: str) -> None:
         raise invalid(f"{name}[{at}] must be a token id of this model: 0 to {vocab_size - 1}.", f"{name}[{at}]")
 
 
-async def encode(driver: Driver, texts: list[str], add_special_tokens: bool, names: list[str]) -> list[list[int]]:
-    """Token ids of each text, made in the tokenizer's threads. `names` are the fields of the texts, for errors."""
-    for text, name in zip(texts, names, strict=True):
-        check_length(driver, len(text), name)
-    return await encode_all(driver, texts, add_special_tokens)
-
-
-async def encode_all(driver: Driver, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
-    """As `encode`, of texts whose length was checked."""
-
-    def work() -> list[list[int]]:
-        return [driver.tokenizer.encode(text, add_special_tokens) for text in texts]
-
-    return await driver.tokenizer.run(work)
-
-
 class Generation:
     """The engine requests behind one HTTP request: one per prompt, each with n samples. The owner must `close` it."""
 

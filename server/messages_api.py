@@ -18,7 +18,7 @@ from server.generation import collect
 from server.messages_output import MessageOutput, frame
 from server.protocol import ChatCompletionRequest, parse_request
 from server.protocol.anthropic_request import MessagesPrompt, MessagesRequest, in_our_terms
-from server.served import Served
+from server.served import Served, tenant_of
 from server.sse import EventStream, encode_json
 from server.tools.answer import splits_thinking
 
@@ -30,7 +30,7 @@ async def create_message(http: HttpRequest, served: Served) -> Response:
     served.check_model(request.model)
     message_id = new_id("msg_")
     try:
-        prompt = await edited_prompt(served, request)
+        prompt = await edited_prompt(served, request, tenant_of(http.scope))
         chat = limit_thinking(served, prompt.chat, request)
         asked = await admit(served, http.scope, chat, prompt.token_ids, message_id)
     except InvalidRequestError as error:
@@ -50,7 +50,7 @@ async def count_tokens(http: HttpRequest, served: Served) -> Response:
     request = parse_request(MessagesPrompt, await read_json(http.scope, http.receive, served.config.max_body_bytes))
     served.check_model(request.model)
     try:
-        prompt = await edited_prompt(served, request)
+        prompt = await edited_prompt(served, request, tenant_of(http.scope), counts=True)
     except InvalidRequestError as error:
         raise in_our_terms(error) from None
     count: dict[str, Any] = {"input_tokens": len(prompt.token_ids)}

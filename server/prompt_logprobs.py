@@ -13,6 +13,7 @@ from server.logprobs import completion_logprobs, finite
 from server.protocol.generation import GenerationRequest
 from server.token_names import TokenNames, token_names
 
+CHARS = 64  # of what is said about a token, to tell short work from long
 MAX_REPORTED = 1 << 20  # logprobs in one response; some 40 bytes of JSON each
 
 
@@ -23,13 +24,21 @@ class PromptReports:
     JSON. `listed` has vLLM's objects. All are made in the tokenizer's threads, since a prompt may be long.
     """
 
-    def __init__(self, tokenizer: Tokenizer, request: GenerationRequest, texts: list[str], num_echoed: int | None):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        request: GenerationRequest,
+        texts: list[str],
+        num_echoed: int | None,
+        tenant: str = "",
+    ) -> None:
         """`texts` as `echo` repeats them, for `num_echoed` alternatives to each token (None: no echo is scored)."""
         self.echoed: dict[int, dict[str, list[Any]]] = {}
         self.encoded: dict[int, bytes] = {}
         self.listed: dict[int, list[dict[str, Any] | None]] = {}
         self._stream = request.stream
         self._tokenizer = tokenizer
+        self._tenant = tenant
         self._names = token_names(tokenizer, request.return_tokens_as_token_ids)
         self._texts = texts
         self._num_echoed = num_echoed
@@ -38,7 +47,7 @@ class PromptReports:
 
     async def add(self, index: int, logprobs: PromptLogprobs) -> None:
         """Of the prompt `index`; what Generation calls."""
-        await self._tokenizer.run(self._add, index, logprobs)
+        await self._tokenizer.run(self._tenant, CHARS * len(logprobs), self._add, index, logprobs)
 
     def _add(self, index: int, logprobs: PromptLogprobs) -> None:
         if self._num_echoed is not None:

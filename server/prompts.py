@@ -1,14 +1,21 @@
-"""From a request to the token ids of its prompt: the chat template, truncation, and bans that need the tokenizer."""
+"""From a request to the token ids of its prompt: the chat template, truncation, and bans that need the tokenizer.
 
-from collections.abc import Iterator, Mapping
+Whatever costs time here is bounded by what the model's context could hold, and waits for its tenant's turn: a text that
+is too long by its characters is refused unread; of one that may be too long by its tokens, or is to be cut, no more is
+encoded than shows that, or than is kept.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from engine.bad_words import resolve_bans
-from engine.chat_template import ChatTemplate
+from engine.chat_template import ChatTemplate, Helper, TemplateLimitError
 from engine.driver import Driver
 from engine.errors import ContextLengthError, InvalidRequestError, PromptSize
 from engine.sampling_params import SamplingParams
-from engine.tokenizer import Tokenizer
+from engine.text_threads import QUICK_CHARS
+from engine.tokenizer import EncodedPart, RenderedChat, Tokenizer
 from server.config import ServerConfig
 from server.errors import invalid
 from server.generation import check_length
@@ -17,45 +24,261 @@ from server.served import Served
 from server.tools.formats import ToolUse, find_tool_use
 from server.tools.rendering import Rendered, mended, with_tools
 
-MAX_TRUNCATED_CHARS = 1 << 22  # of a text that is cut to fit: all of it is encoded first
+MAX_TRUNCATED_CHARS = 1 << 22  # of a text that is cut to fit
+PORTION_CHARS = QUICK_CHARS  # of texts that are encoded together, before other tenants have their turn
+# Requests that count tokens are told of more than the context holds, but not of any number.
+COUNTED_CONTEXTS, MIN_COUNTED = 8, 1 << 16
 
 
-def check_text_length(
-    driver: Driver, request: GenerationRequest, num_chars: int, param: str, will_be_cut: bool = False
-) -> None:
+@dataclass(frozen=True)
+class Reading:
+    """How much of a text is encoded: so many tokens of it, from its beginning or its end. One that has more is cut
+    where it `may_be_cut`, else refused. `may_be_long`: in characters it may be more than the context holds."""
+
+    num_tokens: int
+    from_end: bool = False
+    may_be_cut: bool = False
+    may_be_long: bool = False
+
+
+def reading_of(driver: Driver, counts: bool = False, may_be_long: bool = False) -> Reading:
+    """Of a prompt that is not to be cut. `counts`: one that is too long for the model is of interest, too."""
+    context = driver.model.max_model_len
+    # What the cut ends in may have become fewer tokens together with what follows.
+    slack = driver.tokenizer.max_chars_per_token
+    num_tokens = max(COUNTED_CONTEXTS * context, MIN_COUNTED) if counts else context
+    return Reading(num_tokens + slack, may_be_long=may_be_long)
+
+
+@dataclass(frozen=True)
+class Truncation:
+    """`truncate_prompt_tokens` as a number of tokens; the first `num_kept`, put there by the tokenizer, stay."""
+
+    limit: int
+    side: str
+    num_kept: int = 0
+
+    @property
+    def reading(self) -> Reading:
+        return Reading(self.limit, self.side == "left", may_be_cut=True, may_be_long=True)
+
+    def cut(self, driver: Driver, part: EncodedPart) -> tuple[list[int], int]:
+        """(the tokens that are left, how many it took: at least so many, where not all of the text was read)."""
+        ids = part.token_ids
+        num_cut = max(0, len(ids) - self.limit)
+        total = num_cut + -(-part.num_unread // driver.tokenizer.max_chars_per_token)
+        if not num_cut:
+            return ids, total
+        if self.side == "right":
+            return ids[: self.limit], total
+        num_kept = min(self.num_kept, self.limit)
+        return ids[:num_kept] + ids[num_kept + num_cut :], total
+
+
+def truncation_of(
+    driver: Driver, request: GenerationRequest, max_tokens: int | None, num_kept: int = 0
+) -> Truncation | None:
+    """What a request says about it; -1 leaves as much as fits beside max_tokens."""
+    limit = request.truncate_prompt_tokens
+    if limit is None:
+        return None
+    context = driver.model.max_model_len
+    if limit == -1:
+        limit = max(1, context - (max_tokens or 1))
+    elif limit >= context:
+        message = (
+            f"truncate_prompt_tokens must be -1 or from 1 to {context - 1}, below the context of {context} tokens."
+        )
+        raise invalid(message, "truncate_prompt_tokens")
+    return Truncation(limit, request.truncation_side, num_kept)
+
+
+def check_text_length(driver: Driver, num_chars: int, param: str, may_be_long: bool) -> None:
     """Refuse what cannot fit before any work is done for it; what will be cut may be longer."""
-    if request.truncate_prompt_tokens is None and not will_be_cut:
+    if not may_be_long:
         check_length(driver, num_chars, param)
     elif num_chars > MAX_TRUNCATED_CHARS:
         message = f"The prompt has {num_chars} characters; to be truncated it may have {MAX_TRUNCATED_CHARS}."
-        context = driver.model.max_model_len
         at_least = -(-num_chars // driver.tokenizer.max_chars_per_token)
-        raise ContextLengthError(message, param, PromptSize(at_least, context - 1, context))
+        raise ContextLengthError(message, param, prompt_size(driver, at_least))
 
 
-async def tokenize_chat(served: Served, request: ChatCompletionRequest, will_be_cut: bool = False) -> list[int]:
-    """The prompt of a conversation: what the chat template makes of it, as token ids. One that `will_be_cut` may be
-    longer than the context."""
+def check_read(driver: Driver, part: EncodedPart, reading: Reading, param: str) -> None:
+    """Refuse a text of which a part alone has too many tokens."""
+    if part.num_unread and not reading.may_be_cut:
+        at_least = reading.num_tokens - driver.tokenizer.max_chars_per_token + 1
+        raise ContextLengthError(
+            f"This model's maximum context length is {driver.model.max_model_len} tokens; the prompt has at least "
+            f"{at_least} tokens. Shorten it.",
+            param,
+            prompt_size(driver, at_least),
+        )
+
+
+def prompt_size(driver: Driver, at_least: int) -> PromptSize:
+    context = driver.model.max_model_len
+    return PromptSize(at_least, context - 1, context)
+
+
+async def encode_texts(
+    driver: Driver,
+    texts: Sequence[str],
+    names: Sequence[str],
+    add_special_tokens: bool,
+    tenant: str,
+    reading: Reading | None = None,
+) -> list[EncodedPart]:
+    """Each text as token ids, made in the tokenizer's threads, a portion at a time. `names` are the fields of the
+    texts, for errors; `reading` says how much of them is read, by default what the context holds."""
+    reading = reading or reading_of(driver)
+    for text, name in zip(texts, names, strict=True):
+        check_text_length(driver, len(text), name, reading.may_be_long)
+    parts: list[EncodedPart] = []
+    for portion in portions(texts):
+        size = sum(map(len, portion))
+        parts += await driver.tokenizer.run(tenant, size, _encode, driver, portion, add_special_tokens, reading)
+    for part, name in zip(parts, names, strict=True):
+        check_read(driver, part, reading, name)
+    return parts
+
+
+def _encode(driver: Driver, texts: Sequence[str], add_special_tokens: bool, reading: Reading) -> list[EncodedPart]:
+    encode = driver.tokenizer.encode_part
+    return [encode(text, add_special_tokens, reading.num_tokens, reading.from_end) for text in texts]
+
+
+def portions(texts: Sequence[str]) -> Iterator[list[str]]:
+    """The texts in order, as many at a time as have PORTION_CHARS together; a longer one alone."""
+    portion: list[str] = []
+    size = 0
+    for text in texts:
+        if portion and size + len(text) > PORTION_CHARS:
+            yield portion
+            portion, size = [], 0
+        portion.append(text)
+        size += len(text)
+    if portion:
+        yield portion
+
+
+async def tokenize_chat(served: Served, request: ChatCompletionRequest, tenant: str, counts: bool = False) -> list[int]:
+    """The prompt of a conversation: what the chat template makes of it, as token ids."""
+    ids, _ = await tokenize_and_cut_chat(served, request, tenant, None, counts)
+    return ids
+
+
+async def tokenize_long_chat(served: Served, request: ChatCompletionRequest, tenant: str) -> list[int]:
+    """The prompt of a conversation that will be shorter before it has to fit into the context."""
+    reading = reading_of(served.driver, counts=True, may_be_long=True)
+    return (await _encode_chat(served, request, tenant, reading)).token_ids
+
+
+async def tokenize_and_cut_chat(
+    served: Served, request: ChatCompletionRequest, tenant: str, max_tokens: int | None, counts: bool = False
+) -> tuple[list[int], int]:
+    """(the prompt of a conversation, how many tokens truncate_prompt_tokens cut off: see Truncation.cut).
+
+    It is rendered by a process that can be killed, and encoded in the same thread where it is short.
+    """
     driver = served.driver
+    truncation = truncation_of(driver, request, max_tokens)
+    reading = reading_of(driver, counts) if truncation is None else truncation.reading
+    part = await _encode_chat(served, request, tenant, reading)
+    return (part.token_ids, 0) if truncation is None else truncation.cut(driver, part)
+
+
+async def _encode_chat(served: Served, request: ChatCompletionRequest, tenant: str, reading: Reading) -> EncodedPart:
+    driver = served.driver
+    tokenizer = driver.tokenizer
     num_chars = sum(message.num_chars for message in request.messages)
-    check_text_length(driver, request, num_chars, "messages", will_be_cut)
-    return await driver.tokenizer.run(_tokenize_chat, driver.tokenizer, request, served.config)
+    check_text_length(driver, num_chars, "messages", reading.may_be_long)
+    options = (request.add_special_tokens, reading.num_tokens, reading.from_end)
+    found = await tokenizer.renderer.run(tenant, _render, driver, request, served.config, reading, options)
+    if isinstance(found, RenderedChat):
+        found = await tokenizer.run(tenant, len(found.text), tokenizer.encode_chat, found, *options)
+    check_read(driver, found, reading, "messages")
+    return found
 
 
-def _tokenize_chat(tokenizer: Tokenizer, request: ChatCompletionRequest, config: ServerConfig) -> list[int]:
-    template = tokenizer.template()
+def _render(
+    helper: Helper,
+    driver: Driver,
+    request: ChatCompletionRequest,
+    config: ServerConfig,
+    reading: Reading,
+    options: tuple[bool, int, bool],
+) -> RenderedChat | EncodedPart:
+    """The token ids, or the text alone where that is long: then it has to wait for its turn among long ones."""
+    check_chat_size(driver, request, reading.may_be_long)
+    rendered = render_chat(driver.tokenizer, request, config, helper)
+    check_text_length(driver, len(rendered.plain_text), "messages", reading.may_be_long)
+    return rendered if len(rendered.text) > QUICK_CHARS else driver.tokenizer.encode_chat(rendered, *options)
+
+
+def check_chat_size(driver: Driver, request: ChatCompletionRequest, may_be_long: bool) -> None:
+    """Refuse a conversation that cannot fit, with its tools and documents, before a template renders it."""
+    context = driver.model.max_model_len * driver.tokenizer.max_chars_per_token
+    room = limit = MAX_TRUNCATED_CHARS if may_be_long else context
+    schemas = [
+        [tool.function.name, tool.function.description, tool.function.parameters] for tool in request.offered_tools
+    ]
+    contents = [message.content for message in request.messages]
+    for name, value in (("messages", contents), ("tools", schemas), ("documents", request.documents)):
+        room -= count_chars(value, room)
+        if room < 0:
+            raise ContextLengthError(
+                f"This model's maximum context length is {driver.model.max_model_len} tokens. The prompt may have at "
+                f"most {limit} characters; with {name} it has more. Shorten them.",
+                name,
+                prompt_size(driver, -(-limit // driver.tokenizer.max_chars_per_token)),
+            )
+    # Templates leave thoughts of earlier turns out, and write arguments anew: these may be longer than the context.
+    limit = max(context, MAX_TRUNCATED_CHARS)
+    for i, message in enumerate(request.messages):
+        calls = [call.function.arguments for call in message.tool_calls]
+        limit -= count_chars([message.reasoning, message.reasoning_content, calls], limit)
+        if limit < 0:
+            text = "The reasoning and the tool_calls of the messages have too many characters for this model: shorten"
+            size = prompt_size(driver, 0)  # as a prompt it may have been short enough
+            raise ContextLengthError(f"{text} them.", f"messages[{i}]", size)
+
+
+def count_chars(value: Any, limit: int) -> int:
+    """Characters that a prompt with all of `value` in it has, at least; counting ends beyond the limit."""
+    total, rest = 0, [value]
+    while rest and total <= limit:
+        part = rest.pop()
+        if isinstance(part, str):
+            total += len(part)
+        elif isinstance(part, dict):
+            rest += part.keys()
+            rest += part.values()
+        elif isinstance(part, (list, tuple)):
+            rest += part
+        else:
+            total += part is not None
+    return total
+
+
+def render_chat(
+    tokenizer: Tokenizer, request: ChatCompletionRequest, config: ServerConfig, helper: Helper | None = None
+) -> RenderedChat:
+    """What the chat template makes of a request; without a helper in this thread, without limits."""
+    template = tokenizer.template(helper=helper)
     own = template_variables(request, template.variables)
     refused: InvalidRequestError | None = None
     for messages, variables in _renditions(template, tokenizer, request, config):
         try:
-            return tokenizer.chat_prompt(
+            return tokenizer.render_chat(
                 messages,
                 add_generation_prompt=request.adds_generation_prompt,
                 continue_final_message=request.continue_final_message,
-                add_special_tokens=request.add_special_tokens,
+                helper=helper,
                 special_tokens_in_content=config.special_tokens_in_content,
                 **{**own, **variables},
-            ).token_ids
+            )
+        except TemplateLimitError:
+            raise  # other forms would take as long
         except InvalidRequestError as error:
             refused = refused or error
     assert refused is not None
@@ -106,32 +329,7 @@ def template_variables(request: ChatCompletionRequest, known: frozenset[str]) ->
     return variables
 
 
-def truncate(
-    served: Served, request: GenerationRequest, ids: list[int], max_tokens: int | None, num_kept: int = 0
-) -> tuple[list[int], int]:
-    """(what truncate_prompt_tokens leaves of a prompt, how many tokens it cuts). -1 leaves as much as fits beside
-    max_tokens. The first `num_kept` tokens, put there by the tokenizer, stay."""
-    limit = request.truncate_prompt_tokens
-    if limit is None:
-        return ids, 0
-    context = served.driver.model.max_model_len
-    if limit == -1:
-        limit = max(1, context - (max_tokens or 1))
-    elif limit >= context:
-        message = (
-            f"truncate_prompt_tokens must be -1 or from 1 to {context - 1}, below the context of {context} tokens."
-        )
-        raise invalid(message, "truncate_prompt_tokens")
-    num_cut = max(0, len(ids) - limit)
-    if not num_cut:
-        return ids, 0
-    if request.truncation_side == "right":
-        return ids[:limit], num_cut
-    num_kept = min(num_kept, limit)
-    return ids[:num_kept] + ids[num_kept + num_cut :], num_cut
-
-
-async def resolve_params(driver: Driver, params: SamplingParams) -> SamplingParams:
+async def resolve_params(driver: Driver, params: SamplingParams, tenant: str) -> SamplingParams:
     """With bad words as the Worker takes them; the same object where there is nothing to do."""
     if not params.bad_words and params.allowed_token_ids is None:
         return params
@@ -139,4 +337,5 @@ async def resolve_params(driver: Driver, params: SamplingParams) -> SamplingPara
         name = "bad_words" if params.bad_words else "allowed_token_ids"
         message = f"{name} may not be combined with response_format, structured_outputs or forced calls of tools."
         raise invalid(message, name, "unsupported_value")
-    return await driver.tokenizer.run(resolve_bans, params, driver.tokenizer, driver.eos_token_ids)
+    size = 3 * sum(len(word) for word in params.bad_words)
+    return await driver.tokenizer.run(tenant, size, resolve_bans, params, driver.tokenizer, driver.eos_token_ids)

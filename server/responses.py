@@ -22,7 +22,7 @@ from server.prompts import tokenize_chat
 from server.protocol import ChatCompletionRequest, parse_request
 from server.protocol.response_request import ResponsePrompt, ResponseRequest, in_our_terms
 from server.response_output import EventWriter, ResponseOutput
-from server.served import Served
+from server.served import Served, tenant_of
 from server.sse import EventStream, encode_json
 from server.tools.events import Event
 
@@ -36,7 +36,7 @@ async def create_response(http: HttpRequest, served: Served) -> Response:
     served.check_model(request.model)
     response_id = new_id("resp_")
     try:
-        chat, ids = await _tokenize(served, request, request.max_output_tokens)
+        chat, ids = await _tokenize(served, request, tenant_of(http.scope), request.max_output_tokens)
         chat.check_limits(served.config)
         asked = await admit(served, http.scope, chat, ids, response_id)
     except InvalidRequestError as error:
@@ -63,7 +63,7 @@ async def count_input_tokens(http: HttpRequest, served: Served) -> Response:
     if request.model is not None:
         served.check_model(request.model)
     try:
-        _, ids = await _tokenize(served, request, None)
+        _, ids = await _tokenize(served, request, tenant_of(http.scope), None, counts=True)
     except InvalidRequestError as error:
         raise in_our_terms(error) from None
     content = {"object": "response.input_tokens", "input_tokens": len(ids)}
@@ -76,27 +76,27 @@ async def stored_response(http: HttpRequest) -> Response:
 
 
 async def _tokenize(
-    served: Served, request: ResponsePrompt, max_tokens: int | None
+    served: Served, request: ResponsePrompt, tenant: str, max_tokens: int | None, counts: bool = False
 ) -> tuple[ChatCompletionRequest, list[int]]:
     """The chat and its prompt. With truncation: "auto", as few turns as needed are dropped from its beginning, but
     never the last; what they are is found by bisection, since each try costs a tokenisation."""
     if request.truncation != "auto":
         chat = request.to_chat()
-        return chat, await tokenize_chat(served, chat)
+        return chat, await tokenize_chat(served, chat, tenant, counts)
     longest = served.driver.model.max_model_len - (max_tokens or 1)
     low, high = 0, max(0, request.num_turns - 1)
     middle = 0  # most fit as they are
     while low < high:
-        fits = await _fits(served, request.to_chat(middle), longest)
+        fits = await _fits(served, request.to_chat(middle), tenant, longest)
         low, high = (low, middle) if fits else (middle + 1, high)
         middle = (low + high) // 2
     chat = request.to_chat(low)
-    return chat, await tokenize_chat(served, chat)
+    return chat, await tokenize_chat(served, chat, tenant, counts)
 
 
-async def _fits(served: Served, chat: ChatCompletionRequest, longest: int) -> bool:
+async def _fits(served: Served, chat: ChatCompletionRequest, tenant: str, longest: int) -> bool:
     try:
-        return len(await tokenize_chat(served, chat)) <= longest
+        return len(await tokenize_chat(served, chat, tenant)) <= longest
     except InvalidRequestError as error:
         if error.code != "context_length_exceeded":
             raise

@@ -26,6 +26,7 @@ from engine.errors import ConfigError
 from server.api_keys import ApiKeys
 from server.app import create_app, served_names
 from server.config import ServerConfig
+from server.end_signals import EndSignals
 from server.http_protocol import LimitedHttpProtocol
 from server.tracing import Tracer
 
@@ -35,8 +36,7 @@ KEEP_ALIVE_SECONDS = 75  # longer than a proxy keeps idle connections (60 s), or
 BACKLOG = 2048
 FLUSH_SECONDS = 5  # for the last bytes to reach the clients once the engine is done
 STOP_SECONDS = 8.0  # for that and for the Worker to end
-FAST_STOP_SECONDS = 3.0  # the same after a second signal
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+FAST_STOP_SECONDS = 0.8  # the same after a second signal
 EXAMPLE_CHAT = "Tell me a story about a fox."
 EXAMPLE_PROMPT = "Once upon a time"
 
@@ -129,15 +129,12 @@ class _Service:
                 backlog=BACKLOG,
             )
         )
-        self._signals: list[int] = []
-        self._first_signal = asyncio.Event()
-        self._second_signal = asyncio.Event()
+        self._signals = EndSignals(driver.kill)
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
         AppStatus.should_exit = False  # of this process: an earlier server in it may have been forced to end
-        for number in SIGNALS:  # before loading, which may take minutes
-            loop.add_signal_handler(number, self._on_signal, number)
+        self._signals.install()  # before loading, which may take minutes
         if self._config.api_key_file is not None:
             loop.add_signal_handler(signal.SIGHUP, self._keys.reload)
         http = asyncio.create_task(self._http.serve(sockets=[self._listener]))
@@ -145,26 +142,26 @@ class _Service:
             status = await self._load_and_serve(http)
         finally:
             await self._stop(http)
-        return 128 + self._signals[-1] if self._second_signal.is_set() else status
-
-    def _on_signal(self, number: int) -> None:
-        self._signals.append(number)
-        (self._second_signal if self._first_signal.is_set() else self._first_signal).set()
+        status = self._signals.status or status
+        self._signals.end_soon(status)
+        return status
 
     async def _load_and_serve(self, http: "asyncio.Task[None]") -> int:
-        if await _first(self._load(), self._first_signal.wait(), http) != 0:
-            return 0 if self._first_signal.is_set() else 1
+        if await _first(self._load(), self._signals.first.wait(), http) != 0:
+            return 0 if self._signals.first.is_set() else 1
         self._announce()
-        ended_by = await _first(self._first_signal.wait(), self._driver.wait_failed(), http)
+        ended_by = await _first(self._signals.first.wait(), self._driver.wait_failed(), http)
         if ended_by != 0:
             logger.error("the server ends: %s", self._driver.health() or "the HTTP side stopped")
             return 1
         logger.info("draining for up to %g s; a second signal ends it at once", self._config.drain_timeout)
-        await _first(self._driver.drain(self._config.drain_timeout), self._second_signal.wait())
+        await _first(self._driver.drain(self._config.drain_timeout), self._signals.second.wait())
         return 0
 
     async def _load(self) -> None:
         await self._driver.start()
+        if self._driver.tokenizer.chat_template is not None:
+            await asyncio.to_thread(self._driver.tokenizer.renderer.start)
         _settle_garbage_collector()  # while the Worker loads: after that, the first request would wait for it
         await self._driver.wait_ready()
 
@@ -174,9 +171,9 @@ class _Service:
         After a second signal nobody is waited for.
         """
         self._http.should_exit = True
-        self._http.force_exit = self._second_signal.is_set()
+        self._http.force_exit = self._signals.second.is_set()
         ending = asyncio.gather(self._driver.stop(), http, return_exceptions=True)
-        slow = [self._second_signal.wait()] if not self._second_signal.is_set() else []
+        slow = [self._signals.second.wait()] if not self._signals.second.is_set() else []
         await _first(ending, asyncio.sleep(STOP_SECONDS if slow else FAST_STOP_SECONDS), *slow)
         if not ending.done():
             AppStatus.should_exit = self._http.force_exit = True  # the former ends the streams that are left

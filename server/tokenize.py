@@ -11,12 +11,14 @@ from engine.errors import ContextLengthError
 from engine.tokenizer import Tokenizer
 from server.body import read_json
 from server.chat_completions import check_ranges, max_tokens_of
-from server.generation import check_vocabulary, encode
-from server.prompts import tokenize_chat, truncate
+from server.generation import check_vocabulary
+from server.prompts import encode_texts, reading_of, tokenize_and_cut_chat
 from server.protocol import ChatCompletionRequest, Strict, parse_request
 from server.protocol.strict import field_error
-from server.served import Served
+from server.served import Served, tenant_of
 from server.sse import encode_json
+
+CHARS = 4  # of a token, to tell short work from long
 
 
 class TokenizeTextRequest(Strict):
@@ -53,22 +55,28 @@ async def tokenize(http: HttpRequest, served: Served) -> Response:
     """The ids of a text or a conversation, and with return_token_strs how the vocabulary spells each."""
     served.check_ready()
     body = await read_json(http.scope, http.receive, served.config.max_body_bytes)
-    driver = served.driver
+    driver, tenant = served.driver, tenant_of(http.scope)
     if "messages" in body and "prompt" not in body:
         chat = parse_request(TokenizeChatRequest, body)
         if chat.model is None:
             chat = chat.model_copy(update={"model": served.names[0]})
         served.check_request(chat)
         check_ranges(chat)
-        ids, _ = truncate(served, chat, await tokenize_chat(served, chat), max_tokens_of(chat))
+        ids, _ = await tokenize_and_cut_chat(served, chat, tenant, max_tokens_of(chat), counts=True)
         with_strings = chat.return_token_strs
     else:
         text = parse_request(TokenizeTextRequest, body)
         _check_model(served, text.model)
-        (ids,) = await encode(driver, [text.prompt], text.add_special_tokens, ["prompt"])
+        reading = reading_of(driver, counts=True)
+        special = text.add_special_tokens
+        ids = (await encode_texts(driver, [text.prompt], ["prompt"], special, tenant, reading))[0].token_ids
         with_strings = text.return_token_strs
     content: dict[str, Any] = {"count": len(ids), "max_model_len": driver.model.max_model_len, "tokens": ids}
-    content["token_strs"] = await driver.tokenizer.run(_spellings, driver.tokenizer, ids) if with_strings else None
+    content["token_strs"] = (
+        await driver.tokenizer.run(tenant, CHARS * len(ids), _spellings, driver.tokenizer, ids)
+        if with_strings
+        else None
+    )
     return Response(encode_json(content), media_type="application/json")
 
 
@@ -84,7 +92,8 @@ async def detokenize(http: HttpRequest, served: Served) -> Response:
             f"tokens holds {len(request.tokens)} token ids; this model takes at most {model.max_model_len}.", "tokens"
         )
     check_vocabulary(request.tokens, model.vocab_size, "tokens")
-    text = await tokenizer.run(tokenizer.decode, request.tokens, skip_special_tokens=False)
+    tenant, ids = tenant_of(http.scope), request.tokens
+    text = await tokenizer.run(tenant, CHARS * len(ids), tokenizer.decode, ids, False)
     return Response(encode_json({"prompt": text}), media_type="application/json")
 
 

@@ -122,5 +122,5 @@ def test_what_stands_at_the_beginning_of_a_document(tmp_path, settings, added, e
 
 async def test_run_leaves_the_event_loop_free(folder):
     tokenizer = Tokenizer(folder)
-    assert await tokenizer.run(tokenizer.encode, "ab", add_special_tokens=False) == [97, 98]
+    assert await tokenizer.run("", 2, tokenizer.encode, "ab", False) == [97, 98]
     tokenizer.close()

@@ -73,6 +73,11 @@ class Process:
     def exit_status(self, seconds: float = 60) -> int:
         return self.process.wait(seconds)
 
+    def children(self) -> list[str]:
+        """Of all its threads."""
+        tasks = Path(f"/proc/{self.process.pid}/task").glob("*/children")
+        return [pid for task in tasks for pid in task.read_text().split()]
+
     def workers(self) -> list[str]:
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         return [pid for pid in children if b"fake_worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
@@ -162,6 +167,50 @@ def test_a_second_signal_ends_it_at_once_with_another_status(folder):
         assert time.monotonic() - start < 4
         reader.join(10)
     assert "Traceback" not in server.errors
+
+
+BUSY = """
+import threading, time
+import engine.tokenizer as tokenizer
+
+def spin(self, *_):
+    end = time.monotonic() + 30
+    while time.monotonic() < end:  # in Python: no C call that a signal interrupts
+        pass
+
+tokenizer.Tokenizer.%s = spin
+"""
+
+
+@pytest.mark.parametrize("busy", ["encode_part", "whole_texts"], ids=["a thread", "the event loop"])
+def test_a_second_signal_ends_it_whatever_works(folder, tmp_path, monkeypatch, busy):
+    """With its processes."""
+    (tmp_path / "sitecustomize.py").write_text(BUSY % busy)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    with Process(folder) as server, httpx.Client(base_url=server.wait_ready()) as client:
+        children = server.children()
+        assert len(children) == 2, "the Worker and the process of the chat template"
+        with pytest.raises(httpx.ReadTimeout):
+            client.post("/v1/completions", json=body(max_tokens=1), timeout=0.5)
+        server.send(signal.SIGTERM)
+        time.sleep(0.3)
+        start = time.monotonic()
+        server.send(signal.SIGINT)
+        assert server.exit_status() == 128 + signal.SIGINT
+        assert time.monotonic() - start < 2
+        for _ in range(100):
+            if not any(is_alive(pid) for pid in children):
+                return
+            time.sleep(0.01)
+    raise AssertionError("it left processes behind")
+
+
+def is_alive(pid: str) -> bool:
+    """Nobody may be there to reap what has ended: it has no command line then."""
+    try:
+        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())
+    except OSError:
+        return False
 
 
 def test_a_signal_while_loading_ends_it_soon_with_status_0(folder):

@@ -6,9 +6,10 @@ import pytest
 
 from engine.chat_template import ChatTemplate
 from engine.errors import InvalidRequestError
+from engine.tokenizer import RenderedChat
 from server.config import ServerConfig
 from server.messages_output import MessageOutput
-from server.prompts import _tokenize_chat
+from server.prompts import render_chat
 from server.protocol import ChatCompletionRequest, parse_request
 from server.protocol.anthropic_request import MessagesRequest
 from server.protocol.response_items import chat_messages
@@ -72,21 +73,20 @@ class Tokens:
     def __init__(self, source):
         self._template = ChatTemplate(source, {})
 
-    def template(self):
+    def template(self, helper):
         return self._template
 
     def added_token_id(self, text):
         return None
 
-    def chat_prompt(self, messages, *, add_generation_prompt, continue_final_message, **variables):
-        names = ("add_special_tokens", "special_tokens_in_content")
+    def render_chat(self, messages, *, add_generation_prompt, continue_final_message, **variables):
+        names = ("helper", "special_tokens_in_content")
         variables = {name: value for name, value in variables.items() if name not in names}
-        self.token_ids = self._template.render(messages, add_generation_prompt, variables)
-        return self
+        return RenderedChat(self._template.render(messages, add_generation_prompt, variables))
 
 
 def prompt_of(source, request):
-    return _tokenize_chat(Tokens(source), request, ServerConfig())
+    return render_chat(Tokens(source), request, ServerConfig()).text
 
 
 @pytest.mark.parametrize("style", STYLES)
