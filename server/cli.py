@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from engine.command_line import Parser, merge_positional_model, one_line
 from engine.errors import ConfigError, ModelError, PageserveError
 from engine.settings import add_flags, load_settings
+from server.standard_streams import StandardStreams, open_missing_streams
 
 USAGE = """usage: pageserve COMMAND [options]
 
@@ -34,6 +35,14 @@ LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and give its exit status."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    open_missing_streams()
+    if arguments[:1] != ["serve"]:
+        return _run(arguments)
+    with StandardStreams():
+        return _run(arguments)
+
+
+def _run(arguments: list[str]) -> int:
     try:
         status = _dispatch(arguments)
         sys.stdout.flush()

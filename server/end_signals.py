@@ -13,8 +13,11 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
+from server.standard_streams import close_streams
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-LAST_SECONDS = 1.5  # from the second signal to the end, for streams to hear of it and the Worker to go
+LAST_SECONDS = 1.4  # from the second signal to the end, for streams to hear of it and the Worker to go
+LOG_SECONDS = 0.3  # behind that, for the last lines of the log to be read
 EXIT_SECONDS = 2.0  # from the end of an orderly stop to that of the process, for threads that still work
 
 
@@ -58,5 +61,6 @@ class EndSignals:
         time.sleep(seconds)
         try:
             self._kill()
+            close_streams(LOG_SECONDS)
         finally:
             os._exit(status)

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from engine.driver import Driver
 from engine.stats import Counter, Gauge, Histogram
 from server.served import package_version
+from server.standard_streams import STREAMS, lines_dropped
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -70,6 +71,7 @@ class EngineCollector(Collector):
             yield self._cache_config()
         yield self._http_requests()
         yield self._requests_refused()
+        yield self._lines_dropped()
         tasks = GaugeMetricFamily("pageserve:asyncio_tasks", "Tasks on the event loop; each open stream has a few.")
         tasks.add_metric((), len(asyncio.all_tasks()))
         yield tasks
@@ -116,6 +118,13 @@ class EngineCollector(Collector):
         family = CounterMetricFamily("pageserve:requests_refused", help, labels=("reason",))
         for reason in REFUSALS:
             family.add_metric((reason,), self._refused[reason])
+        return family
+
+    def _lines_dropped(self) -> Metric:
+        help = "Lines of the log that were dropped, since nobody read them or they could not be written."
+        family = CounterMetricFamily("pageserve:log_lines_dropped", help, labels=("stream",))
+        for stream in STREAMS.values():
+            family.add_metric((stream,), lines_dropped[stream])
         return family
 
 

@@ -1,0 +1,143 @@
+"""stdout and stderr of a server: not read, full, or closed, they stop nothing; and what was written comes in order."""
+
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PREAMBLE = """
+import os, subprocess, sys, time
+from server import standard_streams
+from server.standard_streams import StandardStreams, lines_dropped, open_missing_streams
+"""
+NOTICE = re.compile(
+    rb"\S+ \S+ WARNING server.standard_streams: (\d+) lines are missing here: nobody took them \((.*)\)\n"
+)
+
+
+def start(script, **streams):
+    command = [sys.executable, "-c", PREAMBLE + script]
+    return subprocess.Popen(command, cwd=ROOT, **({"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | streams))
+
+
+def test_everything_comes_in_order_from_whoever_writes_it():
+    script = """
+with StandardStreams():
+    for i in range(2000):
+        print("line", i)
+    sys.stdout.flush()
+    subprocess.run(["sh", "-c", "echo of a child; echo its error >&2; printf 'no end of a line'"])
+    os.write(1, b"\\n" + b"x" * 300_000 + b"\\nlast")
+    raise SystemExit(3)
+"""
+    process = start(script)
+    out, errors = process.communicate(timeout=60)
+    expected = b"".join(b"line %d\n" % i for i in range(2000))
+    assert out == expected + b"of a child\nno end of a line\n" + b"x" * 300_000 + b"\nlast"
+    assert errors == b"its error\n" and process.returncode == 3
+
+
+def test_a_traceback_at_the_end_is_not_lost():
+    process = start("with StandardStreams():\n    raise ValueError('what went wrong')\n")
+    _, errors = process.communicate(timeout=60)
+    assert errors.endswith(b"ValueError: what went wrong\n") and process.returncode == 1
+
+
+def test_a_pipe_that_nobody_reads_stops_nothing_and_what_was_dropped_is_told_where_it_was():
+    script = """
+standard_streams.MAX_BYTES, standard_streams.RESUME_BYTES = 100_000, 50_000
+with StandardStreams():
+    for i in range(30_000):
+        print("line", i, file=sys.stderr)
+    print("done", flush=True)
+    sys.stdin.readline()
+    print("after", file=sys.stderr)
+    time.sleep(0.2)
+    print(lines_dropped["stderr"], flush=True)
+"""
+    process = start(script, stdin=subprocess.PIPE)
+    assert process.stdout.readline() == b"done\n", "it went on, though nobody read"
+    read = []
+    reader = threading.Thread(target=lambda: read.extend(process.stderr))
+    reader.start()
+    process.stdin.write(b"go on\n")
+    process.stdin.flush()
+    num_dropped = int(process.stdout.readline())
+    reader.join(20)
+    process.communicate(timeout=20)
+    assert process.returncode == 0 and num_dropped > 10_000
+    expected, found = 0, 0
+    for line in read:
+        if match := NOTICE.fullmatch(line):
+            found += int(match[1])
+            expected += int(match[1])
+            assert match[2] == b"not read in time"
+        elif line != b"after\n":
+            assert line == b"line %d\n" % expected, "the notice stands where lines are missing, and says how many"
+            expected += 1
+    assert (expected, found, read[-1]) == (30_000, num_dropped, b"after\n")
+
+
+def test_the_end_does_not_wait_for_a_reader_that_never_comes():
+    reader, full = full_pipe()
+    script = """
+standard_streams.CLOSE_SECONDS = 0.3
+with StandardStreams():
+    print("nobody reads this")
+    print("nor this", file=sys.stderr)
+print("nor what comes behind it", flush=True)
+"""
+    started = time.monotonic()
+    process = start(script, stdout=full, stderr=full)
+    assert process.wait(30) == 0 and time.monotonic() - started < 15
+    os.close(reader)
+    os.close(full)
+
+
+def full_pipe():
+    """(read end, write end), with no room for another byte."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    try:
+        while True:
+            os.write(writer, b"x" * 4096)
+    except BlockingIOError:
+        os.set_blocking(writer, True)
+    return reader, writer
+
+
+@pytest.mark.parametrize("kind", ["full device", "reader left", "closed"])
+def test_a_stream_that_takes_nothing_is_no_reason_to_end(kind):
+    script = """
+open_missing_streams()
+with StandardStreams():
+    print("to nobody")
+    print("to stderr", file=sys.stderr)
+    sys.stdout.flush()
+    time.sleep(0.1)
+    dropped = lines_dropped["stdout"]
+    held = {os.readlink(f"/proc/self/fd/{fd}") for fd in (0, 1, 2)}
+    open(sys.argv[1], "w").write(f"{dropped} {os.readlink('/proc/self/fd/0')}")
+"""
+    path = Path(os.environ.get("TMPDIR", "/tmp")) / f"streams-{os.getpid()}-{kind.replace(' ', '-')}"
+    command = [sys.executable, "-c", PREAMBLE + script, str(path)]
+    try:
+        if kind == "closed":
+            done = subprocess.run(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *command], cwd=ROOT, timeout=60)
+            assert done.returncode == 0 and path.read_text() == "0 /dev/null"
+        else:
+            reader, writer = os.pipe()
+            os.close(reader)
+            full = os.open("/dev/full", os.O_WRONLY)
+            done = subprocess.run(command, stdout=full if kind == "full device" else writer, cwd=ROOT, timeout=60)
+            os.close(writer)
+            os.close(full)
+            assert done.returncode == 0 and path.read_text().split()[0] == "1"
+    finally:
+        path.unlink(missing_ok=True)
