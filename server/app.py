@@ -19,6 +19,7 @@ from engine.driver import Driver
 from engine.errors import PageserveError
 from server import health, metrics, models
 from server.api_keys import ApiKeys
+from server.body_budget import BodyBudget
 from server.chat_completions import create_chat_completion, stored_completion
 from server.completions import create_completion
 from server.config import ServerConfig
@@ -78,7 +79,8 @@ def create_app(driver: Driver, config: ServerConfig) -> FastAPI:
     for error_type in (PageserveError, ApiError, HTTPException, ClientDisconnect):
         app.add_exception_handler(error_type, answer)
     public_paths = PUBLIC_PATHS | {"/metrics"} if config.public_metrics else PUBLIC_PATHS
-    app.add_middleware(Authentication, keys=keys, public_paths=public_paths, refused=refused)
+    budget = BodyBudget(config.max_bytes_in_flight, config.max_bytes_in_flight_per_key)
+    app.add_middleware(Authentication, keys=keys, public_paths=public_paths, refused=refused, budget=budget)
     if (tracer := make_tracer(config, served.names[0])) is not None:
         driver.request_log.listeners.append(tracer.record)
         app.add_middleware(TraceContext)

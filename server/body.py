@@ -1,47 +1,84 @@
-"""From the bytes of a request body to a plain JSON object: bounded, strict, and off the event loop when large."""
+"""From the bytes of a request body to a request: bounded, strict, and off the event loop when large."""
 
-import asyncio
 import codecs
 import json
 import math
-from collections.abc import Mapping
-from typing import Any
+import time
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from functools import partial
+from typing import Any, TypeVar
 
 import anyio
 from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
 from starlette.types import Receive, Scope
 
 from engine.text import is_text
+from server.body_budget import OverBudgetError
 from server.errors import ApiError, field_path, invalid
+from server.json_bounds import JsonBounds, JsonBoundsError, body_bounds
+from server.protocol.strict import AnyModel, parse_request
+from server.served import Served, rest_for, tenant_of
 
-PARSE_INLINE_BYTES = 256 << 10  # up to this size parsing takes under 2 ms and a thread would cost more than it saves
-# A thread that parses holds the GIL, so what is slow to build has bounds, too. They are counted by punctuation, which
-# text holds as well, and leave room for a million token ids or characters of any prose and code that fits a context.
-MAX_COMMAS, MAX_COLONS = 1 << 20, 1 << 18
+T = TypeVar("T")
+
+# What is parsed on the event loop: under 2 ms, whatever it holds. The rest goes to a thread, one body at a time and
+# tenants in turn, since a thread that parses holds the GIL: two of them would leave the loop half as much as one.
+PARSE_INLINE_BYTES = 32 << 10
 BODY_SECONDS = 60.0  # a client that trickles its body does not hold a connection for ever
 DISCARD_SECONDS = 2.0  # for what is left of a body that is too large
+large = ContextVar("large", default=False)  # whether the body of this task's request was parsed in a thread
 HUGE_INTEGER = 10**30  # stands for a number of thousands of digits: out of the range of every field
 
 
-async def read_json(scope: Scope, receive: Receive, max_bytes: int) -> dict[str, Any]:
-    """The body as a JSON object.
+async def read_request(http: HttpRequest, served: Served, kind: type[AnyModel]) -> AnyModel:
+    """The body as such a request. Raises what `read_parsed` does."""
+    return await read_parsed(http, served, partial(parse_request, kind))
 
-    Raises ApiError (408, 413, 415), InvalidRequestError (400) and ClientDisconnect.
+
+async def read_parsed(http: HttpRequest, served: Served, parse: Callable[[dict[str, Any]], T]) -> T:
+    """What `parse` makes of the body, a JSON object; of a large one in a thread.
+
+    Raises ApiError (408, 413, 415, 429, 503), InvalidRequestError (400), ClientDisconnect, and what `parse` raises.
     """
+    body = await read_body(http.scope, http.receive, served.config.max_body_bytes)
+    bounds = body_bounds(served.driver.model.max_model_len)
+    if len(body) <= PARSE_INLINE_BYTES:
+        return parse(parse_json(body, bounds))
+
+    def work() -> T:
+        start = time.perf_counter()
+        fields = parse_json(body, bounds)
+        rest_for(time.perf_counter() - start)
+        return parse(fields)
+
+    large.set(True)
+    return await served.parsing.run(tenant_of(http.scope), work)
+
+
+async def convert(served: Served, tenant: str, work: Callable[[], T]) -> T:
+    """The result of `work` on the request that this task has read: in the same thread where its body was large."""
+    return await served.parsing.run(tenant, work) if large.get() else work()
+
+
+async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
+    """Raises ApiError and ClientDisconnect."""
     try:
         _check_headers(dict(scope["headers"]), max_bytes)
         with anyio.fail_after(BODY_SECONDS):
-            body = await _read_body(receive, max_bytes)
+            return await _read_all(receive, max_bytes)
     except TimeoutError:
         raise ApiError(408, f"The body did not arrive within {BODY_SECONDS:g} s.", headers=_CLOSE) from None
+    except OverBudgetError as error:
+        await _discard(receive)
+        error.headers |= _CLOSE
+        raise
     except _TooLargeError:
         if b"expect" not in dict(scope["headers"]):  # else it waits to be asked for the body
             await _discard(receive)
         message = f"The body is larger than this server's limit of {max_bytes} bytes."
         raise ApiError(413, message, code="body_too_large", headers=_CLOSE) from None
-    if len(body) <= PARSE_INLINE_BYTES:
-        return parse_json(body)
-    return await asyncio.get_running_loop().run_in_executor(None, parse_json, body)
 
 
 _CLOSE = {"connection": "close"}  # the rest of the body is not read
@@ -65,7 +102,7 @@ def _check_headers(headers: Mapping[bytes, bytes], max_bytes: int) -> None:
         raise _TooLargeError
 
 
-async def _read_body(receive: Receive, max_bytes: int) -> bytes:
+async def _read_all(receive: Receive, max_bytes: int) -> bytes:
     chunks, size = [], 0
     while True:
         message = await receive()
@@ -87,13 +124,15 @@ async def _discard(receive: Receive) -> None:
             pass
 
 
-def parse_json(body: bytes) -> dict[str, Any]:
+def parse_json(body: bytes, bounds: JsonBounds) -> dict[str, Any]:
     """Strict UTF-8 JSON; an object. Duplicate keys, lone surrogates, NaN and Infinity are refused by name.
 
     NUL (\\u0000) is a character like any other and passes.
     """
-    if body.count(b",") > MAX_COMMAS or body.count(b":") > MAX_COLONS:
-        raise invalid(f"The body holds more than {MAX_COMMAS} commas or {MAX_COLONS} colons: too many values.", None)
+    try:
+        bounds.check(body)
+    except JsonBoundsError as error:
+        raise invalid(f"The body cannot be taken: {error}.", None, "invalid_json") from None
     if body.startswith(codecs.BOM_UTF8):
         raise _malformed("it begins with a byte order mark (BOM): leave that out")
     try:

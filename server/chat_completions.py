@@ -12,7 +12,7 @@ from engine.sampling_params import SamplingParams
 from engine.tokenizer import Tokenizer
 from server.api_keys import account_of
 from server.beam_search import beam_search_params
-from server.body import read_json
+from server.body import read_request
 from server.chat_chunks import ChatChunks, chat_aligner
 from server.debug_requests import asked_timings
 from server.errors import ApiError, invalid
@@ -20,7 +20,7 @@ from server.generation import Choice, Generation, collect
 from server.logprobs import chat_logprobs
 from server.prompt_logprobs import PromptReports, check_size
 from server.prompts import resolve_params, tokenize_and_cut_chat
-from server.protocol import ChatCompletionRequest, parse_request
+from server.protocol import ChatCompletionRequest
 from server.served import Served, cache_salt, tenant_of
 from server.sse import EventStream, encode_json
 from server.stream_options import with_stream_options
@@ -32,9 +32,7 @@ from server.tools.answers import MessageChunks, message_choices
 async def create_chat_completion(http: HttpRequest, served: Served) -> Response:
     """Everything is validated, tokenised and admitted before a status is sent, so that errors keep theirs."""
     served.check_ready()
-    request = parse_request(
-        ChatCompletionRequest, await read_json(http.scope, http.receive, served.config.max_body_bytes)
-    )
+    request = await read_request(http, served, ChatCompletionRequest)
     served.check_request(request)
     head = served.response_head("chatcmpl", "chat.completion", request)
     if request.service_tier is not None:

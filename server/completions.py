@@ -14,14 +14,14 @@ from engine.sampling_params import SamplingParams
 from engine.tokenizer import EncodedPart, Tokenizer
 from server.api_keys import account_of
 from server.beam_search import beam_search_params
-from server.body import read_json
+from server.body import read_request
 from server.debug_requests import asked_timings
 from server.errors import invalid
 from server.generation import Choice, Generation, check_vocabulary, collect
 from server.logprobs import Entry, LogprobAligner, completion_logprobs
 from server.prompt_logprobs import PromptReports, check_size, join_lists
-from server.prompts import Truncation, encode_texts, resolve_params, truncation_of
-from server.protocol import CompletionRequest, parse_prompts, parse_request
+from server.prompts import Truncation, check_num_ids, encode_texts, resolve_params, truncation_of
+from server.protocol import CompletionRequest, parse_prompts
 from server.served import Served, cache_salt, tenant_of
 from server.sse import DONE, ChunkTemplate, EventStream, encode_json
 from server.stream_options import with_stream_options
@@ -35,7 +35,7 @@ CHARS, CHARS_SCORED = 4, 64  # of a token and of what is said about it, to tell 
 async def create_completion(http: HttpRequest, served: Served) -> Response:
     """Everything is validated, tokenised and admitted before a status is sent, so that errors keep theirs."""
     served.check_ready()
-    request = parse_request(CompletionRequest, await read_json(http.scope, http.receive, served.config.max_body_bytes))
+    request = await read_request(http, served, CompletionRequest)
     served.check_request(request)
     max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
     beams = beam_search_params(request, max_tokens)
@@ -147,6 +147,7 @@ async def _tokenize(
         parts = [part if part.token_ids else EncodedPart(_new_document(driver)) for part in encoded]
     else:
         for prompt_ids, name in zip(tokens, names, strict=True):
+            check_num_ids(driver, len(prompt_ids), name, truncation is not None)
             check_vocabulary(prompt_ids, driver.model.vocab_size, name)
         parts = [EncodedPart(prompt_ids) for prompt_ids in tokens]
         if request.suffix:

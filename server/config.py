@@ -48,6 +48,15 @@ class ServerConfig:
         15.0, "seconds between the SSE comments that keep a stream open through proxies", above=0, maximum=3600
     )
     max_body_bytes: int = option(32 << 20, "largest request body in bytes", size=True, minimum=1024)
+    max_bytes_in_flight: int = option(
+        512 << 20,
+        "most bytes of request bodies that are read and made into tokens at a time; beyond, large ones get 503",
+        size=True,
+        minimum=1024,
+    )
+    max_bytes_in_flight_per_key: int = option(
+        128 << 20, "the same of one API key, where there are keys; beyond, 429", size=True, minimum=1024
+    )
     max_queued_requests: int = option(1024, "requests that may wait; beyond, clients get 429", minimum=1)
     max_queued_tokens: int | None = option(
         4_000_000, "tokens of prompts that may wait; beyond, clients get 429", minimum=1

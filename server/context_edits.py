@@ -5,8 +5,10 @@ is applied only where the prompt has fewer tokens afterwards; what it cleared is
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from server.body import convert
 from server.prompts import tokenize_chat, tokenize_long_chat
 from server.protocol import ChatCompletionRequest
 from server.protocol.anthropic_request import MessagesPrompt
@@ -38,7 +40,7 @@ class Cut:
 async def edited_prompt(served: Served, request: MessagesPrompt, tenant: str, counts: bool = False) -> EditedPrompt:
     """The prompt of a message after its edits. An edit without anything to cut costs nothing. `counts`: a prompt that
     is too long for the model is of interest, too."""
-    chat, messages, ids = request.to_chat(), request.history.messages, None
+    chat, messages, ids = await convert(served, tenant, request.to_chat), request.history.messages, None
     num_original, applied = 0, []
     for edit in request.edits:
         cut = cut_by(edit, messages)
@@ -49,7 +51,7 @@ async def edited_prompt(served: Served, request: MessagesPrompt, tenant: str, co
             num_original = len(ids)
         if not _is_triggered(edit, len(ids), messages):
             continue
-        shorter = request.to_chat(cut.messages)
+        shorter = await convert(served, tenant, partial(request.to_chat, cut.messages))
         shorter_ids = await tokenize_long_chat(served, shorter, tenant)
         cleared = len(ids) - len(shorter_ids)
         if cleared < _least(edit):

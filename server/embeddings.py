@@ -28,11 +28,11 @@ from engine.request import Request
 from engine.sampling_params import SamplingParams
 from engine.tokenizer import EncodedPart
 from server.api_keys import Account, account_of
-from server.body import read_json
+from server.body import read_request
 from server.errors import invalid, new_id
 from server.generation import OutputStream, check_vocabulary, while_connected
 from server.prompts import portions, reading_of
-from server.protocol import Prompt, Strict, parse_prompts, parse_request
+from server.protocol import Prompt, Strict, parse_prompts
 from server.protocol.generation import MAX_TIMEOUT, Salt
 from server.served import Served, cache_salt, tenant_of
 from server.sse import encode_json
@@ -62,7 +62,7 @@ class EmbeddingRequest(Strict):
 async def create_embeddings(http: HttpRequest, served: Served) -> Response:
     """Everything is validated and tokenised before the first text is computed."""
     served.check_ready()
-    request = parse_request(EmbeddingRequest, await read_json(http.scope, http.receive, served.config.max_body_bytes))
+    request = await read_request(http, served, EmbeddingRequest)
     served.check_model(request.model)
     pooling = _pooling(served.driver, request)
     inputs = parse_prompts(request.input, MAX_INPUTS, "input")

@@ -9,14 +9,14 @@ from starlette.responses import Response
 
 from engine.errors import InvalidRequestError
 from engine.outputs import CompletionOutput, FinishReason, RequestOutput
-from server.body import read_json
+from server.body import read_request
 from server.context_edits import edited_prompt
 from server.conversation import Conversation, admit
 from server.debug_requests import asked_timings
 from server.errors import ApiError, anthropic_error, new_id
 from server.generation import collect
 from server.messages_output import MessageOutput, frame
-from server.protocol import ChatCompletionRequest, parse_request
+from server.protocol import ChatCompletionRequest
 from server.protocol.anthropic_request import MessagesPrompt, MessagesRequest, in_our_terms
 from server.served import Served, tenant_of
 from server.sse import EventStream, encode_json
@@ -26,7 +26,7 @@ from server.tools.answer import splits_thinking
 async def create_message(http: HttpRequest, served: Served) -> Response:
     """Everything is validated, tokenised and admitted before a status is sent, so that errors keep theirs."""
     served.check_ready()
-    request = parse_request(MessagesRequest, await read_json(http.scope, http.receive, served.config.max_body_bytes))
+    request = await read_request(http, served, MessagesRequest)
     served.check_model(request.model)
     message_id = new_id("msg_")
     try:
@@ -47,7 +47,7 @@ async def create_message(http: HttpRequest, served: Served) -> Response:
 async def count_tokens(http: HttpRequest, served: Served) -> Response:
     """How many tokens the prompt of a message would have."""
     served.check_ready()
-    request = parse_request(MessagesPrompt, await read_json(http.scope, http.receive, served.config.max_body_bytes))
+    request = await read_request(http, served, MessagesPrompt)
     served.check_model(request.model)
     try:
         prompt = await edited_prompt(served, request, tenant_of(http.scope), counts=True)

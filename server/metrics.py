@@ -46,7 +46,16 @@ VLLM_NAMES = frozenset(
     }
 )
 LABELS = ("model_name", "engine")
-REFUSALS = ("unauthorized", "key_concurrent", "key_requests", "key_tokens", "queue_requests", "queue_tokens")
+REFUSALS = (
+    "unauthorized",
+    "key_concurrent",
+    "key_requests",
+    "key_tokens",
+    "queue_requests",
+    "queue_tokens",
+    "key_bytes",
+    "bytes",
+)
 
 
 class EngineCollector(Collector):

@@ -10,6 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.driver import Driver
 from server.api_keys import Account, ApiKeys
+from server.body_budget import BodyBudget, CountedBody
 from server.errors import ApiError, error_response, new_id, refusal_reason, speaks_anthropic
 from server.playground import PAGE_PATHS
 
@@ -92,8 +93,11 @@ class Authentication:
     no keys, all callers share one account.
     """
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys, public_paths: frozenset[str], refused: Counter[str]) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: ApiKeys, public_paths: frozenset[str], refused: Counter[str], budget: BodyBudget
+    ) -> None:
         self._app, self._keys, self._public_paths, self._refused = app, keys, public_paths, refused
+        self._budget = budget
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in self._public_paths:
@@ -124,9 +128,11 @@ class Authentication:
         except ApiError as error:
             self._refused[refusal_reason(error)] += 1
             return await error_response(error, scope)(scope, receive, send_with_limits)
+        body = CountedBody(self._budget, account.tenant, receive)
         try:
-            await self._app(scope, receive, send_with_limits if limiter.shown else send)
+            await self._app(scope, body, send_with_limits if limiter.shown else send)
         finally:
+            body.give_back()
             limiter.end(begun)
 
     def _find(self, scope: Scope) -> Account | None:

@@ -25,6 +25,7 @@ from server.tools.formats import ToolUse, find_tool_use
 from server.tools.rendering import Rendered, mended, with_tools
 
 MAX_TRUNCATED_CHARS = 1 << 22  # of a text that is cut to fit
+MAX_TRUNCATED_IDS = 1 << 18
 PORTION_CHARS = QUICK_CHARS  # of texts that are encoded together, before other tenants have their turn
 # Requests that count tokens are told of more than the context holds, but not of any number.
 COUNTED_CONTEXTS, MIN_COUNTED = 8, 1 << 16
@@ -101,6 +102,19 @@ def check_text_length(driver: Driver, num_chars: int, param: str, may_be_long: b
         message = f"The prompt has {num_chars} characters; to be truncated it may have {MAX_TRUNCATED_CHARS}."
         at_least = -(-num_chars // driver.tokenizer.max_chars_per_token)
         raise ContextLengthError(message, param, prompt_size(driver, at_least))
+
+
+def check_num_ids(driver: Driver, num_ids: int, param: str, may_be_cut: bool) -> None:
+    """The same of a prompt of token ids, before each of them is looked at."""
+    context = driver.model.max_model_len
+    limit = max(context, MAX_TRUNCATED_IDS) if may_be_cut else context
+    if num_ids > limit:
+        cut = f"; to be truncated it may have {limit}" if may_be_cut else ""
+        raise ContextLengthError(
+            f"This model's maximum context length is {context} tokens; the prompt has {num_ids} tokens{cut}. "
+            "Shorten it.",
+            param,
+        )
 
 
 def check_read(driver: Driver, part: EncodedPart, reading: Reading, param: str) -> None:

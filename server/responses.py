@@ -11,7 +11,7 @@ from starlette.responses import Response
 from engine.errors import InvalidRequestError
 from engine.outputs import CompletionOutput, FinishReason, RequestOutput
 from engine.tokenizer import Tokenizer
-from server.body import read_json
+from server.body import convert, read_request
 from server.conversation import Conversation, admit
 from server.debug_requests import asked_timings
 from server.errors import ApiError, error_object, new_id
@@ -19,7 +19,7 @@ from server.generation import collect
 from server.logprobs import Entry, LogprobAligner
 from server.obfuscation import with_obfuscation
 from server.prompts import tokenize_chat
-from server.protocol import ChatCompletionRequest, parse_request
+from server.protocol import ChatCompletionRequest
 from server.protocol.response_request import ResponsePrompt, ResponseRequest, in_our_terms
 from server.response_output import EventWriter, ResponseOutput
 from server.served import Served, tenant_of
@@ -32,7 +32,7 @@ NOT_STORED = "This server stores no responses: keep what POST /v1/responses answ
 async def create_response(http: HttpRequest, served: Served) -> Response:
     """Everything is validated, tokenised and admitted before a status is sent, so that errors keep theirs."""
     served.check_ready()
-    request = parse_request(ResponseRequest, await read_json(http.scope, http.receive, served.config.max_body_bytes))
+    request = await read_request(http, served, ResponseRequest)
     served.check_model(request.model)
     response_id = new_id("resp_")
     try:
@@ -59,7 +59,7 @@ async def create_response(http: HttpRequest, served: Served) -> Response:
 async def count_input_tokens(http: HttpRequest, served: Served) -> Response:
     """How many tokens the prompt of a request would have."""
     served.check_ready()
-    request = parse_request(ResponsePrompt, await read_json(http.scope, http.receive, served.config.max_body_bytes))
+    request = await read_request(http, served, ResponsePrompt)
     if request.model is not None:
         served.check_model(request.model)
     try:
@@ -81,16 +81,16 @@ async def _tokenize(
     """The chat and its prompt. With truncation: "auto", as few turns as needed are dropped from its beginning, but
     never the last; what they are is found by bisection, since each try costs a tokenisation."""
     if request.truncation != "auto":
-        chat = request.to_chat()
+        chat = await convert(served, tenant, request.to_chat)
         return chat, await tokenize_chat(served, chat, tenant, counts)
     longest = served.driver.model.max_model_len - (max_tokens or 1)
     low, high = 0, max(0, request.num_turns - 1)
     middle = 0  # most fit as they are
     while low < high:
-        fits = await _fits(served, request.to_chat(middle), tenant, longest)
+        fits = await _fits(served, await convert(served, tenant, partial(request.to_chat, middle)), tenant, longest)
         low, high = (low, middle) if fits else (middle + 1, high)
         middle = (low + high) // 2
-    chat = request.to_chat(low)
+    chat = await convert(served, tenant, partial(request.to_chat, low))
     return chat, await tokenize_chat(served, chat, tenant, counts)
 
 

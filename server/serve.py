@@ -28,6 +28,7 @@ from server.app import create_app, served_names
 from server.config import ServerConfig
 from server.end_signals import EndSignals
 from server.http_protocol import LimitedHttpProtocol
+from server.memory import keep_trimmed, set_allocator
 from server.tracing import Tracer
 
 logger = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ async def run(server_config: ServerConfig, engine_config: EngineConfig, driver: 
     Raises ConfigError where the address cannot be listened on, and what Driver.start and wait_ready raise.
     """
     check_exposed(server_config)
+    set_allocator()
     with bind(server_config.host, server_config.port) as listener:
         if driver is None:
             driver = Driver(
@@ -138,9 +140,11 @@ class _Service:
         if self._config.api_key_file is not None:
             loop.add_signal_handler(signal.SIGHUP, self._keys.reload)
         http = asyncio.create_task(self._http.serve(sockets=[self._listener]))
+        trimming = asyncio.create_task(keep_trimmed())
         try:
             status = await self._load_and_serve(http)
         finally:
+            trimming.cancel()
             await self._stop(http)
         status = self._signals.status or status
         self._signals.end_soon(status)

@@ -2,18 +2,24 @@
 
 import hashlib
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.types import Scope
 
 from engine.driver import SERVING_PHASES, Driver
 from engine.errors import UnavailableError
+from engine.text_threads import FairThreads
 from server.config import ServerConfig
 from server.errors import ApiError, invalid, new_id
 from server.protocol import GenerationRequest
+
+T = TypeVar("T")
+
+REST_FROM_SECONDS, REST_SECONDS = 0.005, 0.25
 
 
 def package_version() -> str:
@@ -21,6 +27,37 @@ def package_version() -> str:
         return version("pageserve")
     except PackageNotFoundError:  # run from a source tree that is not installed
         return "unknown"
+
+
+def rest_for(seconds: float) -> None:
+    """Sleep, in a thread, for as long as its last work took.
+
+    What runs in C may have held the GIL all the while. An answer needs the event loop a few times over, so without a
+    rest it would wait for the GIL as often.
+    """
+    if seconds > REST_FROM_SECONDS:
+        time.sleep(min(seconds, REST_SECONDS))
+
+
+class RestingThread:
+    """One thread for work that may hold the GIL, which tenants use in turns. It rests between two of them."""
+
+    def __init__(self, name: str) -> None:
+        self._thread = FairThreads(1, name)
+        self._took = self._ended = 0.0
+
+    async def run(self, tenant: str, work: Callable[[], T]) -> T:
+        """The result of `work`."""
+        return await self._thread.run(tenant, self._work, work)
+
+    def _work(self, work: Callable[[], T]) -> T:
+        rest_for(self._ended + self._took - time.perf_counter())
+        start = time.perf_counter()
+        try:
+            return work()
+        finally:
+            self._ended = time.perf_counter()
+            self._took = self._ended - start
 
 
 @dataclass(frozen=True)
@@ -31,6 +68,11 @@ class Served:
     config: ServerConfig
     names: tuple[str, ...]
     created: int
+
+    @cached_property
+    def parsing(self) -> RestingThread:
+        """For large bodies, and answers of that size."""
+        return RestingThread("parsing")
 
     @cached_property
     def fingerprint(self) -> str:

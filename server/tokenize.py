@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from engine.errors import ContextLengthError
 from engine.tokenizer import Tokenizer
-from server.body import read_json
+from server.body import read_parsed, read_request
 from server.chat_completions import check_ranges, max_tokens_of
 from server.generation import check_vocabulary
 from server.prompts import encode_texts, reading_of, tokenize_and_cut_chat
@@ -54,10 +54,10 @@ class DetokenizeRequest(Strict):
 async def tokenize(http: HttpRequest, served: Served) -> Response:
     """The ids of a text or a conversation, and with return_token_strs how the vocabulary spells each."""
     served.check_ready()
-    body = await read_json(http.scope, http.receive, served.config.max_body_bytes)
+    asked = await read_parsed(http, served, _text_or_chat)
     driver, tenant = served.driver, tenant_of(http.scope)
-    if "messages" in body and "prompt" not in body:
-        chat = parse_request(TokenizeChatRequest, body)
+    if isinstance(asked, TokenizeChatRequest):
+        chat = asked
         if chat.model is None:
             chat = chat.model_copy(update={"model": served.names[0]})
         served.check_request(chat)
@@ -65,12 +65,11 @@ async def tokenize(http: HttpRequest, served: Served) -> Response:
         ids, _ = await tokenize_and_cut_chat(served, chat, tenant, max_tokens_of(chat), counts=True)
         with_strings = chat.return_token_strs
     else:
-        text = parse_request(TokenizeTextRequest, body)
-        _check_model(served, text.model)
+        _check_model(served, asked.model)
         reading = reading_of(driver, counts=True)
-        special = text.add_special_tokens
-        ids = (await encode_texts(driver, [text.prompt], ["prompt"], special, tenant, reading))[0].token_ids
-        with_strings = text.return_token_strs
+        special = asked.add_special_tokens
+        ids = (await encode_texts(driver, [asked.prompt], ["prompt"], special, tenant, reading))[0].token_ids
+        with_strings = asked.return_token_strs
     content: dict[str, Any] = {"count": len(ids), "max_model_len": driver.model.max_model_len, "tokens": ids}
     content["token_strs"] = (
         await driver.tokenizer.run(tenant, CHARS * len(ids), _spellings, driver.tokenizer, ids)
@@ -83,8 +82,7 @@ async def tokenize(http: HttpRequest, served: Served) -> Response:
 async def detokenize(http: HttpRequest, served: Served) -> Response:
     """The text of a list of token ids, special tokens included."""
     served.check_ready()
-    body = await read_json(http.scope, http.receive, served.config.max_body_bytes)
-    request = parse_request(DetokenizeRequest, body)
+    request = await read_request(http, served, DetokenizeRequest)
     _check_model(served, request.model)
     model, tokenizer = served.driver.model, served.driver.tokenizer
     if len(request.tokens) > model.max_model_len:
@@ -95,6 +93,12 @@ async def detokenize(http: HttpRequest, served: Served) -> Response:
     tenant, ids = tenant_of(http.scope), request.tokens
     text = await tokenizer.run(tenant, CHARS * len(ids), tokenizer.decode, ids, False)
     return Response(encode_json({"prompt": text}), media_type="application/json")
+
+
+def _text_or_chat(body: dict[str, Any]) -> TokenizeTextRequest | TokenizeChatRequest:
+    if "messages" in body and "prompt" not in body:
+        return parse_request(TokenizeChatRequest, body)
+    return parse_request(TokenizeTextRequest, body)
 
 
 def _check_model(served: Served, name: str | None) -> None:

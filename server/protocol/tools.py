@@ -12,17 +12,15 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, FailFast, Field, PlainValidator, field_validator
 
 from engine.structured_output import StructuredOutput
+from server.json_bounds import STRING
 from server.protocol.closed_objects import closed
 from server.protocol.harmless import CALL_IGNORED, FUNCTION_IGNORED
 from server.protocol.lark_in_json import MAX_DEFINITION, LarkError, lark_of_json_string
 from server.protocol.strict import Strict, field_error
-from server.protocol.structured_output import MAX_DESCRIPTION, is_nested_deeper, to_json_text
+from server.protocol.structured_output import MAX_DESCRIPTION, to_json_text
 
 MAX_TOOLS = 128
 MAX_LARK_TOOLS = 16  # tools of a request that have a Lark grammar
-# Arguments of earlier calls beyond these limits are shown to the model as text, not as an object.
-MAX_ARGUMENTS_DEPTH = 128  # as deep as calls are read from what a model writes
-MAX_ARGUMENTS_BRACKETS, MAX_ARGUMENTS_COMMAS = 1 << 16, 1 << 20  # in all the text, those within strings among them
 MAX_INTEGER_DIGITS = 1 << 10  # of what Python turns into an integer, in quadratic time
 SURROGATE = re.compile("[\ud800-\udfff]")
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
@@ -211,18 +209,17 @@ class FunctionOfHistory(Strict):
 
 
 def parse_arguments(text: str) -> dict[str, Any] | None:
-    """The arguments of a call, at most MAX_ARGUMENTS_DEPTH levels; an empty text has none. None: not such an object.
+    """The arguments of a call; an empty text has none. None: not an object within the bounds STRING.
 
     A number that no double holds (1e400, NaN) is kept as the text of that number. A model may write half of a surrogate
     pair, which comes back with the conversation: U+FFFD stands for it.
     """
-    if text.count("[") + text.count("{") > MAX_ARGUMENTS_BRACKETS or text.count(",") > MAX_ARGUMENTS_COMMAS:
-        return None
     try:
+        STRING.check(text)
         value = json.loads(text.strip() or "{}", parse_float=_float, parse_int=_int, parse_constant=str)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(value, dict) or is_nested_deeper(value, MAX_ARGUMENTS_DEPTH):
+    if not isinstance(value, dict):
         return None
     if "\\u" in text or SURROGATE.search(text):
         whole = json.dumps(value, ensure_ascii=False)

@@ -17,8 +17,8 @@ GENERATION = (CompletionRequest, ChatCompletionRequest, ResponseRequest, Message
 KINDS = (*GENERATION, EmbeddingRequest, TokenizeTextRequest, TokenizeChatRequest, DetokenizeRequest)
 LOW, HIGH = {"minimum", "exclusiveMinimum"}, {"maximum", "exclusiveMaximum"}
 
-# Paths (regular expressions) of what has no bound in the schema, and what bounds it. The size of the body, a million
-# commas and 256 Ki colons (server/body.py) bound all of them together.
+# Paths (regular expressions) of what has no bound in the schema, and what bounds it. The size of the body, and the
+# number of lists, objects, values and names in it (server/json_bounds.py), bound all of them together.
 BOUNDED_ELSEWHERE = {
     r"prompt.*|input.*|messages|instructions|suffix|tokens.*|system(\[\]\.text)?": "the context of the model",
     r"messages\[\]\.(content.*|refusal|reasoning(_content)?|tool_calls.*)": "the context of the model",
