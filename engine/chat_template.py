@@ -14,6 +14,7 @@ import jinja2
 import jinja2.meta
 import jinja2.nodes
 import jinja2.sandbox
+from jinja2.compiler import Frame
 from jinja2.ext import loopcontrols
 
 from engine.errors import InvalidRequestError
@@ -90,9 +91,24 @@ def syntax_error(source: str) -> str | None:
 @lru_cache(maxsize=8)
 def _variables(source: str) -> frozenset[str]:
     try:
-        return frozenset(jinja2.meta.find_undeclared_variables(_environment().parse(source)))
+        environment = _environment()
+        names = _Names(environment)
+        names.visit(environment.parse(source))
     except jinja2.TemplateError:
         return frozenset()
+    return frozenset(names.undeclared_identifiers)
+
+
+class _Names(jinja2.meta.TrackingCodeGenerator):
+    """jinja2.meta.find_undeclared_variables, but that nothing is computed which the template has as a constant."""
+
+    def __init__(self, environment: jinja2.Environment) -> None:
+        environment.finalize = jinja2.pass_context(lambda context, value: value)  # keeps outputs from being folded
+        super().__init__(environment)
+        self.optimizer = None
+
+    def visit_EvalContextModifier(self, node: jinja2.nodes.EvalContextModifier, frame: Frame) -> None:
+        """{% autoescape %}, whose value would be computed; names no variable that matters here."""
 
 
 @lru_cache(maxsize=8)
