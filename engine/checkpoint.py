@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from engine.checkpoint_files import check_links
 from engine.config import EngineConfig
 from engine.errors import ModelError
 from engine.json_files import read_json_object
@@ -23,12 +24,14 @@ def resolve_model(config: EngineConfig) -> Path:
     on_hub = folder is None
     if folder is None:
         folder = _download(config.model, config.revision, TOKENIZER_FILES, "--model")
+    check_links(folder)
     read_json(folder / "config.json", required=True)
     if config.load_format == "dummy":
         return folder
     if on_hub:
         # Exactly the shards (some repositories hold the same weights again under other names), of the same commit.
         folder = _download(config.model, folder.name, _weight_files(folder), "--model")
+        check_links(folder)
     if not any(folder.glob("*.safetensors")):
         raise ModelError(_no_weights(folder, on_hub))
     return folder
@@ -39,7 +42,9 @@ def resolve_tokenizer(config: EngineConfig, model_dir: Path) -> Path:
     if not config.tokenizer:
         return model_dir
     folder = _local_folder(config.tokenizer, "--tokenizer")
-    return folder or _download(config.tokenizer, None, TOKENIZER_FILES, "--tokenizer")
+    folder = folder or _download(config.tokenizer, None, TOKENIZER_FILES, "--tokenizer")
+    check_links(folder)
+    return folder
 
 
 def read_eos_token_ids(model_dir: Path) -> list[int]:

@@ -2,13 +2,25 @@
 
 import asyncio
 import os
+import re
 import socket
 import subprocess
 import weakref
+from collections.abc import Mapping
 from pathlib import Path
 
 BUFFER_BYTES = 1 << 20
+# HF_TOKEN, OPENAI_API_KEY, AWS_SECRET_ACCESS_KEY; headers of OpenTelemetry carry keys. Not TOKENIZERS_PARALLELISM.
+SECRET = re.compile(r"(^|_)(\w*KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|HEADERS)(_|$)", re.IGNORECASE)
 _children: "weakref.WeakSet[subprocess.Popen[bytes]]" = weakref.WeakSet()
+
+
+def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables but for those whose name says that they hold a key, a token or a password.
+
+    A child loads what lies on this machine and talks to us alone, and its environment can be read in more places.
+    """
+    return {name: value for name, value in environment.items() if not SECRET.search(name)}
 
 
 def spawn(
@@ -25,7 +37,7 @@ def spawn(
                 [*command, str(theirs.fileno()), *arguments],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": path, **(environment or {})},
+                env={**without_secrets(os.environ), "PYTHONPATH": path, **(environment or {})},
             )
         except BaseException:
             ours.close()

@@ -37,7 +37,8 @@ def main() -> int:
     seconds = float(sys.argv[-1])
     resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's; the end of the socket is the sign to go
+    for number in (signal.SIGINT, signal.SIGHUP):  # a terminal's; the end of the socket is the sign to go
+        signal.signal(number, signal.SIG_IGN)
     os.nice(5)  # streams come first
     with sock, sock.makefile("rb") as reader:
         vocabulary = _receive(reader, Vocabulary)

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from engine.checkpoint import read_json
+from engine.checkpoint_files import path_inside
 from engine.errors import ConfigError, ModelError
 from engine.pooling import Pooling
 
@@ -30,7 +31,7 @@ def read_pooling(model_dir: Path, choice: str) -> Pooling | None:
             f"modules.json: the module {sorted(unknown)[0]!r} is not served; with --pooling last, mean or cls the "
             "vectors are made without it."
         )
-    return Pooling(_pooling_kind(model_dir / modules["Pooling"]), "Normalize" in modules)
+    return Pooling(_pooling_kind(model_dir, modules["Pooling"]), "Normalize" in modules)
 
 
 def _sentence_modules(model_dir: Path) -> dict[str, str]:
@@ -46,16 +47,16 @@ def _sentence_modules(model_dir: Path) -> dict[str, str]:
     return found
 
 
-def _pooling_kind(folder: Path) -> str:
+def _pooling_kind(model_dir: Path, module: str) -> str:
     """From the flags of older files, or the name that newer ones have."""
-    settings = read_json(folder / "config.json", required=True)
+    settings = read_json(path_inside(model_dir, Path(module) / "config.json"), required=True)
     named = settings.get("pooling_mode")
     flags = [name for name, on in settings.items() if name.startswith("pooling_mode_") and on is True]
     asked = [named] if named else flags
     found = [(KINDS if named else FLAGS).get(str(name)) for name in asked]
     if len(found) != 1 or found[0] is None:
         raise ModelError(
-            f"{folder.name}/config.json: pooling by {', '.join(map(str, asked))[:200] or 'nothing'} is not served; "
+            f"{module}/config.json: pooling by {', '.join(map(str, asked))[:200] or 'nothing'} is not served; "
             "choose one with --pooling last, mean or cls."
         )
     return found[0]

@@ -29,7 +29,8 @@ def main() -> int:
     resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's; the end of the socket is the sign to go
+    for number in (signal.SIGINT, signal.SIGHUP):  # a terminal's; the end of the socket is the sign to go
+        signal.signal(number, signal.SIG_IGN)
     with sock, sock.makefile("rb") as reader:
         while True:
             header = reader.read(REQUEST_HEADER.size)

@@ -15,10 +15,12 @@ import dataclasses
 import hashlib
 import hmac
 import logging
+import os
 import re
+import shlex
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from starlette.types import Scope
 
@@ -128,7 +130,12 @@ class ApiKeys:
 def read_key_file(path: str, limits: Limits) -> Iterator[ApiKey]:
     """The keys of a file; `limits` are those of keys for which it says nothing. ConfigError never repeats a key."""
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        with open(path, encoding="utf-8") as file:
+            if stat.S_IMODE(os.fstat(file.fileno()).st_mode) & stat.S_IROTH:
+                logger.warning(
+                    "everybody on this machine can read the keys in %s: chmod 600 %s", path, shlex.quote(path)
+                )
+            lines = file.read().splitlines()
     except OSError as error:
         raise ConfigError(f"api_key_file: cannot read {path}: {error.strerror}.") from None
     except UnicodeDecodeError:

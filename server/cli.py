@@ -144,7 +144,8 @@ def bench(arguments: list[str]) -> int:
 
 def plan(arguments: list[str]) -> int:
     """Runs in a process of its own: planning needs torch's view of the device, the command does not."""
-    return subprocess.run([sys.executable, "-m", "engine.worker.plan", *arguments]).returncode
+    environment = {name: value for name, value in os.environ.items() if name != "PAGESERVE_API_KEY"}
+    return subprocess.run([sys.executable, "-m", "engine.worker.plan", *arguments], env=environment).returncode
 
 
 if __name__ == "__main__":

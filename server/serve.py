@@ -137,8 +137,7 @@ class _Service:
         loop = asyncio.get_running_loop()
         AppStatus.should_exit = False  # of this process: an earlier server in it may have been forced to end
         self._signals.install()  # before loading, which may take minutes
-        if self._config.api_key_file is not None:
-            loop.add_signal_handler(signal.SIGHUP, self._keys.reload)
+        loop.add_signal_handler(signal.SIGHUP, self._on_hang_up)
         http = asyncio.create_task(self._http.serve(sockets=[self._listener]))
         trimming = asyncio.create_task(keep_trimmed())
         try:
@@ -149,6 +148,12 @@ class _Service:
         status = self._signals.status or status
         self._signals.end_soon(status)
         return status
+
+    def _on_hang_up(self) -> None:
+        if self._config.api_key_file is not None:
+            self._keys.reload()
+        else:
+            logger.info("SIGHUP is ignored: there is no api_key_file to read anew; SIGTERM ends the server")
 
     async def _load_and_serve(self, http: "asyncio.Task[None]") -> int:
         if await _first(self._load(), self._signals.first.wait(), http) != 0:

@@ -85,7 +85,7 @@ def test_the_worker_imports_models_kernels_and_the_step_language(path):
 
 @pytest.mark.parametrize("path", of("engine.models"), ids=str)
 def test_models_import_kernels_and_what_reads_a_checkpoint(path):
-    allowed = ("engine.models", "kernels", "engine.errors", "engine.json_files")
+    allowed = ("engine.models", "kernels", "engine.errors", "engine.json_files", "engine.checkpoint_files")
     assert not {name for name in ours(path) if not within(name, *allowed)}
 
 

@@ -11,16 +11,23 @@ from torch import Tensor
 
 from engine.models.config import ModelConfig, RopeScaling
 
+ROWS_AT_A_TIME = 1 << 16
+
 
 def cos_sin_table(config: ModelConfig, num_positions: int, device: torch.device) -> Tensor:
     """fp32 [num_positions, rotary_dim]: the cosines of rotary_dim / 2 angles, then the sines.
 
-    Computed in fp32 on the CPU, as transformers does, so that positions in the thousands agree to the last bit.
+    Computed in fp32 on the CPU, as transformers does, so that positions in the thousands agree to the last bit; in
+    pieces, since the angles and what is made of them take five times the memory of the table.
     """
     frequencies = rotary_frequencies(config, num_positions)
-    angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies[None, :]
     scale = config.rope_scaling.attention_factor if config.rope_scaling else 1.0
-    return (torch.cat([angles.cos(), angles.sin()], dim=-1) * scale).to(device)
+    table = torch.empty((num_positions, config.rotary_dim), dtype=torch.float32, device=device)
+    for start in range(0, num_positions, ROWS_AT_A_TIME):
+        positions = torch.arange(start, min(start + ROWS_AT_A_TIME, num_positions), dtype=torch.float32)
+        angles = positions[:, None] * frequencies[None, :]
+        table[start : start + len(positions)] = torch.cat([angles.cos(), angles.sin()], dim=-1) * scale
+    return table
 
 
 def rotary_frequencies(config: ModelConfig, num_positions: int) -> Tensor:

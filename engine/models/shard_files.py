@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from engine.checkpoint_files import path_inside
 from engine.errors import ModelError
 from engine.json_files import read_json_object
 
@@ -22,18 +23,11 @@ def find_shard_files(model_dir: Path) -> list[Path]:
 
 
 def check_shard_path(model_dir: Path, name: str) -> Path:
-    """The real path of a shard; ModelError unless it is a file inside the folder.
-
-    A snapshot in a Hugging Face cache holds links to blobs/ beside snapshots/; that folder is allowed, too.
-    """
+    """The real path of a shard; ModelError unless it is a file inside the folder (engine/checkpoint_files.py)."""
     relative = Path(name)
     if relative.is_absolute() or ".." in relative.parts or relative.suffix != ".safetensors":
         raise ModelError(f"{INDEX_FILE} names {name!r}: a shard must be a .safetensors file inside the model's folder.")
-    root = model_dir.resolve()
-    roots = [root, root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [root]
-    path = (root / relative).resolve()
-    if not any(path.is_relative_to(allowed) for allowed in roots):
-        raise ModelError(f"{name!r} is a link that leaves the model's folder: put the file itself there.")
+    path = path_inside(model_dir, relative)
     if not path.is_file():
         raise ModelError(f"{model_dir} lacks the weight file {name!r}: the download or copy is incomplete.")
     return path

@@ -6,11 +6,13 @@ new, does not match its checksum. Nothing is flushed for a crash of the machine;
 """
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import logging
 import os
 import queue
+import stat
 import struct
 import threading
 from collections.abc import Callable
@@ -200,11 +202,21 @@ def open_block_file(config: EngineConfig, block_bytes: int, identity: bytes) -> 
 
 
 def _open_locked(folder: Path) -> int:
+    """The file, locked for us. It is written over from its start: nothing but a file of ours may be there."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        fd = os.open(folder / FILE_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)  # it tells what was asked
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a named pipe: do not wait
+        fd = os.open(folder / FILE_NAME, flags, 0o600)  # it tells what was asked
     except OSError as error:
-        raise ConfigError(f"disk_cache: cannot use {str(folder)!r} ({error.strerror}); name another folder.") from None
+        reason = f"{FILE_NAME} there is a link" if error.errno == errno.ELOOP else error.strerror
+        raise ConfigError(f"disk_cache: cannot use {str(folder)!r} ({reason}); name another folder.") from None
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode) or found.st_uid not in (os.geteuid(), 0) or found.st_nlink != 1:
+        os.close(fd)
+        raise ConfigError(
+            f"disk_cache: {FILE_NAME} in {str(folder)!r} is not a file of this user's, or has another name, too; "
+            "name another folder."
+        )
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

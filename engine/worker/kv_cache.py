@@ -71,6 +71,14 @@ def model_max_len(config: EngineConfig, model: ModelConfig) -> int:
     return config.max_model_len
 
 
+def most_positions(config: EngineConfig, model: ModelConfig, dtype_bytes: int, budget: int) -> int:
+    """The longest sequence in tokens that a KV cache of at most `budget` bytes could hold, as a bound for tables that
+    have a row for each position: a checkpoint may claim any number of them."""
+    block_bytes = config.block_size * model.kv_bytes_per_token(dtype_bytes, kv_format_of(config, model))
+    num_blocks = config.num_blocks or max(0, budget) // block_bytes
+    return max(1, min(model_max_len(config, model), num_blocks * config.block_size))
+
+
 def host_cache_bytes(config: EngineConfig, available: int) -> int:
     """What a KV cache in host memory may take: as asked, else a quarter of what is free, up to 4 GiB."""
     if config.kv_cache_memory is not None:

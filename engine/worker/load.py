@@ -1,6 +1,7 @@
 """From a checkpoint to a runner that is warm, and what the Driver is told of it."""
 
 import hashlib
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,11 +29,14 @@ from engine.worker.kv_cache import (
     host_cache_bytes,
     kv_format_of,
     model_max_len,
+    most_positions,
     num_host_blocks,
     size_kv_cache,
     staging_bytes,
 )
 from engine.worker.model_runner import ModelRunner, block_copier
+
+logger = logging.getLogger(__name__)
 
 
 def load_runner(
@@ -51,6 +55,9 @@ def load_runner(
     total_bytes = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 0
     limits = resolve_step_limits(config, device.type, total_bytes)
     longest = model_max_len(config, model)
+    # What is free now bounds what is left for the cache once the weights are there.
+    budget = total_bytes if total_bytes else host_cache_bytes(config, available_host_bytes())
+    num_positions = max(limits.max_num_batched_tokens, most_positions(config, model, dtype.itemsize, budget))
     progress("loading weights")
     decoder = load_model(
         model_dir,
@@ -60,7 +67,7 @@ def load_runner(
         load_format=config.load_format,
         seed=config.seed,
         progress=progress,
-        max_model_len=longest,
+        max_model_len=min(longest, num_positions),
         batch_invariant=config.batch_invariant,
     )
     assert isinstance(decoder, Decoder), "a causal model is a decoder"
@@ -69,6 +76,10 @@ def load_runner(
     queue = CudaQueue(device) if device.type == "cuda" else None
     size, used = _size_cache(config, model, decoder, limits, dtype, device)
     memory |= used
+    if (held := size.max_model_len) < longest:
+        logger.warning(
+            "max_model_len is cut from the model's %d to the %d tokens that the KV cache holds", longest, held
+        )
     reserved = 0 if queue is not None else size.num_bytes
     num_slots = num_host_blocks(config, size.block_bytes, available_host_bytes() - reserved)
     progress("allocating the KV cache")

@@ -30,6 +30,7 @@ from engine.worker.kv_cache import (
     host_cache_bytes,
     kv_format_of,
     model_max_len,
+    most_positions,
     size_kv_cache,
 )
 from engine.worker.prompt_scorer import MAX_SCORED_LOGITS, SCORE_BYTES
@@ -74,7 +75,7 @@ def make_plan(config: EngineConfig, model: ModelConfig, machine: Machine) -> Mem
     limits = resolve_step_limits(config, machine.device_type, machine.total_bytes)
     on_gpu = machine.device_type == "cuda"
     dtype_bytes = DTYPE_BYTES[model.dtype if config.dtype == "auto" else config.dtype]
-    weights = model.weight_bytes(dtype_bytes) + model.rotary_bytes(model_max_len(config, model))
+    weights = model.weight_bytes(dtype_bytes) + model.rotary_bytes(_num_positions(config, model, machine, dtype_bytes))
     if not on_gpu and dtype_bytes == 2 and model.tie_embeddings:  # packed for the lm_head, plain for the embedding
         weights += model.vocab_size * model.embedding_size * dtype_bytes
     activations = activation_bytes(model, dtype_bytes, limits.max_num_batched_tokens)
@@ -98,6 +99,14 @@ def make_plan(config: EngineConfig, model: ModelConfig, machine: Machine) -> Mem
     except DoesNotFitError as error:
         problem = error.reason  # its advice is a guess; nearest_settings tries what it names
     return MemoryPlan(weights, activations, sampler, overhead, available, limits, size, problem)
+
+
+def _num_positions(config: EngineConfig, model: ModelConfig, machine: Machine, dtype_bytes: int) -> int:
+    """Rows of the rotary tables, as load_runner bounds them."""
+    budget = machine.total_bytes
+    if machine.device_type != "cuda" and config.kv_cache_memory is None:
+        budget = host_cache_bytes(config, budget)
+    return most_positions(config, model, dtype_bytes, budget)
 
 
 def _graph_bytes(config: EngineConfig, limits: StepLimits) -> int:

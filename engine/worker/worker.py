@@ -94,7 +94,7 @@ def main() -> int:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # the Driver asks, before it kills a Worker that hangs
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s worker: %(message)s", stream=sys.stderr)
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     sock = socket.socket(fileno=int(sys.argv[-1]))
     sock.setblocking(True)

@@ -6,9 +6,11 @@ out  {"id": "batch_req_...", "custom_id": "1", "response": {"status_code", "requ
 An answer that was no answer has "response": null and an "error". Answers stand in the order in which they came.
 """
 
+import contextlib
 import json
 import os
 import shutil
+import tempfile
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -109,15 +111,19 @@ def keep_final(path: Path) -> dict[str, bool]:
     Other answers are taken out, as is half of one at the end: their requests are to be asked again. ConfigError where
     a line is none of these: such a file holds something else, and stays as it is.
     """
-    path = path.resolve()  # what a link leads to
+    path = _target(path)
     if not path.exists():
         return {}
     if not path.is_file():
         raise ConfigError(f"--output: {path} is no regular file; name one.")
     done: dict[str, bool] = {}
-    kept = path.with_name(path.name + ".kept")
+    try:  # a new file, whatever else lies there
+        descriptor, name = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".kept", dir=path.parent)
+    except OSError as error:
+        raise ConfigError(f"--output: cannot write beside {path}: {error.strerror}.") from None
+    kept = Path(name)
     try:
-        with path.open(encoding="utf-8", errors="replace") as old, kept.open("w", encoding="utf-8") as new:
+        with path.open(encoding="utf-8", errors="replace") as old, open(descriptor, "w", encoding="utf-8") as new:
             shutil.copymode(path, kept)
             for number, text in enumerate(old, start=1):
                 line = _read_answer(text)
@@ -130,6 +136,14 @@ def keep_final(path: Path) -> dict[str, bool]:
     finally:
         kept.unlink(missing_ok=True)
     return done
+
+
+def _target(path: Path) -> Path:
+    """What a link leads to. ConfigError for a link that somebody else made: it would choose what is written over."""
+    with contextlib.suppress(FileNotFoundError):
+        if path.is_symlink() and path.lstat().st_uid not in (os.geteuid(), 0):
+            raise ConfigError(f"--output: {path} is a link that another user made; name a file.")
+    return path.resolve()
 
 
 def _read_answer(text: str) -> dict[str, Any] | None:

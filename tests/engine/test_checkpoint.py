@@ -258,3 +258,46 @@ def test_model_identity_changes_with_whatever_changes_the_cache(tmp_path):
         file.write(" ")
     found.add(model_identity(tmp_path, config))
     assert len(found) == 6
+
+
+LINKS = ("config.json", "chat_template.jinja", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
+LINKS += ("model.safetensors", "model.safetensors.index.json", "merges.txt", "tokenizer.model", "modules.json")
+
+
+@pytest.mark.parametrize("name", LINKS)
+def test_a_link_out_of_the_folder_is_not_followed(tmp_path: Path, name: str) -> None:
+    """Else /tokenize would tell the text of any file of this machine, as a chat template."""
+    secret = tmp_path / "secret"
+    secret.write_text("{}")
+    folder = save_fake_checkpoint(tmp_path / "model")
+    (folder / "model.safetensors").touch()
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(secret)
+    with pytest.raises(ModelError, match=f"{name}.* is a link that leaves the model's folder: put the file itself"):
+        resolve_model(EngineConfig(model=str(folder)))
+    with pytest.raises(ModelError, match="leaves the model's folder"):
+        resolve_tokenizer(EngineConfig(tokenizer=str(folder)), tmp_path)
+
+
+def test_links_within_the_folder_and_to_it_are_followed(tmp_path: Path) -> None:
+    folder = save_fake_checkpoint(tmp_path / "model")
+    (folder / "real.jinja").write_text("{{ messages }}")
+    (folder / "chat_template.jinja").symlink_to("real.jinja")
+    (folder / "nowhere.json").symlink_to("gone.json")
+    (folder / "pytorch_model.bin").symlink_to(tmp_path / "elsewhere")  # never read
+    (tmp_path / "name").symlink_to(folder)
+    assert resolve_model(EngineConfig(model=str(tmp_path / "name"), load_format="dummy")) == folder
+
+
+def test_a_snapshot_of_the_hub_holds_links_to_its_blobs(hub: FakeHub, tmp_path: Path) -> None:
+    blobs = tmp_path / "cache" / "blobs"
+    blobs.mkdir(parents=True)
+    (blobs / "abc").write_text("{}")
+    hub.snapshot.mkdir(parents=True)
+    (hub.snapshot / "config.json").symlink_to("../../blobs/abc")
+    config = EngineConfig(model="org/name", load_format="dummy")
+    assert resolve_model(config) == hub.snapshot
+    (tmp_path / "secret").write_text("{}")
+    (hub.snapshot / "chat_template.jinja").symlink_to("../../../secret")
+    with pytest.raises(ModelError, match="leaves the model's folder"):
+        resolve_model(config)

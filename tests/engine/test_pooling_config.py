@@ -72,6 +72,17 @@ def test_damaged_files_are_model_errors(tmp_path, text):
         read_pooling(tmp_path, "auto")
 
 
+def test_a_module_outside_of_the_folder_is_not_read(tmp_path):
+    outside, model = tmp_path / "outside", tmp_path / "model"
+    outside.mkdir()
+    (outside / "config.json").write_text('{"pooling_mode": "mean"}')
+    model.mkdir()
+    (model / "modules.json").write_text('[{"path": "1_Pooling", "type": "a.Pooling"}]')
+    (model / "1_Pooling").symlink_to(outside)
+    with pytest.raises(ModelError, match="leaves the model's folder"):
+        read_pooling(model, "auto")
+
+
 def test_what_is_usual_and_what_makes_no_sense():
     assert pooling_of_model(None, encoder=True) == Pooling("mean")
     assert pooling_of_model(None, encoder=False) == Pooling("last")

@@ -224,3 +224,12 @@ def test_on_loopback_it_needs_none(host):
 
 def test_a_key_file_may_hold_several_tenants_so_blocks_are_not_shown(tmp_path):
     assert not debug_kv_enabled(ServerConfig(api_key_file=str(key_file(tmp_path, "sk-a\n"))))
+
+
+@pytest.mark.parametrize("mode, warned", [(0o600, False), (0o640, False), (0o604, True), (0o644, True)])
+def test_a_key_file_that_everybody_can_read_is_told(tmp_path, caplog, mode, warned):
+    path = tmp_path / "the keys"
+    path.write_text("sk-secret\n")
+    path.chmod(mode)
+    assert len(ApiKeys(ServerConfig(api_key_file=str(path)))) == 1
+    assert (f"chmod 600 '{path}'" in caplog.text) == warned and "sk-secret" not in caplog.text

@@ -250,6 +250,27 @@ def test_the_output_stays_the_file_that_it_is(server, tmp_path):
     assert len(answers(real)) == 2
 
 
+def test_what_lies_beside_the_output_is_not_written_over(server, tmp_path):
+    source, other = write_requests(tmp_path / "in", [completion_body()] * 2), tmp_path / "other"
+    other.write_text("precious")
+    for name in ("out.kept", "out.tmp"):
+        (tmp_path / name).symlink_to(other)
+    for _ in range(2):
+        assert run(source, tmp_path / "out", server) == 0
+    assert other.read_text() == "precious" and (tmp_path / "out.kept").is_symlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "other", "out", "out.kept", "out.tmp"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make links of others")
+def test_a_link_of_another_user_is_not_followed(tmp_path, capsys):
+    source = write_requests(tmp_path / "in", [completion_body()])
+    (tmp_path / "out").symlink_to(tmp_path / "chosen by another")
+    os.lchown(tmp_path / "out", 12345, 12345)
+    assert main(["run-batch", "-i", str(source), "-o", str(tmp_path / "out"), "--base-url", "http://h"]) == 2
+    assert "is a link that another user made" in capsys.readouterr().err
+    assert not (tmp_path / "chosen by another").exists()
+
+
 @pytest.mark.parametrize("kind", ["a folder", "a pipe"])
 def test_the_output_is_a_regular_file(tmp_path, capsys, kind):
     (tmp_path / "in").write_text(json.dumps(GOOD) + "\n")

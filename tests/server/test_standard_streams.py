@@ -2,13 +2,20 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
 
+import httpx
 import pytest
+
+from benchmarks.startup import free_port
+from tests.mortal import MORTAL
+from tests.server.process import wait_until_ready
+from tests.server.streams import GRAMMARS, WORKER, children_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PREAMBLE = """
@@ -141,3 +148,56 @@ with StandardStreams():
             assert done.returncode == 0 and path.read_text().split()[0] == "1"
     finally:
         path.unlink(missing_ok=True)
+
+
+@pytest.fixture
+def unread_server():
+    """(URL, process) of `pageserve serve` whose stdout is full and whose stderr nobody reads, with secrets about."""
+    reader, writer = full_pipe()
+    port = free_port()
+    options = ["--port", str(port), "--device", "cpu", "--max-model-len", "256", "--num-blocks", "64"]
+    command = [*MORTAL, sys.executable, "-m", "server.cli", "serve", *options]
+    environment = {**os.environ, **SECRETS, "TOKENIZERS_PARALLELISM": "false"}
+    with open("/dev/full", "w") as full:
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=full, stderr=writer)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        with httpx.Client(base_url=url, timeout=60) as client:
+            wait_until_ready(client, process)
+        yield url, process
+    finally:
+        process.kill()
+        process.wait()
+        os.close(reader)
+        os.close(writer)
+
+
+KEY = "sk-of-this-test"
+SECRETS = {"PAGESERVE_API_KEY": KEY, "HF_TOKEN": "hf_secret", "AWS_SECRET_ACCESS_KEY": "aws", "DB_PASSWORD": "pass"}
+
+
+def test_a_server_whose_output_nobody_takes_serves_and_ends_in_good_order(unread_server):
+    url, process = unread_server
+    children = children_of(process)
+    body = {"model": "bundled", "prompt": "Once", "max_tokens": 8}
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 20, "model": "bundled"}
+    chat["response_format"] = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    with httpx.Client(base_url=url, timeout=60, headers={"authorization": f"Bearer {KEY}"}) as client:
+        body["model"] = chat["model"] = client.get("/v1/models").json()["data"][0]["id"]
+        for _ in range(20):
+            os.kill(children[WORKER], signal.SIGUSR1)  # it writes its stacks to stderr
+            time.sleep(0.01)
+        os.kill(process.pid, signal.SIGHUP)  # there is no key file to read anew
+        assert client.post("/v1/completions", json=body).status_code == 200
+        assert client.post("/v1/chat/completions", json=chat).status_code == 200
+        found = client.get("/metrics").text
+    assert int(float(re.search(r'log_lines_dropped_total{stream="stdout"} (\S+)', found)[1])) >= 3
+    children = children_of(process)
+    assert {WORKER, GRAMMARS} <= set(children)
+    for name, pid in children.items():
+        environment = Path(f"/proc/{pid}/environ").read_bytes()
+        assert not [secret for secret in SECRETS.values() if secret.encode() in environment], name
+        assert b"TOKENIZERS_PARALLELISM=false" in environment
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 0

@@ -238,7 +238,7 @@ def test_links_may_not_leave_the_folder(tmp_path: Path, name: str) -> None:
     (tmp_path / "model" / "model.safetensors").rename(tmp_path / "outside.safetensors")
     (tmp_path / "model" / name).symlink_to(tmp_path / "outside.safetensors")
     (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": name}}))
-    with pytest.raises(ModelError, match=rf"'{name}' is a link that leaves"):
+    with pytest.raises(ModelError, match=rf"'{name}' .* is a link that leaves"):
         load(tmp_path / "model")
 
 

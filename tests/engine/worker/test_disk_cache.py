@@ -55,6 +55,32 @@ def test_blocks_outlive_the_server_and_the_oldest_goes_first(open_file):
     assert again.load(digest(2)) is None and again.load(digest(3)) == content(3)
 
 
+@pytest.mark.parametrize("kind", ["link", "hard link", "named pipe", "folder"])
+def test_what_is_no_file_of_ours_is_left_as_it_is(open_file, tmp_path, kind):
+    other, path = tmp_path / "other", tmp_path / "cache" / FILE_NAME
+    other.write_text("precious")
+    path.parent.mkdir()
+    if kind == "link":
+        path.symlink_to(other)
+    elif kind == "hard link":
+        os.link(other, path)
+    elif kind == "named pipe":
+        os.mkfifo(path)
+    else:
+        path.mkdir()
+    with pytest.raises(ConfigError, match=r"disk_cache: .*name another folder"):
+        open_file()
+    assert other.read_text() == "precious"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of others")
+def test_a_file_of_another_user_is_left_as_it_is(open_file, tmp_path):
+    open_file()
+    os.chown(tmp_path / "cache" / FILE_NAME, 12345, 12345)
+    with pytest.raises(ConfigError, match="not a file of this user's"):
+        BlockFile(tmp_path / "cache", DATA_START + 4 * SLOT, BLOCK, IDENTITY)
+
+
 def test_keys_with_long_rotary_factors_are_those_of_another_model(open_file, tmp_path):
     """max_model_len decides how all keys are rotated: 128 is the length that this model was trained for."""
     save_model("phi3_longrope", tmp_path / "model")

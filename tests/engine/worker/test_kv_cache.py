@@ -1,11 +1,13 @@
 """Sizes of the KV cache, and what is said when it does not fit."""
 
+import json
 import resource
 from dataclasses import replace
 
 import pytest
 import torch
 
+from engine.checkpoint import BUNDLED_MODEL
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.models.config import ModelConfig, RopeScaling
@@ -17,10 +19,12 @@ from engine.worker.kv_cache import (
     host_cache_bytes,
     kv_format_of,
     model_max_len,
+    most_positions,
     num_host_blocks,
     size_kv_cache,
     staging_bytes,
 )
+from engine.worker.load import load_runner
 from kernels.kv_format import KV_FORMATS
 
 GIB = 1 << 30
@@ -179,3 +183,24 @@ def test_host_tier_within_what_is_free():
     assert num_host_blocks(EngineConfig(swap_space=0.5), 3 << 20, 1 << 30) == 170
     with pytest.raises(ConfigError, match=r"swap_space: 2.0 GiB is more than the 1.0 GiB that are free; use --swap"):
         num_host_blocks(EngineConfig(swap_space=2), 1 << 20, 1 << 30)
+
+
+def test_tables_have_no_more_rows_than_the_cache_could_hold():
+    claims = replace(MODEL, max_position_embeddings=10**8)
+    assert most_positions(EngineConfig(), claims, 2, budget=1000 * TOKEN) == 992
+    assert most_positions(EngineConfig(num_blocks=5), claims, 2, budget=GIB) == 80
+    assert most_positions(EngineConfig(max_model_len=500), claims, 2, budget=GIB) == 500
+    assert most_positions(EngineConfig(), MODEL, 2, budget=GIB) == 1024
+
+
+def test_a_checkpoint_that_claims_a_hundred_million_positions_costs_no_more_than_another(tmp_path, caplog):
+    config = json.loads((BUNDLED_MODEL / "config.json").read_text()) | {"max_position_embeddings": 10**8}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    settings = EngineConfig(load_format="dummy", device="cpu", kv_cache_memory="32MiB", max_num_seqs=4, cpu_threads=1)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    _, ready = load_runner(settings, tmp_path, [0], lambda phase: None)
+    assert ready.max_model_len == ready.num_blocks * settings.block_size < 100_000
+    assert "max_model_len is cut from the model's 100000000" in caplog.text
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20, "KiB; the tables took ten times that"
+    with pytest.raises(ConfigError, match="max_model_len: 100000000 tokens do not fit a KV cache"):
+        load_runner(replace(settings, max_model_len=10**8), tmp_path, [0], lambda phase: None)
