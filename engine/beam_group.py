@@ -27,6 +27,8 @@ class BeamGroup(SequenceGroup):
     token_ids.
     """
 
+    inseparable = True
+
     def __init__(self, slots: list[Sequence], search: BeamSearch) -> None:
         super().__init__(slots)
         self.slots = slots
@@ -46,7 +48,6 @@ class BeamGroup(SequenceGroup):
 
     @property
     def num_spare_rows(self) -> int:
-        """Rows beyond those of its running sequences that a running group will need."""
         num_running = len(self.running)
         return len(self.slots) - num_running if num_running else 0
 

@@ -11,8 +11,12 @@ computation.
 
 Places (dominant resource fairness: Ghodsi et al. 2011). A tenant's share is the larger of its shares of rows and of
 blocks, over its weight. Where the next in turn finds no room, running sequences of the tenant with the largest share
-give way, as long as that tenant keeps at least as large a share as the newcomer's then has: so nothing is ever pushed
-back and forth. What gives way keeps its computed blocks in the prefix cache until they are needed.
+give way, one by one, as long as that tenant keeps at least as large a share as the newcomer's then has: so nothing is
+ever pushed back and forth. Samples of one request give way one by one, too. A part that cannot be divided (a beam
+search, or one long sequence) may be all that a tenant has. It gives way as a whole to a tenant that would then hold at
+most half as much, so no request keeps all rows or all blocks for itself. After it came back it keeps its place until it
+has gone on for as long as it took to compute again what it had lost: at least half of its time is progress. What gives
+way keeps its computed blocks in the prefix cache until they are needed.
 
 First tokens. While a tenant waits for a first token, the plan leaves out those who were served more than it: the new
 prompt neither waits behind their chunks nor shares the step with decodes of a tenant that holds more than twice as
@@ -29,8 +33,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from engine.block_manager import BlockManager
-from engine.sequence import Sequence
-from engine.sequence_group import together
+from engine.sequence import Sequence, SequenceStatus
+from engine.sequence_group import smallest_part
 from engine.short_steps import ShortSteps
 from engine.step import StepPlan, StepResult
 
@@ -55,6 +59,30 @@ class Tenant:
 
 
 @dataclass(slots=True)
+class Comeback:
+    """The return of a sequence that gave way as the last part of what its tenant had. Times are FairShare's clock."""
+
+    returned: float | None = None  # when it ran again
+    caught_up: float | None = None  # when it computed its first new token after that
+
+    def observe(self, seq: Sequence, now: float) -> None:
+        """Note how far `seq` got with the plan that is sent now."""
+        if seq.status is not SequenceStatus.RUNNING:
+            self.returned = self.caught_up = None
+            return
+        if self.returned is None:
+            self.returned = now
+        if self.caught_up is None and seq.num_computed_tokens > seq.num_charged_tokens:
+            self.caught_up = now
+
+    def is_over(self, now: float) -> bool:
+        """Whether the sequence has gone on for as long as it took to catch up."""
+        if self.returned is None or self.caught_up is None:
+            return False
+        return now - self.caught_up >= self.caught_up - self.returned
+
+
+@dataclass(slots=True)
 class Holding:
     """What running sequences of a tenant hold."""
 
@@ -73,6 +101,7 @@ class FairShare:
         self._tenants: dict[str, Tenant] = {}
         self._active: set[str] = set()
         self.left_out: set[str] = set()  # tenants of whom nothing is admitted now
+        self._comebacks: dict[Sequence, Comeback] = {}  # of those that must not give way as a whole again yet
         self._gave_way: set[str] = set()  # tenants of what was just displaced: it would come straight back in
         self._kept_out: set[str] = set()  # the same, once the plan is under construction
         self._clock = 0.0  # seconds of computing so far
@@ -107,6 +136,7 @@ class FairShare:
 
     def went(self, seq: Sequence) -> None:
         """A sequence ended, in whatever state."""
+        self._comebacks.pop(seq, None)
         tenant = self._tenants[seq.tenant]
         tenant.num_live -= 1
         if not tenant.num_live:
@@ -132,7 +162,10 @@ class FairShare:
             seq.num_charged_tokens = done
 
     def next_in_turn(self, waiting: list[Sequence], running: list[Sequence]) -> Sequence:
-        """Of the most urgent of those that wait (in order), the first of the tenant that was served least."""
+        """Of the most urgent of those that wait (in order), the first of the tenant that was served least.
+
+        In a plan for which some gave way, their tenants come last: without what they held their turn might have come.
+        """
         first = waiting[0]
         if not self.contended:
             return first
@@ -145,7 +178,10 @@ class FairShare:
         if len(heads) == 1:
             return first
         holdings = self._holdings(running)
-        return min(heads.values(), key=lambda seq: (*self._rank(seq.tenant, holdings), seq.arrival))
+        return min(
+            heads.values(),
+            key=lambda seq: (seq.tenant in self._kept_out, *self._rank(seq.tenant, holdings), seq.arrival),
+        )
 
     def next_step(
         self, newcomer: Sequence | None, running: list[Sequence], more_wait: bool, most: int
@@ -171,6 +207,11 @@ class FairShare:
 
     def planned(self, plan: StepPlan, running: Iterable[Sequence]) -> None:
         """A plan is sent, its tokens are counted as computed."""
+        for seq, comeback in [*self._comebacks.items()]:
+            comeback.observe(seq, self._clock)
+            if comeback.is_over(self._clock):
+                del self._comebacks[seq]
+        self._kept_out = set()
         if self._clock < self._short_until:
             self._short_steps.planned(plan)
         costs = self._costs[plan.step_id] = dict.fromkeys(self._active, 0.0)
@@ -254,8 +295,7 @@ class FairShare:
     ) -> list[Sequence]:
         """Who gives way to `seq` and its group; nobody where that would not be enough, or not fair.
 
-        `spare` blocks must stay free. A tenant never gives up all that it has, its first in order least of all: so the
-        first of all never gives way, and something always gets to its end.
+        `spare` blocks must stay free. Of each tenant the last in order give way first.
         """
         num_rows, num_blocks = 1, self._blocks.num_blocks_for(seq.num_tokens)
         if seq.group is not None:
@@ -267,23 +307,31 @@ class FairShare:
         own = holdings.setdefault(seq.tenant, Holding())
         own.num_rows += num_rows
         own.num_blocks += num_blocks
-        own_share, victims = self._share(seq.tenant, own), list[Sequence]()
+        asked, victims = self._share(seq.tenant, own), list[Sequence]()
+        given_up: Counter[int] = Counter()  # holders that each block loses
+        undivided: list[Sequence] = []
         candidates = self._candidates(seq, running)
         while missing_rows > 0 or missing_blocks > 0:
             largest = max(candidates, key=lambda name: self._share(name, holdings[name]), default=None)
             if largest is None:
                 return []
-            group = together(candidates[largest][-1])
-            candidates[largest] = [other for other in candidates[largest] if other not in group]
+            part = smallest_part(candidates[largest][-1])
+            held = self._share(largest, holdings[largest])
+            rows = len(part) + (part[0].group.num_spare_rows if part[0].group is not None else 0)
+            holdings[largest].num_rows -= rows
+            holdings[largest].num_blocks -= sum(len(member.block_table) for member in part)
+            if self._share(largest, holdings[largest]) < asked:
+                if 2 * asked > held or not self._comebacks.keys().isdisjoint(part):
+                    del candidates[largest]
+                    continue
+                undivided += part
+            candidates[largest] = [other for other in candidates[largest] if other not in part]
             if not candidates[largest]:
                 del candidates[largest]
-            holdings[largest].num_rows -= len(group)
-            holdings[largest].num_blocks -= sum(len(member.block_table) for member in group)
-            if self._share(largest, holdings[largest]) < own_share:
-                return []
-            victims += group
-            missing_rows -= len(group)
-            missing_blocks -= sum(self._num_own_blocks(member) for member in group)
+            victims += part
+            missing_rows -= rows
+            missing_blocks -= self._num_freed(part, given_up)
+        self._comebacks |= {victim: Comeback() for victim in undivided}
         self._gave_way = {victim.tenant for victim in victims}
         self.num_displaced += len(victims)
         return victims
@@ -309,6 +357,7 @@ class FairShare:
         live = Counter(seq.tenant for seq in sequences)
         assert live == {name: tenant.num_live for name, tenant in self._tenants.items() if tenant.num_live}
         assert self._active == set(live)
+        assert self._comebacks.keys() <= set(sequences)
         assert all(0 <= tenant.cost_in_flight <= tenant.cost for tenant in self._tenants.values())
 
     @staticmethod
@@ -326,6 +375,8 @@ class FairShare:
             holding = holdings.setdefault(seq.tenant, Holding())
             holding.num_rows += 1
             holding.num_blocks += len(seq.block_table)
+        for group in {seq.group for seq in running if seq.group is not None}:
+            holdings[group.members[0].tenant].num_rows += group.num_spare_rows
         return holdings
 
     def _share(self, name: str, holding: Holding | None) -> float:
@@ -346,5 +397,11 @@ class FairShare:
         account = tenant.served + tenant.cost * self._price / tenant.weight
         return account - CREDIT_SECONDS * self._is_small(name, holdings), share
 
-    def _num_own_blocks(self, seq: Sequence) -> int:
-        return sum(self._blocks.blocks[block_id].ref_count == 1 for block_id in seq.block_table)
+    def _num_freed(self, part: list[Sequence], given_up: Counter[int]) -> int:
+        """Blocks that nobody holds any more when these let go of theirs, as others before them did of `given_up`."""
+        num_freed = 0
+        for seq in part:
+            for block_id in seq.block_table:
+                given_up[block_id] += 1
+                num_freed += given_up[block_id] == self._blocks.blocks[block_id].ref_count
+        return num_freed

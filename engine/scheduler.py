@@ -9,8 +9,8 @@ Running sequences come first, those with a single token to compute before longer
 makes a stream stutter beyond one step of `max_num_batched_tokens`. Then waiting sequences are admitted in order while
 all their known tokens find room and as many blocks stay free as engine/admission_policy.py asks. When a running
 sequence gets no block, the last in order is preempted: it gives up its blocks and waits again, to be recomputed. The
-first in order is never preempted by others and a single sequence always fits the pool, so something always progresses.
-Where tenants compete, engine/fair_share.py says whose turn it is, and who gives way.
+first in order is never preempted for want of blocks and a single sequence always fits the pool, so something always
+progresses. Where tenants compete, engine/fair_share.py says whose turn it is, and who gives way.
 
 Samples of one prompt are forks of the first of them: it computes the prompt for all, then they share its blocks. The
 hypotheses of a beam search are forked and ended by their BeamGroup. Both are preempted as a whole and come back when
@@ -389,6 +389,8 @@ class Scheduler:
         """Let others give way to `seq` as far as that is fair; whether it then finds room."""
         spare = self.admission.spare(seq, [], num_forks_of(seq), self.running, self._next_step_id)
         for victim in self.fair_share.displaced_by(seq, self.running, self._num_rows, spare):
+            if victim.group is not None and not victim.group.inseparable:
+                victim.group.split = True  # its other samples go on without this one
             self._preempt(victim)
         return self._finds_room(seq)
 

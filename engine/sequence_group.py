@@ -12,8 +12,10 @@ class SequenceGroup:
     """`members` are Sequences of one prompt, adjacent in order.
 
     A group whose members together need more blocks than there are is `split`: they come and go in order, one by one,
-    until none of them runs.
+    until none of them runs. So it is from when one of them gave way to another tenant's sequence.
     """
+
+    inseparable = False  # whether its members cannot go on without each other
 
     def __init__(self, members: list[Sequence]) -> None:
         self.members = members
@@ -38,6 +40,11 @@ class SequenceGroup:
     def num_together(self) -> int:
         """Sequences that run when all of the group do."""
         return sum(seq.status is not SequenceStatus.FINISHED for seq in self.members)
+
+    @property
+    def num_spare_rows(self) -> int:
+        """Rows beyond those of its running sequences that the group needs while it runs."""
+        return 0
 
     @property
     def num_rows_to_start(self) -> int:
@@ -80,6 +87,11 @@ def _num_common_blocks(a: Sequence, b: Sequence, block_size: int) -> int:
 def together(seq: Sequence) -> list[Sequence]:
     """The running sequences that are preempted with `seq`, itself among them."""
     return [seq] if seq.group is None or seq.group.split else seq.group.running
+
+
+def smallest_part(seq: Sequence) -> list[Sequence]:
+    """The running sequences that must give way with `seq`, itself among them, when its place is needed."""
+    return [seq] if seq.group is None or not seq.group.inseparable else seq.group.running
 
 
 def num_forks_of(seq: Sequence) -> int:

@@ -104,6 +104,7 @@ class Monitor:
         self._num_emitted: dict[int, int] = {}
         self._in_flight = 0
         self._before: dict[int, set[int]] = {}  # who decoded while a sequence rested, by its id
+        self.gave_way_at: dict[int, int] = {}  # by seq_id: tokens computed when it gave way as the last of its tenant
         self.results.clear()
         self.num_workers = 0
         self.blows.clear()
@@ -202,6 +203,7 @@ class Monitor:
         """The Driver has begun again with an empty pool: so does the device. What cannot fit any more must fail."""
         self._in_flight = 0
         self._before.clear()
+        self.gave_way_at.clear()  # what they computed since may be lost
         self.results.clear()
         self.attach(self.scheduler)
         for seq in live:
@@ -353,7 +355,7 @@ class Monitor:
                 saw("plan left to a tenant that waits for a first token")
             elif idle and (num_tokens < scheduler.step_budget or (idle == 1 and not is_short)):
                 fail("progress", f"{seq} has tokens to compute and is not in the plan")
-        if ran and ran[0].status is SequenceStatus.WAITING:
+        if ran and ran[0].status is SequenceStatus.WAITING and ran[0] not in scheduler.fair_share._comebacks:
             fail("progress", f"the first in order was preempted: {ran[0]}")
         self._check_order(plan, ran)
         self._check_turns(plan, planned)

@@ -71,6 +71,7 @@ class SimConfig:
     step_timeout: float = 30.0
     tenant_weights: tuple[float, ...] = (1.0,)
     step_slowdown: float | None = None
+    large_holders: str = ""  # what the requests of the first tenant are like: samples, beams, prompts, any of these
 
     @property
     def max_blocks_per_seq(self) -> int:
@@ -243,7 +244,10 @@ def draw_config(seed: int, rng: random.Random, for_driver: bool) -> SimConfig:
     tenants = random.Random(f"{seed} tenants")
     config = replace(config, tenant_weights=tenants.choice([(1.0,), (1.0,), (1.0, 1.0), (1.0, 1.0, 4.0), (1.0,) * 6]))
     config = replace(config, step_slowdown=random.Random(f"{seed} slowdown").choice([1.5, 1.5, 3.0, None]))
-    return _for_newcomers(config, tenants) if not for_driver and tenants.random() < 0.2 else config
+    if not for_driver and tenants.random() < 0.2:
+        return _for_newcomers(config, tenants)
+    holders = random.Random(f"{seed} holders")
+    return _for_large_holders(config, holders, for_driver) if holders.random() < 0.15 else config
 
 
 def _with_more(config: SimConfig, rng: random.Random, for_driver: bool) -> SimConfig:
@@ -327,6 +331,30 @@ def _for_newcomers(config: SimConfig, rng: random.Random) -> SimConfig:
     )
 
 
+def _for_large_holders(config: SimConfig, rng: random.Random, for_driver: bool) -> SimConfig:
+    """Requests that take up all rows or all blocks, of one tenant, while another one comes with small ones."""
+    max_num_seqs, block_size = rng.choice([4, 6, 8]), 8 if for_driver else rng.choice([2, 4])
+    holders = rng.choice(["samples", "beams", "prompts", "any"])
+    return replace(
+        config,
+        tenant_weights=(1.0, 1.0),
+        large_holders=holders,
+        block_size=block_size,
+        max_model_len=60,
+        num_blocks=-(-60 // block_size) + (rng.randint(1, 3) if holders == "prompts" else rng.choice([10, 100])),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=rng.choice([8, 16, 64]),
+        prefix_caching=config.disk_blocks > 0 or rng.random() < 0.5,
+        max_width=max_num_seqs,
+        watermark=rng.choice([0.0, 0.01]),
+        refuse_every=0,
+        gap=rng.choice([2, 6]),
+        burst=0.3,
+        num_priorities=rng.choice([1, 1, 2]),
+        ambush_rate=0.0,
+    )
+
+
 def _for_samples_that_outgrow(config: SimConfig, rng: random.Random) -> SimConfig:
     """Many samples each, and hardly more blocks than the longest sequence needs."""
     return replace(
@@ -358,6 +386,8 @@ def draw_events(config: SimConfig, rng: random.Random, for_driver: bool) -> list
         priority = rng.randrange(config.num_priorities)
         arrival = _draw_arrival(config, rng, prompts, now, index, AMBUSH_PRIORITY if ambush else priority, for_driver)
         arrival = _with_tenant(config, _with_more_of(config, more, arrival))
+        if config.large_holders:
+            arrival = _large_or_small(config, arrival)
         prompts.made.append((arrival.prompt + arrival.references[0].token_ids, arrival.salt))
         events.append(arrival)
         if rng.random() < config.abort_rate:
@@ -487,6 +517,32 @@ def _with_tenant(config: SimConfig, arrival: Arrival) -> Arrival:
     pick = random.Random(f"{config.seed} tenant of {arrival.index}").randrange(2 * len(config.tenant_weights))
     number = pick // 2 if pick % 2 else 0
     return replace(arrival, tenant=f"tenant-{number}", weight=config.tenant_weights[number])
+
+
+def _large_or_small(config: SimConfig, arrival: Arrival) -> Arrival:
+    """Requests of the first tenant take up all rows or most blocks, those of others a row for some tokens."""
+    rng = random.Random(f"{config.seed} size of {arrival.index}")
+    kind = config.large_holders if config.large_holders != "any" else rng.choice(["samples", "beams", "prompts"])
+    limit, prompt, beam, n = config.max_model_len, arrival.prompt, None, 1
+    if arrival.tenant != "tenant-0":
+        prompt, max_tokens = prompt[:8], rng.randint(1, 4)
+    elif kind == "prompts":
+        prompt = (prompt * limit)[: limit - rng.randint(10, 20)]
+        max_tokens = limit - len(prompt)
+    else:
+        prompt = prompt[: limit // 3]
+        max_tokens = rng.randint(10, 30)
+        if kind == "samples":
+            n = config.max_num_seqs
+        else:
+            beam = BeamSearchParams(beam_width=config.max_num_seqs, max_tokens=max_tokens, ignore_eos=True)
+    params = SamplingParams(n=n, seed=arrival.params.seed, max_tokens=max_tokens, ignore_eos=True)
+    if beam is not None:
+        params = msgspec.structs.replace(beam.sampling_params(), seed=arrival.params.seed)
+    most = len(prompt) + max_tokens
+    references = _references(config.model, prompt, params, beam, arrival.salt, most)
+    more = {"max_num_tokens": most, "references": references, "deadly": ""}
+    return replace(arrival, prompt=prompt, params=params, beam=beam, **more)
 
 
 def _draw_params(

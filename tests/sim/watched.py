@@ -9,7 +9,7 @@ from engine.block_manager import Allocation, Block, BlockManager, Prefix
 from engine.outputs import FinishReason
 from engine.scheduler import Scheduler
 from engine.sequence import BlockKey, Sequence, SequenceStatus
-from engine.sequence_group import SequenceGroup
+from engine.sequence_group import SequenceGroup, num_forks_of, smallest_part
 from engine.step import StepPlan, StepResult
 from tests.sim.admission import check_spare
 from tests.sim.beams import check_too_large
@@ -215,6 +215,7 @@ class WatchedScheduler(Scheduler):
         self.watched_blocks = block_manager
         self.preempted_groups: set[SequenceGroup] | None = None  # by the plan under construction, where there is one
         self.delayed: set[Sequence] = set()  # by the prediction
+        self.num_passed_over = 0  # plans in a row without the tenant whose turn it is
         self.emptied = False  # by preemptions: the plan under construction had something, and has nothing now
         monitor.attach(self)
 
@@ -244,6 +245,8 @@ class WatchedScheduler(Scheduler):
             self._count_resumed(plan)
             if plan is None:
                 self._check_idle()
+            else:
+                self._check_lockout()
             self.monitor.planned(plan, ran)
             return plan
 
@@ -255,6 +258,57 @@ class WatchedScheduler(Scheduler):
         if self.emptied and self.fair_share.left_out == self.fair_share._kept_out and self.monitor.is_idle:
             self.monitor.saw("all that was to be computed made way, nothing is on its way")
         return filled
+
+    def _displace_for(self, seq: Sequence) -> bool:
+        """Whoever gives way as the last of its tenant got further since the last time."""
+        before = self.fair_share._comebacks.keys() | set[Sequence]()
+        running = list(self.running)
+        found = super()._displace_for(seq)
+        for victim in self.fair_share._comebacks.keys() - before:
+            if victim.num_charged_tokens <= self.monitor.gave_way_at.get(victim.seq_id, -1):
+                fail("comeback", f"{victim} gives way to {seq} again, and got no further since the last time")
+            self.monitor.gave_way_at[victim.seq_id] = victim.num_charged_tokens
+            searches = isinstance(victim.group, BeamGroup)
+            self.monitor.saw("beam search gives way as a whole" if searches else "sequence gives way as a whole")
+        groups = {victim.group for victim in running if victim.status is SequenceStatus.WAITING and victim.group}
+        if any(group.running for group in groups):
+            self.monitor.saw("samples give way one by one")
+        return found
+
+    def _check_lockout(self) -> None:
+        """A single tenant that holds everything does not keep out another, whose turn it is and who asks for little."""
+        tenants = {seq.tenant for seq in self.running}
+        seq = self._next_to_admit() if self.waiting else None
+        if seq is None or len(tenants) > 1 or seq.tenant in tenants or not self._asks_for_little(seq):
+            self.num_passed_over = 0
+            return
+        self.num_passed_over += 1
+        # All may have to be computed again first, in long steps, and to go on for as long, in short ones.
+        known = sum(other.num_tokens for other in self.running)
+        limit = 20 + known // 8 + 4 * known // self.max_num_batched_tokens
+        if self.num_passed_over > limit:
+            fail("lockout", f"{seq} is next and was not let in by {limit} plans; {len(self.running)} sequences run")
+
+    def _asks_for_little(self, seq: Sequence) -> bool:
+        """No more than half of what the first in order holds, or, where blocks are free, half of the rows in use."""
+        first = self.running[0] if self.running else None
+        if first is None or any(other.priority < seq.priority for other in self.running) or seq.num_pending_tokens:
+            return False
+        weight, weight_of_holder = seq.weight, first.weight
+        num_rows = 1 if seq.group is None else max(1, seq.group.num_rows_to_start)
+        num_blocks = self.block_manager.num_blocks_for(seq.num_tokens)
+        if seq.group is not None and not seq.group.running:
+            num_blocks = seq.group.num_blocks(self.block_manager)
+        spare = self.admission.spare(seq, [], num_forks_of(seq), self.running, self._next_step_id)
+        part = smallest_part(first)
+        part_rows = len(part) + (0 if first.group is None else first.group.num_spare_rows)
+        part_blocks = sum(len(member.block_table) for member in part)
+        shares = num_rows / self.max_num_seqs, num_blocks / self.block_manager.num_blocks
+        asked = max(shares) / weight
+        of_part = max(part_rows / self.max_num_seqs, part_blocks / self.block_manager.num_blocks) / weight_of_holder
+        if num_blocks + spare <= len(self.block_manager.free_blocks):
+            return 2 * asked <= max(of_part, (self._num_rows - num_rows) / self.max_num_seqs / weight_of_holder)
+        return 2 * asked <= of_part and num_blocks + spare <= self.block_manager.num_blocks
 
     def _check_idle(self) -> None:
         """Nothing is planned only where nobody who runs has tokens to compute, and nobody who waits can be let in."""
@@ -359,6 +413,7 @@ class WatchedScheduler(Scheduler):
     def _count_finish(self, seq: Sequence, reason: FinishReason, stop_reason: str | int | None) -> None:
         saw = self.monitor.saw
         self.delayed.discard(seq)
+        self.monitor.gave_way_at.pop(seq.seq_id, None)  # a slot of a beam search may live again as another hypothesis
         if seq.status is SequenceStatus.FINISHED:
             return
         if isinstance(seq.group, BeamGroup):
