@@ -98,7 +98,7 @@ $(CLIENTS)/.installed:
 # Coding agents: npm's in one folder, by name the newest even where it asks for a newer node than the one that is here
 # (they are programs of their own); aider, which pins a hundred packages, in an environment beside them.
 AGENTS := .cache/agents
-NPM_AGENTS := @anthropic-ai/claude-code@latest opencode-ai@latest
+NPM_AGENTS := @anthropic-ai/claude-code@latest @openai/codex@latest opencode-ai@latest
 AIDER_PYTHON ?= $(PYTHON)
 
 $(AGENTS)/.installed:

@@ -16,11 +16,13 @@ from server.conversation import Conversation, admit
 from server.debug_requests import asked_timings
 from server.errors import ApiError, error_object, new_id
 from server.generation import collect
+from server.left_out import headers_of_left_out
 from server.logprobs import Entry, LogprobAligner
 from server.obfuscation import with_obfuscation
 from server.prompts import tokenize_chat
 from server.protocol import ChatCompletionRequest
-from server.protocol.response_request import ResponsePrompt, ResponseRequest, in_our_terms
+from server.protocol.response_request import ResponsePrompt, ResponseRequest
+from server.protocol.response_tools import CustomTool, FunctionTool, HostedTool, NamespaceTool, Tool
 from server.response_output import EventWriter, ResponseOutput
 from server.served import Served, tenant_of
 from server.sse import EventStream, encode_json
@@ -40,11 +42,12 @@ async def create_response(http: HttpRequest, served: Served) -> Response:
         chat.check_limits(served.config)
         asked = await admit(served, http.scope, chat, ids, response_id)
     except InvalidRequestError as error:
-        raise in_our_terms(error) from None
+        raise request.in_our_terms(error) from None
     timings = partial(asked_timings, served.driver, http.scope, request, response_id)
     answer = ResponseAnswer(request, response_id, served.driver.tokenizer, asked, timings)
+    left_out = headers_of_left_out(request.left_out)
     if request.stream:
-        return EventStream(
+        stream = EventStream(
             asked.generation,
             with_obfuscation(answer.encode) if request.include_obfuscation else answer.encode,
             answer.ending,
@@ -52,8 +55,10 @@ async def create_response(http: HttpRequest, served: Served) -> Response:
             opening=answer.opening(),
             failure=answer.failure,
         )
+        stream.headers.update(left_out)
+        return stream
     await collect(asked.generation, http.receive, [answer])
-    return Response(encode_json(answer.result()), media_type="application/json")
+    return Response(encode_json(answer.result()), media_type="application/json", headers=left_out)
 
 
 async def count_input_tokens(http: HttpRequest, served: Served) -> Response:
@@ -65,9 +70,10 @@ async def count_input_tokens(http: HttpRequest, served: Served) -> Response:
     try:
         _, ids = await _tokenize(served, request, tenant_of(http.scope), None, counts=True)
     except InvalidRequestError as error:
-        raise in_our_terms(error) from None
+        raise request.in_our_terms(error) from None
     content = {"object": "response.input_tokens", "input_tokens": len(ids)}
-    return Response(encode_json(content), media_type="application/json")
+    headers = headers_of_left_out(request.left_out)
+    return Response(encode_json(content), media_type="application/json", headers=headers)
 
 
 async def stored_response(http: HttpRequest) -> Response:
@@ -116,7 +122,8 @@ class ResponseAnswer:
     ) -> None:
         self._generation, self._reader, self._timings = asked.generation, asked.reader, timings
         self._events = EventWriter(request.stream)
-        self._output = ResponseOutput(self._events, tokenizer)
+        tools = request.tool_set.by_chat_name
+        self._output = ResponseOutput(self._events, tokenizer, tools, request.encrypts_reasoning)
         self._aligner = LogprobAligner(tokenizer, True, visible=asked.visible_token_ids) if request.logprobs else None
         self._entries: list[Entry] = []
         self._finish_reason: FinishReason | None = None
@@ -191,11 +198,21 @@ class ResponseAnswer:
         }
 
 
+def _shown(tool: Tool) -> dict[str, Any]:
+    """A tool of an answer: functions have all their fields."""
+    if isinstance(tool, FunctionTool):
+        return tool.model_dump() | {"strict": bool(tool.strict)}
+    fields = tool.model_dump(exclude={"format", "tools"}, exclude_none=True)
+    if isinstance(tool, CustomTool):
+        fields["format"] = tool.format.model_dump()
+    if isinstance(tool, NamespaceTool):
+        fields |= {"description": tool.description or "", "tools": [_shown(inner) for inner in tool.tools]}
+    return fields
+
+
 def _settings(request: ResponseRequest) -> dict[str, Any]:
     """The fields of a response that say what was asked for; those about what this server has not are null."""
-    tools = [
-        {**tool.model_dump(), "parameters": tool.parameters, "strict": bool(tool.strict)} for tool in request.tools
-    ]
+    tools = [_shown(tool) for tool in request.tools if not isinstance(tool, HostedTool)]
     verbosity = {} if request.text.verbosity is None else {"verbosity": request.text.verbosity}
     limit = {} if request.reasoning.max_tokens is None else {"max_tokens": request.reasoning.max_tokens}
     return {

@@ -29,6 +29,8 @@ Metadata = Annotated[
 # What the documents say that ignored fields hold, in words and as a type. Anything else is a mistake of the caller's,
 # who would hear of it from OpenAI, too.
 KINDS: dict[str, tuple[str, Any]] = {
+    "client_metadata": ("at most 64 strings by name", Annotated[dict[str, str | None], Field(max_length=64)]),
+    "defer_loading": ("true or false", bool),
     "description": ("a string", str),
     "metadata": ("at most 16 strings by name", Metadata),
     "prediction": ("an object", Hint),
@@ -87,6 +89,22 @@ ANTHROPIC_TOOL_IGNORED = {
     "input_examples": "chat templates have no place for examples",
 }
 ANTHROPIC_TOOL_INERT: dict[str, tuple[Any, ...]] = {"allowed_callers": (["direct"],)}
+# Fields of /v1/responses, and of its tools.
+RESPONSES_IGNORED = {"client_metadata": "names the client's session, for the operator of a service"}
+SUMMARIES = ("auto", "concise", "detailed")
+REASONING_INERT: dict[str, tuple[Any, ...]] = {
+    "generate_summary": SUMMARIES,
+    "mode": ("standard",),
+    "summary": SUMMARIES,
+}
+RESPONSE_TOOL_IGNORED = {
+    "defer_loading": "every tool is told of at once",
+    "output_schema": "for readers of the request; chat templates have no place for it",
+}
+RESPONSE_TOOL_INERT: dict[str, tuple[Any, ...]] = {
+    "allowed_callers": (["direct"], ["direct", "programmatic"], ["programmatic", "direct"]),
+    "async": (False,),
+}
 # As docs/api.md lists them: where a field stands, those that are ignored, those that are inert.
 WRITTEN_LIST: tuple[tuple[str, dict[str, str], dict[str, tuple[Any, ...]]], ...] = (
     ("{}", IGNORED, INERT),
@@ -96,6 +114,9 @@ WRITTEN_LIST: tuple[tuple[str, dict[str, str], dict[str, tuple[Any, ...]]], ...]
     ("messages[].tool_calls[].{}", CALL_IGNORED, {}),
     ("messages[].tool_calls[].function.{}", FUNCTION_IGNORED, {}),
     ("response_format.json_schema.{}", FORMAT_IGNORED, {}),
+    ("{} (responses)", RESPONSES_IGNORED, {}),
+    ("reasoning.{} (responses)", {}, REASONING_INERT),
+    ("tools[].{} (responses)", RESPONSE_TOOL_IGNORED, RESPONSE_TOOL_INERT),
     ("{} (messages)", ANTHROPIC_IGNORED, ANTHROPIC_INERT),
     ("messages[].content[].{} (messages)", BLOCK_IGNORED, {}),
     ("tools[].{} (messages)", ANTHROPIC_TOOL_IGNORED, ANTHROPIC_TOOL_INERT),

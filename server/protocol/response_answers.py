@@ -36,6 +36,7 @@ class ReasoningItem(Answer):
     status: ItemStatus
     summary: list[Any] = Field(max_length=0)
     content: list[ReasoningText]
+    encrypted_content: str = ""  # where it is asked for: see docs/api.md
 
 
 class FunctionCallItem(Answer):
@@ -44,10 +45,74 @@ class FunctionCallItem(Answer):
     status: ItemStatus
     call_id: str
     name: str
+    namespace: str = ""  # of a tool that is in one
     arguments: str
 
 
-OutputItem = Annotated[MessageItem | ReasoningItem | FunctionCallItem, Field(discriminator="type")]
+class CustomToolCallItem(Answer):
+    id: str
+    type: Literal["custom_tool_call"]
+    status: ItemStatus
+    call_id: str
+    name: str
+    namespace: str = ""
+    input: str
+
+
+class LocalShellAction(Answer):
+    type: Literal["exec"]
+    command: list[str]
+    env: dict[str, str]
+    timeout_ms: int = 0
+    working_directory: str = ""
+
+
+class LocalShellCallItem(Answer):
+    id: str
+    type: Literal["local_shell_call"]
+    status: Literal["completed"]
+    call_id: str
+    action: LocalShellAction
+
+
+class ShellAction(Answer):
+    commands: list[str]
+    timeout_ms: int | None
+    max_output_length: int | None
+
+
+class ShellCallItem(Answer):
+    id: str
+    type: Literal["shell_call"]
+    status: Literal["completed"]
+    call_id: str
+    action: ShellAction
+
+
+class PatchOperation(Answer):
+    type: Literal["create_file", "update_file", "delete_file"]
+    path: str
+    diff: str = ""  # but not to delete a file
+
+
+class ApplyPatchCallItem(Answer):
+    id: str
+    type: Literal["apply_patch_call"]
+    status: Literal["completed"]
+    call_id: str
+    operation: PatchOperation
+
+
+OutputItem = Annotated[
+    MessageItem
+    | ReasoningItem
+    | FunctionCallItem
+    | CustomToolCallItem
+    | LocalShellCallItem
+    | ShellCallItem
+    | ApplyPatchCallItem,
+    Field(discriminator="type"),
+]
 
 
 class InputTokensDetails(Answer):
@@ -199,6 +264,17 @@ class ArgumentsDone(_InItem):
     arguments: str
 
 
+class InputDelta(_InItem):
+    type: Literal["response.custom_tool_call_input.delta"]
+    delta: str
+    obfuscation: str = ""  # with include_obfuscation
+
+
+class InputDone(_InItem):
+    type: Literal["response.custom_tool_call_input.done"]
+    input: str
+
+
 class ErrorEvent(_Event):
     """Before response.failed."""
 
@@ -220,6 +296,8 @@ class ResponseEvent(
             | ReasoningDone
             | ArgumentsDelta
             | ArgumentsDone
+            | InputDelta
+            | InputDone
             | ErrorEvent,
             Field(discriminator="type"),
         ]

@@ -1,26 +1,40 @@
 """The request of POST /v1/responses, and the chat request that it stands for."""
 
+import re
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
 
 from engine.errors import InvalidRequestError
 from server.protocol.chat import ChatCompletionRequest, Effort, TemplateKwargs
 from server.protocol.generation import within
-from server.protocol.response_items import chat_messages, turns, with_instructions
+from server.protocol.harmless import REASONING_INERT, RESPONSES_IGNORED, ServiceTier
+from server.protocol.response_items import (
+    BRING_TOOLS,
+    FOREIGN_ITEMS,
+    READERS,
+    Items,
+    read_items,
+    turns,
+    with_instructions,
+    without_earlier_thoughts,
+)
+from server.protocol.response_tools import ToolSet, ToolsField, parse_choice
 from server.protocol.sampling_extras import SamplingExtras
 from server.protocol.strict import Strict, field_error, parse_request
 from server.protocol.structured_output import (
-    MAX_DESCRIPTION,
     JsonObjectResponse,
     JsonSchemaFormat,
     TextResponse,
     parse_response_format,
 )
-from server.protocol.translated import renamed, without
+from server.protocol.tools import MAX_TOOLS
+from server.protocol.translated import below, renamed, without
 
 LOGPROBS = "message.output_text.logprobs"
-# The rest is about tools that run on a server, and about reasoning that is not encrypted here: there is never any.
+ENCRYPTED_REASONING = "reasoning.encrypted_content"
+# The rest is about tools that run on a server: there is never any.
 Includable = Literal[
     "message.output_text.logprobs",
     "reasoning.encrypted_content",
@@ -38,19 +52,14 @@ NEEDS_STORE = {  # and what to do without
     "prompt": "send what it stands for as instructions and input",
 }
 MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
-MAX_TOOLS = 128
 # How a chat request names what is sent here.
 NAMES = (
     (r"messages.*", "input"),
-    (r"(tools\[\d+\])\.function", r"\1"),
     (r"tool_choice.*", "tool_choice"),
     (r"response_format(\.json_schema)?", "text.format"),
     (r"max_(completion_)?tokens", "max_output_tokens"),
 )
-
-
-def in_our_terms(error: InvalidRequestError) -> InvalidRequestError:
-    return renamed(error, NAMES)
+OF_A_TOOL = re.compile(r"tools\[(\d+)\](?:\.(?:function|custom)\b)?(\.format\.grammar\b)?")
 
 
 def _text_format(value: Any) -> Any:
@@ -86,45 +95,6 @@ def _metadata(value: Any) -> Any:
     return value
 
 
-def chat_tool_choice(value: Any) -> Any:
-    """As a chat has it: {type, name} becomes {type, function: {name}}. Errors name the part below tool_choice."""
-    if isinstance(value, str):
-        if value not in ("none", "auto", "required"):
-            raise field_error("invalid_value", "must be 'none', 'auto', 'required' or an object")
-        return value
-    kind = value.get("type") if isinstance(value, dict) else None
-    if kind == "function":
-        return _chat_function(value, ())
-    if kind != "allowed_tools":
-        raise field_error("unsupported_value", "must be of type 'function' or 'allowed_tools'")
-    _nothing_but(value, ("type", "mode", "tools"), ())
-    tools = value.get("tools")
-    if not isinstance(tools, list) or not tools:
-        raise field_error("invalid_type", "must be a list of tools, not empty", "tools")
-    if value.get("mode") not in ("auto", "required"):
-        raise field_error("invalid_value", "must be 'auto' or 'required'", "mode")
-    subset = {"mode": value["mode"], "tools": [_chat_function(tool, ("tools", i)) for i, tool in enumerate(tools)]}
-    return {"type": "allowed_tools", "allowed_tools": subset}
-
-
-def _chat_function(value: Any, at: tuple[str | int, ...]) -> dict[str, Any]:
-    if not isinstance(value, dict) or value.get("type") != "function" or not isinstance(value.get("name"), str):
-        raise field_error("invalid_value", "must be an object with type 'function' and a name", *at)
-    _nothing_but(value, ("type", "name"), at)
-    return {"type": "function", "function": {"name": value["name"]}}
-
-
-def _nothing_but(fields: dict[str, Any], known: tuple[str, ...], at: tuple[str | int, ...]) -> None:
-    for name, value in fields.items():
-        if name not in known and value is not None:
-            raise field_error("unknown_parameter", "is not a field of it", *at, name)
-
-
-def _tool_choice(value: Any) -> Any:
-    chat_tool_choice(value)
-    return value
-
-
 # What these fields look like, for /openapi.json.
 
 
@@ -133,27 +103,38 @@ class JsonSchemaText(JsonSchemaFormat):
 
 
 class InputItem(BaseModel):
-    """A message, function_call, function_call_output or reasoning item, with the fields that OpenAI documents."""
+    """A message, a call or its output, reasoning, or tools that are added, with the fields that OpenAI documents."""
 
-    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    type: Literal[tuple([*READERS, *BRING_TOOLS, *sorted(FOREIGN_ITEMS)])] = "message"  # type: ignore[valid-type]
 
 
-class FunctionChoice(BaseModel):
+class ChosenTool(BaseModel):
+    """A function or custom tool by its name, or one that the client runs."""
+
     model_config = ConfigDict(extra="forbid")
 
-    type: Literal["function"]
-    name: str
+    type: Literal["function", "custom", "local_shell", "shell", "apply_patch"]
+    name: str | None = None
+    namespace: str | None = None
 
 
-class AllowedFunctions(BaseModel):
+class AllowedTool(BaseModel):
+    """As above, or all of a namespace. Of the tools that run on OpenAI's servers there are none here."""
+
+    type: str
+    name: str | None = None
+    namespace: str | None = None
+
+
+class AllowedTools(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: list[FunctionChoice] = Field(min_length=1)
+    tools: list[AllowedTool] = Field(min_length=1, max_length=MAX_TOOLS)
 
 
-Input = Annotated[list[dict[str, Any]], BeforeValidator(chat_messages, json_schema_input_type=str | list[InputItem])]
+Input = Annotated[Items, PlainValidator(read_items, json_schema_input_type=str | list[InputItem])]
 Format = Annotated[
     dict[str, Any],
     BeforeValidator(_text_format, json_schema_input_type=TextResponse | JsonObjectResponse | JsonSchemaText),
@@ -161,7 +142,7 @@ Format = Annotated[
 ToolChoiceField = Annotated[
     Any,
     BeforeValidator(
-        _tool_choice, json_schema_input_type=Literal["none", "auto", "required"] | FunctionChoice | AllowedFunctions
+        parse_choice, json_schema_input_type=Literal["none", "auto", "required"] | ChosenTool | AllowedTools
     ),
 ]
 Metadata = Annotated[dict[str, str], BeforeValidator(_metadata, json_schema_input_type=dict[str, str])]
@@ -175,25 +156,11 @@ class TextConfig(Strict):
 class ReasoningConfig(Strict):
     """How much the model is to think. What it thinks comes as it is, in no case as a summary."""
 
-    inert = {"context": ("auto",), "generate_summary": ("auto",), "mode": ("standard",), "summary": ("auto",)}
+    inert = REASONING_INERT
 
+    context: Literal["auto", "current_turn", "all_turns"] = "auto"  # of which turns the template gets the thoughts
     effort: Effort | None = None
     max_tokens: int | None = Field(default=None, ge=0, lt=2**31)  # of the thinking, as OpenRouter has it
-
-
-class FunctionTool(Strict):
-    inert = {"allowed_callers": (["direct"],), "async": (False,), "defer_loading": (False,)}
-    foreign = {"function": "name"}  # what a chat's `function` holds stands beside `type` here
-
-    type: Literal["function"]
-    name: str
-    description: str | None = Field(None, max_length=MAX_DESCRIPTION)
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-    @property
-    def for_chat(self) -> dict[str, Any]:
-        return {"type": "function", "function": self.model_dump(exclude={"type"}, exclude_none=True)}
 
 
 class ResponseStreamOptions(Strict):
@@ -203,7 +170,7 @@ class ResponseStreamOptions(Strict):
 class ResponsePrompt(Strict):
     """What makes the prompt: all of POST /v1/responses/input_tokens."""
 
-    ignored = frozenset({"parallel_tool_calls"})
+    ignored = RESPONSES_IGNORED.keys() | {"parallel_tool_calls"}
     inert = {name: () for name in (*NEEDS_STORE, "moderation", "personality")} | {
         "background": (False,),
         "context_management": ([],),
@@ -214,7 +181,7 @@ class ResponsePrompt(Strict):
     instructions: str | None = None
     text: TextConfig = Field(default_factory=TextConfig)
     reasoning: ReasoningConfig = Field(default_factory=ReasoningConfig)
-    tools: Annotated[list[FunctionTool], FailFast(), Field(max_length=MAX_TOOLS)] = Field(default_factory=list)
+    tools: ToolsField = Field(default_factory=list)
     tool_choice: ToolChoiceField = "auto"
     truncation: Literal["auto", "disabled"] = "disabled"
     chat_template_kwargs: TemplateKwargs = Field(default_factory=dict)
@@ -228,46 +195,70 @@ class ResponsePrompt(Strict):
 
     @model_validator(mode="after")
     def _a_choice_needs_tools(self) -> "ResponsePrompt":
-        if not self.tools and self.tool_choice not in ("auto", "none"):
+        if not self.tools and not self.input.tools and self.tool_choice not in ("auto", "none"):
             raise field_error("invalid_value", "may be given only with tools", "tool_choice")
+        if len(self.tool_set.offered) > MAX_TOOLS:
+            raise field_error(
+                "invalid_value", f"may hold at most {MAX_TOOLS} entries, with those of namespaces", "tools"
+            )
+        below(self.tool_set.chat_choice, self.tool_choice, "tool_choice")
         return self
+
+    @cached_property
+    def tool_set(self) -> ToolSet:
+        return ToolSet([(f"tools[{i}]", tool) for i, tool in enumerate(self.tools)], self.input.tools)
+
+    @property
+    def chat_choice(self) -> Any:
+        return self.tool_set.chat_choice(self.tool_choice)
+
+    @property
+    def left_out(self) -> list[str]:
+        """Types of tools and items that the model is not told of."""
+        return self.tool_set.hosted + self.input.left_out
 
     @property
     def num_turns(self) -> int:
         """How many of them the input holds: a turn starts with a message of the user after one of another role."""
-        return len(turns(self.input))
+        return len(turns(self.input.messages))
+
+    def in_our_terms(self, error: InvalidRequestError) -> InvalidRequestError:
+        """An error about the chat, in the words of this API."""
+        found = OF_A_TOOL.match(error.param or "")
+        if found is None or int(found[1]) >= len(self.tool_set.offered):
+            return renamed(error, NAMES)
+        path = self.tool_set.offered[int(found[1])].path
+        return renamed(error, ((OF_A_TOOL.pattern, path + (".format" if found[2] else "")),))
 
     def chat_fields(self, first_turn: int = 0) -> dict[str, Any]:
         """The body of a chat request with the same prompt, without the turns before `first_turn`."""
-        messages = self.input
+        messages = self.input.messages
         if first_turn:
             starts = turns(messages)
             messages = messages[: starts[0]] + messages[starts[first_turn] :]
-        tools = {"tools": [tool.for_chat for tool in self.tools], "tool_choice": chat_tool_choice(self.tool_choice)}
+        if self.reasoning.context == "current_turn":
+            messages = without_earlier_thoughts(messages)
+        tools = {"tools": [tool.chat for tool in self.tool_set.offered], "tool_choice": self.chat_choice}
         return {
             "model": self.model or "",
             "messages": with_instructions(self.instructions, messages),
             "response_format": chat_format(self.text.format),
-            "reasoning": self.reasoning.model_dump(),
+            "reasoning": self.reasoning.model_dump(exclude={"context"}),
             "verbosity": self.text.verbosity,
             "chat_template_kwargs": self.chat_template_kwargs,
-            **(tools if self.tools else {}),
+            **(tools if self.tool_set.offered else {}),
         }
 
     def to_chat(self, first_turn: int = 0) -> ChatCompletionRequest:
-        """InvalidRequestError in the words of this API."""
-        try:
-            return parse_request(ChatCompletionRequest, self.chat_fields(first_turn))
-        except InvalidRequestError as error:
-            raise in_our_terms(error) from None
+        """InvalidRequestError in the words of a chat: see in_our_terms."""
+        return parse_request(ChatCompletionRequest, self.chat_fields(first_turn))
 
 
 class ResponseRequest(ResponsePrompt, SamplingExtras):
     """POST /v1/responses. Without max_output_tokens: to the end of the context."""
 
     # No answer is stored, so nothing has to be kept from being; hints for speed.
-    ignored = frozenset({"prompt_cache_options", "prompt_cache_retention", "store"})
-    inert = ResponsePrompt.inert | {"service_tier": ("auto", "default")}
+    ignored = RESPONSES_IGNORED.keys() | {"prompt_cache_options", "prompt_cache_retention", "store"}
     foreign = {"response_format": "text.format", "reasoning_effort": "reasoning.effort"}
 
     model: str
@@ -283,6 +274,7 @@ class ResponseRequest(ResponsePrompt, SamplingExtras):
     user: str | None = Field(None, max_length=MAX_METADATA_VALUE)
     safety_identifier: str | None = Field(None, max_length=MAX_METADATA_VALUE)
     prompt_cache_key: str | None = Field(None, max_length=MAX_METADATA_VALUE)
+    service_tier: ServiceTier | None = None
     stream: bool = False
     stream_options: ResponseStreamOptions | None = None
 
@@ -297,6 +289,10 @@ class ResponseRequest(ResponsePrompt, SamplingExtras):
         return self.stream_options is not None and self.stream_options.include_obfuscation
 
     @property
+    def encrypts_reasoning(self) -> bool:
+        return ENCRYPTED_REASONING in self.include
+
+    @property
     def logprobs(self) -> bool:
         return LOGPROBS in self.include or self.top_logprobs > 0
 
@@ -306,6 +302,6 @@ class ResponseRequest(ResponsePrompt, SamplingExtras):
         fields["max_completion_tokens"] = self.max_output_tokens
         if self.logprobs:
             fields |= {"logprobs": True, "top_logprobs": self.top_logprobs}
-        if self.tools:
+        if self.tool_set.offered:
             fields["parallel_tool_calls"] = self.parallel_tool_calls
         return fields

@@ -16,7 +16,7 @@ from server.json_bounds import STRING
 from server.protocol.closed_objects import closed
 from server.protocol.harmless import CALL_IGNORED, FUNCTION_IGNORED
 from server.protocol.lark_in_json import MAX_DEFINITION, LarkError, lark_of_json_string
-from server.protocol.strict import Strict, field_error
+from server.protocol.strict import Strict, field_error, validated
 from server.protocol.structured_output import MAX_DESCRIPTION, to_json_text
 
 MAX_TOOLS = 128
@@ -119,7 +119,7 @@ def by_type(kinds: dict[str, Any], value: Any, meant: str = "") -> Any:
         raise field_error("missing_required_parameter", f"is required: {listed(kinds)}", "type")
     if not isinstance(kind, str) or kind not in kinds:
         raise field_error("unsupported_value", f"must be {listed(kinds)}{meant}", "type")
-    return kinds[kind].model_validate(value)
+    return validated(kinds[kind], value)
 
 
 def listed(kinds: Collection[str]) -> str:

@@ -31,3 +31,12 @@ def without(part: str, check: Callable[[Any], Any], value: Any) -> Any:
         context = error.context or {}
         path = [name for name in context.get("path", ()) if name != part]
         raise field_error(error.type, str(context.get("text", "")), *path) from None
+
+
+def below(check: Callable[[Any], Any], value: Any, *path: str | int) -> Any:
+    """`check(value)`, whose field errors are those of the field at `path`."""
+    try:
+        return check(value)
+    except PydanticCustomError as error:
+        context = error.context or {}
+        raise field_error(error.type, str(context.get("text", "")), *path, *context.get("path", ())) from None

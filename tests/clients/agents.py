@@ -60,6 +60,29 @@ def _aider_script(scratch: Path) -> Script:
     return Script((), f"{FILE}\n```\n{TEXT}\n```\n\n{SAID}")
 
 
+def _codex_script(scratch: Path) -> Script:
+    """The second tool is in a namespace; there is no such agent to close, which codex tells the model."""
+    write = {"cmd": f"echo '{TEXT}' > {FILE}"}
+    return Script((Call("exec_command", write), Call("close_agent", {"target": "nobody"})), SAID)
+
+
+# No sandbox within what may be a container without user namespaces: the script is ours.
+CODEX_SETTINGS = f"""model = "{MODEL}"
+model_provider = "local"
+approval_policy = "never"
+sandbox_mode = "danger-full-access"
+check_for_update_on_startup = false
+
+[analytics]
+enabled = false
+
+[model_providers.local]
+name = "local"
+base_url = "{{url}}/v1"
+wire_api = "responses"
+request_max_retries = 0
+stream_max_retries = 0
+"""
 # Braces are doubled, for {url} is filled in.
 OPENCODE_SETTINGS = """{{
   "provider": {{
@@ -92,6 +115,14 @@ AGENTS: dict[str, Agent] = {
         script=_claude_script,
         says=_claude_says,
         route="/v1/messages",
+    ),
+    "codex": Agent(
+        executable="node_modules/.bin/codex",
+        command=("exec", "--skip-git-repo-check", TASK),
+        environment={},
+        script=_codex_script,
+        files={".codex/config.toml": CODEX_SETTINGS},
+        route="/v1/responses",
     ),
     "opencode": Agent(
         executable="node_modules/.bin/opencode",

@@ -100,7 +100,8 @@ def force_chat(body: Body, script: Script) -> bool:
 def force_responses(body: Body, script: Script) -> bool:
     """OpenAI's /v1/responses."""
     schemas = {call.tool: call.schema for call in script.calls}
-    tools = [tool for tool in body.get("tools", ()) if tool.get("name") in schemas and tool["type"] == "function"]
+    all_tools = [inner for tool in body.get("tools", ()) for inner in tool.get("tools", [tool])]  # with namespaces'
+    tools = [tool for tool in all_tools if tool.get("name") in schemas and tool["type"] == "function"]
     if len(tools) < len(schemas):
         return False
     for tool in tools:

@@ -1,16 +1,23 @@
 """/v1/responses through openai-python, whose types every answer and event must be."""
 
 import json
+import re
 from typing import Literal
 
+import httpx
 import openai
 import pydantic
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 
-from server.protocol.response_items import chat_messages
+from server.protocol.response_answers import ResponseEvent
+from server.protocol.response_items import read_items
+from server.protocol.response_request import ResponseRequest
+from server.protocol.response_tools import ToolSet, chat_name, parse_tool
+from server.protocol.strict import parse_request
+from server.protocol.tools import NAME
 from server.response_output import EventWriter, ResponseOutput
-from server.tools.events import Arguments, CallStart, Content, Reasoning
+from server.tools.events import Arguments, CallStart, Content, Input, Reasoning
 from tests.server.live import MODEL, LiveServer, assert_error, chat_prompt, expected_text
 
 PATH = "/v1/responses"
@@ -19,6 +26,11 @@ REQUIRED = {"id", "object", "created_at", "error", "incomplete_details", "instru
 REQUIRED |= {"parallel_tool_calls", "metadata", "tool_choice", "temperature", "top_p", "status", "usage", "text"}
 FUNCTION = {"type": "function", "name": "f"}
 CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+CUSTOM = {"type": "custom", "name": "c"}
+CUSTOM_CALL = {"type": "custom_tool_call", "call_id": "c", "name": "c", "input": "x"}
+LARK = {"type": "grammar", "syntax": "lark", "definition": 'start: "a"'}
+NAMESPACE = {"type": "namespace", "name": "n", "description": "more of them", "tools": [FUNCTION]}
+WEB_SEARCH = {"type": "web_search", "external_web_access": True}
 OUTPUT = {"type": "function_call_output", "call_id": "c", "output": "x"}
 TEXT = expected_text(chat_prompt("hello"), 1, 8)
 MESSAGE = ["response.output_item.added", "response.content_part.added", "response.output_text.delta"]
@@ -213,12 +225,12 @@ def test_a_turn_of_the_assistant_is_one_message():
     thought = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "t"}]}
     other = CALL | {"call_id": "d"}
     items = [thought, said, CALL, said, thought, other, OUTPUT, OUTPUT | {"call_id": "d"}, said, said]
-    first, *outputs, second, third = chat_messages([{"role": "user", "content": "x"}, *items])[1:]
+    first, *outputs, second, third = read_items([{"role": "user", "content": "x"}, *items]).messages[1:]
     assert [call["id"] for call in first.pop("tool_calls")] == ["c", "d"]
     assert first == {"role": "assistant", "reasoning_content": "t\nt", "content": "a\na"}
     assert [message["tool_call_id"] for message in outputs] == ["c", "d"]
     assert second == third == {"role": "assistant", "content": "a"}
-    (alone,) = chat_messages([CALL, said])
+    (alone,) = read_items([CALL, said]).messages
     assert alone["content"] == "a" and len(alone["tool_calls"]) == 1
 
 
@@ -282,7 +294,15 @@ def test_what_openai_documents_and_this_server_lacks_is_not_called_unknown(clien
         ({"input": [{"role": "user", "content": "x", "extra": 1}]}, "input[0].extra"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text"),
-        ({"input": [{"type": "web_search_call", "id": "w"}]}, "input[0].type"),
+        ({"input": [{"type": "unheard_of", "id": 5}]}, "input[0].type"),
+        ({"input": [CUSTOM_CALL | {"input": 5}]}, "input[0].input"),
+        ({"input": [CALL | {"namespace": ""}]}, "input[0].namespace"),
+        ({"input": [{"type": "local_shell_call", "call_id": "c", "action": "ls"}]}, "input[0].action"),
+        ({"input": [{"type": "shell_call", "action": {}}]}, "input[0].id"),
+        ({"input": [{"type": "shell_call_output", "call_id": "c", "output": 5}]}, "input[0].output"),
+        ({"input": [{"type": "additional_tools", "tools": 5}]}, "input[0].tools"),
+        ({"input": [{"type": "additional_tools", "tools": [FUNCTION, {"type": "x"}]}]}, "input[0].tools[1].type"),
+        ({"input": [{"type": "additional_tools", "tools": [FUNCTION | {"x": 1}]}]}, "input[0].tools[0].x"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
         ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "input[0].output"),
         ({"input": [CALL | {"arguments": {}}]}, "input[0].arguments"),
@@ -292,7 +312,7 @@ def test_what_openai_documents_and_this_server_lacks_is_not_called_unknown(clien
         ({"input": [CALL | {"id": 5}]}, "input[0].id"),
         ({"input": [CALL, OUTPUT | {"status": "done"}]}, "input[1].status"),
         ({"input": [{"role": "assistant", "content": "x", "phase": 1}]}, "input[0].phase"),
-        ({"input": [{"type": "reasoning", "summary": [], "encrypted_content": "x"}]}, "input[0].encrypted_content"),
+        ({"input": [{"type": "reasoning", "summary": [], "encrypted_content": 5}]}, "input[0].encrypted_content"),
         ({"input": [{"type": "reasoning", "summary": [{"type": "x"}]}]}, "input[0].summary[0]"),
         ({"instructions": ["x"]}, "instructions"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
@@ -308,10 +328,42 @@ def test_what_openai_documents_and_this_server_lacks_is_not_called_unknown(clien
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
         ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": 1}}}}, "text.format"),
         ({"text": {"verbosity": "loud"}}, "text.verbosity"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "unheard_of", "x": 1}]}, "tools[0].type"),
+        ({"tools": [{"x": 1}]}, "tools[0].type"),
+        ({"tools": ["web_search"]}, "tools[0]"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
+        (
+            {"tools": [{"type": "shell", "environment": {"type": "local", "skills": [{}]}}]},
+            "tools[0].environment.skills",
+        ),
+        ({"tools": [{"type": "custom", "name": "c", "format": {"type": "x"}}]}, "tools[0].format.type"),
+        ({"tools": [FUNCTION, CUSTOM | {"format": LARK | {"definition": "start: <a>"}}]}, "tools[1].format.definition"),
+        ({"tools": [NAMESPACE | {"tools": [FUNCTION, {"type": "shell"}]}]}, "tools[0].tools[1].type"),
+        ({"tools": [NAMESPACE | {"tools": [FUNCTION, FUNCTION]}]}, "tools[0].tools[1].name"),
+        (
+            {"tools": [NAMESPACE | {"tools": [FUNCTION | {"parameters": {"type": "array"}}]}]},
+            "tools[0].tools[0].parameters.type",
+        ),
+        ({"tools": [NAMESPACE | {"tools": [FUNCTION | {"name": f"f{i}"} for i in range(128)]}, FUNCTION]}, "tools"),
+        ({"tools": [WEB_SEARCH], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [FUNCTION, WEB_SEARCH], "tool_choice": {"type": "web_search_preview"}}, "tool_choice"),
+        ({"tools": [FUNCTION, WEB_SEARCH], "tool_choice": {"type": "mcp", "server_label": "x"}}, "tool_choice"),
+        ({"tools": [FUNCTION], "tool_choice": {"type": "unheard_of"}}, "tool_choice.type"),
+        ({"tools": [FUNCTION], "tool_choice": {"type": "custom", "name": "f"}}, "tool_choice"),
+        ({"tools": [FUNCTION], "tool_choice": {"type": "shell", "name": "f"}}, "tool_choice.name"),
+        (
+            {
+                "tools": [FUNCTION],
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "mode": "auto",
+                    "tools": [FUNCTION, {"type": "namespace", "name": "n"}],
+                },
+            },
+            "tool_choice.tools[1]",
+        ),
+        ({"client_metadata": {"a": 1}}, "client_metadata.a"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"tool_choice": {"type": "mcp"}}, "tool_choice"),
         ({"tool_choice": {"type": "function", "name": "f", "strict": True}}, "tool_choice.strict"),
         (
             {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [FUNCTION | {"x": 1}]}},
@@ -319,12 +371,13 @@ def test_what_openai_documents_and_this_server_lacks_is_not_called_unknown(clien
         ),
         ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [FUNCTION], "x": 1}}, "tool_choice.x"),
         ({"max_tool_calls": 0}, "max_tool_calls"),
-        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
+        ({"reasoning": {"summary": "long"}}, "reasoning.summary"),
+        ({"reasoning": {"context": "none"}}, "reasoning.context"),
         ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
         ({"truncation": "middle"}, "truncation"),
         ({"metadata": {"a": 1}}, "metadata.a"),
         ({"metadata": {str(i): "" for i in range(17)}}, "metadata"),
-        ({"service_tier": "priority"}, "service_tier"),
+        ({"service_tier": "first"}, "service_tier"),
         ({"stream_options": {}}, "stream_options"),
         ({"stream": True, "stream_options": {"include_usage": True}}, "stream_options.include_usage"),
         ({"unheard_of": 1}, "unheard_of"),
@@ -417,7 +470,7 @@ def test_items_are_the_messages_of_a_chat(client):
         ({"tools": [TOOL | {"parameters": {"type": "array"}}]}, "tools[0].parameters.type"),
         ({"tools": [TOOL | {"strict": "yes"}]}, "tools[0].strict"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "other"}}, "tool_choice"),
-        ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice.name"),
         ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "auto"}}, "tool_choice.tools"),
     ],
     ids=str,
@@ -517,3 +570,219 @@ def test_what_openai_python_adds_to_answers_may_be_sent_back(client):
 
 def test_compaction_is_not_taken_for_the_name_of_a_response(client):
     assert "not compacted" in assert_error(client.post(f"{PATH}/compact", json=body()), 404, code="not_found")
+
+
+SPAWN = {"type": "function", "name": "spawn", "parameters": {"type": "object", "properties": {}}}
+AGENTS = {"type": "namespace", "name": "agents", "description": "Other agents.", "tools": [SPAWN, CUSTOM]}
+EVERY_TOOL = [TOOL, AGENTS, CUSTOM | {"name": "run"}, {"type": "local_shell"}, {"type": "shell"}]
+EVERY_TOOL += [{"type": "apply_patch"}, WEB_SEARCH, {"type": "mcp", "server_label": "x", "server_url": "y"}]
+CALLS = [
+    {"type": "function_call", "call_id": "c0", "name": "spawn", "namespace": "agents", "arguments": "{}"},
+    {"type": "function_call_output", "call_id": "c0", "output": "o"},
+    {"type": "custom_tool_call", "id": "x", "call_id": "c1", "name": "run", "input": 'a "b"', "status": "completed"},
+    {"type": "custom_tool_call_output", "id": "o", "call_id": "c1", "output": [{"type": "input_text", "text": "o"}]},
+    {"type": "local_shell_call", "id": "l", "call_id": "c2", "status": "completed",
+     "action": {"type": "exec", "command": ["ls"], "env": {}, "timeout_ms": None}},
+    {"type": "local_shell_call_output", "id": "c2", "output": "o"},
+    {"type": "shell_call", "call_id": "c3", "action": {"commands": ["ls"], "timeout_ms": 5}, "environment": None},
+    {"type": "shell_call_output", "call_id": "c3", "output": [{"stdout": "o", "stderr": "", "outcome": {"type": "x"}}]},
+    {"type": "apply_patch_call", "call_id": "c4", "status": "completed",
+     "operation": {"type": "delete_file", "path": "a"}},
+    {"type": "apply_patch_call_output", "call_id": "c4", "status": "failed", "output": "o"},
+]  # fmt: skip
+
+
+def test_calls_of_every_kind_are_those_of_a_chat():
+    found = read_items([{"role": "user", "content": "x"}, *CALLS]).messages
+    asked = [message["tool_calls"][0] for message in found if message["role"] == "assistant"]
+    shown = [(call["id"], (call.get("function") or call["custom"])) for call in asked]
+    assert shown == [
+        ("c0", {"name": "agents__spawn", "arguments": "{}"}),
+        ("c1", {"name": "run", "input": 'a "b"'}),
+        ("c2", {"name": "local_shell", "arguments": '{"command": ["ls"], "env": {}}'}),
+        ("c3", {"name": "shell", "arguments": '{"commands": ["ls"], "timeout_ms": 5}'}),
+        ("c4", {"name": "apply_patch", "arguments": '{"type": "delete_file", "path": "a", "diff": ""}'}),
+    ]
+    outputs = [(message["tool_call_id"], message["content"]) for message in found if message["role"] == "tool"]
+    shell = '[{"stdout": "o", "stderr": "", "outcome": {"type": "x"}}]'
+    assert outputs == [("c0", "o"), ("c1", "o"), ("c2", "o"), ("c3", shell), ("c4", "failed\no")]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_what_runs_elsewhere_is_left_out_and_said(bundled_server, streamed):
+    foreign = [
+        {"type": "web_search_call", "id": "w", "status": "completed", "action": {"type": "search", "query": "q"}}
+    ]
+    foreign += [{"type": "reasoning", "summary": [], "encrypted_content": "gAAAA"}, {"type": "compaction", "x": "y"}]
+    asked = [{"role": "user", "content": "x"}, *CALLS]
+    with httpx.Client(base_url=bundled_server, timeout=60) as client:
+        common = body(model="pageserve", max_output_tokens=1)
+        plain = client.post(PATH, json=common | {"input": asked, "tools": EVERY_TOOL[:-2]})
+        more = {"input": [*asked, *foreign], "tools": EVERY_TOOL, "stream": streamed}
+        both = client.post(PATH, json=common | more)
+        alone = client.post(PATH, json=common | {"tools": [WEB_SEARCH]})
+        bare = client.post(PATH, json=common)
+    assert plain.status_code == both.status_code == 200, both.text
+    assert both.headers["x-pageserve-left-out"] == "web_search, mcp, web_search_call, reasoning, compaction"
+    assert "x-pageserve-left-out" not in plain.headers
+    last = frames(both.text)[-1]["response"] if streamed else both.json()
+    assert last["usage"]["input_tokens"] == plain.json()["usage"]["input_tokens"]
+    assert [tool["type"] for tool in last["tools"]] == [tool["type"] for tool in EVERY_TOOL[:-2]]
+    Response.model_validate(last)
+    assert alone.json()["usage"]["input_tokens"] == bare.json()["usage"]["input_tokens"], "no tool is left"
+
+
+def test_a_kind_that_is_left_out_is_logged_once(client, caplog):
+    shell = {"type": "shell", "environment": {"type": "container_auto"}}
+    for _ in range(2):
+        assert (
+            client.post(PATH, json=body(tools=[shell], max_output_tokens=1)).headers["x-pageserve-left-out"] == "shell"
+        )
+    assert len([record for record in caplog.records if "requests name shell" in record.message]) == 1
+
+
+def test_tools_of_the_input_join_the_others(client):
+    added = {"type": "additional_tools", "id": "at_1", "role": "developer", "tools": [AGENTS, TOOL | {"strict": True}]}
+    asked = [{"role": "user", "content": "x"}]
+    one = client.post(f"{PATH}/input_tokens", json={"input": [added, *asked], "tools": [TOOL]}).json()
+    other = client.post(f"{PATH}/input_tokens", json={"input": asked, "tools": [TOOL, AGENTS]}).json()
+    assert one == other and one["input_tokens"] > 100
+    wrong = AGENTS | {"tools": [SPAWN | {"parameters": {"type": "array"}}]}
+    asked = [added | {"tools": [TOOL, wrong]}, *asked]
+    param = "input[0].tools[1].tools[0].parameters.type"
+    assert_error(client.post(PATH, json=body(input=asked, tools=[TOOL])), 400, param)
+
+
+def test_names_of_namespaces_can_be_told_apart():
+    names = {chat_name("a" * 60, "f"), chat_name("a" * 60, "g"), chat_name("a b", "f"), chat_name("a_b", "f")}
+    assert len(names) == 4 and all(NAME.fullmatch(name) for name in names)
+    assert chat_name(None, "f") == "f" and chat_name("mcp", "f") == "mcp__f"
+
+
+def test_codex_s_fields_are_taken(client):
+    asked = {
+        "reasoning": {"effort": "high", "summary": "detailed", "context": "all_turns"},
+        "client_metadata": {"session_id": "s", "x-codex-turn-metadata": "{}" * 400},
+        "include": ["reasoning.encrypted_content"],
+        "prompt_cache_key": "k",
+        "service_tier": "priority",
+        "store": False,
+        "parallel_tool_calls": True,
+        "text": {"verbosity": "low"},
+    }
+    answer = client.post(PATH, json=body(**asked, tools=[FUNCTION | {"defer_loading": True}], max_output_tokens=1))
+    assert answer.status_code == 200 and answer.json()["service_tier"] == "default", answer.text
+
+
+def test_reasoning_comes_back_in_whatever_form_a_client_keeps():
+    output = ResponseOutput(EventWriter(False), None, encrypts_reasoning=True)
+    output.take(Reasoning("thought: é\n"), [])
+    output.take(Content("said"), [])
+    output.finish("completed", [])
+    item = output.items[0]
+    assert item["encrypted_content"].startswith("pageserve.1.")
+    alone = {"type": "reasoning", "summary": [], "encrypted_content": item["encrypted_content"]}
+    for sent in (item, alone, item | {"encrypted_content": "other"}):
+        assert read_items([sent]).messages == [
+            {"role": "assistant", "reasoning_content": "thought: é\n", "content": ""}
+        ]
+    changed = alone | {"encrypted_content": item["encrypted_content"][:-4] + "AAAA"}
+    assert read_items([changed]).left_out == ["reasoning"] and read_items([changed]).messages == []
+
+
+def test_thoughts_of_earlier_turns_are_left_out_where_asked():
+    thought = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "t"}]}
+    asked = [{"role": "user", "content": "a"}, thought, OUTPUT, {"role": "user", "content": "b"}, thought, CALL]
+    for context, count in (("all_turns", 2), ("auto", 2), ("current_turn", 1)):
+        request = parse_request(ResponseRequest, body(input=asked, reasoning={"context": context}))
+        thoughts = [message for message in request.chat_fields()["messages"] if "reasoning_content" in message]
+        assert len(thoughts) == count and thoughts[-1]["tool_calls"]
+
+
+def test_leading_messages_of_the_system_are_one(client):
+    asked = [{"role": "developer", "content": text} for text in ("a", "b")] + [{"role": "user", "content": "x"}]
+    counted = client.post(f"{PATH}/input_tokens", json={"input": asked}).json()
+    assert counted["input_tokens"] == len(prompt_of(("system", "a\n\nb"), ("user", "x")))
+
+
+def test_calls_are_items_of_their_kind():
+    tools = ToolSet([(f"tools[{i}]", parse_tool(tool)) for i, tool in enumerate(EVERY_TOOL)]).by_chat_name
+    events = EventWriter(True)
+    output = ResponseOutput(events, None, tools)
+    said: list = [CallStart(0, "c0", "agents__spawn"), Arguments(0, "{}"), CallStart(1, "c1", "run", custom=True)]
+    said += [
+        Input(1, "a "),
+        Input(1, "b"),
+        CallStart(2, "c2", "local_shell"),
+        Arguments(2, '{"command": '),
+        Arguments(2, '["ls"]}'),
+    ]
+    said += [CallStart(3, "c3", "shell"), Arguments(3, '{"commands": ["ls"], "timeout_ms": 5}')]
+    said += [CallStart(4, "c4", "apply_patch"), Arguments(4, '{"type": "create_file", "path": "p", "diff": "+a"}')]
+    said += [CallStart(5, "c5", "agents__c", custom=True), CallStart(6, "c6", "local_shell"), Arguments(6, '{"comm')]
+    for part in said:
+        output.take(part, [])
+    output.finish("incomplete", [])
+    found = frames(events.take().decode())
+    for event in found:
+        ResponseEvent.model_validate(event)
+    items = [{name: part for name, part in item.items() if name != "id"} for item in output.items]
+    whole = {"status": "completed"}
+    assert items == [
+        {"type": "function_call", **whole, "call_id": "c0", "name": "spawn", "namespace": "agents", "arguments": "{}"},
+        {"type": "custom_tool_call", **whole, "call_id": "c1", "name": "run", "input": "a b"},
+        {"type": "local_shell_call", **whole, "call_id": "c2",
+         "action": {"type": "exec", "command": ["ls"], "env": {}}},
+        {"type": "shell_call", **whole, "call_id": "c3",
+         "action": {"commands": ["ls"], "timeout_ms": 5, "max_output_length": None}},
+        {"type": "apply_patch_call", **whole, "call_id": "c4",
+         "operation": {"type": "create_file", "path": "p", "diff": "+a"}},
+        {"type": "custom_tool_call", **whole, "call_id": "c5", "name": "c", "namespace": "agents", "input": ""},
+        {"type": "function_call", "status": "incomplete", "call_id": "c6", "name": "local_shell",
+         "arguments": '{"comm'},
+    ]  # fmt: skip
+    assert [event["item"] for event in found if event["type"] == "response.output_item.done"] == output.items
+    inputs = [event for event in found if "custom_tool_call_input" in event["type"]]
+    assert [event.get("delta", event.get("input")) for event in inputs] == ["a ", "b", "a b", ""]
+    assert read_items(output.items).messages[0]["tool_calls"][5]["custom"] == {"name": "agents__c", "input": ""}
+
+
+LINES = {"type": "grammar", "syntax": "lark", "definition": 'start: "go" LF /[a-c]{1,3}/\n%import common.LF'}
+FORCED = [
+    (CUSTOM | {"format": LINES}, CUSTOM, r"go\n[a-c]{1,3}"),
+    (CUSTOM | {"format": LARK | {"syntax": "regex", "definition": '"[ab]{2}"\\n'}}, CUSTOM, r'"[ab]{2}"\n'),
+    (AGENTS | {"tools": [CUSTOM | {"format": LINES}]}, CUSTOM | {"namespace": "agents"}, r"go\n[a-c]{1,3}"),
+    (AGENTS | {"tools": [SPAWN]}, {"type": "allowed_tools", "mode": "required", "tools": [
+        {"type": "namespace", "name": "agents"}, {"type": "web_search"}]}, r"\{ ?\}"),
+    ({"type": "apply_patch"}, {"type": "apply_patch"}, "(create|update|delete)_file"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("tool, choice, form", FORCED, ids=("lark", "regex", "inside", "namespace", "patch"))
+def test_a_call_of_each_kind_that_is_forced(bundled_server, tool, choice, form):
+    with openai.OpenAI(base_url=f"{bundled_server}/v1", api_key="none", max_retries=0) as api:
+        asked = {"model": "pageserve", "input": "Go.", "tools": [tool, WEB_SEARCH], "tool_choice": choice}
+        asked |= {"parallel_tool_calls": False, "max_output_tokens": 300, "temperature": 1.2, "extra_body": {"seed": 5}}
+        with api.responses.with_streaming_response.create(**asked, stream=True) as raw:
+            found = frames(raw.read().decode())
+        for event in found:
+            ResponseEvent.model_validate(event)
+        response = api.responses.create(**asked)
+        (item,) = response.output
+        streamed = found[-1]["response"]["output"][0]
+        text = {"function_call": "arguments", "custom_tool_call": "input", "apply_patch_call": "operation"}[item.type]
+        value = item.to_dict()[text]
+        assert value == streamed[text], "the same seed"
+        if item.status == "incomplete":
+            assert (item.type, item.name) == ("function_call", "apply_patch"), "which a client must not carry out"
+        else:
+            assert re.fullmatch(form, value["type"] if isinstance(value, dict) else value), value
+        if tool["type"] == "namespace":
+            assert item.namespace == streamed["namespace"] == "agents" and item.name in ("c", "spawn")
+        back = [{"role": "user", "content": "Go."}, item]
+        output = {"type": f"{item.type.removesuffix('_call')}_call_output", "call_id": item.call_id, "output": "done"}
+        output |= {"status": "completed"} if item.type == "apply_patch_call" else {}
+        again = api.responses.create(
+            **asked | {"input": [*back, output], "tool_choice": "none", "max_output_tokens": 3}
+        )
+        assert again.output[0].type == "message"

@@ -12,7 +12,7 @@ from server.messages_output import MessageOutput
 from server.prompts import render_chat
 from server.protocol import ChatCompletionRequest, parse_request
 from server.protocol.anthropic_request import MessagesRequest
-from server.protocol.response_items import chat_messages
+from server.protocol.response_items import read_items
 from server.protocol.tools import parse_arguments
 from server.tools.events import Arguments, CallStart
 from server.tools.rendering import mended
@@ -196,4 +196,4 @@ def test_blocks_of_an_answer_hold_what_a_client_can_send_back(text):
 def test_items_of_calls_need_no_order():
     call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}
     output = {"type": "function_call_output", "call_id": "d", "output": "x"}
-    assert [message["role"] for message in chat_messages([output, call])] == ["tool", "assistant"]
+    assert [message["role"] for message in read_items([output, call]).messages] == ["tool", "assistant"]
