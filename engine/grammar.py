@@ -7,6 +7,7 @@ what is here: the library itself is imported at the first call.
 
 import json
 import re
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -69,8 +70,14 @@ class Compiler:
             raise GrammarError(message if output.kind == "grammar" else IN_RULE.sub("", message))
         return matcher
 
+    def token_texts(self) -> list[bytes]:
+        """The bytes that each token adds to a text; empty for special tokens."""
+        tokenizer = self._tokenizer
+        ids = range(tokenizer.vocab_size)
+        return [b"" if tokenizer.is_special_token(i) else tokenizer.decode_bytes([i]) for i in ids]
+
     def tokens_of(self, text: str) -> list[int]:
-        """Token ids of a text, and back: for tests."""
+        """Token ids of a text, and back."""
         ids: list[int] = self._tokenizer.tokenize_str(text)
         return ids
 
@@ -84,6 +91,14 @@ def fill_mask(matcher: "LLMatcher", words: Words) -> None:
     matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
     if matcher.is_error():
         check(matcher)
+
+
+def as_words(token_ids: Iterable[int], num_words: int) -> Words:
+    """A mask that allows these tokens and no others."""
+    bits = np.zeros((num_words, 32), np.uint8)
+    bits.reshape(-1)[list(token_ids)] = 1
+    words: Words = np.packbits(bits, bitorder="little").view(np.int32)
+    return words
 
 
 def check(matcher: "LLMatcher") -> None:

@@ -30,11 +30,16 @@ class StructuredOutput(msgspec.Struct, frozen=True, array_like=True):
     and %json in it.
 
     lenient: keywords of a schema that cannot be enforced are passed over, where they would be an error.
+
+    json_values: a "grammar" made here, of JSON with perhaps a marker around it. As with the kinds of JSON, its numbers
+    stay within what a double holds, and near max_tokens it is led to its end. `ends`: how a free text within it ends.
     """
 
     kind: str
     text: str = ""
     lenient: bool = False
+    json_values: bool = False
+    ends: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -58,9 +63,13 @@ class StructuredOutput(msgspec.Struct, frozen=True, array_like=True):
     def choice(choices: Sequence[str]) -> "StructuredOutput":
         return StructuredOutput("choice", msgspec.json.encode(list(choices)).decode())
 
+    @property
+    def holds_json(self) -> bool:
+        return self.json_values or self.kind.startswith("json")
+
     def digest(self) -> bytes:
         """What equal ones have in common, in 32 bytes."""
-        text = repr((self.kind, self.lenient, self.text))
+        text = repr((self.kind, self.lenient, self.json_values, self.ends, self.text))
         return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
 
 

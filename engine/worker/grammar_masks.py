@@ -29,7 +29,7 @@ class _Launched:
 class GrammarMasks:
     def __init__(self, batch: InputBatch, eos_token_ids: list[int], queue: DeviceQueue | None) -> None:
         self.cache = GrammarCache()
-        self._rows = GrammarRows(self.cache, eos_token_ids)
+        self._rows = GrammarRows(self.cache, eos_token_ids, batch.max_model_len)
         self._batch = batch
         self._queue = queue
         self._buffer: StepBuffer | None = None

@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from engine.grammar import GrammarError, Words, fill_mask
+from engine.grammar import GrammarError, Words, as_words, fill_mask
 from engine.sampling_params import SamplingParams
 from engine.structured_output import NOT_MATCHED, StructuredOutput
 from engine.worker.grammar_cache import GrammarCache
+from engine.worker.grammar_ends import Ending, GrammarEnds
 from engine.worker.input_batch import IntArray, SampledAt
+from engine.worker.json_numbers import JsonNumbers, Number
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -43,13 +45,18 @@ class _Row:
     renewed_at: int = -MIN_TOKENS_BETWEEN_RENEWALS
     prepared: tuple[int, Words | GrammarError] | None = None  # position, and its mask or why there is none
     seconds: float = 0.0  # of processor time, so far
+    last: int = 2**62  # position of the last token that the request may have
+    limits: tuple[JsonNumbers, GrammarEnds, Ending] | None = None  # of JSON
+    limited: int = -1  # last position whose mask was limited
+    number: Number | None = None  # of JSON, that is being written
 
 
 class GrammarRows:
     """Rows are those of InputBatch."""
 
-    def __init__(self, cache: GrammarCache, eos_token_ids: Sequence[int]) -> None:
+    def __init__(self, cache: GrammarCache, eos_token_ids: Sequence[int], max_model_len: int = 2**62) -> None:
         self._cache = cache
+        self._max_model_len = max_model_len
         self._eos_token_ids = list(eos_token_ids)
         self._rows: dict[int, _Row] = {}
 
@@ -68,7 +75,11 @@ class GrammarRows:
             ends = self._without([*self._eos_token_ids, *stops]) if keeps_out else None
         except GrammarError as error:
             raise ValueError(NOT_MATCHED + str(error)) from None
-        self._rows[row] = _Row(params.structured_output, num_prompt_tokens, matcher, num_prompt_tokens, longest, ends)
+        state = _Row(params.structured_output, num_prompt_tokens, matcher, num_prompt_tokens, longest, ends)
+        state.limits = self._cache.limits(params.structured_output)
+        end = self._max_model_len if params.max_tokens is None else num_prompt_tokens + params.max_tokens
+        state.last = end - 1
+        self._rows[row] = state
 
     def drop(self, row: int) -> None:
         self._rows.pop(row, None)
@@ -126,6 +137,7 @@ class GrammarRows:
                 raise
             self._renew(state, token_ids, position, error)
             fill_mask(state.matcher, words)
+        self._limit(state, position, words)
         if state.ends is not None and position < state.min_length:
             others = words & state.ends
             if others.any():
@@ -135,21 +147,43 @@ class GrammarRows:
             raise GrammarError(TOO_SLOW)
 
     def _advance(self, matcher: "LLMatcher", state: _Row, token_ids: IntArray, position: int) -> None:
+        if state.limits is not None:
+            # A sequence that comes back: what is known of its end is found again as it was, from text to text.
+            window = state.last + 1 - state.limits[2].window
+            for known in range(max(state.first, state.limited + 1, window), position):
+                self._consume(matcher, state, token_ids, known)
+                if not matcher.is_stopped():
+                    words: Words = np.zeros(self._cache.num_words, np.int32)
+                    fill_mask(matcher, words)
+                    self._limit(state, known, words)
+        self._consume(matcher, state, token_ids, position)
+
+    def _consume(self, matcher: "LLMatcher", state: _Row, token_ids: IntArray, position: int) -> None:
         new = token_ids[state.consumed : position].tolist()
         state.consumed = position
+        if state.limits is not None:
+            state.number = state.limits[0].follow(state.number, new)
         if new and not matcher.is_stopped() and not matcher.consume_tokens(new):
             raise GrammarError(f"the grammar refuses a token that it allowed: {matcher.get_error()[:100]}")
+
+    def _limit(self, state: _Row, position: int, words: Words) -> None:
+        """Keep the values of JSON sane, and lead it to its end."""
+        if state.limits is None or state.matcher is None:
+            return
+        state.limited = position
+        numbers, grammar_ends, ending = state.limits
+        numbers.limit(state.number, words)
+        if state.ends is None or position >= state.min_length:
+            grammar_ends.limit(ending, state.matcher, words, state.last - position + 1)
 
     def _renew(self, state: _Row, token_ids: IntArray, position: int, error: GrammarError) -> None:
         """Start over with no states but those on the way of this text: the limit is on what is kept, not on a text."""
         if position - state.renewed_at < MIN_TOKENS_BETWEEN_RENEWALS:
             raise error
         state.matcher = self._cache.renew(state.output)
-        state.renewed_at, state.consumed = position, state.first
+        state.renewed_at, state.consumed, state.number = position, state.first, None
         self._advance(state.matcher, state, token_ids, position)
 
     def _without(self, token_ids: list[int]) -> Words:
-        bits = np.ones((self._cache.num_words, 32), np.uint8)
-        bits.reshape(-1)[[token_id for token_id in token_ids if token_id < bits.size]] = 0
-        words: Words = np.packbits(bits, bitorder="little").view(np.int32)
-        return words
+        num_words = self._cache.num_words
+        return ~as_words((token_id for token_id in token_ids if token_id < 32 * num_words), num_words)

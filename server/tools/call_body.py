@@ -53,6 +53,10 @@ class CallStyle(Protocol):
         """Whether strings stand as they are, without quotes: not as JSON."""
 
     @property
+    def ends(self) -> Sequence[str]:
+        """What ends an argument that is bare text."""
+
+    @property
     def arguments_are(self) -> str:
         """What a model is told of how to write the arguments."""
 

@@ -42,7 +42,8 @@ class CallGrammar:
         return self._grammar(["main: calls | content", f"content: {json_rule(schema, strict)}"])
 
     def _grammar(self, rules: list[str]) -> StructuredOutput:
-        return StructuredOutput("grammar", "\n".join([*self.before, *rules, *self._calls(), *self._objects()]) + "\n")
+        text = "\n".join([*self.before, *rules, *self._calls(), *self._objects()]) + "\n"
+        return StructuredOutput("grammar", text, json_values=True, ends=tuple(self.form.style.ends))
 
     def _calls(self) -> list[str]:
         """`rest` follows the first marker, `marked` begins with it, and so does `calls` but for a bare object."""

@@ -21,6 +21,7 @@ class JsonCalls:
     arguments_key: str = "arguments"
     markers = ()
     bare_strings = False
+    ends = ()
     arguments_are = "its arguments as JSON"
 
     def write(self, name: str, arguments: Written) -> str:

@@ -20,6 +20,7 @@ ID = re.compile(r"[a-zA-Z0-9_-]{0,64}")
 class NamedCalls:
     markers = (CALL_ID, ARGS)
     bare_strings = False
+    ends = ()
     arguments_are = "its arguments as JSON"
 
     def write(self, name: str, arguments: Written) -> str:

@@ -24,7 +24,8 @@ def after_thinking(output: StructuredOutput, before: Sequence[str]) -> Structure
     the first token on."""
     if output.kind == "grammar":
         return output
-    return StructuredOutput("grammar", "\n".join([*before, f"main: {_main(output)}"]) + "\n")
+    text = "\n".join([*before, f"main: {_main(output)}"]) + "\n"
+    return StructuredOutput("grammar", text, json_values=output.holds_json)
 
 
 def _main(output: StructuredOutput) -> str:

@@ -17,7 +17,7 @@ from server.protocol.tools import FunctionDefinition
 from server.tools.call_body import NotACallError, Schemas, Written
 from server.tools.events import held_back
 from server.tools.json_object import SPACE
-from server.tools.xml_grammar import xml_rules
+from server.tools.xml_grammar import END_VALUE, xml_rules
 from server.tools.xml_tags import END_FUNCTION, END_PARAMETER, FUNCTION, PARAMETER
 from server.tools.xml_values import STRING, as_json, parameter_types
 
@@ -28,6 +28,7 @@ MAX_TAG = 256  # characters of a name
 class XmlCalls:
     markers = ()
     bare_strings = True
+    ends = (END_VALUE,)
     arguments_are = "its arguments"
 
     def write(self, name: str, arguments: Written) -> str:
