@@ -137,13 +137,15 @@ def _messages(value: Any) -> History:
         raise field_error("invalid_value", f"must hold 1 to {MAX_MESSAGES} messages")
     messages: list[ChatMessage] = []
     changes: list[ToolChange] = []
+    of_user = [i for i, turn in enumerate(value) if isinstance(turn, dict) and turn.get("role") == "user"]
+    last_user = of_user[-1] if of_user else 0
     for i, message in enumerate(value):
         if not isinstance(message, dict):
             raise field_error("invalid_type", "must be an object", i)
-        for name in message:
-            if name not in ("role", "content"):
-                raise field_error("unknown_parameter", "is not a field of a message", i, name)
         role = message.get("role")
+        for name in message:
+            if name not in ("role", "content") and not (name == "clear_at" and role == "system"):
+                raise field_error("unknown_parameter", "is not a field of a message", i, name)
         if role == "assistant":
             blocks = _blocks(message.get("content"), ("text", "thinking", "tool_use"), i, "content")
             _check_calls(blocks, i)
@@ -153,7 +155,7 @@ def _messages(value: Any) -> History:
             _add_user(messages, blocks, i, changes)
         elif role == "system":
             blocks = _blocks(message.get("content"), ("text", "tool_addition", "tool_removal"), i, "content")
-            _add_system(messages, blocks, i, changes)
+            _add_system(messages, blocks, i, changes, _is_cleared(message, i, last_user))
         else:
             raise field_error("invalid_value", "must be 'user', 'assistant' or 'system'", i, "role")
     return History(messages, tuple(changes))
@@ -189,7 +191,17 @@ def _arguments(value: dict[str, Any]) -> str:
         raise field_error("invalid_value", "has a tool_use whose input is nested too deeply") from None
 
 
-def _add_system(messages: list[ChatMessage], blocks: list[dict[str, Any]], i: int, changes: list[ToolChange]) -> None:
+def _is_cleared(message: dict[str, Any], i: int, last_user: int) -> bool:
+    """Whether a system message held only until the user's next."""
+    clear_at = message.get("clear_at") or "never"
+    if clear_at not in ("never", "next_user_message"):
+        raise field_error("invalid_value", "must be 'next_user_message' or 'never'", i, "clear_at")
+    return bool(clear_at == "next_user_message" and i < last_user)
+
+
+def _add_system(
+    messages: list[ChatMessage], blocks: list[dict[str, Any]], i: int, changes: list[ToolChange], is_cleared: bool
+) -> None:
     texts = [block["text"] for block in blocks if block["type"] == "text"]
     for j, block in enumerate(blocks):
         if block["type"] == "text":
@@ -201,7 +213,7 @@ def _add_system(messages: list[ChatMessage], blocks: list[dict[str, Any]], i: in
         if not isinstance(tool.get("name"), str):
             raise field_error("invalid_type", "must be a string", *path, "name")
         changes.append(ToolChange(tool["name"], block["type"] == "tool_addition", (*path, "name")))
-    if texts or not blocks:
+    if (texts or not blocks) and not is_cleared:
         messages.append({"role": "system", "content": "\n".join(texts)})
 
 
@@ -274,6 +286,7 @@ class ContentBlock(BaseModel):
 class TurnMessage(BaseModel):
     role: Literal["user", "assistant", "system"]
     content: str | list[ContentBlock]
+    clear_at: Literal["next_user_message", "never"] | None = None  # of a system message
 
 
 System = Annotated[str, BeforeValidator(_system, json_schema_input_type=str | list[TextBlock])]
@@ -292,7 +305,7 @@ class Thinking(Strict):
     its thinking can be told from the rest; for other models a budget is a wish."""
 
     type: Literal["enabled", "disabled", "adaptive"]
-    display: Literal["summarized", "omitted"] = "summarized"
+    display: Literal["summarized", "updates", "omitted"] = "summarized"  # the first two: shown as it is
     budget_tokens: int | None = Field(None, ge=1024, lt=2**31)
 
 

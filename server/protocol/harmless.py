@@ -80,6 +80,7 @@ ANTHROPIC_IGNORED = {
 ANTHROPIC_INERT: dict[str, tuple[Any, ...]] = {
     "container": (),
     "mcp_servers": ([],),
+    "safeguards": (),  # nothing here judges calls: an agent that was told so asks its user
     "service_tier": ("auto", "standard_only"),
 }
 BLOCK_IGNORED = {CACHE: CACHE_IS}

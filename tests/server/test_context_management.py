@@ -288,6 +288,25 @@ def test_a_deferred_tool_is_in_the_prompt_once_it_is_referred_to(client):
     assert count(client, start, **tools("load"), **forced) == count(client, start, **tools(), **forced)
 
 
+def test_a_system_message_may_hold_until_the_user_speaks_again(client):
+    user, note = {"role": "user", "content": "go"}, {"role": "system", "content": "be quick"}
+    passing = note | {"clear_at": "next_user_message"}
+    assert count(client, [user, passing]) == count(client, [user, note | {"clear_at": "never"}])
+    answer = {"role": "assistant", "content": "ok"}
+    assert count(client, [user, passing, answer, user]) == count(client, [user, answer, user])
+    refused = client.post(PATH, json=body(messages=[user, note | {"clear_at": "soon"}]))
+    assert_error(refused, 400, "invalid_request_error", "messages[1].clear_at must be 'next_user_message' or 'never'")
+    refused = client.post(PATH, json=body(messages=[user | {"clear_at": "never"}]))
+    assert_error(refused, 400, "invalid_request_error", "messages[0].clear_at is not a field")
+
+
+def test_an_agent_is_told_that_nothing_judges_its_calls(client):
+    """Claude Code asks its user then, and would run what it takes for checked if the field were ignored."""
+    refused = client.post(PATH, json=body(safeguards=[{"type": "dangerous_tool_use", "classifier_context": {}}]))
+    said = assert_error(refused, 400, "invalid_request_error")
+    assert said == "safeguards is not supported by this server: leave it out."
+
+
 def test_errors_of_deferred_tools_name_the_field(client):
     start = [{"role": "user", "content": "go"}]
     refused = client.post(PATH, json=body(messages=[*start, *reference("other")], **tools("load")))
@@ -299,6 +318,11 @@ def test_errors_of_deferred_tools_name_the_field(client):
     wrong[1]["input_schema"] = {"type": "array"}
     refused = client.post(PATH, json=body(tools=wrong))
     assert_error(refused, 400, "invalid_request_error", "tools[1].input_schema.type")
+
+
+@pytest.mark.parametrize("display", ["summarized", "updates", "omitted"])
+def test_how_thinking_is_displayed(client, display):
+    assert client.post(PATH, json=body(thinking={"type": "adaptive", "display": display})).status_code == 200
 
 
 def test_thinking_that_is_not_shown_comes_back_in_its_signature(roomy_client):
