@@ -1,7 +1,6 @@
 """The faults that `make sim-mutants` plants: none that is equivalent to the original for every observer."""
 
 import engine.driver
-import engine.process_state
 import engine.scheduler
 from engine.admission_policy import PlainAdmission, PredictedAdmission
 from engine.beam_group import BeamGroup
@@ -14,6 +13,7 @@ from engine.fair_share import FairShare
 from engine.host_tier import HostTier
 from engine.output_lengths import OutputLengths
 from engine.prefetch import Prefetcher
+from engine.process_state import StoppedLooks
 from engine.recovery import StepWatch
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
@@ -325,10 +325,10 @@ MUTANTS = (
     Mutant("stopped Worker never noticed", Executor, "_kill_when_stopped", "self._kill()", "pass", for_driver=True),
     Mutant(
         "looks at a stopped Worker not in a row",
-        engine.process_state,
-        "wait_until_stopped",
-        "num_looks = 0 if now is None",
-        "num_looks = num_looks if now is None",
+        StoppedLooks,
+        "look",
+        "= 0 if now is None",
+        "= self._num_looks if now is None",
         for_driver=True,
     ),
     Mutant(
