@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-only lint docs kernels-aot bench gpu-check gpu-wheels soak fuzz attacks fairness sim sim-mutants rolling-restart journal pauses schema-suite screenshots lm-eval clients clean
+.PHONY: help serve test test-only lint docs kernels-aot bench gpu-check gpu-wheels soak fuzz attacks fairness sim sim-mutants rolling-restart journal pauses schema-suite own-answers forced-values screenshots lm-eval clients clean
 
 help:
 	@echo "make serve [ARGS=\"--model DIR_OR_HUB_ID --port 9000\"]   start the server"
@@ -26,6 +26,8 @@ help:
 	@echo "make journal [STREAMS=64]                               kill the Worker under live streams: none loses a token"
 	@echo "make pauses [STREAMS=32]                                stop and kill Worker and helpers: how long streams stand still"
 	@echo "make schema-suite                                       JSONSchemaTestSuite: accepted, obeyed, refused"
+	@echo "make own-answers [ANSWERS=1000]                         own answers, forced and cut, fed back: none may be refused"
+	@echo "make forced-values [SEEDS=400]                          forced JSON at temperature 2: how much of it can be used"
 	@echo "make screenshots                                        pictures of the page at / under load, into docs/"
 	@echo "make docs                                               rewrite the config reference"
 	@echo "make clean                                              remove what the above made"
@@ -172,6 +174,12 @@ pauses: $(VENV)/.installed-test $(VENV)/.compiled
 
 schema-suite: $(VENV)/.installed-test .cache/schema-suite/.fetched
 	@$(BIN)/python -m benchmarks.schema_suite .cache/schema-suite/jsonschema-4.26.0.tar.gz $(ARGS)
+
+own-answers: $(VENV)/.installed-test $(VENV)/.compiled
+	@exec $(BIN)/python -m tests.server.own_answers --answers $(or $(ANSWERS),1000)
+
+forced-values: $(VENV)/.installed-test $(VENV)/.compiled
+	@exec $(BIN)/python -m benchmarks.forced_values --seeds $(or $(SEEDS),400) $(ARGS)
 
 screenshots: $(VENV)/.installed-test $(VENV)/.compiled
 	$(BIN)/python -m tests.server.screenshots $(ARGS)

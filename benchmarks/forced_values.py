@@ -1,6 +1,6 @@
 """What forced JSON is worth: of many answers at high temperature, how many ended, and hold finite values of the schema.
 
-    python -m benchmarks.forced_values [--seeds 400] [--tokens 100] [--temperature 2] [--only NAME]
+    python -m benchmarks.forced_values [--seeds 400] [--tokens 140] [--temperature 2] [--only NAME]
 
 Forms of /v1/chat/completions (any object, a schema, the same strictly, bare numbers) and forced calls in each format of
 server/tools/formats.py. An answer is read by Python's json; "infinite" counts those that hold a number that no double
@@ -59,7 +59,7 @@ PROMPT = "Once upon a time there was a fox."
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=400)
-    parser.add_argument("--tokens", type=int, default=100)
+    parser.add_argument("--tokens", type=int, default=140)
     parser.add_argument("--temperature", type=float, default=2.0)
     parser.add_argument("--only", default="")
     options = parser.parse_args()

@@ -4,12 +4,8 @@ import json
 
 import pytest
 
-from engine.chat_template import ChatTemplate
 from engine.errors import InvalidRequestError
-from engine.tokenizer import RenderedChat
-from server.config import ServerConfig
 from server.messages_output import MessageOutput
-from server.prompts import render_chat
 from server.protocol import ChatCompletionRequest, parse_request
 from server.protocol.anthropic_request import MessagesRequest
 from server.protocol.response_items import read_items
@@ -17,6 +13,7 @@ from server.protocol.tools import parse_arguments
 from server.tools.events import Arguments, CallStart
 from server.tools.rendering import mended
 from tests.server.live import MODEL, chat_body
+from tests.server.tools.rendered import prompt_of
 from tests.server.tools.templates import MISTRAL_STYLE, PLAIN, QWEN, QWEN_CODER_STYLE, STYLES
 
 DEEP = '{"a": ' + "[" * 127 + "]" * 127 + "}"
@@ -65,28 +62,6 @@ def answer(call_id, text="sunny"):
 
 def chat(*messages, **fields):
     return parse_request(ChatCompletionRequest, {"model": "m", "messages": list(messages)} | fields)
-
-
-class Tokens:
-    """Stands for a tokenizer: the prompt is its text."""
-
-    def __init__(self, source):
-        self._template = ChatTemplate(source, {})
-
-    def template(self, helper):
-        return self._template
-
-    def added_token_id(self, text):
-        return None
-
-    def render_chat(self, messages, *, add_generation_prompt, continue_final_message, **variables):
-        names = ("helper", "special_tokens_in_content")
-        variables = {name: value for name, value in variables.items() if name not in names}
-        return RenderedChat(self._template.render(messages, add_generation_prompt, variables))
-
-
-def prompt_of(source, request):
-    return render_chat(Tokens(source), request, ServerConfig()).text
 
 
 @pytest.mark.parametrize("style", STYLES)
