@@ -19,7 +19,7 @@ from engine.tokenizer import EncodedPart, RenderedChat, Tokenizer
 from server.config import ServerConfig
 from server.errors import invalid
 from server.generation import check_length
-from server.protocol import ChatCompletionRequest, GenerationRequest
+from server.protocol import ChatCompletionRequest, GenerationRequest, Message
 from server.served import Served
 from server.tools.formats import ToolUse, find_tool_use
 from server.tools.rendering import Rendered, mended, with_tools
@@ -303,21 +303,28 @@ def _renditions(
     template: ChatTemplate, tokenizer: Tokenizer, request: ChatCompletionRequest, config: ServerConfig
 ) -> Iterator[Rendered]:
     """Messages and variables of the template: the conversation as it is, and where calls and answers do not fit each
-    other, or turns are empty, in forms for a template that refuses that: mended, and last without its own tools."""
+    other, turns are empty or several of one role follow each other, in forms for a template that refuses that: mended,
+    and last without its own tools."""
     has_developer = "developer" in template.source
     if not request.has_tools:
         yield [message.for_template(has_developer) for message in request.messages], {}
-        history = mended(request.messages)
-        if history != request.messages:
+        for history in _mended_histories(request.messages):
             yield [message.for_template(has_developer) for message in history], {}
         return
     use = find_tool_use(template, tokenizer, config.tool_call_format)
     tools = request.offered_tools
     yield with_tools(template, use, request.messages, tools, has_developer)
-    history = mended(request.messages)
-    if history != request.messages:
+    for history in _mended_histories(request.messages):
         yield with_tools(template, use, history, tools, has_developer)
         yield with_tools(template, ToolUse(use.form, in_template=False), history, tools, has_developer)
+
+
+def _mended_histories(messages: list[Message]) -> Iterator[list[Message]]:
+    """For a template that refuses the order of a conversation, and then for one that takes no system message."""
+    histories = [mended(messages), mended(messages, has_system=False)]
+    for i, history in enumerate(histories):
+        if history not in [messages, *histories[:i]]:
+            yield history
 
 
 def template_variables(request: ChatCompletionRequest, known: frozenset[str]) -> Mapping[str, Any]:

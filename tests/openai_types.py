@@ -27,6 +27,8 @@ EXTRAS: dict[str, set[str]] = {
     "ChoiceDelta": {"reasoning_content"},
     "PromptTokensDetails": {"truncated_tokens"},
     "Response": {"store"},  # OpenAI documents it and answers with it
+    "ResponseCustomToolCall": {"status"},  # the same
+    "ResponseFunctionCallArgumentsDoneEvent": {"name"},  # of earlier versions of the type
 }
 # Path -> types of an answer and of a frame.
 TYPES: dict[str, tuple[Any, Any]] = {

@@ -29,6 +29,7 @@ EXAMPLE = ("the-name", {"a-parameter": "its value"})
 # Templates that tell an assistant's calls by content being none, where others add a text to it.
 CONTENT_IS_NONE = re.compile(r"content(['\"]\s*\])?\s+is\s+(not\s+)?none")
 SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
+SYSTEM = ("system", "developer")
 UNKNOWN_TOOL = "tool"  # the name of one whose answer names no call
 LETTERS_AND_DIGITS = string.ascii_letters + string.digits
 
@@ -51,15 +52,15 @@ def with_tools(
     return _with_preamble(template, use.form, _joined(plain, messages), tools), {}
 
 
-def mended(messages: Sequence[Message]) -> list[Message]:
+def mended(messages: Sequence[Message], has_system: bool = True) -> list[Message]:
     """The same conversation for a template that insists on its order; equal to it where nothing is amiss.
 
-    Each call has its answer at once, an empty one where there is none. An answer without a call is said by the user. A
-    turn of the assistant without anything is left out, and the user's turns that follow each other then are one.
+    Each call has its answer at once, an empty one where there is none. An answer without a call is said by the user,
+    and so is a message of the system after the first, or with `has_system` false any. A turn of the assistant without
+    anything is left out, and the user's turns that follow each other are one: agents send several.
     """
     history: list[Message] = []
     waiting: list[str] = []  # ids of calls that have no answer yet
-    changed = False  # at the end of the history
 
     def say(text: str) -> None:
         if history and history[-1].role == "user":
@@ -79,16 +80,13 @@ def mended(messages: Sequence[Message]) -> list[Message]:
             else:
                 answer_the_rest()
                 say(_response(message))
-                changed = True
             continue
         answer_the_rest()
-        if _is_empty(message) and i < len(messages) - 1:
-            changed = True
-        elif changed and message.role == "user":
+        is_said = message.role == "user" or (message.role in SYSTEM and (not has_system or history))
+        if is_said and (message.role != "user" or (history and history[-1].role == "user")):
             say(message.content)
-        else:
+        elif not _is_empty(message) or i == len(messages) - 1:
             history.append(message)
-            changed = False
         waiting = [call.id for call in message.tool_calls]
     answer_the_rest()
     return history

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import time
 from typing import Literal
 
@@ -193,6 +194,28 @@ def test_answers_go_back_as_they_came(api, dumped):
     said = api.responses.create(input=sent, tool_choice="none", **fields)
     assert said.output_text and said.usage.input_tokens > 30
     assert api.responses.create(input=[*sent, *map(as_sent, said.output), *HELLO], **fields).output
+
+
+def test_calls_of_every_kind_in_responses(api):
+    """Custom tools with a grammar, tools of a namespace and those that the client runs, streamed and sent back."""
+    lines = {"type": "grammar", "syntax": "lark", "definition": 'start: "go" LF /[a-c]{1,3}/\n%import common.LF'}
+    run = {"type": "custom", "name": "run", "description": "runs lines", "format": lines}
+    inside = {"type": "namespace", "name": "more", "description": "more tools", "tools": [run]}
+    tools = [run, inside, {"type": "local_shell"}, {"type": "apply_patch"}, {"type": "web_search"}]
+    fields = {"model": MODEL, "tools": tools, "max_output_tokens": 300, "parallel_tool_calls": False}
+    for choice in (run, {**run, "namespace": "more"}):
+        picked = {name: part for name, part in choice.items() if name in ("type", "name", "namespace")}
+        events = [*api.responses.create(input=HELLO, tool_choice=picked, stream=True, **fields)]
+        text = "".join(event.delta for event in events if event.type == "response.custom_tool_call_input.delta")
+        (call,) = events[-1].response.output
+        assert (
+            call.input == text and re.fullmatch(r"go\n[a-c]{1,3}", text) and call.namespace == choice.get("namespace")
+        )
+        result = {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "went"}
+        assert api.responses.create(input=[*HELLO, call, result], tool_choice="none", **fields).output_text
+    raw = api.responses.with_raw_response.create(input=HELLO, tool_choice={"type": "local_shell"}, **fields)
+    assert raw.headers["x-pageserve-left-out"] == "web_search"
+    assert raw.parse().output[0].type in ("local_shell_call", "function_call"), "of which the latter was cut"
 
 
 def test_the_stream_helper_of_responses(api):

@@ -119,12 +119,30 @@ def test_calls_and_answers_may_be_without_each_other(style, name):
 
 
 def test_what_is_regular_is_left_alone_and_refused_as_before():
-    regular = chat(USER, called("call_1", "call_2"), answer("call_2"), answer("call_1"), USER, USER)
+    system = {"role": "system", "content": "Be brief."}
+    regular = chat(system, USER, called("call_1", "call_2"), answer("call_2"), answer("call_1"), USER)
     assert mended(regular.messages) == regular.messages
-    with pytest.raises(InvalidRequestError, match="roles must alternate"):
-        prompt_of(STRICT, regular)
+    twice = chat(USER, called("call_1"), answer("call_1"), {"role": "assistant", "content": "a"}, *2 * [USER])
+    assert [message.role for message in mended(twice.messages)] == ["user", "assistant", "tool", "assistant", "user"]
     with pytest.raises(InvalidRequestError, match="no way"):
         prompt_of("{{ raise_exception('no way') }}", chat(USER, answer("call_9")))
+
+
+def test_turns_in_a_row_are_one_where_a_template_wants_them_in_turn():
+    """Agents send rules of the system in several messages, also later on, and the user's place and words apart."""
+    rules = [{"role": "developer", "content": text} for text in ("rule one", "rule two")]
+    asked = [*rules, USER, {"role": "user", "content": "Now?"}, {"role": "assistant", "content": "Yes."}]
+    asked += [{"role": "system", "content": "rule three"}, USER]
+    strict = "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    strict += "{{ raise_exception('roles must alternate') }}{% endif %}{{ m.role }}: {{ m.content }};{% endfor %}"
+    expected = "user: rule one\nrule two\nWeather?\nNow?;assistant: Yes.;user: rule three\nWeather?;"
+    assert prompt_of(strict, chat(*asked)) == expected
+    first = (
+        "{% if messages[0].role == 'system' %}{{ messages[0].content }};{% set messages = messages[1:] %}{% endif %}"
+    )
+    expected = "rule one;user: rule two\nWeather?\nNow?;assistant: Yes.;user: rule three\nWeather?;"
+    assert prompt_of(first + strict, chat(*asked)) == expected
+    assert prompt_of(PLAIN, chat(*asked)).count("<user>") == 3, "left alone where a template takes it"
 
 
 def test_a_template_that_takes_ids_of_nine_letters_gets_such():
