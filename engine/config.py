@@ -32,6 +32,12 @@ class EngineConfig:
     quantization: str | None = option(
         None, "weight quantisation: none in this version", unsupported="this version serves unquantised weights only"
     )
+    generation_config: str = option(
+        "auto",
+        "sampling of requests that leave it open; auto: as the model's generation_config.json says, openai: as OpenAI "
+        "has it (temperature 1, no filters)",
+        choices=("auto", "openai"),
+    )
     max_model_len: int | None = option(
         None, "longest prompt + output in tokens; default: what the model and memory allow", minimum=1
     )

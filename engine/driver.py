@@ -40,6 +40,7 @@ from engine.recovery import Recovery
 from engine.request import Request
 from engine.request_log import RequestLog, RequestReport
 from engine.request_timings import RequestTimings
+from engine.sampling_defaults import read_sampling_defaults
 from engine.scheduler import Scheduler
 from engine.stats import EngineStats
 from engine.step import FetchedBlocks, GrammarPrepared, StartWorker, StepPlan, StepResult, WorkerReady
@@ -100,6 +101,7 @@ class Driver:
         self._idle.set()
         model_dir = await asyncio.to_thread(resolve_model, self.config)
         self.eos_token_ids = read_eos_token_ids(model_dir)
+        self.sampling_defaults = read_sampling_defaults(model_dir, self.config.generation_config)
         self._checkpoint_pooling = read_pooling(model_dir, self.config.pooling)
         self._start_message = StartWorker(
             self.config, str(model_dir), self.eos_token_ids, model_identity(model_dir, self.config)

@@ -25,6 +25,7 @@ from engine.errors import EngineError, InvalidRequestError
 from engine.model_info import check_request
 from engine.outputs import CompletionOutput, FinishReason, PromptLogprobs, RequestOutput, TokenLogprobs
 from engine.request import Request
+from engine.sampling_defaults import SamplingDefaults
 from engine.sampling_params import SamplingParams
 from engine.settings import from_keywords
 from engine.text import is_text
@@ -84,6 +85,10 @@ class LLM:
     def tokenizer(self) -> Tokenizer:
         return self._driver.tokenizer
 
+    @property
+    def sampling_defaults(self) -> SamplingDefaults:
+        return self._driver.sampling_defaults
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -93,10 +98,10 @@ class LLM:
         """Complete every prompt; the results are in the order of the prompts and hold the whole text.
 
         A prompt is a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}. One SamplingParams is
-        used for all prompts, a list of them is taken one by one. Raises InvalidRequestError before anything runs when
-        a prompt is none of these, and when one does not fit the model. A request that fails in the engine has
-        finish_reason "error" and what it had; only when all fail, EngineError is raised. Ctrl-C aborts the requests
-        and leaves the LLM usable.
+        used for all prompts, a list of them is taken one by one; None stands for get_default_sampling_params(). Raises
+        InvalidRequestError before anything runs when a prompt is none of these, and when one does not fit the model. A
+        request that fails in the engine has finish_reason "error" and what it had; only when all fail, EngineError is
+        raised. Ctrl-C aborts the requests and leaves the LLM usable.
         """
         prompt_list = _prompt_list(prompts)
         params = self._params(sampling_params, len(prompt_list))
@@ -144,8 +149,14 @@ class LLM:
             jobs.append(_Job(prompt.text, prompt.token_ids, conversation_params))
         return self._run(jobs, use_tqdm)
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """How the model wants to be sampled, by its generation_config.json. SamplingParams that are given are complete:
+        a field that they leave out has the value that SamplingParams documents."""
+        return SamplingParams(**self.sampling_defaults.as_dict())  # type: ignore[arg-type]
+
     def _params(self, sampling_params: Any, count: int) -> list[SamplingParams]:
-        params = _params_list(sampling_params, count)
+        given = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        params = _params_list(given, count)
         return [resolve_bans(each, self.tokenizer, self._driver.eos_token_ids) for each in params]
 
     def close(self) -> None:
@@ -362,8 +373,6 @@ def _is_token_ids(value: Any) -> bool:
 
 
 def _params_list(sampling_params: Any, count: int) -> list[SamplingParams]:
-    if sampling_params is None:
-        sampling_params = SamplingParams()
     params = [sampling_params] * count if isinstance(sampling_params, SamplingParams) else sampling_params
     known = isinstance(params, (list, tuple)) and all(isinstance(each, SamplingParams) for each in params)
     if not known or len(params) != count:

@@ -34,6 +34,7 @@ async def create_chat_completion(http: HttpRequest, served: Served) -> Response:
     served.check_ready()
     request = await read_request(http, served, ChatCompletionRequest)
     served.check_request(request)
+    request = served.with_model_defaults(request)
     head = served.response_head("chatcmpl", "chat.completion", request)
     if request.service_tier is not None:
         head["service_tier"] = "default"  # the one that there is

@@ -37,6 +37,7 @@ async def create_completion(http: HttpRequest, served: Served) -> Response:
     served.check_ready()
     request = await read_request(http, served, CompletionRequest)
     served.check_request(request)
+    request = served.with_model_defaults(request)
     max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
     beams = beam_search_params(request, max_tokens)
     params = request.sampling_params(max_tokens, _num_logprobs(request)) if beams is None else beams.sampling_params()

@@ -20,7 +20,7 @@ from server.config import ServerConfig
 SAMPLING_FLAGS: dict[str, tuple[type, str]] = {
     "max_tokens": (int, "most tokens of a completion (default: 256)"),
     "min_tokens": (int, "fewest tokens of a completion"),
-    "temperature": (float, "0 is greedy (default: 1)"),
+    "temperature": (float, "0 is greedy (default: the model's, see --generation-config)"),
     "top_p": (float, "nucleus sampling"),
     "top_k": (int, "sample among the k most likely tokens"),
     "min_p": (float, "drop tokens below this share of the most likely one"),
@@ -33,11 +33,12 @@ def main(arguments: Sequence[str]) -> int:
     prompts = _prompts(options)
     # Server settings in a shared file or environment are checked, too, and not used.
     engine_config, _ = load_settings((EngineConfig, ServerConfig), options, os.environ)
-    params = _sampling_params(options)
+    _sampling_params(options, {})  # what is wrong with it shows before a model is loaded
 
     from engine.llm import LLM
 
     with LLM.from_config(engine_config) as llm:
+        params = _sampling_params(options, llm.sampling_defaults.as_dict())
         progress = sys.stderr.isatty() and len(prompts) > 1
         if options["chat"]:
             outputs = llm.chat([[{"role": "user", "content": text}] for text in prompts], params, use_tqdm=progress)
@@ -93,11 +94,12 @@ def _read(name: str) -> str:
         raise ConfigError(f"{'stdin' if name == '-' else name} is not UTF-8 text.") from None
 
 
-def _sampling_params(options: dict[str, Any]) -> SamplingParams:
+def _sampling_params(options: dict[str, Any], defaults: dict[str, Any]) -> SamplingParams:
+    """Flags win over the model's defaults."""
     given = {name: options[name] for name in SAMPLING_FLAGS if name in options}
     try:
         return SamplingParams(
-            **{"max_tokens": 256, **given}, stop=tuple(options["stop"] or ()), seed=options["sampling_seed"]
+            **{"max_tokens": 256, **defaults, **given}, stop=tuple(options["stop"] or ()), seed=options["sampling_seed"]
         )
     except InvalidRequestError as error:
         raise ConfigError(str(error)) from None

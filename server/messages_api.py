@@ -28,6 +28,7 @@ async def create_message(http: HttpRequest, served: Served) -> Response:
     served.check_ready()
     request = await read_request(http, served, MessagesRequest)
     served.check_model(request.model)
+    request = served.with_model_defaults(request)
     message_id = new_id("msg_")
     try:
         prompt = await edited_prompt(served, request, tenant_of(http.scope))

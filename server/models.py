@@ -33,7 +33,8 @@ def retrieve_model(served: Served, request: Request, name: str) -> Response:
 
 
 def _model(served: Served, name: str) -> dict[str, Any]:
-    """OpenAI's four keys, then vLLM's: `root` is what was loaded, max_model_len is in tokens."""
+    """OpenAI's four keys, then vLLM's: `root` is what was loaded, max_model_len is in tokens; then ours: what sampling
+    is used where a request leaves it open."""
     return {
         "id": name,
         "object": "model",
@@ -42,6 +43,7 @@ def _model(served: Served, name: str) -> dict[str, Any]:
         "root": served.driver.config.model or served.names[0],
         "parent": None,
         "max_model_len": served.driver.model.max_model_len,
+        "default_sampling_params": served.driver.sampling_defaults.as_dict(),
     }
 
 

@@ -36,6 +36,7 @@ async def create_response(http: HttpRequest, served: Served) -> Response:
     served.check_ready()
     request = await read_request(http, served, ResponseRequest)
     served.check_model(request.model)
+    request = served.with_model_defaults(request)
     response_id = new_id("resp_")
     try:
         chat, ids = await _tokenize(served, request, tenant_of(http.scope), request.max_output_tokens)

@@ -16,6 +16,9 @@ from engine.text_threads import FairThreads
 from server.config import ServerConfig
 from server.errors import ApiError, invalid, new_id
 from server.protocol import GenerationRequest
+from server.protocol.strict import Strict
+
+SampledRequest = TypeVar("SampledRequest", bound=Strict)
 
 T = TypeVar("T")
 
@@ -81,8 +84,17 @@ class Served:
         weights = (config.model, config.revision, config.load_format, config.seed, config.quantization)
         prompts = (config.tokenizer, self.config.chat_template, self.config.special_tokens_in_content)
         numbers = (model.device, model.dtype, model.vocab_size, model.kv_cache_dtype, config.batch_invariant)
-        text = repr((package_version(), weights, prompts, numbers))
+        text = repr((package_version(), weights, prompts, numbers, self.driver.sampling_defaults))
         return "pageserve-" + hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    def with_model_defaults(self, request: SampledRequest) -> SampledRequest:
+        """`request` with the model's own sampling in the fields that it leaves out. Beam search samples nothing."""
+        changed = self.driver.sampling_defaults.changed
+        if not changed or getattr(request, "use_beam_search", False):
+            return request
+        return request.model_copy(
+            update={name: value for name, value in changed.items() if name not in request.model_fields_set}
+        )
 
     def check_ready(self) -> None:
         if self.driver.phase not in SERVING_PHASES:

@@ -20,7 +20,7 @@ MAX_FUNCTION_LINES = 80
 ENGINE_PUBLIC = (
     "driver beam_search command_line config settings request request_log sampling_params pooling outputs "
     "errors stats text tokenizer text_threads chat_template llm executor checkpoint structured_output bad_words "
-    "fill_in_middle thinking"
+    "fill_in_middle thinking sampling_defaults"
 )
 FOR_SERVER = tuple(f"engine.{name}" for name in ENGINE_PUBLIC.split())
 WORKER_PUBLIC = "step config settings sampling_params pooling structured_output grammar errors json_files thinking"

@@ -231,6 +231,16 @@ class ChatCompletionChunk(_Head):
     prompt_token_ids: list[int] = []
 
 
+class DefaultSamplingParams(Answer):
+    """Of fields that a request leaves out."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+
+
 class Model(Answer):
     id: str
     object: Literal["model"]
@@ -239,6 +249,7 @@ class Model(Answer):
     root: str
     parent: None
     max_model_len: int
+    default_sampling_params: DefaultSamplingParams
 
 
 class ModelList(Answer):

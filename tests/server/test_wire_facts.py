@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from engine.config import EngineConfig
+from engine.sampling_defaults import SamplingDefaults
 from server.config import ServerConfig
 from server.protocol import ChatCompletionRequest, CompletionRequest
 from server.served import Served
@@ -191,10 +192,12 @@ def test_every_answer_has_an_id_of_its_own_a_time_and_a_fingerprint(client, path
 def test_the_fingerprint_changes_with_what_may_change_a_text():
     def fingerprint(server=None, **engine):
         model = SimpleNamespace(device="cpu", dtype="float32", vocab_size=260, kv_cache_dtype="float32")
-        driver = SimpleNamespace(model=model, config=EngineConfig(**engine))
+        defaults = SamplingDefaults() if engine.get("generation_config") == "openai" else SamplingDefaults(0.6)
+        driver = SimpleNamespace(model=model, config=EngineConfig(**engine), sampling_defaults=defaults)
         return Served(driver, ServerConfig(**(server or {})), ("m",), 0).fingerprint
 
     engine = [{}, {"revision": "r"}, {"tokenizer": "t"}, {"load_format": "dummy"}, {"batch_invariant": True}]
+    engine.append({"generation_config": "openai"})
     found = [fingerprint(**settings) for settings in engine]
     found += [fingerprint({"chat_template": "{{ x }}"}), fingerprint({"special_tokens_in_content": True})]
     assert len(set(found)) == len(found)
