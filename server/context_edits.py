@@ -37,9 +37,11 @@ class Cut:
     count: int
 
 
-async def edited_prompt(served: Served, request: MessagesPrompt, tenant: str, counts: bool = False) -> EditedPrompt:
-    """The prompt of a message after its edits. An edit without anything to cut costs nothing. `counts`: a prompt that
-    is too long for the model is of interest, too."""
+async def edited_prompt(served: Served, request: MessagesPrompt, tenant: str) -> EditedPrompt:
+    """The prompt of a message after its edits. An edit without anything to cut costs nothing.
+
+    Tokens are counted beyond the context, too: agents read in the refusal how much a prompt has to lose.
+    """
     chat, messages, ids = await convert(served, tenant, request.to_chat), request.history.messages, None
     num_original, applied = 0, []
     for edit in request.edits:
@@ -59,7 +61,7 @@ async def edited_prompt(served: Served, request: MessagesPrompt, tenant: str, co
         chat, ids, messages = shorter, shorter_ids, cut.messages
         applied.append({"type": edit.type, f"cleared_{UNIT[edit.type]}": cut.count, "cleared_input_tokens": cleared})
     if ids is None:
-        ids = await tokenize_chat(served, chat, tenant, counts)
+        ids = await tokenize_chat(served, chat, tenant, counts=True)
         num_original = len(ids)
     return EditedPrompt(chat, ids, num_original, None if request.context_management is None else applied)
 

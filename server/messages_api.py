@@ -51,7 +51,7 @@ async def count_tokens(http: HttpRequest, served: Served) -> Response:
     request = await read_request(http, served, MessagesPrompt)
     served.check_model(request.model)
     try:
-        prompt = await edited_prompt(served, request, tenant_of(http.scope), counts=True)
+        prompt = await edited_prompt(served, request, tenant_of(http.scope))
     except InvalidRequestError as error:
         raise in_our_terms(error) from None
     count: dict[str, Any] = {"input_tokens": len(prompt.token_ids)}
