@@ -26,7 +26,7 @@ from engine.deadlines import Deadlines
 from engine.delivery import Delivery, LiveRequest
 from engine.detokenizer import Detokenizer
 from engine.errors import DeadlineError, EngineError, InvalidRequestError, PageserveError, UnavailableError
-from engine.executor import WORKER_COMMAND, Executor, WorkerDiedError
+from engine.executor import WORKER_COMMAND, Executor, NoRoomError, WorkerDiedError
 from engine.flush import flush
 from engine.grammar_service import GrammarService, failure
 from engine.host_tier import HostTier
@@ -56,6 +56,7 @@ logger = logging.getLogger(__name__)
 
 
 SERVING_PHASES = ("ready", "restarting")  # requests are accepted; in the second they wait for the Worker
+NO_ROOM_SECONDS = 1.0  # between two tries to start a Worker where the system has nothing left for one
 MIN_RELOAD_SECONDS = 60.0  # before a new Worker that does not finish loading is taken for dead
 
 
@@ -394,13 +395,23 @@ class Driver:
             self._blame(death)
             await self._bury(death)
             try:
-                ready = await self._start_again()
+                ready = await self._start_when_there_is_room()
                 break
             except PageserveError as error:  # it died while it loaded, or says that it cannot load now
                 death = error
         num_tokens = self._recompute(ready)
         seconds = time.monotonic() - died_at
         logger.warning("the Worker runs again after %.1f s; %d tokens are computed again", seconds, num_tokens)
+
+    async def _start_when_there_is_room(self) -> WorkerReady:
+        """A lack of descriptors or memory is no death of a Worker: it does not count, and is waited out."""
+        while True:
+            try:
+                return await self._start_again()
+            except NoRoomError as error:
+                logger.error("%s; trying again in %g s", error, NO_ROOM_SECONDS)
+                await self._executor.stop(grace=0)
+                await asyncio.sleep(NO_ROOM_SECONDS)
 
     async def _bury(self, death: PageserveError) -> None:
         """End what is left of a dead Worker and wait until it is time for the next. Raises EngineError when the budget

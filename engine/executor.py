@@ -1,6 +1,7 @@
 """Executor: the Worker process, seen from the Driver: start it, send it plans, read its answers, notice its death."""
 
 import asyncio
+import errno
 import logging
 import signal
 import subprocess
@@ -44,6 +45,8 @@ CPU_STEP_TIMEOUT = 300.0  # a full step of a 7B model takes over a minute on two
 GPU_STEP_TIMEOUT = 60.0
 HEARTBEAT = encode_frame(Heartbeat())
 
+LACKING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
+
 logger = logging.getLogger(__name__)
 
 
@@ -56,6 +59,10 @@ class WorkerDiedError(EngineError):
     def __init__(self, message: str, *, from_outside: bool = False) -> None:
         super().__init__(message)
         self.from_outside = from_outside
+
+
+class NoRoomError(EngineError):
+    """The system has no descriptor, process or memory left for a Worker. None died of that, and it may pass."""
 
 
 class Executor:
@@ -86,13 +93,15 @@ class Executor:
         return self._process.pid if self._process else None
 
     async def start(self, message: StartWorker) -> None:
-        """Spawn the Worker and tell it what to load. Loading is awaited by `wait_ready`. Raises WorkerDiedError."""
+        """Spawn the Worker and tell it what to load. Loading is awaited by `wait_ready`. Raises WorkerDiedError,
+        NoRoomError."""
         self._step_timeout = message.config.step_timeout
         try:
             self._process, ours = spawn(self._command)
             self._reader, self._writer = await connect(ours)
         except OSError as error:
-            raise WorkerDiedError(f"the Worker process could not be started: {error}") from None
+            kind = NoRoomError if error.errno in LACKING else WorkerDiedError
+            raise kind(f"the Worker process could not be started: {error}") from None
         self._begin_stop_watch(self._process.pid)
         self._writer.write(encode_frame(message))
 

@@ -62,10 +62,10 @@ def create_app(driver: Driver, config: ServerConfig) -> FastAPI:
     app.state.api_keys = keys  # for whoever reloads them
 
     http_counts: Counter[tuple[str, int]] = Counter()
-    registry = metrics.make_registry(driver, served.names[0], http_counts, refused)
+    page = metrics.MetricsPage(metrics.make_registry(driver, served.names[0], http_counts, refused))
 
-    async def get_metrics() -> Response:  # on the event loop, like everything that touches the Driver
-        return metrics.metrics(registry)
+    async def get_metrics() -> Response:
+        return await page.get()
 
     app.add_api_route("/metrics", get_metrics, response_class=Response)
     _add_heads(app)

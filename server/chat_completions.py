@@ -17,8 +17,8 @@ from server.chat_chunks import ChatChunks, chat_aligner
 from server.debug_requests import asked_timings
 from server.errors import ApiError, invalid
 from server.generation import Choice, Generation, collect
-from server.logprobs import chat_logprobs
-from server.prompt_logprobs import PromptReports, check_size
+from server.logprobs import encoded_chat_logprobs
+from server.prompt_logprobs import PromptReports, check_size, fit_logprobs
 from server.prompts import resolve_params, tokenize_and_cut_chat
 from server.protocol import ChatCompletionRequest
 from server.served import Served, cache_salt, tenant_of
@@ -49,6 +49,9 @@ async def create_chat_completion(http: HttpRequest, served: Served) -> Response:
         params = await resolve_params(served.driver, params if form is None else form.apply(params), tenant)
         await prepare_answer(served.driver, request, form, tenant)
         check_size(request, [ids])
+        if beams is None and not request.stream:  # a stream passes them on
+            room = served.driver.model.max_model_len - len(ids)
+            params = fit_logprobs(params, 1, room, "top_logprobs" if request.top_logprobs else "logprobs")
         salt = cache_salt(http.scope, request.cache_salt)
         generation = Generation.admit(
             served.driver,
@@ -73,16 +76,22 @@ async def create_chat_completion(http: HttpRequest, served: Served) -> Response:
     generation.on_prompt_logprobs = reports.add
     choices = _choices(request, served.driver.tokenizer, form, generation)
     await collect(generation, http.receive, choices)
-    content = {
-        **head,
-        **({"prompt_token_ids": ids} if request.return_token_ids else {}),
-        "choices": [_choice(i, choice, served.driver.tokenizer, request) for i, choice in enumerate(choices)],
-        "usage": generation.usage(),
-        **({} if request.prompt_logprobs is None else {"prompt_logprobs": reports.listed[0]}),
-    }
-    if (timings := asked_timings(served.driver, http.scope, request, head["id"])) is not None:
-        content["timings"] = timings
-    return Response(encode_json(content), media_type="application/json")
+    timings = asked_timings(served.driver, http.scope, request, head["id"])
+
+    def encode_response() -> bytes:
+        content = {
+            **head,
+            **({"prompt_token_ids": ids} if request.return_token_ids else {}),
+            "choices": [_choice(i, choice, served.driver.tokenizer, request) for i, choice in enumerate(choices)],
+            "usage": generation.usage(),
+            **({} if request.prompt_logprobs is None else {"prompt_logprobs": reports.listed[0]}),
+            **({} if timings is None else {"timings": timings}),
+        }
+        return encode_json(content)
+
+    num_logprobs = sum(len(choice.entries) for choice in choices) * (1 + (request.top_logprobs or 0))
+    body = await served.encode(tenant, num_logprobs, encode_response)
+    return Response(body, media_type="application/json")
 
 
 async def stored_completion(http: HttpRequest) -> Response:
@@ -154,7 +163,7 @@ def _choice(index: int, choice: Choice, tokenizer: Tokenizer, request: ChatCompl
     return {
         "index": index,
         "message": choice.message(),
-        "logprobs": chat_logprobs(choice.entries, names) if request.logprobs else None,
+        "logprobs": encoded_chat_logprobs(choice.entries, names) if request.logprobs else None,
         "finish_reason": choice.finished_by,
         "stop_reason": choice.stop_reason,
         **({"token_ids": choice.token_ids} if request.return_token_ids else {}),

@@ -19,7 +19,7 @@ from server.debug_requests import asked_timings
 from server.errors import invalid
 from server.generation import Choice, Generation, check_vocabulary, collect
 from server.logprobs import Entry, LogprobAligner, completion_logprobs
-from server.prompt_logprobs import PromptReports, check_size, join_lists
+from server.prompt_logprobs import PromptReports, check_size, fit_logprobs, join_lists
 from server.prompts import Truncation, check_num_ids, encode_texts, resolve_params, truncation_of
 from server.protocol import CompletionRequest, parse_prompts
 from server.served import Served, cache_salt, tenant_of
@@ -29,7 +29,7 @@ from server.structured_output import prepare, structured_output_field
 from server.token_names import token_names
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
-CHARS, CHARS_SCORED = 4, 64  # of a token and of what is said about it, to tell short work from long
+CHARS = 4  # of a token, to tell short work from long
 
 
 async def create_completion(http: HttpRequest, served: Served) -> Response:
@@ -50,6 +50,9 @@ async def create_completion(http: HttpRequest, served: Served) -> Response:
     parts, echoes = await _tokenize(served.driver, request, prompts, names, truncation, tenant)
     ids, num_truncated = _truncate(served.driver, parts, truncation)
     check_size(request, ids)
+    if beams is None and request.logprobs is not None and not request.stream:  # a stream passes them on
+        room = served.driver.model.max_model_len - min(map(len, ids))
+        params = fit_logprobs(params, len(ids), room, "logprobs")
 
     await prepare(served.driver, params.structured_output, structured_output_field(request), tenant)
     head = served.response_head("cmpl", "text_completion", request)
@@ -97,10 +100,10 @@ async def create_completion(http: HttpRequest, served: Served) -> Response:
         content = {**head, "choices": found, "usage": generation.usage()}
         return encode_json(content if timings is None else content | {"timings": timings})
 
-    scored = request.num_prompt_logprobs is not None  # then it may be long
-    body = (
-        await tokenizer.run(tenant, CHARS_SCORED * sum(map(len, ids)), encode_response) if scored else encode_response()
-    )
+    num_logprobs = sum(len(choice.entries) for choice in choices) * (1 + (request.logprobs or 0))
+    if request.num_prompt_logprobs is not None:
+        num_logprobs += request.n * sum(map(len, ids)) * (1 + request.num_prompt_logprobs)
+    body = await served.encode(tenant, num_logprobs, encode_response)
     return Response(body, media_type="application/json")
 
 

@@ -57,6 +57,12 @@ class ServerConfig:
     max_bytes_in_flight_per_key: int = option(
         128 << 20, "the same of one API key, where there are keys; beyond, 429", size=True, minimum=1024
     )
+    max_connections: int | None = option(
+        None, "most connections at a time; default: what the hard limit of open files leaves, 20000 at most", minimum=1
+    )
+    max_connections_per_address: int | None = option(
+        None, "most of them from one address; behind a proxy all come from the proxy's", minimum=1
+    )
     max_queued_requests: int = option(1024, "requests that may wait; beyond, clients get 429", minimum=1)
     max_queued_tokens: int | None = option(
         4_000_000, "tokens of prompts that may wait; beyond, clients get 429", minimum=1

@@ -7,6 +7,7 @@ from starlette.types import Scope
 from engine.request import Request
 from server.api_keys import account_of
 from server.generation import Generation
+from server.prompt_logprobs import fit_logprobs
 from server.prompts import resolve_params
 from server.protocol import ChatCompletionRequest
 from server.served import Served, cache_salt, tenant_of
@@ -33,6 +34,7 @@ async def admit(
     salt, tenant = cache_salt(scope, request.cache_salt), tenant_of(scope)
     params = await resolve_params(served.driver, params if form is None else form.apply(params), tenant)
     await prepare_answer(served.driver, request, form, tenant)
+    params = fit_logprobs(params, 1, served.driver.model.max_model_len - len(ids), "top_logprobs")
     queued = Request(f"{response_id}-0", ids, params, request.priority, salt, "messages", None, tenant)
     reader = MessageReader(None, None) if form is None else form.reader()
     generation = Generation.admit(served.driver, [queued], account_of(scope), request.timeout)

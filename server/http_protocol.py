@@ -1,16 +1,22 @@
-"""uvicorn's HTTP/1.1 protocol with the limits that it lacks: a deadline, a size and a number for the headers.
+"""uvicorn's HTTP/1.1 protocol with the limits that it lacks: a deadline, a size and a number for the headers, a number
+of connections, and an end for those that nobody reads from.
 
-Without them a client that never finishes its headers holds a connection for ever, and one header of many megabytes, or
-a hundred thousand small ones, are taken in.
+Without them a client that never finishes its headers, or never reads an answer, holds a connection and what it is to
+be sent for ever, and one header of many megabytes, or a hundred thousand small ones, are taken in.
 """
 
 import asyncio
+import fcntl
+import sys
+import termios
 from collections import deque
+from functools import partial
 from typing import Any
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from server.connections import Connections
 from server.errors import ApiError, error_body, new_id
 
 HEAD_SECONDS = 10.0  # from the first byte, or from the connection, to the end of the headers
@@ -18,6 +24,10 @@ MAX_HEAD_BYTES = 64 << 10
 MAX_HEADERS = 128
 MAX_PIPELINED = 16  # requests of a connection; it is not read on before there are fewer
 
+STALL_SECONDS = 60.0  # in which a client must read a quarter, or STALL_BYTES, of what it is to be sent
+STALL_BYTES = 64 << 10
+
+RECOGNISE = "pageserve.recognise"  # in scope["extensions"]: the client has shown a valid key
 ABORT = "pageserve.abort"  # in scope["extensions"]: cuts the connection without waiting for the client to read
 
 
@@ -26,6 +36,15 @@ _UPGRADE_HEADERS = (b"upgrade", b"http2-settings")
 
 class _HeadTooLarge(Exception):
     pass
+
+
+def _held_by_the_kernel(transport: Any) -> int:
+    """Bytes that were written to the socket and that the client has not acknowledged; 0 where that cannot be told."""
+    try:
+        answer = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
+    except (OSError, AttributeError):
+        return 0
+    return int.from_bytes(answer, sys.byteorder)
 
 
 def _end_with_the_connection(cycle: RequestResponseCycle) -> None:
@@ -69,16 +88,52 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     _head_bytes = 0  # received since the head began
     _header_bytes = 0  # in whole headers: one read may bring more than the limit, to the end of the head
 
+    def __init__(self, *arguments: Any, connections_held: Connections, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._held = connections_held
+        self._unsent, self._unsent_since = 0, 0.0  # what there was to be sent then
+
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._cycles: deque[RequestResponseCycle] = deque()  # of requests that have no whole response yet
-        self._start_deadline()
+        if self._held.open(self):
+            return self._start_deadline()
+        message = "This server has too many connections open. Try again in 1 s."
+        error = ApiError(503, message, type="server_error", code="service_unavailable", headers={"retry-after": "1"})
+        self._refuse(error)
+
+    @property
+    def address(self) -> str:
+        return self.client[0] if self.client else ""
+
+    @property
+    def is_idle(self) -> bool:
+        return all(cycle.response_complete for cycle in self._cycles)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._unsent = 0  # what comes now is another answer, or more of it
+
+    def cut(self) -> None:
+        self.transport.abort()
+
+    def cut_if_stalled(self) -> None:
+        """Cut it where the client has read next to nothing for STALL_SECONDS. More to send may have come only where
+        writing is not paused and a response is under way; then nothing can be told."""
+        unsent, now = self.transport.get_write_buffer_size(), self.loop.time()
+        waits = unsent and (self.flow.write_paused or self.is_idle)
+        unsent += _held_by_the_kernel(self.transport)  # that may be megabytes, which a slow reader takes first
+        if not waits or unsent <= self._unsent - min(STALL_BYTES, self._unsent // 4) or not self._unsent:
+            self._unsent, self._unsent_since = unsent if waits else 0, now
+        elif now - self._unsent_since > STALL_SECONDS:
+            self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """uvicorn tells the last request that the client left; where others came behind it, that is not the one that
         runs.
         """
         self._stop_deadline()
+        self._held.close(self)
         super().connection_lost(exc)
         for cycle in self._cycles:
             if not cycle.response_complete:
@@ -114,7 +169,11 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self.scope["extensions"] = {ABORT: {"function": self.transport.abort}}
+        self._held.begin(self)
+        self.scope["extensions"] = {
+            ABORT: {"function": self.transport.abort},
+            RECOGNISE: {"function": partial(self._held.recognise, self)},
+        }
         self._in_head, self._head_bytes, self._header_bytes = True, 0, 0
         if self._deadline is None:
             self._start_deadline()
@@ -168,8 +227,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             return self.transport.abort()  # it would become a part of the response that is under way
         body = error_body(error)
         head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n" % len(body)
+        more = "".join(f"{name}: {value}\r\n" for name, value in error.headers.items()).encode()
         request_id = b"x-request-id: %b\r\n\r\n" % new_id("req-").encode()
-        self.transport.write(STATUS_LINE[error.status] + head + request_id + body)
+        self.transport.write(STATUS_LINE[error.status] + head + more + request_id + body)
         self.transport.close()
 
     def _start_deadline(self) -> None:

@@ -4,10 +4,13 @@ import codecs
 from collections import deque
 from typing import Any
 
+import msgspec
+
 from engine.outputs import CompletionOutput, FinishReason, TokenLogprobs
 from engine.tokenizer import Tokenizer
 from server.token_names import TokenNames
 
+PORTION = 256  # tokens, each with its alternatives
 LOWEST = -9999.0  # JSON has no -Infinity
 
 Entry = tuple[int, TokenLogprobs]  # (where its text starts, in characters of the returned text; the token)
@@ -84,6 +87,13 @@ def chat_logprobs(entries: list[Entry], tokenizer: TokenNames) -> dict[str, Any]
         for _, token in entries
     ]
     return {"content": content, "refusal": None}
+
+
+def encoded_chat_logprobs(entries: list[Entry], tokenizer: TokenNames) -> msgspec.Raw:
+    """The same as JSON, made a portion at a time: as objects, a million of them take half a gigabyte."""
+    portions = (entries[start : start + PORTION] for start in range(0, len(entries), PORTION))
+    content = b",".join(msgspec.json.encode(chat_logprobs(part, tokenizer)["content"])[1:-1] for part in portions)
+    return msgspec.Raw(b'{"content":[%b],"refusal":null}' % content)
 
 
 def _with_bytes(token_id: int, logprob: float, tokenizer: TokenNames) -> dict[str, Any]:

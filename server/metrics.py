@@ -45,6 +45,7 @@ VLLM_NAMES = frozenset(
         "time_to_first_token_seconds",
     }
 )
+GATHER_SECONDS = 0.01  # for whoever else asks for a page meanwhile
 LABELS = ("model_name", "engine")
 REFUSALS = (
     "unauthorized",
@@ -145,5 +146,24 @@ def make_registry(
     return registry
 
 
-def metrics(registry: CollectorRegistry) -> Response:
-    return Response(generate_latest(registry), headers={"content-type": CONTENT_TYPE})
+class MetricsPage:
+    """Who asks while others wait gets the same page: it takes milliseconds of the event loop, where it must be made."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+        self._waiting: asyncio.Future[bytes] | None = None
+
+    async def get(self) -> Response:
+        if self._waiting is None:
+            loop = asyncio.get_running_loop()
+            self._waiting = loop.create_future()
+            loop.call_later(GATHER_SECONDS, self._make)
+        return Response(await asyncio.shield(self._waiting), headers={"content-type": CONTENT_TYPE})
+
+    def _make(self) -> None:
+        waiting, self._waiting = self._waiting, None
+        assert waiting is not None
+        try:
+            waiting.set_result(generate_latest(self._registry))
+        except Exception as error:
+            waiting.set_exception(error)

@@ -12,6 +12,7 @@ from engine.driver import Driver
 from server.api_keys import Account, ApiKeys
 from server.body_budget import BodyBudget, CountedBody
 from server.errors import ApiError, error_response, new_id, refusal_reason, speaks_anthropic
+from server.http_protocol import RECOGNISE
 from server.playground import PAGE_PATHS
 
 logger = logging.getLogger(__name__)
@@ -106,6 +107,7 @@ class Authentication:
         if account is None:
             self._refused["unauthorized"] += 1
             return await error_response(_unauthorized(scope), scope)(scope, receive, send)
+        scope.get("extensions", {}).get(RECOGNISE, {}).get("function", lambda: None)()
         state = scope.setdefault("state", {})
         state["account"] = account
         if self._keys:

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from engine.outputs import PromptLogprobs, TokenLogprobs
+from engine.sampling_params import SamplingParams
 from engine.tokenizer import Tokenizer
 from server.errors import invalid
 from server.logprobs import completion_logprobs, finite
@@ -72,6 +73,24 @@ def check_size(request: GenerationRequest, prompts: Sequence[Sequence[int]]) -> 
             "Lower n, the number of logprobs or of prompts.",
             "prompt_logprobs" if request.prompt_logprobs is not None else "logprobs",
         )
+
+
+def fit_logprobs(params: SamplingParams, num_prompts: int, room: int, name: str) -> SamplingParams:
+    """The same of generated tokens, of each prompt at most `room`, in a response that holds all of them. max_tokens
+    that nobody asked for shrink to what may be reported; `name` is the field that an error is about."""
+    if params.logprobs is None:
+        return params
+    for_each_token = num_prompts * params.n * (1 + params.logprobs)
+    most, tokens = MAX_REPORTED // for_each_token, room if params.max_tokens is None else min(room, params.max_tokens)
+    if tokens <= most:
+        return params
+    if params.max_tokens is None and most:
+        return msgspec.structs.replace(params, max_tokens=most)
+    raise invalid(
+        f"The response could hold {tokens * for_each_token} logprobs of generated tokens; at most {MAX_REPORTED} are "
+        "sent at once. Lower max_tokens, n, the number of logprobs or of prompts, or set stream: true.",
+        name,
+    )
 
 
 def text_offsets(tokenizer: Tokenizer, token_ids: Sequence[int], text: str, skip_special_tokens: bool) -> list[int]:

@@ -15,6 +15,7 @@ import shlex
 import signal
 import socket
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -26,6 +27,7 @@ from engine.errors import ConfigError
 from server.api_keys import ApiKeys
 from server.app import create_app, served_names
 from server.config import ServerConfig
+from server.connections import Connections, backlog, raise_descriptor_limit, room_for_connections
 from server.end_signals import EndSignals
 from server.http_protocol import LimitedHttpProtocol
 from server.memory import keep_trimmed, set_allocator
@@ -34,7 +36,7 @@ from server.tracing import Tracer
 logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_SECONDS = 75  # longer than a proxy keeps idle connections (60 s), or requests race with our close
-BACKLOG = 2048
+SWEEP_SECONDS = 5.0  # between two looks for connections that nobody reads from
 FLUSH_SECONDS = 5  # for the last bytes to reach the clients once the engine is done
 STOP_SECONDS = 8.0  # for that and for the Worker to end
 FAST_STOP_SECONDS = 0.8  # the same after a second signal
@@ -49,7 +51,8 @@ async def run(server_config: ServerConfig, engine_config: EngineConfig, driver: 
     """
     check_exposed(server_config)
     set_allocator()
-    with bind(server_config.host, server_config.port) as listener:
+    descriptors = raise_descriptor_limit()
+    with bind(server_config.host, server_config.port, descriptors) as listener:
         if driver is None:
             driver = Driver(
                 engine_config,
@@ -57,7 +60,7 @@ async def run(server_config: ServerConfig, engine_config: EngineConfig, driver: 
                 max_queued_requests=server_config.max_queued_requests,
                 max_queued_tokens=server_config.max_queued_tokens,
             )
-        return await _Service(driver, server_config, listener).run()
+        return await _Service(driver, server_config, listener, descriptors).run()
 
 
 def check_exposed(config: ServerConfig) -> None:
@@ -74,8 +77,8 @@ def check_exposed(config: ServerConfig) -> None:
             )
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket; ConfigError says what is wrong with the address."""
+def bind(host: str, port: int, descriptors: int = 1 << 14) -> socket.socket:
+    """A listening socket of a process that may open so many files; ConfigError says what is wrong with the address."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -87,7 +90,7 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        listener.listen(BACKLOG)
+        listener.listen(backlog(descriptors))
     except OSError as error:
         listener.close()
         raise ConfigError(
@@ -108,8 +111,10 @@ class _HttpServer(uvicorn.Server):
 class _Service:
     """One run of the server: start, load, serve, drain, stop."""
 
-    def __init__(self, driver: Driver, config: ServerConfig, listener: socket.socket) -> None:
+    def __init__(self, driver: Driver, config: ServerConfig, listener: socket.socket, descriptors: int) -> None:
         self._driver = driver
+        most = room_for_connections(descriptors) if config.max_connections is None else config.max_connections
+        self._connections = Connections(most, config.max_connections_per_address)
         self._config = config
         self._listener = listener
         self._names = served_names(config, driver.config.model)
@@ -119,7 +124,7 @@ class _Service:
         self._http = _HttpServer(
             uvicorn.Config(
                 app,
-                http=LimitedHttpProtocol,
+                http=partial(LimitedHttpProtocol, connections_held=self._connections),  # type: ignore[arg-type]
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -128,7 +133,7 @@ class _Service:
                 server_header=False,
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=FLUSH_SECONDS,
-                backlog=BACKLOG,
+                backlog=backlog(descriptors),
             )
         )
         self._signals = EndSignals(driver.kill)
@@ -139,11 +144,12 @@ class _Service:
         self._signals.install()  # before loading, which may take minutes
         loop.add_signal_handler(signal.SIGHUP, self._on_hang_up)
         http = asyncio.create_task(self._http.serve(sockets=[self._listener]))
-        trimming = asyncio.create_task(keep_trimmed())
+        tidying = [asyncio.create_task(work) for work in (keep_trimmed(), self._sweep())]
         try:
             status = await self._load_and_serve(http)
         finally:
-            trimming.cancel()
+            for task in tidying:
+                task.cancel()
             await self._stop(http)
         status = self._signals.status or status
         self._signals.end_soon(status)
@@ -166,6 +172,11 @@ class _Service:
         logger.info("draining for up to %g s; a second signal ends it at once", self._config.drain_timeout)
         await _first(self._driver.drain(self._config.drain_timeout), self._signals.second.wait())
         return 0
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_SECONDS)
+            self._connections.sweep()
 
     async def _load(self) -> None:
         await self._driver.start()

@@ -22,6 +22,7 @@ SampledRequest = TypeVar("SampledRequest", bound=Strict)
 
 T = TypeVar("T")
 
+MANY_LOGPROBS = 2000  # to encode as many takes 2 ms
 REST_FROM_SECONDS, REST_SECONDS = 0.005, 0.25
 
 
@@ -76,6 +77,10 @@ class Served:
     def parsing(self) -> RestingThread:
         """For large bodies, and answers of that size."""
         return RestingThread("parsing")
+
+    async def encode(self, tenant: str, num_logprobs: int, encode: Callable[[], bytes]) -> bytes:
+        """An answer with so many logprobs as JSON; where they are many, off the event loop."""
+        return await self.parsing.run(tenant, encode) if num_logprobs > MANY_LOGPROBS else encode()
 
     @cached_property
     def fingerprint(self) -> str:

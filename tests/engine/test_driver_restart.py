@@ -1,6 +1,7 @@
 """The journal: streams live through the death of the Worker, whatever it dies of, and get every token once."""
 
 import asyncio
+import errno
 import json
 import os
 import signal
@@ -562,3 +563,23 @@ async def test_a_suspect_search_that_no_longer_fits_lets_the_others_go_on(folder
         [sample] = await collect(other)
         assert list(sample[1]) == expected_tokens(PROMPT, 7, 40)
         assert_idle(driver)
+
+
+async def test_a_lack_of_descriptors_is_no_death_of_a_worker(folder, monkeypatch):
+    """With no restart to spare, the next Worker waits for a free descriptor as long as it takes."""
+    monkeypatch.setattr("engine.driver.NO_ROOM_SECONDS", 0.02)
+    real, refused = engine.executor.spawn, []
+
+    def spawn(command):
+        if len(refused) < 5:
+            refused.append(command)
+            raise OSError(errno.EMFILE, "Too many open files")
+        return real(command)
+
+    async with running_driver(folder, "--step-seconds", "0.01", max_worker_restarts=1) as driver:
+        results = [asyncio.create_task(collect(stream)) for stream in start(driver, 2)]
+        await asyncio.sleep(0.1)
+        monkeypatch.setattr("engine.executor.spawn", spawn)
+        os.kill(driver._executor.pid, signal.SIGKILL)
+        assert_complete(await asyncio.gather(*results))
+        assert len(refused) == 5 and driver.phase == "ready"

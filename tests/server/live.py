@@ -7,6 +7,7 @@ import asyncio
 import json
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -16,6 +17,7 @@ from engine.config import EngineConfig
 from engine.driver import Driver
 from server.app import create_app
 from server.config import ServerConfig
+from server.connections import Connections
 from server.http_protocol import LimitedHttpProtocol
 from server.serve import bind
 from tests.fake_device import expected_tokens
@@ -110,10 +112,12 @@ class LiveServer:
     async def _serve(self) -> None:
         self.loop = asyncio.get_running_loop()
         self.app = create_app(self.driver, self.config)
+        self.connections_held = Connections(
+            self.config.max_connections or 1000, self.config.max_connections_per_address
+        )
+        http = partial(LimitedHttpProtocol, connections_held=self.connections_held)
         self._server = uvicorn.Server(
-            uvicorn.Config(
-                self.app, http=LimitedHttpProtocol, ws="none", lifespan="off", log_config=None, server_header=False
-            )
+            uvicorn.Config(self.app, http=http, ws="none", lifespan="off", log_config=None, server_header=False)
         )
         self._server.config.timeout_graceful_shutdown = 2
         self._ended = asyncio.Event()

@@ -178,7 +178,8 @@ def test_a_request_that_was_admitted_holds_no_bytes(folder):
         headers = {"authorization": "Bearer a"}
         body = completion_body(stream=True, max_tokens=40, prediction={"content": "x" * 900_000})
         with live.client(headers=headers) as one, one.stream("POST", "/v1/completions", json=body) as stream:
-            next(stream.iter_bytes())
+            chunks = stream.iter_bytes()  # which, let go, would close the connection
+            next(chunks)
             with live.client(headers=headers) as other:
                 assert other.post("/v1/completions", json=body | {"stream": False, "max_tokens": 1}).status_code == 200
 
