@@ -12,6 +12,7 @@ nothing, and they are left alone.
 """
 
 import re
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -34,6 +35,10 @@ MAX_COMPLETION = 1024  # tokens of the longest one that is looked for
 MAX_MASKS_IN_STATE, MAX_MASKS = 256, 1 << 14
 UNTRIED = 16  # tokens that one is taken to add for which no masks were left
 MAX_STEP = 3  # tokens of a completion that another token may stand for
+# Processor time for all that is done before one mask, and once for a grammar. Only patterns made to be slow come near.
+MAX_SECONDS, MAX_FIRST_SECONDS = 0.06, 0.5
+TOO_SLOW = "to look for an end takes too long"
+PATIENCE = 32  # tokens until a completion is looked for again where none was found
 MAX_TRIES = 64  # of tokens one by one, in one state; what is not tried is taken for the worst of its shape
 FEW = 8  # tokens of one shape that are looked at one by one
 NEVER = 1 << 30
@@ -63,7 +68,7 @@ class Ending:
     behind: dict[int, int] = field(default_factory=dict)
     judged: "tuple[bytes, IntArray, IntArray] | None" = None  # a mask, its tokens, what is behind each
     num_masks: int = 0  # that searches took
-    hopeless: bool = False
+    until: float = 0.0  # of the thread's processor time
 
     def fresh(self) -> "Ending":
         """The same for another sequence."""
@@ -101,7 +106,8 @@ class GrammarEnds:
         """For sequences of one grammar, whose matcher is at its start; each is to get a copy."""
         if not self._works:
             return Ending(0, [])
-        ending = Ending(WINDOW, [self._compiler.tokens_of(text) for text in ends])
+        until = time.thread_time() + MAX_FIRST_SECONDS
+        ending = Ending(WINDOW, [self._compiler.tokens_of(text) for text in ends], until=until)
         try:
             found = self._search(matcher.deep_copy(), MAX_COMPLETION, ending)
         except GrammarError:
@@ -110,12 +116,13 @@ class GrammarEnds:
 
     def limit(self, ending: Ending, matcher: "LLMatcher", words: Words, num_left: int) -> None:
         """Take out of a mask what leads to no end within `num_left` tokens, the one that it is for among them."""
-        if num_left > ending.window or ending.hopeless or matcher.is_stopped():
+        if num_left > ending.window or matcher.is_stopped():
             return
+        ending.until = time.thread_time() + MAX_SECONDS
         try:
             self._limit(ending, matcher, words, num_left)
-        except GrammarError:  # the matcher ran into a limit on a copy: the text itself may not
-            ending.hopeless = True
+        except GrammarError:  # a copy ran into a limit: the text itself may not
+            ending.window = 0
 
     def _limit(self, ending: Ending, matcher: "LLMatcher", words: Words, num_left: int) -> None:
         if not self._follow(ending, matcher, num_left) or ending.path is None:
@@ -147,7 +154,7 @@ class GrammarEnds:
         ending.behind, ending.judged = {}, None
         ending.path = self._search(matcher.deep_copy(), min(num_left, MAX_COMPLETION), ending)
         if ending.path is None and not self._in_free_text(matcher):
-            ending.hopeless = True
+            ending.window = num_left - PATIENCE  # it does not fit, or the search is lost in a pattern
         return ending.path is not None
 
     def _in_free_text(self, matcher: "LLMatcher") -> bool:
@@ -223,6 +230,8 @@ class GrammarEnds:
                 return path if len(path) <= limit else None
             fill_mask(matcher, words)
             ending.num_masks += 1
+            if time.thread_time() > ending.until:
+                raise GrammarError(TOO_SLOW)
             if _allows(words, self._end):
                 if not self._is_text(words):
                     path.append(self._end)

@@ -126,7 +126,7 @@ def is_sane(value):
 def test_json_ends_within_its_tokens(walker, name, lenient):
     output = StructuredOutput.json_schema(SCHEMAS[name], lenient=lenient)
     lengths = set()
-    for seed in range(8):
+    for seed in range(6):
         ids, _ = walker.walk(output, BUDGET, seed)
         assert ids[-1] in walker.ends, walker.text(ids)
         value = json.loads(walker.text(ids))
@@ -134,6 +134,17 @@ def test_json_ends_within_its_tokens(walker, name, lenient):
         assert is_sane(value)
         lengths.add(len(ids))
     assert max(lengths) > BUDGET - 8 or name == "any", "no text came near its last token"
+
+
+def test_an_end_is_found_behind_a_pattern_that_hides_it(walker):
+    """The search is lost within the code, whose last letter it does not come to, and looks again behind it."""
+    code = {"type": "string", "pattern": "^[0-9]+Q$"}
+    schema = {"type": "object", "properties": {"code": code, "name": {"type": "string"}}, "required": ["code", "name"]}
+    output = StructuredOutput.json_schema(schema)
+    for seed in range(4):
+        ids, _ = walker.walk(output, 150, seed, prefix='{"code":"12Q","name":"')
+        assert ids[-1] in walker.ends, walker.text(ids)
+        jsonschema.validate(json.loads(walker.text(ids)), schema)
 
 
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
@@ -154,9 +165,9 @@ def test_a_text_that_ends_by_itself_in_time_is_not_changed(walker, tokenizer, na
     """Not even where it takes the very last token. A sequence that comes back gets the masks that it had."""
     output = StructuredOutput.json_schema(SCHEMAS[name]) if name in SCHEMAS else calls(FORMATS[name], tokenizer)
     ended = 0
-    for seed in range(8):
-        ids, _ = walker.walk(output, 900, seed)
-        if ids[-1] not in walker.ends or len(ids) > 700:
+    for seed in range(4):
+        ids, _ = walker.walk(output, 700, seed)
+        if ids[-1] not in walker.ends or len(ids) > 500:
             continue
         ended += 1
         again, masks = walker.walk(output, len(ids), seed)
@@ -252,3 +263,16 @@ def test_digits_of_texts_and_of_what_a_schema_asks_for_are_left_alone(walker):
         ({"type": "object", "patternProperties": {"^[0-9]+$": {}}, "additionalProperties": False}, f'{{"{digits}'),
     ):
         assert allowed_after(walker, schema, prefix, "9"), schema
+
+
+def test_a_grammar_that_is_slow_to_match_is_left_alone(walker, monkeypatch):
+    """What the search may take of the step's thread has a limit, then the text is cut as any other form is."""
+    output = StructuredOutput.json_schema(SCHEMA, lenient=True)
+    walker.rows(output, BUDGET)
+    monkeypatch.setattr("engine.worker.grammar_ends.MAX_SECONDS", -1.0)
+    ids, masks = walker.walk(output, 60, 1)
+    assert all((ours == theirs).all() for ours, theirs in zip(masks, unlimited(walker, output, ids), strict=True))
+    walker.cache._endings.clear()
+    walker.cache._matchers.clear()
+    monkeypatch.setattr("engine.worker.grammar_ends.MAX_FIRST_SECONDS", -1.0)
+    assert walker.cache.start(output) is not None and walker.cache.limits(output)[2].window == 0
