@@ -22,6 +22,8 @@ import tokenizers
 # Keys whose values a template compares with words of its own ("user", "function"): never marked as pieces of a token.
 WORD_KEYS = frozenset({"role", "type"})
 OWN_KEYS = frozenset({"role", "content", "name", "type", "text"})  # not of a client's making
+PART_CHARS = 1 << 18  # of a text that is searched at once: 5 ms
+FEW = 4  # characters that hardly any text holds
 MANY_PIECES = 256  # from here on looking up each length is faster than comparing with each piece
 # Characters that stand for nothing: planes 15 and 16 are for private use.
 PRIVATE_USE = (0xF0000, 0xFFFFD), (0x100000, 0x10FFFD)
@@ -38,7 +40,7 @@ class PlainContent:
         special = [(token_id, token) for token_id, token in added if token.special]
         texts = [token.content for _, token in special if len(token.content) > 1]
         # Where the normaliser can make a special token of other text ("＜s＞"), only the twin knows it for plain text.
-        self._always = any(token.normalized for _, token in special)
+        self.always = any(token.normalized for _, token in special)
         self._starts = {text[:2] for text in texts}
         prefixes = {text[:i] for text in texts for i in range(1, len(text))}
         suffixes = {text[i:] for text in texts for i in range(1, len(text))}
@@ -47,6 +49,7 @@ class PlainContent:
         self._longest = max(map(len, texts), default=0)
         self._joined = "\ue002".join(texts)
         self._inside = re.compile(f"(?={_pattern(texts)})(.)", re.DOTALL)
+        self._between = re.compile(f"[^{re.escape(''.join(set().union(*texts)))}]" if texts else "(?s:.)")
         self._all_added = re.compile(_pattern([token.content for _, token in added]))
         nonce = secrets.token_hex(16)
         self._aliases = {token.content: f"\ue000{nonce}:{token_id}\ue001" for token_id, token in special}
@@ -57,15 +60,21 @@ class PlainContent:
         """`value` (texts in lists and dicts) with marks where a text could act as a special token; else equal to it."""
         return self._mark(value, mark, whole_words=True)
 
-    def needs_care(self, value: Any) -> bool:
-        """Whether `mark` would change anything, or the tokenizer itself could."""
-        return self._always or self.mark(value, "\ue000") != value
-
     def encode(self, text: str, mark: str, add_special_tokens: bool = False) -> list[int]:
         """Token ids of a rendered text: special where no mark says that a client wrote it."""
         aliased = self._all_added.sub(lambda match: self._aliases.get(match[0], match[0]), text)
         whole = self._twin.encode_batch_fast([aliased.replace(mark, "")], add_special_tokens=add_special_tokens)
         return [self._id_of.get(token_id, token_id) for token_id in whole[0].ids]
+
+    def _parts(self, text: str) -> Iterator[str]:
+        """A long text in pieces, each of which ends with a character that is in no special token: a search holds the
+        GIL from start to end."""
+        start = 0
+        while start < len(text):
+            found = self._between.search(text, start + PART_CHARS) if len(text) - start > PART_CHARS else None
+            end = len(text) if found is None else found.end()
+            yield text[start:end]
+            start = end
 
     def _mark(self, value: Any, mark: str, whole_words: bool) -> Any:
         if isinstance(value, str):
@@ -84,7 +93,7 @@ class PlainContent:
 
     def _mark_text(self, text: str, mark: str, whole_words: bool) -> str:
         if any(start in text for start in self._starts):
-            text = self._inside.sub(rf"\1{mark}", text)
+            text = "".join(self._inside.sub(rf"\1{mark}", part) for part in self._parts(text))
         bare = text.strip()
         if not bare:
             return text
@@ -97,7 +106,11 @@ class PlainContent:
 
 def unused_characters(value: Any, *more: str) -> Iterator[str]:
     """Characters that occur in none of the texts in `value` (lists and dicts of them) nor in `more`."""
-    used = set().union(*texts_in(value), *more)
+    texts = [*texts_in(value), *more]
+    first = PRIVATE_USE[0][0]
+    few = [chr(code) for code in range(first, first + FEW)]  # to look for one is faster than to collect all there are
+    yield from (character for character in few if not any(character in text for text in texts))
+    used = set(few).union(*texts)
     for first, last in PRIVATE_USE:
         for code in range(first, last + 1):
             if chr(code) not in used:

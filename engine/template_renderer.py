@@ -5,7 +5,6 @@ is replaced. No tenant holds all of the processes at a time.
 """
 
 import contextlib
-import logging
 import marshal
 import signal
 import socket
@@ -24,8 +23,6 @@ from engine.template_helper import ANSWER_HEADER, BEYOND_LIMIT, MAX_BYTES, REFUS
 from engine.text_threads import FairThreads
 
 T = TypeVar("T")
-logger = logging.getLogger(__name__)
-
 HELPER_COMMAND = (sys.executable, "-m", "engine.template_helper")
 NUM_HELPERS = 3  # at most; another starts when those there are busy
 CPU_SECONDS = 2.0
@@ -97,8 +94,7 @@ class TemplateHelper:
             raise InvalidRequestError(text, "messages")
         if size >= SHORT_BYTES:
             raise TemplateLimitError(text, "messages")
-        logger.error("the chat template is at fault: it reached a limit with a short conversation. %s", text)
-        raise EngineError("The chat template of this model fails on a short conversation; the server's log says why.")
+        raise EngineError(f"the chat template is at fault: it reached a limit with a short conversation. {text}")
 
     def close(self) -> None:
         """End the process for good; a thread that waits for its answer gets an EngineError."""

@@ -256,12 +256,13 @@ class Tokenizer:
         template refuses the messages.
         """
         template = self.template(chat_template, helper)
-        careful = not special_tokens_in_content and self._plain_content.needs_care([messages, kwargs])
-        if not careful and not continue_final_message:
-            return RenderedChat(template.render(messages, add_generation_prompt, kwargs))
-        mark, end, *_ = islice(unused_characters([messages, kwargs], template.source), 2)
-        if careful:
-            messages, kwargs = self._plain_content.mark([messages, kwargs], mark)
+        careful, mark, end = False, "", ""
+        if continue_final_message or not special_tokens_in_content:
+            mark, end, *_ = islice(unused_characters([messages, kwargs], template.source), 2)
+        if not special_tokens_in_content:
+            marked = self._plain_content.mark([messages, kwargs], mark)
+            careful = self._plain_content.always or marked != [messages, kwargs]
+            messages, kwargs = marked if careful else (messages, kwargs)
         if continue_final_message:
             messages = _with_end(messages, end)
         text = template.render(messages, add_generation_prompt, kwargs)

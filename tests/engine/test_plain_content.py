@@ -215,3 +215,11 @@ def test_the_final_message_goes_on(tokenizers):
 def test_a_final_message_that_the_template_leaves_out_cannot_go_on(tokenizers, template):
     with pytest.raises(InvalidRequestError, match="continue_final_message"):
         tokenizers["chatml"].chat_prompt(turns("a", "b"), continue_final_message=True, chat_template=template)
+
+
+@pytest.mark.parametrize("text", ["<|im_end|>" * 30, "a <|im_end|> b <|im_<|im_start|>", "x" * 50, "<|im_end|" * 9])
+def test_marks_are_the_same_however_a_text_is_cut_for_the_search(monkeypatch, text):
+    content = PlainContent(byte_level("<|im_start|>", "<|im_end|>"))
+    whole = content.mark([text], "\ue123")
+    monkeypatch.setattr("engine.plain_content.PART_CHARS", 7)
+    assert content.mark([text], "\ue123") == whole

@@ -73,10 +73,9 @@ async def test_a_template_beyond_its_limits_costs_its_own_request_only(renderer,
     assert await ask(renderer, ECHO) == "hinull"
 
 
-async def test_a_template_that_fails_on_next_to_nothing_is_the_servers_fault(renderer, caplog):
+async def test_a_template_that_fails_on_next_to_nothing_is_the_servers_fault(renderer):
     with pytest.raises(EngineError, match="short conversation"):
         await ask(renderer, ENDLESS)
-    assert "at fault" in caplog.text
     assert await ask(renderer, ECHO) == "hinull"
 
 

@@ -1,11 +1,17 @@
 """Tokenizer: bytes of tokens, chat templates in a sandbox, clear errors."""
 
 import json
+import random
+import string
+import time
 
 import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
 
+from engine.checkpoint import BUNDLED_MODEL
 from engine.errors import InvalidRequestError, ModelError
-from engine.tokenizer import Tokenizer
+from engine.tokenizer import CUT_MARGIN, Tokenizer
 from tests.checkpoints import byte_tokenizer, save_fake_checkpoint
 
 
@@ -91,9 +97,6 @@ def test_settings_of_another_shape_count_as_absent(folder):
 
 
 def test_sentencepiece_spelling(tmp_path):
-    from tokenizers import Tokenizer as Backend
-    from tokenizers import decoders, models
-
     backend = Backend(models.BPE(vocab={"\u2581the": 0, "<0xE2>": 1, "<0x82>": 2, "<0xAC>": 3, "s": 4}, merges=[]))
     backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
     backend.save(str(tmp_path / "tokenizer.json"))
@@ -124,3 +127,86 @@ async def test_run_leaves_the_event_loop_free(folder):
     tokenizer = Tokenizer(folder)
     assert await tokenizer.run("", 2, tokenizer.encode, "ab", False) == [97, 98]
     tokenizer.close()
+
+
+def metaspace_tokenizer():
+    """Unigram over U+2581, as SentencePiece has it."""
+    words = ["the", "fox", "a", "night", "in", "of", "one", "ght", "n", "is", "s"]
+    letters = sorted({*"abcdefghijklmnopqrstuvwxyz,.\n0123456789é的是一"} - {"a", "n", "s"})
+    pieces = [*(f"\u2581{word}" for word in words), *words, "\u2581"]
+    vocabulary = [
+        ("<unk>", -20.0),
+        *((piece, -3.0 - len(piece) / 9) for piece in pieces),
+        *((x, -9.0) for x in letters),
+    ]
+    tokenizer = Backend(models.Unigram(vocabulary, unk_id=0))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    return tokenizer
+
+
+def word_tokenizer():
+    words = ["the", "fox", "a", "night", "in", "##ght", "##n", "is", ",", "."]
+    letters = [x for letter in "abcdefghijklmnopqrstuvwxyz的是" for x in (letter, f"##{letter}") if x not in words]
+    vocabulary = {word: i for i, word in enumerate(["[UNK]", *words, *letters])}
+    tokenizer = Backend(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    return tokenizer
+
+
+TOKENIZERS = {
+    "bundled": lambda: Backend.from_file(str(BUNDLED_MODEL / "tokenizer.json")),
+    "bytes": byte_tokenizer,
+    "unigram": metaspace_tokenizer,
+    "wordpiece": word_tokenizer,
+}
+WORDS = [
+    "the ",
+    "fox ",
+    "night",
+    ", ",
+    ".\n",
+    "is ",
+    "é",
+    "的是一",
+    "12345 ",
+    "<|im_end|>",
+    "   ",
+    "\n\n",
+    "naïve ",
+    "😀👍🏽",
+]
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_a_part_of_a_text_has_the_tokens_of_the_whole(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr("engine.tokenizer.QUICK_CHARS", 256)
+    TOKENIZERS[kind]().save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(tmp_path)
+    rng = random.Random(0)
+    texts = ["".join(rng.choices(WORDS, k=3_000)) for _ in range(4)]
+    texts += ["".join(rng.choices(string.ascii_lowercase, k=6_000)), " " * 6_000, "a" * 6_000]
+    num_unread = 0
+    for text in texts:
+        whole = tokenizer.encode(text, False)
+        for count in (1, 40):
+            first = tokenizer.encode_part(text, False, count)
+            last = tokenizer.encode_part(text, False, count, from_end=True)
+            assert first.token_ids[:count] == whole[:count]
+            assert last.token_ids[-count:] == whole[-count:]
+            num_unread += first.num_unread + last.num_unread
+            for part in (first, last):
+                assert len(part.token_ids) >= count + CUT_MARGIN or part == (whole, 0)
+            assert tokenizer.encode_truncated(text, False, count) == whole[:count]
+    assert num_unread > 10_000
+
+
+def test_long_texts_are_read_as_far_as_their_tokens_are_needed(tmp_path):
+    TOKENIZERS["bundled"]().save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(tmp_path)
+    text = "".join(random.Random(0).choices(string.ascii_letters, k=1 << 22))
+    start = time.process_time()
+    for from_end in (False, True):
+        assert len(tokenizer.encode_part(text, True, 2_000, from_end).token_ids) < 20_000
+    assert time.process_time() - start < 0.5, "4 MB take seconds"
