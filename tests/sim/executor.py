@@ -50,6 +50,7 @@ class SimExecutor(Executor):
         self._config, self._monitor, self._folder = config, monitor, folder
         self._pending: deque[tuple[StepPlan, bool]] = deque()  # and whether the Workers have done such before
         self._num_answered, self._num_known = 0, StepWatch.STEPS_OF_A_NEW_KIND
+        self._gave_up = False
         self._quiet_since = 0.0  # since when nothing came, although something should
 
     async def start(self, message: StartWorker) -> None:
@@ -93,22 +94,29 @@ class SimExecutor(Executor):
         self._num_answered += 1
         self._quiet_since = now
 
+    def _give_up(self) -> None:
+        self._gave_up = True
+        super()._give_up()
+
     def _kill(self) -> None:
         worker = self.worker
         if not (worker.hung or worker.stopped or worker.was_stopped):
             fail("false-alarm", "the watch kills a Worker that computes")
         now = asyncio.get_running_loop().time()
-        if worker.stopped and not worker.hung:
-            self._check_stop(now - worker.still_since)
-        else:
+        if self._gave_up:
             self._check_patience(worker, now)
+        else:
+            require(worker.stopped, "false-alarm", "a Worker that is not stopped is killed as if it were")
+            self._check_stop(worker, now - worker.still_since)
         how = "stopped" if worker.stopped else "hung"
         self._monitor.saw(f"{how} Worker killed by the watch")
         if worker.asked_at is not None:
             self._monitor.saw(f"{how} Worker killed while idle")
         super()._kill()
 
-    def _check_stop(self, seconds: float) -> None:
+    def _check_stop(self, worker: SimWorker, seconds: float) -> None:
+        if worker.hung:  # perhaps while it was stopped
+            return
         least, most = (STOPPED_LOOKS - 1) * LOOK_SECONDS, STOPPED_LOOKS * LOOK_SECONDS
         require(least <= seconds <= most, "watch", f"killed when it was stopped for {seconds:.1f} s")
 
