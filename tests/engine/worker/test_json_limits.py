@@ -126,7 +126,7 @@ def is_sane(value):
 def test_json_ends_within_its_tokens(walker, name, lenient):
     output = StructuredOutput.json_schema(SCHEMAS[name], lenient=lenient)
     lengths = set()
-    for seed in range(6):
+    for seed in range(8):
         ids, _ = walker.walk(output, BUDGET, seed)
         assert ids[-1] in walker.ends, walker.text(ids)
         value = json.loads(walker.text(ids))
