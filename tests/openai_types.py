@@ -28,6 +28,8 @@ EXTRAS: dict[str, set[str]] = {
     "PromptTokensDetails": {"truncated_tokens"},
     "Response": {"store"},  # OpenAI documents it and answers with it
     "ResponseCustomToolCall": {"status"},  # the same
+    "ToolChoiceCustom": {"namespace"},  # ours: two namespaces may have a tool of one name
+    "ToolChoiceFunction": {"namespace"},
     "ResponseFunctionCallArgumentsDoneEvent": {"name"},  # of earlier versions of the type
 }
 # Path -> types of an answer and of a frame.

@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from server.protocol.encrypted_reasoning import decode_reasoning
-from server.protocol.response_tools import Tool, chat_name, parse_tool
+from server.protocol.response_tools import NamespaceTool, Tool, chat_name, parse_tool
 from server.protocol.strict import field_error
 from server.protocol.tools import MAX_TOOLS, listed
 from server.protocol.translated import below
 
 MAX_ITEMS = 1 << 16
+MAX_ADDED_TOOLS = 1024  # those that items bring, whether they replace each other or not
 MAX_NAME = 256  # characters of the name or id of a call
 # Type of a part -> the field with its text. Each is allowed to every role: clients send back what they got.
 TEXT_OF_PART = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
@@ -226,7 +227,14 @@ def _read_tools(tools: list[tuple[str, Tool]], fields: dict[str, Any], i: int) -
     _nothing_but(fields, ("role", "tools", "call_id", "execution", "created_by"), i)
     if not isinstance(fields.get("tools"), list) or len(fields["tools"]) > MAX_TOOLS:
         raise field_error("invalid_type", f"must be a list of at most {MAX_TOOLS} tools", i, "tools")
+    if not fields["tools"]:
+        return
+    count = sum(len(tool.tools) if isinstance(tool, NamespaceTool) else 1 for _, tool in tools)
     for j, tool in enumerate(fields["tools"]):
+        inner = tool.get("tools") if isinstance(tool, dict) else None
+        count += len(inner) if isinstance(inner, list) else 1
+        if count > MAX_ADDED_TOOLS:
+            raise field_error("invalid_value", f"is one too many: items may bring {MAX_ADDED_TOOLS}", i, "tools", j)
         tools.append((f"input[{i}].tools[{j}]", below(parse_tool, tool, i, "tools", j)))
 
 

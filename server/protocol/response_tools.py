@@ -231,9 +231,9 @@ class ToolSet:
     def __init__(self, tools: Iterable[tuple[str, Tool]], added: Iterable[tuple[str, Tool]] = ()) -> None:
         self.hosted: list[str] = []
         self.offered = [one for path, tool in tools for one in self._take(path, tool)]
+        places = {one.chat_name: i for i, one in enumerate(self.offered)}
         for one in [one for path, tool in added for one in self._take(path, tool)]:
-            names = [other.chat_name for other in self.offered]
-            at = names.index(one.chat_name) if one.chat_name in names else len(names)
+            at = places.setdefault(one.chat_name, len(self.offered))
             self.offered[at : at + 1] = [one]
         self.by_chat_name = {one.chat_name: one for one in self.offered}
 

@@ -213,9 +213,9 @@ def test_calls_of_every_kind_in_responses(api):
         )
         result = {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "went"}
         assert api.responses.create(input=[*HELLO, call, result], tool_choice="none", **fields).output_text
-    raw = api.responses.with_raw_response.create(input=HELLO, tool_choice={"type": "local_shell"}, **fields)
+    raw = api.responses.with_raw_response.create(input=HELLO, tool_choice={"type": "apply_patch"}, **fields)
     assert raw.headers["x-pageserve-left-out"] == "web_search"
-    assert raw.parse().output[0].type in ("local_shell_call", "function_call"), "of which the latter was cut"
+    assert raw.parse().output[0].type in ("apply_patch_call", "function_call"), "of which the latter was cut"
 
 
 def test_the_stream_helper_of_responses(api):

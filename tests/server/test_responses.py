@@ -647,6 +647,9 @@ def test_tools_of_the_input_join_the_others(client):
     one = client.post(f"{PATH}/input_tokens", json={"input": [added, *asked], "tools": [TOOL]}).json()
     other = client.post(f"{PATH}/input_tokens", json={"input": asked, "tools": [TOOL, AGENTS]}).json()
     assert one == other and one["input_tokens"] > 100
+    many = {"type": "additional_tools", "tools": [AGENTS | {"tools": [SPAWN] * 128}] * 8}
+    message = assert_error(client.post(PATH, json=body(input=[many, many, *asked])), 400, "input[1].tools[0]")
+    assert "1024" in message
     wrong = AGENTS | {"tools": [SPAWN | {"parameters": {"type": "array"}}]}
     asked = [added | {"tools": [TOOL, wrong]}, *asked]
     param = "input[0].tools[1].tools[0].parameters.type"
