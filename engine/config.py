@@ -88,12 +88,12 @@ class EngineConfig:
         "predict: a waiting request that would soon outgrow the pool, by the output lengths seen, stays out",
         choices=("plain", "predict"),
     )
-    fair_step_slowdown: float | None = option(
-        1.25,
-        "while a key that holds little is there, a step of those that hold more takes at most so many times as long as "
-        "one with an empty prompt: less for faster first tokens of the former, more for throughput of the latter; "
-        "none: no bound",
-        above=1,
+    fair_step_seconds: float | None = option(
+        0.04,
+        "while a key that holds little is there, a step of those that hold more takes at most so many seconds, or "
+        "three times as long as one with an empty prompt, if more: less for faster first tokens of the former, "
+        "more for throughput of the latter; none: no bound",
+        above=0,
     )
     async_scheduling: bool | None = option(
         None, "plan the next step while this one computes; default: on a GPU, not where both share the cores"

@@ -322,7 +322,7 @@ class Driver:
             admission=self.config.admission,
             eos_token_ids=self.eos_token_ids,
             whole_sequences=ready.encoder,
-            step_slowdown=None if ready.encoder else self.config.fair_step_slowdown,
+            step_seconds=None if ready.encoder else self.config.fair_step_seconds,
         )
         self._prefetcher = self._new_prefetcher()
         overlap = self.config.async_scheduling

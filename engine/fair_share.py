@@ -93,8 +93,8 @@ class Holding:
 class FairShare:
     """The accounts of all tenants. Told of every sequence that comes and goes."""
 
-    def __init__(self, block_manager: BlockManager, max_num_seqs: int, *, step_slowdown: float | None = None) -> None:
-        """`step_slowdown` is what engine/short_steps.py says; None: no step is cut short for others."""
+    def __init__(self, block_manager: BlockManager, max_num_seqs: int, *, step_seconds: float | None = None) -> None:
+        """`step_seconds` is for engine/short_steps.py; None: no step is cut short for others."""
         self.max_num_seqs = max_num_seqs
         self.num_displaced = 0  # sequences that gave way to another tenant's
         self._blocks = block_manager
@@ -108,8 +108,8 @@ class FairShare:
         self._costs: dict[int, dict[str, float]] = {}  # by plan and tenant, until its result is back
         self._price = 0.0  # seconds that a weighted token took in the last steps
         self.resting: set[Sequence] = set()  # who decodes, but not in the plan under construction
-        self._may_be_short = step_slowdown is not None
-        self._short_steps = ShortSteps(step_slowdown or math.inf)
+        self._may_be_short = step_seconds is not None
+        self._short_steps = ShortSteps(step_seconds or math.inf)
         self._short_until = 0.0  # by the clock
         self._last_tenant: str | None = None  # of whom a sequence came
         self._floor = 0.0  # the lowest account of the active tenants, when it was last looked at

@@ -50,7 +50,7 @@ class Scheduler:
         admission: str = "plain",
         eos_token_ids: Iterable[int] = (),
         whole_sequences: bool = False,
-        step_slowdown: float | None = None,
+        step_seconds: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.block_manager = block_manager
@@ -61,7 +61,7 @@ class Scheduler:
         self._watermark = watermark
         self.admission = make_admission(admission, block_manager, math.ceil(watermark * block_manager.num_blocks))
         self.step_budget = max_num_batched_tokens  # of the last plan: see engine/fair_share.py
-        self.fair_share = FairShare(block_manager, self.max_num_seqs, step_slowdown=step_slowdown)
+        self.fair_share = FairShare(block_manager, self.max_num_seqs, step_seconds=step_seconds)
         self.eos_token_ids = frozenset(eos_token_ids)
         self.waiting = SequenceQueue()
         self.running = SequenceQueue()

@@ -39,6 +39,7 @@ NOT_SERVED = {
     "enable_chunked_prefill": "chunked prefill is always on; --max-num-batched-tokens sets the chunk",
     "enable_lora": "adapters are not served by this version",
     "enforce_eager": "--no-cuda-graphs runs kernel by kernel",
+    "fair_step_slowdown": "--fair-step-seconds bounds a step by its time",
     "gpu_memory_fraction": "the setting is called gpu_memory_utilization",
     "guided_decoding_backend": "there is one, llguidance; structured output needs no setting",
     "pipeline_parallel_size": "pipeline parallelism is not served by this version",

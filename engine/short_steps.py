@@ -1,8 +1,9 @@
 """ShortSteps: steps that end soon, while a request of another tenant may come at any moment and would have to wait.
 
-A step may take `slowdown` times as long as one with an empty prompt would, which is what the smallest prompt takes that
-may come. Of its time all but that of an empty step goes into work, so at most one part in `slowdown` of the throughput
-is given up; where decodes cost next to nothing beside the reading of the weights, as on a GPU, next to nothing is.
+A step may take `seconds`, by what was learnt of steps: so long a first token waits for the step under way. It may take
+MIN_RATIO times as long as a step with an empty prompt in any case, where a slow model needs longer for that. All of its
+time but that of an empty step goes into work. So at most one part in MIN_RATIO of the throughput is given up, and much
+less where steps may take many times as long as an empty one.
 Chunks of prompts get half of the work and decodes the other half, or either of them all where the other is not wanted.
 Those that decode take turns.
 """
@@ -18,6 +19,7 @@ from engine.step import StepPlan, StepResult
 
 Numbers = npt.NDArray[np.floating]
 
+MIN_RATIO = 3.0
 CHUNK_SHARE = 16  # of a step's tokens go to chunks while it is not known how long steps take
 
 
@@ -56,23 +58,23 @@ class StepTimes:
         self._sums = self.MEMORY * self._sums + features
         self._num_steps += 1
 
-    def within(self, slowdown: float) -> StepRoom | None:
-        """What lets a step take `slowdown` times as long as one with an empty prompt. None: too little is known."""
+    def within(self, seconds: float) -> StepRoom | None:
+        """What lets a step take so long, or MIN_RATIO times as long as one with an empty prompt. None: unknown yet."""
         if self._num_steps < self.MIN_STEPS:
             return None
         pull = np.diag(self.RIDGE * np.diag(self._products) + 1e-9)
         self._fit = np.linalg.solve(self._products + pull, self._sums + pull @ self._fit)
         base, first_token, per_decode, per_token = np.maximum(self._fit, 1e-9)
         empty = base + first_token
-        work = (slowdown - 1.0) * empty
+        work = max(seconds, MIN_RATIO * empty) - empty
         return StepRoom((work + first_token) / per_decode, work / per_decode, work / per_token)
 
 
 class ShortSteps:
     """Limits plans, and is told of those it limited and of their results (a step costs it some 30 microseconds)."""
 
-    def __init__(self, slowdown: float) -> None:
-        self._slowdown = slowdown
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
         self._times = StepTimes()
         self._planned: dict[int, tuple[int, int]] = {}  # decodes and tokens of chunks
         self._turns = count(1)
@@ -94,7 +96,7 @@ class ShortSteps:
         """Who of `sequences` may be in the next step, in order (`sequences` itself: all), its tokens (`most` at most)
         and who of them rests. `more_wait` says whether others could be admitted.
         """
-        room = self._times.within(self._slowdown)
+        room = self._times.within(self._seconds)
         if room is None:
             return sequences, min(most, len(sequences) + -(-most // CHUNK_SHARE)), set()
         single = [seq for seq in sequences if seq.in_worker and seq.num_uncomputed_tokens == 1]

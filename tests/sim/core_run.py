@@ -38,7 +38,7 @@ class CoreRun:
             watermark=config.watermark,
             admission=config.admission,
             eos_token_ids=[EOS_TOKEN_ID],
-            step_slowdown=config.step_slowdown,
+            step_seconds=config.step_seconds,
             clock=lambda: float(self.now),
         )
         self.now = 0

@@ -117,7 +117,7 @@ class DriverRun:
                 block_size=config.block_size,
                 watermark=config.watermark,
                 admission=config.admission,
-                fair_step_slowdown=config.step_slowdown,
+                fair_step_seconds=config.step_seconds,
                 enable_prefix_caching=config.prefix_caching,
                 async_scheduling=config.depth > 1,
                 max_worker_restarts=10_000,

@@ -70,7 +70,7 @@ class SimConfig:
     reload_fault_every: int = 0  # one restart in so many fails, or never ends
     step_timeout: float = 30.0
     tenant_weights: tuple[float, ...] = (1.0,)
-    step_slowdown: float | None = None
+    step_seconds: float | None = None
     large_holders: str = ""  # what the requests of the first tenant are like: samples, beams, prompts, any of these
 
     @property
@@ -243,7 +243,7 @@ def draw_config(seed: int, rng: random.Random, for_driver: bool) -> SimConfig:
     config = _with_more(config, random.Random(f"{seed} more"), for_driver)
     tenants = random.Random(f"{seed} tenants")
     config = replace(config, tenant_weights=tenants.choice([(1.0,), (1.0,), (1.0, 1.0), (1.0, 1.0, 4.0), (1.0,) * 6]))
-    config = replace(config, step_slowdown=random.Random(f"{seed} slowdown").choice([1.5, 1.5, 3.0, None]))
+    config = replace(config, step_seconds=random.Random(f"{seed} step seconds").choice([1e-3, 1e-3, 3e-3, None]))
     if not for_driver and tenants.random() < 0.2:
         return _for_newcomers(config, tenants)
     holders = random.Random(f"{seed} holders")
