@@ -9,6 +9,7 @@ this Python. Exit status 1 where anything failed.
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -69,7 +70,7 @@ def suites(environment: Path, node: Path, agents: Path, url: str, examples: int)
         pytest(python, "litellm", "litellm"),
         Suite("openai (npm)", js, node_version),
         Suite("schemathesis", schemathesis, (python, "-c", "import schemathesis; print(schemathesis.__version__)")),
-        *[agent_suite(name, agents) for name in AGENTS if (agents / AGENTS[name].executable).exists()],
+        *[agent_suite(name, agents) for name in AGENTS],
     ]
 
 
@@ -134,6 +135,9 @@ def run_all(options: argparse.Namespace, url: str, folder: Path) -> list[tuple[s
     found_suites = suites(options.environment, options.node, options.agents, root, options.examples)
     for i, suite in enumerate(found_suites):
         if options.only not in suite.name:
+            continue
+        if not shutil.which(suite.version[0]):
+            rows.append((f"{suite.name} (not installed)", {"passed": 0, "failed": 0, "skipped": 1}, 0.0))
             continue
         asked = {**environment, "HOME": str(folder)}  # agents write there whatever they are asked
         version = subprocess.run(suite.version, capture_output=True, text=True, check=True, env=asked).stdout.strip()
