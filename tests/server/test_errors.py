@@ -135,7 +135,7 @@ BAD_MESSAGES = [
     ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0].text"),
     ({"role": "user", "content": [{"type": "text", "text": 1}]}, "messages[0].content[0].text"),
     ({"role": "user", "content": [{"type": "text", "text": "a", "x": 1}]}, "messages[0].content[0].x"),
-    ({"role": "tool", "content": "x", "tool_call_id": "1"}, "messages[0].tool_call_id"),
+    ({"role": "tool", "content": "x"}, "messages[0].tool_call_id"),
     ({"role": "robot", "content": "x"}, "messages[0].role"),
     ({"role": 1, "content": "x"}, "messages[0].role"),
     ({"role": "user", "content": "x", "name": 1}, "messages[0].name"),
@@ -345,14 +345,16 @@ def test_half_a_surrogate_pair_in_the_arguments_of_a_call_may_come_back(client):
     assert "\ufffd!" in bytes(t for t in prompt["tokens"] if t < 256).decode()
 
 
-@pytest.mark.parametrize("text", ['{"a": NaN}', '{"a": 1e999}', "[1]", "{", '{"a": ' + "[" * 600 + "]" * 600 + "}"])
-def test_arguments_of_a_call_that_no_prompt_can_hold(client, text):
+@pytest.mark.parametrize("text", ['{"a": NaN}', '{"a": 1e999}', "[1]", "{", '{"a": ' + "[" * 130 + "]" * 130 + "}"])
+def test_arguments_of_an_earlier_call_may_be_any_text(client, text):
     for path in (CHAT, "/tokenize"):
-        param = "messages[1].tool_calls[0].function.arguments"
-        assert "a JSON object" in assert_error(client.post(path, json=with_arguments(text)), 400, param)
-    item = {"type": "function_call", "call_id": "c", "name": "f", "arguments": text}
-    answer = client.post("/v1/responses", json={"model": "alias", "input": [item]})
-    assert_error(answer, 400, "input[0].arguments")
+        assert client.post(path, json=with_arguments(text)).status_code == 200
+    items = [
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": text},
+        {"type": "function_call_output", "call_id": "c", "output": "3"},
+    ]
+    answer = client.post("/v1/responses", json={"model": "alias", "input": items, "max_output_tokens": 4})
+    assert answer.status_code == 200, answer.text
 
 
 def nested_schema(levels):
