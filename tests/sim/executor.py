@@ -105,6 +105,9 @@ class SimExecutor(Executor):
         now = asyncio.get_running_loop().time()
         if self._gave_up:
             self._check_patience(worker, now)
+            stopped = now - worker.still_since if worker.stopped else 0.0
+            most = STOPPED_LOOKS * LOOK_SECONDS + STACK_DUMP_SECONDS
+            require(stopped <= most or worker.hung, "watch", f"it was stopped for {stopped:.1f} s")
         else:
             require(worker.stopped, "false-alarm", "a Worker that is not stopped is killed as if it were")
             self._check_stop(worker, now - worker.still_since)

@@ -323,14 +323,7 @@ MUTANTS = (
         for_driver=True,
     ),
     Mutant("stopped Worker never noticed", Executor, "_kill_when_stopped", "self._kill()", "pass", for_driver=True),
-    Mutant(
-        "looks at a stopped Worker not in a row",
-        StoppedLooks,
-        "look",
-        "= 0 if now is None",
-        "= self._num_looks if now is None",
-        for_driver=True,
-    ),
+    Mutant("no time to go on", StoppedLooks, "look", ">= STOPPED_LOOKS", ">= 2", for_driver=True),
     Mutant(
         "heartbeat waited for as long as a step",
         StepWatch,
