@@ -29,6 +29,7 @@ CPU_SECONDS = 2.0
 # The time limit counts processor time, so that a busy machine refuses nothing; a helper silent for this long is killed.
 WALL_CLOCK_FACTOR = 20.0
 MAX_ATTEMPTS = 3
+IDLE_SECONDS = 1.0  # after which a helper is looked at before it is asked
 LARGE_BYTES = 8 << 20  # after a conversation of this size a helper is replaced: its memory would stay
 SHORT_BYTES = 1 << 13  # with a conversation of this size, a template that does not end is at fault itself
 
@@ -50,6 +51,7 @@ class TemplateHelper:
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._closed = False
+        self._answered = time.monotonic()
         self._lock = threading.Lock()  # `close` comes from another thread
         self._in_use = threading.Lock()
 
@@ -122,14 +124,17 @@ class TemplateHelper:
 
     def _ask(self, request: bytes) -> tuple[int, bytes]:
         process, sock = self.start()
-        if stopped_at(process.pid) is not None:  # before it was asked: somebody has stopped it for longer
+        idle = time.monotonic() - self._answered
+        if idle > IDLE_SECONDS and stopped_at(process.pid) is not None:  # to look takes as long as half a conversation
             raise HelperDiedError
         watch = _Watch(process.pid, WALL_CLOCK_FACTOR * self._cpu_seconds)
         try:
             for part in (REQUEST_HEADER.pack(len(request)), request):
                 _send(sock, part, watch)
             kind, length = ANSWER_HEADER.unpack(_receive(sock, ANSWER_HEADER.size, watch))
-            return kind, bytes(_receive(sock, min(length, MAX_BYTES), watch))
+            answer = bytes(_receive(sock, min(length, MAX_BYTES), watch))
+            self._answered = time.monotonic()
+            return kind, answer
         except (OSError, EOFError):
             with contextlib.suppress(subprocess.TimeoutExpired):  # it ends, now that its socket is closed
                 if process.wait(LOOK_SECONDS) == -signal.SIGPROF:

@@ -111,7 +111,10 @@ def test_the_names_that_a_template_asks_for_are_those_that_jinja_finds():
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
-async def test_a_process_killed_or_stopped_from_outside_is_replaced_and_asked_again(renderer, number, busy):
+async def test_a_process_killed_or_stopped_from_outside_is_replaced_and_asked_again(
+    renderer, monkeypatch, number, busy
+):
+    monkeypatch.setattr("engine.template_renderer.IDLE_SECONDS", 0.0)
     await ask(renderer, ECHO)
     (pid,) = renderer.helper_pids
     slow = "{% for i in range(3000) %}{% for j in range(50) %}{% endfor %}{% endfor %}done"
