@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 # that distance of a completion every token is looked at.
 MAX_JUMP = 64
 WINDOW = 192  # tokens left, from where on a completion is looked for; more for schemas that require more
+SHORT_WINDOW = 48  # where there is none at the start: the least may be far too long, or hidden by a pattern
 MAX_COMPLETION = 1024  # tokens of the longest one that is looked for
 # Masks that searches may take, of 5 to 50 us each: counted, not timed, so that the same text always has the same mask.
 MAX_MASKS_IN_STATE, MAX_MASKS = 256, 1 << 14
@@ -112,7 +113,8 @@ class GrammarEnds:
             found = self._search(matcher.deep_copy(), MAX_COMPLETION, ending)
         except GrammarError:
             return Ending(0, [])
-        return Ending(max(WINDOW, len(found or ()) + 2 * MAX_JUMP), ending.ends)
+        window = SHORT_WINDOW if found is None else max(WINDOW, len(found) + 2 * MAX_JUMP)
+        return Ending(window, ending.ends)
 
     def limit(self, ending: Ending, matcher: "LLMatcher", words: Words, num_left: int) -> None:
         """Take out of a mask what leads to no end within `num_left` tokens, the one that it is for among them."""
@@ -154,7 +156,7 @@ class GrammarEnds:
         ending.behind, ending.judged = {}, None
         ending.path = self._search(matcher.deep_copy(), min(num_left, MAX_COMPLETION), ending)
         if ending.path is None and not self._in_free_text(matcher):
-            ending.window = num_left - PATIENCE  # it does not fit, or the search is lost in a pattern
+            ending.window = min(num_left // 2, num_left - PATIENCE)  # it does not fit, or is hidden by a pattern
         return ending.path is not None
 
     def _in_free_text(self, matcher: "LLMatcher") -> bool:

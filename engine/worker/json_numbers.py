@@ -67,6 +67,7 @@ class JsonNumbers:
         """`texts`: the bytes of each token; empty for special ones."""
         self._texts = texts
         self._numeric = [(i, match[0]) for i, text in enumerate(texts) if (match := NUMERIC.match(text))]
+        self._has_digit = [not DIGITS.isdisjoint(text) for text in texts]
         self._longest = max((len(text) for _, text in self._numeric), default=0)
         self._plain = all(text.isdigit() for _, text in self._numeric)  # no token has a point or an exponent and digits
         self._textual = as_words((i for i, text in enumerate(texts) if TEXTUAL.match(text)), num_words)
@@ -75,7 +76,9 @@ class JsonNumbers:
     def follow(self, number: Number | None, token_ids: Sequence[int]) -> Number | None:
         """The number that is being written once these tokens are, None for none."""
         for token_id in token_ids:
-            for byte in self._texts[token_id] if token_id < len(self._texts) else b"":
+            if token_id >= len(self._texts) or (number is None and not self._has_digit[token_id]):
+                continue
+            for byte in self._texts[token_id]:
                 number = None if number is None else number.then(byte)
                 if number is None and byte in DIGITS:
                     number = Number(num_before=1)
