@@ -27,6 +27,7 @@ from server.debug_kv import add_debug_routes
 from server.debug_requests import debug_request
 from server.embeddings import EmbeddingRequest, create_embeddings
 from server.errors import ApiError, error_response, from_http_status, nearest_route, refusal_reason
+from server.ignored_fields import IgnoredFieldsHeader
 from server.messages_api import count_tokens, create_message
 from server.middleware import CLIENT_LEFT, PUBLIC_PATHS, Authentication, RequestContext
 from server.openapi import body_of, describe
@@ -81,6 +82,8 @@ def create_app(driver: Driver, config: ServerConfig) -> FastAPI:
     public_paths = PUBLIC_PATHS | {"/metrics"} if config.public_metrics else PUBLIC_PATHS
     budget = BodyBudget(config.max_bytes_in_flight, config.max_bytes_in_flight_per_key)
     app.add_middleware(Authentication, keys=keys, public_paths=public_paths, refused=refused, budget=budget)
+    if config.ignore_unknown_fields:
+        app.add_middleware(IgnoredFieldsHeader)
     if (tracer := make_tracer(config, served.names[0])) is not None:
         driver.request_log.listeners.append(tracer.record)
         app.add_middleware(TraceContext)

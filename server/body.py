@@ -5,7 +5,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from functools import partial
 from typing import Any, TypeVar
 
@@ -54,12 +54,12 @@ async def read_parsed(http: HttpRequest, served: Served, parse: Callable[[dict[s
         return parse(fields)
 
     large.set(True)
-    return await served.parsing.run(tenant_of(http.scope), work)
+    return await served.parsing.run(tenant_of(http.scope), partial(copy_context().run, work))
 
 
 async def convert(served: Served, tenant: str, work: Callable[[], T]) -> T:
     """The result of `work` on the request that this task has read: in the same thread where its body was large."""
-    return await served.parsing.run(tenant, work) if large.get() else work()
+    return await served.parsing.run(tenant, partial(copy_context().run, work)) if large.get() else work()
 
 
 async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:

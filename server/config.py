@@ -80,6 +80,11 @@ class ServerConfig:
         minimum=0,
         maximum=MAX_LOGPROBS,
     )
+    ignore_unknown_fields: bool = option(
+        False,
+        "leave out fields of requests that no API knows, and name them in the header x-pageserve-ignored-fields and "
+        "once in the log; default: a 400",
+    )
     special_tokens_in_content: bool = option(
         False, "let the text of a special token in a message act as that token; default: it is text like any other"
     )

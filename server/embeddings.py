@@ -46,6 +46,8 @@ PORTION = 16  # texts, or vectors, that are dealt with before others have their 
 class EmbeddingRequest(Strict):
     """POST /v1/embeddings. Fields that OpenAI does not have carry vLLM's names and meanings."""
 
+    is_request = True
+
     ignored = frozenset({"user"})
 
     model: str

@@ -11,9 +11,11 @@ from pydantic.json_schema import models_json_schema
 
 from server.config import ServerConfig
 from server.errors import is_anthropics
+from server.ignored_fields import HEADER
 from server.middleware import PUBLIC_PATHS
 from server.protocol import anthropic_answers, response_answers
 from server.protocol import responses as answers
+from server.protocol.strict import Strict
 
 OPENAPI = "3.2.0"  # the first version that can describe the events of a stream
 REF = "#/components/schemas/{model}"
@@ -35,6 +37,9 @@ OF_GETS = (401, 500, 503)
 SECURITY = {
     "bearer": {"type": "http", "scheme": "bearer"},
     "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+}
+IGNORED_FIELDS = {
+    HEADER.decode(): {"schema": {"type": "string"}, "description": "unknown fields that were left out of the request"}
 }
 RETRY_AFTER = {"Retry-After": {"schema": {"type": "integer"}, "description": "seconds"}}
 
@@ -146,9 +151,14 @@ def _document(app: FastAPI, config: ServerConfig, kinds: list[type[BaseModel]], 
     if needs_key:
         components["securitySchemes"] = SECURITY
     document["components"] = components
+    if config.ignore_unknown_fields:
+        _open(schemas["$defs"], Strict)
     for path, operations in document["paths"].items():
-        for operation in operations.values():
+        for method, operation in operations.items():
             _describe_answers(operation, ANSWERS[path])
+            if config.ignore_unknown_fields and method == "post":
+                for response in operation["responses"].values():
+                    response["headers"] = response.get("headers", {}) | IGNORED_FIELDS
             if path in EXAMPLES:
                 operation["requestBody"]["content"]["application/json"]["example"] = {"model": model, **EXAMPLES[path]}
             if needs_key and path not in PUBLIC_PATHS:
@@ -157,6 +167,13 @@ def _document(app: FastAPI, config: ServerConfig, kinds: list[type[BaseModel]], 
             else:
                 operation["responses"].pop("401", None)
     return document
+
+
+def _open(schemas: dict[str, Any], kind: type[BaseModel]) -> None:
+    """Let the objects of requests have more fields than are listed."""
+    for part in kind.__subclasses__():
+        schemas.get(part.__name__, {}).pop("additionalProperties", None)
+        _open(schemas, part)
 
 
 def _set_limit(field: dict[str, Any], key: str, value: int) -> None:

@@ -117,6 +117,10 @@ class Served:
             raise invalid(f"n must be an integer from 1 to {config.max_n}.", "n")
         if len(request.stop) > config.max_stop:
             raise invalid(f"stop holds {len(request.stop)} strings; at most {config.max_stop} are allowed.", "stop")
+        context = self.driver.model.max_model_len
+        if request.num_ctx is not None and request.num_ctx > context:
+            message = f"num_ctx must be at most {context}, the context of this model here: --max-model-len sets it."
+            raise invalid(message, "num_ctx")
         request.check_limits(config)
 
     def response_head(self, id_prefix: str, object_type: str, request: GenerationRequest) -> dict[str, Any]:

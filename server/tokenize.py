@@ -24,6 +24,8 @@ CHARS = 4  # of a token, to tell short work from long
 class TokenizeTextRequest(Strict):
     """POST /tokenize with a `prompt`."""
 
+    is_request = True
+
     model: str | None = None
     prompt: str
     add_special_tokens: bool = True
@@ -39,6 +41,8 @@ class TokenizeChatRequest(ChatCompletionRequest):
 
 class DetokenizeRequest(Strict):
     """POST /detokenize."""
+
+    is_request = True
 
     model: str | None = None
     tokens: Annotated[list[int], FailFast()]

@@ -26,6 +26,7 @@ from server.protocol.signatures import omitted_thinking
 from server.protocol.strict import Strict, field_error, parse_request
 from server.protocol.structured_output import MAX_DESCRIPTION, parse_response_format
 from server.protocol.translated import renamed, without
+from server.protocol.unknown_fields import unknown_field
 
 MAX_TOOLS = 128
 MAX_NAME = 256  # characters of the name or id of a call
@@ -115,9 +116,9 @@ def _block(block: Any, kinds: tuple[str, ...], *path: str | int) -> dict[str, An
         raise field_error("unsupported_value", text, *path, "type")
     required, others = FIELDS[kind]
     fields = {name: value for name, value in block.items() if value is not None and name not in ("type", CACHE)}
-    for name in fields:
-        if name not in required and name not in others:
-            raise field_error("unknown_parameter", f"is not a field of a block of type {kind}", *path, name)
+    for name in [name for name in fields if name not in required and name not in others]:
+        unknown_field(f"is not a field of a block of type {kind}", *path, name)
+        del fields[name]
     for name, python_type in required.items():
         if not isinstance(fields.get(name), python_type):
             kind_of = "a string" if python_type is str else "an object"
@@ -145,7 +146,7 @@ def _messages(value: Any) -> History:
         role = message.get("role")
         for name in message:
             if name not in ("role", "content") and not (name == "clear_at" and role == "system"):
-                raise field_error("unknown_parameter", "is not a field of a message", i, name)
+                unknown_field("is not a field of a message", i, name)
         if role == "assistant":
             blocks = _blocks(message.get("content"), ("text", "thinking", "tool_use"), i, "content")
             _check_calls(blocks, i)
@@ -255,8 +256,8 @@ def _format(value: Any) -> Any:
     schema, kind = value.get("schema"), value.get("type")
     if kind != "json_schema":
         raise field_error("invalid_value", "must be 'json_schema'", "type")
-    for name in value.keys() - {"type", "schema"}:
-        raise field_error("unknown_parameter", "is not a field of it", name)
+    for name in [name for name in value if name not in ("type", "schema")]:
+        unknown_field("is not a field of it", name)
     form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
     without("json_schema", parse_response_format, form)
     return form
@@ -349,6 +350,8 @@ class AnthropicToolChoice(Strict):
 
 class MessagesPrompt(Strict):
     """What makes the prompt: all of POST /v1/messages/count_tokens."""
+
+    is_request = True
 
     ignored = {name: reason for name, reason in ANTHROPIC_IGNORED.items() if name != "metadata"}
     inert = {name: values for name, values in ANTHROPIC_INERT.items() if name != "service_tier"}

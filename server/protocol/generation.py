@@ -6,13 +6,15 @@ Ranges are checked by SamplingParams, once for every caller of the engine.
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, FailFast, Field, model_validator
+from pydantic import BeforeValidator, FailFast, Field, GetJsonSchemaHandler, model_validator
+from pydantic.json_schema import JsonSchemaValue
 
 from engine.sampling_params import MAX_BAD_WORDS, SamplingParams
 from engine.structured_output import StructuredOutput
 from server.config import ServerConfig
 from server.errors import invalid
 from server.protocol.harmless import IGNORED, INERT
+from server.protocol.other_servers import in_our_words, options_schema
 from server.protocol.strict import Strict, field_error
 from server.protocol.structured_output import FOREIGN, RENAMED, ResponseFormat, StructuredOutputsField
 
@@ -73,6 +75,7 @@ class StreamOptions(Strict):
 class GenerationRequest(Strict):
     """What both endpoints share. Fields that OpenAI does not have carry vLLM's names and meanings."""
 
+    is_request = True
     ignored = IGNORED
     inert = INERT
     renamed = RENAMED
@@ -114,7 +117,19 @@ class GenerationRequest(Strict):
     priority: int = Field(0, ge=-(2**31), lt=2**31)
     timeout: float | None = Field(None, gt=0.0, le=MAX_TIMEOUT)  # ours: seconds from when it is accepted to its end
     cache_salt: Salt = ""
+    num_ctx: int | None = Field(None, ge=1)  # Ollama's: the least context that the client counts on
     return_timings: bool = False  # ours: see server/debug_requests.py
+
+    @classmethod
+    def _in_our_words(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        return in_our_words(fields)
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: Any, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        schema = super().__get_pydantic_json_schema__(core_schema, handler)
+        for name, field in options_schema(schema["properties"]).items():
+            schema["properties"].setdefault(name, field)
+        return schema
 
     @model_validator(mode="after")
     def _stream_options_need_stream(self) -> "GenerationRequest":

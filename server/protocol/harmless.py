@@ -9,12 +9,14 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, TypeAdapter
 
 IGNORED: dict[str, str] = {
+    "cache_prompt": "a hint for speed: equal prefixes are found without it",
     "metadata": "labels for a stored answer; nothing is stored",
     "prediction": "a hint for speed",
     "prompt_cache_key": "a hint for speed: equal prefixes are found without it",
     "prompt_cache_options": "a hint for speed: every prefix is cached while there is room",
     "prompt_cache_retention": "a hint for speed",
     "safety_identifier": "names the end user, for the operator of a service",
+    "session_id": "names a conversation, for the operator of a service",
     "spaces_between_special_tokens": "tokens are bytes here: no space is ever put between them",
     "store": "nothing is stored",
     "user": "names the end user, for the operator of a service",
@@ -29,6 +31,7 @@ Metadata = Annotated[
 # What the documents say that ignored fields hold, in words and as a type. Anything else is a mistake of the caller's,
 # who would hear of it from OpenAI, too.
 KINDS: dict[str, tuple[str, Any]] = {
+    "cache_prompt": ("true or false", bool),
     "client_metadata": ("at most 64 strings by name", Annotated[dict[str, str | None], Field(max_length=64)]),
     "defer_loading": ("true or false", bool),
     "description": ("a string", str),
@@ -38,6 +41,7 @@ KINDS: dict[str, tuple[str, Any]] = {
     "prompt_cache_options": ("an object", Hint),
     "prompt_cache_retention": ("a string", Label),
     "safety_identifier": ("a string", Label),
+    "session_id": ("a string", Label),
     "spaces_between_special_tokens": ("true or false", bool),
     "speed": ("`standard` or `fast`", Literal["standard", "fast"]),
     "store": ("true or false", bool),
@@ -56,7 +60,7 @@ INERT: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "web_search_options": (),
 }
-CHAT_INERT: dict[str, tuple[Any, ...]] = {"echo": (False,)}
+CHAT_INERT: dict[str, tuple[Any, ...]] = {"best_of": (1,), "echo": (False,)}
 MESSAGE_INERT: dict[str, tuple[Any, ...]] = {
     "annotations": ([],),
     "audio": (),

@@ -7,6 +7,7 @@ from pydantic import BaseModel, BeforeValidator, Field, model_validator
 from server.protocol.harmless import MESSAGE_IGNORED, MESSAGE_INERT, PART_IGNORED
 from server.protocol.strict import Strict, field_error
 from server.protocol.tools import ToolCallsField
+from server.protocol.unknown_fields import unknown_field
 
 # Type of a part -> the field that holds its text.
 TEXT_OF_PART = {"text": "text", "refusal": "refusal"}
@@ -34,8 +35,8 @@ def _part_text(part: Any, i: int) -> str:
     if not isinstance(text, str):
         raise field_error("invalid_type", "must be a string", i, field)
     extra = [name for name, value in part.items() if name not in ("type", field, *PART_IGNORED) and value is not None]
-    if extra:
-        raise field_error("unknown_parameter", f"is not a field of a {kind} part", i, extra[0])
+    for name in extra:
+        unknown_field(f"is not a field of a {kind} part", i, name)
     return text
 
 

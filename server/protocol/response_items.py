@@ -15,6 +15,7 @@ from server.protocol.response_tools import NamespaceTool, Tool, chat_name, parse
 from server.protocol.strict import field_error
 from server.protocol.tools import MAX_TOOLS, listed
 from server.protocol.translated import below
+from server.protocol.unknown_fields import unknown_field
 
 MAX_ITEMS = 1 << 16
 MAX_ADDED_TOOLS = 1024  # those that items bring, whether they replace each other or not
@@ -295,7 +296,7 @@ def _check_caller(fields: dict[str, Any], i: int) -> None:
 def _nothing_but(fields: dict[str, Any], known: tuple[str, ...], i: int) -> None:
     for name in fields:
         if name not in known and name not in ITEM_FIELDS:
-            raise field_error("unknown_parameter", "is not a field of this item", i, name)
+            unknown_field("is not a field of this item", i, name)
 
 
 def _required(fields: dict[str, Any], name: str, i: int) -> Any:
@@ -344,7 +345,7 @@ def _part_text(part: Any, *path: str | int) -> str:
         raise field_error("unsupported_value", text, *path, "type")
     for name, value in part.items():
         if name not in PART_FIELDS and value is not None:
-            raise field_error("unknown_parameter", f"is not a field of a part of type {kind}", *path, name)
+            unknown_field(f"is not a field of a part of type {kind}", *path, name)
     if not isinstance(part.get(field), str):
         raise field_error("invalid_type", "must be a string", *path, field)
     text = part[field]

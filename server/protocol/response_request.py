@@ -170,6 +170,8 @@ class ResponseStreamOptions(Strict):
 class ResponsePrompt(Strict):
     """What makes the prompt: all of POST /v1/responses/input_tokens."""
 
+    is_request = True
+
     ignored = RESPONSES_IGNORED.keys() | {"parallel_tool_calls"}
     inert = {name: () for name in (*NEEDS_STORE, "moderation", "personality")} | {
         "background": (False,),

@@ -19,6 +19,7 @@ from server.protocol.lark_in_json import MAX_DEFINITION
 from server.protocol.strict import Strict, field_error
 from server.protocol.structured_output import MAX_DESCRIPTION
 from server.protocol.tools import MAX_TOOLS, NAME, TextFormat, by_type, listed
+from server.protocol.unknown_fields import unknown_field
 
 HOSTED = (
     *("code_interpreter", "computer", "computer_use", "computer_use_preview", "file_search", "image_generation", "mcp"),
@@ -349,4 +350,4 @@ def _check_chosen(value: Any, at: tuple[str | int, ...], more: tuple[str, ...]) 
 def _nothing_but(fields: dict[str, Any], known: tuple[str, ...], at: tuple[str | int, ...]) -> None:
     for name, value in fields.items():
         if name not in known and value is not None:
-            raise field_error("unknown_parameter", "is not a field of it", *at, name)
+            unknown_field("is not a field of it", *at, name)

@@ -11,6 +11,8 @@ from server.protocol.strict import Strict
 class SamplingExtras(Strict):
     """Names and meanings are those of /v1/chat/completions."""
 
+    is_request = True
+
     seed: Seed = None
     min_p: float = within(0.0, 0.0, 1.0)
     presence_penalty: float = within(0.0, -2.0, 2.0)

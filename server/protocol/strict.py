@@ -11,11 +11,12 @@ from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationError, model_validator
 from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import PydanticCustomError
 
 from engine.errors import InvalidRequestError
 from server.errors import MAX_NAME_LENGTH, field_path, invalid
 from server.protocol.harmless import ADAPTERS, ANYTHING
+from server.protocol.unknown_fields import field_error as field_error
+from server.protocol.unknown_fields import is_ignored
 
 # Names that one thing has in different requests, so that the one of this request can be told where another is written.
 SYNONYMS = (
@@ -23,6 +24,7 @@ SYNONYMS = (
     ("messages", "prompt", "input"),
     ("stop", "stop_sequences"),
 )
+HONOURED: set[str] = set()  # fields of all requests: one that is in the wrong request is no unknown field
 NEAR = 0.7  # of difflib's ratio: "stop" and "top_p" have 0.67
 
 
@@ -30,6 +32,7 @@ class Strict(BaseModel):
     """Takes exact types only; drops nulls and harmless fields before pydantic looks."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+    is_request: ClassVar[bool] = False  # a whole body, not a part of one
     ignored: ClassVar[Collection[str]] = frozenset()
     inert: ClassVar[dict[str, tuple[Any, ...]]] = {}
     renamed: ClassVar[dict[str, str]] = {}  # old names: an error says the new one
@@ -40,7 +43,13 @@ class Strict(BaseModel):
     def _drop_harmless(cls, fields: Any) -> Any:
         if not isinstance(fields, dict):
             return fields
+        fields = cls._in_our_words(fields)
         return {name: value for name, value in fields.items() if not cls._is_harmless(name, value)}
+
+    @classmethod
+    def _in_our_words(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        """With other servers' spellings replaced, where there are some."""
+        return fields
 
     @classmethod
     def _is_harmless(cls, name: str, value: Any) -> bool:
@@ -54,10 +63,30 @@ class Strict(BaseModel):
         if name in cls.renamed:
             raise field_error("unsupported_value", f"is the old name of {cls.renamed[name]}: use that", name)
         if name not in cls.inert:  # not left to pydantic, which would collect an error for each of a million fields
-            raise field_error("unknown_parameter", f"is not a field of this request{cls._nearest(name)}", name)
+            cls._take_unknown(name)
+            return True
         if any(type(value) is type(known) and value == known for known in cls.inert[name]):  # 0 is not false
             return True
         raise field_error("unsupported_value", "is not supported by this server: leave it out", name)
+
+    @classmethod
+    def _take_unknown(cls, name: str) -> None:
+        """Raise, unless unknown fields are ignored and this one stands for nothing that is known: in another place, or
+        by another name."""
+        elsewhere = cls.is_request and name in HONOURED
+        is_known = elsewhere or name in cls.foreign or any(name in group for group in cls._synonyms())
+        if is_known or not is_ignored(name):
+            raise field_error("unknown_parameter", f"is not a field of this request{cls._nearest(name)}", name)
+
+    @classmethod
+    def _synonyms(cls) -> list[tuple[str, ...]]:
+        """Of the names of its fields."""
+        return [group for group in SYNONYMS if not cls.model_fields.keys().isdisjoint(group)]
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **options: Any) -> None:
+        if cls.is_request:
+            HONOURED.update(cls.model_fields)
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: Any, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
@@ -79,15 +108,11 @@ class Strict(BaseModel):
 
     @classmethod
     def _nearest(cls, name: str) -> str:
-        same = (synonym for group in SYNONYMS if name in group for synonym in group if synonym in cls.model_fields)
+        groups = (group for group in cls._synonyms() if name in group)
+        same = (synonym for group in groups for synonym in group if synonym in cls.model_fields)
         near = difflib.get_close_matches(name[:MAX_NAME_LENGTH].lower(), cls.model_fields, n=1, cutoff=NEAR)
         meant = cls.foreign.get(name) or next(same, "".join(near))
         return f"; did you mean {meant}?" if meant else ""
-
-
-def field_error(code: str, text: str, *path: str | int) -> PydanticCustomError:
-    """An error of the field at `path` below the one under validation; `text` follows the field's name."""
-    return PydanticCustomError(code, "{text}", {"text": text, "path": path})
 
 
 AnyModel = TypeVar("AnyModel", bound=Strict)

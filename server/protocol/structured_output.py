@@ -10,6 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from engine.structured_output import MAX_TEXT_BYTES, StructuredOutput
 from server.protocol.closed_objects import closed
 from server.protocol.strict import field_error
+from server.protocol.unknown_fields import unknown_field
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
 # Names that vLLM once had for what structured_outputs holds.
@@ -142,8 +143,8 @@ def _object(value: Any, *path: str) -> dict[str, Any]:
 
 
 def _nothing_else(fields: dict[str, Any], *path: str) -> None:
-    if fields:
-        raise field_error("unknown_parameter", "is not a field of it", *path, next(iter(fields)))
+    for name in fields:
+        unknown_field("is not a field of it", *path, name)
 
 
 def _checked_choices(value: Any) -> list[str]:

@@ -18,6 +18,7 @@ from server.protocol.harmless import CALL_IGNORED, FUNCTION_IGNORED
 from server.protocol.lark_in_json import MAX_DEFINITION, LarkError, lark_of_json_string
 from server.protocol.strict import Strict, field_error, validated
 from server.protocol.structured_output import MAX_DESCRIPTION, to_json_text
+from server.protocol.unknown_fields import unknown_field
 
 MAX_TOOLS = 128
 MAX_LARK_TOOLS = 16  # tools of a request that have a Lark grammar
@@ -358,9 +359,9 @@ def _only(value: Any, names: tuple[str, ...], at: tuple[str | int, ...]) -> dict
     if not isinstance(value, dict):
         raise field_error("invalid_type", "must be an object", *at)
     fields = {name: part for name, part in value.items() if part is not None}
-    for name in fields:
-        if name not in names:
-            raise field_error("unknown_parameter", "is not a field of it", *at, name)
+    for name in [name for name in fields if name not in names]:
+        unknown_field("is not a field of it", *at, name)
+        del fields[name]
     return fields
 
 

@@ -112,7 +112,7 @@ BAD_FOR_CHAT = [
     *[("logprobs", value) for value in (1, "true", [])],
     *numbers("top_logprobs", -1, 21, HUGE),
     ("add_generation_prompt", 1),
-    *[("prompt", "hi"), ("best_of", 1), ("continue_final_message", 1), ("echo", True)],
+    *[("prompt", "hi"), ("best_of", 2), ("continue_final_message", 1), ("echo", True)],
     *[("verbosity", value) for value in ("loud", 1, [])],
     *[("documents", value) for value in ({}, "x", [{}] * 257, [{"text": "no place for it"}])],
 ]

@@ -1,0 +1,56 @@
+"""`--ignore-unknown-fields`: what was left out of a request is named in a header of the answer, and once in the log."""
+
+import logging
+from urllib.parse import quote
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from server.protocol.unknown_fields import IgnoredFields, collected
+
+HEADER = b"x-pageserve-ignored-fields"
+PLAIN = "[]@:/!$&'()*+="  # besides letters, digits and "_.-~"; the rest of a name is percent-encoded
+MAX_LOGGED = 256  # names; then one line says that there are more
+
+logger = logging.getLogger(__name__)
+
+
+class IgnoredFieldsHeader:
+    """Pure ASGI middleware, there only with the option."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._logged: set[str] = set()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST":
+            return await self._app(scope, receive, send)
+        ignored = IgnoredFields()
+
+        async def send_with_names(message: Message) -> None:
+            if message["type"] == "http.response.start" and ignored.count:
+                message["headers"] = [*message["headers"], (HEADER, header_of(ignored))]
+                self._log(ignored, scope["path"])
+            await send(message)
+
+        token = collected.set(ignored)
+        try:
+            await self._app(scope, receive, send_with_names)
+        finally:
+            collected.reset(token)
+
+    def _log(self, ignored: IgnoredFields, path: str) -> None:
+        for name in ignored.names:
+            if len(self._logged) >= MAX_LOGGED:
+                return
+            if name not in self._logged:
+                self._logged.add(name)
+                logger.warning("%s: the field %r is ignored: no API knows it", path, name)
+                if len(self._logged) == MAX_LOGGED:
+                    logger.warning("%d names of ignored fields are listed; further ones are not", MAX_LOGGED)
+
+
+def header_of(ignored: IgnoredFields) -> bytes:
+    """Names, apart by commas, and how many more there are."""
+    names = [quote(name, safe=PLAIN, errors="replace") for name in ignored.names]
+    more = ignored.count - len(names)
+    return ", ".join([*names, *([f"+{more}"] if more else [])]).encode()

@@ -1,0 +1,62 @@
+"""Spellings of other servers that mean what fields of ours mean: llama.cpp's and Ollama's, on chats and completions.
+
+Ollama's own API holds them in `options`, which clients of its OpenAI-compatible one send along; there names of ours
+stand beside them.
+"""
+
+from typing import Any
+
+from server.protocol.unknown_fields import field_error, unknown_field
+
+SPELLINGS = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
+NO_LIMIT = {"num_predict": (-1, -2)}  # to the end of the context
+OPTIONS = "options"
+IN_OPTIONS = (
+    "frequency_penalty", "min_p", "num_ctx", "presence_penalty", "seed", "stop", "temperature", "top_k", "top_p"
+)  # fmt: skip
+
+
+def in_our_words(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a request with those spellings replaced. A value that contradicts another field is an error."""
+    if fields.keys().isdisjoint((OPTIONS, *SPELLINGS)):
+        return fields
+    options = fields.get(OPTIONS)
+    if not isinstance(options, dict | None):
+        raise field_error("invalid_type", "must be an object", OPTIONS)
+    found = {name: value for name, value in fields.items() if name not in (OPTIONS, *SPELLINGS)}
+    for name in SPELLINGS:
+        _take(found, name, fields.get(name), (name,))
+    for name, value in (options or {}).items():
+        if value is None:
+            continue
+        if name in SPELLINGS or name in IN_OPTIONS:
+            _take(found, name, value, (OPTIONS, name))
+        else:
+            unknown_field("is not one of the options that this server has", OPTIONS, name)
+    return found
+
+
+def _take(found: dict[str, Any], name: str, value: Any, path: tuple[str, ...]) -> None:
+    ours = SPELLINGS.get(name, name)
+    if type(value) is int and value in NO_LIMIT.get(name, ()):
+        value = None
+    if value is None:
+        return
+    if name in SPELLINGS and not isinstance(value, int if ours == "max_tokens" else int | float):
+        raise field_error("invalid_type", f"must be {'an integer' if ours == 'max_tokens' else 'a number'}", *path)
+    if found.get(ours) is None:
+        found[ours] = value
+    elif type(found[ours]) is not type(value) or found[ours] != value:
+        raise field_error("invalid_value", f"must equal {ours}: leave one of them out", *path)
+
+
+def options_schema(fields: dict[str, Any]) -> dict[str, Any]:
+    """The schemas of these spellings, from those of the fields that they stand for."""
+    spellings = {name: _described(fields[ours], f"another name of {ours}") for name, ours in SPELLINGS.items()}
+    options = spellings | {name: fields[name] for name in IN_OPTIONS}
+    kinds = [{"type": "object", "properties": options, "additionalProperties": False}, {"type": "null"}]
+    return {**spellings, OPTIONS: {"anyOf": kinds, "description": "fields of the request, as Ollama has them"}}
+
+
+def _described(field: dict[str, Any], text: str) -> dict[str, Any]:
+    return {name: part for name, part in field.items() if name not in ("title", "default")} | {"description": text}
