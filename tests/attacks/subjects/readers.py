@@ -21,22 +21,24 @@ async def ask_and_never_read(target: Target, raw: bytes) -> asyncio.StreamWriter
     return writer
 
 
-def logprobs_body(target: Target, **fields) -> bytes:
-    tokens = target.max_model_len - 32
-    body = {"model": target.model, "prompt": "a", "max_tokens": tokens, "ignore_eos": True, "logprobs": 5, **fields}
-    return json.dumps(body).encode()
+def echoed_body(target: Target) -> bytes:
+    """Asks for some 35 MB: 80 choices that each repeat a prompt with the logprobs of its tokens."""
+    prompt = [7] * (target.max_model_len - 8)
+    body = {"model": target.model, "prompt": prompt, "max_tokens": 1, "echo": True, "logprobs": 5}
+    return json.dumps({**body, "n": (1 << 20) // (6 * len(prompt)) - 1}).encode()
 
 
 @attack(19, seconds=90.0)
 async def unread_answers(target: Target) -> str | None:
     """Pages of metrics and long answers with logprobs that nobody reads: each connection has an end within 60 s."""
     pages = target.head("/metrics", 0, method="GET") * 400
-    body = logprobs_body(target, n=4)
+    body = echoed_body(target)
     answers = target.head("/v1/completions", len(body)) + body
     writers = [await ask_and_never_read(target, raw) for raw in [pages] * 8 + [answers] * 2]
     try:
         await asyncio.sleep(STALL_SECONDS + 20.0)
-        open_ones = sum(not await is_closed(writer) for writer in writers)
+        closed = await asyncio.gather(*map(is_closed, writers))
+        open_ones = closed.count(False)
         return f"{open_ones} of {len(writers)} connections are still open" if open_ones else None
     finally:
         for writer in writers:
