@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import anyio
 from starlette.requests import ClientDisconnect
@@ -118,7 +118,7 @@ class Generation:
             for i in range(len(self._streams)):
                 group.start_soon(read_guarded, i)
         if failures:
-            raise failures[0]
+            raise_only(failures)
 
     async def _read_one(self, i: int, on_output: OutputHandler) -> None:
         early = (FinishReason.ABORT, FinishReason.ERROR)
@@ -222,8 +222,19 @@ async def while_connected(receive: Receive, work: Callable[[], Awaitable[T]]) ->
             failures.insert(0, error)
         group.cancel_scope.cancel()
     if not results:
-        raise failures[0]
+        raise_only(failures)
     return results[0]
+
+
+def raise_only(failures: list[Exception]) -> NoReturn:
+    """Raise the first of them and let go of all. An exception refers to the frames that it passes: were it still in a
+    list of one of them, all that they hold would stay until the garbage collector's next long round."""
+    error = failures[0]
+    failures.clear()
+    try:
+        raise error
+    finally:
+        del error
 
 
 async def _watch_client(receive: Receive, failures: list[Exception], scope: anyio.CancelScope) -> None:

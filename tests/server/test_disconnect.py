@@ -1,15 +1,20 @@
 """A client that leaves frees everything it held, whatever its request was doing."""
 
+import asyncio
 import contextlib
+import gc
 import json
 import socket
 import struct
 import threading
 import time
+import weakref
 from urllib.parse import urlsplit
 
 import pytest
+from starlette.requests import ClientDisconnect
 
+from server.generation import while_connected
 from tests.server.live import LiveServer, chat_body, completion_body, expected_text
 
 
@@ -194,3 +199,33 @@ def test_a_client_that_reads_nothing_is_let_go(folder, monkeypatch):
             while piece := connection.recv(65536):
                 received += piece
             assert b"[DONE]" not in received
+
+
+async def test_what_a_client_that_left_had_asked_for_is_freed_at_once():
+    """Not only by the garbage collector, whose long rounds are rare: an answer may hold a hundred megabytes."""
+
+    class Answer:
+        pass
+
+    async def leave():
+        await asyncio.sleep(0)
+        return {"type": "http.disconnect"}
+
+    async def ask() -> weakref.ref:
+        answer = Answer()
+
+        async def work():
+            await asyncio.sleep(60)
+            return answer
+
+        with pytest.raises(ClientDisconnect):
+            await while_connected(leave, work)
+        return weakref.ref(answer)
+
+    gc.disable()
+    try:
+        left = await ask()
+        await asyncio.sleep(0.01)
+        assert left() is None
+    finally:
+        gc.enable()
