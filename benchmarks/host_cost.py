@@ -166,7 +166,7 @@ def null_runner(num_seqs: int, num_blocks: int) -> ModelRunner:
 class LoopbackExecutor:
     """Stands where the Driver expects the Worker process: frames go to a ModelRunner in this very thread."""
 
-    def __init__(self, clock: Clock, num_seqs: int, worker_command: tuple[str, ...] = ()) -> None:
+    def __init__(self, clock: Clock, num_seqs: int, worker_command: tuple[str, ...] = (), *_: Any) -> None:
         num_blocks = num_seqs * MAX_MODEL_LEN // BLOCK_SIZE
         self.ready = False
         self._clock = clock

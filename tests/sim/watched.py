@@ -261,10 +261,13 @@ class WatchedScheduler(Scheduler):
 
     def _displace_for(self, seq: Sequence) -> bool:
         """Whoever gives way as the last of its tenant got further since the last time."""
-        before = self.fair_share._comebacks.keys() | set[Sequence]()
         running = list(self.running)
         found = super()._displace_for(seq)
-        for victim in self.fair_share._comebacks.keys() - before:
+        for victim in running:
+            if victim.status is SequenceStatus.RUNNING or victim not in self.fair_share._comebacks:
+                continue
+            if any(other.tenant == victim.tenant for other in self.running):
+                continue  # it was not the last
             if victim.num_charged_tokens <= self.monitor.gave_way_at.get(victim.seq_id, -1):
                 fail("comeback", f"{victim} gives way to {seq} again, and got no further since the last time")
             self.monitor.gave_way_at[victim.seq_id] = victim.num_charged_tokens
