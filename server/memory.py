@@ -7,9 +7,11 @@ other systems, and with another C library, nothing is done: theirs give it back 
 
 import asyncio
 import ctypes
+import gc
 import logging
 import os
 import platform
+import time
 
 logger = logging.getLogger(__name__)
 
@@ -19,6 +21,11 @@ MMAP_BYTES = 256 << 10
 MAX_ARENAS = 2
 PERIOD_SECONDS = 2.0
 GROWTH_BYTES = 8 << 20  # since the last time, from where trimming is worth its few milliseconds
+# More than the least there ever was, from where a round of the garbage collector is worth tens of milliseconds:
+# connections that have ended refer to themselves, with what they had read, and an idle server would never come to its
+# next long round. Where nothing has changed since the last one, there is none.
+COLLECT_BYTES, CHANGED_BYTES = 24 << 20, 4 << 20
+COLLECT_SECONDS = 6.0  # between two rounds, at least
 STATM = "/proc/self/statm"
 
 
@@ -40,13 +47,21 @@ async def keep_trimmed() -> None:
     """Give back what was freed, off the event loop, whenever the process has grown; until it is cancelled."""
     if (libc := _glibc()) is None:
         return
-    after = anonymous_bytes()
+    least = trimmed = collected = anonymous_bytes()
+    collected_at = 0.0
     while True:
         await asyncio.sleep(PERIOD_SECONDS)
-        if anonymous_bytes() - after >= GROWTH_BYTES:
+        now, seconds = anonymous_bytes(), time.monotonic() - collected_at
+        changed = abs(now - collected) >= CHANGED_BYTES and seconds >= COLLECT_SECONDS
+        if changed and now - least >= COLLECT_BYTES:
+            gc.collect()
             await asyncio.to_thread(libc.malloc_trim, 0)
-            after = anonymous_bytes()
-        after = min(after, anonymous_bytes())
+            trimmed = collected = anonymous_bytes()
+            collected_at = time.monotonic()
+        elif now - trimmed >= GROWTH_BYTES:
+            await asyncio.to_thread(libc.malloc_trim, 0)
+            trimmed = anonymous_bytes()
+        least, trimmed = min(least, now), min(trimmed, now)
 
 
 def anonymous_bytes() -> int:

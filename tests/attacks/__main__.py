@@ -54,9 +54,9 @@ def main() -> int:
 
 
 def run_all(attacks: list[Attack], options: argparse.Namespace) -> list[Result]:
-    limits, results = Limits(), []
+    results: list[Result] = []
     print(LINE.format(*HEADINGS, "(ms but for MB, files and exit)"), flush=True)
-    print(limits_line(limits), flush=True)
+    print(limits_line(Limits()), flush=True)
     with tempfile.TemporaryDirectory(prefix="pageserve-attacks-") as name:
         for one in attacks:
             try:
@@ -64,7 +64,7 @@ def run_all(attacks: list[Attack], options: argparse.Namespace) -> list[Result]:
             except RuntimeError as error:
                 print(f"{one.name:34} {one.item:4} could not be run: {error}")
                 raise SystemExit(1) from None
-            result.judge(limits)
+            result.judge(one.limits)
             print(show(result), flush=True)
             results.append(result)
     return results

@@ -19,6 +19,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.attacks.measure import Limits
+
 SUBJECTS = Path(__file__).parent / "subjects"
 
 
@@ -106,8 +108,8 @@ Function = Callable[[Target], Awaitable[str | None]]
 class Attack:
     """`options` are the server's; `prepare` makes files for them in a folder and returns more of them.
 
-    `open_files` is the soft and hard limit that the server starts with; `log_pipe`: what it logs goes into a pipe that
-    nobody reads.
+    `open_files` is the soft limit that the server starts with; `log_pipe`: what it logs goes into a pipe that
+    nobody reads. `limits` differ where the attack leaves no choice, as one that kills the Worker.
     """
 
     name: str
@@ -119,6 +121,7 @@ class Attack:
     environment: dict[str, str] = field(default_factory=dict)
     open_files: int | None = None
     log_pipe: bool = False
+    limits: Limits = field(default_factory=Limits)
 
 
 ATTACKS: dict[str, Attack] = {}

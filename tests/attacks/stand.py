@@ -39,7 +39,7 @@ def serving(attack: Attack, folder: Path) -> Iterator[tuple[ServerProcess, int]]
     options += attack.prepare(folder) if attack.prepare is not None else []
     command = "exec " + shlex.join([sys.executable, "-m", "server.cli", "serve", *options]) + " --port {port}"
     if attack.open_files is not None:
-        command = f"ulimit -n {attack.open_files}; {command}"
+        command = f"ulimit -S -n {attack.open_files}; {command}"
     with unread_pipe(folder / "pipe") as pipe:
         if attack.log_pipe:
             command += f" 2>{pipe}"
