@@ -20,7 +20,8 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
 MMAP_BYTES = 256 << 10
 MAX_ARENAS = 2
 PERIOD_SECONDS = 2.0
-GROWTH_BYTES = 8 << 20  # since the last time, from where trimming is worth its few milliseconds
+GROWTH_BYTES = 8 << 20  # more than the least there ever was, from where trimming is worth its few milliseconds
+FUTILE_BYTES, FUTILE_PERIODS = 1 << 20, 4  # what was freed cannot be seen: after a try in vain, so long until the next
 # More than the least there ever was, from where a round of the garbage collector is worth tens of milliseconds:
 # connections that have ended refer to themselves, with what they had read, and an idle server would never come to its
 # next long round. Where nothing has changed since the last one, there is none.
@@ -47,21 +48,21 @@ async def keep_trimmed() -> None:
     """Give back what was freed, off the event loop, whenever the process has grown; until it is cancelled."""
     if (libc := _glibc()) is None:
         return
-    least = trimmed = collected = anonymous_bytes()
-    collected_at = 0.0
+    least = collected = anonymous_bytes()
+    collected_at, periods = 0.0, 0
     while True:
         await asyncio.sleep(PERIOD_SECONDS)
-        now, seconds = anonymous_bytes(), time.monotonic() - collected_at
-        changed = abs(now - collected) >= CHANGED_BYTES and seconds >= COLLECT_SECONDS
-        if changed and now - least >= COLLECT_BYTES:
+        now, periods = anonymous_bytes(), periods - 1
+        least = min(least, now)
+        changed = abs(now - collected) >= CHANGED_BYTES and time.monotonic() - collected_at >= COLLECT_SECONDS
+        if collects := changed and now - least >= COLLECT_BYTES:
             gc.collect()
-            await asyncio.to_thread(libc.malloc_trim, 0)
-            trimmed = collected = anonymous_bytes()
             collected_at = time.monotonic()
-        elif now - trimmed >= GROWTH_BYTES:
+        if collects or (now - least >= GROWTH_BYTES and periods <= 0):
             await asyncio.to_thread(libc.malloc_trim, 0)
-            trimmed = anonymous_bytes()
-        least, trimmed = min(least, now), min(trimmed, now)
+            after = anonymous_bytes()
+            collected = after if collects else collected
+            periods = 0 if now - after >= FUTILE_BYTES else FUTILE_PERIODS
 
 
 def anonymous_bytes() -> int:
