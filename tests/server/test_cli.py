@@ -126,7 +126,7 @@ def test_a_server_for_everybody_is_refused_with_what_to_do(capsys):
 def test_plan_and_bench_pass_their_arguments_on(monkeypatch):
     commands = []
     monkeypatch.setattr(
-        subprocess, "run", lambda command: commands.append(command) or subprocess.CompletedProcess([], 3)
+        subprocess, "run", lambda command, env: commands.append(command) or subprocess.CompletedProcess([], 3)
     )
     assert main(["plan", "some/model", "--max-num-seqs", "4"]) == 3
     assert commands == [[sys.executable, "-m", "engine.worker.plan", "some/model", "--max-num-seqs", "4"]]

@@ -146,7 +146,8 @@ def test_the_end_of_sequence_is_stop_and_its_token_is_not_shown(folder):
         ({"temperature": -1}, openai.BadRequestError, "temperature"),
         ({"model": "other"}, openai.NotFoundError, "model"),
         ({"messages": []}, openai.BadRequestError, "messages"),
-        ({"tools": [{"type": "custom"}]}, openai.BadRequestError, "tools[0].type"),
+        ({"tools": [{"type": "custom"}]}, openai.BadRequestError, "tools[0].custom"),
+        ({"tools": [{"type": "other"}]}, openai.BadRequestError, "tools[0].type"),
     ],
 )
 @pytest.mark.parametrize("stream", [True, False])
