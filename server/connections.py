@@ -116,9 +116,9 @@ def backlog(descriptors: int) -> int:
 
 def room_for_connections(descriptors: int) -> int:
     """What a limit of so many open files leaves for connections."""
-    with suppress(OSError):
-        descriptors -= len(os.listdir("/proc/self/fd"))
     room = descriptors - RESERVE - backlog(descriptors)
+    with suppress(OSError):
+        room -= len(os.listdir("/proc/self/fd"))
     if room < MIN_CONNECTIONS:
         logger.warning("the limit of open files leaves no room for more than %d connections", MIN_CONNECTIONS)
     return max(MIN_CONNECTIONS, min(MAX_CONNECTIONS, room))
