@@ -58,6 +58,8 @@ class Channel:
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
+        self._poll = select.poll()  # select() takes no descriptor above 1023, and a Driver with many clients has such
+        self._poll.register(sock, select.POLLIN)
         self._received = bytearray()
         self._sending = threading.Lock()
 
@@ -86,7 +88,7 @@ class Channel:
 
     def has_data(self) -> bool:
         """Whether a message has begun to arrive."""
-        return bool(self._received) or bool(select.select([self._socket], [], [], 0)[0])
+        return bool(self._received) or bool(self._poll.poll(0))
 
 
 def main() -> int:

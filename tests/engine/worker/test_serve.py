@@ -1,5 +1,7 @@
 """The Worker's step loop alone: a heartbeat is answered whatever else goes on, unless the loop or the device hangs."""
 
+import fcntl
+import resource
 import socket
 import threading
 from contextlib import contextmanager
@@ -149,3 +151,17 @@ def test_a_device_that_has_failed_ends_the_worker_and_not_the_next_request():
     assert loop.error is runner.device_error
     loop.file.close()
     loop.socket.close()
+
+
+def test_a_channel_may_have_any_descriptor():
+    """A Driver with a thousand clients has none below 1024 left for its next Worker."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 1200:
+        pytest.skip("this machine allows no such descriptor")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1200), hard))
+    ours, theirs = socket.socketpair()
+    with ours, socket.socket(fileno=fcntl.fcntl(theirs.detach(), fcntl.F_DUPFD, 1100)) as high:
+        channel = Channel(high)
+        assert high.fileno() >= 1100 and not channel.has_data()
+        ours.sendall(b"a")
+        assert channel.has_data()
