@@ -6,7 +6,7 @@
 The benchmark starts a server with two API keys. Key B sends one request after the other, with pauses, short and long
 prompts in turn. The words of each prompt are random, so that nothing is cached. A round has three parts: key B alone;
 key A alone, which keeps --flood requests open from a process of its own (as one ends the next is sent); both together.
-The first output of each of the flood's connections has a random length, so that they do not all begin and end together.
+The flood's outputs have random lengths, so that its requests do not all begin and end together.
 TTFT is from the request to the first byte of its stream's first text. The throughput of the flood is counted in events
 of its streams: tokens, but for those that end within a character. The first seconds of a flood (--warm-up) do not
 count: so long the engine remembers key B (engine/fair_share.py, VISIT_SECONDS) and keeps steps short.
@@ -126,11 +126,10 @@ def flood(base_url: str, model: Model, key: str, options: argparse.Namespace, se
 
     async def one(client: httpx.AsyncClient, number: int) -> None:
         rng = random.Random(f"{seed} {number}")
-        load = Load(options.flood_prompt, rng.randint(1, options.flood_output))
         while True:
+            load = Load(options.flood_prompt, rng.randint(1, 2 * options.flood_output))
             async for number_of_them in events(client, load.body(model, rng), key):
                 num_events.value += number_of_them
-            load = Load(options.flood_prompt, options.flood_output)
 
     async def everyone() -> None:
         limits = httpx.Limits(max_connections=None)
@@ -278,15 +277,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--server", default="", help="more options of the server, as one text")
     parser.add_argument("--flood", type=int, default=200, help="requests that key A keeps open")
     parser.add_argument("--flood-prompt", type=int, default=1000)
-    parser.add_argument("--flood-output", type=int, default=400)
+    parser.add_argument("--flood-output", type=int, default=400, help="on average; no two are equally long")
     parser.add_argument("--short", type=int, default=32, help="tokens of one half of key B's prompts")
     parser.add_argument("--long", type=int, default=1500, help="tokens of the other half")
     parser.add_argument("--output", type=int, default=4)
-    parser.add_argument("--requests", type=int, default=120, help="of key B, in each round")
+    parser.add_argument("--requests", type=int, default=200, help="of key B, in each round")
     parser.add_argument("--rounds", type=int, default=3, help="of each kind, in turns")
     parser.add_argument("--pause", type=float, default=0.05, help="mean seconds between two of them")
     parser.add_argument("--warm-up", type=float, default=24.0, help="seconds of flood before anything is measured")
-    parser.add_argument("--alone", type=float, default=10.0, help="seconds of flood, measured, before key B begins")
+    parser.add_argument("--alone", type=float, default=20.0, help="seconds of flood, measured, before key B begins")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, help="where the figures go")
     return parser

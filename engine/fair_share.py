@@ -23,6 +23,8 @@ prompt neither waits behind their chunks nor shares the step with decodes of a t
 much or, where its own is small, of one that is not (small: what it holds, and what it asks for). What it computes alone
 is charged, so this ends when the accounts are level. But it has to wait for the step that is under way when it comes:
 so while small tenants are to be expected, the steps of others are short ones (engine/short_steps.py).
+The tokens after the first of a small tenant are computed without the others, too, as long as it has used less than
+ALONE_SHARE of the last seconds: a short request is soon through, and a long one costs the others no more than that.
 
 With a single tenant none of this costs anything: `contended` is False and the order of arrival decides.
 """
@@ -30,7 +32,7 @@ With a single tenant none of this costs anything: `contended` is False and the o
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine.block_manager import BlockManager
 from engine.sequence import Sequence, SequenceStatus
@@ -42,7 +44,26 @@ PROMPT_COST, OUTPUT_COST = 1.0, 2.0  # of a token, as in the paper
 SMALL_SHARE = 1 / 16  # who holds or asks for more than this, and for more than one row, keeps others waiting
 CREDIT_SECONDS = 0.25  # of computing, which a small tenant may be ahead of its share
 PRICE_WEIGHT = 0.1  # of a step among the last ones
+ALONE_SHARE = 0.1  # of computing, which a small tenant may have to itself for more than its first tokens
+ALONE_SECONDS = 0.1  # that it may save up of that, or owe
 VISIT_SECONDS = 20.0  # of computing: for so long after there was a small tenant another one is expected
+
+
+@dataclass(slots=True)
+class Allowance:
+    """Seconds of computing that a tenant may have to itself: a token bucket. Times are FairShare's clock."""
+
+    refilled: float  # when
+    seconds: float = field(default_factory=lambda: ALONE_SECONDS)
+
+    def refill(self, now: float) -> float:
+        """The seconds there are now."""
+        self.seconds = min(ALONE_SECONDS, self.seconds + ALONE_SHARE * (now - self.refilled))
+        self.refilled = now
+        return self.seconds
+
+    def use(self, seconds: float) -> None:
+        self.seconds = max(-ALONE_SECONDS, self.seconds - seconds)
 
 
 @dataclass(slots=True, eq=False)
@@ -50,6 +71,8 @@ class Tenant:
     """`served` is in seconds over `weight`. What it is not yet charged for is `cost`, in weighted tokens, of which
     `cost_in_flight` is in plans whose results are not back. `num_live` counts sequences that have not ended.
     """
+
+    alone: Allowance
 
     weight: float = 1.0
     served: float = 0.0
@@ -121,7 +144,7 @@ class FairShare:
 
     def came(self, seq: Sequence, running: Iterable[Sequence]) -> None:
         """A new sequence; the account of one that was idle is raised."""
-        tenant = self._tenants.setdefault(seq.tenant, Tenant())
+        tenant = self._tenants.setdefault(seq.tenant, Tenant(Allowance(self._clock)))
         tenant.weight = seq.weight
         if not tenant.num_live:
             if self._last_tenant not in (None, seq.tenant) and self._may_be_short:
@@ -143,8 +166,7 @@ class FairShare:
             self._active.discard(seq.tenant)
             self.left_out = self._kept_out = set()
             self._floor = max(self._floor, min((self._tenants[n].served for n in self._active), default=tenant.served))
-            idle = [n for n, t in self._tenants.items() if not t.num_live and t.served <= self._floor and not t.cost]
-            for name in idle:  # they would begin at the floor anyway
+            for name in [name for name, one in self._tenants.items() if self._is_as_new(one)]:
                 del self._tenants[name]
 
     def settle(self, running: Iterable[Sequence]) -> None:
@@ -234,6 +256,7 @@ class FairShare:
                 tenant.cost_in_flight -= cost
                 share = cost / total if total else float(len(costs) == 1)
                 tenant.served += seconds * share / tenant.weight
+                tenant.alone.use(seconds * share / tenant.weight)
 
     def worker_lost(self, max_num_seqs: int) -> None:
         """No result will come for what is in flight; the next Worker has `max_num_seqs` rows."""
@@ -244,6 +267,12 @@ class FairShare:
         self._short_steps.lose_plans()
         self.max_num_seqs = max_num_seqs
 
+    def _is_as_new(self, tenant: Tenant) -> bool:
+        """Whether one that is idle may be forgotten: it would come back to the same account and the same allowance."""
+        if tenant.num_live or tenant.cost or tenant.served > self._floor:
+            return False
+        return tenant.alone.refill(self._clock) == ALONE_SECONDS
+
     def _meet(self, running: Iterable[Sequence]) -> None:
         """A tenant comes to others: their costs count from now on. One that was alone was charged whole steps."""
         self.settle(running)
@@ -252,23 +281,29 @@ class FairShare:
                 tenant.cost = tenant.cost_in_flight
 
     def _starters(self, newcomer: Sequence | None, running: list[Sequence]) -> list[Sequence]:
-        """Who of those running may be in the next plan, in order: not all where a tenant waits for a first token."""
+        """Who of those running may be in the next plan, in order: not all where a tenant waits for a first token, or
+        for the next one and may be alone.
+        """
         self._kept_out, self._gave_way = self._gave_way, set()
         self.left_out = self._kept_out
-        fresh = [seq for seq in running if not seq.has_started and seq.num_uncomputed_tokens > 0]
+        holdings = self._holdings(running)
+        alone = {name for name in self._active if self._may_be_alone(name, holdings)}
+        due = [seq for seq in running if seq.num_uncomputed_tokens > 0 and (not seq.has_started or seq.tenant in alone)]
         if newcomer is not None and not newcomer.has_started:
-            fresh.append(newcomer)
-        if not fresh:
+            due.append(newcomer)
+        if not due:
             return running
         self.settle(running)
-        holdings = self._holdings(running)
-        first = min(fresh, key=lambda seq: (seq.priority, *self._rank(seq.tenant, holdings)))
+        first = min(due, key=lambda seq: (seq.priority, *self._rank(seq.tenant, holdings)))
         lowest = self._rank(first.tenant, holdings)
         ahead = {name for name in self._active if self._rank(name, holdings) > lowest}
         share = self._share(first.tenant, holdings.get(first.tenant, Holding(num_rows=1)))
         larger = {name for name in ahead if self._share(name, holdings.get(name)) > 2 * share}
-        if self._is_small(first.tenant, holdings):
-            larger |= {name for name in ahead if not self._is_small(name, holdings)}
+        not_small = {name for name in ahead if not self._is_small(name, holdings)}
+        if first.has_started:  # one that may be alone shares its step with all who are small, prompts included
+            ahead = larger = not_small
+        elif self._is_small(first.tenant, holdings):
+            larger |= not_small
         self.left_out = self._kept_out | ahead
         rest = [
             seq
@@ -390,6 +425,9 @@ class FairShare:
         tenant = self._tenants[name]
         asked = tenant.num_live / self.max_num_seqs / tenant.weight
         return max(asked, self._share(name, holdings.get(name))) <= max(SMALL_SHARE, 1 / self.max_num_seqs)
+
+    def _may_be_alone(self, name: str, holdings: dict[str, Holding]) -> bool:
+        return self._is_small(name, holdings) and self._tenants[name].alone.refill(self._clock) > 0.0
 
     def _rank(self, name: str, holdings: dict[str, Holding]) -> tuple[float, float]:
         """Lower is served next. What is not charged yet is estimated."""

@@ -246,7 +246,7 @@ MUTANTS = (
         "while not filled and (self.fair_share.all_in() or self.num_preemptions != before):",
         "while not filled and self.fair_share.all_in():",
     ),
-    Mutant("those served more leave for good", FairShare, "_starters", "if not fresh:", "if not running:"),
+    Mutant("those served more leave for good", FairShare, "_starters", "if not due:", "if not running:"),
     Mutant("those who rest take no turns", ShortSteps, "_resting", "rows.sort(key=lambda seq: seq.last_turn)", "pass"),
     # The disk tier.
     Mutant(
