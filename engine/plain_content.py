@@ -22,7 +22,7 @@ import tokenizers
 # Keys whose values a template compares with words of its own ("user", "function"): never marked as pieces of a token.
 WORD_KEYS = frozenset({"role", "type"})
 OWN_KEYS = frozenset({"role", "content", "name", "type", "text"})  # not of a client's making
-PART_CHARS = 1 << 18  # of a text that is searched at once: 5 ms
+PART_CHARS = 1 << 15  # of a text that is searched at once: 0.6 ms
 FEW = 4  # characters that hardly any text holds
 MANY_PIECES = 256  # from here on looking up each length is faster than comparing with each piece
 # Characters that stand for nothing: planes 15 and 16 are for private use.
