@@ -18,8 +18,8 @@ from server.body import read_request
 from server.debug_requests import asked_timings
 from server.errors import invalid
 from server.generation import Choice, Generation, check_vocabulary, collect
-from server.logprobs import Entry, LogprobAligner, completion_logprobs
-from server.prompt_logprobs import PromptReports, check_size, fit_logprobs, join_lists
+from server.logprobs import Entry, LogprobAligner, completion_logprobs, encoded_completion_logprobs
+from server.prompt_logprobs import PromptReports, check_size, fit_logprobs
 from server.prompts import Truncation, check_num_ids, encode_texts, resolve_params, truncation_of
 from server.protocol import CompletionRequest, parse_prompts
 from server.served import Served, cache_salt, tenant_of
@@ -234,7 +234,7 @@ def _choice(
     names = token_names(tokenizer, request.return_tokens_as_token_ids)
     prompt_index, logprobs = index // request.n, None
     if request.logprobs is not None:
-        logprobs = join_lists(reports.echoed.get(prompt_index), completion_logprobs(choice.entries, names))
+        logprobs = encoded_completion_logprobs(reports.echoed.get(prompt_index), choice.entries, names)
     listed = {} if request.prompt_logprobs is None else {"prompt_logprobs": reports.listed[prompt_index]}
     ids = {"prompt_token_ids": prompt_ids, "token_ids": choice.token_ids} if request.return_token_ids else {}
     return {

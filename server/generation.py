@@ -14,7 +14,7 @@ from engine.outputs import CompletionOutput, FinishReason, PromptLogprobs, Reque
 from engine.request import Request
 from server.api_keys import Account
 from server.errors import invalid
-from server.logprobs import Entry, LogprobAligner
+from server.logprobs import LogprobAligner, PackedEntries
 from server.tracing import with_trace_parent
 
 T = TypeVar("T")
@@ -158,7 +158,7 @@ class Choice:
     """One sample, collected for a response without streaming."""
 
     def __init__(self, text: str, aligner: LogprobAligner | None) -> None:
-        self.entries: list[Entry] = []
+        self.entries = PackedEntries()
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
@@ -189,7 +189,7 @@ class Choice:
         self._texts.append(output.text)
         self.token_ids += output.token_ids
         if self._aligner is not None:
-            self.entries += self._aligner.take(output)
+            self.entries.extend(self._aligner.take(output))
         if output.logprobs is not None:
             self._cumulative_logprob += output.cumulative_logprob or 0.0
             self._num_logprobs += len(output.logprobs)

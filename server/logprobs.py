@@ -1,7 +1,10 @@
 """Token log-probabilities in the two shapes of the OpenAI API, lined up with the text that the client gets."""
 
 import codecs
+from array import array
 from collections import deque
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -11,9 +14,43 @@ from engine.tokenizer import Tokenizer
 from server.token_names import TokenNames
 
 PORTION = 256  # tokens, each with its alternatives
+COMPLETION_LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 LOWEST = -9999.0  # JSON has no -Infinity
 
 Entry = tuple[int, TokenLogprobs]  # (where its text starts, in characters of the returned text; the token)
+
+
+class PackedEntries:
+    """Entries kept as arrays, 8 bytes a number: as objects, a million logprobs of one answer take a quarter of a
+    gigabyte, in pieces too small for the system to have them back."""
+
+    def __init__(self) -> None:
+        self._starts, self._token_ids, self._logprobs = array("q"), array("q"), array("d")
+        self._top_ids, self._top_logprobs = array("q"), array("d")
+        self._top_ends = array("q")  # of each entry, in the two above
+
+    def extend(self, entries: Iterable[Entry]) -> None:
+        for start, token in entries:
+            self._starts.append(start)
+            self._token_ids.append(token.token_id)
+            self._logprobs.append(token.logprob)
+            for token_id, logprob in token.top:
+                self._top_ids.append(token_id)
+                self._top_logprobs.append(logprob)
+            self._top_ends.append(len(self._top_ids))
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def portions(self) -> Iterator[list[Entry]]:
+        """PORTION of them at a time."""
+        for start in range(0, len(self), PORTION):
+            yield [self._entry(i) for i in range(start, min(start + PORTION, len(self)))]
+
+    def _entry(self, i: int) -> Entry:
+        top = slice(self._top_ends[i - 1] if i else 0, self._top_ends[i])
+        ranked = zip(self._top_ids[top], self._top_logprobs[top], strict=True)
+        return self._starts[i], TokenLogprobs(self._token_ids[i], self._logprobs[i], tuple(ranked))
 
 
 class LogprobAligner:
@@ -70,6 +107,19 @@ def completion_logprobs(entries: list[Entry], tokenizer: TokenNames) -> dict[str
     }
 
 
+def encoded_completion_logprobs(
+    echoed: dict[str, list[Any]] | None, entries: PackedEntries, tokenizer: TokenNames
+) -> msgspec.Raw:
+    """The same as JSON, made a portion at a time; `echoed` are the lists of the prompt, which come first."""
+    generated = (completion_logprobs(part, tokenizer) for part in entries.portions())
+    encoded: dict[str, list[bytes]] = {name: [] for name in COMPLETION_LISTS}
+    for portion in chain([echoed] if echoed else [], generated):
+        for name, values in portion.items():
+            encoded[name].append(msgspec.json.encode(values)[1:-1])
+    lists = (b'"%b":[%b]' % (name.encode(), b",".join(values)) for name, values in encoded.items())
+    return msgspec.Raw(b"{%b}" % b",".join(lists))
+
+
 def _top_by_text(token: TokenLogprobs, tokenizer: TokenNames) -> dict[str, float]:
     """Most likely first. Two ids may share one spelling: the likelier one is kept."""
     top: dict[str, float] = {}
@@ -89,11 +139,10 @@ def chat_logprobs(entries: list[Entry], tokenizer: TokenNames) -> dict[str, Any]
     return {"content": content, "refusal": None}
 
 
-def encoded_chat_logprobs(entries: list[Entry], tokenizer: TokenNames) -> msgspec.Raw:
+def encoded_chat_logprobs(entries: PackedEntries, tokenizer: TokenNames) -> msgspec.Raw:
     """The same as JSON, made a portion at a time: as objects, a million of them take half a gigabyte."""
-    portions = (entries[start : start + PORTION] for start in range(0, len(entries), PORTION))
-    content = b",".join(msgspec.json.encode(chat_logprobs(part, tokenizer)["content"])[1:-1] for part in portions)
-    return msgspec.Raw(b'{"content":[%b],"refusal":null}' % content)
+    parts = (msgspec.json.encode(chat_logprobs(part, tokenizer)["content"])[1:-1] for part in entries.portions())
+    return msgspec.Raw(b'{"content":[%b],"refusal":null}' % b",".join(parts))
 
 
 def _with_bytes(token_id: int, logprob: float, tokenizer: TokenNames) -> dict[str, Any]:

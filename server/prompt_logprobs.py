@@ -115,18 +115,13 @@ def text_offsets(tokenizer: Tokenizer, token_ids: Sequence[int], text: str, skip
     return [min(start, len(text)) for start in known or starts]
 
 
-def join_lists(echoed: dict[str, list[Any]] | None, generated: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """The logprobs of a choice: of the prompt that it repeats, and of what was generated."""
-    return generated if echoed is None else {name: echoed[name] + values for name, values in generated.items()}
-
-
 def _completion_lists(starts: list[int], logprobs: PromptLogprobs, k: int, names: TokenNames) -> dict[str, list[Any]]:
     scored = zip(starts[1:], logprobs[1:], strict=True)
     entries = [(start, _with_top(token, k)) for start, token in scored if token is not None]
     first = names.token_text(logprobs.token_ids[0])
     nulls: dict[str, list[Any]] = {"tokens": [first], "token_logprobs": [None], "top_logprobs": [None]}
     nulls["text_offset"] = starts[:1]
-    return join_lists(nulls, completion_logprobs(entries, names))
+    return {name: nulls[name] + values for name, values in completion_logprobs(entries, names).items()}
 
 
 def _with_top(token: TokenLogprobs, k: int) -> TokenLogprobs:
