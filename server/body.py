@@ -62,7 +62,7 @@ async def convert(served: Served, tenant: str, work: Callable[[], T]) -> T:
     return await served.parsing.run(tenant, partial(copy_context().run, work)) if large.get() else work()
 
 
-async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
+async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytearray:
     """Raises ApiError and ClientDisconnect."""
     try:
         _check_headers(dict(scope["headers"]), max_bytes)
@@ -102,19 +102,18 @@ def _check_headers(headers: Mapping[bytes, bytes], max_bytes: int) -> None:
         raise _TooLargeError
 
 
-async def _read_all(receive: Receive, max_bytes: int) -> bytes:
-    chunks, size = [], 0
+async def _read_all(receive: Receive, max_bytes: int) -> bytearray:
+    """In an array that grows where it lies: to join the chunks of a large body would take the event loop 15 ms."""
+    body = bytearray()
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientDisconnect
-        chunk = message.get("body", b"")
-        size += len(chunk)
-        if size > max_bytes:
+        body += message.get("body", b"")
+        if len(body) > max_bytes:
             raise _TooLargeError
-        chunks.append(chunk)
         if not message.get("more_body", False):
-            return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+            return body
 
 
 async def _discard(receive: Receive) -> None:
@@ -124,7 +123,7 @@ async def _discard(receive: Receive) -> None:
             pass
 
 
-def parse_json(body: bytes, bounds: JsonBounds) -> dict[str, Any]:
+def parse_json(body: bytes | bytearray, bounds: JsonBounds) -> dict[str, Any]:
     """Strict UTF-8 JSON; an object. Duplicate keys, lone surrogates, NaN and Infinity are refused by name.
 
     NUL (\\u0000) is a character like any other and passes.
@@ -136,8 +135,7 @@ def parse_json(body: bytes, bounds: JsonBounds) -> dict[str, Any]:
     if body.startswith(codecs.BOM_UTF8):
         raise _malformed("it begins with a byte order mark (BOM): leave that out")
     try:
-        text = body.decode("utf-8")
-        value = _loads(text)
+        value, has_constants = _loads(body.decode("utf-8"))
     except UnicodeDecodeError:
         raise _malformed("it is not UTF-8") from None
     except json.JSONDecodeError as error:
@@ -146,18 +144,27 @@ def parse_json(body: bytes, bounds: JsonBounds) -> dict[str, Any]:
         raise _malformed("it is nested too deeply") from None
     if not isinstance(value, dict):
         raise _malformed("it must be an object")
-    if b"\\ud" in body or b"\\uD" in body or b"NaN" in body or b"Infinity" in body:
+    # A search for one byte takes a fifth of the time of one for several, and holds the GIL as all of this does.
+    if has_constants or (b"\\" in body and (b"\\ud" in body or b"\\uD" in body)):
         _refuse_hostile_values(value)
     return value
 
 
-def _loads(text: str) -> Any:
+def _loads(text: str) -> tuple[Any, bool]:
+    """What `text` says, and whether NaN or Infinity is in it."""
+    constants: list[str] = []
+
+    def constant(name: str) -> float:
+        constants.append(name)
+        return float(name)
+
+    load = partial(json.loads, text, object_pairs_hook=_unique_keys, parse_constant=constant)
     try:
-        return json.loads(text, object_pairs_hook=_unique_keys)
+        return load(), bool(constants)
     except json.JSONDecodeError:
         raise
     except ValueError:  # an integer of more than 4300 digits; parse again so that the error can name its field
-        return json.loads(text, object_pairs_hook=_unique_keys, parse_int=_bounded_int)
+        return load(parse_int=_bounded_int), bool(constants)
 
 
 def _bounded_int(digits: str) -> int:

@@ -32,7 +32,7 @@ class JsonBounds:
     commas: int
     colons: int
 
-    def check(self, text: str | bytes) -> None:
+    def check(self, text: str | bytes | bytearray) -> None:
         """Raises JsonBoundsError where there is more in `text`, which need not be JSON at all."""
         if self._surely_within(text):
             return
@@ -48,7 +48,7 @@ class JsonBounds:
             colons += int(np.count_nonzero(outside == b":"[0]))
             self._refuse(deepest, containers, commas, colons)
 
-    def _surely_within(self, text: str | bytes) -> bool:
+    def _surely_within(self, text: str | bytes | bytearray) -> bool:
         """By a count that takes the strings in."""
         openings = _count(text, "[") + _count(text, "{")
         return openings <= self.levels and _count(text, ",") <= self.commas and _count(text, ":") <= self.colons
@@ -64,14 +64,14 @@ class JsonBounds:
             raise JsonBoundsError(f"it holds more than {self.colons} colons: too many names")
 
 
-def _count(text: str | bytes, character: str) -> int:
+def _count(text: str | bytes | bytearray, character: str) -> int:
     places = range(0, len(text), SLICE)
     if isinstance(text, str):
         return sum(text.count(character, start, start + SLICE) for start in places)
     return sum(text.count(character.encode(), start, start + SLICE) for start in places)
 
 
-def _outside_strings(raw: bytes) -> Iterator[npt.NDArray[np.uint8]]:
+def _outside_strings(raw: bytes | bytearray) -> Iterator[npt.NDArray[np.uint8]]:
     """The bytes in slices, with those inside of strings, and the quotes, as 0."""
     inside = escaped = False  # where the slice before ended
     for start in range(0, len(raw), SLICE):
