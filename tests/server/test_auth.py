@@ -5,6 +5,8 @@ import json
 import pickle
 import re
 import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
 import pytest
@@ -129,6 +131,28 @@ def test_every_route_is_shut(guarded, anonymous):
                 assert response.status_code == 401 and response.json()["error"]["type"] == "authentication_error"
             else:
                 assert_error(response, 401)
+
+
+def test_who_tries_keys_by_the_hundred_is_answered_slowly_and_others_at_once(guarded, anonymous):
+    """Of 400 refusals at once 100 come at once and the others at 200 a second."""
+
+    def refuse(number: int) -> None:
+        with guarded.client() as client:
+            for i in range(20):
+                assert client.get("/v1/models", headers=bearer(f"sk-{number}-{i}")).status_code == 401
+
+    start = time.monotonic()
+    with ThreadPoolExecutor(20) as pool:
+        refusing = [pool.submit(refuse, number) for number in range(20)]
+        waits = []
+        while not all(job.done() for job in refusing):
+            asked = time.monotonic()
+            assert anonymous.get("/v1/models", headers=bearer(KEYS[0])).status_code == 200
+            waits.append(time.monotonic() - asked)
+            time.sleep(0.05)
+    assert [job.result() for job in refusing] == [None] * 20
+    assert 1.2 < time.monotonic() - start < 5.0
+    assert sorted(waits)[len(waits) // 2] < 0.1, "a valid key waits for none of them"
 
 
 def test_keys_do_not_share_cached_prefixes(anonymous):
