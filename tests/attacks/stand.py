@@ -149,7 +149,7 @@ def measure(
         time.sleep(after)
         left, peak = sampler.now(), sampler.peak
         # A request that goes unanswered for long is in no file before it ends.
-        unanswered = time.monotonic() - max(_last_end(probes.victim), _last_end(probes.health))
+        unanswered = time.monotonic() - min(_last_end(probes.victim), _last_end(probes.health))
     finally:
         probes.stop()
     result = Result(

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import random
 import shutil
 import signal
 import sys
@@ -11,12 +12,13 @@ import time
 from pathlib import Path
 
 from benchmarks.processes import session_and_descendants
-from tests.attacks.frame import Target, attack
+from tests.attacks.frame import Target, attack, forever
 
 ROOT = Path(__file__).resolve().parents[3]
 BUNDLED = ROOT / "engine/models/bundled"
 SECRETS = {"PAGESERVE_API_KEY": "sk-in-the-environment", "HF_TOKEN": "hf-in-the-environment"}
 MOST_WORKER_MB = 3000
+NAN_TOKEN = 129
 HELPER_SECONDS = 10.0  # for a form whose helper was stopped
 
 
@@ -94,6 +96,45 @@ async def claims_of_a_checkpoint(target: Target) -> str | None:
     lines = read(worker, "status").splitlines()
     peak = next(int(line.split()[1]) for line in lines if line.startswith(b"VmHWM:")) >> 10
     return None if peak < MOST_WORKER_MB else f"the Worker took {peak} MB"
+
+
+def with_nan(folder: Path) -> list[str]:
+    """The bundled model with an output matrix of its own, and NaN in the input row of one token."""
+    from safetensors.torch import load_file, save_file
+
+    model = Path(shutil.copytree(BUNDLED, folder / "model"))
+    weights = load_file(model / "model.safetensors")
+    rows = weights["model.embed_tokens.weight"]
+    weights["lm_head.weight"] = rows.clone()
+    rows[NAN_TOKEN] = float("nan")
+    save_file(weights, model / "model.safetensors")
+    config = json.loads((model / "config.json").read_text()) | {"tie_word_embeddings": False}
+    (model / "config.json").write_text(json.dumps(config))
+    return ["--model", str(model)]
+
+
+@attack(22, seconds=10.0, prepare=with_nan)
+async def nan_weights(target: Target) -> str | None:
+    """Weights with NaN for a token that the attacker's prompts hold: what they leave in the pool harms nobody."""
+    statuses, texts = set[int](), set[str]()
+
+    async def poison() -> None:
+        prompt = [*random.choices(range(300, 400), k=random.randint(1, 40)), NAN_TOKEN]
+        statuses.add((await target.post("/v1/completions", {"model": target.model, "prompt": prompt})).status)
+
+    async def compare() -> None:
+        body = {"model": target.model, "prompt": [*range(300, 340)], "max_tokens": 40, "temperature": 0}
+        body["cache_salt"] = str(random.random())  # nothing of it is cached: it gets blocks that others had
+        answer = await target.post("/v1/completions", body)
+        texts.add(json.loads(answer.body)["choices"][0]["text"])
+
+    try:
+        await asyncio.wait_for(forever(*[poison] * 3, compare), 8.0)
+    except asyncio.TimeoutError:
+        pass
+    if statuses != {500}:
+        return f"prompts with NaN had the statuses {sorted(statuses)}"
+    return None if len(texts) == 1 else f"a greedy answer had {len(texts)} different texts"
 
 
 @attack(22, seconds=25.0)
