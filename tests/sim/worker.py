@@ -49,6 +49,7 @@ class SimWorker:
         self.ready = self.stopped = self.hung = False
         self.was_stopped = False  # since it last finished a step
         self.still_since = 0.0  # when it hung or was stopped last
+        self._num_continued = 0
         self.asked_at: float | None = None  # for the heartbeat that it has not answered
         self.answered_at = 0.0  # the last one
         self._num_heartbeats = 0
@@ -105,6 +106,11 @@ class SimWorker:
         if number != signal.SIGUSR1:
             fail("signal", f"the Worker got signal {number}")
 
+    @property
+    def stopped_at(self) -> int | None:
+        """As engine.process_state: it uses processor time each time that it goes on."""
+        return self._num_continued if self.stopped else None
+
     # What happens to it.
 
     def stop(self, seconds: float) -> None:
@@ -129,6 +135,7 @@ class SimWorker:
         if self.alive:
             self._monitor.saw("Worker stopped for a while and went on")
             self.stopped = False
+            self._num_continued += 1
             if self._host is not None:
                 self._host.disk.pause(False)
             self._fetch()
