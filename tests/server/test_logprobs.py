@@ -1,5 +1,9 @@
 """Token offsets against the text that is really sent, for any bytes, stops and chunk borders."""
 
+import json
+import random
+from itertools import chain
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -8,7 +12,15 @@ from engine.detokenizer import Detokenizer
 from engine.outputs import CompletionOutput, FinishReason, TokenLogprobs
 from engine.sampling_params import SamplingParams
 from engine.tokenizer import Tokenizer
-from server.logprobs import LogprobAligner, chat_logprobs, completion_logprobs
+from server.logprobs import (
+    PORTION,
+    LogprobAligner,
+    PackedEntries,
+    chat_logprobs,
+    completion_logprobs,
+    encoded_chat_logprobs,
+    encoded_completion_logprobs,
+)
 from tests.checkpoints import save_fake_checkpoint
 
 
@@ -142,3 +154,23 @@ def test_shape_of_chat(tokenizer):
         ],
         "refusal": None,
     }
+
+
+@pytest.mark.parametrize("count", [0, 1, PORTION, 3 * PORTION + 7])
+def test_what_is_kept_as_arrays_and_encoded_in_portions_says_the_same(tokenizer, count):
+    rng = random.Random(count)
+    entries = []
+    for start in range(count):
+        top = sorted(((rng.randrange(256), -rng.random()) for _ in range(rng.randrange(4))), key=lambda one: -one[1])
+        entries.append((start, TokenLogprobs(rng.randrange(256), -10 * rng.random(), tuple(top))))
+    packed = PackedEntries()
+    for start in range(0, count, 5):
+        packed.extend(entries[start : start + 5])
+    assert len(packed) == count and [*chain(*packed.portions())] == entries
+    assert json.loads(bytes(encoded_chat_logprobs(packed, tokenizer))) == chat_logprobs(entries, tokenizer)
+    lists = completion_logprobs(entries, tokenizer)
+    assert json.loads(bytes(encoded_completion_logprobs(None, packed, tokenizer))) == lists
+    echoed = {"tokens": ["a", "b"], "token_logprobs": [None, -1.5], "top_logprobs": [None, {"b": -1.5}]}
+    echoed["text_offset"] = [0, 1]
+    both = {name: echoed[name] + values for name, values in lists.items()}
+    assert json.loads(bytes(encoded_completion_logprobs(echoed, packed, tokenizer))) == both
