@@ -230,6 +230,7 @@ async function connect() {
     const [model] = (await getJson("v1/models")).data;
     chat.model = model.id;
     chat.maxTokens = model.max_model_len;
+    chat.parameters.begin(model.default_sampling_params);
     $("model").textContent = model.id;
     $("model").title = `context of ${count(model.max_model_len)} tokens`;
     document.title = `${model.id} · pageserve`;

@@ -42,6 +42,15 @@ export class Parameters {
     return this.#value("system");
   }
 
+  // The model's own defaults, from /v1/models: what the sliders say until somebody moves one.
+  begin(defaults) {
+    const kept = this.#kept();
+    for (const name of ["temperature", "top_p"]) {
+      if (!(name in kept) && name in defaults) this.form.elements[name].value = defaults[name];
+    }
+    this.#show();
+  }
+
   #toggle(open) {
     this.panel.hidden = !open;
     this.button.setAttribute("aria-expanded", String(open));
@@ -53,13 +62,17 @@ export class Parameters {
     localStorage.setItem(KEPT, JSON.stringify(Object.fromEntries(kept)));
   }
 
-  #restore() {
-    let kept = {};
+  #kept() {
     try {
-      kept = JSON.parse(localStorage.getItem(KEPT) ?? "{}") ?? {};
+      return JSON.parse(localStorage.getItem(KEPT) ?? "{}") ?? {};
     } catch {
       localStorage.removeItem(KEPT); // not ours any more
+      return {};
     }
+  }
+
+  #restore() {
+    const kept = this.#kept();
     for (const field of this.#fields) {
       if (!(field.name in kept)) continue;
       if (field.type === "checkbox") field.checked = kept[field.name] === true;

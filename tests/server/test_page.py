@@ -84,6 +84,24 @@ def test_tokens_arrive_one_after_the_other_and_are_those_of_the_api(live, visit)
     expect(page.locator("#announcer")).to_have_text("The answer is complete.")
 
 
+def test_sliders_begin_at_the_defaults_of_the_model_and_stay_where_they_are_put(live, visit):
+    def serve_defaults(route) -> None:
+        answer = route.fetch()
+        models = answer.json()
+        models["data"][0]["default_sampling_params"] |= {"temperature": 0.35, "top_p": 0.85}
+        route.fulfill(response=answer, json=models)
+
+    page = visit(live.url, before=lambda page: page.route("**/v1/models", serve_defaults))
+    expect(page.locator("#temperature")).to_have_value("0.35")
+    expect(page.locator("#top_p")).to_have_value("0.85")
+    expect(page.locator("#parameters-summary")).to_contain_text("temperature 0.35")
+    set_parameters(page, temperature=1.5)
+    page.reload()
+    expect(page.locator("#model")).to_have_text("org/fake-model")
+    expect(page.locator("#temperature")).to_have_value("1.5")
+    expect(page.locator("#top_p")).to_have_value("0.85")
+
+
 def test_what_was_said_before_is_sent_again(live, visit):
     page = visit(live.url)
     set_parameters(page, max_tokens=4)
