@@ -68,14 +68,18 @@ def read_items(items: Any) -> Items:
             raise field_error("invalid_type", "must be an object", i)
         fields = {name: value for name, value in item.items() if value is not None}
         kind = fields.get("type", "message" if "role" in fields else None)
+        if kind is None:
+            raise field_error("missing_required_parameter", "is required", i, "type")
+        if not isinstance(kind, str):
+            raise field_error("invalid_type", "must be a string", i, "type")
         if kind in BRING_TOOLS:
             _read_tools(found.tools, fields, i)
             continue
-        read = READERS.get(kind) if isinstance(kind, str) else None
+        read = READERS.get(kind)
         if read is None and kind not in FOREIGN_ITEMS:
             raise _unknown_kind(kind, i)
         if read is None or _is_foreign_reasoning(fields):
-            found.left_out.extend([str(kind)] if kind not in found.left_out else [])
+            found.left_out.extend([kind] if kind not in found.left_out else [])
             continue
         _check_head(fields, i)
         read(messages, fields, i)
@@ -112,9 +116,7 @@ def turns(messages: list[ChatMessage]) -> list[int]:
     return [i for i, role in enumerate(roles[1:]) if role == "user" and roles[i] != "user"]
 
 
-def _unknown_kind(kind: Any, i: int) -> Exception:
-    if kind is None:
-        return field_error("missing_required_parameter", "is required", i, "type")
+def _unknown_kind(kind: str, i: int) -> Exception:
     if kind == "item_reference":
         text = "may not be 'item_reference': this server stores nothing, so send the item itself"
     else:

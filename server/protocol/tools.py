@@ -326,7 +326,7 @@ def parse_tool_choice(value: Any) -> ToolChoice:
     if value in ("none", "auto", "required"):
         return ToolChoice(value)
     kind = value.get("type") if isinstance(value, dict) else None
-    if kind in TOOLS:
+    if isinstance(kind, str) and kind in TOOLS:
         return ToolChoice("required", (_tool_name(value, ()),), one=True)
     if kind != "allowed_tools":
         text = "must be 'none', 'auto', 'required', or an object of type 'function', 'custom' or 'allowed_tools'"
@@ -346,7 +346,7 @@ def _tool_name(value: Any, at: tuple[str | int, ...]) -> str:
     kind = value.get("type") if isinstance(value, dict) else None
     if not isinstance(value, dict):
         raise field_error("invalid_type", "must be an object", *at)
-    if kind not in TOOLS:
+    if not isinstance(kind, str) or kind not in TOOLS:
         raise field_error("unsupported_value", f"must be {listed(TOOLS)}", *at, "type")
     fields = _only(value, ("type", kind), at)
     name = _only(fields.get(kind), ("name",), (*at, kind)).get("name")
