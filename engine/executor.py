@@ -196,11 +196,20 @@ class Executor:
         cause = f"the Worker did not {'answer' if idle else 'finish a step'} within {self._watch.silence:.3g} s"
         self._killed = WorkerDiedError(cause + (": it was stopped" if held else ""), from_outside=held or idle)
         self._process.send_signal(signal.SIGUSR1)  # it writes its stacks to the log, if it can
-        self._timer = asyncio.get_running_loop().call_later(STACK_DUMP_SECONDS, self._kill)
+        self._timer = asyncio.get_running_loop().call_later(STACK_DUMP_SECONDS, self._kill_unless_back)
+
+    def _kill_unless_back(self) -> None:
+        """A Worker that has answered meanwhile was slow, or stopped for a while, and stays."""
+        if self._watch.silence > 0.0:
+            return self._kill()
+        self._killed = None
+        self._tick_later()
 
     def _kill(self) -> None:
         """SIGKILL also ends a stopped process. Nobody waits for one that does not end: its socket is given up."""
         assert self._process is not None
+        if self._timer is not None:
+            self._timer.cancel()
         self._process.kill()
         if self._writer is not None:
             self._writer.transport.abort()

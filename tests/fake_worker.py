@@ -5,8 +5,10 @@ python -m tests.fake_worker [options] FD
 
 import argparse
 import contextlib
+import faulthandler
 import json
 import os
+import signal
 import socket
 import time
 from pathlib import Path
@@ -43,6 +45,7 @@ FAULTS = (
 
 
 def main() -> None:
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # as the real one, which lives on
     parser = argparse.ArgumentParser()
     parser.add_argument("--step-seconds", type=float, default=0.0)
     parser.add_argument("--load-seconds", type=float, default=0.0)

@@ -189,6 +189,22 @@ async def test_a_worker_in_a_debugger_may_stand_still_for_as_long_as_a_step_may_
         assert driver._recovery.suspects_nobody
 
 
+async def test_a_worker_that_answers_while_it_writes_its_stacks_stays(folder, monkeypatch):
+    monkeypatch.setattr(engine.step_durations, "MIN_LIMIT", 0.5)
+    monkeypatch.setattr(engine.recovery.StepWatch, "TICK_SECONDS", 0.1)
+    monkeypatch.setattr(engine.executor, "STACK_DUMP_SECONDS", 2.0)
+    async with running_driver(folder, "--step-seconds", "0.01") as driver:
+        streams = start(driver, 2, max_tokens=100)
+        await until(lambda: streams[0].num_generated_tokens > 30)
+        os.kill(driver._executor.pid, signal.SIGSTOP)
+        await until(lambda: driver._executor._killed is not None)
+        os.kill(driver._executor.pid, signal.SIGCONT)
+        assert_complete(await asyncio.gather(*map(collect, streams)), max_tokens=100)
+        await until(lambda: driver._executor._killed is None)
+        assert driver.stats.worker_restarts.values[()] == 0
+        assert_complete(await asyncio.gather(*map(collect, start(driver, 2, max_tokens=100))), max_tokens=100)
+
+
 async def test_a_worker_that_is_let_go_on_is_left_alone(folder):
     async with running_driver(folder, "--step-seconds", "0.01") as driver:
         streams = start(driver, 2, max_tokens=60)

@@ -98,6 +98,11 @@ class SimExecutor(Executor):
         self._gave_up = True
         super()._give_up()
 
+    def _kill_unless_back(self) -> None:
+        super()._kill_unless_back()
+        if self.worker.alive:
+            self._gave_up = False
+
     def _kill(self) -> None:
         worker = self.worker
         if not (worker.hung or worker.stopped or worker.was_stopped):
