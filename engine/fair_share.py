@@ -69,11 +69,11 @@ class Allowance:
 @dataclass(slots=True, eq=False)
 class Tenant:
     """`served` is in seconds over `weight`. What it is not yet charged for is `cost`, in weighted tokens, of which
-    `cost_in_flight` is in plans whose results are not back. `num_live` counts sequences that have not ended.
+    `cost_in_flight` is in plans whose results are not back. `num_live` counts sequences that have not ended. `alone`
+    is what it may have to itself.
     """
 
     alone: Allowance
-
     weight: float = 1.0
     served: float = 0.0
     cost: float = 0.0

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from engine.worker.sampling_rows import Draw, Penalties, SamplingInputs
 from engine.worker.token_bans import RecentTokens, allow_only, ban_words
-from kernels.dispatch import use_triton
+from kernels.dispatch import cpu_kernels, use_triton
 from kernels.sampling import TokenPenalties, change_logits, largest_logits
 from kernels.sampling_draw import draw_tokens
 from kernels.token_mask import TokenMask, mask_tokens
@@ -233,7 +233,7 @@ def _draw(logits: Tensor, largest: Tensor, draw: Draw) -> Tensor:
     if threshold is not None:
         _keep(weights, x >= threshold[:, None])
     if draw.top_p is not None:
-        _keep(weights, x >= _nucleus_threshold(x, weights, draw.top_p)[:, None])
+        _keep(weights, x >= _nucleus_thresholds(x, weights, draw.top_p)[:, None])
     return _inverse_cdf(weights, draw.uniform)
 
 
@@ -252,9 +252,19 @@ def _kth_largest(x: Tensor, top_k: Tensor, num_candidates: int) -> Tensor:
     return torch.where(top_k < x.shape[1], kth, -torch.inf)
 
 
-def _nucleus_threshold(x: Tensor, weights: Tensor, top_p: Tensor) -> Tensor:
+def _nucleus_thresholds(x: Tensor, weights: Tensor, top_p: Tensor) -> Tensor:
     """Nucleus sampling (Holtzman et al. 2020, section 3.1): the logit of the last token in the smallest set, most
     likely first, whose probability reaches top_p. weights is exp(x) where a token is left, else 0; float32 [n].
+    """
+    cpu = cpu_kernels()
+    if cpu and cpu.nucleus.supports_nucleus_thresholds(x, weights):
+        thresholds: Tensor = cpu.nucleus.nucleus_thresholds(x, weights, top_p)
+        return thresholds
+    return _nucleus_thresholds_reference(x, weights, top_p)
+
+
+def _nucleus_thresholds_reference(x: Tensor, weights: Tensor, top_p: Tensor) -> Tensor:
+    """The same in numpy.
 
     Without a sort of the row: a histogram finds the bin of logits in which top_p is reached, and only that bin is
     sorted. A bin is the exponent of |x| and 5 bits of its mantissa; exp(x) is 0 beyond the last.

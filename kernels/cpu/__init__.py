@@ -4,12 +4,12 @@ Imported by `kernels.dispatch.cpu_kernels` only, and only where numba is install
 `supports_*` beside it, which says whether the tensors at hand have a layout and dtype that the compiled code covers.
 """
 
-from kernels.cpu import attention, attention_tiles, elementwise, linear, quantize, token_mask
+from kernels.cpu import attention, attention_tiles, elementwise, linear, nucleus, quantize, token_mask
 from kernels.cpu.dots import HAS_BF16_DOT
 from kernels.cpu.parallel import ParallelKernel
 
-MODULES = [attention, elementwise, quantize, token_mask]  # whose kernels this processor can run
+MODULES = [attention, elementwise, nucleus, quantize, token_mask]  # whose kernels this processor can run
 if HAS_BF16_DOT:
     MODULES += [attention_tiles, linear]
 
-__all__ = ["MODULES", "ParallelKernel", "attention", "elementwise", "linear", "quantize", "token_mask"]
+__all__ = ["MODULES", "ParallelKernel", "attention", "elementwise", "linear", "nucleus", "quantize", "token_mask"]

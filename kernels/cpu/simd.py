@@ -15,7 +15,7 @@ from numba.extending import intrinsic
 from kernels.cpu import codes
 from kernels.cpu.codes import WIDTH, F32Pointer, Vec
 
-_F32, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+_F32, _F64, _I16, _I32, _I64 = ir.FloatType(), ir.DoubleType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _F32V, _I16V, _I32V = (ir.VectorType(scalar, WIDTH) for scalar in (_F32, _I16, _I32))
 _FAST = ("reassoc", "contract", "nsz", "arcp")
 
@@ -23,6 +23,7 @@ _FAST = ("reassoc", "contract", "nsz", "arcp")
 BF16Pointer = types.CPointer(types.uint16)
 I32Pointer = types.CPointer(types.int32)
 I64Pointer = types.CPointer(types.int64)
+F64Pointer = types.CPointer(types.float64)
 
 
 def _splat_constant(element, value):
@@ -71,6 +72,12 @@ def pointer_i32(typingctx, address):
 def pointer_i64(typingctx, address):
     """An int64 address as a pointer to int64."""
     return I64Pointer(types.int64), lambda context, builder, sig, args: builder.inttoptr(args[0], _I64.as_pointer())
+
+
+@intrinsic
+def pointer_f64(typingctx, address):
+    """An int64 address as a pointer to float64."""
+    return F64Pointer(types.int64), lambda context, builder, sig, args: builder.inttoptr(args[0], _F64.as_pointer())
 
 
 @intrinsic
@@ -343,7 +350,7 @@ def read(typingctx, pointer, index):
 
 @intrinsic
 def write(typingctx, pointer, index, value):
-    """pointer[index] = value, for float32 and int64 pointers."""
+    """pointer[index] = value, for pointers to anything but bf16."""
 
     def codegen(context, builder, sig, args):
         builder.store(args[2], builder.gep(args[0], [args[1]]))

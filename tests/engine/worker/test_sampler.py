@@ -6,7 +6,7 @@ import torch
 
 from engine.sampling_params import SamplingParams
 from engine.worker import sampling_rows
-from engine.worker.sampler import MIN_LOGPROB, TokenCounts, _nucleus_threshold, sample
+from engine.worker.sampler import MIN_LOGPROB, TokenCounts, _nucleus_thresholds, _nucleus_thresholds_reference, sample
 from engine.worker.sampling_rows import MAX_SELECTED, SamplingRows, uniforms
 
 VOCAB = 1000
@@ -248,15 +248,16 @@ def nucleus_by_sorting(x, weights, top_p):
     return order.values.gather(1, last)[:, 0]
 
 
+@pytest.mark.parametrize("find", [_nucleus_thresholds, _nucleus_thresholds_reference])
 @pytest.mark.parametrize("scale", [0.0, 0.5, 3.0, 100.0])
-def test_the_nucleus_by_histogram_is_the_nucleus_by_sorting(scale):
+def test_the_nucleus_by_histogram_is_the_nucleus_by_sorting(scale, find):
     logits = torch.from_numpy(random_logits(50, scale=scale))
     x = logits - logits.amax(-1, keepdim=True)
     weights = x.exp() * (x > -8.0 * scale / 3)  # as if min_p had cut some
     for top_p in (1e-9, 0.1, 0.5, 0.9, 0.999, 1 - 1e-12):
         p = torch.full((50,), top_p, dtype=torch.float64)
         kept = (x >= nucleus_by_sorting(x, weights, p)[:, None]) & (weights > 0)
-        assert torch.equal(kept, (x >= _nucleus_threshold(x, weights, p)[:, None]) & (weights > 0))
+        assert torch.equal(kept, (x >= find(x, weights, p)[:, None]) & (weights > 0))
 
 
 def test_tokens_of_minus_infinity_are_never_drawn():

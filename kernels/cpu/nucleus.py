@@ -1,0 +1,81 @@
+"""The threshold of nucleus sampling on a CPU: a search by the bits of the logits, without a sort.
+
+A float that is not negative orders like its bits. Three histograms of probability, of the first 11 bits, then of the
+next 10 and the last 10 among tokens that agree in those before, find the distance at which top_p is reached: the
+CPU's form of the search in kernels/sampling_draw.py.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.cpu import simd
+from kernels.cpu.parallel import jit, next_item, parallel_kernel
+from kernels.cpu.simd import advance, read, write
+
+FIRST_BITS, NEXT_BITS = 11, 10  # of 31
+NUM_BINS = 1 << FIRST_BITS
+INFINITY, SIGN = 0x7F800000, 1 << 31
+
+
+@jit
+def _search(bits, weights, size, masses, top_p):
+    """The bits of the distance of the last token that is kept; -1 where no token has a probability."""
+    needed, before, prefix, shift, num_bins = 0.0, 0.0, 0, 31 - FIRST_BITS, NUM_BINS
+    for level in range(3):
+        for i in range(num_bins):
+            write(masses, i, 0.0)
+        for i in range(size):
+            key = (read(bits, i) & 0x7FFFFFFF) >> shift
+            if level == 0 or key // num_bins == prefix:
+                at = key % num_bins
+                write(masses, at, read(masses, at) + read(weights, i))
+        if level == 0:
+            for i in range(num_bins):
+                needed += read(masses, i)
+            needed *= top_p
+        found, reached = -1, before
+        for i in range(num_bins):
+            mass = read(masses, i)
+            if mass > 0.0:  # where rounding keeps the sum below, the last of them is it
+                found, before, reached = i, reached, reached + mass
+                if reached >= needed:
+                    break
+        if found < 0:
+            return -1
+        prefix, shift, num_bins = prefix * num_bins + found, shift - NEXT_BITS, 1 << NEXT_BITS
+    return prefix
+
+
+@parallel_kernel("6q")
+def _thresholds(args):
+    bits, weights, thresholds = simd.pointer_i32(args[2]), simd.pointer_f32(args[3]), simd.pointer_i32(args[5])
+    top_p, masses, size = simd.pointer_f64(args[4]), simd.pointer_f64(args[6]), args[7]
+    item = next_item(args)
+    while item < args[1]:
+        at = item * size
+        found = _search(
+            advance(bits, at), advance(weights, at), size, advance(masses, item * NUM_BINS), read(top_p, item)
+        )
+        # Distances are negative logits: the same bits with the sign. All tokens are kept where there is none to cut at.
+        write(thresholds, item, np.int32((found if found >= 0 else INFINITY) - SIGN))
+        item = next_item(args)
+
+
+def supports_nucleus_thresholds(x: Tensor, weights: Tensor) -> bool:
+    """fp32 rows without gaps."""
+    return x.dtype == weights.dtype == torch.float32 and x.is_contiguous() and weights.is_contiguous()
+
+
+def nucleus_thresholds(x: Tensor, weights: Tensor, top_p: Tensor) -> Tensor:
+    """The logit of the last token, most likely first, that top_p keeps of each row; float32 [n], -inf for all.
+
+    x float32 [n, vocab_size] <= 0, weights exp(x) where a token is left, else 0; top_p float64 [n].
+    """
+    rows, size = x.shape
+    thresholds = torch.empty(rows, dtype=torch.float32)
+    masses = torch.empty((rows, NUM_BINS), dtype=torch.float64)
+    _thresholds(
+        rows, x.data_ptr(), weights.data_ptr(), top_p.data_ptr(), thresholds.data_ptr(), masses.data_ptr(), size
+    )
+    return thresholds
