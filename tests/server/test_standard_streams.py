@@ -173,7 +173,12 @@ def unread_server():
 
 
 KEY = "sk-of-this-test"
-SECRETS = {"PAGESERVE_API_KEY": KEY, "HF_TOKEN": "hf_secret", "AWS_SECRET_ACCESS_KEY": "aws", "DB_PASSWORD": "pass"}
+SECRETS = {
+    "PAGESERVE_API_KEY": KEY,
+    "HF_TOKEN": "hf_secret",
+    "AWS_SECRET_ACCESS_KEY": "aws-of-this-test",
+    "DB_PASSWORD": "db-of-this-test",
+}
 
 
 def test_a_server_whose_output_nobody_takes_serves_and_ends_in_good_order(unread_server):
