@@ -89,7 +89,7 @@ class EngineConfig:
         choices=("plain", "predict"),
     )
     fair_step_seconds: float | None = option(
-        0.025,
+        0.03,
         "while a key that holds little is there, a step of those that hold more takes at most so many seconds, or "
         "three times as long as one with an empty prompt, if more: less for faster first tokens of the former, "
         "more for throughput of the latter; none: no bound",
