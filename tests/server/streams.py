@@ -81,9 +81,11 @@ def body(i: int, model: str) -> dict:
 
 
 def children_of(process: "subprocess.Popen[bytes]") -> dict[str, int]:
-    """The pids of a server's processes, by the module that each runs; of several of a kind the oldest."""
+    """The pids of a server's processes, whichever of its threads started them, by the module that each runs; of several
+    of a kind the oldest."""
     found: dict[str, int] = {}
-    for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+    tasks = Path(f"/proc/{process.pid}/task").glob("*/children")
+    for pid in sorted((pid for task in tasks for pid in task.read_text().split()), key=int):
         command = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
         if "-m" in command:
             found.setdefault(command[command.index("-m") + 1], int(pid))
