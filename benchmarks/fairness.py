@@ -6,7 +6,7 @@
 The benchmark starts a server with two API keys. Key B sends one request after the other, with pauses, short and long
 prompts in turn. The words of each prompt are random, so that nothing is cached. A round has three parts: key B alone;
 key A alone, which keeps --flood requests open from a process of its own (as one ends the next is sent); both together.
-The flood's outputs have random lengths, so that its requests do not all begin and end together.
+The flood's outputs have random lengths, so that its requests do not begin and end together.
 TTFT is from the request to the first byte of its stream's first text. The throughput of the flood is counted in events
 of its streams: tokens, but for those that end within a character. The first seconds of a flood (--warm-up) do not
 count: so long the engine remembers key B (engine/fair_share.py, VISIT_SECONDS) and keeps steps short.
@@ -58,7 +58,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Model:
-    """What is served, and ids of its tokens that are letters: what follows such is text, and not half a character."""
+    """The served model's name, and ids of tokens of whole letters: no prompt of them ends within a character."""
 
     name: str
     words: list[int]
@@ -277,7 +277,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--server", default="", help="more options of the server, as one text")
     parser.add_argument("--flood", type=int, default=200, help="requests that key A keeps open")
     parser.add_argument("--flood-prompt", type=int, default=1000)
-    parser.add_argument("--flood-output", type=int, default=400, help="on average; no two are equally long")
+    parser.add_argument("--flood-output", type=int, default=400, help="mean length, drawn from 1 to twice as much")
     parser.add_argument("--short", type=int, default=32, help="tokens of one half of key B's prompts")
     parser.add_argument("--long", type=int, default=1500, help="tokens of the other half")
     parser.add_argument("--output", type=int, default=4)

@@ -199,7 +199,7 @@ class Executor:
         self._timer = asyncio.get_running_loop().call_later(STACK_DUMP_SECONDS, self._kill_unless_back)
 
     def _kill_unless_back(self) -> None:
-        """A Worker that has answered meanwhile was slow, or stopped for a while, and stays."""
+        """Kill the Worker, unless it answered while it wrote its stacks and so works again."""
         if self._watch.silence > 0.0:
             return self._kill()
         self._killed = None

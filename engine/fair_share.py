@@ -23,8 +23,9 @@ prompt neither waits behind their chunks nor shares the step with decodes of a t
 much or, where its own is small, of one that is not (small: what it holds, and what it asks for). What it computes alone
 is charged, so this ends when the accounts are level. But it has to wait for the step that is under way when it comes:
 so while small tenants are to be expected, the steps of others are short ones (engine/short_steps.py).
-The tokens after the first of a small tenant are computed without the others, too, as long as it has used less than
-ALONE_SHARE of the last seconds: a short request is soon through, and a long one costs the others no more than that.
+A small tenant also computes its further tokens alone, while its allowance lasts: a token bucket that fills at
+ALONE_SHARE of the computing time. A short request finishes soon, and a long one costs the others no more than that
+share.
 
 With a single tenant none of this costs anything: `contended` is False and the order of arrival decides.
 """
@@ -44,20 +45,20 @@ PROMPT_COST, OUTPUT_COST = 1.0, 2.0  # of a token, as in the paper
 SMALL_SHARE = 1 / 16  # who holds or asks for more than this, and for more than one row, keeps others waiting
 CREDIT_SECONDS = 0.25  # of computing, which a small tenant may be ahead of its share
 PRICE_WEIGHT = 0.1  # of a step among the last ones
-ALONE_SHARE = 0.1  # of computing, which a small tenant may have to itself for more than its first tokens
-ALONE_SECONDS = 0.1  # that it may save up of that, or owe
+ALONE_SHARE = 0.1  # of computing time that refills the allowance of a small tenant for steps of its own
+ALONE_SECONDS = 0.1  # of computing: the largest allowance, and the largest debt
 VISIT_SECONDS = 20.0  # of computing: for so long after there was a small tenant another one is expected
 
 
 @dataclass(slots=True)
 class Allowance:
-    """Seconds of computing that a tenant may have to itself: a token bucket. Times are FairShare's clock."""
+    """A token bucket of computing seconds for steps of a tenant's own. Times are FairShare's clock."""
 
-    refilled: float  # when
+    refilled: float  # time of the last refill
     seconds: float = field(default_factory=lambda: ALONE_SECONDS)
 
     def refill(self, now: float) -> float:
-        """The seconds there are now."""
+        """Add what came in since the last refill; returns the seconds left, below 0 where the tenant owes some."""
         self.seconds = min(ALONE_SECONDS, self.seconds + ALONE_SHARE * (now - self.refilled))
         self.refilled = now
         return self.seconds
@@ -70,7 +71,7 @@ class Allowance:
 class Tenant:
     """`served` is in seconds over `weight`. What it is not yet charged for is `cost`, in weighted tokens, of which
     `cost_in_flight` is in plans whose results are not back. `num_live` counts sequences that have not ended. `alone`
-    is what it may have to itself.
+    is its allowance for steps of its own.
     """
 
     alone: Allowance
@@ -107,7 +108,7 @@ class Comeback:
 
 @dataclass(slots=True)
 class Holding:
-    """What running sequences of a tenant hold."""
+    """Rows and blocks of a tenant's running sequences."""
 
     num_rows: int = 0
     num_blocks: int = 0
@@ -184,9 +185,9 @@ class FairShare:
             seq.num_charged_tokens = done
 
     def next_in_turn(self, waiting: list[Sequence], running: list[Sequence]) -> Sequence:
-        """Of the most urgent of those that wait (in order), the first of the tenant that was served least.
+        """The next sequence to admit: of the highest priority in `waiting`, the first of the least served tenant.
 
-        In a plan for which some gave way, their tenants come last: without what they held their turn might have come.
+        Tenants whose sequences were just displaced come last in this plan, or they would take their places back.
         """
         first = waiting[0]
         if not self.contended:
@@ -208,9 +209,10 @@ class FairShare:
     def next_step(
         self, newcomer: Sequence | None, running: list[Sequence], more_wait: bool, most: int
     ) -> tuple[list[Sequence], int]:
-        """Who of those running may be in the next plan, in order (`running` itself: all); how many tokens, of `most`.
+        """The running sequences that the next plan may hold, in order (`running` itself: all), and its token budget.
 
-        `newcomer` is the next to be admitted, if there is room for it. `more_wait` says whether anybody waits.
+        The budget is at most `most`. `newcomer` is the next to be admitted, if there is room for it. `more_wait` says
+        whether sequences wait.
         """
         starters, self.resting = running, set()
         if self.contended:
@@ -268,7 +270,7 @@ class FairShare:
         self.max_num_seqs = max_num_seqs
 
     def _is_as_new(self, tenant: Tenant) -> bool:
-        """Whether one that is idle may be forgotten: it would come back to the same account and the same allowance."""
+        """Whether forgetting the tenant changes nothing: idle, not ahead of the floor, with a full allowance."""
         if tenant.num_live or tenant.cost or tenant.served > self._floor:
             return False
         return tenant.alone.refill(self._clock) == ALONE_SECONDS
@@ -281,8 +283,10 @@ class FairShare:
                 tenant.cost = tenant.cost_in_flight
 
     def _starters(self, newcomer: Sequence | None, running: list[Sequence]) -> list[Sequence]:
-        """Who of those running may be in the next plan, in order: not all where a tenant waits for a first token, or
-        for the next one and may be alone.
+        """The running sequences that the next plan may hold, in order.
+
+        The plan leaves tenants out while one that was served less waits for a first token, or for a further token that
+        its allowance covers.
         """
         self._kept_out, self._gave_way = self._gave_way, set()
         self.left_out = self._kept_out
@@ -300,7 +304,7 @@ class FairShare:
         share = self._share(first.tenant, holdings.get(first.tenant, Holding(num_rows=1)))
         larger = {name for name in ahead if self._share(name, holdings.get(name)) > 2 * share}
         not_small = {name for name in ahead if not self._is_small(name, holdings)}
-        if first.has_started:  # one that may be alone shares its step with all who are small, prompts included
+        if first.has_started:  # a step of its own still takes in all small tenants, prompts included
             ahead = larger = not_small
         elif self._is_small(first.tenant, holdings):
             larger |= not_small
@@ -328,9 +332,9 @@ class FairShare:
         num_rows_in_use: int,
         spare: int,
     ) -> list[Sequence]:
-        """Who gives way to `seq` and its group; nobody where that would not be enough, or not fair.
+        """The sequences to preempt for `seq` and its group; none where that would be unfair or not enough.
 
-        `spare` blocks must stay free. Of each tenant the last in order give way first.
+        `spare` blocks must stay free. The last sequences of each tenant go first.
         """
         num_rows, num_blocks = 1, self._blocks.num_blocks_for(seq.num_tokens)
         if seq.group is not None:
@@ -397,7 +401,7 @@ class FairShare:
 
     @staticmethod
     def _candidates(seq: Sequence, running: list[Sequence]) -> dict[str, list[Sequence]]:
-        """What may give way to `seq`, by tenant, in order."""
+        """Running sequences of other tenants, no more urgent than `seq`, by tenant and in order."""
         found: dict[str, list[Sequence]] = {}
         for other in running:
             if other.tenant != seq.tenant and other.priority >= seq.priority:

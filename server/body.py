@@ -23,8 +23,8 @@ from server.served import Served, rest_for, tenant_of
 
 T = TypeVar("T")
 
-# What is parsed on the event loop: under 2 ms, whatever it holds. The rest goes to a thread, one body at a time and
-# tenants in turn, since a thread that parses holds the GIL: two of them would leave the loop half as much as one.
+# Bodies up to this size are parsed on the event loop, in under 2 ms. Larger ones go to a thread, one body at a time and
+# tenants in turn: a thread that parses holds the GIL, and two of them would leave the loop half as much as one.
 PARSE_INLINE_BYTES = 32 << 10
 BODY_SECONDS = 60.0  # a client that trickles its body does not hold a connection for ever
 DISCARD_SECONDS = 2.0  # for what is left of a body that is too large
@@ -38,7 +38,7 @@ async def read_request(http: HttpRequest, served: Served, kind: type[AnyModel]) 
 
 
 async def read_parsed(http: HttpRequest, served: Served, parse: Callable[[dict[str, Any]], T]) -> T:
-    """What `parse` makes of the body, a JSON object; of a large one in a thread.
+    """Read the body, a JSON object, and return `parse` of it. A thread parses large bodies.
 
     Raises ApiError (408, 413, 415, 429, 503), InvalidRequestError (400), ClientDisconnect, and what `parse` raises.
     """
@@ -103,7 +103,7 @@ def _check_headers(headers: Mapping[bytes, bytes], max_bytes: int) -> None:
 
 
 async def _read_all(receive: Receive, max_bytes: int) -> bytearray:
-    """In an array that grows where it lies: to join the chunks of a large body would take the event loop 15 ms."""
+    """Chunks go into one growing array: joining those of a large body would take the event loop 15 ms."""
     body = bytearray()
     while True:
         message = await receive()
@@ -144,14 +144,14 @@ def parse_json(body: bytes | bytearray, bounds: JsonBounds) -> dict[str, Any]:
         raise _malformed("it is nested too deeply") from None
     if not isinstance(value, dict):
         raise _malformed("it must be an object")
-    # A search for one byte takes a fifth of the time of one for several, and holds the GIL as all of this does.
+    # Look for one byte first: searching for several takes five times as long, and every search holds the GIL.
     if has_constants or (b"\\" in body and (b"\\ud" in body or b"\\uD" in body)):
         _refuse_hostile_values(value)
     return value
 
 
 def _loads(text: str) -> tuple[Any, bool]:
-    """What `text` says, and whether NaN or Infinity is in it."""
+    """The parsed `text`, and whether it holds NaN or Infinity."""
     constants: list[str] = []
 
     def constant(name: str) -> float:

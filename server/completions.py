@@ -167,7 +167,7 @@ async def _tokenize(
 
 
 def _new_document(driver: Driver) -> list[int]:
-    """What a prompt without a token stands for; where the model has no such token, the engine refuses it."""
+    """Token ids that stand for an empty prompt; none where the model has no such token, and the engine refuses it."""
     separator = driver.tokenizer.document_separator
     return driver.eos_token_ids[:1] if separator is None else [separator]
 
@@ -299,7 +299,7 @@ class CompletionChunks:
         return b"".join(frames)
 
     def _rest(self, sample: CompletionOutput, entries: list[Entry] | None) -> dict[str, Any]:
-        """What follows the text."""
+        """Fields of a chunk after its text."""
         logprobs = None if entries is None else completion_logprobs(entries, self._names)
         rest: dict[str, Any] = {"logprobs": logprobs, "finish_reason": sample.finish_reason}
         return rest if sample.finish_reason is None else rest | {"stop_reason": sample.stop_reason}

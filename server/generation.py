@@ -1,4 +1,4 @@
-"""What both generation endpoints share: tokenise, admit, read the engine's outputs, notice a client that leaves."""
+"""Shared by the generation endpoints: tokenise, admit, read the engine's outputs, notice a client that leaves."""
 
 import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -23,7 +23,7 @@ OutputHandler = Callable[[int, RequestOutput], Awaitable[None]]
 
 
 class OutputStream(Protocol):
-    """What the server needs of engine.driver's RequestStream."""
+    """The part of engine.driver's RequestStream that the server uses."""
 
     @property
     def num_prompt_tokens(self) -> int: ...
@@ -182,7 +182,7 @@ class Choice:
         return self.finish_reason
 
     def message(self) -> dict[str, Any]:
-        """What a chat says."""
+        """The message of a chat answer."""
         return {"role": "assistant", "content": self.text, "refusal": None}
 
     def add(self, output: CompletionOutput) -> None:

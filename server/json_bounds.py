@@ -1,9 +1,9 @@
-"""What JSON is parsed into, counted before it is parsed: levels, containers, values and names.
+"""Bounds on JSON, checked before it is parsed: levels, containers, values and names.
 
 A list of two bytes becomes an object of 56, so the length of a text says little about the memory and the time that it
-takes. What stands inside strings does not count, so that prose and code pass however many brackets they hold. A thread
-that parses or counts holds the GIL, so the exact count goes by slices, in array operations that release it; it is made
-only of texts that have more of these characters, strings included, than the bounds allow.
+takes. Text inside strings does not count, so that prose and code pass however many brackets they hold. A thread that
+parses or counts holds the GIL, so the exact count goes by slices, in array operations that release it. It is made only
+of texts that have more of these characters, strings included, than the bounds allow.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ LOWER = 0x20
 
 
 class JsonBoundsError(ValueError):
-    """What there is too much of, as the end of a sentence about the text."""
+    """The text is over a bound. The message names the bound and ends a sentence about the text."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ STRING = JsonBounds(levels=128, containers=1 << 14, commas=1 << 17, colons=1 << 
 
 
 def body_bounds(max_model_len: int) -> JsonBounds:
-    """Of a body: as many values as any API takes, or a prompt of token ids has; deeper than a field may hold.
+    """The bounds of a request body: no API takes more values or levels, nor has a prompt of token ids more.
 
     At these bounds parsing holds the GIL for some 50 ms at a time.
     """

@@ -21,8 +21,8 @@ Entry = tuple[int, TokenLogprobs]  # (where its text starts, in characters of th
 
 
 class PackedEntries:
-    """Entries kept as arrays, 8 bytes a number: as objects, a million logprobs of one answer take a quarter of a
-    gigabyte, in pieces too small for the system to have them back."""
+    """Entries as arrays, 8 bytes a number. As objects, a million logprobs take a quarter of a gigabyte, in pieces too
+    small to go back to the system."""
 
     def __init__(self) -> None:
         self._starts, self._token_ids, self._logprobs = array("q"), array("q"), array("d")
@@ -43,7 +43,7 @@ class PackedEntries:
         return len(self._starts)
 
     def portions(self) -> Iterator[list[Entry]]:
-        """PORTION of them at a time."""
+        """The entries, PORTION at a time."""
         for start in range(0, len(self), PORTION):
             yield [self._entry(i) for i in range(start, min(start + PORTION, len(self)))]
 

@@ -25,22 +25,23 @@ CLIENT_LEFT = 499  # nginx's number; only metrics ever see it
 # Open without a key: probes carry no secrets. So is the page at /: the same files for everybody, known by name, without
 # which nobody could type a key into it.
 PUBLIC_PATHS = frozenset({"/health", "/ready", *PAGE_PATHS})
-# What metrics call the paths whose end is a name: where they start, and what the name is.
+# Paths that end in a name, as metrics label them: (start, what the name is).
 NAMED = (("/v1/models/", "model"), ("/debug/requests/", "id"), ("/v1/responses/", "response_id"))
 
 
-# Who guesses keys, or sends a wrong one in a loop, is answered so often in all: a refusal costs the event loop 0.3 ms.
+# 401s per second for all clients together: each costs the event loop 0.3 ms, and key guessers send thousands.
 REFUSALS_PER_SECOND, REFUSALS_AT_ONCE = 200, 100
-MAX_REFUSAL_SECONDS = 1.0  # that one is held back
+MAX_REFUSAL_SECONDS = 1.0  # the longest delay of a 401
 
 
 class Pace:
-    """Answers in turn, at a rate (generic cell rate algorithm: ITU-T I.371)."""
+    """Delays refusals to REFUSALS_PER_SECOND, after a burst (generic cell rate algorithm: ITU-T I.371)."""
 
     def __init__(self) -> None:
-        self._due = 0.0  # when the last one was, were there one each 1 / REFUSALS_PER_SECOND
+        self._due = 0.0  # when the next refusal is due, by time.monotonic()
 
     async def turn(self) -> None:
+        """Wait until this refusal is due."""
         now, step = time.monotonic(), 1 / REFUSALS_PER_SECOND
         self._due = min(max(self._due + step, now - REFUSALS_AT_ONCE * step), now + MAX_REFUSAL_SECONDS)
         if self._due > now:

@@ -19,7 +19,7 @@ MAX_REPORTED = 1 << 20  # logprobs in one response; some 40 bytes of JSON each
 
 
 class PromptReports:
-    """What a response says of the tokens of its prompts: made of each prompt once, before its first output is handled.
+    """Logprobs of prompt tokens for a response, made once per prompt, before its first output is handled.
 
     `echoed` holds the four lists of completions, whose first token has nulls; for a stream they are in `encoded`, as
     JSON. `listed` has vLLM's objects. All are made in the tokenizer's threads, since a prompt may be long.
@@ -47,7 +47,7 @@ class PromptReports:
         self._skip_special_tokens = request.skip_special_tokens
 
     async def add(self, index: int, logprobs: PromptLogprobs) -> None:
-        """Of the prompt `index`; what Generation calls."""
+        """Make those of prompt `index`. Generation calls this."""
         await self._tokenizer.run(self._tenant, CHARS * len(logprobs), self._add, index, logprobs)
 
     def _add(self, index: int, logprobs: PromptLogprobs) -> None:
@@ -94,8 +94,8 @@ def fit_logprobs(params: SamplingParams, num_prompts: int, room: int, name: str)
 
 
 def text_offsets(tokenizer: Tokenizer, token_ids: Sequence[int], text: str, skip_special_tokens: bool) -> list[int]:
-    """Where in `text`, in characters, that of each token of a prompt starts; a character of several tokens counts for
-    the last of them.
+    """The offset in `text`, in characters, at which each prompt token starts. The last token of a character that has
+    several counts it.
 
     Tokens spell the text, but for a space that some tokenizers put before it and drop again, and for what others
     normalise before they see it: those know the places themselves.

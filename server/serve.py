@@ -41,8 +41,8 @@ SWEEP_SECONDS = 5.0  # between two looks for connections that nobody reads from
 FLUSH_SECONDS = 5  # for the last bytes to reach the clients once the engine is done
 STOP_SECONDS = 8.0  # for that and for the Worker to end
 FAST_STOP_SECONDS = 0.8  # the same after a second signal
-# For how long a thread that parses or encodes keeps the GIL from the event loop. A request wakes the loop a dozen
-# times, so with Python's 5 ms it would take 60 ms longer beside large bodies of others.
+# Python's switch interval: a thread that parses or encodes keeps the GIL from the event loop for so long. A request
+# wakes the loop a dozen times, so the usual 5 ms would delay it by 60 ms beside large bodies of others.
 SWITCH_SECONDS = 0.0005
 EXAMPLE_CHAT = "Tell me a story about a fox."
 EXAMPLE_PROMPT = "Once upon a time"
@@ -208,7 +208,7 @@ class _Service:
             await asyncio.to_thread(self._tracer.close)
 
     def _announce(self) -> None:
-        """Where the server is and a line to try it with, on stdout, once."""
+        """Print the address and a command to try it with to stdout, once."""
         model, url = self._driver.model, self._url()
         print(
             f"pageserve is ready at {url}  (model {self._names[0]} on {model.device}, {model.dtype}; context of "
@@ -255,7 +255,7 @@ async def _first(*parts: Any) -> int:
 
 
 def _settle_garbage_collector() -> None:
-    """What start-up makes lives for ever: keep it out of collections, which otherwise stop every stream for a while."""
+    """Freeze the objects of start-up, which live for ever: collecting them would stop every stream for a while."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)

@@ -1,8 +1,8 @@
 """The threshold of nucleus sampling on a CPU: a search by the bits of the logits, without a sort.
 
-A float that is not negative orders like its bits. Three histograms of probability, of the first 11 bits, then of the
-next 10 and the last 10 among tokens that agree in those before, find the distance at which top_p is reached: the
-CPU's form of the search in kernels/sampling_draw.py.
+Non-negative floats order like their bits. Three histograms of probability find the distance at which top_p is reached:
+over the first 11 bits, then over the next 10 and the last 10 among tokens that agree in the bits before. The search in
+kernels/sampling_draw.py does the same on a GPU.
 """
 
 import numpy as np
@@ -20,7 +20,7 @@ INFINITY, SIGN = 0x7F800000, 1 << 31
 
 @jit
 def _search(bits, weights, size, masses, top_p):
-    """The bits of the distance of the last token that is kept; -1 where no token has a probability."""
+    """The bits of the last kept token's distance; -1 where no token has a probability."""
     needed, before, prefix, shift, num_bins = 0.0, 0.0, 0, 31 - FIRST_BITS, NUM_BINS
     for level in range(3):
         for i in range(num_bins):
@@ -37,7 +37,7 @@ def _search(bits, weights, size, masses, top_p):
         found, reached = -1, before
         for i in range(num_bins):
             mass = read(masses, i)
-            if mass > 0.0:  # where rounding keeps the sum below, the last of them is it
+            if mass > 0.0:  # the last bin with a mass wins where rounding keeps the sum below `needed`
                 found, before, reached = i, reached, reached + mass
                 if reached >= needed:
                     break
@@ -57,7 +57,7 @@ def _thresholds(args):
         found = _search(
             advance(bits, at), advance(weights, at), size, advance(masses, item * NUM_BINS), read(top_p, item)
         )
-        # Distances are negative logits: the same bits with the sign. All tokens are kept where there is none to cut at.
+        # Logits are negative distances: the same bits with the sign. Without a cut the threshold is -inf.
         write(thresholds, item, np.int32((found if found >= 0 else INFINITY) - SIGN))
         item = next_item(args)
 

@@ -58,7 +58,7 @@ def pointer_bf16(typingctx, address):
 
 @intrinsic
 def keep(typingctx, array):
-    """Nothing, but at the end of a function: numba frees an array after its last use, whoever points into it."""
+    """Compiles to nothing, but keeps `array` alive until here: numba frees an array after its last use."""
     return types.void(array), lambda context, builder, sig, args: context.get_dummy_value()
 
 

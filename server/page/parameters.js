@@ -42,7 +42,7 @@ export class Parameters {
     return this.#value("system");
   }
 
-  // The model's own defaults, from /v1/models: what the sliders say until somebody moves one.
+  // Sliders start at the model's own defaults, from /v1/models, unless the visitor has moved one before.
   begin(defaults) {
     const kept = this.#kept();
     for (const name of ["temperature", "top_p"]) {

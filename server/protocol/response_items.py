@@ -35,7 +35,7 @@ SYSTEM_ROLES = ("system", "developer")
 ChatMessage = dict[str, Any]
 
 
-# What other servers have run or made, which a client that changed servers still has: left out of the prompt.
+# Items of tools that only other servers run. A client that changed servers still sends them; prompts leave them out.
 FOREIGN_ITEMS = frozenset(
     "code_interpreter_call compaction compaction_trigger computer_call computer_call_output context_compaction "
     "file_search_call image_generation_call mcp_approval_request mcp_approval_response mcp_call mcp_list_tools "
@@ -111,7 +111,7 @@ def without_earlier_thoughts(messages: list[ChatMessage]) -> list[ChatMessage]:
 
 
 def turns(messages: list[ChatMessage]) -> list[int]:
-    """Where each turn starts: at a message of the user that follows one of another role, or nothing."""
+    """Index of the first message of each turn: a user message after one of another role, or at the start."""
     roles = ["", *[message["role"] for message in messages]]
     return [i for i, role in enumerate(roles[1:]) if role == "user" and roles[i] != "user"]
 
@@ -125,7 +125,7 @@ def _unknown_kind(kind: str, i: int) -> Exception:
 
 
 def _check_head(fields: dict[str, Any], i: int) -> None:
-    """What items of answers carry and a prompt does not need."""
+    """Check the id and status that items of answers carry. Prompts do not need them."""
     if not isinstance(fields.get("id", ""), str):
         raise field_error("invalid_type", "must be a string", i, "id")
     if fields.get("status", STATUSES[0]) not in CALL_STATUSES:
@@ -204,7 +204,7 @@ def _called_name(fields: dict[str, Any], i: int) -> str:
 
 
 def _read_call_output(messages: list[ChatMessage], fields: dict[str, Any], i: int) -> None:
-    """Of a function or a custom tool."""
+    """Output of a function or a custom tool."""
     _nothing_but(fields, ("call_id", "output", "name", "namespace", "caller"), i)
     _check_caller(fields, i)
     text, call_id = _text(_required(fields, "output", i), i, "output"), _string(fields, "call_id", i)
@@ -212,7 +212,7 @@ def _read_call_output(messages: list[ChatMessage], fields: dict[str, Any], i: in
 
 
 def _read_client_tool_output(messages: list[ChatMessage], fields: dict[str, Any], i: int) -> None:
-    """Of a tool that the client has run itself: a text, or what each command printed, which stays JSON."""
+    """Output of a tool that the client ran: a text, or a list of what each command printed, kept as JSON."""
     _nothing_but(fields, ("call_id", "output", "max_output_length", "caller", "created_by"), i)
     call_id = _name(fields, "call_id" if "call_id" in fields else "id", i)
     output = fields.get("output", "")

@@ -36,7 +36,7 @@ def check_name(name: str) -> str:
 
 
 class FunctionDefinition(Strict):
-    """What may be called. Without `parameters`: a function that takes none."""
+    """A function to call. Without `parameters` it takes none."""
 
     name: str = Field(json_schema_extra={"pattern": f"^{NAME.pattern}$"})
     description: str = Field("", max_length=MAX_DESCRIPTION)
@@ -58,7 +58,7 @@ class FunctionDefinition(Strict):
 
     @property
     def schema(self) -> dict[str, Any]:  # type: ignore[override]
-        """Of its arguments, always an object's."""
+        """Schema of the arguments, always of an object."""
         if self.parameters is None:
             return {**NO_PARAMETERS, "additionalProperties": False}
         return {**closed(self.parameters), "type": "object"}
@@ -294,7 +294,7 @@ class ToolChoice:
     one: bool = False
 
 
-# What tool_choice looks like, for /openapi.json.
+# Forms of tool_choice for /openapi.json.
 
 
 class ChosenFunction(BaseModel):

@@ -121,7 +121,7 @@ class Attacker:
         self._process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
 
     def wait(self) -> str:
-        """What went wrong, or ""."""
+        """The attack's fault, "" for none."""
         try:
             return self._process.communicate(timeout=self._seconds + 30)[0].strip()
         except subprocess.TimeoutExpired:

@@ -85,7 +85,7 @@ class Clock:
         return sorted(self.first_tokens[LEARNING:])[math.ceil(0.99 * len(self.first_tokens[LEARNING:])) - 1]
 
 
-@pytest.mark.parametrize("prompts", [(8,), (8, 80)], ids=["short prompts", "short and long prompts"])
+@pytest.mark.parametrize("prompts", [(8,), (8, 200)], ids=["short prompts", "short and long prompts"])
 def test_first_tokens_come_soon_and_the_flood_keeps_most_of_its_throughput(prompts):
     quiet = Clock(prompts, with_flood=False, with_visits=True).run()
     alone = Clock(prompts, with_flood=True, with_visits=False).run()

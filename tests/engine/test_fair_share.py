@@ -88,7 +88,7 @@ def test_a_quiet_tenant_gets_blocks_where_a_flood_holds_all():
 
 
 def test_the_first_step_of_a_quiet_tenant_is_its_own():
-    """Neither the decodes nor the unfinished prompts of those who were served more are in it."""
+    """The plan holds no decode and no unfinished prompt of tenants that were served more."""
     loop = Shared(num_blocks=200, depth=1, max_num_seqs=8)
     loop.flood(6, 7, length=40, max_tokens=50)
     assert any(seq.num_uncomputed_tokens > 1 for seq in loop.scheduler.running), "a prompt of the flood is under way"
@@ -364,7 +364,7 @@ def test_the_decodes_of_who_holds_little_never_rest():
 
 
 def test_alone_or_beside_equals_steps_are_as_long_as_they_may_be():
-    """Nobody who holds little is there, or was there in the last VISIT_SECONDS."""
+    """No small tenant is active or was in the last VISIT_SECONDS."""
     loop = Shared(num_blocks=400, depth=1, max_num_seqs=8)
     for _ in range(200):
         loop.send("a", length=40, max_tokens=30)

@@ -25,8 +25,8 @@ CASES = [
 ROOT = Path(__file__).parents[2]
 
 
-# A dot in the interpreter is one of numpy's, by OpenBLAS: its code for Haswell and Zen sums the last rows of a tile in
-# another order than the first, so no row would have the same bits in every batch.
+# The interpreter computes dots with numpy, and so with OpenBLAS. Its code for Haswell and Zen sums the last rows of a
+# tile in another order than the first, and a row's bits would depend on the batch.
 BLAS = {"OPENBLAS_CORETYPE": "Sandybridge"}
 
 
@@ -64,8 +64,8 @@ def test_on_the_device():
 
 
 def test_compiled_for_ampere_and_hopper():
-    """What kernels/aot.py promises of every kernel: no spill, shared memory within the device's, matrix instructions
-    where they must be; and that it covers every kernel."""
+    """kernels/aot.py covers every kernel and finds no spill, no shared memory beyond the device's, and matrix
+    instructions where they must be."""
     done = run("-W", "ignore", "-m", "kernels.aot", "--quick", "--jobs", "2", PYTHONPATH=str(ROOT))
     print(done.stdout)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]

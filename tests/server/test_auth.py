@@ -134,7 +134,7 @@ def test_every_route_is_shut(guarded, anonymous):
 
 
 def test_who_tries_keys_by_the_hundred_is_answered_slowly_and_others_at_once(guarded, anonymous):
-    """Of 400 refusals at once 100 come at once and the others at 200 a second."""
+    """400 wrong keys: the server answers 100 at once and the others at 200 a second."""
 
     def refuse(number: int) -> None:
         with guarded.client() as client:

@@ -115,7 +115,7 @@ def with_nan(folder: Path) -> list[str]:
 
 @attack(22, seconds=10.0, prepare=with_nan)
 async def nan_weights(target: Target) -> str | None:
-    """Weights with NaN for a token that the attacker's prompts hold: what they leave in the pool harms nobody."""
+    """Weights with NaN for a token of the attacker's prompts: blocks that held NaN must not harm other requests."""
     statuses, texts = set[int](), set[str]()
 
     async def poison() -> None:
@@ -124,7 +124,7 @@ async def nan_weights(target: Target) -> str | None:
 
     async def compare() -> None:
         body = {"model": target.model, "prompt": [*range(300, 340)], "max_tokens": 40, "temperature": 0}
-        body["cache_salt"] = str(random.random())  # nothing of it is cached: it gets blocks that others had
+        body["cache_salt"] = str(random.random())  # no prefix hit: it gets blocks that others used
         answer = await target.post("/v1/completions", body)
         texts.add(json.loads(answer.body)["choices"][0]["text"])
 

@@ -47,7 +47,7 @@ class Batch:
 
 
 def reference_logits(logits, params, prompt, generated):
-    """What is left of one row's logits before the draw, float64; -inf: cannot be drawn."""
+    """One row's logits after every filter, float64; -inf for tokens that cannot be drawn."""
     x = np.array(logits, np.float64)
     for token_id, bias in (params.logit_bias or {}).items():
         x[token_id] += bias
