@@ -54,7 +54,7 @@ $(VENV)/.installed-test: $(VENV)/.installed
 	@touch $@
 
 # The CPU kernels are compiled once, here, and not while the first start waits for them.
-$(VENV)/.compiled: $(VENV)/.installed $(wildcard kernels/*.py kernels/cpu/*.py)
+$(VENV)/.compiled: $(VENV)/.installed $(wildcard kernels/*.py kernels/*/*.py kernels/*/*/*.py)
 	$(BIN)/python -m kernels.warmup
 	@touch $@
 
@@ -185,7 +185,7 @@ screenshots: $(VENV)/.installed-test $(VENV)/.compiled
 	$(BIN)/python -m tests.server.screenshots $(ARGS)
 
 docs: $(VENV)/.installed
-	$(BIN)/python -m server.config_docs
+	$(BIN)/python -m server.commands.config_docs
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .cache .gpu-wheels .pytest_cache .mypy_cache .ruff_cache .hypothesis

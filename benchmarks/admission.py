@@ -20,11 +20,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from engine.block_manager import BlockManager
+from engine.executor.step import SampledToken, StepPlan, StepResult
+from engine.memory.block_manager import BlockManager
+from engine.memory.sequence import Sequence
 from engine.sampling_params import SamplingParams
-from engine.scheduler import Scheduler
-from engine.sequence import Sequence
-from engine.step import SampledToken, StepPlan, StepResult
+from engine.scheduling.scheduler import Scheduler
 
 NUM_BLOCKS, BLOCK_SIZE, MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 1024, 16, 256, 2048
 EOS, MAX_TOKENS = 1, 1024

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from engine.llm import LLM
 from engine.sampling_params import SamplingParams
-from server.bench.report import describe, machine
+from server.commands.bench.report import describe, machine
 
 # name -> (prompts at once, prompt tokens, output tokens)
 WORKLOADS = {"decode, 1": (1, 16, 64), "decode, 16": (16, 16, 64), "prefill, 8 x 400": (8, 400, 1)}

@@ -15,16 +15,16 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-from engine.block_manager import BlockManager
-from engine.kv_view import kv_view
+from engine.executor.step import StepPlan, StepResult
+from engine.memory.block_manager import BlockManager
+from engine.memory.sequence import Sequence
 from engine.outputs import FinishReason
 from engine.sampling_params import SamplingParams
-from engine.scheduler import Scheduler
-from engine.sequence import Sequence
-from engine.step import StepPlan, StepResult
-from engine.step_log import NUM_RECORDS, StepLog
-from server.debug_kv import COST_FACTOR, MIN_AGE
-from server.sse import encode_json
+from engine.scheduling.scheduler import Scheduler
+from engine.telemetry.kv_view import kv_view
+from engine.telemetry.step_log import NUM_RECORDS, StepLog
+from server.output.sse import encode_json
+from server.routes.debug_kv import COST_FACTOR, MIN_AGE
 
 BLOCK_SIZE = 16
 PROMPT_TOKENS = 40 * BLOCK_SIZE - 5

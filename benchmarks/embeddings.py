@@ -27,7 +27,7 @@ from transformers import AutoModel, AutoTokenizer
 
 from benchmarks.make_models import make_encoder, stdlib_sources
 from benchmarks.processes import ServerProcess
-from server.bench.report import describe, machine
+from server.commands.bench.report import describe, machine
 
 BATCH_SIZE = 32  # the default of sentence-transformers
 # name -> words per text, drawn evenly from this range

@@ -9,7 +9,7 @@ key A alone, which keeps --flood requests open from a process of its own (as one
 The flood's outputs have random lengths, so that its requests do not begin and end together.
 TTFT is from the request to the first byte of its stream's first text. The throughput of the flood is counted in events
 of its streams: tokens, but for those that end within a character. The first seconds of a flood (--warm-up) do not
-count: so long the engine remembers key B (engine/fair_share.py, VISIT_SECONDS) and keeps steps short.
+count: so long the engine remembers key B (engine/scheduling/fair_share.py, VISIT_SECONDS) and keeps steps short.
 
 Two aims, and exit status 1 where one is missed: the P99 TTFT of key B under the flood is at most 1.5 times that of the
 quiet server, or 50 ms more, whichever is larger; the flood keeps at least 70 % of the throughput that it has alone.

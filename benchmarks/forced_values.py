@@ -15,12 +15,12 @@ from typing import Any
 
 import jsonschema
 
-from engine.checkpoint import resolve_model
+from engine.checkpoint.locate import resolve_model
 from engine.config import EngineConfig
 from engine.llm import LLM
 from engine.sampling_params import SamplingParams
 from engine.structured_output import StructuredOutput
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from server.protocol.tools import Tool
 from server.tools.call_reader import CallReader
 from server.tools.events import Arguments

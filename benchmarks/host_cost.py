@@ -30,13 +30,10 @@ from typing import Any, TypeVar
 import torch
 
 import engine.driver
-from engine.checkpoint import resolve_model
+from engine.checkpoint.locate import resolve_model
 from engine.config import EngineConfig
 from engine.driver import Driver
-from engine.models.config import ModelConfig
-from engine.request import Request
-from engine.sampling_params import SamplingParams
-from engine.step import (
+from engine.executor.step import (
     FRAME_HEADER,
     StartWorker,
     StepPlan,
@@ -46,12 +43,15 @@ from engine.step import (
     decode_worker_message,
     encode_frame,
 )
-from engine.stream import RequestStream
-from engine.tokenizer import Tokenizer
+from engine.models.config import ModelConfig
+from engine.request import Request
+from engine.requests.stream import RequestStream
+from engine.sampling_params import SamplingParams
+from engine.text.tokenizer import Tokenizer
 from engine.worker.decode_runner import DecodeSettings
-from engine.worker.host import StepLimits
+from engine.worker.device.host import StepLimits
 from engine.worker.model_runner import ModelRunner
-from server import event_loop
+from server.process import event_loop
 
 T = TypeVar("T")
 BLOCK_SIZE = 16

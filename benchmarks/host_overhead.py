@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
+from engine.executor.step import NewSequence, SequenceStep, StepPlan, decode_driver_message, encode_frame
 from engine.models.config import ModelConfig
 from engine.sampling_params import SamplingParams
-from engine.step import NewSequence, SequenceStep, StepPlan, decode_driver_message, encode_frame
-from engine.worker.host import StepLimits
+from engine.worker.device.host import StepLimits
 from engine.worker.model_runner import ModelRunner
 
 BLOCK_SIZE = 16

@@ -18,21 +18,21 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kernels.activation import gated_activation
-from kernels.attention_plan import AttentionPlan, attention_plan
+from kernels.attention.decode import paged_attention
+from kernels.attention.plan import AttentionPlan, attention_plan
+from kernels.attention.prefill import prefill_attention
+from kernels.cache.reshape_and_cache import reshape_and_cache
+from kernels.cache.rope_and_cache import QKVHeads, rope_and_cache
+from kernels.elementwise.activation import gated_activation
+from kernels.elementwise.layer_norm import layer_norm
+from kernels.elementwise.rms_norm import rms_norm
+from kernels.elementwise.rotary_embedding import rotary_embedding
 from kernels.kv_format import KV_FORMATS, KVFormat
-from kernels.layer_norm import layer_norm
-from kernels.linear import PackedLinear
-from kernels.moe import Experts
-from kernels.moe_routing import route
-from kernels.paged_attention import paged_attention
-from kernels.prefill_attention import prefill_attention
-from kernels.reshape_and_cache import reshape_and_cache
-from kernels.rms_norm import rms_norm
-from kernels.rope_and_cache import QKVHeads, rope_and_cache
-from kernels.rotary_embedding import rotary_embedding
-from kernels.sampling import largest_logits
-from kernels.sampling_draw import draw_tokens
+from kernels.linear.moe import Experts
+from kernels.linear.moe_routing import route
+from kernels.linear.packed import PackedLinear
+from kernels.sampling.draw import draw_tokens
+from kernels.sampling.logits import largest_logits
 
 
 @dataclass(frozen=True)

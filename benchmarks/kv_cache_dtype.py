@@ -26,16 +26,16 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from engine.models.attention import BatchMetadata
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.families import read_model_config
+from engine.models.layers.attention import BatchMetadata
 from engine.models.weights import load_model
-from engine.worker.kv_cache import allocate_kv_caches
+from engine.worker.cache.kv_cache import allocate_kv_caches
+from kernels.attention.decode import paged_attention
+from kernels.cache.reshape_and_cache import reshape_and_cache
 from kernels.kv_format import KV_FORMATS, KVFormat
-from kernels.paged_attention import paged_attention
-from kernels.reshape_and_cache import reshape_and_cache
-from server.bench.report import describe, machine
+from server.commands.bench.report import describe, machine
 from training.evaluate import FOLDER, held_out_documents
 from training.train import IGNORE, encode
 

@@ -34,7 +34,7 @@ from benchmarks.memory_load import (  # noqa: E402
     paged,
     sharing,
 )
-from server.bench.report import describe, machine  # noqa: E402
+from server.commands.bench.report import describe, machine  # noqa: E402
 
 DISTRIBUTIONS = (SHAREGPT, ALPACA)
 WIDTHS = (2, 4, 6)

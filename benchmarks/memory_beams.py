@@ -10,17 +10,17 @@ from collections.abc import Iterator
 from itertools import count
 
 from benchmarks.memory_load import MAX_MODEL_LEN, Lengths
-from engine.beam_group import BeamGroup, begin_search
-from engine.beam_search import BeamSearchParams
-from engine.block_manager import BlockManager
-from engine.checkpoint import BUNDLED_MODEL
+from engine.checkpoint.locate import BUNDLED_MODEL
 from engine.config import EngineConfig
+from engine.executor.step import StepPlan, StepResult
+from engine.memory.block_manager import BlockManager
+from engine.memory.sequence import Sequence
 from engine.sampling_params import SamplingParams
-from engine.scheduler import Scheduler
-from engine.sequence import Sequence
-from engine.step import StepPlan, StepResult
-from engine.tokenizer import Tokenizer
-from engine.worker.host import set_threads
+from engine.scheduling.beam_group import BeamGroup, begin_search
+from engine.scheduling.beam_search import BeamSearchParams
+from engine.scheduling.scheduler import Scheduler
+from engine.text.tokenizer import Tokenizer
+from engine.worker.device.host import set_threads
 from training.corpus import HELD_OUT_SEED, Corpus
 
 MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 128, 2048

@@ -12,11 +12,11 @@ from dataclasses import astuple, dataclass
 from itertools import count
 from typing import NamedTuple
 
-from engine.block_manager import BlockManager
+from engine.executor.step import SampledToken, SequenceStep, StepPlan, StepResult
+from engine.memory.block_manager import BlockManager
+from engine.memory.sequence import Sequence
 from engine.sampling_params import SamplingParams
-from engine.scheduler import Scheduler
-from engine.sequence import Sequence
-from engine.step import SampledToken, SequenceStep, StepPlan, StepResult
+from engine.scheduling.scheduler import Scheduler
 
 EOS_TOKEN_ID = 0
 VOCAB_SIZE = 50_000

@@ -20,7 +20,7 @@ from engine.config import EngineConfig
 from engine.driver import Driver
 from engine.request import Request
 from engine.sampling_params import SamplingParams
-from server.bench.report import describe, machine
+from server.commands.bench.report import describe, machine
 
 SHARES = (0.0, 0.25, 0.5, 0.75)
 OUTPUT_TOKENS = 16

@@ -29,14 +29,14 @@ from typing import Any
 import jsonschema
 import numpy as np
 
-from engine.checkpoint import read_eos_token_ids, resolve_model
+from engine.checkpoint.locate import read_eos_token_ids, resolve_model
 from engine.config import EngineConfig
 from engine.errors import InvalidRequestError
-from engine.grammar import Compiler, GrammarError, fill_mask
-from engine.grammar_checker import TOO_COSTLY, GrammarChecker
+from engine.grammars.checker import TOO_COSTLY, GrammarChecker
+from engine.grammars.compiler import Compiler, GrammarError, fill_mask
 from engine.structured_output import StructuredOutput, Vocabulary
-from engine.tokenizer import Tokenizer
-from server.bench.report import describe, machine
+from engine.text.tokenizer import Tokenizer
+from server.commands.bench.report import describe, machine
 
 DRAFT = "/tests/draft2020-12/"
 VALIDATOR = jsonschema.Draft202012Validator

@@ -25,9 +25,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [path for path in (str(ROOT),) if path not in sys.path]  # run as a script, this folder is not installed
 
 from benchmarks.processes import ServerProcess  # noqa: E402
-from server import event_loop  # noqa: E402
-from server.bench.client import Endpoint  # noqa: E402
-from server.bench.command import (  # noqa: E402
+from server.commands.bench.client import Endpoint  # noqa: E402
+from server.commands.bench.command import (  # noqa: E402
     add_load_options,
     caption,
     fit_shape,
@@ -38,10 +37,11 @@ from server.bench.command import (  # noqa: E402
     runnable,
     whole_number,
 )
-from server.bench.figures import Figures, heading, medians, ratio_row, ratios, row  # noqa: E402
-from server.bench.load import Target, TargetError, find_target, warm_up  # noqa: E402
-from server.bench.report import describe, machine, write_json  # noqa: E402
-from server.bench.workloads import Shape  # noqa: E402
+from server.commands.bench.figures import Figures, heading, medians, ratio_row, ratios, row  # noqa: E402
+from server.commands.bench.load import Target, TargetError, find_target, warm_up  # noqa: E402
+from server.commands.bench.report import describe, machine, write_json  # noqa: E402
+from server.commands.bench.workloads import Shape  # noqa: E402
+from server.process import event_loop  # noqa: E402
 
 
 @dataclass

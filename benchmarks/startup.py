@@ -20,7 +20,7 @@ from pathlib import Path
 
 import httpx
 
-from server.bench.report import describe, machine
+from server.commands.bench.report import describe, machine
 
 
 def main() -> None:

@@ -20,8 +20,8 @@ from typing import Any
 from sse_starlette.sse import EventSourceResponse
 
 from engine.outputs import CompletionOutput, RequestOutput
-from server.bench.report import machine
-from server.sse import HEADERS, KEEP_ALIVE, EventStream
+from server.commands.bench.report import machine
+from server.output.sse import HEADERS, KEEP_ALIVE, EventStream
 
 CHUNK = b'data: {"id":"chatcmpl-0123456789","choices":[{"index":0,"delta":{"content":" fox"}}]}\n\n'
 END = b"data: [DONE]\n\n"

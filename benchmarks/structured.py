@@ -19,7 +19,7 @@ from typing import Any
 from engine.llm import LLM
 from engine.sampling_params import SamplingParams
 from engine.structured_output import StructuredOutput
-from server.bench.report import describe, machine
+from server.commands.bench.report import describe, machine
 
 PERSON = {
     "type": "object",

@@ -22,10 +22,10 @@ from pathlib import Path
 
 from engine.config import EngineConfig
 from engine.driver import Driver
+from engine.executor.step import CacheCosts
 from engine.request import Request
 from engine.sampling_params import SamplingParams
-from engine.step import CacheCosts
-from server.bench.report import describe, machine
+from server.commands.bench.report import describe, machine
 
 MEASURED_TOKENS = 512  # engine/worker/cache_costs.py
 MODES = "recompute", "swap", "auto"

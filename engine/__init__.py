@@ -11,7 +11,7 @@ __all__ = ["LLM", "BeamSearchParams", "CompletionOutput", "RequestOutput", "Samp
 
 MODULES = {
     "LLM": "engine.llm",
-    "BeamSearchParams": "engine.beam_search",
+    "BeamSearchParams": "engine.scheduling.beam_search",
     "CompletionOutput": "engine.outputs",
     "RequestOutput": "engine.outputs",
     "SamplingParams": "engine.sampling_params",

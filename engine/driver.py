@@ -16,41 +16,41 @@ import time
 from collections import deque
 from functools import partial
 
-from engine.beam_group import begin_search
-from engine.beam_search import check_beams
-from engine.block_manager import BlockManager
-from engine.checkpoint import model_identity, read_eos_token_ids, resolve_model, resolve_tokenizer
-from engine.child_process import kill_children
+from engine.checkpoint.locate import model_identity, read_eos_token_ids, resolve_model, resolve_tokenizer
+from engine.checkpoint.pooling import pooling_of_model, read_pooling
 from engine.config import EngineConfig
-from engine.deadlines import Deadlines
-from engine.delivery import Delivery, LiveRequest
-from engine.detokenizer import Detokenizer
 from engine.errors import DeadlineError, EngineError, InvalidRequestError, PageserveError, UnavailableError
-from engine.executor import WORKER_COMMAND, Executor, NoRoomError, WorkerDiedError
+from engine.executor.child_process import kill_children
+from engine.executor.executor import WORKER_COMMAND, Executor, NoRoomError, WorkerDiedError
+from engine.executor.recovery import Recovery
+from engine.executor.step import FetchedBlocks, GrammarPrepared, StartWorker, StepPlan, StepResult, WorkerReady
+from engine.executor.step_durations import StepDurations
+from engine.executor.timeouts import within
 from engine.flush import flush
-from engine.grammar_service import GrammarService, failure
-from engine.host_tier import HostTier
-from engine.kv_view import KVView, kv_view
-from engine.model_info import ModelInfo, check_request, fits_still
+from engine.grammars.service import GrammarService, failure
+from engine.memory.block_manager import BlockManager
+from engine.memory.host_tier import HostTier
 from engine.outputs import FinishReason
-from engine.pooling_config import pooling_of_model, read_pooling
-from engine.prefetch import Prefetcher
-from engine.queue_limits import QueueLimits
-from engine.recovery import Recovery
 from engine.request import Request
-from engine.request_log import RequestLog, RequestReport
-from engine.request_timings import RequestTimings
+from engine.requests.deadlines import Deadlines
+from engine.requests.delivery import Delivery, LiveRequest
+from engine.requests.model_info import ModelInfo, check_request, fits_still
+from engine.requests.queue_limits import QueueLimits
+from engine.requests.stream import RequestStream
 from engine.sampling_defaults import read_sampling_defaults
-from engine.scheduler import Scheduler
-from engine.stats import EngineStats
-from engine.step import FetchedBlocks, GrammarPrepared, StartWorker, StepPlan, StepResult, WorkerReady
-from engine.step_durations import StepDurations
-from engine.step_log import StepsView
-from engine.stream import RequestStream
+from engine.scheduling.beam_group import begin_search
+from engine.scheduling.beam_search import check_beams
+from engine.scheduling.prefetch import Prefetcher
+from engine.scheduling.scheduler import Scheduler
 from engine.structured_output import Vocabulary
+from engine.telemetry.kv_view import KVView, kv_view
+from engine.telemetry.request_log import RequestLog, RequestReport
+from engine.telemetry.request_timings import RequestTimings
+from engine.telemetry.stats import EngineStats
+from engine.telemetry.step_log import StepsView
+from engine.text.detokenizer import Detokenizer
+from engine.text.tokenizer import Tokenizer
 from engine.thinking import check_budget
-from engine.tokenizer import Tokenizer
-from engine.within import within
 
 logger = logging.getLogger(__name__)
 
@@ -198,11 +198,11 @@ class Driver:
         return live.report() if live.stream.request.tenant == tenant else None
 
     def kv_view(self) -> KVView:
-        """What every KV block holds, as engine/kv_view.py says; UnavailableError before the model is loaded."""
+        """Every KV block and its holder (engine/telemetry/kv_view.py); UnavailableError before the model is loaded."""
         return kv_view(getattr(self, "scheduler", None), self._owners)
 
     def steps_view(self) -> StepsView:
-        """What the last steps did, as engine/step_log.py says; UnavailableError before the model is loaded."""
+        """The last steps (engine/telemetry/step_log.py); UnavailableError before the model is loaded."""
         return self.stats.steps.view(getattr(self, "scheduler", None))
 
     async def drain(self, timeout: float) -> bool:

@@ -1,8 +1,8 @@
 """What ends a sequence by its tokens: an end-of-sequence token, a stop token, its length. Stop strings: Delivery."""
 
+from engine.memory.sequence import Sequence
 from engine.outputs import FinishReason
 from engine.sampling_params import SamplingParams
-from engine.sequence import Sequence
 
 
 def end_tokens(params: SamplingParams, eos_token_ids: frozenset[int]) -> frozenset[int]:

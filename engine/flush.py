@@ -3,9 +3,9 @@
 import asyncio
 import contextlib
 
-from engine.executor import Executor, WorkerDiedError
-from engine.step import StepPlan, StepResult
-from engine.within import within
+from engine.executor.executor import Executor, WorkerDiedError
+from engine.executor.step import StepPlan, StepResult
+from engine.executor.timeouts import within
 
 FLUSH_SECONDS = 5.0  # a slow disk gets no more
 

@@ -17,20 +17,20 @@ from typing import Any, TypeVar
 import msgspec
 from tqdm import tqdm
 
-from engine.bad_words import resolve_bans
-from engine.beam_search import BeamSearchParams
 from engine.config import EngineConfig
 from engine.driver import Driver
 from engine.errors import EngineError, InvalidRequestError
-from engine.model_info import check_request
 from engine.outputs import CompletionOutput, FinishReason, PromptLogprobs, RequestOutput, TokenLogprobs
 from engine.request import Request
+from engine.requests.model_info import check_request
 from engine.sampling_defaults import SamplingDefaults
 from engine.sampling_params import SamplingParams
+from engine.scheduling.beam_search import BeamSearchParams
 from engine.settings import from_keywords
-from engine.text import is_text
+from engine.text.bad_words import resolve_bans
+from engine.text.tokenizer import Tokenizer
+from engine.text.unicode import is_text
 from engine.thinking import FIELD, check_budget
-from engine.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = dict[str, Any]

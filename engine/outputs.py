@@ -7,7 +7,7 @@ from typing import overload
 
 import msgspec
 
-from engine.step import PromptScores
+from engine.executor.step import PromptScores
 
 
 class FinishReason(str, Enum):

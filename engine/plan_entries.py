@@ -1,8 +1,8 @@
 """What a plan says about a sequence that the Worker does not hold yet."""
 
-from engine.block_manager import Allocation
-from engine.sequence import Sequence
-from engine.step import NewSequence
+from engine.executor.step import NewSequence
+from engine.memory.block_manager import Allocation
+from engine.memory.sequence import Sequence
 
 
 def new_sequence(seq: Sequence, blocks: Allocation, fork_of: int | None = None) -> NewSequence:

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from engine.beam_search import BeamSearchParams
+from engine.memory.sequence import Sequence
 from engine.sampling_params import SamplingParams
-from engine.sequence import Sequence
+from engine.scheduling.beam_search import BeamSearchParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +20,9 @@ class Request:
     prompt name ("prompt" or "messages"). With `beam_search` the outputs are its hypotheses, and all come at the end:
     `params` must then be its `sampling_params()`.
 
-    Tenants share the engine fairly, each by its `weight` (engine/fair_share.py). A request that is not finished
-    `timeout` seconds after it was accepted ends with DeadlineError. `trace_parent` is for listeners of the RequestLog.
+    Tenants share the engine fairly, each by its `weight` (engine/scheduling/fair_share.py). A request that is not
+    finished `timeout` seconds after it was accepted ends with DeadlineError. `trace_parent` is for listeners of the
+    RequestLog.
     """
 
     request_id: str

@@ -9,7 +9,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from engine.checkpoint import read_json
+from engine.checkpoint.locate import read_json
 from engine.errors import InvalidRequestError
 from engine.sampling_params import SamplingParams, require_float
 

@@ -32,8 +32,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
     al. 2019, section 4.1; repetition: over prompt and generated tokens). top_p 0 is greedy, too: the smallest nucleus
     there is holds the most likely token alone.
 
-    `bad_words` are never generated: texts, which engine/bad_words.py turns into token sequences before the request is
-    made, or such sequences. `allowed_token_ids` are all that may be generated, the end-of-sequence token included.
+    `bad_words` are never generated: texts, which engine/text/bad_words.py turns into token sequences before the request
+    is made, or such sequences. `allowed_token_ids` are all that may be generated, the end-of-sequence token included.
 
     `thinking_token_budget` is the most tokens that a model thinks between <think> and </think> (engine/thinking.py):
     then the closing tag is forced, whatever other fields say. The tags do not count.

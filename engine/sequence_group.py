@@ -4,8 +4,8 @@ They share blocks, so one that gave up its own would free little, and its return
 scheduling: Kwon et al. 2023, section 4.5).
 """
 
-from engine.block_manager import Block, BlockManager
-from engine.sequence import Sequence, SequenceStatus
+from engine.memory.block_manager import Block, BlockManager
+from engine.memory.sequence import Sequence, SequenceStatus
 
 
 class SequenceGroup:

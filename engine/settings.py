@@ -2,7 +2,7 @@
 
 `option()` puts the help text and the limits on the field. From that declaration come the command-line flags, the check
 of YAML files and of PAGESERVE_ variables, the validation when the dataclass is made, configs/default.yaml and
-docs/settings.md (server/config_docs.py). Later sources win: default < YAML < environment < flag.
+docs/settings.md (server/commands/config_docs.py). Later sources win: default < YAML < environment < flag.
 
 Values cross in three shapes: Python values (keywords, YAML) are checked as they are, so "3" is not an integer; texts
 (flags, environment) are parsed first.

@@ -1,7 +1,8 @@
 """StructuredOutput: the form that the text of a request must have, as a value that crosses to the Worker.
 
-It only says what is asked. engine/grammar.py turns it into a grammar, engine/grammar_checker.py finds out in a process
-of its own whether that compiles within the limits, engine/worker/grammar_rows.py holds the tokens to it.
+It only says what is asked. engine/grammars/compiler.py turns it into a grammar, engine/grammars/checker.py finds out in
+a process of its own whether that compiles within the limits, engine/worker/sampling/grammar_rows.py holds the tokens to
+it.
 """
 
 import hashlib

@@ -77,12 +77,17 @@ class Report:
 
 
 def kernel_modules() -> Iterator[ModuleType]:
-    """The files of this folder that offer aot_configurations."""
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        if path.stem not in ("__init__", "aot"):
-            module = importlib.import_module(f"kernels.{path.stem}")
-            if hasattr(module, "aot_configurations"):
-                yield module
+    """The modules with Triton kernels that offer aot_configurations."""
+    return (module for module in gpu_modules() if hasattr(module, "aot_configurations"))
+
+
+def gpu_modules() -> Iterator[ModuleType]:
+    """Every module of this package but the CPU's and this one."""
+    folder = Path(__file__).parent
+    for path in sorted(folder.rglob("*.py")):
+        name = ".".join(path.relative_to(folder).with_suffix("").parts)
+        if path.stem != "__init__" and name != "aot" and not name.startswith("cpu."):
+            yield importlib.import_module(f"kernels.{name}")
 
 
 def configurations(capability: int, quick: bool = False, name: str = "") -> list[AotConfiguration]:
@@ -96,15 +101,13 @@ def configurations(capability: int, quick: bool = False, name: str = "") -> list
 
 
 def uncovered_kernels() -> list[str]:
-    """Kernels (functions named *_kernel under triton.jit) of this folder that no configuration compiles."""
+    """Kernels (functions named *_kernel under triton.jit) of this package that no configuration compiles."""
     known = {id(c.kernel) for capability in DEVICES for c in configurations(capability)}
     missing = set()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        if path.stem in ("__init__", "aot"):
-            continue
-        for key, value in vars(importlib.import_module(f"kernels.{path.stem}")).items():
+    for module in gpu_modules():
+        for key, value in vars(module).items():
             if isinstance(value, triton.JITFunction) and key.endswith("_kernel") and id(value) not in known:
-                missing.add(f"{path.stem}.{key}")
+                missing.add(f"{module.__name__}.{key}")
     return sorted(missing)
 
 

@@ -17,28 +17,28 @@ from starlette.types import Scope
 
 from engine.driver import Driver
 from engine.errors import PageserveError
-from server import health, metrics, models
-from server.api_keys import ApiKeys
-from server.body_budget import BodyBudget
-from server.chat_completions import create_chat_completion, stored_completion
-from server.completions import create_completion
 from server.config import ServerConfig
-from server.debug_kv import add_debug_routes
-from server.debug_requests import debug_request
-from server.embeddings import EmbeddingRequest, create_embeddings
+from server.context import Served, package_version
 from server.errors import ApiError, error_response, from_http_status, nearest_route, refusal_reason
-from server.ignored_fields import IgnoredFieldsHeader
-from server.messages_api import count_tokens, create_message
-from server.middleware import CLIENT_LEFT, PUBLIC_PATHS, Authentication, RequestContext
+from server.http.api_keys import ApiKeys
+from server.http.body_budget import BodyBudget
+from server.http.ignored_fields import IgnoredFieldsHeader
+from server.http.middleware import CLIENT_LEFT, PUBLIC_PATHS, Authentication, RequestContext
+from server.http.tracing import TraceContext, make_tracer
 from server.openapi import body_of, describe
 from server.playground import add_playground_routes
 from server.protocol import ChatCompletionRequest, CompletionRequest
-from server.protocol.anthropic_request import MessagesPrompt, MessagesRequest
-from server.protocol.response_request import ResponsePrompt, ResponseRequest
-from server.responses import count_input_tokens, create_response, stored_response
-from server.served import Served, package_version
-from server.tokenize import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest, detokenize, tokenize
-from server.tracing import TraceContext, make_tracer
+from server.protocol.anthropic.request import MessagesPrompt, MessagesRequest
+from server.protocol.responses.request import ResponsePrompt, ResponseRequest
+from server.routes import health, metrics, models
+from server.routes.chat_completions import create_chat_completion, stored_completion
+from server.routes.completions import create_completion
+from server.routes.debug_kv import add_debug_routes
+from server.routes.debug_requests import debug_request
+from server.routes.embeddings import EmbeddingRequest, create_embeddings
+from server.routes.messages import count_tokens, create_message
+from server.routes.responses import count_input_tokens, create_response, stored_response
+from server.routes.tokenize import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest, detokenize, tokenize
 
 DEFAULT_MODEL_NAME = "pageserve"
 PREFLIGHT_SECONDS = 3600  # for so long a browser need not ask again

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from engine.command_line import Parser, merge_positional_model, one_line
 from engine.errors import ConfigError, ModelError, PageserveError
 from engine.settings import add_flags, load_settings
-from server.standard_streams import StandardStreams, open_missing_streams
+from server.process.standard_streams import StandardStreams, open_missing_streams
 
 USAGE = """usage: pageserve COMMAND [options]
 
@@ -112,32 +112,32 @@ def serve(arguments: list[str]) -> int:
     server_config = resolve_files(server_config)
     logging.basicConfig(level=server_config.log_level.upper(), format=LOG_FORMAT)
 
-    from server import event_loop
+    from server.process import event_loop
     from server.serve import run
 
     return event_loop.run(run(server_config, engine_config))
 
 
 def chat(arguments: list[str]) -> int:
-    from server.chat import main
+    from server.commands.chat import main
 
     return main(arguments)
 
 
 def generate(arguments: list[str]) -> int:
-    from server.generate import main
+    from server.commands.generate import main
 
     return main(arguments)
 
 
 def run_batch(arguments: list[str]) -> int:
-    from server.batch import main
+    from server.commands.batch import main
 
     return main(arguments)
 
 
 def bench(arguments: list[str]) -> int:
-    from server.bench import main
+    from server.commands.bench import main
 
     return main(arguments)
 

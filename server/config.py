@@ -5,10 +5,10 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.chat_template import syntax_error
 from engine.errors import ConfigError
 from engine.sampling_params import MAX_LOGPROBS, MAX_N, MAX_STOP_STRINGS
 from engine.settings import check_config, option
+from engine.text.chat_template import syntax_error
 
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9.:\[\]-]+")  # as browsers write it
 HTTP_URL = re.compile(r"https?://[^/]")

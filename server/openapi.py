@@ -11,10 +11,11 @@ from pydantic.json_schema import models_json_schema
 
 from server.config import ServerConfig
 from server.errors import is_anthropics
-from server.ignored_fields import HEADER
-from server.middleware import PUBLIC_PATHS
-from server.protocol import anthropic_answers, response_answers
-from server.protocol import responses as answers
+from server.http.ignored_fields import HEADER
+from server.http.middleware import PUBLIC_PATHS
+from server.protocol import answers
+from server.protocol.anthropic import answers as anthropic_answers
+from server.protocol.responses import answers as response_answers
 from server.protocol.strict import Strict
 
 OPENAPI = "3.2.0"  # the first version that can describe the events of a stream

@@ -25,14 +25,14 @@ from sse_starlette.sse import AppStatus
 from engine.config import EngineConfig
 from engine.driver import Driver
 from engine.errors import ConfigError
-from server.api_keys import ApiKeys
 from server.app import create_app, served_names
 from server.config import ServerConfig
-from server.connections import Connections, backlog, raise_descriptor_limit, room_for_connections
-from server.end_signals import EndSignals
-from server.http_protocol import LimitedHttpProtocol
-from server.memory import keep_trimmed, set_allocator
-from server.tracing import Tracer
+from server.http.api_keys import ApiKeys
+from server.http.connections import Connections, backlog, raise_descriptor_limit, room_for_connections
+from server.http.limits import LimitedHttpProtocol
+from server.http.tracing import Tracer
+from server.process.end_signals import EndSignals
+from server.process.memory import keep_trimmed, set_allocator
 
 logger = logging.getLogger(__name__)
 

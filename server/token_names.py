@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 
 
 class TokenNames(Protocol):

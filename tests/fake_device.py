@@ -14,8 +14,7 @@ from itertools import takewhile
 
 import msgspec
 
-from engine.pooling import Pooling
-from engine.step import (
+from engine.executor.step import (
     BlockCopy,
     FetchBlocks,
     FetchedBlocks,
@@ -25,6 +24,7 @@ from engine.step import (
     StepPlan,
     StepResult,
 )
+from engine.pooling import Pooling
 
 VOCAB_SIZE = 260
 HIDDEN_SIZE = 8

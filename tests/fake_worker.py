@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from engine.step import (
+from engine.executor.step import (
     FRAME_HEADER,
     GrammarPrepared,
     Heartbeat,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine.settings import load_settings
-from server.config_docs import CONFIG_CLASSES, DOCUMENTS, with_table, yaml_template
+from server.commands.config_docs import CONFIG_CLASSES, DOCUMENTS, with_table, yaml_template
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("engine", "server", "kernels", "training", "benchmarks")
@@ -26,7 +26,7 @@ FOR_SERVER = tuple(f"engine.{name}" for name in ENGINE_PUBLIC.split())
 WORKER_PUBLIC = "step config settings sampling_params pooling structured_output grammar errors json_files thinking"
 FOR_WORKER = tuple(f"engine.{name}" for name in WORKER_PUBLIC.split())
 # `pageserve plan` is a command of its own, not part of the Worker.
-FOR_PLAN = ("engine.checkpoint", "engine.command_line")
+FOR_PLAN = ("engine.checkpoint.locate", "engine.command_line")
 
 
 def imported_modules(path: Path) -> set[str]:
@@ -85,7 +85,7 @@ def test_the_worker_imports_models_kernels_and_the_step_language(path):
 
 @pytest.mark.parametrize("path", of("engine.models"), ids=str)
 def test_models_import_kernels_and_what_reads_a_checkpoint(path):
-    allowed = ("engine.models", "kernels", "engine.errors", "engine.json_files", "engine.checkpoint_files")
+    allowed = ("engine.models", "kernels", "engine.errors", "engine.checkpoint.json_files", "engine.checkpoint.links")
     assert not {name for name in ours(path) if not within(name, *allowed)}
 
 

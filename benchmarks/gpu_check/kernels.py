@@ -13,9 +13,9 @@ from benchmarks.gpu_check.parts import Setting
 from benchmarks.gpu_check.record import Goal, Recorder, at_least
 from benchmarks.gpu_check.timing import Stopwatch, pick_device
 from benchmarks.kernel_speed import Case, Shape, decode_case, linear_cases, prefill_case, row_cases
-from kernels.copy_blocks import BlockCopier
+from kernels.cache.copy_blocks import BlockCopier
+from kernels.elementwise.layer_norm import layer_norm
 from kernels.kv_format import KV_FORMATS
-from kernels.layer_norm import layer_norm
 
 SHAPE = Shape(32, 8, 128, 4096, 14336, 128256)
 TINY_SHAPE = Shape(4, 2, 32, 64, 96, 128)

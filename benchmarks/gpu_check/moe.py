@@ -15,7 +15,7 @@ from benchmarks.gpu_check.bench import Bench
 from benchmarks.gpu_check.record import Recorder
 from benchmarks.gpu_check.torch_peers import compare
 from benchmarks.kernel_speed import MOE_SHAPES, MOE_TOKENS, Case, MoELayer, MoEShape, moe_case
-from kernels.moe_routing import route_reference
+from kernels.linear.moe_routing import route_reference
 
 TINY_SHAPES, TINY_TOKENS = (MoEShape("toy", 6, 2, 64, 32),), (1, 5)
 

@@ -24,7 +24,7 @@ from engine.models.families import read_model_config
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 from engine.settings import load_settings
-from server import event_loop
+from server.process import event_loop
 
 NANO, NANO_TEMPERATURE = f"{QWEN}: nano-vllm workload", 0.6
 NUM_USERS, PROMPT, OUTPUT, ROUNDS = 100, 512, 128, 4

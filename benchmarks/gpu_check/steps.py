@@ -23,10 +23,10 @@ from benchmarks.gpu_check.record import Goal, Recorder, at_least
 from benchmarks.gpu_check.shapes import LLAMA, QWEN, write_model
 from benchmarks.gpu_check.timing import pick_device, synchronize
 from engine.config import EngineConfig
+from engine.executor.step import NewSequence, SequenceStep, StepPlan, WorkerReady
 from engine.models.config import ModelConfig
 from engine.models.families import read_model_config
 from engine.sampling_params import SamplingParams
-from engine.step import NewSequence, SequenceStep, StepPlan, WorkerReady
 from engine.worker.load import load_runner
 from engine.worker.model_runner import LaunchedStep, ModelRunner
 

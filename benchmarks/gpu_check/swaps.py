@@ -8,10 +8,10 @@ import torch
 
 from benchmarks.gpu_check.record import Recorder
 from benchmarks.gpu_check.timing import synchronize
-from engine.step import BlockMove
-from engine.worker.device_queue import CudaQueue
-from engine.worker.host_cache import HostCache
-from kernels.copy_blocks import BlockCopier
+from engine.executor.step import BlockMove
+from engine.worker.cache.host_cache import HostCache
+from engine.worker.device.queue import CudaQueue
+from kernels.cache.copy_blocks import BlockCopier
 
 TENSORS, PAGE, BLOCKS = 64, (8, 16, 128), 256  # keys and values of 32 layers; blocks of 2 MiB in bf16
 TINY_TENSORS, TINY_PAGE, TINY_BLOCKS = 4, (2, 16, 16), 8

@@ -1,4 +1,4 @@
-"""Attention with other tiles, stages and numbers of splits than those of kernels/attention_choices.py, at the shapes of
+"""Attention with other tiles, stages and numbers of splits than those of kernels/attention/choices.py, at the shapes of
 Llama-3-8B: what the table should hold. Only when it is asked for (--parts tiles): a compilation for every line."""
 
 from collections.abc import Iterator
@@ -14,16 +14,16 @@ from benchmarks.gpu_check.parts import Setting
 from benchmarks.gpu_check.record import Recorder
 from benchmarks.gpu_check.timing import Stopwatch, pick_device
 from benchmarks.kernel_speed import Case, Shape, make_plan, paged_batch
-from kernels.attention_choices import Tile
-from kernels.attention_plan import MAX_SPLITS, AttentionPlan, AttentionShape, attention_shape
-from kernels.attention_tile import base_2_scale
+from kernels.attention.choices import Tile
+from kernels.attention.decode import launch_decode
+from kernels.attention.plan import MAX_SPLITS, AttentionPlan, AttentionShape, attention_shape
+from kernels.attention.prefill import launch_prefill
+from kernels.attention.tile import base_2_scale
+from kernels.cache.quantize import as_bytes
 from kernels.kv_format import FP8, INT8, KVFormat
-from kernels.kv_quantize import as_bytes
-from kernels.paged_attention import launch_decode
-from kernels.prefill_attention import launch_prefill
 
 # (block_m, block_n, num_warps, num_stages); the first of each is the table's on Hopper. 3 stages fetch no tile ahead, 5
-# one and 7 two (kernels/attention_choices.py).
+# one and 7 two (kernels/attention/choices.py).
 PREFILL_TILES = ((128, 128, 8, 5), (128, 128, 8, 3), (128, 64, 8, 5), (128, 64, 8, 7), (128, 64, 8, 3), (64, 64, 4, 5),
                  (64, 64, 4, 3), (64, 128, 4, 5), (64, 32, 4, 5), (128, 32, 8, 5))  # fmt: skip
 DECODE_TILES = ((16, 64, 4, 5), (16, 64, 4, 3), (16, 64, 4, 7), (16, 32, 4, 5), (16, 32, 4, 7), (16, 128, 4, 3),

@@ -10,8 +10,8 @@ from torch import Tensor
 from benchmarks.gpu_check.bench import Bench
 from benchmarks.gpu_check.record import Recorder
 from benchmarks.kernel_speed import Case, Shape, paged_batch
-from kernels.paged_attention import paged_attention
-from kernels.prefill_attention import prefill_attention
+from kernels.attention.decode import paged_attention
+from kernels.attention.prefill import prefill_attention
 
 DECODES, PREFILLS = ((16, 4096), (64, 1024)), (1024, 8192)
 FLEX = ((64, 1024),), (8192,)  # each is compiled for some seconds

@@ -24,7 +24,7 @@ from typing import Any
 import httpx
 
 from benchmarks.processes import ServerProcess
-from engine.checkpoint import BUNDLED_MODEL
+from engine.checkpoint.locate import BUNDLED_MODEL
 from training.stories import tell
 
 TASKS = ("stories_choice", "stories_text")

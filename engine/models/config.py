@@ -9,7 +9,8 @@ from kernels.kv_format import KVFormat
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """How rotary frequencies are stretched past the trained length (engine/models/position.py holds the formulas).
+    """How rotary frequencies are stretched past the trained length (engine/models/layers/position.py holds the
+    formulas).
 
     kind "linear" uses factor only; "llama3" the two frequency factors; "yarn" the two betas and attention_factor,
     by which cosines and sines are multiplied; "longrope" attention_factor and, in place of factor, a factor for each

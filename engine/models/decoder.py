@@ -5,13 +5,13 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from engine.models.attention import Attention, BatchMetadata, KVCache, OutputRows
 from engine.models.config import ModelConfig
-from engine.models.embedding import Embedding, LMHead
-from engine.models.mlp import take_mlp
-from engine.models.norm import take_norm
-from engine.models.operators import FastOperators, Operators
-from engine.models.position import cos_sin_table
+from engine.models.layers.attention import Attention, BatchMetadata, KVCache, OutputRows
+from engine.models.layers.embedding import Embedding, LMHead
+from engine.models.layers.mlp import take_mlp
+from engine.models.layers.norm import take_norm
+from engine.models.layers.operators import FastOperators, Operators
+from engine.models.layers.position import cos_sin_table
 
 
 class DecoderLayer:

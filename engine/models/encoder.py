@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.models.config import ModelConfig
-from engine.models.embedding import Embedding
+from engine.models.layers.embedding import Embedding
+from engine.models.layers.mlp import take_mlp
+from engine.models.layers.norm import take_norm
+from engine.models.layers.operators import Operators
 from engine.models.linear import take_linear
-from engine.models.mlp import take_mlp
-from engine.models.norm import take_norm
-from engine.models.operators import Operators
 
 
 @dataclass(frozen=True, slots=True)

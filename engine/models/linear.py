@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from engine.models.operators import Linear, Operators
+from engine.models.layers.operators import Linear, Operators
 
 
 def take_linear(weights: dict[str, Tensor], name: str, operators: Operators) -> Linear:

@@ -12,7 +12,7 @@ MAX_LAYERS = 10_000
 MAX_EXPERTS = 512  # what the router's kernel takes
 MAX_ROPE_FACTOR = 10_000.0
 
-# What config.json calls an activation -> what kernels.activation calls it.
+# What config.json calls an activation -> what kernels.elementwise.activation calls it.
 ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -71,7 +71,7 @@ class ConfigReader:
         return value
 
     def activation(self, name: str, default: str) -> str:
-        """The activation in the names of kernels.activation."""
+        """The activation in the names of kernels.elementwise.activation."""
         return ACTIVATIONS[self.choice(name, default, tuple(ACTIVATIONS))]
 
     def choice(self, name: str, default: str, choices: tuple[str, ...]) -> str:

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from engine.checkpoint_files import path_inside
+from engine.checkpoint.json_files import read_json_object
+from engine.checkpoint.links import path_inside
 from engine.errors import ModelError
-from engine.json_files import read_json_object
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -23,7 +23,7 @@ def find_shard_files(model_dir: Path) -> list[Path]:
 
 
 def check_shard_path(model_dir: Path, name: str) -> Path:
-    """The real path of a shard; ModelError unless it is a file inside the folder (engine/checkpoint_files.py)."""
+    """The real path of a shard; ModelError unless it is a file inside the folder (engine/checkpoint/links.py)."""
     relative = Path(name)
     if relative.is_absolute() or ".." in relative.parts or relative.suffix != ".safetensors":
         raise ModelError(f"{INDEX_FILE} names {name!r}: a shard must be a .safetensors file inside the model's folder.")

@@ -16,7 +16,7 @@ from engine.models.decoder import Decoder
 from engine.models.encoder import Encoder
 from engine.models.families import family_of
 from engine.models.family import Family
-from engine.models.operators import operators_for
+from engine.models.layers.operators import operators_for
 from engine.models.shard_files import find_shard_files
 
 FLOAT_DTYPES = ("F16", "BF16", "F32", "F64")
@@ -41,8 +41,8 @@ def load_model(
     """Weights in `dtype` on `device`; load_format "dummy" makes them up from `seed`, the others read safetensors.
 
     `progress` is told the phase, such as "loading weights 40%". max_model_len bounds tables that grow with position.
-    batch_invariant: linear layers and activations, see engine/models/operators.py; ConfigError where it cannot be kept.
-    Raises ModelError naming the tensor and the file when the checkpoint does not fit its config.json.
+    batch_invariant: linear layers and activations, see engine/models/layers/operators.py; ConfigError where it cannot
+    be kept. Raises ModelError naming the tensor and the file when the checkpoint does not fit its config.json.
     """
     operators = operators_for(config, dtype, device, batch_invariant)
     if load_format == "dummy":

@@ -5,10 +5,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from engine.models.attention import BatchMetadata, KVCache, OutputRows
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
-from kernels.attention_plan import AttentionPlan, AttentionShape, attention_plan, attention_shape
+from engine.models.layers.attention import BatchMetadata, KVCache, OutputRows
+from kernels.attention.plan import AttentionPlan, AttentionShape, attention_plan, attention_shape
 
 
 def make_attention_plan(

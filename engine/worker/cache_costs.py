@@ -7,8 +7,8 @@ length and the path to host memory (section 7.3), so the Worker measures both wh
 import time
 from typing import TYPE_CHECKING
 
+from engine.executor.step import CacheCosts, NewSequence, SequenceStep, StepPlan
 from engine.sampling_params import SamplingParams
-from engine.step import CacheCosts, NewSequence, SequenceStep, StepPlan
 
 if TYPE_CHECKING:
     from engine.worker.model_runner import ModelRunner

@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from engine.config import EngineConfig
-from engine.models.attention import KVCache
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
-from engine.worker.cuda_graphs import GraphRunner, bucket_sizes
-from engine.worker.decode_buffers import DecodeBuffers
-from engine.worker.device_queue import DeviceQueue
-from engine.worker.host import StepLimits
-from engine.worker.input_batch import InputBatch, IntArray, SampledAt, StepBuffer
-from engine.worker.sampler import TokenCounts, sample
-from kernels.attention_plan import AttentionPlan
+from engine.models.layers.attention import KVCache
+from engine.worker.batch.decode_buffers import DecodeBuffers
+from engine.worker.batch.input_batch import InputBatch, IntArray, SampledAt, StepBuffer
+from engine.worker.device.cuda_graphs import GraphRunner, bucket_sizes
+from engine.worker.device.host import StepLimits
+from engine.worker.device.queue import DeviceQueue
+from engine.worker.sampling.sampler import TokenCounts, sample
+from kernels.attention.plan import AttentionPlan
 
 FORWARD, GREEDY = "the forward pass", "greedy sampling"
 
@@ -111,7 +111,7 @@ class DecodeRunner:
         self._queue.run(lambda: self.buffers.last_tokens.index_copy_(0, rows, token_ids))
 
     def record_first(self) -> None:
-        """The graphs to begin with (engine/worker/cuda_graphs.py)."""
+        """The graphs to begin with (engine/worker/device/cuda_graphs.py)."""
         self.graphs.record_first(self._stage_padding)
 
     def record_next(self) -> bool:

@@ -13,16 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.checkpoint.json_files import read_json_object
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineError
-from engine.json_files import read_json_object
-from engine.models.config import ModelConfig
-from engine.models.encoder import AttentionGroup, Encoder, EncoderBatch
-from engine.models.reader import ConfigReader
-from engine.models.weights import load_model
-from engine.pooling import Pooling
-from engine.sampling_params import SamplingParams
-from engine.step import (
+from engine.executor.step import (
     FetchBlocks,
     GrammarPrepared,
     NewSequence,
@@ -33,11 +27,17 @@ from engine.step import (
     WorkerMessage,
     WorkerReady,
 )
+from engine.models.config import ModelConfig
+from engine.models.encoder import AttentionGroup, Encoder, EncoderBatch
+from engine.models.reader import ConfigReader
+from engine.models.weights import load_model
+from engine.pooling import Pooling
+from engine.sampling_params import SamplingParams
 from engine.structured_output import Vocabulary
 from engine.thinking import ThinkingTags
-from engine.worker.device import resolve_device, resolve_dtype
-from engine.worker.host import StepLimits, resolve_step_limits
-from engine.worker.kv_cache import model_max_len
+from engine.worker.cache.kv_cache import model_max_len
+from engine.worker.device.choice import resolve_device, resolve_dtype
+from engine.worker.device.host import StepLimits, resolve_step_limits
 from engine.worker.pooler import PooledSequence, finish_vectors
 
 MAX_PADDING = 0.125  # share of a rectangle that may be padding: above, attention has fewer sequences per call

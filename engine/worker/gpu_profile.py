@@ -8,18 +8,18 @@ import numpy as np
 import torch
 
 from engine.config import EngineConfig
-from engine.models.attention import BatchMetadata
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
+from engine.models.layers.attention import BatchMetadata
 from engine.sampling_params import MAX_LOGPROBS
 from engine.worker.attention_warmup import make_attention_plan
+from engine.worker.cache.kv_cache import allocate_kv_caches, gpu_cache_bytes, kv_format_of, model_max_len
 from engine.worker.decode_runner import DecodeRunner, decode_settings
-from engine.worker.device_queue import DeviceQueue
-from engine.worker.host import StepLimits
-from engine.worker.kv_cache import allocate_kv_caches, gpu_cache_bytes, kv_format_of, model_max_len
-from engine.worker.prompt_scorer import compute_scores
-from engine.worker.sampler import TokenCounts, sample
-from engine.worker.sampling_rows import EVERYTHING_ON, SamplingRows
+from engine.worker.device.host import StepLimits
+from engine.worker.device.queue import DeviceQueue
+from engine.worker.sampling.prompt_scorer import compute_scores
+from engine.worker.sampling.sampler import TokenCounts, sample
+from engine.worker.sampling.sampling_rows import EVERYTHING_ON, SamplingRows
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,12 +4,12 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from engine.step import BlockMove, PromptScores
-from engine.worker.device_queue import Mark
-from engine.worker.input_batch import IntArray, SampledAt
+from engine.executor.step import BlockMove, PromptScores
+from engine.worker.batch.input_batch import IntArray, SampledAt
+from engine.worker.device.queue import Mark
 from engine.worker.pooler import PooledStep
-from engine.worker.prompt_scorer import ScoredStep
-from engine.worker.sampled import SampledRows
+from engine.worker.sampling.prompt_scorer import ScoredStep
+from engine.worker.sampling.sampled import SampledRows
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,21 +9,14 @@ import msgspec
 import torch
 
 from engine.config import EngineConfig
+from engine.executor.step import WorkerReady
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.families import read_model_config
 from engine.models.weights import load_model
-from engine.step import WorkerReady
-from engine.worker.cache_costs import measure_cache_costs
-from engine.worker.decode_runner import decode_settings
-from engine.worker.device import resolve_device, resolve_dtype
-from engine.worker.device_queue import CudaQueue
-from engine.worker.disk_cache import DiskCache, open_block_file
-from engine.worker.encoder_runner import EncoderRunner, load_encoder
-from engine.worker.gpu_profile import profile_gpu
-from engine.worker.host import StepLimits, available_host_bytes, resolve_step_limits
-from engine.worker.host_cache import HostCache
-from engine.worker.kv_cache import (
+from engine.worker.cache.disk_cache import DiskCache, open_block_file
+from engine.worker.cache.host_cache import HostCache
+from engine.worker.cache.kv_cache import (
     KVCacheSize,
     allocate_kv_caches,
     host_cache_bytes,
@@ -34,6 +27,13 @@ from engine.worker.kv_cache import (
     size_kv_cache,
     staging_bytes,
 )
+from engine.worker.cache_costs import measure_cache_costs
+from engine.worker.decode_runner import decode_settings
+from engine.worker.device.choice import resolve_device, resolve_dtype
+from engine.worker.device.host import StepLimits, available_host_bytes, resolve_step_limits
+from engine.worker.device.queue import CudaQueue
+from engine.worker.encoder_runner import EncoderRunner, load_encoder
+from engine.worker.gpu_profile import profile_gpu
 from engine.worker.model_runner import ModelRunner, block_copier
 
 logger = logging.getLogger(__name__)

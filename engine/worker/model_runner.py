@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import EngineError
-from engine.models.config import ModelConfig
-from engine.models.decoder import Decoder
-from engine.step import (
+from engine.executor.step import (
     BlockCopy,
     FetchBlocks,
     NewSequence,
@@ -22,25 +20,27 @@ from engine.step import (
     StepResult,
     WorkerMessage,
 )
+from engine.models.config import ModelConfig
+from engine.models.decoder import Decoder
 from engine.structured_output import Vocabulary
 from engine.thinking import ThinkingTags
 from engine.worker.attention_warmup import make_attention_plan, warm_up_attention
-from engine.worker.decode_buffers import BUFFERED_STEPS
+from engine.worker.batch.decode_buffers import BUFFERED_STEPS
+from engine.worker.batch.input_batch import InputBatch, IntArray, SampledAt, StepBuffer, StepInputs
+from engine.worker.cache.host_cache import HostCache
 from engine.worker.decode_runner import DecodeRunner, DecodeSettings
-from engine.worker.device_queue import DeviceQueue
-from engine.worker.grammar_masks import GrammarMasks
-from engine.worker.host import StepLimits
-from engine.worker.host_cache import HostCache
-from engine.worker.input_batch import InputBatch, IntArray, SampledAt, StepBuffer, StepInputs
+from engine.worker.device.host import StepLimits
+from engine.worker.device.queue import DeviceQueue
 from engine.worker.launched_step import Extras, LaunchedStep
 from engine.worker.pooler import PooledStep, Pooler
-from engine.worker.prompt_scorer import PromptScorer, StepScores, score
-from engine.worker.sampled import SampledRows, Samples, failed_row, num_logprobs, token_ids_of
-from engine.worker.sampler import ForcedTokens, TokenCounts, sample
-from engine.worker.sampling_rows import WARM_UP, Array, SamplingInputs, SamplingRows
-from engine.worker.thinking_rows import ThinkingRows
-from kernels.copy_blocks import BlockCopier
-from kernels.token_mask import TokenMask, mask_tokens
+from engine.worker.sampling.grammar_masks import GrammarMasks
+from engine.worker.sampling.prompt_scorer import PromptScorer, StepScores, score
+from engine.worker.sampling.sampled import SampledRows, Samples, failed_row, num_logprobs, token_ids_of
+from engine.worker.sampling.sampler import ForcedTokens, TokenCounts, sample
+from engine.worker.sampling.sampling_rows import WARM_UP, Array, SamplingInputs, SamplingRows
+from engine.worker.sampling.thinking_rows import ThinkingRows
+from kernels.cache.copy_blocks import BlockCopier
+from kernels.sampling.token_mask import TokenMask, mask_tokens
 
 T = TypeVar("T")
 
@@ -202,7 +202,7 @@ class ModelRunner:
             self._decodes.record_first()
 
     def _warm_up_mask(self) -> None:
-        """What the first structured output launches (engine/worker/grammar_masks.py)."""
+        """What the first structured output launches (engine/worker/sampling/grammar_masks.py)."""
         weight = self._decoder.embedding.weight
         hidden = torch.zeros((1, self._decoder.config.hidden_size), dtype=weight.dtype, device=self.device)
         row = torch.zeros(1, dtype=torch.int64, device=self.device)

@@ -13,16 +13,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from engine.checkpoint import resolve_model
+from engine.checkpoint.locate import resolve_model
 from engine.command_line import Parser, merge_positional_model, one_line
 from engine.config import EngineConfig
 from engine.errors import ConfigError, PageserveError
 from engine.models.config import ModelConfig
 from engine.models.families import read_model_config
 from engine.settings import add_flags, load_settings, parse_size
-from engine.worker.cuda_graphs import bucket_sizes
-from engine.worker.host import StepLimits, available_host_bytes, resolve_step_limits
-from engine.worker.kv_cache import (
+from engine.worker.cache.kv_cache import (
     DoesNotFitError,
     KVCacheSize,
     format_bytes,
@@ -33,8 +31,10 @@ from engine.worker.kv_cache import (
     most_positions,
     size_kv_cache,
 )
-from engine.worker.prompt_scorer import MAX_SCORED_LOGITS, SCORE_BYTES
-from engine.worker.sampling_rows import MAX_DRAW_ELEMENTS
+from engine.worker.device.cuda_graphs import bucket_sizes
+from engine.worker.device.host import StepLimits, available_host_bytes, resolve_step_limits
+from engine.worker.sampling.prompt_scorer import MAX_SCORED_LOGITS, SCORE_BYTES
+from engine.worker.sampling.sampling_rows import MAX_DRAW_ELEMENTS
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 CUDA_CONTEXT_BYTES = 700 << 20  # the driver, cuBLAS and the kernels' code: an estimate
@@ -258,7 +258,7 @@ def this_machine(config: EngineConfig) -> Machine:
     if config.device != "cpu":
         import torch
 
-        from engine.worker.device import resolve_device
+        from engine.worker.device.choice import resolve_device
 
         if resolve_device(config.device).type == "cuda":
             return Machine("cuda", torch.cuda.mem_get_info()[1])

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
+from engine.executor.step import NewSequence, SequenceStep
 from engine.pooling import Pooling
-from engine.step import NewSequence, SequenceStep
-from engine.worker.input_batch import InputBatch, SampledAt, StepInputs
-from engine.worker.sampling_rows import Put
+from engine.worker.batch.input_batch import InputBatch, SampledAt, StepInputs
+from engine.worker.sampling.sampling_rows import Put
 
 SMALLEST_NORM = 1e-12  # a vector of zeros stays one
 NOT_FINITE = "the model's hidden states hold NaN or infinity"

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import PageserveError
-from engine.step import (
+from engine.executor.step import (
     FRAME_HEADER,
     MAX_FRAME_BYTES,
     DriverMessage,
@@ -38,7 +38,7 @@ from engine.step import (
 )
 from engine.structured_output import Vocabulary
 from engine.thinking import ThinkingTags
-from engine.worker.host import limit_primitive_caches, set_threads
+from engine.worker.device.host import limit_primitive_caches, set_threads
 
 if TYPE_CHECKING:
     from engine.worker.encoder_runner import EncoderRunner

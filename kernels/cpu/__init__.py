@@ -4,7 +4,9 @@ Imported by `kernels.dispatch.cpu_kernels` only, and only where numba is install
 `supports_*` beside it, which says whether the tensors at hand have a layout and dtype that the compiled code covers.
 """
 
-from kernels.cpu import attention, attention_tiles, elementwise, linear, nucleus, quantize, token_mask
+from kernels.cpu import elementwise, linear, nucleus, quantize, token_mask
+from kernels.cpu.attention import launch as attention
+from kernels.cpu.attention import tiles as attention_tiles
 from kernels.cpu.dots import HAS_BF16_DOT
 from kernels.cpu.parallel import ParallelKernel
 

@@ -73,7 +73,7 @@ def supports_rms_norm(x: Tensor, weight: Tensor, residual: Tensor | None) -> boo
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, offset: float
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """See kernels.rms_norm."""
+    """See kernels.elementwise.rms_norm."""
     size, inner = x.shape[-1], x.shape[1] if x.ndim == 3 else 1
     rows = x.shape[0] * inner
     out = torch.empty(x.shape, dtype=x.dtype)
@@ -120,7 +120,7 @@ def supports_silu_mul(x: Tensor) -> bool:
 
 
 def silu_mul(x: Tensor) -> Tensor:
-    """silu(gate) * up, see kernels.activation.gated_activation."""
+    """silu(gate) * up, see kernels.elementwise.activation.gated_activation."""
     rows, size = x.shape[0], x.shape[1] // 2
     out = torch.empty((rows, size), dtype=x.dtype)
     per_item = max(1, CHUNK // size)
@@ -180,7 +180,7 @@ def supports_rotary(positions: Tensor, q: Tensor, k: Tensor, cos_sin_cache: Tens
 
 
 def rotary_embedding(positions: Tensor, q: Tensor, k: Tensor, cos_sin_cache: Tensor) -> None:
-    """See kernels.rotary_embedding."""
+    """See kernels.elementwise.rotary_embedding."""
     tokens, num_heads, head_dim = q.shape
     per_item = max(1, CHUNK // (num_heads * head_dim))
     kernel = _rotary_bf16 if q.dtype == torch.bfloat16 else _rotary_f32
@@ -222,7 +222,7 @@ def supports_reshape_and_cache(key: Tensor, value: Tensor, k_cache: Tensor, v_ca
 
 
 def reshape_and_cache(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-    """See kernels.reshape_and_cache."""
+    """See kernels.cache.reshape_and_cache."""
     tokens, heads, head_dim = key.shape
     size = key.element_size()
     per_item = max(1, CHUNK // (2 * heads * head_dim))

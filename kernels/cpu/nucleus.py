@@ -2,7 +2,7 @@
 
 Non-negative floats order like their bits. Three histograms of probability find the distance at which top_p is reached:
 over the first 11 bits, then over the next 10 and the last 10 among tokens that agree in the bits before. The search in
-kernels/sampling_draw.py does the same on a GPU.
+kernels/sampling/draw.py does the same on a GPU.
 """
 
 import numpy as np

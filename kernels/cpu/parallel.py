@@ -82,7 +82,7 @@ def _compile(fn: Callable):
 def _cache_dir() -> str:
     """A folder named after the sources: numba's own cache does not see a change in a function that a kernel calls."""
     folder = Path(__file__).parent
-    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))).hexdigest()[:12]
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(folder.rglob("*.py")))).hexdigest()[:12]
     roots = (os.environ.get("NUMBA_CACHE_DIR"), folder / "__pycache__", Path.home() / ".cache" / "pageserve")
     for root in filter(None, roots):
         path = Path(root) / f"kernels-{digest}"

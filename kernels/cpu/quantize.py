@@ -1,14 +1,14 @@
-"""Writing rows into a quantised KV cache on a CPU: the operations of kernels.kv_quantize.quantize_rows, to the byte."""
+"""Writes rows into a quantised KV cache on a CPU, to the byte as kernels.cache.quantize.quantize_rows does."""
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.cache.quantize import SMALLEST, kv_format_of
 from kernels.cpu import codes, simd
 from kernels.cpu.parallel import jit, next_item, parallel_kernel
 from kernels.cpu.simd import WIDTH, advance, load, read, splat, store
 from kernels.kv_format import PARAMETER_BYTES
-from kernels.kv_quantize import SMALLEST, kv_format_of
 
 ITEM = 2048  # numbers per work item at least
 NEG_INF, ZERO, ONE = np.float32(-np.inf), np.float32(0), np.float32(1)
@@ -160,7 +160,7 @@ def supports_quantize_and_cache(key: Tensor, value: Tensor, k_cache: Tensor, v_c
 
 
 def quantize_and_cache(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-    """See kernels.reshape_and_cache."""
+    """See kernels.cache.reshape_and_cache."""
     tokens, heads, head_dim = key.shape
     kv_format = kv_format_of(k_cache)
     assert kv_format is not None, "supports_quantize_and_cache said so"

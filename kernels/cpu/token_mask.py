@@ -58,7 +58,7 @@ def supports_mask_tokens(logits: Tensor, rows: Tensor, words: Tensor) -> bool:
 
 
 def mask_tokens(logits: Tensor, rows: Tensor, words: Tensor) -> None:
-    """See kernels.token_mask."""
+    """See kernels.sampling.token_mask."""
     _mask_rows(
         len(rows), logits.data_ptr(), rows.data_ptr(), words.data_ptr(), logits.stride(0), words.shape[1],
         logits.shape[1],

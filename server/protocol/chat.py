@@ -8,10 +8,10 @@ from engine.thinking import FIELD
 from server.config import ServerConfig
 from server.errors import MAX_NAME_LENGTH, invalid
 from server.protocol.generation import GenerationRequest, within
+from server.protocol.grammars.structured_output import RENAMED
 from server.protocol.harmless import CHAT_INERT, INERT, ServiceTier
 from server.protocol.messages import Message
 from server.protocol.strict import Strict, field_error
-from server.protocol.structured_output import RENAMED
 from server.protocol.tools import CustomTool, Tool, ToolChoice, ToolChoiceField, ToolsField, check_choice
 
 # Names that a chat template gets from the server; a client may not set them through chat_template_kwargs.

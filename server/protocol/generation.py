@@ -13,10 +13,10 @@ from engine.sampling_params import MAX_BAD_WORDS, SamplingParams
 from engine.structured_output import StructuredOutput
 from server.config import ServerConfig
 from server.errors import invalid
+from server.protocol.grammars.structured_output import FOREIGN, RENAMED, ResponseFormat, StructuredOutputsField
 from server.protocol.harmless import IGNORED, INERT
 from server.protocol.other_servers import in_our_words, options_schema
 from server.protocol.strict import Strict, field_error
-from server.protocol.structured_output import FOREIGN, RENAMED, ResponseFormat, StructuredOutputsField
 
 MAX_LOGIT_BIAS = 1024
 TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")  # spelled in one way only, so that no two keys of a map mean one token
@@ -68,7 +68,7 @@ def within(default: Any, low: float, high: float | None = None) -> Any:
 
 class StreamOptions(Strict):
     include_usage: bool = False
-    continuous_usage_stats: bool = False  # vLLM's: see server/stream_options.py
+    continuous_usage_stats: bool = False  # vLLM's: see server/output/stream_options.py
     include_obfuscation: bool = False  # see server/obfuscation.py
 
 
@@ -111,14 +111,14 @@ class GenerationRequest(Strict):
     return_tokens_as_token_ids: bool = False
     truncate_prompt_tokens: int | None = Field(None, ge=-1, lt=2**31)
     truncation_side: Literal["left", "right"] = "left"
-    use_beam_search: bool = False  # see server/beam_search.py
+    use_beam_search: bool = False  # see server/intake/beam_search.py
     length_penalty: float = 1.0
     early_stopping: EarlyStopping = False
     priority: int = Field(0, ge=-(2**31), lt=2**31)
     timeout: float | None = Field(None, gt=0.0, le=MAX_TIMEOUT)  # ours: seconds from when it is accepted to its end
     cache_salt: Salt = ""
     num_ctx: int | None = Field(None, ge=1)  # Ollama's: the least context that the client counts on
-    return_timings: bool = False  # ours: see server/debug_requests.py
+    return_timings: bool = False  # ours: see server/routes/debug_requests.py
 
     @classmethod
     def _in_our_words(cls, fields: dict[str, Any]) -> dict[str, Any]:

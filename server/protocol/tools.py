@@ -12,12 +12,12 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, FailFast, Field, PlainValidator, field_validator
 
 from engine.structured_output import StructuredOutput
-from server.json_bounds import STRING
-from server.protocol.closed_objects import closed
+from server.http.json_bounds import STRING
+from server.protocol.grammars.closed_objects import closed
+from server.protocol.grammars.lark_in_json import MAX_DEFINITION, LarkError, lark_of_json_string
+from server.protocol.grammars.structured_output import MAX_DESCRIPTION, to_json_text
 from server.protocol.harmless import CALL_IGNORED, FUNCTION_IGNORED
-from server.protocol.lark_in_json import MAX_DEFINITION, LarkError, lark_of_json_string
 from server.protocol.strict import Strict, field_error, validated
-from server.protocol.structured_output import MAX_DESCRIPTION, to_json_text
 from server.protocol.unknown_fields import unknown_field
 
 MAX_TOOLS = 128

@@ -1,6 +1,6 @@
 """Fields that no API knows: a 400, or with `--ignore-unknown-fields` left out and told of.
 
-What was left out is collected in the context of the request (server/ignored_fields.py makes it). Names come from
+What was left out is collected in the context of the request (server/http/ignored_fields.py makes it). Names come from
 clients, so what is kept of them is bounded: in a request here, in the log there.
 """
 

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engine.chat_template import ChatTemplate
-from engine.tokenizer import Tokenizer
-from server.tools.call_body import CallStyle, Written
-from server.tools.json_calls import JsonCalls
-from server.tools.named_calls import ARGS, NamedCalls
-from server.tools.xml_calls import XmlCalls
+from engine.text.chat_template import ChatTemplate
+from engine.text.tokenizer import Tokenizer
+from server.tools.calls.call_body import CallStyle, Written
+from server.tools.calls.json_calls import JsonCalls
+from server.tools.calls.named_calls import ARGS, NamedCalls
+from server.tools.calls.xml_calls import XmlCalls
 from server.tools.xml_tags import FUNCTION, PARAMETER
 
 Call = tuple[str, Written]  # name, arguments

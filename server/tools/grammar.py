@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.structured_output import StructuredOutput
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from server.protocol.tools import CustomTool, Tool
+from server.tools.calls.lark import ANY_TEXT, json_rule, literal, marker_rule, up_to
 from server.tools.formats import ToolFormat
-from server.tools.lark import ANY_TEXT, json_rule, literal, marker_rule, up_to
 
 NOT_A_CALL = r"/[^{ \t\r\n](.|\n)*/"  # of a message whose start may be one
 

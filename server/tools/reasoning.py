@@ -1,10 +1,10 @@
 """What a model thinks before it answers, between <think> and </think>, told from the answer."""
 
-from engine.chat_template import ChatTemplate
+from engine.text.chat_template import ChatTemplate
+from engine.text.tokenizer import Tokenizer
 from engine.thinking import BEGIN, END, ThinkingScan, ThinkingTags
-from engine.tokenizer import Tokenizer
+from server.tools.calls.json_object import SPACE
 from server.tools.events import held_back
-from server.tools.json_object import SPACE
 
 
 def thinks(template: ChatTemplate, tokenizer: Tokenizer) -> bool:

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
-from engine.chat_template import ChatTemplate
 from engine.errors import InvalidRequestError
+from engine.text.chat_template import ChatTemplate
 from server.protocol.messages import Message
 from server.protocol.tools import CustomCallOfHistory, CustomTool, Tool, ToolCallOfHistory
-from server.tools.call_body import Written
+from server.tools.calls.call_body import Written
+from server.tools.calls.xml_calls import WHOLE
 from server.tools.formats import ToolFormat, ToolUse
-from server.tools.xml_calls import WHOLE
 
 # What a template that knows no tools gets, as part of the system message: {tools} is a JSON object per line.
 PREAMBLE = """\

@@ -4,9 +4,9 @@ import json
 from collections.abc import Sequence
 
 from engine.structured_output import StructuredOutput
+from engine.text.tokenizer import Tokenizer
 from engine.thinking import BEGIN, END
-from engine.tokenizer import Tokenizer
-from server.tools.lark import ANY_TEXT, json_rule, marker_rule, regex, up_to
+from server.tools.calls.lark import ANY_TEXT, json_rule, marker_rule, regex, up_to
 
 GAP = r"/[ \t\r\n]{1,8}/"  # between the thinking and the answer
 

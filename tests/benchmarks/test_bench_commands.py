@@ -13,9 +13,9 @@ import pytest
 
 from benchmarks.processes import ServerProcess, session_and_descendants
 from benchmarks.serve import main as compare
-from server.bench import main as bench
-from server.bench.client import Endpoint
 from server.cli import main as pageserve
+from server.commands.bench import main as bench
+from server.commands.bench.client import Endpoint
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 STUB = f"{sys.executable} {Path(__file__).with_name('stub_server.py')} {{port}}"
@@ -73,7 +73,7 @@ def test_bench_draws_every_workload(stub, tmp_path):
 
 
 def test_bench_says_before_it_runs_that_it_cannot_draw(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("server.bench.command.find_spec", lambda name: None)
+    monkeypatch.setattr("server.commands.bench.command.find_spec", lambda name: None)
     assert bench(["--plot", str(tmp_path / "p.png")]) == 2
     assert "pip install 'pageserve[bench]'" in capsys.readouterr().err
 
@@ -102,7 +102,8 @@ def test_bench_names_the_nearest_flag(capsys):
 def test_bench_finds_its_key_where_the_other_commands_do(monkeypatch, capsys):
     sent = []
     monkeypatch.setattr(
-        "server.bench.command.Endpoint", lambda base_url, api_key: sent.append(api_key) or Endpoint(base_url, api_key)
+        "server.commands.bench.command.Endpoint",
+        lambda base_url, api_key: sent.append(api_key) or Endpoint(base_url, api_key),
     )
     for name, value in (("PAGESERVE_API_KEY", "sk-first,sk-second"), ("OPENAI_API_KEY", "sk-openai")):
         monkeypatch.setenv(name, value)
@@ -177,7 +178,7 @@ def test_stop_kills_what_ignores_sigterm(tmp_path):
 
 
 def test_bench_needs_neither_torch_nor_the_engine():
-    code = "import server.bench, sys; print([m for m in ('torch', 'engine', 'fastapi') if m in sys.modules])"
+    code = "import server.commands.bench, sys; print([m for m in ('torch', 'engine', 'fastapi') if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.strip() == "[]"
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.bench.decoding import EventDecoder, ProtocolError, ResponseDecoder
+from server.commands.bench.decoding import EventDecoder, ProtocolError, ResponseDecoder
 
 EVENTS = [b'{"a":1}', '{"text":"zwölf"}'.encode(), b"[DONE]"]
 BODY = b": ping 0\r\n\r\n" + b"".join(b"data: " + event + b"\n\n" for event in EVENTS)

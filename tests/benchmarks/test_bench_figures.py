@@ -6,10 +6,10 @@ import random
 import numpy as np
 import pytest
 
-from server.bench.answers import Answer
-from server.bench.figures import COLUMNS, heading, make_figures, medians, percentile, ratio_row, ratios, row
-from server.bench.report import describe, machine, write_json
-from server.bench.workloads import Call
+from server.commands.bench.answers import Answer
+from server.commands.bench.figures import COLUMNS, heading, make_figures, medians, percentile, ratio_row, ratios, row
+from server.commands.bench.report import describe, machine, write_json
+from server.commands.bench.workloads import Call
 
 
 def answer(started, *samples, tokens=3):

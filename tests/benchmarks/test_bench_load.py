@@ -4,9 +4,9 @@ import socket
 
 import pytest
 
-from server.bench.client import Connection, Endpoint
-from server.bench.load import Target, TargetError, find_target, run_workload, warm_up
-from server.bench.workloads import Call, Client, Shape, build_workload
+from server.commands.bench.client import Connection, Endpoint
+from server.commands.bench.load import Target, TargetError, find_target, run_workload, warm_up
+from server.commands.bench.workloads import Call, Client, Shape, build_workload
 from tests.benchmarks.stub_server import StubServer, answer, choice, event, frame, plain, usage
 
 CALL = Call((5, 6, 7), 3)

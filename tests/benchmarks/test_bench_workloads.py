@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from server.bench.answers import completion_body
-from server.bench.workloads import FIRST_TOKEN_ID, WORKLOADS, Shape, build_workload
+from server.commands.bench.answers import completion_body
+from server.commands.bench.workloads import FIRST_TOKEN_ID, WORKLOADS, Shape, build_workload
 
 
 def lengths(clients):

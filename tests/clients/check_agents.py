@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.checkpoint import BUNDLED_MODEL
+from engine.checkpoint.locate import BUNDLED_MODEL
 from tests.clients.agents import AGENTS, FILE, ISOLATED, MODEL, SAID, TEXT
 from tests.clients.forcing_proxy import ForcingProxy
 from tests.server.process import serving_process

@@ -12,9 +12,9 @@ import yaml
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.settings import load_settings, settings_of
-from engine.stats import EngineStats
+from engine.telemetry.stats import EngineStats
 from server.config import ServerConfig
-from server.metrics import make_registry
+from server.routes.metrics import make_registry
 from server.serve import check_exposed
 
 ROOT = Path(__file__).parents[2]

@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("msgspec", reason="msgspec is not installed: make gpu-wheels fetches it")
 
-from engine.checkpoint import BUNDLED_MODEL
+from engine.checkpoint.locate import BUNDLED_MODEL
 from engine.llm import LLM
 from engine.sampling_params import SamplingParams
 

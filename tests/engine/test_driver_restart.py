@@ -11,14 +11,14 @@ import time
 
 import pytest
 
-import engine.executor
-import engine.process_state
-import engine.recovery
-import engine.step_durations
-from engine.beam_search import BeamSearchParams
+import engine.executor.executor
+import engine.executor.process_state
+import engine.executor.recovery
+import engine.executor.step_durations
 from engine.errors import EngineError, InvalidRequestError, QueueFullError
 from engine.outputs import FinishReason
 from engine.request import Request
+from engine.scheduling.beam_search import BeamSearchParams
 from tests.checkpoints import save_fake_checkpoint
 from tests.engine.driving import PROMPT, assert_idle, collect, request, running_driver, until
 from tests.fake_device import expected_tokens
@@ -35,7 +35,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def quick_restarts(monkeypatch):
-    monkeypatch.setattr(engine.recovery, "FIRST_BACKOFF", 0.02)
+    monkeypatch.setattr(engine.executor.recovery, "FIRST_BACKOFF", 0.02)
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ async def test_streams_go_on_whatever_the_worker_dies_of(folder, lives, fault, a
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, signal.SIGSEGV])
 async def test_streams_live_through_signals_again_and_again(folder, number, monkeypatch):
-    monkeypatch.setattr(engine.process_state, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(engine.executor.process_state, "LOOK_SECONDS", 0.05)
     async with running_driver(folder, "--step-seconds", "0.01", step_timeout=STEP_TIMEOUT) as driver:
         streams = start(driver, 6, max_tokens=80)
         results = asyncio.gather(*map(collect, streams))
@@ -166,8 +166,8 @@ async def test_a_stopped_worker_is_replaced_long_before_a_step_may_take_so_long(
 
 async def test_a_hang_is_noticed_by_what_steps_took_before(folder, lives, monkeypatch):
     """The step timeout is a minute here."""
-    monkeypatch.setattr(engine.step_durations, "MIN_LIMIT", 1.0)
-    monkeypatch.setattr(engine.recovery.StepWatch, "TICK_SECONDS", 0.1)
+    monkeypatch.setattr(engine.executor.step_durations, "MIN_LIMIT", 1.0)
+    monkeypatch.setattr(engine.executor.recovery.StepWatch, "TICK_SECONDS", 0.1)
     options = ["--hang-at-step", "60", "--faults-in", "1", "--lives", str(lives)]
     async with running_driver(folder, *options) as driver:
         streams = start(driver, 3, max_tokens=100)
@@ -177,9 +177,9 @@ async def test_a_hang_is_noticed_by_what_steps_took_before(folder, lives, monkey
 
 
 async def test_a_worker_in_a_debugger_may_stand_still_for_as_long_as_a_step_may_take(folder, lives, monkeypatch):
-    monkeypatch.setattr(engine.step_durations, "MIN_LIMIT", 0.5)
-    monkeypatch.setattr(engine.recovery.StepWatch, "TICK_SECONDS", 0.1)
-    monkeypatch.setattr(engine.executor, "is_traced", lambda pid: True)
+    monkeypatch.setattr(engine.executor.step_durations, "MIN_LIMIT", 0.5)
+    monkeypatch.setattr(engine.executor.recovery.StepWatch, "TICK_SECONDS", 0.1)
+    monkeypatch.setattr(engine.executor.executor, "is_traced", lambda pid: True)
     options = ["--hang-at-step", "60", "--faults-in", "1", "--lives", str(lives)]
     async with running_driver(folder, *options, step_timeout=3.0) as driver:
         streams = start(driver, 3, max_tokens=100)
@@ -190,9 +190,9 @@ async def test_a_worker_in_a_debugger_may_stand_still_for_as_long_as_a_step_may_
 
 
 async def test_a_worker_that_answers_while_it_writes_its_stacks_stays(folder, monkeypatch):
-    monkeypatch.setattr(engine.step_durations, "MIN_LIMIT", 0.5)
-    monkeypatch.setattr(engine.recovery.StepWatch, "TICK_SECONDS", 0.1)
-    monkeypatch.setattr(engine.executor, "STACK_DUMP_SECONDS", 2.0)
+    monkeypatch.setattr(engine.executor.step_durations, "MIN_LIMIT", 0.5)
+    monkeypatch.setattr(engine.executor.recovery.StepWatch, "TICK_SECONDS", 0.1)
+    monkeypatch.setattr(engine.executor.executor, "STACK_DUMP_SECONDS", 2.0)
     async with running_driver(folder, "--step-seconds", "0.01") as driver:
         streams = start(driver, 2, max_tokens=100)
         await until(lambda: streams[0].num_generated_tokens > 30)
@@ -218,8 +218,8 @@ async def test_looks_at_a_process_that_goes_on_now_and_then_never_find_it_stoppe
     """A limiter of processor time stops and continues a process many times a second."""
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", "while True: pass")
     try:
-        monkeypatch.setattr(engine.process_state, "LOOK_SECONDS", 0.06)
-        watch = asyncio.create_task(engine.process_state.wait_until_stopped(process.pid))
+        monkeypatch.setattr(engine.executor.process_state, "LOOK_SECONDS", 0.06)
+        watch = asyncio.create_task(engine.executor.process_state.wait_until_stopped(process.pid))
         for _ in range(8):
             os.kill(process.pid, signal.SIGSTOP)
             await asyncio.sleep(0.1)
@@ -234,7 +234,7 @@ async def test_looks_at_a_process_that_goes_on_now_and_then_never_find_it_stoppe
 
 
 async def test_a_worker_that_is_stopped_while_it_loads_is_replaced(folder, lives, monkeypatch):
-    monkeypatch.setattr(engine.process_state, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(engine.executor.process_state, "LOOK_SECONDS", 0.05)
     options = ["--hang-loading", "--faults-in", "1,3", "--lives", str(lives)]
     async with running_driver(folder, *options, ready=False) as driver:
         for life in (1, 3):  # at the start of the server, and when it is started again
@@ -340,8 +340,8 @@ async def test_stop_in_the_turn_in_which_the_new_worker_is_ready(folder, monkeyp
         return ready
 
     async with running_driver(folder) as driver:
-        wait_ready = engine.executor.Executor.wait_ready
-        monkeypatch.setattr(engine.executor.Executor, "wait_ready", ready_and_stopped)
+        wait_ready = engine.executor.executor.Executor.wait_ready
+        monkeypatch.setattr(engine.executor.executor.Executor, "wait_ready", ready_and_stopped)
         os.kill(driver._executor.pid, signal.SIGKILL)
         await until(lambda: stops)
         _, hanging = await asyncio.wait(stops, timeout=10)
@@ -426,8 +426,8 @@ async def test_a_deadly_request_ends_alone(folder, lives, tmp_path, async_schedu
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 async def test_who_is_hit_from_outside_is_never_guilty(folder, number, monkeypatch):
     """However often, and with no token in between."""
-    monkeypatch.setattr(engine.process_state, "LOOK_SECONDS", 0.1)
-    monkeypatch.setattr(engine.recovery.StepWatch, "FIRST_STEPS", 0)
+    monkeypatch.setattr(engine.executor.process_state, "LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(engine.executor.recovery.StepWatch, "FIRST_STEPS", 0)
     async with running_driver(folder, "--step-seconds", "0.6", step_timeout=1.2) as driver:
         streams = start(driver, 3, max_tokens=4)
         for _ in range(4):
@@ -456,7 +456,7 @@ async def test_a_crash_is_not_from_outside_and_a_suspect_stays_one(folder):
 
 async def test_lack_of_memory_is_not_from_outside(folder, monkeypatch):
     kills = iter(range(1000))
-    monkeypatch.setattr(engine.executor, "count_oom_kills", lambda: next(kills))
+    monkeypatch.setattr(engine.executor.executor, "count_oom_kills", lambda: next(kills))
     async with running_driver(folder, "--step-seconds", "0.5") as driver:
         stream = driver.generate(request("greedy for memory", max_tokens=4))
         for _ in range(3):
@@ -468,18 +468,20 @@ async def test_lack_of_memory_is_not_from_outside(folder, monkeypatch):
 
 
 def test_process_state():
-    assert engine.process_state.count_oom_kills() is not None, "every Linux since 4.13 has it"
-    assert engine.process_state.stopped_at(os.getpid()) is None, "it runs"
-    assert engine.process_state.stopped_at(2**22 + 1) is None and not engine.process_state.is_traced(2**22 + 1)
-    assert not engine.process_state.is_traced(os.getpid())
+    assert engine.executor.process_state.count_oom_kills() is not None, "every Linux since 4.13 has it"
+    assert engine.executor.process_state.stopped_at(os.getpid()) is None, "it runs"
+    assert engine.executor.process_state.stopped_at(2**22 + 1) is None and not engine.executor.process_state.is_traced(
+        2**22 + 1
+    )
+    assert not engine.executor.process_state.is_traced(os.getpid())
 
 
 def test_a_process_that_a_debugger_holds_is_not_stopped():
     script = "import ctypes, os; ctypes.CDLL(None).ptrace(0, 0, 0, 0); print(flush=True); os.kill(os.getpid(), 19)"
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as process:
         process.stdout.readline()
-        assert engine.process_state.is_traced(process.pid)
-        assert engine.process_state.stopped_at(process.pid) is None
+        assert engine.executor.process_state.is_traced(process.pid)
+        assert engine.executor.process_state.stopped_at(process.pid) is None
         process.kill()
 
 
@@ -572,7 +574,7 @@ async def test_a_suspect_search_that_no_longer_fits_lets_the_others_go_on(folder
         search = driver.generate(Request("search", [97] * 40, params.sampling_params(), beam_search=params))
         other = driver.generate(request("other", max_tokens=40))
         await until(lambda: len(driver.scheduler.running) == 9)
-        driver._recovery._strikes["search"] = engine.recovery.SUSPECT_AT
+        driver._recovery._strikes["search"] = engine.executor.recovery.SUSPECT_AT
         os.kill(driver._executor.pid, signal.SIGKILL)
         with pytest.raises(InvalidRequestError, match="need more KV cache than there is: 4 blocks"):
             await collect(search)
@@ -584,7 +586,7 @@ async def test_a_suspect_search_that_no_longer_fits_lets_the_others_go_on(folder
 async def test_a_lack_of_descriptors_is_no_death_of_a_worker(folder, monkeypatch):
     """With no restart to spare, the next Worker waits for a free descriptor as long as it takes."""
     monkeypatch.setattr("engine.driver.NO_ROOM_SECONDS", 0.02)
-    real, refused = engine.executor.spawn, []
+    real, refused = engine.executor.executor.spawn, []
 
     def spawn(command):
         if len(refused) < 5:
@@ -595,7 +597,7 @@ async def test_a_lack_of_descriptors_is_no_death_of_a_worker(folder, monkeypatch
     async with running_driver(folder, "--step-seconds", "0.01", max_worker_restarts=1) as driver:
         results = [asyncio.create_task(collect(stream)) for stream in start(driver, 2)]
         await asyncio.sleep(0.1)
-        monkeypatch.setattr("engine.executor.spawn", spawn)
+        monkeypatch.setattr("engine.executor.executor.spawn", spawn)
         os.kill(driver._executor.pid, signal.SIGKILL)
         assert_complete(await asyncio.gather(*results))
         assert len(refused) == 5 and driver.phase == "ready"

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from engine.beam_search import BeamSearchParams
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineError, InvalidRequestError, ModelError
 from engine.llm import LLM
 from engine.outputs import FinishReason
 from engine.sampling_params import SamplingParams
+from engine.scheduling.beam_search import BeamSearchParams
 from engine.structured_output import StructuredOutput
 from tests.checkpoints import save_fake_checkpoint
-from tests.engine.test_beams import expected_hypotheses
+from tests.engine.scheduling.test_beams import expected_hypotheses
 
 ROOT = Path(__file__).parents[2]
 
@@ -255,7 +255,7 @@ def test_ctrl_c_aborts_the_requests_and_leaves_the_engine_usable(checkpoint):
 
 SCRIPT = """
 from engine import LLM, SamplingParams
-from engine.beam_search import BeamSearchParams
+from engine.scheduling.beam_search import BeamSearchParams
 from engine.config import EngineConfig
 import sys
 command = (sys.executable, "-m", "tests.fake_worker")

@@ -5,10 +5,10 @@ from array import array
 
 import pytest
 
-import engine.recovery
+import engine.executor.recovery
 from engine.errors import ContextLengthError
+from engine.executor.step import PromptScores
 from engine.outputs import FinishReason, PromptLogprobs
-from engine.step import PromptScores
 from tests.checkpoints import save_fake_checkpoint
 from tests.engine.driving import PROMPT, assert_idle, request, running_driver, until
 from tests.fake_device import expected_score, expected_tokens
@@ -106,7 +106,7 @@ async def test_urgent_requests_preempt_in_the_middle_of_a_prompt(folder):
 
 @pytest.mark.parametrize("step", [2, 4, 7])
 async def test_the_death_of_the_worker_loses_and_doubles_nothing(folder, monkeypatch, tmp_path, step):
-    monkeypatch.setattr(engine.recovery, "FIRST_BACKOFF", 0.02)
+    monkeypatch.setattr(engine.executor.recovery, "FIRST_BACKOFF", 0.02)
     (lives := tmp_path / "lives").touch()
     faults = ["--die-at-step", str(step), "--faults-in", "1", "--lives", str(lives)]
     async with running_driver(folder, *faults, max_num_batched_tokens=16, block_size=8) as driver:
@@ -139,7 +139,7 @@ async def test_max_tokens_0_computes_the_prompt_once_and_generates_nothing(folde
 
 
 async def test_a_prompt_as_long_as_the_context_can_be_scored(folder, monkeypatch, tmp_path):
-    monkeypatch.setattr(engine.recovery, "FIRST_BACKOFF", 0.02)
+    monkeypatch.setattr(engine.executor.recovery, "FIRST_BACKOFF", 0.02)
     (lives := tmp_path / "lives").touch()
     faults = ["--die-at-step", "2", "--faults-in", "1", "--lives", str(lives)]
     async with running_driver(folder, *faults, max_model_len=64, max_num_batched_tokens=16) as driver:

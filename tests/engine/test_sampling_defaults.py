@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from engine.checkpoint import resolve_model
+from engine.checkpoint.locate import resolve_model
 from engine.config import EngineConfig
 from engine.errors import ModelError
 from engine.sampling_defaults import OPENAI, SamplingDefaults, read_sampling_defaults

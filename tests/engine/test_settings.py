@@ -18,8 +18,8 @@ from engine.settings import (
     settings_of,
     shown,
 )
-from server.api_keys import ApiKeys
 from server.config import ServerConfig, resolve_files
+from server.http.api_keys import ApiKeys
 
 CLASSES = (EngineConfig, ServerConfig)
 
@@ -63,7 +63,7 @@ def test_config_file_by_variable(yaml_file):
 @pytest.mark.parametrize("name", [name for cls in CLASSES for name in settings_of(cls)])
 def test_every_default_survives_every_source(name, yaml_file):
     """A default written out, as configs/default.yaml does, means the same as leaving it out."""
-    from server.config_docs import yaml_template
+    from server.commands.config_docs import yaml_template
 
     lines = [line for line in yaml_template().splitlines() if line.startswith(f"{name}:")]
     assert len(lines) == 1

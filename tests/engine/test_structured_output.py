@@ -12,21 +12,21 @@ import time
 import jsonschema
 import pytest
 
-import engine.grammar_checker
-import engine.process_state
-import engine.recovery
-from engine.checkpoint import read_eos_token_ids, resolve_model
+import engine.executor.process_state
+import engine.executor.recovery
+import engine.grammars.checker
+from engine.checkpoint.locate import read_eos_token_ids, resolve_model
 from engine.config import EngineConfig
 from engine.driver import Driver
 from engine.errors import EngineError, InvalidRequestError, QueueFullError
-from engine.grammar import MAX_MESSAGE, Compiler
-from engine.grammar_checker import TOO_COSTLY, GrammarChecker, GrammarHelper
-from engine.grammar_helper import find_fault
+from engine.grammars.checker import TOO_COSTLY, GrammarChecker, GrammarHelper
+from engine.grammars.checker_process import find_fault
+from engine.grammars.compiler import MAX_MESSAGE, Compiler
 from engine.llm import LLM
 from engine.outputs import FinishReason
 from engine.sampling_params import SamplingParams
 from engine.structured_output import MAX_TEXT_BYTES, StructuredOutput, Vocabulary
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from tests.engine.driving import collect, request, until
 
 FOX = {
@@ -194,7 +194,7 @@ async def make_checker(vocabulary):
 
 
 def test_the_process_has_no_torch():
-    script = "import engine.grammar_helper, sys; assert not {'torch', 'transformers'} & set(sys.modules)"
+    script = "import engine.grammars.checker_process, sys; assert not {'torch', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
@@ -251,7 +251,7 @@ async def test_one_that_is_stopped_is_replaced_in_no_time(make_checker):
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
 async def test_no_grammar_is_guilty_of_helpers_that_somebody_hits_again_and_again(make_checker, monkeypatch, number):
-    monkeypatch.setattr(engine.process_state, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(engine.executor.process_state, "LOOK_SECONDS", 0.05)
     checker = make_checker()
     await checker.check(CODE)
     asked, hits = GrammarHelper.ask, []
@@ -270,7 +270,7 @@ async def test_no_grammar_is_guilty_of_helpers_that_somebody_hits_again_and_agai
 
 
 async def test_helpers_that_somebody_hits_for_ever_are_no_fault_of_a_grammar(make_checker, monkeypatch):
-    monkeypatch.setattr(engine.process_state, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(engine.executor.process_state, "LOOK_SECONDS", 0.05)
     checker, asked = make_checker(), GrammarHelper.ask
 
     async def hit(helper, message, seconds):
@@ -288,9 +288,9 @@ async def test_one_that_hangs_is_killed_and_another_takes_its_place(make_checker
     await checker.check(CODE)
     [pid] = checker.helper_pids
     os.kill(pid, signal.SIGSTOP)  # which the kernel does not tell here
-    monkeypatch.setattr(engine.process_state, "stopped_at", lambda pid: None)
-    monkeypatch.setattr(engine.grammar_checker, "stopped_at", lambda pid: None)
-    monkeypatch.setattr(engine.grammar_checker, "WALL_CLOCK_FACTOR", 0.15)  # of 20 s
+    monkeypatch.setattr(engine.executor.process_state, "stopped_at", lambda pid: None)
+    monkeypatch.setattr(engine.grammars.checker, "stopped_at", lambda pid: None)
+    monkeypatch.setattr(engine.grammars.checker, "WALL_CLOCK_FACTOR", 0.15)  # of 20 s
     await checker.check(FOX_FORM)
     [other] = checker.helper_pids
     assert other != pid
@@ -310,7 +310,7 @@ async def test_a_caller_that_leaves_disturbs_nobody(make_checker):
 
 
 async def test_only_so_many_wait(make_checker, monkeypatch):
-    monkeypatch.setattr(engine.grammar_checker, "MAX_WAITING", 2)
+    monkeypatch.setattr(engine.grammars.checker, "MAX_WAITING", 2)
     checker = make_checker()
     tasks = [asyncio.create_task(checker.check(StructuredOutput("regex", "a" * n))) for n in (1, 2)]
     await asyncio.sleep(0)
@@ -321,7 +321,7 @@ async def test_only_so_many_wait(make_checker, monkeypatch):
 
 async def test_tenants_take_turns(make_checker, monkeypatch):
     """One who has many checked neither takes all places nor has others wait for all of them."""
-    monkeypatch.setattr(engine.grammar_checker, "MAX_WAITING", 8)
+    monkeypatch.setattr(engine.grammars.checker, "MAX_WAITING", 8)
     checker = make_checker(num_helpers=1)
     asked: list[StructuredOutput] = []
     can_go_on = asyncio.Semaphore(0)
@@ -348,7 +348,7 @@ async def test_tenants_take_turns(make_checker, monkeypatch):
 
 
 async def test_verdicts_are_bounded(make_checker, monkeypatch):
-    monkeypatch.setattr(engine.grammar_checker, "MAX_VERDICTS", 2)
+    monkeypatch.setattr(engine.grammars.checker, "MAX_VERDICTS", 2)
     checker = make_checker()
     outputs = [StructuredOutput("regex", "a" * n) for n in (1, 2, 3)]
     for output in outputs:
@@ -495,7 +495,7 @@ def test_a_bad_one_is_refused_before_anything_runs(llm):
 
 
 async def test_the_death_of_a_worker_loses_no_form(monkeypatch):
-    monkeypatch.setattr(engine.recovery, "FIRST_BACKOFF", 0.02)
+    monkeypatch.setattr(engine.executor.recovery, "FIRST_BACKOFF", 0.02)
     driver = Driver(EngineConfig(dtype="float32", device="cpu", num_blocks=512, max_model_len=512))
     await driver.start()
     try:

@@ -4,11 +4,11 @@ import random
 
 import pytest
 
-from engine.checkpoint import BUNDLED_MODEL
+from engine.checkpoint.locate import BUNDLED_MODEL
 from engine.errors import InvalidRequestError
 from engine.sampling_params import SamplingParams
+from engine.text.tokenizer import Tokenizer
 from engine.thinking import BEGIN, END, ThinkingScan, check_budget, find_tags
-from engine.tokenizer import Tokenizer
 from tests.checkpoints import byte_tokenizer
 
 PIECES = [b"<", b"</", b"</th", b"think", b"k", b">", b">\n", b"<think>", b" <th", b"ink>a", b"</think>.", b" ", b"\n"]

@@ -8,17 +8,17 @@ kernel's. Sizes are odd where that is allowed, and torch.empty is poisoned by co
 import pytest
 import torch
 
-from kernels.activation import gated_activation, gated_activation_reference
-from kernels.copy_blocks import BlockCopier
+from kernels.attention.decode import paged_attention
+from kernels.attention.prefill import prefill_attention, prefill_attention_reference
+from kernels.cache.copy_blocks import BlockCopier
+from kernels.cache.quantize import read_pages
+from kernels.cache.reshape_and_cache import reshape_and_cache
+from kernels.elementwise.activation import gated_activation, gated_activation_reference
+from kernels.elementwise.layer_norm import layer_norm, layer_norm_reference
+from kernels.elementwise.rms_norm import rms_norm, rms_norm_reference
+from kernels.elementwise.rotary_embedding import rotary_embedding, rotary_embedding_reference
 from kernels.kv_format import KV_FORMATS
-from kernels.kv_quantize import read_pages
-from kernels.layer_norm import layer_norm, layer_norm_reference
-from kernels.linear import PackedLinear
-from kernels.paged_attention import paged_attention
-from kernels.prefill_attention import prefill_attention, prefill_attention_reference
-from kernels.reshape_and_cache import reshape_and_cache
-from kernels.rms_norm import rms_norm, rms_norm_reference
-from kernels.rotary_embedding import rotary_embedding, rotary_embedding_reference
+from kernels.linear.packed import PackedLinear
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.bfloat16, torch.float16]

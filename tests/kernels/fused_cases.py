@@ -4,15 +4,15 @@ they are, elsewhere by test_triton.py in the interpreter."""
 import pytest
 import torch
 
-from kernels.activation import ACTIVATIONS, gated_activation, gated_activation_reference
+from kernels.cache.quantize import read_pages
+from kernels.cache.reshape_and_cache import reshape_and_cache_reference
+from kernels.cache.rope_and_cache import QKVHeads, rope_and_cache
 from kernels.dispatch import INTERPRET
+from kernels.elementwise.activation import ACTIVATIONS, gated_activation, gated_activation_reference
+from kernels.elementwise.layer_norm import layer_norm, layer_norm_reference
+from kernels.elementwise.rms_norm import rms_norm, rms_norm_reference
+from kernels.elementwise.rotary_embedding import rotary_embedding_reference
 from kernels.kv_format import KV_FORMATS
-from kernels.kv_quantize import read_pages
-from kernels.layer_norm import layer_norm, layer_norm_reference
-from kernels.reshape_and_cache import reshape_and_cache_reference
-from kernels.rms_norm import rms_norm, rms_norm_reference
-from kernels.rope_and_cache import QKVHeads, rope_and_cache
-from kernels.rotary_embedding import rotary_embedding_reference
 from tests.kernels.oracle import empty_pages
 
 DEVICE = "cpu" if INTERPRET else "cuda"

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from kernels.dispatch import INTERPRET
-from kernels.invariant_linear import InvariantLinear, RowCounts
-from kernels.matmul import matmul, matmul_kernel, matmul_reference, matmul_tile
+from kernels.linear.invariant import InvariantLinear, RowCounts
+from kernels.linear.matmul import matmul, matmul_kernel, matmul_reference, matmul_tile
 
 DEVICE = "cpu" if INTERPRET else "cuda"
 # The interpreter computes bf16 from its bit pattern, silently wrong; on a device bf16 is the dtype that matters.

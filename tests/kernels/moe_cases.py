@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from kernels.dispatch import use_triton
-from kernels.moe import TILE_FP32, TILES, Experts, Tile, choose_tile, experts_reference, tiles_of
-from kernels.moe_routing import MAX_EXPERTS, Routing, max_tiles, route, route_reference, sort_by_expert
+from kernels.linear.moe import TILE_FP32, TILES, Experts, Tile, choose_tile, experts_reference, tiles_of
+from kernels.linear.moe_routing import MAX_EXPERTS, Routing, max_tiles, route, route_reference, sort_by_expert
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.cache.quantize import dequantize_rows, quantize_rows
+from kernels.cache.reshape_and_cache import reshape_and_cache_reference
 from kernels.kv_format import KVFormat
-from kernels.kv_quantize import dequantize_rows, quantize_rows
-from kernels.reshape_and_cache import reshape_and_cache_reference
 
 POISON = float(
     "nan"

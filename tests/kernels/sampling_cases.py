@@ -5,13 +5,13 @@ import numpy as np
 import pytest
 import torch
 
-from engine.worker import sampler
-from engine.worker.sampler import SamplerOutput, sample
-from engine.worker.sampling_rows import EVERYTHING_ON, WARM_UP, uniforms
-from kernels import sampling_draw
+from engine.worker.sampling import sampler
+from engine.worker.sampling.sampler import SamplerOutput, sample
+from engine.worker.sampling.sampling_rows import EVERYTHING_ON, WARM_UP, uniforms
 from kernels.dispatch import INTERPRET
-from kernels.sampling import CHUNK, largest_logits
-from tests.engine.worker.test_sampler import (
+from kernels.sampling import draw as sampling_draw
+from kernels.sampling.logits import CHUNK, largest_logits
+from tests.engine.worker.sampling.test_sampler import (
     CASES,
     EOS,
     GENERATED,

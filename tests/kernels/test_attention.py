@@ -7,10 +7,10 @@ import sys
 import pytest
 import torch
 
-from kernels.cpu import attention_tiles
+from kernels.attention.decode import paged_attention, paged_attention_reference
+from kernels.attention.prefill import prefill_attention, prefill_attention_reference
+from kernels.cpu.attention import tiles as attention_tiles
 from kernels.dispatch import cpu_kernels
-from kernels.paged_attention import paged_attention, paged_attention_reference
-from kernels.prefill_attention import prefill_attention, prefill_attention_reference
 from tests.kernels.oracle import attention, fused_q, options, paged
 
 # (num_heads, num_kv_heads, head_dim, block_size): single heads, padded and exact quads, quads with rest, odd head sizes

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels.dispatch import cpu_kernels
-from kernels.linear import PackedLinear
+from kernels.linear.packed import PackedLinear
 
 # (out_features, in_features): a part of a panel, whole panels, several depths, the least there is
 SHAPES = [(80, 40), (128, 96), (208, 4098), (16, 2)]

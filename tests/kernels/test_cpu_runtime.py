@@ -13,9 +13,10 @@ from kernels.cpu.parallel import next_item, parallel_kernel
 
 IMPORTS = """
 import sys, torch
-import kernels.paged_attention, kernels.prefill_attention, kernels.reshape_and_cache, kernels.rms_norm
+import kernels.attention.decode, kernels.attention.prefill
+import kernels.cache.reshape_and_cache, kernels.elementwise.rms_norm
 assert not {"triton", "numba"} & set(sys.modules), "loaded before anything needs it"
-kernels.rms_norm.rms_norm(torch.ones(1, 32), torch.ones(32), 1e-5)
+kernels.elementwise.rms_norm.rms_norm(torch.ones(1, 32), torch.ones(32), 1e-5)
 assert "triton" not in sys.modules and "numba" in sys.modules
 """
 
@@ -24,7 +25,7 @@ import sys
 sys.modules["numba"] = None
 import torch
 from kernels.dispatch import cpu_kernels
-from kernels.paged_attention import paged_attention, paged_attention_reference
+from kernels.attention.decode import paged_attention, paged_attention_reference
 from kernels.warmup import warmup
 assert cpu_kernels() is None and warmup() == 0
 q, k, v = torch.randn(1, 2, 32), torch.randn(3, 1, 8, 32), torch.randn(3, 1, 8, 32)

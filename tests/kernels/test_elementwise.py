@@ -5,12 +5,12 @@ import torch
 import torch.nn.functional as F
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from kernels.activation import ACTIVATIONS, activation, gated_activation, gated_activation_reference
-from kernels.layer_norm import layer_norm, layer_norm_reference
-from kernels.linear import PackedLinear
-from kernels.reshape_and_cache import reshape_and_cache, reshape_and_cache_reference
-from kernels.rms_norm import rms_norm, rms_norm_reference
-from kernels.rotary_embedding import rotary_embedding, rotary_embedding_reference
+from kernels.cache.reshape_and_cache import reshape_and_cache, reshape_and_cache_reference
+from kernels.elementwise.activation import ACTIVATIONS, activation, gated_activation, gated_activation_reference
+from kernels.elementwise.layer_norm import layer_norm, layer_norm_reference
+from kernels.elementwise.rms_norm import rms_norm, rms_norm_reference
+from kernels.elementwise.rotary_embedding import rotary_embedding, rotary_embedding_reference
+from kernels.linear.packed import PackedLinear
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

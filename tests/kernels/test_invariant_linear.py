@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from kernels import invariant_linear
-from kernels.invariant_linear import ROW_COUNTS, InvariantLinear, RowCounts, measure_row_counts
-from kernels.linear import PackedLinear
+from kernels.linear import invariant as invariant_linear
+from kernels.linear.invariant import ROW_COUNTS, InvariantLinear, RowCounts, measure_row_counts
+from kernels.linear.packed import PackedLinear
 
 DTYPES = [torch.float32, torch.bfloat16]
 SHAPES = [(96, 64), (100, 72), (101, 333), (40, 3000), (7, 1)]

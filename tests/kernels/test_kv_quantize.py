@@ -3,12 +3,12 @@
 import pytest
 import torch
 
+from kernels.attention.decode import paged_attention, paged_attention_reference
+from kernels.attention.prefill import prefill_attention, prefill_attention_reference
+from kernels.cache.quantize import dequantize_rows, quantize_rows, read_pages, split_pages
+from kernels.cache.reshape_and_cache import reshape_and_cache, reshape_and_cache_reference
 from kernels.dispatch import cpu_kernels
 from kernels.kv_format import FP8, INT4, INT8, KV_FORMATS, find_kv_format
-from kernels.kv_quantize import dequantize_rows, quantize_rows, read_pages, split_pages
-from kernels.paged_attention import paged_attention, paged_attention_reference
-from kernels.prefill_attention import prefill_attention, prefill_attention_reference
-from kernels.reshape_and_cache import reshape_and_cache, reshape_and_cache_reference
 from tests.kernels.oracle import attention, empty_pages, fused_q, options, paged, quantized
 
 # (num_heads, num_kv_heads, head_dim, block_size): singles, padded and exact quads, quads with rest; the smallest rows,

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.token_mask import TokenMask, mask_tokens, mask_tokens_reference
+from kernels.sampling.token_mask import TokenMask, mask_tokens, mask_tokens_reference
 
 
 def make_mask(rows, allowed, num_words):

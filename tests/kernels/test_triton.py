@@ -106,9 +106,9 @@ import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
-from kernels.attention_aot import case
-from kernels.paged_attention import _reduce_constants, paged_attention_kernel, reduce_splits_kernel
-from kernels.prefill_attention import prefill_attention_kernel
+from kernels.attention.aot_cases import case
+from kernels.attention.decode import _reduce_constants, paged_attention_kernel, reduce_splits_kernel
+from kernels.attention.prefill import prefill_attention_kernel
 
 shape = case("bf16", 32, 8, 128).shape
 tile = shape.tile("decode", 90, 4)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from kernels.dispatch import INTERPRET
-from kernels.token_mask import TokenMask, mask_tokens, mask_tokens_reference
+from kernels.sampling.token_mask import TokenMask, mask_tokens, mask_tokens_reference
 
 DEVICE = "cpu" if INTERPRET else "cuda"
 DTYPES = [torch.float32, torch.float16] if INTERPRET else [torch.float32, torch.float16, torch.bfloat16]

@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels import paged_attention as decode_module
-from kernels import prefill_attention as prefill_module
-from kernels.attention_choices import PREFILL, RULES, find_tile
-from kernels.attention_plan import MAX_SPLITS, attention_plan, attention_shape
+from kernels.attention import decode as decode_module
+from kernels.attention import prefill as prefill_module
+from kernels.attention.choices import PREFILL, RULES, find_tile
+from kernels.attention.decode import paged_attention
+from kernels.attention.plan import MAX_SPLITS, attention_plan, attention_shape
+from kernels.attention.prefill import prefill_attention
 from kernels.dispatch import INTERPRET
 from kernels.kv_format import FP8, INT4, INT8
-from kernels.paged_attention import paged_attention
-from kernels.prefill_attention import prefill_attention
 from tests.kernels.oracle import POISON, Paged, attention, fused_q, options, paged, quantized
 
 DEVICE = torch.device("cpu" if INTERPRET else "cuda")

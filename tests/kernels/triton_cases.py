@@ -4,19 +4,19 @@ the interpreter, in a process of its own (TRITON_INTERPRET=1 must be set before 
 import pytest
 import torch
 
-from kernels.copy_blocks import (
+from kernels.attention.decode import paged_attention
+from kernels.attention.prefill import prefill_attention
+from kernels.cache.copy_blocks import (
     WORDS_PER_PROGRAM,
     BlockCopier,
     copy_blocks_reference,
     pack_blocks_reference,
     unpack_blocks_reference,
 )
+from kernels.cache.quantize import read_pages
+from kernels.cache.reshape_and_cache import reshape_and_cache, reshape_and_cache_reference
 from kernels.dispatch import INTERPRET
 from kernels.kv_format import KV_FORMATS
-from kernels.kv_quantize import read_pages
-from kernels.paged_attention import paged_attention
-from kernels.prefill_attention import prefill_attention
-from kernels.reshape_and_cache import reshape_and_cache, reshape_and_cache_reference
 from tests.kernels.oracle import attention, empty_pages, fused_q, options, paged
 
 DEVICE = "cpu" if INTERPRET else "cuda"

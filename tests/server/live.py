@@ -17,8 +17,8 @@ from engine.config import EngineConfig
 from engine.driver import Driver
 from server.app import create_app
 from server.config import ServerConfig
-from server.connections import Connections
-from server.http_protocol import LimitedHttpProtocol
+from server.http.connections import Connections
+from server.http.limits import LimitedHttpProtocol
 from server.serve import bind
 from tests.fake_device import expected_tokens
 

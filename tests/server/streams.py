@@ -9,7 +9,7 @@ from pathlib import Path
 
 import httpx
 
-WORKER, GRAMMARS = "engine.worker.worker", "engine.grammar_helper"
+WORKER, GRAMMARS = "engine.worker.worker", "engine.grammars.checker_process"
 MAX_TOKENS = 400
 
 OPENINGS = ("Once upon a time, a small fox", "The old clock on the wall", "A dragon and a mouse", "Hello")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-import server.chat
+import server.commands.chat
 from engine.llm import LLM
 from server.cli import main
 from tests.checkpoints import save_fake_checkpoint
@@ -130,7 +130,7 @@ def test_plan_and_bench_pass_their_arguments_on(monkeypatch):
     )
     assert main(["plan", "some/model", "--max-num-seqs", "4"]) == 3
     assert commands == [[sys.executable, "-m", "engine.worker.plan", "some/model", "--max-num-seqs", "4"]]
-    monkeypatch.setattr("server.bench.main", lambda arguments: len(arguments))
+    monkeypatch.setattr("server.commands.bench.main", lambda arguments: len(arguments))
     assert main(["bench", "--peer", "x"]) == 2
 
 
@@ -320,7 +320,7 @@ def test_a_conversation_remembers_until_reset(scripted, capsys, monkeypatch):
     assert main(["chat", "--base-url", scripted.url]) == 0
     contents = [[message["content"] for message in body["messages"]] for _, body in scripted.requests]
     assert contents == [["a"], ["a", "one", "b"], ["c"]]
-    assert capsys.readouterr().out.count(server.chat.HELP) == 2
+    assert capsys.readouterr().out.count(server.commands.chat.HELP) == 2
 
 
 def test_errors_do_not_end_a_conversation(scripted, capsys, monkeypatch):
@@ -350,7 +350,7 @@ def test_errors_do_not_end_a_conversation(scripted, capsys, monkeypatch):
 
 def test_ctrl_c_stops_an_answer_only(scripted, capsys, monkeypatch):
     scripted.answers = [["a", "b", "c"], ["next"]]
-    original = server.chat.ChatClient.ask
+    original = server.commands.chat.ChatClient.ask
 
     def interrupted(self, text):
         for number, piece in enumerate(original(self, text)):
@@ -358,7 +358,7 @@ def test_ctrl_c_stops_an_answer_only(scripted, capsys, monkeypatch):
                 raise KeyboardInterrupt
             yield piece
 
-    monkeypatch.setattr(server.chat.ChatClient, "ask", interrupted)
+    monkeypatch.setattr(server.commands.chat.ChatClient, "ask", interrupted)
     type_lines(monkeypatch, "first", "second")
     assert main(["chat", "--base-url", scripted.url]) == 0
     assert "a [stopped]\nnext\n" in capsys.readouterr().out

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import pytest
 from starlette.requests import ClientDisconnect
 
-from server.generation import while_connected
+from server.intake.generation import while_connected
 from tests.server.live import LiveServer, chat_body, completion_body, expected_text
 
 
@@ -186,7 +186,7 @@ def test_a_thousand_come_and_go_and_nothing_is_left(folder):
 
 
 def test_a_client_that_reads_nothing_is_let_go(folder, monkeypatch):
-    monkeypatch.setattr("server.sse.STALL_SECONDS", 0.3)
+    monkeypatch.setattr("server.output.sse.STALL_SECONDS", 0.3)
     live = LiveServer(folder, "--step-seconds", "0.001", keep_alive_interval=0.1, engine={"max_model_len": 4096})
     live.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # connections inherit it
     with live:

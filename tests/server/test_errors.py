@@ -431,7 +431,7 @@ def test_a_client_that_sends_far_too_much_still_sees_why(folder):
 
 
 def test_a_body_that_never_ends_is_cut_off(folder, monkeypatch):
-    monkeypatch.setattr("server.body.DISCARD_SECONDS", 0.2)
+    monkeypatch.setattr("server.http.body.DISCARD_SECONDS", 0.2)
     with LiveServer(folder, max_body_bytes=1 << 20) as live, live.client() as client:
         start = time.monotonic()
         try:

@@ -6,13 +6,13 @@ import httpx
 import openai
 import pytest
 
-from engine.checkpoint import resolve_model
+from engine.checkpoint.locate import resolve_model
 from engine.config import EngineConfig
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from server.config import ServerConfig
+from server.intake.answer_form import find_answer_form
 from server.protocol import ChatCompletionRequest, parse_request
-from server.protocol import responses as described
-from server.tools.answer import find_answer_form
+from server.protocol import answers as described
 from tests.server.conftest import serving
 
 THOUGHT, ANSWER = "Hm, is it 4?", "It is 42."

@@ -171,7 +171,7 @@ def test_a_second_signal_ends_it_at_once_with_another_status(folder):
 
 BUSY = """
 import threading, time
-import engine.tokenizer as tokenizer
+import engine.text.tokenizer as tokenizer
 
 def spin(self, *_):
     end = time.monotonic() + 30

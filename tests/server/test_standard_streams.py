@@ -21,10 +21,10 @@ ROOT = Path(__file__).resolve().parents[2]
 PREAMBLE = """
 import os, subprocess, sys, time
 from server import standard_streams
-from server.standard_streams import StandardStreams, lines_dropped, open_missing_streams
+from server.process.standard_streams import StandardStreams, lines_dropped, open_missing_streams
 """
 NOTICE = re.compile(
-    rb"\S+ \S+ WARNING server.standard_streams: (\d+) lines are missing here: nobody took them \((.*)\)\n"
+    rb"\S+ \S+ WARNING server.process.standard_streams: (\d+) lines are missing here: nobody took them \((.*)\)\n"
 )
 
 

@@ -10,18 +10,18 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from engine.checkpoint import BUNDLED_MODEL
+from engine.checkpoint.locate import BUNDLED_MODEL
 from engine.errors import InvalidRequestError
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from server.config import ServerConfig
-from server.messages_api import limit_thinking
+from server.intake.answer_form import find_answer_form
 from server.protocol import ChatCompletionRequest, parse_request
-from server.protocol.anthropic_request import MessagesRequest
-from server.protocol.response_request import ResponseRequest
-from server.tools.answer import find_answer_form
+from server.protocol.anthropic.request import MessagesRequest
+from server.protocol.responses.request import ResponseRequest
+from server.routes.messages import limit_thinking
 from tests.server.process import serving_process
+from tests.server.routes.test_status import value
 from tests.server.test_reasoning import TEMPLATE
-from tests.server.test_status import value
 
 ASKED = {"model": "pageserve", "messages": [{"role": "user", "content": "6 times 7?"}], "temperature": 1.0}
 CHAT = "/v1/chat/completions"

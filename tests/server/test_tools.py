@@ -9,10 +9,10 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
-from engine.checkpoint import resolve_model
+from engine.checkpoint.locate import resolve_model
 from engine.config import EngineConfig
-from engine.tokenizer import Tokenizer
-from server.protocol import responses as described
+from engine.text.tokenizer import Tokenizer
+from server.protocol import answers as described
 from tests.server.conftest import serving
 from tests.server.live import assert_error, chat_body
 

@@ -14,8 +14,8 @@ import pytest
 from engine.config import EngineConfig
 from engine.sampling_defaults import SamplingDefaults
 from server.config import ServerConfig
+from server.context import Served
 from server.protocol import ChatCompletionRequest, CompletionRequest
-from server.served import Served
 from tests.checkpoints import byte_tokenizer, save_fake_checkpoint
 from tests.server.live import (
     JSON,

@@ -13,7 +13,7 @@ from engine.errors import (
 )
 from engine.outputs import CompletionOutput, FinishReason, RequestOutput
 from engine.request import Request
-from engine.stream import RequestStream
+from engine.requests.stream import RequestStream
 from tests.sim.model import EOS_TOKEN_ID, Reference
 from tests.sim.monitor import Monitor
 from tests.sim.swarm import Arrival

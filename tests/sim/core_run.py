@@ -2,11 +2,11 @@
 
 from collections import deque
 
-from engine.beam_group import BeamGroup, begin_search
-from engine.host_tier import HostTier
+from engine.executor.step import StepPlan
+from engine.memory.host_tier import HostTier
+from engine.memory.sequence import Sequence, SequenceStatus
 from engine.outputs import FinishReason
-from engine.sequence import Sequence, SequenceStatus
-from engine.step import StepPlan
+from engine.scheduling.beam_group import BeamGroup, begin_search
 from tests.sim.coverage import Coverage
 from tests.sim.model import EOS_TOKEN_ID, mix
 from tests.sim.monitor import Monitor

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from engine.step import BlockCopy, BlockMove, NewSequence, SampledToken, SequenceStep, StepPlan, StepResult
+from engine.executor.step import BlockCopy, BlockMove, NewSequence, SampledToken, SequenceStep, StepPlan, StepResult
 from tests.fake_device import step_result
 from tests.sim.beams import BEAM_SEED, candidates
 from tests.sim.model import FakeModel, chain_next, chain_start
@@ -19,7 +19,7 @@ from tests.sim.violation import fail, require
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from engine.worker.host_cache import HostCache
+    from engine.worker.cache.host_cache import HostCache
 
 
 class Row:

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.step import BlockMove, FetchBlocks, FetchedBlocks
-from engine.worker.disk_cache import DATA_START, FILE_NAME, SLOT_HEADER, BlockFile, DiskCache
-from engine.worker.host_cache import HostCache
+from engine.executor.step import BlockMove, FetchBlocks, FetchedBlocks
+from engine.worker.cache.disk_cache import DATA_START, FILE_NAME, SLOT_HEADER, BlockFile, DiskCache
+from engine.worker.cache.host_cache import HostCache
 from tests.sim.device import KvMemory
 from tests.sim.model import mix
 from tests.sim.swarm import SimConfig
@@ -28,7 +28,7 @@ ACCESS_SECONDS, SLOW_ACCESS_SECONDS = 0.3, 5.0
 
 
 class FaultyOs:
-    """The module `os` for engine.worker.disk_cache: writes fail now and then, reads while a Worker starts."""
+    """The module `os` for engine.worker.cache.disk_cache: writes fail now and then, reads while a Worker starts."""
 
     def __init__(self, config: SimConfig, saw: Callable[[str], None]) -> None:
         self.tears = False  # the next write is cut by the death of who writes
@@ -139,7 +139,7 @@ class SimDiskCache(DiskCache):
 
 
 class PoolCopier:
-    """What HostCache asks of kernels.copy_blocks.BlockCopier, over the pool of the simulated device."""
+    """What HostCache asks of kernels.cache.copy_blocks.BlockCopier, over the pool of the simulated device."""
 
     def __init__(self, slots: np.ndarray) -> None:
         self._blocks = torch.from_numpy(slots.view(np.uint8))

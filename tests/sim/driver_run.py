@@ -13,15 +13,15 @@ from types import SimpleNamespace
 from unittest import mock
 
 import engine.driver
-import engine.executor
-import engine.process_state
-import engine.request_timings
-import engine.worker.disk_cache
+import engine.executor.executor
+import engine.executor.process_state
+import engine.telemetry.request_timings
+import engine.worker.cache.disk_cache
 from engine.config import EngineConfig
 from engine.driver import Driver
+from engine.executor.recovery import Recovery, StepWatch
 from engine.flush import FLUSH_SECONDS
 from engine.outputs import FinishReason
-from engine.recovery import Recovery, StepWatch
 from tests.checkpoints import save_fake_checkpoint
 from tests.sim.clients import Clients
 from tests.sim.coverage import Coverage
@@ -271,17 +271,17 @@ def _patched(run: DriverRun, loop: VirtualLoop) -> Iterator[None]:
             (engine.driver, "Executor", partial(SimExecutor, config, monitor, run._folder)),
             (engine.driver, "Prefetcher", partial(WatchedPrefetcher, monitor)),
             (engine.driver, "model_identity", lambda *_: IDENTITY),
-            (engine.process_state, "stopped_at", lambda pid: monitor.workers[pid].stopped_at),
-            (engine.process_state, "LOOK_SECONDS", LOOK_SECONDS),
+            (engine.executor.process_state, "stopped_at", lambda pid: monitor.workers[pid].stopped_at),
+            (engine.executor.process_state, "LOOK_SECONDS", LOOK_SECONDS),
             (StepWatch, "TICK_SECONDS", TICK_SECONDS),
-            (engine.executor, "stopped_at", lambda pid: monitor.workers[pid].stopped_at),
-            (engine.executor, "is_traced", lambda _: False),
-            (engine.executor, "count_oom_kills", lambda: 0),
-            (engine.worker.disk_cache, "os", monitor.faults),
-            (engine.worker.disk_cache, "threading", SimpleNamespace(Thread=lambda **_: no_thread)),
-            (engine.worker.disk_cache, "MAX_QUEUED_WRITES", MAX_QUEUED_WRITES),
+            (engine.executor.executor, "stopped_at", lambda pid: monitor.workers[pid].stopped_at),
+            (engine.executor.executor, "is_traced", lambda _: False),
+            (engine.executor.executor, "count_oom_kills", lambda: 0),
+            (engine.worker.cache.disk_cache, "os", monitor.faults),
+            (engine.worker.cache.disk_cache, "threading", SimpleNamespace(Thread=lambda **_: no_thread)),
+            (engine.worker.cache.disk_cache, "MAX_QUEUED_WRITES", MAX_QUEUED_WRITES),
             (engine.driver, "time", clock),
-            (engine.request_timings, "time", clock),
+            (engine.telemetry.request_timings, "time", clock),
         ):
             stack.enter_context(mock.patch.object(module, name, value))
         yield
@@ -304,7 +304,7 @@ class _Errors(logging.Handler):
 def _errors_of_the_driver(monitor: Monitor) -> Iterator[None]:
     """An error that the Driver or asyncio logs is a violation: the Driver survives many, the run must not."""
     handler = _Errors(monitor)
-    names = "engine.driver", "engine.executor", "engine.worker.disk_cache", "asyncio"
+    names = "engine.driver", "engine.executor.executor", "engine.worker.cache.disk_cache", "asyncio"
     loggers = [logging.getLogger(name) for name in names]
     for logger in loggers:
         logger.addHandler(handler)

@@ -6,11 +6,19 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
-from engine.executor import STACK_DUMP_SECONDS, Executor
-from engine.process_state import STOPPED_LOOKS
-from engine.recovery import StepWatch
-from engine.step import FetchBlocks, FetchedBlocks, StartWorker, StepPlan, StepResult, WorkerReady, encode_frame
-from engine.step_durations import LIMIT_FACTOR, MIN_LIMIT, StepDurations, features_of, kind_of
+from engine.executor.executor import STACK_DUMP_SECONDS, Executor
+from engine.executor.process_state import STOPPED_LOOKS
+from engine.executor.recovery import StepWatch
+from engine.executor.step import (
+    FetchBlocks,
+    FetchedBlocks,
+    StartWorker,
+    StepPlan,
+    StepResult,
+    WorkerReady,
+    encode_frame,
+)
+from engine.executor.step_durations import LIMIT_FACTOR, MIN_LIMIT, StepDurations, features_of, kind_of
 from tests.sim.monitor import Monitor
 from tests.sim.swarm import SimConfig
 from tests.sim.violation import fail, require

@@ -1,26 +1,26 @@
 """The faults that `make sim-mutants` plants: none that is equivalent to the original for every observer."""
 
 import engine.driver
-import engine.scheduler
-from engine.admission_policy import PlainAdmission, PredictedAdmission
-from engine.beam_group import BeamGroup
-from engine.beam_search import BeamSearch
-from engine.block_manager import BlockManager, FreeList
-from engine.delivery import Delivery
+import engine.scheduling.scheduler
 from engine.driver import Driver
-from engine.executor import Executor
-from engine.fair_share import FairShare
-from engine.host_tier import HostTier
-from engine.output_lengths import OutputLengths
-from engine.prefetch import Prefetcher
-from engine.process_state import StoppedLooks
-from engine.recovery import StepWatch
-from engine.scheduler import Scheduler
-from engine.sequence import Sequence
-from engine.short_steps import ShortSteps
-from engine.step_durations import StepDurations
-from engine.worker.disk_cache import BlockFile
-from engine.worker.host_cache import HostCache
+from engine.executor.executor import Executor
+from engine.executor.process_state import StoppedLooks
+from engine.executor.recovery import StepWatch
+from engine.executor.step_durations import StepDurations
+from engine.memory.block_manager import BlockManager, FreeList
+from engine.memory.host_tier import HostTier
+from engine.memory.sequence import Sequence
+from engine.requests.delivery import Delivery
+from engine.scheduling.admission import PlainAdmission, PredictedAdmission
+from engine.scheduling.beam_group import BeamGroup
+from engine.scheduling.beam_search import BeamSearch
+from engine.scheduling.fair_share import FairShare
+from engine.scheduling.output_lengths import OutputLengths
+from engine.scheduling.prefetch import Prefetcher
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.short_steps import ShortSteps
+from engine.worker.cache.disk_cache import BlockFile
+from engine.worker.cache.host_cache import HostCache
 from tests.sim.mutants import Mutant
 
 MUTANTS = (
@@ -128,8 +128,16 @@ MUTANTS = (
         "seq.num_pending_tokens -= 1",
         "seq.num_pending_tokens -= seq.num_preemptions == 0",
     ),
-    Mutant("min_tokens off by one", engine.scheduler, "end_after", ">= params.min_tokens", "> params.min_tokens"),
-    Mutant("one token past max_tokens", engine.scheduler, "end_after", "len(seq.token_ids) >=", "len(seq.token_ids) >"),
+    Mutant(
+        "min_tokens off by one", engine.scheduling.scheduler, "end_after", ">= params.min_tokens", "> params.min_tokens"
+    ),
+    Mutant(
+        "one token past max_tokens",
+        engine.scheduling.scheduler,
+        "end_after",
+        "len(seq.token_ids) >=",
+        "len(seq.token_ids) >",
+    ),
     # The Driver.
     Mutant("owner of an aborted sample kept", Driver, "_end_early", "self._owners.pop(", "self._owners.get("),
     Mutant("nobody plans after an arrival", Driver, "generate", "self._schedule_pump()", "pass"),

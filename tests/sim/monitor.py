@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from engine.beam_group import BeamGroup
-from engine.recovery import GUILTY_AT
-from engine.sequence import BlockKey, Sequence, SequenceStatus
-from engine.step import FRAME_HEADER, SampledToken, StepPlan, StepResult, decode_driver_message, encode_frame
-from engine.step_durations import Features, StepKind
+from engine.executor.recovery import GUILTY_AT
+from engine.executor.step import FRAME_HEADER, SampledToken, StepPlan, StepResult, decode_driver_message, encode_frame
+from engine.executor.step_durations import Features, StepKind
+from engine.memory.sequence import BlockKey, Sequence, SequenceStatus
+from engine.scheduling.beam_group import BeamGroup
 from tests.sim.admission import check_admission
 from tests.sim.beams import check_groups
 from tests.sim.coverage import Coverage

@@ -3,9 +3,9 @@
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from engine.prefetch import FETCH_SECONDS, Prefetcher
-from engine.sequence import Sequence
-from engine.step import FetchedBlocks
+from engine.executor.step import FetchedBlocks
+from engine.memory.sequence import Sequence
+from engine.scheduling.prefetch import FETCH_SECONDS, Prefetcher
 from tests.sim.violation import require
 
 if TYPE_CHECKING:

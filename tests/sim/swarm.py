@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from engine.beam_search import BeamSearchParams
+from engine.executor.step import CacheCosts
 from engine.sampling_params import SamplingParams
-from engine.step import CacheCosts
+from engine.scheduling.beam_search import BeamSearchParams
 from tests.sim.beams import beam_references
 from tests.sim.model import EOS_TOKEN_ID, SEED_STEP, FakeModel, Reference, reference
 

@@ -3,14 +3,14 @@
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from engine.admission_policy import PredictedAdmission
-from engine.beam_group import BeamGroup
-from engine.block_manager import Allocation, Block, BlockManager, Prefix
+from engine.executor.step import StepPlan, StepResult
+from engine.memory.block_manager import Allocation, Block, BlockManager, Prefix
+from engine.memory.sequence import BlockKey, Sequence, SequenceStatus
 from engine.outputs import FinishReason
-from engine.scheduler import Scheduler
-from engine.sequence import BlockKey, Sequence, SequenceStatus
+from engine.scheduling.admission import PredictedAdmission
+from engine.scheduling.beam_group import BeamGroup
+from engine.scheduling.scheduler import Scheduler
 from engine.sequence_group import SequenceGroup, num_forks_of, smallest_part
-from engine.step import StepPlan, StepResult
 from tests.sim.admission import check_spare
 from tests.sim.beams import check_too_large
 from tests.sim.model import mix

@@ -6,7 +6,7 @@ import subprocess
 from collections import deque
 from pathlib import Path
 
-from engine.step import (
+from engine.executor.step import (
     FRAME_HEADER,
     CacheCosts,
     DriverMessage,
@@ -21,7 +21,7 @@ from engine.step import (
     decode_driver_message,
     encode_frame,
 )
-from engine.step_durations import kind_of
+from engine.executor.step_durations import kind_of
 from tests.sim.device import KvMemory
 from tests.sim.disk import SimHost
 from tests.sim.model import VOCAB_SIZE, mix
@@ -108,7 +108,7 @@ class SimWorker:
 
     @property
     def stopped_at(self) -> int | None:
-        """As engine.process_state: it uses processor time each time that it goes on."""
+        """As engine.executor.process_state: it uses processor time each time that it goes on."""
         return self._num_continued if self.stopped else None
 
     # What happens to it.

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from engine.checkpoint.json_files import read_json_object
 from engine.errors import ModelError
-from engine.json_files import read_json_object
 from engine.models.config import ModelConfig
 from engine.models.families import (
     bert,

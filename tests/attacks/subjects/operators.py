@@ -142,7 +142,7 @@ async def stopped_grammar_helpers(target: Target) -> str | None:
     """SIGSTOP for every process that compiles grammars; new forms are to be answered soon."""
     await ask_for_form(target, "[ab]{3}")
     for number in range(2):
-        for pid in pids_of(target, b"engine.grammar_helper"):
+        for pid in pids_of(target, b"engine.grammars.checker_process"):
             os.kill(pid, signal.SIGSTOP)
         started = time.monotonic()
         statuses = await asyncio.gather(*(ask_for_form(target, f"[ab]{{{number + 4}}}{i}") for i in range(4)))

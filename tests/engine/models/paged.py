@@ -5,8 +5,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from engine.models.attention import BatchMetadata, OutputRows
 from engine.models.decoder import Decoder
+from engine.models.layers.attention import BatchMetadata, OutputRows
 
 BLOCK_SIZE = 8
 

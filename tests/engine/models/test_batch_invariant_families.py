@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.models.attention import BatchMetadata, KVCache
 from engine.models.config import ModelConfig
 from engine.models.families import model_config
+from engine.models.layers.attention import BatchMetadata, KVCache
 from engine.models.weights import load_model
 from engine.worker.attention_warmup import make_attention_plan
 from tests.engine.models.paged import PagedRunner, Sequence

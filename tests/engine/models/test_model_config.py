@@ -12,7 +12,7 @@ from engine.errors import ModelError
 from engine.models import reader
 from engine.models.config import MoEConfig
 from engine.models.families import model_config, read_model_config
-from kernels import moe_routing
+from kernels.linear import moe_routing
 from tests.engine.models.tiny_models import CASES
 
 LLAMA: dict[str, Any] = {

@@ -9,7 +9,6 @@ import contextlib
 import importlib
 import inspect
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -19,7 +18,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-KERNELS = Path(__file__).parents[3] / "kernels"
+from kernels.aot import gpu_modules
+
 ALIGNMENT = 16  # bytes: Triton compiles loads of 16 for pointers that are multiples of it
 MAX_GRID_YZ = 65535
 BASE_ADDRESS = 1 << 40
@@ -269,15 +269,12 @@ def fake_cuda(monkeypatch, capability=(9, 0), num_sms=132):
         "synchronize": None, "current_device": 0,
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-    for path in sorted(KERNELS.glob("*.py")):
-        if path.stem in ("__init__", "aot"):
-            continue
-        module = importlib.import_module(f"kernels.{path.stem}")
+    for module in gpu_modules():
         for name, value in list(vars(module).items()):
             if name.endswith("_kernel") and isinstance(value, triton.JITFunction):
                 monkeypatch.setattr(module, name, FakeKernel(value, device))
-    importlib.import_module("kernels.attention_plan").device_sizes.cache_clear()
+    importlib.import_module("kernels.attention.plan").device_sizes.cache_clear()
     with torch.inference_mode(), FakeTensorMode(allow_non_fake_inputs=True), _Dispatch(device), _Python(device):
         torch._C._set_only_lift_cpu_tensors(True)
         yield device
-    importlib.import_module("kernels.attention_plan").device_sizes.cache_clear()
+    importlib.import_module("kernels.attention.plan").device_sizes.cache_clear()

@@ -9,21 +9,21 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
+from engine.executor.step import BlockCopy, BlockMove, NewSequence, SequenceStep, StepPlan
 from engine.models.families import read_model_config
 from engine.models.weights import load_model
 from engine.pooling import Pooling
 from engine.sampling_params import SamplingParams
-from engine.step import BlockCopy, BlockMove, NewSequence, SequenceStep, StepPlan
-from engine.worker import block_mover
+from engine.worker.cache import block_mover
+from engine.worker.cache.host_cache import HostCache
+from engine.worker.cache.kv_cache import allocate_kv_caches
 from engine.worker.decode_runner import DecodeSettings
+from engine.worker.device.host import StepLimits
 from engine.worker.gpu_profile import profile_gpu
-from engine.worker.host import StepLimits
-from engine.worker.host_cache import HostCache
-from engine.worker.kv_cache import allocate_kv_caches
 from engine.worker.model_runner import ModelRunner, block_copier
-from engine.worker.sampling_rows import EVERYTHING_ON, WARM_UP
+from engine.worker.sampling.sampling_rows import EVERYTHING_ON, WARM_UP
 from kernels.kv_format import KV_FORMATS
-from kernels.token_mask import TokenMask
+from kernels.sampling.token_mask import TokenMask
 from tests.engine.models.tiny_models import CASES
 from tests.engine.worker.fake_cuda import DeviceError, FakeCudaQueue, fake_cuda
 from tests.engine.worker.test_decode_runner import ColumnDriver
@@ -262,7 +262,7 @@ class TestTheDeviceItself:
             queue.capture(lambda: queue.copy(x, queue.host_bytes(4)))
 
     def test_launches_that_are_compiled_too_late(self, cuda):
-        from kernels.rms_norm import rms_norm
+        from kernels.elementwise.rms_norm import rms_norm
 
         x, weight = (torch.zeros(n, dtype=torch.bfloat16, device=FakeCudaQueue.device) for n in (96, 32))
         rms_norm(x.view(3, 32), weight, 1e-5)

@@ -7,7 +7,7 @@ from engine.config import EngineConfig
 from engine.models.families import read_model_config
 from engine.worker.attention_warmup import make_attention_plan, warm_up_attention, warm_up_steps
 from engine.worker.load import load_runner
-from kernels.attention_plan import attention_plan, attention_shape
+from kernels.attention.plan import attention_plan, attention_shape
 
 CPU = torch.device("cpu")
 CONFIG = EngineConfig(device="cpu", dtype="float32", block_size=8, num_blocks=64, max_num_seqs=8, cpu_threads=1)

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from engine.beam_group import begin_search
-from engine.beam_search import BeamSearchParams
-from engine.block_manager import BlockManager
 from engine.config import EngineConfig
+from engine.memory.block_manager import BlockManager
+from engine.memory.sequence import Sequence
 from engine.sampling_params import SamplingParams
-from engine.scheduler import Scheduler
-from engine.sequence import Sequence
+from engine.scheduling.beam_group import begin_search
+from engine.scheduling.beam_search import BeamSearchParams
+from engine.scheduling.scheduler import Scheduler
 from engine.worker.load import load_runner
 
 EOS = 2

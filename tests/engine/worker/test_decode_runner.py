@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 
+from engine.executor.step import BlockCopy, StepPlan
 from engine.models.families import read_model_config
 from engine.sampling_params import SamplingParams
-from engine.step import BlockCopy, StepPlan
-from engine.worker.cuda_graphs import GraphRunner, bucket_sizes
-from engine.worker.decode_buffers import BUFFERED_STEPS, DecodeBuffers
+from engine.worker.batch.decode_buffers import BUFFERED_STEPS, DecodeBuffers
 from engine.worker.decode_runner import DecodeSettings
+from engine.worker.device.cuda_graphs import GraphRunner, bucket_sizes
+from engine.worker.device.host import StepLimits
 from engine.worker.gpu_profile import decode_bytes
-from engine.worker.host import StepLimits
 from engine.worker.load import load_runner
 from engine.worker.model_runner import ModelRunner
 from tests.engine.worker.lazy_queue import LazyQueue

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
+from engine.executor.step import NewSequence, SequenceStep, StepPlan
 from engine.pooling import Pooling
 from engine.sampling_params import SamplingParams
-from engine.step import NewSequence, SequenceStep, StepPlan
 from engine.worker.load import load_runner
 from tests.engine.models.tiny_models import VOCAB, save_model
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from engine.step import (
+from engine.executor.step import (
     FRAME_HEADER,
     FetchBlocks,
     FetchedBlocks,
@@ -19,10 +19,10 @@ from engine.step import (
     decode_worker_message,
     encode_frame,
 )
-from engine.worker.disk_cache import BlockFile, DiskCache
-from engine.worker.host_cache import HostCache
+from engine.worker.cache.disk_cache import BlockFile, DiskCache
+from engine.worker.cache.host_cache import HostCache
 from engine.worker.worker import Channel, serve
-from kernels.copy_blocks import BlockCopier
+from kernels.cache.copy_blocks import BlockCopier
 
 PATIENCE = 15
 

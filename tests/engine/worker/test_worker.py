@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from engine.config import EngineConfig
-from engine.sampling_params import SamplingParams
-from engine.step import (
+from engine.executor.step import (
     FRAME_HEADER,
     LoadProgress,
     NewSequence,
@@ -26,6 +25,7 @@ from engine.step import (
     decode_worker_message,
     encode_frame,
 )
+from engine.sampling_params import SamplingParams
 
 ROOT = Path(__file__).parents[3]
 CONFIG = EngineConfig(device="cpu", block_size=8, num_blocks=32, max_num_seqs=4, cpu_threads=1)
@@ -202,7 +202,7 @@ def test_the_death_of_the_driver_ends_it_within_two_seconds(tmp_path, model_dir)
         worker = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         holder = subprocess.Popen(["sleep", "30"], pass_fds=[ours.fileno()])
         from engine.config import EngineConfig
-        from engine.step import StartWorker, encode_frame
+        from engine.executor.step import StartWorker, encode_frame
         config = EngineConfig(device="cpu", num_blocks=32, cpu_threads=1)
         ours.sendall(encode_frame(StartWorker(config, {str(model_dir)!r}, [2])))
         ours.recv(1)

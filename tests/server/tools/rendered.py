@@ -1,9 +1,9 @@
 """The prompt of a chat request as text, by a template alone: no tokenizer, no server."""
 
-from engine.chat_template import ChatTemplate
-from engine.tokenizer import RenderedChat
+from engine.text.chat_template import ChatTemplate
+from engine.text.tokenizer import RenderedChat
 from server.config import ServerConfig
-from server.prompts import render_chat
+from server.intake.prompts import render_chat
 
 
 class Tokens:

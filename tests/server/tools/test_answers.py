@@ -9,15 +9,15 @@ from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletionChunk
 from tokenizers import AddedToken
 
-from engine.checkpoint import resolve_model
+from engine.checkpoint.locate import resolve_model
 from engine.config import EngineConfig
 from engine.outputs import CompletionOutput, FinishReason, RequestOutput
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from server.config import ServerConfig
+from server.intake.answer_form import AnswerForm, find_answer_form
+from server.output.chat_messages import MessageChunks, message_choices
 from server.protocol import ChatCompletionRequest, parse_request
-from server.protocol import responses as described
-from server.tools.answer import AnswerForm, find_answer_form
-from server.tools.answers import MessageChunks, message_choices
+from server.protocol import answers as described
 from server.tools.formats import HERMES
 
 HEAD = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": "m", "system_fingerprint": "f"}

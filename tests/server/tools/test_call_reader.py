@@ -8,9 +8,9 @@ import pytest
 from hypothesis import strategies as st
 
 from server.tools.call_reader import CallReader
+from server.tools.calls.json_object import NotJsonError, ObjectScanner
 from server.tools.events import Arguments, CallStart
 from server.tools.formats import FORMATS, HERMES, LLAMA3, MISTRAL, MISTRAL_V11, QWEN3_CODER
-from server.tools.json_object import NotJsonError, ObjectScanner
 
 SCHEMAS = {
     "f": {

@@ -6,7 +6,7 @@ import time
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from server.protocol.lark_in_json import LarkError, lark_of_json_string
+from server.protocol.grammars.lark_in_json import LarkError, lark_of_json_string
 from server.tools.custom_input import InputEvents, InputReader
 from server.tools.events import Arguments, CallStart, Content, Input
 

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken
 
-from engine.checkpoint import read_eos_token_ids, resolve_model
+from engine.checkpoint.locate import read_eos_token_ids, resolve_model
 from engine.config import EngineConfig
-from engine.grammar import Compiler, fill_mask
+from engine.grammars.compiler import Compiler, fill_mask
 from engine.structured_output import StructuredOutput, Vocabulary
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from server.protocol.tools import Tool
-from server.tools.call_body import SchemaError
 from server.tools.call_reader import CallReader
+from server.tools.calls.call_body import SchemaError
 from server.tools.events import Arguments, CallStart, Content
 from server.tools.formats import FORMATS, HERMES, LLAMA3, MISTRAL, MISTRAL_V11, QWEN3_CODER
 from server.tools.grammar import CallGrammar

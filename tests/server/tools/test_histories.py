@@ -5,10 +5,10 @@ import json
 import pytest
 
 from engine.errors import InvalidRequestError
-from server.messages_output import MessageOutput
+from server.output.message_output import MessageOutput
 from server.protocol import ChatCompletionRequest, parse_request
-from server.protocol.anthropic_request import MessagesRequest
-from server.protocol.response_items import read_items
+from server.protocol.anthropic.request import MessagesRequest
+from server.protocol.responses.items import read_items
 from server.protocol.tools import parse_arguments
 from server.tools.events import Arguments, CallStart
 from server.tools.rendering import mended

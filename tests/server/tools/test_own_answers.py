@@ -10,22 +10,22 @@ import random
 import numpy as np
 import pytest
 
-from engine.checkpoint import read_eos_token_ids, resolve_model
+from engine.checkpoint.locate import read_eos_token_ids, resolve_model
 from engine.config import EngineConfig
-from engine.grammar import Compiler, fill_mask
+from engine.grammars.compiler import Compiler, fill_mask
 from engine.outputs import CompletionOutput, FinishReason
 from engine.structured_output import Vocabulary
-from engine.tokenizer import Tokenizer
-from server.body import parse_json
-from server.json_bounds import body_bounds
-from server.messages_output import MessageOutput
+from engine.text.tokenizer import Tokenizer
+from server.http.body import parse_json
+from server.http.json_bounds import body_bounds
+from server.output.chat_messages import MessageChoice
+from server.output.message_output import MessageOutput
+from server.output.response_output import EventWriter, ResponseOutput
+from server.output.sse import encode_json
 from server.protocol import ChatCompletionRequest, parse_request
-from server.protocol.anthropic_request import MessagesRequest
-from server.protocol.response_request import ResponseRequest
+from server.protocol.anthropic.request import MessagesRequest
+from server.protocol.responses.request import ResponseRequest
 from server.protocol.tools import Tool
-from server.response_output import EventWriter, ResponseOutput
-from server.sse import encode_json
-from server.tools.answers import MessageChoice
 from server.tools.call_reader import CallReader
 from server.tools.formats import FORMATS
 from server.tools.grammar import CallGrammar

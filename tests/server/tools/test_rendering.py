@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from engine.chat_template import ChatTemplate
+from engine.text.chat_template import ChatTemplate
 from server.protocol import ChatCompletionRequest, parse_request
 from server.tools.formats import HERMES, LLAMA3, MISTRAL, MISTRAL_V11, QWEN3_CODER, find_tool_use
 from server.tools.rendering import with_tools

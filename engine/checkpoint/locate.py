@@ -1,0 +1,145 @@
+"""Where a checkpoint lies: the bundled folder, a local folder, or a Hugging Face id. Driver side, no torch."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from engine.checkpoint.json_files import read_json_object
+from engine.checkpoint.links import check_links
+from engine.config import EngineConfig
+from engine.errors import ModelError
+
+BUNDLED_MODEL = Path(__file__).parents[1] / "models" / "bundled"
+TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+
+def resolve_model(config: EngineConfig) -> Path:
+    """The local folder of `config.model`, downloaded from the hub where it is an id. Raises ModelError."""
+    if not config.model:
+        return BUNDLED_MODEL
+    folder = _local_folder(config.model, "--model")
+    on_hub = folder is None
+    if folder is None:
+        folder = _download(config.model, config.revision, TOKENIZER_FILES, "--model")
+    check_links(folder)
+    read_json(folder / "config.json", required=True)
+    if config.load_format == "dummy":
+        return folder
+    if on_hub:
+        # Exactly the shards (some repositories hold the same weights again under other names), of the same commit.
+        folder = _download(config.model, folder.name, _weight_files(folder), "--model")
+        check_links(folder)
+    if not any(folder.glob("*.safetensors")):
+        raise ModelError(_no_weights(folder, on_hub))
+    return folder
+
+
+def resolve_tokenizer(config: EngineConfig, model_dir: Path) -> Path:
+    """The folder of the tokenizer: the model's, unless the config names another."""
+    if not config.tokenizer:
+        return model_dir
+    folder = _local_folder(config.tokenizer, "--tokenizer")
+    folder = folder or _download(config.tokenizer, None, TOKENIZER_FILES, "--tokenizer")
+    check_links(folder)
+    return folder
+
+
+def read_eos_token_ids(model_dir: Path) -> list[int]:
+    """From generation_config.json, which chat models extend, else config.json; empty where neither names one."""
+    for name in ("generation_config.json", "config.json"):
+        ids = read_json(model_dir / name).get("eos_token_id")
+        if ids is not None:
+            ids = ids if isinstance(ids, list) else [ids]
+            if not all(type(i) is int and i >= 0 for i in ids):
+                raise ModelError(f"{name}: eos_token_id must be a token id or a list of them, not {ids!r}")
+            return ids
+    return []
+
+
+def model_identity(model_dir: Path, config: EngineConfig) -> bytes:
+    """What tells the KV blocks of one model from those of another: 32 bytes from its config, weights and dtypes.
+
+    Weights count by the names, sizes and times of their files, which no start has to read for it.
+    """
+    facts: list[object] = [config.dtype, config.kv_cache_dtype, config.load_format]
+    if config.load_format == "dummy":
+        facts.append(config.seed)
+    else:
+        files = sorted(model_dir.glob("*.safetensors"))
+        facts += [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    return hashlib.sha256(json.dumps(facts).encode() + (model_dir / "config.json").read_bytes()).digest()
+
+
+def read_json(path: Path, required: bool = False) -> dict[str, Any]:
+    """A JSON object from a checkpoint's file; {} where the file is missing and not required. Raises ModelError."""
+    if not path.is_file():
+        if required:
+            raise ModelError(f"{path.parent} has no {path.name}: it is not a model folder in Hugging Face form")
+        return {}
+    return read_json_object(path)
+
+
+def _local_folder(name: str, flag: str) -> Path | None:
+    """The folder called `name`, None where the name can only be a hub id."""
+    try:
+        folder = Path(name).expanduser()
+    except RuntimeError:  # "~" and the name of nobody here
+        raise ModelError(f"{flag}: there is no folder {name}") from None
+    if folder.is_dir():
+        return folder.resolve()
+    if folder.exists():
+        raise ModelError(f"{flag}: {name} is a file; give the folder of a checkpoint in Hugging Face form")
+    if name.startswith(("/", ".", "~")) or name.count("/") > 1:
+        raise ModelError(f"{flag}: there is no folder {name}")
+    return None
+
+
+def _weight_files(folder: Path) -> tuple[str, ...]:
+    """What to fetch besides the JSON files: the shards that the index names, else the single file."""
+    weight_map = read_json(folder / INDEX_FILE).get("weight_map", {})
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise ModelError(f"{folder / INDEX_FILE}: weight_map must map each tensor to a file name")
+    return tuple(sorted({name for name in weight_map.values() if name.endswith(".safetensors")})) or (SINGLE_FILE,)
+
+
+def _download(name: str, revision: str | None, patterns: tuple[str, ...], flag: str) -> Path:
+    """Only safetensors, JSON and tokenizer files are fetched: never code, never a pickle. HF_HUB_OFFLINE counts."""
+    from huggingface_hub import errors, snapshot_download
+
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns)))
+    except errors.GatedRepoError as error:
+        raise ModelError(f"{flag}: {name} is gated: accept its terms on the hub and set HF_TOKEN") from error
+    except errors.RepositoryNotFoundError as error:
+        raise ModelError(
+            f"{flag}: neither a folder nor a hub id is called {name} (for a private one, set HF_TOKEN)"
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise ModelError(f"--revision: {name} has no branch, tag or commit {revision!r}") from error
+    except errors.LocalEntryNotFoundError as error:
+        raise ModelError(
+            f"{flag}: {name} is no folder here and not in the local cache as a whole, and the hub cannot be reached "
+            "(no network, or HF_HUB_OFFLINE is set)"
+        ) from error
+    except errors.HFValidationError as error:
+        raise ModelError(f"{flag}: there is no folder {name}, and it is no hub id either") from error
+    except Exception as error:  # a full disk, a proxy, a hub that fails half-way: each needs one clear line
+        raise ModelError(f"{flag}: downloading {name} failed: {type(error).__name__}: {error}") from error
+
+
+def _no_weights(folder: Path, on_hub: bool) -> str:
+    if on_hub:
+        return (
+            f"{folder} has no safetensors weights on the hub. Pickle formats (.bin, .pt) can run code when loaded and "
+            "are never fetched: look for a revision in safetensors form, or convert it and give the folder"
+        )
+    pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for path in folder.glob(pattern))
+    if not pickles:
+        return f"{folder} holds no *.safetensors file"
+    return (
+        f"{folder} holds only pickle weights ({pickles[0]}), which can run code when loaded and are refused: "
+        "load them with transformers, where you trust them, and write safetensors with save_pretrained()"
+    )

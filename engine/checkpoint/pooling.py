@@ -1,0 +1,72 @@
+"""How a checkpoint wants to be pooled, as sentence-transformers writes it down: modules.json, a folder per module."""
+
+import json
+from pathlib import Path
+
+from engine.checkpoint.links import path_inside
+from engine.checkpoint.locate import read_json
+from engine.errors import ConfigError, ModelError
+from engine.pooling import Pooling
+
+MODULES = {"Transformer", "Pooling", "Normalize"}
+KINDS = {"cls": "cls", "mean": "mean", "lasttoken": "last"}  # the names of newer files
+FLAGS = {
+    f"pooling_mode_{name}": kind
+    for name, kind in (("cls_token", "cls"), ("mean_tokens", "mean"), ("lasttoken", "last"))
+}
+
+
+def read_pooling(model_dir: Path, choice: str) -> Pooling | None:
+    """How a checkpoint in the form of sentence-transformers is pooled; a `choice` other than "auto" replaces that.
+
+    None where there is nothing to read and nothing was chosen. ModelError for a pooling that is not served.
+    """
+    modules = _sentence_modules(model_dir)
+    if choice != "auto":
+        return Pooling(choice, normalize=not modules or "Normalize" in modules)
+    if "Pooling" not in modules:
+        return None
+    if unknown := modules.keys() - MODULES:
+        raise ModelError(
+            f"modules.json: the module {sorted(unknown)[0]!r} is not served; with --pooling last, mean or cls the "
+            "vectors are made without it."
+        )
+    return Pooling(_pooling_kind(model_dir, modules["Pooling"]), "Normalize" in modules)
+
+
+def _sentence_modules(model_dir: Path) -> dict[str, str]:
+    """Class name -> folder of each module of sentence-transformers, in order; empty where the checkpoint has none."""
+    path = model_dir / "modules.json"
+    try:
+        modules = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
+        found = {str(module["type"]).rpartition(".")[2]: str(module["path"]) for module in modules}
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ModelError(f"{path} is not a list of modules with type and path: {error!r:.200}") from None
+    if any(Path(folder).is_absolute() or ".." in Path(folder).parts for folder in found.values()):
+        raise ModelError(f"{path}: a module's path leaves the model's folder")
+    return found
+
+
+def _pooling_kind(model_dir: Path, module: str) -> str:
+    """From the flags of older files, or the name that newer ones have."""
+    settings = read_json(path_inside(model_dir, Path(module) / "config.json"), required=True)
+    named = settings.get("pooling_mode")
+    flags = [name for name, on in settings.items() if name.startswith("pooling_mode_") and on is True]
+    asked = [named] if named else flags
+    found = [(KINDS if named else FLAGS).get(str(name)) for name in asked]
+    if len(found) != 1 or found[0] is None:
+        raise ModelError(
+            f"{module}/config.json: pooling by {', '.join(map(str, asked))[:200] or 'nothing'} is not served; "
+            "choose one with --pooling last, mean or cls."
+        )
+    return found[0]
+
+
+def pooling_of_model(from_checkpoint: Pooling | None, encoder: bool) -> Pooling:
+    """What `read_pooling` found, else what is usual for the kind of model. ConfigError where it makes no sense."""
+    pooling = from_checkpoint or Pooling("mean" if encoder else "last")
+    if pooling.kind == "cls" and not encoder:
+        raise ConfigError(
+            "pooling: the first token of a decoder knows nothing of those behind it; use --pooling last or mean."
+        )
+    return pooling

@@ -1,0 +1,260 @@
+"""Executor: the Worker process, seen from the Driver: start it, send it plans, read its answers, notice its death."""
+
+import asyncio
+import errno
+import logging
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+
+import msgspec
+
+import engine.errors
+from engine.errors import EngineError, PageserveError
+from engine.executor.child_process import connect, spawn
+from engine.executor.process_state import count_oom_kills, is_traced, stopped_at, wait_until_stopped
+from engine.executor.recovery import StepWatch
+from engine.executor.step import (
+    FRAME_HEADER,
+    MAX_FRAME_BYTES,
+    FetchBlocks,
+    FetchedBlocks,
+    GrammarPrepared,
+    Heartbeat,
+    LoadProgress,
+    PrepareGrammar,
+    StartWorker,
+    StepPlan,
+    StepResult,
+    WorkerFailed,
+    WorkerMessage,
+    WorkerReady,
+    decode_worker_message,
+    encode_frame,
+)
+from engine.executor.step_durations import StepDurations
+from engine.structured_output import Vocabulary
+from engine.thinking import ThinkingTags
+
+WORKER_COMMAND = (sys.executable, "-m", "engine.worker.worker")
+KILL_AFTER_SECONDS = 2.0
+REAP_SECONDS = 10.0  # for the kernel to end what was killed
+STACK_DUMP_SECONDS = 0.5  # for a Worker that hangs to write where
+CPU_STEP_TIMEOUT = 300.0  # a full step of a 7B model takes over a minute on two cores
+GPU_STEP_TIMEOUT = 60.0
+HEARTBEAT = encode_frame(Heartbeat())
+
+LACKING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerDiedError(EngineError):
+    """The Worker process ended, hung, or broke the protocol: it is of no use any more.
+
+    `from_outside`: somebody killed or stopped it, or it had not begun to compute. No request can be guilty of that.
+    """
+
+    def __init__(self, message: str, *, from_outside: bool = False) -> None:
+        super().__init__(message)
+        self.from_outside = from_outside
+
+
+class NoRoomError(EngineError):
+    """The system has no descriptor, process or memory left for a Worker. None died of that, and it may pass."""
+
+
+class Executor:
+    """One Worker process, started with one end of a socket pair and nothing else (engine/executor/child_process.py).
+
+    An Executor lives as long as its Worker: the next Worker has the next Executor.
+    """
+
+    def __init__(
+        self, worker_command: tuple[str, ...] = WORKER_COMMAND, durations: StepDurations | None = None
+    ) -> None:
+        """`durations` is what is known of the steps of the Workers before."""
+        self._command = worker_command
+        self._durations = durations or StepDurations()
+        self.ready = False  # to be sent plans
+        self._process: subprocess.Popen[bytes] | None = None
+        self._reader: asyncio.StreamReader | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._step_timeout: float | None = None
+        self._watch = StepWatch(GPU_STEP_TIMEOUT)
+        self._timer: asyncio.TimerHandle | None = None
+        self._stop_watch: asyncio.Task[None] | None = None
+        self._num_oom_kills = count_oom_kills()
+        self._killed: WorkerDiedError | None = None  # why we killed it
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    async def start(self, message: StartWorker) -> None:
+        """Spawn the Worker and tell it what to load. Loading is awaited by `wait_ready`. Raises WorkerDiedError,
+        NoRoomError."""
+        self._step_timeout = message.config.step_timeout
+        try:
+            self._process, ours = spawn(self._command)
+            self._reader, self._writer = await connect(ours)
+        except OSError as error:
+            kind = NoRoomError if error.errno in LACKING else WorkerDiedError
+            raise kind(f"the Worker process could not be started: {error}") from None
+        self._begin_stop_watch(self._process.pid)
+        self._writer.write(encode_frame(message))
+
+    async def wait_ready(self, on_progress: Callable[[str], None]) -> WorkerReady:
+        """Raises the error that the Worker names (ModelError, ConfigError ...), WorkerDiedError when it just ends."""
+        while True:
+            message = await self._receive()
+            if isinstance(message, LoadProgress):
+                on_progress(message.phase)
+            elif isinstance(message, WorkerReady):
+                self._begin_watch(message.device)
+                self.ready = True
+                return message
+            elif isinstance(message, WorkerFailed):
+                raise _named_error(message)
+            else:
+                raise WorkerDiedError("the Worker sent a step result before it was ready")
+
+    def send(self, message: StepPlan | FetchBlocks | Vocabulary | PrepareGrammar | ThinkingTags) -> None:
+        """Hand over a plan; never blocks (a Worker that does not read lets the buffer grow by a few plans at most)."""
+        assert self._writer is not None, "start() comes first"
+        self._writer.write(encode_frame(message))
+        if isinstance(message, StepPlan):
+            self._watch.sent(message)
+
+    async def receive(self) -> StepResult | FetchedBlocks | GrammarPrepared:
+        """The next result, in the order of the plans, or what else the Worker was asked for. Raises WorkerDiedError."""
+        while isinstance(message := await self._receive(), Heartbeat):
+            self._watch.received_heartbeat()
+        if isinstance(message, FetchedBlocks | GrammarPrepared):
+            return message
+        if not isinstance(message, StepResult):
+            raise WorkerDiedError(f"the Worker sent {type(message).__name__} in place of a step result")
+        self._watch.received()
+        return message
+
+    async def stop(self, grace: float = KILL_AFTER_SECONDS) -> None:
+        """End the Worker: closing the socket is its sign to go; a kill follows where it is not gone in `grace` s."""
+        self._end_watch()
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+        if self._process is None or await self._gone_within(grace):
+            return
+        self._process.kill()
+        if writer is not None:
+            writer.transport.abort()  # plans that it never read would hold the socket open
+        if not await self._gone_within(REAP_SECONDS):
+            logger.error("the Worker process %d was killed and does not end: a device may hold it", self._process.pid)
+
+    async def _gone_within(self, seconds: float) -> bool:
+        assert self._process is not None
+        try:
+            await asyncio.to_thread(self._process.wait, seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    # A Worker that is stopped, from its start on.
+
+    def _begin_stop_watch(self, pid: int) -> None:
+        self._stop_watch = asyncio.create_task(self._kill_when_stopped(pid), name="stop-watch")
+
+    async def _kill_when_stopped(self, pid: int) -> None:
+        await wait_until_stopped(pid)
+        self._killed = self._killed or WorkerDiedError("the Worker process was stopped (SIGSTOP)", from_outside=True)
+        self._kill()
+
+    # A Worker that hangs.
+
+    def _begin_watch(self, device: str) -> None:
+        default = CPU_STEP_TIMEOUT if device == "cpu" else GPU_STEP_TIMEOUT
+        self._watch = StepWatch(self._step_timeout or default, self._durations, asyncio.get_running_loop().time)
+        self._tick_later()
+
+    def _tick_later(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self._watch.interval, self._tick)
+
+    def _tick(self) -> None:
+        assert self._process is not None and self._writer is not None, "stop() ends the ticks"
+        if self._watch.tick() and (self._watch.is_over_ceiling or not is_traced(self._process.pid)):
+            return self._give_up()
+        if self._watch.heartbeat_due:
+            self._writer.write(HEARTBEAT)
+            self._watch.sent_heartbeat()
+        self._tick_later()
+
+    def _give_up(self) -> None:
+        assert self._process is not None
+        pid, idle = self._process.pid, self._watch.awaits_heartbeat
+        held = is_traced(pid) or stopped_at(pid) is not None
+        cause = f"the Worker did not {'answer' if idle else 'finish a step'} within {self._watch.silence:.3g} s"
+        self._killed = WorkerDiedError(cause + (": it was stopped" if held else ""), from_outside=held or idle)
+        self._process.send_signal(signal.SIGUSR1)  # it writes its stacks to the log, if it can
+        self._timer = asyncio.get_running_loop().call_later(STACK_DUMP_SECONDS, self._kill_unless_back)
+
+    def _kill_unless_back(self) -> None:
+        """Kill the Worker, unless it answered while it wrote its stacks and so works again."""
+        if self._watch.silence > 0.0:
+            return self._kill()
+        self._killed = None
+        self._tick_later()
+
+    def _kill(self) -> None:
+        """SIGKILL also ends a stopped process. Nobody waits for one that does not end: its socket is given up."""
+        assert self._process is not None
+        if self._timer is not None:
+            self._timer.cancel()
+        self._process.kill()
+        if self._writer is not None:
+            self._writer.transport.abort()
+
+    def _end_watch(self) -> None:
+        self.ready = False
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._stop_watch is not None:
+            self._stop_watch.cancel()
+
+    async def _receive(self) -> WorkerMessage:
+        assert self._reader is not None, "start() comes first"
+        try:
+            (length,) = FRAME_HEADER.unpack(await self._reader.readexactly(FRAME_HEADER.size))
+            if length > MAX_FRAME_BYTES:
+                raise WorkerDiedError(f"the Worker announced a frame of {length} bytes")
+            message: WorkerMessage = decode_worker_message(await self._reader.readexactly(length))
+            return message
+        except (asyncio.IncompleteReadError, ConnectionError):
+            self._end_watch()
+            raise self._killed or await self._cause_of_death() from None
+        except msgspec.MsgspecError as error:
+            raise WorkerDiedError(f"the Worker sent what is no message: {error}") from None
+
+    async def _cause_of_death(self) -> WorkerDiedError:
+        cause, killed = await self._how_it_ended()
+        return WorkerDiedError(cause, from_outside=killed or self._watch.awaits_heartbeat)
+
+    async def _how_it_ended(self) -> tuple[str, bool]:
+        """For the log, and whether somebody killed it."""
+        assert self._process is not None
+        if not await self._gone_within(1.0):  # the socket closes a moment before the process can be reaped
+            return "the Worker process closed its socket", False
+        code = self._process.returncode
+        if code >= 0:
+            return f"the Worker process exited with status {code}; its log says why", False
+        known = {number.value: number.name for number in signal.Signals}
+        # SIGKILL is never a crash: if the kernel had no lack of memory, it was somebody.
+        killed = -code == signal.SIGKILL and count_oom_kills() == self._num_oom_kills is not None
+        return f"the Worker process was ended by {known.get(-code, f'signal {-code}')}", killed
+
+
+def _named_error(message: WorkerFailed) -> PageserveError:
+    kind = getattr(engine.errors, message.kind, EngineError)
+    error = kind(message.message)
+    assert isinstance(error, PageserveError)
+    return error

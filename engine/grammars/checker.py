@@ -1,0 +1,237 @@
+"""GrammarChecker: finds out, in processes that can be killed, whether a structured output compiles within the limits.
+
+The Driver's side, no torch and no llguidance. A verdict is kept, so that what is asked again costs nothing; what is
+asked twice at once is checked once. Tenants take turns, and share the places where one may wait.
+"""
+
+import asyncio
+import signal
+import subprocess
+import sys
+from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Callable
+
+import msgspec
+
+from engine.errors import EngineError, InvalidRequestError, QueueFullError
+from engine.executor.child_process import connect, spawn
+from engine.executor.process_state import ProcessStoppedError, count_oom_kills, stopped_at, unless_stopped
+from engine.executor.step import FRAME_HEADER, encode_frame
+from engine.executor.timeouts import within
+from engine.grammars.fair_slots import FairSlots
+from engine.structured_output import StructuredOutput, Vocabulary
+
+HELPER_COMMAND = (sys.executable, "-m", "engine.grammars.checker_process")
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+NUM_HELPERS = 2
+MAX_VERDICTS = 4096
+MAX_WAITING = 128  # with those that are checked; of several tenants each has its share of that
+# The time limit counts processor time, so that a busy machine refuses nothing; a helper silent for this long is killed.
+WALL_CLOCK_FACTOR = 20.0
+LOAD_SECONDS = 120.0  # to start, to import and to load the vocabulary
+MAX_ATTEMPTS = 5  # at one check, with helpers that somebody kills or stops
+TOO_COSTLY = "it takes too much time or memory to compile: make it smaller or less ambiguous"
+
+
+class HelperDiedError(Exception):
+    """It was ended by its limits, by us, or by somebody else.
+
+    `from_outside`: somebody stopped it, or killed it when the kernel had no lack of memory. No grammar is guilty then.
+    """
+
+    def __init__(self, message: str, *, from_outside: bool = False) -> None:
+        super().__init__(message)
+        self.from_outside = from_outside
+
+
+class GrammarHelper:
+    """One checking process, from its start to its end."""
+
+    def __init__(self, command: tuple[str, ...]) -> None:
+        self._command = command
+        self._process: subprocess.Popen[bytes] | None = None
+        self._num_oom_kills = count_oom_kills()
+
+    async def start(self, vocabulary: Vocabulary, cpu_seconds: float) -> str:
+        """Start it and load the vocabulary; returns why it serves nothing, or "". Raises HelperDiedError, OSError."""
+        self._process, ours = spawn(self._command, str(cpu_seconds), environment=ONE_THREAD)
+        self._reader, self._writer = await connect(ours)
+        return await self.ask(vocabulary, LOAD_SECONDS)
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    @property
+    def is_usable(self) -> bool:
+        """False where it has ended or is stopped: who needs one then takes another."""
+        assert self._process is not None, "start() comes first"
+        return self._process.poll() is None and stopped_at(self._process.pid) is None
+
+    async def ask(self, message: StructuredOutput | Vocabulary, seconds: float) -> str:
+        """What is wrong with it, or "". Raises HelperDiedError, also after `seconds` without an answer."""
+        assert self._process is not None, "start() comes first"
+        try:
+            self._writer.write(encode_frame(message))
+            return await within(seconds, unless_stopped(self._process.pid, self._answer()))
+        except ProcessStoppedError as error:
+            raise HelperDiedError(str(error), from_outside=True) from None
+        except asyncio.TimeoutError:
+            raise HelperDiedError(f"no answer within {seconds:g} s") from None
+        except (asyncio.IncompleteReadError, ConnectionError) as error:
+            killed = await asyncio.to_thread(self._was_killed)
+            raise HelperDiedError(str(error), from_outside=killed) from None
+
+    def _was_killed(self) -> bool:
+        """SIGKILL is none of its limits: if the kernel had no lack of memory, it was somebody."""
+        assert self._process is not None
+        try:
+            status = self._process.wait(1.0)  # the socket closes a moment before the process can be reaped
+        except subprocess.TimeoutExpired:
+            return False
+        return status == -signal.SIGKILL and count_oom_kills() == self._num_oom_kills is not None
+
+    async def _answer(self) -> str:
+        (length,) = FRAME_HEADER.unpack(await self._reader.readexactly(FRAME_HEADER.size))
+        return msgspec.msgpack.decode(await self._reader.readexactly(length), type=str)
+
+    async def stop(self) -> bool:
+        """Kill it, if it is there: it has nothing to put in order. Returns whether its time limit had ended it."""
+        if self._process is None:
+            return False
+        if hasattr(self, "_writer"):
+            self._writer.close()
+        self._process.kill()
+        return await asyncio.to_thread(self._process.wait) == -signal.SIGPROF
+
+
+class GrammarChecker:
+    """Made and used on one event loop. The first check starts the first helper."""
+
+    def __init__(
+        self,
+        vocabulary: Callable[[], Awaitable[Vocabulary]],
+        cpu_seconds: float,
+        *,
+        command: tuple[str, ...] = HELPER_COMMAND,
+        num_helpers: int = NUM_HELPERS,
+    ) -> None:
+        self._vocabulary = vocabulary
+        self._cpu_seconds = cpu_seconds
+        self._command = command
+        self._verdicts: OrderedDict[bytes, str] = OrderedDict()
+        self._checks: dict[tuple[str, bytes], asyncio.Task[str]] = {}  # by tenant: nobody waits in another's queue
+        self._idle: list[GrammarHelper] = []
+        self._busy: set[GrammarHelper] = set()
+        self._slots = FairSlots(num_helpers)
+
+    async def check(self, output: StructuredOutput, tenant: str = "") -> None:
+        """Return when it is known to be good. Raises InvalidRequestError where it is not, QueueFullError, EngineError.
+
+        A caller that is cancelled leaves the check running: its verdict is worth having.
+        """
+        key = tenant, output.digest()
+        verdict = self.verdict(output)
+        if verdict is None:
+            if (task := self._checks.get(key)) is None:
+                if not self._has_place_for(tenant):
+                    raise QueueFullError("Too many new grammars wait to be compiled. Try again later.", 5.0)
+                task = self._checks[key] = asyncio.create_task(self._find_verdict(key, output))
+            verdict = await asyncio.shield(task)
+        if verdict:
+            kind = "schema" if output.kind.startswith("json") else output.kind
+            raise InvalidRequestError(f"the {kind} cannot be used: {verdict}", "structured_output")
+
+    def verdict(self, output: StructuredOutput) -> str | None:
+        """What is wrong with it, "" for nothing, None where that is not known (any more)."""
+        key = output.digest()
+        if key in self._verdicts:
+            self._verdicts.move_to_end(key)
+        return self._verdicts.get(key)
+
+    @property
+    def helper_pids(self) -> list[int | None]:
+        return [helper.pid for helper in (*self._idle, *self._busy)]
+
+    async def close(self) -> None:
+        tasks = list(self._checks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        helpers, self._idle = [*self._idle, *self._busy], []
+        await asyncio.gather(*(helper.stop() for helper in helpers))
+
+    def _has_place_for(self, tenant: str) -> bool:
+        waiting = Counter(name for name, _ in self._checks)
+        return waiting[tenant] < max(1, MAX_WAITING // len({*waiting, tenant}))
+
+    async def _find_verdict(self, key: tuple[str, bytes], output: StructuredOutput) -> str:
+        tenant, digest = key
+        try:
+            async with self._slots.take(tenant):
+                verdict = self.verdict(output)  # another tenant may have asked for the same
+                if verdict is None:
+                    verdict = await self._ask(output)
+        finally:
+            del self._checks[key]
+        self._verdicts[digest] = verdict
+        if len(self._verdicts) > MAX_VERDICTS:
+            self._verdicts.popitem(last=False)
+        return verdict
+
+    async def _ask(self, output: StructuredOutput) -> str:
+        """A check whose helper dies of anything but its time limit is tried once more; those that somebody kills or
+        stops do not count. EngineError where that never ends."""
+        num_deaths = 0
+        for _ in range(MAX_ATTEMPTS):
+            try:
+                helper = await self._take()
+            except HelperDiedError:  # from outside, while it loaded
+                continue
+            try:
+                verdict = await helper.ask(output, WALL_CLOCK_FACTOR * self._cpu_seconds)
+            except HelperDiedError as death:
+                num_deaths += not death.from_outside
+                if await self._drop(helper) or num_deaths == 2:
+                    return TOO_COSTLY
+            except BaseException:
+                await self._drop(helper)
+                raise
+            else:
+                self._busy.discard(helper)
+                self._idle.append(helper)
+                return verdict
+        raise EngineError("the processes that compile grammars are killed or stopped again and again from outside")
+
+    async def _take(self) -> GrammarHelper:
+        """A helper that is ready, perhaps a new one.
+
+        InvalidRequestError where this model can have none, EngineError where it does not start, HelperDiedError where
+        somebody killed or stopped it while it loaded.
+        """
+        while self._idle:
+            helper = self._idle.pop()
+            self._busy.add(helper)
+            if helper.is_usable:
+                return helper
+            await self._drop(helper)
+        vocabulary = await self._vocabulary()
+        helper = GrammarHelper(self._command)
+        self._busy.add(helper)
+        try:
+            refusal = await helper.start(vocabulary, self._cpu_seconds)
+        except (HelperDiedError, OSError) as error:
+            await self._drop(helper)
+            if isinstance(error, HelperDiedError) and error.from_outside:
+                raise
+            raise EngineError(f"the process that compiles grammars does not start: {error}") from None
+        if refusal:
+            await self._drop(helper)
+            raise InvalidRequestError(f"this model cannot hold to a form: {refusal}", "structured_output")
+        return helper
+
+    async def _drop(self, helper: GrammarHelper) -> bool:
+        """Returns whether its time limit had ended it."""
+        timed_out = await helper.stop()
+        self._busy.discard(helper)
+        return timed_out

@@ -1,0 +1,351 @@
+"""BlockManager: who holds which KV block (PagedAttention: Kwon et al. 2023, sections 4.2 to 4.4).
+
+The KV cache is a pool of fixed blocks. A sequence holds the blocks of its block table, in token order; blocks of a
+common prefix are held by several sequences at once (reference counts), and samples of one prompt also share the block
+that is not full yet, until one of them writes to it and gets a copy (copy-on-write). A full block is known to the
+prefix cache by the hash of its tokens and of everything before them. A block that nobody holds is free, but keeps its
+content and its hash until it is given out again: the free list is the LRU order of eviction, and a hit takes a block
+out of its middle.
+"""
+
+import hashlib
+import struct
+from collections import deque
+from collections.abc import Iterable
+from itertools import islice
+from typing import NamedTuple
+
+from engine.memory.host_tier import HostTier
+from engine.memory.sequence import BlockKey, Sequence
+
+LAST_EVICTED = 64  # block ids that are remembered for whoever watches
+
+
+class Allocation(NamedTuple):
+    """Blocks appended to a block table, and (source, target) where its last block was shared and had to be replaced."""
+
+    new_block_ids: list[int]
+    copy: tuple[int, int] | None = None
+
+
+class Prefix(NamedTuple):
+    """Where the full blocks lie that a sequence starts with, in order: in the pool, or in the host tier (a key)."""
+
+    parts: list["Block | BlockKey"]
+
+    @property
+    def blocks(self) -> "list[Block]":
+        return [part for part in self.parts if isinstance(part, Block)]
+
+    @property
+    def host_keys(self) -> list[BlockKey]:
+        return [part for part in self.parts if isinstance(part, BlockKey)]
+
+
+class Block:
+    """`key` is set while the prefix cache may hand the block out for equal tokens."""
+
+    __slots__ = ("block_id", "key", "next_free", "prev_free", "ref_count")
+
+    def __init__(self, block_id: int) -> None:
+        self.block_id = block_id
+        self.ref_count = 0
+        self.key: BlockKey | None = None
+        self.prev_free: Block | None = None
+        self.next_free: Block | None = None
+
+
+class FreeList:
+    """A doubly linked list through the blocks themselves: every operation, `remove` too, is O(1)."""
+
+    def __init__(self, blocks: Iterable[Block]) -> None:
+        self._end = Block(-1)  # sentinel: its next is the first to be given out, its prev the last
+        self._end.next_free = self._end.prev_free = self._end
+        self._length = 0
+        for block in blocks:
+            self.append(block)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def append(self, block: Block) -> None:
+        """Give this block out last."""
+        self._link(block, before=self._end)
+
+    def append_left(self, block: Block) -> None:
+        """Give this block out next."""
+        assert self._end.next_free is not None
+        self._link(block, before=self._end.next_free)
+
+    def pop_left(self) -> Block:
+        block = self._end.next_free
+        assert block is not None and block is not self._end, "the caller checks that a block is free"
+        self.remove(block)
+        return block
+
+    def remove(self, block: Block) -> None:
+        prev, following = block.prev_free, block.next_free
+        assert prev is not None and following is not None, "the block is not in the free list"
+        prev.next_free, following.prev_free = following, prev
+        block.prev_free = block.next_free = None
+        self._length -= 1
+
+    def ids(self) -> list[int]:
+        """From the next one given out to the last; for checks and views, O(n)."""
+        found = []
+        block = self._end.next_free
+        while block is not self._end:
+            assert block is not None
+            found.append(block.block_id)
+            block = block.next_free
+        return found
+
+    def _link(self, block: Block, before: Block) -> None:
+        prev = before.prev_free
+        assert prev is not None
+        block.prev_free, block.next_free = prev, before
+        prev.next_free = before.prev_free = block
+        self._length += 1
+
+
+class BlockManager:
+    """`enable_prefix_caching` False never matches a prefix; all else is the same. Evicted blocks go to `host_tier`."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool = True,
+        host_tier: HostTier | None = None,
+        model_identity: bytes = b"",
+    ) -> None:
+        self.block_size = block_size
+        self.model_identity = model_identity
+        self.enable_prefix_caching = enable_prefix_caching
+        self.num_prefix_queries = 0  # both in tokens
+        self.num_prefix_hits = 0
+        self.num_evictions = 0
+        self.last_evicted: deque[int] = deque(maxlen=LAST_EVICTED)
+        self.host_tier: HostTier | None = None
+        self.reset(num_blocks, host_tier)
+
+    def reset(self, num_blocks: int, host_tier: HostTier | None = None) -> None:
+        """An empty pool, as after the loss of the Worker's memory; sequences must let go of their tables, too."""
+        if host_tier is not None and self.host_tier is not None:
+            host_tier.count_on(self.host_tier)
+        self.host_tier = host_tier
+        self.blocks = [Block(block_id) for block_id in range(num_blocks)]
+        self.free_blocks = FreeList(self.blocks)
+        self.cached_blocks: dict[BlockKey, Block] = {}
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.blocks)
+
+    @property
+    def usage(self) -> float:
+        """Share of the blocks that sequences hold, 0 to 1."""
+        return 1.0 - len(self.free_blocks) / len(self.blocks)
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def match_prefix(self, seq: Sequence) -> Prefix:
+        """Where the cached blocks lie that hold the start of `seq`; takes none of them yet.
+
+        Nothing is matched that has to be computed for its logits: Sequence.num_skippable_tokens.
+        """
+        if not self.enable_prefix_caching:
+            return Prefix([])
+        self._extend_keys(seq)
+        parts: list[Block | BlockKey] = []
+        num_pool = 0  # length of the start that lies in the pool
+        for key in islice(seq.block_keys, seq.num_skippable_tokens // self.block_size):
+            if (block := self.cached_blocks.get(key)) is not None:
+                num_pool += num_pool == len(parts)
+                parts.append(block)
+            elif self.host_tier is not None and key in self.host_tier:
+                parts.append(key)
+            else:
+                break
+        if num_pool < len(parts) and not self._worth_loading(parts, num_pool):
+            del parts[num_pool:]
+        return Prefix(parts)
+
+    def missing_keys(self, seq: Sequence) -> list[BlockKey]:
+        """Of the full blocks that `match_prefix` could have found and that neither the pool nor the host tier holds."""
+        self._extend_keys(seq)
+        keys = seq.block_keys[: seq.num_skippable_tokens // self.block_size]
+        return [key for key in keys if key not in self.cached_blocks and key not in (self.host_tier or ())]
+
+    def can_admit(self, seq: Sequence, prefix: Prefix, spare: int) -> bool:
+        """Whether all known tokens of `seq` find room and `spare` blocks stay free."""
+        taken_from_free = self.num_blocks_for(seq.num_tokens) - len(prefix.blocks)
+        taken_from_free += sum(block.ref_count == 0 for block in prefix.blocks)
+        return len(self.free_blocks) - taken_from_free >= spare
+
+    def adopt_prefix(self, seq: Sequence, prefix: Prefix) -> None:
+        """Let `seq`, which holds nothing, begin with the blocks that `match_prefix` found, now that they find room."""
+        assert not seq.block_table, "a sequence adopts a prefix before anything else"
+        for block in prefix.blocks:  # before anything is loaded: that must not take them
+            if block.ref_count == 0:
+                self.free_blocks.remove(block)
+            block.ref_count += 1
+        if self.host_tier is not None:
+            self.host_tier.pin(prefix.host_keys)
+        for part in prefix.parts:
+            seq.block_table.append(part.block_id if isinstance(part, Block) else self._load(part))
+        seq.num_computed_tokens = len(prefix.parts) * self.block_size
+        seq.num_registered_blocks = len(prefix.parts)
+        if self.enable_prefix_caching:
+            self.num_prefix_queries += len(seq.token_ids)
+            self.num_prefix_hits += seq.num_computed_tokens
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Let `child`, which holds nothing, share all blocks of `parent`, the partly filled one too."""
+        assert not child.block_table, "a sequence is forked before anything else"
+        for block_id in parent.block_table:
+            self.blocks[block_id].ref_count += 1
+        child.block_table = list(parent.block_table)
+        child.block_keys = list(parent.block_keys)
+        child.num_computed_tokens = parent.num_computed_tokens
+        child.num_registered_blocks = parent.num_registered_blocks
+
+    def allocate(self, seq: Sequence, num_tokens: int) -> Allocation | None:
+        """Make room to write the next `num_tokens` tokens; None, and nothing changed, where too few blocks are free.
+
+        A table has no more blocks than its computed tokens fill, so what will be written is at most its last block,
+        where that is not full, and new ones.
+        """
+        num_new = self.num_blocks_for(seq.num_computed_tokens + num_tokens) - len(seq.block_table)
+        writes_last = num_tokens > 0 and seq.num_computed_tokens % self.block_size > 0
+        shared = writes_last and self.blocks[seq.block_table[-1]].ref_count > 1
+        if num_new + shared > len(self.free_blocks):
+            return None
+        copy = None
+        if shared:
+            copy = seq.block_table[-1], self._take_free()
+            self.blocks[copy[0]].ref_count -= 1
+            seq.block_table[-1] = copy[1]
+        new_block_ids = [self._take_free() for _ in range(num_new)]
+        seq.block_table += new_block_ids
+        return Allocation(new_block_ids, copy)
+
+    def register_full_blocks(self, seq: Sequence) -> None:
+        """Tell the prefix cache of every block of `seq` that is full of known, computed tokens.
+
+        A plan that was sent counts as computed: the Worker runs plans in order and writes all keys and values of a
+        layer before it reads any, so even a sequence of the same step may read the block.
+        """
+        if not self.enable_prefix_caching:
+            return
+        num_full = min(seq.num_computed_tokens, len(seq.token_ids)) // self.block_size
+        if num_full <= seq.num_registered_blocks:
+            return
+        self._extend_keys(seq)
+        for index in range(seq.num_registered_blocks, num_full):
+            block, key = self.blocks[seq.block_table[index]], seq.block_keys[index]
+            # Tables are append-only: where another block has this content already, this one stays private.
+            if block.key is None and key not in self.cached_blocks:
+                block.key = key
+                self.cached_blocks[key] = block
+        seq.num_registered_blocks = num_full
+
+    def free(self, seq: Sequence, *, discard: bool = False) -> None:
+        """Let go of all blocks of `seq`; `discard` also drops them from both tiers of the cache, whoever holds them.
+
+        The last block goes first into the free list, so that a prefix outlives what follows it.
+        """
+        for block_id in reversed(seq.block_table):
+            block = self.blocks[block_id]
+            block.ref_count -= 1
+            if discard:
+                self._forget_everywhere(block)
+            if block.ref_count:
+                continue
+            if block.key is None:
+                self.free_blocks.append_left(block)
+            else:
+                self.free_blocks.append(block)
+        seq.block_table = []
+        seq.num_registered_blocks = 0
+        seq.num_computed_tokens = 0
+
+    def offload_all(self) -> None:
+        """Let the host tier keep every cached block that nobody holds, those of most recent use last."""
+        if self.host_tier is not None:
+            for block_id in self.free_blocks.ids():
+                if (key := self.blocks[block_id].key) is not None:
+                    self.host_tier.offload(key, block_id)
+
+    def check_invariants(self, sequences: Iterable[Sequence]) -> None:
+        """Assert that the books balance, given every sequence that may hold blocks. For tests and simulation: O(n)."""
+        held = [block_id for seq in sequences for block_id in seq.block_table]
+        counts = dict.fromkeys(range(self.num_blocks), 0)
+        for block_id in held:
+            counts[block_id] += 1
+        for block in self.blocks:
+            assert block.ref_count == counts[block.block_id], f"block {block.block_id}: leaked or freed twice"
+            if block.key is not None:
+                assert self.cached_blocks.get(block.key) is block, f"block {block.block_id}: unknown key"
+        free = self.free_blocks.ids()
+        assert len(free) == len(set(free)) == len(self.free_blocks), "the free list is broken"
+        assert {block_id for block_id, count in counts.items() if count == 0} == set(free), "held and free overlap"
+        if self.host_tier is not None:
+            self.host_tier.check_invariants()
+        for key, block in self.cached_blocks.items():
+            assert block.key == key, f"block {block.block_id}: stale key in the cache"
+
+    def _worth_loading(self, parts: "list[Block | BlockKey]", num_pool: int) -> bool:
+        """Whether what lies behind the first `num_pool` blocks is had sooner from the host than by computing it."""
+        assert self.host_tier is not None
+        num_loads = sum(isinstance(part, BlockKey) for part in parts)
+        computed = (len(parts) - num_pool) * self.block_size
+        return self.host_tier.worth_loading(num_loads * self.block_size, num_pool * self.block_size, computed)
+
+    def _load(self, key: BlockKey) -> int:
+        assert self.host_tier is not None
+        block = self.blocks[self._take_free()]
+        self.host_tier.load(key, block.block_id)
+        block.key = key
+        self.cached_blocks[key] = block
+        return block.block_id
+
+    def _take_free(self) -> int:
+        block = self.free_blocks.pop_left()
+        if block.key is not None:
+            self._evict(block, block.key)
+        block.ref_count = 1
+        return block.block_id
+
+    def _evict(self, block: Block, key: BlockKey) -> None:
+        """The place of a cached block is needed; the host tier may keep what is in it."""
+        if self.host_tier is not None:
+            self.host_tier.offload(key, block.block_id)
+        self._forget(block)
+        self.num_evictions += 1
+        self.last_evicted.append(block.block_id)
+
+    def _forget_everywhere(self, block: Block) -> None:
+        if self.host_tier is not None and block.key is not None:
+            self.host_tier.discard(block.key)
+        self._forget(block)
+
+    def _forget(self, block: Block) -> None:
+        if block.key is not None:
+            del self.cached_blocks[block.key]
+            block.key = None
+
+    def _extend_keys(self, seq: Sequence) -> None:
+        """Name the full blocks of known tokens; what is hashed has a fixed width or its length before it."""
+        keys, size = seq.block_keys, self.block_size
+        for index in range(len(keys), len(seq.token_ids) // size):
+            parent = keys[-1].digest if keys else self._root(seq.cache_salt)
+            token_ids = tuple(seq.token_ids[index * size : (index + 1) * size])
+            packed = struct.pack(f"<I{size}I", size, *token_ids)
+            keys.append(BlockKey(hashlib.sha256(parent + packed).digest(), token_ids))
+
+    def _root(self, cache_salt: str) -> bytes:
+        """The parent of a first block: no two models and no two tenants have one in common."""
+        fields = (self.model_identity, cache_salt.encode())
+        return hashlib.sha256(b"".join(struct.pack("<Q", len(field)) + field for field in fields)).digest()

@@ -1,0 +1,138 @@
+"""HostTier: KV blocks that the pool had to give up, kept in host memory until they are asked for again.
+
+When a block of the pool that the prefix cache knows is given out again, its content moves to a slot here, under the
+same key; a later match brings it back into a block of the pool. That is swapping (Kwon et al. 2023, section 4.5) and a
+second tier of the prefix cache in one: a preempted sequence leaves its full blocks in the cache, what must make room
+moves to the host, and the sequence finds all of it when it is admitted again, but for the tokens of its last block.
+
+The tokens of the tier are the Worker's; this is the book of who lies where. A slot is written and read by plans, which
+the Worker runs in order, so a slot counts as filled when the plan that fills it is made.
+"""
+
+from engine.executor.step import BlockMove, CacheCosts, WorkerReady
+from engine.memory.sequence import BlockKey
+
+
+class HostTier:
+    """`num_slots` blocks under their keys, the least recently used first to go. Every operation is O(1)."""
+
+    def __init__(self, num_slots: int, costs: CacheCosts | None = None, on_disk: set[bytes] | None = None) -> None:
+        """`costs` decides what is worth loading; None: everything.
+
+        `on_disk`: the digests that the disk tier should hold, where there is one; what is offloaded goes on to it.
+        """
+        self.num_slots = num_slots
+        self.on_disk = on_disk
+        self.num_loads = 0  # blocks brought back
+        self.num_offloads = 0
+        self.costs = costs
+        self._slots: dict[BlockKey, int] = {}  # in order of use
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._pinned: set[int] = set()  # read by the plan under construction
+        self._reserved: set[int] = set()  # the disk tier is about to fill them
+        self._offloads: dict[int, BlockMove] = {}  # by slot, of the plan under construction
+        self._loads: dict[int, int] = {}  # block -> slot
+
+    @classmethod
+    def of(cls, ready: WorkerReady, with_disk: bool) -> "HostTier | None":
+        """The tier of a Worker that has just started; None where it has no host memory for it."""
+        if not ready.num_host_blocks:
+            return None
+        return cls(ready.num_host_blocks, ready.cache_costs, set(ready.disk_digests) if with_disk else None)
+
+    def count_on(self, before: "HostTier") -> None:
+        """Go on with the counters of the tier of a Worker that is gone: they never fall."""
+        self.num_loads, self.num_offloads = before.num_loads, before.num_offloads
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def __contains__(self, key: BlockKey) -> bool:
+        return key in self._slots
+
+    def offload(self, key: BlockKey, block_id: int) -> None:
+        """Keep the content of a block that is about to be written over, in place of what was used least recently."""
+        if key in self._slots:
+            self._touch(key)
+            return
+        slot = self._free.pop() if self._free else self._evict()
+        if slot is not None:
+            self._slots[key] = slot
+            self._offloads[slot] = BlockMove(block_id, slot, self._digest_for_disk(key))
+            self.num_offloads += 1
+
+    def worth_loading(self, num_loaded: int, num_before: int, num_computed: int) -> bool:
+        """Whether to load `num_loaded` tokens takes less time than to compute `num_computed` behind `num_before`."""
+        return self.costs is None or self.costs.load(num_loaded) < self.costs.compute(num_before, num_computed)
+
+    def pin(self, keys: list[BlockKey]) -> None:
+        """Keep these, which are about to be loaded, until the plan under construction is made."""
+        for key in keys:
+            self._touch(key)
+            self._pinned.add(self._slots[key])
+
+    def load(self, key: BlockKey, block_id: int) -> None:
+        """Bring a pinned block back into the pool; the slot keeps it too."""
+        self._loads[block_id] = self._slots[key]
+        self.num_loads += 1
+
+    def discard(self, key: BlockKey) -> None:
+        """Forget what cannot be trusted any more; between plans only, when nothing is pinned."""
+        if self.on_disk is not None:
+            self.on_disk.discard(key.digest)  # it will be written anew
+        if (slot := self._slots.pop(key, None)) is not None:
+            self._offloads.pop(slot, None)
+            self._free.append(slot)
+
+    def take_moves(self) -> tuple[list[BlockMove], list[BlockMove]]:
+        """(offloads, loads) for the plan that is now complete: all offloads come before all loads."""
+        offloads = list(self._offloads.values())
+        loads = [BlockMove(block_id, slot) for block_id, slot in self._loads.items()]
+        self._offloads, self._loads = {}, {}
+        self._pinned.clear()
+        return offloads, loads
+
+    def reserve(self, num_slots: int) -> list[int]:
+        """Up to that many slots for the disk tier to fill: no plan touches them until `fill`."""
+        slots: list[int] = []
+        while len(slots) < num_slots:
+            slot = self._free.pop() if self._free else self._evict()
+            if slot is None:
+                break
+            self._offloads.pop(slot, None)
+            slots.append(slot)
+        self._reserved.update(slots)
+        return slots
+
+    def fill(self, keys: list[BlockKey], slots: list[int]) -> None:
+        """Reserved slots are in use from now on for `keys`, as many as there are; the others are free again."""
+        self._reserved.difference_update(slots)
+        for i, slot in enumerate(slots):
+            if i < len(keys) and keys[i] not in self._slots:
+                self._slots[keys[i]] = slot
+            else:
+                self._free.append(slot)
+
+    def check_invariants(self) -> None:
+        """Assert that every slot is free or holds one block. For tests and simulation."""
+        used = list(self._slots.values())
+        assert len(used) == len(set(used)), "two blocks in one slot"
+        assert sorted([*used, *self._free, *self._reserved]) == list(range(self.num_slots)), "a slot is lost"
+
+    def _digest_for_disk(self, key: BlockKey) -> bytes:
+        """Empty where the disk tier need not write it."""
+        if self.on_disk is None or key.digest in self.on_disk:
+            return b""
+        self.on_disk.add(key.digest)
+        return key.digest
+
+    def _touch(self, key: BlockKey) -> None:
+        self._slots[key] = self._slots.pop(key)
+
+    def _evict(self) -> int | None:
+        """A slot to write over; None where all are about to be read."""
+        for key, slot in self._slots.items():  # pinned ones were used last: the first will do
+            if slot not in self._pinned:
+                del self._slots[key]
+                return slot
+        return None

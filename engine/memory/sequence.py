@@ -1,0 +1,177 @@
+"""Sequence: one sample, or one hypothesis of a beam search, of a request, as the Driver knows it."""
+
+from enum import Enum, auto
+from typing import TYPE_CHECKING, NamedTuple
+
+from engine.outputs import FinishReason
+from engine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from engine.sequence_group import SequenceGroup
+
+
+class BlockKey(NamedTuple):
+    """What a full block is known by: the hash of its tokens and of all before them, and its tokens, to be compared."""
+
+    digest: bytes
+    token_ids: tuple[int, ...]
+
+
+class SequenceStatus(Enum):
+    WAITING = auto()  # new, preempted, or to be forked off another: holds no blocks
+    RUNNING = auto()
+    FINISHED = auto()
+
+
+class Sequence:
+    """Known tokens, computed tokens, and the blocks that hold them.
+
+    The Scheduler changes it, with what it owns: BlockManager, FairShare, the queues, the groups. From outside comes
+    only how it ended, where the text or the client decided that. `token_ids` holds what the Driver has seen;
+    `num_pending_tokens` counts tokens that plans already sent will sample but whose values are not back yet
+    (overlapped scheduling). `num_computed_tokens` counts plans as computed when they are sent: the Worker runs them in
+    order, so a later plan may build on them.
+    """
+
+    __slots__ = (
+        "arrival",
+        "block_keys",
+        "block_table",
+        "cache_salt",
+        "decode_end",
+        "end_token_ids",
+        "finish_reason",
+        "first_scheduled_time",
+        "fork_of",
+        "group",
+        "in_worker",
+        "last_turn",
+        "look_at",
+        "max_num_tokens",
+        "num_cached_tokens",
+        "num_charged_tokens",
+        "num_computed_tokens",
+        "num_pending_tokens",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "num_queued_tokens",
+        "num_registered_blocks",
+        "num_scored_tokens",
+        "num_tokens_when_preempted",
+        "params",
+        "priority",
+        "seed",
+        "seq_id",
+        "status",
+        "stop_reason",
+        "tenant",
+        "token_ids",
+        "weight",
+    )
+
+    def __init__(
+        self,
+        seq_id: int,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        seed: int,
+        max_num_tokens: int,
+        priority: int = 0,
+        arrival: int = 0,
+        cache_salt: str = "",
+        tenant: str = "",
+        weight: float = 1.0,
+    ) -> None:
+        self.seq_id = seq_id
+        self.token_ids = list(prompt_token_ids)
+        self.num_prompt_tokens = len(prompt_token_ids)
+        self.params = params
+        self.seed = seed
+        self.max_num_tokens = max_num_tokens  # prompt + output never goes past it
+        self.priority = priority
+        self.arrival = arrival  # a counter, not a time: order must not depend on clocks
+        self.cache_salt = cache_salt
+        self.tenant = tenant  # who shares the engine with others by `weight`
+        self.weight = weight
+        self.status = SequenceStatus.WAITING
+        self.num_computed_tokens = 0
+        self.num_pending_tokens = 0
+        self.num_preemptions = 0
+        self.num_tokens_when_preempted = 0
+        self.num_charged_tokens = 0  # computed, and on its tenant's account; a second computation costs nothing
+        self.num_queued_tokens = 0  # what the queue that holds it counts it as
+        self.num_cached_tokens: int | None = None  # prompt tokens found in the prefix cache when first admitted
+        self.first_scheduled_time: float | None = None
+        # Leading tokens of the prompt whose logprobs are known or not wanted.
+        self.num_scored_tokens = 1 if params.prompt_logprobs is not None else self.num_prompt_tokens
+        self.block_table: list[int] = []
+        self.block_keys: list[BlockKey] = []  # of the full blocks of known tokens; survives preemption
+        self.fork_of: Sequence | None = None  # the sample of the same prompt that computes it for both
+        self.group: SequenceGroup | None = None  # with whom it is preempted and resumed
+        # Where plain decoding stops: below it a token needs no block, is not the last one, and the Worker has the row.
+        self.decode_end = 0
+        self.look_at = 0  # a token before this length neither fills a block nor is the last one allowed
+        self.end_token_ids: frozenset[int] = frozenset()  # any of these may end it; the scheduler knows
+        self.in_worker = False  # whether the Worker holds these very tokens in a row
+        self.last_turn = 0  # when it last decoded while others rested: see engine/scheduling/short_steps.py
+        self.num_registered_blocks = 0  # leading blocks of the table that the prefix cache knows
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: str | int | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens, those on their way included."""
+        return len(self.token_ids) + self.num_pending_tokens
+
+    @property
+    def num_generated_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_skippable_tokens(self) -> int:
+        """Leading tokens that need not be computed where their keys and values are found: all but the last known one,
+        whose logits are needed; but none whose logits score a token of the prompt, and none at all where the hidden
+        states of all are wanted.
+        """
+        if (pooling := self.params.pooling) is not None and pooling.needs_every_token:
+            return 0
+        if self.num_scored_tokens < self.num_prompt_tokens:
+            return self.num_scored_tokens - 1
+        return len(self.token_ids) - 1
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """What is left to compute; nothing once the last token it may have is known or on its way."""
+        if self.num_tokens >= self.max_num_tokens:
+            return 0
+        return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def has_started(self) -> bool:
+        """Whether its first token is known or on its way."""
+        return self.num_tokens > self.num_prompt_tokens
+
+    @property
+    def has_progressed(self) -> bool:
+        """Whether it got a token since it was last preempted, beside one that was on its way then."""
+        return len(self.token_ids) > self.num_tokens_when_preempted
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """First come, first served within a priority; lower runs first."""
+        return self.priority, self.arrival
+
+    def lose_blocks(self) -> None:
+        """The Worker is gone: it waits to be computed from the first token on."""
+        self.status = SequenceStatus.WAITING
+        self.in_worker = False
+        self.decode_end = 0
+        self.block_table = []
+        self.num_computed_tokens = self.num_pending_tokens = self.num_registered_blocks = 0
+
+    def __repr__(self) -> str:
+        return (
+            f"Sequence({self.seq_id}, {self.status.name}, computed {self.num_computed_tokens} of "
+            f"{len(self.token_ids)}+{self.num_pending_tokens}, blocks {self.block_table})"
+        )

@@ -1,0 +1,72 @@
+"""Token embedding, learned positions and the lm_head that may share the embedding's weight."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.models.config import ModelConfig
+from engine.models.layers.operators import Operators
+from engine.models.linear import take_linear
+from kernels.dispatch import use_triton
+
+
+class Embedding:
+    """input_ids, positions int64 [num_tokens] -> [num_tokens, hidden]."""
+
+    __slots__ = ("position_offset", "position_weight", "project_in", "scale", "weight")
+
+    def __init__(self, config: ModelConfig, weights: dict[str, Tensor], operators: Operators) -> None:
+        self.weight = weights.pop("embedding.weight")
+        self.scale = config.embedding_scale
+        if config.round_embedding_scale:  # in bf16 sqrt(3072) is 55.5
+            self.scale = torch.tensor(self.scale).to(self.weight.dtype).item()
+        self.position_weight = weights.pop("position_embedding.weight", None)
+        self.position_offset = config.position_offset
+        has_projection = "project_in.weight" in weights
+        self.project_in = take_linear(weights, "project_in", operators) if has_projection else None
+
+    def __call__(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        hidden = F.embedding(input_ids, self.weight)
+        if self.scale != 1.0:
+            hidden = hidden * self.scale
+        if self.project_in is not None:
+            hidden = self.project_in(hidden)
+        if self.position_weight is not None:
+            hidden = hidden + F.embedding(positions + self.position_offset, self.position_weight)
+        return hidden
+
+
+class LMHead:
+    """[rows, hidden] -> logits [rows, vocab_size]. A tied head packs the embedding's weight for itself.
+
+    fp32 on a CPU; in the model's dtype on a GPU, whose sampler widens what it reads and spares the memory a copy.
+    """
+
+    __slots__ = ("linear", "project_out", "scale", "softcap")
+
+    def __init__(
+        self, config: ModelConfig, weights: dict[str, Tensor], embedding_weight: Tensor, operators: Operators
+    ) -> None:
+        has_projection = "project_out.weight" in weights
+        self.project_out = take_linear(weights, "project_out", operators) if has_projection else None
+        self.scale, self.softcap = config.logits_scale, config.logit_softcap
+        weight = embedding_weight if config.tie_embeddings else weights.pop("lm_head.weight")
+        self.linear = operators.linear(weight, weights.pop("lm_head.bias", None))
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        if self.project_out is not None:
+            hidden = self.project_out(hidden)
+        logits = self.linear(hidden)
+        if self.scale != 1.0:
+            logits *= self.scale
+        if self.softcap:
+            soft_cap(logits, self.softcap)
+        return logits if use_triton(logits) else logits.float()
+
+
+def soft_cap(logits: Tensor, cap: float) -> None:
+    """logits [rows, vocab_size] := cap * tanh(logits / cap), in place and rounded three times, as by transformers.
+
+    torch's tanh, unlike its GELU, gives a number the same bits wherever it stands: rows need not be kept apart.
+    """
+    logits.div_(cap).tanh_().mul_(cap)

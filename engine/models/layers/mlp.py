@@ -1,0 +1,31 @@
+"""The feed-forward part of a layer: gated (SwiGLU and relatives) or plain, or a mixture of experts."""
+
+from torch import Tensor
+
+from engine.models.config import ModelConfig
+from engine.models.layers.moe import MoE
+from engine.models.layers.operators import Operators
+from engine.models.linear import take_linear
+
+
+class MLP:
+    """[num_tokens, hidden] -> [num_tokens, hidden]. Gate and up projections are one matrix, [gate | up]."""
+
+    __slots__ = ("activate", "activation", "mlp_in", "mlp_out")
+
+    def __init__(self, config: ModelConfig, weights: dict[str, Tensor], prefix: str, operators: Operators) -> None:
+        self.activation = config.activation
+        self.activate = operators.activation(config.gated_mlp)
+        self.mlp_in = take_linear(weights, f"{prefix}.mlp_in", operators)
+        self.mlp_out = take_linear(weights, f"{prefix}.mlp_out", operators)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.mlp_out(self.activate(self.mlp_in(x), self.activation))
+
+
+def take_mlp(config: ModelConfig, weights: dict[str, Tensor], layer: int, operators: Operators) -> MLP | MoE:
+    """What the layer has by `config`; its entries are dropped from `weights`."""
+    moe = config.experts(layer)
+    if moe is None:
+        return MLP(config, weights, f"layers.{layer}", operators)
+    return MoE(moe, weights, f"layers.{layer}", config.activation, operators)

@@ -1,0 +1,29 @@
+"""The mixture of experts of a layer: a router and, per token, the few experts that it chooses."""
+
+from torch import Tensor
+
+from engine.models.config import MoEConfig
+from engine.models.layers.operators import Operators
+from engine.models.linear import take_linear
+from kernels.linear.moe import Experts
+
+
+class MoE:
+    """[num_tokens, hidden] -> [num_tokens, hidden], in place of an MLP."""
+
+    __slots__ = ("experts", "normalize", "router", "top_k")
+
+    def __init__(
+        self, config: MoEConfig, weights: dict[str, Tensor], prefix: str, activation: str, operators: Operators
+    ) -> None:
+        """On a GPU this compiles the kernels, so that no request waits for them."""
+        self.top_k = config.experts_per_token
+        self.normalize = config.norm_topk_prob
+        self.router = take_linear(weights, f"{prefix}.router", operators)
+        gate_up, down = weights.pop(f"{prefix}.experts_in.weight"), weights.pop(f"{prefix}.experts_out.weight")
+        self.experts = Experts(gate_up, down, activation)
+        if gate_up.is_cuda:
+            self.experts.warm_up(self.top_k, self.normalize)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.experts(x, self.router(x), self.top_k, self.normalize)

@@ -1,0 +1,56 @@
+"""RMSNorm and LayerNorm, fused with the residual addition before them."""
+
+from typing import Any
+
+from torch import Tensor
+
+from engine.models.config import ModelConfig
+from kernels.elementwise.layer_norm import layer_norm
+from kernels.elementwise.rms_norm import rms_norm
+
+
+class RMSNorm:
+    """[..., size] -> (normed, residual); with a residual, residual := x + residual first. Without one it is x."""
+
+    __slots__ = ("eps", "weight", "weight_offset")
+
+    def __init__(self, weight: Tensor, eps: float, weight_offset: float) -> None:
+        self.weight = weight
+        self.eps = eps
+        self.weight_offset = weight_offset
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        if residual is None:
+            alone: Any = rms_norm(x, self.weight, self.eps, None, self.weight_offset)
+            return alone, x
+        both: Any = rms_norm(x, self.weight, self.eps, residual, self.weight_offset)
+        return both[0], both[1]
+
+
+class LayerNorm:
+    """The same for LayerNorm with bias."""
+
+    __slots__ = ("bias", "eps", "weight")
+
+    def __init__(self, weight: Tensor, bias: Tensor, eps: float) -> None:
+        self.weight = weight
+        self.bias = bias
+        self.eps = eps
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        if residual is None:
+            alone: Any = layer_norm(x, self.weight, self.bias, self.eps)
+            return alone, x
+        both: Any = layer_norm(x, self.weight, self.bias, self.eps, residual)
+        return both[0], both[1]
+
+
+Norm = RMSNorm | LayerNorm
+
+
+def take_norm(config: ModelConfig, weights: dict[str, Tensor], name: str) -> Norm:
+    """Make the norm called `name` and drop its entries from `weights`."""
+    weight = weights.pop(f"{name}.weight")
+    if config.norm == "rms":
+        return RMSNorm(weight, config.norm_eps, config.norm_weight_offset)
+    return LayerNorm(weight, weights.pop(f"{name}.bias"), config.norm_eps)

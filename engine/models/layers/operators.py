@@ -1,0 +1,94 @@
+"""What the layers of a decoder compute with: as fast as may be, or so that no row's result depends on another row."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from engine.errors import ConfigError
+from engine.models.config import ModelConfig
+from kernels.dispatch import cpu_kernels, use_triton
+from kernels.elementwise.activation import activation, gated_activation, has_row_kernel
+from kernels.linear.invariant import InvariantLinear, RowCounts
+from kernels.linear.packed import PackedLinear
+
+Linear = PackedLinear | InvariantLinear
+Activate = Callable[[Tensor, str], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class FastOperators:
+    """Linear layers by the vendor's library, activations in one pass over all rows."""
+
+    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        """y = x @ weight.T + bias."""
+        return PackedLinear(weight, bias)
+
+    def activation(self, gated: bool) -> Activate:
+        """(rows, name) -> rows, see kernels/elementwise/activation.py."""
+        return gated_activation if gated else activation
+
+
+@dataclass(frozen=True, slots=True)
+class InvariantOperators:
+    """The same, with results that have the same bits however rows are put together: `--batch-invariant`.
+
+    Attention has its own switch, AttentionPlan.batch_invariant; norms, rotary embedding and sampling keep rows apart
+    anyway.
+    """
+
+    row_counts: RowCounts = field(default_factory=RowCounts)
+
+    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        """See FastOperators."""
+        return InvariantLinear(weight, bias, self.row_counts)
+
+    def activation(self, gated: bool) -> Activate:
+        """See FastOperators."""
+        return _gated_by_row if gated else _by_row
+
+
+Operators = FastOperators | InvariantOperators
+
+
+def operators_for(config: ModelConfig, dtype: torch.dtype, device: torch.device, batch_invariant: bool) -> Operators:
+    """ConfigError where batch_invariant asks for what has no kernel that keeps rows apart: a few models on a CPU."""
+    if not batch_invariant:
+        return FastOperators()
+    if config.moe is not None:
+        raise ConfigError(
+            "batch_invariant is not served for mixtures of experts: how many tokens an expert gets chooses its kernel. "
+            "Leave the option off."
+        )
+    problem = _cpu_problem(config, dtype) if device.type == "cpu" and not use_triton(torch.empty(0)) else None
+    if problem is not None:
+        raise ConfigError(f"batch_invariant cannot be kept on this CPU: {problem}.")
+    return InvariantOperators()
+
+
+def _cpu_problem(config: ModelConfig, dtype: torch.dtype) -> str | None:
+    """What would send attention or RMSNorm to torch, whose sums depend on the shape; None where all is well."""
+    if cpu_kernels() is None:
+        return "numba is missing, install it"
+    if dtype not in (torch.float32, torch.bfloat16):
+        return f"the kernels that keep it compute in float32 and bfloat16, not {dtype}: set dtype"
+    if config.causal and config.head_dim % 16:
+        return f"its attention kernel needs a head_dim in 16s, this model has {config.head_dim}: leave the option off"
+    if config.norm == "rms" and config.hidden_size % 16:
+        return f"its RMSNorm needs a hidden_size in 16s, this model has {config.hidden_size}: leave the option off"
+    return None
+
+
+def _gated_by_row(x: Tensor, name: str) -> Tensor:
+    return gated_activation(x, name) if has_row_kernel(x, name) else _each_row(gated_activation, x, name)
+
+
+def _by_row(x: Tensor, name: str) -> Tensor:
+    return activation(x, name) if x.is_cuda else _each_row(activation, x, name)
+
+
+def _each_row(activate: Activate, x: Tensor, name: str) -> Tensor:
+    """torch on a CPU computes the last few numbers of each thread's share by other code than the rest, so a number's
+    bits depend on its place in the tensor: give each row a tensor of its own."""
+    return torch.cat([activate(row, name) for row in torch.split(x, 1)])

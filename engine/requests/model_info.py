@@ -1,0 +1,95 @@
+"""Whether a request can run on the model that is loaded, and whether a live one still can on one loaded anew."""
+
+from dataclasses import dataclass
+
+from engine.errors import ContextLengthError, InvalidRequestError, PromptSize
+from engine.executor.step import WorkerReady
+from engine.memory.sequence import Sequence
+from engine.request import Request
+
+EMBEDS_ONLY = "model_not_supported"
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What is served, once it is known. `vocab_size` is the width of the logits; `memory` is in bytes."""
+
+    max_model_len: int
+    vocab_size: int
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    device: str
+    dtype: str
+    kv_cache_dtype: str
+    memory: dict[str, int]
+    hidden_size: int = 0  # of an embedding
+    encoder: bool = False  # embeds only
+
+    @classmethod
+    def of(cls, ready: WorkerReady, block_size: int) -> "ModelInfo":
+        """What the Worker says, with the context cut to what its pool holds."""
+        return cls(
+            max_model_len=min(ready.max_model_len, ready.num_blocks * block_size),
+            vocab_size=ready.vocab_size,
+            num_blocks=ready.num_blocks,
+            block_size=block_size,
+            max_num_seqs=ready.max_num_seqs,
+            max_num_batched_tokens=ready.max_num_batched_tokens,
+            device=ready.device,
+            dtype=ready.dtype,
+            kv_cache_dtype=ready.kv_cache_dtype or ready.dtype,
+            memory=ready.memory,
+            hidden_size=ready.hidden_size,
+            encoder=ready.encoder,
+        )
+
+
+def check_request(request: Request, model: ModelInfo) -> int:
+    """The most tokens, prompt included, that a sample of `request` may have; raises InvalidRequestError."""
+    ids, params, limit = request.prompt_token_ids, request.params, model.max_model_len
+    if model.encoder and params.pooling is None:
+        raise InvalidRequestError(
+            "This model is an encoder: it embeds text (POST /v1/embeddings) and generates none.", "model", EMBEDS_ONLY
+        )
+    if not ids:
+        raise InvalidRequestError("The prompt is empty: at least one token is needed.", request.prompt_param)
+    if len(ids) > (longest := limit - params.generates):
+        raise ContextLengthError(
+            f"This model's maximum context length is {limit} tokens, of which a prompt may have {longest}; this one "
+            f"has {len(ids)} tokens. Shorten it.",
+            request.prompt_param,
+            PromptSize(len(ids), longest, limit),
+        )
+    if min(ids) < 0 or max(ids) >= model.vocab_size:
+        wrong = next(i for i in ids if not 0 <= i < model.vocab_size)
+        raise InvalidRequestError(
+            f"The prompt holds token id {wrong}; this model's ids are 0 to {model.vocab_size - 1}.",
+            request.prompt_param,
+        )
+    params.check_token_ids(model.vocab_size)
+    if params.max_tokens is None:
+        return limit
+    if len(ids) + params.max_tokens > limit:
+        raise ContextLengthError(
+            f"This model's maximum context length is {limit} tokens; the prompt has {len(ids)} tokens and max_tokens "
+            f"is {params.max_tokens}. Lower max_tokens to {limit - len(ids)} or shorten the prompt.",
+            "max_tokens",
+            PromptSize(len(ids), longest, limit, params.max_tokens),
+        )
+    return len(ids) + (params.max_tokens or 1)  # a token is sampled even where it is only the sign of the end
+
+
+def fits_still(seq: Sequence, model: ModelInfo) -> bool:
+    """Whether a live sequence can be finished on a Worker that has come back, perhaps with a smaller pool.
+
+    One that was to run up to the context limit (max_tokens was not given) now has the new limit.
+    """
+    limit = model.max_model_len
+    if seq.max_num_tokens - (not seq.params.generates) <= limit:
+        return True
+    if seq.params.max_tokens is not None or len(seq.token_ids) >= limit:
+        return False
+    seq.max_num_tokens = limit
+    return True

@@ -1,0 +1,204 @@
+"""RequestStream: where the outputs of one request wait for whoever reads them."""
+
+import asyncio
+from collections.abc import Callable
+
+from engine.errors import PageserveError
+from engine.executor.step import PromptScores
+from engine.memory.sequence import Sequence
+from engine.outputs import CompletionOutput, FinishReason, PromptLogprobs, RequestOutput, TokenLogprobs
+from engine.request import Request
+from engine.text.detokenizer import Detokenizer
+
+
+class _Sample:
+    """What is new of one sample since the reader last looked."""
+
+    __slots__ = (
+        "detokenizer",
+        "embedding",
+        "finish_reason",
+        "finished",
+        "logprobs",
+        "sequence",
+        "stop_reason",
+        "text",
+        "token_ids",
+    )
+
+    def __init__(self, sequence: Sequence, detokenizer: Detokenizer) -> None:
+        self.sequence = sequence
+        self.detokenizer = detokenizer
+        self.finished = False
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: str | int | None = None
+        self.text: list[str] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.embedding = b""
+
+    def take(self, index: int) -> CompletionOutput | None:
+        """What is new, once; None when nothing is."""
+        if not (self.token_ids or self.text or self.finish_reason):
+            return None
+        wants_logprobs = self.sequence.params.logprobs is not None
+        output = CompletionOutput(
+            index=index,
+            text="".join(self.text),
+            token_ids=tuple(self.token_ids),
+            logprobs=tuple(self.logprobs) if wants_logprobs else None,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            embedding=self.embedding,
+        )
+        self.text, self.token_ids, self.logprobs, self.finish_reason = [], [], [], None
+        return output
+
+
+class RequestStream:
+    """Async iterator over the outputs of one request, from one reader.
+
+    A reader that is slower than the engine gets several tokens in one output, so what waits here is bounded by the
+    request's own max_tokens and costs one wake-up per step. Call `close` in a `finally`: it aborts what still runs.
+    """
+
+    def __init__(
+        self, request: Request, samples: list[tuple[Sequence, Detokenizer]], abort: Callable[[], None]
+    ) -> None:
+        self.request = request
+        self._samples = [_Sample(*sample) for sample in samples]
+        self._first = self._samples[0]
+        self._abort = abort
+        self._error: PageserveError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._unread = False
+        self._exhausted = False
+        wants_scores = request.params.prompt_logprobs is not None
+        self._scores = PromptLogprobs(request.prompt_token_ids) if wants_scores else None
+        self._scores_read = False
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_generated_tokens(self) -> int:
+        return sum(sample.sequence.num_generated_tokens for sample in self._samples)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the engine is done with the request; outputs may still wait to be read."""
+        return self._error is not None or all(sample.finished for sample in self._samples)
+
+    def __aiter__(self) -> "RequestStream":
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        """The next output; raises EngineError when the request failed, after what it had produced was read."""
+        while not self._unread:
+            if self._error is not None:
+                raise self._error
+            if self._exhausted:
+                raise StopAsyncIteration
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        self._unread = False
+        self._exhausted = self.finished and self._error is None
+        outputs = [output for i, sample in enumerate(self._samples) if (output := sample.take(i)) is not None]
+        return RequestOutput(
+            request_id=self.request.request_id,
+            outputs=outputs,
+            finished=self._exhausted,
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_generated_tokens=self.num_generated_tokens,
+            num_cached_tokens=self._samples[0].sequence.num_cached_tokens or 0,
+            prompt_logprobs=None if self._scores is None else self._take_scores(),
+        )
+
+    def _take_scores(self) -> PromptLogprobs | None:
+        """The logprobs of the prompt, once, when they are complete: an early end may leave them unfinished."""
+        if self._scores_read or self._scores is None or not self._scores.complete:
+            return None
+        self._scores_read = True
+        return self._scores
+
+    def close(self) -> None:
+        """Abort what still runs; harmless once finished, and any number of times."""
+        if not self.finished:
+            self._abort()
+
+    # The Driver's side.
+
+    @property
+    def plain(self) -> bool:
+        """Whether a token that does not end it needs nothing but its text: one sample, no stop strings, no logprobs."""
+        sample = self._samples[0]
+        params = sample.sequence.params
+        return len(self._samples) == 1 and params.logprobs is None and not sample.detokenizer.has_stops
+
+    def put_plain(self, token_id: int) -> None:
+        """What `put` and `wake` do together, for a `plain` stream."""
+        sample = self._first
+        sample.token_ids.append(token_id)
+        detokenizer = sample.detokenizer
+        text = None if detokenizer.mid_character else detokenizer.whole_texts.get(token_id)
+        if text is None:
+            text = detokenizer.text(token_id)
+        sample.text.append(text)
+        self._unread = True
+        if (waiter := self._waiter) is not None:
+            self._waiter = None
+            if not waiter.done():  # else the reader was cancelled
+                waiter.set_result(None)
+
+    def detokenizer(self, index: int) -> Detokenizer:
+        return self._samples[index].detokenizer
+
+    def sequences(self) -> list[Sequence]:
+        return [sample.sequence for sample in self._samples]
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """One for all samples, once they have ended: "length" when any of them was cut."""
+        reasons = {sample.sequence.finish_reason for sample in self._samples}
+        return FinishReason.LENGTH if FinishReason.LENGTH in reasons else FinishReason.STOP
+
+    def put(self, index: int, token_id: int, text: str, logprobs: TokenLogprobs | None) -> None:
+        """Add one token to a sample; `wake` makes it visible."""
+        sample = self._samples[index]
+        sample.token_ids.append(token_id)
+        if text:
+            sample.text.append(text)
+        if logprobs is not None:
+            sample.logprobs.append(logprobs)
+
+    def put_embedding(self, vector: bytes) -> None:
+        """What a request to embed asked for; it becomes visible with the end."""
+        self._first.embedding = vector
+
+    def add_scores(self, scores: PromptScores) -> None:
+        """Logprobs of prompt tokens; they become visible with the first output, which is made when all are there."""
+        assert self._scores is not None, "the Worker scores what it was asked to score"
+        self._scores.add(scores)
+
+    def finish(self, index: int, text: str) -> None:
+        """End a sample whose sequence has ended, with the rest of its text."""
+        sample = self._samples[index]
+        if text:
+            sample.text.append(text)
+        sample.finished = True
+        sample.finish_reason = sample.sequence.finish_reason
+        sample.stop_reason = sample.sequence.stop_reason
+
+    def fail(self, error: PageserveError) -> None:
+        """End the whole request with an error."""
+        self._error = error
+        self.wake(unread=self._unread)
+
+    def wake(self, unread: bool = True) -> None:
+        self._unread = unread
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

@@ -1,0 +1,95 @@
+"""Prefetcher: requests whose prefix lies on the disk wait for it to reach host memory before they are scheduled."""
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import takewhile
+
+from engine.executor.executor import WorkerDiedError
+from engine.executor.step import FetchBlocks, FetchedBlocks
+from engine.memory.host_tier import HostTier
+from engine.memory.sequence import BlockKey, Sequence
+from engine.scheduling.scheduler import Scheduler
+
+FETCH_SECONDS = 2.0  # a disk that takes longer is not waited for
+
+
+@dataclass(slots=True, eq=False)
+class _Fetch:
+    seq: Sequence
+    forks: list[Sequence]
+    keys: list[BlockKey]
+    slots: list[int]
+    timer: asyncio.TimerHandle | None = None
+
+
+class Prefetcher:
+    """Stands before Scheduler.add. A sequence keeps its place in the order of arrival; others are not held up by it."""
+
+    def __init__(self, scheduler: Scheduler, send: Callable[[FetchBlocks], None], wake: Callable[[], None]) -> None:
+        """`wake` is called when a sequence was handed to the scheduler later than `add`."""
+        self._scheduler = scheduler
+        self._send = send
+        self._wake = wake
+        self._fetches: dict[int, _Fetch] = {}
+        self._by_seq: dict[Sequence, _Fetch] = {}
+        self._counter = itertools.count()
+        self._closed = False
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._by_seq)
+
+    def add(self, seq: Sequence, forks: list[Sequence]) -> None:
+        """Schedule a new sequence, at once or when what the disk holds of it is there."""
+        tier = self._scheduler.block_manager.host_tier
+        keys = [] if self._closed or tier is None or tier.on_disk is None else self._wanted(seq, tier, tier.on_disk)
+        slots = tier.reserve(len(keys)) if tier is not None else []
+        if not slots:
+            self._scheduler.add(seq, forks)
+            return
+        fetch_id, fetch = next(self._counter), _Fetch(seq, forks, keys[: len(slots)], slots)
+        self._fetches[fetch_id] = self._by_seq[seq] = fetch
+        fetch.timer = asyncio.get_running_loop().call_later(FETCH_SECONDS, self._give_up, seq)
+        self._send(FetchBlocks(fetch_id, [key.digest for key in fetch.keys], slots))
+
+    def fetched(self, message: FetchedBlocks) -> None:
+        """The Worker has read what it could. Raises WorkerDiedError for an answer to nothing that was asked."""
+        fetch = self._fetches.pop(message.fetch_id, None)
+        if fetch is None:
+            raise WorkerDiedError(f"the Worker answered fetch {message.fetch_id}, which is not under way")
+        tier = self._scheduler.block_manager.host_tier
+        assert tier is not None and tier.on_disk is not None
+        tier.fill(fetch.keys[: message.num_blocks], fetch.slots)
+        if message.num_blocks < len(fetch.keys):  # damaged, or written over since
+            tier.on_disk.discard(fetch.keys[message.num_blocks].digest)
+        self._give_up(fetch.seq)
+
+    def release(self, seq: Sequence) -> None:
+        """Hand `seq` to the scheduler now, so that it can be ended; harmless where it does not wait here."""
+        fetch = self._by_seq.pop(seq, None)
+        if fetch is not None:
+            assert fetch.timer is not None
+            fetch.timer.cancel()
+            self._scheduler.add(fetch.seq, fetch.forks)
+
+    def close(self) -> None:
+        """The Worker is gone: whoever waits, and whoever comes, goes on without the disk."""
+        self._closed = True
+        for seq in list(self._by_seq):
+            self.release(seq)
+
+    def _give_up(self, seq: Sequence) -> None:
+        if seq in self._by_seq:
+            self.release(seq)
+            self._wake()
+
+    def _wanted(self, seq: Sequence, tier: HostTier, on_disk: set[bytes]) -> list[BlockKey]:
+        """The blocks that the disk holds from the first missing one on, where to load them pays."""
+        blocks = self._scheduler.block_manager
+        missing = blocks.missing_keys(seq)
+        keys = list(takewhile(lambda key: key.digest in on_disk, missing))[: tier.num_slots // 2]
+        num_tokens = len(keys) * blocks.block_size
+        num_before = seq.block_keys.index(missing[0]) * blocks.block_size if keys else 0
+        return keys if keys and tier.worth_loading(num_tokens, num_before, num_tokens) else []

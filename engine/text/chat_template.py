@@ -1,0 +1,134 @@
+"""ChatTemplate: a conversation as the text that a model was trained on. Sandboxed jinja2.
+
+The sandbox keeps a template from files and processes, not from taking time and memory without end: the server renders
+in processes that can be killed (engine/text/template_renderer.py).
+"""
+
+import datetime
+import json
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any, Protocol
+
+import jinja2
+import jinja2.meta
+import jinja2.nodes
+import jinja2.sandbox
+from jinja2.compiler import Frame
+from jinja2.ext import loopcontrols
+
+from engine.errors import InvalidRequestError
+
+TOO_LARGE = "The chat template needs too much memory for these messages: shorten them."
+
+
+class TemplateLimitError(InvalidRequestError):
+    """The template took more time or memory than one conversation may cost."""
+
+
+class Helper(Protocol):
+    """Renders elsewhere: engine/text/template_renderer.py."""
+
+    def render(self, source: str, variables: Mapping[str, Any]) -> str: ...
+
+
+class ChatTemplate:
+    """A Jinja template as checkpoints have them. `special` are the names that it gets from the tokenizer's settings.
+
+    Without a `helper` it renders in this process and this thread, without limits.
+    """
+
+    def __init__(self, source: str, special: Mapping[str, str], helper: Helper | None = None) -> None:
+        self.source = source
+        self._special = special
+        self._helper = helper
+
+    @property
+    def variables(self) -> frozenset[str]:
+        """The names that the template asks for, so that a setting which it does not know can be told from one it does.
+
+        Empty for a template that is not Jinja: rendering says what is wrong with it.
+        """
+        return _variables(self.source)
+
+    def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool, variables: Mapping[str, Any]) -> str:
+        """Raises InvalidRequestError where the template refuses the messages, fails on them, or takes too much."""
+        given = {**variables, **self._special, "messages": messages, "add_generation_prompt": add_generation_prompt}
+        return render(self.source, given) if self._helper is None else self._helper.render(self.source, given)
+
+
+def render(source: str, variables: Mapping[str, Any]) -> str:
+    """Raises InvalidRequestError where the template refuses the messages or fails on them."""
+    try:
+        return _compile(source).render(variables)
+    except jinja2.TemplateError as error:
+        raise InvalidRequestError(f"The chat template refused the messages: {error}", "messages") from error
+    except MemoryError as error:
+        raise TemplateLimitError(TOO_LARGE, "messages") from error
+    except Exception as error:  # it is foreign code
+        raise InvalidRequestError(
+            f"The chat template failed on these messages ({type(error).__name__}).", "messages"
+        ) from error
+
+
+def syntax_error(source: str) -> str | None:
+    """What is wrong with a template that cannot be used for any messages; None: nothing.
+
+    It is parsed, not compiled: Jinja's compiler evaluates what is constant, such as "a" * 10**9.
+    """
+    environment = _environment()
+    try:
+        tree = environment.parse(source)
+    except jinja2.TemplateSyntaxError as error:
+        return f"line {error.lineno}: {error.message}"
+    known = {jinja2.nodes.Filter: environment.filters, jinja2.nodes.Test: environment.tests}
+    for node in tree.find_all((jinja2.nodes.Filter, jinja2.nodes.Test)):
+        if node.name not in known[type(node)]:
+            return f"line {node.lineno}: No {type(node).__name__.lower()} named {node.name!r}."
+    return None
+
+
+@lru_cache(maxsize=8)
+def _variables(source: str) -> frozenset[str]:
+    try:
+        environment = _environment()
+        names = _Names(environment)
+        names.visit(environment.parse(source))
+    except jinja2.TemplateError:
+        return frozenset()
+    return frozenset(names.undeclared_identifiers)
+
+
+class _Names(jinja2.meta.TrackingCodeGenerator):
+    """jinja2.meta.find_undeclared_variables, but that nothing is computed which the template has as a constant."""
+
+    def __init__(self, environment: jinja2.Environment) -> None:
+        environment.finalize = jinja2.pass_context(lambda context, value: value)  # keeps outputs from being folded
+        super().__init__(environment)
+        self.optimizer = None
+
+    def visit_EvalContextModifier(self, node: jinja2.nodes.EvalContextModifier, frame: Frame) -> None:
+        """{% autoescape %}, whose value would be computed; names no variable that matters here."""
+
+
+@lru_cache(maxsize=8)
+def _compile(source: str) -> jinja2.Template:
+    return _environment().from_string(source)
+
+
+def _environment() -> jinja2.Environment:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return environment
+
+
+def _tojson(value: Any, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)  # jinja's own would escape for HTML
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)

@@ -1,0 +1,229 @@
+"""TemplateRenderer: chat templates in processes that can be killed, within limits of time and memory.
+
+A template that never ends, or takes a gigabyte, costs its own request; a process that is at its limit, stopped or gone
+is replaced. No tenant holds all of the processes at a time.
+"""
+
+import contextlib
+import marshal
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from engine.errors import EngineError, InvalidRequestError
+from engine.executor.child_process import spawn
+from engine.executor.process_state import LOOK_SECONDS, StoppedLooks, stopped_at
+from engine.text.chat_template import TemplateLimitError
+from engine.text.template_helper import ANSWER_HEADER, BEYOND_LIMIT, MAX_BYTES, REFUSED, RENDERED, REQUEST_HEADER
+from engine.text.text_threads import FairThreads
+
+T = TypeVar("T")
+HELPER_COMMAND = (sys.executable, "-m", "engine.text.template_helper")
+NUM_HELPERS = 3  # at most; another starts when those there are busy
+CPU_SECONDS = 2.0
+# The time limit counts processor time, so that a busy machine refuses nothing; a helper silent for this long is killed.
+WALL_CLOCK_FACTOR = 20.0
+MAX_ATTEMPTS = 3
+IDLE_SECONDS = 1.0  # after which a helper is looked at before it is asked
+LARGE_BYTES = 8 << 20  # after a conversation of this size a helper is replaced: its memory would stay
+SHORT_BYTES = 1 << 13  # with a conversation of this size, a template that does not end is at fault itself
+
+
+class HelperDiedError(Exception):
+    """It was ended by somebody else, or by us for its silence."""
+
+
+class TimeLimitError(Exception):
+    """It was ended by its limit of processor time."""
+
+
+class TemplateHelper:
+    """One rendering process after the other, for one thread at a time. It starts with the first use."""
+
+    def __init__(self, cpu_seconds: float, command: tuple[str, ...] = HELPER_COMMAND) -> None:
+        self._cpu_seconds = cpu_seconds
+        self._command = command
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._closed = False
+        self._answered = time.monotonic()
+        self._lock = threading.Lock()  # `close` comes from another thread
+        self._in_use = threading.Lock()
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    def start(self) -> "tuple[subprocess.Popen[bytes], socket.socket]":
+        """The process, which it starts unless it is there, and our end. Raises EngineError where that fails."""
+        with self._lock:
+            if self._closed:
+                raise EngineError("The server has stopped.")
+            if self._process is None or self._socket is None:
+                try:
+                    self._process, self._socket = spawn(self._command, str(self._cpu_seconds))
+                except OSError as error:
+                    raise EngineError(f"the process that renders chat templates does not start: {error}") from None
+                self._socket.settimeout(LOOK_SECONDS)
+            return self._process, self._socket
+
+    def render(self, source: str, variables: Mapping[str, Any]) -> str:
+        """The text that a template makes; blocks. Raises InvalidRequestError where it refuses the variables, fails on
+        them or takes too much, EngineError where it takes too much with next to nothing.
+
+        A process that dies of anything but its time limit is replaced and asked again, since somebody else may have
+        killed or stopped it.
+        """
+        request = marshal.dumps((source, dict(variables)))
+        size = len(request) - len(source)
+        with self._in_use:
+            try:
+                kind, text = self._try(request)
+                if (kind in (RENDERED, REFUSED) and size + len(text) > LARGE_BYTES) or kind == BEYOND_LIMIT:
+                    self._end()
+                    self.start()  # it is there when the next conversation comes
+            finally:
+                if self._closed:
+                    self._end()
+        if kind == RENDERED:
+            return text
+        if kind == REFUSED:
+            raise InvalidRequestError(text, "messages")
+        if size >= SHORT_BYTES:
+            raise TemplateLimitError(text, "messages")
+        raise EngineError(f"the chat template is at fault: it reached a limit with a short conversation. {text}")
+
+    def close(self) -> None:
+        """End the process for good; a thread that waits for its answer gets an EngineError."""
+        with self._lock:
+            self._closed = True
+            process = self._process
+        if self._in_use.acquire(blocking=False):
+            self._end()
+            self._in_use.release()
+        elif process is not None:
+            process.kill()  # the thread cleans up
+
+    def _try(self, request: bytes) -> tuple[int, str]:
+        """What became of a request, and its text or what is wrong."""
+        for _ in range(MAX_ATTEMPTS):
+            try:
+                kind, answer = self._ask(request)
+                return kind, answer.decode("utf-8", "surrogatepass")
+            except HelperDiedError:
+                self._end()
+            except TimeLimitError:
+                limit = f"{self._cpu_seconds:g} s of processor time"
+                return BEYOND_LIMIT, f"The chat template takes more than {limit} for these messages: shorten them."
+        raise EngineError("The process that renders chat templates died again and again over this request.")
+
+    def _ask(self, request: bytes) -> tuple[int, bytes]:
+        process, sock = self.start()
+        idle = time.monotonic() - self._answered
+        if idle > IDLE_SECONDS and stopped_at(process.pid) is not None:  # to look takes as long as half a conversation
+            raise HelperDiedError
+        watch = _Watch(process.pid, WALL_CLOCK_FACTOR * self._cpu_seconds)
+        try:
+            for part in (REQUEST_HEADER.pack(len(request)), request):
+                _send(sock, part, watch)
+            kind, length = ANSWER_HEADER.unpack(_receive(sock, ANSWER_HEADER.size, watch))
+            answer = bytes(_receive(sock, min(length, MAX_BYTES), watch))
+            self._answered = time.monotonic()
+            return kind, answer
+        except (OSError, EOFError):
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it ends, now that its socket is closed
+                if process.wait(LOOK_SECONDS) == -signal.SIGPROF:
+                    raise TimeLimitError from None
+            raise HelperDiedError from None
+
+    def _end(self) -> None:
+        """Kill it, if it is there: it has nothing to put in order."""
+        with self._lock:
+            process, sock, self._process, self._socket = self._process, self._socket, None, None
+        if process is not None:
+            process.kill()
+            process.wait()
+        if sock is not None:
+            sock.close()
+
+
+class _Watch:
+    """Looks at a helper that is silent."""
+
+    def __init__(self, pid: int, seconds: float) -> None:
+        self._looks, self._end = StoppedLooks(pid), time.monotonic() + seconds
+
+    def look(self) -> None:
+        """Raises HelperDiedError where no answer is to be expected."""
+        if self._looks.look() or time.monotonic() > self._end:
+            raise HelperDiedError
+
+
+def _send(sock: socket.socket, data: bytes, watch: _Watch) -> None:
+    rest = memoryview(data)
+    while rest:
+        try:
+            rest = rest[sock.send(rest) :]
+        except TimeoutError:
+            watch.look()
+
+
+def _receive(sock: socket.socket, length: int, watch: _Watch) -> bytearray:
+    """EOFError where the other end is gone."""
+    data = bytearray(length)
+    view, count = memoryview(data), 0
+    while count < length:
+        try:
+            received = sock.recv_into(view[count:])
+        except TimeoutError:
+            watch.look()
+            continue
+        if not received:
+            raise EOFError
+        count += received
+    return data
+
+
+class TemplateRenderer:
+    """The helpers, and the threads that talk to them. Nothing starts before the first use or `start`."""
+
+    def __init__(
+        self,
+        cpu_seconds: float = CPU_SECONDS,
+        *,
+        command: tuple[str, ...] = HELPER_COMMAND,
+        num_helpers: int = NUM_HELPERS,
+    ) -> None:
+        self._threads = FairThreads(num_helpers, "chat-template", per_tenant=max(1, num_helpers - 1))
+        self._helpers = [TemplateHelper(cpu_seconds, command) for _ in range(num_helpers)]
+        self._idle = self._helpers[::-1]  # a stack: those behind are not started before they are needed
+
+    async def run(self, tenant: str, function: Callable[..., T], *args: Any) -> T:
+        """`function(helper, *args)` in a thread, with a helper of its own. Tenants take turns."""
+        return await self._threads.run(tenant, self._with_helper, function, args)
+
+    @property
+    def helper_pids(self) -> list[int]:
+        return [helper.pid for helper in self._helpers if helper.pid is not None]
+
+    def start(self) -> None:
+        """The first helper, so that no request waits for it; may be left out. It blocks for a few milliseconds."""
+        with contextlib.suppress(EngineError):  # who needs it will hear
+            self._helpers[0].start()
+
+    def close(self) -> None:
+        for helper in self._helpers:
+            helper.close()
+        self._threads.close()
+
+    def _with_helper(self, function: Callable[..., T], args: tuple[Any, ...]) -> T:
+        helper = self._idle.pop()  # there are as many as threads
+        try:
+            return function(helper, *args)
+        finally:
+            self._idle.append(helper)

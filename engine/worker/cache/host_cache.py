@@ -1,0 +1,123 @@
+"""HostCache: the memory of the host tier (engine/memory/host_tier.py), and what moving a block costs."""
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.executor.step import BlockMove, FetchBlocks, FetchedBlocks
+from engine.worker.cache.block_mover import BlockMover, DirectMover, StreamMover
+from engine.worker.cache.disk_cache import DiskCache
+from engine.worker.device.queue import DeviceQueue, Mark
+from kernels.cache.copy_blocks import BlockCopier
+
+
+class HostCache:
+    """uint8 [num_slots, block_bytes], pinned where the device is a GPU. Moves are queued in the order of the plans."""
+
+    def __init__(
+        self,
+        copier: BlockCopier,
+        num_slots: int,
+        device: torch.device,
+        disk: DiskCache | None = None,
+        queue: DeviceQueue | None = None,
+    ) -> None:
+        """A GPU has a `queue`."""
+        self._disk = disk
+        self._digests: dict[int, bytes] = {}  # by slot: what shall go to the disk
+        self._to_keep: deque[tuple[Mark | None, list[BlockMove]]] = deque()  # once its copies are done
+        self.num_slots = num_slots
+        self.copier = copier
+        self._device = device
+        self._queue = queue
+        shape = (num_slots, copier.block_bytes)
+        self._mover: BlockMover
+        if queue is None or num_slots == 0:
+            self._slots = torch.empty(shape, dtype=torch.uint8)
+            self._mover = DirectMover(copier, self._slots)
+        else:
+            self._slots = queue.host_bytes(num_slots * copier.block_bytes).view(shape)
+            self._mover = StreamMover(copier, self._slots, queue)
+
+    @property
+    def has_disk(self) -> bool:
+        return self._disk is not None
+
+    def offload(self, moves: list[BlockMove], blocks: Tensor) -> None:
+        """Blocks of the pool, whose ids are also in `blocks` int64 [n] on the device, to slots; `keep` once the step is
+        done. Quickest in the order of the slots.
+        """
+        self._digests.update({move.slot: move.digest for move in moves})
+        self._mover.offload(moves, blocks)
+
+    def load(self, moves: list[BlockMove], blocks: Tensor) -> None:
+        """Slots to blocks of the pool, whose ids are also in `blocks`."""
+        self._mover.load(moves, blocks)
+
+    def keep(self, moves: list[BlockMove], *, flush: bool = False) -> None:
+        """Hand offloaded blocks to the disk tier, unless their slots were given out again; `flush` waits for it.
+
+        Without that nothing is waited for: what is still on its way is handed over by a later call.
+        """
+        if self._disk is None:
+            return
+        if moves:
+            self._to_keep.append((self._mover.mark(), moves))
+        while self._to_keep:
+            mark, arrived = self._to_keep[0]
+            if mark is not None:
+                if not (flush or mark.done()):
+                    return
+                mark.wait()
+            self._to_keep.popleft()
+            for move in arrived:
+                if move.digest and self._digests.get(move.slot) == move.digest:
+                    self._disk.store(move.digest, self._slots[move.slot].numpy().tobytes(), must=flush)
+        if flush:
+            self._disk.flush()
+
+    def fetch(self, request: FetchBlocks, send: Callable[[FetchedBlocks], None]) -> None:
+        """Read blocks from the disk into slots that no later plan touches until `send`, from a thread, says how many.
+
+        Plans before may still copy from or to these slots: the thread waits for what is queued now.
+        """
+        for slot in request.slots:  # what a step under way put there must not be kept under its digest after this
+            self._digests.pop(slot, None)
+        queued = self._mover.mark()
+
+        def done(contents: list[bytes]) -> None:
+            if queued is not None:
+                queued.wait()
+            for slot, content in zip(request.slots, contents, strict=False):
+                self._slots[slot].numpy()[:] = np.frombuffer(content, np.uint8)
+            send(FetchedBlocks(request.fetch_id, len(contents)))
+
+        if self._disk is None:
+            send(FetchedBlocks(request.fetch_id, 0))
+        else:
+            self._disk.load(request.digests, done)
+
+    def measure_load(self, num_blocks: int) -> float:
+        """Seconds to load that many blocks, the median of three; writes over the first blocks of the pool."""
+        moves = [BlockMove(i, i) for i in range(num_blocks)]
+        blocks = torch.arange(num_blocks, device=self._device)
+        seconds = []
+        for _ in range(4):  # the first one compiles and touches the pages
+            self.offload(moves[:1], blocks[:1])
+            self.synchronize()
+            started = time.perf_counter()
+            self.load(moves, blocks)
+            self.synchronize()
+            seconds.append(time.perf_counter() - started)
+        return sorted(seconds[1:])[1]
+
+    def synchronize(self) -> None:
+        """Wait for all moves asked for so far."""
+        if self._queue is not None:
+            self._queue.mark().wait()
+        if (queued := self._mover.mark()) is not None:
+            queued.wait()

@@ -1,0 +1,318 @@
+"""GrammarEnds: leads forced JSON to a valid end before its tokens run out.
+
+From some distance on, a row keeps the shortest completion of its text that a search finds: close the string, add what
+the schema still requires with the smallest values, close what is open, end. A token stays allowed while a completion
+behind it fits, so a text that would have ended by itself in time is not changed. Which tokens lead where is tried on
+copies of the matcher, for two of each shape of token (`"` and `",` lead to different places, the letters of words do
+not), and kept while the text goes on within the same string. Where the least that a schema requires does not fit,
+nothing is done: the text is cut.
+
+The search is greedy. It knows how JSON closes and looks at masks for the rest; for grammars that are no JSON it finds
+nothing, and they are left alone.
+"""
+
+import re
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from engine.grammars.compiler import Compiler, GrammarError, Words, fill_mask
+from engine.worker.batch.input_batch import IntArray
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+# Tokens that one more token may add to the shortest completion: another entry of a list, an optional object. Within
+# that distance of a completion every token is looked at.
+MAX_JUMP = 64
+WINDOW = 192  # tokens left, from where on a completion is looked for; more for schemas that require more
+SHORT_WINDOW = 48  # where there is none at the start: the least may be far too long, or hidden by a pattern
+MAX_COMPLETION = 1024  # tokens of the longest one that is looked for
+# Masks that searches may take, of 5 to 50 us each: counted, not timed, so that the same text always has the same mask.
+MAX_MASKS_IN_STATE, MAX_MASKS = 256, 1 << 14
+UNTRIED = 16  # tokens that one is taken to add for which no masks were left
+MAX_STEP = 3  # tokens of a completion that another token may stand for
+# Processor time for all that is done before one mask, and once for a grammar. Only patterns made to be slow come near.
+MAX_SECONDS, MAX_FIRST_SECONDS = 0.06, 0.5
+TOO_SLOW = "to look for an end takes too long"
+PATIENCE = 32  # tokens until a completion is looked for again where none was found
+MAX_TRIES = 64  # of tokens one by one, in one state; what is not tried is taken for the worst of its shape
+FEW = 8  # tokens of one shape that are looked at one by one
+NEVER = 1 << 30
+PLAIN = re.compile(r"[^\s\d\"\\\[\]{}:,.+-]+")
+DIGIT = re.compile(r"\d")
+
+# In this order a value is written, or what is open is closed, outside of a string.
+CLOSERS = re.compile(rb"[\]}]+")
+COMMAS = (b',"', b",")
+COLONS = (b':""', b":0", b":[]", b":{}", b": 0", b':"', b":")
+VALUES = (*(str(digit).encode() for digit in range(10)), b'""', b"[]", b"{}", b"null", b"true", b"false")
+OPENERS = (b"[", b"{", b"-", b".")
+QUOTE_CLOSERS = re.compile(rb'"[\]}]+')
+QUOTED = re.compile(rb'"[^"\\]+')
+FILLER = re.compile(rb"[a-z]+")
+IN_TEXT = re.compile(rb'[^"\\\x00-\x1f\x7f-\xff]+')  # what a string goes on with
+SPACE = b" \t\r\n"
+
+
+@dataclass(slots=True)
+class Ending:
+    """What is known of one sequence: `path`, a completion of its text, and how long it is behind some tokens."""
+
+    window: int  # tokens left, from where on there is something to do
+    ends: list[list[int]]  # tokens that end a free text
+    path: list[int] | None = None
+    behind: dict[int, int] = field(default_factory=dict)
+    judged: "tuple[bytes, IntArray, IntArray] | None" = None  # a mask, its tokens, what is behind each
+    num_masks: int = 0  # that searches took
+    until: float = 0.0  # of the thread's processor time
+
+    def fresh(self) -> "Ending":
+        """The same for another sequence."""
+        return Ending(self.window, self.ends)
+
+
+class GrammarEnds:
+    """For one vocabulary; shared by all rows."""
+
+    def __init__(self, compiler: Compiler, texts: Sequence[bytes]) -> None:
+        self._compiler = compiler
+        self._end = compiler.end_token_ids[0]
+        self._ids = {text: i for i, text in reversed(list(enumerate(texts))) if text}
+        lengths = np.array([0 if text[:1] in SPACE else len(text) for text in texts], np.int32)
+        self._lengths = np.where([not text for text in texts], 1, lengths)  # a special token is taken where it may be
+        self._fillers = np.array([len(text) if FILLER.fullmatch(text) else 0 for text in texts], np.int32)
+        self._quoted = np.array([len(text) if QUOTED.fullmatch(text) else 0 for text in texts], np.int32)
+        self._closers = self._known(sorted(filter(CLOSERS.fullmatch, self._ids), key=len, reverse=True))
+        self._quote_closers = self._known(sorted(filter(QUOTE_CLOSERS.fullmatch, self._ids), key=len, reverse=True))
+        self._quote, self._newline, self._brace, self._bracket = (
+            self._ids.get(text, -1) for text in (b'"', b"\n", b"}", b"]")
+        )
+        self._commas, self._colons = self._known(COMMAS), self._known(COLONS)
+        self._values, self._openers = self._known(VALUES), self._known(OPENERS)
+        known: dict[bytes, int] = {}
+        shapes = [known.setdefault(_shape(i, text), len(known)) for i, text in enumerate(texts)]
+        self._shapes = np.array(shapes)
+        in_text = [
+            known.setdefault(b"a", len(known)) if IN_TEXT.fullmatch(text) else shapes[i] for i, text in enumerate(texts)
+        ]
+        self._shapes_in_text = np.array(in_text)
+        self._works = min(self._quote, self._newline, self._brace, self._bracket) >= 0
+
+    def begin(self, matcher: "LLMatcher", ends: Iterable[str]) -> Ending:
+        """For sequences of one grammar, whose matcher is at its start; each is to get a copy."""
+        if not self._works:
+            return Ending(0, [])
+        until = time.thread_time() + MAX_FIRST_SECONDS
+        ending = Ending(WINDOW, [self._compiler.tokens_of(text) for text in ends], until=until)
+        try:
+            found = self._search(matcher.deep_copy(), MAX_COMPLETION, ending)
+        except GrammarError:
+            return Ending(0, [])
+        window = SHORT_WINDOW if found is None else max(WINDOW, len(found) + 2 * MAX_JUMP)
+        return Ending(window, ending.ends)
+
+    def limit(self, ending: Ending, matcher: "LLMatcher", words: Words, num_left: int) -> None:
+        """Take out of a mask what leads to no end within `num_left` tokens, the one that it is for among them."""
+        if num_left > ending.window or matcher.is_stopped():
+            return
+        ending.until = time.thread_time() + MAX_SECONDS
+        try:
+            self._limit(ending, matcher, words, num_left)
+        except GrammarError:  # a copy ran into a limit: the text itself may not
+            ending.window = 0
+
+    def _limit(self, ending: Ending, matcher: "LLMatcher", words: Words, num_left: int) -> None:
+        if not self._follow(ending, matcher, num_left) or ending.path is None:
+            return
+        spare = num_left - len(ending.path)
+        if spare > MAX_JUMP or not ending.path:
+            return
+        if ending.num_masks > MAX_MASKS:  # a costly grammar: straight to the end, when there is nothing to spare
+            if spare == 0:
+                words[:] = 0
+                words[ending.path[0] >> 5] = np.array(1 << (ending.path[0] & 31), np.uint32).view(np.int32)
+            return
+        mask = words.tobytes()
+        if ending.judged is None or ending.judged[0] != mask:
+            ending.judged = mask, *self._judge(ending, matcher, words, num_left)
+        _, allowed, behind = ending.judged
+        banned = allowed[behind > num_left - 1]
+        if 0 < len(banned) < len(allowed):
+            np.bitwise_and.at(words, banned >> 5, ~(np.uint32(1) << (banned & 31).astype(np.uint32)).view(np.int32))
+
+    def _follow(self, ending: Ending, matcher: "LLMatcher", num_left: int) -> bool:
+        """Have a completion of the text as it is now. False where there is none that fits."""
+        path = ending.path
+        if path is not None:
+            if rest := _rest(matcher, path):
+                if len(rest) < len(path):
+                    ending.path, ending.behind, ending.judged = rest, {}, None
+                return len(rest) <= num_left
+        ending.behind, ending.judged = {}, None
+        ending.path = self._search(matcher.deep_copy(), min(num_left, MAX_COMPLETION), ending)
+        if ending.path is None and not self._in_free_text(matcher):
+            ending.window = min(num_left // 2, num_left - PATIENCE)  # it does not fit, or is hidden by a pattern
+        return ending.path is not None
+
+    def _in_free_text(self, matcher: "LLMatcher") -> bool:
+        words: Words = np.zeros(self._compiler.num_words, np.int32)
+        fill_mask(matcher, words)
+        return self._is_text(words) and _allows(words, self._newline)
+
+    def _judge(self, ending: Ending, matcher: "LLMatcher", words: Words, num_left: int) -> tuple[IntArray, IntArray]:
+        """The allowed tokens, and how many the shortest completion behind each has; NEVER for more than there may be.
+
+        Two of a shape tell of all, if both lead to the same place; few of one shape are tried one by one.
+        """
+        assert ending.path
+        allowed = self._allowed(words)
+        straight = num_left == len(ending.path) and len(allowed) > MAX_TRIES  # within a text, with nothing to spare
+        until = ending.num_masks + (0 if straight else MAX_MASKS_IN_STATE)
+        shapes = (self._shapes_in_text if self._is_text(words) else self._shapes)[allowed]
+        order = np.argsort(shapes, kind="stable")
+        allowed, shapes = allowed[order], shapes[order]
+        edges = [0, *(np.flatnonzero(np.diff(shapes)) + 1).tolist(), len(allowed)]
+        behind = np.empty(len(allowed), np.int64)
+        tries = MAX_TRIES
+        for start, end in pairwise(edges):
+            first, last = (self._behind(ending, matcher, allowed[i], num_left, until) for i in (start, end - 1))
+            behind[start:end] = max(first, last)
+            if first != last or end - start <= FEW:
+                for i in range(start + 1, min(end - 1, start + 1 + tries)):
+                    behind[i] = self._behind(ending, matcher, allowed[i], num_left, until)
+                    tries -= 1
+        behind[allowed == ending.path[0]] = len(ending.path) - 1
+        return allowed, behind
+
+    def _behind(self, ending: Ending, matcher: "LLMatcher", token: np.int64, num_left: int, until: int) -> int:
+        """Tokens of the shortest completion behind one token; no more is searched for after `until` masks."""
+        token_id = int(token)
+        if (known := ending.behind.get(token_id)) is not None:
+            return known
+        if (found := self._near(ending, matcher, token_id)) is None:
+            path = ending.path or []
+            if ending.num_masks >= until:
+                return len(path) + UNTRIED
+            trial = matcher.deep_copy()
+            trial.consume_token(token_id)
+            rest = self._search(trial, num_left - 1, ending, path)
+            found = NEVER if rest is None else len(rest)
+        ending.behind[token_id] = found
+        return found
+
+    def _near(self, ending: Ending, matcher: "LLMatcher", token_id: int) -> int | None:
+        """Tokens of a completion behind one token that ends as the one before it does; None where that does not fit."""
+        if token_id in self._compiler.end_token_ids:
+            return 0
+        path = ending.path or []
+        if rest := _rest(matcher, path, [token_id]):
+            return len(rest)
+        for end in ending.ends:  # of which the completion may begin with a part
+            for first in range(min(len(end), len(path)) + 1):
+                rest = [*end, *path[first:]]
+                if matcher.validate_tokens([token_id, *rest]) == 1 + len(rest):
+                    return len(rest)
+        return None
+
+    def _search(self, matcher: "LLMatcher", limit: int, ending: Ending, known: Sequence[int] = ()) -> list[int] | None:
+        """At most `limit` tokens that complete a text, an end-of-sequence token the last, unless it may end anywhere.
+
+        Moves the matcher. `known`: a completion of a text near this one, which may do for the rest.
+        """
+        path: list[int] = []
+        words: Words = np.zeros(self._compiler.num_words, np.int32)
+        while True:
+            if matcher.is_stopped():
+                path.append(self._end)
+                return path if len(path) <= limit else None
+            fill_mask(matcher, words)
+            ending.num_masks += 1
+            if time.thread_time() > ending.until:
+                raise GrammarError(TOO_SLOW)
+            if _allows(words, self._end):
+                if not self._is_text(words):
+                    path.append(self._end)
+                return path if len(path) <= limit else None
+            if len(path) >= limit:
+                return None
+            if rest := _rest(matcher, known):
+                path += rest
+                return path if len(path) <= limit else None
+            tokens = self._next(matcher, words, ending.ends)
+            if not tokens or not matcher.consume_tokens(tokens):
+                return None
+            path += tokens
+
+    def _next(self, matcher: "LLMatcher", words: Words, ends: Sequence[list[int]]) -> list[int]:
+        """What to write to come nearer to the end; nothing where that is not known."""
+        if ends and len(self._allowed(words)) > 2:  # else they are forced, or belong to what is forced
+            if end := next((end for end in ends if matcher.validate_tokens(end) == len(end)), []):
+                return end
+        if self._is_text(words):
+            if _allows(words, self._newline):
+                return []
+            return (
+                _first(words, self._quote_closers)
+                or _first(words, [self._quote])
+                or self._longest(words, self._fillers)
+            )
+        for known in (self._closers, self._commas, self._colons, self._values):
+            if found := _first(words, known):
+                return found
+        if _allows(words, self._quote):
+            return self._longest(words, self._quoted, most=FEW) or [self._quote]
+        forced: list[int] = matcher.compute_ff_tokens()  # in the tokens that a text of it commonly has
+        return forced or _first(words, self._openers) or self._longest(words, self._lengths)
+
+    def _longest(self, words: Words, lengths: IntArray, most: int = NEVER) -> list[int]:
+        """The longest of the allowed tokens; nothing where none has a length, or more than `most`."""
+        allowed = self._allowed(words)
+        found = lengths[allowed]
+        if not found.any():
+            return [int(allowed[0])] if lengths is self._lengths and len(allowed) else []
+        return [int(allowed[found.argmax()])] if np.count_nonzero(found) <= most else []
+
+    def _allowed(self, words: Words) -> IntArray:
+        return np.flatnonzero(np.unpackbits(words.view(np.uint8), count=len(self._shapes), bitorder="little"))
+
+    def _is_text(self, words: Words) -> bool:
+        """Both of a list's and an object's end may come: they stand within a text."""
+        return _allows(words, self._brace) and _allows(words, self._bracket)
+
+    def _known(self, texts: Iterable[bytes]) -> list[int]:
+        return [self._ids[text] for text in texts if text in self._ids]
+
+
+def _rest(matcher: "LLMatcher", path: Sequence[int], before: Sequence[int] = ()) -> list[int]:
+    """What is left of a completion in the matcher's state, behind the tokens `before`; nothing if it does not fit."""
+    for first in range(min(MAX_STEP, len(path) - 1), -1, -1):
+        rest = [*before, *path[first:]]
+        if path and matcher.validate_tokens(rest) == len(rest):
+            return list(path[first:])
+    return []
+
+
+def _allows(words: Words, token_id: int) -> bool:
+    return bool(words[token_id >> 5] >> (token_id & 31) & 1)
+
+
+def _first(words: Words, token_ids: Sequence[int]) -> list[int]:
+    """The first of them that a mask allows."""
+    return next(([token_id] for token_id in token_ids if _allows(words, token_id)), [])
+
+
+def _shape(token_id: int, text: bytes) -> bytes:
+    """Tokens of one shape mostly lead a text of JSON to the same place: its own characters stand for themselves."""
+    if not text:
+        return b"\xff%d" % token_id
+    try:
+        return DIGIT.sub("0", PLAIN.sub("a", text.decode())).encode()
+    except UnicodeDecodeError as error:  # part of a character: how many bytes of it are missing counts
+        lead = text[error.start]
+        size = 1 if lead < 0xC0 else 2 if lead < 0xE0 else 3 if lead < 0xF0 else 4
+        return b"\xfe%d:%d" % (error.start > 0, size - (len(text) - error.start))

@@ -1,0 +1,118 @@
+"""JsonNumbers: keeps the numbers of forced JSON within what a double holds, and of a length that readers take.
+
+A JSON schema cannot say it: "number" allows 1e400, which becomes infinity, and a million digits. So tokens that would
+make such a number are taken out of the mask while a number is written. That a digit belongs to a number of JSON shows
+in the mask itself: within a text letters or a quote are allowed, too, and the mask is left alone. So it is where
+nothing else would be left, because a schema or a pattern asks for those digits.
+"""
+
+import re
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from engine.grammars.compiler import Words, as_words
+
+MAX_DIGITS = 40  # before the point, and after it: 128-bit integers have 39
+MAX_EXPONENT = 308  # with the digits before the point: the largest double is above 1e308
+MAX_EXPONENT_DIGITS = 3
+MAX_MASKS = 4096
+DIGITS = frozenset(b"0123456789")
+NUMERIC = re.compile(rb"[0-9.eE+-]*[0-9]")  # what a token does to a number that it goes on with
+TEXTUAL = re.compile(rb'["A-DF-Za-df-z]')  # how no token begins that may follow a digit of a number
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """The part of a number that is there: digits before and after the point, and the exponent's.
+
+    `power` is the exponent's value so far, None before its first digit; `part` is where it stands: "int", "frac" or
+    "exp".
+    """
+
+    part: str = "int"
+    num_before: int = 0
+    num_after: int = 0
+    num_power: int = 0
+    power: int = 0
+    negative: bool = False  # of the exponent
+
+    @property
+    def is_sane(self) -> bool:
+        if self.num_before > MAX_DIGITS or self.num_after > MAX_DIGITS or self.num_power > MAX_EXPONENT_DIGITS:
+            return False
+        return self.negative or self.power <= MAX_EXPONENT - self.num_before
+
+    def then(self, byte: int) -> "Number | None":
+        """With one more byte; None where that is no longer of the number."""
+        if byte in DIGITS:
+            if self.part == "int":
+                return replace(self, num_before=self.num_before + 1)
+            if self.part == "frac":
+                return replace(self, num_after=self.num_after + 1)
+            return replace(self, num_power=self.num_power + 1, power=self.power * 10 + byte - 48)
+        if byte == 46 and self.part == "int":
+            return replace(self, part="frac")
+        if byte in b"eE" and self.part != "exp":
+            return replace(self, part="exp")
+        if byte in b"+-" and self.part == "exp" and not self.num_power:
+            return replace(self, negative=byte == 45)
+        return None
+
+
+class JsonNumbers:
+    """For one vocabulary; shared by all rows."""
+
+    def __init__(self, texts: Sequence[bytes], num_words: int) -> None:
+        """`texts`: the bytes of each token; empty for special ones."""
+        self._texts = texts
+        self._numeric = [(i, match[0]) for i, text in enumerate(texts) if (match := NUMERIC.match(text))]
+        self._has_digit = [not DIGITS.isdisjoint(text) for text in texts]
+        self._longest = max((len(text) for _, text in self._numeric), default=0)
+        self._plain = all(text.isdigit() for _, text in self._numeric)  # no token has a point or an exponent and digits
+        self._textual = as_words((i for i, text in enumerate(texts) if TEXTUAL.match(text)), num_words)
+        self._masks: OrderedDict[Number, Words | None] = OrderedDict()
+
+    def follow(self, number: Number | None, token_ids: Sequence[int]) -> Number | None:
+        """The number that is being written once these tokens are, None for none."""
+        for token_id in token_ids:
+            if token_id >= len(self._texts) or (number is None and not self._has_digit[token_id]):
+                continue
+            for byte in self._texts[token_id]:
+                number = None if number is None else number.then(byte)
+                if number is None and byte in DIGITS:
+                    number = Number(num_before=1)
+        return number
+
+    def limit(self, number: Number | None, words: Words) -> None:
+        """Take out of a mask what would make the number too large or too long."""
+        if number is None:
+            return
+        if self._plain and number.part == "int" and number.num_before + self._longest <= MAX_DIGITS:
+            return
+        allowed = self._allowed(number)
+        if allowed is None or (words & self._textual).any():
+            return
+        others = words & allowed
+        if others.any():
+            words[:] = others
+
+    def _allowed(self, number: Number) -> Words | None:
+        """The mask of what keeps it sane; None: all of them do."""
+        if number not in self._masks:
+            banned = [token_id for token_id, text in self._numeric if not _stays_sane(number, text)]
+            self._masks[number] = ~as_words(banned, len(self._textual)) if banned else None
+            if len(self._masks) > MAX_MASKS:
+                self._masks.popitem(last=False)
+        return self._masks[number]
+
+
+def _stays_sane(number: Number, text: bytes) -> bool:
+    found: Number | None = number
+    for byte in text:
+        found = None if found is None else found.then(byte)
+        if found is None:
+            return True
+        if not found.is_sane:
+            return False
+    return True

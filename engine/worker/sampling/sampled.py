@@ -1,0 +1,94 @@
+"""What a step sampled, from the sampler's tensors to the lists of a StepResult."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from engine.executor.step import SampledToken
+from engine.worker.sampling.sampler import SamplerOutput
+from engine.worker.sampling.sampling_rows import SamplingInputs
+
+NOT_FINITE = "the model's logits hold NaN or infinity, or no token is left to choose"
+
+
+@dataclass(frozen=True, slots=True)
+class SampledRows:
+    """Consecutive rows of a step that were sampled together: usually all of them. num_logprobs -1: none asked."""
+
+    output: SamplerOutput  # on the host; on a GPU valid once the step's mark has passed
+    num_logprobs: list[int]
+    error: str = ""
+
+    def to_host(self) -> "SampledRows":
+        """With tensors on the host; from a GPU the copies are queued (into pinned memory, since non_blocking)."""
+        output = self.output
+        if not output.token_ids.is_cuda:
+            return self
+        tensors = (output.token_ids, output.failed, output.logprobs, output.top_ids)
+        copies = [None if tensor is None else tensor.to("cpu", non_blocking=True) for tensor in tensors]
+        return SampledRows(SamplerOutput(*copies), self.num_logprobs, self.error)  # type: ignore[arg-type]
+
+
+@dataclass(slots=True)
+class Samples:
+    """The token columns and lists of a StepResult under construction."""
+
+    failed: dict[int, str]
+    seq_ids: list[int]
+    token_ids: list[int]
+    detailed: list[SampledToken]
+
+    def add_tokens(self, seq_ids: list[int], token_ids: list[int]) -> None:
+        """Tokens without logprobs of sequences; one below 0 could not be sampled."""
+        if not self.failed and (not token_ids or min(token_ids) >= 0):
+            self.seq_ids += seq_ids
+            self.token_ids += token_ids
+            return
+        for seq_id, token_id in zip(seq_ids, token_ids, strict=True):
+            if token_id < 0:
+                self.failed.setdefault(seq_id, NOT_FINITE)
+            elif seq_id not in self.failed:
+                self.seq_ids.append(seq_id)
+                self.token_ids.append(token_id)
+
+    def add(self, seq_ids: Iterator[int], part: SampledRows) -> None:
+        """The rows of `part`, each with the next of `seq_ids`."""
+        output = part.output
+        token_ids = output.token_ids.tolist()
+        if output.logprobs is None and not part.error:
+            if output.failed.any():
+                token_ids = output.token_ids.masked_fill(output.failed, -1).tolist()
+            self.add_tokens(list(islice(seq_ids, len(token_ids))), token_ids)
+            return
+        row_failed = output.failed.tolist()
+        logprobs = iter([] if output.logprobs is None else output.logprobs.tolist())
+        top_ids = iter([] if output.top_ids is None else output.top_ids.tolist())
+        for i, token_id in enumerate(token_ids):
+            seq_id = next(seq_ids)
+            k = part.num_logprobs[i]
+            chosen, top = (0.0, []) if k < 0 else _top_logprobs(next(logprobs), next(top_ids), k)
+            if row_failed[i]:
+                self.failed[seq_id] = part.error or NOT_FINITE
+            elif seq_id not in self.failed:
+                self.detailed.append(SampledToken(seq_id, token_id, chosen, top))
+
+
+def num_logprobs(sampling: SamplingInputs | None, num_rows: int) -> list[int]:
+    return [-1] * num_rows if sampling is None else sampling.num_logprobs.tolist()
+
+
+def failed_row(error: Exception, device: torch.device) -> SampledRows:
+    token_ids, failed = torch.zeros(1, dtype=torch.int64, device=device), torch.ones(1, dtype=torch.bool, device=device)
+    return SampledRows(SamplerOutput(token_ids, failed), [-1], f"{type(error).__name__}: {error}")
+
+
+def token_ids_of(parts: tuple[SampledRows, ...] | list[SampledRows]) -> Tensor:
+    """int64 [rows of all parts]"""
+    return parts[0].output.token_ids if len(parts) == 1 else torch.cat([part.output.token_ids for part in parts])
+
+
+def _top_logprobs(logprobs: list[float], top_ids: list[int], k: int) -> tuple[float, list[tuple[int, float]]]:
+    return logprobs[0], list(zip(top_ids[:k], logprobs[1 : k + 1], strict=True))

@@ -1,0 +1,107 @@
+"""The models whose attention `make kernels-aot` compiles: head sizes, groups, dtypes, cache formats and options."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kernels.aot_configuration import ELEMENT_SIZES
+from kernels.attention.choices import Tile
+from kernels.attention.plan import AttentionShape
+from kernels.kv_format import FP8, INT4, INT8, KVFormat
+
+POINTERS = {"block_tables_ptr": "*i32", "seq_lens_ptr": "*i32", "cu_seqlens_q_ptr": "*i32", "alibi_slopes_ptr": "*fp32",
+            "partial_ptr": "*fp32", "lse_ptr": "*fp32", "scale": "fp32", "softcap": "fp32"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model's attention. every_tile: compile the tiles of short chunks and the batch-invariant one, too."""
+
+    dtype: str
+    shape: AttentionShape
+    quick: bool = False
+    every_tile: bool = False
+
+    @property
+    def types(self) -> dict[str, str]:
+        """Argument types; quantised pages are passed as bytes."""
+        if self.shape.kv_format is None:
+            return POINTERS
+        pages = "*i8" if self.shape.kv_format is INT8 else "*u8"
+        return POINTERS | {"k_cache_ptr": pages, "v_cache_ptr": pages}
+
+    @property
+    def absent(self) -> dict[str, None]:
+        """Pointers that a launch without these options does not pass."""
+        return {} if self.shape.has_alibi else {"alibi_slopes_ptr": None}
+
+    def label(self, tile: Tile) -> str:
+        """Group, head size, block size, tile and options."""
+        shape = self.shape
+        names = [shape.kv_format.name] if shape.kv_format else []
+        names += ["alibi"] * shape.has_alibi + ["softcap"] * shape.has_softcap + ["window"] * (shape.sliding_window > 0)
+        text = f"g{shape.group} d{shape.head_dim} b{shape.block_size} {tile.block_m}x{tile.block_n} w{tile.num_warps}"
+        return " ".join([text, *names])
+
+    def needs(self, capability: int, tile: Tile) -> tuple[str, ...]:
+        """Keys and values by 16 bytes, fetched while others are computed with, and matrix instructions: Hopper's own
+        where a tile has the 64 rows that they take. fp32 has none that keep its precision, and is not tuned."""
+        if self.dtype == "fp32":
+            return ("async_copies",)
+        return "async_copies", "wide", "ahead", "wgmma" if capability == 90 and tile.block_m >= 64 else "mma"
+
+
+def case(
+    dtype: str,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int = 16,
+    kv_format: KVFormat | None = None,
+    options: str = "",
+    *,
+    quick: bool = False,
+    every_tile: bool = False,
+) -> Case:
+    """`options` of "alibi softcap window"; q is a view into the rows of a fused qkv projection."""
+    shape = AttentionShape(
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        block_size,
+        ((num_heads + 2 * num_kv_heads) * head_dim, head_dim),
+        8 * ELEMENT_SIZES[dtype],
+        kv_format,
+        "alibi" in options,
+        "softcap" in options,
+        4096 if "window" in options else 0,
+    )
+    return Case(dtype, shape, quick, every_tile)
+
+
+def attention_cases() -> Iterator[Case]:
+    """The shapes of today's models: every head size, block size, dtype, cache format and option, most of them in
+    pairs."""
+    yield case("bf16", 32, 8, 128, quick=True, every_tile=True)  # Llama-3-8B
+    for kv_format in (INT8, FP8, INT4):
+        yield case("bf16", 32, 8, 128, kv_format=kv_format, quick=True, every_tile=True)
+        yield case("fp16", 14, 2, 64, 32, kv_format, every_tile=True)
+        yield case("bf16", 32, 32, 80, 128, kv_format)
+        yield case("bf16", 16, 8, 256, 64, kv_format, every_tile=True)
+        yield case("fp16", 32, 8, 128, 64, kv_format, "alibi softcap window")
+        yield case("fp32", 8, 4, 32, 16, kv_format)
+    yield case("bf16", 14, 2, 64, every_tile=True)  # Qwen2-0.5B
+    yield case("bf16", 32, 32, 80)  # Phi-2
+    yield case("fp16", 32, 32, 96, 32)  # Phi-3-mini
+    yield case("bf16", 32, 4, 112, 64)
+    yield case("fp16", 40, 40, 128, 128)  # Llama-13B, OPT-13B
+    yield case("bf16", 28, 4, 128)  # Qwen2-7B
+    yield case("fp32", 32, 8, 128)
+    yield case("bf16", 16, 8, 256, every_tile=True)
+    for kv_format in (None, INT8, FP8, INT4):
+        yield case("bf16", 16, 8, 256, kv_format=kv_format, options="softcap window", every_tile=True)  # Gemma-2-9B
+    yield case("bf16", 4, 1, 256, options="window", every_tile=True)  # Gemma-3-1B
+    yield case("bf16", 71, 1, 64)  # Falcon-7B
+    yield case("bf16", 48, 1, 128)  # StarCoder
+    for options in ("alibi", "softcap", "window", "alibi softcap window"):
+        for head_dim in (64, 128, 256):
+            yield case("bf16", 16, 8, head_dim, options=options)

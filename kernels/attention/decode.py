@@ -1,0 +1,263 @@
+"""PagedAttention for decode (Kwon et al., 2023): one query token per sequence over its blocks of the KV cache.
+
+The heads that share a KV head are the rows of one tile, and a sequence is cut into splits that run side by side
+(Flash-Decoding: Dao et al., 2023) where the batch alone would leave the device idle.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from kernels.aot_configuration import AotConfiguration, power_of_2
+from kernels.attention.aot_cases import POINTERS, attention_cases
+from kernels.attention.plan import (
+    MAX_SPLITS,
+    MIN_SPLIT_TILES,
+    AttentionPlan,
+    attention_shape,
+    plan_for_call,
+)
+from kernels.attention.prefill import launch_prefill, prefill_attention_reference
+from kernels.attention.tile import attend_tile, base_2_scale, empty_softmax, load_slopes, sum_queries
+from kernels.cache.quantize import as_bytes
+from kernels.dispatch import cpu_kernels, tl, triton, use_triton
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    *,
+    alibi_slopes: Tensor | None = None,
+    sliding_window: int = 0,
+    softcap: float = 0.0,
+    plan: AttentionPlan | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Attend from q [num_seqs, num_heads, head_dim], each sequence's newest token, to the tokens in its blocks.
+
+    Caches [num_blocks, num_kv_heads, block_size, head_dim], or pages of a format of kernels/kv_format.py; block_tables
+    int32 [num_seqs, max_blocks]; seq_lens int32 [num_seqs] counts the cached tokens, the query's own included (0 gives
+    a row of zeros: padding of a CUDA graph).
+    The options are those of prefill_attention. The launch depends on the shapes alone, never on seq_lens: it can be
+    captured with any lengths and replayed with others. Returns [num_seqs, num_heads, head_dim].
+    """
+    if use_triton(q):
+        shape = attention_shape(q, k_cache, alibi_slopes, sliding_window, softcap)
+        plan = plan or plan_for_call(q, shape)
+        caches, scales = (as_bytes(k_cache), as_bytes(v_cache)), base_2_scale(scale, softcap)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+        if plan.batch_invariant:  # the kernel and the tile of prefill, so its bits
+            starts = plan.decode_starts(len(q))
+            launch_prefill(shape, plan, q, *caches, block_tables, starts, seq_lens, 1, alibi_slopes, *scales, out)
+        else:
+            launch_decode(shape, plan, q, *caches, block_tables, seq_lens, alibi_slopes, *scales, out)
+        return out
+    cpu = cpu_kernels() if q.device.type == "cpu" else None
+    if cpu and cpu.attention.supports_attention(q, k_cache, v_cache, block_tables, seq_lens):
+        attended = cpu.attention.paged_attention(
+            q, k_cache, v_cache, block_tables, seq_lens, scale, alibi_slopes, sliding_window, softcap
+        )
+    else:
+        attended = paged_attention_reference(
+            q, k_cache, v_cache, block_tables, seq_lens, scale,
+            alibi_slopes=alibi_slopes, sliding_window=sliding_window, softcap=softcap,
+        )  # fmt: skip
+    return attended if out is None else out.copy_(attended)
+
+
+def launch_decode(shape, plan, q, k_cache, v_cache, block_tables, seq_lens, alibi_slopes, scale, softcap, out) -> None:
+    """Start the kernels; scale and softcap as base_2_scale gives them, quantised caches as bytes."""
+    num_seqs = len(q)
+    tile = shape.tile("decode", plan.capability, shape.group)
+    max_tokens = block_tables.shape[1] * shape.block_size
+    num_splits = plan.num_splits(num_seqs, shape.num_kv_heads, max_tokens, tile.block_n)
+    values, lse = out, None
+    if num_splits > 1:
+        values, lse = plan.partial_results(num_seqs * shape.num_heads, num_splits, shape.head_dim)
+    paged_attention_kernel[(num_seqs, shape.num_kv_heads, num_splits)](
+        q, k_cache, v_cache, block_tables, seq_lens, alibi_slopes, values, lse, scale, softcap, block_tables.stride(0),
+        MIN_TILES=MIN_SPLIT_TILES, **shape.constants(tile, plan.capability),
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
+    if lse is not None:
+        reduce_splits_kernel[(num_seqs, shape.num_heads)](
+            values, lse, seq_lens, out, num_splits, **_reduce_constants(shape, tile), num_warps=4
+        )
+
+
+def _reduce_constants(shape, tile) -> dict[str, int]:
+    return {
+        "HEAD_DIM": shape.head_dim,
+        "BLOCK_D": max(16, power_of_2(shape.head_dim)),
+        "BLOCK_N": tile.block_n,
+        "WINDOW": shape.sliding_window,
+        "BLOCK_S": MAX_SPLITS,
+        "MIN_TILES": MIN_SPLIT_TILES,
+    }
+
+
+@triton.jit(
+    do_not_specialize=["block_tables_stride"],
+    do_not_specialize_on_alignment=["block_tables_ptr", "seq_lens_ptr", "lse_ptr"],  # slices that start anywhere
+)
+def paged_attention_kernel(
+    q_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    block_tables_ptr,
+    seq_lens_ptr,
+    alibi_slopes_ptr,
+    out_ptr,
+    lse_ptr,
+    scale,
+    softcap,
+    block_tables_stride,
+    Q_STRIDE_ROW: tl.constexpr,
+    Q_STRIDE_HEAD: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    KV_FORMAT: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+):
+    """Grid (num_seqs, num_kv_heads, num_splits): the heads of one group over one split of one sequence.
+
+    Writes rows of out [num_seqs, num_heads, num_splits, HEAD_DIM], each a whole attention over its split, and to lse
+    [num_seqs, num_heads, num_splits] the base-2 logarithm of its softmax's denominator; a split without tokens writes
+    nothing. lse None: there is one split, and out is the result.
+    """
+    seq, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    num_splits = tl.num_programs(2)
+    seq_len = tl.load(seq_lens_ptr + seq)
+    first, size, _ = split_tiles(seq_len, num_splits, BLOCK_N, WINDOW, MIN_TILES)
+    begin = (first + split * size) * BLOCK_N
+    end = tl.minimum(begin + size * BLOCK_N, seq_len)
+    if lse_ptr is not None:
+        if begin >= end:
+            return
+    offs_m, offs_d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    head = kv_head * GROUP + offs_m
+    row_mask = offs_m < GROUP
+    q_mask = row_mask[:, None] & (offs_d < HEAD_DIM)[None, :]
+    q_offsets = seq.to(tl.int64) * Q_STRIDE_ROW + head[:, None] * Q_STRIDE_HEAD + offs_d[None, :]
+    q = tl.load(q_ptr + q_offsets, mask=q_mask, other=0.0)
+    q_sum = sum_queries(q, BLOCK_M, KV_FORMAT)
+    slopes = load_slopes(alibi_slopes_ptr, head, row_mask, BLOCK_M, HAS_ALIBI)
+    query_pos = tl.zeros([BLOCK_M], tl.int32) + (seq_len - 1)
+    acc, row_max, row_sum = empty_softmax(BLOCK_M, BLOCK_D)
+    block_table_ptr = block_tables_ptr + seq.to(tl.int64) * block_tables_stride
+    for tile_start in range(begin, end, BLOCK_N):
+        acc, row_max, row_sum = attend_tile(
+            q, q_sum, acc, row_max, row_sum, k_cache_ptr, v_cache_ptr, block_table_ptr, kv_head,
+            tile_start, end, query_pos, slopes, scale, softcap,
+            NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, KV_FORMAT, True, HAS_ALIBI, HAS_SOFTCAP, WINDOW,
+        )  # fmt: skip
+    row = (seq.to(tl.int64) * (NUM_KV_HEADS * GROUP) + head) * num_splits + split
+    result = acc / tl.where(row_sum > 0.0, row_sum, 1.0)[:, None]  # no token at all (padding of a CUDA graph): zeros
+    tl.store(out_ptr + row[:, None] * HEAD_DIM + offs_d[None, :], result.to(out_ptr.dtype.element_ty), mask=q_mask)
+    if lse_ptr is not None:
+        tl.store(lse_ptr + row, row_max + tl.log2(row_sum), mask=row_mask)
+
+
+@triton.jit
+def split_tiles(seq_len, num_splits, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, MIN_TILES: tl.constexpr):
+    """(first visible tile, tiles of a split, splits that have any) of a sequence: shared out by its own length."""
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(seq_len - WINDOW, 0) // BLOCK_N
+    num_tiles = (seq_len + BLOCK_N - 1) // BLOCK_N - first
+    size = (num_tiles + num_splits - 1) // num_splits
+    size = tl.maximum(size, MIN_TILES)
+    return first, size, (num_tiles + size - 1) // size
+
+
+@triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=["seq_lens_ptr", "lse_ptr"])
+def reduce_splits_kernel(
+    partial_ptr,
+    lse_ptr,
+    seq_lens_ptr,
+    out_ptr,
+    num_splits,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+):
+    """Grid (num_seqs, num_heads): the splits that hold tokens, each weighted by its share of the whole softmax."""
+    seq, head = tl.program_id(0), tl.program_id(1)
+    row = seq.to(tl.int64) * tl.num_programs(1) + head
+    _, _, used = split_tiles(tl.load(seq_lens_ptr + seq), num_splits, BLOCK_N, WINDOW, MIN_TILES)
+    offs_s, offs_d = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
+    lse = tl.load(lse_ptr + row * num_splits + offs_s, mask=offs_s < used, other=float("-inf"))
+    top = tl.max(lse, 0)
+    weights = tl.exp2(lse - tl.where(top == float("-inf"), 0.0, top))
+    mask = (offs_s < used)[:, None] & (offs_d < HEAD_DIM)[None, :]
+    offsets = (row * num_splits + offs_s)[:, None] * HEAD_DIM + offs_d[None, :]
+    values = tl.load(partial_ptr + offsets, mask=mask, other=0.0)
+    total = tl.sum(weights, 0)
+    result = tl.sum(values * weights[:, None], 0) / tl.where(total > 0.0, total, 1.0)  # no token at all: zeros
+    tl.store(out_ptr + row * HEAD_DIM + offs_d, result.to(out_ptr.dtype.element_ty), mask=offs_d < HEAD_DIM)
+
+
+def paged_attention_reference(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    *,
+    alibi_slopes: Tensor | None = None,
+    sliding_window: int = 0,
+    softcap: float = 0.0,
+) -> Tensor:
+    """The same in torch: decode is prefill with one query row per sequence."""
+    cu_seqlens_q = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
+    return prefill_attention_reference(
+        q,
+        k_cache,
+        v_cache,
+        block_tables,
+        cu_seqlens_q,
+        seq_lens,
+        1,
+        scale,
+        alibi_slopes=alibi_slopes,
+        sliding_window=sliding_window,
+        softcap=softcap,
+    )
+
+
+def aot_configurations(capability: int) -> Iterator[AotConfiguration]:
+    """Every model's shape, with one split and with several, and the reduction of each head size."""
+    reduced = set()
+    for case in attention_cases():
+        tile = case.shape.tile("decode", capability, case.shape.group)
+        constants = case.shape.constants(tile, capability) | case.absent | {"MIN_TILES": MIN_SPLIT_TILES}
+        for several in (True, False) if case.every_tile else (True,):
+            name = case.label(tile) + ("" if several else " unsplit")
+            yield AotConfiguration(
+                paged_attention_kernel, name, case.dtype, constants if several else constants | {"lse_ptr": None},
+                tile.num_warps, tile.num_stages, case.types | ({"out_ptr": "*fp32"} if several else {}),
+                quick=case.quick and several, needs=case.needs(capability, tile),
+            )  # fmt: skip
+        if case.shape.head_dim not in reduced:
+            reduced.add(case.shape.head_dim)
+            yield AotConfiguration(
+                reduce_splits_kernel, f"d {case.shape.head_dim}", case.dtype, _reduce_constants(case.shape, tile),
+                num_warps=4, types=POINTERS, quick=case.quick,
+            )  # fmt: skip

@@ -1,0 +1,189 @@
+"""AttentionPlan: what the attention launches of one model on one device have in common, made once at start.
+
+It fixes how many splits a decode step has (so that a CUDA graph can be replayed with any lengths), owns the memory that
+the splits write their partial results to, and says whether results may depend on the batch.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from kernels.aot_configuration import power_of_2
+from kernels.attention.choices import ANY, PREFILL, Tile, find_tile
+from kernels.cache.quantize import kv_format_of, read_code
+from kernels.kv_format import KVFormat
+
+# More splits than this only add work to the reduction, which reads one row of each at once.
+MAX_SPLITS = 32
+# Fewer tiles of keys than this cost less to read than to merge. Not measured yet.
+MIN_SPLIT_TILES = 2
+# Programs that splits of a decode step may fill an SM with. Both kinds of device hold as many at once, so no split
+# waits for another to end, and each has 32 KB on their way while it computes: about twice what keeps the memory busy.
+# A batch that brings more than half of them is not split, which saves the launch that merges. Not measured yet.
+PROGRAMS_PER_SM = 2
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """capability is 80 for an A100 (and for the interpreter), 90 for an H100.
+
+    partial fp32 is scratch space of decode splits, shared by all layers since they run one after the other. row_starts
+    int32 [max_num_seqs + 1] counts 0, 1, 2, ...: cu_seqlens_q of a step that only decodes.
+
+    batch_invariant: a row's result has the same bits whether its token was decoded or part of a prefill chunk of any
+    length, alone or with others, after a prefix hit or a preemption. One kernel with one tile then serves decode and
+    prefill, walks the keys of a sequence from its first token in the same steps, and never splits.
+    """
+
+    capability: int
+    num_sms: int
+    partial: Tensor
+    row_starts: Tensor
+    batch_invariant: bool = False
+
+    def num_splits(self, num_seqs: int, num_kv_heads: int, max_tokens: int, block_n: int) -> int:
+        """Splits of each sequence of a decode step, by what is known at capture: never by the lengths.
+
+        max_tokens is what the block tables have room for.
+        """
+        wanted = PROGRAMS_PER_SM * self.num_sms // (num_seqs * num_kv_heads)
+        return max(1, min(wanted, MAX_SPLITS, max_tokens // (block_n * MIN_SPLIT_TILES)))
+
+    def decode_starts(self, num_seqs: int) -> Tensor:
+        """cu_seqlens_q of a batch that only decodes, int32 [num_seqs + 1]. ValueError where the plan was made for
+        fewer sequences."""
+        if num_seqs >= len(self.row_starts):
+            raise ValueError(f"the attention plan was made for {len(self.row_starts) - 1} sequences, not {num_seqs}")
+        return self.row_starts[: num_seqs + 1]
+
+    def partial_results(self, num_rows: int, num_splits: int, head_dim: int) -> tuple[Tensor, Tensor]:
+        """Views of `partial` for num_rows = num_seqs * num_heads: fp32 [num_rows, num_splits, head_dim] and
+        [num_rows, num_splits]. ValueError where the plan was made for less."""
+        count = num_rows * num_splits
+        if count * (head_dim + 1) > self.partial.numel():
+            raise ValueError(
+                f"the attention plan has room for {self.partial.numel()} numbers of partial results and this step "
+                f"writes {count * (head_dim + 1)}: make the plan with the largest batch and this model's heads"
+            )
+        values = self.partial[: count * head_dim].view(num_rows, num_splits, head_dim)
+        return values, self.partial[count * head_dim : count * (head_dim + 1)].view(num_rows, num_splits)
+
+
+def attention_plan(
+    device: torch.device,
+    *,
+    max_num_seqs: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    batch_invariant: bool = False,
+) -> AttentionPlan:
+    """The plan for steps of up to max_num_seqs sequences on a CUDA device, or on the CPU in Triton's interpreter."""
+    capability, num_sms = device_sizes(device)
+    row_starts = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
+    plan = AttentionPlan(capability, num_sms, torch.empty(0), row_starts, batch_invariant)
+    # As if a table were endless and a tile one key: what a step will ask for is never more. Larger batches have one
+    # split and write no partial results.
+    batches = range(1, min(max_num_seqs, PROGRAMS_PER_SM * num_sms) + 1)
+    splits = [plan.num_splits(n, num_kv_heads, 1 << 40, 1) for n in batches]
+    rows = max((n * count for n, count in zip(batches, splits, strict=True) if count > 1), default=0)
+    size = 0 if batch_invariant else rows * num_heads * (head_dim + 1)
+    return replace(plan, partial=torch.empty(size, dtype=torch.float32, device=device))
+
+
+@cache
+def device_sizes(device: torch.device) -> tuple[int, int]:
+    """(compute capability, number of SMs). The interpreter counts as a small sm_80, so that its tests see both one
+    split and several."""
+    if device.type != "cuda":
+        return 80, 8
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor, torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What a launch is compiled for. All of it is fixed for a layer of a model, so no later step compiles anything.
+
+    q_strides are those of the first two axes of q, a view into the rows of a projection; q_bits and kv_bits those of a
+    number of q and of a stored one.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    q_strides: tuple[int, int]
+    q_bits: int
+    kv_format: KVFormat | None = None
+    has_alibi: bool = False
+    has_softcap: bool = False
+    sliding_window: int = 0
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    def tile(self, use: str, capability: int, num_rows: int = 0) -> Tile:
+        """From the table: `use` is "decode", "prefill" or "invariant", num_rows as in Rule.max_rows."""
+        kv_bits = self.q_bits if self.kv_format is None else self.kv_format.bits
+        extras = self.has_alibi or self.has_softcap or self.sliding_window > 0 or self.group & (self.group - 1) > 0
+        return find_tile(use, capability, self.q_bits, kv_bits, self.head_dim, self.group, num_rows, extras)
+
+    def prefill_lengths(self, capability: int) -> list[int]:
+        """Chunk lengths, 2 and more, of which each has a tile of its own: between them they start every variant."""
+        tiles: dict[Tile, int] = {}
+        for length in sorted({max(2, rule.max_rows // self.group) for rule in PREFILL if rule.max_rows < ANY}):
+            for n in (length, length + 1):
+                tiles.setdefault(self.tile("prefill", capability, n * self.group), n)
+        return sorted(tiles.values())
+
+    def constants(self, tile: Tile, capability: int) -> dict[str, int | bool]:
+        """The compile-time arguments that both kernels have."""
+        return {
+            "Q_STRIDE_ROW": self.q_strides[0],
+            "Q_STRIDE_HEAD": self.q_strides[1],
+            "NUM_KV_HEADS": self.num_kv_heads,
+            "GROUP": self.group,
+            "BLOCK_M": tile.block_m,
+            "BLOCK_N": tile.block_n,
+            "HEAD_DIM": self.head_dim,
+            "BLOCK_D": max(16, power_of_2(self.head_dim)),
+            "BLOCK_SIZE": self.block_size,
+            "KV_FORMAT": read_code(self.kv_format, capability),
+            "HAS_ALIBI": self.has_alibi,
+            "HAS_SOFTCAP": self.has_softcap,
+            "WINDOW": self.sliding_window,
+        }
+
+
+def attention_shape(
+    q: Tensor, cache: Tensor, alibi_slopes: Tensor | None, sliding_window: int, softcap: float
+) -> AttentionShape:
+    """Of queries [tokens, num_heads, head_dim] and one of the two caches."""
+    return AttentionShape(
+        num_heads=q.shape[1],
+        num_kv_heads=cache.shape[1],
+        head_dim=q.shape[2],
+        block_size=cache.shape[2],
+        q_strides=(q.stride(0), q.stride(1)),
+        q_bits=8 * q.element_size(),
+        kv_format=kv_format_of(cache),
+        has_alibi=alibi_slopes is not None,
+        has_softcap=softcap > 0,
+        sliding_window=sliding_window,
+    )
+
+
+def plan_for_call(q: Tensor, shape: AttentionShape) -> AttentionPlan:
+    """For a caller without a plan (a test, the memory profile): allocates what the call needs."""
+    return attention_plan(
+        q.device,
+        max_num_seqs=len(q),
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+    )

@@ -1,0 +1,192 @@
+"""What the two attention kernels share: one tile of keys and values folded into a running softmax (Milakov and
+Gimelshein, 2018; Dao, 2023). Scores are kept in base 2, where the GPU's exponential lives: the launchers bring the
+factor log2(e) in with the scale (base_2_scale)."""
+
+from kernels.cache.quantize import load_codes, load_parameters, load_where
+from kernels.dispatch import tl, triton
+
+LOG2_E = 1.4426950408889634
+
+
+def base_2_scale(scale: float, softcap: float) -> tuple[float, float]:
+    """(scale, softcap) as the kernels take them.
+
+    Without a cap, exp(scale * s) = exp2(scale' * s). With one, scale' * s = 2 / ln 2 * scale * s / c is what
+    c * tanh(scale * s / c) = c * (1 - 2 / (1 + exp2(scale' * s))) wants, and the cap carries the log2(e).
+    """
+    if not softcap:
+        return scale * LOG2_E, 0.0
+    return 2 * LOG2_E * scale / softcap, softcap * LOG2_E
+
+
+@triton.jit
+def empty_softmax(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+    """acc, row_max and row_sum of rows that have seen no key."""
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    return tl.zeros([BLOCK_M, BLOCK_D], tl.float32), row_sum - float("inf"), row_sum
+
+
+@triton.jit
+def load_slopes(alibi_slopes_ptr, head, mask, BLOCK_M: tl.constexpr, HAS_ALIBI: tl.constexpr):
+    """ALiBi's slopes of the rows' heads, in base 2; zeros where there are none."""
+    slopes = tl.zeros([BLOCK_M], tl.float32)
+    if HAS_ALIBI:
+        slopes = tl.load(alibi_slopes_ptr + head, mask=mask, other=0.0) * 1.4426950408889634
+    return slopes
+
+
+@triton.jit
+def sum_queries(q, BLOCK_M: tl.constexpr, KV_FORMAT: tl.constexpr):
+    """fp32 [BLOCK_M]: the sum of each row of q for int4, the format with a minimum; zeros for the others."""
+    q_sum = tl.zeros([BLOCK_M], tl.float32)
+    if KV_FORMAT == 3:
+        q_sum += tl.sum(q.to(tl.float32), 1)
+    return q_sum
+
+
+@triton.jit
+def attend_tile(
+    q,
+    q_sum,
+    acc,
+    row_max,
+    row_sum,
+    k_cache_ptr,
+    v_cache_ptr,
+    block_table_ptr,
+    kv_head,
+    tile_start,
+    key_end,
+    query_pos,
+    slopes,
+    scale,
+    softcap,
+    NUM_KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    KV_FORMAT: tl.constexpr,
+    MASKED: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """Keys tile_start : tile_start + BLOCK_N, tile_start a multiple of BLOCK_N. q [BLOCK_M, BLOCK_D], acc
+    [BLOCK_M, BLOCK_D] fp32; the rest [BLOCK_M].
+
+    MASKED False promises that every key of the tile exists and is visible to every row. Of a quantised cache (KV_FORMAT
+    not 0) the codes are multiplied as they are; a key's scale then meets its scores, and a value's scale its
+    probabilities. A minimum m (int4) adds m * q_sum to a score, q_sum being the sum of the query, and p * m to acc.
+    slopes are in base 2, scale and softcap from base_2_scale.
+    """
+    key_pos = tile_start + tl.arange(0, BLOCK_N)
+    exists = key_pos < key_end
+    block_id, offset = find_keys(block_table_ptr, tile_start, key_pos, exists, BLOCK_SIZE, BLOCK_N, MASKED)
+    k, v, k_scale, k_min, v_scale, v_min = load_tile(
+        k_cache_ptr, v_cache_ptr, block_id, kv_head, offset, exists,
+        NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, BLOCK_D, KV_FORMAT, MASKED, q.dtype,
+    )  # fmt: skip
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    # Where nothing but a positive factor stands between the scores and the softmax it is applied after the maximum,
+    # inside the exponential: a fused multiply-add for each score and no multiplication.
+    late: tl.constexpr = KV_FORMAT == 0 and not HAS_SOFTCAP and not HAS_ALIBI
+    if not late:
+        scores *= scale if KV_FORMAT == 0 else (k_scale * scale)[None, :]
+    if KV_FORMAT == 3:
+        scores += q_sum[:, None] * (k_min * scale)[None, :]
+    if HAS_SOFTCAP:  # tl has no tanh
+        scores = softcap * (1.0 - 2.0 / (1.0 + tl.exp2(scores)))
+    if HAS_ALIBI:
+        scores += slopes[:, None] * (key_pos[None, :] - query_pos[:, None]).to(tl.float32)
+    if MASKED:
+        visible = exists[None, :] & (key_pos[None, :] <= query_pos[:, None])
+        if WINDOW > 0:
+            visible &= key_pos[None, :] > query_pos[:, None] - WINDOW
+        scores = tl.where(visible, scores, float("-inf"))
+    factor = scale if late else 1.0
+    new_max = tl.maximum(row_max, tl.max(scores, 1) * factor)
+    # a row that has seen no key yet keeps -inf; subtracting it from itself would give NaN
+    shift = tl.where(new_max == float("-inf"), 0.0, new_max) if MASKED else new_max
+    probs = tl.exp2(scores * factor - shift[:, None])
+    decay = tl.exp2(row_max - shift)
+    acc *= decay[:, None]
+    row_sum = row_sum * decay + tl.sum(probs, 1)
+    if KV_FORMAT == 3:
+        acc += tl.sum(probs * v_min[None, :], 1)[:, None]
+    if KV_FORMAT != 0:
+        if v.dtype == tl.float16:  # a small probability times a small scale is less than fp16 can hold
+            v = (v * v_scale[:, None]).to(tl.float16)
+        else:
+            probs *= v_scale[None, :]
+    acc = tl.dot(probs.to(v.dtype), v, acc, input_precision="ieee")
+    return acc, new_max, row_sum
+
+
+@triton.jit
+def find_keys(
+    block_table_ptr, tile_start, key_pos, exists, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr
+):
+    """The block of each key [BLOCK_N], or of the whole tile where one block holds it, and the keys' rows in it.
+
+    Where blocks divide a tile these rows are the same for every tile: nothing of them is computed in the loop.
+    """
+    if BLOCK_SIZE % BLOCK_N == 0:
+        return tl.load(block_table_ptr + tile_start // BLOCK_SIZE), key_pos % BLOCK_SIZE
+    elif BLOCK_N % BLOCK_SIZE == 0:
+        at = tl.arange(0, BLOCK_N)
+        ids_ptr = block_table_ptr + tile_start // BLOCK_SIZE + at // BLOCK_SIZE
+        return load_where(ids_ptr, exists if MASKED else None), at % BLOCK_SIZE
+    else:
+        ids_ptr = block_table_ptr + key_pos // BLOCK_SIZE
+        return load_where(ids_ptr, exists if MASKED else None), key_pos % BLOCK_SIZE
+
+
+@triton.jit
+def load_tile(
+    k_cache_ptr,
+    v_cache_ptr,
+    block_id,
+    kv_head,
+    offset,
+    exists,
+    NUM_KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    KV_FORMAT: tl.constexpr,
+    MASKED: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    """Keys and values [BLOCK_N, BLOCK_D]; then the scales and minima of the keys, and of the values [BLOCK_N] (of
+    floats: unused).
+
+    block_id: one for the tile or [BLOCK_N]; offset [BLOCK_N] is the row in the page of that block and kv_head. Where
+    MASKED, rows that do not exist are zeros. Addresses are the place within a block, which the compiler moves out of
+    the loop over tiles, plus the block's: one multiply-add for each row.
+    """
+    offs_d = tl.arange(0, BLOCK_D)
+    if MASKED:
+        present = exists[:, None] & (offs_d < HEAD_DIM)[None, :]
+    elif BLOCK_D > HEAD_DIM:
+        present = (offs_d < HEAD_DIM)[None, :]
+    else:
+        present = None
+    ROW: tl.constexpr = HEAD_DIM // 2 if KV_FORMAT == 3 else HEAD_DIM
+    PAGE: tl.constexpr = BLOCK_SIZE * (ROW if KV_FORMAT == 0 else ROW + 4)
+    # int64: a cache of 80 GB has more elements than an int32 can count
+    block = block_id.to(tl.int64) * (NUM_KV_HEADS * PAGE) + tl.zeros(offset.shape, tl.int64)
+    page = kv_head * PAGE
+    if KV_FORMAT == 0:
+        inside = (page + offset * ROW)[:, None] + offs_d[None, :]
+        none = tl.zeros(offset.shape, tl.float32)
+        k = load_where(k_cache_ptr + inside + block[:, None], present)
+        v = load_where(v_cache_ptr + inside + block[:, None], present)
+        return k, v, none, none, none, none
+    else:
+        known = exists if MASKED else None
+        k = load_codes(k_cache_ptr + page, block, offset, offs_d, present, HEAD_DIM, KV_FORMAT, dtype)
+        v = load_codes(v_cache_ptr + page, block, offset, offs_d, present, HEAD_DIM, KV_FORMAT, dtype)
+        k_scale, k_min = load_parameters(k_cache_ptr + page, block, offset, known, BLOCK_SIZE * ROW, KV_FORMAT)
+        v_scale, v_min = load_parameters(v_cache_ptr + page, block, offset, known, BLOCK_SIZE * ROW, KV_FORMAT)
+        return k, v, k_scale, k_min, v_scale, v_min

@@ -1,0 +1,63 @@
+"""The work of paged attention on a CPU, shared out: (query row, KV head) by (query row, KV head). See attention.py."""
+
+import numpy as np
+
+from kernels.cpu import simd
+from kernels.cpu.attention import rows as loops
+from kernels.cpu.parallel import jit, next_item
+from kernels.cpu.simd import WIDTH, advance, read, splat, store
+
+ARGUMENTS = "13q2d5q"  # of a kernel that calls attend_items
+ZERO = np.float32(0)
+
+
+def attend_heads(q, out, k_cache, v_cache, table, seq_len, kv_head, num_kv_heads, group, block_size, head_dim, scale,
+                 window, softcap, slopes):  # fmt: skip
+    """One query row and one KV head; q and out [group, head_dim]. attention.py chooses the code by the pointers."""
+    raise NotImplementedError("only for compiled code")
+
+
+@jit
+def _attend(args, row, seq, kv_head, seq_len, q, k_cache, v_cache, out):
+    """Query row `row` of sequence `seq` over the first seq_len tokens of the sequence, for one KV head."""
+    num_kv_heads, group, block_size, head_dim = args[8], args[9], args[10], args[11]
+    tables, table_stride, q_stride, window = simd.pointer_i32(args[6]), args[12], args[13], args[14]
+    slopes = loops.slopes_of(simd.pointer_f32(args[7]), kv_head * group)
+    scale, softcap = np.float32(simd.as_float(args[15])), np.float32(simd.as_float(args[16]))
+    head = kv_head * group * head_dim
+    out_rows = advance(out, row * num_kv_heads * group * head_dim + head)
+    if seq_len > 0:
+        table = advance(tables, seq * table_stride)
+        attend_heads(
+            advance(q, row * q_stride + head), out_rows, k_cache, v_cache, table, seq_len, kv_head, num_kv_heads, group,
+            block_size, head_dim, scale, window, softcap, slopes,
+        )  # fmt: skip
+    else:
+        for d in range(0, group * head_dim, WIDTH):
+            store(out_rows, d, splat(ZERO))
+
+
+@jit
+def attend_items(args, q, k_cache, v_cache, out):
+    """Items are (KV head, a few query rows), so that neighbours in time read the same keys.
+
+    Without cu_seqlens_q (null) every sequence has one row: decode.
+    """
+    seq_lens, cu_seqlens_q = simd.pointer_i32(args[17]), simd.pointer_i32(args[18])
+    num_seqs, num_rows, rows_per_item = args[19], args[20], args[21]
+    decode = simd.address(cu_seqlens_q) == 0
+    items_per_head = (num_rows + rows_per_item - 1) // rows_per_item
+    item = next_item(args)
+    while item < args[1]:
+        kv_head, begin = item // items_per_head, item % items_per_head * rows_per_item
+        seq = begin if decode else loops.find_sequence(cu_seqlens_q, num_seqs, begin)
+        for row in range(begin, min(num_rows, begin + rows_per_item)):
+            behind = 0  # tokens of the sequence after this row's
+            if decode:
+                seq = row
+            else:
+                while row >= read(cu_seqlens_q, seq + 1):
+                    seq += 1
+                behind = np.int64(read(cu_seqlens_q, seq + 1)) - 1 - row
+            _attend(args, row, seq, kv_head, np.int64(read(seq_lens, seq)) - behind, q, k_cache, v_cache, out)
+        item = next_item(args)

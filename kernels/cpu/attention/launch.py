@@ -1,0 +1,273 @@
+"""Paged attention on a CPU: decode reads the blocks of the cache in place and widens bf16 in registers.
+
+The query heads that share a KV head are taken four at a time ("quad"), so that a widened row of K or V serves four
+heads; a group of three is padded to a quad and what else is left over goes head by head. Scores of a quad are stored
+token by token, four floats each; those of a single head one float each ("lanes" 4 or 1).
+
+A bf16 cache whose KV heads serve several query heads is not widened where the processor multiplies pairs of bf16:
+attention_dots.py. One head alone is faster here, since it shares the pairing of value rows with nobody.
+
+Codes of a quantised cache are widened in registers, too; a key's scale meets its scores and a value's its
+probabilities, so that the loops over a row are the same for every format.
+"""
+
+import numpy as np
+import torch
+from numba.extending import overload
+from torch import Tensor
+
+from kernels.cache.quantize import kv_format_of
+from kernels.cpu import codes, simd
+from kernels.cpu.attention import bf16_pairs as pairs
+from kernels.cpu.attention import rows as loops
+from kernels.cpu.attention import tiles
+from kernels.cpu.attention.items import ARGUMENTS, attend_heads, attend_items
+from kernels.cpu.dots import HAS_BF16_DOT
+from kernels.cpu.parallel import jit, parallel_kernel
+from kernels.cpu.simd import WIDTH, BF16Pointer, advance, read, splat, store
+
+ZERO = np.float32(0)
+ROWS_PER_ITEM = 8
+# Blocks to ask for in advance. 64 sequences of 160 tokens took 1.7 ms without, 1.2 ms with 2 into L1, 0.9 ms with 4
+# into L2 (one thread, 12 heads, 4 KV heads, head size 64, bf16).
+AHEAD = 4
+
+
+@jit
+def _unit(unit, quads):
+    """(first head of the group, lanes) of a quad, or of one of the single heads after the quads."""
+    return (4 * unit, 4) if unit < quads else (3 * quads + unit, 1)
+
+
+@jit
+def _score_block(k, ahead, t, n, block_size, head_dim, quads, units, stride, wide_q, q_sums, scores):
+    """Scores of the n tokens of one block, t tokens after the first block's start, for every head of the group."""
+    parameters = loops.words(k, block_size, head_dim)
+    if codes.bits(k) != 0:
+        simd.prefetch_pair(loops.words(ahead, block_size, head_dim), 0)
+    for unit in range(quads):
+        at = advance(scores, 4 * (unit * stride + t))
+        loops.scores_quad(advance(wide_q, 4 * unit * head_dim), k, ahead, n, head_dim, at)
+        if codes.bits(k) != 0:
+            loops.scale_scores(k, parameters, n, block_size, 4, advance(q_sums, unit * WIDTH), at)
+    for unit in range(quads, units):
+        g = 3 * quads + unit
+        at = advance(scores, g * stride + t)
+        loops.scores_single(advance(wide_q, g * head_dim), k, ahead, block_size, head_dim, at)
+        if codes.bits(k) != 0:
+            loops.scale_scores(k, parameters, n, block_size, 1, advance(q_sums, unit * WIDTH), at)
+
+
+@jit
+def _accumulate_block(v, ahead, t, n, block_size, head_dim, quads, units, stride, scores, least_sums, acc):
+    """Add the n tokens of one block, weighted by their probabilities, to the sum of every head of the group."""
+    parameters = loops.words(v, block_size, head_dim)
+    if codes.bits(v) != 0:
+        simd.prefetch_pair(loops.words(ahead, block_size, head_dim), 0)
+    for unit in range(quads):
+        at = advance(scores, 4 * (unit * stride + t))
+        if codes.bits(v) != 0:
+            loops.scale_probs(v, parameters, n, block_size, 4, at, advance(least_sums, unit * WIDTH))
+        loops.accumulate_quad(at, v, ahead, n, head_dim, advance(acc, 4 * unit * head_dim))
+    for unit in range(quads, units):
+        g = 3 * quads + unit
+        at = advance(scores, g * stride + t)
+        if codes.bits(v) != 0:
+            loops.scale_probs(v, parameters, n, block_size, 1, at, advance(least_sums, unit * WIDTH))
+        loops.accumulate_single(at, v, ahead, n, head_dim, advance(acc, g * head_dim))
+
+
+@jit
+def _softmax(scores, begin, end, group, row, quads, units, stride, softcap, slopes):
+    """Scores of every head -> probabilities that still lack the division by their sum."""
+    for unit in range(units):
+        g, lanes = _unit(unit, quads)
+        at = advance(scores, g * stride)
+        if softcap != 0 or simd.address(slopes) != 0:
+            loops.adjust_scores(at, lanes, min(lanes, group - g), begin, end, softcap, loops.slopes_of(slopes, g))
+        loops.softmax_rows(at, lanes, begin, end, lanes * row)
+
+
+@jit
+def _attend_heads(q, out, k_cache, v_cache, table, seq_len, kv_head, num_kv_heads, group, block_size, head_dim,
+                  scale, window, softcap, slopes):  # fmt: skip
+    """One query row and one KV head; q and out [group, head_dim]. A block is read once for all heads of the group."""
+    first = max(0, seq_len - window) if window > 0 else 0
+    first_block, last_block = first // block_size, (seq_len + block_size - 1) // block_size
+    begin, end = first - first_block * block_size, seq_len - first_block * block_size
+    quads = (group + 1) // 4  # three or four heads left make a quad
+    units = quads + max(0, group - 4 * quads)
+    rows = 3 * quads + units
+    row = ((last_block - first_block) * block_size + WIDTH - 1) // WIDTH * WIDTH
+    stride = row + WIDTH  # scores of one head, with room for the reciprocal sums behind them
+    zeroed = 2 * rows * head_dim + 2 * units * WIDTH
+    scratch = np.empty(rows * stride + zeroed + head_dim, np.float32)
+    scores = simd.pointer_f32(scratch.ctypes.data)
+    wide_q = advance(scores, rows * stride)
+    acc = advance(wide_q, rows * head_dim)
+    q_sums = advance(acc, rows * head_dim)
+    least_sums = advance(q_sums, units * WIDTH)
+    spare = advance(least_sums, units * WIDTH)
+    for i in range(0, zeroed, WIDTH):
+        store(wide_q, i, splat(ZERO))
+    for g in range(group):
+        loops.widen(advance(q, g * head_dim), head_dim, scale, advance(wide_q, g * head_dim), k_cache, spare)
+    if codes.is_int4(k_cache):
+        for unit in range(units):
+            g, lanes = _unit(unit, quads)
+            loops.sum_queries(advance(wide_q, g * head_dim), head_dim, lanes, advance(q_sums, unit * WIDTH))
+    for j in range(first_block, min(first_block + AHEAD, last_block)):
+        loops.warm(loops.block(k_cache, table, j, num_kv_heads, kv_head, block_size, head_dim), block_size, head_dim)
+    for j in range(first_block, last_block):
+        k = loops.block(k_cache, table, j, num_kv_heads, kv_head, block_size, head_dim)
+        ahead = loops.block(k_cache, table, min(j + AHEAD, last_block - 1), num_kv_heads, kv_head, block_size, head_dim)
+        t = (j - first_block) * block_size
+        n = min(block_size, end - t)
+        _score_block(k, ahead, t, n, block_size, head_dim, quads, units, stride, wide_q, q_sums, scores)
+    for j in range(first_block, min(first_block + AHEAD, last_block)):
+        loops.warm(loops.block(v_cache, table, j, num_kv_heads, kv_head, block_size, head_dim), block_size, head_dim)
+    _softmax(scores, begin, end, group, row, quads, units, stride, softcap, slopes)
+    for j in range(first_block, last_block):
+        v = loops.block(v_cache, table, j, num_kv_heads, kv_head, block_size, head_dim)
+        ahead = loops.block(v_cache, table, min(j + AHEAD, last_block - 1), num_kv_heads, kv_head, block_size, head_dim)
+        t = (j - first_block) * block_size
+        n = min(block_size, end - t)
+        _accumulate_block(v, ahead, t, n, block_size, head_dim, quads, units, stride, scores, least_sums, acc)
+    if codes.is_int4(v_cache):
+        for unit in range(units):
+            g, lanes = _unit(unit, quads)
+            loops.add_minima(advance(least_sums, unit * WIDTH), lanes, head_dim, advance(acc, g * head_dim))
+    for g in range(group):
+        at = 4 * (g // 4) * stride + 4 * row + g % 4 if g < 4 * quads else g * stride + row
+        loops.narrow(advance(acc, g * head_dim), head_dim, read(scores, at), advance(out, g * head_dim), v_cache, spare)
+    simd.keep(scratch)
+
+
+@overload(attend_heads, jit_options={"error_model": "numpy"})
+def _choose(q, out, k_cache, v_cache, table, seq_len, kv_head, num_kv_heads, group, block_size, head_dim, scale, window,
+            softcap, slopes):  # fmt: skip
+    """By pairs of bf16 where the machine multiplies them: known when compiling, but for the multiple of 32."""
+    if not (HAS_BF16_DOT and q == k_cache == BF16Pointer):
+        return _attend_heads.py_func
+
+    def attend(q, out, k_cache, v_cache, table, seq_len, kv_head, num_kv_heads, group, block_size, head_dim, scale,
+               window, softcap, slopes):  # fmt: skip
+        if group > 1 and head_dim % pairs.MULTIPLE == 0:
+            pairs.attend_heads(q, out, k_cache, v_cache, table, seq_len, kv_head, num_kv_heads, group, block_size,
+                              head_dim, scale, window, softcap, slopes)  # fmt: skip
+        else:
+            _attend_heads(q, out, k_cache, v_cache, table, seq_len, kv_head, num_kv_heads, group, block_size, head_dim,
+                          scale, window, softcap, slopes)  # fmt: skip
+
+    return attend
+
+
+@parallel_kernel(ARGUMENTS)
+def _attention_bf16(args):
+    pointer = simd.pointer_bf16
+    attend_items(args, pointer(args[2]), pointer(args[3]), pointer(args[4]), pointer(args[5]))
+
+
+@parallel_kernel(ARGUMENTS)
+def _attention_bf16_int8(args):
+    pointer, page = simd.pointer_bf16, codes.pointer_int8
+    attend_items(args, pointer(args[2]), page(args[3]), page(args[4]), pointer(args[5]))
+
+
+@parallel_kernel(ARGUMENTS)
+def _attention_bf16_fp8(args):
+    pointer, page = simd.pointer_bf16, codes.pointer_fp8
+    attend_items(args, pointer(args[2]), page(args[3]), page(args[4]), pointer(args[5]))
+
+
+@parallel_kernel(ARGUMENTS)
+def _attention_bf16_int4(args):
+    pointer, page = simd.pointer_bf16, codes.pointer_int4
+    attend_items(args, pointer(args[2]), page(args[3]), page(args[4]), pointer(args[5]))
+
+
+@parallel_kernel(ARGUMENTS)
+def _attention_f32(args):
+    pointer = simd.pointer_f32
+    attend_items(args, pointer(args[2]), pointer(args[3]), pointer(args[4]), pointer(args[5]))
+
+
+@parallel_kernel(ARGUMENTS)
+def _attention_f32_int8(args):
+    pointer, page = simd.pointer_f32, codes.pointer_int8
+    attend_items(args, pointer(args[2]), page(args[3]), page(args[4]), pointer(args[5]))
+
+
+@parallel_kernel(ARGUMENTS)
+def _attention_f32_fp8(args):
+    pointer, page = simd.pointer_f32, codes.pointer_fp8
+    attend_items(args, pointer(args[2]), page(args[3]), page(args[4]), pointer(args[5]))
+
+
+@parallel_kernel(ARGUMENTS)
+def _attention_f32_int4(args):
+    pointer, page = simd.pointer_f32, codes.pointer_int4
+    attend_items(args, pointer(args[2]), page(args[3]), page(args[4]), pointer(args[5]))
+
+
+_KERNELS = {
+    (torch.bfloat16, "auto"): _attention_bf16,
+    (torch.bfloat16, "int8"): _attention_bf16_int8,
+    (torch.bfloat16, "fp8"): _attention_bf16_fp8,
+    (torch.bfloat16, "int4"): _attention_bf16_int4,
+    (torch.float32, "auto"): _attention_f32,
+    (torch.float32, "int8"): _attention_f32_int8,
+    (torch.float32, "fp8"): _attention_f32_fp8,
+    (torch.float32, "int4"): _attention_f32_int4,
+}
+
+
+def supports_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, *int_tensors: Tensor) -> bool:
+    """bf16 or fp32, caches the same or quantised, head_dim a multiple of 16, block_size of 4, int32."""
+    return (
+        q.dtype in (torch.bfloat16, torch.float32)
+        and k_cache.dtype == v_cache.dtype
+        and (k_cache.dtype == q.dtype or kv_format_of(k_cache) is not None)
+        and q.shape[2] % WIDTH == 0
+        and k_cache.shape[2] % 4 == 0
+        and q.stride(2) == 1
+        and q.stride(1) == q.shape[2]
+        and k_cache.is_contiguous()
+        and v_cache.is_contiguous()
+        and all(x.dtype == torch.int32 and x.is_contiguous() for x in int_tensors)
+    )
+
+
+def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, scale: float,
+                    alibi_slopes: Tensor | None, sliding_window: int, softcap: float) -> Tensor:  # fmt: skip
+    """See kernels.attention.decode."""
+    options = (scale, alibi_slopes, sliding_window, softcap)
+    return _launch(q, k_cache, v_cache, block_tables, seq_lens, 0, 1, *options)
+
+
+def prefill_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, cu_seqlens_q: Tensor,
+                      seq_lens: Tensor, scale: float, alibi_slopes: Tensor | None, sliding_window: int,
+                      softcap: float, *, as_decode: bool = False) -> Tensor:  # fmt: skip
+    """See kernels.attention.prefill. A row has the same bits however its prompt is cut. as_decode: those that
+    paged_attention gives it, too, from the loops of decode instead of tiles."""
+    if not as_decode and tiles.supports(q, k_cache, alibi_slopes, sliding_window, softcap):
+        return tiles.prefill_attention(q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens, scale)
+    options = (scale, alibi_slopes, sliding_window, softcap)
+    return _launch(q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q.data_ptr(), ROWS_PER_ITEM, *options)
+
+
+def _launch(q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q, rows_per_item, scale, alibi_slopes,
+            sliding_window, softcap):  # fmt: skip
+    num_rows, num_heads, head_dim = q.shape
+    _, num_kv_heads, block_size, _ = k_cache.shape
+    out = torch.empty(q.shape, dtype=q.dtype)
+    kv_format = kv_format_of(k_cache)
+    kernel = _KERNELS[q.dtype, "auto" if kv_format is None else kv_format.name]
+    kernel(
+        -(-num_rows // rows_per_item) * num_kv_heads,
+        q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), out.data_ptr(), block_tables.data_ptr(),
+        0 if alibi_slopes is None else alibi_slopes.data_ptr(),
+        num_kv_heads, num_heads // num_kv_heads, block_size, head_dim, block_tables.stride(0), q.stride(0),
+        sliding_window, scale, softcap, seq_lens.data_ptr(), cu_seqlens_q, seq_lens.shape[0], num_rows, rows_per_item,
+    )  # fmt: skip
+    return out

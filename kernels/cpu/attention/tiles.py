@@ -1,0 +1,248 @@
+"""Prefill attention on a CPU that multiplies bf16 pairs (AVX512-BF16): tiles of query rows against tiles of keys.
+
+FlashAttention's loop (Dao 2023, algorithm 1) for one KV head: a tile of keys is repacked once and then serves every
+query row of the tile and every head of the group. A row sees its keys in tiles that start at token 0, whatever the
+others of its tile see, so its result does not depend on how the prompt was cut into chunks.
+"""
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+from torch import Tensor
+
+from kernels.cpu import simd
+from kernels.cpu.attention.rows import find_sequence
+from kernels.cpu.codes import WIDTH, Vec
+from kernels.cpu.dots import HAS_BF16_DOT, broadcast, multiply, vector_at, words_at
+from kernels.cpu.parallel import jit, next_item, parallel_kernel
+from kernels.cpu.simd import BF16Pointer, I32Pointer, advance, load, read, splat, store, write
+
+KEYS = 64  # of a tile: four accumulators a row, and both repacked tiles (16 KiB at head_dim 64) stay in L1
+ROWS = 4  # of a microkernel: with KEYS sixteen accumulators, half the registers
+QUERIES = 96  # (token, head) pairs of an item: repacking costs a few per cent of their arithmetic
+NEG_INF = np.float32(-np.inf)
+ZERO, ONE = np.float32(0), np.float32(1)
+
+_I16V, _I32V = (ir.VectorType(scalar, WIDTH) for scalar in (ir.IntType(16), ir.IntType(32)))
+_F32V, _I64 = ir.VectorType(ir.FloatType(), WIDTH), ir.IntType(64)
+
+_multiply_keys = multiply(ROWS, KEYS // WIDTH, "Scores of four rows and a tile of keys.")
+_multiply_values = multiply(ROWS, 2, "Thirty-two columns of four rows of the output.")
+
+
+@intrinsic
+def _transpose(typingctx, source, source_stride, target, target_stride):
+    """Sixteen rows of sixteen 32-bit words become columns, in four rounds of exchanges between rows (a butterfly)."""
+
+    def codegen(context, builder, sig, args):
+        source, source_stride, target, target_stride = args
+        at = [builder.mul(source_stride, ir.Constant(_I64, i)) for i in range(WIDTH)]
+        rows = [builder.load(vector_at(builder, source, index, _I32V), align=2) for index in at]
+        for distance in (8, 4, 2, 1):
+            for i in range(WIDTH):
+                if i & distance:
+                    continue
+                a, b = rows[i], rows[i | distance]
+                low = [lane if not lane & distance else WIDTH + (lane ^ distance) for lane in range(WIDTH)]
+                high = [WIDTH + lane if lane & distance else lane ^ distance for lane in range(WIDTH)]
+                rows[i] = builder.shuffle_vector(a, b, ir.Constant(_I32V, low))
+                rows[i | distance] = builder.shuffle_vector(a, b, ir.Constant(_I32V, high))
+        for i, row in enumerate(rows):
+            index = builder.mul(target_stride, ir.Constant(_I64, i))
+            builder.store(row, vector_at(builder, target, index, _I32V), align=4)
+        return context.get_dummy_value()
+
+    i64 = types.int64
+    return types.void(I32Pointer, i64, I32Pointer, i64), codegen
+
+
+@intrinsic
+def _interleave(typingctx, a, b, target):
+    """Sixteen 32-bit words: element i of bf16 row `a` below element i of `b`."""
+
+    def codegen(context, builder, sig, args):
+        zero = ir.Constant(_I64, 0)
+        low, high = (
+            builder.zext(builder.load(vector_at(builder, row, zero, _I16V), align=2), _I32V) for row in args[:2]
+        )
+        words = builder.or_(low, builder.shl(high, ir.Constant(_I32V, [16] * WIDTH)))
+        builder.store(words, vector_at(builder, args[2], zero, _I32V), align=4)
+        return context.get_dummy_value()
+
+    return types.void(BF16Pointer, BF16Pointer, I32Pointer), codegen
+
+
+@intrinsic
+def _first_lanes(typingctx, vector, count):
+    """The first `count` lanes (an int64, which may lie outside 0 to 16); -inf in the others."""
+
+    def codegen(context, builder, sig, args):
+        vector, count = args
+        lanes = ir.Constant(ir.VectorType(_I64, WIDTH), list(range(WIDTH)))
+        kept = builder.icmp_signed("<", lanes, broadcast(builder, count))
+        return builder.select(kept, vector, ir.Constant(_F32V, [float("-inf")] * WIDTH))
+
+    return Vec(Vec, types.int64), codegen
+
+
+@jit
+def _rows_of(cache, table, token, kv_head, num_kv_heads, block_size, head_dim):
+    """Where the keys or values of a token, and of those behind it in its block, begin."""
+    block = np.int64(read(table, token // block_size)) * num_kv_heads + kv_head
+    return advance(cache, (block * block_size + token % block_size) * head_dim)
+
+
+@jit
+def _pack_keys(rows, head_dim, packed):
+    """packed[i, t] = elements 2i and 2i + 1 of key t, for sixteen keys."""
+    for i in range(0, head_dim // 2, WIDTH):
+        _transpose(words_at(advance(rows, 2 * i)), head_dim // 2, advance(packed, i * KEYS), KEYS)
+
+
+@jit
+def _pack_values(rows, num_tokens, head_dim, zeros, packed):
+    """packed[i, d] = element d of the values of tokens 2i and 2i + 1. What is behind num_tokens may be anything."""
+    for t in range(0, num_tokens, 2):
+        second = advance(rows, (t + 1) * head_dim) if t + 1 < num_tokens else zeros
+        for d in range(0, head_dim, WIDTH):
+            _interleave(advance(rows, t * head_dim + d), advance(second, d), advance(packed, t // 2 * head_dim + d))
+
+
+@jit
+def _softmax_row(scores, probs, acc, state, num_keys, scale, head_dim):
+    """The online softmax of a row over a tile of which it sees num_keys. state: its largest score, its sum so far."""
+    if num_keys < KEYS:
+        for i in range(0, KEYS, WIDTH):
+            store(scores, i, _first_lanes(load(scores, i), num_keys - i))
+    before = read(state, 0)
+    top = splat(before)
+    for i in range(0, KEYS, WIDTH):
+        top = simd.maximum(top, load(scores, i))
+    top = simd.spread_max1(top)
+    scales, total = splat(scale), splat(ZERO)
+    shift = simd.mul(top, splat(-scale))
+    for i in range(0, KEYS, WIDTH):
+        p = simd.exp(simd.fma(load(scores, i), scales, shift))
+        store(probs, i, p)
+        total = simd.add(total, p)
+    now = simd.first(top)
+    if now != before:
+        shrink = simd.exp(simd.fma(splat(before), scales, shift))
+        for d in range(0, head_dim, WIDTH):
+            store(acc, d, simd.mul(load(acc, d), shrink))
+        write(state, 0, now)
+        write(state, 1, read(state, 1) * simd.first(shrink))
+    write(state, 1, read(state, 1) + simd.first(simd.spread_add1(total)))
+
+
+@jit
+def _attend_keys(queries, keys, values, scores, probs, acc, state, num_rows, group, num_seen, scale, head_dim):
+    """Add a tile of keys to the rows of a tile of queries; row r of num_rows sees num_seen + r + 1 - num_rows of it."""
+    half, last = head_dim // 2, num_rows * group - 1
+    unseen = max(0, num_rows - num_seen) * group
+    for m in range(unseen // ROWS * ROWS, last + 1, ROWS):
+        for i in range(0, ROWS * KEYS, WIDTH):
+            store(scores, i, splat(ZERO))
+        _multiply_keys(advance(queries, m * half), half, keys, KEYS, half, scores, KEYS)
+        for r in range(ROWS):
+            seen = num_seen + min(m + r, last) // group + 1 - num_rows
+            at = (m + r) * head_dim
+            _softmax_row(advance(scores, r * KEYS), advance(probs, r * KEYS), advance(acc, at),
+                         advance(state, 2 * (m + r)), seen, scale, head_dim)  # fmt: skip
+        num_pairs = (min(num_seen, KEYS) + 1) // 2
+        for d in range(0, head_dim, 2 * WIDTH):
+            _multiply_values(words_at(probs), KEYS // 2, advance(values, d), head_dim, num_pairs,
+                             advance(acc, m * head_dim + d), head_dim)  # fmt: skip
+
+
+@jit
+def _attend_tile(args, table, kv_head, first_row, num_rows, seq_len):
+    """num_rows rows of one sequence, of which the last sees seq_len tokens, for all heads of kv_head."""
+    pointer = simd.pointer_bf16
+    num_kv_heads, group, block_size, head_dim, q_stride = args[7], args[8], args[9], args[10], args[12]
+    scale, half, rows = np.float32(simd.as_float(args[13])), head_dim // 2, num_rows * group
+    padded = (rows + ROWS - 1) // ROWS * ROWS
+    sizes = padded * (head_dim + half + 2) + KEYS * (head_dim + ROWS + ROWS // 2) + half
+    scratch = np.zeros(sizes + WIDTH, np.float32)
+    keys = simd.pointer_i32((scratch.ctypes.data + 63) // 64 * 64)
+    values = advance(keys, KEYS * half)
+    scores = simd.pointer_f32(simd.address(advance(values, KEYS * half)))
+    acc = advance(scores, KEYS * ROWS)
+    state = advance(acc, padded * head_dim)
+    queries = words_at(advance(state, 2 * padded))
+    probs = pointer(simd.address(advance(queries, padded * half)))
+    zeros = advance(probs, KEYS * ROWS)
+    for m in range(rows):
+        row = (first_row + m // group) * q_stride + (kv_head * group + m % group) * head_dim
+        simd.copy_bytes(simd.address(advance(queries, m * half)), args[2] + 2 * row, 2 * head_dim)
+    for m in range(padded):
+        write(state, 2 * m, NEG_INF)
+    for first_key in range(0, seq_len, KEYS):
+        num_seen = seq_len - first_key
+        for t in range(0, min(KEYS, num_seen), WIDTH):
+            where = (table, first_key + t, kv_head, num_kv_heads, block_size, head_dim)
+            _pack_keys(_rows_of(pointer(args[3]), *where), head_dim, advance(keys, t))
+            _pack_values(_rows_of(pointer(args[4]), *where), min(WIDTH, num_seen - t), head_dim, zeros,
+                         advance(values, t * half))  # fmt: skip
+        _attend_keys(queries, keys, values, scores, probs, acc, state, num_rows, group, num_seen, scale, head_dim)
+    for m in range(rows):
+        inverse = splat(ONE / read(state, 2 * m + 1))
+        row = (first_row + m // group) * num_kv_heads * group + kv_head * group + m % group
+        for d in range(0, head_dim, WIDTH):
+            store(pointer(args[5]), row * head_dim + d, simd.mul(load(acc, m * head_dim + d), inverse))
+    simd.keep(scratch)
+
+
+@parallel_kernel("11q1d5q")
+def _prefill(args):
+    """Items are (KV head, a few rows), so that neighbours in time read the same keys."""
+    seq_lens, cu_seqlens_q = simd.pointer_i32(args[14]), simd.pointer_i32(args[15])
+    num_seqs, num_rows, rows_per_item = args[16], args[17], args[18]
+    items_per_head = (num_rows + rows_per_item - 1) // rows_per_item
+    item = next_item(args)
+    while item < args[1]:
+        kv_head, begin = item // items_per_head, item % items_per_head * rows_per_item
+        end = min(num_rows, begin + rows_per_item)
+        seq = find_sequence(cu_seqlens_q, num_seqs, begin)
+        while begin < end:
+            stop = np.int64(read(cu_seqlens_q, seq + 1))
+            rows = min(end, stop) - begin
+            if rows > 0:
+                behind = stop - begin - rows  # tokens of the sequence after these rows
+                table = advance(simd.pointer_i32(args[6]), seq * args[11])
+                _attend_tile(args, table, kv_head, begin, rows, np.int64(read(seq_lens, seq)) - behind)
+                begin += rows
+            seq += 1
+        item = next_item(args)
+
+
+def supports(q: Tensor, k_cache: Tensor, alibi_slopes: Tensor | None, sliding_window: int, softcap: float) -> bool:
+    """bf16 in the cache, too, head_dim a multiple of 32, block_size of 16; plain causal attention."""
+    return (
+        HAS_BF16_DOT
+        and q.dtype == k_cache.dtype == torch.bfloat16
+        and q.shape[2] % (2 * WIDTH) == 0
+        and k_cache.shape[2] % WIDTH == 0
+        and alibi_slopes is None
+        and sliding_window == 0
+        and softcap == 0
+    )
+
+
+def prefill_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, cu_seqlens_q: Tensor,
+                      seq_lens: Tensor, scale: float) -> Tensor:  # fmt: skip
+    """See kernels.attention.prefill."""
+    num_rows, num_heads, head_dim = q.shape
+    _, num_kv_heads, block_size, _ = k_cache.shape
+    group = num_heads // num_kv_heads
+    rows_per_item = max(ROWS, QUERIES // group)
+    out = torch.empty(q.shape, dtype=q.dtype)
+    _prefill(
+        -(-num_rows // rows_per_item) * num_kv_heads,
+        q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), out.data_ptr(), block_tables.data_ptr(),
+        num_kv_heads, group, block_size, head_dim, block_tables.stride(0), q.stride(0), scale,
+        seq_lens.data_ptr(), cu_seqlens_q.data_ptr(), seq_lens.shape[0], num_rows, rows_per_item,
+    )  # fmt: skip
+    return out

@@ -1,5 +1,0 @@
-"""`pageserve bench`: load for any OpenAI-compatible server, and the figures it gives. No torch, no engine."""
-
-from server.bench.command import main
-
-__all__ = ["main"]

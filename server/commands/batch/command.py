@@ -1,0 +1,111 @@
+"""The command line of `pageserve run-batch`."""
+
+import argparse
+import asyncio
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+
+import httpx
+from tqdm import tqdm
+
+from engine.command_line import Parser
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.settings import add_flags, load_settings
+from server.commands.batch.files import keep_final, read_requests
+from server.commands.batch.run import Batch, local, remote
+from server.commands.client_options import add_api_key, api_url
+from server.config import ServerConfig, resolve_files
+
+DEFAULT_CONCURRENCY = 128
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Exit status: 0 when every request was answered with success, 1 when some were not, 2 for what cannot be run."""
+    options = _parser().read(arguments)
+    source, target = Path(options["input"]), Path(options["output"])
+    if options["concurrency"] < 1:
+        raise ConfigError("--concurrency must be at least 1.")
+    if source.resolve() == target.resolve():
+        raise ConfigError("--output must be another file than --input.")
+    _check_opens(source, "rb", "--input: cannot read")
+    client = _client(options)
+    total = sum(1 for _ in read_requests(source))
+    done = keep_final(target)
+    answered = [done[request.custom_id] for request in read_requests(source) if request.custom_id in done]
+    num_done, num_failed = len(answered), answered.count(False)
+    print(f"{total} requests, {num_done} of them answered before", file=sys.stderr)
+    if num_done < total:
+        _check_opens(target, "ab", "--output: cannot write")  # before a model is loaded
+        try:
+            num_failed += asyncio.run(_run(client, source, target, done, options["concurrency"]))
+        except KeyboardInterrupt:
+            print("interrupted: the same command goes on where this one stopped", file=sys.stderr)
+            raise
+    print(f"{total - num_failed} answers and {num_failed} errors in {target}", file=sys.stderr)
+    return 1 if num_failed else 0
+
+
+def _check_opens(path: Path, mode: str, failure: str) -> None:
+    try:
+        path.open(mode).close()
+    except OSError as error:
+        raise ConfigError(f"{failure} {path}: {error.strerror}.") from None
+
+
+async def _run(
+    client: AbstractAsyncContextManager[httpx.AsyncClient],
+    source: Path,
+    target: Path,
+    done: dict[str, bool],
+    concurrency: int,
+) -> int:
+    """Ask what is not `done`; returns how many requests failed."""
+    requests = [request.custom_id not in done for request in read_requests(source)]
+    async with client as http:
+        with (
+            target.open("a", encoding="utf-8") as output,
+            tqdm(total=len(requests), initial=requests.count(False), unit="req", disable=None) as bar,
+        ):
+            batch = Batch(http, (r for r in read_requests(source) if r.custom_id not in done), output, bar)
+            await batch.run(min(concurrency, requests.count(True)))
+            return batch.num_failed
+
+
+def _client(options: dict[str, Any]) -> AbstractAsyncContextManager[httpx.AsyncClient]:
+    concurrency = options["concurrency"]
+    if options["base_url"] is None:
+        engine_config, server_config = load_settings((EngineConfig, ServerConfig), options, os.environ)
+        return local(engine_config, resolve_files(server_config))
+    return remote(api_url(options["base_url"]), options["client_key"], concurrency)
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        "run-batch",
+        "-i FILE -o FILE",
+        "Answer an OpenAI batch file (one request per line). Run again with the same files, it asks only what has no "
+        "answer yet. Without --base-url the model is loaded in this process, with the options below.",
+    )
+    parser.add_argument("-i", "--input", required=True, metavar="FILE", help="JSONL: custom_id, method, url, body")
+    parser.add_argument("-o", "--output", required=True, metavar="FILE", help="JSONL: custom_id, response, error")
+    parser.add_argument("--base-url", metavar="URL", help="ask this server in place of a model loaded here")
+    add_api_key(parser, "client_key")
+    parser.add_argument(
+        "--concurrency",
+        type=int,
+        default=DEFAULT_CONCURRENCY,
+        metavar="INT",
+        help=f"requests under way at a time (default: {DEFAULT_CONCURRENCY})",
+    )
+    suppressed: dict[str, Any] = {"default": argparse.SUPPRESS, "metavar": "TEXT"}
+    parser.add_argument(
+        "--served-model-name", nargs="+", help="names that the requests may call the model", **suppressed
+    )
+    parser.add_argument("--chat-template", help="Jinja chat template; default: the model's", **suppressed)
+    add_flags(parser, EngineConfig)
+    return parser

@@ -1,0 +1,127 @@
+"""Ask every request of a batch, so many at a time, and write down each answer as it comes."""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import logging
+import sys
+from collections.abc import AsyncIterator, Iterator
+from typing import Any, TextIO
+
+import httpx
+from tqdm import tqdm
+
+from engine.config import EngineConfig
+from engine.driver import Driver
+from server.app import create_app
+from server.commands.batch.files import BatchRequest, answer, no_answer, succeeded
+from server.config import ServerConfig
+
+ATTEMPTS = 8  # at a request that the server could not take, or whose connection broke
+FIRST_DELAY, LONGEST_DELAY = 0.5, 60.0  # seconds between two of them, where the server names no time
+RETRIED = frozenset({408, 429, 500, 502, 503, 504})  # unless the server says that it would come out the same
+TIMEOUT = httpx.Timeout(10.0, read=3600.0, pool=None)  # seconds; a batch is in no hurry
+# What a file or the environment may say for a server of several callers; a batch has one.
+WITHOUT_KEYS: dict[str, Any] = {
+    "api_key": (),
+    "api_key_file": None,
+    "requests_per_minute": None,
+    "max_concurrent_requests": None,
+    "tokens_per_minute": None,
+}
+
+logger = logging.getLogger(__name__)
+
+
+@contextlib.asynccontextmanager
+async def remote(base_url: str, api_key: str | None, concurrency: int) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of a running server; `base_url` with or without /v1."""
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
+    root = base_url.rstrip("/").removesuffix("/v1")
+    async with httpx.AsyncClient(base_url=root, headers=headers, timeout=TIMEOUT, limits=limits) as client:
+        yield client
+
+
+@contextlib.asynccontextmanager
+async def local(engine_config: EngineConfig, server_config: ServerConfig) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of the model, loaded in this process: the server's own routes, without a port, keys and their limits."""
+    config = dataclasses.replace(server_config, **WITHOUT_KEYS, max_queued_requests=1_000_000)
+    driver = Driver(engine_config, chat_template=config.chat_template, max_queued_requests=config.max_queued_requests)
+    await driver.start()
+    try:
+        await driver.wait_ready()
+        transport = httpx.ASGITransport(create_app(driver, config), raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://pageserve", timeout=None) as client:
+            yield client
+    finally:
+        await driver.stop()
+
+
+class Batch:
+    """`requests` are asked by `concurrency` tasks; answers go to `output`, each as a whole line at once."""
+
+    def __init__(self, client: httpx.AsyncClient, requests: Iterator[BatchRequest], output: TextIO, bar: "tqdm[Any]"):
+        self.num_failed = 0
+        self._client, self._requests, self._output, self._bar = client, requests, output, bar
+        self._said: set[str] = set()
+
+    async def run(self, concurrency: int) -> None:
+        tasks = [asyncio.create_task(self._work()) for _ in range(concurrency)]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _work(self) -> None:
+        for request in self._requests:  # one iterator for all: a task takes the next line when it is free
+            line = await self._ask(request)
+            self.num_failed += not succeeded(line)
+            self._output.write(json.dumps(line, ensure_ascii=False) + "\n")
+            self._output.flush()
+            self._bar.update()
+
+    async def _ask(self, request: BatchRequest) -> dict[str, Any]:
+        """The line of the output, after as many attempts as it takes, ATTEMPTS at most."""
+        line: dict[str, Any] = {}
+        for attempt in range(ATTEMPTS):
+            delay = min(LONGEST_DELAY, FIRST_DELAY * 2**attempt)
+            try:
+                response = await self._client.post(request.url, json=request.body)
+            except httpx.TransportError as error:
+                line = no_answer(request, "no_response", f"{type(error).__name__}: {error}")
+                self._say_once(f"no answer from the server ({error}): each request is tried {ATTEMPTS} times")
+            else:
+                line = _line_of(request, response)
+                if response.status_code not in RETRIED or response.headers.get("x-should-retry") == "false":
+                    return line
+                delay = _retry_after(response, delay)
+            if attempt < ATTEMPTS - 1:
+                logger.info("custom_id %s: attempt %d failed, again in %g s", request.custom_id, attempt + 1, delay)
+                await asyncio.sleep(delay)
+        return line
+
+    def _say_once(self, message: str) -> None:
+        """Whoever waits for the bar to move hears why it does not."""
+        if message not in self._said:
+            self._said.add(message)
+            self._bar.write(message, file=sys.stderr)
+
+
+def _line_of(request: BatchRequest, response: httpx.Response) -> dict[str, Any]:
+    try:
+        body = response.json()
+    except ValueError:
+        return no_answer(request, "invalid_response", f"status {response.status_code} with a body that is not JSON")
+    return answer(request, response.status_code, response.headers.get("x-request-id", ""), body)
+
+
+def _retry_after(response: httpx.Response, default: float) -> float:
+    """Seconds, as the server says; a date, which the header may also be, is not worth its parsing."""
+    try:
+        return min(LONGEST_DELAY, max(0.0, float(response.headers["retry-after"])))
+    except (KeyError, ValueError):
+        return default

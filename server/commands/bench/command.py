@@ -1,0 +1,205 @@
+"""The `pageserve bench` command: the workloads against one running server, with a live line and a table."""
+
+import argparse
+import math
+import secrets
+import sys
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from server.commands.bench.answers import Answer
+from server.commands.bench.client import Endpoint
+from server.commands.bench.figures import Figures, heading, row
+from server.commands.bench.load import Target, TargetError, find_target, run_workload, warm_up
+from server.commands.bench.report import describe, machine, write_json
+from server.commands.bench.workloads import WORKLOADS, Shape, build_workload
+from server.process import event_loop
+
+WARM_UP_TIMEOUT = 300.0  # seconds; a server may compile at its first requests
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit status: 0 when every request was answered in full, 1 when one was not, 2 when nothing could be measured."""
+    options = argparse.Namespace(**_parser().read(sys.argv[1:] if argv is None else argv))
+    if options.plot is not None and find_spec("matplotlib") is None:  # not after the run
+        print("pageserve bench: --plot needs matplotlib: pip install 'pageserve[bench]'", file=sys.stderr)
+        return 2
+    try:
+        return event_loop.run(_bench(options))
+    except (TargetError, ValueError) as error:
+        print(f"pageserve bench: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def add_load_options(parser: argparse.ArgumentParser) -> None:
+    """The options that say what load is sent; benchmarks/serve.py takes the same."""
+    from server.commands.client_options import add_api_key  # the load itself needs nothing of the engine
+
+    parser.add_argument("--workload", default="all", choices=("all", *WORKLOADS), help="default: all")
+    parser.add_argument("--n", type=whole_number, default=64, help="size of a workload in requests (default 64)")
+    parser.add_argument("--rate", type=positive, default=4.0, help="arrivals per second of mixed (default 4)")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=secrets.randbelow(10**6),
+        help="of the prompts' ids; default: a new one, so that no run finds the prompts of another in a prefix cache",
+    )
+    parser.add_argument("--timeout", type=positive, default=900.0, help="seconds until a request counts as failed")
+    parser.add_argument("--max-token-id", type=whole_number, default=7999, help="prompts use ids up to this one")
+    add_api_key(parser)
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write every run to this file")
+
+
+def selected(workload: str) -> tuple[str, ...]:
+    return WORKLOADS if workload == "all" else (workload,)
+
+
+async def run_once(
+    name: str,
+    target: Target,
+    shape: Shape,
+    seed: int,
+    timeout: float,
+    label: str,
+    keep: Callable[[Sequence[Answer]], None] = lambda answers: None,
+) -> Figures:
+    """One workload with a live line on a terminal: requests done, rate, time left."""
+    clients = build_workload(name, shape, seed)
+    total = sum(len(client.calls) for client in clients)
+    with tqdm(total=total, desc=label, unit="req", leave=False, disable=None, mininterval=0.5) as bar:
+        advance: Callable[[], None] = bar.update
+        return await run_workload(name, target, clients, timeout, advance, keep)
+
+
+def caption(options: argparse.Namespace) -> str:
+    repeats = f"medians of {options.repeats} runs" if options.repeats > 1 else "one run"
+    return f"times in ms, n {options.n}, seed {options.seed}, {repeats}"
+
+
+def fit_shape(options: argparse.Namespace, max_token_id: int, lengths: list[int | None]) -> Shape:
+    """The size of the load, within what every server's model can take."""
+    known = [length for length in lengths if length is not None]
+    return Shape(options.n, options.rate, max_token_id, min(known) if known else None)
+
+
+def runnable(workload: str, shape: Shape, say: Callable[[str], None]) -> list[str]:
+    """The workloads that fit the model's context. Others are skipped with a word; a ValueError if one was asked for."""
+    names = []
+    for name in selected(workload):
+        try:
+            build_workload(name, shape, 0)
+            names.append(name)
+        except ValueError as error:
+            if workload != "all":
+                raise
+            say(f"skipped: {error}")
+    return names
+
+
+async def _bench(options: argparse.Namespace) -> int:
+    target = await _reach(options)
+    max_token_id = await warm_up(target, options.max_token_id, WARM_UP_TIMEOUT)
+    shape = fit_shape(options, max_token_id, [target.max_model_len])
+    print(f"{target.model} at {target.endpoint.base_url}; {describe(machine())}")
+    print(caption(options))
+    print(heading(), flush=True)
+    runs: list[Figures] = []
+    answers: dict[str, list[Answer]] = {}
+    for name in runnable(options.workload, shape, print):
+        repeats = [
+            await run_once(
+                name,
+                target,
+                shape,
+                options.seed + repeat,
+                options.timeout,
+                f"{name} {repeat + 1}",
+                answers.setdefault(name, []).extend,
+            )
+            for repeat in range(options.repeats)
+        ]
+        runs += repeats
+        print(row(name, target.model[:10], repeats), flush=True)
+    print_failures(runs)
+    if options.json is not None:
+        servers = {target.model: {"base_url": target.endpoint.base_url, "max_model_len": target.max_model_len}}
+        write_json(
+            options.json,
+            load_settings(options, shape),
+            servers,
+            [{"server": target.model, **run.as_dict()} for run in runs],
+        )
+    if options.plot is not None:
+        _draw(options.plot, answers, f"{target.model} at {target.endpoint.base_url}; {describe(machine())}")
+    return 1 if any(run.failed for run in runs) else 0
+
+
+def _draw(path: Path, answers: dict[str, list[Answer]], title: str) -> None:
+    from server.commands.bench.plots import draw  # matplotlib comes with it
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draw({name: kept for name, kept in answers.items() if kept}, title).savefig(path, dpi=100)
+
+
+async def _reach(options: argparse.Namespace) -> Target:
+    from server.commands.client_options import api_url
+
+    endpoint = Endpoint(api_url(options.base_url), options.api_key)
+    try:
+        return await find_target(endpoint, options.model)
+    except TargetError as error:
+        raise TargetError(f"{error}. Start a server with `pageserve serve`, or name one with --base-url.") from None
+
+
+def load_settings(options: argparse.Namespace, shape: Shape) -> dict[str, Any]:
+    """What was sent, for the JSON: the options without paths and keys, as they turned out."""
+    return {
+        "n": shape.n,
+        "rate": shape.rate,
+        "seed": options.seed,
+        "repeats": options.repeats,
+        "max_token_id": shape.max_token_id,
+        "max_model_len": shape.max_model_len,
+    }
+
+
+def print_failures(runs: list[Figures]) -> None:
+    for message in dict.fromkeys(f"{run.workload}: {text}" for run in runs for text in run.failures):
+        print(f"failed: {message}", file=sys.stderr)
+
+
+def _parser() -> Any:
+    from engine.command_line import Parser
+    from server.commands.client_options import DEFAULT_BASE_URL
+
+    parser = Parser("bench", "", "Measure a running OpenAI-compatible server: throughput and latency.")
+    parser.add_argument("--base-url", default=DEFAULT_BASE_URL, help="default: %(default)s")
+    parser.add_argument("--model", help="default: the first that the server lists")
+    parser.add_argument("--repeats", type=whole_number, default=1, help="the table shows the median of so many runs")
+    add_load_options(parser)
+    parser.add_argument(
+        "--plot", type=Path, metavar="PATH", help="draw rate and latencies of every workload (PNG, SVG)"
+    )
+    return parser
+
+
+def whole_number(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value

@@ -1,0 +1,248 @@
+"""uvicorn's HTTP/1.1 protocol with the limits that it lacks: a deadline, a size and a number for the headers, a number
+of connections, and an end for those that nobody reads from.
+
+Without them a client that never finishes its headers, or never reads an answer, holds a connection and what it is to
+be sent for ever, and one header of many megabytes, or a hundred thousand small ones, are taken in.
+"""
+
+import asyncio
+import fcntl
+import sys
+import termios
+from collections import deque
+from functools import partial
+from typing import Any
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+
+from server.errors import ApiError, error_body, new_id
+from server.http.connections import Connections
+
+HEAD_SECONDS = 10.0  # from the first byte, or from the connection, to the end of the headers
+MAX_HEAD_BYTES = 64 << 10
+MAX_HEADERS = 128
+MAX_PIPELINED = 16  # requests of a connection; it is not read on before there are fewer
+
+STALL_SECONDS = 60.0  # in which a client must read a quarter, or STALL_BYTES, of what it is to be sent
+STALL_BYTES = 64 << 10
+
+RECOGNISE = "pageserve.recognise"  # in scope["extensions"]: the client has shown a valid key
+ABORT = "pageserve.abort"  # in scope["extensions"]: cuts the connection without waiting for the client to read
+
+
+_UPGRADE_HEADERS = (b"upgrade", b"http2-settings")
+
+
+class _HeadTooLarge(Exception):
+    pass
+
+
+def _held_by_the_kernel(transport: Any) -> int:
+    """Bytes that were written to the socket and that the client has not acknowledged; 0 where that cannot be told."""
+    try:
+        answer = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
+    except (OSError, AttributeError):
+        return 0
+    return int.from_bytes(answer, sys.byteorder)
+
+
+def _end_with_the_connection(cycle: RequestResponseCycle) -> None:
+    """HTTP/1.0 knows no chunks: a response without a length goes as it is, until the connection closes (RFC 9112,
+    section 6.1). uvicorn would send it in chunks.
+    """
+    send = cycle.send
+    has_length = False
+
+    async def send_plain(message: Any) -> None:
+        nonlocal has_length
+        if message["type"] == "http.response.start":
+            has_length = any(name.lower() == b"content-length" for name, _ in message["headers"])
+            cycle.chunked_encoding = None if has_length else False
+        elif not has_length:
+            cycle.expected_content_length = len(message.get("body", b""))  # else uvicorn would miss what follows
+        await send(message)
+
+    cycle.send = send_plain  # type: ignore[method-assign]
+
+
+def _without_upgrade(start: bytes, headers: list[tuple[bytes, bytes]]) -> bytes:
+    """The head of a request with this first line, which asks for no other protocol."""
+    lines = [start]
+    for name, value in headers:
+        if name == b"connection":
+            options = [option for option in value.split(b",") if option.strip().lower() not in _UPGRADE_HEADERS]
+            value = b",".join(options)
+        if value and name not in _UPGRADE_HEADERS:
+            lines.append(b"%b: %b" % (name, value))
+    return b"\r\n".join(lines) + b"\r\n\r\n"
+
+
+class LimitedHttpProtocol(HttpToolsProtocol):
+    """One connection. Whatever it refuses, it answers in the OpenAI envelope, then closes."""
+
+    _deadline: asyncio.TimerHandle | None = None
+    _in_head = False
+    _too_large = False
+    _declines_upgrade = False
+    _head_bytes = 0  # received since the head began
+    _header_bytes = 0  # in whole headers: one read may bring more than the limit, to the end of the head
+
+    def __init__(self, *arguments: Any, connections_held: Connections, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._held = connections_held
+        self._unsent, self._unsent_since = 0, 0.0  # what there was to be sent then
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._cycles: deque[RequestResponseCycle] = deque()  # of requests that have no whole response yet
+        if self._held.open(self):
+            return self._start_deadline()
+        message = "This server has too many connections open. Try again in 1 s."
+        error = ApiError(503, message, type="server_error", code="service_unavailable", headers={"retry-after": "1"})
+        self._refuse(error)
+
+    @property
+    def address(self) -> str:
+        return self.client[0] if self.client else ""
+
+    @property
+    def is_idle(self) -> bool:
+        return all(cycle.response_complete for cycle in self._cycles)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._unsent = 0  # what comes now is another answer, or more of it
+
+    def cut(self) -> None:
+        self.transport.abort()
+
+    def cut_if_stalled(self) -> None:
+        """Cut it where the client has read next to nothing for STALL_SECONDS. More to send may have come only where
+        writing is not paused and a response is under way; then nothing can be told."""
+        unsent, now = self.transport.get_write_buffer_size(), self.loop.time()
+        waits = unsent and (self.flow.write_paused or self.is_idle)
+        unsent += _held_by_the_kernel(self.transport)  # that may be megabytes, which a slow reader takes first
+        if not waits or unsent <= self._unsent - min(STALL_BYTES, self._unsent // 4) or not self._unsent:
+            self._unsent, self._unsent_since = unsent if waits else 0, now
+        elif now - self._unsent_since > STALL_SECONDS:
+            self.transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """uvicorn tells the last request that the client left; where others came behind it, that is not the one that
+        runs.
+        """
+        self._stop_deadline()
+        self._held.close(self)
+        super().connection_lost(exc)
+        for cycle in self._cycles:
+            if not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+        self._cycles.clear()
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self._unset_keepalive_if_required()
+            self._parse(data)
+        except httptools.HttpParserError:
+            self.send_400_response("")
+        self._head_bytes += len(data)
+        if self._in_head and self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self._refuse_head()
+
+    def _parse(self, data: bytes) -> None:
+        """The parser takes what follows a head with Upgrade for another protocol. We go on with this one (RFC 9110,
+        section 7.8) and read the head again without it: Java's own client sends Upgrade: h2c with every request.
+        """
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            if self._declines_upgrade:
+                version = self.parser.get_http_version().encode()
+                start = b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)
+                head = _without_upgrade(start, self.headers)
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
+                self._declines_upgrade = False
+                self._parse(head + data[upgrade.args[0] :])
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._held.begin(self)
+        self.scope["extensions"] = {
+            ABORT: {"function": self.transport.abort},
+            RECOGNISE: {"function": partial(self._held.recognise, self)},
+        }
+        self._in_head, self._head_bytes, self._header_bytes = True, 0, 0
+        if self._deadline is None:
+            self._start_deadline()
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        if len(self.url) >= MAX_HEAD_BYTES:  # more than the URL's own parser takes, too
+            self._too_large = True
+            raise _HeadTooLarge
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        self._header_bytes += len(name) + len(value)
+        if len(self.headers) > MAX_HEADERS or len(self.url) + self._header_bytes > MAX_HEAD_BYTES:
+            self._too_large = True
+            raise _HeadTooLarge  # the parser turns it into an HttpParserError, and uvicorn asks for a 400
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        self._stop_deadline()
+        self._declines_upgrade = any(name == b"upgrade" for name, _ in self.headers) and self.parser.should_upgrade()
+        if self._declines_upgrade:
+            return
+        before = self.cycle
+        super().on_headers_complete()
+        while self._cycles and self._cycles[0].response_complete:
+            self._cycles.popleft()
+        if self.cycle is not None and self.cycle is not before:
+            self._cycles.append(self.cycle)
+            if self.parser.get_http_version() == "1.0":
+                _end_with_the_connection(self.cycle)
+        if 1 < len(self._cycles) <= MAX_PIPELINED:
+            self.flow.resume_reading()  # uvicorn has paused it; that the client leaves would not be noticed
+
+    def on_message_complete(self) -> None:
+        if not self._declines_upgrade:
+            super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        if self._too_large:
+            self._refuse_head()
+        else:
+            self._refuse(ApiError(400, "This is not valid HTTP/1.1.", code="invalid_http"))
+
+    def _refuse_head(self) -> None:
+        message = f"The URL and the headers may hold at most {MAX_HEADERS} fields and {MAX_HEAD_BYTES} bytes."
+        self._refuse(ApiError(431, message, code="headers_too_large"))
+
+    def _refuse(self, error: ApiError) -> None:
+        if any(cycle.response_started and not cycle.response_complete for cycle in self._cycles):
+            return self.transport.abort()  # it would become a part of the response that is under way
+        body = error_body(error)
+        head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n" % len(body)
+        more = "".join(f"{name}: {value}\r\n" for name, value in error.headers.items()).encode()
+        request_id = b"x-request-id: %b\r\n\r\n" % new_id("req-").encode()
+        self.transport.write(STATUS_LINE[error.status] + head + more + request_id + body)
+        self.transport.close()
+
+    def _start_deadline(self) -> None:
+        self._deadline = self.loop.call_later(HEAD_SECONDS, self._on_deadline)
+
+    def _stop_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _on_deadline(self) -> None:
+        self._deadline = None
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._start_deadline()  # the head of a pipelined request; the response before it goes first
+        elif not self.transport.is_closing():
+            self._refuse(ApiError(408, f"The headers did not arrive within {HEAD_SECONDS:g} s.", code="timeout"))

@@ -1,0 +1,154 @@
+"""Token log-probabilities in the two shapes of the OpenAI API, lined up with the text that the client gets."""
+
+import codecs
+from array import array
+from collections import deque
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from typing import Any
+
+import msgspec
+
+from engine.outputs import CompletionOutput, FinishReason, TokenLogprobs
+from engine.text.tokenizer import Tokenizer
+from server.token_names import TokenNames
+
+PORTION = 256  # tokens, each with its alternatives
+COMPLETION_LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+LOWEST = -9999.0  # JSON has no -Infinity
+
+Entry = tuple[int, TokenLogprobs]  # (where its text starts, in characters of the returned text; the token)
+
+
+class PackedEntries:
+    """Entries as arrays, 8 bytes a number. As objects, a million logprobs take a quarter of a gigabyte, in pieces too
+    small to go back to the system."""
+
+    def __init__(self) -> None:
+        self._starts, self._token_ids, self._logprobs = array("q"), array("q"), array("d")
+        self._top_ids, self._top_logprobs = array("q"), array("d")
+        self._top_ends = array("q")  # of each entry, in the two above
+
+    def extend(self, entries: Iterable[Entry]) -> None:
+        for start, token in entries:
+            self._starts.append(start)
+            self._token_ids.append(token.token_id)
+            self._logprobs.append(token.logprob)
+            for token_id, logprob in token.top:
+                self._top_ids.append(token_id)
+                self._top_logprobs.append(logprob)
+            self._top_ends.append(len(self._top_ids))
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def portions(self) -> Iterator[list[Entry]]:
+        """The entries, PORTION at a time."""
+        for start in range(0, len(self), PORTION):
+            yield [self._entry(i) for i in range(start, min(start + PORTION, len(self)))]
+
+    def _entry(self, i: int) -> Entry:
+        top = slice(self._top_ends[i - 1] if i else 0, self._top_ends[i])
+        ranked = zip(self._top_ids[top], self._top_logprobs[top], strict=True)
+        return self._starts[i], TokenLogprobs(self._token_ids[i], self._logprobs[i], tuple(ranked))
+
+
+class LogprobAligner:
+    """Gives each token the offset of its text and holds it back until that text has been sent.
+
+    Text lags behind tokens (half characters, possible stop strings), and what belongs to a stop is never sent: so a
+    token is released once the text reaches past its start, and those that start behind the end of a stopped text (the
+    end-of-sequence token, a stop string) are dropped. The bytes of all tokens then equal those of the text, up to a
+    last token that a stop string cuts in two. With `keep_all` (as with echo, whose entries clients count) they
+    are not dropped, but come last, at the end of the text.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        skip_special_tokens: bool,
+        start: int = 0,
+        *,
+        keep_all: bool = False,
+        visible: tuple[int, ...] = (),
+    ) -> None:
+        """`start`: how much text comes before that of the tokens; `visible`: as SamplingParams.visible_token_ids."""
+        self._tokenizer = tokenizer
+        self._hidden = tokenizer.hidden_token_ids(skip_special_tokens, visible)
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._position = start  # end of the text of all tokens
+        self._sent = start  # end of the text that the client has
+        self._held: deque[Entry] = deque()
+        self._keep_all = keep_all
+
+    def take(self, output: CompletionOutput) -> list[Entry]:
+        """The tokens to report beside `output.text`."""
+        for token in output.logprobs or ():
+            self._held.append((self._position, token))
+            if token.token_id not in self._hidden:
+                self._position += len(self._decoder.decode(self._tokenizer.token_bytes(token.token_id)))
+        self._sent += len(output.text)
+        ended = output.finish_reason is not None
+        everything = ended and (self._keep_all or output.finish_reason is not FinishReason.STOP)
+        entries: list[Entry] = []
+        while self._held and (everything or self._held[0][0] < self._sent):
+            offset, token = self._held.popleft()
+            entries.append((min(offset, self._sent), token))
+        return entries
+
+
+def completion_logprobs(entries: list[Entry], tokenizer: TokenNames) -> dict[str, Any]:
+    """The parallel lists of /v1/completions. The chosen token is always among its `top_logprobs`."""
+    return {
+        "tokens": [tokenizer.token_text(token.token_id) for _, token in entries],
+        "token_logprobs": [finite(token.logprob) for _, token in entries],
+        "top_logprobs": [_top_by_text(token, tokenizer) for _, token in entries],
+        "text_offset": [offset for offset, _ in entries],
+    }
+
+
+def encoded_completion_logprobs(
+    echoed: dict[str, list[Any]] | None, entries: PackedEntries, tokenizer: TokenNames
+) -> msgspec.Raw:
+    """The same as JSON, made a portion at a time; `echoed` are the lists of the prompt, which come first."""
+    generated = (completion_logprobs(part, tokenizer) for part in entries.portions())
+    encoded: dict[str, list[bytes]] = {name: [] for name in COMPLETION_LISTS}
+    for portion in chain([echoed] if echoed else [], generated):
+        for name, values in portion.items():
+            encoded[name].append(msgspec.json.encode(values)[1:-1])
+    lists = (b'"%b":[%b]' % (name.encode(), b",".join(values)) for name, values in encoded.items())
+    return msgspec.Raw(b"{%b}" % b",".join(lists))
+
+
+def _top_by_text(token: TokenLogprobs, tokenizer: TokenNames) -> dict[str, float]:
+    """Most likely first. Two ids may share one spelling: the likelier one is kept."""
+    top: dict[str, float] = {}
+    for token_id, logprob in (*token.top, (token.token_id, token.logprob)):
+        text = tokenizer.token_text(token_id)
+        top[text] = max(top.get(text, LOWEST), finite(logprob))
+    return top
+
+
+def chat_logprobs(entries: list[Entry], tokenizer: TokenNames) -> dict[str, Any]:
+    """The list of /v1/chat/completions."""
+    content = [
+        _with_bytes(token.token_id, token.logprob, tokenizer)
+        | {"top_logprobs": [_with_bytes(token_id, logprob, tokenizer) for token_id, logprob in token.top]}
+        for _, token in entries
+    ]
+    return {"content": content, "refusal": None}
+
+
+def encoded_chat_logprobs(entries: PackedEntries, tokenizer: TokenNames) -> msgspec.Raw:
+    """The same as JSON, made a portion at a time: as objects, a million of them take half a gigabyte."""
+    parts = (msgspec.json.encode(chat_logprobs(part, tokenizer)["content"])[1:-1] for part in entries.portions())
+    return msgspec.Raw(b'{"content":[%b],"refusal":null}' % b",".join(parts))
+
+
+def _with_bytes(token_id: int, logprob: float, tokenizer: TokenNames) -> dict[str, Any]:
+    raw = list(tokenizer.token_bytes(token_id))
+    return {"token": tokenizer.token_text(token_id), "logprob": finite(logprob), "bytes": raw}
+
+
+def finite(logprob: float) -> float:
+    return max(logprob, LOWEST)

@@ -1,0 +1,141 @@
+"""Logprobs of prompts over HTTP: those of a prompt that `echo` repeats, and vLLM's field `prompt_logprobs`."""
+
+import codecs
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from engine.outputs import PromptLogprobs, TokenLogprobs
+from engine.sampling_params import SamplingParams
+from engine.text.tokenizer import Tokenizer
+from server.errors import invalid
+from server.output.logprobs import completion_logprobs, finite
+from server.protocol.generation import GenerationRequest
+from server.token_names import TokenNames, token_names
+
+CHARS = 64  # of what is said about a token, to tell short work from long
+MAX_REPORTED = 1 << 20  # logprobs in one response; some 40 bytes of JSON each
+
+
+class PromptReports:
+    """Logprobs of prompt tokens for a response, made once per prompt, before its first output is handled.
+
+    `echoed` holds the four lists of completions, whose first token has nulls; for a stream they are in `encoded`, as
+    JSON. `listed` has vLLM's objects. All are made in the tokenizer's threads, since a prompt may be long.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        request: GenerationRequest,
+        texts: list[str],
+        num_echoed: int | None,
+        tenant: str = "",
+    ) -> None:
+        """`texts` as `echo` repeats them, for `num_echoed` alternatives to each token (None: no echo is scored)."""
+        self.echoed: dict[int, dict[str, list[Any]]] = {}
+        self.encoded: dict[int, bytes] = {}
+        self.listed: dict[int, list[dict[str, Any] | None]] = {}
+        self._stream = request.stream
+        self._tokenizer = tokenizer
+        self._tenant = tenant
+        self._names = token_names(tokenizer, request.return_tokens_as_token_ids)
+        self._texts = texts
+        self._num_echoed = num_echoed
+        self._num_listed = request.prompt_logprobs
+        self._skip_special_tokens = request.skip_special_tokens
+
+    async def add(self, index: int, logprobs: PromptLogprobs) -> None:
+        """Make those of prompt `index`. Generation calls this."""
+        await self._tokenizer.run(self._tenant, CHARS * len(logprobs), self._add, index, logprobs)
+
+    def _add(self, index: int, logprobs: PromptLogprobs) -> None:
+        if self._num_echoed is not None:
+            starts = text_offsets(self._tokenizer, logprobs.token_ids, self._texts[index], self._skip_special_tokens)
+            lists = _completion_lists(starts, logprobs, self._num_echoed, self._names)
+            if self._stream:
+                self.encoded[index] = msgspec.json.encode(lists)
+            else:
+                self.echoed[index] = lists
+        if self._num_listed is not None:
+            self.listed[index] = [_listed(token, self._num_listed, self._tokenizer) for token in logprobs]
+
+
+def check_size(request: GenerationRequest, prompts: Sequence[Sequence[int]]) -> None:
+    """Refuse a request whose response would be enormous: each of its choices repeats the logprobs of its prompt."""
+    if (k := request.num_prompt_logprobs) is None:
+        return
+    total = request.n * sum(map(len, prompts)) * (1 + k)
+    if total > MAX_REPORTED:
+        raise invalid(
+            f"The response would hold {total} logprobs of prompt tokens; at most {MAX_REPORTED} are sent at once. "
+            "Lower n, the number of logprobs or of prompts.",
+            "prompt_logprobs" if request.prompt_logprobs is not None else "logprobs",
+        )
+
+
+def fit_logprobs(params: SamplingParams, num_prompts: int, room: int, name: str) -> SamplingParams:
+    """The same of generated tokens, of each prompt at most `room`, in a response that holds all of them. max_tokens
+    that nobody asked for shrink to what may be reported; `name` is the field that an error is about."""
+    if params.logprobs is None:
+        return params
+    for_each_token = num_prompts * params.n * (1 + params.logprobs)
+    most, tokens = MAX_REPORTED // for_each_token, room if params.max_tokens is None else min(room, params.max_tokens)
+    if tokens <= most:
+        return params
+    if params.max_tokens is None and most:
+        return msgspec.structs.replace(params, max_tokens=most)
+    raise invalid(
+        f"The response could hold {tokens * for_each_token} logprobs of generated tokens; at most {MAX_REPORTED} are "
+        "sent at once. Lower max_tokens, n, the number of logprobs or of prompts, or set stream: true.",
+        name,
+    )
+
+
+def text_offsets(tokenizer: Tokenizer, token_ids: Sequence[int], text: str, skip_special_tokens: bool) -> list[int]:
+    """The offset in `text`, in characters, at which each prompt token starts. The last token of a character that has
+    several counts it.
+
+    Tokens spell the text, but for a space that some tokenizers put before it and drop again, and for what others
+    normalise before they see it: those know the places themselves.
+    """
+    hidden = tokenizer.special_token_ids if skip_special_tokens else frozenset()
+    decoder, starts, end, spelled = codecs.getincrementaldecoder("utf-8")(errors="replace"), [], 0, []
+    for token_id in token_ids:
+        starts.append(end)
+        if token_id not in hidden:
+            spelled.append(decoder.decode(tokenizer.token_bytes(token_id)))
+            end += len(spelled[-1])
+    spelling = "".join(spelled) + decoder.decode(b"", final=True)
+    if spelling.endswith(text):
+        shift = len(spelling) - len(text)
+        return [max(0, start - shift) for start in starts]
+    known = tokenizer.find_offsets(text, list(token_ids))
+    return [min(start, len(text)) for start in known or starts]
+
+
+def _completion_lists(starts: list[int], logprobs: PromptLogprobs, k: int, names: TokenNames) -> dict[str, list[Any]]:
+    scored = zip(starts[1:], logprobs[1:], strict=True)
+    entries = [(start, _with_top(token, k)) for start, token in scored if token is not None]
+    first = names.token_text(logprobs.token_ids[0])
+    nulls: dict[str, list[Any]] = {"tokens": [first], "token_logprobs": [None], "top_logprobs": [None]}
+    nulls["text_offset"] = starts[:1]
+    return {name: nulls[name] + values for name, values in completion_logprobs(entries, names).items()}
+
+
+def _with_top(token: TokenLogprobs, k: int) -> TokenLogprobs:
+    return token if len(token.top) <= k else TokenLogprobs(token.token_id, token.logprob, token.top[:k], token.rank)
+
+
+def _listed(token: TokenLogprobs | None, k: int, tokenizer: Tokenizer) -> dict[str, Any] | None:
+    """{token id: what it is}: the prompt's own token first, then the most likely ones."""
+    if token is None:
+        return None
+    ranked = ((token_id, logprob, rank) for rank, (token_id, logprob) in enumerate(token.top[:k], start=1))
+    found: dict[str, Any] = {}
+    for token_id, logprob, rank in ((token.token_id, token.logprob, token.rank), *ranked):
+        if (key := str(token_id)) not in found:
+            text = tokenizer.token_text(token_id)
+            found[key] = {"logprob": finite(logprob), "rank": rank, "decoded_token": text}
+    return found

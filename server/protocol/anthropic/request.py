@@ -1,0 +1,466 @@
+"""The request of Anthropic's POST /v1/messages, and the chat request that it stands for."""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
+
+from engine.errors import ContextLengthError, InvalidRequestError, PromptSize
+from engine.sampling_params import MAX_STOP_STRINGS
+from server.errors import NO_THREADS
+from server.protocol.anthropic.context_management import ContextManagement, Edit
+from server.protocol.anthropic.signatures import omitted_thinking
+from server.protocol.chat import ChatCompletionRequest, TemplateKwargs
+from server.protocol.generation import within
+from server.protocol.grammars.structured_output import MAX_DESCRIPTION, parse_response_format
+from server.protocol.harmless import (
+    ANTHROPIC_IGNORED,
+    ANTHROPIC_INERT,
+    ANTHROPIC_TOOL_IGNORED,
+    ANTHROPIC_TOOL_INERT,
+    CACHE,
+)
+from server.protocol.sampling_extras import SamplingExtras
+from server.protocol.strict import Strict, field_error, parse_request
+from server.protocol.translated import renamed, without
+from server.protocol.unknown_fields import unknown_field
+
+MAX_TOOLS = 128
+MAX_NAME = 256  # characters of the name or id of a call
+MAX_MESSAGES = 100_000  # Anthropic's limit
+# How a chat request names what is sent here.
+NAMES = (
+    (r"messages.*", "messages"),
+    (r"(tools\[\d+\])\.function\.parameters", r"\1.input_schema"),
+    (r"(tools\[\d+\])\.function", r"\1"),
+    (r"tool_choice.*", "tool_choice"),
+    (r"response_format(\.json_schema\.schema|\.json_schema)?", "output_config.format"),
+    (r"max_completion_tokens", "max_tokens"),
+    (r"stop$", "stop_sequences"),
+)
+ChatMessage = dict[str, Any]
+Path = tuple[str | int, ...]
+
+
+@dataclass(frozen=True)
+class ToolChange:
+    """From here on the model is told of a tool that was deferred, or no longer of one; `path` is where it says so."""
+
+    name: str
+    added: bool
+    path: Path
+
+
+@dataclass(frozen=True)
+class History:
+    """The messages as those of a chat, and what they change about the tools."""
+
+    messages: list[ChatMessage]
+    tool_changes: tuple[ToolChange, ...] = ()
+
+
+def in_our_terms(error: InvalidRequestError, tools: Sequence[int] | None = None) -> InvalidRequestError:
+    """The same error about the field that the client sent; `tools` are the places of those that the chat has.
+
+    Clients of Anthropic's find by these very words that a prompt is too long, and by how much, and shorten it.
+    """
+    if isinstance(error, ContextLengthError) and error.size is not None:
+        return ContextLengthError(_too_long(error.size), error.param, error.size)
+    error = renamed(error, NAMES)
+    place = re.match(r"tools\[(\d+)\]", error.param or "")
+    if place is None or tools is None:
+        return error
+    return renamed(error, ((re.escape(place[0]), f"tools[{tools[int(place[1])]}]"),))
+
+
+def _too_long(size: PromptSize) -> str:
+    if size.num_tokens <= size.longest and size.max_tokens is not None:
+        return (
+            f"input length and `max_tokens` exceed context limit: {size.num_tokens} + {size.max_tokens} > "
+            f"{size.context}, decrease input length or `max_tokens` and try again"
+        )
+    return f"prompt is too long: {max(size.num_tokens, size.longest + 1)} tokens > {size.longest} maximum"
+
+
+def _blocks(value: Any, kinds: tuple[str, ...], *path: str | int) -> list[dict[str, Any]]:
+    """Content as a list of blocks, each with the fields of its type."""
+    if isinstance(value, str):
+        return [{"type": "text", "text": value}]
+    if not isinstance(value, list):
+        raise field_error("invalid_type", "must be a string or a list of blocks", *path)
+    return [_block(block, kinds, *path, i) for i, block in enumerate(value)]
+
+
+# Type of a block -> its fields: those that must be there with their types, and others.
+FIELDS: dict[str, tuple[dict[str, type], tuple[str, ...]]] = {
+    "text": ({"text": str}, ("citations",)),
+    "thinking": ({"thinking": str}, ("signature",)),
+    "tool_use": ({"id": str, "name": str, "input": dict}, ("caller",)),
+    "tool_result": ({"tool_use_id": str}, ("content", "is_error")),
+    "tool_reference": ({"tool_name": str}, ()),
+    "tool_addition": ({"tool": dict}, ()),
+    "tool_removal": ({"tool": dict}, ()),
+}
+LOADED = "The tool {} can be called now."  # what the model reads where a tool_reference stands
+
+
+def _block(block: Any, kinds: tuple[str, ...], *path: str | int) -> dict[str, Any]:
+    if not isinstance(block, dict):
+        raise field_error("invalid_type", "must be an object", *path)
+    kind = block.get("type")
+    if kind not in kinds:
+        text = f"must be {' or '.join(map(repr, kinds))} here: this server takes text only"
+        raise field_error("unsupported_value", text, *path, "type")
+    required, others = FIELDS[kind]
+    fields = {name: value for name, value in block.items() if value is not None and name not in ("type", CACHE)}
+    for name in [name for name in fields if name not in required and name not in others]:
+        unknown_field(f"is not a field of a block of type {kind}", *path, name)
+        del fields[name]
+    for name, python_type in required.items():
+        if not isinstance(fields.get(name), python_type):
+            kind_of = "a string" if python_type is str else "an object"
+            raise field_error("invalid_type", f"must be {kind_of}", *path, name)
+    return {"type": kind, **fields}
+
+
+def _system(value: Any) -> Any:
+    return "\n".join(block["text"] for block in _blocks(value, ("text",)))
+
+
+def _messages(value: Any) -> History:
+    """As messages of a chat. Turns of one role that follow each other are one turn, as Anthropic has it."""
+    if not isinstance(value, list):
+        raise field_error("invalid_type", "must be a list")
+    if not 1 <= len(value) <= MAX_MESSAGES:
+        raise field_error("invalid_value", f"must hold 1 to {MAX_MESSAGES} messages")
+    messages: list[ChatMessage] = []
+    changes: list[ToolChange] = []
+    of_user = [i for i, turn in enumerate(value) if isinstance(turn, dict) and turn.get("role") == "user"]
+    last_user = of_user[-1] if of_user else 0
+    for i, message in enumerate(value):
+        if not isinstance(message, dict):
+            raise field_error("invalid_type", "must be an object", i)
+        role = message.get("role")
+        for name in message:
+            if name not in ("role", "content") and not (name == "clear_at" and role == "system"):
+                unknown_field("is not a field of a message", i, name)
+        if role == "assistant":
+            blocks = _blocks(message.get("content"), ("text", "thinking", "tool_use"), i, "content")
+            _check_calls(blocks, i)
+            _add_assistant(messages, blocks)
+        elif role == "user":
+            blocks = _blocks(message.get("content"), ("text", "tool_result"), i, "content")
+            _add_user(messages, blocks, i, changes)
+        elif role == "system":
+            blocks = _blocks(message.get("content"), ("text", "tool_addition", "tool_removal"), i, "content")
+            _add_system(messages, blocks, i, changes, _is_cleared(message, i, last_user))
+        else:
+            raise field_error("invalid_value", "must be 'user', 'assistant' or 'system'", i, "role")
+    return History(messages, tuple(changes))
+
+
+def _check_calls(blocks: list[dict[str, Any]], i: int) -> None:
+    calls = [(j, block) for j, block in enumerate(blocks) if block["type"] == "tool_use"]
+    for j, block in calls:
+        for name in ("id", "name"):
+            if not 1 <= len(block[name]) <= MAX_NAME:
+                raise field_error("invalid_value", f"must have 1 to {MAX_NAME} characters", i, "content", j, name)
+
+
+def _add_assistant(messages: list[ChatMessage], blocks: list[dict[str, Any]]) -> None:
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": ""})
+    message = messages[-1]
+    for block in blocks:
+        if block["type"] == "text":
+            message["content"] += "\n" * bool(message["content"]) + block["text"]
+        elif block["type"] == "thinking":
+            thinking = block["thinking"] or omitted_thinking(block.get("signature"))
+            message["reasoning_content"] = message.get("reasoning_content", "") + thinking
+        else:
+            function = {"name": block["name"], "arguments": _arguments(block["input"])}
+            message.setdefault("tool_calls", []).append({"id": block["id"], "type": "function", "function": function})
+
+
+def _arguments(value: dict[str, Any]) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except RecursionError:
+        raise field_error("invalid_value", "has a tool_use whose input is nested too deeply") from None
+
+
+def _is_cleared(message: dict[str, Any], i: int, last_user: int) -> bool:
+    """Whether a system message held only until the user's next."""
+    clear_at = message.get("clear_at") or "never"
+    if clear_at not in ("never", "next_user_message"):
+        raise field_error("invalid_value", "must be 'next_user_message' or 'never'", i, "clear_at")
+    return bool(clear_at == "next_user_message" and i < last_user)
+
+
+def _add_system(
+    messages: list[ChatMessage], blocks: list[dict[str, Any]], i: int, changes: list[ToolChange], is_cleared: bool
+) -> None:
+    texts = [block["text"] for block in blocks if block["type"] == "text"]
+    for j, block in enumerate(blocks):
+        if block["type"] == "text":
+            continue
+        tool, path = block["tool"], (i, "content", j, "tool")
+        if tool.get("type") != "tool_reference":
+            text = "must be 'tool_reference': here a tool is declared in `tools`, with defer_loading"
+            raise field_error("unsupported_value", text, *path, "type")
+        if not isinstance(tool.get("name"), str):
+            raise field_error("invalid_type", "must be a string", *path, "name")
+        changes.append(ToolChange(tool["name"], block["type"] == "tool_addition", (*path, "name")))
+    if (texts or not blocks) and not is_cleared:
+        messages.append({"role": "system", "content": "\n".join(texts)})
+
+
+def _add_user(messages: list[ChatMessage], blocks: list[dict[str, Any]], i: int, changes: list[ToolChange]) -> None:
+    texts = []
+    for j, block in enumerate(blocks):
+        if block["type"] == "text":
+            texts.append(block["text"])
+        else:
+            text = _result(block, i, j, changes)
+            messages.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": text})
+    if not texts and blocks:
+        return
+    text = "\n".join(texts)
+    if messages and messages[-1]["role"] == "user":
+        messages[-1]["content"] += "\n" + text
+    else:
+        messages.append({"role": "user", "content": text})
+
+
+def _result(block: dict[str, Any], i: int, j: int, changes: list[ToolChange]) -> str:
+    """What a tool said. Chat templates have no place for failure, so the text says it."""
+    path = (i, "content", j, "content")
+    content = _blocks(block.get("content", ""), ("text", "tool_reference"), *path)
+    for k, part in enumerate(content):
+        if part["type"] == "tool_reference":
+            changes.append(ToolChange(part["tool_name"], True, (*path, k, "tool_name")))
+    text = "\n".join(part["text"] if "text" in part else LOADED.format(part["tool_name"]) for part in content)
+    failed = block.get("is_error", False)
+    if not isinstance(failed, bool):
+        raise field_error("invalid_type", "must be true or false", i, "content", j, "is_error")
+    return f"Error: {text}" if failed else text
+
+
+def _format(value: Any) -> Any:
+    """As a chat's response_format. Anthropic's schemas have no name, and are always strict."""
+    if not isinstance(value, dict):
+        raise field_error("invalid_type", "must be an object")
+    schema, kind = value.get("schema"), value.get("type")
+    if kind != "json_schema":
+        raise field_error("invalid_value", "must be 'json_schema'", "type")
+    for name in [name for name in value if name not in ("type", "schema")]:
+        unknown_field("is not a field of it", name)
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+    without("json_schema", parse_response_format, form)
+    return form
+
+
+# What these fields look like, for /openapi.json.
+
+
+class JsonFormat(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class TextBlock(BaseModel):
+    type: Literal["text"]
+    text: str
+
+
+class ContentBlock(BaseModel):
+    """With the fields that Anthropic documents for its type."""
+
+    type: Literal["text", "thinking", "tool_use", "tool_result", "tool_addition", "tool_removal"]
+
+
+class TurnMessage(BaseModel):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[ContentBlock]
+    clear_at: Literal["next_user_message", "never"] | None = None  # of a system message
+
+
+System = Annotated[str, BeforeValidator(_system, json_schema_input_type=str | list[TextBlock])]
+Format = Annotated[Any, BeforeValidator(_format, json_schema_input_type=JsonFormat)]
+Turns = Annotated[list[TurnMessage], Field(min_length=1)]
+Messages = Annotated[Any, BeforeValidator(_messages, json_schema_input_type=Turns)]
+
+
+class OutputConfig(Strict):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: Format = None  # as a chat's response_format
+
+
+class Thinking(Strict):
+    """Disabled: a template that can is told not to think. Else the model thinks as it does, within budget_tokens where
+    its thinking can be told from the rest; for other models a budget is a wish."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    display: Literal["summarized", "updates", "omitted"] = "summarized"  # the first two: shown as it is
+    budget_tokens: int | None = Field(None, ge=1024, lt=2**31)
+
+
+class AnthropicTool(Strict):
+    """With `defer_loading` it is not in the prompt before the conversation refers to it."""
+
+    ignored = ANTHROPIC_TOOL_IGNORED
+    inert = ANTHROPIC_TOOL_INERT
+    foreign = {"function": "name", "parameters": "input_schema"}
+
+    type: Literal["custom"] = "custom"
+    name: str
+    description: str = Field("", max_length=MAX_DESCRIPTION)
+    input_schema: dict[str, Any]
+    strict: bool = False
+    defer_loading: bool = False
+
+    @property
+    def for_chat(self) -> dict[str, Any]:
+        function = self.model_dump(include={"name", "description", "strict"}) | {"parameters": self.input_schema}
+        return {"type": "function", "function": function}
+
+
+class AnthropicToolChoice(Strict):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+    @model_validator(mode="after")
+    def _names_a_tool(self) -> "AnthropicToolChoice":
+        if (self.type == "tool") != (self.name is not None):
+            raise field_error("invalid_value", "is needed with type 'tool', and with no other", "name")
+        return self
+
+    @property
+    def for_chat(self) -> Any:
+        if self.name is not None:
+            return {"type": "function", "function": {"name": self.name}}
+        return "required" if self.type == "any" else self.type
+
+
+class MessagesPrompt(Strict):
+    """What makes the prompt: all of POST /v1/messages/count_tokens."""
+
+    is_request = True
+
+    ignored = {name: reason for name, reason in ANTHROPIC_IGNORED.items() if name != "metadata"}
+    inert = {name: values for name, values in ANTHROPIC_INERT.items() if name != "service_tier"}
+
+    model: str
+    messages: Messages
+    system: System | None = None
+    tools: Annotated[list[AnthropicTool], FailFast(), Field(max_length=MAX_TOOLS)] = Field(default_factory=list)
+    tool_choice: AnthropicToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig = Field(default_factory=OutputConfig)
+    context_management: ContextManagement | None = None
+    chat_template_kwargs: TemplateKwargs = Field(default_factory=dict)
+
+    @classmethod
+    def _is_harmless(cls, name: str, value: Any) -> bool:
+        if name == "thread" and value is not None:
+            text = "is not supported: this server stores nothing, so send the whole conversation as messages"
+            raise field_error(NO_THREADS, text, name)
+        return super()._is_harmless(name, value)
+
+    @model_validator(mode="after")
+    def _a_choice_needs_tools(self) -> "MessagesPrompt":
+        if not self.tools and self.tool_choice is not None and self.tool_choice.type in ("any", "tool"):
+            raise field_error("invalid_value", "may be given only with tools", "tool_choice")
+        return self
+
+    @model_validator(mode="after")
+    def _changes_are_of_tools(self) -> "MessagesPrompt":
+        names = {tool.name for tool in self.tools}
+        for change in self.history.tool_changes:
+            if change.name not in names:
+                raise field_error("invalid_value", "is not the name of one of the tools", "messages", *change.path)
+        return self
+
+    @property
+    def history(self) -> History:
+        history: History = self.messages
+        return history
+
+    @property
+    def shows_thinking(self) -> bool:
+        return self.thinking is None or self.thinking.display != "omitted"
+
+    @property
+    def edits(self) -> list[Edit]:
+        return [] if self.context_management is None else self.context_management.edits
+
+    @property
+    def continues(self) -> bool:
+        """A last message of the assistant is the beginning of the answer, unless it calls tools: that one is whole."""
+        last = self.history.messages[-1]
+        return bool(last["role"] == "assistant" and not last.get("tool_calls"))
+
+    @property
+    def offered_tools(self) -> list[int]:
+        """Which tools the model is told of: those that are not deferred, or that the messages load, or that it must
+        call. The last change counts."""
+        changed = {change.name: change.added for change in self.history.tool_changes}
+        if self.tool_choice is not None and self.tool_choice.name is not None:
+            changed[self.tool_choice.name] = True
+        return [i for i, tool in enumerate(self.tools) if changed.get(tool.name, not tool.defer_loading)]
+
+    def chat_fields(self) -> dict[str, Any]:
+        """The body of a chat request with the same prompt."""
+        system = [] if not self.system else [{"role": "system", "content": self.system}]
+        thinks = self.thinking is None or self.thinking.type != "disabled"
+        fields: dict[str, Any] = {
+            "model": self.model,
+            "messages": [*system, *self.history.messages],
+            "continue_final_message": self.continues,
+            "reasoning_effort": self.output_config.effort if thinks else "none",
+            "chat_template_kwargs": self.chat_template_kwargs,
+        }
+        if self.output_config.format is not None:
+            fields["response_format"] = self.output_config.format
+        if offered := self.offered_tools:
+            fields["tools"] = [self.tools[i].for_chat for i in offered]
+        if offered and self.tool_choice is not None:
+            fields["tool_choice"] = self.tool_choice.for_chat
+            fields["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use
+        return fields
+
+    def to_chat(self, messages: list[ChatMessage] | None = None) -> ChatCompletionRequest:
+        """With `messages` in place of its own, where given. InvalidRequestError in the words of this API."""
+        asked = self
+        if messages is not None:
+            asked = self.model_copy(update={"messages": replace(self.history, messages=messages)})
+        try:
+            return parse_request(ChatCompletionRequest, asked.chat_fields())
+        except InvalidRequestError as error:
+            raise in_our_terms(error, self.offered_tools) from None
+
+
+class MessagesRequest(MessagesPrompt, SamplingExtras):
+    """POST /v1/messages."""
+
+    ignored = ANTHROPIC_IGNORED
+    inert = ANTHROPIC_INERT
+    foreign = {"response_format": "output_config.format"}
+
+    max_tokens: int = Field(ge=1)
+    stop_sequences: Annotated[list[str], FailFast(), Field(max_length=MAX_STOP_STRINGS)] = Field(default_factory=list)
+    temperature: float = Field(1.0, ge=0.0, le=1.0)
+    top_p: float = within(1.0, 0.0, 1.0)
+    top_k: int = within(0, -1, 2**31 - 1)
+    stream: bool = False
+
+    def chat_fields(self) -> dict[str, Any]:
+        own = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k")}
+        own |= {"max_completion_tokens": self.max_tokens, "stop": self.stop_sequences}
+        return super().chat_fields() | self.extras() | own

@@ -1,0 +1,277 @@
+"""POST /v1/embeddings.
+
+A request may hold thousands of texts. They reach the engine a few steps' worth at a time, so that requests of others
+find their place between them, and answers are written in small portions, so that streams go on meanwhile.
+"""
+
+import asyncio
+import dataclasses
+import math
+import time
+from array import array
+from base64 import b64encode
+from collections import deque
+from collections.abc import AsyncIterator
+from functools import partial
+from typing import Literal
+
+import msgspec
+from pydantic import Field
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from engine.driver import Driver
+from engine.errors import ContextLengthError, DeadlineError, QueueFullError, UnavailableError
+from engine.outputs import FinishReason
+from engine.pooling import Pooling
+from engine.request import Request
+from engine.sampling_params import SamplingParams
+from engine.text.tokenizer import EncodedPart
+from server.context import Served, cache_salt, tenant_of
+from server.errors import invalid, new_id
+from server.http.api_keys import Account, account_of
+from server.http.body import read_request
+from server.intake.generation import OutputStream, check_vocabulary, while_connected
+from server.intake.prompts import portions, reading_of
+from server.output.sse import encode_json
+from server.protocol import Prompt, Strict, parse_prompts
+from server.protocol.generation import MAX_TIMEOUT, Salt
+
+MAX_INPUTS = 2048  # both are OpenAI's
+MAX_TOTAL_TOKENS = 300_000
+STEPS_AHEAD = 2  # one that is computed and one that is planned when it ends
+PORTION = 16  # texts, or vectors, that are dealt with before others have their turn
+
+
+class EmbeddingRequest(Strict):
+    """POST /v1/embeddings. Fields that OpenAI does not have carry vLLM's names and meanings."""
+
+    is_request = True
+
+    ignored = frozenset({"user"})
+
+    model: str
+    input: Prompt
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = None
+    truncate_prompt_tokens: int | None = Field(None, ge=-1)
+    add_special_tokens: bool = True
+    priority: int = Field(0, ge=-(2**31), lt=2**31)
+    timeout: float | None = Field(None, gt=0.0, le=MAX_TIMEOUT)  # for all texts together
+    cache_salt: Salt = ""
+
+
+async def create_embeddings(http: HttpRequest, served: Served) -> Response:
+    """Everything is validated and tokenised before the first text is computed."""
+    served.check_ready()
+    request = await read_request(http, served, EmbeddingRequest)
+    served.check_model(request.model)
+    pooling = _pooling(served.driver, request)
+    inputs = parse_prompts(request.input, MAX_INPUTS, "input")
+    names = ["input"] if len(inputs) == 1 else [f"input[{i}]" for i in range(len(inputs))]
+    ids = await _token_ids(served.driver, request, inputs, names, tenant_of(http.scope))
+    params = SamplingParams(temperature=0.0, pooling=pooling)
+    salt, request_id = cache_salt(http.scope, request.cache_salt), new_id("embd-")
+    requests = [
+        Request(f"{request_id}-{i}", ids[i], params, request.priority, salt, name) for i, name in enumerate(names)
+    ]
+    account = account_of(http.scope)
+    if account is not None:
+        account.limiter.check_tokens(sum(map(len, ids)))
+        requests = [account.sign(request) for request in requests]
+    work = partial(embed_all, served.driver, requests, account, request.timeout)
+    vectors = await while_connected(http.receive, work)
+    body = await _encode_response(request, vectors, sum(map(len, ids)))
+    return Response(body, media_type="application/json")
+
+
+def _pooling(driver: Driver, request: EmbeddingRequest) -> Pooling:
+    if request.dimensions is None:
+        return driver.pooling
+    if not 1 <= request.dimensions <= driver.model.hidden_size:
+        raise invalid(f"dimensions must be an integer from 1 to {driver.model.hidden_size}.", "dimensions")
+    return msgspec.structs.replace(driver.pooling, dimensions=request.dimensions)
+
+
+async def _token_ids(
+    driver: Driver,
+    request: EmbeddingRequest,
+    inputs: list[str] | list[list[int]],
+    names: list[str],
+    tenant: str,
+) -> list[list[int]]:
+    """The ids of each input, none longer than the model takes, and all together not more than a request may have."""
+    longest = _truncation(driver, request)
+    ids: list[list[int]] = []
+    total = 0
+    async for portion in _encoded(driver, request, inputs, names, longest, tenant):
+        for part in portion:
+            _check(driver, part, names[len(ids)])
+            ids.append(part.token_ids)
+            total += len(part.token_ids)
+        if total > MAX_TOTAL_TOKENS:
+            raise invalid(
+                f"The inputs have more than {MAX_TOTAL_TOKENS} tokens in all: send them in several requests.", "input"
+            )
+    return ids
+
+
+def _truncation(driver: Driver, request: EmbeddingRequest) -> int | None:
+    """To how many tokens inputs are cut; None: longer ones are refused. -1 stands for what the model takes."""
+    limit, asked = driver.model.max_model_len, request.truncate_prompt_tokens
+    if asked == -1:
+        return limit
+    if asked is not None and not 1 <= asked <= limit:
+        raise invalid(f"truncate_prompt_tokens must be -1 or an integer from 1 to {limit}.", "truncate_prompt_tokens")
+    return asked
+
+
+async def _encoded(
+    driver: Driver,
+    request: EmbeddingRequest,
+    inputs: list[str] | list[list[int]],
+    names: list[str],
+    longest: int | None,
+    tenant: str,
+) -> AsyncIterator[list[EncodedPart]]:
+    """Token ids of the inputs, in portions; texts are encoded in the tokenizer's threads."""
+    tokenizer, special, most = driver.tokenizer, request.add_special_tokens, reading_of(driver).num_tokens
+
+    def encode(texts: list[str]) -> list[EncodedPart]:
+        if longest is None:
+            return [tokenizer.encode_part(text, special, most) for text in texts]
+        return [EncodedPart(tokenizer.encode_truncated(text, special, longest)) for text in texts]
+
+    texts = [text for text in inputs if isinstance(text, str)]
+    if not texts:
+        yield [EncodedPart(ids[:longest]) for ids in inputs if isinstance(ids, list)]
+        return
+    for text, name in zip(texts, names, strict=True):
+        _check_text(driver, text, name, truncated=longest is not None)
+    for portion in portions(texts):
+        yield await tokenizer.run(tenant, sum(map(len, portion)), encode, portion)
+
+
+def _check_text(driver: Driver, text: str, name: str, truncated: bool) -> None:
+    """Refuse what is empty, or cannot fit by its characters alone."""
+    if not text:
+        raise invalid(f"{name} is an empty string; there is nothing to embed.", name)
+    at_least = -(-len(text) // driver.tokenizer.max_chars_per_token)
+    if at_least > driver.model.max_model_len and not truncated:
+        raise _too_long(driver, f"{len(text)} characters, so at least {at_least} tokens", name)
+
+
+def _check(driver: Driver, part: EncodedPart, name: str) -> None:
+    """The Driver checks this, too; here it is known which input it is, and nothing has been computed."""
+    model, ids = driver.model, part.token_ids
+    if not ids:
+        raise invalid(f"{name} has no tokens; there is nothing to embed.", name)
+    if len(ids) > model.max_model_len:
+        raise _too_long(driver, f"{'at least ' * bool(part.num_unread)}{len(ids)} tokens", name)
+    check_vocabulary(ids, model.vocab_size, name)
+
+
+def _too_long(driver: Driver, size: str, name: str) -> ContextLengthError:
+    return ContextLengthError(
+        f"This model's maximum context length is {driver.model.max_model_len} tokens; {name} has {size}. Shorten it, "
+        "or let it be cut with truncate_prompt_tokens: -1.",
+        name,
+    )
+
+
+async def embed_all(
+    driver: Driver, requests: list[Request], account: Account | None = None, timeout: float | None = None
+) -> list[bytes]:
+    """The vectors of `requests`; at most some steps' worth of them is with the engine at any time.
+
+    Raises what `Driver.generate` raises, but waits where the queue is full while some of its own are still in it.
+    DeadlineError once `timeout` seconds are over. `account` is charged for what was admitted.
+    """
+    admission, vectors = _Admission(driver, account, timeout), []
+    try:
+        for number, request in enumerate(requests):
+            while not admission.admit(request):
+                vectors.append(await admission.next_vector())
+            if number % PORTION == PORTION - 1:
+                await asyncio.sleep(0)
+        while admission.waiting:
+            vectors.append(await admission.next_vector())
+    finally:
+        admission.close()
+    return vectors
+
+
+class _Admission:
+    """The texts of one request that are with the engine, in order: `waiting`."""
+
+    def __init__(self, driver: Driver, account: Account | None, timeout: float | None) -> None:
+        model = driver.model
+        self._driver, self._account, self._timeout = driver, account, timeout
+        self._deadline = None if timeout is None else time.monotonic() + timeout
+        self._max_tokens, self._max_seqs = STEPS_AHEAD * model.max_num_batched_tokens, STEPS_AHEAD * model.max_num_seqs
+        self._num_tokens = 0
+        self.waiting: deque[OutputStream] = deque()
+
+    def admit(self, request: Request) -> bool:
+        """Queue a text; False where some of those that wait must be done first."""
+        size = len(request.prompt_token_ids)
+        if self.waiting and (self._num_tokens + size > self._max_tokens or len(self.waiting) >= self._max_seqs):
+            return False
+        try:
+            stream = self._driver.generate(self._with_deadline(request))
+        except QueueFullError:
+            if not self.waiting:
+                raise
+            return False
+        if self._account is not None:
+            self._account.limiter.use_tokens(size)
+        self.waiting.append(stream)
+        self._num_tokens += size
+        return True
+
+    async def next_vector(self) -> bytes:
+        """Of the first that waits, which stays there until it has ended, so that it can be aborted."""
+        vector, aborted = b"", False
+        try:
+            async for output in self.waiting[0]:
+                for sample in output.outputs:
+                    vector, aborted = sample.embedding, sample.finish_reason is FinishReason.ABORT
+        except DeadlineError:
+            raise self._too_late() from None
+        if aborted:  # and the stream had no cause to raise
+            raise UnavailableError("The server ended this request before it was finished.")
+        self._num_tokens -= self.waiting.popleft().num_prompt_tokens
+        return vector
+
+    def close(self) -> None:
+        for stream in self.waiting:
+            stream.close()
+
+    def _with_deadline(self, request: Request) -> Request:
+        if self._deadline is None:
+            return request
+        if (seconds := self._seconds_left()) <= 0:
+            raise self._too_late()
+        return dataclasses.replace(request, timeout=seconds)
+
+    def _seconds_left(self) -> float:
+        return math.inf if self._deadline is None else self._deadline - time.monotonic()
+
+    def _too_late(self) -> DeadlineError:
+        return DeadlineError(f"The request was not finished within its timeout of {self._timeout:g} s.", "timeout")
+
+
+async def _encode_response(request: EmbeddingRequest, vectors: list[bytes], num_tokens: int) -> bytes:
+    parts = [b'{"object":"list","data":[']
+    for i, vector in enumerate(vectors):
+        if request.encoding_format == "base64":
+            value = b'"' + b64encode(vector) + b'"'
+        else:
+            value = encode_json(array("f", vector).tolist())
+        comma = b"," if i else b""
+        parts.append(b'%b{"object":"embedding","index":%d,"embedding":%b}' % (comma, i, value))
+        if i % PORTION == PORTION - 1:
+            await asyncio.sleep(0)
+    usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    parts.append(b'],"model":%b,"usage":%b}' % (encode_json(request.model), encode_json(usage)))
+    return b"".join(parts)

@@ -1,0 +1,169 @@
+"""GET /metrics: the engine's numbers for Prometheus, under vLLM's names where vLLM has them."""
+
+import asyncio
+from collections import Counter as CountBy
+from collections.abc import Iterable, Iterator
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+from starlette.responses import Response
+
+from engine.driver import Driver
+from engine.telemetry.stats import Counter, Gauge, Histogram
+from server.context import package_version
+from server.process.standard_streams import STREAMS, lines_dropped
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+# What vLLM calls the same and means the same, so that its dashboards and autoscalers work. The rest is ours.
+VLLM_NAMES = frozenset(
+    {
+        "cache_config_info",
+        "e2e_request_latency_seconds",
+        "generation_tokens",
+        "inter_token_latency_seconds",
+        "iteration_tokens_total",
+        "kv_cache_usage_perc",
+        "num_preemptions",
+        "num_requests_running",
+        "num_requests_waiting",
+        "prefix_cache_hits",
+        "prefix_cache_queries",
+        "prompt_tokens",
+        "request_decode_time_seconds",
+        "request_generation_tokens",
+        "request_inference_time_seconds",
+        "request_params_max_tokens",
+        "request_params_n",
+        "request_prefill_time_seconds",
+        "request_prompt_tokens",
+        "request_queue_time_seconds",
+        "request_success",
+        "request_time_per_output_token_seconds",
+        "time_to_first_token_seconds",
+    }
+)
+GATHER_SECONDS = 0.01  # for whoever else asks for a page meanwhile
+LABELS = ("model_name", "engine")
+REFUSALS = (
+    "unauthorized",
+    "key_concurrent",
+    "key_requests",
+    "key_tokens",
+    "queue_requests",
+    "queue_tokens",
+    "key_bytes",
+    "bytes",
+)
+
+
+class EngineCollector(Collector):
+    """Reads EngineStats when scraped; nothing is kept twice."""
+
+    def __init__(
+        self, driver: Driver, model_name: str, http_counts: CountBy[tuple[str, int]], refused: CountBy[str]
+    ) -> None:
+        self._driver = driver
+        self._labels = (model_name, "0")
+        self._http_counts = http_counts
+        self._refused = refused
+
+    def describe(self) -> Iterable[Metric]:
+        return ()  # else the registry would collect once at start, before there is anything to see
+
+    def collect(self) -> Iterator[Metric]:
+        self._driver.stats_snapshot()
+        for metric in self._driver.stats.metrics():
+            yield self._family(metric)
+        if hasattr(self._driver, "model"):
+            yield self._cache_config()
+        yield self._http_requests()
+        yield self._requests_refused()
+        yield self._lines_dropped()
+        tasks = GaugeMetricFamily("pageserve:asyncio_tasks", "Tasks on the event loop; each open stream has a few.")
+        tasks.add_metric((), len(asyncio.all_tasks()))
+        yield tasks
+        info = GaugeMetricFamily("pageserve:build_info", "Version of the server.", labels=("version",))
+        info.add_metric((package_version(),), 1)
+        yield info
+
+    def _family(self, metric: Counter | Gauge | Histogram) -> Metric:
+        name = ("vllm:" if metric.name in VLLM_NAMES else "pageserve:") + metric.name
+        if isinstance(metric, Counter):
+            counter = CounterMetricFamily(name, metric.help, labels=(*LABELS, *metric.label_names))
+            for labels, value in metric.values.items():
+                counter.add_metric((*self._labels, *labels), value)
+            return counter
+        if isinstance(metric, Gauge):
+            gauge = GaugeMetricFamily(name, metric.help, labels=LABELS)
+            gauge.add_metric(self._labels, metric.value)
+            return gauge
+        histogram = HistogramMetricFamily(name, metric.help, labels=LABELS)
+        bounds = [*map(str, metric.bounds), "+Inf"]
+        histogram.add_metric(self._labels, list(zip(bounds, accumulate(metric.counts), strict=True)), metric.sum)
+        return histogram
+
+    def _cache_config(self) -> Metric:
+        model = self._driver.model
+        values = {
+            "cache_dtype": model.kv_cache_dtype,
+            "block_size": model.block_size,
+            "num_gpu_blocks": model.num_blocks,
+        }
+        name, help = "vllm:cache_config_info", "The KV cache: element type, tokens per block, blocks on the device."
+        info = GaugeMetricFamily(name, help, labels=(*LABELS, *values))
+        info.add_metric((*self._labels, *map(str, values.values())), 1)
+        return info
+
+    def _http_requests(self) -> Metric:
+        family = CounterMetricFamily("pageserve:http_requests", "HTTP responses begun.", labels=("route", "code"))
+        for (route, status), count in self._http_counts.items():
+            family.add_metric((route, str(status)), count)
+        return family
+
+    def _requests_refused(self) -> Metric:
+        help = "Requests that were not taken though nothing is wrong with them, by the limit that was reached."
+        family = CounterMetricFamily("pageserve:requests_refused", help, labels=("reason",))
+        for reason in REFUSALS:
+            family.add_metric((reason,), self._refused[reason])
+        return family
+
+    def _lines_dropped(self) -> Metric:
+        help = "Lines of the log that were dropped, since nobody read them or they could not be written."
+        family = CounterMetricFamily("pageserve:log_lines_dropped", help, labels=("stream",))
+        for stream in STREAMS.values():
+            family.add_metric((stream,), lines_dropped[stream])
+        return family
+
+
+def make_registry(
+    driver: Driver, model_name: str, http_counts: CountBy[tuple[str, int]], refused: CountBy[str]
+) -> CollectorRegistry:
+    registry = CollectorRegistry()
+    registry.register(EngineCollector(driver, model_name, http_counts, refused))
+    return registry
+
+
+class MetricsPage:
+    """Who asks while others wait gets the same page: it takes milliseconds of the event loop, where it must be made."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+        self._waiting: asyncio.Future[bytes] | None = None
+
+    async def get(self) -> Response:
+        if self._waiting is None:
+            loop = asyncio.get_running_loop()
+            self._waiting = loop.create_future()
+            loop.call_later(GATHER_SECONDS, self._make)
+        return Response(await asyncio.shield(self._waiting), headers={"content-type": CONTENT_TYPE})
+
+    def _make(self) -> None:
+        waiting, self._waiting = self._waiting, None
+        assert waiting is not None
+        try:
+            waiting.set_result(generate_latest(self._registry))
+        except Exception as error:
+            waiting.set_exception(error)

@@ -1,0 +1,96 @@
+"""GET /v1/models and /v1/models/{id}."""
+
+import time
+from typing import Any
+
+from starlette.datastructures import QueryParams
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from server.context import Served
+from server.errors import invalid, speaks_anthropic
+from server.output.sse import encode_json
+
+MAX_PAGE, DEFAULT_PAGE = 1000, 20  # models in a page of Anthropic's list
+
+
+def list_models(served: Served, request: Request) -> Response:
+    """OpenAI's list; Anthropic's, in pages, for its own clients."""
+    served.check_ready()
+    if speaks_anthropic(request.scope):
+        return _json(_page(served, request.query_params))
+    return _json({"object": "list", "data": [_model(served, name) for name in served.names]})
+
+
+def retrieve_model(served: Served, request: Request, name: str) -> Response:
+    """404 model_not_found for a name that is not served. Names may hold slashes."""
+    if not name:
+        raise HTTPException(404)  # the list, with a slash too many
+    served.check_ready()
+    served.check_model(name)
+    return _json(_anthropic_model(served, name) if speaks_anthropic(request.scope) else _model(served, name))
+
+
+def _model(served: Served, name: str) -> dict[str, Any]:
+    """OpenAI's four keys, then vLLM's: `root` is what was loaded, max_model_len is in tokens; then ours: what sampling
+    is used where a request leaves it open."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": served.created,
+        "owned_by": "pageserve",
+        "root": served.driver.config.model or served.names[0],
+        "parent": None,
+        "max_model_len": served.driver.model.max_model_len,
+        "default_sampling_params": served.driver.sampling_defaults.as_dict(),
+    }
+
+
+def _page(served: Served, query: QueryParams) -> dict[str, Any]:
+    """`has_more`: in the direction that was asked for, which is backwards with before_id."""
+    names, limit = served.names, _page_size(query.get("limit", ""))
+    begin = _place(names, query, "after_id", -1) + 1
+    end = _place(names, query, "before_id", len(names))
+    if backwards := "before_id" in query:
+        begin = max(begin, end - limit)
+    page = names[begin : min(end, begin + limit)]
+    return {
+        "data": [_anthropic_model(served, name) for name in page],
+        "has_more": begin > 0 if backwards else begin + len(page) < end,
+        "first_id": page[0] if page else None,
+        "last_id": page[-1] if page else None,
+    }
+
+
+def _page_size(text: str) -> int:
+    if not text:
+        return DEFAULT_PAGE
+    if not (text.isascii() and text.isdigit() and len(text) <= 4 and 1 <= int(text) <= MAX_PAGE):
+        raise invalid(f"limit must be an integer from 1 to {MAX_PAGE}.", "limit")
+    return int(text)
+
+
+def _place(names: tuple[str, ...], query: QueryParams, param: str, default: int) -> int:
+    if param not in query:
+        return default
+    if query[param] not in names:
+        raise invalid(f"{param} must be the id of a model of the list.", param)
+    return names.index(query[param])
+
+
+def _anthropic_model(served: Served, name: str) -> dict[str, Any]:
+    longest = served.driver.model.max_model_len
+    return {
+        "type": "model",
+        "id": name,
+        "display_name": name,
+        "created_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(served.created)),
+        "lifecycle": "active",
+        "max_input_tokens": longest,
+        "max_tokens": longest,
+    }
+
+
+def _json(content: dict[str, Any]) -> Response:
+    return Response(encode_json(content), media_type="application/json")

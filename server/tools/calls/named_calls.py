@@ -1,0 +1,92 @@
+"""Calls that are a name and a JSON object of arguments: Mistral's format from its tokenizer v11 on.
+
+https://github.com/mistralai/mistral-common (tokens/tokenizers): `name[ARGS]{...}` behind a [TOOL_CALLS] for each call,
+with v11 `name[CALL_ID]id[ARGS]{...}`. The id that the model writes is read over: two calls may have the same.
+"""
+
+import json
+import re
+from collections.abc import Callable
+
+from server.protocol.tools import NAME, FunctionDefinition
+from server.tools.calls.call_body import NotACallError, Schemas, Written
+from server.tools.calls.json_object import SPACE, NotJsonError, ObjectScanner
+from server.tools.calls.lark import arguments_rules, literal
+
+CALL_ID, ARGS = "[CALL_ID]", "[ARGS]"
+ID = re.compile(r"[a-zA-Z0-9_-]{0,64}")
+
+
+class NamedCalls:
+    markers = (CALL_ID, ARGS)
+    bare_strings = False
+    ends = ()
+    arguments_are = "its arguments as JSON"
+
+    def write(self, name: str, arguments: Written) -> str:
+        return f"{name}{ARGS}{json.dumps(arguments, ensure_ascii=False)}"
+
+    def body(self, schemas: Schemas, marked: bool) -> "NamedBody":
+        return NamedBody()
+
+    def rules(self, label: str, function: FunctionDefinition, marker: Callable[[str], str]) -> list[str]:
+        return [
+            f"call_{label}: {literal(function.name)} id_{label}? {marker(ARGS)} arguments_{label}",
+            f"id_{label}: {marker(CALL_ID)} /[a-zA-Z0-9]{{9}}/",
+            *arguments_rules(label, function),
+        ]
+
+
+class NamedBody:
+    """See CallBody. Its text starts with the name; [ARGS] may be missing where a tokenizer does not show it."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._name: str | None = None
+        self._begin = 0  # of the arguments
+        self._scanner, self._scanned = ObjectScanner(), 0
+        self.taken = 0
+
+    def feed(self, text: str) -> int | None:
+        self._text = text
+        if self._name is None and not self._read_head():
+            return None
+        try:
+            self._scanned = self._scanner.feed(text, self._scanned)
+        except NotJsonError as error:
+            raise NotACallError from error
+        return self._scanned if self._scanner.done else None
+
+    def start(self) -> str | None:
+        return self._name
+
+    def pieces(self) -> str:
+        piece, self.taken = self._text[self.taken : self._scanned], self._scanned
+        return piece
+
+    def whole(self) -> tuple[str, str] | None:
+        return None if self._name is None else (self._name, self._text[self._begin : self._scanned])
+
+    def _read_head(self) -> bool:
+        name = NAME.match(self._text)
+        if name is None:
+            raise NotACallError
+        at = self._behind(CALL_ID, name.end())
+        if at is not None and at > name.end():
+            found = ID.match(self._text, at)
+            at = found.end() if found is not None and found.end() < len(self._text) else None
+        at = None if at is None else self._behind(ARGS, at)
+        while at is not None and at < len(self._text) and self._text[at] in SPACE:
+            at += 1
+        if at is None or at == len(self._text):
+            return False
+        if self._text[at] != "{":
+            raise NotACallError
+        self._name, self._begin, self._scanned, self.taken = name[0], at, at, at
+        return True
+
+    def _behind(self, marker: str, at: int) -> int | None:
+        """Behind the marker at `at`, or `at` where there is none; None while that is not known."""
+        if self._text.startswith(marker, at):
+            return at + len(marker)
+        return None if marker.startswith(self._text[at:]) else at

@@ -1,0 +1,139 @@
+"""Calls of server/tools/calls/xml_calls.py as a grammar: parameters in the order of the schema, those that are not
+required may be left out, and each value is of its type."""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from engine.structured_output import MAX_TEXT_BYTES
+from server.errors import MAX_NAME_LENGTH
+from server.protocol.tools import INPUT, FunctionDefinition, LarkFunction
+from server.tools.calls.call_body import SchemaError
+from server.tools.calls.lark import CALL_SPACES, escaped, input_rule, json_rule, literal, regex, up_to
+from server.tools.calls.xml_values import resolved, types_of
+from server.tools.xml_tags import END_FUNCTION, END_PARAMETER, FUNCTION, PARAMETER
+
+END_VALUE = f"\n{END_PARAMETER}\n"
+KEY = r"/[a-zA-Z_][a-zA-Z0-9_]{0,63}/"  # of an argument that a schema leaves open
+ABOUT = frozenset({"$comment", "default", "deprecated", "description", "examples", "title"})  # what asks for nothing
+LENGTHS = frozenset({"minLength", "maxLength"})
+OF_OBJECTS = ABOUT | {"$defs", "$id", "$ref", "$schema", "additionalProperties", "definitions", "properties"}
+OF_OBJECTS |= {"required", "type"}
+ANYTHING = r"(.|\n)*"
+ENDS = re.compile(r"(?<!\\)(?:\\\\)*\$\Z")  # a last $ that is not escaped
+SCALARS = frozenset({"boolean", "integer", "null", "number", "string"})
+
+
+def xml_rules(label: str, function: FunctionDefinition) -> list[str]:
+    """See CallStyle.rules."""
+    if isinstance(function, LarkFunction):  # in bare text only a quote could end what a terminal may go on with
+        start = literal(f'{FUNCTION}{function.name}>\n{PARAMETER}{INPUT}>\n"')
+        end = literal(f"{END_VALUE}{END_FUNCTION}")
+        return [f"call_{label}: {start} input_{label} {end}", input_rule(label, function)]
+    return _Rules(label, function).all()
+
+
+class _Rules:
+    def __init__(self, label: str, function: FunctionDefinition) -> None:
+        self._label, self._function = label, function
+        self._root = function.schema
+        self._rules: list[str] = []
+        self._num_chars = 0
+
+    def all(self) -> list[str]:
+        schema = resolved(self._root, self._root)
+        self._only(schema, OF_OBJECTS)
+        properties = schema.get("properties") or {}
+        required = schema.get("required") or []
+        if not isinstance(properties, dict) or not isinstance(required, list):
+            raise self._wrong("properties must be an object, and required a list of names", "")
+        named = properties | {key: {} for key in required if isinstance(key, str) and key not in properties}
+        parts = [f"{label}{'' if key in required else '?'}" for key, label in self._parameters(named).items()]
+        if not named and schema.get("additionalProperties", True) is not False:
+            parts.append(self._open_parameters(schema.get("additionalProperties", True)))
+        start = literal(f"{FUNCTION}{self._function.name}>\n")
+        return [f"call_{self._label}: {' '.join([start, *parts, literal(END_FUNCTION)])}", *self._rules]
+
+    def _parameters(self, named: Mapping[str, Any]) -> dict[str, str]:
+        labels = {}
+        for i, (key, schema) in enumerate(named.items()):
+            if not key or ">" in key or "\n" in key:
+                raise self._wrong(
+                    f"the name {key[:64]!r} cannot be written in this model's format of calls", "properties"
+                )
+            labels[key] = label = f"parameter_{i}_{self._label}"
+            value = self._value(label, schema, f"properties.{key}")
+            self._add(f"{label}: {literal(f'{PARAMETER}{key}>' + chr(10))} {value}")
+        return labels
+
+    def _open_parameters(self, schema: Any) -> str:
+        label = f"open_{self._label}"
+        value = self._value(label, {} if schema is True else schema, "additionalProperties")
+        self._add(f'{label}: {literal(PARAMETER)} {KEY} ">\\n" {value}')
+        return f"{label}*"
+
+    def _add(self, rule: str) -> None:
+        """Parts that many arguments refer to are written out for each: that must not take long."""
+        self._num_chars += len(rule)
+        if self._num_chars > MAX_TEXT_BYTES:
+            raise self._wrong(f"written out as a grammar this has more than {MAX_TEXT_BYTES} characters", "")
+        self._rules.append(rule)
+
+    def _value(self, label: str, schema: Any, path: str) -> str:
+        """With the end behind it."""
+        schema = resolved(schema, self._root)
+        values = [schema["const"]] if "const" in schema else schema.get("enum")
+        if isinstance(values, list) and values:
+            self._only(schema, ABOUT | {"const", "enum", "type"}, path)
+            texts = [value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in values]
+            return f"({' | '.join(map(literal, texts))}) {literal(END_VALUE)}"
+        types = types_of(schema, self._root)
+        if types and "string" not in types:
+            below: dict[str, Any] = {key: self._root[key] for key in ("$defs", "definitions") if key in self._root}
+            return f"{json_rule(below | schema, self._function.strict, CALL_SPACES)} {literal(END_VALUE)}"
+        self._add(f"{label}_text[lazy]: {self._text(schema, types, path)}")
+        return f"{label}_text"
+
+    def _text(self, schema: Mapping[str, Any], types: frozenset[str], path: str) -> str:
+        """A regex through the end of a value that may be a string. One that may be something else, too, is free: every
+        text is one of both."""
+        if types != {"string"}:
+            if self._function.strict:
+                self._only(schema, ABOUT | {"type", *(("anyOf", "oneOf") if self._are_free(schema) else ())}, path)
+            if types - SCALARS:
+                self._refuse("a string or an object or list", path)
+            return up_to(END_VALUE)
+        if isinstance(pattern := schema.get("pattern"), str):
+            self._only(schema, ABOUT | {"type", "pattern"}, path)
+            return f"/{_searched(pattern)}{escaped(END_VALUE)}/"
+        self._only(schema, ABOUT | LENGTHS | {"type"}, path)
+        low, high = schema.get("minLength", 0), schema.get("maxLength", "")
+        if not all(type(length) is int and length >= 0 for length in (low, high or 0)):
+            raise self._wrong("minLength and maxLength must be numbers of characters", path)
+        return up_to(END_VALUE) if low == 0 and high == "" else up_to(END_VALUE, rf"(.|\n){{{low},{high}}}")
+
+    def _are_free(self, schema: Mapping[str, Any]) -> bool:
+        """Whether no branch asks for more than a type."""
+        lists = [schema[key] for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list)]
+        branches = [branch for branches in lists for branch in branches]
+        return all(resolved(branch, self._root).keys() <= ABOUT | {"type"} for branch in branches)
+
+    def _only(self, schema: Mapping[str, Any], known: frozenset[str] | set[str], path: str = "") -> None:
+        if self._function.strict and (others := schema.keys() - known):
+            self._refuse(min(others)[:MAX_NAME_LENGTH], path)
+
+    def _wrong(self, text: str, path: str) -> SchemaError:
+        return SchemaError(self._function.name, path, text)
+
+    def _refuse(self, what: str, path: str) -> None:
+        if self._function.strict:
+            text = f"{what} cannot be enforced in this model's format of calls: leave it out, or strict"
+            raise self._wrong(text, path)
+
+
+def _searched(pattern: str) -> str:
+    """The regex of a whole text in which `pattern` is found, as JSON Schema has it."""
+    begins, ends = pattern.startswith("^"), ENDS.search(pattern) is not None
+    inner = regex(pattern[begins : len(pattern) - ends])
+    return f"{'' if begins else ANYTHING}({inner}){'' if ends else ANYTHING}"

@@ -1,0 +1,110 @@
+"""How long steps take, learnt from steps."""
+
+import random
+
+import pytest
+
+from engine.executor.step import StepPlan, StepResult
+from engine.memory.sequence import Sequence
+from engine.sampling_params import SamplingParams
+from engine.scheduling.short_steps import ShortSteps, StepTimes
+
+
+def observe(
+    times, num_steps, base=1e-3, first_token=0.0, per_decode=2e-4, per_token=3e-5, noise=0.0, rng=None, steps=None
+):
+    rng = rng or random.Random(1)
+    for _ in range(num_steps):
+        decodes, tokens = steps or rng.choice([(0, 32), (rng.randrange(100), 0), (rng.randrange(100), 128), (1, 0)])
+        seconds = base + per_decode * decodes + (tokens > 0) * first_token + per_token * tokens
+        times.observe(decodes, tokens, seconds * rng.uniform(1 - noise, 1 + noise))
+
+
+@pytest.mark.parametrize(("noise", "rel"), [(0.0, 0.02), (0.3, 0.35)])
+def test_the_limits_follow_from_what_was_seen(noise, rel):
+    times = StepTimes()
+    assert times.within(3e-3) is None
+    observe(times, 300, noise=noise)
+    room = times.within(3e-3)
+    assert room.decodes == pytest.approx(2 * 1e-3 / 2e-4, rel=rel)
+    assert room.tokens == pytest.approx(2 * 1e-3 / 3e-5, rel=rel)
+
+
+@pytest.mark.parametrize(("seconds", "step"), [(1e-6, 3e-3), (3e-3, 3e-3), (20e-3, 20e-3)])
+def test_a_step_may_take_so_long_and_no_less_than_three_times_an_empty_one(seconds, step):
+    times = StepTimes()
+    observe(times, 300)
+    room = times.within(seconds)
+    assert room.decodes == pytest.approx((step - 1e-3) / 2e-4, rel=0.02)
+    assert room.tokens == pytest.approx((step - 1e-3) / 3e-5, rel=0.02)
+
+
+def test_where_prompts_cost_a_step_its_graph_they_are_not_cut_down_to_nothing():
+    """A decode step of 5 ms as a graph, 5 more where a prompt is in it: 40 ms are four times the shortest one."""
+    times, rng = StepTimes(), random.Random(1)
+    for _ in range(300):
+        observe(times, 1, rng=rng, base=5e-3, first_token=5e-3, per_decode=4e-5, per_token=2e-5)
+        room = times.within(40e-3)
+    assert room.decodes_alone == pytest.approx(35e-3 / 4e-5, rel=0.1)
+    assert room.decodes == pytest.approx(30e-3 / 4e-5, rel=0.1) and room.tokens == pytest.approx(30e-3 / 2e-5, rel=0.1)
+
+
+def test_they_change_with_the_device():
+    times = StepTimes()
+    observe(times, 300)
+    observe(times, 600, base=6e-3, per_decode=4e-5, per_token=4e-5)
+    room = times.within(3e-3)
+    assert room.decodes == pytest.approx(300, rel=0.15) and room.tokens == pytest.approx(300, rel=0.15)
+
+
+def test_steps_that_are_all_alike_do_not_undo_what_is_known():
+    times = StepTimes()
+    observe(times, 300)
+    times.within(3e-3)
+    for _ in range(20):
+        observe(times, 100, steps=(10, 0))
+        room = times.within(3e-3)
+    assert room.decodes == pytest.approx(10, rel=0.5) and room.tokens == pytest.approx(66, rel=0.5)
+
+
+@pytest.mark.parametrize("steps", [(127, 129), (0, 1), (1, 0)])
+def test_from_steps_that_say_nothing_come_finite_limits(steps):
+    times = StepTimes()
+    observe(times, 50, steps=steps)
+    assert all(0 <= value < 1e12 for value in times.within(3e-3))
+
+
+def decoding(seq_id):
+    seq = Sequence(seq_id, [1], SamplingParams(), seed=0, max_num_tokens=9)
+    seq.token_ids.append(2)
+    seq.num_computed_tokens, seq.in_worker = 1, True
+    return seq
+
+
+def test_who_comes_takes_nobodys_turn():
+    """Ten new ones come with every step, and stay for one: the three that are there all the time get on."""
+    steps = ShortSteps(3e-3)
+    for step_id, num_decodes in enumerate([1, 2, 5, 10] * 10):
+        steps.planned(StepPlan(step_id, [], [], [], [], decodes=[*range(num_decodes)]))
+        steps.computed(StepResult(step_id, [], {}, 1e-3 + 5e-4 * num_decodes))
+    old, turns = [decoding(i) for i in range(3)], 0
+    for count in range(1, 41):
+        everyone = [*old, *(decoding(100 * count + i) for i in range(10))]
+        taken, _, resting = steps.limit(everyone, False, 512)
+        assert len(taken) == 4 and len(resting) == 9
+        turns += len({*old} - resting)
+    assert turns > 80
+
+
+def test_the_end_of_a_prompt_waits_for_no_turn_and_takes_none():
+    """Other samples of the prompt may wait for it: it is computed as a chunk, which decodes may leave no token for."""
+    steps = ShortSteps(3e-3)
+    for step_id, num_decodes in enumerate([1, 2, 5, 10] * 10):
+        steps.planned(StepPlan(step_id, [], [], [], [], decodes=[*range(num_decodes)]))
+        steps.computed(StepResult(step_id, [], {}, 1e-3 + 5e-4 * num_decodes))
+    end = Sequence(99, [1, 2], SamplingParams(), seed=0, max_num_tokens=9)
+    end.num_computed_tokens, end.in_worker = 1, True
+    everyone = [*(decoding(i) for i in range(13)), end]
+    for _ in range(13):
+        taken, num_tokens, resting = steps.limit(everyone, False, 512)
+        assert end not in resting and len(taken) == 5 and num_tokens >= 5

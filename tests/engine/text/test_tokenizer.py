@@ -1,0 +1,212 @@
+"""Tokenizer: bytes of tokens, chat templates in a sandbox, clear errors."""
+
+import json
+import random
+import string
+import time
+
+import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+
+from engine.checkpoint.locate import BUNDLED_MODEL
+from engine.errors import InvalidRequestError, ModelError
+from engine.text.tokenizer import CUT_MARGIN, Tokenizer
+from tests.checkpoints import byte_tokenizer, save_fake_checkpoint
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return save_fake_checkpoint(tmp_path / "model")
+
+
+def test_round_trip_and_token_bytes(folder):
+    tokenizer = Tokenizer(folder)
+    ids = tokenizer.encode("héllo\n")
+    assert tokenizer.decode(ids) == "héllo\n"
+    assert b"".join(map(tokenizer.token_bytes, ids)) == "héllo\n".encode()
+    assert tokenizer.token_text(0xC3) == "bytes:\\xc3"
+    assert tokenizer.token_text(97) == "a"
+    assert tokenizer.token_bytes(999) == b""
+
+
+def test_chat_template_renders_and_adds_the_generation_prompt(folder):
+    tokenizer = Tokenizer(folder)
+    messages = [{"role": "user", "content": "Hi"}]
+    assert tokenizer.chat_prompt(messages).text == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.chat_prompt(messages, add_generation_prompt=False).text.endswith("<|im_end|>\n")
+    assert tokenizer.encode("<|im_end|>") == [257]
+
+
+@pytest.mark.parametrize(
+    "template, words",
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ ''.__class__.__mro__ }}", "refused"),
+        ("{{ messages[7].content }}", "refused"),
+        ("{% for %}", "refused"),
+        ("{{ 1 / 0 }}", "ZeroDivisionError"),
+    ],
+)
+def test_template_that_fails_is_the_requests_error(folder, template, words):
+    with pytest.raises(InvalidRequestError, match=words) as caught:
+        Tokenizer(folder, chat_template=template).chat_prompt([{"role": "user", "content": "x"}])
+    assert caught.value.param == "messages"
+
+
+def test_variables_of_a_request_cannot_replace_the_messages(folder):
+    tokenizer = Tokenizer(folder, chat_template="{{ messages[0].content }}{{ mood }}{{ eos_token }}")
+    rendered = tokenizer.chat_prompt([{"role": "user", "content": "x"}], mood="glad", eos_token="evil")
+    assert rendered.text == "xglad<|im_end|>"
+
+
+def test_without_template_the_error_says_what_to_do(tmp_path):
+    tokenizer = Tokenizer(save_fake_checkpoint(tmp_path, chat_template=None))
+    with pytest.raises(InvalidRequestError, match="--chat-template"):
+        tokenizer.chat_prompt([{"role": "user", "content": "x"}])
+
+
+def test_broken_tokenizer_file_is_a_model_error(folder):
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"tokenizer\.json"):
+        Tokenizer(folder)
+
+
+@pytest.mark.parametrize(
+    "name, content",
+    [
+        ("tokenizer_config.json", b"[" * 100_000),
+        ("tokenizer_config.json", b"[]"),
+        ("tokenizer_config.json", b"\xff"),
+        ("chat_template.jinja", b"\xff"),
+    ],
+)
+def test_damaged_settings_are_a_model_error(folder, name, content):
+    (folder / name).write_bytes(content)
+    with pytest.raises(ModelError, match=name):
+        Tokenizer(folder)
+
+
+def test_settings_of_another_shape_count_as_absent(folder):
+    settings = {"bos_token": {"content": "<s>"}, "eos_token": {}, "unk_token": 7, "chat_template": [[], {"name": "x"}]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer = Tokenizer(folder)
+    assert tokenizer.chat_template is None
+    rendered = tokenizer.template("{{ bos_token }}{{ eos_token }}{{ unk_token }}").render([], True, {})
+    assert rendered == "<s>"
+
+
+def test_sentencepiece_spelling(tmp_path):
+    backend = Backend(models.BPE(vocab={"\u2581the": 0, "<0xE2>": 1, "<0x82>": 2, "<0xAC>": 3, "s": 4}, merges=[]))
+    backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(tmp_path)
+    assert b"".join(map(tokenizer.token_bytes, [0, 4, 1, 2, 3])).decode() == " thes€"
+
+
+@pytest.mark.parametrize(
+    "settings, added, expected",
+    [
+        ({"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}, "<|endoftext|>", 256),
+        ({"bos_token": {"content": "<|im_start|>"}}, "<|pad|>", 256),
+        ({"bos_token": None, "eos_token": "<|im_end|>"}, "<|endoftext|>", 259),
+        ({"bos_token": "no such token", "eos_token": "<|im_end|>"}, "<|pad|>", 257),
+        ({}, "<|pad|>", None),
+    ],
+)
+def test_what_stands_at_the_beginning_of_a_document(tmp_path, settings, added, expected):
+    folder = save_fake_checkpoint(tmp_path / "model")
+    vocabulary = byte_tokenizer()
+    vocabulary.add_special_tokens([added])
+    vocabulary.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert Tokenizer(folder).document_separator == expected
+
+
+async def test_run_leaves_the_event_loop_free(folder):
+    tokenizer = Tokenizer(folder)
+    assert await tokenizer.run("", 2, tokenizer.encode, "ab", False) == [97, 98]
+    tokenizer.close()
+
+
+def metaspace_tokenizer():
+    """Unigram over U+2581, as SentencePiece has it."""
+    words = ["the", "fox", "a", "night", "in", "of", "one", "ght", "n", "is", "s"]
+    letters = sorted({*"abcdefghijklmnopqrstuvwxyz,.\n0123456789é的是一"} - {"a", "n", "s"})
+    pieces = [*(f"\u2581{word}" for word in words), *words, "\u2581"]
+    vocabulary = [
+        ("<unk>", -20.0),
+        *((piece, -3.0 - len(piece) / 9) for piece in pieces),
+        *((x, -9.0) for x in letters),
+    ]
+    tokenizer = Backend(models.Unigram(vocabulary, unk_id=0))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    return tokenizer
+
+
+def word_tokenizer():
+    words = ["the", "fox", "a", "night", "in", "##ght", "##n", "is", ",", "."]
+    letters = [x for letter in "abcdefghijklmnopqrstuvwxyz的是" for x in (letter, f"##{letter}") if x not in words]
+    vocabulary = {word: i for i, word in enumerate(["[UNK]", *words, *letters])}
+    tokenizer = Backend(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    return tokenizer
+
+
+TOKENIZERS = {
+    "bundled": lambda: Backend.from_file(str(BUNDLED_MODEL / "tokenizer.json")),
+    "bytes": byte_tokenizer,
+    "unigram": metaspace_tokenizer,
+    "wordpiece": word_tokenizer,
+}
+WORDS = [
+    "the ",
+    "fox ",
+    "night",
+    ", ",
+    ".\n",
+    "is ",
+    "é",
+    "的是一",
+    "12345 ",
+    "<|im_end|>",
+    "   ",
+    "\n\n",
+    "naïve ",
+    "😀👍🏽",
+]
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_a_part_of_a_text_has_the_tokens_of_the_whole(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr("engine.text.tokenizer.QUICK_CHARS", 256)
+    TOKENIZERS[kind]().save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(tmp_path)
+    rng = random.Random(0)
+    texts = ["".join(rng.choices(WORDS, k=3_000)) for _ in range(4)]
+    texts += ["".join(rng.choices(string.ascii_lowercase, k=6_000)), " " * 6_000, "a" * 6_000]
+    num_unread = 0
+    for text in texts:
+        whole = tokenizer.encode(text, False)
+        for count in (1, 40):
+            first = tokenizer.encode_part(text, False, count)
+            last = tokenizer.encode_part(text, False, count, from_end=True)
+            assert first.token_ids[:count] == whole[:count]
+            assert last.token_ids[-count:] == whole[-count:]
+            num_unread += first.num_unread + last.num_unread
+            for part in (first, last):
+                assert len(part.token_ids) >= count + CUT_MARGIN or part == (whole, 0)
+            assert tokenizer.encode_truncated(text, False, count) == whole[:count]
+    assert num_unread > 10_000
+
+
+def test_long_texts_are_read_as_far_as_their_tokens_are_needed(tmp_path):
+    TOKENIZERS["bundled"]().save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(tmp_path)
+    text = "".join(random.Random(0).choices(string.ascii_letters, k=1 << 22))
+    start = time.process_time()
+    for from_end in (False, True):
+        assert len(tokenizer.encode_part(text, True, 2_000, from_end).token_ids) < 20_000
+    assert time.process_time() - start < 0.5, "4 MB take seconds"

@@ -1,0 +1,51 @@
+"""The memory of the host tier, before a disk tier that answers when the test says so."""
+
+import torch
+
+from engine.executor.step import BlockMove, FetchBlocks
+from engine.worker.cache.host_cache import HostCache
+
+
+class Copier:
+    """Blocks of a byte each."""
+
+    block_bytes = 1
+
+    def __init__(self):
+        self.pool = torch.arange(8, dtype=torch.uint8).unsqueeze(1)
+
+    def pack(self, block_ids):
+        return self.pool[block_ids]
+
+    def unpack(self, packed, block_ids):
+        self.pool[block_ids] = packed
+
+
+class Disk:
+    def __init__(self):
+        self.stored, self.loads = {}, []
+
+    def store(self, digest, content, *, must=False):
+        self.stored[digest] = content
+
+    def load(self, digests, done):
+        self.loads.append(done)
+
+    def flush(self):
+        pass
+
+
+def test_a_block_whose_slot_goes_to_a_fetch_before_its_step_is_done_is_not_kept():
+    """What lies there by then is another block: under this digest it would be served as sound."""
+    disk, fetched = Disk(), []
+    cache = HostCache(Copier(), 2, torch.device("cpu"), disk)
+    moves = [BlockMove(5, 0, b"five"), BlockMove(6, 1, b"six")]
+    cache.offload(moves, torch.tensor([5, 6]))
+    cache.fetch(FetchBlocks(0, [b"seven"], [0]), fetched.append)
+    disk.loads.pop()([bytes([7])])
+    cache.keep(moves)
+    assert disk.stored == {b"six": bytes([6])}
+    assert [answer.num_blocks for answer in fetched] == [1]
+    cache.offload([BlockMove(4, 0, b"four")], torch.tensor([4]))
+    cache.keep([BlockMove(4, 0, b"four")])
+    assert disk.stored[b"four"] == bytes([4]), "the next one to lie there is kept again"

@@ -1,0 +1,278 @@
+"""Forced JSON: its numbers are what a double holds, and it ends within its tokens. Random walks over masks of rows."""
+
+import json
+import math
+
+import jsonschema
+import numpy as np
+import pytest
+
+from engine.checkpoint.locate import read_eos_token_ids, resolve_model
+from engine.config import EngineConfig
+from engine.grammars.compiler import fill_mask
+from engine.sampling_params import SamplingParams
+from engine.structured_output import StructuredOutput, Vocabulary
+from engine.text.tokenizer import Tokenizer
+from engine.worker.batch.input_batch import SampledAt
+from engine.worker.sampling.grammar_cache import GrammarCache
+from engine.worker.sampling.grammar_rows import GrammarRows
+from engine.worker.sampling.json_numbers import MAX_DIGITS
+from server.protocol.tools import Tool
+from server.tools.call_reader import CallReader
+from server.tools.events import Arguments
+from server.tools.formats import FORMATS
+from server.tools.grammar import CallGrammar
+from server.tools.thinking import after_thinking, rules_before_main
+
+PLACE = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "minLength": 2}, "unit": {"enum": ["celsius", "fahrenheit"]}},
+    "required": ["city", "unit"],
+    "additionalProperties": False,
+}
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "score": {"type": "number"},
+        "count": {"type": "integer", "minimum": 10},
+        "tags": {"type": "array", "items": {"type": "string"}, "minItems": 1},
+        "place": PLACE,
+    },
+    "required": ["name", "score", "count"],
+    "additionalProperties": False,
+}
+ANY = {"type": ["object", "array", "number", "string", "boolean", "null"]}
+SCHEMAS = {"object": {"type": "object"}, "schema": SCHEMA, "list": {"type": "array", "items": PLACE}, "any": ANY}
+TOOL = Tool.model_validate({"type": "function", "function": {"name": "rate", "parameters": SCHEMA}})
+NUM_PROMPT = 3
+BUDGET = 130  # tokens; the longest least is that of XML's tags, 102
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    tokenizer = Tokenizer(resolve_model(EngineConfig()))
+    yield tokenizer
+    tokenizer.close()
+
+
+@pytest.fixture(scope="module")
+def walker(tokenizer):
+    return Walker(tokenizer, read_eos_token_ids(resolve_model(EngineConfig())))
+
+
+class Walker:
+    """Texts of random tokens, each by its seed and position alone, so that a mask that is the same leads the same way.
+
+    Tokens of JSON's own characters come often, so that texts have some structure.
+    """
+
+    def __init__(self, tokenizer, ends):
+        self.ends = ends
+        self.cache = GrammarCache()
+        self.cache.set_vocabulary(Vocabulary(tokenizer.to_json(), tokenizer.vocab_size, ends))
+        self.compiler = self.cache._loaded()
+        texts = self.compiler.token_texts()
+        self._often = np.array([bool(text) and set(text) <= set(b'"}],:0eE </>\nparmet') for text in texts])
+        self._often[ends] = True
+
+    def rows(self, output, max_tokens):
+        rows = GrammarRows(self.cache, self.ends)
+        rows.add(0, SamplingParams(max_tokens=max_tokens, structured_output=output), NUM_PROMPT)
+        return rows
+
+    def mask(self, rows, ids, position):
+        at = SampledAt(np.array([0]), np.array([0]), np.array([position]))
+        words, failed = rows.masks(at, np.array([0]), ids)
+        assert not failed
+        return words[0]
+
+    def walk(self, output, max_tokens, seed, prefix=""):
+        """(token ids of a text, the mask of each); it has ended if the last is an end."""
+        rows = self.rows(output, max_tokens)
+        ids = np.zeros((1, NUM_PROMPT + max_tokens), np.int32)
+        given = self.compiler.tokens_of(prefix) if prefix else []
+        masks = []
+        for i in range(max_tokens):
+            masks.append(self.mask(rows, ids, NUM_PROMPT + i))
+            rng = np.random.default_rng([seed, i])
+            wish = rng.random(len(self._often)) + 0.9 * (self._often & (rng.random() < 0.5))
+            allowed = np.unpackbits(masks[-1].view(np.uint8), count=len(wish), bitorder="little").astype(bool)
+            token_id = given[i] if i < len(given) else int(np.where(allowed, wish, -1).argmax())
+            assert allowed[token_id]
+            ids[0, NUM_PROMPT + i] = token_id
+            if token_id in self.ends:
+                break
+        return ids[0, NUM_PROMPT : NUM_PROMPT + i + 1].tolist(), masks
+
+    def text(self, ids):
+        return self.compiler.text_of([token_id for token_id in ids if token_id not in self.ends])
+
+
+def calls(form, tokenizer):
+    return CallGrammar(form, [TOOL], False, tokenizer).required()
+
+
+def is_sane(value):
+    if isinstance(value, dict | list):
+        return all(map(is_sane, value.values() if isinstance(value, dict) else value))
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return not isinstance(value, int) or abs(value) < 10**MAX_DIGITS
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+@pytest.mark.parametrize("lenient", [False, True])
+def test_json_ends_within_its_tokens(walker, name, lenient):
+    output = StructuredOutput.json_schema(SCHEMAS[name], lenient=lenient)
+    lengths = set()
+    for seed in range(8):
+        ids, _ = walker.walk(output, BUDGET, seed)
+        assert ids[-1] in walker.ends, walker.text(ids)
+        value = json.loads(walker.text(ids))
+        jsonschema.validate(value, SCHEMAS[name])
+        assert is_sane(value)
+        lengths.add(len(ids))
+    assert max(lengths) > BUDGET - 8 or name == "any", "no text came near its last token"
+
+
+def test_an_end_is_found_behind_a_pattern_that_hides_it(walker):
+    """The search is lost within the code, whose last letter it does not come to, and looks again behind it."""
+    code = {"type": "string", "pattern": "^[0-9]+Q$"}
+    schema = {"type": "object", "properties": {"code": code, "name": {"type": "string"}}, "required": ["code", "name"]}
+    output = StructuredOutput.json_schema(schema)
+    for seed in range(4):
+        ids, _ = walker.walk(output, 150, seed, prefix='{"code":"12Q","name":"')
+        assert ids[-1] in walker.ends, walker.text(ids)
+        jsonschema.validate(json.loads(walker.text(ids)), schema)
+
+
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+def test_calls_end_within_their_tokens(walker, tokenizer, form):
+    for seed in range(5):
+        ids, _ = walker.walk(calls(form, tokenizer), BUDGET, seed)
+        assert ids[-1] in walker.ends, walker.text(ids)
+        reader = CallReader(form, {"rate": SCHEMA}, certain=True, only_calls=True)
+        events = [*reader.feed(walker.text(ids)), *reader.finish(cut=False)]
+        arguments = json.loads("".join(event.text for event in events if isinstance(event, Arguments)))
+        if form.name != "qwen3_coder":  # whose bare strings have no lengths below an object
+            jsonschema.validate(arguments, SCHEMA)
+        assert is_sane(arguments) and not reader.unfinished
+
+
+@pytest.mark.parametrize("name", [*SCHEMAS, "hermes", "mistral"])
+def test_a_text_that_ends_by_itself_in_time_is_not_changed(walker, tokenizer, name):
+    """Not even where it takes the very last token. A sequence that comes back gets the masks that it had."""
+    output = StructuredOutput.json_schema(SCHEMAS[name]) if name in SCHEMAS else calls(FORMATS[name], tokenizer)
+    ended = 0
+    for seed in range(4):
+        ids, _ = walker.walk(output, 700, seed)
+        if ids[-1] not in walker.ends or len(ids) > 500:
+            continue
+        ended += 1
+        again, masks = walker.walk(output, len(ids), seed)
+        assert again == ids
+        padded = np.array([[*[0] * NUM_PROMPT, *ids]], np.int32)
+        for i in (len(ids) - 1, len(ids) // 2):
+            fresh = walker.rows(output, len(ids))
+            assert (walker.mask(fresh, padded, NUM_PROMPT + i) == masks[i]).all()
+    assert ended
+
+
+def unlimited(walker, output, ids):
+    """Masks of the grammar alone."""
+    matcher = walker.compiler.compile(output)
+    words = np.zeros(walker.compiler.num_words, np.int32)
+    for token_id in ids:
+        fill_mask(matcher, words)
+        yield words.copy()
+        matcher.consume_token(token_id)
+
+
+OPEN = {
+    "a schema that needs more": (StructuredOutput.json_schema(SCHEMA), 12),
+    "a hundred items": (StructuredOutput.json_schema({"type": "array", "items": PLACE, "minItems": 100}), 40),
+    "a regex": (StructuredOutput("regex", '"[a-z]*[0-9]*"'), 40),
+    "a grammar of the client's": (StructuredOutput("grammar", "start: /[0-9]+/"), 60),
+}
+
+
+@pytest.mark.parametrize("name", [*OPEN, "thinking", "free text before calls"])
+def test_what_cannot_end_in_time_and_what_is_no_json_is_left_alone(walker, tokenizer, name):
+    if name == "thinking":
+        output, budget = after_thinking(StructuredOutput.json_schema(SCHEMA), rules_before_main(tokenizer, True)), 40
+    elif name == "free text before calls":
+        output, budget = CallGrammar(FORMATS["hermes"], [TOOL], False, tokenizer).after_text(), 40
+    else:
+        output, budget = OPEN[name]
+    for seed in range(3):
+        ids, masks = walker.walk(output, budget, seed)
+        assert all((ours == theirs).all() for ours, theirs in zip(masks, unlimited(walker, output, ids), strict=True))
+
+
+def digits_of(walker, schema, prefix, seed=0):
+    ids, _ = walker.walk(StructuredOutput.json_schema(schema), len(prefix) + 700, seed, prefix)
+    return walker.text(ids)
+
+
+@pytest.mark.parametrize("prefix", ["9" * MAX_DIGITS, "-" + "9" * MAX_DIGITS, "1." + "3" * MAX_DIGITS, "9e30", "123E3"])
+def test_numbers_have_an_end(walker, prefix):
+    for seed in range(6):
+        text = digits_of(walker, {"type": "number"}, prefix, seed)
+        assert text.startswith(prefix) and is_sane(json.loads(text))
+    in_object = digits_of(walker, {"type": "object", "additionalProperties": {"type": "number"}}, f'{{"a":{prefix}')
+    assert is_sane(json.loads(in_object))
+
+
+def allowed_after(walker, schema, prefix, text):
+    """Whether `text` may come behind `prefix`."""
+    output = StructuredOutput.json_schema(schema)
+    ids = walker.compiler.tokens_of(prefix)
+    padded = np.array([[*[0] * NUM_PROMPT, *ids, 0]], np.int32)
+    words = walker.mask(walker.rows(output, 2000), padded, NUM_PROMPT + len(ids))
+    (token_id,) = walker.compiler.tokens_of(text)
+    return bool(words[token_id >> 5] >> (token_id & 31) & 1)
+
+
+def test_what_numbers_may_be(walker):
+    number, integer = {"type": "number"}, {"type": "integer"}
+    for prefix, digit, allowed in (
+        ("1e30", "7", True),
+        ("1e30", "8", False),
+        ("1e-30", "9", True),
+        ("1e-309", "9", False),
+        ("12e+30", "6", True),
+        ("12e+30", "7", False),
+        ("1e", "9", True),
+        ("9" * (MAX_DIGITS - 1), "9", True),
+        ("9" * MAX_DIGITS, "9", False),
+        ("9" * MAX_DIGITS, ".", True),
+        ("0." + "9" * MAX_DIGITS, "9", False),
+        ("0." + "9" * MAX_DIGITS, "e", True),
+    ):
+        assert allowed_after(walker, number, prefix, digit) is allowed, (prefix, digit)
+    assert not allowed_after(walker, integer, "9" * MAX_DIGITS, "9")
+
+
+def test_digits_of_texts_and_of_what_a_schema_asks_for_are_left_alone(walker):
+    digits = "9" * MAX_DIGITS
+    for schema, prefix in (
+        ({"type": "string"}, f'"{digits}'),
+        ({"type": "string"}, '"1e99'),
+        ({"type": "string", "pattern": "^[0-9]{50}$"}, f'"{digits}'),
+        ({"type": "object", "patternProperties": {"^[0-9]+$": {}}, "additionalProperties": False}, f'{{"{digits}'),
+    ):
+        assert allowed_after(walker, schema, prefix, "9"), schema
+
+
+def test_a_grammar_that_is_slow_to_match_is_left_alone(walker, monkeypatch):
+    """What the search may take of the step's thread has a limit, then the text is cut as any other form is."""
+    output = StructuredOutput.json_schema(SCHEMA, lenient=True)
+    walker.rows(output, BUDGET)
+    monkeypatch.setattr("engine.worker.sampling.grammar_ends.MAX_SECONDS", -1.0)
+    ids, masks = walker.walk(output, 60, 1)
+    assert all((ours == theirs).all() for ours, theirs in zip(masks, unlimited(walker, output, ids), strict=True))
+    walker.cache._endings.clear()
+    walker.cache._matchers.clear()
+    monkeypatch.setattr("engine.worker.sampling.grammar_ends.MAX_FIRST_SECONDS", -1.0)
+    assert walker.cache.start(output) is not None and walker.cache.limits(output)[2].window == 0

@@ -1,0 +1,436 @@
+"""/v1/messages through Anthropic's own client, whose types every answer and event must be."""
+
+import json
+
+import anthropic
+import pydantic
+import pytest
+from anthropic.types import ErrorResponse, Message, RawMessageStreamEvent
+
+from server.output.message_output import MessageOutput
+from server.protocol.anthropic.answers import AnthropicErrorEnvelope
+from server.tools.events import Arguments, CallStart, Content, Reasoning
+from tests.server.live import MODEL, LiveServer, chat_prompt, expected_text
+
+PATH = "/v1/messages"
+EVENT = pydantic.TypeAdapter(RawMessageStreamEvent)
+TEXT = expected_text(chat_prompt("hello"), 1, 8)
+HELLO = [{"role": "user", "content": "hello"}]
+SEED = {"seed": 1}
+
+
+@pytest.fixture(scope="module")
+def api(server):
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as api:
+        yield api
+
+
+def body(**fields) -> dict:
+    return {"model": MODEL, "messages": HELLO, "max_tokens": 8, "seed": 1} | fields
+
+
+def prompt_of(*messages: tuple[str, str], end: str = "assistant\n") -> list[int]:
+    ids = [part for role, text in messages for part in (256, *f"{role}\n{text}".encode(), 257, *b"\n")]
+    return [*ids, 256, *end.encode()]
+
+
+def assert_error(response, status: int, kind: str, start: str = "") -> str:
+    assert response.status_code == status, response.text
+    assert set(response.json()) == {"type", "error"} and set(response.json()["error"]) == {"type", "message"}
+    error = ErrorResponse.model_validate(response.json()).error
+    assert error.type == kind and error.message.startswith(start), error
+    assert response.headers["request-id"] == response.headers["x-request-id"]
+    return error.message
+
+
+def frames(raw: str) -> list[dict]:
+    """The data of each event; checks the framing and the types."""
+    found = []
+    for frame in raw[:-2].split("\n\n"):
+        if frame.startswith(":"):
+            continue
+        name, data = frame.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {event['type']}"
+        if event["type"] not in ("ping", "error"):
+            EVENT.validate_python(event)
+        found.append(event)
+    return found
+
+
+def stream(client, **fields) -> list[dict]:
+    response = client.post(PATH, json=body(stream=True, **fields))
+    assert response.headers["content-type"] == "text/event-stream; charset=utf-8", response.text
+    return frames(response.text)
+
+
+def test_a_message(api):
+    message = api.messages.create(model=MODEL, messages=HELLO, max_tokens=8, extra_body=SEED)
+    Message.model_validate(message.model_dump(), strict=True)
+    assert message.id.startswith("msg_") and message.role == "assistant" and message.model == MODEL
+    assert [(block.type, block.text) for block in message.content] == [("text", TEXT)]
+    assert message.stop_reason == "max_tokens" and message.stop_sequence is None
+    usage = message.usage
+    assert usage.output_tokens == 8 and usage.cache_creation_input_tokens == 0
+    assert usage.input_tokens + usage.cache_read_input_tokens == len(chat_prompt("hello"))
+    assert message._request_id.startswith("req-")
+
+
+@pytest.mark.parametrize("budget", [5, "2000", 1024.5])
+def test_a_budget_is_a_wish_within_the_documented_range(client, budget):
+    thinking = {"type": "enabled", "budget_tokens": budget}
+    response = client.post(PATH, json=body(thinking=thinking))
+    assert response.status_code == 400 and "thinking.budget_tokens" in response.json()["error"]["message"]
+    assert client.post(PATH, json=body(thinking=thinking | {"budget_tokens": 1024})).status_code == 200
+
+
+def test_a_stop_sequence_is_named(api, client):
+    stop = TEXT[4:6]
+    message = api.messages.create(
+        model=MODEL, messages=HELLO, max_tokens=8, stop_sequences=["never", stop], extra_body=SEED
+    )
+    assert message.content[0].text == TEXT[: TEXT.index(stop)]
+    assert message.stop_reason == "stop_sequence" and message.stop_sequence == stop
+    *_, delta, end = stream(client, stop_sequences=[stop])
+    assert delta["delta"] == {"stop_reason": "stop_sequence", "stop_sequence": stop} and end["type"] == "message_stop"
+
+
+def test_the_end_of_the_turn(folder):
+    with LiveServer(folder, "--eos-every", "5") as live, live.client() as client:
+        message = client.post(PATH, json=body(max_tokens=200)).json()
+        assert message["stop_reason"] == "end_turn"
+        assert stream(client, max_tokens=200)[-2]["delta"]["stop_reason"] == "end_turn"
+
+
+def test_events_come_in_order_and_add_up(client):
+    found = stream(client)
+    deltas = [event["delta"]["text"] for event in found if event["type"] == "content_block_delta"]
+    assert "".join(deltas) == TEXT and len(deltas) > 1
+    others = [event["type"] for event in found if event["type"] != "content_block_delta"]
+    start = ["message_start", "content_block_start", "ping"]
+    assert others == [*start, "content_block_stop", "message_delta", "message_stop"]
+    assert found[0]["message"]["content"] == [] and found[0]["message"]["stop_reason"] is None
+    assert found[1]["content_block"] == {"type": "text", "text": ""}
+    whole = client.post(PATH, json=body()).json()
+    assert "".join(deltas) == whole["content"][0]["text"]
+    assert found[-2]["delta"]["stop_reason"] == whole["stop_reason"] == "max_tokens"
+    assert found[-2]["usage"]["output_tokens"] == whole["usage"]["output_tokens"] == 8
+
+
+def test_the_stream_helper(api):
+    with api.messages.stream(model=MODEL, messages=HELLO, max_tokens=8, extra_body=SEED) as events:
+        assert "".join(events.text_stream) == TEXT
+        message = events.get_final_message()
+    assert message.content[0].text == TEXT and message.usage.output_tokens == 8
+
+
+async def test_the_asynchronous_client(server):
+    async with anthropic.AsyncAnthropic(base_url=server.url, api_key="none", max_retries=0) as api:
+        message = await api.messages.create(model=MODEL, messages=HELLO, max_tokens=8, extra_body=SEED)
+        assert message.content[0].text == TEXT
+        async with api.messages.stream(model=MODEL, messages=HELLO, max_tokens=8, extra_body=SEED) as events:
+            assert "".join([text async for text in events.text_stream]) == TEXT
+        raw = await api.messages.create(model=MODEL, messages=HELLO, max_tokens=8, stream=True)
+        assert [event.type async for event in raw][-1] == "message_stop"
+
+
+def test_system_and_turns(api):
+    asked = [
+        {"role": "user", "content": "a"},
+        {"role": "user", "content": [{"type": "text", "text": "b", "cache_control": {"type": "ephemeral"}}]},
+        {"role": "assistant", "content": [{"type": "text", "text": "c"}, {"type": "text", "text": "d"}]},
+        {"role": "user", "content": "e"},
+    ]
+    prompt = prompt_of(("system", "be\nbrief"), ("user", "a\nb"), ("assistant", "c\nd"), ("user", "e"))
+    for system in ("be\nbrief", [{"type": "text", "text": "be"}, {"type": "text", "text": "brief"}]):
+        message = api.messages.create(model=MODEL, messages=asked, system=system, max_tokens=8, extra_body=SEED)
+        assert message.content[0].text == expected_text(prompt, 1, 8)
+    count = api.messages.count_tokens(model=MODEL, messages=asked, system="be\nbrief")
+    assert count.input_tokens == len(prompt)
+
+
+def test_an_answer_that_was_begun_goes_on(api):
+    asked = [*HELLO, {"role": "assistant", "content": "Once"}]
+    message = api.messages.create(model=MODEL, messages=asked, max_tokens=8, extra_body=SEED)
+    assert message.content[0].text == expected_text(prompt_of(("user", "hello"), end="assistant\nOnce"), 1, 8)
+
+
+def test_a_conversation_goes_on_with_what_the_client_got(api):
+    first = api.messages.create(model=MODEL, messages=HELLO, max_tokens=8, extra_body=SEED)
+    asked = [*HELLO, {"role": "assistant", "content": first.content}, {"role": "user", "content": "more"}]
+    second = api.messages.create(model=MODEL, messages=asked, max_tokens=8, extra_body=SEED)
+    prompt = prompt_of(("user", "hello"), ("assistant", TEXT), ("user", "more"))
+    assert second.content[0].text == expected_text(prompt, 1, 8)
+
+
+def test_what_the_cache_holds_is_counted_apart(folder):
+    long = [{"role": "user", "content": "x" * 100}]
+    with LiveServer(folder) as live, live.client() as client:
+        for cached in (0, 112):
+            usage = client.post(PATH, json=body(messages=long)).json()["usage"]
+            assert usage["cache_read_input_tokens"] == cached
+            assert usage["input_tokens"] + cached == len(chat_prompt("x" * 100))
+        assert stream(client, messages=long)[0]["message"]["usage"]["cache_read_input_tokens"] == 112
+
+
+@pytest.mark.parametrize(
+    "fields, start",
+    [
+        ({"max_tokens": None}, "max_tokens is required"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 600}, "input length and `max_tokens` exceed context limit: 24 + 600 > 512, decrease"),
+        ({"messages": []}, "messages must hold"),
+        ({"messages": "hello"}, "messages must be a list"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": 1}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": "x", "name": "y"}]}, "messages[0].name"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "y": 1}]}]}, "messages[0].content"),
+        ({"system": 1}, "system"),
+        ({"temperature": 1.5}, "temperature"),
+        ({"top_p": 2}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"stop_sequences": [""]}, "stop"),
+        ({"stop_sequences": "x"}, "stop_sequences"),
+        ({"stop": ["x"]}, "stop"),
+        ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
+        ({"thinking": {"type": "always"}}, "thinking.type"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": {"type": 1}}}}, "output_config.format"),
+        ({"service_tier": "priority"}, "service_tier"),
+        ({"container": "c"}, "container"),
+        ({"unheard_of": 1}, "unheard_of"),
+    ],
+    ids=str,
+)
+def test_errors_name_the_field(client, fields, start):
+    assert_error(client.post(PATH, json=body(**fields)), 400, "invalid_request_error", start)
+
+
+def test_errors_of_every_layer_are_anthropics(client, folder):
+    assert_error(client.post(PATH, json=body(model="other")), 404, "not_found_error", "The model 'other'")
+    assert_error(
+        client.post(PATH, content=b"{", headers={"content-type": "application/json"}), 400, "invalid_request_error"
+    )
+    assert_error(client.get(PATH), 405, "invalid_request_error")
+    assert_error(client.post(f"{PATH}/batches", json={}), 404, "not_found_error")
+    with LiveServer(folder, "--load-seconds", "3", wait=False) as live, live.client() as loading:
+        refused = loading.post(PATH, json=body())
+        assert_error(refused, 529, "overloaded_error")
+        assert int(refused.headers["retry-after"]) >= 1
+
+
+@pytest.mark.parametrize("field", ["container", "mcp_servers"])
+def test_what_anthropic_documents_and_this_server_lacks_is_not_called_unknown(client, field):
+    said = assert_error(client.post(PATH, json=body(**{field: {"a": 1}})), 400, "invalid_request_error")
+    assert said == f"{field} is not supported by this server: leave it out."
+
+
+def test_keys(folder):
+    with LiveServer(folder, api_key=("sesame",)) as live:
+        with live.client() as client:
+            assert_error(client.post(PATH, json=body()), 401, "authentication_error")
+            keyed = {"x-api-key": "sesame"}
+            assert client.post(PATH, json=body(), headers=keyed).status_code == 200
+            assert client.post(PATH, json=body(), headers={"authorization": "Bearer sesame"}).status_code == 200
+            assert client.get("/v1/models", headers=keyed).status_code == 401, "that header is of these routes only"
+            wrong = {"x-api-key": "sesame", "authorization": "Bearer wrong"}
+            assert client.post(PATH, json=body(), headers=wrong).status_code == 401
+        for key, error in (("sesame", None), ("wrong", anthropic.AuthenticationError)):
+            with anthropic.Anthropic(base_url=live.url, api_key=key, max_retries=0) as api:
+                if error is None:
+                    assert api.messages.create(model=MODEL, messages=HELLO, max_tokens=1).content
+                    continue
+                with pytest.raises(error):
+                    api.messages.create(model=MODEL, messages=HELLO, max_tokens=1)
+
+
+def test_a_failure_after_the_headers(folder):
+    with LiveServer(folder, "--fail-on-token", str(TEXT.encode()[2])) as live, live.client() as client:
+        *_, error = stream(client, max_tokens=40)
+        assert error["type"] == "error" and error["error"]["type"] == "api_error"
+        assert_error(client.post(PATH, json=body(max_tokens=40)), 500, "api_error")
+        with anthropic.Anthropic(base_url=live.url, api_key="none", max_retries=0) as api:
+            with (
+                pytest.raises(anthropic.APIStatusError),
+                api.messages.stream(model=MODEL, messages=HELLO, max_tokens=40, extra_body=SEED) as events,
+            ):
+                list(events)
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"animal": {"enum": ["fox", "cat"]}},
+    "required": ["animal"],
+    "additionalProperties": False,
+}
+TOOL = {"name": "find", "description": "finds animals", "input_schema": SCHEMA}
+CALLED = [
+    {"role": "user", "content": "find it"},
+    {
+        "role": "assistant",
+        "content": [
+            {"type": "thinking", "thinking": "hm", "signature": ""},
+            {"type": "text", "text": "I look."},
+            {"type": "tool_use", "id": "t1", "name": "find", "input": {"animal": "fox"}},
+        ],
+    },
+    {
+        "role": "user",
+        "content": [
+            {
+                "type": "tool_result",
+                "tool_use_id": "t1",
+                "content": [{"type": "text", "text": "gone"}],
+                "is_error": True,
+            },
+            {"type": "text", "text": "again"},
+        ],
+    },
+]
+
+
+USE = {"type": "tool_use", "id": "t2", "name": "find", "input": {}}
+
+
+def test_blocks_are_the_messages_of_a_chat(api, client):
+    call = {"id": "t1", "type": "function", "function": {"name": "find", "arguments": '{"animal": "fox"}'}}
+    function = {"name": "find", "description": "finds animals", "parameters": SCHEMA}
+    chat = {
+        "messages": [
+            {"role": "user", "content": "find it"},
+            {"role": "assistant", "reasoning_content": "hm", "content": "I look.", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "t1", "content": "Error: gone"},
+            {"role": "user", "content": "again"},
+        ],
+        "tools": [{"type": "function", "function": function}],
+    }
+    expected = client.post("/tokenize", json=chat).json()["count"]
+    assert api.messages.count_tokens(model=MODEL, messages=CALLED, tools=[TOOL]).input_tokens == expected
+
+
+@pytest.mark.parametrize(
+    "fields, start",
+    [
+        ({"tools": [TOOL, TOOL]}, "tools[1].name"),
+        ({"tools": [TOOL | {"name": "a b"}]}, "tools[0].name"),
+        ({"tools": [TOOL | {"input_schema": {"type": "array"}}]}, "tools[0].input_schema.type"),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice"),
+        (
+            {"messages": [*CALLED[:1], {"role": "assistant", "content": [USE | {"id": ""}]}]},
+            "messages[1].content[0].id",
+        ),
+        (
+            {"messages": [*CALLED[:1], {"role": "assistant", "content": [USE | {"name": "n" * 257}]}]},
+            "messages[1].content[0].name",
+        ),
+    ],
+    ids=str,
+)
+def test_errors_of_tools_name_the_field(client, fields, start):
+    message = assert_error(client.post(PATH, json=body(**fields)), 400, "invalid_request_error", start)
+    assert "function" not in message.split(" ")[0]
+
+
+def test_thinking_and_calls_are_blocks_with_events_of_their_own():
+    output = MessageOutput(streamed=True)
+    said = [Reasoning("a"), Reasoning("b"), Content("c"), CallStart(0, "call_1", "find"), Arguments(0, '{"x":')]
+    raw = b"".join(output.take(part) for part in [*said, Arguments(0, "1}"), CallStart(1, "call_2", "find")])
+    found = frames((raw + output.take(Arguments(1, "{")) + output.finish()).decode())
+    kinds = [(event["type"].removeprefix("content_block_"), event.get("index")) for event in found]
+    start = [("start", 0), ("ping", None), ("delta", 0), ("delta", 0), ("stop", 0)]
+    text, call = [("start", 1), ("delta", 1), ("stop", 1)], [("start", 2), ("delta", 2), ("delta", 2), ("stop", 2)]
+    assert kinds == [*start, *text, *call, ("start", 3), ("delta", 3), ("stop", 3)]
+    thought, said_text, first, second = output.blocks
+    assert thought == {"type": "thinking", "thinking": "ab", "signature": ""} and said_text["text"] == "c"
+    assert first == {"type": "tool_use", "id": "toolu_1", "name": "find", "input": {"x": 1}}
+    assert second["input"] == {}, "of a call that was cut nothing can be said but in a stream"
+
+
+def test_a_call_that_is_forced(bundled_server):
+    with anthropic.Anthropic(base_url=bundled_server, api_key="none", max_retries=0) as api:
+        asked = [{"role": "user", "content": "Find an animal."}]
+        for choice in ({"type": "any"}, {"type": "tool", "name": "find", "disable_parallel_tool_use": True}):
+            with api.messages.stream(
+                model="pageserve", messages=asked, tools=[TOOL], tool_choice=choice, max_tokens=200
+            ) as events:
+                streamed = events.get_final_message()
+            assert streamed.content[0].input["animal"] in ("fox", "cat")
+        message = api.messages.create(
+            model="pageserve", messages=asked, tools=[TOOL], tool_choice=choice, max_tokens=200
+        )
+        (block,) = message.content
+        assert block.type == "tool_use" and block.input["animal"] in ("fox", "cat")
+        assert message.stop_reason == streamed.stop_reason == "tool_use"
+        result = {"type": "tool_result", "tool_use_id": block.id, "content": "found"}
+        asked += [{"role": "assistant", "content": message.content}, {"role": "user", "content": [result]}]
+        again = api.messages.create(model="pageserve", messages=asked, tools=[TOOL], max_tokens=8)
+        assert again.stop_reason in ("end_turn", "max_tokens", "tool_use")
+
+
+def test_the_tool_runner_goes_on_without_a_thread(client, bundled_server):
+    """Anthropic's client asks for a conversation that the server keeps, until it hears that there is none."""
+    refused = client.post(PATH, json=body(thread={"type": "create"}))
+    AnthropicErrorEnvelope.model_validate(refused.json())
+    error = refused.json()["error"]
+    assert refused.status_code == 400 and error["message"].startswith("thread is not supported")
+    assert error["details"]["error_code"] == "thread_unsupported_request"
+    asked = []
+
+    @anthropic.beta_tool
+    def find(animal: str) -> str:
+        """Finds animals.
+
+        Args:
+            animal: which
+        """
+        asked.append(animal)
+        return "found"
+
+    with anthropic.Anthropic(base_url=bundled_server, api_key="none", max_retries=0) as api:
+        runner = api.beta.messages.tool_runner(
+            model="pageserve",
+            messages=[{"role": "user", "content": "Find an animal."}],
+            tools=[find],
+            tool_choice={"type": "any", "disable_parallel_tool_use": True},
+            max_tokens=300,
+            max_iterations=2,
+            extra_body={"temperature": 0},
+        )
+        messages = list(runner)
+    assert [message.stop_reason for message in messages] == ["tool_use", "tool_use"]
+    assert asked[:1] == [messages[0].content[0].input["animal"]]
+
+
+def test_the_bundled_model(bundled_server):
+    schema = {"type": "object", "properties": {"name": {"enum": ["fox", "cat"]}}, "required": ["name"]}
+    schema["additionalProperties"] = False
+    with anthropic.Anthropic(base_url=bundled_server, api_key="none", max_retries=0) as api:
+        asked = [{"role": "user", "content": "Tell me a story about a fox."}]
+        greedy = {"temperature": 0}
+        with api.messages.stream(
+            model="pageserve", messages=asked, system="Be kind.", max_tokens=24, extra_body=greedy
+        ) as events:
+            text = "".join(events.text_stream)
+            message = events.get_final_message()
+        assert text and message.content[0].text == text and message.stop_reason in ("end_turn", "max_tokens")
+        form = {"format": {"type": "json_schema", "schema": schema}}
+        answer = api.messages.create(
+            model="pageserve",
+            messages=asked,
+            max_tokens=200,
+            output_config=form,
+            extra_body=greedy,
+        )
+        assert json.loads(answer.content[0].text)["name"] in ("fox", "cat")
+
+
+def test_no_block_of_a_system_message_is_no_system_message(client):
+    counts = [
+        client.post(PATH, json=body() | fields).json()["usage"]["input_tokens"] for fields in ({}, {"system": []})
+    ]
+    assert counts[0] == counts[1] > 0
