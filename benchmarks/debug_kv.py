@@ -23,7 +23,7 @@ from engine.sampling_params import SamplingParams
 from engine.scheduling.scheduler import Scheduler
 from engine.telemetry.kv_view import kv_view
 from engine.telemetry.step_log import NUM_RECORDS, StepLog
-from server.output.sse import encode_json
+from server.http.body import encode_json
 from server.routes.debug_kv import COST_FACTOR, MIN_AGE
 
 BLOCK_SIZE = 16

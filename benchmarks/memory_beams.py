@@ -15,9 +15,8 @@ from engine.config import EngineConfig
 from engine.executor.step import StepPlan, StepResult
 from engine.memory.block_manager import BlockManager
 from engine.memory.sequence import Sequence
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import BeamSearchParams, SamplingParams
 from engine.scheduling.beam_group import BeamGroup, begin_search
-from engine.scheduling.beam_search import BeamSearchParams
 from engine.scheduling.scheduler import Scheduler
 from engine.text.tokenizer import Tokenizer
 from engine.worker.device.host import set_threads

@@ -19,14 +19,20 @@ from functools import partial
 from engine.checkpoint.locate import model_identity, read_eos_token_ids, resolve_model, resolve_tokenizer
 from engine.checkpoint.pooling import pooling_of_model, read_pooling
 from engine.config import EngineConfig
-from engine.errors import DeadlineError, EngineError, InvalidRequestError, PageserveError, UnavailableError
+from engine.errors import (
+    DeadlineError,
+    EngineError,
+    InvalidRequestError,
+    PageserveError,
+    UnavailableError,
+    WorkerDiedError,
+)
 from engine.executor.child_process import kill_children
-from engine.executor.executor import WORKER_COMMAND, Executor, NoRoomError, WorkerDiedError
+from engine.executor.executor import WORKER_COMMAND, Executor, NoRoomError, flush
 from engine.executor.recovery import Recovery
 from engine.executor.step import FetchedBlocks, GrammarPrepared, StartWorker, StepPlan, StepResult, WorkerReady
 from engine.executor.step_durations import StepDurations
 from engine.executor.timeouts import within
-from engine.flush import flush
 from engine.grammars.service import GrammarService, failure
 from engine.memory.block_manager import BlockManager
 from engine.memory.host_tier import HostTier
@@ -38,8 +44,8 @@ from engine.requests.model_info import ModelInfo, check_request, fits_still
 from engine.requests.queue_limits import QueueLimits
 from engine.requests.stream import RequestStream
 from engine.sampling_defaults import read_sampling_defaults
+from engine.sampling_params import check_beams
 from engine.scheduling.beam_group import begin_search
-from engine.scheduling.beam_search import check_beams
 from engine.scheduling.prefetch import Prefetcher
 from engine.scheduling.scheduler import Scheduler
 from engine.structured_output import Vocabulary

@@ -78,3 +78,14 @@ class DeadlineError(PageserveError):
 
 class EngineError(PageserveError):
     """An accepted request that the engine could not finish (a dead Worker, non-finite logits, a bug)."""
+
+
+class WorkerDiedError(EngineError):
+    """The Worker process ended, hung, or broke the protocol: it is of no use any more.
+
+    `from_outside`: somebody killed or stopped it, or it had not begun to compute. No request can be guilty of that.
+    """
+
+    def __init__(self, message: str, *, from_outside: bool = False) -> None:
+        super().__init__(message)
+        self.from_outside = from_outside

@@ -24,8 +24,7 @@ from engine.outputs import CompletionOutput, FinishReason, PromptLogprobs, Reque
 from engine.request import Request
 from engine.requests.model_info import check_request
 from engine.sampling_defaults import SamplingDefaults
-from engine.sampling_params import SamplingParams
-from engine.scheduling.beam_search import BeamSearchParams
+from engine.sampling_params import BeamSearchParams, SamplingParams
 from engine.settings import from_keywords
 from engine.text.bad_words import resolve_bans
 from engine.text.tokenizer import Tokenizer

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import msgspec
 
 from engine.memory.sequence import Sequence
-from engine.sampling_params import SamplingParams
-from engine.scheduling.beam_search import BeamSearchParams
+from engine.sampling_params import BeamSearchParams, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,3 +61,13 @@ def cpu_kernels() -> ModuleType | None:
     except ImportError:
         return None
     return cpu
+
+
+@cache
+def device_sizes(device: torch.device) -> tuple[int, int]:
+    """(compute capability, number of SMs). The interpreter counts as a small sm_80, so that its tests see both one
+    split and several."""
+    if device.type != "cuda":
+        return 80, 8
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor, torch.cuda.get_device_properties(device).multi_processor_count

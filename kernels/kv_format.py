@@ -12,6 +12,11 @@ divided is above. Its dtype names the format.
 
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
+SMALLEST = 1e-30  # of a row's largest magnitude: below it 1 / scale would overflow
+
 PARAMETER_BYTES = 4
 
 
@@ -46,8 +51,14 @@ FP8 = KVFormat("fp8", 2, 8, "float8_e4m3fn")
 INT4 = KVFormat("int4", 3, 4, "uint8")
 
 KV_FORMATS = {kv_format.name: kv_format for kv_format in (INT8, FP8, INT4)}
+_FORMATS = {getattr(torch, kv_format.dtype_name): kv_format for kv_format in KV_FORMATS.values()}
 
 
 def find_kv_format(kv_cache_dtype: str) -> KVFormat | None:
     """The format that --kv-cache-dtype names; None for "auto": rows of the model's dtype."""
     return None if kv_cache_dtype == "auto" else KV_FORMATS[kv_cache_dtype]
+
+
+def kv_format_of(cache: Tensor) -> KVFormat | None:
+    """The format of a cache tensor; None where it holds plain floats."""
+    return _FORMATS.get(cache.dtype)

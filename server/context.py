@@ -8,8 +8,6 @@ from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeVar
 
-from starlette.types import Scope
-
 from engine.driver import SERVING_PHASES, Driver
 from engine.errors import UnavailableError
 from engine.text.text_threads import FairThreads
@@ -132,18 +130,3 @@ class Served:
             "model": request.model,
             "system_fingerprint": self.fingerprint,
         }
-
-
-def tenant_of(scope: Scope) -> str:
-    """The API key's digest, in hex; empty where no keys are set."""
-    tenant: str = scope.get("state", {}).get("tenant", "")
-    return tenant
-
-
-def cache_salt(scope: Scope, client_salt: str) -> str:
-    """Who may share KV blocks: clients with the same API key and the same salt of their own.
-
-    The length in front keeps the two apart: no choice of a salt reaches the blocks of another key.
-    """
-    tenant = tenant_of(scope)
-    return f"{len(tenant)}:{tenant}{client_salt}" if tenant or client_salt else ""

@@ -24,7 +24,7 @@ from engine.executor.step import (
     StepPlan,
     StepResult,
 )
-from engine.pooling import Pooling
+from engine.sampling_params import Pooling
 
 VOCAB_SIZE = 260
 HIDDEN_SIZE = 8

@@ -6,7 +6,7 @@ from pathlib import Path
 from engine.checkpoint.links import path_inside
 from engine.checkpoint.locate import read_json
 from engine.errors import ConfigError, ModelError
-from engine.pooling import Pooling
+from engine.sampling_params import Pooling
 
 MODULES = {"Transformer", "Pooling", "Normalize"}
 KINDS = {"cls": "cls", "mean": "mean", "lasttoken": "last"}  # the names of newer files

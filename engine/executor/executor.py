@@ -1,6 +1,7 @@
 """Executor: the Worker process, seen from the Driver: start it, send it plans, read its answers, notice its death."""
 
 import asyncio
+import contextlib
 import errno
 import logging
 import signal
@@ -11,10 +12,9 @@ from collections.abc import Callable
 import msgspec
 
 import engine.errors
-from engine.errors import EngineError, PageserveError
+from engine.errors import EngineError, PageserveError, WorkerDiedError
 from engine.executor.child_process import connect, spawn
 from engine.executor.process_state import count_oom_kills, is_traced, stopped_at, wait_until_stopped
-from engine.executor.recovery import StepWatch
 from engine.executor.step import (
     FRAME_HEADER,
     MAX_FRAME_BYTES,
@@ -34,8 +34,12 @@ from engine.executor.step import (
     encode_frame,
 )
 from engine.executor.step_durations import StepDurations
+from engine.executor.step_watch import StepWatch
+from engine.executor.timeouts import within
 from engine.structured_output import Vocabulary
 from engine.thinking import ThinkingTags
+
+FLUSH_SECONDS = 5.0  # a slow disk gets no more
 
 WORKER_COMMAND = (sys.executable, "-m", "engine.worker.worker")
 KILL_AFTER_SECONDS = 2.0
@@ -48,17 +52,6 @@ HEARTBEAT = encode_frame(Heartbeat())
 LACKING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
 
 logger = logging.getLogger(__name__)
-
-
-class WorkerDiedError(EngineError):
-    """The Worker process ended, hung, or broke the protocol: it is of no use any more.
-
-    `from_outside`: somebody killed or stopped it, or it had not begun to compute. No request can be guilty of that.
-    """
-
-    def __init__(self, message: str, *, from_outside: bool = False) -> None:
-        super().__init__(message)
-        self.from_outside = from_outside
 
 
 class NoRoomError(EngineError):
@@ -258,3 +251,15 @@ def _named_error(message: WorkerFailed) -> PageserveError:
     error = kind(message.message)
     assert isinstance(error, PageserveError)
     return error
+
+
+async def flush(executor: Executor, plan: StepPlan, num_in_flight: int) -> None:
+    """Send `plan` and wait until it is done, behind `num_in_flight` others; gives up after FLUSH_SECONDS."""
+    executor.send(plan)
+    num_results = num_in_flight + 1
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + FLUSH_SECONDS
+    with contextlib.suppress(asyncio.TimeoutError, WorkerDiedError):
+        while num_results:
+            message = await within(deadline - loop.time(), executor.receive())
+            num_results -= isinstance(message, StepResult)

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import NamedTuple
 
+from engine.memory.free_list import Block, FreeList
 from engine.memory.host_tier import HostTier
 from engine.memory.sequence import BlockKey, Sequence
 
@@ -40,72 +41,6 @@ class Prefix(NamedTuple):
     @property
     def host_keys(self) -> list[BlockKey]:
         return [part for part in self.parts if isinstance(part, BlockKey)]
-
-
-class Block:
-    """`key` is set while the prefix cache may hand the block out for equal tokens."""
-
-    __slots__ = ("block_id", "key", "next_free", "prev_free", "ref_count")
-
-    def __init__(self, block_id: int) -> None:
-        self.block_id = block_id
-        self.ref_count = 0
-        self.key: BlockKey | None = None
-        self.prev_free: Block | None = None
-        self.next_free: Block | None = None
-
-
-class FreeList:
-    """A doubly linked list through the blocks themselves: every operation, `remove` too, is O(1)."""
-
-    def __init__(self, blocks: Iterable[Block]) -> None:
-        self._end = Block(-1)  # sentinel: its next is the first to be given out, its prev the last
-        self._end.next_free = self._end.prev_free = self._end
-        self._length = 0
-        for block in blocks:
-            self.append(block)
-
-    def __len__(self) -> int:
-        return self._length
-
-    def append(self, block: Block) -> None:
-        """Give this block out last."""
-        self._link(block, before=self._end)
-
-    def append_left(self, block: Block) -> None:
-        """Give this block out next."""
-        assert self._end.next_free is not None
-        self._link(block, before=self._end.next_free)
-
-    def pop_left(self) -> Block:
-        block = self._end.next_free
-        assert block is not None and block is not self._end, "the caller checks that a block is free"
-        self.remove(block)
-        return block
-
-    def remove(self, block: Block) -> None:
-        prev, following = block.prev_free, block.next_free
-        assert prev is not None and following is not None, "the block is not in the free list"
-        prev.next_free, following.prev_free = following, prev
-        block.prev_free = block.next_free = None
-        self._length -= 1
-
-    def ids(self) -> list[int]:
-        """From the next one given out to the last; for checks and views, O(n)."""
-        found = []
-        block = self._end.next_free
-        while block is not self._end:
-            assert block is not None
-            found.append(block.block_id)
-            block = block.next_free
-        return found
-
-    def _link(self, block: Block, before: Block) -> None:
-        prev = before.prev_free
-        assert prev is not None
-        block.prev_free, block.next_free = prev, before
-        prev.next_free = before.prev_free = block
-        self._length += 1
 
 
 class BlockManager:
@@ -183,6 +118,25 @@ class BlockManager:
         taken_from_free = self.num_blocks_for(seq.num_tokens) - len(prefix.blocks)
         taken_from_free += sum(block.ref_count == 0 for block in prefix.blocks)
         return len(self.free_blocks) - taken_from_free >= spare
+
+    def num_blocks_together(self, seqs: Iterable[Sequence]) -> int:
+        """Blocks that waiting sequences of one group need in all, when each common prefix is stored once."""
+        total, before = 0, None
+        for seq in sorted(seqs, key=lambda member: member.token_ids):  # neighbours have the most in common
+            total += self.num_blocks_for(seq.num_tokens)
+            total -= 0 if before is None else _num_common_blocks(before, seq, self.block_size)
+            before = seq
+        return total
+
+    def shared_prefix(self, seq: Sequence, others: Iterable[Sequence]) -> list[Block]:
+        """The longest start of `seq`, in full blocks, that one of the running `others` has computed."""
+        longest: list[int] = []
+        for other in others:
+            num_blocks = _num_common_blocks(seq, other, self.block_size)
+            num_blocks = min(num_blocks, other.num_computed_tokens // self.block_size)
+            if num_blocks > len(longest):
+                longest = other.block_table[:num_blocks]
+        return [self.blocks[block_id] for block_id in longest]
 
     def adopt_prefix(self, seq: Sequence, prefix: Prefix) -> None:
         """Let `seq`, which holds nothing, begin with the blocks that `match_prefix` found, now that they find room."""
@@ -349,3 +303,16 @@ class BlockManager:
         """The parent of a first block: no two models and no two tenants have one in common."""
         fields = (self.model_identity, cache_salt.encode())
         return hashlib.sha256(b"".join(struct.pack("<Q", len(field)) + field for field in fields)).digest()
+
+
+def _num_common_blocks(a: Sequence, b: Sequence, block_size: int) -> int:
+    """Full blocks at the start that hold the same tokens in both; the last token of either does not count.
+
+    It has yet to be computed for its logits.
+    """
+    most = (min(len(a.token_ids), len(b.token_ids)) - 1) // block_size
+    for index in range(most):
+        part = slice(index * block_size, (index + 1) * block_size)
+        if a.token_ids[part] != b.token_ids[part]:
+            return index
+    return most

@@ -1,13 +1,10 @@
 """Sequence: one sample, or one hypothesis of a beam search, of a request, as the Driver knows it."""
 
 from enum import Enum, auto
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from engine.outputs import FinishReason
 from engine.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from engine.sequence_group import SequenceGroup
 
 
 class BlockKey(NamedTuple):
@@ -175,3 +172,82 @@ class Sequence:
             f"Sequence({self.seq_id}, {self.status.name}, computed {self.num_computed_tokens} of "
             f"{len(self.token_ids)}+{self.num_pending_tokens}, blocks {self.block_table})"
         )
+
+
+def end_tokens(params: SamplingParams, eos_token_ids: frozenset[int]) -> frozenset[int]:
+    """The tokens that end a text once it has min_tokens."""
+    return (eos_token_ids if params.ends_at_eos else frozenset()).union(params.stop_token_ids)
+
+
+def end_after(
+    seq: Sequence, token_id: int, eos_token_ids: frozenset[int]
+) -> tuple[FinishReason, str | int | None] | None:
+    """The (finish reason, stop reason) of `seq`, whose last token is `token_id`; None where it goes on."""
+    params = seq.params
+    if not params.generates:
+        return FinishReason.LENGTH, None
+    if seq.num_generated_tokens >= params.min_tokens:
+        if token_id in params.stop_token_ids:
+            return FinishReason.STOP, token_id
+        if token_id in eos_token_ids and params.ends_at_eos:
+            return FinishReason.STOP, None
+    return (FinishReason.LENGTH, None) if len(seq.token_ids) >= seq.max_num_tokens else None
+
+
+class SequenceGroup:
+    """`members` are Sequences of one prompt, adjacent in order.
+
+    A group whose members together need more blocks than there are is `split`: they come and go in order, one by one,
+    until none of them runs. So it is from when one of them gave way to another tenant's sequence.
+    """
+
+    inseparable = False  # whether its members cannot go on without each other
+
+    def __init__(self, members: list[Sequence]) -> None:
+        self.members = members
+        self.split = False
+        for seq in members:
+            seq.group = self
+
+    @property
+    def live(self) -> bool:
+        return any(seq.status is not SequenceStatus.FINISHED for seq in self.members)
+
+    @property
+    def running(self) -> list[Sequence]:
+        return [seq for seq in self.members if seq.status is SequenceStatus.RUNNING]
+
+    @property
+    def waiting(self) -> list[Sequence]:
+        """Without those that wait for another to compute the prompt for them."""
+        return [seq for seq in self.members if seq.status is SequenceStatus.WAITING and seq.fork_of is None]
+
+    @property
+    def num_together(self) -> int:
+        """Sequences that run when all of the group do."""
+        return sum(seq.status is not SequenceStatus.FINISHED for seq in self.members)
+
+    @property
+    def num_spare_rows(self) -> int:
+        """Rows beyond those of its running sequences that the group needs while it runs."""
+        return 0
+
+    @property
+    def num_rows_to_start(self) -> int:
+        """Rows that must be free before its next sequence may run: for all when none of them runs, then one by one."""
+        return 1 if self.running else len(self.waiting)
+
+
+def together(seq: Sequence) -> list[Sequence]:
+    """The running sequences that are preempted with `seq`, itself among them."""
+    return [seq] if seq.group is None or seq.group.split else seq.group.running
+
+
+def smallest_part(seq: Sequence) -> list[Sequence]:
+    """The running sequences that must give way with `seq`, itself among them, when its place is needed."""
+    return [seq] if seq.group is None or not seq.group.inseparable else seq.group.running
+
+
+def num_forks_of(seq: Sequence) -> int:
+    """How many others will run beside `seq`, the first of its group to be admitted."""
+    return 0 if seq.group is None or seq.group.running else seq.group.num_together - 1

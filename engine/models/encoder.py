@@ -14,8 +14,7 @@ from engine.models.config import ModelConfig
 from engine.models.layers.embedding import Embedding
 from engine.models.layers.mlp import take_mlp
 from engine.models.layers.norm import take_norm
-from engine.models.layers.operators import Operators
-from engine.models.linear import take_linear
+from engine.models.layers.operators import Operators, take_linear
 
 
 @dataclass(frozen=True, slots=True)

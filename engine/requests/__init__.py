@@ -1,0 +1,1 @@
+"""A live request from its arrival to its end: limits, stream, delivery of outputs."""

@@ -1,0 +1,1 @@
+"""Decides what the next step computes: order, admission, preemption, fairness between tenants."""

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Protocol
 
-from engine.memory.block_manager import Block, BlockManager
+from engine.memory.block_manager import BlockManager
+from engine.memory.free_list import Block
 from engine.memory.sequence import Sequence
 from engine.outputs import FinishReason
 from engine.scheduling.output_lengths import MAX_LENGTH, LengthClass, OutputLengths, bucket_of, horizons

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from engine.executor.step import SampledToken
 from engine.memory.block_manager import BlockManager
-from engine.memory.sequence import Sequence, SequenceStatus
+from engine.memory.sequence import Sequence, SequenceGroup, SequenceStatus
 from engine.outputs import FinishReason
-from engine.scheduling.beam_search import BeamSearch, BeamSearchParams, Hypothesis, Survivor
-from engine.sequence_group import SequenceGroup
+from engine.sampling_params import BeamSearchParams
+from engine.scheduling.beam_search import BeamSearch, Hypothesis, Survivor
 
 if TYPE_CHECKING:
     from engine.scheduling.scheduler import Scheduler

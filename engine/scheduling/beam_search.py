@@ -9,62 +9,12 @@ if it is among the best `width` of all.
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from engine.errors import InvalidRequestError
 from engine.outputs import FinishReason
-from engine.sampling_params import MAX_LOGPROBS, SamplingParams, require_float, require_int
-
-MAX_BEAM_WIDTH = MAX_LOGPROBS // 2
-MAX_LENGTH_PENALTY = 10.0  # of either sign: no length to its power overflows
+from engine.sampling_params import BeamSearchParams
 
 Candidates = Sequence[tuple[int, float]]  # (token id, logprob), most likely first
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BeamSearchParams:
-    """Frozen and validated when made. `beam_width` hypotheses are searched and returned, best first.
-
-    `length_penalty` above 0 favours long hypotheses, below 0 short ones. `early_stopping` True ends the search when
-    `beam_width` hypotheses are finished; False when the best running one, at its present length, scores below all of
-    them; "never" when it cannot get past them at any length up to max_tokens. The rest is as in SamplingParams.
-    """
-
-    beam_width: int
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    ignore_eos: bool = False
-    stop_token_ids: tuple[int, ...] = ()
-    length_penalty: float = 1.0
-    early_stopping: bool | Literal["never"] = False
-    skip_special_tokens: bool = True
-    include_stop_str_in_output: bool = False
-
-    def __post_init__(self) -> None:
-        require_int("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH)
-        require_float("length_penalty", self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
-        if not (isinstance(self.early_stopping, bool) or self.early_stopping == "never"):
-            raise InvalidRequestError('early_stopping must be true, false or "never".', "early_stopping")
-        if self.max_tokens is not None:
-            require_int("max_tokens", self.max_tokens, 1, 2**31 - 1)  # a search of no tokens finds nothing
-        self.sampling_params()  # checks the rest
-
-    def sampling_params(self, num_candidates: int | None = None) -> SamplingParams:
-        """What the Worker does for each hypothesis: report its `num_candidates` most likely continuations."""
-        return SamplingParams(
-            n=self.beam_width,
-            temperature=0.0,
-            max_tokens=self.max_tokens,
-            min_tokens=self.min_tokens,
-            ignore_eos=self.ignore_eos,
-            stop_token_ids=self.stop_token_ids,
-            logprobs=num_candidates,
-            skip_special_tokens=self.skip_special_tokens,
-            include_stop_str_in_output=self.include_stop_str_in_output,
-        )
-
-    def end_token_ids(self, eos_token_ids: Collection[int]) -> frozenset[int]:
-        return frozenset(self.stop_token_ids) | frozenset(() if self.ignore_eos else eos_token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,25 +126,3 @@ class BeamSearch:
 
 def _normalised(cumulative_logprob: float, length: int, length_penalty: float) -> float:
     return cumulative_logprob / math.pow(length, length_penalty)
-
-
-def check_beams(params: BeamSearchParams, eos_token_ids: Collection[int], vocab_size: int, max_num_seqs: int) -> None:
-    """Raise InvalidRequestError, which names `n` as HTTP calls the width, where a model or an engine is too small."""
-    width, num_end_tokens = params.beam_width, len(params.end_token_ids(eos_token_ids))
-    needed = width + num_end_tokens
-    if width > max_num_seqs:
-        raise InvalidRequestError(
-            f"n (the beam width) is {width}; this server runs at most {max_num_seqs} sequences at once. Lower n.", "n"
-        )
-    if needed > vocab_size:
-        raise InvalidRequestError(
-            f"n (the beam width) is {width}; with {num_end_tokens} tokens that end it this model has only "
-            f"{max(0, vocab_size - num_end_tokens)} ways to go on. Lower n.",
-            "n",
-        )
-    if needed > MAX_LOGPROBS:
-        raise InvalidRequestError(
-            f"n (the beam width) is {width} and {num_end_tokens} tokens (end-of-sequence and stop_token_ids) end a "
-            f"hypothesis; together they may be at most {MAX_LOGPROBS}. Give fewer stop_token_ids.",
-            "stop_token_ids",
-        )

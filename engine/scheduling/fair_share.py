@@ -37,9 +37,8 @@ from dataclasses import dataclass, field
 
 from engine.executor.step import StepPlan, StepResult
 from engine.memory.block_manager import BlockManager
-from engine.memory.sequence import Sequence, SequenceStatus
+from engine.memory.sequence import Sequence, SequenceStatus, smallest_part
 from engine.scheduling.short_steps import ShortSteps
-from engine.sequence_group import smallest_part
 
 PROMPT_COST, OUTPUT_COST = 1.0, 2.0  # of a token, as in the paper
 SMALL_SHARE = 1 / 16  # who holds or asks for more than this, and for more than one row, keeps others waiting
@@ -339,7 +338,7 @@ class FairShare:
         num_rows, num_blocks = 1, self._blocks.num_blocks_for(seq.num_tokens)
         if seq.group is not None:
             num_rows = seq.group.num_rows_to_start
-            num_blocks = num_blocks if seq.group.running else seq.group.num_blocks(self._blocks)
+            num_blocks = num_blocks if seq.group.running else self._blocks.num_blocks_together(seq.group.waiting)
         missing_rows = num_rows_in_use + num_rows - self.max_num_seqs
         missing_blocks = num_blocks + spare - len(self._blocks.free_blocks)
         holdings = self._holdings(running)

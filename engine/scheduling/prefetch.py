@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import takewhile
 
-from engine.executor.executor import WorkerDiedError
+from engine.errors import WorkerDiedError
 from engine.executor.step import FetchBlocks, FetchedBlocks
 from engine.memory.host_tier import HostTier
 from engine.memory.sequence import BlockKey, Sequence

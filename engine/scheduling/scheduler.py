@@ -14,7 +14,7 @@ progresses. Where tenants compete, engine/scheduling/fair_share.py says whose tu
 
 Samples of one prompt are forks of the first of them: it computes the prompt for all, then they share its blocks. The
 hypotheses of a beam search are forked and ended by their BeamGroup. Both are preempted as a whole and come back when
-there is room for all of them (engine/sequence_group.py); samples that together outgrow the pool run one by one.
+there is room for all of them (engine/memory/sequence.py); samples that together outgrow the pool run one by one.
 """
 
 import math
@@ -22,19 +22,24 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from itertools import takewhile
 
-from engine.ends import end_after, end_tokens
 from engine.executor.step import BlockCopy, SampledToken, SequenceStep, StepPlan, StepResult
 from engine.memory.block_manager import Allocation, BlockManager, Prefix
 from engine.memory.host_tier import HostTier
-from engine.memory.sequence import Sequence, SequenceStatus
+from engine.memory.sequence import (
+    Sequence,
+    SequenceGroup,
+    SequenceStatus,
+    end_after,
+    end_tokens,
+    num_forks_of,
+    together,
+)
 from engine.outputs import FinishReason
-from engine.plan_entries import new_sequence
 from engine.scheduling.admission import make_admission
 from engine.scheduling.beam_group import BeamGroup
 from engine.scheduling.fair_share import FairShare
-from engine.scheduling.plan_parts import RunningSteps, decode_end
+from engine.scheduling.plan_parts import RunningSteps, decode_end, new_sequence
 from engine.scheduling.sequence_queue import SequenceQueue, check_queues
-from engine.sequence_group import SequenceGroup, num_forks_of, together
 
 
 class Scheduler:
@@ -402,7 +407,7 @@ class Scheduler:
 
     def _match_prefix(self, seq: Sequence) -> Prefix:
         prefix = self.block_manager.match_prefix(seq)
-        shared = [] if seq.group is None else seq.group.shared_prefix(seq, self.block_manager)
+        shared = [] if seq.group is None else self.block_manager.shared_prefix(seq, seq.group.running)
         shared = shared[: seq.num_skippable_tokens // self.block_manager.block_size]
         return Prefix([*shared]) if len(shared) > len(prefix.parts) else prefix
 
@@ -422,7 +427,7 @@ class Scheduler:
             return False
         if group is None or group.running:
             return True
-        needed = group.num_blocks(blocks)
+        needed = blocks.num_blocks_together(group.waiting)
         group.split = needed > blocks.num_blocks and not isinstance(group, BeamGroup)
         return group.split or blocks.can_admit(seq, prefix, spare + needed - blocks.num_blocks_for(seq.num_tokens))
 

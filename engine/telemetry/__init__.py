@@ -1,0 +1,1 @@
+"""Public: counts what happens and shows it (metrics, step log, KV view, request log)."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from engine.errors import UnavailableError
-from engine.memory.block_manager import Block
+from engine.memory.free_list import Block
 from engine.requests.delivery import LiveRequest
 from engine.scheduling.scheduler import Scheduler
 

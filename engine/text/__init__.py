@@ -1,0 +1,1 @@
+"""Public: text to token ids and back: tokenizer, detokenizer, chat templates."""

@@ -1,0 +1,1 @@
+"""The Worker process: the only code that owns a device."""

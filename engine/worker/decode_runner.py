@@ -16,7 +16,8 @@ from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.layers.attention import KVCache
 from engine.worker.batch.decode_buffers import DecodeBuffers
-from engine.worker.batch.input_batch import InputBatch, IntArray, SampledAt, StepBuffer
+from engine.worker.batch.input_batch import InputBatch, SampledAt
+from engine.worker.batch.step_buffer import IntArray, StepBuffer
 from engine.worker.device.cuda_graphs import GraphRunner, bucket_sizes
 from engine.worker.device.host import StepLimits
 from engine.worker.device.queue import DeviceQueue

@@ -31,8 +31,7 @@ from engine.models.config import ModelConfig
 from engine.models.encoder import AttentionGroup, Encoder, EncoderBatch
 from engine.models.reader import ConfigReader
 from engine.models.weights import load_model
-from engine.pooling import Pooling
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import Pooling, SamplingParams
 from engine.structured_output import Vocabulary
 from engine.thinking import ThinkingTags
 from engine.worker.cache.kv_cache import model_max_len

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
@@ -12,9 +13,11 @@ from torch import Tensor
 from engine.errors import EngineError
 from engine.executor.step import (
     BlockCopy,
+    BlockMove,
     FetchBlocks,
     NewSequence,
     PrepareGrammar,
+    PromptScores,
     SequenceStep,
     StepPlan,
     StepResult,
@@ -26,15 +29,15 @@ from engine.structured_output import Vocabulary
 from engine.thinking import ThinkingTags
 from engine.worker.attention_warmup import make_attention_plan, warm_up_attention
 from engine.worker.batch.decode_buffers import BUFFERED_STEPS
-from engine.worker.batch.input_batch import InputBatch, IntArray, SampledAt, StepBuffer, StepInputs
+from engine.worker.batch.input_batch import InputBatch, SampledAt, StepInputs
+from engine.worker.batch.step_buffer import IntArray, StepBuffer
 from engine.worker.cache.host_cache import HostCache
 from engine.worker.decode_runner import DecodeRunner, DecodeSettings
 from engine.worker.device.host import StepLimits
-from engine.worker.device.queue import DeviceQueue
-from engine.worker.launched_step import Extras, LaunchedStep
+from engine.worker.device.queue import DeviceQueue, Mark
 from engine.worker.pooler import PooledStep, Pooler
 from engine.worker.sampling.grammar_masks import GrammarMasks
-from engine.worker.sampling.prompt_scorer import PromptScorer, StepScores, score
+from engine.worker.sampling.prompt_scorer import PromptScorer, ScoredStep, StepScores, score
 from engine.worker.sampling.sampled import SampledRows, Samples, failed_row, num_logprobs, token_ids_of
 from engine.worker.sampling.sampler import ForcedTokens, TokenCounts, sample
 from engine.worker.sampling.sampling_rows import WARM_UP, Array, SamplingInputs, SamplingRows
@@ -45,6 +48,40 @@ from kernels.sampling.token_mask import TokenMask, mask_tokens
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """What a step yields beside tokens: logprobs of prompts, and `vectors` of what is pooled (see PooledStep.take)."""
+
+    scored: ScoredStep | None = None
+    pooled: PooledStep | None = None
+    vectors: Tensor | None = None
+
+    def results(self, failed: dict[int, str]) -> tuple[list[PromptScores], dict[int, bytes]]:
+        """Once the step's mark has passed. Sequences that came to nothing go to `failed`."""
+        scores = [] if self.scored is None else self.scored.results(failed)
+        if self.pooled is None or self.vectors is None:
+            return scores, {}
+        return scores, self.pooled.results(self.vectors, failed)
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """A step whose work is queued on the device (or done, on a CPU). Call `result` once, in the order of launches.
+
+    `sampled_at` is None where the plan samples nothing. Tokens are in `sampled`, or (greedy decodes) in token_ids.
+    """
+
+    step_id: int
+    started: float  # time.perf_counter()
+    failed: dict[int, str]  # by seq_id: what could not be served at all
+    sampled_at: SampledAt | None = None
+    sampled: tuple[SampledRows, ...] = ()
+    token_ids: IntArray | None = None
+    ready: Mark | None = None
+    offloads: list[BlockMove] = field(default_factory=list)
+    extras: Extras | None = None
 
 
 class ModelRunner:

@@ -7,7 +7,7 @@ import numpy as np
 from torch import Tensor
 
 from engine.executor.step import NewSequence, SequenceStep
-from engine.pooling import Pooling
+from engine.sampling_params import Pooling
 from engine.worker.batch.input_batch import InputBatch, SampledAt, StepInputs
 from engine.worker.sampling.sampling_rows import Put
 

@@ -5,15 +5,15 @@ the splits write their partial results to, and says whether results may depend o
 """
 
 from dataclasses import dataclass, replace
-from functools import cache
 
 import torch
 from torch import Tensor
 
 from kernels.aot_configuration import power_of_2
 from kernels.attention.choices import ANY, PREFILL, Tile, find_tile
-from kernels.cache.quantize import kv_format_of, read_code
-from kernels.kv_format import KVFormat
+from kernels.cache.quantize import read_code
+from kernels.dispatch import device_sizes
+from kernels.kv_format import KVFormat, kv_format_of
 
 # More splits than this only add work to the reduction, which reads one row of each at once.
 MAX_SPLITS = 32
@@ -91,16 +91,6 @@ def attention_plan(
     rows = max((n * count for n, count in zip(batches, splits, strict=True) if count > 1), default=0)
     size = 0 if batch_invariant else rows * num_heads * (head_dim + 1)
     return replace(plan, partial=torch.empty(size, dtype=torch.float32, device=device))
-
-
-@cache
-def device_sizes(device: torch.device) -> tuple[int, int]:
-    """(compute capability, number of SMs). The interpreter counts as a small sm_80, so that its tests see both one
-    split and several."""
-    if device.type != "cuda":
-        return 80, 8
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor, torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,1 @@
+"""Writes to the KV cache: plain, quantised, rotated, copied."""

@@ -8,16 +8,9 @@ import torch
 from torch import Tensor
 
 from kernels.dispatch import tl, triton
-from kernels.kv_format import FP8, INT4, INT8, KV_FORMATS, PARAMETER_BYTES, KVFormat
+from kernels.kv_format import FP8, INT4, INT8, PARAMETER_BYTES, SMALLEST, KVFormat, kv_format_of
 
-SMALLEST = 1e-30  # of a row's largest magnitude: below it 1 / scale would overflow
 FP8_NATIVE = 4  # KV_FORMAT of readers on a GPU that has instructions for e4m3
-_FORMATS = {getattr(torch, kv_format.dtype_name): kv_format for kv_format in KV_FORMATS.values()}
-
-
-def kv_format_of(cache: Tensor) -> KVFormat | None:
-    """The format of a cache tensor; None where it holds plain floats."""
-    return _FORMATS.get(cache.dtype)
 
 
 def read_code(kv_format: KVFormat | None, capability: int) -> int:

@@ -6,17 +6,9 @@ import torch
 from torch import Tensor
 
 from kernels.aot_configuration import AotConfiguration, power_of_2
-from kernels.cache.quantize import (
-    as_bytes,
-    bf16_bits,
-    encode_e4m3,
-    kv_format_of,
-    quantize_rows,
-    round_even,
-    split_pages,
-)
+from kernels.cache.quantize import as_bytes, bf16_bits, encode_e4m3, quantize_rows, round_even, split_pages
 from kernels.dispatch import cpu_kernels, tl, triton, use_triton
-from kernels.kv_format import KV_FORMATS, KVFormat
+from kernels.kv_format import KV_FORMATS, KVFormat, kv_format_of
 
 
 def reshape_and_cache(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:

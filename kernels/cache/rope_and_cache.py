@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels.aot_configuration import AotConfiguration, power_of_2
-from kernels.cache.quantize import as_bytes, kv_format_of
+from kernels.cache.quantize import as_bytes
 from kernels.cache.reshape_and_cache import (
     cache_row,
     encode,
@@ -27,7 +27,7 @@ from kernels.cache.reshape_and_cache import (
 from kernels.dispatch import tl, triton, use_triton
 from kernels.elementwise.rms_norm import rms_norm, scale_normed
 from kernels.elementwise.rotary_embedding import rotary_embedding
-from kernels.kv_format import INT4, KV_FORMATS, KVFormat
+from kernels.kv_format import INT4, KV_FORMATS, KVFormat, kv_format_of
 
 TILE = 1024  # elements of the heads that one program handles together
 IN_PLACE = -1  # as KV_FORMAT: keys go back to their row of qkv, and nothing to the cache

@@ -4,11 +4,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.cache.quantize import SMALLEST, kv_format_of
 from kernels.cpu import codes, simd
 from kernels.cpu.parallel import jit, next_item, parallel_kernel
 from kernels.cpu.simd import WIDTH, advance, load, read, splat, store
-from kernels.kv_format import PARAMETER_BYTES
+from kernels.kv_format import PARAMETER_BYTES, SMALLEST, kv_format_of
 
 ITEM = 2048  # numbers per work item at least
 NEG_INF, ZERO, ONE = np.float32(-np.inf), np.float32(0), np.float32(1)

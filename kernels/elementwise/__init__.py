@@ -1,0 +1,1 @@
+"""Activations, norms and rotary embedding."""

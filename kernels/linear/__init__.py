@@ -1,0 +1,1 @@
+"""Linear layers: packed weights, batch-invariant products, experts."""

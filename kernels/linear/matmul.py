@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.aot_configuration import ELEMENT_SIZES, AotConfiguration
-from kernels.attention.plan import device_sizes
-from kernels.dispatch import tl, triton
+from kernels.dispatch import device_sizes, tl, triton
 
 GROUP_M = 8  # row tiles whose programs start together, so that they find each other's weights in L2
 ALIGNMENT = 16  # bytes; the compiler was told so

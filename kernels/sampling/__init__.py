@@ -1,0 +1,1 @@
+"""Penalties, draws and token masks on logits."""

@@ -1,0 +1,1 @@
+"""HTTP itself: connections, limits, bodies, keys, rate limits, traces. Knows no endpoint."""

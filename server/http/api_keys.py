@@ -205,3 +205,18 @@ def account_of(scope: Scope) -> Account | None:
     """Whose request it is; None outside of the server's middleware."""
     account: Account | None = scope.get("state", {}).get("account")
     return account
+
+
+def tenant_of(scope: Scope) -> str:
+    """The API key's digest, in hex; empty where no keys are set."""
+    tenant: str = scope.get("state", {}).get("tenant", "")
+    return tenant
+
+
+def cache_salt(scope: Scope, client_salt: str) -> str:
+    """Who may share KV blocks: clients with the same API key and the same salt of their own.
+
+    The length in front keeps the two apart: no choice of a salt reaches the blocks of another key.
+    """
+    tenant = tenant_of(scope)
+    return f"{len(tenant)}:{tenant}{client_salt}" if tenant or client_salt else ""

@@ -10,16 +10,20 @@ from functools import partial
 from typing import Any, TypeVar
 
 import anyio
+import msgspec
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.types import Receive, Scope
 
 from engine.text.unicode import is_text
-from server.context import Served, rest_for, tenant_of
+from server.context import Served, rest_for
 from server.errors import ApiError, field_path, invalid
+from server.http.api_keys import tenant_of
 from server.http.body_budget import OverBudgetError
 from server.http.json_bounds import JsonBounds, JsonBoundsError, body_bounds
 from server.protocol.strict import AnyModel, parse_request
+
+encode_json = msgspec.json.Encoder().encode
 
 T = TypeVar("T")
 

@@ -1,0 +1,1 @@
+"""A request model becomes an admitted generation: prompts, answer form, parameters."""

@@ -24,8 +24,14 @@ from server.tools.custom_input import InputEvents
 from server.tools.formats import ToolFormat, find_tool_use
 from server.tools.grammar import CallGrammar
 from server.tools.message_reader import MessageReader
-from server.tools.reasoning import ReasoningSplitter, goes_on_thinking, has_thought, thinks
-from server.tools.thinking import after_thinking, rules_before_main
+from server.tools.reasoning import (
+    ReasoningSplitter,
+    after_thinking,
+    goes_on_thinking,
+    has_thought,
+    rules_before_main,
+    thinks,
+)
 
 
 @dataclass(frozen=True)

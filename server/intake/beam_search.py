@@ -5,7 +5,7 @@ final before the end, is refused: a field that has no effect on the result (`see
 """
 
 from engine.errors import InvalidRequestError
-from engine.scheduling.beam_search import BeamSearchParams
+from engine.sampling_params import BeamSearchParams
 from engine.thinking import FIELD
 from server.errors import invalid
 from server.protocol import GenerationRequest

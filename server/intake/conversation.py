@@ -4,9 +4,12 @@ from dataclasses import dataclass
 
 from starlette.types import Scope
 
+from engine.errors import InvalidRequestError
 from engine.request import Request
-from server.context import Served, cache_salt, tenant_of
-from server.http.api_keys import account_of
+from engine.sampling_params import SamplingParams
+from server.context import Served
+from server.errors import invalid
+from server.http.api_keys import account_of, cache_salt, tenant_of
 from server.intake.answer_form import find_answer_form, prepare_answer
 from server.intake.generation import Generation
 from server.intake.prompts import resolve_params
@@ -40,3 +43,34 @@ async def admit(
     generation = Generation.admit(served.driver, [queued], account_of(scope), request.timeout)
     generation.num_reasoning_tokens = lambda: reader.num_reasoning_tokens
     return Conversation(generation, reader, () if form is None else form.visible_token_ids)
+
+
+def max_tokens_of(request: ChatCompletionRequest) -> int | None:
+    """max_completion_tokens wins over the older max_tokens; neither means the rest of the context."""
+    return request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+
+
+def _sampling_params(request: ChatCompletionRequest) -> SamplingParams:
+    max_tokens = max_tokens_of(request)
+    if max_tokens == 0 and request.prompt_logprobs is None:
+        raise invalid("max_tokens must be at least 1, but for prompt_logprobs alone.", "max_tokens")
+    if not request.logprobs:
+        return request.sampling_params(max_tokens, None)
+    return request.sampling_params(max_tokens, request.top_logprobs or 0)
+
+
+def check_ranges(request: ChatCompletionRequest) -> None:
+    """Raise InvalidRequestError for what a chat would be refused for before its prompt is looked at."""
+    try:
+        _sampling_params(request)
+    except InvalidRequestError as error:
+        raise _name_max_completion_tokens(error, request) from None
+
+
+def _name_max_completion_tokens(error: InvalidRequestError, request: ChatCompletionRequest) -> InvalidRequestError:
+    """The engine knows one name for the limit; an error names the one that the client sent."""
+    if error.param != "max_tokens" or request.max_completion_tokens is None:
+        return error
+    return InvalidRequestError(
+        str(error).replace("max_tokens", "max_completion_tokens"), "max_completion_tokens", error.code
+    )

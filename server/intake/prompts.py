@@ -19,7 +19,6 @@ from engine.text.tokenizer import EncodedPart, RenderedChat, Tokenizer
 from server.config import ServerConfig
 from server.context import Served
 from server.errors import invalid
-from server.intake.generation import check_length
 from server.protocol import ChatCompletionRequest, GenerationRequest, Message
 from server.tools.formats import ToolUse, find_tool_use
 from server.tools.rendering import Rendered, mended, with_tools
@@ -360,3 +359,23 @@ async def resolve_params(driver: Driver, params: SamplingParams, tenant: str) ->
         raise invalid(message, name, "unsupported_value")
     size = 3 * sum(len(word) for word in params.bad_words)
     return await driver.tokenizer.run(tenant, size, resolve_bans, params, driver.tokenizer, driver.eos_token_ids)
+
+
+def check_length(driver: Driver, num_chars: int, param: str) -> None:
+    """Refuse a text that cannot fit by its characters alone, before any work is done for it."""
+    limit = driver.model.max_model_len
+    at_least = -(-num_chars // driver.tokenizer.max_chars_per_token)
+    if at_least >= limit:
+        raise ContextLengthError(
+            f"This model's maximum context length is {limit} tokens; the prompt has {num_chars} characters, so at "
+            f"least {at_least} tokens. Shorten it.",
+            param,
+            PromptSize(at_least, limit - 1, limit),
+        )
+
+
+def check_vocabulary(ids: Sequence[int], vocab_size: int, name: str) -> None:
+    """The Driver checks this, too; here the entry of the field `name` can be named."""
+    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+        at = next(i for i, token_id in enumerate(ids) if not 0 <= token_id < vocab_size)
+        raise invalid(f"{name}[{at}] must be a token id of this model: 0 to {vocab_size - 1}.", f"{name}[{at}]")

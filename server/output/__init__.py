@@ -1,0 +1,1 @@
+"""Engine outputs become bytes: SSE frames, whole answers, logprobs, timings."""

@@ -4,11 +4,11 @@ from typing import Any
 
 from engine.outputs import CompletionOutput, RequestOutput
 from engine.text.tokenizer import Tokenizer
+from server.http.body import encode_json
 from server.intake.generation import Generation
-from server.output.logprobs import LogprobAligner, chat_logprobs
-from server.output.sse import DONE, ChunkTemplate, encode_json
+from server.output.logprobs import LogprobAligner, chat_logprobs, token_names
+from server.output.sse import DONE, ChunkTemplate
 from server.protocol import ChatCompletionRequest
-from server.token_names import token_names
 
 
 def chat_aligner(

@@ -4,11 +4,11 @@ from typing import Any
 
 from engine.outputs import CompletionOutput, RequestOutput
 from engine.text.tokenizer import Tokenizer
+from server.http.body import encode_json
 from server.intake.answer_form import AnswerForm
-from server.intake.generation import Choice
 from server.output.chat_chunks import ChatChunks, chat_aligner
+from server.output.collect import Choice
 from server.output.logprobs import LogprobAligner, chat_logprobs
-from server.output.sse import encode_json
 from server.protocol import ChatCompletionRequest
 from server.tools.events import Arguments, CallStart, Content, Event, Input, Reasoning
 from server.tools.message_reader import MessageReader

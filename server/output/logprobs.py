@@ -5,13 +5,12 @@ from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from engine.outputs import CompletionOutput, FinishReason, TokenLogprobs
 from engine.text.tokenizer import Tokenizer
-from server.token_names import TokenNames
 
 PORTION = 256  # tokens, each with its alternatives
 COMPLETION_LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
@@ -51,6 +50,27 @@ class PackedEntries:
         top = slice(self._top_ends[i - 1] if i else 0, self._top_ends[i])
         ranked = zip(self._top_ids[top], self._top_logprobs[top], strict=True)
         return self._starts[i], TokenLogprobs(self._token_ids[i], self._logprobs[i], tuple(ranked))
+
+
+class TokenNames(Protocol):
+    """What logprobs need of a tokenizer."""
+
+    def token_text(self, token_id: int) -> str: ...
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+
+class TokenIds:
+    """`return_tokens_as_token_ids`: "token_id:" and the id in place of the text, which two tokens may share."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.token_bytes = tokenizer.token_bytes
+
+    def token_text(self, token_id: int) -> str:
+        return f"token_id:{token_id}"
+
+
+def token_names(tokenizer: Tokenizer, as_token_ids: bool) -> TokenNames:
+    return TokenIds(tokenizer) if as_token_ids else tokenizer
 
 
 class LogprobAligner:

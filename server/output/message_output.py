@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from server.output.sse import encode_json
+from server.http.body import encode_json
 from server.protocol.anthropic.signatures import signature_of
 from server.protocol.tools import parse_arguments
 from server.tools.events import Arguments, CallStart, Content, Event, Input, Reasoning

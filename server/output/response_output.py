@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from server.errors import new_id
-from server.output.logprobs import Entry, chat_logprobs
-from server.output.sse import encode_json
+from server.http.body import encode_json
+from server.output.logprobs import Entry, TokenNames, chat_logprobs
 from server.protocol.responses.encrypted_reasoning import encode_reasoning
 from server.protocol.responses.tools import Offered
-from server.token_names import TokenNames
 from server.tools.events import Arguments, CallStart, Content, Event, Input, Reasoning
 
 

@@ -3,12 +3,12 @@
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-import msgspec
 from sse_starlette.sse import AppStatus, EventSourceResponse, SendTimeoutError
 from starlette.types import Receive, Scope, Send
 
 from engine.outputs import RequestOutput
 from server.errors import ApiError, error_body, to_api_error
+from server.http.body import encode_json
 from server.http.limits import ABORT
 from server.intake.generation import Generation
 
@@ -19,8 +19,6 @@ HEADERS = {"cache-control": "no-cache"}
 
 # A signal must not cancel streams: the drain lets them finish, and whoever ends the server ends them.
 AppStatus.enable_automatic_graceful_drain = False
-
-encode_json = msgspec.json.Encoder().encode
 
 
 class ChunkTemplate:

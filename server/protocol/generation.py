@@ -69,7 +69,7 @@ def within(default: Any, low: float, high: float | None = None) -> Any:
 class StreamOptions(Strict):
     include_usage: bool = False
     continuous_usage_stats: bool = False  # vLLM's: see server/output/stream_options.py
-    include_obfuscation: bool = False  # see server/obfuscation.py
+    include_obfuscation: bool = False  # see server/output/stream_options.py
 
 
 class GenerationRequest(Strict):

@@ -1,0 +1,1 @@
+"""One module per endpoint. No route imports another."""

@@ -8,25 +8,25 @@ from starlette.responses import Response
 
 from engine.errors import InvalidRequestError
 from engine.request import Request
-from engine.sampling_params import SamplingParams
 from engine.text.tokenizer import Tokenizer
-from server.context import Served, cache_salt, tenant_of
-from server.errors import ApiError, invalid
-from server.http.api_keys import account_of
-from server.http.body import read_request
+from server.context import Served
+from server.errors import ApiError
+from server.http.api_keys import account_of, cache_salt, tenant_of
+from server.http.body import encode_json, read_request
 from server.intake.answer_form import AnswerForm, find_answer_form, prepare_answer
 from server.intake.beam_search import beam_search_params
-from server.intake.generation import Choice, Generation, collect
+from server.intake.conversation import _name_max_completion_tokens, _sampling_params, max_tokens_of
+from server.intake.generation import Generation
 from server.intake.prompts import resolve_params, tokenize_and_cut_chat
 from server.output.chat_chunks import ChatChunks, chat_aligner
 from server.output.chat_messages import MessageChunks, message_choices
-from server.output.logprobs import encoded_chat_logprobs
+from server.output.collect import Choice, collect
+from server.output.logprobs import encoded_chat_logprobs, token_names
 from server.output.prompt_logprobs import PromptReports, check_size, fit_logprobs
-from server.output.sse import EventStream, encode_json
+from server.output.sse import EventStream
 from server.output.stream_options import with_stream_options
+from server.output.timings import asked_timings
 from server.protocol import ChatCompletionRequest
-from server.routes.debug_requests import asked_timings
-from server.token_names import token_names
 
 
 async def create_chat_completion(http: HttpRequest, served: Served) -> Response:
@@ -98,37 +98,6 @@ async def stored_completion(http: HttpRequest) -> Response:
     """What fetches, changes or deletes an answer by its id."""
     text = "This server stores no chat completions: keep what POST /v1/chat/completions answers."
     raise ApiError(404, text, param="completion_id", code="completion_not_found")
-
-
-def max_tokens_of(request: ChatCompletionRequest) -> int | None:
-    """max_completion_tokens wins over the older max_tokens; neither means the rest of the context."""
-    return request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
-
-
-def _sampling_params(request: ChatCompletionRequest) -> SamplingParams:
-    max_tokens = max_tokens_of(request)
-    if max_tokens == 0 and request.prompt_logprobs is None:
-        raise invalid("max_tokens must be at least 1, but for prompt_logprobs alone.", "max_tokens")
-    if not request.logprobs:
-        return request.sampling_params(max_tokens, None)
-    return request.sampling_params(max_tokens, request.top_logprobs or 0)
-
-
-def check_ranges(request: ChatCompletionRequest) -> None:
-    """Raise InvalidRequestError for what a chat would be refused for before its prompt is looked at."""
-    try:
-        _sampling_params(request)
-    except InvalidRequestError as error:
-        raise _name_max_completion_tokens(error, request) from None
-
-
-def _name_max_completion_tokens(error: InvalidRequestError, request: ChatCompletionRequest) -> InvalidRequestError:
-    """The engine knows one name for the limit; an error names the one that the client sent."""
-    if error.param != "max_tokens" or request.max_completion_tokens is None:
-        return error
-    return InvalidRequestError(
-        str(error).replace("max_tokens", "max_completion_tokens"), "max_completion_tokens", error.code
-    )
 
 
 def _chunks(

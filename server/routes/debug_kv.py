@@ -9,7 +9,7 @@ from starlette.responses import Response
 from server.config import ServerConfig
 from server.context import Served
 from server.errors import ApiError
-from server.output.sse import encode_json
+from server.http.body import encode_json
 
 MIN_AGE = 0.05  # seconds for which one view answers everybody
 COST_FACTOR = 20  # at least as many times what it took to make: a 20th of the event loop at most, for any pool

@@ -23,17 +23,16 @@ from starlette.responses import Response
 from engine.driver import Driver
 from engine.errors import ContextLengthError, DeadlineError, QueueFullError, UnavailableError
 from engine.outputs import FinishReason
-from engine.pooling import Pooling
 from engine.request import Request
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import Pooling, SamplingParams
 from engine.text.tokenizer import EncodedPart
-from server.context import Served, cache_salt, tenant_of
+from server.context import Served
 from server.errors import invalid, new_id
-from server.http.api_keys import Account, account_of
-from server.http.body import read_request
-from server.intake.generation import OutputStream, check_vocabulary, while_connected
-from server.intake.prompts import portions, reading_of
-from server.output.sse import encode_json
+from server.http.api_keys import Account, account_of, cache_salt, tenant_of
+from server.http.body import encode_json, read_request
+from server.intake.generation import OutputStream
+from server.intake.prompts import check_vocabulary, portions, reading_of
+from server.output.collect import while_connected
 from server.protocol import Prompt, Strict, parse_prompts
 from server.protocol.generation import MAX_TIMEOUT, Salt
 

@@ -9,18 +9,19 @@ from starlette.responses import Response
 
 from engine.errors import InvalidRequestError
 from engine.outputs import CompletionOutput, FinishReason, RequestOutput
-from server.context import Served, tenant_of
+from server.context import Served
 from server.errors import ApiError, anthropic_error, new_id
-from server.http.body import read_request
+from server.http.api_keys import tenant_of
+from server.http.body import encode_json, read_request
 from server.intake.answer_form import splits_thinking
 from server.intake.context_edits import edited_prompt
 from server.intake.conversation import Conversation, admit
-from server.intake.generation import collect
+from server.output.collect import collect
 from server.output.message_output import MessageOutput, frame
-from server.output.sse import EventStream, encode_json
+from server.output.sse import EventStream
+from server.output.timings import asked_timings
 from server.protocol import ChatCompletionRequest
 from server.protocol.anthropic.request import MessagesPrompt, MessagesRequest, in_our_terms
-from server.routes.debug_requests import asked_timings
 
 
 async def create_message(http: HttpRequest, served: Served) -> Response:

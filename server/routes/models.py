@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from server.context import Served
 from server.errors import invalid, speaks_anthropic
-from server.output.sse import encode_json
+from server.http.body import encode_json
 
 MAX_PAGE, DEFAULT_PAGE = 1000, 20  # models in a page of Anthropic's list
 

@@ -11,21 +11,22 @@ from starlette.responses import Response
 from engine.errors import InvalidRequestError
 from engine.outputs import CompletionOutput, FinishReason, RequestOutput
 from engine.text.tokenizer import Tokenizer
-from server.context import Served, tenant_of
+from server.context import Served
 from server.errors import ApiError, error_object, new_id
-from server.http.body import convert, read_request
+from server.http.api_keys import tenant_of
+from server.http.body import convert, encode_json, read_request
 from server.intake.conversation import Conversation, admit
-from server.intake.generation import collect
 from server.intake.prompts import tokenize_chat
-from server.obfuscation import with_obfuscation
+from server.output.collect import collect
 from server.output.left_out import headers_of_left_out
 from server.output.logprobs import Entry, LogprobAligner
 from server.output.response_output import EventWriter, ResponseOutput
-from server.output.sse import EventStream, encode_json
+from server.output.sse import EventStream
+from server.output.stream_options import with_obfuscation
+from server.output.timings import asked_timings
 from server.protocol import ChatCompletionRequest
 from server.protocol.responses.request import ResponsePrompt, ResponseRequest
 from server.protocol.responses.tools import CustomTool, FunctionTool, HostedTool, NamespaceTool, Tool
-from server.routes.debug_requests import asked_timings
 from server.tools.events import Event
 
 NOT_STORED = "This server stores no responses: keep what POST /v1/responses answers."

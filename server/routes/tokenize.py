@@ -9,14 +9,13 @@ from starlette.responses import Response
 
 from engine.errors import ContextLengthError
 from engine.text.tokenizer import Tokenizer
-from server.context import Served, tenant_of
-from server.http.body import read_parsed, read_request
-from server.intake.generation import check_vocabulary
-from server.intake.prompts import encode_texts, reading_of, tokenize_and_cut_chat
-from server.output.sse import encode_json
+from server.context import Served
+from server.http.api_keys import tenant_of
+from server.http.body import encode_json, read_parsed, read_request
+from server.intake.conversation import check_ranges, max_tokens_of
+from server.intake.prompts import check_vocabulary, encode_texts, reading_of, tokenize_and_cut_chat
 from server.protocol import ChatCompletionRequest, Strict, parse_request
 from server.protocol.strict import field_error
-from server.routes.chat_completions import check_ranges, max_tokens_of
 
 CHARS = 4  # of a token, to tell short work from long
 

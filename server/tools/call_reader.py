@@ -9,9 +9,9 @@ What looked like a call and is none is content.
 from collections.abc import Collection
 
 from server.errors import new_id
-from server.tools.calls.call_body import CallBody, NotACallError, Schemas
+from server.tools.calls.call_body import CallBody, NotACallError, Schemas, held_back
 from server.tools.calls.json_object import SPACE
-from server.tools.events import Arguments, CallStart, Content, Event, held_back
+from server.tools.events import Arguments, CallStart, Content, Event
 from server.tools.formats import ToolFormat
 
 

@@ -36,11 +36,3 @@ class Input:
 
 
 Event = Content | Reasoning | CallStart | Arguments | Input
-
-
-def held_back(text: str, marker: str) -> int:
-    """How many characters at the end of `text` may become `marker`: its longest suffix that begins one."""
-    for length in range(min(len(marker) - 1, len(text)), 0, -1):
-        if text.endswith(marker[:length]):
-            return length
-    return 0

@@ -9,7 +9,7 @@ from server.tools.calls.call_body import CallStyle, Written
 from server.tools.calls.json_calls import JsonCalls
 from server.tools.calls.named_calls import ARGS, NamedCalls
 from server.tools.calls.xml_calls import XmlCalls
-from server.tools.xml_tags import FUNCTION, PARAMETER
+from server.tools.calls.xml_values import FUNCTION, PARAMETER
 
 Call = tuple[str, Written]  # name, arguments
 

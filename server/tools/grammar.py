@@ -16,7 +16,7 @@ NOT_A_CALL = r"/[^{ \t\r\n](.|\n)*/"  # of a message whose start may be one
 @dataclass(frozen=True)
 class CallGrammar:
     """`several`: more than one call may be made. `tokenizer` tells which markers are tokens, `before` is what may or
-    must come before all that: rules with a start, which ends in `main` (server/tools/thinking.py)."""
+    must come before all that: rules with a start, which ends in `main` (server/tools/reasoning.py)."""
 
     form: ToolFormat
     tools: Sequence[Tool | CustomTool]

@@ -18,7 +18,7 @@ import engine.executor.step_durations
 from engine.errors import EngineError, InvalidRequestError, QueueFullError
 from engine.outputs import FinishReason
 from engine.request import Request
-from engine.scheduling.beam_search import BeamSearchParams
+from engine.sampling_params import BeamSearchParams
 from tests.checkpoints import save_fake_checkpoint
 from tests.engine.driving import PROMPT, assert_idle, collect, request, running_driver, until
 from tests.fake_device import expected_tokens
@@ -167,7 +167,7 @@ async def test_a_stopped_worker_is_replaced_long_before_a_step_may_take_so_long(
 async def test_a_hang_is_noticed_by_what_steps_took_before(folder, lives, monkeypatch):
     """The step timeout is a minute here."""
     monkeypatch.setattr(engine.executor.step_durations, "MIN_LIMIT", 1.0)
-    monkeypatch.setattr(engine.executor.recovery.StepWatch, "TICK_SECONDS", 0.1)
+    monkeypatch.setattr(engine.executor.step_watch.StepWatch, "TICK_SECONDS", 0.1)
     options = ["--hang-at-step", "60", "--faults-in", "1", "--lives", str(lives)]
     async with running_driver(folder, *options) as driver:
         streams = start(driver, 3, max_tokens=100)
@@ -178,7 +178,7 @@ async def test_a_hang_is_noticed_by_what_steps_took_before(folder, lives, monkey
 
 async def test_a_worker_in_a_debugger_may_stand_still_for_as_long_as_a_step_may_take(folder, lives, monkeypatch):
     monkeypatch.setattr(engine.executor.step_durations, "MIN_LIMIT", 0.5)
-    monkeypatch.setattr(engine.executor.recovery.StepWatch, "TICK_SECONDS", 0.1)
+    monkeypatch.setattr(engine.executor.step_watch.StepWatch, "TICK_SECONDS", 0.1)
     monkeypatch.setattr(engine.executor.executor, "is_traced", lambda pid: True)
     options = ["--hang-at-step", "60", "--faults-in", "1", "--lives", str(lives)]
     async with running_driver(folder, *options, step_timeout=3.0) as driver:
@@ -191,7 +191,7 @@ async def test_a_worker_in_a_debugger_may_stand_still_for_as_long_as_a_step_may_
 
 async def test_a_worker_that_answers_while_it_writes_its_stacks_stays(folder, monkeypatch):
     monkeypatch.setattr(engine.executor.step_durations, "MIN_LIMIT", 0.5)
-    monkeypatch.setattr(engine.executor.recovery.StepWatch, "TICK_SECONDS", 0.1)
+    monkeypatch.setattr(engine.executor.step_watch.StepWatch, "TICK_SECONDS", 0.1)
     monkeypatch.setattr(engine.executor.executor, "STACK_DUMP_SECONDS", 2.0)
     async with running_driver(folder, "--step-seconds", "0.01") as driver:
         streams = start(driver, 2, max_tokens=100)
@@ -427,7 +427,7 @@ async def test_a_deadly_request_ends_alone(folder, lives, tmp_path, async_schedu
 async def test_who_is_hit_from_outside_is_never_guilty(folder, number, monkeypatch):
     """However often, and with no token in between."""
     monkeypatch.setattr(engine.executor.process_state, "LOOK_SECONDS", 0.1)
-    monkeypatch.setattr(engine.executor.recovery.StepWatch, "FIRST_STEPS", 0)
+    monkeypatch.setattr(engine.executor.step_watch.StepWatch, "FIRST_STEPS", 0)
     async with running_driver(folder, "--step-seconds", "0.6", step_timeout=1.2) as driver:
         streams = start(driver, 3, max_tokens=4)
         for _ in range(4):

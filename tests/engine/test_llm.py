@@ -15,8 +15,7 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineError, InvalidRequestError, ModelError
 from engine.llm import LLM
 from engine.outputs import FinishReason
-from engine.sampling_params import SamplingParams
-from engine.scheduling.beam_search import BeamSearchParams
+from engine.sampling_params import BeamSearchParams, SamplingParams
 from engine.structured_output import StructuredOutput
 from tests.checkpoints import save_fake_checkpoint
 from tests.engine.scheduling.test_beams import expected_hypotheses

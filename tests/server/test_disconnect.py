@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import pytest
 from starlette.requests import ClientDisconnect
 
-from server.intake.generation import while_connected
+from server.output.collect import while_connected
 from tests.server.live import LiveServer, chat_body, completion_body, expected_text
 
 

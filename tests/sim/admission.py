@@ -3,9 +3,8 @@
 import math
 from typing import TYPE_CHECKING
 
-from engine.memory.sequence import Sequence
+from engine.memory.sequence import Sequence, num_forks_of
 from engine.scheduling.admission import PredictedAdmission
-from engine.sequence_group import num_forks_of
 from tests.sim.violation import fail
 
 if TYPE_CHECKING:

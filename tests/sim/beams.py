@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING
 
 from engine.memory.sequence import SequenceStatus
 from engine.outputs import FinishReason
+from engine.sampling_params import BeamSearchParams
 from engine.scheduling.beam_group import BeamGroup
-from engine.scheduling.beam_search import BeamSearchParams
 from engine.scheduling.scheduler import Scheduler
 from tests.sim.model import EOS_TOKEN_ID, FakeModel, Reference, chain_next, chain_start, mix
 from tests.sim.violation import fail, require

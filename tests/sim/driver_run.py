@@ -19,8 +19,9 @@ import engine.telemetry.request_timings
 import engine.worker.cache.disk_cache
 from engine.config import EngineConfig
 from engine.driver import Driver
-from engine.executor.recovery import Recovery, StepWatch
-from engine.flush import FLUSH_SECONDS
+from engine.executor.executor import FLUSH_SECONDS
+from engine.executor.recovery import Recovery
+from engine.executor.step_watch import StepWatch
 from engine.outputs import FinishReason
 from tests.checkpoints import save_fake_checkpoint
 from tests.sim.clients import Clients

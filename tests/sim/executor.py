@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 from engine.executor.executor import STACK_DUMP_SECONDS, Executor
 from engine.executor.process_state import STOPPED_LOOKS
-from engine.executor.recovery import StepWatch
 from engine.executor.step import (
     FetchBlocks,
     FetchedBlocks,
@@ -19,6 +18,7 @@ from engine.executor.step import (
     encode_frame,
 )
 from engine.executor.step_durations import LIMIT_FACTOR, MIN_LIMIT, StepDurations, features_of, kind_of
+from engine.executor.step_watch import StepWatch
 from tests.sim.monitor import Monitor
 from tests.sim.swarm import SimConfig
 from tests.sim.violation import fail, require

@@ -5,9 +5,10 @@ import engine.scheduling.scheduler
 from engine.driver import Driver
 from engine.executor.executor import Executor
 from engine.executor.process_state import StoppedLooks
-from engine.executor.recovery import StepWatch
 from engine.executor.step_durations import StepDurations
-from engine.memory.block_manager import BlockManager, FreeList
+from engine.executor.step_watch import StepWatch
+from engine.memory.block_manager import BlockManager
+from engine.memory.free_list import FreeList
 from engine.memory.host_tier import HostTier
 from engine.memory.sequence import Sequence
 from engine.requests.delivery import Delivery

@@ -3,7 +3,7 @@
 import asyncio
 
 from engine.errors import UnavailableError
-from engine.flush import FLUSH_SECONDS
+from engine.executor.executor import FLUSH_SECONDS
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 from tests.sim.coverage import Coverage

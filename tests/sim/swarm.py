@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from engine.executor.step import CacheCosts
-from engine.sampling_params import SamplingParams
-from engine.scheduling.beam_search import BeamSearchParams
+from engine.sampling_params import BeamSearchParams, SamplingParams
 from tests.sim.beams import beam_references
 from tests.sim.model import EOS_TOKEN_ID, SEED_STEP, FakeModel, Reference, reference
 

@@ -4,13 +4,13 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from engine.executor.step import StepPlan, StepResult
-from engine.memory.block_manager import Allocation, Block, BlockManager, Prefix
-from engine.memory.sequence import BlockKey, Sequence, SequenceStatus
+from engine.memory.block_manager import Allocation, BlockManager, Prefix
+from engine.memory.free_list import Block
+from engine.memory.sequence import BlockKey, Sequence, SequenceGroup, SequenceStatus, num_forks_of, smallest_part
 from engine.outputs import FinishReason
 from engine.scheduling.admission import PredictedAdmission
 from engine.scheduling.beam_group import BeamGroup
 from engine.scheduling.scheduler import Scheduler
-from engine.sequence_group import SequenceGroup, num_forks_of, smallest_part
 from tests.sim.admission import check_spare
 from tests.sim.beams import check_too_large
 from tests.sim.model import mix
@@ -301,7 +301,7 @@ class WatchedScheduler(Scheduler):
         num_rows = 1 if seq.group is None else max(1, seq.group.num_rows_to_start)
         num_blocks = self.block_manager.num_blocks_for(seq.num_tokens)
         if seq.group is not None and not seq.group.running:
-            num_blocks = seq.group.num_blocks(self.block_manager)
+            num_blocks = self.block_manager.num_blocks_together(seq.group.waiting)
         spare = self.admission.spare(seq, [], num_forks_of(seq), self.running, self._next_step_id)
         part = smallest_part(first)
         part_rows = len(part) + (0 if first.group is None else first.group.num_spare_rows)

@@ -1,0 +1,1 @@
+"""The layers of decoder and encoder: attention, MLP, experts, norms, embeddings."""

@@ -6,8 +6,7 @@ from functools import partial
 from torch import Tensor
 
 from engine.models.config import ModelConfig
-from engine.models.layers.operators import Operators
-from engine.models.linear import take_linear
+from engine.models.layers.operators import Operators, take_linear
 from kernels.attention.decode import paged_attention
 from kernels.attention.plan import AttentionPlan
 from kernels.attention.prefill import prefill_attention

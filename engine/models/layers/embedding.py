@@ -5,8 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.models.config import ModelConfig
-from engine.models.layers.operators import Operators
-from engine.models.linear import take_linear
+from engine.models.layers.operators import Operators, take_linear
 from kernels.dispatch import use_triton
 
 

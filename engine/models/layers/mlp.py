@@ -4,8 +4,7 @@ from torch import Tensor
 
 from engine.models.config import ModelConfig
 from engine.models.layers.moe import MoE
-from engine.models.layers.operators import Operators
-from engine.models.linear import take_linear
+from engine.models.layers.operators import Operators, take_linear
 
 
 class MLP:

@@ -3,8 +3,7 @@
 from torch import Tensor
 
 from engine.models.config import MoEConfig
-from engine.models.layers.operators import Operators
-from engine.models.linear import take_linear
+from engine.models.layers.operators import Operators, take_linear
 from kernels.linear.moe import Experts
 
 

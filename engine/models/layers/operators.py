@@ -92,3 +92,8 @@ def _each_row(activate: Activate, x: Tensor, name: str) -> Tensor:
     """torch on a CPU computes the last few numbers of each thread's share by other code than the rest, so a number's
     bits depend on its place in the tensor: give each row a tensor of its own."""
     return torch.cat([activate(row, name) for row in torch.split(x, 1)])
+
+
+def take_linear(weights: dict[str, Tensor], name: str, operators: Operators) -> Linear:
+    """Make the linear layer called `name` and drop its entries, so that a packed layer's plain copy is freed."""
+    return operators.linear(weights.pop(f"{name}.weight"), weights.pop(f"{name}.bias", None))

@@ -1,0 +1,1 @@
+"""Logits to tokens: parameters by row, bans, grammar masks, scores of prompts."""

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from engine.grammars.compiler import Compiler, GrammarError, Words, fill_mask
-from engine.worker.batch.input_batch import IntArray
+from engine.worker.batch.step_buffer import IntArray
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

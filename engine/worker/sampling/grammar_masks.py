@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from engine.sampling_params import SamplingParams
-from engine.worker.batch.input_batch import ALIGNMENT, InputBatch, SampledAt, StepBuffer
+from engine.worker.batch.input_batch import InputBatch, SampledAt
+from engine.worker.batch.step_buffer import ALIGNMENT, StepBuffer
 from engine.worker.device.queue import DeviceQueue, Mark
 from engine.worker.sampling.grammar_cache import GrammarCache
 from engine.worker.sampling.grammar_rows import GrammarRows

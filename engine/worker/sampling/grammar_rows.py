@@ -18,7 +18,8 @@ import numpy as np
 from engine.grammars.compiler import GrammarError, Words, as_words, fill_mask
 from engine.sampling_params import SamplingParams
 from engine.structured_output import NOT_MATCHED, StructuredOutput
-from engine.worker.batch.input_batch import IntArray, SampledAt
+from engine.worker.batch.input_batch import SampledAt
+from engine.worker.batch.step_buffer import IntArray
 from engine.worker.sampling.grammar_cache import GrammarCache
 from engine.worker.sampling.grammar_ends import Ending, GrammarEnds
 from engine.worker.sampling.json_numbers import JsonNumbers, Number

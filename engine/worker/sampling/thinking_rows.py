@@ -16,7 +16,8 @@ import numpy as np
 from engine.sampling_params import SamplingParams
 from engine.thinking import ThinkingScan, ThinkingTags
 from engine.worker.batch.decode_buffers import BUFFERED_STEPS
-from engine.worker.batch.input_batch import ALIGNMENT, InputBatch, IntArray, SampledAt, StepBuffer
+from engine.worker.batch.input_batch import InputBatch, SampledAt
+from engine.worker.batch.step_buffer import ALIGNMENT, IntArray, StepBuffer
 from engine.worker.device.queue import DeviceQueue, Mark
 from engine.worker.sampling.sampled import SampledRows, token_ids_of
 from engine.worker.sampling.sampler import ForcedTokens

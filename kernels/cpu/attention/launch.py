@@ -16,7 +16,6 @@ import torch
 from numba.extending import overload
 from torch import Tensor
 
-from kernels.cache.quantize import kv_format_of
 from kernels.cpu import codes, simd
 from kernels.cpu.attention import bf16_pairs as pairs
 from kernels.cpu.attention import rows as loops
@@ -25,6 +24,7 @@ from kernels.cpu.attention.items import ARGUMENTS, attend_heads, attend_items
 from kernels.cpu.dots import HAS_BF16_DOT
 from kernels.cpu.parallel import jit, parallel_kernel
 from kernels.cpu.simd import WIDTH, BF16Pointer, advance, read, splat, store
+from kernels.kv_format import kv_format_of
 
 ZERO = np.float32(0)
 ROWS_PER_ITEM = 8

@@ -1,0 +1,1 @@
+"""Request and answer models of /v1/messages."""

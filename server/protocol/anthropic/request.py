@@ -23,9 +23,8 @@ from server.protocol.harmless import (
     ANTHROPIC_TOOL_INERT,
     CACHE,
 )
-from server.protocol.sampling_extras import SamplingExtras
 from server.protocol.strict import Strict, field_error, parse_request
-from server.protocol.translated import renamed, without
+from server.protocol.translated import SamplingExtras, renamed, without
 from server.protocol.unknown_fields import unknown_field
 
 MAX_TOOLS = 128

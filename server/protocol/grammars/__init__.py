@@ -1,0 +1,1 @@
+"""Structured outputs in a request: schemas, regular expressions and Lark grammars, checked and translated."""

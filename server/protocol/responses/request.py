@@ -27,10 +27,9 @@ from server.protocol.responses.items import (
     without_earlier_thoughts,
 )
 from server.protocol.responses.tools import ToolSet, ToolsField, parse_choice
-from server.protocol.sampling_extras import SamplingExtras
 from server.protocol.strict import Strict, field_error, parse_request
 from server.protocol.tools import MAX_TOOLS
-from server.protocol.translated import below, renamed, without
+from server.protocol.translated import SamplingExtras, below, renamed, without
 
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
@@ -164,7 +163,7 @@ class ReasoningConfig(Strict):
 
 
 class ResponseStreamOptions(Strict):
-    include_obfuscation: bool = False  # see server/obfuscation.py
+    include_obfuscation: bool = False  # see server/output/stream_options.py
 
 
 class ResponsePrompt(Strict):

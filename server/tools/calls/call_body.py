@@ -68,3 +68,11 @@ class CallStyle(Protocol):
     def rules(self, label: str, function: FunctionDefinition, marker: Callable[[str], str]) -> list[str]:
         """Lark rules, all with names that end in `label`, of a call: `call_{label}` and what it needs. `marker` is how
         Lark writes a marker. Raises SchemaError."""
+
+
+def held_back(text: str, marker: str) -> int:
+    """How many characters at the end of `text` may become `marker`: its longest suffix that begins one."""
+    for length in range(min(len(marker) - 1, len(text)), 0, -1):
+        if text.endswith(marker[:length]):
+            return length
+    return 0

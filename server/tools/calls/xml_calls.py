@@ -14,12 +14,18 @@ import json
 from collections.abc import Callable
 
 from server.protocol.tools import FunctionDefinition
-from server.tools.calls.call_body import NotACallError, Schemas, Written
+from server.tools.calls.call_body import NotACallError, Schemas, Written, held_back
 from server.tools.calls.json_object import SPACE
 from server.tools.calls.xml_grammar import END_VALUE, xml_rules
-from server.tools.calls.xml_values import STRING, as_json, parameter_types
-from server.tools.events import held_back
-from server.tools.xml_tags import END_FUNCTION, END_PARAMETER, FUNCTION, PARAMETER
+from server.tools.calls.xml_values import (
+    END_FUNCTION,
+    END_PARAMETER,
+    FUNCTION,
+    PARAMETER,
+    STRING,
+    as_json,
+    parameter_types,
+)
 
 WHOLE = "arguments"  # names the text of arguments that are no object
 MAX_TAG = 256  # characters of a name

@@ -11,8 +11,7 @@ from server.errors import MAX_NAME_LENGTH
 from server.protocol.tools import INPUT, FunctionDefinition, LarkFunction
 from server.tools.calls.call_body import SchemaError
 from server.tools.calls.lark import CALL_SPACES, escaped, input_rule, json_rule, literal, regex, up_to
-from server.tools.calls.xml_values import resolved, types_of
-from server.tools.xml_tags import END_FUNCTION, END_PARAMETER, FUNCTION, PARAMETER
+from server.tools.calls.xml_values import END_FUNCTION, END_PARAMETER, FUNCTION, PARAMETER, resolved, types_of
 
 END_VALUE = f"\n{END_PARAMETER}\n"
 KEY = r"/[a-zA-Z_][a-zA-Z0-9_]{0,63}/"  # of an argument that a schema leaves open

@@ -5,6 +5,9 @@ from typing import Any
 
 from server.tools.calls.json_object import SPACE
 
+FUNCTION, END_FUNCTION = "<function=", "</function>"
+PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
+
 STRING = frozenset({"string"})
 # What is done for one argument has a limit, since many may refer to the same large part of a schema.
 MAX_LOOKS = 256

@@ -6,7 +6,7 @@ import pytest
 
 from engine.checkpoint.pooling import pooling_of_model, read_pooling
 from engine.errors import ConfigError, ModelError
-from engine.pooling import Pooling
+from engine.sampling_params import Pooling
 
 PREFIX = "sentence_transformers.models."
 

@@ -22,7 +22,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def no_first_steps(monkeypatch):
-    monkeypatch.setattr(engine.executor.recovery.StepWatch, "FIRST_STEPS", 0)
+    monkeypatch.setattr(engine.executor.step_watch.StepWatch, "FIRST_STEPS", 0)
 
 
 def num_heartbeats(path):

@@ -3,9 +3,10 @@
 import pytest
 
 from engine.errors import EngineError
-from engine.executor.recovery import Recovery, StepWatch
+from engine.executor.recovery import Recovery
 from engine.executor.step import NewSequence, SequenceStep, StepPlan
 from engine.executor.step_durations import LIMIT_FACTOR, MIN_LIMIT, StepDurations
+from engine.executor.step_watch import StepWatch
 from engine.sampling_params import SamplingParams
 
 CAUSE = EngineError("the Worker was eaten")

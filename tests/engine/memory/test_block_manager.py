@@ -6,7 +6,8 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.memory.block_manager import Block, BlockManager, FreeList
+from engine.memory.block_manager import BlockManager
+from engine.memory.free_list import Block, FreeList
 from engine.memory.host_tier import HostTier
 from engine.memory.sequence import Sequence
 from engine.sampling_params import SamplingParams

@@ -24,8 +24,7 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineError, ModelError
 from engine.executor.step import NewSequence, SequenceStep, StepPlan, StepResult
 from engine.models.families import model_config, read_model_config
-from engine.pooling import Pooling
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import Pooling, SamplingParams
 from engine.worker.encoder_runner import EncoderRunner
 from engine.worker.load import load_runner
 

@@ -9,9 +9,8 @@ import pytest
 from engine.memory.sequence import Sequence, SequenceStatus
 from engine.outputs import FinishReason
 from engine.request import Request
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import BeamSearchParams, SamplingParams
 from engine.scheduling.beam_group import begin_search
-from engine.scheduling.beam_search import BeamSearchParams
 from tests.checkpoints import save_fake_checkpoint
 from tests.engine.driving import running_driver
 from tests.engine.scheduling.test_scheduler import Loop, prompt
@@ -183,7 +182,7 @@ def test_no_part_of_a_group_is_admitted_before_there_is_room_for_all_of_it():
     scheduler, blocks = loop.scheduler, loop.scheduler.block_manager
     for slot in group.running:
         scheduler._preempt(slot)
-    needed, first = group.num_blocks(blocks), blocks.num_blocks_for(len(group.slots[0].token_ids))
+    needed, first = blocks.num_blocks_together(group.waiting), blocks.num_blocks_for(len(group.slots[0].token_ids))
     assert needed > first + 3
     thief = Sequence(99, [0] * 1000, SamplingParams(), seed=0, max_num_tokens=1000)
     spare = 4 + scheduler.admission.watermark_blocks
@@ -209,7 +208,7 @@ def test_a_resumed_group_stores_common_prefixes_once():
         loop.scheduler._preempt(slot)
     loop.scheduler.check_invariants()
     assert len(blocks.free_blocks) == blocks.num_blocks
-    wanted = group.num_blocks(blocks)
+    wanted = blocks.num_blocks_together(group.waiting)
     while len(group.running) < 4:
         loop.step()
     assert blocks.num_blocks - len(blocks.free_blocks) <= max(wanted, held)

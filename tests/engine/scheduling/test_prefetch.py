@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from engine.executor.executor import WorkerDiedError
+from engine.errors import WorkerDiedError
 from engine.executor.step import BlockMove, CacheCosts, FetchedBlocks
 from engine.memory.host_tier import HostTier
 from engine.memory.sequence import BlockKey, Sequence

@@ -5,10 +5,9 @@ import random
 import pytest
 
 from engine.memory.host_tier import HostTier
-from engine.memory.sequence import SequenceStatus
+from engine.memory.sequence import SequenceStatus, together
 from engine.outputs import FinishReason
 from engine.scheduling.admission import PredictedAdmission
-from engine.sequence_group import together
 from tests.engine.scheduling.test_forks import ForkLoop
 from tests.engine.scheduling.test_scheduler import prompt
 
@@ -83,7 +82,7 @@ def test_a_group_comes_back_when_there_is_room_for_all_of_it(num_free, comes_bac
         loop.step()
     preempt_all(loop, seqs)
     blocks = loop.scheduler.block_manager
-    assert seqs[0].group.num_blocks(blocks) == 4 + 3 * 3
+    assert blocks.num_blocks_together(seqs[0].group.waiting) == 4 + 3 * 3
     other = loop.add(prompt(random.Random(2), 4 * (40 - num_free)), max_tokens=2, priority=-1)
     loop.step()
     assert other.status is SequenceStatus.RUNNING

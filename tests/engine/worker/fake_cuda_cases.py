@@ -12,8 +12,7 @@ from engine.config import EngineConfig
 from engine.executor.step import BlockCopy, BlockMove, NewSequence, SequenceStep, StepPlan
 from engine.models.families import read_model_config
 from engine.models.weights import load_model
-from engine.pooling import Pooling
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import Pooling, SamplingParams
 from engine.worker.cache import block_mover
 from engine.worker.cache.host_cache import HostCache
 from engine.worker.cache.kv_cache import allocate_kv_caches

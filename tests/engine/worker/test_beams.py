@@ -6,9 +6,8 @@ import torch
 from engine.config import EngineConfig
 from engine.memory.block_manager import BlockManager
 from engine.memory.sequence import Sequence
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import BeamSearchParams, SamplingParams
 from engine.scheduling.beam_group import begin_search
-from engine.scheduling.beam_search import BeamSearchParams
 from engine.scheduling.scheduler import Scheduler
 from engine.worker.load import load_runner
 

@@ -12,7 +12,8 @@ from engine.errors import ConfigError, EngineError, ModelError
 from engine.executor.step import BlockCopy, NewSequence, SequenceStep, StepPlan
 from engine.sampling_params import SamplingParams
 from engine.worker import model_runner
-from engine.worker.batch.input_batch import InputBatch, StepBuffer
+from engine.worker.batch.input_batch import InputBatch
+from engine.worker.batch.step_buffer import StepBuffer
 from engine.worker.device.host import StepLimits
 from engine.worker.load import load_runner
 from engine.worker.model_runner import independent_copies

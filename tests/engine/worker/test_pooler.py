@@ -6,8 +6,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.executor.step import NewSequence, SequenceStep, StepPlan
-from engine.pooling import Pooling
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import Pooling, SamplingParams
 from engine.worker.load import load_runner
 from tests.engine.models.tiny_models import VOCAB, save_model
 

@@ -7,8 +7,8 @@ import httpx
 import pytest
 
 from engine.outputs import CompletionOutput, TokenLogprobs
-from engine.scheduling.beam_search import BeamSearchParams
-from server.intake.generation import Choice
+from engine.sampling_params import BeamSearchParams
+from server.output.collect import Choice
 from server.routes.completions import best_choices
 from tests.engine.scheduling.test_beams import expected_hypotheses
 from tests.fake_device import EOS_TOKEN_ID

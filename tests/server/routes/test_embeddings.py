@@ -12,7 +12,7 @@ import numpy as np
 import openai
 import pytest
 
-from engine.pooling import Pooling
+from engine.sampling_params import Pooling
 from tests.fake_device import HIDDEN_SIZE, expected_vector
 from tests.server.live import JSON, MODEL, LiveServer, assert_error, chat_body, completion_body, expected_text
 

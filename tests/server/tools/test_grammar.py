@@ -20,7 +20,7 @@ from server.tools.calls.call_body import SchemaError
 from server.tools.events import Arguments, CallStart, Content
 from server.tools.formats import FORMATS, HERMES, LLAMA3, MISTRAL, MISTRAL_V11, QWEN3_CODER
 from server.tools.grammar import CallGrammar
-from server.tools.thinking import after_thinking, rules_before_main
+from server.tools.reasoning import after_thinking, rules_before_main
 
 WEATHER = {
     "type": "object",

@@ -16,12 +16,11 @@ from engine.grammars.compiler import Compiler, fill_mask
 from engine.outputs import CompletionOutput, FinishReason
 from engine.structured_output import Vocabulary
 from engine.text.tokenizer import Tokenizer
-from server.http.body import parse_json
+from server.http.body import encode_json, parse_json
 from server.http.json_bounds import body_bounds
 from server.output.chat_messages import MessageChoice
 from server.output.message_output import MessageOutput
 from server.output.response_output import EventWriter, ResponseOutput
-from server.output.sse import encode_json
 from server.protocol import ChatCompletionRequest, parse_request
 from server.protocol.anthropic.request import MessagesRequest
 from server.protocol.responses.request import ResponseRequest

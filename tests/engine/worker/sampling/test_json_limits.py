@@ -22,7 +22,7 @@ from server.tools.call_reader import CallReader
 from server.tools.events import Arguments
 from server.tools.formats import FORMATS
 from server.tools.grammar import CallGrammar
-from server.tools.thinking import after_thinking, rules_before_main
+from server.tools.reasoning import after_thinking, rules_before_main
 
 PLACE = {
     "type": "object",

@@ -1,0 +1,71 @@
+"""FreeList: the blocks that nobody holds, in the order in which they are given away."""
+
+from collections.abc import Iterable
+
+from engine.memory.sequence import BlockKey
+
+
+class Block:
+    """`key` is set while the prefix cache may hand the block out for equal tokens."""
+
+    __slots__ = ("block_id", "key", "next_free", "prev_free", "ref_count")
+
+    def __init__(self, block_id: int) -> None:
+        self.block_id = block_id
+        self.ref_count = 0
+        self.key: BlockKey | None = None
+        self.prev_free: Block | None = None
+        self.next_free: Block | None = None
+
+
+class FreeList:
+    """A doubly linked list through the blocks themselves: every operation, `remove` too, is O(1)."""
+
+    def __init__(self, blocks: Iterable[Block]) -> None:
+        self._end = Block(-1)  # sentinel: its next is the first to be given out, its prev the last
+        self._end.next_free = self._end.prev_free = self._end
+        self._length = 0
+        for block in blocks:
+            self.append(block)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def append(self, block: Block) -> None:
+        """Give this block out last."""
+        self._link(block, before=self._end)
+
+    def append_left(self, block: Block) -> None:
+        """Give this block out next."""
+        assert self._end.next_free is not None
+        self._link(block, before=self._end.next_free)
+
+    def pop_left(self) -> Block:
+        block = self._end.next_free
+        assert block is not None and block is not self._end, "the caller checks that a block is free"
+        self.remove(block)
+        return block
+
+    def remove(self, block: Block) -> None:
+        prev, following = block.prev_free, block.next_free
+        assert prev is not None and following is not None, "the block is not in the free list"
+        prev.next_free, following.prev_free = following, prev
+        block.prev_free = block.next_free = None
+        self._length -= 1
+
+    def ids(self) -> list[int]:
+        """From the next one given out to the last; for checks and views, O(n)."""
+        found = []
+        block = self._end.next_free
+        while block is not self._end:
+            assert block is not None
+            found.append(block.block_id)
+            block = block.next_free
+        return found
+
+    def _link(self, block: Block, before: Block) -> None:
+        prev = before.prev_free
+        assert prev is not None
+        block.prev_free, block.next_free = prev, before
+        prev.next_free = before.prev_free = block
+        self._length += 1

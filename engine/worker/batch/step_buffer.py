@@ -1,0 +1,65 @@
+"""StepBuffer."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from engine.worker.batch.decode_buffers import BUFFERED_STEPS
+from engine.worker.device.queue import DeviceQueue, Mark
+
+ALIGNMENT = 16  # bytes: what vector loads like, and any dtype may start at
+
+
+IntArray = npt.NDArray[Any]
+
+
+class StepBuffer:
+    """Moves the small host arrays of one step to the device: `put` some, `upload`, launch what reads them, and again.
+
+    The tensors that `put` returns are valid after `upload`. On a CPU (no queue) they are the arrays themselves. On a
+    GPU they lie in one buffer that is filled in place and copied as a whole; there are as many such buffers as steps in
+    flight, so that none is written while its copy may still be under way.
+    """
+
+    def __init__(self, num_bytes: int, queue: DeviceQueue | None) -> None:
+        self._queue = queue
+        self._used = self._uploaded = 0
+        self._turn = 0
+        if queue is not None:
+            self._hosts = [queue.host_bytes(num_bytes) for _ in range(BUFFERED_STEPS)]
+            self._copied: list[Mark | None] = [None] * BUFFERED_STEPS
+            self._target = torch.empty(num_bytes, dtype=torch.uint8, device=queue.device)
+
+    def start(self) -> None:
+        """Begin a step: forget the arrays of the one before the last."""
+        self._used = self._uploaded = 0
+        if self._queue is not None:
+            self._turn = (self._turn + 1) % BUFFERED_STEPS
+            if (copied := self._copied[self._turn]) is not None:
+                copied.wait()
+                self._copied[self._turn] = None
+
+    def put(self, array: npt.NDArray[Any]) -> Tensor:
+        """A tensor on the device with the shape and dtype of `array`, filled by the next `upload`."""
+        host = torch.from_numpy(np.ascontiguousarray(array))
+        if self._queue is None:
+            return host
+        end = self._used + array.nbytes
+        if end > self._target.numel():  # a giant logit_bias, say: slower, never wrong
+            return self._queue.run(lambda: host.to(self._target.device, copy=True))
+        self._hosts[self._turn][self._used : end].view(host.dtype).copy_(host.view(-1))
+        tensor = self._target[self._used : end].view(host.dtype).view(host.shape)
+        self._used = -(-end // ALIGNMENT) * ALIGNMENT
+        return tensor
+
+    def upload(self) -> None:
+        end = self._used
+        if self._queue is not None and end > self._uploaded:
+            end = min(end, self._target.numel())
+            part = slice(self._uploaded, end)
+            self._queue.copy(self._target[part], self._hosts[self._turn][part])
+            self._copied[self._turn] = self._queue.mark()
+            self._uploaded = self._used

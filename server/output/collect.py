@@ -1,0 +1,95 @@
+"""Whole answers: outputs of a generation, collected while the client is there."""
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Protocol
+
+import anyio
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive
+
+from engine.outputs import CompletionOutput, FinishReason, RequestOutput
+from server.intake.generation import Generation, T, raise_only
+from server.output.logprobs import LogprobAligner, PackedEntries
+
+
+class Collector(Protocol):
+    def add(self, output: CompletionOutput) -> None: ...
+
+
+class Choice:
+    """One sample, collected for a response without streaming."""
+
+    def __init__(self, text: str, aligner: LogprobAligner | None) -> None:
+        self.entries = PackedEntries()
+        self.token_ids: list[int] = []
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: str | int | None = None
+        self._cumulative_logprob = 0.0
+        self._num_logprobs = 0
+        self._texts = [text]
+        self._aligner = aligner
+
+    @property
+    def text(self) -> str:
+        return "".join(self._texts)
+
+    @property
+    def mean_logprob(self) -> float:
+        """Per generated token, those of a stop included; 0 where none were asked for."""
+        return self._cumulative_logprob / max(1, self._num_logprobs)
+
+    @property
+    def finished_by(self) -> str | None:
+        """finish_reason as a chat says it."""
+        return self.finish_reason
+
+    def message(self) -> dict[str, Any]:
+        """The message of a chat answer."""
+        return {"role": "assistant", "content": self.text, "refusal": None}
+
+    def add(self, output: CompletionOutput) -> None:
+        self._texts.append(output.text)
+        self.token_ids += output.token_ids
+        if self._aligner is not None:
+            self.entries.extend(self._aligner.take(output))
+        if output.logprobs is not None:
+            self._cumulative_logprob += output.cumulative_logprob or 0.0
+            self._num_logprobs += len(output.logprobs)
+        if output.finish_reason is not None:
+            self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
+
+
+async def collect(generation: Generation, receive: Receive, choices: Sequence[Collector]) -> None:
+    """Read a generation to its end into `choices`; raises ClientDisconnect once the client is gone."""
+
+    async def add(prompt_index: int, output: RequestOutput) -> None:
+        for sample in output.outputs:
+            choices[prompt_index * generation.n + sample.index].add(sample)
+
+    try:
+        await while_connected(receive, lambda: generation.read(add))
+    finally:
+        generation.close()
+
+
+async def while_connected(receive: Receive, work: Callable[[], Awaitable[T]]) -> T:
+    """The result of `work`; cancels it and raises ClientDisconnect once the client is gone."""
+    failures: list[Exception] = []
+    results: list[T] = []
+    async with anyio.create_task_group() as group:
+        group.start_soon(_watch_client, receive, failures, group.cancel_scope)
+        try:
+            results.append(await work())
+        except Exception as error:
+            failures.insert(0, error)
+        group.cancel_scope.cancel()
+    if not results:
+        raise_only(failures)
+    return results[0]
+
+
+async def _watch_client(receive: Receive, failures: list[Exception], scope: anyio.CancelScope) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    failures.append(ClientDisconnect())
+    scope.cancel()
