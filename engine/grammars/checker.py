@@ -15,10 +15,10 @@ import msgspec
 
 from engine.errors import EngineError, InvalidRequestError, QueueFullError
 from engine.executor.child_process import connect, spawn
+from engine.executor.fair_slots import FairSlots
 from engine.executor.process_state import ProcessStoppedError, count_oom_kills, stopped_at, unless_stopped
 from engine.executor.step import FRAME_HEADER, encode_frame
 from engine.executor.timeouts import within
-from engine.grammars.fair_slots import FairSlots
 from engine.structured_output import StructuredOutput, Vocabulary
 
 HELPER_COMMAND = (sys.executable, "-m", "engine.grammars.checker_process")

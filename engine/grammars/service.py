@@ -11,9 +11,9 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from engine.errors import EngineError, InvalidRequestError, PageserveError
+from engine.executor.fair_slots import FairSlots
 from engine.executor.step import GrammarPrepared, PrepareGrammar
 from engine.grammars.checker import GrammarChecker
-from engine.grammars.fair_slots import FairSlots
 from engine.sampling_params import SamplingParams
 from engine.structured_output import MAX_IN_WORKER, NOT_MATCHED, StructuredOutput, Vocabulary
 

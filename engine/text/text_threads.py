@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from engine.grammars.fair_slots import FairSlots
+from engine.executor.fair_slots import FairSlots
 
 T = TypeVar("T")
 QUICK_CHARS = 1 << 14  # of a text that is short: 2 to 20 ms, by tokenizer

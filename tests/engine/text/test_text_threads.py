@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from engine.grammars.fair_slots import FairSlots
+from engine.executor.fair_slots import FairSlots
 from engine.text.text_threads import NUM_LONG, QUICK_CHARS, FairThreads, TextThreads
 
 
