@@ -14,8 +14,8 @@ from server.errors import is_anthropics
 from server.http.ignored_fields import HEADER
 from server.http.middleware import PUBLIC_PATHS
 from server.protocol import answers
-from server.protocol.anthropic import answers as anthropic_answers
-from server.protocol.responses import answers as response_answers
+from server.protocol.anthropic import message_answers
+from server.protocol.responses import response_answers
 from server.protocol.strict import Strict
 
 OPENAPI = "3.2.0"  # the first version that can describe the events of a stream
@@ -68,20 +68,20 @@ ANSWERS: dict[str, Answers] = {
     "/v1/responses": Answers(response_answers.ResponseObject, response_answers.ResponseEvent, OF_POSTS, done=False),
     "/v1/responses/input_tokens": Answers(response_answers.InputTokens, errors=OF_POSTS),
     "/v1/messages": Answers(
-        anthropic_answers.AnthropicMessage,
-        anthropic_answers.MessageEvent,
+        message_answers.AnthropicMessage,
+        message_answers.MessageEvent,
         OF_MESSAGES,
-        envelope=anthropic_answers.AnthropicErrorEnvelope,
+        envelope=message_answers.AnthropicErrorEnvelope,
         done=False,
     ),
     "/v1/messages/count_tokens": Answers(
-        anthropic_answers.TokenCount, errors=OF_MESSAGES, envelope=anthropic_answers.AnthropicErrorEnvelope
+        message_answers.TokenCount, errors=OF_MESSAGES, envelope=message_answers.AnthropicErrorEnvelope
     ),
     "/v1/embeddings": Answers(answers.Embeddings, errors=OF_POSTS),
     "/tokenize": Answers(answers.Tokens, errors=OF_POSTS),
     "/detokenize": Answers(answers.Text, errors=OF_POSTS),
-    "/v1/models": Answers(anthropic_answers.EitherModelList),
-    "/v1/models/{model}": Answers(anthropic_answers.EitherModel, errors=(401, 404, 500, 503)),
+    "/v1/models": Answers(message_answers.EitherModelList),
+    "/v1/models/{model}": Answers(message_answers.EitherModel, errors=(401, 404, 500, 503)),
     "/health": Answers(answers.Health, errors=(500, 503), failure=answers.Unhealthy),
     "/ready": Answers(answers.Ready, errors=(500, 503), failure=answers.NotReady),
     "/version": Answers(answers.Version, errors=(401, 500)),

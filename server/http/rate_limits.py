@@ -38,7 +38,7 @@ class TokenBucket:
         used = self.per_minute - self.level
         self.per_minute, self._level = per_minute, per_minute - used
 
-    def take(self, amount: float) -> None:
+    def consume(self, amount: float) -> None:
         self._level = self.level - amount
 
     def seconds_until(self, amount: float) -> float:
@@ -75,7 +75,7 @@ class RateLimiter:
         if self._requests is not None:
             if (seconds := self._requests.seconds_until(1.0)) > 0.0:
                 raise self._too_many("requests", f"{self._requests.per_minute} requests per minute", seconds)
-            self._requests.take(1.0)
+            self._requests.consume(1.0)
         self.num_running += 1
         return self._clock()
 
@@ -91,7 +91,7 @@ class RateLimiter:
     def use_tokens(self, amount: int) -> None:
         """What was used in the end; how long an answer gets is not known before, so this may overdraw."""
         if self._tokens is not None and amount:
-            self._tokens.take(amount)
+            self._tokens.consume(amount)
 
     @property
     def shown(self) -> bool:

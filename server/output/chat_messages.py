@@ -24,7 +24,7 @@ class MessageChoice(Choice):
 
     def add(self, output: CompletionOutput) -> None:
         super().add(output)
-        self._events += self.reader.take(output)
+        self._events += self.reader.feed(output)
 
     @property
     def finished_by(self) -> str | None:
@@ -83,7 +83,7 @@ class MessageChunks(ChatChunks):
     def _frames(self, sample: CompletionOutput) -> list[bytes]:
         i = sample.index
         reader = self._readers[i]
-        deltas = [_delta(event) for event in reader.take(sample)]
+        deltas = [_delta(event) for event in reader.feed(sample)]
         details = self._details(sample)
         if details and not deltas:
             deltas = [{}]

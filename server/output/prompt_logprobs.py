@@ -11,7 +11,7 @@ from engine.sampling_params import SamplingParams
 from engine.text.tokenizer import Tokenizer
 from server.errors import invalid
 from server.output.logprobs import TokenNames, completion_logprobs, finite, token_names
-from server.protocol.generation import GenerationRequest
+from server.protocol.generation_request import GenerationRequest
 
 CHARS = 64  # of what is said about a token, to tell short work from long
 MAX_REPORTED = 1 << 20  # logprobs in one response; some 40 bytes of JSON each

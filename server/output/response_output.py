@@ -9,7 +9,7 @@ from server.errors import new_id
 from server.http.body import encode_json
 from server.output.logprobs import Entry, TokenNames, chat_logprobs
 from server.protocol.responses.encrypted_reasoning import encode_reasoning
-from server.protocol.responses.tools import Offered
+from server.protocol.responses.response_tools import Offered
 from server.tools.events import Arguments, CallStart, Content, Event, Input, Reasoning
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from engine.outputs import RequestOutput
 from server.http.body import encode_json
 from server.intake.generation import Generation
-from server.protocol.generation import GenerationRequest
+from server.protocol.generation_request import GenerationRequest
 
 FRAME_BYTES = 64  # the size of every frame is a multiple of it
 Encode = Callable[[int, RequestOutput], bytes]

@@ -6,7 +6,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from server.config import ServerConfig
 from server.errors import invalid
-from server.protocol.generation import GenerationRequest, within
+from server.protocol.generation_request import GenerationRequest, ranged_field
 from server.protocol.strict import field_error
 
 Prompt = Annotated[
@@ -18,9 +18,9 @@ class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
     prompt: Prompt = Field("", description="absent or empty: the beginning of a new document")
-    best_of: int | None = within(None, 1)
+    best_of: int | None = ranged_field(None, 1)
     echo: bool = False
-    logprobs: int | None = within(None, 0)
+    logprobs: int | None = ranged_field(None, 0)
     suffix: str | None = None
     add_special_tokens: bool = True
 

@@ -25,18 +25,18 @@ def in_our_words(fields: dict[str, Any]) -> dict[str, Any]:
         raise field_error("invalid_type", "must be an object", OPTIONS)
     found = {name: value for name, value in fields.items() if name not in (OPTIONS, *SPELLINGS)}
     for name in SPELLINGS:
-        _take(found, name, fields.get(name), (name,))
+        _set_field(found, name, fields.get(name), (name,))
     for name, value in (options or {}).items():
         if value is None:
             continue
         if name in SPELLINGS or name in IN_OPTIONS:
-            _take(found, name, value, (OPTIONS, name))
+            _set_field(found, name, value, (OPTIONS, name))
         else:
             unknown_field("is not one of the options that this server has", OPTIONS, name)
     return found
 
 
-def _take(found: dict[str, Any], name: str, value: Any, path: tuple[str, ...]) -> None:
+def _set_field(found: dict[str, Any], name: str, value: Any, path: tuple[str, ...]) -> None:
     ours = SPELLINGS.get(name, name)
     if type(value) is int and value in NO_LIMIT.get(name, ()):
         value = None

@@ -63,14 +63,14 @@ class Strict(BaseModel):
         if name in cls.renamed:
             raise field_error("unsupported_value", f"is the old name of {cls.renamed[name]}: use that", name)
         if name not in cls.inert:  # not left to pydantic, which would collect an error for each of a million fields
-            cls._take_unknown(name)
+            cls._check_unknown(name)
             return True
         if any(type(value) is type(known) and value == known for known in cls.inert[name]):  # 0 is not false
             return True
         raise field_error("unsupported_value", "is not supported by this server: leave it out", name)
 
     @classmethod
-    def _take_unknown(cls, name: str) -> None:
+    def _check_unknown(cls, name: str) -> None:
         """Raise, unless unknown fields are ignored and this one stands for nothing that is known: in another place, or
         by another name."""
         elsewhere = cls.is_request and name in HONOURED

@@ -15,7 +15,7 @@ from engine.structured_output import StructuredOutput
 from server.http.json_bounds import STRING
 from server.protocol.grammars.closed_objects import closed
 from server.protocol.grammars.lark_in_json import MAX_DEFINITION, LarkError, lark_of_json_string
-from server.protocol.grammars.structured_output import MAX_DESCRIPTION, to_json_text
+from server.protocol.grammars.response_format import MAX_DESCRIPTION, to_json_text
 from server.protocol.harmless import CALL_IGNORED, FUNCTION_IGNORED
 from server.protocol.strict import Strict, field_error, validated
 from server.protocol.unknown_fields import unknown_field

@@ -8,7 +8,7 @@ from pydantic import FailFast, Field
 from pydantic_core import PydanticCustomError
 
 from engine.errors import InvalidRequestError
-from server.protocol.generation import MAX_TIMEOUT, Salt, Seed, within
+from server.protocol.generation_request import MAX_TIMEOUT, Salt, Seed, ranged_field
 from server.protocol.strict import Strict, field_error
 
 Names = tuple[tuple[str, str], ...]  # (regex of the start of a field's path, what stands there in the client's request)
@@ -50,13 +50,13 @@ class SamplingExtras(Strict):
     is_request = True
 
     seed: Seed = None
-    min_p: float = within(0.0, 0.0, 1.0)
-    presence_penalty: float = within(0.0, -2.0, 2.0)
-    frequency_penalty: float = within(0.0, -2.0, 2.0)
-    repetition_penalty: float = within(1.0, 0.0, 100.0)
+    min_p: float = ranged_field(0.0, 0.0, 1.0)
+    presence_penalty: float = ranged_field(0.0, -2.0, 2.0)
+    frequency_penalty: float = ranged_field(0.0, -2.0, 2.0)
+    repetition_penalty: float = ranged_field(1.0, 0.0, 100.0)
     stop_token_ids: Annotated[list[int], FailFast(), Field(max_length=1024)] = Field(default_factory=list)
     ignore_eos: bool = False
-    min_tokens: int = within(0, 0)
+    min_tokens: int = ranged_field(0, 0)
     timeout: float | None = Field(None, gt=0.0, le=MAX_TIMEOUT)
     priority: int = Field(0, ge=-(2**31), lt=2**31)
     cache_salt: Salt = ""

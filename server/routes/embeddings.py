@@ -34,7 +34,7 @@ from server.intake.generation import OutputStream
 from server.intake.prompts import check_vocabulary, portions, reading_of
 from server.output.collect import while_connected
 from server.protocol import Prompt, Strict, parse_prompts
-from server.protocol.generation import MAX_TIMEOUT, Salt
+from server.protocol.generation_request import MAX_TIMEOUT, Salt
 
 MAX_INPUTS = 2048  # both are OpenAI's
 MAX_TOTAL_TOKENS = 300_000

@@ -101,7 +101,7 @@ class MessageAnswer:
         return events + b"".join(self._take(sample) for sample in output.outputs)
 
     def _take(self, sample: CompletionOutput) -> bytes:
-        events = b"".join(self._output.take(part) for part in self._reader.take(sample))
+        events = b"".join(self._output.take(part) for part in self._reader.feed(sample))
         if sample.finish_reason is None:
             return events
         self._finish_reason = sample.finish_reason

@@ -26,7 +26,7 @@ from server.output.stream_options import with_obfuscation
 from server.output.timings import asked_timings
 from server.protocol import ChatCompletionRequest
 from server.protocol.responses.request import ResponsePrompt, ResponseRequest
-from server.protocol.responses.tools import CustomTool, FunctionTool, HostedTool, NamespaceTool, Tool
+from server.protocol.responses.response_tools import CustomTool, FunctionTool, HostedTool, NamespaceTool, Tool
 from server.tools.events import Event
 
 NOT_STORED = "This server stores no responses: keep what POST /v1/responses answers."
@@ -135,7 +135,7 @@ class ResponseAnswer:
     def add(self, sample: CompletionOutput) -> None:
         if self._aligner is not None:
             self._entries += self._aligner.take(sample)
-        for part in self._reader.take(sample):
+        for part in self._reader.feed(sample):
             self._take(part)
         if sample.finish_reason is not None:
             self._finish_reason = sample.finish_reason

@@ -117,7 +117,7 @@ class InputEvents:
         self._quoted = quoted
         self._open: tuple[int, InputReader] | None = None
 
-    def take(self, events: Iterable[Event]) -> list[Event]:
+    def feed(self, events: Iterable[Event]) -> list[Event]:
         found: list[Event] = []
         for event in events:
             if isinstance(event, Arguments) and self._open is not None:

@@ -8,7 +8,7 @@ from server.tools.reasoning import ReasoningSplitter
 
 
 class MessageReader:
-    """`take` each output of one sample in turn. First the thinking is split off, then calls are looked for."""
+    """`feed` each output of one sample in turn. First the thinking is split off, then calls are looked for."""
 
     def __init__(
         self, splitter: ReasoningSplitter | None, calls: CallReader | None, inputs: InputEvents | None = None
@@ -31,7 +31,7 @@ class MessageReader:
         """Whether whatever comes is content, as it is: the thinking is over, and there are no tools."""
         return self._calls is None and (self._splitter is None or self._splitter.done)
 
-    def take(self, output: CompletionOutput) -> list[Event]:
+    def feed(self, output: CompletionOutput) -> list[Event]:
         """What is new; `finish_reason` is set with the last."""
         events: list[Event] = []
         text = output.text
@@ -47,7 +47,7 @@ class MessageReader:
         if self._inputs is None:
             return events
         ended = output.finish_reason is not None
-        return self._inputs.take(events) + (self._inputs.finish() if ended else [])
+        return self._inputs.feed(events) + (self._inputs.finish() if ended else [])
 
     def _split(self, thought: str, text: str, events: list[Event]) -> str:
         if thought:

@@ -10,7 +10,7 @@ from typing import Any
 
 from engine.errors import InvalidRequestError
 from engine.text.chat_template import ChatTemplate
-from server.protocol.messages import Message
+from server.protocol.chat_message import Message
 from server.protocol.tools import CustomCallOfHistory, CustomTool, Tool, ToolCallOfHistory
 from server.tools.calls.call_body import Written
 from server.tools.calls.xml_calls import WHOLE

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError
-from server.protocol.grammars.structured_output import is_nested_deeper
+from server.protocol.grammars.response_format import is_nested_deeper
 
 FIELDS = {"custom_id": str, "method": str, "url": str, "body": dict}
 MAX_DEPTH = 256  # of a body

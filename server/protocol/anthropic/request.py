@@ -13,9 +13,9 @@ from engine.sampling_params import MAX_STOP_STRINGS
 from server.errors import NO_THREADS
 from server.protocol.anthropic.context_management import ContextManagement, Edit
 from server.protocol.anthropic.signatures import omitted_thinking
-from server.protocol.chat import ChatCompletionRequest, TemplateKwargs
-from server.protocol.generation import within
-from server.protocol.grammars.structured_output import MAX_DESCRIPTION, parse_response_format
+from server.protocol.chat_completions import ChatCompletionRequest, TemplateKwargs
+from server.protocol.generation_request import ranged_field
+from server.protocol.grammars.response_format import MAX_DESCRIPTION, parse_response_format
 from server.protocol.harmless import (
     ANTHROPIC_IGNORED,
     ANTHROPIC_INERT,
@@ -455,8 +455,8 @@ class MessagesRequest(MessagesPrompt, SamplingExtras):
     max_tokens: int = Field(ge=1)
     stop_sequences: Annotated[list[str], FailFast(), Field(max_length=MAX_STOP_STRINGS)] = Field(default_factory=list)
     temperature: float = Field(1.0, ge=0.0, le=1.0)
-    top_p: float = within(1.0, 0.0, 1.0)
-    top_k: int = within(0, -1, 2**31 - 1)
+    top_p: float = ranged_field(1.0, 0.0, 1.0)
+    top_k: int = ranged_field(0, -1, 2**31 - 1)
     stream: bool = False
 
     def chat_fields(self) -> dict[str, Any]:

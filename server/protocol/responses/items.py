@@ -1,8 +1,8 @@
-"""The `input` of /v1/responses as messages of a chat.
+"""Translates the `input` of /v1/responses into the messages of a chat request.
 
-A turn of the assistant is spread over items there (reasoning, message, calls); a chat has one message for it. Calls of
-every kind are calls of functions or custom tools there, under the names by which server/protocol/responses/tools.py
-tells a model of the tools.
+The API spreads a turn of the assistant over several items (reasoning, message, calls); a chat has one message for the
+turn. Calls of every kind become calls of functions or custom tools, under the names that response_tools.py offers to
+the model.
 """
 
 import json
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from server.protocol.responses.encrypted_reasoning import decode_reasoning
-from server.protocol.responses.tools import NamespaceTool, Tool, chat_name, parse_tool
+from server.protocol.responses.response_tools import NamespaceTool, Tool, chat_name, parse_tool
 from server.protocol.strict import field_error
 from server.protocol.tools import MAX_TOOLS, listed
 from server.protocol.translated import below

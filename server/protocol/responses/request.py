@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
 
 from engine.errors import InvalidRequestError
-from server.protocol.chat import ChatCompletionRequest, Effort, TemplateKwargs
-from server.protocol.generation import within
-from server.protocol.grammars.structured_output import (
+from server.protocol.chat_completions import ChatCompletionRequest, Effort, TemplateKwargs
+from server.protocol.generation_request import ranged_field
+from server.protocol.grammars.response_format import (
     JsonObjectResponse,
     JsonSchemaFormat,
     TextResponse,
@@ -26,7 +26,7 @@ from server.protocol.responses.items import (
     with_instructions,
     without_earlier_thoughts,
 )
-from server.protocol.responses.tools import ToolSet, ToolsField, parse_choice
+from server.protocol.responses.response_tools import ToolSet, ToolsField, parse_choice
 from server.protocol.strict import Strict, field_error, parse_request
 from server.protocol.tools import MAX_TOOLS
 from server.protocol.translated import SamplingExtras, below, renamed, without
@@ -265,8 +265,8 @@ class ResponseRequest(ResponsePrompt, SamplingExtras):
     model: str
     max_output_tokens: int | None = Field(None, ge=1)
     temperature: float = Field(1.0, ge=0.0, le=2.0)
-    top_p: float = within(1.0, 0.0, 1.0)
-    top_k: int = within(0, -1, 2**31 - 1)
+    top_p: float = ranged_field(1.0, 0.0, 1.0)
+    top_k: int = ranged_field(0, -1, 2**31 - 1)
     top_logprobs: int = Field(0, ge=0, le=20)
     max_tool_calls: int | None = Field(None, ge=1, le=2**31 - 1)  # of a server's tools, so of none: comes back
     include: list[Includable] = Field(default_factory=list)

@@ -25,13 +25,13 @@ class Clock:
 def test_a_bucket_fills_evenly_and_holds_a_minute():
     clock = Clock()
     bucket = TokenBucket(60, clock)
-    bucket.take(60)
+    bucket.consume(60)
     assert bucket.seconds_until(1) == 1.0 and bucket.seconds_until(30) == 30.0
     clock.now += 0.5
     assert bucket.level == 0.5
     clock.now += 600
     assert bucket.level == 60.0
-    bucket.take(90)  # overdrawn
+    bucket.consume(90)  # overdrawn
     assert bucket.seconds_until(1) == 31.0 and bucket.seconds_until(1000) == 90.0
 
 

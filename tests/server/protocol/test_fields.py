@@ -11,10 +11,10 @@ from engine.errors import InvalidRequestError
 from server.config import ServerConfig
 from server.protocol import ChatCompletionRequest, CompletionRequest, Message, parse_request
 from server.protocol.anthropic.request import AnthropicTool, MessagesRequest
-from server.protocol.generation import StreamOptions
+from server.protocol.generation_request import StreamOptions
 from server.protocol.harmless import WRITTEN_LIST
 from server.protocol.responses.request import ResponseRequest
-from server.protocol.responses.tools import FunctionTool
+from server.protocol.responses.response_tools import FunctionTool
 from server.protocol.tools import FunctionDefinition, FunctionOfHistory, Tool, ToolCallOfHistory
 from tests.checkpoints import byte_tokenizer, save_fake_checkpoint
 from tests.server.live import (

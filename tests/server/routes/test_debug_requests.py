@@ -11,8 +11,8 @@ from engine.sampling_params import SamplingParams
 from engine.telemetry.request_log import MAX_FINISHED, RequestLog, StepMeter
 from engine.telemetry.request_timings import RequestTimings
 from engine.telemetry.stats import EngineStats
-from server.protocol.anthropic.answers import AnthropicMessage
-from server.protocol.responses.answers import ResponseObject
+from server.protocol.anthropic.message_answers import AnthropicMessage
+from server.protocol.responses.response_answers import ResponseObject
 from tests.server.live import MODEL, LiveServer, assert_error, chat_body, completion_body
 
 SECONDS = ("queue_seconds", "prefill_seconds", "decode_seconds")

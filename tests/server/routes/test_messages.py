@@ -8,7 +8,7 @@ import pytest
 from anthropic.types import ErrorResponse, Message, RawMessageStreamEvent
 
 from server.output.message_output import MessageOutput
-from server.protocol.anthropic.answers import AnthropicErrorEnvelope
+from server.protocol.anthropic.message_answers import AnthropicErrorEnvelope
 from server.tools.events import Arguments, CallStart, Content, Reasoning
 from tests.server.live import MODEL, LiveServer, chat_prompt, expected_text
 

@@ -5,7 +5,7 @@ import openai
 import pytest
 from anthropic.types import ErrorResponse, ModelInfo
 
-from server.protocol.anthropic.answers import AnthropicModel, AnthropicModelList
+from server.protocol.anthropic.message_answers import AnthropicModel, AnthropicModelList
 from tests.server.live import MODEL, LiveServer, assert_error
 
 PATH = "/v1/models"

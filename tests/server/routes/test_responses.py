@@ -11,10 +11,10 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 
 from server.output.response_output import EventWriter, ResponseOutput
-from server.protocol.responses.answers import ResponseEvent
 from server.protocol.responses.items import read_items
 from server.protocol.responses.request import ResponseRequest
-from server.protocol.responses.tools import ToolSet, chat_name, parse_tool
+from server.protocol.responses.response_answers import ResponseEvent
+from server.protocol.responses.response_tools import ToolSet, chat_name, parse_tool
 from server.protocol.strict import parse_request
 from server.protocol.tools import NAME
 from server.tools.events import Arguments, CallStart, Content, Input, Reasoning

@@ -121,12 +121,12 @@ def test_what_a_free_model_or_a_cut_makes_of_the_arguments(arguments, text):
 
 def test_only_calls_of_custom_tools_become_inputs():
     events = InputEvents({"run": False})
-    first = events.take([Content("a"), CallStart(0, "x", "f"), Arguments(0, "{}"), CallStart(1, "y", "run")])
+    first = events.feed([Content("a"), CallStart(0, "x", "f"), Arguments(0, "{}"), CallStart(1, "y", "run")])
     assert first == [Content("a"), CallStart(0, "x", "f"), Arguments(0, "{}"), CallStart(1, "y", "run", custom=True)]
-    assert events.take([Arguments(1, '{"input": "b'), Arguments(1, 'c"}'), CallStart(2, "z", "run")]) == [
+    assert events.feed([Arguments(1, '{"input": "b'), Arguments(1, 'c"}'), CallStart(2, "z", "run")]) == [
         Input(1, "b"),
         Input(1, "c"),
         CallStart(2, "z", "run", custom=True),
     ]
-    assert events.take([Arguments(2, '{"other": "d"}')]) == [] and events.finish() == [Input(2, "d")]
+    assert events.feed([Arguments(2, '{"other": "d"}')]) == [] and events.finish() == [Input(2, "d")]
     assert events.finish() == []

@@ -98,7 +98,7 @@ def as_chat(form, text, cut, certain):
 def parts_of(form, text, cut, certain):
     reason = FinishReason.LENGTH if cut else FinishReason.STOP
     output = CompletionOutput(index=0, text=text, token_ids=[], finish_reason=reason)
-    return reader_of(form, certain).take(output)
+    return reader_of(form, certain).feed(output)
 
 
 def as_response(form, text, cut, certain):

@@ -7,10 +7,10 @@ from pydantic import BeforeValidator, FailFast, Field, model_validator
 from engine.thinking import FIELD
 from server.config import ServerConfig
 from server.errors import MAX_NAME_LENGTH, invalid
-from server.protocol.generation import GenerationRequest, within
-from server.protocol.grammars.structured_output import RENAMED
+from server.protocol.chat_message import Message
+from server.protocol.generation_request import GenerationRequest, ranged_field
+from server.protocol.grammars.response_format import RENAMED
 from server.protocol.harmless import CHAT_INERT, INERT, ServiceTier
-from server.protocol.messages import Message
 from server.protocol.strict import Strict, field_error
 from server.protocol.tools import CustomTool, Tool, ToolChoice, ToolChoiceField, ToolsField, check_choice
 
@@ -68,9 +68,9 @@ class ChatCompletionRequest(GenerationRequest):
     renamed = RENAMED | {"functions": "tools", "function_call": "tool_choice"}
 
     messages: Annotated[list[Message], FailFast(), Field(min_length=1)]
-    max_completion_tokens: int | None = within(None, 0)
+    max_completion_tokens: int | None = ranged_field(None, 0)
     logprobs: bool = False
-    top_logprobs: int | None = within(None, 0)
+    top_logprobs: int | None = ranged_field(None, 0)
     add_generation_prompt: bool | None = None  # true, unless the final message is continued
     continue_final_message: bool = False
     reasoning_effort: Effort | None = None

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, FailFast, Field, PlainValidator
 
 from server.protocol.grammars.lark_in_json import MAX_DEFINITION
-from server.protocol.grammars.structured_output import MAX_DESCRIPTION
+from server.protocol.grammars.response_format import MAX_DESCRIPTION
 from server.protocol.harmless import RESPONSE_TOOL_IGNORED, RESPONSE_TOOL_INERT
 from server.protocol.strict import Strict, field_error
 from server.protocol.tools import MAX_TOOLS, NAME, TextFormat, by_type, listed
@@ -231,14 +231,14 @@ class ToolSet:
 
     def __init__(self, tools: Iterable[tuple[str, Tool]], added: Iterable[tuple[str, Tool]] = ()) -> None:
         self.hosted: list[str] = []
-        self.offered = [one for path, tool in tools for one in self._take(path, tool)]
+        self.offered = [one for path, tool in tools for one in self._offer(path, tool)]
         places = {one.chat_name: i for i, one in enumerate(self.offered)}
-        for one in [one for path, tool in added for one in self._take(path, tool)]:
+        for one in [one for path, tool in added for one in self._offer(path, tool)]:
             at = places.setdefault(one.chat_name, len(self.offered))
             self.offered[at : at + 1] = [one]
         self.by_chat_name = {one.chat_name: one for one in self.offered}
 
-    def _take(self, path: str, tool: Tool) -> Iterable[Offered]:
+    def _offer(self, path: str, tool: Tool) -> Iterable[Offered]:
         if not isinstance(tool, HostedTool):
             return _offered(path, tool)
         self.hosted += [tool.type] if tool.type not in self.hosted else []

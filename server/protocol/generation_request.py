@@ -13,7 +13,7 @@ from engine.sampling_params import MAX_BAD_WORDS, SamplingParams
 from engine.structured_output import StructuredOutput
 from server.config import ServerConfig
 from server.errors import invalid
-from server.protocol.grammars.structured_output import FOREIGN, RENAMED, ResponseFormat, StructuredOutputsField
+from server.protocol.grammars.response_format import FOREIGN, RENAMED, ResponseFormat, StructuredOutputsField
 from server.protocol.harmless import IGNORED, INERT
 from server.protocol.other_servers import in_our_words, options_schema
 from server.protocol.strict import Strict, field_error
@@ -60,7 +60,7 @@ Salt = Annotated[str, Field(min_length=1, max_length=128, json_schema_extra={"de
 AllowedTokenIds = Annotated[Any, BeforeValidator(_token_ids, json_schema_input_type=list[int])]
 
 
-def within(default: Any, low: float, high: float | None = None) -> Any:
+def ranged_field(default: Any, low: float, high: float | None = None) -> Any:
     """A field whose range SamplingParams or the server's limits check, and the schema tells."""
     schema: dict[str, Any] = {"minimum": low} if high is None else {"minimum": low, "maximum": high}
     return Field(default, json_schema_extra=schema)
@@ -82,29 +82,29 @@ class GenerationRequest(Strict):
     foreign = FOREIGN
 
     model: str
-    n: int = within(1, 1)
+    n: int = ranged_field(1, 1)
     stream: bool = False
     stream_options: StreamOptions | None = None
     temperature: float = Field(1.0, ge=0.0, le=2.0)  # OpenAI's range; the engine itself takes more
-    top_p: float = within(1.0, 0.0, 1.0)
-    presence_penalty: float = within(0.0, -2.0, 2.0)
-    frequency_penalty: float = within(0.0, -2.0, 2.0)
+    top_p: float = ranged_field(1.0, 0.0, 1.0)
+    presence_penalty: float = ranged_field(0.0, -2.0, 2.0)
+    frequency_penalty: float = ranged_field(0.0, -2.0, 2.0)
     logit_bias: LogitBias | None = None
     seed: Seed = None
     stop: Stop = Field(default_factory=list)
-    max_tokens: int | None = within(None, 0)
+    max_tokens: int | None = ranged_field(None, 0)
     response_format: ResponseFormat = None
     # vLLM's extensions
-    top_k: int = within(0, -1, 2**31 - 1)
-    min_p: float = within(0.0, 0.0, 1.0)
-    repetition_penalty: float = within(1.0, 0.0, 100.0)
+    top_k: int = ranged_field(0, -1, 2**31 - 1)
+    min_p: float = ranged_field(0.0, 0.0, 1.0)
+    repetition_penalty: float = ranged_field(1.0, 0.0, 100.0)
     stop_token_ids: Annotated[list[int], FailFast(), Field(max_length=1024)] = Field(default_factory=list)
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    min_tokens: int = within(0, 0)
+    min_tokens: int = ranged_field(0, 0)
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputsField = None
-    prompt_logprobs: int | None = within(None, 0)
+    prompt_logprobs: int | None = ranged_field(None, 0)
     bad_words: Annotated[list[str], FailFast(), Field(max_length=MAX_BAD_WORDS)] = Field(default_factory=list)
     allowed_token_ids: AllowedTokenIds = None
     return_token_ids: bool = False
