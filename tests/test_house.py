@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("engine", "server", "kernels", "training", "benchmarks")
 SOURCES = sorted(path.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 HOUSE = [path for path in SOURCES if path.parts[0] in ("engine", "server", "kernels")]
+TESTS = sorted(path.relative_to(ROOT) for path in (ROOT / "tests").rglob("*.py"))
 DOCUMENTATION = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 MAX_FUNCTION_LINES = 80
 MAX_FILES = 12  # in a folder: a newcomer tells no more of them apart
@@ -217,6 +218,12 @@ def test_functions_are_short(path):
     for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             assert (node.end_lineno or 0) - node.lineno < MAX_FUNCTION_LINES, f"{path}: {node.name} is too long"
+
+
+@pytest.mark.parametrize("path", TESTS, ids=str)
+def test_no_test_imports_a_test(path):
+    """Tests share their helpers through modules that hold no tests."""
+    assert not {name for name in imported_modules(path) if name.rpartition(".")[2].startswith("test_")}
 
 
 def test_default_yaml_equals_the_declarations():

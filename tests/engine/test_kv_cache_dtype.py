@@ -5,7 +5,7 @@ import asyncio
 
 import pytest
 
-from tests.engine.test_determinism import CASES, read, running_driver, start
+from tests.engine.bundled_driver import CASES, read, running_driver, start
 
 GREEDY_AND_SEEDED = [case for case in CASES if case[0] in ("greedy", "seeded")]
 

@@ -18,7 +18,7 @@ from engine.outputs import FinishReason
 from engine.sampling_params import BeamSearchParams, SamplingParams
 from engine.structured_output import StructuredOutput
 from tests.checkpoints import save_fake_checkpoint
-from tests.engine.scheduling.test_beams import expected_hypotheses
+from tests.engine.scheduling.beam_loop import expected_hypotheses
 
 ROOT = Path(__file__).parents[2]
 

@@ -11,7 +11,7 @@ from engine.worker.sampling.sampling_rows import EVERYTHING_ON, WARM_UP, uniform
 from kernels.dispatch import INTERPRET
 from kernels.sampling import draw as sampling_draw
 from kernels.sampling.logits import CHUNK, largest_logits
-from tests.engine.worker.sampling.test_sampler import (
+from tests.engine.worker.sampling.reference import (
     CASES,
     EOS,
     GENERATED,

@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect
 
 from server.output.collect import while_connected
 from tests.server.live import LiveServer, chat_body, completion_body, expected_text
+from tests.server.raw_requests import send_raw, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -23,18 +24,6 @@ def slow(folder):
     """Two sequences run, the rest waits; a request of 400 tokens takes at least 4 s."""
     with LiveServer(folder, "--step-seconds", "0.01", engine={"max_num_seqs": 2}) as live:
         yield live
-
-
-def send_raw(live: LiveServer, body: dict, route="completions") -> socket.socket:
-    """A request on a bare socket, so that the test decides when and how the connection ends."""
-    url = urlsplit(live.url)
-    raw = json.dumps(body).encode()
-    connection = socket.create_connection((url.hostname, url.port))
-    head = (
-        f"POST /v1/{route} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
-    )
-    connection.sendall(head.encode() + raw)
-    return connection
 
 
 def reset(connection: socket.socket) -> None:
@@ -49,13 +38,6 @@ def half_close(connection: socket.socket) -> None:
     while connection.recv(65536):
         pass
     connection.close()
-
-
-def wait_until(condition, seconds=5.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.005)
 
 
 @pytest.mark.parametrize("leave", [socket.socket.close, reset, half_close], ids=["close", "reset", "half-close"])

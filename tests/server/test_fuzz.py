@@ -17,8 +17,8 @@ import httpx
 import pytest
 
 from tests.server.fuzz_cases import Case, Schema, big_bodies, cases, raw_attacks
+from tests.server.left_behind import children, left_behind, memory_mib, settled
 from tests.server.process import serving_process
-from tests.server.test_soak import children, left_behind, memory_mib, settled
 
 NUM_CASES = int(os.environ.get("FUZZ_CASES", "150"))
 SEED = int(os.environ.get("FUZZ_SEED", "1"))

@@ -20,9 +20,9 @@ import time
 import httpx
 import pytest
 
+from tests.server.left_behind import gauge, metrics
 from tests.server.process import serving_process
 from tests.server.streams import MAX_TOKENS, WORKER, Stream, body, children_of, wait_for
-from tests.server.test_soak import gauge, metrics
 
 NUM_STREAMS = int(os.environ.get("JOURNAL_STREAMS", "16"))
 SEED = int(os.environ.get("JOURNAL_SEED", str(random.getrandbits(32))))

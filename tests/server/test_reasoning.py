@@ -14,14 +14,9 @@ from server.intake.answer_form import find_answer_form
 from server.protocol import ChatCompletionRequest, parse_request
 from server.protocol import answers as described
 from tests.server.conftest import serving
+from tests.server.tools.templates import THINKING
 
 THOUGHT, ANSWER = "Hm, is it 4?", "It is 42."
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n{% endif %}"
-    "{{ (m.content.split('</think>') | last) }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
-)
 ASKED = {
     "model": "pageserve",
     "messages": [{"role": "user", "content": "6 times 7?"}],
@@ -31,7 +26,7 @@ ASKED = {
 
 @pytest.fixture(scope="module")
 def client():
-    with serving("--chat-template", TEMPLATE) as url:
+    with serving("--chat-template", THINKING) as url:
         yield openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 
 
@@ -94,7 +89,7 @@ def test_responses_have_it_as_an_item(client):
 
 @pytest.mark.parametrize("splits", [True, False])
 def test_it_can_be_switched_off(splits):
-    tokenizer = Tokenizer(resolve_model(EngineConfig()), TEMPLATE)
+    tokenizer = Tokenizer(resolve_model(EngineConfig()), THINKING)
     served = SimpleNamespace(driver=SimpleNamespace(tokenizer=tokenizer), config=ServerConfig(reasoning_split=splits))
     request = parse_request(ChatCompletionRequest, {key: ASKED[key] for key in ("model", "messages")})
     form = find_answer_form(served, request, tokenizer.encode("<|im_start|>assistant\n<think>\n"))
@@ -107,7 +102,7 @@ def test_it_can_be_switched_off(splits):
     [("<think>\nI do", "think so.", "Yes."), ("<think>\nI do.\n</think>\n\nWe", None, "think so.</think>Yes.")],
 )
 def test_a_thought_that_was_begun_for_the_model_goes_on(content, thought, said):
-    with serving("--chat-template", TEMPLATE.replace("(m.content.split('</think>') | last)", "m.content")) as url:
+    with serving("--chat-template", THINKING.replace("(m.content.split('</think>') | last)", "m.content")) as url:
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         grammar = 'start: " think so.</think>Yes."'
         fields = {"continue_final_message": True, "add_generation_prompt": False}
@@ -121,7 +116,7 @@ def test_a_thought_that_was_begun_for_the_model_goes_on(content, thought, said):
 @pytest.mark.parametrize("thinks_first", [True, False])
 def test_a_form_holds_at_once_where_the_prompt_has_ended_the_thinking(thinks_first):
     """As templates do for a client that wants none."""
-    tokenizer = Tokenizer(resolve_model(EngineConfig()), TEMPLATE)
+    tokenizer = Tokenizer(resolve_model(EngineConfig()), THINKING)
     served = SimpleNamespace(driver=SimpleNamespace(tokenizer=tokenizer), config=ServerConfig())
     fields = {"model": "pageserve", "messages": ASKED["messages"], "structured_outputs": {"choice": ["Yes."]}}
     prompt = "<|im_start|>assistant\n" + ("" if thinks_first else "<think>\n\n</think>\n\n")

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from tests.server.live import LiveServer, assert_error, chat_body, chat_prompt, completion_body, events, expected_text
-from tests.server.routes.test_status import value
+from tests.server.metrics import value
 
 LOAD_SECONDS = 0.8
 

@@ -8,7 +8,6 @@ import asyncio
 import json
 import os
 import random
-import re
 from collections import Counter
 from itertools import islice
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.server.left_behind import children, gauge, left_behind, memory_mib, metrics, settled
 from tests.server.process import serving_process
 
 NUM_REQUESTS = int(os.environ.get("SOAK_REQUESTS", "300"))
@@ -28,26 +28,6 @@ CONCURRENCY = 48
 def server():
     with serving_process("--num-blocks", "300", "--max-num-seqs", "24", "--max-model-len", "512") as found:
         yield found
-
-
-def metrics(client) -> dict[str, float]:
-    lines = client.get("/metrics").text.splitlines()
-    return {m[1]: float(m[2]) for line in lines if (m := re.match(r"([a-z:_]+(?:\{[^}]*\})?) ([0-9.e+-]+)$", line))}
-
-
-def gauge(found: dict[str, float], name: str) -> float:
-    return sum(value for key, value in found.items() if key.partition("{")[0] == name)
-
-
-def left_behind(client, process) -> dict[str, float]:
-    found = metrics(client)
-    return {
-        "running": gauge(found, "vllm:num_requests_running"),
-        "waiting": gauge(found, "vllm:num_requests_waiting"),
-        "blocks": gauge(found, "vllm:kv_cache_usage_perc"),
-        "tasks": gauge(found, "pageserve:asyncio_tasks"),
-        "file descriptors": len(os.listdir(f"/proc/{process.pid}/fd")),
-    }
 
 
 def random_body(rng: random.Random) -> dict:
@@ -131,26 +111,6 @@ async def run_all(base_url: str, model: str, pids: list[int]) -> tuple[Counter, 
         async with httpx.AsyncClient(base_url=base_url, timeout=120, limits=limits) as client:
             await asyncio.gather(*(user(client, 50) for _ in range(CONCURRENCY)))
     return outcomes, memory
-
-
-def memory_mib(pid: int) -> float:
-    """What a process holds for itself: not the files that it has mapped."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    return int(re.search(r"RssAnon:\s+(\d+) kB", status)[1]) / 1024
-
-
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def settled(client, process, baseline: dict[str, float]) -> dict[str, float]:
-    """What is left once connections had time to close."""
-    for _ in range(100):
-        found = left_behind(client, process)
-        if all(found[name] <= baseline[name] for name in found):
-            break
-        asyncio.run(asyncio.sleep(0.05))
-    return found
 
 
 def test_soak(server):

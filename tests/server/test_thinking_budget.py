@@ -19,9 +19,9 @@ from server.protocol import ChatCompletionRequest, parse_request
 from server.protocol.anthropic.request import MessagesRequest
 from server.protocol.responses.request import ResponseRequest
 from server.routes.messages import limit_thinking
+from tests.server.metrics import value
 from tests.server.process import serving_process
-from tests.server.routes.test_status import value
-from tests.server.test_reasoning import TEMPLATE
+from tests.server.tools.templates import THINKING
 
 ASKED = {"model": "pageserve", "messages": [{"role": "user", "content": "6 times 7?"}], "temperature": 1.0}
 CHAT = "/v1/chat/completions"
@@ -31,7 +31,7 @@ NUM_TOKENS = 20
 
 @pytest.fixture(scope="module")
 def server():
-    with serving_process("--chat-template", TEMPLATE, "--num-blocks", "48", "--max-num-seqs", "40") as (url, process):
+    with serving_process("--chat-template", THINKING, "--num-blocks", "48", "--max-num-seqs", "40") as (url, process):
         with httpx.Client(base_url=url, timeout=60) as client:
             yield SimpleNamespace(client=client, url=url, pid=process.pid)
 
@@ -73,7 +73,7 @@ def test_200_seeds_in_a_small_pool_with_a_worker_that_is_killed(server):
                     usage = chunk["usage"]
         return budget, thoughts, said, tokens, usage["completion_tokens_details"]["reasoning_tokens"]
 
-    tokenizer = Tokenizer(BUNDLED_MODEL, TEMPLATE)
+    tokenizer = Tokenizer(BUNDLED_MODEL, THINKING)
     closing = tokenizer.thinking_tags.closing[0]
     with ThreadPoolExecutor(8) as pool:
         answers = pool.map(ask, range(8))
@@ -102,7 +102,7 @@ def test_a_schema_begins_behind_the_tag(server):
 
 
 def test_a_continued_thought_is_limited_too(server):
-    template = TEMPLATE.replace("(m.content.split('</think>') | last)", "m.content")
+    template = THINKING.replace("(m.content.split('</think>') | last)", "m.content")
     tokenizer = Tokenizer(BUNDLED_MODEL, template)
     served = SimpleNamespace(driver=SimpleNamespace(tokenizer=tokenizer), config=ServerConfig())
     for content, opened in (("<think>\nI do", True), ("<think>\nI do.\n</think>\nSo", False)):
@@ -122,7 +122,7 @@ def test_responses(server):
     assert answer["reasoning"] == {"effort": None, "summary": None, "max_tokens": 5}
 
 
-@pytest.mark.parametrize(("template", "limit"), [(TEMPLATE, 2048), (None, None)])
+@pytest.mark.parametrize(("template", "limit"), [(THINKING, 2048), (None, None)])
 def test_messages_limit_it_where_the_model_thinks(template, limit):
     """Clients send a budget to every model: for one that does not think, it is a wish."""
     tokenizer = Tokenizer(BUNDLED_MODEL, template)

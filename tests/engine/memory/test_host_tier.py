@@ -10,8 +10,7 @@ from engine.memory.host_tier import HostTier
 from engine.memory.sequence import BlockKey, Sequence
 from engine.outputs import FinishReason
 from engine.sampling_params import SamplingParams
-from tests.engine.scheduling.test_forks import ForkLoop
-from tests.engine.scheduling.test_scheduler import Loop, prompt
+from tests.engine.scheduling.loop import ForkLoop, Loop, prompt
 
 
 def computed(loop):

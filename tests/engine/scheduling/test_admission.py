@@ -10,8 +10,7 @@ from engine.memory.sequence import SequenceStatus
 from engine.outputs import FinishReason
 from engine.scheduling.admission import Forecast, PredictedAdmission
 from engine.scheduling.output_lengths import LengthClass, bucket_of
-from tests.engine.scheduling.test_forks import ForkLoop
-from tests.engine.scheduling.test_scheduler import Loop, prompt
+from tests.engine.scheduling.loop import ForkLoop, Loop, prompt
 
 
 def uniform_class(limit=256):

@@ -10,7 +10,7 @@ from engine.outputs import FinishReason
 from engine.sampling_params import SamplingParams
 from engine.scheduling import fair_share
 from engine.scheduling.fair_share import VISIT_SECONDS, FairShare
-from tests.engine.scheduling.test_scheduler import Loop
+from tests.engine.scheduling.loop import Loop
 from tests.fake_device import compute_seconds
 
 

@@ -8,25 +8,7 @@ from engine.memory.block_manager import BlockManager
 from engine.memory.sequence import Sequence, SequenceStatus
 from engine.outputs import FinishReason
 from engine.sampling_params import SamplingParams
-from tests.engine.scheduling.test_scheduler import Loop, prompt
-
-
-class ForkLoop(Loop):
-    def add_samples(self, tokens, n, max_tokens=8, **params):
-        params = SamplingParams(max_tokens=max_tokens, **params)
-        seqs = []
-        for _ in range(n):
-            number, self._next_id = self._next_id, self._next_id + 1
-            limit = len(tokens) + max_tokens
-            seqs.append(Sequence(number, tokens, params, seed=number, max_num_tokens=limit, arrival=number))
-        self.scheduler.add(seqs[0], seqs[1:])
-        return seqs
-
-    def computed(self):
-        return sum(step.num_tokens for plan in self.plans for step in plan.steps)
-
-    def copies(self):
-        return [copy for plan in self.plans for copy in plan.block_copies]
+from tests.engine.scheduling.loop import ForkLoop, prompt
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])

@@ -5,9 +5,8 @@ import random
 import pytest
 
 from engine.memory.sequence import SequenceStatus
-from tests.engine.scheduling.test_beams import BeamLoop
-from tests.engine.scheduling.test_forks import ForkLoop
-from tests.engine.scheduling.test_scheduler import prompt
+from tests.engine.scheduling.beam_loop import BeamLoop
+from tests.engine.scheduling.loop import ForkLoop, prompt
 
 
 class Holders(ForkLoop, BeamLoop):

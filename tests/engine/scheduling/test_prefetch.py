@@ -13,7 +13,7 @@ from engine.outputs import FinishReason
 from engine.sampling_params import SamplingParams
 from engine.scheduling import prefetch
 from engine.scheduling.prefetch import Prefetcher
-from tests.engine.scheduling.test_scheduler import Loop, prompt
+from tests.engine.scheduling.loop import Loop, prompt
 
 PROMPT = prompt(random.Random(0), 33)
 

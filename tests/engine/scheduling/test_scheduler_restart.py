@@ -7,7 +7,7 @@ import pytest
 from engine.memory.host_tier import HostTier
 from engine.memory.sequence import SequenceStatus
 from engine.outputs import FinishReason
-from tests.engine.scheduling.test_scheduler import Loop, prompt
+from tests.engine.scheduling.loop import Loop, prompt
 from tests.fake_device import FakeDevice
 
 

@@ -8,8 +8,7 @@ from engine.memory.host_tier import HostTier
 from engine.memory.sequence import SequenceStatus, together
 from engine.outputs import FinishReason
 from engine.scheduling.admission import PredictedAdmission
-from tests.engine.scheduling.test_forks import ForkLoop
-from tests.engine.scheduling.test_scheduler import prompt
+from tests.engine.scheduling.loop import ForkLoop, prompt
 
 MEMORY = {
     "recompute": {"prefix_caching": False},

@@ -9,8 +9,7 @@ from engine.errors import UnavailableError
 from engine.memory.block_manager import BlockManager
 from engine.scheduling.scheduler import Scheduler
 from engine.telemetry.kv_view import LEGEND, kv_view
-from tests.engine.scheduling.test_forks import ForkLoop
-from tests.engine.scheduling.test_scheduler import prompt
+from tests.engine.scheduling.loop import ForkLoop, prompt
 
 
 def expected_blocks(scheduler):

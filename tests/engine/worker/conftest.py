@@ -1,4 +1,9 @@
-"""A tiny llama checkpoint, made by transformers, and plans for it."""
+"""A tiny llama checkpoint, made by transformers, and runners for it.
+
+Fixtures import runners.py, and so the kernels, when they run: fake_cuda_cases.py imports triton before the kernels.
+"""
+
+from functools import partial
 
 import pytest
 import torch
@@ -46,3 +51,25 @@ def hf_greedy(hf_model):
         return tokens[len(prompt) :]
 
     return generate
+
+
+@pytest.fixture(scope="session")
+def decoder(model_dir):
+    from tests.engine.worker.runners import load_decoder
+
+    return load_decoder(model_dir)
+
+
+@pytest.fixture(scope="module")
+def cpu_runner(model_dir):
+    from tests.engine.worker.runners import load_cpu_runner
+
+    return load_cpu_runner(model_dir)
+
+
+@pytest.fixture
+def make_runner(model_dir, decoder):
+    """make_runner(queue, **settings): a runner that decodes as on a GPU; see runners.make_queue_runner."""
+    from tests.engine.worker.runners import make_queue_runner
+
+    return partial(make_queue_runner, model_dir, decoder)

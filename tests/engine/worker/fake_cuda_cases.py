@@ -25,7 +25,7 @@ from kernels.kv_format import KV_FORMATS
 from kernels.sampling.token_mask import TokenMask
 from tests.engine.models.tiny_models import CASES
 from tests.engine.worker.fake_cuda import DeviceError, FakeCudaQueue, fake_cuda
-from tests.engine.worker.test_decode_runner import ColumnDriver
+from tests.engine.worker.mini_driver import ColumnDriver
 
 LIMITS, LENGTH, BLOCK_SIZE, NUM_BLOCKS, NUM_SLOTS = StepLimits(8, 128), 128, 8, 128, 40
 GREEDY, DRAWN = SamplingParams(temperature=0.0), SamplingParams(temperature=0.7)

@@ -7,83 +7,17 @@ import numpy as np
 import pytest
 import torch
 
-from engine.executor.step import BlockCopy, StepPlan
+from engine.executor.step import BlockCopy
 from engine.models.families import read_model_config
 from engine.sampling_params import SamplingParams
 from engine.worker.batch.decode_buffers import BUFFERED_STEPS, DecodeBuffers
-from engine.worker.decode_runner import DecodeSettings
 from engine.worker.device.cuda_graphs import GraphRunner, bucket_sizes
 from engine.worker.device.host import StepLimits
 from engine.worker.gpu_profile import decode_bytes
-from engine.worker.load import load_runner
-from engine.worker.model_runner import ModelRunner
 from tests.engine.worker.lazy_queue import LazyQueue
-from tests.engine.worker.test_model_runner import CONFIG, GREEDY, PROMPTS, MiniDriver
+from tests.engine.worker.mini_driver import CONFIG, GREEDY, PROMPTS, ColumnDriver, MiniDriver
 
 SIZES = (1, 2, 4, 6)
-
-
-@pytest.fixture(scope="module")
-def cpu_runner(model_dir):
-    return load_runner(CONFIG, model_dir, [2], lambda phase: None)[0]
-
-
-@pytest.fixture
-def make_runner(model_dir, cpu_runner):
-    model = read_model_config(model_dir)
-
-    def make(queue, capacity=6, graphs=True, eos=(2,)):
-        settings = DecodeSettings(capacity, 8, 16, model.hidden_size, torch.float32, graphs)
-        caches = [(torch.zeros_like(k), torch.zeros_like(v)) for k, v in cpu_runner._kv_caches]
-        runner = ModelRunner(
-            model,
-            cpu_runner._decoder,
-            caches,
-            limits=StepLimits(8, 2048),
-            max_model_len=128,
-            block_size=8,
-            eos_token_ids=list(eos),
-            device=queue.device,
-            queue=queue,
-            decode=settings,
-        )
-        runner.warm_up()
-        return runner
-
-    return make
-
-
-def in_columns(plan):
-    """The same plan as the scheduler writes it."""
-    new = {sequence.seq_id for sequence in plan.new}
-    decodes = [s for s in plan.chunks if s.num_tokens == 1 and s.sample and s.seq_id not in new]
-    blocks = [x for s in decodes for block_id in s.new_block_ids for x in (s.seq_id, block_id)]
-    chunks = [s for s in plan.chunks if s not in decodes]
-    return StepPlan(
-        plan.step_id, plan.removed, plan.new, plan.block_copies, chunks, [], [], [s.seq_id for s in decodes], blocks
-    )
-
-
-class ColumnDriver(MiniDriver):
-    """`ahead` plans are launched before the first result is taken in."""
-
-    def __init__(self, runner, ahead=1):
-        super().__init__(runner)
-        self.ahead, self.launched = ahead, []
-
-    def plan(self, counts):
-        return in_columns(super().plan(counts))
-
-    def step(self, counts):
-        self.launched.append(self.runner.launch(self.plan(counts)))
-        return self.take(self.ahead)
-
-    def take(self, leave=0):
-        result = None
-        while len(self.launched) > leave:
-            result = self.runner.result(self.launched.pop(0))
-            self.update(result)
-        return result
 
 
 def test_sizes_grow_by_8_then_by_16_up_to_the_largest():
@@ -291,12 +225,12 @@ def test_a_buffer_is_not_written_before_its_copy_is_done():
     assert arrived == [0, 1, 2, 3, 4]
 
 
-def test_what_graphs_take_is_estimated_from_two(cpu_runner, model_dir):
+def test_what_graphs_take_is_estimated_from_two(decoder, model_dir):
     """The first takes 100 and 7 for its second piece, the others 7 for each piece."""
     model = read_model_config(model_dir)
     config = replace(CONFIG, max_num_seqs=6)
     limits = StepLimits(6, 64)
-    arguments = (model, cpu_runner._decoder, limits, torch.float32)
+    arguments = (model, decoder, limits, torch.float32)
     assert decode_bytes(config, *arguments, LazyQueue()) == 107 + 3 * 14
     assert decode_bytes(replace(config, cuda_graphs=False), *arguments, LazyQueue()) == 0
     assert decode_bytes(replace(config, cuda_graph_max_num_seqs=1), *arguments, LazyQueue()) == 107

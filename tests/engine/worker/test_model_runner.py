@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineError, ModelError
 from engine.executor.step import BlockCopy, NewSequence, SequenceStep, StepPlan
 from engine.sampling_params import SamplingParams
@@ -17,74 +16,12 @@ from engine.worker.batch.step_buffer import StepBuffer
 from engine.worker.device.host import StepLimits
 from engine.worker.load import load_runner
 from engine.worker.model_runner import independent_copies
-
-GREEDY = SamplingParams(temperature=0.0)
-CONFIG = EngineConfig(device="cpu", dtype="float32", block_size=8, num_blocks=64, max_num_seqs=8, cpu_threads=1)
-PROMPTS = {1: [5, 6, 7, 8, 9], 2: list(range(10, 31)), 3: [40], 4: list(range(50, 90)), 5: [91, 3] * 8}
+from tests.engine.worker.mini_driver import CONFIG, GREEDY, PROMPTS, MiniDriver
 
 
 @pytest.fixture
 def runner(model_dir):
     return load_runner(CONFIG, model_dir, [2], lambda phase: None)[0]
-
-
-class MiniDriver:
-    """The least of a Driver: gives out blocks and remembers tokens."""
-
-    def __init__(self, runner, num_blocks=64):
-        self.runner = runner
-        self.free = list(np.random.default_rng(0).permutation(num_blocks))
-        self.tokens, self.prompts, self.computed, self.blocks, self.params = {}, {}, {}, {}, {}
-        self.pending = {}  # sampled by plans whose results were not taken in
-        self.removed, self.new, self.step_id = [], [], 0
-
-    def add(self, seq_id, prompt, params=GREEDY):
-        self.tokens[seq_id], self.prompts[seq_id], self.params[seq_id] = list(prompt), list(prompt), params
-        self.start(seq_id)
-
-    def start(self, seq_id):
-        self.computed[seq_id], self.blocks[seq_id], self.pending[seq_id] = 0, [], 0
-        self.new.append(seq_id)
-
-    def remove(self, seq_id):
-        self.free += self.blocks.pop(seq_id)
-        self.removed.append(seq_id)
-
-    def plan(self, counts):
-        """counts: seq_id -> number of tokens to compute next."""
-        new, steps = [], []
-        for seq_id, n in counts.items():
-            end = self.computed[seq_id] + n
-            blocks = [int(self.free.pop()) for _ in range(math.ceil(end / 8) - len(self.blocks[seq_id]))]
-            self.blocks[seq_id] += blocks
-            if seq_id in self.new:
-                tokens, prompt = self.tokens[seq_id], self.prompts[seq_id]
-                new.append(
-                    NewSequence(seq_id, list(tokens), len(prompt), 0, list(blocks), self.params[seq_id], 1000 + seq_id)
-                )
-                self.new.remove(seq_id)
-                blocks = []
-            sample = end == len(self.tokens[seq_id]) + self.pending[seq_id]
-            self.computed[seq_id] = end
-            self.pending[seq_id] += sample
-            steps.append(SequenceStep(seq_id, n, sample, blocks))
-        removed, self.removed = self.removed, []
-        self.step_id += 1
-        return StepPlan(self.step_id, removed, new, [], steps)
-
-    def update(self, result):
-        for sample in result.samples:
-            if sample.seq_id in self.blocks:
-                self.tokens[sample.seq_id].append(sample.token_id)
-                self.pending[sample.seq_id] -= 1
-
-    def step(self, counts):
-        result = self.runner.result(self.runner.launch(self.plan(counts)))
-        self.update(result)
-        return result
-
-    def output(self, seq_id):
-        return self.tokens[seq_id][len(self.prompts[seq_id]) :]
 
 
 def test_prefill_then_decode_together(runner, hf_greedy):

@@ -10,10 +10,10 @@ from engine.outputs import CompletionOutput, TokenLogprobs
 from engine.sampling_params import BeamSearchParams
 from server.output.collect import Choice
 from server.routes.completions import best_choices
-from tests.engine.scheduling.test_beams import expected_hypotheses
+from tests.engine.scheduling.beam_loop import expected_hypotheses
 from tests.fake_device import EOS_TOKEN_ID
 from tests.server.live import LiveServer, assert_error, chat_body, chat_prompt, completion_body
-from tests.server.test_disconnect import send_raw, wait_until
+from tests.server.raw_requests import send_raw, wait_until
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 ROUTES = pytest.mark.parametrize(

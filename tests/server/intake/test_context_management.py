@@ -14,8 +14,8 @@ from server.intake.context_edits import PLACEHOLDER
 from server.output.message_output import MessageOutput
 from server.tools.events import Content, Reasoning
 from tests.checkpoints import save_fake_checkpoint
+from tests.server.anthropic_messages import PATH, assert_error, body, frames
 from tests.server.live import MODEL, LiveServer
-from tests.server.routes.test_messages import PATH, assert_error, body, frames
 
 BETAS = ["context-management-2025-06-27"]
 TOO_LONG = re.compile(r"prompt is too long: (\d+) tokens > (\d+) maximum")

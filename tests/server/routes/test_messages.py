@@ -3,19 +3,16 @@
 import json
 
 import anthropic
-import pydantic
 import pytest
-from anthropic.types import ErrorResponse, Message, RawMessageStreamEvent
+from anthropic.types import Message
 
 from server.output.message_output import MessageOutput
 from server.protocol.anthropic.message_answers import AnthropicErrorEnvelope
 from server.tools.events import Arguments, CallStart, Content, Reasoning
+from tests.server.anthropic_messages import HELLO, PATH, assert_error, body, frames
 from tests.server.live import MODEL, LiveServer, chat_prompt, expected_text
 
-PATH = "/v1/messages"
-EVENT = pydantic.TypeAdapter(RawMessageStreamEvent)
 TEXT = expected_text(chat_prompt("hello"), 1, 8)
-HELLO = [{"role": "user", "content": "hello"}]
 SEED = {"seed": 1}
 
 
@@ -25,37 +22,9 @@ def api(server):
         yield api
 
 
-def body(**fields) -> dict:
-    return {"model": MODEL, "messages": HELLO, "max_tokens": 8, "seed": 1} | fields
-
-
 def prompt_of(*messages: tuple[str, str], end: str = "assistant\n") -> list[int]:
     ids = [part for role, text in messages for part in (256, *f"{role}\n{text}".encode(), 257, *b"\n")]
     return [*ids, 256, *end.encode()]
-
-
-def assert_error(response, status: int, kind: str, start: str = "") -> str:
-    assert response.status_code == status, response.text
-    assert set(response.json()) == {"type", "error"} and set(response.json()["error"]) == {"type", "message"}
-    error = ErrorResponse.model_validate(response.json()).error
-    assert error.type == kind and error.message.startswith(start), error
-    assert response.headers["request-id"] == response.headers["x-request-id"]
-    return error.message
-
-
-def frames(raw: str) -> list[dict]:
-    """The data of each event; checks the framing and the types."""
-    found = []
-    for frame in raw[:-2].split("\n\n"):
-        if frame.startswith(":"):
-            continue
-        name, data = frame.split("\n")
-        event = json.loads(data.removeprefix("data: "))
-        assert name == f"event: {event['type']}"
-        if event["type"] not in ("ping", "error"):
-            EVENT.validate_python(event)
-        found.append(event)
-    return found
 
 
 def stream(client, **fields) -> list[dict]:

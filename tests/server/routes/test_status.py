@@ -4,21 +4,10 @@ import time
 from collections import Counter
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from server.routes.metrics import VLLM_NAMES
 from tests.server.live import MODEL, LiveServer, assert_error, chat_body, completion_body
-
-
-def families(client) -> dict:
-    response = client.get("/metrics")
-    assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
-    return {family.name: family for family in text_string_to_metric_families(response.text)}
-
-
-def value(client, family: str, **labels) -> float:
-    samples = families(client)[family].samples
-    return sum(s.value for s in samples if labels.items() <= s.labels.items() and not s.name.endswith("_bucket"))
+from tests.server.metrics import families, value
 
 
 def test_models_as_openai_and_vllm_give_them(client, server):

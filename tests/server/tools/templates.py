@@ -1,5 +1,12 @@
 """Chat templates for tests: one of each style that models have, and some that know no tools."""
 
+# A model that thinks first, in the style of the bundled model; no tools.
+THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n{% endif %}"
+    "{{ (m.content.split('</think>') | last) }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
 # Written for these tests in the style of the models that they are named after.
 QWEN = """\
 {%- if tools %}<|im_start|>system

@@ -8,19 +8,17 @@ from engine.models.families import read_model_config
 from engine.worker.cache.host_cache import HostCache
 from engine.worker.decode_runner import DecodeSettings
 from engine.worker.device.host import StepLimits
-from engine.worker.load import load_runner
 from engine.worker.model_runner import ModelRunner, block_copier
-from tests.engine.worker.cache.test_host_cache import Disk
+from tests.engine.worker.cache.fake_disk import Disk
 from tests.engine.worker.lazy_queue import LazyQueue
-from tests.engine.worker.test_model_runner import CONFIG, GREEDY, PROMPTS
+from tests.engine.worker.mini_driver import GREEDY, PROMPTS
 
 NUM_BLOCKS, NUM_SLOTS = 8, 6
 
 
 @pytest.fixture
-def make_runner(model_dir):
+def make_runner(model_dir, decoder):
     model = read_model_config(model_dir)
-    decoder = load_runner(CONFIG, model_dir, [2], lambda phase: None)[0]._decoder
 
     def make(queue, disk=None):
         shape = (NUM_BLOCKS, model.num_kv_heads, 8, model.head_dim)

@@ -4,6 +4,7 @@ import torch
 
 from engine.executor.step import BlockMove, FetchBlocks
 from engine.worker.cache.host_cache import HostCache
+from tests.engine.worker.cache.fake_disk import Disk
 
 
 class Copier:
@@ -19,20 +20,6 @@ class Copier:
 
     def unpack(self, packed, block_ids):
         self.pool[block_ids] = packed
-
-
-class Disk:
-    def __init__(self):
-        self.stored, self.loads = {}, []
-
-    def store(self, digest, content, *, must=False):
-        self.stored[digest] = content
-
-    def load(self, digests, done):
-        self.loads.append(done)
-
-    def flush(self):
-        pass
 
 
 def test_a_block_whose_slot_goes_to_a_fetch_before_its_step_is_done_is_not_kept():

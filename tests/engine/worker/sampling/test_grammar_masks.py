@@ -13,14 +13,12 @@ from engine.grammars.compiler import Compiler
 from engine.sampling_params import SamplingParams
 from engine.structured_output import NOT_MATCHED, StructuredOutput, Vocabulary
 from engine.worker.batch.input_batch import SampledAt
-from engine.worker.load import load_runner
 from engine.worker.sampling import grammar_rows
 from engine.worker.sampling.grammar_cache import GrammarCache
 from engine.worker.sampling.grammar_rows import GrammarRows
 from tests.checkpoints import byte_tokenizer
 from tests.engine.worker.lazy_queue import LazyQueue
-from tests.engine.worker.test_decode_runner import ColumnDriver, make_runner  # noqa: F401
-from tests.engine.worker.test_model_runner import CONFIG, PROMPTS, MiniDriver
+from tests.engine.worker.mini_driver import PROMPTS, ColumnDriver, MiniDriver
 
 EOS = 2  # the model has 96 tokens, which are bytes; its tokenizer has 260
 VOCABULARY = Vocabulary(byte_tokenizer().to_str(), 96, [EOS])
@@ -34,11 +32,6 @@ def asking(output=CODE, **params):
 
 def text(token_ids):
     return bytes(token_ids).decode()
-
-
-@pytest.fixture(scope="module")
-def cpu_runner(model_dir):
-    return load_runner(CONFIG, model_dir, [EOS], lambda phase: None)[0]
 
 
 @pytest.fixture
@@ -97,7 +90,7 @@ def test_a_sequence_that_comes_back_goes_on_where_it_was(runner, more):
 
 @pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("more", [{}, {"temperature": 1.0, "presence_penalty": 0.5}])
-def test_a_queue_that_is_behind_gives_the_same(make_runner, runner, hf_greedy, ahead, more):  # noqa: F811
+def test_a_queue_that_is_behind_gives_the_same(make_runner, runner, hf_greedy, ahead, more):
     """On a GPU the token before is still on its way when a step is launched: the masks wait for it and for no other."""
     here = MiniDriver(runner)
     gpu_runner = make_runner(LazyQueue())
@@ -114,7 +107,7 @@ def test_a_queue_that_is_behind_gives_the_same(make_runner, runner, hf_greedy, a
     assert {i: there.output(i) for i in (1, 2, 3)} == {i: here.output(i) for i in (1, 2, 3)}
 
 
-def test_steps_without_a_form_wait_for_nothing(make_runner):  # noqa: F811
+def test_steps_without_a_form_wait_for_nothing(make_runner):
     queue = LazyQueue()
     gpu_runner = make_runner(queue)
     driver = ColumnDriver(gpu_runner, ahead=1)

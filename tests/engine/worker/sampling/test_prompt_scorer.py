@@ -15,12 +15,10 @@ from engine.outputs import PromptLogprobs
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 from engine.scheduling.scheduler import Scheduler
-from engine.worker.decode_runner import DecodeSettings
-from engine.worker.device.host import StepLimits
 from engine.worker.load import load_runner
-from engine.worker.model_runner import ModelRunner
 from engine.worker.sampling import prompt_scorer
 from tests.engine.worker.lazy_queue import LazyQueue
+from tests.engine.worker.runners import make_queue_runner, zeroed_kv_caches
 
 CONFIG = EngineConfig(device="cpu", dtype="float32", block_size=8, num_blocks=96, max_num_seqs=24, cpu_threads=1)
 PROMPTS = [[5, 6, 7, 8, 9], list(range(10, 31)), [40], list(range(50, 90)), [91, 3] * 8]
@@ -33,17 +31,12 @@ def cpu_runner(model_dir):
 
 
 @pytest.fixture(scope="module", params=["cpu", "queue"])
-def runner(request, model_dir, cpu_runner):
+def runner(request, model_dir, decoder, cpu_runner):
     """On a CPU, and as on a GPU: inputs in buffers that are written over, results that are there when waited for."""
     if request.param == "cpu":
         return cpu_runner
-    model, queue = read_model_config(model_dir), LazyQueue()
-    caches = [(torch.zeros_like(k), torch.zeros_like(v)) for k, v in cpu_runner._kv_caches]
-    return ModelRunner(
-        model, cpu_runner._decoder, caches, limits=StepLimits(24, 2048), max_model_len=128, block_size=8,
-        eos_token_ids=[2], device=queue.device, queue=queue,
-        decode=DecodeSettings(24, 24, 16, model.hidden_size, torch.float32),
-    )  # fmt: skip
+    kv_caches = zeroed_kv_caches(read_model_config(model_dir), CONFIG.num_blocks)
+    return make_queue_runner(model_dir, decoder, LazyQueue(), capacity=24, max_num_seqs=24, kv_caches=kv_caches)
 
 
 class Scored:

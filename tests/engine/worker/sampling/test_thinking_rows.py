@@ -5,10 +5,8 @@ import pytest
 from engine.sampling_params import SamplingParams
 from engine.thinking import ThinkingScan, find_tags
 from engine.worker import model_runner
-from engine.worker.load import load_runner
 from tests.engine.worker.lazy_queue import LazyQueue
-from tests.engine.worker.test_decode_runner import ColumnDriver, make_runner  # noqa: F401
-from tests.engine.worker.test_model_runner import CONFIG, PROMPTS, MiniDriver
+from tests.engine.worker.mini_driver import PROMPTS, ColumnDriver, MiniDriver
 
 EOS, BEGIN, LESS, THINK, MORE, SLASH = 2, 5, 60, 7, 62, 47  # of the model's 96 tokens; others are "."
 VOCABULARY = {BEGIN: b"<think>", LESS: b"<", SLASH: b"/", THINK: b"think", MORE: b">"}
@@ -20,11 +18,6 @@ NUM_TOKENS = 14
 def limited(budget, opened=True, **params):
     settings = {"temperature": 1.0, "thinking_token_budget": budget, "thinking_opened": opened} | params
     return SamplingParams(**settings)
-
-
-@pytest.fixture(scope="module")
-def cpu_runner(model_dir):
-    return load_runner(CONFIG, model_dir, [EOS], lambda phase: None)[0]
 
 
 @pytest.fixture
@@ -125,7 +118,7 @@ def test_a_sequence_that_comes_back_goes_on_where_it_was(runner, at):
 
 @pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("greedy", [True, False])
-def test_a_queue_that_is_behind_gives_the_same(make_runner, runner, hf_greedy, ahead, greedy):  # noqa: F811
+def test_a_queue_that_is_behind_gives_the_same(make_runner, runner, hf_greedy, ahead, greedy):
     """On a GPU the token before is still on its way when a step is launched."""
     temperature = 0.0 if greedy else 1.0
     here = MiniDriver(runner)
@@ -144,7 +137,7 @@ def test_a_queue_that_is_behind_gives_the_same(make_runner, runner, hf_greedy, a
     assert {i: there.output(i) for i in (1, 2, 3, 4)} == {i: here.output(i) for i in (1, 2, 3, 4)}
 
 
-def test_steps_before_the_budget_is_used_up_wait_for_nothing(make_runner):  # noqa: F811
+def test_steps_before_the_budget_is_used_up_wait_for_nothing(make_runner):
     queue = LazyQueue()
     gpu_runner = make_runner(queue)
     gpu_runner.take(TAGS, None)
@@ -156,7 +149,7 @@ def test_steps_before_the_budget_is_used_up_wait_for_nothing(make_runner):  # no
     assert state.consumed == len(PROMPTS[1]), "nothing was read before it is needed"
 
 
-def test_without_tags_the_sequence_fails_alone(make_runner, hf_greedy):  # noqa: F811
+def test_without_tags_the_sequence_fails_alone(make_runner, hf_greedy):
     driver = ColumnDriver(make_runner(LazyQueue()), ahead=0)
     driver.add(1, PROMPTS[1], limited(3))
     driver.add(2, PROMPTS[2])
