@@ -15,7 +15,6 @@ the server's side) is shown and is in neither. Milliseconds per step, medians ov
 
 import argparse
 import asyncio
-import gc
 import json
 import random
 import statistics
@@ -33,8 +32,8 @@ import engine.driver
 from engine.checkpoint.locate import resolve_model
 from engine.config import EngineConfig
 from engine.driver import Driver
+from engine.executor.frames import FRAME_HEADER
 from engine.executor.step import (
-    FRAME_HEADER,
     StartWorker,
     StepPlan,
     StepResult,
@@ -43,6 +42,7 @@ from engine.executor.step import (
     decode_worker_message,
     encode_frame,
 )
+from engine.garbage_collector import settle_garbage_collector
 from engine.models.config import ModelConfig
 from engine.request import Request
 from engine.requests.stream import RequestStream
@@ -60,7 +60,6 @@ PROMPT_TOKENS = 100
 MAX_MODEL_LEN = 4096
 VOCAB_SIZE = 256
 WARM_UP_STEPS = 40
-COLLECTOR_THRESHOLDS = 20_000, 20, 50  # those of the server and of the Worker
 
 DRIVER_STAGES = ("schedule", "encode plan", "other planning", "decode result", "update", "deliver")
 WORKER_STAGES = ("decode plan", "input batch", "packing", "other launch", "result", "encode result")
@@ -279,9 +278,7 @@ def measure(num_seqs: int, num_steps: int, rounds: int, cpu_time: bool) -> dict[
     """Medians in milliseconds, and two deciles of the sum."""
     steps = []
     for _ in range(rounds):
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(*COLLECTOR_THRESHOLDS)
+        settle_garbage_collector()
         steps += [figures(step) for step in event_loop.run(decode_steps(num_seqs, num_steps, cpu_time))]
     names = (*DRIVER_STAGES, "driver", *WORKER_STAGES, "worker", "sum", "readers")
     table = {name: statistics.median(step.get(name, 0.0) for step in steps) for name in names}

@@ -18,6 +18,7 @@ from functools import partial
 
 from engine.checkpoint.locate import model_identity, read_eos_token_ids, resolve_model, resolve_tokenizer
 from engine.checkpoint.pooling import pooling_of_model, read_pooling
+from engine.checkpoint.sampling_defaults import read_sampling_defaults
 from engine.config import EngineConfig
 from engine.errors import (
     DeadlineError,
@@ -32,7 +33,7 @@ from engine.executor.executor import WORKER_COMMAND, Executor, NoRoomError, flus
 from engine.executor.recovery import Recovery
 from engine.executor.step import FetchedBlocks, GrammarPrepared, StartWorker, StepPlan, StepResult, WorkerReady
 from engine.executor.step_durations import StepDurations
-from engine.executor.timeouts import within
+from engine.executor.timeouts import with_timeout
 from engine.grammars.service import GrammarService, failure
 from engine.memory.block_manager import BlockManager
 from engine.memory.host_tier import HostTier
@@ -43,7 +44,6 @@ from engine.requests.delivery import Delivery, LiveRequest
 from engine.requests.model_info import ModelInfo, check_request, fits_still
 from engine.requests.queue_limits import QueueLimits
 from engine.requests.stream import RequestStream
-from engine.sampling_defaults import read_sampling_defaults
 from engine.sampling_params import check_beams
 from engine.scheduling.beam_group import begin_search
 from engine.scheduling.prefetch import Prefetcher
@@ -219,7 +219,7 @@ class Driver:
         if self._failure is None:
             self.phase = "draining"
         try:
-            await within(timeout, self._idle.wait())
+            await with_timeout(timeout, self._idle.wait())
         except asyncio.TimeoutError:
             self._fail_all(EngineError("The server shut down before this request was finished."))
             return False
@@ -446,7 +446,7 @@ class Driver:
     async def _start_again(self) -> WorkerReady:
         await self._start_worker()
         try:
-            return await within(self._load_timeout, self._executor.wait_ready(lambda phase: None))
+            return await with_timeout(self._load_timeout, self._executor.wait_ready(lambda phase: None))
         except asyncio.TimeoutError:
             raise WorkerDiedError(f"the new Worker did not load within {self._load_timeout:.0f} s") from None
 

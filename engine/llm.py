@@ -17,13 +17,13 @@ from typing import Any, TypeVar
 import msgspec
 from tqdm import tqdm
 
+from engine.checkpoint.sampling_defaults import SamplingDefaults
 from engine.config import EngineConfig
 from engine.driver import Driver
 from engine.errors import EngineError, InvalidRequestError
 from engine.outputs import CompletionOutput, FinishReason, PromptLogprobs, RequestOutput, TokenLogprobs
 from engine.request import Request
 from engine.requests.model_info import check_request
-from engine.sampling_defaults import SamplingDefaults
 from engine.sampling_params import BeamSearchParams, SamplingParams
 from engine.settings import from_keywords
 from engine.text.bad_words import resolve_bans

@@ -7,8 +7,6 @@ from typing import overload
 
 import msgspec
 
-from engine.executor.step import PromptScores
-
 
 class FinishReason(str, Enum):
     STOP = "stop"  # end-of-sequence token, stop string or stop token
@@ -32,6 +30,24 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
     rank: int = 0
+
+
+class PromptScores(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Logprobs of the prompt tokens from position `start` on, each given those before it, n of them; as native arrays,
+    since they are many: `logprobs` float32 [n, 1 + k], the token's own first and then the k highest; `ranks` int32 [n],
+    1 for a most likely one; `top_ids` int32 [n, k].
+    """
+
+    seq_id: int
+    start: int
+    k: int
+    logprobs: bytes
+    ranks: bytes
+    top_ids: bytes
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.ranks) // 4
 
 
 class PromptLogprobs(Sequence[TokenLogprobs | None]):

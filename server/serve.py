@@ -7,7 +7,6 @@ What makes a start impossible is raised.
 
 import asyncio
 import contextlib
-import gc
 import ipaddress
 import json
 import logging
@@ -25,6 +24,7 @@ from sse_starlette.sse import AppStatus
 from engine.config import EngineConfig
 from engine.driver import Driver
 from engine.errors import ConfigError
+from engine.garbage_collector import settle_garbage_collector
 from server.app import create_app, served_names
 from server.config import ServerConfig
 from server.http.api_keys import ApiKeys
@@ -187,7 +187,7 @@ class _Service:
         await self._driver.start()
         if self._driver.tokenizer.chat_template is not None:
             await asyncio.to_thread(self._driver.tokenizer.renderer.start)
-        _settle_garbage_collector()  # while the Worker loads: after that, the first request would wait for it
+        settle_garbage_collector()  # while the Worker loads: after that, the first request would wait for it
         await self._driver.wait_ready()
 
     async def _stop(self, http: "asyncio.Task[None]") -> None:
@@ -252,10 +252,3 @@ async def _first(*parts: Any) -> int:
     index = next(i for i, task in enumerate(tasks) if task.done() and not task.cancelled())
     tasks[index].result()
     return index
-
-
-def _settle_garbage_collector() -> None:
-    """Freeze the objects of start-up, which live for ever: collecting them would stop every stream for a while."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(20_000, 20, 50)

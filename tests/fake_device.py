@@ -19,11 +19,11 @@ from engine.executor.step import (
     FetchBlocks,
     FetchedBlocks,
     NewSequence,
-    PromptScores,
     SampledToken,
     StepPlan,
     StepResult,
 )
+from engine.outputs import PromptScores
 from engine.sampling_params import Pooling
 
 VOCAB_SIZE = 260

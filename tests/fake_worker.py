@@ -15,8 +15,8 @@ from pathlib import Path
 
 import msgspec
 
+from engine.executor.frames import FRAME_HEADER
 from engine.executor.step import (
-    FRAME_HEADER,
     GrammarPrepared,
     Heartbeat,
     LoadProgress,

@@ -14,10 +14,9 @@ import msgspec
 import engine.errors
 from engine.errors import EngineError, PageserveError, WorkerDiedError
 from engine.executor.child_process import connect, spawn
+from engine.executor.frames import FrameError, read_frame
 from engine.executor.process_state import count_oom_kills, is_traced, stopped_at, wait_until_stopped
 from engine.executor.step import (
-    FRAME_HEADER,
-    MAX_FRAME_BYTES,
     FetchBlocks,
     FetchedBlocks,
     GrammarPrepared,
@@ -35,7 +34,7 @@ from engine.executor.step import (
 )
 from engine.executor.step_durations import StepDurations
 from engine.executor.step_watch import StepWatch
-from engine.executor.timeouts import within
+from engine.executor.timeouts import with_timeout
 from engine.structured_output import Vocabulary
 from engine.thinking import ThinkingTags
 
@@ -217,16 +216,13 @@ class Executor:
     async def _receive(self) -> WorkerMessage:
         assert self._reader is not None, "start() comes first"
         try:
-            (length,) = FRAME_HEADER.unpack(await self._reader.readexactly(FRAME_HEADER.size))
-            if length > MAX_FRAME_BYTES:
-                raise WorkerDiedError(f"the Worker announced a frame of {length} bytes")
-            message: WorkerMessage = decode_worker_message(await self._reader.readexactly(length))
+            message: WorkerMessage = decode_worker_message(await read_frame(self._reader))
             return message
         except (asyncio.IncompleteReadError, ConnectionError):
             self._end_watch()
             raise self._killed or await self._cause_of_death() from None
-        except msgspec.MsgspecError as error:
-            raise WorkerDiedError(f"the Worker sent what is no message: {error}") from None
+        except (FrameError, msgspec.MsgspecError) as error:
+            raise WorkerDiedError(f"the Worker sent bytes that are not a message: {error}") from None
 
     async def _cause_of_death(self) -> WorkerDiedError:
         cause, killed = await self._how_it_ended()
@@ -261,5 +257,5 @@ async def flush(executor: Executor, plan: StepPlan, num_in_flight: int) -> None:
     deadline = loop.time() + FLUSH_SECONDS
     with contextlib.suppress(asyncio.TimeoutError, WorkerDiedError):
         while num_results:
-            message = await within(deadline - loop.time(), executor.receive())
+            message = await with_timeout(deadline - loop.time(), executor.receive())
             num_results -= isinstance(message, StepResult)

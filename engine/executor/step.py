@@ -9,18 +9,16 @@ The next plan may be sent before the last result is back (overlapped scheduling)
 that it sampled itself: a SequenceStep of a token that the Driver has not seen yet just counts it.
 """
 
-import struct
 from typing import Any
 
 import msgspec
 
 from engine.config import EngineConfig
+from engine.executor.frames import pack_frame
+from engine.outputs import PromptScores
 from engine.sampling_params import SamplingParams
 from engine.structured_output import StructuredOutput, Vocabulary
 from engine.thinking import ThinkingTags
-
-FRAME_HEADER = struct.Struct("<I")  # length of the msgpack body in bytes
-MAX_FRAME_BYTES = 1 << 30
 
 
 class StartWorker(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -212,24 +210,6 @@ class SampledToken(msgspec.Struct, frozen=True, array_like=True, gc=False):
     top: list[tuple[int, float]] = []
 
 
-class PromptScores(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Logprobs of the prompt tokens from position `start` on, each given those before it, n of them; as native arrays,
-    since they are many: `logprobs` float32 [n, 1 + k], the token's own first and then the k highest; `ranks` int32 [n],
-    1 for a most likely one; `top_ids` int32 [n, k].
-    """
-
-    seq_id: int
-    start: int
-    k: int
-    logprobs: bytes
-    ranks: bytes
-    top_ids: bytes
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.ranks) // 4
-
-
 class StepResult(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The tokens of a step: `seq_ids` and `token_ids` side by side, and in `detailed` those that logprobs come with.
 
@@ -265,8 +245,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 def encode_frame(message: Any) -> bytes:
     """A message as one frame: 4 bytes of length, then msgpack."""
-    body = _encoder.encode(message)
-    return FRAME_HEADER.pack(len(body)) + body
+    return pack_frame(_encoder.encode(message))
 
 
 decode_driver_message = msgspec.msgpack.Decoder(DriverMessage).decode

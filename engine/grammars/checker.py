@@ -16,9 +16,10 @@ import msgspec
 from engine.errors import EngineError, InvalidRequestError, QueueFullError
 from engine.executor.child_process import connect, spawn
 from engine.executor.fair_slots import FairSlots
+from engine.executor.frames import read_frame
 from engine.executor.process_state import ProcessStoppedError, count_oom_kills, stopped_at, unless_stopped
-from engine.executor.step import FRAME_HEADER, encode_frame
-from engine.executor.timeouts import within
+from engine.executor.step import encode_frame
+from engine.executor.timeouts import with_timeout
 from engine.structured_output import StructuredOutput, Vocabulary
 
 HELPER_COMMAND = (sys.executable, "-m", "engine.grammars.checker_process")
@@ -73,7 +74,7 @@ class GrammarHelper:
         assert self._process is not None, "start() comes first"
         try:
             self._writer.write(encode_frame(message))
-            return await within(seconds, unless_stopped(self._process.pid, self._answer()))
+            return await with_timeout(seconds, unless_stopped(self._process.pid, self._answer()))
         except ProcessStoppedError as error:
             raise HelperDiedError(str(error), from_outside=True) from None
         except asyncio.TimeoutError:
@@ -92,8 +93,7 @@ class GrammarHelper:
         return status == -signal.SIGKILL and count_oom_kills() == self._num_oom_kills is not None
 
     async def _answer(self) -> str:
-        (length,) = FRAME_HEADER.unpack(await self._reader.readexactly(FRAME_HEADER.size))
-        return msgspec.msgpack.decode(await self._reader.readexactly(length), type=str)
+        return msgspec.msgpack.decode(await read_frame(self._reader), type=str)
 
     async def stop(self) -> bool:
         """Kill it, if it is there: it has nothing to put in order. Returns whether its time limit had ended it."""

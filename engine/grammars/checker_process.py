@@ -14,13 +14,13 @@ import signal
 import socket
 import sys
 import time
-from io import BufferedReader
 from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 
-from engine.executor.step import FRAME_HEADER, encode_frame
+from engine.executor.frames import FrameSocket
+from engine.executor.step import encode_frame
 from engine.grammars.compiler import Compiler, GrammarError, Words, fill_mask, shorten
 from engine.structured_output import StructuredOutput, Vocabulary
 
@@ -41,8 +41,9 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGHUP):  # a terminal's; the end of the socket is the sign to go
         signal.signal(number, signal.SIG_IGN)
     os.nice(5)  # streams come first
-    with sock, sock.makefile("rb") as reader:
-        vocabulary = _receive(reader, Vocabulary)
+    with sock:
+        frames = FrameSocket(sock)
+        vocabulary = _receive(frames, Vocabulary)
         if vocabulary is None:
             return 0
         signal.setitimer(signal.ITIMER_PROF, LOAD_SECONDS)
@@ -52,7 +53,7 @@ def main() -> int:
             sock.sendall(encode_frame(shorten(f"{error}") or type(error).__name__))
             return 1
         sock.sendall(encode_frame(""))
-        while (output := _receive(reader, StructuredOutput)) is not None:
+        while (output := _receive(frames, StructuredOutput)) is not None:
             signal.setitimer(signal.ITIMER_PROF, seconds)
             verdict = find_fault(compiler, output)
             signal.setitimer(signal.ITIMER_PROF, 0)
@@ -101,12 +102,9 @@ def _check_draft(schema: Any) -> None:
         raise GrammarError(shorten(f"{error.json_path}: {error.message}")) from None
 
 
-def _receive(reader: BufferedReader, kind: type[T]) -> T | None:
-    header = reader.read(FRAME_HEADER.size)
-    if len(header) < FRAME_HEADER.size:
-        return None
-    (length,) = FRAME_HEADER.unpack(header)
-    return msgspec.msgpack.decode(reader.read(length), type=kind)
+def _receive(frames: FrameSocket, kind: type[T]) -> T | None:
+    body = frames.read_frame()
+    return None if body is None else msgspec.msgpack.decode(body, type=kind)
 
 
 if __name__ == "__main__":

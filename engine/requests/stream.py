@@ -4,9 +4,8 @@ import asyncio
 from collections.abc import Callable
 
 from engine.errors import PageserveError
-from engine.executor.step import PromptScores
 from engine.memory.sequence import Sequence
-from engine.outputs import CompletionOutput, FinishReason, PromptLogprobs, RequestOutput, TokenLogprobs
+from engine.outputs import CompletionOutput, FinishReason, PromptLogprobs, PromptScores, RequestOutput, TokenLogprobs
 from engine.request import Request
 from engine.text.detokenizer import Detokenizer
 

@@ -1,26 +1,24 @@
 """The rendering process: `python -m engine.text.template_helper FD CPU_SECONDS`. It runs chat templates of unknown
 people.
 
-Over a socket pair it gets (source, variables) after (source, variables), and answers each with a byte that says what
-became of it and a text. The kernel ends it when one takes more than CPU_SECONDS of processor time (a timer whose signal
-has no handler); beyond MAX_BYTES of memory a template fails. No torch, no tokenizer: jinja2 alone.
+It reads frames (engine/executor/frames.py) from a socket pair. A frame holds (source, variables) in marshal, which has
+integers of any size and lone surrogates. The process answers each frame with a frame: a byte that says how rendering
+ended, then a text. The kernel ends the process when a template takes more than CPU_SECONDS of processor time (a timer
+whose signal has no handler); beyond MAX_BYTES of memory a template fails. No torch, no tokenizer: jinja2 alone.
 """
 
 import marshal
 import resource
 import signal
 import socket
-import struct
 import sys
-from io import BufferedReader
 
 from engine.errors import InvalidRequestError
+from engine.executor.frames import FRAME_HEADER, FrameSocket
 from engine.text.chat_template import TOO_LARGE, TemplateLimitError, render
 
 MAX_BYTES = 512 << 20  # of address space
-REQUEST_HEADER = struct.Struct("<Q")  # bytes that follow: marshal, which has integers of any size and lone surrogates
-ANSWER_HEADER = struct.Struct("<BQ")  # one of those below, and the bytes of UTF-8 that follow
-RENDERED, REFUSED, BEYOND_LIMIT = 0, 1, 2
+RENDERED, REFUSED, BEYOND_LIMIT = 0, 1, 2  # the first byte of an answer; a text in UTF-8 follows
 MAX_MESSAGE = 500  # characters of an error, which may hold anything that a template writes
 
 
@@ -32,27 +30,31 @@ def main() -> int:
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     for number in (signal.SIGINT, signal.SIGHUP):  # a terminal's; the end of the socket is the sign to go
         signal.signal(number, signal.SIG_IGN)
-    with sock, sock.makefile("rb") as reader:
-        while True:
-            header = reader.read(REQUEST_HEADER.size)
-            if len(header) < REQUEST_HEADER.size:
-                return 0
-            signal.setitimer(signal.ITIMER_PROF, seconds)
-            kind, text = _answer(reader, *REQUEST_HEADER.unpack(header))
+    with sock:
+        frames = FrameSocket(sock)
+        while (answer := _answer_next(frames, seconds)) is not None:
             signal.setitimer(signal.ITIMER_PROF, 0)
-            sock.sendall(ANSWER_HEADER.pack(kind, len(text)))
-            sock.sendall(text)
+            kind, text = answer
+            sock.sendall(FRAME_HEADER.pack(1 + len(text)) + bytes([kind]))
+            sock.sendall(text)  # a large text is not copied into a frame: memory is limited
+    return 0
 
 
-def _answer(reader: BufferedReader, length: int) -> tuple[int, bytes]:
+def _answer_next(frames: FrameSocket, seconds: float) -> tuple[int, bytes] | None:
+    """How the next rendering ended, and its text or the reason; None when the renderer has closed its end."""
+    request = frames.read_frame()
+    if request is None:
+        return None
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
-        source, variables = marshal.loads(reader.read(length))
+        source, variables = marshal.loads(request)
+        del request  # the template may use its memory
         return RENDERED, render(source, variables).encode("utf-8", "surrogatepass")
     except TemplateLimitError as error:
         return BEYOND_LIMIT, str(error).encode()
     except InvalidRequestError as error:
         return REFUSED, str(error)[:MAX_MESSAGE].encode("utf-8", "surrogatepass")
-    except MemoryError:  # not of the template itself: of what goes in or comes out
+    except MemoryError:  # the variables or the encoded text do not fit; `render` reports its own lack of memory
         return BEYOND_LIMIT, TOO_LARGE.encode()
 
 

@@ -17,9 +17,10 @@ from typing import Any, TypeVar
 
 from engine.errors import EngineError, InvalidRequestError
 from engine.executor.child_process import spawn
+from engine.executor.frames import FRAME_HEADER, FrameError, FrameSocket
 from engine.executor.process_state import LOOK_SECONDS, StoppedLooks, stopped_at
 from engine.text.chat_template import TemplateLimitError
-from engine.text.template_helper import ANSWER_HEADER, BEYOND_LIMIT, MAX_BYTES, REFUSED, RENDERED, REQUEST_HEADER
+from engine.text.template_helper import BEYOND_LIMIT, REFUSED, RENDERED
 from engine.text.text_threads import FairThreads
 
 T = TypeVar("T")
@@ -129,13 +130,13 @@ class TemplateHelper:
             raise HelperDiedError
         watch = _Watch(process.pid, WALL_CLOCK_FACTOR * self._cpu_seconds)
         try:
-            for part in (REQUEST_HEADER.pack(len(request)), request):
+            for part in (FRAME_HEADER.pack(len(request)), request):
                 _send(sock, part, watch)
-            kind, length = ANSWER_HEADER.unpack(_receive(sock, ANSWER_HEADER.size, watch))
-            answer = bytes(_receive(sock, min(length, MAX_BYTES), watch))
+            if (answer := FrameSocket(sock, watch.look).read_frame()) is None:
+                raise EOFError
             self._answered = time.monotonic()
-            return kind, answer
-        except (OSError, EOFError):
+            return answer[0], bytes(answer[1:])
+        except (OSError, EOFError, FrameError):
             with contextlib.suppress(subprocess.TimeoutExpired):  # it ends, now that its socket is closed
                 if process.wait(LOOK_SECONDS) == -signal.SIGPROF:
                     raise TimeLimitError from None
@@ -171,22 +172,6 @@ def _send(sock: socket.socket, data: bytes, watch: _Watch) -> None:
             rest = rest[sock.send(rest) :]
         except TimeoutError:
             watch.look()
-
-
-def _receive(sock: socket.socket, length: int, watch: _Watch) -> bytearray:
-    """EOFError where the other end is gone."""
-    data = bytearray(length)
-    view, count = memoryview(data), 0
-    while count < length:
-        try:
-            received = sock.recv_into(view[count:])
-        except TimeoutError:
-            watch.look()
-            continue
-        if not received:
-            raise EOFError
-        count += received
-    return data
 
 
 class TemplateRenderer:

@@ -17,7 +17,6 @@ from engine.executor.step import (
     FetchBlocks,
     NewSequence,
     PrepareGrammar,
-    PromptScores,
     SequenceStep,
     StepPlan,
     StepResult,
@@ -25,6 +24,7 @@ from engine.executor.step import (
 )
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
+from engine.outputs import PromptScores
 from engine.structured_output import Vocabulary
 from engine.thinking import ThinkingTags
 from engine.worker.attention_warmup import make_attention_plan, warm_up_attention

@@ -8,7 +8,6 @@ left, 1 when loading failed (the Driver was told why), 2 when a step failed as a
 
 import ctypes
 import faulthandler
-import gc
 import logging
 import os
 import select
@@ -21,9 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import PageserveError
+from engine.executor.frames import FrameSocket
 from engine.executor.step import (
-    FRAME_HEADER,
-    MAX_FRAME_BYTES,
     DriverMessage,
     FetchBlocks,
     Heartbeat,
@@ -36,6 +34,7 @@ from engine.executor.step import (
     decode_driver_message,
     encode_frame,
 )
+from engine.garbage_collector import settle_garbage_collector
 from engine.structured_output import Vocabulary
 from engine.thinking import ThinkingTags
 from engine.worker.device.host import limit_primitive_caches, set_threads
@@ -48,19 +47,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-READ_BYTES = 1 << 18
 EXIT_GRACE_SECONDS = 0.2
 PR_SET_PDEATHSIG = 1
 
 
 class Channel:
-    """Length-prefixed frames over the socket. Blocking; one thread receives, any may send."""
+    """Messages over the socket. Blocking; one thread receives, any may send."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._poll = select.poll()  # select() takes no descriptor above 1023, and a Driver with many clients has such
         self._poll.register(sock, select.POLLIN)
-        self._received = bytearray()
+        self._frames = FrameSocket(sock)
         self._sending = threading.Lock()
 
     def send(self, message: WorkerMessage) -> None:
@@ -69,26 +67,14 @@ class Channel:
 
     def receive(self) -> DriverMessage | None:
         """The next message; None when the Driver closed its end. Raises ValueError for what is not a frame."""
-        length = -1
-        while length < 0 or len(self._received) < FRAME_HEADER.size + length:
-            if length < 0 and len(self._received) >= FRAME_HEADER.size:
-                (length,) = FRAME_HEADER.unpack_from(self._received)
-                if length > MAX_FRAME_BYTES:
-                    raise ValueError(f"the Driver announced a frame of {length} bytes")
-                continue
-            data = self._socket.recv(READ_BYTES)
-            if not data:
-                return None
-            self._received += data
-        end = FRAME_HEADER.size + length
-        body = bytes(memoryview(self._received)[FRAME_HEADER.size : end])
-        del self._received[:end]
+        if (body := self._frames.read_frame()) is None:
+            return None
         message: DriverMessage = decode_driver_message(body)
         return message
 
     def has_data(self) -> bool:
         """Whether a message has begun to arrive."""
-        return bool(self._received) or bool(self._poll.poll(0))
+        return self._frames.has_received or bool(self._poll.poll(0))
 
 
 def main() -> int:
@@ -174,9 +160,7 @@ def _load(channel: Channel, start: StartWorker) -> "Runner | None":
         logger.exception("loading failed")
         channel.send(WorkerFailed("EngineError", f"loading failed: {type(error).__name__}: {error}"))
         return None
-    gc.collect()
-    gc.freeze()  # what was loaded lives for ever: no collection needs to visit it
-    gc.set_threshold(20_000, 20, 50)  # a step makes hundreds of small objects, none of which is in a cycle
+    settle_garbage_collector()
     channel.send(ready)
     return runner
 

@@ -7,8 +7,7 @@ import pytest
 
 import engine.executor.recovery
 from engine.errors import ContextLengthError
-from engine.executor.step import PromptScores
-from engine.outputs import FinishReason, PromptLogprobs
+from engine.outputs import FinishReason, PromptLogprobs, PromptScores
 from tests.checkpoints import save_fake_checkpoint
 from tests.engine.driving import PROMPT, assert_idle, request, running_driver, until
 from tests.fake_device import expected_score, expected_tokens

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
+from engine.checkpoint.sampling_defaults import SamplingDefaults
 from engine.config import EngineConfig
-from engine.sampling_defaults import SamplingDefaults
 from server.config import ServerConfig
 from server.context import Served
 from server.protocol import ChatCompletionRequest, CompletionRequest

@@ -361,7 +361,7 @@ MUTANTS = (
     Mutant(
         "cancellation lost in a restart",
         engine.driver,
-        "within",
+        "with_timeout",
         "        await asyncio.wait([task], timeout=seconds)\n",
         "        try:\n"
         "            await asyncio.wait([task], timeout=seconds)\n"

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from engine.executor.frames import FRAME_HEADER
 from engine.executor.recovery import GUILTY_AT
-from engine.executor.step import FRAME_HEADER, SampledToken, StepPlan, StepResult, decode_driver_message, encode_frame
+from engine.executor.step import SampledToken, StepPlan, StepResult, decode_driver_message, encode_frame
 from engine.executor.step_durations import Features, StepKind
 from engine.memory.sequence import BlockKey, Sequence, SequenceStatus
 from engine.scheduling.beam_group import BeamGroup

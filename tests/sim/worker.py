@@ -6,8 +6,8 @@ import subprocess
 from collections import deque
 from pathlib import Path
 
+from engine.executor.frames import FRAME_HEADER
 from engine.executor.step import (
-    FRAME_HEADER,
     CacheCosts,
     DriverMessage,
     FetchBlocks,

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.executor.step import NewSequence, PromptScores, SequenceStep
+from engine.executor.step import NewSequence, SequenceStep
+from engine.outputs import PromptScores
 from engine.worker.batch.input_batch import InputBatch, StepInputs
 from engine.worker.sampling.sampled import NOT_FINITE
 from engine.worker.sampling.sampler import MIN_LOGPROB

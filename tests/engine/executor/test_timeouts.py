@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from engine.executor.timeouts import within
+from engine.executor.timeouts import with_timeout
 
 
 async def after(turns, outcome):
@@ -15,10 +15,10 @@ async def after(turns, outcome):
 
 
 async def test_a_result_and_an_error_come_through():
-    assert await within(10, after(0, "text")) == "text"
-    assert await within(10, after(3, "text")) == "text"
+    assert await with_timeout(10, after(0, "text")) == "text"
+    assert await with_timeout(10, after(3, "text")) == "text"
     with pytest.raises(ValueError, match="wrong"):
-        await within(10, after(3, ValueError("wrong")))
+        await with_timeout(10, after(3, ValueError("wrong")))
 
 
 @pytest.mark.parametrize("seconds", [-1, 0, 0.01])
@@ -33,19 +33,19 @@ async def test_what_takes_longer_is_cancelled_and_put_in_order_first(seconds):
             ended.append(True)
 
     with pytest.raises(asyncio.TimeoutError):
-        await within(seconds, slow())
+        await with_timeout(seconds, slow())
     assert ended or seconds <= 0  # then it may not have begun
 
 
 async def test_what_is_there_at_once_needs_no_time():
-    assert await within(0, after(0, "text")) == "text"
+    assert await with_timeout(0, after(0, "text")) == "text"
 
 
 @pytest.mark.parametrize("outcome", ["text", ValueError("wrong")])
 @pytest.mark.parametrize("turn", range(1, 12))
 async def test_a_cancellation_is_never_lost(turn, outcome):
     """In whichever turn of the loop it comes: before, in and after the one in which the coroutine ends."""
-    task = asyncio.create_task(within(10, after(5, outcome)))
+    task = asyncio.create_task(with_timeout(10, after(5, outcome)))
     for _ in range(turn):
         await asyncio.sleep(0)
     if task.cancel():

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from engine.executor.frames import FRAME_HEADER
 from engine.executor.step import (
-    FRAME_HEADER,
     FetchBlocks,
     FetchedBlocks,
     Heartbeat,

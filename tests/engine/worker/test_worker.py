@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from engine.config import EngineConfig
+from engine.executor.frames import FRAME_HEADER
 from engine.executor.step import (
-    FRAME_HEADER,
     LoadProgress,
     NewSequence,
     SequenceStep,

@@ -6,9 +6,9 @@ import logging
 import pytest
 
 from engine.checkpoint.locate import resolve_model
+from engine.checkpoint.sampling_defaults import OPENAI, SamplingDefaults, read_sampling_defaults
 from engine.config import EngineConfig
 from engine.errors import ModelError
-from engine.sampling_defaults import OPENAI, SamplingDefaults, read_sampling_defaults
 from tests.checkpoints import save_fake_checkpoint
 
 FILE = "generation_config.json"
