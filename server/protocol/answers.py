@@ -1,6 +1,7 @@
-"""What the endpoints answer, for /openapi.json and for tests; answers are written without these models, as bytes.
+"""Models of the answers, for /openapi.json and for tests. The server writes answers as bytes, without these models.
 
-A field without a default is always there. Nothing else is: tests hold live answers, streamed ones too, against this.
+A field without a default is in every answer; a field that no model declares is in none. Tests check live answers,
+whole and streamed, against these models.
 """
 
 from typing import Annotated, Any, Literal
@@ -25,7 +26,7 @@ class ErrorObject(Answer):
 
 
 class ErrorEnvelope(Answer):
-    """Every 4xx and 5xx, and the last event of a stream that breaks."""
+    """The body of every 4xx and 5xx, and the last event of a stream that fails."""
 
     error: ErrorObject
 
@@ -47,7 +48,7 @@ class Usage(Answer):
 
 
 class ChatUsage(Usage):
-    completion_tokens_details: CompletionTokensDetails | None = None  # unless reasoning is not split; never null
+    completion_tokens_details: CompletionTokensDetails | None = None  # absent if reasoning is not split; never null
 
 
 class _Head(Answer):
@@ -55,8 +56,8 @@ class _Head(Answer):
     created: int
     model: str
     system_fingerprint: str
-    service_tier: Literal["default"] = "default"  # of chats that name one
-    timings: list[RequestReport] = []  # with return_timings, in a stream on the last chunk
+    service_tier: Literal["default"] = "default"  # in answers to chat requests with service_tier
+    timings: list[RequestReport] = []  # with return_timings; in a stream on the last chunk
 
 
 class PromptTokenLogprob(Answer):
@@ -65,7 +66,7 @@ class PromptTokenLogprob(Answer):
     decoded_token: str
 
 
-# With prompt_logprobs, for each token of the prompt: token id -> what it is; null for the first.
+# With prompt_logprobs: one entry per prompt token, token id -> logprob; null for the first token.
 PromptLogprobs = list[dict[str, PromptTokenLogprob] | None]
 
 
@@ -80,8 +81,8 @@ class _CompletionChoice(Answer):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
-    token_ids: list[int] = []  # with return_token_ids, in a stream those that are new
-    prompt_token_ids: list[int] = []  # the same, in a stream on the first chunk of a choice
+    token_ids: list[int] = []  # with return_token_ids; in a stream the new ones
+    prompt_token_ids: list[int] = []  # with return_token_ids; in a stream on the first chunk of a choice
 
 
 class CompletionChoice(_CompletionChoice):
@@ -104,8 +105,8 @@ class Completion(_Head):
 class CompletionChunk(_Head):
     object: Literal["text_completion"]
     choices: list[CompletionChunkChoice]
-    obfuscation: str = ""  # with include_obfuscation, but on chunks without choices
-    usage: Usage | None = None  # with include_usage: null but on the last chunk, which has no choices
+    obfuscation: str = ""  # with include_obfuscation, on chunks that have choices
+    usage: Usage | None = None  # with include_usage: null on all chunks but the last, which has no choices
 
 
 class Embedding(Answer):
@@ -143,7 +144,7 @@ class ChatLogprobs(Answer):
 
 class CalledFunction(Answer):
     name: str
-    arguments: str = Field(description="a JSON object, unless finish_reason is length")
+    arguments: str = Field(description="a JSON object; may be cut off if finish_reason is length")
 
 
 class ToolCall(Answer):
@@ -165,7 +166,7 @@ class CustomToolCall(Answer):
 
 class AssistantMessage(Answer):
     role: Literal["assistant"]
-    content: str | None  # null where there are calls or thoughts alone
+    content: str | None  # null if the message has only calls or reasoning
     refusal: None
     reasoning_content: str = ""
     tool_calls: list[Annotated[ToolCall | CustomToolCall, Field(discriminator="type")]] = []
@@ -200,15 +201,15 @@ class CustomCalledDelta(Answer):
 
 class ToolCallDelta(Answer):
     index: int
-    id: str = ""  # with the first delta of a call, and so is `type`
+    id: str = ""  # with the first delta of a call, as is `type`
     type: Literal["function", "custom"] = "function"
-    function: CalledFunctionDelta | None = None  # of a function, and never null
-    custom: CustomCalledDelta | None = None  # of a custom tool, and never null
+    function: CalledFunctionDelta | None = None  # in calls of functions; never null
+    custom: CustomCalledDelta | None = None  # in calls of custom tools; never null
 
 
 class ChatDelta(Answer):
     role: Literal["assistant"] = "assistant"
-    content: str | None = ""  # null with the role, where the message does not begin with text
+    content: str | None = ""  # null beside the role if the message does not start with text
     refusal: None = None
     reasoning_content: str = ""
     tool_calls: list[ToolCallDelta] = []
@@ -232,7 +233,7 @@ class ChatCompletionChunk(_Head):
 
 
 class DefaultSamplingParams(Answer):
-    """Of fields that a request leaves out."""
+    """Values of the fields that a request leaves out."""
 
     temperature: float
     top_p: float
@@ -299,15 +300,15 @@ class RequestTimings(Answer):
 
 
 class KVBlocks(BaseModel):
-    """Every KV block; its fields are those of KVView in engine/telemetry/kv_view.py."""
+    """The state of every KV block. The fields are those of KVView in engine/telemetry/kv_view.py."""
 
     model_config = ConfigDict(extra="allow")
-    states: str = Field(description="a letter per block, which `legend` explains")
+    states: str = Field(description="one letter per block; `legend` explains the letters")
     legend: dict[str, Any]
 
 
 class LastSteps(BaseModel):
-    """What the last steps did; its fields are those of StepsView in engine/telemetry/step_log.py."""
+    """The last steps of the engine. The fields are those of StepsView in engine/telemetry/step_log.py."""
 
     model_config = ConfigDict(extra="allow")
     columns: list[str] = Field(description="names of the fields of a step")

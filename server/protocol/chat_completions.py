@@ -8,10 +8,11 @@ from engine.thinking import FIELD
 from server.config import ServerConfig
 from server.errors import MAX_NAME_LENGTH, invalid
 from server.protocol.chat_message import Message
+from server.protocol.field_checks import field_error
 from server.protocol.generation_request import GenerationRequest, ranged_field
 from server.protocol.grammars.response_format import RENAMED
 from server.protocol.harmless import CHAT_INERT, INERT, ServiceTier
-from server.protocol.strict import Strict, field_error
+from server.protocol.strict import Strict
 from server.protocol.tools import CustomTool, Tool, ToolChoice, ToolChoiceField, ToolsField, check_choice
 
 # Names that a chat template gets from the server; a client may not set them through chat_template_kwargs.
@@ -52,7 +53,7 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class ReasoningOptions(Strict):
-    """OpenRouter's object: fields that have names of their own here, too. `enabled` is enable_thinking."""
+    """OpenRouter's object. Each field has a second name at the top level; `enabled` is enable_thinking there."""
 
     inert = {"exclude": (False,), "summary": ("auto",)}
 
@@ -62,7 +63,7 @@ class ReasoningOptions(Strict):
 
 
 class ChatCompletionRequest(GenerationRequest):
-    """POST /v1/chat/completions. Without max_completion_tokens or max_tokens: to the end of the context."""
+    """POST /v1/chat/completions. Without max_completion_tokens and max_tokens, the context length limits the answer."""
 
     inert = INERT | CHAT_INERT
     renamed = RENAMED | {"functions": "tools", "function_call": "tool_choice"}
@@ -71,19 +72,19 @@ class ChatCompletionRequest(GenerationRequest):
     max_completion_tokens: int | None = ranged_field(None, 0)
     logprobs: bool = False
     top_logprobs: int | None = ranged_field(None, 0)
-    add_generation_prompt: bool | None = None  # true, unless the final message is continued
+    add_generation_prompt: bool | None = None  # default: true, unless continue_final_message is set
     continue_final_message: bool = False
     reasoning_effort: Effort | None = None
     thinking_token_budget: int | None = Field(None, ge=0, lt=2**31)  # vLLM's: see engine/thinking.py
     enable_thinking: bool | None = None  # as in chat_template_kwargs
     reasoning: ReasoningOptions = Field(default_factory=ReasoningOptions)
     verbosity: Literal["low", "medium", "high"] | None = None
-    service_tier: ServiceTier | None = None  # "default" here, which the answer says where one is named
+    service_tier: ServiceTier | None = None  # if given, the answer says "default", the only tier here
     documents: Documents = Field(default_factory=list)
-    add_special_tokens: bool = False  # the chat template writes them
+    add_special_tokens: bool = False  # the chat template writes special tokens itself
     chat_template_kwargs: TemplateKwargs = Field(default_factory=dict)
     tools: ToolsField = Field(default_factory=list)
-    tool_choice: ToolChoiceField = None  # auto where there are tools
+    tool_choice: ToolChoiceField = None  # default: auto if there are tools, else none
     parallel_tool_calls: bool = True
 
     @model_validator(mode="after")
@@ -93,13 +94,13 @@ class ChatCompletionRequest(GenerationRequest):
 
     @property
     def choice(self) -> ToolChoice:
-        """What tool_choice says or stands for."""
+        """tool_choice, or its default."""
         choice: ToolChoice | None = self.tool_choice
         return choice or ToolChoice("auto" if self.tools else "none")
 
     @property
     def offered_tools(self) -> list[Tool | CustomTool]:
-        """What the model is told of: nothing with "none", and of allowed_tools those."""
+        """The tools that the prompt describes: none with "none", only the named ones with allowed_tools."""
         if self.choice.mode == "none":
             return []
         subset = None if self.choice.one else self.choice.names
@@ -121,18 +122,18 @@ class ChatCompletionRequest(GenerationRequest):
 
     @property
     def thinking_budget(self) -> int | None:
-        """The most tokens that the model may think."""
+        """Maximum number of thinking tokens; None: no limit."""
         budget = self.thinking_token_budget
         return self.reasoning.max_tokens if budget is None else budget
 
     @property
     def effort(self) -> str | None:
-        """How much the model is to think: a wish."""
+        """How much the model should think. A hint to the chat template, not a limit."""
         return self.reasoning_effort or self.reasoning.effort
 
     @property
     def thinks(self) -> bool | None:
-        """Whether the model is to think at all: a wish; None where the request says nothing."""
+        """Whether the model should think at all: a hint to the chat template. None if the request does not say."""
         if self.enable_thinking is not None or self.reasoning.enabled is not None:
             return self.reasoning.enabled if self.enable_thinking is None else self.enable_thinking
         return False if self.effort == "none" else None
@@ -146,7 +147,7 @@ class ChatCompletionRequest(GenerationRequest):
 
     @property
     def has_tools(self) -> bool:
-        """Whether the prompt is about tools: some are offered, or were called or have answered in earlier turns."""
+        """True if the prompt involves tools: tools are offered, or earlier turns have calls or results of tools."""
         return bool(self.offered_tools) or any(
             message.tool_calls or message.role == "tool" for message in self.messages
         )

@@ -1,20 +1,21 @@
-"""The messages of a conversation, text only. A new role or kind of part is added here."""
+"""The messages of a chat, text only. Add a new role or kind of part here."""
 
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
+from server.protocol.field_checks import field_error, known_fields
 from server.protocol.harmless import MESSAGE_IGNORED, MESSAGE_INERT, PART_IGNORED
-from server.protocol.strict import Strict, field_error
+from server.protocol.strict import Strict
 from server.protocol.tools import ToolCallsField
-from server.protocol.unknown_fields import unknown_field
 
 # Type of a part -> the field that holds its text.
 TEXT_OF_PART = {"text": "text", "refusal": "refusal"}
 
 
 def _message_text(value: Any) -> Any:
-    """Content as one text: a string, or the texts of its parts joined by newlines. Anything but text is refused."""
+    """Returns the content as one text: the string, or the texts of its parts joined by newlines. Other parts are field
+    errors."""
     if isinstance(value, str) or value is None:
         return value
     if not isinstance(value, list):
@@ -34,9 +35,7 @@ def _part_text(part: Any, i: int) -> str:
     text = part.get(field)
     if not isinstance(text, str):
         raise field_error("invalid_type", "must be a string", i, field)
-    extra = [name for name, value in part.items() if name not in ("type", field, *PART_IGNORED) and value is not None]
-    for name in extra:
-        unknown_field(f"is not a field of a {kind} part", i, name)
+    known_fields(part, ("type", field, *PART_IGNORED), i, text=f"is not a field of a {kind} part")
     return text
 
 
@@ -53,7 +52,7 @@ class RefusalPart(BaseModel):
 Content = Annotated[str, BeforeValidator(_message_text, json_schema_input_type=str | list[TextPart | RefusalPart])]
 
 
-# Field -> the role that it belongs to.
+# Field -> the only role whose messages may have the field.
 ROLE_OF = {
     "refusal": "assistant",
     "reasoning_content": "assistant",
@@ -62,20 +61,23 @@ ROLE_OF = {
     "tool_call_id": "tool",
 }
 
-# A turn of the assistant, and the answer of a tool, may be empty: max_tokens or the tool made it so.
+# Roles whose messages must have content. An assistant's turn may be empty (max_tokens), and so may a tool's result.
 NEED_CONTENT = ("system", "developer", "user")
 
 
 class Message(Strict):
-    """One turn of a conversation. An assistant's `refusal` stands for its content where there is none, `reasoning`,
-    the name that newer vLLM and others give it, for `reasoning_content`."""
+    """One turn of a conversation.
+
+    An assistant's `refusal` is used as the content if there is no content. `reasoning` is the name that newer vLLM and
+    other servers give to `reasoning_content`.
+    """
 
     ignored = MESSAGE_IGNORED
     inert = MESSAGE_INERT
     renamed: ClassVar = {"function_call": "tool_calls"}
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Content = ""  # may be absent of the assistant and of a tool
+    content: Content = ""  # may be absent in messages of the assistant and of tools
     name: str | None = Field(None, max_length=256)
     refusal: str | None = None
     reasoning_content: str | None = None
@@ -95,7 +97,7 @@ class Message(Strict):
         for i, part in enumerate(content if isinstance(content, list) and role != "assistant" else ()):
             if isinstance(part, dict) and part.get("type") == "refusal":
                 raise field_error("unsupported_value", "may be 'refusal' only of the assistant", "content", i, "type")
-        called = fields.get("tool_calls") or fields.get("function_call")  # of which the latter is refused by name
+        called = fields.get("tool_calls") or fields.get("function_call")  # function_call is refused by name later
         if role in NEED_CONTENT and content is None and refusal is None and not called:
             raise field_error("missing_required_parameter", "is required", "content")
         if role == "tool" and fields.get("tool_call_id") is None:
@@ -103,7 +105,7 @@ class Message(Strict):
         return fields if content is not None or refusal is None else {**fields, "content": refusal}
 
     def for_template(self, has_developer: bool = False) -> dict[str, Any]:
-        """What a chat template gets; `developer` is `system` to one that does not know the role."""
+        """The message as a chat template gets it. A template that does not know the role `developer` gets `system`."""
         role = "system" if self.role == "developer" and not has_developer else self.role
         named = {} if self.name is None else {"name": self.name}
         thought = self.reasoning if self.reasoning_content is None else self.reasoning_content
@@ -112,5 +114,5 @@ class Message(Strict):
 
     @property
     def num_chars(self) -> int:
-        """Of what the prompt holds of it, at least."""
+        """Lower bound of the characters that the message adds to the prompt."""
         return len(self.content) + sum(len(call.function.name) for call in self.tool_calls)

@@ -6,8 +6,8 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from server.config import ServerConfig
 from server.errors import invalid
+from server.protocol.field_checks import field_error
 from server.protocol.generation_request import GenerationRequest, ranged_field
-from server.protocol.strict import field_error
 
 Prompt = Annotated[
     Any, BeforeValidator(lambda value: value, json_schema_input_type=str | list[str] | list[int] | list[list[int]])
@@ -41,8 +41,8 @@ class CompletionRequest(GenerationRequest):
         return self.num_samples > self.n
 
     @model_validator(mode="after")
-    def _refuse_what_is_not_there(self) -> "CompletionRequest":
-        if self.suffix and self.num_echo_logprobs is not None:  # the tokens are those of the suffix, too
+    def _fields_fit_together(self) -> "CompletionRequest":
+        if self.suffix and self.num_echo_logprobs is not None:  # the prompt's tokens include those of the suffix
             raise field_error("unsupported_value", "may not be combined with echo and logprobs", "suffix")
         if self.best_of is not None:
             if self.best_of < max(1, self.n):
@@ -61,7 +61,10 @@ class CompletionRequest(GenerationRequest):
 
 
 def parse_prompts(prompt: Any, max_prompts: int, name: str = "prompt") -> list[str] | list[list[int]]:
-    """The four shapes of a prompt as one list: strings, or lists of token ids. `name` is its field."""
+    """Returns the prompts as a list of strings or a list of lists of token ids, whichever of the four shapes was sent.
+
+    `name` is the field that errors name. Raises InvalidRequestError.
+    """
     if isinstance(prompt, str):
         return [prompt]
     if not isinstance(prompt, list):

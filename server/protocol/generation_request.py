@@ -1,6 +1,6 @@
-"""What requests of both generation endpoints have in common.
+"""Base of the requests of /v1/completions and /v1/chat/completions.
 
-Ranges are checked by SamplingParams, once for every caller of the engine.
+SamplingParams checks the ranges, once for every caller of the engine.
 """
 
 import re
@@ -13,14 +13,15 @@ from engine.sampling_params import MAX_BAD_WORDS, SamplingParams
 from engine.structured_output import StructuredOutput
 from server.config import ServerConfig
 from server.errors import invalid
+from server.protocol.field_checks import field_error
 from server.protocol.grammars.response_format import FOREIGN, RENAMED, ResponseFormat, StructuredOutputsField
 from server.protocol.harmless import IGNORED, INERT
-from server.protocol.other_servers import in_our_words, options_schema
-from server.protocol.strict import Strict, field_error
+from server.protocol.other_servers import options_schema, translate_spellings
+from server.protocol.strict import Strict
 
 MAX_LOGIT_BIAS = 1024
-TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")  # spelled in one way only, so that no two keys of a map mean one token
-MAX_TIMEOUT = 86400.0
+TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")  # one spelling per token id: two keys of a map never mean the same token
+MAX_TIMEOUT = 86400.0  # seconds
 
 
 def _stop_strings(value: Any) -> Any:
@@ -55,13 +56,13 @@ LogitBias = Annotated[dict[str, float], BeforeValidator(_bounded_bias, json_sche
 EarlyStopping = Annotated[Any, BeforeValidator(_early_stopping, json_schema_input_type=bool | Literal["never"])]
 
 
-Seed = Annotated[int | None, Field(ge=-(2**63), lt=2**63)]  # OpenAI's range; the engine itself takes more
-Salt = Annotated[str, Field(min_length=1, max_length=128, json_schema_extra={"default": None})]  # "" is an absent one
+Seed = Annotated[int | None, Field(ge=-(2**63), lt=2**63)]  # OpenAI's range; the engine accepts more
+Salt = Annotated[str, Field(min_length=1, max_length=128, json_schema_extra={"default": None})]  # "" stands for absent
 AllowedTokenIds = Annotated[Any, BeforeValidator(_token_ids, json_schema_input_type=list[int])]
 
 
 def ranged_field(default: Any, low: float, high: float | None = None) -> Any:
-    """A field whose range SamplingParams or the server's limits check, and the schema tells."""
+    """A field that shows its range in the schema only: SamplingParams or `check_limits` checks it."""
     schema: dict[str, Any] = {"minimum": low} if high is None else {"minimum": low, "maximum": high}
     return Field(default, json_schema_extra=schema)
 
@@ -73,7 +74,7 @@ class StreamOptions(Strict):
 
 
 class GenerationRequest(Strict):
-    """What both endpoints share. Fields that OpenAI does not have carry vLLM's names and meanings."""
+    """The fields of both endpoints. Fields that OpenAI does not have carry vLLM's names and meanings."""
 
     is_request = True
     ignored = IGNORED
@@ -85,7 +86,7 @@ class GenerationRequest(Strict):
     n: int = ranged_field(1, 1)
     stream: bool = False
     stream_options: StreamOptions | None = None
-    temperature: float = Field(1.0, ge=0.0, le=2.0)  # OpenAI's range; the engine itself takes more
+    temperature: float = Field(1.0, ge=0.0, le=2.0)  # OpenAI's range; the engine accepts more
     top_p: float = ranged_field(1.0, 0.0, 1.0)
     presence_penalty: float = ranged_field(0.0, -2.0, 2.0)
     frequency_penalty: float = ranged_field(0.0, -2.0, 2.0)
@@ -115,14 +116,14 @@ class GenerationRequest(Strict):
     length_penalty: float = 1.0
     early_stopping: EarlyStopping = False
     priority: int = Field(0, ge=-(2**31), lt=2**31)
-    timeout: float | None = Field(None, gt=0.0, le=MAX_TIMEOUT)  # ours: seconds from when it is accepted to its end
+    timeout: float | None = Field(None, gt=0.0, le=MAX_TIMEOUT)  # ours: seconds from acceptance to the last token
     cache_salt: Salt = ""
-    num_ctx: int | None = Field(None, ge=1)  # Ollama's: the least context that the client counts on
+    num_ctx: int | None = Field(None, ge=1)  # Ollama's: the smallest context length that the client needs
     return_timings: bool = False  # ours: see server/routes/debug_requests.py
 
     @classmethod
-    def _in_our_words(cls, fields: dict[str, Any]) -> dict[str, Any]:
-        return in_our_words(fields)
+    def _translate_spellings(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        return translate_spellings(fields)
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: Any, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
@@ -149,7 +150,7 @@ class GenerationRequest(Strict):
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """Alternatives to each token of the prompt that the engine is to report; None: no logprobs of the prompt."""
+        """Number of alternatives that the engine reports for each prompt token; None: no logprobs of the prompt."""
         return self.prompt_logprobs
 
     @model_validator(mode="after")
@@ -159,7 +160,7 @@ class GenerationRequest(Strict):
         return self
 
     def check_limits(self, config: ServerConfig) -> None:
-        """Raise InvalidRequestError for what goes beyond the limits of this server."""
+        """Raises InvalidRequestError if a field exceeds the limits of this server."""
         if self.prompt_logprobs is not None and not 0 <= self.prompt_logprobs <= config.max_top_logprobs:
             raise invalid(f"prompt_logprobs must be an integer from 0 to {config.max_top_logprobs}.", "prompt_logprobs")
 
@@ -177,7 +178,7 @@ class GenerationRequest(Strict):
 
     @property
     def num_samples(self) -> int:
-        """How many are generated of each prompt, to return n."""
+        """Number of samples generated per prompt, of which n are returned."""
         return self.n
 
     @property

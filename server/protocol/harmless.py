@@ -1,7 +1,7 @@
-"""The written list: fields that are not honoured, and why taking them is no lie.
+"""The written list: fields that are accepted but have no effect, and why accepting them misleads no client.
 
-IGNORED fields cannot change the output. INERT ones are taken at the values that mean what this server does anyway; any
-other value is a 400 that names the field.
+IGNORED fields cannot change the output. INERT fields are accepted at the values that describe what this server does
+anyway; any other value is a 400 that names the field.
 """
 
 from typing import Annotated, Any, Literal
@@ -21,15 +21,15 @@ IGNORED: dict[str, str] = {
     "store": "nothing is stored",
     "user": "names the end user, for the operator of a service",
 }
-# Wishes for a place in OpenAI's queue. There is one queue here; answers name the tier that was served: "default".
+# Tiers of OpenAI's queue. This server has one queue; answers name its tier: "default".
 ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast", "ultrafast"]
 Label = Annotated[str, Field(max_length=512)]
 Hint = Annotated[dict[str, Any], Field(max_length=16)]
 Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str | None, Field(max_length=512)]], Field(max_length=16)
 ]
-# What the documents say that ignored fields hold, in words and as a type. Anything else is a mistake of the caller's,
-# who would hear of it from OpenAI, too.
+# Documented types of ignored fields, in words and as a type. A value of another type is a client's mistake: OpenAI
+# refuses it too.
 KINDS: dict[str, tuple[str, Any]] = {
     "cache_prompt": ("true or false", bool),
     "client_metadata": ("at most 64 strings by name", Annotated[dict[str, str | None], Field(max_length=64)]),
@@ -51,7 +51,7 @@ ANYTHING: TypeAdapter[Any] = TypeAdapter(Any)
 ADAPTERS = {name: TypeAdapter(kind, config=ConfigDict(strict=True)) for name, (_, kind) in KINDS.items()}
 INERT: dict[str, tuple[Any, ...]] = {
     "audio": (),
-    "chat_template": (),  # a template of the client's would run in this process
+    "chat_template": (),  # a client's template would run in this process
     "logits_processors": ([],),
     "modalities": (["text"],),
     "moderation": (),
@@ -65,26 +65,26 @@ MESSAGE_INERT: dict[str, tuple[Any, ...]] = {
     "annotations": ([],),
     "audio": (),
 }
-MESSAGE_IGNORED = {"parsed": "what openai-python adds to an answer, which may be sent back as it is"}
-CALL_IGNORED = {"index": "what is left of a stream"}
+MESSAGE_IGNORED = {"parsed": "openai-python adds it to an answer, which clients send back unchanged"}
+CALL_IGNORED = {"index": "left over from the chunks of a streamed answer"}
 FORMAT_IGNORED = {"description": "for readers of the request; a prompt shows no part of a format"}
-FUNCTION_IGNORED = {"parsed_arguments": "what openai-python adds"}
+FUNCTION_IGNORED = {"parsed_arguments": "openai-python adds it to a call"}
 PART_IGNORED = {"prompt_cache_breakpoint": "a hint for speed"}
 # Fields of /v1/messages. cache_control may stand on every block, message part and tool.
 CACHE = "cache_control"
 CACHE_IS = "a hint for speed: equal prefixes are found without it"
 ANTHROPIC_IGNORED = {
     CACHE: CACHE_IS,
-    "inference_geo": "names a place; this server runs where it runs",
+    "inference_geo": "names a region; this server runs in one place",
     "metadata": "names the end user, for the operator of a service",
-    "speed": "a wish for speed: there is one, the fastest",
+    "speed": "a hint for speed: this server has one speed",
     "user_profile_id": "names the end user, for the operator of a service",
     "workspace_id": "names an account of Anthropic's",
 }
 ANTHROPIC_INERT: dict[str, tuple[Any, ...]] = {
     "container": (),
     "mcp_servers": ([],),
-    "safeguards": (),  # nothing here judges calls: an agent that was told so asks its user
+    "safeguards": (),  # this server checks no calls: an agent must not believe that its calls are checked
     "service_tier": ("auto", "standard_only"),
 }
 BLOCK_IGNORED = {CACHE: CACHE_IS}
@@ -103,14 +103,14 @@ REASONING_INERT: dict[str, tuple[Any, ...]] = {
     "summary": SUMMARIES,
 }
 RESPONSE_TOOL_IGNORED = {
-    "defer_loading": "every tool is told of at once",
+    "defer_loading": "the prompt describes every tool from the start",
     "output_schema": "for readers of the request; chat templates have no place for it",
 }
 RESPONSE_TOOL_INERT: dict[str, tuple[Any, ...]] = {
     "allowed_callers": (["direct"], ["direct", "programmatic"], ["programmatic", "direct"]),
     "async": (False,),
 }
-# As docs/api.md lists them: where a field stands, those that are ignored, those that are inert.
+# Rows of the table in docs/api.md: (place of the field, ignored fields, inert fields).
 WRITTEN_LIST: tuple[tuple[str, dict[str, str], dict[str, tuple[Any, ...]]], ...] = (
     ("{}", IGNORED, INERT),
     ("{} (chat)", {}, CHAT_INERT),

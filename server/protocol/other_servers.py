@@ -1,23 +1,23 @@
-"""Spellings of other servers that mean what fields of ours mean: llama.cpp's and Ollama's, on chats and completions.
+"""Other servers' spellings of our fields: llama.cpp's and Ollama's, in chat and completion requests.
 
-Ollama's own API holds them in `options`, which clients of its OpenAI-compatible one send along; there names of ours
-stand beside them.
+Ollama's own API has them in an object `options`. Clients of its OpenAI-compatible API send that object too, where it
+also holds names of ours.
 """
 
 from typing import Any
 
-from server.protocol.unknown_fields import field_error, unknown_field
+from server.protocol.field_checks import field_error, unknown_field
 
 SPELLINGS = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
-NO_LIMIT = {"num_predict": (-1, -2)}  # to the end of the context
+NO_LIMIT = {"num_predict": (-1, -2)}  # values that stand for "up to the context length"
 OPTIONS = "options"
 IN_OPTIONS = (
     "frequency_penalty", "min_p", "num_ctx", "presence_penalty", "seed", "stop", "temperature", "top_k", "top_p"
 )  # fmt: skip
 
 
-def in_our_words(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a request with those spellings replaced. A value that contradicts another field is an error."""
+def translate_spellings(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a request with these spellings replaced. A field error if two spellings contradict each other."""
     if fields.keys().isdisjoint((OPTIONS, *SPELLINGS)):
         return fields
     options = fields.get(OPTIONS)
@@ -51,7 +51,7 @@ def _set_field(found: dict[str, Any], name: str, value: Any, path: tuple[str, ..
 
 
 def options_schema(fields: dict[str, Any]) -> dict[str, Any]:
-    """The schemas of these spellings, from those of the fields that they stand for."""
+    """JSON schemas of these spellings, made from the schemas (`fields`) of the fields that they stand for."""
     spellings = {name: _described(fields[ours], f"another name of {ours}") for name, ours in SPELLINGS.items()}
     options = spellings | {name: fields[name] for name in IN_OPTIONS}
     kinds = [{"type": "object", "properties": options, "additionalProperties": False}, {"type": "null"}]

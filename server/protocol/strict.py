@@ -1,8 +1,8 @@
-"""Strict models: no coercion, nothing dropped in silence, one short error that names the field.
+"""Strict models: no coercion, no field dropped in silence, one short error that names the field.
 
-A field is one of four things: honoured (declared in a model), ignored because it cannot change the output (`ignored`),
-inert at the values that mean what this server does anyway (`inert`; any other value is a 400 that names it), or unknown
-(400). null stands for an absent field everywhere.
+A field is one of four kinds: honoured (declared in a model), ignored because it cannot change the output (`ignored`),
+accepted only at the values that describe what this server does anyway (`inert`; any other value is a 400 that names the
+field), or unknown (400). null stands for an absent field everywhere.
 """
 
 import difflib
@@ -12,43 +12,42 @@ from typing import Any, ClassVar, TypeVar
 from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationError, model_validator
 from pydantic.json_schema import JsonSchemaValue
 
-from engine.errors import InvalidRequestError
 from server.errors import MAX_NAME_LENGTH, field_path, invalid
+from server.protocol.field_checks import field_error
 from server.protocol.harmless import ADAPTERS, ANYTHING
-from server.protocol.unknown_fields import field_error as field_error
 from server.protocol.unknown_fields import is_ignored
 
-# Names that one thing has in different requests, so that the one of this request can be told where another is written.
+# Names that different requests give to the same field. An error suggests the name that this request has.
 SYNONYMS = (
     ("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens", "max_length"),
     ("messages", "prompt", "input"),
     ("stop", "stop_sequences"),
 )
-HONOURED: set[str] = set()  # fields of all requests: one that is in the wrong request is no unknown field
-NEAR = 0.7  # of difflib's ratio: "stop" and "top_p" have 0.67
+HONOURED: set[str] = set()  # fields of all requests: a field sent to the wrong endpoint is an error in every case
+NEAR = 0.7  # lowest difflib ratio of a suggested name: "stop" and "top_p" have 0.67
 
 
 class Strict(BaseModel):
-    """Takes exact types only; drops nulls and harmless fields before pydantic looks."""
+    """Accepts exact types only; drops nulls and harmless fields before pydantic validates the rest."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-    is_request: ClassVar[bool] = False  # a whole body, not a part of one
+    is_request: ClassVar[bool] = False  # True for a whole body, False for a part of a body
     ignored: ClassVar[Collection[str]] = frozenset()
     inert: ClassVar[dict[str, tuple[Any, ...]]] = {}
-    renamed: ClassVar[dict[str, str]] = {}  # old names: an error says the new one
-    foreign: ClassVar[dict[str, str]] = {}  # other servers' names: so it does of them
+    renamed: ClassVar[dict[str, str]] = {}  # old name -> new name, which the error suggests
+    foreign: ClassVar[dict[str, str]] = {}  # other servers' name -> our name, which the error suggests
 
     @model_validator(mode="before")
     @classmethod
     def _drop_harmless(cls, fields: Any) -> Any:
         if not isinstance(fields, dict):
             return fields
-        fields = cls._in_our_words(fields)
+        fields = cls._translate_spellings(fields)
         return {name: value for name, value in fields.items() if not cls._is_harmless(name, value)}
 
     @classmethod
-    def _in_our_words(cls, fields: dict[str, Any]) -> dict[str, Any]:
-        """With other servers' spellings replaced, where there are some."""
+    def _translate_spellings(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        """The fields with other servers' spellings replaced. Requests that accept such spellings override this."""
         return fields
 
     @classmethod
@@ -62,7 +61,7 @@ class Strict(BaseModel):
             return False
         if name in cls.renamed:
             raise field_error("unsupported_value", f"is the old name of {cls.renamed[name]}: use that", name)
-        if name not in cls.inert:  # not left to pydantic, which would collect an error for each of a million fields
+        if name not in cls.inert:  # checked here: pydantic would collect an error for each of a million fields
             cls._check_unknown(name)
             return True
         if any(type(value) is type(known) and value == known for known in cls.inert[name]):  # 0 is not false
@@ -71,8 +70,8 @@ class Strict(BaseModel):
 
     @classmethod
     def _check_unknown(cls, name: str) -> None:
-        """Raise, unless unknown fields are ignored and this one stands for nothing that is known: in another place, or
-        by another name."""
+        """Raises unless the server ignores unknown fields. A field known elsewhere or by another name always raises:
+        ignoring it would drop a setting that the client wants."""
         elsewhere = cls.is_request and name in HONOURED
         is_known = elsewhere or name in cls.foreign or any(name in group for group in cls._synonyms())
         if is_known or not is_ignored(name):
@@ -80,7 +79,7 @@ class Strict(BaseModel):
 
     @classmethod
     def _synonyms(cls) -> list[tuple[str, ...]]:
-        """Of the names of its fields."""
+        """The groups of SYNONYMS that contain a field of this model."""
         return [group for group in SYNONYMS if not cls.model_fields.keys().isdisjoint(group)]
 
     @classmethod
@@ -90,7 +89,7 @@ class Strict(BaseModel):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: Any, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """With null for every field that may be absent, and with the fields that are ignored or inert."""
+        """The JSON schema of the model: optional fields may be null, and ignored and inert fields are listed too."""
         schema = handler.resolve_ref_schema(handler(core_schema))
         fields = schema.setdefault("properties", {})
         for name in fields.keys() - set(schema.get("required", ())):
@@ -136,52 +135,39 @@ PHRASES = {
 
 
 def parse_request(kind: type[AnyModel], body: dict[str, Any]) -> AnyModel:
-    """Validate a JSON object; InvalidRequestError names the first wrong field and never repeats its value."""
+    """Validates a JSON object. InvalidRequestError names the first wrong field and never repeats its value."""
     try:
         return kind.model_validate(body)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        raise _describe(first["type"], first["loc"], first["msg"], first.get("ctx", {})) from None
+        path, text, code = _first_error(error)
+        name = field_path(path)
+        raise invalid(f"{name} {text}{'' if text.endswith('?') else '.'}", name, code) from None
 
 
 def validated(kind: type[AnyModel], value: Any) -> AnyModel:
-    """`value` as `kind`, for validators of a field: the first wrong field is an error of a field below it."""
+    """`value` as `kind`, for validators of a field: the first wrong field is an error of a field below `value`."""
     try:
         return kind.model_validate(value)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        path, text, code = _explain(first["type"], first["loc"], first["msg"], first.get("ctx", {}))
+        path, text, code = _first_error(error)
         raise field_error(code, text, *path) from None
 
 
-def _describe(
-    error_type: str, loc: tuple[int | str, ...], message: str, context: dict[str, Any]
-) -> InvalidRequestError:
-    path, text, code = _explain(error_type, loc, message, context)
-    name = field_path(path)
-    return invalid(f"{name} {text}{'' if text.endswith('?') else '.'}", name, code)
-
-
-def _explain(
-    error_type: str, loc: tuple[int | str, ...], message: str, context: dict[str, Any]
-) -> tuple[tuple[int | str, ...], str, str]:
-    """(path of the field, what is said after its name, code)."""
-    text, code = (message, error_type) if "path" in context else _phrase(error_type, message, context)
-    return (*loc, *context.get("path", ())), text, code
-
-
-def _phrase(error_type: str, message: str, context: dict[str, Any]) -> tuple[str, str]:
-    """What is said of one of pydantic's own errors after the field's name, and its code."""
-    text, code = PHRASES.get(error_type, (message.replace("Input should", "must"), "invalid_value"))
-    return text.format(**context), code
-
-
 def _check_kind(name: str, value: Any) -> None:
-    """An ignored field still has to hold what is documented for it."""
+    """Checks that an ignored field holds a value of its documented type."""
     try:
         ADAPTERS.get(name, ANYTHING).validate_python(value)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        text, code = _phrase(first["type"], first["msg"], first.get("ctx", {}))
-        path = [part for part in first["loc"] if part != "[key]"]  # of an entry whose name is wrong: that name
-        raise field_error(code, text, name, *path) from None
+        path, text, code = _first_error(error)
+        # pydantic adds "[key]" to the path where the name of an entry is wrong; the name itself stands before it.
+        raise field_error(code, text, name, *(part for part in path if part != "[key]")) from None
+
+
+def _first_error(error: ValidationError) -> tuple[tuple[int | str, ...], str, str]:
+    """(path of the field, text that follows the field's name, code) of the first error."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    context = first.get("ctx", {})
+    if "path" in context:  # made by field_error
+        return (*first["loc"], *context["path"]), first["msg"], first["type"]
+    text, code = PHRASES.get(first["type"], (first["msg"].replace("Input should", "must"), "invalid_value"))
+    return first["loc"], text.format(**context), code

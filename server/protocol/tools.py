@@ -1,4 +1,4 @@
-"""Tools of a chat request: what may be called, whether it must be, and the calls of earlier turns."""
+"""Tools of a chat request: their definitions, tool_choice, and the calls of earlier turns."""
 
 import json
 import math
@@ -13,19 +13,19 @@ from pydantic import BaseModel, BeforeValidator, FailFast, Field, PlainValidator
 
 from engine.structured_output import StructuredOutput
 from server.http.json_bounds import STRING
+from server.protocol.field_checks import field_error, fields_of, known_fields
 from server.protocol.grammars.closed_objects import closed
 from server.protocol.grammars.lark_in_json import MAX_DEFINITION, LarkError, lark_of_json_string
 from server.protocol.grammars.response_format import MAX_DESCRIPTION, to_json_text
 from server.protocol.harmless import CALL_IGNORED, FUNCTION_IGNORED
-from server.protocol.strict import Strict, field_error, validated
-from server.protocol.unknown_fields import unknown_field
+from server.protocol.strict import Strict, validated
 
 MAX_TOOLS = 128
 MAX_LARK_TOOLS = 16  # tools of a request that have a Lark grammar
-MAX_INTEGER_DIGITS = 1 << 10  # of what Python turns into an integer, in quadratic time
+MAX_INTEGER_DIGITS = 1 << 10  # longest integer that is parsed: Python needs quadratic time
 SURROGATE = re.compile("[\ud800-\udfff]")
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
-INPUT = "input"  # the argument that holds the text of a call of a custom tool
+INPUT = "input"  # name of the argument that holds the text of a custom tool's call
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
 
@@ -36,7 +36,7 @@ def check_name(name: str) -> str:
 
 
 class FunctionDefinition(Strict):
-    """A function to call. Without `parameters` it takes none."""
+    """A function that the model may call. A function without `parameters` has no arguments."""
 
     name: str = Field(json_schema_extra={"pattern": f"^{NAME.pattern}$"})
     description: str = Field("", max_length=MAX_DESCRIPTION)
@@ -58,13 +58,13 @@ class FunctionDefinition(Strict):
 
     @property
     def schema(self) -> dict[str, Any]:  # type: ignore[override]
-        """Schema of the arguments, always of an object."""
+        """JSON schema of the arguments, always an object's."""
         if self.parameters is None:
             return {**NO_PARAMETERS, "additionalProperties": False}
         return {**closed(self.parameters), "type": "object"}
 
     def for_template(self) -> dict[str, Any]:
-        """As transformers hands a tool to a chat template."""
+        """The tool in the form in which transformers passes tools to a chat template."""
         parameters = {**NO_PARAMETERS, **(self.parameters or {})}
         function = {"name": self.name, "description": self.description, "parameters": parameters}
         return {"type": "function", "function": function}
@@ -78,14 +78,16 @@ class Tool(Strict):
 
     @property
     def form(self) -> tuple[StructuredOutput, str]:
-        """(form of the arguments, path of the field that asks for it)."""
+        """(form of the arguments, path of the field that errors of the form name)."""
         schema = StructuredOutput.json_schema(self.function.schema, lenient=not self.function.strict)
         return schema, "function.parameters"
 
 
 class LarkFunction(FunctionDefinition):
-    """A function of one string, INPUT, that a Lark grammar must allow. `quoted`: the grammar of it as JSON writes it,
-    without the opening quote. Made from a custom tool; a schema cannot say this."""
+    """A custom tool with a Lark grammar, as a function of one string, INPUT. A JSON schema cannot express the grammar.
+
+    `quoted`: Lark grammar of the string as JSON spells it, with the closing quote and without the opening one.
+    """
 
     quoted: str
 
@@ -95,7 +97,7 @@ class TextFormat(Strict):
 
 
 class Grammar(Strict):
-    """`definition`: Lark as llguidance reads it, or a regular expression of Rust's, for the whole text."""
+    """`definition`: llguidance's Lark or a regular expression of Rust's regex crate; it describes the whole text."""
 
     syntax: Literal["lark", "regex"]
     definition: str = Field(min_length=1, max_length=MAX_DEFINITION)
@@ -111,15 +113,15 @@ class GrammarFormat(Strict):
 FORMATS: dict[str, type[TextFormat] | type[GrammarFormat]] = {"text": TextFormat, "grammar": GrammarFormat}
 
 
-def by_type(kinds: dict[str, Any], value: Any, meant: str = "") -> Any:
-    """`value` as the model of its type, which is looked at before any other field. `kinds`: type -> model."""
+def by_type(kinds: dict[str, Any], value: Any) -> Any:
+    """`value` as the model of its `type`, which is checked before any other field. `kinds`: type -> model."""
     if not isinstance(value, dict):
         raise field_error("invalid_type", "must be an object")
     kind = value.get("type")
     if kind is None:
         raise field_error("missing_required_parameter", f"is required: {listed(kinds)}", "type")
     if not isinstance(kind, str) or kind not in kinds:
-        raise field_error("unsupported_value", f"must be {listed(kinds)}{meant}", "type")
+        raise field_error("unsupported_value", f"must be {listed(kinds)}", "type")
     return validated(kinds[kind], value)
 
 
@@ -129,7 +131,7 @@ def listed(kinds: Collection[str]) -> str:
 
 
 class CustomDefinition(Strict):
-    """A tool that is called with a text instead of arguments."""
+    """A tool whose call has a text instead of arguments."""
 
     foreign = {"parameters": "format"}
 
@@ -147,7 +149,8 @@ class CustomDefinition(Strict):
 
 
 class CustomTool(Strict):
-    """To a model it is a function of one string, INPUT: chat templates and the formats of calls know nothing else."""
+    """A custom tool. The model sees a function of one string, INPUT: chat templates and call formats know functions
+    only."""
 
     foreign = {name: f"custom.{name}" for name in ("name", "description", "format")}
 
@@ -156,7 +159,7 @@ class CustomTool(Strict):
 
     @property
     def lark(self) -> str | None:
-        """Its Lark grammar, if it has one."""
+        """The tool's Lark grammar, or None."""
         form = self.custom.format
         return form.grammar.definition if isinstance(form, GrammarFormat) and form.grammar.syntax == "lark" else None
 
@@ -197,7 +200,7 @@ TOOLS: dict[str, type[Tool] | type[CustomTool]] = {"function": Tool, "custom": C
 
 
 class FunctionOfHistory(Strict):
-    """`arguments` may be any text: a model may have written no JSON, or was cut, and the call stays in the history."""
+    """`arguments` may be any text: a model may write invalid JSON or be cut off, and the call stays in the history."""
 
     ignored = FUNCTION_IGNORED
 
@@ -210,10 +213,11 @@ class FunctionOfHistory(Strict):
 
 
 def parse_arguments(text: str) -> dict[str, Any] | None:
-    """The arguments of a call; an empty text has none. None: not an object within the bounds STRING.
+    """The arguments of a call; an empty text stands for no arguments. None if `text` is no JSON object or exceeds the
+    bounds STRING.
 
-    A number that no double holds (1e400, NaN) is kept as the text of that number. A model may write half of a surrogate
-    pair, which comes back with the conversation: U+FFFD stands for it.
+    A number that no double can hold (1e400, NaN) is kept as text. A lone surrogate, which a model may write and which
+    comes back with the conversation, becomes U+FFFD.
     """
     try:
         STRING.check(text)
@@ -287,7 +291,7 @@ ToolCallsField = Annotated[list[CallField], FailFast(), Field(max_length=MAX_TOO
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """`mode`: none, auto or required; `names`: those that may be called, None for all; `one`: exactly one call."""
+    """`mode`: none, auto or required. `names`: tools that may be called; None: all. `one`: exactly one call."""
 
     mode: str
     names: tuple[str, ...] | None = None
@@ -322,7 +326,7 @@ class AllowedToolsChoice(BaseModel):
 
 
 def parse_tool_choice(value: Any) -> ToolChoice:
-    """Errors name the part below tool_choice."""
+    """Returns tool_choice as a value. Field errors name the part below tool_choice."""
     if value in ("none", "auto", "required"):
         return ToolChoice(value)
     kind = value.get("type") if isinstance(value, dict) else None
@@ -331,9 +335,9 @@ def parse_tool_choice(value: Any) -> ToolChoice:
     if kind != "allowed_tools":
         text = "must be 'none', 'auto', 'required', or an object of type 'function', 'custom' or 'allowed_tools'"
         raise field_error("invalid_value", text)
-    subset = _only(value, ("type", "allowed_tools"), ()).get("allowed_tools")
+    subset = _only(value, ("type", "allowed_tools")).get("allowed_tools")
     at = ("allowed_tools",)
-    fields = _only(subset, ("mode", "tools"), at)
+    fields = _only(subset, ("mode", "tools"), *at)
     mode, tools = fields.get("mode"), fields.get("tools")
     if mode not in ("auto", "required"):
         raise field_error("invalid_value", "must be 'auto' or 'required'", *at, "mode")
@@ -348,21 +352,15 @@ def _tool_name(value: Any, at: tuple[str | int, ...]) -> str:
         raise field_error("invalid_type", "must be an object", *at)
     if not isinstance(kind, str) or kind not in TOOLS:
         raise field_error("unsupported_value", f"must be {listed(TOOLS)}", *at, "type")
-    fields = _only(value, ("type", kind), at)
-    name = _only(fields.get(kind), ("name",), (*at, kind)).get("name")
+    fields = _only(value, ("type", kind), *at)
+    name = _only(fields.get(kind), ("name",), *at, kind).get("name")
     if not isinstance(name, str):
         raise field_error("invalid_type", "must be a string", *at, kind, "name")
     return name
 
 
-def _only(value: Any, names: tuple[str, ...], at: tuple[str | int, ...]) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise field_error("invalid_type", "must be an object", *at)
-    fields = {name: part for name, part in value.items() if part is not None}
-    for name in [name for name in fields if name not in names]:
-        unknown_field("is not a field of it", *at, name)
-        del fields[name]
-    return fields
+def _only(value: Any, names: tuple[str, ...], *path: str | int) -> dict[str, Any]:
+    return known_fields(fields_of(value, *path), names, *path)
 
 
 ToolField = Annotated[
@@ -379,7 +377,7 @@ ToolChoiceField = Annotated[
 
 
 def check_choice(tools: Sequence[Tool | CustomTool], choice: ToolChoice | None) -> None:
-    """Raises a field error where tools and tool_choice do not fit together, or a grammar cannot be used."""
+    """Raises a field error if tools and tool_choice contradict each other, or a grammar cannot be used."""
     _check_grammars(tools)
     if len(tools) > 1:
         names = [tool.function.name for tool in tools]

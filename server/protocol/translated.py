@@ -1,4 +1,4 @@
-"""Errors of a request that was translated into one of another API, in the words of the client."""
+"""Requests that are translated into a chat request: shared fields, and errors that name the client's own fields."""
 
 import re
 from collections.abc import Callable
@@ -8,14 +8,18 @@ from pydantic import FailFast, Field
 from pydantic_core import PydanticCustomError
 
 from engine.errors import InvalidRequestError
+from server.protocol.field_checks import field_error
 from server.protocol.generation_request import MAX_TIMEOUT, Salt, Seed, ranged_field
-from server.protocol.strict import Strict, field_error
+from server.protocol.strict import Strict
 
-Names = tuple[tuple[str, str], ...]  # (regex of the start of a field's path, what stands there in the client's request)
+Names = tuple[tuple[str, str], ...]  # (regex of the start of a chat field's path, start of the client's path)
+
+
+Path = tuple[str | int, ...]
 
 
 def renamed(error: InvalidRequestError, names: Names) -> InvalidRequestError:
-    """The same error about the field that the client sent; the first of `names` that matches counts."""
+    """The same error about the field that the client sent. The first entry of `names` that matches counts."""
     if error.param is None:
         return error
     for pattern, ours in names:
@@ -26,26 +30,25 @@ def renamed(error: InvalidRequestError, names: Names) -> InvalidRequestError:
 
 
 def without(part: str, check: Callable[[Any], Any], value: Any) -> Any:
-    """`check(value)`, whose field errors have `part` in their path where the client's request does not."""
-    try:
-        return check(value)
-    except PydanticCustomError as error:
-        context = error.context or {}
-        path = [name for name in context.get("path", ()) if name != part]
-        raise field_error(error.type, str(context.get("text", "")), *path) from None
+    """`check(value)`. Field errors lose `part` in their path: the client's request does not have that level."""
+    return _check_with_path(check, value, lambda path: tuple(name for name in path if name != part))
 
 
 def below(check: Callable[[Any], Any], value: Any, *path: str | int) -> Any:
-    """`check(value)`, whose field errors are those of the field at `path`."""
+    """`check(value)`. Field errors become errors of fields below `path`."""
+    return _check_with_path(check, value, lambda inner: (*path, *inner))
+
+
+def _check_with_path(check: Callable[[Any], Any], value: Any, path_of: Callable[[Path], Path]) -> Any:
     try:
         return check(value)
     except PydanticCustomError as error:
         context = error.context or {}
-        raise field_error(error.type, str(context.get("text", "")), *path, *context.get("path", ())) from None
+        raise field_error(error.type, str(context.get("text", "")), *path_of(context.get("path", ()))) from None
 
 
 class SamplingExtras(Strict):
-    """Names and meanings are those of /v1/chat/completions."""
+    """Fields with the names and meanings of /v1/chat/completions that other APIs accept too."""
 
     is_request = True
 
@@ -63,5 +66,5 @@ class SamplingExtras(Strict):
     return_timings: bool = False
 
     def extras(self) -> dict[str, Any]:
-        """Those that were given, as fields of a chat request."""
+        """The given ones of these fields, as fields of a chat request."""
         return {name: getattr(self, name) for name in self.model_fields_set & SamplingExtras.model_fields.keys()}

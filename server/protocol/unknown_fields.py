@@ -1,19 +1,17 @@
-"""Fields that no API knows: a 400, or with `--ignore-unknown-fields` left out and told of.
+"""Fields that no API knows: an error (400) or, with `--ignore-unknown-fields`, dropped and reported.
 
-What was left out is collected in the context of the request (server/http/ignored_fields.py makes it). Names come from
-clients, so what is kept of them is bounded: in a request here, in the log there.
+The names of dropped fields are collected in a context variable that server/http/ignored_fields.py sets per request.
+Clients choose the names, so what is kept of them is bounded: per request here, in the log there.
 """
 
 from contextvars import ContextVar
 
-from pydantic_core import PydanticCustomError
-
-MAX_NAMES = 16  # of a request; the rest is counted
+MAX_NAMES = 16  # names kept per request; further ones are only counted
 MAX_NAME_CHARS = 64
 
 
 class IgnoredFields:
-    """Of one request: the first names, and how many fields there were in all."""
+    """The dropped fields of one request: the first MAX_NAMES names, and the number of all."""
 
     def __init__(self) -> None:
         self.names: dict[str, None] = {}
@@ -28,20 +26,9 @@ class IgnoredFields:
 collected: ContextVar[IgnoredFields | None] = ContextVar("ignored_fields", default=None)
 
 
-def field_error(code: str, text: str, *path: str | int) -> PydanticCustomError:
-    """An error of the field at `path` below the one under validation; `text` follows the field's name."""
-    return PydanticCustomError(code, "{text}", {"text": text, "path": path})
-
-
 def is_ignored(name: str) -> bool:
-    """Whether the server ignores unknown fields; then this one is noted."""
+    """True if the server ignores unknown fields; `name` is then added to the request's list."""
     ignored = collected.get()
     if ignored is not None:
         ignored.add(name)
     return ignored is not None
-
-
-def unknown_field(text: str, *path: str | int) -> None:
-    """Raise the error of an unknown field at `path`; return where it is ignored, for the caller to leave it out."""
-    if not is_ignored(str(path[-1])):
-        raise field_error("unknown_parameter", text, *path)

@@ -15,7 +15,7 @@ from server.http.body import encode_json, read_parsed, read_request
 from server.intake.conversation import check_ranges, max_tokens_of
 from server.intake.prompts import check_vocabulary, encode_texts, reading_of, tokenize_and_cut_chat
 from server.protocol import ChatCompletionRequest, Strict, parse_request
-from server.protocol.strict import field_error
+from server.protocol.field_checks import field_error
 
 CHARS = 4  # of a token, to tell short work from long
 

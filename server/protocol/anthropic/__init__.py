@@ -1,1 +1,1 @@
-"""Request and answer models of /v1/messages."""
+"""Decides which requests /v1/messages accepts, and which chat request each of them stands for."""

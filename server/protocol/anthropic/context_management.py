@@ -1,7 +1,7 @@
-"""`context_management` of /v1/messages: the edits that cut a prompt before the model sees it.
+"""`context_management` of /v1/messages: edits that shorten a prompt before the model sees it.
 
-Anthropic documents them as context editing (beta context-management-2025-06-27); names and defaults are theirs. An edit
-of a kind that is not in KINDS is refused by name.
+Anthropic documents them as context editing (beta context-management-2025-06-27); names and defaults are Anthropic's. An
+edit whose type is not in KINDS is refused by name.
 """
 
 from typing import Annotated, Any, Literal
@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, FailFast, Field
 
 from server.errors import MAX_NAME_LENGTH
-from server.protocol.strict import Strict, field_error, validated
+from server.protocol.field_checks import field_error
+from server.protocol.strict import Strict, validated
 
 MAX_NAMES = 4096  # tools that an edit may name
 Names = Annotated[list[str], FailFast(), Field(max_length=MAX_NAMES)]
@@ -17,7 +18,7 @@ Amount = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class Trigger(Strict):
-    """The edit is applied to prompts with more than `value` of these."""
+    """The edit applies to prompts with more than `value` input tokens or tool uses."""
 
     type: Literal["input_tokens", "tool_uses"]
     value: Amount
@@ -43,7 +44,7 @@ class AllTurns(Strict):
 
 
 def _kept_turns(value: Any) -> Any:
-    """As a number of turns; None keeps all of them."""
+    """`value` as a number of turns; None: all turns are kept."""
     if value == "all":
         return None
     if isinstance(value, dict) and value.get("type") == "all":
@@ -73,14 +74,14 @@ ClearedInputs = Annotated[
 
 
 class ClearThinking(Strict):
-    """Older turns of the assistant lose their thinking: all but the last `keep` turns that have any."""
+    """Removes the thinking of the assistant's turns, except the last `keep` turns that have thinking."""
 
     type: Literal["clear_thinking_20251015"]
     keep: KeptTurns = Field(1, json_schema_extra={"default": {"type": "thinking_turns", "value": 1}})
 
 
 class ClearToolUses(Strict):
-    """All tool results but the last `keep` give way to a note; with `clear_tool_inputs` their calls lose the input."""
+    """Replaces tool results, except the last `keep`, by a note; with `clear_tool_inputs` also clears their inputs."""
 
     type: Literal["clear_tool_uses_20250919"]
     trigger: Trigger = Trigger(type="input_tokens", value=100_000)
@@ -118,7 +119,7 @@ EditField = Annotated[Any, BeforeValidator(_edit, json_schema_input_type=Edit)]
 
 
 def _in_order(edits: list[Edit]) -> list[Edit]:
-    """Anthropic wants thinking cleared first."""
+    """Checks the order and that no kind is there twice. Like Anthropic's API, thinking must be cleared first."""
     kinds = [edit.type for edit in edits]
     for i, kind in enumerate(kinds):
         if kind in kinds[:i]:

@@ -1,4 +1,4 @@
-"""What /v1/messages answers, whole and as the events of a stream, for /openapi.json and for tests."""
+"""Models of the answers of /v1/messages and of the events of its streams, for /openapi.json and for tests."""
 
 from typing import Annotated, Any, Literal
 
@@ -11,7 +11,7 @@ StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
 class NoThreads(Answer):
-    """Why a request that asks the server to keep the conversation was refused."""
+    """Details of the refusal of a request with `thread`: this server stores no conversation."""
 
     error_code: Literal["thread_unsupported_request"]
     unsupported: list[str]
@@ -29,11 +29,11 @@ class AnthropicError(Answer):
         "overloaded_error",
     ]
     message: str
-    details: NoThreads | None = None  # of a request with `thread`; never null
+    details: NoThreads | None = None  # if the request has `thread`; never null
 
 
 class AnthropicErrorEnvelope(Answer):
-    """Every 4xx and 5xx of these routes, and the last event of a stream that breaks."""
+    """The body of every 4xx and 5xx of these routes, and the last event of a stream that fails."""
 
     type: Literal["error"]
     error: AnthropicError
@@ -47,7 +47,7 @@ class AnswerText(Answer):
 class AnswerThinking(Answer):
     type: Literal["thinking"]
     thinking: str
-    signature: str  # holds the thinking where it was not to be shown
+    signature: str  # holds the thinking if the request omits it from the answer
 
 
 class AnswerToolUse(Answer):
@@ -65,7 +65,7 @@ class ThinkingTokens(Answer):
 
 
 class MessageUsage(Answer):
-    input_tokens: int  # without those that the prefix cache had
+    input_tokens: int  # without the tokens that the prefix cache had
     cache_creation_input_tokens: int
     cache_read_input_tokens: int
     output_tokens: int
@@ -85,7 +85,7 @@ class ClearedToolUses(Answer):
 
 
 class AppliedEdits(Answer):
-    """In the order in which they were applied; an edit that had nothing to do is not among them."""
+    """The edits in the order in which they were applied, without those that changed nothing."""
 
     applied_edits: list[Annotated[ClearedThinking | ClearedToolUses, Field(discriminator="type")]]
 
@@ -99,8 +99,8 @@ class AnthropicMessage(Answer):
     stop_reason: StopReason | None
     stop_sequence: str | None
     usage: MessageUsage
-    context_management: AppliedEdits = AppliedEdits(applied_edits=[])  # of a request that has it, too
-    timings: list[RequestReport] = []  # with return_timings, in a stream in message_delta
+    context_management: AppliedEdits = AppliedEdits(applied_edits=[])  # if the request has context_management
+    timings: list[RequestReport] = []  # with return_timings; in a stream in message_delta
 
 
 class OriginalLength(Answer):
@@ -109,7 +109,7 @@ class OriginalLength(Answer):
 
 class TokenCount(Answer):
     input_tokens: int
-    context_management: OriginalLength = OriginalLength(original_input_tokens=0)  # of a request that has it, too
+    context_management: OriginalLength = OriginalLength(original_input_tokens=0)  # if the request has it
 
 
 class MessageStart(Answer):
@@ -190,7 +190,7 @@ class MessageEvent(
         ]
     ]
 ):
-    """One event of a stream, which ends with message_stop or error."""
+    """One event of a stream. The last event is message_stop or error."""
 
 
 class AnthropicModel(Answer):
@@ -211,8 +211,8 @@ class AnthropicModelList(Answer):
 
 
 class EitherModel(RootModel[Model | AnthropicModel]):
-    """Anthropic's where the request has the header anthropic-version."""
+    """Anthropic's form if the request has the header anthropic-version."""
 
 
 class EitherModelList(RootModel[ModelList | AnthropicModelList]):
-    """Anthropic's where the request has the header anthropic-version; it takes limit, after_id and before_id."""
+    """Anthropic's form, with limit, after_id and before_id, if the request has the header anthropic-version."""

@@ -1,4 +1,4 @@
-"""The request of Anthropic's POST /v1/messages, and the chat request that it stands for."""
+"""The request of Anthropic's POST /v1/messages, and its translation into a chat request."""
 
 import json
 import re
@@ -14,6 +14,7 @@ from server.errors import NO_THREADS
 from server.protocol.anthropic.context_management import ContextManagement, Edit
 from server.protocol.anthropic.signatures import omitted_thinking
 from server.protocol.chat_completions import ChatCompletionRequest, TemplateKwargs
+from server.protocol.field_checks import field_error, known_fields, unknown_field
 from server.protocol.generation_request import ranged_field
 from server.protocol.grammars.response_format import MAX_DESCRIPTION, parse_response_format
 from server.protocol.harmless import (
@@ -23,14 +24,13 @@ from server.protocol.harmless import (
     ANTHROPIC_TOOL_INERT,
     CACHE,
 )
-from server.protocol.strict import Strict, field_error, parse_request
+from server.protocol.strict import Strict, parse_request
 from server.protocol.translated import SamplingExtras, renamed, without
-from server.protocol.unknown_fields import unknown_field
 
 MAX_TOOLS = 128
 MAX_NAME = 256  # characters of the name or id of a call
 MAX_MESSAGES = 100_000  # Anthropic's limit
-# How a chat request names what is sent here.
+# Field of the chat request -> field of this API, for errors.
 NAMES = (
     (r"messages.*", "messages"),
     (r"(tools\[\d+\])\.function\.parameters", r"\1.input_schema"),
@@ -46,7 +46,7 @@ Path = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class ToolChange:
-    """From here on the model is told of a tool that was deferred, or no longer of one; `path` is where it says so."""
+    """A message that adds a deferred tool to the prompt or removes a tool. `path`: its place below `messages`."""
 
     name: str
     added: bool
@@ -55,16 +55,16 @@ class ToolChange:
 
 @dataclass(frozen=True)
 class History:
-    """The messages as those of a chat, and what they change about the tools."""
+    """The messages in the form of a chat request, and the changes that they make to the tools."""
 
     messages: list[ChatMessage]
     tool_changes: tuple[ToolChange, ...] = ()
 
 
 def in_our_terms(error: InvalidRequestError, tools: Sequence[int] | None = None) -> InvalidRequestError:
-    """The same error about the field that the client sent; `tools` are the places of those that the chat has.
+    """The same error about the field that the client sent. `tools`: index in the request of each tool of the chat.
 
-    Clients of Anthropic's find by these very words that a prompt is too long, and by how much, and shorten it.
+    Anthropic's clients parse the message of a prompt that is too long, by exactly these words, to shorten the prompt.
     """
     if isinstance(error, ContextLengthError) and error.size is not None:
         return ContextLengthError(_too_long(error.size), error.param, error.size)
@@ -85,7 +85,7 @@ def _too_long(size: PromptSize) -> str:
 
 
 def _blocks(value: Any, kinds: tuple[str, ...], *path: str | int) -> list[dict[str, Any]]:
-    """Content as a list of blocks, each with the fields of its type."""
+    """The content `value` as a list of blocks, each with the fields of its type."""
     if isinstance(value, str):
         return [{"type": "text", "text": value}]
     if not isinstance(value, list):
@@ -93,7 +93,7 @@ def _blocks(value: Any, kinds: tuple[str, ...], *path: str | int) -> list[dict[s
     return [_block(block, kinds, *path, i) for i, block in enumerate(value)]
 
 
-# Type of a block -> its fields: those that must be there with their types, and others.
+# Type of a block -> (required fields with their types, optional fields).
 FIELDS: dict[str, tuple[dict[str, type], tuple[str, ...]]] = {
     "text": ({"text": str}, ("citations",)),
     "thinking": ({"thinking": str}, ("signature",)),
@@ -103,7 +103,7 @@ FIELDS: dict[str, tuple[dict[str, type], tuple[str, ...]]] = {
     "tool_addition": ({"tool": dict}, ()),
     "tool_removal": ({"tool": dict}, ()),
 }
-LOADED = "The tool {} can be called now."  # what the model reads where a tool_reference stands
+LOADED = "The tool {} can be called now."  # text of a tool_reference in the prompt
 
 
 def _block(block: Any, kinds: tuple[str, ...], *path: str | int) -> dict[str, Any]:
@@ -114,15 +114,13 @@ def _block(block: Any, kinds: tuple[str, ...], *path: str | int) -> dict[str, An
         text = f"must be {' or '.join(map(repr, kinds))} here: this server takes text only"
         raise field_error("unsupported_value", text, *path, "type")
     required, others = FIELDS[kind]
-    fields = {name: value for name, value in block.items() if value is not None and name not in ("type", CACHE)}
-    for name in [name for name in fields if name not in required and name not in others]:
-        unknown_field(f"is not a field of a block of type {kind}", *path, name)
-        del fields[name]
+    text = f"is not a field of a block of type {kind}"
+    fields = known_fields(block, ("type", CACHE, *required, *others), *path, text=text)
     for name, python_type in required.items():
         if not isinstance(fields.get(name), python_type):
             kind_of = "a string" if python_type is str else "an object"
             raise field_error("invalid_type", f"must be {kind_of}", *path, name)
-    return {"type": kind, **fields}
+    return fields
 
 
 def _system(value: Any) -> Any:
@@ -130,7 +128,7 @@ def _system(value: Any) -> Any:
 
 
 def _messages(value: Any) -> History:
-    """As messages of a chat. Turns of one role that follow each other are one turn, as Anthropic has it."""
+    """The messages in the form of a chat. Consecutive turns of one role become one turn, as in Anthropic's API."""
     if not isinstance(value, list):
         raise field_error("invalid_type", "must be a list")
     if not 1 <= len(value) <= MAX_MESSAGES:
@@ -192,7 +190,7 @@ def _arguments(value: dict[str, Any]) -> str:
 
 
 def _is_cleared(message: dict[str, Any], i: int, last_user: int) -> bool:
-    """Whether a system message held only until the user's next."""
+    """True for a system message that was valid only until the next user message, if that has come."""
     clear_at = message.get("clear_at") or "never"
     if clear_at not in ("never", "next_user_message"):
         raise field_error("invalid_value", "must be 'next_user_message' or 'never'", i, "clear_at")
@@ -235,7 +233,7 @@ def _add_user(messages: list[ChatMessage], blocks: list[dict[str, Any]], i: int,
 
 
 def _result(block: dict[str, Any], i: int, j: int, changes: list[ToolChange]) -> str:
-    """What a tool said. Chat templates have no place for failure, so the text says it."""
+    """The text of a tool's result. Chat templates have no place for failure, so the text says so."""
     path = (i, "content", j, "content")
     content = _blocks(block.get("content", ""), ("text", "tool_reference"), *path)
     for k, part in enumerate(content):
@@ -249,7 +247,7 @@ def _result(block: dict[str, Any], i: int, j: int, changes: list[ToolChange]) ->
 
 
 def _format(value: Any) -> Any:
-    """As a chat's response_format. Anthropic's schemas have no name, and are always strict."""
+    """`value` in the form of response_format. Anthropic's schemas have no name and are always strict."""
     if not isinstance(value, dict):
         raise field_error("invalid_type", "must be an object")
     schema, kind = value.get("schema"), value.get("type")
@@ -262,7 +260,7 @@ def _format(value: Any) -> Any:
     return form
 
 
-# What these fields look like, for /openapi.json.
+# Forms of these fields for /openapi.json.
 
 
 class JsonFormat(BaseModel):
@@ -278,7 +276,7 @@ class TextBlock(BaseModel):
 
 
 class ContentBlock(BaseModel):
-    """With the fields that Anthropic documents for its type."""
+    """A block with the fields that Anthropic documents for its type."""
 
     type: Literal["text", "thinking", "tool_use", "tool_result", "tool_addition", "tool_removal"]
 
@@ -286,7 +284,7 @@ class ContentBlock(BaseModel):
 class TurnMessage(BaseModel):
     role: Literal["user", "assistant", "system"]
     content: str | list[ContentBlock]
-    clear_at: Literal["next_user_message", "never"] | None = None  # of a system message
+    clear_at: Literal["next_user_message", "never"] | None = None  # in system messages only
 
 
 System = Annotated[str, BeforeValidator(_system, json_schema_input_type=str | list[TextBlock])]
@@ -297,20 +295,23 @@ Messages = Annotated[Any, BeforeValidator(_messages, json_schema_input_type=Turn
 
 class OutputConfig(Strict):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
-    format: Format = None  # as a chat's response_format
+    format: Format = None  # after validation in the form of a chat's response_format
 
 
 class Thinking(Strict):
-    """Disabled: a template that can is told not to think. Else the model thinks as it does, within budget_tokens where
-    its thinking can be told from the rest; for other models a budget is a wish."""
+    """Thinking options. `disabled`: the chat template is told not to think, if it supports that.
+
+    Otherwise the model thinks as it was trained to. budget_tokens is a limit for models whose thinking is marked in the
+    text; for other models it has no effect.
+    """
 
     type: Literal["enabled", "disabled", "adaptive"]
-    display: Literal["summarized", "updates", "omitted"] = "summarized"  # the first two: shown as it is
+    display: Literal["summarized", "updates", "omitted"] = "summarized"  # the first two: in full
     budget_tokens: int | None = Field(None, ge=1024, lt=2**31)
 
 
 class AnthropicTool(Strict):
-    """With `defer_loading` it is not in the prompt before the conversation refers to it."""
+    """A tool. With `defer_loading` the prompt omits the tool until the conversation refers to it."""
 
     ignored = ANTHROPIC_TOOL_IGNORED
     inert = ANTHROPIC_TOOL_INERT
@@ -348,7 +349,7 @@ class AnthropicToolChoice(Strict):
 
 
 class MessagesPrompt(Strict):
-    """What makes the prompt: all of POST /v1/messages/count_tokens."""
+    """The fields that determine the prompt; the whole body of POST /v1/messages/count_tokens."""
 
     is_request = True
 
@@ -401,14 +402,14 @@ class MessagesPrompt(Strict):
 
     @property
     def continues(self) -> bool:
-        """A last message of the assistant is the beginning of the answer, unless it calls tools: that one is whole."""
+        """True if the answer continues the last message: an assistant's message without calls, which end a message."""
         last = self.history.messages[-1]
         return bool(last["role"] == "assistant" and not last.get("tool_calls"))
 
     @property
     def offered_tools(self) -> list[int]:
-        """Which tools the model is told of: those that are not deferred, or that the messages load, or that it must
-        call. The last change counts."""
+        """Indices of the tools that the prompt describes: not deferred, loaded by the messages, or named by
+        tool_choice. The last change of a tool counts."""
         changed = {change.name: change.added for change in self.history.tool_changes}
         if self.tool_choice is not None and self.tool_choice.name is not None:
             changed[self.tool_choice.name] = True
@@ -435,7 +436,10 @@ class MessagesPrompt(Strict):
         return fields
 
     def to_chat(self, messages: list[ChatMessage] | None = None) -> ChatCompletionRequest:
-        """With `messages` in place of its own, where given. InvalidRequestError in the words of this API."""
+        """The chat request with the same prompt, with `messages` in place of its own if given.
+
+        InvalidRequestError names the client's field.
+        """
         asked = self
         if messages is not None:
             asked = self.model_copy(update={"messages": replace(self.history, messages=messages)})

@@ -1,7 +1,7 @@
-"""Signatures of thinking blocks: with `display: "omitted"` the text travels in them, and comes back with the history.
+"""Signatures of thinking blocks. With `display: "omitted"` they carry the text, and come back with the history.
 
-Anthropic's signatures are encrypted. Ours are base64 of the text after a mark: whoever asked may read what they asked
-for. A signature that another server made is not thinking of this model.
+Anthropic's signatures are encrypted. Ours are a mark followed by the text in base64: the client may read the thinking
+of its own request. A signature that another server made holds no thinking that this model could read.
 """
 
 import base64
@@ -15,7 +15,7 @@ def signature_of(thinking: str) -> str:
 
 
 def omitted_thinking(signature: Any) -> str:
-    """What `signature_of` was given; "" for every other signature."""
+    """The text that `signature_of` was given; "" for signatures that another server made."""
     if not isinstance(signature, str) or not signature.startswith(MARK):
         return ""
     try:

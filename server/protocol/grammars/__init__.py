@@ -1,1 +1,1 @@
-"""Structured outputs in a request: schemas, regular expressions and Lark grammars, checked and translated."""
+"""Decides which form a request asks for: checks and translates JSON schemas, regular expressions and Lark grammars."""

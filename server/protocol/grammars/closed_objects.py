@@ -1,17 +1,18 @@
-"""Objects that list their properties and say nothing of others have no others.
+"""Closes objects: an object schema that lists its properties and does not mention others allows no others.
 
-JSON Schema allows any others there, and a model that is held to such a schema may write them until it is cut: of 20
-answers of the bundled model to the schema of a person, 3 ended in time, and 16 with this. xgrammar's strict mode, which
-is what vLLM's users get, reads schemas so, too. What is closed allows less, so an answer obeys the schema as it was
-sent; `"additionalProperties": true` keeps an object open. A schema that composes objects of parts is left as it is:
-closing one part would forbid what another asks for, or under oneOf let pass what fits another part while that is open.
+JSON Schema allows further properties there, and a model constrained by such a schema may write them until it is cut
+off: with the schema of a person, 3 of 20 answers of the bundled model ended in time, and 16 with closed objects.
+xgrammar's strict mode, which vLLM uses, reads schemas the same way. A closed schema allows less, so every answer obeys
+the schema as it was sent; `"additionalProperties": true` keeps an object open. A schema that composes an object from
+several parts is left unchanged: closing one part would forbid the properties of another or, under oneOf, accept an
+object that fits another part as long as that part is open.
 """
 
 from collections.abc import Iterator
 from typing import Any
 
-MAX_DEPTH = 64  # the checker refuses what is deeper
-# Where subschemas are: in an object by name, in a list, or the value itself. Anything else, as in enum, is no schema.
+MAX_DEPTH = 64  # levels; the grammar checker refuses deeper schemas
+# Keywords whose values are subschemas: an object of them, a list of them, or one itself. Other values (enum) are not.
 BY_NAME = ("properties", "$defs", "definitions")
 IN_LISTS = ("anyOf", "prefixItems")
 ITSELF = ("items", "additionalProperties")
@@ -19,13 +20,13 @@ COMPOSES = frozenset(
     {"$dynamicRef", "$recursiveRef", "allOf", "contains", "dependencies", "dependentSchemas", "else", "if", "not"}
     | {"oneOf", "patternProperties", "propertyNames", "then", "unevaluatedItems", "unevaluatedProperties"}
 )
-ELSEWHERE = frozenset({"$ref", "anyOf"})  # beside what speaks of properties, these compose, too
+ELSEWHERE = frozenset({"$ref", "anyOf"})  # these compose an object if a keyword of OF_OBJECTS stands beside them
 OF_OBJECTS = frozenset({"additionalProperties", "minProperties", "properties", "required"})
-OPEN = ("additionalProperties", "minProperties")  # the schema speaks of others, or may need them
+OPEN = ("additionalProperties", "minProperties")  # the schema mentions further properties, or may need them
 
 
 def closed(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema with such objects closed; the same where it composes, or is deeper than MAX_DEPTH."""
+    """The schema with such objects closed. Returned unchanged if it composes objects or is deeper than MAX_DEPTH."""
     return _closed(schema) if _is_plain(schema, 0) else schema
 
 

@@ -1,12 +1,13 @@
-"""A Lark grammar of a text, rewritten into one of the JSON string that holds the text.
+"""Rewrites the Lark grammar of a text into a grammar of the JSON string that holds the text.
 
-Models write the arguments of a call as JSON, so the input of a custom tool stands there as a string, where a line
-break is a backslash and an n. Every character has one spelling in such a string. Characters that are spelled with a
-backslash (`SPECIAL`) become terminals of their own: the lexer of llguidance is greedy and never goes back, so a
-terminal that may go on with one of them would swallow the beginning of another that must follow. Terminals without them
-stay as they are; those with them become rules. A grammar that ignores something would ignore it between the parts of
-such a rule, too, so there a terminal remains one: then some texts that the grammar allows cannot be written. Syntax:
-https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md, with regular expressions of Rust's regex crate.
+Models write the arguments of a call as JSON, so the input of a custom tool is a JSON string, where a line break is a
+backslash and an n. Every character has exactly one spelling in the string. Characters that are spelled with a backslash
+(`SPECIAL`) become separate terminals: the lexer of llguidance is greedy and never backtracks, so a terminal that may
+continue with such a character would consume the start of a terminal that must follow. Terminals without special
+characters stay unchanged; terminals with them become rules. In a grammar with %ignore the ignored text would be allowed
+between the parts of such a rule, so there every terminal remains one terminal, and some texts that the grammar allows
+cannot be written. Syntax: https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md, with regular expressions
+of Rust's regex crate.
 """
 
 import json
@@ -27,10 +28,10 @@ from server.protocol.grammars.regex_nodes import (
 )
 
 MAX_DEFINITION = 1 << 15  # characters of a grammar
-MAX_TOKENS = 2000  # names, strings, operators and such of one
-MAX_RESULT = 1 << 17  # characters of what is made of it
-MAX_SINGLE = 64  # repetitions of characters one by one; the parser of llguidance gives up at many thousand
-MAX_NAMES = 64  # terminals within terminals, which are written out
+MAX_TOKENS = 2000  # names, strings and operators of a grammar
+MAX_RESULT = 1 << 17  # characters of the rewritten grammar
+MAX_SINGLE = 64  # repetitions written as a rule; the parser of llguidance gives up at many thousand
+MAX_NAMES = 64  # depth of terminals used in terminals, which are written out
 CHARACTER = r'"(?:\\x[0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\.|[^"\\\n])"'
 TOKEN = re.compile(
     rf"""(?P<space>\s+|//[^\n]*|\#[^\n]*)
@@ -82,7 +83,7 @@ COMMON = {
 
 
 class LarkError(ValueError):
-    """The grammar uses something that cannot be rewritten. The text follows the name of its field."""
+    """The grammar uses syntax that cannot be rewritten. The message follows the name of its field."""
 
 
 @dataclass(frozen=True)
@@ -93,9 +94,9 @@ class Token:
 
 @lru_cache(maxsize=64)
 def lark_of_json_string(definition: str) -> str:
-    """A grammar of the string's characters and its closing quote, without the opening one. Raises LarkError.
+    """Returns a grammar of the string's characters and its closing quote, without the opening quote. Raises LarkError.
 
-    Its start is `start`; a grammar that ignores something ignores it in front of the quote, too.
+    Its start rule is `start`. Text that the grammar ignores is allowed before the closing quote, too.
     """
     if len(definition) > MAX_DEFINITION:
         raise LarkError(f"may be at most {MAX_DEFINITION} characters")
@@ -116,13 +117,13 @@ def lark_of_json_string(definition: str) -> str:
 def _check(tokens: Sequence[Token]) -> None:
     for i, token in enumerate(tokens):
         if token.kind == "directive":
-            raise LarkError(f"may not use {token.text}: the input of a tool is described by rules")
+            raise LarkError(f"may not use {token.text}: only rules and terminals can describe the input of a tool")
         if token.kind == "token":
             raise LarkError(f"may not use {token.text[:64]}: the input of a tool is text")
         if token.text == "]" and i + 1 < len(tokens) and tokens[i + 1].text == ":":
             raise LarkError("may not set options of a rule")
         if token.kind == "other" and token.text not in "&~.,":
-            raise LarkError(f"has a {token.text} that belongs to nothing")
+            raise LarkError(f"has a {token.text} in the wrong place")
 
 
 class _Grammar:
@@ -162,7 +163,7 @@ class _Grammar:
     def _definition(self, name: str, body: Sequence[Token] = ()) -> str:
         if any(token.text in ("&", "~") for token in body):
             if not all(self._is_plain(token) for token in body):
-                raise LarkError(f"uses & or ~ on line breaks, quotes, backslashes or what may hold them: {name[:64]}")
+                raise LarkError(f"uses & or ~ on texts with line breaks, quotes or backslashes: {name[:64]}")
             return f"{name}: {' '.join(token.text for token in body)}"
         node = self._named(name)
         return f"{self._renamed(name)}: {self._rule(node)}" if node.specials else f"{name}: /{node.regex}/"
@@ -179,7 +180,7 @@ class _Grammar:
         if token.kind == "name":
             return self._renamed(token.text)
         if token.text in ("&", "~"):
-            raise LarkError(f"uses {token.text} in a rule: it belongs to terminals")
+            raise LarkError(f"uses {token.text} in a rule: only terminals may use it")
         return token.text
 
     def _renamed(self, name: str) -> str:
@@ -193,12 +194,12 @@ class _Grammar:
         return mark + name
 
     def _named(self, name: str) -> Node:
-        """What a terminal stands for."""
+        """The node of the terminal `name`."""
         if name in self._imported:
             return self._imported[name]
         if name not in self._nodes:
             if name in self._busy or len(self._busy) == MAX_NAMES:
-                raise LarkError(f"has a terminal that is made of itself, or of too many others: {name[:64]}")
+                raise LarkError(f"has a terminal that refers to itself, or to too many others: {name[:64]}")
             if name not in self._terminals:
                 raise LarkError(f"uses {name[:64]}, which it does not define")
             body = self._terminals[name]
@@ -212,7 +213,7 @@ class _Grammar:
 
 
 def _statements(tokens: Sequence[Token]) -> list[tuple[Token, Sequence[Token]]]:
-    """(its name or directive, what it says) of each."""
+    """(name or directive, tokens of the body) of each statement."""
     starts = [
         i
         for i, token in enumerate(tokens)
@@ -242,7 +243,7 @@ def _imports(text: str) -> dict[str, Node]:
     found = IMPORT.fullmatch(text)
     names = [] if found is None else [name.strip() for name in (found[1] or found[3]).split(",")]
     if found is None or any(name not in COMMON for name in names):
-        raise LarkError(f"may import from common only, and of that {', '.join(COMMON)}")
+        raise LarkError(f"may import only these terminals of common: {', '.join(COMMON)}")
     return {found[2] or name: parse_regex(COMMON[name]) for name in names}
 
 
@@ -250,7 +251,7 @@ def _atom(token: Token) -> Node:
     if token.kind == "regex":
         body, _, flags = token.text[1:].rpartition("/")
         if set(flags) - set("is"):
-            raise LarkError(f"has a regular expression with the flags {flags}: i and s can be used")
+            raise LarkError(f"has a regular expression with the flags {flags}: only i and s are supported")
         return parse_regex(body, "i" in flags, "s" in flags)
     if token.kind == "range":
         low, high = (_value(part) for part in re.findall(r'"(?:\\.|[^"\\])[^"]*"', token.text))
@@ -267,7 +268,7 @@ def _value(text: str) -> str:
 
 
 class _Expression:
-    """The right side of a terminal."""
+    """Parser of the right-hand side of a terminal."""
 
     def __init__(self, tokens: Sequence[Token], named: Callable[[str], Node]) -> None:
         self._tokens, self._named, self._at = tokens, named, 0
@@ -275,7 +276,7 @@ class _Expression:
     def all(self) -> Node:
         node = self._alternatives()
         if self._at < len(self._tokens):
-            raise LarkError(f"has a terminal with a {self._tokens[self._at].text[:64]} that belongs to nothing")
+            raise LarkError(f"has a terminal with a {self._tokens[self._at].text[:64]} in the wrong place")
         return node
 
     def _text(self) -> str:
@@ -305,7 +306,7 @@ class _Expression:
     def _group(self, opening: str) -> Node:
         node = self._alternatives()
         if self._text() != {"(": ")", "[": "]"}[opening]:
-            raise LarkError("has a bracket that does not end")
+            raise LarkError("has a bracket that is not closed")
         self._at += 1
         return node if opening == "(" else Repeat(node, 0, 1)
 
@@ -314,7 +315,7 @@ class _Expression:
             return self._named(token.text)
         if token.kind in ("string", "regex", "range"):
             return _atom(token)
-        raise LarkError(f"has a terminal with a {token.text[:64]} that belongs to nothing")
+        raise LarkError(f"has a terminal with a {token.text[:64]} in the wrong place")
 
 
 def _repeated(node: Node, text: str) -> Node:
@@ -324,7 +325,7 @@ def _repeated(node: Node, text: str) -> Node:
     return Repeat(node, int(low or 0), (int(high) if high else None) if comma else int(low or 0))
 
 
-# Rules of nodes that hold special characters.
+# Nodes with special characters become rules; other nodes stay terminals.
 
 
 def _rule(node: Node) -> str:
@@ -343,8 +344,11 @@ def _rule(node: Node) -> str:
 
 
 def _rules_of_series(nodes: Sequence[Node]) -> list[str]:
-    """Neighbours without special characters are one terminal, and so is what ends an unlimited repetition in front of
-    them: `.*;` ends with the characters of a `.*` that have no backslash, and the `;`."""
+    """Rules for nodes in a row. Neighbours without special characters form one terminal.
+
+    If an unlimited repetition precedes them, its last plain characters join that terminal: `.*;` ends with a terminal
+    of the characters of `.*` that need no backslash, followed by `;`.
+    """
     rules: list[str] = []
     at = 0
     while at < len(nodes):
@@ -382,7 +386,7 @@ def _rule_of_repeat(node: Repeat) -> str:
 
 
 def _unlimited(node: Node) -> tuple[str, str]:
-    """(what is repeated, as few terminals as possible; of that, the regular expression without special characters)."""
+    """(rule of the repeated node, with as few terminals as possible; regular expression of its plain characters)."""
     nodes = node.nodes if isinstance(node, Alternatives) else [node]
     plain: list[str] = []
     others: list[str] = []
@@ -399,7 +403,7 @@ def _unlimited(node: Node) -> tuple[str, str]:
 
 
 def _ignored(node: Node) -> list[str]:
-    """Each as short as it can be, since what is ignored may come again."""
+    """Regular expressions of the ignored texts, each as short as possible, because ignored texts may repeat."""
     if not node.specials:
         return [node.regex]
     inner = node.node if isinstance(node, Repeat) and node.high is None and node.low <= 1 else node

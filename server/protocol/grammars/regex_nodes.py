@@ -1,7 +1,7 @@
-"""Regular expressions of Rust's regex crate as nodes that know which characters a JSON string has to escape.
+"""Parses regular expressions of Rust's regex crate into nodes that know which characters a JSON string must escape.
 
-Taken apart as far as grammars of a JSON string need it (server/protocol/grammars/lark_in_json.py): no look-around, no
-classes within classes, no flags but i and s.
+Supports only the syntax that grammars of a JSON string need (server/protocol/grammars/lark_in_json.py): no look-around,
+no nested classes, no flags but i and s.
 """
 
 import re
@@ -9,12 +9,16 @@ from collections.abc import Sequence
 from functools import cached_property, lru_cache
 
 SHORT = {'"': '"', "\\": "\\", "\b": "b", "\t": "t", "\n": "n", "\f": "f", "\r": "r"}
-SPECIAL = frozenset(SHORT) | frozenset(map(chr, range(0x20)))  # characters that a JSON string has to escape
+SPECIAL = frozenset(SHORT) | frozenset(map(chr, range(0x20)))  # characters that a JSON string must escape
 NOT_SPECIAL = r'[^"\\\x00-\x1f]'
 ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "f": "\f", "v": "\v", "a": "\a"}
-CLASSES = {"s": frozenset("\t\n\v\f\r"), "d": frozenset[str](), "w": frozenset[str]()}  # those of SPECIAL in them
+CLASSES = {
+    "s": frozenset("\t\n\v\f\r"),
+    "d": frozenset[str](),
+    "w": frozenset[str](),
+}  # members in SPECIAL
 HEX = re.compile(r"\\x([0-9a-fA-F]{2})|\\[xuU]\{([0-9a-fA-F]{1,6})\}|\\u([0-9a-fA-F]{4})|\\U([0-9a-fA-F]{8})")
-# Unicode's properties that no special character has: kinds of letters, marks and numbers, and scripts.
+# Unicode properties that no special character has: kinds of letters, marks and numbers, and scripts.
 NAMES = "[LMN][a-z]?|Alphabetic|Letter|Lowercase|Mark|Number|Uppercase"
 PROPERTY = re.compile(rf"\\[pP](?:[LMN]|\{{(?:{NAMES}|Script=\w+)\}})")
 GROUP = re.compile(r"\((?:\?(?P<flags>[a-zA-Z]*(?:-[a-zA-Z]+)?)(?P<end>[:)])|\?P?<[a-zA-Z_]\w*>)?")
@@ -24,12 +28,15 @@ MAX_SIZE = 1 << 12
 
 
 class PatternError(ValueError):
-    """It cannot be taken apart. The text follows the name of its field."""
+    """The regular expression cannot be parsed. The message follows the name of its field."""
 
 
 class Node:
-    """`specials`: whether any of SPECIAL can stand in it. `regex`: of its text as a JSON string spells it. `size`: how
-    many characters and classes it is made of; a node of more than MAX_SIZE raises PatternError."""
+    """A part of a regular expression.
+
+    `specials`: True if a text of the node may contain characters of SPECIAL. `regex`: regular expression of the node's
+    text as a JSON string spells it. `size`: number of characters and classes; a node over MAX_SIZE raises PatternError.
+    """
 
     specials: bool
     regex: str
@@ -43,12 +50,12 @@ class Node:
 
     @property
     def grouped(self) -> str:
-        """As a part of a longer one."""
+        """`regex` in the form needed inside a longer regular expression."""
         return f"(?:{self.regex})"
 
 
 class Pattern(Node):
-    """One without special characters that is not taken apart."""
+    """A regular expression without special characters, kept as text."""
 
     specials = False
 
@@ -57,7 +64,7 @@ class Pattern(Node):
 
 
 class Chars(Node):
-    """One character of a class, `text` with its brackets; `[^]` is every character."""
+    """One character of a class. `text`: the class with its brackets; `[^]` stands for every character."""
 
     def __init__(self, text: str, ignores_case: bool = False) -> None:
         self._found, self._only = _specials_in(text)
@@ -70,7 +77,7 @@ class Chars(Node):
 
     @cached_property
     def parts(self) -> list[str]:
-        """Regular expressions of those that stand as they are, if there are any, and of those that are escaped."""
+        """Regular expressions of the plain characters, if the class has any, and of the escaped ones."""
         short = "".join(re.escape(SHORT[c]) for c in sorted(self._found & SHORT.keys()))
         long = "|".join(f"{ord(c):02x}" for c in sorted(self._found - SHORT.keys()))
         escaped = "|".join([rf"\\[{short}]"] * bool(short) + [rf"\\u00(?:{long})"] * bool(long))
@@ -95,7 +102,7 @@ class Series(Node):
 
     @cached_property
     def flat(self) -> list[Node]:
-        """Without series in it."""
+        """The nodes, with nested series replaced by their nodes."""
         return [part for node in self.nodes for part in (node.flat if isinstance(node, Series) else [node])]
 
     @cached_property
@@ -115,7 +122,7 @@ class Alternatives(Node):
 
 
 class Repeat(Node):
-    """`high` is None where there is no limit."""
+    """`node` repeated `low` to `high` times; `high` is None for no limit."""
 
     def __init__(self, node: Node, low: int, high: int | None) -> None:
         self.node, self.low, self.high = node, low, high
@@ -127,7 +134,7 @@ class Repeat(Node):
 
 
 def parse_regex(text: str, ignores_case: bool = False, dot_is_all: bool = False) -> Node:
-    """Raises PatternError."""
+    """The node of a regular expression. `ignores_case`, `dot_is_all`: the flags i and s. Raises PatternError."""
     return _Parser(text, ignores_case, dot_is_all).all()
 
 
@@ -139,7 +146,7 @@ class _Parser:
     def all(self) -> Node:
         node = self._alternatives()
         if self._at < len(self._text):
-            raise PatternError("has a regular expression with a ) that belongs to nothing")
+            raise PatternError("has a regular expression with a ) that closes no group")
         return node
 
     def _next(self) -> str:
@@ -165,13 +172,15 @@ class _Parser:
             if character == "{":
                 found = COUNT.match(self._text, self._at)
                 if found is None:
-                    raise PatternError("has a regular expression with a { that is no count: write \\{ for the bracket")
+                    raise PatternError(
+                        "has a regular expression with a { that begins no count: write \\{ for the bracket"
+                    )
                 low, high = int(found[1]), int(found[3]) if found[3] else None if found[2] else int(found[1])
                 self._at = found.end()
             else:
                 low, high = int(character == "+"), 1 if character == "?" else None
                 self._at += 1
-            if self._next() == "?":  # the same texts, found in another order
+            if self._next() == "?":  # a lazy repetition matches the same texts
                 self._at += 1
             node = Repeat(node, low, high)
         return node
@@ -181,19 +190,19 @@ class _Parser:
         assert found is not None
         on, _, off = (found["flags"] or "").partition("-")
         if (set(on) | set(off)) - set("isu") or (found[0] == "(" and self._text.startswith("(?", self._at)):
-            raise PatternError(f"has a group that cannot be used: {self._text[self._at : self._at + 8]}")
+            raise PatternError(f"has a group that is not supported: {self._text[self._at : self._at + 8]}")
         self._at = found.end()
         before = self._ignores_case, self._dot_is_all
         self._ignores_case = ("i" in on or self._ignores_case) and "i" not in off
         self._dot_is_all = ("s" in on or self._dot_is_all) and "s" not in off
         if found["end"] == ")":
-            return None  # for the rest of the group that it stands in
+            return None  # the flags hold for the rest of the enclosing group
         self._depth += 1
         if self._depth > MAX_DEPTH:
-            raise PatternError(f"has a regular expression of more than {MAX_DEPTH} groups within each other")
+            raise PatternError(f"has a regular expression with more than {MAX_DEPTH} nested groups")
         node = self._alternatives()
         if self._next() != ")":
-            raise PatternError("has a regular expression with a group that does not end")
+            raise PatternError("has a regular expression with a group that is not closed")
         self._at += 1
         self._depth -= 1
         self._ignores_case, self._dot_is_all = before
@@ -202,7 +211,7 @@ class _Parser:
     def _one(self, character: str) -> Node:
         text, at = self._text, self._at
         if character in "*+?{^$":
-            what = "an anchor, which a whole text does not need" if character in "^$" else "nothing in front of it"
+            what = "an anchor, which a whole text does not need" if character in "^$" else "there is nothing to repeat"
             raise PatternError(f"has a regular expression with a {character}: {what}")
         if character == ".":
             self._at += 1
@@ -216,32 +225,32 @@ class _Parser:
 
 
 def _escape_end(text: str, at: int) -> int:
-    """Behind the escape that begins at `at`."""
+    """Index after the escape that starts at `at`."""
     found = HEX.match(text, at) or PROPERTY.match(text, at)
     if found is not None:
         return found.end()
     letter = text[at + 1 : at + 2]
     if not letter or (letter.isalnum() and letter not in ESCAPED and letter.lower() not in CLASSES):
-        raise PatternError(f"has an escape in a regular expression that cannot be used: {text[at : at + 8]}")
+        raise PatternError(f"has an escape in a regular expression that is not supported: {text[at : at + 8]}")
     return at + 2
 
 
 def _class_end(text: str, at: int) -> int:
-    """Behind the class that begins at `at`."""
+    """Index after the class that starts at `at`."""
     end = at + 1 + text.startswith("^", at + 1)
     end += text.startswith("]", end)
     while end < len(text) and text[end] != "]":
         if text[end] == "[" or text.startswith(("&&", "--", "~~"), end):
-            raise PatternError("has a class of characters within a class, which cannot be used")
+            raise PatternError("has a character class inside a character class, which is not supported")
         end = _escape_end(text, end) if text[end] == "\\" else end + 1
     if end >= len(text):
-        raise PatternError("has a class of characters that does not end")
+        raise PatternError("has a character class that is not closed")
     return end + 1
 
 
 @lru_cache(maxsize=512)
 def _specials_in(text: str) -> tuple[frozenset[str], bool]:
-    """(those of SPECIAL in the class, whether it has no others)."""
+    """(members of the class in SPECIAL, True if the class has no other members)."""
     if text == "[^]":
         return SPECIAL, False
     at, end = 1, len(text) - 1
@@ -249,12 +258,12 @@ def _specials_in(text: str) -> tuple[frozenset[str], bool]:
     at += negated
     found: set[str] = set()
     others = False
-    low: str | None = None  # what a range may begin with
+    low: str | None = None  # the character before, with which a range may start
     while at < end:
         is_range = text[at] == "-" and low is not None and at + 1 < end
         high, members, at = _member(text, at + is_range)
         if is_range and high is None:
-            raise PatternError("has a class of characters with a range that does not end in one")
+            raise PatternError("has a character class with a range that does not end in a character")
         if is_range and low is not None and high is not None:
             found |= {c for c in SPECIAL if low <= c <= high}
             others = True
@@ -267,7 +276,7 @@ def _specials_in(text: str) -> tuple[frozenset[str], bool]:
 
 
 def _member(text: str, at: int) -> tuple[str | None, frozenset[str], int]:
-    """(the character at `at`, None for a set of them; those of SPECIAL in it; what is behind it)."""
+    """(the character at `at`, or None for a set of characters; its members in SPECIAL; the index after it)."""
     if text[at] != "\\":
         return text[at], SPECIAL & {text[at]}, at + 1
     end = _escape_end(text, at)
@@ -287,7 +296,7 @@ def _member(text: str, at: int) -> tuple[str | None, frozenset[str], int]:
 
 
 def _both(text: str, other: str) -> str:
-    """What is in both classes."""
+    """The intersection of both classes."""
     if text.startswith("(?i:"):
         return f"(?i:[{text[4:-1]}&&{other}])"
     return f"[{text}&&{other}]"

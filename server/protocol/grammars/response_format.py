@@ -1,4 +1,4 @@
-"""response_format (OpenAI's) and structured_outputs (vLLM's) as the StructuredOutput that they ask for."""
+"""Reads response_format (OpenAI's) and structured_outputs (vLLM's) into a StructuredOutput."""
 
 import json
 import re
@@ -8,14 +8,13 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from engine.structured_output import MAX_TEXT_BYTES, StructuredOutput
+from server.protocol.field_checks import field_error, fields_of, known_fields
 from server.protocol.grammars.closed_objects import closed
-from server.protocol.strict import field_error
-from server.protocol.unknown_fields import unknown_field
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
-# Names that vLLM once had for what structured_outputs holds.
+# vLLM's former names of the fields of structured_outputs.
 RENAMED = {f"guided_{kind}": f"structured_outputs.{kind}" for kind in KINDS}
-# What other servers' fields are called here, where the spelling does not tell.
+# Other servers' field -> our field, for names that are too different to be suggested by spelling.
 FOREIGN = {
     "ebnf": "structured_outputs.grammar",
     "grammar": "structured_outputs.grammar",
@@ -25,13 +24,13 @@ FOREIGN = {
     "regex": "structured_outputs.regex",
 }
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
-MAX_DESCRIPTION = 1 << 16  # characters, here and of a tool
+MAX_DESCRIPTION = 1 << 16  # characters of the description of a format or a tool
 TOO_LARGE = f"may be at most {MAX_TEXT_BYTES} bytes"
-MAX_SCHEMA_DEPTH = 128  # of what a prompt may show; what is compiled has a lower limit
+MAX_SCHEMA_DEPTH = 128  # levels of any schema in a request; schemas that are compiled have a lower limit
 TOO_DEEP = f"may be nested at most {MAX_SCHEMA_DEPTH} levels deep"
 
 
-# What the two fields look like, for /openapi.json.
+# Forms of the two fields for /openapi.json.
 
 
 class JsonSchemaFormat(BaseModel):
@@ -57,7 +56,7 @@ class JsonSchemaResponse(BaseModel):
 
 
 class StructuredOutputs(BaseModel):
-    """Exactly one of them."""
+    """Exactly one of the fields must be given."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -69,27 +68,24 @@ class StructuredOutputs(BaseModel):
 
 
 def parse_response_format(value: Any) -> StructuredOutput | None:
-    """None for plain text. Errors name the part below response_format."""
-    fields = _object(value)
-    kind = fields.pop("type", None)
+    """Returns the form that response_format asks for; None for plain text. Field errors name the part below it."""
+    fields = fields_of(value)
+    kind = fields.get("type")
     if kind not in ("text", "json_object", "json_schema"):
         raise field_error("invalid_value", "must be 'text', 'json_object' or 'json_schema'", "type")
-    schema = fields.pop("json_schema", None) if kind == "json_schema" else None
-    _nothing_else(fields)
+    known_fields(fields, ("type", "json_schema") if kind == "json_schema" else ("type",))
     if kind != "json_schema":
         return None if kind == "text" else StructuredOutput.json_object()
-    if schema is None:
+    if "json_schema" not in fields:
         raise field_error("missing_required_parameter", "must have json_schema where type is 'json_schema'")
-    return _from_json_schema(schema)
+    return _from_json_schema(fields["json_schema"])
 
 
 def parse_structured_outputs(value: Any) -> StructuredOutput:
-    """Errors name the part below structured_outputs."""
-    fields = _object(value)
-    given = {kind: fields.pop(kind) for kind in KINDS if kind in fields}
+    """Returns the form that structured_outputs asks for. Field errors name the part below it."""
+    given = known_fields(fields_of(value), KINDS)
     if given.get("json_object") is False:
         del given["json_object"]
-    _nothing_else(fields)
     if len(given) != 1:
         raise field_error("invalid_value", f"must have exactly one of {', '.join(KINDS)}")
     [(kind, part)] = given.items()
@@ -114,10 +110,9 @@ def parse_structured_outputs(value: Any) -> StructuredOutput:
 
 def _from_json_schema(value: Any) -> StructuredOutput:
     at = "json_schema"
-    fields = _object(value, at)
-    schema, strict = fields.pop("schema", None), fields.pop("strict", False)
-    name, description = fields.pop("name", None), fields.pop("description", "")
-    _nothing_else(fields, at)
+    fields = known_fields(fields_of(value, at), ("name", "description", "schema", "strict"), at)
+    schema, strict = fields.get("schema"), fields.get("strict", False)
+    name, description = fields.get("name"), fields.get("description", "")
     if name is None:
         raise field_error("missing_required_parameter", "is required", at, "name")
     if not isinstance(name, str) or not NAME.fullmatch(name):
@@ -135,18 +130,6 @@ def _from_json_schema(value: Any) -> StructuredOutput:
     return StructuredOutput("json_schema", _schema_text(schema, at, "schema"), lenient=not strict)
 
 
-def _object(value: Any, *path: str) -> dict[str, Any]:
-    """Without what is null, as everywhere."""
-    if not isinstance(value, dict):
-        raise field_error("invalid_type", "must be an object", *path)
-    return {name: part for name, part in value.items() if part is not None}
-
-
-def _nothing_else(fields: dict[str, Any], *path: str) -> None:
-    for name in fields:
-        unknown_field("is not a field of it", *path, name)
-
-
 def _checked_choices(value: Any) -> list[str]:
     if not isinstance(value, list) or not value:
         raise field_error("invalid_type", "must be a list of strings, not empty", "choice")
@@ -157,12 +140,13 @@ def _checked_choices(value: Any) -> list[str]:
 
 
 def _schema_text(schema: dict[str, Any] | bool, *path: str) -> str:
-    text = to_json_text(schema, *path)  # it is small, then
+    text = to_json_text(schema, *path)  # also limits the size and depth, before `closed` walks the schema
     return text if isinstance(schema, bool) else to_json_text(closed(schema), *path)
 
 
 def to_json_text(value: Any, *path: str) -> str:
-    """In ASCII. A value that cannot be short enough is refused before it is written."""
+    """`value` as compact JSON in ASCII. A field error if the text is too long or nested too deeply; a value whose text
+    cannot be short enough is refused before the text is made."""
     if not _is_small(value):
         raise field_error("invalid_value", TOO_LARGE, *path)
     try:
@@ -177,7 +161,7 @@ def to_json_text(value: Any, *path: str) -> str:
 
 
 def is_nested_deeper(value: Any, levels: int) -> bool:
-    """Than so many lists and objects within each other."""
+    """True if `value` has more than `levels` nested lists and objects."""
     containers = [value] if isinstance(value, list | dict) else []
     while containers and levels:
         parts = chain.from_iterable(part.values() if isinstance(part, dict) else part for part in containers)
@@ -187,7 +171,7 @@ def is_nested_deeper(value: Any, levels: int) -> bool:
 
 
 def _is_small(value: Any) -> bool:
-    """Whether it has no more values and characters than the longest text; stops counting there."""
+    """False if `value` has more values and characters than MAX_TEXT_BYTES; stops counting there."""
     left = MAX_TEXT_BYTES
     stack = [value]
     while stack and left >= 0:

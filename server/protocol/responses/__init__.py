@@ -1,1 +1,1 @@
-"""Request and answer models of /v1/responses."""
+"""Decides which requests /v1/responses accepts, and which chat request each of them stands for."""

@@ -1,7 +1,7 @@
-"""`encrypted_content` of reasoning items: the thoughts, for clients that keep nothing else of them.
+"""`encrypted_content` of reasoning items: the reasoning text, for clients that keep only this field of the item.
 
-It hides nothing, for the thoughts stand beside it, and needs no key: any server of this kind reads it, also after a
-restart. The check sum tells it from what other servers have made, which nobody can read here.
+The field hides nothing (the text stands beside it in the answer) and needs no key, so every pageserve can read it, also
+after a restart. A checksum distinguishes it from the encrypted content of other servers, which cannot be read here.
 """
 
 import base64
@@ -18,7 +18,7 @@ def encode_reasoning(text: str) -> str:
 
 
 def decode_reasoning(content: str) -> str | None:
-    """None for what was not made here."""
+    """The text that `encode_reasoning` was given; None for content that another server made."""
     if not content.startswith(PREFIX):
         return None
     try:

@@ -10,32 +10,31 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from server.protocol.field_checks import field_error, fields_of, known_fields
 from server.protocol.responses.encrypted_reasoning import decode_reasoning
 from server.protocol.responses.response_tools import NamespaceTool, Tool, chat_name, parse_tool
-from server.protocol.strict import field_error
 from server.protocol.tools import MAX_TOOLS, listed
 from server.protocol.translated import below
-from server.protocol.unknown_fields import unknown_field
 
 MAX_ITEMS = 1 << 16
-MAX_ADDED_TOOLS = 1024  # those that items bring, whether they replace each other or not
+MAX_ADDED_TOOLS = 1024  # tools that items add, including those that later ones replace
 MAX_NAME = 256  # characters of the name or id of a call
-# Type of a part -> the field with its text. Each is allowed to every role: clients send back what they got.
+# Type of a part -> the field with its text. Every role may have each: clients send back the parts of an answer.
 TEXT_OF_PART = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 # `parsed` is what openai-python adds to an answer, as it adds `parsed_arguments` to a call.
 PART_FIELDS = frozenset({"type", "text", "refusal", "annotations", "logprobs", "parsed", "prompt_cache_breakpoint"})
-ITEM_FIELDS = frozenset({"type", "id", "status"})  # `id` and `status` are those of the answer that it came with
+ITEM_FIELDS = frozenset({"type", "id", "status"})  # `id` and `status` come from the answer that had the item
 STATUSES = ("completed", "incomplete", "in_progress")
 CALL_STATUSES = (*STATUSES, "failed")
 PHASES = ("commentary", "partial_answer", "final_answer")
-DIRECT = {"type": "direct"}  # the caller of what no program called
+DIRECT = {"type": "direct"}  # `caller` of a call that the model made itself, not a program
 ROLES = ("user", "assistant", "system", "developer")
 SYSTEM_ROLES = ("system", "developer")
 
 ChatMessage = dict[str, Any]
 
 
-# Items of tools that only other servers run. A client that changed servers still sends them; prompts leave them out.
+# Items of tools that only other servers run. A client that changed servers still sends them; prompts omit them.
 FOREIGN_ITEMS = frozenset(
     "code_interpreter_call compaction compaction_trigger computer_call computer_call_output context_compaction "
     "file_search_call image_generation_call mcp_approval_request mcp_approval_response mcp_call mcp_list_tools "
@@ -45,8 +44,8 @@ FOREIGN_ITEMS = frozenset(
 
 @dataclass(frozen=True)
 class Items:
-    """`messages` as the body of a chat request has them. `tools`: those that items bring, with the path of each below
-    the input. `left_out`: types of items that the prompt has nothing of."""
+    """The input of a request. `messages`: in the form of a chat request's body. `tools`: (path in the request, tool) of
+    each tool that an item adds. `left_out`: types of the items that the prompt omits."""
 
     messages: list[ChatMessage]
     tools: list[tuple[str, Tool]] = field(default_factory=list)
@@ -54,7 +53,7 @@ class Items:
 
 
 def read_items(items: Any) -> Items:
-    """A string is a message of the user. Errors name the item."""
+    """Reads the input; a string is a message of the user. Field errors name the item."""
     if isinstance(items, str):
         return Items([{"role": "user", "content": items}])
     if not isinstance(items, list):
@@ -64,9 +63,7 @@ def read_items(items: Any) -> Items:
     messages: list[ChatMessage] = []
     found = Items(messages)
     for i, item in enumerate(items):
-        if not isinstance(item, dict):
-            raise field_error("invalid_type", "must be an object", i)
-        fields = {name: value for name, value in item.items() if value is not None}
+        fields = fields_of(item, i)
         kind = fields.get("type", "message" if "role" in fields else None)
         if kind is None:
             raise field_error("missing_required_parameter", "is required", i, "type")
@@ -85,13 +82,13 @@ def read_items(items: Any) -> Items:
         read(messages, fields, i)
     for message in messages:
         if "tool_calls" not in message:
-            message.setdefault("content", "")  # of an answer that ended with its reasoning
+            message.setdefault("content", "")  # the answer may have ended with its reasoning
     return found
 
 
 def with_instructions(instructions: str | None, messages: list[ChatMessage]) -> list[ChatMessage]:
-    """The instructions before everything. Messages of the system or developer that follow at once go into the same
-    message, after blank lines: many templates know one such message only."""
+    """The messages with the instructions in front. Leading messages of the system or developer join the instructions in
+    one message, separated by blank lines: many templates accept only one such message."""
     count = next((i for i, message in enumerate(messages) if message["role"] not in SYSTEM_ROLES), len(messages))
     texts = [message["content"] for message in messages[:count]]
     if instructions is None and count <= 1:
@@ -102,7 +99,7 @@ def with_instructions(instructions: str | None, messages: list[ChatMessage]) -> 
 
 
 def without_earlier_thoughts(messages: list[ChatMessage]) -> list[ChatMessage]:
-    """The same without reasoning before the last message of the user."""
+    """The messages without the reasoning that precedes the last message of the user."""
     last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=0)
     return [
         {name: part for name, part in message.items() if name != "reasoning_content" or i > last}
@@ -125,7 +122,7 @@ def _unknown_kind(kind: str, i: int) -> Exception:
 
 
 def _check_head(fields: dict[str, Any], i: int) -> None:
-    """Check the id and status that items of answers carry. Prompts do not need them."""
+    """Checks the id and status, which items of answers have. The prompt does not use them."""
     if not isinstance(fields.get("id", ""), str):
         raise field_error("invalid_type", "must be a string", i, "id")
     if fields.get("status", STATUSES[0]) not in CALL_STATUSES:
@@ -142,7 +139,7 @@ def _read_message(messages: list[ChatMessage], fields: dict[str, Any], i: int) -
     text = _text(_required(fields, "content", i), i, "content")
     last = messages[-1] if messages else {}
     if role == "assistant" == last.get("role") and ("content" not in last or "tool_calls" in last):
-        _extend(last, "content", text)  # of the reasoning or the calls before it
+        _extend(last, "content", text)  # joins the reasoning or the calls before the text
     else:
         messages.append({"role": role, "content": text})
 
@@ -163,7 +160,7 @@ def _read_custom_call(messages: list[ChatMessage], fields: dict[str, Any], i: in
 
 
 def _read_local_shell_call(messages: list[ChatMessage], fields: dict[str, Any], i: int) -> None:
-    """Older items have no call_id; then the output names the id."""
+    """Older items have no call_id; their output refers to the id."""
     _nothing_but(fields, ("call_id", "action"), i)
     action = _object(fields, "action", i)
     arguments = {name: action[name] for name in LOCAL_SHELL_FIELDS if action.get(name) is not None}
@@ -204,7 +201,7 @@ def _called_name(fields: dict[str, Any], i: int) -> str:
 
 
 def _read_call_output(messages: list[ChatMessage], fields: dict[str, Any], i: int) -> None:
-    """Output of a function or a custom tool."""
+    """Reads the output of a function or a custom tool."""
     _nothing_but(fields, ("call_id", "output", "name", "namespace", "caller"), i)
     _check_caller(fields, i)
     text, call_id = _text(_required(fields, "output", i), i, "output"), _string(fields, "call_id", i)
@@ -212,7 +209,7 @@ def _read_call_output(messages: list[ChatMessage], fields: dict[str, Any], i: in
 
 
 def _read_client_tool_output(messages: list[ChatMessage], fields: dict[str, Any], i: int) -> None:
-    """Output of a tool that the client ran: a text, or a list of what each command printed, kept as JSON."""
+    """Reads the output of a tool that the client ran: a text, or a list with an entry per command, kept as JSON."""
     _nothing_but(fields, ("call_id", "output", "max_output_length", "caller", "created_by"), i)
     call_id = _name(fields, "call_id" if "call_id" in fields else "id", i)
     output = fields.get("output", "")
@@ -226,7 +223,7 @@ def _read_client_tool_output(messages: list[ChatMessage], fields: dict[str, Any]
 
 
 def _read_tools(tools: list[tuple[str, Tool]], fields: dict[str, Any], i: int) -> None:
-    """Tools that the client adds while a conversation goes on."""
+    """Reads tools that the client adds during a conversation."""
     _nothing_but(fields, ("role", "tools", "call_id", "execution", "created_by"), i)
     if not isinstance(fields.get("tools"), list) or len(fields["tools"]) > MAX_TOOLS:
         raise field_error("invalid_type", f"must be a list of at most {MAX_TOOLS} tools", i, "tools")
@@ -242,7 +239,7 @@ def _read_tools(tools: list[tuple[str, Tool]], fields: dict[str, Any], i: int) -
 
 
 def _is_foreign_reasoning(fields: dict[str, Any]) -> bool:
-    """Whether nothing of it can be read here: another server's encrypted thoughts."""
+    """True for reasoning that cannot be read here: another server's encrypted content, without text or summary."""
     content = fields.get("encrypted_content")
     if fields.get("type") != "reasoning" or fields.get("content") or fields.get("summary"):
         return False
@@ -250,7 +247,7 @@ def _is_foreign_reasoning(fields: dict[str, Any]) -> bool:
 
 
 def _read_reasoning(messages: list[ChatMessage], fields: dict[str, Any], i: int) -> None:
-    """Its text, or what this server made of it, or the summary."""
+    """Reads the reasoning: its text, else the encrypted content that this server made, else the summary."""
     _nothing_but(fields, ("summary", "content", "encrypted_content"), i)
     texts = [
         _parts_text(fields.get(name, []), kind, i, name)
@@ -296,9 +293,7 @@ def _check_caller(fields: dict[str, Any], i: int) -> None:
 
 
 def _nothing_but(fields: dict[str, Any], known: tuple[str, ...], i: int) -> None:
-    for name in fields:
-        if name not in known and name not in ITEM_FIELDS:
-            unknown_field("is not a field of this item", i, name)
+    known_fields(fields, {*known, *ITEM_FIELDS}, i, text="is not a field of this item")
 
 
 def _required(fields: dict[str, Any], name: str, i: int) -> Any:
@@ -329,7 +324,7 @@ def _name(fields: dict[str, Any], name: str, i: int) -> str:
 
 
 def _text(value: Any, i: int, name: str) -> str:
-    """A text, or the texts of its parts joined by newlines, as in a chat."""
+    """The text `value`, or the texts of its parts joined by newlines, as in a chat."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -345,9 +340,7 @@ def _part_text(part: Any, *path: str | int) -> str:
     if field is None:
         text = "must be 'input_text', 'output_text' or 'refusal': this server takes text only"
         raise field_error("unsupported_value", text, *path, "type")
-    for name, value in part.items():
-        if name not in PART_FIELDS and value is not None:
-            unknown_field(f"is not a field of a part of type {kind}", *path, name)
+    known_fields(part, PART_FIELDS, *path, text=f"is not a field of a part of type {kind}")
     if not isinstance(part.get(field), str):
         raise field_error("invalid_type", "must be a string", *path, field)
     text = part[field]

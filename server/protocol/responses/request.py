@@ -1,4 +1,4 @@
-"""The request of POST /v1/responses, and the chat request that it stands for."""
+"""The request of POST /v1/responses, and its translation into a chat request."""
 
 import re
 from functools import cached_property
@@ -8,6 +8,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidat
 
 from engine.errors import InvalidRequestError
 from server.protocol.chat_completions import ChatCompletionRequest, Effort, TemplateKwargs
+from server.protocol.field_checks import field_error, fields_of
 from server.protocol.generation_request import ranged_field
 from server.protocol.grammars.response_format import (
     JsonObjectResponse,
@@ -27,13 +28,13 @@ from server.protocol.responses.items import (
     without_earlier_thoughts,
 )
 from server.protocol.responses.response_tools import ToolSet, ToolsField, parse_choice
-from server.protocol.strict import Strict, field_error, parse_request
+from server.protocol.strict import Strict, parse_request
 from server.protocol.tools import MAX_TOOLS
 from server.protocol.translated import SamplingExtras, below, renamed, without
 
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
-# The rest is about tools that run on a server: there is never any.
+# All but the first two concern tools that run on a server. This server runs none, so they have no effect.
 Includable = Literal[
     "message.output_text.logprobs",
     "reasoning.encrypted_content",
@@ -44,14 +45,14 @@ Includable = Literal[
     "web_search_call.action.sources",
     "web_search_call.results",
 ]
-NEEDS_STORE = {  # and what to do without
+NEEDS_STORE = {  # field that needs stored answers -> what the client can do instead
     "previous_response_id": "send the whole conversation as input",
     "conversation": "send all of it as input",
     "background": "wait for the answer, or stream it",
     "prompt": "send what it stands for as instructions and input",
 }
 MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
-# How a chat request names what is sent here.
+# Field of the chat request -> field of this API, for errors.
 NAMES = (
     (r"messages.*", "input"),
     (r"tool_choice.*", "tool_choice"),
@@ -62,9 +63,7 @@ OF_A_TOOL = re.compile(r"tools\[(\d+)\](?:\.(?:function|custom)\b)?(\.format\.gr
 
 
 def _text_format(value: Any) -> Any:
-    if not isinstance(value, dict):
-        raise field_error("invalid_type", "must be an object")
-    fields = {name: part for name, part in value.items() if part is not None}
+    fields = fields_of(value)
     if "json_schema" in fields:
         text = "is not a field here: name, schema and strict stand beside type"
         raise field_error("unknown_parameter", text, "json_schema")
@@ -73,7 +72,7 @@ def _text_format(value: Any) -> Any:
 
 
 def chat_format(fields: dict[str, Any]) -> dict[str, Any]:
-    """text.format as response_format, which holds what belongs to a schema in an object of its own."""
+    """text.format in the form of response_format, where an object `json_schema` holds the fields of a schema."""
     if fields.get("type") != "json_schema":
         return fields
     return {"type": "json_schema", "json_schema": {name: part for name, part in fields.items() if name != "type"}}
@@ -94,7 +93,7 @@ def _metadata(value: Any) -> Any:
     return value
 
 
-# What these fields look like, for /openapi.json.
+# Forms of these fields for /openapi.json.
 
 
 class JsonSchemaText(JsonSchemaFormat):
@@ -102,13 +101,13 @@ class JsonSchemaText(JsonSchemaFormat):
 
 
 class InputItem(BaseModel):
-    """A message, a call or its output, reasoning, or tools that are added, with the fields that OpenAI documents."""
+    """A message, a call, the output of a call, reasoning, or added tools, with the fields that OpenAI documents."""
 
     type: Literal[tuple([*READERS, *BRING_TOOLS, *sorted(FOREIGN_ITEMS)])] = "message"  # type: ignore[valid-type]
 
 
 class ChosenTool(BaseModel):
-    """A function or custom tool by its name, or one that the client runs."""
+    """A function or custom tool by its name, or a tool that the client runs by its type."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -118,7 +117,7 @@ class ChosenTool(BaseModel):
 
 
 class AllowedTool(BaseModel):
-    """As above, or all of a namespace. Of the tools that run on OpenAI's servers there are none here."""
+    """A chosen tool, or all tools of a namespace. Tools that run on OpenAI's servers are skipped."""
 
     type: str
     name: str | None = None
@@ -153,13 +152,13 @@ class TextConfig(Strict):
 
 
 class ReasoningConfig(Strict):
-    """How much the model is to think. What it thinks comes as it is, in no case as a summary."""
+    """How much the model should think. The answer has the reasoning in full, never a summary."""
 
     inert = REASONING_INERT
 
-    context: Literal["auto", "current_turn", "all_turns"] = "auto"  # of which turns the template gets the thoughts
+    context: Literal["auto", "current_turn", "all_turns"] = "auto"  # turns whose reasoning the template gets
     effort: Effort | None = None
-    max_tokens: int | None = Field(default=None, ge=0, lt=2**31)  # of the thinking, as OpenRouter has it
+    max_tokens: int | None = Field(default=None, ge=0, lt=2**31)  # limit of the thinking tokens, OpenRouter's field
 
 
 class ResponseStreamOptions(Strict):
@@ -167,7 +166,7 @@ class ResponseStreamOptions(Strict):
 
 
 class ResponsePrompt(Strict):
-    """What makes the prompt: all of POST /v1/responses/input_tokens."""
+    """The fields that determine the prompt; the whole body of POST /v1/responses/input_tokens."""
 
     is_request = True
 
@@ -215,16 +214,16 @@ class ResponsePrompt(Strict):
 
     @property
     def left_out(self) -> list[str]:
-        """Types of tools and items that the model is not told of."""
+        """Types of the tools and items that the prompt omits."""
         return self.tool_set.hosted + self.input.left_out
 
     @property
     def num_turns(self) -> int:
-        """How many of them the input holds: a turn starts with a message of the user after one of another role."""
+        """Number of turns of the input. A turn starts with a message of the user after a message of another role."""
         return len(turns(self.input.messages))
 
     def in_our_terms(self, error: InvalidRequestError) -> InvalidRequestError:
-        """An error about the chat, in the words of this API."""
+        """An error of the chat request as an error of the field that the client sent."""
         found = OF_A_TOOL.match(error.param or "")
         if found is None or int(found[1]) >= len(self.tool_set.offered):
             return renamed(error, NAMES)
@@ -251,14 +250,14 @@ class ResponsePrompt(Strict):
         }
 
     def to_chat(self, first_turn: int = 0) -> ChatCompletionRequest:
-        """InvalidRequestError in the words of a chat: see in_our_terms."""
+        """The chat request with the same prompt. InvalidRequestError names a field of the chat: see in_our_terms."""
         return parse_request(ChatCompletionRequest, self.chat_fields(first_turn))
 
 
 class ResponseRequest(ResponsePrompt, SamplingExtras):
-    """POST /v1/responses. Without max_output_tokens: to the end of the context."""
+    """POST /v1/responses. Without max_output_tokens, the context length limits the answer."""
 
-    # No answer is stored, so nothing has to be kept from being; hints for speed.
+    # `store` has no effect because no answer is ever stored; the others are hints for speed.
     ignored = RESPONSES_IGNORED.keys() | {"prompt_cache_options", "prompt_cache_retention", "store"}
     foreign = {"response_format": "text.format", "reasoning_effort": "reasoning.effort"}
 
@@ -268,7 +267,7 @@ class ResponseRequest(ResponsePrompt, SamplingExtras):
     top_p: float = ranged_field(1.0, 0.0, 1.0)
     top_k: int = ranged_field(0, -1, 2**31 - 1)
     top_logprobs: int = Field(0, ge=0, le=20)
-    max_tool_calls: int | None = Field(None, ge=1, le=2**31 - 1)  # of a server's tools, so of none: comes back
+    max_tool_calls: int | None = Field(None, ge=1, le=2**31 - 1)  # about tools that run on a server: echoed only
     include: list[Includable] = Field(default_factory=list)
     parallel_tool_calls: bool = True
     metadata: Metadata = Field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What /v1/responses answers, whole and as the events of a stream, for /openapi.json and for tests."""
+"""Models of the answers of /v1/responses and of the events of its streams, for /openapi.json and for tests."""
 
 from typing import Annotated, Any, Literal
 
@@ -36,7 +36,7 @@ class ReasoningItem(Answer):
     status: ItemStatus
     summary: list[Any] = Field(max_length=0)
     content: list[ReasoningText]
-    encrypted_content: str = ""  # where it is asked for: see docs/api.md
+    encrypted_content: str = ""  # with include: ["reasoning.encrypted_content"], see docs/api.md
 
 
 class FunctionCallItem(Answer):
@@ -45,7 +45,7 @@ class FunctionCallItem(Answer):
     status: ItemStatus
     call_id: str
     name: str
-    namespace: str = ""  # of a tool that is in one
+    namespace: str = ""  # if the tool belongs to a namespace
     arguments: str
 
 
@@ -92,7 +92,7 @@ class ShellCallItem(Answer):
 class PatchOperation(Answer):
     type: Literal["create_file", "update_file", "delete_file"]
     path: str
-    diff: str = ""  # but not to delete a file
+    diff: str = ""  # absent for delete_file
 
 
 class ApplyPatchCallItem(Answer):
@@ -117,7 +117,7 @@ OutputItem = Annotated[
 
 class InputTokensDetails(Answer):
     cached_tokens: int
-    cache_write_tokens: int  # what a provider would charge for: always 0
+    cache_write_tokens: int  # always 0: this server charges nothing for filling its cache
 
 
 class OutputTokensDetails(Answer):
@@ -149,11 +149,11 @@ class TextSettings(Answer):
 class ReasoningSettings(Answer):
     effort: str | None
     summary: None
-    max_tokens: int = 0  # where a limit was asked for
+    max_tokens: int = 0  # if the request has a limit
 
 
 class ResponseObject(Answer):
-    """What was asked for, and what came of it."""
+    """A response: the settings of the request, its state and its output."""
 
     id: str
     object: Literal["response"]
@@ -185,7 +185,7 @@ class ResponseObject(Answer):
     store: Literal[False]
     background: Literal[False]
     previous_response_id: None
-    timings: list[RequestReport] = []  # with return_timings, in a stream in the last event
+    timings: list[RequestReport] = []  # with return_timings; in a stream in the last event
 
 
 class InputTokens(Answer):
@@ -276,7 +276,7 @@ class InputDone(_InItem):
 
 
 class ErrorEvent(_Event):
-    """Before response.failed."""
+    """The event before response.failed."""
 
     type: Literal["error"]
     code: str | None
@@ -303,4 +303,4 @@ class ResponseEvent(
         ]
     ]
 ):
-    """One event of a stream, which ends with response.completed, .incomplete or .failed."""
+    """One event of a stream. The last event is response.completed, .incomplete or .failed."""

@@ -1,8 +1,8 @@
-"""The tools of POST /v1/responses, and the tools of a chat that a model is told of in their place.
+"""The tools of POST /v1/responses, and the chat tools that the prompt describes in their place.
 
-A function and a custom tool are what they are in a chat. Those of a namespace get a name that says it. `local_shell`,
-`shell` and `apply_patch` are run by the client, and their calls are items of their own: to the model they are
-functions. Tools that run on OpenAI's servers are left out.
+Functions and custom tools stay the same; those of a namespace get a name that includes the namespace. The client runs
+`local_shell`, `shell` and `apply_patch`, whose calls have item types of their own; the model sees them as functions.
+Tools that run on OpenAI's servers are left out.
 """
 
 import hashlib
@@ -14,12 +14,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, FailFast, Field, PlainValidator
 
+from server.protocol.field_checks import field_error, known_fields
 from server.protocol.grammars.lark_in_json import MAX_DEFINITION
 from server.protocol.grammars.response_format import MAX_DESCRIPTION
 from server.protocol.harmless import RESPONSE_TOOL_IGNORED, RESPONSE_TOOL_INERT
-from server.protocol.strict import Strict, field_error
+from server.protocol.strict import Strict
 from server.protocol.tools import MAX_TOOLS, NAME, TextFormat, by_type, listed
-from server.protocol.unknown_fields import unknown_field
 
 HOSTED = (
     *("code_interpreter", "computer", "computer_use", "computer_use_preview", "file_search", "image_generation", "mcp"),
@@ -32,7 +32,7 @@ NOT_HERE = "runs on OpenAI's servers, not on this one: leave it out, or let the 
 class FunctionTool(Strict):
     inert = RESPONSE_TOOL_INERT
     ignored = RESPONSE_TOOL_IGNORED
-    foreign = {"function": "name"}  # what a chat's `function` holds stands beside `type` here
+    foreign = {"function": "name"}  # the fields of a chat's `function` stand beside `type` in this API
 
     type: Literal["function"]
     name: str
@@ -46,7 +46,7 @@ class FunctionTool(Strict):
 
 
 class GrammarFormat(Strict):
-    foreign = {"grammar": "definition"}  # a chat's holds the other two
+    foreign = {"grammar": "definition"}  # a chat has syntax and definition in an object `grammar`
 
     type: Literal["grammar"]
     syntax: Literal["lark", "regex"]
@@ -77,7 +77,7 @@ class CustomTool(Strict):
 
 
 class NamespaceTool(Strict):
-    """Functions and custom tools that a call names together with the namespace."""
+    """A group of functions and custom tools. A call names the tool and the namespace."""
 
     type: Literal["namespace"]
     name: str = Field(min_length=1, max_length=256)
@@ -108,7 +108,8 @@ class LocalShellTool(Strict):
 
 
 class ShellTool(Strict):
-    """Without an environment, or with a local one: run by the client. Others are containers of OpenAI's."""
+    """A shell that the client runs: without an environment, or with a local one. Other environments are OpenAI's
+    containers."""
 
     inert = {"allowed_callers": RESPONSE_TOOL_INERT["allowed_callers"]}
 
@@ -123,7 +124,7 @@ class ApplyPatchTool(Strict):
 
 
 class HostedTool(Strict):
-    """Its fields are not looked at."""
+    """A tool that runs on OpenAI's servers. Its fields are not checked."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -147,7 +148,7 @@ KINDS = TOOLS | dict.fromkeys(HOSTED, HostedTool)
 
 
 def parse_tool(value: Any) -> Tool:
-    """Errors name the field below the tool."""
+    """`value` as the tool of its type. Field errors name the field below the tool."""
     if isinstance(value, dict) and value.get("type") == "shell" and isinstance(value.get("environment"), dict):
         if value["environment"].get("type") in ("container_auto", "container_reference"):
             return HostedTool.model_construct(type="shell", **{k: v for k, v in value.items() if k != "type"})
@@ -160,7 +161,7 @@ ToolsField = Annotated[list[ToolField], FailFast(), Field(max_length=MAX_TOOLS)]
 
 STRINGS = {"type": "array", "items": {"type": "string"}}
 MILLISECONDS = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
-# Tools that the client runs, as functions: name -> (what the model is told, properties, those that are required).
+# Tools that the client runs, as functions: name -> (description for the model, properties, required properties).
 CLIENT_RUN: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     "local_shell": (
         "Runs a command on the user's machine, without a shell around it, and returns what it prints.",
@@ -195,8 +196,8 @@ CLIENT_RUN: dict[str, tuple[str, dict[str, Any], list[str]]] = {
 
 @dataclass(frozen=True)
 class Offered:
-    """A tool that the model is told of. `path`: where it stands in the request. `kind`: of its calls. `name` and
-    `namespace` are the client's, `chat` is the tool of a chat."""
+    """A tool that the prompt describes. `path`: its place in the request. `kind`: type of its calls. `name` and
+    `namespace`: as the client sent them. `chat`: the tool in the form of a chat request."""
 
     path: str
     kind: str
@@ -210,12 +211,12 @@ class Offered:
 
     @property
     def chosen(self) -> dict[str, Any]:
-        """As the tool_choice of a chat."""
+        """The tool_choice of a chat that chooses this tool."""
         return {"type": self.chat["type"], self.chat["type"]: {"name": self.chat_name}}
 
 
 def chat_name(namespace: str | None, name: str) -> str:
-    """How a model is told of a tool: the same in every request, and short enough for a name."""
+    """The name of a tool in the prompt: the same in every request, and at most 64 characters long."""
     if namespace is None:
         return name
     joined = f"{namespace}__{name}"
@@ -226,10 +227,10 @@ def chat_name(namespace: str | None, name: str) -> str:
 
 
 class ToolSet:
-    """All tools of a request, each with its path: `tools`, and `added` ones of the input, which replace those of their
-    name: a client may tell of a tool anew."""
+    """All tools of a request."""
 
     def __init__(self, tools: Iterable[tuple[str, Tool]], added: Iterable[tuple[str, Tool]] = ()) -> None:
+        """`tools`: (path in the request, tool). `added`: tools of the input, which replace tools of the same name."""
         self.hosted: list[str] = []
         self.offered = [one for path, tool in tools for one in self._offer(path, tool)]
         places = {one.chat_name: i for i, one in enumerate(self.offered)}
@@ -245,7 +246,7 @@ class ToolSet:
         return ()
 
     def chat_choice(self, value: Any) -> Any:
-        """tool_choice as a chat has it; None where nothing is left to choose. Errors name the part below it."""
+        """tool_choice in the form of a chat; None if no tool is offered. Field errors name the part below it."""
         if isinstance(value, str):
             if value == "required" and not self.offered and self.hosted:
                 raise field_error("unsupported_value", f"cannot be 'required': {self.hosted[0]} {NOT_HERE}")
@@ -307,7 +308,7 @@ def _named(name: str, about: str, description: str | None) -> dict[str, Any]:
 
 
 def parse_choice(value: Any) -> Any:
-    """Its shape; whether it fits the tools is for ToolSet to say. Errors name the part below it."""
+    """Checks the shape of tool_choice; ToolSet checks it against the tools. Field errors name the part below it."""
     if isinstance(value, str):
         if value not in ("none", "auto", "required"):
             raise field_error("invalid_value", "must be 'none', 'auto', 'required' or an object")
@@ -317,7 +318,7 @@ def parse_choice(value: Any) -> Any:
     if value.get("type") != "allowed_tools":
         _check_chosen(value, (), ("allowed_tools",))
         return value
-    _nothing_but(value, ("type", "mode", "tools"), ())
+    known_fields(value, ("type", "mode", "tools"))
     tools = value.get("tools")
     if not isinstance(tools, list) or not 1 <= len(tools) <= MAX_TOOLS:
         raise field_error("invalid_type", f"must be a list of 1 to {MAX_TOOLS} tools", "tools")
@@ -340,14 +341,8 @@ def _check_chosen(value: Any, at: tuple[str | int, ...], more: tuple[str, ...]) 
     if kind in ("function", "custom", "namespace"):
         if not isinstance(value.get("name"), str):
             raise field_error("invalid_type", "must be a string", *at, "name")
-        _nothing_but(value, ("type", "name", "namespace"), at)
+        known_fields(value, ("type", "name", "namespace"), *at)
         if not isinstance(value.get("namespace"), str | None):
             raise field_error("invalid_type", "must be a string", *at, "namespace")
     else:
-        _nothing_but(value, ("type",), at)
-
-
-def _nothing_but(fields: dict[str, Any], known: tuple[str, ...], at: tuple[str | int, ...]) -> None:
-    for name, value in fields.items():
-        if name not in known and value is not None:
-            unknown_field("is not a field of it", *at, name)
+        known_fields(value, ("type",), *at)
