@@ -50,7 +50,7 @@ from engine.sampling_params import SamplingParams
 from engine.text.tokenizer import Tokenizer
 from engine.worker.decode_runner import DecodeSettings
 from engine.worker.device.host import StepLimits
-from engine.worker.model_runner import ModelRunner
+from engine.worker.model_runner import ModelRunner, RunnerParts
 from server.process import event_loop
 
 T = TypeVar("T")
@@ -97,7 +97,8 @@ class Clock:
 class NullDecoder:
     """Takes the place of engine.models.decoder.Decoder: hidden states of nothing, logits made once."""
 
-    def __init__(self, num_seqs: int) -> None:
+    def __init__(self, config: ModelConfig, num_seqs: int) -> None:
+        self.config = config
         tokenizer = Tokenizer(resolve_model(EngineConfig()))
         # Whole characters, as nearly all tokens of a text are.
         texts = [i for i in range(VOCAB_SIZE) if tokenizer.token_bytes(i).isascii() and tokenizer.token_bytes(i)]
@@ -149,16 +150,17 @@ def null_runner(num_seqs: int, num_blocks: int) -> ModelRunner:
     )  # fmt: skip
     cache = torch.zeros(num_blocks, 1, BLOCK_SIZE, HIDDEN_SIZE)
     return ModelRunner(
-        model,
-        NullDecoder(num_seqs),  # type: ignore[arg-type]
-        [(cache, cache)],
-        limits=StepLimits(num_seqs, max(2048, 2 * num_seqs * PROMPT_TOKENS)),
-        max_model_len=MAX_MODEL_LEN,
-        block_size=BLOCK_SIZE,
-        eos_token_ids=[],
-        device=NullQueue.device,
-        queue=NullQueue(),
-        decode=DecodeSettings(num_seqs, num_seqs, MAX_MODEL_LEN // BLOCK_SIZE, HIDDEN_SIZE, torch.float32),
+        RunnerParts(
+            decoder=NullDecoder(model, num_seqs),  # type: ignore[arg-type]
+            kv_caches=[(cache, cache)],
+            limits=StepLimits(num_seqs, max(2048, 2 * num_seqs * PROMPT_TOKENS)),
+            max_model_len=MAX_MODEL_LEN,
+            block_size=BLOCK_SIZE,
+            eos_token_ids=[],
+            device=NullQueue.device,
+            queue=NullQueue(),
+            decode=DecodeSettings(num_seqs, num_seqs, MAX_MODEL_LEN // BLOCK_SIZE, HIDDEN_SIZE, torch.float32),
+        )
     )
 
 

@@ -19,7 +19,7 @@ from engine.executor.step import NewSequence, SequenceStep, StepPlan, decode_dri
 from engine.models.config import ModelConfig
 from engine.sampling_params import SamplingParams
 from engine.worker.device.host import StepLimits
-from engine.worker.model_runner import ModelRunner
+from engine.worker.model_runner import ModelRunner, RunnerParts
 
 BLOCK_SIZE = 16
 PROMPT_TOKENS = 100
@@ -36,7 +36,8 @@ PARAMS = {
 class NullDecoder:
     """Takes the place of engine.models.decoder.Decoder: hidden states of nothing, logits made once."""
 
-    def __init__(self, num_seqs: int, vocab_size: int) -> None:
+    def __init__(self, config: ModelConfig, num_seqs: int, vocab_size: int) -> None:
+        self.config = config
         self.logits = torch.randn(num_seqs, vocab_size, generator=torch.Generator().manual_seed(0)) * 2
 
     def forward(self, input_ids: Any, metadata: Any, kv_caches: Any) -> torch.Tensor:
@@ -53,14 +54,15 @@ def measure(params: SamplingParams, num_seqs: int, vocab_size: int, steps: int) 
         gated_mlp=True,
     )  # fmt: skip
     runner = ModelRunner(
-        model,
-        NullDecoder(num_seqs, vocab_size),  # type: ignore[arg-type]
-        [(torch.zeros(8192, 1, BLOCK_SIZE, 8),) * 2],
-        limits=StepLimits(num_seqs, max(2048, num_seqs * PROMPT_TOKENS)),
-        max_model_len=4096,
-        block_size=BLOCK_SIZE,
-        eos_token_ids=[0],
-        device=torch.device("cpu"),
+        RunnerParts(
+            decoder=NullDecoder(model, num_seqs, vocab_size),  # type: ignore[arg-type]
+            kv_caches=[(torch.zeros(8192, 1, BLOCK_SIZE, 8),) * 2],
+            limits=StepLimits(num_seqs, max(2048, num_seqs * PROMPT_TOKENS)),
+            max_model_len=4096,
+            block_size=BLOCK_SIZE,
+            eos_token_ids=[0],
+            device=torch.device("cpu"),
+        )
     )
     prompt = [i % vocab_size for i in range(PROMPT_TOKENS)]
     blocks = list(range(PROMPT_TOKENS // BLOCK_SIZE + 1))

@@ -11,8 +11,7 @@ from engine.errors import InvalidRequestError
 from engine.structured_output import StructuredOutput
 
 MAX_LOGPROBS = 128
-
-
+MIN_LOGPROB = -9999.0  # reported in place of -inf, which JSON cannot carry
 MAX_BEAM_WIDTH = MAX_LOGPROBS // 2
 MAX_LENGTH_PENALTY = 10.0  # of either sign: no length to its power overflows
 

@@ -145,7 +145,7 @@ def bench(arguments: list[str]) -> int:
 def plan(arguments: list[str]) -> int:
     """Runs in a process of its own: planning needs torch's view of the device, the command does not."""
     environment = {name: value for name, value in os.environ.items() if name != "PAGESERVE_API_KEY"}
-    return subprocess.run([sys.executable, "-m", "engine.worker.plan", *arguments], env=environment).returncode
+    return subprocess.run([sys.executable, "-m", "engine.worker.memory_plan", *arguments], env=environment).returncode
 
 
 if __name__ == "__main__":

@@ -153,7 +153,7 @@ def test_no_import_of_the_driver_side_points_up(path):
     assert not imports_up(path, DRIVER_SIDE)
 
 
-@pytest.mark.parametrize("path", of("engine.worker", "engine.models", but=("engine.worker.plan",)), ids=str)
+@pytest.mark.parametrize("path", of("engine.worker", "engine.models", but=("engine.worker.memory_plan",)), ids=str)
 def test_the_worker_imports_models_kernels_and_the_step_language(path):
     """`pageserve plan` is a command of its own, not part of the Worker, and so is excepted."""
     for name in ours(path):

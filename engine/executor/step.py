@@ -237,7 +237,8 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, tag=True):
         return [*map(SampledToken, self.seq_ids, self.token_ids), *self.detailed]
 
 
-DriverMessage = StartWorker | StepPlan | FetchBlocks | Vocabulary | PrepareGrammar | ThinkingTags | Heartbeat
+SideMessage = FetchBlocks | Vocabulary | PrepareGrammar | ThinkingTags  # done beside the steps
+DriverMessage = StartWorker | StepPlan | SideMessage | Heartbeat
 WorkerMessage = LoadProgress | WorkerReady | WorkerFailed | StepResult | FetchedBlocks | GrammarPrepared | Heartbeat
 
 _encoder = msgspec.msgpack.Encoder()

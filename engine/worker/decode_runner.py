@@ -11,15 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.config import EngineConfig
-from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.layers.attention import KVCache
 from engine.worker.batch.decode_buffers import DecodeBuffers
-from engine.worker.batch.input_batch import InputBatch, SampledAt
+from engine.worker.batch.input_batch import InputBatch, SampleTargets
 from engine.worker.batch.step_buffer import IntArray, StepBuffer
 from engine.worker.device.cuda_graphs import GraphRunner, bucket_sizes
-from engine.worker.device.host import StepLimits
 from engine.worker.device.queue import DeviceQueue
 from engine.worker.sampling.sampler import TokenCounts, sample
 from kernels.attention.plan import AttentionPlan
@@ -40,15 +37,6 @@ class DecodeSettings:
     hidden_size: int
     dtype: torch.dtype
     graphs: bool = True
-
-
-def decode_settings(
-    config: EngineConfig, model: ModelConfig, limits: StepLimits, max_model_len: int, dtype: torch.dtype
-) -> DecodeSettings:
-    """As the options say: larger steps than cuda_graph_max_num_seqs are run like those with prompts in them."""
-    capacity = min(limits.max_num_seqs, config.cuda_graph_max_num_seqs)
-    max_blocks = -(-max_model_len // config.block_size)
-    return DecodeSettings(capacity, limits.max_num_seqs, max_blocks, model.hidden_size, dtype, config.cuda_graphs)
 
 
 class DecodeRunner:
@@ -81,7 +69,7 @@ class DecodeRunner:
         self.graphs = GraphRunner(queue, work, bucket_sizes(settings.capacity), settings.graphs)
         self._num_rows = self._padded = 0
 
-    def stage(self, batch: InputBatch, decodes: list[int], blocks: list[int], buffer: StepBuffer) -> SampledAt:
+    def stage(self, batch: InputBatch, decodes: list[int], blocks: list[int], buffer: StepBuffer) -> SampleTargets:
         """Take a plan's decodes into `batch`, and send what the step reads. `buffer` is for what has no place here."""
         arrays = self.buffers.begin()
         sampled = batch.fill_decodes(decodes, blocks, self.buffers, arrays)

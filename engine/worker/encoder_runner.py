@@ -17,11 +17,11 @@ from engine.checkpoint.json_files import read_json_object
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineError
 from engine.executor.step import (
-    FetchBlocks,
     GrammarPrepared,
     NewSequence,
     PrepareGrammar,
     SequenceStep,
+    SideMessage,
     StepPlan,
     StepResult,
     WorkerMessage,
@@ -32,8 +32,6 @@ from engine.models.encoder import AttentionGroup, Encoder, EncoderBatch
 from engine.models.reader import ConfigReader
 from engine.models.weights import load_model
 from engine.sampling_params import Pooling, SamplingParams
-from engine.structured_output import Vocabulary
-from engine.thinking import ThinkingTags
 from engine.worker.cache.kv_cache import model_max_len
 from engine.worker.device.choice import resolve_device, resolve_dtype
 from engine.worker.device.host import StepLimits, resolve_step_limits
@@ -95,11 +93,7 @@ class EncoderRunner:
     def use_idle_time(self) -> bool:
         return False
 
-    def take(
-        self,
-        message: FetchBlocks | Vocabulary | PrepareGrammar | ThinkingTags,
-        send: Callable[[WorkerMessage], None],
-    ) -> None:
+    def handle_message(self, message: SideMessage, send: Callable[[WorkerMessage], None]) -> None:
         """Refuse a grammar: nothing is generated here. There is nothing else to be done beside the steps."""
         if isinstance(message, PrepareGrammar):
             send(GrammarPrepared(message.output.digest(), "this model is an encoder, which generates no text"))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from engine.executor.step import NewSequence, SequenceStep
 from engine.sampling_params import Pooling
-from engine.worker.batch.input_batch import InputBatch, SampledAt, StepInputs
+from engine.worker.batch.input_batch import InputBatch, SampleTargets, StepInputs
 from engine.worker.sampling.sampling_rows import Put
 
 SMALLEST_NORM = 1e-12  # a vector of zeros stays one
@@ -34,17 +34,17 @@ class PooledSequence:
 class PooledStep:
     """What of a step is pooled: `chunks` as (sequence, its first row, its end); `ending` are those that are complete.
 
-    `sampled` is what remains to be sampled. places, rest: int64, the rows of `ending` and of `sampled` among the
+    `targets` is what remains to be sampled. places, rest: int64, the rows of `ending` and of `targets` among the
     hidden states of all last tokens.
     """
 
     chunks: list[tuple[PooledSequence, int, int]]
     ending: list[PooledSequence]
-    sampled: SampledAt
+    targets: SampleTargets
     places: Tensor
     rest: Tensor
 
-    def take(self, hidden: Tensor, last_hidden: Tensor) -> tuple[Tensor | None, Tensor]:
+    def pool(self, hidden: Tensor, last_hidden: Tensor) -> tuple[Tensor | None, Tensor]:
         """(fp32 [ending, hidden] on the host, None for none; the rows of `last_hidden` that are to be sampled).
 
         hidden: all rows of the step, read only where `chunks` has any; last_hidden: of the last tokens. From a GPU the
@@ -96,15 +96,15 @@ class Pooler:
             for i, seq_id in enumerate(batch.seq_ids[inputs.rows].tolist())
             if (seq := find(seq_id)) is not None and seq.pooling.needs_every_token
         ]
-        at = inputs.sampled
+        at = inputs.targets
         found = [find(seq_id) for seq_id in at.seq_ids.tolist()]
         ending = [seq for seq in found if seq is not None]
         if not ending and not chunks:
             return None
         is_pooled = np.array([seq is not None for seq in found], np.bool_)
         rest = np.flatnonzero(~is_pooled)
-        sampled = SampledAt(at.seq_ids[rest], at.rows[rest], at.positions[rest])
-        return PooledStep(chunks, ending, sampled, put(np.flatnonzero(is_pooled)), put(rest))
+        targets = SampleTargets(at.seq_ids[rest], at.rows[rest], at.positions[rest])
+        return PooledStep(chunks, ending, targets, put(np.flatnonzero(is_pooled)), put(rest))
 
 
 def finish_vectors(vectors: Tensor, sequences: Sequence[PooledSequence], failed: dict[int, str]) -> dict[int, bytes]:

@@ -23,10 +23,9 @@ from engine.errors import PageserveError
 from engine.executor.frames import FrameSocket
 from engine.executor.step import (
     DriverMessage,
-    FetchBlocks,
     Heartbeat,
     LoadProgress,
-    PrepareGrammar,
+    SideMessage,
     StartWorker,
     StepPlan,
     WorkerFailed,
@@ -35,8 +34,6 @@ from engine.executor.step import (
     encode_frame,
 )
 from engine.garbage_collector import settle_garbage_collector
-from engine.structured_output import Vocabulary
-from engine.thinking import ThinkingTags
 from engine.worker.device.host import limit_primitive_caches, set_threads
 
 if TYPE_CHECKING:
@@ -128,8 +125,8 @@ def serve(channel: Channel, runner: "Runner") -> None:
             runner.check_device()
             channel.send(message)
             continue
-        if isinstance(message, FetchBlocks | Vocabulary | PrepareGrammar | ThinkingTags):
-            runner.take(message, channel.send)
+        if isinstance(message, SideMessage):
+            runner.handle_message(message, channel.send)
             continue
         if not isinstance(message, StepPlan):
             raise ValueError(f"the Driver sent {type(message).__name__} in place of a plan")

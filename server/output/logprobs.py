@@ -10,11 +10,11 @@ from typing import Any, Protocol
 import msgspec
 
 from engine.outputs import CompletionOutput, FinishReason, TokenLogprobs
+from engine.sampling_params import MIN_LOGPROB
 from engine.text.tokenizer import Tokenizer
 
 PORTION = 256  # tokens, each with its alternatives
 COMPLETION_LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
-LOWEST = -9999.0  # JSON has no -Infinity
 
 Entry = tuple[int, TokenLogprobs]  # (where its text starts, in characters of the returned text; the token)
 
@@ -145,7 +145,7 @@ def _top_by_text(token: TokenLogprobs, tokenizer: TokenNames) -> dict[str, float
     top: dict[str, float] = {}
     for token_id, logprob in (*token.top, (token.token_id, token.logprob)):
         text = tokenizer.token_text(token_id)
-        top[text] = max(top.get(text, LOWEST), finite(logprob))
+        top[text] = max(top.get(text, MIN_LOGPROB), finite(logprob))
     return top
 
 
@@ -171,4 +171,4 @@ def _with_bytes(token_id: int, logprob: float, tokenizer: TokenNames) -> dict[st
 
 
 def finite(logprob: float) -> float:
-    return max(logprob, LOWEST)
+    return max(logprob, MIN_LOGPROB)

@@ -129,7 +129,7 @@ def test_plan_and_bench_pass_their_arguments_on(monkeypatch):
         subprocess, "run", lambda command, env: commands.append(command) or subprocess.CompletedProcess([], 3)
     )
     assert main(["plan", "some/model", "--max-num-seqs", "4"]) == 3
-    assert commands == [[sys.executable, "-m", "engine.worker.plan", "some/model", "--max-num-seqs", "4"]]
+    assert commands == [[sys.executable, "-m", "engine.worker.memory_plan", "some/model", "--max-num-seqs", "4"]]
     monkeypatch.setattr("server.commands.bench.main", lambda arguments: len(arguments))
     assert main(["bench", "--peer", "x"]) == 2
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from engine.models.layers.attention import BatchMetadata
+from engine.worker.batch.step_buffer import BUFFERED_STEPS
 from engine.worker.device.queue import DeviceQueue, Mark
 from kernels.attention.plan import AttentionPlan
 
-BUFFERED_STEPS = 2  # one that the device works on, one that the host prepares
 ALIGNED_ROWS = 16  # so that all fields begin where vector loads may
 FAILED = -1  # in place of a token id
 

@@ -24,7 +24,7 @@ NO_BLOCK = "the plan computes tokens that have no KV block"
 
 
 @dataclass(frozen=True, slots=True)
-class SampledAt:
+class SampleTargets:
     """One entry per sampled token: its sequence, its row in the batch, its position (the number of tokens before)."""
 
     seq_ids: IntArray
@@ -45,7 +45,7 @@ class StepInputs:
     input_ids: Tensor
     metadata: BatchMetadata
     has_pending: bool
-    sampled: SampledAt
+    targets: SampleTargets
     sample_indices: Tensor | None
     rows: IntArray
     starts: IntArray
@@ -60,11 +60,11 @@ class InputBatch:
     """
 
     def __init__(
-        self, max_num_seqs: int, max_model_len: int, block_size: int, plan: AttentionPlan | None = None
+        self, max_num_seqs: int, max_model_len: int, block_size: int, attention_plan: AttentionPlan | None = None
     ) -> None:
         max_blocks = -(-max_model_len // block_size)
         self.block_size = block_size
-        self.plan = plan
+        self.attention_plan = attention_plan
         self._slots_per_block = np.int64(block_size)
         self.max_model_len = max_model_len
         self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), np.int32)
@@ -118,7 +118,7 @@ class InputBatch:
 
     def fill_decodes(
         self, decodes: list[int], blocks: list[int], buffers: DecodeBuffers, arrays: DecodeInputs[IntArray]
-    ) -> SampledAt:
+    ) -> SampleTargets:
         """As `build`, for a step of decodes alone that goes through DecodeBuffers."""
         before = self._decodes
         rows = self._take_decodes(decodes, blocks)
@@ -141,7 +141,7 @@ class InputBatch:
         self.num_computed[rows] = seq_lens
         self.token_ids[rows, seq_lens] = -1 - rows
         self.num_tokens[rows] = seq_lens + 1
-        return SampledAt(self.seq_ids[rows], rows, seq_lens)
+        return SampleTargets(self.seq_ids[rows], rows, seq_lens)
 
     def take_changed_cells(self) -> list[int]:
         changed, self.changed_cells = self.changed_cells or [], []
@@ -195,7 +195,7 @@ class InputBatch:
             cu_seqlens_q=buffer.put(cu_seqlens_q),
             max_seqlen_q=int(counts[num_decodes:].max(initial=0)),
             outputs=None if every_row else self._outputs(rows, ends, seq_lens, sampled, widest, buffer),
-            plan=self.plan,
+            plan=self.attention_plan,
         )
         hidden_rows = np.concatenate([np.arange(len(sampled)), np.searchsorted(sampled, parents)])
         sampled = np.concatenate([sampled, parents])
@@ -206,7 +206,7 @@ class InputBatch:
             input_ids=buffer.put(input_ids),
             metadata=metadata,
             has_pending=bool((input_ids < 0).any()),
-            sampled=SampledAt(self.seq_ids[sample_rows], sample_rows, seq_lens[sampled]),
+            targets=SampleTargets(self.seq_ids[sample_rows], sample_rows, seq_lens[sampled]),
             sample_indices=buffer.put(hidden_rows) if len(forks) or every_row else None,
             rows=rows,
             starts=starts,
@@ -215,7 +215,7 @@ class InputBatch:
         self._advance(rows, seq_lens, sample_rows)
         return inputs
 
-    def store_tokens(self, sampled: SampledAt, token_ids: IntArray) -> None:
+    def store_tokens(self, sampled: SampleTargets, token_ids: IntArray) -> None:
         """The values of a step's sampled tokens, once the host knows them; skips sequences removed meanwhile."""
         live = self.seq_ids[sampled.rows] == sampled.seq_ids
         self.token_ids[sampled.rows[live], sampled.positions[live]] = token_ids[live]

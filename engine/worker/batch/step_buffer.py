@@ -7,9 +7,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.worker.batch.decode_buffers import BUFFERED_STEPS
+from engine.worker.device.host import StepLimits
 from engine.worker.device.queue import DeviceQueue, Mark
 
+BUFFERED_STEPS = 2  # the device works on one step while the host prepares the next
 ALIGNMENT = 16  # bytes: what vector loads like, and any dtype may start at
 
 
@@ -63,3 +64,10 @@ class StepBuffer:
             self._queue.copy(self._target[part], self._hosts[self._turn][part])
             self._copied[self._turn] = self._queue.mark()
             self._uploaded = self._used
+
+
+def step_buffer_bytes(limits: StepLimits, max_model_len: int, block_size: int) -> int:
+    """Room for all arrays of the largest step: ids, positions, slots, rows that are scored and their ids; block tables,
+    also of the output rows; some 200 bytes per row sampled."""
+    max_blocks = -(-max_model_len // block_size)
+    return 40 * limits.max_num_batched_tokens + limits.max_num_seqs * (8 * max_blocks + 256) + 4096

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.models.config import ModelConfig
 from engine.settings import parse_size
 
 logger = logging.getLogger(__name__)
@@ -138,6 +139,7 @@ class DiskCache:
     """
 
     def __init__(self, file: BlockFile) -> None:
+        self.digests = file.digests()  # of the blocks that the file claimed to hold at the start, the oldest first
         self._file = file
         self._tasks: queue.PriorityQueue[tuple[int, int, Callable[[], None]]] = queue.PriorityQueue()
         self._num_tasks = 0
@@ -192,13 +194,18 @@ class DiskCache:
         return contents
 
 
-def open_block_file(config: EngineConfig, block_bytes: int, identity: bytes) -> BlockFile | None:
-    """The file of `config.disk_cache`, where one is set. Raises ConfigError."""
+def open_disk_cache(config: EngineConfig, block_bytes: int, identity: bytes) -> DiskCache | None:
+    """The disk tier of `config.disk_cache`; None where that is not set. Raises ConfigError."""
     if config.disk_cache is None:
         return None
     quota = parse_size(config.disk_cache_size)
     assert quota is not None, "EngineConfig checked it"
-    return BlockFile(Path(config.disk_cache).expanduser(), quota, block_bytes, identity)
+    return DiskCache(BlockFile(Path(config.disk_cache).expanduser(), quota, block_bytes, identity))
+
+
+def block_identity(model_identity: bytes, model: ModelConfig, max_model_len: int) -> bytes:
+    """The identity of a model's blocks in the file. LongRoPE's long factors make other keys: another identity."""
+    return hashlib.sha256(model_identity + b"long").digest() if model.has_long_rope(max_model_len) else model_identity
 
 
 def _open_locked(folder: Path) -> int:

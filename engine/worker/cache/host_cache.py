@@ -2,15 +2,18 @@
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.executor.step import BlockMove, FetchBlocks, FetchedBlocks
+from engine.config import EngineConfig
+from engine.executor.step import BlockCopy, BlockMove, FetchBlocks, FetchedBlocks
+from engine.models.config import ModelConfig
 from engine.worker.cache.block_mover import BlockMover, DirectMover, StreamMover
-from engine.worker.cache.disk_cache import DiskCache
+from engine.worker.cache.disk_cache import DiskCache, block_identity, open_disk_cache
+from engine.worker.cache.kv_cache import model_max_len
 from engine.worker.device.queue import DeviceQueue, Mark
 from kernels.cache.copy_blocks import BlockCopier
 
@@ -46,6 +49,11 @@ class HostCache:
     @property
     def has_disk(self) -> bool:
         return self._disk is not None
+
+    @property
+    def disk_digests(self) -> list[bytes]:
+        """Digests of the blocks that the disk tier held when it was opened, the oldest first."""
+        return [] if self._disk is None else self._disk.digests
 
     def offload(self, moves: list[BlockMove], blocks: Tensor) -> None:
         """Blocks of the pool, whose ids are also in `blocks` int64 [n] on the device, to slots; `keep` once the step is
@@ -121,3 +129,43 @@ class HostCache:
             self._queue.mark().wait()
         if (queued := self._mover.mark()) is not None:
             queued.wait()
+
+
+def open_host_cache(
+    config: EngineConfig,
+    model: ModelConfig,
+    kv_caches: list[tuple[Tensor, Tensor]],
+    *,
+    num_slots: int,
+    queue: DeviceQueue | None,
+    model_identity: bytes,
+) -> HostCache:
+    """The host tier of a KV cache, and the disk tier below it where the settings name one. Raises ConfigError."""
+    copier = block_copier(kv_caches)
+    identity = block_identity(model_identity, model, model_max_len(config, model))
+    disk = open_disk_cache(config, copier.block_bytes, identity)
+    return HostCache(copier, num_slots, kv_caches[0][0].device, disk, queue)
+
+
+def block_copier(kv_caches: list[tuple[Tensor, Tensor]]) -> BlockCopier:
+    """Copies blocks in all tensors of the cache at once."""
+    return BlockCopier([tensor for layer in kv_caches for tensor in layer])
+
+
+def independent_copies(copies: list[BlockCopy]) -> Iterator[list[BlockCopy]]:
+    """Cut into runs that may be copied in any order: in one, no target is a source or a target of another.
+
+    Nearly always one run: only where the last holder of a source was preempted in between is it a target as well.
+    """
+    run: list[BlockCopy] = []
+    sources: set[int] = set()
+    targets: set[int] = set()
+    for copy in copies:
+        if copy.target in sources | targets or copy.source in targets:
+            yield run
+            run, sources, targets = [], set(), set()
+        run.append(copy)
+        sources.add(copy.source)
+        targets.add(copy.target)
+    if run:
+        yield run

@@ -45,7 +45,7 @@ class KVCacheSize:
         return self.num_blocks * self.block_bytes
 
 
-def kv_format_of(config: EngineConfig, model: ModelConfig) -> KVFormat | None:
+def resolve_kv_format(config: EngineConfig, model: ModelConfig) -> KVFormat | None:
     """How keys and values are stored; None: in the model's dtype. ConfigError where the model's heads do not fit."""
     kv_format = find_kv_format(config.kv_cache_dtype)
     try:
@@ -74,7 +74,7 @@ def model_max_len(config: EngineConfig, model: ModelConfig) -> int:
 def most_positions(config: EngineConfig, model: ModelConfig, dtype_bytes: int, budget: int) -> int:
     """The longest sequence in tokens that a KV cache of at most `budget` bytes could hold, as a bound for tables that
     have a row for each position: a checkpoint may claim any number of them."""
-    block_bytes = config.block_size * model.kv_bytes_per_token(dtype_bytes, kv_format_of(config, model))
+    block_bytes = config.block_size * model.kv_bytes_per_token(dtype_bytes, resolve_kv_format(config, model))
     num_blocks = config.num_blocks or max(0, budget) // block_bytes
     return max(1, min(model_max_len(config, model), num_blocks * config.block_size))
 
@@ -115,7 +115,7 @@ def size_kv_cache(
     On a GPU the rest is left to the prefix cache.
     Raises ConfigError with the nearest settings that fit.
     """
-    block_bytes = config.block_size * model.kv_bytes_per_token(dtype_bytes, kv_format_of(config, model))
+    block_bytes = config.block_size * model.kv_bytes_per_token(dtype_bytes, resolve_kv_format(config, model))
     longest = model_max_len(config, model)
     blocks_per_sequence = -(-longest // config.block_size)
     if on_gpu:

@@ -11,19 +11,19 @@ from dataclasses import dataclass
 import numpy as np
 
 from engine.sampling_params import SamplingParams
-from engine.worker.batch.input_batch import InputBatch, SampledAt
+from engine.worker.batch.input_batch import InputBatch, SampleTargets
 from engine.worker.batch.step_buffer import ALIGNMENT, StepBuffer
 from engine.worker.device.queue import DeviceQueue, Mark
 from engine.worker.sampling.grammar_cache import GrammarCache
 from engine.worker.sampling.grammar_rows import GrammarRows
-from engine.worker.sampling.sampled import SampledRows, token_ids_of
+from engine.worker.sampling.results import SamplerRun, token_ids_of
 from kernels.sampling.token_mask import TokenMask
 
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
-    at: SampledAt
-    sampled: tuple[SampledRows, ...]
+    at: SampleTargets
+    sampled: tuple[SamplerRun, ...]
     ready: Mark
 
 
@@ -46,7 +46,7 @@ class GrammarMasks:
     def drop(self, row: int) -> None:
         self._rows.drop(row)
 
-    def make(self, at: SampledAt) -> TokenMask | None:
+    def make(self, at: SampleTargets) -> TokenMask | None:
         """The masks of the step that samples `at`, once its forward pass is queued; None where nothing needs one."""
         if not self._rows or not len(places := self._rows.which(at.rows)):
             return None
@@ -58,12 +58,12 @@ class GrammarMasks:
         buffer.upload()
         return mask
 
-    def launched(self, at: SampledAt, sampled: tuple[SampledRows, ...], ready: Mark) -> None:
+    def note_launched(self, at: SampleTargets, sampled: tuple[SamplerRun, ...], ready: Mark) -> None:
         """On a GPU: a step whose tokens the matchers will need."""
         if self._rows and len(self._rows.which(at.rows)):
             self._unread.append(_Launched(at, sampled, ready))
 
-    def sampled(self, at: SampledAt) -> None:
+    def expect_next(self, at: SampleTargets) -> None:
         """On a CPU: a step whose tokens are known."""
         if self._rows:
             places = self._rows.which(at.rows)

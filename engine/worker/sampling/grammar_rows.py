@@ -18,7 +18,7 @@ import numpy as np
 from engine.grammars.compiler import GrammarError, Words, as_words, fill_mask
 from engine.sampling_params import SamplingParams
 from engine.structured_output import NOT_MATCHED, StructuredOutput
-from engine.worker.batch.input_batch import SampledAt
+from engine.worker.batch.input_batch import SampleTargets
 from engine.worker.batch.step_buffer import IntArray
 from engine.worker.sampling.grammar_cache import GrammarCache
 from engine.worker.sampling.grammar_ends import Ending, GrammarEnds
@@ -90,7 +90,7 @@ class GrammarRows:
         known = self._rows
         return np.flatnonzero([row in known for row in rows.tolist()])
 
-    def masks(self, at: SampledAt, places: IntArray, token_ids: IntArray) -> tuple[Words, dict[int, str]]:
+    def masks(self, at: SampleTargets, places: IntArray, token_ids: IntArray) -> tuple[Words, dict[int, str]]:
         """(int32 [len(places), num_words], reasons by sequence id) for the entries `places` of a step's `at`.
 
         token_ids [max_num_seqs, n] are the known tokens of all rows, up to the positions in `at`. A sequence that

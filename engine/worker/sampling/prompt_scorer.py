@@ -14,9 +14,9 @@ from torch import Tensor
 
 from engine.executor.step import NewSequence, SequenceStep
 from engine.outputs import PromptScores
+from engine.sampling_params import MIN_LOGPROB
 from engine.worker.batch.input_batch import InputBatch, StepInputs
-from engine.worker.sampling.sampled import NOT_FINITE
-from engine.worker.sampling.sampler import MIN_LOGPROB
+from engine.worker.sampling.results import NOT_FINITE
 from engine.worker.sampling.sampling_rows import Put
 
 logger = logging.getLogger(__name__)

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.sampling_params import MIN_LOGPROB
 from engine.worker.sampling.sampling_rows import Draw, Penalties, SamplingInputs
 from engine.worker.sampling.token_bans import RecentTokens, allow_only, ban_words
 from kernels.dispatch import cpu_kernels, use_triton
@@ -25,7 +26,6 @@ from kernels.sampling.draw import draw_tokens
 from kernels.sampling.logits import TokenPenalties, change_logits, largest_logits
 from kernels.sampling.token_mask import TokenMask, mask_tokens
 
-MIN_LOGPROB = -9999.0  # stands for -inf, which JSON cannot carry
 BUCKET = 64  # tokens per bucket of the two-level cumulative sum
 FIRST_BIN, NUM_BINS = (127 - 10) * 32, 18 * 32  # of the histogram that finds a nucleus: from 2**-10 up to 2**8
 

@@ -15,11 +15,10 @@ import numpy as np
 
 from engine.sampling_params import SamplingParams
 from engine.thinking import ThinkingScan, ThinkingTags
-from engine.worker.batch.decode_buffers import BUFFERED_STEPS
-from engine.worker.batch.input_batch import InputBatch, SampledAt
-from engine.worker.batch.step_buffer import ALIGNMENT, IntArray, StepBuffer
+from engine.worker.batch.input_batch import InputBatch, SampleTargets
+from engine.worker.batch.step_buffer import ALIGNMENT, BUFFERED_STEPS, IntArray, StepBuffer
 from engine.worker.device.queue import DeviceQueue, Mark
-from engine.worker.sampling.sampled import SampledRows, token_ids_of
+from engine.worker.sampling.results import SamplerRun, token_ids_of
 from engine.worker.sampling.sampler import ForcedTokens
 
 
@@ -51,7 +50,7 @@ class ThinkingRows:
         self._buffer = StepBuffer(len(batch.num_tokens) * 2 * np.int64().itemsize + 2 * ALIGNMENT, queue)
         self._tags: ThinkingTags | None = None
         self._rows: dict[int, _Row] = {}
-        self._unread: deque[tuple[SampledAt, tuple[SampledRows, ...], Mark]] = deque()
+        self._unread: deque[tuple[SampleTargets, tuple[SamplerRun, ...], Mark]] = deque()
 
     def set_tags(self, tags: ThinkingTags) -> None:
         """How this model's vocabulary writes them; comes before any sequence that has a budget."""
@@ -69,7 +68,7 @@ class ThinkingRows:
     def drop(self, row: int) -> None:
         self._rows.pop(row, None)
 
-    def make(self, at: SampledAt) -> ForcedTokens | None:
+    def make(self, at: SampleTargets) -> ForcedTokens | None:
         """What the step that samples `at` must write, once its forward pass is queued; None where nothing is forced."""
         if not self._rows:
             self._unread.clear()
@@ -97,7 +96,7 @@ class ThinkingRows:
         self._buffer.upload()
         return forced
 
-    def launched(self, at: SampledAt, sampled: tuple[SampledRows, ...], ready: Mark) -> None:
+    def note_launched(self, at: SampleTargets, sampled: tuple[SamplerRun, ...], ready: Mark) -> None:
         """On a GPU: a step whose tokens the scans may need. Those of steps that are not in flight any more are taken in
         at once, which waits for nothing."""
         if self._rows:

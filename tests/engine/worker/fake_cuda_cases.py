@@ -14,13 +14,14 @@ from engine.models.families import read_model_config
 from engine.models.weights import load_model
 from engine.sampling_params import Pooling, SamplingParams
 from engine.worker.cache import block_mover
-from engine.worker.cache.host_cache import HostCache
+from engine.worker.cache.host_cache import HostCache, block_copier
 from engine.worker.cache.kv_cache import allocate_kv_caches
 from engine.worker.decode_runner import DecodeSettings
 from engine.worker.device.host import StepLimits
-from engine.worker.gpu_profile import profile_gpu
-from engine.worker.model_runner import ModelRunner, block_copier
+from engine.worker.memory_profile import LoadedDecoder, profile_gpu
+from engine.worker.model_runner import ModelRunner, RunnerParts
 from engine.worker.sampling.sampling_rows import EVERYTHING_ON, WARM_UP
+from engine.worker.sampling.step_sampler import StepSampler
 from kernels.kv_format import KV_FORMATS
 from kernels.sampling.token_mask import TokenMask
 from tests.engine.models.tiny_models import CASES
@@ -55,7 +56,7 @@ def one_at_a_time(*_):
 
 @pytest.fixture
 def make_runner(cuda, make_decoder, monkeypatch):
-    monkeypatch.setattr(ModelRunner, "_sample_row", one_at_a_time)
+    monkeypatch.setattr(StepSampler, "_sample_row", one_at_a_time)
 
     def make(name, kv_format=None, batch_invariant=False, num_slots=0):
         """Warm, with all graphs recorded; from then on nothing may be compiled or waited for."""
@@ -64,10 +65,12 @@ def make_runner(cuda, make_decoder, monkeypatch):
         host_cache = HostCache(block_copier(caches), num_slots, queue.device, queue=queue)
         decode = DecodeSettings(LIMITS.max_num_seqs, LIMITS.max_num_seqs, LENGTH // BLOCK_SIZE, model.hidden_size,
                                 torch.bfloat16)  # fmt: skip
-        runner = ModelRunner(
-            model, decoder, caches, limits=LIMITS, max_model_len=LENGTH, block_size=BLOCK_SIZE, eos_token_ids=[2],
-            device=queue.device, host_cache=host_cache, queue=queue, decode=decode, batch_invariant=batch_invariant,
+        parts = RunnerParts(
+            decoder=decoder, kv_caches=caches, limits=LIMITS, max_model_len=LENGTH, block_size=BLOCK_SIZE,
+            eos_token_ids=[2], device=queue.device, host_cache=host_cache, queue=queue, decode=decode,
+            batch_invariant=batch_invariant,
         )  # fmt: skip
+        runner = ModelRunner(parts)
         runner.warm_up()
         while runner.use_idle_time():
             pass
@@ -179,13 +182,13 @@ def test_masks_of_grammars(make_runner, monkeypatch):
     words = np.zeros((2, 4), np.int32)
 
     def make(at):
-        buffer = runner.grammars._step_buffer(words.shape[1])
+        buffer = runner.sampler.grammars._step_buffer(words.shape[1])
         n = min(2, len(at.rows))
         mask = TokenMask(buffer.put(np.arange(n)), buffer.put(words[:n]))
         buffer.upload()
         return mask
 
-    monkeypatch.setattr(runner.grammars, "make", make)
+    monkeypatch.setattr(runner.sampler.grammars, "make", make)
     serve(runner, [DRAWN, DRAWN, GREEDY, DRAWN])
 
 
@@ -194,7 +197,8 @@ def test_the_profile_of_memory(cuda, make_decoder, name):
     """The largest prefill, the worst sampling, and two graphs."""
     model, decoder = make_decoder(name)
     config = EngineConfig(model="m", device="cuda", dtype="bfloat16", max_model_len=LENGTH)
-    profile = profile_gpu(config, model, decoder, LIMITS, torch.bfloat16, FakeCudaQueue(cuda))
+    loaded = LoadedDecoder(config, model, decoder, LIMITS, torch.bfloat16, FakeCudaQueue.device)
+    profile = profile_gpu(loaded, FakeCudaQueue(cuda))
     assert profile.cache_budget == int(0.9 * (80 << 30)) - (8 << 30) - (2 << 30)
     assert "graph" not in cuda.launched and "prefill_attention_kernel" in cuda.launched
 

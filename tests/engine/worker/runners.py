@@ -8,7 +8,7 @@ from engine.worker.cache.kv_cache import allocate_kv_caches
 from engine.worker.decode_runner import DecodeSettings
 from engine.worker.device.host import StepLimits
 from engine.worker.load import load_runner
-from engine.worker.model_runner import ModelRunner
+from engine.worker.model_runner import ModelRunner, RunnerParts
 from tests.engine.worker.mini_driver import CONFIG
 
 CPU = torch.device("cpu")
@@ -36,16 +36,17 @@ def make_queue_runner(
     """A warm runner whose decode steps go through fixed buffers and graphs of up to `capacity` rows."""
     model = read_model_config(model_dir)
     runner = ModelRunner(
-        model,
-        decoder,
-        kv_caches or zeroed_kv_caches(model),
-        limits=StepLimits(max_num_seqs, 2048),
-        max_model_len=128,
-        block_size=CONFIG.block_size,
-        eos_token_ids=list(eos),
-        device=queue.device,
-        queue=queue,
-        decode=DecodeSettings(capacity, max_num_seqs, 16, model.hidden_size, torch.float32, graphs),
+        RunnerParts(
+            decoder=decoder,
+            kv_caches=kv_caches or zeroed_kv_caches(model),
+            limits=StepLimits(max_num_seqs, 2048),
+            max_model_len=128,
+            block_size=CONFIG.block_size,
+            eos_token_ids=list(eos),
+            device=queue.device,
+            queue=queue,
+            decode=DecodeSettings(capacity, max_num_seqs, 16, model.hidden_size, torch.float32, graphs),
+        )
     )
     runner.warm_up()
     return runner

@@ -20,7 +20,7 @@ def plan():
 
 def test_a_cpu_has_no_plan_and_nothing_to_compile(model_dir):
     runner = load_runner(CONFIG, model_dir, [2], lambda phase: None)[0]
-    assert make_attention_plan(read_model_config(model_dir), 8, CPU) is None and runner.batch.plan is None
+    assert make_attention_plan(read_model_config(model_dir), 8, CPU) is None and runner.batch.attention_plan is None
     warm_up_attention(runner._decoder, runner._kv_caches, None, 128)
 
 

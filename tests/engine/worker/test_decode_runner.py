@@ -10,10 +10,11 @@ import torch
 from engine.executor.step import BlockCopy
 from engine.models.families import read_model_config
 from engine.sampling_params import SamplingParams
-from engine.worker.batch.decode_buffers import BUFFERED_STEPS, DecodeBuffers
+from engine.worker.batch.decode_buffers import DecodeBuffers
+from engine.worker.batch.step_buffer import BUFFERED_STEPS
 from engine.worker.device.cuda_graphs import GraphRunner, bucket_sizes
 from engine.worker.device.host import StepLimits
-from engine.worker.gpu_profile import decode_bytes
+from engine.worker.memory_profile import LoadedDecoder, decode_bytes
 from tests.engine.worker.lazy_queue import LazyQueue
 from tests.engine.worker.mini_driver import CONFIG, GREEDY, PROMPTS, ColumnDriver, MiniDriver
 
@@ -230,10 +231,10 @@ def test_what_graphs_take_is_estimated_from_two(decoder, model_dir):
     model = read_model_config(model_dir)
     config = replace(CONFIG, max_num_seqs=6)
     limits = StepLimits(6, 64)
-    arguments = (model, decoder, limits, torch.float32)
-    assert decode_bytes(config, *arguments, LazyQueue()) == 107 + 3 * 14
-    assert decode_bytes(replace(config, cuda_graphs=False), *arguments, LazyQueue()) == 0
-    assert decode_bytes(replace(config, cuda_graph_max_num_seqs=1), *arguments, LazyQueue()) == 107
+    loaded = LoadedDecoder(config, model, decoder, limits, torch.float32, LazyQueue.device)
+    assert decode_bytes(loaded, LazyQueue()) == 107 + 3 * 14
+    assert decode_bytes(replace(loaded, config=replace(config, cuda_graphs=False)), LazyQueue()) == 0
+    assert decode_bytes(replace(loaded, config=replace(config, cuda_graph_max_num_seqs=1)), LazyQueue()) == 107
 
 
 def test_new_prompts_bring_more_table_entries_than_a_step_has_rows(make_runner, hf_greedy):

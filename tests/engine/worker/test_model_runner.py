@@ -10,12 +10,12 @@ import torch
 from engine.errors import ConfigError, EngineError, ModelError
 from engine.executor.step import BlockCopy, NewSequence, SequenceStep, StepPlan
 from engine.sampling_params import SamplingParams
-from engine.worker import model_runner
 from engine.worker.batch.input_batch import InputBatch
-from engine.worker.batch.step_buffer import StepBuffer
+from engine.worker.batch.step_buffer import StepBuffer, step_buffer_bytes
+from engine.worker.cache.host_cache import independent_copies
 from engine.worker.device.host import StepLimits
 from engine.worker.load import load_runner
-from engine.worker.model_runner import independent_copies
+from engine.worker.sampling import step_sampler
 from tests.engine.worker.mini_driver import CONFIG, GREEDY, PROMPTS, MiniDriver
 
 
@@ -295,14 +295,14 @@ def test_a_sampler_that_raises_for_one_sequence_fails_that_one(runner, hf_greedy
     driver.add(1, PROMPTS[1])
     driver.add(2, PROMPTS[2], SamplingParams(temperature=1.0))
     driver.add(3, PROMPTS[3], SamplingParams(temperature=0.0, logprobs=2))
-    sample = model_runner.sample
+    sample = step_sampler.sample
 
     def fragile(logits, inputs, counts, mask=None, forced=None):
         if inputs is not None and inputs.draws:
             raise RuntimeError("no luck")
         return sample(logits, inputs, counts)
 
-    monkeypatch.setattr(model_runner, "sample", fragile)
+    monkeypatch.setattr(step_sampler, "sample", fragile)
     result = driver.step({1: 5, 2: 21, 3: 1})
     assert result.failed == {2: "RuntimeError: no luck"}
     assert {sample.seq_id: len(sample.top) for sample in result.samples} == {1: 0, 3: 2}
@@ -318,7 +318,7 @@ def test_a_sampler_that_always_raises_ends_the_worker(runner, monkeypatch):
     def broken(logits, inputs, counts, mask=None, forced=None):
         raise RuntimeError("no luck")
 
-    monkeypatch.setattr(model_runner, "sample", broken)
+    monkeypatch.setattr(step_sampler, "sample", broken)
     with pytest.raises(EngineError, match="no luck"):
         driver.step({1: 5, 2: 21})
 
@@ -481,4 +481,4 @@ def test_step_limits_are_part_of_the_buffer():
     for i in range(16):
         batch.add(NewSequence(i, [1] * 64, 4, 60, [0] * 8, GREEDY, 0))
     batch.build([], [], [SequenceStep(i, 4, True, []) for i in range(16)], Counting(0, None))
-    assert sum(put) <= model_runner.step_buffer_bytes(limits, 64, 8)
+    assert sum(put) <= step_buffer_bytes(limits, 64, 8)

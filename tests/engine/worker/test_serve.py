@@ -42,7 +42,7 @@ class Runner:
             return True
         return False
 
-    def take(self, message, send):
+    def handle_message(self, message, send):
         self.host_cache.fetch(message, send)
 
     def check_device(self):

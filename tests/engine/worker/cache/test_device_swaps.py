@@ -5,10 +5,10 @@ import torch
 
 from engine.executor.step import BlockMove, FetchBlocks, NewSequence, SequenceStep, StepPlan
 from engine.models.families import read_model_config
-from engine.worker.cache.host_cache import HostCache
+from engine.worker.cache.host_cache import HostCache, block_copier
 from engine.worker.decode_runner import DecodeSettings
 from engine.worker.device.host import StepLimits
-from engine.worker.model_runner import ModelRunner, block_copier
+from engine.worker.model_runner import ModelRunner, RunnerParts
 from tests.engine.worker.cache.fake_disk import Disk
 from tests.engine.worker.lazy_queue import LazyQueue
 from tests.engine.worker.mini_driver import GREEDY, PROMPTS
@@ -24,17 +24,18 @@ def make_runner(model_dir, decoder):
         shape = (NUM_BLOCKS, model.num_kv_heads, 8, model.head_dim)
         caches = [(torch.zeros(shape), torch.zeros(shape)) for _ in range(model.num_layers)]
         runner = ModelRunner(
-            model,
-            decoder,
-            caches,
-            limits=StepLimits(4, 256),
-            max_model_len=64,
-            block_size=8,
-            eos_token_ids=[2],
-            device=queue.device,
-            host_cache=HostCache(block_copier(caches), NUM_SLOTS, queue.device, disk, queue),
-            queue=queue,
-            decode=DecodeSettings(4, 4, 8, model.hidden_size, torch.float32),
+            RunnerParts(
+                decoder=decoder,
+                kv_caches=caches,
+                limits=StepLimits(4, 256),
+                max_model_len=64,
+                block_size=8,
+                eos_token_ids=[2],
+                device=queue.device,
+                host_cache=HostCache(block_copier(caches), NUM_SLOTS, queue.device, disk, queue),
+                queue=queue,
+                decode=DecodeSettings(4, 4, 8, model.hidden_size, torch.float32),
+            )
         )
         runner.warm_up()
         return runner

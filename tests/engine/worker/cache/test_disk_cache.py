@@ -11,8 +11,7 @@ import pytest
 from engine.errors import ConfigError
 from engine.models.families import read_model_config
 from engine.worker.cache import disk_cache
-from engine.worker.cache.disk_cache import DATA_START, FILE_NAME, SLOT_HEADER, BlockFile, DiskCache
-from engine.worker.load import block_identity
+from engine.worker.cache.disk_cache import DATA_START, FILE_NAME, SLOT_HEADER, BlockFile, DiskCache, block_identity
 from tests.engine.models.tiny_models import save_model
 
 IDENTITY = b"m" * 32

@@ -17,10 +17,10 @@ from engine.worker.cache.kv_cache import (
     format_bytes,
     gpu_cache_bytes,
     host_cache_bytes,
-    kv_format_of,
     model_max_len,
     most_positions,
     num_host_blocks,
+    resolve_kv_format,
     size_kv_cache,
     staging_bytes,
 )
@@ -104,9 +104,9 @@ def test_heads_that_int4_cannot_pack_are_refused_with_what_can():
     with pytest.raises(
         ConfigError, match=r"kv_cache_dtype: int4 packs two .*17 is odd; use --kv-cache-dtype int8, fp8"
     ):
-        kv_format_of(EngineConfig(kv_cache_dtype="int4"), model)
-    assert kv_format_of(EngineConfig(kv_cache_dtype="fp8"), model) is KV_FORMATS["fp8"]
-    assert kv_format_of(EngineConfig(), model) is None
+        resolve_kv_format(EngineConfig(kv_cache_dtype="int4"), model)
+    assert resolve_kv_format(EngineConfig(kv_cache_dtype="fp8"), model) is KV_FORMATS["fp8"]
+    assert resolve_kv_format(EngineConfig(), model) is None
 
 
 def test_num_blocks_overrides():

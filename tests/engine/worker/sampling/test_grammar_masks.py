@@ -12,7 +12,7 @@ from engine.executor.step import GrammarPrepared, PrepareGrammar
 from engine.grammars.compiler import Compiler
 from engine.sampling_params import SamplingParams
 from engine.structured_output import NOT_MATCHED, StructuredOutput, Vocabulary
-from engine.worker.batch.input_batch import SampledAt
+from engine.worker.batch.input_batch import SampleTargets
 from engine.worker.sampling import grammar_rows
 from engine.worker.sampling.grammar_cache import GrammarCache
 from engine.worker.sampling.grammar_rows import GrammarRows
@@ -36,10 +36,10 @@ def text(token_ids):
 
 @pytest.fixture
 def runner(cpu_runner):
-    cpu_runner.grammars.cache.set_vocabulary(VOCABULARY)
+    cpu_runner.sampler.grammars.cache.set_vocabulary(VOCABULARY)
     yield cpu_runner
     for seq_id in list(cpu_runner.batch.row_of):
-        cpu_runner.grammars.drop(cpu_runner.batch.remove(seq_id))
+        cpu_runner.sampler.grammars.drop(cpu_runner.batch.remove(seq_id))
 
 
 def run(driver, num_steps, first=None):
@@ -94,7 +94,7 @@ def test_a_queue_that_is_behind_gives_the_same(make_runner, runner, hf_greedy, a
     """On a GPU the token before is still on its way when a step is launched: the masks wait for it and for no other."""
     here = MiniDriver(runner)
     gpu_runner = make_runner(LazyQueue())
-    gpu_runner.grammars.cache.set_vocabulary(VOCABULARY)
+    gpu_runner.sampler.grammars.cache.set_vocabulary(VOCABULARY)
     there = ColumnDriver(gpu_runner, ahead=ahead)
     for driver in (here, there):
         driver.add(1, PROMPTS[1], asking(**more))
@@ -113,7 +113,7 @@ def test_steps_without_a_form_wait_for_nothing(make_runner):
     driver = ColumnDriver(gpu_runner, ahead=1)
     driver.add(1, PROMPTS[1])
     run(driver, 2)
-    assert not gpu_runner.grammars._unread and gpu_runner.grammars._buffer is None
+    assert not gpu_runner.sampler.grammars._unread and gpu_runner.sampler.grammars._buffer is None
     gpu_runner.launch(driver.plan({1: 1}))
     assert queue.waiting
 
@@ -135,8 +135,8 @@ def test_masks_are_made_while_there_is_no_plan(runner, monkeypatch):
     busy.add(1, PROMPTS[1], asking(temperature=1.0))
     busy.add(2, PROMPTS[2], asking(OTHER))
     run(busy, 6)
-    runner.grammars.drop(runner.batch.remove(1))
-    runner.grammars.drop(runner.batch.remove(2))
+    runner.sampler.grammars.drop(runner.batch.remove(1))
+    runner.sampler.grammars.drop(runner.batch.remove(2))
     launching, late = False, []
     fill, launch = GrammarRows._fill, runner.launch
 
@@ -191,7 +191,7 @@ def test_rows_that_leave_are_forgotten(runner):
     driver.remove(1)
     driver.add(2, PROMPTS[2])
     driver.step({2: len(PROMPTS[2])})
-    assert not runner.grammars._rows
+    assert not runner.sampler.grammars._rows
 
 
 # The rows alone.
@@ -210,7 +210,7 @@ def rows_of(output, tokens="", num_prompt=2, **params):
 def allowed(rows, token_ids, tokens, num_prompt=2):
     position = num_prompt + len(tokens)
     token_ids[0, num_prompt:position] = list(tokens)
-    at = SampledAt(np.array([7]), np.array([0]), np.array([position]))
+    at = SampleTargets(np.array([7]), np.array([0]), np.array([position]))
     words, failed = rows.masks(at, np.array([0]), token_ids)
     bits = np.unpackbits(words.view(np.uint8), bitorder="little")
     return set(np.flatnonzero(bits).tolist()), failed

@@ -13,7 +13,7 @@ from engine.grammars.compiler import fill_mask
 from engine.sampling_params import SamplingParams
 from engine.structured_output import StructuredOutput, Vocabulary
 from engine.text.tokenizer import Tokenizer
-from engine.worker.batch.input_batch import SampledAt
+from engine.worker.batch.input_batch import SampleTargets
 from engine.worker.sampling.grammar_cache import GrammarCache
 from engine.worker.sampling.grammar_rows import GrammarRows
 from engine.worker.sampling.json_numbers import MAX_DIGITS
@@ -82,7 +82,7 @@ class Walker:
         return rows
 
     def mask(self, rows, ids, position):
-        at = SampledAt(np.array([0]), np.array([0]), np.array([position]))
+        at = SampleTargets(np.array([0]), np.array([0]), np.array([position]))
         words, failed = rows.masks(at, np.array([0]), ids)
         assert not failed
         return words[0]

@@ -4,7 +4,7 @@ import pytest
 
 from engine.sampling_params import SamplingParams
 from engine.thinking import ThinkingScan, find_tags
-from engine.worker import model_runner
+from engine.worker.sampling import step_sampler
 from tests.engine.worker.lazy_queue import LazyQueue
 from tests.engine.worker.mini_driver import PROMPTS, ColumnDriver, MiniDriver
 
@@ -22,10 +22,10 @@ def limited(budget, opened=True, **params):
 
 @pytest.fixture
 def runner(cpu_runner):
-    cpu_runner.take(TAGS, None)
+    cpu_runner.handle_message(TAGS, None)
     yield cpu_runner
     for seq_id in list(cpu_runner.batch.row_of):
-        cpu_runner._thinking.drop(cpu_runner.batch.remove(seq_id))
+        cpu_runner.sampler.thinking.drop(cpu_runner.batch.remove(seq_id))
 
 
 def run(driver, num_steps):
@@ -123,7 +123,7 @@ def test_a_queue_that_is_behind_gives_the_same(make_runner, runner, hf_greedy, a
     temperature = 0.0 if greedy else 1.0
     here = MiniDriver(runner)
     gpu_runner = make_runner(LazyQueue())
-    gpu_runner.take(TAGS, None)
+    gpu_runner.handle_message(TAGS, None)
     there = ColumnDriver(gpu_runner, ahead=ahead)
     for driver in (here, there):
         driver.add(1, PROMPTS[1], limited(5, temperature=temperature))
@@ -140,12 +140,12 @@ def test_a_queue_that_is_behind_gives_the_same(make_runner, runner, hf_greedy, a
 def test_steps_before_the_budget_is_used_up_wait_for_nothing(make_runner):
     queue = LazyQueue()
     gpu_runner = make_runner(queue)
-    gpu_runner.take(TAGS, None)
+    gpu_runner.handle_message(TAGS, None)
     driver = ColumnDriver(gpu_runner, ahead=1)
     driver.add(1, PROMPTS[1], limited(100, temperature=0.0))
     run(driver, 9)
-    assert len(gpu_runner._thinking._unread) == 2
-    state = gpu_runner._thinking._rows[gpu_runner.batch.row_of[1]]
+    assert len(gpu_runner.sampler.thinking._unread) == 2
+    state = gpu_runner.sampler.thinking._rows[gpu_runner.batch.row_of[1]]
     assert state.consumed == len(PROMPTS[1]), "nothing was read before it is needed"
 
 
@@ -167,14 +167,14 @@ def test_logprobs_are_the_models_own(runner):
 
 def test_rows_that_are_sampled_one_by_one_keep_their_tags(runner, monkeypatch):
     """As they are where sampling them together fails."""
-    sample = model_runner.sample
+    sample = step_sampler.sample
 
     def one_only(logits, *rest):
         if len(logits) > 1:
             raise RuntimeError("one at a time")
         return sample(logits, *rest)
 
-    monkeypatch.setattr(model_runner, "sample", one_only)
+    monkeypatch.setattr(step_sampler, "sample", one_only)
     driver = MiniDriver(runner)
     driver.add(1, PROMPTS[1], SamplingParams(temperature=1.0))
     driver.add(2, PROMPTS[2], limited(0))

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from engine.config import EngineConfig
-from engine.worker import plan
-from engine.worker.plan import Machine, make_plan, nearest_settings
+from engine.worker import memory_plan
+from engine.worker.memory_plan import Machine, make_plan, nearest_settings
 
 GIB = 1 << 30
 LLAMA_8B = {
@@ -39,11 +39,11 @@ def folder(tmp_path):
 def model(folder):
     from pathlib import Path
 
-    return plan.read_model_config(Path(folder))
+    return memory_plan.read_model_config(Path(folder))
 
 
 def test_an_8b_model_on_an_80_gib_card(folder, capsys):
-    assert plan.main([folder, "--memory", "80GiB"]) == 0
+    assert memory_plan.main([folder, "--memory", "80GiB"]) == 0
     text = capsys.readouterr().out
     assert "8,030.3 M parameters in bfloat16" in text
     assert "128.0 KiB" in text  # KV per token: 2 * 32 layers * 8 heads * 128 * 2 bytes
@@ -55,7 +55,7 @@ def test_an_8b_model_on_an_80_gib_card(folder, capsys):
 @pytest.mark.parametrize(("name", "per_token"), [("int8", "66.0 KiB"), ("fp8", "66.0 KiB"), ("int4", "34.0 KiB")])
 def test_a_quantised_cache(folder, capsys, name, per_token):
     """2 * 32 layers * 8 heads * (128 codes of 8 or 4 bits, and 4 bytes)."""
-    assert plan.main([folder, "--memory", "80GiB", "--kv-cache-dtype", name]) == 0
+    assert memory_plan.main([folder, "--memory", "80GiB", "--kv-cache-dtype", name]) == 0
     text = capsys.readouterr().out
     assert f"{per_token}  in {name}, scales included" in text
     sequences = {"int8": 6, "fp8": 6, "int4": 12}[name]
@@ -64,52 +64,52 @@ def test_a_quantised_cache(folder, capsys, name, per_token):
 
 def test_what_does_not_fit_comes_with_settings_that_do(folder, model, capsys):
     arguments = [folder, "--memory", "24GiB", "--max-model-len", "131072"]
-    assert plan.main(arguments) == 1
+    assert memory_plan.main(arguments) == 1
     text = capsys.readouterr().out
     assert "Does not fit. max_model_len: 131072" in text
     changes = [line.split() for line in text.splitlines() if line.startswith("  --")]
     assert any(change[0] == "--max-model-len" for change in changes)
     assert ["--kv-cache-dtype", "int8"] not in changes, "16 GiB of weights leave too little for that, too"
     for change in changes:
-        assert plan.main([*arguments, *change]) == 0, change
+        assert memory_plan.main([*arguments, *change]) == 0, change
 
 
 def test_a_model_too_large_for_any_setting(folder, capsys):
-    assert plan.main([folder, "--memory", "8GiB"]) == 1
+    assert memory_plan.main([folder, "--memory", "8GiB"]) == 1
     text = capsys.readouterr().out
     assert "a larger machine is needed" in text and "Raise" not in text and "Use" not in text, (
         "no hint that does not help"
     )
     (size,) = re.findall(r"As it is, it fits (.*) GiB and more", text)
-    assert plan.main([folder, "--memory", f"{float(size) + 0.1}GiB"]) == 0
-    assert plan.main([folder, "--memory", f"{float(size) - 0.2}GiB"]) == 1
+    assert memory_plan.main([folder, "--memory", f"{float(size) + 0.1}GiB"]) == 0
+    assert memory_plan.main([folder, "--memory", f"{float(size) - 0.2}GiB"]) == 1
 
 
 def test_two_settings_are_named_where_no_single_one_helps(folder, capsys):
     arguments = [folder, "--memory", "21000MiB", "--max-model-len", "32768", "--gpu-memory-utilization", "0.85"]
-    assert plan.main(arguments) == 1
+    assert memory_plan.main(arguments) == 1
     changes = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("  --")]
     assert changes and all(sum(word.startswith("--") for word in change) >= 2 for change in changes)
     for change in changes:
-        assert plan.main([*arguments, *change]) == 0, change
+        assert memory_plan.main([*arguments, *change]) == 0, change
 
 
 def test_graphs_are_given_up_where_that_is_enough(capsys):
-    assert plan.main(["--memory", "1500MiB"]) == 1
+    assert memory_plan.main(["--memory", "1500MiB"]) == 1
     assert "\n  --no-cuda-graphs\n" in capsys.readouterr().out
-    assert plan.main(["--memory", "1500MiB", "--no-cuda-graphs"]) == 0
+    assert memory_plan.main(["--memory", "1500MiB", "--no-cuda-graphs"]) == 0
 
 
 def test_a_cpu_of_given_memory(folder, capsys):
-    assert plan.main([folder, "--device", "cpu", "--memory", "64GiB"]) == 0
+    assert memory_plan.main([folder, "--device", "cpu", "--memory", "64GiB"]) == 0
     text = capsys.readouterr().out
     assert "at 2048 tokens a step" in text
     assert "max_model_len is cut from the model's 131072 to what the cache holds" in text
-    assert plan.main([folder, "--device", "cpu", "--memory", "8GiB"]) == 1
+    assert memory_plan.main([folder, "--device", "cpu", "--memory", "8GiB"]) == 1
 
 
 def test_this_machine(model_dir, capsys):
-    assert plan.main([str(model_dir), "--device", "cpu"]) == 0
+    assert memory_plan.main([str(model_dir), "--device", "cpu"]) == 0
     assert "free host memory" in capsys.readouterr().out
 
 
@@ -138,20 +138,20 @@ def test_the_nearest_setting_is_the_largest_that_fits(model):
     ],
 )
 def test_wrong_settings(folder, capsys, arguments, message):
-    assert plan.main([folder, "--device", "cpu", *arguments]) == 2
+    assert memory_plan.main([folder, "--device", "cpu", *arguments]) == 2
     said = capsys.readouterr().err
     assert said.startswith("pageserve: error: ") and message in said and said.count("\n") == 1
 
 
 def test_a_folder_that_is_not_there(capsys):
-    assert plan.main(["/nowhere", "--device", "cpu"]) == 2
+    assert memory_plan.main(["/nowhere", "--device", "cpu"]) == 2
     assert "/nowhere" in capsys.readouterr().err
 
 
 def test_environment_counts_as_for_serve(folder, capsys, monkeypatch):
     monkeypatch.setenv("PAGESERVE_MAX_MODEL_LEN", "4096")
     monkeypatch.setenv("PAGESERVE_PORT", "1234")  # the server's: not looked at
-    assert plan.main([folder, "--memory", "80GiB"]) == 0
+    assert memory_plan.main([folder, "--memory", "80GiB"]) == 0
     assert "of max_model_len 4096" in capsys.readouterr().out
 
 
@@ -169,10 +169,10 @@ def test_a_longer_sequence_than_is_served_unasked(tmp_path, capsys):
     long = {"rope_type": "longrope", "short_factor": [1.0] * 64, "long_factor": [2.0] * 64}
     fields = {"original_max_position_embeddings": 4096, "rope_scaling": long}
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B | fields))
-    assert plan.main([str(tmp_path), "--memory", "80GiB"]) == 0
+    assert memory_plan.main([str(tmp_path), "--memory", "80GiB"]) == 0
     text = capsys.readouterr().out
     assert "of max_model_len 4096" in text and "longer with --max-model-len, up to 131072" in text
-    assert plan.main([str(tmp_path), "--memory", "80GiB", "--max-model-len", "131072"]) == 0
+    assert memory_plan.main([str(tmp_path), "--memory", "80GiB", "--max-model-len", "131072"]) == 0
     text = capsys.readouterr().out
     assert "of max_model_len 131072" in text and "longer with" not in text
 
@@ -181,5 +181,5 @@ def test_an_encoder_has_no_kv_cache(tmp_path, capsys):
     sizes = {"vocab_size": 97, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     sizes |= {"intermediate_size": 80, "max_position_embeddings": 64}
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["BertModel"], "model_type": "bert", **sizes}))
-    assert plan.main([str(tmp_path)]) == 0
+    assert memory_plan.main([str(tmp_path)]) == 0
     assert "no KV cache" in capsys.readouterr().out

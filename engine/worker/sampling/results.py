@@ -15,25 +15,25 @@ NOT_FINITE = "the model's logits hold NaN or infinity, or no token is left to ch
 
 
 @dataclass(frozen=True, slots=True)
-class SampledRows:
+class SamplerRun:
     """Consecutive rows of a step that were sampled together: usually all of them. num_logprobs -1: none asked."""
 
     output: SamplerOutput  # on the host; on a GPU valid once the step's mark has passed
     num_logprobs: list[int]
     error: str = ""
 
-    def to_host(self) -> "SampledRows":
+    def to_host(self) -> "SamplerRun":
         """With tensors on the host; from a GPU the copies are queued (into pinned memory, since non_blocking)."""
         output = self.output
         if not output.token_ids.is_cuda:
             return self
         tensors = (output.token_ids, output.failed, output.logprobs, output.top_ids)
         copies = [None if tensor is None else tensor.to("cpu", non_blocking=True) for tensor in tensors]
-        return SampledRows(SamplerOutput(*copies), self.num_logprobs, self.error)  # type: ignore[arg-type]
+        return SamplerRun(SamplerOutput(*copies), self.num_logprobs, self.error)  # type: ignore[arg-type]
 
 
 @dataclass(slots=True)
-class Samples:
+class ResultBuilder:
     """The token columns and lists of a StepResult under construction."""
 
     failed: dict[int, str]
@@ -54,11 +54,11 @@ class Samples:
                 self.seq_ids.append(seq_id)
                 self.token_ids.append(token_id)
 
-    def add(self, seq_ids: Iterator[int], part: SampledRows) -> None:
-        """The rows of `part`, each with the next of `seq_ids`."""
-        output = part.output
+    def add_run(self, seq_ids: Iterator[int], run: SamplerRun) -> None:
+        """The rows of `run`, each with the next of `seq_ids`."""
+        output = run.output
         token_ids = output.token_ids.tolist()
-        if output.logprobs is None and not part.error:
+        if output.logprobs is None and not run.error:
             if output.failed.any():
                 token_ids = output.token_ids.masked_fill(output.failed, -1).tolist()
             self.add_tokens(list(islice(seq_ids, len(token_ids))), token_ids)
@@ -68,10 +68,10 @@ class Samples:
         top_ids = iter([] if output.top_ids is None else output.top_ids.tolist())
         for i, token_id in enumerate(token_ids):
             seq_id = next(seq_ids)
-            k = part.num_logprobs[i]
+            k = run.num_logprobs[i]
             chosen, top = (0.0, []) if k < 0 else _top_logprobs(next(logprobs), next(top_ids), k)
             if row_failed[i]:
-                self.failed[seq_id] = part.error or NOT_FINITE
+                self.failed[seq_id] = run.error or NOT_FINITE
             elif seq_id not in self.failed:
                 self.detailed.append(SampledToken(seq_id, token_id, chosen, top))
 
@@ -80,14 +80,14 @@ def num_logprobs(sampling: SamplingInputs | None, num_rows: int) -> list[int]:
     return [-1] * num_rows if sampling is None else sampling.num_logprobs.tolist()
 
 
-def failed_row(error: Exception, device: torch.device) -> SampledRows:
+def failed_run(error: Exception, device: torch.device) -> SamplerRun:
     token_ids, failed = torch.zeros(1, dtype=torch.int64, device=device), torch.ones(1, dtype=torch.bool, device=device)
-    return SampledRows(SamplerOutput(token_ids, failed), [-1], f"{type(error).__name__}: {error}")
+    return SamplerRun(SamplerOutput(token_ids, failed), [-1], f"{type(error).__name__}: {error}")
 
 
-def token_ids_of(parts: tuple[SampledRows, ...] | list[SampledRows]) -> Tensor:
-    """int64 [rows of all parts]"""
-    return parts[0].output.token_ids if len(parts) == 1 else torch.cat([part.output.token_ids for part in parts])
+def token_ids_of(runs: tuple[SamplerRun, ...] | list[SamplerRun]) -> Tensor:
+    """The sampled tokens of all runs, int64 [rows]."""
+    return runs[0].output.token_ids if len(runs) == 1 else torch.cat([run.output.token_ids for run in runs])
 
 
 def _top_logprobs(logprobs: list[float], top_ids: list[int], k: int) -> tuple[float, list[tuple[int, float]]]:

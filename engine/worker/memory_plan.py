@@ -1,8 +1,7 @@
 """`pageserve plan MODEL`: where memory goes and what fits, from config.json alone.
 
-Run as `python -m engine.worker.plan`. Takes the engine's flags, and --memory SIZE to plan for a machine that is not
-this one. Exit status: 0 when it fits, 1 when it does not (the nearest settings that do are printed), 2 for a wrong
-setting.
+Run as `python -m engine.worker.memory_plan`. Takes the engine's flags, and --memory SIZE to plan for another machine.
+Exit status: 0 if the model fits, 1 if not (then it prints the nearest settings that do), 2 for a wrong setting.
 """
 
 import bisect
@@ -26,9 +25,9 @@ from engine.worker.cache.kv_cache import (
     format_bytes,
     gpu_cache_bytes,
     host_cache_bytes,
-    kv_format_of,
     model_max_len,
     most_positions,
+    resolve_kv_format,
     size_kv_cache,
 )
 from engine.worker.device.cuda_graphs import bucket_sizes
@@ -212,7 +211,7 @@ def _halves(value: int, least: int) -> list[int]:
 def describe(config: EngineConfig, model: ModelConfig, machine: Machine, plan: MemoryPlan) -> Iterator[str]:
     """The lines that are printed."""
     dtype = model.dtype if config.dtype == "auto" else config.dtype
-    kv_format = kv_format_of(config, model)
+    kv_format = resolve_kv_format(config, model)
     per_token = model.kv_bytes_per_token(DTYPE_BYTES[dtype], kv_format)
     where = "GPU memory" if machine.device_type == "cuda" else "free host memory"
     yield f"{config.model or 'bundled model'}: {model.num_parameters() / 1e6:,.1f} M parameters in {dtype}"
