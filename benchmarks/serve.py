@@ -30,7 +30,7 @@ from server.commands.bench.command import (  # noqa: E402
     add_load_options,
     caption,
     fit_shape,
-    load_settings,
+    load_facts,
     positive,
     print_failures,
     run_once,
@@ -100,7 +100,7 @@ async def _compare(options: argparse.Namespace, started: list[ServerProcess]) ->
     _print_table(sides, names, options)
     if options.json is not None:
         servers = {side.name: side.facts for side in sides}
-        write_json(options.json, load_settings(options, shape), servers, [run for side in sides for run in side.rows()])
+        write_json(options.json, load_facts(options, shape), servers, [run for side in sides for run in side.rows()])
     return 1 if any(run.failed for side in sides for run in side.runs) else 0
 
 
@@ -145,7 +145,9 @@ async def _measure(side: Side, workload: str, shape: Shape, options: argparse.Na
     await warm_up(side.target, shape.max_token_id, options.timeout)  # wakes caches and clocks after a pause
     before = side.process.cpu_seconds() if side.process is not None else 0.0
     label = f"{workload} {repeat + 1}/{options.repeats} {side.name}"
-    side.runs.append(await run_once(workload, side.target, shape, options.seed + repeat, options.timeout, label))
+    seed = options.seed + repeat
+    run = await run_once(workload, side.target, shape, seed=seed, timeout=options.timeout, label=label)
+    side.runs.append(run)
     if side.process is None:
         side.cpu_seconds.append(None)
         return

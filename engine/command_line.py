@@ -1,4 +1,4 @@
-"""The command line that all `pageserve` commands share."""
+"""The command-line parser that all `pageserve` commands share."""
 
 import argparse
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from engine.settings import unknown_name
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse whose errors are ConfigErrors, and which names the nearest flag for an unknown one."""
+    """An argparse parser that raises ConfigError, and names the nearest known flag for an unknown flag."""
 
     def __init__(self, command: str, operands: str, description: str) -> None:
         prog = f"pageserve {command}"
@@ -20,7 +20,7 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message} (`{self.prog} --help` lists the options)")
 
     def read(self, arguments: Sequence[str]) -> dict[str, Any]:
-        """The values of what was given, by name; ConfigError for what this command does not know."""
+        """The given options as name -> value. ConfigError for an unknown flag or an unexpected argument."""
         values, unknown = self.parse_known_args(arguments)
         if unknown:
             flags = [part.partition("=")[0] for part in unknown if part.startswith("-")]
@@ -30,12 +30,12 @@ class Parser(argparse.ArgumentParser):
 
 
 def one_line(error: Exception) -> str:
-    """What a command says on stderr when it ends of this."""
+    """The line that a command prints to stderr before it exits with this error."""
     return "pageserve: error: " + " ".join(str(error).split())
 
 
 def merge_positional_model(flags: dict[str, Any]) -> None:
-    """`pageserve serve MODEL` is `pageserve serve --model MODEL`; ConfigError where both are given and differ."""
+    """Read `pageserve serve MODEL` as `pageserve serve --model MODEL`. ConfigError if both are given and differ."""
     positional = flags.pop("positional_model")
     if positional is None:
         return

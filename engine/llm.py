@@ -28,7 +28,7 @@ from engine.sampling_params import BeamSearchParams, SamplingParams
 from engine.settings import from_keywords
 from engine.text.bad_words import resolve_bans
 from engine.text.tokenizer import Tokenizer
-from engine.text.unicode import is_text
+from engine.text.unicode import is_valid_unicode
 from engine.thinking import FIELD, check_budget
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -415,7 +415,7 @@ def _job(
         if (key == "prompt" and isinstance(value, str)) or (key == "prompt_token_ids" and _is_token_ids(value)):
             prompt = value
     if isinstance(prompt, str):
-        if not is_text(prompt):
+        if not is_valid_unicode(prompt):
             raise InvalidRequestError(f"prompts[{index}] is not Unicode: it holds half of a surrogate pair.", "prompts")
         return _Job(prompt, tokenizer.encode(prompt), params, beam_search)
     if _is_token_ids(prompt):

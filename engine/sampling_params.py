@@ -1,4 +1,4 @@
-"""SamplingParams: how the tokens of one request are chosen and when they end."""
+"""SamplingParams: how the tokens of one request are sampled and when its output ends."""
 
 import math
 from collections.abc import Collection, Iterable
@@ -13,24 +13,24 @@ from engine.structured_output import StructuredOutput
 MAX_LOGPROBS = 128
 MIN_LOGPROB = -9999.0  # reported in place of -inf, which JSON cannot carry
 MAX_BEAM_WIDTH = MAX_LOGPROBS // 2
-MAX_LENGTH_PENALTY = 10.0  # of either sign: no length to its power overflows
-
+MAX_LENGTH_PENALTY = 10.0  # absolute value: no length raised to this power overflows
 MAX_SEED = 2**64 - 1
 MIN_SEED = -(2**63)
 MAX_STOP_STRINGS = 64
-MAX_STOP_CHARS = 1024  # of one: so much text of a stream may be held back
+MAX_STOP_CHARS = 1024  # per stop string: a stream may hold back this much text
 MAX_N = 128
-MIN_REPETITION_PENALTY = 1e-6  # logits are divided by it, and must stay finite in fp32
+MIN_REPETITION_PENALTY = 1e-6  # logits are divided by the penalty and must stay finite in fp32
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARS = 256
 MAX_BAD_WORD_TOKENS = 32
 
 
 class Pooling(msgspec.Struct, frozen=True, array_like=True):
-    """`kind`: "last" (of the last token), "mean" (over all tokens, summed up in fp32) or "cls" (of the first token).
+    """The hidden state that becomes the embedding: `kind` "last" (last token), "mean" (mean of all tokens, summed in
+    fp32) or "cls" (first token).
 
-    The vector is cut to its first `dimensions` numbers where that is given (Matryoshka: Kusupati et al. 2022), then,
-    with `normalize`, divided by its L2 norm.
+    The vector is cut to its first `dimensions` numbers if set (Matryoshka: Kusupati et al. 2022), then divided by its
+    L2 norm if `normalize` is set.
     """
 
     kind: str
@@ -39,25 +39,27 @@ class Pooling(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def needs_every_token(self) -> bool:
-        """Whether the hidden state of every token is read, so that none may come from the prefix cache."""
+        """True if pooling reads the hidden state of every token: then no token may come from the prefix cache."""
         return self.kind != "last"
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """Frozen and validated once, when made; ids are checked against the model by `check_token_ids`.
+    """Sampling parameters of one request. The constructor validates all fields; `check_token_ids` checks token ids
+    against the model.
 
-    temperature 0 is greedy. top_k 0 (or -1) and top_p 1 and min_p 0 switch each filter off. `logprobs` is the number of
-    most likely tokens reported beside the chosen one (None: no logprobs at all), `prompt_logprobs` the same for the
-    tokens of the prompt. `max_tokens` None means "to the end of the context"; 0 computes the prompt and generates
-    nothing. Penalties are those of the OpenAI API (presence, frequency: over generated tokens) and of CTRL (Keskar et
-    al. 2019, section 4.1; repetition: over prompt and generated tokens). top_p 0 is greedy, too: the smallest nucleus
-    there is holds the most likely token alone.
+    temperature 0 is greedy. top_k 0 (or -1), top_p 1 and min_p 0 each switch their filter off. top_p 0 is greedy, too:
+    the smallest possible nucleus holds only the most likely token. `logprobs` is the number of most likely tokens to
+    report beside the sampled token (None: no logprobs), `prompt_logprobs` the same for the tokens of the prompt.
+    `max_tokens` None means "to the end of the context"; 0 computes the prompt and generates nothing. Penalties are
+    those of the OpenAI API (presence, frequency: over generated tokens) and of CTRL (Keskar et al. 2019, section 4.1;
+    repetition: over prompt and generated tokens).
 
-    `bad_words` are never generated: texts, which engine/text/bad_words.py turns into token sequences before the request
-    is made, or such sequences. `allowed_token_ids` are all that may be generated, the end-of-sequence token included.
+    `bad_words` are never generated. Each is a token sequence, or a text that engine/text/bad_words.py replaces by token
+    sequences before the request is made. `allowed_token_ids` are the only tokens that may be generated, the
+    end-of-sequence token included.
 
-    `thinking_token_budget` is the most tokens that a model thinks between <think> and </think> (engine/thinking.py):
-    then the closing tag is forced, whatever other fields say. The tags do not count.
+    `thinking_token_budget` is the largest number of tokens between <think> and </think> (engine/thinking.py), tags not
+    counted. After that the closing tag is forced, regardless of the other fields.
     """
 
     n: int = 1
@@ -70,7 +72,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] | None = None
     seed: int | None = None
-    stop: tuple[str, ...] = ()  # a list or a single string is taken, too
+    stop: tuple[str, ...] = ()  # the constructor also accepts a list or a single string
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
@@ -82,10 +84,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
     allowed_token_ids: tuple[int, ...] | None = None
     structured_output: StructuredOutput | None = None  # the form that the generated text must have
     prompt_logprobs: int | None = None
-    visible_token_ids: tuple[int, ...] = ()  # special tokens that are text in spite of skip_special_tokens
-    pooling: Pooling | None = None  # the result is a vector; max_tokens is then 0
+    visible_token_ids: tuple[int, ...] = ()  # special tokens that appear in the text despite skip_special_tokens
+    pooling: Pooling | None = None  # the result is an embedding; the constructor then sets max_tokens to 0
     thinking_token_budget: int | None = None
-    thinking_opened: bool = False  # the prompt ends within the thinking; matters with thinking_token_budget only
+    thinking_opened: bool = False  # the prompt ends inside the thinking; only used with thinking_token_budget
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else entries("stop", self.stop)
@@ -143,15 +145,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
         if sum(isinstance(word, str) for word in words) > MAX_BAD_WORDS:
             raise InvalidRequestError(f"bad_words may hold at most {MAX_BAD_WORDS} entries.", "bad_words")
         for word in words:
-            is_text = isinstance(word, str)
-            limit, unit = (MAX_BAD_WORD_CHARS, "characters") if is_text else (MAX_BAD_WORD_TOKENS, "tokens")
+            chars, tokens = (MAX_BAD_WORD_CHARS, "characters"), (MAX_BAD_WORD_TOKENS, "tokens")
+            limit, unit = chars if isinstance(word, str) else tokens
             if not 1 <= len(word) <= limit or (isinstance(word, str) and not word.strip()):
                 raise InvalidRequestError(
                     f"bad_words must hold words of 1 to {limit} {unit}, not all white space.", "bad_words"
                 )
         if self.allowed_token_ids is None:
             return
-        # Each once: a list of repetitions would travel to the Worker.
+        # Without repetitions, which would only make the message to the Worker longer.
         msgspec.structs.force_setattr(
             self, "allowed_token_ids", tuple(dict.fromkeys(entries("allowed_token_ids", self.allowed_token_ids)))
         )
@@ -159,7 +161,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
             raise InvalidRequestError("allowed_token_ids must hold at least one token id.", "allowed_token_ids")
 
     def check_token_ids(self, vocab_size: int) -> None:
-        """Raise InvalidRequestError unless every token id is below the model's logits width."""
+        """Raise InvalidRequestError unless every token id is below `vocab_size`, the width of the model's logits."""
         named: tuple[tuple[str, Iterable[Any]], ...] = (
             ("logit_bias", self.logit_bias or ()),
             ("stop_token_ids", self.stop_token_ids),
@@ -176,12 +178,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
 
     @property
     def ends_at_eos(self) -> bool:
-        """Whether an end-of-sequence token ends the text: where that has a form, one comes only once it is complete."""
+        """True if an end-of-sequence token ends the output. Always so with structured output: the grammar allows the
+        token only once the text is complete."""
         return not self.ignore_eos or self.structured_output is not None
 
     @property
     def generates(self) -> bool:
-        """False where only the prompt is computed."""
+        """False if only the prompt is computed."""
         return self.max_tokens != 0
 
     @property
@@ -191,7 +194,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
 
 
 def entries(name: str, value: Any) -> tuple[Any, ...]:
-    """A list, or whatever else can be gone through; None has none. A text is not taken for its characters."""
+    """The entries of a list or another iterable; None has no entries. InvalidRequestError for a text."""
     try:
         if not isinstance(value, str):
             return () if value is None else tuple(value)
@@ -213,11 +216,12 @@ def require_float(name: str, value: Any, low: float, high: float, param: str | N
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamSearchParams:
-    """Frozen and validated when made. `beam_width` hypotheses are searched and returned, best first.
+    """Parameters of a beam search, validated by the constructor. `beam_width` hypotheses are returned, best first.
 
-    `length_penalty` above 0 favours long hypotheses, below 0 short ones. `early_stopping` True ends the search when
-    `beam_width` hypotheses are finished; False when the best running one, at its present length, scores below all of
-    them; "never" when it cannot get past them at any length up to max_tokens. The rest is as in SamplingParams.
+    `length_penalty` above 0 favours long hypotheses, below 0 short ones. `early_stopping` decides when the search ends.
+    True: `beam_width` hypotheses are finished. False: in addition, the best running hypothesis, at its current length,
+    scores below all of them. "never": in addition, it cannot exceed them at any length up to max_tokens. The other
+    fields are as in SamplingParams.
     """
 
     beam_width: int
@@ -236,11 +240,11 @@ class BeamSearchParams:
         if not (isinstance(self.early_stopping, bool) or self.early_stopping == "never"):
             raise InvalidRequestError('early_stopping must be true, false or "never".', "early_stopping")
         if self.max_tokens is not None:
-            require_int("max_tokens", self.max_tokens, 1, 2**31 - 1)  # a search of no tokens finds nothing
+            require_int("max_tokens", self.max_tokens, 1, 2**31 - 1)  # a search needs at least one token
         self.sampling_params()  # checks the rest
 
     def sampling_params(self, num_candidates: int | None = None) -> SamplingParams:
-        """What the Worker does for each hypothesis: report its `num_candidates` most likely continuations."""
+        """The SamplingParams of each hypothesis: the Worker reports its `num_candidates` most likely next tokens."""
         return SamplingParams(
             n=self.beam_width,
             temperature=0.0,
@@ -258,7 +262,8 @@ class BeamSearchParams:
 
 
 def check_beams(params: BeamSearchParams, eos_token_ids: Collection[int], vocab_size: int, max_num_seqs: int) -> None:
-    """Raise InvalidRequestError, which names `n` as HTTP calls the width, where a model or an engine is too small."""
+    """Raise InvalidRequestError if the model or the engine is too small for the search. The error names the width `n`,
+    its field in the HTTP API."""
     width, num_end_tokens = params.beam_width, len(params.end_token_ids(eos_token_ids))
     needed = width + num_end_tokens
     if width > max_num_seqs:

@@ -1,11 +1,12 @@
 """One mechanism for every setting: declared once as a dataclass field, read from YAML, the environment and flags.
 
-`option()` puts the help text and the limits on the field. From that declaration come the command-line flags, the check
-of YAML files and of PAGESERVE_ variables, the validation when the dataclass is made, configs/default.yaml and
-docs/settings.md (server/commands/config_docs.py). Later sources win: default < YAML < environment < flag.
+`option()` puts the help text and the limits on the field. The command-line flags, the check of YAML files and of
+PAGESERVE_ variables, the validation in the constructor, configs/default.yaml and docs/settings.md
+(server/commands/config_docs.py) are all made from that declaration. Later sources win:
+default < YAML < environment < flag.
 
-Values cross in three shapes: Python values (keywords, YAML) are checked as they are, so "3" is not an integer; texts
-(flags, environment) are parsed first.
+Python values (keywords, YAML) are checked without conversion, so "3" is not an integer. Texts (flags, environment) are
+parsed first.
 """
 
 import argparse
@@ -22,16 +23,16 @@ from typing import Any, TypeVar
 from engine.errors import ConfigError
 
 ENV_PREFIX = "PAGESERVE_"
-CONFIG_VARIABLE = ENV_PREFIX + "CONFIG"  # a YAML file, where --config is not given
+CONFIG_VARIABLE = ENV_PREFIX + "CONFIG"  # path of a YAML file; --config overrides it
 SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])(?:i?b)?|b)?\s*", re.IGNORECASE)
 TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 
-# Kubernetes and Docker links put PAGESERVE_SERVICE_HOST, PAGESERVE_PORT=tcp://10.0.0.7:8000 and their like into the
-# environment of every container beside a service called "pageserve": not meant for us.
+# Kubernetes and Docker links set variables such as PAGESERVE_SERVICE_HOST and PAGESERVE_PORT=tcp://10.0.0.7:8000 in
+# every container beside a service called "pageserve". They are no settings and are ignored.
 SERVICE_LINK = re.compile(r"_SERVICE_(HOST|PORT)(_|$)|_PORT_\d+_(TCP|UDP|SCTP)(_|$)")
 SERVICE_URL = re.compile(r"(tcp|udp|sctp)://")
 
-# Settings that users of other engines reach for, and what to do instead.
+# Settings of other engines that pageserve does not have -> the alternative.
 NOT_SERVED = {
     "data_parallel_size": "start one server per GPU and put a proxy in front (deploy/)",
     "disable_log_requests": "requests are not logged; --log-level sets the rest",
@@ -41,7 +42,7 @@ NOT_SERVED = {
     "enforce_eager": "--no-cuda-graphs runs kernel by kernel",
     "fair_step_slowdown": "--fair-step-seconds bounds a step by its time",
     "gpu_memory_fraction": "the setting is called gpu_memory_utilization",
-    "guided_decoding_backend": "there is one, llguidance; structured output needs no setting",
+    "guided_decoding_backend": "there is one backend, llguidance; structured output needs no setting",
     "pipeline_parallel_size": "pipeline parallelism is not served by this version",
     "speculative_config": "speculative decoding is not served by this version",
     "speculative_model": "speculative decoding is not served by this version",
@@ -66,9 +67,9 @@ def option(
 ) -> Any:
     """A dataclass field that carries its documentation and its limits.
 
-    `minimum` and `maximum` are inclusive, `above` is not. `size` takes "2GiB" for a number of bytes (an int field then
-    holds the number, a str field the text). A `secret` is never printed. `unsupported` is the reason why this version
-    can honour the default only.
+    `minimum` and `maximum` are inclusive, `above` is exclusive. `size`: the value is a number of bytes, such as "2GiB"
+    (an int field stores the number, a str field the text). A `secret` is never printed. `unsupported`: the reason why
+    this version accepts only the default.
     """
     more = {"minimum": minimum, "maximum": maximum, "above": above, "size": size, "secret": secret}
     metadata = {"help": help, "choices": choices, "unsupported": unsupported, **more}
@@ -77,7 +78,7 @@ def option(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Setting:
-    """What a field's declaration says. `type` is bool, int, float or str, of one value or (`many`) of each."""
+    """The declaration of a field. `type` is bool, int, float or str: that of the value, or (`many`) of each entry."""
 
     name: str
     type: type
@@ -102,7 +103,7 @@ class Setting:
         return ENV_PREFIX + self.name.upper()
 
     def parse(self, text: str) -> Any:
-        """The value that a flag or a variable spells; ConfigError when it spells none."""
+        """The value of a flag's or a variable's text. ConfigError if the text is not a valid value."""
         if self.many:
             return self.check([part.strip() for part in text.split(",") if part.strip()])
         if self.optional and text.lower() in ("none", "null"):
@@ -117,10 +118,10 @@ class Setting:
         try:
             return self.type(text)
         except ValueError:
-            return text  # check() says what it should have been
+            return text  # check() raises the error, which names the expected type
 
     def check(self, value: Any) -> Any:
-        """The value as the field holds it; ConfigError with the name, what it must be and what it is."""
+        """The value in the field's final type. ConfigError names the setting, the expected and the given value."""
         if self.many:
             return self._check_many(value)
         if value is None and self.optional:
@@ -129,7 +130,7 @@ class Setting:
             raise ConfigError(f"{self.name}={value!r} cannot be honoured: {self.unsupported}.")
         checked = self._checked(value)
         if checked is None:
-            given = "what was given" if self.secret else repr(value)
+            given = "the given value" if self.secret else repr(value)
             raise ConfigError(f"{self.name} must be {self.expected()}, not {given}.")
         return checked
 
@@ -160,7 +161,7 @@ class Setting:
         )
 
     def expected(self) -> str:
-        """What the value must be, in words: "an integer from 1 to 65535"."""
+        """The valid values in words, such as "an integer from 1 to 65535"."""
         if self.choices is not None:
             kind = "one of " + ", ".join(str(choice) for choice in self.choices)
         elif self.size:
@@ -179,7 +180,7 @@ class Setting:
 
 
 def parse_size(value: Any) -> int | None:
-    """Bytes of 4096, "4096", "512MiB" or "1.5 GB" (units of 1024, with or without i); None for 0 and the rest."""
+    """Bytes of 4096, "4096", "512MiB" or "1.5 GB" (units of 1024, with or without i); None for 0 and other values."""
     if type(value) is int:
         return value if value > 0 else None
     match = SIZE.fullmatch(value) if isinstance(value, str) else None
@@ -190,7 +191,7 @@ def parse_size(value: Any) -> int | None:
 
 
 def settings_of(config_class: type) -> dict[str, Setting]:
-    """Field name -> Setting of a dataclass whose fields were made by option()."""
+    """Field name -> Setting of a dataclass whose fields are made by option()."""
     hints = typing.get_type_hints(config_class)
     settings = {}
     for field in dataclasses.fields(config_class):
@@ -210,13 +211,13 @@ def _unwrap(hint: Any) -> tuple[type, bool, bool]:
 
 
 def check_config(config: Any) -> None:
-    """For `__post_init__` of a frozen dataclass: check every field and store it in its final type."""
+    """Check every field of a frozen dataclass and store it in its final type. Call this in `__post_init__`."""
     for name, setting in settings_of(type(config)).items():
         object.__setattr__(config, name, setting.check(getattr(config, name)))
 
 
 def from_keywords(config_class: type[T], keywords: Mapping[str, Any]) -> T:
-    """The dataclass from keyword arguments; an unknown one is a ConfigError with the nearest known name."""
+    """Make the dataclass from keyword arguments. An unknown keyword is a ConfigError with the nearest known name."""
     known = settings_of(config_class)
     for name in keywords:
         if name not in known:
@@ -225,7 +226,7 @@ def from_keywords(config_class: type[T], keywords: Mapping[str, Any]) -> T:
 
 
 def unknown_name(name: str, known: Iterable[str], spell: str = "{}") -> str:
-    """The sentence about a setting that does not exist; `spell` is how this source writes names."""
+    """The error message for an unknown setting. `spell` formats a suggested name as its source writes names."""
     plain = name.removeprefix(ENV_PREFIX).lstrip("-").lower().replace("-", "_").removeprefix("no_")
     if plain in NOT_SERVED:
         return f"there is no setting {name}: {NOT_SERVED[plain]}."
@@ -242,8 +243,8 @@ def _spell(name: str, spell: str) -> str:
 def add_flags(parser: argparse.ArgumentParser, *config_classes: type) -> None:
     """A flag per setting: `--max-num-seqs N`, `--enable-x / --no-enable-x`, lists as `--api-key A B`.
 
-    The parser keeps texts and sets nothing for flags that were not given; load_settings() parses them, so that a wrong
-    value reads the same from every source.
+    The parser keeps the texts of the given flags only. load_settings() parses them, so a wrong value gives the same
+    error from every source.
     """
     parser.add_argument(
         "--config", metavar="FILE", default=argparse.SUPPRESS, help="YAML file with any of the settings"
@@ -271,10 +272,10 @@ def load_settings(
     flags: Mapping[str, Any],
     environ: Mapping[str, str],
 ) -> list[Any]:
-    """One instance of each class from YAML (flag or variable `config`), the environment and flags, later ones winning.
+    """One instance of each class from YAML (flag or variable `config`), the environment and flags; later sources win.
 
-    `flags` holds texts, booleans and lists of texts by setting name, as add_flags() leaves them; other names in it are
-    not looked at. Raises ConfigError that begins with where the fault is: the file and line, the variable or the flag.
+    `flags` maps setting names to texts, booleans and lists of texts, as the parser of add_flags() returns them; other
+    names are ignored. ConfigError starts with the place of the fault: file and line, variable or flag.
     """
     known = {name: setting for config_class in config_classes for name, setting in settings_of(config_class).items()}
     path = flags.get("config") or environ.get(CONFIG_VARIABLE)
@@ -298,7 +299,7 @@ def _located(where: str, read: Any, value: Any) -> Any:
 
 
 def _from_environment(environ: Mapping[str, str], known: Mapping[str, Setting]) -> dict[str, Any]:
-    """PAGESERVE_ variables; an empty one counts as not set (compose files write `${X:-}`)."""
+    """The settings in PAGESERVE_ variables. An empty variable counts as not set (compose files write `${X:-}`)."""
     by_variable = {setting.env: setting for setting in known.values()}
     values = {}
     for variable, text in sorted(environ.items()):
@@ -313,7 +314,7 @@ def _from_environment(environ: Mapping[str, str], known: Mapping[str, Setting]) 
 
 
 def _from_yaml(path: Path, known: Mapping[str, Setting]) -> dict[str, Any]:
-    """A flat mapping of setting names (dashes are taken for underscores) to values, with line numbers in errors."""
+    """The settings in a YAML file: a flat mapping of names (dashes or underscores) to values. Errors name lines."""
     values: dict[str, Any] = {}
     for line, key, value in _yaml_entries(path):
         where, name = f"{path}, line {line}", key.replace("-", "_")
@@ -327,7 +328,7 @@ def _from_yaml(path: Path, known: Mapping[str, Setting]) -> dict[str, Any]:
 
 def _yaml_entries(path: Path) -> list[tuple[int, str, Any]]:
     """(line, key, value) of each entry of the file's top-level mapping, in order and with repeated keys kept."""
-    import yaml  # only for those who use a file
+    import yaml  # a server without a config file does not load it
 
     try:
         loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
@@ -350,7 +351,7 @@ def _yaml_entries(path: Path) -> list[tuple[int, str, Any]]:
 
 
 def shown(config: Any) -> dict[str, Any]:
-    """Setting -> value of what differs from the default, fit for a log: a secret shows only that it is set."""
+    """Setting -> value of all settings that differ from their default, for a log. A secret shows as "***"."""
     return {
         name: "***" if setting.secret else getattr(config, name)
         for name, setting in settings_of(type(config)).items()

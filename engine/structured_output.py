@@ -1,8 +1,7 @@
-"""StructuredOutput: the form that the text of a request must have, as a value that crosses to the Worker.
+"""StructuredOutput: the form that the output of a request must have, as a message to the Worker.
 
-It only says what is asked. engine/grammars/compiler.py turns it into a grammar, engine/grammars/checker.py finds out in
-a process of its own whether that compiles within the limits, engine/worker/sampling/grammar_rows.py holds the tokens to
-it.
+engine/grammars/compiler.py compiles it to a grammar, engine/grammars/checker.py decides in a separate process whether
+the grammar compiles within the limits, and engine/worker/sampling/grammar_rows.py masks tokens that would violate it.
 """
 
 import hashlib
@@ -16,24 +15,25 @@ from engine.errors import InvalidRequestError
 KINDS = ("json_object", "json_schema", "regex", "choice", "grammar")
 MAX_TEXT_BYTES = 1 << 18
 MAX_IN_WORKER = 64  # compiled grammars that the Worker keeps
-# Between two parts of JSON: a line break and its indentation, or one space. The bound keeps a model that likes
-# whitespace from writing nothing else to the end; more spaces in a line are no more than tokens to wait for.
+# White space between two parts of JSON: a line break with its indentation, or one space. The bound stops a model that
+# would write only white space to the end of its budget; more spaces in a line would only cost tokens.
 WHITESPACE = r"\r?\n[ \t]{0,24}|[ \t]"
-NOT_MATCHED = "the structured output cannot be followed any further: "  # begins what a Worker says of a sequence
+NOT_MATCHED = "the structured output cannot be followed any further: "  # prefix of the Worker's reason: no token fits
 
 
 class StructuredOutput(msgspec.Struct, frozen=True, array_like=True):
-    """What the generated text must be, as a whole: matched from its first token to its end.
+    """The form of the generated text, which is matched as a whole, from its first token to its end.
 
-    kind "json_object": any JSON object; `text` is empty. "json_schema": JSON that a schema allows; `text` is the schema
-    as JSON. "regex": what a regular expression matches (Rust's syntax: no look-around, no back-references). "choice":
-    one of the strings in `text`, a JSON array. "grammar": a Lark grammar as llguidance reads it, with special tokens
-    and %json in it.
+    kind "json_object": any JSON object; `text` is empty. "json_schema": JSON that fits the schema in `text` (JSON).
+    "regex": a match of the regular expression in `text` (Rust's syntax: no look-around, no back-references). "choice":
+    one of the strings in `text`, a JSON array. "grammar": a Lark grammar in llguidance's dialect, with special tokens
+    and %json.
 
-    lenient: keywords of a schema that cannot be enforced are passed over, where they would be an error.
+    lenient: schema keywords that cannot be enforced are ignored; otherwise they are an error.
 
-    json_values: a "grammar" made here, of JSON with perhaps a marker around it. As with the kinds of JSON, its numbers
-    stay within what a double holds, and near max_tokens it is led to its end. `ends`: how a free text within it ends.
+    json_values: a "grammar" made by the server, of JSON with or without markers around it. As for the kinds of JSON,
+    numbers stay in the range of a double, and near max_tokens the output is forced to its end. `ends`: texts that end a
+    free text in the grammar.
     """
 
     kind: str
@@ -49,7 +49,7 @@ class StructuredOutput(msgspec.Struct, frozen=True, array_like=True):
             raise InvalidRequestError("structured_output.text must be a non-empty string.", "structured_output")
         if len(self.text.encode("utf-8", "surrogatepass")) > MAX_TEXT_BYTES:
             raise InvalidRequestError(
-                f"the {self.kind} of a structured output may be at most {MAX_TEXT_BYTES} bytes.", "structured_output"
+                f"a structured output ({self.kind}) may have at most {MAX_TEXT_BYTES} bytes.", "structured_output"
             )
 
     @staticmethod
@@ -69,13 +69,14 @@ class StructuredOutput(msgspec.Struct, frozen=True, array_like=True):
         return self.json_values or self.kind.startswith("json")
 
     def digest(self) -> bytes:
-        """What equal ones have in common, in 32 bytes."""
+        """32 bytes that identify the value: equal values have equal digests."""
         text = repr((self.kind, self.lenient, self.json_values, self.ends, self.text))
         return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
 
 
 class Vocabulary(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The tokens that grammars are about: tokenizer.json as a text, the width of the logits, and what ends a text."""
+    """The vocabulary that grammars are compiled for: tokenizer.json as a text, the width of the logits, the
+    end-of-sequence tokens."""
 
     tokenizer_json: str
     size: int

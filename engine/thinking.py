@@ -1,12 +1,12 @@
-"""What a model thinks before it answers, between <think> and </think>: where it begins and ends, in tokens.
+"""ThinkingScan: finds the thinking of a model, between <think> and </think>, in the tokens of an answer.
 
-Worker and server read the tokens of an answer with the same ThinkingScan. So the limit on the thinking
-(`thinking_token_budget`) is a function of the tokens alone: a sequence that was preempted, or that another Worker
-computes again, is forced to close its thinking at the same place.
+Worker and server scan the tokens with the same class. The limit on the thinking (`thinking_token_budget`) therefore
+depends on the tokens alone: a sequence that was preempted, or is recomputed by another Worker, is forced to close its
+thinking at the same position.
 
-A tag is one token in most vocabularies of models that think, and several in others: ".</" "think" ">\\n" closes the
-thinking, too. Each tag is therefore an automaton over tokens; its state is the number of characters of the tag that
-the text ends with.
+In most vocabularies of thinking models a tag is one token, in others several: ".</" "think" ">\\n" closes the thinking,
+too. Each tag is therefore an automaton over tokens. Its state is the number of characters of the tag at the end of the
+text.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,19 +17,19 @@ from engine.errors import InvalidRequestError
 from engine.sampling_params import SamplingParams
 
 BEGIN, END = "<think>", "</think>"
-SPACE = b" \t\r\n"  # may stand before the first tag
-NOT_THINKING = -1  # the state of a text that begins with something else than the first tag
+SPACE = b" \t\r\n"  # allowed before the first tag
+NOT_THINKING = -1  # state of an answer that does not begin with the first tag
 FIELD = "thinking_token_budget"
 
 
 class ThinkingTags(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The tags of one vocabulary; the Driver sends them to every Worker before any plan. Tokens that are in neither
-    table are text without any part of a tag.
+    """The automata of both tags for one vocabulary. The Driver sends them to every Worker before any plan. A token in
+    neither table holds no character of a tag.
 
-    begin: token id -> the state after it, for each state before it, NOT_THINKING where the answer begins otherwise.
-    end: token id -> (the state after it, `start`) for each state before it. `start` says where the part of the tag with
-    which the text now ends begins: -1 in an earlier token, 0 with this token, 1 within it.
-    closing: for each state that the tokens can reach, those that complete the closing tag.
+    begin: token id -> list of next states, indexed by state; NOT_THINKING if the answer does not begin with the tag.
+    end: token id -> list of (next state, `start`), indexed by state. `start` is where the matched part of the tag
+    begins: -1 in an earlier token, 0 at the start of this token, 1 inside this token.
+    closing: for each reachable state, the token ids that complete the closing tag.
     """
 
     begin: dict[int, list[int]]
@@ -38,39 +38,39 @@ class ThinkingTags(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class ThinkingScan:
-    """Follows the tokens of one answer. `num_tokens` of them so far are thinking; tags do not count."""
+    """Follows the tokens of one answer. `num_tokens`: thinking tokens so far, tags not counted."""
 
     def __init__(self, tags: ThinkingTags, opened: bool) -> None:
-        """`opened`: the prompt has begun the thinking. Else it may begin with the first text, and nowhere later."""
+        """`opened`: the prompt ends with the opening tag. If not, only the first text of the answer may be that tag."""
         self._tags = tags
         self._state = 0
-        self._before_tag = 0  # thinking tokens before the part of the closing tag that is there
+        self._before_tag = 0  # thinking tokens before the matched part of the closing tag
         self.inside = opened
-        self.over = False  # the thinking has ended, or there is none
+        self.over = False  # the thinking has ended, or the answer has none
         self.num_tokens = 0
 
-    def take(self, token_ids: Iterable[int]) -> None:
-        """The next tokens of the answer."""
+    def feed(self, token_ids: Iterable[int]) -> None:
+        """Scan the next tokens of the answer."""
         for token_id in token_ids:
             if self.over:
                 return
             if self.inside:
-                self._take_thought(token_id)
+                self._scan_thought(token_id)
             else:
-                self._take_begin(token_id)
+                self._scan_begin(token_id)
 
     def next_closing_token(self) -> int:
-        """The token that goes on with the closing tag, from as much of it as is there."""
+        """The token that continues the closing tag from its matched part."""
         return self._tags.closing[self._state][0]
 
-    def _take_begin(self, token_id: int) -> None:
+    def _scan_begin(self, token_id: int) -> None:
         states = self._tags.begin.get(token_id)
         self._state = NOT_THINKING if states is None else states[self._state]
         if self._state == len(BEGIN):
             self.inside, self._state = True, 0
         self.over = self._state == NOT_THINKING
 
-    def _take_thought(self, token_id: int) -> None:
+    def _scan_thought(self, token_id: int) -> None:
         moves = self._tags.end.get(token_id)
         self._state, start = (0, 0) if moves is None else moves[self._state]
         if start >= 0:
@@ -81,8 +81,8 @@ class ThinkingScan:
 
 
 def find_tags(token_bytes: Mapping[int, bytes], silent: Iterable[int], end_token_id: int | None) -> ThinkingTags | None:
-    """The tags in a vocabulary, from the bytes that each token adds to a text. `silent` tokens add none; `end_token_id`
-    is the closing tag, where that is one token. None where no tokens spell it."""
+    """Build the automata of a vocabulary from the bytes that each token adds to a text. `silent` tokens add none.
+    `end_token_id` is the closing tag if one token spells it. None if no tokens spell the closing tag."""
     begin: dict[int, list[int]] = {}
     end: dict[int, list[tuple[int, int]]] = {}
     for token_id, text in token_bytes.items():
@@ -97,7 +97,7 @@ def find_tags(token_bytes: Mapping[int, bytes], silent: Iterable[int], end_token
     for token_id in silent:
         begin[token_id] = list(range(len(BEGIN)))
         end[token_id] = [(state, -1) for state in range(len(END))]
-    if end_token_id is not None:  # to a grammar of the answer, only this token is the tag
+    if end_token_id is not None:  # a grammar of the answer knows only this token as the tag
         return ThinkingTags(begin, end, [[end_token_id]] * len(END))
     parts = {text: token_id for token_id, text in token_bytes.items() if text and text in END.encode()}
     closing = [_spell(END.encode()[state:], parts) for state in range(len(END))]
@@ -106,12 +106,13 @@ def find_tags(token_bytes: Mapping[int, bytes], silent: Iterable[int], end_token
 
 
 def check_budget(params: SamplingParams, tags: ThinkingTags | None) -> None:
-    """Raise InvalidRequestError where the thinking of a request cannot be held to its limit."""
+    """Raise InvalidRequestError if thinking_token_budget cannot be enforced for this request."""
     if params.thinking_token_budget is None:
         return
     if tags is None:
         message = (
-            f"{FIELD}: this model does not think between {BEGIN} and {END}, so nothing can be limited: leave it out."
+            f"{FIELD}: this model does not think between {BEGIN} and {END}, so there is no thinking to limit: leave it "
+            "out."
         )
         raise InvalidRequestError(message, FIELD, "unsupported_value")
     closing = tags.closing[0]
@@ -123,7 +124,7 @@ def check_budget(params: SamplingParams, tags: ThinkingTags | None) -> None:
 
 
 def _begin_state(text: bytes, state: int) -> int:
-    """After `text` behind `state` characters of the first tag; what follows a whole tag does not matter."""
+    """The state after `text`, from `state` characters of the first tag. Characters after a whole tag are ignored."""
     for byte in text:
         if state == 0 and byte in SPACE:
             continue
@@ -136,8 +137,8 @@ def _begin_state(text: bytes, state: int) -> int:
 
 
 def _end_move(text: bytes, state: int) -> tuple[int, int]:
-    """(the state, where the tag begins) after `text`. No two characters of the closing tag are the same, so a text that
-    leaves it can only begin it anew."""
+    """(next state, start of the tag) after `text`. The characters of the closing tag are all different, so after a
+    mismatch the tag can only start again at the mismatched character."""
     start = -1
     for i, byte in enumerate(text):
         if byte == ord(END[state]):
@@ -151,7 +152,7 @@ def _end_move(text: bytes, state: int) -> tuple[int, int]:
 
 
 def _spell(text: bytes, parts: Mapping[bytes, int]) -> list[int]:
-    """Tokens that add up to `text`, the longest first; empty where there are none."""
+    """Token ids whose bytes join to `text`, longest token first; empty if there are none."""
     for length in range(len(text), 0, -1):
         if (token_id := parts.get(text[:length])) is not None:
             if length == len(text):

@@ -1,7 +1,7 @@
 """The `pageserve` command: serve, chat, generate, run-batch, bench, plan.
 
-Each command imports what it needs when it runs, so that `pageserve --help` answers at once. What a user can get wrong
-ends in one line on stderr: exit status 2 for a wrong command line, setting or model, 1 for what fails later.
+Each command imports its modules when it runs, so `pageserve --help` answers at once. A user's mistake ends in one line
+on stderr: exit status 2 for a wrong command line, setting or model, 1 for a later failure.
 """
 
 import logging
@@ -24,7 +24,7 @@ An OpenAI-compatible LLM inference server.
   generate  complete prompts offline, without a server
   run-batch answer an OpenAI batch file, resumable, with or without a server
   bench     measure a running server
-  plan      where a model's memory goes, and what fits, without loading it
+  plan      show how a model would use memory, and what fits, without loading it
 
 `pageserve COMMAND --help` lists a command's options.
 """
@@ -33,7 +33,7 @@ LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and give its exit status."""
+    """Run one command; returns its exit status."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     open_missing_streams()
     if arguments[:1] != ["serve"]:
@@ -56,7 +56,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _fail(error: Exception, status: int) -> int:
-    if isinstance(error, BrokenPipeError):  # `pageserve generate ... | head`: nobody reads any more
+    if isinstance(error, BrokenPipeError):  # `pageserve generate ... | head`: the reader of stdout has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return status
     print(one_line(error), file=sys.stderr)
@@ -94,7 +94,7 @@ def _version() -> str:
 
 
 def serve(arguments: list[str]) -> int:
-    """Start the server; ends when it has drained after SIGTERM or SIGINT."""
+    """Run the server until it has drained after SIGTERM or SIGINT."""
     from engine.config import EngineConfig
     from server.config import ServerConfig, resolve_files
 
@@ -102,7 +102,7 @@ def serve(arguments: list[str]) -> int:
         "serve",
         "[MODEL]",
         "Serve a model with the OpenAI API. Each option may also be set in a YAML file (--config) "
-        "or as PAGESERVE_NAME in the environment; flags win over the environment, that over the file.",
+        "or as PAGESERVE_NAME in the environment; flags win over the environment, the environment over the file.",
     )
     parser.add_argument("positional_model", nargs="?", metavar="MODEL", help="the same as --model")
     add_flags(parser, EngineConfig, ServerConfig)
@@ -143,7 +143,7 @@ def bench(arguments: list[str]) -> int:
 
 
 def plan(arguments: list[str]) -> int:
-    """Runs in a process of its own: planning needs torch's view of the device, the command does not."""
+    """Run engine.worker.plan in a child process, because it imports torch to see the device."""
     environment = {name: value for name, value in os.environ.items() if name != "PAGESERVE_API_KEY"}
     return subprocess.run([sys.executable, "-m", "engine.worker.memory_plan", *arguments], env=environment).returncode
 

@@ -1,1 +1,1 @@
-"""Where a model lies on disk or in a cache, and its small JSON files; no weights are read here."""
+"""Finds a checkpoint on disk or in a cache and reads its small JSON files. Reads no weights."""

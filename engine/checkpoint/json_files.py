@@ -1,4 +1,4 @@
-"""JSON files of a checkpoint, which may be damaged or hostile. Read by the Driver's side and by the models."""
+"""Reads JSON files of a checkpoint, which may be damaged or hostile. Used on the Driver's side and by the models."""
 
 import json
 from pathlib import Path

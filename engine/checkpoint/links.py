@@ -1,7 +1,7 @@
-"""Which files a checkpoint may have opened: those in its folder. Somebody else may have made it.
+"""Refuses symbolic links that leave the folder of a checkpoint: a checkpoint is untrusted input.
 
-A link in it could lead to any file of this machine, whose text would then be a chat template, say, and come back to
-whoever asks for its tokens.
+Such a link could lead to any file of this machine. As a chat template, for example, the file's text would reach every
+client that asks for the tokens of a prompt.
 """
 
 from pathlib import Path
@@ -12,9 +12,9 @@ READ_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".safetensors")
 
 
 def path_inside(folder: Path, relative: str | Path) -> Path:
-    """The real path of a file in a checkpoint, whether it exists or not; ModelError where it leaves the folder.
+    """The real path of a file in a checkpoint, which need not exist. ModelError if the path leaves the folder.
 
-    A snapshot in a Hugging Face cache holds links to blobs/ beside snapshots/; that folder is allowed, too.
+    A snapshot in a Hugging Face cache holds links to blobs/ beside snapshots/, so that folder is allowed, too.
     """
     root = folder.resolve()
     allowed = [root]
@@ -32,7 +32,7 @@ def path_inside(folder: Path, relative: str | Path) -> Path:
 
 
 def check_links(folder: Path) -> None:
-    """ModelError where a file that may be read from this folder is a link out of it."""
+    """Raise ModelError if a file with one of READ_SUFFIXES in this folder is a link out of the folder."""
     for path in sorted(folder.glob("*")):  # a repository of the hub may have none of the files
         if path.suffix in READ_SUFFIXES and path.is_symlink():
             path_inside(folder, path.name)

@@ -1,4 +1,4 @@
-"""Where a checkpoint lies: the bundled folder, a local folder, or a Hugging Face id. Driver side, no torch."""
+"""Locates a checkpoint: the bundled folder, a local folder, or a Hugging Face id. Driver side, no torch."""
 
 import hashlib
 import json
@@ -17,7 +17,7 @@ INDEX_FILE = "model.safetensors.index.json"
 
 
 def resolve_model(config: EngineConfig) -> Path:
-    """The local folder of `config.model`, downloaded from the hub where it is an id. Raises ModelError."""
+    """The local folder of `config.model`; a hub id is downloaded first. Raises ModelError."""
     if not config.model:
         return BUNDLED_MODEL
     folder = _local_folder(config.model, "--model")
@@ -29,7 +29,7 @@ def resolve_model(config: EngineConfig) -> Path:
     if config.load_format == "dummy":
         return folder
     if on_hub:
-        # Exactly the shards (some repositories hold the same weights again under other names), of the same commit.
+        # Only the shards that the index names (some repositories hold a second copy of the weights), of one commit.
         folder = _download(config.model, folder.name, _weight_files(folder), "--model")
         check_links(folder)
     if not any(folder.glob("*.safetensors")):
@@ -38,7 +38,7 @@ def resolve_model(config: EngineConfig) -> Path:
 
 
 def resolve_tokenizer(config: EngineConfig, model_dir: Path) -> Path:
-    """The folder of the tokenizer: the model's, unless the config names another."""
+    """The folder of the tokenizer: `config.tokenizer` if set, else the model's folder."""
     if not config.tokenizer:
         return model_dir
     folder = _local_folder(config.tokenizer, "--tokenizer")
@@ -48,7 +48,7 @@ def resolve_tokenizer(config: EngineConfig, model_dir: Path) -> Path:
 
 
 def read_eos_token_ids(model_dir: Path) -> list[int]:
-    """From generation_config.json, which chat models extend, else config.json; empty where neither names one."""
+    """The ids in generation_config.json, where chat models add some, else in config.json; empty if neither has any."""
     for name in ("generation_config.json", "config.json"):
         ids = read_json(model_dir / name).get("eos_token_id")
         if ids is not None:
@@ -60,9 +60,9 @@ def read_eos_token_ids(model_dir: Path) -> list[int]:
 
 
 def model_identity(model_dir: Path, config: EngineConfig) -> bytes:
-    """What tells the KV blocks of one model from those of another: 32 bytes from its config, weights and dtypes.
+    """32 bytes that differ between models whose KV blocks differ: a hash of config.json, weights and dtypes.
 
-    Weights count by the names, sizes and times of their files, which no start has to read for it.
+    Weights enter by the names, sizes and modification times of their files: reading the files would slow every start.
     """
     facts: list[object] = [config.dtype, config.kv_cache_dtype, config.load_format]
     if config.load_format == "dummy":
@@ -74,7 +74,7 @@ def model_identity(model_dir: Path, config: EngineConfig) -> bytes:
 
 
 def read_json(path: Path, required: bool = False) -> dict[str, Any]:
-    """A JSON object from a checkpoint's file; {} where the file is missing and not required. Raises ModelError."""
+    """Read a JSON object from a checkpoint; {} if the file is missing and not `required`. Raises ModelError."""
     if not path.is_file():
         if required:
             raise ModelError(f"{path.parent} has no {path.name}: it is not a model folder in Hugging Face form")
@@ -83,10 +83,10 @@ def read_json(path: Path, required: bool = False) -> dict[str, Any]:
 
 
 def _local_folder(name: str, flag: str) -> Path | None:
-    """The folder called `name`, None where the name can only be a hub id."""
+    """The folder called `name`; None if the name can only be a hub id. `flag` opens the error message."""
     try:
         folder = Path(name).expanduser()
-    except RuntimeError:  # "~" and the name of nobody here
+    except RuntimeError:  # "~name" of an unknown user
         raise ModelError(f"{flag}: there is no folder {name}") from None
     if folder.is_dir():
         return folder.resolve()
@@ -98,7 +98,7 @@ def _local_folder(name: str, flag: str) -> Path | None:
 
 
 def _weight_files(folder: Path) -> tuple[str, ...]:
-    """What to fetch besides the JSON files: the shards that the index names, else the single file."""
+    """The weight files to download: the shards that the index names, else the single file."""
     weight_map = read_json(folder / INDEX_FILE).get("weight_map", {})
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise ModelError(f"{folder / INDEX_FILE}: weight_map must map each tensor to a file name")
@@ -106,7 +106,7 @@ def _weight_files(folder: Path) -> tuple[str, ...]:
 
 
 def _download(name: str, revision: str | None, patterns: tuple[str, ...], flag: str) -> Path:
-    """Only safetensors, JSON and tokenizer files are fetched: never code, never a pickle. HF_HUB_OFFLINE counts."""
+    """Download the files that match `patterns`, never code or pickles; returns the folder. Respects HF_HUB_OFFLINE."""
     from huggingface_hub import errors, snapshot_download
 
     try:
@@ -126,7 +126,7 @@ def _download(name: str, revision: str | None, patterns: tuple[str, ...], flag: 
         ) from error
     except errors.HFValidationError as error:
         raise ModelError(f"{flag}: there is no folder {name}, and it is no hub id either") from error
-    except Exception as error:  # a full disk, a proxy, a hub that fails half-way: each needs one clear line
+    except Exception as error:  # such as a full disk, a proxy, a broken connection: the user needs one clear line
         raise ModelError(f"{flag}: downloading {name} failed: {type(error).__name__}: {error}") from error
 
 

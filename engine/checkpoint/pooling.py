@@ -1,4 +1,4 @@
-"""How a checkpoint wants to be pooled, as sentence-transformers writes it down: modules.json, a folder per module."""
+"""Reads the pooling of a checkpoint in the form of sentence-transformers: modules.json and a folder per module."""
 
 import json
 from pathlib import Path
@@ -17,9 +17,9 @@ FLAGS = {
 
 
 def read_pooling(model_dir: Path, choice: str) -> Pooling | None:
-    """How a checkpoint in the form of sentence-transformers is pooled; a `choice` other than "auto" replaces that.
+    """The pooling that the checkpoint declares; a `choice` other than "auto" overrides the kind.
 
-    None where there is nothing to read and nothing was chosen. ModelError for a pooling that is not served.
+    None if the checkpoint declares none and `choice` is "auto". ModelError for a pooling that is not served.
     """
     modules = _sentence_modules(model_dir)
     if choice != "auto":
@@ -35,7 +35,7 @@ def read_pooling(model_dir: Path, choice: str) -> Pooling | None:
 
 
 def _sentence_modules(model_dir: Path) -> dict[str, str]:
-    """Class name -> folder of each module of sentence-transformers, in order; empty where the checkpoint has none."""
+    """Class name -> folder of each module of sentence-transformers, in order; empty if the checkpoint has none."""
     path = model_dir / "modules.json"
     try:
         modules = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
@@ -48,7 +48,7 @@ def _sentence_modules(model_dir: Path) -> dict[str, str]:
 
 
 def _pooling_kind(model_dir: Path, module: str) -> str:
-    """From the flags of older files, or the name that newer ones have."""
+    """The kind of pooling, from `pooling_mode` in newer files or from the boolean flags in older files."""
     settings = read_json(path_inside(model_dir, Path(module) / "config.json"), required=True)
     named = settings.get("pooling_mode")
     flags = [name for name, on in settings.items() if name.startswith("pooling_mode_") and on is True]
@@ -63,10 +63,10 @@ def _pooling_kind(model_dir: Path, module: str) -> str:
 
 
 def pooling_of_model(from_checkpoint: Pooling | None, encoder: bool) -> Pooling:
-    """What `read_pooling` found, else what is usual for the kind of model. ConfigError where it makes no sense."""
+    """The result of `read_pooling`, else mean for an encoder, last for a decoder. ConfigError for cls of a decoder."""
     pooling = from_checkpoint or Pooling("mean" if encoder else "last")
     if pooling.kind == "cls" and not encoder:
         raise ConfigError(
-            "pooling: the first token of a decoder knows nothing of those behind it; use --pooling last or mean."
+            "pooling: the first token of a decoder does not attend to later tokens; use --pooling last or mean."
         )
     return pooling

@@ -1,7 +1,7 @@
-"""SamplingDefaults: how a model wants to be sampled, for what a request leaves open.
+"""SamplingDefaults: the model's sampling parameters, for fields that a request leaves out.
 
-From the checkpoint's generation_config.json, as vLLM reads it: `do_sample` is not looked at, and the most new tokens
-are the caller's business. A value that cannot be used is left out with a warning: the model runs as well without.
+They come from the checkpoint's generation_config.json, which is read as in vLLM: `do_sample` is ignored. The limit of
+new tokens is not part of them. An invalid value is skipped with a warning.
 """
 
 import dataclasses
@@ -14,15 +14,15 @@ from engine.errors import InvalidRequestError
 from engine.sampling_params import SamplingParams, require_float
 
 FILE = "generation_config.json"
-MAX_TEMPERATURE = 2.0  # OpenAI's range, in which requests have to be, too
-MAX_SHOWN = 40  # characters of a wrong value in a log
+MAX_TEMPERATURE = 2.0  # OpenAI's range, which also limits requests
+MAX_SHOWN = 40  # characters of an invalid value in a log
 
 logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """Made without arguments: OpenAI's defaults."""
+    """The field defaults are OpenAI's."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -35,7 +35,7 @@ class SamplingDefaults:
 
     @property
     def changed(self) -> dict[str, float]:
-        """Those that are not OpenAI's."""
+        """The values that differ from OpenAI's."""
         return {name: value for name, value in self.as_dict().items() if value != getattr(OPENAI, name)}
 
 
@@ -43,7 +43,7 @@ OPENAI = SamplingDefaults()
 
 
 def read_sampling_defaults(model_dir: Path, source: str) -> SamplingDefaults:
-    """Those of the model in `model_dir`, or OpenAI's. ModelError where the file is no JSON."""
+    """The defaults of the model in `model_dir`, or OpenAI's if `source` is "openai". ModelError for invalid JSON."""
     if source == "openai":
         return OPENAI
     values = read_json(model_dir / FILE)
@@ -52,11 +52,11 @@ def read_sampling_defaults(model_dir: Path, source: str) -> SamplingDefaults:
 
 
 def _value(name: str, value: Any) -> Any:
-    """As SamplingParams has it; None for what cannot be used."""
+    """The value as SamplingParams stores it; None, with a warning, if it is invalid."""
     try:
         if name == "temperature":
             require_float(name, value, 0.0, MAX_TEMPERATURE)
         return getattr(SamplingParams(**{name: value}), name)
     except InvalidRequestError as error:
-        logger.warning("%s: %s is left out: %s", FILE, repr(value)[:MAX_SHOWN], error)
+        logger.warning("%s: %s is ignored: %s", FILE, repr(value)[:MAX_SHOWN], error)
         return None

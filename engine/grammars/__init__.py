@@ -1,1 +1,1 @@
-"""Decides whether the form of a structured output compiles, in a process that may be killed."""
+"""Decides whether the form of a structured output compiles within limits, in a process that can be killed."""

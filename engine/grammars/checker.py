@@ -1,7 +1,7 @@
-"""GrammarChecker: finds out, in processes that can be killed, whether a structured output compiles within the limits.
+"""GrammarChecker: decides whether a structured output compiles within the limits, in helper processes (killable).
 
-The Driver's side, no torch and no llguidance. A verdict is kept, so that what is asked again costs nothing; what is
-asked twice at once is checked once. Tenants take turns, and share the places where one may wait.
+Runs on the Driver's side, without torch and llguidance. Verdicts are cached: a second check of the same output costs
+nothing, and equal concurrent checks of a tenant run once. Tenants take turns and share the places in the queue.
 """
 
 import asyncio
@@ -26,18 +26,20 @@ HELPER_COMMAND = (sys.executable, "-m", "engine.grammars.checker_process")
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 NUM_HELPERS = 2
 MAX_VERDICTS = 4096
-MAX_WAITING = 128  # with those that are checked; of several tenants each has its share of that
-# The time limit counts processor time, so that a busy machine refuses nothing; a helper silent for this long is killed.
+MAX_WAITING = 128  # checks that wait or run; each tenant may use an equal share
+# The time limit counts processor time: a busy machine must not make it fail. A helper without an answer after this many
+# times the limit, in wall-clock time, is killed.
 WALL_CLOCK_FACTOR = 20.0
-LOAD_SECONDS = 120.0  # to start, to import and to load the vocabulary
-MAX_ATTEMPTS = 5  # at one check, with helpers that somebody kills or stops
+LOAD_SECONDS = 120.0  # to start the process, import and load the vocabulary
+MAX_ATTEMPTS = 5  # helpers that one check may use up, if something outside kills or stops them
 TOO_COSTLY = "it takes too much time or memory to compile: make it smaller or less ambiguous"
 
 
 class HelperDiedError(Exception):
-    """It was ended by its limits, by us, or by somebody else.
+    """The helper was killed: by its limits, by this process, or from outside.
 
-    `from_outside`: somebody stopped it, or killed it when the kernel had no lack of memory. No grammar is guilty then.
+    `from_outside`: another process stopped it, or killed it while the kernel had enough memory. The grammar did not
+    cause it.
     """
 
     def __init__(self, message: str, *, from_outside: bool = False) -> None:
@@ -54,7 +56,8 @@ class GrammarHelper:
         self._num_oom_kills = count_oom_kills()
 
     async def start(self, vocabulary: Vocabulary, cpu_seconds: float) -> str:
-        """Start it and load the vocabulary; returns why it serves nothing, or "". Raises HelperDiedError, OSError."""
+        """Start the process and load the vocabulary; returns "", or the reason why no grammar can be compiled with this
+        vocabulary. Raises HelperDiedError, OSError."""
         self._process, ours = spawn(self._command, str(cpu_seconds), environment=ONE_THREAD)
         self._reader, self._writer = await connect(ours)
         return await self.ask(vocabulary, LOAD_SECONDS)
@@ -65,12 +68,13 @@ class GrammarHelper:
 
     @property
     def is_usable(self) -> bool:
-        """False where it has ended or is stopped: who needs one then takes another."""
+        """False if the process has ended or is stopped: use another helper."""
         assert self._process is not None, "start() comes first"
         return self._process.poll() is None and stopped_at(self._process.pid) is None
 
     async def ask(self, message: StructuredOutput | Vocabulary, seconds: float) -> str:
-        """What is wrong with it, or "". Raises HelperDiedError, also after `seconds` without an answer."""
+        """Send a message; returns the fault that the helper found, or "". Raises HelperDiedError if the helper dies or
+        sends no answer for `seconds`."""
         assert self._process is not None, "start() comes first"
         try:
             self._writer.write(encode_frame(message))
@@ -84,10 +88,11 @@ class GrammarHelper:
             raise HelperDiedError(str(error), from_outside=killed) from None
 
     def _was_killed(self) -> bool:
-        """SIGKILL is none of its limits: if the kernel had no lack of memory, it was somebody."""
+        """True if another process killed the helper: none of its limits ends in SIGKILL, except the kernel's OOM
+        killer."""
         assert self._process is not None
         try:
-            status = self._process.wait(1.0)  # the socket closes a moment before the process can be reaped
+            status = self._process.wait(1.0)  # the socket closes shortly before the process can be reaped
         except subprocess.TimeoutExpired:
             return False
         return status == -signal.SIGKILL and count_oom_kills() == self._num_oom_kills is not None
@@ -96,7 +101,7 @@ class GrammarHelper:
         return msgspec.msgpack.decode(await read_frame(self._reader), type=str)
 
     async def stop(self) -> bool:
-        """Kill it, if it is there: it has nothing to put in order. Returns whether its time limit had ended it."""
+        """Kill the process if there is one; it has no state to save. True if its time limit had already ended it."""
         if self._process is None:
             return False
         if hasattr(self, "_writer"):
@@ -120,15 +125,16 @@ class GrammarChecker:
         self._cpu_seconds = cpu_seconds
         self._command = command
         self._verdicts: OrderedDict[bytes, str] = OrderedDict()
-        self._checks: dict[tuple[str, bytes], asyncio.Task[str]] = {}  # by tenant: nobody waits in another's queue
+        self._checks: dict[tuple[str, bytes], asyncio.Task[str]] = {}  # (tenant, digest): each tenant has its own turn
         self._idle: list[GrammarHelper] = []
         self._busy: set[GrammarHelper] = set()
         self._slots = FairSlots(num_helpers)
 
     async def check(self, output: StructuredOutput, tenant: str = "") -> None:
-        """Return when it is known to be good. Raises InvalidRequestError where it is not, QueueFullError, EngineError.
+        """Return once the output is known to compile. Raises InvalidRequestError if it does not compile, QueueFullError
+        if too many checks wait, EngineError if the helpers fail.
 
-        A caller that is cancelled leaves the check running: its verdict is worth having.
+        If the caller is cancelled, the check runs on and its verdict is cached.
         """
         key = tenant, output.digest()
         verdict = self.verdict(output)
@@ -143,7 +149,7 @@ class GrammarChecker:
             raise InvalidRequestError(f"the {kind} cannot be used: {verdict}", "structured_output")
 
     def verdict(self, output: StructuredOutput) -> str | None:
-        """What is wrong with it, "" for nothing, None where that is not known (any more)."""
+        """The fault of the output; "" if it compiles; None if there is no cached verdict."""
         key = output.digest()
         if key in self._verdicts:
             self._verdicts.move_to_end(key)
@@ -180,13 +186,13 @@ class GrammarChecker:
         return verdict
 
     async def _ask(self, output: StructuredOutput) -> str:
-        """A check whose helper dies of anything but its time limit is tried once more; those that somebody kills or
-        stops do not count. EngineError where that never ends."""
+        """Check an output with a helper. If the helper dies of anything but its time limit, try once more; helpers that
+        were killed or stopped from outside do not count. EngineError after MAX_ATTEMPTS helpers."""
         num_deaths = 0
         for _ in range(MAX_ATTEMPTS):
             try:
-                helper = await self._take()
-            except HelperDiedError:  # from outside, while it loaded
+                helper = await self._take_helper()
+            except HelperDiedError:  # killed or stopped from outside while it loaded
                 continue
             try:
                 verdict = await helper.ask(output, WALL_CLOCK_FACTOR * self._cpu_seconds)
@@ -203,11 +209,11 @@ class GrammarChecker:
                 return verdict
         raise EngineError("the processes that compile grammars are killed or stopped again and again from outside")
 
-    async def _take(self) -> GrammarHelper:
-        """A helper that is ready, perhaps a new one.
+    async def _take_helper(self) -> GrammarHelper:
+        """Move an idle helper, else a new one, to the busy ones.
 
-        InvalidRequestError where this model can have none, EngineError where it does not start, HelperDiedError where
-        somebody killed or stopped it while it loaded.
+        InvalidRequestError if the model's vocabulary cannot be used for grammars, EngineError if the helper does not
+        start, HelperDiedError if it was killed or stopped from outside while it loaded.
         """
         while self._idle:
             helper = self._idle.pop()
@@ -231,7 +237,7 @@ class GrammarChecker:
         return helper
 
     async def _drop(self, helper: GrammarHelper) -> bool:
-        """Returns whether its time limit had ended it."""
+        """Stop a helper. True if its time limit had already ended it."""
         timed_out = await helper.stop()
         self._busy.discard(helper)
         return timed_out

@@ -1,9 +1,8 @@
-"""The checking process: `python -m engine.grammars.checker_process FD CPU_SECONDS`. It compiles grammars of unknown
-people.
+"""The checking process: `python -m engine.grammars.checker_process FD CPU_SECONDS`. Its grammars are untrusted input.
 
-Over a socket pair it gets a Vocabulary, then one StructuredOutput after the other, and answers each with an empty text
-or with what is wrong. The kernel ends it when one takes more than CPU_SECONDS of processor time (a timer whose signal
-has no handler) or more memory than MAX_BYTES, wherever it is: that, too, is an answer. No torch here.
+The socket pair carries a Vocabulary, then StructuredOutputs; the answer to each is an empty text or the fault. The
+kernel kills this process when one check takes more than CPU_SECONDS of processor time (a timer whose signal has no
+handler) or more memory than MAX_BYTES; the parent reads its death as an answer, too. Imports no torch.
 """
 
 import json
@@ -26,11 +25,11 @@ from engine.structured_output import StructuredOutput, Vocabulary
 
 T = TypeVar("T")
 
-MAX_BYTES = 4 << 30  # of address space
-LOAD_SECONDS = 60.0  # of processor time, to load the vocabulary
+MAX_BYTES = 4 << 30  # address space of the process
+LOAD_SECONDS = 60.0  # processor time to load the vocabulary
 TRIAL_WALKS, TRIAL_TOKENS = 2, 24
-MAX_DRAFT_CHECK = 1 << 15  # characters of a schema that is held against its draft, which takes 20 us for each
-MAX_MASK_SECONDS = 0.05  # of processor time: what a step of everybody could be held up by
+MAX_DRAFT_CHECK = 1 << 15  # longer schemas, in characters, are not validated by their draft: 20 us per character
+MAX_MASK_SECONDS = 0.05  # processor time for one mask: a slow mask delays the step of all sequences
 
 
 def main() -> int:
@@ -38,9 +37,9 @@ def main() -> int:
     seconds = float(sys.argv[-1])
     resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    for number in (signal.SIGINT, signal.SIGHUP):  # a terminal's; the end of the socket is the sign to go
+    for number in (signal.SIGINT, signal.SIGHUP):  # from a terminal; this process ends when its socket closes
         signal.signal(number, signal.SIG_IGN)
-    os.nice(5)  # streams come first
+    os.nice(5)  # running streams have priority
     with sock:
         frames = FrameSocket(sock)
         vocabulary = _receive(frames, Vocabulary)
@@ -62,7 +61,7 @@ def main() -> int:
 
 
 def find_fault(compiler: Compiler, output: StructuredOutput) -> str:
-    """What is wrong with it, or "": it is compiled, and a few tokens are tried."""
+    """Compile the output and try a few tokens; returns the fault, or ""."""
     try:
         _try(compiler, output)
     except GrammarError as error:
@@ -71,7 +70,7 @@ def find_fault(compiler: Compiler, output: StructuredOutput) -> str:
 
 
 def _try(compiler: Compiler, output: StructuredOutput) -> None:
-    """Random walks find what only shows on the way: dead ends, states that are too many or too slow."""
+    """Compile, then walk at random: some faults show only in later states (dead ends, too many or too slow states)."""
     base = compiler.compile(output)
     if output.kind == "json_schema" and len(output.text) <= MAX_DRAFT_CHECK:
         _check_draft(json.loads(output.text))
@@ -92,7 +91,8 @@ def _try(compiler: Compiler, output: StructuredOutput) -> None:
 
 
 def _check_draft(schema: Any) -> None:
-    """What compiles may still be no schema in the eyes of its draft: a misplaced type says that something is meant."""
+    """Validate a schema by its JSON Schema draft. Some schemas compile but are invalid, such as one with a misplaced
+    `type`; its author meant something else."""
     from jsonschema.exceptions import SchemaError
     from jsonschema.validators import Draft202012Validator, validator_for
 

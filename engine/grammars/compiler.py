@@ -1,8 +1,8 @@
-"""Grammars: a StructuredOutput as a llguidance matcher, within limits, on either side of the Driver.
+"""Compiler: compiles a StructuredOutput to a llguidance matcher, within limits.
 
 llguidance (https://github.com/guidance-ai/llguidance) runs an Earley parser over a lexer of derivatives and walks the
-vocabulary as a trie. It bounds its own work by "fuel"; LIMITS sets that. Only the checking process and the Worker call
-what is here: the library itself is imported at the first call.
+vocabulary as a trie. It bounds its own work by "fuel", which LIMITS sets. Only the checking process and the Worker use
+this module; it imports the library at the first call.
 """
 
 import json
@@ -22,7 +22,7 @@ MAX_NESTING = 64
 MAX_CHOICES = 10_000
 MAX_RULES = 5_000
 RULE = re.compile(r"^\s*[?!]?[\w.-]+(?:\[[^\]\n]*\])?\s*(?::|::=)", re.MULTILINE)
-MAX_MESSAGE = 300  # characters: an error names what is wrong and does not repeat a long grammar
+MAX_MESSAGE = 300  # characters: an error names the fault and does not repeat a long grammar
 LIMITS = {
     "max_items_in_row": 4_000,
     "initial_lexer_fuel": 1_000_000,  # some 20 ms
@@ -39,7 +39,7 @@ Words = npt.NDArray[np.int32]
 
 
 class GrammarError(Exception):
-    """What is asked cannot be compiled or matched; the message is fit to be shown to the caller."""
+    """A grammar cannot be compiled or matched. The message may be shown to the client."""
 
 
 class Compiler:
@@ -50,11 +50,11 @@ class Compiler:
 
         ends = [token_id for token_id in vocabulary.eos_token_ids if token_id < vocabulary.size]
         if not ends:
-            raise GrammarError("this model has no end-of-sequence token, so nothing could end after the right text")
+            raise GrammarError("this model has no end-of-sequence token, so no output could end after the right text")
         self.end_token_ids, size = ends, vocabulary.size
         try:
             self._tokenizer: LLTokenizer = LLTokenizer(vocabulary.tokenizer_json, n_vocab=size, eos_token=ends)
-        except ValueError:  # the tokenizer has more tokens than the model has logits: those are never sampled
+        except ValueError:  # the tokenizer has more tokens than the model has logits: the excess is never sampled
             self._tokenizer = LLTokenizer(vocabulary.tokenizer_json, eos_token=ends)
         self._limits: LLParserLimits = LLParserLimits(**LIMITS)  # type: ignore[arg-type]
         self.num_words = -(-self._tokenizer.vocab_size // 32)
@@ -66,7 +66,7 @@ class Compiler:
         matcher = LLMatcher(self._tokenizer, to_llguidance(output), log_level=0, limits=self._limits)
         if matcher.is_error():
             message = shorten(matcher.get_error())
-            # A regular expression becomes a rule of one line: its place there says nothing.
+            # llguidance turns a regular expression into a rule of one line: the position in it means nothing.
             raise GrammarError(message if output.kind == "grammar" else IN_RULE.sub("", message))
         return matcher
 
@@ -77,7 +77,7 @@ class Compiler:
         return [b"" if tokenizer.is_special_token(i) else tokenizer.decode_bytes([i]) for i in ids]
 
     def tokens_of(self, text: str) -> list[int]:
-        """Token ids of a text, and back."""
+        """The token ids of a text."""
         ids: list[int] = self._tokenizer.tokenize_str(text)
         return ids
 
@@ -87,14 +87,15 @@ class Compiler:
 
 
 def fill_mask(matcher: "LLMatcher", words: Words) -> None:
-    """Write one bit per token into `words`, int32 [num_words], contiguous: may it come next? Raises GrammarError."""
+    """Write one bit per token into `words`, int32 [num_words], contiguous: 1 if the token may come next. Raises
+    GrammarError."""
     matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
     if matcher.is_error():
         check(matcher)
 
 
 def as_words(token_ids: Iterable[int], num_words: int) -> Words:
-    """A mask that allows these tokens and no others."""
+    """A mask that allows only these tokens: int32 [num_words]."""
     bits = np.zeros((num_words, 32), np.uint8)
     bits.reshape(-1)[list(token_ids)] = 1
     words: Words = np.packbits(bits, bitorder="little").view(np.int32)
@@ -107,7 +108,7 @@ def check(matcher: "LLMatcher") -> None:
 
 
 def shorten(message: str) -> str:
-    """The library's message without what it says about its state."""
+    """The library's message without its dump of the parser state, at most MAX_MESSAGE characters."""
     message = message.partition("<non-verbose/>")[0].partition("<state>")[0].strip()
     if message.startswith("NoExtension"):
         message = "no text matches it"
@@ -115,7 +116,7 @@ def shorten(message: str) -> str:
 
 
 def to_llguidance(output: StructuredOutput) -> str:
-    """The grammar in llguidance's own form. Raises GrammarError for what can be seen without compiling."""
+    """The grammar in llguidance's own form. Raises GrammarError for faults that show without compiling."""
     from llguidance import LLMatcher, grammar_from
 
     kind, text = output.kind, output.text
@@ -140,7 +141,7 @@ def to_llguidance(output: StructuredOutput) -> str:
 
 
 def _any_of(choices_json: str) -> str:
-    """A regular expression for one of the strings; every character but letters and digits is escaped by its number."""
+    """A regular expression for any one of the strings. Characters other than ASCII letters and digits are escaped."""
     choices = json.loads(choices_json)
     if not isinstance(choices, list) or not all(isinstance(choice, str) for choice in choices):
         raise GrammarError("the choices must be a list of strings")
@@ -150,7 +151,7 @@ def _any_of(choices_json: str) -> str:
 
 
 def _checked_schema(text: str) -> str:
-    """The schema, unless it is not JSON or nested too deeply; true allows any JSON."""
+    """Return the schema text, with `true` as "{}". GrammarError if it is no JSON object or nested too deeply."""
     too_deep = GrammarError(f"it is nested deeper than {MAX_NESTING} levels")
     try:
         schema = json.loads(text)

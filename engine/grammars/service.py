@@ -1,9 +1,9 @@
-"""GrammarService: what the Driver does about structured outputs before a request that has one may run.
+"""GrammarService: prepares the structured output of a request before the Driver may run the request.
 
-First a process that can be killed checks it (engine/grammars/checker.py); then the Worker compiles it, in a thread
-beside its steps, so that no stream waits for that. From then on the state of the grammar lives in the Worker, where
-the next mask is needed as soon as a token is sampled; after preemption, or a Worker's death, the tokens bring it back.
-Before both, tenants take turns: who asks for many has others wait for one of them, not for all.
+First a helper process checks the output (engine/grammars/checker.py). Then the Worker compiles it in a thread beside
+its steps, so no stream waits. From then on the Worker holds the state of the grammar, because it needs the next mask as
+soon as a token is sampled; after preemption, or a restart of the Worker, the state is rebuilt from the tokens. Tenants
+take turns at both stages: a tenant with many grammars delays another tenant by one of them, not by all.
 """
 
 import asyncio
@@ -17,24 +17,26 @@ from engine.grammars.checker import GrammarChecker
 from engine.sampling_params import SamplingParams
 from engine.structured_output import MAX_IN_WORKER, NOT_MATCHED, StructuredOutput, Vocabulary
 
-# Of those in the Worker, the ones asked for last: fewer than it keeps, since its order is that of when they were used.
+# Grammars that the Driver counts as compiled. Fewer than the Worker keeps: the Worker evicts by last use in a sequence,
+# the Driver by last request, and the Driver must never count an evicted one.
 MAX_KNOWN = MAX_IN_WORKER // 2
-MAX_SENT = 4  # that the Worker compiles, or will next; it takes them in order, whoever asked
+MAX_SENT = 4  # grammars that the Worker compiles or has in its queue, which has no turns by tenant
 
 Send = Callable[[PrepareGrammar | Vocabulary], None]
 
 
 def failure(reason: str) -> PageserveError:
-    """What ends a sequence of which the Worker says `reason`: a form that leads nowhere is its author's mistake."""
+    """The error that ends a sequence after the Worker reported `reason`. A grammar with a dead end is the client's
+    mistake."""
     message = f"This request could not be finished: {reason}."
     return InvalidRequestError(message) if reason.startswith(NOT_MATCHED) else EngineError(message)
 
 
 class GrammarService:
-    """Made and used on the Driver's event loop."""
+    """Create and use on the Driver's event loop."""
 
     def __init__(self, vocabulary: Callable[[], Vocabulary], cpu_seconds: float) -> None:
-        """`vocabulary` is called in a thread, once, when the first structured output is asked for."""
+        """`vocabulary` is called once, in a thread, for the first structured output."""
         self._make_vocabulary = vocabulary
         self._vocabulary: Vocabulary | None = None
         self.checker = GrammarChecker(self._get_vocabulary, cpu_seconds)
@@ -42,12 +44,13 @@ class GrammarService:
         self._in_worker: OrderedDict[bytes, None] = OrderedDict()
         self._sent: dict[bytes, asyncio.Future[str]] = {}
         self._slots = FairSlots(MAX_SENT)
-        self._tasks: dict[tuple[str, bytes], asyncio.Task[str]] = {}  # by tenant: nobody waits in another's queue
+        self._tasks: dict[tuple[str, bytes], asyncio.Task[str]] = {}  # (tenant, digest): each tenant has its own turn
 
     async def prepare(self, output: StructuredOutput, tenant: str = "") -> None:
-        """To be awaited before the request is handed to the Driver.
+        """Check and compile the output. Await this before the request goes to the Driver.
 
-        Raises InvalidRequestError for what cannot be served, with what is wrong; QueueFullError while too many wait.
+        Raises InvalidRequestError, which names the fault, for an output that cannot be served; QueueFullError while too
+        many checks wait.
         """
         await self.checker.check(output, tenant)
         digest = output.digest()
@@ -57,17 +60,17 @@ class GrammarService:
         key = tenant, digest
         if (task := self._tasks.get(key)) is None:
             task = self._tasks[key] = asyncio.create_task(self._have_compiled(key, output))
-        if error := await asyncio.shield(task):  # a caller that leaves does not make the Worker stop
+        if error := await asyncio.shield(task):  # the Worker goes on compiling if the caller is cancelled
             raise EngineError(f"the Worker could not compile what was checked before: {error}")
 
     def require(self, params: SamplingParams) -> None:
-        """Fail closed: InvalidRequestError for what was not prepared."""
+        """Raise InvalidRequestError if the request's output was not prepared."""
         output = params.structured_output
         if output is not None and self.checker.verdict(output) != "":
             raise InvalidRequestError("structured_output was not prepared: await prepare() first.", "structured_output")
 
     def attach(self, send: Send) -> None:
-        """A Worker is ready. It gets the vocabulary before any plan, if there was ever need of it."""
+        """A Worker is ready. Send it the vocabulary, if any grammar was ever asked for, before the first plan."""
         self._send = send
         if self._vocabulary is not None:
             send(self._vocabulary)
@@ -93,7 +96,7 @@ class GrammarService:
         await self.checker.close()
 
     async def _have_compiled(self, key: tuple[str, bytes], output: StructuredOutput) -> str:
-        """What the Worker found wrong with it, or ""."""
+        """Have the Worker compile the output; returns its error, or ""."""
         tenant, digest = key
         try:
             async with self._slots.take(tenant):

@@ -1,4 +1,4 @@
-"""Bad words as token sequences: the form in which the Worker can rule them out."""
+"""Bad words as token sequences: the Worker masks tokens, not texts."""
 
 from collections.abc import Iterable
 
@@ -10,10 +10,10 @@ from engine.text.tokenizer import Tokenizer
 
 
 def resolve_bans(params: SamplingParams, tokenizer: Tokenizer, eos_token_ids: Iterable[int]) -> SamplingParams:
-    """`params` with the texts among bad_words as token sequences; they are what the tokenizer makes of the word at the
-    start of a text, after a space and inside a line. The same letters in other tokens are not ruled out.
+    """`params` with the texts in bad_words replaced by token sequences: the tokenizer's encodings of the word at the
+    start of a text, after a space and inside a line. Other tokens that spell the same letters stay allowed.
 
-    Raises InvalidRequestError for a word of too many tokens, and where the bans could rule out every allowed token.
+    Raises InvalidRequestError for a word of too many tokens, and if the bans could exclude every allowed token.
     """
     if not params.bad_words and params.allowed_token_ids is None:
         return params
@@ -41,7 +41,8 @@ def _spellings(word: str, tokenizer: Tokenizer) -> set[tuple[int, ...]]:
 def _check_something_is_left(
     params: SamplingParams, sequences: Iterable[tuple[int, ...]], eos_token_ids: Iterable[int]
 ) -> None:
-    """A step in which no token is left would end the request with an error: refuse it while its cause can be named."""
+    """Refuse a request whose bans can exclude every allowed token: a step without tokens would fail later, and its
+    error could not name the cause."""
     if params.allowed_token_ids is None:
         return
     left = set(params.allowed_token_ids) - {sequence[-1] for sequence in sequences}

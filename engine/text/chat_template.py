@@ -1,6 +1,6 @@
-"""ChatTemplate: a conversation as the text that a model was trained on. Sandboxed jinja2.
+"""ChatTemplate: renders a conversation to the text form that a model was trained on. Sandboxed jinja2.
 
-The sandbox keeps a template from files and processes, not from taking time and memory without end: the server renders
+The sandbox denies a template files and processes, but does not limit its time and memory. The server therefore renders
 in processes that can be killed (engine/text/template_renderer.py).
 """
 
@@ -27,15 +27,15 @@ class TemplateLimitError(InvalidRequestError):
 
 
 class Helper(Protocol):
-    """Renders elsewhere: engine/text/template_renderer.py."""
+    """Renders in another process: engine/text/template_renderer.py."""
 
     def render(self, source: str, variables: Mapping[str, Any]) -> str: ...
 
 
 class ChatTemplate:
-    """A Jinja template as checkpoints have them. `special` are the names that it gets from the tokenizer's settings.
+    """The Jinja template of a checkpoint. `special`: variables from the tokenizer's settings, such as bos_token.
 
-    Without a `helper` it renders in this process and this thread, without limits.
+    Without a `helper` the template renders in the calling thread, without limits.
     """
 
     def __init__(self, source: str, special: Mapping[str, str], helper: Helper | None = None) -> None:
@@ -45,36 +45,36 @@ class ChatTemplate:
 
     @property
     def variables(self) -> frozenset[str]:
-        """The names that the template asks for, so that a setting which it does not know can be told from one it does.
+        """The names that the template reads. A chat_template_kwargs entry outside of them has no effect.
 
-        Empty for a template that is not Jinja: rendering says what is wrong with it.
+        Empty for a template with a syntax error; rendering reports that error.
         """
         return _variables(self.source)
 
     def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool, variables: Mapping[str, Any]) -> str:
-        """Raises InvalidRequestError where the template refuses the messages, fails on them, or takes too much."""
+        """Raises InvalidRequestError if the template refuses the messages, fails, or exceeds a limit."""
         given = {**variables, **self._special, "messages": messages, "add_generation_prompt": add_generation_prompt}
         return render(self.source, given) if self._helper is None else self._helper.render(self.source, given)
 
 
 def render(source: str, variables: Mapping[str, Any]) -> str:
-    """Raises InvalidRequestError where the template refuses the messages or fails on them."""
+    """Render in this thread. Raises InvalidRequestError if the template refuses the messages or fails."""
     try:
         return _compile(source).render(variables)
     except jinja2.TemplateError as error:
         raise InvalidRequestError(f"The chat template refused the messages: {error}", "messages") from error
     except MemoryError as error:
         raise TemplateLimitError(TOO_LARGE, "messages") from error
-    except Exception as error:  # it is foreign code
+    except Exception as error:  # the template is foreign code
         raise InvalidRequestError(
             f"The chat template failed on these messages ({type(error).__name__}).", "messages"
         ) from error
 
 
 def syntax_error(source: str) -> str | None:
-    """What is wrong with a template that cannot be used for any messages; None: nothing.
+    """The syntax error of a template, or None if it has none.
 
-    It is parsed, not compiled: Jinja's compiler evaluates what is constant, such as "a" * 10**9.
+    Parses without compiling: Jinja's compiler evaluates constant expressions, such as "a" * 10**9.
     """
     environment = _environment()
     try:
@@ -100,7 +100,7 @@ def _variables(source: str) -> frozenset[str]:
 
 
 class _Names(jinja2.meta.TrackingCodeGenerator):
-    """jinja2.meta.find_undeclared_variables, but that nothing is computed which the template has as a constant."""
+    """As jinja2.meta.find_undeclared_variables, but without evaluating constant expressions of the template."""
 
     def __init__(self, environment: jinja2.Environment) -> None:
         environment.finalize = jinja2.pass_context(lambda context, value: value)  # keeps outputs from being folded
@@ -108,7 +108,7 @@ class _Names(jinja2.meta.TrackingCodeGenerator):
         self.optimizer = None
 
     def visit_EvalContextModifier(self, node: jinja2.nodes.EvalContextModifier, frame: Frame) -> None:
-        """{% autoescape %}, whose value would be computed; names no variable that matters here."""
+        """Skip {% autoescape %}: the base class would evaluate its value, which names no relevant variable."""
 
 
 @lru_cache(maxsize=8)

@@ -1,4 +1,4 @@
-"""From token ids to text, one token at a time: whole characters only, and nothing past a stop string."""
+"""Detokenizer: token ids to text, one token at a time. Emits whole characters only, and no text past a stop string."""
 
 import codecs
 
@@ -7,10 +7,11 @@ from engine.text.tokenizer import Tokenizer
 
 
 class StopStringMatcher:
-    """Lets text through up to the first stop string.
+    """Passes text on up to the first stop string.
 
-    Only the longest suffix that may still grow into a stop string is held back. Of several matches the one that is
-    complete first wins, and among those the one that starts first: what a client would see that reads byte by byte.
+    Holds back only the longest suffix that may still grow into a stop string. If several stop strings match, the one
+    that is complete first wins; among equals, the one that starts first. A client that reads byte by byte would find
+    the same one.
     """
 
     def __init__(self, stops: tuple[str, ...], include_stop: bool) -> None:
@@ -19,7 +20,7 @@ class StopStringMatcher:
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, str | None]:
-        """(text that is safe to send, the stop string that ended it)."""
+        """Add text: (text that is safe to send, the stop string that was found or None)."""
         text = self._held + text
         found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
@@ -31,7 +32,7 @@ class StopStringMatcher:
         return text[:split], None
 
     def flush(self) -> str:
-        """What was held back, once nothing more can come."""
+        """Return the held text at the end of the sample."""
         held, self._held = self._held, ""
         return held
 
@@ -44,10 +45,11 @@ class StopStringMatcher:
 
 
 class Detokenizer:
-    """The text of one sample. Tokens are bytes; a UTF-8 decoder holds back half a character until the rest arrives.
+    """The text of one sample. Tokens are bytes; a UTF-8 decoder holds an incomplete character until the rest arrives.
 
-    Bytes that never become a character end as U+FFFD, at the latest in `flush`. The result equals decoding all tokens
-    at once, which a property test holds. While it is not `mid_character`, `whole_texts` has the text of tokens seen.
+    Bytes that never become a character turn into U+FFFD, in `flush` at the latest. The result equals decoding all
+    tokens at once (a property test checks this). While `mid_character` is False, `whole_texts` holds the text of every
+    token that was seen before and consists of whole characters.
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
@@ -61,12 +63,12 @@ class Detokenizer:
         self._num_tokens = 0
 
     def append(self, token_id: int) -> tuple[str, str | None]:
-        """(new text that may be sent, the stop string that ended the sample)."""
+        """Add a token: (new text that may be sent, the stop string that ended the sample or None)."""
         self._num_tokens += 1
         text = self.text(token_id)
         if self._matcher is None or not text:
             return text, None
-        if self._num_tokens <= self._min_tokens:  # a stop string counts from the first token that may end the sample
+        if self._num_tokens <= self._min_tokens:  # stop strings count only in tokens that may end the sample
             return text, None
         return self._matcher.feed(text)
 
@@ -75,12 +77,12 @@ class Detokenizer:
         return self._matcher is not None
 
     def text(self, token_id: int) -> str:
-        """What the next token adds to the text, stop strings apart: all there is to do where there are none."""
+        """The text that the next token adds. Without stop strings, callers use this in place of `append`."""
         whole = self.whole_texts.get(token_id)
         if whole is not None and not self.mid_character:
             return whole
         raw = self._bytes(token_id)
-        if whole is None and is_text(raw):
+        if whole is None and _is_complete_utf8(raw):
             self.whole_texts[token_id] = raw.decode()
         text = self._decoder.decode(raw)
         self.mid_character = bool(self._decoder.getstate()[0])
@@ -98,8 +100,8 @@ class Detokenizer:
         return b"" if token_id in self._hidden else self._tokenizer.token_bytes(token_id)
 
 
-def is_text(raw: bytes) -> bool:
-    """Whether these bytes are whole characters."""
+def _is_complete_utf8(raw: bytes) -> bool:
+    """True if the bytes are whole characters in UTF-8."""
     try:
         raw.decode()
     except UnicodeDecodeError:

@@ -1,13 +1,13 @@
-"""Fill in the middle: a prompt and a suffix arranged as code models were trained to read them.
+"""FillInMiddle: arranges a prompt and a suffix in the order that a code model was trained to read.
 
-Bavarian et al. 2022 (section 3): prefix, suffix and middle are told apart by special tokens, and the model writes the
-middle last. Which tokens they are is a fact of the vocabulary, so it is looked up there and never guessed from a name.
+Bavarian et al. 2022 (section 3): special tokens separate prefix, suffix and middle, and the model writes the middle
+last. The vocabulary decides which special tokens those are, never the model's name.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-# What stands before the prompt, before the suffix and before the middle; the first set that a vocabulary has counts.
+# Special tokens before the prompt, before the suffix and before the middle. The first set in the vocabulary counts.
 PREFIX_FIRST = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen2.5-Coder, CodeGemma
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite
@@ -16,18 +16,18 @@ PREFIX_FIRST = (
     ("▁<PRE>", "▁<SUF>", "▁<MID>"),  # Code Llama
     ("<PRE>", "<SUF>", "<MID>"),
 )
-SUFFIX_FIRST = ("[SUFFIX]", "[PREFIX]")  # Codestral: the suffix, then the prompt, and the model goes on
+SUFFIX_FIRST = ("[SUFFIX]", "[PREFIX]")  # Codestral: suffix, then prompt; the model continues the prompt
 
 
 @dataclass(frozen=True)
 class FillInMiddle:
-    """`order`: special tokens and the names of what stands between them, as the model reads it."""
+    """`order`: special tokens and the names "prompt" and "suffix", in the order that the model reads."""
 
     order: tuple[str, ...]
     token_ids: dict[str, int]
 
     def text(self, prompt: str, suffix: str) -> str:
-        """To be encoded as a whole, special tokens included."""
+        """The arranged text, to be encoded in one piece together with its special tokens."""
         return "".join({"prompt": prompt, "suffix": suffix}.get(part, part) for part in self.order)
 
     def ids(self, prompt: list[int], suffix: list[int]) -> list[int]:
@@ -36,7 +36,7 @@ class FillInMiddle:
 
 
 def find_fill_in_middle(token_id: Callable[[str], int | None]) -> FillInMiddle | None:
-    """What the vocabulary offers; None where the model was not made to fill in."""
+    """The layout whose special tokens are all in the vocabulary; None if the model was not trained to fill in."""
     prefix_first = [(prefix, "prompt", suffix, "suffix", middle) for prefix, suffix, middle in PREFIX_FIRST]
     for order in (*prefix_first, (SUFFIX_FIRST[0], "suffix", SUFFIX_FIRST[1], "prompt")):
         ids = {text: token_id(text) for text in order if text not in ("prompt", "suffix")}

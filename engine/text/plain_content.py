@@ -1,15 +1,16 @@
-"""Texts of clients inside a chat template, kept from acting as control tokens.
+"""PlainContent: keeps client-written text inside a chat template from acting as control tokens.
 
-A message that says "<|im_end|>" must not end its own turn. After rendering nobody can tell a special token that the
-template wrote from one that came with a message, so what a client says is marked before: an unused character is put
-inside every special token's text that it holds, and where it could become one together with its neighbours (at its
-start, at its end, and in a short text that is a piece of one). The mark is never white space and never in the middle of
-ordinary text, so templates that trim, search or split do with a marked text what they do with the plain one.
+A message that contains "<|im_end|>" must not end its own turn. In a rendered text, a special token of the template
+looks the same as one from a message, so client text is marked before rendering. The mark is a character that occurs in
+no text of the request. It is inserted inside every special token's text, and at the edges of a text that could form a
+special token together with its neighbours (at its start, at its end, or as a whole if the text is a piece of one). The
+mark is never white space and never inside ordinary text, so a template that trims, searches or splits treats a marked
+text like the plain one.
 
-In the rendered text every special token without a mark is the template's own. It is replaced by an alias, a made-up
-token that nobody can guess; the marks are taken out; and a twin of the tokenizer encodes the whole, to which aliases
-are tokens and special tokens are ordinary text. As the text is encoded in one piece, normalisation, pre-tokenisation
-and what a tokenizer does at the start of a text are those of the ordinary way.
+In the rendered text every special token without a mark comes from the template. Each of these is replaced by an alias,
+an added token with an unguessable text; the marks are removed; and a twin of the tokenizer encodes the result. To the
+twin, aliases are tokens and special tokens are ordinary text. The text is encoded in one piece, so normalisation,
+pre-tokenisation and the handling of the start of a text stay as usual.
 """
 
 import re
@@ -19,27 +20,27 @@ from typing import Any
 
 import tokenizers
 
-# Keys whose values a template compares with words of its own ("user", "function"): never marked as pieces of a token.
+# A template compares the values of these keys with its own words ("user"): such values are never marked as pieces.
 WORD_KEYS = frozenset({"role", "type"})
-OWN_KEYS = frozenset({"role", "content", "name", "type", "text"})  # not of a client's making
-PART_CHARS = 1 << 15  # of a text that is searched at once: 0.6 ms
-FEW = 4  # characters that hardly any text holds
-MANY_PIECES = 256  # from here on looking up each length is faster than comparing with each piece
-# Characters that stand for nothing: planes 15 and 16 are for private use.
+OWN_KEYS = frozenset({"role", "content", "name", "type", "text"})  # keys of the API, not chosen by a client
+PART_CHARS = 1 << 15  # characters of a text that one search reads: 0.6 ms
+FEW = 4  # candidates that are tried before the whole text is scanned for unused characters
+MANY_PIECES = 256  # from this number on, a set lookup per length is faster than a comparison with each piece
+# Planes 15 and 16 of Unicode are for private use: their characters have no assigned meaning.
 PRIVATE_USE = (0xF0000, 0xFFFFD), (0x100000, 0x10FFFD)
 
 
 class PlainContent:
-    """Tells a template's special tokens from those that a client wrote. Thread-safe.
+    """Tells special tokens of the template from special tokens in client text. Thread-safe.
 
-    Tokens of a single character cannot be marked; no tokenizer in use has a special one.
+    A special token of one character cannot be marked; no tokenizer in use has one.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         added = sorted(tokenizer.get_added_tokens_decoder().items())
         special = [(token_id, token) for token_id, token in added if token.special]
         texts = [token.content for _, token in special if len(token.content) > 1]
-        # Where the normaliser can make a special token of other text ("＜s＞"), only the twin knows it for plain text.
+        # If the normaliser can turn other text ("＜s＞") into a special token, only the twin keeps it plain text.
         self.always = any(token.normalized for _, token in special)
         self._starts = {text[:2] for text in texts}
         prefixes = {text[:i] for text in texts for i in range(1, len(text))}
@@ -57,18 +58,18 @@ class PlainContent:
         self._id_of = {self._twin.token_to_id(self._aliases[token.content]): token_id for token_id, token in special}
 
     def mark(self, value: Any, mark: str) -> Any:
-        """`value` (texts in lists and dicts) with marks where a text could act as a special token; else equal to it."""
+        """A copy of `value` (texts in lists and dicts) with a mark wherever a text could act as a special token."""
         return self._mark(value, mark, whole_words=True)
 
     def encode(self, text: str, mark: str, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of a rendered text: special where no mark says that a client wrote it."""
+        """Token ids of a rendered text. Only special tokens without a mark become special token ids."""
         aliased = self._all_added.sub(lambda match: self._aliases.get(match[0], match[0]), text)
         whole = self._twin.encode_batch_fast([aliased.replace(mark, "")], add_special_tokens=add_special_tokens)
         return [self._id_of.get(token_id, token_id) for token_id in whole[0].ids]
 
     def _parts(self, text: str) -> Iterator[str]:
-        """A long text in pieces, each of which ends with a character that is in no special token: a search holds the
-        GIL from start to end."""
+        """Split a long text into pieces that end with a character of no special token. Short pieces matter because a
+        regular expression search holds the GIL until it returns."""
         start = 0
         while start < len(text):
             found = self._between.search(text, start + PART_CHARS) if len(text) - start > PART_CHARS else None
@@ -108,7 +109,7 @@ def unused_characters(value: Any, *more: str) -> Iterator[str]:
     """Characters that occur in none of the texts in `value` (lists and dicts of them) nor in `more`."""
     texts = [*texts_in(value), *more]
     first = PRIVATE_USE[0][0]
-    few = [chr(code) for code in range(first, first + FEW)]  # to look for one is faster than to collect all there are
+    few = [chr(code) for code in range(first, first + FEW)]  # `in` is faster than collecting all characters in a set
     yield from (character for character in few if not any(character in text for text in texts))
     used = set(few).union(*texts)
     for first, last in PRIVATE_USE:
@@ -132,7 +133,7 @@ def texts_in(value: Any) -> Iterable[str]:
 def _one_of(
     pieces: set[str], compare: Callable[[str, tuple[str, ...]], bool], edge: Callable[[str, int], str]
 ) -> Callable[[str], bool]:
-    """Whether a text starts (or ends) with one of the pieces."""
+    """A function that is True for a text that starts (or ends) with one of the pieces."""
     if len(pieces) < MANY_PIECES:
         some = tuple(pieces)
         return lambda text: compare(text, some)
@@ -141,8 +142,8 @@ def _one_of(
 
 
 def _pattern(texts: Iterable[str]) -> str:
-    """A regular expression of any of the texts, the longest that matches, as a trie: a vocabulary may have a thousand
-    of them that begin alike, and nobody shall make the search try each."""
+    """A regular expression that matches any of the texts, the longest first, built as a trie: a vocabulary may hold a
+    thousand texts with the same beginning, and the search must not try each one."""
     trie: dict[str, Any] = {}
     for text in texts:
         node = trie
@@ -154,7 +155,7 @@ def _pattern(texts: Iterable[str]) -> str:
 
 def _trie_pattern(node: dict[str, Any]) -> str:
     prefix = ""
-    while len(node) == 1 and "" not in node:  # not by recursion: texts may be long
+    while len(node) == 1 and "" not in node:  # a loop in place of recursion: texts may be long
         (character, node), *_ = node.items()
         prefix += re.escape(character)
     branches = "|".join(re.escape(character) + _trie_pattern(child) for character, child in node.items() if character)
@@ -162,9 +163,10 @@ def _trie_pattern(node: dict[str, Any]) -> str:
 
 
 def _twin(tokenizer: tokenizers.Tokenizer, aliases: list[tuple[str, tokenizers.AddedToken]]) -> tokenizers.Tokenizer:
-    """The same tokenizer, to which special tokens are ordinary text, and aliases what special tokens were.
+    """A second tokenizer that reads special tokens as ordinary text and aliases as special tokens.
 
-    It shares the model, so it costs neither memory nor time. Where added tokens get other ids that way, a copy is made.
+    The twin shares the model, so it costs neither memory nor time. If added tokens would get other ids in the twin, it
+    is a full copy instead.
     """
     twin = tokenizers.Tokenizer(tokenizer.model)
     for part in ("normalizer", "pre_tokenizer", "post_processor"):

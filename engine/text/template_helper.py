@@ -1,10 +1,10 @@
-"""The rendering process: `python -m engine.text.template_helper FD CPU_SECONDS`. It runs chat templates of unknown
-people.
+"""The rendering process: `python -m engine.text.template_helper FD CPU_SECONDS`. Its templates are untrusted code.
 
 It reads frames (engine/executor/frames.py) from a socket pair. A frame holds (source, variables) in marshal, which has
 integers of any size and lone surrogates. The process answers each frame with a frame: a byte that says how rendering
-ended, then a text. The kernel ends the process when a template takes more than CPU_SECONDS of processor time (a timer
-whose signal has no handler); beyond MAX_BYTES of memory a template fails. No torch, no tokenizer: jinja2 alone.
+ended, then a text. The kernel kills the process when a template takes more than CPU_SECONDS of processor time (a timer
+whose signal has no handler); a template that needs more than MAX_BYTES of memory fails. Imports no torch and no
+tokenizer, only jinja2.
 """
 
 import marshal
@@ -17,9 +17,9 @@ from engine.errors import InvalidRequestError
 from engine.executor.frames import FRAME_HEADER, FrameSocket
 from engine.text.chat_template import TOO_LARGE, TemplateLimitError, render
 
-MAX_BYTES = 512 << 20  # of address space
+MAX_BYTES = 512 << 20  # address space of the process
 RENDERED, REFUSED, BEYOND_LIMIT = 0, 1, 2  # the first byte of an answer; a text in UTF-8 follows
-MAX_MESSAGE = 500  # characters of an error, which may hold anything that a template writes
+MAX_MESSAGE = 500  # characters of an error message: a template chooses its text
 
 
 def main() -> int:
@@ -28,7 +28,7 @@ def main() -> int:
     resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    for number in (signal.SIGINT, signal.SIGHUP):  # a terminal's; the end of the socket is the sign to go
+    for number in (signal.SIGINT, signal.SIGHUP):  # from a terminal; this process ends when its socket closes
         signal.signal(number, signal.SIG_IGN)
     with sock:
         frames = FrameSocket(sock)
@@ -54,7 +54,7 @@ def _answer_next(frames: FrameSocket, seconds: float) -> tuple[int, bytes] | Non
         return BEYOND_LIMIT, str(error).encode()
     except InvalidRequestError as error:
         return REFUSED, str(error)[:MAX_MESSAGE].encode("utf-8", "surrogatepass")
-    except MemoryError:  # the variables or the encoded text do not fit; `render` reports its own lack of memory
+    except MemoryError:  # reading the request or encoding the answer, not the template itself
         return BEYOND_LIMIT, TOO_LARGE.encode()
 
 

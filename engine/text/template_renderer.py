@@ -1,7 +1,7 @@
-"""TemplateRenderer: chat templates in processes that can be killed, within limits of time and memory.
+"""TemplateRenderer: renders chat templates in helper processes, which can be killed, with limits of time and memory.
 
-A template that never ends, or takes a gigabyte, costs its own request; a process that is at its limit, stopped or gone
-is replaced. No tenant holds all of the processes at a time.
+A template that never ends or needs a gigabyte fails its own request only. A helper that is at its limit, stopped or
+dead is replaced. No tenant holds all helpers at the same time.
 """
 
 import contextlib
@@ -25,26 +25,27 @@ from engine.text.text_threads import FairThreads
 
 T = TypeVar("T")
 HELPER_COMMAND = (sys.executable, "-m", "engine.text.template_helper")
-NUM_HELPERS = 3  # at most; another starts when those there are busy
+NUM_HELPERS = 3  # at most; the next one starts when all running ones are busy
 CPU_SECONDS = 2.0
-# The time limit counts processor time, so that a busy machine refuses nothing; a helper silent for this long is killed.
+# The time limit counts processor time: a busy machine must not make it fail. A helper without an answer after this many
+# times the limit, in wall-clock time, is killed.
 WALL_CLOCK_FACTOR = 20.0
 MAX_ATTEMPTS = 3
-IDLE_SECONDS = 1.0  # after which a helper is looked at before it is asked
-LARGE_BYTES = 8 << 20  # after a conversation of this size a helper is replaced: its memory would stay
-SHORT_BYTES = 1 << 13  # with a conversation of this size, a template that does not end is at fault itself
+IDLE_SECONDS = 1.0  # a helper that was idle for longer may be stopped: check before the next request
+LARGE_BYTES = 8 << 20  # a helper is replaced after a conversation of this size: it would keep the memory
+SHORT_BYTES = 1 << 13  # if a conversation below this size reaches a limit, the template is at fault
 
 
 class HelperDiedError(Exception):
-    """It was ended by somebody else, or by us for its silence."""
+    """The helper was killed from outside, or by this process because it did not answer."""
 
 
 class TimeLimitError(Exception):
-    """It was ended by its limit of processor time."""
+    """The kernel killed the helper at its limit of processor time."""
 
 
 class TemplateHelper:
-    """One rendering process after the other, for one thread at a time. It starts with the first use."""
+    """One rendering process, for one thread at a time; starts at first use and is replaced when it dies."""
 
     def __init__(self, cpu_seconds: float, command: tuple[str, ...] = HELPER_COMMAND) -> None:
         self._cpu_seconds = cpu_seconds
@@ -53,7 +54,7 @@ class TemplateHelper:
         self._socket: socket.socket | None = None
         self._closed = False
         self._answered = time.monotonic()
-        self._lock = threading.Lock()  # `close` comes from another thread
+        self._lock = threading.Lock()  # another thread calls `close`
         self._in_use = threading.Lock()
 
     @property
@@ -61,7 +62,7 @@ class TemplateHelper:
         return self._process.pid if self._process else None
 
     def start(self) -> "tuple[subprocess.Popen[bytes], socket.socket]":
-        """The process, which it starts unless it is there, and our end. Raises EngineError where that fails."""
+        """Start the process if none runs; returns it and the parent's end of its socket. EngineError if it fails."""
         with self._lock:
             if self._closed:
                 raise EngineError("The server has stopped.")
@@ -74,11 +75,11 @@ class TemplateHelper:
             return self._process, self._socket
 
     def render(self, source: str, variables: Mapping[str, Any]) -> str:
-        """The text that a template makes; blocks. Raises InvalidRequestError where it refuses the variables, fails on
-        them or takes too much, EngineError where it takes too much with next to nothing.
+        """Render a template; blocks. Raises InvalidRequestError if the template refuses the variables, fails, or
+        exceeds a limit; EngineError if it exceeds a limit with a conversation below SHORT_BYTES.
 
-        A process that dies of anything but its time limit is replaced and asked again, since somebody else may have
-        killed or stopped it.
+        If the process dies of anything but its time limit, the request is sent to a new process: something outside may
+        have killed or stopped the old one.
         """
         request = marshal.dumps((source, dict(variables)))
         size = len(request) - len(source)
@@ -87,7 +88,7 @@ class TemplateHelper:
                 kind, text = self._try(request)
                 if (kind in (RENDERED, REFUSED) and size + len(text) > LARGE_BYTES) or kind == BEYOND_LIMIT:
                     self._end()
-                    self.start()  # it is there when the next conversation comes
+                    self.start()  # the next conversation does not wait for the start
             finally:
                 if self._closed:
                     self._end()
@@ -100,7 +101,7 @@ class TemplateHelper:
         raise EngineError(f"the chat template is at fault: it reached a limit with a short conversation. {text}")
 
     def close(self) -> None:
-        """End the process for good; a thread that waits for its answer gets an EngineError."""
+        """Kill the process for good; a thread that waits for its answer gets an EngineError."""
         with self._lock:
             self._closed = True
             process = self._process
@@ -108,10 +109,10 @@ class TemplateHelper:
             self._end()
             self._in_use.release()
         elif process is not None:
-            process.kill()  # the thread cleans up
+            process.kill()  # the thread in `render` cleans up
 
     def _try(self, request: bytes) -> tuple[int, str]:
-        """What became of a request, and its text or what is wrong."""
+        """(outcome, the rendered text or an error message) of a request, in at most MAX_ATTEMPTS processes."""
         for _ in range(MAX_ATTEMPTS):
             try:
                 kind, answer = self._ask(request)
@@ -126,7 +127,7 @@ class TemplateHelper:
     def _ask(self, request: bytes) -> tuple[int, bytes]:
         process, sock = self.start()
         idle = time.monotonic() - self._answered
-        if idle > IDLE_SECONDS and stopped_at(process.pid) is not None:  # to look takes as long as half a conversation
+        if idle > IDLE_SECONDS and stopped_at(process.pid) is not None:  # the check costs half a conversation
             raise HelperDiedError
         watch = _Watch(process.pid, WALL_CLOCK_FACTOR * self._cpu_seconds)
         try:
@@ -137,13 +138,13 @@ class TemplateHelper:
             self._answered = time.monotonic()
             return answer[0], bytes(answer[1:])
         except (OSError, EOFError, FrameError):
-            with contextlib.suppress(subprocess.TimeoutExpired):  # it ends, now that its socket is closed
+            with contextlib.suppress(subprocess.TimeoutExpired):  # the socket closes before the process can be reaped
                 if process.wait(LOOK_SECONDS) == -signal.SIGPROF:
                     raise TimeLimitError from None
             raise HelperDiedError from None
 
     def _end(self) -> None:
-        """Kill it, if it is there: it has nothing to put in order."""
+        """Kill the process if there is one. It has no state to save."""
         with self._lock:
             process, sock, self._process, self._socket = self._process, self._socket, None, None
         if process is not None:
@@ -154,13 +155,13 @@ class TemplateHelper:
 
 
 class _Watch:
-    """Looks at a helper that is silent."""
+    """Checks a helper that does not answer."""
 
     def __init__(self, pid: int, seconds: float) -> None:
         self._looks, self._end = StoppedLooks(pid), time.monotonic() + seconds
 
     def look(self) -> None:
-        """Raises HelperDiedError where no answer is to be expected."""
+        """Raises HelperDiedError if the helper is stopped or out of wall-clock time."""
         if self._looks.look() or time.monotonic() > self._end:
             raise HelperDiedError
 
@@ -175,7 +176,7 @@ def _send(sock: socket.socket, data: bytes, watch: _Watch) -> None:
 
 
 class TemplateRenderer:
-    """The helpers, and the threads that talk to them. Nothing starts before the first use or `start`."""
+    """The helpers and the threads that wait for them. The first process starts at first use, or by `start`."""
 
     def __init__(
         self,
@@ -186,10 +187,10 @@ class TemplateRenderer:
     ) -> None:
         self._threads = FairThreads(num_helpers, "chat-template", per_tenant=max(1, num_helpers - 1))
         self._helpers = [TemplateHelper(cpu_seconds, command) for _ in range(num_helpers)]
-        self._idle = self._helpers[::-1]  # a stack: those behind are not started before they are needed
+        self._idle = self._helpers[::-1]  # a stack: the last helpers start only if all others are busy
 
     async def run(self, tenant: str, function: Callable[..., T], *args: Any) -> T:
-        """`function(helper, *args)` in a thread, with a helper of its own. Tenants take turns."""
+        """Call `function(helper, *args)` in a thread with an idle helper. Tenants take turns."""
         return await self._threads.run(tenant, self._with_helper, function, args)
 
     @property
@@ -197,8 +198,8 @@ class TemplateRenderer:
         return [helper.pid for helper in self._helpers if helper.pid is not None]
 
     def start(self) -> None:
-        """The first helper, so that no request waits for it; may be left out. It blocks for a few milliseconds."""
-        with contextlib.suppress(EngineError):  # who needs it will hear
+        """Start the first helper, so that the first request does not wait for it. Optional. Blocks for a few ms."""
+        with contextlib.suppress(EngineError):  # the first request reports the error
             self._helpers[0].start()
 
     def close(self) -> None:
@@ -207,7 +208,7 @@ class TemplateRenderer:
         self._threads.close()
 
     def _with_helper(self, function: Callable[..., T], args: tuple[Any, ...]) -> T:
-        helper = self._idle.pop()  # there are as many as threads
+        helper = self._idle.pop()  # never empty: there are as many helpers as threads
         try:
             return function(helper, *args)
         finally:

@@ -1,4 +1,4 @@
-"""Threads for work on texts, shared fairly: tenants take turns, and short texts never wait for long ones."""
+"""Thread pools for tokenizing and rendering: tenants take turns, and short texts never wait for long ones."""
 
 import asyncio
 import contextlib
@@ -10,26 +10,26 @@ from typing import Any, TypeVar
 from engine.executor.fair_slots import FairSlots
 
 T = TypeVar("T")
-QUICK_CHARS = 1 << 14  # of a text that is short: 2 to 20 ms, by tokenizer
+QUICK_CHARS = 1 << 14  # most characters of a short text: 2 to 20 ms, depending on the tokenizer
 NUM_QUICK = 2
-NUM_LONG = max(1, min(4, (os.cpu_count() or 1) // 4))  # the rest is for the Worker and the event loop
+NUM_LONG = max(1, min(4, (os.cpu_count() or 1) // 4))  # leaves cores to the Worker and the event loop
 
 
 class FairThreads:
-    """A pool of threads. A job waits for its tenant's turn; none holds more than `per_tenant` threads."""
+    """A pool of threads. A job waits for its tenant's turn; no tenant holds more than `per_tenant` threads."""
 
     def __init__(self, num_threads: int, name: str, per_tenant: int | None = None) -> None:
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
         self._slots = FairSlots(num_threads, per_tenant)
 
     async def run(self, tenant: str, function: Callable[..., T], *args: Any) -> T:
-        """What `function` returns or raises. A caller that is cancelled while it runs leaves it running, and the thread
-        counts as taken until it has ended."""
+        """Call `function` in a thread; returns its result or raises its error. If the caller is cancelled meanwhile,
+        the function runs on and its thread stays in use until the function returns."""
         await self._slots.acquire(tenant)
         loop = asyncio.get_running_loop()
 
         def free(_: "Future[T]") -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has closed
+            with contextlib.suppress(RuntimeError):  # the event loop is closed
                 loop.call_soon_threadsafe(self._slots.release, tenant)
 
         try:
@@ -45,14 +45,14 @@ class FairThreads:
 
 
 class TextThreads:
-    """Two pools: one for short texts, one for long ones. Encoding releases the GIL."""
+    """Two thread pools: one for short texts, one for long texts. Encoding releases the GIL."""
 
     def __init__(self) -> None:
         self._quick = FairThreads(NUM_QUICK, "tokenizer")
         self._long = FairThreads(NUM_LONG, "tokenizer-long")
 
     async def run(self, tenant: str, num_chars: int, function: Callable[..., T], *args: Any) -> T:
-        """`num_chars` is how much the function reads or writes."""
+        """Call `function` in a thread; `num_chars` is the length of the text that it reads or writes."""
         threads = self._quick if num_chars <= QUICK_CHARS else self._long
         return await threads.run(tenant, function, *args)
 

@@ -1,8 +1,8 @@
-"""is_text: what Python takes for a text may be none."""
+"""is_valid_unicode: a Python str may hold lone surrogates, which no UTF-8 text can."""
 
 
-def is_text(value: str) -> bool:
-    """Whether it is Unicode: half of a surrogate pair, as which Python also passes on bytes of no text, is not."""
+def is_valid_unicode(value: str) -> bool:
+    """False for lone surrogates, including those that the error handler surrogateescape makes of undecodable bytes."""
     try:
         value.encode("utf-8")
     except UnicodeEncodeError:

@@ -1,1 +1,1 @@
-"""Subcommands of `pageserve` other than serve: chat, generate, run-batch, bench, the config documents."""
+"""Subcommands of `pageserve` other than serve: chat, generate, run-batch, bench. Also the generated documents."""

@@ -1,4 +1,4 @@
-"""`pageserve chat`: a conversation in the terminal with any OpenAI-compatible server. It starts no server."""
+"""`pageserve chat`: a conversation in the terminal with any running OpenAI-compatible server."""
 
 import argparse
 import contextlib
@@ -13,19 +13,19 @@ import httpx
 
 from engine.command_line import Parser
 from engine.errors import ConfigError, PageserveError
-from engine.text.unicode import is_text
+from engine.text.unicode import is_valid_unicode
 from server.commands.client_options import DEFAULT_BASE_URL, add_api_key, api_url
 
 HELP = "/reset forgets the conversation, /exit (or Ctrl-D) leaves, Ctrl-C stops an answer."
-TIMEOUT = httpx.Timeout(10.0, read=300.0)  # seconds; a queued request may be silent for a while
+TIMEOUT = httpx.Timeout(10.0, read=300.0)  # seconds; a queued request gets no bytes for a while
 
 
 class ChatError(PageserveError):
-    """The server cannot be reached, refused the request, or broke off."""
+    """The server cannot be reached, refused the request, or closed the stream early."""
 
 
 class ChatClient:
-    """One conversation: `ask` sends all turns so far and keeps the answer as the next one."""
+    """One conversation: `ask` sends all turns so far and adds the answer as the next turn."""
 
     def __init__(self, http: httpx.Client, model: str, system: str | None, sampling: dict[str, Any]) -> None:
         self._http, self._model, self._sampling = http, model, sampling
@@ -36,7 +36,8 @@ class ChatClient:
         self.messages = list(self._opening)
 
     def ask(self, text: str) -> Iterator[str]:
-        """Pieces of the answer as they arrive. A question without any answer is forgotten, a broken-off answer kept."""
+        """Yield the answer in pieces as they arrive. An incomplete answer stays in the conversation; a question
+        without any answer is removed."""
         self.messages.append({"role": "user", "content": text})
         pieces: list[str] = []
         try:
@@ -62,7 +63,7 @@ class ChatClient:
 
 
 def _lines(chunks: Iterator[bytes]) -> Iterator[str]:
-    """Lines as SSE means them. httpx's iter_lines also splits at U+2028 and its like, which may stand inside a text."""
+    """Yield the lines of an SSE stream. httpx's iter_lines would also split at U+2028, which may occur in a text."""
     rest = b""
     for chunk in chunks:
         *lines, rest = (rest + chunk).split(b"\n")
@@ -70,7 +71,8 @@ def _lines(chunks: Iterator[bytes]) -> Iterator[str]:
 
 
 def _contents(lines: Iterator[str]) -> Iterator[str]:
-    """Text of each chunk of an SSE chat stream; ChatError where it reports one, holds what is none, or lacks [DONE]."""
+    """Yield the text of each chunk of an SSE chat stream. ChatError if the stream reports an error, holds an event that
+    is no chunk, or ends without [DONE]."""
     for line in lines:
         if not line.startswith("data:"):
             continue  # comments keep the connection alive
@@ -89,7 +91,7 @@ def _texts(data: str) -> list[str]:
         deltas = [choice["delta"] for choice in chunk.get("choices", [])]
         return [str(delta["content"]) for delta in deltas if delta.get("content")]
     except (ValueError, LookupError, TypeError, AttributeError):
-        raise ChatError(f"the server sent what is no chunk of a chat: {data[:200]}") from None
+        raise ChatError(f"the server sent an event that is no chat chunk: {data[:200]}") from None
 
 
 def _error_message(response: httpx.Response) -> str:
@@ -108,7 +110,7 @@ def _unreachable(base_url: str, error: httpx.HTTPError) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """A single answer where a message is given (or piped in), else a prompt until /exit."""
+    """Answer one message if one is given (or piped in), else read messages until /exit."""
     options = _parser().read(arguments)
     names: list[str] = ["temperature", "top_p", "max_tokens", "seed"]
     sampling = {name: options[name] for name in names if name in options}
@@ -116,7 +118,7 @@ def main(arguments: Sequence[str]) -> int:
     with httpx.Client(base_url=api_url(options["base_url"]), headers=headers, timeout=TIMEOUT) as http:
         client = ChatClient(http, options["model"] or _first_model(http), options["system"], sampling)
         message = " ".join(options["message"]) or (None if sys.stdin.isatty() else _read_stdin())
-        if not is_text(message or "") or not is_text(options["system"] or ""):
+        if not is_valid_unicode(message or "") or not is_valid_unicode(options["system"] or ""):
             raise ConfigError("the message is not UTF-8 text.")
         if message is not None:
             if not message:
@@ -135,13 +137,15 @@ def _read_stdin() -> str:
 
 def _parser() -> Parser:
     parser = Parser("chat", "[MESSAGE]", "Talk to a running OpenAI-compatible server. " + HELP)
-    parser.add_argument("message", nargs="*", metavar="MESSAGE", help="ask this, or all that is piped in, and leave")
+    parser.add_argument(
+        "message", nargs="*", metavar="MESSAGE", help="send it and exit (default: stdin, if it is piped)"
+    )
     base_url = os.environ.get("OPENAI_BASE_URL") or DEFAULT_BASE_URL
     parser.add_argument(
-        "--base-url", default=base_url, metavar="URL", help="default: $OPENAI_BASE_URL, else port 8000 here"
+        "--base-url", default=base_url, metavar="URL", help=f"default: $OPENAI_BASE_URL, else {DEFAULT_BASE_URL}"
     )
     add_api_key(parser)
-    parser.add_argument("--model", metavar="NAME", help="default: the first that the server lists")
+    parser.add_argument("--model", metavar="NAME", help="default: the first model that the server lists")
     parser.add_argument("--system", metavar="TEXT", help="system message of the conversation")
     for name, number in (("temperature", float), ("top-p", float), ("max-tokens", int), ("seed", int)):
         parser.add_argument(f"--{name}", type=number, default=argparse.SUPPRESS, help="default: the server's")
@@ -172,13 +176,13 @@ def _print_answer(client: ChatClient, message: str) -> None:
 
 @contextlib.contextmanager
 def _no_echo() -> Iterator[None]:
-    """Keep the terminal from writing typed text into an answer. The next prompt shows it; Ctrl-C still stops."""
+    """Switch the terminal's echo off while an answer is printed. The next prompt shows the typed text; Ctrl-C works."""
     try:
         terminal = sys.stdin.fileno()
-        if os.tcgetpgrp(terminal) != os.getpgrp():  # changing the terminal would stop a job in the background
+        if os.tcgetpgrp(terminal) != os.getpgrp():  # a background job that changes the terminal would be stopped
             raise OSError
         before = termios.tcgetattr(terminal)
-    except (OSError, termios.error):  # stdin is no terminal, or not ours
+    except (OSError, termios.error):  # stdin is no terminal, or belongs to another process group
         yield
         return
     quiet = [*before]
@@ -191,7 +195,7 @@ def _no_echo() -> Iterator[None]:
 
 
 def _converse(client: ChatClient) -> int:
-    import readline  # line editing and recall in input()
+    import readline  # gives input() line editing and history
 
     readline.set_auto_history(True)
     print(HELP)
@@ -215,7 +219,7 @@ def _converse(client: ChatClient) -> int:
 
 
 def _answer_or_explain(client: ChatClient, line: str) -> None:
-    """In a conversation neither an error nor Ctrl-C ends the program."""
+    """Print an answer or its error. Neither an error nor Ctrl-C ends the conversation."""
     try:
         _print_answer(client, line)
     except ChatError as error:

@@ -1,4 +1,4 @@
-"""What the commands share that ask a running server: its address and the key for it."""
+"""Options of all commands that call a running server: its address and its API key."""
 
 import argparse
 import os
@@ -11,19 +11,19 @@ DEFAULT_BASE_URL = "http://127.0.0.1:8000"
 
 
 def add_api_key(parser: argparse.ArgumentParser, dest: str = "api_key") -> None:
-    """--api-key, else OpenAI's variable, else our own."""
+    """Add --api-key, whose default is OPENAI_API_KEY, else the first key in PAGESERVE_API_KEY."""
     environment = os.environ.get("OPENAI_API_KEY") or os.environ.get("PAGESERVE_API_KEY", "").split(",")[0]
     parser.add_argument(
         "--api-key",
         dest=dest,
         default=environment or None,
         metavar="KEY",
-        help="of that server; default: $OPENAI_API_KEY, $PAGESERVE_API_KEY",
+        help="API key of that server; default: $OPENAI_API_KEY, $PAGESERVE_API_KEY",
     )
 
 
 def api_url(base_url: str) -> str:
-    """http://host:port -> http://host:port/v1; an address with a path is taken as it is. Raises ConfigError."""
+    """http://host:port -> http://host:port/v1; an address with a path stays as it is. Raises ConfigError."""
     try:
         url = httpx.URL(base_url)
     except httpx.InvalidURL as error:

@@ -1,7 +1,7 @@
-"""What is rendered from declarations: configs/default.yaml, docs/settings.md, and the written list in docs/api.md.
+"""Renders documents from declarations: configs/default.yaml, docs/settings.md, and the field list in docs/api.md.
 
-`make docs` (python -m server.commands.config_docs) rewrites them in a checkout; tests/test_house.py holds them against
-this.
+`make docs` (python -m server.commands.config_docs) rewrites them in a checkout; tests/test_house.py checks that they
+are up to date.
 """
 
 import json
@@ -17,7 +17,7 @@ from server.protocol.harmless import KINDS, WRITTEN_LIST
 CONFIG_CLASSES = (EngineConfig, ServerConfig)
 TITLES = {EngineConfig: "Engine", ServerConfig: "Server"}
 BEGIN, END = "<!-- made by `make docs` -->", "<!-- end of what `make docs` made -->"
-YAML_HEAD = f"""# Every setting with its default. Copy what you change: pageserve serve --config FILE
+YAML_HEAD = f"""# Every setting with its default. Copy the ones that you change to a file: pageserve serve --config FILE
 # The same names work as flags (--max-num-seqs) and as variables ({ENV_PREFIX}MAX_NUM_SEQS).
 # A flag wins over a variable, a variable over this file. null means: chosen when the model is known.
 # Made from the declarations by `make docs`.
@@ -36,35 +36,35 @@ def yaml_template() -> str:
 
 
 def markdown_tables() -> str:
-    """One table per config class: flag, default, what it is."""
+    """docs/settings.md: one table per config class, with flag, default and meaning."""
     parts = []
     for config_class in CONFIG_CLASSES:
-        parts.append(f"\n**{TITLES[config_class]}**\n\n| flag | default | what it is |\n|---|---|---|\n")
+        parts.append(f"\n**{TITLES[config_class]}**\n\n| flag | default | meaning |\n|---|---|---|\n")
         for setting in settings_of(config_class).values():
             parts.append(f"| `{setting.flag}` | {_default(setting)} | {_help(setting)} |\n")
     return "".join(parts)
 
 
 def harmless_tables() -> str:
-    """The written list of request fields without effect: what is ignored, and what is taken at one value."""
+    """The list of request fields without effect: ignored fields, and fields that accept one value only."""
     rows = []
     for place, ignored, inert in WRITTEN_LIST:
         for name, reason in ignored.items():
-            taken = KINDS[name][0] if name in KINDS else "anything"
-            rows.append(f"| `{place.format(name)}` | {taken} | {reason} |\n")
+            accepted = KINDS[name][0] if name in KINDS else "anything"
+            rows.append(f"| `{place.format(name)}` | {accepted} | {reason} |\n")
         for name, values in inert.items():
             if values:
                 shown = ", ".join(f"`{json.dumps(value)}`" for value in values)
-                reason = "what this server does anyway; a 400 for any other value"
+                reason = "this server always does so; a 400 for any other value"
                 rows.append(f"| `{place.format(name)}` | {shown} | {reason} |\n")
-    return "".join(["| field | taken | why it has no effect |\n|---|---|---|\n", *rows])
+    return "".join(["| field | accepted | why it has no effect |\n|---|---|---|\n", *rows])
 
 
 DOCUMENTS = {"docs/settings.md": markdown_tables, "docs/api.md": harmless_tables}
 
 
 def with_table(path: Path, text: str) -> str:
-    """The document at `path` with `text` between the marks; ValueError when a mark is missing."""
+    """The document at `path` with `text` between the marks; ValueError if a mark is missing."""
     head, _, rest = path.read_text(encoding="utf-8").partition(BEGIN)
     _, mark, tail = rest.partition(END)
     if not mark:

@@ -1,4 +1,4 @@
-"""`pageserve generate`: complete prompts offline through engine.llm.LLM, without a server."""
+"""`pageserve generate`: complete prompts offline with engine.llm.LLM, without a server."""
 
 import argparse
 import json
@@ -14,16 +14,16 @@ from engine.errors import ConfigError, InvalidRequestError
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
 from engine.settings import add_flags, load_settings
-from engine.text.unicode import is_text
+from engine.text.unicode import is_valid_unicode
 from server.config import ServerConfig
 
 SAMPLING_FLAGS: dict[str, tuple[type, str]] = {
     "max_tokens": (int, "most tokens of a completion (default: 256)"),
     "min_tokens": (int, "fewest tokens of a completion"),
-    "temperature": (float, "0 is greedy (default: the model's, see --generation-config)"),
+    "temperature": (float, "0: greedy (default: the model's, see --generation-config)"),
     "top_p": (float, "nucleus sampling"),
     "top_k": (int, "sample among the k most likely tokens"),
-    "min_p": (float, "drop tokens below this share of the most likely one"),
+    "min_p": (float, "exclude tokens below this share of the most likely token's probability"),
     "n": (int, "completions per prompt"),
 }
 
@@ -31,9 +31,9 @@ SAMPLING_FLAGS: dict[str, tuple[type, str]] = {
 def main(arguments: Sequence[str]) -> int:
     options = _parser().read(arguments)
     prompts = _prompts(options)
-    # Server settings in a shared file or environment are checked, too, and not used.
+    # A shared file or environment may hold server settings, too: they are checked, but not used.
     engine_config, _ = load_settings((EngineConfig, ServerConfig), options, os.environ)
-    _sampling_params(options, {})  # what is wrong with it shows before a model is loaded
+    _sampling_params(options, {})  # raises the errors of the flags before a model is loaded
 
     from engine.llm import LLM
 
@@ -55,7 +55,7 @@ def _parser() -> Parser:
     )
     parser.add_argument("prompt", nargs="*", metavar="PROMPT", help="text to continue")
     parser.add_argument("--prompts", metavar="FILE", help="file with one prompt per line; - is stdin")
-    parser.add_argument("--chat", action="store_true", help="put each prompt through the model's chat template")
+    parser.add_argument("--chat", action="store_true", help="render each prompt with the model's chat template")
     parser.add_argument("--json", action="store_true", help="one JSON object per prompt and line")
     parser.add_argument("--stop", action="append", metavar="TEXT", help="end at this text; may be repeated")
     parser.add_argument("--sampling-seed", type=int, metavar="INT", help="makes sampling repeatable")
@@ -67,18 +67,18 @@ def _parser() -> Parser:
 
 
 def _prompts(options: dict[str, Any]) -> list[str]:
-    """From the arguments, a file of lines, or the whole of stdin; ConfigError when there is none."""
+    """The prompts in the arguments, else the lines of a file, else the whole of stdin. ConfigError if there is none."""
     if options["prompt"] and options["prompts"]:
         raise ConfigError("give prompts as arguments or with --prompts, not both.")
     if options["prompts"]:
-        # Not splitlines(): it also splits at U+2028 and its like, which may stand inside a prompt.
+        # Not splitlines(), which also splits at characters such as U+2028 that may occur inside a prompt.
         prompts = [line for line in _read(options["prompts"]).split("\n") if line.strip()]
     elif options["prompt"]:
         prompts = options["prompt"]
     else:
         prompts = [] if sys.stdin.isatty() else [_read("-").rstrip("\n")]
-    if not all(map(is_text, prompts)):
-        raise ConfigError("a prompt is not UTF-8 text.")  # the locale may have let its bytes pass
+    if not all(map(is_valid_unicode, prompts)):
+        raise ConfigError("a prompt is not UTF-8 text.")  # the locale may decode such bytes to lone surrogates
     if not prompts or not any(prompts):
         raise ConfigError('there is no prompt; try: pageserve generate "Once upon a time"')
     return prompts
@@ -95,7 +95,7 @@ def _read(name: str) -> str:
 
 
 def _sampling_params(options: dict[str, Any], defaults: dict[str, Any]) -> SamplingParams:
-    """Flags win over the model's defaults."""
+    """The sampling parameters; flags win over the model's defaults. Raises ConfigError."""
     given = {name: options[name] for name in SAMPLING_FLAGS if name in options}
     try:
         return SamplingParams(
@@ -106,7 +106,7 @@ def _sampling_params(options: dict[str, Any], defaults: dict[str, Any]) -> Sampl
 
 
 def _print_text(prompts: list[str], outputs: list[RequestOutput]) -> None:
-    """A single completion is printed bare; several get a heading line each."""
+    """Print the completions; if there are several, each with a heading line."""
     several = len(outputs) > 1 or len(outputs[0].outputs) > 1
     for number, output in enumerate(outputs, start=1):
         for sample in output.outputs:

@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.types import Receive, Scope
 
-from engine.text.unicode import is_text
+from engine.text.unicode import is_valid_unicode
 from server.context import Served, rest_for
 from server.errors import ApiError, field_path, invalid
 from server.http.api_keys import tenant_of
@@ -193,11 +193,11 @@ def _refuse_hostile_values(body: dict[str, Any]) -> None:
     while containers:
         path, container = containers.pop()
         for key, child in container.items() if isinstance(container, dict) else enumerate(container):
-            if isinstance(key, str) and not is_text(key):
+            if isinstance(key, str) and not is_valid_unicode(key):
                 raise _half_character((*path, "a key"))
             if isinstance(child, (dict, list)):
                 containers.append(((*path, key), child))
-            elif isinstance(child, str) and not is_text(child):
+            elif isinstance(child, str) and not is_valid_unicode(child):
                 raise _half_character((*path, key))
             elif isinstance(child, float) and not math.isfinite(child):
                 name = field_path((*path, key))

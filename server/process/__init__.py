@@ -1,1 +1,1 @@
-"""The server as a process: signals, standard streams, memory, event loop."""
+"""The server process: signals, standard streams, memory, event loop."""

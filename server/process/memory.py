@@ -1,8 +1,8 @@
-"""Memory that the server's process has freed goes back to the system.
+"""Returns the memory that the server's process has freed to the system.
 
-glibc keeps what was freed for the next call: in as many arenas as there were threads at work, and with a threshold for
-blocks of their own that grows with the blocks that it sees. After one large request a process would stay large. On
-other systems, and with another C library, nothing is done: theirs give it back by themselves, or cannot be told to.
+glibc keeps freed memory for the next allocation: in one arena per busy thread, and with an mmap threshold that grows
+with the freed blocks. After one large request a process would stay large. On other systems and C libraries this module
+does nothing: they return memory by themselves, or offer no call for it.
 """
 
 import asyncio
@@ -15,37 +15,37 @@ import time
 
 logger = logging.getLogger(__name__)
 
-# Of malloc.h. Blocks of a quarter of a megabyte and more are mapped, so that each goes back as soon as it is freed.
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
-MMAP_BYTES = 256 << 10
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # from malloc.h
+MMAP_BYTES = 256 << 10  # blocks from this size on are mapped: free() returns them to the system at once
 MAX_ARENAS = 2
 PERIOD_SECONDS = 2.0
-GROWTH_BYTES = 8 << 20  # more than the least there ever was, from where trimming is worth its few milliseconds
-FUTILE_BYTES, FUTILE_PERIODS = 1 << 20, 4  # what was freed cannot be seen: after a try in vain, so long until the next
-# More than the least there ever was, from where a round of the garbage collector is worth tens of milliseconds:
-# connections that have ended refer to themselves, with what they had read, and an idle server would never come to its
-# next long round. Where nothing has changed since the last one, there is none.
+GROWTH_BYTES = 8 << 20  # above the process's smallest size so far; then trimming is worth its few milliseconds
+# The amount of freed memory cannot be read. If trimming returned less than FUTILE_BYTES, pause for FUTILE_PERIODS.
+FUTILE_BYTES, FUTILE_PERIODS = 1 << 20, 4
+# From COLLECT_BYTES above the smallest size on, a garbage collection is worth its tens of milliseconds: closed
+# connections form reference cycles that hold the data they had read, and an idle server would never start a full
+# collection by itself. Without a change of CHANGED_BYTES since the last one there is nothing new to collect.
 COLLECT_BYTES, CHANGED_BYTES = 24 << 20, 4 << 20
-COLLECT_SECONDS = 6.0  # between two rounds, at least
+COLLECT_SECONDS = 6.0  # least time between two collections
 STATM = "/proc/self/statm"
 
 
 def _glibc() -> ctypes.CDLL | None:
-    """Calls through it release the GIL."""
+    """The C library, if it is glibc. Calls through ctypes release the GIL."""
     return ctypes.CDLL(None) if platform.libc_ver()[0] == "glibc" else None
 
 
 def set_allocator() -> None:
-    """Before threads are started. What an operator has set in the environment (MALLOC_...) stands."""
+    """Set the thresholds of malloc; call it before threads start. Settings in the environment (MALLOC_...) win."""
     if (libc := _glibc()) is None or any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
         return
     settings = (M_ARENA_MAX, MAX_ARENAS), (M_MMAP_THRESHOLD, MMAP_BYTES), (M_TRIM_THRESHOLD, MMAP_BYTES)
     if not all(libc.mallopt(*setting) for setting in settings):
-        logger.warning("the C library does not take the settings of its allocator")
+        logger.warning("the C library refuses the settings of its allocator")
 
 
 async def keep_trimmed() -> None:
-    """Give back what was freed, off the event loop, whenever the process has grown; until it is cancelled."""
+    """Whenever the process has grown, return freed memory in a thread; runs until it is cancelled."""
     if (libc := _glibc()) is None:
         return
     least = collected = anonymous_bytes()
@@ -66,7 +66,7 @@ async def keep_trimmed() -> None:
 
 
 def anonymous_bytes() -> int:
-    """Of memory that no file stands behind."""
+    """Resident bytes of this process that are not backed by a file."""
     with open(STATM, encoding="ascii") as statm:
         resident, shared = map(int, statm.read().split()[1:3])
     return (resident - shared) * os.sysconf("SC_PAGE_SIZE")

@@ -1,10 +1,10 @@
-"""stdout and stderr of a server: whoever reads them, or does not, never makes anything else wait.
+"""StandardStreams: relays stdout and stderr of a server, so that a slow reader of the log never blocks the server.
 
-A log pipe that nobody reads is full after 64 KiB, and from then on the next line stops the process, or the Worker, in
-the midst of a step. So a server writes to pipes of its own, which a thread empties at all times; its children, C
-libraries and crash reports write there, too. A second thread hands the lines on. It alone waits for the reader, and
-what is more than MAX_BYTES then is dropped and counted. A full device, a reader that has left and a stream that was
-closed from the start lose lines, too, and nothing else.
+A log pipe without a reader is full after 64 KiB, and the next line would block the process, or the Worker in the middle
+of a step. A server therefore writes to pipes of its own, which a thread always empties; child processes, C libraries
+and crash reports write there, too. A second thread writes the lines to the real stream. Only this thread waits for the
+reader; lines beyond MAX_BYTES are dropped and counted. A full device, a reader that has gone and a stream that was
+closed from the start also lose lines and have no other effect.
 """
 
 import contextlib
@@ -21,38 +21,38 @@ from types import TracebackType
 from typing import TextIO
 
 STREAMS = {1: "stdout", 2: "stderr"}
-MAX_BYTES = 1 << 20  # of lines that wait for the reader, for each stream
-RESUME_BYTES = MAX_BYTES // 2  # once lines are dropped: the next is kept when so few are left
-MAX_LINE_BYTES = 64 << 10  # what is longer is handed on in pieces
+MAX_BYTES = 1 << 20  # most bytes of lines that wait for the reader, per stream
+RESUME_BYTES = MAX_BYTES // 2  # after a dropped line, lines are kept again once the queue is down to this
+MAX_LINE_BYTES = 64 << 10  # longer lines are passed on in pieces
 WRITE_BYTES = 64 << 10
-PARTIAL_LINE_MS = 200  # for the rest of a line to come
-CLOSE_SECONDS = 2.0  # for the reader to take what is left at the end
-NOTICE = "{time} WARNING server.process.standard_streams: {count} lines are missing here: nobody took them ({reason})\n"
+PARTIAL_LINE_MS = 200  # how long to wait for the rest of a line
+CLOSE_SECONDS = 2.0  # how long the reader may take for the remaining lines at the end
+NOTICE = "{time} WARNING server.process.standard_streams: {count} lines are missing here: {reason}\n"
 
 _open: list["StandardStreams"] = []
-lines_dropped: Counter[str] = Counter()  # by the name of the stream; of this process and its children
+lines_dropped: Counter[str] = Counter()  # stream name -> lines of this process and its children
 
 
 class Relay:
-    """One stream. What is written to the descriptor `fd` goes through a pipe and a queue to where `fd` led before."""
+    """One stream. Bytes written to the descriptor `fd` pass through a pipe and a queue to the old target of `fd`."""
 
     def __init__(self, fd: int) -> None:
         self._fd, self._name = fd, STREAMS[fd]
         self._target = os.dup(fd)
         self._source, inlet = os.pipe()
-        with contextlib.suppress(OSError):  # the default is enough where this is not allowed
+        with contextlib.suppress(OSError):  # not always permitted; the default size works, too
             fcntl.fcntl(inlet, fcntl.F_SETPIPE_SZ, MAX_BYTES)
         os.set_blocking(self._source, False)
         os.dup2(inlet, fd)
         os.close(inlet)
         self._end_read, self._end_write = os.pipe()
-        self._lines: deque[tuple[int, bytes]] = deque()  # and how many were dropped before each
-        self._num_bytes = 0  # of these
-        self._num_dropped = 0  # behind these
+        self._lines: deque[tuple[int, bytes]] = deque()  # (number of lines dropped before this line, line)
+        self._num_bytes = 0  # bytes in _lines
+        self._num_dropped = 0  # lines dropped after the last of _lines
         self._changed = threading.Condition()
         self._closing = False
-        self._num_lost, self._why = 0, ""  # lines that are gone, and the reader was not told yet
-        self._torn = False  # the last line that was written has no end
+        self._num_lost, self._why = 0, ""  # lost lines that no NOTICE has reported yet, and the reason
+        self._torn = False  # the last written line is incomplete
         self._threads = [
             threading.Thread(target=target, name=f"{self._name}-{target.__name__[1:]}", daemon=True)
             for target in (self._read, self._write)
@@ -61,13 +61,13 @@ class Relay:
             thread.start()
 
     def end(self) -> None:
-        """`fd` leads to its old target again. What came before goes on to be handed there."""
+        """Connect `fd` to its old target again. The threads still pass on the bytes written before."""
         os.dup2(self._target, self._fd)
         os.write(self._end_write, b"x")
 
     def join(self, deadline: float) -> None:
-        """Wait until that is done, up to time.monotonic() `deadline`. A target that takes nothing until then is left
-        behind: `fd` leads to nowhere, so that the end of the process does not wait either."""
+        """Wait for the threads until time.monotonic() `deadline`. If the target still blocks then, connect `fd` to
+        /dev/null, so that the exit of the process does not block either."""
         self._threads[0].join(max(0.0, deadline - time.monotonic()))
         with self._changed:
             self._closing = True
@@ -77,7 +77,7 @@ class Relay:
             with open(os.devnull, "w") as nowhere:
                 os.dup2(nowhere.fileno(), self._fd)
 
-    # What comes: never waits for anything else.
+    # The reading thread: waits only for new bytes.
 
     def _read(self) -> None:
         poll = select.poll()
@@ -92,7 +92,7 @@ class Relay:
                 continue
             try:
                 data = os.read(self._source, WRITE_BYTES)
-            except BlockingIOError:  # nothing is left, so it was the sign to end
+            except BlockingIOError:  # the pipe is empty, so poll() reported the byte of end()
                 break
             if not data:
                 break
@@ -117,7 +117,7 @@ class Relay:
                     self._num_dropped = 0
             self._changed.notify()
 
-    # What goes on: may wait for ever.
+    # The writing thread: may block forever.
 
     def _write(self) -> None:
         while True:
@@ -126,13 +126,13 @@ class Relay:
                     self._changed.wait()
                 if not self._lines and not self._num_dropped:
                     return
-                num_dropped, lines = self._take()
+                num_dropped, lines = self._take_lines()
             if num_dropped:
                 self._num_lost, self._why = self._num_lost + num_dropped, "not read in time"
             self._send(lines)
 
-    def _take(self) -> tuple[int, list[bytes]]:
-        """Lines from the front of the queue, none dropped between them, and how many were dropped before them."""
+    def _take_lines(self) -> tuple[int, list[bytes]]:
+        """Remove lines from the front of the queue: (lines dropped before them, consecutive lines)."""
         if not self._lines:
             num_dropped, self._num_dropped = self._num_dropped, 0
             return num_dropped, []
@@ -145,7 +145,7 @@ class Relay:
         return num_dropped, lines
 
     def _send(self, lines: list[bytes]) -> None:
-        """Lines that cannot be written are gone. The next that can be come behind a line that says so."""
+        """Write lines. Lines that cannot be written are lost; the next successful write starts with a NOTICE."""
         prefix = b""
         if self._num_lost:
             now = time.strftime("%Y-%m-%d %H:%M:%S")
@@ -164,13 +164,13 @@ class Relay:
             self._num_lost, self._why = self._num_lost + num_lost, reason
 
     def _write_all(self, data: bytes) -> tuple[int, str]:
-        """How many bytes were written, and why no more."""
+        """(number of bytes written, reason why the rest was not written or "")."""
         left = memoryview(data)
         try:
             while left:
                 try:
                     left = left[os.write(self._target, left) :]
-                except BlockingIOError:  # somebody who has the same pipe made it so
+                except BlockingIOError:  # another process with the same pipe made it non-blocking
                     poll = select.poll()
                     poll.register(self._target, select.POLLOUT)
                     poll.poll(1000)
@@ -180,7 +180,7 @@ class Relay:
 
 
 class StandardStreams:
-    """A context in which stdout and stderr are relayed, for this process and all that it starts."""
+    """A context that relays stdout and stderr of this process and of all its children."""
 
     def __enter__(self) -> "StandardStreams":
         self._relays = [Relay(fd) for fd in STREAMS]
@@ -193,7 +193,7 @@ class StandardStreams:
         self.close()
 
     def close(self, seconds: float | None = None) -> None:
-        """Hand on what was written so far, for `seconds` at most (CLOSE_SECONDS); again, it does nothing."""
+        """Pass on all lines written so far, in at most `seconds` (CLOSE_SECONDS). A second call does nothing."""
         deadline = time.monotonic() + (CLOSE_SECONDS if seconds is None else seconds)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
@@ -208,15 +208,15 @@ class StandardStreams:
 
 
 def close_streams(seconds: float) -> None:
-    """Hand on what was written so far, before an end that skips the rest of the process (os._exit)."""
+    """Pass on all lines written so far. Call it before os._exit, which skips the exit of contexts."""
     for streams in list(_open):
         streams.close(seconds)
 
 
 def open_missing_streams() -> None:
-    """Let stdin, stdout and stderr lead nowhere where the process was started without them (`>&-`).
+    """Connect stdin, stdout and stderr to /dev/null if the process was started without them (`>&-`).
 
-    Else the next file or socket that is opened would take the place of one, and get what is printed.
+    Otherwise the next file or socket to be opened would get such a descriptor, and all printed text.
     """
     for descriptor in _closed_descriptors():
         opened = os.open(os.devnull, os.O_RDWR)

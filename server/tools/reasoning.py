@@ -53,7 +53,7 @@ class ReasoningSplitter:
     def count(self, token_ids: tuple[int, ...]) -> None:
         """The tokens of the text that is fed next."""
         if self._scan is not None and not self._scan.over:
-            self._scan.take(token_ids)
+            self._scan.feed(token_ids)
 
     def feed(self, text: str) -> tuple[str, str]:
         """(what is thinking, what is content) of what is known now."""

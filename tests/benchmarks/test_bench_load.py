@@ -130,7 +130,7 @@ async def test_a_stream_without_done_fails():
 
 async def test_missing_tokens_fail():
     write = lambda body: [frame(event(choice(reason="length"))), frame(event(usage(3, 2))), DONE]  # noqa: E731
-    assert await failure(write) == "2 output tokens by the usage, 3 were asked for"
+    assert await failure(write) == "usage reports 2 output tokens, not 3 as requested"
 
 
 async def test_missing_usage_fails():
@@ -223,7 +223,7 @@ def test_an_endpoint_writes_whole_requests():
 
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://host/v1", "http:///v1", ""])
 def test_an_endpoint_wants_a_url(url):
-    with pytest.raises(ValueError, match="is no URL such as"):
+    with pytest.raises(ValueError, match="is not a URL such as"):
         Endpoint(url)
 
 

@@ -47,7 +47,7 @@ def test_tokens_say_what_the_text_says(opened):
         if not opened and random.random() < 0.7:
             token_ids[:0] = random.choice([[7], [11, 7], [8, 9], [12, SILENT, 7]])
         scan = ThinkingScan(TAGS, opened)
-        scan.take(token_ids)
+        scan.feed(token_ids)
         assert (scan.inside, scan.over, scan.num_tokens) == read_text(token_ids, opened), [TEXT[i] for i in token_ids]
         seen.add((scan.inside, scan.over, scan.num_tokens > 0))
     assert len(seen) >= 4
@@ -58,10 +58,10 @@ def test_the_tag_is_completed_from_wherever_it_is(opened):
     for begun in ([], [0], [1], [2], [13, 1], [2, 14], [1, 3], [13], [SILENT]):
         token_ids = [*([] if opened else [7]), 13, *begun]
         scan = ThinkingScan(TAGS, opened)
-        scan.take(token_ids)
+        scan.feed(token_ids)
         while not scan.over:
             token_ids.append(scan.next_closing_token())
-            scan.take(token_ids[-1:])
+            scan.feed(token_ids[-1:])
         text = "".join(TEXT[token_id] for token_id in token_ids)
         assert text.count(END) == 1 and text.endswith(END) and scan.num_tokens <= 1 + len(begun)
 
@@ -72,9 +72,9 @@ def test_a_token_that_is_the_tag_is_what_closes():
     end = tokenizer.token_to_id(END)
     tags = find_tags({byte: bytes([byte]) for byte in range(256)} | {end: END.encode()}, [], end)
     scan = ThinkingScan(tags, True)
-    scan.take(b"Hm </thi")
+    scan.feed(b"Hm </thi")
     assert scan.next_closing_token() == end and scan.num_tokens == 8
-    scan.take([end, 65])
+    scan.feed([end, 65])
     assert scan.over and scan.num_tokens == 8
 
 

@@ -341,7 +341,7 @@ def test_errors_do_not_end_a_conversation(scripted, capsys, monkeypatch):
     assert "400: too long" in err and "the engine ended" in err and "502" in err
     assert "closed the stream before the answer was complete" in err
     for data in ('{"choices": [{"index": 0}]}', '{"error": "a text"}', "<html>"):
-        assert f"what is no chunk of a chat: {data}" in err
+        assert f"an event that is no chat chunk: {data}" in err
     contents = [message["content"] for message in scripted.requests[-1][1]["messages"]]
     # What had no answer at all is forgotten.
     assert contents == ["q2", "part", "q3", "cut", "q4", "odd", "q5", "new", "q8"]
@@ -430,4 +430,4 @@ def test_where_a_key_is_wrong_chat_and_bench_say_how_to_give_one(capsys, folder)
         err = fails(capsys, "chat", "hi", "--base-url", live.url, "--api-key", "sk-wrong", status=1)
         assert main(["bench", "--base-url", live.url, "--api-key", "sk-wrong"]) == 2
     assert "(Give --api-key KEY or the variable OPENAI_API_KEY.)" in err
-    assert "wants a key: give --api-key KEY or the variable OPENAI_API_KEY" in capsys.readouterr().err
+    assert "requires an API key: give --api-key KEY or the variable OPENAI_API_KEY" in capsys.readouterr().err

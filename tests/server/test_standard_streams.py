@@ -20,12 +20,10 @@ from tests.server.streams import GRAMMARS, WORKER, children_of
 ROOT = Path(__file__).resolve().parents[2]
 PREAMBLE = """
 import os, subprocess, sys, time
-from server import standard_streams
+from server.process import standard_streams
 from server.process.standard_streams import StandardStreams, lines_dropped, open_missing_streams
 """
-NOTICE = re.compile(
-    rb"\S+ \S+ WARNING server.process.standard_streams: (\d+) lines are missing here: nobody took them \((.*)\)\n"
-)
+NOTICE = re.compile(rb"\S+ \S+ WARNING server.process.standard_streams: (\d+) lines are missing here: (.*)\n")
 
 
 def start(script, **streams):
@@ -64,6 +62,7 @@ with StandardStreams():
         print("line", i, file=sys.stderr)
     print("done", flush=True)
     sys.stdin.readline()
+    time.sleep(0.5)  # until the reader has taken enough for the next line to be kept
     print("after", file=sys.stderr)
     time.sleep(0.2)
     print(lines_dropped["stderr"], flush=True)

@@ -33,7 +33,7 @@ class _Row:
         return self.scan.num_tokens + position - self.consumed >= self.budget
 
     def advance(self, token_ids: IntArray, position: int) -> None:
-        self.scan.take(token_ids[self.consumed : position].tolist())
+        self.scan.feed(token_ids[self.consumed : position].tolist())
         self.consumed = position
 
     @property

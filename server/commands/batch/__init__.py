@@ -1,4 +1,4 @@
-"""`pageserve run-batch`: OpenAI batch files, against a server or a model loaded here."""
+"""`pageserve run-batch`: answers OpenAI batch files with a running server, or with a model loaded in this process."""
 
 from server.commands.batch.command import main
 

@@ -25,7 +25,7 @@ DEFAULT_CONCURRENCY = 128
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit status: 0 when every request was answered with success, 1 when some were not, 2 for what cannot be run."""
+    """Run the batch. Exit status: 0 if every request succeeded, 1 if some failed, 2 if the batch cannot be run."""
     options = _parser().read(arguments)
     source, target = Path(options["input"]), Path(options["output"])
     if options["concurrency"] < 1:
@@ -38,13 +38,13 @@ def main(arguments: Sequence[str]) -> int:
     done = keep_final(target)
     answered = [done[request.custom_id] for request in read_requests(source) if request.custom_id in done]
     num_done, num_failed = len(answered), answered.count(False)
-    print(f"{total} requests, {num_done} of them answered before", file=sys.stderr)
+    print(f"{total} requests, {num_done} already answered", file=sys.stderr)
     if num_done < total:
         _check_opens(target, "ab", "--output: cannot write")  # before a model is loaded
         try:
             num_failed += asyncio.run(_run(client, source, target, done, options["concurrency"]))
         except KeyboardInterrupt:
-            print("interrupted: the same command goes on where this one stopped", file=sys.stderr)
+            print("interrupted: run the same command again to continue", file=sys.stderr)
             raise
     print(f"{total - num_failed} answers and {num_failed} errors in {target}", file=sys.stderr)
     return 1 if num_failed else 0
@@ -64,7 +64,7 @@ async def _run(
     done: dict[str, bool],
     concurrency: int,
 ) -> int:
-    """Ask what is not `done`; returns how many requests failed."""
+    """Send the requests that are not in `done`; returns the number of failed requests."""
     requests = [request.custom_id not in done for request in read_requests(source)]
     async with client as http:
         with (
@@ -88,24 +88,22 @@ def _parser() -> Parser:
     parser = Parser(
         "run-batch",
         "-i FILE -o FILE",
-        "Answer an OpenAI batch file (one request per line). Run again with the same files, it asks only what has no "
-        "answer yet. Without --base-url the model is loaded in this process, with the options below.",
+        "Answer an OpenAI batch file (one request per line). A second run with the same files sends only the requests "
+        "without an answer. Without --base-url the model is loaded in this process, with the options below.",
     )
     parser.add_argument("-i", "--input", required=True, metavar="FILE", help="JSONL: custom_id, method, url, body")
     parser.add_argument("-o", "--output", required=True, metavar="FILE", help="JSONL: custom_id, response, error")
-    parser.add_argument("--base-url", metavar="URL", help="ask this server in place of a model loaded here")
+    parser.add_argument("--base-url", metavar="URL", help="server to use in place of a model loaded here")
     add_api_key(parser, "client_key")
     parser.add_argument(
         "--concurrency",
         type=int,
         default=DEFAULT_CONCURRENCY,
         metavar="INT",
-        help=f"requests under way at a time (default: {DEFAULT_CONCURRENCY})",
+        help=f"concurrent requests (default: {DEFAULT_CONCURRENCY})",
     )
     suppressed: dict[str, Any] = {"default": argparse.SUPPRESS, "metavar": "TEXT"}
-    parser.add_argument(
-        "--served-model-name", nargs="+", help="names that the requests may call the model", **suppressed
-    )
+    parser.add_argument("--served-model-name", nargs="+", help="names of the model that requests may use", **suppressed)
     parser.add_argument("--chat-template", help="Jinja chat template; default: the model's", **suppressed)
     add_flags(parser, EngineConfig)
     return parser

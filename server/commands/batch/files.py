@@ -1,9 +1,9 @@
-"""Batch files: requests in, answers out, a JSON object per line, in OpenAI's format (guide "Batch API").
+"""Batch files: requests in, answers out, one JSON object per line, in OpenAI's format (guide "Batch API").
 
 in   {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {...}}
 out  {"id": "batch_req_...", "custom_id": "1", "response": {"status_code", "request_id", "body"}, "error": null}
 
-An answer that was no answer has "response": null and an "error". Answers stand in the order in which they came.
+A request without a usable answer has "response": null and an "error". Answers are in the order of their arrival.
 """
 
 import contextlib
@@ -21,11 +21,11 @@ from engine.errors import ConfigError
 from server.protocol.grammars.response_format import is_nested_deeper
 
 FIELDS = {"custom_id": str, "method": str, "url": str, "body": dict}
-MAX_DEPTH = 256  # of a body
+MAX_DEPTH = 256  # nesting levels of a body
 ID_PREFIX = "batch_req_"
-LINE_START = f'{{"id": "{ID_PREFIX}'  # of an output
-FINAL = range(200, 500)  # status codes that asking again would not change ...
-NOT_FINAL = frozenset({401, 403, 408, 429})  # ... but for these: with another key, or later
+LINE_START = f'{{"id": "{ID_PREFIX}'  # start of every line of an output file
+FINAL = range(200, 500)  # status codes that a second attempt would not change,
+NOT_FINAL = frozenset({401, 403, 408, 429})  # except these: another key, or a later attempt, may succeed
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class BatchRequest:
 
 
 def read_requests(path: Path) -> Iterator[BatchRequest]:
-    """One by one, so that a file of any size can be read. Raises ConfigError that names the line and the fix."""
+    """Yield the requests one by one: the file may have any size. ConfigError names the line and the fault."""
     seen: set[str] = set()
     with path.open(encoding="utf-8") as file:
         try:
@@ -47,7 +47,7 @@ def read_requests(path: Path) -> Iterator[BatchRequest]:
                 if text.strip():
                     request = _request(path, number, text)
                     if request.custom_id in seen:
-                        raise ConfigError(f"{path}, line {number}: custom_id {request.custom_id!r} is there twice.")
+                        raise ConfigError(f"{path}, line {number}: custom_id {request.custom_id!r} occurs twice.")
                     seen.add(request.custom_id)
                     yield request
         except UnicodeDecodeError:
@@ -55,8 +55,8 @@ def read_requests(path: Path) -> Iterator[BatchRequest]:
 
 
 def _request(path: Path, number: int, text: str) -> BatchRequest:
-    def wrong(what: str) -> ConfigError:
-        return ConfigError(f"{path}, line {number}: {what}")
+    def wrong(fault: str) -> ConfigError:
+        return ConfigError(f"{path}, line {number}: {fault}")
 
     try:
         fields = json.loads(text)
@@ -75,20 +75,20 @@ def _request(path: Path, number: int, text: str) -> BatchRequest:
         raise wrong("body.stream must be left out: a batch has no streams.")
     try:
         json.dumps(fields, ensure_ascii=False, allow_nan=False).encode()
-    except (ValueError, RecursionError) as error:  # NaN, half of a surrogate pair
-        raise wrong(f"it cannot be sent ({error}).") from None
+    except (ValueError, RecursionError) as error:  # NaN, a lone surrogate
+        raise wrong(f"the request cannot be sent as JSON ({error}).") from None
     if is_nested_deeper(fields["body"], MAX_DEPTH):
         raise wrong(f"body is nested deeper than {MAX_DEPTH} levels.")
     return BatchRequest(number, fields["custom_id"], fields["url"], fields["body"])
 
 
 def answer(request: BatchRequest, status: int, request_id: str, body: Any) -> dict[str, Any]:
-    """A line of the output: what a server said."""
+    """A line of the output for a response of the server."""
     return _line(request, {"status_code": status, "request_id": request_id, "body": body}, None)
 
 
 def no_answer(request: BatchRequest, code: str, message: str) -> dict[str, Any]:
-    """A line of the output: no server said anything that could be kept."""
+    """A line of the output for a request without a usable response."""
     return _line(request, None, {"code": code, "message": message})
 
 
@@ -106,18 +106,18 @@ def succeeded(line: dict[str, Any]) -> bool:
 
 
 def keep_final(path: Path) -> dict[str, bool]:
-    """The custom_ids that `path` has a final answer of; whether it is a success.
+    """custom_id -> success, for all final answers in the output file `path`.
 
-    Other answers are taken out, as is half of one at the end: their requests are to be asked again. ConfigError where
-    a line is none of these: such a file holds something else, and stays as it is.
+    Other answers, and an incomplete line at the end, are removed from the file: their requests will be sent again.
+    ConfigError if a line is no answer at all: then the file is something else and stays unchanged.
     """
     path = _target(path)
     if not path.exists():
         return {}
     if not path.is_file():
-        raise ConfigError(f"--output: {path} is no regular file; name one.")
+        raise ConfigError(f"--output: {path} is not a regular file; name one.")
     done: dict[str, bool] = {}
-    try:  # a new file, whatever else lies there
+    try:  # mkstemp never opens an existing file or link
         descriptor, name = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".kept", dir=path.parent)
     except OSError as error:
         raise ConfigError(f"--output: cannot write beside {path}: {error.strerror}.") from None
@@ -128,7 +128,7 @@ def keep_final(path: Path) -> dict[str, bool]:
             for number, text in enumerate(old, start=1):
                 line = _read_answer(text)
                 if line is None and not text.isspace() and not _is_half(text):
-                    raise ConfigError(f"--output: {path}, line {number}: this is no answer; name another file.")
+                    raise ConfigError(f"--output: {path}, line {number}: not an answer of a batch; name another file.")
                 if line is not None and _is_final(line) and line["custom_id"] not in done:
                     done[line["custom_id"]] = succeeded(line)
                     new.write(text)
@@ -139,7 +139,7 @@ def keep_final(path: Path) -> dict[str, bool]:
 
 
 def _target(path: Path) -> Path:
-    """What a link leads to. ConfigError for a link that somebody else made: it would choose what is written over."""
+    """The target of a link. ConfigError for a link of another user, who would choose which file is overwritten."""
     with contextlib.suppress(FileNotFoundError):
         if path.is_symlink() and path.lstat().st_uid not in (os.geteuid(), 0):
             raise ConfigError(f"--output: {path} is a link that another user made; name a file.")
@@ -147,7 +147,7 @@ def _target(path: Path) -> Path:
 
 
 def _read_answer(text: str) -> dict[str, Any] | None:
-    """A whole line of an output; None for everything else."""
+    """The JSON object of a complete line of an output file; None for any other text."""
     try:
         line = json.loads(text)
     except (ValueError, RecursionError):
@@ -157,12 +157,12 @@ def _read_answer(text: str) -> dict[str, Any] | None:
 
 
 def _is_half(text: str) -> bool:
-    """Whether a line was cut while it was written."""
+    """True for a line that was cut off while it was written."""
     return not text.endswith("\n") and text.startswith(LINE_START[: len(text)])
 
 
 def _is_final(line: dict[str, Any]) -> bool:
-    """Whether its request need not be asked again."""
+    """True if the request need not be sent again."""
     try:
         status = line["response"]["status_code"]
     except (LookupError, TypeError):

@@ -1,4 +1,4 @@
-"""Ask every request of a batch, so many at a time, and write down each answer as it comes."""
+"""Sends the requests of a batch, a number of them concurrently, and writes each answer when it arrives."""
 
 import asyncio
 import contextlib
@@ -18,11 +18,11 @@ from server.app import create_app
 from server.commands.batch.files import BatchRequest, answer, no_answer, succeeded
 from server.config import ServerConfig
 
-ATTEMPTS = 8  # at a request that the server could not take, or whose connection broke
-FIRST_DELAY, LONGEST_DELAY = 0.5, 60.0  # seconds between two of them, where the server names no time
-RETRIED = frozenset({408, 429, 500, 502, 503, 504})  # unless the server says that it would come out the same
-TIMEOUT = httpx.Timeout(10.0, read=3600.0, pool=None)  # seconds; a batch is in no hurry
-# What a file or the environment may say for a server of several callers; a batch has one.
+ATTEMPTS = 8  # per request, if the server refuses it for now or the connection breaks
+FIRST_DELAY, LONGEST_DELAY = 0.5, 60.0  # seconds between two attempts, if the server sends no Retry-After
+RETRIED = frozenset({408, 429, 500, 502, 503, 504})  # unless the server sends x-should-retry: false
+TIMEOUT = httpx.Timeout(10.0, read=3600.0, pool=None)  # seconds; a batch may wait long
+# Settings for a server with several clients; a shared file or the environment may hold them. A batch is one client.
 WITHOUT_KEYS: dict[str, Any] = {
     "api_key": (),
     "api_key_file": None,
@@ -46,7 +46,7 @@ async def remote(base_url: str, api_key: str | None, concurrency: int) -> AsyncI
 
 @contextlib.asynccontextmanager
 async def local(engine_config: EngineConfig, server_config: ServerConfig) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of the model, loaded in this process: the server's own routes, without a port, keys and their limits."""
+    """A client of a model in this process: the server's own routes, without a port, API keys and their limits."""
     config = dataclasses.replace(server_config, **WITHOUT_KEYS, max_queued_requests=1_000_000)
     driver = Driver(engine_config, chat_template=config.chat_template, max_queued_requests=config.max_queued_requests)
     await driver.start()
@@ -60,12 +60,12 @@ async def local(engine_config: EngineConfig, server_config: ServerConfig) -> Asy
 
 
 class Batch:
-    """`requests` are asked by `concurrency` tasks; answers go to `output`, each as a whole line at once."""
+    """Concurrent tasks send `requests` and write each answer to `output` as one whole line."""
 
     def __init__(self, client: httpx.AsyncClient, requests: Iterator[BatchRequest], output: TextIO, bar: "tqdm[Any]"):
         self.num_failed = 0
         self._client, self._requests, self._output, self._bar = client, requests, output, bar
-        self._said: set[str] = set()
+        self._shown: set[str] = set()
 
     async def run(self, concurrency: int) -> None:
         tasks = [asyncio.create_task(self._work()) for _ in range(concurrency)]
@@ -77,7 +77,7 @@ class Batch:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _work(self) -> None:
-        for request in self._requests:  # one iterator for all: a task takes the next line when it is free
+        for request in self._requests:  # all tasks share one iterator: an idle task takes the next line
             line = await self._ask(request)
             self.num_failed += not succeeded(line)
             self._output.write(json.dumps(line, ensure_ascii=False) + "\n")
@@ -85,7 +85,7 @@ class Batch:
             self._bar.update()
 
     async def _ask(self, request: BatchRequest) -> dict[str, Any]:
-        """The line of the output, after as many attempts as it takes, ATTEMPTS at most."""
+        """Send a request, with at most ATTEMPTS attempts; returns its line of the output."""
         line: dict[str, Any] = {}
         for attempt in range(ATTEMPTS):
             delay = min(LONGEST_DELAY, FIRST_DELAY * 2**attempt)
@@ -93,7 +93,7 @@ class Batch:
                 response = await self._client.post(request.url, json=request.body)
             except httpx.TransportError as error:
                 line = no_answer(request, "no_response", f"{type(error).__name__}: {error}")
-                self._say_once(f"no answer from the server ({error}): each request is tried {ATTEMPTS} times")
+                self._show_once(f"no answer from the server ({error}): each request is tried {ATTEMPTS} times")
             else:
                 line = _line_of(request, response)
                 if response.status_code not in RETRIED or response.headers.get("x-should-retry") == "false":
@@ -104,10 +104,10 @@ class Batch:
                 await asyncio.sleep(delay)
         return line
 
-    def _say_once(self, message: str) -> None:
-        """Whoever waits for the bar to move hears why it does not."""
-        if message not in self._said:
-            self._said.add(message)
+    def _show_once(self, message: str) -> None:
+        """Print a message above the progress bar, once: it explains why the bar does not move."""
+        if message not in self._shown:
+            self._shown.add(message)
             self._bar.write(message, file=sys.stderr)
 
 
@@ -120,7 +120,7 @@ def _line_of(request: BatchRequest, response: httpx.Response) -> dict[str, Any]:
 
 
 def _retry_after(response: httpx.Response, default: float) -> float:
-    """Seconds, as the server says; a date, which the header may also be, is not worth its parsing."""
+    """The seconds in the Retry-After header, at most LONGEST_DELAY. A date in the header counts as `default`."""
     try:
         return min(LONGEST_DELAY, max(0.0, float(response.headers["retry-after"])))
     except (KeyError, ValueError):

@@ -1,4 +1,4 @@
-"""`pageserve bench`: load for any OpenAI-compatible server, and the figures it gives. No torch, no engine."""
+"""`pageserve bench`: measures any OpenAI-compatible server under load. Imports no torch and no engine."""
 
 from server.commands.bench.command import main
 

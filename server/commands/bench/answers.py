@@ -1,4 +1,4 @@
-"""What a streamed completion brought, read after the run: arrival times, and whether it is all that was asked for."""
+"""Reads streamed completions after the run: arrival times, and whether each answer is complete."""
 
 import json
 from collections.abc import Iterator
@@ -11,13 +11,13 @@ from server.commands.bench.workloads import Call
 
 
 class BadAnswer(Exception):
-    """A response that is not the complete answer to its call; says what is wrong with it."""
+    """A response is not the complete answer to its call; the message names the fault."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Times are in seconds of time.perf_counter. `arrivals[i]` are those of the chunks of sample i that brought text
-    or its end (so a first chunk without text does not count as a first token)."""
+    """Times are in seconds of time.perf_counter. `arrivals[i]`: arrival times of the chunks of sample i that hold text
+    or its end (a first chunk without text does not count as a first token)."""
 
     call: Call
     started: float
@@ -35,7 +35,7 @@ class Answer:
 
 
 def completion_body(model: str, call: Call) -> bytes:
-    """The JSON of one streamed request: exactly max_tokens tokens, with usage as the last chunk."""
+    """The JSON body of one streamed request for exactly max_tokens tokens, with usage in the last chunk."""
     body = {
         "model": model,
         "prompt": call.prompt,
@@ -50,7 +50,7 @@ def completion_body(model: str, call: Call) -> bytes:
 
 
 def response(exchange: Exchange) -> tuple[int, bytes]:
-    """(status, payload) of an exchange that ended well. Raises BadAnswer."""
+    """(status, payload) of an exchange without a network error. Raises BadAnswer."""
     if exchange.error is not None:
         raise BadAnswer(exchange.error)
     decoder = ResponseDecoder()
@@ -59,7 +59,7 @@ def response(exchange: Exchange) -> tuple[int, bytes]:
 
 
 def read_answer(call: Call, exchange: Exchange) -> Answer:
-    """Raises BadAnswer unless every sample ended by length with all its tokens and the stream ended with [DONE]."""
+    """Read an exchange. BadAnswer unless every sample ended by length with all its tokens, and the stream by [DONE]."""
     status, payload = response(exchange)
     if status != 200:
         raise BadAnswer(f"status {status}: {payload[:200].decode('utf-8', 'replace')}")
@@ -110,4 +110,4 @@ def _check(call: Call, reasons: list[str | None], usage: dict[str, Any]) -> None
             raise BadAnswer(f"sample {index} has finish_reason {reason!r}, not 'length'")
     expected = call.n * call.max_tokens
     if usage.get("completion_tokens") != expected:
-        raise BadAnswer(f"{usage.get('completion_tokens')} output tokens by the usage, {expected} were asked for")
+        raise BadAnswer(f"usage reports {usage.get('completion_tokens')} output tokens, not {expected} as requested")

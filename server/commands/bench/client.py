@@ -1,7 +1,7 @@
-"""An HTTP client that costs little, since on a small machine it shares the cores with the server that it measures.
+"""A cheap HTTP client: on a small machine it shares the cores with the server that it measures.
 
-While a run lasts it only stamps what arrives: a segment costs one clock reading and one list append. Only the end of a
-response is looked for, by its last bytes. Events, JSON and statistics come after the run
+During a run it only records arrivals: a segment costs one clock reading and one list append, and the client finds the
+end of a response by its last bytes. Events, JSON and statistics are read after the run
 (server/commands/bench/answers.py).
 """
 
@@ -19,7 +19,7 @@ _LAST_CHUNK = b"0\r\n\r\n"
 
 @dataclass
 class Exchange:
-    """One request and what came back: (arrival in seconds of time.perf_counter, bytes). `error` says why it failed."""
+    """One request. `segments`: (arrival in seconds of time.perf_counter, bytes). `error`: the reason of a failure."""
 
     started: float
     segments: list[tuple[float, bytes]] = field(default_factory=list)
@@ -28,7 +28,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where a server is: "http://127.0.0.1:8000/v1", and the key it wants, if any."""
+    """A server's address, such as "http://127.0.0.1:8000/v1", and its API key, if any."""
 
     base_url: str
     api_key: str | None = None
@@ -36,7 +36,7 @@ class Endpoint:
     def __post_init__(self) -> None:
         parts = urlsplit(self.base_url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"{self.base_url!r} is no URL such as http://127.0.0.1:8000/v1")
+            raise ValueError(f"{self.base_url!r} is not a URL such as http://127.0.0.1:8000/v1")
 
     @property
     def address(self) -> tuple[str, int]:
@@ -48,7 +48,7 @@ class Endpoint:
         return ssl.create_default_context() if self.base_url.startswith("https:") else None
 
     def request(self, method: str, path: str, body: bytes = b"") -> bytes:
-        """The bytes of one request; made before a run, so that the run need not."""
+        """The bytes of one request. Callers build them before a run, not during it."""
         parts = urlsplit(self.base_url)
         lines = [f"{method} {parts.path.rstrip('/')}{path} HTTP/1.1", f"Host: {parts.netloc}"]
         if self.api_key:
@@ -58,7 +58,7 @@ class Endpoint:
 
 
 class Connection:
-    """One keep-alive connection, opened at the first request and again when the server closed it."""
+    """One keep-alive connection; opens at the first request, and again after the server closed it."""
 
     def __init__(self, endpoint: Endpoint, timeout: float) -> None:
         self._endpoint = endpoint
@@ -66,7 +66,7 @@ class Connection:
         self._protocol: _Protocol | None = None
 
     async def exchange(self, request: bytes) -> Exchange:
-        """Send and wait for the whole response. Never raises for the network: the error is in the Exchange."""
+        """Send a request and wait for the whole response. A network error does not raise; it is in the Exchange."""
         exchange = Exchange(time.perf_counter())
         try:
             await asyncio.wait_for(self._exchange(request, exchange), self._timeout)
@@ -108,10 +108,10 @@ class _Protocol(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         exchange = self._exchange
         if exchange is None:
-            self.close()  # bytes that nobody asked for: the connection is of no further use
+            self.close()  # bytes without a request: the connection is out of step
             return
         exchange.segments.append((time.perf_counter(), data))
-        # A terminator that is split over segments leaves a last one shorter than itself.
+        # If the terminator is split over two segments, the last segment is shorter than the terminator.
         if not self._chunked or len(data) < len(_LAST_CHUNK) or data.endswith(_LAST_CHUNK):
             self._look_for_end(exchange)
 
@@ -121,7 +121,7 @@ class _Protocol(asyncio.Protocol):
             self._look_for_end(self._exchange, closed=True)
 
     def close(self) -> None:
-        self.closed, self._exchange = True, None  # whatever still arrives is nobody's
+        self.closed, self._exchange = True, None  # later bytes are ignored
         self._transport.close()
 
     def _look_for_end(self, exchange: Exchange, closed: bool = False) -> None:

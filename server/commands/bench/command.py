@@ -1,4 +1,4 @@
-"""The `pageserve bench` command: the workloads against one running server, with a live line and a table."""
+"""The `pageserve bench` command: sends the workloads to one running server; shows progress and a table."""
 
 import argparse
 import math
@@ -23,9 +23,10 @@ WARM_UP_TIMEOUT = 300.0  # seconds; a server may compile at its first requests
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit status: 0 when every request was answered in full, 1 when one was not, 2 when nothing could be measured."""
+    """Run the benchmark. Exit status: 0 if every request was answered in full, 1 if not, 2 if the server cannot be
+    measured."""
     options = argparse.Namespace(**_parser().read(sys.argv[1:] if argv is None else argv))
-    if options.plot is not None and find_spec("matplotlib") is None:  # not after the run
+    if options.plot is not None and find_spec("matplotlib") is None:  # fail before the run, not after it
         print("pageserve bench: --plot needs matplotlib: pip install 'pageserve[bench]'", file=sys.stderr)
         return 2
     try:
@@ -38,8 +39,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def add_load_options(parser: argparse.ArgumentParser) -> None:
-    """The options that say what load is sent; benchmarks/serve.py takes the same."""
-    from server.commands.client_options import add_api_key  # the load itself needs nothing of the engine
+    """Add the options of the load, which benchmarks/serve.py has as well."""
+    from server.commands.client_options import add_api_key  # imports the engine, which the load does not need
 
     parser.add_argument("--workload", default="all", choices=("all", *WORKLOADS), help="default: all")
     parser.add_argument("--n", type=whole_number, default=64, help="size of a workload in requests (default 64)")
@@ -48,10 +49,11 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
         "--seed",
         type=int,
         default=secrets.randbelow(10**6),
-        help="of the prompts' ids; default: a new one, so that no run finds the prompts of another in a prefix cache",
+        help="seed of the prompts' token ids; default: random, so that no run finds prompts of another in a prefix "
+        "cache",
     )
     parser.add_argument("--timeout", type=positive, default=900.0, help="seconds until a request counts as failed")
-    parser.add_argument("--max-token-id", type=whole_number, default=7999, help="prompts use ids up to this one")
+    parser.add_argument("--max-token-id", type=whole_number, default=7999, help="largest token id in prompts")
     add_api_key(parser)
     parser.add_argument("--json", type=Path, metavar="PATH", help="write every run to this file")
 
@@ -64,12 +66,13 @@ async def run_once(
     name: str,
     target: Target,
     shape: Shape,
+    *,
     seed: int,
     timeout: float,
     label: str,
     keep: Callable[[Sequence[Answer]], None] = lambda answers: None,
 ) -> Figures:
-    """One workload with a live line on a terminal: requests done, rate, time left."""
+    """Run one workload; on a terminal, show a live line with finished requests, rate and remaining time."""
     clients = build_workload(name, shape, seed)
     total = sum(len(client.calls) for client in clients)
     with tqdm(total=total, desc=label, unit="req", leave=False, disable=None, mininterval=0.5) as bar:
@@ -83,13 +86,13 @@ def caption(options: argparse.Namespace) -> str:
 
 
 def fit_shape(options: argparse.Namespace, max_token_id: int, lengths: list[int | None]) -> Shape:
-    """The size of the load, within what every server's model can take."""
+    """The size of the load, within the context length and vocabulary of every server's model."""
     known = [length for length in lengths if length is not None]
     return Shape(options.n, options.rate, max_token_id, min(known) if known else None)
 
 
 def runnable(workload: str, shape: Shape, say: Callable[[str], None]) -> list[str]:
-    """The workloads that fit the model's context. Others are skipped with a word; a ValueError if one was asked for."""
+    """The workloads that fit the model's context; `say` reports the others. ValueError if --workload names one."""
     names = []
     for name in selected(workload):
         try:
@@ -117,10 +120,10 @@ async def _bench(options: argparse.Namespace) -> int:
                 name,
                 target,
                 shape,
-                options.seed + repeat,
-                options.timeout,
-                f"{name} {repeat + 1}",
-                answers.setdefault(name, []).extend,
+                seed=options.seed + repeat,
+                timeout=options.timeout,
+                label=f"{name} {repeat + 1}",
+                keep=answers.setdefault(name, []).extend,
             )
             for repeat in range(options.repeats)
         ]
@@ -131,7 +134,7 @@ async def _bench(options: argparse.Namespace) -> int:
         servers = {target.model: {"base_url": target.endpoint.base_url, "max_model_len": target.max_model_len}}
         write_json(
             options.json,
-            load_settings(options, shape),
+            load_facts(options, shape),
             servers,
             [{"server": target.model, **run.as_dict()} for run in runs],
         )
@@ -141,7 +144,7 @@ async def _bench(options: argparse.Namespace) -> int:
 
 
 def _draw(path: Path, answers: dict[str, list[Answer]], title: str) -> None:
-    from server.commands.bench.plots import draw  # matplotlib comes with it
+    from server.commands.bench.plots import draw  # imports matplotlib
 
     path.parent.mkdir(parents=True, exist_ok=True)
     draw({name: kept for name, kept in answers.items() if kept}, title).savefig(path, dpi=100)
@@ -157,8 +160,8 @@ async def _reach(options: argparse.Namespace) -> Target:
         raise TargetError(f"{error}. Start a server with `pageserve serve`, or name one with --base-url.") from None
 
 
-def load_settings(options: argparse.Namespace, shape: Shape) -> dict[str, Any]:
-    """What was sent, for the JSON: the options without paths and keys, as they turned out."""
+def load_facts(options: argparse.Namespace, shape: Shape) -> dict[str, Any]:
+    """The load that was sent, for the JSON: the effective options without paths and keys."""
     return {
         "n": shape.n,
         "rate": shape.rate,
@@ -180,8 +183,8 @@ def _parser() -> Any:
 
     parser = Parser("bench", "", "Measure a running OpenAI-compatible server: throughput and latency.")
     parser.add_argument("--base-url", default=DEFAULT_BASE_URL, help="default: %(default)s")
-    parser.add_argument("--model", help="default: the first that the server lists")
-    parser.add_argument("--repeats", type=whole_number, default=1, help="the table shows the median of so many runs")
+    parser.add_argument("--model", help="default: the first model that the server lists")
+    parser.add_argument("--repeats", type=whole_number, default=1, help="runs per workload; the table shows medians")
     add_load_options(parser)
     parser.add_argument(
         "--plot", type=Path, metavar="PATH", help="draw rate and latencies of every workload (PNG, SVG)"

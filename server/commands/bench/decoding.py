@@ -1,4 +1,5 @@
-"""Bytes of an HTTP/1.1 response -> payload -> server-sent events. Incremental: pieces may be split anywhere."""
+"""Decodes an HTTP/1.1 response to its payload, and the payload to server-sent events. Incremental: input may be split
+anywhere."""
 
 
 class ProtocolError(Exception):
@@ -6,9 +7,9 @@ class ProtocolError(Exception):
 
 
 class ResponseDecoder:
-    """One response: chunked, with a Content-Length, or ended by the peer's close (RFC 9112, section 6.3).
+    """Decodes one response: chunked, with a Content-Length, or ended by the peer's close (RFC 9112, section 6.3).
 
-    `complete` says that the whole response was fed. Trailers are refused: no model server sends them.
+    `complete`: the whole response has been fed. Trailers are refused: no model server sends them.
     """
 
     def __init__(self) -> None:
@@ -19,10 +20,10 @@ class ResponseDecoder:
         self._in_body = False
         self.chunked = False
         self._ends_by_close = False
-        self._left = 0  # bytes until the end of the body, or of the chunk and its CRLF
+        self._left = 0  # bytes to the end of the body, or to the end of the chunk and its CRLF
 
     def feed(self, data: bytes) -> bytes:
-        """The payload that `data` completes, without framing. Raises ProtocolError."""
+        """Add bytes; returns the payload in them, without framing. Raises ProtocolError."""
         if not self._in_body:
             self._buffer += data
             head, separator, data = self._buffer.partition(b"\r\n\r\n")
@@ -39,7 +40,7 @@ class ResponseDecoder:
         return payload
 
     def close(self) -> None:
-        """The peer closed: this completes a response that has no other end."""
+        """The peer closed the connection, which completes a response without length and chunks."""
         self.complete = self.complete or self._ends_by_close
 
     def _read_head(self, head: bytes) -> None:
@@ -76,7 +77,7 @@ class ResponseDecoder:
             position, self._left = end + 2, size + 2
             if size == 0:
                 if data[position : position + 2] != b"\r\n":
-                    raise ProtocolError("trailers after the last chunk are not understood")
+                    raise ProtocolError("trailers after the last chunk are not supported")
                 self.complete, self._left = True, 0
         self._buffer = b"" if self.complete else data[position:]
         return b"".join(payload)
@@ -90,14 +91,14 @@ def _chunk_size(line: bytes) -> int:
 
 
 class EventDecoder:
-    """Payload -> the `data` of each event, in the subset of the SSE format that model servers write: single-line data,
-    comments, either kind of line end."""
+    """Decodes a payload to the `data` of each event, in the subset of SSE that model servers write: single-line data,
+    comments, both kinds of line end."""
 
     def __init__(self) -> None:
         self._tail = b""
 
     def feed(self, payload: bytes) -> list[bytes]:
-        """The data of every event line that `payload` completes."""
+        """Add bytes; returns the data of every event line that they complete."""
         lines = (self._tail + payload).split(b"\n")
         self._tail = lines.pop()
         return [line[5:].strip() for line in lines if line.startswith(b"data:")]

@@ -1,8 +1,8 @@
-"""Figures of a run, their medians over repeats, and the table. Times are in milliseconds unless a name says otherwise.
+"""Figures of a run, their medians over repeats, and the table. Times are in milliseconds unless a name ends with _s.
 
-Definitions are those of `vllm bench serve`: TTFT is the time from sending a request to its first text; ITL is every gap
-between two chunks of one sample; TPOT is (end to end - TTFT) / (output tokens - 1) per request, so it stays comparable
-where a server packs several tokens into a chunk.
+Definitions are those of `vllm bench serve`. TTFT: time from sending a request to its first text. ITL: each gap between
+two chunks of one sample. TPOT: (end to end - TTFT) / (output tokens - 1) per request, which stays comparable if a
+server packs several tokens into a chunk.
 """
 
 import math
@@ -14,7 +14,7 @@ from typing import Any
 
 from server.commands.bench.answers import Answer
 
-# (field, heading, decimals, whether more is better)
+# (field, heading, decimals, True if more is better)
 COLUMNS = (
     ("out_tok_s", "out tok/s", 1, True),
     ("req_s", "req/s", 2, True),
@@ -30,7 +30,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Figures:
-    """One workload, run once. Rates and latencies are over the requests that ended well; None where there were none."""
+    """One run of a workload. Rates and latencies cover the successful requests; None if there are none."""
 
     workload: str
     requests: int
@@ -48,7 +48,7 @@ class Figures:
     tpot_p99: float | None
     e2e_p50: float | None
     e2e_p99: float | None
-    client_cpu_s: float  # what this client itself took from the machine while the load ran
+    client_cpu_s: float  # processor time of this client during the run
     failures: tuple[str, ...] = field(default=())  # the first few different messages
 
     def as_dict(self) -> dict[str, Any]:
@@ -58,7 +58,7 @@ class Figures:
 def make_figures(
     workload: str, answers: Sequence[Answer], failures: Sequence[str], wall_s: float, client_cpu_s: float
 ) -> Figures:
-    """Statistics over the answers of one run; `failures` holds one message per request that failed."""
+    """Statistics over the answers of one run; `failures` holds one message per failed request."""
     ttft = [(answer.first - answer.started) * 1e3 for answer in answers]
     e2e = [(answer.last - answer.started) * 1e3 for answer in answers]
     gaps = [(b - a) * 1e3 for answer in answers for times in answer.arrivals for a, b in pairwise(times)]
@@ -91,7 +91,7 @@ def make_figures(
 
 
 def percentile(values: Iterable[float], percent: float) -> float | None:
-    """Linear interpolation between the closest ranks, as numpy does it; None of nothing."""
+    """Percentile by linear interpolation between the closest ranks, as in numpy; None if there are no values."""
     ordered = sorted(values)
     if not ordered:
         return None
@@ -111,7 +111,7 @@ def medians(runs: Sequence[Figures]) -> dict[str, float | None]:
 
 
 def ratios(ours: dict[str, float | None], peer: dict[str, float | None]) -> dict[str, float | None]:
-    """Ours against the peer's, turned so that more than 1 is always better for ours."""
+    """Ratios of `ours` to `peer`, inverted for times: above 1 always means that `ours` is better."""
     result: dict[str, float | None] = {}
     for name, _, _, more_is_better in COLUMNS:
         top, bottom = (ours[name], peer[name]) if more_is_better else (peer[name], ours[name])
@@ -124,7 +124,7 @@ def heading() -> str:
 
 
 def row(workload: str, server: str, runs: Sequence[Figures]) -> str:
-    """One line of the table: the medians over the repeats, and how many requests failed of how many in all of them."""
+    """One line of the table: medians over the repeats, and failed / all requests over all repeats."""
     values = medians(runs)
     cells = ["-" if values[name] is None else f"{values[name]:.{decimals}f}" for name, _, decimals, _ in COLUMNS]
     return _line(workload, server, cells, f"{sum(run.failed for run in runs)}/{sum(run.requests for run in runs)}")

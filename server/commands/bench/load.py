@@ -15,12 +15,12 @@ from server.commands.bench.workloads import Call, Client
 
 
 class TargetError(Exception):
-    """The server cannot be measured: nobody answers, or it refuses what the load needs."""
+    """The server cannot be measured: it does not answer, or it refuses the requests of the load."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """A server that answered: where it is, the model it serves, and that model's context length where it is told."""
+    """A server that answered: its address, its model, and the model's context length if the server reports it."""
 
     endpoint: Endpoint
     model: str
@@ -28,19 +28,21 @@ class Target:
 
 
 async def find_target(endpoint: Endpoint, model: str | None = None, timeout: float = 30.0) -> Target:
-    """Ask GET /models what is served. Raises TargetError when nobody answers or `model` is not among it."""
+    """Ask GET /models for the served models. TargetError if the server does not answer or does not serve `model`."""
     connection = Connection(endpoint, timeout)
     exchange = await connection.exchange(endpoint.request("GET", "/models"))
     connection.close()
     try:
         status, payload = response(exchange)
         if status == 401:
-            raise TargetError(f"{endpoint.base_url} wants a key: give --api-key KEY or the variable OPENAI_API_KEY")
+            raise TargetError(
+                f"{endpoint.base_url} requires an API key: give --api-key KEY or the variable OPENAI_API_KEY"
+            )
         if status != 200:
             raise BadAnswer(f"status {status}: {payload[:200].decode('utf-8', 'replace')}")
         cards = {card["id"]: card for card in json.loads(payload)["data"]}
     except (BadAnswer, ValueError, KeyError, TypeError) as error:
-        raise TargetError(f"{endpoint.base_url}/models does not answer as it should: {error}") from None
+        raise TargetError(f"{endpoint.base_url}/models gives no valid answer: {error}") from None
     if not cards or (model is not None and model not in cards):
         raise TargetError(f"{endpoint.base_url} serves {', '.join(cards) or 'nothing'}, not {model or 'a model'}")
     chosen = model or next(iter(cards))
@@ -49,9 +51,9 @@ async def find_target(endpoint: Endpoint, model: str | None = None, timeout: flo
 
 
 async def warm_up(target: Target, max_token_id: int, timeout: float) -> int:
-    """A few requests at once, and at least one that succeeds. Returns the largest token id that the model takes.
+    """Send a few concurrent requests until all succeed. Returns the largest token id that the load may use.
 
-    A vocabulary smaller than `max_token_id` shows as a 400, so the id is halved until the server accepts it.
+    A server whose vocabulary is smaller than `max_token_id` answers 400; then the id is halved.
     """
     while True:
         calls = [Call((max_token_id, *range(max_token_id - size, max_token_id)), 8) for size in (31, 63, 95)]
@@ -74,9 +76,8 @@ async def run_workload(
     progress: Callable[[], None] = lambda: None,
     keep: Callable[[Sequence[Answer]], None] = lambda answers: None,
 ) -> Figures:
-    """Send all calls, wait for every answer. `progress` is called once per request that ended, well or not; `keep`
-    gets what the figures are made of.
-    """
+    """Send all calls and wait for every answer. `progress` is called once per finished request, successful or not;
+    `keep` receives all successful answers."""
     requests = [[_request(target, call) for call in client.calls] for client in clients]
     _allow_open_files(len(clients) + 64)
     cpu, start = time.process_time(), time.perf_counter()
@@ -123,7 +124,7 @@ def _request(target: Target, call: Call) -> bytes:
 
 
 def _allow_open_files(count: int) -> None:
-    """One connection is one file: lift the soft limit where a big run needs it and the hard one allows it."""
+    """Raise the soft limit of open files to `count`, as far as the hard limit allows: each connection is a file."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < count:
         wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)

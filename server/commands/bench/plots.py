@@ -1,4 +1,4 @@
-"""The plot of `pageserve bench`: a row per workload. Needs matplotlib (the extra `bench`)."""
+"""The plot of `pageserve bench`: one row per workload. Needs matplotlib (the extra `bench`)."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -14,8 +14,8 @@ NUM_BINS = 40
 
 
 def draw(answers: dict[str, list[Answer]], title: str) -> Figure:
-    """`answers` by workload, of all its repeats: chunks per second as it ran, shares of TTFT and of ITL."""
-    matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text
+    """Draw chunks per second and the distributions of TTFT and ITL. `answers`: workload -> answers of all repeats."""
+    matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text in an SVG
     figure = Figure(figsize=(11, 0.6 + 2.5 * max(1, len(answers))), layout="constrained")
     figure.suptitle(title, fontsize=9)
     rows = figure.subplots(max(1, len(answers)), 3, squeeze=False)
@@ -29,7 +29,7 @@ def draw(answers: dict[str, list[Answer]], title: str) -> Figure:
 
 
 def _draw_rate(axes: Axes, answers: Sequence[Answer]) -> None:
-    """Chunks of text that arrived, per second; repeats follow each other on the clock."""
+    """Draw arrived chunks per second; the repeats follow one another on the time axis."""
     start = min(answer.started for answer in answers)
     times = [moment - start for answer in answers for sample in answer.arrivals for moment in sample]
     width = max(times) / NUM_BINS
@@ -38,7 +38,7 @@ def _draw_rate(axes: Axes, answers: Sequence[Answer]) -> None:
 
 
 def _draw_shares(axes: Axes, values: Sequence[float], label: str) -> None:
-    """Which share of the values is at most x, with the median and the 99th percentile marked."""
+    """Draw the share of values up to x, with the median and the 99th percentile marked."""
     axes.set(xlabel=label, ylabel="share", ylim=(0, 1.02))
     if not values:
         return

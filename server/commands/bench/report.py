@@ -1,4 +1,4 @@
-"""The machine that was measured on, and the JSON of a benchmark."""
+"""Describes the machine of a benchmark and writes the benchmark's JSON."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def machine() -> dict[str, Any]:
-    """What figures mean nothing without: processor, the cores this process may use, memory, system."""
+    """Facts that every figure depends on: processor, cores that this process may use, memory, system."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "cpu": _cpu_model(),
@@ -26,7 +26,7 @@ def describe(facts: dict[str, Any]) -> str:
 
 
 def write_json(path: Path, settings: dict[str, Any], servers: dict[str, Any], runs: Sequence[dict[str, Any]]) -> None:
-    """Every single run, with all that is needed to repeat it. Makes the folder where there is none."""
+    """Write every run with the facts that are needed to repeat it. Creates the folder if it is missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     document = {
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -39,7 +39,7 @@ def write_json(path: Path, settings: dict[str, Any], servers: dict[str, Any], ru
 
 
 def _cpu_model() -> str:
-    """The processor's name: /proc/cpuinfo says "model name" on x86; elsewhere the architecture has to do."""
+    """The processor's name: "model name" in /proc/cpuinfo on x86, elsewhere the architecture."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

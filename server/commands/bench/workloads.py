@@ -1,13 +1,13 @@
-"""Five workloads. Every prompt is token ids drawn from a seed, so every server gets exactly the same work.
+"""Five workloads. Prompts are token ids drawn from a seed, so every server gets exactly the same work.
 
     uniform   n requests of 128 prompt + 64 output tokens, all at once: throughput
-    mixed     n requests with log-normal lengths at Poisson arrivals: latency under an ordinary day's load
-    chatbot   n / 4 users of four turns each, who share one system prompt and send their whole history: prefix reuse
+    mixed     n requests with log-normal lengths at Poisson arrivals: latency under a usual load
+    chatbot   n / 4 users of four turns each; all share a system prompt and send their whole history: prefix reuse
     parallel  n / 4 requests of four samples each: prompts shared between samples
     single    one request after another: latency on an idle server
 
-Lengths and arrival times are always the same, so that figures of different days compare; the seed only draws the ids.
-Two runs against one server take two seeds: the second would otherwise find its prompts in the server's prefix cache.
+Lengths and arrival times never change, so figures of different days are comparable; the seed only draws token ids. Two
+runs against one server need two seeds: otherwise the second run finds its prompts in the server's prefix cache.
 """
 
 import math
@@ -21,7 +21,7 @@ FIRST_TOKEN_ID = 300  # above the byte alphabet and the special tokens of every 
 
 @dataclass(frozen=True)
 class Call:
-    """One completion request: `n` samples of exactly `max_tokens` tokens each (the load asks for ignore_eos)."""
+    """One completion request: `n` samples of exactly `max_tokens` tokens each (the load sets ignore_eos)."""
 
     prompt: tuple[int, ...]
     max_tokens: int
@@ -31,7 +31,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Client:
-    """Calls that follow each other on one connection; the first is sent `start_at` seconds into the run."""
+    """Calls that follow one another on one connection; the first is sent `start_at` seconds into the run."""
 
     calls: tuple[Call, ...]
     start_at: float = 0.0
@@ -39,10 +39,10 @@ class Client:
 
 @dataclass(frozen=True)
 class Shape:
-    """How big a workload is: `n` requests (or what the workload makes of it), and what the model can take.
+    """The size of a workload: `n` requests (some workloads send a fraction), within the limits of the model.
 
-    Token ids lie in FIRST_TOKEN_ID .. max_token_id. No request is longer than `max_model_len` tokens. `rate` is that of
-    the arrivals of "mixed", in requests per second.
+    Token ids are in FIRST_TOKEN_ID .. max_token_id. No request is longer than `max_model_len` tokens. `rate`: arrivals
+    of "mixed" in requests per second.
     """
 
     n: int = 64
@@ -52,7 +52,7 @@ class Shape:
 
 
 def build_workload(name: str, shape: Shape, seed: int) -> tuple[Client, ...]:
-    """The clients of one run. Raises ValueError when the name is unknown or the model's context is too short."""
+    """The clients of one run. ValueError if the name is unknown or the model's context is too short."""
     if name not in _BUILDERS:
         raise ValueError(f"unknown workload {name!r}; there are {', '.join(WORKLOADS)}")
     clients = _BUILDERS[name](random.Random(f"{name} {seed}"), shape)
@@ -67,13 +67,13 @@ def _uniform(rng: random.Random, shape: Shape) -> tuple[Client, ...]:
 
 
 def _mixed(rng: random.Random, shape: Shape) -> tuple[Client, ...]:
-    plan = random.Random("lengths and arrivals")
+    shape_rng = random.Random("lengths and arrivals")
     room = shape.max_model_len or 4096
     clients, clock = [], 0.0
     for _ in range(shape.n):
-        clock += plan.expovariate(shape.rate)
-        prompt = _log_normal(plan, median=96, sigma=0.8, low=8, high=min(900, room - room // 4))
-        output = _log_normal(plan, median=48, sigma=0.6, low=4, high=min(256, room // 4))
+        clock += shape_rng.expovariate(shape.rate)
+        prompt = _log_normal(shape_rng, median=96, sigma=0.8, low=8, high=min(900, room - room // 4))
+        output = _log_normal(shape_rng, median=48, sigma=0.6, low=4, high=min(256, room // 4))
         clients.append(Client((Call(_ids(rng, prompt, shape), output),), start_at=clock))
     return tuple(clients)
 
@@ -84,7 +84,7 @@ def _chatbot(rng: random.Random, shape: Shape) -> tuple[Client, ...]:
 
 
 def _conversation(rng: random.Random, history: tuple[int, ...], shape: Shape) -> tuple[Call, ...]:
-    """Four turns. The replies in the history are drawn, too: real ones would differ from server to server."""
+    """Four turns. Replies in the history are drawn, too: real replies would differ between servers."""
     calls = []
     for _ in range(4):
         history += _ids(rng, 24, shape)
@@ -104,7 +104,7 @@ def _single(rng: random.Random, shape: Shape) -> tuple[Client, ...]:
 
 
 def _ids(rng: random.Random, count: int, shape: Shape) -> tuple[int, ...]:
-    low = min(FIRST_TOKEN_ID, shape.max_token_id // 2)  # a vocabulary that small keeps its upper half
+    low = min(FIRST_TOKEN_ID, shape.max_token_id // 2)  # a small vocabulary uses its upper half
     return tuple(rng.randint(low, shape.max_token_id) for _ in range(count))
 
 

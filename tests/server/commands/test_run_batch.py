@@ -139,14 +139,14 @@ GOOD = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {}
         (json.dumps(GOOD | {"method": "GET"}), "method must be POST, not 'GET'"),
         (json.dumps(GOOD | {"url": "http://other/v1/completions"}), "url must be a path"),
         (json.dumps(GOOD | {"body": {"stream": True}}), "body.stream must be left out"),
-        (json.dumps(GOOD), "custom_id 'a' is there twice"),
+        (json.dumps(GOOD), "custom_id 'a' occurs twice"),
         (
             json.dumps(GOOD | {"custom_id": "b", "body": {"temperature": float("nan")}}),
-            "it cannot be sent (Out of range",
+            "the request cannot be sent as JSON (Out of range",
         ),
         (
             json.dumps(GOOD | {"custom_id": "b", "body": {"temperature": 0}}).replace("0}", "1e999}"),
-            "it cannot be sent",
+            "the request cannot be sent as JSON",
         ),
         (json.dumps(GOOD | {"custom_id": "b", "body": {"prompt": "O\ud800"}}), "surrogates not allowed"),
         (json.dumps(GOOD | {"custom_id": "\ud800"}), "surrogates not allowed"),
@@ -199,7 +199,7 @@ def test_a_file_that_is_no_output_is_left_alone(tmp_path, capsys, other):
     good = json.dumps(answer(next(read_requests(tmp_path / "in")), 200, "", {})) + "\n"
     (tmp_path / "out").write_text(good + other)
     assert main(["run-batch", "-i", str(tmp_path / "in"), "-o", str(tmp_path / "out")]) == 2
-    assert "out, line 2: this is no answer; name another file." in capsys.readouterr().err
+    assert "out, line 2: not an answer of a batch; name another file." in capsys.readouterr().err
     assert (tmp_path / "out").read_text() == good + other
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
 
@@ -232,7 +232,7 @@ def test_a_model_loaded_here_killed_and_run_again(tmp_path):
     assert 0 < early < 60
     second = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120)
     assert second.returncode == 0, second.stderr
-    assert f"60 requests, {early} of them answered before" in second.stderr
+    assert f"60 requests, {early} already answered" in second.stderr
     texts = {line["response"]["body"]["choices"][0]["message"]["content"] for line in answers(target).values()}
     assert len(answers(target)) == 60 and len(texts) > 30
 
@@ -276,7 +276,7 @@ def test_the_output_is_a_regular_file(tmp_path, capsys, kind):
     (tmp_path / "in").write_text(json.dumps(GOOD) + "\n")
     (tmp_path / "out").mkdir() if kind == "a folder" else os.mkfifo(tmp_path / "out")
     assert main(["run-batch", "-i", str(tmp_path / "in"), "-o", str(tmp_path / "out"), "--base-url", "http://h"]) == 2
-    assert "is no regular file; name one." in capsys.readouterr().err
+    assert "is not a regular file; name one." in capsys.readouterr().err
 
 
 def test_answers_to_other_requests_do_not_count(server, tmp_path, capsys):

@@ -186,7 +186,7 @@ def test_a_request_that_was_admitted_holds_no_bytes(folder):
 
 TRIM = """
 import asyncio, sys, threading
-from server import memory
+from server.process import memory
 
 memory.PERIOD_SECONDS = 0.05
 before, pins = memory.anonymous_bytes(), []

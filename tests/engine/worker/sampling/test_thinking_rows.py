@@ -60,7 +60,7 @@ def test_the_tag_comes_when_the_budget_is_used_up_and_then_all_is_free(runner, n
     for budget in range(NUM_TOKENS - 4):
         output = alone(runner, limited(budget, **CASES[name]))
         scan = ThinkingScan(TAGS, opened=True)
-        scan.take(output)
+        scan.feed(output)
         begun = 0  # characters of the tag that the model wrote last
         assert output[:budget] == free[:budget] and scan.over and scan.num_tokens <= budget
         if budget and free[budget - 1] == LESS:
