@@ -1,1 +1,1 @@
-"""Tools: how a model is told of them, how its calls are forced, and how they are read out of its text."""
+"""Decides how the prompt describes tools, how a grammar forces calls, and how calls are read out of a model's text."""

@@ -1,9 +1,9 @@
-"""CallReader: the calls in a text that arrives in pieces.
+"""CallReader: finds the calls in a text that arrives in pieces.
 
-Whatever the pieces, the result is the same; tests feed every split. Text is held back for as long as it may become a
-marker or the white space around one, and a call until it is known to be one: it is whole and its name is among the
-tools'. Where a grammar holds the model to that (`certain`), the name is enough, and arguments pass as they come.
-What looked like a call and is none is content.
+The result does not depend on how the text is split; tests feed every split. Text is held back as long as it may become
+a marker or the white space around a marker. A call is held back until it is complete and its name is a tool's. If a
+grammar guarantees that (`certain`), the name suffices, and arguments pass as they arrive. Text that starts like a call
+but turns out to be none is content.
 """
 
 from collections.abc import Collection
@@ -16,7 +16,7 @@ from server.tools.formats import ToolFormat
 
 
 class CallReader:
-    """Feed it text, in any pieces, and `finish` it once."""
+    """A state machine: call `feed` with each piece of the text, then `finish` once."""
 
     def __init__(
         self,
@@ -26,20 +26,20 @@ class CallReader:
         hidden: Collection[str] = (),
         only_calls: bool = False,
     ) -> None:
-        """`schemas`: of the tools. `hidden`: special tokens among the markers, no text where they mark nothing.
+        """`schemas`: schemas of the tools. `hidden`: markers that are special tokens, which are removed from content.
 
-        `only_calls`: a grammar allows nothing else, so a marker that was cut is no content, either.
+        `only_calls`: a grammar allows only calls, so no text is content, not even a marker that was cut off.
         """
         self._form, self._schemas, self._certain, self._hidden = form, schemas, certain, hidden
         self._only_calls = only_calls
-        self._begin_inside = "" if certain else form.begin_inside  # a grammar asks for the marker before it
+        self._begin_inside = "" if certain else form.begin_inside  # with a grammar the marker is always there
         self.num_calls = 0
-        self.unfinished = False  # whether the last call was cut
-        self._text = ""  # what was not decided yet
-        self._space = ""  # between the text and a marker
-        self._committed = False  # whether the call in work was told of
+        self.unfinished = False  # the last call was cut off
+        self._text = ""  # text that is not decided yet
+        self._space = ""  # white space between the text and a marker
+        self._committed = False  # CallStart was emitted for the current call
         self._state = self._in_text
-        self._started = False  # whether the message has text, or a call
+        self._started = False  # the message has text or a call
         self._has_content = False
         self._after_call = False
         self._begin_body("")
@@ -49,7 +49,7 @@ class CallReader:
         return self._advance()
 
     def finish(self, cut: bool) -> list[Event]:
-        """No more text comes; `cut`: it would have gone on, so a call that has begun is one."""
+        """The last events. `cut`: max_tokens cut the text off, so an incomplete call counts as a call."""
         events: list[Event] = []
         while self._state != self._in_text:
             if self._state == self._behind_call:
@@ -58,7 +58,7 @@ class CallReader:
                 self._text, self._state = "", self._in_text
                 self._committed, self.unfinished = False, True
             elif cut and self._marker and self._body.start() is None:
-                self._text, self._state = "", self._in_text  # of a call that has no name yet
+                self._text, self._state = "", self._in_text  # drops the start of a call that has no name yet
             else:
                 self._release(events)
                 events += self._advance()
@@ -72,7 +72,7 @@ class CallReader:
             pass
         return events
 
-    # Each state takes what it can from self._text; true: another state goes on.
+    # Each state consumes what it can of self._text. It returns True if the next state should run at once.
 
     def _in_text(self, events: list[Event]) -> bool:
         text, form = self._text, self._form
@@ -98,7 +98,7 @@ class CallReader:
         return True
 
     def _find_begin(self, text: str) -> tuple[int, str | None]:
-        """(where a call begins, with what); (from where on one may begin, None) where there is none."""
+        """(index, marker) of the first call; (index from which a marker may still begin, None) if there is no call."""
         begins = [begin for begin in (self._form.begin, self._begin_inside) if begin]
         found = [(at, begin) for begin in begins if (at := text.find(begin)) >= 0]
         known = len(text) - max(held_back(text, begin) for begin in begins)
@@ -128,7 +128,7 @@ class CallReader:
         return True
 
     def _begin_body(self, marker: str) -> None:
-        self._marker = marker  # and all before the call that is no content if it is one
+        self._marker = marker  # with the text up to the call: content only if the call turns out to be none
         self._body: CallBody = self._form.style.body(self._schemas, bool(marker))
         self._committed = False
 
@@ -151,7 +151,7 @@ class CallReader:
         return True
 
     def _behind_call(self, events: list[Event]) -> bool:
-        """Its end marker, another call of a list, or nothing: then it is text."""
+        """Reads what follows a call: the end marker, a separator before another call, or text."""
         form, rest = self._form, self._text.lstrip(SPACE)
         if self._may_end(rest):
             return False
@@ -167,13 +167,13 @@ class CallReader:
         return True
 
     def _may_end(self, rest: str) -> bool:
-        """Whether `rest` may become what belongs behind a call."""
+        """True if `rest` may still become the end marker of the call."""
         return not rest or (self._form.end != rest and self._form.end.startswith(rest))
 
     def _release(self, events: list[Event]) -> bool:
-        """What began like a call is none: its first part is content, and the rest is looked at again."""
-        if self._committed:  # only where a grammar did not hold
-            self._text, self._committed, self.unfinished = self._text[self._body.taken :], False, True
+        """Gives up a text that started like a call: its first part becomes content, the rest is read again."""
+        if self._committed:  # only if the text violates the grammar
+            self._text, self._committed, self.unfinished = self._text[self._body.consumed :], False, True
         elif self._marker:
             self._say(self._space + self._marker, events)
         else:
@@ -204,7 +204,7 @@ class CallReader:
         return True
 
     def _starts_call(self, events: list[Event]) -> bool:
-        """Whether the text so far has the name and the start of the arguments; they are told then."""
+        """True if the text has the name and the start of the arguments so far; emits them then."""
         name = self._body.start()
         if name is None or name not in self._schemas:
             return False

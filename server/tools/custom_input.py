@@ -1,4 +1,4 @@
-"""The text that a custom tool is called with, out of the JSON arguments that a model writes for it."""
+"""Extracts the input text of a custom tool's call from the JSON arguments that the model writes."""
 
 import json
 import re
@@ -15,7 +15,7 @@ REPLACEMENT = "\ufffd"
 
 
 class StringDecoder:
-    """The characters of a JSON string whose opening quote was read, in any pieces."""
+    """Decodes a JSON string that arrives in any pieces. The text starts after the opening quote."""
 
     def __init__(self) -> None:
         self.done = False
@@ -37,13 +37,13 @@ class StringDecoder:
                 found.append(self._escaped(escape))
                 self._text = self._text[escape.end() :]
             elif len(self._text) >= 6:
-                self.done = True  # no JSON, which the reader of calls does not let through
+                self.done = True  # an invalid escape; the call reader passes valid JSON only
             else:
                 break
         return "".join(found) + (self._alone() if self.done else "")
 
     def finish(self) -> str:
-        """What is left when the text ends within the string."""
+        """The remaining text if the text ends inside the string."""
         return self._alone()
 
     def _alone(self) -> str:
@@ -65,7 +65,8 @@ class StringDecoder:
 
 
 class InputReader:
-    """One call. `quoted`: the value is itself a JSON string, which formats that write bare text need for a grammar."""
+    """Reads the input of one call. `quoted`: the value is itself a JSON string, because the grammar of a format with
+    bare strings needs the quotes."""
 
     def __init__(self, quoted: bool) -> None:
         self._text = ""
@@ -83,7 +84,7 @@ class InputReader:
         return self._unquoted(self._value.feed(arguments))
 
     def finish(self) -> str:
-        """What is left once the call has ended or was cut: all of it where the arguments were not one text."""
+        """The remaining input once the call has ended or was cut off: all of it if the arguments were not one text."""
         if self._value is None:
             return _text_of(self._text)
         rest = self._unquoted(self._value.finish())
@@ -98,7 +99,8 @@ class InputReader:
 
 
 def _text_of(arguments: str) -> str:
-    """A free model may use another name for the text. Anything else is given as the JSON that it wrote."""
+    """The input in arguments that do not start like HEAD: without a grammar a model may use another name for the text.
+    Returns the JSON itself if it holds no single text."""
     try:
         value = json.loads(arguments)
     except (ValueError, RecursionError):
@@ -111,7 +113,7 @@ def _text_of(arguments: str) -> str:
 
 
 class InputEvents:
-    """Turns the arguments of calls of custom tools into their input. `quoted`: name of such a tool -> see above."""
+    """Replaces Arguments events of custom tools by Input events. `quoted`: name of a custom tool -> see InputReader."""
 
     def __init__(self, quoted: Mapping[str, bool]) -> None:
         self._quoted = quoted
@@ -131,7 +133,7 @@ class InputEvents:
         return found
 
     def finish(self) -> list[Event]:
-        """The call that is open goes no further."""
+        """The events that end the open call: no more arguments come."""
         if self._open is None:
             return []
         rest = self._said(self._open[1].finish())

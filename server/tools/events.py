@@ -1,4 +1,4 @@
-"""What the text of an answer turns out to be, piece by piece."""
+"""Events that readers make of the text of an answer: pieces of content, reasoning and calls."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class CallStart:
-    """Call number `index`; its arguments follow, in pieces of JSON, or with `custom` its input, in pieces of text."""
+    """The start of call number `index`. Pieces of its arguments (JSON) follow, with `custom` of its input (text)."""
 
     index: int
     id: str

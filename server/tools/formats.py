@@ -1,4 +1,4 @@
-"""ToolFormat: how a model writes its calls. Chosen by what its chat template says; a new format is a row in FORMATS."""
+"""ToolFormat: how a model writes its calls. The chat template decides which one; a new format is a row in FORMATS."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,12 +16,12 @@ Call = tuple[str, Written]  # name, arguments
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """What stands around calls, and `style`: what each looks like inside. A template that holds all of `shown` and none
-    of `not_shown` has it.
+    """The markers around calls, and `style`: the form of a call between its markers.
 
-    With `is_list` the calls stand in one JSON array behind `begin`, else `begin` and `end` are around each, or
-    `separator` between them. `bare`: a call at the very start of a message needs no `begin`. `begin_inside`: what a
-    style begins with that is a call without `begin` anywhere, since models forget it.
+    A template has the format if its source contains all of `shown` and none of `not_shown`. With `is_list` the calls
+    form one JSON array after `begin`; else `begin` and `end` enclose each call, or `separator` separates them. `bare`:
+    a call at the very start of a message needs no `begin`. `begin_inside`: the first characters of a call inside its
+    markers, which start a call even without `begin`, because models forget it.
     """
 
     name: str
@@ -31,19 +31,19 @@ class ToolFormat:
     style: CallStyle = field(default_factory=JsonCalls)
     shown: tuple[str, ...] = ()
     not_shown: tuple[str, ...] = ()
-    space: str = ""  # between markers and call, as models write it
+    space: str = ""  # white space that models write between markers and call
     is_list: bool = False
     bare: bool = False
     begin_inside: str = ""
-    several: bool = True  # whether models were trained to make more than one call in a message
-    short_ids: bool = False  # whether templates take ids of nine letters and digits alone
+    several: bool = True  # models were trained to make more than one call in a message
+    short_ids: bool = False  # templates accept only ids of nine letters and digits
 
     @property
     def markers(self) -> tuple[str, ...]:
         return (self.begin, self.end, *self.style.markers)
 
     def write(self, calls: Sequence[Call]) -> str:
-        """Calls as the model would write them."""
+        """The text of `calls` as the model would write it."""
         written = [self.style.write(name, arguments) for name, arguments in calls]
         if self.is_list:
             return f"{self.begin}[{', '.join(written)}]"
@@ -52,7 +52,7 @@ class ToolFormat:
         return self.separator.join(f"{self.begin}{self.space}{call}{self.space}{self.end}" for call in written)
 
 
-# GLM's tags around each argument are a format of their own between the same markers.
+# GLM uses the same markers, but a different format between them, with tags around each argument.
 HERMES = ToolFormat(
     "hermes", "<tool_call>", "</tool_call>", shown=("<tool_call>",), not_shown=("<arg_key>",), space="\n"
 )
@@ -78,22 +78,22 @@ LLAMA3 = ToolFormat(
     bare=True,
     several=False,
 )
-# In the order in which a template is asked for them: those that show more come before those that show a part of it.
+# A template's source is searched for the formats in this order: formats with more `shown` texts come first.
 FORMATS = {form.name: form for form in (MISTRAL_V11, MISTRAL, QWEN3_CODER, HERMES, LLAMA3)}
 
 
 @dataclass(frozen=True)
 class ToolUse:
-    """How a model and its template deal with tools. `in_template`: the template itself lists them and writes calls."""
+    """How a model and its template handle tools. `in_template`: the template itself lists tools and writes calls."""
 
     form: ToolFormat
     in_template: bool
 
 
 def find_tool_use(template: ChatTemplate, tokenizer: Tokenizer, chosen: str | None = None) -> ToolUse:
-    """`chosen` is the name of a format, None for the one that the template shows.
+    """`chosen`: name of a format; None: the format that the template shows.
 
-    A template that asks for `tools` and shows a format that is known here is used as it is. One that does not gets the
+    A template that uses the variable `tools` and shows a known format is used unchanged. Any other template gets the
     preamble of server/tools/rendering.py, by default with Hermes' format.
     """
     knows_tools = "tools" in template.variables
@@ -107,7 +107,7 @@ def _shown(source: str, tokenizer: Tokenizer) -> ToolFormat | None:
     for form in FORMATS.values():
         if all(text in source for text in form.shown) and not any(text in source for text in form.not_shown):
             return form
-    # Smaller models of Llama 3 have the token, and a template that speaks of JSON alone.
+    # Small Llama 3 models have the token, but a template that mentions only JSON.
     if '"parameters"' in source and tokenizer.added_token_id(LLAMA3.begin) is not None:
         return LLAMA3
     return None

@@ -1,4 +1,4 @@
-"""Calls as a grammar: what a model must write to call one of some tools, in Lark as llguidance reads it."""
+"""CallGrammar: the grammar of a model's calls of given tools, in llguidance's Lark."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,13 +10,13 @@ from server.protocol.tools import CustomTool, Tool
 from server.tools.calls.lark import ANY_TEXT, json_rule, literal, marker_rule, up_to
 from server.tools.formats import ToolFormat
 
-NOT_A_CALL = r"/[^{ \t\r\n](.|\n)*/"  # of a message whose start may be one
+NOT_A_CALL = r"/[^{ \t\r\n](.|\n)*/"  # text of a message that does not start with a bare call
 
 
 @dataclass(frozen=True)
 class CallGrammar:
-    """`several`: more than one call may be made. `tokenizer` tells which markers are tokens, `before` is what may or
-    must come before all that: rules with a start, which ends in `main` (server/tools/reasoning.py)."""
+    """`several`: the model may make more than one call. `tokenizer` tells which markers are single tokens. `before`:
+    rules of the text before the answer, with a start rule that ends in `main` (server/tools/reasoning.py)."""
 
     form: ToolFormat
     tools: Sequence[Tool | CustomTool]
@@ -25,11 +25,11 @@ class CallGrammar:
     before: Sequence[str] = ("start: main",)
 
     def required(self) -> StructuredOutput:
-        """Calls and nothing else."""
+        """A grammar of calls without other text."""
         return self._grammar(["main: calls"])
 
     def after_text(self) -> StructuredOutput:
-        """Any text, and then perhaps calls: once the marker of one is there, it is held to its form."""
+        """A grammar of any text, followed by calls or not. After the marker of a call the grammar enforces its form."""
         text = NOT_A_CALL if self.form.bare else ANY_TEXT
         bare = " | calls" if self.form.bare else ""
         if self._is_token(self.form.begin):
@@ -38,7 +38,7 @@ class CallGrammar:
         return self._grammar([f"main: TEXT | before rest{bare}", lazy, f"TEXT: {text}"])
 
     def or_json(self, schema: dict[str, Any], strict: bool) -> StructuredOutput:
-        """Either calls or JSON of a schema."""
+        """A grammar of either calls or JSON that obeys `schema`."""
         return self._grammar(["main: calls | content", f"content: {json_rule(schema, strict)}"])
 
     def _grammar(self, rules: list[str]) -> StructuredOutput:
@@ -46,7 +46,7 @@ class CallGrammar:
         return StructuredOutput("grammar", text, json_values=True, ends=tuple(self.form.style.ends))
 
     def _calls(self) -> list[str]:
-        """`rest` follows the first marker, `marked` begins with it, and so does `calls` but for a bare object."""
+        """`rest` follows the first marker. `marked` starts with that marker; so does `calls` unless calls are bare."""
         form = self.form
         begin = self._marker(form.begin)
         calls = "rest" if form.bare else "marked"

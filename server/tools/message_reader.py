@@ -1,4 +1,4 @@
-"""MessageReader: the text of one answer as events: what it thinks, what it says, what it calls."""
+"""MessageReader: turns the text of one answer into events of reasoning, content and calls."""
 
 from engine.outputs import CompletionOutput, FinishReason
 from server.tools.call_reader import CallReader
@@ -8,12 +8,12 @@ from server.tools.reasoning import ReasoningSplitter
 
 
 class MessageReader:
-    """`feed` each output of one sample in turn. First the thinking is split off, then calls are looked for."""
+    """Reads the outputs of one sample, in order. It splits off the reasoning first, then reads calls from the rest."""
 
     def __init__(
         self, splitter: ReasoningSplitter | None, calls: CallReader | None, inputs: InputEvents | None = None
     ) -> None:
-        """`inputs`: where some tools are custom."""
+        """`splitter`, `calls`, `inputs`: None if the answer has no reasoning, no calls, no calls of custom tools."""
         self._splitter, self._calls, self._inputs = splitter, calls, inputs
         self.finish_reason: str | None = None
 
@@ -23,16 +23,16 @@ class MessageReader:
 
     @property
     def unfinished(self) -> bool:
-        """Whether it ended within a call."""
+        """True if the text ended inside a call."""
         return self._calls is not None and self._calls.unfinished
 
     @property
     def passes(self) -> bool:
-        """Whether whatever comes is content, as it is: the thinking is over, and there are no tools."""
+        """True if all further text is content: the reasoning is over, and there are no tools."""
         return self._calls is None and (self._splitter is None or self._splitter.done)
 
     def feed(self, output: CompletionOutput) -> list[Event]:
-        """What is new; `finish_reason` is set with the last."""
+        """The new events. Sets `finish_reason` with the last output."""
         events: list[Event] = []
         text = output.text
         if self._splitter is not None:

@@ -1,4 +1,4 @@
-"""What a model thinks before it answers, between <think> and </think>, told from the answer."""
+"""Separates reasoning, the text between <think> and </think>, from the answer: in streamed text and in grammars."""
 
 import json
 from collections.abc import Sequence
@@ -11,29 +11,29 @@ from server.tools.calls.call_body import held_back
 from server.tools.calls.json_object import SPACE
 from server.tools.calls.lark import ANY_TEXT, json_rule, marker_rule, regex, up_to
 
-GAP = r"/[ \t\r\n]{1,8}/"  # between the thinking and the answer
+GAP = r"/[ \t\r\n]{1,8}/"  # white space between the reasoning and the answer
 
 
 def thinks(template: ChatTemplate, tokenizer: Tokenizer) -> bool:
-    """Whether the model was made to think: its template speaks of it, or it has a token for it."""
+    """True if the model was trained to think: its template mentions </think>, or its tokenizer has a token for it."""
     return END in template.source or tokenizer.added_token_id(END) is not None
 
 
 def has_thought(tokenizer: Tokenizer, prompt_ids: list[int]) -> bool:
-    """Whether the prompt ends with </think>: the thinking is over, or is not wanted."""
+    """True if the prompt ends with </think>: the reasoning is over, or is switched off."""
     return tokenizer.end_of(prompt_ids).endswith(END)
 
 
 def goes_on_thinking(text: str) -> bool:
-    """Whether an answer that begins with `text` is still inside."""
+    """True if an answer that starts with `text` is still inside the reasoning."""
     return text.rfind(BEGIN) > text.rfind(END)
 
 
 class ReasoningSplitter:
-    """Takes text in any pieces. White space next to the markers belongs to neither side."""
+    """Splits text that arrives in any pieces. White space next to the markers belongs to neither side."""
 
     def __init__(self, inside: bool, tags: ThinkingTags | None) -> None:
-        """`inside`: the prompt has opened the thinking. Else it may begin with the first text, and nowhere later.
+        """`inside`: the prompt ends with <think>. Otherwise only the very start of the text may open the reasoning.
         Without `tags` no tokens are counted."""
         self._state = "inside" if inside else "start"
         self._text = ""
@@ -42,29 +42,29 @@ class ReasoningSplitter:
 
     @property
     def done(self) -> bool:
-        """Nothing is held back, and all that comes is content."""
+        """True if no text is held back and all further text is content."""
         return self._state == "outside" and not self._stripping and not self._text
 
     @property
     def num_tokens(self) -> int:
-        """Thinking tokens so far, without those of the tags."""
+        """Number of thinking tokens so far, without those of the tags."""
         return 0 if self._scan is None else self._scan.num_tokens
 
     def count(self, token_ids: tuple[int, ...]) -> None:
-        """The tokens of the text that is fed next."""
+        """Counts the tokens of the text that is fed next."""
         if self._scan is not None and not self._scan.over:
             self._scan.feed(token_ids)
 
     def feed(self, text: str) -> tuple[str, str]:
-        """(what is thinking, what is content) of what is known now."""
+        """(reasoning, content): the text that is certain by now."""
         self._text += text
         if self._state == "start":
             self._begin()
-        thought = self._take_thought() if self._state == "inside" else ""
-        return thought, self._take_content() if self._state == "outside" else ""
+        thought = self._split_thought() if self._state == "inside" else ""
+        return thought, self._split_content() if self._state == "outside" else ""
 
     def finish(self) -> tuple[str, str]:
-        """No more text comes."""
+        """(reasoning, content): the text held back so far. No more text comes."""
         text, self._text = self._text, ""
         return ("", text) if self._state != "inside" else (text.rstrip(SPACE), "")
 
@@ -75,7 +75,7 @@ class ReasoningSplitter:
         elif not BEGIN.startswith(text):
             self._state = "outside"
 
-    def _take_thought(self) -> str:
+    def _split_thought(self) -> str:
         text = self._text.lstrip(SPACE) if self._stripping else self._text
         at = text.find(END)
         if at >= 0:
@@ -86,7 +86,7 @@ class ReasoningSplitter:
         self._stripping = self._stripping and not known
         return text[:known]
 
-    def _take_content(self) -> str:
+    def _split_content(self) -> str:
         text, self._text = self._text, ""
         if self._stripping:
             text = text.lstrip(SPACE)
@@ -95,7 +95,10 @@ class ReasoningSplitter:
 
 
 def rules_before_main(tokenizer: Tokenizer, opened: bool) -> list[str]:
-    """Lark rules with a start that ends in `main`. `opened`: the prompt has begun the thinking; else it may begin."""
+    """Lark rules of the reasoning, with a start rule that ends in `main`.
+
+    `opened`: the prompt has opened the reasoning; otherwise the answer may open it.
+    """
     end = marker_rule(END, tokenizer)
     thought = f"thought: {'FREE_TEXT? ' + end}" if end.startswith("<[") else f"thought[lazy]: {up_to(END)}"
     begin = "start: thought GAP? main" if opened else f"start: ({marker_rule(BEGIN, tokenizer)} thought GAP?)? main"
@@ -103,8 +106,8 @@ def rules_before_main(tokenizer: Tokenizer, opened: bool) -> list[str]:
 
 
 def after_thinking(output: StructuredOutput, before: Sequence[str]) -> StructuredOutput:
-    """The same form, behind the thinking. A Lark grammar has a start of its own and is left as it is: it holds from
-    the first token on."""
+    """The form `output` after the reasoning (`before`: its rules). A Lark grammar has a start rule of its own and is
+    returned unchanged: it applies from the first token on."""
     if output.kind == "grammar":
         return output
     text = "\n".join([*before, f"main: {_main(output)}"]) + "\n"

@@ -1,4 +1,4 @@
-"""Conversations with tools as chat templates take them: those that know tools, and by a preamble those that do not."""
+"""Renders conversations with tools for chat templates. A template without support for tools gets a preamble."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ from server.tools.calls.call_body import Written
 from server.tools.calls.xml_calls import WHOLE
 from server.tools.formats import ToolFormat, ToolUse
 
-# What a template that knows no tools gets, as part of the system message: {tools} is a JSON object per line.
+# Part of the system message for templates without support for tools. {tools}: one JSON object per line.
 PREAMBLE = """\
 You can call functions to help with what the user asks. The functions, one JSON object per line:
 <tools>
@@ -26,11 +26,11 @@ To call a function, write nothing but its name and {arguments}, in this form:
 {example}
 What it returns comes back between <tool_response> and </tool_response>."""
 EXAMPLE = ("the-name", {"a-parameter": "its value"})
-# Templates that tell an assistant's calls by content being none, where others add a text to it.
+# Templates that recognise an assistant's calls by content being none. Other templates append to the content.
 CONTENT_IS_NONE = re.compile(r"content(['\"]\s*\])?\s+is\s+(not\s+)?none")
 SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 SYSTEM = ("system", "developer")
-UNKNOWN_TOOL = "tool"  # the name of one whose answer names no call
+UNKNOWN_TOOL = "tool"  # name of the tool in a result that refers to no call
 LETTERS_AND_DIGITS = string.ascii_letters + string.digits
 
 Rendered = tuple[list[dict[str, Any]], dict[str, Any]]  # messages and variables of a template
@@ -43,7 +43,7 @@ def with_tools(
     tools: Sequence[Tool | CustomTool],
     has_developer: bool,
 ) -> Rendered:
-    """What a template gets for a conversation in which there are tools, or calls from earlier turns."""
+    """Returns the template's messages and variables for a conversation with tools or with calls of earlier turns."""
     messages = _in_order_of_calls(messages)
     if use.in_template:
         listed = {"tools": [tool.function.for_template() for tool in tools]} if tools else {}
@@ -53,21 +53,21 @@ def with_tools(
 
 
 def mended(messages: Sequence[Message], has_system: bool = True) -> list[Message]:
-    """The same conversation for a template that insists on its order; equal to it where nothing is amiss.
+    """The conversation in the order that strict templates require; unchanged if it already has that order.
 
-    Each call has its answer at once, an empty one where there is none. An answer without a call is said by the user,
-    and so is a message of the system after the first, or with `has_system` false any. A turn of the assistant without
-    anything is left out, and the user's turns that follow each other are one: agents send several.
+    Each call is followed by its result, an empty one if the conversation has none. Results without a call become
+    messages of the user, and so do system messages after the first message, or with `has_system` false all of them.
+    Empty turns of the assistant are left out. Consecutive messages of the user, which agents send, become one.
     """
     history: list[Message] = []
-    waiting: list[str] = []  # ids of calls that have no answer yet
+    waiting: list[str] = []  # ids of calls that have no result yet
 
-    def say(text: str) -> None:
+    def add_user(text: str) -> None:
         if history and history[-1].role == "user":
             text = f"{history.pop().content}\n{text}"
         history.append(Message.model_validate({"role": "user", "content": text}))
 
-    def answer_the_rest() -> None:
+    def add_missing_results() -> None:
         for call_id in waiting:
             history.append(Message.model_validate({"role": "tool", "tool_call_id": call_id, "content": ""}))
         waiting.clear()
@@ -78,32 +78,32 @@ def mended(messages: Sequence[Message], has_system: bool = True) -> list[Message
                 waiting.remove(message.tool_call_id)
                 history.append(message)
             else:
-                answer_the_rest()
-                say(_response(message))
+                add_missing_results()
+                add_user(_response(message))
             continue
-        answer_the_rest()
-        is_said = message.role == "user" or (message.role in SYSTEM and (not has_system or history))
-        if is_said and (message.role != "user" or (history and history[-1].role == "user")):
-            say(message.content)
+        add_missing_results()
+        is_users = message.role == "user" or (message.role in SYSTEM and (not has_system or history))
+        if is_users and (message.role != "user" or (history and history[-1].role == "user")):
+            add_user(message.content)
         elif not _is_empty(message) or i == len(messages) - 1:
             history.append(message)
         waiting = [call.id for call in message.tool_calls]
-    answer_the_rest()
+    add_missing_results()
     return history
 
 
 def _is_empty(message: Message) -> bool:
-    """A turn of the assistant that max_tokens cut before it said anything."""
+    """True for an assistant's turn without text, calls and reasoning: max_tokens cut it off."""
     thought = message.reasoning_content or message.reasoning
     return message.role == "assistant" and not (message.content or message.tool_calls or thought)
 
 
 def _in_order_of_calls(messages: Sequence[Message]) -> list[Message]:
-    """Answers that follow each other stand as the calls that they answer: most templates show a model no ids."""
+    """The messages with consecutive results in the order of their calls: most templates show no ids to the model."""
     ordered: list[Message] = []
-    places: dict[str, int] = {}  # of the calls that were last
-    for are_answers, run in groupby(messages, key=lambda message: message.role == "tool"):
-        if are_answers:
+    places: dict[str, int] = {}  # id of a call -> its place in its message
+    for are_results, run in groupby(messages, key=lambda message: message.role == "tool"):
+        if are_results:
             ordered += sorted(run, key=lambda message: places.get(message.tool_call_id or "", len(places)))
             continue
         for message in run:
@@ -115,9 +115,10 @@ def _in_order_of_calls(messages: Sequence[Message]) -> list[Message]:
 def _as_templates_take_them(
     template: ChatTemplate, form: ToolFormat, messages: Sequence[Message], has_developer: bool
 ) -> list[dict[str, Any]]:
-    """As transformers documents it: arguments are objects, a tool's answer has its id and the name of the function.
+    """The messages in the form that transformers documents: arguments are objects, a result has the id of its call and
+    the name of the function.
 
-    Arguments that are no object are given as their text, or as one argument to a template that goes through them.
+    Arguments that are no object are passed as text or, to a template that iterates over arguments, as one argument.
     """
     takes_text = _takes_text(template) if any(_has_no_object(message) for message in messages) else True
     nothing = None if CONTENT_IS_NONE.search(template.source) else ""
@@ -158,7 +159,7 @@ def _as_argument(call: ToolCallOfHistory | CustomCallOfHistory, takes_text: bool
 
 
 def _takes_text(template: ChatTemplate) -> bool:
-    """Whether a template shows arguments that are a text. One that goes through their names fails, or loses it."""
+    """True if the template shows arguments that are a text. A template that iterates over names fails or drops it."""
     text = "{trial"
     call = {"id": "trial0000", "type": "function", "function": {"name": "trial", "arguments": text}}
     trial: list[dict[str, Any]] = [
@@ -173,7 +174,8 @@ def _takes_text(template: ChatTemplate) -> bool:
 
 
 def _template_id(call_id: str, form: ToolFormat) -> str:
-    """Mistral's templates take nothing but ids of nine letters and digits: another id gets one made of it."""
+    """The id in the form that the template accepts. Mistral's templates accept only ids of nine letters and digits: for
+    other ids the first characters of a hash stand in."""
     if not form.short_ids or SHORT_ID.fullmatch(call_id):
         return call_id
     digest = hashlib.sha256(call_id.encode("utf-8", "surrogatepass")).digest()
@@ -181,7 +183,7 @@ def _template_id(call_id: str, form: ToolFormat) -> str:
 
 
 def _as_text(message: Message, form: ToolFormat, has_developer: bool) -> dict[str, Any]:
-    """A message with its calls written into the content; a tool speaks as the user."""
+    """The message with its calls written into the content. A tool's result becomes a message of the user."""
     fields = message.for_template(has_developer)
     if message.role == "tool":
         return {"role": "user", "content": _response(message)}
@@ -196,7 +198,7 @@ def _response(message: Message) -> str:
 
 
 def _joined(plain: list[dict[str, Any]], messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Answers of tools that follow each other as one message: many templates want user and assistant in turn."""
+    """The messages with consecutive tool results joined: many templates require user and assistant to alternate."""
     joined: list[dict[str, Any]] = []
     for i, fields in enumerate(plain):
         if i and messages[i].role == messages[i - 1].role == "tool":

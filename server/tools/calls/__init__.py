@@ -1,1 +1,1 @@
-"""Formats in which models write tool calls: how to read, render and force each."""
+"""Decides, for each format in which models write tool calls, how a call is read, written and forced."""

@@ -1,20 +1,20 @@
-"""CallBody: the inside of one call while it grows, and CallStyle: how one is written, read and forced."""
+"""CallBody: reader of one call between its markers. CallStyle: how calls of one form are written, read and forced."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from server.protocol.tools import FunctionDefinition
 
-Written = dict[str, Any] | str  # arguments of an earlier call: an object, or the text of what is none
+Written = dict[str, Any] | str  # arguments of an earlier call: an object, or a text that is no JSON object
 Schemas = Mapping[str, dict[str, Any]]  # name of a function -> JSON schema of its arguments
 
 
 class NotACallError(ValueError):
-    """No continuation makes a call of it."""
+    """No continuation can make the text a call."""
 
 
 class SchemaError(ValueError):
-    """A function's schema cannot be obeyed. `path`: of what is wrong, below its parameters."""
+    """A function's schema cannot be enforced. `path`: the wrong part, below the function's parameters."""
 
     def __init__(self, function: str, path: str, text: str) -> None:
         super().__init__(text)
@@ -22,56 +22,58 @@ class SchemaError(ValueError):
 
 
 class CallBody(Protocol):
-    """`feed` it all of its text so far, each time with more at the end."""
+    """Reads one call. Call `feed` with the whole text of the call so far, each time with more at the end."""
 
     @property
-    def taken(self) -> int:
-        """Up to where the text is in `pieces` that were given out."""
+    def consumed(self) -> int:
+        """Index in the text up to which `pieces` has returned its arguments."""
 
     def feed(self, text: str) -> int | None:
-        """Where the call ends, None while it goes on. Raises NotACallError."""
+        """The index at which the call ends, or None if it goes on. Raises NotACallError."""
 
     def start(self) -> str | None:
-        """The name, once it and the beginning of the arguments are there; to be called before `pieces`."""
+        """The name, as soon as the text has it and the start of the arguments. Call it before `pieces`."""
 
     def pieces(self) -> str:
-        """What the text adds to the arguments, as JSON."""
+        """The new part of the arguments since the last call of `pieces`, as JSON."""
 
     def whole(self) -> tuple[str, str] | None:
-        """Name and arguments of a call that has ended; None where it lacks one of them."""
+        """(name, arguments) of a call that has ended; None if it lacks one of them."""
 
 
 class CallStyle(Protocol):
-    """What a call looks like between its markers."""
+    """The form of a call between its markers."""
 
     @property
     def markers(self) -> Sequence[str]:
-        """Those inside a call, which may be special tokens."""
+        """Markers inside a call; they may be special tokens."""
 
     @property
     def bare_strings(self) -> bool:
-        """Whether strings stand as they are, without quotes: not as JSON."""
+        """True if string arguments are written as bare text, not as JSON with quotes."""
 
     @property
     def ends(self) -> Sequence[str]:
-        """What ends an argument that is bare text."""
+        """Texts that end an argument written as bare text."""
 
     @property
     def arguments_are(self) -> str:
-        """What a model is told of how to write the arguments."""
+        """Phrase of the prompt's preamble that says how to write the arguments."""
 
     def write(self, name: str, arguments: Written) -> str: ...
 
     def body(self, schemas: Schemas, marked: bool) -> CallBody:
-        """`marked`: a marker stands before it, so that a name alone is a call, too."""
+        """A reader of one call. `marked`: a marker precedes the call, so a name without arguments is a call too."""
 
     def rules(self, label: str, function: FunctionDefinition, marker: Callable[[str], str]) -> list[str]:
-        """Lark rules, all with names that end in `label`, of a call: `call_{label}` and what it needs. `marker` is how
-        Lark writes a marker. Raises SchemaError."""
+        """Lark rules of a call: `call_{label}` and the rules that it uses, whose names end in `label` too.
+
+        `marker` turns a marker into its Lark form. Raises SchemaError.
+        """
 
 
 def held_back(text: str, marker: str) -> int:
-    """How many characters at the end of `text` may become `marker`: its longest suffix that begins one."""
+    """Length of the longest suffix of `text` that is a proper prefix of `marker`, so may become the marker."""
     for length in range(min(len(marker) - 1, len(text)), 0, -1):
         if text.endswith(marker[:length]):
             return length

@@ -1,4 +1,4 @@
-"""Calls that are one JSON object: name and arguments under keys. Hermes, Llama 3 and Mistral's first format."""
+"""Calls that are one JSON object with the name and the arguments: Hermes, Llama 3 and Mistral's first format."""
 
 import json
 import re
@@ -16,7 +16,7 @@ HEAD = re.compile(r'\{\s*"name"\s*:\s*"([a-zA-Z0-9_-]*)"\s*,\s*"(?:arguments|par
 
 @dataclass(frozen=True)
 class JsonCalls:
-    """`arguments_key` is the one that models write; both are read."""
+    """`arguments_key`: the key that models write; every key of ARGUMENTS_KEYS is read."""
 
     arguments_key: str = "arguments"
     markers = ()
@@ -39,14 +39,14 @@ class JsonCalls:
 
 
 class JsonBody:
-    """See CallBody. Its text starts with the object's brace."""
+    """See CallBody. The text starts with the object's brace."""
 
     def __init__(self, marked: bool) -> None:
         self._marked = marked
         self._text = ""
         self._scanner, self._scanned = ObjectScanner(), 0
         self._arguments: ObjectScanner | None = None
-        self.taken = 0
+        self.consumed = 0
 
     def feed(self, text: str) -> int | None:
         self._text = text
@@ -61,16 +61,16 @@ class JsonBody:
         if head is None:
             return None
         if self._arguments is None:
-            self.taken, self._arguments = head.end(), ObjectScanner()
+            self.consumed, self._arguments = head.end(), ObjectScanner()
         return head[1]
 
     def pieces(self) -> str:
         assert self._arguments is not None, "start() comes first"
         if self._arguments.done:
             return ""
-        at = self.taken
-        self.taken = self._arguments.feed(self._text, at)
-        return self._text[at : self.taken]
+        at = self.consumed
+        self.consumed = self._arguments.feed(self._text, at)
+        return self._text[at : self.consumed]
 
     def whole(self) -> tuple[str, str] | None:
         raw = self._text[: self._scanned]
@@ -87,12 +87,12 @@ class JsonBody:
 
 
 def _as_object(raw: str) -> str | None:
-    """Arguments as the text of an object; some models write that text as a string. None for anything else."""
+    """The arguments `raw` as the text of an object, which some models write as a JSON string. None for other values."""
     value = json.loads(raw)
     if isinstance(value, str):
         raw = value
         try:
-            raw.encode()  # half of a surrogate pair is no text
+            raw.encode()  # fails for lone surrogates
             value = json.loads(raw)
         except (ValueError, RecursionError):
             return None

@@ -1,4 +1,4 @@
-"""JSON objects in a text that still grows: where one ends, and as soon as it can be told, that it is none."""
+"""JSON objects in a growing text: finds the end of an object, and detects as early as possible that there is none."""
 
 import json
 import re
@@ -13,34 +13,34 @@ MAX_NUMBER = 512  # characters
 
 
 class NotJsonError(ValueError):
-    """No continuation makes a JSON object of it."""
+    """No continuation can make the text a JSON object."""
 
 
 class ObjectScanner:
-    """A pushdown automaton of RFC 8259. It takes each character once; the text starts with the object's brace."""
+    """A pushdown automaton of RFC 8259. It reads each character once; the text starts with the object's brace."""
 
     def __init__(self) -> None:
         self.done = False
-        self._open: list[str] = []  # the brackets that are waited for
+        self._open: list[str] = []  # closing brackets still expected, the innermost last
         self._expects = "object"
         self._in_key = False
-        self._word = ""  # of a number or a literal, or the four digits of an escape
+        self._word = ""  # characters so far of a number, a literal, or the four digits of an escape
 
     def feed(self, text: str, at: int = 0) -> int:
-        """Take text[at:]; returns the index behind the object's end, or len(text). Raises NotJsonError."""
+        """Reads text[at:]; returns the index after the object's end, or len(text). Raises NotJsonError."""
         while at < len(text) and not self.done:
             if self._expects in ("string", "key string"):
                 at = self._string(text, at)
             elif self._expects == "word":
-                at = self._take_word(text, at)
+                at = self._read_word(text, at)
             else:
                 character = text[at]
                 at += 1
                 if character not in SPACE or self._expects in ("object", "escape", "hex"):
-                    self._take(character)
+                    self._read_character(character)
         return at
 
-    def _take(self, character: str) -> None:
+    def _read_character(self, character: str) -> None:
         expects = self._expects
         if expects == "escape":
             self._escape(character)
@@ -112,8 +112,8 @@ class ObjectScanner:
         if len(self._word) == 4:
             self._expects = "string"
 
-    def _take_word(self, text: str, at: int) -> int:
-        """A number or literal goes on to the first character that cannot be in one."""
+    def _read_word(self, text: str, at: int) -> int:
+        """Reads a character of a number or literal, or ends it at the first character that cannot belong to it."""
         character = text[at]
         if character in NUMBER_CHARACTERS or character.isalpha():
             self._word += character
@@ -134,7 +134,7 @@ class ObjectScanner:
 
 
 def members(text: str) -> dict[str, tuple[int, int]]:
-    """Where the values of a whole object's members stand in its text. NotJsonError where json cannot read it."""
+    """name -> (start, end) of the value in `text`, which is a whole object. Raises NotJsonError if json rejects it."""
     decode = json.JSONDecoder(strict=True).raw_decode
     found: dict[str, tuple[int, int]] = {}
     at = _skip_space(text, 1)

@@ -1,8 +1,8 @@
-"""Parts of grammars in Lark as llguidance reads it.
+"""Parts of grammars in llguidance's Lark.
 
 https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md: `<[5]>` is a token by its id, %json a JSON schema,
-and a [lazy] terminal ends where it first matches. To that library every added token is apart from text, so a marker
-that is one is named by its id.
+and a [lazy] terminal ends at its first match. llguidance never matches an added token as text, so a grammar names a
+marker that is an added token by its id.
 """
 
 import json
@@ -13,7 +13,7 @@ from engine.structured_output import WHITESPACE
 from engine.text.tokenizer import Tokenizer
 from server.protocol.tools import INPUT, FunctionDefinition, LarkFunction
 
-CALL_SPACES = "[ ]?"  # between parts of a call's JSON: models write calls on one line
+CALL_SPACES = "[ ]?"  # white space between the parts of a call's JSON: models write calls on one line
 ANY_TEXT = r"/(.|\n)*/"
 
 
@@ -23,17 +23,17 @@ def marker_rule(marker: str, tokenizer: Tokenizer) -> str:
 
 
 def up_to(marker: str, text: str = r"(.|\n)*?") -> str:
-    """For a lazy terminal: `text`, a regex, through the first `marker`."""
+    """Regex of a lazy terminal: `text`, itself a regex, followed by the first `marker`."""
     return f"/{text}{escaped(marker)}/"
 
 
 def escaped(text: str) -> str:
-    """A regex of just this text."""
+    """A regex that matches exactly `text`."""
     return "".join(c if c.isalnum() or c == "_" else f"\\x{{{ord(c):x}}}" for c in text)
 
 
 def regex(pattern: str) -> str:
-    """As it stands between slashes."""
+    """`pattern` in the form that Lark needs between slashes."""
     return re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", pattern).replace("\n", "\\n")
 
 
@@ -42,7 +42,7 @@ def literal(text: str) -> str:
 
 
 def arguments_rules(label: str, function: FunctionDefinition) -> list[str]:
-    """`arguments_{label}`, the JSON object of a call's arguments, and what it needs."""
+    """The rule `arguments_{label}`, a JSON object of a call's arguments, and the rules that it uses."""
     if isinstance(function, LarkFunction):
         start = literal(f'{{"{INPUT}": "')
         return [f'arguments_{label}: {start} input_{label} "}}"', input_rule(label, function)]
@@ -50,11 +50,11 @@ def arguments_rules(label: str, function: FunctionDefinition) -> list[str]:
 
 
 def input_rule(label: str, function: LarkFunction) -> str:
-    """A JSON string without its opening quote."""
+    """The rule `input_{label}`: a JSON string without its opening quote."""
     return f"input_{label}: %lark {{\n{function.quoted}}}"
 
 
 def json_rule(schema: dict[str, Any], strict: bool, spaces: str = WHITESPACE) -> str:
-    """Keywords that cannot be enforced are an error with `strict`, and passed over without."""
+    """JSON that obeys `schema`. Keywords that cannot be enforced are an error if `strict`, else they are ignored."""
     options = {"whitespace_pattern": spaces, "lenient": not strict}
     return "%json " + json.dumps({**schema, "x-guidance": options})

@@ -1,7 +1,7 @@
-"""Calls that are a name and a JSON object of arguments: Mistral's format from its tokenizer v11 on.
+"""Calls that are a name and a JSON object of arguments: Mistral's format since its tokenizer v11.
 
-https://github.com/mistralai/mistral-common (tokens/tokenizers): `name[ARGS]{...}` behind a [TOOL_CALLS] for each call,
-with v11 `name[CALL_ID]id[ARGS]{...}`. The id that the model writes is read over: two calls may have the same.
+https://github.com/mistralai/mistral-common (tokens/tokenizers): `name[ARGS]{...}` after a [TOOL_CALLS] for each call,
+with v11 `name[CALL_ID]id[ARGS]{...}`. The id that the model writes is skipped: two calls may have the same id.
 """
 
 import json
@@ -38,14 +38,14 @@ class NamedCalls:
 
 
 class NamedBody:
-    """See CallBody. Its text starts with the name; [ARGS] may be missing where a tokenizer does not show it."""
+    """See CallBody. The text starts with the name; [ARGS] may be missing, since some tokenizers do not show it."""
 
     def __init__(self) -> None:
         self._text = ""
         self._name: str | None = None
-        self._begin = 0  # of the arguments
+        self._begin = 0  # index of the arguments
         self._scanner, self._scanned = ObjectScanner(), 0
-        self.taken = 0
+        self.consumed = 0
 
     def feed(self, text: str) -> int | None:
         self._text = text
@@ -61,7 +61,7 @@ class NamedBody:
         return self._name
 
     def pieces(self) -> str:
-        piece, self.taken = self._text[self.taken : self._scanned], self._scanned
+        piece, self.consumed = self._text[self.consumed : self._scanned], self._scanned
         return piece
 
     def whole(self) -> tuple[str, str] | None:
@@ -82,11 +82,11 @@ class NamedBody:
             return False
         if self._text[at] != "{":
             raise NotACallError
-        self._name, self._begin, self._scanned, self.taken = name[0], at, at, at
+        self._name, self._begin, self._scanned, self.consumed = name[0], at, at, at
         return True
 
     def _behind(self, marker: str, at: int) -> int | None:
-        """Behind the marker at `at`, or `at` where there is none; None while that is not known."""
+        """Index after the marker at `at`, or `at` if there is no marker; None while that is unknown."""
         if self._text.startswith(marker, at):
             return at + len(marker)
         return None if marker.startswith(self._text[at:]) else at

@@ -1,4 +1,4 @@
-"""Calls in the tags of Qwen3-Coder, where each argument is a text of its own and its type is that of the schema.
+"""Calls in the tags of Qwen3-Coder: each argument is a separate text, whose type the schema tells.
 
     <function=name>
     <parameter=key>
@@ -6,8 +6,9 @@
     </parameter>
     </function>
 
-The template of Qwen/Qwen3-Coder-30B-A3B-Instruct: strings stand as they are and all else as JSON, one line break before
-and after each value is not of it. A value goes on where `</parameter>` is followed by no other tag of a call.
+In the template of Qwen/Qwen3-Coder-30B-A3B-Instruct strings are bare text and other values JSON; one line break before
+and one after each value do not belong to the value. A `</parameter>` that no other tag of a call follows belongs to the
+value.
 """
 
 import json
@@ -27,7 +28,7 @@ from server.tools.calls.xml_values import (
     parameter_types,
 )
 
-WHOLE = "arguments"  # names the text of arguments that are no object
+WHOLE = "arguments"  # name of the argument that holds the text of arguments that are no object
 MAX_TAG = 256  # characters of a name
 
 
@@ -55,26 +56,26 @@ class XmlCalls:
 
 
 class XmlBody:
-    """See CallBody. Its text starts with `<function=`. Strings are given out as they come, other values whole."""
+    """See CallBody. The text starts with `<function=`. `pieces` returns strings as they arrive, other values whole."""
 
     def __init__(self, schemas: Schemas) -> None:
         self._schemas = schemas
         self._text = ""
         self._name: str | None = None
         self._arguments: list[str] = []
-        self._num_given = 0  # of them
+        self._num_given = 0  # entries of _arguments that `pieces` has returned
         self._num_parameters = 0
         self._types: frozenset[str] = frozenset()
-        self._seek = 0  # where the end of a value is looked for
+        self._seek = 0  # index from which the end of a value is searched
         self._done = False
         self._state = self._in_head
-        self.taken = 0
+        self.consumed = 0
 
     def feed(self, text: str) -> int | None:
         self._text = text
         while self._state():
             pass
-        return self.taken if self._done else None
+        return self.consumed if self._done else None
 
     def start(self) -> str | None:
         return self._name
@@ -86,7 +87,7 @@ class XmlBody:
     def whole(self) -> tuple[str, str] | None:
         return None if self._name is None else (self._name, "".join(self._arguments))
 
-    # Each state takes what it can from self._text, from self.taken on; true: another state goes on.
+    # Each state consumes what it can of self._text from self.consumed on. It returns True if the next state should run.
 
     def _in_head(self) -> bool:
         name = self._tag(FUNCTION)
@@ -99,14 +100,14 @@ class XmlBody:
         return True
 
     def _between(self) -> bool:
-        while self.taken < len(self._text) and self._text[self.taken] in SPACE:
-            self.taken += 1
-        if self._text.startswith(END_FUNCTION, self.taken):
-            self.taken += len(END_FUNCTION)
+        while self.consumed < len(self._text) and self._text[self.consumed] in SPACE:
+            self.consumed += 1
+        if self._text.startswith(END_FUNCTION, self.consumed):
+            self.consumed += len(END_FUNCTION)
             self._arguments.append("}")
             self._done = True
             return False
-        if END_FUNCTION.startswith(self._text[self.taken :]):
+        if END_FUNCTION.startswith(self._text[self.consumed :]):
             return False
         key = self._tag(PARAMETER)
         if key is None:
@@ -118,34 +119,34 @@ class XmlBody:
         return True
 
     def _before_value(self) -> bool:
-        if self.taken == len(self._text):
+        if self.consumed == len(self._text):
             return False
-        self.taken += self._text[self.taken] == "\n"
-        self._seek = self.taken
+        self.consumed += self._text[self.consumed] == "\n"
+        self._seek = self.consumed
         if self._types == STRING:
             self._arguments.append('"')
         self._state = self._in_value
         return True
 
     def _in_value(self) -> bool:
-        """A line break is held back for as long as it may be the one behind the value."""
+        """Holds back a line break as long as it may be the one after the value."""
         ended = self._find_end()
         end = self._seek
-        if end > self.taken and self._text[end - 1] == "\n":
+        if end > self.consumed and self._text[end - 1] == "\n":
             end -= 1
-        value = self._text[self.taken : end]
+        value = self._text[self.consumed : end]
         if self._types == STRING:
             self._arguments += [json.dumps(value, ensure_ascii=False)[1:-1]] if value else []
-            self.taken = end
+            self.consumed = end
         if not ended:
             return False
         self._arguments.append('"' if self._types == STRING else as_json(value, self._types))
-        self.taken = self._seek + len(END_PARAMETER)
+        self.consumed = self._seek + len(END_PARAMETER)
         self._state = self._between
         return True
 
     def _find_end(self) -> bool:
-        """Whether the value ends at self._seek; else it goes on to there at least."""
+        """True if the value ends at self._seek; otherwise the value reaches at least to there."""
         text = self._text
         while (at := text.find(END_PARAMETER, self._seek)) >= 0:
             rest = text[at + len(END_PARAMETER) :].lstrip(SPACE)
@@ -160,10 +161,10 @@ class XmlBody:
         return False
 
     def _tag(self, begin: str) -> str | None:
-        """The name in the tag that begins so, which is taken; None while it is not whole."""
-        after = self.taken + len(begin)
-        if not self._text.startswith(begin, self.taken):
-            if begin.startswith(self._text[self.taken :]):
+        """Consumes the tag that starts with `begin` and returns its name; None while the tag is incomplete."""
+        after = self.consumed + len(begin)
+        if not self._text.startswith(begin, self.consumed):
+            if begin.startswith(self._text[self.consumed :]):
                 return None
             raise NotACallError
         end = self._text.find(">", after, after + MAX_TAG)
@@ -174,5 +175,5 @@ class XmlBody:
         name = self._text[after:end]
         if not name or "\n" in name:
             raise NotACallError
-        self.taken = end + 1
+        self.consumed = end + 1
         return name

@@ -1,5 +1,5 @@
-"""Calls of server/tools/calls/xml_calls.py as a grammar: parameters in the order of the schema, those that are not
-required may be left out, and each value is of its type."""
+"""The grammar of the calls of xml_calls.py: parameters in the order of the schema, optional ones may be left out, and
+each value has the type that its schema allows."""
 
 import json
 import re
@@ -14,19 +14,19 @@ from server.tools.calls.lark import CALL_SPACES, escaped, input_rule, json_rule,
 from server.tools.calls.xml_values import END_FUNCTION, END_PARAMETER, FUNCTION, PARAMETER, resolved, types_of
 
 END_VALUE = f"\n{END_PARAMETER}\n"
-KEY = r"/[a-zA-Z_][a-zA-Z0-9_]{0,63}/"  # of an argument that a schema leaves open
-ABOUT = frozenset({"$comment", "default", "deprecated", "description", "examples", "title"})  # what asks for nothing
+KEY = r"/[a-zA-Z_][a-zA-Z0-9_]{0,63}/"  # name of an argument that the schema does not list
+ABOUT = frozenset({"$comment", "default", "deprecated", "description", "examples", "title"})  # no constraints
 LENGTHS = frozenset({"minLength", "maxLength"})
 OF_OBJECTS = ABOUT | {"$defs", "$id", "$ref", "$schema", "additionalProperties", "definitions", "properties"}
 OF_OBJECTS |= {"required", "type"}
 ANYTHING = r"(.|\n)*"
-ENDS = re.compile(r"(?<!\\)(?:\\\\)*\$\Z")  # a last $ that is not escaped
+ENDS = re.compile(r"(?<!\\)(?:\\\\)*\$\Z")  # an unescaped $ at the end
 SCALARS = frozenset({"boolean", "integer", "null", "number", "string"})
 
 
 def xml_rules(label: str, function: FunctionDefinition) -> list[str]:
     """See CallStyle.rules."""
-    if isinstance(function, LarkFunction):  # in bare text only a quote could end what a terminal may go on with
+    if isinstance(function, LarkFunction):  # quoted: in bare text a greedy terminal would not stop at the end tag
         start = literal(f'{FUNCTION}{function.name}>\n{PARAMETER}{INPUT}>\n"')
         end = literal(f"{END_VALUE}{END_FUNCTION}")
         return [f"call_{label}: {start} input_{label} {end}", input_rule(label, function)]
@@ -58,9 +58,7 @@ class _Rules:
         labels = {}
         for i, (key, schema) in enumerate(named.items()):
             if not key or ">" in key or "\n" in key:
-                raise self._wrong(
-                    f"the name {key[:64]!r} cannot be written in this model's format of calls", "properties"
-                )
+                raise self._wrong(f"the name {key[:64]!r} cannot be written in this model's call format", "properties")
             labels[key] = label = f"parameter_{i}_{self._label}"
             value = self._value(label, schema, f"properties.{key}")
             self._add(f"{label}: {literal(f'{PARAMETER}{key}>' + chr(10))} {value}")
@@ -73,14 +71,14 @@ class _Rules:
         return f"{label}*"
 
     def _add(self, rule: str) -> None:
-        """Parts that many arguments refer to are written out for each: that must not take long."""
+        """Adds a rule. SchemaError over a limit: a part that many arguments refer to is written once for each."""
         self._num_chars += len(rule)
         if self._num_chars > MAX_TEXT_BYTES:
             raise self._wrong(f"written out as a grammar this has more than {MAX_TEXT_BYTES} characters", "")
         self._rules.append(rule)
 
     def _value(self, label: str, schema: Any, path: str) -> str:
-        """With the end behind it."""
+        """Lark of a value followed by its end tag."""
         schema = resolved(schema, self._root)
         values = [schema["const"]] if "const" in schema else schema.get("enum")
         if isinstance(values, list) and values:
@@ -95,8 +93,8 @@ class _Rules:
         return f"{label}_text"
 
     def _text(self, schema: Mapping[str, Any], types: frozenset[str], path: str) -> str:
-        """A regex through the end of a value that may be a string. One that may be something else, too, is free: every
-        text is one of both."""
+        """A regex of a value that may be a string, with its end tag. A value of several types has no other constraint:
+        every text is either valid JSON of another type or a string."""
         if types != {"string"}:
             if self._function.strict:
                 self._only(schema, ABOUT | {"type", *(("anyOf", "oneOf") if self._are_free(schema) else ())}, path)
@@ -113,7 +111,7 @@ class _Rules:
         return up_to(END_VALUE) if low == 0 and high == "" else up_to(END_VALUE, rf"(.|\n){{{low},{high}}}")
 
     def _are_free(self, schema: Mapping[str, Any]) -> bool:
-        """Whether no branch asks for more than a type."""
+        """True if every branch of anyOf and oneOf constrains only the type."""
         lists = [schema[key] for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list)]
         branches = [branch for branches in lists for branch in branches]
         return all(resolved(branch, self._root).keys() <= ABOUT | {"type"} for branch in branches)
@@ -127,12 +125,12 @@ class _Rules:
 
     def _refuse(self, what: str, path: str) -> None:
         if self._function.strict:
-            text = f"{what} cannot be enforced in this model's format of calls: leave it out, or strict"
+            text = f"{what} cannot be enforced in this model's call format: leave it out, or set strict to false"
             raise self._wrong(text, path)
 
 
 def _searched(pattern: str) -> str:
-    """The regex of a whole text in which `pattern` is found, as JSON Schema has it."""
+    """Regex of a whole text that contains a match of `pattern`, which is how JSON Schema uses patterns."""
     begins, ends = pattern.startswith("^"), ENDS.search(pattern) is not None
     inner = regex(pattern[begins : len(pattern) - ends])
     return f"{'' if begins else ANYTHING}({inner}){'' if ends else ANYTHING}"

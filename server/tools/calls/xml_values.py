@@ -1,4 +1,4 @@
-"""Values that are written as bare text, as JSON of the type that a schema says."""
+"""Converts values written as bare text into JSON of the type that a schema tells."""
 
 import json
 from typing import Any
@@ -9,15 +9,15 @@ FUNCTION, END_FUNCTION = "<function=", "</function>"
 PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
 
 STRING = frozenset({"string"})
-# What is done for one argument has a limit, since many may refer to the same large part of a schema.
+# Limit of the subschemas visited per argument: many arguments may refer to the same large part of a schema.
 MAX_LOOKS = 256
-MAX_REFERENCES, MAX_REFERENCE = 16, 256  # that follow each other; characters of one
-PYTHON = {"True": "true", "False": "false", "None": "null"}  # as a template without tojson writes them
+MAX_REFERENCES, MAX_REFERENCE = 16, 256  # length of a chain of references; characters of a reference
+PYTHON = {"True": "true", "False": "false", "None": "null"}  # Python's spelling, which templates without tojson use
 TYPE_OF = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
 
 
 def parameter_types(function: dict[str, Any], key: str) -> frozenset[str]:
-    """JSON types that the schema of a function's arguments lets this one have; empty where it says nothing of that."""
+    """JSON types that the schema of a function's arguments allows for `key`; empty if the schema names no types."""
     schema = resolved(function, function)
     properties = schema.get("properties")
     if isinstance(properties, dict) and key in properties:
@@ -26,7 +26,8 @@ def parameter_types(function: dict[str, Any], key: str) -> frozenset[str]:
 
 
 def types_of(schema: Any, root: dict[str, Any]) -> frozenset[str]:
-    """Of a schema within `root`, as far as MAX_LOOKS at its branches and values tell: they may refer to each other."""
+    """JSON types that `schema`, a part of `root`, allows. Visits at most MAX_LOOKS branches and values: branches may
+    refer to each other."""
     found: set[str] = set()
     left, looks = [schema], 0
     while left and looks < MAX_LOOKS:
@@ -46,7 +47,7 @@ def types_of(schema: Any, root: dict[str, Any]) -> frozenset[str]:
 
 
 def resolved(schema: Any, root: dict[str, Any]) -> dict[str, Any]:
-    """The schema that stands behind `$ref`, where that points into `root`; empty for what is no object."""
+    """The schema that `$ref` refers to in `root`, or `schema` itself without `$ref`; empty if that is no object."""
     for _ in range(MAX_REFERENCES):
         if not isinstance(schema, dict) or not isinstance(reference := schema.get("$ref"), str):
             break
@@ -68,10 +69,10 @@ def type_of(value: Any) -> str:
 
 
 def as_json(text: str, types: frozenset[str]) -> str:
-    """The text of a value as JSON: of one of these types if it can be, else what it looks like.
+    """The JSON of a value written as `text`: of one of `types` if possible, else of the type that the text looks like.
 
-    A string is the text as it is; where a string may be something else, too, it is that if it is JSON of it. Whatever
-    the text, the result is JSON.
+    If only strings are allowed, the text itself is the string. If other types are allowed too, a text that is JSON of
+    such a type becomes that value. The result is valid JSON for every text.
     """
     if types == STRING:
         return json.dumps(text, ensure_ascii=False)
@@ -86,7 +87,7 @@ def as_json(text: str, types: frozenset[str]) -> str:
 
 
 def _kind(text: str) -> str | None:
-    """Type of a JSON text; None for what is no JSON."""
+    """Type of a JSON text; None if `text` is no JSON."""
     try:
         value = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
