@@ -1,16 +1,16 @@
 # pageserve in a container.
 #   docker build -t pageserve .                                         for NVIDIA GPUs (and it runs on CPUs)
-#   docker build -t pageserve:cpu --build-arg TORCH_INDEX=URL .         for CPUs, several GB smaller: URL is the index of
-#                                                                       CPU wheels that pytorch.org's install page shows
+#   docker build -t pageserve:cpu --build-arg TORCH_INDEX=URL .         for CPUs, several GB smaller; pytorch.org's install
+#                                                                       page shows the URL of the index of CPU wheels
 #   docker run --rm --gpus all -p 8000:8000 -e PAGESERVE_API_KEY=YOUR_KEY -v cache:/cache pageserve serve Qwen/Qwen3-0.6B
-# A container listens on all its addresses, so it wants an API key, or PAGESERVE_ALLOW_UNAUTHENTICATED=true and
+# A container listens on all its addresses, so it needs an API key, or PAGESERVE_ALLOW_UNAUTHENTICATED=true together with
 # -p 127.0.0.1:8000:8000.
-# BASE may be pinned by digest, and replaced by any Debian image with Python 3.10 or newer.
+# BASE may be any Debian image with Python 3.10 or newer, also one pinned by digest.
 ARG BASE=python:3.12-slim-bookworm
 FROM ${BASE}
 
-# tini: PID 1 that passes SIGTERM on and reaps. gcc and libc6-dev: Triton compiles a small launcher per kernel.
-# Versions are the base image's Debian release.
+# tini is PID 1: it forwards SIGTERM and reaps children. Triton compiles a small launcher per kernel with gcc and libc6-dev.
+# Versions are those of the base image's Debian release.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends tini gcc libc6-dev \
@@ -19,7 +19,7 @@ RUN apt-get update \
     && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /cache --shell /usr/sbin/nologin pageserve \
     && install --directory --owner=10001 --group=10001 /cache
 
-# Dependencies change rarely, the source often: each has a layer, the largest first.
+# Dependencies change rarely and the source often, so each has its own layer, the largest first.
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
 WORKDIR /opt/pageserve
 COPY pyproject.toml deploy/requirements.py ./
@@ -34,7 +34,7 @@ COPY engine ./engine
 COPY server ./server
 RUN pip install --no-cache-dir --no-deps .
 
-# The root file system may be read-only: everything that is written goes to /cache (a volume keeps it) or /tmp.
+# The root file system may be read-only: the server writes only to /cache (keep it in a volume) and /tmp.
 ENV HF_HOME=/cache/huggingface \
     TRITON_CACHE_DIR=/cache/triton \
     NUMBA_CACHE_DIR=/cache/numba \

@@ -1,4 +1,4 @@
-# make serve | make test | make bench: each makes what it needs in .venv, once.
+# make serve | make test | make bench: each target first makes the environment that it needs, once, in .venv.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -9,30 +9,30 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 help:
 	@echo "make serve [ARGS=\"--model DIR_OR_HUB_ID --port 9000\"]   start the server"
-	@echo "make test [PROCESSES=2] [ARGS=\"-k chat\"]                lint, types and every test"
+	@echo "make test [PROCESSES=2] [ARGS=\"-k chat\"]                linter, type checker and every test"
 	@echo "make kernels-aot                                        compile every GPU kernel; registers, spills, shared memory"
-	@echo "make bench [ARGS=\"--peer URL\"]                          measure a server of its own"
+	@echo "make bench [ARGS=\"--peer URL\"]                          start a server and measure it"
 	@echo "make gpu-check [PARTS=\"kernels steps\"]                  on a machine with a GPU: tests, kernel times, engine figures"
-	@echo "make gpu-wheels                                         fetch what such a machine lacks and cannot download"
+	@echo "make gpu-wheels                                         fetch the packages that such a machine lacks, as wheels"
 	@echo "make lm-eval                                            lm-eval's scores of the server against transformers'"
-	@echo "make clients [ONLY=litellm] [EXAMPLES=50]               openai, langchain, litellm, npm, schemathesis, agents: what passes"
-	@echo "make soak [REQUESTS=2000] [TOKENS=60]                   many requests, many abandoned: nothing may be left behind"
-	@echo "make fuzz [CASES=5000] [SEED=1]                         hostile requests beside a greedy stream: no 5xx, no other byte"
-	@echo "make attacks [ONLY=NAME_OR_ITEM]                        attacks beside another key: its waits, /health, memory, descriptors"
-	@echo "make fairness                                           what a key that floods does to another key's first tokens"
-	@echo "make sim [STEPS=1000000] [SEED=n]                       scheduler, block manager and Driver under virtual time"
-	@echo "make sim-mutants                                        faults planted on purpose: which the simulation finds"
+	@echo "make clients [ONLY=litellm] [EXAMPLES=50]               check openai, langchain, litellm, npm, schemathesis and agents"
+	@echo "make soak [REQUESTS=2000] [TOKENS=60]                   many requests, many abandoned: no leak may remain"
+	@echo "make fuzz [CASES=5000] [SEED=1]                         hostile requests beside a greedy stream: no 5xx, the same bytes"
+	@echo "make attacks [ONLY=NAME_OR_ITEM]                        attacks beside another key: waits, /health, memory, descriptors"
+	@echo "make fairness                                           time to first token of a key beside a key that floods"
+	@echo "make sim [STEPS=1000000] [SEED=n]                       simulate scheduler, block manager and Driver under virtual time"
+	@echo "make sim-mutants                                        plant faults on purpose: the simulation must find each"
 	@echo "make rolling-restart [RESTARTS=10]                      two replicas behind nginx, restarted under load"
-	@echo "make journal [STREAMS=64]                               kill the Worker under live streams: none loses a token"
-	@echo "make pauses [STREAMS=32]                                stop and kill Worker and helpers: how long streams stand still"
-	@echo "make schema-suite                                       JSONSchemaTestSuite: accepted, obeyed, refused"
-	@echo "make own-answers [ANSWERS=1000]                         own answers, forced and cut, fed back: none may be refused"
-	@echo "make forced-values [SEEDS=400]                          forced JSON at temperature 2: how much of it can be used"
-	@echo "make screenshots                                        pictures of the page at / under load, into docs/"
-	@echo "make docs                                               rewrite the config reference"
-	@echo "make clean                                              remove what the above made"
+	@echo "make journal [STREAMS=64]                               kill the Worker under live streams: no stream loses a token"
+	@echo "make pauses [STREAMS=32]                                kill and stop Worker and helpers: print the pauses of streams"
+	@echo "make schema-suite                                       JSONSchemaTestSuite: schemas accepted, obeyed, refused"
+	@echo "make own-answers [ANSWERS=1000]                         send own answers back, forced and cut: none may be refused"
+	@echo "make forced-values [SEEDS=400]                          forced JSON at temperature 2: count the usable answers"
+	@echo "make screenshots                                        take pictures of the page at / under load, into docs/"
+	@echo "make docs                                               write the generated documents and configs/default.yaml"
+	@echo "make clean                                              remove everything that these targets made"
 
-# The environment: again only when pyproject.toml changed.
+# The environment. It is made again only when pyproject.toml changed.
 
 $(BIN)/python:
 	@command -v $(PYTHON) >/dev/null || { echo "pageserve needs $(PYTHON): install Python 3.10 or newer (Debian: apt install python3 python3-venv)."; exit 1; }
@@ -40,20 +40,20 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "Python's venv module is missing (Debian: apt install python3-venv)."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-# pip's warnings are of interest only where it fails: then all that it said is printed.
+# pip's output is printed only if pip fails.
 install = $(1)/bin/pip install --quiet $(2) >$(1)/pip.log 2>&1 || { cat $(1)/pip.log; exit 1; }
 
 $(VENV)/.installed: pyproject.toml | $(BIN)/python
-	@echo "installing what pyproject.toml lists into $(VENV): some minutes, torch is large ..."
+	@echo "installing the dependencies into $(VENV): this takes some minutes, torch is large ..."
 	@$(call install,$(VENV),--editable .)
 	@touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed
-	@echo "installing what the tests need ..."
+	@echo "installing the dependencies of the tests ..."
 	@$(call install,$(VENV),--editable ".[test]")
 	@touch $@
 
-# The CPU kernels are compiled once, here, and not while the first start waits for them.
+# Compile the CPU kernels once, here, so that the first start of the server does not wait for them.
 $(VENV)/.compiled: $(VENV)/.installed $(wildcard kernels/*.py kernels/*/*.py kernels/*/*/*.py)
 	$(BIN)/python -m kernels.warmup
 	@touch $@
@@ -64,12 +64,12 @@ serve: $(VENV)/.compiled
 bench: $(VENV)/.installed
 	@exec $(BIN)/python benchmarks/serve.py $(ARGS)
 
-# On a machine with a CUDA GPU, with the Python that has its torch: no environment of ours, no network. Ten minutes.
+# For a machine with a CUDA GPU. Uses the Python that has its torch; makes no environment, needs no network. Ten minutes.
 gpu-check:
 	@exec $(PYTHON) -m benchmarks.gpu_check $(if $(PARTS),--parts "$(PARTS)") $(ARGS)
 
 # The few packages that a machine with torch, triton and transformers may lack, as wheels for its Python and x86-64.
-# .gpu-wheels travels with the checkout; gpu-check unpacks it beside the machine's own packages, which stay as they are.
+# Copy .gpu-wheels with the checkout. gpu-check unpacks it beside the machine's own packages and does not change them.
 GPU_PYTHON ?= 3.12
 GPU_PACKAGES := "msgspec>=0.19" "fastapi>=0.115" "uvicorn>=0.34" "sse-starlette>=3.5" "httptools>=0.6" "pydantic>=2.10" "httpx>=0.28" "prometheus-client>=0.21"
 gpu-wheels:
@@ -77,7 +77,7 @@ gpu-wheels:
 		$(foreach n,28 27 17,--platform manylinux_2_$(n)_x86_64) --platform manylinux2014_x86_64 $(GPU_PACKAGES)
 	@du -sh .gpu-wheels
 
-# lm-eval brings torch and a hundred packages of its own, so it has an environment of its own.
+# lm-eval needs its own torch and a hundred other packages, so it gets its own environment.
 LM_EVAL := .cache/lm-eval
 
 $(LM_EVAL)/.installed:
@@ -88,7 +88,7 @@ $(LM_EVAL)/.installed:
 lm-eval: $(VENV)/.installed-test $(VENV)/.compiled $(LM_EVAL)/.installed
 	@exec $(BIN)/python -m benchmarks.lm_eval --lm-eval $(LM_EVAL)/bin/lm_eval $(ARGS)
 
-# Clients that want versions of openai of their own. One by one: pip's resolver takes long over all of them at once.
+# These clients need other versions of openai. They are installed one by one: pip's resolver is slow on all at once.
 CLIENTS := .cache/clients
 
 $(CLIENTS)/.installed:
@@ -97,8 +97,8 @@ $(CLIENTS)/.installed:
 	$(foreach package,pytest pytest-asyncio "schemathesis>=4.20" langchain-openai litellm mcp,$(CLIENTS)/bin/pip install --quiet $(package) &&) true
 	@touch $@
 
-# Coding agents: npm's in one folder, by name the newest even where it asks for a newer node than the one that is here
-# (they are programs of their own); aider, which pins a hundred packages, in an environment beside them.
+# Coding agents. Those of npm share a folder. Their newest versions are named, because npm would choose an older one if
+# the newest asks for a newer node (they bring their own). aider pins a hundred packages, so it gets an environment.
 AGENTS := .cache/agents
 NPM_AGENTS := @anthropic-ai/claude-code@latest @openai/codex@latest opencode-ai@latest
 AIDER_PYTHON ?= $(PYTHON)
@@ -122,7 +122,7 @@ lint: $(VENV)/.installed-test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Some tests need what is not Python: they are skipped, and this says so, where it cannot be had.
+# Some tests need programs that are not Python packages. If one is missing, make says so and the test is skipped.
 
 .cache/node/.installed:
 	@mkdir -p $(@D)
@@ -136,7 +136,7 @@ test-only: $(VENV)/.installed-test $(VENV)/.compiled .cache/node/.installed
 	@command -v chromium >/dev/null || echo "chromium is missing: the page is not tested in a browser (Debian: apt install chromium)."
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(or $(PROCESSES),2) --dist loadfile --no-loadscope-reorder $(ARGS)
 
-# `make test` compiles a few shapes of each kernel (tests/kernels/test_triton.py); this, every one.
+# `make test` compiles a few shapes of each kernel (tests/kernels/test_triton.py); this target compiles all of them.
 kernels-aot: $(VENV)/.installed-test
 	@$(BIN)/python -W ignore -m kernels.aot $(ARGS)
 
@@ -167,7 +167,7 @@ journal: $(VENV)/.installed-test $(VENV)/.compiled
 pauses: $(VENV)/.installed-test $(VENV)/.compiled
 	@exec $(BIN)/python -m tests.server.pauses --streams $(or $(STREAMS),32) $(ARGS)
 
-# The suite comes with the sources of the package jsonschema.
+# The suite is part of the source distribution of jsonschema.
 .cache/schema-suite/.fetched: | $(BIN)/python
 	$(BIN)/pip download --quiet --no-deps --no-binary jsonschema --dest $(@D) jsonschema==4.26.0
 	@touch $@

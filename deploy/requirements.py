@@ -1,6 +1,6 @@
 """Prints the dependencies that pyproject.toml declares, one per line, for image layers that come before the source.
 
-`requirements.py torch` prints the ones named, `requirements.py` all of them.
+`requirements.py torch` prints only the named packages, `requirements.py` all packages.
 """
 
 import re
