@@ -71,8 +71,11 @@ class ServerProcess:
         """Proportional set size of all its processes: pages that two of them share count once."""
         return sum(_pss_kib(pid) for pid in self._pids()) / 1024
 
-    def stop(self, timeout: float = 20.0) -> None:
-        """SIGTERM to the first process, then SIGKILL to whatever is left after `timeout` seconds."""
+    def stop(self, timeout: float = 20.0) -> int:
+        """SIGTERM to the first process, then SIGKILL to whatever is left after `timeout` seconds.
+
+        Returns the exit status of the first process, -N for signal N.
+        """
         self.resume()
         everything = self._pids()
         self._process.terminate()
@@ -82,8 +85,9 @@ class ServerProcess:
             pass
         for pid in {*everything, *self._pids()}:
             _kill(pid, signal.SIGKILL)
-        self._process.wait()
+        status = self._process.wait()
         self._log.close()
+        return status
 
     def _signal_all(self, number: signal.Signals) -> None:
         for pid in self._pids():

@@ -33,7 +33,7 @@ GRACE_SECONDS = 3.0  # for what a part started to end by itself
 
 def main(argv: list[str] | None = None) -> int:
     """Exit status: 0 when every case ran, whether or not goals are met; 1 when one failed; 2 for wrong arguments."""
-    options = _parser().parse_args(argv)
+    options = option_parser().parse_args(argv)
     if options.run_part:
         return _run_part(options.run_part, Setting(options.tiny, options.folder, options.until), options.lost)
     try:
@@ -59,12 +59,12 @@ class Check:
                        "machine": _machine(), "commit": _commit(), "arguments": sys.argv[1:]}  # fmt: skip
         where = options.json or (ROOT / ".cache" / "gpu-check" if options.tiny else RESULTS)
         self._json = where / report.file_name(card.get("name", ""), options.tiny)
-        self._log_path = options.log or ROOT / ".cache" / "gpu-check" / "log"
-        self._records: dict[str, report.Record] = {}
+        self.log_path = options.log or ROOT / ".cache" / "gpu-check" / "log"
+        self.records: dict[str, report.Record] = {}
 
     def run(self, parts: list[Part]) -> int:
-        self._log_path.parent.mkdir(parents=True, exist_ok=True)
-        self._log_path.write_text("", encoding="utf-8")
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        self.log_path.write_text("", encoding="utf-8")
         installed = install_wheels(ROOT / ".gpu-wheels", self._setting.folder / "site", PARTS)
         if installed:
             sys.path.insert(0, str(installed))
@@ -75,21 +75,21 @@ class Check:
         try:
             for index, part in enumerate(parts):
                 reserved = sum(later.seconds for later in parts[index + 1 :])
-                self._run(part, max(self._left() - reserved, min(max(part.seconds, part.at_most), self._left())))
-                report.write_json(self._json, self._facts, report.with_ratios(self._records))
+                self.run_part(part, max(self._left() - reserved, min(max(part.seconds, part.at_most), self._left())))
+                report.write_json(self._json, self._facts, report.with_ratios(self.records))
         except KeyboardInterrupt:
             interrupted = True
-        records = report.with_ratios(self._records)
+        records = report.with_ratios(self.records)
         report.write_json(self._json, self._facts, records)
         print("\n".join(report.table(records)))
-        print(f"\n{self._json}; what the parts printed: {self._log_path}")
+        print(f"\n{self._json}; what the parts printed: {self.log_path}")
         failed = any(line["kind"] == "failed" for record in records.values() for line in record)
         return 130 if interrupted else int(failed)
 
     def _left(self) -> float:
         return self._deadline - time.monotonic()
 
-    def _run(self, part: Part, seconds: float) -> None:
+    def run_part(self, part: Part, seconds: float) -> None:
         """Run one part, again behind the case that ended it, until it is through or its time is up."""
         path, until = self._setting.record_path(part.name), time.monotonic() + seconds
         if missing := part.missing(self._setting.tiny):
@@ -99,14 +99,14 @@ class Check:
             Recorder(path).skip(part.title, "no time is left")
         else:
             self._start_until_through(part, path, until)
-        self._records[part.name] = read_record(path)
+        self.records[part.name] = read_record(path)
 
     def _start_until_through(self, part: Part, path: Path, until: float) -> None:
         lost = ""
         for _ in range(MAX_STARTS):
             before = len(read_record(path))
             print(f"{part.name}: {until - time.monotonic():.0f} s at most", flush=True)
-            status = self._start(part, until, lost)
+            status = self.start_part(part, until, lost)
             if status == 0:
                 return
             lost = _why(status, part)
@@ -115,15 +115,15 @@ class Check:
                 break
         Recorder(path, lost)  # names the case under way
         with contextlib.suppress(OSError):
-            tail = self._log_path.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:]
+            tail = self.log_path.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:]
             Recorder(path).case(f"the part {part.name}", _raiser(f"{lost}. Last lines: {' | '.join(tail)}"))
 
-    def _start(self, part: Part, until: float, lost: str) -> int | None:
+    def start_part(self, part: Part, until: float, lost: str) -> int | None:
         """The exit status of one process of the part, None if its time ran out. All its children end with it."""
         command = [sys.executable, "-m", "benchmarks.gpu_check", "--run-part", part.name, "--folder",
                    str(self._setting.folder), "--until", str(until), "--lost", lost,
                    *(["--tiny"] if self._setting.tiny else [])]  # fmt: skip
-        with self._log_path.open("a", encoding="utf-8") as log:
+        with self.log_path.open("a", encoding="utf-8") as log:
             print(f"==== {part.name}", file=log, flush=True)
             process = subprocess.Popen(command, cwd=ROOT, env=self._environment, stdin=subprocess.DEVNULL, stdout=log,
                                        stderr=log, start_new_session=True)  # fmt: skip
@@ -132,10 +132,10 @@ class Check:
             except subprocess.TimeoutExpired:
                 return None
             finally:
-                _end_group(process)
+                end_group(process)
 
 
-def _end_group(process: "subprocess.Popen[bytes]") -> None:
+def end_group(process: "subprocess.Popen[bytes]") -> None:
     """End a process and all that it started: a load generator stops its server when it is asked to, not when killed."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
@@ -199,7 +199,7 @@ def _joined(*paths: str | None) -> str:
     return os.pathsep.join(filter(None, paths))
 
 
-def _parser() -> argparse.ArgumentParser:
+def option_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_check", description=__doc__)
     parser.add_argument("--parts", default="", metavar="NAMES", help=f"of {', '.join(NAMES)}; default: all but tiles")
     parser.add_argument("--json", type=Path, metavar="DIR", help="where the JSON goes (default benchmarks/results)")

@@ -40,7 +40,7 @@ def run_tests(files: list[Path], recorder: Recorder, setting: Setting) -> None:
     environment.pop("PYTEST_XDIST_WORKER", None)  # of a pytest that runs this one
     ended, seconds = "", max(1.0, setting.seconds - SPARE_SECONDS)
     try:
-        done = subprocess.run(_command(files, setting), cwd=ROOT, env=environment, timeout=seconds)
+        done = subprocess.run(pytest_command(files, setting), cwd=ROOT, env=environment, timeout=seconds)
         if done.returncode not in (0, 1):
             ended = f"pytest ended with status {done.returncode}; the log says why"
     except subprocess.TimeoutExpired:
@@ -79,7 +79,7 @@ def by_test(results: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return outcomes
 
 
-def _command(files: list[Path], setting: Setting) -> list[str]:
+def pytest_command(files: list[Path], setting: Setting) -> list[str]:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", str(ROOT / "tests/device.ini"),
                f"--rootdir={ROOT}", "-p", "benchmarks.gpu_check.pytest_plugin"]  # fmt: skip
     processes = min(MAX_PROCESSES, (os.cpu_count() or 2) - 2)

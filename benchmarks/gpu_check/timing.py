@@ -25,13 +25,18 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def flush_buffer(device: torch.device) -> torch.Tensor:
+    """Reading this tensor leaves nothing else in the device's cache."""
+    return torch.ones(FLUSH_BYTES // 4, device=device)
+
+
 class Stopwatch:
     """Median seconds of a call whose inputs are in memory, not in the cache."""
 
     def __init__(self, device: torch.device, seconds: float = 0.3) -> None:
         """`seconds`: what one measurement may take, beyond its least number of runs."""
         self._device, self._seconds = device, seconds
-        self._cold = torch.ones(FLUSH_BYTES // 4, device=device) if device.type == "cuda" else None
+        self._cold = flush_buffer(device) if device.type == "cuda" else None
 
     def median(self, call: Callable[[], object]) -> float:
         """Three runs to compile and warm up, then as many as fit."""

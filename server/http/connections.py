@@ -47,6 +47,11 @@ class Connections:
     def __len__(self) -> int:
         return len(self._strangers) + len(self._known)
 
+    @property
+    def num_addresses(self) -> int:
+        """How many client addresses hold connections."""
+        return len(self._addresses)
+
     def open(self, connection: Connection) -> bool:
         """Take a new one; False where there is no room for it. Either way it must be closed by `close`."""
         address = connection.address

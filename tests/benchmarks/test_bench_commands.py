@@ -151,7 +151,7 @@ def test_pause_stops_every_process_and_resume_wakes_them(tmp_path):
     process = ServerProcess(f'{sys.executable} -c "{script}"', tmp_path / "log")
     while not (tmp_path / "log").read_text():
         time.sleep(0.02)
-    leader = process._process.pid
+    leader = process.pid
     members = session_and_descendants(leader)
     assert members[0] == leader and len(members) == 2
     process.pause()
@@ -173,8 +173,7 @@ def test_stop_kills_what_ignores_sigterm(tmp_path):
     process = ServerProcess(f'{sys.executable} -c "{script}"', tmp_path / "log")
     while not (tmp_path / "log").read_text():
         time.sleep(0.02)
-    process.stop(timeout=0.2)
-    assert process._process.returncode == -signal.SIGKILL
+    assert process.stop(timeout=0.2) == -signal.SIGKILL
 
 
 def test_bench_needs_neither_torch_nor_the_engine():

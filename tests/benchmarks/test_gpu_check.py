@@ -196,7 +196,7 @@ def test_goals(goal, value, share, met, by):
 
 
 def check(tmp_path, *arguments):
-    options = command._parser().parse_args(
+    options = command.option_parser().parse_args(
         ["--tiny", "--json", str(tmp_path), "--log", str(tmp_path / "log"), *arguments]
     )
     return command.Check(options, tmp_path)
@@ -209,34 +209,34 @@ def test_a_part_that_dies_is_started_again_while_it_gets_on(tmp_path, monkeypatc
         Recorder(tmp_path / "limits.jsonl", lost).skip("progress", lost)
         return statuses.pop(0)
 
-    monkeypatch.setattr(run, "_start", start)
-    run._run(parts.PARTS[0], 100.0)
-    reasons = [line["reason"] for line in run._records["limits"]]
+    monkeypatch.setattr(run, "start_part", start)
+    run.run_part(parts.PARTS[0], 100.0)
+    reasons = [line["reason"] for line in run.records["limits"]]
     assert reasons == ["", "the device failed", "the process was ended by SIGSEGV"] and not statuses
 
 
 def test_a_part_that_does_not_get_on_is_given_up_with_the_end_of_its_log(tmp_path, monkeypatch):
     run = check(tmp_path)
-    run._log_path.write_text("ImportError: no such thing\n")
-    monkeypatch.setattr(run, "_start", lambda part, until, lost: 1)
-    run._run(parts.PARTS[0], 100.0)
-    (line,) = [line for line in run._records["limits"] if line["kind"] == "failed"]
+    run.log_path.write_text("ImportError: no such thing\n")
+    monkeypatch.setattr(run, "start_part", lambda part, until, lost: 1)
+    run.run_part(parts.PARTS[0], 100.0)
+    (line,) = [line for line in run.records["limits"] if line["kind"] == "failed"]
     assert line["case"] == "the part limits" and "ImportError: no such thing" in line["reason"]
 
 
 def test_a_part_that_hangs_is_killed_and_named(tmp_path, monkeypatch):
     run = check(tmp_path)
     monkeypatch.setattr(sys, "executable", "/bin/sleep")  # sleep -m: ends at once with an error
-    assert run._start(parts.PARTS[0], 0.0, "") in (1, None)
-    monkeypatch.setattr(run, "_start", lambda part, until, lost: None)
-    run._run(parts.PARTS[0], command.MIN_SECONDS)
-    assert "the time of the part limits ran out" in run._records["limits"][-1]["reason"]
+    assert run.start_part(parts.PARTS[0], 0.0, "") in (1, None)
+    monkeypatch.setattr(run, "start_part", lambda part, until, lost: None)
+    run.run_part(parts.PARTS[0], command.MIN_SECONDS)
+    assert "the time of the part limits ran out" in run.records["limits"][-1]["reason"]
 
 
 def test_the_limits_may_take_from_the_parts_behind_them(tmp_path, monkeypatch):
     """Without them no other figure has a share; the first import of torch on a new machine may take a minute."""
     given = {}
-    monkeypatch.setattr(command.Check, "_run", lambda self, part, seconds: given.update({part.name: seconds}))
+    monkeypatch.setattr(command.Check, "run_part", lambda self, part, seconds: given.update({part.name: seconds}))
     assert command.main(["--tiny", "--json", str(tmp_path), "--log", str(tmp_path / "log")]) == 0
     assert given["limits"] > 140 and 140 < given["tests"] < 180 and "tiles" not in given
 
@@ -246,9 +246,9 @@ def test_what_a_part_started_is_asked_to_end_before_it_is_killed(tmp_path):
     process = subprocess.Popen(["/bin/sh", "-c", script], start_new_session=True)
     while not (tmp_path / "ready").exists():
         time.sleep(0.01)
-    command._end_group(process)
+    command.end_group(process)
     assert process.returncode == 0 and (tmp_path / "asked").exists()
-    command._end_group(process)  # one that is gone
+    command.end_group(process)  # one that is gone
 
 
 def test_a_part_that_ignores_the_request_is_killed(monkeypatch):
@@ -256,7 +256,7 @@ def test_a_part_that_ignores_the_request_is_killed(monkeypatch):
     script = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); signal.pause()"
     process = subprocess.Popen([sys.executable, "-c", script], start_new_session=True, stdout=subprocess.PIPE)
     process.stdout.readline()
-    command._end_group(process)
+    command.end_group(process)
     assert process.returncode == -signal.SIGKILL
     process.stdout.close()
 
@@ -270,8 +270,8 @@ def test_a_load_generator_that_takes_too_long_is_asked_to_end():
 def test_missing_packages_are_named_and_skip_the_part(tmp_path, monkeypatch):
     run = check(tmp_path)
     monkeypatch.setattr(parts.importlib.util, "find_spec", lambda name: None if name == "msgspec" else object())
-    run._run(next(part for part in parts.PARTS if part.name == "serving"), 100.0)
-    (line,) = run._records["serving"]
+    run.run_part(next(part for part in parts.PARTS if part.name == "serving"), 100.0)
+    (line,) = run.records["serving"]
     assert line["kind"] == "skipped" and line["reason"].startswith("msgspec missing (make gpu-wheels")
 
 
@@ -328,9 +328,8 @@ class FakeEvent:
 def test_events_around_cold_runs(monkeypatch):
     for name, value in {"Event": FakeEvent, "_sleep": lambda cycles: None, "synchronize": lambda device: None}.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    watch, calls = timing.Stopwatch(CPU, seconds=0.0), []
-    watch._cold = torch.ones(8)
-    watch._device = torch.device("cuda")
+    monkeypatch.setattr(timing, "flush_buffer", lambda device: torch.ones(8))
+    watch, calls = timing.Stopwatch(torch.device("cuda"), seconds=0.0), []
     assert watch.median(lambda: calls.append(1)) == pytest.approx(2e-6)
     assert len(calls) == 3 + timing.MIN_RUNS
 
@@ -345,7 +344,7 @@ def test_the_card_is_read_from_nvidia_smi(tmp_path, monkeypatch):
     program.write_text('#!/bin/sh\necho "NVIDIA H100 80GB HBM3, 580.1, 75000, 81559, 1980, 2619, 350.00, 41"\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setattr(card, "_nvml", lambda: None)
+    monkeypatch.setattr(card.importlib.util, "find_spec", lambda name: None)
     assert card.memory_in_use() == (75000 << 20, 81559 << 20)
     name = report.file_name(card.card_facts()["name"], tiny=False)
     assert name.endswith("-gpu-check-nvidia-h100-80gb-hbm3.json")
@@ -465,7 +464,7 @@ def test_a_case_that_cannot_be_made_costs_the_rest_of_its_series_only(tmp_path):
 def test_tests_end_before_their_process_is_ended_so_that_what_passed_is_counted(tmp_path, monkeypatch):
     passed = json.dumps({"test": "tests/kernels/x", "outcome": "passed", "message": ""})
     (tmp_path / "tests-results.jsonl").write_text(passed + "\n")
-    monkeypatch.setattr(tests, "_command", lambda files, setting: ["sleep", "60"])
+    monkeypatch.setattr(tests, "pytest_command", lambda files, setting: ["sleep", "60"])
     setting = parts.Setting(True, tmp_path, time.monotonic() + tests.SPARE_SECONDS + 0.5)
     with pytest.raises(RuntimeError, match="not done within"):
         tests.run_tests([], Recorder(tmp_path / "tests.jsonl"), setting)

@@ -15,6 +15,7 @@ import uvicorn
 
 from engine.config import EngineConfig
 from engine.driver import Driver
+from engine.request import Request
 from server.app import create_app
 from server.config import ServerConfig
 from server.http.connections import Connections
@@ -78,7 +79,7 @@ class LiveServer:
             scheduler = self.driver.scheduler
             return {
                 "live": self.driver.num_live_requests,
-                "waiting": self.driver._num_waiting,
+                "waiting": self.driver.stats.num_requests_waiting.value,
                 "running": len(scheduler.running),
                 "blocks": scheduler.block_manager.usage,
             }
@@ -137,6 +138,18 @@ class LiveServer:
 
     def _stop(self) -> None:
         self._ended.set()
+
+
+def requests_of(live: LiveServer, monkeypatch) -> list[Request]:
+    """The requests that the Driver is given from now on, as they come."""
+    seen, generate = [], live.driver.generate
+    monkeypatch.setattr(live.driver, "generate", lambda request: (seen.append(request), generate(request))[1])
+    return seen
+
+
+def client_address(response: httpx.Response) -> tuple[str, int]:
+    """Tells connections apart: the client's address and port."""
+    return response.extensions["network_stream"].get_extra_info("client_addr")
 
 
 def chat_body(**fields) -> dict:

@@ -69,7 +69,7 @@ async def test_nothing_is_held(folder, name, how):
             asked.end(how)
             await asyncio.wait([asked.task], timeout=10)
             assert asked.task.done(), f"it hangs, ended in turn {turn}"
-            assert not driver._live, f"it goes on, ended in turn {turn}"
+            assert not driver.num_live_requests, f"it goes on, ended in turn {turn}"
             if not in_time:
                 break
             assert asked.task.cancelled() or how != "cancelled"

@@ -53,7 +53,7 @@ def test_the_document_is_openapi(document):
 def test_every_route_says_what_it_answers(server):
     routes = {
         route.path_format
-        for route in server.call(lambda: server._server.config.app.routes)
+        for route in server.call(lambda: server.app.routes)
         if getattr(route, "include_in_schema", False) and getattr(route, "methods", None)
     } - {"/openapi.json"}
     assert routes <= set(ANSWERS), "add a row to ANSWERS in server/openapi.py"

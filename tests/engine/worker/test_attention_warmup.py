@@ -3,14 +3,12 @@
 import pytest
 import torch
 
-from engine.config import EngineConfig
 from engine.models.families import read_model_config
 from engine.worker.attention_warmup import make_attention_plan, warm_up_attention, warm_up_steps
-from engine.worker.load import load_runner
 from kernels.attention.plan import attention_plan, attention_shape
+from tests.engine.worker.runners import zeroed_kv_caches
 
 CPU = torch.device("cpu")
-CONFIG = EngineConfig(device="cpu", dtype="float32", block_size=8, num_blocks=64, max_num_seqs=8, cpu_threads=1)
 
 
 @pytest.fixture
@@ -18,18 +16,18 @@ def plan():
     return attention_plan(CPU, max_num_seqs=8, num_heads=4, num_kv_heads=2, head_dim=8)
 
 
-def test_a_cpu_has_no_plan_and_nothing_to_compile(model_dir):
-    runner = load_runner(CONFIG, model_dir, [2], lambda phase: None)[0]
-    assert make_attention_plan(read_model_config(model_dir), 8, CPU) is None and runner.batch.attention_plan is None
-    warm_up_attention(runner._decoder, runner._kv_caches, None, 128)
+def test_a_cpu_has_no_plan_and_nothing_to_compile(model_dir, decoder, cpu_runner):
+    model = read_model_config(model_dir)
+    assert make_attention_plan(model, 8, CPU) is None and cpu_runner.batch.attention_plan is None
+    warm_up_attention(decoder, zeroed_kv_caches(model), None, 128)
 
 
-def test_the_decoder_runs_every_step_and_writes_nothing(model_dir, plan):
-    runner = load_runner(CONFIG, model_dir, [2], lambda phase: None)[0]
-    for cache in (cache for layer in runner._kv_caches for cache in layer):
+def test_the_decoder_runs_every_step_and_writes_nothing(model_dir, decoder, plan):
+    kv_caches = zeroed_kv_caches(read_model_config(model_dir))
+    for cache in (cache for layer in kv_caches for cache in layer):
         cache.fill_(0.5)
-    warm_up_attention(runner._decoder, runner._kv_caches, plan, 128)
-    for k_cache, v_cache in runner._kv_caches:
+    warm_up_attention(decoder, kv_caches, plan, 128)
+    for k_cache, v_cache in kv_caches:
         assert bool((k_cache == 0.5).all()) and bool((v_cache == 0.5).all())
 
 

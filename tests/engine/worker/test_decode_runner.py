@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from engine.executor.step import BlockCopy
+from engine.models.decoder import Decoder
 from engine.models.families import read_model_config
 from engine.sampling_params import SamplingParams
 from engine.worker.batch.decode_buffers import DecodeBuffers
@@ -175,14 +176,14 @@ def test_logits_that_are_not_finite_fail_their_row_alone(make_runner, hf_greedy,
     for seq_id in (1, 2, 3):
         driver.add(seq_id, PROMPTS[seq_id])
     driver.step({seq_id: len(PROMPTS[seq_id]) for seq_id in (1, 2, 3)})
-    compute_logits = driver.runner._decoder.compute_logits
+    compute_logits = Decoder.compute_logits
 
-    def poisoned(hidden):
-        logits = compute_logits(hidden)
+    def poisoned(decoder, hidden):
+        logits = compute_logits(decoder, hidden)
         logits[1, 7] = float("nan")
         return logits
 
-    monkeypatch.setattr(driver.runner._decoder, "compute_logits", poisoned)
+    monkeypatch.setattr(Decoder, "compute_logits", poisoned)
     result = driver.step({1: 1, 2: 1, 3: 1})
     assert list(result.failed) == [2] and result.seq_ids == [1, 3]
     assert "NaN" in result.failed[2]

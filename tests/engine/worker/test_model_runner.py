@@ -9,6 +9,7 @@ import torch
 
 from engine.errors import ConfigError, EngineError, ModelError
 from engine.executor.step import BlockCopy, NewSequence, SequenceStep, StepPlan
+from engine.models.decoder import Decoder
 from engine.sampling_params import SamplingParams
 from engine.worker.batch.input_batch import InputBatch
 from engine.worker.batch.step_buffer import StepBuffer, step_buffer_bytes
@@ -273,14 +274,14 @@ def test_a_sequence_with_logits_that_are_not_finite_fails_alone(runner, hf_greed
     driver = MiniDriver(runner)
     for seq_id in (1, 2, 3):
         driver.add(seq_id, PROMPTS[seq_id])
-    compute_logits = runner._decoder.compute_logits
+    compute_logits = Decoder.compute_logits
 
-    def poisoned(hidden):
-        logits = compute_logits(hidden)
+    def poisoned(decoder, hidden):
+        logits = compute_logits(decoder, hidden)
         logits[-1, 7] = float("nan")
         return logits
 
-    monkeypatch.setattr(runner._decoder, "compute_logits", poisoned)
+    monkeypatch.setattr(Decoder, "compute_logits", poisoned)
     result = driver.step({3: 1, 1: 5, 2: 21})
     assert list(result.failed) == [2]
     assert "NaN" in result.failed[2]

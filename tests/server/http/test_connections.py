@@ -15,7 +15,7 @@ import pytest
 
 from server.http import connections
 from server.http.connections import Connections, backlog, room_for_connections
-from tests.server.live import LiveServer, assert_error, chat_body, completion_body
+from tests.server.live import LiveServer, assert_error, chat_body, client_address, completion_body
 
 ROOT = Path(__file__).parents[3]
 KEY = {"authorization": "Bearer a"}
@@ -54,7 +54,7 @@ def test_known_ones_go_only_where_they_idle():
     assert not held.open(last) and not new.was_cut
     for one in (busy, idle, new, last, last):
         held.close(one)
-    assert not len(held) and not held._addresses
+    assert not len(held) and not held.num_addresses
 
 
 def test_an_address_has_a_limit_of_its_own():
@@ -82,14 +82,16 @@ def ask_health(connection: socket.socket) -> bytes:
 
 def test_connections_without_a_key_give_way_to_one_with_a_key(folder):
     with LiveServer(folder, api_key=("a",), max_connections=20) as live, live.client(headers=KEY) as client:
-        assert client.get("/v1/models").status_code == 200
+        with client.stream("GET", "/v1/models") as first:
+            mine = client_address(first)
+            assert first.status_code == 200 and first.read()
         strangers = [connect(live) for _ in range(60)]
         for stranger in strangers[-10:]:
             assert b" 200 OK" in ask_health(stranger)
         assert live.connections() <= 20
-        mine = client._transport._pool.connections[0]
-        assert client.post("/v1/completions", json=completion_body()).status_code == 200
-        assert client._transport._pool.connections == [mine], "the same connection still"
+        with client.stream("POST", "/v1/completions", json=completion_body()) as again:
+            assert client_address(again) == mine, "the same connection still"
+            assert again.status_code == 200 and again.read()
         with live.client(headers=KEY) as another:
             assert another.post("/v1/completions", json=completion_body()).status_code == 200
         for stranger in strangers:

@@ -4,6 +4,7 @@ import hashlib
 import json
 import threading
 import time
+from functools import partial
 
 import pytest
 
@@ -11,7 +12,8 @@ from engine.errors import QueueFullError
 from engine.requests.queue_limits import QueueLimits
 from server.errors import ApiError
 from server.http.rate_limits import Limits, RateLimiter, TokenBucket, duration
-from tests.server.live import LiveServer, assert_error, chat_body, completion_body
+from tests.server.live import LiveServer, assert_error, chat_body, completion_body, requests_of
+from tests.server.metrics import value
 
 
 class Clock:
@@ -208,11 +210,11 @@ def test_the_queue_is_bounded_in_tokens_and_says_when_it_is_worked_off():
     )
 
 
-def test_queued_tokens_are_refused_with_429(folder):
+def test_queued_tokens_are_refused_with_429(folder, monkeypatch):
     options = {"max_queued_tokens": 50, "engine": {"max_num_seqs": 1}}
     with LiveServer(folder, "--step-seconds", "0.05", **options) as live, live.client() as client:
         body = completion_body(prompt="x" * 40, max_tokens=300, ignore_eos=True, stream=True)
-        threads = []
+        threads, seen = [], requests_of(live, monkeypatch)
         for _ in range(2):
             threads.append(threading.Thread(target=lambda: client.post("/v1/completions", json=body)))
             threads[-1].start()
@@ -223,7 +225,8 @@ def test_queued_tokens_are_refused_with_429(folder):
         assert "40 tokens" in assert_error(refused, 429, code="rate_limit_exceeded")
         assert 1 <= int(refused.headers["retry-after"]) <= 60
         assert 'requests_refused_total{reason="queue_tokens"} 1.0' in client.get("/metrics").text
-        live.call(lambda: [live.driver.abort(name) for name in list(live.driver._live)] and None)
+        for request in seen:
+            live.call(partial(live.driver.abort, request.request_id))
         for thread in threads:
             thread.join()
         live.wait_idle()
@@ -274,15 +277,18 @@ def test_embeddings_have_one_deadline_for_all_their_texts(slow):
         message = assert_error(late, 408, "timeout", "deadline_exceeded")
         assert "0.4 s" in message and time.monotonic() - start < 5.0, "200 steps take ten seconds"
         slow.wait_idle()
-        assert not slow.driver._deadlines._timers
         assert client.post("/v1/embeddings", json=embedding_body(input=["a", "b"], timeout=20)).status_code == 200
         assert_error(client.post("/v1/embeddings", json=embedding_body(timeout=0)), 400, "timeout")
 
 
-def test_a_request_that_is_done_in_time_notices_nothing(slow):
+def test_a_request_that_is_done_in_time_notices_nothing(slow, caplog):
     with slow.client() as client:
-        assert client.post("/v1/completions", json=completion_body(max_tokens=2, timeout=20)).status_code == 200
-        assert not slow.driver._deadlines._timers
+        before = value(client, "pageserve:requests_expired")
+        assert client.post("/v1/completions", json=completion_body(max_tokens=2, timeout=1)).status_code == 200
+        assert client.post("/v1/embeddings", json=embedding_body(input=["a", "b"], timeout=1)).status_code == 200
+        time.sleep(1.1)
+        assert value(client, "pageserve:requests_expired") == before
+        assert not caplog.records, "a timer that is still set would raise in the loop: its request is gone"
 
 
 @pytest.mark.parametrize("timeout", [0, -1, 1e9, "3", True, [1]])

@@ -6,7 +6,16 @@ import time
 import httpx
 import pytest
 
-from tests.server.live import MODEL, LiveServer, chat_body, chat_prompt, completion_body, events, expected_text
+from tests.server.live import (
+    MODEL,
+    LiveServer,
+    chat_body,
+    chat_prompt,
+    client_address,
+    completion_body,
+    events,
+    expected_text,
+)
 
 CHAT_HEAD = {"id", "object", "created", "model", "system_fingerprint", "choices"}
 
@@ -278,6 +287,9 @@ def test_a_slow_reader_gets_everything(server):
 
 def test_pipelined_connections_are_reused(server):
     with httpx.Client(base_url=server.url) as client:
+        addresses = set()
         for _ in range(3):
-            assert events(client.post("/v1/completions", json=completion_body(stream=True)).text)[-1] == "[DONE]"
-        assert len(client._transport._pool.connections) == 1
+            with client.stream("POST", "/v1/completions", json=completion_body(stream=True)) as response:
+                addresses.add(client_address(response))
+                assert events(response.read().decode())[-1] == "[DONE]"
+        assert len(addresses) == 1

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from server.protocol.unknown_fields import MAX_NAME_CHARS, MAX_NAMES
-from tests.server.live import MODEL, LiveServer, chat_body, completion_body
+from tests.server.live import MODEL, LiveServer, chat_body, completion_body, requests_of
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HEADER = "x-pageserve-ignored-fields"
@@ -34,15 +34,9 @@ def lenient_client(lenient):
         yield client
 
 
-def asked_of(server, monkeypatch):
-    seen, generate = [], server.driver.generate
-    monkeypatch.setattr(server.driver, "generate", lambda request: (seen.append(request), generate(request))[1])
-    return seen
-
-
 @pytest.mark.parametrize("path, make", [(CHAT, chat_body), (COMPLETIONS, completion_body)])
 def test_spellings_of_other_servers_are_understood(server, client, monkeypatch, path, make):
-    seen = asked_of(server, monkeypatch)
+    seen = requests_of(server, monkeypatch)
     spelled = {"num_predict": 3, "repeat_penalty": 1.2, "num_ctx": 512, "temperature": 0.5}
     named = {"cache_prompt": False, "session_id": "s"}
     for fields in (spelled | named, {"options": spelled}, {"options": spelled, "num_predict": 3}):

@@ -13,7 +13,7 @@ from engine.telemetry.request_timings import RequestTimings
 from engine.telemetry.stats import EngineStats
 from server.protocol.anthropic.message_answers import AnthropicMessage
 from server.protocol.responses.response_answers import ResponseObject
-from tests.server.live import MODEL, LiveServer, assert_error, chat_body, completion_body
+from tests.server.live import MODEL, LiveServer, assert_error, chat_body, completion_body, requests_of
 
 SECONDS = ("queue_seconds", "prefill_seconds", "decode_seconds")
 
@@ -65,8 +65,9 @@ def test_the_steps_of_a_beam_search_are_no_chunks_of_its_prompt(slow):
     assert (found["num_prefill_chunks"], found["completion_tokens"]) == (1, 12)
 
 
-def test_a_running_request_and_one_that_waits(slow):
+def test_a_running_request_and_one_that_waits(slow, monkeypatch):
     live, client = slow
+    seen = requests_of(live, monkeypatch)
     body = completion_body(max_tokens=400, stream=True)
     with (
         client.stream("POST", "/v1/completions", json=body | {"n": 2, "temperature": 1.0}) as running,
@@ -79,8 +80,8 @@ def test_a_running_request_and_one_that_waits(slow):
         found = report(third, first)
         assert (found["state"], found["finish_reason"]) == ("running", None)
         assert found["completion_tokens"] > 0 and found["time_to_first_token_seconds"] > 0
-        [name] = {name for name in live.call(lambda: [*live.driver._live])} - {f"{first}-0"}
-        found = report(third, name.removesuffix("-0"))
+        assert [request.request_id for request in seen[:1]] == [f"{first}-0"]
+        found = report(third, seen[1].request_id.removesuffix("-0"))
         assert (found["state"], found["prefill_seconds"], found["mean_batch_size"]) == ("waiting", None, None)
         assert found["queue_seconds"] == found["total_seconds"] > 0
         waiting.close()

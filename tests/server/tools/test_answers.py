@@ -5,6 +5,7 @@ import random
 from types import SimpleNamespace
 
 import pytest
+import tokenizers
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletionChunk
 from tokenizers import AddedToken
@@ -118,10 +119,9 @@ def test_a_cut_call_ends_with_length(tokenizer):
 
 def test_the_markers_inside_a_call_are_shown_where_they_are_special(tokenizer, tmp_path):
     """Text without [ARGS] would still be read, but logprobs and stop strings are of the text as the model writes it."""
-    source = Tokenizer(resolve_model(EngineConfig()))
-    source._tokenizer.add_tokens([AddedToken(marker, special=True) for marker in ("[TOOL_CALLS]", "[ARGS]")])
-    (tmp_path / "tokenizer.json").write_text(source.to_json())
-    source.close()
+    source = tokenizers.Tokenizer.from_file(str(resolve_model(EngineConfig()) / "tokenizer.json"))
+    source.add_tokens([AddedToken(marker, special=True) for marker in ("[TOOL_CALLS]", "[ARGS]")])
+    source.save(str(tmp_path / "tokenizer.json"))
     marked = Tokenizer(tmp_path, tokenizer.template().source)
     fields = {"model": "m", "messages": [{"role": "user", "content": "x"}], "tools": TOOLS}
     request = parse_request(ChatCompletionRequest, fields)

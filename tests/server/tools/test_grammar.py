@@ -7,6 +7,7 @@ import time
 import jsonschema
 import numpy as np
 import pytest
+import tokenizers
 from tokenizers import AddedToken
 
 from engine.checkpoint.locate import read_eos_token_ids, resolve_model
@@ -78,10 +79,9 @@ def model(request, tmp_path_factory):
     folder = source
     if request.param == "markers are tokens":
         folder = tmp_path_factory.mktemp("tokens")
-        tokenizer = Tokenizer(source)
-        tokenizer._tokenizer.add_tokens([AddedToken(marker, special=i % 2 == 0) for i, marker in enumerate(MARKERS)])
-        (folder / "tokenizer.json").write_text(tokenizer.to_json())
-        tokenizer.close()
+        marked = tokenizers.Tokenizer.from_file(str(source / "tokenizer.json"))
+        marked.add_tokens([AddedToken(marker, special=i % 2 == 0) for i, marker in enumerate(MARKERS)])
+        marked.save(str(folder / "tokenizer.json"))
     tokenizer = Tokenizer(folder)
     yield tokenizer, Compiler(Vocabulary(tokenizer.to_json(), tokenizer.vocab_size, read_eos_token_ids(source)))
     tokenizer.close()

@@ -9,7 +9,7 @@ import torch
 
 import engine.grammars.compiler
 from engine.executor.step import GrammarPrepared, PrepareGrammar
-from engine.grammars.compiler import Compiler
+from engine.grammars.compiler import Compiler, GrammarError
 from engine.sampling_params import SamplingParams
 from engine.structured_output import NOT_MATCHED, StructuredOutput, Vocabulary
 from engine.worker.batch.input_batch import SampleTargets
@@ -18,7 +18,7 @@ from engine.worker.sampling.grammar_cache import GrammarCache
 from engine.worker.sampling.grammar_rows import GrammarRows
 from tests.checkpoints import byte_tokenizer
 from tests.engine.worker.lazy_queue import LazyQueue
-from tests.engine.worker.mini_driver import PROMPTS, ColumnDriver, MiniDriver
+from tests.engine.worker.mini_driver import PROMPTS, ColumnDriver, MiniDriver, remove_all
 
 EOS = 2  # the model has 96 tokens, which are bytes; its tokenizer has 260
 VOCABULARY = Vocabulary(byte_tokenizer().to_str(), 96, [EOS])
@@ -38,8 +38,7 @@ def text(token_ids):
 def runner(cpu_runner):
     cpu_runner.sampler.grammars.cache.set_vocabulary(VOCABULARY)
     yield cpu_runner
-    for seq_id in list(cpu_runner.batch.row_of):
-        cpu_runner.sampler.grammars.drop(cpu_runner.batch.remove(seq_id))
+    remove_all(cpu_runner)
 
 
 def run(driver, num_steps, first=None):
@@ -113,9 +112,9 @@ def test_steps_without_a_form_wait_for_nothing(make_runner):
     driver = ColumnDriver(gpu_runner, ahead=1)
     driver.add(1, PROMPTS[1])
     run(driver, 2)
-    assert not gpu_runner.sampler.grammars._unread and gpu_runner.sampler.grammars._buffer is None
+    done = queue.num_done
     gpu_runner.launch(driver.plan({1: 1}))
-    assert queue.waiting
+    assert queue.waiting and queue.num_done == done
 
 
 def test_a_row_that_fails_fails_alone(runner, hf_greedy, monkeypatch):
@@ -237,8 +236,8 @@ def test_states_that_run_out_are_renewed(monkeypatch):
     monkeypatch.setitem(engine.grammars.compiler.LIMITS, "max_lexer_states", 1500)
     output = StructuredOutput("regex", "(A|B)*A(A|B){12}")
     rows, token_ids = rows_of(output)
-    renew, renewals = rows._cache.renew, []
-    monkeypatch.setattr(rows._cache, "renew", lambda output: renewals.append(output) or renew(output))
+    renew, renewals = GrammarCache.renew, []
+    monkeypatch.setattr(GrammarCache, "renew", lambda cache, output: renewals.append(output) or renew(cache, output))
     for sequence in range(4):
         tokens = np.random.default_rng(sequence).choice(list(b"AB"), 600).astype(np.uint8).tobytes()
         for n in range(0, 600, 20):
@@ -265,7 +264,15 @@ def test_what_matches_too_slowly_ends(monkeypatch):
     assert allowed(rows, token_ids, b"A")[1] == {}, "said once"
 
 
-def test_a_grammar_is_compiled_in_a_thread_and_kept():
+@pytest.fixture
+def compiled(monkeypatch):
+    """The outputs that were compiled, in turn."""
+    original, found = Compiler.compile, []
+    monkeypatch.setattr(Compiler, "compile", lambda self, output: found.append(output) or original(self, output))
+    return found
+
+
+def test_a_grammar_is_compiled_in_a_thread_and_kept(compiled):
     cache = GrammarCache()
     cache.set_vocabulary(VOCABULARY)
     answers, threads, done = [], [], threading.Event()
@@ -281,17 +288,23 @@ def test_a_grammar_is_compiled_in_a_thread_and_kept():
     cache.prepare(PrepareGrammar(bad), reply)
     assert done.wait(20) and threads[0].startswith("grammar")
     assert answers[0] == GrammarPrepared(CODE.digest(), "") and "invalid regex" in answers[1].error
-    assert CODE in cache._matchers and bad not in cache._matchers
+    cache.start(CODE)
+    assert compiled == [CODE, bad]
+    with pytest.raises(GrammarError):
+        cache.start(bad)
+    assert compiled == [CODE, bad, bad]
 
 
-def test_no_more_than_so_many_are_kept(monkeypatch):
+def test_no_more_than_so_many_are_kept(monkeypatch, compiled):
     monkeypatch.setattr("engine.worker.sampling.grammar_cache.MAX_IN_WORKER", 2)
     cache = GrammarCache()
     cache.set_vocabulary(VOCABULARY)
     outputs = [StructuredOutput("regex", "A" * n) for n in (1, 2, 3)]
-    for output in outputs:
+    for output in (*outputs, *outputs[1:]):
         cache.start(output)
-    assert list(cache._matchers) == outputs[1:]
+    assert compiled == outputs
+    cache.start(outputs[0])
+    assert compiled == [*outputs, outputs[0]]
 
 
 def test_a_tokenizer_larger_than_the_model():

@@ -9,7 +9,7 @@ import pytest
 
 from engine.checkpoint.locate import read_eos_token_ids, resolve_model
 from engine.config import EngineConfig
-from engine.grammars.compiler import fill_mask
+from engine.grammars.compiler import Compiler, fill_mask
 from engine.sampling_params import SamplingParams
 from engine.structured_output import StructuredOutput, Vocabulary
 from engine.text.tokenizer import Tokenizer
@@ -69,9 +69,10 @@ class Walker:
 
     def __init__(self, tokenizer, ends):
         self.ends = ends
+        self.vocabulary = Vocabulary(tokenizer.to_json(), tokenizer.vocab_size, ends)
         self.cache = GrammarCache()
-        self.cache.set_vocabulary(Vocabulary(tokenizer.to_json(), tokenizer.vocab_size, ends))
-        self.compiler = self.cache._loaded()
+        self.cache.set_vocabulary(self.vocabulary)
+        self.compiler = Compiler(self.vocabulary)
         texts = self.compiler.token_texts()
         self._often = np.array([bool(text) and set(text) <= set(b'"}],:0eE </>\nparmet') for text in texts])
         self._often[ends] = True
@@ -272,7 +273,7 @@ def test_a_grammar_that_is_slow_to_match_is_left_alone(walker, monkeypatch):
     monkeypatch.setattr("engine.worker.sampling.grammar_ends.MAX_SECONDS", -1.0)
     ids, masks = walker.walk(output, 60, 1)
     assert all((ours == theirs).all() for ours, theirs in zip(masks, unlimited(walker, output, ids), strict=True))
-    walker.cache._endings.clear()
-    walker.cache._matchers.clear()
     monkeypatch.setattr("engine.worker.sampling.grammar_ends.MAX_FIRST_SECONDS", -1.0)
-    assert walker.cache.start(output) is not None and walker.cache.limits(output)[2].window == 0
+    cache = GrammarCache()
+    cache.set_vocabulary(walker.vocabulary)
+    assert cache.start(output) is not None and cache.limits(output)[2].window == 0

@@ -10,6 +10,7 @@ import torch
 from engine.checkpoint.locate import BUNDLED_MODEL
 from engine.config import EngineConfig
 from engine.memory.block_manager import BlockManager
+from engine.models.decoder import Decoder
 from engine.models.families import read_model_config
 from engine.outputs import PromptLogprobs
 from engine.request import Request
@@ -159,8 +160,8 @@ def test_an_error_of_the_computation_fails_those_that_are_scored_alone(cpu_runne
 
 
 def test_logits_that_are_no_numbers_fail_the_request(cpu_runner, monkeypatch):
-    compute = cpu_runner._decoder.compute_logits
-    monkeypatch.setattr(cpu_runner._decoder, "compute_logits", lambda hidden: compute(hidden) * float("nan"))
+    compute = Decoder.compute_logits
+    monkeypatch.setattr(Decoder, "compute_logits", lambda decoder, hidden: compute(decoder, hidden) * float("nan"))
     scheduler = Scheduler(BlockManager(96, 8), max_num_seqs=24, max_num_batched_tokens=64)
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
     scheduler.add(Request("", PROMPTS[0], params).sequence(0, 7, 6))

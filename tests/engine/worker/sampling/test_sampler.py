@@ -270,10 +270,9 @@ KNOWN = [0.6524484863740322, 0.6147466984242799, 0.3430236274313533]
 
 
 def test_negative_seeds_are_taken_modulo_two_to_the_64():
-    rows = SamplingRows(2, VOCAB, [])
-    rows.set(0, sampling(), -1, 1)
-    rows.set(1, sampling(), 2**64 - 1, 1)
-    assert rows._seed[0] == rows._seed[1]
+    batch = Batch([sampling()] * 2, seeds=[-1, 2**64 - 1])
+    drawn = [batch.sample(np.zeros((2, VOCAB)), positions=[i, i]).token_ids.tolist() for i in range(2, 12)]
+    assert all(first == second for first, second in drawn) and len({first for first, _ in drawn}) > 5
 
 
 def test_ids_outside_the_vocabulary_are_refused():

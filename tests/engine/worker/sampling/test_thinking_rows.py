@@ -5,8 +5,8 @@ import pytest
 from engine.sampling_params import SamplingParams
 from engine.thinking import ThinkingScan, find_tags
 from engine.worker.sampling import step_sampler
-from tests.engine.worker.lazy_queue import LazyQueue
-from tests.engine.worker.mini_driver import PROMPTS, ColumnDriver, MiniDriver
+from tests.engine.worker.lazy_queue import LazyMark, LazyQueue
+from tests.engine.worker.mini_driver import PROMPTS, ColumnDriver, MiniDriver, remove_all
 
 EOS, BEGIN, LESS, THINK, MORE, SLASH = 2, 5, 60, 7, 62, 47  # of the model's 96 tokens; others are "."
 VOCABULARY = {BEGIN: b"<think>", LESS: b"<", SLASH: b"/", THINK: b"think", MORE: b">"}
@@ -24,8 +24,7 @@ def limited(budget, opened=True, **params):
 def runner(cpu_runner):
     cpu_runner.handle_message(TAGS, None)
     yield cpu_runner
-    for seq_id in list(cpu_runner.batch.row_of):
-        cpu_runner.sampler.thinking.drop(cpu_runner.batch.remove(seq_id))
+    remove_all(cpu_runner)
 
 
 def run(driver, num_steps):
@@ -137,16 +136,21 @@ def test_a_queue_that_is_behind_gives_the_same(make_runner, runner, hf_greedy, a
     assert {i: there.output(i) for i in (1, 2, 3, 4)} == {i: here.output(i) for i in (1, 2, 3, 4)}
 
 
-def test_steps_before_the_budget_is_used_up_wait_for_nothing(make_runner):
-    queue = LazyQueue()
-    gpu_runner = make_runner(queue)
-    gpu_runner.handle_message(TAGS, None)
-    driver = ColumnDriver(gpu_runner, ahead=1)
-    driver.add(1, PROMPTS[1], limited(100, temperature=0.0))
-    run(driver, 9)
-    assert len(gpu_runner.sampler.thinking._unread) == 2
-    state = gpu_runner.sampler.thinking._rows[gpu_runner.batch.row_of[1]]
-    assert state.consumed == len(PROMPTS[1]), "nothing was read before it is needed"
+def test_steps_before_the_budget_is_used_up_wait_for_nothing(make_runner, monkeypatch):
+    """Far from the budget a launch waits for no step in flight: its tokens are not needed."""
+    wait, waited = LazyMark.wait, []
+    monkeypatch.setattr(LazyMark, "wait", lambda mark: waited.append(mark) or wait(mark))
+    counts = []
+    for budget in (100, 9):
+        gpu_runner = make_runner(LazyQueue())
+        gpu_runner.handle_message(TAGS, None)
+        driver = ColumnDriver(gpu_runner, ahead=1)
+        driver.add(1, PROMPTS[1], limited(budget, temperature=0.0))
+        run(driver, 9)
+        waited.clear()
+        gpu_runner.launch(driver.plan({1: 1}))
+        counts.append(len(waited))
+    assert counts == [2, 3], "for its buffer and a step that is done; near the budget for the step before it, too"
 
 
 def test_without_tags_the_sequence_fails_alone(make_runner, hf_greedy):
