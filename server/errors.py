@@ -1,7 +1,7 @@
-"""One table: exception -> HTTP status and OpenAI error body. Nothing else in the server decides a status.
+"""One table: exception -> HTTP status and OpenAI error body. Only this module decides a status.
 
 Every body is `{"error": {"message", "type", "param", "code"}}` with all four keys. A 500 never carries internals: the
-details are in the log, under the request id that the client got.
+log has the details under the request id that the client got.
 """
 
 import json
@@ -19,7 +19,7 @@ from engine.errors import DeadlineError, EngineError, InvalidRequestError, Queue
 
 logger = logging.getLogger(__name__)
 
-MAX_NAME_LENGTH = 64  # of a field name that a client made up and an error repeats
+MAX_NAME_LENGTH = 64  # characters of a client's field name that an error repeats
 
 
 class ApiError(Exception):
@@ -38,11 +38,11 @@ class ApiError(Exception):
         super().__init__(message)
         self.status, self.param, self.code, self.type = status, param, code, type
         self.headers = headers or {}
-        self.reason = ""  # of a refusal, for the metrics
+        self.reason = ""  # why the request was refused, for the metrics; "" for other errors
 
     @classmethod
     def retry(cls, status: int, message: str, seconds: float, reason: str) -> "ApiError":
-        """A refusal that will pass: it says when, to the second."""
+        """A temporary refusal. The message and Retry-After say after how many seconds to try again."""
         seconds = max(1, math.ceil(seconds))
         message = f"{message} Try again in {seconds} s."
         headers = {"retry-after": str(seconds)}
@@ -51,7 +51,8 @@ class ApiError(Exception):
         return error
 
 
-# First match wins. 429 and 503 mean "nothing was started, send it again"; a 500 must not be retried by itself.
+# First match wins. 429 and 503 mean that no work was started, so clients may retry; they must not retry a 500 by
+# themselves.
 TABLE: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (InvalidRequestError, 400, "invalid_request_error", None),
     (QueueFullError, 429, "rate_limit_error", "rate_limit_exceeded"),
@@ -64,7 +65,7 @@ INTERNAL_MESSAGE = "The server failed to finish this request. Its log has the de
 
 
 def to_api_error(error: Exception) -> ApiError:
-    """Any exception as an ApiError. Unexpected ones are logged with their traceback and lose their text."""
+    """Any exception as an ApiError. Unexpected ones are logged with a traceback; the client gets a general text."""
     if isinstance(error, ApiError):
         return error
     status, type_, code = next(row[1:] for row in TABLE if isinstance(error, row[0]))
@@ -73,7 +74,7 @@ def to_api_error(error: Exception) -> ApiError:
     if isinstance(error, InvalidRequestError):
         param, code = error.param, error.code
     elif isinstance(error, DeadlineError):
-        param, headers["x-should-retry"] = error.param, "false"  # the time of whoever waited is over
+        param, headers["x-should-retry"] = error.param, "false"  # the client's deadline has passed
     elif isinstance(error, UnavailableError):
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after)))
     else:
@@ -84,14 +85,14 @@ def to_api_error(error: Exception) -> ApiError:
 
 
 def refusal_reason(error: Exception) -> str:
-    """Why a request that is not wrong was not taken, in a word of few; "" for every other error."""
+    """Label, from a small set, of why a valid request was refused; "" for every other error."""
     if isinstance(error, QueueFullError):
         return "queue_" + error.limit
     return getattr(error, "reason", "") if isinstance(error, ApiError) else ""
 
 
 def from_http_status(status: int, headers: dict[str, str] | None = None, nearest: str | None = None) -> ApiError:
-    """What the router says (unknown route, wrong method) in the same envelope. `nearest`: a route that was meant."""
+    """A refusal of the router (unknown route, wrong method) as an ApiError. `nearest`: the route probably meant."""
     unknown = f"Unknown route; did you mean {nearest}?" if nearest else "Unknown route; see /openapi.json."
     messages = {404: unknown, 405: f"This route takes {(headers or {}).get('Allow', 'other methods')} only."}
     codes = {404: "not_found", 405: "method_not_allowed"}
@@ -100,7 +101,7 @@ def from_http_status(status: int, headers: dict[str, str] | None = None, nearest
 
 
 def nearest_route(path: str, known: Collection[str]) -> str | None:
-    """The route that a client means whose base URL lacks /v1, has it twice, or has a slash too many."""
+    """The route of a client whose base URL lacks /v1, has /v1 twice, or has a slash too many. None if there is none."""
     bare = "/" + "/".join(part for part in path.split("/") if part)
     return next((route for route in (bare, "/v1" + bare, bare.removeprefix("/v1")) if route in known), None)
 
@@ -110,12 +111,12 @@ def error_object(error: ApiError) -> dict[str, Any]:
 
 
 def error_body(error: ApiError) -> bytes:
-    """JSON in ASCII: a lone surrogate that a client sent as a field name cannot break it."""
+    """The body in OpenAI's envelope. ASCII, so that a lone surrogate in a client's field name cannot break it."""
     return json.dumps({"error": error_object(error)}, separators=(",", ":")).encode("ascii")
 
 
 def error_response(error: Exception, scope: Scope) -> Response:
-    """The answer to the request of `scope`, which decides whose envelope it is."""
+    """The answer to a request. Its `scope` decides between OpenAI's and Anthropic's envelope."""
     api_error = to_api_error(error)
     body, status = error_body(api_error), api_error.status
     if speaks_anthropic(scope):
@@ -125,7 +126,8 @@ def error_response(error: Exception, scope: Scope) -> Response:
 
 
 def speaks_anthropic(scope: Scope) -> bool:
-    """Whether the client is Anthropic's: by the route or, where both APIs have it, by a header that only they send."""
+    """True for a client of Anthropic's API: known by the route or, on routes of both APIs, by the header
+    anthropic-version."""
     path = scope["path"]
     if path == "/v1/models" or path.startswith("/v1/models/"):
         return any(name == b"anthropic-version" for name, _ in scope["headers"])
@@ -136,7 +138,7 @@ def is_anthropics(path: str) -> bool:
     return path == "/v1/messages" or path.startswith("/v1/messages/")
 
 
-# https://docs.anthropic.com/en/api/errors: status -> type; 529 stands for 503 there.
+# https://docs.anthropic.com/en/api/errors: status -> type. Anthropic's 529 stands for our 503.
 ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -147,8 +149,8 @@ ANTHROPIC_TYPES = {
 }
 
 
-# The code of a request that wants its conversation kept. Anthropic's client sends such where a program asks for none
-# (its tool runner), and goes on without where the answer has these details.
+# Code of the refusal of a request that asks the server to store its conversation. The tool runner of Anthropic's client
+# sends such requests by itself, and continues without storage if the error has these details.
 NO_THREADS = "thread_unsupported_request"
 
 
@@ -163,7 +165,7 @@ def invalid(message: str, param: str | None, code: str = "invalid_value") -> Inv
 
 
 def new_id(prefix: str) -> str:
-    """Unique, not secret: a twentieth of the time of uuid4, which asks the kernel."""
+    """A unique id, not secret. Takes a twentieth of the time of uuid4, which calls the kernel."""
     return f"{prefix}{random.getrandbits(128):032x}"
 
 

@@ -1,4 +1,4 @@
-"""/openapi.json: what every route takes and answers. A new route gets a row in ANSWERS, or a test fails."""
+"""/openapi.json: the requests and answers of every route. A new route needs a row in ANSWERS, or a test fails."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,14 +23,14 @@ REF = "#/components/schemas/{model}"
 STATUSES = {
     400: "The request is wrong; `param` names the field.",
     401: "No valid API key.",
-    404: "There is no such model, or no such request.",
+    404: "The model or the request does not exist.",
     408: "The body did not arrive in time.",
     413: "The body is too large.",
     415: "The body is not JSON in UTF-8.",
-    429: "Too many requests wait: try again after Retry-After seconds.",
+    429: "Too many requests. Try again after Retry-After seconds.",
     500: "The server failed; its log has the details under the x-request-id.",
-    503: "Nothing was started: the server is loading, draining or has ended. Try again after Retry-After seconds.",
-    529: "The same, as Anthropic has it: nothing was started. Try again after Retry-After seconds.",
+    503: "The server is loading, draining or has ended; no work was started. Try again after Retry-After seconds.",
+    529: "Anthropic's status for 503: no work was started. Try again after Retry-After seconds.",
 }
 OF_POSTS = (400, 401, 404, 408, 413, 415, 429, 500, 503)
 OF_MESSAGES = (*OF_POSTS[:-1], 529)
@@ -40,15 +40,16 @@ SECURITY = {
     "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
 }
 IGNORED_FIELDS = {
-    HEADER.decode(): {"schema": {"type": "string"}, "description": "unknown fields that were left out of the request"}
+    HEADER.decode(): {"schema": {"type": "string"}, "description": "unknown fields of the request, which were ignored"}
 }
 RETRY_AFTER = {"Retry-After": {"schema": {"type": "integer"}, "description": "seconds"}}
 
 
 @dataclass(frozen=True)
 class Answers:
-    """What a route answers: `body` with 200 (None: text), `event` in each event of a stream (`done`: it ends with
-    `[DONE]`), `failure` in place of the envelope with 503. `errors` are the other statuses, all with `envelope`."""
+    """Answers of a route. `body`: model of a 200 (None: plain text). `event`: model of each event of a stream; with
+    `done` the stream ends with `[DONE]`. `errors`: other statuses. `failure`: model of a 503; `envelope`: model of the
+    other errors."""
 
     body: type[BaseModel] | None
     event: type[BaseModel] | None = None
@@ -90,13 +91,13 @@ ANSWERS: dict[str, Answers] = {
     "/debug/steps": Answers(answers.LastSteps),
     "/debug/requests/{id}": Answers(answers.RequestTimings, errors=(401, 404, 500, 503)),
 }
-# An itemSchema describes each event of a stream; x-event-schema describes the JSON in its data.
+# An itemSchema describes each event of a stream; x-event-schema describes the JSON in the event's data.
 EVENT: dict[str, Any] = {
     "type": "object",
     "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
     "required": ["data"],
 }
-# Bodies that work as they are, but for the name of the model.
+# Bodies that work unchanged once the name of the model is added.
 EXAMPLES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "Once upon a time", "max_tokens": 16},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 16},
@@ -109,7 +110,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "/detokenize": {"tokens": [3, 4, 5]},
 }
 GENERATE = ("CompletionRequest", "ChatCompletionRequest")
-# Limits that start options set: model, field, key of the schema, option.
+# Limits that start options set: (model, field, key of the schema, option).
 LIMITS = (
     *[(kind, "n", "maximum", "max_n") for kind in GENERATE],
     *[(kind, "prompt_logprobs", "maximum", "max_top_logprobs") for kind in GENERATE],
@@ -129,8 +130,8 @@ def body_of(kinds: tuple[type[BaseModel], ...]) -> dict[str, Any]:
 def describe(
     app: FastAPI, config: ServerConfig, kinds: list[type[BaseModel]], model: str
 ) -> Callable[[], dict[str, Any]]:
-    """What serves as `app.openapi`; made when first asked for. `kinds` are the models of the bodies, `model` the name
-    in examples."""
+    """The function for `app.openapi`. It makes the document on its first call. `kinds`: models of the bodies; `model`:
+    name of the model in examples."""
 
     def openapi() -> dict[str, Any]:
         if not app.openapi_schema:
@@ -171,7 +172,7 @@ def _document(app: FastAPI, config: ServerConfig, kinds: list[type[BaseModel]], 
 
 
 def _open(schemas: dict[str, Any], kind: type[BaseModel]) -> None:
-    """Let the objects of requests have more fields than are listed."""
+    """Allows further fields in the schemas of request objects."""
     for part in kind.__subclasses__():
         schemas.get(part.__name__, {}).pop("additionalProperties", None)
         _open(schemas, part)

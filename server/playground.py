@@ -1,7 +1,7 @@
-"""The page at /: static files from server/page, which hold no secret and show nothing of any request.
+"""The page at /: static files of server/page. They hold no secrets and no data of requests.
 
-They are open without a key (the page asks for one and sends it with each request), all of them are known when the
-server starts, and none is read from a path that a client names.
+The files need no API key: the page asks for a key and sends it with each of its requests. The server reads all files at
+its start, so no path of a client is ever opened.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ MEDIA_TYPES = {
     "js": "text/javascript; charset=utf-8",
     "svg": "image/svg+xml",
 }
-# Nothing from elsewhere, nothing inline, no HTML made of text, no frame around it.
+# No content of other origins, no inline scripts or styles, no HTML made from text, no frame around the page.
 CONTENT_SECURITY_POLICY = "; ".join(
     (
         "default-src 'none'",
@@ -39,7 +39,7 @@ HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
-    "cache-control": "no-cache",  # asks again each time, and is answered 304
+    "cache-control": "no-cache",  # the browser asks each time and gets a 304
 }
 
 
@@ -57,7 +57,7 @@ class PageFile:
 
 
 def _read_page() -> dict[str, PageFile]:
-    """URL path -> file; index.html is /, the others lie under /page/."""
+    """URL path -> file. index.html is served at /, the other files under /page/."""
     page = {}
     for file in files("server").joinpath("page").iterdir():
         content = file.read_bytes()

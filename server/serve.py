@@ -1,8 +1,8 @@
-"""`pageserve serve`: from two configs to a running server, and down again in good order.
+"""`pageserve serve`: starts the server from two configs, serves, drains and stops.
 
-The port is bound first, so that a wrong one costs no loading time, and /health and /ready answer while weights load.
-Exit status: 0 after an orderly end, 1 when the engine died, 128 + the signal when a second one cut the drain short.
-What makes a start impossible is raised.
+The port is bound first: a wrong port fails before weights load, and /health and /ready answer while they load.
+Exit status: 0 after an orderly end, 1 if the engine died, 128 + the signal if a second signal cut the drain short.
+Errors that make a start impossible are raised.
 """
 
 import asyncio
@@ -36,22 +36,22 @@ from server.process.memory import keep_trimmed, set_allocator
 
 logger = logging.getLogger(__name__)
 
-KEEP_ALIVE_SECONDS = 75  # longer than a proxy keeps idle connections (60 s), or requests race with our close
-SWEEP_SECONDS = 5.0  # between two looks for connections that nobody reads from
-FLUSH_SECONDS = 5  # for the last bytes to reach the clients once the engine is done
-STOP_SECONDS = 8.0  # for that and for the Worker to end
-FAST_STOP_SECONDS = 0.8  # the same after a second signal
-# Python's switch interval: a thread that parses or encodes keeps the GIL from the event loop for so long. A request
-# wakes the loop a dozen times, so the usual 5 ms would delay it by 60 ms beside large bodies of others.
+KEEP_ALIVE_SECONDS = 75  # longer than proxies keep idle connections (60 s), else a request may meet our close
+SWEEP_SECONDS = 5.0  # interval between checks for connections whose client reads nothing
+FLUSH_SECONDS = 5  # time for the last bytes to reach the clients after the engine has finished
+STOP_SECONDS = 8.0  # time to flush and to end the Worker
+FAST_STOP_SECONDS = 0.8  # STOP_SECONDS after a second signal
+# Python's switch interval: how long a thread that parses or encodes may keep the GIL from the event loop. A request
+# wakes the loop a dozen times, so Python's default of 5 ms would delay it by 60 ms beside large bodies of others.
 SWITCH_SECONDS = 0.0005
 EXAMPLE_CHAT = "Tell me a story about a fox."
 EXAMPLE_PROMPT = "Once upon a time"
 
 
 async def run(server_config: ServerConfig, engine_config: EngineConfig, driver: Driver | None = None) -> int:
-    """Serve until a signal or a failure; returns the exit status.
+    """Serves until a signal or a failure; returns the exit status.
 
-    Raises ConfigError where the address cannot be listened on, and what Driver.start and wait_ready raise.
+    Raises ConfigError if the server cannot listen on the address, and the errors of Driver.start and wait_ready.
     """
     check_exposed(server_config)
     sys.setswitchinterval(SWITCH_SECONDS)
@@ -69,26 +69,26 @@ async def run(server_config: ServerConfig, engine_config: EngineConfig, driver: 
 
 
 def check_exposed(config: ServerConfig) -> None:
-    """ConfigError where others could reach the server and no key is asked for, unless the config says that is meant."""
+    """Raises ConfigError if other machines can reach the server without an API key, unless the config allows that."""
     if config.api_key or config.api_key_file is not None or config.allow_unauthenticated:
         return
-    with contextlib.suppress(OSError, UnicodeError):  # `bind` says what is wrong with the address
+    with contextlib.suppress(OSError, UnicodeError):  # `bind` reports a wrong address
         found = {info[4][0] for info in socket.getaddrinfo(config.host, None, flags=socket.AI_PASSIVE)}
         if not all(ipaddress.ip_address(str(address).partition("%")[0]).is_loopback for address in found):
             raise ConfigError(
                 f"host: others can reach {config.host}, and no API key is set. Set one (--api-key-file FILE, or the "
-                "variable PAGESERVE_API_KEY), or listen on 127.0.0.1, or, where something else keeps strangers out, "
+                "variable PAGESERVE_API_KEY), or listen on 127.0.0.1, or, if a firewall or proxy checks clients, "
                 "give --allow-unauthenticated (PAGESERVE_ALLOW_UNAUTHENTICATED=true)."
             )
 
 
 def bind(host: str, port: int, descriptors: int = 1 << 14) -> socket.socket:
-    """A listening socket of a process that may open so many files; ConfigError says what is wrong with the address."""
+    """A listening socket; `descriptors`: number of files the process may open. ConfigError for a wrong address."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-    except (OSError, UnicodeError) as error:  # the latter: an empty part between dots, or one of over 63 characters
+    except (OSError, UnicodeError) as error:  # UnicodeError: a part between dots is empty or over 63 characters
         reason = error.strerror if isinstance(error, OSError) else "not a host name"
         raise ConfigError(f"host: {host!r} is not an address of this machine ({reason}).") from None
     listener = socket.socket(family, kind, protocol)
@@ -106,7 +106,7 @@ def bind(host: str, port: int, descriptors: int = 1 << 14) -> socket.socket:
 
 
 class _HttpServer(uvicorn.Server):
-    """uvicorn without its own signal handlers, which end the process by the signal and not with a status."""
+    """uvicorn without its signal handlers, which would end the process by the signal instead of an exit status."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -133,7 +133,7 @@ class _Service:
                 ws="none",
                 lifespan="off",
                 log_config=None,
-                log_level="error",  # a warning for each request that is no HTTP lets anybody fill the disk
+                log_level="error",  # a warning per invalid request would let any client fill the disk
                 access_log=False,
                 server_header=False,
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,
@@ -145,7 +145,7 @@ class _Service:
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
-        AppStatus.should_exit = False  # of this process: an earlier server in it may have been forced to end
+        AppStatus.should_exit = False  # global: an earlier server in this process may have set it
         self._signals.install()  # before loading, which may take minutes
         loop.add_signal_handler(signal.SIGHUP, self._on_hang_up)
         http = asyncio.create_task(self._http.serve(sockets=[self._listener]))
@@ -164,7 +164,7 @@ class _Service:
         if self._config.api_key_file is not None:
             self._keys.reload()
         else:
-            logger.info("SIGHUP is ignored: there is no api_key_file to read anew; SIGTERM ends the server")
+            logger.info("SIGHUP is ignored: there is no api_key_file to reload; SIGTERM ends the server")
 
     async def _load_and_serve(self, http: "asyncio.Task[None]") -> int:
         if await _first(self._load(), self._signals.first.wait(), http) != 0:
@@ -187,13 +187,13 @@ class _Service:
         await self._driver.start()
         if self._driver.tokenizer.chat_template is not None:
             await asyncio.to_thread(self._driver.tokenizer.renderer.start)
-        settle_garbage_collector()  # while the Worker loads: after that, the first request would wait for it
+        settle_garbage_collector()  # while the Worker loads; later the first request would wait for it
         await self._driver.wait_ready()
 
     async def _stop(self, http: "asyncio.Task[None]") -> None:
-        """End the Worker; streams that still run get an error, and what is written goes out before the HTTP side ends.
+        """Ends the Worker. Running streams get an error, and written bytes are sent before the HTTP side ends.
 
-        After a second signal nobody is waited for.
+        After a second signal, waits for neither.
         """
         self._http.should_exit = True
         self._http.force_exit = self._signals.second.is_set()
@@ -201,14 +201,14 @@ class _Service:
         slow = [self._signals.second.wait()] if not self._signals.second.is_set() else []
         await _first(ending, asyncio.sleep(STOP_SECONDS if slow else FAST_STOP_SECONDS), *slow)
         if not ending.done():
-            AppStatus.should_exit = self._http.force_exit = True  # the former ends the streams that are left
+            AppStatus.should_exit = self._http.force_exit = True  # should_exit ends the remaining streams
             ending.cancel()
             await asyncio.wait([http], timeout=1.0)
         if self._tracer is not None:
             await asyncio.to_thread(self._tracer.close)
 
     def _announce(self) -> None:
-        """Print the address and a command to try it with to stdout, once."""
+        """Prints the address and an example command to stdout."""
         model, url = self._driver.model, self._url()
         print(
             f"pageserve is ready at {url}  (model {self._names[0]} on {model.device}, {model.dtype}; context of "
@@ -237,9 +237,9 @@ class _Service:
 
 
 async def _first(*parts: Any) -> int:
-    """Wait until one awaitable is done and return its index, or raise what it raised.
+    """Waits until one awaitable is done and returns its index, or raises its exception.
 
-    Coroutines among the others are cancelled; tasks and futures that the caller made go on.
+    Other coroutines are cancelled; tasks and futures of the caller continue.
     """
     tasks = [asyncio.ensure_future(part) for part in parts]
     try:

@@ -1,1 +1,1 @@
-"""HTTP itself: connections, limits, bodies, keys, rate limits, traces. Knows no endpoint."""
+"""Decides which HTTP requests are served: connections, sizes, API keys, rate limits, traces. Knows no endpoint."""

@@ -1,7 +1,7 @@
-"""The bytes of request bodies that the server holds at a time, of one API key and of all.
+"""Limits the bytes of request bodies that the server holds at a time, per API key and in total.
 
-A body counts from its first byte to where the request is admitted, or refused: from reading over parsing to tokens,
-which is where memory is taken several times over. What waits for the model after that counts in the queue's limits.
+A body counts from its first byte until the request is admitted or refused: while it is read, parsed and tokenized, it
+takes several times its size in memory. Requests that then wait for the model count in the queue's limits.
 """
 
 import asyncio
@@ -11,19 +11,17 @@ from starlette.types import Message, Receive
 
 from server.errors import ApiError
 
-BYTES_PER_SECOND = 128 << 20  # of all large bodies: reading a megabyte takes the event loop over a millisecond
+BYTES_PER_SECOND = 128 << 20  # read rate of all large bodies: a megabyte takes the event loop over a millisecond
 BURST_BYTES = 4 << 20
-SMALL_BYTES = 64 << 10  # of each body are always taken, so that a flood of large ones refuses no small one
+SMALL_BYTES = 64 << 10  # bytes of each body that are always accepted, so a flood of large bodies refuses no small one
 RETRY_SECONDS = 1.0
 
 
 class OverBudgetError(ApiError):
-    """429 where the key has too much under way, 503 where all keys together have. It passes soon."""
+    """Too many bytes of bodies are held: 429 for one API key, 503 for all keys together. A retry soon succeeds."""
 
     def __init__(self, status: int, whose: str, limit: int, reason: str) -> None:
-        message = (
-            f"The bodies that {whose} has under way hold more than {limit} bytes. Try again in {RETRY_SECONDS:g} s."
-        )
+        message = f"The request bodies of {whose} hold more than {limit} bytes. Try again in {RETRY_SECONDS:g} s."
         kind, code = (
             ("rate_limit_error", "rate_limit_exceeded") if status == 429 else ("server_error", "service_unavailable")
         )
@@ -32,22 +30,23 @@ class OverBudgetError(ApiError):
 
 
 class BodyBudget:
-    """Who holds how much. A request that is alone, of its key and of all, may be as large as a body may be."""
+    """Counts the bytes held per tenant and in total. A request that is the only one may be as large as any body may
+    be."""
 
     def __init__(self, of_all: int, of_a_key: int) -> None:
         self._of_all, self._of_a_key = of_all, of_a_key
         self._held = 0
-        self._read_by = 0.0  # when what was read would have been, at that rate
+        self._read_by = 0.0  # time at which the bytes read so far would be read at BYTES_PER_SECOND
         self._held_by: dict[str, int] = {}
 
     def seconds_to_wait(self, own: int, more: int) -> float:
-        """Before more of a body is read that has had `own` bytes, of which `more` came last."""
+        """Seconds to wait before reading more of a body with `own` bytes so far, of which `more` came last."""
         now = time.monotonic()
         self._read_by = max(now, self._read_by + more / BYTES_PER_SECOND)
         return self._read_by - now - BURST_BYTES / BYTES_PER_SECOND if own > SMALL_BYTES else 0.0
 
     def add(self, tenant: str, own: int, more: int) -> None:
-        """Count `more` bytes of a request that holds `own`; OverBudgetError unless it is small or alone."""
+        """Counts `more` bytes of a request that holds `own`. OverBudgetError unless it is small, alone or in budget."""
         of_key = self._held_by.get(tenant, 0)
         if own + more > SMALL_BYTES:
             if tenant and own < of_key and of_key + more > self._of_a_key:
@@ -65,17 +64,17 @@ class BodyBudget:
 
 
 class CountedBody:
-    """The `receive` of one request, which counts what comes. OverBudgetError comes out of it."""
+    """The `receive` of one request. Counts the bytes that arrive; raises OverBudgetError."""
 
     def __init__(self, budget: BodyBudget, tenant: str, receive: Receive) -> None:
-        """`tenant` "" is everybody, where there are no keys."""
+        """`tenant`: "" for all clients if there are no API keys."""
         self._budget, self._tenant, self._receive = budget, tenant, receive
-        self._size = 0  # that counts
+        self._size = 0  # bytes counted in the budget
         self._num_read = 0
         self._whole = self._refused = False
 
     async def __call__(self) -> Message:
-        if self._whole:  # whoever waits for what comes after the body has made tokens of it, and they are admitted
+        if self._whole:  # the handler waits for a disconnect, so the request was tokenized and admitted
             self.give_back()
         message = await self._receive()
         if message["type"] == "http.request" and (more := len(message.get("body", b""))):
@@ -97,6 +96,6 @@ class CountedBody:
             self._budget.add(self._tenant, self._size, more)
             self._size += more
         except OverBudgetError:
-            self._refused = True  # what else comes is read and dropped
+            self._refused = True  # further bytes are read and dropped
             self.give_back()
             raise

@@ -1,10 +1,10 @@
-"""The connections of the server: how many there may be, which of them go first, and which nobody reads from.
+"""Limits the number of connections: decides which connection is closed to make room, and closes stalled ones.
 
-A connection is a stranger's until a request on it has shown a valid key, or, where there are no keys, has asked for
-more than the public routes. Where there are too many the stranger's that has been silent for longest is cut, then a
-known one without a request under way; only where there is neither a new one is turned away. So connections without a
-key never keep one with a key out, and the descriptors that the server itself needs (a new Worker, a process that
-compiles grammars) stay free.
+A connection is known once a request on it had a valid key or, without keys, asked for a route that is not public; until
+then the client is a stranger. If there are too many connections, the stranger's connection that was silent longest is
+closed, else a known one without a running request, else the new one is refused. So connections without a key never keep
+clients with a key out, and the descriptors that the server itself needs (a new Worker, a process that compiles
+grammars) stay free.
 """
 
 import logging
@@ -16,15 +16,15 @@ from typing import Protocol
 
 logger = logging.getLogger(__name__)
 
-MAX_DESCRIPTORS = 1 << 20  # where there is no limit to speak of
+MAX_DESCRIPTORS = 1 << 20  # used if the operating system sets no limit
 MAX_CONNECTIONS = 20_000
-RESERVE = 64  # descriptors for a Worker that starts, processes that compile grammars, files
+RESERVE = 64  # descriptors for a new Worker, processes that compile grammars, files
 MIN_CONNECTIONS = 16
 MAX_BACKLOG = 2048
 
 
 class Connection(Protocol):
-    """`is_idle`: no request is under way, whatever may still have to be sent of the last answer."""
+    """`is_idle`: no request is running; bytes of the last answer may still wait to be sent."""
 
     @property
     def is_idle(self) -> bool: ...
@@ -35,7 +35,7 @@ class Connection(Protocol):
 
 
 class Connections:
-    """`most` at a time, and `most_per_address` of one client's address (None: as many)."""
+    """Holds at most `most` connections, of which at most `most_per_address` have the same address (None: no limit)."""
 
     def __init__(self, most: int, most_per_address: int | None = None) -> None:
         self._most, self._most_per_address = most, most_per_address
@@ -53,7 +53,7 @@ class Connections:
         return len(self._addresses)
 
     def open(self, connection: Connection) -> bool:
-        """Take a new one; False where there is no room for it. Either way it must be closed by `close`."""
+        """Adds a connection; False if there is no room for it. In both cases the caller must call `close` later."""
         address = connection.address
         self._addresses[address] += 1
         self._strangers[connection] = None
@@ -62,7 +62,7 @@ class Connections:
         return len(self) <= self._most or self._make_room(connection, None)
 
     def close(self, connection: Connection) -> None:
-        """It has ended; a second time that means nothing."""
+        """Removes a connection that has ended. A second call has no effect."""
         if connection in self._strangers or connection in self._known:
             self._strangers.pop(connection, None)
             self._known.pop(connection, None)
@@ -72,30 +72,30 @@ class Connections:
                 del self._addresses[address]
 
     def begin(self, connection: Connection) -> None:
-        """A request begins on it."""
+        """Marks the start of a request: the connection is now the one used last."""
         for connections in (self._strangers, self._known):
             if connection in connections:
                 connections.move_to_end(connection)
 
     def recognise(self, connection: Connection) -> None:
-        """It is no stranger's any more."""
+        """Marks a connection as known: its client is no stranger any more."""
         if connection in self._strangers:
             del self._strangers[connection]
             self._known[connection] = None
 
     def sweep(self) -> None:
-        """Cut those that nobody reads from; to be called every few seconds."""
+        """Cuts connections whose client does not read. Call it every few seconds."""
         for connection in (*self._strangers, *self._known):
             connection.cut_if_stalled()
 
     def _make_room(self, new: Connection, address: str | None) -> bool:
-        """Cut another one, of this address where it is not None."""
+        """Cuts another connection, one of `address` if that is not None. False if none may be cut."""
 
-        def may_go(one: Connection) -> bool:
-            return one is not new and (address is None or one.address == address)
+        def may_cut(other: Connection) -> bool:
+            return other is not new and (address is None or other.address == address)
 
-        victim = next(filter(may_go, self._strangers), None)
-        victim = victim or next((one for one in self._known if one.is_idle and may_go(one)), None)
+        victim = next(filter(may_cut, self._strangers), None)
+        victim = victim or next((other for other in self._known if other.is_idle and may_cut(other)), None)
         if victim is None:
             return False
         self.close(victim)
@@ -104,7 +104,7 @@ class Connections:
 
 
 def raise_descriptor_limit() -> int:
-    """The soft limit of open files becomes the hard one; returns it. What is started later inherits it."""
+    """Raises the soft limit of open files to the hard limit and returns it. Processes started later inherit it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -115,12 +115,12 @@ def raise_descriptor_limit() -> int:
 
 
 def backlog(descriptors: int) -> int:
-    """How many connections the kernel may hold that were not accepted: at worst they come all at once."""
+    """Number of connections that the kernel may queue before they are accepted: clients may connect all at once."""
     return max(MIN_CONNECTIONS, min(MAX_BACKLOG, descriptors // 8))
 
 
 def room_for_connections(descriptors: int) -> int:
-    """What a limit of so many open files leaves for connections."""
+    """Number of connections that a limit of `descriptors` open files allows."""
     room = descriptors - RESERVE - backlog(descriptors)
     with suppress(OSError):
         room -= len(os.listdir("/proc/self/fd"))

@@ -1,4 +1,4 @@
-"""`--ignore-unknown-fields`: what was left out of a request is named in a header of the answer, and once in the log."""
+"""`--ignore-unknown-fields`: a header of the answer names the ignored fields, and the log names each once."""
 
 import logging
 from urllib.parse import quote
@@ -8,14 +8,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from server.protocol.unknown_fields import IgnoredFields, collected
 
 HEADER = b"x-pageserve-ignored-fields"
-PLAIN = "[]@:/!$&'()*+="  # besides letters, digits and "_.-~"; the rest of a name is percent-encoded
-MAX_LOGGED = 256  # names; then one line says that there are more
+PLAIN = "[]@:/!$&'()*+="  # not percent-encoded in names, as letters, digits and "_.-~" are not
+MAX_LOGGED = 256  # names; after them the log says that further names are not listed
 
 logger = logging.getLogger(__name__)
 
 
 class IgnoredFieldsHeader:
-    """Pure ASGI middleware, there only with the option."""
+    """Pure ASGI middleware, installed only with the option."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -50,7 +50,7 @@ class IgnoredFieldsHeader:
 
 
 def header_of(ignored: IgnoredFields) -> bytes:
-    """Names, apart by commas, and how many more there are."""
+    """Names separated by commas, then the number of further fields."""
     names = [quote(name, safe=PLAIN, errors="replace") for name in ignored.names]
     more = ignored.count - len(names)
     return ", ".join([*names, *([f"+{more}"] if more else [])]).encode()

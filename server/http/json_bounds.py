@@ -1,9 +1,9 @@
 """Bounds on JSON, checked before it is parsed: levels, containers, values and names.
 
-A list of two bytes becomes an object of 56, so the length of a text says little about the memory and the time that it
-takes. Text inside strings does not count, so that prose and code pass however many brackets they hold. A thread that
-parses or counts holds the GIL, so the exact count goes by slices, in array operations that release it. It is made only
-of texts that have more of these characters, strings included, than the bounds allow.
+A list of two bytes becomes an object of 56 bytes, so the length of a JSON text says little about the memory and time
+that parsing takes. Text inside strings does not count: prose and code may hold any number of brackets. A thread that
+parses or counts holds the GIL, so the exact count reads slices with array operations that release the GIL. The exact
+count runs only if the text, with its strings, has more of these characters than the bounds allow.
 """
 
 from collections.abc import Iterator
@@ -12,20 +12,20 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-SLICE = 1 << 18  # bytes; a fraction of a millisecond
+SLICE = 1 << 18  # bytes; counting them takes a fraction of a millisecond
 QUOTE, BACKSLASH = b'"'[0], b"\\"[0]
-OPENING, CLOSING = b"{"[0], b"}"[0]  # and, but for the bit 0x20, the square ones
+OPENING, CLOSING = b"{"[0], b"}"[0]  # [ and ] differ from them in the bit LOWER only
 LOWER = 0x20
 
 
 class JsonBoundsError(ValueError):
-    """The text is over a bound. The message names the bound and ends a sentence about the text."""
+    """The text exceeds a bound. The message names the bound and ends a sentence about the text."""
 
 
 @dataclass(frozen=True)
 class JsonBounds:
-    """`levels` of lists and objects within each other, `containers` of both kinds, `commas` (one less than values) and
-    `colons` (one for each name in an object)."""
+    """The largest allowed counts: `levels` of nested lists and objects, `containers` (lists and objects), `commas` (one
+    less than the values of a container) and `colons` (one for each name in an object)."""
 
     levels: int
     containers: int
@@ -33,7 +33,7 @@ class JsonBounds:
     colons: int
 
     def check(self, text: str | bytes | bytearray) -> None:
-        """Raises JsonBoundsError where there is more in `text`, which need not be JSON at all."""
+        """Raises JsonBoundsError if `text` exceeds a bound. The text need not be valid JSON."""
         if self._surely_within(text):
             return
         raw = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
@@ -49,7 +49,7 @@ class JsonBounds:
             self._refuse(deepest, containers, commas, colons)
 
     def _surely_within(self, text: str | bytes | bytearray) -> bool:
-        """By a count that takes the strings in."""
+        """True if even a count that includes the strings is within the bounds."""
         openings = _count(text, "[") + _count(text, "{")
         return openings <= self.levels and _count(text, ",") <= self.commas and _count(text, ":") <= self.colons
 
@@ -72,31 +72,31 @@ def _count(text: str | bytes | bytearray, character: str) -> int:
 
 
 def _outside_strings(raw: bytes | bytearray) -> Iterator[npt.NDArray[np.uint8]]:
-    """The bytes in slices, with those inside of strings, and the quotes, as 0."""
-    inside = escaped = False  # where the slice before ended
+    """Yields the bytes in slices, with quotes and the bytes inside strings replaced by 0."""
+    inside = escaped = False  # state at the end of the previous slice
     for start in range(0, len(raw), SLICE):
         piece = raw[start : start + SLICE]
         if escaped:
             piece = b" " + piece[1:]
         if BACKSLASH in piece:
-            piece = piece.replace(b"\\\\", b"  ")  # pairs first, from the left: what is left escapes what follows it
+            piece = piece.replace(b"\\\\", b"  ")  # pairs first: a remaining backslash escapes the next character
             escaped = piece.endswith(b"\\")
             piece = piece.replace(b'\\"', b"  ")
         else:
             escaped = False
         codes = np.frombuffer(piece, np.uint8)
         quotes = codes == QUOTE
-        within = np.logical_xor.accumulate(quotes) ^ inside
-        inside = bool(within[-1])
-        yield np.where(within | quotes, 0, codes)
+        in_string = np.logical_xor.accumulate(quotes) ^ inside
+        inside = bool(in_string[-1])
+        yield np.where(in_string | quotes, 0, codes)
 
 
-# JSON within a string of a body, such as the arguments of a call. There may be thousands of them.
+# Bounds of JSON inside a string of a body, such as the arguments of a call. A body may have thousands of such strings.
 STRING = JsonBounds(levels=128, containers=1 << 14, commas=1 << 17, colons=1 << 16)
 
 
 def body_bounds(max_model_len: int) -> JsonBounds:
-    """The bounds of a request body: no API takes more values or levels, nor has a prompt of token ids more.
+    """The bounds of a request body. No API accepts more values or levels; a prompt of token ids has at most as many.
 
     At these bounds parsing holds the GIL for some 50 ms at a time.
     """

@@ -1,8 +1,8 @@
-"""uvicorn's HTTP/1.1 protocol with the limits that it lacks: a deadline, a size and a number for the headers, a number
-of connections, and an end for those that nobody reads from.
+"""uvicorn's HTTP/1.1 protocol with the limits that uvicorn lacks.
 
-Without them a client that never finishes its headers, or never reads an answer, holds a connection and what it is to
-be sent for ever, and one header of many megabytes, or a hundred thousand small ones, are taken in.
+The limits are a deadline, a size and a number for the headers, a number of connections, and a time for clients that do
+not read. Without them, a client that never finishes its headers or never reads an answer would hold a connection and
+the unsent bytes for ever, and one header of many megabytes, or a hundred thousand small ones, would be accepted.
 """
 
 import asyncio
@@ -19,12 +19,12 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from server.errors import ApiError, error_body, new_id
 from server.http.connections import Connections
 
-HEAD_SECONDS = 10.0  # from the first byte, or from the connection, to the end of the headers
+HEAD_SECONDS = 10.0  # from the start of the connection or the first byte of a head to the end of the headers
 MAX_HEAD_BYTES = 64 << 10
 MAX_HEADERS = 128
-MAX_PIPELINED = 16  # requests of a connection; it is not read on before there are fewer
+MAX_PIPELINED = 16  # requests of a connection; with more, reading pauses until some are answered
 
-STALL_SECONDS = 60.0  # in which a client must read a quarter, or STALL_BYTES, of what it is to be sent
+STALL_SECONDS = 60.0  # time in which a client must read a quarter of the unsent bytes, or STALL_BYTES
 STALL_BYTES = 64 << 10
 
 RECOGNISE = "pageserve.recognise"  # in scope["extensions"]: the client has shown a valid key
@@ -39,7 +39,7 @@ class _HeadTooLarge(Exception):
 
 
 def _held_by_the_kernel(transport: Any) -> int:
-    """Bytes that were written to the socket and that the client has not acknowledged; 0 where that cannot be told."""
+    """Bytes written to the socket that the client has not acknowledged; 0 if the system cannot tell."""
     try:
         answer = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
     except (OSError, AttributeError):
@@ -48,9 +48,8 @@ def _held_by_the_kernel(transport: Any) -> int:
 
 
 def _end_with_the_connection(cycle: RequestResponseCycle) -> None:
-    """HTTP/1.0 knows no chunks: a response without a length goes as it is, until the connection closes (RFC 9112,
-    section 6.1). uvicorn would send it in chunks.
-    """
+    """Makes a response without a length end with the connection. HTTP/1.0 has no chunks (RFC 9112, section 6.1), but
+    uvicorn would send chunks."""
     send = cycle.send
     has_length = False
 
@@ -60,14 +59,14 @@ def _end_with_the_connection(cycle: RequestResponseCycle) -> None:
             has_length = any(name.lower() == b"content-length" for name, _ in message["headers"])
             cycle.chunked_encoding = None if has_length else False
         elif not has_length:
-            cycle.expected_content_length = len(message.get("body", b""))  # else uvicorn would miss what follows
+            cycle.expected_content_length = len(message.get("body", b""))  # uvicorn checks it against the body sent
         await send(message)
 
     cycle.send = send_plain  # type: ignore[method-assign]
 
 
 def _without_upgrade(start: bytes, headers: list[tuple[bytes, bytes]]) -> bytes:
-    """The head of a request with this first line, which asks for no other protocol."""
+    """The head of a request with the first line `start` and without the headers that ask for another protocol."""
     lines = [start]
     for name, value in headers:
         if name == b"connection":
@@ -79,23 +78,23 @@ def _without_upgrade(start: bytes, headers: list[tuple[bytes, bytes]]) -> bytes:
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
-    """One connection. Whatever it refuses, it answers in the OpenAI envelope, then closes."""
+    """One connection. It answers what it refuses with an error in OpenAI's envelope, then closes."""
 
     _deadline: asyncio.TimerHandle | None = None
     _in_head = False
     _too_large = False
     _declines_upgrade = False
-    _head_bytes = 0  # received since the head began
-    _header_bytes = 0  # in whole headers: one read may bring more than the limit, to the end of the head
+    _head_bytes = 0  # bytes received since the head began
+    _header_bytes = 0  # bytes of complete headers; one read may bring a whole head over the limit
 
     def __init__(self, *arguments: Any, connections_held: Connections, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._held = connections_held
-        self._unsent, self._unsent_since = 0, 0.0  # what there was to be sent then
+        self._unsent, self._unsent_since = 0, 0.0  # unsent bytes at the last progress, and its time
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self._cycles: deque[RequestResponseCycle] = deque()  # of requests that have no whole response yet
+        self._cycles: deque[RequestResponseCycle] = deque()  # requests without a complete response
         if self._held.open(self):
             return self._start_deadline()
         message = "This server has too many connections open. Try again in 1 s."
@@ -112,26 +111,28 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._unsent = 0  # what comes now is another answer, or more of it
+        self._unsent = 0  # the bytes that follow belong to another answer, or are new
 
     def cut(self) -> None:
         self.transport.abort()
 
     def cut_if_stalled(self) -> None:
-        """Cut it where the client has read next to nothing for STALL_SECONDS. More to send may have come only where
-        writing is not paused and a response is under way; then nothing can be told."""
+        """Cuts the connection if the client has read almost nothing for STALL_SECONDS.
+
+        While a response is running and writing is not paused, new bytes may have been added, so progress cannot be
+        measured and the check starts anew.
+        """
         unsent, now = self.transport.get_write_buffer_size(), self.loop.time()
         waits = unsent and (self.flow.write_paused or self.is_idle)
-        unsent += _held_by_the_kernel(self.transport)  # that may be megabytes, which a slow reader takes first
+        unsent += _held_by_the_kernel(self.transport)  # up to megabytes, which a slow client reads first
         if not waits or unsent <= self._unsent - min(STALL_BYTES, self._unsent // 4) or not self._unsent:
             self._unsent, self._unsent_since = unsent if waits else 0, now
         elif now - self._unsent_since > STALL_SECONDS:
             self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """uvicorn tells the last request that the client left; where others came behind it, that is not the one that
-        runs.
-        """
+        """Tells every unfinished request that the client left. uvicorn tells only the last request, which with
+        pipelining is not the running one."""
         self._stop_deadline()
         self._held.close(self)
         super().connection_lost(exc)
@@ -152,8 +153,10 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._refuse_head()
 
     def _parse(self, data: bytes) -> None:
-        """The parser takes what follows a head with Upgrade for another protocol. We go on with this one (RFC 9110,
-        section 7.8) and read the head again without it: Java's own client sends Upgrade: h2c with every request.
+        """Feeds the parser and ignores Upgrade, as RFC 9110 (section 7.8) allows.
+
+        After a head with Upgrade the parser expects another protocol, so a new parser gets the head without Upgrade.
+        Java's own client sends Upgrade: h2c with every request.
         """
         try:
             self.parser.feed_data(data)
@@ -180,7 +183,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def on_url(self, url: bytes) -> None:
         super().on_url(url)
-        if len(self.url) >= MAX_HEAD_BYTES:  # more than the URL's own parser takes, too
+        if len(self.url) >= MAX_HEAD_BYTES:  # also more than the URL parser accepts
             self._too_large = True
             raise _HeadTooLarge
 
@@ -189,7 +192,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._header_bytes += len(name) + len(value)
         if len(self.headers) > MAX_HEADERS or len(self.url) + self._header_bytes > MAX_HEAD_BYTES:
             self._too_large = True
-            raise _HeadTooLarge  # the parser turns it into an HttpParserError, and uvicorn asks for a 400
+            raise _HeadTooLarge  # becomes an HttpParserError in the parser, for which uvicorn calls send_400_response
 
     def on_headers_complete(self) -> None:
         self._in_head = False
@@ -206,7 +209,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             if self.parser.get_http_version() == "1.0":
                 _end_with_the_connection(self.cycle)
         if 1 < len(self._cycles) <= MAX_PIPELINED:
-            self.flow.resume_reading()  # uvicorn has paused it; that the client leaves would not be noticed
+            self.flow.resume_reading()  # uvicorn paused it; a paused connection does not notice that the client left
 
     def on_message_complete(self) -> None:
         if not self._declines_upgrade:
@@ -224,7 +227,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def _refuse(self, error: ApiError) -> None:
         if any(cycle.response_started and not cycle.response_complete for cycle in self._cycles):
-            return self.transport.abort()  # it would become a part of the response that is under way
+            return self.transport.abort()  # an error would become part of the running response
         body = error_body(error)
         head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n" % len(body)
         more = "".join(f"{name}: {value}\r\n" for name, value in error.headers.items()).encode()
@@ -243,6 +246,6 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def _on_deadline(self) -> None:
         self._deadline = None
         if self.cycle is not None and not self.cycle.response_complete:
-            self._start_deadline()  # the head of a pipelined request; the response before it goes first
+            self._start_deadline()  # the head of a pipelined request: the response before it goes first
         elif not self.transport.is_closing():
             self._refuse(ApiError(408, f"The headers did not arrive within {HEAD_SECONDS:g} s.", code="timeout"))

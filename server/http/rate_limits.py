@@ -1,4 +1,4 @@
-"""What one API key may use: requests and tokens per minute (token buckets), and requests at a time."""
+"""Limits of one API key: requests and tokens per minute (token buckets), and requests at a time."""
 
 import time
 from collections.abc import Callable
@@ -11,7 +11,7 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True)
 class Limits:
-    """None: no limit. Tokens are those of prompts, cached or not, and those that are generated."""
+    """None: no limit. Tokens are prompt tokens, cached or not, and generated tokens."""
 
     requests_per_minute: int | None = None
     max_concurrent_requests: int | None = None
@@ -19,7 +19,8 @@ class Limits:
 
 
 class TokenBucket:
-    """Holds at most what a minute brings, and is filled evenly. It may be overdrawn: then it has to fill up first."""
+    """A token bucket that holds at most the amount of a minute and fills evenly. It may be overdrawn; then it must fill
+    up before it allows more."""
 
     def __init__(self, per_minute: int, clock: Clock = time.monotonic) -> None:
         self.per_minute = per_minute
@@ -34,7 +35,7 @@ class TokenBucket:
         return self._level
 
     def resize(self, per_minute: int) -> None:
-        """What was used stays used."""
+        """Changes the rate. The amount used so far stays used."""
         used = self.per_minute - self.level
         self.per_minute, self._level = per_minute, per_minute - used
 
@@ -42,33 +43,33 @@ class TokenBucket:
         self._level = self.level - amount
 
     def seconds_until(self, amount: float) -> float:
-        """Until it holds `amount`, or is full where it never holds as much; 0 when it does now."""
+        """Seconds until the bucket holds `amount`, or is full if it can never hold as much; 0 if it holds it now."""
         return max(0.0, (min(amount, self.per_minute) - self.level) * 60.0 / self.per_minute)
 
 
 class RateLimiter:
-    """The use that one key makes of its limits. Everything happens on the event loop, so there are no locks."""
+    """Counts the use of one key against its limits. Runs on the event loop only, so it needs no locks."""
 
     def __init__(self, limits: Limits, clock: Clock = time.monotonic, whose: str = "this API key") -> None:
         self._clock = clock
         self._whose = whose
         self.num_running = 0
-        self._seconds = 1.0  # moving average of a request, for Retry-After
+        self._seconds = 1.0  # moving average of the duration of a request, for Retry-After
         self._requests: TokenBucket | None = None
         self._tokens: TokenBucket | None = None
         self.set(limits)
 
     def set(self, limits: Limits) -> None:
-        """Other limits from now on; what was used of those before stays used."""
+        """Replaces the limits. The amounts used so far stay used."""
         self.limits = limits
         self._requests = self._resized(self._requests, limits.requests_per_minute)
         self._tokens = self._resized(self._tokens, limits.tokens_per_minute)
 
     def begin(self) -> float:
-        """Count a request, to be ended by `end` with what this returns; ApiError 429 where it is one too many."""
+        """Counts a request; returns its start time, which the caller passes to `end`. ApiError 429 over a limit."""
         most = self.limits.max_concurrent_requests
         if most is not None and self.num_running >= most:
-            # One of those that run ends, on average, after this time.
+            # On average, one of the running requests ends after this time.
             raise self._too_many("concurrent", f"{most} requests at a time", self._seconds / most)
         if self._tokens is not None and self._tokens.level < 1.0:
             self.check_tokens(1)
@@ -84,22 +85,22 @@ class RateLimiter:
         self._seconds += 0.1 * (self._clock() - begun - self._seconds)
 
     def check_tokens(self, amount: int) -> None:
-        """ApiError 429 unless `amount` tokens may be used now; more than a minute's worth need a full bucket."""
+        """Raises ApiError 429 unless `amount` tokens may be used now. An amount over a minute's needs a full bucket."""
         if self._tokens is not None and (seconds := self._tokens.seconds_until(amount)) > 0.0:
             raise self._too_many("tokens", f"{self._tokens.per_minute} tokens per minute", seconds)
 
     def use_tokens(self, amount: int) -> None:
-        """What was used in the end; how long an answer gets is not known before, so this may overdraw."""
+        """Counts tokens after they were used. May overdraw: the length of an answer is not known in advance."""
         if self._tokens is not None and amount:
             self._tokens.consume(amount)
 
     @property
     def shown(self) -> bool:
-        """Whether `headers` has anything to say."""
+        """True if `headers` is not empty."""
         return self._requests is not None or self._tokens is not None
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """OpenAI's headers, for the limits that are set."""
+        """OpenAI's x-ratelimit-* headers for the limits that are set."""
         found = []
         for name, bucket in ((b"requests", self._requests), (b"tokens", self._tokens)):
             if bucket is not None:
@@ -120,7 +121,7 @@ class RateLimiter:
 
 
 def duration(seconds: float) -> str:
-    """As OpenAI writes it: 0s, 120ms, 1.5s, 6m0s."""
+    """A duration in OpenAI's notation: 0s, 120ms, 1.5s, 6m0s."""
     milliseconds = round(seconds * 1000)
     if milliseconds < 1000:
         return f"{milliseconds}ms" if milliseconds else "0s"

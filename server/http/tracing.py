@@ -1,9 +1,8 @@
-"""OpenTelemetry traces: a span for each prompt that the engine ran, and within it its queue, prefill and decode.
+"""OpenTelemetry traces: a span per prompt, with child spans for its queue, prefill and decode.
 
-Spans are made when a request has ended, out of its RequestReport, so tracing costs nothing per token; they leave in the
-exporter's own thread, and are dropped where the collector does not keep up. Names of attributes are those of the
-semantic conventions for generative AI and, for latencies, vLLM's. A client's `traceparent` (W3C Trace Context) is the
-parent. Nothing of any text is recorded.
+Spans are made from the RequestReport when a request has ended, so tracing adds no work per token. The exporter's own
+thread sends them and drops them if the collector is too slow. Attribute names follow the semantic conventions for
+generative AI and, for latencies, vLLM. A client's `traceparent` (W3C Trace Context) is the parent. No text is recorded.
 """
 
 import dataclasses
@@ -49,7 +48,7 @@ class TraceContext:
 
 
 def make_tracer(config: ServerConfig, model: str) -> "Tracer | None":
-    """None where no exporter is set. ConfigError where one is asked for and cannot be had."""
+    """The tracer, or None if no exporter is set. ConfigError if the config sets one and its packages are missing."""
     by_environment = any(os.environ.get(name) for name in ENDPOINT_VARIABLES)
     if config.otlp_traces_endpoint is None and not by_environment:
         return None
@@ -58,12 +57,12 @@ def make_tracer(config: ServerConfig, model: str) -> "Tracer | None":
     except ImportError:
         if config.otlp_traces_endpoint is not None:
             raise ConfigError(f"otlp_traces_endpoint: {MISSING}.") from None
-        logger.warning("no traces are sent: %s", MISSING)  # the variable may be meant for others
+        logger.warning("no traces are sent: %s", MISSING)  # the variable may be meant for another program
         return None
 
 
 class Tracer:
-    """Exports over HTTP to `endpoint`; None: where the environment says."""
+    """Exports spans over HTTP to `endpoint`; None: to the endpoint that the environment names."""
 
     def __init__(self, endpoint: str | None, model: str) -> None:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -79,7 +78,7 @@ class Tracer:
         self._tracer = self._provider.get_tracer("pageserve")
 
     def record(self, request: Request, report: RequestReport) -> None:
-        """Make the spans of a request that has ended."""
+        """Makes the spans of a request that has ended."""
         from opentelemetry.trace import SpanKind, StatusCode, set_span_in_context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -104,13 +103,13 @@ class Tracer:
         span.end(start + round(report.total_seconds * 1e9))
 
     def close(self) -> None:
-        """Send what is left; blocks for CLOSE_SECONDS and a moment at most. What nobody has taken by then is lost."""
-        # The SDK takes time limits here and keeps none: a collector that is gone or silent costs it ten seconds.
+        """Sends the remaining spans; blocks for at most CLOSE_SECONDS * 1.25. Spans not sent by then are lost."""
+        # The SDK accepts a time limit here but ignores it: a collector that does not answer costs ten seconds.
         ending = threading.Thread(target=self._provider.shutdown, name="tracer-close", daemon=True)
         ending.start()
         ending.join(CLOSE_SECONDS)
         if ending.is_alive():
-            self._exporter.shutdown()  # type: ignore[no-untyped-call]  # no more tries
+            self._exporter.shutdown()  # type: ignore[no-untyped-call]  # ends the retries
             ending.join(CLOSE_SECONDS / 4)
 
     def _asked(self, request: Request) -> dict[str, Any]:
