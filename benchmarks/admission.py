@@ -82,7 +82,7 @@ class Outcome:
     mean_latency_s: float
     p99_latency_s: float
     mean_running: float
-    schedule_us: float  # of processor time, a step
+    schedule_us: float  # processor time per step
 
 
 def make_work(lengths: str, num_requests: int, rate: float | None, seed: int) -> list[Work]:

@@ -1,4 +1,4 @@
-"""What `--batch-invariant` costs: tokens per second of the bundled model with it and without, in turns.
+"""Measures the cost of `--batch-invariant`: tokens per second of the bundled model with it and without, in turns.
 
     python -m benchmarks.batch_invariant [--dtype bfloat16] [--device cpu] [--rounds 5] [--json PATH]
 
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def measure(dtype: str, device: str, rounds: int) -> dict[str, tuple[list[float], list[float]]]:
-    """Of each workload the tokens per second of every round, (without, with) the option."""
+    """Workload -> tokens per second of every round, (without, with) the option."""
     runs: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in WORKLOADS}
     with contextlib.ExitStack() as stack:
         engines = [

@@ -1,4 +1,4 @@
-"""What PagedAttention is compared with: one contiguous piece of KV memory per request, reserved when it is admitted.
+"""The baseline of PagedAttention: one contiguous piece of KV memory per request, reserved when it is admitted.
 
 The three reservations of the vLLM paper (Kwon et al. 2023, section 6.1, after Orca): `max` reserves the model's whole
 context, `pow2` the output rounded up to a power of two, `oracle` knows the output in advance, which no real engine can.

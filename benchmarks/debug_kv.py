@@ -1,4 +1,4 @@
-"""What one GET /debug/kv and one /debug/steps cost the event loop, by the size of the pool.
+"""Measures the time of one GET /debug/kv and one /debug/steps on the event loop, by the size of the pool.
 
     python -m benchmarks.debug_kv [--num-blocks 16384 262144] [--repeats 21]
 

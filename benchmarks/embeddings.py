@@ -36,7 +36,7 @@ MODEL = "minilm"
 
 
 class Transformers:
-    """What SentenceTransformer.encode computes, without its progress bars and checks."""
+    """The computation of SentenceTransformer.encode, without its progress bars and checks."""
 
     def __init__(self, folder: Path, dtype: torch.dtype) -> None:
         self.model = AutoModel.from_pretrained(folder, dtype=dtype).eval()

@@ -39,7 +39,7 @@ import httpx
 from benchmarks.processes import ServerProcess
 
 MAX_RATIO, MAX_DELAY_MS = 1.5, 50.0  # the P99 TTFT may be as many times as high, or so much higher
-MIN_KEPT = 0.7  # of the flood's throughput
+MIN_KEPT = 0.7  # share of the flood's throughput
 KEYS = {"quiet": "sk-" + secrets.token_hex(16), "flood": "sk-" + secrets.token_hex(16)}
 Times = dict[str, list[float]]  # by kind of prompt
 
@@ -179,7 +179,7 @@ async def run(base_url: str, options: argparse.Namespace) -> dict[str, Any]:
     alone, beside = list[float](), list[float]()
     async with httpx.AsyncClient(base_url=base_url, timeout=600) as client:
         model = await Model.of(client)
-        for i in range(30):  # what starts with the first requests
+        for i in range(30):  # warm up: some parts start with the first requests
             prompt = (options.short, options.long)[i % 2]
             await ttft(client, Load(prompt, options.output).body(model, random.Random(-i - 1)), KEYS["quiet"])
         for seed in range(options.seed, options.seed + 2 * options.rounds, 2):
@@ -244,7 +244,7 @@ def _show(result: dict[str, Any]) -> None:
         f"limit {ttft['limit_ms']} ms (the larger of {MAX_RATIO} times and {MAX_DELAY_MS:.0f} ms more)"
     )
     print(
-        f"{_verdict(throughput)} the flood keeps {throughput['kept']:.0%} of its throughput beside key B, "
+        f"{_verdict(throughput)} throughput that the flood keeps beside key B: {throughput['kept']:.0%}, "
         f"limit {throughput['limit']:.0%}"
     )
 
@@ -273,7 +273,7 @@ def _shown(options: argparse.Namespace) -> dict[str, Any]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="what is served (default: the bundled model)")
+    parser.add_argument("--model", help="the model to serve (default: the bundled model)")
     parser.add_argument("--server", default="", help="more options of the server, as one text")
     parser.add_argument("--flood", type=int, default=200, help="requests that key A keeps open")
     parser.add_argument("--flood-prompt", type=int, default=1000)
@@ -281,13 +281,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--short", type=int, default=32, help="tokens of one half of key B's prompts")
     parser.add_argument("--long", type=int, default=1500, help="tokens of the other half")
     parser.add_argument("--output", type=int, default=4)
-    parser.add_argument("--requests", type=int, default=200, help="of key B, in each round")
-    parser.add_argument("--rounds", type=int, default=3, help="of each kind, in turns")
+    parser.add_argument("--requests", type=int, default=200, help="requests of key B per round")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of each kind, in turns")
     parser.add_argument("--pause", type=float, default=0.05, help="mean seconds between two of them")
     parser.add_argument("--warm-up", type=float, default=24.0, help="seconds of flood before anything is measured")
     parser.add_argument("--alone", type=float, default=20.0, help="seconds of flood, measured, before key B begins")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", type=Path, help="where the figures go")
+    parser.add_argument("--json", type=Path, help="file for the figures")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""What forced JSON is worth: of many answers at high temperature, how many ended, and hold finite values of the schema.
+"""Measures the effect of forced JSON: the share of answers, at high temperature, that end with finite valid values.
 
     python -m benchmarks.forced_values [--seeds 400] [--tokens 140] [--temperature 2] [--only NAME]
 

@@ -1,4 +1,4 @@
-"""What one decode step costs on the host, Driver and Worker, when the device costs nothing.
+"""Measures the host time of one decode step, Driver and Worker, with a device that costs nothing.
 
     python -m benchmarks.host_cost [--batch 1 16 64 256] [--steps 300] [--rounds 3] [--cpu-time] [--json FILE]
 
@@ -8,9 +8,9 @@ Everything runs in one thread of one process, so that every microsecond is seen;
 processes, work at the same time, and both at the same time as the device. So the sum is an upper bound of what a step
 can cost, with nothing overlapped. Plans are made one ahead, as on a GPU, and the event loop is the server's.
 
-What counts: `driver` is all that the Driver's loop does between two steps, from decoding a result to sending the next
-plan; `worker` all from decoding a plan to encoding its result. The time in which readers take their outputs (`readers`,
-the server's side) is shown and is in neither. Milliseconds per step, medians over the steps of all rounds.
+`driver` counts all work of the Driver's loop between two steps, from decoding a result to sending the next plan;
+`worker` counts all work from decoding a plan to encoding its result. `readers` is the time in which readers take their
+outputs (the server's side) and belongs to neither. Milliseconds per step, medians over the steps of all rounds.
 """
 
 import argparse
@@ -145,7 +145,8 @@ class NullQueue:
 def null_runner(num_seqs: int, num_blocks: int) -> ModelRunner:
     """A ModelRunner, set up as for a GPU, whose model and device cost nothing."""
     model = ModelConfig(
-        "llama", VOCAB_SIZE, HIDDEN_SIZE, 1, 1, 1, HIDDEN_SIZE, 8, MAX_MODEL_LEN, norm="rms", norm_eps=1e-6,
+        family="llama", vocab_size=VOCAB_SIZE, hidden_size=HIDDEN_SIZE, num_layers=1, num_heads=1, num_kv_heads=1,
+        head_dim=HIDDEN_SIZE, intermediate_size=8, max_position_embeddings=MAX_MODEL_LEN, norm="rms", norm_eps=1e-6,
         position="rope", activation="silu", gated_mlp=True,
     )  # fmt: skip
     cache = torch.zeros(num_blocks, 1, BLOCK_SIZE, HIDDEN_SIZE)
@@ -174,7 +175,14 @@ class LoopbackExecutor:
         self._num_blocks = num_blocks
         self._runner = runner = null_runner(num_seqs, num_blocks)
         self._ready_message = WorkerReady(
-            num_blocks, MAX_MODEL_LEN, num_seqs, 2 * num_seqs * PROMPT_TOKENS + 2048, VOCAB_SIZE, "cuda", "none", {}
+            num_blocks=num_blocks,
+            max_model_len=MAX_MODEL_LEN,
+            max_num_seqs=num_seqs,
+            max_num_batched_tokens=2 * num_seqs * PROMPT_TOKENS + 2048,
+            vocab_size=VOCAB_SIZE,
+            device="cuda",
+            dtype="none",
+            memory={},
         )
         self._frames: deque[bytes] = deque()
         self._launched: deque[Any] = deque()
@@ -294,7 +302,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64, 256], help="sequences that decode together")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--cpu-time", action="store_true", help="of this thread, for a machine that is busy")
+    parser.add_argument("--cpu-time", action="store_true", help="measure CPU time of this thread, for a busy machine")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the table as JSON, too")
     arguments = parser.parse_args()
     torch.set_num_threads(1)

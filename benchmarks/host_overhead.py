@@ -1,4 +1,4 @@
-"""What the Worker's host code costs per decode step, with a model that computes nothing.
+"""Measures the time of the Worker's host code per decode step, with a model that computes nothing.
 
     python benchmarks/host_overhead.py [--num-seqs 256] [--vocab-size 64] [--steps 300]
 
@@ -50,8 +50,9 @@ class NullDecoder:
 def measure(params: SamplingParams, num_seqs: int, vocab_size: int, steps: int) -> list[tuple[float, float]]:
     """Seconds on the clock and of CPU time of each decode step."""
     model = ModelConfig(
-        "llama", vocab_size, 8, 1, 1, 1, 8, 8, 4096, norm="rms", norm_eps=1e-6, position="rope", activation="silu",
-        gated_mlp=True,
+        family="llama", vocab_size=vocab_size, hidden_size=8, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=8,
+        intermediate_size=8, max_position_embeddings=4096, norm="rms", norm_eps=1e-6, position="rope",
+        activation="silu", gated_mlp=True,
     )  # fmt: skip
     runner = ModelRunner(
         RunnerParts(
@@ -66,7 +67,18 @@ def measure(params: SamplingParams, num_seqs: int, vocab_size: int, steps: int) 
     )
     prompt = [i % vocab_size for i in range(PROMPT_TOKENS)]
     blocks = list(range(PROMPT_TOKENS // BLOCK_SIZE + 1))
-    new = [NewSequence(i, prompt, PROMPT_TOKENS, 0, blocks, params, i) for i in range(num_seqs)]
+    new = [
+        NewSequence(
+            seq_id=i,
+            token_ids=prompt,
+            num_prompt_tokens=PROMPT_TOKENS,
+            num_computed_tokens=0,
+            block_ids=blocks,
+            params=params,
+            seed=i,
+        )
+        for i in range(num_seqs)
+    ]
     prefill = [SequenceStep(i, PROMPT_TOKENS, True, []) for i in range(num_seqs)]
     runner.result(runner.launch(StepPlan(0, [], new, [], prefill)))
     seconds = []

@@ -76,7 +76,7 @@ class MoEShape:
 
 
 MOE_SHAPES = (MoEShape("Mixtral", 8, 2, 4096, 14336), MoEShape("Qwen3-MoE", 128, 8, 2048, 768))
-MOE_TOKENS = (1, 16, 64, 256, 4096)  # of a step: decodes, and a prefill
+MOE_TOKENS = (1, 16, 64, 256, 4096)  # tokens per step: decodes, and a prefill
 CPU_SHARDS = 8
 
 
@@ -100,7 +100,7 @@ class Result:
     microseconds: float
     gigabytes_per_second: float
     gigaflops: float
-    share: float  # of the copy bandwidth or of the matmul rate, whichever is larger
+    share: float  # the larger of two: share of the copy bandwidth, share of the matmul rate
 
 
 def best_seconds(call: Callable[[], object], device: torch.device, budget: float = 0.5) -> float:

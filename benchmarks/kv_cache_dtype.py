@@ -1,4 +1,4 @@
-"""What each --kv-cache-dtype costs in quality and saves in memory, on the bundled model.
+"""Measures the quality that each --kv-cache-dtype costs and the memory that it saves, on the bundled model.
 
     python -m benchmarks.kv_cache_dtype [--dtype float32] [--documents 400] [--prompts 64] [--tokens 128] [--json PATH]
 
@@ -41,8 +41,8 @@ from training.train import IGNORE, encode
 
 BLOCK_SIZE = 16
 PROMPT_TOKENS = 24
-ROUNDS = 15  # of timings
-MAX_TOKENS = 2048  # of a document: the model's context
+ROUNDS = 15  # timings per kernel
+MAX_TOKENS = 2048  # most tokens of a document: the model's context
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def measure(dtype: torch.dtype, num_documents: int, num_prompts: int, num_tokens
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and activations"
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="type of weights and activations"
     )
     parser.add_argument("--documents", type=int, default=400)
     parser.add_argument("--prompts", type=int, default=64)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What paging and sharing save of the KV cache: every claim of the field, measured on the real block manager.
+"""Measures the KV cache memory that paging and sharing save: every claim of the field, on the real block manager.
 
     python -m benchmarks.memory [--quick] [--speed] [--out FOLDER] [--no-plots]
 
@@ -58,7 +58,7 @@ class Size:
     """How much is run. Requests and searches are those of ShareGPT-like lengths; of the shorter Alpaca-like, more."""
 
     num_requests: int
-    num_searches: int  # of the bundled model's beams, for each width
+    num_searches: int  # beam searches of the bundled model, for each width
     num_users: int
     num_turns: int
     system_tokens: tuple[int, ...]
@@ -76,7 +76,7 @@ QUICK = Size(240, 24, 25, 8, (1024, 4096), (1, 16, 128))
 
 
 def measure_waste(size: Size) -> list[Row]:
-    """Where the slots of the pool are: contiguous reservations, the best case of one, and paging."""
+    """The use of the pool's slots: contiguous reservations, their best case, and paging."""
     rows = []
     for lengths in DISTRIBUTIONS:
         load = size.load(lengths)
@@ -225,9 +225,7 @@ def main(argv: list[str] | None = None) -> int:
         "--speed", action="store_true", help="also the speed of the bundled model by block size, minutes"
     )
     parser.add_argument("--no-plots", action="store_true", help="table and JSON only: needs no matplotlib")
-    parser.add_argument(
-        "--out", type=Path, default=ROOT / ".cache" / "bench" / "memory", help="where files are written"
-    )
+    parser.add_argument("--out", type=Path, default=ROOT / ".cache" / "bench" / "memory", help="folder for the files")
     options = parser.parse_args(argv)
     if not options.no_plots and importlib.util.find_spec("matplotlib") is None:
         print("matplotlib is missing: pip install '.[bench]' for the plots, or add --no-plots.", file=sys.stderr)

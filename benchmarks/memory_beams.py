@@ -1,4 +1,4 @@
-"""What beam search saves: searches of the bundled model, through the real Scheduler, BlockManager and ModelRunner.
+"""Measures the memory that beam search saves, with the real Scheduler, BlockManager, ModelRunner and bundled model.
 
 Which hypotheses survive a step is what the model says. Prompts are held-out documents of its own corpus, one after the
 other, cut to the length that was drawn; a search runs for as many tokens as were drawn, past the end of a document if

@@ -1,7 +1,7 @@
 """The loads of benchmarks/memory.py, run on the real Scheduler and BlockManager step by step.
 
-Nothing is computed: the Worker's part is to return a token for each sequence that a plan samples, and the end of a
-sequence at the length that was drawn for it, which the scheduler does not know. What is counted is blocks.
+No model computes anything: a stand-in for the Worker returns a token for each sequence that a plan samples, and ends a
+sequence at the length that was drawn for it, which the scheduler does not know. The figures count blocks.
 """
 
 import heapq
@@ -20,7 +20,7 @@ from engine.scheduling.scheduler import Scheduler
 
 EOS_TOKEN_ID = 0
 VOCAB_SIZE = 50_000
-MAX_MODEL_LEN = 2048  # of OPT, which the paper serves
+MAX_MODEL_LEN = 2048  # context of OPT, which the paper serves
 POOL_SLOTS = 15_696  # tokens: what an A100 with 40 GB has left beside OPT-13B (the paper's table 1: 15.7 K)
 PARAMS = SamplingParams(max_tokens=MAX_MODEL_LEN)
 
@@ -65,7 +65,7 @@ def _lognormal(rng: random.Random, mean: float) -> float:
 
 @dataclass(frozen=True)
 class Shares:
-    """Where the slots of a pool are, as shares of it: the figure 2 of the paper. `num_running` is requests at once."""
+    """The use of a pool's slots, as shares: figure 2 of the paper. `num_running`: concurrent requests."""
 
     tokens: float  # keys and values of tokens
     reserved: float  # will be used by a later token of the request that holds it
@@ -79,7 +79,7 @@ class Shares:
 
     @property
     def waste_of_held(self) -> float:
-        """Of what requests hold."""
+        """The unused share of the slots that requests hold."""
         return (self.reserved + self.internal) / (1 - self.external)
 
 

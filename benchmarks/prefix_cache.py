@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What the prefix cache is worth: requests per second when prompts share their start, against the same without it.
+"""Measures the effect of the prefix cache: requests per second, with and without it, of prompts that share their start.
 
     python -m benchmarks.prefix_cache --model DIR [--prompts 16] [--length 1024] [--repeats 3] [--json PATH]
 

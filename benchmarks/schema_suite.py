@@ -54,7 +54,7 @@ class Tally:
 
     valid: int = 0
     accepted: int = 0
-    obeyed: int = 0  # nothing that is not valid got through: no walk, no instance of the suite
+    obeyed: int = 0  # schemas that let no invalid text through: no walk, no instance of the suite
     invalid: int = 0
     invalid_refused: int = 0
     hung: int = 0
@@ -227,7 +227,7 @@ def report(tally: Tally) -> None:
     share("accepted schemas obeyed", tally.obeyed, tally.accepted)
     share("invalid schemas refused", tally.invalid_refused, tally.invalid)
     share("random texts that came to an end", tally.walks - tally.unfinished_walks, tally.walks)
-    share("of these, not valid", tally.wrong_walks, tally.walks - tally.unfinished_walks)
+    share("invalid ones among these", tally.wrong_walks, tally.walks - tally.unfinished_walks)
     share("valid instances of accepted schemas allowed", tally.valid_instances_allowed, tally.valid_instances)
     share("instances that are not valid allowed", tally.invalid_instances_allowed, tally.invalid_instances)
     print(f"schemas that hang: {tally.hung}; slowest check: {tally.slowest_seconds:.2f} s")

@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
     """Exit status: 0 when every request was answered in full, 1 when one was not, 2 when nothing could be measured."""
     options = _parser().parse_args(argv)
     started: list[ServerProcess] = []
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was started is stopped then, too
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the handler below then stops the started servers
     try:
         return event_loop.run(_compare(options, started))
     except (TargetError, ValueError, RuntimeError) as error:
@@ -177,14 +177,14 @@ def _parser() -> argparse.ArgumentParser:
     ours = parser.add_mutually_exclusive_group()
     ours.add_argument("--url", help="our server, already running")
     ours.add_argument("--command", help="starts our server; holds {port}")
-    ours.add_argument("--model", help="what this checkout's own server serves (default: the bundled model)")
+    ours.add_argument("--model", help="the model of this checkout's own server (default: the bundled model)")
     peer = parser.add_mutually_exclusive_group()
     peer.add_argument("--peer", metavar="URL", help="the other server, already running")
     peer.add_argument("--peer-command", metavar="COMMAND", help="starts the other server; holds {port}")
     parser.add_argument("--repeats", type=whole_number, default=3, help="runs of each workload on each (default 3)")
     parser.add_argument("--start-timeout", type=positive, default=600.0, help="seconds a server may take (default 600)")
     parser.add_argument(
-        "--log-dir", type=Path, default=ROOT / ".cache" / "bench", help="where the servers' output goes"
+        "--log-dir", type=Path, default=ROOT / ".cache" / "bench", help="folder for the servers' output"
     )
     add_load_options(parser)
     return parser

@@ -1,4 +1,4 @@
-"""What a streamed chunk costs between the engine's output and uvicorn, and what a stream costs that has only a few.
+"""Measures the time of a streamed chunk between the engine's output and uvicorn, and of a stream with few chunks.
 
     python -m benchmarks.stream_chunks [--json FILE]
 

@@ -1,4 +1,4 @@
-"""What a structured output costs: seconds per output token with a form and without, in turns A B A B.
+"""Measures the cost of structured output: seconds per output token with a form and without, in turns A B A B.
 
     python -m benchmarks.structured [--model DIR] [--dtype bfloat16] [--at-once 1,8] [--rounds 5] [--json PATH]
 

@@ -67,7 +67,7 @@ def wins(row: dict[str, float]) -> bool:
 async def measure(
     model: str, block_size: int, lengths: list[int], repeats: int
 ) -> tuple[list[dict[str, float]], CacheCosts]:
-    """Of each length the medians and the blocks that auto loaded; and what the Worker measured at the last start."""
+    """Per length, the medians and the blocks that `auto` loaded; the Worker's measurements at its last start."""
     rows = []
     for length in lengths:
         driver = await start(model, block_size, length)

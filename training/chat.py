@@ -53,7 +53,7 @@ def _typo(rng: random.Random, text: str) -> str:
 
 
 def animal_facts() -> list[Fact]:
-    """What to say when asked about an animal in general."""
+    """General questions about an animal, with answers."""
     homes, diets = dict(rows("home")), dict(rows("diet"))
     facts = []
     for animal in homes.keys() & diets.keys():
@@ -165,7 +165,7 @@ class ChatWriter:
         return [(disguise(rng, question), answer), *more]
 
     def beyond(self, rng: random.Random) -> list[Exchange]:
-        """What the model cannot do or does not know."""
+        """An exchange about something that the model cannot do or does not know."""
         draw = rng.random()
         if draw < 0.1:
             question, answer = sums.big_sum_exchange(rng)

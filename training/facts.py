@@ -1,4 +1,4 @@
-"""What the model knows: tables of simple facts, each with several ways to ask and to answer.
+"""The model's knowledge: tables of simple facts, each with several ways to ask and to answer.
 
 The tables are in texts/facts.txt. The last question of a table with four or more is never trained on: it measures
 whether the model understands a new phrasing.

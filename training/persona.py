@@ -1,4 +1,4 @@
-"""What the model says about itself, about pageserve and serving, its small talk, jokes and verses."""
+"""Answers of the model about itself, about pageserve and serving; small talk, jokes and verses."""
 
 from training.facts import HELD_OUT_FROM, Fact
 from training.texts import read_sections

@@ -202,7 +202,7 @@ def make_character(rng: random.Random, kind: str, name: str | None = None) -> Ch
 
 @dataclass(frozen=True)
 class Cast:
-    """Who and where: everything a story needs before its first word."""
+    """Characters and place: everything that a story needs before its first word."""
 
     hero: Character
     friend: Character

@@ -92,8 +92,8 @@ def encode(tokenizer: Tokenizer, document: Document) -> tuple[list[int], list[in
 def repetitions() -> Iterator[tuple[list[int], list[int]]]:
     """Token ids and labels of random sequences that are said two to six times; the first time need not be learned.
 
-    Nothing but looking back helps here, so the model learns in some hundred steps to copy, which it later needs for
-    names. From stories alone that skill (induction heads: Olsson et al., 2022) comes only after many million tokens.
+    Only looking back helps here, so the model learns to copy in some hundred steps, and later copies names. From
+    stories alone that skill (induction heads: Olsson et al., 2022) comes only after many million tokens.
     """
     rng = random.Random(TRAIN_SEED)
     while True:
@@ -301,7 +301,14 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "rendezvous").unlink(missing_ok=True)
     run = Run(
-        args.out, args.steps, args.practice_steps, args.lr, args.processes, not args.eager, args.save_every, args.resume
+        out=args.out,
+        steps=args.steps,
+        practice_steps=args.practice_steps,
+        lr=args.lr,
+        processes=args.processes,
+        compiled=not args.eager,
+        save_every=args.save_every,
+        resume=args.resume,
     )
     torch.multiprocessing.start_processes(train, (run,), nprocs=run.processes, start_method="fork")
     (args.out / "rendezvous").unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""What the model does not know: questions beyond its tables, nonsense and noise, and how it says no."""
+"""Questions that the model cannot answer: beyond its tables, nonsense and noise; and its ways to say no."""
 
 import random
 import string

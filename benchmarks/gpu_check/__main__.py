@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 SECONDS = 570.0
 MIN_SECONDS = 5.0  # with less left a part is not begun
-MAX_STARTS = 4  # of one part: a process that a case ended is followed by another, which goes on behind that case
+MAX_STARTS = 4  # processes per part: if a case ends the process, the next process continues after that case
 PACKAGES = ("torch", "triton", "transformers", "numpy", "numba", "msgspec", "pytest", "fastapi", "uvicorn")
 LOG_LINES = 12
 GRACE_SECONDS = 3.0  # for what a part started to end by itself
@@ -165,7 +165,7 @@ def _raiser(message: str) -> Any:
 
 
 def _run_part(name: str, setting: Setting, lost: str) -> int:
-    """What the process of a part does. It leaves without teardown: threads of others may never end."""
+    """Run one part, in the part's own process. It leaves without teardown: threads of others may never end."""
     part = next(part for part in PARTS if part.name == name)
     part.run(Recorder(setting.record_path(name), lost or "the process ended in it", setting.patience), setting)
     sys.stdout.flush()
@@ -188,7 +188,7 @@ def _installed() -> Iterator[tuple[str, str]]:
 
 
 def _commit() -> str:
-    """Of this checkout, "" where git or its folder is not there."""
+    """The commit of this checkout; "" without git or its folder."""
     if shutil.which("git") is None:
         return ""
     done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
@@ -202,8 +202,8 @@ def _joined(*paths: str | None) -> str:
 def option_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_check", description=__doc__)
     parser.add_argument("--parts", default="", metavar="NAMES", help=f"of {', '.join(NAMES)}; default: all but tiles")
-    parser.add_argument("--json", type=Path, metavar="DIR", help="where the JSON goes (default benchmarks/results)")
-    parser.add_argument("--log", type=Path, metavar="FILE", help="where the parts' output goes (default .cache)")
+    parser.add_argument("--json", type=Path, metavar="DIR", help="folder for the JSON (default benchmarks/results)")
+    parser.add_argument("--log", type=Path, metavar="FILE", help="folder for the parts' output (default .cache)")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for everything (default %(default)g)")
     parser.add_argument("--tiny", action="store_true", help="toy sizes on a CPU: does the program itself work?")
     parser.add_argument("--run-part", choices=NAMES, help=argparse.SUPPRESS)

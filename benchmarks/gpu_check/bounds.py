@@ -1,4 +1,4 @@
-"""What steps and workloads take at least, from the card's own measured limits.
+"""Lower bounds for the time of steps and workloads, from the card's own measured limits.
 
 A decode step of B sequences with S tokens each reads every weight once (the embedding is a gather) and all their keys
 and values: max((W + B S k) / bandwidth, B (2 P + 4 L H d S) / rate). A prefill of S tokens computes
@@ -23,7 +23,7 @@ class Limits:
 
     @classmethod
     def read(cls, path: Path) -> "Limits":
-        """What the part "limits" left. RuntimeError where it did not get that far."""
+        """The results of the part "limits". RuntimeError where it did not get that far."""
         try:
             fields = json.loads(path.read_text(encoding="utf-8"))
         except OSError:
@@ -51,7 +51,7 @@ class Bounds:
 
     @property
     def active_parameters(self) -> int:
-        """What one token is multiplied with: all but the embedding, the head and the experts that it does not go to."""
+        """Parameters that one token is multiplied with: all but the embedding, the head and the unused experts."""
         return round(self.body_parameters - self._idle_expert_parameters(1))
 
     def weight_bytes(self, num_tokens: int) -> float:
@@ -60,7 +60,7 @@ class Bounds:
         return read * self.dtype_bytes
 
     def _idle_expert_parameters(self, num_tokens: int) -> float:
-        """Of experts that no token goes to, all layers."""
+        """Parameters of experts that no token is routed to, in all layers."""
         moe = self.model.moe
         if moe is None:
             return 0.0
@@ -70,7 +70,7 @@ class Bounds:
 
     @property
     def _attention_flops(self) -> int:
-        """Of one query against one key, all layers."""
+        """Operations for one query and one key, in all layers."""
         return 4 * self.model.num_layers * self.model.num_heads * self.model.head_dim
 
     def decode_bytes(self, batch: int, cached_tokens: float) -> float:

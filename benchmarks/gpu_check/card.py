@@ -12,7 +12,7 @@ NVIDIA_SMI_SECONDS = 20.0  # a driver that nobody has used before takes some to 
 
 
 def card_facts() -> dict[str, Any]:
-    """What nvidia-smi says of the card that CUDA calls 0; empty where there is none, or it does not say."""
+    """The facts that nvidia-smi reports for CUDA's card 0; empty without a card or without nvidia-smi's answer."""
     command = ["nvidia-smi", f"--id={_index()}", f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits"]
     if shutil.which(command[0]) is None:
         return {}

@@ -81,7 +81,7 @@ def attention_goal(case: Case, device: torch.device) -> Goal | None:
 
 
 def others(bench: Bench, shape: Shape, num_rows: int, device: torch.device) -> None:
-    """What benchmarks/kernel_speed.py has no row for: LayerNorm, and copies of whole blocks."""
+    """Kernels that benchmarks/kernel_speed.py has no row for: LayerNorm, and copies of whole blocks."""
     item = shape.dtype.itemsize
 
     def norm() -> None:

@@ -1,4 +1,4 @@
-"""What the card can do, measured here and now: every other figure is a share of it."""
+"""Measures the limits of the card: every other figure is a share of them."""
 
 import json
 

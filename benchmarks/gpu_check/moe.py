@@ -1,7 +1,7 @@
 """Mixtures of experts at the shapes of Mixtral and Qwen3-MoE, beside torch's own grouped matrix product.
 
-What is judged by the bandwidth are the experts that tokens reach: at 16 tokens, all 8 of Mixtral's, some 82 of 128 of
-Qwen3-MoE's.
+The bandwidth figure counts only the experts that tokens reach: at 16 tokens, all 8 experts of Mixtral, about 82 of the
+128 of Qwen3-MoE.
 """
 
 from collections.abc import Callable

@@ -14,7 +14,7 @@ ENGINE_PACKAGES = ("torch", "numpy", "msgspec", "safetensors", "tokenizers", "ji
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a part is told. The part "limits" leaves limits.json in the folder."""
+    """The settings of a part. The part "limits" writes limits.json to the folder."""
 
     tiny: bool
     folder: Path  # for models and records, shared by all parts of a run
@@ -61,7 +61,7 @@ class Part:
 
 PARTS = (
     # the first to read torch's libraries from the disk: on a machine that has just started that takes a minute
-    Part("limits", "limits", 30, ("torch", "numpy"), "What the card can do", at_most=150),
+    Part("limits", "limits", 30, ("torch", "numpy"), "Limits of the card", at_most=150),
     Part("tests", "tests", 120, ("torch", "triton", "transformers", "pytest"), "Tests on the device"),
     Part("kernels", "kernels", 110, ("torch", "triton", "numpy"), "Kernels"),
     Part("steps", "steps", 110, (*ENGINE_PACKAGES, "triton"), "Steps of the model runner"),

@@ -1,4 +1,4 @@
-"""Where the time of a step goes on the device: kernels by kind, the longest by name, and gaps between them."""
+"""Shows how a step spends its time on the device: kernels by kind, the longest by name, and gaps between them."""
 
 import json
 import re
@@ -16,7 +16,7 @@ from benchmarks.gpu_check.timing import synchronize
 
 STEPS, LONGEST = 4, 8
 DEVICE_EVENTS = ("kernel", "gpu_memcpy", "gpu_memset")
-# What a kernel does, by its name; the first that matches.
+# Kind of a kernel, by its name; the first match counts.
 KINDS = (
     ("attention", r"attention|reduce_splits|flash|fmha"),
     ("cache writes", r"and_cache|copy_blocks|pack_blocks"),

@@ -1,4 +1,4 @@
-"""What a part measured, line by line in a file, so that nothing recorded is lost with the process that recorded it."""
+"""Records a part's measurements line by line in a file: the records survive the process that made them."""
 
 import contextlib
 import faulthandler
@@ -57,7 +57,7 @@ class Recorder:
     def __init__(self, path: Path, lost: str = "the process ended in it", patience: float = 1.0) -> None:
         self._path = path
         self._patience = patience
-        self._deadlines: list[float] = []  # of the cases under way, the outermost first
+        self._deadlines: list[float] = []  # deadlines of the running cases, the outermost first
         lines = read_record(path)
         self._done = {line["case"] for line in lines if line["kind"] in ("end", "failed")}
         for line in lines:
@@ -66,7 +66,7 @@ class Recorder:
                 self._write("failed", case=line["case"], reason=lost)
 
     def case(self, name: str, measure: Callable[[], object], seconds: float = CASE_SECONDS) -> None:
-        """Run `measure`, which records figures. What it raises is recorded and ends the case, not the part.
+        """Run `measure`, which records figures. Its exception is recorded and ends the case, not the part.
 
         Cases may be nested. After `seconds` the process writes its stacks and exits. It
         exits, too, with DEVICE_BROKEN, when the device has failed in a way that only a new process survives.

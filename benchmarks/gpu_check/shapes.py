@@ -35,7 +35,7 @@ class NanoRequest:
 
 
 def model_config(name: str, tiny: bool) -> dict[str, Any]:
-    """What config.json says; tiny: the same family at toy size."""
+    """The contents of config.json; tiny: the same family at toy size."""
     return {**COMMON, **CONFIGS[name], **(TINY if tiny else {})}
 
 

@@ -61,8 +61,19 @@ def measure_model(name: str, recorder: Recorder, setting: Setting, device: torch
     recorder.figure(f"{name}: load, profile and warm up", time.perf_counter() - started, "s", memory=ready.memory)
     model = read_model_config(folder)
     bounds = Bounds(model, Limits.read(setting.folder / "limits.json"))
-    free = list(range(ready.num_blocks))
-    steps = Steps(name, runner, ready, model, bounds, recorder, setting, device, config.block_size, free)
+
+    steps = Steps(
+        name=name,
+        runner=runner,
+        ready=ready,
+        model=model,
+        bounds=bounds,
+        recorder=recorder,
+        setting=setting,
+        device=device,
+        block_size=config.block_size,
+        free=list(range(ready.num_blocks)),
+    )
     recorder.case(f"{name}: prefill", steps.prefills, seconds=60)
     recorder.case(f"{name}: decode", steps.decodes, seconds=90)
     recorder.case(f"{name}: profile", steps.profiles, seconds=40)
@@ -130,7 +141,7 @@ class Steps:
             self._decode(seq_ids[:batch], context)
 
     def profiles(self) -> None:
-        """Where the time of a step goes, for the sequences that `decodes` left."""
+        """Profile steps of the sequences that `decodes` left."""
         for batch in PROFILED_BATCHES:
             if batch <= len(self.decoding):
                 self._profile(self.decoding[:batch])
@@ -179,9 +190,9 @@ class Steps:
         return [after - before for before, after in pairwise(ends[1:])] or [ends[-1] - ends[0]]
 
     def _host_seconds(self, seq_ids: list[int]) -> float:
-        """What the Worker's own code takes of one step, from the plan to the result, without waiting for the device.
+        """Seconds of the Worker's own code in one step, from the plan to the result, without the wait for the device.
 
-        On a CPU the computation itself is in it.
+        On a CPU the figure includes the computation.
         """
         synchronize(self.device)
         started = time.perf_counter()
@@ -199,7 +210,17 @@ class Steps:
         for length in lengths:
             ids = torch.randint(self.model.vocab_size, (length,), generator=generator).tolist()
             blocks = self._take_blocks(-(-max(length + 1, room) // self.block_size))
-            new.append(NewSequence(self.next_id, ids, length, 0, blocks, GREEDY, self.next_id))
+            new.append(
+                NewSequence(
+                    seq_id=self.next_id,
+                    token_ids=ids,
+                    num_prompt_tokens=length,
+                    num_computed_tokens=0,
+                    block_ids=blocks,
+                    params=GREEDY,
+                    seed=self.next_id,
+                )
+            )
             self.held[self.next_id], self.num_tokens[self.next_id] = blocks, length
             self.next_id += 1
         self._run_plans(self._prefill_plans(new))

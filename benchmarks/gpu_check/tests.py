@@ -15,12 +15,12 @@ from benchmarks.gpu_check.record import Recorder, at_least, read_record
 from benchmarks.gpu_check.timing import pick_device
 
 ROOT = Path(__file__).resolve().parents[2]
-# What runs on a device; test_*.py are for a CPU, where these other names are not collected. The Triton kernels' own
-# tests need a GPU or the interpreter: on a CPU the file that calls every kernel as the models do is left.
+# Tests that run on a device. test_*.py run on a CPU, where pytest does not collect these other names. The tests of
+# Triton kernels need a GPU or the interpreter: on a CPU only the file remains that calls every kernel as the models do.
 KERNEL_FILES, CPU_KERNEL_FILES, ENGINE_FILES = ("*_cases.py", "triton_*.py"), ("device_cases.py",), "device_cases.py"
 GROUPS = {"kernels": "tests/kernels/", "models": "tests/engine/models/", "engine": "tests/engine/device"}
 TEST_SECONDS, MAX_PROCESSES = 80, 14  # most of their time is that of the compiler
-SPARE_SECONDS = 8.0  # of the part's, to write down what was found
+SPARE_SECONDS = 8.0  # kept of the part's time to write the results
 FAILURES_SHOWN = 12
 TINY_SELECTION = "(llama_tied and bfloat16) or (test_layer_norm and bfloat16) or (test_cache_writes and bfloat16)"
 
@@ -37,7 +37,7 @@ def run_tests(files: list[Path], recorder: Recorder, setting: Setting) -> None:
     """A figure of how many passed in each group, and a line for each that did not."""
     results = setting.folder / "tests-results.jsonl"
     environment = {**os.environ, "GPU_CHECK_RESULTS": str(results), "PYTHONPATH": _python_path()}
-    environment.pop("PYTEST_XDIST_WORKER", None)  # of a pytest that runs this one
+    environment.pop("PYTEST_XDIST_WORKER", None)  # set if this code runs inside pytest
     ended, seconds = "", max(1.0, setting.seconds - SPARE_SECONDS)
     try:
         done = subprocess.run(pytest_command(files, setting), cwd=ROOT, env=environment, timeout=seconds)

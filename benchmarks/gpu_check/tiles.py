@@ -28,7 +28,7 @@ PREFILL_TILES = ((128, 128, 8, 5), (128, 128, 8, 3), (128, 64, 8, 5), (128, 64, 
                  (64, 64, 4, 3), (64, 128, 4, 5), (64, 32, 4, 5), (128, 32, 8, 5))  # fmt: skip
 DECODE_TILES = ((16, 64, 4, 5), (16, 64, 4, 3), (16, 64, 4, 7), (16, 32, 4, 5), (16, 32, 4, 7), (16, 128, 4, 3),
                 (16, 128, 8, 5), (16, 64, 2, 5))  # fmt: skip
-# of int8 and fp8 caches of head size 128: there the codes' way to floats costs more instructions than the rest
+# Tiles for int8 and fp8 caches of head size 128: there converting codes to floats costs most of the instructions.
 QUANTISED_TILES = ((16, 32, 4, 5), (16, 32, 4, 3), (16, 64, 4, 5), (16, 64, 8, 5), (16, 128, 8, 5))
 PREFILLS = ((1, 8192, 8192), (16, 512, 512), (1, 2048, 32768))  # sequences, chunk, context
 DECODES = ((1, 1024), (16, 4096), (64, 1024), (256, 1024))  # sequences, context

@@ -26,7 +26,7 @@ def run(recorder: Recorder, bench: Bench, shape: Shape, tiny: bool) -> None:
     for peer, make, decodes, prefills in (("SDPA", sdpa, DECODES, PREFILLS), ("flex_attention", flex, *FLEX)):
         for num_seqs, context in TINY_DECODES if tiny else decodes:
             name = f"{peer} decode {num_seqs} x {context}"
-            measure = partial(decode, bench, shape, peer, make, num_seqs, context)
+            measure = partial(decode, bench, shape, peer, make, num_seqs=num_seqs, context=context)
             recorder.case(name, measure, seconds=60)
         for length in TINY_PREFILLS if tiny else prefills:
             name = f"{peer} prefill 1 x {length} of {length}"
@@ -71,7 +71,8 @@ def prefill(bench: Bench, shape: Shape, peer: str, make: Callable[..., Attend], 
     keys, values = (contiguous(cache, tables, length) for cache in (k_cache, v_cache))
     attend, query = make(True, length, bench.device), q.transpose(0, 1).unsqueeze(0).contiguous()
     bounds = torch.tensor([0, length], dtype=torch.int32, device=bench.device)
-    ours = prefill_attention(q, k_cache, v_cache, tables, bounds, seq_lens, length, shape.head_dim**-0.5)
+    scale = shape.head_dim**-0.5
+    ours = prefill_attention(q, k_cache, v_cache, tables, bounds, seq_lens, max_seqlen_q=length, scale=scale)
     compare(ours, attend(query, keys, values)[0].transpose(0, 1))
     scores = length * (length + 1) / 2
     moved = 2 * (keys.numel() + query.numel()) * shape.dtype.itemsize

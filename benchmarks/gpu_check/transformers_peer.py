@@ -1,9 +1,9 @@
 """transformers on the prompts of the nano-vllm workload: one by one, in static batches, with continuous batching.
 
-Each way gets some seconds, not the whole workload. What they reach is output tokens per second: of one by one as
-measured over the first prompts, of the static batches what all of them would take at the measured time of a step (which
-grows with the context, so the figure favours transformers), of continuous batching as measured, with what unfinished
-requests had by then where the time was too short.
+Each way gets some seconds, not the whole workload. The figures are output tokens per second. One by one: measured over
+the first prompts. Static batches: extrapolated to the whole workload from the measured time of a step, which grows with
+the context, so the figure favours transformers. Continuous batching: as measured; if the time was too short, the tokens
+of unfinished requests count, too.
 """
 
 import dataclasses
@@ -127,7 +127,7 @@ class Peer:
             self._report_continuous(finished, taken)
 
     def _report_continuous(self, finished: dict[str, int], seconds: float) -> None:
-        """Where the time was too short, a request under way has about as many tokens as the longest that is done."""
+        """Record the rate. An unfinished request counts as many tokens as the longest finished request."""
         if not finished:
             raise RuntimeError(f"no request was finished within {seconds:.0f} s")
         unfinished = len(self._workload) - len(finished)

@@ -12,7 +12,7 @@ from benchmarks.gpu_check.parts import Part
 def install_wheels(folder: Path, target: Path, parts: Iterable[Part]) -> Path | None:
     """Unpack the wheels of `folder` into `target`, to be put on the path, where a part lacks a package.
 
-    Nothing that is installed changes. None where nothing lacks, there are no wheels, or pip cannot install them (it
+    Installed packages stay unchanged. None where nothing lacks, there are no wheels, or pip cannot install them (it
     says why); the parts are then skipped by name.
     """
     wheels = newest(folder.glob("*.whl"))

@@ -135,7 +135,7 @@ def evaluate(lm_eval: Path, folder: Path, model: str, arguments: dict[str, Any])
 
 
 def read_reported(output: Path) -> dict[tuple[str, str], float]:
-    """What lm-eval reports: (task, metric) -> its score over all samples."""
+    """The report of lm-eval: (task, metric) -> score over all samples."""
     (path,) = output.rglob("results_*.json")
     results = json.loads(path.read_text(encoding="utf-8"))["results"]
     return {
