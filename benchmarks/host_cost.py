@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 
 import torch
 
-import engine.driver
+import engine.executor.supervisor
 from engine.checkpoint.locate import resolve_model
 from engine.config import EngineConfig
 from engine.driver import Driver
@@ -236,12 +236,12 @@ class LoopbackExecutor:
 @contextmanager
 def loopback(clock: Clock, num_seqs: int) -> Iterator[None]:
     """Drivers made in here have a LoopbackExecutor."""
-    original = engine.driver.Executor
-    engine.driver.Executor = partial(LoopbackExecutor, clock, num_seqs)  # type: ignore[misc, assignment]
+    original = engine.executor.supervisor.Executor
+    engine.executor.supervisor.Executor = partial(LoopbackExecutor, clock, num_seqs)  # type: ignore[misc, assignment]
     try:
         yield
     finally:
-        engine.driver.Executor = original  # type: ignore[misc]
+        engine.executor.supervisor.Executor = original  # type: ignore[misc]
 
 
 async def read(stream: RequestStream) -> None:

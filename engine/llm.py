@@ -29,7 +29,7 @@ from engine.settings import from_keywords
 from engine.text.bad_words import resolve_bans
 from engine.text.tokenizer import Tokenizer
 from engine.text.unicode import is_valid_unicode
-from engine.thinking import FIELD, check_budget
+from engine.thinking import FIELD
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = dict[str, Any]
@@ -175,7 +175,6 @@ class LLM:
         for index, job in enumerate(jobs):
             with _naming_prompt(index):
                 check_request(Request("", job.token_ids, job.params, beam_search=job.beam_search), self._driver.model)
-                check_budget(job.params, self.tokenizer.thinking_tags)
         with _Progress(len(jobs), use_tqdm) as progress:
             outputs = self._thread.run(self._complete_all(jobs, progress))
         failed = [output for output in outputs if output.outputs[0].finish_reason is FinishReason.ERROR]

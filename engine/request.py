@@ -1,11 +1,7 @@
 """Request: what a caller hands to the Driver."""
 
-import random
 from dataclasses import dataclass
 
-import msgspec
-
-from engine.memory.sequence import Sequence
 from engine.sampling_params import BeamSearchParams, SamplingParams
 
 
@@ -35,23 +31,3 @@ class Request:
     weight: float = 1.0
     timeout: float | None = None
     trace_parent: str = ""
-
-    def sequence(self, index: int, number: int, max_num_tokens: int) -> Sequence:
-        """Sample `index`; `number` is unique and grows with the time of arrival. The first one scores the prompt."""
-        seed = random.getrandbits(64) if self.params.seed is None else self.params.seed
-        return Sequence(
-            number,
-            self.prompt_token_ids,
-            self.params if index == 0 else _without_scores(self.params),
-            seed=(seed + index * 0x9E3779B97F4A7C15) % 2**64,  # samples of one seed draw apart, the first as if alone
-            max_num_tokens=max_num_tokens,
-            priority=self.priority,
-            arrival=number,
-            cache_salt=self.cache_salt,
-            tenant=self.tenant,
-            weight=self.weight,
-        )
-
-
-def _without_scores(params: SamplingParams) -> SamplingParams:
-    return params if params.prompt_logprobs is None else msgspec.structs.replace(params, prompt_logprobs=None)

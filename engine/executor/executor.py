@@ -17,12 +17,11 @@ from engine.executor.child_process import connect, spawn
 from engine.executor.frames import FrameError, read_frame
 from engine.executor.process_state import count_oom_kills, is_traced, stopped_at, wait_until_stopped
 from engine.executor.step import (
-    FetchBlocks,
+    DriverMessage,
     FetchedBlocks,
     GrammarPrepared,
     Heartbeat,
     LoadProgress,
-    PrepareGrammar,
     StartWorker,
     StepPlan,
     StepResult,
@@ -35,8 +34,6 @@ from engine.executor.step import (
 from engine.executor.step_durations import StepDurations
 from engine.executor.step_watch import StepWatch
 from engine.executor.timeouts import with_timeout
-from engine.structured_output import Vocabulary
-from engine.thinking import ThinkingTags
 
 FLUSH_SECONDS = 5.0  # a slow disk gets no more
 
@@ -112,7 +109,7 @@ class Executor:
             else:
                 raise WorkerDiedError("the Worker sent a step result before it was ready")
 
-    def send(self, message: StepPlan | FetchBlocks | Vocabulary | PrepareGrammar | ThinkingTags) -> None:
+    def send(self, message: DriverMessage) -> None:
         """Hand over a plan; never blocks (a Worker that does not read lets the buffer grow by a few plans at most)."""
         assert self._writer is not None, "start() comes first"
         self._writer.write(encode_frame(message))
@@ -129,6 +126,17 @@ class Executor:
             raise WorkerDiedError(f"the Worker sent {type(message).__name__} in place of a step result")
         self._watch.received()
         return message
+
+    async def flush(self, plan: StepPlan, num_in_flight: int) -> None:
+        """Send a last plan and wait for its result, behind `num_in_flight` others; gives up after FLUSH_SECONDS."""
+        self.send(plan)
+        num_results = num_in_flight + 1
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + FLUSH_SECONDS
+        with contextlib.suppress(asyncio.TimeoutError, WorkerDiedError):
+            while num_results:
+                message = await with_timeout(deadline - loop.time(), self.receive())
+                num_results -= isinstance(message, StepResult)
 
     async def stop(self, grace: float = KILL_AFTER_SECONDS) -> None:
         """End the Worker: closing the socket is its sign to go; a kill follows where it is not gone in `grace` s."""
@@ -247,15 +255,3 @@ def _named_error(message: WorkerFailed) -> PageserveError:
     error = kind(message.message)
     assert isinstance(error, PageserveError)
     return error
-
-
-async def flush(executor: Executor, plan: StepPlan, num_in_flight: int) -> None:
-    """Send `plan` and wait until it is done, behind `num_in_flight` others; gives up after FLUSH_SECONDS."""
-    executor.send(plan)
-    num_results = num_in_flight + 1
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + FLUSH_SECONDS
-    with contextlib.suppress(asyncio.TimeoutError, WorkerDiedError):
-        while num_results:
-            message = await with_timeout(deadline - loop.time(), executor.receive())
-            num_results -= isinstance(message, StepResult)

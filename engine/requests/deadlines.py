@@ -14,6 +14,11 @@ class Deadlines:
         self._expire = expire
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
+    @property
+    def request_ids(self) -> set[str]:
+        """The requests whose time runs."""
+        return set(self._timers)
+
     def start(self, request_id: str, seconds: float) -> None:
         """Count from now on."""
         loop = asyncio.get_running_loop()

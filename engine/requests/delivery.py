@@ -1,65 +1,45 @@
-"""Delivery: tokens on their way from the scheduler to the streams of their requests."""
+"""Delivery: new tokens on their way from the scheduler to the streams of their requests."""
 
-import time
 from collections import Counter
 
-from engine.executor.step import SampledToken, StepPlan, StepResult
+from engine.executor.step import SampledToken, StepResult
 from engine.memory.sequence import Sequence
 from engine.outputs import FinishReason, TokenLogprobs
-from engine.requests.stream import RequestStream
+from engine.requests.live_request import LiveRequest
 from engine.scheduling.beam_group import BeamGroup
 from engine.scheduling.beam_search import Hypothesis
 from engine.scheduling.scheduler import Scheduler
-from engine.telemetry.request_log import RequestReport, StepMeter
-from engine.telemetry.request_timings import RequestTimings
 from engine.telemetry.stats import EngineStats
 
-
-class LiveRequest:
-    """A request that has not ended. `plain`, `put_plain` and `last_tokens` are at hand for the many plain tokens."""
-
-    __slots__ = ("last_tokens", "num_unfinished", "plain", "put_plain", "stream", "timings")
-
-    def __init__(self, stream: RequestStream, timings: RequestTimings, num_unfinished: int) -> None:
-        self.stream = stream
-        self.timings = timings
-        self.num_unfinished = num_unfinished
-        self.plain = stream.plain
-        self.put_plain = stream.put_plain
-        self.last_tokens = timings.last_tokens
-
-    def report(self, reason: FinishReason | None = None) -> RequestReport:
-        """What is known of it now; `reason`: why it has ended."""
-        return self.timings.report(self.stream.request.request_id, self.stream.sequences(), reason)
+FreshTokens = list[tuple[Sequence, int]]  # (sequence, token id)
+Vectors = list[tuple[Sequence, bytes]]  # (sequence that was embedded, fp32 numbers)
 
 
 class Delivery:
-    """Knows whose sequences are whose: `owners` maps a seq_id to its request and the indices of its samples there."""
+    """`owners` maps the id of each live sequence to its request and to the indices of the samples that it computes.
 
-    def __init__(self, stats: EngineStats) -> None:
+    The scheduler is told of one thing only: that a sequence ends at a stop string, which shows in the text.
+    """
+
+    def __init__(self, scheduler: Scheduler, stats: EngineStats) -> None:
         self.owners: dict[int, tuple[LiveRequest, range]] = {}
-        self.meter = StepMeter()
+        self._scheduler = scheduler
         self._stats = stats
 
-    def planned(self, plan: StepPlan) -> None:
-        """A plan is on its way to the Worker: what it computes of prompts is noted with their requests."""
-        num_rows = len(plan.decodes) + len(plan.chunks)
-        self.meter.count(num_rows)
-        for chunk in plan.chunks:
-            if not chunk.num_tokens or chunk.seq_id not in self.owners:  # a fork computes none
-                continue
-            live, _ = self.owners[chunk.seq_id]
-            if live.stream.request.beam_search is None or not live.stream.num_generated_tokens:  # else no prompt's
-                live.timings.observe_chunk(chunk.num_tokens, num_rows)
+    def deliver(
+        self,
+        result: StepResult,
+        fresh: FreshTokens,
+        vectors: Vectors,
+        now: float,
+        *,
+        plain: bool,
+    ) -> list[LiveRequest]:
+        """Hand the fresh tokens and the vectors of a step to their streams.
 
-    def take(self, result: StepResult, scheduler: Scheduler, *, plain: bool) -> list[LiveRequest]:
-        """Let `scheduler` take in a result, and hand its tokens over.
-
-        Returns the requests that got some and are to be woken; with `plain`, those were woken already that need no
-        more of the caller than that.
+        Returns the requests whose readers are to be woken. With `plain`, tokens within plain streams have woken theirs
+        already, and their requests are left out.
         """
-        now = time.monotonic()
-        fresh = scheduler.update(result)
         for scores in result.prompt_scores:
             if scores.seq_id in self.owners:
                 self.owners[scores.seq_id][0].stream.add_scores(scores)
@@ -70,25 +50,25 @@ class Delivery:
         for seq, token_id in fresh:
             live, indices = self.owners[seq.seq_id]
             token = details.get(seq.seq_id) or SampledToken(seq.seq_id, token_id)
-            self._deliver(live, indices, seq, token, now, scheduler)
+            self._deliver_token(live, indices, seq, token, now)
             touched[live] = None
-        for seq, vector in scheduler.take_vectors(result):
+        for seq, vector in vectors:
             live, indices = self.owners[seq.seq_id]
             live.stream.put_embedding(vector)
             self._deliver_end(live, indices, seq, now)
             touched[live] = None
         return list(touched)
 
-    def take_search(self, group: BeamGroup, scheduler: Scheduler) -> None:
+    def deliver_hypotheses(self, group: BeamGroup, now: float) -> None:
         """Hand over the hypotheses of a beam search that has ended."""
-        live, _ = self.owners[group.slots[0].seq_id]
-        for slot, result in zip(group.slots, group.results, strict=True):
-            self._deliver_result(live, slot, result, scheduler)
+        for slot, hypothesis in zip(group.slots, group.results, strict=True):
+            live, indices = self.owners[slot.seq_id]
+            self._deliver_hypothesis(live, indices, slot, hypothesis, now)
 
-    def _deliver_plain(self, fresh: list[tuple[Sequence, int]], now: float) -> list[tuple[Sequence, int]]:
-        """Hand over tokens that are neither the first nor the last of a plain stream, which nearly all are.
+    def _deliver_plain(self, fresh: FreshTokens, now: float) -> FreshTokens:
+        """Hand over the tokens that are neither the first nor the last of a plain stream: nearly all.
 
-        Returns the others. What is counted is counted once for the whole step.
+        Returns the other tokens. Statistics are updated once for the whole step.
         """
         owners = self.owners
         others, last_times = [], []
@@ -107,9 +87,7 @@ class Delivery:
             self._stats.inter_token_latency.observe(now - last_time, count)
         return others
 
-    def _deliver(
-        self, live: LiveRequest, indices: range, seq: Sequence, token: SampledToken, now: float, scheduler: Scheduler
-    ) -> None:
+    def _deliver_token(self, live: LiveRequest, indices: range, seq: Sequence, token: SampledToken, now: float) -> None:
         """Turn one new token into text, find stop strings, and hand both to the stream."""
         if not seq.params.generates:
             return self._deliver_end(live, indices, seq, now)
@@ -120,8 +98,8 @@ class Delivery:
         if not ended_by_token or seq.params.include_stop_str_in_output:
             text, stop = detokenizer.append(token.token_id)
         if stop is not None:
-            scheduler.finish(seq, FinishReason.STOP, stop)
-            seq.finish_reason, seq.stop_reason = FinishReason.STOP, stop  # it wins over a length reached with it
+            self._scheduler.finish(seq, FinishReason.STOP, stop)
+            seq.finish_reason, seq.stop_reason = FinishReason.STOP, stop  # also if the token reached max_tokens
         logprobs = None
         if seq.params.logprobs is not None:
             logprobs = TokenLogprobs(token.token_id, token.logprob, tuple(token.top))
@@ -136,17 +114,18 @@ class Delivery:
             del self.owners[seq.seq_id]
 
     def _deliver_end(self, live: LiveRequest, indices: range, seq: Sequence, now: float) -> None:
-        """The prompt is computed, and nothing follows."""
+        """End samples whose prompt is computed and that generate no token."""
         live.timings.observe_prompt(live.stream.num_prompt_tokens, now)
         for index in indices:
             live.stream.finish(index, "")
         live.num_unfinished -= len(indices)
         del self.owners[seq.seq_id]
 
-    def _deliver_result(self, live: LiveRequest, slot: Sequence, result: Hypothesis, scheduler: Scheduler) -> None:
-        (_, indices), now = self.owners[slot.seq_id], time.monotonic()
-        reason, slot.finish_reason = slot.finish_reason, None  # it belongs to the last token
-        for number, (token_id, logprob) in enumerate(result.tokens(), start=1):
-            if number == result.length:
+    def _deliver_hypothesis(
+        self, live: LiveRequest, indices: range, slot: Sequence, hypothesis: Hypothesis, now: float
+    ) -> None:
+        reason, slot.finish_reason = slot.finish_reason, None  # the last token alone ends the sample
+        for number, (token_id, logprob) in enumerate(hypothesis.tokens(), start=1):
+            if number == hypothesis.length:
                 slot.finish_reason = reason
-            self._deliver(live, indices, slot, SampledToken(slot.seq_id, token_id, logprob), now, scheduler)
+            self._deliver_token(live, indices, slot, SampledToken(slot.seq_id, token_id, logprob), now)

@@ -1,4 +1,4 @@
-"""Whether a request can run on the model that is loaded, and whether a live one still can on one loaded anew."""
+"""ModelInfo: the model that is loaded. Checks if a request can run on it, or can still run when it is loaded anew."""
 
 from dataclasses import dataclass
 
@@ -6,13 +6,19 @@ from engine.errors import ContextLengthError, InvalidRequestError, PromptSize
 from engine.executor.step import WorkerReady
 from engine.memory.sequence import Sequence
 from engine.request import Request
+from engine.sampling_params import Pooling, check_beams
+from engine.structured_output import Vocabulary
+from engine.thinking import ThinkingTags, check_budget
 
 EMBEDS_ONLY = "model_not_supported"
 
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What is served, once it is known. `vocab_size` is the width of the logits; `memory` is in bytes."""
+    """The served model. `vocab_size` is the width of the logits; `memory` is in bytes.
+
+    `pooling` makes an embedding of hidden states. `thinking_tags` is None for a model that does not think.
+    """
 
     max_model_len: int
     vocab_size: int
@@ -24,12 +30,23 @@ class ModelInfo:
     dtype: str
     kv_cache_dtype: str
     memory: dict[str, int]
-    hidden_size: int = 0  # of an embedding
-    encoder: bool = False  # embeds only
+    hidden_size: int  # numbers of an embedding
+    encoder: bool  # embeds only
+    eos_token_ids: list[int]
+    pooling: Pooling
+    thinking_tags: ThinkingTags | None
 
     @classmethod
-    def of(cls, ready: WorkerReady, block_size: int) -> "ModelInfo":
-        """What the Worker says, with the context cut to what its pool holds."""
+    def of(
+        cls,
+        ready: WorkerReady,
+        block_size: int,
+        *,
+        eos_token_ids: list[int],
+        pooling: Pooling,
+        thinking_tags: ThinkingTags | None,
+    ) -> "ModelInfo":
+        """The facts that the Worker reports, with the context cut to what its pool holds."""
         return cls(
             max_model_len=min(ready.max_model_len, ready.num_blocks * block_size),
             vocab_size=ready.vocab_size,
@@ -43,11 +60,40 @@ class ModelInfo:
             memory=ready.memory,
             hidden_size=ready.hidden_size,
             encoder=ready.encoder,
+            eos_token_ids=eos_token_ids,
+            pooling=pooling,
+            thinking_tags=thinking_tags,
+        )
+
+    def vocabulary(self, tokenizer_json: str) -> Vocabulary:
+        """The vocabulary that grammars are compiled for."""
+        return Vocabulary(tokenizer_json, self.vocab_size, self.eos_token_ids)
+
+    def on(self, ready: WorkerReady) -> "ModelInfo":
+        """The same model on a new Worker, whose limits may differ."""
+        return ModelInfo.of(
+            ready,
+            self.block_size,
+            eos_token_ids=self.eos_token_ids,
+            pooling=self.pooling,
+            thinking_tags=self.thinking_tags,
         )
 
 
 def check_request(request: Request, model: ModelInfo) -> int:
-    """The most tokens, prompt included, that a sample of `request` may have; raises InvalidRequestError."""
+    """Return the most tokens, prompt included, that a sample of `request` may have.
+
+    Raises InvalidRequestError, or its ContextLengthError, for a request that can never run on this model.
+    """
+    max_num_tokens = _max_num_tokens(request, model)
+    check_budget(request.params, model.thinking_tags)
+    if request.beam_search is not None:
+        max_num_seqs = min(model.max_num_seqs, model.max_num_batched_tokens)
+        check_beams(request.beam_search, model.eos_token_ids, model.vocab_size, max_num_seqs)
+    return max_num_tokens
+
+
+def _max_num_tokens(request: Request, model: ModelInfo) -> int:
     ids, params, limit = request.prompt_token_ids, request.params, model.max_model_len
     if model.encoder and params.pooling is None:
         raise InvalidRequestError(
@@ -78,13 +124,13 @@ def check_request(request: Request, model: ModelInfo) -> int:
             "max_tokens",
             PromptSize(len(ids), longest, limit, params.max_tokens),
         )
-    return len(ids) + (params.max_tokens or 1)  # a token is sampled even where it is only the sign of the end
+    return len(ids) + (params.max_tokens or 1)  # with max_tokens 0, a sampled token says that the prompt is computed
 
 
 def fits_still(seq: Sequence, model: ModelInfo) -> bool:
-    """Whether a live sequence can be finished on a Worker that has come back, perhaps with a smaller pool.
+    """True if a live sequence can be finished on a new Worker, whose pool may be smaller.
 
-    One that was to run up to the context limit (max_tokens was not given) now has the new limit.
+    A sequence that was to run up to the context limit (max_tokens was not given) gets the new limit.
     """
     limit = model.max_model_len
     if seq.max_num_tokens - (not seq.params.generates) <= limit:

@@ -25,10 +25,11 @@ class _Fetch:
 
 
 class Prefetcher:
-    """Stands before Scheduler.add. A sequence keeps its place in the order of arrival; others are not held up by it."""
+    """Holds a sequence until its blocks are read, then hands it to the scheduler. It keeps its place in the order of
+    arrival; other sequences do not wait for it."""
 
     def __init__(self, scheduler: Scheduler, send: Callable[[FetchBlocks], None], wake: Callable[[], None]) -> None:
-        """`wake` is called when a sequence was handed to the scheduler later than `add`."""
+        """`wake` is called when a sequence was handed to the scheduler by itself, not by `release` or `close`."""
         self._scheduler = scheduler
         self._send = send
         self._wake = wake
@@ -41,18 +42,19 @@ class Prefetcher:
     def num_waiting(self) -> int:
         return len(self._by_seq)
 
-    def add(self, seq: Sequence, forks: list[Sequence]) -> None:
-        """Schedule a new sequence, at once or when what the disk holds of it is there."""
+    def fetch_for(self, seq: Sequence, forks: list[Sequence]) -> bool:
+        """Fetch the blocks of a new sequence that the disk holds. Returns False if there are none to fetch: then the
+        caller schedules the sequence."""
         tier = self._scheduler.block_manager.host_tier
         keys = [] if self._closed or tier is None or tier.on_disk is None else self._wanted(seq, tier, tier.on_disk)
         slots = tier.reserve(len(keys)) if tier is not None else []
         if not slots:
-            self._scheduler.add(seq, forks)
-            return
+            return False
         fetch_id, fetch = next(self._counter), _Fetch(seq, forks, keys[: len(slots)], slots)
         self._fetches[fetch_id] = self._by_seq[seq] = fetch
         fetch.timer = asyncio.get_running_loop().call_later(FETCH_SECONDS, self._give_up, seq)
         self._send(FetchBlocks(fetch_id, [key.digest for key in fetch.keys], slots))
+        return True
 
     def fetched(self, message: FetchedBlocks) -> None:
         """The Worker has read what it could. Raises WorkerDiedError for an answer to nothing that was asked."""
@@ -75,10 +77,15 @@ class Prefetcher:
             self._scheduler.add(fetch.seq, fetch.forks)
 
     def close(self) -> None:
-        """The Worker is gone: whoever waits, and whoever comes, goes on without the disk."""
+        """The Worker is gone: sequences that wait are scheduled without their blocks, new ones do not wait."""
         self._closed = True
         for seq in list(self._by_seq):
             self.release(seq)
+
+    def reopen(self) -> None:
+        """A new Worker runs: forget the fetches that the old one did not answer."""
+        self._fetches.clear()
+        self._closed = False
 
     def _give_up(self, seq: Sequence) -> None:
         if seq in self._by_seq:

@@ -113,8 +113,8 @@ class EngineStats:
         self.iteration_tokens.observe(plan.num_tokens)
         self.steps.sent(plan, scheduler)
 
-    def take_from(self, scheduler: Scheduler) -> None:
-        """The gauges and counters that the scheduler and its block manager keep."""
+    def read_scheduler(self, scheduler: Scheduler) -> None:
+        """Copy the gauges and counters that the scheduler and its block manager keep."""
         blocks = scheduler.block_manager
         self.num_requests_running.value = len(scheduler.running)
         self.kv_cache_usage_perc.value = blocks.usage

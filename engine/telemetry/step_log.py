@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 
-from engine.errors import UnavailableError
 from engine.executor.step import StepPlan, StepResult
 from engine.scheduling.scheduler import Scheduler
 
@@ -91,10 +90,8 @@ class StepLog:
                 record.num_sampled = len(result.seq_ids) + len(result.detailed)
                 record.finished_at, record.compute_seconds = now, result.compute_seconds
 
-    def view(self, scheduler: Scheduler | None) -> StepsView:
-        """What there is; recording goes on, or begins. UnavailableError while there is no scheduler."""
-        if scheduler is None:
-            raise UnavailableError("There are no steps before the model is loaded. Try again shortly.")
+    def view(self, scheduler: Scheduler) -> StepsView:
+        """The recorded steps. Recording begins, or goes on."""
         if not self._num_left:  # what happened unseen belongs to no step
             self._counts = _counts(scheduler)
             scheduler.block_manager.last_evicted.clear()

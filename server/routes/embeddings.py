@@ -86,10 +86,10 @@ async def create_embeddings(http: HttpRequest, served: Served) -> Response:
 
 def _pooling(driver: Driver, request: EmbeddingRequest) -> Pooling:
     if request.dimensions is None:
-        return driver.pooling
+        return driver.model.pooling
     if not 1 <= request.dimensions <= driver.model.hidden_size:
         raise invalid(f"dimensions must be an integer from 1 to {driver.model.hidden_size}.", "dimensions")
-    return msgspec.structs.replace(driver.pooling, dimensions=request.dimensions)
+    return msgspec.structs.replace(driver.model.pooling, dimensions=request.dimensions)
 
 
 async def _token_ids(

@@ -53,4 +53,5 @@ async def collect(stream):
 def assert_idle(driver):
     blocks = driver.scheduler.block_manager
     assert len(blocks.free_blocks) == blocks.num_blocks
-    assert not driver._live and not driver._owners and not driver.scheduler.has_work
+    driver.check_invariants()
+    assert not driver.num_live_requests and not driver.scheduler.has_work

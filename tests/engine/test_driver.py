@@ -35,6 +35,16 @@ async def test_tokens_are_those_of_an_unbatched_loop(folder):
         assert_idle(driver)
 
 
+async def test_nothing_can_be_seen_before_the_model_is_loaded(folder):
+    async with running_driver(folder, "--load-seconds", "1", ready=False) as driver:
+        for view in (driver.kv_view, driver.steps_view):
+            with pytest.raises(UnavailableError, match="before the model is loaded"):
+                view()
+        driver.stats_snapshot()
+        driver.abort("nobody")
+        assert driver.num_live_requests == 0 and driver.request_report("nobody") is None
+
+
 @pytest.mark.parametrize("async_scheduling", [True, False])
 async def test_end_of_sequence(folder, async_scheduling):
     async with running_driver(folder, "--eos-every", "5", async_scheduling=async_scheduling) as driver:
@@ -210,7 +220,7 @@ async def test_without_a_budget_the_death_of_the_worker_ends_every_stream_with_a
 @pytest.mark.parametrize("number, name", [(signal.SIGKILL, "SIGKILL"), (signal.SIGRTMIN + 3, "signal 37")])
 async def test_kill_of_the_worker_names_the_signal(folder, number, name):
     async with running_driver(folder, max_worker_restarts=0) as driver:
-        os.kill(driver._executor.pid, number)
+        os.kill(driver.worker_pid, number)
         assert name in str(await asyncio.wait_for(driver.wait_failed(), 5))
 
 
@@ -238,7 +248,7 @@ async def test_drain_gives_up_at_the_deadline(folder):
 
 async def test_stop_leaves_no_process(folder):
     async with running_driver(folder) as driver:
-        pid = driver._executor.pid
+        pid = driver.worker_pid
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
     await driver.stop()

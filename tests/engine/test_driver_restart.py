@@ -73,7 +73,7 @@ FAULTS = {
 async def test_streams_go_on_whatever_the_worker_dies_of(folder, lives, fault, async_scheduling):
     options = [*FAULTS[fault], "--faults-in", "1", "--lives", str(lives)]
     async with running_driver(folder, *options, step_timeout=STEP_TIMEOUT, async_scheduling=async_scheduling) as driver:
-        pid = driver._executor.pid
+        pid = driver.worker_pid
         assert_complete(await asyncio.gather(*map(collect, start(driver, 5))))
         assert lives.stat().st_size == 2
         assert driver.stats.worker_restarts.values[()] == 1
@@ -94,7 +94,7 @@ async def test_streams_live_through_signals_again_and_again(folder, number, monk
         for _ in range(3):
             seen = streams[0].num_generated_tokens
             await until(lambda seen=seen: streams[0].num_generated_tokens >= seen + 10)
-            os.kill(driver._executor.pid, number)
+            os.kill(driver.worker_pid, number)
             await until(lambda: driver.phase == "restarting")
             await until(lambda: driver.phase == "ready")
         assert_complete(await results, max_tokens=80)
@@ -131,7 +131,7 @@ async def test_preemptions_and_deaths_together(folder, lives):
 
 async def test_an_idle_worker_that_dies_is_there_again_for_the_next_request(folder):
     async with running_driver(folder) as driver:
-        os.kill(driver._executor.pid, signal.SIGKILL)
+        os.kill(driver.worker_pid, signal.SIGKILL)
         await until(lambda: driver.phase == "restarting")
         await until(lambda: driver.phase == "ready")
         assert_complete(await asyncio.gather(*map(collect, start(driver, 1))))
@@ -139,7 +139,7 @@ async def test_an_idle_worker_that_dies_is_there_again_for_the_next_request(fold
 
 async def test_an_idle_worker_that_was_stopped_is_noticed_by_the_next_request(folder):
     async with running_driver(folder, step_timeout=STEP_TIMEOUT) as driver:
-        os.kill(driver._executor.pid, signal.SIGSTOP)
+        os.kill(driver.worker_pid, signal.SIGSTOP)
         assert_complete(await asyncio.gather(*map(collect, start(driver, 2))))
         assert driver.stats.worker_restarts.values[()] == 1
 
@@ -155,7 +155,7 @@ async def test_a_stopped_worker_is_replaced_long_before_a_step_may_take_so_long(
     async with running_driver(folder, "--step-seconds", "0.01") as driver:
         streams = start(driver, 4, max_tokens=80)
         await until(lambda: streams[0].num_generated_tokens > 10)
-        os.kill(driver._executor.pid, signal.SIGSTOP)
+        os.kill(driver.worker_pid, signal.SIGSTOP)
         started = time.monotonic()
         await until(lambda: driver.phase == "restarting")
         assert 1.9 < time.monotonic() - started < 5
@@ -183,7 +183,7 @@ async def test_a_worker_in_a_debugger_may_stand_still_for_as_long_as_a_step_may_
     options = ["--hang-at-step", "60", "--faults-in", "1", "--lives", str(lives)]
     async with running_driver(folder, *options, step_timeout=3.0) as driver:
         streams = start(driver, 3, max_tokens=100)
-        await until(lambda: driver._executor._watch.silence > 2.5)
+        await until(lambda: driver._supervisor.executor._watch.silence > 2.5)
         assert driver.phase == "ready"
         assert_complete(await asyncio.gather(*map(collect, streams)), max_tokens=100)
         assert driver._recovery.suspects_nobody
@@ -196,11 +196,11 @@ async def test_a_worker_that_answers_while_it_writes_its_stacks_stays(folder, mo
     async with running_driver(folder, "--step-seconds", "0.01") as driver:
         streams = start(driver, 2, max_tokens=100)
         await until(lambda: streams[0].num_generated_tokens > 30)
-        os.kill(driver._executor.pid, signal.SIGSTOP)
-        await until(lambda: driver._executor._killed is not None)
-        os.kill(driver._executor.pid, signal.SIGCONT)
+        os.kill(driver.worker_pid, signal.SIGSTOP)
+        await until(lambda: driver._supervisor.executor._killed is not None)
+        os.kill(driver.worker_pid, signal.SIGCONT)
         assert_complete(await asyncio.gather(*map(collect, streams)), max_tokens=100)
-        await until(lambda: driver._executor._killed is None)
+        await until(lambda: driver._supervisor.executor._killed is None)
         assert driver.stats.worker_restarts.values[()] == 0
         assert_complete(await asyncio.gather(*map(collect, start(driver, 2, max_tokens=100))), max_tokens=100)
 
@@ -209,7 +209,7 @@ async def test_a_worker_that_is_let_go_on_is_left_alone(folder):
     async with running_driver(folder, "--step-seconds", "0.01") as driver:
         streams = start(driver, 2, max_tokens=60)
         await until(lambda: streams[0].num_generated_tokens > 10)
-        await stop_long_enough(driver._executor.pid, 1.2)
+        await stop_long_enough(driver.worker_pid, 1.2)
         assert_complete(await asyncio.gather(*map(collect, streams)), max_tokens=60)
         assert driver.stats.worker_restarts.values[()] == 0
 
@@ -239,11 +239,11 @@ async def test_a_worker_that_is_stopped_while_it_loads_is_replaced(folder, lives
     async with running_driver(folder, *options, ready=False) as driver:
         for life in (1, 3):  # at the start of the server, and when it is started again
             await until(lambda life=life: lives.stat().st_size == life)
-            os.kill(driver._executor.pid, signal.SIGSTOP)
+            os.kill(driver.worker_pid, signal.SIGSTOP)
             await until(lambda life=life: driver.phase == "ready" and lives.stat().st_size == life + 1)
             assert_complete(await asyncio.gather(*map(collect, start(driver, 1))))
             if life == 1:
-                os.kill(driver._executor.pid, signal.SIGKILL)
+                os.kill(driver.worker_pid, signal.SIGKILL)
                 await until(lambda: driver.phase == "restarting")
         assert driver.stats.worker_restarts.values[()] == 3
 
@@ -268,7 +268,7 @@ async def test_a_loop_that_stood_still_does_not_kill_a_worker_that_works(folder)
 
 async def test_requests_that_come_during_a_restart_wait_and_are_served(folder):
     async with running_driver(folder, "--load-seconds", "1.5", max_queued_requests=4) as driver:
-        os.kill(driver._executor.pid, signal.SIGKILL)
+        os.kill(driver.worker_pid, signal.SIGKILL)
         await until(lambda: driver.phase == "restarting")
         streams = start(driver, 4)
         with pytest.raises(QueueFullError):
@@ -284,7 +284,7 @@ async def test_abort_during_a_restart(folder):
     async with running_driver(folder, "--load-seconds", "0.3", "--step-seconds", "0.01") as driver:
         gone, *streams = [driver.generate(request("gone", max_tokens=300)), *start(driver, 3)]
         await until(lambda: streams[0].num_generated_tokens > 5)
-        os.kill(driver._executor.pid, signal.SIGKILL)
+        os.kill(driver.worker_pid, signal.SIGKILL)
         await until(lambda: driver.phase == "restarting")
         gone.close()
         late = driver.generate(request("late"))
@@ -298,7 +298,7 @@ async def test_drain_during_a_restart_finishes_what_runs(folder):
     async with running_driver(folder, "--load-seconds", "0.3", "--step-seconds", "0.01") as driver:
         streams = start(driver, 3)
         await until(lambda: streams[0].num_generated_tokens > 5)
-        os.kill(driver._executor.pid, signal.SIGKILL)
+        os.kill(driver.worker_pid, signal.SIGKILL)
         await until(lambda: driver.phase == "restarting")
         drained = asyncio.create_task(driver.drain(20))
         await until(lambda: driver.phase == "draining")
@@ -308,7 +308,7 @@ async def test_drain_during_a_restart_finishes_what_runs(folder):
 
 async def test_drain_gives_up_during_a_restart(folder):
     async with running_driver(folder, "--load-seconds", "1.0") as driver:
-        os.kill(driver._executor.pid, signal.SIGKILL)
+        os.kill(driver.worker_pid, signal.SIGKILL)
         await until(lambda: driver.phase == "restarting")
         [stream] = start(driver, 1)
         assert not await driver.drain(0.1)
@@ -320,14 +320,14 @@ async def test_drain_gives_up_during_a_restart(folder):
 async def test_stop_at_any_moment_of_a_restart_leaves_no_process(folder, delay):
     async with running_driver(folder, "--load-seconds", "0.2") as driver:
         streams = start(driver, 2, max_tokens=400)
-        os.kill(driver._executor.pid, signal.SIGKILL)
+        os.kill(driver.worker_pid, signal.SIGKILL)
         await until(lambda: driver.phase == "restarting")
         await asyncio.sleep(delay)
         await driver.stop()
         for outcome in await asyncio.gather(*map(collect, streams), return_exceptions=True):
             assert isinstance(outcome, EngineError) or len(outcome[0][1]) == 400
         with pytest.raises(ProcessLookupError):
-            os.kill(driver._executor.pid, 0)
+            os.kill(driver.worker_pid, 0)
 
 
 async def test_stop_in_the_turn_in_which_the_new_worker_is_ready(folder, monkeypatch):
@@ -342,22 +342,22 @@ async def test_stop_in_the_turn_in_which_the_new_worker_is_ready(folder, monkeyp
     async with running_driver(folder) as driver:
         wait_ready = engine.executor.executor.Executor.wait_ready
         monkeypatch.setattr(engine.executor.executor.Executor, "wait_ready", ready_and_stopped)
-        os.kill(driver._executor.pid, signal.SIGKILL)
+        os.kill(driver.worker_pid, signal.SIGKILL)
         await until(lambda: stops)
         _, hanging = await asyncio.wait(stops, timeout=10)
         assert not hanging
         with pytest.raises(ProcessLookupError):
-            os.kill(driver._executor.pid, 0)
+            os.kill(driver.worker_pid, 0)
 
 
 @pytest.mark.parametrize("fault", ["--fail-loading=no memory", "--hang-loading"])
 async def test_a_restart_that_does_not_load_is_one_more_death(folder, lives, fault):
     options = [fault, "--faults-in", "2", "--lives", str(lives), "--step-seconds", "0.01"]
     async with running_driver(folder, *options) as driver:
-        driver._load_timeout = 3.0
+        driver._supervisor.load_timeout = 3.0
         streams = start(driver, 3)
         await until(lambda: streams[0].num_generated_tokens > 5)
-        os.kill(driver._executor.pid, signal.SIGKILL)
+        os.kill(driver.worker_pid, signal.SIGKILL)
         assert_complete(await asyncio.gather(*map(collect, streams)))
         assert lives.stat().st_size == 3
         assert driver.stats.worker_restarts.values[()] == 2
@@ -382,7 +382,7 @@ async def test_a_smaller_pool_after_the_restart(folder, lives):
         long = driver.generate(request("long", max_tokens=100))
         open_ended = driver.generate(request("open", max_tokens=None))
         await until(lambda: short.num_generated_tokens > 5)
-        os.kill(driver._executor.pid, signal.SIGKILL)
+        os.kill(driver.worker_pid, signal.SIGKILL)
         [sample] = await collect(short)
         assert list(sample[1]) == expected_tokens(PROMPT, 7, 40)
         with pytest.raises(EngineError, match="too small"):
@@ -432,7 +432,7 @@ async def test_who_is_hit_from_outside_is_never_guilty(folder, number, monkeypat
         streams = start(driver, 3, max_tokens=4)
         for _ in range(4):
             await until(lambda: driver.phase == "ready" and len(driver._in_flight) == 2)
-            os.kill(driver._executor.pid, number)
+            os.kill(driver.worker_pid, number)
             await until(lambda: driver.phase == "restarting")
             assert driver._recovery.suspect is None
         assert driver.stats.generation_tokens.values[()] == 0
@@ -444,7 +444,7 @@ async def test_a_crash_is_not_from_outside_and_a_suspect_stays_one(folder):
         streams = start(driver, 3, max_tokens=4)
         for number in (signal.SIGSEGV, signal.SIGSEGV, signal.SIGKILL, signal.SIGSEGV):
             await until(lambda: driver.phase == "ready" and driver._in_flight)
-            os.kill(driver._executor.pid, number)
+            os.kill(driver.worker_pid, number)
             await until(lambda: driver.phase == "restarting")
         with pytest.raises(EngineError, match="dies of this request"):
             await collect(streams[0])
@@ -461,7 +461,7 @@ async def test_lack_of_memory_is_not_from_outside(folder, monkeypatch):
         stream = driver.generate(request("greedy for memory", max_tokens=4))
         for _ in range(3):
             await until(lambda: driver.phase == "ready" and driver._in_flight)
-            os.kill(driver._executor.pid, signal.SIGKILL)
+            os.kill(driver.worker_pid, signal.SIGKILL)
             await until(lambda: driver.phase == "restarting")
         with pytest.raises(EngineError, match="dies of this request"):
             await collect(stream)
@@ -575,7 +575,7 @@ async def test_a_suspect_search_that_no_longer_fits_lets_the_others_go_on(folder
         other = driver.generate(request("other", max_tokens=40))
         await until(lambda: len(driver.scheduler.running) == 9)
         driver._recovery._strikes["search"] = engine.executor.recovery.SUSPECT_AT
-        os.kill(driver._executor.pid, signal.SIGKILL)
+        os.kill(driver.worker_pid, signal.SIGKILL)
         with pytest.raises(InvalidRequestError, match="need more KV cache than there is: 4 blocks"):
             await collect(search)
         [sample] = await collect(other)
@@ -585,7 +585,7 @@ async def test_a_suspect_search_that_no_longer_fits_lets_the_others_go_on(folder
 
 async def test_a_lack_of_descriptors_is_no_death_of_a_worker(folder, monkeypatch):
     """With no restart to spare, the next Worker waits for a free descriptor as long as it takes."""
-    monkeypatch.setattr("engine.driver.NO_ROOM_SECONDS", 0.02)
+    monkeypatch.setattr("engine.executor.supervisor.NO_ROOM_SECONDS", 0.02)
     real, refused = engine.executor.executor.spawn, []
 
     def spawn(command):
@@ -598,6 +598,6 @@ async def test_a_lack_of_descriptors_is_no_death_of_a_worker(folder, monkeypatch
         results = [asyncio.create_task(collect(stream)) for stream in start(driver, 2)]
         await asyncio.sleep(0.1)
         monkeypatch.setattr("engine.executor.executor.spawn", spawn)
-        os.kill(driver._executor.pid, signal.SIGKILL)
+        os.kill(driver.worker_pid, signal.SIGKILL)
         assert_complete(await asyncio.gather(*results))
         assert len(refused) == 5 and driver.phase == "ready"

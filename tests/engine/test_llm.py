@@ -217,7 +217,7 @@ def test_a_model_that_cannot_be_loaded_leaves_no_thread_and_no_process(checkpoin
 
 def test_after_close_it_says_so(checkpoint):
     llm = open_llm(checkpoint)
-    pid = llm._driver._executor.pid
+    pid = llm._driver.worker_pid
     llm.close()
     llm.close()
     assert not Path(f"/proc/{pid}").exists()
@@ -260,7 +260,7 @@ import sys
 command = (sys.executable, "-m", "tests.fake_worker")
 llm = LLM.from_config(EngineConfig(model={model!r}, load_format="dummy"), worker_command=command)
 print(llm.generate("hello", SamplingParams(max_tokens=3), use_tqdm=False)[0].num_generated_tokens)
-print(llm._driver._executor.pid)
+print(llm._driver.worker_pid)
 {ending}
 """
 
@@ -328,7 +328,7 @@ def test_a_hypothesis_that_cannot_be_computed_ends_its_search(checkpoint):
                 wanted = expected_hypotheses(output.prompt_token_ids, params, 4)
                 assert [sample.token_ids for sample in output.outputs] == [ids for ids, _ in wanted]
         blocks = llm._driver.scheduler.block_manager
-        assert len(blocks.free_blocks) == blocks.num_blocks and not llm._driver._owners
+        assert len(blocks.free_blocks) == blocks.num_blocks and not llm._driver.num_live_requests
 
 
 @pytest.mark.parametrize(

@@ -510,9 +510,9 @@ async def test_the_death_of_a_worker_loses_no_form(monkeypatch):
         task = asyncio.create_task(ask(driver, output, "disturbed"))
         killed = {None}
         for _ in range(2):
-            await until(lambda: driver._executor.ready and driver._executor.pid not in killed and progressed(driver))
-            killed.add(driver._executor.pid)
-            os.kill(driver._executor.pid, signal.SIGKILL)
+            await until(lambda: driver.phase == "ready" and driver.worker_pid not in killed and progressed(driver))
+            killed.add(driver.worker_pid)
+            os.kill(driver.worker_pid, signal.SIGKILL)
         assert await task == expected
         assert driver.stats.worker_restarts.values[()] == 2
     finally:

@@ -21,7 +21,7 @@ def live(folder):
 
 
 def kill_worker(live, client):
-    os.kill(live.call(lambda: live.driver._executor.pid), signal.SIGKILL)
+    os.kill(live.call(lambda: live.driver.worker_pid), signal.SIGKILL)
     end = time.monotonic() + 5
     while client.get("/ready").status_code == 200:
         assert time.monotonic() < end

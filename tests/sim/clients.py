@@ -95,7 +95,7 @@ class Clients:
         self.by_name[name] = client
         if arrival.params.greedy and arrival.params.n > 1 and arrival.beam is None:
             self.monitor.saw("equal greedy samples computed once")
-        if arrival.index % 7 == 3 and stream.sequences()[0] in self.driver._prefetcher._by_seq:
+        if arrival.index % 7 == 3 and stream.sequences()[0] in self.monitor.waits_for_disk:
             client.aborted = True
             self.driver.abort(name)
         if arrival.index % 5 == 0 and not client.aborted:
@@ -104,7 +104,8 @@ class Clients:
 
     def _check_refusal(self, error: UnavailableError) -> None:
         if isinstance(error, QueueFullError):
-            waiting, limit = self.driver._num_waiting, self.monitor.config.max_queued_requests
+            self.driver.stats_snapshot()
+            waiting, limit = self.driver.stats.num_requests_waiting.value, self.monitor.config.max_queued_requests
             require(waiting >= limit, "refusal", f"the queue is full with {waiting} of {limit}")
             require(1 <= error.retry_after <= 60, "refusal", f"Retry-After: {error.retry_after}")
             self.monitor.saw("refused: queue full")

@@ -12,9 +12,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
+import engine.checkpoint.checkpoint
 import engine.driver
 import engine.executor.executor
 import engine.executor.process_state
+import engine.executor.supervisor
+import engine.requests.loaded
 import engine.telemetry.request_timings
 import engine.worker.cache.disk_cache
 from engine.config import EngineConfig
@@ -40,6 +43,7 @@ from tests.sim.worker import SLOW_STEP_SECONDS, STEP_SECONDS
 HITCH_SECONDS = 3000  # for a Worker that hangs, three times over, or is stopped
 COMPILING_SECONDS = 3000  # for steps of new kinds
 IDLE_SECONDS = 1000
+RESTARTING = "engine.driver", "engine.executor.supervisor"  # loggers that tell of a restart
 MAX_QUEUED_WRITES = 5
 SECOND_LIFE = 15  # requests that a server on the same disk is asked for again
 
@@ -211,7 +215,7 @@ class DriverRun:
 
     async def _drain(self, event: Drain) -> None:
         self.clients.draining = True
-        live = list(self.driver._live)
+        live = self.driver.live_request_ids
         finished = await self.driver.drain(event.timeout)
         self.monitor.saw("drain finished" if finished else "drain timed out")
         self.monitor.record("drained", live, finished)
@@ -225,8 +229,10 @@ class DriverRun:
         still = executor.ready and (executor.worker.stopped or executor.worker.hung)
         require(not still, "heartbeat", "an idle Worker stands still, and nobody has noticed")
         self.monitor.check_idle()
-        left = left_over(driver, but=("eos_token_ids",))
-        left |= left_over(driver._recovery, but=()) | left_over(driver._prefetcher, but=())
+        driver.check_invariants()
+        loaded, left = driver._loaded, left_over(driver, but=("eos_token_ids",)) | left_over(driver._recovery, but=())
+        for part in (loaded.live, loaded.prefetcher):
+            left |= {} if part is None else left_over(part, but=("_eos_token_ids",))
         require(not left, "leftovers", f"the Driver still has {left}")
         driver.stats_snapshot()
         gauges = driver.stats.num_requests_running.value, driver.stats.num_requests_waiting.value
@@ -266,12 +272,12 @@ def _patched(run: DriverRun, loop: VirtualLoop) -> Iterator[None]:
     no_thread = SimpleNamespace(start=lambda: None)
     with ExitStack() as stack:
         for module, name, value in (
-            (engine.driver, "Scheduler", partial(WatchedScheduler, monitor, clock=loop.time)),
-            (engine.driver, "BlockManager", partial(WatchedBlockManager, monitor)),
-            (engine.driver, "Recovery", partial(Recovery, clock=loop.time)),
-            (engine.driver, "Executor", partial(SimExecutor, config, monitor, run._folder)),
-            (engine.driver, "Prefetcher", partial(WatchedPrefetcher, monitor)),
-            (engine.driver, "model_identity", lambda *_: IDENTITY),
+            (engine.requests.loaded, "Scheduler", partial(WatchedScheduler, monitor, clock=loop.time)),
+            (engine.requests.loaded, "BlockManager", partial(WatchedBlockManager, monitor)),
+            (engine.executor.supervisor, "Recovery", partial(Recovery, clock=loop.time)),
+            (engine.executor.supervisor, "Executor", partial(SimExecutor, config, monitor, run._folder)),
+            (engine.requests.loaded, "Prefetcher", partial(WatchedPrefetcher, monitor)),
+            (engine.checkpoint.checkpoint, "model_identity", lambda *_: IDENTITY),
             (engine.executor.process_state, "stopped_at", lambda pid: monitor.workers[pid].stopped_at),
             (engine.executor.process_state, "LOOK_SECONDS", LOOK_SECONDS),
             (StepWatch, "TICK_SECONDS", TICK_SECONDS),
@@ -295,7 +301,7 @@ class _Errors(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None
-        restarts = error is None and record.name == "engine.driver"  # it says so, and goes on
+        restarts = error is None and record.name in RESTARTING  # reported, and survived
         if self._monitor.violation is None and not restarts:
             detail = f"{record.getMessage()} ({type(error).__name__}: {error})"
             self._monitor.violation = error if isinstance(error, Violation) else Violation("engine-error", detail)
@@ -305,7 +311,7 @@ class _Errors(logging.Handler):
 def _errors_of_the_driver(monitor: Monitor) -> Iterator[None]:
     """An error that the Driver or asyncio logs is a violation: the Driver survives many, the run must not."""
     handler = _Errors(monitor)
-    names = "engine.driver", "engine.executor.executor", "engine.worker.cache.disk_cache", "asyncio"
+    names = *RESTARTING, "engine.executor.executor", "engine.worker.cache.disk_cache", "asyncio"
     loggers = [logging.getLogger(name) for name in names]
     for logger in loggers:
         logger.addHandler(handler)

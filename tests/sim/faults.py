@@ -1,17 +1,21 @@
 """The faults that `make sim-mutants` plants: none that is equivalent to the original for every observer."""
 
-import engine.driver
+import engine.executor.supervisor
+import engine.requests.loaded
 import engine.scheduling.scheduler
 from engine.driver import Driver
 from engine.executor.executor import Executor
 from engine.executor.process_state import StoppedLooks
 from engine.executor.step_durations import StepDurations
 from engine.executor.step_watch import StepWatch
+from engine.executor.supervisor import Supervisor
 from engine.memory.block_manager import BlockManager
 from engine.memory.free_list import FreeList
 from engine.memory.host_tier import HostTier
 from engine.memory.sequence import Sequence
 from engine.requests.delivery import Delivery
+from engine.requests.live_requests import LiveRequests
+from engine.requests.loaded import Loaded
 from engine.scheduling.admission import PlainAdmission, PredictedAdmission
 from engine.scheduling.beam_group import BeamGroup
 from engine.scheduling.beam_search import BeamSearch
@@ -140,16 +144,16 @@ MUTANTS = (
         "len(seq.token_ids) >",
     ),
     # The Driver.
-    Mutant("owner of an aborted sample kept", Driver, "_end_early", "self._owners.pop(", "self._owners.get("),
-    Mutant("nobody plans after an arrival", Driver, "generate", "self._schedule_pump()", "pass"),
+    Mutant("owner of an aborted sample kept", LiveRequests, "_end_early", "self._owners.pop(", "self._owners.get("),
+    Mutant("nobody plans after an arrival", LiveRequests, "register", "self._wake()", "pass"),
     Mutant(
         "stop string's blocks not freed",
         Delivery,
-        "_deliver",
-        "scheduler.finish(seq, FinishReason.STOP, stop)",
+        "_deliver_token",
+        "self._scheduler.finish(seq, FinishReason.STOP, stop)",
         "pass",
     ),
-    Mutant("failure of a request not told", Driver, "_fail", "live.stream.fail(error)", "pass"),
+    Mutant("failure of a request not told", LiveRequests, "fail", "live.stream.fail(error)", "pass"),
     # The restart of a Worker.
     Mutant("lost token still on its way", Sequence, "lose_blocks", "self.num_pending_tokens = ", ""),
     Mutant("fork waits by itself and for its parent", Scheduler, "reset", "if seq.fork_of is None", ""),
@@ -161,11 +165,17 @@ MUTANTS = (
         "self.host_tier = host_tier if self.host_tier is None else self.host_tier",
     ),
     Mutant("plans of the dead Worker awaited", Driver, "_blame", "self._in_flight.clear()", "pass"),
-    Mutant("a kill from outside is held against requests", Driver, "_blame", "owners = []", "pass"),
+    Mutant(
+        "a kill from outside is held against requests",
+        Supervisor,
+        "record_death",
+        "[] if from_outside else request_ids",
+        "request_ids",
+    ),
     # Another pool after the restart.
     Mutant(
         "request too large for the new pool goes on",
-        engine.driver,
+        engine.requests.loaded,
         "fits_still",
         "if seq.max_num_tokens - (not seq.params.generates) <= limit:",
         "if True:",
@@ -173,14 +183,14 @@ MUTANTS = (
     ),
     Mutant(
         "request not cut to the new pool",
-        engine.driver,
+        engine.requests.loaded,
         "fits_still",
         "seq.max_num_tokens = limit",
         "pass",
         for_driver=True,
     ),
     Mutant(
-        "context of the old pool", Driver, "_recompute", "self.model = ModelInfo.of(", "ModelInfo.of(", for_driver=True
+        "context of the old pool", Loaded, "on", "replace(self, model=self.model.on(ready))", "self", for_driver=True
     ),
     Mutant(
         "watermark of the old pool",
@@ -202,8 +212,8 @@ MUTANTS = (
         "suspect that never fits keeps the others out",
         Driver,
         "_pump",
-        "not self._end_searches() and",
-        "(self._end_searches() or True) and",
+        "not live.end_searches(now) and",
+        "(live.end_searches(now) or True) and",
         for_driver=True,
     ),
     # Admission by prediction.
@@ -292,7 +302,7 @@ MUTANTS = (
     Mutant(
         "endless wait for the disk",
         Prefetcher,
-        "add",
+        "fetch_for",
         "later(FETCH_SECONDS",
         "later(60 * FETCH_SECONDS",
         for_driver=True,
@@ -360,7 +370,7 @@ MUTANTS = (
     # The end of the server.
     Mutant(
         "cancellation lost in a restart",
-        engine.driver,
+        engine.executor.supervisor,
         "with_timeout",
         "        await asyncio.wait([task], timeout=seconds)\n",
         "        try:\n"
@@ -378,5 +388,5 @@ MUTANTS = (
         "pass",
         for_driver=True,
     ),
-    Mutant("Worker left at the end", Driver, "stop", "await self._executor.stop()", "pass", for_driver=True),
+    Mutant("Worker left at the end", Driver, "stop", "await self._supervisor.executor.stop()", "pass", for_driver=True),
 )

@@ -103,6 +103,7 @@ class Monitor:
         self._salts: dict[int, str] = {}
         self._deadly: dict[int, str] = {}
         self._num_emitted: dict[int, int] = {}
+        self.waits_for_disk: dict[Sequence, float] = {}  # since when
         self._in_flight = 0
         self._before: dict[int, set[int]] = {}  # who decoded while a sequence rested, by its id
         self.gave_way_at: dict[int, int] = {}  # by seq_id: tokens computed when it gave way as the last of its tenant

@@ -17,14 +17,14 @@ class WatchedPrefetcher(Prefetcher):
         super().__init__(*args)
         self.monitor = monitor
         self._gives_up = False
-        self._since: dict[Sequence, float] = {}  # who waits
 
-    def add(self, seq: Sequence, forks: list[Sequence]) -> None:
+    def fetch_for(self, seq: Sequence, forks: list[Sequence]) -> bool:
         with self.monitor.checking():
-            super().add(seq, forks)
-        if seq in self._by_seq:
+            fetches = super().fetch_for(seq, forks)
+        if fetches:
             self.monitor.saw("request waits for the disk")
-            self._since[seq] = asyncio.get_running_loop().time()
+            self.monitor.waits_for_disk[seq] = asyncio.get_running_loop().time()
+        return fetches
 
     def fetched(self, message: FetchedBlocks) -> None:
         fetch = self._fetches[message.fetch_id]
@@ -42,7 +42,7 @@ class WatchedPrefetcher(Prefetcher):
         self._gives_up = False
 
     def release(self, seq: Sequence) -> None:
-        if (since := self._since.pop(seq, None)) is not None:
+        if (since := self.monitor.waits_for_disk.pop(seq, None)) is not None:
             seconds = asyncio.get_running_loop().time() - since
             require(seconds <= FETCH_SECONDS, "fetch", f"{seq} waited {seconds} s for the disk")
             if not self._gives_up and not self._closed:

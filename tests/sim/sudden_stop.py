@@ -60,9 +60,10 @@ class SuddenStop(DriverRun):
 
     def _check_end(self) -> None:
         driver = self.driver
-        worker = driver._executor._process
+        worker = driver._supervisor.executor._process
         require(worker is None or not worker.alive, "stop", "the server has stopped, its Worker has not")
-        require(not driver._live and not driver._owners, "stop", f"it still has {list(driver._live)}")
+        require(not driver.num_live_requests, "stop", f"it still has {driver.live_request_ids}")
+        driver.check_invariants()
         try:
             driver.generate(Request("late", [97], SamplingParams()))
         except UnavailableError:

@@ -49,7 +49,7 @@ async def test_an_idle_worker_that_is_stopped_is_replaced_and_no_request_pays():
             answers.append(ids)
             if name == "before":
                 assert num_restarts(driver) == 0
-                stopped = driver._executor.pid
+                stopped = driver.worker_pid
                 os.kill(stopped, signal.SIGSTOP)
                 await until(lambda: driver.phase == "restarting", 60)
                 await until(lambda: driver.phase == "ready", 120)
@@ -101,10 +101,10 @@ async def test_a_worker_that_hangs_while_idle_is_no_fault_of_a_request_that_come
 async def test_a_worker_that_dies_over_a_heartbeat_is_no_fault_of_a_request_that_comes_then(folder, tmp_path):
     options = ["--hang-at-heartbeat", "1", "--faults-in", "1", "--lives", str(tmp_path / "lives")]
     async with running_driver(folder, *options, step_timeout=10.0) as driver:
-        await until(lambda: driver._executor._watch.awaits_heartbeat)
+        await until(lambda: driver._supervisor.executor._watch.awaits_heartbeat)
         stream = driver.generate(request("unlucky"))
         await until(lambda: driver._in_flight)
-        os.kill(driver._executor.pid, signal.SIGSEGV)
+        os.kill(driver.worker_pid, signal.SIGSEGV)
         await until(lambda: driver.phase == "restarting")
         assert driver._recovery.suspects_nobody
         [(_, ids, *_)] = await collect(stream)

@@ -36,7 +36,8 @@ class DiskLoop(Loop):
         params = SamplingParams(max_tokens=max_tokens)
         limit = len(tokens) + max_tokens
         seq = Sequence(number, tokens, params, seed=number, max_num_tokens=limit, arrival=number)
-        self.prefetcher.add(seq, [])
+        if not self.prefetcher.fetch_for(seq, []):
+            self.scheduler.add(seq)
         return seq
 
     def answer(self):

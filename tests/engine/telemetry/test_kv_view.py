@@ -1,11 +1,9 @@
 """The window on the blocks, against the books of the block manager, block by block."""
 
 import random
-from types import SimpleNamespace
 
 import pytest
 
-from engine.errors import UnavailableError
 from engine.memory.block_manager import BlockManager
 from engine.scheduling.scheduler import Scheduler
 from engine.telemetry.kv_view import LEGEND, kv_view
@@ -36,15 +34,10 @@ def expected_blocks(scheduler):
     return blocks
 
 
-def owners_of(scheduler):
+def owner_of(seq_id):
     """As if the last digit of a sequence's id were the number of its sample, and the rest that of its request."""
-    found = {}
-    for seq in scheduler.running:
-        request_id, sample = divmod(seq.seq_id, 10)
-        request = SimpleNamespace(request_id=str(request_id))
-        live = SimpleNamespace(stream=SimpleNamespace(request=request))
-        found[seq.seq_id] = live, range(sample, 10)
-    return found
+    request_id, sample = divmod(seq_id, 10)
+    return str(request_id), sample
 
 
 def decoded(view):
@@ -70,7 +63,7 @@ def test_a_view_is_what_the_tables_and_the_free_list_say(seed):
         if rng.random() < 0.3:
             loop.add_samples((common if rng.random() < 0.5 else []) + prompt(rng, rng.randint(1, 9)), rng.randint(1, 3))
         loop.step()
-        view = kv_view(loop.scheduler, owners_of(loop.scheduler))
+        view = kv_view(loop.scheduler, owner_of)
         assert [(int(s.request_id), s.sample, s.blocks) for s in view.sequences] == [
             (seq.seq_id // 10, seq.seq_id % 10, seq.block_table) for seq in loop.scheduler.running
         ]
@@ -87,11 +80,6 @@ def test_a_view_is_what_the_tables_and_the_free_list_say(seed):
 
 
 def test_an_idle_pool_is_all_free():
-    view = kv_view(Scheduler(BlockManager(5, 16), max_num_seqs=1, max_num_batched_tokens=16), {})
+    view = kv_view(Scheduler(BlockManager(5, 16), max_num_seqs=1, max_num_batched_tokens=16), owner_of)
     assert view.states == "....." and not view.shared and not view.partial
     assert set(view.legend) == set(LEGEND)
-
-
-def test_before_there_is_a_pool():
-    with pytest.raises(UnavailableError, match="before the model is loaded"):
-        kv_view(None, {})
