@@ -1,4 +1,4 @@
-// One answer on the page: a card for each sample, side by side, with its text and its block table.
+// One answer on the page: a card per sample, side by side, with the sample's text and block table.
 
 import { count, element, formatted, letter, seconds } from "./dom.js";
 import { OWN_COLOURS } from "./theme.js";
@@ -53,7 +53,7 @@ export class Answer {
     this.onChoose?.(this.samples[index].text);
   }
 
-  take(event) {
+  addEvent(event) {
     if (event.usage) this.usage = event.usage;
     for (const choice of event.choices) {
       const sample = this.samples[choice.index];
@@ -81,7 +81,7 @@ export class Answer {
     if (!sample.tokens.length) sample.body.replaceChildren(...formatted(sample.text));
   }
 
-  // The stream is over, in whatever way.
+  // Called when the stream has ended, for any reason.
   end(reason, message) {
     this.failed = reason === "error" || reason === "abort";
     this.seconds = (performance.now() - this.started) / 1000;
@@ -102,7 +102,7 @@ export class Answer {
     this.note.textContent = parts.join(" · ");
   }
 
-  // The block tables as they are now. `mine` are the running sequences of this request.
+  // Draws the current block tables. `mine`: the running sequences of this request.
   showTables(snapshot, mine) {
     for (const sequence of mine) {
       const sample = this.samples[sequence.sample];
@@ -129,14 +129,14 @@ export class Answer {
     chips.dataset.hidden = hidden > 0 ? `${hidden} more before these` : "";
   }
 
-  // The text of tokens [from, to) of the answer of a sample, where the tokens are known.
+  // Text of tokens [from, to) of a sample's answer, if the tokens are known.
   tokenText(index, from, to) {
     const tokens = this.samples[index]?.tokens.slice(from, to) ?? [];
     return tokens.map((token) => token.token).join("");
   }
 }
 
-// A token on a ground that is the stronger the less likely it was.
+// A token whose background is stronger the less likely the token was.
 function shaded({ token, logprob, top_logprobs }) {
   const probability = Math.exp(logprob);
   const percent = (value) => `${Math.round(value * 100)} %`;

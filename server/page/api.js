@@ -1,4 +1,4 @@
-// The server's API: JSON and streams by fetch, with the key of this tab.
+// Client of the server's API: JSON and streams by fetch, with this tab's API key.
 
 const KEY = "pageserve.key";
 
@@ -9,7 +9,7 @@ export class ApiError extends Error {
   }
 }
 
-// The key lives in sessionStorage only: it ends with the tab.
+// The key is kept in sessionStorage only: the browser forgets it when the tab is closed.
 export const getKey = () => sessionStorage.getItem(KEY) ?? "";
 export const setKey = (key) => (key ? sessionStorage.setItem(KEY, key) : sessionStorage.removeItem(KEY));
 
@@ -29,14 +29,14 @@ export async function getJson(path, options = {}) {
   return (await checked(await fetch(url(path), { headers: headers(), ...options }))).json();
 }
 
-// /ready needs no key and answers 503 with a reason while it is not.
+// /ready needs no key. While the server is not ready, /ready answers 503 with a reason.
 export async function getPhase() {
   const response = await fetch(url("ready"));
   const body = await response.json().catch(() => ({}));
   return response.ok ? "ready" : (body.phase ?? "not ready");
 }
 
-// Calls onEvent with the JSON of each event; resolves at [DONE]; rejects with an ApiError, or when aborted.
+// Calls onEvent with the JSON of each event. Resolves at [DONE]; rejects with an ApiError or when aborted.
 export async function postStream(path, body, signal, onEvent) {
   const response = await checked(
     await fetch(url(path), {

@@ -1,24 +1,24 @@
-// The map: every block a cell, by its number, row by row. Large cells show owner, fill and ref count; below four pixels
-// a block is one pixel of an image that the canvas scales, so that pools of any size are drawn in one go.
+// The map: one cell per block, in order of block numbers, row by row. Large cells show owner, fill and ref count. Below
+// four pixels a block is one pixel of an image that the canvas scales, so that a pool of any size is one draw call.
 
 import { letter, reducedMotion } from "./dom.js";
 import { CACHED, FREE, USED } from "./memory.js";
 import { onTheme, theme } from "./theme.js";
 
 const MAX_PITCH = 30; // CSS pixels
-const MARGIN = 10; // around the cells, for what flashes at the edge
+const MARGIN = 10; // space around the cells, for flashes at the edge
 const DETAIL_PITCH = 4;
-const LABEL_SIZE = 12; // from here on a cell has room for a letter
+const LABEL_SIZE = 12; // smallest cell that has room for a letter
 const MAX_ZOOM_PITCH = 44;
 const FLASH_MS = { copy: 2000, hit: 1600, evict: 900 };
 const MAX_FLASHES = 160;
 
 export class BlockMap {
   zoom = 1;
-  #x = 0; // of the left upper corner, in CSS pixels at the present zoom
+  #x = 0; // left upper corner of the view, in CSS pixels at the current zoom
   #y = 0;
   #snapshot = null;
-  #extent = 0; // blocks that are drawn: the first ones
+  #extent = 0; // number of blocks that are drawn, from the first on
   #all = false;
   #flashes = [];
   #marked = null; // the block under the pointer or the cursor
@@ -26,7 +26,7 @@ export class BlockMap {
   #image = null;
   #frame = 0;
 
-  // onMark(block or null, moved): another block is marked, or, not `moved`, a new snapshot says more about the same one.
+  // onMark(block or null, moved): `moved`: another block is marked; else a new snapshot describes the same block anew.
   constructor(canvas, onMark) {
     this.canvas = canvas;
     this.context = canvas.getContext("2d");
@@ -64,14 +64,14 @@ export class BlockMap {
     if (this.#snapshot) this.set(this.#snapshot);
   }
 
-  // kind: "evict", "hit", or "copy" with the block that it came from.
+  // kind: "evict", "hit", or "copy" with the source block.
   flash(kind, block, source = null) {
     this.#flashes.push({ kind, block, source, start: performance.now() });
     this.#flashes.splice(0, this.#flashes.length - MAX_FLASHES);
     this.#draw();
   }
 
-  // `sample`: whose table to follow, of those of ours that hold it.
+  // `sample`: the one of our samples holding the block whose block table is followed.
   mark(block, sample = null) {
     if (block === this.#marked && sample === this.#sample) return;
     this.#marked = block;
@@ -98,7 +98,7 @@ export class BlockMap {
     this.#changed();
   }
 
-  // Layout: the largest cells with which all blocks fit.
+  // Layout: the largest cell size at which all blocks fit.
 
   #width = 1;
   #height = 1;
@@ -142,7 +142,7 @@ export class BlockMap {
     return column >= 0 && column < this.#columns && block >= 0 && block < this.#extent ? block : null;
   }
 
-  // The left upper corner of a cell and its size, in device pixels.
+  // Left upper corner and size of a cell, in device pixels.
   #cell(block) {
     const size = this.#pitch * this.zoom * this.#ratio;
     return [
@@ -152,7 +152,7 @@ export class BlockMap {
     ];
   }
 
-  // Drawing. What the blocks are is drawn once for each snapshot; flashes and marks over it, frame by frame.
+  // Drawing. The blocks are drawn once per snapshot; flashes and marks are drawn over them in every frame.
 
   #base = null;
 
@@ -242,7 +242,7 @@ export class BlockMap {
     context.strokeRect(left + line / 2, top + line / 2, size - line, height - line);
   }
 
-  // Whose it is also without colours: the letter of the sample, or how many share the block.
+  // Shows the owner without colours too: the letter of the sample, or the number of sequences that share the block.
   #paintLabel(context, block, holders, left, top, size, height) {
     const references = this.#snapshot.refCount(block);
     const text = references > 1 ? `${references}` : holders[0]?.lettered ? letter(holders[0].sample) : "";
@@ -276,13 +276,13 @@ export class BlockMap {
       this.#image = new OffscreenCanvas(image.width, image.height);
       this.#image.getContext("2d").putImageData(image, 0, 0);
     }
-    context.imageSmoothingEnabled = size < 1; // several blocks to a pixel: their mean
+    context.imageSmoothingEnabled = size < 1; // several blocks per pixel: their mean
     context.imageSmoothingQuality = "high";
     const [x, y] = [(MARGIN - this.#x) * this.#ratio, (MARGIN - this.#y) * this.#ratio];
     context.drawImage(this.#image, x, y, this.#image.width * size, this.#image.height * size);
   }
 
-  // The marked block, and the block table of who holds it: all else steps back, a line goes through it in token order.
+  // Draws the marked block and its holder's block table: other blocks fade, a line follows the table.
   #paintTable(context) {
     const block = this.#marked;
     if (block == null || block >= this.#extent) return;
@@ -327,7 +327,7 @@ export class BlockMap {
     const [cx, cy] = [x + size / 2, y + size / 2];
     const growth = still || kind === "evict" ? 1 : kind === "hit" ? 1.5 - 0.5 * easeOut(age) : 1 + 0.7 * easeOut(age);
     const grown = Math.max(size - this.#ratio, 5 * this.#ratio) * growth;
-    const behind = this.#marked != null && this.#snapshot.first[this.#marked]; // a block table is in the spotlight
+    const behind = this.#marked != null && this.#snapshot.first[this.#marked]; // a block table is highlighted
     context.globalAlpha = (still ? 1 : 1 - age * age) * (behind ? 0.3 : 1);
     const path = new Path2D();
     path.rect(cx - grown / 2, cy - grown / 2, grown, grown);
@@ -345,7 +345,7 @@ export class BlockMap {
       path.quadraticCurveTo((sx + cx) / 2, (sy + cy) / 2 - bend, cx, cy);
     }
     const width = Math.min((kind === "copy" ? 2.5 : 2) * this.#ratio, Math.max(size / 7, this.#ratio));
-    context.lineWidth = width + Math.min(2 * this.#ratio, size / 8); // an edge: some owners have nearly its colour
+    context.lineWidth = width + Math.min(2 * this.#ratio, size / 8); // outline: some owners have nearly its colour
     context.strokeStyle = colours.panel;
     context.stroke(path);
     context.lineWidth = width;
@@ -354,7 +354,7 @@ export class BlockMap {
     context.globalAlpha = 1;
   }
 
-  // Pointer and keyboard.
+  // Input by pointer and keyboard.
 
   #listen() {
     const { canvas } = this;
@@ -427,7 +427,7 @@ export class BlockMap {
   }
 }
 
-// Blocks are handed out from the first one on, so of a large pool the part that was ever used is shown, in powers of two.
+// Blocks are allocated from the first on, so the map of a large pool shows only the used part, in powers of two.
 function extentFor({ numBlocks, touched }) {
   let extent = 512;
   while (extent < touched * 1.05) extent *= 2;
@@ -438,7 +438,7 @@ const colourOf = (sequence, colours) => (sequence.own ? colours.own : colours.ot
 
 const easeOut = (t) => 1 - (1 - t) ** 3;
 
-// "rgb(r, g, b)" as a pixel, on a little-endian machine.
+// "rgb(r, g, b)" as a 32-bit pixel of a little-endian machine.
 function pack(colour) {
   const [red, green, blue] = colour.match(/[\d.]+/g).map(Number);
   return (255 << 24) | (blue << 16) | (green << 8) | red;

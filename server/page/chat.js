@@ -1,4 +1,4 @@
-// The conversation: sends, streams, stops; one request at a time.
+// The conversation: sends messages, streams answers, stops them; one request at a time.
 
 import { ApiError, postStream } from "./api.js";
 import { Answer } from "./answer.js";
@@ -7,7 +7,7 @@ import { claim } from "./memory.js";
 
 export class Chat {
   model = null;
-  answer = null; // the last one
+  answer = null; // the last answer
   #messages = [];
   #abort = null;
   #queue = Promise.resolve();
@@ -48,7 +48,7 @@ export class Chat {
     this.answer = null;
     this.list.replaceChildren($("welcome") ?? this.welcome);
     this.list.firstChild.hidden = false;
-    if (matchMedia("(hover: hover)").matches) this.prompt.focus(); // no keyboard pops up on a phone
+    if (matchMedia("(hover: hover)").matches) this.prompt.focus(); // else a phone would open its keyboard
   }
 
   async #submit() {
@@ -61,7 +61,7 @@ export class Chat {
     if (answer.failed && !answer.samples.some((sample) => sample.text)) this.#giveBack(text);
   }
 
-  // What was not answered can be sent again, unless something else has been written since.
+  // Puts an unanswered message back into the prompt field, unless the visitor has written something since.
   #giveBack(text) {
     if (this.prompt.value) return;
     this.prompt.value = text;
@@ -73,7 +73,7 @@ export class Chat {
     this.prompt.style.height = `${Math.min(this.prompt.scrollHeight + 2, 180)}px`;
   }
 
-  // Ask, after what was asked before; `overrides` replace parameters (`system` too). Resolves to the Answer when it is complete.
+  // Sends a message. `overrides` replace parameters (`system` too). Resolves to the complete Answer.
   send(text, overrides = {}) {
     this.#queue = this.#queue.then(() => this.#send(text, overrides));
     return this.#queue;
@@ -110,7 +110,7 @@ export class Chat {
     return answer;
   }
 
-  // How it ended: a finish reason, and what went wrong.
+  // Returns how the request ended: [finish reason, error text].
   async #stream(body, answer, mayAsk = true) {
     const { signal } = this.#abort;
     if (!this.model) return ["error", "The server has not said which model it serves. Is it ready, and the key right?"];
@@ -118,7 +118,7 @@ export class Chat {
       await postStream("v1/chat/completions", body, signal, (event) => {
         if (!answer.id) claim(`${(answer.id = event.id)}-0`, "your message");
         const waited = answer.ttft == null;
-        answer.take(event);
+        answer.addEvent(event);
         if (waited && answer.ttft != null) this.onFirst(answer);
         this.#scroll();
       });
@@ -141,7 +141,7 @@ export class Chat {
     $("stop").hidden = !this.busy;
   }
 
-  // Follow the end of the text unless its reader has scrolled away.
+  // Scrolls to the end of the text, unless the visitor has scrolled away from it.
   #scroll(force = false) {
     const { list } = this;
     if (force || list.scrollHeight - list.scrollTop - list.clientHeight < 120) list.scrollTop = list.scrollHeight;

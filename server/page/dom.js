@@ -1,4 +1,4 @@
-// Making elements without a line of HTML in text: what a model writes can only ever become text.
+// Makes elements without HTML strings: the text of a model can only become text, never markup.
 
 export const $ = (id) => document.getElementById(id);
 
@@ -17,7 +17,7 @@ export function element(tag, attributes = {}, ...children) {
 const FENCE = /```[^\n]*\n?([\s\S]*?)(?:```|$)/g;
 const INLINE = /`([^`\n]+)`|\*\*([^*\n]+)\*\*/g;
 
-// Fenced and inline code and bold; all else as it is (the element keeps line breaks).
+// Formats fenced code, inline code and bold text; leaves the rest unchanged (the element keeps line breaks).
 export function formatted(text) {
   const nodes = [];
   let end = 0;

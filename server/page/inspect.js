@@ -1,4 +1,4 @@
-// What the inspector says about a block, in whole sentences.
+// The inspector's description of a block, in whole sentences.
 
 import { count, letter } from "./dom.js";
 import { CACHED, FREE } from "./memory.js";
@@ -17,7 +17,7 @@ export function describeBlock(snapshot, block, answer) {
   if (holders.length) parts.push(which(snapshot, block, holders[0], fill, answer));
   let text = `${parts.join(", ")}.`;
   if (snapshot.refCount(block) > 1) {
-    const why = fill === size ? "It is full, so nobody will write to it and it is never copied." : "Who writes to it first gets a copy.";
+    const why = fill === size ? "It is full, so nobody will write to it and it is never copied." : "The first sample to write to it gets a copy.";
     text += ` Ref count ${snapshot.refCount(block)}: they read the same keys and values. ${why}`;
   } else if (snapshot.registered(block)) text += " The prefix cache knows it: an equal prompt would share it.";
   return text;
@@ -37,7 +37,7 @@ function whose(holders) {
 
 const list = (words) => words.join(", ").replace(/, ([^,]*)$/, " and $1");
 
-// Where in the sequence the block lies, and its text where the answer knows its tokens.
+// The block's place in its sequence, and its text if the answer knows the tokens.
 function which(snapshot, block, holder, fill, answer) {
   const size = snapshot.blockSize;
   const index = holder.blocks.indexOf(block);

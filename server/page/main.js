@@ -1,4 +1,4 @@
-// The page: puts its parts together.
+// The page: connects its parts.
 
 import { ApiError, getJson, getKey, getPhase, setKey } from "./api.js";
 import { BlockMap } from "./blockmap.js";
@@ -32,7 +32,7 @@ startTheme($("theme-button"));
 
 // The memory.
 
-// Read aloud where somebody moved to a block, not with each token that is added to it.
+// Screen readers announce a block when the visitor moves to it, not with each token added to it.
 function inspect(block, moved) {
   const { snapshot } = map;
   if (block == null || !snapshot || block >= snapshot.numBlocks) return;
@@ -74,19 +74,19 @@ monitor.addEventListener("off", ({ detail }) => {
   const stale = status !== 401 && status !== 404 && map.snapshot !== null;
   const unreachable = `The server cannot be reached${stale ? "; this is what it showed last" : ""}. The page keeps asking.`;
   const text = why[status] ?? (status ? detail.message : unreachable);
-  if ($("memory-off").textContent !== text) $("memory-off").textContent = text; // is read aloud when it changes
+  if ($("memory-off").textContent !== text) $("memory-off").textContent = text; // screen readers announce changes
   $("memory-off").hidden = false;
   $("memory-body").hidden = $("timeline").hidden = !stale;
   $("memory-body").classList.toggle("stale", stale);
 });
 
-// A cached block that is in use again, and was not evicted in between, was found by a prompt.
+// A cached block that is used again, without an eviction in between, was found by a prompt: a prefix hit.
 function flashHits(before, { snapshot, lastStep }) {
   if (before?.snapshot.numBlocks !== snapshot.numBlocks) return;
   const between = monitor.steps.filter((step) => step.step_id > before.lastStep && step.step_id <= lastStep);
   if (!between.some((step) => step.num_hit_tokens)) return;
   const evicted = new Set(between.flatMap((step) => step.evicted));
-  if (evicted.size < between.reduce((sum, step) => sum + step.num_evicted, 0)) return; // more than are named
+  if (evicted.size < between.reduce((sum, step) => sum + step.num_evicted, 0)) return; // not all are named
   for (let block = 0; block < snapshot.touched; block++) {
     const found = before.snapshot.states[block] === CACHED && snapshot.states[block] === USED;
     if (found && snapshot.registered(block) && !evicted.has(block)) map.flash("hit", block);
@@ -129,7 +129,7 @@ $("extent").addEventListener("click", () => {
   if (map.snapshot) showExtent(map.snapshot);
 });
 
-// What happened, in words; what came in one look becomes one line of each kind.
+// The memory events in words: one line per kind for all events of one poll.
 function tell(steps) {
   const total = (name) => steps.reduce((sum, step) => sum + step[name], 0);
   const last = steps.at(-1).step_id;
@@ -199,7 +199,7 @@ $("expand").addEventListener("click", () => {
 
 const WRONG_KEY = "The server did not accept this key.";
 
-let asking = null; // the dialog is open for several who wait for one answer
+let asking = null; // promise of the open dialog, which all callers await
 
 function askKey(reason, wrong = false) {
   asking ??= new Promise((resolve) => {
@@ -223,7 +223,7 @@ function askKey(reason, wrong = false) {
 
 $("key-button").addEventListener("click", () => askKey("Every request carries it as a bearer token."));
 
-// The server: what it serves, and whether it is ready.
+// The server: the model it serves, and whether it is ready.
 
 async function connect() {
   try {

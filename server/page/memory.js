@@ -1,4 +1,4 @@
-// The monitor: polls /debug/kv and /debug/steps, turns both into snapshots, remembers them, says what changed.
+// The monitor: polls /debug/kv and /debug/steps, keeps both as snapshots, and reports changes as events.
 
 import { ApiError, getJson } from "./api.js";
 import { OTHER_COLOURS, OWN_COLOURS } from "./theme.js";
@@ -6,22 +6,22 @@ import { OTHER_COLOURS, OWN_COLOURS } from "./theme.js";
 const BUSY_MS = 80;
 const IDLE_MS = 800;
 const LOOK_BACK = 600; // snapshots
-const LOOK_BACK_BLOCKS = 8e6; // fewer of large pools
+const LOOK_BACK_BLOCKS = 8e6; // blocks in all snapshots: large pools keep fewer snapshots
 const STEPS_KEPT = 600;
-const COLOURS_KEPT = 4096; // of requests of others: more than run or wait at a time
+const COLOURS_KEPT = 4096; // colours of other clients' requests: more than run or wait at a time
 
 export const FREE = 0;
 export const CACHED = 1;
 export const USED = 2;
 const STATE = { ".": FREE, c: CACHED, u: USED, p: USED };
 
-// Which requests are ours: request id -> what the inspector calls it, and its colour where its samples share one.
+// Our requests: request id -> the inspector's name for it, and its colour if its samples share one.
 const own = new Map();
 export function claim(requestId, label, colour = null) {
   own.set(requestId, { label, colour });
 }
 
-// One moment. A block is a number; `holders(block)` are the sequences in whose tables it is.
+// The memory at one moment. A block is a number; `holders(block)`: the sequences whose block tables contain it.
 export class Snapshot {
   constructor(view, colourOf) {
     this.view = view;
@@ -30,8 +30,8 @@ export class Snapshot {
     this.states = Uint8Array.from(view.states, (letter) => STATE[letter]);
     this.registered = (block) => view.states[block] === "p" || view.states[block] === "c";
     this.sequences = view.sequences.map((sequence) => ({ ...sequence, ...colourOf(sequence) }));
-    this.first = new Uint16Array(this.numBlocks); // of the holders, counted from 1; 0: nobody
-    this.more = new Map(); // block -> all holders, where there are several
+    this.first = new Uint16Array(this.numBlocks); // number of the first holder, from 1; 0: no holder
+    this.more = new Map(); // block -> all holders, if there are several
     this.sequences.forEach((sequence, index) => {
       for (const block of sequence.blocks) {
         if (!this.first[block]) this.first[block] = index + 1;
@@ -63,14 +63,15 @@ export class Snapshot {
   }
 }
 
-// Events: "snapshot" (what is on show), "steps" (new records), "grown" (while paused), "off" (why there is nothing).
+// Events: "snapshot" (the shown snapshot changed), "steps" (new records), "grown" (a snapshot arrived while paused),
+// "off" (why there is no memory to show).
 export class Monitor extends EventTarget {
   history = []; // {snapshot, lastStep}
-  steps = []; // records as objects, the oldest first
+  steps = []; // records of steps as objects, the oldest first
   limits = {};
-  shown = null; // of history
+  shown = null; // the entry of `history` that is shown
   paused = false;
-  busy = false; // a request of ours runs
+  busy = false; // one of our requests is running
 
   #colours = new Map(); // request id -> colour, the oldest first
   #numColours = 0;
@@ -83,7 +84,7 @@ export class Monitor extends EventTarget {
     this.#soon(0);
   }
 
-  // A request begins or a key was given: do not wait for the idle interval to pass.
+  // Polls at once, without waiting for the idle interval: a request starts, or the visitor gave a key.
   wake() {
     this.#soon(0);
   }
@@ -98,7 +99,7 @@ export class Monitor extends EventTarget {
     if (this.shown) this.#emit("snapshot", this.shown);
   }
 
-  // Sampled tokens per second over the last second of work; 0 when nothing was heard for longer.
+  // Sampled tokens per second over the last second of work; 0 if the last records are older.
   rate() {
     const done = this.steps.filter((step) => step.finished_at != null);
     if (!done.length || performance.now() - this.#lastNews > 1500) return 0;
@@ -129,7 +130,7 @@ export class Monitor extends EventTarget {
       wait = 2000;
       const status = error instanceof ApiError ? error.status : 0;
       this.#emit("off", { status, message: error.message });
-      if (status === 401 || status === 404) return; // wake() looks again
+      if (status === 401 || status === 404) return; // wake() polls again
     }
     if (!document.hidden) this.#soon(wait);
   }
@@ -138,7 +139,7 @@ export class Monitor extends EventTarget {
     const snapshot = new Snapshot(view, (sequence) => this.#colourOf(sequence));
     this.history.push({ snapshot, lastStep: this.#lastStep, at: performance.now() });
     const limit = Math.max(20, Math.min(LOOK_BACK, LOOK_BACK_BLOCKS / view.num_blocks));
-    // The oldest goes, also while paused: a tab may be left so overnight. But what is on show stays.
+    // The oldest snapshot is dropped, also while paused: a tab may stay paused overnight. The shown one is kept.
     if (this.history.length > limit) this.history.splice(this.history[0] === this.shown ? 1 : 0, 1);
     if (this.paused) this.#emit("grown");
     else this.show(this.history.length - 1);
@@ -148,7 +149,7 @@ export class Monitor extends EventTarget {
     this.limits = body;
     const records = body.steps.map((step) => Object.fromEntries(body.columns.map((name, i) => [name, step[i]])));
     if (records.length && records.at(-1).step_id < this.#lastStep) {
-      this.steps = []; // another server
+      this.steps = []; // a restarted or another server
       this.#lastStep = -1;
     }
     const known = new Map(this.steps.slice(-8).map((step) => [step.step_id, step]));
@@ -162,7 +163,7 @@ export class Monitor extends EventTarget {
     this.#emit("steps", fresh);
   }
 
-  // Ours by the letter of the sample, in strong colours; others by request, in quiet ones.
+  // Our samples have strong colours, one per letter; other clients' requests have muted colours, one per request.
   #colourOf({ request_id, sample }) {
     const ours = own.get(request_id);
     if (ours) return { own: true, label: ours.label, lettered: ours.colour == null, colour: (ours.colour ?? sample) % OWN_COLOURS };

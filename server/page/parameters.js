@@ -1,4 +1,4 @@
-// The parameters of a request: the form, its one-line summary, and what is sent. They are kept between visits.
+// The parameters of a request: the form, its one-line summary, and the fields to send. Kept between visits.
 
 import { $, letter } from "./dom.js";
 
@@ -28,7 +28,7 @@ export class Parameters {
     return this.form.elements[name].value.trim();
   }
 
-  // The fields of a request: those that are empty are left out, so the server's defaults hold.
+  // The fields of a request. Empty fields are left out, so the server's defaults apply.
   request() {
     const body = { temperature: Number(this.#value("temperature")), top_p: Number(this.#value("top_p")) };
     for (const name of ["max_tokens", "top_k", "seed", "n"]) {
@@ -42,7 +42,7 @@ export class Parameters {
     return this.#value("system");
   }
 
-  // Sliders start at the model's own defaults, from /v1/models, unless the visitor has moved one before.
+  // Sliders start at the model's own defaults, from /v1/models, unless the visitor has moved them before.
   begin(defaults) {
     const kept = this.#kept();
     for (const name of ["temperature", "top_p"]) {
@@ -66,7 +66,7 @@ export class Parameters {
     try {
       return JSON.parse(localStorage.getItem(KEPT) ?? "{}") ?? {};
     } catch {
-      localStorage.removeItem(KEPT); // not ours any more
+      localStorage.removeItem(KEPT); // unreadable, so reset
       return {};
     }
   }

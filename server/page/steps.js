@@ -1,10 +1,10 @@
-// The batch composition of the last steps: decodes upwards, prompt tokens downwards, what the memory did as marks.
+// The batch composition of the last steps: decodes upwards, prompt tokens downwards, memory events as marks.
 
 import { count } from "./dom.js";
 import { onTheme, theme } from "./theme.js";
 
 const BAR = 6; // CSS pixels, with the gap
-const MARKS = 14; // height of the line of marks at the foot
+const MARKS = 14; // height of the row of marks at the bottom
 
 export class StepChart {
   #steps = [];
@@ -96,7 +96,7 @@ function paintText(context, colours, text, y) {
   context.fillText(text, 2, y);
 }
 
-// Below a bar: a triangle for preemptions, a cross for evictions, a ring for copies.
+// Marks below a bar: a triangle for preemptions, a cross for evictions, a ring for copies.
 function paintMarks(context, colours, step, x, y) {
   const middle = x + (BAR - 1.5) / 2;
   context.lineWidth = 1.5;

@@ -1,4 +1,4 @@
-// Dark or light: as the system says, until the button says otherwise. Canvases ask here for the colours of the CSS.
+// Dark or light: the system's setting, until the visitor uses the button. Canvases get the CSS colours from here.
 
 const NAMES = ["ink", "muted", "line", "line-strong", "panel", "inset", "accent", "prompt", "cached", "cached-dot", "copy", "evict", "hit"];
 const KEY = "pageserve.theme";
@@ -12,7 +12,7 @@ export const OTHER_COLOURS = 6;
 
 export const isDark = () => (document.documentElement.dataset.theme ?? (SYSTEM.matches ? "dark" : "light")) === "dark";
 
-// {ink, ..., own: [...], other: [...]} as "rgb(r, g, b)".
+// {ink, ..., own: [...], other: [...]}, each colour as "rgb(r, g, b)".
 export function theme() {
   return (colours ??= read());
 }

@@ -1,4 +1,4 @@
-// Three things to watch. Each sends real requests and says, line by line, what can be seen while it happens.
+// Three demonstrations. Each sends real requests and explains, line by line, the events that the map shows.
 
 import { ApiError, postStream } from "./api.js";
 import { $, count, element, seconds } from "./dom.js";
@@ -6,7 +6,7 @@ import { claim } from "./memory.js";
 
 const STORY = "Tell me a long story about a fox and a lighthouse, and about the friends that they meet on their way.";
 const MAX_STREAMS = 64;
-// Long enough that computing it can be felt; of a small context, as many sentences as fit.
+// A system prompt long enough that the time to compute it is noticeable; with a small context, the sentences that fit.
 const FOX = [
   "The fox lives under a lighthouse by the sea, with an old owl, two mice and a lamp that never sleeps.",
   "In winter the boats come home late, and the fox counts them one by one.",
@@ -22,7 +22,7 @@ const FOX = [
   "At night they all sit beside the stove, and whoever tells the best story may stay up longest.",
 ];
 
-// What is said beside the picture: each line once, in the order in which it came true.
+// The text beside the map: each line once, in the order of the events.
 class Callout {
   #said = new Set();
 
@@ -75,7 +75,7 @@ export class Tour {
     $("callout").hidden = true;
   }
 
-  // Watch snapshots and steps until `work` is done.
+  // Watches snapshots and steps until `work` is done.
   async #watch(work, onSnapshot, onSteps) {
     const snapshot = ({ detail }) => onSnapshot(detail.snapshot);
     const steps = ({ detail }) => onSteps?.(detail);
@@ -93,7 +93,7 @@ export class Tour {
     this.chat.reset();
     callout.say("sent", "One request with n = 2. Its prompt is computed once, for both.");
     const work = this.chat.send(STORY, { n: 2, temperature: 0.8, max_tokens: 600 });
-    let copy = null; // told after what was shared, which it follows from
+    let copy = null; // explained after the shared blocks, from which it follows
     const answer = await this.#watch(
       work,
       (snapshot) => {
@@ -119,7 +119,7 @@ export class Tour {
 
   async #repeat(callout) {
     const name = ["Amber", "Basil", "Clover", "Dusk", "Ember", "Flint"][Math.floor(Math.random() * 6)];
-    const room = Math.min(this.chat.maxTokens ?? Infinity, this.#capacity()) - 400; // a character is a token at the most
+    const room = Math.min(this.chat.maxTokens ?? Infinity, this.#capacity()) - 400; // a character is at most one token
     const sentences = FOX.slice(0, Math.max(2, Math.floor(room / 100)));
     const system = `${name} ${100 + Math.floor(Math.random() * 900)} is the name of a young fox. ${sentences.join(" ")}
       You tell stories about the fox and its friends. Your stories are short and kind, and they end well.`;
@@ -131,12 +131,12 @@ export class Tour {
     if (second.failed) return;
     const cached = second.usage?.prompt_tokens_details?.cached_tokens ?? 0;
     callout.say("second", `Second time: ${this.#cost(second)}`);
-    if (!cached) return callout.say("none", "Nothing was found again: is prefix caching on in this server?");
+    if (!cached) return callout.say("none", "No cached block was found: is prefix caching on in this server?");
     const blocks = "blocks were found again by a hash of all tokens up to their end, and taken over (the green flash).";
     callout.say("why", `Those ${blocks} Only full blocks can be found, so the last few tokens are computed anyway.`);
   }
 
-  // Of the memory, in tokens.
+  // Capacity of the memory, in tokens.
   #capacity() {
     const snapshot = this.monitor.history.at(-1)?.snapshot;
     return snapshot ? snapshot.numBlocks * snapshot.blockSize : Infinity;
@@ -196,7 +196,7 @@ export class Tour {
 }
 
 function sayCopy(callout, source, target) {
-  const text = `Copy-on-write: the prompt's last block, ${source}, was not full. Who wrote to it first got a copy, `;
+  const text = `Copy-on-write: the prompt's last block, ${source}, was not full. The first sample to write to it got a copy, `;
   callout.say("copied", text, `block ${target}, so that the other sample sees no foreign word.`);
 }
 
