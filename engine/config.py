@@ -91,9 +91,9 @@ class EngineConfig:
     )
     fair_step_seconds: float | None = option(
         0.03,
-        "longest step, in seconds, of keys that hold much, while a key that holds little is present; if longer, three "
-        "times a step with an empty prompt; less: faster first tokens for light keys; more: more throughput for heavy "
-        "keys; none: no bound",
+        "most seconds of a step of keys that hold much KV cache, while a key that holds little has requests; at least "
+        "three times a step with an empty prompt. Less: faster first tokens for the light key; more: more throughput "
+        "for the heavy keys; none: no bound",
         above=0,
     )
     async_scheduling: bool | None = option(

@@ -272,8 +272,8 @@ def check_beams(params: BeamSearchParams, eos_token_ids: Collection[int], vocab_
         )
     if needed > vocab_size:
         raise InvalidRequestError(
-            f"n (the beam width) is {width}; with {num_end_tokens} tokens that end it this model has only "
-            f"{max(0, vocab_size - num_end_tokens)} ways to go on. Lower n.",
+            f"n (the beam width) is {width}; besides the {num_end_tokens} tokens that end a hypothesis, this model has "
+            f"only {max(0, vocab_size - num_end_tokens)} tokens to continue one. Lower n.",
             "n",
         )
     if needed > MAX_LOGPROBS:

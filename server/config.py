@@ -30,7 +30,7 @@ class ServerConfig:
     api_key_file: str | None = option(
         None, "file with a key per line, with name and limits (see docs/operating.md); SIGHUP reads the file again"
     )
-    allow_unauthenticated: bool = option(False, "without API keys, listen on addresses that other machines can reach")
+    allow_unauthenticated: bool = option(False, "allow an address that other machines can reach even without API keys")
     allowed_origins: tuple[str, ...] = option(
         (), "origins whose web pages may call the API from a browser (CORS), such as https://app.example.com; *: all"
     )

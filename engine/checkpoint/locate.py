@@ -48,7 +48,7 @@ def resolve_tokenizer(config: EngineConfig, model_dir: Path) -> Path:
 
 
 def read_eos_token_ids(model_dir: Path) -> list[int]:
-    """The ids in generation_config.json, where chat models add some, else in config.json; empty if neither has any."""
+    """The ids in generation_config.json (chat models add some), else those in config.json; empty if neither has any."""
     for name in ("generation_config.json", "config.json"):
         ids = read_json(model_dir / name).get("eos_token_id")
         if ids is not None:
@@ -121,11 +121,11 @@ def _download(name: str, revision: str | None, patterns: tuple[str, ...], flag: 
         raise ModelError(f"--revision: {name} has no branch, tag or commit {revision!r}") from error
     except errors.LocalEntryNotFoundError as error:
         raise ModelError(
-            f"{flag}: {name} is no folder here and not in the local cache as a whole, and the hub cannot be reached "
+            f"{flag}: {name} is not a local folder, not complete in the local cache, and the hub cannot be reached "
             "(no network, or HF_HUB_OFFLINE is set)"
         ) from error
     except errors.HFValidationError as error:
-        raise ModelError(f"{flag}: there is no folder {name}, and it is no hub id either") from error
+        raise ModelError(f"{flag}: there is no folder {name}, and the name is not a valid hub id") from error
     except Exception as error:  # such as a full disk, a proxy, a broken connection: the user needs one clear line
         raise ModelError(f"{flag}: downloading {name} failed: {type(error).__name__}: {error}") from error
 
@@ -141,5 +141,5 @@ def _no_weights(folder: Path, on_hub: bool) -> str:
         return f"{folder} holds no *.safetensors file"
     return (
         f"{folder} holds only pickle weights ({pickles[0]}), which can run code when loaded and are refused: "
-        "load them with transformers, where you trust them, and write safetensors with save_pretrained()"
+        "if you trust them, load them with transformers and write safetensors with save_pretrained()"
     )

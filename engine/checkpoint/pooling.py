@@ -28,8 +28,8 @@ def read_pooling(model_dir: Path, choice: str) -> Pooling | None:
         return None
     if unknown := modules.keys() - MODULES:
         raise ModelError(
-            f"modules.json: the module {sorted(unknown)[0]!r} is not served; with --pooling last, mean or cls the "
-            "vectors are made without it."
+            f"modules.json: the module {sorted(unknown)[0]!r} is not served; --pooling last, mean or cls computes "
+            "the vectors without it."
         )
     return Pooling(_pooling_kind(model_dir, modules["Pooling"]), "Normalize" in modules)
 

@@ -233,7 +233,7 @@ class GrammarChecker:
             raise EngineError(f"the process that compiles grammars does not start: {error}") from None
         if refusal:
             await self._drop(helper)
-            raise InvalidRequestError(f"this model cannot hold to a form: {refusal}", "structured_output")
+            raise InvalidRequestError(f"this model cannot produce structured output: {refusal}", "structured_output")
         return helper
 
     async def _drop(self, helper: GrammarHelper) -> bool:

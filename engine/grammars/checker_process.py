@@ -87,7 +87,7 @@ def _try(compiler: Compiler, output: StructuredOutput) -> None:
             if not matcher.consume_token(int(rng.choice(allowed))) or matcher.is_stopped():
                 break
         if sorted(seconds)[len(seconds) // 2] > MAX_MASK_SECONDS:
-            raise GrammarError("it is too ambiguous: to find the tokens that may come next takes too long")
+            raise GrammarError("it is too ambiguous: finding the tokens that may come next takes too long")
 
 
 def _check_draft(schema: Any) -> None:

@@ -61,7 +61,7 @@ class GrammarService:
         if (task := self._tasks.get(key)) is None:
             task = self._tasks[key] = asyncio.create_task(self._have_compiled(key, output))
         if error := await asyncio.shield(task):  # the Worker goes on compiling if the caller is cancelled
-            raise EngineError(f"the Worker could not compile what was checked before: {error}")
+            raise EngineError(f"the Worker could not compile a grammar that was checked before: {error}")
 
     def require(self, params: SamplingParams) -> None:
         """Raise InvalidRequestError if the request's output was not prepared."""

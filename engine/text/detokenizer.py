@@ -68,7 +68,7 @@ class Detokenizer:
         text = self.text(token_id)
         if self._matcher is None or not text:
             return text, None
-        if self._num_tokens <= self._min_tokens:  # stop strings count only in tokens that may end the sample
+        if self._num_tokens <= self._min_tokens:  # up to min_tokens, no stop string may end the sample
             return text, None
         return self._matcher.feed(text)
 

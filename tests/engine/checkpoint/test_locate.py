@@ -150,7 +150,7 @@ def test_hub_index_must_be_sane(hub: FakeHub) -> None:
         (hub_error(errors.RepositoryNotFoundError), "neither a folder nor a hub id is called org/name"),
         (hub_error(errors.RevisionNotFoundError), "--revision: org/name has no branch, tag or commit 'v1'"),
         (errors.LocalEntryNotFoundError("no"), "hub cannot be reached"),
-        (errors.HFValidationError("no"), "no hub id either"),
+        (errors.HFValidationError("no"), "not a valid hub id"),
         (OSError(28, "No space left on device"), "failed: OSError.*No space left"),
     ],
 )

@@ -41,7 +41,7 @@ async def test_what_the_worker_could_not_compile_is_asked_for_again(service):
         assert len(sent) == number
         service.prepared(GrammarPrepared(CODE.digest(), error))
         if error:
-            with pytest.raises(EngineError, match="could not compile what was checked before: no memory"):
+            with pytest.raises(EngineError, match="could not compile a grammar that was checked before: no memory"):
                 await preparing
     await preparing
     await service.prepare(CODE)
