@@ -37,7 +37,7 @@ class Tokens:
     def __init__(self, count: int) -> None:
         self._count = count
 
-    async def read(self, on_output: Callable[[int, RequestOutput], Awaitable[None]]) -> None:
+    async def read(self, on_output: Callable[[int, RequestOutput], Awaitable[None]], on_prompt_logprobs: None) -> None:
         for _ in range(self._count):
             await on_output(0, OUTPUT)
 

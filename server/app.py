@@ -1,18 +1,17 @@
-"""create_app(driver, config): the routes and what stands around them."""
+"""create_app(driver, config): the list of routes, the middleware around them, and the answers to errors."""
 
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import FastAPI
-from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.routing import Route
 from starlette.types import Scope
 
 from engine.driver import Driver
@@ -24,176 +23,170 @@ from server.http.api_keys import ApiKeys
 from server.http.body_budget import BodyBudget
 from server.http.ignored_fields import IgnoredFieldsHeader
 from server.http.middleware import CLIENT_LEFT, PUBLIC_PATHS, Authentication, RequestContext
-from server.http.tracing import TraceContext, make_tracer
-from server.openapi import body_of, describe
-from server.playground import add_playground_routes
+from server.http.tracing import make_tracer
+from server.openapi import body_of, describe, path_parameter
+from server.playground import PAGE, get_page
 from server.protocol import ChatCompletionRequest, CompletionRequest
 from server.protocol.anthropic.request import MessagesPrompt, MessagesRequest
 from server.protocol.responses.request import ResponsePrompt, ResponseRequest
-from server.routes import health, metrics, models
 from server.routes.chat_completions import create_chat_completion, stored_completion
 from server.routes.completions import create_completion
-from server.routes.debug_kv import add_debug_routes
-from server.routes.debug_requests import debug_request
+from server.routes.debug_kv import debug_kv, debug_kv_enabled, debug_steps
+from server.routes.debug_requests import debug_requests
 from server.routes.embeddings import EmbeddingRequest, create_embeddings
+from server.routes.health import get_health, get_ready, version
 from server.routes.messages import count_tokens, create_message
-from server.routes.responses import count_input_tokens, create_response, stored_response
+from server.routes.metrics import get_metrics
+from server.routes.models import list_models, retrieve_model
+from server.routes.responses import (
+    count_input_tokens,
+    create_response,
+    no_compaction,
+    refuse_other_methods,
+    stored_response,
+)
 from server.routes.tokenize import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest, detokenize, tokenize
 
 DEFAULT_MODEL_NAME = "pageserve"
-PREFLIGHT_SECONDS = 3600  # for so long a browser need not ask again
+PREFLIGHT_SECONDS = 3600  # time for which a browser keeps the answer to a preflight
+
+Handler = Callable[[HttpRequest, Served], Awaitable[Response]]
+
+
+def _always(config: ServerConfig) -> bool:
+    return True
+
+
+def _never(config: ServerConfig) -> bool:
+    return False
+
+
+@dataclass(frozen=True)
+class Route:
+    """`methods` are separated by spaces. The body of a POST is one of the `bodies`, a JSON object. `in_schema`: whether
+    /openapi.json describes the route; server/openapi.py has the answers of such routes."""
+
+    methods: str
+    path: str
+    handler: Handler
+    bodies: tuple[type[BaseModel], ...] = ()
+    in_schema: Callable[[ServerConfig], bool] = _always
+
+
+# Starlette takes the first row whose path and method match.
+ROUTES = (
+    Route("POST", "/v1/completions", create_completion, (CompletionRequest,)),
+    Route("POST", "/v1/chat/completions", create_chat_completion, (ChatCompletionRequest,)),
+    Route("POST", "/v1/embeddings", create_embeddings, (EmbeddingRequest,)),
+    Route("POST", "/v1/responses", create_response, (ResponseRequest,)),
+    Route("POST", "/v1/responses/input_tokens", count_input_tokens, (ResponsePrompt,)),
+    Route("POST", "/v1/messages", create_message, (MessagesRequest,)),
+    Route("POST", "/v1/messages/count_tokens", count_tokens, (MessagesPrompt,)),
+    Route("POST", "/tokenize", tokenize, (TokenizeTextRequest, TokenizeChatRequest)),
+    Route("POST", "/detokenize", detokenize, (DetokenizeRequest,)),
+    # OpenAI's routes to stored answers: the server stores none and says so.
+    Route("GET DELETE", "/v1/responses/input_tokens", refuse_other_methods, in_schema=_never),
+    Route("GET DELETE", "/v1/responses/{response_id}", stored_response, in_schema=_never),
+    Route("POST", "/v1/responses/{response_id}/cancel", stored_response, in_schema=_never),
+    Route("GET", "/v1/responses/{response_id}/input_items", stored_response, in_schema=_never),
+    Route("POST", "/v1/responses/compact", no_compaction, in_schema=_never),
+    Route("GET POST DELETE", "/v1/chat/completions/{completion_id}", stored_completion, in_schema=_never),
+    Route("GET", "/v1/chat/completions/{completion_id}/messages", stored_completion, in_schema=_never),
+    Route("GET", "/v1/models", list_models),
+    Route("GET", "/v1/models/{model:path}", retrieve_model),
+    Route("GET", "/health", get_health),
+    Route("GET", "/ready", get_ready),
+    Route("GET", "/version", version),
+    Route("GET", "/debug/requests/{id}", debug_requests),
+    Route("GET", "/debug/kv", debug_kv, in_schema=debug_kv_enabled),
+    Route("GET", "/debug/steps", debug_steps, in_schema=debug_kv_enabled),
+    *(Route("GET", path, get_page, in_schema=_never) for path in PAGE),
+    Route("GET", "/metrics", get_metrics),
+)
 
 
 def served_names(config: ServerConfig, model: str) -> tuple[str, ...]:
-    """The names of the model in the API: as configured, else the folder or hub id as it was given (vLLM's rule)."""
+    """The names of the model in the API: the configured names, else the folder or hub id as given (vLLM's rule)."""
     return config.served_model_name or (model or DEFAULT_MODEL_NAME,)
 
 
 def create_app(driver: Driver, config: ServerConfig) -> FastAPI:
-    """The whole HTTP side over a Driver, which may still be loading: /v1 then answers 503.
+    """The HTTP side over a Driver. While the Driver still loads, /v1 answers 503.
 
-    There are no documentation pages (they would load scripts from elsewhere); /openapi.json describes the routes.
+    The app has no documentation pages (they would load scripts from other sites); /openapi.json describes the routes.
     """
     served = Served(driver, config, served_names(config, driver.config.model), int(time.time()))
-    keys, refused = ApiKeys(config), Counter[str]()
     app = FastAPI(title="pageserve", version=package_version(), docs_url=None, redoc_url=None, redirect_slashes=False)
-    _add_posts(app, served)
-    _add_stateless_answers(app)
-    _add_status_routes(app, served)
-    app.state.api_keys = keys  # for whoever reloads them
-
-    http_counts: Counter[tuple[str, int]] = Counter()
-    page = metrics.MetricsPage(metrics.make_registry(driver, served.names[0], http_counts, refused))
-
-    async def get_metrics() -> Response:
-        return await page.get()
-
-    app.add_api_route("/metrics", get_metrics, response_class=Response)
-    _add_heads(app)
-    known_paths = frozenset(route.path for route in app.routes if isinstance(route, Route) and "{" not in route.path)
-
-    async def answer(request: Request, error: Exception) -> Response:
-        if reason := refusal_reason(error):
-            refused[reason] += 1
-        return _answer(error, request.scope, known_paths)
-
-    for error_type in (PageserveError, ApiError, HTTPException, ClientDisconnect):
-        app.add_exception_handler(error_type, answer)
-    public_paths = PUBLIC_PATHS | {"/metrics"} if config.public_metrics else PUBLIC_PATHS
-    budget = BodyBudget(config.max_bytes_in_flight, config.max_bytes_in_flight_per_key)
-    app.add_middleware(Authentication, keys=keys, public_paths=public_paths, refused=refused, budget=budget)
-    if config.ignore_unknown_fields:
-        app.add_middleware(IgnoredFieldsHeader)
-    if (tracer := make_tracer(config, served.names[0])) is not None:
-        driver.request_log.listeners.append(tracer.record)
-        app.add_middleware(TraceContext)
-    app.state.tracer = tracer  # for whoever ends the server
-    if config.allowed_origins:  # a preflight has no key, so this is outside of Authentication
-        app.add_middleware(CORSMiddleware, **cors_options(config))
-    app.add_middleware(RequestContext, driver=driver, counts=http_counts, known_paths=known_paths)  # last, so outermost
-    app.openapi = describe(app, config, [kind for *_, kinds in POSTS for kind in kinds], served.names[0])  # type: ignore[method-assign]
+    for route in ROUTES:
+        _add_route(app, route, served)
+    known_paths = frozenset(route.path for route in ROUTES if "{" not in route.path) | {app.openapi_url or ""}
+    _add_error_handlers(app, served, known_paths)
+    _add_middleware(app, served, known_paths)
+    bodies = [kind for route in ROUTES for kind in route.bodies]
+    app.openapi = describe(app, config, bodies, served.names[0])  # type: ignore[method-assign]
     return app
 
 
+def _add_route(app: FastAPI, route: Route, served: Served) -> None:
+    """Register a row. A row with GET alone also answers HEAD (RFC 9110, section 9.1); uvicorn leaves the body out."""
+
+    async def endpoint(http: HttpRequest) -> Response:
+        return await route.handler(http, served)
+
+    methods, in_schema = route.methods.split(), route.in_schema(served.config)
+    extra = body_of(route.bodies) if route.bodies else path_parameter(route.path)
+    options: dict[str, Any] = {"response_class": Response, "name": route.handler.__name__}
+    app.add_api_route(
+        route.path, endpoint, methods=methods, openapi_extra=extra, include_in_schema=in_schema, **options
+    )
+    if methods == ["GET"]:
+        app.add_api_route(route.path, endpoint, methods=["HEAD"], include_in_schema=False, **options)
+
+
+def _add_error_handlers(app: FastAPI, served: Served, known_paths: Collection[str]) -> None:
+    async def answer(http: HttpRequest, error: Exception) -> Response:
+        if reason := refusal_reason(error):
+            served.refused[reason] += 1
+        return _error_answer(error, http.scope, known_paths)
+
+    for error_type in (PageserveError, ApiError, HTTPException, ClientDisconnect):
+        app.add_exception_handler(error_type, answer)
+
+
+def _add_middleware(app: FastAPI, served: Served, known_paths: frozenset[str]) -> None:
+    """The innermost first. `app.state` keeps the keys for reloads, and the tracer for the end of the server."""
+    config, driver = served.config, served.driver
+    app.state.api_keys = ApiKeys(config)
+    app.state.tracer = make_tracer(config, served.names[0])
+    if app.state.tracer is not None:
+        driver.request_log.listeners.append(app.state.tracer.record)
+    app.add_middleware(
+        Authentication,
+        keys=app.state.api_keys,
+        public_paths=PUBLIC_PATHS | {"/metrics"} if config.public_metrics else PUBLIC_PATHS,
+        refused=served.refused,
+        budget=BodyBudget(config.max_bytes_in_flight, config.max_bytes_in_flight_per_key),
+        traced=app.state.tracer is not None,
+    )
+    if config.ignore_unknown_fields:
+        app.add_middleware(IgnoredFieldsHeader)
+    if config.allowed_origins:  # a preflight has no key, so CORS stands outside of Authentication
+        app.add_middleware(CORSMiddleware, **cors_options(config))
+    app.add_middleware(RequestContext, driver=driver, counts=served.http_counts, known_paths=known_paths)
+
+
 def cors_options(config: ServerConfig) -> dict[str, Any]:
-    """Any header may be sent and read: keys go in headers, never in cookies, which are not allowed."""
+    """The options of CORSMiddleware. All headers are allowed: keys travel in headers, never in cookies."""
     anything = {"allow_headers": ["*"], "expose_headers": ["*"], "max_age": PREFLIGHT_SECONDS}
     return {"allow_origins": config.allowed_origins, "allow_methods": ["GET", "POST"], **anything}
 
 
-Handler = Callable[[Request, Served], Awaitable[Response]]
-# What takes a JSON object: path, handler, and the request models, of which the body is one.
-POSTS: tuple[tuple[str, Handler, tuple[type[BaseModel], ...]], ...] = (
-    ("/v1/completions", create_completion, (CompletionRequest,)),
-    ("/v1/chat/completions", create_chat_completion, (ChatCompletionRequest,)),
-    ("/v1/embeddings", create_embeddings, (EmbeddingRequest,)),
-    ("/v1/responses", create_response, (ResponseRequest,)),
-    ("/v1/responses/input_tokens", count_input_tokens, (ResponsePrompt,)),
-    ("/v1/messages", create_message, (MessagesRequest,)),
-    ("/v1/messages/count_tokens", count_tokens, (MessagesPrompt,)),
-    ("/tokenize", tokenize, (TokenizeTextRequest, TokenizeChatRequest)),
-    ("/detokenize", detokenize, (DetokenizeRequest,)),
-)
-
-
-def _add_posts(app: FastAPI, served: Served) -> None:
-    for path, handler, kinds in POSTS:
-        options: dict[str, Any] = {"methods": ["POST"], "response_class": Response, "name": handler.__name__}
-        app.add_api_route(path, _route(handler, served), openapi_extra=body_of(kinds), **options)
-
-
-def _add_stateless_answers(app: FastAPI) -> None:
-    """A 404 that says why, where OpenAI has routes to what it stored."""
-    path = "/v1/responses/{response_id}"
-    app.add_api_route("/v1/responses/input_tokens", _post_only, methods=["GET", "DELETE"], include_in_schema=False)
-    for stored, methods in ((path, ["GET", "DELETE"]), (f"{path}/cancel", ["POST"]), (f"{path}/input_items", ["GET"])):
-        app.add_api_route(stored, stored_response, methods=methods, include_in_schema=False)
-    app.add_api_route("/v1/responses/compact", _no_compaction, methods=["POST"], include_in_schema=False)
-    path = "/v1/chat/completions/{completion_id}"
-    app.add_api_route(path, stored_completion, methods=["GET", "POST", "DELETE"], include_in_schema=False)
-    app.add_api_route(f"{path}/messages", stored_completion, methods=["GET"], include_in_schema=False)
-
-
-async def _post_only() -> Response:
-    raise HTTPException(405, headers={"Allow": "POST"})  # it is no response of that name
-
-
-async def _no_compaction() -> Response:
-    message = "Conversations are not compacted here: send the items as they are, or truncation: 'auto'."
-    raise ApiError(404, message, code="not_found")
-
-
-def _route(handler: Handler, served: Served) -> Callable[[Request], Awaitable[Response]]:
-    async def route(request: Request) -> Response:
-        return await handler(request, served)
-
-    return route
-
-
-def _add_status_routes(app: FastAPI, served: Served) -> None:
-    async def list_models(request: Request) -> Response:
-        return models.list_models(served, request)
-
-    async def retrieve_model(request: Request, model: str) -> Response:
-        return models.retrieve_model(served, request, model)
-
-    async def get_health() -> Response:
-        return health.health(served.driver)
-
-    async def get_ready() -> Response:
-        return health.ready(served.driver)
-
-    async def version() -> dict[str, str]:
-        return {"version": package_version()}
-
-    app.add_api_route("/v1/models", list_models, response_class=Response)
-    app.add_api_route("/v1/models/{model:path}", retrieve_model, response_class=Response)
-    app.add_api_route("/health", get_health, response_class=Response)
-    app.add_api_route("/ready", get_ready, response_class=Response)
-
-    async def debug_requests(request: Request, id: str) -> Response:
-        return debug_request(request, served.driver, id)
-
-    app.add_api_route("/version", version)
-    app.add_api_route("/debug/requests/{id}", debug_requests, response_class=Response)
-    add_debug_routes(app, served)
-    add_playground_routes(app)
-
-
-def _add_heads(app: FastAPI) -> None:
-    """HEAD wherever there is GET (RFC 9110, section 9.1); uvicorn leaves the body out."""
-    for route in list(app.routes):
-        if isinstance(route, APIRoute) and route.methods == {"GET"}:
-            options: dict[str, Any] = {"response_class": route.response_class, "include_in_schema": False}
-            app.add_api_route(route.path, route.endpoint, methods=["HEAD"], **options)
-
-
-def _answer(error: Exception, scope: Scope, known_paths: Collection[str]) -> Response:
+def _error_answer(error: Exception, scope: Scope, known_paths: Collection[str]) -> Response:
     if isinstance(error, ClientDisconnect):
-        return Response(status_code=CLIENT_LEFT)  # nobody reads it
+        return Response(status_code=CLIENT_LEFT)  # the client is gone
     if isinstance(error, HTTPException):
         headers = dict(error.headers or {})
         if headers.get("Allow") == "GET":
-            headers["Allow"] = "GET, HEAD"  # a route of its own, see _add_heads
+            headers["Allow"] = "GET, HEAD"  # HEAD is a route of its own: see _add_route
         error = from_http_status(error.status_code, headers, nearest_route(scope["path"], known_paths))
     return error_response(error, scope)

@@ -1,88 +1,93 @@
-"""Served: what the handlers know about the server they run in."""
+"""Served: the state of the server that handlers share, and the prelude of every POST."""
 
 import hashlib
 import time
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeVar
 
+from starlette.requests import Request as HttpRequest
+
 from engine.driver import SERVING_PHASES, Driver
 from engine.errors import UnavailableError
-from engine.text.text_threads import FairThreads
 from server.config import ServerConfig
 from server.errors import ApiError, invalid, new_id
+from server.http.body import convert, read_parsed
+from server.http.resting_thread import RestingThread
 from server.protocol import GenerationRequest
-from server.protocol.strict import Strict
-
-SampledRequest = TypeVar("SampledRequest", bound=Strict)
+from server.protocol.strict import AnyModel, parse_request
+from server.protocol.translated import SamplingExtras
 
 T = TypeVar("T")
 
-MANY_LOGPROBS = 2000  # to encode as many takes 2 ms
-REST_FROM_SECONDS, REST_SECONDS = 0.005, 0.25
+MANY_LOGPROBS = 2000  # encoding 2000 logprobs takes 2 ms
 
 
 def package_version() -> str:
+    """The version of the installed package; "unknown" for a source tree that is not installed."""
     try:
         return version("pageserve")
-    except PackageNotFoundError:  # run from a source tree that is not installed
+    except PackageNotFoundError:
         return "unknown"
-
-
-def rest_for(seconds: float) -> None:
-    """Sleep, in a thread, for as long as its last work took.
-
-    What runs in C may have held the GIL all the while. An answer needs the event loop a few times over, so without a
-    rest it would wait for the GIL as often.
-    """
-    if seconds > REST_FROM_SECONDS:
-        time.sleep(min(seconds, REST_SECONDS))
-
-
-class RestingThread:
-    """One thread for work that may hold the GIL, which tenants use in turns. It rests between two of them."""
-
-    def __init__(self, name: str) -> None:
-        self._thread = FairThreads(1, name)
-        self._took = self._ended = 0.0
-
-    async def run(self, tenant: str, work: Callable[[], T]) -> T:
-        """The result of `work`."""
-        return await self._thread.run(tenant, self._work, work)
-
-    def _work(self, work: Callable[[], T]) -> T:
-        rest_for(self._ended + self._took - time.perf_counter())
-        start = time.perf_counter()
-        try:
-            return work()
-        finally:
-            self._ended = time.perf_counter()
-            self._took = self._ended - start
 
 
 @dataclass(frozen=True)
 class Served:
-    """`names` are all names of the one model; the first is the one to show. `created` is the start of this server."""
+    """`names` are all names of the one model; answers show the first. `created` is the start of this server in Unix
+    seconds. `http_counts` counts responses by (route, status), `refused` counts refusals by reason."""
 
     driver: Driver
     config: ServerConfig
     names: tuple[str, ...]
     created: int
+    http_counts: Counter[tuple[str, int]] = field(default_factory=Counter)
+    refused: Counter[str] = field(default_factory=Counter)
+    _singletons: dict[Callable[["Served"], Any], Any] = field(default_factory=dict, repr=False)
+
+    def once(self, make: Callable[["Served"], T]) -> T:
+        """The result of the first call of `make(self)`: state that the handlers of a route keep between requests."""
+        if make not in self._singletons:
+            self._singletons[make] = make(self)
+        result: T = self._singletons[make]
+        return result
+
+    async def read(self, http: HttpRequest, kind: type[AnyModel]) -> AnyModel:
+        """The body as a request of this `kind`. Raises what `read_as` raises."""
+        return await self.read_as(http, partial(parse_request, kind))
+
+    async def read_as(self, http: HttpRequest, parse: Callable[[dict[str, Any]], AnyModel]) -> AnyModel:
+        """The prelude of every POST: ready, body, JSON, fields, model and limits, sampling defaults of the model.
+
+        Raises UnavailableError (503), what server/http/body.py raises, and InvalidRequestError naming the field.
+        """
+        self.check_ready()
+        context = self.driver.model.max_model_len
+        request = await read_parsed(http, parse, self.config.max_body_bytes, context, self.parsing)
+        if (name := getattr(request, "model", None)) is not None:
+            self.check_model(name)
+        if isinstance(request, GenerationRequest):
+            self._check_limits(request)
+        return self._with_sampling_defaults(request)
+
+    async def convert(self, tenant: str, work: Callable[[], T]) -> T:
+        """The result of `work` on the request that this task has read: in a thread where the body was large."""
+        return await convert(self.parsing, tenant, work)
 
     @cached_property
     def parsing(self) -> RestingThread:
-        """For large bodies, and answers of that size."""
+        """The thread for large bodies and for answers of that size."""
         return RestingThread("parsing")
 
     async def encode(self, tenant: str, num_logprobs: int, encode: Callable[[], bytes]) -> bytes:
-        """An answer with so many logprobs as JSON; where they are many, off the event loop."""
+        """The JSON of an answer with `num_logprobs` logprobs; a thread makes it where there are many."""
         return await self.parsing.run(tenant, encode) if num_logprobs > MANY_LOGPROBS else encode()
 
     @cached_property
     def fingerprint(self) -> str:
-        """Changes with whatever may change the text of a seeded request: version, checkpoint, template, device, ..."""
+        """Changes with everything that may change the text of a seeded request: version, checkpoint, template, ..."""
         model, config = self.driver.model, self.driver.config
         weights = (config.model, config.revision, config.load_format, config.seed, config.quantization)
         prompts = (config.tokenizer, self.config.chat_template, self.config.special_tokens_in_content)
@@ -90,26 +95,28 @@ class Served:
         text = repr((package_version(), weights, prompts, numbers, self.driver.sampling_defaults))
         return "pageserve-" + hashlib.sha256(text.encode()).hexdigest()[:12]
 
-    def with_model_defaults(self, request: SampledRequest) -> SampledRequest:
-        """`request` with the model's own sampling in the fields that it leaves out. Beam search samples nothing."""
-        changed = self.driver.sampling_defaults.changed
-        if not changed or getattr(request, "use_beam_search", False):
-            return request
-        return request.model_copy(
-            update={name: value for name, value in changed.items() if name not in request.model_fields_set}
-        )
+    def response_head(self, id_prefix: str, object_type: str, model: str) -> dict[str, Any]:
+        """The fields that every chunk of one response has in common."""
+        return {
+            "id": new_id(id_prefix + "-"),
+            "object": object_type,
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": self.fingerprint,
+        }
 
     def check_ready(self) -> None:
+        """Raise UnavailableError unless requests are accepted."""
         if self.driver.phase not in SERVING_PHASES:
             raise UnavailableError(f"The server is not ready ({self.driver.phase}). Try again shortly.")
 
     def check_model(self, name: str) -> None:
+        """Raise ApiError 404 unless `name` is a name of the served model."""
         if name not in self.names:
             message = f"The model {name[:128]!r} does not exist here; this server has {self.names[0]!r}."
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    def check_request(self, request: GenerationRequest) -> None:
-        self.check_model(request.model)
+    def _check_limits(self, request: GenerationRequest) -> None:
         config = self.config
         if not 1 <= request.n <= config.max_n:
             raise invalid(f"n must be an integer from 1 to {config.max_n}.", "n")
@@ -121,12 +128,11 @@ class Served:
             raise invalid(message, "num_ctx")
         request.check_limits(config)
 
-    def response_head(self, id_prefix: str, object_type: str, request: GenerationRequest) -> dict[str, Any]:
-        """The fields that every chunk of one response has in common."""
-        return {
-            "id": new_id(id_prefix + "-"),
-            "object": object_type,
-            "created": int(time.time()),
-            "model": request.model,
-            "system_fingerprint": self.fingerprint,
-        }
+    def _with_sampling_defaults(self, request: AnyModel) -> AnyModel:
+        """`request` with the model's own sampling in the fields that it leaves out. Beam search draws no samples."""
+        generates: bool = isinstance(request, GenerationRequest | SamplingExtras)
+        if not generates or getattr(request, "use_beam_search", False):
+            return request
+        changed = self.driver.sampling_defaults.changed
+        missing = {name: value for name, value in changed.items() if name not in request.model_fields_set}
+        return request.model_copy(update=missing) if missing else request

@@ -1,5 +1,6 @@
 """/openapi.json: the requests and answers of every route. A new route needs a row in ANSWERS, or a test fails."""
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -125,6 +126,15 @@ def body_of(kinds: tuple[type[BaseModel], ...]) -> dict[str, Any]:
     refs = [_ref(kind) for kind in kinds]
     schema = refs[0] if len(refs) == 1 else {"anyOf": refs}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def path_parameter(path: str) -> dict[str, Any]:
+    """openapi_extra of a route with a parameter in its path: handlers read the parameter themselves."""
+    found = re.search(r"{(\w+)", path)
+    if found is None:
+        return {}
+    schema = {"type": "string", "title": found[1].title()}
+    return {"parameters": [{"name": found[1], "in": "path", "required": True, "schema": schema}]}
 
 
 def describe(

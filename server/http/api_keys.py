@@ -1,6 +1,6 @@
-"""API keys: who may use the server, under what name, and how much of it.
+"""API keys: which keys may use the server, their names and their limits.
 
-A key file has one key per line, after it whatever differs from the options for all keys:
+A key file has one key per line, then the settings that differ from the options for all keys:
 
     # comments and empty lines are skipped
     sk-a-key-without-a-name
@@ -8,7 +8,7 @@ A key file has one key per line, after it whatever differs from the options for 
     batch  sk-a-key       requests-per-minute=60 max-concurrent-requests=8 tokens-per-minute=200000 min-priority=-10
     bob    sha256:6ca13d52ca70c883e0f0bb101e425a89e8624de51db2d2392593af6a84118090
 
-In memory a key is its SHA-256 digest only. Keys are random, so nothing slower than SHA-256 is needed.
+Memory holds the SHA-256 digest of a key only. Keys are random, so no slower hash is needed.
 """
 
 import dataclasses
@@ -22,11 +22,9 @@ import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from starlette.types import Scope
-
-from engine.errors import ConfigError, InvalidRequestError
-from engine.request import Request
+from engine.errors import ConfigError
 from server.config import ServerConfig
+from server.http.caller import Caller
 from server.http.rate_limits import Limits, RateLimiter
 
 logger = logging.getLogger(__name__)
@@ -34,14 +32,14 @@ logger = logging.getLogger(__name__)
 SETTINGS = ("weight", "min-priority", *(f.name.replace("_", "-") for f in dataclasses.fields(Limits)))
 SETTING = re.compile(f"({'|'.join(SETTINGS)})=(.*)")
 NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")
-LIKE_A_SETTING = re.compile(r"[A-Za-z][A-Za-z_-]*=.*[^=]")  # behind a key or a name; base64 ends in = at most
+LIKE_A_SETTING = re.compile(r"[A-Za-z][A-Za-z_-]*=.*[^=]")  # base64 has = only at its end
 DIGEST = re.compile(r"sha256:([0-9a-fA-F]{64})")
 MAX_WEIGHT = 1000.0
 
 
 @dataclass(frozen=True)
 class ApiKey:
-    """`min_priority` is the most urgent `priority` that its requests may have; None: any."""
+    """`min_priority` is the most urgent `priority` that requests with this key may have; None: any."""
 
     digest: bytes
     name: str
@@ -51,64 +49,59 @@ class ApiKey:
 
 
 class Account:
-    """A key and what is used of its limits."""
+    """A key and its use of its limits."""
 
     def __init__(self, key: ApiKey) -> None:
         self.key = key
         self.limiter = RateLimiter(key.limits, whose="this API key" if key.digest else "all callers together")
 
-    @property
-    def tenant(self) -> str:
-        return self.key.digest.hex()
-
     def change(self, key: ApiKey) -> None:
+        """Replace the settings of the key; its use of its limits stays."""
         self.key = key
         self.limiter.set(key.limits)
 
-    def sign(self, request: Request) -> Request:
-        """The request as this key's; InvalidRequestError where it may not ask for it."""
-        least = self.key.min_priority
-        if least is not None and request.priority < least:
-            raise InvalidRequestError(f"priority must be at least {least} with this API key.", "priority")
-        return dataclasses.replace(request, tenant=self.tenant, weight=self.key.weight)
+    def caller(self, trace_parent: str) -> Caller:
+        """The sender of a request with this key."""
+        key = self.key
+        return Caller(self.limiter, key.digest.hex(), key.weight, key.min_priority, trace_parent)
 
 
 class ApiKeys:
-    """All keys of a server. Without any, everybody shares the account `anyone`."""
+    """All keys of a server. Without keys, all clients share the account `anyone`."""
 
     def __init__(self, config: ServerConfig) -> None:
-        """Raises ConfigError where the key file cannot be read or is not as above."""
+        """Raises ConfigError where the key file cannot be read or breaks the rules above."""
         self._config = config
         limits = Limits(config.requests_per_minute, config.max_concurrent_requests, config.tokens_per_minute)
         self.anyone = Account(ApiKey(b"", "anyone", limits))
         self._accounts: dict[bytes, Account] = {}
-        self._take(self._read())
+        self._replace(self._read())
 
     def __len__(self) -> int:
         return len(self._accounts)
 
     def reload(self) -> None:
-        """Read the key file anew. One that is wrong changes nothing, and the log says why.
+        """Read the key file anew. A wrong file changes nothing, and the log says why.
 
-        Keys that are still there keep what they have used; requests of keys that are gone run to their end.
+        Keys that are still in the file keep their use; requests with removed keys run to their end.
         """
         try:
             keys = self._read()
         except ConfigError as error:
             logger.error("the API keys stay as they are: %s", error)
             return
-        self._take(keys)
+        self._replace(keys)
         logger.info("%d API keys are in use", len(self))
 
     def find(self, given: bytes) -> Account | None:
-        """The account of a key; all digests are compared, each in constant time."""
+        """The account of the key `given`, or None. All digests are compared, each in constant time."""
         digest, found = hashlib.sha256(given).digest(), None
         for known, account in self._accounts.items():
             if hmac.compare_digest(known, digest):
                 found = account
         return found
 
-    def _take(self, keys: list[ApiKey]) -> None:
+    def _replace(self, keys: list[ApiKey]) -> None:
         before, self._accounts = self._accounts, {}
         for key in keys:
             account = before.get(key.digest) or Account(key)
@@ -123,12 +116,12 @@ class ApiKeys:
         unique = list({key.digest: key for key in keys}.values())
         if len(unique) == 1:
             return unique
-        # Where there are others, going before all of them is something that a key must be allowed to.
+        # With several keys, a key may go before all others only if its line in the file allows that.
         return [key if key.min_priority is not None else dataclasses.replace(key, min_priority=0) for key in unique]
 
 
 def read_key_file(path: str, limits: Limits) -> Iterator[ApiKey]:
-    """The keys of a file; `limits` are those of keys for which it says nothing. ConfigError never repeats a key."""
+    """The keys of a file; `limits` apply where a line sets none. Raises ConfigError, which never repeats a key."""
     try:
         with open(path, encoding="utf-8") as file:
             if stat.S_IMODE(os.fstat(file.fileno()).st_mode) & stat.S_IROTH:
@@ -199,24 +192,3 @@ def _key(text: str, name: str | None, limits: Limits, where: str) -> ApiKey:
         raise ConfigError(f"{where}: behind sha256: must be 64 hexadecimal digits.")
     digest = bytes.fromhex(match[1]) if match else hashlib.sha256(text.encode()).digest()
     return ApiKey(digest, name or f"key-{digest.hex()[:8]}", limits)
-
-
-def account_of(scope: Scope) -> Account | None:
-    """Whose request it is; None outside of the server's middleware."""
-    account: Account | None = scope.get("state", {}).get("account")
-    return account
-
-
-def tenant_of(scope: Scope) -> str:
-    """The API key's digest, in hex; empty where no keys are set."""
-    tenant: str = scope.get("state", {}).get("tenant", "")
-    return tenant
-
-
-def cache_salt(scope: Scope, client_salt: str) -> str:
-    """Who may share KV blocks: clients with the same API key and the same salt of their own.
-
-    The length in front keeps the two apart: no choice of a salt reaches the blocks of another key.
-    """
-    tenant = tenant_of(scope)
-    return f"{len(tenant)}:{tenant}{client_salt}" if tenant or client_salt else ""

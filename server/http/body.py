@@ -16,38 +16,37 @@ from starlette.requests import Request as HttpRequest
 from starlette.types import Receive, Scope
 
 from engine.text.unicode import is_valid_unicode
-from server.context import Served, rest_for
 from server.errors import ApiError, field_path, invalid
-from server.http.api_keys import tenant_of
 from server.http.body_budget import OverBudgetError
 from server.http.json_bounds import JsonBounds, JsonBoundsError, body_bounds
-from server.protocol.strict import AnyModel, parse_request
+from server.http.resting_thread import RestingThread, rest_for
 
 encode_json = msgspec.json.Encoder().encode
 
 T = TypeVar("T")
 
-# Bodies up to this size are parsed on the event loop, in under 2 ms. Larger ones go to a thread, one body at a time and
-# tenants in turn: a thread that parses holds the GIL, and two of them would leave the loop half as much as one.
+# The event loop parses bodies up to this size, in under 2 ms. A thread parses larger ones, one body at a time and
+# tenants in turn: a thread that parses holds the GIL, and two threads would leave the loop half as much as one.
 PARSE_INLINE_BYTES = 32 << 10
-BODY_SECONDS = 60.0  # a client that trickles its body does not hold a connection for ever
-DISCARD_SECONDS = 2.0  # for what is left of a body that is too large
-large = ContextVar("large", default=False)  # whether the body of this task's request was parsed in a thread
+BODY_SECONDS = 60.0  # time limit: a client that sends its body slowly does not hold a connection for ever
+DISCARD_SECONDS = 2.0  # time for the client to send the rest of a body that is too large
+large = ContextVar("large", default=False)  # whether a thread parsed the body of this task's request
 HUGE_INTEGER = 10**30  # stands for a number of thousands of digits: out of the range of every field
 
 
-async def read_request(http: HttpRequest, served: Served, kind: type[AnyModel]) -> AnyModel:
-    """The body as such a request. Raises what `read_parsed` does."""
-    return await read_parsed(http, served, partial(parse_request, kind))
-
-
-async def read_parsed(http: HttpRequest, served: Served, parse: Callable[[dict[str, Any]], T]) -> T:
-    """Read the body, a JSON object, and return `parse` of it. A thread parses large bodies.
+async def read_parsed(
+    http: HttpRequest,
+    parse: Callable[[dict[str, Any]], T],
+    max_bytes: int,
+    max_model_len: int,
+    thread: RestingThread,
+) -> T:
+    """Read the body, a JSON object, and return `parse` of it. `thread` parses large bodies.
 
     Raises ApiError (408, 413, 415, 429, 503), InvalidRequestError (400), ClientDisconnect, and what `parse` raises.
     """
-    body = await read_body(http.scope, http.receive, served.config.max_body_bytes)
-    bounds = body_bounds(served.driver.model.max_model_len)
+    body = await read_body(http.scope, http.receive, max_bytes)
+    bounds = body_bounds(max_model_len)
     if len(body) <= PARSE_INLINE_BYTES:
         return parse(parse_json(body, bounds))
 
@@ -58,16 +57,16 @@ async def read_parsed(http: HttpRequest, served: Served, parse: Callable[[dict[s
         return parse(fields)
 
     large.set(True)
-    return await served.parsing.run(tenant_of(http.scope), partial(copy_context().run, work))
+    return await thread.run(http.state.caller.tenant, partial(copy_context().run, work))
 
 
-async def convert(served: Served, tenant: str, work: Callable[[], T]) -> T:
-    """The result of `work` on the request that this task has read: in the same thread where its body was large."""
-    return await served.parsing.run(tenant, partial(copy_context().run, work)) if large.get() else work()
+async def convert(thread: RestingThread, tenant: str, work: Callable[[], T]) -> T:
+    """The result of `work` on the request that this task has read: in `thread` where its body was large."""
+    return await thread.run(tenant, partial(copy_context().run, work)) if large.get() else work()
 
 
 async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytearray:
-    """Raises ApiError and ClientDisconnect."""
+    """The whole body. Raises ApiError (408, 413, 415, 429, 503) and ClientDisconnect."""
     try:
         _check_headers(dict(scope["headers"]), max_bytes)
         with anyio.fail_after(BODY_SECONDS):
@@ -79,7 +78,7 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytearray
         error.headers |= _CLOSE
         raise
     except _TooLargeError:
-        if b"expect" not in dict(scope["headers"]):  # else it waits to be asked for the body
+        if b"expect" not in dict(scope["headers"]):  # a client that sent Expect waits to be asked for the body
             await _discard(receive)
         message = f"The body is larger than this server's limit of {max_bytes} bytes."
         raise ApiError(413, message, code="body_too_large", headers=_CLOSE) from None
@@ -107,7 +106,7 @@ def _check_headers(headers: Mapping[bytes, bytes], max_bytes: int) -> None:
 
 
 async def _read_all(receive: Receive, max_bytes: int) -> bytearray:
-    """Chunks go into one growing array: joining those of a large body would take the event loop 15 ms."""
+    """Read all chunks into one growing array: joining the chunks of a large body would take the event loop 15 ms."""
     body = bytearray()
     while True:
         message = await receive()
@@ -121,14 +120,14 @@ async def _read_all(receive: Receive, max_bytes: int) -> bytearray:
 
 
 async def _discard(receive: Receive) -> None:
-    """Let a client finish sending, for a while: one whose connection closes before that never sees the answer."""
+    """Let a client finish sending, for a while: a client whose connection closes before that never sees the answer."""
     with anyio.move_on_after(DISCARD_SECONDS):
         while (message := await receive())["type"] == "http.request" and message.get("more_body", False):
             pass
 
 
 def parse_json(body: bytes | bytearray, bounds: JsonBounds) -> dict[str, Any]:
-    """Strict UTF-8 JSON; an object. Duplicate keys, lone surrogates, NaN and Infinity are refused by name.
+    """Parse strict UTF-8 JSON, an object. InvalidRequestError names duplicate keys, lone surrogates, NaN and Infinity.
 
     NUL (\\u0000) is a character like any other and passes.
     """
@@ -148,7 +147,7 @@ def parse_json(body: bytes | bytearray, bounds: JsonBounds) -> dict[str, Any]:
         raise _malformed("it is nested too deeply") from None
     if not isinstance(value, dict):
         raise _malformed("it must be an object")
-    # Look for one byte first: searching for several takes five times as long, and every search holds the GIL.
+    # Search for one byte first: a search for several takes five times as long, and every search holds the GIL.
     if has_constants or (b"\\" in body and (b"\\ud" in body or b"\\uD" in body)):
         _refuse_hostile_values(value)
     return value
@@ -176,7 +175,7 @@ def _bounded_int(digits: str) -> int:
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Parsers disagree about which of two equal keys counts, which is how a filter in front gets fooled."""
+    """Refuse equal keys: parsers disagree about which of two counts, and a client could fool a filter in front."""
     fields = dict(pairs)
     if len(fields) != len(pairs):
         seen: set[str] = set()
@@ -188,7 +187,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_hostile_values(body: dict[str, Any]) -> None:
-    """Find what JSON text can spell but no field may hold. Only bodies that show a trace of it are walked."""
+    """Refuse lone surrogates, NaN and Infinity, which no field may hold. Only bodies that show a trace are walked."""
     containers: list[tuple[tuple[Any, ...], Any]] = [((), body)]
     while containers:
         path, container = containers.pop()

@@ -1,4 +1,4 @@
-"""Pure ASGI middleware: a request id, the error envelope, API keys. Their cost per streamed chunk is one call."""
+"""Pure ASGI middleware: the request id, the error envelope, API keys. A streamed chunk costs one call here."""
 
 import asyncio
 import logging
@@ -13,23 +13,23 @@ from engine.driver import Driver
 from server.errors import ApiError, error_response, new_id, refusal_reason, speaks_anthropic
 from server.http.api_keys import Account, ApiKeys
 from server.http.body_budget import BodyBudget, CountedBody
+from server.http.caller import Caller
 from server.http.limits import RECOGNISE
 from server.playground import PAGE_PATHS
 
 logger = logging.getLogger(__name__)
 
 REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
-OPENAI_VERSION = "2020-10-01"  # of the HTTP API, as OpenAI's own answers name it; there is no other
-CLIENT_LEFT = 499  # nginx's number; only metrics ever see it
+OPENAI_VERSION = "2020-10-01"  # the only version of the HTTP API that OpenAI's answers name
+CLIENT_LEFT = 499  # nginx's number; it appears in metrics only
 
-# Open without a key: probes carry no secrets. So is the page at /: the same files for everybody, known by name, without
-# which nobody could type a key into it.
+# These paths need no key. Probes carry no secrets; the page at / is the same files for all, and users type their key
+# into it.
 PUBLIC_PATHS = frozenset({"/health", "/ready", *PAGE_PATHS})
-# Paths that end in a name, as metrics label them: (start, what the name is).
+# Paths that end in a name, as metrics label them: (start, label of the name).
 NAMED = (("/v1/models/", "model"), ("/debug/requests/", "id"), ("/v1/responses/", "response_id"))
 
-
-# 401s per second for all clients together: each costs the event loop 0.3 ms, and key guessers send thousands.
+# 401s per second for all clients together: a 401 costs the event loop 0.3 ms, and key guessers send thousands.
 REFUSALS_PER_SECOND, REFUSALS_AT_ONCE = 200, 100
 MAX_REFUSAL_SECONDS = 1.0  # the longest delay of a 401
 
@@ -38,7 +38,7 @@ class Pace:
     """Delays refusals to REFUSALS_PER_SECOND, after a burst (generic cell rate algorithm: ITU-T I.371)."""
 
     def __init__(self) -> None:
-        self._due = 0.0  # when the next refusal is due, by time.monotonic()
+        self._due = 0.0  # time of the next refusal, by time.monotonic()
 
     async def turn(self) -> None:
         """Wait until this refusal is due."""
@@ -49,12 +49,12 @@ class Pace:
 
 
 class RequestContext:
-    """Outermost: x-request-id on every response, JSON for what nothing else caught, a count by route and status.
+    """The outermost middleware: x-request-id on every response, a JSON error for uncaught exceptions, a count by route
+    and status.
 
-    What OpenAI answers has its other headers, too: the time until the answer, or its stream, began, in milliseconds.
-
-    A client's own x-request-id is only echoed: the engine's ids are made here, so that two clients never share one.
-    While the server drains, every response asks for the connection to be closed.
+    Responses of OpenAI's routes also have OpenAI's headers: openai-processing-ms is the time in milliseconds until the
+    response, or its stream, began. A client's own x-request-id is only echoed: the engine's ids are made here, so two
+    clients never share an id. While the server drains, every response asks the client to close the connection.
     """
 
     def __init__(
@@ -67,30 +67,31 @@ class RequestContext:
             return await self._app(scope, receive, send)
         given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
         request_id = given if REQUEST_ID.fullmatch(given) else new_id("req-").encode()
+        anthropic = speaks_anthropic(scope)
         started, received = False, time.perf_counter()
 
         async def send_with_id(message: Message) -> None:
             nonlocal started
             if not started:
                 started = True
-                self._start(scope, message, request_id, time.perf_counter() - received)
+                self._start(scope["path"], message, request_id, anthropic, time.perf_counter() - received)
             await send(message)
 
         try:
             await self._app(scope, receive, send_with_id)
         except Exception as error:
-            if started:  # the status is out: all that is left is to cut the connection, which uvicorn does
+            if started:  # the status is sent: uvicorn can only cut the connection
                 raise
             logger.error("request %s failed", request_id.decode())
             await error_response(error, scope)(scope, receive, send_with_id)
 
-    def _start(self, scope: Scope, message: Message, request_id: bytes, seconds: float) -> None:
-        self._counts[_route(scope["path"], self._known_paths), message["status"]] += 1
+    def _start(self, path: str, message: Message, request_id: bytes, anthropic: bool, seconds: float) -> None:
+        self._counts[_route(path, self._known_paths), message["status"]] += 1
         headers = MutableHeaders(raw=message["headers"])
         headers["x-request-id"] = request_id.decode()
-        if speaks_anthropic(scope):
-            headers["request-id"] = request_id.decode()  # where Anthropic's clients look for it
-        elif scope["path"].startswith("/v1/"):
+        if anthropic:
+            headers["request-id"] = request_id.decode()  # Anthropic's clients read this header
+        elif path.startswith("/v1/"):
             headers["openai-processing-ms"] = str(round(seconds * 1000))
             headers["openai-version"] = OPENAI_VERSION
         if self._driver.phase in ("draining", "stopped"):
@@ -98,7 +99,7 @@ class RequestContext:
 
 
 def _route(path: str, known: frozenset[str]) -> str:
-    """A label of few values, whatever paths clients make up."""
+    """The metrics label of a path. Paths that clients make up share one label."""
     if path in PAGE_PATHS:
         return "/"
     if path in known:
@@ -107,18 +108,24 @@ def _route(path: str, known: frozenset[str]) -> str:
 
 
 class Authentication:
-    """Bearer keys, and their limits. Without a valid key every path but the public ones is a 401, unknown ones, too.
+    """Finds the Caller of a request by its bearer key and holds it to the key's limits.
 
-    Keys are compared by their SHA-256 digests, all of them, in constant time. The path is the one that the router will
-    see, never rebuilt from a header. What is asked for with POST counts against the limits of the key; where there are
-    no keys, all callers share one account.
+    Without a valid key all paths but the public ones answer 401, unknown paths too. Keys are compared by their SHA-256
+    digests, all of them, in constant time. The path is the router's, never rebuilt from a header. POST requests count
+    against the limits of the key; without keys, all callers share one account. Handlers read `http.state.caller`.
     """
 
     def __init__(
-        self, app: ASGIApp, keys: ApiKeys, public_paths: frozenset[str], refused: Counter[str], budget: BodyBudget
+        self,
+        app: ASGIApp,
+        keys: ApiKeys,
+        public_paths: frozenset[str],
+        refused: Counter[str],
+        budget: BodyBudget,
+        traced: bool,
     ) -> None:
         self._app, self._keys, self._public_paths, self._refused = app, keys, public_paths, refused
-        self._budget = budget
+        self._budget, self._traced = budget, traced
         self._pace = Pace()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -129,18 +136,16 @@ class Authentication:
             self._refused["unauthorized"] += 1
             await self._pace.turn()
             return await error_response(_unauthorized(scope), scope)(scope, receive, send)
+        caller = account.caller(trace_parent_of(scope) if self._traced else "")
+        scope.setdefault("state", {})["caller"] = caller
         scope.get("extensions", {}).get(RECOGNISE, {}).get("function", lambda: None)()
-        state = scope.setdefault("state", {})
-        state["account"] = account
-        if self._keys:
-            state["tenant"] = account.tenant
         if scope["method"] == "POST":
-            await self._limited(account, scope, receive, send)
+            await self._limited(caller, scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
-    async def _limited(self, account: Account, scope: Scope, receive: Receive, send: Send) -> None:
-        limiter = account.limiter
+    async def _limited(self, caller: Caller, scope: Scope, receive: Receive, send: Send) -> None:
+        limiter = caller.limiter
 
         async def send_with_limits(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -148,29 +153,35 @@ class Authentication:
             await send(message)
 
         try:
-            begun = limiter.begin()
+            begun, shown = limiter.begin(), limiter.shown
         except ApiError as error:
             self._refused[refusal_reason(error)] += 1
             return await error_response(error, scope)(scope, receive, send_with_limits)
-        body = CountedBody(self._budget, account.tenant, receive)
+        body = CountedBody(self._budget, caller.tenant, receive)
         try:
-            await self._app(scope, body, send_with_limits if limiter.shown else send)
+            await self._app(scope, body, send_with_limits if shown else send)
         finally:
             body.give_back()
             limiter.end(begun)
 
     def _find(self, scope: Scope) -> Account | None:
-        headers = dict(reversed(scope["headers"]))  # of those sent twice the first counts
+        headers = dict(reversed(scope["headers"]))  # the first of two equal headers counts
         header = headers.get(b"authorization", b"")
         if not header and speaks_anthropic(scope):
-            header = b"bearer " + headers.get(b"x-api-key", b"")  # Anthropic's clients know no other
+            header = b"bearer " + headers.get(b"x-api-key", b"")  # the header of Anthropic's clients
         scheme, _, key = header.partition(b" ")
         found = self._keys.find(key.strip())
         return found if scheme.lower() == b"bearer" else None
 
 
+def trace_parent_of(scope: Scope) -> str:
+    """The client's `traceparent` header (W3C Trace Context), empty without one."""
+    header: bytes = next((value for name, value in scope["headers"] if name == b"traceparent"), b"")
+    return header.decode("latin-1")
+
+
 def _unauthorized(scope: Scope) -> ApiError:
-    """Its first words are OpenAI's: litellm tells a wrong key from other mistakes by them."""
+    """A 401. The first words are OpenAI's: by them litellm tells a wrong key from other mistakes."""
     has_any = any(name in (b"authorization", b"x-api-key") for name, _ in scope["headers"])
     what = "send a valid one" if has_any else "there is none. Send one"
     return ApiError(

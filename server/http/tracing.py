@@ -5,14 +5,10 @@ thread sends them and drops them if the collector is too slow. Attribute names f
 generative AI and, for latencies, vLLM. A client's `traceparent` (W3C Trace Context) is the parent. No text is recorded.
 """
 
-import dataclasses
 import logging
 import os
 import threading
-from contextvars import ContextVar
 from typing import Any
-
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.errors import ConfigError
 from engine.request import Request
@@ -24,27 +20,6 @@ logger = logging.getLogger(__name__)
 ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 MISSING = "the packages for OpenTelemetry are not installed: pip install 'pageserve[otel]'"
 CLOSE_SECONDS = 2.0
-
-_traceparent: ContextVar[str] = ContextVar("traceparent", default="")
-
-
-def with_trace_parent(request: Request) -> Request:
-    """`request` with the parent that the HTTP request under way names, if any."""
-    parent = _traceparent.get()
-    return dataclasses.replace(request, trace_parent=parent) if parent else request
-
-
-class TraceContext:
-    """ASGI middleware: what is admitted while a request is handled belongs to the trace that its header names."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            header = next((value for name, value in scope["headers"] if name == b"traceparent"), b"")
-            _traceparent.set(header.decode("latin-1"))  # every request is handled in a task of its own
-        await self._app(scope, receive, send)
 
 
 def make_tracer(config: ServerConfig, model: str) -> "Tracer | None":

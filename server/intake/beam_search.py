@@ -1,7 +1,7 @@
 """Beam search over HTTP: `use_beam_search: true`, with vLLM's names. `n` hypotheses are searched and returned.
 
-The search is deterministic and over the model's own distribution, so what would change that, or needs tokens to be
-final before the end, is refused: a field that has no effect on the result (`seed`) is not.
+The search is deterministic and uses the model's own distribution. Fields that would change the distribution, or need
+tokens to be final before the end, are refused. A field without effect on the result (`seed`) is accepted.
 """
 
 from engine.errors import InvalidRequestError
@@ -10,7 +10,7 @@ from engine.thinking import FIELD
 from server.errors import invalid
 from server.protocol import GenerationRequest
 
-# Field -> the values that mean what beam search does anyway; temperature 1 is the default, 0 what older clients send.
+# Field -> the values that change nothing for beam search; older clients send temperature 0.
 NEUTRAL = {
     "temperature": (0.0, 1.0),
     "top_p": (1.0,),
@@ -20,7 +20,7 @@ NEUTRAL = {
     "presence_penalty": (0.0,),
     "frequency_penalty": (0.0,),
 }
-# logprobs of the returned tokens are known; alternatives to them (a number) are not kept.
+# `logprobs: true` is allowed: logprobs of the returned tokens are known. Alternatives (a number) are not kept.
 REFUSED = (
     "logit_bias",
     "stop",
@@ -35,7 +35,7 @@ REFUSED = (
 
 
 def beam_search_params(request: GenerationRequest, max_tokens: int | None) -> BeamSearchParams | None:
-    """What the request asks for; None without use_beam_search. Raises InvalidRequestError naming the field."""
+    """The search that the request asks for, or None. Raises InvalidRequestError naming the field."""
     if not request.use_beam_search:
         _refuse_without_beams(request)
         return None

@@ -1,7 +1,7 @@
-"""Context editing on /v1/messages: older thinking and tool results are cut from a prompt before the model sees it.
+"""Context editing on /v1/messages: edits cut older thinking and tool results from a prompt.
 
-Anthropic's `context_management`, server/protocol/anthropic/context_management.py. An edit works on the messages of the
-chat and is applied only where the prompt has fewer tokens afterwards; what it cleared is the difference.
+These are the edits of Anthropic's `context_management` (server/protocol/anthropic/context_management.py). An edit works
+on the messages of the chat and is applied only if the prompt has fewer tokens afterwards; the difference is reported.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 from server.context import Served
-from server.http.body import convert
 from server.intake.prompts import tokenize_chat, tokenize_long_chat
 from server.protocol import ChatCompletionRequest
 from server.protocol.anthropic.context_management import ClearThinking, ClearToolUses, Edit
@@ -21,7 +20,7 @@ ChatMessage = dict[str, Any]
 
 @dataclass(frozen=True)
 class EditedPrompt:
-    """`applied` is None where no edits were asked for; `num_original_tokens` is the length before them."""
+    """`applied` is None where the request has no edits; `num_original_tokens` is the length before all edits."""
 
     chat: ChatCompletionRequest
     token_ids: list[int]
@@ -31,29 +30,29 @@ class EditedPrompt:
 
 @dataclass(frozen=True)
 class Cut:
-    """Messages without what an edit clears; `count` is of turns of thinking, or of tool uses."""
+    """The messages after an edit; `count` is the number of cleared turns of thinking, or of cleared tool uses."""
 
     messages: list[ChatMessage]
     count: int
 
 
 async def edited_prompt(served: Served, request: MessagesPrompt, tenant: str) -> EditedPrompt:
-    """The prompt of a message after its edits. An edit without anything to cut costs nothing.
+    """The prompt of a message after its edits. An edit that finds nothing to cut costs no tokenisation.
 
-    Tokens are counted beyond the context, too: agents read in the refusal how much a prompt has to lose.
+    Tokens beyond the context count too: agents read in the refusal how much a prompt has to lose.
     """
-    chat, messages, ids = await convert(served, tenant, request.to_chat), request.history.messages, None
+    chat, messages, ids = await served.convert(tenant, request.to_chat), request.history.messages, None
     num_original, applied = 0, []
     for edit in request.edits:
         cut = cut_by(edit, messages)
         if cut is None:
             continue
-        if ids is None:  # the first to need a count: it may be that of a prompt that fits only once it is cut
+        if ids is None:  # the first edit that needs the count; the prompt may fit only after the edits
             ids = await tokenize_long_chat(served, chat, tenant)
             num_original = len(ids)
         if not _is_triggered(edit, len(ids), messages):
             continue
-        shorter = await convert(served, tenant, partial(request.to_chat, cut.messages))
+        shorter = await served.convert(tenant, partial(request.to_chat, cut.messages))
         shorter_ids = await tokenize_long_chat(served, shorter, tenant)
         cleared = len(ids) - len(shorter_ids)
         if cleared < _least(edit):
@@ -70,7 +69,7 @@ UNIT = {"clear_thinking_20251015": "thinking_turns", "clear_tool_uses_20250919":
 
 
 def cut_by(edit: Edit, messages: list[ChatMessage]) -> Cut | None:
-    """None where there is nothing to cut."""
+    """The messages after `edit`; None where the edit finds nothing to cut."""
     cut = _cut_thinking(edit, messages) if isinstance(edit, ClearThinking) else _cut_tool_uses(edit, messages)
     return cut if cut.count else None
 
@@ -83,7 +82,7 @@ def _is_triggered(edit: Edit, num_tokens: int, messages: list[ChatMessage]) -> b
 
 
 def _least(edit: Edit) -> int:
-    """Fewest tokens that the edit must clear to be applied."""
+    """The number of tokens that the edit must clear to be applied."""
     wanted = edit.clear_at_least if isinstance(edit, ClearToolUses) else None
     return 1 if wanted is None else max(1, wanted.value)
 
@@ -93,8 +92,8 @@ def _is_result(message: ChatMessage) -> bool:
 
 
 def _cut_thinking(edit: ClearThinking, messages: list[ChatMessage]) -> Cut:
-    """A turn of the assistant goes on over the results of its tools, until the user says something."""
-    turns: list[list[int]] = [[]]  # of each turn the places of the messages that hold thinking
+    """Clear the thinking of all but the last turns. A turn of the assistant ends at the next message of the user."""
+    turns: list[list[int]] = [[]]  # for each turn, the indices of the messages with thinking
     for i, message in enumerate(messages):
         if message["role"] == "user":
             turns.append([])
@@ -111,7 +110,8 @@ def _cut_thinking(edit: ClearThinking, messages: list[ChatMessage]) -> Cut:
 
 
 def _cut_tool_uses(edit: ClearToolUses, messages: list[ChatMessage]) -> Cut:
-    """A result stays that is no longer than what would stand for it."""
+    """Clear the results, and with clear_tool_inputs the arguments, of older calls. A result that is not longer than
+    the placeholder stays."""
     names = {call["id"]: call["function"]["name"] for message in messages for call in message.get("tool_calls", ())}
     results = [i for i, message in enumerate(messages) if _is_result(message)]
     kept = edit.keep.value

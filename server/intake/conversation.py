@@ -1,53 +1,97 @@
-"""What /v1/responses and /v1/messages share: both ask a chat, and read its answer as a sequence of parts."""
+"""Conversation: a chat that was admitted. /v1/chat/completions, /v1/responses and /v1/messages all ask a chat."""
 
 from dataclasses import dataclass
 
-from starlette.types import Scope
-
 from engine.errors import InvalidRequestError
-from engine.request import Request
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import BeamSearchParams, SamplingParams
 from server.context import Served
 from server.errors import invalid
-from server.http.api_keys import account_of, cache_salt, tenant_of
-from server.intake.answer_form import find_answer_form, prepare_answer
+from server.http.caller import Caller, EnginePrompt
+from server.intake.answer_form import AnswerForm
+from server.intake.beam_search import beam_search_params
+from server.intake.form_finder import prepare_answer_form
 from server.intake.generation import Generation
-from server.intake.prompts import resolve_params
-from server.output.prompt_logprobs import fit_logprobs
+from server.intake.logprob_limits import check_prompt_logprobs, fit_logprobs
+from server.intake.prompts import tokenize_and_cut_chat
 from server.protocol import ChatCompletionRequest
 from server.tools.message_reader import MessageReader
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """A chat that was admitted. `reader` turns its outputs into parts; `visible_token_ids` are for its logprobs."""
+    """`token_ids` are those of the prompt. `form`: the form of the answer; None: plain text."""
 
     generation: Generation
-    reader: MessageReader
-    visible_token_ids: tuple[int, ...] = ()
+    token_ids: list[int]
+    form: AnswerForm | None
+
+    @property
+    def visible_token_ids(self) -> tuple[int, ...]:
+        """Special tokens that stand in the text of the answer."""
+        return () if self.form is None else self.form.visible_token_ids
+
+    def reader(self) -> MessageReader:
+        """A reader that turns the outputs of one sample into parts."""
+        return MessageReader(None, None) if self.form is None else self.form.reader()
 
 
-async def admit(
-    served: Served, scope: Scope, request: ChatCompletionRequest, ids: list[int], response_id: str
+async def admit_chat(served: Served, caller: Caller, request: ChatCompletionRequest, response_id: str) -> Conversation:
+    """Tokenise a chat and queue it. Raises InvalidRequestError naming the field, and what Driver.generate raises."""
+    try:
+        params, beams = _generation_params(request)
+        ids, num_truncated = await tokenize_and_cut_chat(served, request, caller.tenant, params.max_tokens)
+        truncated = None if request.truncate_prompt_tokens is None else num_truncated
+        logprobs_field = "top_logprobs" if request.top_logprobs else "logprobs"
+        prompt, form = await _prepare(served, caller, request, params, ids, logprobs_field)
+        queued = caller.requests(response_id, [prompt], request, beams)
+        return Conversation(Generation.admit(served.driver, queued, caller.limiter, truncated), ids, form)
+    except InvalidRequestError as error:
+        raise _name_max_completion_tokens(error, request) from None
+
+
+async def admit_prompt(
+    served: Served, caller: Caller, request: ChatCompletionRequest, ids: list[int], response_id: str
 ) -> Conversation:
-    """Queue a chat of one sample whose prompt is `ids`; errors name the fields of a chat request."""
-    max_logprobs = (request.top_logprobs or 0) if request.logprobs else None
-    params = request.sampling_params(request.max_completion_tokens, max_logprobs)
-    form = find_answer_form(served, request, ids)
-    salt, tenant = cache_salt(scope, request.cache_salt), tenant_of(scope)
-    params = await resolve_params(served.driver, params if form is None else form.apply(params), tenant)
-    await prepare_answer(served.driver, request, form, tenant)
-    params = fit_logprobs(params, 1, served.driver.model.max_model_len - len(ids), "top_logprobs")
-    queued = Request(f"{response_id}-0", ids, params, request.priority, salt, "messages", None, tenant)
-    reader = MessageReader(None, None) if form is None else form.reader()
-    generation = Generation.admit(served.driver, [queued], account_of(scope), request.timeout)
-    generation.num_reasoning_tokens = lambda: reader.num_reasoning_tokens
-    return Conversation(generation, reader, () if form is None else form.visible_token_ids)
+    """Queue a chat whose prompt is `ids` already. Errors name the fields of a chat request."""
+    params, _ = _generation_params(request)
+    prompt, form = await _prepare(served, caller, request, params, ids, "top_logprobs")
+    queued = caller.requests(response_id, [prompt], request)
+    return Conversation(Generation.admit(served.driver, queued, caller.limiter), ids, form)
+
+
+async def _prepare(
+    served: Served,
+    caller: Caller,
+    request: ChatCompletionRequest,
+    params: SamplingParams,
+    ids: list[int],
+    logprobs_field: str,
+) -> tuple[EnginePrompt, AnswerForm | None]:
+    """The prompt with parameters that hold the answer to its form and to the limits of one response; the form."""
+    form, params = await prepare_answer_form(served, request, params, ids, caller.tenant)
+    if request.prompt_logprobs is not None:
+        check_prompt_logprobs(request, [ids])
+    if params.logprobs is not None and not request.use_beam_search and not request.stream:  # a stream holds none back
+        params = fit_logprobs(params, 1, served.driver.model.max_model_len - len(ids), logprobs_field)
+    return EnginePrompt(ids, params, "messages"), form
 
 
 def max_tokens_of(request: ChatCompletionRequest) -> int | None:
     """max_completion_tokens wins over the older max_tokens; neither means the rest of the context."""
     return request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+
+
+def check_ranges(request: ChatCompletionRequest) -> None:
+    """Raise InvalidRequestError for values that admission would refuse before it reads the prompt."""
+    try:
+        _sampling_params(request)
+    except InvalidRequestError as error:
+        raise _name_max_completion_tokens(error, request) from None
+
+
+def _generation_params(request: ChatCompletionRequest) -> tuple[SamplingParams, BeamSearchParams | None]:
+    beams = beam_search_params(request, max_tokens_of(request))
+    return (_sampling_params(request), None) if beams is None else (beams.sampling_params(), beams)
 
 
 def _sampling_params(request: ChatCompletionRequest) -> SamplingParams:
@@ -59,16 +103,8 @@ def _sampling_params(request: ChatCompletionRequest) -> SamplingParams:
     return request.sampling_params(max_tokens, request.top_logprobs or 0)
 
 
-def check_ranges(request: ChatCompletionRequest) -> None:
-    """Raise InvalidRequestError for what a chat would be refused for before its prompt is looked at."""
-    try:
-        _sampling_params(request)
-    except InvalidRequestError as error:
-        raise _name_max_completion_tokens(error, request) from None
-
-
 def _name_max_completion_tokens(error: InvalidRequestError, request: ChatCompletionRequest) -> InvalidRequestError:
-    """The engine knows one name for the limit; an error names the one that the client sent."""
+    """The same error naming the limit that the client sent: the engine knows one name for the limit."""
     if error.param != "max_tokens" or request.max_completion_tokens is None:
         return error
     return InvalidRequestError(

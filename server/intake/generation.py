@@ -1,6 +1,5 @@
-"""Shared by the generation endpoints: tokenise, admit, read the engine's outputs, notice a client that leaves."""
+"""Generation: the engine's requests behind one HTTP request, queued together and read side by side."""
 
-import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, NoReturn, Protocol, TypeVar
 
@@ -10,12 +9,11 @@ from engine.driver import Driver
 from engine.errors import UnavailableError
 from engine.outputs import FinishReason, PromptLogprobs, RequestOutput
 from engine.request import Request
-from server.http.api_keys import Account
-from server.http.tracing import with_trace_parent
+from server.http.rate_limits import RateLimiter
 
 T = TypeVar("T")
-PromptHandler = Callable[[int, PromptLogprobs], Awaitable[None]]
 OutputHandler = Callable[[int, RequestOutput], Awaitable[None]]
+PromptLogprobsHandler = Callable[[int, PromptLogprobs], Awaitable[None]]
 
 
 class OutputStream(Protocol):
@@ -30,63 +28,59 @@ class OutputStream(Protocol):
 
 
 class Generation:
-    """The engine requests behind one HTTP request: one per prompt, each with n samples. The owner must `close` it."""
+    """One engine request per prompt, each with n samples. The owner must `close` the generation."""
 
-    def __init__(self, streams: list[OutputStream], n: int, account: Account | None = None) -> None:
+    def __init__(
+        self, streams: list[OutputStream], n: int, limiter: RateLimiter, num_truncated: int | None = None
+    ) -> None:
+        """`num_truncated`: prompt tokens that truncation cut off; None where the client asked for no truncation."""
         self.n = n
-        self.num_truncated: int | None = None  # prompt tokens, where truncation was asked for
         self._streams = streams
-        self._account = account
-        self.on_prompt_logprobs: PromptHandler | None = None
-        self.num_reasoning_tokens: Callable[[], int] | None = None  # where reasoning is told from the rest
+        self._limiter: RateLimiter | None = limiter
+        self._num_truncated = num_truncated
         self._latest: list[RequestOutput | None] = [None] * len(streams)
 
     @classmethod
     def admit(
-        cls, driver: Driver, requests: list[Request], account: Account | None = None, timeout: float | None = None
+        cls, driver: Driver, requests: list[Request], limiter: RateLimiter, num_truncated: int | None = None
     ) -> "Generation":
-        """Queue all of them or none; none lives longer than `timeout` seconds.
+        """Queue all requests or none. Raises what Driver.generate raises.
 
-        `account` is charged for the prompts now, for what is generated at the end.
+        `limiter` is charged for the prompts now and for the generated tokens at the end.
         """
         streams: list[OutputStream] = []
-        num_tokens = sum(len(request.prompt_token_ids) for request in requests)
-        if account is not None:
-            account.limiter.check_tokens(num_tokens)
         try:
             for request in requests:
-                request = request if account is None else account.sign(request)
-                request = request if timeout is None else dataclasses.replace(request, timeout=timeout)
-                streams.append(driver.generate(with_trace_parent(request)))
+                streams.append(driver.generate(request))
         except BaseException:
             for stream in streams:
                 stream.close()
             raise
-        if account is not None:
-            account.limiter.use_tokens(num_tokens)
-        return cls(streams, requests[0].params.n, account)
+        limiter.use_tokens(sum(len(request.prompt_token_ids) for request in requests))
+        return cls(streams, requests[0].params.n, limiter, num_truncated)
 
     def close(self) -> None:
-        """Abort whatever has not finished; idempotent."""
+        """Abort the requests that have not finished; idempotent."""
         for stream in self._streams:
             stream.close()
-        if self._account is not None:
-            self._account.limiter.use_tokens(sum(stream.num_generated_tokens for stream in self._streams))
-            self._account = None
+        if self._limiter is not None:
+            self._limiter.use_tokens(sum(stream.num_generated_tokens for stream in self._streams))
+            self._limiter = None
 
-    async def read(self, on_output: OutputHandler) -> None:
-        """Hand over every output with the index of its prompt until all have finished.
+    async def read(self, on_output: OutputHandler, on_prompt_logprobs: PromptLogprobsHandler | None = None) -> None:
+        """Pass every output, with the index of its prompt, to `on_output` until all requests have finished.
 
         The first error ends the rest and is raised. Prompts are read side by side, so their outputs interleave.
+        `on_prompt_logprobs` gets the logprobs of a prompt before `on_output` gets its first output.
         """
         if len(self._streams) == 1:
-            return await self._read_one(0, on_output)
+            return await self._read_one(0, on_output, on_prompt_logprobs)
         failures: list[Exception] = []
 
         async def read_guarded(i: int) -> None:
             try:
-                await self._read_one(i, on_output)
-            except Exception as error:  # a task group would wrap it
+                await self._read_one(i, on_output, on_prompt_logprobs)
+            except Exception as error:  # a task group would wrap the error
                 failures.append(error)
                 group.cancel_scope.cancel()
 
@@ -96,39 +90,50 @@ class Generation:
         if failures:
             raise_only(failures)
 
-    async def _read_one(self, i: int, on_output: OutputHandler) -> None:
+    async def _read_one(
+        self, i: int, on_output: OutputHandler, on_prompt_logprobs: PromptLogprobsHandler | None
+    ) -> None:
         early = (FinishReason.ABORT, FinishReason.ERROR)
         ended_early = False
         async for output in self._streams[i]:
             self._latest[i] = output
-            if output.prompt_logprobs is not None and self.on_prompt_logprobs is not None:
-                await self.on_prompt_logprobs(i, output.prompt_logprobs)
+            if output.prompt_logprobs is not None and on_prompt_logprobs is not None:
+                await on_prompt_logprobs(i, output.prompt_logprobs)
             if any(sample.finish_reason in early for sample in output.outputs):
-                ended_early = True  # the stream raises the cause next, if it has one; a client never sees such a reason
+                ended_early = True  # if the stream has a cause, it raises the cause next; clients never see this reason
             else:
                 await on_output(i, output)
         if ended_early:
             raise UnavailableError("The server ended this request before it was finished.")
 
-    def usage(self) -> dict[str, Any]:
-        """Token counts over all prompts and samples; a prompt counts once, however many samples it has."""
+    def usage(self, num_reasoning_tokens: int | None = None) -> dict[str, Any]:
+        """Token counts over all prompts and samples; a prompt counts once, however many samples it has.
+
+        `num_reasoning_tokens`: None where the server does not tell reasoning from the rest.
+        """
         latest = [output for output in self._latest if output is not None]
         prompt = sum(stream.num_prompt_tokens for stream in self._streams)
         completion = sum(output.num_generated_tokens for output in latest)
-        reasoning = self.num_reasoning_tokens
-        return {
+        prompt_details = {"cached_tokens": sum(output.num_cached_tokens for output in latest)}
+        if self._num_truncated is not None:
+            prompt_details["truncated_tokens"] = self._num_truncated
+        usage: dict[str, Any] = {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": sum(output.num_cached_tokens for output in latest)}
-            | ({} if self.num_truncated is None else {"truncated_tokens": self.num_truncated}),
-            **({} if reasoning is None else {"completion_tokens_details": {"reasoning_tokens": reasoning()}}),
+            "prompt_tokens_details": prompt_details,
         }
+        if num_reasoning_tokens is not None:
+            usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning_tokens}
+        return usage
 
 
 def raise_only(failures: list[Exception]) -> NoReturn:
-    """Raise the first of them and let go of all. An exception refers to the frames that it passes: were it still in a
-    list of one of them, all that they hold would stay until the garbage collector's next long round."""
+    """Raise the first failure and drop all references to the others.
+
+    An exception refers to the frames that it passes. If a list in such a frame kept the exception, all objects of these
+    frames would stay in memory until the garbage collector's next full collection.
+    """
     error = failures[0]
     failures.clear()
     try:

@@ -5,15 +5,17 @@ from typing import Any
 from engine.outputs import CompletionOutput, RequestOutput
 from engine.text.tokenizer import Tokenizer
 from server.http.body import encode_json
-from server.intake.generation import Generation
-from server.output.logprobs import LogprobAligner, chat_logprobs, token_names
+from server.output.logprobs import LogprobAligner, TokenNames, chat_logprobs, token_names
 from server.output.sse import DONE, ChunkTemplate
+from server.output.stream_options import Usage
+from server.output.timings import Timings
 from server.protocol import ChatCompletionRequest
 
 
 def chat_aligner(
     request: ChatCompletionRequest, tokenizer: Tokenizer, visible: tuple[int, ...] = ()
 ) -> LogprobAligner | None:
+    """An aligner for one sample; None without logprobs. `visible`: special tokens that stand in the text."""
     return LogprobAligner(tokenizer, request.skip_special_tokens, visible=visible) if request.logprobs else None
 
 
@@ -28,21 +30,28 @@ class ChatChunks:
         prompt_ids: list[int],
         visible_token_ids: tuple[int, ...] = (),
     ) -> None:
-        self._template = ChunkTemplate(head, request.include_usage)
         self._include_usage = request.include_usage
-        self._names = token_names(tokenizer, request.return_tokens_as_token_ids)
+        self._template = ChunkTemplate(head, self._include_usage)
+        self._names: TokenNames = tokenizer
+        if request.logprobs:
+            self._names = token_names(tokenizer, request.return_tokens_as_token_ids)
         self._return_token_ids = request.return_token_ids
         starts = [b"%b%d," % (self._template.start, i) for i in range(request.n)]
         plain_end = b',"logprobs":null,"finish_reason":null' + self._template.end
         role = b'"delta":{"role":"assistant","content":"","refusal":null}' + plain_end
         self._roles = [start + role for start in starts]
         if request.return_token_ids:  # once, on the first chunk of the first choice
-            first = ChunkTemplate({**head, "prompt_token_ids": prompt_ids}, request.include_usage)
+            first = ChunkTemplate({**head, "prompt_token_ids": prompt_ids}, self._include_usage)
             self._roles[0] = b"%b0,%b" % (first.start, role)
         self._starts = [start + b'"delta":{"content":' for start in starts]
         self._finish_starts = [start + b'"delta":{},"logprobs":null,"finish_reason":' for start in starts]
         self._end = b"}" + plain_end
         self._aligners = [chat_aligner(request, tokenizer, visible_token_ids) for _ in starts]
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Thinking tokens of all samples so far; plain text has none."""
+        return 0
 
     def encode(self, prompt_index: int, output: RequestOutput) -> bytes:
         frames = []
@@ -61,8 +70,8 @@ class ChatChunks:
         return b"".join(frames)
 
     def _detailed(self, sample: CompletionOutput, aligner: LogprobAligner | None) -> bytes:
-        """With what was asked for beside the text: logprobs, token ids."""
-        entries = [] if aligner is None else aligner.take(sample)
+        """The frame of a sample with the fields that the client asks for beside the text: logprobs, token ids."""
+        entries = [] if aligner is None else aligner.align(sample)
         with_ids = self._return_token_ids and sample.token_ids
         if not (sample.text or entries or with_ids):
             return b""
@@ -75,5 +84,7 @@ class ChatChunks:
         reasons = encode_json(sample.finish_reason) + b',"stop_reason":' + encode_json(sample.stop_reason)
         return self._finish_starts[sample.index] + reasons + self._template.end
 
-    def ending(self, generation: Generation, timings: list[dict[str, Any]] | None) -> bytes:
-        return self._template.last(usage=generation.usage() if self._include_usage else None, timings=timings) + DONE
+    def ending(self, usage: Usage, timings: Timings | None) -> bytes:
+        """The bytes after the last output. `timings` None: the client does not ask for timings."""
+        last_usage = usage() if self._include_usage else None
+        return self._template.last(usage=last_usage, timings=timings() if timings is not None else None) + DONE

@@ -1,5 +1,6 @@
-"""Answers with calls or reasoning in them, whole and streamed: what ChatChunks is for plain text."""
+"""Chat answers with calls or reasoning in them, whole and streamed."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from engine.outputs import CompletionOutput, RequestOutput
@@ -15,7 +16,7 @@ from server.tools.message_reader import MessageReader
 
 
 class MessageChoice(Choice):
-    """One sample, read into a message as it comes."""
+    """One sample, read into a message while it is generated."""
 
     def __init__(self, reader: MessageReader, aligner: LogprobAligner | None) -> None:
         super().__init__("", aligner)
@@ -28,10 +29,16 @@ class MessageChoice(Choice):
 
     @property
     def finished_by(self) -> str | None:
+        """The finish_reason of a chat; "tool_calls" where the message ends with calls."""
         return self.reader.finish_reason
 
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Thinking tokens so far."""
+        return self.reader.num_reasoning_tokens
+
     def message(self) -> dict[str, Any]:
-        """What the deltas of a stream add up to."""
+        """The whole message: the sum of a stream's deltas."""
         text = "".join(event.text for event in self._events if isinstance(event, Content))
         thought = "".join(event.text for event in self._events if isinstance(event, Reasoning))
         calls: list[dict[str, Any]] = []
@@ -52,9 +59,9 @@ class MessageChoice(Choice):
 
 
 class MessageChunks(ChatChunks):
-    """The frames of a streamed answer: a delta per event. The role comes before the first of them.
+    """The frames of a streamed answer: a delta per event. The role comes before the first delta.
 
-    Clients take the first chunk of choice 1 for an error where none of choice 0 came before: roles come in order.
+    Some clients fail if the first chunk of choice 1 comes before any chunk of choice 0, so roles come in order.
     """
 
     def __init__(
@@ -67,10 +74,11 @@ class MessageChunks(ChatChunks):
     ) -> None:
         super().__init__(request, head, tokenizer, prompt_ids, form.visible_token_ids)
         self._readers = [form.reader() for _ in range(request.n)]
-        self._passes = False  # whether all that is left is plain text
+        self._passes = False  # True once only plain text can follow
 
     @property
     def num_reasoning_tokens(self) -> int:
+        """Thinking tokens of all samples so far."""
         return sum(reader.num_reasoning_tokens for reader in self._readers)
 
     def encode(self, prompt_index: int, output: RequestOutput) -> bytes:
@@ -102,14 +110,14 @@ class MessageChunks(ChatChunks):
         return frames
 
     def _role(self, i: int, first: dict[str, Any]) -> bytes:
-        """Content is null where the message does not begin with some, or nothing is known yet."""
+        """The chunk with the role. Its content is null unless the message begins with content."""
         role, self._roles[i] = self._roles[i], b""
         return role if "content" in first else role.replace(b'"content":""', b'"content":null', 1)
 
     def _details(self, sample: CompletionOutput) -> dict[str, Any]:
-        """What was asked for beside the message: logprobs, token ids."""
+        """The fields that the client asks for beside the message: logprobs, token ids."""
         aligner = self._aligners[sample.index]
-        entries = [] if aligner is None else aligner.take(sample)
+        entries = [] if aligner is None else aligner.align(sample)
         with_ids = self._return_token_ids and sample.token_ids
         return {
             **({"logprobs": chat_logprobs(entries, self._names)} if entries else {}),
@@ -120,7 +128,15 @@ class MessageChunks(ChatChunks):
         return b"%b%d,%b%b" % (self._template.start, i, encode_json(rest)[1:-1], self._template.end)
 
 
+def chat_choices(request: ChatCompletionRequest, tokenizer: Tokenizer, form: AnswerForm | None) -> Sequence[Choice]:
+    """The n samples of a whole answer; `form` None: plain text."""
+    if form is None:
+        return [Choice("", chat_aligner(request, tokenizer)) for _ in range(request.n)]
+    return message_choices(request, tokenizer, form)
+
+
 def message_choices(request: ChatCompletionRequest, tokenizer: Tokenizer, form: AnswerForm) -> list[MessageChoice]:
+    """The n samples of a whole answer with calls or reasoning in it."""
     return [
         MessageChoice(form.reader(), chat_aligner(request, tokenizer, form.visible_token_ids)) for _ in range(request.n)
     ]
@@ -139,7 +155,7 @@ def _delta(event: Event) -> dict[str, Any]:
 
 
 def _begun(event: CallStart) -> dict[str, Any]:
-    """The call before its arguments or its input."""
+    """The call without arguments or input."""
     if event.custom:
         return {"id": event.id, "type": "custom", "custom": {"name": event.name, "input": ""}}
     return {"id": event.id, "type": "function", "function": {"name": event.name, "arguments": ""}}

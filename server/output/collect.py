@@ -1,4 +1,4 @@
-"""Whole answers: outputs of a generation, collected while the client is there."""
+"""Whole answers: outputs of a generation, collected while the client is connected."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
@@ -8,11 +8,13 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
 from engine.outputs import CompletionOutput, FinishReason, RequestOutput
-from server.intake.generation import Generation, T, raise_only
+from server.intake.generation import Generation, PromptLogprobsHandler, T, raise_only
 from server.output.logprobs import LogprobAligner, PackedEntries
 
 
 class Collector(Protocol):
+    """Collects the outputs of one sample."""
+
     def add(self, output: CompletionOutput) -> None: ...
 
 
@@ -35,13 +37,18 @@ class Choice:
 
     @property
     def mean_logprob(self) -> float:
-        """Per generated token, those of a stop included; 0 where none were asked for."""
+        """Mean over the generated tokens, with those of a stop; 0 where the engine reports no logprobs."""
         return self._cumulative_logprob / max(1, self._num_logprobs)
 
     @property
     def finished_by(self) -> str | None:
-        """finish_reason as a chat says it."""
+        """The finish_reason of a chat."""
         return self.finish_reason
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Thinking tokens so far; plain text has none."""
+        return 0
 
     def message(self) -> dict[str, Any]:
         """The message of a chat answer."""
@@ -51,7 +58,7 @@ class Choice:
         self._texts.append(output.text)
         self.token_ids += output.token_ids
         if self._aligner is not None:
-            self.entries.extend(self._aligner.take(output))
+            self.entries.extend(self._aligner.align(output))
         if output.logprobs is not None:
             self._cumulative_logprob += output.cumulative_logprob or 0.0
             self._num_logprobs += len(output.logprobs)
@@ -59,7 +66,12 @@ class Choice:
             self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
 
 
-async def collect(generation: Generation, receive: Receive, choices: Sequence[Collector]) -> None:
+async def collect(
+    generation: Generation,
+    receive: Receive,
+    choices: Sequence[Collector],
+    on_prompt_logprobs: PromptLogprobsHandler | None = None,
+) -> None:
     """Read a generation to its end into `choices`; raises ClientDisconnect once the client is gone."""
 
     async def add(prompt_index: int, output: RequestOutput) -> None:
@@ -67,7 +79,7 @@ async def collect(generation: Generation, receive: Receive, choices: Sequence[Co
             choices[prompt_index * generation.n + sample.index].add(sample)
 
     try:
-        await while_connected(receive, lambda: generation.read(add))
+        await while_connected(receive, lambda: generation.read(add, on_prompt_logprobs))
     finally:
         generation.close()
 

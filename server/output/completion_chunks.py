@@ -1,18 +1,20 @@
-"""CompletionChunks: what a streamed completion says of each output."""
+"""The chunks of a streamed completion, made as bytes."""
 
 from typing import Any
 
 from engine.outputs import CompletionOutput, RequestOutput
 from engine.text.tokenizer import Tokenizer
 from server.http.body import encode_json
-from server.intake.generation import Generation
 from server.output.logprobs import Entry, LogprobAligner, completion_logprobs, token_names
 from server.output.prompt_logprobs import PromptReports
 from server.output.sse import DONE, ChunkTemplate
+from server.output.stream_options import Usage
+from server.output.timings import Timings
 from server.protocol import CompletionRequest
 
 
-def _aligner(request: CompletionRequest, tokenizer: Tokenizer, echo: str) -> LogprobAligner | None:
+def completion_aligner(request: CompletionRequest, tokenizer: Tokenizer, echo: str) -> LogprobAligner | None:
+    """An aligner for one sample, whose text begins with `echo`; None without logprobs."""
     if request.logprobs is None:
         return None
     return LogprobAligner(tokenizer, request.skip_special_tokens, len(echo), keep_all=request.echo)
@@ -30,8 +32,8 @@ class CompletionChunks:
         prompt_ids: list[list[int]],
         reports: PromptReports,
     ) -> None:
-        self._template = ChunkTemplate(head, request.include_usage)
         self._include_usage = request.include_usage
+        self._template = ChunkTemplate(head, self._include_usage)
         self._names = token_names(tokenizer, request.return_tokens_as_token_ids)
         self._n = request.n
         self._prompt_ids = [ids for ids in prompt_ids for _ in range(request.n)] if request.return_token_ids else None
@@ -39,7 +41,7 @@ class CompletionChunks:
         self._starts = [start + b'"text":' for start in starts]
         self._end = b',"logprobs":null,"finish_reason":null' + self._template.end
         self._echoes = [echo for echo in echoes for _ in range(request.n)]
-        self._aligners = [_aligner(request, tokenizer, echo) for echo in self._echoes]
+        self._aligners = [completion_aligner(request, tokenizer, echo) for echo in self._echoes]
         self._reports = reports
         self._unreported = set(range(len(starts))) if request.num_echo_logprobs is not None else set()
 
@@ -48,7 +50,7 @@ class CompletionChunks:
         for sample in output.outputs:
             i = prompt_index * self._n + sample.index
             text = sample.text
-            if i in self._unreported:  # a chunk of its own, that was encoded elsewhere: it may be long
+            if i in self._unreported:  # the echo is a chunk of its own: a thread has encoded its logprobs
                 self._unreported.discard(i)
                 text_then_logprobs = (
                     encode_json(self._echoes[i]) + b',"logprobs":' + self._reports.encoded[prompt_index]
@@ -58,7 +60,7 @@ class CompletionChunks:
             if self._echoes[i]:
                 text, self._echoes[i] = self._echoes[i] + text, ""
             aligner = self._aligners[i]
-            entries = None if aligner is None else aligner.take(sample)
+            entries = None if aligner is None else aligner.align(sample)
             if self._prompt_ids is not None:
                 frames.append(self._with_ids(i, sample, text, entries))
             elif sample.finish_reason is None and entries is None:
@@ -69,7 +71,7 @@ class CompletionChunks:
         return b"".join(frames)
 
     def _rest(self, sample: CompletionOutput, entries: list[Entry] | None) -> dict[str, Any]:
-        """Fields of a chunk after its text."""
+        """The fields of a chunk after its text."""
         logprobs = None if entries is None else completion_logprobs(entries, self._names)
         rest: dict[str, Any] = {"logprobs": logprobs, "finish_reason": sample.finish_reason}
         return rest if sample.finish_reason is None else rest | {"stop_reason": sample.stop_reason}
@@ -84,5 +86,7 @@ class CompletionChunks:
     def _frame(self, i: int, text: str, rest: dict[str, Any]) -> bytes:
         return self._starts[i] + encode_json(text) + b"," + encode_json(rest)[1:-1] + self._template.end
 
-    def ending(self, generation: Generation, timings: list[dict[str, Any]] | None) -> bytes:
-        return self._template.last(usage=generation.usage() if self._include_usage else None, timings=timings) + DONE
+    def ending(self, usage: Usage, timings: Timings | None) -> bytes:
+        """The bytes after the last output. `timings` None: the client does not ask for timings."""
+        last_usage = usage() if self._include_usage else None
+        return self._template.last(usage=last_usage, timings=timings() if timings is not None else None) + DONE

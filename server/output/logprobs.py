@@ -1,4 +1,4 @@
-"""Token log-probabilities in the two shapes of the OpenAI API, lined up with the text that the client gets."""
+"""Token logprobs in the two shapes of the OpenAI API, aligned with the text that the client gets."""
 
 import codecs
 from array import array
@@ -13,20 +13,20 @@ from engine.outputs import CompletionOutput, FinishReason, TokenLogprobs
 from engine.sampling_params import MIN_LOGPROB
 from engine.text.tokenizer import Tokenizer
 
-PORTION = 256  # tokens, each with its alternatives
+PORTION = 256  # tokens, each with its alternatives, that are encoded at a time
 COMPLETION_LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
-Entry = tuple[int, TokenLogprobs]  # (where its text starts, in characters of the returned text; the token)
+Entry = tuple[int, TokenLogprobs]  # (offset of the token's text, in characters of the returned text; the token)
 
 
 class PackedEntries:
-    """Entries as arrays, 8 bytes a number. As objects, a million logprobs take a quarter of a gigabyte, in pieces too
-    small to go back to the system."""
+    """Entries in arrays, 8 bytes per number. As objects, a million logprobs would occupy a quarter of a gigabyte, in
+    pieces too small to be returned to the system."""
 
     def __init__(self) -> None:
         self._starts, self._token_ids, self._logprobs = array("q"), array("q"), array("d")
         self._top_ids, self._top_logprobs = array("q"), array("d")
-        self._top_ends = array("q")  # of each entry, in the two above
+        self._top_ends = array("q")  # end of each entry's alternatives in the two arrays above
 
     def extend(self, entries: Iterable[Entry]) -> None:
         for start, token in entries:
@@ -53,7 +53,7 @@ class PackedEntries:
 
 
 class TokenNames(Protocol):
-    """What logprobs need of a tokenizer."""
+    """The part of a tokenizer that logprobs need."""
 
     def token_text(self, token_id: int) -> str: ...
     def token_bytes(self, token_id: int) -> bytes: ...
@@ -74,13 +74,13 @@ def token_names(tokenizer: Tokenizer, as_token_ids: bool) -> TokenNames:
 
 
 class LogprobAligner:
-    """Gives each token the offset of its text and holds it back until that text has been sent.
+    """Gives each token the offset of its text and holds the token back until that text has been sent.
 
-    Text lags behind tokens (half characters, possible stop strings), and what belongs to a stop is never sent: so a
-    token is released once the text reaches past its start, and those that start behind the end of a stopped text (the
-    end-of-sequence token, a stop string) are dropped. The bytes of all tokens then equal those of the text, up to a
-    last token that a stop string cuts in two. With `keep_all` (as with echo, whose entries clients count) they
-    are not dropped, but come last, at the end of the text.
+    Text lags behind tokens (half characters, possible stop strings), and the text of a stop is never sent. So a token
+    is released once the text reaches past its start. Tokens that start behind the end of a stopped text (the
+    end-of-sequence token, a stop string) are dropped. The bytes of all tokens then equal the bytes of the text, except
+    for a last token that a stop string cuts in two. With `keep_all` (for echo, whose entries clients count) these
+    tokens are not dropped: they come last, at the end of the text.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class LogprobAligner:
         keep_all: bool = False,
         visible: tuple[int, ...] = (),
     ) -> None:
-        """`start`: how much text comes before that of the tokens; `visible`: as SamplingParams.visible_token_ids."""
+        """`start`: characters before the text of the tokens; `visible`: SamplingParams.visible_token_ids."""
         self._tokenizer = tokenizer
         self._hidden = tokenizer.hidden_token_ids(skip_special_tokens, visible)
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -101,7 +101,7 @@ class LogprobAligner:
         self._held: deque[Entry] = deque()
         self._keep_all = keep_all
 
-    def take(self, output: CompletionOutput) -> list[Entry]:
+    def align(self, output: CompletionOutput) -> list[Entry]:
         """The tokens to report beside `output.text`."""
         for token in output.logprobs or ():
             self._held.append((self._position, token))
@@ -130,7 +130,8 @@ def completion_logprobs(entries: list[Entry], tokenizer: TokenNames) -> dict[str
 def encoded_completion_logprobs(
     echoed: dict[str, list[Any]] | None, entries: PackedEntries, tokenizer: TokenNames
 ) -> msgspec.Raw:
-    """The same as JSON, made a portion at a time; `echoed` are the lists of the prompt, which come first."""
+    """The JSON of `completion_logprobs`, made a portion at a time; `echoed`: the lists of the prompt, which come
+    first."""
     generated = (completion_logprobs(part, tokenizer) for part in entries.portions())
     encoded: dict[str, list[bytes]] = {name: [] for name in COMPLETION_LISTS}
     for portion in chain([echoed] if echoed else [], generated):
@@ -141,7 +142,7 @@ def encoded_completion_logprobs(
 
 
 def _top_by_text(token: TokenLogprobs, tokenizer: TokenNames) -> dict[str, float]:
-    """Most likely first. Two ids may share one spelling: the likelier one is kept."""
+    """{text: logprob}, most likely first. If two ids have one text, the likelier id counts."""
     top: dict[str, float] = {}
     for token_id, logprob in (*token.top, (token.token_id, token.logprob)):
         text = tokenizer.token_text(token_id)
@@ -160,7 +161,8 @@ def chat_logprobs(entries: list[Entry], tokenizer: TokenNames) -> dict[str, Any]
 
 
 def encoded_chat_logprobs(entries: PackedEntries, tokenizer: TokenNames) -> msgspec.Raw:
-    """The same as JSON, made a portion at a time: as objects, a million of them take half a gigabyte."""
+    """The JSON of `chat_logprobs`, made a portion at a time: as objects, a million logprobs would occupy half a
+    gigabyte."""
     parts = (msgspec.json.encode(chat_logprobs(part, tokenizer)["content"])[1:-1] for part in entries.portions())
     return msgspec.Raw(b'{"content":[%b],"refusal":null}' % b",".join(parts))
 
@@ -171,4 +173,5 @@ def _with_bytes(token_id: int, logprob: float, tokenizer: TokenNames) -> dict[st
 
 
 def finite(logprob: float) -> float:
+    """`logprob`, or LOWEST where it is -inf."""
     return max(logprob, MIN_LOGPROB)

@@ -1,4 +1,4 @@
-"""Logprobs of prompts over HTTP: those of a prompt that `echo` repeats, and vLLM's field `prompt_logprobs`."""
+"""Logprobs of prompts: for a prompt that `echo` repeats, and in vLLM's field `prompt_logprobs`."""
 
 import codecs
 from collections.abc import Sequence
@@ -7,21 +7,18 @@ from typing import Any
 import msgspec
 
 from engine.outputs import PromptLogprobs, TokenLogprobs
-from engine.sampling_params import SamplingParams
 from engine.text.tokenizer import Tokenizer
-from server.errors import invalid
 from server.output.logprobs import TokenNames, completion_logprobs, finite, token_names
 from server.protocol.generation_request import GenerationRequest
 
-CHARS = 64  # of what is said about a token, to tell short work from long
-MAX_REPORTED = 1 << 20  # logprobs in one response; some 40 bytes of JSON each
+CHARS = 64  # estimated characters of a token's logprobs, to tell short work from long
 
 
 class PromptReports:
     """Logprobs of prompt tokens for a response, made once per prompt, before its first output is handled.
 
-    `echoed` holds the four lists of completions, whose first token has nulls; for a stream they are in `encoded`, as
-    JSON. `listed` has vLLM's objects. All are made in the tokenizer's threads, since a prompt may be long.
+    `echoed` holds the four lists of completions, whose first token has nulls; a stream has the lists in `encoded`, as
+    JSON. `listed` holds vLLM's objects. The tokenizer's threads make all of them, since a prompt may be long.
     """
 
     def __init__(
@@ -46,7 +43,7 @@ class PromptReports:
         self._skip_special_tokens = request.skip_special_tokens
 
     async def add(self, index: int, logprobs: PromptLogprobs) -> None:
-        """Make those of prompt `index`. Generation calls this."""
+        """Make the logprobs of prompt `index`: the handler for Generation.read."""
         await self._tokenizer.run(self._tenant, CHARS * len(logprobs), self._add, index, logprobs)
 
     def _add(self, index: int, logprobs: PromptLogprobs) -> None:
@@ -61,43 +58,12 @@ class PromptReports:
             self.listed[index] = [_listed(token, self._num_listed, self._tokenizer) for token in logprobs]
 
 
-def check_size(request: GenerationRequest, prompts: Sequence[Sequence[int]]) -> None:
-    """Refuse a request whose response would be enormous: each of its choices repeats the logprobs of its prompt."""
-    if (k := request.num_prompt_logprobs) is None:
-        return
-    total = request.n * sum(map(len, prompts)) * (1 + k)
-    if total > MAX_REPORTED:
-        raise invalid(
-            f"The response would hold {total} logprobs of prompt tokens; at most {MAX_REPORTED} are sent at once. "
-            "Lower n, the number of logprobs or of prompts.",
-            "prompt_logprobs" if request.prompt_logprobs is not None else "logprobs",
-        )
-
-
-def fit_logprobs(params: SamplingParams, num_prompts: int, room: int, name: str) -> SamplingParams:
-    """The same of generated tokens, of each prompt at most `room`, in a response that holds all of them. max_tokens
-    that nobody asked for shrink to what may be reported; `name` is the field that an error is about."""
-    if params.logprobs is None:
-        return params
-    for_each_token = num_prompts * params.n * (1 + params.logprobs)
-    most, tokens = MAX_REPORTED // for_each_token, room if params.max_tokens is None else min(room, params.max_tokens)
-    if tokens <= most:
-        return params
-    if params.max_tokens is None and most:
-        return msgspec.structs.replace(params, max_tokens=most)
-    raise invalid(
-        f"The response could hold {tokens * for_each_token} logprobs of generated tokens; at most {MAX_REPORTED} are "
-        "sent at once. Lower max_tokens, n, the number of logprobs or of prompts, or set stream: true.",
-        name,
-    )
-
-
 def text_offsets(tokenizer: Tokenizer, token_ids: Sequence[int], text: str, skip_special_tokens: bool) -> list[int]:
     """The offset in `text`, in characters, at which each prompt token starts. The last token of a character that has
-    several counts it.
+    several counts the character.
 
-    Tokens spell the text, but for a space that some tokenizers put before it and drop again, and for what others
-    normalise before they see it: those know the places themselves.
+    The tokens spell the text, with two exceptions. Some tokenizers put a space before the text and drop the space
+    again. Others normalise the text first: these know the offsets themselves.
     """
     hidden = tokenizer.special_token_ids if skip_special_tokens else frozenset()
     decoder, starts, end, spelled = codecs.getincrementaldecoder("utf-8")(errors="replace"), [], 0, []
@@ -128,7 +94,7 @@ def _with_top(token: TokenLogprobs, k: int) -> TokenLogprobs:
 
 
 def _listed(token: TokenLogprobs | None, k: int, tokenizer: Tokenizer) -> dict[str, Any] | None:
-    """{token id: what it is}: the prompt's own token first, then the most likely ones."""
+    """{token id: logprob, rank and text}: the prompt's own token first, then the most likely tokens."""
     if token is None:
         return None
     ranked = ((token_id, logprob, rank) for rank, (token_id, logprob) in enumerate(token.top[:k], start=1))

@@ -1,4 +1,4 @@
-"""The output items of an answer of /v1/responses, as they grow, and the events that tell of it."""
+"""The output items of an answer of /v1/responses while they grow, and the events of a stream."""
 
 import json
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from server.tools.events import Arguments, CallStart, Content, Event, Input, Rea
 
 
 class EventWriter:
-    """Numbers the events of a stream, from 0; keeps their frames until they are taken. Without `on` it does nothing."""
+    """Numbers the events of a stream, from 0, and keeps their frames until `flush`. Without `on` it does nothing."""
 
     def __init__(self, on: bool) -> None:
         self.on = on
@@ -26,20 +26,21 @@ class EventWriter:
             self.write_raw(kind.encode(), encode_json(fields)[1:])
 
     def write_raw(self, kind: bytes, rest: bytes) -> None:
-        """`rest`: the JSON of all fields but the first two, without its opening brace."""
+        """Write an event. `rest`: the JSON of all fields but the first two, without its opening brace."""
         frame = b'event: %b\ndata: {"type":"%b","sequence_number":%d,%b\n\n' % (kind, kind, self._number, rest)
         self._frames.append(frame)
         self._number += 1
 
-    def take(self) -> bytes:
+    def flush(self) -> bytes:
+        """The frames since the last flush."""
         frames, self._frames = self._frames, []
         return b"".join(frames)
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What sets the kinds of items apart: prefix of the id, event of more text, field of it or type of the part that
-    holds it."""
+    """A kind of item: the prefix of its id, the event for more text, and the field of the text or the type of the part
+    that holds the text."""
 
     type: str
     id_prefix: str
@@ -56,7 +57,7 @@ CALLS = (CALL, CUSTOM_CALL)
 
 
 class OpenItem:
-    """An item that still grows. Its last event is that of `close`."""
+    """An item that still grows. `close` writes its last events."""
 
     def __init__(self, kind: Kind, index: int, events: EventWriter, names: TokenNames, **fields: str) -> None:
         self._kind, self._index, self._events, self._names, self._fields = kind, index, events, names, fields
@@ -72,7 +73,7 @@ class OpenItem:
         if kind.part_type is not None:
             events.write("response.content_part.added", **self._place, part=self._part())
 
-    encrypts = False  # whether the item of reasoning holds it once more, in the form that some clients keep
+    encrypts = False  # an item of reasoning also holds its text in the form that some clients keep
 
     @property
     def kind(self) -> Kind:
@@ -125,9 +126,9 @@ class OpenItem:
 
 
 class ClientCall:
-    """A call of a tool that the client runs: its item has an object in place of a text, so it comes when it is whole.
+    """A call of a tool that the client runs. Its item holds an object, not a text, so the item comes when it is whole.
 
-    What cannot be read as that object, since the call was cut, comes as the call of a function.
+    A call that was cut cannot be read as the object: it becomes the call of a function.
     """
 
     def __init__(self, offered: Offered, call_id: str) -> None:
@@ -171,7 +172,8 @@ PREFIXES = {"local_shell": "lsh_", "shell": "sh_", "apply_patch": "apc_"}
 
 
 class ResponseOutput:
-    """Reads the parts of an answer into items, in their order. There is at least one, be it a message without text."""
+    """Reads the parts of an answer into items, in their order. An answer has at least one item, if only a message
+    without text."""
 
     def __init__(
         self,
@@ -180,15 +182,15 @@ class ResponseOutput:
         tools: Mapping[str, Offered] | None = None,
         encrypts_reasoning: bool = False,
     ) -> None:
-        """`tools`: those that the model was told of, by the names that it knows."""
+        """`tools`: the offered tools, by the names that the model knows."""
         self.items: list[dict[str, Any]] = []
         self._events, self._names = events, names
         self._tools, self._encrypts = tools or {}, encrypts_reasoning
         self._open: OpenItem | None = None
         self._client_call: ClientCall | None = None
 
-    def take(self, part: Event, entries: list[Entry]) -> None:
-        """`entries`: logprobs of the tokens of a message's text."""
+    def feed(self, part: Event, entries: list[Entry]) -> None:
+        """Add a part. `entries`: the logprobs of its tokens, for text of a message."""
         if isinstance(part, CallStart):
             self._begin_call(part)
         elif isinstance(part, Arguments) and self._client_call is not None:
@@ -203,7 +205,8 @@ class ResponseOutput:
             self._of(MESSAGE).extend(part.text, entries)
 
     def finish(self, status: str, entries: list[Entry]) -> None:
-        """`status` is that of the last item: completed or incomplete. `entries`: of tokens at the end without text."""
+        """Close the last item with `status`: completed or incomplete. `entries`: logprobs of last tokens without
+        text."""
         if self._client_call is None:
             last = self._open or self._begin(MESSAGE)
             if entries and last.kind is MESSAGE:

@@ -1,53 +1,49 @@
-"""What stream_options add to the chunks of a stream: usage so far, obfuscation."""
+"""Stream options: fields that a client may ask for in every chunk, the usage so far and obfuscation."""
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 from engine.outputs import RequestOutput
 from server.http.body import encode_json
-from server.intake.generation import Generation
-from server.protocol.generation_request import GenerationRequest
 
-FRAME_BYTES = 64  # the size of every frame is a multiple of it
+FRAME_BYTES = 64  # the size of every obfuscated frame is a multiple of this
 Encode = Callable[[int, RequestOutput], bytes]
+Usage = Callable[[], dict[str, Any]]
 
-NO_USAGE = b',"usage":null}'
-
-
-def with_stream_options(encode: Encode, request: GenerationRequest, generation: Generation) -> Encode:
-    """`encode`, with what the request asks for in every chunk."""
-    if request.includes_running_usage:
-        encode = with_running_usage(encode, generation)
-    return with_obfuscation(encode) if request.include_obfuscation else encode
+NO_USAGE = b',"usage":null'
 
 
-def with_running_usage(encode: Encode, generation: Generation) -> Encode:
-    """`encode`, where each chunk has the usage of the whole request so far in place of null."""
+def with_stream_options(encode: Encode, running_usage: Usage | None, obfuscates: bool) -> Encode:
+    """`encode` with more fields in each frame; `encode` itself where the client asks for none.
 
-    def encode_counted(prompt_index: int, output: RequestOutput) -> bytes:
+    `running_usage` takes the place of `usage: null`: the usage of the whole request so far. `obfuscates` adds a field
+    `obfuscation` of random characters to each frame with text; named events have text where their name ends in .delta.
+    """
+    if running_usage is None and not obfuscates:
+        return encode
+
+    def encode_with_options(prompt_index: int, output: RequestOutput) -> bytes:
         frames = encode(prompt_index, output).split(b"\n\n")[:-1]
-        end = b',"usage":' + encode_json(generation.usage()) + b"}\n\n" if frames else b""
-        return b"".join(frame.removesuffix(NO_USAGE) + end for frame in frames)
+        usage = b',"usage":' + encode_json(running_usage()) if running_usage is not None and frames else b""
+        extended = []
+        for frame in frames:
+            fields = frame.removesuffix(b"}")
+            if usage:
+                fields = fields.removesuffix(NO_USAGE) + usage
+            extended.append(_obfuscated(fields) if obfuscates and _has_text(frame) else fields + b"}\n\n")
+        return b"".join(extended)
 
-    return encode_counted
-
-
-def with_obfuscation(encode: Encode) -> Encode:
-    """`encode`, with random characters in the field `obfuscation` of each frame; of named events, of each delta."""
-
-    def encode_padded(prompt_index: int, output: RequestOutput) -> bytes:
-        frames = encode(prompt_index, output).split(b"\n\n")[:-1]
-        return b"".join(_pad(frame) if _has_text(frame) else frame + b"\n\n" for frame in frames)
-
-    return encode_padded
+    return encode_with_options
 
 
 def _has_text(frame: bytes) -> bool:
     return not frame.startswith(b"event: ") or frame.partition(b"\n")[0].endswith(b".delta")
 
 
-def _pad(frame: bytes) -> bytes:
-    start, end = frame[:-1] + b',"obfuscation":"', b'"}\n\n'
+def _obfuscated(fields: bytes) -> bytes:
+    """The frame of `fields`, an object without its closing brace, padded to a multiple of FRAME_BYTES."""
+    start, end = fields + b',"obfuscation":"', b'"}\n\n'
     num_missing = -(len(start) + len(end)) % FRAME_BYTES
     padding = f"{random.getrandbits(4 * FRAME_BYTES):0{FRAME_BYTES}x}"[:num_missing]
     return start + padding.encode() + end

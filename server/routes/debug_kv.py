@@ -1,9 +1,9 @@
-"""GET /debug/kv, /debug/steps: what every KV block holds, what the last steps did; for the page and dashboards."""
+"""GET /debug/kv and /debug/steps: the content of every KV block and the last steps, for the page and dashboards."""
 
 import time
 from collections.abc import Callable
 
-from fastapi import FastAPI
+from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from server.config import ServerConfig
@@ -11,15 +11,15 @@ from server.context import Served
 from server.errors import ApiError
 from server.http.body import encode_json
 
-MIN_AGE = 0.05  # seconds for which one view answers everybody
-COST_FACTOR = 20  # at least as many times what it took to make: a 20th of the event loop at most, for any pool
+MIN_AGE = 0.05  # seconds for which one view answers all clients
+COST_FACTOR = 20  # a view lives 20 times as long as it took to make: views use a 20th of the event loop at most
 
 
 def debug_kv_enabled(config: ServerConfig) -> bool:
-    """As configured; else on, unless there are several API keys, or a file that several may be put into at any time.
+    """True if the config turns the routes on. The default is on, unless there are several API keys or a key file.
 
-    Block by block one sees how long every running prompt and answer is and when it grows. Who may use the API alone
-    sees only what is his own; several tenants must not watch each other, as they must not share cached prefixes.
+    The views show how long every running prompt and answer is and when it grows. A single tenant sees only its own
+    requests; several tenants must not watch each other, and must not share cached prefixes either.
     """
     alone = len(config.api_key) <= 1 and config.api_key_file is None
     return alone if config.debug_kv is None else config.debug_kv
@@ -43,7 +43,7 @@ class Window:
         self._good_until = float("-inf")
 
     def response(self) -> Response:
-        """200 with the view as JSON; ApiError 404 where it is switched off, UnavailableError before there is a pool."""
+        """The view as JSON. Raises ApiError 404 where the route is off, UnavailableError before there is a pool."""
         if not self._enabled:
             raise ApiError(404, f"{self._path} is off on this server; --debug-kv turns it on.", code="not_found")
         started = self._clock()
@@ -54,16 +54,19 @@ class Window:
         return Response(self._body, headers={"cache-control": "no-store"}, media_type="application/json")
 
 
-def add_debug_routes(app: FastAPI, served: Served) -> None:
-    enabled = debug_kv_enabled(served.config)
-    blocks = Window("/debug/kv", served.driver.kv_view, enabled)
-    steps = Window("/debug/steps", served.driver.steps_view, enabled)
+def _kv_window(served: Served) -> Window:
+    return Window("/debug/kv", served.driver.kv_view, debug_kv_enabled(served.config))
 
-    async def debug_kv() -> Response:  # on the event loop, between steps
-        return blocks.response()
 
-    async def debug_steps() -> Response:
-        return steps.response()
+def _steps_window(served: Served) -> Window:
+    return Window("/debug/steps", served.driver.steps_view, debug_kv_enabled(served.config))
 
-    app.add_api_route("/debug/kv", debug_kv, response_class=Response, include_in_schema=enabled)
-    app.add_api_route("/debug/steps", debug_steps, response_class=Response, include_in_schema=enabled)
+
+async def debug_kv(http: HttpRequest, served: Served) -> Response:
+    """The holder of every KV block. The event loop makes the view between two steps."""
+    return served.once(_kv_window).response()
+
+
+async def debug_steps(http: HttpRequest, served: Served) -> Response:
+    """The last steps."""
+    return served.once(_steps_window).response()

@@ -1,18 +1,15 @@
 """POST /v1/embeddings.
 
-A request may hold thousands of texts. They reach the engine a few steps' worth at a time, so that requests of others
-find their place between them, and answers are written in small portions, so that streams go on meanwhile.
+A request may hold thousands of texts. The engine gets the texts of a few steps at a time, so requests of other clients
+run between them. The answer is written in small portions, so streams of other clients go on.
 """
 
 import asyncio
-import dataclasses
-import math
 import time
 from array import array
 from base64 import b64encode
 from collections import deque
 from collections.abc import AsyncIterator
-from functools import partial
 from typing import Literal
 
 import msgspec
@@ -23,23 +20,23 @@ from starlette.responses import Response
 from engine.driver import Driver
 from engine.errors import ContextLengthError, DeadlineError, QueueFullError, UnavailableError
 from engine.outputs import FinishReason
-from engine.request import Request
 from engine.sampling_params import Pooling, SamplingParams
 from engine.text.tokenizer import EncodedPart
 from server.context import Served
 from server.errors import invalid, new_id
-from server.http.api_keys import Account, account_of, cache_salt, tenant_of
-from server.http.body import encode_json, read_request
+from server.http.body import encode_json
+from server.http.caller import Caller, EnginePrompt
 from server.intake.generation import OutputStream
-from server.intake.prompts import check_vocabulary, portions, reading_of
+from server.intake.prompt_limits import check_vocabulary, reading_of
+from server.intake.prompts import portions
 from server.output.collect import while_connected
 from server.protocol import Prompt, Strict, parse_prompts
 from server.protocol.generation_request import MAX_TIMEOUT, Salt
 
 MAX_INPUTS = 2048  # both are OpenAI's
 MAX_TOTAL_TOKENS = 300_000
-STEPS_AHEAD = 2  # one that is computed and one that is planned when it ends
-PORTION = 16  # texts, or vectors, that are dealt with before others have their turn
+STEPS_AHEAD = 2  # the step that runs and the step that is planned when it ends
+PORTION = 16  # texts, or vectors, that are handled before other tasks have their turn
 
 
 class EmbeddingRequest(Strict):
@@ -61,26 +58,20 @@ class EmbeddingRequest(Strict):
 
 
 async def create_embeddings(http: HttpRequest, served: Served) -> Response:
-    """Everything is validated and tokenised before the first text is computed."""
-    served.check_ready()
-    request = await read_request(http, served, EmbeddingRequest)
-    served.check_model(request.model)
+    """Validate and tokenise all texts before the engine computes the first."""
+    request = await served.read(http, EmbeddingRequest)
+    caller: Caller = http.state.caller
     pooling = _pooling(served.driver, request)
     inputs = parse_prompts(request.input, MAX_INPUTS, "input")
     names = ["input"] if len(inputs) == 1 else [f"input[{i}]" for i in range(len(inputs))]
-    ids = await _token_ids(served.driver, request, inputs, names, tenant_of(http.scope))
+    ids = await _token_ids(served.driver, request, inputs, names, caller.tenant)
+    num_tokens = sum(map(len, ids))
     params = SamplingParams(temperature=0.0, pooling=pooling)
-    salt, request_id = cache_salt(http.scope, request.cache_salt), new_id("embd-")
-    requests = [
-        Request(f"{request_id}-{i}", ids[i], params, request.priority, salt, name) for i, name in enumerate(names)
-    ]
-    account = account_of(http.scope)
-    if account is not None:
-        account.limiter.check_tokens(sum(map(len, ids)))
-        requests = [account.sign(request) for request in requests]
-    work = partial(embed_all, served.driver, requests, account, request.timeout)
-    vectors = await while_connected(http.receive, work)
-    body = await _encode_response(request, vectors, sum(map(len, ids)))
+    prompts = [EnginePrompt(prompt_ids, params, name) for prompt_ids, name in zip(ids, names, strict=True)]
+    caller.check(num_tokens, request.priority)
+    admission = _Admission(served.driver, caller, request)
+    vectors = await while_connected(http.receive, lambda: _embed_all(admission, prompts))
+    body = await _encode_response(request, vectors, num_tokens)
     return Response(body, media_type="application/json")
 
 
@@ -99,7 +90,8 @@ async def _token_ids(
     names: list[str],
     tenant: str,
 ) -> list[list[int]]:
-    """The ids of each input, none longer than the model takes, and all together not more than a request may have."""
+    """The token ids of each input. Raises InvalidRequestError for an input that is too long, and for too many tokens
+    in all inputs."""
     longest = _truncation(driver, request)
     ids: list[list[int]] = []
     total = 0
@@ -116,7 +108,7 @@ async def _token_ids(
 
 
 def _truncation(driver: Driver, request: EmbeddingRequest) -> int | None:
-    """To how many tokens inputs are cut; None: longer ones are refused. -1 stands for what the model takes."""
+    """The number of tokens to which inputs are cut; None: longer inputs are refused. -1 stands for the context."""
     limit, asked = driver.model.max_model_len, request.truncate_prompt_tokens
     if asked == -1:
         return limit
@@ -133,7 +125,7 @@ async def _encoded(
     longest: int | None,
     tenant: str,
 ) -> AsyncIterator[list[EncodedPart]]:
-    """Token ids of the inputs, in portions; texts are encoded in the tokenizer's threads."""
+    """Token ids of the inputs, in portions; the tokenizer's threads encode texts."""
     tokenizer, special, most = driver.tokenizer, request.add_special_tokens, reading_of(driver).num_tokens
 
     def encode(texts: list[str]) -> list[EncodedPart]:
@@ -152,7 +144,7 @@ async def _encoded(
 
 
 def _check_text(driver: Driver, text: str, name: str, truncated: bool) -> None:
-    """Refuse what is empty, or cannot fit by its characters alone."""
+    """Refuse a text that is empty, or too long by its characters alone."""
     if not text:
         raise invalid(f"{name} is an empty string; there is nothing to embed.", name)
     at_least = -(-len(text) // driver.tokenizer.max_chars_per_token)
@@ -161,7 +153,8 @@ def _check_text(driver: Driver, text: str, name: str, truncated: bool) -> None:
 
 
 def _check(driver: Driver, part: EncodedPart, name: str) -> None:
-    """The Driver checks this, too; here it is known which input it is, and nothing has been computed."""
+    """Refuse an input that is empty or too long. The Driver checks this too; here the error can name the input, and
+    nothing has been computed."""
     model, ids = driver.model, part.token_ids
     if not ids:
         raise invalid(f"{name} has no tokens; there is nothing to embed.", name)
@@ -178,18 +171,15 @@ def _too_long(driver: Driver, size: str, name: str) -> ContextLengthError:
     )
 
 
-async def embed_all(
-    driver: Driver, requests: list[Request], account: Account | None = None, timeout: float | None = None
-) -> list[bytes]:
-    """The vectors of `requests`; at most some steps' worth of them is with the engine at any time.
+async def _embed_all(admission: "_Admission", prompts: list[EnginePrompt]) -> list[bytes]:
+    """The vectors of `prompts`; the engine holds at most the texts of a few steps at any time.
 
-    Raises what `Driver.generate` raises, but waits where the queue is full while some of its own are still in it.
-    DeadlineError once `timeout` seconds are over. `account` is charged for what was admitted.
+    Raises what Driver.generate raises, but waits where the queue is full while some texts of this request are in it.
     """
-    admission, vectors = _Admission(driver, account, timeout), []
+    vectors = []
     try:
-        for number, request in enumerate(requests):
-            while not admission.admit(request):
+        for number, prompt in enumerate(prompts):
+            while not admission.admit(number, prompt):
                 vectors.append(await admission.next_vector())
             if number % PORTION == PORTION - 1:
                 await asyncio.sleep(0)
@@ -201,35 +191,39 @@ async def embed_all(
 
 
 class _Admission:
-    """The texts of one request that are with the engine, in order: `waiting`."""
+    """`waiting`: the texts of one request that the engine holds, in order. The caller is charged for them."""
 
-    def __init__(self, driver: Driver, account: Account | None, timeout: float | None) -> None:
+    def __init__(self, driver: Driver, caller: Caller, request: EmbeddingRequest) -> None:
         model = driver.model
-        self._driver, self._account, self._timeout = driver, account, timeout
-        self._deadline = None if timeout is None else time.monotonic() + timeout
+        self._driver, self._caller, self._request = driver, caller, request
+        self._id = new_id("embd-")
+        self._deadline = None if request.timeout is None else time.monotonic() + request.timeout
         self._max_tokens, self._max_seqs = STEPS_AHEAD * model.max_num_batched_tokens, STEPS_AHEAD * model.max_num_seqs
         self._num_tokens = 0
         self.waiting: deque[OutputStream] = deque()
 
-    def admit(self, request: Request) -> bool:
-        """Queue a text; False where some of those that wait must be done first."""
-        size = len(request.prompt_token_ids)
+    def admit(self, number: int, prompt: EnginePrompt) -> bool:
+        """Queue a text; False where some of the waiting texts must finish first.
+
+        Raises DeadlineError once the request's timeout is over.
+        """
+        size = len(prompt.token_ids)
         if self.waiting and (self._num_tokens + size > self._max_tokens or len(self.waiting) >= self._max_seqs):
             return False
+        timeout = self._seconds_left()
         try:
-            stream = self._driver.generate(self._with_deadline(request))
+            stream = self._driver.generate(self._caller.request(f"{self._id}-{number}", prompt, self._request, timeout))
         except QueueFullError:
             if not self.waiting:
                 raise
             return False
-        if self._account is not None:
-            self._account.limiter.use_tokens(size)
+        self._caller.limiter.use_tokens(size)
         self.waiting.append(stream)
         self._num_tokens += size
         return True
 
     async def next_vector(self) -> bytes:
-        """Of the first that waits, which stays there until it has ended, so that it can be aborted."""
+        """The vector of the first waiting text. The text stays in `waiting` to its end, so `close` can abort it."""
         vector, aborted = b"", False
         try:
             async for output in self.waiting[0]:
@@ -237,27 +231,27 @@ class _Admission:
                     vector, aborted = sample.embedding, sample.finish_reason is FinishReason.ABORT
         except DeadlineError:
             raise self._too_late() from None
-        if aborted:  # and the stream had no cause to raise
+        if aborted:  # the stream had no cause to raise
             raise UnavailableError("The server ended this request before it was finished.")
         self._num_tokens -= self.waiting.popleft().num_prompt_tokens
         return vector
 
     def close(self) -> None:
+        """Abort the texts that wait or run."""
         for stream in self.waiting:
             stream.close()
 
-    def _with_deadline(self, request: Request) -> Request:
+    def _seconds_left(self) -> float | None:
+        """The rest of the timeout for all texts; None without one."""
         if self._deadline is None:
-            return request
-        if (seconds := self._seconds_left()) <= 0:
+            return None
+        if (seconds := self._deadline - time.monotonic()) <= 0:
             raise self._too_late()
-        return dataclasses.replace(request, timeout=seconds)
-
-    def _seconds_left(self) -> float:
-        return math.inf if self._deadline is None else self._deadline - time.monotonic()
+        return seconds
 
     def _too_late(self) -> DeadlineError:
-        return DeadlineError(f"The request was not finished within its timeout of {self._timeout:g} s.", "timeout")
+        timeout = self._request.timeout
+        return DeadlineError(f"The request was not finished within its timeout of {timeout:g} s.", "timeout")
 
 
 async def _encode_response(request: EmbeddingRequest, vectors: list[bytes], num_tokens: int) -> bytes:

@@ -1,4 +1,4 @@
-"""GET /metrics: the engine's numbers for Prometheus, under vLLM's names where vLLM has them."""
+"""GET /metrics: the engine's metrics for Prometheus, under vLLM's names where vLLM has the same metric."""
 
 import asyncio
 from collections import Counter as CountBy
@@ -8,16 +8,17 @@ from itertools import accumulate
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from engine.driver import Driver
 from engine.telemetry.stats import Counter, Gauge, Histogram
-from server.context import package_version
+from server.context import Served, package_version
 from server.process.standard_streams import STREAMS, lines_dropped
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-# What vLLM calls the same and means the same, so that its dashboards and autoscalers work. The rest is ours.
+# Metrics with the name and the meaning of vLLM, so vLLM's dashboards and autoscalers work. The rest is ours.
 VLLM_NAMES = frozenset(
     {
         "cache_config_info",
@@ -45,7 +46,7 @@ VLLM_NAMES = frozenset(
         "time_to_first_token_seconds",
     }
 )
-GATHER_SECONDS = 0.01  # for whoever else asks for a page meanwhile
+GATHER_SECONDS = 0.01  # requests that come in this time get the same page
 LABELS = ("model_name", "engine")
 REFUSALS = (
     "unauthorized",
@@ -60,7 +61,7 @@ REFUSALS = (
 
 
 class EngineCollector(Collector):
-    """Reads EngineStats when scraped; nothing is kept twice."""
+    """Reads EngineStats when Prometheus scrapes; keeps no copy."""
 
     def __init__(
         self, driver: Driver, model_name: str, http_counts: CountBy[tuple[str, int]], refused: CountBy[str]
@@ -71,7 +72,7 @@ class EngineCollector(Collector):
         self._refused = refused
 
     def describe(self) -> Iterable[Metric]:
-        return ()  # else the registry would collect once at start, before there is anything to see
+        return ()  # otherwise the registry would collect once at start, before there are metrics
 
     def collect(self) -> Iterator[Metric]:
         self._driver.stats_snapshot()
@@ -147,7 +148,7 @@ def make_registry(
 
 
 class MetricsPage:
-    """Who asks while others wait gets the same page: it takes milliseconds of the event loop, where it must be made."""
+    """Makes one page for all requests of GATHER_SECONDS: a page costs the event loop milliseconds."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
@@ -167,3 +168,12 @@ class MetricsPage:
             waiting.set_result(generate_latest(self._registry))
         except Exception as error:
             waiting.set_exception(error)
+
+
+def _metrics_page(served: Served) -> MetricsPage:
+    return MetricsPage(make_registry(served.driver, served.names[0], served.http_counts, served.refused))
+
+
+async def get_metrics(http: HttpRequest, served: Served) -> Response:
+    """The page of metrics, as Prometheus reads it."""
+    return await served.once(_metrics_page).get()

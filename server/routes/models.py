@@ -5,7 +5,7 @@ from typing import Any
 
 from starlette.datastructures import QueryParams
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from server.context import Served
@@ -15,26 +15,27 @@ from server.http.body import encode_json
 MAX_PAGE, DEFAULT_PAGE = 1000, 20  # models in a page of Anthropic's list
 
 
-def list_models(served: Served, request: Request) -> Response:
-    """OpenAI's list; Anthropic's, in pages, for its own clients."""
+async def list_models(http: HttpRequest, served: Served) -> Response:
+    """OpenAI's list; Anthropic's clients get Anthropic's list, in pages."""
     served.check_ready()
-    if speaks_anthropic(request.scope):
-        return _json(_page(served, request.query_params))
+    if speaks_anthropic(http.scope):
+        return _json(_page(served, http.query_params))
     return _json({"object": "list", "data": [_model(served, name) for name in served.names]})
 
 
-def retrieve_model(served: Served, request: Request, name: str) -> Response:
-    """404 model_not_found for a name that is not served. Names may hold slashes."""
+async def retrieve_model(http: HttpRequest, served: Served) -> Response:
+    """One model; 404 model_not_found for a name that is not served. Names may hold slashes."""
+    name = http.path_params["model"]
     if not name:
-        raise HTTPException(404)  # the list, with a slash too many
+        raise HTTPException(404)  # the path of the list with an extra slash
     served.check_ready()
     served.check_model(name)
-    return _json(_anthropic_model(served, name) if speaks_anthropic(request.scope) else _model(served, name))
+    return _json(_anthropic_model(served, name) if speaks_anthropic(http.scope) else _model(served, name))
 
 
 def _model(served: Served, name: str) -> dict[str, Any]:
-    """OpenAI's four keys, then vLLM's: `root` is what was loaded, max_model_len is in tokens; then ours: what sampling
-    is used where a request leaves it open."""
+    """OpenAI's four keys; vLLM's: `root` is the loaded checkpoint, max_model_len is in tokens; and ours: the sampling
+    defaults."""
     return {
         "id": name,
         "object": "model",
@@ -48,7 +49,7 @@ def _model(served: Served, name: str) -> dict[str, Any]:
 
 
 def _page(served: Served, query: QueryParams) -> dict[str, Any]:
-    """`has_more`: in the direction that was asked for, which is backwards with before_id."""
+    """A page of the list. `has_more` looks in the direction of the query, backwards with before_id."""
     names, limit = served.names, _page_size(query.get("limit", ""))
     begin = _place(names, query, "after_id", -1) + 1
     end = _place(names, query, "before_id", len(names))

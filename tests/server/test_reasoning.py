@@ -10,7 +10,7 @@ from engine.checkpoint.locate import resolve_model
 from engine.config import EngineConfig
 from engine.text.tokenizer import Tokenizer
 from server.config import ServerConfig
-from server.intake.answer_form import find_answer_form
+from server.intake.form_finder import find_answer_form
 from server.protocol import ChatCompletionRequest, parse_request
 from server.protocol import answers as described
 from tests.server.conftest import serving

@@ -14,7 +14,7 @@ from engine.checkpoint.locate import BUNDLED_MODEL
 from engine.errors import InvalidRequestError
 from engine.text.tokenizer import Tokenizer
 from server.config import ServerConfig
-from server.intake.answer_form import find_answer_form
+from server.intake.form_finder import find_answer_form
 from server.protocol import ChatCompletionRequest, parse_request
 from server.protocol.anthropic.request import MessagesRequest
 from server.protocol.responses.request import ResponseRequest

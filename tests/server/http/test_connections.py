@@ -191,7 +191,7 @@ def test_generated_logprobs_have_the_limit_of_those_of_prompts(client, path, bod
 
 
 def test_max_tokens_that_nobody_asked_for_shrink_to_what_may_be_reported(client, monkeypatch):
-    monkeypatch.setattr("server.output.prompt_logprobs.MAX_REPORTED", 60)
+    monkeypatch.setattr("server.intake.logprob_limits.MAX_REPORTED", 60)
     body = chat_body(logprobs=True, top_logprobs=2, n=2)
     del body["max_tokens"]
     choices = client.post("/v1/chat/completions", json=body).json()["choices"]

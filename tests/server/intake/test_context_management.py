@@ -1,4 +1,4 @@
-"""What agents send to /v1/messages beyond a plain conversation: context editing, deferred tools, hidden thinking.
+"""Requests of agents to /v1/messages beyond a plain conversation: context editing, deferred tools, hidden thinking.
 
 The prompts of the fake model are bytes, so a count of tokens says which texts are in a prompt.
 """
@@ -327,7 +327,7 @@ def test_how_thinking_is_displayed(client, display):
 
 def test_thinking_that_is_not_shown_comes_back_in_its_signature(roomy_client):
     output = MessageOutput(streamed=True, shows_thinking=False)
-    raw = b"".join(output.take(part) for part in [Reasoning("deep "), Reasoning("thöught"), Content("said")])
+    raw = b"".join(output.feed(part) for part in [Reasoning("deep "), Reasoning("thöught"), Content("said")])
     found = frames((raw + output.finish()).decode())
     block = output.blocks[0]
     assert block["type"] == "thinking" and block["thinking"] == "" and b"deep" not in raw

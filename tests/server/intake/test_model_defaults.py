@@ -37,7 +37,7 @@ def live(checkpoint):
 
 @pytest.fixture
 def asked(live, monkeypatch):
-    """What the engine is asked for."""
+    """The sampling parameters that the engine gets."""
     seen, generate = [], live.driver.generate
 
     def watched(request):

@@ -34,7 +34,7 @@ def token(token_id: int, logprob: float = -0.5, top=()) -> TokenLogprobs:
 
 
 def outputs(tokenizer, ids: list[int], sizes: list[int], params: SamplingParams, reason: FinishReason):
-    """What the Driver would send for `ids`, several tokens at a time."""
+    """The Driver's outputs for `ids`, several tokens at a time."""
     detokenizer = Detokenizer(tokenizer, params)
     text, tokens, sent = "", [], []
     for i, token_id in enumerate(ids):
@@ -65,7 +65,7 @@ def test_offsets_are_where_each_tokens_text_starts(tokenizer, ids, sizes, cut):
     aligner = LogprobAligner(tokenizer, skip_special_tokens=True)
     text, entries = "", []
     for output in outputs(tokenizer, ids, sizes, params, reason):
-        taken = aligner.take(output)
+        taken = aligner.align(output)
         text += output.text
         assert all(offset < len(text) for offset, _ in taken) or output.finish_reason is FinishReason.LENGTH
         entries += taken
@@ -103,21 +103,21 @@ def test_tokens_of_a_stop_string_are_not_reported(tokenizer, text, stop, size):
     sent, shown = "", ""
     for output in outputs(tokenizer, list(text.encode()), [size], params, FinishReason.LENGTH):
         sent += output.text
-        shown += "".join(chr(entry.token_id) for _, entry in aligner.take(output))
+        shown += "".join(chr(entry.token_id) for _, entry in aligner.align(output))
         assert sent.startswith(shown)
     assert shown == sent == text.split(stop)[0]
 
 
 def test_echo_shifts_the_offsets(tokenizer):
     aligner = LogprobAligner(tokenizer, True, start=7)
-    entries = aligner.take(CompletionOutput(0, "ab", (97, 98), (token(97), token(98)), None))
+    entries = aligner.align(CompletionOutput(0, "ab", (97, 98), (token(97), token(98)), None))
     assert [offset for offset, _ in entries] == [7, 8]
 
 
 def test_special_tokens_have_text_when_they_are_shown(tokenizer):
     aligner = LogprobAligner(tokenizer, skip_special_tokens=False)
     output = CompletionOutput(0, "a<|pad|>b", (), (token(97), token(258), token(98)), FinishReason.STOP)
-    assert [offset for offset, _ in aligner.take(output)] == [0, 1, 8]
+    assert [offset for offset, _ in aligner.align(output)] == [0, 1, 8]
 
 
 def test_shape_of_completions(tokenizer):

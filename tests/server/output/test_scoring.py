@@ -4,7 +4,7 @@ import openai
 import pytest
 
 from engine.text.tokenizer import Tokenizer
-from server.output import prompt_logprobs
+from server.intake import logprob_limits
 from server.output.prompt_logprobs import text_offsets
 from tests.checkpoints import byte_tokenizer, save_fake_checkpoint
 from tests.fake_device import expected_score
@@ -72,7 +72,7 @@ def test_chunks_join_to_the_whole(api, max_tokens, n):
             for name, values in lists[choice.index].items():
                 values += getattr(choice.logprobs, name)
             assert all(offset <= len(text[choice.index]) for offset in choice.logprobs.text_offset)
-            assert ends.get(choice.index) is None, "nothing follows the chunk with the finish_reason"
+            assert ends.get(choice.index) is None, "the chunk with the finish_reason is the last"
             ends[choice.index] = choice.finish_reason
     for choice in whole.choices:
         assert text[choice.index] == choice.text and ends[choice.index] == choice.finish_reason
@@ -167,7 +167,7 @@ def test_what_cannot_be_scored_is_refused(client, fields, param):
 
 
 def test_a_response_that_would_be_enormous_is_refused(client, monkeypatch):
-    monkeypatch.setattr(prompt_logprobs, "MAX_REPORTED", 99)
+    monkeypatch.setattr(logprob_limits, "MAX_REPORTED", 99)
     body = completion_body(prompt=["abcde"] * 2, echo=True, logprobs=4, n=2)
     assert "100 logprobs" in assert_error(client.post("/v1/completions", json=body), 400, "logprobs")
     assert client.post("/v1/completions", json=body | {"n": 1}).status_code == 200

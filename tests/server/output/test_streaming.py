@@ -96,7 +96,7 @@ def test_obfuscation_pads_every_chunk_with_a_choice(client, stream_of, fields):
 
 
 def joined(chunks):
-    """What each choice of a stream says and how it ends."""
+    """The text of each choice of a stream, and its finish_reason."""
     found = {}
     for choice in (choice for chunk in chunks for choice in chunk["choices"]):
         text = choice["delta"].get("content", "") if "delta" in choice else choice["text"]
@@ -244,7 +244,7 @@ def test_a_failure_after_the_headers_is_an_error_event_and_no_done(folder, route
         assert "[DONE]" not in found
         assert set(found[-1]) == {"error"} and set(found[-1]["error"]) == {"message", "type", "param", "code"}
         assert found[-1]["error"]["type"] == "server_error"
-        assert "finite" not in found[-1]["error"]["message"], "what went wrong inside is for the log"
+        assert "finite" not in found[-1]["error"]["message"], "the log has the internal error"
         reasons = [event["choices"][0]["finish_reason"] for event in found[:-1]]
         assert set(reasons) <= {None}, "neither abort nor error is ever shown as a finish_reason"
         response = client.post(f"/v1/{route}", json=body(max_tokens=40))

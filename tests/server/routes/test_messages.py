@@ -308,8 +308,8 @@ def test_errors_of_tools_name_the_field(client, fields, start):
 def test_thinking_and_calls_are_blocks_with_events_of_their_own():
     output = MessageOutput(streamed=True)
     said = [Reasoning("a"), Reasoning("b"), Content("c"), CallStart(0, "call_1", "find"), Arguments(0, '{"x":')]
-    raw = b"".join(output.take(part) for part in [*said, Arguments(0, "1}"), CallStart(1, "call_2", "find")])
-    found = frames((raw + output.take(Arguments(1, "{")) + output.finish()).decode())
+    raw = b"".join(output.feed(part) for part in [*said, Arguments(0, "1}"), CallStart(1, "call_2", "find")])
+    found = frames((raw + output.feed(Arguments(1, "{")) + output.finish()).decode())
     kinds = [(event["type"].removeprefix("content_block_"), event.get("index")) for event in found]
     start = [("start", 0), ("ping", None), ("delta", 0), ("delta", 0), ("stop", 0)]
     text, call = [("start", 1), ("delta", 1), ("stop", 1)], [("start", 2), ("delta", 2), ("delta", 2), ("stop", 2)]
@@ -317,7 +317,7 @@ def test_thinking_and_calls_are_blocks_with_events_of_their_own():
     thought, said_text, first, second = output.blocks
     assert thought == {"type": "thinking", "thinking": "ab", "signature": ""} and said_text["text"] == "c"
     assert first == {"type": "tool_use", "id": "toolu_1", "name": "find", "input": {"x": 1}}
-    assert second["input"] == {}, "of a call that was cut nothing can be said but in a stream"
+    assert second["input"] == {}, "a call that was cut appears in a stream only"
 
 
 def test_a_call_that_is_forced(bundled_server):

@@ -220,7 +220,7 @@ def test_calls_come_back_with_all_that_clients_know_of_them(client):
 
 
 def test_a_turn_of_the_assistant_is_one_message():
-    """What it thinks, says and calls, in any order: between a call and its output no other message may stand."""
+    """Thoughts, texts and calls in any order: no other message may stand between a call and its output."""
     said = {"role": "assistant", "content": [{"type": "output_text", "text": "a", "annotations": []}]}
     thought = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "t"}]}
     other = CALL | {"call_id": "d"}
@@ -405,7 +405,7 @@ def test_a_failure_after_the_headers(folder):
     with LiveServer(folder, "--fail-on-token", str(third)) as live, live.client() as client:
         found = stream(client, max_output_tokens=40)
         error, failed = found[-2:]
-        assert error["type"] == "error" and "finite" not in error["message"], "what went wrong is for the log"
+        assert error["type"] == "error" and "finite" not in error["message"], "the log has the internal error"
         assert failed["type"] == "response.failed" and failed["response"]["status"] == "failed"
         assert failed["response"]["error"]["code"] == "server_error"
         assert_error(client.post(PATH, json=body(max_output_tokens=40)), 500)
@@ -484,9 +484,9 @@ def test_reasoning_and_calls_are_items_with_events_of_their_own(server):
     output = ResponseOutput(events, server.driver.tokenizer)
     said = [Reasoning("a"), Reasoning("b"), Content("c"), CallStart(0, "call_1", "find"), Arguments(0, '{"x":')]
     for part in [*said, Arguments(0, "1}"), CallStart(1, "call_2", "find"), Arguments(1, "{")]:
-        output.take(part, [])
+        output.feed(part, [])
     output.finish("incomplete", [])
-    found = frames(events.take().decode())
+    found = frames(events.flush().decode())
     added, done = "response.output_item.added", "response.output_item.done"
     reasoning = ["response.content_part.added", "response.reasoning_text.delta", "response.reasoning_text.done"]
     call = [added, "response.function_call_arguments.delta", "response.function_call_arguments.done", done]
@@ -679,8 +679,8 @@ def test_codex_s_fields_are_taken(client):
 
 def test_reasoning_comes_back_in_whatever_form_a_client_keeps():
     output = ResponseOutput(EventWriter(False), None, encrypts_reasoning=True)
-    output.take(Reasoning("thought: é\n"), [])
-    output.take(Content("said"), [])
+    output.feed(Reasoning("thought: é\n"), [])
+    output.feed(Content("said"), [])
     output.finish("completed", [])
     item = output.items[0]
     assert item["encrypted_content"].startswith("pageserve.1.")
@@ -724,9 +724,9 @@ def test_calls_are_items_of_their_kind():
     said += [CallStart(4, "c4", "apply_patch"), Arguments(4, '{"type": "create_file", "path": "p", "diff": "+a"}')]
     said += [CallStart(5, "c5", "agents__c", custom=True), CallStart(6, "c6", "local_shell"), Arguments(6, '{"comm')]
     for part in said:
-        output.take(part, [])
+        output.feed(part, [])
     output.finish("incomplete", [])
-    found = frames(events.take().decode())
+    found = frames(events.flush().decode())
     for event in found:
         ResponseEvent.model_validate(event)
     items = [{name: part for name, part in item.items() if name != "id"} for item in output.items]

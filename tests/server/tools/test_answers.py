@@ -15,7 +15,8 @@ from engine.config import EngineConfig
 from engine.outputs import CompletionOutput, FinishReason, RequestOutput
 from engine.text.tokenizer import Tokenizer
 from server.config import ServerConfig
-from server.intake.answer_form import AnswerForm, find_answer_form
+from server.intake.answer_form import AnswerForm
+from server.intake.form_finder import find_answer_form
 from server.output.chat_messages import MessageChunks, message_choices
 from server.protocol import ChatCompletionRequest, parse_request
 from server.protocol import answers as described

@@ -179,8 +179,8 @@ def test_a_last_turn_with_calls_is_not_continued():
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
 def test_blocks_of_an_answer_hold_what_a_client_can_send_back(text):
     output = MessageOutput(streamed=False)
-    output.take(CallStart(0, "call_1", "get"))
-    output.take(Arguments(0, text))
+    output.feed(CallStart(0, "call_1", "get"))
+    output.feed(Arguments(0, text))
     output.finish()
     (block,) = output.blocks
     json.dumps(block, ensure_ascii=False, allow_nan=False).encode()

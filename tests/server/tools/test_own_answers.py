@@ -104,7 +104,7 @@ def parts_of(form, text, cut, certain):
 def as_response(form, text, cut, certain):
     output = ResponseOutput(EventWriter(False), None)
     for part in parts_of(form, text, cut, certain):
-        output.take(part, [])
+        output.feed(part, [])
     output.finish("incomplete" if cut else "completed", [])
     items = sent(output.items)
     results = [
@@ -120,7 +120,7 @@ def as_response(form, text, cut, certain):
 def as_message(form, text, cut, certain):
     output = MessageOutput(streamed=False)
     for part in parts_of(form, text, cut, certain):
-        output.take(part)
+        output.feed(part)
     output.finish()
     blocks = sent(output.blocks)
     results = [
