@@ -85,7 +85,16 @@ def measure(params: SamplingParams, num_seqs: int, vocab_size: int, steps: int) 
     for step in range(steps):
         needs_block = (PROMPT_TOKENS + step) % BLOCK_SIZE == 0  # worse than real: all sequences in one step
         blocks = [x for i in range(num_seqs) for x in (i, i)] if needs_block else []
-        body = encode_frame(StepPlan(step, [], [], [], [], [], [], list(range(num_seqs)), blocks))[4:]
+        step_plan = StepPlan(
+            step_id=step,
+            removed=[],
+            new=[],
+            block_copies=[],
+            chunks=[],
+            decodes=list(range(num_seqs)),
+            decode_blocks=blocks,
+        )
+        body = encode_frame(step_plan)[4:]
         started, cpu_started = time.perf_counter(), time.process_time()
         plan = decode_driver_message(body)
         encode_frame(runner.result(runner.launch(plan)))

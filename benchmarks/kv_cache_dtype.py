@@ -117,7 +117,7 @@ def attention_milliseconds(dtype: torch.dtype) -> dict[str, float]:
         width = kv_format.width(head_dim) if kv_format else head_dim
         k, v = (torch.empty(num_seqs * blocks, num_kv_heads, BLOCK_SIZE, width, dtype=cache_dtype) for _ in range(2))
         reshape_and_cache(rows, rows, k, v, torch.arange(len(rows)))
-        call = partial(paged_attention, q, k, v, tables, seq_lens, head_dim**-0.5)
+        call = partial(paged_attention, q, k, v, tables, seq_lens, scale=head_dim**-0.5)
         calls[_name(dtype, kv_format)] = call
         call()
     times: dict[str, list[float]] = {name: [] for name in calls}

@@ -67,7 +67,8 @@ class BeamEngine:
                 logical = sum(len(seq.block_table) for seq in scheduler.running)
                 saved.append(1 - (blocks.num_blocks - len(blocks.free_blocks)) / logical)
             scheduler.update(self._compute(plan))
-        self._compute(StepPlan(0, [seq.seq_id for seq in scheduler.running], [], [], [], [], []))
+        removed = [seq.seq_id for seq in scheduler.running]
+        self._compute(StepPlan(step_id=0, removed=removed, new=[], block_copies=[], chunks=[]))
         return sum(saved) / len(saved)
 
     def _compute(self, plan: StepPlan) -> StepResult:

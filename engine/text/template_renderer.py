@@ -85,16 +85,16 @@ class TemplateHelper:
         size = len(request) - len(source)
         with self._in_use:
             try:
-                kind, text = self._try(request)
-                if (kind in (RENDERED, REFUSED) and size + len(text) > LARGE_BYTES) or kind == BEYOND_LIMIT:
-                    self._end()
+                outcome, text = self._ask_with_retries(request)
+                if outcome == BEYOND_LIMIT or size + len(text) > LARGE_BYTES:
+                    self._kill()
                     self.start()  # the next conversation does not wait for the start
             finally:
                 if self._closed:
-                    self._end()
-        if kind == RENDERED:
+                    self._kill()
+        if outcome == RENDERED:
             return text
-        if kind == REFUSED:
+        if outcome == REFUSED:
             raise InvalidRequestError(text, "messages")
         if size >= SHORT_BYTES:
             raise TemplateLimitError(text, "messages")
@@ -106,19 +106,19 @@ class TemplateHelper:
             self._closed = True
             process = self._process
         if self._in_use.acquire(blocking=False):
-            self._end()
+            self._kill()
             self._in_use.release()
         elif process is not None:
             process.kill()  # the thread in `render` cleans up
 
-    def _try(self, request: bytes) -> tuple[int, str]:
+    def _ask_with_retries(self, request: bytes) -> tuple[int, str]:
         """(outcome, the rendered text or an error message) of a request, in at most MAX_ATTEMPTS processes."""
         for _ in range(MAX_ATTEMPTS):
             try:
-                kind, answer = self._ask(request)
-                return kind, answer.decode("utf-8", "surrogatepass")
+                outcome, answer = self._ask(request)
+                return outcome, answer.decode("utf-8", "surrogatepass")
             except HelperDiedError:
-                self._end()
+                self._kill()
             except TimeLimitError:
                 limit = f"{self._cpu_seconds:g} s of processor time"
                 return BEYOND_LIMIT, f"The chat template takes more than {limit} for these messages: shorten them."
@@ -143,7 +143,7 @@ class TemplateHelper:
                     raise TimeLimitError from None
             raise HelperDiedError from None
 
-    def _end(self) -> None:
+    def _kill(self) -> None:
         """Kill the process if there is one. It has no state to save."""
         with self._lock:
             process, sock, self._process, self._socket = self._process, self._socket, None, None
@@ -158,11 +158,11 @@ class _Watch:
     """Checks a helper that does not answer."""
 
     def __init__(self, pid: int, seconds: float) -> None:
-        self._looks, self._end = StoppedLooks(pid), time.monotonic() + seconds
+        self._looks, self._deadline = StoppedLooks(pid), time.monotonic() + seconds
 
     def look(self) -> None:
         """Raises HelperDiedError if the helper is stopped or out of wall-clock time."""
-        if self._looks.look() or time.monotonic() > self._end:
+        if self._looks.look() or time.monotonic() > self._deadline:
             raise HelperDiedError
 
 

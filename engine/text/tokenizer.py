@@ -82,7 +82,7 @@ class Tokenizer:
         self._tokenizer.no_padding()
         settings = read_json(model_dir / "tokenizer_config.json")
         self._byte_level = uses_byte_level(self._tokenizer)
-        self._added = {i: t for i, t in self._tokenizer.get_added_tokens_decoder().items()}
+        self._added: dict[int, tokenizers.AddedToken] = self._tokenizer.get_added_tokens_decoder()
         self.special_token_ids = frozenset(i for i, token in self._added.items() if token.special)
         self.vocab_size = self._tokenizer.get_vocab_size()
         self.max_chars_per_token = max_chars_per_token(self._tokenizer)
