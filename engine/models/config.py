@@ -1,4 +1,4 @@
-"""ModelConfig: a decoder or an encoder described by data. No torch: `pageserve plan` sizes a model without weights."""
+"""ModelConfig: a decoder or an encoder described by data. `pageserve plan` sizes a model with it, without weights."""
 
 from dataclasses import dataclass, replace
 from math import prod
@@ -9,12 +9,12 @@ from kernels.kv_format import KVFormat
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """How rotary frequencies are stretched past the trained length (engine/models/layers/position.py holds the
-    formulas).
+    """The change of the rotary frequencies for sequences longer than the trained length.
 
-    kind "linear" uses factor only; "llama3" the two frequency factors; "yarn" the two betas and attention_factor,
-    by which cosines and sines are multiplied; "longrope" attention_factor and, in place of factor, a factor for each
-    pair: short_factors, or long_factors where sequences may be longer than original_max_position.
+    engine/models/layers/position.py has the formulas. kind "linear" uses factor only; "llama3" uses the two frequency
+    factors; "yarn" uses the two betas and attention_factor, which multiplies cosines and sines; "longrope" uses
+    attention_factor and, in place of factor, one factor per pair: short_factors, or long_factors if sequences may be
+    longer than original_max_position.
     """
 
     kind: str
@@ -37,8 +37,8 @@ class MoEConfig:
 
     num_experts: int
     experts_per_token: int
-    intermediate_size: int  # of one expert
-    norm_topk_prob: bool  # weights of a token's experts are divided by their sum
+    intermediate_size: int  # width of one expert
+    norm_topk_prob: bool  # divide the weights of a token's experts by their sum
     dense_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -53,7 +53,7 @@ class MoEConfig:
 class ModelConfig:
     """Sizes come from config.json, behaviour from these fields, nothing from a model's name.
 
-    A field exists once a family needs it. `family` tells whose weight names the checkpoint uses, and nothing else.
+    A field exists once a family needs it. `family` chooses the weight names of the checkpoint and nothing else.
     """
 
     family: str
@@ -64,44 +64,45 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     intermediate_size: int
-    max_position_embeddings: int  # longest sequence in tokens, but see max_positions
+    max_position_embeddings: int  # longest sequence in tokens; see also max_positions
     norm: str  # "rms" or "layer" (with bias)
     norm_eps: float
     position: str  # "rope" or "learned"
     activation: str
     gated_mlp: bool
-    parallel_residual: bool = False  # attention and MLP both read the layer's input, and are added to it at once
-    mlp_norm: bool = True  # False: with parallel_residual, attention's norm gives the MLP's input, too
+    parallel_residual: bool = False  # attention and MLP both read the layer's input; one sum adds both to it
+    mlp_norm: bool = True  # False: with parallel_residual, the MLP reads the output of attention's norm
     pre_norm: bool = True  # False: normalise after adding to the residual (OPT-350m)
     final_norm: bool = True
-    post_norms: bool = False  # beside pre_norm: what attention and MLP give is normalised before it is added (Gemma 2)
-    norm_weight_offset: float = 0.0  # every RMSNorm multiplies by this plus its weight (Gemma: 1)
+    post_norms: bool = False  # with pre_norm: also normalise the outputs of attention and MLP (Gemma 2)
+    norm_weight_offset: float = 0.0  # every RMSNorm multiplies by this value plus its weight (Gemma: 1)
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
     nope_layers: tuple[int, ...] = ()  # the layers without rotary embedding
-    partial_rotary_factor: float = 1.0  # share of each head, from its beginning, that is rotated
+    partial_rotary_factor: float = 1.0  # share of each head that is rotated, from the start of the head
     position_offset: int = 0  # OPT's learned positions start at row 2
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False  # RMSNorm over each head of q and k, before RoPE
-    sliding_window: int = 0  # a token attends to the last so many tokens, itself included; 0: to all
-    window_layers: tuple[int, ...] | None = None  # the layers that have the window; None: every layer
-    window_rope_theta: float | None = None  # of the layers with a window, which are not scaled; None: as the others
+    sliding_window: int = 0  # tokens that a token attends to, itself included; 0: all
+    window_layers: tuple[int, ...] | None = None  # the layers with the window; None: every layer
+    # rope_theta of the layers with a window, whose frequencies are then not scaled; None: same RoPE as the other layers
+    window_rope_theta: float | None = None
     attn_scale: float | None = None  # None: head_dim ** -0.5
-    attn_softcap: float = 0.0  # c: a score s becomes c * tanh(s / c) before the softmax; 0: stays as it is
+    attn_softcap: float = 0.0  # c: a score s becomes c * tanh(s / c) before the softmax; 0: off
     logits_scale: float = 1.0
-    logit_softcap: float = 0.0  # as attn_softcap, for the logits
-    embedding_scale: float = 1.0  # embeddings are multiplied by it
-    round_embedding_scale: bool = False  # to the embeddings' dtype, as Gemma was trained
+    logit_softcap: float = 0.0  # the same formula for the logits
+    embedding_scale: float = 1.0  # factor of the embeddings
+    round_embedding_scale: bool = False  # round embedding_scale to the embeddings' dtype, as in Gemma's training
     tie_embeddings: bool = False
     lm_head_bias: bool = False
-    embedding_proj_dim: int | None = None  # width of the embedding where it is not hidden_size (OPT-350m)
+    embedding_proj_dim: int | None = None  # width of the embedding if not hidden_size (OPT-350m)
     moe: MoEConfig | None = None
-    causal: bool = True  # False: an encoder, whose tokens attend to all others (engine/models/encoder.py)
+    causal: bool = True  # False: an encoder, each token attends to all tokens (engine/models/encoder.py)
     embedding_norm: bool = False  # LayerNorm of the embeddings
-    token_types: int = 0  # rows of BERT's second embedding, of which the first is added to every token
-    dtype: str = "float32"  # of the checkpoint: float32, bfloat16 or float16
+    token_types: int = 0  # rows of BERT's second embedding; the first row is added to every token
+    dtype: str = "float32"  # the checkpoint's: float32, bfloat16 or float16
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -130,12 +131,12 @@ class ModelConfig:
 
     @property
     def max_positions(self) -> int:
-        """The longest sequence that max_model_len may ask for: with "longrope" more than is served unasked."""
+        """The longest sequence that max_model_len may ask for. With "longrope" this exceeds max_position_embeddings."""
         longest = self.rope_scaling.long_max_position if self.rope_scaling else 0
         return max(self.max_position_embeddings, longest)
 
     def has_long_rope(self, max_model_len: int) -> bool:
-        """Are all sequences rotated with long_factors where they may have max_model_len tokens?"""
+        """True if max_model_len makes all sequences use the long_factors of "longrope"."""
         scaling = self.rope_scaling
         return scaling is not None and scaling.kind == "longrope" and max_model_len > scaling.original_max_position
 
@@ -154,23 +155,23 @@ class ModelConfig:
         return self.embedding_proj_dim or self.hidden_size
 
     def window(self, layer: int) -> int:
-        """The sliding window of a layer in tokens, 0 for none."""
+        """The sliding window of a layer in tokens; 0 for none."""
         return self.sliding_window if self.window_layers is None or layer in self.window_layers else 0
 
     def window_rope(self) -> "ModelConfig | None":
-        """This config with the RoPE of the layers with a window; None where that is the same as the others'."""
+        """This config with the RoPE of the layers with a window; None where all layers share one RoPE."""
         if self.window_rope_theta is None:
             return None
         return replace(self, rope_theta=self.window_rope_theta, rope_scaling=None)
 
     def experts(self, layer: int) -> MoEConfig | None:
-        """The mixture of experts of a layer, None where it has a plain MLP."""
+        """The mixture of experts of a layer; None for a plain MLP."""
         return None if self.moe is None or layer in self.moe.dense_layers else self.moe
 
     @property
     def mlp_activations(self) -> int:
-        """Values of one token where the MLP needs most: what goes into the activation, what comes out, the result; and
-        attention's result, where it waits for that."""
+        """Values of one token at the MLP's peak: input and output of the activation, the result, and (with
+        parallel_residual) attention's result."""
         dense = (3 if self.gated_mlp else 2) * self.intermediate_size + self.hidden_size
         dense += self.hidden_size if self.parallel_residual else 0
         if self.moe is None:
@@ -180,25 +181,25 @@ class ModelConfig:
         return max(experts, dense) if self.moe.dense_layers else experts
 
     def kv_bytes_per_token(self, dtype_bytes: int, kv_format: KVFormat | None = None) -> int:
-        """Bytes of KV cache that one token takes over all layers: in the model's dtype, or quantised with scales."""
+        """Bytes of KV cache per token over all layers, in the model's dtype or quantised, scales included."""
         row = self.head_dim * dtype_bytes if kv_format is None else kv_format.width(self.head_dim)
         return 2 * self.num_layers * self.num_kv_heads * row
 
     def rotary_bytes(self, num_positions: int) -> int:
-        """Bytes of the fp32 tables of cosines and sines: one, and another where layers with a window have their own."""
+        """Bytes of the fp32 tables of cosines and sines: one table, two if layers with a window have their own RoPE."""
         tables = 0 if self.position != "rope" else 1 if self.window_rope() is None else 2
         return tables * num_positions * self.rotary_dim * 4
 
     def num_parameters(self) -> int:
-        """A tied lm_head counts once."""
+        """Number of parameters; a tied lm_head counts once."""
         return sum(prod(shape) for shape in self.parameter_shapes().values())
 
     def weight_bytes(self, dtype_bytes: int) -> int:
-        """Bytes of the weights as stored: a device that packs a tied lm_head separately holds it twice."""
+        """Bytes of the weights in the checkpoint. A device that packs a tied lm_head separately holds more."""
         return self.num_parameters() * dtype_bytes
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor of the decoder by name, q|k|v and gate|up fused: linear weights are [out, in]."""
+        """Shape of every tensor of the model by name. q|k|v and gate|up are fused; linear weights are [out, in]."""
         hidden, width = self.hidden_size, self.embedding_size
         shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (self.vocab_size, width)}
         if self.position == "learned":

@@ -1,4 +1,45 @@
-"""The one decoder: every family is this, with another ModelConfig."""
+"""The decoder of every family: a ModelConfig chooses among the three layers below.
+
+A step:
+
+    input_ids (T) -> Embedding -> layer 0 -> ... -> layer L-1 -> final_norm -> hidden (R, C) -> lm_head -> logits (R, V)
+    positions (T) ------^           |  ^                ^
+                              write |  | read      from here on, R rows only: the last tokens of the sequences that the
+                                    v  |           step samples (metadata.outputs); R = T where all rows are wanted
+                                 KV cache
+
+A layer adds attention and MLP to a residual stream. Norms marked (g) exist only in some families:
+
+    pre_norm                         parallel_residual                   post-norm (pre_norm is off)
+
+    r ----+-----------------.        r ----+---------------------.       x ----+-------------.
+          |                 |              |                     |             |             |
+       attn_norm            |           attn_norm -------.       |         attention         |
+          |                 |              |             |       |             |             |
+       attention            |              |        mlp_norm (g) |            (+) <----------'
+          |                 |              |             |       |             |
+    attn_post_norm (g)      |          attention        mlp      |         attn_norm ---.
+          |                 |              |             |       |             |        |
+         (+) <--------------'              '---> (+) <---'       |            mlp       |
+          |                                       |              |             |        |
+          +-----------------.                    (+) <-----------'            (+) <-----'
+          |                 |                     |                            |
+       mlp_norm             |                     r                        mlp_norm
+          |                 |                                                  |
+         mlp                |                                                  x
+          |                 |
+    mlp_post_norm (g)       |       mlp_norm, where the family has it, reads r; else the MLP reads
+          |                 |       the output of attn_norm.
+         (+) <--------------'
+          |
+          r
+
+The norm kernel makes the addition before it: forward_pre_norm and forward_parallel return (x, residual), and the next
+norm adds x to the residual.
+
+Letters in shapes: T tokens of the step, R rows wanted of the last layer, C hidden_size, V vocab_size. The letters of
+attention stand in engine/models/layers/attention.py.
+"""
 
 from collections.abc import Iterator, Sequence
 
@@ -17,11 +58,11 @@ from engine.models.layers.position import cos_sin_table
 class DecoderLayer:
     """Attention and MLP around one residual stream.
 
-    parallel_residual:  residual += attention(norm(residual)) + mlp(norm(residual))
-    pre_norm:           residual += attention(norm(residual));  residual += mlp(norm(residual))
-    otherwise:          x = norm(x + attention(x));             x = norm(x + mlp(x))
+    parallel_residual:  r += attention(norm(r)) + mlp(norm(r))
+    pre_norm:           r += attention(norm(r));    r += mlp(norm(r))
+    neither:            x = norm(x + attention(x)); x = norm(x + mlp(x))
 
-    Post norms, beside pre_norm: what attention and MLP give is normalised once more before it is added.
+    config.post_norms (with pre_norm) adds a norm behind attention and one behind the MLP, before the addition.
     """
 
     __slots__ = ("attention", "attn_norm", "attn_post_norm", "mlp", "mlp_norm", "mlp_post_norm")
@@ -51,18 +92,22 @@ class DecoderLayer:
         kv_cache: KVCache,
         outputs: OutputRows | None,
     ) -> tuple[Tensor, Tensor]:
-        """x is what the previous layer adds to the residual; so is what comes back. [num_tokens, hidden] each.
+        """x (T, C), residual (T, C) or None -> the same two, or (R, C) each with `outputs`.
 
-        With `outputs`, what comes back has those rows only.
+        x is the term that the previous layer leaves to add to the residual; the x returned is this layer's.
         """
-        x, residual = self.attn_norm(x, residual)
-        x = self.attention(x, metadata, kv_cache, outputs)
+        x, residual = self.attn_norm(x, residual)  # (T, C), (T, C) -> normed sum (T, C), sum (T, C)
+        x = self.attention(x, metadata, kv_cache, outputs)  # (T, C) -> (R, C)
         if self.attn_post_norm is not None:
-            x, _ = self.attn_post_norm(x)
-        assert self.mlp_norm is not None, "only a parallel residual may do without"
-        x, residual = self.mlp_norm(x, residual if outputs is None else residual.index_select(0, outputs.indices))
-        x = self.mlp(x)
-        return x if self.mlp_post_norm is None else self.mlp_post_norm(x)[0], residual
+            x, _ = self.attn_post_norm(x)  # (R, C) -> (R, C)
+        if outputs is not None:
+            residual = residual.index_select(0, outputs.indices)  # (T, C) -> (R, C)
+        assert self.mlp_norm is not None, "only a parallel residual works without mlp_norm"
+        x, residual = self.mlp_norm(x, residual)  # (R, C), (R, C) -> normed sum (R, C), sum (R, C)
+        x = self.mlp(x)  # (R, C) -> (R, C)
+        if self.mlp_post_norm is not None:
+            x, _ = self.mlp_post_norm(x)  # (R, C) -> (R, C)
+        return x, residual  # (R, C), (R, C)
 
     def forward_parallel(
         self,
@@ -72,23 +117,24 @@ class DecoderLayer:
         kv_cache: KVCache,
         outputs: OutputRows | None,
     ) -> tuple[Tensor, Tensor]:
-        """As forward_pre_norm."""
-        x, residual = self.attn_norm(x, residual)
-        attended = self.attention(x, metadata, kv_cache, outputs)
+        """Arguments and result of forward_pre_norm."""
+        x, residual = self.attn_norm(x, residual)  # (T, C), (T, C) -> normed sum (T, C), sum (T, C)
+        attended = self.attention(x, metadata, kv_cache, outputs)  # (T, C) -> (R, C)
         if outputs is not None:
-            x, residual = (rows.index_select(0, outputs.indices) for rows in (x, residual))
+            x, residual = (rows.index_select(0, outputs.indices) for rows in (x, residual))  # (T, C) -> (R, C) each
         if self.mlp_norm is not None:
-            x, _ = self.mlp_norm(residual)
-        return attended + self.mlp(x), residual
+            x, _ = self.mlp_norm(residual)  # (R, C) -> (R, C)
+        return attended + self.mlp(x), residual  # (R, C) + (R, C), (R, C)
 
     def forward_post_norm(
         self, x: Tensor, metadata: BatchMetadata, kv_cache: KVCache, outputs: OutputRows | None
     ) -> Tensor:
-        """[num_tokens, hidden] -> the same shape, or [num_outputs, hidden]."""
-        residual = x if outputs is None else x.index_select(0, outputs.indices)
-        x, _ = self.attn_norm(self.attention(x, metadata, kv_cache, outputs), residual)
-        assert self.mlp_norm is not None, "only a parallel residual may do without"
-        x, _ = self.mlp_norm(self.mlp(x), x)
+        """x (T, C) -> (T, C), or (R, C) with `outputs`."""
+        residual = x if outputs is None else x.index_select(0, outputs.indices)  # (T, C) -> (R, C)
+        x = self.attention(x, metadata, kv_cache, outputs)  # (T, C) -> (R, C)
+        x, _ = self.attn_norm(x, residual)  # (R, C), (R, C) -> normed sum (R, C)
+        assert self.mlp_norm is not None, "only a parallel residual works without mlp_norm"
+        x, _ = self.mlp_norm(self.mlp(x), x)  # (R, C), (R, C) -> normed sum (R, C)
         return x
 
 
@@ -105,15 +151,14 @@ class Decoder:
     ) -> None:
         """`weights` holds the tensors of config.parameter_shapes() and is emptied, so that packed copies replace them.
 
-        max_positions bounds the rotary table in rows, where sequences stay shorter than config's maximum; it may ask
-        for up to config.max_positions.
-        operators: None for the fast ones.
+        max_positions is the number of rows of the rotary table, at most config.max_positions; None for the config's
+        own maximum. operators: None for FastOperators.
         """
         self.config = config
         operators = operators or FastOperators()
         self.embedding = Embedding(config, weights, operators)
         self.cos_sin_cache: Tensor | None = None
-        window_cache: Tensor | None = None  # of the layers with a window, where it is another
+        window_cache: Tensor | None = None  # rotary table of layers with a window, if they have their own
         if config.position == "rope":
             num_positions = min(config.max_positions, max_positions or config.max_position_embeddings)
             self.cos_sin_cache = window_cache = cos_sin_table(config, num_positions, device)
@@ -131,36 +176,38 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, input_ids: Tensor, metadata: BatchMetadata, kv_caches: Sequence[KVCache]) -> Tensor:
-        """input_ids int64 [num_tokens], kv_caches one per layer -> hidden states, normed.
+        """input_ids int64 (T), one KV cache per layer -> normed hidden states (R, C).
 
-        [num_tokens, hidden], or of metadata.outputs only: the last layer computes no others. Writes this step's keys
-        and values into the caches.
+        R = T without metadata.outputs; else the last layer computes the rows of metadata.outputs alone. Writes the
+        step's keys and values into the caches.
         """
-        return self.run_layers(self.embedding(input_ids, metadata.positions), metadata, kv_caches)
+        x = self.embedding(input_ids, metadata.positions)  # (T), (T) -> (T, C)
+        return self.run_layers(x, metadata, kv_caches)  # (T, C) -> (R, C)
 
     @torch.inference_mode()
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """hidden [rows, hidden] -> logits [rows, vocab_size], see LMHead."""
-        return self.lm_head(hidden)
+        """hidden (R, C) -> logits (R, V), see LMHead."""
+        return self.lm_head(hidden)  # (R, C) -> (R, V)
 
     def _run_pre_norm(self, x: Tensor, metadata: BatchMetadata, kv_caches: Sequence[KVCache]) -> Tensor:
         residual: Tensor | None = None
         forward = DecoderLayer.forward_parallel if self.config.parallel_residual else DecoderLayer.forward_pre_norm
         for layer, kv_cache, outputs in self._schedule(metadata, kv_caches):
-            x, residual = forward(layer, x, residual, metadata, kv_cache, outputs)
+            x, residual = forward(layer, x, residual, metadata, kv_cache, outputs)  # (T, C) -> (T, C); last: (R, C)
         if self.final_norm is not None:
-            return self.final_norm(x, residual)[0]
-        return x if residual is None else x + residual
+            return self.final_norm(x, residual)[0]  # (R, C), (R, C) -> normed sum (R, C)
+        return x if residual is None else x + residual  # (R, C)
 
     def _run_post_norm(self, x: Tensor, metadata: BatchMetadata, kv_caches: Sequence[KVCache]) -> Tensor:
         for layer, kv_cache, outputs in self._schedule(metadata, kv_caches):
-            x = layer.forward_post_norm(x, metadata, kv_cache, outputs)
-        return x if self.final_norm is None else self.final_norm(x)[0]
+            x = layer.forward_post_norm(x, metadata, kv_cache, outputs)  # (T, C) -> (T, C); last layer: (R, C)
+        return x if self.final_norm is None else self.final_norm(x)[0]  # (R, C)
 
     def _schedule(
         self, metadata: BatchMetadata, kv_caches: Sequence[KVCache]
     ) -> Iterator[tuple[DecoderLayer, KVCache, OutputRows | None]]:
-        """Each layer, its cache, and the rows wanted of it: every other layer needs all keys and values of the next."""
+        """(layer, its cache, the rows wanted of it). Only the last layer may skip rows: the keys and values of each
+        layer need every row of the layer before."""
         last = len(self.layers) - 1
         for i, (layer, kv_cache) in enumerate(zip(self.layers, kv_caches, strict=True)):
             yield layer, kv_cache, metadata.outputs if i == last else None

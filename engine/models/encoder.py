@@ -1,7 +1,7 @@
-"""The one encoder: BERT and its relatives, where every token attends to all tokens of its sequence, at once.
+"""The encoder of BERT and its relatives: every token attends to all tokens of its sequence.
 
-Sequences of any lengths are packed one after the other, so that linear layers and norms see no padding. Attention needs
-rectangles: sequences of equal or nearly equal length share one.
+Sequences of any lengths are packed one after the other, so linear layers and norms compute no padding. Attention needs
+rectangles: sequences of equal or nearly equal length share a rectangle.
 """
 
 from dataclasses import dataclass
@@ -21,9 +21,9 @@ from engine.models.layers.operators import Operators, take_linear
 class AttentionGroup:
     """Sequences in rows `start` to `end` that attend together, as a rectangle of num_seqs x length tokens.
 
-    Where they differ in length, `rows` int64 [num_seqs * length] says which row stands at each place (padding repeats
-    some row), `mask` bool [num_seqs, 1, 1, length] which places count, and `places` int64 [end - start] where each row
-    stands.
+    If the sequences differ in length: `rows` int64 [num_seqs * length] is the row at each place of the rectangle
+    (padding repeats some row), `mask` bool [num_seqs, 1, 1, length] is True at places that count, and `places` int64
+    [end - start] is the place of each row.
     """
 
     start: int
@@ -44,7 +44,7 @@ class EncoderBatch:
 
 
 class EncoderAttention:
-    """Attention of each token to its whole sequence; q, k and v come from one matrix."""
+    """Attention of each token to its whole sequence; one matrix makes q, k and v."""
 
     __slots__ = ("attn_out", "head_dim", "num_heads", "qkv", "scale")
 
@@ -96,7 +96,7 @@ class Encoder:
         self.config = config
         self.embedding = Embedding(config, weights, operators)
         types = weights.pop("token_type_embedding.weight", None)
-        self.token_type = None if types is None else types[0].clone()  # every sequence is one text
+        self.token_type = None if types is None else types[0].clone()  # type 0: every sequence is a single text
         self.embedding_norm = take_norm(config, weights, "embedding_norm")
         self.layers = [EncoderLayer(config, weights, layer, operators) for layer in range(config.num_layers)]
 

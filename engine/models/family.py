@@ -1,4 +1,4 @@
-"""Family: what tells one model family from another, as data."""
+"""Family: one model family as data: its names in config.json and the names of its weights."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ from engine.models.reader import ConfigReader, short
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """`weights` maps a module of the checkpoint to ours (ModelConfig.parameter_shapes), "{}" being the layer number and
-    "{expert}" the expert's, which in ours is the first axis.
+    """`weights` maps module names of the checkpoint to our names (ModelConfig.parameter_shapes). "{}" is the layer
+    number, "{expert}" the number of the expert, which is the first axis of our tensor.
 
-    Ours may be a part of a fused one: "layers.{}.qkv.q" is the q rows of "layers.{}.qkv". `prefix` is the name of the
-    base model inside the causal-lm model, which some checkpoints leave out of all names. `transposed`: the linear
-    weights of the layers are stored [in, out]. `qkv_by_head`: the rows of qkv are q, k and v of the first head, then of
-    the next, not all of q, all of k and all of v. `buffers`: endings of tensors that nothing here reads, `heads`:
-    their beginnings.
+    Our name may be a part of a fused matrix: "layers.{}.qkv.q" is the q rows of "layers.{}.qkv". `prefix` is the name
+    of the base model inside the causal-lm model; some checkpoints leave the prefix out. `transposed`: the linear
+    weights of the layers are stored [in, out]. `qkv_by_head`: the rows of qkv are q, k and v of the first head,
+    then of the next head, instead of all of q, all of k and all of v. `buffers` and `heads`: endings and beginnings of
+    tensor names that loading skips.
     """
 
     model_type: str
@@ -33,7 +33,7 @@ class Family:
 
 
 def find_family(raw: Mapping[str, Any], families: Sequence[Family]) -> Family:
-    """By `architectures`, else by `model_type`; where both are given they must agree."""
+    """The family of a config.json, by `architectures`, else by `model_type`. ModelError where the two disagree."""
     architectures, model_type = raw.get("architectures"), raw.get("model_type")
     names = architectures if isinstance(architectures, list) else []
     by_architecture = [family for family in families if any(name in family.architectures for name in names)]

@@ -9,10 +9,10 @@ from engine.models.config import RopeScaling
 
 MAX_SIZE = 2**31 - 1
 MAX_LAYERS = 10_000
-MAX_EXPERTS = 512  # what the router's kernel takes
+MAX_EXPERTS = 512  # the limit of the router's kernel
 MAX_ROPE_FACTOR = 10_000.0
 
-# What config.json calls an activation -> what kernels.elementwise.activation calls it.
+# Name of an activation in config.json -> name in kernels.elementwise.activation.
 ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -28,13 +28,13 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def short(value: Any) -> str:
-    """For messages: a damaged or hostile file may hold megabytes."""
+    """repr(value), cut for messages: a damaged or hostile file may hold megabytes."""
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 class ConfigReader:
-    """`null` counts as absent. A getter without a default refuses an absent field."""
+    """Reads fields of one JSON object. `null` counts as absent; a getter without a default refuses an absent field."""
 
     def __init__(self, raw: Mapping[str, Any], where: str = "config.json") -> None:
         self.raw = raw
@@ -48,7 +48,7 @@ class ConfigReader:
         return value
 
     def head_dim(self, hidden_size: int, num_heads: int) -> int:
-        """`head_dim`; where absent, hidden_size is shared evenly."""
+        """`head_dim`; if absent, hidden_size / num_heads."""
         if not self.has("head_dim") and hidden_size % num_heads:
             raise ModelError(
                 f"{self.where}: {num_heads} attention heads cannot share hidden size {hidden_size} evenly."
@@ -58,7 +58,7 @@ class ConfigReader:
     def number(self, name: str, default: float | None = None, above: float = 0.0, high: float = 1e12) -> float:
         """A number greater than `above` and at most `high`."""
         value = self._get(name, default)
-        if type(value) not in (int, float) or not above < value <= high:  # NaN and infinities fail, too
+        if type(value) not in (int, float) or not above < value <= high:  # NaN and infinity fail this too
             raise ModelError(
                 f"{self.where}: {name} must be a number above {above:g} and at most {high:g}, not {short(value)}."
             )
@@ -71,7 +71,7 @@ class ConfigReader:
         return value
 
     def activation(self, name: str, default: str) -> str:
-        """The activation in the names of kernels.elementwise.activation."""
+        """An activation by its name in kernels.elementwise.activation."""
         return ACTIVATIONS[self.choice(name, default, tuple(ACTIVATIONS))]
 
     def choice(self, name: str, default: str, choices: tuple[str, ...]) -> str:
@@ -90,12 +90,12 @@ class ConfigReader:
             raise ModelError(f"{self.where}: {name} = {short(value)} is not supported (only {served!r} is served).")
 
     def dtype(self) -> str:
-        """What the checkpoint was saved in ("dtype", before transformers 5 "torch_dtype")."""
+        """The dtype of the saved checkpoint (field "dtype", or "torch_dtype" before transformers 5)."""
         name = "dtype" if self.has("dtype") else "torch_dtype"
         return self.choice(name, "float32", DTYPES)
 
     def window_layers(self, num_layers: int, default: tuple[int, ...] | None) -> tuple[int, ...] | None:
-        """The layers whose `layer_types` is sliding_attention; `default` where config.json has no such list."""
+        """The layers whose `layer_types` is sliding_attention; `default` if config.json has no such list."""
         types = self.raw.get("layer_types")
         if types is None:
             return default
@@ -115,7 +115,7 @@ class ConfigReader:
         return tuple(float(x) for x in value)
 
     def num_experts(self, default: int) -> int:
-        """`num_experts` or `num_local_experts`, which transformers 5 takes for the same."""
+        """`num_experts` or `num_local_experts`: transformers 5 treats them as the same field."""
         names = [name for name in ("num_experts", "num_local_experts") if self.has(name)]
         numbers = {self.size(name, high=MAX_EXPERTS) for name in names}
         if len(numbers) > 1:
@@ -123,7 +123,7 @@ class ConfigReader:
         return numbers.pop() if numbers else default
 
     def layers(self, name: str, num_layers: int) -> tuple[int, ...]:
-        """A list of layer numbers, sorted; an absent one is empty."""
+        """A sorted list of layer numbers; empty if absent."""
         value = self._get(name, [])
         if not isinstance(value, list) or any(type(i) is not int or not 0 <= i < num_layers for i in value):
             raise ModelError(
@@ -140,11 +140,11 @@ class ConfigReader:
         return self._rope().number(name, self.number(name, default, high=1.0), high=1.0)
 
     def rope_scaling(self, partial: bool = False) -> RopeScaling | None:
-        """The scaling asked for, None for plain RoPE. Without `partial`, a partial rotation is refused.
+        """The RoPE scaling of config.json; None for plain RoPE. Without `partial`, a partial rotation is refused.
 
-        "dynamic" is plain RoPE up to max_position_embeddings and re-rotates by the length of the sequence past it,
-        which a cache of rotated keys cannot follow: it is served up to max_position_embeddings, where both agree.
-        "longrope" re-rotates a sequence once, when it outgrows the trained length: see max_position.
+        "dynamic" is plain RoPE up to max_position_embeddings and depends on the sequence's length beyond. A cache of
+        rotated keys cannot follow that, so "dynamic" is served up to max_position_embeddings only. "longrope" changes
+        its factors once, when a sequence outgrows the trained length: see max_position.
         """
         rope = self._rope()
         kind = rope.raw.get("rope_type") or rope.raw.get("type") or "default"
@@ -153,7 +153,7 @@ class ConfigReader:
             self.require("partial_rotary_factor", 1.0)
         if kind in ("default", "dynamic"):
             return None
-        if kind == "su":  # as Phi-3's first checkpoints call it
+        if kind == "su":  # the name in Phi-3's first checkpoints
             kind = "longrope"
         if kind not in ("linear", "llama3", "yarn", "longrope"):
             raise ModelError(
@@ -165,9 +165,12 @@ class ConfigReader:
         return _scaling(rope, kind, length, trained.size("original_max_position_embeddings", length, low=2))
 
     def max_position(self) -> int:
-        """The longest sequence that is served unasked: by convention the trained length times the factor for "linear",
-        and for "yarn" where max_position_embeddings was left at the trained length. "longrope" goes by the length for
-        which the short factors hold: where max_model_len asks for more, all sequences have the long ones."""
+        """The longest sequence that is served by default.
+
+        For "linear", and for "yarn" if max_position_embeddings is still the trained length, it is by convention the
+        trained length times the factor. For "longrope" it is the length for which the short factors hold; if
+        max_model_len asks for more, all sequences use the long factors.
+        """
         length = self.size("max_position_embeddings")
         scaling = self.rope_scaling(partial=True)
         if scaling is None or scaling.kind == "llama3":
@@ -177,7 +180,7 @@ class ConfigReader:
         return max(length, int(scaling.original_max_position * scaling.factor))
 
     def _rope(self) -> "ConfigReader":
-        # transformers 5 writes rope_parameters; where an older rope_scaling is there too, it counts, as there.
+        # transformers 5 writes rope_parameters. If an older rope_scaling exists too, transformers and we use that.
         name = "rope_scaling" if self.raw.get("rope_scaling") else "rope_parameters"
         value = self.raw.get(name) or {}
         if not isinstance(value, dict):
@@ -217,7 +220,7 @@ def _scaling(rope: ConfigReader, kind: str, max_position: int, original: int) ->
 
 
 def _longrope(rope: ConfigReader, factor: float, max_position: int, original: int) -> RopeScaling:
-    """LongRoPE (Ding et al. 2024, section 3): the attention factor keeps the entropy of a longer sequence."""
+    """LongRoPE (Ding et al. 2024, section 3): the attention factor keeps the entropy in longer sequences."""
     attention_factor = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     return RopeScaling(
         "longrope",
@@ -231,7 +234,7 @@ def _longrope(rope: ConfigReader, factor: float, max_position: int, original: in
 
 
 def _yarn_attention_factor(rope: ConfigReader, factor: float) -> float:
-    """YaRN (Peng et al. 2023, section 3.4): 0.1 ln(factor) + 1; DeepSeek divides two of them by mscale fields."""
+    """YaRN (Peng et al. 2023, section 3.4): 0.1 ln(factor) + 1. With DeepSeek's mscale fields: a quotient of two."""
     log = math.log(factor) if factor > 1 else 0.0
     if not (rope.raw.get("mscale") and rope.raw.get("mscale_all_dim")):
         return 0.1 * log + 1.0

@@ -1,4 +1,4 @@
-"""Which files of a checkpoint folder hold its weights, and that they are safe to open."""
+"""Finds the weight files of a checkpoint folder and checks that they are safe to open."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ INDEX_FILE = "model.safetensors.index.json"
 
 
 def find_shard_files(model_dir: Path) -> list[Path]:
-    """The safetensors files of a checkpoint: one, or those that the index names, each once."""
+    """The safetensors files of a checkpoint: the single file, or each file that the index names, once."""
     if (model_dir / SINGLE_FILE).is_file():
         return [check_shard_path(model_dir, SINGLE_FILE)]
     if (model_dir / INDEX_FILE).is_file():

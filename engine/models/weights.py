@@ -1,4 +1,4 @@
-"""load_model: a checkpoint folder (or random numbers) -> a Decoder or an Encoder. One loading loop for every family."""
+"""load_model: a checkpoint folder (or random numbers) -> a Decoder or an Encoder. All families share one loop."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ FLOAT_DTYPES = ("F16", "BF16", "F32", "F64")
 LINEARS = ("qkv", "attn_out", "mlp_in", "mlp_out")  # the linear layers inside a decoder layer
 DUMMY_POOL = 1_048_573  # a prime: rows of a matrix filled from the pool do not repeat
 NAMES_SHOWN = 6
-FUSED_EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")  # what transformers 5 keeps in memory
+FUSED_EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")  # names of transformers 5 in memory
 
 
 def load_model(
@@ -38,11 +38,12 @@ def load_model(
     max_model_len: int | None = None,
     batch_invariant: bool = False,
 ) -> Decoder | Encoder:
-    """Weights in `dtype` on `device`; load_format "dummy" makes them up from `seed`, the others read safetensors.
+    """A model with its weights in `dtype` on `device`. load_format "dummy" draws random weights from `seed`; the other
+    formats read safetensors.
 
-    `progress` is told the phase, such as "loading weights 40%". max_model_len bounds tables that grow with position.
-    batch_invariant: linear layers and activations, see engine/models/layers/operators.py; ConfigError where it cannot
-    be kept. Raises ModelError naming the tensor and the file when the checkpoint does not fit its config.json.
+    `progress` gets the phase, such as "loading weights 40%". max_model_len bounds tables that grow with position.
+    batch_invariant chooses linear layers and activations (engine/models/layers/operators.py); ConfigError if the device
+    cannot keep the promise. ModelError names the tensor and the file if the checkpoint does not fit config.json.
     """
     operators = operators_for(config, dtype, device, batch_invariant)
     if load_format == "dummy":
@@ -55,9 +56,9 @@ def load_model(
 
 
 def dummy_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int) -> dict[str, Tensor]:
-    """Uniform weights of variance 1 / in_features, norms 1, biases 0; the same for a seed on every device.
+    """Uniform weights of variance 1 / in_features, norms 1, biases 0. A seed gives the same weights on every device.
 
-    One pool of random numbers is laid end to end over all matrices: copying is much faster than drawing.
+    One pool of random numbers is repeated over all matrices, because copying is much faster than drawing.
     """
     pool = torch.rand(DUMMY_POOL, generator=torch.Generator().manual_seed(seed)).mul_(2).sub_(1).to(device)
     weights, offset = allocate(config, dtype, device), 0
@@ -71,7 +72,7 @@ def dummy_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device,
 
 
 def allocate(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-    """Every parameter of the model, uninitialised. ModelError where the device has no room."""
+    """Every parameter of the model, uninitialised. ModelError if the device has no room."""
     try:
         return {
             name: torch.empty(shape, dtype=dtype, device=device) for name, shape in config.parameter_shapes().items()
@@ -91,19 +92,18 @@ def _fill(flat: Tensor, pool: Tensor, offset: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Where a tensor of the checkpoint goes: rows start to start + rows of one of our parameters, or of one expert's
-    part of it."""
+    """The target of a tensor of the checkpoint: rows start to start + rows of a parameter, or of one expert's part."""
 
     parameter: str
     start: int
     rows: int
     shape: tuple[int, ...]  # in the checkpoint
     transposed: bool
-    num_heads: int = 0  # above 0: the rows are q, k and v of the first head, then of the next, of so many heads
+    num_heads: int = 0  # above 0: the rows are q, k and v of the first head, then of the next head
     expert: int | None = None
 
     def copy(self, tensor: Tensor, parameter: Tensor) -> None:
-        """Put the checkpoint's tensor where it belongs."""
+        """Copy the checkpoint's tensor into its rows of the parameter."""
         rows = parameter if self.expert is None else parameter[self.expert]
         target = rows[self.start : self.start + self.rows]
         if self.num_heads:
@@ -113,7 +113,7 @@ class Piece:
 
 
 def checkpoint_pieces(config: ModelConfig, family: Family) -> dict[str, Piece]:
-    """Every tensor that the checkpoint must hold, by its name there."""
+    """Every tensor that the checkpoint must hold, by its name in the checkpoint."""
     shapes = config.parameter_shapes()
     parts = _part_rows(config)
     pieces: dict[str, Piece] = {}
@@ -129,7 +129,7 @@ def checkpoint_pieces(config: ModelConfig, family: Family) -> dict[str, Piece]:
 
 
 def _pieces_by_name(config: ModelConfig, name: str, layer: int, piece: Piece) -> dict[str, Piece]:
-    """One tensor, or one for each expert: the same rows of its part."""
+    """The piece by name: one tensor, or one per expert with the same rows of the expert's part."""
     if config.moe is None or "{expert}" not in name:
         return {name.format(layer): piece}
     return {name.format(layer, expert=i): replace(piece, expert=i) for i in range(config.moe.num_experts)}
@@ -142,13 +142,13 @@ def _piece(
     parts: dict[str, tuple[int, int]],
     transposed_linears: bool,
 ) -> Piece | None:
-    """The piece for one tensor of `module` ("layers.0.qkv.q"), None where config has no such parameter."""
+    """The piece for one tensor of `module` ("layers.0.qkv.q"); None if config has no such parameter."""
     part = ".".join(module.split(".")[-2:])
     name = module.rpartition(".")[0] if part in parts else module
     shape = shapes.get(f"{name}.{kind}")
     if shape is None:
         return None
-    shape = shape[1:] if len(shape) == 3 else shape  # of one expert
+    shape = shape[1:] if len(shape) == 3 else shape  # without the axis of experts
     start, rows = parts.get(part, (0, shape[0]))
     transposed = transposed_linears and len(shape) == 2 and name.rpartition(".")[2] in LINEARS
     stored = (rows, *shape[1:])
@@ -177,12 +177,12 @@ def load_weights(
     device: torch.device,
     progress: Callable[[str], None] = lambda phase: None,
 ) -> dict[str, Tensor]:
-    """Stream tensor by tensor into preallocated parameters: peak memory is the model and one tensor."""
+    """Copy tensor by tensor into preallocated parameters, so peak memory is the model plus one tensor."""
     return _Loader(model_dir, config, dtype, device, progress).load()
 
 
 class _Loader:
-    """The state of one load: what is still missing, what was not expected, how far we are."""
+    """The state of one load: missing and unexpected tensors, and progress."""
 
     def __init__(
         self,
@@ -234,7 +234,7 @@ class _Loader:
         self._report(tensor.numel())
 
     def _full_name(self, name: str) -> str:
-        """Some checkpoints were saved from the base model and lack its prefix."""
+        """The name with the base model's prefix, which checkpoints saved from the base model lack."""
         with_prefix = self.family.prefix + name
         return with_prefix if with_prefix in self.missing or with_prefix in self.loaded else name
 
@@ -272,7 +272,7 @@ class _Loader:
             )
 
     def _check_tied_head(self) -> None:
-        """A checkpoint may repeat a tied head; one that differs would silently be lost."""
+        """ModelError if the checkpoint has a head that differs from the embedding it is tied to."""
         if self.tied_head is None:
             return
         path, name = self.tied_head

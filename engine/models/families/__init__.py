@@ -60,7 +60,7 @@ def read_model_config(model_dir: Path) -> ModelConfig:
 
 
 def model_config(raw: Mapping[str, Any]) -> ModelConfig:
-    """The ModelConfig of a parsed config.json; ModelError names whatever is wrong or not served."""
+    """The ModelConfig of a parsed config.json. ModelError names the field that is wrong or not served."""
     family = find_family(raw, FAMILIES)
     if raw.get("quantization_config") is not None:
         raise ModelError(

@@ -1,7 +1,7 @@
-"""BERT (Devlin et al. 2019) and what is shaped like it: RoBERTa, XLM-RoBERTa, DistilBERT. Encoders, for embeddings.
+"""BERT (Devlin et al. 2019) and models of its shape: RoBERTa, XLM-RoBERTa, DistilBERT. Encoders, for embeddings.
 
-Learned positions, LayerNorm after each residual addition and after the embeddings, GELU. RoBERTa counts positions from
-the row after its padding token's; DistilBERT has no token types and names of its own.
+Learned positions, LayerNorm after each residual addition and after the embeddings, GELU. RoBERTa counts positions
+from the row after that of its padding token; DistilBERT has no token types, and other tensor names.
 """
 
 from collections.abc import Callable
@@ -39,7 +39,7 @@ DISTILBERT_MODULES = {
     "transformer.layer.{}.output_layer_norm": "layers.{}.mlp_norm",
 }
 BUFFERS = ("embeddings.position_ids", "embeddings.token_type_ids", "pooler.dense.weight", "pooler.dense.bias")
-HEADS = ("cls.", "lm_head.", "vocab_")  # of masked language models: nothing here reads them
+HEADS = ("cls.", "lm_head.", "vocab_")  # heads of masked language models, not loaded
 
 
 def bert_config(reader: ConfigReader) -> ModelConfig:
@@ -68,7 +68,7 @@ def bert_config(reader: ConfigReader) -> ModelConfig:
         qkv_bias=True,
         out_bias=True,
         mlp_bias=True,
-        tie_embeddings=True,  # there is no head
+        tie_embeddings=True,  # an encoder has no lm_head
         causal=False,
         embedding_norm=True,
         token_types=reader.size("type_vocab_size", 2),

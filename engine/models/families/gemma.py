@@ -27,7 +27,7 @@ def to_config(reader: ConfigReader) -> ModelConfig:
 
 
 def _activation(reader: ConfigReader) -> str:
-    """The first releases say "gelu" and mean its tanh approximation; they may say so in either of two fields."""
+    """The activation. The first releases say "gelu", in one of two fields, and mean its tanh approximation."""
     names = [name for name in ("hidden_act", "hidden_activation") if reader.has(name)] or ["hidden_act"]
     kinds = {reader.activation(name, "gelu_pytorch_tanh") for name in names}
     kinds = {"gelu_tanh" if kind == "gelu" else kind for kind in kinds}

@@ -33,14 +33,14 @@ def to_config(reader: ConfigReader) -> ModelConfig:
 
 
 def window(reader: ConfigReader) -> int:
-    """`sliding_window`; null, which transformers refuses as well, is not taken for the default."""
+    """`sliding_window`. An explicit null is refused, as in transformers, and does not mean the default."""
     if reader.raw.get("sliding_window", 4096) is None:
         raise ModelError(f"{reader.where}: sliding_window = null is not supported; give its length in tokens.")
     return reader.size("sliding_window", 4096)
 
 
 def softcap(reader: ConfigReader, name: str, default: float) -> float:
-    """Only an explicit null switches a cap off, 0 to us; an absent one is `default`."""
+    """A soft cap: 0 (off) for an explicit null, `default` if absent."""
     return reader.number(name, default) if reader.raw.get(name, default) is not None else 0.0
 
 

@@ -1,5 +1,5 @@
 """Gemma 3 (Gemma Team 2025), text only: Gemma 2 with RMSNorm on every head of q and k in place of the soft caps, five
-layers with a window to one without, and a RoPE of its own for each of the two kinds."""
+layers with a window per layer without, and one RoPE for each of the two kinds."""
 
 from dataclasses import replace
 from typing import Any
@@ -26,7 +26,7 @@ def to_config(reader: ConfigReader) -> ModelConfig:
     return replace(
         config,
         family="gemma3_text",
-        # What rope_scaling stretches the trained length to is what these models call their maximum.
+        # max_position_embeddings of these models already includes the factor of rope_scaling.
         max_position_embeddings=reader.size("max_position_embeddings"),
         qk_norm=True,
         window_layers=reader.window_layers(config.num_layers, between),
@@ -38,10 +38,10 @@ def to_config(reader: ConfigReader) -> ModelConfig:
 
 
 def _rope_readers(reader: ConfigReader) -> tuple[ConfigReader, ConfigReader]:
-    """config.json as if all layers had the RoPE of those without a window, and of those with one.
+    """Two readers of config.json: all layers with the RoPE of layers without a window, and of layers with one.
 
-    transformers 5 writes rope_parameters by layer type, before it was rope_theta, rope_scaling (of the layers without a
-    window) and rope_local_base_freq.
+    transformers 5 writes rope_parameters by layer type. Earlier versions wrote rope_theta and rope_scaling for the
+    layers without a window, and rope_local_base_freq for the others.
     """
     kinds = _object(reader, "rope_parameters")
     if unknown := set(kinds) - {"full_attention", "sliding_attention"}:

@@ -1,4 +1,4 @@
-"""GPT-NeoX (Black et al. 2022) and Pythia: LayerNorm, a quarter of each head rotated, MLP beside attention."""
+"""GPT-NeoX (Black et al. 2022) and Pythia: LayerNorm, a quarter of each head rotated, parallel residual."""
 
 from dataclasses import replace
 

@@ -10,8 +10,8 @@ from engine.models.reader import ConfigReader
 
 def to_config(reader: ConfigReader) -> ModelConfig:
     config = llama.to_config(reader)
-    # x += m f(norm(x)) from x = e on is, for x = m y, y += f(norm(m y)) from y = e / m on; and RMSNorm takes no notice
-    # of m, if its epsilon is divided by m squared. So residual_multiplier costs the layers nothing.
+    # With x = m y, "x += m f(norm(x)), starting at x = e" becomes "y += f(norm(m y)), starting at y = e / m". RMSNorm
+    # ignores m if its epsilon is divided by m squared, so residual_multiplier costs the layers nothing.
     residual = reader.number("residual_multiplier", 1.0)
     return replace(
         config,

@@ -1,4 +1,4 @@
-"""LLaMA (Touvron et al. 2023) and everything shaped like it: RMSNorm, RoPE, grouped-query attention, SwiGLU."""
+"""LLaMA (Touvron et al. 2023) and models of its shape: RMSNorm, RoPE, grouped-query attention, SwiGLU."""
 
 from engine.models.config import ModelConfig
 from engine.models.family import Family
@@ -22,7 +22,7 @@ BUFFERS = ("rotary_emb.inv_freq",)
 
 
 def to_config(reader: ConfigReader, rotary_share: float | None = None) -> ModelConfig:
-    """rotary_share: of a family that has a partial_rotary_factor, what an absent one means; the others refuse one."""
+    """The config of a LLaMA-like model. rotary_share: default of partial_rotary_factor; None refuses that field."""
     hidden_size = reader.size("hidden_size")
     num_heads = reader.size("num_attention_heads")
     attention_bias = reader.flag("attention_bias", False)

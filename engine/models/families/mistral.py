@@ -10,7 +10,7 @@ from engine.models.reader import ConfigReader
 
 def to_config(reader: ConfigReader) -> ModelConfig:
     config = llama.to_config(reader)
-    # In this family an absent window means 4096, as in Mistral-7B-v0.1; only an explicit null switches it off.
+    # An absent sliding_window means 4096, as in Mistral-7B-v0.1; only an explicit null switches the window off.
     window = reader.size("sliding_window", 4096) if reader.raw.get("sliding_window", 4096) is not None else 0
     return replace(
         config,

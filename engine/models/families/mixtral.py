@@ -1,4 +1,4 @@
-"""Mixtral (Jiang et al. 2024): Mistral with a mixture of experts in every layer, weights normalised over the chosen."""
+"""Mixtral (Jiang et al. 2024): Mistral with experts in every layer, their weights normalised over the chosen ones."""
 
 from dataclasses import replace
 

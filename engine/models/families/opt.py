@@ -1,5 +1,5 @@
 """OPT (Zhang et al. 2022): LayerNorm, learned positions from row 2 on, ReLU. The 350m size normalises after the
-residual addition and has a narrower embedding."""
+residual addition and its embedding is narrower."""
 
 from engine.models.config import ModelConfig
 from engine.models.family import Family

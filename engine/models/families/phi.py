@@ -1,4 +1,4 @@
-"""Phi-1, Phi-1.5 and Phi-2 (Li et al. 2023): LayerNorm, biases everywhere, the head's too, MLP beside attention."""
+"""Phi-1, Phi-1.5 and Phi-2 (Li et al. 2023): LayerNorm, biases everywhere (lm_head too), parallel residual."""
 
 from dataclasses import replace
 

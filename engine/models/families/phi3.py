@@ -1,5 +1,5 @@
-"""Phi-3, Phi-3.5-mini, Phi-4 and Phi-4-mini (Abdin et al. 2024): LLaMA whose checkpoints hold q|k|v and gate|up as one
-matrix each; LongRoPE in those for 128k tokens, three quarters of each head rotated in Phi-4-mini."""
+"""Phi-3, Phi-3.5-mini, Phi-4 and Phi-4-mini (Abdin et al. 2024): LLaMA whose checkpoints fuse q|k|v and gate|up;
+LongRoPE in the sizes for 128k tokens; Phi-4-mini rotates three quarters of each head."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ def to_config(reader: ConfigReader) -> ModelConfig:
     if scaling is not None:
         if scaling.kind != "longrope":
             raise ModelError(f"config.json: rope_type '{scaling.kind}' is not served in Phi-3; known is longrope.")
-        reader.size("original_max_position_embeddings")  # transformers reads it here, whatever the scaling says
+        reader.size("original_max_position_embeddings")  # transformers reads this field, whatever rope_scaling says
     window = reader.size("sliding_window") if reader.has("sliding_window") else 0
     return replace(
         config,
@@ -31,7 +31,7 @@ def to_config(reader: ConfigReader) -> ModelConfig:
         qkv_bias=False,
         out_bias=False,
         mlp_bias=False,
-        # Phi-3.5 and Phi-4-mini give one of 262144, which is none: kernels without a window are faster.
+        # Phi-3.5 and Phi-4-mini say 262144, more than any sequence: kernels without a window are faster.
         sliding_window=window if window < config.max_positions else 0,
     )
 

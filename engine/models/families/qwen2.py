@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5 (Yang et al. 2024): LLaMA with biases on q, k and v; a window on the upper layers where asked."""
+"""Qwen2 and Qwen2.5 (Yang et al. 2024): LLaMA with biases on q, k and v; optional window on the upper layers."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""SmolLM3 (Bakouch et al. 2025): LLaMA with every fourth layer, or those that are listed, without rotary embedding."""
+"""SmolLM3 (Bakouch et al. 2025): LLaMA without rotary embedding in every fourth layer, or in the listed layers."""
 
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ def to_config(reader: ConfigReader) -> ModelConfig:
 
 
 def _nope_layers(reader: ConfigReader, num_layers: int) -> tuple[int, ...]:
-    """`no_rope_layers` has a number for each layer: 1 where it rotates, 0 where it does not."""
+    """`no_rope_layers` has a number for each layer: 1 with rotary embedding, 0 without."""
     interval = reader.size("no_rope_layer_interval", 4)
     rotates = reader.raw.get("no_rope_layers")
     if rotates is None:

@@ -1,4 +1,33 @@
-"""Attention over the paged KV cache, and the metadata of a batch that it needs."""
+"""Attention over the paged KV cache, and the metadata of a batch that it needs.
+
+    hidden (T, C)
+       |
+      qkv: one matrix, C -> (H + 2K) * D
+       |
+    (T, H + 2K, D)      q: heads 0 .. H-1        k: H .. H+K-1        v: H+K .. H+2K-1
+       |
+    rope_and_cache: norm q and k (QK-norm, some families), rotate q and k, then write k and v
+       |                                                   |
+    q (T, H, D)                                  slot_mapping (T): block * S + offset
+       |                                                   v
+       |      k_cache, v_cache of this layer: (N, K, S, D)      grouped-query attention: query head h
+       |                                |                       reads KV head h // (H / K)
+       |                                | block_tables
+       |   rows of the first            v
+       +--- num_decodes sequences --> decode kernel ----+       one query token each, the whole sequence as keys
+       |                                                |
+       +--- the other rows ---------> prefill kernel ---+       chunks of prompts: causal within the chunk, with the
+                                                        |       cached tokens before it
+                                              attended (T, H, D)
+                                                        |
+                                     attn_out: H * D -> C, then (T, C)
+
+If a step wants only R output rows, the last layer keeps these rows of q. Each is a decode, because all keys of its
+sequence are in the cache by then, so the prefill kernel does not run.
+
+Letters in shapes: T tokens of the step, R output rows, C hidden_size, H query heads, K KV heads, D head_dim, N blocks,
+S block_size, B blocks of the longest table, Q sequences of the step, P prefills among them.
+"""
 
 from dataclasses import dataclass
 from functools import partial
@@ -12,39 +41,39 @@ from kernels.attention.plan import AttentionPlan
 from kernels.attention.prefill import prefill_attention
 from kernels.cache.rope_and_cache import QKVHeads, rope_and_cache
 
-KVCache = tuple[Tensor, Tensor]  # k_cache, v_cache of a layer: [num_blocks, num_kv_heads, block_size, head_dim]
+KVCache = tuple[Tensor, Tensor]  # k_cache, v_cache of a layer: (N, K, S, D) each
 
 
 @dataclass(frozen=True, slots=True)
 class OutputRows:
-    """The rows whose hidden states are wanted, each the last token of a sequence: to the last layer, a decode."""
+    """The rows whose hidden states are wanted. Each is the last token of a sequence, so the last layer decodes it."""
 
-    indices: Tensor  # int64 [num_outputs]: rows among the step's tokens
-    block_tables: Tensor  # int32 [num_outputs, max_blocks]
-    seq_lens: Tensor  # int32 [num_outputs]
+    indices: Tensor  # int64 (R): rows among the step's tokens
+    block_tables: Tensor  # int32 (R, B)
+    seq_lens: Tensor  # int32 (R)
 
 
 @dataclass(frozen=True, slots=True)
 class BatchMetadata:
-    """Where the tokens of one step stand. An argument of the forward pass, never a global.
+    """The places of one step's tokens in sequences and cache. An argument of the forward pass, never a global.
 
     The first num_decodes sequences have exactly one query token each, in rows 0 to num_decodes - 1; the rows after
     them belong to the other sequences ("prefills"), in order.
     """
 
-    positions: Tensor  # int64 [num_tokens]
-    slot_mapping: Tensor  # int64 [num_tokens]: block_id * block_size + offset of each token; -1: not cached
+    positions: Tensor  # int64 (T): of each token in its sequence
+    slot_mapping: Tensor  # int64 (T): block_id * S + offset of each token; -1: not cached
     num_decodes: int
-    block_tables: Tensor  # int32 [num_seqs, max_blocks]
-    seq_lens: Tensor  # int32 [num_seqs]: tokens in the cache, this step's included
-    cu_seqlens_q: Tensor  # int32 [num_prefills + 1]: first query row of each prefill, counted from num_decodes
+    block_tables: Tensor  # int32 (Q, B)
+    seq_lens: Tensor  # int32 (Q): tokens in the cache, this step's included
+    cu_seqlens_q: Tensor  # int32 (P + 1): first query row of each prefill, counted from num_decodes
     max_seqlen_q: int  # longest prefill in this step
     outputs: OutputRows | None = None  # None: every row
-    plan: AttentionPlan | None = None  # of the GPU's kernels; on a CPU only where it asks for batch invariance
+    plan: AttentionPlan | None = None  # for the GPU's kernels; on a CPU only where batch invariance is asked for
 
 
 class Attention:
-    """Grouped-query attention: q, k and v come from one matrix, K and V are written to their pages, then read there."""
+    """Grouped-query attention. One matrix makes q, k and v; k and v are written to their blocks, then read there."""
 
     __slots__ = ("attn_out", "decode", "head_dim", "heads", "num_heads", "prefill", "q_size", "qkv")
 
@@ -56,7 +85,7 @@ class Attention:
         cos_sin_cache: Tensor | None,
         operators: Operators,
     ) -> None:
-        """cos_sin_cache fp32 [max_position, rotary_dim] is shared by layers that rotate alike; None: none here."""
+        """cos_sin_cache fp32 [max_position, rotary_dim], shared by layers that rotate alike; None: no rotation."""
         prefix = f"layers.{layer}"
         self.qkv = take_linear(weights, f"{prefix}.qkv", operators)
         self.attn_out = take_linear(weights, f"{prefix}.attn_out", operators)
@@ -80,30 +109,36 @@ class Attention:
     def __call__(
         self, hidden: Tensor, metadata: BatchMetadata, kv_cache: KVCache, outputs: OutputRows | None = None
     ) -> Tensor:
-        """hidden [num_tokens, hidden] -> the same shape, or [num_outputs, hidden]."""
-        q = self.write(hidden, metadata, kv_cache)
+        """hidden (T, C) -> (T, C), or (R, C) with `outputs`."""
+        q = self.write(hidden, metadata, kv_cache)  # (T, C) -> (T, H, D)
         if outputs is None:
-            attended = self._attend(q, *kv_cache, metadata)
+            attended = self._attend(q, *kv_cache, metadata)  # (T, H, D) -> (T, H, D)
         else:
-            q = q.index_select(0, outputs.indices)
-            attended = self.decode(q, *kv_cache, outputs.block_tables, outputs.seq_lens, plan=metadata.plan)
-        return self.attn_out(attended.view(-1, self.q_size))
+            q = q.index_select(0, outputs.indices)  # (T, H, D) -> (R, H, D)
+            tables, lengths = outputs.block_tables, outputs.seq_lens  # (R, B), (R)
+            attended = self.decode(q, *kv_cache, tables, lengths, plan=metadata.plan)  # (R, H, D) -> (R, H, D)
+        return self.attn_out(attended.view(-1, self.q_size))  # (R, H, D) -> (R, H * D) -> (R, C)
 
     def write(self, hidden: Tensor, metadata: BatchMetadata, kv_cache: KVCache) -> Tensor:
-        """Write the keys and values of every row to the cache; returns q [num_tokens, num_heads, head_dim]."""
+        """Write the keys and values of every row to the cache; returns q. hidden (T, C) -> (T, H, D)."""
         num_tokens = hidden.shape[0]
-        qkv = self.qkv(hidden).view(num_tokens, self.num_heads, self.head_dim)
-        return rope_and_cache(qkv, self.heads, metadata.positions, metadata.slot_mapping, *kv_cache)
+        qkv = self.qkv(hidden).view(num_tokens, self.num_heads, self.head_dim)  # (T, C) -> (T, H + 2K, D)
+        return rope_and_cache(qkv, self.heads, metadata.positions, metadata.slot_mapping, *kv_cache)  # -> (T, H, D)
 
     def _attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: BatchMetadata) -> Tensor:
-        """q [num_tokens, num_heads, head_dim] -> the same shape; decode rows and prefill rows have a kernel each."""
+        """q (T, H, D) -> (T, H, D); decode rows and prefill rows have a kernel each."""
         n, tables, lengths, plan = metadata.num_decodes, metadata.block_tables, metadata.seq_lens, metadata.plan
         if n == q.shape[0]:
-            return self.decode(q, k_cache, v_cache, tables, lengths, plan=plan)
+            return self.decode(q, k_cache, v_cache, tables, lengths, plan=plan)  # (T, H, D)
         starts, longest = metadata.cu_seqlens_q, metadata.max_seqlen_q
         if n == 0:
-            return self.prefill(q, k_cache, v_cache, tables, starts, lengths, longest, plan=plan)
-        attended = q.new_empty(q.shape)
-        self.decode(q[:n], k_cache, v_cache, tables[:n], lengths[:n], plan=plan, out=attended[:n])
-        self.prefill(q[n:], k_cache, v_cache, tables[n:], starts, lengths[n:], longest, plan=plan, out=attended[n:])
+            return self.prefill(
+                q, k_cache, v_cache, tables, cu_seqlens_q=starts, seq_lens=lengths, max_seqlen_q=longest, plan=plan
+            )  # (T, H, D)
+        attended = q.new_empty(q.shape)  # (T, H, D)
+        self.decode(q[:n], k_cache, v_cache, tables[:n], lengths[:n], plan=plan, out=attended[:n])  # (n, H, D)
+        self.prefill(  # (T - n, H, D)
+            q[n:], k_cache, v_cache, tables[n:], cu_seqlens_q=starts, seq_lens=lengths[n:], max_seqlen_q=longest,
+            plan=plan, out=attended[n:],
+        )  # fmt: skip
         return attended

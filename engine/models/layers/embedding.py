@@ -1,4 +1,4 @@
-"""Token embedding, learned positions and the lm_head that may share the embedding's weight."""
+"""Token embedding, learned positions, and the lm_head, which may share the embedding's weight."""
 
 import torch
 import torch.nn.functional as F
@@ -36,9 +36,9 @@ class Embedding:
 
 
 class LMHead:
-    """[rows, hidden] -> logits [rows, vocab_size]. A tied head packs the embedding's weight for itself.
+    """[rows, hidden] -> logits [rows, vocab_size]. A tied head packs its own copy of the embedding's weight.
 
-    fp32 on a CPU; in the model's dtype on a GPU, whose sampler widens what it reads and spares the memory a copy.
+    Logits are fp32 on a CPU and in the model's dtype on a GPU, whose sampler widens them as it reads.
     """
 
     __slots__ = ("linear", "project_out", "scale", "softcap")
@@ -64,8 +64,8 @@ class LMHead:
 
 
 def soft_cap(logits: Tensor, cap: float) -> None:
-    """logits [rows, vocab_size] := cap * tanh(logits / cap), in place and rounded three times, as by transformers.
+    """logits [rows, vocab_size] := cap * tanh(logits / cap), in place, with three roundings like in transformers.
 
-    torch's tanh, unlike its GELU, gives a number the same bits wherever it stands: rows need not be kept apart.
+    The bits of torch's tanh, unlike those of its GELU, do not depend on the place of a number in the tensor.
     """
     logits.div_(cap).tanh_().mul_(cap)

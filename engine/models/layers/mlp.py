@@ -1,4 +1,4 @@
-"""The feed-forward part of a layer: gated (SwiGLU and relatives) or plain, or a mixture of experts."""
+"""The feed-forward part of a layer: a gated MLP (SwiGLU and relatives), a plain MLP or a mixture of experts."""
 
 from torch import Tensor
 
@@ -23,7 +23,7 @@ class MLP:
 
 
 def take_mlp(config: ModelConfig, weights: dict[str, Tensor], layer: int, operators: Operators) -> MLP | MoE:
-    """What the layer has by `config`; its entries are dropped from `weights`."""
+    """Make the MLP or the mixture of experts of a layer and drop its entries from `weights`."""
     moe = config.experts(layer)
     if moe is None:
         return MLP(config, weights, f"layers.{layer}", operators)

@@ -1,4 +1,4 @@
-"""The mixture of experts of a layer: a router and, per token, the few experts that it chooses."""
+"""The mixture of experts of a layer: a router chooses a few experts for each token."""
 
 from torch import Tensor
 
@@ -8,14 +8,14 @@ from kernels.linear.moe import Experts
 
 
 class MoE:
-    """[num_tokens, hidden] -> [num_tokens, hidden], in place of an MLP."""
+    """[num_tokens, hidden] -> [num_tokens, hidden]; takes the place of an MLP."""
 
     __slots__ = ("experts", "normalize", "router", "top_k")
 
     def __init__(
         self, config: MoEConfig, weights: dict[str, Tensor], prefix: str, activation: str, operators: Operators
     ) -> None:
-        """On a GPU this compiles the kernels, so that no request waits for them."""
+        """Take the weights. On a GPU this compiles the kernels, so that no request waits for a compiler."""
         self.top_k = config.experts_per_token
         self.normalize = config.norm_topk_prob
         self.router = take_linear(weights, f"{prefix}.router", operators)

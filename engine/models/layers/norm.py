@@ -10,7 +10,7 @@ from kernels.elementwise.rms_norm import rms_norm
 
 
 class RMSNorm:
-    """[..., size] -> (normed, residual); with a residual, residual := x + residual first. Without one it is x."""
+    """[..., size] -> (normed, residual). With a residual: residual := x + residual, then its norm; without: of x."""
 
     __slots__ = ("eps", "weight", "weight_offset")
 
@@ -28,7 +28,7 @@ class RMSNorm:
 
 
 class LayerNorm:
-    """The same for LayerNorm with bias."""
+    """LayerNorm with bias; arguments and result of RMSNorm."""
 
     __slots__ = ("bias", "eps", "weight")
 

@@ -1,4 +1,4 @@
-"""What the layers of a decoder compute with: as fast as may be, or so that no row's result depends on another row."""
+"""Linear layers and activations in two sets: the fastest, or batch-invariant (each row independent of the others)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -32,10 +32,10 @@ class FastOperators:
 
 @dataclass(frozen=True, slots=True)
 class InvariantOperators:
-    """The same, with results that have the same bits however rows are put together: `--batch-invariant`.
+    """Operators for `--batch-invariant`: a row's result has the same bits whatever other rows the batch has.
 
-    Attention has its own switch, AttentionPlan.batch_invariant; norms, rotary embedding and sampling keep rows apart
-    anyway.
+    Attention has its own switch, AttentionPlan.batch_invariant. Norms, rotary embedding and sampling compute each row
+    by itself anyway.
     """
 
     row_counts: RowCounts = field(default_factory=RowCounts)
@@ -53,7 +53,7 @@ Operators = FastOperators | InvariantOperators
 
 
 def operators_for(config: ModelConfig, dtype: torch.dtype, device: torch.device, batch_invariant: bool) -> Operators:
-    """ConfigError where batch_invariant asks for what has no kernel that keeps rows apart: a few models on a CPU."""
+    """The operators for a model. ConfigError if batch_invariant is set but a kernel for it is missing."""
     if not batch_invariant:
         return FastOperators()
     if config.moe is not None:
@@ -68,7 +68,7 @@ def operators_for(config: ModelConfig, dtype: torch.dtype, device: torch.device,
 
 
 def _cpu_problem(config: ModelConfig, dtype: torch.dtype) -> str | None:
-    """What would send attention or RMSNorm to torch, whose sums depend on the shape; None where all is well."""
+    """The reason why attention or RMSNorm would use torch, whose sums depend on the shape; None if there is none."""
     if cpu_kernels() is None:
         return "numba is missing, install it"
     if dtype not in (torch.float32, torch.bfloat16):
@@ -89,11 +89,14 @@ def _by_row(x: Tensor, name: str) -> Tensor:
 
 
 def _each_row(activate: Activate, x: Tensor, name: str) -> Tensor:
-    """torch on a CPU computes the last few numbers of each thread's share by other code than the rest, so a number's
-    bits depend on its place in the tensor: give each row a tensor of its own."""
+    """Apply `activate` to each row as a tensor of its own.
+
+    torch on a CPU computes the last few numbers of each thread's share by other code than the rest, so the bits of a
+    number would depend on its place in the tensor.
+    """
     return torch.cat([activate(row, name) for row in torch.split(x, 1)])
 
 
 def take_linear(weights: dict[str, Tensor], name: str, operators: Operators) -> Linear:
-    """Make the linear layer called `name` and drop its entries, so that a packed layer's plain copy is freed."""
+    """Make the linear layer called `name` and drop its entries, so that the plain copy of packed weights is freed."""
     return operators.linear(weights.pop(f"{name}.weight"), weights.pop(f"{name}.bias", None))

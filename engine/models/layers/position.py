@@ -1,7 +1,7 @@
-"""Rotary frequencies, plain and scaled, as the table of cosines and sines that the kernels read.
+"""The table of cosines and sines that the rotary kernels read, from plain or scaled frequencies.
 
 RoPE: Su et al. 2021. "linear": position interpolation, Chen et al. 2023. "yarn": Peng et al. 2023, section 3.
-"llama3": Grattafiori et al. 2024, whose published code is the only full statement of it. "longrope": Ding et al. 2024.
+"llama3": Grattafiori et al. 2024, whose published code is the only complete definition. "longrope": Ding et al. 2024.
 """
 
 import math
@@ -17,8 +17,8 @@ ROWS_AT_A_TIME = 1 << 16
 def cos_sin_table(config: ModelConfig, num_positions: int, device: torch.device) -> Tensor:
     """fp32 [num_positions, rotary_dim]: the cosines of rotary_dim / 2 angles, then the sines.
 
-    Computed in fp32 on the CPU, as transformers does, so that positions in the thousands agree to the last bit; in
-    pieces, since the angles and what is made of them take five times the memory of the table.
+    The table is computed in fp32 on the CPU, like in transformers, so that positions in the thousands agree to the last
+    bit. It is computed in pieces, because the intermediate tensors take five times the memory of the table.
     """
     frequencies = rotary_frequencies(config, num_positions)
     scale = config.rope_scaling.attention_factor if config.rope_scaling else 1.0
@@ -49,7 +49,7 @@ def rotary_frequencies(config: ModelConfig, num_positions: int) -> Tensor:
 
 
 def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Slow angles are divided by factor, fast ones kept, those between blended by turns within the trained length."""
+    """Divide slow frequencies by the factor, keep fast ones, blend between; by turns within the trained length."""
     turns = scaling.original_max_position * frequencies / (2 * math.pi)
     keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     keep = keep.clamp(0.0, 1.0)
@@ -57,7 +57,7 @@ def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _yarn(frequencies: Tensor, config: ModelConfig, scaling: RopeScaling) -> Tensor:
-    """Pairs that turn more than beta_fast times in the trained length are kept, below beta_slow divided by factor."""
+    """Keep pairs with more than beta_fast turns in the trained length; divide those with less than beta_slow turns."""
 
     def pair_with(turns: float) -> float:
         wavelength_ratio = scaling.original_max_position / (turns * 2 * math.pi)
