@@ -1,4 +1,5 @@
-"""The attention kernels before the first request: their plan, and steps that make Triton compile every variant."""
+"""Prepares the attention kernels before the first request: their AttentionPlan, and steps that compile every
+variant."""
 
 from collections.abc import Iterator, Sequence
 
@@ -14,8 +15,8 @@ from kernels.attention.plan import AttentionPlan, AttentionShape, attention_plan
 def make_attention_plan(
     model: ModelConfig, max_num_seqs: int, device: torch.device, batch_invariant: bool = False
 ) -> AttentionPlan | None:
-    """The plan of a model's kernels, which says what batch_invariant promises; None on a CPU whose attention may
-    choose its tiles."""
+    """The AttentionPlan of a model's kernels; None on a CPU without batch_invariant, where each call chooses its
+    tiles."""
     if device.type == "cpu" and not batch_invariant:
         return None
     return attention_plan(
@@ -34,7 +35,7 @@ def warm_up_attention(
 ) -> None:
     """Run `warm_up_steps` through the decoder, so that no request waits for a compiler. Writes no slot of the caches.
 
-    Without a plan there is nothing to compile.
+    Does nothing without a plan: on a CPU the steps would compile nothing.
     """
     if plan is None:
         return
@@ -47,14 +48,14 @@ def warm_up_attention(
 def warm_up_steps(
     shape: AttentionShape, plan: AttentionPlan, max_model_len: int, device: torch.device
 ) -> Iterator[tuple[Tensor, BatchMetadata]]:
-    """(input_ids, metadata) of steps of one sequence that between them launch all that later steps can: decode with one
-    split and with several, every tile of prefill, and with each the last layer's decode of the row that is read.
+    """Yields (input_ids, metadata) of steps of one sequence. Together they launch every variant that later steps can
+    launch: decode with one split and with several, each tile of prefill, and the last layer's decode of the output row.
 
-    Every token is 0 and is read from block 0.
+    Every token is 0 and its keys are read from block 0.
     """
     lengths = [n for n in shape.prefill_lengths(plan.capability) if n < max_model_len]
     max_blocks = -(-max_model_len // shape.block_size)
-    for num_blocks in (1, max_blocks):  # one split, and as many as there may be
+    for num_blocks in (1, max_blocks):  # one split, and the largest number of splits
         for n in (1, *(lengths if num_blocks == 1 else lengths[:1])):
             yield _step(n, max(num_blocks, -(-n // shape.block_size)), num_blocks, plan, device)
 

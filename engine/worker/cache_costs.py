@@ -1,7 +1,7 @@
-"""What computing and what loading tokens takes on this machine: the choice between recomputing and swapping.
+"""Measures how long computing and loading tokens takes, for the choice between recomputation and swapping.
 
-"Swapping" and "recomputation" as in Kwon et al. 2023, section 4.5; which one is faster depends on the model, the
-length and the path to host memory (section 7.3), so the Worker measures both when it starts.
+Kwon et al. 2023, section 4.5, define the two. The model, the length and the path to host memory decide which is faster
+(section 7.3), so the Worker measures both when it starts.
 """
 
 import time
@@ -17,9 +17,10 @@ MEASURED_TOKENS = 512
 
 
 def measure_cache_costs(runner: "ModelRunner") -> CacheCosts | None:
-    """From one short and one four times longer prompt, and loads of the same lengths; writes over the first blocks.
+    """Costs from a short and a four times longer prompt, and from loads of the same lengths. Writes over the first
+    blocks of the pool.
 
-    None where no step, or no host tier, holds two blocks: there is nothing to choose.
+    None if a step or the host tier holds less than two blocks: then there is no choice.
     """
     size = runner.batch.block_size
     longest = min(MEASURED_TOKENS, runner.max_prompt_tokens, runner.host_cache.num_slots * size)
@@ -40,7 +41,7 @@ def measure_cache_costs(runner: "ModelRunner") -> CacheCosts | None:
 
 
 def _prompt_seconds(runner: "ModelRunner", num_tokens: int) -> float:
-    """For one step that computes a prompt, the median of three."""
+    """Seconds of a step that computes a prompt, the median of three."""
     blocks = list(range(num_tokens // runner.batch.block_size))
     new = NewSequence(0, [0] * num_tokens, num_tokens, 0, blocks, SamplingParams(temperature=0.0), 0)
     seconds = []

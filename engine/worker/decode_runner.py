@@ -1,7 +1,7 @@
-"""DecodeRunner: steps in which every sequence computes one token, on a GPU: one copy in, a graph or two, one copy out.
+"""DecodeRunner: runs decode steps on a GPU with one copy in, one or two CUDA graphs, and one copy out.
 
-The forward pass is one recorded piece of work and greedy sampling another, so that a step with any other sampling
-replays the first alone and goes on from its hidden states.
+A decode step computes one token of every sequence. The forward pass is one graph and greedy sampling another: a step
+with other sampling replays the first graph alone and samples from its hidden states.
 """
 
 from collections.abc import Sequence
@@ -26,9 +26,9 @@ FORWARD, GREEDY = "the forward pass", "greedy sampling"
 
 @dataclass(frozen=True, slots=True)
 class DecodeSettings:
-    """capacity: most rows of a step that comes here. hidden_size, dtype: of the decoder's hidden states.
+    """capacity: the largest number of rows of a decode step. hidden_size, dtype: those of the decoder's hidden states.
 
-    `graphs` False: nothing is recorded.
+    `graphs` False: no CUDA graph is recorded.
     """
 
     capacity: int
@@ -49,10 +49,10 @@ class DecodeRunner:
         kv_caches: Sequence[KVCache],
         counts: TokenCounts,
         settings: DecodeSettings,
-        plan: AttentionPlan | None,
+        attention_plan: AttentionPlan | None,
     ) -> None:
         self.capacity = settings.capacity
-        self._plan = plan
+        self._attention_plan = attention_plan
         self.buffers = DecodeBuffers(
             queue,
             settings.capacity,
@@ -70,14 +70,15 @@ class DecodeRunner:
         self._num_rows = self._padded = 0
 
     def stage(self, batch: InputBatch, decodes: list[int], blocks: list[int], buffer: StepBuffer) -> SampleTargets:
-        """Take a plan's decodes into `batch`, and send what the step reads. `buffer` is for what has no place here."""
+        """Enter a plan's decodes into `batch` and upload the step's inputs. `buffer` takes arrays without a fixed
+        place."""
         arrays = self.buffers.begin()
         sampled = batch.fill_decodes(decodes, blocks, self.buffers, arrays)
         self._num_rows = n = len(decodes)
         self._padded = padded = self.graphs.padded(n)
         self.buffers.pad(arrays, n, padded)
         cells = batch.take_changed_cells()
-        if len(cells) > padded:  # new prompts since the last step of decodes
+        if len(cells) > padded:  # sequences joined since the last decode step
             self._send_cells(cells, batch, buffer)
             cells = []
         self.buffers.put_cells(arrays, cells, batch.block_table, padded)
@@ -85,26 +86,26 @@ class DecodeRunner:
         return sampled
 
     def forward(self) -> Tensor:
-        """Hidden states of the staged rows; they hold until the next call."""
+        """Hidden states [rows, hidden_size] of the staged rows, valid until the next call."""
         self.graphs.run(FORWARD, self._padded)
         return self.buffers.hidden[: self._num_rows]
 
     def greedy(self) -> IntArray:
-        """The most likely token of each row: int64 [rows], FAILED for none; there once the queue has come this far."""
+        """The most likely token of each row, int64 [rows], or FAILED; valid once the queue has reached this point."""
         self.graphs.run(GREEDY, self._padded)
         return self.buffers.download(self._num_rows)
 
     def store(self, token_ids: Tensor) -> None:
-        """What was sampled in another way, int64 [rows]: the input of each row's next step."""
+        """Keep tokens sampled otherwise, int64 [rows], on the device as the input of the next step."""
         rows = self.buffers.inputs.rows[: self._num_rows]
         self._queue.run(lambda: self.buffers.last_tokens.index_copy_(0, rows, token_ids))
 
     def record_first(self) -> None:
-        """The graphs to begin with (engine/worker/device/cuda_graphs.py)."""
+        """Record the graphs of start-up (engine/worker/device/cuda_graphs.py)."""
         self.graphs.record_first(self._stage_padding)
 
     def record_next(self) -> bool:
-        """One more, in idle time; False when there is none to come."""
+        """Record the graphs of one more size in idle time; False if none is left."""
         return self.graphs.record_next(self._stage_padding)
 
     def _send_cells(self, cells: list[int], batch: InputBatch, buffer: StepBuffer) -> None:
@@ -119,12 +120,12 @@ class DecodeRunner:
         self.buffers.put_cells(arrays, [], np.zeros(0, np.int32), num_rows)
         self.buffers.upload()
 
-    # What is recorded. Everything is read from, and left in, `buffers`.
+    # The recorded work. It reads from and writes to `buffers` only.
 
     @torch.inference_mode()
     def _forward(self, num_rows: int) -> None:
         ids = self.buffers.prepare(num_rows)
-        hidden = self._decoder.forward(ids, self.buffers.metadata(num_rows, self._plan), self._kv_caches)
+        hidden = self._decoder.forward(ids, self.buffers.metadata(num_rows, self._attention_plan), self._kv_caches)
         self.buffers.hidden[:num_rows].copy_(hidden)
 
     @torch.inference_mode()

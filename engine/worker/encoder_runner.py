@@ -1,7 +1,7 @@
 """EncoderRunner: executes StepPlans for a model that only embeds. Whole sequences -> rows -> encoder -> vectors.
 
-Each sequence is computed in one step, so there is nothing to keep between steps: no rows, no KV cache. Block ids in
-plans are the Driver's way of counting and mean nothing here.
+Each sequence is computed in one step, so the runner keeps no rows and no KV cache between steps. The block ids in plans
+are the Driver's accounting; this runner ignores them.
 """
 
 import time
@@ -37,14 +37,14 @@ from engine.worker.device.choice import resolve_device, resolve_dtype
 from engine.worker.device.host import StepLimits, resolve_step_limits
 from engine.worker.pooler import PooledSequence, finish_vectors
 
-MAX_PADDING = 0.125  # share of a rectangle that may be padding: above, attention has fewer sequences per call
-DEFAULT_MAX_SEQS = 1024  # a sequence costs no memory between steps
+MAX_PADDING = 0.125  # largest share of padding in a rectangle; with more, attention gets fewer sequences per call
+DEFAULT_MAX_SEQS = 1024  # sequences cost no memory between steps
 MAX_POSITIONS_FILE = "sentence_bert_config.json"
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedStep:
-    """A step that is done, but for the copy of its fp32 vectors [sequences, hidden] from a GPU."""
+    """A computed step; only the copy of its fp32 vectors [sequences, hidden] from a GPU may be under way."""
 
     step_id: int
     started: float
@@ -54,7 +54,7 @@ class EncodedStep:
 
 
 class EncoderRunner:
-    """Owns the encoder. The same calls as ModelRunner."""
+    """Owns the encoder. It has the methods of ModelRunner that the Worker calls."""
 
     max_in_flight = 1
 
@@ -94,17 +94,17 @@ class EncoderRunner:
         return False
 
     def handle_message(self, message: SideMessage, send: Callable[[WorkerMessage], None]) -> None:
-        """Refuse a grammar: nothing is generated here. There is nothing else to be done beside the steps."""
+        """Refuse a grammar, because an encoder generates no text; ignore all other messages."""
         if isinstance(message, PrepareGrammar):
             send(GrammarPrepared(message.output.digest(), "this model is an encoder, which generates no text"))
 
     def check_device(self) -> None:
-        """Wait until the device has done what it was told."""
+        """Wait until the device has done all queued work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def warm_up(self, max_tokens: int) -> None:
-        """Run a small and a large step, so that no request pays for a first time."""
+        """Run a small and a large step, so that no request pays for first-time work."""
         pooling = SamplingParams(pooling=Pooling("mean"))
         for num_tokens in (2, min(16, max_tokens)):
             new = [NewSequence(i, [0] * num_tokens, num_tokens, 0, [], pooling, 0) for i in range(2)]
@@ -117,7 +117,7 @@ class EncoderRunner:
         return ""
 
     def _embed(self, sequences: list[NewSequence]) -> Tensor:
-        """fp32 [sequences, hidden] on the device, not normalised; sequences come sorted by their length."""
+        """Vectors fp32 [sequences, hidden] on the device, not normalised. `sequences` are sorted by length."""
         lengths = np.array([len(sequence.token_ids) for sequence in sequences], np.int64)
         ends = np.cumsum(lengths)
         positions = np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
@@ -140,7 +140,7 @@ class EncoderRunner:
         return torch.where(is_mean, means, hidden.index_select(0, self._put(one_row)).float())
 
     def _cuts(self, lengths: np.ndarray) -> Iterator[tuple[int, int]]:
-        """Sequences first to last - 1 of each attention group: those whose padding stays within bounds."""
+        """Yields (first, end) of each attention group: runs of sequences whose padding stays below the limit."""
         first = 0
         for i in range(1, len(lengths) + 1):
             if i < len(lengths) and not self._one_by_one:
@@ -173,7 +173,7 @@ class EncoderRunner:
 
 
 def _pooling(sequence: NewSequence) -> Pooling:
-    assert sequence.params.pooling is not None, "launch() looks"
+    assert sequence.params.pooling is not None, "launch() checked it"
     return sequence.params.pooling
 
 
@@ -202,7 +202,7 @@ def load_encoder(
     runner = EncoderRunner(encoder, device, batch_invariant=config.batch_invariant)
     progress("warming up")
     runner.warm_up(longest)
-    # The Driver counts in blocks: as many as two steps can fill.
+    # The Driver counts in blocks: offer as many as two steps can fill.
     num_blocks = 2 * (-(-limits.max_num_batched_tokens // config.block_size) + limits.max_num_seqs)
     return runner, WorkerReady(
         num_blocks=num_blocks,
@@ -219,7 +219,7 @@ def load_encoder(
 
 
 def encoder_max_len(config: EngineConfig, model_dir: Path, model: ModelConfig) -> int:
-    """The longest text in tokens: as asked, else what sentence-transformers cuts it to, else the model's positions."""
+    """The longest text in tokens: max_model_len if set, else the limit of sentence-transformers, else of the model."""
     longest, path = model_max_len(config, model), model_dir / MAX_POSITIONS_FILE
     if config.max_model_len is not None or not path.is_file():
         return longest
@@ -227,7 +227,7 @@ def encoder_max_len(config: EngineConfig, model_dir: Path, model: ModelConfig) -
 
 
 def _limits(config: EngineConfig, limits: StepLimits, longest: int) -> StepLimits:
-    """A step must hold the longest sequence as a whole."""
+    """The step limits, raised so that a step holds the longest sequence as a whole."""
     if config.max_num_batched_tokens is not None and config.max_num_batched_tokens < longest:
         raise ConfigError(
             f"max_num_batched_tokens: an encoder computes whole texts, of up to {longest} tokens here; raise it to "

@@ -1,4 +1,4 @@
-"""`pageserve plan MODEL`: where memory goes and what fits, from config.json alone.
+"""`pageserve plan MODEL`: shows where memory goes and whether it fits, from config.json alone.
 
 Run as `python -m engine.worker.memory_plan`. Takes the engine's flags, and --memory SIZE to plan for another machine.
 Exit status: 0 if the model fits, 1 if not (then it prints the nearest settings that do), 2 for a wrong setting.
@@ -36,20 +36,20 @@ from engine.worker.sampling.prompt_scorer import MAX_SCORED_LOGITS, SCORE_BYTES
 from engine.worker.sampling.sampling_rows import MAX_DRAW_ELEMENTS
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-CUDA_CONTEXT_BYTES = 700 << 20  # the driver, cuBLAS and the kernels' code: an estimate
-CUDA_GRAPH_BYTES = 16 << 20  # the nodes of a recorded step of one size: an estimate, not measured yet
-# fp32 logits, a copy for logprobs, and the copies that penalties make of them: bytes per logit.
+CUDA_CONTEXT_BYTES = 700 << 20  # estimate: the driver, cuBLAS and code of kernels
+CUDA_GRAPH_BYTES = 16 << 20  # estimate, not measured yet: the nodes of one recorded step
+# Bytes per logit: fp32 logits, a copy for logprobs, and the copies that penalties make.
 LOGITS_BYTES = 4 + 4 + 16
-# One group of draws: logits, exponentials, masks, and values and indices of a sort, with its scratch space.
+# Bytes per logit of a group of draws: logits, exponentials, mask, values and indices of a sort and its scratch space.
 DRAW_BYTES = 4 + 4 + 1 + 2 * (4 + 8)
-COUNTS_BYTES = 5  # int32 and bool per sequence and token of the vocabulary
+COUNTS_BYTES = 5  # per sequence and token of the vocabulary: int32 and bool
 MIN_BATCHED_TOKENS = 64
-MIN_MEMORY = 16 << 20  # bytes; below, --memory lacks its unit
+MIN_MEMORY = 16 << 20  # bytes; a smaller --memory lacks its unit
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """device_type "cuda" or "cpu"; total_bytes of the card, or of host memory that is free."""
+    """device_type "cuda" or "cpu"; total_bytes: memory of the card, or free host memory."""
 
     device_type: str
     total_bytes: int
@@ -57,7 +57,8 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes; weights with the rotary tables. `size` is None where the KV cache does not fit; `problem` says why."""
+    """Bytes by use; weights include the rotary tables. `size` is None if the KV cache does not fit; `problem` says
+    why."""
 
     weights: int
     activations: int
@@ -70,15 +71,15 @@ class MemoryPlan:
 
 
 def make_plan(config: EngineConfig, model: ModelConfig, machine: Machine) -> MemoryPlan:
-    """The sizes that a Worker with this config would arrive at, estimated. Raises ConfigError for wrong settings."""
+    """Estimates the sizes that a Worker with this config would choose. Raises ConfigError for wrong settings."""
     limits = resolve_step_limits(config, machine.device_type, machine.total_bytes)
     on_gpu = machine.device_type == "cuda"
     dtype_bytes = DTYPE_BYTES[model.dtype if config.dtype == "auto" else config.dtype]
     weights = model.weight_bytes(dtype_bytes) + model.rotary_bytes(_num_positions(config, model, machine, dtype_bytes))
-    if not on_gpu and dtype_bytes == 2 and model.tie_embeddings:  # packed for the lm_head, plain for the embedding
+    if not on_gpu and dtype_bytes == 2 and model.tie_embeddings:  # packed for the lm_head, plain for embedding
         weights += model.vocab_size * model.embedding_size * dtype_bytes
     activations = activation_bytes(model, dtype_bytes, limits.max_num_batched_tokens)
-    sampler = max(sampler_bytes(model, limits.max_num_seqs), scoring_bytes(model))  # one after the other
+    sampler = max(sampler_bytes(model, limits.max_num_seqs), scoring_bytes(model))  # they run one after the other
     overhead = CUDA_CONTEXT_BYTES + _graph_bytes(config, limits) if on_gpu else 0
     needed = weights + activations + sampler
     size, problem = None, ""
@@ -96,12 +97,12 @@ def make_plan(config: EngineConfig, model: ModelConfig, machine: Machine) -> Mem
             on_gpu=on_gpu,
         )
     except DoesNotFitError as error:
-        problem = error.reason  # its advice is a guess; nearest_settings tries what it names
+        problem = error.reason  # without its advice: nearest_settings tries out settings
     return MemoryPlan(weights, activations, sampler, overhead, available, limits, size, problem)
 
 
 def _num_positions(config: EngineConfig, model: ModelConfig, machine: Machine, dtype_bytes: int) -> int:
-    """Rows of the rotary tables, as load_runner bounds them."""
+    """Rows of the rotary tables, with the bound that load_runner uses."""
     budget = machine.total_bytes
     if machine.device_type != "cuda" and config.kv_cache_memory is None:
         budget = host_cache_bytes(config, budget)
@@ -114,25 +115,26 @@ def _graph_bytes(config: EngineConfig, limits: StepLimits) -> int:
 
 
 def activation_bytes(model: ModelConfig, dtype_bytes: int, num_tokens: int) -> int:
-    """The widest point of a layer: the residual, the normed input, and either attention's or the MLP's tensors."""
+    """Bytes at the widest point of a layer: residual, normed input, and the tensors of attention or of the MLP."""
     attention = 2 * model.q_size + 2 * model.kv_size + model.hidden_size
     return num_tokens * (2 * model.hidden_size + max(attention, model.mlp_activations)) * dtype_bytes
 
 
 def sampler_bytes(model: ModelConfig, max_num_seqs: int) -> int:
-    """Every sequence with logprobs, penalties and top-p at once."""
+    """Bytes of the sampler if every sequence has logprobs, penalties and top-p at once."""
     num_logits = max_num_seqs * model.vocab_size
     drawn = min(num_logits, max(MAX_DRAW_ELEMENTS, model.vocab_size))
     return num_logits * (LOGITS_BYTES + COUNTS_BYTES) + drawn * DRAW_BYTES
 
 
 def scoring_bytes(model: ModelConfig) -> int:
-    """Logprobs of prompts: one piece of rows at a time."""
+    """Bytes of scoring prompts, which takes one piece of rows at a time."""
     return max(MAX_SCORED_LOGITS, model.vocab_size) * SCORE_BYTES
 
 
 def nearest_settings(config: EngineConfig, model: ModelConfig, machine: Machine) -> Iterator[str]:
-    """Changes that make it fit, the smallest change of each kind; of two kinds at once where none of one kind does."""
+    """Yields flags that make the model fit: the smallest change of each kind; two kinds at once if no single one
+    does."""
     kinds = [kind for kind in _candidates(config, model, machine) if kind]
 
     def fits(change: dict[str, Any]) -> bool:
@@ -160,14 +162,15 @@ def _fits(config: EngineConfig, model: ModelConfig, machine: Machine) -> bool:
 
 
 def least_memory(config: EngineConfig, model: ModelConfig, machine: Machine) -> int | None:
-    """Bytes of the smallest machine of this kind that these settings fit, to 64 MiB; None where no size helps."""
+    """Bytes of the smallest machine of this kind that fits these settings, in steps of 64 MiB; None if no size
+    helps."""
     sizes = range(machine.total_bytes, 1 << 50, 64 << 20)
     at = bisect.bisect_left(sizes, True, key=lambda size: _fits(config, model, replace(machine, total_bytes=size)))
     return sizes[at] if at < len(sizes) else None
 
 
 def _candidates(config: EngineConfig, model: ModelConfig, machine: Machine) -> Iterator[list[dict[str, Any]]]:
-    """Per setting, the values to try, nearest first."""
+    """Yields for each kind of change the settings to try, nearest first."""
     limits = resolve_step_limits(config, machine.device_type, machine.total_bytes)
     longest = config.max_model_len or model.max_position_embeddings
     lengths = [n for i in range(1, 64) if (n := longest * (64 - i) // 64 // config.block_size * config.block_size)]
@@ -209,7 +212,7 @@ def _halves(value: int, least: int) -> list[int]:
 
 
 def describe(config: EngineConfig, model: ModelConfig, machine: Machine, plan: MemoryPlan) -> Iterator[str]:
-    """The lines that are printed."""
+    """Yields the printed lines."""
     dtype = model.dtype if config.dtype == "auto" else config.dtype
     kv_format = resolve_kv_format(config, model)
     per_token = model.kv_bytes_per_token(DTYPE_BYTES[dtype], kv_format)
@@ -242,7 +245,7 @@ def describe(config: EngineConfig, model: ModelConfig, machine: Machine, plan: M
 
 
 def describe_encoder(config: EngineConfig, model: ModelConfig) -> Iterator[str]:
-    """The lines for a model that only embeds: nothing of it grows with the number of requests."""
+    """Yields the lines for a model that only embeds; its memory does not grow with the number of requests."""
     dtype = model.dtype if config.dtype == "auto" else config.dtype
     yield f"{config.model}: {model.num_parameters() / 1e6:,.1f} M parameters in {dtype}, an encoder: no KV cache"
     yield _row("weights", model.weight_bytes(DTYPE_BYTES[dtype]), "")
@@ -265,7 +268,7 @@ def this_machine(config: EngineConfig) -> Machine:
 
 
 def read_arguments(arguments: list[str]) -> tuple[EngineConfig, Machine]:
-    """The settings, and the machine to plan for: --memory means a GPU unless --device cpu."""
+    """(settings, machine to plan for). --memory means a GPU unless --device is cpu."""
     about = "Show where memory goes, without loading weights. Exit status 1 when it does not fit."
     parser = Parser("plan", "[MODEL] [--memory SIZE]", about)
     parser.add_argument(
@@ -290,7 +293,7 @@ def read_arguments(arguments: list[str]) -> tuple[EngineConfig, Machine]:
 
 
 def _engine_environment() -> dict[str, str]:
-    """Variables of engine settings only: those of the server are of no concern here."""
+    """The environment variables of engine settings, without those of the server."""
     from engine.settings import CONFIG_VARIABLE, settings_of
 
     known = {setting.env for setting in settings_of(EngineConfig).values()} | {CONFIG_VARIABLE}
@@ -300,7 +303,7 @@ def _engine_environment() -> dict[str, str]:
 def main(arguments: list[str]) -> int:
     try:
         config, machine = read_arguments(arguments)
-        model_dir = resolve_model(replace(config, load_format="dummy"))  # config.json is all that is needed
+        model_dir = resolve_model(replace(config, load_format="dummy"))  # needs config.json only
         model = read_model_config(model_dir)
         if not model.causal:
             print("\n".join(describe_encoder(config, model)))

@@ -103,7 +103,7 @@ class ModelRunner:
         limits, queue, device = parts.limits, parts.queue, parts.device
         self.vocab_size = parts.decoder.config.vocab_size
         num_cached_tokens = parts.kv_caches[0][0].shape[0] * parts.block_size
-        self.max_prompt_tokens = min(  # of one step
+        self.max_prompt_tokens = min(  # in one step
             limits.max_num_batched_tokens, parts.max_model_len - 1, num_cached_tokens
         )
         attention_plan = make_attention_plan(parts.decoder.config, limits.max_num_seqs, device, parts.batch_invariant)

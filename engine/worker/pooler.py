@@ -1,4 +1,4 @@
-"""Pooler: from the hidden states of a step to the vectors of the embedded sequences among its rows."""
+"""Pooler: makes the vectors of embedded sequences from the hidden states of a step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,13 +11,14 @@ from engine.sampling_params import Pooling
 from engine.worker.batch.input_batch import InputBatch, SampleTargets, StepInputs
 from engine.worker.sampling.sampling_rows import Put
 
-SMALLEST_NORM = 1e-12  # a vector of zeros stays one
+MIN_NORM = 1e-12  # a smaller norm divides as this, so that a vector of zeros stays zeros
 NOT_FINITE = "the model's hidden states hold NaN or infinity"
 
 
 @dataclass(slots=True, eq=False)
 class PooledSequence:
-    """`total`: fp32 [hidden], the sum of the hidden states of the chunks so far, where the mean is asked for."""
+    """A sequence to embed. `total` fp32 [hidden] (for mean pooling): the sum of the hidden states of its chunks so
+    far."""
 
     seq_id: int
     pooling: Pooling
@@ -25,16 +26,16 @@ class PooledSequence:
     total: Tensor | None = None
 
     def add(self, hidden: Tensor) -> None:
-        """The hidden states of the next chunk, [num_tokens, hidden]."""
+        """Add the hidden states of the next chunk, [num_tokens, hidden], to the sum."""
         chunk = hidden.float().sum(0)
         self.total = chunk if self.total is None else self.total + chunk
 
 
 @dataclass(frozen=True, slots=True)
 class PooledStep:
-    """What of a step is pooled: `chunks` as (sequence, its first row, its end); `ending` are those that are complete.
+    """The pooling of one step. `chunks`: (sequence, its first row, its end row); `ending`: the sequences that end here.
 
-    `targets` is what remains to be sampled. places, rest: int64, the rows of `ending` and of `targets` among the
+    `targets` are the targets left to sample. places, rest: int64, the rows of `ending` and of `targets` among the
     hidden states of all last tokens.
     """
 
@@ -45,10 +46,10 @@ class PooledStep:
     rest: Tensor
 
     def pool(self, hidden: Tensor, last_hidden: Tensor) -> tuple[Tensor | None, Tensor]:
-        """(fp32 [ending, hidden] on the host, None for none; the rows of `last_hidden` that are to be sampled).
+        """(vectors fp32 [ending, hidden] on the host or None, the rows of `last_hidden` to sample).
 
-        hidden: all rows of the step, read only where `chunks` has any; last_hidden: of the last tokens. From a GPU the
-        copy is queued.
+        hidden: all rows of the step, read only if `chunks` has any. last_hidden: the rows of last tokens. From a GPU
+        the copy of the vectors is queued.
         """
         for seq, start, end in self.chunks:
             seq.add(hidden[start:end])
@@ -61,18 +62,18 @@ class PooledStep:
         return vectors.to("cpu", non_blocking=True), last_hidden.index_select(0, self.rest)
 
     def results(self, vectors: Tensor, failed: dict[int, str]) -> dict[int, bytes]:
-        """The vectors of `ending`, whose rows are on the host by now; see finish_vectors."""
+        """The vectors of `ending` by sequence id, once their copy is done; see finish_vectors."""
         return finish_vectors(vectors, self.ending, failed)
 
 
 class Pooler:
-    """The embedded sequences that the Worker holds; no cost where there are none."""
+    """The sequences to embed that the Worker holds; costs nothing where there are none."""
 
     def __init__(self) -> None:
         self._sequences: dict[int, PooledSequence] = {}
 
     def add(self, new: NewSequence) -> None:
-        """Take note of a new sequence, if it is one to embed. One that was preempted begins again."""
+        """Remember a new sequence if it is one to embed. A preempted sequence starts over."""
         if (pooling := new.params.pooling) is not None:
             self._sequences[new.seq_id] = PooledSequence(new.seq_id, pooling, new.num_prompt_tokens)
 
@@ -80,14 +81,15 @@ class Pooler:
         self._sequences.pop(seq_id, None)
 
     def needs_every_row(self, chunks: Sequence[SequenceStep]) -> bool:
-        """Whether a step reads more hidden states than those of last tokens."""
+        """True if a step reads more hidden states than those of last tokens."""
         if not self._sequences:
             return False
         found = (self._sequences.get(step.seq_id) for step in chunks)
         return any(seq is not None and seq.pooling.needs_every_token for seq in found)
 
     def begin(self, inputs: StepInputs, batch: InputBatch, put: Put) -> PooledStep | None:
-        """What is to be pooled in a step, None for nothing; `put` sends an array to the device with the step's own."""
+        """The pooling of a step; None if it has none. `put` sends an array to the device with the step's other
+        arrays."""
         if not self._sequences:
             return None
         find, starts = self._sequences.get, [0, *inputs.ends.tolist()]
@@ -108,9 +110,9 @@ class Pooler:
 
 
 def finish_vectors(vectors: Tensor, sequences: Sequence[PooledSequence], failed: dict[int, str]) -> dict[int, bytes]:
-    """Cut and normalise fp32 rows [sequences, hidden] on the host, as each sequence asks for it.
+    """Cut and normalise fp32 rows [sequences, hidden] on the host as the parameters of each sequence say.
 
-    Returns little-endian fp32 numbers by seq_id; a sequence whose row is not finite goes to `failed`.
+    Returns little-endian fp32 bytes by sequence id. A sequence whose row is not finite is added to `failed`.
     """
     done = {}
     for row, seq in zip(vectors.numpy(), sequences, strict=True):
@@ -119,5 +121,5 @@ def finish_vectors(vectors: Tensor, sequences: Sequence[PooledSequence], failed:
             failed.setdefault(seq.seq_id, NOT_FINITE)
         elif seq.seq_id not in failed:
             norm = float(np.linalg.norm(vector)) if seq.pooling.normalize else 1.0
-            done[seq.seq_id] = (vector / np.float32(max(norm, SMALLEST_NORM))).astype("<f4").tobytes()
+            done[seq.seq_id] = (vector / np.float32(max(norm, MIN_NORM))).astype("<f4").tobytes()
     return done

@@ -1,9 +1,9 @@
 """The Worker process: `python -m engine.worker.worker FD`, where FD is one end of a socket pair with the Driver.
 
-It reads StartWorker, loads, answers WorkerReady or WorkerFailed, then answers each StepPlan with a StepResult, in
-order. The Driver ends it: by closing the socket, by dying, or by a kill; signals from a terminal are not for it.
-Nothing but frames goes to the socket; logs and tracebacks go to the inherited stderr. Exit status: 0 when the Driver
-left, 1 when loading failed (the Driver was told why), 2 when a step failed as a whole.
+The Worker reads StartWorker, loads the model, answers WorkerReady or WorkerFailed, then answers each StepPlan with a
+StepResult, in order. The Driver ends the Worker: by closing the socket, by dying, or by a kill; the Worker ignores
+signals from a terminal. The socket carries frames only; logs and tracebacks go to the inherited stderr. Exit status: 0
+after the Driver left, 1 after loading failed (the Driver was told why), 2 after a step failed as a whole.
 """
 
 import ctypes
@@ -53,7 +53,7 @@ class Channel:
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
-        self._poll = select.poll()  # select() takes no descriptor above 1023, and a Driver with many clients has such
+        self._poll = select.poll()  # select() refuses descriptors above 1023, and a Driver with many clients has those
         self._poll.register(sock, select.POLLIN)
         self._frames = FrameSocket(sock)
         self._sending = threading.Lock()
@@ -63,21 +63,21 @@ class Channel:
             self._socket.sendall(encode_frame(message))
 
     def receive(self) -> DriverMessage | None:
-        """The next message; None when the Driver closed its end. Raises ValueError for what is not a frame."""
+        """The next message; None once the Driver closed its end. ValueError for bytes that are not a frame."""
         if (body := self._frames.read_frame()) is None:
             return None
         message: DriverMessage = decode_driver_message(body)
         return message
 
     def has_data(self) -> bool:
-        """Whether a message has begun to arrive."""
+        """True if a message has begun to arrive."""
         return self._frames.has_received or bool(self._poll.poll(0))
 
 
 def main() -> int:
     """Serve the Driver at the other end of the socket whose number is the last argument."""
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)  # the Driver asks, before it kills a Worker that hangs
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # the Driver sends this before it kills a hanging Worker
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s worker: %(message)s", stream=sys.stderr)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -96,7 +96,7 @@ def main() -> int:
             return 1
         serve(channel, runner)
         return 0
-    except (BrokenPipeError, ConnectionResetError):  # the Driver left while we were sending
+    except (BrokenPipeError, ConnectionResetError):  # the Driver left during a send
         return 0
     except Exception:
         logger.exception("the Worker cannot go on")
@@ -104,12 +104,12 @@ def main() -> int:
 
 
 def serve(channel: Channel, runner: "Runner") -> None:
-    """The step loop, until the Driver closes its end.
+    """Run the step loop until the Driver closes its end.
 
-    On a GPU a plan that has arrived is launched before the result of the one before it is awaited, so that the device
-    never runs dry; on a CPU a step is done once it is launched, and its result goes out at once. The runner may use the
-    time in which there is nothing to do, piece by piece, so that a heartbeat is answered soon. It is answered here, and
-    not by another thread, since it is this loop that may hang, and after a look at the device, which may, too.
+    On a GPU, a plan that has arrived is launched before the result of the previous step is awaited, so that the device
+    never runs dry. On a CPU a step is done once it is launched, and its result is sent at once. Idle time goes to the
+    runner in short pieces, so that a heartbeat is answered soon. This loop answers heartbeats itself, after a check of
+    the device: a heartbeat must show that neither of the two hangs.
     """
     launched: deque[Any] = deque()
     while True:
@@ -134,12 +134,12 @@ def serve(channel: Channel, runner: "Runner") -> None:
 
 
 def _load(channel: Channel, start: StartWorker) -> "Runner | None":
-    """The runner, after WorkerReady was sent; None after WorkerFailed."""
+    """Load a runner and send WorkerReady; returns None after WorkerFailed was sent."""
     try:
         channel.send(LoadProgress("importing"))
         set_threads(start.config.cpu_threads)
         limit_primitive_caches()
-        from engine.worker.load import load_runner  # torch comes with it
+        from engine.worker.load import load_runner  # imports torch
 
         runner, ready = load_runner(
             start.config,
@@ -163,9 +163,10 @@ def _load(channel: Channel, start: StartWorker) -> "Runner | None":
 
 
 def _end_with_driver(sock: socket.socket) -> None:
-    """Never outlive the Driver, not even inside a long computation: the kernel kills us, or a thread sees the hang-up.
+    """Make sure that the Worker never outlives the Driver, not even inside a long computation.
 
-    The signal comes when the thread that started us ends; the hang-up when the last copy of the Driver's end is closed.
+    The kernel kills the Worker when the thread that started it ends; a thread here ends the Worker when the last copy
+    of the Driver's end of the socket is closed.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -176,12 +177,12 @@ def _exit_on_hang_up(fd: int) -> None:
     poll = select.poll()
     poll.register(fd, getattr(select, "POLLRDHUP", select.POLLHUP))
     poll.poll()
-    threading.Event().wait(EXIT_GRACE_SECONDS)  # the main thread may be leaving by itself
+    threading.Event().wait(EXIT_GRACE_SECONDS)  # gives the main thread time to leave by itself
     os._exit(0)
 
 
 def _exit(status: int) -> None:
-    """End without the teardown of torch's threads and caches, which takes longer than the kernel's."""
+    """End the process without tearing down torch's threads and caches: the kernel does that faster."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,8 +1,8 @@
-"""DecodeBuffers: everything that a decode step reads and writes on the device, in tensors that never move.
+"""DecodeBuffers: the tensors that a decode step reads and writes on the device. They never move.
 
-A CUDA graph reads the addresses that it was recorded with. So the step's numbers go into one packed buffer with fixed
-places, which is filled on the host and crosses in one copy; block tables and last tokens live on the device, a row for
-each row of InputBatch and one more that padding writes to, and only what changes is sent.
+A CUDA graph reads the addresses that it was recorded with. So the step's inputs have fixed places in one packed buffer,
+which the host fills and uploads in one copy. Block tables and last tokens stay on the device, one row for each row of
+InputBatch and one more row for padding to write to; only changed entries are uploaded.
 """
 
 from dataclasses import dataclass
@@ -17,20 +17,20 @@ from engine.worker.batch.step_buffer import BUFFERED_STEPS
 from engine.worker.device.queue import DeviceQueue, Mark
 from kernels.attention.plan import AttentionPlan
 
-ALIGNED_ROWS = 16  # so that all fields begin where vector loads may
-FAILED = -1  # in place of a token id
+ALIGNED_ROWS = 16  # every field starts at an address that vector loads accept
+FAILED = -1  # takes the place of a token id
 
 A = TypeVar("A", Tensor, npt.NDArray[Any])
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeInputs(Generic[A]):
-    """One entry per row of the step, [capacity]; int64 where not said otherwise.
+    """One entry per row of the step, [capacity]; int64 unless noted.
 
-    sources: where the token to compute stands in DecodeBuffers.token_source: its row, or from first_input on, where
-    input_ids begin. slots: -1 for padding. rows: of InputBatch; max_num_seqs for padding. cells: entries of the block
-    tables (row * max_blocks + index) that change; the first of the last row for padding. seq_lens int32: with this
-    step's token; 0 for padding. blocks int32: what the cells change to.
+    sources: index of the input token in DecodeBuffers.token_source: the sequence's row, or, for a token in input_ids,
+    first_input + row of the step. slots: -1 for padding. rows: rows of InputBatch; max_num_seqs for padding. cells:
+    entries of the block tables (row * max_blocks + index) that change; for padding the first entry of the last row.
+    seq_lens int32: this step's token included; 0 for padding. blocks int32: the new values of the cells.
     """
 
     input_ids: A
@@ -48,16 +48,16 @@ BYTES_PER_ROW = 8 * NUM_INT64 + 4 * NUM_INT32
 
 
 def input_views(wide: A, narrow: A, capacity: int) -> DecodeInputs[A]:
-    """The fields of a packed buffer, which is `wide` int64 [6 * capacity] followed by `narrow` int32 [2 * capacity]."""
+    """The fields of a packed buffer: `wide` int64 [6 * capacity], followed by `narrow` int32 [2 * capacity]."""
     fields = [wide[i * capacity : (i + 1) * capacity] for i in range(NUM_INT64)]
     fields += [narrow[i * capacity : (i + 1) * capacity] for i in range(NUM_INT32)]
     return DecodeInputs(*fields)
 
 
 class DecodeBuffers:
-    """For steps of up to `capacity` rows. The arrays of `begin` are the host's to write until `upload`.
+    """Buffers for steps of up to `capacity` rows. The host may write the arrays of `begin` until `upload`.
 
-    Results: hidden [capacity, hidden_size] and tokens int64 [capacity], FAILED where a row had none.
+    Results: hidden [capacity, hidden_size] and tokens int64 [capacity], FAILED for a row without a token.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class DecodeBuffers:
         self.padding_row = max_num_seqs
         self.max_blocks = max_blocks
         capacity = _aligned(capacity)
-        # Last tokens and input ids are neighbours, so that one gather finds any token.
+        # Last tokens and input ids are adjacent, so that one gather reads any token.
         self.first_input = first = _aligned(max_num_seqs + 1)
         memory = torch.zeros(8 * first + BYTES_PER_ROW * capacity, dtype=torch.uint8, device=device)
         self.last_tokens = memory[: 8 * first].view(torch.int64)
@@ -93,7 +93,7 @@ class DecodeBuffers:
         self._turn = 0
 
     def begin(self) -> DecodeInputs[npt.NDArray[Any]]:
-        """Arrays for the next step, after the copy of the step that used them before: it is long done by then."""
+        """The arrays for the next step. Waits for the copy of the step that used them last, which is done by then."""
         self._turn = (self._turn + 1) % BUFFERED_STEPS
         if (copied := self._copied[self._turn]) is not None:
             copied.wait()
@@ -105,13 +105,14 @@ class DecodeBuffers:
         self._copied[self._turn] = self._queue.mark()
 
     def download(self, num_rows: int) -> npt.NDArray[Any]:
-        """Queue the copy of `tokens`; the array holds them once that is done, until the step after the next begins."""
+        """Queue the copy of `tokens` to the host. The array is valid once that is done, until the step after next
+        begins."""
         host = self._tokens_host[self._turn][:num_rows]
         self._queue.copy(host, self.tokens[:num_rows])
         return host.numpy()
 
-    def metadata(self, num_rows: int, plan: AttentionPlan | None) -> BatchMetadata:
-        """Of a step of num_rows decodes: views that stay right from step to step."""
+    def metadata(self, num_rows: int, attention_plan: AttentionPlan | None) -> BatchMetadata:
+        """The metadata of a step of num_rows decodes: views that stay valid from step to step."""
         return BatchMetadata(
             positions=self.inputs.positions[:num_rows],
             slot_mapping=self.inputs.slots[:num_rows],
@@ -120,23 +121,23 @@ class DecodeBuffers:
             seq_lens=self.inputs.seq_lens[:num_rows],
             cu_seqlens_q=self._no_prefills,
             max_seqlen_q=0,
-            plan=plan,
+            plan=attention_plan,
         )
 
     def prepare(self, num_rows: int) -> Tensor:
-        """On the device: bring the tables up to date, and return the ids of the tokens to compute, int64 [num_rows]."""
+        """On the device: update the block tables; returns the input ids, int64 [num_rows]."""
         inputs = self.inputs
         self.block_tables.view(-1).index_copy_(0, inputs.cells[:num_rows], inputs.blocks[:num_rows])
         torch.index_select(self.block_tables, 0, inputs.rows[:num_rows], out=self.step_tables[:num_rows])
         return self.token_source.index_select(0, inputs.sources[:num_rows])
 
     def store(self, num_rows: int, token_ids: Tensor, failed: Tensor) -> None:
-        """On the device: what was sampled, int64 and bool [num_rows]."""
+        """On the device: keep the sampled tokens, int64 [num_rows], and which of them failed, bool [num_rows]."""
         self.last_tokens.index_copy_(0, self.inputs.rows[:num_rows], token_ids)
         self.tokens[:num_rows].copy_(token_ids.masked_fill(failed, FAILED))
 
     def pad(self, arrays: DecodeInputs[npt.NDArray[Any]], start: int, end: int) -> None:
-        """Make rows `start` to `end` do nothing: they read no cache and write to no place that is read."""
+        """Make rows `start` to `end` padding: they read no cache, and no row reads what they write."""
         part = slice(start, end)
         arrays.sources[part] = arrays.positions[part] = arrays.seq_lens[part] = 0
         arrays.slots[part] = -1
@@ -145,7 +146,7 @@ class DecodeBuffers:
     def put_cells(
         self, arrays: DecodeInputs[npt.NDArray[Any]], cells: list[int], table: npt.NDArray[Any], num_rows: int
     ) -> None:
-        """The changed cells, at most num_rows of them, of the host's block tables int32 [max_num_seqs, max_blocks]."""
+        """Enter changed cells (at most num_rows) of the host's block tables int32 [max_num_seqs, max_blocks]."""
         n = len(cells)
         arrays.cells[:n] = cells
         arrays.blocks[:n] = table.reshape(-1)[arrays.cells[:n]]

@@ -1,9 +1,9 @@
-"""InputBatch: the Worker's mirror of the live sequences, and the tensors of a step made from it.
+"""InputBatch: the Worker's mirror of the live sequences; makes the tensors of a step.
 
-Every sequence has a stable row from the plan that brings it to the plan that removes it, so a step costs a few
-vectorised gathers and nothing per token in Python. On a GPU all arrays of a step cross in one copy (StepBuffer), and a
-token that was sampled but has not reached the host yet stands in its row as -(row + 1): the device puts the real one
-in its place.
+Every sequence has a fixed row from the plan that brings it to the plan that removes it, so a step costs a few
+vectorised gathers and no Python code per token. On a GPU all arrays of a step are uploaded in one copy (StepBuffer). A
+token that was sampled but has not reached the host yet is -(row + 1) in its sequence's row; the device replaces it by
+the real token.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,8 @@ NO_BLOCK = "the plan computes tokens that have no KV block"
 
 @dataclass(frozen=True, slots=True)
 class SampleTargets:
-    """One entry per sampled token: its sequence, its row in the batch, its position (the number of tokens before)."""
+    """The tokens that a step samples, one entry each: sequence id, row in the batch, position (number of tokens
+    before)."""
 
     seq_ids: IntArray
     rows: IntArray
@@ -34,12 +35,12 @@ class SampleTargets:
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """What the decoder and the sampler get for one step.
+    """The inputs of the decoder and the sampler for one step.
 
-    input_ids int64 [num_tokens], negative (has_pending) where the last token of row -id - 1 is on the device only.
-    sample_indices: the rows among the hidden states that are sampled (None where they are these rows in order).
-    rows, starts, ends: per sequence that computes tokens its row in the batch, the position of the first of these
-    tokens, and where they end among those of the step.
+    input_ids int64 [num_tokens]: a negative id (has_pending) stands for the last token of row -id - 1, which is on the
+    device only. sample_indices: the rows of the hidden states to sample; None if these are all rows in order. rows,
+    starts, ends: for each sequence that computes tokens, its row in the batch, the position of its first such token,
+    and the end of its tokens among those of the step.
     """
 
     input_ids: Tensor
@@ -55,8 +56,8 @@ class StepInputs:
 class InputBatch:
     """Rows of host arrays, one per live sequence.
 
-    `token_ids` int32 [max_num_seqs, max_model_len + 1] holds known tokens, those that the Worker sampled itself
-    included; `block_table` int32 [max_num_seqs, max_blocks]. Pages of rows that were never used cost no memory.
+    `token_ids` int32 [max_num_seqs, max_model_len + 1] holds the known tokens, also those that the Worker sampled;
+    `block_table` int32 [max_num_seqs, max_blocks]. Pages of rows that were never used take no memory.
     """
 
     def __init__(
@@ -69,20 +70,21 @@ class InputBatch:
         self.max_model_len = max_model_len
         self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), np.int32)
         self.block_table = np.zeros((max_num_seqs, max_blocks), np.int32)
-        self.num_tokens = np.zeros(max_num_seqs, np.int64)  # known
+        self.num_tokens = np.zeros(max_num_seqs, np.int64)  # known tokens
         self.num_computed = np.zeros(max_num_seqs, np.int64)
         self.num_prompt = np.zeros(max_num_seqs, np.int64)
         self.num_blocks = np.zeros(max_num_seqs, np.int64)
         self.seq_ids = np.full(max_num_seqs, -1, np.int64)
-        self.parent_row = np.full(max_num_seqs, -1, np.int64)  # of a fork: the row that computes for it
+        self.parent_row = np.full(max_num_seqs, -1, np.int64)  # for a fork, the row that computes its logits
         self.row_of: dict[int, int] = {}
-        # Entries of the block table (row * max_blocks + index) that changed, for a device that keeps a copy.
+        # Changed entries of the block table (row * max_blocks + index), for a device with a copy of the table; None: no
+        # copy.
         self.changed_cells: list[int] | None = None
-        self._decodes: tuple[list[int], IntArray] | None = None  # of the last step, and their rows
+        self._decodes: tuple[list[int], IntArray] | None = None  # decodes of the last step, and their rows
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
 
     def add(self, new: NewSequence) -> int:
-        """Give a sequence a row, which is returned. EngineError if the Driver sent what cannot be held."""
+        """Give a sequence a row and return it. EngineError if the Worker cannot hold the sequence."""
         if new.seq_id in self.row_of:
             raise EngineError(f"sequence {new.seq_id} was sent as new while it is live")
         if not self._free_rows:
@@ -103,7 +105,7 @@ class InputBatch:
         return row
 
     def remove(self, seq_id: int) -> int | None:
-        """Free a row and return it. An unknown id is fine: a sequence may be removed before it reached the Worker."""
+        """Free a row and return it; None for an unknown id: a sequence may be removed before it reached the Worker."""
         row = self.row_of.pop(seq_id, None)
         if row is not None:
             self._decodes = None
@@ -112,16 +114,16 @@ class InputBatch:
         return row
 
     def replace_last_block(self, seq_id: int, block_id: int) -> None:
-        """Copy-on-write: what the sequence writes next goes to `block_id`."""
+        """Copy-on-write: the sequence writes to `block_id` from here on, in place of its last block."""
         row = self.row_of[seq_id]
         self._set_blocks(row, int(self.num_blocks[row]) - 1, [block_id])
 
     def fill_decodes(
         self, decodes: list[int], blocks: list[int], buffers: DecodeBuffers, arrays: DecodeInputs[IntArray]
     ) -> SampleTargets:
-        """As `build`, for a step of decodes alone that goes through DecodeBuffers."""
+        """`build` for a step of decodes alone, whose inputs go into the arrays of DecodeBuffers."""
         before = self._decodes
-        rows = self._take_decodes(decodes, blocks)
+        rows = self._decode_rows(decodes, blocks)
         n = len(rows)
         computed = self.num_computed[rows]
         seq_lens = computed + 1
@@ -132,7 +134,7 @@ class InputBatch:
         places, offsets = np.divmod(computed, self.block_size)
         slots = self.block_table[rows, places] * self._slots_per_block
         arrays.slots[:n] = np.add(slots, offsets, out=slots)
-        if self._decodes is before:  # all were sampled by the step before, on the device
+        if self._decodes is before:  # the step before sampled all of these tokens on the device
             arrays.sources[:n] = rows
         else:
             arrays.input_ids[:n] = input_ids = self.token_ids[rows, computed]
@@ -156,13 +158,12 @@ class InputBatch:
         *,
         every_row: bool = False,
     ) -> StepInputs:
-        """The inputs of a step, rows of one token first, and count its tokens as computed and as sampled.
+        """The inputs of a step, sequences with one token first; counts its tokens as computed and as sampled.
 
-        `decodes`, `blocks` and `chunks` as in StepPlan. With every_row the hidden states of all rows are wanted, and
-        not of those alone that are sampled. A sampled token's place holds its stand-in until
-        `store_tokens`.
+        `decodes`, `blocks` and `chunks` are those of StepPlan. every_row asks for the hidden states of all rows, not of
+        the sampled rows alone. The place of a sampled token holds a placeholder until `store_tokens`.
         """
-        rows, counts, samples = self._take_steps(self._take_decodes(decodes, blocks), chunks)
+        rows, counts, samples = self._step_rows(self._decode_rows(decodes, blocks), chunks)
         self._decodes = None
         if chunks:
             order = np.argsort(np.where(counts == 0, 2, counts > 1), kind="stable")  # decodes, prefills, forks
@@ -215,16 +216,18 @@ class InputBatch:
         self._advance(rows, seq_lens, sample_rows)
         return inputs
 
-    def store_tokens(self, sampled: SampleTargets, token_ids: IntArray) -> None:
-        """The values of a step's sampled tokens, once the host knows them; skips sequences removed meanwhile."""
-        live = self.seq_ids[sampled.rows] == sampled.seq_ids
-        self.token_ids[sampled.rows[live], sampled.positions[live]] = token_ids[live]
+    def store_tokens(self, targets: SampleTargets, token_ids: IntArray) -> None:
+        """Enter the sampled tokens of a step once the host knows them; skips sequences removed meanwhile."""
+        live = self.seq_ids[targets.rows] == targets.seq_ids
+        self.token_ids[targets.rows[live], targets.positions[live]] = token_ids[live]
 
     def _outputs(
         self, rows: IntArray, ends: IntArray, seq_lens: IntArray, sampled: IntArray, widest: int, buffer: StepBuffer
     ) -> OutputRows | None:
-        """The last tokens of `sampled`; None where that is every token. No step is without: one that samples nothing
-        names one, of which nothing is read."""
+        """The output rows: the last tokens of `sampled`; None if these are all tokens of the step.
+
+        A step that samples nothing has one output row too, whose result nothing reads.
+        """
         if len(sampled) == ends[-1]:
             return None
         wanted = sampled if len(sampled) else np.zeros(1, np.int64)
@@ -234,16 +237,16 @@ class InputBatch:
             seq_lens=buffer.put(seq_lens[wanted].astype(np.int32)),
         )
 
-    def _take_decodes(self, decodes: list[int], blocks: list[int]) -> IntArray:
-        """Their rows, and new blocks into these."""
+    def _decode_rows(self, decodes: list[int], blocks: list[int]) -> IntArray:
+        """The rows of `decodes`; also enters their new blocks, pairs of sequence id and block id."""
         row_of = self.row_of
         for seq_id, block_id in zip(blocks[::2], blocks[1::2], strict=True):
             self._append_blocks(row_of[seq_id], [block_id])
-        if self._decodes is None or self._decodes[0] != decodes:  # seldom: most steps repeat the one before
+        if self._decodes is None or self._decodes[0] != decodes:  # rare: decodes mostly repeat
             self._decodes = decodes, np.fromiter(map(row_of.__getitem__, decodes), np.int64, len(decodes))
         return self._decodes[1]
 
-    def _take_steps(self, decodes: IntArray, chunks: Sequence[SequenceStep]) -> tuple[IntArray, IntArray, IntArray]:
+    def _step_rows(self, decodes: IntArray, chunks: Sequence[SequenceStep]) -> tuple[IntArray, IntArray, IntArray]:
         if not chunks:
             return decodes, np.ones(len(decodes), np.int64), np.ones(len(decodes), np.bool_)
         rows = np.concatenate([decodes, np.empty(len(chunks), np.int64)])
@@ -258,7 +261,7 @@ class InputBatch:
         return rows, counts, samples
 
     def _parents(self, rows: IntArray, samples: IntArray, forks: IntArray) -> IntArray:
-        """Where in `rows`, those that compute, the parent of each fork stands."""
+        """The index in `rows` (the rows that compute) of the parent of each fork."""
         place = np.full(len(self.num_tokens), -1, np.int64)
         place[rows] = np.arange(len(rows))
         parents = place[self.parent_row[forks]]
@@ -285,7 +288,7 @@ class InputBatch:
             raise EngineError(NO_BLOCK)
 
     def _check(self, rows: IntArray, seq_lens: IntArray, samples: IntArray) -> None:
-        """A Driver and a Worker that disagree would write into foreign blocks: stop instead."""
+        """EngineError if plan and Worker disagree: going on would write into blocks of other sequences."""
         if (seq_lens > self.num_tokens[rows]).any() or ((seq_lens == self.num_tokens[rows]) != samples).any():
             raise EngineError(DISAGREE)
         if (seq_lens > self.num_blocks[rows] * self.block_size).any():

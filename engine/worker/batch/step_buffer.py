@@ -1,4 +1,4 @@
-"""StepBuffer."""
+"""StepBuffer: uploads the small host arrays of a step in one copy."""
 
 from typing import Any
 
@@ -11,18 +11,18 @@ from engine.worker.device.host import StepLimits
 from engine.worker.device.queue import DeviceQueue, Mark
 
 BUFFERED_STEPS = 2  # the device works on one step while the host prepares the next
-ALIGNMENT = 16  # bytes: what vector loads like, and any dtype may start at
+ALIGNMENT = 16  # bytes: suits vector loads and every dtype
 
 
 IntArray = npt.NDArray[Any]
 
 
 class StepBuffer:
-    """Moves the small host arrays of one step to the device: `put` some, `upload`, launch what reads them, and again.
+    """Moves the small host arrays of one step to the device: `put` some, `upload`, launch the work that reads them.
 
     The tensors that `put` returns are valid after `upload`. On a CPU (no queue) they are the arrays themselves. On a
-    GPU they lie in one buffer that is filled in place and copied as a whole; there are as many such buffers as steps in
-    flight, so that none is written while its copy may still be under way.
+    GPU they are parts of one buffer, which is filled on the host and copied as a whole. There are as many host buffers
+    as steps in flight, so that no buffer is written while its copy may still be under way.
     """
 
     def __init__(self, num_bytes: int, queue: DeviceQueue | None) -> None:
@@ -35,7 +35,7 @@ class StepBuffer:
             self._target = torch.empty(num_bytes, dtype=torch.uint8, device=queue.device)
 
     def start(self) -> None:
-        """Begin a step: forget the arrays of the one before the last."""
+        """Begin a step; the arrays of the step before the last are given up."""
         self._used = self._uploaded = 0
         if self._queue is not None:
             self._turn = (self._turn + 1) % BUFFERED_STEPS
@@ -49,7 +49,7 @@ class StepBuffer:
         if self._queue is None:
             return host
         end = self._used + array.nbytes
-        if end > self._target.numel():  # a giant logit_bias, say: slower, never wrong
+        if end > self._target.numel():  # e.g. a giant logit_bias: slower, but correct
             return self._queue.run(lambda: host.to(self._target.device, copy=True))
         self._hosts[self._turn][self._used : end].view(host.dtype).copy_(host.view(-1))
         tensor = self._target[self._used : end].view(host.dtype).view(host.shape)
@@ -67,7 +67,7 @@ class StepBuffer:
 
 
 def step_buffer_bytes(limits: StepLimits, max_model_len: int, block_size: int) -> int:
-    """Room for all arrays of the largest step: ids, positions, slots, rows that are scored and their ids; block tables,
-    also of the output rows; some 200 bytes per row sampled."""
+    """Bytes of all arrays of the largest step: ids, positions, slots, scored rows and their ids; block tables, also
+    those of output rows; some 200 bytes per sampled row."""
     max_blocks = -(-max_model_len // block_size)
     return 40 * limits.max_num_batched_tokens + limits.max_num_seqs * (8 * max_blocks + 256) + 4096

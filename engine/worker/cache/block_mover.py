@@ -1,17 +1,17 @@
-"""How KV blocks travel between the pool and the slots of the host tier: at once on a CPU, beside the steps on a GPU.
+"""Moves KV blocks between the pool and the slots of the host tier: at once on a CPU, beside the steps on a GPU.
 
-On a GPU nobody waits for the link to host memory but who must. There are two streams for copies, one each way, and
-staging buffers between them and the compute stream:
+On a GPU, only a step that reads a loaded block waits for its transfer. There are two streams for copies, one per
+direction, and staging buffers between them and the compute stream:
 
     offload: pool --pack kernel, compute stream--> staging --copies, stream out--> slots
     load:    slots --copies, stream in--> staging --unpack kernel, compute stream--> pool
 
-The pool is touched by the compute stream alone, slots by the copies alone. So a step that writes over a block comes
-after the kernel that packed it, at the speed of device memory; copies for a step begin while the one before it still
-computes; and the step that reads a loaded block is the only one that waits for it. Events keep the rest in order:
-staging is filled again only when what it held has left, and a slot is read only after the copy that fills it. (It is
-written after the copies that read it: what is packed later was packed after the compute stream had waited for these.)
-Recorded graphs are replayed on the compute stream and never see any of this.
+Only the compute stream touches the pool, and only the copies touch slots. So a step that overwrites a block runs after
+the kernel that packed it, at the speed of device memory; and the copies for a step start while the previous step
+computes. Events keep the rest in order: a staging buffer is filled again only after its content was read, and a slot is
+read only after the copy that fills it. (A slot is also written only after the copies that read it: the compute stream
+waited for those copies before it packed the new content.) Recorded graphs are replayed on the compute stream,
+unaffected by this.
 """
 
 from collections.abc import Iterator
@@ -27,24 +27,24 @@ from engine.worker.cache.kv_cache import staging_sizes
 from engine.worker.device.queue import CopyQueue, DeviceQueue, Mark
 from kernels.cache.copy_blocks import BlockCopier
 
-BLOCKS_PER_COPY = 64  # bounds what packing takes on a CPU
+BLOCKS_PER_COPY = 64  # bounds the memory of packing on a CPU
 
 
 class BlockMover(Protocol):
-    """Moves are queued in the order of the plans. `blocks` int64 [n] on the device are the block ids of `moves`."""
+    """Queues moves in the order of the plans. `blocks` int64 [n] on the device are the block ids of `moves`."""
 
     def offload(self, moves: list[BlockMove], blocks: Tensor) -> None:
-        """Blocks of the pool, as what was queued before leaves them, to slots."""
+        """Copy blocks of the pool to slots, after all work queued before."""
 
     def load(self, moves: list[BlockMove], blocks: Tensor) -> None:
-        """Slots to blocks of the pool, before what is queued next."""
+        """Copy slots to blocks of the pool, before any work queued later."""
 
     def mark(self) -> Mark | None:
-        """Waits for the copies asked for so far, from and to slots; None: they are done."""
+        """A mark behind all copies from and to slots so far; None: they are done."""
 
 
 class DirectMover:
-    """On a CPU: block after block, there and then. slots uint8 [num_slots, block_bytes]."""
+    """The mover of a CPU: copies block after block, at once. slots uint8 [num_slots, block_bytes]."""
 
     def __init__(self, copier: BlockCopier, slots: Tensor) -> None:
         self._copier, self._slots = copier, slots
@@ -66,21 +66,22 @@ class DirectMover:
 
 
 class StreamMover:
-    """On a GPU, as above. slots uint8 [num_slots, block_bytes] is pinned; kv_cache.staging_sizes are on the device.
+    """The mover of a GPU, see the top of this file. slots uint8 [num_slots, block_bytes] are pinned; the staging
+    buffers (kv_cache.staging_sizes) are on the device.
 
-    Blocks whose slots lie side by side cross in one copy: moves should come in the order of their slots.
+    Blocks with neighbouring slots cross in one copy, so moves should be in the order of their slots.
     """
 
     def __init__(self, copier: BlockCopier, slots: Tensor, queue: DeviceQueue) -> None:
         self._copier, self._slots, self._queue = copier, slots, queue
         self._out, self._in = (_Lane(queue, len(slots), copier.block_bytes) for _ in range(2))
         self._num_copies = 0
-        self._filled: dict[int, tuple[int, Mark]] = {}  # by slot: the copy that fills it; later ones are higher
+        self._filled: dict[int, tuple[int, Mark]] = {}  # slot -> (number of the copy that fills it, its mark)
 
     def offload(self, moves: list[BlockMove], blocks: Tensor) -> None:
         lane = self._out
         for part, ids in _parts(moves, blocks, lane.blocks_per_copy):
-            staging = lane.take(len(part), self._queue)
+            staging = lane.next_buffer(len(part), self._queue)
             self._queue.run(partial(self._copier.pack, ids, staging))
             lane.queue.after(self._queue.mark())
             for slots, rows in _runs(part):
@@ -93,7 +94,7 @@ class StreamMover:
     def load(self, moves: list[BlockMove], blocks: Tensor) -> None:
         lane = self._in
         for part, ids in _parts(moves, blocks, lane.blocks_per_copy):
-            staging = lane.take(len(part), lane.queue)
+            staging = lane.next_buffer(len(part), lane.queue)
             fills = [self._filled[move.slot] for move in part if move.slot in self._filled]
             if fills:
                 lane.queue.after(max(fills, key=itemgetter(0))[1])
@@ -108,7 +109,7 @@ class StreamMover:
 
 
 class _Lane:
-    """One way of the link: its stream, and its staging buffers in turn."""
+    """One direction of the link: its stream, and its staging buffers, used in turn."""
 
     def __init__(self, queue: DeviceQueue, num_slots: int, block_bytes: int) -> None:
         self.queue: CopyQueue = queue.copy_queue()
@@ -118,20 +119,20 @@ class _Lane:
         self._free: list[Mark | None] = [None] * num_buffers
         self._turn = -1
 
-    def take(self, num_blocks: int, writer: CopyQueue) -> Tensor:
-        """The next buffer uint8 [num_blocks, block_bytes]; `writer` waits until what it held has been read."""
+    def next_buffer(self, num_blocks: int, writer: CopyQueue) -> Tensor:
+        """The next buffer, uint8 [num_blocks, block_bytes]; `writer` waits until its old content was read."""
         self._turn = (self._turn + 1) % len(self._free)
         if (free := self._free[self._turn]) is not None:
             writer.after(free)
         return self._staging[self._turn, :num_blocks]
 
     def release(self, free: Mark) -> None:
-        """What was put into the buffer that was taken last has been read when `free` is reached."""
+        """Mark the last buffer taken as free once `free` is reached: its content was read by then."""
         self._free[self._turn] = free
 
 
 class _Both:
-    """Two marks as one."""
+    """Several marks as one mark."""
 
     def __init__(self, *marks: Mark) -> None:
         self._marks = marks
@@ -150,7 +151,7 @@ def _parts(moves: list[BlockMove], blocks: Tensor, size: int) -> Iterator[tuple[
 
 
 def _runs(moves: list[BlockMove]) -> Iterator[tuple[slice, slice]]:
-    """(slots, places in `moves`) of the longest runs of slots that follow each other."""
+    """Yields (slots, places in `moves`) of the longest runs of consecutive slots."""
     start = 0
     for i in range(1, len(moves) + 1):
         if i == len(moves) or moves[i].slot != moves[i - 1].slot + 1:

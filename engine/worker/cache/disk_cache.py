@@ -1,8 +1,9 @@
-"""DiskCache: KV blocks in one file, which outlives the server. A lost, torn or foreign block is a miss, never an error.
+"""DiskCache: KV blocks in one file that outlives the server. A lost, torn or foreign block is a miss, never an error.
 
-The file is a header and equal slots of a quota. A slot begins with the digest of its block's key and a checksum over
-digest and content, written in one call with the content: whatever a crash leaves there, half of the old and half of the
-new, does not match its checksum. Nothing is flushed for a crash of the machine; what that loses is a miss too.
+The file has a header and slots of equal size, as many as the quota allows. A slot starts with the digest of its block's
+key and a checksum over digest and content. One call writes them with the content, so the mixture of old and new bytes
+that a crash may leave does not match its checksum. The file is not flushed against a crash of the machine: a block lost
+that way is a miss too.
 """
 
 import contextlib
@@ -30,15 +31,16 @@ MAGIC = b"pageserve kv 1\0\0"
 FILE_HEADER = struct.Struct("<16sQ32s")  # magic, block_bytes, model identity
 DATA_START = 4096
 SLOT_HEADER = struct.Struct("<32s16sQ8x")  # digest, checksum, age
-MAX_AGE = 1 << 62  # writes; a greater number is damage (erased flash reads as ones), and could not be counted on
+MAX_AGE = 1 << 62  # counted in writes; a greater number is damage: erased flash reads as ones
 MAX_QUEUED_WRITES = 64
 
 
 class BlockFile:
-    """The file: which slot holds which digest, the least recently written first to go. For one thread at a time."""
+    """The file: which slot holds which digest. The least recently written block is overwritten first. Not
+    thread-safe."""
 
     def __init__(self, folder: Path, quota: int, block_bytes: int, identity: bytes) -> None:
-        """Raises ConfigError where the folder cannot be used, or is used by another server."""
+        """Raises ConfigError if the folder cannot be used, or if another server uses it."""
         self.block_bytes = block_bytes
         self._slot_bytes = SLOT_HEADER.size + block_bytes
         self._num_slots = max(0, quota - DATA_START) // self._slot_bytes
@@ -47,14 +49,14 @@ class BlockFile:
                 f"disk_cache_size: {quota} bytes do not hold one block of {block_bytes} bytes; give it more."
             )
         self._fd = _open_locked(folder)
-        self._slots: dict[bytes, int] = {}  # in the order of writing
+        self._slots: dict[bytes, int] = {}  # digest -> slot, in the order of writing
         self._age = 0
         header = FILE_HEADER.pack(MAGIC, block_bytes, identity)
         if self._begins_with(header):
             self._read_slots()
         else:
             self._begin_anew(header)
-        with contextlib.suppress(OSError):  # what a larger quota left behind
+        with contextlib.suppress(OSError):  # cut the slots of an earlier, larger quota
             if os.fstat(self._fd).st_size > (size := self._offset(self._num_slots)):
                 os.ftruncate(self._fd, size)
         used = set(self._slots.values())
@@ -64,7 +66,7 @@ class BlockFile:
         return list(self._slots)
 
     def store(self, digest: bytes, content: bytes) -> None:
-        """Keep a block, in place of an older one of its digest. Raises OSError where the disk does not take it."""
+        """Write a block, in place of an older block with its digest. Raises OSError if the disk refuses it."""
         if digest in self._slots:
             slot = self._slots.pop(digest)
         elif self._free:
@@ -84,7 +86,7 @@ class BlockFile:
             self._free.append(slot)
 
     def load(self, digest: bytes) -> bytes | None:
-        """The block's content, checked; None where it is not there or not what was written."""
+        """The checked content of a block; None if it is missing or damaged."""
         slot = self._slots.get(digest)
         if slot is None:
             return None
@@ -102,7 +104,7 @@ class BlockFile:
         os.close(self._fd)
 
     def _begins_with(self, header: bytes) -> bool:
-        with contextlib.suppress(OSError):  # what cannot be read is as good as not there
+        with contextlib.suppress(OSError):  # an unreadable header counts as missing
             return os.pread(self._fd, len(header), 0) == header
         return False
 
@@ -110,14 +112,14 @@ class BlockFile:
         try:
             os.ftruncate(self._fd, 0)
             os.pwrite(self._fd, header, 0)
-        except OSError as error:  # a broken or full disk must not keep a Worker from starting
+        except OSError as error:  # a broken or full disk must not stop a Worker from starting
             logger.warning("disk_cache: the file cannot be begun (%s); nothing will outlive the server", error.strerror)
 
     def _offset(self, slot: int) -> int:
         return DATA_START + slot * self._slot_bytes
 
     def _read_slots(self) -> None:
-        """The digests that the file claims to hold; contents are checked when they are loaded."""
+        """Read the digests that the file claims to hold; loading a block checks its content."""
         num_slots = min(self._num_slots, max(0, os.fstat(self._fd).st_size - DATA_START) // self._slot_bytes)
         found = []
         for slot in range(num_slots):
@@ -133,33 +135,33 @@ class BlockFile:
 
 
 class DiskCache:
-    """BlockFile behind a thread of its own: nobody waits for the disk but who asked to.
+    """A BlockFile with its own thread, so that no step waits for the disk.
 
-    Reads go before writes. A write that finds too many others waiting is dropped: the block was not kept, that is all.
+    Reads go before writes. A write that finds too many writes waiting is dropped: its block is not kept.
     """
 
     def __init__(self, file: BlockFile) -> None:
-        self.digests = file.digests()  # of the blocks that the file claimed to hold at the start, the oldest first
+        self.digests = file.digests()  # claimed by the file when it was opened, the oldest first
         self._file = file
         self._tasks: queue.PriorityQueue[tuple[int, int, Callable[[], None]]] = queue.PriorityQueue()
         self._num_tasks = 0
-        self._num_asked = 0  # writes, counted by the caller
-        self._num_done = 0  # and by the thread
+        self._num_asked = 0  # writes queued, counted by the caller
+        self._num_done = 0  # writes done, counted by the thread
         self._thread = threading.Thread(target=self._run, name="disk-cache", daemon=True)
         self._thread.start()
 
     def store(self, digest: bytes, content: bytes, *, must: bool = False) -> None:
-        """Queue a block to be kept; `must` never drops it."""
+        """Queue a block to be written; with `must` it is never dropped."""
         if must or self._num_asked - self._num_done < MAX_QUEUED_WRITES:
             self._num_asked += 1
             self._put(1, lambda: self._store(digest, content))
 
     def load(self, digests: list[bytes], done: Callable[[list[bytes]], None]) -> None:
-        """Read a chain of blocks up to the first that is missing; `done` gets their contents, in the thread."""
+        """Read a chain of blocks up to the first missing one; the thread calls `done` with their contents."""
         self._put(0, lambda: done(self._load(digests)))
 
     def flush(self) -> None:
-        """Wait until what was queued is written."""
+        """Wait until all queued blocks are written."""
         done = threading.Event()
         self._put(2, done.set)
         done.wait()
@@ -173,7 +175,7 @@ class DiskCache:
             task = self._tasks.get()[2]
             try:
                 task()
-            except Exception:  # without its thread nothing would be read again, and whoever waits for it would wait
+            except Exception:  # a dead thread would serve no later read, and requests would wait forever
                 logger.exception("a task of the disk cache failed")
 
     def _store(self, digest: bytes, content: bytes) -> None:
@@ -209,11 +211,11 @@ def block_identity(model_identity: bytes, model: ModelConfig, max_model_len: int
 
 
 def _open_locked(folder: Path) -> int:
-    """The file, locked for us. It is written over from its start: nothing but a file of ours may be there."""
+    """Open and lock the file. It gets overwritten from its start, so any other kind of file is refused."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a named pipe: do not wait
-        fd = os.open(folder / FILE_NAME, flags, 0o600)  # it tells what was asked
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # NONBLOCK: for named pipes
+        fd = os.open(folder / FILE_NAME, flags, 0o600)  # the file reveals prompts
     except OSError as error:
         reason = f"{FILE_NAME} there is a link" if error.errno == errno.ELOOP else error.strerror
         raise ConfigError(f"disk_cache: cannot use {str(folder)!r} ({reason}); name another folder.") from None

@@ -1,4 +1,4 @@
-"""HostCache: the memory of the host tier (engine/memory/host_tier.py), and what moving a block costs."""
+"""HostCache: the memory of the host tier (engine/memory/host_tier.py) and the cost of moving a block."""
 
 import time
 from collections import deque
@@ -19,7 +19,7 @@ from kernels.cache.copy_blocks import BlockCopier
 
 
 class HostCache:
-    """uint8 [num_slots, block_bytes], pinned where the device is a GPU. Moves are queued in the order of the plans."""
+    """Slots uint8 [num_slots, block_bytes], pinned for a GPU. Moves are queued in the order of the plans."""
 
     def __init__(
         self,
@@ -31,8 +31,8 @@ class HostCache:
     ) -> None:
         """A GPU has a `queue`."""
         self._disk = disk
-        self._digests: dict[int, bytes] = {}  # by slot: what shall go to the disk
-        self._to_keep: deque[tuple[Mark | None, list[BlockMove]]] = deque()  # once its copies are done
+        self._digests: dict[int, bytes] = {}  # slot -> digest of the block to write to the disk
+        self._to_keep: deque[tuple[Mark | None, list[BlockMove]]] = deque()  # for the disk, after Mark
         self.num_slots = num_slots
         self.copier = copier
         self._device = device
@@ -56,20 +56,22 @@ class HostCache:
         return [] if self._disk is None else self._disk.digests
 
     def offload(self, moves: list[BlockMove], blocks: Tensor) -> None:
-        """Blocks of the pool, whose ids are also in `blocks` int64 [n] on the device, to slots; `keep` once the step is
-        done. Quickest in the order of the slots.
+        """Copy blocks of the pool to slots; call `keep` once the step is done. Fastest in the order of the slots.
+
+        `blocks` int64 [n] on the device are the block ids of `moves`.
         """
         self._digests.update({move.slot: move.digest for move in moves})
         self._mover.offload(moves, blocks)
 
     def load(self, moves: list[BlockMove], blocks: Tensor) -> None:
-        """Slots to blocks of the pool, whose ids are also in `blocks`."""
+        """Copy slots to blocks of the pool; `blocks` int64 [n] on the device are the block ids of `moves`."""
         self._mover.load(moves, blocks)
 
     def keep(self, moves: list[BlockMove], *, flush: bool = False) -> None:
-        """Hand offloaded blocks to the disk tier, unless their slots were given out again; `flush` waits for it.
+        """Hand offloaded blocks to the disk tier, except those whose slots were reused since.
 
-        Without that nothing is waited for: what is still on its way is handed over by a later call.
+        `flush` waits until the disk has them. Without it the call does not wait: a later call hands over blocks whose
+        copies are still under way.
         """
         if self._disk is None:
             return
@@ -89,11 +91,11 @@ class HostCache:
             self._disk.flush()
 
     def fetch(self, request: FetchBlocks, send: Callable[[FetchedBlocks], None]) -> None:
-        """Read blocks from the disk into slots that no later plan touches until `send`, from a thread, says how many.
+        """Read blocks from the disk into slots. A thread then tells `send` how many; until then no plan uses the slots.
 
-        Plans before may still copy from or to these slots: the thread waits for what is queued now.
+        Earlier plans may still copy from or to these slots: the thread waits for all moves queued so far.
         """
-        for slot in request.slots:  # what a step under way put there must not be kept under its digest after this
+        for slot in request.slots:  # the disk tier must not keep the slot's old block from here on
             self._digests.pop(slot, None)
         queued = self._mover.mark()
 
@@ -110,11 +112,11 @@ class HostCache:
             self._disk.load(request.digests, done)
 
     def measure_load(self, num_blocks: int) -> float:
-        """Seconds to load that many blocks, the median of three; writes over the first blocks of the pool."""
+        """Seconds to load `num_blocks` blocks, the median of three. Writes over the first blocks of the pool."""
         moves = [BlockMove(i, i) for i in range(num_blocks)]
         blocks = torch.arange(num_blocks, device=self._device)
         seconds = []
-        for _ in range(4):  # the first one compiles and touches the pages
+        for _ in range(4):  # the first round compiles kernels and touches the pages
             self.offload(moves[:1], blocks[:1])
             self.synchronize()
             started = time.perf_counter()
@@ -124,7 +126,7 @@ class HostCache:
         return sorted(seconds[1:])[1]
 
     def synchronize(self) -> None:
-        """Wait for all moves asked for so far."""
+        """Wait for all moves queued so far."""
         if self._queue is not None:
             self._queue.mark().wait()
         if (queued := self._mover.mark()) is not None:
@@ -153,9 +155,9 @@ def block_copier(kv_caches: list[tuple[Tensor, Tensor]]) -> BlockCopier:
 
 
 def independent_copies(copies: list[BlockCopy]) -> Iterator[list[BlockCopy]]:
-    """Cut into runs that may be copied in any order: in one, no target is a source or a target of another.
+    """Yields runs of copies that may be made in any order: no target of a run is a source or target of another copy.
 
-    Nearly always one run: only where the last holder of a source was preempted in between is it a target as well.
+    Nearly always there is one run. A block is a source and then a target only if its last holder was preempted between.
     """
     run: list[BlockCopy] = []
     sources: set[int] = set()

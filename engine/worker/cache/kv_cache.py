@@ -1,6 +1,6 @@
-"""The KV cache: how many blocks memory holds, the longest sequence that follows from it, and the tensors.
+"""The KV cache: how many blocks fit into memory, the longest sequence that follows, and the tensors.
 
-No torch is needed to size it (`pageserve plan`), only to allocate it.
+Sizing needs no torch (`pageserve plan`), only allocating does.
 """
 
 from dataclasses import dataclass
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-DEFAULT_SHARE_OF_HOST = 4  # a quarter of free memory
+DEFAULT_SHARE_OF_HOST = 4  # the default takes a quarter of free memory
 MAX_DEFAULT_HOST_BYTES = 4 << 30
-MAX_DEFAULT_GPU_BLOCKS = 1 << 18  # a small model on a large card: the Driver keeps an object per block
-# Between a GPU's pool and the host tier (engine/worker/cache/block_mover.py), each way:
-STAGING_BYTES = 32 << 20  # of one buffer: a millisecond on the link, so that its start and end do not count
-STAGING_BUFFERS = 4  # used in turn: as many may be on their way before a step has to wait for the link
+MAX_DEFAULT_GPU_BLOCKS = 1 << 18  # bounds the Driver's memory, an object per block, for a small model on a large card
+# Staging between a GPU's pool and the host tier (engine/worker/cache/block_mover.py), per direction.
+STAGING_BYTES = 32 << 20  # size of a buffer: a millisecond on the link, which hides the latency of a copy
+STAGING_BUFFERS = 4  # copies that may be under way before a step waits for the link
 
 
 class DoesNotFitError(ConfigError):
-    """`reason` says what lacks room; the rest of the message advises a setting to start a server with."""
+    """`reason` names what does not fit; the rest of the message advises a setting that starts the server."""
 
     def __init__(self, reason: str, advice: str) -> None:
         super().__init__(f"{reason} {advice}")
@@ -34,7 +34,7 @@ class DoesNotFitError(ConfigError):
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSize:
-    """num_blocks of block_bytes each (over all layers), and the longest sequence that may be asked for."""
+    """num_blocks blocks of block_bytes each (over all layers), and the longest sequence that is served."""
 
     num_blocks: int
     block_bytes: int
@@ -46,7 +46,8 @@ class KVCacheSize:
 
 
 def resolve_kv_format(config: EngineConfig, model: ModelConfig) -> KVFormat | None:
-    """How keys and values are stored; None: in the model's dtype. ConfigError where the model's heads do not fit."""
+    """The storage format of keys and values; None: the model's dtype. ConfigError if the model's heads do not fit
+    it."""
     kv_format = find_kv_format(config.kv_cache_dtype)
     try:
         if kv_format is not None:
@@ -57,7 +58,7 @@ def resolve_kv_format(config: EngineConfig, model: ModelConfig) -> KVFormat | No
 
 
 def model_max_len(config: EngineConfig, model: ModelConfig) -> int:
-    """The longest sequence in tokens, whatever memory says. ConfigError where the model cannot reach what is asked."""
+    """The longest sequence in tokens, regardless of memory. ConfigError if max_model_len exceeds the model's."""
     longest = model.max_position_embeddings
     if config.max_model_len is None:
         return longest
@@ -72,15 +73,17 @@ def model_max_len(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def most_positions(config: EngineConfig, model: ModelConfig, dtype_bytes: int, budget: int) -> int:
-    """The longest sequence in tokens that a KV cache of at most `budget` bytes could hold, as a bound for tables that
-    have a row for each position: a checkpoint may claim any number of them."""
+    """The longest sequence in tokens that a KV cache of at most `budget` bytes could hold.
+
+    It bounds tables with a row per position, because a checkpoint may claim any number of positions.
+    """
     block_bytes = config.block_size * model.kv_bytes_per_token(dtype_bytes, resolve_kv_format(config, model))
     num_blocks = config.num_blocks or max(0, budget) // block_bytes
     return max(1, min(model_max_len(config, model), num_blocks * config.block_size))
 
 
 def host_cache_bytes(config: EngineConfig, available: int) -> int:
-    """What a KV cache in host memory may take: as asked, else a quarter of what is free, up to 4 GiB."""
+    """Bytes for a KV cache in host memory: kv_cache_memory, else a quarter of free memory, at most 4 GiB."""
     if config.kv_cache_memory is not None:
         asked = parse_size(config.kv_cache_memory)
         assert asked is not None, "EngineConfig checked it"
@@ -95,7 +98,7 @@ def host_cache_bytes(config: EngineConfig, available: int) -> int:
 
 
 def gpu_cache_bytes(utilization: float, total: int, used_by_others: int, weights_and_activations: int) -> int:
-    """What is left of the share of the card that may be used in all; zero or less: nothing fits."""
+    """Bytes left for the KV cache of the usable share of the card; zero or less: no block fits."""
     return int(total * utilization) - used_by_others - weights_and_activations
 
 
@@ -109,11 +112,10 @@ def size_kv_cache(
     max_num_seqs: int,
     on_gpu: bool,
 ) -> KVCacheSize:
-    """Blocks from a budget in bytes (or num_blocks, within what is available), and max_model_len from the blocks.
+    """The number of blocks from `budget` bytes (or from num_blocks, at most `available` bytes), and max_model_len.
 
-    On a CPU a default never takes more than all sequences at their longest could use: memory is shared with others.
-    On a GPU the rest is left to the prefix cache.
-    Raises ConfigError with the nearest settings that fit.
+    On a CPU, which shares memory with other programs, the default is at most what all sequences can use at their
+    longest. On a GPU, further blocks serve the prefix cache. Raises ConfigError with the nearest settings that fit.
     """
     block_bytes = config.block_size * model.kv_bytes_per_token(dtype_bytes, resolve_kv_format(config, model))
     longest = model_max_len(config, model)
@@ -151,18 +153,18 @@ def size_kv_cache(
 
 
 def staging_sizes(num_slots: int, block_bytes: int) -> tuple[int, int]:
-    """(blocks of a buffer, buffers) each way between a GPU and the host tier; no buffer holds more than all slots."""
+    """(blocks per buffer, buffers) per direction between a GPU and the host tier; a buffer holds at most all slots."""
     return max(1, min(num_slots, STAGING_BYTES // block_bytes)), STAGING_BUFFERS if num_slots else 0
 
 
 def staging_bytes(num_slots: int, block_bytes: int) -> int:
-    """What the buffers of both ways take of a GPU's memory."""
+    """Bytes of GPU memory for the staging buffers of both directions."""
     blocks_per_copy, num_buffers = staging_sizes(num_slots, block_bytes)
     return 2 * num_buffers * blocks_per_copy * block_bytes
 
 
 def num_host_blocks(config: EngineConfig, block_bytes: int, available: int) -> int:
-    """Slots of the host tier. ConfigError where `available` bytes of host memory do not hold them."""
+    """Number of slots of the host tier. ConfigError if they exceed `available` bytes of host memory."""
     wanted = int(config.swap_space * 2**30)
     if wanted > available:
         raise ConfigError(
@@ -190,11 +192,11 @@ def allocate_kv_caches(
 ) -> "list[tuple[Tensor, Tensor]]":
     """(k_cache, v_cache) per layer, each [num_blocks, num_kv_heads, block_size, head_dim].
 
-    Quantised, the last axis is a row's bytes and the dtype the format's (kernels/kv_format.py): index b still is all
-    of block b, its scales included.
+    In a quantised cache the last axis is the bytes of a row, and the dtype is the format's (kernels/kv_format.py):
+    index b is still all of block b, scales included.
 
-    On a CPU no page is touched: memory is taken as blocks come into use. On a GPU they are zeros, since a masked
-    element is still multiplied and leftover NaN would spread.
+    On a CPU no page is touched, so blocks take memory when they are first used. On a GPU the tensors are zeros, because
+    kernels multiply masked elements too, and leftover NaN would spread.
     """
     import torch
 

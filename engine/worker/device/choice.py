@@ -1,4 +1,4 @@
-"""Device and dtype: what "auto" means on this machine."""
+"""Chooses device and dtype; resolves "auto" on this machine."""
 
 import logging
 
@@ -14,7 +14,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def resolve_device(name: str) -> torch.device:
-    """ "auto" takes the GPU where there is one. ConfigError for a GPU that is not there."""
+    """The device of a setting; "auto" is the GPU if there is one. ConfigError if a GPU is asked for and missing."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
@@ -23,7 +23,8 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> torch.dtype:
-    """The checkpoint's dtype where the device can compute in it, else the nearest that loses nothing it can avoid."""
+    """The dtype to compute in: the setting, or for "auto" the checkpoint's dtype if the device has native arithmetic
+    for it, else the nearest dtype with native arithmetic."""
     bfloat16, float16 = _fast_dtypes(device)
     if config.dtype == "auto":
         wanted = model.dtype
@@ -42,7 +43,7 @@ def resolve_dtype(config: EngineConfig, model: ModelConfig, device: torch.device
 
 
 def _fast_dtypes(device: torch.device) -> tuple[bool, bool]:
-    """(bfloat16, float16): whether the device computes in them natively."""
+    """(bfloat16, float16): True for each that the device computes in natively."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0), True
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()), False

@@ -1,4 +1,4 @@
-"""What the machine offers: cores and memory, and the step sizes that depend on the kind of device. No torch here."""
+"""Cores and memory of the host, and the step limits of each kind of device. Must be importable without torch."""
 
 import os
 from collections.abc import Iterator
@@ -8,27 +8,28 @@ from pathlib import Path
 from engine.config import EngineConfig
 
 LARGE_GPU_BYTES = 70 << 30
-# How long a thread of libgomp spins before it sleeps. The default, some milliseconds, burns the time slice of the very
-# thread it waits for wherever cores are shared: on 2 cores with 8 runnable processes, 16 steps took 30 s in place of 2.
-# Ten times as much is 5 % faster for one stream of a 90 M model and 10 % slower for a busy server of a small one.
+# Iterations that a waiting thread of libgomp spins before it sleeps. The default spins some milliseconds. On shared
+# cores that uses up the time slice of the thread waited for: on 2 cores with 8 runnable processes, 16 steps took 30 s,
+# now 2 s. Ten times this count is 5 % faster for one stream of a 90 M model and 10 % slower for a busy server of a
+# small model.
 SPIN_COUNT = "2000"
-# oneDNN compiles a linear layer anew for every number of rows, some 0.6 MB each, and keeps 1,024 of them by default, as
-# does torch on top of it: a Worker that has seen every length of prompt is a GiB larger. Compiling takes less than the
-# rows: 3,000 layers of a 90 M model with 600 random lengths took 14.0 s and 1,042 MiB, with 128 kept 13.3 s, 402 MiB.
-# These are 25 numbers of rows of a model with five shapes, enough for a batch that shrinks one by one.
+# oneDNN compiles a linear layer for every number of rows, some 0.6 MB each. oneDNN keeps 1,024 of them by default, and
+# torch as many again: a Worker that has seen prompts of every length grows by a GiB. Compiling takes less time than
+# computing: 3,000 layers of a 90 M model with 600 random lengths took 14.0 s and 1,042 MiB; with 128 kept, 13.3 s and
+# 402 MiB. 128 are 25 numbers of rows of a model with five shapes, enough for a batch that shrinks one by one.
 PRIMITIVES_KEPT = "128"
 
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """Most sequences and most tokens of one step."""
+    """The largest numbers of sequences and of tokens of one step."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
 
 
 def resolve_step_limits(config: EngineConfig, device_type: str, device_bytes: int) -> StepLimits:
-    """The defaults depend on the device: a large GPU needs longer steps to be busy, a CPU shorter ones."""
+    """The settings or their defaults by device: a large GPU needs longer steps to be busy, a CPU shorter ones."""
     max_num_seqs = config.max_num_seqs or (128 if device_type == "cpu" else 256)
     large = device_type == "cuda" and device_bytes >= LARGE_GPU_BYTES
     max_num_batched_tokens = config.max_num_batched_tokens or (8192 if large else 2048)
@@ -36,9 +37,9 @@ def resolve_step_limits(config: EngineConfig, device_type: str, device_bytes: in
 
 
 def set_threads(cpu_threads: int | None) -> int:
-    """Number of threads that torch and numba will use; must be called before either is imported.
+    """Set and return the number of threads of torch and numba. Call before either is imported.
 
-    As asked, else as OMP_NUM_THREADS says, else the cores that this process may use.
+    The number is cpu_threads, else OMP_NUM_THREADS, else the cores that this process may use.
     """
     inherited = os.environ.get("OMP_NUM_THREADS", "")
     threads = cpu_threads or (int(inherited) if inherited.isdigit() and int(inherited) else usable_cores())
@@ -50,13 +51,13 @@ def set_threads(cpu_threads: int | None) -> int:
 
 
 def limit_primitive_caches() -> None:
-    """Keep the memory of a CPU's linear layers flat; must be called before torch is imported."""
-    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):  # oneDNN's own, and torch's
+    """Bound the memory of compiled linear layers on a CPU. Call before torch is imported."""
+    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):  # oneDNN's cache, torch's cache
         os.environ.setdefault(name, PRIMITIVES_KEPT)
 
 
 def usable_cores() -> int:
-    """Cores this process may use: its affinity mask, cut by the CPU quota of its control group."""
+    """Cores that this process may use: its affinity mask, limited by the CPU quota of its control groups."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for folder in cgroup_folders("cpu"):
         quota = _read(folder / "cpu.max") or _read(folder / "cpu.cfs_quota_us")
@@ -68,7 +69,7 @@ def usable_cores() -> int:
 
 
 def available_host_bytes() -> int:
-    """Memory that may still be taken: of the machine, or what is left below a control group's limit."""
+    """Bytes of memory that may still be allocated, by the machine and by the limits of the control groups."""
     fields = dict(line.split(":", 1) for line in _read(Path("/proc/meminfo")).splitlines() if ":" in line)
     available = int(fields["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in fields else 4 << 30
     for folder in cgroup_folders("memory"):
@@ -80,7 +81,7 @@ def available_host_bytes() -> int:
 
 
 def cgroup_folders(controller: str, root: Path = Path("/sys/fs/cgroup")) -> Iterator[Path]:
-    """The control groups, of version 2 or 1, that hold this process, from the innermost up to the root."""
+    """Yields the folders of the control groups (version 2 or 1) of this process, from the innermost to the root."""
     for line in _read(Path("/proc/self/cgroup")).splitlines():
         _, controllers, path = line.split(":", 2)
         names = controllers.split(",")
@@ -94,7 +95,7 @@ def cgroup_folders(controller: str, root: Path = Path("/sys/fs/cgroup")) -> Iter
 
 
 def _reclaimable_bytes(folder: Path) -> int:
-    """File pages that the kernel drops first: they count as used, but are not in the way."""
+    """Bytes of file pages that count as used, but that the kernel drops first."""
     for line in _read(folder / "memory.stat").splitlines():
         name, _, value = line.partition(" ")
         if name in ("inactive_file", "total_inactive_file"):

@@ -1,8 +1,8 @@
-"""DeviceQueue: what the runner asks of a GPU, as little as that can be: memory that the host fills, and work in order.
+"""DeviceQueue: the small interface to a GPU that the runner needs: memory that the host fills, and work in order.
 
-The host runs ahead: whatever is queued here is done later, one after the other, and only `Mark.wait` waits for it. So
-nothing on the path of a step may ask the device for a value; and what the host writes for a step must stay as it is
-until the copy that reads it is done.
+The host runs ahead: queued work runs later, in order, and only `Mark.wait` waits for it. So no code on the path of a
+step may ask the device for a value, and memory that the host wrote for a step must not change until the copy that reads
+it is done.
 """
 
 from collections.abc import Callable
@@ -13,59 +13,61 @@ from torch import Tensor
 
 T = TypeVar("T")
 
-# From here on torch's own pinned memory, rounded up to a power of two, would take far more than was asked for.
+# torch rounds its pinned memory up to a power of two; from this size on that would waste too much.
 LARGE_HOST_BYTES = 64 << 20
-PORTABLE = 1  # cudaHostRegisterPortable, as torch pins
+PORTABLE = 1  # cudaHostRegisterPortable, the flag that torch pins with
 
 
 class Mark(Protocol):
     """A place in the queue."""
 
     def wait(self) -> None:
-        """Until everything before it is done."""
+        """Block until all work before this place is done."""
 
     def done(self) -> bool:
-        """Whether everything before it is done, without waiting."""
+        """True if all work before this place is done. Does not block."""
 
 
 class CopyQueue(Protocol):
-    """A queue of copies alone."""
+    """A queue for copies only."""
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Queue a copy between device memory and `host_bytes`."""
 
     def mark(self) -> Mark:
-        """The place that the queue has reached."""
+        """A mark behind all work queued so far."""
 
     def after(self, mark: Mark) -> None:
-        """What is queued here from now on begins when everything before a place in another queue is done."""
+        """Make work queued here from now on wait for the work before a mark of another queue."""
 
 
 class DeviceQueue(CopyQueue, Protocol):
-    """A device whose work is queued. `replay` of what `capture` returns queues that work again, at next to no cost."""
+    """A device whose work is queued."""
 
     device: torch.device
 
     def host_bytes(self, num_bytes: int) -> Tensor:
-        """uint8 [num_bytes] in host memory that copies may read and write while the host goes on. To be kept until the
-        process ends: much of it is registered with the driver, which is never told that it is gone."""
+        """uint8 [num_bytes] of pinned host memory, which copies read and write while the host goes on.
+
+        The caller must keep it until the process ends: large memory is registered with the driver and never
+        unregistered.
+        """
 
     def copy_queue(self) -> CopyQueue:
-        """Another queue of this device, which goes on beside this one."""
+        """Another queue of this device, which runs concurrently with this one."""
 
     def run(self, work: Callable[[], T]) -> T:
-        """Queue what `work` does with tensors of the device; `work` itself runs at once and returns."""
+        """Call `work` and return its result; what it does with tensors of the device is queued."""
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Record what `work` queues, without doing it, and return what queues it again.
+        """Record the work that `work` queues, without running it; the function returned queues that work again.
 
-        `work` must have run before, must not depend on values, and finds and leaves everything in tensors that stay
-        where they are. All captures share the memory of what they make in between. Raises RuntimeError where the device
-        cannot record it.
+        `work` must have run before, must not depend on values, and must read and write tensors that never move. All
+        captures share one pool for temporary memory. Raises RuntimeError if the device cannot record the work.
         """
 
     def free_bytes(self) -> int:
-        """Memory of the device that nobody has, once the queue is empty."""
+        """Bytes of device memory that no process uses, once the queue is empty."""
 
 
 class CudaMark:
@@ -81,7 +83,7 @@ class CudaMark:
 
 
 class CudaCopyQueue:
-    """A stream of its own, for the copy engines of a CUDA device."""
+    """A separate stream for copies, which the copy engines of a CUDA device run."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -103,7 +105,7 @@ class CudaQueue:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._pool = torch.cuda.graph_pool_handle()
-        # One for all captures, or they could not share the pool.
+        # Captures can share the pool only on the same stream.
         self._capture_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def host_bytes(self, num_bytes: int) -> Tensor:
@@ -138,13 +140,13 @@ class CudaQueue:
         graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.current_stream(self.device)
         try:
-            # thread_local: threads of the disk tier may go on with what they do.
+            # thread_local: other threads, such as the disk tier's, may use CUDA during a capture.
             with torch.cuda.graph(
                 graph, pool=self._pool, stream=self._capture_stream, capture_error_mode="thread_local"
             ):
                 work()
         finally:
-            torch.cuda.set_stream(stream)  # a capture that fails as it ends leaves its own stream as the current one
+            torch.cuda.set_stream(stream)  # a capture that fails at its end leaves its own stream current
         replay: Callable[[], None] = graph.replay
         return replay
 
@@ -155,6 +157,6 @@ class CudaQueue:
 
 
 def _wait_on(stream: "torch.cuda.Stream", mark: Mark) -> None:
-    """The device waits, not the host."""
+    """Make the stream wait for the mark; the host does not wait."""
     assert isinstance(mark, CudaMark), "a mark of another kind of queue"
     stream.wait_event(mark.event)

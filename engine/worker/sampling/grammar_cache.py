@@ -1,4 +1,4 @@
-"""GrammarCache: compiled grammars of this Worker, the ones used last, and a thread that compiles the next."""
+"""GrammarCache: the recently used compiled grammars of this Worker, and a thread that compiles new ones."""
 
 import logging
 import threading
@@ -20,34 +20,35 @@ logger = logging.getLogger(__name__)
 
 
 class GrammarCache:
-    """One thread steps and another prepares; compiling releases the GIL, so the first goes on meanwhile."""
+    """Compiled grammars by StructuredOutput. Thread-safe: the step's thread starts matchers while another compiles,
+    which releases the GIL."""
 
     def __init__(self) -> None:
         self._compiler: Compiler | None = None
-        self._matchers: OrderedDict[StructuredOutput, LLMatcher] = OrderedDict()  # each at its start
-        self._endings: dict[StructuredOutput, Ending] = {}  # of those of JSON
+        self._matchers: OrderedDict[StructuredOutput, LLMatcher] = OrderedDict()  # each matcher at its start
+        self._endings: dict[StructuredOutput, Ending] = {}  # for JSON grammars
         self._numbers: JsonNumbers | None = None
         self._ends: GrammarEnds | None = None
-        self._lock = threading.Lock()  # of the dicts
+        self._lock = threading.Lock()  # guards the dicts
         self._tables = threading.Lock()
         self._thread: ThreadPoolExecutor | None = None
 
     @property
     def num_words(self) -> int:
-        """Of 32 tokens each, in a mask."""
+        """Number of 32-bit words of a mask, one bit per token."""
         return self._loaded().num_words
 
     def set_vocabulary(self, vocabulary: Vocabulary) -> None:
-        """Load it: up to a second for a large one, once in a Worker's life."""
+        """Load the vocabulary, once in a Worker's life; takes up to a second for a large one."""
         self._compiler, self._numbers, self._ends = Compiler(vocabulary), None, None
 
     def prepare(self, message: PrepareGrammar, reply: Callable[[GrammarPrepared], None]) -> None:
-        """Compile in the thread; `reply` is called there."""
+        """Compile a grammar in the thread, which then calls `reply`."""
         self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._thread.submit(self._prepare, message.output, reply)
 
     def start(self, output: StructuredOutput) -> "LLMatcher":
-        """A matcher of its own at the start; compiles where nobody prepared it. Raises GrammarError."""
+        """A new matcher at its start; compiles the grammar if it was not prepared. Raises GrammarError."""
         with self._lock:
             matcher = self._matchers.get(output)
             if matcher is not None:
@@ -55,7 +56,7 @@ class GrammarCache:
         return (matcher or self._compile(output)).deep_copy()
 
     def limits(self, output: StructuredOutput) -> "tuple[JsonNumbers, GrammarEnds, Ending] | None":
-        """What keeps JSON within sense and within its tokens, with what is known of a text at its start."""
+        """The limits of a JSON text: of its numbers, of its length, and the Ending of a new text; None if not JSON."""
         with self._lock:
             ending = self._endings.get(output)
         if ending is None or self._numbers is None or self._ends is None:
@@ -63,7 +64,7 @@ class GrammarCache:
         return self._numbers, self._ends, ending.fresh()
 
     def renew(self, output: StructuredOutput) -> "LLMatcher":
-        """As `start`, but compiled anew: copies of one matcher share the states that they found, and their limit."""
+        """`start` from a new compilation: copies of a matcher share their states and the limit on their number."""
         with self._lock:
             self._matchers.pop(output, None)
         return self.start(output)
@@ -77,7 +78,7 @@ class GrammarCache:
             error = str(problem) or type(problem).__name__
         try:
             reply(GrammarPrepared(output.digest(), error))
-        except OSError:  # the Driver has gone
+        except OSError:  # the Driver is gone
             pass
 
     def _compile(self, output: StructuredOutput) -> "LLMatcher":
@@ -93,7 +94,8 @@ class GrammarCache:
         return matcher
 
     def _begin(self, output: StructuredOutput, matcher: "LLMatcher") -> Ending:
-        """The first time with the tables of the vocabulary, which take some tenths of a second for a large one."""
+        """The Ending of a JSON grammar. The first call makes the vocabulary's tables: tenths of a second for a large
+        one."""
         with self._tables:
             if self._ends is None:
                 compiler = self._loaded()

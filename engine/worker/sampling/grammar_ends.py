@@ -1,14 +1,14 @@
 """GrammarEnds: leads forced JSON to a valid end before its tokens run out.
 
-From some distance on, a row keeps the shortest completion of its text that a search finds: close the string, add what
-the schema still requires with the smallest values, close what is open, end. A token stays allowed while a completion
-behind it fits, so a text that would have ended by itself in time is not changed. Which tokens lead where is tried on
-copies of the matcher, for two of each shape of token (`"` and `",` lead to different places, the letters of words do
-not), and kept while the text goes on within the same string. Where the least that a schema requires does not fit,
-nothing is done: the text is cut.
+Within some distance of the token limit, a row keeps the shortest completion of its text that a search finds: close the
+string, add the values that the schema still requires, as small as possible, close open brackets, end. A token stays
+allowed while a completion behind it fits, so a text that ends by itself in time is not changed. Copies of the matcher
+try where tokens lead, two tokens of each shape (`"` and `",` lead to different states, the letters of words do not);
+the result is kept while the text stays inside the same string. If the shortest text that the schema allows does not
+fit, the mask stays as it is and the text is cut.
 
-The search is greedy. It knows how JSON closes and looks at masks for the rest; for grammars that are no JSON it finds
-nothing, and they are left alone.
+The search is greedy. It knows how JSON closes and reads masks for the rest. For a grammar that is not JSON it finds no
+completion and changes no mask.
 """
 
 import re
@@ -26,27 +26,27 @@ from engine.worker.batch.step_buffer import IntArray
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-# Tokens that one more token may add to the shortest completion: another entry of a list, an optional object. Within
-# that distance of a completion every token is looked at.
+# Tokens that one token may add to the shortest completion: another list entry, an optional object. Every token is
+# checked within this distance of the shortest completion.
 MAX_JUMP = 64
-WINDOW = 192  # tokens left, from where on a completion is looked for; more for schemas that require more
-SHORT_WINDOW = 48  # where there is none at the start: the least may be far too long, or hidden by a pattern
-MAX_COMPLETION = 1024  # tokens of the longest one that is looked for
-# Masks that searches may take, of 5 to 50 us each: counted, not timed, so that the same text always has the same mask.
+WINDOW = 192  # tokens left when the search for a completion starts; more for schemas that require more
+SHORT_WINDOW = 48  # the same if the empty text has no completion: too long, or hidden by a pattern
+MAX_COMPLETION = 1024  # tokens of the longest completion searched for
+# Masks that searches may compute, 5 to 50 us each. Counted, not timed: the same text always gets the same mask.
 MAX_MASKS_IN_STATE, MAX_MASKS = 256, 1 << 14
-UNTRIED = 16  # tokens that one is taken to add for which no masks were left
-MAX_STEP = 3  # tokens of a completion that another token may stand for
-# Processor time for all that is done before one mask, and once for a grammar. Only patterns made to be slow come near.
+UNTRIED = 16  # tokens that an untried token is assumed to add, once no masks are left
+MAX_STEP = 3  # tokens of a completion that a single token may replace
+# Limits of processor time, before one mask and once per grammar. Only patterns made to be slow come near them.
 MAX_SECONDS, MAX_FIRST_SECONDS = 0.06, 0.5
 TOO_SLOW = "to look for an end takes too long"
-PATIENCE = 32  # tokens until a completion is looked for again where none was found
-MAX_TRIES = 64  # of tokens one by one, in one state; what is not tried is taken for the worst of its shape
-FEW = 8  # tokens of one shape that are looked at one by one
+PATIENCE = 32  # tokens until the next search after one that found no completion
+MAX_TRIES = 64  # tokens tried one by one in one state; the others count as the worst of their shape
+FEW = 8  # a shape with at most so many tokens is tried token by token
 NEVER = 1 << 30
 PLAIN = re.compile(r"[^\s\d\"\\\[\]{}:,.+-]+")
 DIGIT = re.compile(r"\d")
 
-# In this order a value is written, or what is open is closed, outside of a string.
+# Outside of a string, in this order: tokens that close brackets, separate, or write a value.
 CLOSERS = re.compile(rb"[\]}]+")
 COMMAS = (b',"', b",")
 COLONS = (b':""', b":0", b":[]", b":{}", b": 0", b':"', b":")
@@ -55,36 +55,37 @@ OPENERS = (b"[", b"{", b"-", b".")
 QUOTE_CLOSERS = re.compile(rb'"[\]}]+')
 QUOTED = re.compile(rb'"[^"\\]+')
 FILLER = re.compile(rb"[a-z]+")
-IN_TEXT = re.compile(rb'[^"\\\x00-\x1f\x7f-\xff]+')  # what a string goes on with
+IN_TEXT = re.compile(rb'[^"\\\x00-\x1f\x7f-\xff]+')  # text inside a string
 SPACE = b" \t\r\n"
 
 
 @dataclass(slots=True)
 class Ending:
-    """What is known of one sequence: `path`, a completion of its text, and how long it is behind some tokens."""
+    """The search state of one sequence. path: a completion of its text; behind: length of the completion behind a
+    token."""
 
-    window: int  # tokens left, from where on there is something to do
-    ends: list[list[int]]  # tokens that end a free text
+    window: int  # limit masks once at most so many tokens are left
+    ends: list[list[int]]  # token sequences that end a free text
     path: list[int] | None = None
     behind: dict[int, int] = field(default_factory=dict)
-    judged: "tuple[bytes, IntArray, IntArray] | None" = None  # a mask, its tokens, what is behind each
-    num_masks: int = 0  # that searches took
-    until: float = 0.0  # of the thread's processor time
+    judged: "tuple[bytes, IntArray, IntArray] | None" = None  # a mask, its tokens, the completion length behind each
+    num_masks: int = 0  # masks that searches computed
+    until: float = 0.0  # deadline in processor time of the thread
 
     def fresh(self) -> "Ending":
-        """The same for another sequence."""
+        """A new state for another sequence of the same grammar."""
         return Ending(self.window, self.ends)
 
 
 class GrammarEnds:
-    """For one vocabulary; shared by all rows."""
+    """The search for one vocabulary; shared by all rows."""
 
     def __init__(self, compiler: Compiler, texts: Sequence[bytes]) -> None:
         self._compiler = compiler
         self._end = compiler.end_token_ids[0]
         self._ids = {text: i for i, text in reversed(list(enumerate(texts))) if text}
         lengths = np.array([0 if text[:1] in SPACE else len(text) for text in texts], np.int32)
-        self._lengths = np.where([not text for text in texts], 1, lengths)  # a special token is taken where it may be
+        self._lengths = np.where([not text for text in texts], 1, lengths)  # 1: special tokens
         self._fillers = np.array([len(text) if FILLER.fullmatch(text) else 0 for text in texts], np.int32)
         self._quoted = np.array([len(text) if QUOTED.fullmatch(text) else 0 for text in texts], np.int32)
         self._closers = self._known(sorted(filter(CLOSERS.fullmatch, self._ids), key=len, reverse=True))
@@ -104,7 +105,7 @@ class GrammarEnds:
         self._works = min(self._quote, self._newline, self._brace, self._bracket) >= 0
 
     def begin(self, matcher: "LLMatcher", ends: Iterable[str]) -> Ending:
-        """For sequences of one grammar, whose matcher is at its start; each is to get a copy."""
+        """The Ending of a grammar, from a matcher at its start. Each sequence gets a copy (`fresh`)."""
         if not self._works:
             return Ending(0, [])
         until = time.thread_time() + MAX_FIRST_SECONDS
@@ -117,13 +118,13 @@ class GrammarEnds:
         return Ending(window, ending.ends)
 
     def limit(self, ending: Ending, matcher: "LLMatcher", words: Words, num_left: int) -> None:
-        """Take out of a mask what leads to no end within `num_left` tokens, the one that it is for among them."""
+        """Remove from a mask the tokens that lead to no end within `num_left` tokens, the masked token included."""
         if num_left > ending.window or matcher.is_stopped():
             return
         ending.until = time.thread_time() + MAX_SECONDS
         try:
             self._limit(ending, matcher, words, num_left)
-        except GrammarError:  # a copy ran into a limit: the text itself may not
+        except GrammarError:  # a copy of the matcher hit a limit; the text itself may not
             ending.window = 0
 
     def _limit(self, ending: Ending, matcher: "LLMatcher", words: Words, num_left: int) -> None:
@@ -132,7 +133,7 @@ class GrammarEnds:
         spare = num_left - len(ending.path)
         if spare > MAX_JUMP or not ending.path:
             return
-        if ending.num_masks > MAX_MASKS:  # a costly grammar: straight to the end, when there is nothing to spare
+        if ending.num_masks > MAX_MASKS:  # a costly grammar: force the completion once no token is left to spare
             if spare == 0:
                 words[:] = 0
                 words[ending.path[0] >> 5] = np.array(1 << (ending.path[0] & 31), np.uint32).view(np.int32)
@@ -146,7 +147,7 @@ class GrammarEnds:
             np.bitwise_and.at(words, banned >> 5, ~(np.uint32(1) << (banned & 31).astype(np.uint32)).view(np.int32))
 
     def _follow(self, ending: Ending, matcher: "LLMatcher", num_left: int) -> bool:
-        """Have a completion of the text as it is now. False where there is none that fits."""
+        """Update the completion to the present text. False if none is found that fits."""
         path = ending.path
         if path is not None:
             if rest := _rest(matcher, path):
@@ -156,7 +157,7 @@ class GrammarEnds:
         ending.behind, ending.judged = {}, None
         ending.path = self._search(matcher.deep_copy(), min(num_left, MAX_COMPLETION), ending)
         if ending.path is None and not self._in_free_text(matcher):
-            ending.window = min(num_left // 2, num_left - PATIENCE)  # it does not fit, or is hidden by a pattern
+            ending.window = min(num_left // 2, num_left - PATIENCE)  # the end does not fit, or a pattern hides it
         return ending.path is not None
 
     def _in_free_text(self, matcher: "LLMatcher") -> bool:
@@ -165,13 +166,14 @@ class GrammarEnds:
         return self._is_text(words) and _allows(words, self._newline)
 
     def _judge(self, ending: Ending, matcher: "LLMatcher", words: Words, num_left: int) -> tuple[IntArray, IntArray]:
-        """The allowed tokens, and how many the shortest completion behind each has; NEVER for more than there may be.
+        """(allowed tokens, length of the shortest completion behind each); NEVER if that exceeds the limit.
 
-        Two of a shape tell of all, if both lead to the same place; few of one shape are tried one by one.
+        If two tokens of a shape have equal lengths, all tokens of the shape count as equal; a small shape is tried
+        token by token.
         """
         assert ending.path
         allowed = self._allowed(words)
-        straight = num_left == len(ending.path) and len(allowed) > MAX_TRIES  # within a text, with nothing to spare
+        straight = num_left == len(ending.path) and len(allowed) > MAX_TRIES  # inside a string, with no token to spare
         until = ending.num_masks + (0 if straight else MAX_MASKS_IN_STATE)
         shapes = (self._shapes_in_text if self._is_text(words) else self._shapes)[allowed]
         order = np.argsort(shapes, kind="stable")
@@ -190,7 +192,7 @@ class GrammarEnds:
         return allowed, behind
 
     def _behind(self, ending: Ending, matcher: "LLMatcher", token: np.int64, num_left: int, until: int) -> int:
-        """Tokens of the shortest completion behind one token; no more is searched for after `until` masks."""
+        """Length of the shortest completion behind one token; an estimate after `until` masks."""
         token_id = int(token)
         if (known := ending.behind.get(token_id)) is not None:
             return known
@@ -206,13 +208,14 @@ class GrammarEnds:
         return found
 
     def _near(self, ending: Ending, matcher: "LLMatcher", token_id: int) -> int | None:
-        """Tokens of a completion behind one token that ends as the one before it does; None where that does not fit."""
+        """Length of a completion behind one token that reuses the known completion's end; None if the matcher refuses
+        it."""
         if token_id in self._compiler.end_token_ids:
             return 0
         path = ending.path or []
         if rest := _rest(matcher, path, [token_id]):
             return len(rest)
-        for end in ending.ends:  # of which the completion may begin with a part
+        for end in ending.ends:  # the completion may already contain a part of `end`
             for first in range(min(len(end), len(path)) + 1):
                 rest = [*end, *path[first:]]
                 if matcher.validate_tokens([token_id, *rest]) == 1 + len(rest):
@@ -220,9 +223,10 @@ class GrammarEnds:
         return None
 
     def _search(self, matcher: "LLMatcher", limit: int, ending: Ending, known: Sequence[int] = ()) -> list[int] | None:
-        """At most `limit` tokens that complete a text, an end-of-sequence token the last, unless it may end anywhere.
+        """At most `limit` tokens that complete a text; None if not found. The last one is an end-of-sequence token,
+        except in a free text, which may end anywhere.
 
-        Moves the matcher. `known`: a completion of a text near this one, which may do for the rest.
+        Moves the matcher. `known`: a completion of a similar text, tried as the rest.
         """
         path: list[int] = []
         words: Words = np.zeros(self._compiler.num_words, np.int32)
@@ -249,8 +253,8 @@ class GrammarEnds:
             path += tokens
 
     def _next(self, matcher: "LLMatcher", words: Words, ends: Sequence[list[int]]) -> list[int]:
-        """What to write to come nearer to the end; nothing where that is not known."""
-        if ends and len(self._allowed(words)) > 2:  # else they are forced, or belong to what is forced
+        """The next tokens on the way to an end; empty if the search knows none."""
+        if ends and len(self._allowed(words)) > 2:  # fewer allowed tokens are forced text
             if end := next((end for end in ends if matcher.validate_tokens(end) == len(end)), []):
                 return end
         if self._is_text(words):
@@ -266,11 +270,11 @@ class GrammarEnds:
                 return found
         if _allows(words, self._quote):
             return self._longest(words, self._quoted, most=FEW) or [self._quote]
-        forced: list[int] = matcher.compute_ff_tokens()  # in the tokens that a text of it commonly has
+        forced: list[int] = matcher.compute_ff_tokens()  # the forced text in its usual tokens
         return forced or _first(words, self._openers) or self._longest(words, self._lengths)
 
     def _longest(self, words: Words, lengths: IntArray, most: int = NEVER) -> list[int]:
-        """The longest of the allowed tokens; nothing where none has a length, or more than `most`."""
+        """The longest allowed token; empty if no token has a length, or more than `most` tokens do."""
         allowed = self._allowed(words)
         found = lengths[allowed]
         if not found.any():
@@ -281,7 +285,7 @@ class GrammarEnds:
         return np.flatnonzero(np.unpackbits(words.view(np.uint8), count=len(self._shapes), bitorder="little"))
 
     def _is_text(self, words: Words) -> bool:
-        """Both of a list's and an object's end may come: they stand within a text."""
+        """True inside a string or a free text: only there both `}` and `]` are allowed."""
         return _allows(words, self._brace) and _allows(words, self._bracket)
 
     def _known(self, texts: Iterable[bytes]) -> list[int]:
@@ -289,7 +293,7 @@ class GrammarEnds:
 
 
 def _rest(matcher: "LLMatcher", path: Sequence[int], before: Sequence[int] = ()) -> list[int]:
-    """What is left of a completion in the matcher's state, behind the tokens `before`; nothing if it does not fit."""
+    """The rest of a completion that the matcher accepts behind the tokens `before`; empty if it accepts none."""
     for first in range(min(MAX_STEP, len(path) - 1), -1, -1):
         rest = [*before, *path[first:]]
         if path and matcher.validate_tokens(rest) == len(rest):
@@ -302,17 +306,18 @@ def _allows(words: Words, token_id: int) -> bool:
 
 
 def _first(words: Words, token_ids: Sequence[int]) -> list[int]:
-    """The first of them that a mask allows."""
+    """The first of `token_ids` that a mask allows, as a list; empty if none is allowed."""
     return next(([token_id] for token_id in token_ids if _allows(words, token_id)), [])
 
 
 def _shape(token_id: int, text: bytes) -> bytes:
-    """Tokens of one shape mostly lead a text of JSON to the same place: its own characters stand for themselves."""
+    """The shape of a token: letters and digits are merged, JSON's own characters stay. Tokens of one shape mostly lead
+    a JSON text to the same state."""
     if not text:
         return b"\xff%d" % token_id
     try:
         return DIGIT.sub("0", PLAIN.sub("a", text.decode())).encode()
-    except UnicodeDecodeError as error:  # part of a character: how many bytes of it are missing counts
+    except UnicodeDecodeError as error:  # part of a character: the shape counts its missing bytes
         lead = text[error.start]
         size = 1 if lead < 0xC0 else 2 if lead < 0xE0 else 3 if lead < 0xF0 else 4
         return b"\xfe%d:%d" % (error.start > 0, size - (len(text) - error.start))

@@ -1,11 +1,11 @@
-"""GrammarRows: which tokens may come next in the sequences that have a structured output.
+"""GrammarRows: computes which tokens may come next in the sequences that have a structured output.
 
-A row's matcher has consumed the tokens that were generated up to some position; before a mask is made it takes in those
-that came since. So it does not matter who sampled them: a sequence that comes back after preemption, or to another
-Worker, brings its tokens along and its matcher starts over from them.
+A row's matcher has consumed the generated tokens up to some position. Before a mask is made, it consumes the tokens
+that came since, whichever step or Worker sampled them: a sequence that returns after preemption, or to another Worker,
+brings its tokens along, and its matcher starts over from them.
 
-A form wins over everything that would make the text longer: ignore_eos and min_tokens keep the ends of the text out of
-the mask for as long as the form allows another token.
+The grammar wins over everything that would make the text longer: ignore_eos and min_tokens keep the end tokens out of
+the mask only while the grammar allows another token.
 """
 
 import time
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 ALL = np.int32(-1)  # every bit of a word
-# Processor time that a request may take of the step's thread: this much for each token, and this much to begin with.
+# Limit of processor time that a request may take in the step's thread: seconds per token, plus seconds at the start.
 SECONDS_PER_TOKEN, FIRST_SECONDS = 0.02, 0.5
 TOO_SLOW = "the grammar takes too long to match: make it less ambiguous"
 TOO_MANY_STATES = "too many states"
@@ -39,21 +39,21 @@ MIN_TOKENS_BETWEEN_RENEWALS = 16
 class _Row:
     output: StructuredOutput
     first: int  # position of the first generated token
-    matcher: "LLMatcher | None"  # None: it failed
+    matcher: "LLMatcher | None"  # None: the grammar failed
     consumed: int  # tokens of the sequence, the prompt included
-    min_length: int  # in tokens, the prompt included: below it, ends are kept out
-    ends: Words | None  # a mask without the tokens that end the text; None where nothing keeps them out
+    min_length: int  # tokens, prompt included; up to here end tokens are masked
+    ends: Words | None  # mask without end tokens; None: end tokens stay allowed
     renewed_at: int = -MIN_TOKENS_BETWEEN_RENEWALS
-    prepared: tuple[int, Words | GrammarError] | None = None  # position, and its mask or why there is none
-    seconds: float = 0.0  # of processor time, so far
-    last: int = 2**62  # position of the last token that the request may have
-    limits: tuple[JsonNumbers, GrammarEnds, Ending] | None = None  # of JSON
-    limited: int = -1  # last position whose mask was limited
-    number: Number | None = None  # of JSON, that is being written
+    prepared: tuple[int, Words | GrammarError] | None = None  # (position, its mask or its error)
+    seconds: float = 0.0  # processor time so far
+    last: int = 2**62  # position of the last token that max_tokens allows
+    limits: tuple[JsonNumbers, GrammarEnds, Ending] | None = None  # JSON only: what keeps it short
+    limited: int = -1  # last position whose mask the limits changed
+    number: Number | None = None  # JSON only: the unfinished number at the end of the text
 
 
 class GrammarRows:
-    """Rows are those of InputBatch."""
+    """The grammars of live sequences, by row of InputBatch."""
 
     def __init__(self, cache: GrammarCache, eos_token_ids: Sequence[int], max_model_len: int = 2**62) -> None:
         self._cache = cache
@@ -65,7 +65,7 @@ class GrammarRows:
         return bool(self._rows)
 
     def add(self, row: int, params: SamplingParams, num_prompt_tokens: int) -> None:
-        """Take the sequence in `row`, where it has a structured output. ValueError where that cannot be compiled."""
+        """Add the sequence in `row` if it has a structured output. ValueError if that cannot be compiled."""
         if params.structured_output is None:
             return
         try:
@@ -85,23 +85,23 @@ class GrammarRows:
     def drop(self, row: int) -> None:
         self._rows.pop(row, None)
 
-    def which(self, rows: IntArray) -> IntArray:
-        """Where in `rows` those stand that have a structured output."""
+    def places_in(self, rows: IntArray) -> IntArray:
+        """Indices in `rows` of the rows with a structured output."""
         known = self._rows
         return np.flatnonzero([row in known for row in rows.tolist()])
 
-    def masks(self, at: SampleTargets, places: IntArray, token_ids: IntArray) -> tuple[Words, dict[int, str]]:
-        """(int32 [len(places), num_words], reasons by sequence id) for the entries `places` of a step's `at`.
+    def masks(self, targets: SampleTargets, places: IntArray, token_ids: IntArray) -> tuple[Words, dict[int, str]]:
+        """(masks int32 [len(places), num_words], reasons by sequence id) for the entries `places` of a step's targets.
 
-        token_ids [max_num_seqs, n] are the known tokens of all rows, up to the positions in `at`. A sequence that
-        failed gets a mask that allows everything: nobody will see its token.
+        token_ids [max_num_seqs, n] are the known tokens of all rows, up to the positions of the targets. A sequence
+        that failed gets a mask that allows every token; its token is thrown away.
         """
         words: Words = np.full((len(places), self._cache.num_words), ALL)
         failed: dict[int, str] = {}
         for i, place in enumerate(places.tolist()):
-            row = int(at.rows[place])
+            row = int(targets.rows[place])
             state = self._rows[row]
-            position = int(at.positions[place])
+            position = int(targets.positions[place])
             try:
                 if state.prepared is None or state.prepared[0] != position:
                     self._fill(state, token_ids[row], position, words[i])
@@ -112,11 +112,12 @@ class GrammarRows:
             except GrammarError as error:
                 state.matcher = None
                 words[i] = ALL
-                failed[int(at.seq_ids[place])] = NOT_MATCHED + str(error)
+                failed[int(targets.seq_ids[place])] = NOT_MATCHED + str(error)
         return words, failed
 
     def prepare(self, row: int, position: int, token_ids: IntArray) -> None:
-        """Have the mask of `row` at hand for when it samples at `position`; what goes wrong shows then."""
+        """Make the mask that `row` needs at `position` in advance; an error is kept and raised when the mask is
+        needed."""
         if (state := self._rows.get(row)) is None:
             return
         words: Words = np.full(self._cache.num_words, ALL)
@@ -149,7 +150,7 @@ class GrammarRows:
 
     def _advance(self, matcher: "LLMatcher", state: _Row, token_ids: IntArray, position: int) -> None:
         if state.limits is not None:
-            # A sequence that comes back: what is known of its end is found again as it was, from text to text.
+            # A sequence that returned: repeat its limits position by position, so that the same ends are found again.
             window = state.last + 1 - state.limits[2].window
             for known in range(max(state.first, state.limited + 1, window), position):
                 self._consume(matcher, state, token_ids, known)
@@ -168,7 +169,7 @@ class GrammarRows:
             raise GrammarError(f"the grammar refuses a token that it allowed: {matcher.get_error()[:100]}")
 
     def _limit(self, state: _Row, position: int, words: Words) -> None:
-        """Keep the values of JSON sane, and lead it to its end."""
+        """JSON only: mask tokens that make numbers too large, or that leave no room for the end of the text."""
         if state.limits is None or state.matcher is None:
             return
         state.limited = position
@@ -178,7 +179,7 @@ class GrammarRows:
             grammar_ends.limit(ending, state.matcher, words, state.last - position + 1)
 
     def _renew(self, state: _Row, token_ids: IntArray, position: int, error: GrammarError) -> None:
-        """Start over with no states but those on the way of this text: the limit is on what is kept, not on a text."""
+        """Compile anew and replay the text: the limit counts all states that a matcher keeps, not those of one text."""
         if position - state.renewed_at < MIN_TOKENS_BETWEEN_RENEWALS:
             raise error
         state.matcher = self._cache.renew(state.output)

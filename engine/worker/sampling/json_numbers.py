@@ -1,9 +1,9 @@
-"""JsonNumbers: keeps the numbers of forced JSON within what a double holds, and of a length that readers take.
+"""JsonNumbers: keeps numbers of forced JSON in the range of a double, and short enough for JSON parsers.
 
-A JSON schema cannot say it: "number" allows 1e400, which becomes infinity, and a million digits. So tokens that would
-make such a number are taken out of the mask while a number is written. That a digit belongs to a number of JSON shows
-in the mask itself: within a text letters or a quote are allowed, too, and the mask is left alone. So it is where
-nothing else would be left, because a schema or a pattern asks for those digits.
+A JSON schema cannot express this: "number" allows 1e400, which becomes infinity, and a million digits. So while a
+number is written, the mask loses the tokens that would make it too large or too long. The mask itself shows whether a
+digit belongs to a JSON number: inside a string it also allows letters or a quote, and is left alone. The mask is also
+left alone if no other token would remain, because then a schema or a pattern asks for those digits.
 """
 
 import re
@@ -13,20 +13,20 @@ from dataclasses import dataclass, replace
 
 from engine.grammars.compiler import Words, as_words
 
-MAX_DIGITS = 40  # before the point, and after it: 128-bit integers have 39
-MAX_EXPONENT = 308  # with the digits before the point: the largest double is above 1e308
+MAX_DIGITS = 40  # before the point and after it; 128-bit integers have 39
+MAX_EXPONENT = 308  # plus the digits before the point; the largest double is above 1e308
 MAX_EXPONENT_DIGITS = 3
 MAX_MASKS = 4096
 DIGITS = frozenset(b"0123456789")
-NUMERIC = re.compile(rb"[0-9.eE+-]*[0-9]")  # what a token does to a number that it goes on with
-TEXTUAL = re.compile(rb'["A-DF-Za-df-z]')  # how no token begins that may follow a digit of a number
+NUMERIC = re.compile(rb"[0-9.eE+-]*[0-9]")  # the part of a token that can continue a number
+TEXTUAL = re.compile(rb'["A-DF-Za-df-z]')  # first characters that cannot follow a digit of a JSON number
 
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """The part of a number that is there: digits before and after the point, and the exponent's.
+    """An unfinished number: how many digits it has before the point, after the point and in the exponent.
 
-    `power` is the exponent's value so far, None before its first digit; `part` is where it stands: "int", "frac" or
+    `power` is the value of the exponent so far; `part` is the part that its last character belongs to: "int", "frac" or
     "exp".
     """
 
@@ -35,7 +35,7 @@ class Number:
     num_after: int = 0
     num_power: int = 0
     power: int = 0
-    negative: bool = False  # of the exponent
+    negative: bool = False  # the exponent has a minus sign
 
     @property
     def is_sane(self) -> bool:
@@ -44,7 +44,7 @@ class Number:
         return self.negative or self.power <= MAX_EXPONENT - self.num_before
 
     def then(self, byte: int) -> "Number | None":
-        """With one more byte; None where that is no longer of the number."""
+        """The number with one more byte; None if that byte ends it."""
         if byte in DIGITS:
             if self.part == "int":
                 return replace(self, num_before=self.num_before + 1)
@@ -61,20 +61,20 @@ class Number:
 
 
 class JsonNumbers:
-    """For one vocabulary; shared by all rows."""
+    """The number limits for one vocabulary; shared by all rows."""
 
     def __init__(self, texts: Sequence[bytes], num_words: int) -> None:
-        """`texts`: the bytes of each token; empty for special ones."""
+        """`texts`: the bytes of each token; empty for special tokens."""
         self._texts = texts
         self._numeric = [(i, match[0]) for i, text in enumerate(texts) if (match := NUMERIC.match(text))]
         self._has_digit = [not DIGITS.isdisjoint(text) for text in texts]
         self._longest = max((len(text) for _, text in self._numeric), default=0)
-        self._plain = all(text.isdigit() for _, text in self._numeric)  # no token has a point or an exponent and digits
+        self._plain = all(text.isdigit() for _, text in self._numeric)  # no token has ".", "e" and digits
         self._textual = as_words((i for i, text in enumerate(texts) if TEXTUAL.match(text)), num_words)
         self._masks: OrderedDict[Number, Words | None] = OrderedDict()
 
     def follow(self, number: Number | None, token_ids: Sequence[int]) -> Number | None:
-        """The number that is being written once these tokens are, None for none."""
+        """The unfinished number at the end of the text after these tokens; None if there is none."""
         for token_id in token_ids:
             if token_id >= len(self._texts) or (number is None and not self._has_digit[token_id]):
                 continue
@@ -85,7 +85,7 @@ class JsonNumbers:
         return number
 
     def limit(self, number: Number | None, words: Words) -> None:
-        """Take out of a mask what would make the number too large or too long."""
+        """Remove from a mask the tokens that make the number too large or too long."""
         if number is None:
             return
         if self._plain and number.part == "int" and number.num_before + self._longest <= MAX_DIGITS:
@@ -98,7 +98,7 @@ class JsonNumbers:
             words[:] = others
 
     def _allowed(self, number: Number) -> Words | None:
-        """The mask of what keeps it sane; None: all of them do."""
+        """The mask of the tokens that keep the number sane; None: all do."""
         if number not in self._masks:
             banned = [token_id for token_id, text in self._numeric if not _stays_sane(number, text)]
             self._masks[number] = ~as_words(banned, len(self._textual)) if banned else None

@@ -1,7 +1,7 @@
-"""Logprobs of prompt tokens, which the logits of the token before each of them hold.
+"""Computes logprobs of prompt tokens, from the logits of the token before each.
 
-The decoder then gives the hidden states of all rows of a step, and the logits are made and reduced in pieces: those of
-a whole chunk of a prompt at once would be [8192, 128256] in fp32, or 4 GB.
+For this the decoder returns the hidden states of all rows of a step. Their logits are computed and reduced in pieces:
+the logits of a whole prompt chunk would be [8192, 128256] in fp32, or 4 GB.
 """
 
 import logging
@@ -21,15 +21,15 @@ from engine.worker.sampling.sampling_rows import Put
 
 logger = logging.getLogger(__name__)
 
-# Logits of one piece, which bounds the workspace: at most 18 bytes each (bf16 and fp32 logits, logprobs, a mask, and
-# what the selection of the highest takes).
+# Logits of one piece, which bounds the workspace: at most 18 bytes per logit (bf16 and fp32 logits, logprobs, a mask,
+# and the workspace of topk).
 MAX_SCORED_LOGITS = 1 << 24
 SCORE_BYTES = 18
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredPart:
-    """`num_tokens` tokens of one sequence, from position `start` on, with the k most likely alternatives to each."""
+    """`num_tokens` tokens of one sequence from position `start` on, each with its k most likely alternatives."""
 
     seq_id: int
     start: int
@@ -39,7 +39,7 @@ class ScoredPart:
 
 @dataclass(frozen=True, slots=True)
 class StepScores:
-    """What a step scores: rows of its hidden states and the token that each is to score, int64 [num_tokens]."""
+    """The scoring of one step: rows of its hidden states and the token that each row scores, int64 [num_tokens]."""
 
     parts: list[ScoredPart]
     rows: Tensor
@@ -57,14 +57,14 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class ScoredStep:
-    """The scores of a step, on their way to the host; `error` says why there are none."""
+    """The scores of a step, perhaps still on their way to the host; None with the reason in `error`."""
 
     parts: list[ScoredPart]
     scores: Scores | None
     error: str = ""
 
     def results(self, failed: dict[int, str]) -> list[PromptScores]:
-        """Once the step's mark has passed. Sequences that cannot be scored go to `failed`."""
+        """The scores by part, once the step's mark is reached. Adds sequences that cannot be scored to `failed`."""
         results, end = [], 0
         for part in self.parts:
             start, end = end, end + part.num_tokens
@@ -72,7 +72,7 @@ class ScoredStep:
                 failed.setdefault(part.seq_id, self.error)
                 continue
             logprobs = self.scores.logprobs[start:end, : 1 + part.k].contiguous().numpy()
-            if not (logprobs[:, 0] >= MIN_LOGPROB).all():  # NaN: nothing else is below
+            if not (logprobs[:, 0] >= MIN_LOGPROB).all():  # true for NaN only
                 failed.setdefault(part.seq_id, NOT_FINITE)
             elif part.seq_id not in failed:
                 ranks, top_ids = self.scores.ranks[start:end], self.scores.top_ids[start:end, : part.k].contiguous()
@@ -82,7 +82,7 @@ class ScoredStep:
 
 
 class PromptScorer:
-    """Knows the sequences whose prompts have tokens left to score; nothing to do, and no cost, where there are none."""
+    """The sequences whose prompts have tokens left to score; costs nothing where there are none."""
 
     def __init__(self) -> None:
         self._unscored: dict[int, NewSequence] = {}
@@ -95,14 +95,14 @@ class PromptScorer:
         self._unscored.pop(seq_id, None)
 
     def wants(self, chunks: Sequence[SequenceStep]) -> bool:
-        """Whether a step with these has rows to score: its decodes have none, for they compute the last known token."""
+        """True if a step with these chunks has rows to score. Decodes have none: they compute the last known token."""
         return bool(self._unscored) and any(step.seq_id in self._unscored for step in chunks)
 
     def build(self, inputs: StepInputs, batch: InputBatch, put: Put) -> StepScores | None:
-        """Of a step that `wants` scores, just counted as computed; None where it has none to give after all.
+        """The scoring of a step that `wants` scores and was just counted as computed; None if no row scores.
 
-        The row of token i scores token i + 1, in the next chunk or not; that of the last token of the prompt is for
-        sampling only.
+        The row of token i scores token i + 1, even if that is in the next chunk. The row of the prompt's last token is
+        for sampling only.
         """
         parts, rows, token_ids = [], [], []
         for row, start, end in zip(inputs.rows.tolist(), inputs.starts.tolist(), inputs.ends.tolist(), strict=True):
@@ -124,8 +124,8 @@ class PromptScorer:
 
 
 def score(hidden: Tensor, compute_logits: Callable[[Tensor], Tensor], step: StepScores, vocab_size: int) -> ScoredStep:
-    """The scores of a step from its hidden states [num_tokens, hidden]. An error of the computation is the result of
-    those that are scored, and of no others."""
+    """The scores of a step from its hidden states [num_tokens, hidden]. An error in the computation fails the scored
+    sequences only."""
     try:
         scores = compute_scores(
             hidden, compute_logits, step.rows, step.token_ids, max(part.k for part in step.parts), vocab_size
@@ -145,7 +145,7 @@ def compute_scores(
     max_k: int,
     vocab_size: int,
 ) -> Scores:
-    """Logprobs of `token_ids` at `rows` of `hidden`, and the max_k highest of each (fewer in a smaller vocabulary)."""
+    """Logprobs of `token_ids` at `rows` of `hidden`, and the max_k highest of each row (at most vocab_size)."""
     size = max(1, MAX_SCORED_LOGITS // vocab_size)
     k = min(max_k, vocab_size)
     pieces = []
@@ -162,7 +162,7 @@ def compute_scores(
 
 
 def to_host(scores: Scores) -> Scores:
-    """With tensors on the host; from a GPU the copies are queued."""
+    """The scores on the host; from a GPU the copies are queued."""
     if not scores.ranks.is_cuda:
         return scores
     tensors = (scores.logprobs, scores.ranks, scores.top_ids)

@@ -1,4 +1,4 @@
-"""What a step sampled, from the sampler's tensors to the lists of a StepResult."""
+"""Results of the sampler: from its tensors to the lists of a StepResult."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ NOT_FINITE = "the model's logits hold NaN or infinity, or no token is left to ch
 
 @dataclass(frozen=True, slots=True)
 class SamplerRun:
-    """Consecutive rows of a step that were sampled together: usually all of them. num_logprobs -1: none asked."""
+    """One run of the sampler over consecutive rows of a step, usually all. num_logprobs per row; -1: none asked for."""
 
-    output: SamplerOutput  # on the host; on a GPU valid once the step's mark has passed
+    output: SamplerOutput  # from a GPU: valid on the host once the step's mark is reached
     num_logprobs: list[int]
     error: str = ""
 
     def to_host(self) -> "SamplerRun":
-        """With tensors on the host; from a GPU the copies are queued (into pinned memory, since non_blocking)."""
+        """The run with its tensors on the host; from a GPU the copies are queued (non_blocking: into pinned memory)."""
         output = self.output
         if not output.token_ids.is_cuda:
             return self
@@ -34,7 +34,7 @@ class SamplerRun:
 
 @dataclass(slots=True)
 class ResultBuilder:
-    """The token columns and lists of a StepResult under construction."""
+    """Collects the token columns and lists of a StepResult."""
 
     failed: dict[int, str]
     seq_ids: list[int]
@@ -42,7 +42,7 @@ class ResultBuilder:
     detailed: list[SampledToken]
 
     def add_tokens(self, seq_ids: list[int], token_ids: list[int]) -> None:
-        """Tokens without logprobs of sequences; one below 0 could not be sampled."""
+        """Add tokens without logprobs; a sequence whose token is below 0 failed."""
         if not self.failed and (not token_ids or min(token_ids) >= 0):
             self.seq_ids += seq_ids
             self.token_ids += token_ids
@@ -55,7 +55,7 @@ class ResultBuilder:
                 self.token_ids.append(token_id)
 
     def add_run(self, seq_ids: Iterator[int], run: SamplerRun) -> None:
-        """The rows of `run`, each with the next of `seq_ids`."""
+        """Add the rows of `run`, each for the next of `seq_ids`."""
         output = run.output
         token_ids = output.token_ids.tolist()
         if output.logprobs is None and not run.error:

@@ -1,15 +1,16 @@
 """Sampler: logits [rows, vocab_size] -> one token per row, with the logprobs that were asked for.
 
-Order: logprobs are read from the model's own distribution; then the mask of a grammar, logit_bias, penalties, bans
-(min_tokens, bad_words, allowed_token_ids), temperature, min_p, top_k, top_p (each filter sees what the one before it
-left, as in vLLM), then the draw; a forced token takes the place of what was drawn. A filter cuts by value: tokens tied
-with the last one kept stay in, so the outcome never depends on how a sort breaks ties.
+Order: logprobs of the unchanged logits; then the mask of a grammar, logit_bias, penalties, bans (min_tokens, bad_words,
+allowed_token_ids), temperature, min_p, top_k, top_p (each filter works on the tokens that the filter before it left, as
+in vLLM), then the draw. A forced token replaces the drawn token. A filter cuts by value: tokens tied with the last kept
+token stay in, so the result never depends on how a sort breaks ties.
 
-A draw takes one uniform number per row through the inverse of the cumulative distribution in token-id order. Nothing of
-a row depends on the other rows. A row with NaN, with +inf or with nothing above -inf is reported as failed.
+A draw maps one uniform number per row through the inverse of the cumulative distribution in token-id order. The result
+of a row does not depend on the other rows. A row with NaN, with +inf or without a logit above -inf is reported as
+failed.
 
-On a GPU the kernels of kernels/sampling/logits.py and sampling_draw.py do the same, in the same order and with the same
-numbers; what is here is their reference, and the CPU's sampler. Nothing waits for the device.
+On a GPU the kernels of kernels/sampling/logits.py and kernels/sampling/draw.py do the same, in the same order and with
+the same numbers; the code here is their reference and the CPU's sampler. It never waits for the device.
 """
 
 from dataclasses import dataclass
@@ -27,12 +28,12 @@ from kernels.sampling.logits import TokenPenalties, change_logits, largest_logit
 from kernels.sampling.token_mask import TokenMask, mask_tokens
 
 BUCKET = 64  # tokens per bucket of the two-level cumulative sum
-FIRST_BIN, NUM_BINS = (127 - 10) * 32, 18 * 32  # of the histogram that finds a nucleus: from 2**-10 up to 2**8
+FIRST_BIN, NUM_BINS = (127 - 10) * 32, 18 * 32  # histogram that finds a nucleus: bins from 2**-10 up to 2**8
 
 
 @dataclass(frozen=True, slots=True)
 class SamplerOutput:
-    """Per row: token_ids int64 and failed bool [rows]; logprobs where asked, rows in the order of logprob_rows.
+    """Per row: token_ids int64 and failed bool [rows]. Logprobs if asked for, rows in the order of logprob_rows.
 
     logprobs float32 [n, 1 + max_logprobs] holds the chosen token first; top_ids int64 [n, max_logprobs].
     """
@@ -45,22 +46,22 @@ class SamplerOutput:
 
 @dataclass(frozen=True, slots=True)
 class ForcedTokens:
-    """Rows of the step's logits (all different), and the token that each gets whatever its logits say: int64 [n]."""
+    """Distinct rows of the step's logits, and the token that each row gets regardless of its logits; int64 [n]."""
 
     rows: Tensor
     token_ids: Tensor
 
     def of_row(self, row: int) -> "ForcedTokens | None":
-        """For logits of this row alone."""
+        """The forced token of one row, for logits of that row alone; None if it has none."""
         token_ids = self.token_ids[self.rows == row]
         return ForcedTokens(torch.zeros_like(self.rows[:1]), token_ids) if len(token_ids) else None
 
 
 class TokenCounts:
-    """How often each token of the vocabulary was generated, and whether it is in the prompt: for rows with penalties.
-    `recent` has the newest tokens, for rows with bad words.
+    """For rows with penalties: how often each token was generated, and whether the prompt has it. `recent`: the newest
+    tokens, for rows with bad words.
 
-    On a CPU, pages of rows that never had a penalty are never touched.
+    On a CPU, the pages of rows that never had a penalty take no memory.
     """
 
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
@@ -74,14 +75,14 @@ class TokenCounts:
         self.recent = RecentTokens(max_num_seqs, device)
 
     def reset(self, row: int, prompt: Tensor, generated: Tensor) -> None:
-        """Count a sequence that is new, or back after preemption. Token ids int64 [n]."""
+        """Set the counts of a sequence that is new, or back after preemption. Token ids int64 [n]."""
         self.in_prompt[row].zero_().index_fill_(0, prompt, True)
         counts = self.generated[row].zero_()
         counts.index_add_(0, generated, torch.ones_like(generated, dtype=torch.int32))
         self.recent.reset(row, generated)
 
     def add(self, batch_rows: Tensor, token_ids: Tensor) -> None:
-        """One more token in each of batch_rows (which are distinct)."""
+        """Count one more token in each of batch_rows, which are distinct."""
         self.generated[batch_rows, token_ids] += 1
 
 
@@ -93,10 +94,10 @@ def sample(
     mask: TokenMask | None = None,
     forced: ForcedTokens | None = None,
 ) -> SamplerOutput:
-    """logits [rows, vocab_size]: fp32 and overwritten on a CPU; of any float dtype and only read on a GPU, but for the
-    rows of `mask`.
+    """Sample one token per row of logits [rows, vocab_size].
 
-    inputs None: the most likely token of each row; no row has a mask or a forced token then.
+    On a CPU logits are fp32 and get overwritten; on a GPU they have any float dtype and only the rows of `mask` are
+    written. inputs None: the most likely token of each row; then no row may have a mask or a forced token.
     """
     choose = _choose_by_kernels if use_triton(logits) else _choose
     if inputs is None:
@@ -121,7 +122,7 @@ def sample(
 
 
 def _choose_by_kernels(logits: Tensor, inputs: SamplingInputs | None, counts: TokenCounts) -> tuple[Tensor, Tensor]:
-    """(token_ids, failed) of a GPU: a few launches whatever the rows ask for."""
+    """(token_ids, failed) on a GPU, with a few launches whatever the rows ask for."""
     if inputs is None:
         token_ids, _, failed = largest_logits(logits)
         return token_ids, failed
@@ -144,7 +145,7 @@ def _choose_by_kernels(logits: Tensor, inputs: SamplingInputs | None, counts: To
 
 
 def _choose(logits: Tensor, inputs: SamplingInputs | None, counts: TokenCounts) -> tuple[Tensor, Tensor]:
-    """(token_ids, failed) of a CPU, in torch and numpy. The logits are overwritten."""
+    """(token_ids, failed) on a CPU, in torch and numpy. Overwrites the logits."""
     token_ids, largest = _argmax(logits)
     failed = ~largest.isfinite()
     if inputs is None:
@@ -161,8 +162,8 @@ def _choose(logits: Tensor, inputs: SamplingInputs | None, counts: TokenCounts) 
 
 
 def _argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Token ids int64 [rows] (the lowest of tied ones) and their logits; NaN counts as the largest."""
-    token_ids = torch.from_numpy(logits.numpy().argmax(-1))  # ten times faster than torch's on one core
+    """(most likely tokens int64 [rows], their logits); ties give the lowest id, NaN counts as the largest."""
+    token_ids = torch.from_numpy(logits.numpy().argmax(-1))  # ten times faster than torch on one core
     return token_ids, logits.gather(1, token_ids[:, None])[:, 0]
 
 
@@ -186,7 +187,7 @@ def _apply_bans(logits: Tensor, inputs: SamplingInputs, counts: TokenCounts) -> 
 
 
 def _penalise(logits: Tensor, penalties: Penalties, counts: TokenCounts) -> None:
-    """Repetition (CTRL), then frequency and presence (OpenAI), on all tokens or on those that occur."""
+    """Apply the repetition penalty (CTRL), then frequency and presence (OpenAI), to all tokens or those that occur."""
     if penalties.occurrences is None:
         rows, batch_rows = penalties.rows, penalties.batch_rows
         changed = _penalised(
@@ -201,7 +202,7 @@ def _penalise(logits: Tensor, penalties: Penalties, counts: TokenCounts) -> None
         return
     which, tokens = penalties.occurrences
     rows, batch_rows = penalties.rows[which], penalties.batch_rows[which]
-    # A token that occurs twice is computed twice from the same values and written twice: the same.
+    # A token that occurs twice is computed twice from the same values, with the same result.
     logits[rows, tokens] = _penalised(
         logits[rows, tokens],
         counts.generated[batch_rows, tokens],
@@ -223,7 +224,7 @@ def _penalised(
 
 def _draw(logits: Tensor, largest: Tensor, draw: Draw) -> Tensor:
     """One token id per row of `draw`, int64 [n]."""
-    x = logits.index_select(0, draw.rows)  # a copy: the largest becomes 0, so that no temperature overflows
+    x = logits.index_select(0, draw.rows)  # a copy; its largest becomes 0, so that no temperature overflows
     x.sub_(largest.index_select(0, draw.rows)[:, None]).div_(draw.temperature[:, None])
     threshold = draw.log_min_p
     if draw.top_k is not None:
@@ -239,22 +240,22 @@ def _draw(logits: Tensor, largest: Tensor, draw: Draw) -> Tensor:
 
 def _keep(weights: Tensor, kept: Tensor) -> None:
     """Set all other weights to 0."""
-    np.multiply(weights.numpy(), kept.numpy(), out=weights.numpy())  # four times faster than torch's on one core
+    np.multiply(weights.numpy(), kept.numpy(), out=weights.numpy())  # four times faster than torch on one core
 
 
 def _kth_largest(x: Tensor, top_k: Tensor, num_candidates: int) -> Tensor:
-    """The k-th largest of each row, -inf where top_k is the vocabulary. num_candidates: no other k is larger."""
+    """The k-th largest of each row; -inf if top_k is the whole vocabulary. num_candidates: the largest k otherwise."""
     if num_candidates < x.shape[1]:
         candidates = x.topk(num_candidates).values
     else:
-        candidates = torch.from_numpy(np.sort(x.numpy(), -1)).flip(-1)  # torch's also tracks indices: 5 times slower
+        candidates = torch.from_numpy(np.sort(x.numpy(), -1)).flip(-1)  # 5 times faster than in torch
     kth = candidates.gather(1, top_k.clamp(max=candidates.shape[1])[:, None] - 1)[:, 0]
     return torch.where(top_k < x.shape[1], kth, -torch.inf)
 
 
 def _nucleus_thresholds(x: Tensor, weights: Tensor, top_p: Tensor) -> Tensor:
-    """Nucleus sampling (Holtzman et al. 2020, section 3.1): the logit of the last token in the smallest set, most
-    likely first, whose probability reaches top_p. weights is exp(x) where a token is left, else 0; float32 [n].
+    """Nucleus sampling (Holtzman et al. 2020, section 3.1): the smallest set of most likely tokens whose probability
+    reaches top_p. Returns the logit of its last token, float32 [n]. weights: exp(x), or 0 for a token filtered out.
     """
     cpu = cpu_kernels()
     if cpu and cpu.nucleus.supports_nucleus_thresholds(x, weights):
@@ -264,10 +265,10 @@ def _nucleus_thresholds(x: Tensor, weights: Tensor, top_p: Tensor) -> Tensor:
 
 
 def _nucleus_thresholds_reference(x: Tensor, weights: Tensor, top_p: Tensor) -> Tensor:
-    """The same in numpy.
+    """_nucleus_thresholds in numpy.
 
-    Without a sort of the row: a histogram finds the bin of logits in which top_p is reached, and only that bin is
-    sorted. A bin is the exponent of |x| and 5 bits of its mantissa; exp(x) is 0 beyond the last.
+    It does not sort the row: a histogram finds the bin of logits in which top_p is reached, and only that bin is
+    sorted. A bin is the exponent of |x| and 5 bits of its mantissa; exp(x) is 0 beyond the last bin.
     """
     distance, masses = np.abs(x.numpy()), weights.numpy()
     rows = len(distance)
@@ -278,7 +279,7 @@ def _nucleus_thresholds_reference(x: Tensor, weights: Tensor, top_p: Tensor) -> 
     needed = top_p.numpy() * mass[:, -1]
     reached = np.minimum((mass < needed[:, None]).sum(-1), NUM_BINS - 1)
     before = np.where(reached > 0, mass[np.arange(rows), reached - 1], 0.0)
-    thresholds = np.full(rows, -np.inf, np.float32)  # stays for a row of NaN
+    thresholds = np.full(rows, -np.inf, np.float32)  # stays -inf for a row of NaN
     for row in range(rows):
         tokens = np.flatnonzero(bins[row] == reached[row])
         if len(tokens):
@@ -289,10 +290,10 @@ def _nucleus_thresholds_reference(x: Tensor, weights: Tensor, top_p: Tensor) -> 
 
 
 def _inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
-    """The first token at which the cumulative weight exceeds uniform * total. weights fp32 [n, vocab_size] >= 0, not
-    normalised; uniform float64 [n] in [0, 1) -> int64 [n], never a token of weight 0.
+    """The first token at which the cumulative weight exceeds uniform * total, int64 [n]; never a token of weight 0.
 
-    In two levels, the bucket and then the token inside it: the float64 sums are of few numbers.
+    weights fp32 [n, vocab_size] >= 0, not normalised; uniform float64 [n] in [0, 1). Works in two levels, the bucket
+    and then the token inside, so that the float64 sums have few terms.
     """
     vocab_size = weights.shape[1]
     if vocab_size % BUCKET:
@@ -304,11 +305,11 @@ def _inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
     before = (cumulative - sums).gather(1, bucket)
     inside = buckets.gather(1, bucket[:, :, None].expand(-1, -1, BUCKET))[:, 0].cumsum(-1, dtype=torch.float64)
     token = _first_above(inside, uniform[:, None] * cumulative[:, -1:] - before)
-    return (bucket * BUCKET + token)[:, 0].clamp_(max=vocab_size - 1)  # the clamp is for rows of NaN
+    return (bucket * BUCKET + token)[:, 0].clamp_(max=vocab_size - 1)  # clamped for rows of NaN
 
 
 def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
-    """Index of the first entry above target, [n, 1]; where rounding leaves none, of the last that adds anything."""
+    """Index of the first entry above target, [n, 1]; if rounding leaves none, of the last entry that adds weight."""
     last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())
     return torch.minimum(torch.searchsorted(cumulative, target, right=True), last).clamp_(max=cumulative.shape[1] - 1)
 

@@ -1,7 +1,7 @@
-"""SamplingRows: the sampling parameters of live sequences as arrays, and what the sampler needs to know of a step.
+"""SamplingRows: the sampling parameters of live sequences as arrays; makes the sampler's inputs for a step.
 
-Rows are those of InputBatch. A step gathers its parameters with a few vectorised reads; what only some sequences ask
-for (penalties, biases, logprobs ...) is prepared for those alone.
+Rows are those of InputBatch. A step gathers its parameters with a few vectorised reads; parameters of a few sequences
+only (penalties, biases, logprobs ...) are prepared for those sequences alone.
 """
 
 from collections.abc import Callable
@@ -18,15 +18,15 @@ from engine.worker.sampling.token_bans import AllowedTokens, TokenBans, WordBans
 Array = npt.NDArray[Any]
 Put = Callable[[Array], Tensor]  # moves a host array to the device: StepBuffer.put
 
-# What a row asks for beyond the most likely token: one bit each.
+# Features that a row asks for beyond the most likely token, one bit each.
 DRAW, TOP_K, TOP_P, PENALTY, BIAS, MIN_TOKENS, LOGPROBS, GRAMMAR, BANS, THINKING = (1 << i for i in range(10))
 
-# A top_k up to here is found by partial selection; for a larger one the whole row is sorted.
+# A top_k up to this value uses partial selection; a larger one sorts the whole row.
 MAX_SELECTED = 256
-# Logits that one group of draws may hold, which bounds the sampler's workspace (about 20 bytes each).
+# Most logits of one group of draws, which bounds the sampler's workspace (about 20 bytes per logit).
 MAX_DRAW_ELEMENTS = 1 << 24
 
-# Every part of the sampler at once: for warming up, and for measuring its peak of memory.
+# Uses every part of the sampler at once: for warm-up, and for measuring its peak of memory.
 EVERYTHING_ON = SamplingParams(
     temperature=0.5,
     top_p=0.5,
@@ -40,7 +40,7 @@ EVERYTHING_ON = SamplingParams(
     logprobs=MAX_LOGPROBS,
     bad_words=((1, 0),),
 )
-# What warming up samples with: a GPU compiles a kernel for each, with and without changed logits and filters.
+# The parameters of warm-up steps: a GPU compiles a kernel for each, with and without changed logits and filters.
 WARM_UP = (
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=0.0, presence_penalty=1.0),
@@ -55,9 +55,9 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Rows that are drawn from a filtered distribution together. All [n]; `rows` are rows of the step's logits.
+    """A group of rows that are drawn together. All tensors [n]; `rows` are rows of the step's logits.
 
-    num_candidates: the largest top_k of these rows, or the vocabulary where that is too large to select (on a CPU).
+    num_candidates (on a CPU): the largest top_k of these rows, or the size of the vocabulary to sort whole rows.
     """
 
     rows: Tensor
@@ -71,25 +71,26 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """Per row of `rows` (rows of the step's logits): batch_rows are its rows in the counts; factors float32 [n, 1]."""
+    """Penalties of `rows` (rows of the step's logits); batch_rows: their rows in TokenCounts; factors float32 [n,
+    1]."""
 
     rows: Tensor
     batch_rows: Tensor
     repetition: Tensor
     presence: Tensor
     frequency: Tensor
-    # Where only tokens that occur are visited: which of `rows`, and the token, int64 [num_occurrences] each.
+    # To visit only tokens that occur: (index in `rows`, token), int64 [num_occurrences] each; None visits all tokens.
     occurrences: tuple[Tensor, Tensor] | None
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingInputs:
-    """One step's sampling. Flat indices point into the logits as one vector: row * vocab_size + token id."""
+    """The sampler's inputs for one step. A flat index is row * vocab_size + token id."""
 
-    changed_rows: Tensor | None  # rows whose logits the next five change
+    changed_rows: Tensor | None  # rows whose logits the next five fields change
     bias: tuple[Tensor, Tensor] | None  # flat indices, float32 values
     penalties: Penalties | None
-    banned: Tensor | None  # flat indices that min_tokens and bad words of one token rule out
+    banned: Tensor | None  # flat indices ruled out by min_tokens and by bad words of one token
     words: WordBans | None
     allowed: AllowedTokens | None
     draws: list[Draw]
@@ -101,8 +102,8 @@ class SamplingInputs:
 class SamplingRows:
     """Arrays [max_num_seqs] of sampling parameters.
 
-    one_draw: all rows that draw are one group, whatever their filters, as a GPU's kernels like it; else rows of like
-    needs are grouped, so that none pays for a filter of another.
+    one_draw (for a GPU's kernels): all rows that draw are one group, whatever their filters. Otherwise rows with the
+    same filters form a group, so that no row pays for another row's filter.
     """
 
     def __init__(self, max_num_seqs: int, vocab_size: int, eos_token_ids: list[int], *, one_draw: bool = False) -> None:
@@ -123,7 +124,7 @@ class SamplingRows:
         self._bans = TokenBans(vocab_size)
 
     def set(self, row: int, params: SamplingParams, seed: int, num_prompt_tokens: int) -> None:
-        """Take the parameters of the sequence in `row`. ValueError where a token id is not in the vocabulary."""
+        """Set the parameters of the sequence in `row`. ValueError if a token id is not in the vocabulary."""
         bias = params.logit_bias or {}
         end_ids = [*self._eos_token_ids, *params.stop_token_ids] if params.min_tokens else []
         if any(not 0 <= token_id < self.vocab_size for token_id in (*bias, *end_ids)):
@@ -145,10 +146,10 @@ class SamplingRows:
             TOP_P: not params.greedy and params.top_p < 1.0,
             PENALTY: penalties != (1.0, 0.0, 0.0),
             BIAS: bool(bias),
-            # Where the text has a form, its mask sees to min_tokens (engine/worker/sampling/grammar_rows.py).
+            # With a structured output, the grammar's mask applies min_tokens (engine/worker/sampling/grammar_rows.py).
             MIN_TOKENS: bool(end_ids) and params.structured_output is None,
             LOGPROBS: params.logprobs is not None,
-            # These two only so that their rows are not taken for plain ones.
+            # These two bits only keep their rows from counting as greedy rows.
             GRAMMAR: params.structured_output is not None,
             THINKING: params.thinking_token_budget is not None,
             BANS: self._bans.set(row, params),
@@ -156,18 +157,18 @@ class SamplingRows:
         self._flags[row] = sum(bit for bit, is_asked in asked.items() if is_asked)
 
     def set_greedy(self, row: int) -> None:
-        """For a row whose sequence has failed already."""
+        """Make a row greedy whose sequence has already failed."""
         self._flags[row] = 0
 
     def needs_history(self, row: int) -> bool:
-        """Whether the sampler has to know the tokens of the row: for penalties, or for bad words of several tokens."""
+        """True if the sampler needs the row's tokens: for penalties, or for bad words of several tokens."""
         return bool(self._flags[row] & PENALTY) or self._bans.has_words(row)
 
     def build(self, rows: Array, positions: Array, put: Put, token_ids: Array | None = None) -> SamplingInputs | None:
-        """The inputs of a step that samples `rows` at `positions`; None when the most likely token is all they ask.
+        """The inputs of a step that samples `rows` at `positions`; None if all rows just want the most likely token.
 
-        token_ids [max_num_seqs, n] are the known tokens of all rows, where the host knows them all: penalties then
-        visit the tokens that occur when that is less work than the whole vocabulary.
+        token_ids [max_num_seqs, n] are the known tokens of all rows, if the host knows them all: penalties then visit
+        only tokens that occur, if that is less work than the whole vocabulary.
         """
         flags = self._flags[rows]
         if not flags.any():
@@ -198,7 +199,7 @@ class SamplingRows:
         return flat
 
     def _build_banned(self, rows: Array, too_short: Array, bans: Array, put: Put) -> Tensor | None:
-        """The ends of rows that are `too_short` [rows of the step], the bad words of one token of the rows `bans`."""
+        """Flat indices of end tokens in rows that are `too_short`, and of bad words of one token in the rows `bans`."""
         banned = {i: [self._end_ids[rows[i]]] for i in np.flatnonzero(too_short).tolist()}
         for i in bans.tolist():
             if (single := self._bans.single(int(rows[i]))) is not None:
@@ -227,7 +228,7 @@ class SamplingRows:
         return Penalties(put(indices), put(batch_rows), repetition, presence, frequency, occurrences)
 
     def _build_draws(self, rows: Array, positions: Array, flags: Array, put: Put) -> list[Draw]:
-        """Rows of like needs together, in groups of bounded size; or all rows at once."""
+        """Groups of rows with the same filters, of bounded size; with one_draw a single group."""
         drawn = flags & DRAW != 0
         if self._one_draw:
             indices = np.flatnonzero(drawn)
@@ -253,7 +254,7 @@ class SamplingRows:
     def _build_draw(self, rows: Array, positions: Array, indices: Array, num_candidates: int, put: Put) -> Draw:
         log_min_p, top_k, top_p = self._log_min_p[rows], self._top_k[rows], self._top_p[rows]
         has_k, has_p = bool((top_k < self.vocab_size).any()), bool((top_p < 1.0).any())
-        if self._one_draw:  # fewer kinds of launches: both filters or none
+        if self._one_draw:  # both filters or none: fewer variants of the kernel
             has_k = has_p = has_k or has_p
         return Draw(
             rows=put(indices),
@@ -267,10 +268,10 @@ class SamplingRows:
 
 
 def uniforms(seeds: Array, positions: Array) -> Array:
-    """One number in [0, 1) per (seed, position), float64 with 53 random bits: the whole randomness of sampling.
+    """One number in [0, 1) per (seed, position), float64 with 53 random bits. Sampling has no other randomness.
 
-    The position-th output of a SplitMix64 generator (Steele, Lea, Flood 2014) whose state starts at the hash of the
-    seed, so that neighbouring seeds have unrelated streams.
+    It is output number `position` of a SplitMix64 generator (Steele, Lea, Flood 2014) whose state starts at a hash of
+    the seed, so that neighbouring seeds give unrelated streams.
     """
     state = _mix(seeds.astype(np.uint64) + _GOLDEN) + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN
     result: Array = (_mix(state) >> np.uint64(11)).astype(np.float64) * 2.0**-53

@@ -134,7 +134,7 @@ class StepSampler:
         return self._rows.build(targets.rows, targets.positions, put, self._host_tokens())
 
     def constrain(self, targets: SampleTargets) -> Constraints:
-        """What grammars and thinking budgets ask of a step, once its forward pass is queued.
+        """The constraints that grammars and thinking budgets put on a step whose forward pass is queued.
 
         On a GPU this waits for the tokens of the step before, but only where a grammar or a budget needs them.
         """

@@ -1,11 +1,11 @@
-"""ThinkingRows: which sequences have used up their thinking budget, and the closing tag that they must write instead.
+"""ThinkingRows: finds the sequences that have used up their thinking budget and forces their closing tag.
 
-A row's scan has read the generated tokens up to some position; before a step samples it reads those that came since. As
-with grammars (grammar_rows.py) it does not matter who sampled them, so preemption and a new Worker change nothing.
+A row's scan has read the generated tokens up to some position; before a step samples, it reads the tokens that came
+since. As with grammars (grammar_rows.py), any step or Worker may have sampled them, so preemption and a new Worker
+change nothing.
 
-On a GPU the newest token is still on its way when a step is launched. The scan waits for it only where the budget may
-be used up by then, which the number of tokens tells: all steps before that, and all steps behind the tag, wait for
-nothing.
+On a GPU the newest token is still on its way to the host when a step is launched. The scan waits for it only if the
+number of tokens says that the budget may be used up: all earlier steps, and all steps behind the tag, wait for nothing.
 """
 
 from collections import deque
@@ -26,10 +26,10 @@ from engine.worker.sampling.sampler import ForcedTokens
 class _Row:
     budget: int
     scan: ThinkingScan
-    consumed: int  # tokens of the sequence, the prompt included
+    consumed: int  # tokens read so far, the prompt included
 
     def may_be_due(self, position: int) -> bool:
-        """Whether the thinking may have reached its budget before the token at `position`."""
+        """True if the thinking may have reached its budget before the token at `position`."""
         return self.scan.num_tokens + position - self.consumed >= self.budget
 
     def advance(self, token_ids: IntArray, position: int) -> None:
@@ -42,7 +42,7 @@ class _Row:
 
 
 class ThinkingRows:
-    """Rows are those of InputBatch."""
+    """The thinking budgets of live sequences, by row of InputBatch."""
 
     def __init__(self, batch: InputBatch, queue: DeviceQueue | None) -> None:
         self._batch = batch
@@ -53,11 +53,11 @@ class ThinkingRows:
         self._unread: deque[tuple[SampleTargets, tuple[SamplerRun, ...], Mark]] = deque()
 
     def set_tags(self, tags: ThinkingTags) -> None:
-        """How this model's vocabulary writes them; comes before any sequence that has a budget."""
+        """Set the tokens of the model's thinking tags; comes before any sequence with a budget."""
         self._tags = tags
 
     def add(self, row: int, params: SamplingParams, num_prompt_tokens: int) -> None:
-        """Take the sequence in `row`, where it has a budget. ValueError where the tags are not known."""
+        """Add the sequence in `row` if it has a budget. ValueError if the tags are not known."""
         if params.thinking_token_budget is None:
             return
         if self._tags is None:
@@ -68,12 +68,12 @@ class ThinkingRows:
     def drop(self, row: int) -> None:
         self._rows.pop(row, None)
 
-    def make(self, at: SampleTargets) -> ForcedTokens | None:
-        """What the step that samples `at` must write, once its forward pass is queued; None where nothing is forced."""
+    def make(self, targets: SampleTargets) -> ForcedTokens | None:
+        """The forced tokens of a step whose forward pass is queued; None if no token is forced."""
         if not self._rows:
             self._unread.clear()
             return None
-        rows, positions = at.rows.tolist(), at.positions.tolist()
+        rows, positions = targets.rows.tolist(), targets.positions.tolist()
         due = [i for i, row in enumerate(rows) if (state := self._rows.get(row)) and state.may_be_due(positions[i])]
         if not due:
             return None
@@ -96,15 +96,15 @@ class ThinkingRows:
         self._buffer.upload()
         return forced
 
-    def note_launched(self, at: SampleTargets, sampled: tuple[SamplerRun, ...], ready: Mark) -> None:
-        """On a GPU: a step whose tokens the scans may need. Those of steps that are not in flight any more are taken in
-        at once, which waits for nothing."""
+    def note_launched(self, targets: SampleTargets, runs: tuple[SamplerRun, ...], ready: Mark) -> None:
+        """On a GPU: remember a step, whose tokens the scans may need. Reads the tokens of steps that are no longer in
+        flight, which waits for nothing."""
         if self._rows:
-            self._unread.append((at, sampled, ready))
+            self._unread.append((targets, runs, ready))
             self._read_back(BUFFERED_STEPS)
 
     def _read_back(self, num_left: int) -> None:
         while len(self._unread) > num_left:
-            at, sampled, ready = self._unread.popleft()
+            targets, runs, ready = self._unread.popleft()
             ready.wait()
-            self._batch.store_tokens(at, token_ids_of(sampled).numpy())
+            self._batch.store_tokens(targets, token_ids_of(runs).numpy())

@@ -1,8 +1,8 @@
 """Token bans of live sequences: `bad_words` and `allowed_token_ids`.
 
-A word of one token is ruled out always, one of several tokens is ruled out at its last token, where the tokens before
-it are the newest that the sequence has generated. That comparison runs where the tokens are, on the device, for all
-words of all rows at once: on a GPU the host does not know the newest token when it prepares a step.
+A word of one token is always ruled out. A word of several tokens is ruled out at its last token, if the newest
+generated tokens of the sequence are the word's other tokens. The device makes that comparison, for all words of all
+rows at once: on a GPU the host does not know the newest token when it prepares a step.
 """
 
 from collections.abc import Callable
@@ -19,15 +19,18 @@ from engine.sampling_params import MAX_BAD_WORD_TOKENS, SamplingParams
 Array = npt.NDArray[Any]
 Put = Callable[[Array], Tensor]
 
-NUM_RECENT = MAX_BAD_WORD_TOKENS - 1  # generated tokens that a ban may look back at
-ANY = -1  # stands in front of a word that is shorter than others
+NUM_RECENT = MAX_BAD_WORD_TOKENS - 1  # generated tokens that a ban looks back at
+ANY = -1  # pads the front of shorter words
 
 
 @dataclass(frozen=True, slots=True)
 class WordBans:
-    """Words of several tokens, int64. prefixes [num_words, n] are right-aligned after ANY; at [num_words] are flat
-    indices (row * vocab_size + last token); batch_rows [num_words] are rows of RecentTokens; update: rows of the step,
-    and theirs there, whose new tokens have to be remembered."""
+    """Words of several tokens, all int64.
+
+    prefixes [num_words, n] are right-aligned, padded by ANY; at [num_words] are flat indices (row * vocab_size + last
+    token); batch_rows [num_words] are rows of RecentTokens; update = (rows of the step, their rows in RecentTokens):
+    the rows whose new tokens RecentTokens must keep.
+    """
 
     prefixes: Tensor
     at: Tensor
@@ -37,30 +40,30 @@ class WordBans:
 
 @dataclass(frozen=True, slots=True)
 class AllowedTokens:
-    """Rows of the step that have nothing but the tokens at these flat indices. int64."""
+    """rows: rows of the step with allowed_token_ids; at: flat indices of their allowed tokens. int64."""
 
     rows: Tensor
     at: Tensor
 
 
 class RecentTokens:
-    """The newest generated tokens of each row, int64 [max_num_seqs, NUM_RECENT], ANY where there are fewer."""
+    """The newest generated tokens of each row, int64 [max_num_seqs, NUM_RECENT], padded by ANY at the front."""
 
     def __init__(self, max_num_seqs: int, device: torch.device) -> None:
         self.token_ids = torch.full((max_num_seqs, NUM_RECENT), ANY, dtype=torch.int64, device=device)
 
     def reset(self, row: int, generated: Tensor) -> None:
-        """Of a sequence that is new, or back after preemption. generated int64 [n]."""
+        """Set the tokens of a sequence that is new, or back after preemption. generated int64 [n]."""
         newest = generated[-NUM_RECENT:]
         self.token_ids[row].fill_(ANY)[NUM_RECENT - len(newest) :] = newest
 
     def add(self, batch_rows: Tensor, token_ids: Tensor) -> None:
-        """One more token in each of batch_rows."""
+        """Append one token to each of batch_rows."""
         kept = self.token_ids.index_select(0, batch_rows)[:, 1:]
         self.token_ids.index_copy_(0, batch_rows, torch.cat([kept, token_ids[:, None]], 1))
 
     def matches(self, bans: WordBans) -> Tensor:
-        """Whether all tokens of a word but its last have just been generated, bool [num_words]."""
+        """True for each word whose tokens before the last were just generated, bool [num_words]."""
         said = self.token_ids.index_select(0, bans.batch_rows)[:, -bans.prefixes.shape[1] :]
         return ((said == bans.prefixes) | (bans.prefixes == ANY)).all(1)
 
@@ -72,7 +75,7 @@ def ban_words(values: Tensor, bans: WordBans, recent: RecentTokens) -> None:
 
 
 def allow_only(values: Tensor, allowed: AllowedTokens) -> None:
-    """Rule out everything else, in logits fp32 [rows, vocab_size]."""
+    """Rule out all but the allowed tokens, in logits fp32 [rows, vocab_size]."""
     flat = values.view(-1)
     kept = flat.index_select(0, allowed.at)
     values.index_fill_(0, allowed.rows, -torch.inf)
@@ -80,7 +83,7 @@ def allow_only(values: Tensor, allowed: AllowedTokens) -> None:
 
 
 class TokenBans:
-    """What the rows of a batch ask for; nothing is held for a row that asks for nothing."""
+    """The bans of the rows of a batch. Rows without bans take no memory."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
@@ -109,15 +112,16 @@ class TokenBans:
         return True
 
     def has_words(self, row: int) -> bool:
-        """Whether the tokens of the row must be remembered."""
+        """True if the row has words of several tokens, so that its newest tokens must be kept."""
         return row in self._words
 
     def single(self, row: int) -> Array | None:
-        """Token ids that are ruled out in every step, ascending."""
+        """Token ids that are ruled out in every step, ascending; None if there are none."""
         return self._single.get(row)
 
     def build_words(self, rows: Array, indices: Array, put: Put) -> WordBans | None:
-        """For the rows[indices] of a step, whose place in its logits is `indices`."""
+        """The word bans of a step, for rows[indices]; `indices` are their rows in its logits. None if there are
+        none."""
         held = [(i, row, *self._words[row]) for i in indices.tolist() if (row := int(rows[i])) in self._words]
         if not held:
             return None
