@@ -3,12 +3,12 @@
 PageserveError
 ├── ConfigError            a setting is wrong: refused at start-up, with the setting's name and the fix
 ├── ModelError             a checkpoint cannot be served: refused at start-up
-├── InvalidRequestError    the caller's fault, names the field (400)
+├── InvalidRequestError    a mistake of the caller, names the field (400)
 │   └── ContextLengthError the prompt, or prompt + max_tokens, does not fit (400, context_length_exceeded)
-├── UnavailableError       not accepted, safe to send again (503)
-│   └── QueueFullError     too much waits (429)
+├── UnavailableError       the request was not accepted, it is safe to send it again (503)
+│   └── QueueFullError     the queue is full (429)
 ├── DeadlineError          the request's own `timeout` is over (408)
-└── EngineError            ours: the request was accepted and could not be finished (500)
+└── EngineError            our mistake: the request was accepted and could not be finished (500)
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class ModelError(PageserveError):
 
 
 class InvalidRequestError(PageserveError):
-    """A request that can never be served as it stands."""
+    """A request that can never be served unless it is changed. `param` names the field, `code` the kind of mistake."""
 
     def __init__(self, message: str, param: str | None = None, code: str = "invalid_value") -> None:
         super().__init__(message)
@@ -37,8 +37,8 @@ class InvalidRequestError(PageserveError):
 
 @dataclass(frozen=True)
 class PromptSize:
-    """Why a prompt does not fit, in tokens. `num_tokens` is a lower bound where only characters were counted;
-    `longest` is the most that a prompt may have."""
+    """The sizes, in tokens, of a prompt that does not fit. `num_tokens` is a lower bound if only characters were
+    counted; `longest` is the most that a prompt may have."""
 
     num_tokens: int
     longest: int
@@ -48,12 +48,12 @@ class PromptSize:
 
 class ContextLengthError(InvalidRequestError):
     def __init__(self, message: str, param: str | None = None, size: PromptSize | None = None) -> None:
-        super().__init__(message, param, "context_length_exceeded")  # messages begin as OpenAI's: clients read them
+        super().__init__(message, param, "context_length_exceeded")  # clients read the message: it begins like OpenAI's
         self.size = size
 
 
 class UnavailableError(PageserveError):
-    """Nothing was started for this request, so a client or a proxy may send it again."""
+    """The request was not started, so a client or a proxy may send it again after `retry_after` seconds."""
 
     def __init__(self, message: str, retry_after: float = 1.0) -> None:
         super().__init__(message)
@@ -61,7 +61,7 @@ class UnavailableError(PageserveError):
 
 
 class QueueFullError(UnavailableError):
-    """More waits than the queue may hold; `retry_after` is in seconds, `limit` says what is full."""
+    """The queue is full; `limit` says which: "requests" or "tokens"."""
 
     def __init__(self, message: str, retry_after: float = 1.0, limit: str = "requests") -> None:
         super().__init__(message, retry_after)
@@ -69,7 +69,7 @@ class QueueFullError(UnavailableError):
 
 
 class DeadlineError(PageserveError):
-    """A request was not finished in the time that it gave itself: dropped while it waited, or cut while it ran."""
+    """A request was not finished within its own timeout: it was dropped while it waited, or cut while it ran."""
 
     def __init__(self, message: str, param: str) -> None:
         super().__init__(message)
@@ -81,9 +81,10 @@ class EngineError(PageserveError):
 
 
 class WorkerDiedError(EngineError):
-    """The Worker process ended, hung, or broke the protocol: it is of no use any more.
+    """The Worker process ended, hung, or broke the protocol: it must be replaced.
 
-    `from_outside`: somebody killed or stopped it, or it had not begun to compute. No request can be guilty of that.
+    `from_outside`: a signal from outside killed or stopped it, or it had not begun to compute. Then no request can have
+    caused the death.
     """
 
     def __init__(self, message: str, *, from_outside: bool = False) -> None:

@@ -1,7 +1,7 @@
 """LLM: offline use. `LLM(model=...).generate(prompts, SamplingParams(...))`, without a server.
 
-The Driver's event loop runs in a thread of its own and the Worker is a fresh process, never a fork of this one: scripts
-need no `if __name__ == "__main__"`, and notebooks, which have a loop of their own, work too.
+The Driver's event loop runs in a thread of its own, and the Worker is a fresh process, never a fork of this process.
+So scripts need no `if __name__ == "__main__"`, and notebooks, which run an event loop already, work, too.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = dict[str, Any]
 T = TypeVar("T")
 
-MAX_IN_FLIGHT = 1024  # requests handed to the Driver at once: more would not run sooner and would cost memory
+MAX_IN_FLIGHT = 1024  # requests handed to the Driver at once: more would cost memory and not run sooner
 UNBOUNDED = 1 << 62
 STOP_SECONDS = 10.0
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Job:
-    """One prompt, ready to run; `text` is None where token ids were given."""
+    """One prompt, ready to run; `text` is None if token ids were given."""
 
     text: str | None
     token_ids: list[int]
@@ -52,11 +52,12 @@ class _Job:
 
 
 class LLM:
-    """A model in this process's hands until `close()`, the end of a `with` block, or the end of the program.
+    """A loaded model for this process, until `close()`, the end of a `with` block, or the end of the program.
 
-    Keywords are the fields of EngineConfig (enable_prefix_caching, gpu_memory_utilization, max_num_seqs ...). An
-    unknown one, or one that this version cannot honour (tensor_parallel_size=2, say), is a ConfigError that says what
-    to do; a checkpoint that cannot be served is a ModelError. Returns when the model is ready.
+    Keywords are the fields of EngineConfig (enable_prefix_caching, gpu_memory_utilization, max_num_seqs ...). The
+    constructor returns when the model is ready. It raises ConfigError, with the fix, for an unknown keyword and for a
+    value that this version cannot honour (for example tensor_parallel_size=2), and ModelError for a checkpoint that
+    cannot be served.
     """
 
     def __init__(self, model: str = "", **settings: Any) -> None:
@@ -64,7 +65,7 @@ class LLM:
 
     @classmethod
     def from_config(cls, config: EngineConfig, **driver_options: Any) -> "LLM":
-        """The same from a finished config; `driver_options` go to the Driver as they are."""
+        """An LLM from a finished config; `driver_options` are passed on to the Driver."""
         llm = cls.__new__(cls)
         llm._open(config, driver_options)
         return llm
@@ -96,11 +97,11 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete every prompt; the results are in the order of the prompts and hold the whole text.
 
-        A prompt is a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}. One SamplingParams is
-        used for all prompts, a list of them is taken one by one; None stands for get_default_sampling_params(). Raises
-        InvalidRequestError before anything runs when a prompt is none of these, and when one does not fit the model. A
-        request that fails in the engine has finish_reason "error" and what it had; only when all fail, EngineError is
-        raised. Ctrl-C aborts the requests and leaves the LLM usable.
+        A prompt is a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}. `sampling_params` is one
+        SamplingParams for all prompts, a list with one for each prompt, or None for get_default_sampling_params().
+        Raises InvalidRequestError before any prompt runs if a prompt has another form or does not fit the model. A
+        request that fails in the engine has finish_reason "error" and the text that it had; EngineError is raised only
+        if all requests fail. Ctrl-C aborts the requests and leaves the LLM usable.
         """
         prompt_list = _prompt_list(prompts)
         params = self._params(sampling_params, len(prompt_list))
@@ -110,7 +111,7 @@ class LLM:
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, use_tqdm: bool = True
     ) -> list[RequestOutput]:
-        """The `params.beam_width` best continuations of every prompt that beam search finds, best first.
+        """Return for every prompt the `params.beam_width` best continuations that beam search finds, best first.
 
         Prompts, order and errors are those of `generate`. Each output has the logprobs of its tokens; its score is
         `cumulative_logprob / len(token_ids) ** params.length_penalty`. A search whose hypotheses do not fit the KV
@@ -149,8 +150,8 @@ class LLM:
         return self._run(jobs, use_tqdm)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """How the model wants to be sampled, by its generation_config.json. SamplingParams that are given are complete:
-        a field that they leave out has the value that SamplingParams documents."""
+        """The sampling parameters that the model's generation_config.json asks for. They do not complete SamplingParams
+        that a caller gives: a field left out there has the default of SamplingParams."""
         return SamplingParams(**self.sampling_defaults.as_dict())  # type: ignore[arg-type]
 
     def _params(self, sampling_params: Any, count: int) -> list[SamplingParams]:
@@ -159,7 +160,7 @@ class LLM:
         return [resolve_bans(each, self.tokenizer, self._driver.eos_token_ids) for each in params]
 
     def close(self) -> None:
-        """End the Worker process and the thread; harmless when done already."""
+        """End the Worker process and the thread; harmless when called again."""
         self._finalizer()
 
     def __enter__(self) -> "LLM":
@@ -197,7 +198,7 @@ class LLM:
         tasks = [asyncio.create_task(complete(index, job)) for index, job in enumerate(jobs)]
         try:
             return await asyncio.gather(*tasks)
-        finally:  # one was refused, or Ctrl-C: no request outlives the call
+        finally:  # after a refused request or Ctrl-C, no request outlives the call
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -215,7 +216,7 @@ class LLM:
                 prompt_logprobs = prompt_logprobs or last.prompt_logprobs
                 for part in last.outputs:
                     samples[part.index].add(part)
-        except (EngineError, InvalidRequestError) as error:  # the latter: a beam search that does not fit
+        except (EngineError, InvalidRequestError) as error:  # InvalidRequestError: a beam search that does not fit
             logger.error("%s failed: %s", request.request_id, error)
             failed = True
         finally:
@@ -242,7 +243,7 @@ def _naming_prompt(index: int) -> Iterator[None]:
 
 
 class _Sample:
-    """Collects the pieces of one sample."""
+    """Collects the parts of one sample."""
 
     def __init__(self) -> None:
         self._text: list[str] = []
@@ -271,7 +272,7 @@ class _Sample:
 
 
 class _Progress:
-    """A tqdm bar over requests that also shows tokens per second; nothing where it is not wanted."""
+    """A tqdm bar over requests that also shows tokens per second; silent unless `wanted`."""
 
     def __init__(self, total: int, wanted: bool) -> None:
         self._bar = tqdm(total=total, desc="requests", unit="req", disable=not wanted, dynamic_ncols=True)
@@ -312,7 +313,7 @@ class _LoopThread:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
-        """The coroutine's result. Ctrl-C (or the timeout) cancels it and waits for its `finally` before it goes on."""
+        """Return the coroutine's result. After Ctrl-C or the timeout, cancel it and wait for its `finally` blocks."""
         ended = threading.Event()
 
         async def tracked() -> T:
@@ -330,7 +331,7 @@ class _LoopThread:
             raise
 
     def close(self) -> None:
-        """Stop the loop; what still runs on it is cancelled."""
+        """Stop the loop; tasks that still run are cancelled."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(STOP_SECONDS)
@@ -348,8 +349,8 @@ async def _start(config: EngineConfig, driver_options: dict[str, Any]) -> Driver
 
 
 def _stop(thread: _LoopThread, driver: Driver) -> None:
-    # At the end of the program Python starts no more threads to wait for the Worker in. Its socket is closed by then,
-    # which is its sign to go.
+    # At the end of the program Python starts no more threads, so none can wait for the Worker. The Worker ends by
+    # itself: its socket is closed by then.
     with contextlib.suppress(RuntimeError):
         thread.run(driver.stop(), STOP_SECONDS)
     thread.close()
@@ -381,7 +382,7 @@ def _params_list(sampling_params: Any, count: int) -> list[SamplingParams]:
 
 
 def _with_thinking(tokenizer: Tokenizer, job: _Job) -> SamplingParams:
-    """With what a thinking budget has to know of the prompt."""
+    """The parameters of a job; with a thinking budget, they say whether the prompt has opened a thinking block."""
     params = job.params
     if params.thinking_token_budget is None:
         return params

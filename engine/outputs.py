@@ -1,4 +1,4 @@
-"""What a caller gets back. Structs, not dataclasses: several are made per stream and step."""
+"""The outputs of a request. Structs, not dataclasses: several are made per stream and step."""
 
 from array import array
 from collections.abc import Sequence
@@ -21,9 +21,8 @@ class FinishReason(str, Enum):
 class TokenLogprobs(msgspec.Struct, frozen=True):
     """Log-probabilities at one position, from the model's own distribution (before temperature and filters).
 
-    `top` holds (token_id, logprob), most likely first; the chosen token is always reported in `token_id`, `logprob`,
-    whether or not it is in `top`. `rank` is its place among all tokens, 1 for a most likely one; 0 where it was not
-    counted, as for generated tokens.
+    `top` holds (token_id, logprob), most likely first. `token_id` and `logprob` always report the chosen token, even if
+    it is not in `top`. `rank` is its place among all tokens: 1 for the most likely; 0 in generated tokens.
     """
 
     token_id: int
@@ -33,9 +32,10 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
 
 
 class PromptScores(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Logprobs of the prompt tokens from position `start` on, each given those before it, n of them; as native arrays,
-    since they are many: `logprobs` float32 [n, 1 + k], the token's own first and then the k highest; `ranks` int32 [n],
-    1 for a most likely one; `top_ids` int32 [n, k].
+    """Logprobs of n prompt tokens from position `start` on, as the Worker sends them: in native arrays.
+
+    `logprobs` float32 [n, 1 + k]: the token's own logprob, given the tokens before it, then the k highest.
+    `ranks` int32 [n]: 1 for the most likely token. `top_ids` int32 [n, k].
     """
 
     seq_id: int
@@ -51,10 +51,10 @@ class PromptScores(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class PromptLogprobs(Sequence[TokenLogprobs | None]):
-    """Logprobs of a prompt's tokens, in order; None for the first, which has nothing before it.
+    """Logprobs of a prompt's tokens, in order; None for the first token, which no token precedes.
 
-    Kept as arrays, 8 bytes per number: entries are made when they are asked for. Complete once the request has an
-    output.
+    The numbers are kept in arrays, 8 bytes each; an entry is made when it is read. All are there once the request has
+    an output.
     """
 
     def __init__(self, token_ids: list[int]) -> None:
@@ -64,7 +64,7 @@ class PromptLogprobs(Sequence[TokenLogprobs | None]):
 
     @property
     def num_scored(self) -> int:
-        """Tokens at the start that need no further computing; the first one never does."""
+        """Leading tokens whose logprobs are known; the first token counts, it never has any."""
         return 1 + len(self._ranks)
 
     @property
@@ -72,9 +72,10 @@ class PromptLogprobs(Sequence[TokenLogprobs | None]):
         return self.num_scored == len(self.token_ids)
 
     def add(self, scores: PromptScores) -> None:
-        """Take what the Worker computed of one chunk. What is known already stays.
+        """Append the scores of one chunk. Tokens that are scored already keep their scores.
 
-        So tokens that were computed twice, since their sequence was preempted or its Worker died, are reported once.
+        A chunk is scored twice when its sequence was preempted or its Worker died. Raises ValueError if scores between
+        the known ones and these are missing.
         """
         known = self.num_scored - scores.start
         if known < 0:
@@ -106,9 +107,9 @@ class PromptLogprobs(Sequence[TokenLogprobs | None]):
 class CompletionOutput(msgspec.Struct, frozen=True):
     """One of the n samples of a request.
 
-    From `Driver.generate` text, token_ids and logprobs are what is new since the last output (text may lag behind the
-    ids: a suffix that may still become a stop string, or half a UTF-8 character, is held back). From `LLM.generate`
-    they are the whole sample. `stop_reason` is the stop string or stop token id that ended it, None for others.
+    From `Driver.generate`, text, token_ids and logprobs hold only what was added since the last output. Text may lag
+    behind the ids: a suffix that may become a stop string, or half a UTF-8 character, is held back. From `LLM.generate`
+    they hold the whole sample. `stop_reason` is the stop string or stop token id that ended the sample, else None.
     """
 
     index: int
@@ -117,16 +118,17 @@ class CompletionOutput(msgspec.Struct, frozen=True):
     logprobs: tuple[TokenLogprobs, ...] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
-    embedding: bytes = b""  # where that was asked for in place of tokens: fp32, little-endian
+    embedding: bytes = b""  # of a request to embed, in place of tokens: fp32, little-endian
 
     @property
     def cumulative_logprob(self) -> float | None:
-        """Sum over `logprobs`; None where none were asked for."""
+        """Sum over `logprobs`; None if none were asked for."""
         return None if self.logprobs is None else sum(token.logprob for token in self.logprobs)
 
 
 class RequestOutput(msgspec.Struct, frozen=True):
-    """`finished` is set on the last output, when every sample has ended. Counts are in tokens and cumulative.
+    """New parts of the samples of a request. `finished` is set on the last output, when every sample has ended.
+    Counts are in tokens and cumulative.
 
     `prompt_logprobs` comes with the first output of a request that asked for it.
     """

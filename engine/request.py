@@ -1,4 +1,4 @@
-"""Request: what a caller hands to the Driver."""
+"""Request: one prompt and how to sample it, as a caller hands it to the Driver."""
 
 from dataclasses import dataclass
 
@@ -9,15 +9,15 @@ from engine.sampling_params import BeamSearchParams, SamplingParams
 class Request:
     """One prompt with its sampling parameters; becomes `params.n` sequences.
 
-    `request_id` must be unique among live requests (the server makes it, a client's own id is only echoed). Lower
-    `priority` runs first; equal priorities are first come, first served. `cache_salt` separates tenants in the prefix
-    cache: blocks are shared only between requests of equal salt. `prompt_param` is the field that errors about the
-    prompt name ("prompt" or "messages"). With `beam_search` the outputs are its hypotheses, and all come at the end:
-    `params` must then be its `sampling_params()`.
+    `request_id` must be unique among live requests (the server makes it; an id that a client sends is only echoed).
+    Lower `priority` runs first; equal priorities are first come, first served. `cache_salt` separates tenants in the
+    prefix cache: only requests of equal salt share blocks. Errors about the prompt name the field `prompt_param`
+    ("prompt" or "messages"). With `beam_search` the outputs are its hypotheses, which all come at the end;
+    then `params` must be its `sampling_params()`.
 
-    Tenants share the engine fairly, each by its `weight` (engine/scheduling/fair_share.py). A request that is not
-    finished `timeout` seconds after it was accepted ends with DeadlineError. `trace_parent` is for listeners of the
-    RequestLog.
+    Tenants share the engine in proportion to their `weight` (engine/scheduling/fair_share.py). A request that is not
+    finished `timeout` seconds after it was accepted ends with DeadlineError. Listeners of the RequestLog read
+    `trace_parent`.
     """
 
     request_id: str

@@ -1,4 +1,5 @@
-"""A process of our own at the other end of a socket pair: the Worker, and those that check grammars. No fork."""
+"""Starts our child processes, each behind a socket pair: the Worker and the helpers for grammars and templates. No
+fork."""
 
 import asyncio
 import os
@@ -10,15 +11,15 @@ from collections.abc import Mapping
 from pathlib import Path
 
 BUFFER_BYTES = 1 << 20
-# HF_TOKEN, OPENAI_API_KEY, AWS_SECRET_ACCESS_KEY; headers of OpenTelemetry carry keys. Not TOKENIZERS_PARALLELISM.
+# Matches HF_TOKEN, OPENAI_API_KEY, AWS_SECRET_ACCESS_KEY and OpenTelemetry's headers; not TOKENIZERS_PARALLELISM.
 SECRET = re.compile(r"(^|_)(\w*KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|HEADERS)(_|$)", re.IGNORECASE)
 _children: "weakref.WeakSet[subprocess.Popen[bytes]]" = weakref.WeakSet()
 
 
 def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables but for those whose name says that they hold a key, a token or a password.
+    """Remove the variables whose names say that they hold a key, a token or a password.
 
-    A child loads what lies on this machine and talks to us alone, and its environment can be read in more places.
+    A child needs none: it loads local files and talks to its parent only. Its environment can be read in more places.
     """
     return {name: value for name, value in environment.items() if not SECRET.search(name)}
 
@@ -26,8 +27,8 @@ def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
 def spawn(
     command: tuple[str, ...], *arguments: str, environment: dict[str, str] | None = None
 ) -> tuple["subprocess.Popen[bytes]", socket.socket]:
-    """Start `command FD arguments...`, where FD is its end of the pair; returns the process and our end. OSError."""
-    # It imports this very source tree, wherever the caller's working directory is.
+    """Start `command FD arguments...`, where FD is its end. Returns the process and our end. Raises OSError."""
+    # The child imports this source tree, wherever the caller's working directory is.
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     ours, theirs = socket.socketpair()
@@ -47,13 +48,13 @@ def spawn(
 
 
 def kill_children() -> None:
-    """Kill whatever `spawn` has started and has not been waited for; returns at once."""
+    """Kill all processes that `spawn` has started and that still run; returns at once."""
     for process in list(_children):
         process.kill()
 
 
 async def connect(ours: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Streams over our end; it is closed, which is the process's sign to go, where that fails or is cancelled."""
+    """Open streams over our end. On failure or cancellation, close it: then the child process ends itself."""
     try:
         return await asyncio.open_unix_connection(sock=ours, limit=BUFFER_BYTES)
     except BaseException:

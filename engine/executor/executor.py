@@ -1,4 +1,4 @@
-"""Executor: the Worker process, seen from the Driver: start it, send it plans, read its answers, notice its death."""
+"""Executor: the Worker process as the Driver sees it. Starts it, sends plans, reads answers, notices its death."""
 
 import asyncio
 import contextlib
@@ -35,12 +35,12 @@ from engine.executor.step_durations import StepDurations
 from engine.executor.step_watch import StepWatch
 from engine.executor.timeouts import with_timeout
 
-FLUSH_SECONDS = 5.0  # a slow disk gets no more
+FLUSH_SECONDS = 5.0  # a slow disk is not awaited for longer
 
 WORKER_COMMAND = (sys.executable, "-m", "engine.worker.worker")
 KILL_AFTER_SECONDS = 2.0
-REAP_SECONDS = 10.0  # for the kernel to end what was killed
-STACK_DUMP_SECONDS = 0.5  # for a Worker that hangs to write where
+REAP_SECONDS = 10.0  # for the kernel to end a killed process
+STACK_DUMP_SECONDS = 0.5  # for a Worker that hangs to write its stacks
 CPU_STEP_TIMEOUT = 300.0  # a full step of a 7B model takes over a minute on two cores
 GPU_STEP_TIMEOUT = 60.0
 HEARTBEAT = encode_frame(Heartbeat())
@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 
 class NoRoomError(EngineError):
-    """The system has no descriptor, process or memory left for a Worker. None died of that, and it may pass."""
+    """The system has no descriptor, process or memory left for a Worker. No Worker died, and the lack may pass."""
 
 
 class Executor:
@@ -63,10 +63,10 @@ class Executor:
     def __init__(
         self, worker_command: tuple[str, ...] = WORKER_COMMAND, durations: StepDurations | None = None
     ) -> None:
-        """`durations` is what is known of the steps of the Workers before."""
+        """`durations` knows the times of steps of earlier Workers."""
         self._command = worker_command
         self._durations = durations or StepDurations()
-        self.ready = False  # to be sent plans
+        self.ready = False  # True while plans may be sent
         self._process: subprocess.Popen[bytes] | None = None
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -75,15 +75,15 @@ class Executor:
         self._timer: asyncio.TimerHandle | None = None
         self._stop_watch: asyncio.Task[None] | None = None
         self._num_oom_kills = count_oom_kills()
-        self._killed: WorkerDiedError | None = None  # why we killed it
+        self._killed: WorkerDiedError | None = None  # the reason why we kill it
 
     @property
     def pid(self) -> int | None:
         return self._process.pid if self._process else None
 
     async def start(self, message: StartWorker) -> None:
-        """Spawn the Worker and tell it what to load. Loading is awaited by `wait_ready`. Raises WorkerDiedError,
-        NoRoomError."""
+        """Spawn the Worker and send it the message that tells what to load; `wait_ready` awaits loading. Raises
+        WorkerDiedError, NoRoomError."""
         self._step_timeout = message.config.step_timeout
         try:
             self._process, ours = spawn(self._command)
@@ -95,7 +95,8 @@ class Executor:
         self._writer.write(encode_frame(message))
 
     async def wait_ready(self, on_progress: Callable[[str], None]) -> WorkerReady:
-        """Raises the error that the Worker names (ModelError, ConfigError ...), WorkerDiedError when it just ends."""
+        """Wait until the model is loaded. Raises the error that the Worker names (ModelError, ConfigError ...), or
+        WorkerDiedError if it ends without one."""
         while True:
             message = await self._receive()
             if isinstance(message, LoadProgress):
@@ -110,14 +111,14 @@ class Executor:
                 raise WorkerDiedError("the Worker sent a step result before it was ready")
 
     def send(self, message: DriverMessage) -> None:
-        """Hand over a plan; never blocks (a Worker that does not read lets the buffer grow by a few plans at most)."""
+        """Send a message; never blocks. A Worker that does not read lets the buffer grow by a few plans at most."""
         assert self._writer is not None, "start() comes first"
         self._writer.write(encode_frame(message))
         if isinstance(message, StepPlan):
             self._watch.sent(message)
 
     async def receive(self) -> StepResult | FetchedBlocks | GrammarPrepared:
-        """The next result, in the order of the plans, or what else the Worker was asked for. Raises WorkerDiedError."""
+        """The next result, in the order of the plans, or the next answer to another message. Raises WorkerDiedError."""
         while isinstance(message := await self._receive(), Heartbeat):
             self._watch.received_heartbeat()
         if isinstance(message, FetchedBlocks | GrammarPrepared):
@@ -139,7 +140,7 @@ class Executor:
                 num_results -= isinstance(message, StepResult)
 
     async def stop(self, grace: float = KILL_AFTER_SECONDS) -> None:
-        """End the Worker: closing the socket is its sign to go; a kill follows where it is not gone in `grace` s."""
+        """End the Worker. It ends itself when its socket closes; it is killed if that takes longer than `grace` s."""
         self._end_watch()
         writer, self._writer = self._writer, None
         if writer is not None:
@@ -148,7 +149,7 @@ class Executor:
             return
         self._process.kill()
         if writer is not None:
-            writer.transport.abort()  # plans that it never read would hold the socket open
+            writer.transport.abort()  # unread plans would keep the socket open
         if not await self._gone_within(REAP_SECONDS):
             logger.error("the Worker process %d was killed and does not end: a device may hold it", self._process.pid)
 
@@ -160,7 +161,7 @@ class Executor:
             return False
         return True
 
-    # A Worker that is stopped, from its start on.
+    # The watch for a Worker that a signal has stopped: it runs from the start on.
 
     def _begin_stop_watch(self, pid: int) -> None:
         self._stop_watch = asyncio.create_task(self._kill_when_stopped(pid), name="stop-watch")
@@ -170,7 +171,7 @@ class Executor:
         self._killed = self._killed or WorkerDiedError("the Worker process was stopped (SIGSTOP)", from_outside=True)
         self._kill()
 
-    # A Worker that hangs.
+    # The watch for a Worker that hangs: it runs once the model is loaded.
 
     def _begin_watch(self, device: str) -> None:
         default = CPU_STEP_TIMEOUT if device == "cpu" else GPU_STEP_TIMEOUT
@@ -195,18 +196,18 @@ class Executor:
         held = is_traced(pid) or stopped_at(pid) is not None
         cause = f"the Worker did not {'answer' if idle else 'finish a step'} within {self._watch.silence:.3g} s"
         self._killed = WorkerDiedError(cause + (": it was stopped" if held else ""), from_outside=held or idle)
-        self._process.send_signal(signal.SIGUSR1)  # it writes its stacks to the log, if it can
+        self._process.send_signal(signal.SIGUSR1)  # the Worker writes its stacks to the log, if it can
         self._timer = asyncio.get_running_loop().call_later(STACK_DUMP_SECONDS, self._kill_unless_back)
 
     def _kill_unless_back(self) -> None:
-        """Kill the Worker, unless it answered while it wrote its stacks and so works again."""
+        """Kill the Worker, unless it answered while it wrote its stacks: then it works again."""
         if self._watch.silence > 0.0:
             return self._kill()
         self._killed = None
         self._tick_later()
 
     def _kill(self) -> None:
-        """SIGKILL also ends a stopped process. Nobody waits for one that does not end: its socket is given up."""
+        """Kill the Worker, also if it is stopped, and give up its socket, in case the process does not end at all."""
         assert self._process is not None
         if self._timer is not None:
             self._timer.cancel()
@@ -237,7 +238,7 @@ class Executor:
         return WorkerDiedError(cause, from_outside=killed or self._watch.awaits_heartbeat)
 
     async def _how_it_ended(self) -> tuple[str, bool]:
-        """For the log, and whether somebody killed it."""
+        """The cause for the log, and True if a signal from outside killed the process."""
         assert self._process is not None
         if not await self._gone_within(1.0):  # the socket closes a moment before the process can be reaped
             return "the Worker process closed its socket", False
@@ -245,7 +246,7 @@ class Executor:
         if code >= 0:
             return f"the Worker process exited with status {code}; its log says why", False
         known = {number.value: number.name for number in signal.Signals}
-        # SIGKILL is never a crash: if the kernel had no lack of memory, it was somebody.
+        # SIGKILL is never a crash: either the kernel lacked memory, or the signal came from outside.
         killed = -code == signal.SIGKILL and count_oom_kills() == self._num_oom_kills is not None
         return f"the Worker process was ended by {known.get(-code, f'signal {-code}')}", killed
 

@@ -7,20 +7,20 @@ from contextlib import asynccontextmanager
 
 
 class FairSlots:
-    """Waiters get free slots in turn: round-robin across tenants, first come first served within one.
+    """A semaphore: round-robin across tenants, first come first served within a tenant.
 
-    No tenant holds more than `per_tenant` slots at a time, so that one alone cannot take them all.
+    A tenant holds at most `per_tenant` slots at a time, so a single tenant cannot hold all of them.
     """
 
     def __init__(self, num_slots: int, per_tenant: int | None = None) -> None:
         self._num_free = num_slots
         self._per_tenant = num_slots if per_tenant is None else per_tenant
         self._held: Counter[str] = Counter()
-        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()  # the next in turn comes first
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()  # the next tenant first
 
     @asynccontextmanager
-    async def take(self, tenant: str) -> AsyncIterator[None]:
-        """Hold a slot."""
+    async def hold(self, tenant: str) -> AsyncIterator[None]:
+        """Hold a slot for the time of a `with` block."""
         await self.acquire(tenant)
         try:
             yield
@@ -28,8 +28,8 @@ class FairSlots:
             self.release(tenant)
 
     async def acquire(self, tenant: str) -> None:
-        """Wait for a slot. The caller must `release` it once; where this is cancelled, nothing is held."""
-        if self._num_free and self._held[tenant] < self._per_tenant:  # every waiter is at its tenant's limit
+        """Wait for a slot. The caller must `release` it once; a cancelled call holds none."""
+        if self._num_free and self._held[tenant] < self._per_tenant:  # the tenants of all waiters are at their limit
             self._grant(tenant)
             return
         turn = asyncio.get_running_loop().create_future()
@@ -37,12 +37,12 @@ class FairSlots:
         try:
             await turn
         except asyncio.CancelledError:
-            if not turn.cancelled():  # the slot had just been handed over
+            if not turn.cancelled():  # the slot was granted just before
                 self.release(tenant)
             raise
 
     def release(self, tenant: str) -> None:
-        """Give a slot of `tenant` back: to the next in turn that still waits and may have it."""
+        """Give a slot back. The next waiter in turn whose tenant is below its limit gets it."""
         self._num_free += 1
         self._held[tenant] -= 1
         if not self._held[tenant]:
@@ -59,7 +59,7 @@ class FairSlots:
         self._held[tenant] += 1
 
     def _next_of(self, tenant: str) -> "asyncio.Future[None] | None":
-        """The first of a tenant's waiters that has not left; the tenant goes behind all others."""
+        """Pop the first waiter of a tenant that was not cancelled, and put the tenant behind all others."""
         turns = self._waiting.pop(tenant)
         while turns:
             turn = turns.popleft()

@@ -1,4 +1,4 @@
-"""What Linux tells about a process that died or stands still: was it somebody from outside?"""
+"""Reads from Linux whether a process was killed for lack of memory, is stopped by a signal, or is debugged."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -8,15 +8,15 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 LOOK_SECONDS = 0.5  # between two looks at a process
-STOPPED_LOOKS = 5  # in a row that find it stopped: two seconds at least, for whoever stops it to let it go on
+STOPPED_LOOKS = 5  # so many looks in a row find it stopped: it has two seconds at least to be continued
 
 
 class ProcessStoppedError(Exception):
-    """A signal stopped the process, and nobody let it go on."""
+    """A signal stopped the process, and no signal continued it."""
 
 
 def count_oom_kills() -> int | None:
-    """Processes that the kernel has killed for lack of memory since boot, in any cgroup; None where it does not say."""
+    """Count the processes that the kernel has killed for lack of memory since boot, in any cgroup; None if unknown."""
     try:
         lines = Path("/proc/vmstat").read_text().splitlines()
     except OSError:
@@ -25,20 +25,20 @@ def count_oom_kills() -> int | None:
 
 
 def stopped_at(pid: int) -> int | None:
-    """The processor time, in clock ticks, of a process that a signal (SIGSTOP) has stopped; None for any other.
+    """The processor time, in clock ticks, of a process that a signal (SIGSTOP) has stopped; None for any other process.
 
-    A debugger (state t) is not meant: it is there to let the process go on.
+    A process that a debugger holds (state t) is not stopped in this sense: the debugger will continue it.
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    fields = stat.rpartition(")")[2].split()  # after the name, which may hold anything
+    fields = stat.rpartition(")")[2].split()  # after the name, which may hold any character
     return int(fields[11]) + int(fields[12]) if fields[0] == "T" else None
 
 
 def is_traced(pid: int) -> bool:
-    """Whether a debugger holds the process: it may stand still for as long as its user thinks."""
+    """True if a debugger holds the process: then it may stand still for any time."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
@@ -49,9 +49,9 @@ def is_traced(pid: int) -> bool:
 class StoppedLooks:
     """Looks at a process, LOOK_SECONDS apart.
 
-    Looks are counted, not time. If this very process stood still (Ctrl-Z stops the whole group, a container is paused,
-    a machine sleeps), there is one look when it goes on, and by the next the other process has gone on, too. A process
-    that used processor time between two looks was not stopped all the while.
+    Looks are counted, not seconds. Our own process may stand still, too: Ctrl-Z stops the whole group, a container is
+    paused, a machine sleeps. When it continues there is a single look, and before the next look the other process
+    continues as well. A process that used processor time between two looks was not stopped in between.
     """
 
     def __init__(self, pid: int) -> None:
@@ -59,7 +59,7 @@ class StoppedLooks:
         self._num_looks, self._before = 0, -1
 
     def look(self) -> bool:
-        """Whether this is the last of STOPPED_LOOKS in a row that found it stopped."""
+        """Look once. True if the last STOPPED_LOOKS looks in a row found the process stopped."""
         now = stopped_at(self._pid)
         self._num_looks = 0 if now is None else self._num_looks + 1 if now == self._before else 1
         self._before = -1 if now is None else now
@@ -67,7 +67,7 @@ class StoppedLooks:
 
 
 async def wait_until_stopped(pid: int) -> None:
-    """Return once STOPPED_LOOKS looks in a row found the process stopped; for most, never."""
+    """Return once STOPPED_LOOKS looks in a row found the process stopped; never for most processes."""
     looks, stopped = StoppedLooks(pid), False
     while not stopped:
         await asyncio.sleep(LOOK_SECONDS)
@@ -75,14 +75,14 @@ async def wait_until_stopped(pid: int) -> None:
 
 
 async def unless_stopped(pid: int, coroutine: Coroutine[Any, Any, T]) -> T:
-    """The result of `coroutine`, which waits for the process. Raises ProcessStoppedError when that is stopped."""
+    """Return the result of `coroutine`, which waits for a process. Raises ProcessStoppedError if that is stopped."""
     work = asyncio.ensure_future(coroutine)
     watch = asyncio.ensure_future(wait_until_stopped(pid))
     try:
         await asyncio.wait([work, watch], return_when=asyncio.FIRST_COMPLETED)
     finally:
         for task in (work, watch):
-            task.cancel()  # nothing for one that has ended
+            task.cancel()  # has no effect on a task that has ended
         await asyncio.gather(work, watch, return_exceptions=True)
     if work.cancelled():
         raise ProcessStoppedError(f"process {pid} was stopped")

@@ -1,12 +1,12 @@
-"""What follows from the death of a Worker: who is suspected, how long to wait before the next one, when to give up.
+"""Recovery: decides after the death of a Worker which request is suspect, when the next Worker starts, when to give up.
 
-Decisions only: no process, no loop, the clock is given. The Driver acts on them (Driver._restart).
+It only decides: it owns no process and no loop, and the clock is given. The Supervisor and the Driver act.
 
-A request that the Worker was computing when it died may have killed it. One that was there at two deaths, without a new
-token in between, runs alone next. Then there is no doubt: either it gets its token and is a request like any other, or
-the Worker dies a third time and this request alone is guilty. A token clears, because a fault that follows from the
-tokens strikes at the same token again. A death that came from outside (kill -9, SIGSTOP) is nobody's fault: the Driver
-names no request then.
+A request that the Worker was computing when it died may have killed it. A request that was computed at two deaths,
+without a new token in between, runs alone next. That removes the doubt: either it gets its token and is a request like
+any other, or the Worker dies a third time and this request alone is guilty. A token clears a request, because a fault
+that follows from its tokens strikes at the same token again. No request is named for a death that came from outside
+(kill -9, SIGSTOP).
 """
 
 import time
@@ -20,7 +20,7 @@ FIRST_BACKOFF, MAX_BACKOFF = 0.5, 30.0  # seconds before the second start in a r
 
 
 class Recovery:
-    """At most `max_restarts` in any `window` seconds. Requests are known by their ids."""
+    """Allows at most `max_restarts` in any `window` seconds. Requests are known by their ids."""
 
     def __init__(self, max_restarts: int, window: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._max_restarts = max_restarts
@@ -30,14 +30,14 @@ class Recovery:
         self._strikes: dict[str, int] = {}  # deaths of each request since its last token, in order of the first
 
     def record_death(self, in_flight: Iterable[str]) -> list[str]:
-        """A Worker died while it computed these requests; returns those that are guilty of it: one, or none."""
+        """A Worker died while it computed these requests. Returns the guilty requests: one, or none."""
         self._deaths.append(self._clock())
         for request_id in in_flight:
             self._strikes[request_id] = self._strikes.get(request_id, 0) + 1
         return [request_id for request_id, strikes in self._strikes.items() if strikes >= GUILTY_AT]
 
     def backoff(self, cause: PageserveError) -> float:
-        """Seconds to wait before the next start: none after a first death, then twice as long each time.
+        """Return the seconds to wait before the next start: none after a first death, then twice as long each time.
 
         Raises EngineError, with the `cause` of the last death, when the budget is spent.
         """
@@ -53,12 +53,12 @@ class Recovery:
 
     @property
     def suspects_nobody(self) -> bool:
-        """Whether no request has a death held against it: there is nothing to clear."""
+        """True if no death is held against any request: there is nothing to clear."""
         return not self._strikes
 
     @property
     def suspect(self) -> str | None:
-        """The request that must run alone now; the longest under suspicion first."""
+        """The request that must run alone now: the one that has been suspect for the longest time, or None."""
         if not self._strikes:
             return None
         return next((request_id for request_id, strikes in self._strikes.items() if strikes >= SUSPECT_AT), None)

@@ -1,12 +1,12 @@
-"""The whole language between Driver and Worker: plain numbers, as msgpack in length-prefixed frames.
+"""The whole language between Driver and Worker: plain numbers, as msgpack in frames (engine/executor/frames.py).
 
-A socket pair carries it; no pickle and no TCP port. The Driver sends StartWorker, then one StepPlan after the other;
-the Worker answers LoadProgress while it loads, then WorkerReady or WorkerFailed, then one StepResult per StepPlan, in
-order. While it has no plan, it is sent a Heartbeat now and then, and sends it back. A plan is a diff: a sequence's full
-data crosses once (NewSequence), then only new block ids.
+A socket pair carries the messages; there is no pickle and no TCP port. The Driver sends StartWorker, then one StepPlan
+after the other. The Worker answers with LoadProgress while it loads, then WorkerReady or WorkerFailed, then one
+StepResult per StepPlan, in order. A Worker without a plan gets a Heartbeat now and then, and sends it back. A plan is a
+diff: a sequence's full data crosses once (NewSequence), then only new block ids.
 
 The next plan may be sent before the last result is back (overlapped scheduling). The Worker therefore keeps the tokens
-that it sampled itself: a SequenceStep of a token that the Driver has not seen yet just counts it.
+that it sampled: a SequenceStep counts a token that the Driver has not seen yet, and does not name it.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ from engine.thinking import ThinkingTags
 
 
 class StartWorker(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """First message of the Driver: everything the Worker needs to know. `model_dir` is a local folder."""
+    """The first message: everything that the Worker needs to load. `model_dir` is a local folder."""
 
     config: EngineConfig
     model_dir: str
@@ -43,17 +43,17 @@ class CacheCosts(msgspec.Struct, frozen=True, array_like=True):
     load_linear: float
 
     def compute(self, num_before: int, num_tokens: int) -> float:
-        """To compute `num_tokens` tokens behind `num_before` others."""
+        """Seconds to compute `num_tokens` tokens that follow `num_before` others."""
         end = num_before + num_tokens
         return self.compute_linear * num_tokens + self.compute_quadratic * (end**2 - num_before**2)
 
     def load(self, num_tokens: int) -> float:
-        """To bring `num_tokens` tokens from host memory."""
+        """Seconds to load `num_tokens` tokens from host memory."""
         return self.load_fixed + self.load_linear * num_tokens
 
 
 class WorkerReady(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """What only the Worker knows, after loading and profiling: sizes, and settings that depend on the device."""
+    """The Worker has loaded and profiled the model: sizes, and settings that depend on the device."""
 
     num_blocks: int
     max_model_len: int
@@ -65,10 +65,10 @@ class WorkerReady(msgspec.Struct, frozen=True, array_like=True, tag=True):
     memory: dict[str, int]  # bytes: weights, kv_cache, activations ... for logs and /metrics
     num_host_blocks: int = 0  # slots of the host tier
     cache_costs: CacheCosts | None = None
-    disk_digests: list[bytes] = []  # what the disk tier claims to hold, the oldest first
-    kv_cache_dtype: str = ""  # what keys and values are stored as: dtype's value, or "int8", "fp8", "int4"
-    hidden_size: int = 0  # numbers of an embedding
-    encoder: bool = False  # embeds only, each sequence as a whole in one step, without a KV cache
+    disk_digests: list[bytes] = []  # the blocks that the disk tier claims to hold, the oldest first
+    kv_cache_dtype: str = ""  # the storage format of keys and values: the value of dtype, or "int8", "fp8", "int4"
+    hidden_size: int = 0  # numbers in an embedding
+    encoder: bool = False  # the model only embeds: a whole sequence in one step, without a KV cache
 
 
 class WorkerFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -79,11 +79,11 @@ class WorkerFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class NewSequence(msgspec.Struct, frozen=True, array_like=True):
-    """A sequence the Worker does not hold: new, or coming back after preemption (then token_ids go past the prompt), or
-    a hypothesis of a beam search that goes on with another token than the Worker sampled for it.
+    """A sequence that the Worker does not hold: new, resumed after preemption (then token_ids go past the prompt), or a
+    hypothesis of a beam search that continues with another token than the Worker sampled.
 
     `block_ids` is the block table before this step; the first `num_computed_tokens` tokens are in the cache already
-    (prefix hits). `seed` drives the counter-based draw of every position. A fork begins with everything computed: its
+    (prefix hits). `seed` drives the counter-based draw of every position. A fork starts with all tokens computed: its
     first token is drawn from the logits of the sequence `fork_of`, which the same step computes. With
     params.prompt_logprobs the first `num_scored_tokens` of the prompt need no logprobs (the very first never has any).
     """
@@ -108,7 +108,8 @@ class BlockCopy(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BlockMove(msgspec.Struct, frozen=True, array_like=True):
-    """Between a block of the pool and a slot of the host tier. `digest`: an offload that the disk tier shall keep."""
+    """A move between a block of the pool and a slot of the host tier. An offload with a `digest` is kept by the disk
+    tier, too."""
 
     block_id: int
     slot: int
@@ -116,7 +117,7 @@ class BlockMove(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FetchBlocks(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Read a chain of blocks from the disk tier into slots of the host tier, beside whatever steps are under way."""
+    """Read a chain of blocks from the disk tier into slots of the host tier, in parallel to steps."""
 
     fetch_id: int
     digests: list[bytes]
@@ -131,27 +132,27 @@ class FetchedBlocks(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Sent to a Worker that has nothing to compute, and sent back once it has seen that its device answers, too."""
+    """Sent to a Worker without a plan. The Worker sends it back after it has checked that its device answers."""
 
 
 class PrepareGrammar(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Compile a structured output that sequences will ask for, beside the steps. A Vocabulary came before."""
+    """Compile a structured output that later sequences need, in parallel to steps. A Vocabulary was sent before."""
 
     output: StructuredOutput
 
 
 class GrammarPrepared(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The answer: the StructuredOutput's digest, and why it could not be compiled, or ""."""
+    """The answer to PrepareGrammar: the digest of the StructuredOutput, and "" or the reason why it did not compile."""
 
     digest: bytes
     error: str
 
 
 class SequenceStep(msgspec.Struct, frozen=True, array_like=True):
-    """Compute the next `num_tokens` tokens of a sequence. When that reaches its last known token, sample one more.
+    """Compute the next `num_tokens` tokens of a sequence. With `sample`, the step reaches the last known token, and
+    samples the next.
 
-    Every sequence of a step has a SequenceStep, new ones too. That of a fork computes no token.
-    `sample` says whether the last known token is reached: the Driver knows, and the Worker need not guess.
+    Every sequence of a step has a SequenceStep, a new sequence, too. The SequenceStep of a fork computes no token.
     """
 
     seq_id: int
@@ -161,14 +162,15 @@ class SequenceStep(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """One iteration: `removed` (finished, aborted, preempted) and `new`, then what moves, then what is computed.
+    """One step. The Worker applies its fields in this order: `removed` (finished, aborted or preempted sequences), then
+    `new`, then the moves of blocks, then the computation.
 
-    Blocks are read before they are written over: first `offloads` go from the pool to the host, then `loads` come back,
-    then `block_copies` take effect in their order (the target of one may have been the source of one before it).
+    Blocks are read before they are overwritten: first `offloads` go from the pool to the host, then `loads` come back,
+    then `block_copies` are made in order (the target of a copy may be the source of an earlier one).
 
-    `decodes` are sequences that the Worker holds, that compute their last known token and sample one more: as a column,
-    since in most steps they are all there is. `decode_blocks` holds pairs: one of them, and the block that it gets
-    for its token. `chunks` has everything else.
+    `decodes` are sequences that the Worker holds, that compute their last known token and sample the next. Most steps
+    hold nothing else, so decodes are a column of ids. `decode_blocks` holds pairs: the id of a decode, and the block
+    that it gets for its token. `chunks` holds all other sequences of the step.
     """
 
     step_id: int
@@ -183,17 +185,17 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     @property
     def num_tokens(self) -> int:
-        """Computed in this step."""
+        """Tokens that this step computes."""
         return len(self.decodes) + sum([step.num_tokens for step in self.chunks])
 
     @property
     def seq_ids(self) -> list[int]:
-        """Whoever computes or samples in this step."""
+        """The sequences that compute or sample in this step."""
         return [*self.decodes, *[step.seq_id for step in self.chunks]]
 
     @property
     def steps(self) -> tuple[SequenceStep, ...]:
-        """Decodes and chunks alike, for those that have the time."""
+        """Decodes and chunks in the same form; slower to read than the columns."""
         blocks = dict(zip(self.decode_blocks[::2], self.decode_blocks[1::2], strict=True))
         decodes = (
             SequenceStep(seq_id, 1, True, [blocks[seq_id]] if seq_id in blocks else []) for seq_id in self.decodes
@@ -202,7 +204,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class SampledToken(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """`logprob` and `top` (token ids and logprobs, most likely first) only where the sequence asked for logprobs."""
+    """`logprob` and `top` (token ids and logprobs, most likely first) are set if the sequence asked for logprobs."""
 
     seq_id: int
     token_id: int
@@ -211,11 +213,11 @@ class SampledToken(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The tokens of a step: `seq_ids` and `token_ids` side by side, and in `detailed` those that logprobs come with.
+    """The sampled tokens of a step: columns `seq_ids` and `token_ids`, and `detailed` for tokens with logprobs.
 
-    The token of a sequence with max_tokens 0 only says that its prompt is computed, and is thrown away. In its place
-    `vectors` has the fp32 numbers (little-endian) of a sequence that is embedded.
-    `failed` maps a sequence to the reason why it alone could not be sampled (non-finite logits, say).
+    The token of a sequence with max_tokens 0 only reports that its prompt is computed; the Driver drops it. An embedded
+    sequence has an entry in `vectors` instead: its fp32 numbers (little-endian).
+    `failed` maps a sequence to the reason why it alone could not be sampled (non-finite logits, for example).
     """
 
     step_id: int
@@ -228,16 +230,16 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, tag=True):
     vectors: dict[int, bytes] = {}
 
     def __post_init__(self) -> None:
-        if len(self.seq_ids) != len(self.token_ids):  # decoding then fails like any other nonsense from a Worker
+        if len(self.seq_ids) != len(self.token_ids):  # decoding fails, as for any message that is malformed
             raise ValueError(f"{len(self.seq_ids)} sequences, but {len(self.token_ids)} tokens")
 
     @property
     def samples(self) -> list[SampledToken]:
-        """All of them."""
+        """All sampled tokens in the same form."""
         return [*map(SampledToken, self.seq_ids, self.token_ids), *self.detailed]
 
 
-SideMessage = FetchBlocks | Vocabulary | PrepareGrammar | ThinkingTags  # done beside the steps
+SideMessage = FetchBlocks | Vocabulary | PrepareGrammar | ThinkingTags  # handled in parallel to steps
 DriverMessage = StartWorker | StepPlan | SideMessage | Heartbeat
 WorkerMessage = LoadProgress | WorkerReady | WorkerFailed | StepResult | FetchedBlocks | GrammarPrepared | Heartbeat
 
@@ -245,7 +247,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def encode_frame(message: Any) -> bytes:
-    """A message as one frame: 4 bytes of length, then msgpack."""
+    """A message as one frame, its body in msgpack."""
     return pack_frame(_encoder.encode(message))
 
 

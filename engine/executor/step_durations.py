@@ -1,7 +1,7 @@
-"""StepDurations: how long steps of each kind took, and so how long the next one may take before the Worker has hung.
+"""StepDurations: measures steps by kind, and from that limits the time after which a Worker counts as hung.
 
-A limit for all steps has to be as long as the slowest step of the slowest machine, minutes on a CPU. Steps of a kind
-take about as long as each other, so one that takes LIMIT_FACTOR times as long as the slowest of late is not coming.
+A single limit for all steps must be as long as the slowest step of the slowest machine: minutes on a CPU. Steps of one
+kind take similar times. So a step that takes LIMIT_FACTOR times as long as the slowest recent one will never end.
 """
 
 from engine.executor.step import NewSequence, StepPlan
@@ -11,16 +11,17 @@ StepKind = tuple[int, int, int]
 Features = tuple[bool, ...]
 
 LIMIT_FACTOR = 20.0
-MIN_LIMIT = 10.0  # seconds: a busy machine, a page fault storm, a library that is read in
-KEPT_PER_STEP = 0.95  # of the slowest time, each time that another step of its kind was quicker: compiling is forgotten
+MIN_LIMIT = 10.0  # seconds: allows for a busy machine, a storm of page faults, a library that is loaded
+KEPT_PER_STEP = 0.95  # a faster step of the kind reduces its slowest time by this factor: compiling is forgotten
 NO_FEATURES: Features = ()
 
 
 def kind_of(plan: StepPlan) -> StepKind:
-    """Sizes as powers of two: decodes of a step of nothing else; tokens of chunks; the longest new sequence.
+    """The kind of a step, three sizes as powers of two: decodes, in a step without chunks and new sequences; tokens of
+    chunks; tokens of the longest new sequence.
 
-    A sequence that the Worker holds grows by a step's tokens at a time, and the time of its steps with it. A new one
-    may come with a long context that is cached already, whose first step is then unlike those before.
+    The steps of a sequence that the Worker holds grow slowly with it. A new sequence may bring a long context that is
+    cached already, so its first step may be unlike the steps before.
     """
     num_tokens = sum([step.num_tokens for step in plan.chunks])
     longest = max([len(new.token_ids) for new in plan.new], default=0)
@@ -29,7 +30,7 @@ def kind_of(plan: StepPlan) -> StepKind:
 
 
 def features_of(new: NewSequence) -> Features:
-    """What the Worker computes for this sequence and not for others: each may be code that has not run yet."""
+    """The optional computations that a sequence needs: each may be code that has not run yet, and must be compiled."""
     params: SamplingParams = new.params
     return (
         params.temperature == 0.0,
@@ -49,22 +50,23 @@ def features_of(new: NewSequence) -> Features:
 
 
 class StepDurations:
-    """Of all Workers of a Driver: the next one is as fast as the one before."""
+    """Shared by all Workers of a Driver: a new Worker is as fast as the one before."""
 
     def __init__(self) -> None:
-        self._slowest: dict[StepKind, float] = {}  # seconds, of late
+        self._slowest: dict[StepKind, float] = {}  # seconds, decaying
         self._features: set[Features] = {NO_FEATURES}
 
     def knows(self, plan: StepPlan) -> bool:
-        """Whether such a step has been done: what it needs is compiled, and there is a time to compare with."""
+        """True if such a step was done before: its code is compiled, and its time is known."""
         return kind_of(plan) in self._slowest and all([features_of(new) in self._features for new in plan.new])
 
     def limit(self, plan: StepPlan) -> float:
-        """Seconds that such a step may take; infinite for one that is not known."""
+        """Seconds that such a step may take; infinite if its kind is unknown."""
         slowest = self._slowest.get(kind_of(plan))
         return float("inf") if slowest is None else max(MIN_LIMIT, LIMIT_FACTOR * slowest)
 
     def add(self, plan: StepPlan, seconds: float) -> None:
+        """Learn the time of a step that is done."""
         kind = kind_of(plan)
         self._slowest[kind] = max(seconds, KEPT_PER_STEP * self._slowest.get(kind, 0.0))
         self._features.update([features_of(new) for new in plan.new])

@@ -1,4 +1,4 @@
-"""StepWatch: when a Worker counts as hung."""
+"""StepWatch: decides when a Worker counts as hung."""
 
 import time
 from collections import deque
@@ -9,22 +9,21 @@ from engine.executor.step_durations import StepDurations
 
 
 class StepWatch:
-    """Notices that a Worker hangs: plans are under way and no result came in the time that such a step may take, or
-    none is, and a heartbeat was not answered within HEARTBEAT_SECONDS.
+    """A Worker hangs if a plan is under way and its result does not come in the time that such a step may take, or if
+    no plan is under way and the Worker does not answer a heartbeat within HEARTBEAT_SECONDS.
 
-    A step may take as long as those of its kind say (engine/executor/step_durations.py), and never more than `timeout`
-    seconds. That limit alone holds where nothing is known: for a step of a new kind and the next few, which may compile
-    kernels, too. The first steps of a Worker get five times as long, up to FIRST_STEPS_SECONDS; so does an answer until
-    then, for graphs are recorded in idle time. Those of a Worker that follows another get AGAIN_SECONDS at least: what
-    it needs is compiled already.
+    The limit of a step follows from steps of the same kind (engine/executor/step_durations.py), and is never more than
+    `timeout` seconds. A step of a new kind, and the few steps after it, have the limit `timeout`: they may compile
+    kernels. The first steps of a Worker get five times `timeout`, up to FIRST_STEPS_SECONDS, and so do heartbeats until
+    then, because graphs are recorded in idle time. The first steps of a Worker that replaces another get AGAIN_SECONDS
+    at least: their code is compiled already.
 
-    Whoever owns it calls `tick` every `interval` seconds, and sends a heartbeat whenever one is then due. Ticks are
-    counted, not time: if this very process stood still (a paused container, a blocked loop), a result may just not have
-    been read yet.
+    The owner calls `tick` every `interval` seconds, and then sends a heartbeat if one is due. Ticks are counted, not
+    seconds: if our own process stood still (a paused container, a blocked loop), a result may wait unread.
     """
 
-    TICKS = 10  # in `timeout`, at least; a heartbeat is due after as much idle time as `timeout` has in one of them
-    TICK_SECONDS = 1.0  # at most
+    TICKS = 10  # per `timeout`, at least; a heartbeat is due after timeout / TICKS of idle time
+    TICK_SECONDS = 1.0  # the longest interval
     HEARTBEAT_SECONDS = 30.0
     FIRST_STEPS = 8
     FIRST_STEPS_SECONDS = 300.0
@@ -41,21 +40,21 @@ class StepWatch:
         self._first_factor = max(1.0, min(5.0, self.FIRST_STEPS_SECONDS / timeout))
         self._heartbeat_limit = min(timeout, self.HEARTBEAT_SECONDS)
         self._awaits_heartbeat = False
-        self._pending: deque[tuple[StepPlan, bool]] = deque()  # and whether what it needs is known
+        self._pending: deque[tuple[StepPlan, bool]] = deque()  # plan, and whether its kind of step is known
         self._num_results = 0
-        self._num_new_steps = 0  # to come, of a kind that is new or behind one that is
-        self._since = 0.0  # by the clock: when there was last something to wait for anew
+        self._num_new_steps = 0  # steps to come that count as new: of a new kind, or soon after one
+        self._since = 0.0  # by the clock: when the present wait began
         self._silent_ticks = 0
         self._idle_ticks = 0
 
     @property
     def silence(self) -> float:
-        """Seconds, as ticks tell them, since an answer or since there was something to wait for."""
+        """Seconds, by ticks, since the present wait began: with an answer, or with the first plan after idle time."""
         return self._silent_ticks * self.interval
 
     @property
     def idle(self) -> bool:
-        """Whether there is no answer to wait for."""
+        """True if no answer is awaited."""
         return not (self._pending or self._awaits_heartbeat)
 
     @property
@@ -64,22 +63,25 @@ class StepWatch:
 
     @property
     def awaits_heartbeat(self) -> bool:
-        """Then the Worker has not begun with any plan: those that are under way were sent after the heartbeat."""
+        """True if a heartbeat is unanswered. Then the Worker has begun no plan: all were sent after the heartbeat."""
         return self._awaits_heartbeat
 
     @property
     def is_over_ceiling(self) -> bool:
-        """Whether the silence is longer than any step may take, whatever its kind."""
+        """True if the silence is longer than a step of any kind may take."""
         return self.silence > self._ceiling
 
     def sent_heartbeat(self) -> None:
+        """A heartbeat was sent."""
         self._awaits_heartbeat = True
 
     def received_heartbeat(self) -> None:
+        """A heartbeat was answered."""
         self._awaits_heartbeat = False
         self._calm()
 
     def sent(self, plan: StepPlan) -> None:
+        """A plan was sent."""
         if not self._pending:
             self._since = self._clock()
         if not self._durations.knows(plan):
@@ -88,15 +90,16 @@ class StepWatch:
         self._num_new_steps = max(0, self._num_new_steps - 1)
 
     def received(self) -> None:
+        """The result of the first pending plan came: learn how long it took."""
         plan, _ = self._pending.popleft()
-        # The clock went on while this process stood still, ticks did not.
+        # While our own process stood still, the clock went on, but ticks did not.
         seconds = min(self._clock() - self._since, (self._silent_ticks + 1) * self.interval)
         self._durations.add(plan, seconds)
         self._num_results += 1
         self._calm()
 
     def tick(self) -> bool:
-        """Whether the Worker hangs."""
+        """Count a tick. True if the Worker hangs."""
         self._silent_ticks = 0 if self.idle else self._silent_ticks + 1
         self._idle_ticks = self._idle_ticks + 1 if self.idle else 0
         return not self.idle and self.silence > self._limit
@@ -115,7 +118,7 @@ class StepWatch:
 
     @property
     def _limit(self) -> float:
-        """Seconds that the answer which is awaited may take."""
+        """Seconds that the awaited answer may take."""
         if self._awaits_heartbeat:
             return self._heartbeat_limit * (self._first_factor if self._is_first else 1.0)
         plan, known = self._pending[0]

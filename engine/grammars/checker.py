@@ -174,7 +174,7 @@ class GrammarChecker:
     async def _find_verdict(self, key: tuple[str, bytes], output: StructuredOutput) -> str:
         tenant, digest = key
         try:
-            async with self._slots.take(tenant):
+            async with self._slots.hold(tenant):
                 verdict = self.verdict(output)  # another tenant may have asked for the same
                 if verdict is None:
                     verdict = await self._ask(output)

@@ -99,7 +99,7 @@ class GrammarService:
         """Have the Worker compile the output; returns its error, or ""."""
         tenant, digest = key
         try:
-            async with self._slots.take(tenant):
+            async with self._slots.hold(tenant):
                 if self._send is None or digest in self._in_worker:  # without a Worker, the next one compiles it
                     return ""
                 if digest not in self._sent:

@@ -1,4 +1,4 @@
-"""Deadlines: requests that nobody waits for any more once their `timeout` is over."""
+"""Deadlines: ends requests whose own `timeout` is over."""
 
 import asyncio
 from collections.abc import Callable
@@ -7,10 +7,10 @@ from engine.errors import DeadlineError
 
 
 class Deadlines:
-    """A timer for each live request that has a timeout; the others cost one look into an empty dict when they end."""
+    """A timer for each live request with a timeout; other requests cost one look into an empty dict at their end."""
 
     def __init__(self, expire: Callable[[str, DeadlineError], None]) -> None:
-        """`expire` is called with the id of a request whose time is over."""
+        """`expire` is called with the id of a request whose time is over, and the error for its reader."""
         self._expire = expire
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
@@ -20,12 +20,12 @@ class Deadlines:
         return set(self._timers)
 
     def start(self, request_id: str, seconds: float) -> None:
-        """Count from now on."""
+        """Start the timer of a request."""
         loop = asyncio.get_running_loop()
         self._timers[request_id] = loop.call_later(seconds, self._on_time, request_id, seconds)
 
     def clear(self, request_id: str) -> None:
-        """The request has ended; harmless where it has no deadline."""
+        """Cancel the timer of a request that has ended; harmless if it has none."""
         if self._timers and (timer := self._timers.pop(request_id, None)) is not None:
             timer.cancel()
 

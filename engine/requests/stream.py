@@ -1,4 +1,4 @@
-"""RequestStream: where the outputs of one request wait for whoever reads them."""
+"""RequestStream: holds the outputs of one request until its reader takes them."""
 
 import asyncio
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from engine.text.detokenizer import Detokenizer
 
 
 class _Sample:
-    """What is new of one sample since the reader last looked."""
+    """One sample: the tokens and the text that the reader has not got yet."""
 
     __slots__ = (
         "detokenizer",
@@ -36,8 +36,8 @@ class _Sample:
         self.logprobs: list[TokenLogprobs] = []
         self.embedding = b""
 
-    def take(self, index: int) -> CompletionOutput | None:
-        """What is new, once; None when nothing is."""
+    def pop_output(self, index: int) -> CompletionOutput | None:
+        """Return the new part of the sample and forget it; None if there is nothing new."""
         if not (self.token_ids or self.text or self.finish_reason):
             return None
         wants_logprobs = self.sequence.params.logprobs is not None
@@ -57,8 +57,8 @@ class _Sample:
 class RequestStream:
     """Async iterator over the outputs of one request, from one reader.
 
-    A reader that is slower than the engine gets several tokens in one output, so what waits here is bounded by the
-    request's own max_tokens and costs one wake-up per step. Call `close` in a `finally`: it aborts what still runs.
+    A reader that is slower than the engine gets several tokens in one output. So the memory is bounded by the request's
+    own max_tokens, and a step wakes the reader once. Call `close` in a `finally`: it aborts a request that still runs.
     """
 
     def __init__(
@@ -86,14 +86,14 @@ class RequestStream:
 
     @property
     def finished(self) -> bool:
-        """Whether the engine is done with the request; outputs may still wait to be read."""
+        """True once the engine is done with the request; outputs may still wait to be read."""
         return self._error is not None or all(sample.finished for sample in self._samples)
 
     def __aiter__(self) -> "RequestStream":
         return self
 
     async def __anext__(self) -> RequestOutput:
-        """The next output; raises EngineError when the request failed, after what it had produced was read."""
+        """The next output. Raises the error of a failed request after its outputs were read."""
         while not self._unread:
             if self._error is not None:
                 raise self._error
@@ -106,7 +106,7 @@ class RequestStream:
                 self._waiter = None
         self._unread = False
         self._exhausted = self.finished and self._error is None
-        outputs = [output for i, sample in enumerate(self._samples) if (output := sample.take(i)) is not None]
+        outputs = [output for i, sample in enumerate(self._samples) if (output := sample.pop_output(i)) is not None]
         return RequestOutput(
             request_id=self.request.request_id,
             outputs=outputs,
@@ -114,18 +114,18 @@ class RequestStream:
             num_prompt_tokens=self.num_prompt_tokens,
             num_generated_tokens=self.num_generated_tokens,
             num_cached_tokens=self._samples[0].sequence.num_cached_tokens or 0,
-            prompt_logprobs=None if self._scores is None else self._take_scores(),
+            prompt_logprobs=None if self._scores is None else self._pop_scores(),
         )
 
-    def _take_scores(self) -> PromptLogprobs | None:
-        """The logprobs of the prompt, once, when they are complete: an early end may leave them unfinished."""
+    def _pop_scores(self) -> PromptLogprobs | None:
+        """Return the logprobs of the prompt once, when they are complete: after an early end they never are."""
         if self._scores_read or self._scores is None or not self._scores.complete:
             return None
         self._scores_read = True
         return self._scores
 
     def close(self) -> None:
-        """Abort what still runs; harmless once finished, and any number of times."""
+        """Abort the request if it still runs; harmless when called again."""
         if not self.finished:
             self._abort()
 
@@ -133,13 +133,14 @@ class RequestStream:
 
     @property
     def plain(self) -> bool:
-        """Whether a token that does not end it needs nothing but its text: one sample, no stop strings, no logprobs."""
+        """True if a token that does not end the stream needs nothing but its text: one sample, no stop strings, no
+        logprobs."""
         sample = self._samples[0]
         params = sample.sequence.params
         return len(self._samples) == 1 and params.logprobs is None and not sample.detokenizer.has_stops
 
     def put_plain(self, token_id: int) -> None:
-        """What `put` and `wake` do together, for a `plain` stream."""
+        """Detokenize and add one token of a `plain` stream, and wake its reader: `put` and `wake` in one call."""
         sample = self._first
         sample.token_ids.append(token_id)
         detokenizer = sample.detokenizer
@@ -150,7 +151,7 @@ class RequestStream:
         self._unread = True
         if (waiter := self._waiter) is not None:
             self._waiter = None
-            if not waiter.done():  # else the reader was cancelled
+            if not waiter.done():  # done: the reader was cancelled
                 waiter.set_result(None)
 
     def detokenizer(self, index: int) -> Detokenizer:
@@ -161,7 +162,7 @@ class RequestStream:
 
     @property
     def finish_reason(self) -> FinishReason:
-        """One for all samples, once they have ended: "length" when any of them was cut."""
+        """The reason for the whole request, once all samples have ended: LENGTH if any of them was cut."""
         reasons = {sample.sequence.finish_reason for sample in self._samples}
         return FinishReason.LENGTH if FinishReason.LENGTH in reasons else FinishReason.STOP
 
@@ -175,16 +176,16 @@ class RequestStream:
             sample.logprobs.append(logprobs)
 
     def put_embedding(self, vector: bytes) -> None:
-        """What a request to embed asked for; it becomes visible with the end."""
+        """Add the vector of a request to embed; the reader gets it with the end of the sample."""
         self._first.embedding = vector
 
     def add_scores(self, scores: PromptScores) -> None:
-        """Logprobs of prompt tokens; they become visible with the first output, which is made when all are there."""
-        assert self._scores is not None, "the Worker scores what it was asked to score"
+        """Add logprobs of prompt tokens; the reader gets all of them with the first output."""
+        assert self._scores is not None, "the Worker scores only prompts that ask for it"
         self._scores.add(scores)
 
     def finish(self, index: int, text: str) -> None:
-        """End a sample whose sequence has ended, with the rest of its text."""
+        """End a sample whose sequence has ended; `text` is the rest that was held back."""
         sample = self._samples[index]
         if text:
             sample.text.append(text)
@@ -198,6 +199,7 @@ class RequestStream:
         self.wake(unread=self._unread)
 
     def wake(self, unread: bool = True) -> None:
+        """Wake the reader. `unread` says whether there is an output for it, or only an error."""
         self._unread = unread
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)

@@ -1,7 +1,8 @@
-"""What every KV block holds at this moment, small enough to look at ten times a second.
+"""KVView: the content of every KV block at one moment, small enough to be read ten times a second.
 
-No object per block: a letter each, maps of the few blocks that differ from the rule, and the block tables as they are.
-Nothing in it comes from a request's text: no tokens, no hashes. Requests are named by the ids that their answers carry.
+A block is a letter, not an object; maps list the few blocks that differ from the rule, and block tables are copied as
+they are. A view holds no data from a request's text: no tokens, no hashes. It names requests by the ids that their
+answers carry.
 """
 
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from engine.scheduling.scheduler import Scheduler
 
 LEGEND = {
     ".": {"state": "free", "owner": "nobody"},
-    "c": {"state": "cached", "owner": "prefix_cache"},  # free to be taken, with content that a prompt may still match
+    "c": {"state": "cached", "owner": "prefix_cache"},  # free, but a prompt may still match its content
     "u": {"state": "used", "owner": "sequences"},
     "p": {"state": "used", "owner": "sequences_and_prefix_cache"},
 }
@@ -24,8 +25,8 @@ FREE, CACHED, USED, USED_AND_CACHED = (ord(letter) for letter in LEGEND)
 class SequenceView:
     """A running sequence: sample `sample` of a request, or a hypothesis of its beam search.
 
-    `blocks` is its block table: the ids of its blocks in token order. Its first `num_prompt_tokens` tokens are the
-    prompt; `num_computed_tokens` are in the blocks, those of the step under way included.
+    `blocks` is the block table: block ids in token order. The first `num_prompt_tokens` tokens are the prompt. The
+    blocks hold `num_computed_tokens` tokens, with those of the step under way.
     """
 
     request_id: str
@@ -42,9 +43,10 @@ OwnerOf = Callable[[int], tuple[str, int]]  # sequence id -> (request id, the fi
 class KVView:
     """`states` has one letter of `legend` per block, by block id.
 
-    A block's ref count, the number of running sequences that hold it, is 1 where it is used and 0 where it is not, but
-    for those in `shared` (block id -> ref count). Its fill is `block_size` tokens where it is cached or used and 0
-    where it is free, but for those in `partial` (block id -> tokens). Tokens of the step under way count.
+    The ref count of a block is the number of running sequences that hold it: 1 if the block is used and 0 if not,
+    except for the blocks in `shared` (block id -> ref count). The fill of a block is `block_size` tokens if the block
+    is cached or used and 0 if it is free, except for the blocks in `partial` (block id -> tokens). Tokens of the step
+    under way count.
     """
 
     num_blocks: int
@@ -59,7 +61,7 @@ class KVView:
 
 
 def kv_view(scheduler: Scheduler, owner_of: OwnerOf) -> KVView:
-    """The view of one moment, to be called between steps: one pass over the blocks, 0.6 ms for 16,384 of them."""
+    """Make a view, between two steps. One pass over the blocks: 0.6 ms for 16,384 blocks."""
     manager = scheduler.block_manager
     return KVView(
         num_blocks=manager.num_blocks,
@@ -84,7 +86,7 @@ def _states(blocks: list[Block]) -> str:
 
 
 def _shared(scheduler: Scheduler) -> dict[int, int]:
-    """The blocks that more than one sequence holds. Tables no longer in all than what is used share nothing."""
+    """The blocks that more than one sequence holds: none if the tables together are as long as the used pool."""
     manager = scheduler.block_manager
     num_used = manager.num_blocks - len(manager.free_blocks)
     if sum(len(seq.block_table) for seq in scheduler.running) == num_used:
@@ -93,7 +95,7 @@ def _shared(scheduler: Scheduler) -> dict[int, int]:
 
 
 def _partial(scheduler: Scheduler) -> dict[int, int]:
-    """The blocks that are not full: at most the last one of each table."""
+    """The blocks that are not full: at most the last block of each table."""
     size = scheduler.block_manager.block_size
     fills = [(seq.block_table, seq.num_computed_tokens % size) for seq in scheduler.running]
     return {table[-1]: fill for table, fill in fills if fill}

@@ -1,4 +1,4 @@
-"""RequestLog: why a request took as long as it did, told for every live one and the last that ended."""
+"""RequestLog: reports of where the time of a request went, for the last requests that ended."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from engine.request import Request
 
 MAX_FINISHED = 1024
-MAX_CHUNKS = 64  # of one report: a prompt of 128k tokens in steps of 2,048
+MAX_CHUNKS = 64  # in one report: a prompt of 128k tokens in steps of 2,048
 
 
 class StepMeter:
-    """How many steps there were, and rows in them: two counts tell the mean batch size of any stretch of time."""
+    """Counts steps and their rows. The differences between two moments give the mean batch size in between."""
 
     __slots__ = ("num_rows", "num_steps")
 
@@ -26,7 +26,7 @@ class StepMeter:
 
 @dataclass(frozen=True)
 class PrefillChunk:
-    """Tokens of a prompt, or of what was computed again, in one step; `batch_size` counts the sequences of the step."""
+    """Tokens of a prompt, or recomputed tokens, in one step; `batch_size` counts the sequences of the step."""
 
     tokens: int
     batch_size: int
@@ -34,11 +34,11 @@ class PrefillChunk:
 
 @dataclass(frozen=True)
 class RequestReport:
-    """One prompt and its samples. Seconds; None where it did not come to that (yet).
+    """The report of one request. Times are in seconds; None if the request has not reached that phase.
 
     queue_seconds ends with the first step, prefill_seconds with the first token, decode_seconds with the last.
-    prefill_chunks holds the first MAX_CHUNKS. steps and mean_batch_size are of the engine between the first step of
-    this request and its end.
+    prefill_chunks holds the first MAX_CHUNKS chunks. steps and mean_batch_size describe the engine between the first
+    step of this request and its end.
     """
 
     id: str
@@ -62,9 +62,9 @@ class RequestReport:
 
 
 class RequestLog:
-    """Reports of the last MAX_FINISHED requests that ended, each with its tenant: who else asks gets nothing.
+    """Reports of the last MAX_FINISHED requests that ended, each for its own tenant only.
 
-    `listeners` hear of each when it ends; they must neither raise nor take long.
+    `listeners` are called with each request when it ends; they must not raise and must return at once.
     """
 
     def __init__(self) -> None:
@@ -72,6 +72,7 @@ class RequestLog:
         self._finished: OrderedDict[str, tuple[str, RequestReport]] = OrderedDict()
 
     def add(self, request: Request, report: RequestReport) -> None:
+        """Keep the report of a request that has ended, and call the listeners."""
         self._finished[report.id] = request.tenant, report
         if len(self._finished) > MAX_FINISHED:
             self._finished.popitem(last=False)
@@ -79,5 +80,6 @@ class RequestLog:
             listener(request, report)
 
     def find(self, request_id: str, tenant: str) -> RequestReport | None:
+        """The report of a request; None if it is unknown or another tenant's."""
         owner, report = self._finished.get(request_id, ("", None))
         return report if owner == tenant else None

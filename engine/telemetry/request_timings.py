@@ -1,4 +1,4 @@
-"""RequestTimings: when what happened to one request, for the histograms of EngineStats and for its RequestReport."""
+"""RequestTimings: the times of the events of one request, for the histograms of EngineStats and its RequestReport."""
 
 import time
 
@@ -10,7 +10,7 @@ from engine.telemetry.stats import EngineStats
 
 
 class RequestTimings:
-    """Made when the request arrives. Times are monotonic seconds, but for the time of day at which it arrived."""
+    """Made when the request arrives. Times are monotonic seconds, except for the time of day of the arrival."""
 
     __slots__ = (
         "_arrival",
@@ -31,14 +31,14 @@ class RequestTimings:
         self._arrived_at = time.time()
         self._arrival = time.monotonic()
         self._first_token: float | None = None
-        self._start: tuple[int, int] | None = None  # steps and rows before the first that computed for it
+        self._start: tuple[int, int] | None = None  # steps and rows before the first step that computes for the request
         self._chunks: list[PrefillChunk] = []
         self._num_chunks = 0
         self._num_restarts = stats.worker_restarts.values[()]
         self.last_tokens: list[float | None] = [None] * num_samples
 
     def observe_chunk(self, num_tokens: int, num_rows: int) -> None:
-        """A step of `num_rows` sequences, which the meter has counted, computes tokens of the prompt, or some again."""
+        """A step of `num_rows` sequences, which the meter has counted, computes or recomputes tokens of the prompt."""
         if self._start is None:
             self._start = self._meter.num_steps - 1, self._meter.num_rows - num_rows
         self._num_chunks += 1
@@ -46,7 +46,7 @@ class RequestTimings:
             self._chunks.append(PrefillChunk(num_tokens, num_rows))
 
     def observe_prompt(self, num_prompt_tokens: int, now: float) -> None:
-        """The prompt is computed: its first token came back, if there is to be one."""
+        """The prompt is computed: its first token, or its embedding, came back."""
         if self._first_token is None:
             self._first_token = now
             self._stats.time_to_first_token.observe(now - self._arrival)
@@ -57,12 +57,12 @@ class RequestTimings:
         stats = self._stats
         stats.generation_tokens.add()
         self.observe_prompt(num_prompt_tokens, now)
-        if (last := self.last_tokens[index]) is not None and now > last:  # the tokens of a hypothesis come together
+        if (last := self.last_tokens[index]) is not None and now > last:  # all tokens of a hypothesis come at once
             stats.inter_token_latency.observe(now - last)
         self.last_tokens[index] = now
 
     def observe_end(self, reason: FinishReason, params: SamplingParams, samples: list[Sequence]) -> None:
-        """The request ended, in whatever way."""
+        """The request has ended, for any reason."""
         stats, now, num_generated = self._stats, time.monotonic(), [seq.num_generated_tokens for seq in samples]
         stats.request_success.add(1.0, (reason.value,))
         stats.e2e_latency.observe(now - self._arrival)
@@ -83,7 +83,7 @@ class RequestTimings:
                 stats.time_per_output_token.observe((now - self._first_token) / (max(num_generated) - 1))
 
     def report(self, request_id: str, samples: list[Sequence], reason: FinishReason | None) -> RequestReport:
-        """What is known now; `reason` None: it is live."""
+        """The report as of now; `reason` is None while the request is live."""
         now, first, scheduled = time.monotonic(), self._first_token, samples[0].first_scheduled_time
         num_steps, num_rows = self._num_since_start()
         return RequestReport(

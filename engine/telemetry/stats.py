@@ -1,6 +1,6 @@
-"""EngineStats: what the engine counts, as plain numbers. server/routes/metrics.py shows them to Prometheus.
+"""EngineStats: the engine's metrics as plain numbers. server/routes/metrics.py shows them to Prometheus.
 
-Names and meanings are vLLM's where vLLM counts the same (VLLM_NAMES there), so that its dashboards, alerts and
+Names and meanings are vLLM's if vLLM has the same metric (VLLM_NAMES in that file), so its dashboards, alerts and
 autoscalers work unchanged.
 """
 
@@ -23,7 +23,7 @@ _SAMPLES = (1.0, 2.0, 5.0, 10.0, 20.0)
 
 
 class Counter:
-    """Only rises. `values` maps label values, in the order of `label_names`, to the count."""
+    """A count that only rises. `values` maps label values, in the order of `label_names`, to the count."""
 
     def __init__(self, name: str, help: str, label_names: tuple[str, ...] = ()) -> None:
         self.name, self.help, self.label_names = name, help, label_names
@@ -52,13 +52,13 @@ class Histogram:
         return sum(self.counts)
 
     def observe(self, value: float, count: int = 1) -> None:
-        """The same value `count` times."""
+        """Count a value `count` times."""
         self.counts[bisect_left(self.bounds, value)] += count
         self.sum += value * count
 
 
 class EngineStats:
-    """One per Driver. Times are in seconds, sizes in tokens."""
+    """The metrics of one Driver. Times are in seconds, sizes in tokens."""
 
     def __init__(self) -> None:
         self.num_requests_running = Gauge("num_requests_running", "Sequences in the running batch.")
@@ -73,7 +73,7 @@ class EngineStats:
         self.num_preemptions = Counter("num_preemptions", "Sequences preempted.")
         self.worker_restarts = Counter("worker_restarts", "Workers started in place of one that died or hung.")
         self.recomputed_sequences = Counter("recomputed_sequences", "Sequences that lost their KV cache with a Worker.")
-        self.recomputed_tokens = Counter("recomputed_tokens", "Tokens that these had computed.")
+        self.recomputed_tokens = Counter("recomputed_tokens", "Computed tokens that were lost with a Worker.")
         self.admissions_delayed = Counter("admissions_delayed", "Sequences kept waiting by the prediction alone.")
         self.request_success = Counter("request_success", "Requests that ended, by reason.", ("finished_reason",))
         for reason in FinishReason:
@@ -109,7 +109,7 @@ class EngineStats:
         self.steps = StepLog()
 
     def observe_plan(self, plan: StepPlan, scheduler: Scheduler) -> None:
-        """A plan is on its way to the Worker."""
+        """Count a plan that was sent to the Worker."""
         self.iteration_tokens.observe(plan.num_tokens)
         self.steps.sent(plan, scheduler)
 

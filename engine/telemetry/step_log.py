@@ -1,6 +1,6 @@
-"""StepLog: what the last steps were made of, for those who watch.
+"""StepLog: the composition of the last steps, for /debug/steps.
 
-Nobody watching, a step costs one comparison: the log is written only for WATCHED_STEPS steps after the last look at it.
+The log records only WATCHED_STEPS steps after it was last read; after that a step costs one comparison.
 """
 
 from collections import deque
@@ -17,16 +17,16 @@ WATCHED_STEPS = 4096
 
 
 class StepRecord(msgspec.Struct, array_like=True):
-    """One step. Counts of preemptions, evictions and prefix hits are of what was done to plan it.
+    """One step. Preemptions, evictions and prefix hits are counted while the step was planned.
 
-    `copies` are copy-on-write pairs (source, target). `evicted` are blocks whose cached content was given up: the last
-    64 at most, `num_evicted` is how many there were. `finished_at` (monotonic seconds) and `compute_seconds`, those of
-    the Worker, are None until its result is back; `num_sampled` is 0 till then.
+    `copies` are copy-on-write pairs (source, target). `evicted` are the last blocks, at most 64, whose cached content
+    was dropped; `num_evicted` counts all of them. `finished_at` (monotonic seconds) and `compute_seconds` (measured by
+    the Worker) are None, and `num_sampled` is 0, until the result is back.
     """
 
     step_id: int
     num_decodes: int
-    num_chunks: int  # of prompts, whole ones too, and of what is computed again after a preemption
+    num_chunks: int  # sequences that compute a prompt or a part of it, or recompute tokens after a preemption
     num_chunk_tokens: int
     num_preempted: int
     num_evicted: int
@@ -40,7 +40,7 @@ class StepRecord(msgspec.Struct, array_like=True):
 
 @dataclass(frozen=True)
 class StepsView:
-    """`steps` are records, the oldest first, as arrays whose fields `columns` names."""
+    """`steps` are records, the oldest first, as arrays; `columns` names their fields."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -51,21 +51,22 @@ class StepsView:
 
 
 class StepLog:
-    """The last NUM_RECORDS steps. `sent` and `done` are called for every plan and result, in order."""
+    """The last NUM_RECORDS steps. The Driver calls `sent` and `done` for every plan and result, in order."""
 
     def __init__(self) -> None:
         self._records: deque[StepRecord] = deque(maxlen=NUM_RECORDS)
         self._in_flight: deque[StepRecord] = deque(maxlen=NUM_RECORDS)
-        self._num_left = 0  # steps that are still recorded
+        self._num_left = 0  # steps to record before the log stops
         self._counts = (0, 0, 0)
 
     def sent(self, plan: StepPlan, scheduler: Scheduler) -> None:
+        """Record a plan that was sent to the Worker, if the log was read lately."""
         if not self._num_left:
             return
         self._num_left -= 1
         before, self._counts = self._counts, _counts(scheduler)
         num_preempted, num_evicted, num_hit_tokens = map(int.__sub__, self._counts, before)
-        chunk_tokens = [chunk.num_tokens for chunk in plan.chunks if chunk.num_tokens]  # a fork computes none
+        chunk_tokens = [chunk.num_tokens for chunk in plan.chunks if chunk.num_tokens]  # a fork computes no token
         last_evicted = scheduler.block_manager.last_evicted
         record = StepRecord(
             plan.step_id,
@@ -83,7 +84,7 @@ class StepLog:
         self._in_flight.append(record)
 
     def done(self, result: StepResult, now: float) -> None:
-        """A step is finished; what a dead Worker left behind before it never was."""
+        """Complete the record of a step. Steps before it whose Worker died stay unfinished."""
         while self._in_flight and self._in_flight[0].step_id <= result.step_id:
             record = self._in_flight.popleft()
             if record.step_id == result.step_id:
@@ -92,7 +93,7 @@ class StepLog:
 
     def view(self, scheduler: Scheduler) -> StepsView:
         """The recorded steps. Recording begins, or goes on."""
-        if not self._num_left:  # what happened unseen belongs to no step
+        if not self._num_left:  # events since recording stopped belong to no recorded step
             self._counts = _counts(scheduler)
             scheduler.block_manager.last_evicted.clear()
         self._num_left = WATCHED_STEPS
