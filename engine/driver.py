@@ -336,7 +336,7 @@ class Driver:
         scheduler, live, now = loaded.scheduler, loaded.live, time.monotonic()
         live.step_done(plan, now, more_in_flight=bool(self._in_flight))
         self.stats.steps.done(result, now)
-        live.deliver(result, scheduler.update(result), scheduler.take_vectors(result), now)
+        live.deliver(result, scheduler.update(result), scheduler.update_vectors(result), now)
         live.end_searches(now)
         if result.failed:
             live.fail_sequences({seq_id: failure(reason) for seq_id, reason in result.failed.items()})

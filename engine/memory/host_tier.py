@@ -84,7 +84,7 @@ class HostTier:
             self._offloads.pop(slot, None)
             self._free.append(slot)
 
-    def take_moves(self) -> tuple[list[BlockMove], list[BlockMove]]:
+    def pop_moves(self) -> tuple[list[BlockMove], list[BlockMove]]:
         """(offloads, loads) for the plan that is now complete: all offloads come before all loads."""
         offloads = list(self._offloads.values())
         loads = [BlockMove(block_id, slot) for block_id, slot in self._loads.items()]

@@ -1,8 +1,10 @@
 """Sequence: one sample, or one hypothesis of a beam search, of a request, as the Driver knows it."""
 
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple
 
+from engine.executor.step import SampledToken
 from engine.outputs import FinishReason
 from engine.sampling_params import SamplingParams
 
@@ -201,11 +203,13 @@ class SequenceGroup:
     until none of them runs. So it is from when one of them gave way to another tenant's sequence.
     """
 
-    inseparable = False  # whether its members cannot go on without each other
+    inseparable = False  # True: members cannot continue without each other
+    member_name = "samples of this request"
 
     def __init__(self, members: list[Sequence]) -> None:
         self.members = members
         self.split = False
+        self.error = ""
         for seq in members:
             seq.group = self
 
@@ -234,8 +238,45 @@ class SequenceGroup:
 
     @property
     def num_rows_to_start(self) -> int:
-        """Rows that must be free before its next sequence may run: for all when none of them runs, then one by one."""
+        """Rows that must be free before the next member may run: for all if none runs yet, then one by one."""
         return 1 if self.running else len(self.waiting)
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        """Tokens that a member may generate; None if every member has a limit of its own."""
+        return None
+
+    def add_candidates(self, seq: Sequence, token: SampledToken) -> "GroupChoice | None":
+        """Takes a token with its logprobs, if the group chooses together; None if `seq` goes on with its own token."""
+        return None
+
+    def fail(self, num_blocks: int, block_size: int) -> None:
+        """Notes that the whole pool is too small for the group."""
+        self.error = (
+            f"The {len(self.members)} {self.member_name} need more KV cache than there is: "
+            f"{num_blocks} blocks of {block_size} tokens. Lower n or max_tokens."
+        )
+
+    def write_results(self) -> None:
+        """Called once after the end of a group that chooses together."""
+
+
+@dataclass(slots=True)
+class GroupChoice:
+    """What a group that chooses together asks of the Scheduler, which applies the fields in this order.
+
+    finished: members that give up their blocks.
+    forked: (parent, child): the child takes over the parent's tokens and shares its blocks.
+    resent: members whose last token is not the one that the Worker sampled.
+    appended: (member, token id): the new last token of every member that goes on.
+    ended: the search is over.
+    """
+
+    finished: list[Sequence] = field(default_factory=list)
+    forked: list[tuple[Sequence, Sequence]] = field(default_factory=list)
+    resent: list[Sequence] = field(default_factory=list)
+    appended: list[tuple[Sequence, int]] = field(default_factory=list)
+    ended: bool = False
 
 
 def together(seq: Sequence) -> list[Sequence]:

@@ -15,6 +15,7 @@ from engine.requests.delivery import Delivery, FreshTokens, Vectors
 from engine.requests.live_request import LiveRequest, new_sequences
 from engine.requests.queue_limits import QueueLimits
 from engine.requests.stream import RequestStream
+from engine.scheduling.beam_group import BeamGroup
 from engine.scheduling.prefetch import Prefetcher
 from engine.scheduling.scheduler import Scheduler
 from engine.telemetry.request_log import RequestLog, StepMeter
@@ -160,6 +161,7 @@ class LiveRequests:
         """Hand over the hypotheses of beam searches that have ended, or their error. Returns True if any has ended."""
         groups, self._scheduler.ended_groups = self._scheduler.ended_groups, []
         for group in groups:
+            assert isinstance(group, BeamGroup), "no other group ends as a whole"
             live, _ = self._owners[group.slots[0].seq_id]
             if group.error:
                 self.fail(live, InvalidRequestError(group.error, "n"))

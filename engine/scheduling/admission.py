@@ -1,228 +1,253 @@
-"""Admission: how many blocks must stay free when a waiting sequence is admitted.
+"""Admission: which waiting sequence starts next, which running ones give way, and which a step leaves out.
 
-`PlainAdmission` keeps a watermark free: the running sequences may then outgrow the pool, and the last of them are
-preempted and computed again. `PredictedAdmission` looks ahead (the idea of Past-Future scheduling: Gong et al. 2025):
-from the lengths that outputs had so far it works out how many blocks the running set will hold after each of some
-numbers of steps, when some have ended and the others have grown, and lets a sequence in while the peak of that, with
-it, fits the pool; a peak far away does not count (HORIZON_SHARE). Where it is wrong, preemption is there as before.
-
-Both only ever delay an admission: order stays first come, first served, and with nothing running they are not asked.
+Three resources decide: rows (`max_num_seqs`), KV blocks (what the known tokens need, plus what BlockReserve keeps free
+for the growth of running sequences) and the tenants' shares (FairShare). The Scheduler asks `next_start` until the
+answer is None, and reports everything that starts, stops, and is planned. Questions change no decision: calling them
+twice gives the same answer.
 """
 
-import math
-from dataclasses import dataclass
-from itertools import zip_longest
-from typing import Protocol
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import takewhile
 
-from engine.memory.block_manager import BlockManager
-from engine.memory.free_list import Block
-from engine.memory.sequence import Sequence
+from engine.executor.step import StepPlan, StepResult
+from engine.memory.block_manager import BlockManager, Prefix
+from engine.memory.sequence import Sequence, SequenceGroup, num_forks_of, together
 from engine.outputs import FinishReason
-from engine.scheduling.output_lengths import MAX_LENGTH, LengthClass, OutputLengths, bucket_of, horizons
-
-REFRESH_STEPS = 16  # a curve of the future does not age much in so few tokens
-SAFETY = 1.0  # standard deviations of the blocks held, added to the mean
-# A preemption costs the victim's tokens computed again; those it generated before stay. So a peak counts only where it
-# comes before the newcomer has generated this share of the tokens it starts with: farther away, letting it in pays even
-# when it is preempted in the end. With no such end to the look ahead, benchmarks/admission.py loses throughput where
-# all outputs are long: what was admitted together then also ends together, and the pool is idle in between.
-HORIZON_SHARE = 0.25
+from engine.scheduling.block_reserve import BlockReserve
+from engine.scheduling.fair_share import Displacement, FairShare, StepScope
+from engine.scheduling.sequence_queue import SequenceQueue
 
 
-class Admission(Protocol):
-    """What the Scheduler asks and tells."""
+@dataclass(frozen=True, slots=True)
+class Start:
+    """How a waiting sequence would start: on the blocks of `prefix`, with `num_forks` siblings to run beside it.
 
-    num_delayed: int  # sequences that a watermark alone would have let in sooner
-
-    def spare(self, seq: Sequence, prefix: list[Block], num_forks: int, running: list[Sequence], step: int) -> int:
-        """Blocks that must stay free beside the known tokens of `seq`, whose cached start is `prefix`.
-
-        `num_forks` further samples wait for its prompt; `step` counts plans.
-        """
-
-    def admitted(self, seq: Sequence, num_forks: int) -> None:
-        """`seq` runs, with its blocks."""
-
-    def forked(self, parent: Sequence, fork: Sequence) -> None:
-        """A sample that was counted with `parent` runs, too, on the same blocks."""
-
-    def stopped(self, seq: Sequence, reason: FinishReason | None = None) -> None:
-        """A running sequence is about to give up its blocks: for good with `reason`, else preempted."""
-
-    def reset(self, watermark_blocks: int) -> None:
-        """Nothing runs any more, and the pool is another: what was learned of lengths stays."""
-
-
-class PlainAdmission:
-    def __init__(self, watermark_blocks: int) -> None:
-        self.num_delayed = 0
-        self.watermark_blocks = watermark_blocks
-
-    def spare(self, seq: Sequence, prefix: list[Block], num_forks: int, running: list[Sequence], step: int) -> int:
-        return self.watermark_blocks + num_forks  # each fork gets a copy of a block that is not full
-
-    def admitted(self, seq: Sequence, num_forks: int) -> None:
-        pass
-
-    def forked(self, parent: Sequence, fork: Sequence) -> None:
-        pass
-
-    def stopped(self, seq: Sequence, reason: FinishReason | None = None) -> None:
-        pass
-
-    def reset(self, watermark_blocks: int) -> None:
-        self.watermark_blocks = watermark_blocks
-
-
-class Forecast:
-    """Mean and variance of the number of blocks held after each of `LengthClass.horizons`."""
-
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
-        self._horizons = horizons(block_size, MAX_LENGTH)  # those of every class are a start of it
-        self._mean: list[float] = []
-        self._variance: list[float] = []
-
-    def add(self, lengths: LengthClass, bucket: int, num_seqs: int, num_blocks: int, sign: int = 1) -> None:
-        """Sequences whose next token is in `bucket` come, or (`sign` -1) go; `num_blocks` in all are theirs.
-
-        Each holds its blocks, and those it grows by, until it ends.
-        """
-        mean, variance = self._mean, self._variance
-        missing = len(lengths.horizons) - len(mean)
-        mean += [0.0] * missing
-        variance += [0.0] * missing
-        growth = num_seqs / self._block_size
-        for i, (alive, ahead) in enumerate(zip(lengths.alive(bucket), lengths.horizons, strict=True)):
-            held = num_blocks + growth * ahead
-            expected = sign * alive * held
-            mean[i] += expected
-            variance[i] += expected * (1.0 - alive) * held / num_seqs
-
-    def peak_with(self, lengths: LengthClass, bucket: int, num_seqs: int, num_blocks: int, within: float) -> float:
-        """The most blocks held, `within` some tokens from now, were these there, too; with the margin of safety."""
-        peak, growth = 0.0, num_seqs / self._block_size
-        rows = zip_longest(self._mean, self._variance, lengths.alive(bucket), fillvalue=0.0)
-        for ahead, (mean, variance, alive) in zip(self._horizons, rows, strict=False):
-            if ahead > max(within, self._horizons[0]):
-                break
-            held = num_blocks + growth * ahead
-            expected = alive * held
-            variance += expected * (1.0 - alive) * held / num_seqs
-            peak = max(peak, mean + expected + SAFETY * math.sqrt(max(0.0, variance)))
-        return peak
-
-
-@dataclass(slots=True)
-class _Holder:
-    """A running sequence: the leading blocks that it shares, the samples that wait for its prompt.
-
-    The rest is how the forecast counts it: it is taken out as what it was put in.
+    `spare`: blocks that must stay free. `splits_group`: the group outgrows the pool, so its members run one by one.
+    `too_large`: the group can never run, because it needs more blocks than the pool has.
     """
 
-    lengths: LengthClass
-    num_shared: int
+    seq: Sequence
+    prefix: Prefix
     num_forks: int
-    bucket: int = 1
-    num_seqs: int = 0
-    num_blocks: int = 0
+    spare: int
+    has_room: bool
+    splits_group: bool = False
+    too_large: bool = False
 
 
-class PredictedAdmission:
-    """The forecast is made anew every REFRESH_STEPS; between, who comes is added and who goes is taken out."""
+@dataclass(frozen=True, slots=True)
+class Newcomer:
+    """The next sequence in turn, and the running sequences of other tenants that must give way to it first."""
 
-    def __init__(self, block_manager: BlockManager, watermark_blocks: int) -> None:
-        self.num_delayed = 0
+    seq: Sequence
+    displacement: Displacement
+
+
+class Admission:
+    """Decides over the queues `waiting` and `running`, which the Scheduler fills and drains."""
+
+    def __init__(
+        self,
+        block_manager: BlockManager,
+        waiting: SequenceQueue,
+        running: SequenceQueue,
+        *,
+        max_num_seqs: int,
+        reserve: BlockReserve,
+        fair_share: FairShare,
+        whole_sequences: bool,
+    ) -> None:
+        """`whole_sequences`: an encoder computes all tokens of a sequence in one step."""
+        self.max_num_seqs = max_num_seqs
+        self.reserve = reserve
+        self.fair_share = fair_share
+        self.num_delayed = 0  # sequences that the watermark alone would have started sooner
         self._blocks = block_manager
-        self._plain = PlainAdmission(watermark_blocks)
-        self._lengths = OutputLengths(block_manager.block_size)
-        self._holders: dict[Sequence, _Holder] = {}
-        self._forecast = Forecast(block_manager.block_size)
-        self._num_shared = 0  # blocks held that no one's end gives back for sure
-        self._next_refresh = 0
+        self._waiting = waiting
+        self._running = running
+        self._whole_sequences = whole_sequences
+        self._inseparable: set[SequenceGroup] = set()  # live groups whose members run together or not at all
         self._last_delayed: Sequence | None = None
 
-    def spare(self, seq: Sequence, prefix: list[Block], num_forks: int, running: list[Sequence], step: int) -> int:
-        if step >= self._next_refresh:
-            self._refresh(running)
-            self._next_refresh = step + REFRESH_STEPS
-        blocks = self._blocks
-        taken = blocks.num_blocks_for(seq.num_tokens) - sum(block.ref_count > 0 for block in prefix)
-        lengths = self._lengths.class_of(seq)
-        within = HORIZON_SHARE * seq.num_tokens
-        peak = self._forecast.peak_with(lengths, _next_bucket(seq), 1 + num_forks, taken + num_forks, within)
-        num_free = len(blocks.free_blocks)
-        growth = math.ceil(self._num_shared + peak) - (blocks.num_blocks - num_free) - taken
-        plain = self._plain.spare(seq, prefix, num_forks, running, step)
-        if plain <= num_free - taken < growth and seq is not self._last_delayed:
-            self._last_delayed = seq
+    # What the Scheduler asks.
+
+    def next_newcomer(self) -> Newcomer | None:
+        """Returns the next sequence in turn with those that give way to it; None without competition or without room.
+
+        Only where several tenants compete: otherwise no running sequence ever gives way to a waiting one.
+        """
+        if not self.fair_share.contended or not self._waiting:
+            return None
+        seq = self.next_in_turn(self.fair_share.displaced)
+        if seq.num_pending_tokens:
+            return None
+        if self.finds_room(seq):
+            return Newcomer(seq, Displacement())
+        spare = self.reserve.spare(seq, [], num_forks_of(seq), self._running)
+        displacement = self.fair_share.displacement_for(seq, self._running, self.num_rows, spare)
+        return Newcomer(seq, displacement) if displacement.victims else None
+
+    def next_start(self, scope: StepScope, budget: int, plan: StepPlan) -> Start | None:
+        """Returns the next waiting sequence if it may start within `budget` tokens; None if no sequence may.
+
+        Sequences start in turn: if the next one has no room, none starts. A group that is `too_large` is returned, too,
+        to be failed. `plan` is the plan under construction.
+        """
+        if not self._waiting or not self._has_row(seq := self.next_in_turn(scope.displaced)):
+            return None
+        # A sequence preempted with a pending token can start again after the next result.
+        if seq.num_pending_tokens or seq.tenant in scope.excluded:
+            return None
+        if self._whole_sequences and seq.num_tokens > budget:
+            return None
+        start = self._start_of(seq)
+        if start.has_room:
+            return start
+        self._count_delay(start)
+        # If group members are already in this plan, decide in the next one.
+        if seq.group is not None and seq.group.inseparable and self.is_alone(seq) and not plan.num_tokens:
+            return replace(start, too_large=True)
+        return None
+
+    def next_in_turn(self, displaced: frozenset[str]) -> Sequence:
+        """Returns the next sequence to admit. Hypotheses of a running beam search go first: their siblings cannot
+        continue without them. Sequences of the `displaced` tenants go last.
+        """
+        rest = (seq for group in self._inseparable if group.running for seq in group.waiting)
+        found = min(rest, key=lambda seq: seq.order, default=None)
+        if found is None and self.fair_share.contended:
+            self.fair_share.settle(self._running)
+        return self.fair_share.next_in_turn(self._waiting, self._running, displaced) if found is None else found
+
+    def finds_room(self, seq: Sequence) -> bool:
+        """True if a row is free for `seq`, and blocks for all its known tokens."""
+        return self._has_row(seq) and self._start_of(seq).has_room
+
+    def victim_for(self, seq: Sequence) -> Sequence:
+        """Returns the running sequence to preempt when `seq` gets no block.
+
+        Victim: the newest sequence of the heaviest tenant behind `seq` that progressed since its last preemption; else
+        the newest of that tenant. Sequences that are preempted together progressed only if all of them did.
+        """
+        own = together(seq)
+        candidates = self.fair_share.heaviest(self._running, together(self._running[0]))
+        behind = takewhile(lambda other: other not in own, reversed(candidates))
+        found = (other for other in behind if all(member.has_progressed for member in together(other)))
+        return next(found, candidates[-1])
+
+    def is_alone(self, seq: Sequence) -> bool:
+        """True if nothing runs, or only the group of `seq`."""
+        whole = seq.group is not None and not seq.group.split
+        return not self._running or (whole and len(together(seq)) == len(self._running))
+
+    @property
+    def num_rows(self) -> int:
+        """Rows in use, and rows kept free for hypotheses of running beam searches."""
+        return len(self._running) + sum(group.num_spare_rows for group in self._inseparable)
+
+    @property
+    def has_free_row(self) -> bool:
+        return self.num_rows < self.max_num_seqs
+
+    # What the Scheduler reports.
+
+    def begin_step(self, newcomer: Newcomer | None, budget: int) -> StepScope:
+        """Opens the scope of the next plan, after the victims of `newcomer` were preempted."""
+        displacement = Displacement() if newcomer is None else newcomer.displacement
+        seq = None if newcomer is None else newcomer.seq
+        if seq is not None and displacement.victims and not self.finds_room(seq):
+            seq = None  # a block of a victim is shared with a sequence that goes on
+        return self.fair_share.begin_step(seq, displacement, self._running, bool(self._waiting), budget)
+
+    def entered(self, seq: Sequence) -> None:
+        """A sequence is new to the Scheduler."""
+        self.fair_share.came(seq, self._running)
+        if seq.group is not None and seq.group.inseparable:
+            self._inseparable.add(seq.group)
+
+    def left(self, seq: Sequence) -> None:
+        """A sequence finished, in whatever state it was."""
+        self.fair_share.went(seq)
+        if seq.group is not None and not seq.group.live:
+            self._inseparable.discard(seq.group)
+
+    def started(self, start: Start) -> None:
+        """A sequence runs, with its blocks."""
+        if start.seq.group is not None:
+            start.seq.group.split = start.splits_group
+        self.reserve.started(start.seq, start.num_forks)
+
+    def forked(self, parent: Sequence, child: Sequence) -> None:
+        """A sample that was counted with `parent` runs on the same blocks."""
+        self.reserve.forked(parent, child)
+
+    def preempted(self, seq: Sequence) -> None:
+        """A running sequence is about to give up its blocks."""
+        self.fair_share.charge(seq)
+        self.reserve.stopped(seq)
+
+    def finished(self, seq: Sequence, reason: FinishReason) -> None:
+        """A running sequence ends and is about to give up its blocks."""
+        self.reserve.stopped(seq, reason)
+
+    def computing(self) -> None:
+        """Tokens were added to the plan: the next turn depends on what each tenant gets."""
+        return
+
+    def planned(self, plan: StepPlan) -> None:
+        """A plan is complete and goes to the Worker."""
+        self.reserve.planned()
+        self.fair_share.planned(plan, self._running)
+
+    def computed(self, result: StepResult) -> None:
+        """A result is back from the Worker."""
+        self.fair_share.computed(result)
+
+    def reset(self, max_num_seqs: int, watermark_blocks: int) -> None:
+        """The Worker is gone; the next one has another pool and another number of rows."""
+        self.max_num_seqs = max_num_seqs
+        self.reserve.reset(watermark_blocks)
+        self.fair_share.worker_lost(max_num_seqs)
+
+    def check_invariants(self, sequences: Iterable[Sequence]) -> None:
+        """Asserts that rows and accounts agree with the live sequences. For tests and simulation."""
+        self.fair_share.check_invariants(list(sequences))
+        assert self.num_rows <= self.max_num_seqs and all(group.live for group in self._inseparable)
+
+    def _start_of(self, seq: Sequence) -> Start:
+        """Returns how `seq` would start, and whether there is room for it.
+
+        All known tokens must find room: those of a whole group before its first member starts. The reserve stays free
+        unless nothing else runs. Samples that no pool of this size holds together are split, so that they do not wait
+        for others to end.
+        """
+        blocks, group = self._blocks, seq.group
+        prefix, num_forks = self._match_prefix(seq), num_forks_of(seq)
+        spare = 0 if self.is_alone(seq) else self.reserve.spare(seq, prefix.blocks, num_forks, self._running)
+        has_room = blocks.can_admit(seq, prefix, spare)
+        splits = group is not None and group.split
+        if has_room and group is not None and not group.running:
+            needed = blocks.num_blocks_together(group.waiting)
+            splits = needed > blocks.num_blocks and not group.inseparable
+            rest = needed - blocks.num_blocks_for(seq.num_tokens)
+            has_room = splits or blocks.can_admit(seq, prefix, spare + rest)
+        return Start(seq, prefix, num_forks, spare, has_room, splits_group=splits)
+
+    def _match_prefix(self, seq: Sequence) -> Prefix:
+        prefix = self._blocks.match_prefix(seq)
+        shared = [] if seq.group is None else self._blocks.shared_prefix(seq, seq.group.running)
+        shared = shared[: seq.num_skippable_tokens // self._blocks.block_size]
+        return Prefix([*shared]) if len(shared) > len(prefix.parts) else prefix
+
+    def _has_row(self, seq: Sequence) -> bool:
+        needed = 1 if seq.group is None else seq.group.num_rows_to_start
+        return self.num_rows + min(needed, self.max_num_seqs) <= self.max_num_seqs
+
+    def _count_delay(self, start: Start) -> None:
+        """Counts a sequence once that the prediction delays and the watermark alone would not. A mere statistic."""
+        if start.seq is self._last_delayed or self._blocks.can_admit(start.seq, start.prefix, start.spare):
+            return
+        if start.spare and self._blocks.can_admit(start.seq, start.prefix, self.reserve.watermark(start.num_forks)):
+            self._last_delayed = start.seq
             self.num_delayed += 1
-        return max(plain, growth)
-
-    def admitted(self, seq: Sequence, num_forks: int) -> None:
-        num_shared = 0
-        for block_id in seq.block_table:  # what is shared is a prefix
-            if self._blocks.blocks[block_id].ref_count == 1:
-                break
-            num_shared += 1
-        self._holders[seq] = holder = _Holder(self._lengths.class_of(seq), num_shared, num_forks)
-        self._look_at(seq, holder)
-        self._forecast.add(holder.lengths, holder.bucket, holder.num_seqs, holder.num_blocks)
-
-    def forked(self, parent: Sequence, fork: Sequence) -> None:
-        holder = self._holders[parent]
-        # The prompt stays until the last of them ends, so the end of none is counted on to give it back.
-        holder.num_shared = parent.num_prompt_tokens // self._blocks.block_size
-        self._holders[fork] = _Holder(holder.lengths, holder.num_shared, 0)
-
-    def stopped(self, seq: Sequence, reason: FinishReason | None = None) -> None:
-        holder = self._holders.pop(seq)
-        if holder.num_seqs:  # a fork is counted with its parent until the next refresh
-            self._forecast.add(holder.lengths, holder.bucket, holder.num_seqs, holder.num_blocks, -1)
-        if reason is not None:
-            self._lengths.observe(seq, reason)
-
-    def reset(self, watermark_blocks: int) -> None:
-        self._plain.reset(watermark_blocks)
-        self._holders.clear()
-        self._forecast = Forecast(self._blocks.block_size)
-        self._num_shared = self._next_refresh = 0
-
-    def _look_at(self, seq: Sequence, holder: _Holder) -> None:
-        """Note how many blocks `seq`, and samples that wait for it, need for known tokens, and how far it got."""
-        generated = len(seq.token_ids) + seq.num_pending_tokens - seq.num_prompt_tokens
-        num_forks = 0 if generated else holder.num_forks
-        num_known = -(-(seq.num_prompt_tokens + generated) // self._blocks.block_size)
-        holder.bucket = bucket_of(generated + 1)
-        holder.num_seqs = 1 + num_forks
-        holder.num_blocks = num_known - holder.num_shared + num_forks
-
-    def _refresh(self, running: list[Sequence]) -> None:
-        """Sum up the running set by class and bucket, fit the classes that have changed, and look ahead."""
-        cells: dict[LengthClass, dict[int, tuple[int, int]]] = {}
-        num_owned = 0
-        for seq in running:
-            holder = self._holders[seq]
-            self._look_at(seq, holder)
-            num_owned += len(seq.block_table) - holder.num_shared
-            buckets = cells.setdefault(holder.lengths, {})
-            before = buckets.get(holder.bucket, (0, 0))
-            buckets[holder.bucket] = before[0] + holder.num_seqs, before[1] + holder.num_blocks
-        num_used = self._blocks.num_blocks - len(self._blocks.free_blocks)
-        self._num_shared = max(0, num_used - num_owned)
-        self._forecast = Forecast(self._blocks.block_size)
-        for lengths, buckets in cells.items():
-            lengths.refit({bucket: num_seqs for bucket, (num_seqs, _) in buckets.items()})
-            for bucket, (num_seqs, num_blocks) in buckets.items():
-                self._forecast.add(lengths, bucket, num_seqs, num_blocks)
-
-
-def _next_bucket(seq: Sequence) -> int:
-    return bucket_of(seq.num_tokens + 1 - seq.num_prompt_tokens)
-
-
-def make_admission(name: str, block_manager: BlockManager, watermark_blocks: int) -> Admission:
-    """By the value of EngineConfig.admission."""
-    if name == "plain":
-        return PlainAdmission(watermark_blocks)
-    return PredictedAdmission(block_manager, watermark_blocks)

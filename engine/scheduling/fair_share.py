@@ -1,31 +1,32 @@
-"""FairShare: whose turn it is when several tenants want the engine.
+"""FairShare: who is next and who gives way when several tenants compete for the engine.
 
-Three rules, and none of them ever lets the device idle while there is work (it is work-conserving):
+Three rules. None of them lets the device idle while there is work (they are work-conserving).
 
-Turns (virtual token counter: Sheng et al. 2024, section 4). Every tenant has an account of the seconds of computing
-that it was served, over its weight. Those of a step are divided by what it computed for each, a generated token
-counting twice. (The paper counts tokens, but one of a short step takes more time than one of a full step.) Of those who
-wait the one with the lowest account is admitted next. Who comes back after being idle is raised to the lowest account
-among the active tenants: time not used earns nothing. Tokens found in the prefix cache are free, and so is a second
-computation.
+Turns (virtual token counter: Sheng et al. 2024, section 4). Each tenant has an account of the seconds of computing that
+it got, divided by its weight. The seconds of a step are split by what the step computed for each tenant; a generated
+token counts twice. (The paper counts tokens, but a token in a short step takes more time than one in a full step.)
+Among the tenants with waiting sequences, the one with the lowest account starts next. A tenant that returns after being
+idle is raised to the lowest account of the active tenants: unused time earns nothing. Tokens found in the prefix cache
+are free, and so is a second computation.
 
-Places (dominant resource fairness: Ghodsi et al. 2011). A tenant's share is the larger of its shares of rows and of
-blocks, over its weight. Where the next in turn finds no room, running sequences of the tenant with the largest share
-give way, one by one, as long as that tenant keeps at least as large a share as the newcomer's then has: so nothing is
-ever pushed back and forth. Samples of one request give way one by one, too. A part that cannot be divided (a beam
-search, or one long sequence) may be all that a tenant has. It gives way as a whole to a tenant that would then hold at
-most half as much, so no request keeps all rows or all blocks for itself. After it came back it keeps its place until it
-has gone on for as long as it took to compute again what it had lost: at least half of its time is progress. What gives
-way keeps its computed blocks in the prefix cache until they are needed.
+Places (dominant resource fairness: Ghodsi et al. 2011). A tenant's share is the larger of its share of the rows and its
+share of the blocks, divided by its weight. When the next sequence in turn finds no room, running sequences of the
+tenant with the largest share are preempted, one by one, as long as that tenant keeps at least the share that the
+newcomer's tenant then has: no sequence is ever pushed back and forth. Samples of one request are preempted one by one,
+too. A part that cannot be divided (a beam search, or one long sequence) may be all that a tenant has. It is preempted
+as a whole for a tenant that would then hold at most half as much, so no request keeps all rows or all blocks for
+itself. After its return it keeps its place until it has progressed for as long as the recomputation of its lost tokens
+took: at least half of its time is progress. Preempted sequences keep their computed blocks in the prefix cache until
+those are needed.
 
-First tokens. While a tenant waits for a first token, the plan leaves out those who were served more than it: the new
-prompt neither waits behind their chunks nor shares the step with decodes of a tenant that holds more than twice as
-much or, where its own is small, of one that is not (small: what it holds, and what it asks for). What it computes alone
-is charged, so this ends when the accounts are level. But it has to wait for the step that is under way when it comes:
-so while small tenants are to be expected, the steps of others are short ones (engine/scheduling/short_steps.py).
-A small tenant also computes its further tokens alone, while its allowance lasts: a token bucket that fills at
-ALONE_SHARE of the computing time. A short request finishes soon, and a long one costs the others no more than that
-share.
+First tokens. While a tenant waits for a first token, the plan excludes tenants that were served more. So the new prompt
+neither waits behind their chunks nor shares the step with decodes of a tenant that holds more than twice as much, or,
+if the waiting tenant is small, of any tenant that is not (small: in what it holds and in what it asks for). Steps
+that a tenant computes alone are charged, so the exclusion ends when the accounts are level. The new prompt still has to
+wait for the step under way: so while small tenants are to be expected, steps of other tenants are short
+(engine/scheduling/short_steps.py). A small tenant also computes its further tokens alone while its allowance lasts: a
+token bucket that fills at ALONE_SHARE of the computing time. A short request finishes soon, and a long one costs other
+tenants no more than that share.
 
 With a single tenant none of this costs anything: `contended` is False and the order of arrival decides.
 """
@@ -33,31 +34,31 @@ With a single tenant none of this costs anything: `contended` is False and the o
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engine.executor.step import StepPlan, StepResult
 from engine.memory.block_manager import BlockManager
 from engine.memory.sequence import Sequence, SequenceStatus, smallest_part
 from engine.scheduling.short_steps import ShortSteps
 
-PROMPT_COST, OUTPUT_COST = 1.0, 2.0  # of a token, as in the paper
-SMALL_SHARE = 1 / 16  # who holds or asks for more than this, and for more than one row, keeps others waiting
-CREDIT_SECONDS = 0.25  # of computing, which a small tenant may be ahead of its share
-PRICE_WEIGHT = 0.1  # of a step among the last ones
-ALONE_SHARE = 0.1  # of computing time that refills the allowance of a small tenant for steps of its own
-ALONE_SECONDS = 0.1  # of computing: the largest allowance, and the largest debt
-VISIT_SECONDS = 20.0  # of computing: for so long after there was a small tenant another one is expected
+PROMPT_COST, OUTPUT_COST = 1.0, 2.0  # weight of a token, as in the paper
+SMALL_SHARE = 1 / 16  # a tenant that holds or asks for more than this, and for more than one row, delays others
+CREDIT_SECONDS = 0.25  # computing time by which a small tenant may be ahead of its share
+PRICE_WEIGHT = 0.1  # weight of the newest step in the moving average of seconds per token
+ALONE_SHARE = 0.1  # share of the computing time that refills a small tenant's allowance for steps of its own
+ALONE_SECONDS = 0.1  # computing time: the largest allowance, and the largest debt
+VISIT_SECONDS = 20.0  # computing time for which another small tenant is expected after the last one
 
 
 @dataclass(slots=True)
 class Allowance:
-    """A token bucket of computing seconds for steps of a tenant's own. Times are FairShare's clock."""
+    """A token bucket, in seconds of computing, for steps that a tenant computes alone. Times are FairShare's clock."""
 
     refilled: float  # time of the last refill
     seconds: float = field(default_factory=lambda: ALONE_SECONDS)
 
     def refill(self, now: float) -> float:
-        """Add what came in since the last refill; returns the seconds left, below 0 where the tenant owes some."""
+        """Adds what accrued since the last refill; returns the seconds left, below 0 if the tenant owes some."""
         self.seconds = min(ALONE_SECONDS, self.seconds + ALONE_SHARE * (now - self.refilled))
         self.refilled = now
         return self.seconds
@@ -68,9 +69,9 @@ class Allowance:
 
 @dataclass(slots=True, eq=False)
 class Tenant:
-    """`served` is in seconds over `weight`. What it is not yet charged for is `cost`, in weighted tokens, of which
-    `cost_in_flight` is in plans whose results are not back. `num_live` counts sequences that have not ended. `alone`
-    is its allowance for steps of its own.
+    """`served`: seconds of computing divided by `weight`. `cost`: weighted tokens not charged yet, of which
+    `cost_in_flight` are in plans whose results are not back. `num_live`: sequences that have not ended. `alone`: the
+    allowance for steps of its own.
     """
 
     alone: Allowance
@@ -83,13 +84,13 @@ class Tenant:
 
 @dataclass(slots=True)
 class Comeback:
-    """The return of a sequence that gave way as the last part of what its tenant had. Times are FairShare's clock."""
+    """The return of a sequence that was preempted although its tenant had nothing else. Times are FairShare's clock."""
 
     returned: float | None = None  # when it ran again
     caught_up: float | None = None  # when it computed its first new token after that
 
     def observe(self, seq: Sequence, now: float) -> None:
-        """Note how far `seq` got with the plan that is sent now."""
+        """Notes how far `seq` got with the plan that is sent now."""
         if seq.status is not SequenceStatus.RUNNING:
             self.returned = self.caught_up = None
             return
@@ -99,7 +100,7 @@ class Comeback:
             self.caught_up = now
 
     def is_over(self, now: float) -> bool:
-        """Whether the sequence has gone on for as long as it took to catch up."""
+        """True if the sequence has progressed for as long as its recomputation took."""
         if self.returned is None or self.caught_up is None:
             return False
         return now - self.caught_up >= self.caught_up - self.returned
@@ -113,37 +114,65 @@ class Holding:
     num_blocks: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Displacement:
+    """Running sequences to preempt for a newcomer. Each of `undivided` is part of all that its tenant has."""
+
+    victims: list[Sequence] = field(default_factory=list)
+    undivided: list[Sequence] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class StepScope:
+    """Limits of the plan under construction.
+
+    sequences: running sequences that may compute, in order.
+    budget: tokens.
+    excluded: tenants whose waiting sequences do not start in this plan.
+    displaced: tenants, a subset of `excluded`, whose sequences were preempted for another tenant just now: they would
+        take their places back.
+    resting: running sequences that decode in a later, short step.
+    """
+
+    sequences: list[Sequence]
+    budget: int
+    excluded: frozenset[str] = frozenset()
+    displaced: frozenset[str] = frozenset()
+    resting: frozenset[Sequence] = frozenset()
+
+    def widened(self, running: list[Sequence], budget: int) -> "StepScope":
+        """Returns the scope that excludes the displaced tenants only."""
+        return StepScope(running, budget, excluded=self.displaced, displaced=self.displaced)
+
+
 class FairShare:
-    """The accounts of all tenants. Told of every sequence that comes and goes."""
+    """The accounts of all tenants. Hears of every sequence that comes and goes."""
 
     def __init__(self, block_manager: BlockManager, max_num_seqs: int, *, step_seconds: float | None = None) -> None:
-        """`step_seconds` is for engine/scheduling/short_steps.py; None: no step is cut short for others."""
+        """`step_seconds`: how long short steps may take (engine/scheduling/short_steps.py); None: no step is short."""
         self.max_num_seqs = max_num_seqs
         self.num_displaced = 0  # sequences that gave way to another tenant's
         self._blocks = block_manager
         self._tenants: dict[str, Tenant] = {}
         self._active: set[str] = set()
-        self.left_out: set[str] = set()  # tenants of whom nothing is admitted now
-        self._comebacks: dict[Sequence, Comeback] = {}  # of those that must not give way as a whole again yet
-        self._gave_way: set[str] = set()  # tenants of what was just displaced: it would come straight back in
-        self._kept_out: set[str] = set()  # the same, once the plan is under construction
+        self.displaced: frozenset[str] = frozenset()  # tenants displaced since the last plan was sent
+        self._comebacks: dict[Sequence, Comeback] = {}  # sequences that must not be displaced as a whole again yet
         self._clock = 0.0  # seconds of computing so far
-        self._costs: dict[int, dict[str, float]] = {}  # by plan and tenant, until its result is back
-        self._price = 0.0  # seconds that a weighted token took in the last steps
-        self.resting: set[Sequence] = set()  # who decodes, but not in the plan under construction
+        self._costs: dict[int, dict[str, float]] = {}  # by plan and tenant, until the result of the plan is back
+        self._price = 0.0  # seconds per weighted token: a moving average over steps
         self._may_be_short = step_seconds is not None
         self._short_steps = ShortSteps(step_seconds or math.inf)
-        self._short_until = 0.0  # by the clock
-        self._last_tenant: str | None = None  # of whom a sequence came
-        self._floor = 0.0  # the lowest account of the active tenants, when it was last looked at
+        self._short_until = 0.0  # time until which steps are short
+        self._last_tenant: str | None = None  # tenant of the last sequence that came
+        self._floor = 0.0  # lowest account of the active tenants, as last computed
 
     @property
     def contended(self) -> bool:
-        """Whether several tenants have live sequences."""
+        """True if several tenants have live sequences."""
         return len(self._active) > 1
 
     def came(self, seq: Sequence, running: Iterable[Sequence]) -> None:
-        """A new sequence; the account of one that was idle is raised."""
+        """A sequence is new. The account of a tenant that was idle is raised."""
         tenant = self._tenants.setdefault(seq.tenant, Tenant(Allowance(self._clock)))
         tenant.weight = seq.weight
         if not tenant.num_live:
@@ -164,18 +193,18 @@ class FairShare:
         tenant.num_live -= 1
         if not tenant.num_live:
             self._active.discard(seq.tenant)
-            self.left_out = self._kept_out = set()
+            self.displaced = frozenset()
             self._floor = max(self._floor, min((self._tenants[n].served for n in self._active), default=tenant.served))
             for name in [name for name, one in self._tenants.items() if self._is_as_new(one)]:
                 del self._tenants[name]
 
     def settle(self, running: Iterable[Sequence]) -> None:
-        """Count the cost of what was planned since the last time."""
+        """Adds the cost of everything planned since the last call."""
         for seq in running:
             self.charge(seq)
 
     def charge(self, seq: Sequence) -> None:
-        """Count the cost of what was planned for `seq` since the last time."""
+        """Adds the cost of the tokens planned for `seq` since the last call."""
         done, charged = seq.num_computed_tokens, seq.num_charged_tokens
         if done > charged:
             num_prompt = max(0, min(done, seq.num_prompt_tokens) - charged)
@@ -183,15 +212,14 @@ class FairShare:
             self._tenants[seq.tenant].cost += cost
             seq.num_charged_tokens = done
 
-    def next_in_turn(self, waiting: list[Sequence], running: list[Sequence]) -> Sequence:
-        """The next sequence to admit: of the highest priority in `waiting`, the first of the least served tenant.
+    def next_in_turn(self, waiting: list[Sequence], running: list[Sequence], displaced: frozenset[str]) -> Sequence:
+        """Returns the next sequence to start: in the highest waiting priority, the first of the least served tenant.
 
-        Tenants whose sequences were just displaced come last in this plan, or they would take their places back.
+        Sequences of `displaced` tenants come last, or they would take their places back.
         """
         first = waiting[0]
         if not self.contended:
             return first
-        self.settle(running)
         heads: dict[str, Sequence] = {}
         for seq in waiting:
             if seq.priority != first.priority or len(heads) == len(self._active):
@@ -202,39 +230,49 @@ class FairShare:
         holdings = self._holdings(running)
         return min(
             heads.values(),
-            key=lambda seq: (seq.tenant in self._kept_out, *self._rank(seq.tenant, holdings), seq.arrival),
+            key=lambda seq: (seq.tenant in displaced, *self._rank(seq.tenant, holdings), seq.arrival),
         )
 
-    def next_step(
-        self, newcomer: Sequence | None, running: list[Sequence], more_wait: bool, most: int
-    ) -> tuple[list[Sequence], int]:
-        """The running sequences that the next plan may hold, in order (`running` itself: all), and its token budget.
+    def begin_step(
+        self,
+        newcomer: Sequence | None,
+        displacement: Displacement,
+        running: list[Sequence],
+        more_wait: bool,
+        budget: int,
+    ) -> StepScope:
+        """Opens the scope of the next plan, of at most `budget` tokens.
 
-        The budget is at most `most`. `newcomer` is the next to be admitted, if there is room for it. `more_wait` says
-        whether sequences wait.
+        `newcomer`: the next sequence to start, if there is room. `displacement`: what was just preempted for it.
+        `more_wait`: sequences wait.
         """
-        starters, self.resting = running, set()
+        self._comebacks |= {victim: Comeback() for victim in displacement.undivided}
+        self.num_displaced += len(displacement.victims)
         if self.contended:
-            starters = self._starters(newcomer, running)
+            self.displaced = frozenset(victim.tenant for victim in displacement.victims)
+            scope = self._scope(newcomer, running, budget)
         elif self._clock >= self._short_until:
-            return running, most
+            return StepScope(running, budget)
+        else:
+            scope = StepScope(running, budget)
         holdings = self._holdings(running)
         small = {name for name in self._active if self._is_small(name, holdings)}
         if self.contended and small and self._may_be_short:
             self._short_until = self._clock + VISIT_SECONDS
-        planned = {seq.tenant for seq in starters} | (self._active - self.left_out if more_wait else set())
-        if self._clock < self._short_until and not planned <= small:
-            has_room = more_wait and len(running) < self.max_num_seqs
-            starters, most, self.resting = self._short_steps.limit(starters, has_room, most)
-        return starters, most
+        planned = {seq.tenant for seq in scope.sequences} | (self._active - scope.excluded if more_wait else set())
+        if self._clock >= self._short_until or planned <= small:
+            return scope
+        has_room = more_wait and len(running) < self.max_num_seqs
+        sequences, budget, resting = self._short_steps.limit(scope.sequences, has_room, budget)
+        return replace(scope, sequences=sequences, budget=budget, resting=frozenset(resting))
 
     def planned(self, plan: StepPlan, running: Iterable[Sequence]) -> None:
-        """A plan is sent, its tokens are counted as computed."""
+        """A plan is sent; its tokens are counted as computed."""
         for seq, comeback in [*self._comebacks.items()]:
             comeback.observe(seq, self._clock)
             if comeback.is_over(self._clock):
                 del self._comebacks[seq]
-        self._kept_out = set()
+        self.displaced = frozenset()
         if self._clock < self._short_until:
             self._short_steps.planned(plan)
         costs = self._costs[plan.step_id] = dict.fromkeys(self._active, 0.0)
@@ -245,7 +283,7 @@ class FairShare:
                 costs[name], tenant.cost_in_flight = tenant.cost - tenant.cost_in_flight, tenant.cost
 
     def computed(self, result: StepResult) -> None:
-        """A result is back: its seconds are charged."""
+        """A result is back: charges its seconds."""
         seconds, costs = result.compute_seconds, self._costs.pop(result.step_id, {})
         self._clock += seconds
         self._short_steps.computed(result)
@@ -260,7 +298,7 @@ class FairShare:
                 tenant.alone.use(seconds * share / tenant.weight)
 
     def worker_lost(self, max_num_seqs: int) -> None:
-        """No result will come for what is in flight; the next Worker has `max_num_seqs` rows."""
+        """No result will come for plans in flight; the next Worker has `max_num_seqs` rows."""
         for tenant in self._tenants.values():
             tenant.served += tenant.cost * self._price / tenant.weight
             tenant.cost = tenant.cost_in_flight = 0.0
@@ -269,71 +307,59 @@ class FairShare:
         self.max_num_seqs = max_num_seqs
 
     def _is_as_new(self, tenant: Tenant) -> bool:
-        """Whether forgetting the tenant changes nothing: idle, not ahead of the floor, with a full allowance."""
+        """True if forgetting the tenant changes nothing: idle, not ahead of the floor, with a full allowance."""
         if tenant.num_live or tenant.cost or tenant.served > self._floor:
             return False
         return tenant.alone.refill(self._clock) == ALONE_SECONDS
 
     def _meet(self, running: Iterable[Sequence]) -> None:
-        """A tenant comes to others: their costs count from now on. One that was alone was charged whole steps."""
+        """A tenant joins others: their costs count from now on. A tenant alone was charged whole steps."""
         self.settle(running)
         if not self.contended:
             for tenant in self._tenants.values():
                 tenant.cost = tenant.cost_in_flight
 
-    def _starters(self, newcomer: Sequence | None, running: list[Sequence]) -> list[Sequence]:
-        """The running sequences that the next plan may hold, in order.
+    def _scope(self, newcomer: Sequence | None, running: list[Sequence], budget: int) -> StepScope:
+        """Returns the scope of the next plan before the limits of short steps.
 
-        The plan leaves tenants out while one that was served less waits for a first token, or for a further token that
-        its allowance covers.
+        The plan excludes tenants while a tenant that was served less waits for a first token, or for a further token
+        that its allowance covers.
         """
-        self._kept_out, self._gave_way = self._gave_way, set()
-        self.left_out = self._kept_out
+        everything = StepScope(running, budget, excluded=self.displaced, displaced=self.displaced)
         holdings = self._holdings(running)
         alone = {name for name in self._active if self._may_be_alone(name, holdings)}
         due = [seq for seq in running if seq.num_uncomputed_tokens > 0 and (not seq.has_started or seq.tenant in alone)]
         if newcomer is not None and not newcomer.has_started:
             due.append(newcomer)
         if not due:
-            return running
-        self.settle(running)
+            return everything
         first = min(due, key=lambda seq: (seq.priority, *self._rank(seq.tenant, holdings)))
         lowest = self._rank(first.tenant, holdings)
         ahead = {name for name in self._active if self._rank(name, holdings) > lowest}
         share = self._share(first.tenant, holdings.get(first.tenant, Holding(num_rows=1)))
         larger = {name for name in ahead if self._share(name, holdings.get(name)) > 2 * share}
         not_small = {name for name in ahead if not self._is_small(name, holdings)}
-        if first.has_started:  # a step of its own still takes in all small tenants, prompts included
+        if first.has_started:  # all small tenants join this step, prompts included
             ahead = larger = not_small
         elif self._is_small(first.tenant, holdings):
             larger |= not_small
-        self.left_out = self._kept_out | ahead
-        rest = [
+        sequences = [
             seq
             for seq in running
             if seq.tenant not in ahead
             or seq.priority < first.priority
             or (seq.tenant not in larger and seq.has_started)
-            # One that the Worker has to be sent anew must not wait: its beam search goes on when all are through.
+            # A hypothesis that the Worker lacks must not wait: its beam search goes on only when all are computed.
             or not seq.in_worker
         ]
-        return running if len(rest) == len(running) else rest
+        return replace(everything, sequences=sequences, excluded=self.displaced | ahead)
 
-    def all_in(self) -> bool:
-        """Leave out nobody but those who just gave way; whether that makes a difference."""
-        before, self.left_out, self.resting = self.left_out, self._kept_out, set()
-        return before != self.left_out
+    def displacement_for(
+        self, seq: Sequence, running: list[Sequence], num_rows_in_use: int, spare: int
+    ) -> Displacement:
+        """Returns which sequences to preempt for `seq` and its group; none if that would be unfair or not enough.
 
-    def displaced_by(
-        self,
-        seq: Sequence,
-        running: list[Sequence],
-        num_rows_in_use: int,
-        spare: int,
-    ) -> list[Sequence]:
-        """The sequences to preempt for `seq` and its group; none where that would be unfair or not enough.
-
-        `spare` blocks must stay free. The last sequences of each tenant go first.
+        `spare` blocks must stay free. The newest sequences of each tenant go first.
         """
         num_rows, num_blocks = 1, self._blocks.num_blocks_for(seq.num_tokens)
         if seq.group is not None:
@@ -346,13 +372,13 @@ class FairShare:
         own.num_rows += num_rows
         own.num_blocks += num_blocks
         asked, victims = self._share(seq.tenant, own), list[Sequence]()
-        given_up: Counter[int] = Counter()  # holders that each block loses
+        given_up: Counter[int] = Counter()  # number of holders that each block loses
         undivided: list[Sequence] = []
         candidates = self._candidates(seq, running)
         while missing_rows > 0 or missing_blocks > 0:
             largest = max(candidates, key=lambda name: self._share(name, holdings[name]), default=None)
             if largest is None:
-                return []
+                return Displacement()
             part = smallest_part(candidates[largest][-1])
             held = self._share(largest, holdings[largest])
             rows = len(part) + (part[0].group.num_spare_rows if part[0].group is not None else 0)
@@ -369,16 +395,12 @@ class FairShare:
             victims += part
             missing_rows -= rows
             missing_blocks -= self._num_freed(part, given_up)
-        self._comebacks |= {victim: Comeback() for victim in undivided}
-        self._gave_way = {victim.tenant for victim in victims}
-        self.num_displaced += len(victims)
-        return victims
+        return Displacement(victims, undivided)
 
     def heaviest(self, running: list[Sequence], kept: list[Sequence]) -> list[Sequence]:
-        """Those running, in order, of the tenant with the largest share, from whom blocks are taken where none is left.
+        """Returns the running sequences, in order, of the tenant with the largest share: they lose blocks first.
 
-        `kept` are the first in order, which are never preempted by others: without them, or where there are no more,
-        all.
+        `kept` are the first in order, which are never preempted for others. If nothing else runs, all are returned.
         """
         if not self.contended:
             return running
@@ -391,7 +413,7 @@ class FairShare:
         return [seq for seq in others if seq.tenant == largest]
 
     def check_invariants(self, sequences: Collection[Sequence]) -> None:
-        """Assert that the tenants know all `sequences` that live. For tests and simulation."""
+        """Asserts that the tenants know all live `sequences`. For tests and simulation."""
         live = Counter(seq.tenant for seq in sequences)
         assert live == {name: tenant.num_live for name, tenant in self._tenants.items() if tenant.num_live}
         assert self._active == set(live)
@@ -400,7 +422,7 @@ class FairShare:
 
     @staticmethod
     def _candidates(seq: Sequence, running: list[Sequence]) -> dict[str, list[Sequence]]:
-        """Running sequences of other tenants, no more urgent than `seq`, by tenant and in order."""
+        """Returns the running sequences of other tenants, no more urgent than `seq`, by tenant and in order."""
         found: dict[str, list[Sequence]] = {}
         for other in running:
             if other.tenant != seq.tenant and other.priority >= seq.priority:
@@ -424,7 +446,7 @@ class FairShare:
         return share / self._tenants[name].weight
 
     def _is_small(self, name: str, holdings: dict[str, Holding]) -> bool:
-        """Whether a tenant holds little and, with all that waits, asks for no more rows than that."""
+        """True if a tenant holds little and, waiting sequences included, asks for few rows."""
         tenant = self._tenants[name]
         asked = tenant.num_live / self.max_num_seqs / tenant.weight
         return max(asked, self._share(name, holdings.get(name))) <= max(SMALL_SHARE, 1 / self.max_num_seqs)
@@ -433,13 +455,16 @@ class FairShare:
         return self._is_small(name, holdings) and self._tenants[name].alone.refill(self._clock) > 0.0
 
     def _rank(self, name: str, holdings: dict[str, Holding]) -> tuple[float, float]:
-        """Lower is served next. What is not charged yet is estimated."""
+        """Returns the rank of a tenant: the lowest is served next. Costs not charged yet are estimated."""
         tenant, share = self._tenants[name], self._share(name, holdings.get(name))
         account = tenant.served + tenant.cost * self._price / tenant.weight
         return account - CREDIT_SECONDS * self._is_small(name, holdings), share
 
     def _num_freed(self, part: list[Sequence], given_up: Counter[int]) -> int:
-        """Blocks that nobody holds any more when these let go of theirs, as others before them did of `given_up`."""
+        """Returns how many blocks become free when `part` gives up its own, after others gave up `given_up`.
+
+        Adds the blocks of `part` to `given_up`.
+        """
         num_freed = 0
         for seq in part:
             for block_id in seq.block_table:

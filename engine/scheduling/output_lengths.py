@@ -11,7 +11,6 @@ from itertools import accumulate
 
 from engine.memory.sequence import Sequence
 from engine.outputs import FinishReason
-from engine.scheduling.beam_group import BeamGroup
 
 MAX_LENGTH = 1 << 30  # tokens; beyond any model
 MAX_OBSERVATIONS = 1024  # then all counts are halved, so that what is served now outweighs what was
@@ -120,8 +119,8 @@ class OutputLengths:
     def class_of(self, seq: Sequence) -> LengthClass:
         """The class of a sequence; at most some dozens come to be."""
         limit = seq.max_num_tokens - seq.num_prompt_tokens
-        if isinstance(seq.group, BeamGroup):
-            limit = seq.group.search.max_tokens  # a hypothesis asks for one token after the other
+        if seq.group is not None and seq.group.max_new_tokens is not None:
+            limit = seq.group.max_new_tokens  # the limit of a hypothesis is always its next token
         exponent = (limit - 1).bit_length()
         key = exponent, seq.params.max_tokens is None, seq.params.ignore_eos
         if (found := self._classes.get(key)) is None:

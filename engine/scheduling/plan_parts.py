@@ -1,38 +1,38 @@
-"""DecodeSteps: the running sequences that decode in the plan under construction, handled as a column.
+"""RunningParts: the part of a plan that running sequences compute, while the plan is under construction.
 
-Most steps are nothing but decodes, and at 256 of them whatever is done per sequence counts. `Sequence.decode_end` says
-up to where a sequence may decode without being looked at: it has a row in the Worker, room in its last block, which is
-its own, and no limit to reach. So what is done for each is a comparison and a few counters; only a sequence that
-reaches the end of its block asks for another one.
+Most steps are decodes only, and at 256 of them all work per sequence counts. So decodes are one column: every sequence
+carries `Sequence.decode_end`, the length up to which it may decode unchecked (the Worker has its row, its last block
+has room and belongs to it alone, no limit is near). One comparison and a few counters suffice per decode; only a
+sequence at the end of its block asks the block manager for another one.
 """
 
-from collections.abc import Collection
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator
 
 from engine.executor.step import BlockCopy, NewSequence, StepPlan
 from engine.memory.block_manager import Allocation, BlockManager
-from engine.memory.sequence import Sequence
+from engine.memory.sequence import Sequence, SequenceStatus
 
 
-class DecodeSteps:
-    """`sequences` in the order of the queue; `allocations` of those that asked. Nothing is counted as done yet."""
+class RunningParts:
+    """Running sequences in one plan: decodes, and chunks of more than a plain decode.
 
-    __slots__ = ("allocations", "sequences")
+    Nothing is counted as computed before `commit_decodes` (the Scheduler counts the chunks), so a victim of preemption
+    just drops out.
+    """
 
-    def __init__(self) -> None:
-        self.sequences: list[Sequence] = []
-        self.allocations: dict[Sequence, Allocation] = {}
+    __slots__ = ("_decode_allocations", "_decodes", "_growing", "_wanted", "budget", "chunks")
 
-    def take(
-        self, running: list[Sequence], forked: Collection[Sequence]
-    ) -> tuple[list[Sequence], list[tuple[Sequence, int]]]:
-        """Take the decodes out of `running`. Returns those of them that need a block, and (sequence, number of tokens)
-        of what has other tokens to compute: a prompt, a row that the Worker lacks, the end of a prompt for which other
-        samples wait (`forked` has the sequence that computes it), the last token of what is embedded.
+    def __init__(self, sequences: list[Sequence], forked: Collection[Sequence], budget: int) -> None:
+        """Divides `sequences`, in order, into decodes and chunks. `budget`: tokens that the plan may compute, at least
+        one per decode. `forked`: sequences that compute a prompt for other samples.
         """
-        growing, others = [], []
-        add = self.sequences.append
-        for seq in running:
+        self._decodes: list[Sequence] = []
+        self._growing: dict[Sequence, None] = {}  # decodes that need a block; in order
+        self._decode_allocations: dict[Sequence, Allocation] = {}
+        self._wanted: list[tuple[Sequence, int]] = []  # what chunks would compute without a budget
+        self.chunks: dict[Sequence, tuple[int, Allocation]] = {}  # number of tokens, blocks
+        add = self._decodes.append
+        for seq in sequences:
             num_computed = seq.num_computed_tokens
             num_tokens = len(seq.token_ids) + seq.num_pending_tokens - num_computed
             if num_tokens == 1 and num_computed < seq.decode_end:
@@ -40,30 +40,54 @@ class DecodeSteps:
             elif num_tokens > 0 and (num_tokens := seq.num_uncomputed_tokens) > 0:
                 if num_tokens == 1 and seq.in_worker and seq not in forked and seq.params.pooling is None:
                     add(seq)
-                    growing.append(seq)
+                    self._growing[seq] = None
                 else:
-                    others.append((seq, num_tokens))
-        return growing, others
+                    self._wanted.append((seq, num_tokens))
+        self.budget = budget - len(self._decodes)
 
-    def drop(self, seq: Sequence) -> bool:
-        """Leave out a sequence that is preempted; whether it was there."""
-        if seq not in self.sequences:
-            return False
-        self.sequences.remove(seq)
-        self.allocations.pop(seq, None)
-        return True
+    def without_blocks(self) -> Iterator[tuple[Sequence, int]]:
+        """Yields (sequence, number of tokens) for everything that needs blocks: decodes, single tokens, longer chunks.
 
-    def commit(self, plan: StepPlan, block_manager: BlockManager) -> None:
-        """Write them into `plan` and count their tokens as computed, and as many more as on their way."""
+        Chunks are cut to the budget that is left. A sequence preempted since the last one is skipped.
+        """
+        for seq in list(self._growing):
+            if seq.status is SequenceStatus.RUNNING:
+                yield seq, 1
+        singles = [wanted for wanted in self._wanted if wanted[1] == 1]
+        for seq, num_tokens in singles + [wanted for wanted in self._wanted if wanted[1] > 1]:
+            if self.budget == 0:
+                return
+            if seq.status is SequenceStatus.RUNNING:
+                yield seq, min(num_tokens, self.budget)
+
+    def add(self, seq: Sequence, num_tokens: int, blocks: Allocation) -> None:
+        """Notes that `seq` got blocks for its tokens."""
+        if seq in self._growing:
+            self._decode_allocations[seq] = blocks
+        else:
+            self.chunks[seq] = num_tokens, blocks
+            self.budget -= num_tokens
+
+    def drop(self, seq: Sequence) -> None:
+        """Removes a preempted sequence; its tokens go back to the budget."""
+        if seq in self.chunks:
+            self.budget += self.chunks.pop(seq)[0]
+        elif seq in self._decodes:
+            self._decodes.remove(seq)
+            self._decode_allocations.pop(seq, None)
+            self.budget += 1
+
+    def commit_decodes(self, plan: StepPlan, block_manager: BlockManager) -> None:
+        """Writes the decodes into `plan`, and counts for each one token as computed and one as pending."""
         size = block_manager.block_size
-        for seq, (new_block_ids, copy) in self.allocations.items():
+        for seq, (new_block_ids, copy) in self._decode_allocations.items():
             if copy is not None:
                 plan.block_copies.append(BlockCopy(seq.seq_id, *copy))
             for block_id in new_block_ids:
                 plan.decode_blocks.extend((seq.seq_id, block_id))
             seq.decode_end = decode_end(seq, size)
         add = plan.decodes.append
-        for seq in self.sequences:
+        for seq in self._decodes:
             add(seq.seq_id)
             seq.num_pending_tokens += 1
             seq.num_computed_tokens = num_computed = seq.num_computed_tokens + 1
@@ -72,34 +96,15 @@ class DecodeSteps:
 
 
 def decode_end(seq: Sequence, block_size: int) -> int:
-    """For a sequence whose last block is its own and whose row the Worker has from this plan on."""
+    """Returns Sequence.decode_end for a sequence that owns its last block and has a row in the Worker."""
     return min(len(seq.block_table) * block_size, seq.max_num_tokens - 1)
 
 
-@dataclass(slots=True)
-class RunningSteps:
-    """What running sequences get in the plan under construction: (num_tokens, blocks), not counted as done yet.
-
-    So a victim of preemption just drops out of it.
-    """
-
-    budget: int
-    decodes: DecodeSteps = field(default_factory=DecodeSteps)
-    planned: dict[Sequence, tuple[int, Allocation]] = field(default_factory=dict)
-
-    def add(self, seq: Sequence, num_tokens: int, blocks: Allocation) -> None:
-        self.planned[seq] = num_tokens, blocks
-        self.budget -= num_tokens
-
-    def drop(self, seq: Sequence) -> None:
-        if seq in self.planned:
-            self.budget += self.planned.pop(seq)[0]
-        elif self.decodes.drop(seq):
-            self.budget += 1
-
-
 def new_sequence(seq: Sequence, blocks: Allocation, fork_of: int | None = None) -> NewSequence:
-    """`seq` with its block table as it was before it got `blocks`: they come with its step."""
+    """Returns what the Worker must know of a sequence that it does not hold.
+
+    The block table is the one before `blocks` were added: those come with the step of the sequence.
+    """
     block_ids = seq.block_table[: len(seq.block_table) - len(blocks.new_block_ids)]
     if blocks.copy is not None:
         block_ids[-1] = blocks.copy[0]

@@ -1,4 +1,4 @@
-"""SequenceQueue: sequences by their place in the order; the queues of the scheduler."""
+"""SequenceQueue: a list of sequences sorted by priority and arrival."""
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping
@@ -11,35 +11,40 @@ def _order(seq: Sequence) -> tuple[int, int]:
 
 
 class SequenceQueue(list[Sequence]):
-    """A list sorted by `Sequence.order`, which is unique. Changed by `add` and `take_out` only.
+    """A list sorted by `Sequence.order`, which is unique. Only `add`, `withdraw` and `refill` may change it.
 
-    `num_tokens` counts the known tokens that its sequences came with: for those that wait, what there is to compute.
+    `num_tokens` counts the known tokens that its sequences entered with: of waiting sequences, the tokens to compute.
     """
 
     def __init__(self, sequences: Iterable[Sequence] = ()) -> None:
         super().__init__()
         self.num_tokens = 0
-        for seq in sorted(sequences, key=_order):
-            self._count(seq)
-            self.append(seq)
+        self.refill(sequences)
 
     def add(self, seq: Sequence) -> None:
         self._count(seq)
         insort(self, seq, key=_order)
 
-    def take_out(self, seq: Sequence) -> None:
+    def withdraw(self, seq: Sequence) -> None:
         index = bisect_left(self, seq.order, key=_order)
         assert self[index] is seq, "arrival is unique, so the order finds exactly this sequence"
         self.num_tokens -= seq.num_queued_tokens
         del self[index]
 
+    def refill(self, sequences: Iterable[Sequence]) -> None:
+        """Replaces the content by `sequences`, in any order."""
+        self[:] = sorted(sequences, key=_order)
+        self.num_tokens = 0
+        for seq in self:
+            self._count(seq)
+
     def check_invariants(self) -> None:
-        """For tests and simulation."""
+        """Asserts that the order and the count hold. For tests and simulation."""
         assert list(self) == sorted(self, key=_order)
         assert self.num_tokens == sum(seq.num_queued_tokens for seq in self)
 
     def _count(self, seq: Sequence) -> None:
-        seq.num_queued_tokens = seq.num_tokens  # noted, for what a beam search knows changes while it waits
+        seq.num_queued_tokens = seq.num_tokens  # kept: a waiting hypothesis may get other tokens
         self.num_tokens += seq.num_queued_tokens
 
 
@@ -50,7 +55,7 @@ def check_queues(
     forks: list[Sequence],
     sequences: Mapping[int, Sequence],
 ) -> None:
-    """Assert that every live sequence is in one queue, or waits to be forked, and that its state says so."""
+    """Asserts that every live sequence is in one queue, or waits to be forked, and that its state says so."""
     for queue in (waiting, running, held):
         queue.check_invariants()
     assert all(seq.status is SequenceStatus.RUNNING for seq in running)

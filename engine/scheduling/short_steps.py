@@ -1,11 +1,12 @@
-"""ShortSteps: steps that end soon, while a request of another tenant may come at any moment and would have to wait.
+"""ShortSteps: keeps steps short while a request of another tenant may come at any moment and would have to wait.
 
-A step may take `seconds`, by what was learnt of steps: so long a first token waits for the step under way. It may take
-MIN_RATIO times as long as a step with an empty prompt in any case, where a slow model needs longer for that. All of its
-time but that of an empty step goes into work. So at most one part in MIN_RATIO of the throughput is given up, and much
-less where steps may take many times as long as an empty one.
-Chunks of prompts get half of the work and decodes the other half, or either of them all where the other is not wanted.
-Those that decode take turns.
+A step may take `seconds`, by a model of step times that is learnt from past steps: a new first token waits that long
+for the step under way. A step may always take MIN_RATIO times as long as a step with an empty prompt, for slow models.
+All time beyond that of an empty step is work. So at most one part in MIN_RATIO of the throughput is lost, and much less
+where `seconds` is many times the time of an empty step.
+
+Chunks of prompts get one half of the work and decodes the other; either gets all of it if the other is absent.
+Sequences that do not fit decode in turns.
 """
 
 from itertools import count
@@ -20,30 +21,30 @@ from engine.memory.sequence import Sequence
 Numbers = npt.NDArray[np.floating]
 
 MIN_RATIO = 3.0
-CHUNK_SHARE = 16  # of a step's tokens go to chunks while it is not known how long steps take
+CHUNK_SHARE = 16  # one part in 16 of a step's tokens goes to chunks while step times are unknown
 
 
 class StepRoom(NamedTuple):
-    """What lets a step take as long as it may: decodes and nothing else; beside an empty prompt decodes, or tokens."""
+    """The most that fits into a short step."""
 
-    decodes_alone: float
-    decodes: float
-    tokens: float
+    decodes_alone: float  # in a step of decodes only
+    decodes: float  # beside an empty prompt
+    tokens: float  # of prompts, without decodes
 
 
 class StepTimes:
     """How long a step takes, learnt from those that were computed.
 
-    Seconds are taken to be base + per_decode * decodes, and with chunks of prompts first_token + per_token * tokens
-    more: the weights are read once, each decode reads what it attends to, each token of a prompt has to be computed; a
-    GPU runs decodes alone as a recorded graph, and with chunks kernel by kernel. The four are fitted by least
-    squares of the relative errors, the last steps weighing most. Where those do not tell them apart, the last fit
-    stands (ridge regression towards it).
+    Model: seconds = base + per_decode * decodes, and in steps with chunks + first_token + per_token * chunk tokens. The
+    weights are read once; each decode reads the keys and values that it attends to; each prompt token is computed. A
+    GPU runs decodes alone as a recorded graph, and steps with chunks kernel by kernel. The four coefficients minimise
+    the squared relative errors; recent steps weigh most. Where steps do not tell the coefficients apart, the last fit
+    stays (ridge regression towards it).
     """
 
-    MEMORY = 0.99  # weight of a step beside the one after it
+    MEMORY = 0.99  # weight of a step relative to the next one
     RIDGE = 1e-3
-    MIN_STEPS = 16  # before that many there is no fit
+    MIN_STEPS = 16  # steps before the first fit
 
     def __init__(self) -> None:
         self._products: Numbers = np.zeros((4, 4))
@@ -52,14 +53,18 @@ class StepTimes:
         self._num_steps = 0
 
     def observe(self, num_decodes: int, num_chunk_tokens: int, seconds: float) -> None:
-        """A step was computed, in more than no time."""
-        features = np.array([1, num_chunk_tokens > 0, num_decodes, num_chunk_tokens]) / seconds  # times the fit: 1
+        """Learns from a computed step; `seconds` is above 0."""
+        features = (
+            np.array([1, num_chunk_tokens > 0, num_decodes, num_chunk_tokens]) / seconds
+        )  # product with the fit: 1
         self._products = self.MEMORY * self._products + np.outer(features, features)
         self._sums = self.MEMORY * self._sums + features
         self._num_steps += 1
 
-    def within(self, seconds: float) -> StepRoom | None:
-        """What lets a step take so long, or MIN_RATIO times as long as one with an empty prompt. None: unknown yet."""
+    def room_in(self, seconds: float) -> StepRoom | None:
+        """Fits the model and returns what fits into `seconds`, or into MIN_RATIO times the time of a step with an empty
+        prompt if that is longer. None while step times are unknown.
+        """
         if self._num_steps < self.MIN_STEPS:
             return None
         pull = np.diag(self.RIDGE * np.diag(self._products) + 1e-9)
@@ -71,32 +76,33 @@ class StepTimes:
 
 
 class ShortSteps:
-    """Limits plans, and is told of those it limited and of their results (a step costs it some 30 microseconds)."""
+    """Limits plans, and learns from their results (about 30 microseconds a step)."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._times = StepTimes()
-        self._planned: dict[int, tuple[int, int]] = {}  # decodes and tokens of chunks
+        self._planned: dict[int, tuple[int, int]] = {}  # by step id: decodes, tokens of chunks
         self._turns = count(1)
 
     def planned(self, plan: StepPlan) -> None:
+        """A plan is sent while steps are short."""
         num_decodes = len(plan.decodes)
         self._planned[plan.step_id] = num_decodes, plan.num_tokens - num_decodes
 
     def computed(self, result: StepResult) -> None:
-        """A result is back: of any step."""
+        """The result of any step is back."""
         if (found := self._planned.pop(result.step_id, None)) is not None and result.compute_seconds > 0.0:
             self._times.observe(*found, result.compute_seconds)
 
     def lose_plans(self) -> None:
-        """Their results will not come: the Worker is gone."""
+        """The Worker is gone: no result will come for plans in flight."""
         self._planned.clear()
 
     def limit(self, sequences: list[Sequence], more_wait: bool, most: int) -> tuple[list[Sequence], int, set[Sequence]]:
-        """Who of `sequences` may be in the next step, in order (`sequences` itself: all), its tokens (`most` at most)
-        and who of them rests. `more_wait` says whether others could be admitted.
+        """Returns the sequences that the next step may hold, in order, its token budget (at most `most`), and the
+        sequences that rest. `more_wait`: waiting sequences could start.
         """
-        room = self._times.within(self._seconds)
+        room = self._times.room_in(self._seconds)
         if room is None:
             return sequences, min(most, len(sequences) + -(-most // CHUNK_SHARE)), set()
         single = [seq for seq in sequences if seq.in_worker and seq.num_uncomputed_tokens == 1]
@@ -104,7 +110,7 @@ class ShortSteps:
         has_chunks = more_wait or any(seq.num_uncomputed_tokens > 1 for seq in sequences)
         resting = self._resting(decodes, round(room.decodes / 2 if has_chunks else room.decodes_alone))
         for seq in single:
-            if not seq.has_started:  # the end of a prompt waits for no turn, others may wait for it; this was its own
+            if not seq.has_started:  # the end of a prompt takes no turn: forks may wait for it. This counts as its turn
                 seq.last_turn = next(self._turns)
         num_decodes = len(decodes) - len(resting)
         num_tokens = round(room.tokens * max(0.0, 1.0 - num_decodes / room.decodes))
@@ -112,12 +118,12 @@ class ShortSteps:
         return others, min(most, len(single) - len(resting) + max(1, num_tokens)), resting
 
     def _resting(self, decodes: list[Sequence], most: int) -> set[Sequence]:
-        """Who is left out so that about `most` are in: as many of each tenant (max-min fair), in turns."""
+        """Returns the decodes that rest so that about `most` remain: in turns, and max-min fair between tenants."""
         if len(decodes) <= most:
             return set()
         by_tenant: dict[str, list[Sequence]] = {}
         for seq in decodes:
-            seq.last_turn = seq.last_turn or next(self._turns)  # a new one is behind all others
+            seq.last_turn = seq.last_turn or next(self._turns)  # a new sequence is behind all others
             by_tenant.setdefault(seq.tenant, []).append(seq)
         resting, num_left = set[Sequence](), max(most, len(by_tenant))
         for number, rows in enumerate(sorted(by_tenant.values(), key=len)):

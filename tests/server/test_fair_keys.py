@@ -35,7 +35,7 @@ def client(live: LiveServer, key: str) -> httpx.Client:
 def test_no_request_keeps_the_other_key_out(live, kind):
     body = completion_body(**({"stream": True, "max_tokens": MAX_TOKENS, "ignore_eos": True} | HOLDERS[kind]))
     found: list[httpx.Response] = []
-    displaced = live.driver.scheduler.fair_share.num_displaced
+    displaced = live.driver.scheduler.admission.fair_share.num_displaced
     with client(live, "holder") as holder, client(live, "other") as other:
         thread = threading.Thread(target=lambda: found.append(holder.post("/v1/completions", json=body)))
         thread.start()
@@ -50,7 +50,7 @@ def test_no_request_keeps_the_other_key_out(live, kind):
         finally:
             thread.join()
     assert len(waits) == NUM_VISITS and max(waits) < 1.0, waits
-    assert live.driver.scheduler.fair_share.num_displaced > displaced, "nothing had to give way"
+    assert live.driver.scheduler.admission.fair_share.num_displaced > displaced, "nothing had to give way"
     (response,) = found
     assert response.status_code == 200, response.text
     if body["stream"]:

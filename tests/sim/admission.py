@@ -4,7 +4,7 @@ import math
 from typing import TYPE_CHECKING
 
 from engine.memory.sequence import Sequence, num_forks_of
-from engine.scheduling.admission import PredictedAdmission
+from engine.scheduling.block_reserve import PredictedReserve
 from tests.sim.violation import fail
 
 if TYPE_CHECKING:
@@ -15,16 +15,16 @@ TOLERANCE = 1e-6  # blocks; sums of some dozen floats that were added and taken 
 
 def check_admission(scheduler: "WatchedScheduler") -> None:
     """It holds a book of exactly those that run, and its forecast is the sum of what each of them was counted as."""
-    admission = scheduler.admission
-    if not isinstance(admission, PredictedAdmission):
+    reserve = scheduler.admission.reserve
+    if not isinstance(reserve, PredictedReserve):
         return
-    if set(admission._holders) != set(scheduler.running):
-        fail("admission", f"{len(admission._holders)} sequences are counted, {len(scheduler.running)} run")
-    if any(holder.num_blocks < 0 or holder.num_shared < 0 for holder in admission._holders.values()):
+    if set(reserve._holders) != set(scheduler.running):
+        fail("admission", f"{len(reserve._holders)} sequences are counted, {len(scheduler.running)} run")
+    if any(holder.num_blocks < 0 or holder.num_shared < 0 for holder in reserve._holders.values()):
         fail("admission", "a sequence counts for less than no block")
-    found = admission._forecast._mean
+    found = reserve._forecast._mean
     wanted = [0.0] * len(found)
-    for holder in admission._holders.values():
+    for holder in reserve._holders.values():
         if holder.num_seqs:
             growth = holder.num_seqs / scheduler.block_manager.block_size
             lengths = holder.lengths
@@ -37,5 +37,5 @@ def check_admission(scheduler: "WatchedScheduler") -> None:
 def check_spare(scheduler: "WatchedScheduler", seq: Sequence, spare: int) -> None:
     """No less stays free than the watermark and a block for each fork, unless nothing else runs."""
     least = math.ceil(scheduler._watermark * scheduler.block_manager.num_blocks) + num_forks_of(seq)
-    if not scheduler._is_alone(seq) and spare < least:
+    if not scheduler.admission.is_alone(seq) and spare < least:
         fail("admission", f"{seq} is let in where {spare} blocks stay free, the watermark and forks ask for {least}")

@@ -101,9 +101,11 @@ def _as_reference(params: BeamSearchParams, found: Found) -> Reference:
 
 def check_groups(scheduler: Scheduler) -> None:
     """Rows are kept for all of a group, its hypotheses are those of the search, and empty slots hold nothing."""
-    if scheduler._num_rows > scheduler.max_num_seqs:
-        fail("budget", f"{scheduler._num_rows} rows are in use or kept for a group, of {scheduler.max_num_seqs}")
-    for group in scheduler._groups:
+    if scheduler.admission.num_rows > scheduler.max_num_seqs:
+        fail(
+            "budget", f"{scheduler.admission.num_rows} rows are in use or kept for a group, of {scheduler.max_num_seqs}"
+        )
+    for group in scheduler.admission._inseparable:
         live = [slot for slot in group.slots if slot.status is not SequenceStatus.FINISHED]
         if set(map(id, live)) != set(map(id, group._beams)):
             fail("group", f"{len(live)} slots are live, {len(group._beams)} hypotheses go on")

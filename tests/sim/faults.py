@@ -16,9 +16,10 @@ from engine.memory.sequence import Sequence
 from engine.requests.delivery import Delivery
 from engine.requests.live_requests import LiveRequests
 from engine.requests.loaded import Loaded
-from engine.scheduling.admission import PlainAdmission, PredictedAdmission
+from engine.scheduling.admission import Admission
 from engine.scheduling.beam_group import BeamGroup
 from engine.scheduling.beam_search import BeamSearch
+from engine.scheduling.block_reserve import PredictedReserve, WatermarkReserve
 from engine.scheduling.fair_share import FairShare
 from engine.scheduling.output_lengths import OutputLengths
 from engine.scheduling.prefetch import Prefetcher
@@ -46,14 +47,16 @@ MUTANTS = (
     Mutant("copied block keeps its count", BlockManager, "allocate", "self.blocks[copy[0]].ref_count -= 1", "pass"),
     Mutant("copy does not enter the table", BlockManager, "allocate", "seq.block_table[-1] = copy[1]", "pass"),
     Mutant("no room for a copy", BlockManager, "allocate", "num_new + shared >", "num_new >"),
-    Mutant("Worker not told of a copy", Scheduler, "_plan_step", "if blocks.copy is not None:", "if False:"),
+    Mutant("Worker not told of a copy", Scheduler, "_plan_chunk", "if blocks.copy is not None:", "if False:"),
     Mutant("fork does not count as a holder", BlockManager, "fork", "ref_count += 1", "ref_count += 0"),
     Mutant("fork shares the table itself", BlockManager, "fork", "list(parent.block_table)", "parent.block_table"),
     Mutant(
         "forks lost when the first ends", Scheduler, "finish", "if forks := self._forks.pop(seq, None):", "if False:"
     ),
     Mutant("fork's token not on its way", Scheduler, "_start_fork", "fork.num_pending_tokens += 1", "pass"),
-    Mutant("fork starts where no row is free", Scheduler, "_start_fork", "== self.max_num_seqs", "> self.max_num_seqs"),
+    Mutant(
+        "fork starts where no row is free", Admission, "has_free_row", "< self.max_num_seqs", "<= self.max_num_seqs"
+    ),
     # What the prefix cache says.
     Mutant("stale hash of a block given out again", BlockManager, "_evict", "self._forget(block)", "pass"),
     Mutant(
@@ -114,11 +117,11 @@ MUTANTS = (
         "self.waiting.add(seq)",
         "self.waiting.append(seq)",
     ),
-    Mutant("first in order is preempted", Scheduler, "_victim", "candidates[-1]", "self.running[0]"),
-    Mutant("victim stays in the plan", Scheduler, "_allocate_or_preempt", "plan.drop(victim)", "pass"),
-    Mutant("admitted with a token on its way", Scheduler, "_admit_waiting", "if seq.num_pending_tokens or", "if"),
-    Mutant("budget not used up by admissions", Scheduler, "_admit_waiting", "budget -= num_tokens", "pass"),
-    Mutant("one sequence too many", Scheduler, "_has_row", "<= self.max_num_seqs", "<= self.max_num_seqs + 1"),
+    Mutant("first in order is preempted", Admission, "victim_for", "candidates[-1]", "self._running[0]"),
+    Mutant("victim stays in the plan", Scheduler, "_allocate_or_preempt", "parts.drop(victim)", "pass"),
+    Mutant("admitted with a token on its way", Admission, "next_start", "if seq.num_pending_tokens or", "if"),
+    Mutant("budget not used up by admissions", Scheduler, "schedule", "budget -= self._start(", "(self._start("),
+    Mutant("one sequence too many", Admission, "_has_row", "<= self.max_num_seqs", "<= self.max_num_seqs + 1"),
     Mutant(
         "late token of a finished sequence taken",
         Scheduler,
@@ -194,19 +197,17 @@ MUTANTS = (
     ),
     Mutant(
         "watermark of the old pool",
-        PlainAdmission,
+        WatermarkReserve,
         "reset",
         "self.watermark_blocks = watermark_blocks",
         "pass",
         for_driver=True,
     ),
     # Beam searches.
-    Mutant("hypothesis not sent anew", BeamGroup, "_go_on", "scheduler.resend(beam)", "pass"),
-    Mutant(
-        "dead hypothesis keeps its blocks", BeamGroup, "_go_on", "scheduler.finish(parent, FinishReason.ABORT)", "pass"
-    ),
-    Mutant("hypotheses share a list of tokens", BeamGroup, "_go_on", "list(parent.token_ids)", "parent.token_ids"),
-    Mutant("group chooses before all are back", BeamGroup, "take", "if all(", "if any("),
+    Mutant("hypothesis not sent anew", Scheduler, "_apply", "self.resend(seq)", "pass"),
+    Mutant("dead hypothesis keeps its blocks", BeamGroup, "_go_on", "if number not in firsts", "if False"),
+    Mutant("hypotheses share a list of tokens", Scheduler, "_apply", "list(parent.token_ids)", "parent.token_ids"),
+    Mutant("group chooses before all are back", BeamGroup, "add_candidates", "not all(", "not any("),
     Mutant("late end counts as finished", BeamSearch, "advance", "elif rank < width:", "else:"),
     Mutant(
         "suspect that never fits keeps the others out",
@@ -217,40 +218,44 @@ MUTANTS = (
         for_driver=True,
     ),
     # Admission by prediction.
+    Mutant("who stopped is still counted", PredictedReserve, "stopped", "self._holders.pop(seq)", "self._holders[seq]"),
+    Mutant("forecast keeps who stopped", PredictedReserve, "stopped", "if holder.num_seqs:", "if False:"),
     Mutant(
-        "who stopped is still counted", PredictedAdmission, "stopped", "self._holders.pop(seq)", "self._holders[seq]"
+        "prediction beats the watermark", PredictedReserve, "spare", "max(self.watermark(num_forks), growth)", "growth"
     ),
-    Mutant("forecast keeps who stopped", PredictedAdmission, "stopped", "if holder.num_seqs:", "if False:"),
-    Mutant("prediction beats the watermark", PredictedAdmission, "spare", "max(plain, growth)", "growth"),
     Mutant(
-        "hypothesis counted by its next token", OutputLengths, "class_of", "isinstance(seq.group, BeamGroup)", "False"
+        "hypothesis counted by its next token",
+        OutputLengths,
+        "class_of",
+        "seq.group.max_new_tokens is not None",
+        "False",
     ),
     # Fair sharing.
     Mutant("the end of a sequence not told", FairShare, "went", "tenant.num_live -= 1", "pass"),
     Mutant(
         "newcomer pushes out the first in order",
         FairShare,
-        "displaced_by",
+        "displacement_for",
         "self._share(largest, holdings[largest]) < asked",
         "False",
     ),
-    Mutant("what cannot be divided never gives way", FairShare, "displaced_by", "2 * asked > held", "True"),
+    Mutant("what cannot be divided never gives way", FairShare, "displacement_for", "2 * asked > held", "True"),
     Mutant(
         "gives way again before it got further",
         FairShare,
-        "displaced_by",
+        "displacement_for",
         "not self._comebacks.keys().isdisjoint(part)",
         "False",
     ),
     Mutant(
         "search gives way but for its spare rows",
         FairShare,
-        "displaced_by",
+        "displacement_for",
         "(part[0].group.num_spare_rows if part[0].group is not None else 0)",
         "0",
     ),
-    Mutant("the other samples count as one part", Scheduler, "_displace_for", "victim.group.split = True", "pass"),
-    Mutant("who gave way is next at once", FairShare, "next_in_turn", "seq.tenant in self._kept_out, ", ""),
+    Mutant("the other samples count as one part", Scheduler, "_displace", "victim.group.split = True", "pass"),
+    Mutant("who gave way is next at once", FairShare, "next_in_turn", "seq.tenant in displaced, ", ""),
     Mutant(
         "turns of a tenant in no order",
         FairShare,
@@ -261,11 +266,11 @@ MUTANTS = (
     Mutant(
         "all make way, and nobody is let in",
         Scheduler,
-        "schedule",
-        "while not filled and (self.fair_share.all_in() or self.num_preemptions != before):",
-        "while not filled and self.fair_share.all_in():",
+        "_wider_scope",
+        " and self.num_preemptions == num_preemptions",
+        "",
     ),
-    Mutant("those served more leave for good", FairShare, "_starters", "if not due:", "if not running:"),
+    Mutant("those served more leave for good", FairShare, "_scope", "if not due:", "if not running:"),
     Mutant("those who rest take no turns", ShortSteps, "_resting", "rows.sort(key=lambda seq: seq.last_turn)", "pass"),
     # The disk tier.
     Mutant(

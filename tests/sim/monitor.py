@@ -344,26 +344,26 @@ class Monitor:
     def _check_plan(self, plan: StepPlan, ran: list[Sequence]) -> None:
         scheduler, saw = self.scheduler, self.saw
         num_tokens = sum(step.num_tokens for step in plan.steps)
-        is_short = scheduler.step_budget < scheduler.max_num_batched_tokens
+        is_short = scheduler.scope.budget < scheduler.max_num_batched_tokens
         planned = {step.seq_id for step in plan.steps}
-        if not 0 < num_tokens <= scheduler.step_budget or len(planned) != len(plan.steps):
+        if not 0 < num_tokens <= scheduler.scope.budget or len(planned) != len(plan.steps):
             fail("budget", f"{num_tokens} tokens for {len(planned)} of {len(plan.steps)} sequences")
         for seq in scheduler.running:
             idle = seq.num_uncomputed_tokens if seq.seq_id not in planned else 0
             # A preemption gives budget back, for which another prompt may have been admitted beside an unfinished one.
-            if idle and seq in scheduler.fair_share.resting:
+            if idle and seq in scheduler.scope.resting:
                 continue
-            if idle and seq.tenant in scheduler.fair_share.left_out:
+            if idle and seq.tenant in scheduler.scope.excluded:
                 saw("plan left to a tenant that waits for a first token")
-            elif idle and (num_tokens < scheduler.step_budget or (idle == 1 and not is_short)):
+            elif idle and (num_tokens < scheduler.scope.budget or (idle == 1 and not is_short)):
                 fail("progress", f"{seq} has tokens to compute and is not in the plan")
-        if ran and ran[0].status is SequenceStatus.WAITING and ran[0] not in scheduler.fair_share._comebacks:
+        if ran and ran[0].status is SequenceStatus.WAITING and ran[0] not in scheduler.admission.fair_share._comebacks:
             fail("progress", f"the first in order was preempted: {ran[0]}")
         self._check_order(plan, ran)
         self._check_turns(plan, planned)
         if num_tokens == scheduler.max_num_batched_tokens:
             saw("token budget used up")
-        if is_short and num_tokens == scheduler.step_budget:
+        if is_short and num_tokens == scheduler.scope.budget:
             saw("short step, while another tenant is expected")
         if scheduler.waiting and len(scheduler.running) == scheduler.max_num_seqs:
             saw("max_num_seqs reached")
@@ -390,7 +390,7 @@ class Monitor:
 
     def _check_turns(self, plan: StepPlan, planned: set[int]) -> None:
         """While one rests in short steps, none of its tenant's others decodes twice."""
-        resting = self.scheduler.fair_share.resting
+        resting = self.scheduler.scope.resting
         if found := {seq.seq_id for seq in resting} & planned:
             fail("turn", f"sequences {found} rest, and are in the plan")
         tenants = {seq.seq_id: seq.tenant for seq in self.scheduler.running}
@@ -460,7 +460,7 @@ class Monitor:
         left = left_over(scheduler, but=("eos_token_ids", "_removed"))
         require(not left, "leftovers", f"the scheduler still has {left}")
         check_admission(scheduler)
-        scheduler.fair_share.check_invariants([])
+        scheduler.admission.fair_share.check_invariants([])
         tier = manager.host_tier
         require(tier is None or not tier._reserved, "leftovers", "slots are kept for a fetch that is over")
 

@@ -43,11 +43,12 @@ class Mutant:
             setattr(self.owner, self.method, original)
 
     def _mutated(self, original: Any) -> Any:
-        source = textwrap.dedent(inspect.getsource(original))
+        function = original.fget if isinstance(original, property) else original
+        source = textwrap.dedent(inspect.getsource(function))
         if source.count(self.old) != 1:
             raise LookupError(f"mutant {self.name!r} does not apply: {self.old!r} is not once in {self.method}()")
         namespace: dict[str, Any] = {}
-        exec(source.replace(self.old, self.new), vars(sys.modules[original.__module__]), namespace)
+        exec(source.replace(self.old, self.new), vars(sys.modules[function.__module__]), namespace)
         return namespace[self.method]
 
 

@@ -8,8 +8,10 @@ from engine.memory.block_manager import Allocation, BlockManager, Prefix
 from engine.memory.free_list import Block
 from engine.memory.sequence import BlockKey, Sequence, SequenceGroup, SequenceStatus, num_forks_of, smallest_part
 from engine.outputs import FinishReason
-from engine.scheduling.admission import PredictedAdmission
+from engine.scheduling.admission import Newcomer
 from engine.scheduling.beam_group import BeamGroup
+from engine.scheduling.block_reserve import PredictedReserve
+from engine.scheduling.fair_share import StepScope
 from engine.scheduling.scheduler import Scheduler
 from tests.sim.admission import check_spare
 from tests.sim.beams import check_too_large
@@ -157,7 +159,7 @@ class WatchedBlockManager(BlockManager):
         if group is not None and not group.split and all(other.group is group for other in running):
             return False
         storm = num_tokens > 1 and running[-1] is not seq and len(self.copied_now) > mix(step, 1) % 2
-        storm = storm or (num_tokens > 1 and bool(self.monitor.scheduler.fair_share._kept_out))
+        storm = storm or (num_tokens > 1 and bool(self.monitor.scheduler.scope.displaced))
         if not (storm and mix(step, 0) % 2) and mix(step, seq.seq_id + 1000 * len(running)) % every:
             return False
         self.monitor.saw("allocation refused though blocks are free")
@@ -216,7 +218,9 @@ class WatchedScheduler(Scheduler):
         self.preempted_groups: set[SequenceGroup] | None = None  # by the plan under construction, where there is one
         self.delayed: set[Sequence] = set()  # by the prediction
         self.num_passed_over = 0  # plans in a row without the tenant whose turn it is
-        self.emptied = False  # by preemptions: the plan under construction had something, and has nothing now
+        self.emptied = False  # preemptions emptied the plan under construction
+        self._real_begin_step = self.admission.begin_step
+        self.admission.begin_step = self._begin_step  # type: ignore[method-assign]
         monitor.attach(self)
 
     def add(self, seq: Sequence, forks: Iterable[Sequence] = ()) -> None:
@@ -231,13 +235,15 @@ class WatchedScheduler(Scheduler):
             self.watched_blocks.start_plan()
             self.preempted_groups, self.emptied = (groups := set[SequenceGroup]()), False
             num_delayed, waited = self.admission.num_delayed, self.waiting[:1]
-            num_displaced = self.fair_share.num_displaced
+            num_displaced = self.admission.fair_share.num_displaced
             plan = super().schedule()
+            if plan is not None and self.emptied:
+                self.monitor.saw("all that was to be computed made way, others are")
             self.watched_blocks.planning, self.preempted_groups = False, None
             back = {new.seq_id for new in plan.new} if plan is not None else set()
             if any(seq.seq_id not in back for group in groups if not group.split for seq in group.running):
                 fail("group", "a group was preempted in part")
-            if self.fair_share.num_displaced > num_displaced:
+            if self.admission.fair_share.num_displaced > num_displaced:
                 self.monitor.saw("newcomer takes the place of another tenant's")
             if self.admission.num_delayed > num_delayed:
                 self.monitor.saw("admission delayed by the prediction")
@@ -250,38 +256,37 @@ class WatchedScheduler(Scheduler):
             self.monitor.planned(plan, ran)
             return plan
 
-    def _fill(self, plan: StepPlan, sequences: list[Sequence], num_preemptions: int) -> bool:
-        filled = super()._fill(plan, sequences, num_preemptions)
-        if filled and self.emptied:
-            self.monitor.saw("all that was to be computed made way, others are")
-        self.emptied = not filled and self.num_preemptions != num_preemptions
-        if self.emptied and self.fair_share.left_out == self.fair_share._kept_out and self.monitor.is_idle:
+    def _wider_scope(self, scope: StepScope, num_preemptions: int) -> StepScope | None:
+        self.emptied = self.num_preemptions != num_preemptions
+        if self.emptied and scope.excluded == scope.displaced and self.monitor.is_idle:
             self.monitor.saw("all that was to be computed made way, nothing is on its way")
-        return filled
+        return super()._wider_scope(scope, num_preemptions)
 
-    def _displace_for(self, seq: Sequence) -> bool:
-        """Whoever gives way as the last of its tenant got further since the last time."""
-        running = list(self.running)
-        found = super()._displace_for(seq)
-        for victim in running:
-            if victim.status is SequenceStatus.RUNNING or victim not in self.fair_share._comebacks:
+    def _begin_step(self, newcomer: Newcomer | None, budget: int) -> StepScope:
+        scope = self._real_begin_step(newcomer, budget)
+        if newcomer is not None:
+            self._check_displaced(newcomer)
+        return scope
+
+    def _check_displaced(self, newcomer: Newcomer) -> None:
+        """A sequence that is displaced as the last of its tenant progressed since the last time."""
+        for victim in newcomer.displacement.victims:
+            if victim not in self.admission.fair_share._comebacks:
                 continue
             if any(other.tenant == victim.tenant for other in self.running):
                 continue  # it was not the last
             if victim.num_charged_tokens <= self.monitor.gave_way_at.get(victim.seq_id, -1):
-                fail("comeback", f"{victim} gives way to {seq} again, and got no further since the last time")
+                fail("comeback", f"{victim} is displaced by {newcomer.seq} again without progress since the last time")
             self.monitor.gave_way_at[victim.seq_id] = victim.num_charged_tokens
             searches = isinstance(victim.group, BeamGroup)
             self.monitor.saw("beam search gives way as a whole" if searches else "sequence gives way as a whole")
-        groups = {victim.group for victim in running if victim.status is SequenceStatus.WAITING and victim.group}
-        if any(group.running for group in groups):
+        if any(victim.group and victim.group.running for victim in newcomer.displacement.victims):
             self.monitor.saw("samples give way one by one")
-        return found
 
     def _check_lockout(self) -> None:
         """A single tenant that holds everything does not keep out another, whose turn it is and who asks for little."""
         tenants = {seq.tenant for seq in self.running}
-        seq = self._next_to_admit() if self.waiting else None
+        seq = self._next() if self.waiting else None
         if seq is None or len(tenants) > 1 or seq.tenant in tenants or not self._asks_for_little(seq):
             self.num_passed_over = 0
             return
@@ -302,7 +307,7 @@ class WatchedScheduler(Scheduler):
         num_blocks = self.block_manager.num_blocks_for(seq.num_tokens)
         if seq.group is not None and not seq.group.running:
             num_blocks = self.block_manager.num_blocks_together(seq.group.waiting)
-        spare = self.admission.spare(seq, [], num_forks_of(seq), self.running, self._next_step_id)
+        spare = self.admission.reserve.spare(seq, [], num_forks_of(seq), self.running)
         part = smallest_part(first)
         part_rows = len(part) + (0 if first.group is None else first.group.num_spare_rows)
         part_blocks = sum(len(member.block_table) for member in part)
@@ -310,8 +315,13 @@ class WatchedScheduler(Scheduler):
         asked = max(shares) / weight
         of_part = max(part_rows / self.max_num_seqs, part_blocks / self.block_manager.num_blocks) / weight_of_holder
         if num_blocks + spare <= len(self.block_manager.free_blocks):
-            return 2 * asked <= max(of_part, (self._num_rows - num_rows) / self.max_num_seqs / weight_of_holder)
+            return 2 * asked <= max(
+                of_part, (self.admission.num_rows - num_rows) / self.max_num_seqs / weight_of_holder
+            )
         return 2 * asked <= of_part and num_blocks + spare <= self.block_manager.num_blocks
+
+    def _next(self) -> Sequence:
+        return self.admission.next_in_turn(self.admission.fair_share.displaced)
 
     def _check_idle(self) -> None:
         """Nothing is planned only where nobody who runs has tokens to compute, and nobody who waits can be let in."""
@@ -319,8 +329,9 @@ class WatchedScheduler(Scheduler):
             require(seq.num_uncomputed_tokens == 0, "idle", f"{seq} has tokens to compute, and nothing is planned")
         if not self.waiting:
             return
-        seq = self._next_to_admit()
-        if not seq.num_pending_tokens and seq.tenant not in self.fair_share.left_out and self._finds_room(seq):
+        seq = self._next()
+        excluded = self.scope.displaced | self.scope.excluded
+        if not seq.num_pending_tokens and seq.tenant not in excluded and self.admission.finds_room(seq):
             fail("idle", f"nothing is planned, and {seq}, which is next, finds room")
 
     def _count_resumed(self, plan: StepPlan | None) -> None:
@@ -364,14 +375,14 @@ class WatchedScheduler(Scheduler):
                 self.monitor.saw("beam group preempted with several hypotheses")
             if seq.group._samples:
                 self.monitor.saw("beam group preempted amid a round")
-        if isinstance(self.admission, PredictedAdmission):
+        if isinstance(self.admission.reserve, PredictedReserve):
             self.monitor.saw("preempted in spite of the prediction")
         super()._preempt(seq)
 
-    def _outgrown(self, group: SequenceGroup, *args: Any) -> None:
+    def _outgrow(self, group: SequenceGroup, *args: Any) -> None:
         if not isinstance(group, BeamGroup):
             self.monitor.saw("samples that outgrow the pool come and go one by one")
-        super()._outgrown(group, *args)
+        super()._outgrow(group, *args)
 
     def _fail_group(self, group: BeamGroup) -> None:
         check_too_large(self, group)
@@ -396,9 +407,9 @@ class WatchedScheduler(Scheduler):
             self.monitor.restarted(list(self._sequences.values()))
 
     def _count_reset(self) -> None:
-        if any(len(group.search.running) > 1 for group in self._groups):
+        if any(len(group.search.running) > 1 for group in self.admission._inseparable):
             self.monitor.saw("Worker lost amid a beam search")
-        if any(group._samples for group in self._groups):
+        if any(group._samples for group in self.admission._inseparable):
             self.monitor.saw("Worker lost amid a round of a beam search")
 
     def update(self, result: StepResult) -> list[tuple[Sequence, int]]:

@@ -108,7 +108,7 @@ def test_no_part_of_a_group_is_admitted_before_there_is_room_for_all_of_it():
     needed, first = blocks.num_blocks_together(group.waiting), blocks.num_blocks_for(len(group.slots[0].token_ids))
     assert needed > first + 3
     thief = Sequence(99, [0] * 1000, SamplingParams(), seed=0, max_num_tokens=1000)
-    spare = 4 + scheduler.admission.watermark_blocks
+    spare = 4 + scheduler.admission.reserve.watermark_blocks
     blocks.allocate(thief, (len(blocks.free_blocks) - (needed + spare - 1)) * blocks.block_size)
     for _ in range(3):  # the other goes on and takes a block at most, so there is room for the first alone
         scheduler.update(loop.device.execute(scheduler.schedule()))
@@ -309,7 +309,7 @@ def test_with_prediction_a_hypothesis_counts_for_as_long_as_its_search_may_get()
     for _ in range(60):  # past a refresh of the forecast
         loop.step()
     slots = [slot for group in groups for slot in group.running]
-    assert {loop.scheduler.admission._lengths.class_of(slot).limit for slot in slots} == {64}
+    assert {loop.scheduler.admission.reserve._lengths.class_of(slot).limit for slot in slots} == {64}
     loop.run()
     loop.check_groups(groups)
 

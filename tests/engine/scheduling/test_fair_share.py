@@ -9,7 +9,7 @@ from engine.memory.sequence import Sequence, SequenceStatus
 from engine.outputs import FinishReason
 from engine.sampling_params import SamplingParams
 from engine.scheduling import fair_share
-from engine.scheduling.fair_share import VISIT_SECONDS, FairShare
+from engine.scheduling.fair_share import VISIT_SECONDS, Displacement, FairShare
 from tests.engine.scheduling.loop import Loop
 from tests.fake_device import compute_seconds
 
@@ -49,7 +49,7 @@ def served(loop, tenant, first=0):
 
 
 def settle(loop):
-    loop.scheduler.fair_share.settle(loop.scheduler.running)
+    loop.scheduler.admission.fair_share.settle(loop.scheduler.running)
 
 
 def steps_to_first_token(loop, seq, limit=200):
@@ -72,7 +72,7 @@ def test_a_quiet_tenant_gets_a_row_at_once_where_a_flood_holds_all(depth):
         assert steps_to_first_token(loop, quiet) <= 1 + depth, "the step under way, then its own"
         for _ in range(10):
             loop.step()
-    assert loop.scheduler.fair_share.num_displaced == 3
+    assert loop.scheduler.admission.fair_share.num_displaced == 3
     loop.run()
     loop.check_finished([*flood, *(seq for seq in loop.sent if seq.tenant == "quiet")])
 
@@ -139,10 +139,10 @@ def test_who_is_forgotten_comes_back_with_a_full_allowance_only():
     quiet = loop.send("quiet", length=20, max_tokens=40)
     while quiet.status is not SequenceStatus.FINISHED:
         loop.step()
-    kept = loop.scheduler.fair_share._tenants["quiet"].alone.seconds
+    kept = loop.scheduler.admission.fair_share._tenants["quiet"].alone.seconds
     assert kept < fair_share.ALONE_SECONDS
     again = loop.send("quiet", length=20, max_tokens=2)
-    assert loop.scheduler.fair_share._tenants["quiet"].alone.seconds <= kept + 0.001
+    assert loop.scheduler.admission.fair_share._tenants["quiet"].alone.seconds <= kept + 0.001
     loop.run()
     loop.check_finished([again])
 
@@ -169,7 +169,7 @@ def test_where_all_of_a_plan_makes_way_those_it_left_out_go_on(monkeypatch):
         refused = SequenceStatus.RUNNING, long
         refusing.setattr(blocks, "allocate", lambda s, n: None if (s.status, s) == refused else allocate(s, n))
         assert loop.step(), "a plan"
-    assert loop.scheduler.fair_share.num_displaced == 1 and long.num_preemptions == 1
+    assert loop.scheduler.admission.fair_share.num_displaced == 1 and long.num_preemptions == 1
     assert flood[0].seq_id in {step.seq_id for step in loop.plans[-1].steps}
     loop.run()
     loop.check_finished([seq for seq in loop.sent if seq is not early])
@@ -223,7 +223,7 @@ def test_who_comes_back_has_saved_nothing():
     before = len(loop.plans)
     for _ in range(100):
         loop.send("idle", max_tokens=20)
-    account = loop.scheduler.fair_share._tenants
+    account = loop.scheduler.admission.fair_share._tenants
     assert account["idle"].served == account["busy"].served
     for _ in range(100):
         loop.step()
@@ -237,10 +237,13 @@ def test_a_tenant_alone_uses_everything_and_is_kept_no_account_of_in_the_plans()
     for _ in range(8):
         loop.send("a")
     loop.step()
-    assert len(loop.scheduler.running) == 4 and not loop.scheduler.fair_share.contended
+    assert len(loop.scheduler.running) == 4 and not loop.scheduler.admission.fair_share.contended
     loop.run()
     loop.check_finished(loop.sent)
-    assert len(loop.scheduler.fair_share._tenants) <= 1 and loop.scheduler.fair_share.num_displaced == 0
+    assert (
+        len(loop.scheduler.admission.fair_share._tenants) <= 1
+        and loop.scheduler.admission.fair_share.num_displaced == 0
+    )
 
 
 def test_priority_goes_before_fairness():
@@ -248,7 +251,7 @@ def test_priority_goes_before_fairness():
     urgent = [loop.send("flood", max_tokens=6, priority=-1) for _ in range(6)]
     quiet = loop.send("quiet", max_tokens=6)
     loop.run()
-    assert loop.scheduler.fair_share.num_displaced == 0
+    assert loop.scheduler.admission.fair_share.num_displaced == 0
     loop.check_finished([*urgent, quiet])
 
 
@@ -272,10 +275,10 @@ def test_after_the_loss_of_the_pool_the_accounts_stay():
     for _ in range(10):
         loop.step()
     settle(loop)
-    accounts = {name: tenant.served for name, tenant in loop.scheduler.fair_share._tenants.items()}
+    accounts = {name: tenant.served for name, tenant in loop.scheduler.admission.fair_share._tenants.items()}
     loop.results.clear()
     loop.scheduler.reset(100, max_num_seqs=4, max_num_batched_tokens=32)
-    assert {name: tenant.served for name, tenant in loop.scheduler.fair_share._tenants.items()} == accounts
+    assert {name: tenant.served for name, tenant in loop.scheduler.admission.fair_share._tenants.items()} == accounts
     loop.scheduler.check_invariants()
 
 
@@ -373,12 +376,12 @@ def test_alone_or_beside_equals_steps_are_as_long_as_they_may_be():
         loop.send("b", length=40, max_tokens=30)
     for _ in range(200):
         loop.step()
-    fair_share = loop.scheduler.fair_share
-    loop.scheduler.fair_share._clock += VISIT_SECONDS  # since one of them held but one row, when both began
+    fair_share = loop.scheduler.admission.fair_share
+    loop.scheduler.admission.fair_share._clock += VISIT_SECONDS  # since one of them held but one row, when both began
     first = len(loop.plans)
     for _ in range(50):
         loop.step()
-    assert fair_share.contended and not fair_share.resting
+    assert fair_share.contended and not loop.scheduler.scope.resting
     assert max(plan.num_tokens for plan in loop.plans[first:]) == 32
 
 
@@ -391,7 +394,7 @@ def test_the_prompt_of_an_encoder_is_never_cut():
     ]
     for seq in running:
         fair_share.came(seq, [])
-    assert fair_share.next_step(None, running, False, 512)[1] == 512
+    assert fair_share.begin_step(None, Displacement(), running, False, 512).budget == 512
 
 
 @pytest.mark.parametrize(("credit", "num_steps"), [(0.25, {1, 2}), (0.0, {*range(3, 50)})])
@@ -414,4 +417,4 @@ def test_who_leaves_with_a_step_under_way_and_comes_back_owes_it():
             loop.step()
         loop.scheduler.finish(quiet, FinishReason.ABORT)
     loop.run()
-    assert all(tenant.cost == 0 for tenant in loop.scheduler.fair_share._tenants.values())
+    assert all(tenant.cost == 0 for tenant in loop.scheduler.admission.fair_share._tenants.values())

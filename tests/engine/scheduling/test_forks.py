@@ -16,7 +16,7 @@ from tests.engine.scheduling.loop import ForkLoop, prompt
 @pytest.mark.parametrize(("length", "budget"), [(9, 64), (8, 64), (30, 7), (1, 64), (3, 64)])
 def test_the_prompt_is_computed_once(depth, prefix_caching, length, budget):
     loop = ForkLoop(num_blocks=64, depth=depth, prefix_caching=prefix_caching, max_num_batched_tokens=max(budget, 7))
-    loop.scheduler.max_num_seqs = 7
+    loop.scheduler.admission.max_num_seqs = 7
     seqs = loop.add_samples(prompt(random.Random(0), length), 4, max_tokens=6)
     loop.run()
     loop.check_finished(seqs)

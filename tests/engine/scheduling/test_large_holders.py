@@ -83,7 +83,7 @@ def test_a_beam_search_that_holds_all_rows_gives_way_as_a_whole(depth, num_steps
     for _ in range(num_steps):
         loop.step()
     small, _ = loop.visit()
-    assert small.num_preemptions == 0 and loop.scheduler.fair_share.num_displaced
+    assert small.num_preemptions == 0 and loop.scheduler.admission.fair_share.num_displaced
     seqs, most = loop.visits()
     # Eight rows of up to 20 tokens behind the prompt are computed again, 16 tokens a step, and go on for as long.
     assert most <= 30

@@ -46,7 +46,7 @@ class DiskLoop(Loop):
     def flush(self):
         """As at the end of a server's life."""
         self.scheduler.block_manager.offload_all()
-        for move in self.tier.take_moves()[0]:
+        for move in self.tier.pop_moves()[0]:
             self.device.disk[move.digest] = self.device._content(move.block_id)
 
 
@@ -163,15 +163,15 @@ def test_reserved_slots_are_nobodys_until_they_are_filled():
     tier.offload(keys[0], 5)
     slots = tier.reserve(3)
     assert sorted(slots) == [0, 1] and keys[0] not in tier
-    assert tier.take_moves() == ([], []), "what was to be written to a reserved slot is not"
+    assert tier.pop_moves() == ([], []), "what was to be written to a reserved slot is not"
     tier.offload(keys[1], 6)
-    assert keys[1] not in tier and tier.take_moves() == ([], [])
+    assert keys[1] not in tier and tier.pop_moves() == ([], [])
     tier.check_invariants()
     tier.fill(keys[2:], slots)
     tier.check_invariants()
     assert keys[2] in tier and len(tier) == 1
     tier.offload(keys[1], 6)
-    assert tier.take_moves() == ([BlockMove(6, slots[1], keys[1].digest)], [])
+    assert tier.pop_moves() == ([BlockMove(6, slots[1], keys[1].digest)], [])
 
 
 def test_what_the_disk_holds_is_not_written_again(disk):

@@ -175,10 +175,10 @@ def test_who_got_no_further_since_it_was_preempted_is_spared():
     seqs = [loop.add(prompt(random.Random(i), 6), max_tokens=20) for i in range(3)]
     loop.step()
     loop.step()
-    assert loop.scheduler._victim(seqs[0]) is seqs[2]
+    assert loop.scheduler.admission.victim_for(seqs[0]) is seqs[2]
     loop.scheduler._preempt(seqs[2])
     assert loop.scheduler.schedule() is not None  # it is admitted again, and its result is not in yet
     assert loop.scheduler.running == seqs
-    assert loop.scheduler._victim(seqs[0]) is seqs[1]
-    assert loop.scheduler._victim(seqs[1]) is seqs[2], "nobody else behind it"
-    assert loop.scheduler._victim(seqs[2]) is seqs[2]
+    assert loop.scheduler.admission.victim_for(seqs[0]) is seqs[1]
+    assert loop.scheduler.admission.victim_for(seqs[1]) is seqs[2], "nobody else behind it"
+    assert loop.scheduler.admission.victim_for(seqs[2]) is seqs[2]

@@ -56,7 +56,7 @@ def test_reset_takes_the_new_sizes():
     loop = Loop(num_blocks=100, watermark=0.1)
     lose_worker(loop, 20)
     scheduler = loop.scheduler
-    assert scheduler.block_manager.num_blocks == 20 and scheduler.admission.watermark_blocks == 2
+    assert scheduler.block_manager.num_blocks == 20 and scheduler.admission.reserve.watermark_blocks == 2
     scheduler.reset(30, max_num_seqs=5, max_num_batched_tokens=3)
     assert scheduler.max_num_seqs == 3 and scheduler.max_num_batched_tokens == 3
 

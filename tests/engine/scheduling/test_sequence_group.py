@@ -7,7 +7,7 @@ import pytest
 from engine.memory.host_tier import HostTier
 from engine.memory.sequence import SequenceStatus, together
 from engine.outputs import FinishReason
-from engine.scheduling.admission import PredictedAdmission
+from engine.scheduling.block_reserve import PredictedReserve
 from tests.engine.scheduling.loop import ForkLoop, prompt
 
 MEMORY = {
@@ -145,7 +145,7 @@ def test_a_group_is_spared_until_all_of_it_got_further():
     groups = [loop.add_samples(prompt(random.Random(i), 6), 3, max_tokens=20) for i in range(3)]
     for _ in range(3):
         loop.step()
-    victim = loop.scheduler._victim
+    victim = loop.scheduler.admission.victim_for
     assert together(victim(groups[0][0])) == groups[2]
     preempt_all(loop, groups[2])
     assert loop.scheduler.schedule() is not None  # they are admitted again, and the result is not in yet
@@ -165,7 +165,7 @@ def test_no_group_gives_up_its_own_blocks_while_another_is_behind_it():
         loop.step()
     preempt_all(loop, groups[1])
     assert loop.scheduler.schedule() is not None
-    assert loop.scheduler._victim(groups[0][0]) is groups[1][2]
+    assert loop.scheduler.admission.victim_for(groups[0][0]) is groups[1][2]
 
 
 def test_a_token_that_was_on_its_way_at_the_preemption_is_no_progress():
@@ -239,20 +239,20 @@ def test_the_prediction_counts_a_returning_group_by_its_size():
     loop.step()
     loop.step()
     asked = []
-    admission = loop.scheduler.admission
-    assert isinstance(admission, PredictedAdmission)
-    spare = admission.spare
-    admission.spare = lambda seq, prefix, num_forks, *rest: (
+    reserve = loop.scheduler.admission.reserve
+    assert isinstance(reserve, PredictedReserve)
+    spare = reserve.spare
+    reserve.spare = lambda seq, prefix, num_forks, *rest: (
         asked.append(num_forks) or spare(seq, prefix, num_forks, *rest)
     )
     preempt_all(loop, seqs)
-    assert not admission._holders
+    assert not reserve._holders
     loop.add(prompt(random.Random(3), 4), max_tokens=9, priority=-1)
     loop.step()
     assert asked == [3, 0, 0, 0]
-    assert set(seqs) < admission._holders.keys()
+    assert set(seqs) < reserve._holders.keys()
     loop.run()
-    assert not admission._holders
+    assert not reserve._holders
 
 
 def watch_preemptions(scheduler):

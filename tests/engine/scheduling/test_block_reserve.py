@@ -8,7 +8,7 @@ import pytest
 from benchmarks.admission import Simulation, make_work
 from engine.memory.sequence import SequenceStatus
 from engine.outputs import FinishReason
-from engine.scheduling.admission import Forecast, PredictedAdmission
+from engine.scheduling.block_reserve import Forecast, PredictedReserve
 from engine.scheduling.output_lengths import LengthClass, bucket_of
 from tests.engine.scheduling.loop import ForkLoop, Loop, prompt
 
@@ -52,8 +52,8 @@ def test_a_peak_farther_away_than_asked_does_not_count():
     table.fit({})
     forecast = Forecast(16)
     forecast.add(table, 1, 10, 10)
-    assert forecast.peak_with(table, 1, 1, 1, within=32) == pytest.approx(11 * 3, rel=0.05)
-    assert forecast.peak_with(table, 1, 1, 1, within=512) == pytest.approx(11 * 33, rel=0.05)
+    assert forecast.peak_with(table, 1, 1, 1, max_ahead=32) == pytest.approx(11 * 3, rel=0.05)
+    assert forecast.peak_with(table, 1, 1, 1, max_ahead=512) == pytest.approx(11 * 33, rel=0.05)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -87,7 +87,7 @@ def test_texts_are_the_same_with_either_setting(seed):
         loop.check_finished(survivors, loop.device.eos_every)
         texts[admission] = {seq.seq_id: seq.token_ids for seq in survivors}
         if admission == "predict":
-            assert not loop.scheduler.admission._holders
+            assert not loop.scheduler.admission.reserve._holders
     assert texts["plain"] == texts["predict"]
 
 
@@ -146,9 +146,9 @@ def test_samples_are_counted_with_their_number():
         running = loop.add(prompt(random.Random(50), 64), max_tokens=30, ignore_eos=True)
         loop.step()
         candidate = loop.add(prompt(random.Random(51), 64), max_tokens=30, ignore_eos=True)
-        admission = loop.scheduler.admission
-        assert isinstance(admission, PredictedAdmission)
-        spares[num_forks] = admission.spare(candidate, [], num_forks, [running], 10_000)
+        reserve = loop.scheduler.admission.reserve
+        assert isinstance(reserve, PredictedReserve)
+        spares[num_forks] = reserve.spare(candidate, [], num_forks, [running])
     grown = spares[7] - spares[0]
     assert 7 * 4 <= grown <= 7 * 6, "each grows by 16 tokens and copies a block within the horizon"
 
@@ -176,5 +176,5 @@ def test_what_ends_leaves_nothing_in_the_forecast():
     for i in range(3):
         loop.add(prompt(random.Random(i), 12), max_tokens=11 + i, ignore_eos=True)
     loop.run()
-    forecast = loop.scheduler.admission._forecast
+    forecast = loop.scheduler.admission.reserve._forecast
     assert forecast._mean == pytest.approx([0.0] * len(forecast._mean))
