@@ -116,8 +116,6 @@ class Admission:
         """
         rest = (seq for group in self._inseparable if group.running for seq in group.waiting)
         found = min(rest, key=lambda seq: seq.order, default=None)
-        if found is None and self.fair_share.contended:
-            self.fair_share.settle(self._running)
         return self.fair_share.next_in_turn(self._waiting, self._running, displaced) if found is None else found
 
     def finds_room(self, seq: Sequence) -> bool:
@@ -193,7 +191,8 @@ class Admission:
 
     def computing(self) -> None:
         """Tokens were added to the plan: the next turn depends on what each tenant gets."""
-        return
+        if self.fair_share.contended:
+            self.fair_share.settle(self._running)
 
     def planned(self, plan: StepPlan) -> None:
         """A plan is complete and goes to the Worker."""

@@ -84,10 +84,14 @@ class Tenant:
 
 @dataclass(slots=True)
 class Comeback:
-    """The return of a sequence that was preempted although its tenant had nothing else. Times are FairShare's clock."""
+    """The return of a sequence that was preempted although its tenant had nothing else. Times are FairShare's clock.
 
+    `num_tokens`: tokens that it had computed before.
+    """
+
+    num_tokens: int
     returned: float | None = None  # when it ran again
-    caught_up: float | None = None  # when it computed its first new token after that
+    caught_up: float | None = None  # when it computed more than `num_tokens`
 
     def observe(self, seq: Sequence, now: float) -> None:
         """Notes how far `seq` got with the plan that is sent now."""
@@ -96,7 +100,7 @@ class Comeback:
             return
         if self.returned is None:
             self.returned = now
-        if self.caught_up is None and seq.num_computed_tokens > seq.num_charged_tokens:
+        if self.caught_up is None and seq.num_computed_tokens > self.num_tokens:
             self.caught_up = now
 
     def is_over(self, now: float) -> bool:
@@ -246,7 +250,7 @@ class FairShare:
         `newcomer`: the next sequence to start, if there is room. `displacement`: what was just preempted for it.
         `more_wait`: sequences wait.
         """
-        self._comebacks |= {victim: Comeback() for victim in displacement.undivided}
+        self._comebacks |= {victim: Comeback(victim.num_charged_tokens) for victim in displacement.undivided}
         self.num_displaced += len(displacement.victims)
         if self.contended:
             self.displaced = frozenset(victim.tenant for victim in displacement.victims)

@@ -120,7 +120,7 @@ MUTANTS = (
     Mutant("first in order is preempted", Admission, "victim_for", "candidates[-1]", "self._running[0]"),
     Mutant("victim stays in the plan", Scheduler, "_allocate_or_preempt", "parts.drop(victim)", "pass"),
     Mutant("admitted with a token on its way", Admission, "next_start", "if seq.num_pending_tokens or", "if"),
-    Mutant("budget not used up by admissions", Scheduler, "schedule", "budget -= self._start(", "(self._start("),
+    Mutant("budget not used up by admissions", Scheduler, "schedule", "budget -= self._start", "self._start"),
     Mutant("one sequence too many", Admission, "_has_row", "<= self.max_num_seqs", "<= self.max_num_seqs + 1"),
     Mutant(
         "late token of a finished sequence taken",

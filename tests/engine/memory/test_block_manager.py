@@ -97,7 +97,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     def move(self):
         """What the plan would make the Worker do between the pool and the host tier."""
-        offloads, loads = self.tier.take_moves() if self.tier is not None else ([], [])
+        offloads, loads = self.tier.pop_moves() if self.tier is not None else ([], [])
         for move in offloads:
             self.host[move.slot] = list(self.contents[move.block_id])
         for move in loads:

@@ -75,8 +75,8 @@ def test_the_least_recently_used_block_goes_first():
     tier.offload(b"a", 7)  # there already: used again
     tier.offload(b"c", 8)
     assert b"a" in tier and b"c" in tier and b"b" not in tier
-    assert tier.take_moves() == ([BlockMove(5, 0), BlockMove(8, 1)], []), "the slot of b was written over at once"
-    assert tier.take_moves() == ([], [])
+    assert tier.pop_moves() == ([BlockMove(5, 0), BlockMove(8, 1)], []), "the slot of b was written over at once"
+    assert tier.pop_moves() == ([], [])
     tier.check_invariants()
 
 
@@ -84,13 +84,13 @@ def test_what_is_about_to_be_loaded_is_not_written_over():
     tier = HostTier(2)
     tier.offload(b"a", 1)
     tier.offload(b"b", 2)
-    tier.take_moves()
+    tier.pop_moves()
     tier.pin([b"a", b"b"])
     tier.offload(b"c", 3)
     assert b"c" not in tier
     tier.load(b"a", 4)
     tier.load(b"b", 5)
-    assert tier.take_moves() == ([], [BlockMove(4, 0), BlockMove(5, 1)])
+    assert tier.pop_moves() == ([], [BlockMove(4, 0), BlockMove(5, 1)])
     tier.offload(b"c", 3)
     assert b"c" in tier and b"a" not in tier
 

@@ -9,7 +9,7 @@ from engine.memory.sequence import Sequence, SequenceStatus
 from engine.outputs import FinishReason
 from engine.sampling_params import SamplingParams
 from engine.scheduling import fair_share
-from engine.scheduling.fair_share import VISIT_SECONDS, Displacement, FairShare
+from engine.scheduling.fair_share import VISIT_SECONDS, Comeback, Displacement, FairShare
 from tests.engine.scheduling.loop import Loop
 from tests.fake_device import compute_seconds
 
@@ -418,3 +418,14 @@ def test_who_leaves_with_a_step_under_way_and_comes_back_owes_it():
         loop.scheduler.finish(quiet, FinishReason.ABORT)
     loop.run()
     assert all(tenant.cost == 0 for tenant in loop.scheduler.admission.fair_share._tenants.values())
+
+
+def test_progress_after_a_comeback_counts_when_it_is_charged_already():
+    """Turns are asked for while the plan is made, so its tokens may be charged before the plan is sent."""
+    seq = Sequence(0, [1] * 10, SamplingParams(), seed=0, max_num_tokens=50)
+    seq.status = SequenceStatus.RUNNING
+    comeback = Comeback(num_tokens=12)
+    for now, num_computed in ((1.0, 8), (3.0, 12), (4.0, 13), (6.0, 15), (7.0, 16)):
+        seq.num_computed_tokens = seq.num_charged_tokens = num_computed
+        comeback.observe(seq, now)
+        assert comeback.is_over(now) == (now == 7.0), "3 s to catch up, so 3 s of progress"

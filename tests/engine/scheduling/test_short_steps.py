@@ -23,9 +23,9 @@ def observe(
 @pytest.mark.parametrize(("noise", "rel"), [(0.0, 0.02), (0.3, 0.35)])
 def test_the_limits_follow_from_what_was_seen(noise, rel):
     times = StepTimes()
-    assert times.within(3e-3) is None
+    assert times.room_in(3e-3) is None
     observe(times, 300, noise=noise)
-    room = times.within(3e-3)
+    room = times.room_in(3e-3)
     assert room.decodes == pytest.approx(2 * 1e-3 / 2e-4, rel=rel)
     assert room.tokens == pytest.approx(2 * 1e-3 / 3e-5, rel=rel)
 
@@ -34,7 +34,7 @@ def test_the_limits_follow_from_what_was_seen(noise, rel):
 def test_a_step_may_take_so_long_and_no_less_than_three_times_an_empty_one(seconds, step):
     times = StepTimes()
     observe(times, 300)
-    room = times.within(seconds)
+    room = times.room_in(seconds)
     assert room.decodes == pytest.approx((step - 1e-3) / 2e-4, rel=0.02)
     assert room.tokens == pytest.approx((step - 1e-3) / 3e-5, rel=0.02)
 
@@ -44,7 +44,7 @@ def test_where_prompts_cost_a_step_its_graph_they_are_not_cut_down_to_nothing():
     times, rng = StepTimes(), random.Random(1)
     for _ in range(300):
         observe(times, 1, rng=rng, base=5e-3, first_token=5e-3, per_decode=4e-5, per_token=2e-5)
-        room = times.within(40e-3)
+        room = times.room_in(40e-3)
     assert room.decodes_alone == pytest.approx(35e-3 / 4e-5, rel=0.1)
     assert room.decodes == pytest.approx(30e-3 / 4e-5, rel=0.1) and room.tokens == pytest.approx(30e-3 / 2e-5, rel=0.1)
 
@@ -53,17 +53,17 @@ def test_they_change_with_the_device():
     times = StepTimes()
     observe(times, 300)
     observe(times, 600, base=6e-3, per_decode=4e-5, per_token=4e-5)
-    room = times.within(3e-3)
+    room = times.room_in(3e-3)
     assert room.decodes == pytest.approx(300, rel=0.15) and room.tokens == pytest.approx(300, rel=0.15)
 
 
 def test_steps_that_are_all_alike_do_not_undo_what_is_known():
     times = StepTimes()
     observe(times, 300)
-    times.within(3e-3)
+    times.room_in(3e-3)
     for _ in range(20):
         observe(times, 100, steps=(10, 0))
-        room = times.within(3e-3)
+        room = times.room_in(3e-3)
     assert room.decodes == pytest.approx(10, rel=0.5) and room.tokens == pytest.approx(66, rel=0.5)
 
 
@@ -71,7 +71,7 @@ def test_steps_that_are_all_alike_do_not_undo_what_is_known():
 def test_from_steps_that_say_nothing_come_finite_limits(steps):
     times = StepTimes()
     observe(times, 50, steps=steps)
-    assert all(0 <= value < 1e12 for value in times.within(3e-3))
+    assert all(0 <= value < 1e12 for value in times.room_in(3e-3))
 
 
 def decoding(seq_id):
