@@ -14,7 +14,7 @@ from benchmarks.memory_load import Lengths, Shares, mean_of
 
 
 class Pool(Protocol):
-    def take(self, num_slots: int) -> int | None: ...
+    def reserve(self, num_slots: int) -> int | None: ...
 
     def give_back(self, start: int, num_slots: int) -> None: ...
 
@@ -35,7 +35,7 @@ class BuddyPool:
                 self._free[size].add(start)
                 start += size
 
-    def take(self, num_slots: int) -> int | None:
+    def reserve(self, num_slots: int) -> int | None:
         """The first slot of a piece that holds `num_slots`; None where no piece is long enough."""
         size = power_of_two(num_slots)
         found = next((s for s, starts in self._free.items() if s >= size and starts), None)
@@ -62,7 +62,7 @@ class FirstFitPool:
     def __init__(self, num_slots: int) -> None:
         self._holes = [(0, num_slots)]  # (start, end), sorted
 
-    def take(self, num_slots: int) -> int | None:
+    def reserve(self, num_slots: int) -> int | None:
         for index, (start, end) in enumerate(self._holes):
             if end - start >= num_slots:
                 self._holes[index : index + 1] = [(start + num_slots, end)] if end - start > num_slots else []
@@ -110,7 +110,7 @@ def contiguous_shares(kind: str, pool: Pool, num_slots: int, load: list[Lengths]
         while waiting:
             prompt, output = waiting[0]
             reserved = reservation(kind, prompt, output, max_model_len)
-            start = pool.take(reserved)
+            start = pool.reserve(reserved)
             if start is None:
                 break
             waiting.popleft()

@@ -265,8 +265,8 @@ class Chats:
             )  # the last token of an answer is not computed in it
             self._asking[self._engine.add(prompt, lengths.output)[0]] = user, turn
 
-    def take(self, ended: list[Sequence], step: int) -> None:
-        """Answers become history."""
+    def record_answers(self, ended: list[Sequence], step: int) -> None:
+        """Make the answers part of the users' histories."""
         for seq in ended:
             user, turn = self._asking.pop(seq)
             self._history[user] = list(seq.token_ids)
@@ -295,7 +295,7 @@ def chat(
         num_steps += 1
         used, logical, peak = used + engine.num_used, logical + engine.num_logical, max(peak, engine.num_used)
         system_computed += sum(engine.num_computed_below(sequence_step, system_tokens) for sequence_step in plan.steps)
-        chats.take(engine.finish(plan), step)
+        chats.record_answers(engine.finish(plan), step)
     return ChatFigures(
         used=used / num_steps,
         logical=logical / num_steps,

@@ -152,7 +152,7 @@ def test_pieces_never_overlap_and_all_come_back(kind, num_slots):
     rng, pool, held = random.Random(num_slots), kind(num_slots), []
     for _ in range(400):
         wanted = rng.randint(1, max(1, num_slots // 8))
-        if (start := pool.take(wanted)) is not None:
+        if (start := pool.reserve(wanted)) is not None:
             size = power_of_two(wanted) if kind is BuddyPool else wanted
             assert 0 <= start and start + size <= num_slots
             assert all(start + size <= other or other + other_size <= start for other, other_size, _ in held)
@@ -163,7 +163,7 @@ def test_pieces_never_overlap_and_all_come_back(kind, num_slots):
     for start, _, wanted in held:
         pool.give_back(start, wanted)
     largest = 1 << (num_slots.bit_length() - 1)
-    assert pool.take(largest if kind is BuddyPool else num_slots) is not None, "all holes are joined again"
+    assert pool.reserve(largest if kind is BuddyPool else num_slots) is not None, "all holes are joined again"
 
 
 def test_what_a_request_reserves():

@@ -18,7 +18,7 @@ async def test_tenants_take_turns_and_none_holds_more_than_its_share():
     slots, order = FairSlots(3, per_tenant=2), []
 
     async def hold(tenant: str, number: int) -> None:
-        async with slots.take(tenant):
+        async with slots.hold(tenant):
             order.append(f"{tenant}{number}")
             await asyncio.sleep(0.01)
 
