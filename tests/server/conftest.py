@@ -6,6 +6,7 @@ import pytest
 from tests.checkpoints import save_fake_checkpoint
 from tests.server.live import LiveServer
 from tests.server.process import serving_process
+from tests.server.victim import Victim
 
 
 @pytest.fixture(scope="session")
@@ -27,6 +28,19 @@ def server(folder):
 def client(server):
     with server.client() as client:
         yield client
+
+
+@pytest.fixture(scope="module")
+def victim(server):
+    """Streams of another client, which what the module sends must not disturb."""
+    thread = Victim(server.url)
+    thread.start()
+    yield thread
+    thread.ended.set()
+    thread.join(20)
+    assert thread.failure is None, f"a stream was disturbed: {thread.failure!r}"
+    assert thread.count > 0
+    server.wait_idle(20)
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,10 @@
-"""Every bad input is one short 400 that names the field, and never disturbs the streams beside it."""
+"""Errors over a socket: bodies that are no request, unknown names, content types, sizes, full queues.
+
+Bad values of fields are in test_bad_input.py.
+"""
 
 import itertools
 import json
-import threading
 import time
 
 import httpx
@@ -15,165 +17,10 @@ from tests.server.live import (
     chat_body,
     chat_prompt,
     completion_body,
-    events,
     expected_text,
 )
 
-HUGE = 10**60
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-
-
-class Victim(threading.Thread):
-    """Streams all the while; every stream must be complete and say exactly what it says alone."""
-
-    def __init__(self, url: str) -> None:
-        super().__init__(daemon=True)
-        self.url, self.ended, self.count, self.failure = url, threading.Event(), 0, None
-
-    def run(self) -> None:
-        expected = expected_text(b"victim", 5, 100)
-        try:
-            with httpx.Client(base_url=self.url, timeout=30) as client:
-                while not self.ended.is_set():
-                    body = completion_body(prompt="victim", seed=5, max_tokens=100, stream=True)
-                    *chunks, done = events(client.post(COMPLETIONS, json=body).text)
-                    assert done == "[DONE]"
-                    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == expected
-                    self.count += 1
-                    self.ended.wait(0.02)
-        except BaseException as error:
-            self.failure = error
-
-
-@pytest.fixture(scope="module")
-def victim(server):
-    thread = Victim(server.url)
-    thread.start()
-    yield thread
-    thread.ended.set()
-    thread.join(20)
-    assert thread.failure is None, f"a stream was disturbed: {thread.failure!r}"
-    assert thread.count > 0
-
-
-def numbers(field: str, *more) -> list:
-    """What no number field takes."""
-    return [(field, value) for value in ("1", True, [], {}, "NaN", *more)]
-
-
-BAD_FOR_BOTH = [
-    *numbers("temperature", -0.1, 2.1, 1e10, HUGE, float("nan"), float("inf"), -float("inf")),
-    *numbers("top_p", -0.1, -1, 1.5, HUGE, float("nan")),
-    *numbers("min_p", -0.1, 1.1, float("nan")),
-    *numbers("presence_penalty", -2.1, 2.1, float("inf")),
-    *numbers("frequency_penalty", -2.1, 2.1, float("nan")),
-    *numbers("repetition_penalty", 0, 5e-324, -1, 101, float("nan")),
-    *numbers("n", 0, -1, 1.5, 129, HUGE, 1.0),
-    *numbers("max_tokens", -1, 0.5, 513, 2**31, 2**63, HUGE),
-    *numbers("prompt_logprobs", -1, 21, 1.5, HUGE),
-    *numbers("min_tokens", -1, 9, 2**63, HUGE, 1.5),
-    *numbers("top_k", -2, 2**31, HUGE, 0.5),
-    *numbers("seed", -(2**63) - 1, 2**63, HUGE, 1.5),
-    *numbers("priority", 2**31, -(2**31) - 1, HUGE, 0.5),
-    *[(field, value) for field in ("stream", "ignore_eos", "skip_special_tokens") for value in (1, "true", [], 0.0)],
-    *[("include_stop_str_in_output", value) for value in ("yes", 0)],
-    *[("stop", value) for value in (1, True, {}, [""], "", ["x"] * 17, [["a"]])],
-    ("stop", ["ok", 5]),
-    *[("stop_token_ids", value) for value in (1, "1", {}, [-1], [260], [2**31], [2**63], [HUGE], [0] * 1025)],
-    *[("stop_token_ids", [value]) for value in (True, 1.0, "1")],
-    *[("logit_bias", value) for value in (1, [], "x", {"a": 1}, {"-1": 1}, {"1.5": 1}, {"٣": 1}, {"260": 1})],
-    *[("logit_bias", {"5": value}) for value in (101, -101, "1", True, [], float("nan"), HUGE)],
-    *[("logit_bias", {key: 1}) for key in (str(HUGE), "9" * 4000, "", " 1", "2147483648", "05", "00")],
-    ("logit_bias", {"5": 100, "05": -100}),
-    ("logit_bias", {str(i): 1 for i in range(1025)}),
-    *[("model", value) for value in (1, True, [], {})],
-    *[("cache_salt", value) for value in (1, [], "x" * 129)],
-    ("stream_options", {"include_usage": True}),
-    *[("tools", value) for value in ([{"type": "function"}], {}, 1)],
-    *[("tool_choice", value) for value in ("auto", "required", {"type": "function"})],
-    *[("response_format", value) for value in ({"type": "json_schema"}, {"type": "structural_tag"}, "text", {})],
-    *[("structured_outputs", value) for value in ({}, "x", {"json": 1}, {"regex": "a", "choice": ["b"]}, {"xml": ""})],
-    *[("structured_outputs", value) for value in ({"regex": "("}, {"grammar": "start: x"}, {"json": {"not": {}}})],
-    *[("service_tier", value) for value in ("first", 1, [])],
-    *[("suffix", "tail"), ("logits_processors", ["x"]), ("prompt_embeds", "AAAA"), ("chat_template", "{{ 1 }}")],
-    *[("guided_json", {}), ("guided_regex", "a+"), ("regex", "a+"), ("ebnf", "x"), ("n_predict", 5)],
-    *[("bad_words", value) for value in ("a", [1], [""], [" "], ["a"] * 257, ["x" * 257], [["a"]])],
-    *[("allowed_token_ids", value) for value in ([], 1, "1", [True], [1.0], [-1], [260], [HUGE])],
-    *[("truncate_prompt_tokens", value) for value in (0, -2, 512, 1.5, "1", HUGE, True)],
-    *[(field, "true") for field in ("return_token_ids", "return_tokens_as_token_ids")],
-    *[("truncation_side", value) for value in ("middle", 1, [])],
-    *[("use_beam_search", 1), ("reasoning_effort", "huge")],
-    *[("functions", [{}]), ("modalities", ["audio"]), ("moderation", {"model": "x"})],
-]
-BAD_FOR_CHAT = [
-    ("max_tokens", 0),
-    *numbers("max_completion_tokens", 0, -1, 513, HUGE),
-    *[("messages", value) for value in ([], {}, "hi", 1, True)],
-    *[("logprobs", value) for value in (1, "true", [])],
-    *numbers("top_logprobs", -1, 21, HUGE),
-    ("add_generation_prompt", 1),
-    *[("prompt", "hi"), ("best_of", 2), ("continue_final_message", 1), ("echo", True)],
-    *[("verbosity", value) for value in ("loud", 1, [])],
-    *[("documents", value) for value in ({}, "x", [{}] * 257, [{"text": "no place for it"}])],
-]
-BAD_MESSAGES = [
-    (5, "messages[0]"),
-    (None, "messages[0]"),
-    ([], "messages[0]"),
-    ({}, "messages[0].role"),
-    ({"role": "user"}, "messages[0].content"),
-    ({"role": "user", "content": None}, "messages[0].content"),
-    ({"role": "user", "content": 5}, "messages[0].content"),
-    ({"role": "user", "content": {}}, "messages[0].content"),
-    ({"role": "user", "content": []}, "messages[0].content"),
-    ({"role": "user", "content": ["text"]}, "messages[0].content[0]"),
-    ({"role": "user", "content": [{}]}, "messages[0].content[0].type"),
-    (
-        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]},
-        "messages[0].content[0].type",
-    ),
-    ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0].text"),
-    ({"role": "user", "content": [{"type": "text", "text": 1}]}, "messages[0].content[0].text"),
-    ({"role": "user", "content": [{"type": "text", "text": "a", "x": 1}]}, "messages[0].content[0].x"),
-    ({"role": "tool", "content": "x"}, "messages[0].tool_call_id"),
-    ({"role": "robot", "content": "x"}, "messages[0].role"),
-    ({"role": 1, "content": "x"}, "messages[0].role"),
-    ({"role": "user", "content": "x", "name": 1}, "messages[0].name"),
-    ({"role": "user", "content": "x", "color": "red"}, "messages[0].color"),
-    ({"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}, "messages[0].tool_calls[0].function"),
-]
-BAD_TEMPLATE_KWARGS = [
-    ({"tokenize": True}, "chat_template_kwargs.tokenize"),
-    ({"messages": "x"}, "chat_template_kwargs.messages"),
-    ({"chat_template": "{{ 1 }}"}, "chat_template_kwargs.chat_template"),
-    ({"add_generation_prompt": False}, "chat_template_kwargs.add_generation_prompt"),
-    ({"tools": "x"}, "chat_template_kwargs.tools"),
-    ({"not an identifier": 1}, "chat_template_kwargs.not an identifier"),
-    ({"x": [1]}, "chat_template_kwargs.x"),
-    ({"x": {}}, "chat_template_kwargs.x"),
-    ({"x": "y" * 257}, "chat_template_kwargs.x"),
-    ({f"x{i}": 1 for i in range(17)}, "chat_template_kwargs"),
-    ([], "chat_template_kwargs"),
-]
-BAD_FOR_COMPLETIONS = [
-    *[(value, "prompt") for value in (1, True, {}, [], 1.5)],
-    *[([value], "prompt[0]") for value in (True, 1.5, {}, None)],
-    ([[]], "prompt[0]"),
-    (["a", 1], "prompt[1]"),
-    ([1, "a"], "prompt[1]"),
-    ([1, True], "prompt[1]"),
-    ([1, 2.0], "prompt[1]"),
-    ([[1], "a"], "prompt[1]"),
-    ([[1], [2, "x"]], "prompt[1][1]"),
-    ([[1], [True]], "prompt[1][0]"),
-    *[([1, value], "prompt[1]") for value in (-1, 260, 2**31, 2**63, HUGE)],
-    ([[1], [2, 260]], "prompt[1][1]"),
-    (["a"] * 65, "prompt"),
-    (["a", []], "prompt[1]"),
-    ("x" * 512, "prompt"),
-    (["a", "x" * 600], "prompt[1]"),
-    ([7] * 512, "prompt"),
-]
 
 
 def label(value) -> str:
@@ -183,70 +30,6 @@ def label(value) -> str:
 
 def post(client, route, body) -> httpx.Response:
     return client.post(route, content=json.dumps(body), headers=JSON)
-
-
-@pytest.mark.parametrize(
-    "route, make", [(CHAT, chat_body), (COMPLETIONS, completion_body)], ids=["chat", "completions"]
-)
-@pytest.mark.parametrize("field, value", BAD_FOR_BOTH, ids=label)
-def test_a_bad_field_is_named(client, victim, route, make, field, value):
-    body = make(**{field: value})
-    if "max_tokens" not in (field,):
-        body["max_tokens"] = 8
-    response = post(client, route, body)
-    error = response.json()["error"]
-    assert_error(response, 400)
-    assert error["param"].split(".")[0].split("[")[0] == field, error
-    assert field in error["message"]
-
-
-@pytest.mark.parametrize("field, value", BAD_FOR_CHAT, ids=label)
-def test_a_bad_field_of_a_chat_is_named(client, victim, field, value):
-    body = chat_body(**({"logprobs": True} if field == "top_logprobs" else {}) | {field: value})
-    assert field in assert_error(post(client, CHAT, body), 400, field)
-
-
-@pytest.mark.parametrize("message, param", BAD_MESSAGES, ids=label)
-def test_a_bad_message_is_named_by_its_path(client, victim, message, param):
-    assert param in assert_error(post(client, CHAT, chat_body(messages=[message])), 400, param)
-
-
-@pytest.mark.parametrize("kwargs, param", BAD_TEMPLATE_KWARGS, ids=label)
-def test_template_kwargs_are_harmless_scalars(client, victim, kwargs, param):
-    assert_error(post(client, CHAT, chat_body(chat_template_kwargs=kwargs)), 400, param)
-
-
-@pytest.mark.parametrize("prompt, param", BAD_FOR_COMPLETIONS, ids=label)
-def test_a_bad_prompt_is_named_by_its_path(client, victim, server, prompt, param):
-    aborts = server.aborts()
-    assert_error(post(client, COMPLETIONS, completion_body(prompt=prompt)), 400, param)
-    assert server.aborts() - aborts <= 64, "what was admitted before the bad prompt is withdrawn"
-
-
-@pytest.mark.parametrize(
-    "fields, param",
-    [
-        ({"logprobs": 6}, "logprobs"),
-        ({"logprobs": -1}, "logprobs"),
-        ({"logprobs": True}, "logprobs"),
-        ({"logprobs": "1"}, "logprobs"),
-        ({"echo": 1}, "echo"),
-        ({"best_of": 21}, "best_of"),
-        ({"n": 3, "best_of": 2}, "best_of"),
-        ({"suffix": 1}, "suffix"),
-        ({"best_of": "1"}, "best_of"),
-        ({"messages": []}, "messages"),
-        ({"max_completion_tokens": 5}, "max_completion_tokens"),
-        ({"stream_options": {"include_usage": 1}, "stream": True}, "stream_options.include_usage"),
-        ({"stream_options": {"foo": 1}, "stream": True}, "stream_options.foo"),
-        ({"stream_options": {"continuous_usage_stats": True}, "stream": True}, "stream_options.continuous_usage_stats"),
-        ({"cache_salt": ""}, "cache_salt"),
-        ({"stream_options": [], "stream": True}, "stream_options"),
-    ],
-    ids=label,
-)
-def test_fields_of_completions(client, victim, fields, param):
-    assert_error(post(client, COMPLETIONS, completion_body(**fields)), 400, param)
 
 
 @pytest.mark.parametrize(

@@ -14,31 +14,9 @@ from engine.config import EngineConfig
 from engine.text.tokenizer import Tokenizer
 from server.protocol import answers as described
 from tests.server.conftest import serving
-from tests.server.live import assert_error, chat_body
+from tests.server.tools.requests import TOOLS, WEATHER, custom, function
 
 CHAT = "/v1/chat/completions"
-WEATHER = {
-    "type": "object",
-    "properties": {
-        "city": {"type": "string", "maxLength": 12},
-        "days": {"type": "integer", "minimum": 1, "maximum": 9},
-        "unit": {"enum": ["C", "F"]},
-    },
-    "required": ["city", "days", "unit"],
-    "additionalProperties": False,
-}
-
-
-def function(name, parameters=None, **more):
-    return {"type": "function", "function": {"name": name, "parameters": parameters, **more}}
-
-
-def custom(name, syntax=None, definition="", **more):
-    grammar = {"type": "grammar", "grammar": {"syntax": syntax, "definition": definition}}
-    return {"type": "custom", "custom": {"name": name, **({"format": grammar} if syntax else {}), **more}}
-
-
-TOOLS = [function("get_weather", WEATHER, description="the weather of some days"), function("now")]
 QUESTION = [{"role": "user", "content": "What is the weather in Paris?"}]
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
 
@@ -207,52 +185,6 @@ def test_a_call_that_a_stop_token_ends_is_incomplete(ask):
     response = ask.client.responses.create(model="pageserve", input="Weather?", **asked)
     assert [(item.type, item.status) for item in response.output] == [("function_call", "incomplete")]
     assert "}" not in response.output[0].arguments
-
-
-CALLS = [{"id": "c1", "type": "function", "function": {"name": "now", "arguments": "{}"}}]
-WRONG = [
-    ({"tools": [function("a b")]}, "tools[0].function.name"),
-    ({"tools": [function("x" * 65)]}, "tools[0].function.name"),
-    ({"tools": [function("a"), function("a")]}, "tools[1].function.name"),
-    ({"tools": [function("a")] * 129}, "tools"),
-    ({"tools": [function("a", {"type": "array"})]}, "tools[0].function.parameters.type"),
-    ({"tools": [function("a", [])]}, "tools[0].function.parameters"),
-    ({"tools": [function("a", color=1)]}, "tools[0].function.color"),
-    ({"tools": [{"type": "web_search", "anything": 1}]}, "tools[0].type"),
-    ({"tools": [{"function": {"name": "a"}}]}, "tools[0].type"),
-    ({"tools": [{"type": "custom"}]}, "tools[0].custom"),
-    ({"tools": [{"type": "custom", "name": "a"}]}, "tools[0].name"),
-    ({"tools": [{"type": "custom", "custom": {"name": "a b"}}]}, "tools[0].custom.name"),
-    ({"tools": [{"type": "custom", "custom": {"name": "a", "format": {"type": "x", "y": 1}}}]},
-     "tools[0].custom.format.type"),
-    ({"tools": [custom("a", "lark", "start: <[5]>")]}, "tools[0].custom.format.grammar.definition"),
-    ({"tools": [custom("a", "lark", "start: B")]}, "tools[0].custom.format.grammar.definition"),
-    ({"tools": [custom("a", "regex", "(")], "tool_choice": "required"}, "tools[0].custom.format.grammar.definition"),
-    ({"tools": [custom(f"a{i}", "lark", 'start: "b"') for i in range(17)]},
-     "tools[16].custom.format.grammar.definition"),
-    ({"tools": [custom("a"), function("a")]}, "tools[1].function.name"),
-    ({"tools": [custom("a")], "tool_choice": {"type": "custom", "custom": {"name": "b"}}}, "tool_choice"),
-    ({"tools": [custom("a")], "tool_choice": {"type": "custom", "function": {"name": "a"}}}, "tool_choice.function"),
-    ({"tool_choice": "auto"}, "tool_choice"),
-    ({"tools": TOOLS, "tool_choice": "some"}, "tool_choice"),
-    ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
-    ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice.function"),
-    ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}},
-     "tool_choice.allowed_tools.tools"),
-    ({"tools": TOOLS, "parallel_tool_calls": 1}, "parallel_tool_calls"),
-    ({"tools": TOOLS, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
-    ({"tools": TOOLS, "use_beam_search": True}, "tools"),
-    ({"functions": [{"name": "a"}]}, "functions"),
-    ({"function_call": "auto"}, "function_call"),
-    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
-    ({"messages": [{"role": "user", "content": "x", "tool_calls": CALLS}]}, "messages[0].tool_calls"),
-    ({"messages": [{"role": "assistant", "content": "x", "function_call": {}}]}, "messages[0].function_call"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("fields, param", WRONG, ids=lambda value: value if isinstance(value, str) else "")
-def test_what_is_wrong_is_named(client, fields, param):
-    assert_error(client.post(CHAT, json=chat_body(**fields)), 400, param)
 
 
 def test_a_schema_that_cannot_be_obeyed_is_named(ask):

@@ -211,33 +211,6 @@ EDIT = {"type": "clear_tool_uses_20250919"}
 THINKING = {"type": "clear_thinking_20251015"}
 
 
-@pytest.mark.parametrize(
-    "edits, start",
-    [
-        ([{"type": "compact_20260112"}], "edits[0].type is 'compact_20260112', an edit that this server does not make"),
-        ([{}], "edits[0].type must be a string"),
-        (["x"], "edits[0] must be an object"),
-        ({}, "edits must be a list"),
-        ([EDIT, THINKING], "edits[1].type must be first"),
-        ([EDIT, EDIT], "edits[1].type may not be 'clear_tool_uses_20250919' twice"),
-        ([EDIT | {"keep": 3}], "edits[0].keep must be an object"),
-        ([EDIT | {"keep": {"type": "tool_uses", "value": -1}}], "edits[0].keep.value"),
-        ([EDIT | {"keep": {"type": "input_tokens", "value": 1}}], "edits[0].keep.type"),
-        ([EDIT | {"trigger": {"type": "turns", "value": 1}}], "edits[0].trigger.type"),
-        ([EDIT | {"trigger": {"type": "tool_uses"}}], "edits[0].trigger.value is required"),
-        ([EDIT | {"exclude_tools": "find"}], "edits[0].exclude_tools must be a list"),
-        ([EDIT | {"clear_tool_inputs": [1]}], "edits[0].clear_tool_inputs must be true, false or a list"),
-        ([EDIT | {"keeps": 1}], "edits[0].keeps is not a field of this request; did you mean keep?"),
-        ([THINKING | {"keep": "some"}], "edits[0].keep must be 'all' or an object"),
-        ([THINKING | {"keep": {"type": "thinking_turns", "value": 0}}], "edits[0].keep.value"),
-    ],
-    ids=str,
-)
-def test_errors_of_edits_name_the_field(client, edits, start):
-    response = client.post(PATH, json=body(context_management={"edits": edits}))
-    assert_error(response, 400, "invalid_request_error", f"context_management.{start}")
-
-
 def test_a_prompt_that_is_too_long_says_so_in_anthropics_words(server, client):
     """Claude Code compacts a conversation by itself where it reads these, and nothing else, as the message."""
     long = [{"role": "user", "content": "x" * 600}]

@@ -131,54 +131,6 @@ def test_structured_outputs_in_a_chat(client):
     assert all(entry.logprob <= 0 for choice in response.choices for entry in choice.logprobs.content)
 
 
-DEEP = {"type": "string"}
-for _ in range(100):
-    DEEP = {"type": "array", "items": DEEP}
-BAD = {
-    "no schema": ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema"),
-    "no name": ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
-                "response_format.json_schema.name", "required"),
-    "bad name": ({"response_format": json_schema() | {"json_schema": {"name": "a b", "schema": {}}}},
-                 "response_format.json_schema.name", "64"),
-    "unknown part": ({"response_format": json_schema(strikt=True)}, "response_format.json_schema.strikt", "field"),
-    "unknown type": ({"response_format": {"type": "structural_tag"}}, "response_format.type", "json_object"),
-    "strict": ({"response_format": json_schema({"not": {}}, strict=True)}, "response_format", "not"),
-    "no such type": ({"response_format": json_schema({"type": "strin"})}, "response_format", "strin"),
-    "unsatisfiable": ({"response_format": json_schema({"$ref": "#"})}, "response_format", "no text matches"),
-    "deep": ({"response_format": json_schema(DEEP)}, "response_format", "nested deeper"),
-    "both": ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
-             "structured_outputs", "combined"),
-    "none": ({"structured_outputs": {}}, "structured_outputs", "exactly one"),
-    "two": ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "exactly one"),
-    "false": ({"structured_outputs": {"json_object": False}}, "structured_outputs", "exactly one"),
-    "no strings": ({"structured_outputs": {"choice": ["a", 1]}}, "structured_outputs.choice[1]", "string"),
-    "empty": ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex", "empty"),
-    "too large": ({"structured_outputs": {"regex": "a" * 300_000}}, "structured_outputs.regex", "262144"),
-    "large schema": ({"structured_outputs": {"json": {"enum": list(range(300_000))}}}, "structured_outputs.json",
-                     "262144"),
-    "regex": ({"structured_outputs": {"regex": "a(?=b)"}}, "structured_outputs", "look-around"),
-    "grammar": ({"structured_outputs": {"grammar": 'start: "a"\n  | b'}}, "structured_outputs", "unknown name"),
-    "surrogate": ({"structured_outputs": {"regex": "\ud800"}}, "structured_outputs.regex", "structured_outputs"),
-    "old name": ({"guided_json": {}}, "guided_json", "structured_outputs.json"),
-    "beams": ({"structured_outputs": {"regex": "a"}, "use_beam_search": True, "n": 2}, "structured_outputs", "beam"),
-    "beams, too": ({"response_format": {"type": "json_object"}, "use_beam_search": True, "n": 2}, "response_format",
-                   "beam"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("route", ["chat/completions", "completions"])
-@pytest.mark.parametrize("fields, param, says", BAD.values(), ids=BAD.keys())
-def test_what_cannot_be_served_is_named(bundled_server, route, fields, param, says):
-    prompt = {"messages": MESSAGES} if route.startswith("chat") else {"prompt": "A fox"}
-    body = json.dumps({"model": MODEL, "max_tokens": 5, "temperature": 1.0, **prompt, **fields})
-    with httpx.Client(base_url=bundled_server, timeout=60) as client:
-        response = client.post(f"/v1/{route}", content=body, headers={"content-type": "application/json"})
-    assert response.status_code == 400, response.text
-    error = response.json()["error"]
-    assert error["param"] == param and says in error["message"] and param.partition(".")[0] in error["message"]
-    assert len(response.content) < 700
-
-
 def test_the_client_gets_its_own_error(client):
     with pytest.raises(BadRequestError) as caught:
         complete(client, {"regex": "("})

@@ -149,23 +149,6 @@ def test_prompt_logprobs_of_a_chat(client, max_tokens):
     assert "prompt_logprobs" not in client.post("/v1/chat/completions", json=chat_body()).json()
 
 
-@pytest.mark.parametrize(
-    "fields, param",
-    [
-        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
-        ({"prompt_logprobs": 1, "use_beam_search": True}, "prompt_logprobs"),
-        ({"logprobs": 0, "echo": True, "use_beam_search": True}, "logprobs"),
-        ({"prompt_logprobs": -1}, "prompt_logprobs"),
-        ({"logprobs": 0, "echo": True, "suffix": "end"}, "suffix"),
-        ({"prompt": [[]], "echo": True, "logprobs": 1}, "prompt"),
-        ({"max_tokens": 0, "min_tokens": 1}, "min_tokens"),
-    ],
-)
-def test_what_cannot_be_scored_is_refused(client, fields, param):
-    response = client.post("/v1/completions", json=completion_body(**fields))
-    assert response.status_code == 400 and response.json()["error"]["param"].startswith(param)
-
-
 def test_a_response_that_would_be_enormous_is_refused(client, monkeypatch):
     monkeypatch.setattr(logprob_limits, "MAX_REPORTED", 99)
     body = completion_body(prompt=["abcde"] * 2, echo=True, logprobs=4, n=2)

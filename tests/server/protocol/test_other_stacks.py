@@ -52,28 +52,6 @@ def test_spellings_of_other_servers_are_understood(server, client, monkeypatch, 
         assert client.post(path, json=make(best_of=1, enable_thinking=False)).status_code == 200
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"num_ctx": 513}, "num_ctx"),
-        ({"num_ctx": 0}, "num_ctx"),
-        ({"options": {"num_ctx": 4096}}, "num_ctx"),
-        ({"options": {"mirostat": 2}}, "options.mirostat"),
-        ({"options": []}, "options"),
-        ({"options": {"temperature": 0.5}, "temperature": 0.7}, "options.temperature"),
-        ({"num_predict": 3, "max_tokens": 4}, "num_predict"),
-        ({"num_predict": "3", "max_tokens": None}, "num_predict"),
-        ({"repeat_penalty": [1]}, "repeat_penalty"),
-        ({"best_of": 2}, "best_of"),
-        ({"cache_prompt": "yes"}, "cache_prompt"),
-        ({"session_id": 5}, "session_id"),
-    ],
-)
-def test_what_they_cannot_mean_is_refused(client, fields, param):
-    response = client.post(CHAT, json=chat_body(**fields))
-    assert response.status_code == 400 and response.json()["error"]["param"] == param, response.text
-
-
 @pytest.mark.parametrize("path", BODIES)
 def test_unknown_fields_are_a_400_by_default_and_left_out_with_the_option(client, lenient_client, path):
     body = BODIES[path] | {"frobnicate": {"deep": [1]}, "typical_p": 0.3}

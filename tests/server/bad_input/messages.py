@@ -1,0 +1,90 @@
+"""Bad fields of /v1/messages: (fields, start of the message)."""
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"animal": {"enum": ["fox", "cat"]}},
+    "required": ["animal"],
+    "additionalProperties": False,
+}
+TOOL = {"name": "find", "description": "finds animals", "input_schema": SCHEMA}
+USE = {"type": "tool_use", "id": "t2", "name": "find", "input": {}}
+EDIT = {"type": "clear_tool_uses_20250919"}
+THINKING = {"type": "clear_thinking_20251015"}
+
+FIELDS = [
+    ({"max_tokens": None}, "max_tokens is required"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": 600}, "input length and `max_tokens` exceed context limit: 24 + 600 > 512, decrease"),
+    ({"messages": []}, "messages must hold"),
+    ({"messages": "hello"}, "messages must be a list"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user", "content": 1}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": "x", "name": "y"}]}, "messages[0].name"),
+    ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "y": 1}]}]}, "messages[0].content"),
+    ({"system": 1}, "system"),
+    ({"temperature": 1.5}, "temperature"),
+    ({"top_p": 2}, "top_p"),
+    ({"top_k": -2}, "top_k"),
+    ({"stop_sequences": [""]}, "stop"),
+    ({"stop_sequences": "x"}, "stop_sequences"),
+    ({"stop": ["x"]}, "stop"),
+    ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
+    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
+    ({"tool_choice": {"type": "any"}}, "tool_choice"),
+    ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
+    ({"thinking": {"type": "always"}}, "thinking.type"),
+    ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
+    ({"output_config": {"format": {"type": "json_schema", "schema": {"type": 1}}}}, "output_config.format"),
+    ({"service_tier": "priority"}, "service_tier"),
+    ({"container": "c"}, "container"),
+    ({"unheard_of": 1}, "unheard_of"),
+]
+TOOL_ROWS = [
+    ({"tools": [TOOL, TOOL]}, "tools[1].name"),
+    ({"tools": [TOOL | {"name": "a b"}]}, "tools[0].name"),
+    ({"tools": [TOOL | {"input_schema": {"type": "array"}}]}, "tools[0].input_schema.type"),
+    ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice"),
+    (
+        {"messages": [{"role": "user", "content": "find it"}, {"role": "assistant", "content": [USE | {"id": ""}]}]},
+        "messages[1].content[0].id",
+    ),
+    (
+        {
+            "messages": [
+                {"role": "user", "content": "find it"},
+                {"role": "assistant", "content": [USE | {"name": "n" * 257}]},
+            ]
+        },
+        "messages[1].content[0].name",
+    ),
+]
+EDITS = [
+    ([{"type": "compact_20260112"}], "edits[0].type is 'compact_20260112', an edit that this server does not make"),
+    ([{}], "edits[0].type must be a string"),
+    (["x"], "edits[0] must be an object"),
+    ({}, "edits must be a list"),
+    ([EDIT, THINKING], "edits[1].type must be first"),
+    ([EDIT, EDIT], "edits[1].type may not be 'clear_tool_uses_20250919' twice"),
+    ([EDIT | {"keep": 3}], "edits[0].keep must be an object"),
+    ([EDIT | {"keep": {"type": "tool_uses", "value": -1}}], "edits[0].keep.value"),
+    ([EDIT | {"keep": {"type": "input_tokens", "value": 1}}], "edits[0].keep.type"),
+    ([EDIT | {"trigger": {"type": "turns", "value": 1}}], "edits[0].trigger.type"),
+    ([EDIT | {"trigger": {"type": "tool_uses"}}], "edits[0].trigger.value is required"),
+    ([EDIT | {"exclude_tools": "find"}], "edits[0].exclude_tools must be a list"),
+    ([EDIT | {"clear_tool_inputs": [1]}], "edits[0].clear_tool_inputs must be true, false or a list"),
+    ([EDIT | {"keeps": 1}], "edits[0].keeps is not a field of this request; did you mean keep?"),
+    ([THINKING | {"keep": "some"}], "edits[0].keep must be 'all' or an object"),
+    ([THINKING | {"keep": {"type": "thinking_turns", "value": 0}}], "edits[0].keep.value"),
+]
+
+MESSAGES = [
+    *FIELDS,
+    *TOOL_ROWS,
+    *[({"context_management": {"edits": edits}}, f"context_management.{start}") for edits, start in EDITS],
+    *[
+        ({field: {"a": 1}}, f"{field} is not supported by this server: leave it out.")
+        for field in ("container", "mcp_servers")
+    ],
+]
