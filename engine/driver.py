@@ -84,17 +84,16 @@ class Driver:
             StartWorker(self.config, str(checkpoint.model_dir), checkpoint.eos_token_ids, checkpoint.identity)
         )
         try:
-            self._tokenizer = await asyncio.to_thread(self._load_tokenizer)
+            await asyncio.to_thread(self._load_tokenizer)
         except BaseException:
             await self._supervisor.executor.stop()
             raise
         self._task = asyncio.create_task(self._run(), name="engine-loop")
 
-    def _load_tokenizer(self) -> Tokenizer:
+    def _load_tokenizer(self) -> None:
         folder = self._checkpoint.find_tokenizer(self.config)
-        tokenizer = Tokenizer(folder, self._chat_template, self.config.chat_template_timeout)
-        _ = tokenizer.thinking_tags  # computed once, which takes a while
-        return tokenizer
+        self._tokenizer = Tokenizer(folder, self._chat_template, self.config.chat_template_timeout)
+        _ = self._tokenizer.thinking_tags  # computed once, which takes a while
 
     async def wait_ready(self) -> None:
         """Return when requests can be served. Raises the PageserveError that ended the engine before."""

@@ -118,7 +118,7 @@ class CompletionOutput(msgspec.Struct, frozen=True):
     logprobs: tuple[TokenLogprobs, ...] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
-    embedding: bytes = b""  # of a request to embed, in place of tokens: fp32, little-endian
+    embedding: bytes = b""  # fp32 numbers, little-endian: the answer to a request to embed
 
     @property
     def cumulative_logprob(self) -> float | None:

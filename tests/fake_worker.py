@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from engine.executor.frames import FRAME_HEADER
+from engine.executor.frames import FrameSocket, pack_frame
 from engine.executor.step import (
     GrammarPrepared,
     Heartbeat,
@@ -69,13 +69,13 @@ def main() -> None:
     parser.add_argument("--encoder", action="store_true")  # a model that only embeds
     parser.add_argument("fd", type=int)
     options = parser.parse_args()
-    with socket.socket(fileno=options.fd) as channel, channel.makefile("rb") as reader:
+    with socket.socket(fileno=options.fd) as channel:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the Driver has gone
-            serve(options, channel, reader)
+            serve(options, channel, FrameSocket(channel))
 
 
-def serve(options, channel, reader) -> None:
-    start = receive(reader)
+def serve(options, channel, frames) -> None:
+    start = receive(frames)
     if start is None:
         return
     assert isinstance(start, StartWorker)
@@ -107,7 +107,7 @@ def serve(options, channel, reader) -> None:
         )
     )
     num_steps = num_heartbeats = 0
-    while (plan := receive(reader)) is not None:
+    while (plan := receive(frames)) is not None:
         if isinstance(plan, Vocabulary | PrepareGrammar | ThinkingTags):  # a fake device holds to no form
             if isinstance(plan, PrepareGrammar):
                 error = "this model is an encoder" if options.encoder else ""
@@ -139,7 +139,7 @@ def serve(options, channel, reader) -> None:
         if options.die_on_token in {t for step in plan.steps for t in device.rows[step.seq_id].token_ids}:
             os.abort()
         if num_steps == options.garbage_at_step:
-            channel.sendall(FRAME_HEADER.pack(3) + b"abc")
+            channel.sendall(pack_frame(b"abc"))
         if num_steps == options.wrong_step_at_step:
             result = StepResult(result.step_id + 1, [], {}, 0.0)
         channel.sendall(encode_frame(result) if num_steps != options.uneven_at_step else uneven(result))
@@ -166,12 +166,9 @@ def begin_life(options) -> int:
     return life
 
 
-def receive(reader):
-    header = reader.read(FRAME_HEADER.size)
-    if len(header) < FRAME_HEADER.size:
-        return None
-    (length,) = FRAME_HEADER.unpack(header)
-    return decode_driver_message(reader.read(length))
+def receive(frames):
+    body = frames.read_frame()
+    return None if body is None else decode_driver_message(body)
 
 
 if __name__ == "__main__":

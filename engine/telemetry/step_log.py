@@ -69,15 +69,15 @@ class StepLog:
         chunk_tokens = [chunk.num_tokens for chunk in plan.chunks if chunk.num_tokens]  # a fork computes no token
         last_evicted = scheduler.block_manager.last_evicted
         record = StepRecord(
-            plan.step_id,
-            len(plan.decodes),
-            len(chunk_tokens),
-            sum(chunk_tokens),
-            num_preempted,
-            num_evicted,
-            num_hit_tokens,
-            [(copy.source, copy.target) for copy in plan.block_copies],
-            list(last_evicted),
+            step_id=plan.step_id,
+            num_decodes=len(plan.decodes),
+            num_chunks=len(chunk_tokens),
+            num_chunk_tokens=sum(chunk_tokens),
+            num_preempted=num_preempted,
+            num_evicted=num_evicted,
+            num_hit_tokens=num_hit_tokens,
+            copies=[(copy.source, copy.target) for copy in plan.block_copies],
+            evicted=list(last_evicted),
         )
         last_evicted.clear()
         self._records.append(record)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from engine.executor.frames import FRAME_HEADER
+from engine.executor.frames import FrameSocket
 from engine.executor.step import (
     FetchBlocks,
     FetchedBlocks,
@@ -62,7 +62,7 @@ class Loop:
     def __init__(self, runner):
         self.socket, theirs = socket.socketpair()
         self.socket.settimeout(PATIENCE)
-        self.file = self.socket.makefile("rb")
+        self.frames = FrameSocket(self.socket)
         self.error = None
         self._thread = threading.Thread(target=self._run, args=(theirs, runner))
         self._thread.start()
@@ -78,8 +78,7 @@ class Loop:
         self.socket.sendall(b"".join(map(encode_frame, messages)))
 
     def receive(self):
-        (length,) = FRAME_HEADER.unpack(self.file.read(FRAME_HEADER.size))
-        return decode_worker_message(self.file.read(length))
+        return decode_worker_message(self.frames.read_frame())
 
     def join(self):
         self._thread.join(PATIENCE)
@@ -95,7 +94,6 @@ def serving(runner):
         loop.join()
         assert loop.error is None
     finally:
-        loop.file.close()
         loop.socket.close()
         loop.join()
 
@@ -146,10 +144,9 @@ def test_a_device_that_has_failed_ends_the_worker_and_not_the_next_request():
     assert loop.receive() == Heartbeat()
     runner.device_error = RuntimeError("an illegal memory access, some time ago")
     loop.send(Heartbeat())
-    assert loop.file.read() == b""
+    assert loop.frames.read_frame() is None
     loop.join()
     assert loop.error is runner.device_error
-    loop.file.close()
     loop.socket.close()
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from engine.config import EngineConfig
-from engine.executor.frames import FRAME_HEADER
+from engine.executor.frames import FrameSocket
 from engine.executor.step import (
     LoadProgress,
     NewSequence,
@@ -48,14 +48,13 @@ class Process:
                 stderr=stderr,
                 env=ENVIRONMENT,
             )
-        self.file = self.socket.makefile("rb")
+        self.frames = FrameSocket(self.socket)
 
     def send(self, message):
         self.socket.sendall(encode_frame(message))
 
     def receive(self):
-        (length,) = FRAME_HEADER.unpack(self.file.read(FRAME_HEADER.size))
-        return decode_worker_message(self.file.read(length))
+        return decode_worker_message(self.frames.read_frame())
 
     def start(self, model_dir, config=CONFIG):
         """The phases that were reported, and the message after them."""
@@ -66,7 +65,6 @@ class Process:
         return phases, message
 
     def close(self):
-        self.file.close()
         self.socket.close()
 
     def wait(self, seconds):
@@ -169,7 +167,7 @@ def test_a_step_that_fails_as_a_whole_ends_it_with_a_traceback(tmp_path, model_d
         worker = Process(stderr=log)
         worker.start(model_dir)
         worker.send(StepPlan(1, [], [], [], [SequenceStep(99, 1, True, [])]))
-        assert worker.file.read() == b""
+        assert worker.frames.read_frame() is None
         assert worker.wait(PATIENCE) == 2
         worker.close()
     assert "KeyError: 99" in (tmp_path / "log").read_text()
