@@ -1,11 +1,11 @@
-"""BlockManager: who holds which KV block (PagedAttention: Kwon et al. 2023, sections 4.2 to 4.4).
+"""BlockManager: which sequence holds which KV block (PagedAttention: Kwon et al. 2023, sections 4.2 to 4.4).
 
-The KV cache is a pool of fixed blocks. A sequence holds the blocks of its block table, in token order; blocks of a
-common prefix are held by several sequences at once (reference counts), and samples of one prompt also share the block
-that is not full yet, until one of them writes to it and gets a copy (copy-on-write). A full block is known to the
-prefix cache by the hash of its tokens and of everything before them. A block that nobody holds is free, but keeps its
-content and its hash until it is given out again: the free list is the LRU order of eviction, and a hit takes a block
-out of its middle.
+The KV cache is a pool of fixed blocks. A sequence holds the blocks of its block table, in token order. Several
+sequences hold the blocks of a common prefix together (reference counts). Samples of one prompt also share the block
+that is not full yet, until one of them writes to it and gets a copy (copy-on-write). The prefix cache knows a full
+block by the hash of its tokens and of all tokens before them. A block without a holder is free, but keeps its content
+and its hash until the pool gives it out again: the free list is the LRU order of eviction, and a prefix hit removes a
+block from its middle.
 """
 
 import hashlib
@@ -19,18 +19,18 @@ from engine.memory.free_list import Block, FreeList
 from engine.memory.host_tier import HostTier
 from engine.memory.sequence import BlockKey, Sequence
 
-LAST_EVICTED = 64  # block ids that are remembered for whoever watches
+LAST_EVICTED = 64  # block ids kept for GET /debug/kv
 
 
 class Allocation(NamedTuple):
-    """Blocks appended to a block table, and (source, target) where its last block was shared and had to be replaced."""
+    """Blocks appended to a block table. `copy`: (source, target) if its last block was shared and is replaced."""
 
     new_block_ids: list[int]
     copy: tuple[int, int] | None = None
 
 
 class Prefix(NamedTuple):
-    """Where the full blocks lie that a sequence starts with, in order: in the pool, or in the host tier (a key)."""
+    """The cached full blocks at the start of a sequence, in order: Blocks of the pool, keys of the host tier."""
 
     parts: list["Block | BlockKey"]
 
@@ -44,7 +44,10 @@ class Prefix(NamedTuple):
 
 
 class BlockManager:
-    """`enable_prefix_caching` False never matches a prefix; all else is the same. Evicted blocks go to `host_tier`."""
+    """Gives out, shares and takes back blocks. Evicted blocks go to `host_tier`.
+
+    `enable_prefix_caching` False: no prefix is ever matched; all else is the same.
+    """
 
     def __init__(
         self,
@@ -65,7 +68,7 @@ class BlockManager:
         self.reset(num_blocks, host_tier)
 
     def reset(self, num_blocks: int, host_tier: HostTier | None = None) -> None:
-        """An empty pool, as after the loss of the Worker's memory; sequences must let go of their tables, too."""
+        """Starts with an empty pool, after the loss of the Worker's memory. The caller clears all block tables."""
         if host_tier is not None and self.host_tier is not None:
             host_tier.count_on(self.host_tier)
         self.host_tier = host_tier
@@ -86,15 +89,15 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def match_prefix(self, seq: Sequence) -> Prefix:
-        """Where the cached blocks lie that hold the start of `seq`; takes none of them yet.
+        """Returns the cached blocks that hold the start of `seq`; the sequence does not hold them yet.
 
-        Nothing is matched that has to be computed for its logits: Sequence.num_skippable_tokens.
+        Tokens whose logits are needed are not matched: see Sequence.num_skippable_tokens.
         """
         if not self.enable_prefix_caching:
             return Prefix([])
         self._extend_keys(seq)
         parts: list[Block | BlockKey] = []
-        num_pool = 0  # length of the start that lies in the pool
+        num_pool = 0  # leading blocks that are in the pool
         for key in islice(seq.block_keys, seq.num_skippable_tokens // self.block_size):
             if (block := self.cached_blocks.get(key)) is not None:
                 num_pool += num_pool == len(parts)
@@ -108,28 +111,28 @@ class BlockManager:
         return Prefix(parts)
 
     def missing_keys(self, seq: Sequence) -> list[BlockKey]:
-        """Of the full blocks that `match_prefix` could have found and that neither the pool nor the host tier holds."""
+        """Returns the keys that `match_prefix` looked for and found neither in the pool nor in the host tier."""
         self._extend_keys(seq)
         keys = seq.block_keys[: seq.num_skippable_tokens // self.block_size]
         return [key for key in keys if key not in self.cached_blocks and key not in (self.host_tier or ())]
 
     def can_admit(self, seq: Sequence, prefix: Prefix, spare: int) -> bool:
-        """Whether all known tokens of `seq` find room and `spare` blocks stay free."""
+        """True if all known tokens of `seq` find room and `spare` blocks stay free."""
         taken_from_free = self.num_blocks_for(seq.num_tokens) - len(prefix.blocks)
         taken_from_free += sum(block.ref_count == 0 for block in prefix.blocks)
         return len(self.free_blocks) - taken_from_free >= spare
 
     def num_blocks_together(self, seqs: Iterable[Sequence]) -> int:
-        """Blocks that waiting sequences of one group need in all, when each common prefix is stored once."""
+        """Returns the blocks that waiting sequences of one group need in all; a common prefix counts once."""
         total, before = 0, None
-        for seq in sorted(seqs, key=lambda member: member.token_ids):  # neighbours have the most in common
+        for seq in sorted(seqs, key=lambda member: member.token_ids):  # neighbours share the longest prefixes
             total += self.num_blocks_for(seq.num_tokens)
             total -= 0 if before is None else _num_common_blocks(before, seq, self.block_size)
             before = seq
         return total
 
     def shared_prefix(self, seq: Sequence, others: Iterable[Sequence]) -> list[Block]:
-        """The longest start of `seq`, in full blocks, that one of the running `others` has computed."""
+        """Returns the longest prefix of `seq`, in full blocks, that one of the running `others` has computed."""
         longest: list[int] = []
         for other in others:
             num_blocks = _num_common_blocks(seq, other, self.block_size)
@@ -139,9 +142,9 @@ class BlockManager:
         return [self.blocks[block_id] for block_id in longest]
 
     def adopt_prefix(self, seq: Sequence, prefix: Prefix) -> None:
-        """Let `seq`, which holds nothing, begin with the blocks that `match_prefix` found, now that they find room."""
+        """Makes `seq`, which holds no block, hold the blocks that `match_prefix` found."""
         assert not seq.block_table, "a sequence adopts a prefix before anything else"
-        for block in prefix.blocks:  # before anything is loaded: that must not take them
+        for block in prefix.blocks:  # before blocks are loaded, which could evict them
             if block.ref_count == 0:
                 self.free_blocks.remove(block)
             block.ref_count += 1
@@ -156,7 +159,7 @@ class BlockManager:
             self.num_prefix_hits += seq.num_computed_tokens
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let `child`, which holds nothing, share all blocks of `parent`, the partly filled one too."""
+        """Makes `child`, which holds no block, share all blocks of `parent`, the partly filled one too."""
         assert not child.block_table, "a sequence is forked before anything else"
         for block_id in parent.block_table:
             self.blocks[block_id].ref_count += 1
@@ -166,10 +169,10 @@ class BlockManager:
         child.num_registered_blocks = parent.num_registered_blocks
 
     def allocate(self, seq: Sequence, num_tokens: int) -> Allocation | None:
-        """Make room to write the next `num_tokens` tokens; None, and nothing changed, where too few blocks are free.
+        """Gives `seq` room for its next `num_tokens` tokens. None, and no change, if too few blocks are free.
 
-        A table has no more blocks than its computed tokens fill, so what will be written is at most its last block,
-        where that is not full, and new ones.
+        A table has no more blocks than its computed tokens fill. So the tokens go to its last block, if that is not
+        full, and to new blocks.
         """
         num_new = self.num_blocks_for(seq.num_computed_tokens + num_tokens) - len(seq.block_table)
         writes_last = num_tokens > 0 and seq.num_computed_tokens % self.block_size > 0
@@ -186,10 +189,10 @@ class BlockManager:
         return Allocation(new_block_ids, copy)
 
     def register_full_blocks(self, seq: Sequence) -> None:
-        """Tell the prefix cache of every block of `seq` that is full of known, computed tokens.
+        """Adds every block of `seq` that is full of known, computed tokens to the prefix cache.
 
-        A plan that was sent counts as computed: the Worker runs plans in order and writes all keys and values of a
-        layer before it reads any, so even a sequence of the same step may read the block.
+        Tokens of a plan count as computed: the Worker runs plans in order and writes all keys and values of a layer
+        before it reads any, so even a sequence of the same step may read the block.
         """
         if not self.enable_prefix_caching:
             return
@@ -199,16 +202,16 @@ class BlockManager:
         self._extend_keys(seq)
         for index in range(seq.num_registered_blocks, num_full):
             block, key = self.blocks[seq.block_table[index]], seq.block_keys[index]
-            # Tables are append-only: where another block has this content already, this one stays private.
+            # Tables are append-only: if another block has this content already, this block stays private.
             if block.key is None and key not in self.cached_blocks:
                 block.key = key
                 self.cached_blocks[key] = block
         seq.num_registered_blocks = num_full
 
     def free(self, seq: Sequence, *, discard: bool = False) -> None:
-        """Let go of all blocks of `seq`; `discard` also drops them from both tiers of the cache, whoever holds them.
+        """Takes back all blocks of `seq`. `discard` also drops them from both tiers of the prefix cache.
 
-        The last block goes first into the free list, so that a prefix outlives what follows it.
+        The last block enters the free list first, so that a prefix outlives the blocks behind it.
         """
         for block_id in reversed(seq.block_table):
             block = self.blocks[block_id]
@@ -226,14 +229,14 @@ class BlockManager:
         seq.num_computed_tokens = 0
 
     def offload_all(self) -> None:
-        """Let the host tier keep every cached block that nobody holds, those of most recent use last."""
+        """Offloads every cached block without a holder to the host tier, the most recently used last."""
         if self.host_tier is not None:
             for block_id in self.free_blocks.ids():
                 if (key := self.blocks[block_id].key) is not None:
                     self.host_tier.offload(key, block_id)
 
     def check_invariants(self, sequences: Iterable[Sequence]) -> None:
-        """Assert that the books balance, given every sequence that may hold blocks. For tests and simulation: O(n)."""
+        """Asserts that counts, free list and cache agree with all `sequences` that hold blocks. For tests: O(n)."""
         held = [block_id for seq in sequences for block_id in seq.block_table]
         counts = dict.fromkeys(range(self.num_blocks), 0)
         for block_id in held:
@@ -251,7 +254,7 @@ class BlockManager:
             assert block.key == key, f"block {block.block_id}: stale key in the cache"
 
     def _worth_loading(self, parts: "list[Block | BlockKey]", num_pool: int) -> bool:
-        """Whether what lies behind the first `num_pool` blocks is had sooner from the host than by computing it."""
+        """True if loading the blocks behind the first `num_pool` from the host takes less time than computing them."""
         assert self.host_tier is not None
         num_loads = sum(isinstance(part, BlockKey) for part in parts)
         computed = (len(parts) - num_pool) * self.block_size
@@ -273,7 +276,7 @@ class BlockManager:
         return block.block_id
 
     def _evict(self, block: Block, key: BlockKey) -> None:
-        """The place of a cached block is needed; the host tier may keep what is in it."""
+        """Removes a block from the cache, because its place is needed. The host tier may keep its content."""
         if self.host_tier is not None:
             self.host_tier.offload(key, block.block_id)
         self._forget(block)
@@ -291,7 +294,7 @@ class BlockManager:
             block.key = None
 
     def _extend_keys(self, seq: Sequence) -> None:
-        """Name the full blocks of known tokens; what is hashed has a fixed width or its length before it."""
+        """Makes the keys of full blocks of known tokens. Every hashed field has a fixed width or its length first."""
         keys, size = seq.block_keys, self.block_size
         for index in range(len(keys), len(seq.token_ids) // size):
             parent = keys[-1].digest if keys else self._root(seq.cache_salt)
@@ -300,15 +303,15 @@ class BlockManager:
             keys.append(BlockKey(hashlib.sha256(parent + packed).digest(), token_ids))
 
     def _root(self, cache_salt: str) -> bytes:
-        """The parent of a first block: no two models and no two tenants have one in common."""
+        """Returns the hash before the first block. It differs between models and between salts."""
         fields = (self.model_identity, cache_salt.encode())
         return hashlib.sha256(b"".join(struct.pack("<Q", len(field)) + field for field in fields)).digest()
 
 
 def _num_common_blocks(a: Sequence, b: Sequence, block_size: int) -> int:
-    """Full blocks at the start that hold the same tokens in both; the last token of either does not count.
+    """Returns the number of leading full blocks with the same tokens in both.
 
-    It has yet to be computed for its logits.
+    The last token of either does not count: it has to be computed for its logits.
     """
     most = (min(len(a.token_ids), len(b.token_ids)) - 1) // block_size
     for index in range(most):

@@ -1,4 +1,4 @@
-"""FreeList: the blocks that nobody holds, in the order in which they are given away."""
+"""FreeList: the free blocks, in the order in which the pool gives them out."""
 
 from collections.abc import Iterable
 
@@ -6,7 +6,7 @@ from engine.memory.sequence import BlockKey
 
 
 class Block:
-    """`key` is set while the prefix cache may hand the block out for equal tokens."""
+    """A KV block of the pool. `key` is set while the prefix cache knows the content."""
 
     __slots__ = ("block_id", "key", "next_free", "prev_free", "ref_count")
 
@@ -19,10 +19,10 @@ class Block:
 
 
 class FreeList:
-    """A doubly linked list through the blocks themselves: every operation, `remove` too, is O(1)."""
+    """A doubly linked list through the blocks: every operation is O(1), removal from the middle too."""
 
     def __init__(self, blocks: Iterable[Block]) -> None:
-        self._end = Block(-1)  # sentinel: its next is the first to be given out, its prev the last
+        self._end = Block(-1)  # sentinel: `next` is the first block to give out, `prev` the last
         self._end.next_free = self._end.prev_free = self._end
         self._length = 0
         for block in blocks:
@@ -32,11 +32,11 @@ class FreeList:
         return self._length
 
     def append(self, block: Block) -> None:
-        """Give this block out last."""
+        """Adds a block, to be given out last."""
         self._link(block, before=self._end)
 
     def append_left(self, block: Block) -> None:
-        """Give this block out next."""
+        """Adds a block, to be given out next."""
         assert self._end.next_free is not None
         self._link(block, before=self._end.next_free)
 
@@ -54,7 +54,7 @@ class FreeList:
         self._length -= 1
 
     def ids(self) -> list[int]:
-        """From the next one given out to the last; for checks and views, O(n)."""
+        """Returns all block ids, the next one to give out first. For checks and views: O(n)."""
         found = []
         block = self._end.next_free
         while block is not self._end:

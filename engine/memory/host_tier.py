@@ -1,12 +1,12 @@
-"""HostTier: KV blocks that the pool had to give up, kept in host memory until they are asked for again.
+"""HostTier: evicted KV blocks in host memory, from which a later prefix match loads them again.
 
-When a block of the pool that the prefix cache knows is given out again, its content moves to a slot here, under the
-same key; a later match brings it back into a block of the pool. That is swapping (Kwon et al. 2023, section 4.5) and a
-second tier of the prefix cache in one: a preempted sequence leaves its full blocks in the cache, what must make room
-moves to the host, and the sequence finds all of it when it is admitted again, but for the tokens of its last block.
+When the pool gives out a cached block for other tokens, its content moves to a slot of this tier, under the same key; a
+later match brings it back into a block of the pool. That is swapping (Kwon et al. 2023, section 4.5) and a second tier
+of the prefix cache in one: a preempted sequence leaves its full blocks in the cache, evicted blocks move to the host,
+and the sequence finds all of them when it starts again; only the tokens of its last block are computed again.
 
-The tokens of the tier are the Worker's; this is the book of who lies where. A slot is written and read by plans, which
-the Worker runs in order, so a slot counts as filled when the plan that fills it is made.
+The Worker owns the memory; this class knows which block is in which slot. Plans write and read slots and the Worker
+runs plans in order, so a slot counts as filled when the plan that fills it is made.
 """
 
 from engine.executor.step import BlockMove, CacheCosts, WorkerReady
@@ -14,12 +14,12 @@ from engine.memory.sequence import BlockKey
 
 
 class HostTier:
-    """`num_slots` blocks under their keys, the least recently used first to go. Every operation is O(1)."""
+    """`num_slots` slots by the key of their block; the least recently used is evicted first. Operations are O(1)."""
 
     def __init__(self, num_slots: int, costs: CacheCosts | None = None, on_disk: set[bytes] | None = None) -> None:
-        """`costs` decides what is worth loading; None: everything.
+        """`costs` tells when loading beats computing; None: always.
 
-        `on_disk`: the digests that the disk tier should hold, where there is one; what is offloaded goes on to it.
+        `on_disk`: digests that the disk tier should hold, if there is one; offloaded blocks go on to the disk.
         """
         self.num_slots = num_slots
         self.on_disk = on_disk
@@ -35,13 +35,13 @@ class HostTier:
 
     @classmethod
     def of(cls, ready: WorkerReady, with_disk: bool) -> "HostTier | None":
-        """The tier of a Worker that has just started; None where it has no host memory for it."""
+        """Returns the tier of a Worker that has just started; None if the Worker has no host memory for it."""
         if not ready.num_host_blocks:
             return None
         return cls(ready.num_host_blocks, ready.cache_costs, set(ready.disk_digests) if with_disk else None)
 
     def count_on(self, before: "HostTier") -> None:
-        """Go on with the counters of the tier of a Worker that is gone: they never fall."""
+        """Continues the counters of the tier before the restart: metrics counters never fall."""
         self.num_loads, self.num_offloads = before.num_loads, before.num_offloads
 
     def __len__(self) -> int:
@@ -51,7 +51,7 @@ class HostTier:
         return key in self._slots
 
     def offload(self, key: BlockKey, block_id: int) -> None:
-        """Keep the content of a block that is about to be written over, in place of what was used least recently."""
+        """Keeps the content of a block that is about to be overwritten; evicts the least recently used slot."""
         if key in self._slots:
             self._touch(key)
             return
@@ -62,30 +62,30 @@ class HostTier:
             self.num_offloads += 1
 
     def worth_loading(self, num_loaded: int, num_before: int, num_computed: int) -> bool:
-        """Whether to load `num_loaded` tokens takes less time than to compute `num_computed` behind `num_before`."""
+        """True if loading `num_loaded` tokens takes less time than computing `num_computed` behind `num_before`."""
         return self.costs is None or self.costs.load(num_loaded) < self.costs.compute(num_before, num_computed)
 
     def pin(self, keys: list[BlockKey]) -> None:
-        """Keep these, which are about to be loaded, until the plan under construction is made."""
+        """Protects slots that are about to be loaded from eviction, until the plan under construction is made."""
         for key in keys:
             self._touch(key)
             self._pinned.add(self._slots[key])
 
     def load(self, key: BlockKey, block_id: int) -> None:
-        """Bring a pinned block back into the pool; the slot keeps it too."""
+        """Copies a pinned slot back into a block of the pool; the slot keeps its content too."""
         self._loads[block_id] = self._slots[key]
         self.num_loads += 1
 
     def discard(self, key: BlockKey) -> None:
-        """Forget what cannot be trusted any more; between plans only, when nothing is pinned."""
+        """Forgets content that cannot be trusted; between plans only, when no slot is pinned."""
         if self.on_disk is not None:
-            self.on_disk.discard(key.digest)  # it will be written anew
+            self.on_disk.discard(key.digest)  # a later offload writes it again
         if (slot := self._slots.pop(key, None)) is not None:
             self._offloads.pop(slot, None)
             self._free.append(slot)
 
     def pop_moves(self) -> tuple[list[BlockMove], list[BlockMove]]:
-        """(offloads, loads) for the plan that is now complete: all offloads come before all loads."""
+        """Returns and clears (offloads, loads) of the plan under construction. All offloads run before all loads."""
         offloads = list(self._offloads.values())
         loads = [BlockMove(block_id, slot) for block_id, slot in self._loads.items()]
         self._offloads, self._loads = {}, {}
@@ -93,7 +93,7 @@ class HostTier:
         return offloads, loads
 
     def reserve(self, num_slots: int) -> list[int]:
-        """Up to that many slots for the disk tier to fill: no plan touches them until `fill`."""
+        """Returns up to `num_slots` slots for the disk tier to fill. No plan touches them until `fill`."""
         slots: list[int] = []
         while len(slots) < num_slots:
             slot = self._free.pop() if self._free else self._evict()
@@ -105,7 +105,7 @@ class HostTier:
         return slots
 
     def fill(self, keys: list[BlockKey], slots: list[int]) -> None:
-        """Reserved slots are in use from now on for `keys`, as many as there are; the others are free again."""
+        """Assigns reserved slots to `keys`, in order; frees the rest."""
         self._reserved.difference_update(slots)
         for i, slot in enumerate(slots):
             if i < len(keys) and keys[i] not in self._slots:
@@ -114,13 +114,13 @@ class HostTier:
                 self._free.append(slot)
 
     def check_invariants(self) -> None:
-        """Assert that every slot is free or holds one block. For tests and simulation."""
+        """Asserts that every slot is free or holds one block. For tests and simulation."""
         used = list(self._slots.values())
         assert len(used) == len(set(used)), "two blocks in one slot"
         assert sorted([*used, *self._free, *self._reserved]) == list(range(self.num_slots)), "a slot is lost"
 
     def _digest_for_disk(self, key: BlockKey) -> bytes:
-        """Empty where the disk tier need not write it."""
+        """Returns the digest under which the disk tier writes the block; empty if it need not."""
         if self.on_disk is None or key.digest in self.on_disk:
             return b""
         self.on_disk.add(key.digest)
@@ -130,8 +130,8 @@ class HostTier:
         self._slots[key] = self._slots.pop(key)
 
     def _evict(self) -> int | None:
-        """A slot to write over; None where all are about to be read."""
-        for key, slot in self._slots.items():  # pinned ones were used last: the first will do
+        """Frees and returns the least recently used slot; None if all are about to be read."""
+        for key, slot in self._slots.items():  # in order of use; pinned slots were used last
             if slot not in self._pinned:
                 del self._slots[key]
                 return slot

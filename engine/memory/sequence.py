@@ -1,4 +1,19 @@
-"""Sequence: one sample, or one hypothesis of a beam search, of a request, as the Driver knows it."""
+"""Sequence: one sample of a request, or one hypothesis of a beam search, as the Driver knows it.
+
+Tokens lie on one line; every count is a position on it:
+
+    0        num_cached     num_prompt      num_computed   len(token_ids)    num_tokens    max_num_tokens
+    |------------|--------------|----------------|---------------|----------------|----------------|
+    |<- cached ->|              |                |               |                |                |
+    |<-------- prompt --------->|<------------- generated ----------------------->|<- may follow ->|
+    |<-------- computed: keys and values ------->|<- uncomputed: the next plans ->|
+    |<----------- known: values at the Driver ------------------>|<-- pending --->|
+    |<---- scored ---->|  num_scored_tokens of the prompt, with prompt_logprobs
+
+`num_computed_tokens` may also lie within the prompt (chunked prefill) or fall back to 0 (preemption). Pending tokens
+are those that plans already sent will sample; their values are not back yet (overlapped scheduling). The scheduler's
+one rule: computed tokens chase known and pending tokens.
+"""
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -10,14 +25,17 @@ from engine.sampling_params import SamplingParams
 
 
 class BlockKey(NamedTuple):
-    """What a full block is known by: the hash of its tokens and of all before them, and its tokens, to be compared."""
+    """The name of a full block in the prefix cache.
+
+    `digest` is the hash of its tokens and of all tokens before them; `token_ids` are compared against collisions.
+    """
 
     digest: bytes
     token_ids: tuple[int, ...]
 
 
 class SequenceStatus(Enum):
-    WAITING = auto()  # new, preempted, or to be forked off another: holds no blocks
+    WAITING = auto()  # new, preempted, or waiting to be forked: holds no blocks
     RUNNING = auto()
     FINISHED = auto()
 
@@ -25,11 +43,9 @@ class SequenceStatus(Enum):
 class Sequence:
     """Known tokens, computed tokens, and the blocks that hold them.
 
-    The Scheduler changes it, with what it owns: BlockManager, FairShare, the queues, the groups. From outside comes
-    only how it ended, where the text or the client decided that. `token_ids` holds what the Driver has seen;
-    `num_pending_tokens` counts tokens that plans already sent will sample but whose values are not back yet
-    (overlapped scheduling). `num_computed_tokens` counts plans as computed when they are sent: the Worker runs them in
-    order, so a later plan may build on them.
+    Only the Scheduler and the objects that it owns (BlockManager, FairShare, queues, groups) change a Sequence;
+    Delivery sets how it ended if the text or the client decided that. `num_computed_tokens` counts a plan as computed
+    when it is sent: the Worker runs plans in order, so a later plan may build on it.
     """
 
     __slots__ = (
@@ -87,40 +103,40 @@ class Sequence:
         self.num_prompt_tokens = len(prompt_token_ids)
         self.params = params
         self.seed = seed
-        self.max_num_tokens = max_num_tokens  # prompt + output never goes past it
+        self.max_num_tokens = max_num_tokens  # prompt and output together
         self.priority = priority
-        self.arrival = arrival  # a counter, not a time: order must not depend on clocks
+        self.arrival = arrival  # a counter, not a time: the order must not depend on clocks
         self.cache_salt = cache_salt
-        self.tenant = tenant  # who shares the engine with others by `weight`
+        self.tenant = tenant  # shares the engine with other tenants by `weight`
         self.weight = weight
         self.status = SequenceStatus.WAITING
         self.num_computed_tokens = 0
         self.num_pending_tokens = 0
         self.num_preemptions = 0
         self.num_tokens_when_preempted = 0
-        self.num_charged_tokens = 0  # computed, and on its tenant's account; a second computation costs nothing
-        self.num_queued_tokens = 0  # what the queue that holds it counts it as
-        self.num_cached_tokens: int | None = None  # prompt tokens found in the prefix cache when first admitted
+        self.num_charged_tokens = 0  # computed and charged to its tenant; a second computation is free
+        self.num_queued_tokens = 0  # its count in the queue that holds it
+        self.num_cached_tokens: int | None = None  # prompt tokens found in the prefix cache at its first start
         self.first_scheduled_time: float | None = None
-        # Leading tokens of the prompt whose logprobs are known or not wanted.
+        # Leading prompt tokens whose logprobs are known, or not asked for.
         self.num_scored_tokens = 1 if params.prompt_logprobs is not None else self.num_prompt_tokens
         self.block_table: list[int] = []
-        self.block_keys: list[BlockKey] = []  # of the full blocks of known tokens; survives preemption
-        self.fork_of: Sequence | None = None  # the sample of the same prompt that computes it for both
-        self.group: SequenceGroup | None = None  # with whom it is preempted and resumed
-        # Where plain decoding stops: below it a token needs no block, is not the last one, and the Worker has the row.
+        self.block_keys: list[BlockKey] = []  # one per full block of known tokens; survives preemption
+        self.fork_of: Sequence | None = None  # the sample that computes the prompt for this one
+        self.group: SequenceGroup | None = None  # sequences that are preempted and resumed together
+        # Below this length a decode needs no check: it has a block and a row in the Worker, and is not the last token.
         self.decode_end = 0
-        self.look_at = 0  # a token before this length neither fills a block nor is the last one allowed
-        self.end_token_ids: frozenset[int] = frozenset()  # any of these may end it; the scheduler knows
-        self.in_worker = False  # whether the Worker holds these very tokens in a row
-        self.last_turn = 0  # when it last decoded while others rested: see engine/scheduling/short_steps.py
-        self.num_registered_blocks = 0  # leading blocks of the table that the prefix cache knows
+        self.look_at = 0  # below this length a token neither fills a block nor is the last one
+        self.end_token_ids: frozenset[int] = frozenset()  # tokens that may end it; the Scheduler checks
+        self.in_worker = False  # True while a row of the Worker holds these tokens
+        self.last_turn = 0  # its last turn in short steps (engine/scheduling/short_steps.py)
+        self.num_registered_blocks = 0  # leading blocks that the prefix cache knows
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
 
     @property
     def num_tokens(self) -> int:
-        """Known tokens, those on their way included."""
+        """Known and pending tokens."""
         return len(self.token_ids) + self.num_pending_tokens
 
     @property
@@ -129,9 +145,10 @@ class Sequence:
 
     @property
     def num_skippable_tokens(self) -> int:
-        """Leading tokens that need not be computed where their keys and values are found: all but the last known one,
-        whose logits are needed; but none whose logits score a token of the prompt, and none at all where the hidden
-        states of all are wanted.
+        """Leading tokens that need no computation if their keys and values are cached.
+
+        All but the last known token, whose logits are needed. With prompt_logprobs none whose logits score a token, and
+        with pooling over all tokens none at all.
         """
         if (pooling := self.params.pooling) is not None and pooling.needs_every_token:
             return 0
@@ -141,28 +158,28 @@ class Sequence:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """What is left to compute; nothing once the last token it may have is known or on its way."""
+        """Tokens left to compute; 0 once the last allowed token is known or pending."""
         if self.num_tokens >= self.max_num_tokens:
             return 0
         return self.num_tokens - self.num_computed_tokens
 
     @property
     def has_started(self) -> bool:
-        """Whether its first token is known or on its way."""
+        """True if its first generated token is known or pending."""
         return self.num_tokens > self.num_prompt_tokens
 
     @property
     def has_progressed(self) -> bool:
-        """Whether it got a token since it was last preempted, beside one that was on its way then."""
+        """True if it got a token since its last preemption, apart from tokens that were pending then."""
         return len(self.token_ids) > self.num_tokens_when_preempted
 
     @property
     def order(self) -> tuple[int, int]:
-        """First come, first served within a priority; lower runs first."""
+        """The place in the order: lower priority values first, then by arrival."""
         return self.priority, self.arrival
 
     def lose_blocks(self) -> None:
-        """The Worker is gone: it waits to be computed from the first token on."""
+        """The Worker is gone: the sequence waits to be computed from its first token on."""
         self.status = SequenceStatus.WAITING
         self.in_worker = False
         self.decode_end = 0
@@ -177,14 +194,14 @@ class Sequence:
 
 
 def end_tokens(params: SamplingParams, eos_token_ids: frozenset[int]) -> frozenset[int]:
-    """The tokens that end a text once it has min_tokens."""
+    """Returns the tokens that end a text once it has min_tokens."""
     return (eos_token_ids if params.ends_at_eos else frozenset()).union(params.stop_token_ids)
 
 
 def end_after(
     seq: Sequence, token_id: int, eos_token_ids: frozenset[int]
 ) -> tuple[FinishReason, str | int | None] | None:
-    """The (finish reason, stop reason) of `seq`, whose last token is `token_id`; None where it goes on."""
+    """Returns (finish reason, stop reason) of `seq`, whose last token is `token_id`; None if it goes on."""
     params = seq.params
     if not params.generates:
         return FinishReason.LENGTH, None
@@ -197,10 +214,12 @@ def end_after(
 
 
 class SequenceGroup:
-    """`members` are Sequences of one prompt, adjacent in order.
+    """Samples of one request, preempted and resumed together (gang scheduling: Kwon et al. 2023, section 4.5).
 
-    A group whose members together need more blocks than there are is `split`: they come and go in order, one by one,
-    until none of them runs. So it is from when one of them gave way to another tenant's sequence.
+    `members` are Sequences of one prompt, adjacent in order. They share blocks: a single member would free little by
+    giving up its own, and its return would delay all others. A `split` group comes and goes member by member until none
+    of them runs: a group whose members together need more blocks than the pool has, or whose member gave way to another
+    tenant.
     """
 
     inseparable = False  # True: members cannot continue without each other
@@ -223,17 +242,17 @@ class SequenceGroup:
 
     @property
     def waiting(self) -> list[Sequence]:
-        """Without those that wait for another to compute the prompt for them."""
+        """Waiting members, without those that wait for another to compute their prompt."""
         return [seq for seq in self.members if seq.status is SequenceStatus.WAITING and seq.fork_of is None]
 
     @property
     def num_together(self) -> int:
-        """Sequences that run when all of the group do."""
+        """Number of sequences when the whole group runs."""
         return sum(seq.status is not SequenceStatus.FINISHED for seq in self.members)
 
     @property
     def num_spare_rows(self) -> int:
-        """Rows beyond those of its running sequences that the group needs while it runs."""
+        """Rows that the group needs while it runs, beyond those of its running sequences."""
         return 0
 
     @property
@@ -263,7 +282,7 @@ class SequenceGroup:
 
 @dataclass(slots=True)
 class GroupChoice:
-    """What a group that chooses together asks of the Scheduler, which applies the fields in this order.
+    """Changes that a beam search asks of the Scheduler, which applies the fields in this order.
 
     finished: members that give up their blocks.
     forked: (parent, child): the child takes over the parent's tokens and shares its blocks.
@@ -280,15 +299,15 @@ class GroupChoice:
 
 
 def together(seq: Sequence) -> list[Sequence]:
-    """The running sequences that are preempted with `seq`, itself among them."""
+    """Returns the running sequences that are preempted with `seq`, including itself."""
     return [seq] if seq.group is None or seq.group.split else seq.group.running
 
 
 def smallest_part(seq: Sequence) -> list[Sequence]:
-    """The running sequences that must give way with `seq`, itself among them, when its place is needed."""
+    """Returns the running sequences that must give way with `seq`, including itself, if its place is needed."""
     return [seq] if seq.group is None or not seq.group.inseparable else seq.group.running
 
 
 def num_forks_of(seq: Sequence) -> int:
-    """How many others will run beside `seq`, the first of its group to be admitted."""
+    """Returns how many siblings will run beside `seq` if it is the first of its group to start; else 0."""
     return 0 if seq.group is None or seq.group.running else seq.group.num_together - 1

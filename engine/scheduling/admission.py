@@ -70,7 +70,7 @@ class Admission:
         self._inseparable: set[SequenceGroup] = set()  # live groups whose members run together or not at all
         self._last_delayed: Sequence | None = None
 
-    # What the Scheduler asks.
+    # Questions of the Scheduler.
 
     def next_newcomer(self) -> Newcomer | None:
         """Returns the next sequence in turn with those that give way to it; None without competition or without room.
@@ -148,7 +148,7 @@ class Admission:
     def has_free_row(self) -> bool:
         return self.num_rows < self.max_num_seqs
 
-    # What the Scheduler reports.
+    # Reports of the Scheduler.
 
     def begin_step(self, newcomer: Newcomer | None, budget: int) -> StepScope:
         """Opens the scope of the next plan, after the victims of `newcomer` were preempted."""

@@ -1,9 +1,9 @@
-"""Beam search: which continuations of the hypotheses of one prompt are kept. Tokens and logprobs in, a choice out.
+"""Beam search: chooses which continuations of the hypotheses of one prompt go on. Works on token ids and logprobs.
 
 The semantics are those of transformers' generate(num_beams=..., do_sample=False), so that results can be compared token
-by token: a hypothesis scores sum of logprobs / generated tokens ** length_penalty (Wu et al. 2016, section 7, in its
-simple form), of all continuations of a step the best `width` that do not end go on, and one that ends is finished only
-if it is among the best `width` of all.
+by token. The score of a hypothesis is sum of logprobs / generated tokens ** length_penalty (Wu et al. 2016, section 7,
+in its simple form). In each step the best `width` continuations that do not end go on; a continuation that ends counts
+as finished only if it is among the best `width` of all.
 """
 
 import math
@@ -19,7 +19,7 @@ Candidates = Sequence[tuple[int, float]]  # (token id, logprob), most likely fir
 
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
-    """A generated text as the list of its tokens, linked backwards: continuations share what they have in common."""
+    """A generated text as a list of tokens, linked backwards: continuations share their common start."""
 
     parent: "Hypothesis | None" = None
     token_id: int = -1
@@ -36,7 +36,7 @@ class Hypothesis:
         return _normalised(self.cumulative_logprob, self.length, length_penalty)
 
     def tokens(self) -> list[tuple[int, float]]:
-        """(token id, logprob) of each generated token, in order."""
+        """Returns (token id, logprob) of each generated token, in order."""
         found = []
         node: Hypothesis | None = self
         while node is not None and node.length:
@@ -46,14 +46,14 @@ class Hypothesis:
 
 
 class Survivor(NamedTuple):
-    """A hypothesis that goes on: running hypothesis number `parent` and one more token."""
+    """A hypothesis that goes on: running hypothesis number `parent`, and one more token."""
 
     parent: int
     token_id: int
 
 
 class BeamSearch:
-    """The search for one prompt. Begins with one running hypothesis, the empty one; `finished` is best first."""
+    """The search for one prompt. Starts with one running hypothesis, the empty one; `finished` is best first."""
 
     def __init__(self, params: BeamSearchParams, max_tokens: int, end_token_ids: Collection[int]) -> None:
         self.params = params
@@ -65,16 +65,16 @@ class BeamSearch:
 
     @property
     def num_candidates(self) -> int:
-        """How many continuations of each hypothesis `advance` must see for an exact result.
+        """Number of continuations of each hypothesis that `advance` needs for an exact result.
 
-        At most one per end token drops out, and no more than `width` of one hypothesis can go on.
+        At most one per end token drops out, and at most `width` of one hypothesis can go on.
         """
         return self.params.beam_width + len(self._end_token_ids)
 
     def advance(self, candidates: Sequence[Candidates]) -> list[Survivor]:
-        """Choose among the candidates of each running hypothesis, given in the order of `running`.
+        """Chooses among the candidates of each running hypothesis, given in the order of `running`.
 
-        Returns who goes on, best first, which is the new `running`; nobody once the search is done.
+        Returns the survivors, best first, in the order of the new `running`; none once the search is done.
         """
         width = self.params.beam_width
         ranked = self._rank(candidates)
@@ -94,7 +94,7 @@ class BeamSearch:
         return [] if self.done else [Survivor(parent, token_id) for parent, token_id, *_ in going_on]
 
     def _rank(self, candidates: Sequence[Candidates]) -> list[tuple[float, int, int, float]]:
-        """(cumulative logprob, number of the parent, token id, logprob), best first, ties in a fixed order."""
+        """Returns (cumulative logprob, number of the parent, token id, logprob), best first, ties in a fixed order."""
         banned = self._end_token_ids if self.running[0].length < self.params.min_tokens else ()
         ranked = [
             (hypothesis.cumulative_logprob + logprob, parent, token_id, logprob)

@@ -54,7 +54,7 @@ class BlockReserve(Protocol):
         """A plan is complete."""
 
     def reset(self, watermark_blocks: int) -> None:
-        """Nothing runs any more, and the pool is another one. What was learned of lengths stays."""
+        """The Worker was replaced: no sequence runs, the pool is new. Learned output lengths stay."""
 
 
 class WatermarkReserve:

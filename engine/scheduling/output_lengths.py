@@ -1,9 +1,9 @@
-"""OutputLengths: how long outputs get, learned from those that ended, for requests of a like limit.
+"""OutputLengths: the distribution of output lengths, learned from finished outputs, for requests of similar limits.
 
 A life table (Cutler and Ederer 1958) over buckets of the output length: the hazard of a bucket is the share of the
-sequences which entered it that ended in it. Sequences that still run, and those that were aborted, count as entered for
-as far as they came (censored), so the first to end, which are the short ones, do not make all look short. Two
-pseudo-observations per bucket carry the prior: what got as far as n tokens gets to 2n with probability one half.
+sequences that ended in it among those that entered it. Running and aborted sequences count as entered up to their
+present length (censored): short outputs end first, and without this all outputs would look short. Two
+pseudo-observations per bucket carry the prior: an output of n tokens reaches 2n tokens with probability one half.
 """
 
 from functools import cache
@@ -13,15 +13,15 @@ from engine.memory.sequence import Sequence
 from engine.outputs import FinishReason
 
 MAX_LENGTH = 1 << 30  # tokens; beyond any model
-MAX_OBSERVATIONS = 1024  # then all counts are halved, so that what is served now outweighs what was
+MAX_OBSERVATIONS = 1024  # at this number all counts are halved, so that recent outputs outweigh old ones
 PRIOR_WEIGHT = 2.0
-PRIOR_SCALE = 16  # tokens; an output that has just begun counts as this long
-STALE_SHARE = 0.05  # of new observations, after which a class is fitted anew
-MAX_REFITS_SAVED = 8  # times that fitting was put off
+PRIOR_SCALE = 16  # tokens: the prior sees an output as this much longer
+STALE_SHARE = 0.05  # share of new observations that makes a new fit necessary
+MAX_REFITS_SAVED = 8  # skipped fits before the next one in any case
 
 
 def bucket_of(length: int) -> int:
-    """Exact below 16, then eight buckets an octave."""
+    """Returns the bucket of a length: exact below 16 tokens, then eight buckets per octave."""
     if length < 16:
         return length
     shift = length.bit_length() - 4
@@ -29,7 +29,7 @@ def bucket_of(length: int) -> int:
 
 
 def bucket_start(bucket: int) -> int:
-    """The least length of a bucket."""
+    """Returns the smallest length of a bucket."""
     if bucket < 16:
         return bucket
     shift = (bucket >> 3) - 1
@@ -38,14 +38,14 @@ def bucket_start(bucket: int) -> int:
 
 @cache
 def horizons(block_size: int, limit: int) -> tuple[int, ...]:
-    """How many tokens ahead the future is looked at: a quarter of a block, then two an octave, below `limit`."""
+    """Returns the look-ahead distances in tokens: a quarter of a block, then two per octave, below `limit`."""
     quarter = max(1, block_size // 4)
     steps = sorted({m << e for e in range(limit.bit_length()) for m in (2, 3)} | {1})
     return tuple(step * quarter for step in steps if step * quarter < limit)
 
 
 class LengthClass:
-    """Outputs of 1 to `limit` tokens. `fit` turns the counts into the survivor function that the questions read."""
+    """Outputs of 1 to `limit` tokens. `fit` turns counts into the survivor function that `reach` and `alive` read."""
 
     def __init__(self, limit: int, block_size: int) -> None:
         self.limit = limit
@@ -57,7 +57,7 @@ class LengthClass:
         self.fit({})
 
     def observe(self, length: int, censored: bool) -> None:
-        """An output ended with `length` tokens; `censored`: it would have got longer."""
+        """Counts an output that ended with `length` tokens; `censored`: it would have become longer."""
         if length < 1:
             return
         (self._censored if censored else self._ended)[bucket_of(min(length, self.limit))] += 1.0
@@ -69,13 +69,13 @@ class LengthClass:
             self._censored = [count / 2 for count in self._censored]
 
     def refit(self, running: dict[int, int]) -> None:
-        """`fit`, where enough has changed since: new ends, or time for those that run."""
+        """Calls `fit` if enough outputs ended since the last fit, or if the last fit is old."""
         self._num_refits_saved += 1
         if self._num_new > STALE_SHARE * self._num_observed or self._num_refits_saved == MAX_REFITS_SAVED:
             self.fit(running)
 
     def fit(self, running: dict[int, int]) -> None:
-        """Work out the survivor function; `running` counts those that run now, by the bucket of their next token."""
+        """Computes the survivor function. `running` counts running sequences by the bucket of their next token."""
         cut = [c + running.get(bucket, 0) for bucket, c in enumerate(self._censored)]
         all_of = [e + c for e, c in zip(self._ended, cut, strict=True)]
         entered = list(accumulate(reversed(all_of)))[::-1]
@@ -83,7 +83,7 @@ class LengthClass:
         for bucket, at_risk in enumerate(entered):
             begin, end = self._starts[bucket], self._starts[bucket + 1]
             prior = PRIOR_WEIGHT * (end - begin) / (end + PRIOR_SCALE)
-            # Those cut off within the bucket were in it for half of it, on the average.
+            # A censored output was at risk for half of the bucket, on average.
             hazard = (self._ended[bucket] + prior) / (at_risk - cut[bucket] / 2 + PRIOR_WEIGHT)
             self._reach.append(self._reach[-1] * (1.0 - min(1.0, hazard)))
         self._reach[-1] = 0.0
@@ -91,7 +91,7 @@ class LengthClass:
         self._num_new = self._num_refits_saved = 0
 
     def reach(self, length: int) -> float:
-        """The probability that an output gets `length` tokens or more."""
+        """Returns the probability of `length` tokens or more."""
         if length > self.limit:
             return 0.0
         bucket = bucket_of(length)
@@ -100,7 +100,7 @@ class LengthClass:
         return low + (high - low) * (length - begin) / (end - begin)
 
     def alive(self, bucket: int) -> tuple[float, ...]:
-        """The probability to be still at it after each of `horizons`, for one whose next token is in `bucket`."""
+        """Returns P(still running after each of `horizons`) for an output whose next token is in `bucket`."""
         if (row := self._rows.get(bucket)) is None:
             begin = self._starts[bucket]
             total = self.reach(begin)
@@ -110,14 +110,14 @@ class LengthClass:
 
 
 class OutputLengths:
-    """A LengthClass for each power of two of the limit; no max_tokens, and no end of its own, are classes apart."""
+    """A LengthClass per power of two of the limit; requests without max_tokens, or with ignore_eos, have their own."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._classes: dict[tuple[int, bool, bool], LengthClass] = {}
 
     def class_of(self, seq: Sequence) -> LengthClass:
-        """The class of a sequence; at most some dozens come to be."""
+        """Returns the class of a sequence; there are a few dozen at most."""
         limit = seq.max_num_tokens - seq.num_prompt_tokens
         if seq.group is not None and seq.group.max_new_tokens is not None:
             limit = seq.group.max_new_tokens  # the limit of a hypothesis is always its next token
@@ -128,6 +128,6 @@ class OutputLengths:
         return found
 
     def observe(self, seq: Sequence, reason: FinishReason) -> None:
-        """A sequence ended. One cut by its limit has the length that such requests have."""
+        """Counts a finished sequence. One that its limit ended is not censored: such requests have that length."""
         censored = reason in (FinishReason.ABORT, FinishReason.ERROR)
         self.class_of(seq).observe(seq.num_generated_tokens, censored)

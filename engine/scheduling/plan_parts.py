@@ -16,7 +16,7 @@ from engine.memory.sequence import Sequence, SequenceStatus
 class RunningParts:
     """Running sequences in one plan: decodes, and chunks of more than a plain decode.
 
-    Nothing is counted as computed before `commit_decodes` (the Scheduler counts the chunks), so a victim of preemption
+    Tokens count as computed from `commit_decodes` on (the Scheduler counts those of chunks), so a victim of preemption
     just drops out.
     """
 
@@ -29,7 +29,7 @@ class RunningParts:
         self._decodes: list[Sequence] = []
         self._growing: dict[Sequence, None] = {}  # decodes that need a block; in order
         self._decode_allocations: dict[Sequence, Allocation] = {}
-        self._wanted: list[tuple[Sequence, int]] = []  # what chunks would compute without a budget
+        self._wanted: list[tuple[Sequence, int]] = []  # chunks, before the budget cuts them
         self.chunks: dict[Sequence, tuple[int, Allocation]] = {}  # number of tokens, blocks
         add = self._decodes.append
         for seq in sequences:

@@ -1,4 +1,4 @@
-"""Prefetcher: requests whose prefix lies on the disk wait for it to reach host memory before they are scheduled."""
+"""Prefetcher: keeps a request waiting while its prefix moves from the disk tier to host memory."""
 
 import asyncio
 import itertools
@@ -12,7 +12,7 @@ from engine.memory.host_tier import HostTier
 from engine.memory.sequence import BlockKey, Sequence
 from engine.scheduling.scheduler import Scheduler
 
-FETCH_SECONDS = 2.0  # a disk that takes longer is not waited for
+FETCH_SECONDS = 2.0  # a sequence waits no longer for the disk
 
 
 @dataclass(slots=True, eq=False)
@@ -57,19 +57,19 @@ class Prefetcher:
         return True
 
     def fetched(self, message: FetchedBlocks) -> None:
-        """The Worker has read what it could. Raises WorkerDiedError for an answer to nothing that was asked."""
+        """The Worker has read the blocks that it could. Raises WorkerDiedError for an unknown fetch."""
         fetch = self._fetches.pop(message.fetch_id, None)
         if fetch is None:
             raise WorkerDiedError(f"the Worker answered fetch {message.fetch_id}, which is not under way")
         tier = self._scheduler.block_manager.host_tier
         assert tier is not None and tier.on_disk is not None
         tier.fill(fetch.keys[: message.num_blocks], fetch.slots)
-        if message.num_blocks < len(fetch.keys):  # damaged, or written over since
+        if message.num_blocks < len(fetch.keys):  # damaged, or overwritten since
             tier.on_disk.discard(fetch.keys[message.num_blocks].digest)
         self._give_up(fetch.seq)
 
     def release(self, seq: Sequence) -> None:
-        """Hand `seq` to the scheduler now, so that it can be ended; harmless where it does not wait here."""
+        """Hands `seq` to the scheduler now, so that it can be ended; a no-op if it does not wait here."""
         fetch = self._by_seq.pop(seq, None)
         if fetch is not None:
             assert fetch.timer is not None
@@ -93,7 +93,7 @@ class Prefetcher:
             self._wake()
 
     def _wanted(self, seq: Sequence, tier: HostTier, on_disk: set[bytes]) -> list[BlockKey]:
-        """The blocks that the disk holds from the first missing one on, where to load them pays."""
+        """Returns the blocks to read: those on the disk from the first missing one on, if loading them pays."""
         blocks = self._scheduler.block_manager
         missing = blocks.missing_keys(seq)
         keys = list(takewhile(lambda key: key.digest in on_disk, missing))[: tier.num_slots // 2]

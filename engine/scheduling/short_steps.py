@@ -29,7 +29,7 @@ class StepRoom(NamedTuple):
 
     decodes_alone: float  # in a step of decodes only
     decodes: float  # beside an empty prompt
-    tokens: float  # of prompts, without decodes
+    tokens: float  # prompt tokens, in a step without decodes
 
 
 class StepTimes:
@@ -38,7 +38,7 @@ class StepTimes:
     Model: seconds = base + per_decode * decodes, and in steps with chunks + first_token + per_token * chunk tokens. The
     weights are read once; each decode reads the keys and values that it attends to; each prompt token is computed. A
     GPU runs decodes alone as a recorded graph, and steps with chunks kernel by kernel. The four coefficients minimise
-    the squared relative errors; recent steps weigh most. Where steps do not tell the coefficients apart, the last fit
+    the squared relative errors; recent steps weigh most. If steps do not tell the coefficients apart, the last fit
     stays (ridge regression towards it).
     """
 
