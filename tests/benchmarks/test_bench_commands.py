@@ -78,7 +78,7 @@ def test_bench_says_before_it_runs_that_it_cannot_draw(tmp_path, capsys, monkeyp
     assert "pip install 'pageserve[bench]'" in capsys.readouterr().err
 
 
-def test_bench_says_what_to_do_when_nobody_answers(capsys):
+def test_bench_gives_advice_if_no_server_answers(capsys):
     assert bench(["--base-url", "http://127.0.0.1:9/v1"]) == 2
     assert "Start a server with `pageserve serve`" in capsys.readouterr().err
 
@@ -123,7 +123,7 @@ def test_serve_compares_two_servers_it_starts(tmp_path, capsys):
     document = json.loads(path.read_text())
     assert [run["server"] for run in document["runs"]] == ["ours", "ours", "peer", "peer"]
     assert all(run["failed"] == 0 and run["server_cpu_s"] >= 0 for run in document["runs"])
-    assert document["settings"]["max_token_id"] == 1999  # what the smaller vocabulary takes, for both
+    assert document["settings"]["max_token_id"] == 1999  # the limit of the smaller vocabulary, for both
     assert document["servers"]["ours"]["ready_s"] > 0 and document["servers"]["ours"]["memory_mib"] > 1
 
 
@@ -167,7 +167,7 @@ def test_pause_stops_every_process_and_resume_wakes_them(tmp_path):
     assert wait_for(lambda: not any(os.path.exists(f"/proc/{pid}") and state_of(pid) != "Z" for pid in members))
 
 
-def test_stop_kills_what_ignores_sigterm(tmp_path):
+def test_stop_kills_a_process_that_ignores_sigterm(tmp_path):
     script = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
     script += "print('{port}', flush=True); time.sleep(60)"
     process = ServerProcess(f'{sys.executable} -c "{script}"', tmp_path / "log")
@@ -182,7 +182,7 @@ def test_bench_needs_neither_torch_nor_the_engine():
     assert out.strip() == "[]"
 
 
-def test_serve_stops_what_it_started_when_it_is_ended(tmp_path):
+def test_serve_stops_its_servers_when_it_is_ended(tmp_path):
     ready = tmp_path / "ready"
     script = (
         f"import pathlib, os, time; pathlib.Path('{ready}').write_text(str(os.getpid())); time.sleep(60)  # {{port}}"

@@ -147,7 +147,7 @@ async def test_a_stop_instead_of_the_length_fails():
     assert "finish_reason 'stop', not 'length'" in await failure(write)
 
 
-async def test_a_sample_nobody_asked_for_fails():
+async def test_an_unrequested_sample_fails():
     assert "sample 1 of 1" in await failure(lambda body: [frame(event(choice(1))), DONE])
 
 
@@ -174,7 +174,7 @@ async def test_a_refused_request_shows_the_servers_words():
     assert figures.failures[0].startswith('status 400: {"error": {"message": "token id out')
 
 
-async def test_nobody_listens():
+async def test_no_server_listens():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         endpoint = Endpoint(f"http://127.0.0.1:{taken.getsockname()[1]}/v1")
@@ -184,7 +184,7 @@ async def test_nobody_listens():
             await find_target(endpoint)
 
 
-async def test_the_target_is_what_the_server_lists():
+async def test_the_target_is_a_model_that_the_server_lists():
     async with StubServer(answer, max_model_len=777) as server:
         endpoint = Endpoint(server.base_url)
         assert await find_target(endpoint) == Target(endpoint, "stub", 777)

@@ -241,7 +241,7 @@ def test_the_limits_may_take_from_the_parts_behind_them(tmp_path, monkeypatch):
     assert given["limits"] > 140 and 140 < given["tests"] < 180 and "tiles" not in given
 
 
-def test_what_a_part_started_is_asked_to_end_before_it_is_killed(tmp_path):
+def test_children_of_a_part_are_asked_to_end_before_they_are_killed(tmp_path):
     script = f"trap 'touch {tmp_path}/asked; exit 0' TERM; touch {tmp_path}/ready; while :; do sleep 0.05; done"
     process = subprocess.Popen(["/bin/sh", "-c", script], start_new_session=True)
     while not (tmp_path / "ready").exists():
@@ -306,7 +306,7 @@ def test_one_wheel_per_distribution():
     assert [path.name for path in wheels.newest(map(Path, names))] == [names[2], names[1]]
 
 
-# What only a GPU runs, as far as that goes without one.
+# The parts that need a GPU, as far as they run without one.
 
 
 class FakeEvent:
@@ -461,7 +461,7 @@ def test_a_case_that_cannot_be_made_costs_the_rest_of_its_series_only(tmp_path):
 # Results.
 
 
-def test_tests_end_before_their_process_is_ended_so_that_what_passed_is_counted(tmp_path, monkeypatch):
+def test_tests_end_before_their_process_so_that_passed_ones_are_counted(tmp_path, monkeypatch):
     passed = json.dumps({"test": "tests/kernels/x", "outcome": "passed", "message": ""})
     (tmp_path / "tests-results.jsonl").write_text(passed + "\n")
     monkeypatch.setattr(tests, "pytest_command", lambda files, setting: ["sleep", "60"])

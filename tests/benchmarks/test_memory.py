@@ -166,7 +166,7 @@ def test_pieces_never_overlap_and_all_come_back(kind, num_slots):
     assert pool.reserve(largest if kind is BuddyPool else num_slots) is not None, "all holes are joined again"
 
 
-def test_what_a_request_reserves():
+def test_the_reservation_of_a_request():
     assert reservation("max", 10, 25, 2048) == 2048
     assert reservation("pow2", 10, 25, 2048) == 42, "the paper's example: 25 tokens reserve 32"
     assert reservation("pow2", 1000, 1048, 2048) == 2048

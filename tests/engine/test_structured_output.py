@@ -70,7 +70,7 @@ def compiler(vocabulary):
 @pytest.mark.parametrize(
     "kind, text", [("xml", "a"), ("regex", ""), ("json_object", "{}"), ("grammar", "x" * (MAX_TEXT_BYTES + 1))]
 )
-def test_what_is_no_structured_output(kind, text):
+def test_values_that_are_no_structured_output(kind, text):
     with pytest.raises(InvalidRequestError, match=r"structured_output|at most"):
         StructuredOutput(kind, text)
 
@@ -80,7 +80,7 @@ def test_equal_ones_have_one_digest():
     assert StructuredOutput.json_schema({}).digest() != StructuredOutput.json_schema({}, lenient=True).digest()
 
 
-# What compiles, and what is said about the rest.
+# Outputs that compile, and the errors of those that do not.
 
 MANY_PROPERTIES = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(2000)}}
 SERVED = {
@@ -144,7 +144,7 @@ def test_served(compiler, output):
 
 
 @pytest.mark.parametrize("output, says", REFUSED.values(), ids=REFUSED.keys())
-def test_refused_with_what_is_wrong(compiler, output, says):
+def test_refused_with_the_fault(compiler, output, says):
     started = time.process_time()
     fault = find_fault(compiler, output)
     assert fault and says in fault and len(fault) <= MAX_MESSAGE
@@ -208,7 +208,7 @@ async def test_a_verdict_is_found_once_and_kept(make_checker):
         with pytest.raises(InvalidRequestError, match="the regex cannot be used: invalid regex"):
             await checker.check(bad)
     [pid] = checker.helper_pids
-    os.kill(pid, signal.SIGSTOP)  # what is known asks nobody
+    os.kill(pid, signal.SIGSTOP)  # a cached verdict needs no helper
     try:
         await checker.check(CODE)
         with pytest.raises(InvalidRequestError):
@@ -226,7 +226,7 @@ async def test_one_that_takes_too_long_is_ended_and_the_next_is_served(make_chec
     await roomy.check(StructuredOutput.json_schema(MANY_PROPERTIES))
 
 
-async def test_a_process_that_somebody_kills_is_replaced(make_checker):
+async def test_a_process_that_is_killed_from_outside_is_replaced(make_checker):
     checker = make_checker()
     await checker.check(CODE)
     [pid] = checker.helper_pids
@@ -250,7 +250,7 @@ async def test_one_that_is_stopped_is_replaced_in_no_time(make_checker):
 
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
-async def test_no_grammar_is_guilty_of_helpers_that_somebody_hits_again_and_again(make_checker, monkeypatch, number):
+async def test_no_grammar_is_blamed_for_helpers_that_are_hit_from_outside(make_checker, monkeypatch, number):
     monkeypatch.setattr(engine.executor.process_state, "LOOK_SECONDS", 0.05)
     checker = make_checker()
     await checker.check(CODE)
@@ -269,7 +269,7 @@ async def test_no_grammar_is_guilty_of_helpers_that_somebody_hits_again_and_agai
     assert len(checker.helper_pids) == 1 and not set(hits) & set(checker.helper_pids)
 
 
-async def test_helpers_that_somebody_hits_for_ever_are_no_fault_of_a_grammar(make_checker, monkeypatch):
+async def test_helpers_that_are_always_killed_from_outside_are_no_fault_of_a_grammar(make_checker, monkeypatch):
     monkeypatch.setattr(engine.executor.process_state, "LOOK_SECONDS", 0.05)
     checker, asked = make_checker(), GrammarHelper.ask
 
@@ -290,7 +290,7 @@ async def test_one_that_hangs_is_killed_and_another_takes_its_place(make_checker
     os.kill(pid, signal.SIGSTOP)  # which the kernel does not tell here
     monkeypatch.setattr(engine.executor.process_state, "stopped_at", lambda pid: None)
     monkeypatch.setattr(engine.grammars.checker, "stopped_at", lambda pid: None)
-    monkeypatch.setattr(engine.grammars.checker, "WALL_CLOCK_FACTOR", 0.15)  # of 20 s
+    monkeypatch.setattr(engine.grammars.checker, "WALL_CLOCK_FACTOR", 0.15)  # 3 s with a limit of 20 s
     await checker.check(FOX_FORM)
     [other] = checker.helper_pids
     assert other != pid
@@ -298,7 +298,7 @@ async def test_one_that_hangs_is_killed_and_another_takes_its_place(make_checker
         os.kill(pid, 0)
 
 
-async def test_a_caller_that_leaves_disturbs_nobody(make_checker):
+async def test_a_cancelled_caller_does_not_disturb_others(make_checker):
     checker = make_checker()
     leaving = asyncio.create_task(checker.check(FOX_FORM))
     staying = asyncio.create_task(checker.check(FOX_FORM))
@@ -344,7 +344,7 @@ async def test_tenants_take_turns(make_checker, monkeypatch):
         await asyncio.sleep(0.001)
     await asyncio.gather(*tasks)
     assert asked.index(CODE) <= 2 and asked.index(many[-1]) <= 4
-    assert len(asked) == 9, "what both asked for is checked once"
+    assert len(asked) == 9, "an output of both tenants is checked once"
 
 
 async def test_verdicts_are_bounded(make_checker, monkeypatch):
@@ -432,7 +432,7 @@ def test_neighbours_are_not_touched(llm):
 
 
 @pytest.mark.parametrize("more", [{"ignore_eos": True}, {"min_tokens": 12}])
-def test_a_form_wins_over_what_makes_a_text_longer(llm, more):
+def test_a_form_wins_over_options_that_make_a_text_longer(llm, more):
     [result] = generate(llm, CODE, **more)
     assert re.fullmatch("[A-Z]{2}-[0-9]{4}", result.outputs[0].text)
     assert result.outputs[0].finish_reason is FinishReason.STOP

@@ -1,4 +1,4 @@
-"""Where thinking begins and ends, in tokens: as the text says it, whatever the tokens."""
+"""The start and the end of thinking in tokens: as in the text, for any split into tokens."""
 
 import random
 
@@ -66,7 +66,7 @@ def test_the_tag_is_completed_from_wherever_it_is(opened):
         assert text.count(END) == 1 and text.endswith(END) and scan.num_tokens <= 1 + len(begun)
 
 
-def test_a_token_that_is_the_tag_is_what_closes():
+def test_a_token_that_is_the_whole_tag_closes_the_thinking():
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens([BEGIN, END])
     end = tokenizer.token_to_id(END)
@@ -97,7 +97,7 @@ def test_the_bundled_tokenizer_spells_it_in_pieces():
         ({"bad_words": ((13, 3), (2, 3))}, "bad_words"),
     ],
 )
-def test_what_would_keep_the_tag_out_is_refused(fields, param):
+def test_bans_of_the_closing_tag_are_refused(fields, param):
     tags = find_tags({0: b"</", 2: b"think", 3: b">", 1: b"a"}, [], None)
     assert tags.closing[0] == [0, 2, 3]
     check_budget(SamplingParams(**fields), tags)

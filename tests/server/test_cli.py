@@ -117,7 +117,7 @@ def test_serve_hands_both_configs_to_the_server(monkeypatch, tmp_path):
     assert (engine_config.model, engine_config.num_blocks) == ("some/model", 9)
 
 
-def test_a_server_for_everybody_is_refused_with_what_to_do(capsys):
+def test_an_open_server_is_refused_with_advice(capsys):
     assert main(["serve", "--host", "0.0.0.0"]) == 2
     said = capsys.readouterr().err
     assert "no API key is set" in said and "--allow-unauthenticated" in said and said.count("\n") == 1
@@ -302,7 +302,7 @@ def test_the_question_may_come_from_a_pipe(scripted, capsys, monkeypatch):
         (["generate", "--device", "cpu", "h\udce9llo"], ""),
     ],
 )
-def test_what_is_typed_is_text(command, typed, capsys, monkeypatch):
+def test_typed_messages_must_be_text(command, typed, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
     assert main(command) == 2
     assert "is not UTF-8 text" in capsys.readouterr().err
@@ -343,7 +343,7 @@ def test_errors_do_not_end_a_conversation(scripted, capsys, monkeypatch):
     for data in ('{"choices": [{"index": 0}]}', '{"error": "a text"}', "<html>"):
         assert f"an event that is no chat chunk: {data}" in err
     contents = [message["content"] for message in scripted.requests[-1][1]["messages"]]
-    # What had no answer at all is forgotten.
+    # Questions without any answer are forgotten.
     assert contents == ["q2", "part", "q3", "cut", "q4", "odd", "q5", "new", "q8"]
     assert out.endswith("fine\n\n")
 
@@ -373,7 +373,7 @@ runpy.run_module("server.cli", run_name="__main__")
 """
 
 
-def test_what_is_typed_during_an_answer_is_shown_at_the_next_prompt(scripted):
+def test_text_typed_during_an_answer_is_shown_at_the_next_prompt(scripted):
     rest = threading.Event()
     waiting = threading.Event()
 

@@ -31,7 +31,7 @@ def start(script, **streams):
     return subprocess.Popen(command, cwd=ROOT, **({"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | streams))
 
 
-def test_everything_comes_in_order_from_whoever_writes_it():
+def test_lines_of_all_writers_come_in_order():
     script = """
 with StandardStreams():
     for i in range(2000):
@@ -54,7 +54,7 @@ def test_a_traceback_at_the_end_is_not_lost():
     assert errors.endswith(b"ValueError: what went wrong\n") and process.returncode == 1
 
 
-def test_a_pipe_that_nobody_reads_stops_nothing_and_what_was_dropped_is_told_where_it_was():
+def test_a_pipe_without_a_reader_blocks_nothing_and_a_notice_stands_for_the_dropped_lines():
     script = """
 standard_streams.MAX_BYTES, standard_streams.RESUME_BYTES = 100_000, 50_000
 with StandardStreams():
@@ -180,7 +180,7 @@ SECRETS = {
 }
 
 
-def test_a_server_whose_output_nobody_takes_serves_and_ends_in_good_order(unread_server):
+def test_a_server_without_a_reader_of_its_output_serves_and_ends_in_good_order(unread_server):
     url, process = unread_server
     children = children_of(process)
     body = {"model": "bundled", "prompt": "Once", "max_tokens": 8}

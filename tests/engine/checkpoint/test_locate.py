@@ -1,4 +1,4 @@
-"""Where a checkpoint is found, and every way in which it is refused."""
+"""Places of a checkpoint, and every reason to refuse one."""
 
 import json
 import os

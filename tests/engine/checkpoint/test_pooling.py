@@ -59,7 +59,7 @@ def test_an_option_wins_and_keeps_the_normalisation(tmp_path):
         (flags(mean_tokens=True), ((2, "Dense"),), "'Dense' is not served"),
     ],
 )
-def test_what_is_not_served_is_named_with_the_way_out(tmp_path, settings, others, words):
+def test_an_unserved_pooling_is_named_with_the_alternative(tmp_path, settings, others, words):
     with pytest.raises(ModelError, match=words) as caught:
         read_pooling(save(tmp_path, settings, *others), "auto")
     assert "--pooling" in str(caught.value)
@@ -83,7 +83,7 @@ def test_a_module_outside_of_the_folder_is_not_read(tmp_path):
         read_pooling(model, "auto")
 
 
-def test_what_is_usual_and_what_makes_no_sense():
+def test_default_poolings_and_a_senseless_one():
     assert pooling_of_model(None, encoder=True) == Pooling("mean")
     assert pooling_of_model(None, encoder=False) == Pooling("last")
     assert pooling_of_model(Pooling("cls"), encoder=True) == Pooling("cls")

@@ -60,7 +60,7 @@ def test_without_values_it_is_openais(tmp_path, values):
         '"repetition_penalty": -Infinity',
     ],
 )
-def test_what_cannot_be_used_is_left_out_with_a_warning(tmp_path, caplog, value):
+def test_invalid_values_are_ignored_with_a_warning(tmp_path, caplog, value):
     with caplog.at_level(logging.WARNING):
         found = written(tmp_path, "{" + value + "}")
         assert found == OPENAI and written(tmp_path, '{"min_p": 0.2, ' + value + "}").min_p in (0.2, 0.0)
@@ -69,7 +69,7 @@ def test_what_cannot_be_used_is_left_out_with_a_warning(tmp_path, caplog, value)
 
 
 @pytest.mark.parametrize("text", ["[", "[]", "{" * 100_000, '{"a": ' * 10_000])
-def test_what_is_no_json_is_an_error(tmp_path, text):
+def test_a_file_that_is_no_json_is_an_error(tmp_path, text):
     with pytest.raises(ModelError, match=FILE):
         written(tmp_path, text)
 

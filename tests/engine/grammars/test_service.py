@@ -1,4 +1,4 @@
-"""What the Driver takes a Worker to have compiled, against what it has."""
+"""The grammars that the Driver counts as compiled, against those that the Worker has."""
 
 import asyncio
 import random
@@ -32,7 +32,7 @@ async def turns_of_the_loop():
         await asyncio.sleep(0)
 
 
-async def test_what_the_worker_could_not_compile_is_asked_for_again(service):
+async def test_a_grammar_that_the_worker_failed_to_compile_is_sent_again(service):
     sent: list[PrepareGrammar] = []
     service.attach(sent.append)
     for number, error in enumerate(("no memory", ""), start=1):
@@ -49,7 +49,7 @@ async def test_what_the_worker_could_not_compile_is_asked_for_again(service):
     await service.close()
 
 
-async def test_what_is_taken_to_be_in_the_worker_is_there(service):
+async def test_grammars_that_count_as_compiled_are_in_the_worker(service):
     """Else it would be compiled within a step, while all streams wait."""
     kept: OrderedDict[StructuredOutput, None] = OrderedDict()  # as engine/worker/sampling/grammar_cache.py does it
 

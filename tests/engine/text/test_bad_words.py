@@ -34,7 +34,7 @@ def test_a_word_of_too_many_tokens_is_refused(tokenizer):
 
 
 @pytest.mark.parametrize("words", [("",), (" ",), ((),), ("x" * 257,), ("a",) * (MAX_BAD_WORDS + 1), ((1,) * 33,)])
-def test_what_is_no_word_is_refused(words):
+def test_invalid_bad_words_are_refused(words):
     with pytest.raises(InvalidRequestError, match="bad_words"):
         SamplingParams(bad_words=words)
 

@@ -1,4 +1,4 @@
-"""What a client says is text: no special token comes out of it, and nothing else changes by a single id."""
+"""Client text stays text: it yields no special token, and no other token id changes."""
 
 import json
 
@@ -142,7 +142,7 @@ def test_special_text_in_content_is_ordinary_text(tokenizers, style, content):
         assert found == expected, f"{special} acts as a control token"
         assert prompt.text == tokenizer.template().render(messages, True, {})
         old = tokenizer.chat_prompt(messages, special_tokens_in_content=True)
-        assert len(controls(tokenizer, old.token_ids)) > len(expected), "what was asked for"
+        assert len(controls(tokenizer, old.token_ids)) > len(expected), "special tokens, as requested"
 
 
 PARTS = "< | > <| |> im _ im_end <|im_ end|> s /s> [ INST ] / user start_header_id eot_id|> the é a header 😀".split()

@@ -40,7 +40,7 @@ async def ask(renderer: TemplateRenderer, source: str, text: str = "hi", tenant:
     return await renderer.run(tenant, work)
 
 
-async def test_what_crosses_is_what_was_there(renderer):
+async def test_variables_reach_the_helper_unchanged(renderer):
     more = {"n": 10**400, "half": "\ud800", "x": [1.5, float("inf"), None, True, {"k": "é<|im_end|>\U0001f600"}]}
     expected = render(ECHO, {"messages": [{"content": "hi"}], "more": more})
     assert await ask(renderer, ECHO, more=more) == expected
@@ -132,7 +132,7 @@ async def test_memory_of_a_large_conversation_goes_with_its_process(renderer):
     assert len(renderer.helper_pids) == 1 and renderer.helper_pids != [pid]
 
 
-async def test_closing_ends_what_still_renders():
+async def test_closing_ends_a_running_rendering():
     renderer = TemplateRenderer(60.0)
     asked = asyncio.create_task(ask(renderer, ENDLESS))
     for _ in range(1000):

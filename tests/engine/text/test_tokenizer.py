@@ -114,7 +114,7 @@ def test_sentencepiece_spelling(tmp_path):
         ({}, "<|pad|>", None),
     ],
 )
-def test_what_stands_at_the_beginning_of_a_document(tmp_path, settings, added, expected):
+def test_the_token_that_starts_a_document(tmp_path, settings, added, expected):
     folder = save_fake_checkpoint(tmp_path / "model")
     vocabulary = byte_tokenizer()
     vocabulary.add_special_tokens([added])

@@ -56,7 +56,7 @@ def test_every_request_gets_a_line_and_errors_are_lines_too(server, tmp_path, ca
     assert "19 answers and 1 errors" in capsys.readouterr().err
 
 
-def test_what_a_wrong_key_kept_from_an_answer_is_asked_again(folder, tmp_path):
+def test_requests_refused_for_a_wrong_key_are_sent_again(folder, tmp_path):
     source = write_requests(tmp_path / "in", [completion_body(max_tokens=2)] * 2)
     with LiveServer(folder, api_key=("sk-right",)) as server:
         assert run(source, tmp_path / "out", server, "--api-key", "sk-wrong") == 1
@@ -65,7 +65,7 @@ def test_what_a_wrong_key_kept_from_an_answer_is_asked_again(folder, tmp_path):
     assert [line["response"]["status_code"] for line in answers(tmp_path / "out").values()] == [200, 200]
 
 
-def test_a_second_run_asks_only_what_has_no_final_answer(server, tmp_path):
+def test_a_second_run_sends_only_requests_without_a_final_answer(server, tmp_path):
     source = write_requests(tmp_path / "in", [completion_body(max_tokens=2)] * 6)
     assert run(source, tmp_path / "out", server) == 0
     lines = (tmp_path / "out").read_text().splitlines(keepends=True)
@@ -93,7 +93,7 @@ def test_a_queue_that_is_full_is_waited_for(folder, tmp_path):
     assert '429"' in shown, "otherwise this shows nothing"
 
 
-def test_what_would_come_out_the_same_is_asked_once_in_a_run(folder, tmp_path):
+def test_requests_with_a_final_error_are_sent_once_in_a_run(folder, tmp_path):
     """A request that kills Workers must not be sent eight times: the last of them would end the server."""
     third = expected_text(b"hello", 1, 3).encode()[-1]
     late = completion_body(prompt=[5], max_tokens=200, timeout=0.05)
@@ -215,7 +215,7 @@ def test_a_model_loaded_here_killed_and_run_again(tmp_path):
     command = [sys.executable, "-m", "server.cli", "run-batch", "-i", str(source), "-o", str(target), *options]
     (tmp_path / "keys").write_text("a-key-in-a-file")
     environ = {
-        **os.environ,  # what is meant for a server does not keep a batch from its own model
+        **os.environ,  # keys and limits of a server do not apply to a batch with its own model
         "PAGESERVE_API_KEY": "a-key-of-the-server",
         "PAGESERVE_API_KEY_FILE": str(tmp_path / "keys"),
         "PAGESERVE_REQUESTS_PER_MINUTE": "1",
@@ -238,7 +238,7 @@ def test_a_model_loaded_here_killed_and_run_again(tmp_path):
 
 
 def test_the_output_stays_the_file_that_it_is(server, tmp_path):
-    """What a link leads to, and who may read it."""
+    """The target of a link, and the file's permissions."""
     source, real = write_requests(tmp_path / "in", [completion_body(), completion_body()]), tmp_path / "real"
     (tmp_path / "out").symlink_to(real)
     assert run(source, tmp_path / "out", server) == 0
@@ -250,7 +250,7 @@ def test_the_output_stays_the_file_that_it_is(server, tmp_path):
     assert len(answers(real)) == 2
 
 
-def test_what_lies_beside_the_output_is_not_written_over(server, tmp_path):
+def test_files_beside_the_output_are_not_overwritten(server, tmp_path):
     source, other = write_requests(tmp_path / "in", [completion_body()] * 2), tmp_path / "other"
     other.write_text("precious")
     for name in ("out.kept", "out.tmp"):
