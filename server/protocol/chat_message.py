@@ -93,10 +93,12 @@ class Message(Strict):
         content, refusal, role = fields.get("content"), fields.get("refusal"), fields.get("role")
         for name, owner in ROLE_OF.items():
             if role != owner and fields.get(name) not in (None, []):
-                raise field_error("unsupported_value", f"belongs to messages of the {owner}", name)
+                raise field_error("unsupported_value", f"is allowed only in messages of the {owner}", name)
         for i, part in enumerate(content if isinstance(content, list) and role != "assistant" else ()):
             if isinstance(part, dict) and part.get("type") == "refusal":
-                raise field_error("unsupported_value", "may be 'refusal' only of the assistant", "content", i, "type")
+                raise field_error(
+                    "unsupported_value", "may be 'refusal' only in messages of the assistant", "content", i, "type"
+                )
         called = fields.get("tool_calls") or fields.get("function_call")  # function_call is refused by name later
         if role in NEED_CONTENT and content is None and refusal is None and not called:
             raise field_error("missing_required_parameter", "is required", "content")

@@ -27,7 +27,7 @@ def fields_of(value: Any, *path: str | int) -> dict[str, Any]:
 
 
 def known_fields(
-    fields: Mapping[str, Any], known: Collection[str], *path: str | int, text: str = "is not a field of it"
+    fields: Mapping[str, Any], known: Collection[str], *path: str | int, text: str = "is not a known field"
 ) -> dict[str, Any]:
     """The fields of `fields` that are in `known`, without nulls. Every other field that is not null is an error, unless
     the server ignores unknown fields."""

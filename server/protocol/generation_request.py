@@ -144,7 +144,7 @@ class GenerationRequest(Strict):
     @model_validator(mode="after")
     def _prompt_logprobs_come_whole(self) -> "GenerationRequest":
         if self.prompt_logprobs is not None and self.stream:
-            text = "is not available with stream: true; /v1/completions streams them with echo and logprobs"
+            text = "is not available with stream: true; /v1/completions streams prompt logprobs with echo and logprobs"
             raise field_error("unsupported_value", text, "prompt_logprobs")
         return self
 
@@ -156,7 +156,7 @@ class GenerationRequest(Strict):
     @model_validator(mode="after")
     def _truncation_leaves_something(self) -> "GenerationRequest":
         if self.truncate_prompt_tokens == 0:
-            raise field_error("invalid_value", "must be -1 (what fits) or at least 1", "truncate_prompt_tokens")
+            raise field_error("invalid_value", "must be -1 (as many as fit) or at least 1", "truncate_prompt_tokens")
         return self
 
     def check_limits(self, config: ServerConfig) -> None:

@@ -47,7 +47,7 @@ def with_tools(
     messages = _in_order_of_calls(messages)
     if use.in_template:
         listed = {"tools": [tool.function.for_template() for tool in tools]} if tools else {}
-        return _as_templates_take_them(template, use.form, messages, has_developer), listed
+        return _in_transformers_form(template, use.form, messages, has_developer), listed
     plain = [_as_text(message, use.form, has_developer) for message in messages]
     return _with_preamble(template, use.form, _joined(plain, messages), tools), {}
 
@@ -112,7 +112,7 @@ def _in_order_of_calls(messages: Sequence[Message]) -> list[Message]:
     return ordered
 
 
-def _as_templates_take_them(
+def _in_transformers_form(
     template: ChatTemplate, form: ToolFormat, messages: Sequence[Message], has_developer: bool
 ) -> list[dict[str, Any]]:
     """The messages in the form that transformers documents: arguments are objects, a result has the id of its call and
@@ -120,7 +120,7 @@ def _as_templates_take_them(
 
     Arguments that are no object are passed as text or, to a template that iterates over arguments, as one argument.
     """
-    takes_text = _takes_text(template) if any(_has_no_object(message) for message in messages) else True
+    accepts_text = _accepts_text(template) if any(_has_no_object(message) for message in messages) else True
     nothing = None if CONTENT_IS_NONE.search(template.source) else ""
     names: dict[str, str] = {}
     rendered = []
@@ -133,7 +133,7 @@ def _as_templates_take_them(
                 {
                     "id": _template_id(call.id, form),
                     "type": "function",
-                    "function": {"name": call.function.name, "arguments": _as_argument(call, takes_text)},
+                    "function": {"name": call.function.name, "arguments": _as_argument(call, accepts_text)},
                 }
                 for call in message.tool_calls
             ]
@@ -153,12 +153,12 @@ def _has_no_object(message: Message) -> bool:
     return any(call.function.parsed is None for call in message.tool_calls)
 
 
-def _as_argument(call: ToolCallOfHistory | CustomCallOfHistory, takes_text: bool) -> Written:
+def _as_argument(call: ToolCallOfHistory | CustomCallOfHistory, accepts_text: bool) -> Written:
     written = _written(call)
-    return {WHOLE: written} if isinstance(written, str) and not takes_text else written
+    return {WHOLE: written} if isinstance(written, str) and not accepts_text else written
 
 
-def _takes_text(template: ChatTemplate) -> bool:
+def _accepts_text(template: ChatTemplate) -> bool:
     """True if the template shows arguments that are a text. A template that iterates over names fails or drops it."""
     text = "{trial"
     call = {"id": "trial0000", "type": "function", "function": {"name": "trial", "arguments": text}}
@@ -175,7 +175,7 @@ def _takes_text(template: ChatTemplate) -> bool:
 
 def _template_id(call_id: str, form: ToolFormat) -> str:
     """The id in the form that the template accepts. Mistral's templates accept only ids of nine letters and digits: for
-    other ids the first characters of a hash stand in."""
+    other ids nine characters of a hash stand in."""
     if not form.short_ids or SHORT_ID.fullmatch(call_id):
         return call_id
     digest = hashlib.sha256(call_id.encode("utf-8", "surrogatepass")).digest()
@@ -218,14 +218,14 @@ def _with_preamble(
     first = messages[0]
     if first["role"] in ("system", "developer"):
         return [{**first, "content": f"{first['content']}\n\n{preamble}"}, *messages[1:]]
-    if _takes_system(template):
+    if _accepts_system(template):
         return [{"role": "system", "content": preamble}, *messages]
     if first["role"] == "user":
         return [{**first, "content": f"{preamble}\n\n{first['content']}"}, *messages[1:]]
     return [{"role": "user", "content": preamble}, *messages]
 
 
-def _takes_system(template: ChatTemplate) -> bool:
+def _accepts_system(template: ChatTemplate) -> bool:
     trial = [{"role": "system", "content": "trial"}, {"role": "user", "content": ""}]
     try:
         return "trial" in template.render(trial, True, {})

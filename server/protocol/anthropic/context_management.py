@@ -109,8 +109,8 @@ def _edit(value: Any) -> Any:
     if not isinstance(kind, str):
         raise field_error("invalid_type", "must be a string", "type")
     if kind not in KINDS:
-        known = " and ".join(map(repr, KINDS))
-        text = f"is {kind[:MAX_NAME_LENGTH]!r}, an edit that this server does not make: it makes {known}"
+        known = " or ".join(map(repr, KINDS))
+        text = f"is {kind[:MAX_NAME_LENGTH]!r}, an edit that this server does not support: use {known}"
         raise field_error("unsupported_value", text, "type")
     return validated(KINDS[kind], value)
 
@@ -125,7 +125,7 @@ def _in_order(edits: list[Edit]) -> list[Edit]:
         if kind in kinds[:i]:
             raise field_error("invalid_value", f"may not be {kind!r} twice", i, "type")
         if kind == "clear_thinking_20251015" and i:
-            raise field_error("invalid_value", f"must be first where it is {kind!r}", i, "type")
+            raise field_error("invalid_value", f"must be first: {kind!r} comes before every other edit", i, "type")
     return edits
 
 

@@ -254,7 +254,7 @@ def _format(value: Any) -> Any:
     if kind != "json_schema":
         raise field_error("invalid_value", "must be 'json_schema'", "type")
     for name in [name for name in value if name not in ("type", "schema")]:
-        unknown_field("is not a field of it", name)
+        unknown_field("is not a known field", name)
     form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
     without("json_schema", parse_response_format, form)
     return form
@@ -338,7 +338,7 @@ class AnthropicToolChoice(Strict):
     @model_validator(mode="after")
     def _names_a_tool(self) -> "AnthropicToolChoice":
         if (self.type == "tool") != (self.name is not None):
-            raise field_error("invalid_value", "is needed with type 'tool', and with no other", "name")
+            raise field_error("invalid_value", "is required with type 'tool', and not allowed with other types", "name")
         return self
 
     @property

@@ -173,7 +173,7 @@ class _Parser:
                 found = COUNT.match(self._text, self._at)
                 if found is None:
                     raise PatternError(
-                        "has a regular expression with a { that begins no count: write \\{ for the bracket"
+                        "has a regular expression with a { that is no repeat count: write \\{ for a bracket"
                     )
                 low, high = int(found[1]), int(found[3]) if found[3] else None if found[2] else int(found[1])
                 self._at = found.end()

@@ -234,7 +234,7 @@ def _read_tools(tools: list[tuple[str, Tool]], fields: dict[str, Any], i: int) -
         inner = tool.get("tools") if isinstance(tool, dict) else None
         count += len(inner) if isinstance(inner, list) else 1
         if count > MAX_ADDED_TOOLS:
-            raise field_error("invalid_value", f"is one too many: items may bring {MAX_ADDED_TOOLS}", i, "tools", j)
+            raise field_error("invalid_value", f"is one too many: items may add {MAX_ADDED_TOOLS} tools", i, "tools", j)
         tools.append((f"input[{i}].tools[{j}]", below(parse_tool, tool, i, "tools", j)))
 
 

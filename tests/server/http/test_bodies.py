@@ -1,4 +1,4 @@
-"""What a body is parsed into has bounds, which are looked at before it is; and so have the bytes under way."""
+"""Bodies: JSON bounds that are checked before parsing, and the budget of bytes that the server holds."""
 
 import json
 import platform

@@ -170,7 +170,7 @@ def test_requests_at_a_time_streams_included(folder):
         live.wait_idle()
         deadline = time.monotonic() + 10
         while client.post("/v1/completions", json=completion_body()).status_code != 200:
-            assert time.monotonic() < deadline, "who left is still counted"
+            assert time.monotonic() < deadline, "a client that left is still counted"
             time.sleep(0.02)
 
 

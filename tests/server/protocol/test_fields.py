@@ -99,7 +99,7 @@ def test_vllms_extras_have_a_place():
 
 
 def test_what_a_generation_takes_without_effect_is_on_the_written_list():
-    """Of the whole body, with everything in it that is an object: nothing is left out of the list."""
+    """The written list has every ignored and inert field of the body and of the objects in it."""
     kinds = (CompletionRequest, ChatCompletionRequest, StreamOptions, Message, ToolCallOfHistory, FunctionOfHistory)
     listed = {name for _, ignored, inert in WRITTEN_LIST for name in (*ignored, *inert)}
     for kind in (*kinds, Tool, FunctionDefinition):
@@ -400,7 +400,7 @@ def test_without_a_prompt_a_suffix_stands_alone(fim_client):
     assert choice["prompt_token_ids"] == [259, 258, *b"yz", 256]
 
 
-# What is known of old.
+# Extensions that vLLM has had for long.
 
 
 def test_older_extras_each_do_something(client):

@@ -1,4 +1,4 @@
-"""What clients of other servers send: spellings that are understood, and with --ignore-unknown-fields unknown names."""
+"""Requests of other servers' clients: accepted spellings, and unknown names with --ignore-unknown-fields."""
 
 import logging
 

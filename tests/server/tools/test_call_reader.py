@@ -101,7 +101,7 @@ WHOLE = [
     (QWEN3_CODER, xml(o="None", any="7", more="[]"), [("f", '{"o": null, "any": 7, "more": []}')]),
     (QWEN3_CODER, xml(a="many", flag="{", o="NaN"), [("f", '{"a": "many", "flag": "{", "o": "NaN"}')]),
 ]
-# What is no call, and so stays as it is.
+# Texts without a call, which stay unchanged.
 TEXT = [
     (HERMES, "\n a < b, <tool, <tool_call and no more \n"),
     (HERMES, "<tool_call>"),
@@ -131,7 +131,7 @@ TEXT = [
     (QWEN3_CODER, "<tool_call>\n<function=f>\n<parameter=s>\nx"),
     (QWEN3_CODER, "if a <function and <function=g> or <fun"),
 ]
-# What ends in the middle, with max_tokens: text, what it is, whether a call was cut.
+# Texts that max_tokens cut off: (format, text, expected content and calls, whether a call was cut off).
 CUT = [
     (HERMES, '<tool_call>\n{"name": "f", "arguments": {"a": "b', [("f", '{"a": "b')], True),
     (HERMES, HERMES_F[:-4], [F], False),

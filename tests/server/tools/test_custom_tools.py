@@ -79,7 +79,7 @@ def test_what_cannot_be_rewritten_is_said_at_once(definition):
     except LarkError as error:
         assert str(error)
     else:
-        assert definition.startswith("start: (") or len(quoted) < 1 << 17, "of which the compiler says the rest"
+        assert definition.startswith("start: (") or len(quoted) < 1 << 17, "the compiler must refuse the rest"
     assert time.monotonic() - start < 2
 
 

@@ -1,4 +1,4 @@
-"""What this server generates it takes back: a thousand answers, forced, free and cut, through each API's models.
+"""The server accepts its own answers: a thousand of them, forced, free and cut off, through each API's models.
 
 Random walks over the grammars of calls, cut anywhere, become answers as the routes make them, and then requests that
 hold them as history, up to the prompt in a template of the format's style. `make own-answers` does it over HTTP.
@@ -38,7 +38,7 @@ SCHEMA = {
     "required": ["city", "days"],
 }
 TOOL = Tool.model_validate({"type": "function", "function": {"name": "get_weather", "parameters": SCHEMA}})
-ANSWERS = 68  # of each of five formats on each of three APIs: 1,020
+ANSWERS = 68  # per format and API: five formats, three APIs, 1,020 answers
 QUESTION = {"role": "user", "content": "Weather?"}
 
 

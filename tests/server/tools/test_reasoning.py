@@ -1,4 +1,4 @@
-"""What a model thinks, told from what it says, whatever the pieces."""
+"""Reasoning is separated from the answer, however the text is split into pieces."""
 
 import hypothesis
 import pytest

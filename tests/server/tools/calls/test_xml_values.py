@@ -1,4 +1,4 @@
-"""What the text of an argument is as JSON, by the type that a schema lets it have."""
+"""The JSON of an argument's text, by the types that its schema allows."""
 
 import json
 
