@@ -61,7 +61,7 @@ TOOL_ROWS = [
     ),
 ]
 EDITS = [
-    ([{"type": "compact_20260112"}], "edits[0].type is 'compact_20260112', an edit that this server does not make"),
+    ([{"type": "compact_20260112"}], "edits[0].type is 'compact_20260112', an edit that this server does not"),
     ([{}], "edits[0].type must be a string"),
     (["x"], "edits[0] must be an object"),
     ({}, "edits must be a list"),
