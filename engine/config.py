@@ -51,7 +51,7 @@ class EngineConfig:
         "at most 4 GiB and a quarter of free memory",
         size=True,
     )
-    num_blocks: int | None = option(None, "number of KV blocks; default: as many as the memory allows", minimum=1)
+    num_blocks: int | None = option(None, "number of KV blocks; overrides the memory settings", minimum=1)
     kv_cache_dtype: str = option(
         "auto",
         "storage type of keys and values; auto: the model's dtype; int8, fp8 (e4m3), int4: quantised, with a scale for "
