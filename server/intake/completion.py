@@ -15,8 +15,7 @@ from server.intake.beam_search import beam_search_params
 from server.intake.constraints import compile_output, resolve_banned_tokens, structured_output_field
 from server.intake.generation import Generation
 from server.intake.logprob_limits import check_prompt_logprobs, fit_logprobs
-from server.intake.prompt_limits import check_num_ids, check_vocabulary
-from server.intake.prompts import Truncation, encode_texts, truncation_of
+from server.intake.prompts import Truncation, check_num_ids, check_vocabulary, encode_texts, truncation_of
 from server.protocol import CompletionRequest, parse_prompts
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
@@ -41,7 +40,8 @@ async def admit_completion(served: Served, caller: Caller, request: CompletionRe
     max_tokens = _max_tokens(request)
     beams = beam_search_params(request, max_tokens)
     params = request.sampling_params(max_tokens, _num_logprobs(request)) if beams is None else beams.sampling_params()
-    params = await resolve_banned_tokens(driver, params, tenant)
+    if params.bad_words or params.allowed_token_ids is not None:
+        params = await resolve_banned_tokens(driver, params, tenant)
     prompts = parse_prompts(request.prompt, served.config.max_prompts)
     _check_queue(served, request, len(prompts), 1 if beams or params.greedy or not params.generates else params.n)
     names = ["prompt"] if len(prompts) == 1 else [f"prompt[{i}]" for i in range(len(prompts))]

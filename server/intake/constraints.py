@@ -38,9 +38,7 @@ async def check_output(driver: Driver, output: StructuredOutput, param: str, ten
 
 
 async def resolve_banned_tokens(driver: Driver, params: SamplingParams, tenant: str) -> SamplingParams:
-    """`params` with bad words as token ids, which the Worker needs; the same object where there are no bans."""
-    if not params.bad_words and params.allowed_token_ids is None:
-        return params
+    """`params` with bad words as token ids, which the Worker needs. Raises InvalidRequestError naming the field."""
     if params.structured_output is not None:  # together they could leave no token to choose
         name = "bad_words" if params.bad_words else "allowed_token_ids"
         message = f"{name} may not be combined with response_format, structured_outputs or forced calls of tools."

@@ -29,7 +29,9 @@ async def prepare_answer_form(
     None: the answer is plain text. The grammar is compiled. Raises InvalidRequestError naming the field.
     """
     form = find_answer_form(served, request, prompt_ids)
-    params = await resolve_banned_tokens(served.driver, params if form is None else form.apply(params), tenant)
+    params = params if form is None else form.apply(params)
+    if params.bad_words or params.allowed_token_ids is not None:
+        params = await resolve_banned_tokens(served.driver, params, tenant)
     if params.structured_output is not None:
         await _compile(served, request, form, tenant)
     return form, params

@@ -30,7 +30,7 @@ class ChatChunks:
         prompt_ids: list[int],
         visible_token_ids: tuple[int, ...] = (),
     ) -> None:
-        self._include_usage = request.include_usage
+        self._include_usage, self._return_timings = request.include_usage, request.return_timings
         self._template = ChunkTemplate(head, self._include_usage)
         self._names: TokenNames = tokenizer
         if request.logprobs:
@@ -84,7 +84,9 @@ class ChatChunks:
         reasons = encode_json(sample.finish_reason) + b',"stop_reason":' + encode_json(sample.stop_reason)
         return self._finish_starts[sample.index] + reasons + self._template.end
 
-    def ending(self, usage: Usage, timings: Timings | None) -> bytes:
-        """The bytes after the last output. `timings` None: the client does not ask for timings."""
-        last_usage = usage() if self._include_usage else None
-        return self._template.last(usage=last_usage, timings=timings() if timings is not None else None) + DONE
+    def ending(self, usage: Usage, timings: Timings) -> bytes:
+        """The bytes after the last output: the usage and the timings that the client asks for, and the end."""
+        fields: dict[str, Any] = {"usage": usage()} if self._include_usage else {}
+        if self._return_timings:
+            fields["timings"] = timings()
+        return self._template.last(fields) + DONE if fields else DONE

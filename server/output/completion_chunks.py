@@ -32,7 +32,7 @@ class CompletionChunks:
         prompt_ids: list[list[int]],
         reports: PromptReports,
     ) -> None:
-        self._include_usage = request.include_usage
+        self._include_usage, self._return_timings = request.include_usage, request.return_timings
         self._template = ChunkTemplate(head, self._include_usage)
         self._names = token_names(tokenizer, request.return_tokens_as_token_ids)
         self._n = request.n
@@ -86,7 +86,9 @@ class CompletionChunks:
     def _frame(self, i: int, text: str, rest: dict[str, Any]) -> bytes:
         return self._starts[i] + encode_json(text) + b"," + encode_json(rest)[1:-1] + self._template.end
 
-    def ending(self, usage: Usage, timings: Timings | None) -> bytes:
-        """The bytes after the last output. `timings` None: the client does not ask for timings."""
-        last_usage = usage() if self._include_usage else None
-        return self._template.last(usage=last_usage, timings=timings() if timings is not None else None) + DONE
+    def ending(self, usage: Usage, timings: Timings) -> bytes:
+        """The bytes after the last output: the usage and the timings that the client asks for, and the end."""
+        fields: dict[str, Any] = {"usage": usage()} if self._include_usage else {}
+        if self._return_timings:
+            fields["timings"] = timings()
+        return self._template.last(fields) + DONE if fields else DONE

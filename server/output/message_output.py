@@ -107,10 +107,11 @@ class MessageAnswer:
         request: MessagesRequest,
         message_id: str,
         conversation: Conversation,
-        timings: Timings | None,
+        timings: Timings,
         applied_edits: list[dict[str, Any]] | None,
     ) -> None:
         self._generation, self._reader, self._timings = conversation.generation, conversation.reader(), timings
+        self._return_timings = request.return_timings
         self._output = MessageOutput(request.stream, request.shows_thinking)
         self._applied_edits = applied_edits
         self._started = False
@@ -148,7 +149,7 @@ class MessageAnswer:
         message = self._message()
         if self._applied_edits is not None:
             message["context_management"] = {"applied_edits": self._applied_edits}
-        return message if self._timings is None else message | {"timings": self._timings()}
+        return message | {"timings": self._timings()} if self._return_timings else message
 
     def _message(self) -> dict[str, Any]:
         """The message so far."""

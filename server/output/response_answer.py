@@ -24,9 +24,10 @@ class ResponseAnswer:
         response_id: str,
         tokenizer: Tokenizer,
         conversation: Conversation,
-        timings: Timings | None,
+        timings: Timings,
     ) -> None:
         self._generation, self._reader, self._timings = conversation.generation, conversation.reader(), timings
+        self._return_timings = request.return_timings
         self._events = EventWriter(request.stream)
         tools = request.tool_set.by_chat_name
         self._output = ResponseOutput(self._events, tokenizer, tools, request.encrypts_reasoning)
@@ -84,7 +85,7 @@ class ResponseAnswer:
     def result(self) -> dict[str, Any]:
         """The whole response, once the generation has ended."""
         known: dict[str, Any] = {"usage": self._usage()}
-        if self._timings is not None:
+        if self._return_timings:
             known["timings"] = self._timings()
         if self._is_cut:
             return self._response("incomplete", incomplete_details={"reason": "max_output_tokens"}, **known)

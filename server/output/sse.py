@@ -33,13 +33,9 @@ class ChunkTemplate:
         self.start = b"data: " + encode_json(head)[:-1] + b',"choices":[{"index":'
         self.end = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
 
-    def last(self, **fields: Any) -> bytes:
-        """A chunk without choices, for fields that are known when all choices have ended; empty where all are None.
-
-        `usage` is such a field with stream_options.include_usage.
-        """
-        known = {name: value for name, value in fields.items() if value is not None}
-        return b"data: " + encode_json({**self._head, "choices": [], **known}) + b"\n\n" if known else b""
+    def last(self, fields: dict[str, Any]) -> bytes:
+        """A chunk without choices, for fields that are known when all choices have ended."""
+        return b"data: " + encode_json({**self._head, "choices": [], **fields}) + b"\n\n"
 
 
 def _error_event(error: ApiError) -> bytes:

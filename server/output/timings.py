@@ -2,15 +2,12 @@
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
 from itertools import count
 from typing import Any
 
 from engine.driver import Driver
-from server.protocol import GenerationRequest
-from server.protocol.translated import SamplingExtras
 
-Timings = Callable[[], list[dict[str, Any]]]  # called once the answer has ended
+Timings = Callable[[], list[dict[str, Any]]]  # of an answer that has ended
 
 
 def find_timings(driver: Driver, tenant: str, response_id: str) -> list[dict[str, Any]]:
@@ -22,10 +19,3 @@ def find_timings(driver: Driver, tenant: str, response_id: str) -> list[dict[str
             return found
         found.append(dataclasses.asdict(report))
     return found
-
-
-def asked_timings(
-    driver: Driver, tenant: str, request: GenerationRequest | SamplingExtras, response_id: str
-) -> Timings | None:
-    """A function that finds the timings of an answer; None without return_timings."""
-    return partial(find_timings, driver, tenant, response_id) if request.return_timings else None

@@ -89,7 +89,8 @@ class ChatCompletionRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _tools_fit(self) -> "ChatCompletionRequest":
-        check_choice(self.tools, self.tool_choice)
+        if self.tools or self.tool_choice is not None:
+            check_choice(self.tools, self.tool_choice)
         return self
 
     @property

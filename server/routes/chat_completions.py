@@ -18,7 +18,7 @@ from server.output.logprobs import encoded_chat_logprobs, token_names
 from server.output.prompt_logprobs import PromptReports
 from server.output.sse import EventStream
 from server.output.stream_options import Encode, with_stream_options
-from server.output.timings import Timings, asked_timings
+from server.output.timings import Timings, find_timings
 from server.protocol import ChatCompletionRequest
 
 
@@ -30,7 +30,7 @@ async def create_chat_completion(http: HttpRequest, served: Served) -> Response:
     if request.service_tier is not None:
         head["service_tier"] = "default"  # the only tier
     chat = await admit_chat(served, caller, request, head["id"])
-    timings = asked_timings(served.driver, caller.tenant, request, head["id"])
+    timings = partial(find_timings, served.driver, caller.tenant, head["id"])
     if request.stream:
         return _stream(served, request, head | {"object": "chat.completion.chunk"}, chat, timings)
     return await _collect(http, served, request, head, chat, timings)
@@ -43,7 +43,7 @@ async def stored_completion(http: HttpRequest, served: Served) -> Response:
 
 
 def _stream(
-    served: Served, request: ChatCompletionRequest, head: dict[str, Any], chat: Conversation, timings: Timings | None
+    served: Served, request: ChatCompletionRequest, head: dict[str, Any], chat: Conversation, timings: Timings
 ) -> Response:
     tokenizer, ids = served.driver.tokenizer, chat.token_ids
     if chat.form is None:
@@ -68,14 +68,14 @@ async def _collect(
     request: ChatCompletionRequest,
     head: dict[str, Any],
     chat: Conversation,
-    timings: Timings | None,
+    timings: Timings,
 ) -> Response:
     tokenizer, tenant = served.driver.tokenizer, http.state.caller.tenant
     reports = PromptReports(tokenizer, request, [""], None, tenant)
     choices = chat_choices(request, tokenizer, chat.form)
     await collect(chat.generation, http.receive, choices, reports.add)
     names = token_names(tokenizer, request.return_tokens_as_token_ids)
-    reported = {} if timings is None else {"timings": timings()}
+    reported = {"timings": timings()} if request.return_timings else {}
 
     def encode_response() -> bytes:
         content = {

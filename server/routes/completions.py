@@ -17,7 +17,7 @@ from server.output.logprobs import encoded_completion_logprobs, token_names
 from server.output.prompt_logprobs import PromptReports
 from server.output.sse import EventStream
 from server.output.stream_options import with_stream_options
-from server.output.timings import Timings, asked_timings
+from server.output.timings import Timings, find_timings
 from server.protocol import CompletionRequest
 
 
@@ -30,7 +30,7 @@ async def create_completion(http: HttpRequest, served: Served) -> Response:
     reports = PromptReports(
         served.driver.tokenizer, request, completion.echoes, request.num_echo_logprobs, caller.tenant
     )
-    timings = asked_timings(served.driver, caller.tenant, request, head["id"])
+    timings = partial(find_timings, served.driver, caller.tenant, head["id"])
     if request.stream:
         return _stream(served, request, head, completion, reports=reports, timings=timings)
     return await _collect(http, served, request, head, completion, reports=reports, timings=timings)
@@ -42,7 +42,7 @@ def _stream(
     head: dict[str, Any],
     completion: Completion,
     reports: PromptReports,
-    timings: Timings | None,
+    timings: Timings,
 ) -> Response:
     tokenizer, usage = served.driver.tokenizer, completion.generation.usage
     chunks = CompletionChunks(request, head, tokenizer, completion.echoes, completion.token_ids, reports)
@@ -64,7 +64,7 @@ async def _collect(
     head: dict[str, Any],
     completion: Completion,
     reports: PromptReports,
-    timings: Timings | None,
+    timings: Timings,
 ) -> Response:
     tokenizer, generation, ids = served.driver.tokenizer, completion.generation, completion.token_ids
     choices = [
@@ -75,7 +75,7 @@ async def _collect(
     await collect(generation, http.receive, choices, reports.add)
     if request.ranks_samples:
         choices = best_choices(choices, generation.n, request.n)
-    reported = {} if timings is None else {"timings": timings()}
+    reported = {"timings": timings()} if request.return_timings else {}
 
     def encode_response() -> bytes:
         found = [

@@ -27,8 +27,7 @@ from server.errors import invalid, new_id
 from server.http.body import encode_json
 from server.http.caller import Caller, EnginePrompt
 from server.intake.generation import OutputStream
-from server.intake.prompt_limits import check_vocabulary, reading_of
-from server.intake.prompts import portions
+from server.intake.prompts import check_vocabulary, portions, reading_of
 from server.output.collect import while_connected
 from server.protocol import Prompt, Strict, parse_prompts
 from server.protocol.generation_request import MAX_TIMEOUT, Salt

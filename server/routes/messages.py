@@ -1,5 +1,6 @@
 """POST /v1/messages and /v1/messages/count_tokens: Anthropic's API over the same chat."""
 
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -16,7 +17,7 @@ from server.intake.form_finder import splits_thinking
 from server.output.collect import collect
 from server.output.message_output import MessageAnswer, error_event
 from server.output.sse import EventStream
-from server.output.timings import asked_timings
+from server.output.timings import find_timings
 from server.protocol import ChatCompletionRequest
 from server.protocol.anthropic.request import MessagesPrompt, MessagesRequest, in_our_terms
 
@@ -32,7 +33,7 @@ async def create_message(http: HttpRequest, served: Served) -> Response:
         conversation = await admit_prompt(served, caller, chat, prompt.token_ids, message_id)
     except InvalidRequestError as error:
         raise in_our_terms(error) from None
-    timings = asked_timings(served.driver, caller.tenant, request, message_id)
+    timings = partial(find_timings, served.driver, caller.tenant, message_id)
     answer = MessageAnswer(request, message_id, conversation, timings, prompt.applied)
     if request.stream:
         interval = served.config.keep_alive_interval

@@ -3,6 +3,7 @@
 import asyncio
 from collections import Counter as CountBy
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -12,6 +13,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from engine.driver import Driver
+from engine.errors import UnavailableError
 from engine.telemetry.stats import Counter, Gauge, Histogram
 from server.context import Served, package_version
 from server.process.standard_streams import STREAMS, lines_dropped
@@ -78,7 +80,7 @@ class EngineCollector(Collector):
         self._driver.stats_snapshot()
         for metric in self._driver.stats.metrics():
             yield self._family(metric)
-        if hasattr(self._driver, "model"):
+        with suppress(UnavailableError):  # there is no cache before the model is loaded
             yield self._cache_config()
         yield self._http_requests()
         yield self._requests_refused()

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
@@ -18,7 +19,7 @@ from server.output.collect import collect
 from server.output.response_answer import ResponseAnswer
 from server.output.sse import EventStream
 from server.output.stream_options import with_stream_options
-from server.output.timings import asked_timings
+from server.output.timings import find_timings
 from server.protocol.responses.request import ResponsePrompt, ResponseRequest
 
 LEFT_OUT_HEADER = "x-pageserve-left-out"
@@ -40,7 +41,7 @@ async def create_response(http: HttpRequest, served: Served) -> Response:
         conversation = await admit_prompt(served, caller, chat, ids, response_id)
     except InvalidRequestError as error:
         raise request.in_our_terms(error) from None
-    timings = asked_timings(served.driver, caller.tenant, request, response_id)
+    timings = partial(find_timings, served.driver, caller.tenant, response_id)
     answer = ResponseAnswer(request, response_id, served.driver.tokenizer, conversation, timings)
     headers = _left_out_headers(request.left_out)
     if request.stream:

@@ -12,8 +12,7 @@ from engine.text.tokenizer import Tokenizer
 from server.context import Served
 from server.http.body import encode_json
 from server.intake.conversation import check_ranges, max_tokens_of
-from server.intake.prompt_limits import check_vocabulary, reading_of
-from server.intake.prompts import encode_texts, tokenize_and_cut_chat
+from server.intake.prompts import check_vocabulary, encode_texts, reading_of, tokenize_and_cut_chat
 from server.protocol import ChatCompletionRequest, Strict, parse_request
 from server.protocol.field_checks import field_error
 

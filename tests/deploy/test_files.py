@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from engine.config import EngineConfig
-from engine.errors import ConfigError
+from engine.errors import ConfigError, UnavailableError
 from engine.settings import load_settings, settings_of
 from engine.telemetry.stats import EngineStats
 from server.config import ServerConfig
@@ -114,6 +114,10 @@ async def test_alerts_watch_metrics_that_exist():
 
         def stats_snapshot(self):
             pass
+
+        @property
+        def model(self):
+            raise UnavailableError("no model is loaded")
 
     registry = make_registry(Driver(), "m", Counter({("/v1/completions", 200): 1}), Counter())
     names = {sample.name for family in registry.collect() for sample in family.samples}
