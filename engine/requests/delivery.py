@@ -6,7 +6,6 @@ from engine.executor.step import SampledToken, StepResult
 from engine.memory.sequence import Sequence
 from engine.outputs import FinishReason, TokenLogprobs
 from engine.requests.live_request import LiveRequest
-from engine.scheduling.beam_group import BeamGroup
 from engine.scheduling.beam_search import Hypothesis
 from engine.scheduling.scheduler import Scheduler
 from engine.telemetry.stats import EngineStats
@@ -59,10 +58,11 @@ class Delivery:
             touched[live] = None
         return list(touched)
 
-    def deliver_hypotheses(self, group: BeamGroup, now: float) -> None:
+    def deliver_hypotheses(self, live: LiveRequest, now: float) -> None:
         """Hand over the hypotheses of a beam search that has ended."""
-        for slot, hypothesis in zip(group.slots, group.results, strict=True):
-            live, indices = self.owners[slot.seq_id]
+        assert live.search is not None, "the request is a beam search"
+        for slot, hypothesis in zip(live.search.slots, live.search.results, strict=True):
+            _, indices = self.owners[slot.seq_id]
             self._deliver_hypothesis(live, indices, slot, hypothesis, now)
 
     def _deliver_plain(self, fresh: FreshTokens, now: float) -> FreshTokens:

@@ -10,7 +10,7 @@ from engine.outputs import FinishReason
 from engine.request import Request
 from engine.requests.stream import RequestStream
 from engine.sampling_params import SamplingParams
-from engine.scheduling.beam_group import begin_search
+from engine.scheduling.beam_group import BeamGroup, begin_search
 from engine.telemetry.request_log import RequestReport, StepMeter
 from engine.telemetry.request_timings import RequestTimings
 from engine.telemetry.stats import EngineStats
@@ -21,7 +21,8 @@ SEED_STEP = 0x9E3779B97F4A7C15  # between two samples of one seed: they draw apa
 
 
 class LiveRequest:
-    """`sequences` are computed. Samples that are bound to be equal (greedy, or embeddings) share one sequence.
+    """`sequences` are computed. Samples that are bound to be equal (greedy, or embeddings) share one sequence. The
+    sequences of a beam search are the slots of `search`.
 
     A stream is plain if a token that does not end it needs nothing but its text: one sample, no stop strings, no
     logprobs. Nearly all tokens are tokens of plain streams, so `plain`, `put_plain` and `last_tokens` are at hand here.
@@ -33,6 +34,7 @@ class LiveRequest:
         "plain",
         "put_plain",
         "request",
+        "search",
         "sequences",
         "stream",
         "timings",
@@ -52,6 +54,7 @@ class LiveRequest:
         pairs = [(seq, Detokenizer(tokenizer, request.params)) for seq in sequences]
         self.request = request
         self.sequences = sequences
+        self.search: BeamGroup | None = None
         self.num_unfinished = num_samples  # samples
         self.stream = stream = RequestStream(request, pairs * (num_samples // len(sequences)), abort)
         self.timings = RequestTimings(stats, meter, num_samples)
@@ -67,7 +70,7 @@ class LiveRequest:
         first, *forks = self.sequences
         if self.request.beam_search is None:
             return first, forks
-        begin_search(self.request.beam_search, self.sequences, eos_token_ids)
+        self.search = begin_search(self.request.beam_search, self.sequences, eos_token_ids)
         return first, []
 
     def samples_of(self, number: int) -> range:

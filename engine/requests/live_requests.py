@@ -15,7 +15,6 @@ from engine.requests.delivery import Delivery, FreshTokens, Vectors
 from engine.requests.live_request import LiveRequest, new_sequences
 from engine.requests.queue_limits import QueueLimits
 from engine.requests.stream import RequestStream
-from engine.scheduling.beam_group import BeamGroup
 from engine.scheduling.prefetch import Prefetcher
 from engine.scheduling.scheduler import Scheduler
 from engine.telemetry.request_log import RequestLog, StepMeter
@@ -161,12 +160,11 @@ class LiveRequests:
         """Hand over the hypotheses of beam searches that have ended, or their error. Returns True if any has ended."""
         groups, self._scheduler.ended_groups = self._scheduler.ended_groups, []
         for group in groups:
-            assert isinstance(group, BeamGroup), "no other group ends as a whole"
-            live, _ = self._owners[group.slots[0].seq_id]
+            live, _ = self._owners[group.members[0].seq_id]
             if group.error:
                 self.fail(live, InvalidRequestError(group.error, "n"))
                 continue
-            self._delivery.deliver_hypotheses(group, now)
+            self._delivery.deliver_hypotheses(live, now)
             self._retire(live, live.stream.finish_reason)
             live.stream.wake()
         return bool(groups)
