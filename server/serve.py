@@ -29,7 +29,7 @@ from server.app import create_app, served_names
 from server.config import ServerConfig
 from server.http.api_keys import ApiKeys
 from server.http.connections import Connections, backlog, raise_descriptor_limit, room_for_connections
-from server.http.limits import LimitedHttpProtocol
+from server.http.http_protocol import LimitedHttpProtocol
 from server.http.tracing import Tracer
 from server.process.end_signals import EndSignals
 from server.process.memory import keep_trimmed, set_allocator

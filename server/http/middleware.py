@@ -14,7 +14,7 @@ from server.errors import ApiError, error_response, new_id, refusal_reason, spea
 from server.http.api_keys import Account, ApiKeys
 from server.http.body_budget import BodyBudget, CountedBody
 from server.http.caller import Caller
-from server.http.limits import RECOGNISE
+from server.http.http_protocol import RECOGNISE
 from server.playground import PAGE_PATHS
 
 logger = logging.getLogger(__name__)

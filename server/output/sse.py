@@ -9,7 +9,7 @@ from starlette.types import Receive, Scope, Send
 from engine.outputs import RequestOutput
 from server.errors import ApiError, error_body, to_api_error
 from server.http.body import encode_json
-from server.http.limits import ABORT
+from server.http.http_protocol import ABORT
 from server.intake.generation import Generation, PromptLogprobsHandler
 
 DONE = b"data: [DONE]\n\n"

@@ -19,7 +19,7 @@ from engine.request import Request
 from server.app import create_app
 from server.config import ServerConfig
 from server.http.connections import Connections
-from server.http.limits import LimitedHttpProtocol
+from server.http.http_protocol import LimitedHttpProtocol
 from server.serve import bind
 from tests.fake_device import expected_tokens
 

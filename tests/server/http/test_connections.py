@@ -124,7 +124,7 @@ def unread(live: LiveServer, raw: bytes) -> socket.socket:
 
 @pytest.mark.parametrize("reads", [False, True])
 def test_who_never_reads_an_answer_is_let_go(folder, monkeypatch, reads):
-    monkeypatch.setattr("server.http.limits.STALL_SECONDS", 0.4)
+    monkeypatch.setattr("server.http.http_protocol.STALL_SECONDS", 0.4)
     raw = b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n" * 60
     with LiveServer(folder) as live, unread(live, raw) as connection:
         while not live.connections():

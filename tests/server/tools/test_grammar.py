@@ -152,7 +152,7 @@ def test_free_text_is_held_to_the_form_once_a_call_begins(model, form):
     text = "Let me see: "
     start = tokenizer.encode(text + form.begin)
     assert matcher.consume_tokens(start) and not matcher.is_accepting()
-    assert compiler.compile(output).consume_tokens(tokenizer.encode("Nothing is called here. {x"))
+    assert compiler.compile(output).consume_tokens(tokenizer.encode("No tool is called. {x"))
     words, rng, raw = np.zeros(compiler.num_words, np.int32), random.Random(1), (text + form.begin).encode()
     while not matcher.is_stopped():
         fill_mask(matcher, words)

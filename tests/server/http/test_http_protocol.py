@@ -102,7 +102,7 @@ def test_a_header_that_never_ends(server):
 
 @pytest.mark.parametrize("sent", [b"", b"GET /health HT", b"GET /health HTTP/1.1\r\nHost: x\r\n"])
 def test_heads_have_a_deadline(server, monkeypatch, sent):
-    monkeypatch.setattr("server.http.limits.HEAD_SECONDS", 0.2)
+    monkeypatch.setattr("server.http.http_protocol.HEAD_SECONDS", 0.2)
     with connect(server) as connection:
         start = time.monotonic()
         connection.sendall(sent)
@@ -111,7 +111,7 @@ def test_heads_have_a_deadline(server, monkeypatch, sent):
 
 
 def test_one_byte_at_a_time_does_not_help(server, monkeypatch):
-    monkeypatch.setattr("server.http.limits.HEAD_SECONDS", 0.3)
+    monkeypatch.setattr("server.http.http_protocol.HEAD_SECONDS", 0.3)
     with connect(server) as connection:
         start = time.monotonic()
         try:
@@ -124,7 +124,7 @@ def test_one_byte_at_a_time_does_not_help(server, monkeypatch):
 
 
 def test_a_kept_connection_may_idle_longer_than_a_head(server, monkeypatch):
-    monkeypatch.setattr("server.http.limits.HEAD_SECONDS", 0.5)
+    monkeypatch.setattr("server.http.http_protocol.HEAD_SECONDS", 0.5)
     with connect(server) as connection:
         for _ in range(2):
             connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -147,7 +147,7 @@ def test_a_body_has_a_deadline(server, monkeypatch):
 
 def test_a_pipelined_request_waits_for_the_stream_before_it(folder, monkeypatch):
     """The deadline of the second head may not cut the first response."""
-    monkeypatch.setattr("server.http.limits.HEAD_SECONDS", 0.2)
+    monkeypatch.setattr("server.http.http_protocol.HEAD_SECONDS", 0.2)
     with LiveServer(folder, "--step-seconds", "0.01") as live, connect(live) as connection:
         raw = json.dumps(completion_body(stream=True, max_tokens=60)).encode()
         head = (
