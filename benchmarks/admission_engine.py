@@ -35,7 +35,7 @@ def measure(llm: LLM, load: str, num_requests: int) -> dict[str, float]:
     """One run of a load; the same tokens every time, as each request has its seed."""
     prompts = [f"{OPENINGS[i % len(OPENINGS)]}. " * (1 + i % 7) for i in range(num_requests)]
     params = [SamplingParams(seed=i, **LOADS[load]) for i in range(num_requests)]  # type: ignore[arg-type]
-    scheduler, steps = llm._driver.scheduler, llm._driver.stats.iteration_tokens
+    scheduler, steps = llm.driver.scheduler, llm.driver.stats.iteration_tokens
     num_steps, num_computed = steps.total, steps.sum
     preemptions, delayed = scheduler.num_preemptions, scheduler.admission.num_delayed
     started = time.perf_counter()

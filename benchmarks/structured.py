@@ -107,7 +107,7 @@ def times(llm: LLM, form: StructuredOutput | None, at_once: int, num_tokens: int
 
 def worker_seconds(llm: LLM) -> float:
     """User and system time of the Worker (Linux)."""
-    fields = Path(f"/proc/{llm._driver.worker_pid}/stat").read_text().rpartition(")")[2].split()
+    fields = Path(f"/proc/{llm.driver.worker_pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 

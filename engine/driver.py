@@ -58,10 +58,10 @@ class Driver:
         self.grammars = GrammarService(lambda: self.model.vocabulary(self.tokenizer.to_json()), config.grammar_timeout)
         self._chat_template = chat_template
         self._queue_limits = max_queued_requests, max_queued_tokens
-        self._supervisor = Supervisor(
+        self.supervisor = Supervisor(
             worker_command, config.max_worker_restarts, config.worker_restart_window, self.stats.worker_restarts.add
         )
-        self._recovery = self._supervisor.recovery
+        self.recovery = self.supervisor.recovery
         self._isolated: str | None = None  # the request that runs alone
         self._in_flight: deque[StepPlan] = deque()
         self._pump_scheduled = False
@@ -80,13 +80,13 @@ class Driver:
         self._checkpoint = checkpoint = await asyncio.to_thread(open_checkpoint, self.config)
         self.eos_token_ids = checkpoint.eos_token_ids
         self.sampling_defaults = checkpoint.sampling_defaults
-        await self._supervisor.start(
+        await self.supervisor.start(
             StartWorker(self.config, str(checkpoint.model_dir), checkpoint.eos_token_ids, checkpoint.identity)
         )
         try:
             await asyncio.to_thread(self._load_tokenizer)
         except BaseException:
-            await self._supervisor.executor.stop()
+            await self.supervisor.executor.stop()
             raise
         self._task = asyncio.create_task(self._run(), name="engine-loop")
 
@@ -128,7 +128,7 @@ class Driver:
         self.phase = "stopped"
         await self._keep_prefixes()
         await self.grammars.close()
-        await self._supervisor.executor.stop()
+        await self.supervisor.executor.stop()
         if self._tokenizer is not None:
             self._tokenizer.close()
 
@@ -139,7 +139,7 @@ class Driver:
 
     async def _keep_prefixes(self) -> None:
         """Write the content of the pool to the disk tier, for the next server."""
-        executor = self._supervisor.executor
+        executor = self.supervisor.executor
         if self.config.disk_cache is not None and executor.ready and self._failure is None and self._loaded is not None:
             await executor.flush(self._loaded.scheduler.plan_flush(), len(self._in_flight))
 
@@ -185,7 +185,12 @@ class Driver:
     @property
     def worker_pid(self) -> int | None:
         """The process id of the present Worker."""
-        return self._supervisor.executor.pid
+        return self.supervisor.executor.pid
+
+    @property
+    def num_in_flight(self) -> int:
+        """Plans that were sent and whose results are not back."""
+        return len(self._in_flight)
 
     @property
     def live_request_ids(self) -> list[str]:
@@ -241,7 +246,7 @@ class Driver:
 
     async def _run(self) -> None:
         try:
-            loaded = self._become_ready(await self._supervisor.wait_loaded(self._set_phase))
+            loaded = self._become_ready(await self.supervisor.wait_loaded(self._set_phase))
             while True:
                 try:
                     await self._serve(loaded)
@@ -259,10 +264,10 @@ class Driver:
             self.config,
             self._checkpoint,
             self.tokenizer,
-            send=self._supervisor.send,
+            send=self.supervisor.send,
             wake=self._schedule_pump,
             queue_limits=self._queue_limits,
-            recovery=self._recovery,
+            recovery=self.recovery,
             stats=self.stats,
             log=self.request_log,
         )
@@ -273,12 +278,12 @@ class Driver:
     async def _serve(self, loaded: Loaded) -> None:
         """Send plans and take in results until the Worker dies; raises WorkerDiedError."""
         self._set_phase("ready")
-        self.grammars.attach(self._supervisor.send)
+        self.grammars.attach(self.supervisor.send)
         if loaded.model.thinking_tags is not None:
-            self._supervisor.send(loaded.model.thinking_tags)
+            self.supervisor.send(loaded.model.thinking_tags)
         self._pump()
         while True:  # also with nothing in flight, so that the death of an idle Worker is noticed
-            message = await self._supervisor.executor.receive()
+            message = await self.supervisor.executor.receive()
             if isinstance(message, StepResult):
                 self._process(loaded, message)
             elif isinstance(message, GrammarPrepared):
@@ -311,7 +316,7 @@ class Driver:
     def _pump(self) -> None:
         """Send plans until the Worker has one to compute and, with async_scheduling, another to go on with."""
         self._pump_scheduled = False
-        loaded, executor = self._loaded, self._supervisor.executor
+        loaded, executor = self._loaded, self.supervisor.executor
         if loaded is None or self._failure is not None or not executor.ready:
             return
         scheduler, live = loaded.scheduler, loaded.live
@@ -356,7 +361,7 @@ class Driver:
         self.grammars.detach()
         died_at = time.monotonic()
         self._blame(loaded, death)
-        ready = await self._supervisor.restart(death, lambda: len(loaded.live))
+        ready = await self.supervisor.restart(death, lambda: len(loaded.live))
         lost = [min(seq.num_computed_tokens, len(seq.token_ids)) for seq in loaded.scheduler.running]
         self.stats.recomputed_sequences.add(len(lost))
         self.stats.recomputed_tokens.add(sum(lost))
@@ -370,14 +375,14 @@ class Driver:
         """Hold the death against the requests that were being computed; end the request that is proven guilty."""
         seq_ids = [seq_id for plan in self._in_flight for seq_id in plan.seq_ids]
         self._in_flight.clear()
-        for request_id in self._supervisor.record_death(death, loaded.live.owners_of(seq_ids)):
+        for request_id in self.supervisor.record_death(death, loaded.live.owners_of(seq_ids)):
             logger.error("request %s ends: a Worker died of it when it ran alone (%s)", request_id, death)
             loaded.live.fail(loaded.live[request_id], EngineError(f"The Worker dies of this request: {death}."))
 
     def _isolate_suspect(self, loaded: Loaded) -> bool:
         """Let a request under suspicion run alone. Returns False while plans of other requests are under way: a death
         of the Worker could be theirs."""
-        suspect = self._recovery.suspect
+        suspect = self.recovery.suspect
         if suspect != self._isolated:
             if self._in_flight:
                 return False

@@ -75,19 +75,19 @@ class LLM:
         self._request_numbers = itertools.count()
         self._thread = _LoopThread()
         try:
-            self._driver = self._thread.run(_start(config, driver_options))
+            self.driver = self._thread.run(_start(config, driver_options))
         except BaseException:
             self._thread.close()
             raise
-        self._finalizer = weakref.finalize(self, _stop, self._thread, self._driver)  # runs at exit, too
+        self._finalizer = weakref.finalize(self, _stop, self._thread, self.driver)  # runs at exit, too
 
     @property
     def tokenizer(self) -> Tokenizer:
-        return self._driver.tokenizer
+        return self.driver.tokenizer
 
     @property
     def sampling_defaults(self) -> SamplingDefaults:
-        return self._driver.sampling_defaults
+        return self.driver.sampling_defaults
 
     def generate(
         self,
@@ -157,7 +157,7 @@ class LLM:
     def _params(self, sampling_params: Any, count: int) -> list[SamplingParams]:
         given = self.get_default_sampling_params() if sampling_params is None else sampling_params
         params = _params_list(given, count)
-        return [resolve_bans(each, self.tokenizer, self._driver.eos_token_ids) for each in params]
+        return [resolve_bans(each, self.tokenizer, self.driver.eos_token_ids) for each in params]
 
     def close(self) -> None:
         """End the Worker process and the thread; harmless when called again."""
@@ -175,7 +175,7 @@ class LLM:
         jobs = [dataclasses.replace(job, params=_with_thinking(self.tokenizer, job)) for job in jobs]
         for index, job in enumerate(jobs):
             with _naming_prompt(index):
-                check_request(Request("", job.token_ids, job.params, beam_search=job.beam_search), self._driver.model)
+                check_request(Request("", job.token_ids, job.params, beam_search=job.beam_search), self.driver.model)
         with _Progress(len(jobs), use_tqdm) as progress:
             outputs = self._thread.run(self._complete_all(jobs, progress))
         failed = [output for output in outputs if output.outputs[0].finish_reason is FinishReason.ERROR]
@@ -204,9 +204,9 @@ class LLM:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _complete(self, request: Request, job: _Job) -> RequestOutput:
-        if request.params.structured_output is not None and not self._driver.model.encoder:
-            await self._driver.grammars.prepare(request.params.structured_output)
-        stream = self._driver.generate(request)
+        if request.params.structured_output is not None and not self.driver.model.encoder:
+            await self.driver.grammars.prepare(request.params.structured_output)
+        stream = self.driver.generate(request)
         samples = [_Sample() for _ in range(job.params.n)]
         prompt_logprobs: PromptLogprobs | None = None
         last: RequestOutput | None = None

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("engine", "server", "kernels", "benchmarks")
+OF_NAMED_TUPLES = {"_replace", "_asdict", "_fields", "_make"}  # public, by their documentation
 BY_TEXT = {"setattr", "delattr", "getattr", "hasattr", "setitem"}
 
 
@@ -27,7 +28,7 @@ class Use(NamedTuple):
 
 
 def is_private(name: str) -> bool:
-    return name.startswith("_") and not name.startswith("__") and name != "_"
+    return name.startswith("_") and not name.startswith("__") and name not in {"_", *OF_NAMED_TUPLES}
 
 
 @cache

@@ -11,6 +11,7 @@ import pytest
 
 from engine.settings import load_settings
 from server.commands.config_docs import CONFIG_CLASSES, DOCUMENTS, with_table, yaml_template
+from tests.private_names import private_uses
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("engine", "server", "kernels", "training", "benchmarks")
@@ -23,6 +24,7 @@ MAX_FILES = 12  # in a folder: a newcomer tells no more of them apart
 DATA = ("engine/models/families", "engine/models/bundled")  # a file per family: any number of them
 MAX_IMPORTS = 15  # modules of our own that one file imports
 MAX_IMPORTS_OF = {"engine/driver.py": 18}
+MAX_PRIVATE_USES = 60  # by all tests, of names that begin with an underscore
 LISTS = ("engine/models/families/__init__.py", "server/app.py")  # they list the families and the routes
 
 # Layers, the topmost first. A module imports modules of its own layer and of those below it.
@@ -221,6 +223,12 @@ def test_functions_are_short(path):
 def test_no_test_imports_a_test(path):
     """Tests share their helpers through modules that hold no tests."""
     assert not {name for name in imported_modules(path) if name.rpartition(".")[2].startswith("test_")}
+
+
+def test_few_private_names_are_used_by_tests():
+    """Tests look at public behaviour; `python -m tests.private_names` lists the exceptions."""
+    uses = [use for path in TESTS for use in private_uses(ROOT / path)]
+    assert len(uses) < MAX_PRIVATE_USES, f"{len(uses)} uses, of {len({use.name for use in uses})} names"
 
 
 def test_default_yaml_equals_the_declarations():

@@ -71,7 +71,7 @@ class Executor:
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._step_timeout: float | None = None
-        self._watch = StepWatch(GPU_STEP_TIMEOUT)
+        self.watch = StepWatch(GPU_STEP_TIMEOUT)
         self._timer: asyncio.TimerHandle | None = None
         self._stop_watch: asyncio.Task[None] | None = None
         self._num_oom_kills = count_oom_kills()
@@ -115,17 +115,17 @@ class Executor:
         assert self._writer is not None, "start() comes first"
         self._writer.write(encode_frame(message))
         if isinstance(message, StepPlan):
-            self._watch.sent(message)
+            self.watch.sent(message)
 
     async def receive(self) -> StepResult | FetchedBlocks | GrammarPrepared:
         """The next result, in the order of the plans, or the next answer to another message. Raises WorkerDiedError."""
         while isinstance(message := await self._receive(), Heartbeat):
-            self._watch.received_heartbeat()
+            self.watch.received_heartbeat()
         if isinstance(message, FetchedBlocks | GrammarPrepared):
             return message
         if not isinstance(message, StepResult):
             raise WorkerDiedError(f"the Worker sent {type(message).__name__} in place of a step result")
-        self._watch.received()
+        self.watch.received()
         return message
 
     async def flush(self, plan: StepPlan, num_in_flight: int) -> None:
@@ -175,33 +175,33 @@ class Executor:
 
     def _begin_watch(self, device: str) -> None:
         default = CPU_STEP_TIMEOUT if device == "cpu" else GPU_STEP_TIMEOUT
-        self._watch = StepWatch(self._step_timeout or default, self._durations, asyncio.get_running_loop().time)
+        self.watch = StepWatch(self._step_timeout or default, self._durations, asyncio.get_running_loop().time)
         self._tick_later()
 
     def _tick_later(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(self._watch.interval, self._tick)
+        self._timer = asyncio.get_running_loop().call_later(self.watch.interval, self._tick)
 
     def _tick(self) -> None:
         assert self._process is not None and self._writer is not None, "stop() ends the ticks"
-        if self._watch.tick() and (self._watch.is_over_ceiling or not is_traced(self._process.pid)):
+        if self.watch.tick() and (self.watch.is_over_ceiling or not is_traced(self._process.pid)):
             return self._give_up()
-        if self._watch.heartbeat_due:
+        if self.watch.heartbeat_due:
             self._writer.write(HEARTBEAT)
-            self._watch.sent_heartbeat()
+            self.watch.sent_heartbeat()
         self._tick_later()
 
     def _give_up(self) -> None:
         assert self._process is not None
-        pid, idle = self._process.pid, self._watch.awaits_heartbeat
+        pid, idle = self._process.pid, self.watch.awaits_heartbeat
         held = is_traced(pid) or stopped_at(pid) is not None
-        cause = f"the Worker did not {'answer' if idle else 'finish a step'} within {self._watch.silence:.3g} s"
+        cause = f"the Worker did not {'answer' if idle else 'finish a step'} within {self.watch.silence:.3g} s"
         self._killed = WorkerDiedError(cause + (": it was stopped" if held else ""), from_outside=held or idle)
         self._process.send_signal(signal.SIGUSR1)  # the Worker writes its stacks to the log, if it can
         self._timer = asyncio.get_running_loop().call_later(STACK_DUMP_SECONDS, self._kill_unless_back)
 
     def _kill_unless_back(self) -> None:
         """Kill the Worker, unless it answered while it wrote its stacks: then it works again."""
-        if self._watch.silence > 0.0:
+        if self.watch.silence > 0.0:
             return self._kill()
         self._killed = None
         self._tick_later()
@@ -235,7 +235,7 @@ class Executor:
 
     async def _cause_of_death(self) -> WorkerDiedError:
         cause, killed = await self._how_it_ended()
-        return WorkerDiedError(cause, from_outside=killed or self._watch.awaits_heartbeat)
+        return WorkerDiedError(cause, from_outside=killed or self.watch.awaits_heartbeat)
 
     async def _how_it_ended(self) -> tuple[str, bool]:
         """The cause for the log, and True if a signal from outside killed the process."""

@@ -67,7 +67,7 @@ class Admission:
         self._waiting = waiting
         self._running = running
         self._whole_sequences = whole_sequences
-        self._inseparable: set[SequenceGroup] = set()  # live groups whose members run together or not at all
+        self.inseparable_groups: set[SequenceGroup] = set()  # live groups whose members run together or not at all
         self._last_delayed: Sequence | None = None
 
     # Questions of the Scheduler.
@@ -114,7 +114,7 @@ class Admission:
         """Returns the next sequence to admit. Hypotheses of a running beam search go first: their siblings cannot
         continue without them. Sequences of the `displaced` tenants go last.
         """
-        rest = (seq for group in self._inseparable if group.running for seq in group.waiting)
+        rest = (seq for group in self.inseparable_groups if group.running for seq in group.waiting)
         found = min(rest, key=lambda seq: seq.order, default=None)
         return self.fair_share.next_in_turn(self._waiting, self._running, displaced) if found is None else found
 
@@ -142,7 +142,7 @@ class Admission:
     @property
     def num_rows(self) -> int:
         """Rows in use, and rows kept free for hypotheses of running beam searches."""
-        return len(self._running) + sum(group.num_spare_rows for group in self._inseparable)
+        return len(self._running) + sum(group.num_spare_rows for group in self.inseparable_groups)
 
     @property
     def has_free_row(self) -> bool:
@@ -162,13 +162,13 @@ class Admission:
         """A sequence is new to the Scheduler."""
         self.fair_share.came(seq, self._running)
         if seq.group is not None and seq.group.inseparable:
-            self._inseparable.add(seq.group)
+            self.inseparable_groups.add(seq.group)
 
     def left(self, seq: Sequence) -> None:
         """A sequence finished, in whatever state it was."""
         self.fair_share.went(seq)
         if seq.group is not None and not seq.group.live:
-            self._inseparable.discard(seq.group)
+            self.inseparable_groups.discard(seq.group)
 
     def started(self, start: Start) -> None:
         """A sequence runs, with its blocks."""
@@ -212,7 +212,7 @@ class Admission:
     def check_invariants(self, sequences: Iterable[Sequence]) -> None:
         """Asserts that rows and accounts agree with the live sequences. For tests and simulation."""
         self.fair_share.check_invariants(list(sequences))
-        assert self.num_rows <= self.max_num_seqs and all(group.live for group in self._inseparable)
+        assert self.num_rows <= self.max_num_seqs and all(group.live for group in self.inseparable_groups)
 
     def _start_of(self, seq: Sequence) -> Start:
         """Returns how `seq` would start, and whether there is room for it.

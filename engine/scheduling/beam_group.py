@@ -29,7 +29,7 @@ class BeamGroup(SequenceGroup):
         self.slots = slots
         self.search = search
         self.results: list[Hypothesis] = []
-        self._beams = slots[:1]  # in the order of search.running
+        self.beams = slots[:1]  # in the order of search.running
         self._samples: dict[Sequence, SampledToken] = {}  # candidates of this round, by hypothesis
         for slot in slots:
             slot.max_num_tokens = slot.num_prompt_tokens + 1
@@ -57,9 +57,9 @@ class BeamGroup(SequenceGroup):
     def add_candidates(self, seq: Sequence, token: SampledToken) -> GroupChoice:
         """Adds the candidates of one hypothesis. With the last ones of a round, returns what the group chose."""
         self._samples[seq] = token
-        if not all(beam in self._samples and not beam.num_pending_tokens for beam in self._beams):
+        if not all(beam in self._samples and not beam.num_pending_tokens for beam in self.beams):
             return GroupChoice()
-        survivors = self.search.advance([self._samples[beam].top for beam in self._beams])
+        survivors = self.search.advance([self._samples[beam].top for beam in self.beams])
         choice = self._end() if self.search.done else self._go_on(survivors)
         self._samples.clear()
         return choice
@@ -74,10 +74,10 @@ class BeamGroup(SequenceGroup):
 
     def _go_on(self, survivors: list[Survivor]) -> GroupChoice:
         """The first survivor of a parent, its most likely one, stays in the parent's Sequence."""
-        parents, firsts = self._beams, {survivor.parent: survivor for survivor in reversed(survivors)}
+        parents, firsts = self.beams, {survivor.parent: survivor for survivor in reversed(survivors)}
         choice = GroupChoice(finished=[parent for number, parent in enumerate(parents) if number not in firsts])
         empty = [slot for slot in self.slots if slot.status is SequenceStatus.FINISHED or slot in choice.finished]
-        self._beams = []
+        self.beams = []
         for survivor in survivors:
             beam = parent = parents[survivor.parent]
             stays = survivor is firsts[survivor.parent]
@@ -88,7 +88,7 @@ class BeamGroup(SequenceGroup):
             elif self._samples[beam].token_id != survivor.token_id or beam.num_computed_tokens < len(beam.token_ids):
                 choice.resent.append(beam)
             choice.appended.append((beam, survivor.token_id))
-            self._beams.append(beam)
+            self.beams.append(beam)
         return choice
 
     def _end(self) -> GroupChoice:

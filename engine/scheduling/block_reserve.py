@@ -91,15 +91,15 @@ class Forecast:
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._horizons = horizons(block_size, MAX_LENGTH)  # every class has a prefix of these
-        self._mean: list[float] = []
-        self._variance: list[float] = []
+        self.mean: list[float] = []
+        self.variance: list[float] = []
 
     def add(self, lengths: LengthClass, bucket: int, num_seqs: int, num_blocks: int, sign: int = 1) -> None:
         """Adds (`sign` 1) or removes (-1) sequences whose next token is in `bucket`, with `num_blocks` blocks in all.
 
         Each sequence holds its blocks, and those it grows by, until it ends.
         """
-        mean, variance = self._mean, self._variance
+        mean, variance = self.mean, self.variance
         missing = len(lengths.horizons) - len(mean)
         mean += [0.0] * missing
         variance += [0.0] * missing
@@ -113,7 +113,7 @@ class Forecast:
     def peak_with(self, lengths: LengthClass, bucket: int, num_seqs: int, num_blocks: int, max_ahead: float) -> float:
         """Returns the most blocks held up to `max_ahead` tokens from now, with these sequences added, plus SAFETY."""
         peak, growth = 0.0, num_seqs / self._block_size
-        rows = zip_longest(self._mean, self._variance, lengths.alive(bucket), fillvalue=0.0)
+        rows = zip_longest(self.mean, self.variance, lengths.alive(bucket), fillvalue=0.0)
         for ahead, (mean, variance, alive) in zip(self._horizons, rows, strict=False):
             if ahead > max(max_ahead, self._horizons[0]):
                 break
@@ -145,9 +145,9 @@ class PredictedReserve:
     def __init__(self, block_manager: BlockManager, watermark_blocks: int) -> None:
         self._blocks = block_manager
         self._watermark = WatermarkReserve(watermark_blocks)
-        self._lengths = OutputLengths(block_manager.block_size)
-        self._holders: dict[Sequence, _Holder] = {}
-        self._forecast = Forecast(block_manager.block_size)
+        self.lengths = OutputLengths(block_manager.block_size)
+        self.holders: dict[Sequence, _Holder] = {}
+        self.forecast = Forecast(block_manager.block_size)
         self._num_shared = 0  # blocks that no single sequence frees for sure when it ends
         self._num_plans = 0
         self._next_refresh = 0
@@ -158,9 +158,9 @@ class PredictedReserve:
             self._next_refresh = self._num_plans + REFRESH_STEPS
         blocks = self._blocks
         taken = blocks.num_blocks_for(seq.num_tokens) - sum(block.ref_count > 0 for block in prefix)
-        lengths = self._lengths.class_of(seq)
+        lengths = self.lengths.class_of(seq)
         max_ahead = HORIZON_SHARE * seq.num_tokens
-        peak = self._forecast.peak_with(lengths, _next_bucket(seq), 1 + num_forks, taken + num_forks, max_ahead)
+        peak = self.forecast.peak_with(lengths, _next_bucket(seq), 1 + num_forks, taken + num_forks, max_ahead)
         growth = math.ceil(self._num_shared + peak) - (blocks.num_blocks - len(blocks.free_blocks)) - taken
         return max(self.watermark(num_forks), growth)
 
@@ -176,27 +176,27 @@ class PredictedReserve:
             if self._blocks.blocks[block_id].ref_count == 1:
                 break
             num_shared += 1
-        self._holders[seq] = holder = _Holder(self._lengths.class_of(seq), num_shared, num_forks)
+        self.holders[seq] = holder = _Holder(self.lengths.class_of(seq), num_shared, num_forks)
         self._count(seq, holder)
-        self._forecast.add(holder.lengths, holder.bucket, holder.num_seqs, holder.num_blocks)
+        self.forecast.add(holder.lengths, holder.bucket, holder.num_seqs, holder.num_blocks)
 
     def forked(self, parent: Sequence, fork: Sequence) -> None:
-        holder = self._holders[parent]
+        holder = self.holders[parent]
         # The prompt's blocks stay until the last sample ends, so no sample is expected to free them.
         holder.num_shared = parent.num_prompt_tokens // self._blocks.block_size
-        self._holders[fork] = _Holder(holder.lengths, holder.num_shared, 0)
+        self.holders[fork] = _Holder(holder.lengths, holder.num_shared, 0)
 
     def stopped(self, seq: Sequence, reason: FinishReason | None = None) -> None:
-        holder = self._holders.pop(seq)
+        holder = self.holders.pop(seq)
         if holder.num_seqs:  # a fork is counted with its parent until the next refresh
-            self._forecast.add(holder.lengths, holder.bucket, holder.num_seqs, holder.num_blocks, sign=-1)
+            self.forecast.add(holder.lengths, holder.bucket, holder.num_seqs, holder.num_blocks, sign=-1)
         if reason is not None:
-            self._lengths.observe(seq, reason)
+            self.lengths.observe(seq, reason)
 
     def reset(self, watermark_blocks: int) -> None:
         self._watermark.reset(watermark_blocks)
-        self._holders.clear()
-        self._forecast = Forecast(self._blocks.block_size)
+        self.holders.clear()
+        self.forecast = Forecast(self._blocks.block_size)
         self._num_shared = self._num_plans = self._next_refresh = 0
 
     def _count(self, seq: Sequence, holder: _Holder) -> None:
@@ -213,7 +213,7 @@ class PredictedReserve:
         cells: dict[LengthClass, dict[int, tuple[int, int]]] = {}
         num_owned = 0
         for seq in running:
-            holder = self._holders[seq]
+            holder = self.holders[seq]
             self._count(seq, holder)
             num_owned += len(seq.block_table) - holder.num_shared
             buckets = cells.setdefault(holder.lengths, {})
@@ -221,11 +221,11 @@ class PredictedReserve:
             buckets[holder.bucket] = before[0] + holder.num_seqs, before[1] + holder.num_blocks
         num_used = self._blocks.num_blocks - len(self._blocks.free_blocks)
         self._num_shared = max(0, num_used - num_owned)
-        self._forecast = Forecast(self._blocks.block_size)
+        self.forecast = Forecast(self._blocks.block_size)
         for lengths, buckets in cells.items():
             lengths.refit({bucket: num_seqs for bucket, (num_seqs, _) in buckets.items()})
             for bucket, (num_seqs, num_blocks) in buckets.items():
-                self._forecast.add(lengths, bucket, num_seqs, num_blocks)
+                self.forecast.add(lengths, bucket, num_seqs, num_blocks)
 
 
 def _next_bucket(seq: Sequence) -> int:

@@ -157,10 +157,10 @@ class FairShare:
         self.max_num_seqs = max_num_seqs
         self.num_displaced = 0  # sequences that gave way to another tenant's
         self._blocks = block_manager
-        self._tenants: dict[str, Tenant] = {}
+        self.tenants: dict[str, Tenant] = {}
         self._active: set[str] = set()
         self.displaced: frozenset[str] = frozenset()  # tenants displaced since the last plan was sent
-        self._comebacks: dict[Sequence, Comeback] = {}  # sequences that must not be displaced as a whole again yet
+        self.comebacks: dict[Sequence, Comeback] = {}  # sequences that must not be displaced as a whole again yet
         self._clock = 0.0  # seconds of computing so far
         self._costs: dict[int, dict[str, float]] = {}  # by plan and tenant, until the result of the plan is back
         self._price = 0.0  # seconds per weighted token: a moving average over steps
@@ -177,14 +177,14 @@ class FairShare:
 
     def came(self, seq: Sequence, running: Iterable[Sequence]) -> None:
         """A sequence is new. The account of a tenant that was idle is raised."""
-        tenant = self._tenants.setdefault(seq.tenant, Tenant(Allowance(self._clock)))
+        tenant = self.tenants.setdefault(seq.tenant, Tenant(Allowance(self._clock)))
         tenant.weight = seq.weight
         if not tenant.num_live:
             if self._last_tenant not in (None, seq.tenant) and self._may_be_short:
                 self._short_until = self._clock + VISIT_SECONDS
             if self._active:
                 self._meet(running)
-                self._floor = min(self._tenants[name].served for name in self._active)
+                self._floor = min(self.tenants[name].served for name in self._active)
             tenant.served = max(tenant.served, self._floor)
             self._active.add(seq.tenant)
         tenant.num_live += 1
@@ -192,15 +192,15 @@ class FairShare:
 
     def went(self, seq: Sequence) -> None:
         """A sequence ended, in whatever state."""
-        self._comebacks.pop(seq, None)
-        tenant = self._tenants[seq.tenant]
+        self.comebacks.pop(seq, None)
+        tenant = self.tenants[seq.tenant]
         tenant.num_live -= 1
         if not tenant.num_live:
             self._active.discard(seq.tenant)
             self.displaced = frozenset()
-            self._floor = max(self._floor, min((self._tenants[n].served for n in self._active), default=tenant.served))
-            for name in [name for name, one in self._tenants.items() if self._is_as_new(one)]:
-                del self._tenants[name]
+            self._floor = max(self._floor, min((self.tenants[n].served for n in self._active), default=tenant.served))
+            for name in [name for name, one in self.tenants.items() if self._is_as_new(one)]:
+                del self.tenants[name]
 
     def settle(self, running: Iterable[Sequence]) -> None:
         """Adds the cost of everything planned since the last call."""
@@ -213,7 +213,7 @@ class FairShare:
         if done > charged:
             num_prompt = max(0, min(done, seq.num_prompt_tokens) - charged)
             cost = PROMPT_COST * num_prompt + OUTPUT_COST * (done - charged - num_prompt)
-            self._tenants[seq.tenant].cost += cost
+            self.tenants[seq.tenant].cost += cost
             seq.num_charged_tokens = done
 
     def next_in_turn(self, waiting: list[Sequence], running: list[Sequence], displaced: frozenset[str]) -> Sequence:
@@ -250,7 +250,7 @@ class FairShare:
         `newcomer`: the next sequence to start, if there is room. `displacement`: what was just preempted for it.
         `more_wait`: sequences wait.
         """
-        self._comebacks |= {victim: Comeback(victim.num_charged_tokens) for victim in displacement.undivided}
+        self.comebacks |= {victim: Comeback(victim.num_charged_tokens) for victim in displacement.undivided}
         self.num_displaced += len(displacement.victims)
         if self.contended:
             self.displaced = frozenset(victim.tenant for victim in displacement.victims)
@@ -272,10 +272,10 @@ class FairShare:
 
     def planned(self, plan: StepPlan, running: Iterable[Sequence]) -> None:
         """A plan is sent; its tokens are counted as computed."""
-        for seq, comeback in [*self._comebacks.items()]:
+        for seq, comeback in [*self.comebacks.items()]:
             comeback.observe(seq, self._clock)
             if comeback.is_over(self._clock):
-                del self._comebacks[seq]
+                del self.comebacks[seq]
         self.displaced = frozenset()
         if self._clock < self._short_until:
             self._short_steps.planned(plan)
@@ -283,7 +283,7 @@ class FairShare:
         if self.contended:
             self.settle(running)
             for name in costs:
-                tenant = self._tenants[name]
+                tenant = self.tenants[name]
                 costs[name], tenant.cost_in_flight = tenant.cost - tenant.cost_in_flight, tenant.cost
 
     def computed(self, result: StepResult) -> None:
@@ -294,7 +294,7 @@ class FairShare:
         if total := sum(costs.values()):
             self._price += PRICE_WEIGHT * (seconds / total - self._price)
         for name, cost in costs.items():
-            if (tenant := self._tenants.get(name)) is not None:
+            if (tenant := self.tenants.get(name)) is not None:
                 tenant.cost -= cost
                 tenant.cost_in_flight -= cost
                 share = cost / total if total else float(len(costs) == 1)
@@ -303,7 +303,7 @@ class FairShare:
 
     def worker_lost(self, max_num_seqs: int) -> None:
         """No result will come for plans in flight; the next Worker has `max_num_seqs` rows."""
-        for tenant in self._tenants.values():
+        for tenant in self.tenants.values():
             tenant.served += tenant.cost * self._price / tenant.weight
             tenant.cost = tenant.cost_in_flight = 0.0
         self._costs.clear()
@@ -320,7 +320,7 @@ class FairShare:
         """A tenant joins others: their costs count from now on. A tenant alone was charged whole steps."""
         self.settle(running)
         if not self.contended:
-            for tenant in self._tenants.values():
+            for tenant in self.tenants.values():
                 tenant.cost = tenant.cost_in_flight
 
     def _scope(self, newcomer: Sequence | None, running: list[Sequence], budget: int) -> StepScope:
@@ -389,7 +389,7 @@ class FairShare:
             holdings[largest].num_rows -= rows
             holdings[largest].num_blocks -= sum(len(member.block_table) for member in part)
             if self._share(largest, holdings[largest]) < asked:
-                if 2 * asked > held or not self._comebacks.keys().isdisjoint(part):
+                if 2 * asked > held or not self.comebacks.keys().isdisjoint(part):
                     del candidates[largest]
                     continue
                 undivided += part
@@ -419,10 +419,10 @@ class FairShare:
     def check_invariants(self, sequences: Collection[Sequence]) -> None:
         """Asserts that the tenants know all live `sequences`. For tests and simulation."""
         live = Counter(seq.tenant for seq in sequences)
-        assert live == {name: tenant.num_live for name, tenant in self._tenants.items() if tenant.num_live}
+        assert live == {name: tenant.num_live for name, tenant in self.tenants.items() if tenant.num_live}
         assert self._active == set(live)
-        assert self._comebacks.keys() <= set(sequences)
-        assert all(0 <= tenant.cost_in_flight <= tenant.cost for tenant in self._tenants.values())
+        assert self.comebacks.keys() <= set(sequences)
+        assert all(0 <= tenant.cost_in_flight <= tenant.cost for tenant in self.tenants.values())
 
     @staticmethod
     def _candidates(seq: Sequence, running: list[Sequence]) -> dict[str, list[Sequence]]:
@@ -447,20 +447,20 @@ class FairShare:
         if holding is None:
             return 0.0
         share = max(holding.num_rows / self.max_num_seqs, holding.num_blocks / self._blocks.num_blocks)
-        return share / self._tenants[name].weight
+        return share / self.tenants[name].weight
 
     def _is_small(self, name: str, holdings: dict[str, Holding]) -> bool:
         """True if a tenant holds little and, waiting sequences included, asks for few rows."""
-        tenant = self._tenants[name]
+        tenant = self.tenants[name]
         asked = tenant.num_live / self.max_num_seqs / tenant.weight
         return max(asked, self._share(name, holdings.get(name))) <= max(SMALL_SHARE, 1 / self.max_num_seqs)
 
     def _may_be_alone(self, name: str, holdings: dict[str, Holding]) -> bool:
-        return self._is_small(name, holdings) and self._tenants[name].alone.refill(self._clock) > 0.0
+        return self._is_small(name, holdings) and self.tenants[name].alone.refill(self._clock) > 0.0
 
     def _rank(self, name: str, holdings: dict[str, Holding]) -> tuple[float, float]:
         """Returns the rank of a tenant: the lowest is served next. Costs not charged yet are estimated."""
-        tenant, share = self._tenants[name], self._share(name, holdings.get(name))
+        tenant, share = self.tenants[name], self._share(name, holdings.get(name))
         account = tenant.served + tenant.cost * self._price / tenant.weight
         return account - CREDIT_SECONDS * self._is_small(name, holdings), share
 

@@ -33,12 +33,12 @@ def main(arguments: Sequence[str]) -> int:
     prompts = _prompts(options)
     # A shared file or environment may hold server settings, too: they are checked, but not used.
     engine_config, _ = load_settings((EngineConfig, ServerConfig), options, os.environ)
-    _sampling_params(options, {})  # raises the errors of the flags before a model is loaded
+    sampling_params_of(options, {})  # raises the errors of the flags before a model is loaded
 
     from engine.llm import LLM
 
     with LLM.from_config(engine_config) as llm:
-        params = _sampling_params(options, llm.sampling_defaults.as_dict())
+        params = sampling_params_of(options, llm.sampling_defaults.as_dict())
         progress = sys.stderr.isatty() and len(prompts) > 1
         if options["chat"]:
             outputs = llm.chat([[{"role": "user", "content": text}] for text in prompts], params, use_tqdm=progress)
@@ -94,7 +94,7 @@ def _read(name: str) -> str:
         raise ConfigError(f"{'stdin' if name == '-' else name} is not UTF-8 text.") from None
 
 
-def _sampling_params(options: dict[str, Any], defaults: dict[str, Any]) -> SamplingParams:
+def sampling_params_of(options: dict[str, Any], defaults: dict[str, Any]) -> SamplingParams:
     """The sampling parameters; flags win over the model's defaults. Raises ConfigError."""
     given = {name: options[name] for name in SAMPLING_FLAGS if name in options}
     try:

@@ -159,7 +159,7 @@ async def test_a_stopped_worker_is_replaced_long_before_a_step_may_take_so_long(
         started = time.monotonic()
         await until(lambda: driver.phase == "restarting")
         assert 1.9 < time.monotonic() - started < 5
-        assert driver._recovery.suspects_nobody
+        assert driver.recovery.suspects_nobody
         assert_complete(await asyncio.gather(*map(collect, streams)), max_tokens=80)
         assert driver.stats.worker_restarts.values[()] == 1
 
@@ -183,10 +183,10 @@ async def test_a_worker_in_a_debugger_may_stand_still_for_as_long_as_a_step_may_
     options = ["--hang-at-step", "60", "--faults-in", "1", "--lives", str(lives)]
     async with running_driver(folder, *options, step_timeout=3.0) as driver:
         streams = start(driver, 3, max_tokens=100)
-        await until(lambda: driver._supervisor.executor._watch.silence > 2.5)
+        await until(lambda: driver.supervisor.executor.watch.silence > 2.5)
         assert driver.phase == "ready"
         assert_complete(await asyncio.gather(*map(collect, streams)), max_tokens=100)
-        assert driver._recovery.suspects_nobody
+        assert driver.recovery.suspects_nobody
 
 
 async def test_a_worker_that_answers_while_it_writes_its_stacks_stays(folder, monkeypatch):
@@ -197,10 +197,10 @@ async def test_a_worker_that_answers_while_it_writes_its_stacks_stays(folder, mo
         streams = start(driver, 2, max_tokens=100)
         await until(lambda: streams[0].num_generated_tokens > 30)
         os.kill(driver.worker_pid, signal.SIGSTOP)
-        await until(lambda: driver._supervisor.executor._killed is not None)
+        await until(lambda: driver.supervisor.executor._killed is not None)
         os.kill(driver.worker_pid, signal.SIGCONT)
         assert_complete(await asyncio.gather(*map(collect, streams)), max_tokens=100)
-        await until(lambda: driver._supervisor.executor._killed is None)
+        await until(lambda: driver.supervisor.executor._killed is None)
         assert driver.stats.worker_restarts.values[()] == 0
         assert_complete(await asyncio.gather(*map(collect, start(driver, 2, max_tokens=100))), max_tokens=100)
 
@@ -354,7 +354,7 @@ async def test_stop_in_the_turn_in_which_the_new_worker_is_ready(folder, monkeyp
 async def test_a_restart_that_does_not_load_is_one_more_death(folder, lives, fault):
     options = [fault, "--faults-in", "2", "--lives", str(lives), "--step-seconds", "0.01"]
     async with running_driver(folder, *options) as driver:
-        driver._supervisor.load_timeout = 3.0
+        driver.supervisor.load_timeout = 3.0
         streams = start(driver, 3)
         await until(lambda: streams[0].num_generated_tokens > 5)
         os.kill(driver.worker_pid, signal.SIGKILL)
@@ -431,10 +431,10 @@ async def test_who_is_hit_from_outside_is_never_guilty(folder, number, monkeypat
     async with running_driver(folder, "--step-seconds", "0.6", step_timeout=1.2) as driver:
         streams = start(driver, 3, max_tokens=4)
         for _ in range(4):
-            await until(lambda: driver.phase == "ready" and len(driver._in_flight) == 2)
+            await until(lambda: driver.phase == "ready" and driver.num_in_flight == 2)
             os.kill(driver.worker_pid, number)
             await until(lambda: driver.phase == "restarting")
-            assert driver._recovery.suspect is None
+            assert driver.recovery.suspect is None
         assert driver.stats.generation_tokens.values[()] == 0
         assert_complete(await asyncio.gather(*map(collect, streams)), max_tokens=4)
 
@@ -443,7 +443,7 @@ async def test_a_crash_is_not_from_outside_and_a_suspect_stays_one(folder):
     async with running_driver(folder, "--step-seconds", "0.5", async_scheduling=False) as driver:
         streams = start(driver, 3, max_tokens=4)
         for number in (signal.SIGSEGV, signal.SIGSEGV, signal.SIGKILL, signal.SIGSEGV):
-            await until(lambda: driver.phase == "ready" and driver._in_flight)
+            await until(lambda: driver.phase == "ready" and driver.num_in_flight)
             os.kill(driver.worker_pid, number)
             await until(lambda: driver.phase == "restarting")
         with pytest.raises(EngineError, match="dies of this request"):
@@ -460,7 +460,7 @@ async def test_lack_of_memory_is_not_from_outside(folder, monkeypatch):
     async with running_driver(folder, "--step-seconds", "0.5") as driver:
         stream = driver.generate(request("greedy for memory", max_tokens=4))
         for _ in range(3):
-            await until(lambda: driver.phase == "ready" and driver._in_flight)
+            await until(lambda: driver.phase == "ready" and driver.num_in_flight)
             os.kill(driver.worker_pid, signal.SIGKILL)
             await until(lambda: driver.phase == "restarting")
         with pytest.raises(EngineError, match="dies of this request"):
@@ -574,7 +574,7 @@ async def test_a_suspect_search_that_no_longer_fits_lets_the_others_go_on(folder
         search = driver.generate(Request("search", [97] * 40, params.sampling_params(), beam_search=params))
         other = driver.generate(request("other", max_tokens=40))
         await until(lambda: len(driver.scheduler.running) == 9)
-        driver._recovery._strikes["search"] = engine.executor.recovery.SUSPECT_AT
+        driver.recovery._strikes["search"] = engine.executor.recovery.SUSPECT_AT
         os.kill(driver.worker_pid, signal.SIGKILL)
         with pytest.raises(InvalidRequestError, match="need more KV cache than there is: 4 blocks"):
             await collect(search)

@@ -89,7 +89,7 @@ def test_more_prompts_than_may_be_in_flight(llm, monkeypatch):
     monkeypatch.setattr("engine.llm.MAX_IN_FLIGHT", 5)
     outputs = llm.generate([f"prompt {i}" for i in range(40)], greedy(3), use_tqdm=False)
     assert [output.prompt for output in outputs] == [f"prompt {i}" for i in range(40)]
-    assert llm._driver.num_live_requests == 0
+    assert llm.driver.num_live_requests == 0
 
 
 def test_several_samples_of_a_prompt(llm):
@@ -149,7 +149,7 @@ def test_an_impossible_prompt_is_named_and_nothing_stays_behind(llm):
         llm.generate(["a", "b" * 600, "c"], greedy(), use_tqdm=False)
     with pytest.raises(InvalidRequestError, match=r"^prompts\[0\]: .*token id 99999"):
         llm.generate([[1, 99999]], greedy(), use_tqdm=False)
-    assert llm._driver.num_live_requests == 0
+    assert llm.driver.num_live_requests == 0
     assert len(llm.generate("still works", greedy(), use_tqdm=False)) == 1
 
 
@@ -201,8 +201,8 @@ def test_settings_are_checked_before_anything_starts(settings, message):
 def test_accepted_settings_reach_the_engine(checkpoint):
     settings = {"enable_prefix_caching": False, "tensor_parallel_size": 1, "gpu_memory_utilization": 0.5}
     with open_llm(checkpoint, **settings, num_blocks=17) as llm:
-        assert not llm._driver.scheduler.block_manager.enable_prefix_caching
-        assert llm._driver.model.num_blocks == 17
+        assert not llm.driver.scheduler.block_manager.enable_prefix_caching
+        assert llm.driver.model.num_blocks == 17
         assert llm.config.gpu_memory_utilization == 0.5
 
 
@@ -217,7 +217,7 @@ def test_a_model_that_cannot_be_loaded_leaves_no_thread_and_no_process(checkpoin
 
 def test_after_close_it_says_so(checkpoint):
     llm = open_llm(checkpoint)
-    pid = llm._driver.worker_pid
+    pid = llm.driver.worker_pid
     llm.close()
     llm.close()
     assert not Path(f"/proc/{pid}").exists()
@@ -248,7 +248,7 @@ def test_ctrl_c_aborts_the_requests_and_leaves_the_engine_usable(checkpoint):
         with pytest.raises(KeyboardInterrupt):
             llm.generate(["a", "b"], greedy(400), use_tqdm=False)
         assert time.monotonic() - begin < 4
-        assert llm._driver.num_live_requests == 0
+        assert llm.driver.num_live_requests == 0
         assert len(llm.generate("c", greedy(2), use_tqdm=False)) == 1
 
 
@@ -260,7 +260,7 @@ import sys
 command = (sys.executable, "-m", "tests.fake_worker")
 llm = LLM.from_config(EngineConfig(model={model!r}, load_format="dummy"), worker_command=command)
 print(llm.generate("hello", SamplingParams(max_tokens=3), use_tqdm=False)[0].num_generated_tokens)
-print(llm._driver.worker_pid)
+print(llm.driver.worker_pid)
 {ending}
 """
 
@@ -306,7 +306,7 @@ def test_beam_search_beside_generate_and_its_errors(checkpoint):
         with pytest.raises(InvalidRequestError, match="BeamSearchParams"):
             llm.beam_search("hello", greedy(), use_tqdm=False)
         assert len(llm.generate("x", greedy(3), use_tqdm=False)) == 1
-        blocks = llm._driver.scheduler.block_manager
+        blocks = llm.driver.scheduler.block_manager
         assert len(blocks.free_blocks) == blocks.num_blocks
 
 
@@ -327,8 +327,8 @@ def test_a_hypothesis_that_cannot_be_computed_ends_its_search(checkpoint):
             if not has_failed:
                 wanted = expected_hypotheses(output.prompt_token_ids, params, 4)
                 assert [sample.token_ids for sample in output.outputs] == [ids for ids, _ in wanted]
-        blocks = llm._driver.scheduler.block_manager
-        assert len(blocks.free_blocks) == blocks.num_blocks and not llm._driver.num_live_requests
+        blocks = llm.driver.scheduler.block_manager
+        assert len(blocks.free_blocks) == blocks.num_blocks and not llm.driver.num_live_requests
 
 
 @pytest.mark.parametrize(
@@ -356,7 +356,7 @@ def test_what_can_be_refused_is_refused_before_anything_runs(checkpoint):
     with open_llm(checkpoint) as llm:
         with pytest.raises(InvalidRequestError, match=r"prompts\[2000\]: This model's maximum context length"):
             llm.generate(["hi"] * 2000 + [[1] * 5000], greedy(2), use_tqdm=False)
-        assert llm._driver.stats.generation_tokens.values[()] == 0
+        assert llm.driver.stats.generation_tokens.values[()] == 0
         with pytest.raises(InvalidRequestError, match=r"prompts\[1\] is not Unicode"):
             llm.generate(["hi", "\ud800"], greedy(2), use_tqdm=False)
     with pytest.raises(InvalidRequestError, match="must be a StructuredOutput"):

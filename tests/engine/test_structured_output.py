@@ -480,9 +480,9 @@ def test_preempted_sequences_go_on_where_they_were(llm):
     """64 blocks of 16 tokens for 24 texts of up to 150 tokens: most are preempted on the way."""
     output = StructuredOutput("regex", "[a-z ]{300,320}\\.")
     params = [SamplingParams(seed=i, max_tokens=150, structured_output=output, ignore_eos=True) for i in range(24)]
-    before = llm._driver.scheduler.num_preemptions
+    before = llm.driver.scheduler.num_preemptions
     together = llm.generate(["A fox"] * 24, params, use_tqdm=False)
-    assert llm._driver.scheduler.num_preemptions > before
+    assert llm.driver.scheduler.num_preemptions > before
     for result in together:
         assert re.fullmatch(r"[a-z ]{0,320}\.?", result.outputs[0].text)
     [alone] = llm.generate(["A fox"], params[5:6], use_tqdm=False)

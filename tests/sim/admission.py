@@ -18,13 +18,13 @@ def check_admission(scheduler: "WatchedScheduler") -> None:
     reserve = scheduler.admission.reserve
     if not isinstance(reserve, PredictedReserve):
         return
-    if set(reserve._holders) != set(scheduler.running):
-        fail("admission", f"{len(reserve._holders)} sequences are counted, {len(scheduler.running)} run")
-    if any(holder.num_blocks < 0 or holder.num_shared < 0 for holder in reserve._holders.values()):
+    if set(reserve.holders) != set(scheduler.running):
+        fail("admission", f"{len(reserve.holders)} sequences are counted, {len(scheduler.running)} run")
+    if any(holder.num_blocks < 0 or holder.num_shared < 0 for holder in reserve.holders.values()):
         fail("admission", "a sequence counts for less than no block")
-    found = reserve._forecast._mean
+    found = reserve.forecast.mean
     wanted = [0.0] * len(found)
-    for holder in reserve._holders.values():
+    for holder in reserve.holders.values():
         if holder.num_seqs:
             growth = holder.num_seqs / scheduler.block_manager.block_size
             lengths = holder.lengths

@@ -105,11 +105,11 @@ def check_groups(scheduler: Scheduler) -> None:
         fail(
             "budget", f"{scheduler.admission.num_rows} rows are in use or kept for a group, of {scheduler.max_num_seqs}"
         )
-    for group in scheduler.admission._inseparable:
+    for group in scheduler.admission.inseparable_groups:
         live = [slot for slot in group.slots if slot.status is not SequenceStatus.FINISHED]
-        if set(map(id, live)) != set(map(id, group._beams)):
-            fail("group", f"{len(live)} slots are live, {len(group._beams)} hypotheses go on")
-        for beam, hypothesis in zip(group._beams, group.search.running, strict=True):
+        if set(map(id, live)) != set(map(id, group.beams)):
+            fail("group", f"{len(live)} slots are live, {len(group.beams)} hypotheses go on")
+        for beam, hypothesis in zip(group.beams, group.search.running, strict=True):
             if beam.token_ids[beam.num_prompt_tokens :] != [token_id for token_id, _ in hypothesis.tokens()]:
                 fail("group", f"{beam} does not hold its hypothesis")
         if any(slot.block_table for slot in group.slots if slot not in live):
@@ -121,6 +121,6 @@ def check_too_large(scheduler: "WatchedScheduler", group: BeamGroup) -> None:
     others = [seq for seq in scheduler.running if seq.group is not group]
     require(not others, "group", f"a group is too large for the pool while {len(others)} others hold blocks")
     blocks = scheduler.block_manager
-    longest = max(len(beam.token_ids) for beam in group._beams)
+    longest = max(len(beam.token_ids) for beam in group.beams)
     most = len(group.slots) * blocks.num_blocks_for(longest)
     require(most > blocks.num_blocks, "group", f"{most} blocks would do, and the pool has {blocks.num_blocks}")

@@ -179,7 +179,9 @@ class DriverRun:
         """Somebody kills the Worker, if one runs."""
         executor = self.monitor.executor
         if executor.ready and executor.worker.alive:
-            self.monitor.saw("Worker killed with plans under way" if self.driver._in_flight else "idle Worker killed")
+            self.monitor.saw(
+                "Worker killed with plans under way" if self.driver.num_in_flight else "idle Worker killed"
+            )
             if any(seq.num_generated_tokens for seq in self.driver.scheduler.running):
                 self.monitor.saw("Worker killed amid generation")
             if self.driver.scheduler._forks:
@@ -197,7 +199,7 @@ class DriverRun:
         executor = self.monitor.executor
         if not executor.ready or not executor.worker.alive or executor.worker.stopped:
             return
-        busy = bool(self.driver._in_flight)
+        busy = self.driver.num_in_flight > 0
         if event.hangs:
             if not busy:
                 self.monitor.saw("idle Worker hung")
@@ -230,7 +232,7 @@ class DriverRun:
         require(not still, "heartbeat", "an idle Worker stands still, and nobody has noticed")
         self.monitor.check_idle()
         driver.check_invariants()
-        loaded, left = driver._loaded, left_over(driver, but=("eos_token_ids",)) | left_over(driver._recovery, but=())
+        loaded, left = driver._loaded, left_over(driver, but=("eos_token_ids",)) | left_over(driver.recovery, but=())
         for part in (loaded.live, loaded.prefetcher):
             left |= {} if part is None else left_over(part, but=("_eos_token_ids",))
         require(not left, "leftovers", f"the Driver still has {left}")

@@ -137,7 +137,7 @@ class SimExecutor(Executor):
         require(least <= seconds <= most, "watch", f"killed when it was stopped for {seconds:.1f} s")
 
     def _check_patience(self, worker: SimWorker, now: float) -> None:
-        timeout, interval = self._config.step_timeout, self._watch.interval
+        timeout, interval = self._config.step_timeout, self.watch.interval
         first = self._num_answered < StepWatch.FIRST_STEPS
         least = most = min(5 * timeout, max(timeout, StepWatch.FIRST_STEPS_SECONDS)) if first else timeout
         since = max(self._quiet_since, worker.answered_at)

@@ -218,7 +218,7 @@ MUTANTS = (
         for_driver=True,
     ),
     # Admission by prediction.
-    Mutant("who stopped is still counted", PredictedReserve, "stopped", "self._holders.pop(seq)", "self._holders[seq]"),
+    Mutant("who stopped is still counted", PredictedReserve, "stopped", "self.holders.pop(seq)", "self.holders[seq]"),
     Mutant("forecast keeps who stopped", PredictedReserve, "stopped", "if holder.num_seqs:", "if False:"),
     Mutant(
         "prediction beats the watermark", PredictedReserve, "spare", "max(self.watermark(num_forks), growth)", "growth"
@@ -244,7 +244,7 @@ MUTANTS = (
         "gives way again before it got further",
         FairShare,
         "displacement_for",
-        "not self._comebacks.keys().isdisjoint(part)",
+        "not self.comebacks.keys().isdisjoint(part)",
         "False",
     ),
     Mutant(
@@ -328,8 +328,8 @@ MUTANTS = (
     Mutant(
         "hang excused by a slow kind", StepDurations, "add", "kind = kind_of(plan)", "kind = 0, 0, 0", for_driver=True
     ),
-    Mutant("results not told to the watch", Executor, "receive", "self._watch.received()", "pass", for_driver=True),
-    Mutant("no heartbeats", Executor, "_tick", "if self._watch.heartbeat_due:", "if False:", for_driver=True),
+    Mutant("results not told to the watch", Executor, "receive", "self.watch.received()", "pass", for_driver=True),
+    Mutant("no heartbeats", Executor, "_tick", "if self.watch.heartbeat_due:", "if False:", for_driver=True),
     Mutant(
         "answers do not calm the watch",
         StepWatch,
@@ -393,5 +393,5 @@ MUTANTS = (
         "pass",
         for_driver=True,
     ),
-    Mutant("Worker left at the end", Driver, "stop", "await self._supervisor.executor.stop()", "pass", for_driver=True),
+    Mutant("Worker left at the end", Driver, "stop", "await self.supervisor.executor.stop()", "pass", for_driver=True),
 )

@@ -357,7 +357,7 @@ class Monitor:
                 saw("plan left to a tenant that waits for a first token")
             elif idle and (num_tokens < scheduler.scope.budget or (idle == 1 and not is_short)):
                 fail("progress", f"{seq} has tokens to compute and is not in the plan")
-        if ran and ran[0].status is SequenceStatus.WAITING and ran[0] not in scheduler.admission.fair_share._comebacks:
+        if ran and ran[0].status is SequenceStatus.WAITING and ran[0] not in scheduler.admission.fair_share.comebacks:
             fail("progress", f"the first in order was preempted: {ran[0]}")
         self._check_order(plan, ran)
         self._check_turns(plan, planned)

@@ -60,7 +60,7 @@ class SuddenStop(DriverRun):
 
     def _check_end(self) -> None:
         driver = self.driver
-        worker = driver._supervisor.executor._process
+        worker = driver.supervisor.executor._process
         require(worker is None or not worker.alive, "stop", "the server has stopped, its Worker has not")
         require(not driver.num_live_requests, "stop", f"it still has {driver.live_request_ids}")
         driver.check_invariants()

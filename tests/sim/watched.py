@@ -271,7 +271,7 @@ class WatchedScheduler(Scheduler):
     def _check_displaced(self, newcomer: Newcomer) -> None:
         """A sequence that is displaced as the last of its tenant progressed since the last time."""
         for victim in newcomer.displacement.victims:
-            if victim not in self.admission.fair_share._comebacks:
+            if victim not in self.admission.fair_share.comebacks:
                 continue
             if any(other.tenant == victim.tenant for other in self.running):
                 continue  # it was not the last
@@ -407,9 +407,9 @@ class WatchedScheduler(Scheduler):
             self.monitor.restarted(list(self._sequences.values()))
 
     def _count_reset(self) -> None:
-        if any(len(group.search.running) > 1 for group in self.admission._inseparable):
+        if any(len(group.search.running) > 1 for group in self.admission.inseparable_groups):
             self.monitor.saw("Worker lost amid a beam search")
-        if any(group._samples for group in self.admission._inseparable):
+        if any(group._samples for group in self.admission.inseparable_groups):
             self.monitor.saw("Worker lost amid a round of a beam search")
 
     def update(self, result: StepResult) -> list[tuple[Sequence, int]]:

@@ -75,7 +75,7 @@ async def test_no_heartbeat_is_sent_while_there_is_a_plan_to_wait_for(folder, tm
     options = ["--heartbeats", str(heartbeats), "--step-seconds", "0.3"]
     async with running_driver(folder, *options, step_timeout=1.0, async_scheduling=True) as driver:
         stream = driver.generate(request("slow", max_tokens=5))
-        await until(lambda: len(driver._in_flight) == 2)
+        await until(lambda: driver.num_in_flight == 2)
         seen = num_heartbeats(heartbeats)
         await until(lambda: stream.num_generated_tokens >= 4)
         assert num_heartbeats(heartbeats) <= seen + 1, "one may have been on its way"
@@ -89,9 +89,9 @@ async def test_a_worker_that_hangs_while_idle_is_no_fault_of_a_request_that_come
     async with running_driver(folder, *options, "--heartbeats", str(heartbeats), step_timeout=1.0) as driver:
         await until(lambda: num_heartbeats(heartbeats) == 2)
         stream = driver.generate(request("unlucky"))
-        await until(lambda: driver._in_flight)
+        await until(lambda: driver.num_in_flight)
         await until(lambda: driver.phase == "restarting")
-        assert driver._recovery.suspects_nobody, "the Worker had not come to its plan"
+        assert driver.recovery.suspects_nobody, "the Worker had not come to its plan"
         [(_, ids, *_)] = await collect(stream)
         assert list(ids) == expected_tokens(PROMPT, 7, 16)
         assert num_restarts(driver) == 1
@@ -101,11 +101,11 @@ async def test_a_worker_that_hangs_while_idle_is_no_fault_of_a_request_that_come
 async def test_a_worker_that_dies_over_a_heartbeat_is_no_fault_of_a_request_that_comes_then(folder, tmp_path):
     options = ["--hang-at-heartbeat", "1", "--faults-in", "1", "--lives", str(tmp_path / "lives")]
     async with running_driver(folder, *options, step_timeout=10.0) as driver:
-        await until(lambda: driver._supervisor.executor._watch.awaits_heartbeat)
+        await until(lambda: driver.supervisor.executor.watch.awaits_heartbeat)
         stream = driver.generate(request("unlucky"))
-        await until(lambda: driver._in_flight)
+        await until(lambda: driver.num_in_flight)
         os.kill(driver.worker_pid, signal.SIGSEGV)
         await until(lambda: driver.phase == "restarting")
-        assert driver._recovery.suspects_nobody
+        assert driver.recovery.suspects_nobody
         [(_, ids, *_)] = await collect(stream)
         assert list(ids) == expected_tokens(PROMPT, 7, 16)

@@ -94,6 +94,14 @@ def test_a_request_that_is_in_no_plan_gets_no_blame():
 DECODES = StepPlan(1, [], [], [], [], decodes=[1, 2, 3])
 
 
+class WatchOfTest(StepWatch):
+    """Its `clock` stands still unless the test moves it."""
+
+    def __init__(self, timeout, durations=None):
+        self.clock, self.durations = Clock(), durations or StepDurations()
+        super().__init__(timeout, self.durations, self.clock)
+
+
 def prompt_of(num_tokens, **params):
     """A step that computes a new sequence."""
     new = NewSequence(9, [5] * num_tokens, num_tokens, 0, [0], SamplingParams(**params), 7)
@@ -106,13 +114,13 @@ def do(watch, plan, seconds=0.0, num_steps=1):
         watch.sent(plan)
         for _ in range(int(seconds / watch.interval)):
             assert not watch.tick()
-        watch._clock.now += seconds
+        watch.clock.now += seconds
         watch.received()
 
 
 def finished_first_steps(timeout, plan=None):
     """By default of steps unlike those that follow: the timeout alone holds for these."""
-    watch = StepWatch(timeout, StepDurations(), Clock())
+    watch = WatchOfTest(timeout)
     do(watch, plan or prompt_of(1000), num_steps=StepWatch.FIRST_STEPS)
     return watch
 
@@ -204,19 +212,19 @@ def test_steps_of_a_new_kind_and_those_behind_them_may_compile(new):
 
 def test_a_worker_that_follows_another_knows_its_steps():
     watch = finished_first_steps(300.0, DECODES)
-    again = StepWatch(300.0, watch._durations, Clock())
+    again = WatchOfTest(300.0, watch.durations)
     assert seconds_until_hung(again, DECODES) <= StepWatch.AGAIN_SECONDS + 2.0
-    other = StepWatch(300.0, watch._durations, Clock())
+    other = WatchOfTest(300.0, watch.durations)
     assert seconds_until_hung(other, prompt_of(8)) >= 300.0
 
 
 def test_time_in_which_this_process_stood_still_is_no_time_of_a_step():
     watch = finished_first_steps(300.0, DECODES)
     watch.sent(DECODES)
-    watch._clock.now += 3600.0  # stopped, with the Worker
+    watch.clock.now += 3600.0  # stopped, with the Worker
     assert not watch.tick()
     watch.received()
-    assert watch._durations.limit(DECODES) <= 2 * LIMIT_FACTOR
+    assert watch.durations.limit(DECODES) <= 2 * LIMIT_FACTOR
 
 
 def test_a_heartbeat_is_due_when_there_was_nothing_to_wait_for():

@@ -71,7 +71,7 @@ class BeamLoop(Loop):
             assert scores == pytest.approx([score for _, score in wanted])
             assert all(slot.finish_reason is result_reason(slot, params) for slot in group.slots)
         assert sorted(map(id, self.scheduler.ended_groups)) == sorted(map(id, groups))
-        assert not self.scheduler.admission._inseparable and not self.scheduler._sequences
+        assert not self.scheduler.admission.inseparable_groups and not self.scheduler.has_work
         blocks = self.scheduler.block_manager
         assert len(blocks.free_blocks) == blocks.num_blocks, "an idle engine holds no blocks"
 

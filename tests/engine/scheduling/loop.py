@@ -52,6 +52,10 @@ class Loop:
         self.scheduler.check_invariants()
         return True
 
+    def preempt(self, seq):
+        """Preempt `seq` as if its blocks were needed."""
+        self.scheduler._preempt(seq)
+
     def run(self, max_steps=20_000):
         for _ in range(max_steps):
             if not self.step():

@@ -104,7 +104,7 @@ def test_no_part_of_a_group_is_admitted_before_there_is_room_for_all_of_it():
         loop.step()
     scheduler, blocks = loop.scheduler, loop.scheduler.block_manager
     for slot in group.running:
-        scheduler._preempt(slot)
+        loop.preempt(slot)
     needed, first = blocks.num_blocks_together(group.waiting), blocks.num_blocks_for(len(group.slots[0].token_ids))
     assert needed > first + 3
     thief = Sequence(99, [0] * 1000, SamplingParams(), seed=0, max_num_tokens=1000)
@@ -128,7 +128,7 @@ def test_a_resumed_group_stores_common_prefixes_once():
     blocks = loop.scheduler.block_manager
     held = blocks.num_blocks - len(blocks.free_blocks)
     for slot in group.running:
-        loop.scheduler._preempt(slot)
+        loop.preempt(slot)
     loop.scheduler.check_invariants()
     assert len(blocks.free_blocks) == blocks.num_blocks
     wanted = blocks.num_blocks_together(group.waiting)
@@ -188,7 +188,7 @@ def test_all_blocks_lost_and_everything_recomputed():
     group = loop.add_beams(prompt(random.Random(1), 9), 4, max_tokens=12, ignore_eos=True)
     for _ in range(30):
         for slot in group.running:
-            loop.scheduler._preempt(slot)
+            loop.preempt(slot)
         for _ in range(3):
             loop.step()
     loop.run()
@@ -211,7 +211,7 @@ def test_candidates_come_back_while_the_other_hypothesis_is_on_its_way_again(see
 
     def preempt_both():
         for slot in group.running:
-            scheduler._preempt(slot)
+            loop.preempt(slot)
         scheduler.check_invariants()
 
     preempt_both()
@@ -243,7 +243,7 @@ def test_a_group_that_no_longer_fits_halfway_through_its_return_fails_between_pl
     while len(first.token_ids) < 22:  # the third step ends the first and has room for the second
         loop.step()
     for slot in group.running:
-        scheduler._preempt(slot)
+        loop.preempt(slot)
     for _ in range(2):
         scheduler.update(device.execute(scheduler.schedule()))
     assert first.num_computed_tokens == 16
@@ -309,7 +309,7 @@ def test_with_prediction_a_hypothesis_counts_for_as_long_as_its_search_may_get()
     for _ in range(60):  # past a refresh of the forecast
         loop.step()
     slots = [slot for group in groups for slot in group.running]
-    assert {loop.scheduler.admission.reserve._lengths.class_of(slot).limit for slot in slots} == {64}
+    assert {loop.scheduler.admission.reserve.lengths.class_of(slot).limit for slot in slots} == {64}
     loop.run()
     loop.check_groups(groups)
 

@@ -31,8 +31,8 @@ def test_the_forecast_equals_the_mean_of_many_futures():
         held = [sum(rng.randint(64, 256) >= 64 + ahead for _ in range(20)) * (3 + ahead / 16) for _ in range(futures)]
         mean = sum(held) / futures
         variance = sum((x - mean) ** 2 for x in held) / futures
-        assert forecast._mean[i] == pytest.approx(mean, rel=0.05, abs=0.5)
-        assert math.sqrt(max(0.0, forecast._variance[i])) == pytest.approx(math.sqrt(variance), rel=0.2, abs=0.5)
+        assert forecast.mean[i] == pytest.approx(mean, rel=0.05, abs=0.5)
+        assert math.sqrt(max(0.0, forecast.variance[i])) == pytest.approx(math.sqrt(variance), rel=0.2, abs=0.5)
 
 
 def test_who_goes_is_taken_out_of_the_forecast():
@@ -87,7 +87,7 @@ def test_texts_are_the_same_with_either_setting(seed):
         loop.check_finished(survivors, loop.device.eos_every)
         texts[admission] = {seq.seq_id: seq.token_ids for seq in survivors}
         if admission == "predict":
-            assert not loop.scheduler.admission.reserve._holders
+            assert not loop.scheduler.admission.reserve.holders
     assert texts["plain"] == texts["predict"]
 
 
@@ -176,5 +176,5 @@ def test_what_ends_leaves_nothing_in_the_forecast():
     for i in range(3):
         loop.add(prompt(random.Random(i), 12), max_tokens=11 + i, ignore_eos=True)
     loop.run()
-    forecast = loop.scheduler.admission.reserve._forecast
-    assert forecast._mean == pytest.approx([0.0] * len(forecast._mean))
+    forecast = loop.scheduler.admission.reserve.forecast
+    assert forecast.mean == pytest.approx([0.0] * len(forecast.mean))

@@ -139,10 +139,10 @@ def test_who_is_forgotten_comes_back_with_a_full_allowance_only():
     quiet = loop.send("quiet", length=20, max_tokens=40)
     while quiet.status is not SequenceStatus.FINISHED:
         loop.step()
-    kept = loop.scheduler.admission.fair_share._tenants["quiet"].alone.seconds
+    kept = loop.scheduler.admission.fair_share.tenants["quiet"].alone.seconds
     assert kept < fair_share.ALONE_SECONDS
     again = loop.send("quiet", length=20, max_tokens=2)
-    assert loop.scheduler.admission.fair_share._tenants["quiet"].alone.seconds <= kept + 0.001
+    assert loop.scheduler.admission.fair_share.tenants["quiet"].alone.seconds <= kept + 0.001
     loop.run()
     loop.check_finished([again])
 
@@ -223,7 +223,7 @@ def test_who_comes_back_has_saved_nothing():
     before = len(loop.plans)
     for _ in range(100):
         loop.send("idle", max_tokens=20)
-    account = loop.scheduler.admission.fair_share._tenants
+    account = loop.scheduler.admission.fair_share.tenants
     assert account["idle"].served == account["busy"].served
     for _ in range(100):
         loop.step()
@@ -241,8 +241,7 @@ def test_a_tenant_alone_uses_everything_and_is_kept_no_account_of_in_the_plans()
     loop.run()
     loop.check_finished(loop.sent)
     assert (
-        len(loop.scheduler.admission.fair_share._tenants) <= 1
-        and loop.scheduler.admission.fair_share.num_displaced == 0
+        len(loop.scheduler.admission.fair_share.tenants) <= 1 and loop.scheduler.admission.fair_share.num_displaced == 0
     )
 
 
@@ -275,10 +274,10 @@ def test_after_the_loss_of_the_pool_the_accounts_stay():
     for _ in range(10):
         loop.step()
     settle(loop)
-    accounts = {name: tenant.served for name, tenant in loop.scheduler.admission.fair_share._tenants.items()}
+    accounts = {name: tenant.served for name, tenant in loop.scheduler.admission.fair_share.tenants.items()}
     loop.results.clear()
     loop.scheduler.reset(100, max_num_seqs=4, max_num_batched_tokens=32)
-    assert {name: tenant.served for name, tenant in loop.scheduler.admission.fair_share._tenants.items()} == accounts
+    assert {name: tenant.served for name, tenant in loop.scheduler.admission.fair_share.tenants.items()} == accounts
     loop.scheduler.check_invariants()
 
 
@@ -417,7 +416,7 @@ def test_who_leaves_with_a_step_under_way_and_comes_back_owes_it():
             loop.step()
         loop.scheduler.finish(quiet, FinishReason.ABORT)
     loop.run()
-    assert all(tenant.cost == 0 for tenant in loop.scheduler.admission.fair_share._tenants.values())
+    assert all(tenant.cost == 0 for tenant in loop.scheduler.admission.fair_share.tenants.values())
 
 
 def test_progress_after_a_comeback_counts_when_it_is_charged_already():

@@ -53,7 +53,7 @@ def test_the_first_sample_may_be_preempted_before_the_prompt_is_computed():
     seqs = loop.add_samples(prompt(random.Random(5), 22), 3, max_tokens=4)
     loop.step()
     assert 0 < seqs[0].num_computed_tokens < 22
-    loop.scheduler._preempt(seqs[0])
+    loop.preempt(seqs[0])
     loop.scheduler.check_invariants()
     loop.run()
     loop.check_finished(seqs)

@@ -176,7 +176,7 @@ def test_who_got_no_further_since_it_was_preempted_is_spared():
     loop.step()
     loop.step()
     assert loop.scheduler.admission.victim_for(seqs[0]) is seqs[2]
-    loop.scheduler._preempt(seqs[2])
+    loop.preempt(seqs[2])
     assert loop.scheduler.schedule() is not None  # it is admitted again, and its result is not in yet
     assert loop.scheduler.running == seqs
     assert loop.scheduler.admission.victim_for(seqs[0]) is seqs[1]

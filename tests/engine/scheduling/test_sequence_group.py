@@ -35,7 +35,7 @@ def num_running(seqs):
 
 def preempt_all(loop, seqs):
     for seq in [seq for seq in seqs if seq.status is SequenceStatus.RUNNING]:
-        loop.scheduler._preempt(seq)
+        loop.preempt(seq)
     loop.scheduler.check_invariants()
 
 
@@ -246,13 +246,13 @@ def test_the_prediction_counts_a_returning_group_by_its_size():
         asked.append(num_forks) or spare(seq, prefix, num_forks, *rest)
     )
     preempt_all(loop, seqs)
-    assert not reserve._holders
+    assert not reserve.holders
     loop.add(prompt(random.Random(3), 4), max_tokens=9, priority=-1)
     loop.step()
     assert asked == [3, 0, 0, 0]
-    assert set(seqs) < reserve._holders.keys()
+    assert set(seqs) < reserve.holders.keys()
     loop.run()
-    assert not reserve._holders
+    assert not reserve.holders
 
 
 def watch_preemptions(scheduler):

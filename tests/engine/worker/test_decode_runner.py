@@ -18,6 +18,7 @@ from engine.worker.device.host import StepLimits
 from engine.worker.memory_profile import LoadedDecoder, decode_bytes
 from tests.engine.worker.lazy_queue import LazyQueue
 from tests.engine.worker.mini_driver import CONFIG, GREEDY, PROMPTS, ColumnDriver, MiniDriver
+from tests.engine.worker.runners import zeroed_kv_caches
 
 SIZES = (1, 2, 4, 6)
 
@@ -126,17 +127,16 @@ def test_a_block_that_is_replaced_is_replaced_on_the_device(make_runner, hf_gree
     assert driver.output(2) == hf_greedy(PROMPTS[2], 8)
 
 
-def test_padding_touches_no_block(make_runner):
-    queue = LazyQueue()
-    runner = make_runner(queue)
-    driver = ColumnDriver(runner, ahead=0)
+def test_padding_touches_no_block(make_runner, model_dir):
+    kv_caches = zeroed_kv_caches(read_model_config(model_dir))
+    driver = ColumnDriver(make_runner(LazyQueue(), kv_caches=kv_caches), ahead=0)
     for seq_id in (1, 2, 3):
         driver.add(seq_id, PROMPTS[seq_id])
     driver.step({seq_id: len(PROMPTS[seq_id]) for seq_id in (1, 2, 3)})
-    before = [k.clone() for k, _ in runner._kv_caches]
+    before = [k.clone() for k, _ in kv_caches]
     driver.step({1: 1, 2: 1, 3: 1})  # padded to 4
     written = {driver.blocks[i][(driver.computed[i] - 1) // 8] for i in (1, 2, 3)}
-    for old, (new, _) in zip(before, runner._kv_caches, strict=True):
+    for old, (new, _) in zip(before, kv_caches, strict=True):
         changed = {block for block in range(len(new)) if not torch.equal(old[block], new[block])}
         assert changed == written
 

@@ -6,7 +6,7 @@ import pytest
 
 from engine.llm import LLM
 from engine.sampling_params import SamplingParams
-from server.commands.generate import SAMPLING_FLAGS, _sampling_params
+from server.commands.generate import SAMPLING_FLAGS, sampling_params_of
 from server.protocol import answers as described
 from tests.checkpoints import save_fake_checkpoint
 from tests.server.live import MODEL, LiveServer, chat_body, completion_body
@@ -108,7 +108,7 @@ def test_they_can_be_switched_off(checkpoint, live):
 
 def test_offline_none_stands_for_them_and_what_is_given_is_complete(checkpoint, live):
     llm = LLM.__new__(LLM)
-    llm._driver = live.driver
+    llm.driver = live.driver
     assert sampling(llm.get_default_sampling_params()) == DEFAULTS
     given = [None, SamplingParams(temperature=0.2)]
     found = [_params(llm, each) for each in given]
@@ -122,6 +122,6 @@ def _params(llm: LLM, given: SamplingParams | None) -> SamplingParams:
 
 def test_flags_of_generate_win_over_them():
     options = {"stop": None, "sampling_seed": None, "temperature": 0.0, "n": 2}
-    params = _sampling_params(options, DEFAULTS)
+    params = sampling_params_of(options, DEFAULTS)
     assert sampling(params) == DEFAULTS | {"temperature": 0.0} and params.n == 2
     assert set(DEFAULTS) - {"repetition_penalty"} <= set(SAMPLING_FLAGS)

@@ -102,7 +102,8 @@ def test_a_fetch_writes_a_slot_after_the_copies_from_and_to_it(make_runner):
     disk, fetched = Disk(), []
     runner = make_runner(LazyQueue(), disk)
     cache = runner.host_cache
-    runner._kv_caches[0][0].fill_(3.0)
+    threes = torch.full((1, cache.copier.block_bytes // 4), 3.0).view(torch.uint8)
+    cache.copier.unpack(threes, torch.tensor([1]))
     runner.launch(StepPlan(0, [], [], [], [], [BlockMove(1, 2)]))
     runner.launch(StepPlan(1, [], [], [], [], [], [BlockMove(4, 2)]))
     cache.fetch(FetchBlocks(0, [b"d"], [2]), fetched.append)
