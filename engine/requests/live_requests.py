@@ -138,9 +138,8 @@ class LiveRequests:
             if not chunk.num_tokens or chunk.seq_id not in self._owners:  # a fork computes no token
                 continue
             live, _ = self._owners[chunk.seq_id]
-            if (
-                live.request.beam_search is None or not live.stream.num_generated_tokens
-            ):  # else a hypothesis, not a prompt
+            computes_prompt = live.search is None or not live.stream.num_generated_tokens  # else it is a hypothesis
+            if computes_prompt:
                 live.timings.observe_chunk(chunk.num_tokens, num_rows)
 
     def step_done(self, plan: StepPlan, now: float, more_in_flight: bool) -> None:
