@@ -1,11 +1,10 @@
-"""`python -m kernels.aot` (`make kernels-aot`): compile every Triton kernel for sm_80 and sm_90 and print what each
-costs. Needs no GPU.
+"""`python -m kernels.aot` (`make kernels-aot`): compile every Triton kernel for sm_80 and sm_90 and print its
+resources. Needs no GPU.
 
-A line per configuration: registers per thread, bytes of stack (above 0: a spill), shared memory per program, how many
-programs an SM holds at once, the matrix instructions, asynchronous copies and 16-byte accesses in the code, and how
-many copies stay under way while it computes. The exit status is 1
-where a kernel breaks what its configuration promises or needs more than the device has, or where a file's kernel has
-no configuration.
+Prints a line per configuration: registers per thread, bytes of stack (above 0: a spill), shared memory per program,
+programs that an SM holds at once, matrix instructions, asynchronous copies and 16-byte accesses in the code, and the
+number of copies under way during computation. The exit status is 1 if a kernel breaks a promise of its configuration or
+needs more than the device has, or if a kernel has no configuration.
 """
 
 import argparse
@@ -24,17 +23,17 @@ from itertools import starmap
 from pathlib import Path
 from types import ModuleType
 
-import triton  # before the kernels: it tells them to define their Triton halves
+import triton  # before any kernel file: kernels.dispatch then hands out the real Triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kernels.aot_configuration import AotConfiguration
 
 REGISTERS_PER_SM, WARPS_PER_SM, PROGRAMS_PER_SM = 65536, 64, 32
-RESERVED_SHARED_MEMORY = 1024  # bytes of each program, by the driver
+RESERVED_SHARED_MEMORY = 1024  # bytes that the driver reserves per program
 
 
-# what a configuration may need (a field of Report), and what is said where it is missing
+# name in AotConfiguration.needs (a field of Report) -> message if the code lacks it
 NEEDS = {
     "mma": "has no mma instruction",
     "wgmma": "has no wgmma instruction",
@@ -46,7 +45,7 @@ NEEDS = {
 
 @dataclass(frozen=True)
 class Device:
-    """Shared memory in bytes: what one program may use, and what an SM has (CUDA programming guide, table of compute
+    """Shared memory in bytes that one program may use, and that an SM has (CUDA programming guide, table of compute
     capabilities)."""
 
     per_program: int
@@ -58,11 +57,11 @@ DEVICES = {80: Device(163 * 1024, 164 * 1024), 90: Device(227 * 1024, 228 * 1024
 
 @dataclass(frozen=True)
 class Report:
-    """What ptxas and the PTX say about one compiled kernel.
+    """Resources of one compiled kernel, read from ptxas and the PTX.
 
-    programs: how many an SM holds at once. wide: accesses of 16 bytes a thread to device memory. ahead: the most groups
-    of asynchronous copies that are still under way where the kernel waits for the one it needs; 0: loads and arithmetic
-    take turns, whatever num_stages says.
+    programs: number that an SM holds at once. wide: accesses of 16 bytes per thread to device memory. ahead: the
+    largest number of groups of asynchronous copies still under way when the kernel waits for a group; 0: loads and
+    arithmetic take turns, whatever num_stages says.
     """
 
     registers: int
@@ -82,7 +81,7 @@ def kernel_modules() -> Iterator[ModuleType]:
 
 
 def gpu_modules() -> Iterator[ModuleType]:
-    """Every module of this package but the CPU's and this one."""
+    """Every module of this package except the CPU's and this one."""
     folder = Path(__file__).parent
     for path in sorted(folder.rglob("*.py")):
         name = ".".join(path.relative_to(folder).with_suffix("").parts)
@@ -91,7 +90,7 @@ def gpu_modules() -> Iterator[ModuleType]:
 
 
 def configurations(capability: int, quick: bool = False, name: str = "") -> list[AotConfiguration]:
-    """All of them for one kind of device; `name` keeps the kernels whose name contains it."""
+    """All configurations for one kind of device; `name` keeps the kernels whose name contains it."""
     return [
         configuration
         for module in kernel_modules()
@@ -123,7 +122,7 @@ def compile_kernel(configuration: AotConfiguration, capability: int) -> Report:
     options = {
         "num_warps": configuration.num_warps,
         "num_stages": configuration.num_stages,
-        "enable_fp_fusion": True,  # the JIT's default
+        "enable_fp_fusion": True,  # the default of the JIT
     }
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     ptx, shared_memory = compiled.asm["ptx"], compiled.metadata.shared
@@ -138,7 +137,7 @@ def compile_kernel(configuration: AotConfiguration, capability: int) -> Report:
 
 
 def problems(configuration: AotConfiguration, capability: int, report: Report) -> list[str]:
-    """What is wrong with a compiled kernel, in words; empty where all is well."""
+    """The problems of a compiled kernel, in words; empty if there are none."""
     found = []
     limit = DEVICES[capability].per_program
     if report.spilled > configuration.max_spill:
@@ -150,7 +149,7 @@ def problems(configuration: AotConfiguration, capability: int, report: Report) -
 
 
 def programs_per_sm(capability: int, registers: int, shared_memory: int, num_warps: int) -> int:
-    """Programs resident on an SM at once. Registers are given to warps in units of 256."""
+    """Programs that an SM holds at once. Warps get registers in units of 256."""
     by_registers = REGISTERS_PER_SM // (-(-registers * 32 // 256) * 256 * num_warps)
     by_shared_memory = DEVICES[capability].per_sm // (shared_memory + RESERVED_SHARED_MEMORY)
     return min(by_registers, by_shared_memory, WARPS_PER_SM // num_warps, PROGRAMS_PER_SM)
@@ -164,7 +163,7 @@ def _type(name: str, configuration: AotConfiguration) -> str:
 
 
 def _aligned_arguments(configuration: AotConfiguration) -> Iterator[int]:
-    """Positions of what the JIT compiler would find to be a multiple of 16."""
+    """Positions of the arguments that the JIT compiler would find to be multiples of 16."""
     for i, param in enumerate(configuration.kernel.params):
         exempt = param.do_not_specialize or param.do_not_specialize_on_alignment
         aligned = param.name.endswith("_ptr") or param.name in configuration.multiples_of_16
@@ -187,7 +186,8 @@ def _resources(cubin: bytes) -> tuple[int, int]:
 
 
 def compile_all(quick: bool, name: str, jobs: int) -> Iterator[tuple[AotConfiguration, int, Report]]:
-    """Every configuration with its report, in order. Kernels cross no process: each worker finds them by number."""
+    """Every configuration with its report, in order. Kernels cannot cross processes: each process finds them by
+    number."""
     work = [
         (capability, quick, name, i)
         for capability in DEVICES
@@ -212,7 +212,7 @@ def _compile_numbered(capability: int, quick: bool, name: str, i: int) -> tuple[
 
 
 def main() -> int:
-    """Print the table, then what is wrong."""
+    """Print the table, then the problems."""
     parser = argparse.ArgumentParser(prog="python -m kernels.aot", description="Compile every Triton kernel.")
     parser.add_argument("--quick", action="store_true", help="a few shapes of each kernel, as `make test` does")
     parser.add_argument("--kernel", default="", metavar="NAME", help="only kernels whose name contains this")

@@ -1,8 +1,8 @@
-"""Which implementation runs: Triton for CUDA tensors, numba for CPU tensors, torch for what neither covers.
+"""Chooses the implementation: Triton for CUDA tensors, numba for CPU tensors, torch for the rest.
 
-Kernel files write `from kernels.dispatch import tl, triton`. The names are the real modules where kernels can run or
-are being compiled, and inert stand-ins elsewhere, so that a CPU process starts without Triton: a decorated kernel is
-then a plain function that nobody calls.
+Kernel files write `from kernels.dispatch import tl, triton`. These are the real modules where kernels can run or are
+compiled, and inert stand-ins elsewhere, so that a CPU process starts without Triton: a decorated kernel is then a plain
+function that is never called.
 """
 
 import os
@@ -14,14 +14,14 @@ import torch
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 
-# Whoever imports triton first wants the kernels themselves (kernels.aot does, on a machine without a GPU).
+# If triton is imported already, the real kernels are wanted (kernels.aot does this on a machine without a GPU).
 HAS_TRITON = INTERPRET or "triton" in sys.modules or torch.cuda.is_available()
 
 if HAS_TRITON:
     import triton
     import triton.language as tl
 else:
-    # with and without options: @triton.jit and @triton.jit(do_not_specialize=[...])
+    # works as @triton.jit and as @triton.jit(do_not_specialize=[...])
     triton = SimpleNamespace(jit=lambda fn=None, **options: fn or (lambda fn: fn))  # type: ignore[assignment]
     tl = SimpleNamespace(constexpr=None)  # type: ignore[assignment]
 
@@ -38,24 +38,24 @@ __all__ = [
 
 
 def use_triton(x: torch.Tensor) -> bool:
-    """True where `x` must go to a Triton kernel: a CUDA tensor, or any tensor under TRITON_INTERPRET=1."""
+    """True if `x` must go to a Triton kernel: a CUDA tensor, or any tensor under TRITON_INTERPRET=1."""
     return x.is_cuda or INTERPRET
 
 
 def row_warps(block: int) -> int:
-    """Warps for a program that holds one row of `block` elements in registers: 16 to 32 elements per thread."""
+    """Number of warps of a program that holds a row of `block` elements in registers: 16 to 32 elements per thread."""
     return max(1, min(16, block // 512))
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:
-    """[..., n] -> [rows, n] whose last axis has no gaps: a view where that is possible, else a copy."""
+    """[..., n] -> [rows, n] with a dense last axis: a view if possible, else a copy."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 @cache
 def cpu_kernels() -> ModuleType | None:
-    """The package kernels.cpu, loaded at first use; None where numba is not installed (torch does the work then)."""
+    """The package kernels.cpu, loaded at first use; None if numba is not installed: torch does the work then."""
     try:
         from kernels import cpu
     except ImportError:
@@ -65,8 +65,8 @@ def cpu_kernels() -> ModuleType | None:
 
 @cache
 def device_sizes(device: torch.device) -> tuple[int, int]:
-    """(compute capability, number of SMs). The interpreter counts as a small sm_80, so that its tests see both one
-    split and several."""
+    """(compute capability, number of SMs). The interpreter counts as a small sm_80, so that its tests run with one
+    split and with several."""
     if device.type != "cuda":
         return 80, 8
     major, minor = torch.cuda.get_device_capability(device)

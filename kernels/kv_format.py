@@ -1,13 +1,13 @@
-"""How a quantised KV cache stores its rows. No torch here: `pageserve plan` sizes a cache with this.
+"""KVFormat: how a quantised KV cache stores its rows.
 
-A row is the key or the value of one token and KV head, head_dim numbers. Each row has a 32-bit parameter of its own,
-made when the row is written and never changed, so that what a token reads back does not depend on its neighbours, on
-the batch or on how its prompt was cut into chunks.
+A row is the key or the value of one token and KV head: head_dim numbers. Each row has its own 32-bit parameter, made
+when the row is written and never changed. So the numbers read back do not depend on neighbouring tokens, on the batch
+or on the chunks of the prompt.
 
-A page is one block of one KV head: block_size rows of codes, then block_size parameters. Data and parameters lie
-together, so a block is one run of bytes in each cache tensor, and copying, swapping or storing it needs no more than
-its id. The tensor [num_blocks, num_kv_heads, block_size, row_bytes + 4] says how many bytes that is; how they are
-divided is above. Its dtype names the format.
+A page is one block of one KV head: block_size rows of codes, then block_size parameters. So a block is one run of bytes
+in each cache tensor, and its id is enough to copy, swap or store it. The shape of the tensor, [num_blocks,
+num_kv_heads, block_size, row_bytes + 4], gives the number of bytes but not their division into codes and parameters.
+Its dtype names the format.
 """
 
 from dataclasses import dataclass
@@ -15,14 +15,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-SMALLEST = 1e-30  # of a row's largest magnitude: below it 1 / scale would overflow
+MIN_MAGNITUDE = 1e-30  # a smaller largest magnitude of a row counts as this: else 1 / scale would overflow
 
 PARAMETER_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class KVFormat:
-    """name as in --kv-cache-dtype; code is KV_FORMAT in the Triton kernels; bits per number; torch's dtype by name."""
+    """name: value of --kv-cache-dtype; code: KV_FORMAT in Triton kernels; bits per number; dtype_name: torch's
+    dtype."""
 
     name: str
     code: int
@@ -30,7 +31,7 @@ class KVFormat:
     dtype_name: str
 
     def row_bytes(self, head_dim: int) -> int:
-        """Bytes of a row's codes, without its parameter. ValueError where they do not fill whole bytes."""
+        """Bytes of a row's codes, without its parameter. ValueError if they do not fill whole bytes."""
         if head_dim * self.bits % 8:
             raise ValueError(f"{self.name} packs two numbers into a byte and head_dim {head_dim} is odd")
         return head_dim * self.bits // 8
@@ -44,10 +45,11 @@ class KVFormat:
 INT8 = KVFormat("int8", 1, 8, "int8")
 # fp32 scale; code = e4m3(x / scale), largest magnitude 448.
 FP8 = KVFormat("fp8", 2, 8, "float8_e4m3fn")
-# Two bf16, scale below and minimum above; code = round((x - minimum) / scale) in 0 .. 15. Byte i holds number i in its
-# low half and number head_dim / 2 + i in its high half. Perplexity of the bundled model, 600 held-out documents: 1.4376
-# unquantised, 1.4465 like this, 1.4608 with one symmetric fp32 scale in the same four bytes, 1.4463 with a scale and a
-# minimum for each 16 numbers: the minimum pays, the groups do not (and they could not be folded into the scores).
+# Two bf16, scale in the low half and minimum in the high half; code = round((x - minimum) / scale) in 0 .. 15. Byte i
+# has number i in its low half and number head_dim / 2 + i in its high half. Perplexity of the bundled model on 600
+# held-out documents: 1.4376 unquantised, 1.4465 in this format, 1.4608 with one symmetric fp32 scale in the same four
+# bytes, 1.4463 with a scale and a minimum per 16 numbers. So the minimum pays and groups do not (nor could scores
+# absorb group scales).
 INT4 = KVFormat("int4", 3, 4, "uint8")
 
 KV_FORMATS = {kv_format.name: kv_format for kv_format in (INT8, FP8, INT4)}
@@ -55,10 +57,10 @@ _FORMATS = {getattr(torch, kv_format.dtype_name): kv_format for kv_format in KV_
 
 
 def find_kv_format(kv_cache_dtype: str) -> KVFormat | None:
-    """The format that --kv-cache-dtype names; None for "auto": rows of the model's dtype."""
+    """The format named by --kv-cache-dtype; None for "auto", rows of the model's dtype."""
     return None if kv_cache_dtype == "auto" else KV_FORMATS[kv_cache_dtype]
 
 
 def kv_format_of(cache: Tensor) -> KVFormat | None:
-    """The format of a cache tensor; None where it holds plain floats."""
+    """The format of a cache tensor; None for plain floats."""
     return _FORMATS.get(cache.dtype)

@@ -1,4 +1,4 @@
-"""`python -m kernels.warmup`: compile every CPU kernel now, so that no server start and no request waits for it."""
+"""`python -m kernels.warmup`: compile every CPU kernel now, so that no server start and no request waits."""
 
 import time
 
@@ -6,7 +6,7 @@ from kernels.dispatch import cpu_kernels
 
 
 def warmup() -> int:
-    """Compile the CPU kernels, or load them from the cache on disk; returns how many there are (0 without numba)."""
+    """Compile the CPU kernels, or load them from the cache on disk; returns their number (0 without numba)."""
     if (cpu := cpu_kernels()) is None:
         return 0
     kernels = [

@@ -43,7 +43,15 @@ def measure_cache_costs(runner: "ModelRunner") -> CacheCosts | None:
 def _prompt_seconds(runner: "ModelRunner", num_tokens: int) -> float:
     """Seconds of a step that computes a prompt, the median of three."""
     blocks = list(range(num_tokens // runner.batch.block_size))
-    new = NewSequence(0, [0] * num_tokens, num_tokens, 0, blocks, SamplingParams(temperature=0.0), 0)
+    new = NewSequence(
+        seq_id=0,
+        token_ids=[0] * num_tokens,
+        num_prompt_tokens=num_tokens,
+        num_computed_tokens=0,
+        block_ids=blocks,
+        params=SamplingParams(temperature=0.0),
+        seed=0,
+    )
     seconds = []
     for _ in range(3):
         started = time.perf_counter()

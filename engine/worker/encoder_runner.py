@@ -107,7 +107,18 @@ class EncoderRunner:
         """Run a small and a large step, so that no request pays for first-time work."""
         pooling = SamplingParams(pooling=Pooling("mean"))
         for num_tokens in (2, min(16, max_tokens)):
-            new = [NewSequence(i, [0] * num_tokens, num_tokens, 0, [], pooling, 0) for i in range(2)]
+            new = [
+                NewSequence(
+                    seq_id=i,
+                    token_ids=[0] * num_tokens,
+                    num_prompt_tokens=num_tokens,
+                    num_computed_tokens=0,
+                    block_ids=[],
+                    params=pooling,
+                    seed=0,
+                )
+                for i in range(2)
+            ]
             steps = [SequenceStep(i, num_tokens, True, []) for i in range(2)]
             self.result(self.launch(StepPlan(0, [], new, [], steps)))
 

@@ -98,7 +98,16 @@ def make_plan(config: EngineConfig, model: ModelConfig, machine: Machine) -> Mem
         )
     except DoesNotFitError as error:
         problem = error.reason  # without its advice: nearest_settings tries out settings
-    return MemoryPlan(weights, activations, sampler, overhead, available, limits, size, problem)
+    return MemoryPlan(
+        weights=weights,
+        activations=activations,
+        sampler=sampler,
+        overhead=overhead,
+        left_for_kv=available,
+        limits=limits,
+        size=size,
+        problem=problem,
+    )
 
 
 def _num_positions(config: EngineConfig, model: ModelConfig, machine: Machine, dtype_bytes: int) -> int:

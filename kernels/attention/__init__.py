@@ -1,1 +1,1 @@
-"""Attention over a paged KV cache: decode and prefill, their tiles and their plan."""
+"""Attention over a paged KV cache: decode and prefill, their tiles and the AttentionPlan."""

@@ -1,4 +1,4 @@
-"""The models whose attention `make kernels-aot` compiles: head sizes, groups, dtypes, cache formats and options."""
+"""The attention shapes that `make kernels-aot` compiles: head sizes, groups, dtypes, cache formats and options."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ POINTERS = {"block_tables_ptr": "*i32", "seq_lens_ptr": "*i32", "cu_seqlens_q_pt
 
 @dataclass(frozen=True)
 class Case:
-    """One model's attention. every_tile: compile the tiles of short chunks and the batch-invariant one, too."""
+    """The attention of one model. every_tile: also compile the tiles of short chunks and the batch-invariant tile."""
 
     dtype: str
     shape: AttentionShape
@@ -23,7 +23,7 @@ class Case:
 
     @property
     def types(self) -> dict[str, str]:
-        """Argument types; quantised pages are passed as bytes."""
+        """Argument types. Quantised pages are passed as bytes."""
         if self.shape.kv_format is None:
             return POINTERS
         pages = "*i8" if self.shape.kv_format is INT8 else "*u8"
@@ -31,11 +31,11 @@ class Case:
 
     @property
     def absent(self) -> dict[str, None]:
-        """Pointers that a launch without these options does not pass."""
+        """Pointers that a launch of this model does not pass."""
         return {} if self.shape.has_alibi else {"alibi_slopes_ptr": None}
 
     def label(self, tile: Tile) -> str:
-        """Group, head size, block size, tile and options."""
+        """Label of a configuration: group, head size, block size, tile and options."""
         shape = self.shape
         names = [shape.kv_format.name] if shape.kv_format else []
         names += ["alibi"] * shape.has_alibi + ["softcap"] * shape.has_softcap + ["window"] * (shape.sliding_window > 0)
@@ -43,8 +43,8 @@ class Case:
         return " ".join([text, *names])
 
     def needs(self, capability: int, tile: Tile) -> tuple[str, ...]:
-        """Keys and values by 16 bytes, fetched while others are computed with, and matrix instructions: Hopper's own
-        where a tile has the 64 rows that they take. fp32 has none that keep its precision, and is not tuned."""
+        """Needed instructions: 16-byte loads of keys and values that overlap with computation, and matrix instructions;
+        Hopper's own if the tile has the 64 rows that they take. fp32 has none with its precision, and is not tuned."""
         if self.dtype == "fp32":
             return ("async_copies",)
         return "async_copies", "wide", "ahead", "wgmma" if capability == 90 and tile.block_m >= 64 else "mma"
@@ -62,7 +62,7 @@ def case(
     quick: bool = False,
     every_tile: bool = False,
 ) -> Case:
-    """`options` of "alibi softcap window"; q is a view into the rows of a fused qkv projection."""
+    """A case; `options` are words of "alibi softcap window". q is a view into rows of a fused qkv projection."""
     shape = AttentionShape(
         num_heads,
         num_kv_heads,
@@ -79,8 +79,8 @@ def case(
 
 
 def attention_cases() -> Iterator[Case]:
-    """The shapes of today's models: every head size, block size, dtype, cache format and option, most of them in
-    pairs."""
+    """Yields the shapes of today's models: every head size, block size, dtype, cache format and option, and most
+    pairs of them."""
     yield case("bf16", 32, 8, 128, quick=True, every_tile=True)  # Llama-3-8B
     for kv_format in (INT8, FP8, INT4):
         yield case("bf16", 32, 8, 128, kv_format=kv_format, quick=True, every_tile=True)

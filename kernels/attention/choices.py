@@ -1,7 +1,7 @@
-"""Which tile the attention kernels use: one table, looked up by what a launch knows. No autotuning at run time.
+"""The tiles of the attention kernels: one table, looked up by the shape of a launch. No autotuning at run time.
 
-The entries are what compiles without spilling and leaves several programs on an SM where memory is the limit
-(`make kernels-aot` prints both). They await measurement on a GPU: nobody has timed them yet.
+The entries compile without spilling and leave several programs on an SM where memory is the limit (`make kernels-aot`
+prints both). They are not timed on a GPU yet.
 """
 
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ from kernels.aot_configuration import power_of_2
 class Tile:
     """block_m rows (query tokens x heads that share a KV head) against block_n keys at a time.
 
-    num_stages are Triton's, and half of them go to the block table: its entries are loads that the keys' addresses wait
-    for. With 3 or 4 a tile is asked for when the one before it is done; 5 fetch one tile ahead, 7 two.
+    num_stages is Triton's, and the block table takes half of them: its entries are loads that the keys' addresses wait
+    for. With 3 or 4 stages a tile is fetched once the tile before it is done; 5 stages fetch one tile ahead, 7 two.
     """
 
     block_m: int
@@ -26,23 +26,23 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The tile for a launch whose sizes are at most these and whose device is at least this. First match wins."""
+    """The tile for launches with at most these sizes on at least this capability. The first matching rule wins."""
 
-    capability: int  # 80: from A100 on; 90: from H100 on
-    q_bits: int  # of a number of q: 16, or 32
-    kv_bits: int  # of a stored number: 4, 8, 16 or 32
+    capability: int  # 80: A100 and later; 90: H100 and later
+    q_bits: int  # bits of a number of q: 16 or 32
+    kv_bits: int  # bits of a stored number: 4, 8, 16 or 32
     block_d: int  # the head size, as a power of two
-    max_rows: int  # query tokens of the longest sequence x heads of a group; to decode, heads of a group
+    max_rows: int  # prefill: query tokens of the longest sequence x heads of a group; decode: heads of a group
     tile: Tile
-    # False: only without what takes registers: ALiBi, soft-cap, a window, or to divide by a group that is no power of 2
+    # False: only for launches without ALiBi, soft cap, window and groups that are no power of 2, which take registers
     extras: bool = True
 
 
 ANY = 1 << 30
 
-# Decode reads every key once for a handful of rows: an SM holds two programs (A100) or three (H100), each with one tile
-# of 32 KB on its way while it computes with another: more than the 32 to 40 KB under way that keep its share of the
-# memory busy. Codes on their way to floats need registers, too, so quantised caches take fewer keys at a time.
+# Decode reads every key once for a few rows. An SM holds two programs (A100) or three (H100); each computes one tile
+# while another tile of 32 KB is on its way. An SM needs 32 to 40 KB under way to keep its share of the memory busy.
+# Codes that become floats need registers too, so quantised caches take fewer keys at a time.
 DECODE = (
     Rule(80, 16, 8, 64, 64, Tile(16, 64, 4, 5)),
     Rule(80, 16, 8, 256, 64, Tile(16, 32, 4, 5)),
@@ -53,10 +53,10 @@ DECODE = (
     Rule(80, 32, 32, 256, ANY, Tile(16, 16, 8, 2)),
 )
 
-# Prefill is arithmetic, in 8 warps of which each has 16 rows: with fewer rows than the head size Triton shares a row
-# out over warps, which then meet at 11 barriers a step instead of 2 (sm_80). Hopper's wgmma takes 128 keys where
-# registers allow: a quarter fewer instructions per key, and queries are read from shared memory half as often. A short
-# chunk takes fewer rows, since rows past its end are computed for nothing.
+# Prefill is bound by arithmetic, in 8 warps of 16 rows each: with fewer rows than the head size, Triton divides a row
+# among warps, which then meet at 11 barriers per step instead of 2 (sm_80). Hopper's wgmma takes 128 keys if registers
+# allow: a quarter fewer instructions per key, and queries are read from shared memory half as often. Short chunks use
+# tiles with fewer rows, because rows past the end of a chunk are computed for nothing.
 PREFILL = (
     Rule(80, 16, 8, 128, 32, Tile(32, 32, 4, 5)),
     Rule(80, 16, 8, 256, 16, Tile(16, 16, 8, 5)),
@@ -85,7 +85,7 @@ PREFILL = (
     Rule(80, 32, 32, 256, ANY, Tile(32, 16, 8, 3)),
 )
 
-# Batch-invariant attention: one tile for every row there is, decode and prefill.
+# Batch-invariant attention: one tile for every row of decode and prefill.
 INVARIANT = (
     Rule(80, 16, 4, 256, ANY, Tile(32, 32, 8, 5)),
     Rule(80, 16, 8, 128, ANY, Tile(64, 32, 8, 5)),
@@ -105,7 +105,7 @@ def find_tile(
 ) -> Tile:
     """The tile of the first rule of RULES[use] that covers the launch, with room for one token's heads (`group`).
 
-    ValueError where the head size is beyond the table.
+    ValueError if the head size is beyond the table.
     """
     for rule in RULES[use]:
         if (

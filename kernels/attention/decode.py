@@ -1,7 +1,7 @@
 """PagedAttention for decode (Kwon et al., 2023): one query token per sequence over its blocks of the KV cache.
 
-The heads that share a KV head are the rows of one tile, and a sequence is cut into splits that run side by side
-(Flash-Decoding: Dao et al., 2023) where the batch alone would leave the device idle.
+The heads that share a KV head are the rows of one tile. If the batch alone would leave the device idle, a sequence is
+cut into splits that run concurrently (Flash-Decoding: Dao et al., 2023).
 """
 
 from collections.abc import Iterator
@@ -38,20 +38,20 @@ def paged_attention(
     plan: AttentionPlan | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Attend from q [num_seqs, num_heads, head_dim], each sequence's newest token, to the tokens in its blocks.
+    """Attention of q [num_seqs, num_heads, head_dim], each sequence's newest token, over the tokens in its blocks.
 
     Caches [num_blocks, num_kv_heads, block_size, head_dim], or pages of a format of kernels/kv_format.py; block_tables
     int32 [num_seqs, max_blocks]; seq_lens int32 [num_seqs] counts the cached tokens, the query's own included (0 gives
     a row of zeros: padding of a CUDA graph).
-    The options are those of prefill_attention. The launch depends on the shapes alone, never on seq_lens: it can be
-    captured with any lengths and replayed with others. Returns [num_seqs, num_heads, head_dim].
+    The options are those of prefill_attention. The launch depends on shapes only, never on seq_lens: a CUDA graph can
+    capture it with some lengths and replay it with others. Returns [num_seqs, num_heads, head_dim].
     """
     if use_triton(q):
         shape = attention_shape(q, k_cache, alibi_slopes, sliding_window, softcap)
         plan = plan or plan_for_call(q, shape)
         caches, scales = (as_bytes(k_cache), as_bytes(v_cache)), base_2_scale(scale, softcap)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-        if plan.batch_invariant:  # the kernel and the tile of prefill, so its bits
+        if plan.batch_invariant:  # the kernel and the tile of prefill give the same bits
             starts = plan.decode_starts(len(q))
             launch_prefill(shape, plan, q, *caches, block_tables, starts, seq_lens, 1, alibi_slopes, *scales, out)
         else:
@@ -71,7 +71,7 @@ def paged_attention(
 
 
 def launch_decode(shape, plan, q, k_cache, v_cache, block_tables, seq_lens, alibi_slopes, scale, softcap, out) -> None:
-    """Start the kernels; scale and softcap as base_2_scale gives them, quantised caches as bytes."""
+    """Launch the kernels. scale and softcap come from base_2_scale; quantised caches are passed as bytes."""
     num_seqs = len(q)
     tile = shape.tile("decode", plan.capability, shape.group)
     max_tokens = block_tables.shape[1] * shape.block_size
@@ -103,7 +103,7 @@ def _reduce_constants(shape, tile) -> dict[str, int]:
 
 @triton.jit(
     do_not_specialize=["block_tables_stride"],
-    do_not_specialize_on_alignment=["block_tables_ptr", "seq_lens_ptr", "lse_ptr"],  # slices that start anywhere
+    do_not_specialize_on_alignment=["block_tables_ptr", "seq_lens_ptr", "lse_ptr"],  # slices of any alignment
 )
 def paged_attention_kernel(
     q_ptr,
@@ -134,9 +134,9 @@ def paged_attention_kernel(
 ):
     """Grid (num_seqs, num_kv_heads, num_splits): the heads of one group over one split of one sequence.
 
-    Writes rows of out [num_seqs, num_heads, num_splits, HEAD_DIM], each a whole attention over its split, and to lse
-    [num_seqs, num_heads, num_splits] the base-2 logarithm of its softmax's denominator; a split without tokens writes
-    nothing. lse None: there is one split, and out is the result.
+    Writes to out [num_seqs, num_heads, num_splits, HEAD_DIM] the attention over each split, and to lse [num_seqs,
+    num_heads, num_splits] the base-2 logarithm of the softmax's denominator; a split without tokens writes nothing.
+    lse None: there is one split, and out is the result.
     """
     seq, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_splits = tl.num_programs(2)
@@ -165,7 +165,7 @@ def paged_attention_kernel(
             NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, KV_FORMAT, True, HAS_ALIBI, HAS_SOFTCAP, WINDOW,
         )  # fmt: skip
     row = (seq.to(tl.int64) * (NUM_KV_HEADS * GROUP) + head) * num_splits + split
-    result = acc / tl.where(row_sum > 0.0, row_sum, 1.0)[:, None]  # no token at all (padding of a CUDA graph): zeros
+    result = acc / tl.where(row_sum > 0.0, row_sum, 1.0)[:, None]  # zeros if there is no token: padding
     tl.store(out_ptr + row[:, None] * HEAD_DIM + offs_d[None, :], result.to(out_ptr.dtype.element_ty), mask=q_mask)
     if lse_ptr is not None:
         tl.store(lse_ptr + row, row_max + tl.log2(row_sum), mask=row_mask)
@@ -173,7 +173,7 @@ def paged_attention_kernel(
 
 @triton.jit
 def split_tiles(seq_len, num_splits, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, MIN_TILES: tl.constexpr):
-    """(first visible tile, tiles of a split, splits that have any) of a sequence: shared out by its own length."""
+    """(first visible tile, tiles per split, splits with tiles) of a sequence: its own length divides its tiles."""
     first = 0
     if WINDOW > 0:
         first = tl.maximum(seq_len - WINDOW, 0) // BLOCK_N
@@ -197,7 +197,7 @@ def reduce_splits_kernel(
     BLOCK_S: tl.constexpr,
     MIN_TILES: tl.constexpr,
 ):
-    """Grid (num_seqs, num_heads): the splits that hold tokens, each weighted by its share of the whole softmax."""
+    """Grid (num_seqs, num_heads): adds the splits with tokens, each weighted by its share of the whole softmax."""
     seq, head = tl.program_id(0), tl.program_id(1)
     row = seq.to(tl.int64) * tl.num_programs(1) + head
     _, _, used = split_tiles(tl.load(seq_lens_ptr + seq), num_splits, BLOCK_N, WINDOW, MIN_TILES)
@@ -209,7 +209,7 @@ def reduce_splits_kernel(
     offsets = (row * num_splits + offs_s)[:, None] * HEAD_DIM + offs_d[None, :]
     values = tl.load(partial_ptr + offsets, mask=mask, other=0.0)
     total = tl.sum(weights, 0)
-    result = tl.sum(values * weights[:, None], 0) / tl.where(total > 0.0, total, 1.0)  # no token at all: zeros
+    result = tl.sum(values * weights[:, None], 0) / tl.where(total > 0.0, total, 1.0)  # zeros if there is no token
     tl.store(out_ptr + row * HEAD_DIM + offs_d, result.to(out_ptr.dtype.element_ty), mask=offs_d < HEAD_DIM)
 
 
@@ -225,7 +225,7 @@ def paged_attention_reference(
     sliding_window: int = 0,
     softcap: float = 0.0,
 ) -> Tensor:
-    """The same in torch: decode is prefill with one query row per sequence."""
+    """paged_attention in torch: decode is prefill with one query row per sequence."""
     cu_seqlens_q = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
     return prefill_attention_reference(
         q,
@@ -243,7 +243,7 @@ def paged_attention_reference(
 
 
 def aot_configurations(capability: int) -> Iterator[AotConfiguration]:
-    """Every model's shape, with one split and with several, and the reduction of each head size."""
+    """Yields every model's shape, with one split and with several, and the reduction of each head size."""
     reduced = set()
     for case in attention_cases():
         tile = case.shape.tile("decode", capability, case.shape.group)

@@ -1,7 +1,8 @@
-"""AttentionPlan: what the attention launches of one model on one device have in common, made once at start.
+"""AttentionPlan: fixed launch parameters of the attention kernels for one model on one device (no StepPlan is
+involved).
 
-It fixes how many splits a decode step has (so that a CUDA graph can be replayed with any lengths), owns the memory that
-the splits write their partial results to, and says whether results may depend on the batch.
+Made once at start, it fixes the number of splits of a decode step, so that a CUDA graph can be replayed with any
+lengths; owns the memory for the partial results of splits; and says whether results may depend on the batch.
 """
 
 from dataclasses import dataclass, replace
@@ -15,22 +16,23 @@ from kernels.cache.quantize import read_code
 from kernels.dispatch import device_sizes
 from kernels.kv_format import KVFormat, kv_format_of
 
-# More splits than this only add work to the reduction, which reads one row of each at once.
+# More splits only add work to the reduction, which reads one row of every split at once.
 MAX_SPLITS = 32
-# Fewer tiles of keys than this cost less to read than to merge. Not measured yet.
+# To merge a split costs more than to read fewer tiles of keys than this. Not measured yet.
 MIN_SPLIT_TILES = 2
-# Programs that splits of a decode step may fill an SM with. Both kinds of device hold as many at once, so no split
-# waits for another to end, and each has 32 KB on their way while it computes: about twice what keeps the memory busy.
-# A batch that brings more than half of them is not split, which saves the launch that merges. Not measured yet.
+# Programs per SM that the splits of a decode step may add up to. Both kinds of device hold that many at once, so no
+# split waits for another to end. Each has 32 KB under way while it computes: about twice the need of the memory. A
+# batch with more than half as many programs is not split, which saves the launch that merges. Not measured yet.
 PROGRAMS_PER_SM = 2
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """capability is 80 for an A100 (and for the interpreter), 90 for an H100.
+    """Launch parameters that all attention calls of a model share.
 
-    partial fp32 is scratch space of decode splits, shared by all layers since they run one after the other. row_starts
-    int32 [max_num_seqs + 1] counts 0, 1, 2, ...: cu_seqlens_q of a step that only decodes.
+    capability: 80 for an A100 (and for the interpreter), 90 for an H100. partial fp32: scratch space of decode splits,
+    shared by all layers because they run one after the other. row_starts int32 [max_num_seqs + 1] = 0, 1, 2, ...:
+    cu_seqlens_q of a step that only decodes.
 
     batch_invariant: a row's result has the same bits whether its token was decoded or part of a prefill chunk of any
     length, alone or with others, after a prefix hit or a preemption. One kernel with one tile then serves decode and
@@ -44,23 +46,23 @@ class AttentionPlan:
     batch_invariant: bool = False
 
     def num_splits(self, num_seqs: int, num_kv_heads: int, max_tokens: int, block_n: int) -> int:
-        """Splits of each sequence of a decode step, by what is known at capture: never by the lengths.
+        """Splits per sequence of a decode step. Depends only on sizes known when a graph is captured, not on lengths.
 
-        max_tokens is what the block tables have room for.
+        max_tokens: the tokens that the block tables have room for.
         """
         wanted = PROGRAMS_PER_SM * self.num_sms // (num_seqs * num_kv_heads)
         return max(1, min(wanted, MAX_SPLITS, max_tokens // (block_n * MIN_SPLIT_TILES)))
 
     def decode_starts(self, num_seqs: int) -> Tensor:
-        """cu_seqlens_q of a batch that only decodes, int32 [num_seqs + 1]. ValueError where the plan was made for
-        fewer sequences."""
+        """cu_seqlens_q of a batch that only decodes, int32 [num_seqs + 1]. ValueError if the plan was made for fewer
+        sequences."""
         if num_seqs >= len(self.row_starts):
             raise ValueError(f"the attention plan was made for {len(self.row_starts) - 1} sequences, not {num_seqs}")
         return self.row_starts[: num_seqs + 1]
 
     def partial_results(self, num_rows: int, num_splits: int, head_dim: int) -> tuple[Tensor, Tensor]:
         """Views of `partial` for num_rows = num_seqs * num_heads: fp32 [num_rows, num_splits, head_dim] and
-        [num_rows, num_splits]. ValueError where the plan was made for less."""
+        [num_rows, num_splits]. ValueError if the plan was made for less."""
         count = num_rows * num_splits
         if count * (head_dim + 1) > self.partial.numel():
             raise ValueError(
@@ -84,8 +86,8 @@ def attention_plan(
     capability, num_sms = device_sizes(device)
     row_starts = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
     plan = AttentionPlan(capability, num_sms, torch.empty(0), row_starts, batch_invariant)
-    # As if a table were endless and a tile one key: what a step will ask for is never more. Larger batches have one
-    # split and write no partial results.
+    # An upper bound for any step: an endless block table, and tiles of one key. Larger batches have one split and write
+    # no partial results.
     batches = range(1, min(max_num_seqs, PROGRAMS_PER_SM * num_sms) + 1)
     splits = [plan.num_splits(n, num_kv_heads, 1 << 40, 1) for n in batches]
     rows = max((n * count for n, count in zip(batches, splits, strict=True) if count > 1), default=0)
@@ -95,10 +97,9 @@ def attention_plan(
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What a launch is compiled for. All of it is fixed for a layer of a model, so no later step compiles anything.
+    """The parameters that a launch is compiled for. A layer of a model fixes all of them, so no later step compiles.
 
-    q_strides are those of the first two axes of q, a view into the rows of a projection; q_bits and kv_bits those of a
-    number of q and of a stored one.
+    q_strides: strides of the first two axes of q, a view into the rows of a projection. q_bits: bits of a number of q.
     """
 
     num_heads: int
@@ -118,13 +119,13 @@ class AttentionShape:
         return self.num_heads // self.num_kv_heads
 
     def tile(self, use: str, capability: int, num_rows: int = 0) -> Tile:
-        """From the table: `use` is "decode", "prefill" or "invariant", num_rows as in Rule.max_rows."""
+        """The tile of a launch from the table. use: "decode", "prefill" or "invariant"; num_rows: see Rule.max_rows."""
         kv_bits = self.q_bits if self.kv_format is None else self.kv_format.bits
         extras = self.has_alibi or self.has_softcap or self.sliding_window > 0 or self.group & (self.group - 1) > 0
         return find_tile(use, capability, self.q_bits, kv_bits, self.head_dim, self.group, num_rows, extras)
 
     def prefill_lengths(self, capability: int) -> list[int]:
-        """Chunk lengths, 2 and more, of which each has a tile of its own: between them they start every variant."""
+        """Chunk lengths, 2 and more, each with a tile of its own: together they launch every variant."""
         tiles: dict[Tile, int] = {}
         for length in sorted({max(2, rule.max_rows // self.group) for rule in PREFILL if rule.max_rows < ANY}):
             for n in (length, length + 1):
@@ -132,7 +133,7 @@ class AttentionShape:
         return sorted(tiles.values())
 
     def constants(self, tile: Tile, capability: int) -> dict[str, int | bool]:
-        """The compile-time arguments that both kernels have."""
+        """The compile-time arguments that decode and prefill kernels share."""
         return {
             "Q_STRIDE_ROW": self.q_strides[0],
             "Q_STRIDE_HEAD": self.q_strides[1],
@@ -153,7 +154,7 @@ class AttentionShape:
 def attention_shape(
     q: Tensor, cache: Tensor, alibi_slopes: Tensor | None, sliding_window: int, softcap: float
 ) -> AttentionShape:
-    """Of queries [tokens, num_heads, head_dim] and one of the two caches."""
+    """The shape of queries [tokens, num_heads, head_dim] and one of the two caches."""
     return AttentionShape(
         num_heads=q.shape[1],
         num_kv_heads=cache.shape[1],
@@ -169,7 +170,7 @@ def attention_shape(
 
 
 def plan_for_call(q: Tensor, shape: AttentionShape) -> AttentionPlan:
-    """For a caller without a plan (a test, the memory profile): allocates what the call needs."""
+    """A plan for one call, for callers without one (tests, the memory profile)."""
     return attention_plan(
         q.device,
         max_num_seqs=len(q),

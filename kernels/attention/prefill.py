@@ -29,7 +29,7 @@ def prefill_attention(
     plan: AttentionPlan | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Attend from q [num_tokens, num_heads, head_dim] to the cached tokens at and before each query's position.
+    """Attention of q [num_tokens, num_heads, head_dim] over the cached tokens at and before each query's position.
 
     Sequence i owns the rows cu_seqlens_q[i]:cu_seqlens_q[i+1] (int32 [num_seqs + 1]); its last row is token
     seq_lens[i] - 1 (int32 [num_seqs]). Keys and values, this step's included, are read from the caches
@@ -37,9 +37,8 @@ def prefill_attention(
     block_tables int32 [num_seqs, max_blocks].
     alibi_slopes fp32 [num_heads]; sliding_window w > 0 keeps the last w tokens, the query's own included; softcap c > 0
     replaces a score s by c * tanh(s / c).
-    plan is what the GPU's kernels are launched with (None: one is made for the call; a CPU only asks whether it
-    is batch-invariant); out
-    [num_tokens, num_heads, head_dim], contiguous, takes the result where it is given. Returns out.
+    plan: the launch parameters of a GPU (None: made for this call); a CPU reads only its batch_invariant. out
+    [num_tokens, num_heads, head_dim], contiguous: the tensor to write the result to, if given. Returns out.
     """
     if use_triton(q):
         shape = attention_shape(q, k_cache, alibi_slopes, sliding_window, softcap)
@@ -68,12 +67,12 @@ def launch_prefill(
     cu_seqlens_q: Tensor, seq_lens: Tensor, max_seqlen_q: int, alibi_slopes: Tensor | None, scale: float,
     softcap: float, out: Tensor,
 ) -> None:  # fmt: skip
-    """Start the kernel; scale and softcap as base_2_scale gives them, quantised caches as bytes."""
+    """Launch the kernel. scale and softcap come from base_2_scale; quantised caches are passed as bytes."""
     num_seqs = len(seq_lens)
     use = "invariant" if plan.batch_invariant else "prefill"
     tile = shape.tile(use, plan.capability, 0 if plan.batch_invariant else max_seqlen_q * shape.group)
     tokens_per_tile = tile.block_m // shape.group
-    # As find_tile_start counts them: the room of one tile per sequence may stay empty, whatever the lengths.
+    # find_tile_start numbers tiles like this: one number per sequence may stay unused, whatever the lengths.
     num_tiles = len(q) // tokens_per_tile + num_seqs
     prefill_attention_kernel[(num_tiles, shape.num_kv_heads)](
         q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens, alibi_slopes, out,
@@ -85,7 +84,7 @@ def launch_prefill(
 
 @triton.jit(
     do_not_specialize=["num_seqs", "block_tables_stride"],
-    do_not_specialize_on_alignment=["block_tables_ptr", "cu_seqlens_q_ptr", "seq_lens_ptr"],  # slices start anywhere
+    do_not_specialize_on_alignment=["block_tables_ptr", "cu_seqlens_q_ptr", "seq_lens_ptr"],  # slices of any alignment
 )
 def prefill_attention_kernel(
     q_ptr,
@@ -117,14 +116,14 @@ def prefill_attention_kernel(
 ):
     """Grid (query tiles of all sequences, num_kv_heads); a tile has BLOCK_M // GROUP tokens of one sequence.
 
-    Row m of a tile is query token m // GROUP and head m % GROUP of the group, so K and V are read once for all of its
-    heads. Keys that every row sees come first, without masks; those at the edge of a window and on the diagonal follow
-    with masks. ALWAYS_MASKED: all in the order of the sequence with masks, so that a row's arithmetic does not depend
-    on the rows beside it.
+    Row m of a tile is query token m // GROUP and head m % GROUP of the group, so K and V are read once for all heads of
+    the group. Keys that every row sees come first, without masks; keys at the edge of a window and on the diagonal
+    follow with masks. ALWAYS_MASKED: all keys in the order of the sequence, with masks, so that a row's arithmetic does
+    not depend on the other rows of the tile.
     """
     TOKENS: tl.constexpr = BLOCK_M // GROUP
     kv_head = tl.program_id(1)
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the end of a sequence sees most keys: long programs start first
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # long programs, at the end of sequences, start first
     seq, first_token = find_tile_start(cu_seqlens_q_ptr, num_seqs, tile, TOKENS)
     q_begin = tl.load(cu_seqlens_q_ptr + seq)
     q_len = tl.load(cu_seqlens_q_ptr + seq + 1) - q_begin
@@ -136,7 +135,7 @@ def prefill_attention_kernel(
     token = first_token + tile_token
     row_mask = (token < q_len) & (offs_m < TOKENS * GROUP)
     q_mask = row_mask[:, None] & (offs_d < HEAD_DIM)[None, :]
-    row = (q_begin + first_token).to(tl.int64)  # only this is 64 bits wide: no register of a thread holds an address
+    row = (q_begin + first_token).to(tl.int64)  # the only 64-bit value: threads hold no addresses in registers
     q_at = q_ptr + (row * Q_STRIDE_ROW + kv_head * (GROUP * Q_STRIDE_HEAD))
     q_offsets = (tile_token * Q_STRIDE_ROW + tile_head * Q_STRIDE_HEAD)[:, None] + offs_d[None, :]
     q = tl.load(q_at + q_offsets, mask=q_mask, other=0.0)
@@ -153,7 +152,7 @@ def prefill_attention_kernel(
             tile_start, end, query_pos, slopes, scale, softcap,
             NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, KV_FORMAT, False, HAS_ALIBI, HAS_SOFTCAP, WINDOW,
         )  # fmt: skip
-    skipped = all_see_end - all_see  # the masked tiles lie before and after those done above
+    skipped = all_see_end - all_see  # the masked tiles lie before and after the tiles done above
     for masked_start in range(begin + skipped, end, BLOCK_N):
         tile_start = masked_start
         if WINDOW > 0:
@@ -173,9 +172,9 @@ def prefill_attention_kernel(
 def find_tile_start(cu_seqlens_q_ptr, num_seqs, tile, TOKENS: tl.constexpr):
     """(sequence, its first query token) of a tile, by binary search.
 
-    Tiles of sequence i count from cu_seqlens_q[i] // TOKENS + i: that leaves each sequence room for all of its tiles,
-    since ceil((b - a) / T) <= floor(b / T) - floor(a / T) + 1. A tile in the room that is left over has a first token
-    past the sequence's end.
+    Tiles of sequence i are numbered from cu_seqlens_q[i] // TOKENS + i. That leaves enough numbers for every sequence,
+    because ceil((b - a) / T) <= floor(b / T) - floor(a / T) + 1. An unused number gives a first token past the
+    sequence's end.
     """
     low, high = num_seqs * 0, num_seqs - 1
     while low < high:
@@ -190,8 +189,8 @@ def find_tile_start(cu_seqlens_q_ptr, num_seqs, tile, TOKENS: tl.constexpr):
 def key_ranges(
     first_pos, TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, ALWAYS_MASKED: tl.constexpr
 ):
-    """Multiples of BLOCK_N for TOKENS queries from first_pos on: where visible keys begin, and the begin and the end of
-    the keys that all of these queries see (empty: both at the first of these)."""
+    """(first visible key, begin and end of the keys that all queries see), rounded to multiples of BLOCK_N, for TOKENS
+    queries from first_pos on. If no key is seen by all, begin and end are the first visible key."""
     begin = first_pos * 0
     if WINDOW > 0:
         begin = tl.maximum(first_pos + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N
@@ -219,7 +218,7 @@ def prefill_attention_reference(
     sliding_window: int = 0,
     softcap: float = 0.0,
 ) -> Tensor:
-    """The same in torch, one sequence at a time, in fp32."""
+    """prefill_attention in torch, one sequence at a time, in fp32."""
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     bounds = cu_seqlens_q.tolist()
     group = q.shape[1] // k_cache.shape[1]
@@ -247,12 +246,12 @@ def prefill_attention_reference(
 def gather_blocks(cache: Tensor, block_table: Tensor, seq_len: int) -> Tensor:
     """The first seq_len tokens of one sequence as fp32 [num_kv_heads, seq_len, head_dim], from any cache."""
     num_blocks = -(-seq_len // cache.shape[2])
-    blocks = read_pages(as_bytes(cache)[block_table[:num_blocks].long()].view(cache.dtype))  # no index of fp8
+    blocks = read_pages(as_bytes(cache)[block_table[:num_blocks].long()].view(cache.dtype))  # torch cannot index fp8
     return blocks.transpose(0, 1).flatten(1, 2)[:, :seq_len]
 
 
 def aot_configurations(capability: int) -> Iterator[AotConfiguration]:
-    """Every model's shape with long chunks, the plain ones with short chunks and batch-invariant, too."""
+    """Yields every model's shape with long chunks; plain shapes also with short chunks and batch-invariant."""
     for case in attention_cases():
         uses = {"": ("prefill", 1 << 20)}
         if case.every_tile:

@@ -1,6 +1,6 @@
-"""What the two attention kernels share: one tile of keys and values folded into a running softmax (Milakov and
-Gimelshein, 2018; Dao, 2023). Scores are kept in base 2, where the GPU's exponential lives: the launchers bring the
-factor log2(e) in with the scale (base_2_scale)."""
+"""The part that both attention kernels share: fold one tile of keys and values into a running softmax (Milakov and
+Gimelshein, 2018; Dao, 2023). Scores are in base 2, because the GPU has an exponential of base 2: the launchers multiply
+the scale by log2(e) (base_2_scale)."""
 
 from kernels.cache.quantize import load_codes, load_parameters, load_where
 from kernels.dispatch import tl, triton
@@ -9,10 +9,10 @@ LOG2_E = 1.4426950408889634
 
 
 def base_2_scale(scale: float, softcap: float) -> tuple[float, float]:
-    """(scale, softcap) as the kernels take them.
+    """(scale', softcap') for the kernels.
 
-    Without a cap, exp(scale * s) = exp2(scale' * s). With one, scale' * s = 2 / ln 2 * scale * s / c is what
-    c * tanh(scale * s / c) = c * (1 - 2 / (1 + exp2(scale' * s))) wants, and the cap carries the log2(e).
+    Without a cap c, exp(scale * s) = exp2(scale' * s). With a cap, scale' = 2 / ln 2 * scale / c, because
+    c * tanh(scale * s / c) = c * (1 - 2 / (1 + exp2(scale' * s))); softcap' = c * log2(e).
     """
     if not softcap:
         return scale * LOG2_E, 0.0
@@ -21,14 +21,14 @@ def base_2_scale(scale: float, softcap: float) -> tuple[float, float]:
 
 @triton.jit
 def empty_softmax(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """acc, row_max and row_sum of rows that have seen no key."""
+    """(acc, row_max, row_sum) of rows that have seen no key."""
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     return tl.zeros([BLOCK_M, BLOCK_D], tl.float32), row_sum - float("inf"), row_sum
 
 
 @triton.jit
 def load_slopes(alibi_slopes_ptr, head, mask, BLOCK_M: tl.constexpr, HAS_ALIBI: tl.constexpr):
-    """ALiBi's slopes of the rows' heads, in base 2; zeros where there are none."""
+    """ALiBi's slopes of the rows' heads, in base 2; zeros without ALiBi."""
     slopes = tl.zeros([BLOCK_M], tl.float32)
     if HAS_ALIBI:
         slopes = tl.load(alibi_slopes_ptr + head, mask=mask, other=0.0) * 1.4426950408889634
@@ -37,7 +37,7 @@ def load_slopes(alibi_slopes_ptr, head, mask, BLOCK_M: tl.constexpr, HAS_ALIBI: 
 
 @triton.jit
 def sum_queries(q, BLOCK_M: tl.constexpr, KV_FORMAT: tl.constexpr):
-    """fp32 [BLOCK_M]: the sum of each row of q for int4, the format with a minimum; zeros for the others."""
+    """fp32 [BLOCK_M]: for int4, the format with a minimum, the sum of each row of q; zeros for other formats."""
     q_sum = tl.zeros([BLOCK_M], tl.float32)
     if KV_FORMAT == 3:
         q_sum += tl.sum(q.to(tl.float32), 1)
@@ -72,13 +72,13 @@ def attend_tile(
     HAS_SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Keys tile_start : tile_start + BLOCK_N, tile_start a multiple of BLOCK_N. q [BLOCK_M, BLOCK_D], acc
-    [BLOCK_M, BLOCK_D] fp32; the rest [BLOCK_M].
+    """Fold keys tile_start : tile_start + BLOCK_N into the softmax; tile_start is a multiple of BLOCK_N.
 
-    MASKED False promises that every key of the tile exists and is visible to every row. Of a quantised cache (KV_FORMAT
-    not 0) the codes are multiplied as they are; a key's scale then meets its scores, and a value's scale its
-    probabilities. A minimum m (int4) adds m * q_sum to a score, q_sum being the sum of the query, and p * m to acc.
-    slopes are in base 2, scale and softcap from base_2_scale.
+    q [BLOCK_M, BLOCK_D], acc [BLOCK_M, BLOCK_D] fp32, the other arguments of rows [BLOCK_M]. MASKED False promises that
+    every key of the tile exists and is visible to every row. The codes of a quantised cache (KV_FORMAT not 0) are
+    multiplied without their scales; a key's scale then multiplies its scores, and a value's scale its probabilities. A
+    minimum m (int4) adds m * q_sum to a score, where q_sum is the sum of the query, and p * m to acc. slopes are in
+    base 2; scale and softcap come from base_2_scale.
     """
     key_pos = tile_start + tl.arange(0, BLOCK_N)
     exists = key_pos < key_end
@@ -88,8 +88,8 @@ def attend_tile(
         NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, BLOCK_D, KV_FORMAT, MASKED, q.dtype,
     )  # fmt: skip
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-    # Where nothing but a positive factor stands between the scores and the softmax it is applied after the maximum,
-    # inside the exponential: a fused multiply-add for each score and no multiplication.
+    # If the scale is the only change of the scores, it is applied after the maximum, inside the exponential: one fused
+    # multiply-add per score in place of a multiplication and a subtraction.
     late: tl.constexpr = KV_FORMAT == 0 and not HAS_SOFTCAP and not HAS_ALIBI
     if not late:
         scores *= scale if KV_FORMAT == 0 else (k_scale * scale)[None, :]
@@ -106,7 +106,7 @@ def attend_tile(
         scores = tl.where(visible, scores, float("-inf"))
     factor = scale if late else 1.0
     new_max = tl.maximum(row_max, tl.max(scores, 1) * factor)
-    # a row that has seen no key yet keeps -inf; subtracting it from itself would give NaN
+    # a row that has seen no key has -inf, and -inf - -inf would be NaN
     shift = tl.where(new_max == float("-inf"), 0.0, new_max) if MASKED else new_max
     probs = tl.exp2(scores * factor - shift[:, None])
     decay = tl.exp2(row_max - shift)
@@ -115,7 +115,7 @@ def attend_tile(
     if KV_FORMAT == 3:
         acc += tl.sum(probs * v_min[None, :], 1)[:, None]
     if KV_FORMAT != 0:
-        if v.dtype == tl.float16:  # a small probability times a small scale is less than fp16 can hold
+        if v.dtype == tl.float16:  # a small probability times a small scale underflows in fp16
             v = (v * v_scale[:, None]).to(tl.float16)
         else:
             probs *= v_scale[None, :]
@@ -127,9 +127,10 @@ def attend_tile(
 def find_keys(
     block_table_ptr, tile_start, key_pos, exists, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr
 ):
-    """The block of each key [BLOCK_N], or of the whole tile where one block holds it, and the keys' rows in it.
+    """(block of each key [BLOCK_N], or one block for the whole tile; the keys' rows in their blocks).
 
-    Where blocks divide a tile these rows are the same for every tile: nothing of them is computed in the loop.
+    If the block size divides the tile, these rows are the same for every tile, and the compiler computes them before
+    the loop.
     """
     if BLOCK_SIZE % BLOCK_N == 0:
         return tl.load(block_table_ptr + tile_start // BLOCK_SIZE), key_pos % BLOCK_SIZE
@@ -158,12 +159,12 @@ def load_tile(
     MASKED: tl.constexpr,
     dtype: tl.constexpr,
 ):
-    """Keys and values [BLOCK_N, BLOCK_D]; then the scales and minima of the keys, and of the values [BLOCK_N] (of
-    floats: unused).
+    """(keys, values) [BLOCK_N, BLOCK_D], then scales and minima of the keys and of the values [BLOCK_N], unused for
+    floats.
 
-    block_id: one for the tile or [BLOCK_N]; offset [BLOCK_N] is the row in the page of that block and kv_head. Where
-    MASKED, rows that do not exist are zeros. Addresses are the place within a block, which the compiler moves out of
-    the loop over tiles, plus the block's: one multiply-add for each row.
+    block_id: one block for the tile, or [BLOCK_N]; offset [BLOCK_N]: the row in the page of that block and kv_head. If
+    MASKED, rows that do not exist are zeros. An address is the place in a block, which the compiler moves out of the
+    loop over tiles, plus the start of the block: one multiply-add per row.
     """
     offs_d = tl.arange(0, BLOCK_D)
     if MASKED:

@@ -1,4 +1,4 @@
-"""Move whole blocks of the paged KV cache, all layers in one launch: for copy-on-write, and to and from the host."""
+"""Moves whole blocks of the paged KV cache, all layers in one launch: copy-on-write, and to and from the host."""
 
 from collections.abc import Iterator, Sequence
 
@@ -8,13 +8,13 @@ from torch import Tensor
 from kernels.aot_configuration import AotConfiguration
 from kernels.dispatch import tl, triton, use_triton
 
-WORDS_PER_PROGRAM = 2048  # of 4 bytes
+WORDS_PER_PROGRAM = 2048  # words of 4 bytes
 
 
 class BlockCopier:
     """Copies blocks of the tensors of a KV cache, keys and values of every layer.
 
-    Each tensor is contiguous and has the blocks along its first axis; all lie on one device and stay where they are.
+    Each tensor is contiguous, with the blocks along its first axis; all are on one device and never move.
     `block_bytes` is the size of a block over all tensors.
     """
 
@@ -33,7 +33,7 @@ class BlockCopier:
             self._table = torch.tensor(rows, dtype=torch.int64, device=tensors[0].device)
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
-        """Make block targets[i] a copy of sources[i], int64 [n]; no target is a source or named twice."""
+        """Make block targets[i] a copy of block sources[i], int64 [n]. No target may be a source or occur twice."""
         if use_triton(self._tensors[0]):
             copy_blocks_kernel[(len(sources), *self._grid)](
                 self._table, sources, targets, WORDS=WORDS_PER_PROGRAM, num_warps=4
@@ -42,7 +42,8 @@ class BlockCopier:
             copy_blocks_reference(self._tensors, sources, targets)
 
     def pack(self, blocks: Tensor, packed: Tensor | None = None) -> Tensor:
-        """The bytes of some blocks, int64 [n], tensor after tensor: uint8 [n, block_bytes], into `packed` if given."""
+        """The bytes of blocks int64 [n], tensor after tensor: uint8 [n, block_bytes], written into `packed` if
+        given."""
         if not use_triton(self._tensors[0]):
             return pack_blocks_reference(self._tensors, blocks, packed)
         if packed is None:
@@ -51,7 +52,7 @@ class BlockCopier:
         return packed
 
     def unpack(self, packed: Tensor, blocks: Tensor) -> None:
-        """Fill blocks, int64 [n], with what `pack` gave."""
+        """Fill blocks int64 [n] with bytes made by `pack`."""
         if use_triton(self._tensors[0]):
             self._pack(blocks, packed, False)
         else:
@@ -67,7 +68,7 @@ class BlockCopier:
 def copy_blocks_kernel(table_ptr, sources_ptr, targets_ptr, WORDS: tl.constexpr):
     """Grid (num_copies, num_tensors, parts of a block).
 
-    table int64 [num_tensors, 3]: address, words of a block, and where in a packed block these begin.
+    table int64 [num_tensors, 3]: address, words of a block, offset of these words in a packed block.
     """
     copy, tensor = tl.program_id(0), tl.program_id(1)
     base = tl.load(table_ptr + 3 * tensor).to(tl.pointer_type(tl.int32))
@@ -78,9 +79,9 @@ def copy_blocks_kernel(table_ptr, sources_ptr, targets_ptr, WORDS: tl.constexpr)
     tl.store(base + tl.load(targets_ptr + copy) * num_words + offsets, words, mask=mask)
 
 
-@triton.jit(do_not_specialize_on_alignment=["blocks_ptr"])  # a slice that starts anywhere
+@triton.jit(do_not_specialize_on_alignment=["blocks_ptr"])  # a slice of any alignment
 def pack_blocks_kernel(table_ptr, blocks_ptr, packed_ptr, packed_words, PACK: tl.constexpr, WORDS: tl.constexpr):
-    """Grid (num_blocks, num_tensors, parts of a block): blocks to rows of packed, or back."""
+    """Grid (num_blocks, num_tensors, parts of a block): copies blocks to rows of packed, or back."""
     row, tensor = tl.program_id(0).to(tl.int64), tl.program_id(1)
     base = tl.load(table_ptr + 3 * tensor).to(tl.pointer_type(tl.int32))
     num_words = tl.load(table_ptr + 3 * tensor + 1)
@@ -96,18 +97,18 @@ def pack_blocks_kernel(table_ptr, blocks_ptr, packed_ptr, packed_words, PACK: tl
 
 
 def copy_blocks_reference(tensors: Sequence[Tensor], sources: Tensor, targets: Tensor) -> None:
-    """The same in torch."""
+    """BlockCopier.copy in torch."""
     for tensor in tensors:
         tensor[targets] = tensor[sources]
 
 
 def pack_blocks_reference(tensors: Sequence[Tensor], blocks: Tensor, packed: Tensor | None = None) -> Tensor:
-    """The same in torch."""
+    """BlockCopier.pack in torch."""
     return torch.cat([tensor[blocks].flatten(1).view(torch.uint8) for tensor in tensors], dim=1, out=packed)
 
 
 def unpack_blocks_reference(tensors: Sequence[Tensor], packed: Tensor, blocks: Tensor) -> None:
-    """The same in torch."""
+    """BlockCopier.unpack in torch."""
     start = 0
     for tensor in tensors:
         shape = len(blocks), *tensor.shape[1:]
@@ -117,7 +118,7 @@ def unpack_blocks_reference(tensors: Sequence[Tensor], packed: Tensor, blocks: T
 
 
 def aot_configurations(capability: int) -> Iterator[AotConfiguration]:
-    """Blocks are words to these kernels: one configuration does for every cache."""
+    """Yields one configuration per kernel: they copy words, so it serves every cache."""
     words = {"WORDS": WORDS_PER_PROGRAM}
     yield AotConfiguration(copy_blocks_kernel, "any", "i64", words, num_warps=4, quick=True)
     for pack in (True, False):

@@ -1,29 +1,29 @@
 """Rows of a quantised KV cache: the arithmetic of kernels/kv_format.py in torch, and its Triton building blocks.
 
-Every implementation does the same fp32 operations in the same order, so that they write the same bytes. A row that
-holds NaN or infinity gets a parameter that is NaN: what reads it stays NaN, and the request is found out.
+Every implementation makes the same fp32 operations in the same order, so that all write the same bytes. A row with NaN
+or infinity gets NaN as its parameter: results computed from the row are NaN, and the request fails.
 """
 
 import torch
 from torch import Tensor
 
 from kernels.dispatch import tl, triton
-from kernels.kv_format import FP8, INT4, INT8, PARAMETER_BYTES, SMALLEST, KVFormat, kv_format_of
+from kernels.kv_format import FP8, INT4, INT8, MIN_MAGNITUDE, PARAMETER_BYTES, KVFormat, kv_format_of
 
-FP8_NATIVE = 4  # KV_FORMAT of readers on a GPU that has instructions for e4m3
+FP8_NATIVE = 4  # KV_FORMAT of readers on a GPU with instructions for e4m3
 
 
 def read_code(kv_format: KVFormat | None, capability: int) -> int:
-    """KV_FORMAT of a kernel that reads such a cache, 0 for plain floats. e4m3 is turned into floats by one instruction
-    for two numbers from sm_89 on, and by integer arithmetic on what came before (sm_80)."""
+    """KV_FORMAT of a kernel that reads such a cache; 0 for plain floats. From sm_89 on one instruction converts two
+    e4m3 numbers; sm_80 uses integer arithmetic."""
     if kv_format is FP8 and capability >= 89:
         return FP8_NATIVE
     return 0 if kv_format is None else kv_format.code
 
 
 def split_pages(cache: Tensor) -> tuple[Tensor, Tensor]:
-    """Views of a quantised cache [..., block_size, row_bytes + 4]: codes [..., block_size, row_bytes], in the cache's
-    dtype, and parameters int32 [..., block_size]."""
+    """Two views of a quantised cache [..., block_size, row_bytes + 4]: codes [..., block_size, row_bytes] in the
+    cache's dtype, and parameters int32 [..., block_size]."""
     block_size, width = cache.shape[-2:]
     pages = cache.flatten(-2)  # a view, since pages are contiguous
     codes, parameters = pages.split([block_size * (width - PARAMETER_BYTES), block_size * PARAMETER_BYTES], dim=-1)
@@ -33,15 +33,15 @@ def split_pages(cache: Tensor) -> tuple[Tensor, Tensor]:
 def quantize_rows(x: Tensor, kv_format: KVFormat) -> tuple[Tensor, Tensor]:
     """Rows [..., head_dim] of any float dtype -> codes uint8 [..., row_bytes] and parameters int32 [...]."""
     x = x.float()
-    bad = (x * 0).sum(-1)  # NaN where the row holds NaN or infinity, else 0
+    bad = (x * 0).sum(-1)  # NaN if the row has NaN or infinity, else 0
     if kv_format is INT4:
         low, high = x.aminmax(dim=-1)
-        scale = (high - low).clamp_min(SMALLEST).div(15).add(bad).bfloat16()
+        scale = (high - low).clamp_min(MIN_MAGNITUDE).div(15).add(bad).bfloat16()
         low = low.add(bad).bfloat16()
         codes = ((x - low.float()[..., None]) * (1 / scale.float())[..., None]).round().clamp(0, 15).nan_to_num()
         first, second = codes.to(torch.uint8).chunk(2, dim=-1)
         return first | second << 4, torch.stack([scale, low], dim=-1).view(torch.int32).squeeze(-1)
-    largest = x.abs().amax(-1).clamp_min(SMALLEST)
+    largest = x.abs().amax(-1).clamp_min(MIN_MAGNITUDE)
     scale = largest / (127 if kv_format is INT8 else 448) + bad
     scaled = (x * (1 / scale)[..., None]).nan_to_num()
     codes = scaled.round().to(torch.int8) if kv_format is INT8 else scaled.to(torch.float8_e4m3fn)
@@ -65,13 +65,13 @@ def read_pages(cache: Tensor) -> Tensor:
 
 
 def as_bytes(cache: Tensor) -> Tensor:
-    """A view that Triton takes on every device: fp8 as plain bytes, since sm_80 has no instruction that knows it."""
+    """A view that Triton accepts on every device: fp8 as plain bytes, because sm_80 has no fp8 instructions."""
     return cache.view(torch.uint8) if kv_format_of(cache) is FP8 else cache
 
 
 @triton.jit
 def round_even(x):
-    """Nearest integer, halves to even, for |x| < 2^22: adding 1.5 * 2^23 leaves no room for a fraction."""
+    """The nearest integer, halves to even, for |x| < 2^22: after adding 1.5 * 2^23 no bit is left for a fraction."""
     return (x + 12582912.0) - 12582912.0
 
 
@@ -87,7 +87,7 @@ def encode_e4m3(x):
 
 @triton.jit
 def bf16_bits(x):
-    """fp32 -> the 16 bits of the nearest bf16, as int32. In integers, because the interpreter truncates."""
+    """fp32 -> the 16 bits of the nearest bf16, as int32. Uses integers, because the interpreter truncates."""
     bits = x.to(tl.int32, bitcast=True)
     rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
     return tl.where(x != x, 0x7FC0, rounded)
@@ -95,7 +95,7 @@ def bf16_bits(x):
 
 @triton.jit
 def load_where(ptr, mask):
-    """tl.load, with zeros where a mask is given and false."""
+    """tl.load, with zeros where the mask is false; mask None loads everything."""
     if mask is None:
         return tl.load(ptr)
     else:
@@ -106,9 +106,9 @@ def load_where(ptr, mask):
 def load_codes(ptr, page, offset, offs_d, mask, HEAD_DIM: tl.constexpr, KV_FORMAT: tl.constexpr, dtype: tl.constexpr):
     """Rows [BLOCK_N, BLOCK_D] of codes as numbers of `dtype`, exact in fp16, bf16 and fp32.
 
-    page int64 [BLOCK_N]: where each row's page begins, from ptr; offset [BLOCK_N]: the row in it. By integer arithmetic
-    (KV_FORMAT 2) e4m3 comes out divided by 256: its bits are those of a fp16 with another bias, and load_parameters
-    makes up for it.
+    page int64 [BLOCK_N]: offset of each row's page from ptr; offset [BLOCK_N]: the row in its page. With integer
+    arithmetic (KV_FORMAT 2) the numbers of e4m3 are divided by 256, because its bits are those of an fp16 with another
+    bias; load_parameters multiplies by 256.
     """
     if KV_FORMAT == 3:
         half = offs_d % (HEAD_DIM // 2)
@@ -127,7 +127,7 @@ def load_codes(ptr, page, offset, offs_d, mask, HEAD_DIM: tl.constexpr, KV_FORMA
 
 @triton.jit
 def load_parameters(ptr, page, offset, mask, ROWS_BYTES: tl.constexpr, KV_FORMAT: tl.constexpr):
-    """fp32 [BLOCK_N] each: the factor of load_codes' numbers and the minimum to add (0 but for int4)."""
+    """fp32 [BLOCK_N] each: (factor of load_codes' numbers, minimum to add, which is 0 except for int4)."""
     words_ptr = (ptr + (ROWS_BYTES + 4 * offset) + page).to(tl.pointer_type(tl.int32))
     words = load_where(words_ptr, mask)
     if KV_FORMAT == 3:

@@ -1,4 +1,4 @@
-"""Write the keys and values of this step's tokens into their slots of the paged KV cache."""
+"""Writes the keys and values of a step's tokens into their slots of the paged KV cache."""
 
 from collections.abc import Iterator
 
@@ -14,8 +14,8 @@ from kernels.kv_format import KV_FORMATS, KVFormat, kv_format_of
 def reshape_and_cache(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
     """Store row t of key and value [num_tokens, num_kv_heads, head_dim] at slot_mapping[t] of the caches.
 
-    Caches are [num_blocks, num_kv_heads, block_size, head_dim], or pages of a format of kernels/kv_format.py, which are
-    quantised here, each row by itself; slot = block_id * block_size + offset, int64, and -1 skips the row (padding).
+    Caches are [num_blocks, num_kv_heads, block_size, head_dim], or pages of a format of kernels/kv_format.py; then each
+    row is quantised by itself. slot = block_id * block_size + offset, int64; -1 skips the row (padding).
     key and value may be views of a wider row whose last axis is contiguous.
     """
     if use_triton(key):
@@ -64,7 +64,7 @@ def constants(num_kv_heads: int, head_dim: int, block_size: int) -> dict[str, in
 
 
 def quantize_constants(num_kv_heads: int, head_dim: int, block_size: int, kv_format: KVFormat) -> dict[str, int]:
-    """The compile-time arguments of quantize_and_cache_kernel. A program handles bytes: two numbers each in int4."""
+    """The compile-time arguments of quantize_and_cache_kernel. A program handles bytes, in int4 two numbers each."""
     width = kv_format.row_bytes(head_dim)
     return {
         "NUM_KV_HEADS": num_kv_heads,
@@ -93,7 +93,7 @@ def reshape_and_cache_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Grid (num_tokens,): all heads of one token."""
+    """Grid (num_tokens,): writes all heads of one token."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping_ptr + token)
     if slot < 0:
@@ -131,7 +131,7 @@ def quantize_and_cache_kernel(
     BLOCK_B: tl.constexpr,
     KV_FORMAT: tl.constexpr,
 ):
-    """Grid (num_tokens, 2): the keys, or the values, of all heads of one token."""
+    """Grid (num_tokens, 2): quantises the keys, or the values, of all heads of one token."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping_ptr + token)
     if slot < 0:
@@ -162,13 +162,13 @@ def quantize_heads(
     BLOCK_B: tl.constexpr,
     KV_FORMAT: tl.constexpr,
 ):
-    """quantize_rows for `head` [BLOCK_H] of one token, into its page."""
+    """Quantise the rows of heads `head` [BLOCK_H] of one token into their pages, like quantize_rows."""
     offs = tl.arange(0, BLOCK_B)
     head_mask = head < NUM_KV_HEADS
     mask = head_mask[:, None] & (offs < ROW_BYTES)[None, :]
     at = x_ptr + head[:, None] * stride_head + offs[None, :]
     x = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    bad = tl.sum(x * 0.0, 1)  # NaN where the row holds NaN or infinity
+    bad = tl.sum(x * 0.0, 1)  # NaN if the row has NaN or infinity
     if KV_FORMAT == 3:
         y = tl.load(at + ROW_BYTES, mask=mask, other=0.0).to(tl.float32)
         codes, words = pack_int4(x, y, bad + tl.sum(y * 0.0, 1), mask)
@@ -193,7 +193,7 @@ def page_start(
 def store_words(
     cache_ptr, page, offset, words, mask, ROW_BYTES: tl.constexpr, BLOCK_SIZE: tl.constexpr
 ):  # fmt: skip
-    """The int32 parameters of one row of each page lie behind the codes of all rows."""
+    """The address of the int32 parameter of one row of each page, behind the codes of all rows."""
     words_ptr = (cache_ptr + page + BLOCK_SIZE * ROW_BYTES).to(tl.pointer_type(tl.int32))
     tl.store(words_ptr + offset, words, mask=mask)
 
@@ -202,7 +202,8 @@ def store_words(
 def row_scale(largest, bad, KV_FORMAT: tl.constexpr):
     """int8 and fp8: largest |x| of each row -> (1 / scale, the bits of the scale). `bad` is 0 or NaN.
 
-    A multiplication may fuse with the rounding after it: a code next to a tie may differ from the reference by one.
+    The compiler may fuse a multiplication with the rounding after it, so a code next to a tie may differ by one from
+    the reference.
     """
     limit: tl.constexpr = 127.0 if KV_FORMAT == 1 else 448.0
     scale = tl.div_rn(tl.maximum(largest, 1e-30), limit) + bad
@@ -213,7 +214,7 @@ def row_scale(largest, bad, KV_FORMAT: tl.constexpr):
 def encode(x, inverse, KV_FORMAT: tl.constexpr):
     """int8 and fp8: rows fp32 [BLOCK_H, n] -> codes int32."""
     scaled = x * inverse[:, None]
-    scaled = tl.where(scaled == scaled, scaled, 0.0)  # NaN has no code; it is in the scale
+    scaled = tl.where(scaled == scaled, scaled, 0.0)  # NaN has no code; the scale carries it
     if KV_FORMAT == 1:
         return round_even(scaled).to(tl.int32)
     else:
@@ -222,7 +223,7 @@ def encode(x, inverse, KV_FORMAT: tl.constexpr):
 
 @triton.jit
 def pack_int4(x, y, bad, mask):
-    """int4: first and second half of each row, fp32 [BLOCK_H, n] -> (codes, two to a byte; parameters [BLOCK_H])."""
+    """int4: first and second half of each row, fp32 [BLOCK_H, n] -> (codes, two per byte; parameters [BLOCK_H])."""
     inf = float("inf")
     low = tl.min(tl.where(mask, tl.minimum(x, y), inf), 1)
     high = tl.max(tl.where(mask, tl.maximum(x, y), -inf), 1)
@@ -238,7 +239,7 @@ def pack_int4(x, y, bad, mask):
 def reshape_and_cache_reference(
     key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
 ) -> None:
-    """The same in torch."""
+    """reshape_and_cache in torch."""
     keep = slot_mapping >= 0
     slots, block_size, kv_format = slot_mapping[keep], k_cache.shape[2], kv_format_of(k_cache)
     block_ids, offsets = slots // block_size, slots % block_size
@@ -251,7 +252,7 @@ def reshape_and_cache_reference(
 
 
 def aot_configurations(capability: int) -> Iterator[AotConfiguration]:
-    """One write per token: few heads and many, a head size that fills its tile and one that does not."""
+    """Yields few heads and many heads, a head size that fills its tile and one that does not."""
     strides = ("key_stride_row", "key_stride_head", "value_stride_row", "value_stride_head")
     for dtype, num_kv_heads, head_dim in (("bf16", 8, 128), ("fp16", 3, 80), ("fp32", 2, 64)):
         label, quick = f"{num_kv_heads} heads d {head_dim}", dtype == "bf16"

@@ -1,8 +1,8 @@
 """One launch between the qkv projection and attention: QK-norm, rotary embedding and the write into the KV cache.
 
-What is done to one row is that of kernels/elementwise/rms_norm.py, rotary_embedding.py and reshape_and_cache.py, in
-that order. On a CPU these three are called; on a GPU one kernel reads each row of qkv once, and rotated keys never go
-back to it.
+A row gets the operations of kernels/elementwise/rms_norm.py, kernels/elementwise/rotary_embedding.py and
+kernels/cache/reshape_and_cache.py, in that order. A CPU calls these three; a GPU has one kernel that reads each row of
+qkv once and writes rotated keys to the cache only.
 """
 
 from collections.abc import Iterator
@@ -30,14 +30,14 @@ from kernels.elementwise.rotary_embedding import rotary_embedding
 from kernels.kv_format import INT4, KV_FORMATS, KVFormat, kv_format_of
 
 TILE = 1024  # elements of the heads that one program handles together
-IN_PLACE = -1  # as KV_FORMAT: keys go back to their row of qkv, and nothing to the cache
+IN_PLACE = -1  # value of KV_FORMAT: write keys back to their rows of qkv, and nothing to the cache
 
 
 @dataclass(frozen=True, slots=True)
 class QKVHeads:
-    """What a layer's row of qkv [num_heads + 2 * num_kv_heads, head_dim] holds and what is to be done to it.
+    """The content of a layer's rows of qkv [num_heads + 2 * num_kv_heads, head_dim] and the operations on them.
 
-    cos_sin_cache as in rotary_embedding, None: no rotation. q_norm and k_norm [head_dim]: weights of an RMSNorm over
+    cos_sin_cache: see rotary_embedding; None: no rotation. q_norm and k_norm [head_dim]: weights of an RMSNorm over
     each head, before the rotation; both or none.
     """
 
@@ -60,9 +60,10 @@ def rope_and_cache(
 ) -> Tensor:
     """Normalise and rotate the queries and keys of `qkv`, and store keys and values at slot_mapping of the caches.
 
-    qkv [num_tokens, num_heads + 2 * num_kv_heads, head_dim], heads without gaps, is scratch afterwards. positions and
-    slot_mapping int64 [num_tokens]; caches and slots as in reshape_and_cache: -1 stores nothing (its position must
-    still be one of the table's). Returns the queries [num_tokens, num_heads, head_dim], a view of qkv or new.
+    qkv [num_tokens, num_heads + 2 * num_kv_heads, head_dim], dense heads; its content is undefined afterwards.
+    positions and slot_mapping int64 [num_tokens]; caches and slots as in reshape_and_cache: -1 stores nothing (but its
+    position must be valid for the table). Returns the queries [num_tokens, num_heads, head_dim], a view of qkv or a new
+    tensor.
     """
     if use_triton(qkv) and (heads.cos_sin_cache is not None or heads.q_norm is not None):
         return _launch(qkv, heads, positions, slot_mapping, k_cache, v_cache)
@@ -72,7 +73,7 @@ def rope_and_cache(
 def rope_and_cache_reference(
     qkv: Tensor, heads: QKVHeads, positions: Tensor, slot_mapping: Tensor, k_cache: Tensor, v_cache: Tensor
 ) -> Tensor:
-    """The same, one operator after the other, each choosing its own implementation. It is also the CPU path."""
+    """rope_and_cache by its three operators, each of which chooses its implementation. It is also the CPU path."""
     q, k, v = torch.split(qkv, [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads], dim=1)
     if heads.q_norm is not None and heads.k_norm is not None:
         eps, offset = heads.norm_eps, heads.norm_weight_offset
@@ -106,8 +107,8 @@ def constants(
 ) -> dict[str, int | bool | float]:
     """The compile-time arguments of the kernel.
 
-    int4 puts a head's element i and i + head_dim / 2 in one byte. Where these are not a rotated pair (interleaved or
-    partial rotation) the keys are rotated in place and quantised by a launch of their own.
+    int4 puts elements i and i + head_dim / 2 of a head into one byte. If these are not a rotated pair (interleaved or
+    partial rotation), the keys are rotated in place and a second launch quantises them.
     """
     rotary_dim = 0 if heads.cos_sin_cache is None else heads.cos_sin_cache.shape[-1]
     pairs = (rotary_dim or head_dim) // 2
@@ -162,7 +163,7 @@ def rope_and_cache_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """Grid (num_tokens * PARTS,): BLOCK_H heads of one token, queries first, then keys with their values.
+    """Grid (num_tokens * PARTS,): handles BLOCK_H heads of one token, queries first, then keys with their values.
 
     Reads qkv once; writes the queries back and keys and values to their pages. The angles come from L2.
     """
@@ -190,7 +191,7 @@ def rope_and_cache_kernel(
     else:
         slot = tl.load(slot_mapping_ptr + token)
         head = (part - Q_PARTS) * BLOCK_H + tl.arange(0, BLOCK_H)
-        head = tl.where(slot < 0, NUM_KV_HEADS, head)  # nothing is loaded or stored for a head that is not there
+        head = tl.where(slot < 0, NUM_KV_HEADS, head)  # an invalid head: nothing is loaded or stored for it
         key_ptr = row_ptr + NUM_HEADS * HEAD_DIM
         first, second, tail = _turned_heads(
             key_ptr, head, head < NUM_KV_HEADS, k_norm_ptr, eps, cos, sin,
@@ -223,8 +224,8 @@ def _turned_heads(
     BLOCK_P: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """Heads of one token, normed and rotated: the first and the second of each pair [BLOCK_H, BLOCK_P], and what is
-    not rotated [BLOCK_H, BLOCK_T]. fp32, but rounded to the dtype of x after each operator."""
+    """Heads of one token, normed and rotated: the first and the second of each pair [BLOCK_H, BLOCK_P], and the
+    unrotated rest [BLOCK_H, BLOCK_T]. fp32, rounded to the dtype of x after each operator."""
     first_d, second_d, tail_d = _elements(PAIRS, INTERLEAVED, BLOCK_P, BLOCK_T)
     row = head[:, None] * HEAD_DIM
     mask = head_mask[:, None] & (tl.arange(0, BLOCK_P) < PAIRS)[None, :]
@@ -248,7 +249,7 @@ def _turned_heads(
 
 @triton.jit
 def _elements(PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Where in a head the firsts, the seconds and the rest stand."""
+    """Offsets in a head of the firsts of pairs, of the seconds, and of the unrotated rest."""
     pair = tl.arange(0, BLOCK_P)
     tail = 2 * PAIRS + tl.arange(0, BLOCK_T)
     if INTERLEAVED:
@@ -306,7 +307,8 @@ def _write_keys(
     BLOCK_P: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """The turned heads of one token, to their pages in any format, or (KV_FORMAT -1) back to where they came from."""
+    """Store the rotated keys of one token in their pages, in any format, or (KV_FORMAT -1) back in their rows of
+    qkv."""
     mask = head < NUM_KV_HEADS
     if KV_FORMAT == -1:
         row = head.to(tl.int64) * HEAD_DIM
@@ -349,7 +351,7 @@ def _write_values(
     KV_FORMAT: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """The values of the same heads, as they are or quantised (KV_FORMAT -1: another launch writes them)."""
+    """Store the values of the same heads, plain or quantised (KV_FORMAT -1: another launch writes them)."""
     if KV_FORMAT == 0:
         offs_d = tl.arange(0, BLOCK_D)[None, :]
         mask = (head < NUM_KV_HEADS)[:, None] & (offs_d < HEAD_DIM)
@@ -364,8 +366,8 @@ def _write_values(
 
 
 def aot_configurations(capability: int) -> Iterator[AotConfiguration]:
-    """The shapes of Llama 3, Qwen 3, Gemma 3, GPT-NeoX, Phi-3-mini and Phi-4-mini, Pythia-2.8b and GPT-J, in every
-    format."""
+    """Yields the shapes of Llama 3, Qwen 3, Gemma 3, GPT-NeoX, Phi-3-mini and Phi-4-mini, Pythia-2.8b and GPT-J, in
+    every format."""
     table = torch.empty(1, 128)
     weight, wide = torch.empty(128), torch.empty(256)
     shapes = {

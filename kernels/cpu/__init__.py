@@ -1,7 +1,7 @@
 """Kernels for CPUs, compiled by numba and run on torch's own OpenMP threads.
 
-Imported by `kernels.dispatch.cpu_kernels` only, and only where numba is installed. Each launcher here has a
-`supports_*` beside it, which says whether the tensors at hand have a layout and dtype that the compiled code covers.
+Only `kernels.dispatch.cpu_kernels` imports this package, and only if numba is installed. Beside each launcher stands a
+`supports_*` function: True if the compiled code covers the layout and dtype of the given tensors.
 """
 
 from kernels.cpu import elementwise, linear, nucleus, quantize, token_mask
@@ -10,7 +10,13 @@ from kernels.cpu.attention import tiles as attention_tiles
 from kernels.cpu.dots import HAS_BF16_DOT
 from kernels.cpu.parallel import ParallelKernel
 
-MODULES = [attention, elementwise, nucleus, quantize, token_mask]  # whose kernels this processor can run
+MODULES = [
+    attention,
+    elementwise,
+    nucleus,
+    quantize,
+    token_mask,
+]  # with kernels for this processor
 if HAS_BF16_DOT:
     MODULES += [attention_tiles, linear]
 

@@ -1,9 +1,9 @@
 """The codes of a quantised KV cache (kernels/kv_format.py) as SIMD vectors, for numba.
 
-A pointer to codes is a `CPointer` to an element type that names the format; it moves in bytes (`simd.advance`) and is
-read by the index of a number in its row. `simd.load` and `simd.load_pair` decode through `load16` and `load_pair`
-here. A pair is 32 numbers: of 8-bit formats the next 32 in order, of int4 16 from the row's first half and the 16 that
-share their bytes in the second; a query is put into the same order before it meets them.
+A pointer to codes is a `CPointer` to an element type that names the format. `simd.advance` moves the pointer in bytes,
+and loads take the index of a number in its row. `simd.load` and `simd.load_pair` decode with `load16` and `load_pair`
+of this file. A pair is 32 numbers: in 8-bit formats the next 32 in order; in int4 16 of the row's first half and the 16
+of the second half that share their bytes. Queries are put into the same order before they are multiplied with pairs.
 """
 
 from llvmlite import ir
@@ -18,7 +18,7 @@ _F32V, _I8V, _I32V = (ir.VectorType(scalar, WIDTH) for scalar in (_F32, _I8, _I3
 
 
 class CodeType(types.Type):
-    """One byte of codes; the name is the format's."""
+    """The numba type of one byte of codes, named after the format."""
 
 
 class VecType(types.Type):
@@ -57,7 +57,7 @@ def _load(builder, pointer, index, count):
 
 
 def byte_offset(builder, code_type, index):
-    """Where number `index` of a row lies, in bytes from its start."""
+    """Offset of number `index` of a row, in bytes."""
     return builder.lshr(index, ir.Constant(_I64, 1)) if code_type is INT4 else index
 
 
@@ -66,7 +66,8 @@ def _decode(builder, code_type, codes):
     wide = builder.sext(codes, _I32V)
     if code_type is INT8:
         return builder.sitofp(wide, _F32V)
-    # The sign goes to its place and the other seven bits to the low end of the exponent: 2^120 too small, then exact.
+    # Move the sign to its place and the other seven bits to the low end of the exponent: 2^120 too small, then scaled
+    # exactly.
     bits = builder.and_(builder.shl(wide, constant(_I32, 20)), constant(_I32, 0x87F00000 - (1 << 32)))
     return builder.fmul(builder.bitcast(bits, _F32V), constant(_F32, 2.0**120))
 
@@ -81,7 +82,7 @@ def _nibbles(builder, packed):
 
 
 def load16(builder, code_type, pointer, index):
-    """Numbers index : index + 16; of int4 those in the last 8 bytes of a row: 8 of each half."""
+    """Numbers index : index + 16; in int4 the numbers in the last 8 bytes of a row, 8 of each half."""
     at = byte_offset(builder, code_type, index)
     if code_type is not INT4:
         return _decode(builder, code_type, _load(builder, pointer, at, WIDTH))
@@ -90,7 +91,7 @@ def load16(builder, code_type, pointer, index):
 
 
 def load_pair(builder, code_type, pointer, index):
-    """The 32 numbers whose pair begins at `index`, as two vectors."""
+    """The pair of 32 numbers that begins at `index`, as two vectors."""
     at = byte_offset(builder, code_type, index)
     if code_type is INT4:
         return _nibbles(builder, _load(builder, pointer, at, WIDTH))
@@ -114,14 +115,14 @@ pointer_int4 = _pointer_to(INT4, "An int64 address as a pointer to int4 codes.")
 
 @intrinsic
 def bits(typingctx, pointer):
-    """Bits per number of codes, known when compiling; 0 for a pointer to floats."""
+    """Bits per number of codes, a compile-time constant; 0 for a pointer to floats."""
     value = {INT8: 8, FP8: 8, INT4: 4}.get(pointer.dtype, 0)
     return types.int64(pointer), lambda context, builder, sig, args: ir.Constant(_I64, value)
 
 
 @intrinsic
 def is_int4(typingctx, pointer):
-    """Whether rows have a minimum, and pairs come from both halves of a row; known when compiling."""
+    """True if rows have a minimum and pairs come from both halves of a row (int4); a compile-time constant."""
     value = int(pointer.dtype is INT4)
     return types.boolean(pointer), lambda context, builder, sig, args: ir.Constant(ir.IntType(1), value)
 
@@ -129,8 +130,8 @@ def is_int4(typingctx, pointer):
 def _parameters(lanes, tokens, doc):
     """An intrinsic (codes, words, t, count) -> (scales, minima) of tokens t to t + `tokens` - 1.
 
-    A Vec holds `lanes` lanes of each token; what lanes are left get scale 1 and minimum 0, and so do not change what
-    they meet. Tokens from `count` on get 0 and 0, whatever their slots hold.
+    A Vec has `lanes` lanes per token. Unused lanes get scale 1 and minimum 0, which change no number. Tokens from
+    `count` on get 0 and 0, whatever their slots hold.
     """
     words_type = ir.VectorType(_I32, tokens)
     spread = ir.Constant(_I32V, [min(i // lanes, tokens) for i in range(WIDTH)])
@@ -171,7 +172,7 @@ def _call(builder, name, *args):
 
 
 def _encode_e4m3(builder, x):
-    """|x| <= 448 -> the nearest e4m3, ties to even: rounded in the exponent's place, or below 2^-6 as an integer."""
+    """|x| <= 448 -> the nearest e4m3, ties to even. Numbers below 2^-6 are rounded as integers."""
     word = builder.bitcast(x, _I32V)
     magnitude = builder.and_(word, constant(_I32, 0x7FFFFFFF))
     odd = builder.and_(builder.lshr(magnitude, constant(_I32, 20)), constant(_I32, 1))
@@ -186,7 +187,7 @@ def _encode_e4m3(builder, x):
 
 @intrinsic
 def encode(typingctx, pointer, index, x):
-    """Store sixteen scaled numbers as bytes `index` on; of int4, 0 to 15, a byte each: pack() follows."""
+    """Store sixteen scaled numbers as bytes from `index` on; for int4 as one byte each, 0 to 15, for pack()."""
 
     def codegen(context, builder, sig, args):
         target, index, x = args
@@ -203,7 +204,7 @@ def encode(typingctx, pointer, index, x):
 
 @intrinsic
 def pack(typingctx, pointer, index, source, low, high):
-    """Bytes index : index + 8 of int4 codes from eight codes at `low` and eight at `high` of `source`, a byte each."""
+    """Store bytes index : index + 8 of int4 codes, from eight codes at `low` and eight at `high` of `source`."""
 
     def codegen(context, builder, sig, args):
         target, index, source, low, high = args

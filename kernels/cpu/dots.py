@@ -1,6 +1,7 @@
-"""Products of bf16 pairs (AVX512-BF16) for numba: sixteen 32-bit words against sixteen, summed in fp32.
+"""Products of bf16 pairs (AVX512-BF16) for numba: sixteen 32-bit words with sixteen, summed in fp32.
 
-A word is two neighbouring numbers of one sum. Codegen helpers, and the microkernel of the CPU's matrix products.
+A word is two neighbouring numbers of one sum. Holds helpers for codegen, and the microkernel of the CPU's matrix
+products.
 """
 
 from llvmlite import binding, ir
@@ -16,15 +17,15 @@ from kernels.cpu.simd import I32Pointer
 _F32V, _I32V = (ir.VectorType(scalar, WIDTH) for scalar in (ir.FloatType(), ir.IntType(32)))
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 
-binding.initialize_native_asmparser()  # for the assembly in dot
+binding.initialize_native_asmparser()  # needed by the assembly in dot
 _FEATURES = binding.get_host_cpu_features()
 HAS_BF16_DOT = bool(_FEATURES.get("avx512bf16"))  # vdpbf16ps
-HAS_BF16_TILES = bool(_FEATURES.get("amx-bf16"))  # several times as fast where there are many rows
+HAS_BF16_TILES = bool(_FEATURES.get("amx-bf16"))  # AMX: several times as fast with many rows
 
 
 @jit
 def words_at(pointer):
-    """Pairs of bf16 as 32-bit words. For numba's code; what follows makes code."""
+    """Pairs of bf16 as 32-bit words. Called from numba's code; the functions below generate code."""
     return simd.pointer_i32(simd.address(pointer))
 
 
@@ -41,7 +42,8 @@ def broadcast(builder, value):
 
 
 def dot(builder, total, a, b):
-    """total[i] + a[2i] * b[2i] + a[2i + 1] * b[2i + 1]. As assembly: LLVM's name for it changed its types over time."""
+    """total[i] + a[2i] * b[2i] + a[2i + 1] * b[2i + 1]. In assembly, because the types of LLVM's intrinsic changed over
+    time."""
     asm = ir.InlineAsm(ir.FunctionType(_F32V, [_I32V, _I32V, _F32V]), "vdpbf16ps $2, $1, $0", "=v,v,v,0")
     return builder.call(asm, [a, b, total])
 
@@ -49,8 +51,8 @@ def dot(builder, total, a, b):
 def multiply(rows, vectors, doc, lines=0):
     """An intrinsic: out[r, :] += a[r, :] @ b for `rows` rows and 16 * `vectors` columns, all in registers.
 
-    Strides and `depth` are in words. With `lines`, it takes a last argument, a pointer to what is needed soon: for each
-    row of b that many cache lines are asked for there, one after the other.
+    Strides and `depth` are in words. With `lines`, a last argument points to memory that is needed soon: each row of b
+    prefetches `lines` cache lines there, one after the other.
     """
     cells = [(r, c) for r in range(rows) for c in range(vectors)]
 

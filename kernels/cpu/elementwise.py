@@ -8,13 +8,13 @@ from kernels.cpu import simd
 from kernels.cpu.parallel import jit, next_item, parallel_kernel
 from kernels.cpu.simd import WIDTH, advance, load, read, splat, store
 
-CHUNK = 8192  # elements a work item handles at least: about 2 us, well above the cost of handing it out
+CHUNK = 8192  # minimum elements per work item: about 2 us, well above the cost of handing an item out
 DTYPES = (torch.bfloat16, torch.float32)
 
 
 @jit
 def _rms_norm_row(x, residual, weight, has_residual, size, eps, offset, out, out_residual):
-    """One row. Rounds where LLaMA rounds: the sum, the normed value, and (offset 0) the product with the weight."""
+    """RMSNorm of one row. Rounds like LLaMA: the sum, the normed value, and (offset 0) the product with the weight."""
     total = splat(np.float32(0))
     for i in range(0, size, WIDTH):
         v = load(x, i)
@@ -58,7 +58,7 @@ def _rms_norm_f32(args):
 
 
 def supports_rms_norm(x: Tensor, weight: Tensor, residual: Tensor | None) -> bool:
-    """Rows of whole vectors, at most two strided axes before them, a residual without gaps."""
+    """True for rows of whole vectors, with at most two strided axes before them, and a dense residual."""
     return (
         x.dtype in DTYPES
         and weight.dtype == x.dtype
@@ -98,7 +98,7 @@ def _silu_mul_items(args, x, out):
             gate, up, target = advance(x, row * stride), advance(x, row * stride + size), advance(out, row * size)
             for i in range(0, size, WIDTH):
                 g = load(gate, i)
-                bounded = simd.maximum(g, limit)  # exp(88) is the last that fits fp32
+                bounded = simd.maximum(g, limit)  # exp(88) is the largest that fits fp32
                 sigmoid = simd.div(one, simd.add(one, simd.exp(simd.sub(splat(np.float32(0)), bounded))))
                 store(target, i, simd.mul(simd.mul(g, sigmoid), load(up, i)))
         item = next_item(args)
@@ -115,7 +115,7 @@ def _silu_mul_f32(args):
 
 
 def supports_silu_mul(x: Tensor) -> bool:
-    """[rows, 2n] with rows of whole vectors."""
+    """True for [rows, 2n] with rows of whole vectors."""
     return x.dtype in DTYPES and x.ndim == 2 and x.stride(1) == 1 and x.shape[1] % (2 * WIDTH) == 0
 
 
@@ -131,7 +131,7 @@ def silu_mul(x: Tensor) -> Tensor:
 
 @jit
 def _rotate_heads(x, heads, head_stride, cos_sin, half):
-    """In place on [heads, head_dim]: (a, b) -> (a cos - b sin, b cos + a sin), b being half a rotary_dim after a."""
+    """Rotate [heads, head_dim] in place: (a, b) -> (a cos - b sin, b cos + a sin); b is rotary_dim / 2 after a."""
     for i in range(0, half, WIDTH):
         cos, sin = load(cos_sin, i), load(cos_sin, half + i)
         for h in range(heads):
@@ -165,7 +165,7 @@ def _rotary_f32(args):
 
 
 def supports_rotary(positions: Tensor, q: Tensor, k: Tensor, cos_sin_cache: Tensor, interleaved: bool) -> bool:
-    """Halves of whole vectors, not interleaved; rows and heads may be strided."""
+    """True for halves of whole vectors, not interleaved; rows and heads may be strided."""
     return (
         not interleaved
         and q.dtype in DTYPES
@@ -193,7 +193,7 @@ def rotary_embedding(positions: Tensor, q: Tensor, k: Tensor, cos_sin_cache: Ten
 
 @parallel_kernel("14q")
 def _reshape_and_cache(args):
-    key, value, k_cache, v_cache = args[2], args[3], args[4], args[5]  # byte addresses: the copy knows no dtype
+    key, value, k_cache, v_cache = args[2], args[3], args[4], args[5]  # byte addresses: the copy ignores the dtype
     slots = simd.pointer_i64(args[6])
     tokens, heads, block_size, head_bytes, per_item = args[7], args[8], args[9], args[10], args[11]
     item = next_item(args)
@@ -210,7 +210,7 @@ def _reshape_and_cache(args):
 
 
 def supports_reshape_and_cache(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> bool:
-    """Any dtype; heads without gaps, and caches of the same dtype."""
+    """True for any dtype with dense heads and caches of the same dtype."""
     return (
         key.dtype == value.dtype == k_cache.dtype == v_cache.dtype
         and key.stride(2) == value.stride(2) == 1

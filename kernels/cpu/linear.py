@@ -1,9 +1,9 @@
-"""The bf16 linear layer of a CPU that multiplies bf16 pairs, as fast with one row as memory allows.
+"""The bf16 linear layer of a CPU that multiplies bf16 pairs; with one row it is as fast as memory.
 
-The weight lies in panels of 64 outputs, each read from memory once, from its first word to its last: a microkernel
-holds six rows by 64 columns of sums in registers while the panel passes by. A row's sums do not depend on the other
-rows. Nothing is compiled for a number of rows, as oneDNN does. All layers of a llama of 90 M parameters, two cores,
-beside oneDNN: two thirds of the time with 1 or 2 rows, 70 to 80 % with 4 to 32, nine tenths with 64.
+The weight is stored in panels of 64 outputs, and each panel is read from memory once, from its first word to its last:
+a microkernel keeps six rows by 64 columns of sums in registers while it reads the panel. A row's sums do not depend on
+the other rows. Unlike oneDNN's, the code does not depend on the number of rows. Time compared with oneDNN, all layers
+of a llama of 90 M parameters, two cores: two thirds with 1 or 2 rows, 70 to 80 % with 4 to 32, nine tenths with 64.
 """
 
 import numpy as np
@@ -17,16 +17,17 @@ from kernels.cpu.dots import HAS_BF16_DOT, HAS_BF16_TILES, multiply
 from kernels.cpu.parallel import jit, next_item, parallel_kernel
 from kernels.cpu.simd import advance, load, splat, store
 
-COLUMNS = 64  # of a panel
-ROWS = 6  # of a microkernel: 24 sums, 4 words of the panel and one of x in 32 registers
+COLUMNS = 64  # outputs per panel
+ROWS = 6  # rows of a microkernel: 24 sums, 4 words of the panel and one word of x in 32 registers
 ROWS_PER_ITEM = 96
-DEPTH = 1024  # words of a row at a time: that part of a panel, 256 KiB, stays in L2 for the next rows
-AHEAD = 4096  # words, 16 KiB: with 1 row 5.2 ms in place of 6.2 at 4 KiB
+DEPTH = 1024  # words of a row at a time: this part of a panel, 256 KiB, stays in L2 for the next rows
+AHEAD = 4096  # prefetch distance in words, 16 KiB: 5.2 ms with 1 row, 6.2 ms at 4 KiB
 ZERO = np.float32(0)
 
 
 def _microkernel(lines):
-    """sums[r, :] += x[r, :] @ panel for 1 to 6 rows, while `lines` cache lines per word of depth come from `soon`."""
+    """sums[r, :] += x[r, :] @ panel for 1 to 6 rows, with a prefetch of `lines` cache lines of `soon` per word of
+    depth."""
     rows1, rows2, rows3, rows4, rows5, rows6 = (
         multiply(rows, COLUMNS // WIDTH, f"{rows} rows of a panel's columns.", lines) for rows in range(1, ROWS + 1)
     )
@@ -54,10 +55,10 @@ _all_lines, _half, _quarter = _microkernel(4), _microkernel(2), _microkernel(1)
 
 @jit
 def _multiply_rows(x, x_stride, panel, depth, num_rows, sums, soon):
-    """sums[r, :] += x[r, :] @ panel, the rows in groups as even as may be.
+    """sums[r, :] += x[r, :] @ panel, with the rows in groups of nearly equal size.
 
-    The first group that passes by a panel waits for memory, the others would leave memory idle: so each group asks for
-    a share of the part that comes next, `soon`. A single group asks for what it needs itself, a little ahead.
+    The first group that reads a part of a panel waits for memory, and the others would leave memory idle. So each group
+    prefetches a share of the next part, `soon`. A single group prefetches its own part, a little ahead.
     """
     groups = (num_rows + ROWS - 1) // ROWS
     groups = max(groups, 4) if groups > 2 else groups
@@ -76,7 +77,7 @@ def _multiply_rows(x, x_stride, panel, depth, num_rows, sums, soon):
 
 @parallel_kernel("8q")
 def _linear(args):
-    """Items are (panel, rows), so that neighbours in time read the same panel."""
+    """Work items are (panel, rows), so that consecutive items read the same panel."""
     x, panels, out, bias = (
         simd.pointer_i32(args[2]), simd.pointer_i32(args[3]), simd.pointer_bf16(args[4]), simd.pointer_bf16(args[5])
     )  # fmt: skip
@@ -106,7 +107,8 @@ def _linear(args):
 
 
 def supports_linear(weight: Tensor, bias: Tensor | None) -> bool:
-    """bf16, out_features a multiple of 16, in_features of 2. Where a CPU has tiles for bf16, oneDNN knows them."""
+    """True for bf16, out_features a multiple of 16 and in_features of 2. On CPUs with tiles for bf16, oneDNN is
+    used."""
     return (
         HAS_BF16_DOT
         and not HAS_BF16_TILES
@@ -118,7 +120,7 @@ def supports_linear(weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def pack(weight: Tensor) -> Tensor:
-    """[out_features, in_features] -> int32 [panels, in_features / 2, 64], zeros behind the last of the features."""
+    """[out_features, in_features] -> int32 [panels, in_features / 2, 64], padded by zeros behind the last feature."""
     words = weight.contiguous().view(torch.int32)
     words = F.pad(words, (0, 0, 0, -len(words) % COLUMNS))
     return words.view(-1, COLUMNS, words.shape[1]).transpose(1, 2).contiguous()

@@ -1,8 +1,8 @@
 """The threshold of nucleus sampling on a CPU: a search by the bits of the logits, without a sort.
 
-Non-negative floats order like their bits. Three histograms of probability find the distance at which top_p is reached:
-over the first 11 bits, then over the next 10 and the last 10 among tokens that agree in the bits before. The search in
-kernels/sampling/draw.py does the same on a GPU.
+Non-negative floats have the order of their bits. Three histograms of probability find the distance at which top_p is
+reached: over the first 11 bits, then over the next 10 and the last 10, each among tokens that agree in the bits before.
+On a GPU kernels/sampling/draw.py makes the same search.
 """
 
 import numpy as np
@@ -13,14 +13,14 @@ from kernels.cpu import simd
 from kernels.cpu.parallel import jit, next_item, parallel_kernel
 from kernels.cpu.simd import advance, read, write
 
-FIRST_BITS, NEXT_BITS = 11, 10  # of 31
+FIRST_BITS, NEXT_BITS = 11, 10  # 11 + 10 + 10 bits of 31
 NUM_BINS = 1 << FIRST_BITS
 INFINITY, SIGN = 0x7F800000, 1 << 31
 
 
 @jit
 def _search(bits, weights, size, masses, top_p):
-    """The bits of the last kept token's distance; -1 where no token has a probability."""
+    """The bits of the last kept token's distance; -1 if no token has a probability."""
     needed, before, prefix, shift, num_bins = 0.0, 0.0, 0, 31 - FIRST_BITS, NUM_BINS
     for level in range(3):
         for i in range(num_bins):
@@ -37,7 +37,7 @@ def _search(bits, weights, size, masses, top_p):
         found, reached = -1, before
         for i in range(num_bins):
             mass = read(masses, i)
-            if mass > 0.0:  # the last bin with a mass wins where rounding keeps the sum below `needed`
+            if mass > 0.0:  # if rounding keeps the sum below `needed`, the last bin with a mass is taken
                 found, before, reached = i, reached, reached + mass
                 if reached >= needed:
                     break
@@ -57,20 +57,20 @@ def _thresholds(args):
         found = _search(
             advance(bits, at), advance(weights, at), size, advance(masses, item * NUM_BINS), read(top_p, item)
         )
-        # Logits are negative distances: the same bits with the sign. Without a cut the threshold is -inf.
+        # Logits are negative distances: the same bits and a sign. Without a cut the threshold is -inf.
         write(thresholds, item, np.int32((found if found >= 0 else INFINITY) - SIGN))
         item = next_item(args)
 
 
 def supports_nucleus_thresholds(x: Tensor, weights: Tensor) -> bool:
-    """fp32 rows without gaps."""
+    """True for dense fp32 rows."""
     return x.dtype == weights.dtype == torch.float32 and x.is_contiguous() and weights.is_contiguous()
 
 
 def nucleus_thresholds(x: Tensor, weights: Tensor, top_p: Tensor) -> Tensor:
-    """The logit of the last token, most likely first, that top_p keeps of each row; float32 [n], -inf for all.
+    """The logit of the last token that top_p keeps of each row (most likely first), float32 [n]; -inf keeps all.
 
-    x float32 [n, vocab_size] <= 0, weights exp(x) where a token is left, else 0; top_p float64 [n].
+    x float32 [n, vocab_size] <= 0; weights: exp(x), or 0 for a token filtered out; top_p float64 [n].
     """
     rows, size = x.shape
     thresholds = torch.empty(rows, dtype=torch.float32)

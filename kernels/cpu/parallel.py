@@ -1,9 +1,9 @@
-"""Compile a kernel to machine code once, keep it on disk, and run it on the threads that torch already has.
+"""Compiles a kernel to machine code once, keeps the code on disk, and runs it on torch's threads.
 
-numba's own thread pool beside torch's makes two pools fight for the same cores: torch's idle OpenMP threads spin for a
-moment after each operator, exactly when the kernel that follows wants the core. So a kernel is a plain C function, and
-`GOMP_parallel`, which every OpenMP runtime under torch exports, calls it once per thread of torch's pool. The threads
-share the work through one atomic counter (`next_item`), so an uneven batch stays balanced.
+numba's own thread pool would compete with torch's for the same cores: torch's idle OpenMP threads spin for a moment
+after each operator, just when the next kernel needs the core. So a kernel is a plain C function, and `GOMP_parallel`,
+which every OpenMP runtime under torch exports, calls it once per thread of torch's pool. The threads take work items
+from one atomic counter (`next_item`), so an uneven batch stays balanced.
 """
 
 import ctypes
@@ -33,8 +33,8 @@ def next_item(args):
 class ParallelKernel:
     """A kernel body `fn(args)`, compiled on first use.
 
-    `fn` takes a pointer to int64: args[0] is the work counter, args[1] the number of items, and the rest is what
-    `arguments` says, in struct format: "q" an integer or an address, "d" a float64 (read by `simd.as_float`).
+    `fn` takes a pointer to int64: args[0] is the work counter, args[1] the number of items. `arguments` describes the
+    rest in struct format: "q" an integer or an address, "d" a float64 (read by `simd.as_float`).
     """
 
     def __init__(self, fn: Callable, arguments: str) -> None:
@@ -42,7 +42,7 @@ class ParallelKernel:
         self.pack = struct.Struct("qq" + arguments).pack
 
     def __call__(self, num_items: int, *arguments: int | float) -> None:
-        """Run the body on as many threads as torch uses and items there are; returns when all items are done."""
+        """Run the body on torch's threads, at most one per item; returns when all items are done."""
         packed = ctypes.create_string_buffer(self.pack(0, num_items, *arguments))
         num_threads = min(torch.get_num_threads(), num_items)
         if num_threads > 1 and _GOMP_PARALLEL is not None:
@@ -51,22 +51,22 @@ class ParallelKernel:
             self.entry(packed)
 
     def compile(self) -> None:
-        """Have the machine code ready before the first call."""
+        """Compile or load the machine code before the first call."""
         _ = self.address
 
     @cached_property
     def address(self) -> int:
-        """Address of the machine code; compiles or loads from disk the first time."""
+        """Address of the machine code. The first call compiles it or loads it from disk."""
         return _compile(self.fn).address
 
     @cached_property
     def entry(self) -> Callable:
-        """The same as a ctypes function."""
+        """The machine code as a ctypes function."""
         return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.address)
 
 
 def parallel_kernel(arguments: str) -> Callable[[Callable], ParallelKernel]:
-    """Decorator form of ParallelKernel."""
+    """A decorator that makes a ParallelKernel."""
     return lambda fn: ParallelKernel(fn, arguments)
 
 
@@ -75,12 +75,12 @@ def _compile(fn: Callable):
     try:
         numba.config.CACHE_DIR = _cache_dir()
         return numba.cfunc(signature, cache=True, **options)(fn)
-    except (RuntimeError, OSError):  # no writable folder: compile for this process only
+    except (RuntimeError, OSError):  # without a writable folder, compile for this process only
         return numba.cfunc(signature, **options)(fn)
 
 
 def _cache_dir() -> str:
-    """A folder named after the sources: numba's own cache does not see a change in a function that a kernel calls."""
+    """A cache folder named after all sources: numba's own cache misses a change in a function that a kernel calls."""
     folder = Path(__file__).parent
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(folder.rglob("*.py")))).hexdigest()[:12]
     roots = (os.environ.get("NUMBA_CACHE_DIR"), folder / "__pycache__", Path.home() / ".cache" / "pageserve")
@@ -96,7 +96,7 @@ def _cache_dir() -> str:
 
 
 def _find_gomp_parallel() -> Callable | None:
-    """GOMP_parallel(fn, data, num_threads, flags) of the OpenMP runtime that torch has loaded; None elsewhere."""
+    """GOMP_parallel(fn, data, num_threads, flags) of the OpenMP runtime that torch has loaded; None if not found."""
     try:
         maps = Path("/proc/self/maps").read_text()
     except OSError:

@@ -1,4 +1,4 @@
-"""Writes rows into a quantised KV cache on a CPU, to the byte as kernels.cache.quantize.quantize_rows does."""
+"""Writes rows into a quantised KV cache on a CPU, with the same bytes as kernels.cache.quantize.quantize_rows."""
 
 import numpy as np
 import torch
@@ -7,16 +7,16 @@ from torch import Tensor
 from kernels.cpu import codes, simd
 from kernels.cpu.parallel import jit, next_item, parallel_kernel
 from kernels.cpu.simd import WIDTH, advance, load, read, splat, store
-from kernels.kv_format import PARAMETER_BYTES, SMALLEST, kv_format_of
+from kernels.kv_format import MIN_MAGNITUDE, PARAMETER_BYTES, kv_format_of
 
-ITEM = 2048  # numbers per work item at least
+ITEM = 2048  # minimum numbers per work item
 NEG_INF, ZERO, ONE = np.float32(-np.inf), np.float32(0), np.float32(1)
-_SMALLEST = np.float32(SMALLEST)
+_MIN_MAGNITUDE = np.float32(MIN_MAGNITUDE)
 
 
 @jit
 def _survey(x, n, row):
-    """Widen x into row[:n]; its largest number, its smallest, and 0, or NaN where x holds NaN or infinity."""
+    """Widen x into row[:n]; returns (largest number, smallest number, 0 or, if x has NaN or infinity, NaN)."""
     top = bottom = splat(NEG_INF)
     bad = splat(ZERO)
     for d in range(0, n, WIDTH):
@@ -30,9 +30,9 @@ def _survey(x, n, row):
 
 @jit
 def _encode_8bit(x, n, largest_code, row, target, word):
-    """One row of int8 or fp8: codes at `target`, the fp32 scale at address `word`."""
+    """Store one row of int8 or fp8: codes at `target`, the fp32 scale at address `word`."""
     high, low, bad = _survey(x, n, row)
-    scale = np.float32(max(max(high, -low), _SMALLEST) / largest_code + bad)
+    scale = np.float32(max(max(high, -low), _MIN_MAGNITUDE) / largest_code + bad)
     inverse = splat(np.float32(ONE / scale))
     for d in range(0, n, WIDTH):
         codes.encode(target, d, simd.mul(load(row, d), inverse))
@@ -41,16 +41,16 @@ def _encode_8bit(x, n, largest_code, row, target, word):
 
 @jit
 def _encode_int4(x, n, row, target, word):
-    """One row of int4: packed codes at `target`, scale and minimum as two bf16 at address `word`. row holds 3 * n."""
+    """Store one row of int4: packed codes at `target`, two bf16 (scale, minimum) at `word`. row has 3 * n numbers."""
     high, low, bad = _survey(x, n, row)
     rounded = simd.pointer_bf16(simd.address(advance(row, n)))
-    scale = np.float32(max(np.float32(high - low), _SMALLEST) / np.float32(15) + bad)
+    scale = np.float32(max(np.float32(high - low), _MIN_MAGNITUDE) / np.float32(15) + bad)
     store(rounded, 0, splat(scale))
     store(rounded, WIDTH, splat(np.float32(low + bad)))
     inverse, least = splat(np.float32(ONE / read(rounded, 0))), splat(read(rounded, WIDTH))
     simd.copy_bytes(word, simd.address(rounded), 2)
     simd.copy_bytes(word + 2, simd.address(advance(rounded, WIDTH)), 2)
-    single = codes.pointer_int4(simd.address(advance(row, 2 * n)))  # a byte for each code
+    single = codes.pointer_int4(simd.address(advance(row, 2 * n)))  # one byte per code
     limit = splat(np.float32(-15))
     for d in range(0, n, WIDTH):
         scaled = simd.maximum(simd.mul(simd.sub(load(row, d), least), inverse), splat(ZERO))
@@ -143,7 +143,7 @@ _KERNELS = {
 
 
 def supports_quantize_and_cache(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> bool:
-    """bf16 or fp32 rows of whole vectors without gaps, into caches of one quantised format."""
+    """True for dense bf16 or fp32 rows of whole vectors, and caches of one quantised format."""
     return (
         kv_format_of(k_cache) is not None
         and key.dtype == value.dtype

@@ -1,10 +1,10 @@
-"""SIMD vectors for numba: `Vec`, 16 floats in one value, and the handful of operations the CPU kernels need.
+"""SIMD vectors for numba: `Vec`, 16 floats in one value, and the few operations that the CPU kernels need.
 
-numba compiles scalar loops and leaves vector code to LLVM's luck; with values of this type a kernel says how many
-accumulators it keeps in registers. LLVM splits a Vec where the machine's registers are narrower (AVX2, NEON). Pointers
-are `CPointer(float32)` or `CPointer(uint16)`, and uint16 means bf16: load widens, store rounds to nearest even. Codes
-of a quantised cache have pointers of their own (kernels/cpu/codes.py), which load and load_pair decode.
-No bounds are checked here.
+numba compiles scalar loops, and LLVM may or may not vectorise them. With Vec values a kernel decides how many
+accumulators it keeps in registers. LLVM splits a Vec if the machine's registers are narrower (AVX2, NEON). Pointers are
+`CPointer(float32)` or `CPointer(uint16)`, where uint16 means bf16: load widens, store rounds to nearest even. Codes of
+a quantised cache have their own pointers (kernels/cpu/codes.py), which load and load_pair decode. No function checks
+bounds.
 """
 
 from llvmlite import ir
@@ -58,7 +58,7 @@ def pointer_bf16(typingctx, address):
 
 @intrinsic
 def keep(typingctx, array):
-    """Compiles to nothing, but keeps `array` alive until here: numba frees an array after its last use."""
+    """Keep `array` alive until here, because numba frees an array after its last use. Compiles to no code."""
     return types.void(array), lambda context, builder, sig, args: context.get_dummy_value()
 
 
@@ -88,7 +88,7 @@ def advance(typingctx, pointer, elements):
 
 @intrinsic
 def fetch_add(typingctx, pointer, value):
-    """Atomically add to an int64 that other threads add to, and return what it held."""
+    """Atomically add to an int64 that threads share; returns its old value."""
 
     def codegen(context, builder, sig, args):
         return builder.atomic_rmw("add", args[0], args[1], "monotonic")
@@ -129,10 +129,10 @@ def store(typingctx, pointer, index, value):
 
 @intrinsic
 def load_pair(typingctx, pointer, index):
-    """pointer[index : index + 32] as two Vecs: of bf16 the even and the odd elements, of fp32 the two halves.
+    """pointer[index : index + 32] as two Vecs: for bf16 the even and the odd elements, for fp32 the two halves.
 
-    Splitting 32-bit words into even and odd costs one instruction a Vec, half of widening in order. A dot product does
-    not care, and store_pair puts the order back. Codes have the order of their format.
+    To split 32-bit words into even and odd takes one instruction per Vec, half the cost of widening in order. A dot
+    product does not depend on the order, and store_pair restores it. Codes have the order of their format.
     """
     bf16, code_type = _is_bf16(pointer), pointer.dtype
 
@@ -154,7 +154,7 @@ def load_pair(typingctx, pointer, index):
 
 @intrinsic
 def store_pair(typingctx, pointer, index, a, b):
-    """Undo load_pair: pointer[index : index + 32] = the pair, rounded to the pointer's dtype."""
+    """pointer[index : index + 32] = the pair in load_pair's order, rounded to the pointer's dtype."""
     bf16 = _is_bf16(pointer)
 
     def codegen(context, builder, sig, args):
@@ -172,7 +172,7 @@ def store_pair(typingctx, pointer, index, a, b):
 
 
 def round_to_bf16(builder, vector):
-    """Nearest even: add half of the last kept place, minus one ulp of the rest where that place is already even."""
+    """Round to nearest even: add half of the last kept bit, minus one ulp of the rest if that bit is 0."""
     bits = builder.bitcast(vector, _I32V)
     odd = builder.and_(builder.lshr(bits, _splat_constant(_I32, 16)), _splat_constant(_I32, 1))
     rounded = builder.add(bits, builder.add(odd, _splat_constant(_I32, 0x7FFF)))
@@ -183,7 +183,7 @@ def round_to_bf16(builder, vector):
 
 @intrinsic
 def round_to(typingctx, pointer, value):
-    """`value` as it would read back after a store through `pointer`: rounded to bf16, or unchanged for fp32."""
+    """`value` as a store through `pointer` and a load would give it: rounded to bf16, or unchanged for fp32."""
     bf16 = _is_bf16(pointer)
 
     def codegen(context, builder, sig, args):
@@ -230,13 +230,13 @@ def fma(typingctx, a, b, c):
 
 @intrinsic
 def maximum(typingctx, a, b):
-    """The larger of each pair."""
+    """The larger element of each pair."""
     codegen = lambda context, builder, sig, args: _call(builder, "llvm.maxnum.v16f32", _F32V, *args)  # noqa: E731
     return Vec(Vec, Vec), codegen
 
 
 def _spread(combine, lanes, doc):
-    """An intrinsic that rotates and combines, halving the distance: log2(16 / lanes) steps."""
+    """An intrinsic that reduces a Vec in log2(16 / lanes) steps: rotate, combine, halve the distance."""
 
     def codegen(context, builder, sig, args):
         (vector,), step = args, WIDTH // 2
@@ -311,7 +311,7 @@ def exp(typingctx, x):
         x = _call(builder, "llvm.maxnum.v16f32", _F32V, args[0], _splat_constant(_F32, -87.3))
         scaled = builder.fmul(x, _splat_constant(_F32, 1.4426950408889634))
         whole = _call(builder, "llvm.rint.v16f32", _F32V, scaled)
-        # x - whole * ln 2 in two parts, so that the subtraction stays exact for large x
+        # x - whole * ln 2 in two parts: exact for large x too
         rest = _call(builder, "llvm.fma.v16f32", _F32V, whole, _splat_constant(_F32, -0.693359375), x)
         rest = _call(builder, "llvm.fma.v16f32", _F32V, whole, _splat_constant(_F32, 2.12194440e-4), rest)
         result = _splat_constant(_F32, _EXP[0])
@@ -330,13 +330,13 @@ def exp(typingctx, x):
 
 @intrinsic
 def as_float(typingctx, bits):
-    """The float64 whose bits an int64 holds."""
+    """The float64 with the bits of an int64."""
     return types.float64(types.int64), lambda context, builder, sig, args: builder.bitcast(args[0], ir.DoubleType())
 
 
 @intrinsic
 def read(typingctx, pointer, index):
-    """pointer[index], widened to float32 where it is a float."""
+    """pointer[index]; a float is widened to float32."""
     bf16 = _is_bf16(pointer)
 
     def codegen(context, builder, sig, args):
@@ -350,7 +350,7 @@ def read(typingctx, pointer, index):
 
 @intrinsic
 def write(typingctx, pointer, index, value):
-    """pointer[index] = value, for pointers to anything but bf16."""
+    """pointer[index] = value, for any pointer except one to bf16."""
 
     def codegen(context, builder, sig, args):
         builder.store(args[2], builder.gep(args[0], [args[1]]))
@@ -366,7 +366,7 @@ def address(typingctx, pointer):
 
 
 def prefetch(builder, where):
-    """Ask for the cache line at a pointer: to read data, into L2, which has more misses in flight than L1."""
+    """Prefetch the cache line at a pointer for reading, into L2, which has more misses in flight than L1."""
     hints = [ir.Constant(_I32, hint) for hint in (0, 2, 1)]
     where = builder.bitcast(where, ir.IntType(8).as_pointer())
     _call(builder, "llvm.prefetch.p0i8", ir.VoidType(), where, *hints)
@@ -374,7 +374,7 @@ def prefetch(builder, where):
 
 @intrinsic
 def prefetch_pair(typingctx, pointer, index):
-    """Ask for the cache lines of pointer[index : index + 32]: two of fp32, else one. Any address is safe."""
+    """Prefetch the cache lines of pointer[index : index + 32]: two for fp32, else one. Any address is safe."""
     offsets = (0, 16) if pointer.dtype == types.float32 else (0,)
     code_type = pointer.dtype
 

@@ -1,4 +1,4 @@
-"""Ruling out tokens on a CPU: sixteen logits at a time, by sixteen bits of the mask."""
+"""Applies token masks on a CPU: sixteen logits at a time, by sixteen bits of the mask."""
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ _F32S = ir.VectorType(ir.FloatType(), WIDTH)
 
 @intrinsic
 def _rule_out(typingctx, x, index, bits):
-    """x[index : index + 16] = -inf where the bit of the int64 `bits` is 0. NaN and +inf stay."""
+    """Set x[index : index + 16] to -inf where the bit of the int64 `bits` is 0. NaN and +inf stay."""
 
     def codegen(context, builder, sig, args):
         pointer, index, bits = args
@@ -53,7 +53,7 @@ def _mask_row(x, words, num_words, vocab_size):
 
 
 def supports_mask_tokens(logits: Tensor, rows: Tensor, words: Tensor) -> bool:
-    """fp32 rows without gaps, as the sampler of a CPU has them."""
+    """True for dense fp32 rows, the layout of the CPU's sampler."""
     return logits.dtype == torch.float32 and logits.stride(1) == 1 and rows.is_contiguous() and words.is_contiguous()
 
 

@@ -12,7 +12,7 @@ from kernels.dispatch import as_rows, cpu_kernels, tl, triton, use_triton
 
 _gelu_tanh = partial(F.gelu, approximate="tanh")
 
-# The names that checkpoints use in config.json ("hidden_act", "activation_function").
+# Functions by their names in config.json ("hidden_act", "activation_function").
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "swish": F.silu,
@@ -25,14 +25,15 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "relu2": lambda x: F.relu(x).square(),
 }
-# Other names of the same function: the kernel is compiled once for each function.
+# Second names of a function -> its first name: the kernel is compiled once per function.
 _SAME_AS = {"swish": "silu"} | dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), "gelu_tanh")
 
-MAX_BLOCK = 1024  # elements per program: with 4 warps every thread moves 16 bytes of each half in 16 bits
+MAX_BLOCK = 1024  # elements per program: with 4 warps and 16-bit numbers, a thread moves 16 bytes of each half
 
 
 def activation(x: Tensor, name: str) -> Tensor:
-    """Apply the activation called `name` to every element; ValueError names the known ones. One pass in torch."""
+    """Apply the activation called `name` to every element, one pass in torch. ValueError names the known
+    activations."""
     return _activation(name)(x)
 
 
@@ -51,7 +52,7 @@ def gated_activation(x: Tensor, name: str) -> Tensor:
 
 
 def has_row_kernel(x: Tensor, name: str) -> bool:
-    """True where gated_activation(x, name) has a kernel of its own, whose results do not depend on a row's place."""
+    """True if gated_activation(x, name) has its own kernel, whose results do not depend on a row's place."""
     if use_triton(x):
         return True
     cpu = cpu_kernels() if x.device.type == "cpu" else None
@@ -59,7 +60,7 @@ def has_row_kernel(x: Tensor, name: str) -> bool:
 
 
 def kernel_name(name: str) -> str:
-    """The name that `activate` knows the function by; ValueError names the known activations."""
+    """The first name of a function, which `activate` knows. ValueError names the known activations."""
     _activation(name)
     return _SAME_AS.get(name, name)
 
@@ -81,7 +82,8 @@ def _launch(x, name):
 def gated_activation_kernel(
     x_ptr, out_ptr, x_stride_row, SIZE: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Grid (num_tokens, ceil(SIZE / BLOCK)): a part of one row, in fp32, rounded once. 3 SIZE elements moved a row."""
+    """Grid (num_tokens, ceil(SIZE / BLOCK)): computes a part of one row in fp32, rounded once. Moves 3 SIZE elements a
+    row."""
     row = tl.program_id(0).to(tl.int64)
     offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < SIZE
@@ -94,7 +96,7 @@ def gated_activation_kernel(
 
 @triton.jit
 def activate(x, ACTIVATION: tl.constexpr):
-    """fp32 -> fp32, by the names of ACTIVATIONS (of several for one function, the first)."""
+    """Apply an activation to fp32 x, by its first name in ACTIVATIONS."""
     if ACTIVATION == "silu":
         return x * tl.sigmoid(x)
     elif ACTIVATION == "quick_gelu":
@@ -110,7 +112,7 @@ def activate(x, ACTIVATION: tl.constexpr):
 
 
 def gated_activation_reference(x: Tensor, name: str) -> Tensor:
-    """The same in fp32, rounded once."""
+    """gated_activation in fp32, rounded once."""
     gate, up = x.float().chunk(2, dim=-1)
     return (_activation(name)(gate) * up).to(x.dtype)
 
@@ -122,7 +124,7 @@ def _activation(name: str) -> Callable[[Tensor], Tensor]:
 
 
 def aot_configurations(capability: int) -> Iterator[AotConfiguration]:
-    """Every function once, and the dtypes."""
+    """Yields every function once, and the dtypes."""
     names = sorted(set(ACTIVATIONS) - set(_SAME_AS))
     for dtype, name in [("bf16", name) for name in names] + [("fp16", "silu"), ("fp32", "gelu")]:
         yield AotConfiguration(

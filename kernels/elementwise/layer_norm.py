@@ -17,9 +17,9 @@ def layer_norm(
     """Normalise the last axis of `x` [..., hidden] to mean 0 and variance 1, then scale and shift.
 
     With `residual` (the shape of x): residual := x + residual comes first, and the pair (normed, residual) is returned.
-    On a GPU the sum is written over a contiguous `residual`, which is the one returned; everything else is left
-    untouched. Statistics are fp32 whatever the dtype, and a row's result does not depend on the other rows. On a CPU
-    torch's own kernel is one pass already.
+    On a GPU the sum overwrites a contiguous `residual`, which is then returned; no other argument is changed.
+    Statistics are fp32 whatever the dtype, and a row's result does not depend on the other rows. On a CPU torch's own
+    kernel already makes one pass.
     """
     if use_triton(x):
         return _launch(x, weight, bias, eps, residual)
@@ -55,10 +55,10 @@ def layer_norm_kernel(
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Grid (num_rows,): one row, held in registers, so that the variance is that of the centred values.
+    """Grid (num_rows,): one row, held in registers, so that the variance is computed from centred values.
 
-    Moves the least there is: x and residual in, residual and out back. Any of residual_ptr, weight_ptr and bias_ptr
-    may be None.
+    Memory traffic is minimal: reads x and residual, writes residual and out. Any of residual_ptr, weight_ptr and
+    bias_ptr may be None.
     """
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCK)
@@ -76,7 +76,7 @@ def layer_norm_kernel(
 def layer_norm_reference(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, residual: Tensor | None = None
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The same, written out in fp32."""
+    """layer_norm in fp32."""
     if residual is not None:
         x = residual = x + residual
     wide = x.float()
@@ -90,8 +90,8 @@ def layer_norm_reference(
 
 
 def aot_configurations(capability: int) -> Iterator[AotConfiguration]:
-    """Hidden sizes of today's models and the largest; MPT's norms have no bias, a parallel residual's second norm adds
-    nothing."""
+    """Yields hidden sizes of today's models and the largest size. MPT's norms have no bias; the second norm of a
+    parallel residual has no addition."""
     for dtype, hidden, bias, residual in (
         ("bf16", 4096, True, True), ("bf16", 4096, False, False), ("bf16", 2560, True, False),
         ("fp16", 5120, True, True), ("bf16", 16384, True, True), ("fp32", 8192, True, True),

@@ -15,8 +15,8 @@ def rms_norm(
     """Normalise the last axis of `x` [..., hidden] by its root mean square and multiply by weight_offset + weight.
 
     With `residual` (the shape of x): residual := x + residual comes first, and the pair (normed, residual) is returned.
-    On a GPU the sum is written over a contiguous `residual`, which is the one returned; everything else is left
-    untouched. Statistics are fp32 whatever the dtype, and a row's result does not depend on the other rows.
+    On a GPU the sum overwrites a contiguous `residual`, which is then returned; no other argument is changed.
+    Statistics are fp32 whatever the dtype, and a row's result does not depend on the other rows.
     """
     if use_triton(x):
         return _launch(x, weight, eps, residual, weight_offset)
@@ -54,7 +54,8 @@ def rms_norm_kernel(
 ):
     """Grid (num_rows,): one row, held in registers between the sum and the scaling.
 
-    Moves the least there is: x and residual in, residual and out back, the weight from L2. residual_ptr None: no sum.
+    Memory traffic is minimal: reads x and residual, writes residual and out; the weight comes from L2. residual_ptr
+    None: no sum.
     """
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCK)
@@ -68,7 +69,7 @@ def rms_norm_kernel(
 
 @triton.jit
 def load_residual_row(x_ptrs, residual_ptr, offsets, mask):
-    """x in fp32; with a residual x + residual, rounded as it is stored there."""
+    """x in fp32; with a residual the sum x + residual, rounded as it is stored."""
     x = tl.load(x_ptrs, mask=mask, other=0.0)
     if residual_ptr is not None:
         before = tl.load(residual_ptr + offsets, mask=mask, other=0.0)
@@ -79,7 +80,8 @@ def load_residual_row(x_ptrs, residual_ptr, offsets, mask):
 
 @triton.jit
 def scale_normed(normed, weight, WEIGHT_OFFSET: tl.constexpr):
-    """fp32 `normed` times weight_offset + weight, fp32. LLaMA rounds to the weight's dtype first, Gemma does not."""
+    """fp32 `normed` * (weight_offset + weight), in fp32. LLaMA rounds `normed` to the weight's dtype first, Gemma does
+    not."""
     if WEIGHT_OFFSET == 0.0:
         return normed.to(weight.dtype).to(tl.float32) * weight.to(tl.float32)
     else:
@@ -89,7 +91,7 @@ def scale_normed(normed, weight, WEIGHT_OFFSET: tl.constexpr):
 def rms_norm_reference(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, weight_offset: float = 0.0
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The same in torch. LLaMA rounds before the weight; Gemma (weight_offset 1) multiplies in fp32 and rounds last."""
+    """rms_norm in torch. LLaMA rounds before the weight; Gemma (weight_offset 1) multiplies in fp32 and rounds last."""
     if residual is not None:
         x = residual = x + residual
     wide = x.float()
@@ -99,7 +101,7 @@ def rms_norm_reference(
 
 
 def aot_configurations(capability: int) -> Iterator[AotConfiguration]:
-    """Hidden sizes of today's models, one that is no power of two, and the largest."""
+    """Yields hidden sizes of today's models, one that is no power of two, and the largest size."""
     for dtype, hidden, offset, residual in (
         ("bf16", 4096, 0.0, True), ("bf16", 1024, 0.0, False), ("fp16", 5120, 0.0, True), ("bf16", 3584, 1.0, True),
         ("bf16", 16384, 0.0, True), ("fp32", 8192, 0.0, True),

@@ -9,8 +9,8 @@ def rotary_embedding(positions: Tensor, q: Tensor, k: Tensor, cos_sin_cache: Ten
     """Rotate the first rotary_dim values of every head of q and k by their token's angles, in place.
 
     positions int64 [num_tokens]; q [num_tokens, num_heads, head_dim] and k [num_tokens, num_kv_heads, head_dim], which
-    may be views of a wider row; cos_sin_cache fp32 [max_position, rotary_dim], the cosines then the sines of
-    rotary_dim / 2 angles. Pair i is (i, i + rotary_dim / 2), or (2i, 2i + 1) where `interleaved` (GPT-J).
+    may be views of a wider row; cos_sin_cache fp32 [max_position, rotary_dim]: the cosines, then the sines of
+    rotary_dim / 2 angles. Pair i is (i, i + rotary_dim / 2), or (2i, 2i + 1) if `interleaved` (GPT-J).
     """
     cpu = cpu_kernels() if q.device.type == "cpu" else None
     if cpu and cpu.elementwise.supports_rotary(positions, q, k, cos_sin_cache, interleaved):
@@ -22,12 +22,12 @@ def rotary_embedding(positions: Tensor, q: Tensor, k: Tensor, cos_sin_cache: Ten
 def rotary_embedding_reference(
     positions: Tensor, q: Tensor, k: Tensor, cos_sin_cache: Tensor, interleaved: bool = False
 ) -> None:
-    """The same in torch: fp32 arithmetic, rounded once."""
+    """rotary_embedding in torch: fp32 arithmetic, rounded once."""
     cos, sin = cos_sin_cache[positions].unsqueeze(1).chunk(2, dim=-1)
     for x in (q, k):
         rotary = x[..., : cos_sin_cache.shape[-1]]
         first, second = (rotary[..., 0::2], rotary[..., 1::2]) if interleaved else rotary.chunk(2, dim=-1)
         a, b = first.float(), second.float()
-        rotated = a * cos - b * sin, b * cos + a * sin  # both before either is written: in fp32 a and b are views
+        rotated = a * cos - b * sin, b * cos + a * sin  # compute both before writing: in fp32 a and b are views
         first.copy_(rotated[0])
         second.copy_(rotated[1])

@@ -1,8 +1,8 @@
-"""Linear layers in which a row's result has the same bits whatever the other rows: `--batch-invariant`.
+"""Linear layers for `--batch-invariant`: the bits of a row's result do not depend on the other rows.
 
-On a GPU kernels/linear/matmul.py. On a CPU the library that serves other layers as well (PackedLinear), but only with
-numbers of rows for which it was seen, on this machine, to add up every row in the same order: MKL takes another kernel
-for one to three rows, and for some more where it works with two threads; oneDNN's bf16 does for one row of a long sum.
+A GPU uses kernels/linear/matmul.py. A CPU uses the same library as other layers (PackedLinear), but only with numbers
+of rows for which measurements on this machine show that every row is added up in the same order. MKL uses other kernels
+for one to three rows, and for a few more rows with two threads; oneDNN's bf16 does so for one row of a long sum.
 """
 
 import torch
@@ -13,20 +13,21 @@ from kernels.dispatch import use_triton
 from kernels.linear.matmul import matmul
 from kernels.linear.packed import PackedLinear
 
-# Numbers of rows that a call may have; a batch in between is padded, a larger one is cut.
+# Candidates for the numbers of rows of a call: a batch in between is padded, a larger batch is cut.
 ROW_COUNTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 PROBE_ROWS = 256  # distinct rows of the weights that measure_row_counts makes
-ALIGNMENT = 64  # bytes; MKL promises the same bits only for arrays that start at a cache line
+ALIGNMENT = 64  # bytes; MKL promises equal bits only for arrays that start at a cache line
 
 
 class RowCounts:
-    """Of each kind of layer of one model, the row counts that give a row the same bits. Each kind is measured once."""
+    """The safe row counts of each kind of layer of one model: those that give a row the same bits. Measured once per
+    kind."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[torch.Size, torch.dtype, bool], tuple[int, ...]] = {}
 
     def of(self, weight: Tensor, bias: Tensor | None) -> tuple[int, ...]:
-        """Ascending. The kind is what the library sees: the shape, the dtype, whether there is a bias."""
+        """The safe row counts of a kind of layer (shape, dtype, bias or not), ascending."""
         kind = (weight.shape, weight.dtype, bias is not None)
         if kind not in self._known:
             self._known[kind] = measure_row_counts(*kind)
@@ -53,7 +54,7 @@ class InvariantLinear:
         return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
 
     def _block(self, x: Tensor) -> Tensor:
-        """As many rows as the largest of the row counts, or fewer: padded with zeros to the next one."""
+        """The product for at most as many rows as the largest row count, padded with zeros to the next row count."""
         num_rows = len(x)
         padding = next(count for count in self._row_counts if count >= num_rows) - num_rows
         if padding:
@@ -62,11 +63,11 @@ class InvariantLinear:
 
 
 def measure_row_counts(shape: torch.Size, dtype: torch.dtype, has_bias: bool) -> tuple[int, ...]:
-    """Those of ROW_COUNTS with which a layer of this kind gives a row the same bits at every place in the call.
+    """The counts of ROW_COUNTS with which a layer of this kind gives a row the same bits at every place in the call.
 
-    Always includes one count: a call of one row has nothing that could differ. The layer's weights and the row are made
-    so that the exact result is 0: what is left is the rounding error of the sum, which tells one order of additions
-    from another where an ordinary result, rounded to 16 bits, would nearly always hide it.
+    There is always at least one: in a call of one row nothing can differ. The weights and the row are chosen so that
+    the exact result is 0. The actual result is then the rounding error of the sum, which reveals the order of
+    additions; an ordinary result, rounded to 16 bits, would nearly always hide it.
     """
     weight, row = _cancelling(shape, dtype)
     layer = PackedLinear(weight, torch.zeros(shape[0], dtype=dtype) if has_bias else None)
@@ -79,7 +80,7 @@ def measure_row_counts(shape: torch.Size, dtype: torch.dtype, has_bias: bool) ->
 
 
 def _cancelling(shape: torch.Size, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(weight, row [1, in_features]) with weight @ row == 0: every product occurs again elsewhere, negated."""
+    """(weight, row [1, in_features]) with weight @ row == 0: every product has its negative elsewhere in the sum."""
     out_features, in_features = shape
     half = in_features // 2
     generator = torch.Generator().manual_seed(0)

@@ -1,8 +1,8 @@
 """x @ weight.T with a fixed order of additions: the linear layers of `--batch-invariant` on a GPU.
 
-A vendor's library picks tiles, and whether several programs share the sum over K, by the number of rows, so a row's
-bits change with the batch (He, "Defeating Nondeterminism in LLM Inference", 2025, section "batch-invariant matmul").
-Here every product has one tile, and one program adds up all of K, in the same steps for every row.
+A vendor's library chooses tiles by the number of rows, and also whether several programs share the sum over K. So a
+row's bits change with the batch (He, "Defeating Nondeterminism in LLM Inference", 2025, section "batch-invariant
+matmul"). Here every product has one tile, and one program adds up all of K, in the same steps for every row.
 """
 
 from collections.abc import Iterator
@@ -14,13 +14,13 @@ from torch import Tensor
 from kernels.aot_configuration import ELEMENT_SIZES, AotConfiguration
 from kernels.dispatch import device_sizes, tl, triton
 
-GROUP_M = 8  # row tiles whose programs start together, so that they find each other's weights in L2
-ALIGNMENT = 16  # bytes; the compiler was told so
+GROUP_M = 8  # row tiles whose programs start together, so that they share weights in L2
+ALIGNMENT = 16  # bytes; the compiler relies on it
 
 
 @dataclass(frozen=True, slots=True)
 class MatmulTile:
-    """One program computes block_m rows of block_n columns, block_k numbers of K at a time."""
+    """The tile of one program: block_m rows of block_n columns, block_k numbers of K at a time."""
 
     block_m: int
     block_n: int
@@ -32,8 +32,8 @@ class MatmulTile:
 def matmul_tile(element_bits: int, capability: int) -> MatmulTile:
     """The only tile for numbers of this size on that kind of device (80: A100, 90: H100). Not measured yet.
 
-    64 rows are the least that Hopper's wgmma takes, and few enough that a decode step still waits for the weights. Few
-    columns, since without a split of K their tiles are all that can fill the device in decode.
+    64 rows are the minimum of Hopper's wgmma, and few enough that a decode step is still bound by reading the weights.
+    The tile has few columns because, without a split of K, only column tiles can fill the device in decode.
     """
     if element_bits == 32:
         return MatmulTile(32, 64, 32, num_warps=8, num_stages=3)
@@ -43,7 +43,7 @@ def matmul_tile(element_bits: int, capability: int) -> MatmulTile:
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., in_features] @ weight.T + bias, weight [out_features, in_features] without gaps -> [..., out_features].
 
-    All of one float dtype; products are added up in fp32 (fp32 ones without TF32) and rounded once, after the bias.
+    All tensors have one float dtype. Products are added up in fp32 (without TF32) and rounded once, after the bias.
     A row's result has the same bits alone, in any batch and at any place in it.
     """
     out_features, in_features = weight.shape
@@ -63,7 +63,7 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _constants(tile: MatmulTile, out_features: int, in_features: int) -> dict[str, int]:
-    """A layer's own numbers are compiled in: a model has four or five kinds of layer."""
+    """Compile-time arguments. The sizes of a layer are among them, because a model has only four or five kinds."""
     return {
         "OUT_FEATURES": out_features,
         "IN_FEATURES": in_features,
@@ -88,9 +88,9 @@ def matmul_kernel(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Grid (row tiles * column tiles): GROUP row tiles take turns at a column tile before the next one starts.
+    """Grid (row tiles * column tiles): GROUP row tiles compute one column tile before the next column tile starts.
 
-    Rows and columns beyond the end repeat the last one and are not stored, so that every tile runs the same code.
+    Rows and columns past the end repeat the last one and are not stored, so that every tile runs the same code.
     """
     row_tiles = tl.cdiv(num_rows, BLOCK_M)
     in_group: tl.constexpr = GROUP * ((OUT_FEATURES + BLOCK_N - 1) // BLOCK_N)
@@ -120,13 +120,13 @@ def matmul_kernel(
 
 
 def matmul_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The same in fp32, rounded once."""
+    """matmul in fp32, rounded once."""
     product = x.float() @ weight.float().T
     return (product if bias is None else product + bias.float()).to(x.dtype)
 
 
 def aot_configurations(capability: int) -> Iterator[AotConfiguration]:
-    """The layers of Llama-3-8B and its head, one with a bias, and K that no tile divides."""
+    """Yields the layers of Llama-3-8B and its head, one layer with a bias, and a K that no tile divides."""
     shapes = [(6144, 4096, False), (28672, 4096, False), (4096, 14336, False), (128256, 4096, False),
               (2304, 768, True), (5000, 5003, False)]  # fmt: skip
     for dtype in ("bf16", "fp16", "fp32"):

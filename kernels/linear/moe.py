@@ -1,8 +1,8 @@
-"""Mixture of experts (Shazeer et al. 2017): each token's MLP is a weighted sum of a few experts out of many.
+"""Mixture of experts (Shazeer et al. 2017): a token's MLP is the weighted sum of a few experts out of many.
 
-On a GPU the experts of a step are two grouped GEMMs, one launch each: gate|up with the gated activation, and down.
-Rows are visited in the order of `sort_by_expert`, read where they lie and written where the sum expects them, so
-nothing is copied; the sum adds a token's experts in the order of their rank, in fp32 and without atomics.
+On a GPU the experts of a step are two grouped GEMMs, one launch each: gate|up with the gated activation, and down. The
+kernels visit rows in the order of `sort_by_expert`, read them in place and write results where the sum reads them, so
+nothing is copied. The sum adds a token's experts in the order of their rank, in fp32 and without atomics.
 """
 
 from collections.abc import Iterator
@@ -22,8 +22,8 @@ SUM_BLOCK = 1024
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """What one program of a grouped GEMM computes, and with what: block_m rows, and block_n columns of the gate and as
-    many of up, or down_n columns of down."""
+    """The tile of one program of a grouped GEMM: block_m rows, and block_n columns of the gate and as many of up, or
+    down_n columns of down."""
 
     block_m: int
     block_n: int
@@ -33,19 +33,19 @@ class Tile:
     num_stages: int
 
 
-# Rows per expert, on average, up to which a tile is used. With few rows the time is that of reading the weights, and
-# rows beyond 16 would be padding; with many, large tiles read each weight less often. Not measured yet.
+# (largest average number of rows per expert, tile). With few rows, reading the weights takes the time, and more than 16
+# rows would be padding; with many rows, large tiles read each weight less often. Not measured yet.
 TILES = (
     (16, Tile(16, 32, 64, 128, 4, 3)),
     (64, Tile(64, 64, 128, 64, 4, 3)),
     (None, Tile(128, 64, 128, 64, 8, 3)),
 )
 TILE_FP32 = Tile(16, 32, 32, 32, 4, 2)  # no tensor cores: correct, not fast
-TILES_PER_GROUP = 8  # row tiles that walk the columns together, so that they share weights in L2
+TILES_PER_GROUP = 8  # row tiles that visit a column together, so that they share weights in L2
 
 
 class Experts:
-    """The experts of one layer, packed for the device that will read them.
+    """The experts of one layer, packed for their device.
 
     gate_up [num_experts, 2 * inner, hidden] = [gate | up], down [num_experts, hidden, inner]; `activation` is a name of
     kernels.elementwise.activation. On a CPU every expert is a PackedLinear.
@@ -58,13 +58,13 @@ class Experts:
         self.packed: list[tuple[PackedLinear, PackedLinear]] = []
         if not use_triton(gate_up):
             self.packed = [(PackedLinear(a), PackedLinear(b)) for a, b in zip(gate_up, down, strict=True)]
-            del self.gate_up, self.down  # of packed weights the plain copy goes
+            del self.gate_up, self.down  # drop the plain copies of packed weights
 
     def __call__(self, x: Tensor, logits: Tensor, top_k: int, normalize: bool) -> Tensor:
         """x [num_tokens, hidden] and the router's logits [num_tokens, num_experts] -> [num_tokens, hidden].
 
-        top_k and normalize as in `route`. A row's result depends on no other row, except that on a GPU the number of
-        tokens chooses the tile, and with it the matrix instruction.
+        top_k and normalize: see `route`. A row's result does not depend on other rows, except that on a GPU the number
+        of tokens chooses the tile, and with the tile the matrix instruction.
         """
         routing = route(logits, top_k, normalize)
         if self.packed:
@@ -80,7 +80,7 @@ class Experts:
             self._grouped(x, routing, tile)
 
     def _one_by_one(self, x: Tensor, routing: Routing) -> Tensor:
-        """Each expert that has tokens; a row is summed in the order of its experts' numbers, in fp32."""
+        """Compute each expert that has tokens. A row is summed in the order of its experts' numbers, in fp32."""
         order = routing.experts.flatten().argsort(stable=True)
         counts = routing.experts.flatten().bincount(minlength=self.num_experts).tolist()
         weights, top_k = routing.weights.flatten(), routing.experts.shape[1]
@@ -99,7 +99,7 @@ class Experts:
         return _weighted_sum(self._down(inner, order, tile), routing.weights)
 
     def _gate_up(self, x: Tensor, order: Order, top_k: int, tile: Tile) -> Tensor:
-        """x [num_tokens, hidden] -> activation(gate) * up of every pair [num_pairs, inner], in order."""
+        """x [num_tokens, hidden] -> activation(gate) * up of every pair [num_pairs, inner], in sorted order."""
         x = x.contiguous()
         out = torch.empty((len(order.pairs), self.inner_size), dtype=x.dtype, device=x.device)
         constants = _gate_up_constants(self.hidden_size, self.inner_size, top_k, self.activation, tile)
@@ -111,7 +111,7 @@ class Experts:
         return out
 
     def _down(self, inner: Tensor, order: Order, tile: Tile) -> Tensor:
-        """[num_pairs, inner] in order -> [num_pairs, hidden], pair by pair as they are numbered."""
+        """[num_pairs, inner] in sorted order -> [num_pairs, hidden] in the order of the pairs' numbers."""
         out = torch.empty((len(inner), self.hidden_size), dtype=inner.dtype, device=inner.device)
         num_tiles = order.tiles.shape[1]
         down_kernel[(num_tiles * -(-self.hidden_size // tile.down_n),)](
@@ -123,7 +123,7 @@ class Experts:
 
 
 def experts_reference(x: Tensor, gate_up: Tensor, down: Tensor, routing: Routing, activation: str = "silu") -> Tensor:
-    """The same sum in fp32, token by token as the formula has it, rounded once."""
+    """The formula in fp32, token by token, rounded once."""
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for token in range(len(x)):
         for weight, expert in zip(routing.weights[token], routing.experts[token].tolist(), strict=True):
@@ -133,12 +133,12 @@ def experts_reference(x: Tensor, gate_up: Tensor, down: Tensor, routing: Routing
 
 
 def tiles_of(dtype: torch.dtype) -> list[Tile]:
-    """Every tile that launches may use."""
+    """Every tile that a launch may use."""
     return [TILE_FP32] if dtype == torch.float32 else [tile for _, tile in TILES]
 
 
 def choose_tile(dtype: torch.dtype, num_pairs: int, num_experts: int) -> Tile:
-    """By the average number of rows per expert, which the host knows without asking the device."""
+    """The tile for the average number of rows per expert, which the host knows without asking the device."""
     if dtype == torch.float32:
         return TILE_FP32
     return next(tile for limit, tile in TILES if limit is None or num_pairs <= limit * num_experts)
@@ -176,7 +176,7 @@ def gate_up_kernel(
     GROUP: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """Grid (num_tiles * ceil(INNER / BLOCK_N),). Rows of x are gathered: pair p is token p // TOP_K."""
+    """Grid (num_tiles * ceil(INNER / BLOCK_N),). Gathers rows of x: pair p is of token p // TOP_K."""
     tile, column = _tile_and_column(num_tiles, INNER, BLOCK_N, GROUP)
     expert = tl.load(tiles_ptr + tile)
     if expert < 0:
@@ -186,7 +186,7 @@ def gate_up_kernel(
     columns = column * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_k = tl.arange(0, BLOCK_K)
     x_ptrs = x_ptr + tokens.to(tl.int64)[:, None] * HIDDEN + offs_k[None, :]
-    # columns past the last read the last again; their results are not stored
+    # columns past the end read the last column; their results are not stored
     gate_rows = tl.minimum(columns, INNER - 1)[:, None] * HIDDEN + offs_k[None, :]
     gate_ptrs = weight_ptr + expert.to(tl.int64) * (2 * INNER * HIDDEN) + gate_rows
     gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -218,8 +218,8 @@ def down_kernel(
     GROUP: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """Grid (num_tiles * ceil(HIDDEN / BLOCK_N),). Rows of inner lie in order; rows of out are scattered to the pairs'
-    numbers."""
+    """Grid (num_tiles * ceil(HIDDEN / BLOCK_N),). Rows of inner are in sorted order; rows of out are scattered to the
+    pairs' numbers."""
     tile, column = _tile_and_column(num_tiles, HIDDEN, BLOCK_N, GROUP)
     expert = tl.load(tiles_ptr + tile)
     if expert < 0:
@@ -228,7 +228,7 @@ def down_kernel(
     pairs = tl.load(pairs_ptr + rows, mask=inside, other=0)
     columns = column * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_k = tl.arange(0, BLOCK_K)
-    present = tl.where(inside, rows, tl.load(tiles_ptr + num_tiles + tile))  # rows past the last are not read
+    present = tl.where(inside, rows, tl.load(tiles_ptr + num_tiles + tile))  # rows past the end are not read
     inner_ptrs = inner_ptr + present.to(tl.int64)[:, None] * INNER + offs_k[None, :]
     weight_rows = tl.minimum(columns, HIDDEN - 1)[:, None] * INNER + offs_k[None, :]
     weight_ptrs = weight_ptr + expert.to(tl.int64) * (HIDDEN * INNER) + weight_rows
@@ -243,7 +243,7 @@ def down_kernel(
 
 @triton.jit
 def _tile_and_column(num_tiles, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
-    """Programs that run together share weights: GROUP row tiles at a column before the next column."""
+    """(row tile, column) of a program. GROUP row tiles visit a column before the next column, and so share weights."""
     num_columns: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     program = tl.program_id(0)
     first = program // (GROUP * num_columns) * GROUP
@@ -254,14 +254,14 @@ def _tile_and_column(num_tiles, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, GROU
 
 @triton.jit
 def _rows(tiles_ptr, tile, num_tiles, BLOCK_M: tl.constexpr):
-    """The rows of a tile in order [BLOCK_M], and which of them there are."""
+    """(rows of a tile in sorted order [BLOCK_M], mask of the rows that exist)."""
     rows = tl.load(tiles_ptr + num_tiles + tile) + tl.arange(0, BLOCK_M)
     return rows, rows < tl.load(tiles_ptr + 2 * num_tiles + tile)
 
 
 @triton.jit
 def _load(ptrs, offs_k, DEPTH: tl.constexpr, WHOLE: tl.constexpr):
-    """A tile whose columns are offs_k; zeros from DEPTH on. WHOLE: there are none."""
+    """A tile with columns offs_k; columns from DEPTH on are zeros. WHOLE promises that there are none."""
     if WHOLE:
         return tl.load(ptrs)
     else:
@@ -283,7 +283,8 @@ def _weighted_sum(results: Tensor, weights: Tensor) -> Tensor:
 def weighted_sum_kernel(
     results_ptr, weights_ptr, out_ptr, HIDDEN: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Grid (num_tokens, ceil(HIDDEN / BLOCK)): a part of one token, its experts in the order of their rank."""
+    """Grid (num_tokens, ceil(HIDDEN / BLOCK)): sums a part of one token over its experts, in the order of their
+    rank."""
     token = tl.program_id(0).to(tl.int64)
     offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < HIDDEN
@@ -296,7 +297,7 @@ def weighted_sum_kernel(
 
 
 def aot_configurations(capability: int) -> Iterator[AotConfiguration]:
-    """Qwen3-30B-A3B and Mixtral-8x7B with every tile, and sizes that are no multiple of any block."""
+    """Yields Qwen3-30B-A3B and Mixtral-8x7B with every tile, and sizes that no block divides."""
     shapes = (("Qwen3-30B-A3B", 2048, 768, 8), ("Mixtral-8x7B", 4096, 14336, 2), ("odd sizes", 1000, 328, 3))
     for dtype in ("bf16", "fp16", "fp32"):
         for name, hidden, inner, top_k in shapes if dtype == "bf16" else shapes[:1]:
@@ -309,7 +310,7 @@ def aot_configurations(capability: int) -> Iterator[AotConfiguration]:
 
 
 def _grouped_configurations(name, hidden, inner, top_k, tile, dtype, capability):
-    # the matrix instruction of sm_90 has 64 rows or more
+    # the matrix instruction of sm_90 needs at least 64 rows
     needs = "async_copies", "wgmma" if capability >= 90 and tile.block_m >= 64 else "mma"
     for kernel, constants in ((gate_up_kernel, _gate_up_constants(hidden, inner, top_k, "silu", tile)),
                               (down_kernel, _down_constants(hidden, inner, tile))):  # fmt: skip

@@ -1,5 +1,5 @@
-"""Which experts a token goes to, and the order in which the grouped GEMMs of kernels/linear/moe.py visit (token,
-expert) pairs. Two launches, nothing read back by the host."""
+"""Chooses the experts of each token, and sorts (token, expert) pairs for the grouped GEMMs of kernels/linear/moe.py.
+Two launches; the host reads nothing back."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,10 +10,10 @@ from torch import Tensor
 from kernels.aot_configuration import AotConfiguration, power_of_2
 from kernels.dispatch import tl, triton, use_triton
 
-MAX_TILE = 4096  # router logits that one program holds
+MAX_TILE = 4096  # router logits per program
 MAX_EXPERTS = MAX_TILE // 8
 NUM_WARPS = 8
-CHUNKS_AT_ONCE = 16  # rows of the count table that a program adds in one go
+CHUNKS_AT_ONCE = 16  # rows of the count table that a program adds at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,26 +22,26 @@ class Routing:
 
     weights: Tensor  # fp32 [num_tokens, top_k]
     experts: Tensor  # int32 [num_tokens, top_k]
-    counts: Tensor | None = None  # int32 [num_chunks, num_experts]: pairs of each expert in a chunk of tokens (GPU)
+    counts: Tensor | None = None  # GPU: int32 [num_chunks, num_experts], pairs of each expert in a chunk of tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Pairs sorted by expert, and the tiles that cover them: a tile has block_m rows at most, all of one expert.
+    """Pairs sorted by expert, and the tiles that cover them: a tile has at most block_m rows, all of one expert.
 
-    An expert's last tile is padded to block_m by masks, so no buffer holds padding.
+    Masks pad an expert's last tile to block_m rows, so no buffer has padding.
     """
 
     pairs: Tensor  # int32 [num_tokens * top_k]: token * top_k + slot
-    tiles: Tensor  # int32 [3, max_tiles]: expert (-1: no such tile), its first row in `pairs`, the expert's last + 1
+    tiles: Tensor  # int32 [3, max_tiles]: expert (-1: no tile), first row in `pairs`, end of the expert's rows
     block_m: int
 
 
 def route(logits: Tensor, top_k: int, normalize: bool) -> Routing:
     """logits [num_tokens, num_experts] -> the softmax in fp32, its top_k largest, divided by their sum if `normalize`.
 
-    Normalised, that is the same as a softmax over the top_k logits alone (Jiang et al. 2024, section 2.1). On a GPU the
-    lower expert wins a tie. A row of NaN gets weights of NaN, and experts that exist.
+    With `normalize` the weights equal a softmax over the top_k logits alone (Jiang et al. 2024, section 2.1). On a GPU
+    the lower expert wins a tie. A row of NaN gets weights of NaN, and valid experts.
     """
     if use_triton(logits):
         return _launch_route(logits, top_k, normalize)
@@ -49,7 +49,7 @@ def route(logits: Tensor, top_k: int, normalize: bool) -> Routing:
 
 
 def route_reference(logits: Tensor, top_k: int, normalize: bool) -> Routing:
-    """The same in torch."""
+    """route in torch."""
     weights, experts = logits.float().softmax(-1).topk(top_k)
     if normalize:
         weights = weights / weights.sum(-1, keepdim=True)
@@ -57,7 +57,7 @@ def route_reference(logits: Tensor, top_k: int, normalize: bool) -> Routing:
 
 
 def max_tiles(num_pairs: int, num_experts: int, block_m: int) -> int:
-    """The most tiles that the pairs can need, however they are spread: known without looking at them."""
+    """An upper bound on the tiles that the pairs need, for any distribution over experts."""
     return (num_pairs + min(num_pairs, num_experts) * (block_m - 1)) // block_m
 
 
@@ -103,13 +103,13 @@ def route_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """Grid (num_chunks,): BLOCK_T tokens, TOP_K rounds of a maximum over the experts that are left."""
+    """Grid (num_chunks,): routes BLOCK_T tokens by TOP_K rounds of a maximum over the remaining experts."""
     rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     lanes, slots = tl.arange(0, BLOCK_E), tl.arange(0, SLOTS)
     exists, real = (rows < num_tokens)[:, None], (lanes < NUM_EXPERTS)[None, :]
     offsets = rows[:, None].to(tl.int64) * NUM_EXPERTS + lanes[None, :]
     logits = tl.load(logits_ptr + offsets, mask=exists & real, other=0.0).to(tl.float32)
-    # a NaN compares with nothing: the maximum could be a lane that is no expert
+    # every comparison with NaN is false: the maximum could be a lane without an expert
     left = tl.where(real & (logits == logits), logits, float("-inf"))
     best = tl.max(left, 1)[:, None]
     total = tl.sum(tl.exp(left - best), 1)
@@ -132,7 +132,7 @@ def route_kernel(
 
 
 def sort_by_expert(routing: Routing, block_m: int) -> Order:
-    """Counting sort of what `route` left on a GPU; num_tokens is at least 1."""
+    """Counting sort of the pairs that `route` made on a GPU; num_tokens is at least 1."""
     num_tokens, top_k = routing.experts.shape
     num_chunks, num_experts = routing.counts.shape
     device, num_tiles = routing.experts.device, max_tiles(num_tokens * top_k, num_experts, block_m)
@@ -167,8 +167,8 @@ def sort_by_expert_kernel(
     BLOCK_E: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Each program places the pairs of BLOCK_T tokens and describes BLOCK_T tiles. It adds up the whole count table,
-    which is small, rather than wait for another launch that would."""
+    """Each program places the pairs of BLOCK_T tokens and describes BLOCK_T tiles. Each adds up the whole count table
+    itself, which is small: cheaper than a further launch."""
     program, lanes = tl.program_id(0), tl.arange(0, BLOCK_E)
     total, before = tl.zeros([BLOCK_E], tl.int32), tl.zeros([BLOCK_E], tl.int32)
     for first in range(0, num_chunks, BLOCK_C):
@@ -182,7 +182,7 @@ def sort_by_expert_kernel(
     needed = (total + BLOCK_M - 1) // BLOCK_M
     tile_ends = tl.cumsum(needed, 0)
     tile = (program * BLOCK_T + tl.arange(0, BLOCK_T))[:, None]
-    mine = (tile >= (tile_ends - needed)[None, :]) & (tile < tile_ends[None, :])  # of one expert, or of none
+    mine = (tile >= (tile_ends - needed)[None, :]) & (tile < tile_ends[None, :])  # True for one expert at most
     expert = tl.sum(tl.where(mine, lanes[None, :] + 1, 0), 1) - 1
     starts = (ends - total)[None, :] + (tile - (tile_ends - needed)[None, :]) * BLOCK_M
     target, inside = tiles_ptr + program * BLOCK_T + tl.arange(0, BLOCK_T), tl.sum(tile, 1) < num_tiles
@@ -193,7 +193,7 @@ def sort_by_expert_kernel(
 
 @triton.jit
 def _place_pairs(experts_ptr, pairs_ptr, position, lanes, num_tokens, TOP_K: tl.constexpr, BLOCK_T: tl.constexpr):
-    """position [BLOCK_E]: where the next pair of each expert goes."""
+    """position [BLOCK_E]: place of the next pair of each expert."""
     rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     for slot in tl.static_range(TOP_K):
         expert = tl.load(experts_ptr + rows * TOP_K + slot, mask=rows < num_tokens, other=-1)
@@ -205,7 +205,7 @@ def _place_pairs(experts_ptr, pairs_ptr, position, lanes, num_tokens, TOP_K: tl.
 
 
 def aot_configurations(capability: int) -> Iterator[AotConfiguration]:
-    """Mixtral, Qwen3-MoE, a number that is no power of two, and the most there may be."""
+    """Yields Mixtral, Qwen3-MoE, a number of experts that is no power of two, and the largest number."""
     for num_experts, top_k, normalize in ((8, 2, True), (128, 8, True), (60, 4, False), (MAX_EXPERTS, 10, True)):
         label, quick = f"{top_k} of {num_experts} experts", num_experts == 128
         yield AotConfiguration(

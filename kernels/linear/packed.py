@@ -1,4 +1,4 @@
-"""The linear layer of inference: weights are packed once for the device that will read them."""
+"""The linear layer of inference. Its weights are packed once for their device."""
 
 from functools import cache
 
@@ -12,9 +12,9 @@ from kernels.dispatch import cpu_kernels
 class PackedLinear:
     """y = x @ weight.T + bias. weight [out_features, in_features]; x [num_tokens, in_features].
 
-    On a CPU in bf16 the weight is put into panels for a kernel of ours (kernels/cpu/linear.py) or, where that does not
-    run, into oneDNN's blocked layout, 2-4 times faster than F.linear at 1 to 16 rows and no slower above. The plain
-    copy is then dropped: `weight` is None.
+    On a CPU in bf16 the weight is packed into panels for our own kernel (kernels/cpu/linear.py) or, if the CPU lacks
+    its instructions, into oneDNN's blocked layout, 2-4 times faster than F.linear at 1 to 16 rows and no slower above.
+    The plain copy is then dropped: `weight` is None.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -52,7 +52,7 @@ def _packed_linear(x: Tensor, packed_weight: Tensor, bias: Tensor | None) -> Ten
 
 @cache
 def _packing_works() -> bool:
-    """The operators are torch's private ones: trust them only where they exist and agree with F.linear."""
+    """True if torch's private operators for oneDNN exist here and agree with F.linear."""
     weight = torch.randn(48, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
     bias = torch.linspace(-1, 1, 48, dtype=torch.bfloat16)
     try:

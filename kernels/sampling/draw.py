@@ -1,22 +1,22 @@
-"""Draw tokens from filtered distributions on a GPU: min-p, top-k and top-p by threshold search, not by sorting.
+"""Draws tokens from filtered distributions on a GPU: min-p, top-k and top-p by threshold search, without sorting.
 
-What a token weighs depends on its distance y = (largest logit - logit) / temperature alone: exp(-y). A filter keeps the
-tokens up to some distance, and a float that is not negative orders like its bits, so the distance is found by bisection
-over integers, exactly, with tied tokens kept or cut together. Three steps:
+The weight of a token is exp(-y), where y = (largest logit - logit) / temperature is its distance. A filter keeps the
+tokens up to some distance. Floats >= 0 have the order of their bits, so a bisection over integers finds the distance
+exactly, and tied tokens are kept or cut together. Three steps:
 
-1. `weigh_kernel`: for every chunk of a row, how many tokens lie within each of a few fixed distances, and their weight.
-2. `gather_kernel`: the smallest of these distances that surely holds all that the filters keep; its tokens go to a
-   short list, in the order of their ids.
-3. `draw_kernel`: the search over that list, in registers and L1, then one uniform number through the inverse of the
-   cumulative distribution, in token-id order. Where the list would be too long (nearly flat distributions) it searches
-   the row itself, one read of it from L2 for each bit.
+1. `weigh_kernel` counts, for every chunk of a row, the tokens within each of a few fixed distances, and sums their
+weight. 2. `gather_kernel` chooses the smallest of these distances that certainly includes every token that the filters
+keep, and writes its tokens to a short list, in the order of their ids. 3. `draw_kernel` searches that list, in
+registers and L1, then maps one uniform number through the inverse of the cumulative distribution, in token-id order. If
+the list would be too long (nearly flat distributions), it searches the row itself, with one read of the row from L2 per
+bit.
 
-Rows that only have a temperature or min-p skip the list: the uniform number picks a chunk, then the token inside it.
-The logits are read once by each of the first two steps; the rest is small. So a step's bound is three reads of the
-logits (two without filters), the one of sampling.largest_logits included: over the copy bandwidth for large batches,
-less where the rows stay in L2. Sums of many weights are float64, and their order is fixed, so a row's token does not
-depend on its batch. That only the cut is needed and not the order: FlashInfer, "Sorting-Free GPU Kernels for LLM
-Sampling", 2025-03-10 (which rejects tokens where we search).
+Rows with only a temperature or min-p skip the list: the uniform number picks a chunk, then the token inside the chunk.
+Each of the first two steps reads the logits once; the rest is small. So the lower bound of a step is three reads of the
+logits (two without filters), including the read of logits.largest_logits: at copy bandwidth for large batches, faster
+if the rows stay in L2. Sums of many weights are float64 and have a fixed order, so a row's token does not depend on its
+batch. The idea that only the cut is needed and not the order is from FlashInfer, "Sorting-Free GPU Kernels for LLM
+Sampling", 2025-03-10 (which rejects tokens where this file searches).
 """
 
 from collections.abc import Iterator
@@ -28,11 +28,12 @@ from kernels.aot_configuration import AotConfiguration, power_of_2
 from kernels.dispatch import tl, triton
 from kernels.sampling.logits import CHANGED_TYPES, CHUNK, NUM_WARPS, ChangedLogits, load_logits, num_chunks
 
-NUM_PIVOTS, PIVOT_STEP = 8, 1.5  # the fixed distances 1.5, 3 ... 12: a token at the last has 6e-6 of the first's weight
-CAPACITY = 8192  # candidates in a row's list
-GATHER_WARPS = 16  # its prefix sum takes registers: 8 elements per thread
-DRAW_BLOCK, DRAW_WARPS = 1024, 8  # tokens per turn of the last step: float64 prefix sums, 4 elements per thread
-# Step 1 sums weights in fp32. A nucleus closer to a fixed distance than this share of the mass is left to the next one.
+NUM_PIVOTS, PIVOT_STEP = 8, 1.5  # fixed distances 1.5, 3 ... 12; exp(-12) is 6e-6 of the largest weight
+CAPACITY = 8192  # tokens in a row's list
+GATHER_WARPS = 16  # the prefix sum takes registers: 8 elements per thread
+DRAW_BLOCK, DRAW_WARPS = 1024, 8  # tokens per iteration of the last step: float64 prefix sums, 4 elements per thread
+# Step 1 sums weights in fp32. If the mass within a fixed distance exceeds a nucleus by less than this share, the next
+# distance is used.
 MASS_MARGIN = 2e-6
 
 
@@ -51,9 +52,9 @@ def draw_tokens(
 ) -> None:
     """Draw one token for each row of `rows` int64 [n] (distinct) and write it to token_ids int64 [all rows].
 
-    logits and largest as of sampling.largest_logits; temperature fp32 > 0 and uniform float64 in [0, 1), [n] each.
-    log_min_p fp32 (-inf: off), top_k int64 (vocabulary: off) and top_p float64 (1: off) apply in this order, each to
-    what the one before it left; None: off for every row. A row that failed (see largest_logits) gets token 0.
+    logits and largest: those of largest_logits; temperature fp32 > 0 and uniform float64 in [0, 1), [n] each. log_min_p
+    fp32 (-inf: off), top_k int64 (vocabulary: off) and top_p float64 (1: off) apply in this order, each to the tokens
+    that the filter before it left; None: off for every row. A row that failed (see largest_logits) gets token 0.
     """
     n, vocab_size = len(rows), logits.shape[1]
     if n == 0:
@@ -95,7 +96,7 @@ def chunk_constants(vocab_size: int) -> dict[str, int | float]:
 
 
 def draw_constants(vocab_size: int) -> dict[str, int]:
-    """Those of the last."""
+    """The compile-time arguments of the last step."""
     n = num_chunks(vocab_size)
     sizes = {"VOCAB": vocab_size, "NUM_CHUNKS": n, "BLOCK_C": power_of_2(n), "BLOCK": DRAW_BLOCK}
     return sizes | {"CHUNK": CHUNK, "CAPACITY": CAPACITY, "NUM_PIVOTS": NUM_PIVOTS}
@@ -103,7 +104,7 @@ def draw_constants(vocab_size: int) -> dict[str, int]:
 
 @triton.jit
 def _distances(source, offs, VOCAB: tl.constexpr):
-    """fp32 >= 0 of the tokens `offs` of a row. NaN past the vocabulary, beyond every bound.
+    """Distances fp32 >= 0 of the tokens `offs` of a row; NaN, beyond every bound, past the vocabulary.
 
     source: (logits_ptr, values_ptr, flags_ptr, largest_ptr, temperature_ptr, number of the draw, row, logits_stride)
     """
@@ -132,8 +133,9 @@ def weigh_kernel(
     NUM_PIVOTS: tl.constexpr,
     PIVOT_STEP: tl.constexpr,
 ):
-    """Grid (n, num_chunks): counts int32 [n, NUM_PIVOTS, num_chunks] and masses fp32 [n, NUM_PIVOTS + 1, num_chunks] of
-    the tokens that min-p keeps, within each fixed distance; the last mass is of them all. counts_ptr None: only that.
+    """Grid (n, num_chunks): writes counts int32 [n, NUM_PIVOTS, num_chunks] and masses fp32 [n, NUM_PIVOTS + 1,
+    num_chunks] of the tokens that min-p keeps, for each fixed distance; the last mass is that of all these tokens.
+    counts_ptr None: writes the last mass only.
     """
     i, chunk = tl.program_id(0), tl.program_id(1)
     row = tl.load(rows_ptr + i)
@@ -176,9 +178,9 @@ def gather_kernel(
     NUM_PIVOTS: tl.constexpr,
     PIVOT_STEP: tl.constexpr,
 ):
-    """Grid (n, num_chunks): the chunk's tokens within the chosen distance, behind those of the chunks before it.
+    """Grid (n, num_chunks): lists the chunk's tokens within the chosen distance, behind those of earlier chunks.
 
-    list_sizes int32 [n] is 0 where there is no list: no filter, no distance that suffices, or too many tokens.
+    list_sizes int32 [n] is 0 for rows without a list: no filter, no distance that suffices, or too many tokens.
     """
     i, chunk = tl.program_id(0), tl.program_id(1)
     limit = 0.0 - tl.load(log_min_p_ptr + i)
@@ -189,7 +191,7 @@ def gather_kernel(
     needed = tl.sum(tl.load(mass_at + NUM_PIVOTS * NUM_CHUNKS, mask=mask, other=0.0).to(tl.float64), 0)
     needed *= top_p + MASS_MARGIN
     pivot, size, before = (i * 0).to(tl.float32), i * 0, i * 0
-    for j in tl.static_range(NUM_PIVOTS - 1, -1, -1):  # the nearest that suffices is the last one taken
+    for j in tl.static_range(NUM_PIVOTS - 1, -1, -1):  # so that the smallest distance that suffices is kept last
         counts = tl.load(counts_ptr + (i * NUM_PIVOTS + j) * NUM_CHUNKS + chunks, mask=mask, other=0)
         count = tl.sum(counts, 0)
         mass = tl.sum(tl.load(mass_at + j * NUM_CHUNKS, mask=mask, other=0.0).to(tl.float64), 0)
@@ -239,11 +241,11 @@ def draw_kernel(
     CAPACITY: tl.constexpr,
     NUM_PIVOTS: tl.constexpr,
 ):
-    """Grid (n,). top_k_ptr None: no row has a filter but min-p, and there are no lists."""
+    """Grid (n,). top_k_ptr None: no row has a filter except min-p, and there are no lists."""
     i = tl.program_id(0)
     row = tl.load(rows_ptr + i)
     uniform = tl.load(uniform_ptr + i)
-    bound = (0.0 - tl.load(log_min_p_ptr + i)).to(tl.int32, bitcast=True)  # bits of the largest distance that is kept
+    bound = (0.0 - tl.load(log_min_p_ptr + i)).to(tl.int32, bitcast=True)  # bits of the largest kept distance
     source = (logits_ptr, values_ptr, flags_ptr, largest_ptr, temperature_ptr, i, row, logits_stride)
     if top_k_ptr is None:
         token_id = _draw_from_row(
@@ -274,7 +276,7 @@ def _draw_from_row(
     source, masses_ptr, uniform, bound, VOCAB: tl.constexpr, NUM_CHUNKS: tl.constexpr, BLOCK_C: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, NUM_PIVOTS: tl.constexpr,
 ):  # fmt: skip
-    """The token of a row without top-k and top-p: a chunk by the weights that step 1 left, then a token in it."""
+    """The token of a row without top-k and top-p: picks a chunk by the weights of step 1, then a token in it."""
     begin, before, target = _chunk_of(masses_ptr, source[5], uniform, NUM_CHUNKS, BLOCK_C, CHUNK, NUM_PIVOTS)
     return _token_above(None, begin, source, begin, begin + CHUNK, before, target, bound, VOCAB, BLOCK)
 
@@ -283,13 +285,13 @@ def _draw_from_row(
 def _draw_filtered(
     list_ptr, size, source, uniform, bound, top_k, top_p, row_mass, VOCAB: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """The place, in the list or in the row, of the token of a row with top-k or top-p. row_mass: before both."""
+    """The index, in the list or in the row, of the token of a row with top-k or top-p. row_mass: mass before both."""
     end = tl.where(size > 0, size, VOCAB)
     if top_k < VOCAB:
         bound = _nearest_bound(list_ptr, size, source, end, bound, top_k.to(tl.float64), VOCAB, BLOCK, False)
     _, total = _within(list_ptr, size, source, end, bound, VOCAB, BLOCK, True)
     if (size > 0) & (top_k >= VOCAB):
-        total = row_mass  # of which top_p takes its share; the list leaves out what lies beyond
+        total = row_mass  # top_p is a share of this mass; the list lacks the tokens beyond its distance
     if top_p < 1.0:
         bound = _nearest_bound(list_ptr, size, source, end, bound, top_p * total, VOCAB, BLOCK, True)
         _, total = _within(list_ptr, size, source, end, bound, VOCAB, BLOCK, True)
@@ -298,7 +300,7 @@ def _draw_filtered(
 
 @triton.jit
 def _tile(list_ptr, size, source, offs, VOCAB: tl.constexpr):
-    """Distances at `offs` of the list where there is one (size > 0), else of the row."""
+    """Distances at `offs` of the list if there is one (size > 0), else of the row."""
     if list_ptr is None:
         return _distances(source, offs, VOCAB)
     else:
@@ -311,7 +313,8 @@ def _tile(list_ptr, size, source, offs, VOCAB: tl.constexpr):
 
 @triton.jit
 def _within(list_ptr, size, source, end, bound, VOCAB: tl.constexpr, BLOCK: tl.constexpr, BY_MASS: tl.constexpr):
-    """How many of the first `end` tokens have a distance of at most `bound` bits, and (BY_MASS) what they weigh."""
+    """The number, or with BY_MASS the weight, of those of the first `end` tokens whose distance has at most `bound`
+    bits."""
     count = end * 0
     mass = count.to(tl.float64)
     for start in range(0, end, BLOCK):
@@ -327,9 +330,9 @@ def _within(list_ptr, size, source, end, bound, VOCAB: tl.constexpr, BLOCK: tl.c
 def _nearest_bound(
     list_ptr, size, source, end, bound, needed, VOCAB: tl.constexpr, BLOCK: tl.constexpr, BY_MASS: tl.constexpr
 ):
-    """The smallest distance (bits) within which there are `needed` tokens, or weight; `bound` where none suffices.
+    """The smallest distance (as bits) that includes `needed` tokens, or that weight; `bound` if none suffices.
 
-    Ends early where a single token is left between the two ends: which of its bits decide does not matter then.
+    Ends early once a single token is left between the two ends of the interval: all distances there give the same set.
     """
     low = bound * 0 - 1
     high = bound
@@ -349,7 +352,7 @@ def _nearest_bound(
 
 @triton.jit
 def _chunk_masses(masses_ptr, i, NUM_CHUNKS: tl.constexpr, BLOCK_C: tl.constexpr, NUM_PIVOTS: tl.constexpr):
-    """float64 [BLOCK_C]: what the tokens weigh that min-p keeps."""
+    """float64 [BLOCK_C]: the weight per chunk of the tokens that min-p keeps."""
     chunk = tl.arange(0, BLOCK_C)
     at = masses_ptr + (i * (NUM_PIVOTS + 1) + NUM_PIVOTS) * NUM_CHUNKS + chunk
     return tl.load(at, mask=chunk < NUM_CHUNKS, other=0.0).to(tl.float64)
@@ -360,7 +363,7 @@ def _chunk_of(
     masses_ptr, i, uniform, NUM_CHUNKS: tl.constexpr, BLOCK_C: tl.constexpr, CHUNK: tl.constexpr,
     NUM_PIVOTS: tl.constexpr,
 ):  # fmt: skip
-    """The chunk in which the cumulative weight passes uniform * total: (its first token, the weight before, target)."""
+    """(first token, weight before, target) of the chunk in which the cumulative weight passes uniform * total."""
     chunk = tl.arange(0, BLOCK_C)
     mass = _chunk_masses(masses_ptr, i, NUM_CHUNKS, BLOCK_C, NUM_PIVOTS)
     target = uniform * tl.sum(mass, 0)
@@ -374,8 +377,8 @@ def _chunk_of(
 def _token_above(
     list_ptr, size, source, begin, end, before, target, bound, VOCAB: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """The first place of [begin, end) at which the cumulative weight, `before` included, is above target; where
-    rounding leaves none, the last that has a weight."""
+    """The first index in [begin, end) at which the cumulative weight, starting at `before`, is above target; if
+    rounding leaves none, the last index with a weight."""
     found = begin * 0 - 1
     last = begin * 0
     for start in range(begin, end, BLOCK):
@@ -391,7 +394,7 @@ def _token_above(
 
 
 def aot_configurations(capability: int) -> Iterator[AotConfiguration]:
-    """With and without filters and changed rows."""
+    """Yields kernels with and without filters and changed rows."""
     types = CHANGED_TYPES | dict.fromkeys(("largest_ptr", "temperature_ptr", "log_min_p_ptr", "masses_ptr"), "*fp32")
     types |= {"rows_ptr": "*i64", "top_k_ptr": "*i64", "top_p_ptr": "*fp64", "uniform_ptr": "*fp64"}
     types |= {"counts_ptr": "*i32", "candidates_ptr": "*fp32", "candidate_ids_ptr": "*i32", "list_sizes_ptr": "*i32"}
@@ -410,7 +413,7 @@ def aot_configurations(capability: int) -> Iterator[AotConfiguration]:
             (draw_kernel, "filters", drawing, DRAW_WARPS),
             (draw_kernel, "plain", drawing | plain, DRAW_WARPS),
         ):
-            # ptxas may keep a number or two on the stack rather than lose a resident program (triton 3.6, fp32)
+            # ptxas may keep a few numbers on the stack to fit another program on the SM (triton 3.6, fp32)
             max_spill = 8 if kernel is draw_kernel else 0
             yield AotConfiguration(
                 kernel, f"{label} {name}", dtype, constants, num_warps=num_warps, max_spill=max_spill, **more

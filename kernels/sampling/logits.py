@@ -1,9 +1,9 @@
-"""Sampling from logits on a GPU without a sort and without a host synchronisation: penalties, the most likely token.
+"""Penalties and the most likely token on a GPU, without a sort and without host synchronisation.
 
-Draws are in kernels/sampling/draw.py. The reference is the torch sampler of the engine
-(engine/worker/sampling/sampler.py), whose order, ties and random numbers are kept: the same token comes out for the
-same logits, seed and position, whatever the batch. Rows are cut into chunks of the vocabulary, always the same ones,
-with a program for each: a single row is read by many multiprocessors, and no sum depends on the batch.
+Draws are in kernels/sampling/draw.py. The reference is the engine's torch sampler (engine/worker/sampling/sampler.py);
+the kernels keep its order, ties and random numbers, so the same logits, seed and position give the same token in any
+batch. Rows are cut into fixed chunks of the vocabulary with one program each, so that many multiprocessors read a
+single row and no sum depends on the batch.
 
 Logits stay in the model's dtype and are never written. Rows that a request changes get an fp32 copy.
 """
@@ -23,7 +23,7 @@ NUM_WARPS = 8
 
 @dataclass(frozen=True, slots=True)
 class ChangedLogits:
-    """values fp32 [rows, vocab_size], of which only the rows with a 1 in flags int32 [rows] are defined."""
+    """Changed logits: values fp32 [rows, vocab_size]; only rows with a 1 in flags int32 [rows] are defined."""
 
     values: Tensor
     flags: Tensor
@@ -31,8 +31,8 @@ class ChangedLogits:
 
 @dataclass(frozen=True, slots=True)
 class TokenPenalties:
-    """rows int64 [n] ascending: rows of the logits; batch_rows int64 [n]: theirs in generated int32 and in_prompt bool
-    [max_num_seqs, vocab_size]; repetition, presence, frequency fp32 [n]."""
+    """Penalties. rows int64 [n] ascending: rows of the logits; batch_rows int64 [n]: their rows in generated int32 and
+    in_prompt bool [max_num_seqs, vocab_size]; repetition, presence, frequency fp32 [n]."""
 
     rows: Tensor
     batch_rows: Tensor
@@ -54,17 +54,17 @@ def change_logits(
     penalties: TokenPenalties | None,
     banned: Tensor | None,
 ) -> ChangedLogits:
-    """Bias, then repetition, frequency and presence penalties, then the ban of tokens, into an fp32 copy.
+    """Apply bias, then repetition, frequency and presence penalties, then bans of tokens, in an fp32 copy.
 
     logits [rows, vocab_size] of any float dtype; changed_rows int64 [n] ascending. bias (indices int64, values fp32)
     and banned (indices) are flat, row * vocab_size + token, their rows ascending and among changed_rows. A row that
-    holds NaN or +inf keeps an +inf, so that it still fails. Per row: the logits are read once (and 5 bytes of counts a
-    token where there are penalties), 4 bytes a token written.
+    holds NaN or +inf keeps a +inf, so that it still fails. Memory traffic per row: one read of the logits, 5 bytes of
+    counts per token with penalties, and 4 bytes written per token.
     """
     rows, vocab_size = logits.shape
     values = torch.empty((rows, vocab_size), dtype=torch.float32, device=logits.device)
     flags = torch.zeros(rows, dtype=torch.int32, device=logits.device).index_fill_(0, changed_rows, 1)
-    # What is absent has no entries; any tensor of its type stands for it, so that the kernel is compiled once.
+    # An absent argument has no entries; any tensor of its type stands in for it, so that the kernel is compiled once.
     bias_at, bias_values = bias or (changed_rows, values)
     banned_at = changed_rows if banned is None else banned
     if penalties is None:
@@ -85,8 +85,8 @@ def change_logits(
 def largest_logits(logits: Tensor, changed: ChangedLogits | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """The most likely token of each row: (token_ids int64, their logits fp32, failed bool), [rows] each.
 
-    The lowest id of tied ones. A row fails that holds NaN or +inf, or nothing above -inf; its token is 0. Two launches;
-    the logits are read once.
+    Ties give the lowest id. A row with NaN, with +inf or without a logit above -inf fails; its token is 0. Two
+    launches, one read of the logits.
     """
     rows, vocab_size = logits.shape
     device, n = logits.device, num_chunks(vocab_size)
@@ -110,7 +110,7 @@ def largest_logits(logits: Tensor, changed: ChangedLogits | None = None) -> tupl
 def load_logits(
     logits_ptr, values_ptr, flags_ptr, row, offs, logits_stride, VOCAB: tl.constexpr
 ):  # fmt: skip
-    """fp32 logits of one row (int64) at `offs`, -inf past the vocabulary; NaN comes out as +inf: both fail a row."""
+    """fp32 logits of one row (int64) at `offs`; -inf past the vocabulary, +inf for NaN: both fail a row."""
     mask = offs < VOCAB
     if flags_ptr is None:
         x = tl.load(logits_ptr + row * logits_stride + offs, mask=mask, other=float("-inf")).to(tl.float32)
@@ -125,7 +125,7 @@ def load_logits(
 
 @triton.jit
 def _lower_bound(ptr, n, target):
-    """The first of n int64 numbers, ascending with respect to `target`, that is not below it; n where all are."""
+    """Index of the first of n ascending int64 numbers that is not below `target`; n if all are."""
     low = n * 0
     high = n
     while low < high:
@@ -196,7 +196,7 @@ def chunk_top_kernel(
     VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Grid (rows, num_chunks): the largest logit of a chunk and the first token that has it."""
+    """Grid (rows, num_chunks): finds the largest logit of a chunk and the first token that has it."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     offs = chunk * BLOCK + tl.arange(0, BLOCK)
     x = load_logits(logits_ptr, values_ptr, flags_ptr, row, offs, logits_stride, VOCAB)
@@ -216,7 +216,7 @@ def row_top_kernel(
     NUM_CHUNKS: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Grid (rows,): the largest of the chunks."""
+    """Grid (rows,): finds the largest logit over the chunks."""
     row = tl.program_id(0)
     chunk = tl.arange(0, BLOCK_C)
     mask = chunk < NUM_CHUNKS
@@ -230,11 +230,14 @@ def row_top_kernel(
     tl.store(failed_ptr + row, failed)
 
 
-CHANGED_TYPES = {"values_ptr": "*fp32", "flags_ptr": "*i32"}  # of load_logits, for the ahead-of-time compiler
+CHANGED_TYPES = {
+    "values_ptr": "*fp32",
+    "flags_ptr": "*i32",
+}  # arguments of load_logits, for kernels.aot
 
 
 def aot_configurations(capability: int) -> Iterator[AotConfiguration]:
-    """The vocabularies of Llama 3 (a multiple of the chunk's 16 bytes) and of GPT-2 (odd)."""
+    """Yields the vocabularies of Llama 3 (a multiple of the chunk's 16 bytes) and of GPT-2 (odd)."""
     counts = dict.fromkeys(("repetition_ptr", "presence_ptr", "frequency_ptr", "bias_values_ptr"), "*fp32")
     counts |= dict.fromkeys(("changed_rows_ptr", "bias_at_ptr", "banned_at_ptr", "penalty_rows_ptr"), "*i64")
     counts |= {"batch_rows_ptr": "*i64", "generated_ptr": "*i32", "in_prompt_ptr": "*i1"}

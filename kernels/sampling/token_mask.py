@@ -1,4 +1,4 @@
-"""Tokens that a grammar rules out, as bits: their logits become -inf, in place."""
+"""Applies token masks of grammars: logits of tokens whose bit is 0 become -inf, in place."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ BLOCK = 4096  # tokens per program
 
 @dataclass(frozen=True, slots=True)
 class TokenMask:
-    """rows int64 [n]: rows of the logits, all different. words int32 [n, num_words]: bit i of word w is token 32w + i.
+    """rows int64 [n]: distinct rows of the logits. words int32 [n, num_words]: bit i of word w is token 32w + i.
 
     Tokens past the last word are ruled out.
     """
@@ -24,15 +24,15 @@ class TokenMask:
     words: Tensor
 
     def of_row(self, row: int) -> "TokenMask | None":
-        """For logits of this row alone."""
+        """The mask of one row, for logits of that row alone; None if the row has no mask."""
         words = self.words[self.rows == row]
         return TokenMask(torch.zeros_like(self.rows[:1]), words) if len(words) else None
 
 
 def mask_tokens(logits: Tensor, mask: TokenMask) -> None:
-    """Set what `mask` rules out in logits [rows, vocab_size] to -inf.
+    """Set the logits [rows, vocab_size] of tokens that `mask` rules out to -inf, in place.
 
-    NaN and +inf stay, so that a row that holds one still fails. Per masked row the logits are read once.
+    NaN and +inf stay, so that a row with one still fails. Reads the logits of a masked row once.
     """
     if not use_triton(logits):
         cpu = cpu_kernels()
@@ -47,7 +47,7 @@ def mask_tokens(logits: Tensor, mask: TokenMask) -> None:
 
 
 def mask_tokens_reference(logits: Tensor, mask: TokenMask) -> None:
-    """The same on a CPU, in numpy. Logits of any float dtype, last axis dense."""
+    """mask_tokens on a CPU, in numpy. Logits of any float dtype with a dense last axis."""
     vocab_size = logits.shape[1]
     words = np.invert(mask.words.numpy()).view(np.uint8)
     given = min(vocab_size, 8 * words.shape[1])
@@ -66,7 +66,7 @@ def mask_tokens_reference(logits: Tensor, mask: TokenMask) -> None:
 def mask_tokens_kernel(
     logits_ptr, rows_ptr, words_ptr, logits_stride, num_words, VOCAB: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Grid (masked rows, ceil(VOCAB / BLOCK))."""
+    """Grid (masked rows, ceil(VOCAB / BLOCK)): masks a part of one row."""
     at = tl.program_id(0)
     row = tl.load(rows_ptr + at)
     offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -80,7 +80,7 @@ def mask_tokens_kernel(
 
 
 def aot_configurations(capability: int) -> Iterator[AotConfiguration]:
-    """The vocabularies of kernels/sampling/logits.py."""
+    """Yields the vocabularies of kernels/sampling/logits.py."""
     for dtype, vocab_size in (("bf16", 128256), ("fp16", 50257), ("fp32", 262144)):
         yield AotConfiguration(
             mask_tokens_kernel, f"vocabulary {vocab_size}", dtype, {"VOCAB": vocab_size, "BLOCK": BLOCK}, num_warps=8,

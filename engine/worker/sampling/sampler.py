@@ -131,7 +131,13 @@ def _choose_by_kernels(logits: Tensor, inputs: SamplingInputs | None, counts: To
         penalties = None
         if (p := inputs.penalties) is not None:
             penalties = TokenPenalties(
-                p.rows, p.batch_rows, p.repetition, p.presence, p.frequency, counts.generated, counts.in_prompt
+                rows=p.rows,
+                batch_rows=p.batch_rows,
+                repetition=p.repetition,
+                presence=p.presence,
+                frequency=p.frequency,
+                generated=counts.generated,
+                in_prompt=counts.in_prompt,
             )
         changed = change_logits(logits, inputs.changed_rows, inputs.bias, penalties, inputs.banned)
         _apply_bans(changed.values, inputs, counts)

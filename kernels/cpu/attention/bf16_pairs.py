@@ -1,8 +1,8 @@
-"""Decode attention on a CPU that multiplies bf16 pairs (AVX512-BF16), over a bf16 cache. Used by attention.py.
+"""Decode attention on a CPU that multiplies bf16 pairs (AVX512-BF16), over a bf16 cache. Called by items.py.
 
-A query or key meets its partner as 32-bit words of two neighbouring elements, a probability and a value as words of two
-neighbouring tokens: half the multiplications of widened fp32, and nothing to widen. Up to four heads of a group share
-each row of keys or values in registers. Sums are fp32; probabilities are rounded to bf16, as FlashAttention does.
+Queries and keys are multiplied as 32-bit words of two neighbouring elements, probabilities and values as words of two
+neighbouring tokens: half the multiplications of widened fp32, and no widening. Up to four heads of a group share each
+row of keys or values in registers. Sums are fp32; probabilities are rounded to bf16, like in FlashAttention.
 """
 
 import numpy as np
@@ -18,19 +18,19 @@ from kernels.cpu.dots import broadcast, dot, vector_at, words_at
 from kernels.cpu.parallel import jit
 from kernels.cpu.simd import BF16Pointer, I32Pointer, advance, load, splat, store
 
-MULTIPLE = 2 * WIDTH  # of head_dim
-HEADS = 4  # of a microkernel: sixteen accumulators of scores
-TOKENS = 4  # of a microkernel of scores
-AHEAD = 4  # blocks to ask for in advance, see attention.py
+MULTIPLE = 2 * WIDTH  # head_dim must be a multiple of this
+HEADS = 4  # heads of a microkernel: sixteen accumulators of scores
+TOKENS = 4  # tokens of a microkernel of scores
+AHEAD = 4  # blocks to prefetch, see launch.py
 NEG_INF = np.float32(-np.inf)
 ZERO, ONE = np.float32(0), np.float32(1)
 
 _F32V, _I32V, _I64 = ir.VectorType(ir.FloatType(), WIDTH), ir.VectorType(ir.IntType(32), WIDTH), ir.IntType(64)
 _I16V2 = ir.VectorType(ir.IntType(16), 2 * WIDTH)
-# Of two rows of 32 elements: pairs of elements 0-3, 8-11, 16-19 and 24-27, or of the others. One instruction each.
+# One instruction each: pairs from two rows of 32 elements, of elements 0-3, 8-11, 16-19 and 24-27, or of the others.
 _FIRST_FOURS = [8 * lane + i + row for lane in range(4) for i in range(4) for row in (0, 32)]
 _LAST_FOURS = [place + 4 for place in _FIRST_FOURS]
-# The places of elements 0-15 and 16-31 in the sums over such pairs.
+# Places of elements 0-15 and 16-31 in the sums over such pairs.
 _IN_ORDER = [[16 * (d // 4 % 2) + d // 8 * 4 + d % 4 for d in range(first, first + 16)] for first in (0, 16)]
 
 
@@ -43,7 +43,7 @@ def _indices(places):
 
 
 def _scores(heads):
-    """An intrinsic: scores[h, t] = scale * q[h] . k[t] of `heads` heads and four tokens; strides in elements read."""
+    """An intrinsic: scores[h, t] = scale * q[h] . k[t] for `heads` heads and four tokens; strides in elements read."""
 
     def codegen(context, builder, sig, args):
         q, k, ahead, words, scale, scores, stride = args
@@ -78,8 +78,8 @@ def _scores(heads):
 def _sums(heads):
     """An intrinsic: acc[h, :32] += the pairs' probs[h, i] * (first[i], second[i]), in _FIRST_FOURS' order.
 
-    first and second point to the rows of the pairs' tokens, `words` 32-bit words a row; a pair's rows lie two rows
-    behind the pair's before. probs, one word a pair, and acc have a stride from head to head.
+    first and second point to the rows of the pairs' tokens, `words` 32-bit words per row; the rows of a pair are two
+    rows behind those of the pair before. probs, one word per pair, and acc have a stride from head to head.
     """
 
     def codegen(context, builder, sig, args):
@@ -137,7 +137,7 @@ def _store_in_order(typingctx, acc, scale, out):
 
 @jit
 def _score_block(q, k, ahead, num_tokens, group, words, scale, scores, stride):
-    """scores[g, t] for every head of the group and the tokens of one block, in fours."""
+    """scores[g, t] for every head of the group and the tokens of one block, four at a time."""
     for t in range(0, num_tokens, TOKENS):
         keys, later, at = advance(k, t * words), advance(ahead, t * words), advance(scores, t)
         for g in range(0, group, HEADS):
@@ -154,7 +154,7 @@ def _score_block(q, k, ahead, num_tokens, group, words, scale, scores, stride):
 
 @jit
 def _add_pairs(probs, probs_stride, first, second, ahead, num_pairs, group, words, acc):
-    """acc[g] += the pairs of one block, weighted, for every head of the group; acc [group, 2 * words]."""
+    """acc[g] += the weighted pairs of one block, for every head of the group; acc [group, 2 * words]."""
     for g in range(0, group, HEADS):
         heads, weights = group - g, advance(probs, g * probs_stride)
         for d in range(0, words, WIDTH):
@@ -172,7 +172,7 @@ def _add_pairs(probs, probs_stride, first, second, ahead, num_pairs, group, word
 
 @jit
 def _softmax(scores, begin, end, padded):
-    """scores[:padded] -> probabilities in bf16 in their place, zero outside begin:end; returns 1 / their sum."""
+    """Replace scores[:padded] by probabilities in bf16, zero outside begin:end; returns 1 / their sum."""
     for i in range(begin):
         simd.write(scores, i, NEG_INF)
     for i in range(end, padded):
@@ -181,7 +181,7 @@ def _softmax(scores, begin, end, padded):
     for i in range(0, padded, WIDTH):
         top = simd.maximum(top, load(scores, i))
     top = simd.spread_max1(top)
-    probs = simd.pointer_bf16(simd.address(scores))  # half as wide: what is written was read before
+    probs = simd.pointer_bf16(simd.address(scores))  # half as wide: each word is read before it is overwritten
     for i in range(0, padded, WIDTH):
         p = simd.exp(simd.sub(load(scores, i), top))
         store(probs, i, p)
@@ -192,7 +192,8 @@ def _softmax(scores, begin, end, padded):
 @jit
 def attend_heads(q, out, k_cache, v_cache, table, seq_len, kv_head, num_kv_heads, group, block_size, head_dim,
                  scale, window, softcap, slopes):  # fmt: skip
-    """One query row and one KV head; q and out [group, head_dim]. A block is read once for all heads of the group."""
+    """Attention of one query row for one KV head; q and out [group, head_dim]. All heads of the group share a read of
+    each block."""
     first = max(0, seq_len - window) if window > 0 else 0
     first_block, last_block = first // block_size, (seq_len + block_size - 1) // block_size
     begin, end = first - first_block * block_size, seq_len - first_block * block_size
@@ -230,7 +231,7 @@ def attend_heads(q, out, k_cache, v_cache, table, seq_len, kv_head, num_kv_heads
         t = (j - first_block) * block_size
         n = min(block_size, end - t)
         _add_pairs(advance(probs, t // 2), row, v, advance(v, words), ahead, n // 2, group, words, acc)
-        if n % 2:  # what lies behind the last token may be anything
+        if n % 2:  # rows behind the last token are undefined
             last = advance(v, (n - 1) * words)
             _add_pairs(advance(probs, (t + n) // 2), row, last, words_at(zeros), last, 1, group, words, acc)
     for g in range(group):

@@ -1,4 +1,4 @@
-"""The work of paged attention on a CPU, shared out: (query row, KV head) by (query row, KV head). See attention.py."""
+"""The work items of paged attention on a CPU: (query row, KV head). See launch.py."""
 
 import numpy as np
 
@@ -7,19 +7,20 @@ from kernels.cpu.attention import rows as loops
 from kernels.cpu.parallel import jit, next_item
 from kernels.cpu.simd import WIDTH, advance, read, splat, store
 
-ARGUMENTS = "13q2d5q"  # of a kernel that calls attend_items
+ARGUMENTS = "13q2d5q"  # arguments of a kernel that calls attend_items
 ZERO = np.float32(0)
 
 
 def attend_heads(q, out, k_cache, v_cache, table, seq_len, kv_head, num_kv_heads, group, block_size, head_dim, scale,
                  window, softcap, slopes):  # fmt: skip
-    """One query row and one KV head; q and out [group, head_dim]. attention.py chooses the code by the pointers."""
+    """Attention of one query row for one KV head; q and out [group, head_dim]. launch.py chooses the code by the
+    pointers."""
     raise NotImplementedError("only for compiled code")
 
 
 @jit
 def _attend(args, row, seq, kv_head, seq_len, q, k_cache, v_cache, out):
-    """Query row `row` of sequence `seq` over the first seq_len tokens of the sequence, for one KV head."""
+    """Attention of query row `row` of sequence `seq` over its first seq_len tokens, for one KV head."""
     num_kv_heads, group, block_size, head_dim = args[8], args[9], args[10], args[11]
     tables, table_stride, q_stride, window = simd.pointer_i32(args[6]), args[12], args[13], args[14]
     slopes = loops.slopes_of(simd.pointer_f32(args[7]), kv_head * group)
@@ -39,7 +40,7 @@ def _attend(args, row, seq, kv_head, seq_len, q, k_cache, v_cache, out):
 
 @jit
 def attend_items(args, q, k_cache, v_cache, out):
-    """Items are (KV head, a few query rows), so that neighbours in time read the same keys.
+    """Work items are (KV head, a few query rows), so that consecutive items read the same keys.
 
     Without cu_seqlens_q (null) every sequence has one row: decode.
     """
@@ -52,7 +53,7 @@ def attend_items(args, q, k_cache, v_cache, out):
         kv_head, begin = item // items_per_head, item % items_per_head * rows_per_item
         seq = begin if decode else loops.find_sequence(cu_seqlens_q, num_seqs, begin)
         for row in range(begin, min(num_rows, begin + rows_per_item)):
-            behind = 0  # tokens of the sequence after this row's
+            behind = 0  # tokens of the sequence behind this row
             if decode:
                 seq = row
             else:

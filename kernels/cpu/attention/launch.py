@@ -1,13 +1,14 @@
 """Paged attention on a CPU: decode reads the blocks of the cache in place and widens bf16 in registers.
 
-The query heads that share a KV head are taken four at a time ("quad"), so that a widened row of K or V serves four
-heads; a group of three is padded to a quad and what else is left over goes head by head. Scores of a quad are stored
-token by token, four floats each; those of a single head one float each ("lanes" 4 or 1).
+The query heads that share a KV head are computed four at a time (a "quad"), so that a widened row of K or V serves four
+heads. Three remaining heads are padded to a quad; one or two are computed one by one. The scores of a quad are stored
+token by token, four floats per token, the scores of a single head one float per token ("lanes" is 4 or 1).
 
-A bf16 cache whose KV heads serve several query heads is not widened where the processor multiplies pairs of bf16:
-attention_dots.py. One head alone is faster here, since it shares the pairing of value rows with nobody.
+If the processor multiplies pairs of bf16, a bf16 cache whose KV heads serve several query heads is not widened:
+bf16_pairs.py. A KV head with a single query head is faster here, because no other head would share its pairing of value
+rows.
 
-Codes of a quantised cache are widened in registers, too; a key's scale meets its scores and a value's its
+Codes of a quantised cache are widened in registers too. A key's scale multiplies its scores and a value's scale its
 probabilities, so that the loops over a row are the same for every format.
 """
 
@@ -28,20 +29,20 @@ from kernels.kv_format import kv_format_of
 
 ZERO = np.float32(0)
 ROWS_PER_ITEM = 8
-# Blocks to ask for in advance. 64 sequences of 160 tokens took 1.7 ms without, 1.2 ms with 2 into L1, 0.9 ms with 4
-# into L2 (one thread, 12 heads, 4 KV heads, head size 64, bf16).
+# Blocks to prefetch. 64 sequences of 160 tokens took 1.7 ms without prefetch, 1.2 ms with 2 blocks into L1, 0.9 ms with
+# 4 into L2 (one thread, 12 heads, 4 KV heads, head size 64, bf16).
 AHEAD = 4
 
 
 @jit
 def _unit(unit, quads):
-    """(first head of the group, lanes) of a quad, or of one of the single heads after the quads."""
+    """(first head in the group, lanes) of a quad, or of a single head behind the quads."""
     return (4 * unit, 4) if unit < quads else (3 * quads + unit, 1)
 
 
 @jit
 def _score_block(k, ahead, t, n, block_size, head_dim, quads, units, stride, wide_q, q_sums, scores):
-    """Scores of the n tokens of one block, t tokens after the first block's start, for every head of the group."""
+    """Scores of the n tokens of one block, whose first token is t, for every head of the group."""
     parameters = loops.words(k, block_size, head_dim)
     if codes.bits(k) != 0:
         simd.prefetch_pair(loops.words(ahead, block_size, head_dim), 0)
@@ -60,7 +61,7 @@ def _score_block(k, ahead, t, n, block_size, head_dim, quads, units, stride, wid
 
 @jit
 def _accumulate_block(v, ahead, t, n, block_size, head_dim, quads, units, stride, scores, least_sums, acc):
-    """Add the n tokens of one block, weighted by their probabilities, to the sum of every head of the group."""
+    """Add the values of the n tokens of one block, weighted by their probabilities, for every head of the group."""
     parameters = loops.words(v, block_size, head_dim)
     if codes.bits(v) != 0:
         simd.prefetch_pair(loops.words(ahead, block_size, head_dim), 0)
@@ -79,7 +80,7 @@ def _accumulate_block(v, ahead, t, n, block_size, head_dim, quads, units, stride
 
 @jit
 def _softmax(scores, begin, end, group, row, quads, units, stride, softcap, slopes):
-    """Scores of every head -> probabilities that still lack the division by their sum."""
+    """Replace the scores of every head by probabilities, not yet divided by their sum."""
     for unit in range(units):
         g, lanes = _unit(unit, quads)
         at = advance(scores, g * stride)
@@ -91,15 +92,16 @@ def _softmax(scores, begin, end, group, row, quads, units, stride, softcap, slop
 @jit
 def _attend_heads(q, out, k_cache, v_cache, table, seq_len, kv_head, num_kv_heads, group, block_size, head_dim,
                   scale, window, softcap, slopes):  # fmt: skip
-    """One query row and one KV head; q and out [group, head_dim]. A block is read once for all heads of the group."""
+    """Attention of one query row for one KV head; q and out [group, head_dim]. All heads of the group share a read of
+    each block."""
     first = max(0, seq_len - window) if window > 0 else 0
     first_block, last_block = first // block_size, (seq_len + block_size - 1) // block_size
     begin, end = first - first_block * block_size, seq_len - first_block * block_size
-    quads = (group + 1) // 4  # three or four heads left make a quad
+    quads = (group + 1) // 4  # three or four remaining heads make a quad
     units = quads + max(0, group - 4 * quads)
     rows = 3 * quads + units
     row = ((last_block - first_block) * block_size + WIDTH - 1) // WIDTH * WIDTH
-    stride = row + WIDTH  # scores of one head, with room for the reciprocal sums behind them
+    stride = row + WIDTH  # scores of one head, and room for the reciprocal sums behind them
     zeroed = 2 * rows * head_dim + 2 * units * WIDTH
     scratch = np.empty(rows * stride + zeroed + head_dim, np.float32)
     scores = simd.pointer_f32(scratch.ctypes.data)
@@ -146,7 +148,7 @@ def _attend_heads(q, out, k_cache, v_cache, table, seq_len, kv_head, num_kv_head
 @overload(attend_heads, jit_options={"error_model": "numpy"})
 def _choose(q, out, k_cache, v_cache, table, seq_len, kv_head, num_kv_heads, group, block_size, head_dim, scale, window,
             softcap, slopes):  # fmt: skip
-    """By pairs of bf16 where the machine multiplies them: known when compiling, but for the multiple of 32."""
+    """Multiply pairs of bf16 if the machine can. Decided at compile time, except that head_dim is a multiple of 32."""
     if not (HAS_BF16_DOT and q == k_cache == BF16Pointer):
         return _attend_heads.py_func
 
@@ -223,7 +225,8 @@ _KERNELS = {
 
 
 def supports_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, *int_tensors: Tensor) -> bool:
-    """bf16 or fp32, caches the same or quantised, head_dim a multiple of 16, block_size of 4, int32."""
+    """True for bf16 or fp32, caches of the same dtype or quantised, head_dim a multiple of 16, block_size of 4,
+    int32."""
     return (
         q.dtype in (torch.bfloat16, torch.float32)
         and k_cache.dtype == v_cache.dtype
@@ -248,8 +251,8 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: T
 def prefill_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, cu_seqlens_q: Tensor,
                       seq_lens: Tensor, scale: float, alibi_slopes: Tensor | None, sliding_window: int,
                       softcap: float, *, as_decode: bool = False) -> Tensor:  # fmt: skip
-    """See kernels.attention.prefill. A row has the same bits however its prompt is cut. as_decode: those that
-    paged_attention gives it, too, from the loops of decode instead of tiles."""
+    """See kernels.attention.prefill. The bits of a row do not depend on the chunks of its prompt. as_decode uses the
+    loops of decode instead of tiles, and so gives the bits of paged_attention."""
     if not as_decode and tiles.supports(q, k_cache, alibi_slopes, sliding_window, softcap):
         return tiles.prefill_attention(q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens, scale)
     options = (scale, alibi_slopes, sliding_window, softcap)

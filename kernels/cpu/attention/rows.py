@@ -1,8 +1,8 @@
-"""The loops of paged attention on a CPU over the rows of one block: scores, softmax, sums. Called by attention.py.
+"""The loops of paged attention on a CPU over the rows of one block: scores, softmax, sums. Called by launch.py.
 
-q, k and v are rows of head_dim numbers side by side. k and v point to fp32, to bf16 or to codes of a quantised page;
-"lanes" is 4 for a quad of heads, whose scores lie token by token, and 1 for a single head. `ahead` is the same block of
-a later iteration, to be asked for.
+q, k and v are adjacent rows of head_dim numbers. k and v point to fp32, to bf16 or to codes of a quantised page.
+"lanes" is 4 for a quad of heads, whose scores are stored token by token, and 1 for a single head. `ahead` is the block
+of a later iteration, to prefetch.
 """
 
 import numpy as np
@@ -18,7 +18,7 @@ ZERO = np.float32(0)
 
 @jit
 def widen(x, n, scale, out, cache, spare):
-    """out[:n] = x * scale in fp32, in load_pair(cache)'s order (n a multiple of 16; the last 16 may be unpaired)."""
+    """out[:n] = x * scale in fp32, in load_pair(cache)'s order (n a multiple of 16; the last 16 may have no pair)."""
     if codes.bits(cache) != 0:
         target = spare if codes.is_int4(cache) else out
         for d in range(0, n, WIDTH):
@@ -37,7 +37,7 @@ def widen(x, n, scale, out, cache, spare):
 
 @jit
 def narrow(acc, n, scale, out, cache, spare):
-    """The inverse of widen, rounding to out's dtype."""
+    """The inverse of widen, rounded to out's dtype."""
     if codes.bits(cache) != 0:
         if codes.is_int4(cache):
             halves(acc, spare, n, False)
@@ -54,8 +54,8 @@ def narrow(acc, n, scale, out, cache, spare):
 
 @jit
 def halves(x, out, n, apart):
-    """Between rows in order and rows in int4's order: eight of the first half, eight of the second in a small
-    group at the end, else sixteen of each."""
+    """Convert between rows in order and rows in int4's order: sixteen numbers of each half in turn, in a small group at
+    the end eight of each."""
     at = 0
     while at < n:
         size = 16 if at + 32 <= n else 8
@@ -68,7 +68,7 @@ def halves(x, out, n, apart):
 
 @jit
 def parameters(cache, words, t, num_tokens, block_size, lanes):
-    """Scales and minima of the tokens from t on, spread over the lanes of their scores, and how many tokens."""
+    """(scales, minima, number) of the tokens from t on, repeated for the lanes of their scores."""
     if lanes == 4:
         return codes.parameters_quad(cache, words, t, num_tokens), 4
     if t + WIDTH <= block_size:
@@ -78,7 +78,7 @@ def parameters(cache, words, t, num_tokens, block_size, lanes):
 
 @jit
 def scale_scores(cache, words, num_tokens, block_size, lanes, q_sum, scores):
-    """score * scale + minimum * q_sum, in place, for the tokens of one block."""
+    """score := score * scale + minimum * q_sum for the tokens of one block."""
     total, t = load(q_sum, 0), 0
     while t < num_tokens:
         (scale, least), step = parameters(cache, words, t, num_tokens, block_size, lanes)
@@ -89,7 +89,7 @@ def scale_scores(cache, words, num_tokens, block_size, lanes, q_sum, scores):
 
 @jit
 def scale_probs(cache, words, num_tokens, block_size, lanes, probs, least_sum):
-    """least_sum += prob * minimum; then prob * scale, in place, for the tokens of one block."""
+    """least_sum += prob * minimum, then prob := prob * scale, for the tokens of one block."""
     total, t = load(least_sum, 0), 0
     while t < num_tokens:
         (scale, least), step = parameters(cache, words, t, num_tokens, block_size, lanes)
@@ -114,7 +114,7 @@ def sum_queries(wide_q, head_dim, lanes, q_sum):
 
 @jit
 def add_minima(least_sum, lanes, head_dim, acc):
-    """Every element of head h's row gets the sum of prob * minimum over its tokens."""
+    """Add the sum of prob * minimum over the tokens to every element of head h's row."""
     total = simd.spread_add4(load(least_sum, 0)) if lanes == 4 else simd.spread_add1(load(least_sum, 0))
     store(least_sum, 0, total)
     for h in range(lanes):
@@ -179,7 +179,7 @@ def scores_quad(q, k, ahead, num_tokens, head_dim, scores):
 
 @jit
 def accumulate_single(probs, v, ahead, num_tokens, head_dim, acc):
-    """acc += sum over t of probs[t] * v[t]; v [num_tokens, head_dim]. acc stays in registers over the tokens."""
+    """acc += sum over t of probs[t] * v[t]; v [num_tokens, head_dim]. acc stays in registers during the loop."""
     paired = head_dim // 32 * 32
     for d in range(0, paired, 32):
         even, odd = load(acc, d), load(acc, d + 16)
@@ -234,7 +234,7 @@ def accumulate_quad(probs, v, ahead, num_tokens, head_dim, acc):
 
 @jit
 def adjust_scores(scores, lanes, num_heads, begin, end, softcap, slopes):
-    """Soft cap, then ALiBi (which counts back from the newest token, end - 1)."""
+    """Apply the soft cap, then ALiBi, whose distances count from the newest token, end - 1."""
     for t in range(begin, end):
         for h in range(num_heads):
             s = read(scores, t * lanes + h)
@@ -247,7 +247,7 @@ def adjust_scores(scores, lanes, num_heads, begin, end, softcap, slopes):
 
 @jit
 def softmax_rows(scores, lanes, begin, end, padded):
-    """scores[t] -> exp(score - max), zero outside begin:end, in place; writes 1 / sum of each lane after the scores."""
+    """scores[t] := exp(score - max), zero outside begin:end; writes 1 / sum of each lane behind the scores."""
     for i in range(begin * lanes):
         write(scores, i, NEG_INF)
     for i in range(end * lanes, padded):
@@ -267,7 +267,7 @@ def softmax_rows(scores, lanes, begin, end, padded):
 
 @jit
 def block(cache, table, j, num_kv_heads, kv_head, block_size, head_dim):
-    """The rows of one KV head in the sequence's j-th block: elements of a float cache, bytes of a page of codes."""
+    """Pointer to the rows of one KV head in the sequence's j-th block: elements of a float cache or bytes of a page."""
     size = block_size * head_dim
     if codes.bits(cache) != 0:
         size = size * codes.bits(cache) // 8 + block_size * PARAMETER_BYTES
@@ -276,13 +276,13 @@ def block(cache, table, j, num_kv_heads, kv_head, block_size, head_dim):
 
 @jit
 def words(rows, block_size, head_dim):
-    """The parameters behind the codes of a page."""
+    """Pointer to the parameters behind the codes of a page."""
     return simd.pointer_f32(simd.address(rows) + block_size * head_dim * codes.bits(rows) // 8)
 
 
 @jit
 def warm(rows, block_size, head_dim):
-    """Ask for the first blocks of a sequence; later ones are asked for while their predecessors are used."""
+    """Prefetch the first blocks of a sequence; later blocks are prefetched while earlier blocks are used."""
     for i in range(0, block_size * head_dim, 32):
         simd.prefetch_pair(rows, i)
     if codes.bits(rows) != 0:
@@ -291,7 +291,7 @@ def warm(rows, block_size, head_dim):
 
 @jit
 def find_sequence(cu_seqlens_q, num_seqs, row):
-    """The last sequence that begins at or before `row`, by bisection."""
+    """The last sequence that begins at or before `row`, found by bisection."""
     low, high = 0, num_seqs - 1
     while low < high:
         middle = (low + high + 1) // 2

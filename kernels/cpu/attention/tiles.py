@@ -1,8 +1,8 @@
 """Prefill attention on a CPU that multiplies bf16 pairs (AVX512-BF16): tiles of query rows against tiles of keys.
 
 FlashAttention's loop (Dao 2023, algorithm 1) for one KV head: a tile of keys is repacked once and then serves every
-query row of the tile and every head of the group. A row sees its keys in tiles that start at token 0, whatever the
-others of its tile see, so its result does not depend on how the prompt was cut into chunks.
+query row of the tile and every head of the group. A row's tiles of keys start at token 0, whatever keys the other rows
+of its tile see, so its result does not depend on the chunks of the prompt.
 """
 
 import numpy as np
@@ -19,9 +19,9 @@ from kernels.cpu.dots import HAS_BF16_DOT, broadcast, multiply, vector_at, words
 from kernels.cpu.parallel import jit, next_item, parallel_kernel
 from kernels.cpu.simd import BF16Pointer, I32Pointer, advance, load, read, splat, store, write
 
-KEYS = 64  # of a tile: four accumulators a row, and both repacked tiles (16 KiB at head_dim 64) stay in L1
-ROWS = 4  # of a microkernel: with KEYS sixteen accumulators, half the registers
-QUERIES = 96  # (token, head) pairs of an item: repacking costs a few per cent of their arithmetic
+KEYS = 64  # keys of a tile: four accumulators a row, and both repacked tiles (16 KiB at head_dim 64) stay in L1
+ROWS = 4  # rows of a microkernel: with KEYS sixteen accumulators, half the registers
+QUERIES = 96  # (token, head) pairs of a work item: repacking then costs a few per cent of the arithmetic
 NEG_INF = np.float32(-np.inf)
 ZERO, ONE = np.float32(0), np.float32(1)
 
@@ -34,7 +34,7 @@ _multiply_values = multiply(ROWS, 2, "Thirty-two columns of four rows of the out
 
 @intrinsic
 def _transpose(typingctx, source, source_stride, target, target_stride):
-    """Sixteen rows of sixteen 32-bit words become columns, in four rounds of exchanges between rows (a butterfly)."""
+    """Transpose sixteen rows of sixteen 32-bit words, in four rounds of exchanges between rows (a butterfly)."""
 
     def codegen(context, builder, sig, args):
         source, source_stride, target, target_stride = args
@@ -60,7 +60,7 @@ def _transpose(typingctx, source, source_stride, target, target_stride):
 
 @intrinsic
 def _interleave(typingctx, a, b, target):
-    """Sixteen 32-bit words: element i of bf16 row `a` below element i of `b`."""
+    """Sixteen 32-bit words: element i of bf16 row `a` in the low half, element i of `b` in the high half."""
 
     def codegen(context, builder, sig, args):
         zero = ir.Constant(_I64, 0)
@@ -89,7 +89,7 @@ def _first_lanes(typingctx, vector, count):
 
 @jit
 def _rows_of(cache, table, token, kv_head, num_kv_heads, block_size, head_dim):
-    """Where the keys or values of a token, and of those behind it in its block, begin."""
+    """Pointer to the keys or values of a token; those of later tokens of its block follow."""
     block = np.int64(read(table, token // block_size)) * num_kv_heads + kv_head
     return advance(cache, (block * block_size + token % block_size) * head_dim)
 
@@ -103,7 +103,7 @@ def _pack_keys(rows, head_dim, packed):
 
 @jit
 def _pack_values(rows, num_tokens, head_dim, zeros, packed):
-    """packed[i, d] = element d of the values of tokens 2i and 2i + 1. What is behind num_tokens may be anything."""
+    """packed[i, d] = element d of the values of tokens 2i and 2i + 1. Rows behind num_tokens are undefined."""
     for t in range(0, num_tokens, 2):
         second = advance(rows, (t + 1) * head_dim) if t + 1 < num_tokens else zeros
         for d in range(0, head_dim, WIDTH):
@@ -112,7 +112,7 @@ def _pack_values(rows, num_tokens, head_dim, zeros, packed):
 
 @jit
 def _softmax_row(scores, probs, acc, state, num_keys, scale, head_dim):
-    """The online softmax of a row over a tile of which it sees num_keys. state: its largest score, its sum so far."""
+    """The online softmax of a row over the first num_keys keys of a tile. state: (largest score, sum) so far."""
     if num_keys < KEYS:
         for i in range(0, KEYS, WIDTH):
             store(scores, i, _first_lanes(load(scores, i), num_keys - i))
@@ -159,7 +159,7 @@ def _attend_keys(queries, keys, values, scores, probs, acc, state, num_rows, gro
 
 @jit
 def _attend_tile(args, table, kv_head, first_row, num_rows, seq_len):
-    """num_rows rows of one sequence, of which the last sees seq_len tokens, for all heads of kv_head."""
+    """Attention of num_rows rows of one sequence for all heads of kv_head; the last row sees seq_len tokens."""
     pointer = simd.pointer_bf16
     num_kv_heads, group, block_size, head_dim, q_stride = args[7], args[8], args[9], args[10], args[12]
     scale, half, rows = np.float32(simd.as_float(args[13])), head_dim // 2, num_rows * group
@@ -197,7 +197,7 @@ def _attend_tile(args, table, kv_head, first_row, num_rows, seq_len):
 
 @parallel_kernel("11q1d5q")
 def _prefill(args):
-    """Items are (KV head, a few rows), so that neighbours in time read the same keys."""
+    """Work items are (KV head, a few rows), so that consecutive items read the same keys."""
     seq_lens, cu_seqlens_q = simd.pointer_i32(args[14]), simd.pointer_i32(args[15])
     num_seqs, num_rows, rows_per_item = args[16], args[17], args[18]
     items_per_head = (num_rows + rows_per_item - 1) // rows_per_item
@@ -210,7 +210,7 @@ def _prefill(args):
             stop = np.int64(read(cu_seqlens_q, seq + 1))
             rows = min(end, stop) - begin
             if rows > 0:
-                behind = stop - begin - rows  # tokens of the sequence after these rows
+                behind = stop - begin - rows  # tokens of the sequence behind these rows
                 table = advance(simd.pointer_i32(args[6]), seq * args[11])
                 _attend_tile(args, table, kv_head, begin, rows, np.int64(read(seq_lens, seq)) - behind)
                 begin += rows
@@ -219,7 +219,7 @@ def _prefill(args):
 
 
 def supports(q: Tensor, k_cache: Tensor, alibi_slopes: Tensor | None, sliding_window: int, softcap: float) -> bool:
-    """bf16 in the cache, too, head_dim a multiple of 32, block_size of 16; plain causal attention."""
+    """True for bf16 rows and cache, head_dim a multiple of 32, block_size of 16, and plain causal attention."""
     return (
         HAS_BF16_DOT
         and q.dtype == k_cache.dtype == torch.bfloat16

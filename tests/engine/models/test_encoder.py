@@ -86,7 +86,18 @@ def prompts(*lengths: int) -> list[list[int]]:
 def run(runner: EncoderRunner, texts: list[list[int]], *poolings: Pooling) -> StepResult:
     """One step with all texts; poolings in turn."""
     params = [SamplingParams(pooling=poolings[i % len(poolings)]) for i in range(len(texts))]
-    new = [NewSequence(i, ids, len(ids), 0, [], params[i], 0) for i, ids in enumerate(texts)]
+    new = [
+        NewSequence(
+            seq_id=i,
+            token_ids=ids,
+            num_prompt_tokens=len(ids),
+            num_computed_tokens=0,
+            block_ids=[],
+            params=params[i],
+            seed=0,
+        )
+        for i, ids in enumerate(texts)
+    ]
     steps = [SequenceStep(i, len(ids), True, []) for i, ids in enumerate(texts)]
     return runner.result(runner.launch(StepPlan(1, [], new, [], steps)))
 
@@ -177,7 +188,15 @@ def test_nan_fails_alone_and_plans_that_disagree_end_the_worker(tmp_path):
     runner._encoder.embedding.weight[50] = float("nan")
     result = run(runner, [[5, 6], [50, 6], [9, 9]], Pooling("mean"))
     assert result.vectors.keys() == {0, 2} and "NaN" in result.failed[1]
-    part = NewSequence(0, [5, 6, 7], 3, 0, [], SamplingParams(pooling=Pooling("mean")), 0)
+    part = NewSequence(
+        seq_id=0,
+        token_ids=[5, 6, 7],
+        num_prompt_tokens=3,
+        num_computed_tokens=0,
+        block_ids=[],
+        params=SamplingParams(pooling=Pooling("mean")),
+        seed=0,
+    )
     with pytest.raises(EngineError, match="whole sequences"):
         runner.launch(StepPlan(1, [], [part], [], [SequenceStep(0, 2, False, [])]))
 

@@ -157,7 +157,12 @@ def test_sampling_parameters(make_runner):
 def test_embeddings_beside_text(make_runner):
     last, mean = (SamplingParams(pooling=Pooling(kind)) for kind in ("last", "mean"))
     runner = make_runner("llama")
-    new = [NewSequence(i, [1] * n, n, 0, [i], p, 0) for i, (n, p) in enumerate([(5, last), (6, mean), (3, DRAWN)])]
+    new = [
+        NewSequence(
+            seq_id=i, token_ids=[1] * n, num_prompt_tokens=n, num_computed_tokens=0, block_ids=[i], params=p, seed=0
+        )
+        for i, (n, p) in enumerate([(5, last), (6, mean), (3, DRAWN)])
+    ]
     steps = [SequenceStep(i, n, True, []) for i, n in enumerate([5, 6, 3])]
     assert set(runner.result(runner.launch(StepPlan(1, [], new, [], steps))).vectors) == {0, 1}
 
@@ -167,12 +172,30 @@ def test_blocks_move_between_the_tiers_and_are_copied(make_runner, cuda, monkeyp
     """Ids of the second 7 begin where no vector load may."""
     monkeypatch.setattr(block_mover, "staging_sizes", lambda *_: (blocks_per_copy, 2))
     runner = make_runner("llama", num_slots=NUM_SLOTS)
-    new = NewSequence(1, [1] * 17, 17, 0, [3, 4, 5], GREEDY, 0)
+    new = NewSequence(
+        seq_id=1,
+        token_ids=[1] * 17,
+        num_prompt_tokens=17,
+        num_computed_tokens=0,
+        block_ids=[3, 4, 5],
+        params=GREEDY,
+        seed=0,
+    )
     runner.launch(StepPlan(1, [], [new], [], [SequenceStep(1, 17, True, [])]))
     for start in (0, 1, 5):  # of the slots, and of the ids among what the step sends
         moves = [BlockMove(10 + i, start + i) for i in range(20)]
         runner.launch(StepPlan(2, [], [], [], [], moves))
-        runner.launch(StepPlan(3, [], [], [BlockCopy(1, 5, 6 + start)], [SequenceStep(1, 1, True, [])], [], moves))
+        runner.launch(
+            StepPlan(
+                step_id=3,
+                removed=[],
+                new=[],
+                block_copies=[BlockCopy(1, 5, 6 + start)],
+                chunks=[SequenceStep(1, 1, True, [])],
+                offloads=[],
+                loads=moves,
+            )
+        )
     assert {"pack_blocks_kernel", "copy_blocks_kernel"} <= set(cuda.launched)
 
 

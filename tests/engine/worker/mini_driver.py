@@ -49,7 +49,15 @@ class MiniDriver:
             if seq_id in self.new:
                 tokens, prompt = self.tokens[seq_id], self.prompts[seq_id]
                 new.append(
-                    NewSequence(seq_id, list(tokens), len(prompt), 0, list(blocks), self.params[seq_id], 1000 + seq_id)
+                    NewSequence(
+                        seq_id=seq_id,
+                        token_ids=list(tokens),
+                        num_prompt_tokens=len(prompt),
+                        num_computed_tokens=0,
+                        block_ids=list(blocks),
+                        params=self.params[seq_id],
+                        seed=1000 + seq_id,
+                    )
                 )
                 self.new.remove(seq_id)
                 blocks = []
@@ -83,7 +91,15 @@ def in_columns(plan):
     blocks = [x for s in decodes for block_id in s.new_block_ids for x in (s.seq_id, block_id)]
     chunks = [s for s in plan.chunks if s not in decodes]
     return StepPlan(
-        plan.step_id, plan.removed, plan.new, plan.block_copies, chunks, [], [], [s.seq_id for s in decodes], blocks
+        step_id=plan.step_id,
+        removed=plan.removed,
+        new=plan.new,
+        block_copies=plan.block_copies,
+        chunks=chunks,
+        offloads=[],
+        loads=[],
+        decodes=[s.seq_id for s in decodes],
+        decode_blocks=blocks,
     )
 
 

@@ -80,7 +80,15 @@ def test_a_prefix_in_the_cache_is_not_computed_again(runner, hf_greedy):
     driver.step({4: 40})
     shared = driver.blocks[4][:4]
     prompt = [*PROMPTS[4][:32], 1, 2, 3]
-    new = NewSequence(9, prompt, len(prompt), 32, [*shared, 63], GREEDY, 0)
+    new = NewSequence(
+        seq_id=9,
+        token_ids=prompt,
+        num_prompt_tokens=len(prompt),
+        num_computed_tokens=32,
+        block_ids=[*shared, 63],
+        params=GREEDY,
+        seed=0,
+    )
     assert 63 not in driver.blocks[4]
     result = runner.result(runner.launch(StepPlan(2, [], [new], [], [SequenceStep(9, 3, True, [])])))
     assert [sample.token_id for sample in result.samples] == hf_greedy(prompt, 1)
@@ -111,7 +119,18 @@ def test_forks_give_what_they_would_give_alone(runner, chunks):
     plan = driver.plan({1: 1, 2: chunks[-1]})
     shared = driver.blocks[2]
     for seq_id in (5, 6):
-        plan.new.append(NewSequence(seq_id, PROMPTS[2], 21, 21, shared, params, 1000 + seq_id, fork_of=2))
+        plan.new.append(
+            NewSequence(
+                seq_id=seq_id,
+                token_ids=PROMPTS[2],
+                num_prompt_tokens=21,
+                num_computed_tokens=21,
+                block_ids=shared,
+                params=params,
+                seed=1000 + seq_id,
+                fork_of=2,
+            )
+        )
         plan.chunks.append(SequenceStep(seq_id, 0, True, []))
         driver.tokens[seq_id], driver.prompts[seq_id], driver.params[seq_id] = list(PROMPTS[2]), PROMPTS[2], params
         driver.computed[seq_id], driver.blocks[seq_id], driver.pending[seq_id] = 21, list(shared), 1
@@ -141,7 +160,18 @@ def test_a_fork_of_what_computes_nothing_stops_the_worker(runner):
     driver.step({1: 5})
     driver.add(3, PROMPTS[3])
     plan = driver.plan({3: 1})
-    plan.new.append(NewSequence(2, PROMPTS[1], 5, 5, driver.blocks[1], GREEDY, 0, fork_of=1))
+    plan.new.append(
+        NewSequence(
+            seq_id=2,
+            token_ids=PROMPTS[1],
+            num_prompt_tokens=5,
+            num_computed_tokens=5,
+            block_ids=driver.blocks[1],
+            params=GREEDY,
+            seed=0,
+            fork_of=1,
+        )
+    )
     plan.chunks.append(SequenceStep(2, 0, True, []))
     with pytest.raises(EngineError, match="forks a sequence"):
         runner.launch(plan)
@@ -350,7 +380,9 @@ def test_plans_that_do_not_fit_the_state_are_refused(runner):
     def launch(new, steps):
         runner.launch(StepPlan(1, [7, 8], new, [], steps))
 
-    seven = NewSequence(7, [1, 2, 3], 3, 0, [0], GREEDY, 0)
+    seven = NewSequence(
+        seq_id=7, token_ids=[1, 2, 3], num_prompt_tokens=3, num_computed_tokens=0, block_ids=[0], params=GREEDY, seed=0
+    )
     with pytest.raises(EngineError, match="known tokens"):
         launch([seven], [SequenceStep(7, 2, True, [])])
     with pytest.raises(EngineError, match="known tokens"):
@@ -360,11 +392,33 @@ def test_plans_that_do_not_fit_the_state_are_refused(runner):
     with pytest.raises(EngineError, match="while it is live"):
         launch([seven, seven], [])
     with pytest.raises(EngineError, match="max_num_seqs"):
-        launch([NewSequence(100 + i, [1], 1, 0, [i], GREEDY, 0) for i in range(9)], [])
+        launch(
+            [
+                NewSequence(
+                    seq_id=100 + i,
+                    token_ids=[1],
+                    num_prompt_tokens=1,
+                    num_computed_tokens=0,
+                    block_ids=[i],
+                    params=GREEDY,
+                    seed=0,
+                )
+                for i in range(9)
+            ],
+            [],
+        )
 
 
 def replace_blocks(new, block_ids):
-    return NewSequence(new.seq_id, new.token_ids, new.num_prompt_tokens, 0, block_ids, new.params, new.seed)
+    return NewSequence(
+        seq_id=new.seq_id,
+        token_ids=new.token_ids,
+        num_prompt_tokens=new.num_prompt_tokens,
+        num_computed_tokens=0,
+        block_ids=block_ids,
+        params=new.params,
+        seed=new.seed,
+    )
 
 
 def test_removing_what_never_arrived_is_harmless(runner):
@@ -443,7 +497,15 @@ def test_metadata_of_a_step(counts):
     blocks = {1: [7, 2], 2: [5], 3: [9]}
     computed = {1: 4, 2: 4, 3: 0}
     for seq_id in tokens:
-        new = NewSequence(seq_id, tokens[seq_id], 1, computed[seq_id], blocks[seq_id], GREEDY, 0)
+        new = NewSequence(
+            seq_id=seq_id,
+            token_ids=tokens[seq_id],
+            num_prompt_tokens=1,
+            num_computed_tokens=computed[seq_id],
+            block_ids=blocks[seq_id],
+            params=GREEDY,
+            seed=0,
+        )
         batch.add(new)
     steps = [SequenceStep(i, n, computed[i] + n == len(tokens[i]), []) for i, n in counts.items()]
     inputs = batch.build([], [], steps, StepBuffer(0, None))
@@ -480,6 +542,16 @@ def test_step_limits_are_part_of_the_buffer():
 
     batch = InputBatch(16, 64, 8)
     for i in range(16):
-        batch.add(NewSequence(i, [1] * 64, 4, 60, [0] * 8, GREEDY, 0))
+        batch.add(
+            NewSequence(
+                seq_id=i,
+                token_ids=[1] * 64,
+                num_prompt_tokens=4,
+                num_computed_tokens=60,
+                block_ids=[0] * 8,
+                params=GREEDY,
+                seed=0,
+            )
+        )
     batch.build([], [], [SequenceStep(i, 4, True, []) for i in range(16)], Counting(0, None))
     assert sum(put) <= step_buffer_bytes(limits, 64, 8)

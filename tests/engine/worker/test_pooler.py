@@ -48,7 +48,15 @@ class Plans:
         num_blocks = -(-(len(ids) + 8) // BLOCK_SIZE)
         blocks = list(range(self.next_block, self.next_block + num_blocks))
         self.next_block += num_blocks
-        self.new[seq_id] = NewSequence(seq_id, ids, len(ids), 0, blocks, params, 0)
+        self.new[seq_id] = NewSequence(
+            seq_id=seq_id,
+            token_ids=ids,
+            num_prompt_tokens=len(ids),
+            num_computed_tokens=0,
+            block_ids=blocks,
+            params=params,
+            seed=0,
+        )
         self.num_computed[seq_id] = 0, len(ids)
 
     def run(self, counts, removed=(), decodes=()):

@@ -82,7 +82,15 @@ def worker():
 
 def generation(prompt, n, seq_id=7):
     """Plans of a prefill and n - 1 decodes."""
-    new = NewSequence(seq_id, prompt, len(prompt), 0, [0, 1, 2], SamplingParams(temperature=0.0), 0)
+    new = NewSequence(
+        seq_id=seq_id,
+        token_ids=prompt,
+        num_prompt_tokens=len(prompt),
+        num_computed_tokens=0,
+        block_ids=[0, 1, 2],
+        params=SamplingParams(temperature=0.0),
+        seed=0,
+    )
     yield StepPlan(1, [], [new], [], [SequenceStep(seq_id, len(prompt), True, [])])
     for step_id in range(2, n + 1):
         yield StepPlan(step_id, [], [], [], [SequenceStep(seq_id, 1, True, [])])

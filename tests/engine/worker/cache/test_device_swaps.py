@@ -44,7 +44,15 @@ def make_runner(model_dir, decoder):
 
 
 def new(seq_id, tokens, blocks, computed=0):
-    return NewSequence(seq_id, tokens, len(PROMPTS[seq_id]), computed, blocks, GREEDY, 0)
+    return NewSequence(
+        seq_id=seq_id,
+        token_ids=tokens,
+        num_prompt_tokens=len(PROMPTS[seq_id]),
+        num_computed_tokens=computed,
+        block_ids=blocks,
+        params=GREEDY,
+        seed=0,
+    )
 
 
 def test_swapped_out_and_in_while_others_compute(make_runner, hf_greedy):
@@ -59,7 +67,17 @@ def test_swapped_out_and_in_while_others_compute(make_runner, hf_greedy):
     plans.append(StepPlan(5, [], [], [], [], decodes=[4], decode_blocks=[4, 5]))
     back = [BlockMove(7, 0), BlockMove(6, 5)]  # what was in blocks 1 and 0
     chunk = SequenceStep(2, len(tokens) - 16, True, [])
-    plans.append(StepPlan(6, [4], [new(2, tokens, [6, 7, 2, 3], 16)], [], [chunk], [BlockMove(2, 1)], back))
+    plans.append(
+        StepPlan(
+            step_id=6,
+            removed=[4],
+            new=[new(2, tokens, [6, 7, 2, 3], 16)],
+            block_copies=[],
+            chunks=[chunk],
+            offloads=[BlockMove(2, 1)],
+            loads=back,
+        )
+    )
     plans += [StepPlan(i, [], [], [], [], decodes=[2]) for i in (7, 8)]
     launched, samples = [], {2: [], 4: []}
     for plan in plans:
@@ -105,11 +123,15 @@ def test_a_fetch_writes_a_slot_after_the_copies_from_and_to_it(make_runner):
     threes = torch.full((1, cache.copier.block_bytes // 4), 3.0).view(torch.uint8)
     cache.copier.unpack(threes, torch.tensor([1]))
     runner.launch(StepPlan(0, [], [], [], [], [BlockMove(1, 2)]))
-    runner.launch(StepPlan(1, [], [], [], [], [], [BlockMove(4, 2)]))
+    runner.launch(
+        StepPlan(step_id=1, removed=[], new=[], block_copies=[], chunks=[], offloads=[], loads=[BlockMove(4, 2)])
+    )
     cache.fetch(FetchBlocks(0, [b"d"], [2]), fetched.append)
     content = bytes(range(256)) * (cache.copier.block_bytes // 256)
     disk.loads.pop()([content])
     assert cache._slots[2].numpy().tobytes() == content
-    runner.launch(StepPlan(2, [], [], [], [], [], [BlockMove(5, 2)]))
+    runner.launch(
+        StepPlan(step_id=2, removed=[], new=[], block_copies=[], chunks=[], offloads=[], loads=[BlockMove(5, 2)])
+    )
     pool = cache.copier.pack(torch.tensor([4, 5]))
     assert pool[0].view(torch.float32)[0] == 3.0 and pool[1].numpy().tobytes() == content

@@ -133,7 +133,23 @@ def test_step_limits_depend_on_the_device():
 )
 def test_dtype_on_a_cpu(monkeypatch, asked, checkpoint, native, expected):
     monkeypatch.setattr("engine.worker.device.choice._fast_dtypes", lambda device: (native, False))
-    model = ModelConfig("llama", 8, 8, 1, 1, 1, 8, 8, 8, "rms", 1e-6, "rope", "silu", True, dtype=checkpoint)
+    model = ModelConfig(
+        family="llama",
+        vocab_size=8,
+        hidden_size=8,
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=8,
+        intermediate_size=8,
+        max_position_embeddings=8,
+        norm="rms",
+        norm_eps=1e-6,
+        position="rope",
+        activation="silu",
+        gated_mlp=True,
+        dtype=checkpoint,
+    )
     assert resolve_dtype(EngineConfig(dtype=asked), model, CPU) == expected
 
 
