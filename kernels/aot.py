@@ -129,8 +129,9 @@ def compile_kernel(configuration: AotConfiguration, capability: int) -> Report:
     registers, spilled = _resources(compiled.asm["cubin"])
     programs = programs_per_sm(capability, registers, shared_memory, configuration.num_warps)
     return Report(
-        registers, spilled, shared_memory, programs, len(re.findall(r"\bmma\.sync", ptx)),
-        len(re.findall(r"wgmma\.mma_async", ptx)), len(re.findall(r"cp\.async\.(?:c[ga]|bulk)", ptx)),
+        registers=registers, spilled=spilled, shared_memory=shared_memory, programs=programs,
+        mma=len(re.findall(r"\bmma\.sync", ptx)), wgmma=len(re.findall(r"wgmma\.mma_async", ptx)),
+        async_copies=len(re.findall(r"cp\.async\.(?:c[ga]|bulk)", ptx)),
         wide=len(re.findall(r"cp\.async\.cg\.shared\.global [^;]*, 0x10\b|(?:ld|st)\.global\S*\.v4\.b32", ptx)),
         ahead=max(map(int, re.findall(r"cp\.async\.wait_group\s+(\d+)", ptx)), default=0),
     )  # fmt: skip

@@ -64,16 +64,16 @@ def case(
 ) -> Case:
     """A case; `options` are words of "alibi softcap window". q is a view into rows of a fused qkv projection."""
     shape = AttentionShape(
-        num_heads,
-        num_kv_heads,
-        head_dim,
-        block_size,
-        ((num_heads + 2 * num_kv_heads) * head_dim, head_dim),
-        8 * ELEMENT_SIZES[dtype],
-        kv_format,
-        "alibi" in options,
-        "softcap" in options,
-        4096 if "window" in options else 0,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        block_size=block_size,
+        q_strides=((num_heads + 2 * num_kv_heads) * head_dim, head_dim),
+        q_bits=8 * ELEMENT_SIZES[dtype],
+        kv_format=kv_format,
+        has_alibi="alibi" in options,
+        has_softcap="softcap" in options,
+        sliding_window=4096 if "window" in options else 0,
     )
     return Case(dtype, shape, quick, every_tile)
 

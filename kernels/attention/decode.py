@@ -60,8 +60,9 @@ def paged_attention(
     cpu = cpu_kernels() if q.device.type == "cpu" else None
     if cpu and cpu.attention.supports_attention(q, k_cache, v_cache, block_tables, seq_lens):
         attended = cpu.attention.paged_attention(
-            q, k_cache, v_cache, block_tables, seq_lens, scale, alibi_slopes, sliding_window, softcap
-        )
+            q, k_cache, v_cache, block_tables, seq_lens, scale,
+            alibi_slopes=alibi_slopes, sliding_window=sliding_window, softcap=softcap,
+        )  # fmt: skip
     else:
         attended = paged_attention_reference(
             q, k_cache, v_cache, block_tables, seq_lens, scale,
@@ -232,10 +233,10 @@ def paged_attention_reference(
         k_cache,
         v_cache,
         block_tables,
-        cu_seqlens_q,
-        seq_lens,
-        1,
-        scale,
+        cu_seqlens_q=cu_seqlens_q,
+        seq_lens=seq_lens,
+        max_seqlen_q=1,
+        scale=scale,
         alibi_slopes=alibi_slopes,
         sliding_window=sliding_window,
         softcap=softcap,
@@ -251,8 +252,10 @@ def aot_configurations(capability: int) -> Iterator[AotConfiguration]:
         for several in (True, False) if case.every_tile else (True,):
             name = case.label(tile) + ("" if several else " unsplit")
             yield AotConfiguration(
-                paged_attention_kernel, name, case.dtype, constants if several else constants | {"lse_ptr": None},
-                tile.num_warps, tile.num_stages, case.types | ({"out_ptr": "*fp32"} if several else {}),
+                kernel=paged_attention_kernel, label=name, dtype=case.dtype,
+                constants=constants if several else constants | {"lse_ptr": None},
+                num_warps=tile.num_warps, num_stages=tile.num_stages,
+                types=case.types | ({"out_ptr": "*fp32"} if several else {}),
                 quick=case.quick and several, needs=case.needs(capability, tile),
             )  # fmt: skip
         if case.shape.head_dim not in reduced:

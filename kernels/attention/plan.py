@@ -122,6 +122,7 @@ class AttentionShape:
         """The tile of a launch from the table. use: "decode", "prefill" or "invariant"; num_rows: see Rule.max_rows."""
         kv_bits = self.q_bits if self.kv_format is None else self.kv_format.bits
         extras = self.has_alibi or self.has_softcap or self.sliding_window > 0 or self.group & (self.group - 1) > 0
+        # Positional: a cached function looks up keywords more slowly, and launches call this.
         return find_tile(use, capability, self.q_bits, kv_bits, self.head_dim, self.group, num_rows, extras)
 
     def prefill_lengths(self, capability: int) -> list[int]:

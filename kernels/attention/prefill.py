@@ -51,13 +51,14 @@ def prefill_attention(
     cpu = cpu_kernels() if q.device.type == "cpu" else None
     if cpu and cpu.attention.supports_attention(q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q):
         attended = cpu.attention.prefill_attention(
-            q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens, scale, alibi_slopes, sliding_window, softcap,
+            q, k_cache, v_cache, block_tables, cu_seqlens_q=cu_seqlens_q, seq_lens=seq_lens, scale=scale,
+            alibi_slopes=alibi_slopes, sliding_window=sliding_window, softcap=softcap,
             as_decode=plan is not None and plan.batch_invariant,
         )  # fmt: skip
     else:
         attended = prefill_attention_reference(
-            q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens, max_seqlen_q, scale,
-            alibi_slopes=alibi_slopes, sliding_window=sliding_window, softcap=softcap,
+            q, k_cache, v_cache, block_tables, cu_seqlens_q=cu_seqlens_q, seq_lens=seq_lens, max_seqlen_q=max_seqlen_q,
+            scale=scale, alibi_slopes=alibi_slopes, sliding_window=sliding_window, softcap=softcap,
         )  # fmt: skip
     return attended if out is None else out.copy_(attended)
 
@@ -260,7 +261,8 @@ def aot_configurations(capability: int) -> Iterator[AotConfiguration]:
             tile = case.shape.tile(use, capability, num_rows)
             flags = {"ALWAYS_MASKED": use == "invariant"}
             yield AotConfiguration(
-                prefill_attention_kernel, case.label(tile) + name, case.dtype,
-                case.shape.constants(tile, capability) | case.absent | flags, tile.num_warps, tile.num_stages,
-                case.types, quick=case.quick and num_rows > 64, needs=case.needs(capability, tile),
+                kernel=prefill_attention_kernel, label=case.label(tile) + name, dtype=case.dtype,
+                constants=case.shape.constants(tile, capability) | case.absent | flags,
+                num_warps=tile.num_warps, num_stages=tile.num_stages,
+                types=case.types, quick=case.quick and num_rows > 64, needs=case.needs(capability, tile),
             )  # fmt: skip

@@ -302,7 +302,9 @@ def aot_configurations(capability: int) -> Iterator[AotConfiguration]:
     for dtype in ("bf16", "fp16", "fp32"):
         for name, hidden, inner, top_k in shapes if dtype == "bf16" else shapes[:1]:
             for tile in [TILE_FP32] if ELEMENT_SIZES[dtype] == 4 else [tile for _, tile in TILES]:
-                yield from _grouped_configurations(name, hidden, inner, top_k, tile, dtype, capability)
+                yield from _grouped_configurations(
+                    name=name, hidden=hidden, inner=inner, top_k=top_k, tile=tile, dtype=dtype, capability=capability
+                )
             yield AotConfiguration(
                 weighted_sum_kernel, f"{name}", dtype, {"HIDDEN": hidden, "TOP_K": top_k, "BLOCK": SUM_BLOCK},
                 num_warps=4, types={"weights_ptr": "*fp32"}, quick=dtype == "bf16" and top_k == 8,

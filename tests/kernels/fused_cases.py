@@ -132,13 +132,23 @@ def make_heads(name, dtype):
         angles = torch.rand(50, rotary_dim // 2) * 6
         table = torch.cat([angles.cos(), angles.sin()], dim=-1)
     q_norm, k_norm = (torch.randn(head_dim).to(dtype) for _ in range(2)) if qk_norm else (None, None)
-    return QKVHeads(num_heads, num_kv_heads, table, interleaved, q_norm, k_norm, 1e-5, offset), head_dim
+    return QKVHeads(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        cos_sin_cache=table,
+        interleaved=interleaved,
+        q_norm=q_norm,
+        k_norm=k_norm,
+        norm_eps=1e-5,
+        norm_weight_offset=offset,
+    ), head_dim
 
 
 def moved(heads):
     tensors = on_device(heads.cos_sin_cache, heads.q_norm, heads.k_norm)
-    return QKVHeads(heads.num_heads, heads.num_kv_heads, tensors[0], heads.interleaved, tensors[1], tensors[2],
-                    heads.norm_eps, heads.norm_weight_offset)  # fmt: skip
+    return QKVHeads(num_heads=heads.num_heads, num_kv_heads=heads.num_kv_heads, cos_sin_cache=tensors[0],
+                    interleaved=heads.interleaved, q_norm=tensors[1], k_norm=tensors[2],
+                    norm_eps=heads.norm_eps, norm_weight_offset=heads.norm_weight_offset)  # fmt: skip
 
 
 def expected_of(qkv, heads, positions, slots, caches):

@@ -127,8 +127,8 @@ def test_a_row_does_not_depend_on_the_batch_or_on_how_it_was_scheduled(dtype):
     assert torch.equal(together[2:3], alone)
     rows = torch.cat([torch.randn(5, 6, 64).to(dtype), q[2:3]])
     prefilled = prefill_attention(
-        rows, data.k_cache, data.v_cache, data.block_tables[2:3], torch.tensor([0, 6], dtype=torch.int32),
-        data.seq_lens[2:3], 6, 0.125,
+        rows, data.k_cache, data.v_cache, data.block_tables[2:3], cu_seqlens_q=torch.tensor([0, 6], dtype=torch.int32),
+        seq_lens=data.seq_lens[2:3], max_seqlen_q=6, scale=0.125,
     )  # fmt: skip
     if dtype == torch.float32 or not attention_tiles.HAS_BF16_DOT:
         assert torch.equal(prefilled[5:], alone)
@@ -152,7 +152,14 @@ def test_a_prompt_has_the_same_bits_however_it_is_cut(dtype):
         lengths = torch.tensor(seq_lens, dtype=torch.int32)
         longest = max(len(r) for r in rows)
         return prefill_attention(
-            torch.cat(rows), data.k_cache, data.v_cache, tables, cu_seqlens_q, lengths, longest, 0.1
+            torch.cat(rows),
+            data.k_cache,
+            data.v_cache,
+            tables,
+            cu_seqlens_q=cu_seqlens_q,
+            seq_lens=lengths,
+            max_seqlen_q=longest,
+            scale=0.1,
         )
 
     whole = prefill(0, [q[:150], q[150:]], [150, 200])
@@ -179,7 +186,16 @@ def test_tiles_never_read_what_lies_behind_a_sequence():
     q = torch.randn(30, 4, 32).bfloat16()
     assert attention_tiles.supports(q, data.k_cache, None, 0, 0.0)
     cu_seqlens_q = torch.tensor([0, 10, 30], dtype=torch.int32)
-    out = prefill_attention(q, data.k_cache, data.v_cache, data.block_tables, cu_seqlens_q, data.seq_lens, 20, 0.3)
+    out = prefill_attention(
+        q,
+        data.k_cache,
+        data.v_cache,
+        data.block_tables,
+        cu_seqlens_q=cu_seqlens_q,
+        seq_lens=data.seq_lens,
+        max_seqlen_q=20,
+        scale=0.3,
+    )
     expected = [attention(rows, data.keys[i], data.values[i], 0.3) for i, rows in enumerate(q.split([10, 20]))]
     torch.testing.assert_close(out, torch.cat(expected), **TOLERANCE[torch.bfloat16])
 

@@ -156,7 +156,7 @@ def test_a_plan_that_is_too_small_says_so():
 
 def test_a_head_size_beyond_the_table_is_refused():
     with pytest.raises(ValueError, match="head sizes of up to 256, not 512"):
-        find_tile("decode", 80, 16, 16, 512, 1, 1, False)
+        find_tile(use="decode", capability=80, q_bits=16, kv_bits=16, head_dim=512, group=1, num_rows=1, extras=False)
 
 
 @pytest.mark.parametrize("use", RULES)
@@ -167,14 +167,36 @@ def test_the_table_has_a_tile_for_every_launch(use, q_bits, kv_bits):
             for group in (1, 3, 7, 16, 71):
                 for rows in (1, 16, 17, 64, 65, 8192):
                     assert (
-                        find_tile(use, capability, q_bits, kv_bits, head_dim, group, rows, rows > 64).block_m >= group
+                        find_tile(
+                            use=use,
+                            capability=capability,
+                            q_bits=q_bits,
+                            kv_bits=kv_bits,
+                            head_dim=head_dim,
+                            group=group,
+                            num_rows=rows,
+                            extras=rows > 64,
+                        ).block_m
+                        >= group
                     )
 
 
 @pytest.mark.parametrize("group", [1, 3, 4])
 def test_tiles_of_a_varlen_batch(group):
     """Lengths around the number of tokens in a tile, empty ones between them, all found by their search."""
-    per_tile = find_tile("prefill", 80, 32, 32, 16, group, 1 << 20, False).block_m // group
+    per_tile = (
+        find_tile(
+            use="prefill",
+            capability=80,
+            q_bits=32,
+            kv_bits=32,
+            head_dim=16,
+            group=group,
+            num_rows=1 << 20,
+            extras=False,
+        ).block_m
+        // group
+    )
     q_lens = [per_tile, 1, 0, per_tile + 1, 2 * per_tile - 1, 0, 3, 1, 2 * per_tile, 2]
     data = paged([n + past for n, past in zip(q_lens, [0, 40, 7, 3, 0, 1, 70, 1, 5, 0], strict=True)], 1, 16, 16, F32)
     q = torch.randn(sum(q_lens), group, 16)

@@ -254,7 +254,9 @@ def prefill_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables:
     """See kernels.attention.prefill. The bits of a row do not depend on the chunks of its prompt. as_decode uses the
     loops of decode instead of tiles, and so gives the bits of paged_attention."""
     if not as_decode and tiles.supports(q, k_cache, alibi_slopes, sliding_window, softcap):
-        return tiles.prefill_attention(q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens, scale)
+        return tiles.prefill_attention(
+            q, k_cache, v_cache, block_tables, cu_seqlens_q=cu_seqlens_q, seq_lens=seq_lens, scale=scale
+        )
     options = (scale, alibi_slopes, sliding_window, softcap)
     return _launch(q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q.data_ptr(), ROWS_PER_ITEM, *options)
 
