@@ -152,9 +152,9 @@ def _parse_line(words: list[str], where: str, limits: Limits) -> ApiKey:
     parts = [word for word in words if not SETTING.fullmatch(word)]
     if not 1 <= len(parts) <= 2:
         raise ConfigError(f"{where}: must be `KEY` or `NAME KEY`, then settings (such as weight=2; {known}).")
-    if len(parts) == 2 and LIKE_A_SETTING.fullmatch(parts[1]):  # as a key, it would make the key a name
+    if len(parts) == 2 and LIKE_A_SETTING.fullmatch(parts[1]):  # a misspelled setting: the key would be read as a name
         raise ConfigError(
-            f"{where}: what looks like a setting there is none: {known}. (A key of this form: write sha256:DIGEST.)"
+            f"{where}: unknown setting; the settings are {known}. (Write a key of this form as sha256:DIGEST.)"
         )
     if len(parts) == 2 and not NAME.fullmatch(parts[0]):
         raise ConfigError(f"{where}: the name may hold letters, digits, and . _ @ - only.")

@@ -98,7 +98,7 @@ def _check_headers(headers: Mapping[bytes, bytes], max_bytes: int) -> None:
         raise ApiError(415, "Send the body as Content-Type: application/json, in UTF-8.", code="unsupported_media_type")
     if headers.get(b"content-encoding", b"identity").lower() != b"identity":
         raise ApiError(
-            415, "Compressed bodies are not taken: leave Content-Encoding out.", code="unsupported_media_type"
+            415, "Compressed bodies are not accepted: leave Content-Encoding out.", code="unsupported_media_type"
         )
     length = headers.get(b"content-length", b"")
     if length.isdigit() and int(length[:20]) > max_bytes:
@@ -134,7 +134,7 @@ def parse_json(body: bytes | bytearray, bounds: JsonBounds) -> dict[str, Any]:
     try:
         bounds.check(body)
     except JsonBoundsError as error:
-        raise invalid(f"The body cannot be taken: {error}.", None, "invalid_json") from None
+        raise invalid(f"The body is not accepted: {error}.", None, "invalid_json") from None
     if body.startswith(codecs.BOM_UTF8):
         raise _malformed("it begins with a byte order mark (BOM): leave that out")
     try:

@@ -183,7 +183,7 @@ def trace_parent_of(scope: Scope) -> str:
 def _unauthorized(scope: Scope) -> ApiError:
     """A 401. The first words are OpenAI's: by them litellm tells a wrong key from other mistakes."""
     has_any = any(name in (b"authorization", b"x-api-key") for name, _ in scope["headers"])
-    what = "send a valid one" if has_any else "there is none. Send one"
+    what = "send a valid one" if has_any else "the request has none. Send one"
     return ApiError(
         401,
         f"Incorrect API key provided: {what} as Authorization: Bearer KEY.",

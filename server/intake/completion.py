@@ -49,7 +49,7 @@ async def admit_completion(served: Served, caller: Caller, request: CompletionRe
     parts, echoes = await _tokenize(driver, request, prompts, names, truncation, tenant)
     ids, num_truncated = _truncate(driver, parts, truncation)
     check_prompt_logprobs(request, ids)
-    if beams is None and request.logprobs is not None and not request.stream:  # a stream holds none back
+    if beams is None and request.logprobs is not None and not request.stream:  # a stream sends logprobs at once
         params = fit_logprobs(params, len(ids), driver.model.max_model_len - min(map(len, ids)), "logprobs")
     await compile_output(driver, params.structured_output, structured_output_field(request), tenant)
     engine_prompts = [

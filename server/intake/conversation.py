@@ -71,7 +71,8 @@ async def _prepare(
     form, params = await prepare_answer_form(served, request, params, ids, caller.tenant)
     if request.prompt_logprobs is not None:
         check_prompt_logprobs(request, [ids])
-    if params.logprobs is not None and not request.use_beam_search and not request.stream:  # a stream holds none back
+    whole = not request.stream and not request.use_beam_search  # a stream sends logprobs at once
+    if params.logprobs is not None and whole:
         params = fit_logprobs(params, 1, served.driver.model.max_model_len - len(ids), logprobs_field)
     return EnginePrompt(ids, params, "messages"), form
 

@@ -85,7 +85,7 @@ def _check_thinking_budget(request: ChatCompletionRequest, thinking: bool) -> No
     name = "reasoning.max_tokens" if request.thinking_token_budget is None else FIELD
     if not thinking:
         message = (
-            f"{name}: this server tells no thinking from what this model says, so it cannot limit it: leave it out."
+            f"{name}: this server cannot limit the thinking of this model, which it does not tell from the answer."
         )
         raise invalid(message, name, "unsupported_value")
     output = request.structured_outputs

@@ -97,7 +97,7 @@ def check_text_length(driver: Driver, num_chars: int, param: str, may_be_long: b
     if not may_be_long:
         check_length(driver, num_chars, param)
     elif num_chars > MAX_TRUNCATED_CHARS:
-        message = f"The prompt has {num_chars} characters; to be truncated it may have {MAX_TRUNCATED_CHARS}."
+        message = f"The prompt has {num_chars} characters; truncation accepts at most {MAX_TRUNCATED_CHARS}."
         at_least = -(-num_chars // driver.tokenizer.max_chars_per_token)
         raise ContextLengthError(message, param, prompt_size(driver, at_least))
 
@@ -120,7 +120,7 @@ def check_num_ids(driver: Driver, num_ids: int, param: str, may_be_cut: bool) ->
     context = driver.model.max_model_len
     limit = max(context, MAX_TRUNCATED_IDS) if may_be_cut else context
     if num_ids > limit:
-        cut = f"; to be truncated it may have {limit}" if may_be_cut else ""
+        cut = f"; truncation accepts at most {limit}" if may_be_cut else ""
         raise ContextLengthError(
             f"This model's maximum context length is {context} tokens; the prompt has {num_ids} tokens{cut}. "
             "Shorten it.",

@@ -38,7 +38,7 @@ async def create_chat_completion(http: HttpRequest, served: Served) -> Response:
 
 async def stored_completion(http: HttpRequest, served: Served) -> Response:
     """Answer requests for a stored chat completion: the server stores none."""
-    text = "This server stores no chat completions: keep what POST /v1/chat/completions answers."
+    text = "This server stores no chat completions: keep the answer of POST /v1/chat/completions."
     raise ApiError(404, text, param="completion_id", code="completion_not_found")
 
 

@@ -127,14 +127,14 @@ class EngineCollector(Collector):
         return family
 
     def _requests_refused(self) -> Metric:
-        help = "Requests that were not taken though nothing is wrong with them, by the limit that was reached."
+        help = "Valid requests that were refused, by the limit that was reached."
         family = CounterMetricFamily("pageserve:requests_refused", help, labels=("reason",))
         for reason in REFUSALS:
             family.add_metric((reason,), self._refused[reason])
         return family
 
     def _lines_dropped(self) -> Metric:
-        help = "Lines of the log that were dropped, since nobody read them or they could not be written."
+        help = "Log lines that were dropped because no process read them or writing failed."
         family = CounterMetricFamily("pageserve:log_lines_dropped", help, labels=("stream",))
         for stream in STREAMS.values():
             family.add_metric((stream,), lines_dropped[stream])

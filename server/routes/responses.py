@@ -23,7 +23,7 @@ from server.output.timings import find_timings
 from server.protocol.responses.request import ResponsePrompt, ResponseRequest
 
 LEFT_OUT_HEADER = "x-pageserve-left-out"
-NOT_STORED = "This server stores no responses: keep what POST /v1/responses answers."
+NOT_STORED = "This server stores no responses: keep the answer of POST /v1/responses."
 
 logger = logging.getLogger(__name__)
 _logged: set[str] = set()  # kinds that the log has named; the list of kinds is closed, so the set stays small
@@ -83,7 +83,7 @@ async def refuse_other_methods(http: HttpRequest, served: Served) -> Response:
 
 async def no_compaction(http: HttpRequest, served: Served) -> Response:
     """Answer POST /v1/responses/compact: the server compacts no conversations."""
-    message = "Conversations are not compacted here: send the items as they are, or truncation: 'auto'."
+    message = "This server compacts no conversations: send all items, or truncation: 'auto'."
     raise ApiError(404, message, code="not_found")
 
 

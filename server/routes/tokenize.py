@@ -79,7 +79,7 @@ async def detokenize(http: HttpRequest, served: Served) -> Response:
     model, tokenizer = served.driver.model, served.driver.tokenizer
     if len(request.tokens) > model.max_model_len:
         raise ContextLengthError(
-            f"tokens holds {len(request.tokens)} token ids; this model takes at most {model.max_model_len}.", "tokens"
+            f"tokens holds {len(request.tokens)} token ids; this model accepts at most {model.max_model_len}.", "tokens"
         )
     check_vocabulary(request.tokens, model.vocab_size, "tokens")
     tenant, ids = http.state.caller.tenant, request.tokens

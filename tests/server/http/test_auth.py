@@ -68,7 +68,7 @@ def test_nothing_else_opens(anonymous, headers):
     message = assert_error(response, 401, code="invalid_api_key")
     assert response.headers["www-authenticate"] == "Bearer"
     assert "sk-" not in message
-    assert ("there is none" in message) == (not headers.keys() & {"authorization", "x-api-key"})
+    assert ("the request has none" in message) == (not headers.keys() & {"authorization", "x-api-key"})
 
 
 @pytest.mark.parametrize(
@@ -214,8 +214,8 @@ def test_keys_from_a_file_with_names_comments_digests_and_a_reload(folder, tmp_p
         ("sk-a min-priority=none\n", "min-priority must be a whole number"),
         ("sk-a weight=1 weight=2\n", "line 1: weight is set twice"),
         # Not a key called weigth=2 that belongs to somebody called sk-a:
-        ("sk-a weigth=2\n", "line 1: what looks like a setting there is none: weight, min-priority"),
-        ("sk-a requests_per_minute=60 weight=2\n", "line 1: what looks like a setting there is none"),
+        ("sk-a weigth=2\n", "line 1: unknown setting; the settings are weight, min-priority"),
+        ("sk-a requests_per_minute=60 weight=2\n", "line 1: unknown setting"),
         ("alice sk-a\nsk-b\ncarol sk-a\n", "line 3: this key is in line 1, too"),
         ("bob sha256:6ca13d52\n", "line 1: behind sha256: must be 64 hexadecimal digits"),
         ("alice sk-a requests-per-hour=3\n", "line 1: must be `KEY` or `NAME KEY`, then settings"),

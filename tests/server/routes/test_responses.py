@@ -424,7 +424,9 @@ def test_what_openai_python_adds_to_answers_may_be_sent_back(client):
 
 
 def test_compaction_is_not_taken_for_the_name_of_a_response(client):
-    assert "not compacted" in assert_error(client.post(f"{PATH}/compact", json=body()), 404, code="not_found")
+    assert "compacts no conversations" in assert_error(
+        client.post(f"{PATH}/compact", json=body()), 404, code="not_found"
+    )
 
 
 SPAWN = {"type": "function", "name": "spawn", "parameters": {"type": "object", "properties": {}}}
