@@ -7,7 +7,7 @@ from typing import Any
 
 from engine.driver import Driver
 
-Timings = Callable[[], list[dict[str, Any]]]  # of an answer that has ended
+Timings = Callable[[], list[dict[str, Any]]]  # called after the end of the answer
 
 
 def find_timings(driver: Driver, tenant: str, response_id: str) -> list[dict[str, Any]]:
