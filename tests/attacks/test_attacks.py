@@ -71,5 +71,7 @@ def test_every_limit_is_held_against_what_was_measured(changes, fault):
 
 
 def test_every_attack_has_a_line_that_says_what_it_does():
-    for name, attack in load_attacks().items():
+    attacks = load_attacks()
+    assert len(attacks) > 10
+    for name, attack in attacks.items():
         assert attack.function.__doc__.strip().splitlines()[0].endswith((".", ":")), name

@@ -202,5 +202,7 @@ def test_the_plots_are_drawn_from_the_figures(tmp_path):
     pytest.importorskip("matplotlib", reason="the extra `bench` is not installed")
     from benchmarks.memory_plots import draw
 
-    for path in draw(json.loads((RESULTS / "memory.json").read_text()), tmp_path):
+    paths = list(draw(json.loads((RESULTS / "memory.json").read_text()), tmp_path))
+    assert len(paths) == 4
+    for path in paths:
         assert path.read_bytes().startswith(b"\x89PNG")

@@ -410,7 +410,9 @@ def test_json_that_a_schema_allows(llm):
     ids=["regex", "choice", "grammar"],
 )
 def test_other_forms(llm, output, expected, temperature):
-    for result in generate(llm, output, ["A fox", "Hello"], temperature=temperature):
+    results = generate(llm, output, ["A fox", "Hello"], temperature=temperature)
+    assert len(results) == 2
+    for result in results:
         assert re.fullmatch(expected, result.outputs[0].text)
         assert result.outputs[0].finish_reason is FinishReason.STOP
 

@@ -415,8 +415,10 @@ def test_who_leaves_with_a_step_under_way_and_comes_back_owes_it():
         while not quiet.num_computed_tokens:
             loop.step()
         loop.scheduler.finish(quiet, FinishReason.ABORT)
+        assert "quiet" in loop.scheduler.admission.fair_share.tenants
     loop.run()
-    assert all(tenant.cost == 0 for tenant in loop.scheduler.admission.fair_share.tenants.values())
+    tenants = loop.scheduler.admission.fair_share.tenants
+    assert "flood" in tenants and all(tenant.cost == 0 for tenant in tenants.values())
 
 
 def test_progress_after_a_comeback_counts_when_it_is_charged_already():

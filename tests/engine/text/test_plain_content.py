@@ -134,6 +134,7 @@ def turns(*contents):
 @pytest.mark.parametrize("content", ["x{}y", "{}", " {} ", "{}\n", "a {}{} b", "{} end", "é{}ü\n\n{}"])
 def test_special_text_in_content_is_ordinary_text(tokenizers, style, content):
     tokenizer = tokenizers[style]
+    assert specials(tokenizer)
     for special in specials(tokenizer):
         messages = turns(content.format(special, special))
         prompt = tokenizer.chat_prompt(messages)

@@ -61,6 +61,7 @@ def test_parse_with_a_pydantic_model(client):
     completion = client.chat.completions.parse(
         model=MODEL, messages=MESSAGES, response_format=Fox, max_tokens=600, seed=2, n=2
     )
+    assert len(completion.choices) == 2
     for choice in completion.choices:
         assert isinstance(choice.message.parsed, Fox) and choice.message.refusal is None
         assert choice.finish_reason == "stop"
@@ -121,7 +122,9 @@ def test_plain_text_is_plain(client):
     ids=lambda value: str(value)[:20],
 )
 def test_structured_outputs(client, output, expected):
-    for choice in complete(client, output, n=2).choices:
+    choices = complete(client, output, n=2).choices
+    assert len(choices) == 2
+    for choice in choices:
         assert re.fullmatch(expected, choice.text, re.DOTALL)
 
 

@@ -63,6 +63,7 @@ def test_offsets_count_characters_of_the_returned_text(api, prompt, max_tokens):
 def test_chunks_join_to_the_whole(api, max_tokens, n):
     fields = {"prompt": [ODD, "hi"], "max_tokens": max_tokens, "n": n}
     whole = complete(api, **fields)
+    assert len(whole.choices) == 2 * n
     text = ["" for _ in whole.choices]
     lists = [{"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []} for _ in whole.choices]
     ends = {}

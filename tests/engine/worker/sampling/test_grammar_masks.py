@@ -61,6 +61,7 @@ def test_it_is_the_best_that_the_form_allows(runner, hf_model):
     driver = MiniDriver(runner)
     driver.add(1, PROMPTS[1], asking())
     run(driver, 7)
+    assert len(driver.output(1)) == 8
     tokens = list(PROMPTS[1])
     for token in driver.output(1):
         place = len(tokens) - len(PROMPTS[1])

@@ -89,6 +89,7 @@ def test_an_answer_has_what_the_schema_lists_and_ends(bundled_server, field):
             seed=1,
             extra_body={field: asked, **forced},
         )
+    assert len(answer.choices) == 8
     for choice in answer.choices:
         assert choice.finish_reason in ("stop", "tool_calls")
         text = choice.message.tool_calls[0].function.arguments if field == "tools" else choice.message.content
