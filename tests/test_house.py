@@ -12,6 +12,7 @@ import pytest
 from engine.settings import load_settings
 from server.commands.config_docs import CONFIG_CLASSES, DOCUMENTS, with_table, yaml_template
 from tests.private_names import private_uses
+from tests.riddles import READ, files_of, riddles_of
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("engine", "server", "kernels", "training", "benchmarks")
@@ -25,6 +26,7 @@ DATA = ("engine/models/families", "engine/models/bundled")  # a file per family:
 MAX_IMPORTS = 15  # modules of our own that one file imports
 MAX_IMPORTS_OF = {"engine/driver.py": 18}
 MAX_PRIVATE_USES = 60  # by all tests, of names that begin with an underscore
+MAX_RIDDLES = 10  # in engine, server, kernels, README.md and docs together
 LISTS = ("engine/models/families/__init__.py", "server/app.py")  # they list the families and the routes
 
 # Layers, the topmost first. A module imports modules of its own layer and of those below it.
@@ -285,6 +287,12 @@ def test_documents_name_only_what_exists(path):
             and not set(word) & set(" *<{\n")
         ):
             assert (ROOT / word.rstrip("/")).exists(), word
+
+
+def test_the_prose_is_plain():
+    """tests/riddles.py finds sentences that open with a clause in place of a subject, also in help texts and errors."""
+    found = [riddle for path in files_of(list(READ)) for riddle in riddles_of(path)]
+    assert len(found) < MAX_RIDDLES, "\n".join(f"{riddle.path}:{riddle.line}: {riddle.sentence}" for riddle in found)
 
 
 def test_make_test_runs_the_linter_and_the_type_checker():
