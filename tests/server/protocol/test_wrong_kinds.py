@@ -1,10 +1,12 @@
 """Every value of rich requests, replaced by one of another kind: a 400 or an answer, never a 500."""
 
 import copy
+import json
 
 import pytest
 
-from tests.server.live import MODEL, LiveServer
+from tests.server.in_process import InProcessClient
+from tests.server.live import JSON, MODEL, LiveServer
 
 FUNCTION = {"name": "f", "description": "", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}}
 CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -87,8 +89,8 @@ OTHERS = (None, 1.5, "x", [{}], {"type": {}})
 
 @pytest.fixture(scope="module")
 def client(folder):
-    with LiveServer(folder, "--max-model-len", "4096", engine={"num_blocks": 1024}) as live, live.client() as client:
-        yield client
+    with LiveServer(folder, "--max-model-len", "4096", engine={"num_blocks": 1024}) as live:
+        yield InProcessClient(live)
 
 
 def places(value, path=()):
@@ -107,13 +109,17 @@ def changed(body, path, value):
     return found
 
 
+def post(client, path, body):
+    return client.post(path, json.dumps({"model": MODEL} | body), JSON)
+
+
 @pytest.mark.parametrize("name", BODIES)
 def test_a_value_of_another_kind_is_answered_or_refused(client, name):
     path, body = BODIES[name]
-    assert (response := client.post(path, json={"model": MODEL} | body)).status_code == 200, response.text
+    assert (response := post(client, path, body)).status_code == 200, response.text
     changing = [place for place in places(body) if "allowed" not in name or place[0] == "tool_choice"]
     for place in changing:
         for other in OTHERS:
-            response = client.post(path, json={"model": MODEL} | changed(body, place, other))
+            response = post(client, path, changed(body, place, other))
             assert response.status_code in (200, 400), (place, other, response.text)
             assert response.status_code == 200 or response.json()["error"]["message"]
