@@ -16,7 +16,7 @@ import pytest
 from engine.checkpoint.locate import BUNDLED_MODEL
 from tests.clients.agents import AGENTS, FILE, ISOLATED, MODEL, SAID, TEXT
 from tests.clients.forcing_proxy import ForcingProxy
-from tests.server.process import serving_process
+from tests.server.serving import serving_process
 
 CONTEXT = 131072
 SECONDS = 300.0

@@ -5,7 +5,7 @@ import pytest
 
 from tests.checkpoints import save_fake_checkpoint
 from tests.server.live import LiveServer
-from tests.server.process import serving_process
+from tests.server.serving import serving_process
 from tests.server.victim import Victim
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import httpx
 
-from tests.server.process import serving_process
+from tests.server.serving import serving_process
 from tests.server.tools.templates import STYLES
 
 MODEL = "pageserve"

@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 import httpx
 
-from tests.server.process import serving_process
+from tests.server.serving import serving_process
 from tests.server.streams import WORKER, Stream, body, children_of, wait_for
 
 TOKENS = 160

@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-from tests.server.process import serving_process
+from tests.server.serving import serving_process
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 NUM_BLOCKS = 640

@@ -18,7 +18,7 @@ import pytest
 
 from tests.server.fuzz_cases import Case, Schema, big_bodies, cases, raw_attacks
 from tests.server.left_behind import children, left_behind, memory_mib, settled
-from tests.server.process import serving_process
+from tests.server.serving import serving_process
 
 NUM_CASES = int(os.environ.get("FUZZ_CASES", "150"))
 SEED = int(os.environ.get("FUZZ_SEED", "1"))

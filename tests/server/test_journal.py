@@ -21,7 +21,7 @@ import httpx
 import pytest
 
 from tests.server.left_behind import gauge, metrics
-from tests.server.process import serving_process
+from tests.server.serving import serving_process
 from tests.server.streams import MAX_TOKENS, WORKER, Stream, body, children_of, wait_for
 
 NUM_STREAMS = int(os.environ.get("JOURNAL_STREAMS", "16"))

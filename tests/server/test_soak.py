@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from tests.server.left_behind import children, gauge, left_behind, memory_mib, metrics, settled
-from tests.server.process import serving_process
+from tests.server.serving import serving_process
 
 NUM_REQUESTS = int(os.environ.get("SOAK_REQUESTS", "300"))
 NUM_TOKENS = int(os.environ.get("SOAK_TOKENS", "60"))

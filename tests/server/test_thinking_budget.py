@@ -20,7 +20,7 @@ from server.protocol.anthropic.request import MessagesRequest
 from server.protocol.responses.request import ResponseRequest
 from server.routes.messages import limit_thinking
 from tests.server.metrics import value
-from tests.server.process import serving_process
+from tests.server.serving import serving_process
 from tests.server.tools.templates import THINKING
 
 ASKED = {"model": "pageserve", "messages": [{"role": "user", "content": "6 times 7?"}], "temperature": 1.0}

@@ -18,7 +18,7 @@ from server.config import ServerConfig
 from server.http.tracing import make_tracer
 from tests.mortal import MORTAL
 from tests.server.live import LiveServer, completion_body
-from tests.server.process import wait_until_ready
+from tests.server.serving import wait_until_ready
 
 trace_service = pytest.importorskip(
     "opentelemetry.proto.collector.trace.v1.trace_service_pb2", reason="the extra `otel` is not installed"

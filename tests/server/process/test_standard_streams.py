@@ -14,10 +14,10 @@ import pytest
 
 from benchmarks.startup import free_port
 from tests.mortal import MORTAL
-from tests.server.process import wait_until_ready
+from tests.server.serving import wait_until_ready
 from tests.server.streams import GRAMMARS, WORKER, children_of
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PREAMBLE = """
 import os, subprocess, sys, time
 from server.process import standard_streams
