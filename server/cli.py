@@ -143,7 +143,7 @@ def bench(arguments: list[str]) -> int:
 
 
 def plan(arguments: list[str]) -> int:
-    """Run engine.worker.plan in a child process, because it imports torch to see the device."""
+    """Run engine.worker.memory_plan in a child process, because it imports torch to see the device."""
     environment = {name: value for name, value in os.environ.items() if name != "PAGESERVE_API_KEY"}
     return subprocess.run([sys.executable, "-m", "engine.worker.memory_plan", *arguments], env=environment).returncode
 

@@ -10,13 +10,8 @@ from kernels.cpu.attention import tiles as attention_tiles
 from kernels.cpu.dots import HAS_BF16_DOT
 from kernels.cpu.parallel import ParallelKernel
 
-MODULES = [
-    attention,
-    elementwise,
-    nucleus,
-    quantize,
-    token_mask,
-]  # with kernels for this processor
+# The modules with kernels that this processor can run.
+MODULES = [attention, elementwise, nucleus, quantize, token_mask]
 if HAS_BF16_DOT:
     MODULES += [attention_tiles, linear]
 

@@ -1,1 +1,1 @@
-"""A step's plan as arrays: the rows that the Worker keeps, and the buffers that carry them to the device."""
+"""Turns a StepPlan into arrays: the rows of live sequences, and the buffers that carry a step to the device."""

@@ -1,1 +1,1 @@
-"""The memory of the KV cache: on the device, in host memory, on disk, and the moves between them."""
+"""The memory of the KV cache: its size on the device, in host memory and on disk, and the moves between these."""

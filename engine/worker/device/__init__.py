@@ -1,1 +1,1 @@
-"""Which device, its queues and graphs, and the memory and cores of the host beside it."""
+"""The choice of the device, its queues and CUDA graphs, and the memory and cores of the host."""

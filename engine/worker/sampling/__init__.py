@@ -1,1 +1,1 @@
-"""Logits to tokens: parameters by row, bans, grammar masks, scores of prompts."""
+"""From logits to tokens: parameters by row, bans, grammar masks, thinking budgets, draws, scores of prompts."""
