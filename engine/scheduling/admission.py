@@ -18,6 +18,8 @@ from engine.scheduling.block_reserve import BlockReserve
 from engine.scheduling.fair_share import Displacement, FairShare, StepScope
 from engine.scheduling.sequence_queue import SequenceQueue
 
+NO_DISPLACEMENT = Displacement()
+
 
 @dataclass(frozen=True, slots=True)
 class Start:
@@ -83,18 +85,18 @@ class Admission:
         if seq.num_pending_tokens:
             return None
         if self.finds_room(seq):
-            return Newcomer(seq, Displacement())
+            return Newcomer(seq, NO_DISPLACEMENT)
         spare = self.reserve.spare(seq, [], num_forks_of(seq), self._running)
         displacement = self.fair_share.displacement_for(seq, self._running, self.num_rows, spare)
         return Newcomer(seq, displacement) if displacement.victims else None
 
     def next_start(self, scope: StepScope, budget: int, plan: StepPlan) -> Start | None:
-        """Returns the next waiting sequence if it may start within `budget` tokens; None if no sequence may.
+        """Returns the next waiting sequence, of at least one, if it may start within `budget` tokens; else None.
 
         Sequences start in turn: if the next one has no room, none starts. A group that is `too_large` is returned, too,
         to be failed. `plan` is the plan under construction.
         """
-        if not self._waiting or not self._has_row(seq := self.next_in_turn(scope.displaced)):
+        if not self._has_row(seq := self.next_in_turn(scope.displaced)):
             return None
         # A sequence preempted with a pending token can start again after the next result.
         if seq.num_pending_tokens or seq.tenant in scope.excluded:
@@ -152,8 +154,7 @@ class Admission:
 
     def begin_step(self, newcomer: Newcomer | None, budget: int) -> StepScope:
         """Opens the scope of the next plan, after the victims of `newcomer` were preempted."""
-        displacement = Displacement() if newcomer is None else newcomer.displacement
-        seq = None if newcomer is None else newcomer.seq
+        seq, displacement = (None, NO_DISPLACEMENT) if newcomer is None else (newcomer.seq, newcomer.displacement)
         if seq is not None and displacement.victims and not self.finds_room(seq):
             seq = None  # a block of a victim is shared with a sequence that goes on
         return self.fair_share.begin_step(seq, displacement, self._running, bool(self._waiting), budget)

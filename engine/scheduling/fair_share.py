@@ -34,7 +34,8 @@ With a single tenant none of this costs anything: `contended` is False and the o
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from engine.executor.step import StepPlan, StepResult
 from engine.memory.block_manager import BlockManager
@@ -118,16 +119,14 @@ class Holding:
     num_blocks: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Displacement:
+class Displacement(NamedTuple):
     """Running sequences to preempt for a newcomer. Each of `undivided` is part of all that its tenant has."""
 
-    victims: list[Sequence] = field(default_factory=list)
-    undivided: list[Sequence] = field(default_factory=list)
+    victims: Collection[Sequence] = ()
+    undivided: Collection[Sequence] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class StepScope:
+class StepScope(NamedTuple):
     """Limits of the plan under construction.
 
     sequences: running sequences that may compute, in order.
@@ -250,9 +249,9 @@ class FairShare:
         `newcomer`: the next sequence to start, if there is room. `displacement`: what was just preempted for it.
         `more_wait`: sequences wait.
         """
-        self.comebacks |= {victim: Comeback(victim.num_charged_tokens) for victim in displacement.undivided}
-        self.num_displaced += len(displacement.victims)
         if self.contended:
+            self.comebacks |= {victim: Comeback(victim.num_charged_tokens) for victim in displacement.undivided}
+            self.num_displaced += len(displacement.victims)
             self.displaced = frozenset(victim.tenant for victim in displacement.victims)
             scope = self._scope(newcomer, running, budget)
         elif self._clock >= self._short_until:
@@ -268,7 +267,7 @@ class FairShare:
             return scope
         has_room = more_wait and len(running) < self.max_num_seqs
         sequences, budget, resting = self._short_steps.limit(scope.sequences, has_room, budget)
-        return replace(scope, sequences=sequences, budget=budget, resting=frozenset(resting))
+        return scope._replace(sequences=sequences, budget=budget, resting=frozenset(resting))
 
     def planned(self, plan: StepPlan, running: Iterable[Sequence]) -> None:
         """A plan is sent; its tokens are counted as computed."""
@@ -356,7 +355,7 @@ class FairShare:
             # A hypothesis that the Worker lacks must not wait: its beam search goes on only when all are computed.
             or not seq.in_worker
         ]
-        return replace(everything, sequences=sequences, excluded=self.displaced | ahead)
+        return everything._replace(sequences=sequences, excluded=self.displaced | ahead)
 
     def displacement_for(
         self, seq: Sequence, running: list[Sequence], num_rows_in_use: int, spare: int

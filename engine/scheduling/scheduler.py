@@ -140,7 +140,7 @@ class Scheduler:
 
             # Waiting sequences, in turn. None starts after a preemption: the victim itself would come straight back.
             budget = parts.budget
-            while budget > 0 and self.num_preemptions == num_preemptions:
+            while self.waiting and budget > 0 and self.num_preemptions == num_preemptions:
                 self.admission.computing()
                 if (start := self.admission.next_start(scope, budget, plan)) is None:
                     break
