@@ -26,7 +26,7 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def save_fake_checkpoint(folder: Path, chat_template: str | None = CHAT_TEMPLATE) -> Path:
-    """What the Driver reads of a checkpoint: a tokenizer and a config.json; serve it with load_format="dummy"."""
+    """Write a tokenizer and a config.json, all that the Driver reads; serve the folder with load_format="dummy"."""
     folder.mkdir(parents=True, exist_ok=True)
     byte_tokenizer().save(str(folder / "tokenizer.json"))
     settings = {"eos_token": "<|im_end|>"} | ({"chat_template": chat_template} if chat_template else {})

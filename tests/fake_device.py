@@ -77,7 +77,7 @@ def expected_vector(prompt: list[int], pooling: Pooling) -> list[float]:
 
 
 def expected_tokens(prompt: list[int], seed: int, num_tokens: int, eos_every: int = 0) -> list[int]:
-    """What an unbatched loop generates: up to `num_tokens`, or through the first end-of-sequence token."""
+    """The tokens that an unbatched loop generates: `num_tokens`, or up to the first end-of-sequence token."""
     context = list(prompt)
     while len(context) < len(prompt) + num_tokens:
         context.append(next_token(context, seed, eos_every))
@@ -87,7 +87,7 @@ def expected_tokens(prompt: list[int], seed: int, num_tokens: int, eos_every: in
 
 
 def compute_seconds(plan: StepPlan) -> float:
-    """What a step takes on a device where four decodes cost twice as much as an empty step."""
+    """Seconds of a step: 1 ms, 0.5 ms more per decode, 0.1 ms more per token of a chunk."""
     num_decodes = len(plan.decodes)
     return 1e-3 + 5e-4 * num_decodes + 1e-4 * (plan.num_tokens - num_decodes)
 

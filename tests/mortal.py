@@ -1,6 +1,6 @@
 """`python -m tests.mortal COMMAND...` becomes COMMAND, which the kernel kills when whoever started it ends (Linux).
 
-So a test run that is killed leaves no server behind. What a thread starts ends with that thread.
+So a test run that is killed leaves no server behind. A process that a thread started ends with that thread.
 """
 
 import ctypes

@@ -262,7 +262,7 @@ def _has_files(folder: Path) -> bool:
 
 
 def anchors(path: Path) -> set[str]:
-    """What GitHub makes of a document's headings."""
+    """The anchors that GitHub makes of a document's headings."""
     headings = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w-]", "", heading.lower().replace(" ", "-")) for heading in headings}
 

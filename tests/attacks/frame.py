@@ -1,4 +1,4 @@
-"""What an attack is, and what it gets to work with.
+"""The interface of an attack: what it is given, and what it may return.
 
 An attack is an async function of a Target in a file of its subject under tests/attacks/subjects/, with a docstring:
 

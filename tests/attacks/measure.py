@@ -1,4 +1,4 @@
-"""What is read off a server under attack: memory and descriptors of its processes by /proc, and what the probes saw."""
+"""Measures a server under attack: memory and descriptors of its processes by /proc, and the latencies of probes."""
 
 import json
 import os
@@ -92,7 +92,7 @@ class Sampler:
 
 @dataclass
 class Waits:
-    """What one probe saw of the requests that began, or were under way, between two points of time."""
+    """Latencies that one probe measured, of requests under way between two points of time."""
 
     seconds: list[float] = field(default_factory=list)
     failures: dict[int, int] = field(default_factory=dict)  # by status
@@ -122,7 +122,7 @@ class Waits:
 
 @dataclass
 class Result:
-    """Of one attack; `faults` says which limits were missed and what else went wrong."""
+    """The figures of one attack. `faults` says which limits were missed and what else went wrong."""
 
     name: str
     item: int

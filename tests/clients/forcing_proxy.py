@@ -48,7 +48,7 @@ class Script:
 
 @dataclass
 class Exchange:
-    """What passed: the request as the agent sent it, and how the server answered."""
+    """One exchange: the request as the agent sent it, and the answer of the server."""
 
     method: str
     url: str

@@ -1,4 +1,4 @@
-"""What surrounds the CPU kernels: what is imported when, the cache of machine code, the threads, the fallback."""
+"""The runtime of the CPU kernels: imports, the cache of machine code, threads, the fallback."""
 
 import subprocess
 import sys

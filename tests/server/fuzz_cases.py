@@ -73,7 +73,7 @@ VALUES: tuple[Any, ...] = (
 )
 
 
-# What is right for a field whose schema does not tell enough, or of which any number would take too long.
+# Right values of fields whose schema does not tell enough, or where any number would take too long.
 RIGHT: dict[str, tuple[Any, ...]] = {
     "n": (1, 2, 8),
     "best_of": (1, 8),

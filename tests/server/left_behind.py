@@ -27,7 +27,7 @@ def left_behind(client, process) -> dict[str, float]:
 
 
 def memory_mib(pid: int) -> float:
-    """What a process holds for itself: not the files that it has mapped."""
+    """MiB of anonymous memory of a process, without mapped files."""
     status = Path(f"/proc/{pid}/status").read_text()
     return int(re.search(r"RssAnon:\s+(\d+) kB", status)[1]) / 1024
 
@@ -37,7 +37,7 @@ def children(pid: int) -> list[int]:
 
 
 def settled(client, process, baseline: dict[str, float]) -> dict[str, float]:
-    """What is left once connections had time to close."""
+    """What is left behind, read after connections had time to close."""
     for _ in range(100):
         found = left_behind(client, process)
         if all(found[name] <= baseline[name] for name in found):

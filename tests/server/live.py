@@ -72,7 +72,7 @@ class LiveServer:
         return asyncio.run_coroutine_threadsafe(run(), self.loop).result(SECONDS)
 
     def usage(self) -> dict[str, float]:
-        """What must be back at zero when nobody asks anything."""
+        """Gauges that are zero when no request is live."""
 
         def read():
             self.driver.stats_snapshot()
@@ -194,7 +194,7 @@ def assert_error(response: httpx.Response, status: int, param: str | None = None
 
 
 def expected_text(prompt: bytes | list[int], seed: int, num_tokens: int, index: int = 0) -> str:
-    """What the fake device says to a prompt: the unbatched oracle, for sample `index` of a seed."""
+    """The answer of the fake device to a prompt, by an unbatched oracle: sample `index` of a seed."""
     own_seed = (seed + index * 0x9E3779B97F4A7C15) % 2**64
     return bytes(expected_tokens(list(prompt), own_seed, num_tokens)).decode()
 

@@ -94,7 +94,7 @@ _SLOW_BODY = _SLOW_HEAD + b" " * 999
 
 
 def judge(response: httpx.Response) -> str:
-    """What is wrong with an answer; "" when nothing is."""
+    """The fault of an answer; "" if it has none."""
     text = response.text
     if response.status_code >= 500:
         return f"{response.status_code} {text[:300]}"

@@ -1,4 +1,4 @@
-"""What a person does with the page at /, in a headless Chromium where there is one."""
+"""The page at / used as a person would, in a headless Chromium where there is one."""
 
 import json
 import re

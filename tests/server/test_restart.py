@@ -1,4 +1,4 @@
-"""What clients and probes see while a dead Worker is replaced: a pause with comments, and then the rest."""
+"""Clients and probes while a dead Worker is replaced: streams pause, with comments, and go on."""
 
 import os
 import signal

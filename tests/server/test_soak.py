@@ -95,7 +95,7 @@ async def leave(client: httpx.AsyncClient, body: dict, after: int, rng: random.R
 
 
 async def run_all(base_url: str, model: str, pids: list[int]) -> tuple[Counter, list[list[float]]]:
-    """What became of the requests, and the memory of each process after every tenth of them."""
+    """(outcomes of the requests, memory of each process after every tenth of them)."""
     outcomes: Counter = Counter()
     memory: list[list[float]] = []
     seeds = iter(range(NUM_REQUESTS))

@@ -179,7 +179,7 @@ class Clients:
             self.monitor.saw("stop string held back text")
 
     def _references(self, client: Client) -> tuple[Reference, ...]:
-        """What the oracle has for the room that it has by now: a smaller pool may have taken some of it."""
+        """The oracle's tokens, cut to the room that is left: a smaller pool may have taken some of it."""
         arrival = client.arrival
         limit = client.limit if arrival.beam is not None else self._limit_of(arrival)
         return arrival.references_at(self.monitor.config, limit)

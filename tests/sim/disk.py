@@ -139,7 +139,7 @@ class SimDiskCache(DiskCache):
 
 
 class PoolCopier:
-    """What HostCache asks of kernels.cache.copy_blocks.BlockCopier, over the pool of the simulated device."""
+    """BlockCopier (kernels/cache/copy_blocks.py) as HostCache uses it, over the pool of the simulated device."""
 
     def __init__(self, slots: np.ndarray) -> None:
         self._blocks = torch.from_numpy(slots.view(np.uint8))

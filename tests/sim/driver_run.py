@@ -82,7 +82,7 @@ class DriverRun:
         self.monitor.raise_violation()
 
     def _end_tasks(self) -> None:
-        """What a violation left behind; the engine loop may have ended with it, which nobody else will look at."""
+        """Cancel all tasks that a violation left behind, and read the exception of an engine loop that it ended."""
         engine_loop = getattr(getattr(self, "driver", None), "_task", None)
         if engine_loop is not None and engine_loop.done() and not engine_loop.cancelled():
             engine_loop.exception()

@@ -30,7 +30,7 @@ TICK_SECONDS = 3.0
 
 
 class SimWriter:
-    """What the Executor uses of asyncio.StreamWriter."""
+    """The part of asyncio.StreamWriter that the Executor uses."""
 
     def __init__(self, worker: SimWorker) -> None:
         self._worker = worker

@@ -25,7 +25,7 @@ def chain_start(salt: str) -> int:
 
 
 def chain_next(previous: int, token_id: int, position: int) -> int:
-    """What the KV slot of a token holds: it depends on everything before it, as a layer's keys and values do."""
+    """The content of a token's KV slot: it depends on all tokens before, as a layer's keys and values do."""
     return mix(previous, (position << 10) | token_id)
 
 
@@ -50,7 +50,7 @@ class FakeModel:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What a sample must turn out to be, whatever it was batched with. ERROR: its logits fail after `token_ids`."""
+    """The tokens that a sample must have, whatever it was batched with. ERROR: its logits fail after `token_ids`."""
 
     token_ids: list[int]
     finish_reason: FinishReason

@@ -215,7 +215,7 @@ class Monitor:
         self.check()
 
     def _judge(self, seq: Sequence) -> None:
-        """What a pool of another size means for a live sequence."""
+        """Shorten, or expect to fail, a live sequence that a pool of another size cannot hold."""
         if seq.max_num_tokens <= self.limit:
             return
         arrival = self.arrival_of(seq)
@@ -375,7 +375,7 @@ class Monitor:
             saw("one sequence holds the whole pool")
 
     def _check_moves(self, plan: StepPlan) -> None:
-        """What went to the host tier lies there under its own key."""
+        """Check that each slot of the host tier holds the block of its key."""
         tier = self.blocks.host_tier
         if tier is None or not (plan.offloads or plan.loads):
             return
@@ -452,7 +452,7 @@ class Monitor:
             fail("ref-counts", "the Worker's tables and the ref counts disagree")
 
     def check_idle(self) -> None:
-        """Nothing is left of any request."""
+        """Check that no trace of any request is left."""
         scheduler, manager = self.scheduler, self.blocks
         scheduler.check_invariants()
         require(not list(sequences_of(scheduler)), "leftovers", "sequences are left")

@@ -1,4 +1,4 @@
-"""What a seed draws: a configuration, and the events that are played against it.
+"""A configuration and the events that are played against it, drawn from a seed.
 
 Swarm testing (Groce et al. 2012): each run switches features on and off and draws its own rates, so that rare states
 are common in some run. Everything that depends on luck is fixed here, so that a list of events can be cut short and

@@ -96,7 +96,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.check_contents(seq)
 
     def move(self):
-        """What the plan would make the Worker do between the pool and the host tier."""
+        """Do what the Worker does for a plan between the pool and the host tier."""
         offloads, loads = self.tier.pop_moves() if self.tier is not None else ([], [])
         for move in offloads:
             self.host[move.slot] = list(self.contents[move.block_id])

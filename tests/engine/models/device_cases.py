@@ -44,7 +44,7 @@ def test_logits_of_prompts_chunks_and_decodes(checkpoint, dtype):
 
 
 def loss_of(oracle, dtype, prompts, exact):
-    """What transformers' own logits lose in this dtype."""
+    """The error of transformers' own logits in this dtype."""
     narrow = copy.deepcopy(oracle).to(dtype)
     return relative(torch.cat([oracle_logits(narrow, prompt) for prompt in prompts]), exact)
 

@@ -1,4 +1,4 @@
-"""What is learned from output lengths, against brute force over the lengths themselves."""
+"""The forecast of output lengths, against brute force over the lengths themselves."""
 
 import random
 

@@ -52,7 +52,7 @@ class DiskLoop(Loop):
 
 @pytest.fixture(scope="module")
 def disk():
-    """What a server that computed PROMPT leaves behind."""
+    """Put the blocks of PROMPT on the disk, as an earlier server would have."""
     loop = DiskLoop()
     seq = loop.add(PROMPT, max_tokens=4)
     loop.run()

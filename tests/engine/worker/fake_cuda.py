@@ -30,7 +30,7 @@ VIEWS = {"view", "slice", "select", "unsqueeze", "split_with_sizes", "expand", "
 
 
 class DeviceError(BaseException):
-    """What a real device would refuse, or wait for. No `except Exception` of the runner takes it for a bad request."""
+    """A real device refuses this, or waits for it. No `except Exception` of the runner takes it for a bad request."""
 
 
 @dataclass

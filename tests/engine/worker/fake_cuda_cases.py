@@ -259,7 +259,7 @@ def test_the_sweep_of_tiles_launches_what_it_names(cuda):
 
 
 class TestTheDeviceItself:
-    """What it finds in code that is wrong."""
+    """The fake device finds each of these mistakes."""
 
     def test_tensors_of_two_devices(self, cuda):
         x, index = torch.zeros(4, 5, device=FakeCudaQueue.device), torch.tensor([1])

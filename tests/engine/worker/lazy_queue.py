@@ -26,7 +26,7 @@ class LazyQueue:
     def __init__(self, fail_capture_at=None, free=1000):
         self.waiting = deque()
         self.num_queued = self.num_done = 0
-        self.captured = []  # what `work` was recorded, in order
+        self.captured = []  # recorded work, in order
         self.replays = 0
         self.fail_capture_at = fail_capture_at
         self.free = free

@@ -1,4 +1,4 @@
-"""What is read from the machine, with control groups laid out in a folder."""
+"""Limits read from the machine, with control groups laid out in a folder."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""What the queues of a CUDA device ask of torch, as far as that goes without one."""
+"""The calls that the queues of a CUDA device make to torch, tested without a device."""
 
 from contextlib import contextmanager
 

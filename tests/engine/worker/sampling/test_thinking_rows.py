@@ -34,7 +34,7 @@ def run(driver, num_steps):
 
 
 def alone(runner, params, num_steps=NUM_TOKENS):
-    """What a sequence with these parameters generates."""
+    """The tokens that a sequence with these parameters generates alone."""
     driver = MiniDriver(runner)
     driver.removed = [1]
     driver.add(1, PROMPTS[1], params)
