@@ -11,9 +11,10 @@ Its dtype names the format.
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:  # families and `pageserve plan` read formats without torch
+    from torch import Tensor
 
 MIN_MAGNITUDE = 1e-30  # a smaller largest magnitude of a row counts as this: else 1 / scale would overflow
 
@@ -53,7 +54,7 @@ FP8 = KVFormat("fp8", 2, 8, "float8_e4m3fn")
 INT4 = KVFormat("int4", 3, 4, "uint8")
 
 KV_FORMATS = {kv_format.name: kv_format for kv_format in (INT8, FP8, INT4)}
-_FORMATS = {getattr(torch, kv_format.dtype_name): kv_format for kv_format in KV_FORMATS.values()}
+_FORMATS = {f"torch.{kv_format.dtype_name}": kv_format for kv_format in KV_FORMATS.values()}  # by str(dtype)
 
 
 def find_kv_format(kv_cache_dtype: str) -> KVFormat | None:
@@ -61,6 +62,6 @@ def find_kv_format(kv_cache_dtype: str) -> KVFormat | None:
     return None if kv_cache_dtype == "auto" else KV_FORMATS[kv_cache_dtype]
 
 
-def kv_format_of(cache: Tensor) -> KVFormat | None:
+def kv_format_of(cache: "Tensor") -> KVFormat | None:
     """The format of a cache tensor; None for plain floats."""
-    return _FORMATS.get(cache.dtype)
+    return _FORMATS.get(str(cache.dtype))

@@ -96,9 +96,9 @@ assert aot.programs_per_sm(80, 128, 40 * 1024, 4) == 4, "shared memory, register
 assert aot.programs_per_sm(90, 128, 56 * 1024, 4) == 4 and aot.programs_per_sm(80, 128, 56 * 1024, 4) == 2
 
 assert aot.uncovered_kernels() == []
-from kernels import copy_blocks
+from kernels.cache import copy_blocks
 copy_blocks.aot_configurations = lambda capability: iter(())
-assert aot.uncovered_kernels() == ["copy_blocks.copy_blocks_kernel", "copy_blocks.pack_blocks_kernel"]
+assert aot.uncovered_kernels() == [f"kernels.cache.copy_blocks.{name}_blocks_kernel" for name in ("copy", "pack")]
 """
 
 ONE_VARIANT = """

@@ -3,6 +3,7 @@
 import random
 from collections import deque
 from dataclasses import replace
+from itertools import count
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from engine.models.decoder import Decoder
 from engine.models.families import read_model_config
 from engine.outputs import PromptLogprobs
 from engine.request import Request
+from engine.requests.live_request import new_sequences
 from engine.sampling_params import SamplingParams
 from engine.scheduling.scheduler import Scheduler
 from engine.worker.load import load_runner
@@ -52,7 +54,7 @@ class Scored:
         for number, prompt in enumerate(prompts):
             request = Request(str(number), list(prompt), SamplingParams(**params))
             limit = len(prompt) + (request.params.max_tokens or 1)
-            first, *forks = samples = [request.sequence(i, number * 8 + i, limit) for i in range(request.params.n)]
+            first, *forks = samples = new_sequences(request, limit, count(number * 8))
             self.scheduler.add(first, forks)
             self.logprobs.append(PromptLogprobs(list(prompt)))
             self.samples.append(samples)
@@ -141,7 +143,9 @@ def test_samples_of_one_prompt_score_it_once(runner, hf_model, max_tokens):
     assert found.num_scores == sum(len(prompt) - 1 for prompt in PROMPTS)
     for prompt, logprobs, tokens in zip(PROMPTS, found.logprobs, found.tokens, strict=True):
         assert_like(hf_model, prompt, logprobs)
-        assert [len(ids) <= max_tokens for ids in tokens] == [True, True]
+        assert [len(ids) <= max_tokens for ids in tokens] == [True] * (2 if max_tokens else 1), (
+            "no tokens: one sequence"
+        )
 
 
 def test_an_error_of_the_computation_fails_those_that_are_scored_alone(cpu_runner, monkeypatch):
@@ -152,7 +156,7 @@ def test_an_error_of_the_computation_fails_those_that_are_scored_alone(cpu_runne
     scheduler = Scheduler(BlockManager(96, 8), max_num_seqs=24, max_num_batched_tokens=64)
     for number, k in enumerate((1, None)):
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=k)
-        scheduler.add(Request("", PROMPTS[0], params).sequence(0, number, 6))
+        scheduler.add(*new_sequences(Request("", PROMPTS[0], params), 6, count(number)))
     result = cpu_runner.result(cpu_runner.launch(scheduler.schedule()))
     assert result.failed == {0: "RuntimeError: out of memory"} and result.seq_ids == [1]
     for seq_id in (0, 1):
@@ -164,7 +168,7 @@ def test_logits_that_are_no_numbers_fail_the_request(cpu_runner, monkeypatch):
     monkeypatch.setattr(Decoder, "compute_logits", lambda decoder, hidden: compute(decoder, hidden) * float("nan"))
     scheduler = Scheduler(BlockManager(96, 8), max_num_seqs=24, max_num_batched_tokens=64)
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
-    scheduler.add(Request("", PROMPTS[0], params).sequence(0, 7, 6))
+    scheduler.add(*new_sequences(Request("", PROMPTS[0], params), 6, count(7)))
     result = cpu_runner.result(cpu_runner.launch(scheduler.schedule()))
     assert "NaN" in result.failed[7] and not result.samples and not result.prompt_scores
     cpu_runner.batch.remove(7)
