@@ -7,8 +7,9 @@ twice gives the same answer.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import takewhile
+from typing import NamedTuple
 
 from engine.executor.step import StepPlan, StepResult
 from engine.memory.block_manager import BlockManager, Prefix
@@ -21,8 +22,7 @@ from engine.scheduling.sequence_queue import SequenceQueue
 NO_DISPLACEMENT = Displacement()
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
+class Start(NamedTuple):
     """How a waiting sequence would start: on the blocks of `prefix`, with `num_forks` siblings to run beside it.
 
     `spare`: blocks that must stay free. `splits_group`: the group outgrows the pool, so its members run one by one.
@@ -109,7 +109,7 @@ class Admission:
         self._count_delay(start)
         # If group members are already in this plan, decide in the next one.
         if seq.group is not None and seq.group.inseparable and self.is_alone(seq) and not plan.num_tokens:
-            return replace(start, too_large=True)
+            return start._replace(too_large=True)
         return None
 
     def next_in_turn(self, displaced: frozenset[str]) -> Sequence:
@@ -246,8 +246,10 @@ class Admission:
 
     def _count_delay(self, start: Start) -> None:
         """Counts a sequence once that the prediction delays and the watermark alone would not. A mere statistic."""
-        if start.seq is self._last_delayed or self._blocks.can_admit(start.seq, start.prefix, start.spare):
+        watermark = self.reserve.watermark(start.num_forks)
+        if start.seq is self._last_delayed or start.spare <= watermark:
             return
-        if start.spare and self._blocks.can_admit(start.seq, start.prefix, self.reserve.watermark(start.num_forks)):
+        fits = self._blocks.can_admit
+        if fits(start.seq, start.prefix, watermark) and not fits(start.seq, start.prefix, start.spare):
             self._last_delayed = start.seq
             self.num_delayed += 1
