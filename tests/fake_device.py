@@ -58,7 +58,7 @@ def expected_score(context: list[int]) -> tuple[float, int]:
 
 
 def hidden_state(context: list[int]) -> list[float]:
-    """Of the last token of `context`: numbers from -1 to 1 that depend on every token."""
+    """The hidden state of the last token of `context`: numbers from -1 to 1 that depend on every token."""
     rng = random.Random(zlib.crc32(b"".join(token.to_bytes(2, "little") for token in context)))
     return [rng.uniform(-1, 1) for _ in range(HIDDEN_SIZE)]
 

@@ -86,7 +86,7 @@ class Answer:
 
 
 async def read_answer(reader: asyncio.StreamReader) -> Answer:
-    """Of any length or in chunks. Raises OSError where the connection ends before it does."""
+    """The answer may have any length, or come in chunks. Raises OSError where the connection ends before it does."""
     try:
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
         headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:])}

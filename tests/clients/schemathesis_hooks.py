@@ -11,7 +11,7 @@ import schemathesis
 MODEL = os.environ["CLIENTS_MODEL"]
 MAX_TOKENS = 4
 LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
-# Where an answer may else be as long as the context.
+# Bounds answers that could otherwise fill the context.
 DEFAULTS = {"/v1/chat/completions": "max_tokens", "/v1/responses": "max_output_tokens"}
 
 

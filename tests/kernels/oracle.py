@@ -53,7 +53,7 @@ def empty_pages(num_blocks: int, num_kv_heads: int, head_dim: int, block_size: i
 
 
 def slots(data: Paged, i: int) -> Tensor:
-    """Where the tokens of sequence i lie."""
+    """The slots of the tokens of sequence i."""
     block_size, positions = data.k_cache.shape[2], torch.arange(len(data.keys[i]))
     return data.block_tables[i].long()[positions // block_size] * block_size + positions % block_size
 

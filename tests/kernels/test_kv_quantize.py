@@ -101,7 +101,7 @@ def test_what_is_written_does_not_depend_on_the_step_that_writes_it(kv_format):
 
 @each_format
 def test_copying_index_b_of_each_tensor_copies_a_block(kv_format):
-    """What copy-on-write, swapping and the tiers rely on: the scales lie with the data."""
+    """Copy-on-write, swapping and the tiers rely on it: the scales lie with the data."""
     x = torch.randn(16, 2, 32)
     caches = [empty_pages(3, 2, 32, 16, kv_format) for _ in range(2)]
     reshape_and_cache(x, x + 1, *caches, torch.arange(16))

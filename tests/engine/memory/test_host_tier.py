@@ -47,7 +47,7 @@ def test_a_prefix_comes_back_after_others_took_the_whole_pool():
 
 
 def test_a_failed_sequence_leaves_nothing_in_either_tier():
-    """What it loaded may be what made it fail: the next one computes it anew."""
+    """The loaded content may have caused the failure: the next sequence computes it anew."""
     tier = HostTier(16)
     loop = Loop(num_blocks=12, max_num_batched_tokens=64, host_tier=tier)
     loop.add([97] * 33, max_tokens=2)

@@ -455,7 +455,7 @@ def test_rope_of_gemma_3_by_layer_type() -> None:
 
 
 def test_factors() -> None:
-    """Of Granite-3.1-8B, and what holds where none is given: attention is not even divided by the root of head_dim."""
+    """The multipliers of Granite-3.1-8B, and the defaults: attention is not even divided by the root of head_dim."""
     factors = {"attention_multiplier": 0.0078125, "embedding_multiplier": 12.0, "logits_scaling": 16.0}
     config = model_config({**GRANITE, **factors, "residual_multiplier": 0.22, "rms_norm_eps": 1e-5})
     assert (config.attn_scale, config.logits_scale) == (0.0078125, 1 / 16)

@@ -68,7 +68,7 @@ def test_aborted_outputs_do_not_make_the_others_look_short():
 
 
 def test_those_that_still_run_count_as_far_as_they_came():
-    """Of 100 that began together, the 10 that ended at 20 are the short ones."""
+    """100 outputs began together; the 10 that ended at 20 tokens are the short ones."""
     assert learned([20] * 10).reach(60) < 0.2
     assert learned([20] * 10, running={bucket_of(60): 90}).reach(60) > 0.85
 

@@ -531,7 +531,7 @@ def test_metadata_of_a_step(counts):
 
 
 def test_step_limits_are_part_of_the_buffer():
-    """What a full step puts must fit the pinned buffer, or every step of a GPU would take the slow path."""
+    """The data of a full step must fit the pinned buffer, or every step of a GPU would take the slow path."""
     limits = StepLimits(16, 64)
     put = []
 

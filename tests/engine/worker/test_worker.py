@@ -182,7 +182,7 @@ def test_a_step_that_fails_as_a_whole_ends_it_with_a_traceback(tmp_path, model_d
 
 
 def test_asked_where_it_is_it_writes_its_stacks_and_works_on(tmp_path, model_dir):
-    """What the Driver does before it kills a Worker that hangs."""
+    """The Driver asks for a stack dump before it kills a Worker that hangs."""
     with open(tmp_path / "log", "w+b") as log:
         worker = Process(stderr=log)
         _, ready = worker.start(model_dir)

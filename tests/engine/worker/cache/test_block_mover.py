@@ -59,7 +59,7 @@ def read_and_write(tensors: list[torch.Tensor], written: dict[int, float], seen:
 
 
 def run_plans(seed: int, order: str, waits: bool = True, num_plans: int = 25):
-    """What every step saw and what the slots hold in the end: on streams, and block after block."""
+    """Every step sees, and the slots hold in the end, the same with streams as block after block."""
     rng = random.Random(seed)
     fake = FakeDevice(lambda streams: ORDERS[order](streams, rng), waits)
     queue = fake.new_stream()

@@ -23,7 +23,7 @@ class Copier:
 
 
 def test_a_block_whose_slot_goes_to_a_fetch_before_its_step_is_done_is_not_kept():
-    """What lies there by then is another block: under this digest it would be served as sound."""
+    """By then the slot holds another block: under this digest it would be served as sound."""
     disk, fetched = Disk(), []
     cache = HostCache(Copier(), 2, torch.device("cpu"), disk)
     moves = [BlockMove(5, 0, b"five"), BlockMove(6, 1, b"six")]

@@ -165,7 +165,7 @@ for rows in [*range(1, 401), *range(400, 0, -1)]:
 
 
 def test_linear_layers_of_many_lengths_do_not_grow_the_worker():
-    """Of 400 numbers of rows only the last are still compiled: counted, since the bytes differ with the machine."""
+    """Only the last of 400 numbers of rows are still compiled: counted, since the bytes differ with the machine."""
     done = subprocess.run(
         [sys.executable, "-c", LINEAR_LAYERS],
         env=os.environ | {"ONEDNN_VERBOSE": "profile_create"},

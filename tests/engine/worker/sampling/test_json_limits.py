@@ -267,7 +267,7 @@ def test_digits_of_texts_and_of_what_a_schema_asks_for_are_left_alone(walker):
 
 
 def test_a_grammar_that_is_slow_to_match_is_left_alone(walker, monkeypatch):
-    """What the search may take of the step's thread has a limit, then the text is cut as any other form is."""
+    """The search has a limit of time on the step's thread, then the text is cut as any other form is."""
     output = StructuredOutput.json_schema(SCHEMA, lenient=True)
     walker.rows(output, BUDGET)
     monkeypatch.setattr("engine.worker.sampling.grammar_ends.MAX_SECONDS", -1.0)
