@@ -1,5 +1,5 @@
-"""`python -m kernels.aot` (`make kernels-aot`): compile every Triton kernel for sm_80 and sm_90 and print its
-resources. Needs no GPU.
+"""`python -m kernels.aot` (`make kernels-aot`): compile every Triton kernel for every architecture of kernels/card.py
+and print its resources. Needs no GPU.
 
 Prints a line per configuration: registers per thread, bytes of stack (above 0: a spill), shared memory per program,
 programs that an SM holds at once, matrix instructions, asynchronous copies and 16-byte accesses in the code, and the
@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import starmap
 from pathlib import Path
 from types import ModuleType
@@ -28,48 +28,39 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kernels.aot_configuration import AotConfiguration
-
-REGISTERS_PER_SM, WARPS_PER_SM, PROGRAMS_PER_SM = 65536, 64, 32
-RESERVED_SHARED_MEMORY = 1024  # bytes that the driver reserves per program
-
+from kernels.card import BF16_CAPABILITY, CARDS
 
 # name in AotConfiguration.needs (a field of Report) -> message if the code lacks it
 NEEDS = {
     "mma": "has no mma instruction",
     "wgmma": "has no wgmma instruction",
+    "tcgen05": "has no tcgen05.mma instruction",
     "async_copies": "has no asynchronous copy",
     "wide": "has no access of 16 bytes",
     "ahead": "waits for every copy before it computes: more stages are needed to fetch ahead",
 }
-
-
-@dataclass(frozen=True)
-class Device:
-    """Shared memory in bytes that one program may use, and that an SM has (CUDA programming guide, table of compute
-    capabilities)."""
-
-    per_program: int
-    per_sm: int
-
-
-DEVICES = {80: Device(163 * 1024, 164 * 1024), 90: Device(227 * 1024, 228 * 1024)}
+BEFORE_AMPERE = {"async_copies", "ahead"}  # needs that sm_75 has no instructions for
+QUICK = (80, 90)  # architectures that `make test` compiles all quick configurations for
+TENSOR_MEMORY = 512  # columns of sm_100's memory for the results of matrix instructions
 
 
 @dataclass(frozen=True)
 class Report:
     """Resources of one compiled kernel, read from ptxas and the PTX.
 
-    programs: number that an SM holds at once. wide: accesses of 16 bytes per thread to device memory. ahead: the
-    largest number of groups of asynchronous copies still under way when the kernel waits for a group; 0: loads and
-    arithmetic take turns, whatever num_stages says.
+    programs: number that an SM holds at once. tensor_memory: columns of it that a program uses. wide: accesses of 16
+    bytes per thread to device memory. ahead: the largest number of groups of asynchronous copies still under way when
+    the kernel waits for a group; 0: loads and arithmetic take turns, whatever num_stages says.
     """
 
     registers: int
     spilled: int
     shared_memory: int
+    tensor_memory: int
     programs: int
     mma: int
     wgmma: int
+    tcgen05: int
     async_copies: int
     wide: int
     ahead: int
@@ -90,18 +81,30 @@ def gpu_modules() -> Iterator[ModuleType]:
 
 
 def configurations(capability: int, quick: bool = False, name: str = "") -> list[AotConfiguration]:
-    """All configurations for one kind of device; `name` keeps the kernels whose name contains it."""
-    return [
-        configuration
+    """All configurations for one kind of device; `name` keeps the kernels whose name contains it.
+
+    A card without bf16 gets the bf16 configurations in fp16, and each only once. `quick` keeps the quick ones for A100
+    and H100, and for other cards one variant of each kernel that multiplies tiles: those differ between cards.
+    """
+    found = [
+        configuration if capability >= BF16_CAPABILITY else _in_fp16(configuration)
         for module in kernel_modules()
         for configuration in module.aot_configurations(capability)
         if (configuration.quick or not quick) and name in configuration.kernel.__name__
     ]
+    if quick and capability not in QUICK:
+        return list({id(c.kernel): c for c in reversed(found) if c.needs}.values())
+    return list({(id(c.kernel), c.label, c.dtype): c for c in found}.values())
+
+
+def _in_fp16(configuration: AotConfiguration) -> AotConfiguration:
+    types = {name: kind.replace("bf16", "fp16") for name, kind in configuration.types.items()}
+    return replace(configuration, dtype=configuration.dtype.replace("bf16", "fp16"), types=types)
 
 
 def uncovered_kernels() -> list[str]:
     """Kernels (functions named *_kernel under triton.jit) of this package that no configuration compiles."""
-    known = {id(c.kernel) for capability in DEVICES for c in configurations(capability)}
+    known = {id(c.kernel) for capability in CARDS for c in configurations(capability)}
     missing = set()
     for module in gpu_modules():
         for key, value in vars(module).items():
@@ -111,7 +114,7 @@ def uncovered_kernels() -> list[str]:
 
 
 def compile_kernel(configuration: AotConfiguration, capability: int) -> Report:
-    """Compile for sm_80 or sm_90 and read the resources back from the binary."""
+    """Compile for one architecture and read the resources back from the binary."""
     fn = configuration.kernel
     source = ASTSource(
         fn=fn,
@@ -127,10 +130,12 @@ def compile_kernel(configuration: AotConfiguration, capability: int) -> Report:
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     ptx, shared_memory = compiled.asm["ptx"], compiled.metadata.shared
     registers, spilled = _resources(compiled.asm["cubin"])
-    programs = programs_per_sm(capability, registers, shared_memory, configuration.num_warps)
+    programs = CARDS[capability].programs(shared_memory, configuration.num_warps, registers)
     return Report(
-        registers=registers, spilled=spilled, shared_memory=shared_memory, programs=programs,
+        registers=registers, spilled=spilled, shared_memory=shared_memory,
+        tensor_memory=getattr(compiled.metadata, "tmem_size", None) or 0, programs=programs,
         mma=len(re.findall(r"\bmma\.sync", ptx)), wgmma=len(re.findall(r"wgmma\.mma_async", ptx)),
+        tcgen05=len(re.findall(r"tcgen05\.mma", ptx)),
         async_copies=len(re.findall(r"cp\.async\.(?:c[ga]|bulk)", ptx)),
         wide=len(re.findall(r"cp\.async\.cg\.shared\.global [^;]*, 0x10\b|(?:ld|st)\.global\S*\.v4\.b32", ptx)),
         ahead=max(map(int, re.findall(r"cp\.async\.wait_group\s+(\d+)", ptx)), default=0),
@@ -140,20 +145,16 @@ def compile_kernel(configuration: AotConfiguration, capability: int) -> Report:
 def problems(configuration: AotConfiguration, capability: int, report: Report) -> list[str]:
     """The problems of a compiled kernel, in words; empty if there are none."""
     found = []
-    limit = DEVICES[capability].per_program
+    limit = min(CARDS[capability].shared_memory, configuration.max_shared_memory)
     if report.spilled > configuration.max_spill:
         found.append(f"spills {report.spilled} bytes, {configuration.max_spill} are allowed")
     if report.shared_memory > limit:
-        found.append(f"needs {report.shared_memory} bytes of shared memory, the device has {limit}")
-    found += [NEEDS[need] for need in configuration.needs if not getattr(report, need)]
+        found.append(f"needs {report.shared_memory} bytes of shared memory, the limit is {limit}")
+    if report.tensor_memory > TENSOR_MEMORY:
+        found.append(f"needs {report.tensor_memory} columns of tensor memory, the device has {TENSOR_MEMORY}")
+    absent = BEFORE_AMPERE if capability < 80 else set()
+    found += [NEEDS[need] for need in configuration.needs if need not in absent and not getattr(report, need)]
     return found
-
-
-def programs_per_sm(capability: int, registers: int, shared_memory: int, num_warps: int) -> int:
-    """Programs that an SM holds at once. Warps get registers in units of 256."""
-    by_registers = REGISTERS_PER_SM // (-(-registers * 32 // 256) * 256 * num_warps)
-    by_shared_memory = DEVICES[capability].per_sm // (shared_memory + RESERVED_SHARED_MEMORY)
-    return min(by_registers, by_shared_memory, WARPS_PER_SM // num_warps, PROGRAMS_PER_SM)
 
 
 def _type(name: str, configuration: AotConfiguration) -> str:
@@ -191,7 +192,7 @@ def compile_all(quick: bool, name: str, jobs: int) -> Iterator[tuple[AotConfigur
     number."""
     work = [
         (capability, quick, name, i)
-        for capability in DEVICES
+        for capability in CARDS
         for i in range(len(configurations(capability, quick, name)))
     ]
     if jobs == 1:
@@ -221,16 +222,16 @@ def main() -> int:
     args = parser.parse_args()
     failures = [f"{name}: no configuration compiles it" for name in uncovered_kernels() if not args.kernel]
     print(f"triton {triton.__version__}")
-    print(f"{'kernel':<28}{'shape':<50}{'dtype':<6}{'sm':>3}{'regs':>6}{'spill':>6}{'smem':>8}{'prog/SM':>8}"
-          f"{'mma':>5}{'wgmma':>6}{'copies':>7}{'wide':>6}{'ahead':>6}")  # fmt: skip
+    print(f"{'kernel':<28}{'shape':<50}{'dtype':<6}{'sm':>4}{'regs':>6}{'spill':>6}{'smem':>8}{'prog/SM':>8}"
+          f"{'mma':>5}{'wgmma':>6}{'tcgen05':>8}{'copies':>7}{'wide':>6}{'ahead':>6}")  # fmt: skip
     started, reports = time.monotonic(), []
     for configuration, capability, report in compile_all(args.quick, args.kernel, args.jobs):
         reports.append(report)
         kernel, label = configuration.kernel.__name__, configuration.label
         print(
-            f"{kernel:<28}{label:<50}{configuration.dtype:<6}{capability:>3}{report.registers:>6}{report.spilled:>6}"
-            f"{report.shared_memory:>8}{report.programs:>8}{report.mma:>5}{report.wgmma:>6}{report.async_copies:>7}"
-            f"{report.wide:>6}{report.ahead:>6}",
+            f"{kernel:<28}{label:<50}{configuration.dtype:<6}{capability:>4}{report.registers:>6}{report.spilled:>6}"
+            f"{report.shared_memory:>8}{report.programs:>8}{report.mma:>5}{report.wgmma:>6}{report.tcgen05:>8}"
+            f"{report.async_copies:>7}{report.wide:>6}{report.ahead:>6}",
             flush=True,
         )
         where = f"{kernel} {label} {configuration.dtype} sm_{capability}"

@@ -11,7 +11,10 @@ by its name, and refuses a file if the configurations leave out one of its kerne
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kernels.card import Card
 
 ELEMENT_SIZES = {"bf16": 2, "fp16": 2, "fp32": 4}  # bytes
 
@@ -36,7 +39,14 @@ class AotConfiguration:
     multiples_of_16: tuple[str, ...] = ()
     quick: bool = False  # every test run compiles it
     max_spill: int = 0  # bytes of stack that a thread may use
+    max_shared_memory: int = 1 << 30  # bytes that the launcher counts on; the card has its own limit
     needs: tuple[str, ...] = ()  # names in aot.NEEDS: instructions that the code must have
+
+
+def matrix_needs(card: "Card", rows: int) -> tuple[str, ...]:
+    """`needs` of a kernel that multiplies tiles of that many rows: the card's instruction for them, if it has one."""
+    instruction = card.matrix_instruction(rows)
+    return () if instruction == "fma" else (instruction,)
 
 
 def power_of_2(n: int) -> int:

@@ -12,6 +12,8 @@ from types import ModuleType, SimpleNamespace
 
 import torch
 
+from kernels.card import read_card
+
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 
 # If triton is imported already, the real kernels are wanted (kernels.aot does this on a machine without a GPU).
@@ -20,7 +22,12 @@ HAS_TRITON = INTERPRET or "triton" in sys.modules or torch.cuda.is_available()
 if HAS_TRITON:
     import triton
     import triton.language as tl
+    from triton.runtime.errors import OutOfResources
 else:
+
+    class OutOfResources(Exception):  # type: ignore[no-redef]
+        """Stands in for Triton's error where no kernel is launched."""
+
     # works as @triton.jit and as @triton.jit(do_not_specialize=[...])
     triton = SimpleNamespace(jit=lambda fn=None, **options: fn or (lambda fn: fn))  # type: ignore[assignment]
     tl = SimpleNamespace(constexpr=None)  # type: ignore[assignment]
@@ -28,6 +35,7 @@ else:
 __all__ = [
     "HAS_TRITON",
     "INTERPRET",
+    "OutOfResources",
     "as_rows",
     "cpu_kernels",
     "row_warps",
@@ -63,11 +71,7 @@ def cpu_kernels() -> ModuleType | None:
     return cpu
 
 
-@cache
 def device_sizes(device: torch.device) -> tuple[int, int]:
-    """(compute capability, number of SMs). The interpreter counts as a small sm_80, so that its tests run with one
-    split and with several."""
-    if device.type != "cuda":
-        return 80, 8
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor, torch.cuda.get_device_properties(device).multi_processor_count
+    """(compute capability, number of SMs) of the device's Card."""
+    card = read_card(device)
+    return card.capability, card.num_sms

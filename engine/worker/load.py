@@ -23,7 +23,7 @@ from engine.worker.cache.kv_cache import (
     staging_bytes,
 )
 from engine.worker.cache_costs import measure_cache_costs
-from engine.worker.device.choice import resolve_device, resolve_dtype
+from engine.worker.device.choice import check_attention, resolve_device, resolve_dtype
 from engine.worker.device.host import available_host_bytes, resolve_step_limits
 from engine.worker.device.queue import CudaQueue
 from engine.worker.encoder_runner import EncoderRunner, load_encoder
@@ -107,6 +107,7 @@ def _load_decoder(
 ) -> LoadedDecoder:
     device = resolve_device(config.device)
     dtype = resolve_dtype(config, model, device)
+    check_attention(config, model, dtype, device)
     total_bytes = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 0
     limits = resolve_step_limits(config, device.type, total_bytes)
     longest = model_max_len(config, model)

@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kernels.aot_configuration import ELEMENT_SIZES
-from kernels.attention.choices import Tile
+from kernels.aot_configuration import ELEMENT_SIZES, matrix_needs, power_of_2
+from kernels.attention.choices import Tile, shared_memory
 from kernels.attention.plan import AttentionShape
+from kernels.card import known_card
 from kernels.kv_format import FP8, INT4, INT8, KVFormat
 
 POINTERS = {"block_tables_ptr": "*i32", "seq_lens_ptr": "*i32", "cu_seqlens_q_ptr": "*i32", "alibi_slopes_ptr": "*fp32",
@@ -44,10 +45,15 @@ class Case:
 
     def needs(self, capability: int, tile: Tile) -> tuple[str, ...]:
         """Needed instructions: 16-byte loads of keys and values that overlap with computation, and matrix instructions;
-        Hopper's own if the tile has the 64 rows that they take. fp32 has none with its precision, and is not tuned."""
+        a later card's own if the tile has the 64 rows that they take. fp32 has none with its precision, and is not
+        tuned."""
         if self.dtype == "fp32":
             return ("async_copies",)
-        return "async_copies", "wide", "ahead", "wgmma" if capability == 90 and tile.block_m >= 64 else "mma"
+        return "async_copies", "wide", "ahead", *matrix_needs(known_card(capability), tile.block_m)
+
+    def max_shared_memory(self, capability: int, tile: Tile) -> int:
+        """Bytes that the table counts on."""
+        return shared_memory(tile, max(16, power_of_2(self.shape.head_dim)), self.shape.q_bits, known_card(capability))
 
 
 def case(

@@ -1,13 +1,17 @@
-"""The tiles of the attention kernels: one table, looked up by the shape of a launch. No autotuning at run time.
+"""The tiles of the attention kernels: one table, looked up by the shape of a launch and the card. No autotuning at run
+time.
 
-The entries compile without spilling and leave several programs on an SM where memory is the limit (`make kernels-aot`
-prints both). They are not timed on a GPU yet.
+A tile is taken if its shared memory, as `shared_memory` counts it, fits the card. The entries compile without spilling
+for every architecture in kernels/card.py (`make kernels-aot` prints that, and checks the count). They are not timed on
+a GPU yet.
 """
 
 from dataclasses import dataclass
 from functools import cache
 
 from kernels.aot_configuration import power_of_2
+from kernels.card import Card
+from kernels.tile_choice import TileChoice
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +28,17 @@ class Tile:
     num_stages: int
 
 
+FMA, MMA, WGMMA, TCGEN05 = ("fma",), ("mma",), ("wgmma",), ("tcgen05",)
+HOPPER = WGMMA + TCGEN05  # one instruction of a group of four warps multiplies 64 rows or more
+TENSOR_CORES = MMA + HOPPER
+
+
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The tile for launches with at most these sizes on at least this capability. The first matching rule wins."""
+    """The tile for launches with at most these sizes, on cards with one of these matrix instructions
+    (Card.matrix_instruction). The first matching rule whose tile fits the card wins."""
 
-    capability: int  # 80: A100 and later; 90: H100 and later
+    instructions: tuple[str, ...]
     q_bits: int  # bits of a number of q: 16 or 32
     kv_bits: int  # bits of a stored number: 4, 8, 16 or 32
     block_d: int  # the head size, as a power of two
@@ -36,21 +46,28 @@ class Rule:
     tile: Tile
     # False: only for launches without ALiBi, soft cap, window and groups that are no power of 2, which take registers
     extras: bool = True
+    programs: int = 1  # programs that an SM must have shared memory for
 
 
 ANY = 1 << 30
 
 # Decode reads every key once for a few rows. An SM holds two programs (A100) or three (H100); each computes one tile
-# while another tile of 32 KB is on its way. An SM needs 32 to 40 KB under way to keep its share of the memory busy.
+# while another tile of 32 KB is on its way. An SM needs 32 to 40 KB under way to keep its share of the memory busy, and
+# 5 to 7 KB on cards with GDDR, whose 100 KB of shared memory hold two programs with half the keys.
 # Codes that become floats need registers too, so quantised caches take fewer keys at a time.
 DECODE = (
-    Rule(80, 16, 8, 64, 64, Tile(16, 64, 4, 5)),
-    Rule(80, 16, 8, 256, 64, Tile(16, 32, 4, 5)),
-    Rule(80, 16, 16, 128, 64, Tile(16, 64, 4, 5)),
-    Rule(80, 16, 16, 256, 64, Tile(16, 32, 4, 5)),
-    Rule(80, 16, 16, 128, ANY, Tile(128, 32, 8, 5)),
-    Rule(80, 16, 16, 256, ANY, Tile(64, 32, 8, 5)),
-    Rule(80, 32, 32, 256, ANY, Tile(16, 16, 8, 2)),
+    Rule(TENSOR_CORES, 16, 8, 64, 64, Tile(16, 64, 4, 5), programs=2),
+    Rule(TENSOR_CORES, 16, 8, 256, 64, Tile(16, 32, 4, 5), programs=2),
+    Rule(TENSOR_CORES, 16, 16, 128, 64, Tile(16, 64, 4, 5), programs=2),
+    Rule(TENSOR_CORES, 16, 16, 256, 64, Tile(16, 32, 4, 5), programs=2),
+    Rule(TENSOR_CORES, 16, 16, 256, 64, Tile(16, 16, 4, 5)),
+    Rule(TENSOR_CORES, 16, 16, 128, ANY, Tile(128, 32, 8, 5)),
+    Rule(TENSOR_CORES, 16, 16, 256, ANY, Tile(64, 32, 8, 5)),
+    Rule(TENSOR_CORES, 16, 16, 256, ANY, Tile(64, 16, 8, 5)),
+    Rule(FMA, 16, 16, 128, 64, Tile(4, 32, 4, 2)),
+    Rule(FMA, 16, 16, 256, 64, Tile(4, 16, 4, 2)),
+    Rule(FMA, 16, 16, 256, ANY, Tile(16, 16, 8, 2)),
+    Rule(FMA + TENSOR_CORES, 32, 32, 256, ANY, Tile(16, 16, 8, 2)),
 )
 
 # Prefill is bound by arithmetic, in 8 warps of 16 rows each: with fewer rows than the head size, Triton divides a row
@@ -58,65 +75,111 @@ DECODE = (
 # allow: a quarter fewer instructions per key, and queries are read from shared memory half as often. Short chunks use
 # tiles with fewer rows, because rows past the end of a chunk are computed for nothing.
 PREFILL = (
-    Rule(80, 16, 8, 128, 32, Tile(32, 32, 4, 5)),
-    Rule(80, 16, 8, 256, 16, Tile(16, 16, 8, 5)),
-    Rule(80, 16, 4, 256, 32, Tile(32, 32, 8, 5)),
-    Rule(80, 16, 8, 256, 32, Tile(32, 32, 4, 5)),
-    Rule(80, 16, 16, 256, 16, Tile(16, 64, 4, 5)),
-    Rule(80, 16, 16, 128, 32, Tile(32, 32, 4, 5)),
-    Rule(80, 16, 16, 256, 32, Tile(32, 32, 4, 5)),
-    Rule(90, 16, 4, 128, 64, Tile(64, 32, 4, 5)),
-    Rule(90, 16, 16, 128, 64, Tile(64, 64, 4, 5)),
-    Rule(90, 16, 8, 128, ANY, Tile(128, 64, 8, 5)),
-    Rule(90, 16, 16, 128, ANY, Tile(128, 128, 8, 5), extras=False),
-    Rule(90, 16, 16, 128, ANY, Tile(128, 64, 8, 5)),
-    Rule(80, 16, 8, 64, 64, Tile(64, 32, 8, 5)),
-    Rule(80, 16, 8, 64, ANY, Tile(128, 32, 8, 5)),
-    Rule(80, 16, 4, 128, ANY, Tile(64, 32, 8, 5), extras=False),
-    Rule(80, 16, 4, 128, ANY, Tile(32, 32, 8, 5)),
-    Rule(80, 16, 8, 128, ANY, Tile(64, 64, 8, 5)),
-    Rule(80, 16, 4, 256, ANY, Tile(32, 32, 8, 5)),
-    Rule(80, 16, 16, 64, 64, Tile(64, 64, 4, 5)),
-    Rule(80, 16, 16, 64, ANY, Tile(128, 64, 8, 5)),
-    Rule(80, 16, 16, 128, 64, Tile(64, 32, 4, 5)),
-    Rule(80, 16, 16, 128, ANY, Tile(128, 64, 8, 7), extras=False),
-    Rule(80, 16, 16, 128, ANY, Tile(128, 32, 8, 5)),
-    Rule(80, 16, 16, 256, ANY, Tile(64, 32, 8, 5)),
-    Rule(80, 32, 32, 256, ANY, Tile(32, 16, 8, 3)),
+    Rule(TENSOR_CORES, 16, 8, 128, 32, Tile(32, 32, 4, 5)),
+    Rule(TENSOR_CORES, 16, 8, 256, 16, Tile(16, 16, 8, 5)),
+    Rule(TENSOR_CORES, 16, 4, 256, 32, Tile(32, 32, 8, 5)),
+    Rule(TENSOR_CORES, 16, 8, 256, 32, Tile(32, 32, 4, 5)),
+    Rule(TENSOR_CORES, 16, 16, 256, 16, Tile(16, 64, 4, 5)),
+    Rule(TENSOR_CORES, 16, 16, 128, 32, Tile(32, 32, 4, 5)),
+    Rule(TENSOR_CORES, 16, 16, 256, 32, Tile(32, 32, 4, 5)),
+    Rule(HOPPER, 16, 4, 128, 64, Tile(64, 32, 4, 5)),
+    Rule(HOPPER, 16, 16, 128, 64, Tile(64, 64, 4, 5)),
+    Rule(HOPPER, 16, 8, 128, ANY, Tile(128, 64, 8, 5)),
+    Rule(HOPPER, 16, 16, 128, ANY, Tile(128, 128, 8, 5), extras=False),
+    Rule(HOPPER, 16, 16, 128, ANY, Tile(128, 64, 8, 5)),
+    Rule(TENSOR_CORES, 16, 8, 64, 64, Tile(64, 32, 8, 5)),
+    Rule(TENSOR_CORES, 16, 8, 64, ANY, Tile(128, 32, 8, 5)),
+    Rule(TENSOR_CORES, 16, 4, 128, ANY, Tile(64, 32, 8, 5), extras=False),
+    Rule(TENSOR_CORES, 16, 4, 128, ANY, Tile(32, 32, 8, 5)),
+    Rule(TENSOR_CORES, 16, 8, 128, ANY, Tile(64, 64, 8, 5)),
+    Rule(TENSOR_CORES, 16, 4, 256, ANY, Tile(32, 32, 8, 5)),
+    Rule(TENSOR_CORES, 16, 16, 64, 64, Tile(64, 64, 4, 5)),
+    Rule(TENSOR_CORES, 16, 16, 64, ANY, Tile(128, 64, 8, 5)),
+    Rule(TENSOR_CORES, 16, 16, 128, 64, Tile(64, 32, 4, 5)),
+    Rule(TENSOR_CORES, 16, 16, 128, ANY, Tile(128, 64, 8, 7), extras=False),
+    Rule(TENSOR_CORES, 16, 16, 128, ANY, Tile(128, 64, 8, 5), extras=False),
+    Rule(TENSOR_CORES, 16, 16, 128, ANY, Tile(128, 32, 8, 5)),
+    Rule(TENSOR_CORES, 16, 16, 256, ANY, Tile(64, 32, 8, 5)),
+    Rule(TENSOR_CORES, 16, 16, 256, ANY, Tile(64, 16, 8, 5)),
+    Rule(FMA, 16, 16, 128, 16, Tile(16, 16, 4, 2)),
+    Rule(FMA, 16, 16, 128, ANY, Tile(32, 16, 8, 2)),
+    Rule(FMA, 16, 16, 256, ANY, Tile(16, 16, 8, 2)),
+    Rule(FMA + TENSOR_CORES, 32, 32, 256, ANY, Tile(32, 16, 8, 3)),
+    Rule(FMA, 32, 32, 256, ANY, Tile(16, 16, 8, 2)),
 )
 
 # Batch-invariant attention: one tile for every row of decode and prefill.
 INVARIANT = (
-    Rule(80, 16, 4, 256, ANY, Tile(32, 32, 8, 5)),
-    Rule(80, 16, 8, 128, ANY, Tile(64, 32, 8, 5)),
-    Rule(80, 16, 16, 64, ANY, Tile(64, 64, 4, 5)),
-    Rule(90, 16, 16, 128, ANY, Tile(64, 64, 4, 5)),
-    Rule(80, 16, 16, 128, ANY, Tile(64, 32, 4, 5)),
-    Rule(80, 16, 16, 256, ANY, Tile(64, 32, 8, 5)),
-    Rule(80, 32, 32, 256, ANY, Tile(32, 16, 8, 3)),
+    Rule(TENSOR_CORES, 16, 4, 256, ANY, Tile(32, 32, 8, 5)),
+    Rule(TENSOR_CORES, 16, 8, 128, ANY, Tile(64, 32, 8, 5)),
+    Rule(TENSOR_CORES, 16, 16, 64, ANY, Tile(64, 64, 4, 5)),
+    Rule(HOPPER, 16, 16, 128, ANY, Tile(64, 64, 4, 5)),
+    Rule(TENSOR_CORES, 16, 16, 128, ANY, Tile(64, 32, 4, 5)),
+    Rule(TENSOR_CORES, 16, 16, 256, ANY, Tile(64, 32, 8, 5)),
+    Rule(TENSOR_CORES, 16, 16, 256, ANY, Tile(64, 16, 8, 5)),
+    Rule(FMA, 16, 16, 128, ANY, Tile(32, 16, 8, 2)),
+    Rule(FMA, 16, 16, 256, ANY, Tile(16, 16, 8, 2)),
+    Rule(FMA + TENSOR_CORES, 32, 32, 256, ANY, Tile(32, 16, 8, 3)),
+    Rule(FMA, 32, 32, 256, ANY, Tile(16, 16, 8, 2)),
 )
 
 RULES = {"decode": DECODE, "prefill": PREFILL, "invariant": INVARIANT}
 
 
-@cache
-def find_tile(
-    use: str, capability: int, q_bits: int, kv_bits: int, head_dim: int, group: int, num_rows: int, extras: bool
-) -> Tile:
-    """The tile of the first rule of RULES[use] that covers the launch, with room for one token's heads (`group`).
+def shared_memory(tile: Tile, block_d: int, q_bits: int, card: Card) -> int:
+    """An upper bound on the bytes of shared memory of a program with this tile, whatever the format of the cache.
 
-    ValueError if the head size is beyond the table.
+    Triton holds the tiles of keys and values that are under way, the queries (Hopper also their copy in the layout of
+    its instruction, and the output), and probabilities that move between warps because rows are divided among them.
     """
+    row = block_d * q_bits // 8
+    if card.capability < 80:  # operands of both products, in turn in registers and in shared memory
+        return 2 * (tile.block_m + tile.block_n) * row
+    buffers = max(1, (tile.num_stages - 1) // 2)
+    keys = 2 * buffers * tile.block_n * row
+    queries = tile.block_m * row * (3 if card.matrix_instruction(tile.block_m) in HOPPER else 1)
+    probabilities = tile.block_m * tile.block_n * q_bits // 8 if tile.block_m < block_d else 0
+    return keys + queries + probabilities + 2048
+
+
+@cache
+def tile_choice(
+    use: str, card: Card, q_bits: int, kv_bits: int, head_dim: int, group: int, num_rows: int, extras: bool
+) -> TileChoice[Tile]:
+    """The tiles of the rules of RULES[use] that cover the launch and fit the card, with room for one token's heads
+    (`group`); the first is preferred.
+
+    ValueError if the head size is beyond the table, or no tile fits.
+    """
+    block_d, tiles = max(16, power_of_2(head_dim)), []
     for rule in RULES[use]:
         if (
-            capability >= rule.capability
+            card.matrix_instruction() in rule.instructions
             and q_bits == rule.q_bits
             and kv_bits <= rule.kv_bits
-            and power_of_2(head_dim) <= rule.block_d
+            and block_d <= rule.block_d
             and num_rows <= rule.max_rows
             and (rule.extras or not extras)
         ):
             tile = rule.tile
-            return tile if tile.block_m >= group else Tile(power_of_2(group), tile.block_n, 8, tile.num_stages)
+            if tile.block_m < group:
+                tile = Tile(power_of_2(group), tile.block_n, 8, tile.num_stages)
+            needed = shared_memory(tile, block_d, q_bits, card)
+            if card.programs(needed, tile.num_warps) >= rule.programs and tile not in tiles:
+                tiles.append(tile)
+    if tiles:
+        return TileChoice(f"{use} attention of head size {head_dim}", tiles)
     widest = max(rule.block_d for rule in RULES[use])
-    raise ValueError(f"the attention kernels take head sizes of up to {widest}, not {head_dim}")
+    if block_d > widest:
+        raise ValueError(f"the attention kernels take head sizes of up to {widest}, not {head_dim}")
+    raise ValueError(
+        f"no tile of {use} attention with head size {head_dim} and {group} heads per KV head fits the "
+        f"{card.shared_memory // 1024} KB of shared memory of this GPU (compute capability {card.capability / 10})"
+    )
+
+
+def find_tile(
+    use: str, card: Card, q_bits: int, kv_bits: int, head_dim: int, group: int, num_rows: int, extras: bool
+) -> Tile:
+    """The tile that launches use now: see `tile_choice`."""
+    return tile_choice(use, card, q_bits, kv_bits, head_dim, group, num_rows, extras).tile

@@ -257,6 +257,7 @@ def aot_configurations(capability: int) -> Iterator[AotConfiguration]:
                 num_warps=tile.num_warps, num_stages=tile.num_stages,
                 types=case.types | ({"out_ptr": "*fp32"} if several else {}),
                 quick=case.quick and several, needs=case.needs(capability, tile),
+                max_shared_memory=case.max_shared_memory(capability, tile),
             )  # fmt: skip
         if case.shape.head_dim not in reduced:
             reduced.add(case.shape.head_dim)

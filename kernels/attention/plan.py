@@ -13,6 +13,7 @@ from torch import Tensor
 from kernels.aot_configuration import power_of_2
 from kernels.attention.choices import ANY, PREFILL, Tile, find_tile
 from kernels.cache.quantize import read_code
+from kernels.card import known_card
 from kernels.dispatch import device_sizes
 from kernels.kv_format import KVFormat, kv_format_of
 
@@ -123,7 +124,7 @@ class AttentionShape:
         kv_bits = self.q_bits if self.kv_format is None else self.kv_format.bits
         extras = self.has_alibi or self.has_softcap or self.sliding_window > 0 or self.group & (self.group - 1) > 0
         # Positional: a cached function looks up keywords more slowly, and launches call this.
-        return find_tile(use, capability, self.q_bits, kv_bits, self.head_dim, self.group, num_rows, extras)
+        return find_tile(use, known_card(capability), self.q_bits, kv_bits, self.head_dim, self.group, num_rows, extras)
 
     def prefill_lengths(self, capability: int) -> list[int]:
         """Chunk lengths, 2 and more, each with a tile of its own: together they launch every variant."""

@@ -265,4 +265,5 @@ def aot_configurations(capability: int) -> Iterator[AotConfiguration]:
                 constants=case.shape.constants(tile, capability) | case.absent | flags,
                 num_warps=tile.num_warps, num_stages=tile.num_stages,
                 types=case.types, quick=case.quick and num_rows > 64, needs=case.needs(capability, tile),
+                max_shared_memory=case.max_shared_memory(capability, tile),
             )  # fmt: skip

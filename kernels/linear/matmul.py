@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.aot_configuration import ELEMENT_SIZES, AotConfiguration
+from kernels.aot_configuration import ELEMENT_SIZES, AotConfiguration, matrix_needs
+from kernels.card import known_card
 from kernels.dispatch import device_sizes, tl, triton
 
 GROUP_M = 8  # row tiles whose programs start together, so that they share weights in L2
@@ -30,11 +31,14 @@ class MatmulTile:
 
 
 def matmul_tile(element_bits: int, capability: int) -> MatmulTile:
-    """The only tile for numbers of this size on that kind of device (80: A100, 90: H100). Not measured yet.
+    """The only tile for numbers of this size on that kind of device (75: T4, 80: A100, 90: H100). Not
+    measured yet.
 
     64 rows are the minimum of Hopper's wgmma, and few enough that a decode step is still bound by reading the weights.
     The tile has few columns because, without a split of K, only column tiles can fill the device in decode.
     """
+    if capability < 80:  # no tensor cores
+        return MatmulTile(64, 64, 16, num_warps=8, num_stages=2)
     if element_bits == 32:
         return MatmulTile(32, 64, 32, num_warps=8, num_stages=3)
     return MatmulTile(64, 64, 64, num_warps=4, num_stages=4 if capability < 90 else 5)
@@ -132,7 +136,7 @@ def aot_configurations(capability: int) -> Iterator[AotConfiguration]:
     for dtype in ("bf16", "fp16", "fp32"):
         bits = 8 * ELEMENT_SIZES[dtype]
         tile = matmul_tile(bits, capability)
-        needs = () if bits == 32 else ("wgmma",) if capability >= 90 else ("mma",)
+        needs = () if bits == 32 else matrix_needs(known_card(capability), tile.block_m)
         for out_features, in_features, has_bias in shapes:
             yield AotConfiguration(
                 matmul_kernel, f"{out_features} x {in_features}{' with bias' if has_bias else ''}", dtype,

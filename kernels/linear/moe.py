@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.aot_configuration import ELEMENT_SIZES, AotConfiguration, power_of_2
+from kernels.aot_configuration import ELEMENT_SIZES, AotConfiguration, matrix_needs, power_of_2
+from kernels.card import Card, known_card, read_card
 from kernels.dispatch import tl, triton, use_triton
 from kernels.elementwise.activation import activate, gated_activation, gated_activation_reference, kernel_name
 from kernels.linear.moe_routing import Order, Routing, route, sort_by_expert
@@ -40,7 +41,9 @@ TILES = (
     (64, Tile(64, 64, 128, 64, 4, 3)),
     (None, Tile(128, 64, 128, 64, 8, 3)),
 )
-TILE_FP32 = Tile(16, 32, 32, 32, 4, 2)  # no tensor cores: correct, not fast
+# Without tensor cores (fp32, and Turing: see Card.matrix_instruction): correct, not fast.
+TILE_FP32 = Tile(16, 32, 32, 32, 4, 2)
+TILES_FMA = ((16, TILE_FP32), (None, Tile(64, 32, 64, 32, 8, 2)))
 TILES_PER_GROUP = 8  # row tiles that visit a column together, so that they share weights in L2
 
 
@@ -69,14 +72,14 @@ class Experts:
         routing = route(logits, top_k, normalize)
         if self.packed:
             return self._one_by_one(x, routing)
-        tile = choose_tile(x.dtype, x.shape[0] * top_k, self.num_experts)
+        tile = choose_tile(x.dtype, read_card(x.device), x.shape[0] * top_k, self.num_experts)
         return self._grouped(x, routing, tile) if x.shape[0] else torch.empty_like(x)
 
     def warm_up(self, top_k: int, normalize: bool) -> None:
         """Compile every variant that a later call can launch."""
         x = torch.zeros((1, self.hidden_size), dtype=self.down.dtype, device=self.down.device)
         routing = route(x.new_zeros((1, self.num_experts)), top_k, normalize)
-        for tile in tiles_of(x.dtype):
+        for _, tile in tile_table(x.dtype.itemsize, read_card(x.device)):
             self._grouped(x, routing, tile)
 
     def _one_by_one(self, x: Tensor, routing: Routing) -> Tensor:
@@ -132,16 +135,17 @@ def experts_reference(x: Tensor, gate_up: Tensor, down: Tensor, routing: Routing
     return out.to(x.dtype)
 
 
-def tiles_of(dtype: torch.dtype) -> list[Tile]:
-    """Every tile that a launch may use."""
-    return [TILE_FP32] if dtype == torch.float32 else [tile for _, tile in TILES]
+def tile_table(element_size: int, card: Card) -> tuple[tuple[int | None, Tile], ...]:
+    """(largest average number of rows per expert, tile) of all launches with elements of that many bytes."""
+    if element_size == 4:
+        return ((None, TILE_FP32),)
+    return TILES_FMA if card.matrix_instruction() == "fma" else TILES
 
 
-def choose_tile(dtype: torch.dtype, num_pairs: int, num_experts: int) -> Tile:
+def choose_tile(dtype: torch.dtype, card: Card, num_pairs: int, num_experts: int) -> Tile:
     """The tile for the average number of rows per expert, which the host knows without asking the device."""
-    if dtype == torch.float32:
-        return TILE_FP32
-    return next(tile for limit, tile in TILES if limit is None or num_pairs <= limit * num_experts)
+    table = tile_table(dtype.itemsize, card)
+    return next(tile for limit, tile in table if limit is None or num_pairs <= limit * num_experts)
 
 
 def _gate_up_constants(hidden, inner, top_k, activation, tile):
@@ -301,7 +305,7 @@ def aot_configurations(capability: int) -> Iterator[AotConfiguration]:
     shapes = (("Qwen3-30B-A3B", 2048, 768, 8), ("Mixtral-8x7B", 4096, 14336, 2), ("odd sizes", 1000, 328, 3))
     for dtype in ("bf16", "fp16", "fp32"):
         for name, hidden, inner, top_k in shapes if dtype == "bf16" else shapes[:1]:
-            for tile in [TILE_FP32] if ELEMENT_SIZES[dtype] == 4 else [tile for _, tile in TILES]:
+            for _, tile in tile_table(ELEMENT_SIZES[dtype], known_card(capability)):
                 yield from _grouped_configurations(
                     name=name, hidden=hidden, inner=inner, top_k=top_k, tile=tile, dtype=dtype, capability=capability
                 )
@@ -312,13 +316,12 @@ def aot_configurations(capability: int) -> Iterator[AotConfiguration]:
 
 
 def _grouped_configurations(name, hidden, inner, top_k, tile, dtype, capability):
-    # the matrix instruction of sm_90 needs at least 64 rows
-    needs = "async_copies", "wgmma" if capability >= 90 and tile.block_m >= 64 else "mma"
+    needs = "async_copies", *matrix_needs(known_card(capability), tile.block_m)
     for kernel, constants in ((gate_up_kernel, _gate_up_constants(hidden, inner, top_k, "silu", tile)),
                               (down_kernel, _down_constants(hidden, inner, tile))):  # fmt: skip
         yield AotConfiguration(
             kernel, f"{name}, {tile.block_m} rows", dtype, constants, num_warps=tile.num_warps,
             num_stages=tile.num_stages, types={"pairs_ptr": "*i32", "tiles_ptr": "*i32"},
-            quick=dtype == "bf16" and name == "Qwen3-30B-A3B" and tile.block_m in (16, 128),
+            quick=dtype == "bf16" and name == "Qwen3-30B-A3B" and tile.block_m != 64,
             needs=() if dtype == "fp32" else needs,
         )  # fmt: skip

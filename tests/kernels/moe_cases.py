@@ -4,8 +4,9 @@ by test_triton.py in the interpreter, and by test_moe.py on the CPU's own path."
 import pytest
 import torch
 
+from kernels.card import A100, T4
 from kernels.dispatch import use_triton
-from kernels.linear.moe import TILE_FP32, TILES, Experts, Tile, choose_tile, experts_reference, tiles_of
+from kernels.linear.moe import TILE_FP32, TILES, TILES_FMA, Experts, Tile, choose_tile, experts_reference
 from kernels.linear.moe_routing import MAX_EXPERTS, Routing, max_tiles, route, route_reference, sort_by_expert
 
 CUDA = torch.cuda.is_available()
@@ -189,9 +190,10 @@ def test_max_tiles_is_the_worst_case():
 
 def test_choice_of_the_tile():
     few, some, many = (tile for _, tile in TILES)
-    assert [choose_tile(torch.bfloat16, n, 8) for n in (1, 128, 129, 512, 513)] == [few, few, some, some, many]
-    assert choose_tile(torch.float32, 10**6, 8) == TILE_FP32 and tiles_of(torch.float32) == [TILE_FP32]
-    assert tiles_of(torch.float16) == [few, some, many] and all(isinstance(tile, Tile) for tile in (few, some, many))
+    assert [choose_tile(torch.bfloat16, A100, n, 8) for n in (1, 128, 129, 512, 513)] == [few, few, some, some, many]
+    assert choose_tile(torch.float32, A100, 10**6, 8) == TILE_FP32
+    assert [choose_tile(torch.float16, T4, n, 8) for n in (128, 129)] == [tile for _, tile in TILES_FMA]
+    assert all(isinstance(tile, Tile) for tile in (few, some, many))
 
 
 def test_the_order_of_the_experts_does_not_matter_to_the_reference():

@@ -63,7 +63,7 @@ def test_on_the_device():
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
 
 
-def test_compiled_for_ampere_and_hopper():
+def test_compiled_for_every_architecture():
     """kernels/aot.py covers every kernel and finds no spill, no shared memory beyond the device's, and matrix
     instructions where they must be."""
     done = run("-W", "ignore", "-m", "kernels.aot", "--quick", "--jobs", "2", PYTHONPATH=str(ROOT))
@@ -78,22 +78,24 @@ from kernels import aot
 from kernels.aot_configuration import AotConfiguration
 
 configuration = AotConfiguration(None, "", "bf16", {}, num_warps=4, max_spill=8, needs=("mma",))
-good = aot.Report(registers=128, spilled=8, shared_memory=163 * 1024, programs=1, mma=1, wgmma=0, async_copies=0,
-                  wide=4, ahead=0)
+good = aot.Report(registers=128, spilled=8, shared_memory=163 * 1024, tensor_memory=0, programs=1, mma=1, wgmma=0,
+                  tcgen05=0, async_copies=0, wide=4, ahead=0)
 assert aot.problems(configuration, 80, good) == []
 for change, words in (({"spilled": 16}, "spills 16 bytes, 8 are allowed"), ({"mma": 0}, "has no mma"),
-                      ({"shared_memory": 163 * 1024 + 1}, "the device has 166912")):
+                      ({"shared_memory": 163 * 1024 + 1}, "the limit is 166912"),
+                      ({"tensor_memory": 513}, "513 columns of tensor memory")):
     assert words in " ".join(aot.problems(configuration, 80, replace(good, **change))), words
 assert aot.problems(configuration, 90, replace(good, shared_memory=200 * 1024)) == []
+counted = replace(configuration, max_shared_memory=100)
+assert "the limit is 100" in " ".join(aot.problems(counted, 80, replace(good, shared_memory=101)))
 fetching = replace(configuration, needs=("wide", "ahead"))
 assert aot.problems(fetching, 80, good) == [aot.NEEDS["ahead"]]
 assert aot.problems(fetching, 80, replace(good, wide=0, ahead=3)) == [aot.NEEDS["wide"]]
+assert aot.problems(fetching, 75, replace(good, shared_memory=0)) == [], "sm_75 has no asynchronous copies"
 
-# A100: 64 K registers and 164 KB of shared memory for the programs of an SM, 1 KB of it taken from each
-assert aot.programs_per_sm(80, 32, 0, 4) == 16, "warps"
-assert aot.programs_per_sm(80, 255, 0, 8) == 1, "registers"
-assert aot.programs_per_sm(80, 128, 40 * 1024, 4) == 4, "shared memory, registers"
-assert aot.programs_per_sm(90, 128, 56 * 1024, 4) == 4 and aot.programs_per_sm(80, 128, 56 * 1024, 4) == 2
+turing, ampere = aot.configurations(75), aot.configurations(80)
+assert not any("bf16" in str((c.dtype, c.types)) for c in turing) and any(c.dtype == "bf16" for c in ampere)
+assert 0 < len(aot.configurations(86, quick=True)) < len(aot.configurations(80, quick=True))
 
 assert aot.uncovered_kernels() == []
 from kernels.cache import copy_blocks

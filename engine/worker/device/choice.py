@@ -7,6 +7,9 @@ import torch
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.models.config import ModelConfig
+from kernels.attention.choices import ANY, find_tile
+from kernels.card import BF16_CAPABILITY, MIN_CAPABILITY, read_card
+from kernels.kv_format import find_kv_format
 
 logger = logging.getLogger(__name__)
 
@@ -14,12 +17,19 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device of a setting; "auto" is the GPU if there is one. ConfigError if a GPU is asked for and missing."""
+    """The device of a setting; "auto" is the GPU if there is one. ConfigError if a GPU is asked for and missing, or too
+    old."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device: cuda was asked for, but torch finds no CUDA GPU; use --device cpu or auto.")
-    return torch.device(name)
+    device = torch.device(name)
+    if device.type == "cuda" and (capability := read_card(device).capability) < MIN_CAPABILITY:
+        raise ConfigError(
+            f"device: this GPU has compute capability {capability / 10}, and kernels need {MIN_CAPABILITY / 10} "
+            "(Turing) or later; use --device cpu."
+        )
+    return device
 
 
 def resolve_dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> torch.dtype:
@@ -37,13 +47,31 @@ def resolve_dtype(config: EngineConfig, model: ModelConfig, device: torch.device
         return DTYPES[wanted]
     if config.dtype == "float16" and device.type == "cpu":
         raise ConfigError("dtype: float16 is not served on a CPU; use --dtype bfloat16 or float32.")
+    if config.dtype == "bfloat16" and not bfloat16 and device.type == "cuda":
+        capability = read_card(device).capability / 10
+        raise ConfigError(f"dtype: this GPU (compute capability {capability}) has no bfloat16; use --dtype float16.")
     if config.dtype == "bfloat16" and not bfloat16:
         logger.warning("dtype: bfloat16 is emulated on this device and slow; --dtype %s is faster", "float32")
     return DTYPES[config.dtype]
 
 
+def check_attention(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise ConfigError if the GPU's attention kernels have no tile for this model. For a CPU there is nothing to
+    check."""
+    if device.type != "cuda":
+        return
+    kv_format, bits = find_kv_format(config.kv_cache_dtype), 8 * dtype.itemsize
+    group = model.num_heads // model.num_kv_heads
+    try:
+        for use, rows in (("decode", group), ("prefill", ANY), ("invariant", 0)):
+            kv_bits = kv_format.bits if kv_format else bits
+            find_tile(use, read_card(device), bits, kv_bits, model.head_dim, group, rows, True)
+    except ValueError as error:
+        raise ConfigError(f"model: {error}; use --device cpu.") from None
+
+
 def _fast_dtypes(device: torch.device) -> tuple[bool, bool]:
     """(bfloat16, float16): True for each that the device computes in natively."""
     if device.type == "cuda":
-        return torch.cuda.get_device_capability(device) >= (8, 0), True
+        return read_card(device).capability >= BF16_CAPABILITY, True
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()), False

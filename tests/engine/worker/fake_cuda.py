@@ -6,7 +6,6 @@ would compile for each launch is noted, so that a test can see which launch woul
 """
 
 import contextlib
-import importlib
 import inspect
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -19,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kernels.aot import gpu_modules
+from kernels.card import known_card, read_card
 
 ALIGNMENT = 16  # bytes: Triton compiles loads of 16 for pointers that are multiples of it
 MAX_GRID_YZ = 65535
@@ -261,7 +261,12 @@ class FakeCudaQueue:
 def fake_cuda(monkeypatch, capability=(9, 0), num_sms=132):
     """Everything inside finds a GPU: FakeCuda."""
     device = FakeCuda()
-    properties = SimpleNamespace(multi_processor_count=num_sms)
+    card = known_card(10 * capability[0] + capability[1])
+    properties = SimpleNamespace(
+        major=capability[0], minor=capability[1], multi_processor_count=num_sms, warp_size=32,
+        shared_memory_per_block_optin=card.shared_memory, shared_memory_per_multiprocessor=card.shared_memory_per_sm,
+        regs_per_multiprocessor=card.registers_per_sm, max_threads_per_multi_processor=32 * card.warps_per_sm,
+    )  # fmt: skip
     for name, value in {
         "is_available": True, "get_device_capability": capability, "get_device_properties": properties,
         "memory_allocated": 1 << 30, "max_memory_allocated": 1 << 31, "memory_reserved": 1 << 31,
@@ -273,8 +278,8 @@ def fake_cuda(monkeypatch, capability=(9, 0), num_sms=132):
         for name, value in list(vars(module).items()):
             if name.endswith("_kernel") and isinstance(value, triton.JITFunction):
                 monkeypatch.setattr(module, name, FakeKernel(value, device))
-    importlib.import_module("kernels.attention.plan").device_sizes.cache_clear()
+    read_card.cache_clear()
     with torch.inference_mode(), FakeTensorMode(allow_non_fake_inputs=True), _Dispatch(device), _Python(device):
         torch._C._set_only_lift_cpu_tensors(True)
         yield device
-    importlib.import_module("kernels.attention.plan").device_sizes.cache_clear()
+    read_card.cache_clear()
