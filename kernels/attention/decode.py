@@ -18,7 +18,7 @@ from kernels.attention.plan import (
     attention_shape,
     plan_for_call,
 )
-from kernels.attention.prefill import launch_prefill, prefill_attention_reference
+from kernels.attention.prefill import launch_prefill, prefill_attention, prefill_attention_reference
 from kernels.attention.tile import attend_tile, base_2_scale, empty_softmax, load_slopes, sum_queries
 from kernels.cache.quantize import as_bytes
 from kernels.dispatch import cpu_kernels, tl, triton, use_triton
@@ -71,9 +71,56 @@ def paged_attention(
     return attended if out is None else out.copy_(attended)
 
 
-def launch_decode(shape, plan, q, k_cache, v_cache, block_tables, seq_lens, alibi_slopes, scale, softcap, out) -> None:
-    """Launch the kernels. scale and softcap come from base_2_scale; quantised caches are passed as bytes."""
-    num_seqs = len(q)
+def mixed_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    cu_seqlens_q: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    *,
+    alibi_slopes: Tensor | None = None,
+    sliding_window: int = 0,
+    softcap: float = 0.0,
+    plan: AttentionPlan | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """prefill_attention for a step whose lengths only the device knows: q [num_tokens, num_heads, head_dim] and
+    seq_lens int32 [num_seqs] are capacities.
+
+    Sequence i owns the rows cu_seqlens_q[i]:cu_seqlens_q[i+1] (int32 [num_seqs + 1], from 0, never falling). An empty
+    range is padding, whatever its length and its block table; the decode kernel computes a range of one row, the
+    prefill kernel a longer one. Rows at and after cu_seqlens_q[num_seqs] are padding: no kernel reads or writes them,
+    so their output is unspecified. Both launches depend on shapes only: a CUDA graph can capture them with some lengths
+    and replay them with others. Returns [num_tokens, num_heads, head_dim].
+    """
+    if not use_triton(q):
+        return prefill_attention(
+            q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens, len(q), scale,
+            alibi_slopes=alibi_slopes, sliding_window=sliding_window, softcap=softcap, plan=plan, out=out,
+        )  # fmt: skip
+    shape = attention_shape(q, k_cache, alibi_slopes, sliding_window, softcap)
+    plan = plan or plan_for_call(q, shape)
+    caches, scales = (as_bytes(k_cache), as_bytes(v_cache)), base_2_scale(scale, softcap)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    if not plan.batch_invariant:
+        launch_decode(shape, plan, q, *caches, block_tables, seq_lens, alibi_slopes, *scales, out, cu_seqlens_q)
+    launch_prefill(
+        shape, plan, q, *caches, block_tables, cu_seqlens_q, seq_lens, len(q), alibi_slopes, *scales, out,
+        skip_single=not plan.batch_invariant,
+    )  # fmt: skip
+    return out
+
+
+def launch_decode(
+    shape, plan, q, k_cache, v_cache, block_tables, seq_lens, alibi_slopes, scale, softcap, out, cu_seqlens_q=None
+) -> None:
+    """Launch the kernels. scale and softcap come from base_2_scale; quantised caches are passed as bytes.
+
+    cu_seqlens_q: None if sequence i has row i; else int32 [num_seqs + 1], and sequences of one row alone are computed.
+    """
+    num_seqs = len(seq_lens)
     tile = shape.tile("decode", plan.capability, shape.group)
     max_tokens = block_tables.shape[1] * shape.block_size
     num_splits = plan.num_splits(num_seqs, shape.num_kv_heads, max_tokens, tile.block_n)
@@ -81,13 +128,14 @@ def launch_decode(shape, plan, q, k_cache, v_cache, block_tables, seq_lens, alib
     if num_splits > 1:
         values, lse = plan.partial_results(num_seqs * shape.num_heads, num_splits, shape.head_dim)
     paged_attention_kernel[(num_seqs, shape.num_kv_heads, num_splits)](
-        q, k_cache, v_cache, block_tables, seq_lens, alibi_slopes, values, lse, scale, softcap, block_tables.stride(0),
+        q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens, alibi_slopes, values, lse,
+        scale, softcap, block_tables.stride(0),
         MIN_TILES=MIN_SPLIT_TILES, **shape.constants(tile, plan.capability),
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     if lse is not None:
         reduce_splits_kernel[(num_seqs, shape.num_heads)](
-            values, lse, seq_lens, out, num_splits, **_reduce_constants(shape, tile), num_warps=4
+            values, lse, cu_seqlens_q, seq_lens, out, num_splits, **_reduce_constants(shape, tile), num_warps=4
         )
 
 
@@ -104,13 +152,15 @@ def _reduce_constants(shape, tile) -> dict[str, int]:
 
 @triton.jit(
     do_not_specialize=["block_tables_stride"],
-    do_not_specialize_on_alignment=["block_tables_ptr", "seq_lens_ptr", "lse_ptr"],  # slices of any alignment
+    # slices of any alignment
+    do_not_specialize_on_alignment=["block_tables_ptr", "cu_seqlens_q_ptr", "seq_lens_ptr", "lse_ptr"],
 )
 def paged_attention_kernel(
     q_ptr,
     k_cache_ptr,
     v_cache_ptr,
     block_tables_ptr,
+    cu_seqlens_q_ptr,
     seq_lens_ptr,
     alibi_slopes_ptr,
     out_ptr,
@@ -137,10 +187,14 @@ def paged_attention_kernel(
 
     Writes to out [num_seqs, num_heads, num_splits, HEAD_DIM] the attention over each split, and to lse [num_seqs,
     num_heads, num_splits] the base-2 logarithm of the softmax's denominator; a split without tokens writes nothing.
-    lse None: there is one split, and out is the result.
+    lse None: there is one split, and out is the result. cu_seqlens_q None: sequence i has row i of q and out; else row
+    cu_seqlens_q[i], and sequences that have not exactly one row are skipped.
     """
     seq, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_splits = tl.num_programs(2)
+    q_row, is_decode = find_decode_row(cu_seqlens_q_ptr, seq)
+    if not is_decode:
+        return
     seq_len = tl.load(seq_lens_ptr + seq)
     first, size, _ = split_tiles(seq_len, num_splits, BLOCK_N, WINDOW, MIN_TILES)
     begin = (first + split * size) * BLOCK_N
@@ -152,7 +206,7 @@ def paged_attention_kernel(
     head = kv_head * GROUP + offs_m
     row_mask = offs_m < GROUP
     q_mask = row_mask[:, None] & (offs_d < HEAD_DIM)[None, :]
-    q_offsets = seq.to(tl.int64) * Q_STRIDE_ROW + head[:, None] * Q_STRIDE_HEAD + offs_d[None, :]
+    q_offsets = q_row * Q_STRIDE_ROW + head[:, None] * Q_STRIDE_HEAD + offs_d[None, :]
     q = tl.load(q_ptr + q_offsets, mask=q_mask, other=0.0)
     q_sum = sum_queries(q, BLOCK_M, KV_FORMAT)
     slopes = load_slopes(alibi_slopes_ptr, head, row_mask, BLOCK_M, HAS_ALIBI)
@@ -165,11 +219,23 @@ def paged_attention_kernel(
             tile_start, end, query_pos, slopes, scale, softcap,
             NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, KV_FORMAT, True, HAS_ALIBI, HAS_SOFTCAP, WINDOW,
         )  # fmt: skip
-    row = (seq.to(tl.int64) * (NUM_KV_HEADS * GROUP) + head) * num_splits + split
+    # without splits: a row of `out`; with splits: of the partial results, which are numbered by sequence
+    row = (q_row if lse_ptr is None else seq.to(tl.int64)) * (NUM_KV_HEADS * GROUP) + head
+    row = row * num_splits + split
     result = acc / tl.where(row_sum > 0.0, row_sum, 1.0)[:, None]  # zeros if there is no token: padding
     tl.store(out_ptr + row[:, None] * HEAD_DIM + offs_d[None, :], result.to(out_ptr.dtype.element_ty), mask=q_mask)
     if lse_ptr is not None:
         tl.store(lse_ptr + row, row_max + tl.log2(row_sum), mask=row_mask)
+
+
+@triton.jit
+def find_decode_row(cu_seqlens_q_ptr, seq):
+    """(row of the sequence's query as int64, True if the sequence has exactly one row)."""
+    if cu_seqlens_q_ptr is None:
+        return seq.to(tl.int64), seq >= 0
+    else:
+        row = tl.load(cu_seqlens_q_ptr + seq)
+        return row.to(tl.int64), tl.load(cu_seqlens_q_ptr + seq + 1) == row + 1
 
 
 @triton.jit
@@ -184,10 +250,14 @@ def split_tiles(seq_len, num_splits, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr
     return first, size, (num_tiles + size - 1) // size
 
 
-@triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=["seq_lens_ptr", "lse_ptr"])
+@triton.jit(
+    do_not_specialize=["num_splits"],
+    do_not_specialize_on_alignment=["cu_seqlens_q_ptr", "seq_lens_ptr", "lse_ptr"],
+)
 def reduce_splits_kernel(
     partial_ptr,
     lse_ptr,
+    cu_seqlens_q_ptr,
     seq_lens_ptr,
     out_ptr,
     num_splits,
@@ -200,6 +270,9 @@ def reduce_splits_kernel(
 ):
     """Grid (num_seqs, num_heads): adds the splits with tokens, each weighted by its share of the whole softmax."""
     seq, head = tl.program_id(0), tl.program_id(1)
+    q_row, is_decode = find_decode_row(cu_seqlens_q_ptr, seq)
+    if not is_decode:
+        return
     row = seq.to(tl.int64) * tl.num_programs(1) + head
     _, _, used = split_tiles(tl.load(seq_lens_ptr + seq), num_splits, BLOCK_N, WINDOW, MIN_TILES)
     offs_s, offs_d = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
@@ -211,7 +284,8 @@ def reduce_splits_kernel(
     values = tl.load(partial_ptr + offsets, mask=mask, other=0.0)
     total = tl.sum(weights, 0)
     result = tl.sum(values * weights[:, None], 0) / tl.where(total > 0.0, total, 1.0)  # zeros if there is no token
-    tl.store(out_ptr + row * HEAD_DIM + offs_d, result.to(out_ptr.dtype.element_ty), mask=offs_d < HEAD_DIM)
+    out_at = out_ptr + (q_row * tl.num_programs(1) + head) * HEAD_DIM
+    tl.store(out_at + offs_d, result.to(out_ptr.dtype.element_ty), mask=offs_d < HEAD_DIM)
 
 
 def paged_attention_reference(
@@ -248,7 +322,8 @@ def aot_configurations(capability: int) -> Iterator[AotConfiguration]:
     reduced = set()
     for case in attention_cases():
         tile = case.shape.tile("decode", capability, case.shape.group)
-        constants = case.shape.constants(tile, capability) | case.absent | {"MIN_TILES": MIN_SPLIT_TILES}
+        constants = case.shape.constants(tile, capability) | case.absent
+        constants |= {"MIN_TILES": MIN_SPLIT_TILES, "cu_seqlens_q_ptr": None}
         for several in (True, False) if case.every_tile else (True,):
             name = case.label(tile) + ("" if several else " unsplit")
             yield AotConfiguration(
@@ -261,7 +336,8 @@ def aot_configurations(capability: int) -> Iterator[AotConfiguration]:
             )  # fmt: skip
         if case.shape.head_dim not in reduced:
             reduced.add(case.shape.head_dim)
+            constants = _reduce_constants(case.shape, tile) | {"cu_seqlens_q_ptr": None}
             yield AotConfiguration(
-                reduce_splits_kernel, f"d {case.shape.head_dim}", case.dtype, _reduce_constants(case.shape, tile),
+                reduce_splits_kernel, f"d {case.shape.head_dim}", case.dtype, constants,
                 num_warps=4, types=POINTERS, quick=case.quick,
             )  # fmt: skip

@@ -66,9 +66,12 @@ def prefill_attention(
 def launch_prefill(
     shape: AttentionShape, plan: AttentionPlan, q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor,
     cu_seqlens_q: Tensor, seq_lens: Tensor, max_seqlen_q: int, alibi_slopes: Tensor | None, scale: float,
-    softcap: float, out: Tensor,
+    softcap: float, out: Tensor, *, skip_single: bool = False,
 ) -> None:  # fmt: skip
-    """Launch the kernel. scale and softcap come from base_2_scale; quantised caches are passed as bytes."""
+    """Launch the kernel. scale and softcap come from base_2_scale; quantised caches are passed as bytes.
+
+    skip_single: sequences of one row are left to the decode kernel.
+    """
     num_seqs = len(seq_lens)
     use = "invariant" if plan.batch_invariant else "prefill"
     tile = shape.tile(use, plan.capability, 0 if plan.batch_invariant else max_seqlen_q * shape.group)
@@ -78,7 +81,8 @@ def launch_prefill(
     prefill_attention_kernel[(num_tiles, shape.num_kv_heads)](
         q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens, alibi_slopes, out,
         scale, softcap, num_seqs, block_tables.stride(0),
-        ALWAYS_MASKED=plan.batch_invariant, **shape.constants(tile, plan.capability),
+        ALWAYS_MASKED=plan.batch_invariant, MIN_QUERIES=2 if skip_single else 1,
+        **shape.constants(tile, plan.capability),
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
 
@@ -114,21 +118,20 @@ def prefill_attention_kernel(
     HAS_SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr,
     ALWAYS_MASKED: tl.constexpr,
+    MIN_QUERIES: tl.constexpr,
 ):
     """Grid (query tiles of all sequences, num_kv_heads); a tile has BLOCK_M // GROUP tokens of one sequence.
 
     Row m of a tile is query token m // GROUP and head m % GROUP of the group, so K and V are read once for all heads of
     the group. Keys that every row sees come first, without masks; keys at the edge of a window and on the diagonal
-    follow with masks. ALWAYS_MASKED: all keys in the order of the sequence, with masks, so that a row's arithmetic does
-    not depend on the other rows of the tile.
+    follow with masks. ALWAYS_MASKED: all keys in the sequence's order with masks, so that a row's arithmetic does not
+    depend on the tile's other rows. Sequences of fewer than MIN_QUERIES rows are skipped.
     """
     TOKENS: tl.constexpr = BLOCK_M // GROUP
     kv_head = tl.program_id(1)
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # long programs, at the end of sequences, start first
-    seq, first_token = find_tile_start(cu_seqlens_q_ptr, num_seqs, tile, TOKENS)
-    q_begin = tl.load(cu_seqlens_q_ptr + seq)
-    q_len = tl.load(cu_seqlens_q_ptr + seq + 1) - q_begin
-    if first_token >= q_len:
+    seq, first_token, q_begin, q_len = find_tile_start(cu_seqlens_q_ptr, num_seqs, tile, TOKENS)
+    if (first_token >= q_len) | (q_len < MIN_QUERIES):
         return
     seq_len = tl.load(seq_lens_ptr + seq)
     offs_m, offs_d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
@@ -171,7 +174,7 @@ def prefill_attention_kernel(
 
 @triton.jit
 def find_tile_start(cu_seqlens_q_ptr, num_seqs, tile, TOKENS: tl.constexpr):
-    """(sequence, its first query token) of a tile, by binary search.
+    """Binary search for a tile: (its sequence, its first query token, the sequence's first row and number of rows).
 
     Tiles of sequence i are numbered from cu_seqlens_q[i] // TOKENS + i. That leaves enough numbers for every sequence,
     because ceil((b - a) / T) <= floor(b / T) - floor(a / T) + 1. An unused number gives a first token past the
@@ -183,7 +186,8 @@ def find_tile_start(cu_seqlens_q_ptr, num_seqs, tile, TOKENS: tl.constexpr):
         is_after = tl.load(cu_seqlens_q_ptr + middle) // TOKENS + middle > tile
         high = tl.where(is_after, middle - 1, high)
         low = tl.where(is_after, low, middle)
-    return low, (tile - tl.load(cu_seqlens_q_ptr + low) // TOKENS - low) * TOKENS
+    q_begin = tl.load(cu_seqlens_q_ptr + low)
+    return low, (tile - q_begin // TOKENS - low) * TOKENS, q_begin, tl.load(cu_seqlens_q_ptr + low + 1) - q_begin
 
 
 @triton.jit
@@ -259,7 +263,7 @@ def aot_configurations(capability: int) -> Iterator[AotConfiguration]:
             uses |= {f" {n} rows": ("prefill", n) for n in (16, 32, 64)} | {" invariant": ("invariant", 0)}
         for name, (use, num_rows) in uses.items():
             tile = case.shape.tile(use, capability, num_rows)
-            flags = {"ALWAYS_MASKED": use == "invariant"}
+            flags = {"ALWAYS_MASKED": use == "invariant", "MIN_QUERIES": 1}
             yield AotConfiguration(
                 kernel=prefill_attention_kernel, label=case.label(tile) + name, dtype=case.dtype,
                 constants=case.shape.constants(tile, capability) | case.absent | flags,

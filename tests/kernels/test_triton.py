@@ -124,22 +124,23 @@ def key(kernel, *arguments, **keywords):
     return str(bind(*arguments, **keywords)[1])
 
 def decode(start, stride):
-    return key(paged_attention_kernel, floats, floats, floats, numbers[start:], numbers[start:], None, partial,
+    return key(paged_attention_kernel, *[floats] * 3, numbers[start:], None, numbers[start:], None, partial,
                partial[start:], 0.5, 0.0, stride, MIN_TILES=2, **constants)
 
 def prefill(start, stride, num_seqs):
     return key(prefill_attention_kernel, *[floats] * 3, *[numbers[start:]] * 3, None, floats, 0.5, 0.0, num_seqs,
-               stride, ALWAYS_MASKED=False, **constants)
+               stride, ALWAYS_MASKED=False, MIN_QUERIES=1, **constants)
 
 def reduce(start, num_splits):
-    return key(reduce_splits_kernel, partial, partial[start:], numbers[start:], floats, num_splits,
+    return key(reduce_splits_kernel, partial, partial[start:], None, numbers[start:], floats, num_splits,
                **_reduce_constants(shape, tile))
 
 assert len({decode(0, 1), decode(0, 16), decode(1, 7), decode(3, 4096)}) == 1
 assert len({prefill(0, 1, 1), prefill(0, 16, 16), prefill(1, 7, 3), prefill(3, 1, 256)}) == 1
 assert len({reduce(0, 2), reduce(0, 16), reduce(1, 7)}) == 1
 assert key(prefill_attention_kernel, *[floats] * 3, *[numbers] * 3, None, floats[1:], 0.5, 0.0, 1, 1,
-           ALWAYS_MASKED=False, **constants) != prefill(0, 1, 1), "an output that is not aligned is another variant"
+           ALWAYS_MASKED=False, MIN_QUERIES=1, **constants) != prefill(0, 1, 1), \
+    "an output that is not aligned is another variant"
 """
 
 

@@ -9,7 +9,7 @@ import torch
 from kernels.attention import decode as decode_module
 from kernels.attention import prefill as prefill_module
 from kernels.attention.choices import PREFILL, RULES, find_tile
-from kernels.attention.decode import paged_attention
+from kernels.attention.decode import mixed_attention, paged_attention
 from kernels.attention.plan import MAX_SPLITS, attention_plan, attention_shape
 from kernels.attention.prefill import prefill_attention
 from kernels.card import A100, CARDS
@@ -76,6 +76,44 @@ def prefill(data: Paged, q, q_lens, plan, rows=None, scale=0.2, **kwargs):
         on_device(x) for x in (q, data.k_cache, data.v_cache, data.block_tables[rows], starts, data.seq_lens[rows])
     ]
     return prefill_attention(*tensors, max(q_lens), scale, plan=plan, out=out, **kwargs).cpu()
+
+
+def mixed(data: Paged, q, q_lens, plan, padding=0, scale=0.2, **kwargs):
+    """A step with the lengths on the device: q holds q_lens[i] rows of sequence i, then `padding` poisoned rows. An
+    empty sequence has a table and a length that would read far out."""
+    out = torch.full((len(q) + padding, *q.shape[1:]), POISON, dtype=q.dtype, device=DEVICE)
+    kwargs = {name: on_device(value) for name, value in kwargs.items()}
+    starts = torch.tensor([0, *torch.tensor(q_lens).cumsum(0).tolist()], dtype=torch.int32)
+    empty = torch.tensor(q_lens) == 0
+    tables = data.block_tables.masked_fill(empty[:, None], 10**8)
+    seq_lens = data.seq_lens.masked_fill(empty, 2**30)
+    whole = torch.full((len(out), 2 * q.shape[1], q.shape[2]), POISON, dtype=q.dtype)[:, : q.shape[1]]
+    whole[: len(q)] = q
+    tensors = [on_device(x) for x in (whole, data.k_cache, data.v_cache, tables, starts, seq_lens)]
+    return mixed_attention(*tensors, scale, plan=plan, out=out, **kwargs).cpu()
+
+
+@pytest.mark.parametrize("case, kv_format", [("plain", None), ("window", INT8), ("alibi", None), ("softcap", INT4),
+                                             ("all", FP8)])  # fmt: skip
+@pytest.mark.parametrize("num_sms", [0, 8])
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_steps_whose_lengths_only_the_device_knows(case, kv_format, num_sms, batch_invariant):
+    """Decodes, chunks and empty sequences in any order, before padding rows: nothing reads or writes the padding."""
+    kwargs, random = options(case, 6), torch.Generator().manual_seed(len(case) + num_sms)
+    for _ in range(2):
+        kinds = torch.randint(0, 3, (7,), generator=random).tolist()
+        q_lens = [(0, 1, int(torch.randint(2, 40, (1,), generator=random)))[kind] for kind in kinds]
+        past = torch.randint(0, 150, (7,), generator=random).tolist()
+        data = paged([max(1, n) + p for n, p in zip(q_lens, past, strict=True)], 2, 32, 16, F32)
+        data = quantized(data, kv_format) if kv_format else data
+        q = torch.randn(sum(q_lens), 6, 32)
+        plan = replace(make_plan(7, 6, 2, 32, batch_invariant=batch_invariant), num_sms=num_sms)
+        out = mixed(data, q, q_lens, plan, padding=5, **kwargs)
+        assert out[len(q) :].isnan().all(), "padding rows are not written"
+        for i, (rows, found) in enumerate(zip(q.split(q_lens), out[: len(q)].split(q_lens), strict=True)):
+            close(found, attention(rows, data.keys[i], data.values[i], 0.2, **kwargs))
+        if batch_invariant:
+            assert torch.equal(out[: len(q)], prefill(data, q, q_lens, plan, **kwargs))
 
 
 @pytest.mark.parametrize("half", HALVES, ids=str)

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from engine.models.config import ModelConfig
 from engine.models.layers.operators import Operators, take_linear
-from kernels.attention.decode import paged_attention
+from kernels.attention.decode import mixed_attention, paged_attention
 from kernels.attention.plan import AttentionPlan
 from kernels.attention.prefill import prefill_attention
 from kernels.cache.rope_and_cache import QKVHeads, rope_and_cache
@@ -59,14 +59,19 @@ class BatchMetadata:
 
     The first num_decodes sequences have exactly one query token each, in rows 0 to num_decodes - 1; the rows after
     them belong to the other sequences ("prefills"), in order.
+
+    num_decodes None: only the device knows the lengths, as in a recorded CUDA graph, and T and Q are capacities.
+    cu_seqlens_q, int32 (Q + 1), then counts the rows of all sequences from 0: one row is a decode, more rows are a
+    chunk, no row is padding (its seq_lens and block_tables are not read). The rows from cu_seqlens_q[Q] on are padding
+    with slot -1. max_seqlen_q is not read. Padding of `outputs` has seq_lens 0 and any index below T.
     """
 
     positions: Tensor  # int64 (T): of each token in its sequence
     slot_mapping: Tensor  # int64 (T): block_id * S + offset of each token; -1: not cached
-    num_decodes: int
+    num_decodes: int | None
     block_tables: Tensor  # int32 (Q, B)
     seq_lens: Tensor  # int32 (Q): tokens in the cache, this step's included
-    cu_seqlens_q: Tensor  # int32 (P + 1): first query row of each prefill, counted from num_decodes
+    cu_seqlens_q: Tensor  # int32 (P + 1): first query row of each prefill, counted from num_decodes; or (Q + 1), above
     max_seqlen_q: int  # longest prefill in this step
     outputs: OutputRows | None = None  # None: every row
     plan: AttentionPlan | None = None  # for the GPU's kernels; on a CPU only where batch invariance is asked for
@@ -75,7 +80,7 @@ class BatchMetadata:
 class Attention:
     """Grouped-query attention. One matrix makes q, k and v; k and v are written to their blocks, then read there."""
 
-    __slots__ = ("attn_out", "decode", "head_dim", "heads", "num_heads", "prefill", "q_size", "qkv")
+    __slots__ = ("attn_out", "decode", "head_dim", "heads", "mixed", "num_heads", "prefill", "q_size", "qkv")
 
     def __init__(
         self,
@@ -105,6 +110,7 @@ class Attention:
         window, softcap = config.window(layer), config.attn_softcap
         self.decode = partial(paged_attention, scale=scale, sliding_window=window, softcap=softcap)
         self.prefill = partial(prefill_attention, scale=scale, sliding_window=window, softcap=softcap)
+        self.mixed = partial(mixed_attention, scale=scale, sliding_window=window, softcap=softcap)
 
     def __call__(
         self, hidden: Tensor, metadata: BatchMetadata, kv_cache: KVCache, outputs: OutputRows | None = None
@@ -130,6 +136,8 @@ class Attention:
         n, tables, lengths, plan = metadata.num_decodes, metadata.block_tables, metadata.seq_lens, metadata.plan
         if n == q.shape[0]:
             return self.decode(q, k_cache, v_cache, tables, lengths, plan=plan)  # (T, H, D)
+        if n is None:
+            return self.mixed(q, k_cache, v_cache, tables, metadata.cu_seqlens_q, lengths, plan=plan)  # (T, H, D)
         starts, longest = metadata.cu_seqlens_q, metadata.max_seqlen_q
         if n == 0:
             return self.prefill(
