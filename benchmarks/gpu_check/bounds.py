@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.gpu_check.operators import Rows, floor_seconds, step_operators
 from engine.models.config import ModelConfig
 
 
@@ -80,6 +81,20 @@ class Bounds:
     def decode_seconds(self, batch: int, cached_tokens: float) -> float:
         flops = batch * 2 * (self.active_parameters + self.head_parameters) + cached_tokens * self._attention_flops
         return max(self.decode_bytes(batch, cached_tokens) / self.limits.bandwidth, flops / self.limits.rate)
+
+    def step_seconds(self, step: list[Rows]) -> float:
+        """The bound of totals of any step in which every sequence samples a token."""
+        operators = [operator for operator in step_operators(self.model, step, self.dtype_bytes)
+                     if operator.kind != "row"]  # fmt: skip
+        keys = sum(rows.count * rows.context for rows in step) * self.model.kv_bytes_per_token(self.dtype_bytes)
+        moved = sum(operator.weight_bytes for operator in operators) + keys
+        flops = sum(operator.flops for operator in operators)
+        return max(moved / self.limits.bandwidth, flops / self.limits.rate)
+
+    def floor_seconds(self, step: list[Rows]) -> float:
+        """The per-operator floor of the same step: attention and products run one after the other."""
+        operators = list(step_operators(self.model, step, self.dtype_bytes))
+        return floor_seconds(operators, self.limits.bandwidth, self.limits.rate)
 
     def prefill_flops(self, num_tokens: int) -> float:
         body = 2 * self.active_parameters * num_tokens + self._attention_flops * num_tokens**2 / 2
