@@ -63,7 +63,12 @@ WARM_UP_STEPS = 40
 
 DRIVER_STAGES = ("schedule", "encode plan", "other planning", "decode result", "update", "deliver")
 WORKER_STAGES = ("decode plan", "input batch", "packing", "other launch", "result", "encode result")
-WHOLES = {"pump": ("schedule", "encode plan"), "process": ("update",), "stage": ("input batch",), "launch": ("stage",)}
+WHOLES = {
+    "pump": ("schedule", "encode plan"),
+    "process": ("update", "pump"),
+    "stage": ("input batch",),
+    "launch": ("stage",),
+}
 
 
 class Clock:

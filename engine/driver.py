@@ -322,25 +322,34 @@ class Driver:
         scheduler, live = loaded.scheduler, loaded.live
         while len(self._in_flight) < loaded.max_in_flight and self._isolate_suspect(loaded):
             plan = scheduler.schedule()
+            if plan is not None:
+                executor.send(plan)
+                self._in_flight.append(plan)
             now = time.monotonic()
             # A beam search that ran alone and never fits leaves no plan: others may run now, so plan again.
             if not live.end_searches(now) and plan is None:
                 break
             if plan is not None:
-                executor.send(plan)
-                self._in_flight.append(plan)
                 live.plan_sent(plan, now)
                 self.stats.observe_plan(plan, scheduler)
 
     def _process(self, loaded: Loaded, result: StepResult) -> None:
-        """Let the scheduler take in a result, and hand over what is new."""
+        """Let the scheduler take in a result, and hand over what is new.
+
+        With overlapped scheduling the next plan is sent first: it must arrive while the device computes the one before.
+        So it still holds a sequence whose text then turns out to end at a stop string. The token for it is dropped, as
+        is the token of the plan under way.
+        """
         plan = self._in_flight.popleft() if self._in_flight else None
         if plan is None or plan.step_id != result.step_id:
             raise WorkerDiedError(f"the Worker answered step {result.step_id}, which was not the next one")
         scheduler, live, now = loaded.scheduler, loaded.live, time.monotonic()
         live.step_done(plan, now, more_in_flight=bool(self._in_flight))
         self.stats.steps.done(result, now)
-        live.deliver(result, scheduler.update(result), scheduler.update_vectors(result), now)
+        fresh, vectors = scheduler.update(result), scheduler.update_vectors(result)
+        if loaded.max_in_flight > 1 and not result.failed:  # a sequence that failed must not be planned again
+            self._pump()
+        live.deliver(result, fresh, vectors, now)
         live.end_searches(now)
         if result.failed:
             live.fail_sequences({seq_id: failure(reason) for seq_id, reason in result.failed.items()})

@@ -88,6 +88,8 @@ class Executor:
         try:
             self._process, ours = spawn(self._command)
             self._reader, self._writer = await connect(ours)
+            # uvloop would send at the end of the loop's turn; above this mark it sends at once, as asyncio always does.
+            self._writer.transport.set_write_buffer_limits(high=0)
         except OSError as error:
             kind = NoRoomError if error.errno in LACKING else WorkerDiedError
             raise kind(f"the Worker process could not be started: {error}") from None

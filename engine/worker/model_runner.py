@@ -95,6 +95,10 @@ class LaunchedStep:
     offloads: list[BlockMove] = field(default_factory=list)
     extras: Extras | None = None
 
+    def done(self) -> bool:
+        """True if `ModelRunner.result` need not wait for the device."""
+        return self.ready is None or self.ready.done()
+
 
 class ModelRunner:
     """Owns the decoder, the KV cache and the rows of the live sequences."""

@@ -16,6 +16,7 @@ import socket
 import sys
 import threading
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +39,7 @@ from engine.worker.device.host import limit_primitive_caches, set_threads
 
 if TYPE_CHECKING:
     from engine.worker.encoder_runner import EncoderRunner
-    from engine.worker.model_runner import ModelRunner
+    from engine.worker.model_runner import LaunchedStep, ModelRunner
 
     Runner = ModelRunner | EncoderRunner
 
@@ -46,15 +47,18 @@ logger = logging.getLogger(__name__)
 
 EXIT_GRACE_SECONDS = 0.2
 PR_SET_PDEATHSIG = 1
+LOOK_SECONDS = 2e-5  # between two looks at the device, while a plan may come; the kernel's timer adds some 50 us
+# Python's switch interval: how long a thread that reads the disk or compiles a grammar may keep the GIL from the step
+# loop. Python's default of 5 ms is longer than many a step.
+SWITCH_SECONDS = 0.0005
 
 
 class Channel:
     """Messages over the socket. Blocking; one thread receives, any may send."""
 
     def __init__(self, sock: socket.socket) -> None:
+        """The descriptor of `sock` must be below 1024, for select()."""
         self._socket = sock
-        self._poll = select.poll()  # select() refuses descriptors above 1023, and a Driver with many clients has those
-        self._poll.register(sock, select.POLLIN)
         self._frames = FrameSocket(sock)
         self._sending = threading.Lock()
 
@@ -71,17 +75,26 @@ class Channel:
 
     def has_data(self) -> bool:
         """True if a message has begun to arrive."""
-        return self._frames.has_received or bool(self._poll.poll(0))
+        return self.wait_for_data(0.0)
+
+    def wait_for_data(self, seconds: float) -> bool:
+        """Wait until a message begins to arrive, for at most `seconds`; True if one did."""
+        # select() counts its timeout in microseconds, poll() in milliseconds.
+        return self._frames.has_received or bool(select.select([self._socket], [], [], seconds)[0])
 
 
-def main() -> int:
-    """Serve the Driver at the other end of the socket whose number is the last argument."""
+def main(load: "Callable[[Channel, StartWorker], Runner | None] | None" = None) -> int:
+    """Serve the Driver at the other end of the socket whose number is the last argument.
+
+    `load` replaces the function that loads the model and sends WorkerReady.
+    """
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # the Driver sends this before it kills a hanging Worker
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s worker: %(message)s", stream=sys.stderr)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    sock = socket.socket(fileno=int(sys.argv[-1]))
+    sys.setswitchinterval(SWITCH_SECONDS)
+    sock = _with_low_descriptor(socket.socket(fileno=int(sys.argv[-1])))
     sock.setblocking(True)
     _end_with_driver(sock)
     channel = Channel(sock)
@@ -91,7 +104,7 @@ def main() -> int:
             return 0
         if not isinstance(message, StartWorker):
             raise ValueError(f"the Driver sent {type(message).__name__} before StartWorker")
-        runner = _load(channel, message)
+        runner = (load or _load)(channel, message)
         if runner is None:
             return 1
         serve(channel, runner)
@@ -106,14 +119,16 @@ def main() -> int:
 def serve(channel: Channel, runner: "Runner") -> None:
     """Run the step loop until the Driver closes its end.
 
-    On a GPU, a plan that has arrived is launched before the result of the previous step is awaited, so that the device
-    never runs dry. On a CPU a step is done once it is launched, and its result is sent at once. Idle time goes to the
-    runner in short pieces, so that a heartbeat is answered soon. This loop answers heartbeats itself, after a check of
-    the device: a heartbeat must show that neither of the two hangs.
+    A GPU computes a launched step while the loop goes on: the loop waits for the result of the oldest step and for the
+    next plan at once, so that a plan is launched as soon as it arrives and the device never runs dry. With
+    `runner.max_in_flight` steps launched, no plan can come, and the loop waits for the result alone. On a CPU a step is
+    done once it is launched, and its result is sent at once. Idle time goes to the runner in short pieces, so that a
+    heartbeat is answered soon. This loop answers heartbeats itself, after a check of the device: a heartbeat must show
+    that neither of the two hangs.
     """
     launched: deque[Any] = deque()
     while True:
-        if launched and (len(launched) == runner.max_in_flight or not channel.has_data()):
+        if launched and (len(launched) == runner.max_in_flight or _done_first(launched[0], channel)):
             channel.send(runner.result(launched.popleft()))
             continue
         if not launched and not channel.has_data() and runner.use_idle_time():
@@ -122,7 +137,8 @@ def serve(channel: Channel, runner: "Runner") -> None:
         if message is None:
             return
         if isinstance(message, Heartbeat):
-            runner.check_device()
+            if not launched:  # a device that hangs in a step is noticed by the time that the step takes
+                runner.check_device()
             channel.send(message)
             continue
         if isinstance(message, SideMessage):
@@ -131,6 +147,15 @@ def serve(channel: Channel, runner: "Runner") -> None:
         if not isinstance(message, StepPlan):
             raise ValueError(f"the Driver sent {type(message).__name__} in place of a plan")
         launched.append(runner.launch(message))
+
+
+def _done_first(step: "LaunchedStep", channel: Channel) -> bool:
+    """Wait for the device or the Driver: True once the step is done, False once a message has begun to arrive."""
+    while not channel.has_data():
+        if step.done():
+            return True
+        channel.wait_for_data(LOOK_SECONDS)
+    return False
 
 
 def _load(channel: Channel, start: StartWorker) -> "Runner | None":
@@ -160,6 +185,13 @@ def _load(channel: Channel, start: StartWorker) -> "Runner | None":
     settle_garbage_collector()
     channel.send(ready)
     return runner
+
+
+def _with_low_descriptor(sock: socket.socket) -> socket.socket:
+    """The same socket with the lowest descriptor that is free: select() refuses those above 1023, which the socket of a
+    Driver with many clients may have."""
+    with sock:
+        return sock.dup()
 
 
 def _end_with_driver(sock: socket.socket) -> None:
