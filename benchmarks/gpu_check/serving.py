@@ -1,10 +1,14 @@
-"""The whole engine, Driver and Worker, without HTTP: the nano-vllm workload, 100 users, the card's memory, KV waste."""
+"""The whole engine, Driver and Worker, without HTTP: the nano-vllm workload, 100 users, the card's memory, KV waste.
+
+The Worker is a server's own, with its step loop; it logs when the device idles (benchmarks/watched_worker.py).
+"""
 
 import asyncio
 import contextlib
 import math
 import random
 import statistics
+import sys
 import time
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
@@ -12,12 +16,15 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
+import msgspec
+
 from benchmarks.gpu_check.bounds import Bounds, Limits
 from benchmarks.gpu_check.card import memory_in_use
 from benchmarks.gpu_check.parts import Setting
 from benchmarks.gpu_check.record import Goal, Recorder, at_least, at_most
 from benchmarks.gpu_check.shapes import QWEN, NanoRequest, nano_workload, write_model
 from benchmarks.gpu_check.timing import pick_device
+from benchmarks.watched_worker import WatchedStep
 from engine.config import EngineConfig
 from engine.driver import Driver
 from engine.models.families import read_model_config
@@ -34,6 +41,7 @@ IDLE_SECONDS = 4.0  # after the start: a Worker may record CUDA graphs while it 
 IN_USE, MEMORY_GOAL = "after the workload", at_least(90, text="> 90 %")
 GPU_CONFIG = Path(__file__).resolve().parents[2] / "configs" / "gpu.yaml"
 SAMPLE_SECONDS = 0.25  # between two looks at the blocks
+IDLE_MS = 0.05  # a step that begins later after the one before it counts as late
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +105,9 @@ def serving_config(folder: Path, device: str, tiny: bool) -> EngineConfig:
 async def _measure(recorder: Recorder, setting: Setting, config: EngineConfig) -> None:
     model = read_model_config(setting.folder / QWEN.lower())
     bounds = Bounds(model, Limits.read(setting.folder / "limits.json"))
+    log = setting.folder / "watched-steps.json"
     started = time.perf_counter()
-    async with _engine(config) as driver:
+    async with _engine(config, log) as driver:
         recorder.figure(f"{QWEN}: engine start to ready", time.perf_counter() - started, "s")
         bench = EngineBench(recorder, setting, driver, bounds)
         await asyncio.sleep(0 if setting.tiny else IDLE_SECONDS)
@@ -106,11 +115,13 @@ async def _measure(recorder: Recorder, setting: Setting, config: EngineConfig) -
         await recorder.case_async(NANO, bench.nano, seconds=60)
         await recorder.case_async("memory of the card at work", partial(bench.memory, IN_USE, MEMORY_GOAL))
         await recorder.case_async("100 users", bench.users, seconds=60)
+    recorder.case("device idle", partial(bench.device_idle, log))
 
 
 @contextlib.asynccontextmanager
-async def _engine(config: EngineConfig) -> AsyncIterator[Driver]:
-    driver = Driver(config)
+async def _engine(config: EngineConfig, log: Path) -> AsyncIterator[Driver]:
+    """A running engine, whose Worker writes `log` at the end."""
+    driver = Driver(config, worker_command=(sys.executable, "-m", "benchmarks.watched_worker", str(log)))
     try:
         await driver.start()
         await driver.wait_ready()
@@ -125,6 +136,7 @@ class EngineBench:
     def __init__(self, recorder: Recorder, setting: Setting, driver: Driver, bounds: Bounds) -> None:
         self.recorder, self.setting, self.driver, self.bounds = recorder, setting, driver, bounds
         self._number = 0
+        self._runs: dict[str, tuple[float, float]] = {}  # name of a workload -> when it began and ended
 
     async def memory(self, when: str, goal: Goal | None = None) -> None:
         """By NVIDIA's own count, which has all processes in it. Weights, graphs and the KV cache are there before the
@@ -150,6 +162,7 @@ class EngineBench:
         watching = asyncio.ensure_future(self._watch(waste))
         timelines = await self._all(workload)
         seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
+        self._runs[NANO] = started, started + seconds
         watching.cancel()
         num_steps = steps.total - num_steps
         output = sum(request.output for request in workload)
@@ -178,6 +191,7 @@ class EngineBench:
         seconds = time.perf_counter() - started
         tokens = sum(sum(timeline.tokens) for timeline in timelines)
         name = f"{count} users"
+        self._runs[name] = started, started + seconds
         self.recorder.figure(f"{name}: throughput", tokens / seconds, "tok/s", requests=len(timelines), seconds=seconds)
         for label, values in (
             ("whole request", [timeline.total for timeline in timelines]),
@@ -185,6 +199,21 @@ class EngineBench:
             ("between outputs", [gap for timeline in timelines for gap in timeline.gaps]),
         ):
             self._percentiles(f"{name}: {label}", values)
+
+    def device_idle(self, log: Path) -> None:
+        """The time in which the device had nothing to do between two steps, from the Worker's log."""
+        steps = msgspec.json.decode(log.read_bytes(), type=list[WatchedStep])
+        for name, (begin, end) in self._runs.items():
+            found = [step for step in steps if begin <= step.launched < end]
+            idle = [step.idle_seconds * 1e3 for step in found]
+            mixed = [step.idle_seconds * 1e3 for step in found if step.num_chunks]
+            self.recorder.figure(
+                f"{name}: device idle", statistics.fmean(idle), "ms/step",
+                share=sum(idle) / 1e3 / (end - begin), of="run", goal=at_most(IDLE_MS), steps=len(idle),
+                late=sum(ms >= IDLE_MS for ms in idle) / len(idle), p99_ms=percentile(idle, 99), largest_ms=max(idle),
+                steps_with_prompts=len(mixed), idle_ms_with_prompts=statistics.fmean(mixed) if mixed else None,
+                launch_ms=statistics.median(step.launch_seconds * 1e3 for step in found),
+            )  # fmt: skip
 
     def _percentiles(self, name: str, seconds: list[float]) -> None:
         p50, p99 = (percentile(seconds, percent) for percent in (50, 99))

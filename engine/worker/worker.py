@@ -83,10 +83,39 @@ class Channel:
         return self._frames.has_received or bool(select.select([self._socket], [], [], seconds)[0])
 
 
-def main(load: "Callable[[Channel, StartWorker], Runner | None] | None" = None) -> int:
+def load(channel: Channel, start: StartWorker) -> "Runner | None":
+    """Load a runner and send WorkerReady; returns None after WorkerFailed was sent."""
+    try:
+        channel.send(LoadProgress("importing"))
+        set_threads(start.config.cpu_threads)
+        limit_primitive_caches()
+        from engine.worker.load import load_runner  # imports torch
+
+        runner, ready = load_runner(
+            start.config,
+            Path(start.model_dir),
+            start.eos_token_ids,
+            lambda phase: channel.send(LoadProgress(phase)),
+            start.model_identity,
+        )
+    except PageserveError as error:
+        channel.send(WorkerFailed(type(error).__name__, str(error)))
+        return None
+    except (BrokenPipeError, ConnectionResetError):
+        raise
+    except Exception as error:
+        logger.exception("loading failed")
+        channel.send(WorkerFailed("EngineError", f"loading failed: {type(error).__name__}: {error}"))
+        return None
+    settle_garbage_collector()
+    channel.send(ready)
+    return runner
+
+
+def main(load_runner: "Callable[[Channel, StartWorker], Runner | None]" = load) -> int:
     """Serve the Driver at the other end of the socket whose number is the last argument.
 
-    `load` replaces the function that loads the model and sends WorkerReady.
+    `load_runner` loads the model and sends WorkerReady, as `load` does.
     """
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # the Driver sends this before it kills a hanging Worker
@@ -104,7 +133,7 @@ def main(load: "Callable[[Channel, StartWorker], Runner | None] | None" = None) 
             return 0
         if not isinstance(message, StartWorker):
             raise ValueError(f"the Driver sent {type(message).__name__} before StartWorker")
-        runner = (load or _load)(channel, message)
+        runner = load_runner(channel, message)
         if runner is None:
             return 1
         serve(channel, runner)
@@ -156,35 +185,6 @@ def _done_first(step: "LaunchedStep", channel: Channel) -> bool:
             return True
         channel.wait_for_data(LOOK_SECONDS)
     return False
-
-
-def _load(channel: Channel, start: StartWorker) -> "Runner | None":
-    """Load a runner and send WorkerReady; returns None after WorkerFailed was sent."""
-    try:
-        channel.send(LoadProgress("importing"))
-        set_threads(start.config.cpu_threads)
-        limit_primitive_caches()
-        from engine.worker.load import load_runner  # imports torch
-
-        runner, ready = load_runner(
-            start.config,
-            Path(start.model_dir),
-            start.eos_token_ids,
-            lambda phase: channel.send(LoadProgress(phase)),
-            start.model_identity,
-        )
-    except PageserveError as error:
-        channel.send(WorkerFailed(type(error).__name__, str(error)))
-        return None
-    except (BrokenPipeError, ConnectionResetError):
-        raise
-    except Exception as error:
-        logger.exception("loading failed")
-        channel.send(WorkerFailed("EngineError", f"loading failed: {type(error).__name__}: {error}"))
-        return None
-    settle_garbage_collector()
-    channel.send(ready)
-    return runner
 
 
 def _with_low_descriptor(sock: socket.socket) -> socket.socket:

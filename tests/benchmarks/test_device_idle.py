@@ -1,11 +1,14 @@
 """The step loop, the Driver and a simulated device overlap, and benchmarks/device_idle.py counts what is left."""
 
 import gc
+from types import SimpleNamespace
 
 import pytest
 
+from benchmarks import watched_worker
 from benchmarks.device_idle import WARM_UP_STEPS, Row, measure, row_of, summarize
 from benchmarks.simulated_device import SimulatedStep
+from engine.executor.step import StepPlan
 
 
 def row(**figures):
@@ -59,3 +62,67 @@ def test_a_row_meets_its_aim(figures, meets, capsys):
     assert summarize([row(), row(**figures)]) == (0 if meets else 1)
     last = capsys.readouterr().out.splitlines()[-1]
     assert ("every row meets" in last) == meets and "mean idle" in last
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+class Event:
+    """A CUDA event that a device reaches at `time`."""
+
+    def __init__(self, clock, time):
+        self.clock, self.time = clock, time
+
+    def query(self):
+        return self.clock.now >= self.time
+
+    def elapsed_time(self, later):
+        return 1e3 * (later.time - self.time)
+
+
+class Runner:
+    """Launches take 1 s. Steps take 10 s on a GPU, and on a CPU the time of their launch."""
+
+    def __init__(self, clock, kind):
+        self.clock, self.device, self.free_at = clock, SimpleNamespace(type=kind), 0.0
+
+    def event(self):
+        return Event(self.clock, max(self.clock.now, self.free_at))
+
+    def launch(self, plan):
+        self.clock.now += 1.0
+        self.free_at = max(self.clock.now, self.free_at) + 10.0
+
+    def result(self, step):
+        return None
+
+
+@pytest.mark.parametrize(
+    "kind, launches, idle",
+    [
+        # The second launch begins 1 s before the device is done, and is over 3 s before; the last are late.
+        ("cuda", [0.0, 7.0, 21.0, 40.0], [0.0, 0.0, 1.0, 9.0]),
+        ("cpu", [0.0, 1.0, 5.0], [0.0, 0.0, 3.0]),
+    ],
+)
+def test_the_watched_worker_logs_idle_time(monkeypatch, kind, launches, idle):
+    clock, steps = Clock(), []
+    runner = Runner(clock, kind)
+    monkeypatch.setattr(watched_worker.time, "perf_counter", clock)
+    monkeypatch.setattr(watched_worker, "_cuda_event", runner.event)
+    watched_worker.StepWatcher(runner, steps)
+    in_flight = []
+    for begin in launches:
+        clock.now = begin
+        in_flight.append(runner.launch(StepPlan(1, [], [], [], [])))
+        if len(in_flight) == 2:
+            runner.result(in_flight.pop(0))
+    runner.result(in_flight.pop())
+    assert [step.idle_seconds for step in steps] == pytest.approx(idle)
+    assert [step.launched for step in steps] == launches and all(step.launch_seconds == 1.0 for step in steps)
