@@ -2,21 +2,30 @@
 
 The weight of a token is exp(-y), where y = (largest logit - logit) / temperature is its distance. A filter keeps the
 tokens up to some distance. Floats >= 0 have the order of their bits, so a bisection over integers finds the distance
-exactly, and tied tokens are kept or cut together. Three steps:
+exactly, and tied tokens are kept or cut together. Five steps; 1 to 4 are in kernels/sampling/cuts.py, and those over
+chunks have one program per 4096 tokens, so that a single row of 128k occupies 32 multiprocessors:
 
 1. `weigh_kernel` counts, for every chunk of a row, the tokens within each of a few fixed distances, and sums their
-weight. 2. `gather_kernel` chooses the smallest of these distances that certainly includes every token that the filters
-keep, and writes its tokens to a short list, in the order of their ids. 3. `draw_kernel` searches that list, in
-registers and L1, then maps one uniform number through the inverse of the cumulative distribution, in token-id order. If
-the list would be too long (nearly flat distributions), it searches the row itself, with one read of the row from L2 per
-bit.
+weight. So the cut of each filter is known to lie between two of them.
+2. `refine_kernel`: where more than 8192 tokens lie between (nearly flat distributions), a sample of every 32nd token
+estimates the cut. It chooses six distances around the estimate, in pairs that enclose possible ties.
+3. `reweigh_kernel` does step 1 for these distances.
+4. `gather_kernel` writes the distances between the two last known points around each cut to a short list, in the order
+of the token ids.
+5. `draw_kernel` bisects that list, in L1, picks the chunk in which the cumulative distribution passes the uniform
+number, and reads that chunk once more to find the token.
 
-Rows with only a temperature or min-p skip the list: the uniform number picks a chunk, then the token inside the chunk.
-Each of the first two steps reads the logits once; the rest is small. So the lower bound of a step is three reads of the
-logits (two without filters), including the read of logits.largest_logits: at copy bandwidth for large batches, faster
-if the rows stay in L2. Sums of many weights are float64 and have a fixed order, so a row's token does not depend on its
-batch. The idea that only the cut is needed and not the order is from FlashInfer, "Sorting-Free GPU Kernels for LLM
-Sampling", 2025-03-10 (which rejects tokens where this file searches).
+Full reads of the logits: step 1, step 4, and step 3 for rows with a long window; largest_logits reads them before. So a
+flat row is read 4 times, another filtered row 3 times, a row with only a temperature or min-p 2 times, plus one chunk.
+256 flat rows of 128256 in bf16 are 66 MB a read, 263 MB in all: 0.10 ms at 2.7 TB/s (80 % of an H100's bandwidth), 0.17
+ms at 1.55 TB/s (80 % of an A100 with 40 GB); in fp32 twice that. Not measured yet.
+
+If the list would still be longer than 16384 tokens, step 5 searches the row itself, with one program, one read per bit.
+The estimate misses so in one of 10**6 flat rows, or with a top-k of thousands and top-p together. Counts are exact.
+Sums of weights over a chunk are fp32, all others float64, each in a fixed order, so a row's token does not depend on
+its batch. The idea that only the cut is needed and not the order is from FlashInfer, "Sorting-Free GPU Kernels for LLM
+Sampling", 2025-03-10 (which rejects tokens where this file searches); that of splitters from a sample is from Ribizel
+and Anzt, "Parallel selection on GPUs", 2020.
 """
 
 from collections.abc import Iterator
@@ -24,17 +33,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kernels.aot_configuration import AotConfiguration, power_of_2
+from kernels.aot_configuration import AotConfiguration
 from kernels.dispatch import tl, triton
-from kernels.sampling.logits import CHANGED_TYPES, CHUNK, NUM_WARPS, ChangedLogits, load_logits, num_chunks
+from kernels.sampling import cuts
+from kernels.sampling.cuts import distances, edges_of, limit_of, sums_of, up_to
+from kernels.sampling.logits import CHANGED_TYPES, NUM_WARPS, ChangedLogits, num_chunks
 
-NUM_PIVOTS, PIVOT_STEP = 8, 1.5  # fixed distances 1.5, 3 ... 12; exp(-12) is 6e-6 of the largest weight
-CAPACITY = 8192  # tokens in a row's list
-GATHER_WARPS = 16  # the prefix sum takes registers: 8 elements per thread
 DRAW_BLOCK, DRAW_WARPS = 1024, 8  # tokens per iteration of the last step: float64 prefix sums, 4 elements per thread
-# Step 1 sums weights in fp32. If the mass within a fixed distance exceeds a nucleus by less than this share, the next
-# distance is used.
-MASS_MARGIN = 2e-6
 
 
 def draw_tokens(
@@ -62,157 +67,41 @@ def draw_tokens(
     device, chunks = logits.device, num_chunks(vocab_size)
     if log_min_p is None:
         log_min_p = torch.full((n,), -torch.inf, dtype=torch.float32, device=device)
-    counts = candidates = candidate_ids = list_sizes = None
-    if top_k is not None or top_p is not None:
+    masses = torch.empty((n, cuts.NUM_EDGES, chunks), dtype=torch.float32, device=device)
+    values, flags = (changed.values, changed.flags) if changed else (None, None)
+    source = (logits, values, flags, largest, rows, temperature, log_min_p, logits.stride(0))
+    meta = cuts.chunk_constants(vocab_size)
+    if top_k is None and top_p is None:
+        cuts.weigh_kernel[(n, chunks)](*source, None, masses, **meta, num_warps=NUM_WARPS)
+        found = None, None, None, masses, None, None, None
+    else:
         if top_k is None:
             top_k = torch.full((n,), vocab_size, dtype=torch.int64, device=device)
         if top_p is None:
             top_p = torch.ones(n, dtype=torch.float64, device=device)
-        counts = torch.empty((n, NUM_PIVOTS, chunks), dtype=torch.int32, device=device)
-        candidates = torch.empty((n, CAPACITY), dtype=torch.float32, device=device)
-        candidate_ids = torch.empty((n, CAPACITY), dtype=torch.int32, device=device)
-        list_sizes = torch.empty(n, dtype=torch.int32, device=device)
-    masses = torch.empty((n, NUM_PIVOTS + 1, chunks), dtype=torch.float32, device=device)
-    values, flags = (changed.values, changed.flags) if changed else (None, None)
-    source = (logits, values, flags, largest, rows, temperature, log_min_p, logits.stride(0))
-    meta = chunk_constants(vocab_size)
-    weigh_kernel[(n, chunks)](*source, counts, masses, **meta, num_warps=NUM_WARPS)
-    if counts is not None:
-        gather_kernel[(n, chunks)](
-            *source, top_k, top_p, counts, masses, candidates, candidate_ids, list_sizes,
-            CAPACITY=CAPACITY, MASS_MARGIN=MASS_MARGIN, **meta, num_warps=GATHER_WARPS,
+        counts = torch.empty((n, cuts.NUM_EDGES, chunks), dtype=torch.int32, device=device)
+        refined = torch.empty((n, cuts.NUM_REFINED), dtype=torch.int32, device=device)
+        candidates = torch.empty((n, cuts.CAPACITY), dtype=torch.float32, device=device)
+        starts = torch.empty((n, chunks), dtype=torch.int32, device=device)
+        windows = torch.empty((n, cuts.WINDOW_FIELDS), dtype=torch.int32, device=device)
+        cuts.weigh_kernel[(n, chunks)](*source, counts, masses, **meta, num_warps=NUM_WARPS)
+        cuts.refine_kernel[(n,)](
+            *source, top_k, top_p, counts, masses, refined,
+            **cuts.refine_constants(vocab_size), num_warps=cuts.REFINE_WARPS,
         )  # fmt: skip
-    draw_kernel[(n,)](
-        *source, top_k, top_p, uniform, masses, candidates, candidate_ids, list_sizes, token_ids,
-        **draw_constants(vocab_size), num_warps=DRAW_WARPS,
-    )  # fmt: skip
+        cuts.reweigh_kernel[(n, chunks)](*source, refined, counts, masses, **meta, num_warps=NUM_WARPS)
+        cuts.gather_kernel[(n, chunks)](
+            *source, top_k, top_p, refined, counts, masses, candidates, starts, windows,
+            **cuts.gather_constants(vocab_size), num_warps=cuts.GATHER_WARPS,
+        )  # fmt: skip
+        found = top_k, top_p, refined, masses, candidates, starts, windows
+    draw_kernel[(n,)](*source, *found, uniform, token_ids, **draw_constants(vocab_size), num_warps=DRAW_WARPS)
 
 
-def chunk_constants(vocab_size: int) -> dict[str, int | float]:
-    """The compile-time arguments of the first two steps."""
-    n = num_chunks(vocab_size)
-    sizes = {"VOCAB": vocab_size, "NUM_CHUNKS": n, "BLOCK_C": power_of_2(n), "BLOCK": CHUNK}
-    return sizes | {"NUM_PIVOTS": NUM_PIVOTS, "PIVOT_STEP": PIVOT_STEP}
-
-
-def draw_constants(vocab_size: int) -> dict[str, int]:
+def draw_constants(vocab_size: int) -> dict[str, int | float]:
     """The compile-time arguments of the last step."""
-    n = num_chunks(vocab_size)
-    sizes = {"VOCAB": vocab_size, "NUM_CHUNKS": n, "BLOCK_C": power_of_2(n), "BLOCK": DRAW_BLOCK}
-    return sizes | {"CHUNK": CHUNK, "CAPACITY": CAPACITY, "NUM_PIVOTS": NUM_PIVOTS}
-
-
-@triton.jit
-def _distances(source, offs, VOCAB: tl.constexpr):
-    """Distances fp32 >= 0 of the tokens `offs` of a row; NaN, beyond every bound, past the vocabulary.
-
-    source: (logits_ptr, values_ptr, flags_ptr, largest_ptr, temperature_ptr, number of the draw, row, logits_stride)
-    """
-    logits_ptr, values_ptr, flags_ptr, largest_ptr, temperature_ptr, i, row, logits_stride = source
-    x = load_logits(logits_ptr, values_ptr, flags_ptr, row, offs, logits_stride, VOCAB)
-    y = tl.div_rn(tl.load(largest_ptr + row) - x, tl.load(temperature_ptr + i))
-    return tl.where(offs < VOCAB, y, float("nan"))
-
-
-@triton.jit
-def weigh_kernel(
-    logits_ptr,
-    values_ptr,
-    flags_ptr,
-    largest_ptr,
-    rows_ptr,
-    temperature_ptr,
-    log_min_p_ptr,
-    logits_stride,
-    counts_ptr,
-    masses_ptr,
-    VOCAB: tl.constexpr,
-    NUM_CHUNKS: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK: tl.constexpr,
-    NUM_PIVOTS: tl.constexpr,
-    PIVOT_STEP: tl.constexpr,
-):
-    """Grid (n, num_chunks): writes counts int32 [n, NUM_PIVOTS, num_chunks] and masses fp32 [n, NUM_PIVOTS + 1,
-    num_chunks] of the tokens that min-p keeps, for each fixed distance; the last mass is that of all these tokens.
-    counts_ptr None: writes the last mass only.
-    """
-    i, chunk = tl.program_id(0), tl.program_id(1)
-    row = tl.load(rows_ptr + i)
-    source = (logits_ptr, values_ptr, flags_ptr, largest_ptr, temperature_ptr, i, row, logits_stride)
-    y = _distances(source, chunk * BLOCK + tl.arange(0, BLOCK), VOCAB)
-    limit = 0.0 - tl.load(log_min_p_ptr + i)
-    weights = tl.where(y <= limit, tl.exp(-y), 0.0)
-    at = masses_ptr + i * ((NUM_PIVOTS + 1) * NUM_CHUNKS) + chunk
-    tl.store(at + NUM_PIVOTS * NUM_CHUNKS, tl.sum(weights, 0))
-    if counts_ptr is not None:
-        for j in tl.static_range(NUM_PIVOTS):
-            near = y <= tl.minimum(limit, PIVOT_STEP * (j + 1))
-            tl.store(at + j * NUM_CHUNKS, tl.sum(tl.where(near, weights, 0.0), 0))
-            tl.store(counts_ptr + (i * NUM_PIVOTS + j) * NUM_CHUNKS + chunk, tl.sum(near.to(tl.int32), 0))
-
-
-@triton.jit
-def gather_kernel(
-    logits_ptr,
-    values_ptr,
-    flags_ptr,
-    largest_ptr,
-    rows_ptr,
-    temperature_ptr,
-    log_min_p_ptr,
-    logits_stride,
-    top_k_ptr,
-    top_p_ptr,
-    counts_ptr,
-    masses_ptr,
-    candidates_ptr,
-    candidate_ids_ptr,
-    list_sizes_ptr,
-    CAPACITY: tl.constexpr,
-    MASS_MARGIN: tl.constexpr,
-    VOCAB: tl.constexpr,
-    NUM_CHUNKS: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK: tl.constexpr,
-    NUM_PIVOTS: tl.constexpr,
-    PIVOT_STEP: tl.constexpr,
-):
-    """Grid (n, num_chunks): lists the chunk's tokens within the chosen distance, behind those of earlier chunks.
-
-    list_sizes int32 [n] is 0 for rows without a list: no filter, no distance that suffices, or too many tokens.
-    """
-    i, chunk = tl.program_id(0), tl.program_id(1)
-    limit = 0.0 - tl.load(log_min_p_ptr + i)
-    top_k, top_p = tl.load(top_k_ptr + i), tl.load(top_p_ptr + i)
-    chunks = tl.arange(0, BLOCK_C)
-    mask = chunks < NUM_CHUNKS
-    mass_at = masses_ptr + i * ((NUM_PIVOTS + 1) * NUM_CHUNKS) + chunks
-    needed = tl.sum(tl.load(mass_at + NUM_PIVOTS * NUM_CHUNKS, mask=mask, other=0.0).to(tl.float64), 0)
-    needed *= top_p + MASS_MARGIN
-    pivot, size, before = (i * 0).to(tl.float32), i * 0, i * 0
-    for j in tl.static_range(NUM_PIVOTS - 1, -1, -1):  # so that the smallest distance that suffices is kept last
-        counts = tl.load(counts_ptr + (i * NUM_PIVOTS + j) * NUM_CHUNKS + chunks, mask=mask, other=0)
-        count = tl.sum(counts, 0)
-        mass = tl.sum(tl.load(mass_at + j * NUM_CHUNKS, mask=mask, other=0.0).to(tl.float64), 0)
-        suffices = (PIVOT_STEP * (j + 1) >= limit) | tl.where(top_k < VOCAB, count >= top_k, mass >= needed)
-        pivot = tl.where(suffices, PIVOT_STEP * (j + 1), pivot)
-        size = tl.where(suffices, count, size)
-        before = tl.where(suffices, tl.sum(tl.where(chunks < chunk, counts, 0), 0), before)
-    is_filtered = (top_k < VOCAB) | (top_p < 1.0)
-    size = tl.where(is_filtered & (size <= CAPACITY), size, 0)
-    if chunk == 0:
-        tl.store(list_sizes_ptr + i, size)
-    if size > 0:
-        row = tl.load(rows_ptr + i)
-        offs = chunk * BLOCK + tl.arange(0, BLOCK)
-        source = (logits_ptr, values_ptr, flags_ptr, largest_ptr, temperature_ptr, i, row, logits_stride)
-        y = _distances(source, offs, VOCAB)
-        near = y <= tl.minimum(limit, pivot)
-        list_at = i.to(tl.int64) * CAPACITY + before
-        place = tl.cumsum(near.to(tl.int32), 0) - 1
-        tl.store(candidates_ptr + list_at + place, y, mask=near)
-        tl.store(candidate_ids_ptr + list_at + place, offs, mask=near)
+    sizes = {"EDGE_BLOCK": cuts.EDGE_BLOCK, "CAPACITY": cuts.CAPACITY, "WINDOW_FIELDS": cuts.WINDOW_FIELDS}
+    return cuts.chunk_constants(vocab_size) | sizes | {"BLOCK": DRAW_BLOCK}
 
 
 @triton.jit
@@ -227,99 +116,114 @@ def draw_kernel(
     logits_stride,
     top_k_ptr,
     top_p_ptr,
-    uniform_ptr,
+    refined_ptr,
     masses_ptr,
     candidates_ptr,
-    candidate_ids_ptr,
-    list_sizes_ptr,
+    starts_ptr,
+    windows_ptr,
+    uniform_ptr,
     token_ids_ptr,
     VOCAB: tl.constexpr,
     NUM_CHUNKS: tl.constexpr,
     BLOCK_C: tl.constexpr,
     CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
+    NUM_FIXED: tl.constexpr,
+    NUM_EDGES: tl.constexpr,
+    FIXED_STEP: tl.constexpr,
+    EDGE_BLOCK: tl.constexpr,
     CAPACITY: tl.constexpr,
-    NUM_PIVOTS: tl.constexpr,
+    WINDOW_FIELDS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """Grid (n,). top_k_ptr None: no row has a filter except min-p, and there are no lists."""
+    """Grid (n,). top_k_ptr None: no row has a filter except min-p, and there are no windows."""
     i = tl.program_id(0)
     row = tl.load(rows_ptr + i)
-    uniform = tl.load(uniform_ptr + i)
-    bound = (0.0 - tl.load(log_min_p_ptr + i)).to(tl.int32, bitcast=True)  # bits of the largest kept distance
     source = (logits_ptr, values_ptr, flags_ptr, largest_ptr, temperature_ptr, i, row, logits_stride)
+    chunks = tl.arange(0, BLOCK_C)
+    low = limit_of(log_min_p_ptr, i)
+    bound = low  # the last distance that is kept; the weights up to `low` are known per chunk
+    list_ptr, size, end = None, i * 0, i * 0
     if top_k_ptr is None:
-        token_id = _draw_from_row(
-            source, masses_ptr, uniform, bound, VOCAB, NUM_CHUNKS, BLOCK_C, CHUNK, BLOCK, NUM_PIVOTS
-        )
+        at = masses_ptr + i * (NUM_EDGES * NUM_CHUNKS) + chunks
+        known = tl.load(at, mask=chunks < NUM_CHUNKS, other=0.0).to(tl.float64)
     else:
-        top_k, top_p = tl.load(top_k_ptr + i), tl.load(top_p_ptr + i)
-        if (top_k < VOCAB) | (top_p < 1.0):
-            list_at = i.to(tl.int64) * CAPACITY
-            size = tl.load(list_sizes_ptr + i)
-            row_mass = tl.sum(_chunk_masses(masses_ptr, i, NUM_CHUNKS, BLOCK_C, NUM_PIVOTS), 0)
-            token_id = _draw_filtered(
-                candidates_ptr + list_at, size, source, uniform, bound, top_k, top_p, row_mass, VOCAB, BLOCK
-            )
-            if size > 0:
-                token_id = tl.load(candidate_ids_ptr + list_at + token_id)
-        else:
-            token_id = _draw_from_row(
-                source, masses_ptr, uniform, bound, VOCAB, NUM_CHUNKS, BLOCK_C, CHUNK, BLOCK, NUM_PIVOTS
-            )
+        list_ptr = candidates_ptr + i.to(tl.int64) * CAPACITY
+        size = tl.load(windows_ptr + i * WINDOW_FIELDS + 4)
+        end = tl.where(size < 0, VOCAB, size)
+        edges = edges_of(refined_ptr, i, low, NUM_FIXED, NUM_EDGES, FIXED_STEP, EDGE_BLOCK)
+        by_chunk = sums_of(masses_ptr, edges, i, NUM_CHUNKS, BLOCK_C, NUM_EDGES, EDGE_BLOCK).to(tl.float64)
+        masses = tl.sum(by_chunk, 1)
+        filters = tl.load(top_k_ptr + i), tl.load(top_p_ptr + i)
+        low, bound = _cut(
+            list_ptr, size, source, end, windows_ptr + i * WINDOW_FIELDS, edges, masses, filters, low, VOCAB, BLOCK
+        )
+        known = up_to(edges[:, None], by_chunk, low)
+    total = tl.sum(known, 0)
+    if list_ptr is not None:
+        total += _between(list_ptr, size, source, end, low, bound, VOCAB, BLOCK, True)[1]
+    target = tl.load(uniform_ptr + i) * total
+    # The first chunk in which the weight passes the target, or reaches the total if the target was rounded up to it.
+    first, last, before = i * 0, i * 0 + NUM_CHUNKS - 1, total * 0.0
+    while first < last:
+        middle = (first + last) // 2
+        mass = tl.sum(tl.where(chunks <= middle, known, 0.0), 0)
+        if list_ptr is not None:
+            stop = tl.load(starts_ptr + i * NUM_CHUNKS + middle + 1)
+            mass += _between(list_ptr, size, source, stop, low, bound, VOCAB, BLOCK, True)[1]
+        reached = (mass > target) | (mass >= total)
+        last = tl.where(reached, middle, last)
+        first = tl.where(reached, first, middle + 1)
+        before = tl.where(reached, before, mass)
+    token_id = _token_above(source, first * CHUNK, before, target, bound, VOCAB, CHUNK, BLOCK)
     largest = tl.load(largest_ptr + row)
     failed = (largest == float("inf")) | (largest == float("-inf"))
     tl.store(token_ids_ptr + row, tl.where(failed, 0, token_id).to(tl.int64))
 
 
 @triton.jit
-def _draw_from_row(
-    source, masses_ptr, uniform, bound, VOCAB: tl.constexpr, NUM_CHUNKS: tl.constexpr, BLOCK_C: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr, NUM_PIVOTS: tl.constexpr,
+def _cut(
+    list_ptr, size, source, end, windows_ptr, edges, masses, filters, limit, VOCAB: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """The token of a row without top-k and top-p: picks a chunk by the weights of step 1, then a token in it."""
-    begin, before, target = _chunk_of(masses_ptr, source[5], uniform, NUM_CHUNKS, BLOCK_C, CHUNK, NUM_PIVOTS)
-    return _token_above(None, begin, source, begin, begin + CHUNK, before, target, bound, VOCAB, BLOCK)
-
-
-@triton.jit
-def _draw_filtered(
-    list_ptr, size, source, uniform, bound, top_k, top_p, row_mass, VOCAB: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """The index, in the list or in the row, of the token of a row with top-k or top-p. row_mass: mass before both."""
-    end = tl.where(size > 0, size, VOCAB)
+    """(low, bound): bound is the last distance that top-k and top-p keep, low an edge at or below it."""
+    top_k, top_p = filters
+    k_low, bound = tl.load(windows_ptr), tl.load(windows_ptr + 1)
+    low, p_high = tl.load(windows_ptr + 2), tl.load(windows_ptr + 3)
     if top_k < VOCAB:
-        bound = _nearest_bound(list_ptr, size, source, end, bound, top_k.to(tl.float64), VOCAB, BLOCK, False)
-    _, total = _within(list_ptr, size, source, end, bound, VOCAB, BLOCK, True)
-    if (size > 0) & (top_k >= VOCAB):
-        total = row_mass  # top_p is a share of this mass; the list lacks the tokens beyond its distance
+        needed = (top_k - tl.load(windows_ptr + 5)).to(tl.float64)
+        bound = _nearest_bound(list_ptr, size, source, end, k_low, bound, needed, VOCAB, BLOCK, False)
     if top_p < 1.0:
-        bound = _nearest_bound(list_ptr, size, source, end, bound, top_p * total, VOCAB, BLOCK, True)
-        _, total = _within(list_ptr, size, source, end, bound, VOCAB, BLOCK, True)
-    return _token_above(list_ptr, size, source, size * 0, end, total * 0.0, uniform * total, bound, VOCAB, BLOCK)
+        total = up_to(edges, masses, limit)
+        if top_k < VOCAB:
+            total = up_to(edges, masses, k_low)
+            total += _between(list_ptr, size, source, end, k_low, bound, VOCAB, BLOCK, True)[1]
+        elif p_high == limit:  # so that fp32 sums and the list's cannot disagree about the end of the row
+            total = up_to(edges, masses, low)
+            total += _between(list_ptr, size, source, end, low, p_high, VOCAB, BLOCK, True)[1]
+        needed = top_p * total - up_to(edges, masses, low)
+        bound = tl.maximum(tl.minimum(p_high, bound), low)
+        bound = _nearest_bound(list_ptr, size, source, end, low, bound, needed, VOCAB, BLOCK, True)
+    return low, bound
 
 
 @triton.jit
-def _tile(list_ptr, size, source, offs, VOCAB: tl.constexpr):
-    """Distances at `offs` of the list if there is one (size > 0), else of the row."""
-    if list_ptr is None:
-        return _distances(source, offs, VOCAB)
+def _tile(list_ptr, size, source, offs, stop, VOCAB: tl.constexpr):
+    """Distances at the places `offs` before `stop` of the list if there is one, else of the row; NaN after it."""
+    if size < 0:
+        y = tl.where(offs < stop, distances(source, offs, VOCAB), float("nan"))
     else:
-        if size > 0:
-            y = tl.load(list_ptr + offs, mask=offs < size, other=float("nan"))
-        else:
-            y = _distances(source, offs, VOCAB)
-        return y
+        y = tl.load(list_ptr + offs, mask=offs < stop, other=float("nan"))
+    return y
 
 
 @triton.jit
-def _within(list_ptr, size, source, end, bound, VOCAB: tl.constexpr, BLOCK: tl.constexpr, BY_MASS: tl.constexpr):
-    """The number, or with BY_MASS the weight, of those of the first `end` tokens whose distance has at most `bound`
-    bits."""
-    count = end * 0
+def _between(list_ptr, size, source, stop, low, bound, VOCAB: tl.constexpr, BLOCK: tl.constexpr, BY_MASS: tl.constexpr):
+    """(number, weight with BY_MASS) of those of the first `stop` tokens whose distances have bits in (low, bound]."""
+    count = stop * 0
     mass = count.to(tl.float64)
-    for start in range(0, end, BLOCK):
-        y = _tile(list_ptr, size, source, start + tl.arange(0, BLOCK), VOCAB)
-        near = y.to(tl.int32, bitcast=True) <= bound
+    for start in range(0, stop, BLOCK):
+        y = _tile(list_ptr, size, source, start + tl.arange(0, BLOCK), stop, VOCAB)
+        bits = y.to(tl.int32, bitcast=True)
+        near = (bits > low) & (bits <= bound)
         count += tl.sum(near.to(tl.int32), 0)
         if BY_MASS:
             mass += tl.sum(tl.where(near, tl.exp(-y), 0.0).to(tl.float64), 0)
@@ -328,19 +232,19 @@ def _within(list_ptr, size, source, end, bound, VOCAB: tl.constexpr, BLOCK: tl.c
 
 @triton.jit
 def _nearest_bound(
-    list_ptr, size, source, end, bound, needed, VOCAB: tl.constexpr, BLOCK: tl.constexpr, BY_MASS: tl.constexpr
+    list_ptr, size, source, end, low, bound, needed, VOCAB: tl.constexpr, BLOCK: tl.constexpr, BY_MASS: tl.constexpr
 ):
-    """The smallest distance (as bits) that includes `needed` tokens, or that weight; `bound` if none suffices.
+    """The smallest distance (as bits) in (low, bound] with `needed` tokens, or that weight, above `low`; else `bound`.
 
     Ends early once a single token is left between the two ends of the interval: all distances there give the same set.
     """
-    low = bound * 0 - 1
+    start = low
     high = bound
     low_count = bound * 0
-    high_count, _ = _within(list_ptr, size, source, end, bound, VOCAB, BLOCK, False)
+    high_count, _ = _between(list_ptr, size, source, end, start, bound, VOCAB, BLOCK, False)
     while (high - low > 1) & (high_count - low_count > 1):
         middle = low + (high - low) // 2
-        count, mass = _within(list_ptr, size, source, end, middle, VOCAB, BLOCK, BY_MASS)
+        count, mass = _between(list_ptr, size, source, end, start, middle, VOCAB, BLOCK, BY_MASS)
         found = mass if BY_MASS else count.to(tl.float64)
         suffices = found >= needed
         high = tl.where(suffices, middle, high)
@@ -351,39 +255,16 @@ def _nearest_bound(
 
 
 @triton.jit
-def _chunk_masses(masses_ptr, i, NUM_CHUNKS: tl.constexpr, BLOCK_C: tl.constexpr, NUM_PIVOTS: tl.constexpr):
-    """float64 [BLOCK_C]: the weight per chunk of the tokens that min-p keeps."""
-    chunk = tl.arange(0, BLOCK_C)
-    at = masses_ptr + (i * (NUM_PIVOTS + 1) + NUM_PIVOTS) * NUM_CHUNKS + chunk
-    return tl.load(at, mask=chunk < NUM_CHUNKS, other=0.0).to(tl.float64)
-
-
-@triton.jit
-def _chunk_of(
-    masses_ptr, i, uniform, NUM_CHUNKS: tl.constexpr, BLOCK_C: tl.constexpr, CHUNK: tl.constexpr,
-    NUM_PIVOTS: tl.constexpr,
-):  # fmt: skip
-    """(first token, weight before, target) of the chunk in which the cumulative weight passes uniform * total."""
-    chunk = tl.arange(0, BLOCK_C)
-    mass = _chunk_masses(masses_ptr, i, NUM_CHUNKS, BLOCK_C, NUM_PIVOTS)
-    target = uniform * tl.sum(mass, 0)
-    above = (tl.cumsum(mass, 0) > target) & (mass > 0.0)
-    first = tl.min(tl.where(above, chunk, BLOCK_C), 0)
-    first = tl.where(first < BLOCK_C, first, tl.max(tl.where(mass > 0.0, chunk, 0), 0))
-    return first * CHUNK, tl.sum(tl.where(chunk < first, mass, 0.0), 0), target
-
-
-@triton.jit
 def _token_above(
-    list_ptr, size, source, begin, end, before, target, bound, VOCAB: tl.constexpr, BLOCK: tl.constexpr
+    source, begin, before, target, bound, VOCAB: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """The first index in [begin, end) at which the cumulative weight, starting at `before`, is above target; if
-    rounding leaves none, the last index with a weight."""
+    """The first token of the chunk at `begin` at which the cumulative weight, starting at `before`, is above target; if
+    rounding leaves none, the last token with a weight."""
     found = begin * 0 - 1
     last = begin * 0
-    for start in range(begin, end, BLOCK):
+    for start in range(begin, begin + CHUNK, BLOCK):
         offs = start + tl.arange(0, BLOCK)
-        y = _tile(list_ptr, size, source, offs, VOCAB)
+        y = distances(source, offs, VOCAB)
         weights = tl.where(y.to(tl.int32, bitcast=True) <= bound, tl.exp(-y), 0.0).to(tl.float64)
         above = (before + tl.cumsum(weights, 0) > target) & (weights > 0.0)
         first = tl.min(tl.where(above, offs, 2147483647), 0)
@@ -397,24 +278,15 @@ def aot_configurations(capability: int) -> Iterator[AotConfiguration]:
     """Yields kernels with and without filters and changed rows."""
     types = CHANGED_TYPES | dict.fromkeys(("largest_ptr", "temperature_ptr", "log_min_p_ptr", "masses_ptr"), "*fp32")
     types |= {"rows_ptr": "*i64", "top_k_ptr": "*i64", "top_p_ptr": "*fp64", "uniform_ptr": "*fp64"}
-    types |= {"counts_ptr": "*i32", "candidates_ptr": "*fp32", "candidate_ids_ptr": "*i32", "list_sizes_ptr": "*i32"}
-    types |= {"token_ids_ptr": "*i64"}
+    types |= dict.fromkeys(("refined_ptr", "starts_ptr", "windows_ptr"), "*i32")
+    types |= {"candidates_ptr": "*fp32", "token_ids_ptr": "*i64"}
+    plain = dict.fromkeys(("top_k_ptr", "top_p_ptr", "refined_ptr", "candidates_ptr", "starts_ptr", "windows_ptr"))
     for dtype, vocab_size, changed in (("bf16", 128256, False), ("bf16", 128256, True), ("fp32", 50257, False)):
         label, aligned = f"vocabulary {vocab_size}" + " changed" * changed, ("logits_stride",) * (vocab_size % 16 == 0)
-        more = {"types": types, "multiples_of_16": aligned, "quick": changed}
-        absent = {} if changed else dict.fromkeys(CHANGED_TYPES)
-        chunked, drawing = (absent | sizes(vocab_size) for sizes in (chunk_constants, draw_constants))
-        gathering = chunked | {"CAPACITY": CAPACITY, "MASS_MARGIN": MASS_MARGIN}
-        plain = dict.fromkeys(("top_k_ptr", "top_p_ptr", "candidates_ptr", "candidate_ids_ptr", "list_sizes_ptr"))
-        for kernel, name, constants, num_warps in (
-            (weigh_kernel, "filters", chunked, NUM_WARPS),
-            (weigh_kernel, "plain", chunked | {"counts_ptr": None}, NUM_WARPS),
-            (gather_kernel, "filters", gathering, GATHER_WARPS),
-            (draw_kernel, "filters", drawing, DRAW_WARPS),
-            (draw_kernel, "plain", drawing | plain, DRAW_WARPS),
-        ):
+        constants = draw_constants(vocab_size) | ({} if changed else dict.fromkeys(CHANGED_TYPES))
+        for name, absent in (("filters", {}), ("plain", plain)):
             # ptxas may keep a few numbers on the stack to fit another program on the SM (triton 3.6, fp32)
-            max_spill = 8 if kernel is draw_kernel else 0
             yield AotConfiguration(
-                kernel, f"{label} {name}", dtype, constants, num_warps=num_warps, max_spill=max_spill, **more
-            )
+                draw_kernel, f"{label} {name}", dtype, constants | absent, num_warps=DRAW_WARPS, types=types,
+                multiples_of_16=aligned, quick=changed, max_spill=8,
+            )  # fmt: skip

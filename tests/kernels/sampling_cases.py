@@ -9,6 +9,7 @@ from engine.worker.sampling import sampler
 from engine.worker.sampling.sampler import SamplerOutput, sample
 from engine.worker.sampling.sampling_rows import EVERYTHING_ON, WARM_UP, uniforms
 from kernels.dispatch import INTERPRET
+from kernels.sampling import cuts
 from kernels.sampling import draw as sampling_draw
 from kernels.sampling.logits import CHUNK, largest_logits
 from tests.engine.worker.sampling.reference import (
@@ -78,17 +79,68 @@ def test_every_case_side_by_side(vocab_size, dtype):
     assert drawn.token_ids.tolist() == expected_ids(batch, params, logits.float().numpy())
 
 
+FLAT_AND_STEEP = [
+    sampling(top_p=0.9), sampling(top_k=3000, top_p=0.95), sampling(top_p=1 - 1e-12), sampling(min_p=0.9),
+    sampling(top_p=1e-6), sampling(top_k=2),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("scale, vocab_size", [(0.0, 900), (0.05, 9001), (2.5, 5000), (100.0, 5000)])
-def test_flat_and_steep_distributions(scale, vocab_size):
-    """Flat rows of more than sampling_draw.CAPACITY tokens have no list: the search reads the row itself."""
-    assert vocab_size < 9000 or vocab_size > sampling_draw.CAPACITY
+@pytest.mark.parametrize("capacity", [None, 16])
+def test_flat_and_steep_distributions(scale, vocab_size, capacity, monkeypatch):
+    """Also without room for lists: the last step then searches the row itself."""
+    if capacity is not None:
+        monkeypatch.setattr(cuts, "CAPACITY", capacity)
+    logits = random_logits(len(FLAT_AND_STEEP), vocab_size, scale=scale)
+    batch = make_batch(FLAT_AND_STEEP, vocab_size)
+    assert draw(batch, logits).token_ids.tolist() == expected_ids(batch, FLAT_AND_STEEP, logits)
+
+
+def head_and_tail(rng, rows, vocab_size):
+    """60 likely tokens hold half of the weight of a nearly flat rest."""
+    logits = rng.standard_normal((rows, vocab_size)) * 2.0
+    logits[:, rng.permutation(vocab_size)[:60]] += 13.0
+    return logits
+
+
+LONG_ROWS = {
+    "normal": lambda rng, rows, vocab_size: rng.standard_normal((rows, vocab_size)) * 3.0,
+    "four values": lambda rng, rows, vocab_size: rng.integers(0, 4, (rows, vocab_size)) * 0.5,
+    "head and tail": head_and_tail,
+    "mostly banned": lambda rng, rows, vocab_size: np.where(
+        rng.random((rows, vocab_size)) < 0.8, -np.inf, rng.standard_normal((rows, vocab_size))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LONG_ROWS)
+def test_long_flat_rows(name, monkeypatch):
+    """No row is searched by one program: every cut is enclosed by a short list, or known without one."""
     params = [
-        sampling(top_p=0.9), sampling(top_k=3000, top_p=0.95), sampling(top_p=1 - 1e-12), sampling(min_p=0.9),
-        sampling(top_p=1e-6), sampling(top_k=2),
+        sampling(temperature=2.0, top_p=0.99), sampling(top_k=30_000), sampling(top_p=0.9999, temperature=1.3),
+        sampling(temperature=50.0, min_p=0.002, top_p=0.5), sampling(top_k=20_000, top_p=0.9), sampling(top_p=0.8),
     ]  # fmt: skip
-    logits = random_logits(len(params), vocab_size, scale=scale)
+    sizes, gather = [], cuts.gather_kernel
+
+    class Recorder:
+        def __getitem__(self, grid):
+            def launch(*args, **meta):
+                gather[grid](*args, **meta)
+                windows = args[-1]
+                sizes.extend(windows[:, 4].tolist())
+
+            return launch
+
+    monkeypatch.setattr(cuts, "gather_kernel", Recorder())
+    monkeypatch.setattr(sampling_draw, "DRAW_BLOCK", 4096)  # the interpreter's time is that of its calls
+    vocab_size = 65000
+    dtype = torch.float16 if name == "normal" else torch.float32
+    logits = LONG_ROWS[name](np.random.default_rng(7), len(params), vocab_size).astype(np.float32)
+    logits = torch.from_numpy(logits).to(dtype)
     batch = make_batch(params, vocab_size)
-    assert draw(batch, logits).token_ids.tolist() == expected_ids(batch, params, logits)
+    drawn = draw(batch, logits)
+    assert len(sizes) == len(params) and min(sizes) >= 0, sizes
+    assert drawn.token_ids.tolist() == expected_ids(batch, params, logits.float().numpy())
 
 
 def test_equals_the_cpu_sampler_with_logprobs(monkeypatch):
@@ -181,7 +233,7 @@ def test_what_warming_up_compiles_is_all_that_can_be_launched(monkeypatch):
 
         return Recorder()
 
-    for module in (sampling_draw, largest_logits.__globals__):
+    for module in (sampling_draw, cuts, largest_logits.__globals__):
         names = module if isinstance(module, dict) else vars(module)
         for name in [name for name in names if name.endswith("_kernel")]:
             monkeypatch.setitem(names, name, recorder(names[name]))
@@ -190,7 +242,7 @@ def test_what_warming_up_compiles_is_all_that_can_be_launched(monkeypatch):
         draw(make_batch([params]), logits)
     draw(make_batch([EVERYTHING_ON]), logits)
     warm = set(launches)
-    assert len(warm) == 14  # kernels, those that read logits twice, with and without changed rows, and so on
+    assert len(warm) == 18  # kernels, those that read logits twice, with and without changed rows, and so on
     for name in NAMES:
         draw(make_batch([CASES[name]]), logits)
     draw(make_batch([CASES["greedy"], CASES["bias"], CASES["plain"], CASES["top_k"]]), random_logits(4))
