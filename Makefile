@@ -5,12 +5,13 @@ BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-only lint docs kernels-aot bench gpu-check gpu-wheels soak fuzz attacks fairness sim sim-mutants rolling-restart journal pauses schema-suite own-answers forced-values screenshots lm-eval clients clean
+.PHONY: help serve test test-only lint docs kernels-aot kernels-aot-tritons bench gpu-check gpu-wheels soak fuzz attacks fairness sim sim-mutants rolling-restart journal pauses schema-suite own-answers forced-values screenshots lm-eval clients clean
 
 help:
 	@echo "make serve [ARGS=\"--model DIR_OR_HUB_ID --port 9000\"]   start the server"
 	@echo "make test [PROCESSES=2] [ARGS=\"-k chat\"]                linter, type checker and every test"
 	@echo "make kernels-aot                                        compile every GPU kernel; registers, spills, shared memory"
+	@echo "make kernels-aot-tritons [TRITONS=\"3.4.0 3.8.0\"]        a few shapes of each kernel with other versions of Triton"
 	@echo "make bench [ARGS=\"--peer URL\"]                          start a server and measure it"
 	@echo "make gpu-check [PARTS=\"kernels steps\"]                  on a machine with a GPU: tests, kernel times, engine figures"
 	@echo "make gpu-wheels                                         fetch the packages that such a machine lacks, as wheels"
@@ -139,6 +140,14 @@ test-only: $(VENV)/.installed-test $(VENV)/.compiled .cache/node/.installed
 # `make test` compiles a few shapes of each kernel (tests/kernels/test_triton.py); this target compiles all of them.
 kernels-aot: $(VENV)/.installed-test
 	@$(BIN)/python -W ignore -m kernels.aot $(ARGS)
+
+# Each version is fetched into a folder of its own, which hides the installed one.
+TRITONS ?= 3.4.0 3.5.1 3.6.0 3.7.1 3.8.0
+kernels-aot-tritons: $(VENV)/.installed-test
+	@for version in $(TRITONS); do \
+		folder=.cache/triton/$$version; test -d $$folder || $(BIN)/pip install -q --no-deps --target $$folder triton==$$version || exit 1; \
+		PYTHONPATH=$$folder $(BIN)/python -W ignore -m kernels.aot --quick $(ARGS) || exit 1; \
+	done
 
 soak: $(VENV)/.installed-test
 	SOAK_REQUESTS=$(or $(REQUESTS),2000) SOAK_TOKENS=$(or $(TOKENS),60) $(BIN)/python -m pytest tests/server/test_soak.py --capture=no $(ARGS)

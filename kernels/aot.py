@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import starmap
@@ -29,6 +29,7 @@ from triton.compiler import ASTSource
 
 from kernels.aot_configuration import AotConfiguration
 from kernels.card import BF16_CAPABILITY, CARDS
+from kernels.dispatch import TRITON_VERSION
 
 # name in AotConfiguration.needs (a field of Report) -> message if the code lacks it
 NEEDS = {
@@ -40,6 +41,7 @@ NEEDS = {
     "ahead": "waits for every copy before it computes: more stages are needed to fetch ahead",
 }
 BEFORE_AMPERE = {"async_copies", "ahead"}  # needs that sm_75 has no instructions for
+TUNED = (3, 9)  # the tables of tiles are made with this Triton; with another one, only errors of the compiler count
 QUICK = (80, 90)  # architectures that `make test` compiles all quick configurations for
 TENSOR_MEMORY = 512  # columns of sm_100's memory for the results of matrix instructions
 
@@ -187,12 +189,14 @@ def _resources(cubin: bytes) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def compile_all(quick: bool, name: str, jobs: int) -> Iterator[tuple[AotConfiguration, int, Report]]:
-    """Every configuration with its report, in order. Kernels cannot cross processes: each process finds them by
-    number."""
+def compile_all(
+    capabilities: Sequence[int], quick: bool, name: str, jobs: int
+) -> Iterator[tuple[AotConfiguration, int, Report | str]]:
+    """Every configuration with its report, or the compiler's error, in order. Kernels cannot cross processes: each
+    process finds them by number."""
     work = [
         (capability, quick, name, i)
-        for capability in CARDS
+        for capability in capabilities
         for i in range(len(configurations(capability, quick, name)))
     ]
     if jobs == 1:
@@ -204,13 +208,16 @@ def compile_all(quick: bool, name: str, jobs: int) -> Iterator[tuple[AotConfigur
             yield configurations(capability, quick, name)[i], capability, report
 
 
-def _report_numbered(item: tuple[int, bool, str, int]) -> Report:
+def _report_numbered(item: tuple[int, bool, str, int]) -> Report | str:
     return _compile_numbered(*item)[2]
 
 
-def _compile_numbered(capability: int, quick: bool, name: str, i: int) -> tuple[AotConfiguration, int, Report]:
+def _compile_numbered(capability: int, quick: bool, name: str, i: int) -> tuple[AotConfiguration, int, Report | str]:
     configuration = configurations(capability, quick, name)[i]
-    return configuration, capability, compile_kernel(configuration, capability)
+    try:
+        return configuration, capability, compile_kernel(configuration, capability)
+    except Exception as error:  # the compiler raises many kinds
+        return configuration, capability, f"{type(error).__name__}: {error}"
 
 
 def main() -> int:
@@ -218,24 +225,34 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m kernels.aot", description="Compile every Triton kernel.")
     parser.add_argument("--quick", action="store_true", help="a few shapes of each kernel, as `make test` does")
     parser.add_argument("--kernel", default="", metavar="NAME", help="only kernels whose name contains this")
+    parser.add_argument(
+        "--sm", type=int, nargs="+", choices=CARDS, default=list(CARDS), help="only these architectures"
+    )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes to compile in")
     args = parser.parse_args()
     failures = [f"{name}: no configuration compiles it" for name in uncovered_kernels() if not args.kernel]
+    notes: list[str] = []
     print(f"triton {triton.__version__}")
     print(f"{'kernel':<28}{'shape':<50}{'dtype':<6}{'sm':>4}{'regs':>6}{'spill':>6}{'smem':>8}{'prog/SM':>8}"
           f"{'mma':>5}{'wgmma':>6}{'tcgen05':>8}{'copies':>7}{'wide':>6}{'ahead':>6}")  # fmt: skip
     started, reports = time.monotonic(), []
-    for configuration, capability, report in compile_all(args.quick, args.kernel, args.jobs):
-        reports.append(report)
+    for configuration, capability, report in compile_all(args.sm, args.quick, args.kernel, args.jobs):
         kernel, label = configuration.kernel.__name__, configuration.label
+        where = f"{kernel} {label} {configuration.dtype} sm_{capability}"
+        if isinstance(report, str):
+            failures.append(f"{where}: does not compile: {report}")
+            continue
+        reports.append(report)
         print(
             f"{kernel:<28}{label:<50}{configuration.dtype:<6}{capability:>4}{report.registers:>6}{report.spilled:>6}"
             f"{report.shared_memory:>8}{report.programs:>8}{report.mma:>5}{report.wgmma:>6}{report.tcgen05:>8}"
             f"{report.async_copies:>7}{report.wide:>6}{report.ahead:>6}",
             flush=True,
         )
-        where = f"{kernel} {label} {configuration.dtype} sm_{capability}"
-        failures += [f"{where}: {problem}" for problem in problems(configuration, capability, report)]
+        noticed = failures if TRITON_VERSION == TUNED else notes
+        noticed += [f"{where}: {problem}" for problem in problems(configuration, capability, report)]
+    for note in notes:
+        print(f"NOTE {note}")
     for failure in failures:
         print(f"FAILED {failure}")
     spilling, wgmma = sum(r.spilled > 0 for r in reports), sum(r.wgmma > 0 for r in reports)

@@ -23,7 +23,10 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
     from triton.runtime.errors import OutOfResources
+
+    TRITON_VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 else:
+    TRITON_VERSION = (0, 0)
 
     class OutOfResources(Exception):  # type: ignore[no-redef]
         """Stands in for Triton's error where no kernel is launched."""
@@ -35,6 +38,7 @@ else:
 __all__ = [
     "HAS_TRITON",
     "INTERPRET",
+    "TRITON_VERSION",
     "OutOfResources",
     "as_rows",
     "cpu_kernels",

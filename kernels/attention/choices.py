@@ -11,6 +11,7 @@ from functools import cache
 
 from kernels.aot_configuration import power_of_2
 from kernels.card import Card
+from kernels.dispatch import TRITON_VERSION
 from kernels.tile_choice import TileChoice
 
 
@@ -50,6 +51,7 @@ class Rule:
 
 
 ANY = 1 << 30
+FEWEST_ROWS = 4 if TRITON_VERSION >= (3, 5) else 16  # Triton 3.4 multiplies no smaller tile
 
 # Decode reads every key once for a few rows. An SM holds two programs (A100) or three (H100); each computes one tile
 # while another tile of 32 KB is on its way. An SM needs 32 to 40 KB under way to keep its share of the memory busy, and
@@ -64,8 +66,9 @@ DECODE = (
     Rule(TENSOR_CORES, 16, 16, 128, ANY, Tile(128, 32, 8, 5)),
     Rule(TENSOR_CORES, 16, 16, 256, ANY, Tile(64, 32, 8, 5)),
     Rule(TENSOR_CORES, 16, 16, 256, ANY, Tile(64, 16, 8, 5)),
-    Rule(FMA, 16, 16, 128, 64, Tile(4, 32, 4, 2)),
-    Rule(FMA, 16, 16, 256, 64, Tile(4, 16, 4, 2)),
+    Rule(FMA, 16, 16, 128, 32, Tile(FEWEST_ROWS, 32, 4, 2)),
+    Rule(FMA, 16, 4, 256, ANY, Tile(16, 16, 8, 2)),
+    Rule(FMA, 16, 16, 256, 32, Tile(FEWEST_ROWS, 16, 4, 2)),
     Rule(FMA, 16, 16, 256, ANY, Tile(16, 16, 8, 2)),
     Rule(FMA + TENSOR_CORES, 32, 32, 256, ANY, Tile(16, 16, 8, 2)),
 )
@@ -77,8 +80,7 @@ DECODE = (
 PREFILL = (
     Rule(TENSOR_CORES, 16, 8, 128, 32, Tile(32, 32, 4, 5)),
     Rule(TENSOR_CORES, 16, 8, 256, 16, Tile(16, 16, 8, 5)),
-    Rule(TENSOR_CORES, 16, 4, 256, 32, Tile(32, 32, 8, 5)),
-    Rule(TENSOR_CORES, 16, 8, 256, 32, Tile(32, 32, 4, 5)),
+    Rule(TENSOR_CORES, 16, 8, 256, 32, Tile(32, 32, 8, 5)),
     Rule(TENSOR_CORES, 16, 16, 256, 16, Tile(16, 64, 4, 5)),
     Rule(TENSOR_CORES, 16, 16, 128, 32, Tile(32, 32, 4, 5)),
     Rule(TENSOR_CORES, 16, 16, 256, 32, Tile(32, 32, 4, 5)),
@@ -101,6 +103,7 @@ PREFILL = (
     Rule(TENSOR_CORES, 16, 16, 128, ANY, Tile(128, 32, 8, 5)),
     Rule(TENSOR_CORES, 16, 16, 256, ANY, Tile(64, 32, 8, 5)),
     Rule(TENSOR_CORES, 16, 16, 256, ANY, Tile(64, 16, 8, 5)),
+    Rule(FMA, 16, 4, 128, ANY, Tile(32, 16, 8, 2)),
     Rule(FMA, 16, 16, 128, 16, Tile(16, 16, 4, 2)),
     Rule(FMA, 16, 16, 128, ANY, Tile(32, 16, 8, 2)),
     Rule(FMA, 16, 16, 256, ANY, Tile(16, 16, 8, 2)),

@@ -164,10 +164,11 @@ def change_logits_kernel(
     mask = offs < VOCAB
     x = tl.load(logits_ptr + row * logits_stride + offs, mask=mask, other=float("-inf")).to(tl.float32)
     bad = (x != x) | (x == float("inf"))
-    end = _lower_bound(bias_at_ptr, num_bias, (row + 1) * VOCAB)
-    for i in range(_lower_bound(bias_at_ptr, num_bias, row * VOCAB), end):
-        token = tl.load(bias_at_ptr + i) - row * VOCAB
-        x += tl.where(offs == token, tl.load(bias_values_ptr + i), 0.0)
+    first = _lower_bound(bias_at_ptr, num_bias, row * VOCAB)
+    # These loops count from zero: Triton 3.4 and 3.5 compile no range that starts at the result of a while loop.
+    for i in range(_lower_bound(bias_at_ptr, num_bias, (row + 1) * VOCAB) - first):
+        token = tl.load(bias_at_ptr + first + i) - row * VOCAB
+        x += tl.where(offs == token, tl.load(bias_values_ptr + first + i), 0.0)
     place = _lower_bound(penalty_rows_ptr, num_penalties, row)
     if place < num_penalties:
         if tl.load(penalty_rows_ptr + place) == row:
@@ -179,9 +180,9 @@ def change_logits_kernel(
             x = tl.where((generated > 0) | in_prompt, repeated, x)
             present = tl.where(generated > 0, tl.load(presence_ptr + place), 0.0)
             x -= tl.load(frequency_ptr + place) * generated.to(tl.float32) + present
-    end = _lower_bound(banned_at_ptr, num_banned, (row + 1) * VOCAB)
-    for i in range(_lower_bound(banned_at_ptr, num_banned, row * VOCAB), end):
-        x = tl.where(offs == tl.load(banned_at_ptr + i) - row * VOCAB, float("-inf"), x)
+    first = _lower_bound(banned_at_ptr, num_banned, row * VOCAB)
+    for i in range(_lower_bound(banned_at_ptr, num_banned, (row + 1) * VOCAB) - first):
+        x = tl.where(offs == tl.load(banned_at_ptr + first + i) - row * VOCAB, float("-inf"), x)
     tl.store(values_ptr + row * VOCAB + offs, tl.where(bad, float("inf"), x), mask=mask)
 
 
