@@ -155,7 +155,7 @@ class Decoder:
         own maximum. operators: None for FastOperators.
         """
         self.config = config
-        operators = operators or FastOperators()
+        self.operators = operators = operators or FastOperators()
         self.embedding = Embedding(config, weights, operators)
         self.cos_sin_cache: Tensor | None = None
         window_cache: Tensor | None = None  # rotary table of layers with a window, if they have their own

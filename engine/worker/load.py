@@ -45,6 +45,9 @@ def load_runner(
     if not model.causal:
         return load_encoder(config, model_dir, model, progress)
     loaded = _load_decoder(config, model_dir, model, progress)
+    if loaded.device.type == "cuda":
+        progress("choosing matrix kernels")
+        loaded.decoder.operators.choose_kernels(loaded.device, loaded.limits.max_num_batched_tokens)
     progress("profiling")
     queue = CudaQueue(loaded.device) if loaded.device.type == "cuda" else None
     size, used = size_cache(loaded)

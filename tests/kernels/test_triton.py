@@ -19,6 +19,7 @@ CASES = [
         "moe_cases",
         "sampling_cases",
         "matmul_cases",
+        "gemv_cases",
         "token_mask_cases",
     )
 ]

@@ -10,20 +10,29 @@ from engine.errors import ConfigError
 from engine.models.config import ModelConfig
 from kernels.dispatch import cpu_kernels, use_triton
 from kernels.elementwise.activation import activation, gated_activation, has_row_kernel
+from kernels.linear.choice import ChosenLinear, LinearChoices, choose_on_device
 from kernels.linear.invariant import InvariantLinear, RowCounts
 from kernels.linear.packed import PackedLinear
 
-Linear = PackedLinear | InvariantLinear
+Linear = PackedLinear | ChosenLinear | InvariantLinear
 Activate = Callable[[Tensor, str], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class FastOperators:
-    """Linear layers by the vendor's library, activations in one pass over all rows."""
+    """Linear layers by the fastest of a few kernels on a GPU, by packed weights on a CPU; activations in one pass over
+    all rows."""
+
+    choices: LinearChoices = field(default_factory=LinearChoices, compare=False)
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
         """y = x @ weight.T + bias."""
-        return PackedLinear(weight, bias)
+        return self.choices.linear(weight, bias) if weight.is_cuda else PackedLinear(weight, bias)
+
+    def choose_kernels(self, device: torch.device, max_rows: int) -> None:
+        """Choose the kernels of a GPU's linear layers for up to max_rows rows, before CUDA graphs are recorded."""
+        if self.choices.layers:
+            choose_on_device(self.choices, device, max_rows)
 
     def activation(self, gated: bool) -> Activate:
         """(rows, name) -> rows, see kernels/elementwise/activation.py."""
@@ -43,6 +52,9 @@ class InvariantOperators:
     def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
         """See FastOperators."""
         return InvariantLinear(weight, bias, self.row_counts)
+
+    def choose_kernels(self, device: torch.device, max_rows: int) -> None:
+        """There is one kernel, whatever the number of rows."""
 
     def activation(self, gated: bool) -> Activate:
         """See FastOperators."""
