@@ -7,13 +7,14 @@ the device is simulated (benchmarks/simulated_device.py). Idle time is what lies
 of the next, by the device's own clock, in steps where all sequences decode.
 
 `driver` is the CPU time of the Driver's process per step, which includes the readers of the streams, and `launch` is
-the Worker's time per step: the launch, and the making of the result. Where both together take no longer than the step,
-they can be hidden in it: the device must idle less than 0.05 ms before 99 % of the steps. Where they take longer,
-`least` is the mean idle time that nothing can avoid: two plans are under way at most, so that every second launch waits
-for a result (driver + launch - step) / 2, or the Driver alone is slower than the device. Such a row may exceed it by a
-tenth of the step, because the Driver's time varies. `turnaround` is the time from the end of a step to the launch of
-the plan that answers its result: the device idles where it exceeds the step. The last line says the mean idle time and
-the share of the steps; the exit status is 1 if a row misses its aim.
+the Worker's time per step: the launch, and the making of the result. A step can hide both if they take no longer
+together than the step: then the aim is less than 0.05 ms before 99 % of the steps. If they take longer, the aim is the
+least mean idle time that is possible. Two plans are under way at most, so every second launch waits for a result,
+(driver + launch - step) / 2 on average; or the Driver alone is slower than the device. Such a row may exceed the least
+by a tenth of the step, because the Driver's time varies. `turnaround` is the time from the end of a step to the launch
+of the plan that answers its result: the device idles if it exceeds the step.
+
+The last line says the mean idle time and the share of the steps; the exit status is 1 if a row misses its aim.
 
 Other programs on the machine make idle time of their own. `chrt -f 50` before the command keeps them away.
 """

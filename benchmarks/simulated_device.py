@@ -31,14 +31,14 @@ class SimulatedStep(msgspec.Struct, array_like=True):
     num_decodes: int
     num_chunks: int
     launch_seconds: float
-    result_seconds: float  # of the Worker's time after the device was done
+    result_seconds: float  # the Worker needs them after the device is done
     launched: float
     started: float
     ended: float
 
 
 class LaunchedStep:
-    """What `serve` holds of a step until its result is sent."""
+    """A step on its way, as `serve` holds it until its result is sent."""
 
     def __init__(self, plan: StepPlan, step: SimulatedStep) -> None:
         self.plan, self.step = plan, step

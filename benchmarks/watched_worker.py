@@ -27,7 +27,7 @@ class WatchedStep(msgspec.Struct, array_like=True):
     launch_seconds: float
     num_tokens: int
     num_chunks: int
-    idle_seconds: float = 0.0  # of the device, between the step before and this one
+    idle_seconds: float = 0.0  # the device did nothing for so long before the step
 
 
 class StepWatcher:

@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 EXIT_GRACE_SECONDS = 0.2
 PR_SET_PDEATHSIG = 1
-LOOK_SECONDS = 2e-5  # between two looks at the device, while a plan may come; the kernel's timer adds some 50 us
+LOOK_SECONDS = 5e-5  # between two looks at the device, while a plan may come; Linux adds another 50 us
 # Python's switch interval: how long a thread that reads the disk or compiles a grammar may keep the GIL from the step
 # loop. Python's default of 5 ms is longer than many a step.
 SWITCH_SECONDS = 0.0005
@@ -180,11 +180,10 @@ def serve(channel: Channel, runner: "Runner") -> None:
 
 def _done_first(step: "LaunchedStep", channel: Channel) -> bool:
     """Wait for the device or the Driver: True once the step is done, False once a message has begun to arrive."""
-    while not channel.has_data():
-        if step.done():
-            return True
-        channel.wait_for_data(LOOK_SECONDS)
-    return False
+    while not step.done():
+        if channel.wait_for_data(LOOK_SECONDS):
+            return False
+    return not channel.has_data()
 
 
 def _with_low_descriptor(sock: socket.socket) -> socket.socket:
