@@ -110,6 +110,12 @@ class EngineConfig:
         "greedy output and its logprobs are bitwise the same for every batch, chunking of a prompt, preemption and "
         "prefix hit; slower",
     )
+    attention_backend: str = option(
+        "auto",
+        "on a GPU, the attention kernels of prompts in steps that run without a CUDA graph; auto: triton; flashinfer: "
+        "the package flashinfer-python, which must be installed (not measured yet)",
+        choices=("auto", "triton", "flashinfer"),
+    )
     cuda_graphs: bool = option(
         True, "on a GPU, launch a decode step as one recorded graph; off: kernel by kernel, for debugging"
     )

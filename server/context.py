@@ -91,7 +91,8 @@ class Served:
         model, config = self.driver.model, self.driver.config
         weights = (config.model, config.revision, config.load_format, config.seed, config.quantization)
         prompts = (config.tokenizer, self.config.chat_template, self.config.special_tokens_in_content)
-        numbers = (model.device, model.dtype, model.vocab_size, model.kv_cache_dtype, config.batch_invariant)
+        kernels = (config.batch_invariant, config.attention_backend == "flashinfer")
+        numbers = (model.device, model.dtype, model.vocab_size, model.kv_cache_dtype, *kernels)
         text = repr((package_version(), weights, prompts, numbers, self.driver.sampling_defaults))
         return "pageserve-" + hashlib.sha256(text.encode()).hexdigest()[:12]
 

@@ -154,6 +154,11 @@ class ModelConfig:
     def embedding_size(self) -> int:
         return self.embedding_proj_dim or self.hidden_size
 
+    @property
+    def softmax_scale(self) -> float:
+        """The factor of the scores q.k."""
+        return self.head_dim**-0.5 if self.attn_scale is None else self.attn_scale
+
     def window(self, layer: int) -> int:
         """The sliding window of a layer in tokens; 0 for none."""
         return self.sliding_window if self.window_layers is None or layer in self.window_layers else 0

@@ -52,7 +52,7 @@ class EncoderAttention:
         self.qkv = take_linear(weights, f"{prefix}.qkv", operators)
         self.attn_out = take_linear(weights, f"{prefix}.attn_out", operators)
         self.num_heads, self.head_dim = config.num_heads, config.head_dim
-        self.scale = config.head_dim**-0.5 if config.attn_scale is None else config.attn_scale
+        self.scale = config.softmax_scale
 
     def __call__(self, hidden: Tensor, batch: EncoderBatch) -> Tensor:
         """[num_tokens, hidden] -> the same shape."""

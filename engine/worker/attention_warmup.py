@@ -2,6 +2,7 @@
 variant."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -9,11 +10,25 @@ from torch import Tensor
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.layers.attention import BatchMetadata, KVCache, OutputRows
+from kernels.attention.flashinfer import FlashInferPrefill
 from kernels.attention.plan import AttentionPlan, AttentionShape, attention_plan, attention_shape
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionSettings:
+    """batch_invariant: see AttentionPlan. flashinfer: computes the prefills of steps without a graph; None: our own
+    kernel."""
+
+    batch_invariant: bool = False
+    flashinfer: FlashInferPrefill | None = None
+
+
 def make_attention_plan(
-    model: ModelConfig, max_num_seqs: int, device: torch.device, batch_invariant: bool = False
+    model: ModelConfig,
+    max_num_seqs: int,
+    device: torch.device,
+    batch_invariant: bool = False,
+    flashinfer: FlashInferPrefill | None = None,
 ) -> AttentionPlan | None:
     """The AttentionPlan of a model's kernels; None on a CPU without batch_invariant, where each call chooses its
     tiles."""
@@ -26,6 +41,7 @@ def make_attention_plan(
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
         batch_invariant=batch_invariant,
+        flashinfer=flashinfer,
     )
 
 

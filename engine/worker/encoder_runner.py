@@ -250,6 +250,8 @@ def _limits(config: EngineConfig, limits: StepLimits, longest: int) -> StepLimit
 
 
 def _refuse_cache_settings(config: EngineConfig) -> None:
+    if config.attention_backend == "flashinfer":
+        raise ConfigError("attention_backend: this model is an encoder, which flashinfer does not serve; use triton.")
     defaults = EngineConfig()
     for name in ("kv_cache_dtype", "kv_cache_memory", "num_blocks", "swap_space", "disk_cache"):
         if getattr(config, name) != getattr(defaults, name):

@@ -23,7 +23,7 @@ from engine.worker.cache.kv_cache import (
     staging_bytes,
 )
 from engine.worker.cache_costs import measure_cache_costs
-from engine.worker.device.choice import check_attention, resolve_device, resolve_dtype
+from engine.worker.device.choice import check_attention, make_flashinfer, resolve_device, resolve_dtype
 from engine.worker.device.host import available_host_bytes, resolve_step_limits
 from engine.worker.device.queue import CudaQueue
 from engine.worker.encoder_runner import EncoderRunner, load_encoder
@@ -77,7 +77,7 @@ def load_runner(
             host_cache=host_cache,
             queue=queue,
             decode=loaded.decode_settings(size.max_model_len),
-            batch_invariant=config.batch_invariant,
+            attention=loaded.attention,
         )
     )
     progress("warming up")
@@ -113,6 +113,7 @@ def _load_decoder(
     check_attention(config, model, dtype, device)
     total_bytes = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 0
     limits = resolve_step_limits(config, device.type, total_bytes)
+    flashinfer = make_flashinfer(config, model, limits.max_num_seqs, dtype, device)
     longest = model_max_len(config, model)
     # Memory that is free now bounds the memory that the KV cache can have once the weights are loaded.
     budget = total_bytes if total_bytes else host_cache_bytes(config, available_host_bytes())
@@ -130,4 +131,4 @@ def _load_decoder(
         batch_invariant=config.batch_invariant,
     )
     assert isinstance(decoder, Decoder), "a causal model is a decoder"
-    return LoadedDecoder(config, model, decoder, limits, dtype, device)
+    return LoadedDecoder(config, model, decoder, limits, dtype, device, flashinfer)

@@ -30,6 +30,7 @@ from engine.worker.cache.kv_cache import (
     resolve_kv_format,
     size_kv_cache,
 )
+from engine.worker.device.choice import flashinfer_bytes
 from engine.worker.device.cuda_graphs import bucket_sizes
 from engine.worker.device.host import StepLimits, available_host_bytes, resolve_step_limits
 from engine.worker.sampling.prompt_scorer import MAX_SCORED_LOGITS, SCORE_BYTES
@@ -80,7 +81,7 @@ def make_plan(config: EngineConfig, model: ModelConfig, machine: Machine) -> Mem
         weights += model.vocab_size * model.embedding_size * dtype_bytes
     activations = activation_bytes(model, dtype_bytes, limits.max_num_batched_tokens)
     sampler = max(sampler_bytes(model, limits.max_num_seqs), scoring_bytes(model))  # they run one after the other
-    overhead = CUDA_CONTEXT_BYTES + _graph_bytes(config, limits) if on_gpu else 0
+    overhead = CUDA_CONTEXT_BYTES + _graph_bytes(config, limits) + flashinfer_bytes(config, model) if on_gpu else 0
     needed = weights + activations + sampler
     size, problem = None, ""
     available = machine.total_bytes - needed
@@ -231,7 +232,8 @@ def describe(config: EngineConfig, model: ModelConfig, machine: Machine, plan: M
     if machine.device_type == "cuda":
         usable = int(machine.total_bytes * config.gpu_memory_utilization)
         yield _row("usable", usable, f"gpu_memory_utilization {config.gpu_memory_utilization:g}")
-        yield _row("CUDA context", plan.overhead, "and recorded graphs: an estimate")
+        graphs = "recorded graphs" + (", FlashInfer" if config.attention_backend == "flashinfer" else "")
+        yield _row("CUDA context", plan.overhead, f"and {graphs}: an estimate")
     yield _row("weights", plan.weights, "with rotary tables" if model.position == "rope" else "")
     yield _row("activations", plan.activations, f"at {plan.limits.max_num_batched_tokens} tokens a step")
     yield _row("sampler", plan.sampler, f"worst case at {plan.limits.max_num_seqs} sequences")

@@ -12,7 +12,7 @@ from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.layers.attention import BatchMetadata
 from engine.sampling_params import MAX_LOGPROBS
-from engine.worker.attention_warmup import make_attention_plan
+from engine.worker.attention_warmup import AttentionSettings, make_attention_plan
 from engine.worker.cache.kv_cache import (
     KVCacheSize,
     allocate_kv_caches,
@@ -28,6 +28,7 @@ from engine.worker.device.queue import CudaQueue, DeviceQueue
 from engine.worker.sampling.prompt_scorer import compute_scores
 from engine.worker.sampling.sampler import TokenCounts, sample
 from engine.worker.sampling.sampling_rows import EVERYTHING_ON, SamplingRows
+from kernels.attention.flashinfer import FlashInferPrefill
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +41,16 @@ class LoadedDecoder:
     limits: StepLimits
     dtype: torch.dtype
     device: torch.device
+    flashinfer: FlashInferPrefill | None = None
 
     @property
     def max_model_len(self) -> int:
         """The longest sequence in tokens, before the size of the KV cache cuts it."""
         return model_max_len(self.config, self.model)
+
+    @property
+    def attention(self) -> AttentionSettings:
+        return AttentionSettings(self.config.batch_invariant, self.flashinfer)
 
     def decode_settings(self, max_model_len: int) -> DecodeSettings:
         """How decode steps run. Steps of more than cuda_graph_max_num_seqs rows run like steps with prompts."""
@@ -82,6 +88,8 @@ def size_cache(loaded: LoadedDecoder) -> tuple[KVCacheSize, dict[str, int]]:
         profile = profile_gpu(loaded, CudaQueue(loaded.device))
         budget = available = profile.cache_budget
         used = {"activations": profile.activations, "cuda_graphs": profile.graphs}
+        if loaded.flashinfer is not None:  # allocated before the weights, so not a part of the activations
+            used["flashinfer"] = loaded.flashinfer.num_bytes
     else:
         available = available_host_bytes()
         budget = host_cache_bytes(config, available)

@@ -21,7 +21,7 @@ from engine.executor.step import (
 )
 from engine.models.decoder import Decoder
 from engine.outputs import PromptScores
-from engine.worker.attention_warmup import make_attention_plan, warm_up_attention
+from engine.worker.attention_warmup import AttentionSettings, make_attention_plan, warm_up_attention
 from engine.worker.batch.input_batch import InputBatch, SampleTargets, StepInputs
 from engine.worker.batch.step_buffer import BUFFERED_STEPS, IntArray, StepBuffer, step_buffer_bytes
 from engine.worker.cache.host_cache import HostCache, block_copier, independent_copies
@@ -42,8 +42,8 @@ class RunnerParts:
     """The decoder, the memory and the settings that a ModelRunner is made of.
 
     host_cache: None for a host tier without slots. queue: the device's, None on a CPU, which computes while it is told
-    to. decode: how decode steps run on a device with a queue; None runs them like steps with prompts. batch_invariant
-    concerns attention alone: the decoder's own operators were chosen when it was made.
+    to. decode: how decode steps run on a device with a queue; None runs them like steps with prompts. attention: only
+    its kernels; the decoder's own operators were chosen when it was made.
     """
 
     decoder: Decoder
@@ -56,7 +56,7 @@ class RunnerParts:
     host_cache: HostCache | None = None
     queue: DeviceQueue | None = None
     decode: DecodeSettings | None = None
-    batch_invariant: bool = False
+    attention: AttentionSettings = field(default_factory=AttentionSettings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,13 @@ class ModelRunner:
         self.max_prompt_tokens = min(  # in one step
             limits.max_num_batched_tokens, parts.max_model_len - 1, num_cached_tokens
         )
-        attention_plan = make_attention_plan(parts.decoder.config, limits.max_num_seqs, device, parts.batch_invariant)
+        attention_plan = make_attention_plan(
+            parts.decoder.config,
+            limits.max_num_seqs,
+            device,
+            parts.attention.batch_invariant,
+            parts.attention.flashinfer,
+        )
         self.batch = InputBatch(limits.max_num_seqs, parts.max_model_len, parts.block_size, attention_plan)
         self.max_in_flight = 1 if queue is None else BUFFERED_STEPS
         self._decoder = parts.decoder

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kernels.aot_configuration import power_of_2
 from kernels.attention.choices import ANY, PREFILL, Tile, find_tile
+from kernels.attention.flashinfer import FlashInferPrefill
 from kernels.cache.quantize import read_code
 from kernels.card import known_card
 from kernels.dispatch import device_sizes
@@ -38,6 +39,8 @@ class AttentionPlan:
     batch_invariant: a row's result has the same bits whether its token was decoded or part of a prefill chunk of any
     length, alone or with others, after a prefix hit or a preemption. One kernel with one tile then serves decode and
     prefill, walks the keys of a sequence from its first token in the same steps, and never splits.
+
+    flashinfer: computes the prefills of the steps that the host plans, in place of the prefill kernel here.
     """
 
     capability: int
@@ -45,6 +48,7 @@ class AttentionPlan:
     partial: Tensor
     row_starts: Tensor
     batch_invariant: bool = False
+    flashinfer: FlashInferPrefill | None = None
 
     def num_splits(self, num_seqs: int, num_kv_heads: int, max_tokens: int, block_n: int) -> int:
         """Splits per sequence of a decode step. Depends only on sizes known when a graph is captured, not on lengths.
@@ -82,11 +86,12 @@ def attention_plan(
     num_kv_heads: int,
     head_dim: int,
     batch_invariant: bool = False,
+    flashinfer: FlashInferPrefill | None = None,
 ) -> AttentionPlan:
     """The plan for steps of up to max_num_seqs sequences on a CUDA device, or on the CPU in Triton's interpreter."""
     capability, num_sms = device_sizes(device)
     row_starts = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
-    plan = AttentionPlan(capability, num_sms, torch.empty(0), row_starts, batch_invariant)
+    plan = AttentionPlan(capability, num_sms, torch.empty(0), row_starts, batch_invariant, flashinfer)
     # An upper bound for any step: an endless block table, and tiles of one key. Larger batches have one split and write
     # no partial results.
     batches = range(1, min(max_num_seqs, PROGRAMS_PER_SM * num_sms) + 1)

@@ -197,7 +197,7 @@ def test_the_fingerprint_changes_with_what_may_change_a_text():
         return Served(driver, ServerConfig(**(server or {})), ("m",), 0).fingerprint
 
     engine = [{}, {"revision": "r"}, {"tokenizer": "t"}, {"load_format": "dummy"}, {"batch_invariant": True}]
-    engine.append({"generation_config": "openai"})
+    engine += [{"generation_config": "openai"}, {"attention_backend": "flashinfer"}]
     found = [fingerprint(**settings) for settings in engine]
     found += [fingerprint({"chat_template": "{{ x }}"}), fingerprint({"special_tokens_in_content": True})]
     assert len(set(found)) == len(found)

@@ -17,7 +17,7 @@
        +--- num_decodes sequences --> decode kernel ----+       one query token each, the whole sequence as keys
        |                                                |
        +--- the other rows ---------> prefill kernel ---+       chunks of prompts: causal within the chunk, with the
-                                                        |       cached tokens before it
+                                                        |       cached tokens before it (or FlashInfer's kernels)
                                               attended (T, H, D)
                                                         |
                                      attn_out: H * D -> C, then (T, C)
@@ -37,6 +37,7 @@ from torch import Tensor
 from engine.models.config import ModelConfig
 from engine.models.layers.operators import Operators, take_linear
 from kernels.attention.decode import mixed_attention, paged_attention
+from kernels.attention.flashinfer import PlannedPrefill
 from kernels.attention.plan import AttentionPlan
 from kernels.attention.prefill import prefill_attention
 from kernels.cache.rope_and_cache import QKVHeads, rope_and_cache
@@ -75,12 +76,15 @@ class BatchMetadata:
     max_seqlen_q: int  # longest prefill in this step
     outputs: OutputRows | None = None  # None: every row
     plan: AttentionPlan | None = None  # for the GPU's kernels; on a CPU only where batch invariance is asked for
+    prefill: PlannedPrefill | None = None  # FlashInfer's plan of the prefills; None: our own kernel
 
 
 class Attention:
     """Grouped-query attention. One matrix makes q, k and v; k and v are written to their blocks, then read there."""
 
-    __slots__ = ("attn_out", "decode", "head_dim", "heads", "mixed", "num_heads", "prefill", "q_size", "qkv")
+    __slots__ = (
+        "attn_out", "decode", "head_dim", "heads", "mixed", "num_heads", "prefill", "q_size", "qkv", "sliding_window",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -106,8 +110,8 @@ class Attention:
         self.num_heads = config.num_heads + 2 * config.num_kv_heads
         self.head_dim = config.head_dim
         self.q_size = config.q_size
-        scale = config.head_dim**-0.5 if config.attn_scale is None else config.attn_scale
-        window, softcap = config.window(layer), config.attn_softcap
+        scale, window, softcap = config.softmax_scale, config.window(layer), config.attn_softcap
+        self.sliding_window = window
         self.decode = partial(paged_attention, scale=scale, sliding_window=window, softcap=softcap)
         self.prefill = partial(prefill_attention, scale=scale, sliding_window=window, softcap=softcap)
         self.mixed = partial(mixed_attention, scale=scale, sliding_window=window, softcap=softcap)
@@ -138,15 +142,20 @@ class Attention:
             return self.decode(q, k_cache, v_cache, tables, lengths, plan=plan)  # (T, H, D)
         if n is None:
             return self.mixed(q, k_cache, v_cache, tables, metadata.cu_seqlens_q, lengths, plan=plan)  # (T, H, D)
-        starts, longest = metadata.cu_seqlens_q, metadata.max_seqlen_q
         if n == 0:
-            return self.prefill(
-                q, k_cache, v_cache, tables, cu_seqlens_q=starts, seq_lens=lengths, max_seqlen_q=longest, plan=plan
-            )  # (T, H, D)
+            return self._prefill(q, k_cache, v_cache, metadata, n)  # (T, H, D)
         attended = q.new_empty(q.shape)  # (T, H, D)
         self.decode(q[:n], k_cache, v_cache, tables[:n], lengths[:n], plan=plan, out=attended[:n])  # (n, H, D)
-        self.prefill(  # (T - n, H, D)
-            q[n:], k_cache, v_cache, tables[n:], cu_seqlens_q=starts, seq_lens=lengths[n:], max_seqlen_q=longest,
-            plan=plan, out=attended[n:],
-        )  # fmt: skip
+        self._prefill(q[n:], k_cache, v_cache, metadata, n, out=attended[n:])  # (T - n, H, D)
         return attended
+
+    def _prefill(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: BatchMetadata, n: int, out: Tensor | None = None
+    ) -> Tensor:
+        """The prefills after n decodes. q (T - n, H, D) -> (T - n, H, D)."""
+        if metadata.prefill is not None:
+            return metadata.prefill.attend(q, k_cache, v_cache, self.sliding_window, out)
+        return self.prefill(
+            q, k_cache, v_cache, metadata.block_tables[n:], cu_seqlens_q=metadata.cu_seqlens_q,
+            seq_lens=metadata.seq_lens[n:], max_seqlen_q=metadata.max_seqlen_q, plan=metadata.plan, out=out,
+        )  # fmt: skip

@@ -17,6 +17,7 @@ from engine.executor.step import NewSequence, SequenceStep
 from engine.models.layers.attention import BatchMetadata, OutputRows
 from engine.worker.batch.decode_buffers import DecodeBuffers, DecodeInputs
 from engine.worker.batch.step_buffer import IntArray, StepBuffer
+from kernels.attention.flashinfer import PlannedPrefill
 from kernels.attention.plan import AttentionPlan
 
 DISAGREE = "the plan and the Worker disagree on the number of known tokens"
@@ -197,6 +198,7 @@ class InputBatch:
             max_seqlen_q=int(counts[num_decodes:].max(initial=0)),
             outputs=None if every_row else self._outputs(rows, ends, seq_lens, sampled, widest, buffer),
             plan=self.attention_plan,
+            prefill=self._plan_prefills(rows[num_decodes:], cu_seqlens_q, seq_lens[num_decodes:], buffer),
         )
         hidden_rows = np.concatenate([np.arange(len(sampled)), np.searchsorted(sampled, parents)])
         sampled = np.concatenate([sampled, parents])
@@ -220,6 +222,18 @@ class InputBatch:
         """Enter the sampled tokens of a step once the host knows them; skips sequences removed meanwhile."""
         live = self.seq_ids[targets.rows] == targets.seq_ids
         self.token_ids[targets.rows[live], targets.positions[live]] = token_ids[live]
+
+    def _plan_prefills(
+        self, rows: IntArray, cu_seqlens_q: IntArray, seq_lens: IntArray, buffer: StepBuffer
+    ) -> PlannedPrefill | None:
+        """FlashInfer's plan of a step's prefills, if FlashInfer computes them."""
+        flashinfer = None if self.attention_plan is None else self.attention_plan.flashinfer
+        if flashinfer is None or not len(rows):
+            return None
+        num_blocks = -(-seq_lens // self.block_size)
+        widest = int(num_blocks.max())
+        block_ids = self.block_table[rows, :widest][np.arange(widest) < num_blocks[:, None]]
+        return flashinfer.plan(cu_seqlens_q, seq_lens, buffer.put(block_ids))
 
     def _outputs(
         self, rows: IntArray, ends: IntArray, seq_lens: IntArray, sampled: IntArray, widest: int, buffer: StepBuffer

@@ -1,4 +1,4 @@
-"""Chooses device and dtype; resolves "auto" on this machine."""
+"""Chooses device, dtype and attention backend; resolves "auto" on this machine."""
 
 import logging
 
@@ -7,7 +7,9 @@ import torch
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.models.config import ModelConfig
+from engine.worker.device.queue import CudaQueue, DeviceQueue
 from kernels.attention.choices import ANY, find_tile
+from kernels.attention.flashinfer import FlashInferPrefill, PromptAttention, device_bytes
 from kernels.card import BF16_CAPABILITY, MIN_CAPABILITY, read_card
 from kernels.kv_format import find_kv_format
 
@@ -68,6 +70,70 @@ def check_attention(config: EngineConfig, model: ModelConfig, dtype: torch.dtype
             find_tile(use, read_card(device), bits, kv_bits, model.head_dim, group, rows, True)
     except ValueError as error:
         raise ConfigError(f"model: {error}; use --device cpu.") from None
+
+
+def make_flashinfer(
+    config: EngineConfig,
+    model: ModelConfig,
+    max_num_seqs: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    queue: DeviceQueue | None = None,
+) -> FlashInferPrefill | None:
+    """FlashInfer with its kernels compiled, or None where attention_backend is another.
+
+    "auto" is Triton: no measurement compares the two yet. ConfigError if FlashInfer is asked for and is not installed,
+    does not serve this model, or fails here. queue: for tests; None: a queue of the device.
+    """
+    if config.attention_backend != "flashinfer":
+        return None
+    if problem := _problem(config, model, dtype, device):
+        raise ConfigError(f"attention_backend: {problem}; use --attention-backend triton.")
+    try:
+        found = FlashInferPrefill(queue or CudaQueue(device), prompt_attention(config, model, dtype), max_num_seqs)
+        found.warm_up()
+    except ImportError as error:
+        raise ConfigError(f"attention_backend: {error}, or use --attention-backend triton.") from None
+    except Exception as error:  # its compiler, the driver, or an argument that another version takes otherwise
+        logger.error("FlashInfer failed", exc_info=error)
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+        raise ConfigError(
+            f"attention_backend: FlashInfer fails here ({reason}); mend it, or use --attention-backend triton."
+        ) from None
+    return found
+
+
+def flashinfer_bytes(config: EngineConfig, model: ModelConfig) -> int:
+    """Bytes of device memory that the setting takes beside weights and cache."""
+    return device_bytes(len(_windows(model))) if config.attention_backend == "flashinfer" else 0
+
+
+def prompt_attention(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> PromptAttention:
+    """The sizes that FlashInfer plans with."""
+    return PromptAttention(
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        block_size=config.block_size,
+        dtype=dtype,
+        scale=model.softmax_scale,
+        softcap=model.attn_softcap,
+        windows=_windows(model),
+    )
+
+
+def _windows(model: ModelConfig) -> tuple[int, ...]:
+    return tuple(sorted({model.window(layer) for layer in range(model.num_layers)}))
+
+
+def _problem(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> str:
+    if device.type != "cuda":
+        return "FlashInfer needs a GPU, and this server runs on the CPU"
+    if config.kv_cache_dtype != "auto":
+        return f"FlashInfer does not read the KV cache of --kv-cache-dtype {config.kv_cache_dtype}"
+    if config.batch_invariant:
+        return "FlashInfer's results depend on the batch, and batch_invariant is set"
+    return prompt_attention(config, model, dtype).problem(read_card(device).capability)
 
 
 def _fast_dtypes(device: torch.device) -> tuple[bool, bool]:

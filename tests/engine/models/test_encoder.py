@@ -220,6 +220,8 @@ def test_longest_text(tmp_path):
         longest(max_model_len=79)
     with pytest.raises(ConfigError, match=r"swap_space.*encoder"):
         longest(swap_space=1.0)
+    with pytest.raises(ConfigError, match=r"attention_backend.*encoder"):
+        longest(attention_backend="flashinfer")
     with pytest.raises(ConfigError, match=r"kv_cache_dtype.*encoder"):
         longest(kv_cache_dtype="int8")
 

@@ -13,20 +13,24 @@ from engine.executor.step import BlockCopy, BlockMove, NewSequence, SequenceStep
 from engine.models.families import read_model_config
 from engine.models.weights import load_model
 from engine.sampling_params import Pooling, SamplingParams
+from engine.worker.attention_warmup import AttentionSettings
 from engine.worker.cache import block_mover
 from engine.worker.cache.host_cache import HostCache, block_copier
 from engine.worker.cache.kv_cache import allocate_kv_caches
 from engine.worker.decode_runner import DecodeSettings
+from engine.worker.device.choice import prompt_attention
 from engine.worker.device.host import StepLimits
 from engine.worker.memory_profile import LoadedDecoder, profile_gpu
 from engine.worker.model_runner import ModelRunner, RunnerParts
 from engine.worker.sampling.sampling_rows import EVERYTHING_ON, WARM_UP
 from engine.worker.sampling.step_sampler import StepSampler
+from kernels.attention.flashinfer import FlashInferPrefill
 from kernels.kv_format import KV_FORMATS
 from kernels.sampling.token_mask import TokenMask
 from tests.engine.models.tiny_models import CASES
 from tests.engine.worker.fake_cuda import DeviceError, FakeCudaQueue, fake_cuda
 from tests.engine.worker.mini_driver import ColumnDriver
+from tests.kernels.fake_flashinfer import as_package
 
 LIMITS, LENGTH, BLOCK_SIZE, NUM_BLOCKS, NUM_SLOTS = StepLimits(8, 128), 128, 8, 128, 40
 GREEDY, DRAWN = SamplingParams(temperature=0.0), SamplingParams(temperature=0.7)
@@ -58,23 +62,28 @@ def one_at_a_time(*_):
 def make_runner(cuda, make_decoder, monkeypatch):
     monkeypatch.setattr(StepSampler, "_sample_row", one_at_a_time)
 
-    def make(name, kv_format=None, batch_invariant=False, num_slots=0):
+    def make(name, kv_format=None, batch_invariant=False, num_slots=0, flashinfer=False):
         """Warm, with all graphs recorded; from then on nothing may be compiled or waited for."""
         (model, decoder), queue = make_decoder(name, batch_invariant), FakeCudaQueue(cuda)
         caches = allocate_kv_caches(model, NUM_BLOCKS, BLOCK_SIZE, torch.bfloat16, queue.device, kv_format)
         host_cache = HostCache(block_copier(caches), num_slots, queue.device, queue=queue)
         decode = DecodeSettings(LIMITS.max_num_seqs, LIMITS.max_num_seqs, LENGTH // BLOCK_SIZE, model.hidden_size,
-                                torch.bfloat16)  # fmt: skip
+                                torch.bfloat16, graphs=not flashinfer)  # fmt: skip
+        prefill = None
+        if flashinfer:
+            size = prompt_attention(EngineConfig(block_size=BLOCK_SIZE), model, torch.bfloat16)
+            prefill = FlashInferPrefill(queue, size, LIMITS.max_num_seqs)
+            prefill.warm_up()
         parts = RunnerParts(
             decoder=decoder, kv_caches=caches, limits=LIMITS, max_model_len=LENGTH, block_size=BLOCK_SIZE,
             eos_token_ids=[2], device=queue.device, host_cache=host_cache, queue=queue, decode=decode,
-            batch_invariant=batch_invariant,
+            attention=AttentionSettings(batch_invariant, prefill),
         )  # fmt: skip
         runner = ModelRunner(parts)
         runner.warm_up()
         while runner.use_idle_time():
             pass
-        assert runner._decodes.graphs.enabled, "a graph could not be recorded"
+        assert runner._decodes.graphs.enabled or flashinfer, "a graph could not be recorded"
         cuda.quiet = cuda.may_compile = False
         return runner
 
@@ -144,6 +153,28 @@ ASKED = (
     SamplingParams(temperature=0.0, min_tokens=3, stop_token_ids=(6,)),
     SamplingParams(temperature=0.0, prompt_logprobs=2),
 )
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_prompts_of_flashinfer(make_runner, cuda, monkeypatch, name):
+    """Its plans wait for nothing, and steps without a graph launch no prefill kernel of ours."""
+    queue = FakeCudaQueue(cuda)
+    package = as_package(monkeypatch, queue, launch=lambda: cuda.launched.append("flashinfer"))
+    runner = make_runner(name, flashinfer=True)
+    config = runner._decoder.config
+    cuda.launched.clear()
+    package.plans.clear()
+    driver = StrictDriver(runner)
+    for seq_id, length in enumerate((40, 17, 30)):
+        driver.add(seq_id, [1] * length, GREEDY)
+    driver.step({0: 40, 1: 5})
+    driver.step({0: 1, 1: 12, 2: 30})
+    driver.step({0: 1, 1: 1, 2: 1})
+    driver.take()
+    windows = {config.window(layer) for layer in range(config.num_layers)}
+    assert len(package.plans) == 2 * len(windows), "two steps have prefills"
+    assert 0 < cuda.launched.count("flashinfer") <= 2 * config.num_layers
+    assert "prefill_attention_kernel" not in cuda.launched and "paged_attention_kernel" in cuda.launched
 
 
 def test_sampling_parameters(make_runner):

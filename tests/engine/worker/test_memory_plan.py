@@ -100,6 +100,16 @@ def test_graphs_are_given_up_where_that_is_enough(capsys):
     assert memory_plan.main(["--memory", "1500MiB", "--no-cuda-graphs"]) == 0
 
 
+def test_flashinfer_takes_its_memory_from_the_kv_cache(model, folder, capsys):
+    plans = [
+        make_plan(EngineConfig(attention_backend=backend), model, Machine("cuda", 80 * GIB))
+        for backend in ("auto", "flashinfer")
+    ]
+    assert plans[0].left_for_kv - plans[1].left_for_kv == (128 + 2 * 8) * 2**20 + 2 * 2**17
+    assert memory_plan.main([folder, "--memory", "80GiB", "--attention-backend", "flashinfer"]) == 0
+    assert "recorded graphs, FlashInfer: an estimate" in capsys.readouterr().out
+
+
 def test_a_cpu_of_given_memory(folder, capsys):
     assert memory_plan.main([folder, "--device", "cpu", "--memory", "64GiB"]) == 0
     text = capsys.readouterr().out

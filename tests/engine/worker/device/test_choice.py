@@ -1,5 +1,6 @@
 """What a GPU cannot serve is refused before weights load, in one line that names the way out."""
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -9,8 +10,11 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.models.config import ModelConfig
 from engine.worker.device import choice
-from engine.worker.device.choice import check_attention, resolve_device, resolve_dtype
+from engine.worker.device.choice import check_attention, make_flashinfer, resolve_device, resolve_dtype
+from kernels.attention.flashinfer import PromptAttention
 from kernels.card import A10, A100, CARDS, T4
+from tests.engine.worker.lazy_queue import LazyQueue
+from tests.kernels.fake_flashinfer import as_package
 
 CUDA = torch.device("cuda")
 MODEL = ModelConfig(
@@ -71,3 +75,60 @@ def test_a_head_size_without_a_tile_is_refused(on_card):
     on_card(T4)
     many = replace(MODEL, num_heads=96, head_dim=256)
     assert "fits the 64 KB of shared memory" in refusal(check_attention, EngineConfig(), many, torch.float16, CUDA)
+
+
+def flashinfer(model=MODEL, dtype=torch.bfloat16, device=CUDA, backend="flashinfer", **settings):
+    config = EngineConfig(attention_backend=backend, **settings)
+    return make_flashinfer(config, model, 4, dtype, device, LazyQueue())
+
+
+def test_flashinfer_is_taken_where_it_is_asked_for(on_card, monkeypatch):
+    on_card(A100)
+    package = as_package(monkeypatch, LazyQueue())
+    assert flashinfer(backend="auto") is None and flashinfer(backend="triton") is None and not package.plans
+    model = replace(MODEL, num_layers=3, sliding_window=7, window_layers=(1,), attn_softcap=2.0, attn_scale=0.5)
+    made = flashinfer(model, block_size=32)
+    assert made.attention == PromptAttention(4, 1, 128, 32, torch.bfloat16, 0.5, 2.0, (0, 7))
+    assert [(p.window_left, p.sm_scale, p.soft_cap, p.causal) for p in package.plans] == [
+        (-1, 0.5, 2.0, True), (6, 0.5, 2.0, True)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        ({"device": torch.device("cpu")}, "needs a GPU"),
+        ({"dtype": torch.float32}, "not in float32"),
+        ({"model": replace(MODEL, head_dim=80)}, "head sizes of 64, 128, 256, not 80"),
+        ({"kv_cache_dtype": "int4"}, "--kv-cache-dtype int4"),
+        ({"batch_invariant": True}, "batch_invariant"),
+    ],
+)
+def test_flashinfer_that_does_not_fit_is_refused(on_card, monkeypatch, given, words):
+    on_card(A100)
+    as_package(monkeypatch, LazyQueue())
+    message = refusal(lambda: flashinfer(**given))
+    assert (
+        message.startswith("attention_backend: ") and words in message and "use --attention-backend triton" in message
+    )
+
+
+def test_flashinfer_that_is_not_installed_is_refused(on_card, monkeypatch):
+    on_card(A100)
+    monkeypatch.setitem(sys.modules, "flashinfer", None)  # as if there were no such package
+    assert refusal(flashinfer) == (
+        "attention_backend: FlashInfer is not installed: pip install flashinfer-python, or use --attention-backend "
+        "triton."
+    )
+    as_package(monkeypatch, LazyQueue(), version="0.6.11")
+    assert "FlashInfer 0.6.11 is older than 0.7.2: pip install 'flashinfer-python>=0.7.2'" in refusal(flashinfer)
+
+
+def test_flashinfer_whose_kernels_cannot_be_built_is_refused(on_card, monkeypatch, caplog):
+    on_card(A100)
+
+    def plan(*_, **__):
+        raise RuntimeError("Ninja build failed:\nno nvcc")
+
+    monkeypatch.setattr(as_package(monkeypatch, LazyQueue()).BatchPrefillWithPagedKVCacheWrapper, "plan", plan)
+    assert "FlashInfer fails here (Ninja build failed:)" in refusal(flashinfer) and "no nvcc" in caplog.text
