@@ -32,9 +32,11 @@ from engine.models.encoder import AttentionGroup, Encoder, EncoderBatch
 from engine.models.reader import ConfigReader
 from engine.models.weights import load_model
 from engine.sampling_params import Pooling, SamplingParams
+from engine.worker.batch.step_buffer import BUFFERED_STEPS, StepBuffer
 from engine.worker.cache.kv_cache import model_max_len
 from engine.worker.device.choice import resolve_device, resolve_dtype
 from engine.worker.device.host import StepLimits, resolve_step_limits
+from engine.worker.device.queue import CudaQueue, DeviceQueue, Mark
 from engine.worker.pooler import PooledSequence, finish_vectors
 
 MAX_PADDING = 0.125  # largest share of padding in a rectangle; with more, attention gets fewer sequences per call
@@ -43,31 +45,73 @@ MAX_POSITIONS_FILE = "sentence_bert_config.json"
 
 
 @dataclass(frozen=True, slots=True)
+class PoolInputs:
+    """Reads the vectors of a step off its hidden states, each from one row, or as the mean of a sequence's rows.
+
+    rows: int64 [sequences], the row of each; None if all are means. For means: owners int64 [tokens], the number of the
+    sequence of each row; lengths int64 [sequences, 1] in tokens; is_mean bool [sequences, 1], None if all are means.
+    """
+
+    rows: Tensor | None = None
+    owners: Tensor | None = None
+    lengths: Tensor | None = None
+    is_mean: Tensor | None = None
+
+    def pool(self, hidden: Tensor) -> Tensor:
+        """[tokens, hidden] -> fp32 [sequences, hidden]"""
+        one_row = None if self.rows is None else hidden.index_select(0, self.rows).float()
+        if self.owners is None or self.lengths is None:
+            assert one_row is not None, "a sequence is pooled in one way or the other"
+            return one_row
+        sums = torch.zeros(len(self.lengths), hidden.shape[1], dtype=torch.float32, device=hidden.device)
+        means = sums.index_add_(0, self.owners, hidden.float()) / self.lengths
+        return means if one_row is None or self.is_mean is None else torch.where(self.is_mean, means, one_row)
+
+
+@dataclass(frozen=True, slots=True)
 class EncodedStep:
-    """A computed step; only the copy of its fp32 vectors [sequences, hidden] from a GPU may be under way."""
+    """A step whose work is queued on the device up to the copy of its fp32 vectors [sequences, hidden] to the host (or
+    done, on a CPU)."""
 
     step_id: int
     started: float
     failed: dict[int, str]
     sequences: list[NewSequence]
-    vectors: Tensor | None
+    vectors: Tensor | None = None
+    ready: Mark | None = None
+
+    def done(self) -> bool:
+        """True if `EncoderRunner.result` need not wait for the device."""
+        return self.ready is None or self.ready.done()
 
 
 class EncoderRunner:
     """Owns the encoder. It has the methods of ModelRunner that the Worker calls."""
 
-    max_in_flight = 1
-
-    def __init__(self, encoder: Encoder, device: torch.device, *, batch_invariant: bool = False) -> None:
+    def __init__(
+        self,
+        encoder: Encoder,
+        device: torch.device,
+        limits: StepLimits,
+        *,
+        queue: DeviceQueue | None = None,
+        batch_invariant: bool = False,
+    ) -> None:
+        """`queue` is the device's, None on a CPU, which computes while it is told to."""
         self.vocab_size = encoder.config.vocab_size
         self.device = device
+        self.max_in_flight = 1 if queue is None else BUFFERED_STEPS
         self._encoder = encoder
+        self._queue = queue
+        # Token ids, positions, owners and three arrays of attention groups; some arrays of one number per sequence.
+        self._buffer = StepBuffer(64 * limits.max_num_batched_tokens + 64 * limits.max_num_seqs + 4096, queue)
         self._padding = 0.0 if batch_invariant else MAX_PADDING
         self._one_by_one = batch_invariant
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> EncodedStep:
-        """Compute a step. Any exception means that plan and state disagree or the device failed."""
+        """Queue a step, and compute it on a CPU. Any exception means that plan and state disagree or the device
+        failed."""
         started = time.perf_counter()
         new = {sequence.seq_id: sequence for sequence in plan.new}
         sequences = [new[step.seq_id] for step in plan.chunks]
@@ -76,16 +120,19 @@ class EncoderRunner:
                 raise EngineError("the plan has an encoder compute something else than whole sequences to embed")
         failed = {sequence.seq_id: error for sequence in sequences if (error := self._wrong_token(sequence))}
         sequences = sorted((s for s in sequences if s.seq_id not in failed), key=lambda s: len(s.token_ids))
-        vectors = self._embed(sequences).to("cpu", non_blocking=True) if sequences else None
-        return EncodedStep(plan.step_id, started, failed, sequences, vectors)
+        if not sequences:
+            return EncodedStep(plan.step_id, started, failed, [])
+        vectors = self._embed(sequences)
+        ready = None if self._queue is None else self._queue.mark()
+        return EncodedStep(plan.step_id, started, failed, sequences, vectors, ready)
 
     def result(self, step: EncodedStep) -> StepResult:
         """Wait for a launched step and read its vectors."""
         done: dict[int, bytes] = {}
         failed = dict(step.failed)
         if step.vectors is not None:
-            if self.device.type == "cuda":
-                torch.cuda.current_stream(self.device).synchronize()
+            if step.ready is not None:
+                step.ready.wait()
             pooled = [PooledSequence(s.seq_id, _pooling(s), len(s.token_ids)) for s in step.sequences]
             done = finish_vectors(step.vectors, pooled, failed)
         return StepResult(step.step_id, [], failed, time.perf_counter() - step.started, vectors=done)
@@ -100,8 +147,8 @@ class EncoderRunner:
 
     def check_device(self) -> None:
         """Wait until the device has done all queued work."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        if self._queue is not None:
+            self._queue.mark().wait()
 
     def warm_up(self, max_tokens: int) -> None:
         """Run a small and a large step, so that no request pays for first-time work."""
@@ -128,27 +175,35 @@ class EncoderRunner:
         return ""
 
     def _embed(self, sequences: list[NewSequence]) -> Tensor:
-        """Vectors fp32 [sequences, hidden] on the device, not normalised. `sequences` are sorted by length."""
+        """Vectors fp32 [sequences, hidden] on the host, not normalised; from a GPU their copy is queued.
+
+        `sequences` are sorted by length.
+        """
         lengths = np.array([len(sequence.token_ids) for sequence in sequences], np.int64)
         ends = np.cumsum(lengths)
-        positions = np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
-        input_ids = np.concatenate([np.array(sequence.token_ids, np.int64) for sequence in sequences])
+        put = self._buffer.put
+        self._buffer.start()
+        input_ids = put(np.concatenate([np.array(sequence.token_ids, np.int64) for sequence in sequences]))
+        positions = put(np.arange(ends[-1]) - np.repeat(ends - lengths, lengths))
         groups = [self._group(lengths, ends, first, last) for first, last in self._cuts(lengths)]
-        hidden = self._encoder.forward(self._put(input_ids), EncoderBatch(self._put(positions), groups))
-        return self._pool(hidden, sequences, lengths, ends)
+        pooling = self._pool_inputs(sequences, lengths, ends)
+        self._buffer.upload()
 
-    def _pool(self, hidden: Tensor, sequences: list[NewSequence], lengths: np.ndarray, ends: np.ndarray) -> Tensor:
+        def work() -> Tensor:
+            hidden = self._encoder.forward(input_ids, EncoderBatch(positions, groups))
+            return pooling.pool(hidden).to("cpu", non_blocking=True)
+
+        return work() if self._queue is None else self._queue.run(work)
+
+    def _pool_inputs(self, sequences: list[NewSequence], lengths: np.ndarray, ends: np.ndarray) -> PoolInputs:
+        put = self._buffer.put
         kinds = np.array([_pooling(sequence).kind for sequence in sequences])
-        one_row = np.where(kinds == "cls", ends - lengths, ends - 1)
-        if not (kinds == "mean").any():
-            return hidden.index_select(0, self._put(one_row)).float()
-        owners = self._put(np.repeat(np.arange(len(lengths)), lengths))
-        sums = torch.zeros(len(lengths), hidden.shape[1], dtype=torch.float32, device=self.device)
-        means = sums.index_add_(0, owners, hidden.float()) / self._put(lengths)[:, None]
-        if (kinds == "mean").all():
-            return means
-        is_mean = self._put(kinds == "mean")[:, None]
-        return torch.where(is_mean, means, hidden.index_select(0, self._put(one_row)).float())
+        is_mean = kinds == "mean"
+        rows = None if is_mean.all() else put(np.where(kinds == "cls", ends - lengths, ends - 1))
+        if not is_mean.any():
+            return PoolInputs(rows)
+        owners = put(np.repeat(np.arange(len(lengths)), lengths))
+        return PoolInputs(rows, owners, put(lengths[:, None]), None if rows is None else put(is_mean[:, None]))
 
     def _cuts(self, lengths: np.ndarray) -> Iterator[tuple[int, int]]:
         """Yields (first, end) of each attention group: runs of sequences whose padding stays below the limit."""
@@ -174,13 +229,10 @@ class EncoderRunner:
             end,
             num_seqs,
             longest,
-            rows=self._put((starts + np.minimum(columns, own - 1)).reshape(-1)),
-            mask=self._put(counts[:, None, None, :]),
-            places=self._put(np.flatnonzero(counts)),
+            rows=self._buffer.put((starts + np.minimum(columns, own - 1)).reshape(-1)),
+            mask=self._buffer.put(counts[:, None, None, :]),
+            places=self._buffer.put(np.flatnonzero(counts)),
         )
-
-    def _put(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
 
 
 def _pooling(sequence: NewSequence) -> Pooling:
@@ -210,7 +262,8 @@ def load_encoder(
         batch_invariant=config.batch_invariant,
     )
     assert isinstance(encoder, Encoder), "a model that is not causal is an encoder"
-    runner = EncoderRunner(encoder, device, batch_invariant=config.batch_invariant)
+    queue = CudaQueue(device) if device.type == "cuda" else None
+    runner = EncoderRunner(encoder, device, limits, queue=queue, batch_invariant=config.batch_invariant)
     progress("warming up")
     runner.warm_up(longest)
     # The Driver counts in blocks: offer as many as two steps can fill.

@@ -25,8 +25,10 @@ from engine.errors import ConfigError, EngineError, ModelError
 from engine.executor.step import NewSequence, SequenceStep, StepPlan, StepResult
 from engine.models.families import model_config, read_model_config
 from engine.sampling_params import Pooling, SamplingParams
+from engine.worker.device.host import StepLimits
 from engine.worker.encoder_runner import EncoderRunner
 from engine.worker.load import load_runner
+from tests.engine.worker.lazy_queue import LazyQueue
 
 VOCAB = 97
 LENGTHS = (1, 7, 2, 33, 7, 40, 5, 1, 38, 64)
@@ -83,8 +85,8 @@ def prompts(*lengths: int) -> list[list[int]]:
     return [torch.randint(4, VOCAB, (n,), generator=generator).tolist() for n in lengths]
 
 
-def run(runner: EncoderRunner, texts: list[list[int]], *poolings: Pooling) -> StepResult:
-    """One step with all texts; poolings in turn."""
+def plan(texts: list[list[int]], *poolings: Pooling) -> StepPlan:
+    """A step with all texts; poolings in turn."""
     params = [SamplingParams(pooling=poolings[i % len(poolings)]) for i in range(len(texts))]
     new = [
         NewSequence(
@@ -98,8 +100,11 @@ def run(runner: EncoderRunner, texts: list[list[int]], *poolings: Pooling) -> St
         )
         for i, ids in enumerate(texts)
     ]
-    steps = [SequenceStep(i, len(ids), True, []) for i, ids in enumerate(texts)]
-    return runner.result(runner.launch(StepPlan(1, [], new, [], steps)))
+    return StepPlan(1, [], new, [], [SequenceStep(i, len(ids), True, []) for i, ids in enumerate(texts)])
+
+
+def run(runner: EncoderRunner, texts: list[list[int]], *poolings: Pooling) -> StepResult:
+    return runner.result(runner.launch(plan(texts, *poolings)))
 
 
 def vectors(result: StepResult) -> list[np.ndarray]:
@@ -141,6 +146,20 @@ def test_a_text_is_the_same_alone_and_in_any_batch(pair):
     together = vectors(run(runner, texts, Pooling("mean")))
     for ids, ours in zip(texts, together, strict=True):
         np.testing.assert_allclose(vectors(run(runner, [ids], Pooling("mean")))[0], ours, **TOLERANCE)
+
+
+def test_a_step_is_launched_while_a_gpu_computes_another(tmp_path):
+    """A queue that copies late: the arrays of a step must stay until they are copied, and its results until read."""
+    save_encoder("bert", tmp_path)
+    on_cpu, decoy = load(tmp_path), [[7] * 20, [8] * 3]
+    on_gpu = EncoderRunner(on_cpu._encoder, torch.device("cpu"), StepLimits(8, 128), queue=LazyQueue())
+    plans = [plan(prompts(*lengths), Pooling("mean"), Pooling("cls")) for lengths in ((9, 4, 4), (5,), (30, 2, 7, 1))]
+    assert (on_cpu.max_in_flight, on_gpu.max_in_flight) == (1, 2)
+    in_flight, results = [on_gpu.launch(plan(decoy, Pooling("last")))], []
+    for step in [*plans, plan(decoy, Pooling("mean"))]:
+        in_flight.append(on_gpu.launch(step))
+        results.append(on_gpu.result(in_flight.pop(0)).vectors)
+    assert results[1:] == [on_cpu.result(on_cpu.launch(step)).vectors for step in plans]
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -7,6 +7,7 @@ import triton  # noqa: F401 -- before the kernels: it tells them to define their
 import numpy as np
 import pytest
 import torch
+from transformers import BertConfig
 
 from engine.config import EngineConfig
 from engine.executor.step import BlockCopy, BlockMove, NewSequence, SequenceStep, StepPlan
@@ -20,6 +21,7 @@ from engine.worker.cache.kv_cache import allocate_kv_caches
 from engine.worker.decode_runner import DecodeSettings
 from engine.worker.device.choice import prompt_attention
 from engine.worker.device.host import StepLimits
+from engine.worker.encoder_runner import EncoderRunner
 from engine.worker.memory_profile import LoadedDecoder, profile_gpu
 from engine.worker.model_runner import ModelRunner, RunnerParts
 from engine.worker.sampling.sampling_rows import EVERYTHING_ON, WARM_UP
@@ -196,6 +198,26 @@ def test_embeddings_beside_text(make_runner):
     ]
     steps = [SequenceStep(i, n, True, []) for i, n in enumerate([5, 6, 3])]
     assert set(runner.result(runner.launch(StepPlan(1, [], new, [], steps))).vectors) == {0, 1}
+
+
+def test_an_encoder(cuda, tmp_path):
+    """One upload and one download a step, and no wait."""
+    BertConfig(vocab_size=97, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4,
+               max_position_embeddings=80, architectures=["BertModel"]).save_pretrained(tmp_path)  # fmt: skip
+    model, device = read_model_config(tmp_path), FakeCudaQueue.device
+    encoder = load_model(tmp_path, model, dtype=torch.bfloat16, device=device, seed=0, load_format="dummy")
+    runner = EncoderRunner(encoder, device, LIMITS, queue=FakeCudaQueue(cuda))
+    runner.warm_up(80)
+    cuda.quiet = cuda.may_compile = False
+    for kinds in (["mean"], ["cls"], ["last", "mean", "cls"]):
+        params = [SamplingParams(pooling=Pooling(kind)) for kind in kinds]
+        new = [NewSequence(seq_id=i, token_ids=[5] * n, num_prompt_tokens=n, num_computed_tokens=0, block_ids=[],
+                           params=params[i % len(params)], seed=0)
+               for i, n in enumerate((9, 1, 4, 10, 11))]  # fmt: skip
+        steps = [SequenceStep(i, len(one.token_ids), True, []) for i, one in enumerate(new)]
+        copies = cuda.copies
+        result = runner.result(runner.launch(StepPlan(1, [], new, [], steps)))
+        assert len(result.vectors) == 5 and cuda.copies == copies + 1
 
 
 @pytest.mark.parametrize("blocks_per_copy", [7, 40])
