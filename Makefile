@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-only lint docs kernels-aot kernels-aot-tritons bench gpu-check gpu-wheels soak fuzz attacks fairness sim sim-mutants rolling-restart journal pauses schema-suite own-answers forced-values screenshots lm-eval clients clean
+.PHONY: help serve test test-only lint docs kernels-aot kernels-aot-tritons bench gpu-check gpu-check-faults gpu-wheels soak fuzz attacks fairness sim sim-mutants rolling-restart journal pauses schema-suite own-answers forced-values screenshots lm-eval clients clean
 
 help:
 	@echo "make serve [ARGS=\"--model DIR_OR_HUB_ID --port 9000\"]   start the server"
@@ -13,7 +13,8 @@ help:
 	@echo "make kernels-aot                                        compile every GPU kernel; registers, spills, shared memory"
 	@echo "make kernels-aot-tritons [TRITONS=\"3.4.0 3.8.0\"]        a few shapes of each kernel with other versions of Triton"
 	@echo "make bench [ARGS=\"--peer URL\"]                          start a server and measure it"
-	@echo "make gpu-check [PARTS=\"kernels steps\"]                  on a machine with a GPU: tests, kernel times, engine figures"
+	@echo "make gpu-check [PARTS=\"decode linears\"]                on a machine with a GPU: tests, kernel times, engine figures"
+	@echo "make gpu-check-faults                                   plant faults in every part of gpu-check, on a CPU"
 	@echo "make gpu-wheels                                         fetch the packages that such a machine lacks, as wheels"
 	@echo "make lm-eval                                            lm-eval's scores of the server against transformers'"
 	@echo "make clients [ONLY=litellm] [EXAMPLES=50]               check openai, langchain, litellm, npm, schemathesis and agents"
@@ -68,6 +69,9 @@ bench: $(VENV)/.installed
 # For a machine with a CUDA GPU. Uses the Python that has its torch; makes no environment, needs no network. Ten minutes.
 gpu-check:
 	@exec $(PYTHON) -m benchmarks.gpu_check $(if $(PARTS),--parts "$(PARTS)") $(ARGS)
+
+gpu-check-faults: $(VENV)/.installed-test $(VENV)/.compiled
+	@exec $(BIN)/python -m tests.benchmarks.planted_faults $(ARGS)
 
 # The few packages that a machine with torch, triton and transformers may lack, as wheels for its Python and x86-64.
 # Copy .gpu-wheels with the checkout. gpu-check unpacks it beside the machine's own packages and does not change them.

@@ -10,7 +10,7 @@ import argparse
 import json
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -191,8 +191,31 @@ def paged_batch(
     reshape_and_cache(rows, rows, k_cache, v_cache, torch.arange(len(rows), device=device))
     block_tables = torch.randperm(num_blocks, device=device).int().view(num_seqs, blocks_per_seq)
     seq_lens = torch.full((num_seqs,), context, dtype=torch.int32, device=device)
-    q = torch.randn(num_rows, shape.num_heads, shape.head_dim, device=device).to(shape.dtype)
-    return q, k_cache, v_cache, block_tables, seq_lens
+    return fused_queries(shape, num_rows, device), k_cache, v_cache, block_tables, seq_lens
+
+
+def fused_queries(shape: Shape, num_rows: int, device: torch.device) -> Tensor:
+    """Queries as a model has them: a view of the rows that hold keys and values, too. Triton compiles another kernel
+    for rows that are adjacent."""
+    heads = shape.num_heads + 2 * shape.num_kv_heads
+    qkv = torch.randn(num_rows, heads, shape.head_dim, device=device).to(shape.dtype)
+    return qkv[:, : shape.num_heads]
+
+
+def uneven_decode_case(shape: Shape, device: torch.device, lengths: Mapping[int, int]) -> Case:
+    """decode_case with sequences of several lengths: `lengths` maps a context to the number of its sequences."""
+    contexts = [context for context, count in lengths.items() for _ in range(count)]
+    blocks = [-(-context // shape.block_size) for context in contexts]
+    q, k_cache, v_cache, tables, _ = paged_batch(shape, 1, sum(blocks) * shape.block_size, len(contexts), device)
+    block_tables = torch.zeros(len(contexts), max(blocks), dtype=torch.int32, device=device)
+    for row, part in zip(block_tables, tables[0].split(blocks), strict=True):
+        row[: len(part)] = part
+    seq_lens = torch.tensor(contexts, dtype=torch.int32, device=device)
+    plan, scale, tokens = make_plan(shape, len(contexts), device), shape.head_dim**-0.5, sum(contexts)
+    return Case("paged_attention", " + ".join(f"{count} x {context}" for context, count in lengths.items()),
+                lambda: paged_attention(q, k_cache, v_cache, block_tables, seq_lens, scale, plan=plan),
+                tokens * 2 * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize,
+                tokens * shape.flops_per_score)  # fmt: skip
 
 
 def _cache(shape: Shape, num_blocks: int, device: torch.device, kv_format: KVFormat | None = None) -> Tensor:
@@ -243,10 +266,17 @@ def sampling_cases(num_rows: int, device: torch.device) -> Iterator[Case]:
     given = {"rows": rows, "temperature": torch.full((num_rows,), 0.8, device=device),
              "uniform": torch.rand(num_rows, dtype=torch.float64, device=device)}  # fmt: skip
     nucleus = given | {"top_p": torch.full((num_rows,), 0.95, dtype=torch.float64, device=device)}
+    flat = nucleus | {"top_p": torch.full((num_rows,), 0.99, dtype=torch.float64, device=device),
+                      "temperature": torch.full((num_rows,), 2.0, device=device)}  # fmt: skip
     best = given | {"top_k": torch.full((num_rows,), 50, device=device)}
     size = f"{num_rows} x 128256"
     yield Case("sampling greedy", size, lambda: largest_logits(logits), num_bytes)
-    for name, arguments, reads in (("plain", given, 1), ("top_p 0.95", nucleus, 2), ("top_k 50", best, 2)):
+    for name, arguments, reads in (
+        ("plain", given, 1),
+        ("top_p 0.95", nucleus, 2),
+        ("top_p 0.99, temperature 2", flat, 2),
+        ("top_k 50", best, 2),
+    ):
         yield Case(f"sampling {name}", size,
                    lambda arguments=arguments: draw_tokens(logits, None, largest, token_ids, **arguments),
                    reads * num_bytes)  # fmt: skip

@@ -1,6 +1,6 @@
 """Bench: how the time of a kernel is taken and written down."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -17,11 +17,14 @@ class Bench:
     def __init__(self, recorder: Recorder, device: torch.device, watch: Stopwatch, limits: Limits) -> None:
         self.recorder, self.device, self.watch, self.limits = recorder, device, watch, limits
 
-    def series(self, name: str, cases: Iterator[Case]) -> None:
-        """Cases that are made one by one; if making one fails, those after it are lost."""
+    def series(
+        self, name: str, cases: Iterator[Case], goal: Callable[[Case], Goal | None] | None = None, by: str = ""
+    ) -> None:
+        """Cases that are made one by one; if making one fails, those after it are lost. goal: of a case."""
         try:
             for case in cases:
-                self.recorder.case(f"{case.kernel} {case.size}", partial(self.time, case), seconds=40)
+                measure = partial(self.time, case, goal(case) if goal else None, by)
+                self.recorder.case(f"{case.kernel} {case.size}", measure, seconds=30)
         except Exception as error:
             self.recorder.case(f"{name}: the rest", partial(_reraise, error))
 
@@ -34,7 +37,7 @@ class Bench:
             seconds * 1e6,
             "us",
             share=max(memory, matrix),
-            of="copy" if memory >= matrix else "matmul",
+            of="memory" if memory >= matrix else "matmul",
             goal=goal,
             gigabytes_per_second=case.num_bytes / seconds / 1e9,
             teraflops=case.flops / seconds / 1e12,

@@ -6,10 +6,8 @@ and values: max((W + B S k) / bandwidth, B (2 P + 4 L H d S) / rate). A prefill 
 those that the tokens of the step reach where all are equally likely: E (1 - (1 - k/E)^B) of E, k for each token.
 """
 
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from benchmarks.gpu_check.operators import Rows, floor_seconds, step_operators
 from engine.models.config import ModelConfig
@@ -17,19 +15,12 @@ from engine.models.config import ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """bandwidth: bytes/s of a large copy, reads and writes counted. rate: FLOP/s of a large bf16 matrix product."""
+    """bandwidth: bytes/s of a large read, or of a copy (both directions counted) where that is faster. rate: FLOP/s of
+    a large bf16 matrix product. copy: bytes/s of a large copy; 0 where only the bandwidth is known."""
 
     bandwidth: float
     rate: float
-
-    @classmethod
-    def read(cls, path: Path) -> "Limits":
-        """The results of the part "limits". RuntimeError where it did not get that far."""
-        try:
-            fields = json.loads(path.read_text(encoding="utf-8"))
-        except OSError:
-            raise RuntimeError("the card's limits were not measured: the part 'limits' failed") from None
-        return cls(fields["bandwidth"], fields["rate"])
+    copy: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

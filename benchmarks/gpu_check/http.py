@@ -8,9 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu_check.names import QWEN
 from benchmarks.gpu_check.parts import Setting
 from benchmarks.gpu_check.record import Recorder
-from benchmarks.gpu_check.shapes import QWEN, model_config, write_model
+from benchmarks.gpu_check.shapes import model_config, write_model
 from benchmarks.gpu_check.timing import pick_device
 
 ROOT = Path(__file__).resolve().parents[2]

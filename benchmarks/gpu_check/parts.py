@@ -19,16 +19,12 @@ class Setting:
     tiny: bool
     folder: Path  # for models and records, shared by all parts of a run
     until: float = 0.0  # on time.monotonic's clock, which all processes share: when the part's process is ended
+    patience: float = 1.0  # by how much time limits of cases are longer
 
     @property
     def seconds(self) -> float:
         """What is left."""
         return max(0.0, self.until - time.monotonic())
-
-    @property
-    def patience(self) -> float:
-        """By how much time limits are longer: a busy CPU may pause a toy run, a GPU that is paid for may not hang."""
-        return 10.0 if self.tiny else 1.0
 
     def record_path(self, part: str) -> Path:
         return self.folder / f"{part}.jsonl"
@@ -38,8 +34,8 @@ class Setting:
 class Part:
     """`seconds` are set aside for it; what earlier parts did not use is added. `packages` are import names.
 
-    at_most: what it may take at the cost of the parts behind it, where they are of no use without it. on_request: only
-    where it is named.
+    Its measurements are the function `entry` of `module`. at_most: what it may take at the cost of the parts behind it,
+    where they are of no use without it. on_request: only where it is named.
     """
 
     name: str
@@ -47,6 +43,7 @@ class Part:
     seconds: float
     packages: tuple[str, ...]
     title: str
+    entry: str = "run"
     at_most: float = 0.0
     on_request: bool = False
 
@@ -56,20 +53,32 @@ class Part:
         return [name for name in wanted if importlib.util.find_spec(name) is None]
 
     def run(self, recorder: Recorder, setting: Setting) -> None:
-        importlib.import_module(f"benchmarks.gpu_check.{self.module}").run(recorder, setting)
+        getattr(importlib.import_module(f"benchmarks.gpu_check.{self.module}"), self.entry)(recorder, setting)
 
 
+KERNEL_PACKAGES = ("torch", "triton", "numpy")
+# By value: the figures with goals first, so that whatever overruns its time takes it from parts that can wait.
 PARTS = (
     # the first to read torch's libraries from the disk: on a machine that has just started that takes a minute
-    Part("limits", "limits", 30, ("torch", "numpy"), "Limits of the card", at_most=150),
-    Part("tests", "tests", 120, ("torch", "triton", "transformers", "pytest"), "Tests on the device"),
-    Part("kernels", "kernels", 110, ("torch", "triton", "numpy"), "Kernels"),
-    Part("steps", "steps", 110, (*ENGINE_PACKAGES, "triton"), "Steps of the model runner"),
-    Part("serving", "serving", 80, (*ENGINE_PACKAGES, "triton"), "Engine"),
-    Part("peers", "transformers_peer", 85, ("torch", "transformers"), "transformers on the same prompts"),
-    Part("http", "http", 35, (*ENGINE_PACKAGES, "triton", "fastapi", "uvicorn", "sse_starlette", "httptools",
+    Part("limits", "limits", 20, ("torch", "numpy"), "Limits of the card", at_most=150),
+    Part("decode", "steps", 85, (*ENGINE_PACKAGES, "triton"), "Decode steps", entry="run_decode"),
+    Part("prefill", "steps", 60, (*ENGINE_PACKAGES, "triton"), "Prefill and mixed steps", entry="run_prefill"),
+    Part("serving", "serving", 70, (*ENGINE_PACKAGES, "triton"), "Engine"),
+    Part("users", "users", 40, (*ENGINE_PACKAGES, "triton"), "100 users on a 7B"),
+    Part("peers", "transformers_peer", 50, ("torch", "transformers"), "transformers on the same prompts"),
+    Part("attention", "kernels", 40, KERNEL_PACKAGES, "Attention kernels", entry="run_attention"),
+    Part("graphs", "graphs", 35, (*ENGINE_PACKAGES, "triton"), "Start-up, graphs against eager steps"),
+    Part("linears", "linears", 30, KERNEL_PACKAGES, "Linear layers"),
+    Part("tests", "tests", 60, ("torch", "triton", "transformers", "pytest"), "Tests on the device"),
+    Part("kernels", "kernels", 30, KERNEL_PACKAGES, "Other kernels"),
+    Part("http", "http", 25, (*ENGINE_PACKAGES, "triton", "fastapi", "uvicorn", "sse_starlette", "httptools",
                               "pydantic", "httpx", "prometheus_client"), "Server over HTTP"),
-    Part("tiles", "tiles", 300, ("torch", "triton", "numpy"), "Other tiles of attention", on_request=True),
+    Part("peer_kernels", "kernels", 120, KERNEL_PACKAGES, "Experts, torch's own attention, swaps",
+         entry="run_peers", on_request=True),
+    Part("tiles", "tiles", 300, KERNEL_PACKAGES, "Other tiles of attention", on_request=True),
+    Part("ncu", "tools", 240, KERNEL_PACKAGES, "Counters of kernels, by ncu", entry="run_ncu", on_request=True),
+    Part("sanitizer", "tools", 300, KERNEL_PACKAGES, "Memory errors, by compute-sanitizer", entry="run_sanitizer",
+         on_request=True),
 )  # fmt: skip
 NAMES = tuple(part.name for part in PARTS)
 DEFAULT = tuple(part.name for part in PARTS if not part.on_request)

@@ -8,12 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu_check.names import NANO, QWEN, WAYS
 from benchmarks.gpu_check.parts import PARTS
 from benchmarks.gpu_check.record import at_least
 
 NAME_WIDTH = 56
-# The goals that compare parts: ours over theirs.
-NANO, WAYS = "Qwen3-0.6B: nano-vllm workload", (("one by one", 24.0), ("static batch", 4.0), ("continuous", 1.0))
 
 Record = list[dict[str, Any]]
 
@@ -23,7 +22,7 @@ def with_ratios(records: dict[str, Record]) -> dict[str, Record]:
     ours = _value(records.get("serving", []), NANO)
     lines: Record = []
     for way, times in WAYS:
-        theirs = _value(records.get("peers", []), f"Qwen3-0.6B: transformers {way}")
+        theirs = _value(records.get("peers", []), f"{QWEN}: transformers {way}")
         if ours and theirs:
             judged = at_least(times).judge(ours / theirs, None)
             lines.append({"kind": "figure", "name": f"{NANO} / transformers {way}", "value": ours / theirs, "unit": "x",

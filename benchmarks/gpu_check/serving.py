@@ -18,11 +18,13 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.gpu_check.bounds import Bounds, Limits
+from benchmarks.gpu_check.bounds import Bounds
 from benchmarks.gpu_check.card import memory_in_use
+from benchmarks.gpu_check.datasheets import find_limits
+from benchmarks.gpu_check.names import NANO, QWEN
 from benchmarks.gpu_check.parts import Setting
 from benchmarks.gpu_check.record import Goal, Recorder, at_least, at_most
-from benchmarks.gpu_check.shapes import QWEN, NanoRequest, nano_workload, write_model
+from benchmarks.gpu_check.shapes import NanoRequest, nano_workload, write_model
 from benchmarks.gpu_check.timing import pick_device
 from benchmarks.watched_worker import WatchedStep
 from engine.config import EngineConfig
@@ -33,7 +35,7 @@ from engine.sampling_params import SamplingParams
 from engine.settings import load_settings
 from server.process import event_loop
 
-NANO, NANO_TEMPERATURE = f"{QWEN}: nano-vllm workload", 0.6
+NANO_TEMPERATURE = 0.6
 NUM_USERS, PROMPT, OUTPUT, ROUNDS = 100, 512, 128, 4
 TINY_USERS, TINY_PROMPT, TINY_OUTPUT, TINY_ROUNDS = 4, 8, 5, 2
 WARM_UP_SEED = 1
@@ -41,6 +43,7 @@ IDLE_SECONDS = 4.0  # after the start: a Worker may record CUDA graphs while it 
 IN_USE, MEMORY_GOAL = "after the workload", at_least(90, text="> 90 %")
 GPU_CONFIG = Path(__file__).resolve().parents[2] / "configs" / "gpu.yaml"
 SAMPLE_SECONDS = 0.25  # between two looks at the blocks
+CASES = ("memory of the card", NANO, "memory of the card at work", "100 users", "device idle")
 IDLE_MS = 0.05  # a step that begins later after the one before it counts as late
 
 
@@ -90,6 +93,8 @@ class Waste:
 def run(recorder: Recorder, setting: Setting) -> None:
     """One engine for everything, as a user with a card for it alone would start it: with configs/gpu.yaml."""
     device = pick_device(setting.tiny).type
+    if all(recorder.is_done(name) for name in CASES):
+        return
     folder = write_model(QWEN, setting.folder, setting.tiny)
     event_loop.run(_measure(recorder, setting, serving_config(folder, device, setting.tiny)))
 
@@ -104,10 +109,10 @@ def serving_config(folder: Path, device: str, tiny: bool) -> EngineConfig:
 
 async def _measure(recorder: Recorder, setting: Setting, config: EngineConfig) -> None:
     model = read_model_config(setting.folder / QWEN.lower())
-    bounds = Bounds(model, Limits.read(setting.folder / "limits.json"))
+    bounds = Bounds(model, find_limits(setting, recorder))
     log = setting.folder / "watched-steps.json"
     started = time.perf_counter()
-    async with _engine(config, log) as driver:
+    async with running_engine(config, log) as driver:
         recorder.figure(f"{QWEN}: engine start to ready", time.perf_counter() - started, "s")
         bench = EngineBench(recorder, setting, driver, bounds)
         await asyncio.sleep(0 if setting.tiny else IDLE_SECONDS)
@@ -119,7 +124,7 @@ async def _measure(recorder: Recorder, setting: Setting, config: EngineConfig) -
 
 
 @contextlib.asynccontextmanager
-async def _engine(config: EngineConfig, log: Path) -> AsyncIterator[Driver]:
+async def running_engine(config: EngineConfig, log: Path) -> AsyncIterator[Driver]:
     """A running engine, whose Worker writes `log` at the end."""
     driver = Driver(config, worker_command=(sys.executable, "-m", "benchmarks.watched_worker", str(log)))
     try:
@@ -133,7 +138,9 @@ async def _engine(config: EngineConfig, log: Path) -> AsyncIterator[Driver]:
 class EngineBench:
     """The measurements on one running Driver."""
 
-    def __init__(self, recorder: Recorder, setting: Setting, driver: Driver, bounds: Bounds) -> None:
+    def __init__(self, recorder: Recorder, setting: Setting, driver: Driver, bounds: Bounds, prefix: str = "") -> None:
+        """prefix: of the names of the figures of users."""
+        self.prefix = prefix
         self.recorder, self.setting, self.driver, self.bounds = recorder, setting, driver, bounds
         self._number = 0
         self._runs: dict[str, tuple[float, float]] = {}  # name of a workload -> when it began and ended
@@ -190,7 +197,7 @@ class EngineBench:
                      for line in lines]  # fmt: skip
         seconds = time.perf_counter() - started
         tokens = sum(sum(timeline.tokens) for timeline in timelines)
-        name = f"{count} users"
+        name = f"{self.prefix}{count} users"
         self._runs[name] = started, started + seconds
         self.recorder.figure(f"{name}: throughput", tokens / seconds, "tok/s", requests=len(timelines), seconds=seconds)
         for label, values in (
@@ -202,6 +209,8 @@ class EngineBench:
 
     def device_idle(self, log: Path) -> None:
         """The time in which the device had nothing to do between two steps, from the Worker's log."""
+        if not self._runs:
+            raise RuntimeError("no workload ran in the process that would say how long the device idled")
         steps = msgspec.json.decode(log.read_bytes(), type=list[WatchedStep])
         for name, (begin, end) in self._runs.items():
             found = [step for step in steps if begin <= step.launched < end]

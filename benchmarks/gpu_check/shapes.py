@@ -8,7 +8,8 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-LLAMA, QWEN = "Llama-3-8B", "Qwen3-0.6B"
+from benchmarks.gpu_check.names import LLAMA, LLAMA_2, QWEN
+
 CONFIGS: dict[str, dict[str, Any]] = {
     LLAMA: {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096,
@@ -19,6 +20,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024,
         "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
         "head_dim": 128, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "tie_word_embeddings": True,
+    },
+    LLAMA_2: {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 32000, "hidden_size": 4096,
+        "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32,
+        "head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False,
     },
 }  # fmt: skip
 COMMON = {"hidden_act": "silu", "max_position_embeddings": 40960, "torch_dtype": "bfloat16", "attention_bias": False}

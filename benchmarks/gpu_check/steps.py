@@ -1,187 +1,257 @@
-"""Decode and prefill steps of both models, straight through the ModelRunner: what the Worker does, without the Driver.
+"""Decode, prefill and mixed steps of both models, straight through the ModelRunner: the Worker without the Driver.
 
-The sequences are prefilled for real. Plans are launched as the Worker launches them, the next one before the result of
-the last one is awaited, and a step's time is the time between two results.
+Every figure is a case of its own on keys and values that were never computed: the cache is filled with random numbers,
+and sequences arrive with all tokens but the last computed. So decode figures need the decode kernels alone, and a fault
+in one kernel costs the figures of that kernel. Plans are launched as the Worker launches them, the next one before the
+result of the last one is awaited, and a step's time is the time between two results.
 """
 
 import gc
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import pairwise
 
 import torch
 
-from benchmarks.gpu_check import swaps
-from benchmarks.gpu_check.bounds import Bounds, Limits
+from benchmarks.gpu_check.bounds import Bounds
+from benchmarks.gpu_check.datasheets import find_limits
+from benchmarks.gpu_check.fabricated import Fabricated, load_bare
+from benchmarks.gpu_check.names import LLAMA, QWEN
+from benchmarks.gpu_check.operators import Rows, step_operators
 from benchmarks.gpu_check.parts import Setting
 from benchmarks.gpu_check.profile import profile_steps
 from benchmarks.gpu_check.record import Goal, Recorder, at_least
-from benchmarks.gpu_check.shapes import LLAMA, QWEN, write_model
+from benchmarks.gpu_check.shapes import write_model
 from benchmarks.gpu_check.timing import pick_device, synchronize
-from engine.config import EngineConfig
-from engine.executor.step import NewSequence, SequenceStep, StepPlan, WorkerReady
-from engine.models.config import ModelConfig
-from engine.models.families import read_model_config
-from engine.sampling_params import SamplingParams
-from engine.worker.load import load_runner
-from engine.worker.model_runner import LaunchedStep, ModelRunner
+from engine.executor.step import SequenceStep, StepPlan
+from engine.worker.model_runner import LaunchedStep
 
-BATCHES, CONTEXT, PREFILLS = (1, 16, 64, 256), 1024, (1024, 8192, 32768)
-TINY_BATCHES, TINY_CONTEXT, TINY_PREFILLS = (1, 3), 32, (24, 70)
+CONTEXT, BATCHES, MORE_BATCHES = 1024, (1, 64, 256, 16), (24, 32, 48)
+LONG = 32768  # beside 63 sequences of CONTEXT, and the context of a short chunk
+PREFILLS, SHORT_CHUNK = (1024, 8192, 32768), 32
+MIXED = {LLAMA: (64, 512), QWEN: (100, 200)}  # decodes, and tokens of a prompt in the same step
+PROFILED = (1, 64, 256)
 WARM_UP, STEPS, HOST_STEPS, PREFILL_RUNS = 8, 40, 10, 3
+TINY_CONTEXT, TINY_LONG, TINY_BATCHES, TINY_PREFILLS, TINY_SHORT = 32, 96, (1, 3), (24, 70), 4
+TINY_MIXED, TINY_PROFILED = (3, 8), (1,)
 TINY_WARM_UP, TINY_STEPS, TINY_HOST_STEPS = 2, 4, 2
-PROFILED_BATCHES = (1, 64)
-GOALS = {(LLAMA, 1): 0.85, (LLAMA, 64): 0.80, (LLAMA, 256): 0.80}
-GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
+# The bound of totals counts at batch 1. In larger batches products wait for arithmetic while attention waits for memory
+# and they do not overlap, so the goal counts against the sum of the operators' own floors.
+GOALS = {(LLAMA, 1): ("bound", 0.85), (LLAMA, 64): ("floor", 0.80), (LLAMA, 256): ("floor", 0.80)}
+LOAD_SECONDS, CASE_SECONDS = 50.0, 15.0
 
 
-def run(recorder: Recorder, setting: Setting) -> None:
-    """The model with goals first. Swaps last: host memory that they register with the driver stays registered, and
-    what the allocator puts there later would be read from pages that are gone."""
-    device = pick_device(setting.tiny)
+def run_decode(recorder: Recorder, setting: Setting) -> None:
+    """The model with goals first, and its batches with goals before others and before profiles."""
     for name in (LLAMA, QWEN):
-        recorder.case(f"{name}: all steps", partial(measure_model, name, recorder, setting, device), seconds=100)
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    swaps.run(recorder, device, setting.tiny)
+        with_model(name, recorder, setting, decode_cases)
 
 
-def measure_model(name: str, recorder: Recorder, setting: Setting, device: torch.device) -> None:
-    """Load with random weights and default settings, then every size. Ends early, and says so, where memory does."""
-    folder = write_model(name, setting.folder, setting.tiny)
-    config = EngineConfig(model=str(folder), load_format="dummy", dtype="bfloat16", device=device.type,
-                          num_blocks=64 if setting.tiny else None)  # fmt: skip
-    started = time.perf_counter()
-    runner, ready = load_runner(config, folder, [], lambda phase: print(f"  {phase}", flush=True))
-    recorder.figure(f"{name}: load, profile and warm up", time.perf_counter() - started, "s", memory=ready.memory)
-    model = read_model_config(folder)
-    bounds = Bounds(model, Limits.read(setting.folder / "limits.json"))
-
-    steps = Steps(
-        name=name,
-        runner=runner,
-        ready=ready,
-        model=model,
-        bounds=bounds,
-        recorder=recorder,
-        setting=setting,
-        device=device,
-        block_size=config.block_size,
-        free=list(range(ready.num_blocks)),
-    )
-    recorder.case(f"{name}: prefill", steps.prefills, seconds=60)
-    recorder.case(f"{name}: decode", steps.decodes, seconds=90)
-    recorder.case(f"{name}: profile", steps.profiles, seconds=40)
+def run_prefill(recorder: Recorder, setting: Setting) -> None:
+    for name in (LLAMA, QWEN):
+        with_model(name, recorder, setting, prefill_cases)
 
 
-def _batches(setting: Setting) -> tuple[int, ...]:
-    return TINY_BATCHES if setting.tiny else BATCHES
+Cases = Callable[["Steps"], Iterator[tuple[str, Callable[[], None]]]]
 
 
-@dataclass
+def with_model(name: str, recorder: Recorder, setting: Setting, cases: Cases) -> None:
+    """Run the cases of one model. It is loaded by the first case that needs it, and freed behind the last."""
+    device = pick_device(setting.tiny)
+    steps = Steps(name, recorder, setting, device)
+    for case, measure in cases(steps):
+        seconds = CASE_SECONDS if steps.loaded else LOAD_SECONDS
+        recorder.case(f"{name}: {case}", partial(steps.fresh, measure), seconds=seconds)
+    del steps
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def decode_cases(steps: "Steps") -> Iterator[tuple[str, Callable[[], None]]]:
+    """Batches of one length, one long sequence among short ones, then where the time of a step goes."""
+    tiny = steps.setting.tiny
+    context, long = (TINY_CONTEXT, TINY_LONG) if tiny else (CONTEXT, LONG)
+    batches = TINY_BATCHES if tiny else (*BATCHES, *(MORE_BATCHES if steps.name == LLAMA else ()))
+    for batch in batches:
+        yield f"decode {batch} x {context}", partial(steps.decode, {context: batch})
+    many = batches[-1] if tiny else 64
+    yield f"decode {many - 1} x {context} + 1 x {long}", partial(steps.decode, {context: many - 1, long: 1})
+    for batch in TINY_PROFILED if tiny else PROFILED:
+        yield f"profile, decode {batch}", partial(steps.profile, context, batch)
+
+
+def prefill_cases(steps: "Steps") -> Iterator[tuple[str, Callable[[], None]]]:
+    """Whole prompts, a short chunk behind a long context, and decodes with a prompt in the same step."""
+    tiny = steps.setting.tiny
+    for length in TINY_PREFILLS if tiny else PREFILLS:
+        yield f"prefill {length}", partial(steps.prefill, length, 0)
+    new, context = (TINY_SHORT, TINY_LONG) if tiny else (SHORT_CHUNK, LONG)
+    yield f"prefill {new} of {context}", partial(steps.prefill, new, context - new)
+    decodes, prompt = TINY_MIXED if tiny else MIXED[steps.name]
+    context = TINY_CONTEXT if tiny else CONTEXT
+    yield f"mixed {decodes} x {context} + {prompt}", partial(steps.mixed, decodes, context, prompt)
+
+
 class Steps:
-    """One loaded model. Block ids are given out here, as the Driver's block manager would."""
+    """The steps of one model, which the first of them loads. A load that failed fails every later step at once."""
 
-    name: str
-    runner: ModelRunner
-    ready: WorkerReady
-    model: ModelConfig
-    bounds: Bounds
-    recorder: Recorder
-    setting: Setting
-    device: torch.device
-    block_size: int
-    free: list[int]  # block ids
-    next_id: int = 0
-    step_id: int = 0
-    held: dict[int, list[int]] = field(default_factory=dict)  # blocks by seq_id
-    num_tokens: dict[int, int] = field(default_factory=dict)  # cached, by seq_id
-    decoding: list[int] = field(default_factory=list)  # seq_ids
+    def __init__(self, name: str, recorder: Recorder, setting: Setting, device: torch.device) -> None:
+        self.name, self.recorder, self.setting, self.device = name, recorder, setting, device
+        self.loaded = False
+        self._sequences: Fabricated | None = None
+        self._error = ""
 
-    def prefills(self) -> None:
-        """The time of one prompt alone, in as many steps as max_num_batched_tokens makes of it: the best TTFT."""
-        for length in TINY_PREFILLS if self.setting.tiny else PREFILLS:
-            if length + 1 > self.ready.max_model_len:
-                self.recorder.skip(f"{self.name}: prefill {length}", f"max_model_len is {self.ready.max_model_len}")
-                continue
-            times = []
-            for _ in range(PREFILL_RUNS + 1):  # the first compiles
-                started = time.perf_counter()
-                seq_id = self._prefill([length])[0]
-                times.append(time.perf_counter() - started)
-                self._remove([seq_id])
-            seconds = statistics.median(times[1:])
-            flops = self.bounds.prefill_flops(length)
-            self.recorder.figure(
-                f"{self.name}: prefill {length}", seconds * 1e3, "ms",
-                share=self.bounds.prefill_seconds(length) / seconds, of="bound",
-                teraflops=flops / seconds / 1e12, tokens_per_second=length / seconds, all_ms=[t * 1e3 for t in times],
-            )  # fmt: skip
+    def fresh(self, measure: Callable[[], None]) -> None:
+        """Run one measurement on a loaded model without sequences."""
+        if self._error:
+            raise RuntimeError(f"the model was not loaded: {self._error}")
+        if self._sequences is None:
+            try:
+                self._load()
+            except Exception as error:
+                self._error = f"{type(error).__name__}: {error}"
+                raise
+        try:
+            measure()
+        finally:
+            self.sequences.forget()
 
-    def decodes(self) -> None:
-        """Sequences of 1k tokens, all prefilled once; each batch is some of them."""
-        context = TINY_CONTEXT if self.setting.tiny else CONTEXT
-        batches = _batches(self.setting)
-        room = context + len(batches) * (WARM_UP + STEPS + HOST_STEPS + 8)
-        fits = min(max(batches), self.ready.max_num_seqs, len(self.free) // -(-room // self.block_size))
+    @property
+    def sequences(self) -> Fabricated:
+        assert self._sequences is not None, "fresh loads the model"
+        return self._sequences
+
+    def _load(self) -> None:
+        folder = write_model(self.name, self.setting.folder, self.setting.tiny)
         started = time.perf_counter()
-        seq_ids = self.decoding = self._prefill([context] * fits, room)
-        seconds = time.perf_counter() - started
-        self.recorder.figure(f"{self.name}: prefill {fits} x {context}", fits * context / seconds, "tok/s",
-                             share=fits * self.bounds.prefill_seconds(context) / seconds, of="bound")  # fmt: skip
-        for batch in batches:
-            if batch > fits:
-                self.recorder.skip(f"{self.name}: decode {batch} x {context}", f"the KV cache holds {fits} of them")
-                continue
-            self._decode(seq_ids[:batch], context)
+        tokens = (max(BATCHES) * (CONTEXT + 256)) if not self.setting.tiny else 1024
+        self._sequences = Fabricated(load_bare(folder, self.device, tokens), self.device)
+        self.loaded = True
+        self.bounds = Bounds(self.sequences.model, find_limits(self.setting, self.recorder))
+        print(f"  loaded in {time.perf_counter() - started:.1f} s", flush=True)
 
-    def profiles(self) -> None:
-        """Profile steps of the sequences that `decodes` left."""
-        for batch in PROFILED_BATCHES:
-            if batch <= len(self.decoding):
-                self._profile(self.decoding[:batch])
-
-    def _decode(self, seq_ids: list[int], context: int) -> None:
-        tiny, batch = self.setting.tiny, len(seq_ids)
-        self._run_pipelined(seq_ids, TINY_WARM_UP if tiny else WARM_UP)
-        cached = self._cached_tokens(seq_ids)
-        intervals = self._run_pipelined(seq_ids, TINY_STEPS if tiny else STEPS)
-        seconds, cached = statistics.median(intervals), (cached + self._cached_tokens(seq_ids)) / 2
-        name = f"{self.name}: decode {batch} x {context}"
+    def decode(self, lengths: dict[int, int]) -> None:
+        """`lengths`: how many sequences of each context. The time of a step, then the host's part of it."""
+        tiny = self.setting.tiny
+        warm_up, steps, host_steps = (
+            (TINY_WARM_UP, TINY_STEPS, TINY_HOST_STEPS) if tiny else (WARM_UP, STEPS, HOST_STEPS)
+        )
+        batch, label = sum(lengths.values()), " + ".join(f"{count} x {context}" for context, count in lengths.items())
+        seq_ids = self._arrive(lengths, warm_up + steps + host_steps + 4)
+        self._run_decodes(seq_ids, warm_up)
+        before = self._rows(seq_ids)
+        intervals = self._run_decodes(seq_ids, steps)
+        seconds = statistics.median(intervals)
+        rows = [Rows(1, 1, (first.context + last.context) / 2) for first, last in zip(before, self._rows(seq_ids),
+                                                                                       strict=True)]  # fmt: skip
+        bound, floor = self.bounds.step_seconds(rows), self.bounds.floor_seconds(rows)
+        of, goal = self._goal(batch, lengths)
         self.recorder.figure(
-            name, seconds * 1e3, "ms/step", share=self.bounds.decode_seconds(batch, cached) / seconds, of="bound",
-            goal=self._goal(batch), tokens_per_second=batch / seconds, cached_tokens=cached,
-            bytes=self.bounds.decode_bytes(batch, cached), slowest_ms=max(intervals) * 1e3,
+            f"{self.name}: decode {label}", seconds * 1e3, "ms/step",
+            share=(floor if of == "floor" else bound) / seconds, of=of, goal=goal,
+            tokens_per_second=batch / seconds, share_of_bound=bound / seconds,
+            share_of_floor=floor / seconds, floors_us=self._floors(rows), slowest_ms=max(intervals) * 1e3,
+            graph=self.sequences.bare.uses_graph(batch),
         )  # fmt: skip
-        host = statistics.median(self._host_seconds(seq_ids) for _ in range(TINY_HOST_STEPS if tiny else HOST_STEPS))
-        self.recorder.figure(f"{self.name}: host time of a step, {batch} sequences", host * 1e3, "ms")
+        host = statistics.median(self._host_seconds(self._decode_plan(seq_ids))[0] for _ in range(host_steps))
+        if len(lengths) == 1:
+            self.recorder.figure(f"{self.name}: host time of a step, {batch} sequences", host * 1e3, "ms")
 
-    def _goal(self, batch: int) -> Goal | None:
-        share = GOALS.get((self.name, batch))
-        return at_least(share, on="share") if share else None
+    def _goal(self, batch: int, lengths: dict[int, int]) -> tuple[str, Goal | None]:
+        of, share = GOALS.get((self.name, batch), ("bound", 0.0))
+        return (of, at_least(share, on="share")) if share and len(lengths) == 1 else ("bound", None)
 
-    def _profile(self, seq_ids: list[int]) -> None:
-        rows = profile_steps(partial(self._run_pipelined, seq_ids), self.device)
+    def _floors(self, rows: list[Rows]) -> dict[str, float]:
+        """Microseconds that the products and the attention of a step take at least, by the profile's names."""
+        floors = {"GEMM": 0.0, "attention": 0.0}
+        for operator in step_operators(self.bounds.model, rows):
+            if operator.kind != "row":
+                kind = "GEMM" if operator.kind == "gemm" else "attention"
+                floors[kind] += operator.floor(self.bounds.limits.bandwidth, self.bounds.limits.rate) * 1e6
+        return floors
+
+    def profile(self, context: int, batch: int) -> None:
+        """Kernels of a decode step by kind."""
+        seq_ids = self._arrive({context: batch}, WARM_UP + 16)
+        rows = profile_steps(partial(self._run_decodes, seq_ids), self.device)
         for row in rows:
-            self.recorder.figure(f"{self.name}: {row.name}, decode {len(seq_ids)}", row.microseconds, "us/step",
+            self.recorder.figure(f"{self.name}: {row.name}, decode {batch}", row.microseconds, "us/step",
                                  share=row.share, of="step", launches=row.launches)  # fmt: skip
         if not rows:
-            self.recorder.skip(f"{self.name}: profile, decode {len(seq_ids)}", "the profiler saw nothing of the device")
+            self.recorder.skip(f"{self.name}: profile, decode {batch}", "the profiler saw nothing of the device")
 
-    def _run_pipelined(self, seq_ids: list[int], count: int) -> list[float]:
+    def prefill(self, new: int, cached: int) -> None:
+        """The time of one prompt alone, in as many steps as max_num_batched_tokens makes of it: the best TTFT."""
+        sequences, length = self.sequences, cached + new
+        name = f"{self.name}: prefill {new}{f' of {length}' if cached else ''}"
+        times = []
+        for _ in range(PREFILL_RUNS + 1):  # the first compiles
+            seq_id, arriving = sequences.arrive(length, cached, room=1)
+            started = time.perf_counter()
+            self._run_plans(self._prefill_plans(seq_id, arriving, new))
+            times.append(time.perf_counter() - started)
+            sequences.forget()
+        seconds = statistics.median(times[1:])
+        rows = [Rows(1, new, length)]
+        flops = sum(operator.flops for operator in step_operators(self.bounds.model, rows))
+        self.recorder.figure(
+            name, seconds * 1e3, "ms", share=self.bounds.step_seconds(rows) / seconds, of="bound",
+            teraflops=flops / seconds / 1e12, tokens_per_second=new / seconds, all_ms=[t * 1e3 for t in times],
+            share_of_floor=self.bounds.floor_seconds(rows) / seconds,
+        )  # fmt: skip
+
+    def mixed(self, decodes: int, context: int, prompt: int) -> None:
+        """Decodes with a whole prompt in each step; a new prompt each time, the last one leaves."""
+        tiny = self.setting.tiny
+        warm_up, steps, host_steps = (
+            (TINY_WARM_UP, TINY_STEPS, TINY_HOST_STEPS) if tiny else (WARM_UP, STEPS // 2, HOST_STEPS)
+        )
+        seq_ids = self._arrive({context: decodes}, warm_up + steps + host_steps + 4)
+        plans = self._mixed_plans(seq_ids, prompt)
+        self._run_plans(next(plans) for _ in range(warm_up))
+        seconds = statistics.median(self._run_plans(next(plans) for _ in range(steps)))
+        rows = [Rows(decodes, 1, context + warm_up + steps / 2), Rows(1, prompt, prompt)]
+        name = f"{self.name}: mixed {decodes} x {context} + {prompt}"
+        self.recorder.figure(
+            name, seconds * 1e3, "ms/step", share=self.bounds.step_seconds(rows) / seconds, of="bound",
+            share_of_floor=self.bounds.floor_seconds(rows) / seconds,
+            tokens_per_second=(decodes + prompt) / seconds,
+        )  # fmt: skip
+        hosts = [self._host_seconds(next(plans)) for _ in range(host_steps)]
+        self.recorder.figure(f"{name}: host time", statistics.median(total for total, _ in hosts) * 1e3, "ms")
+        self.recorder.figure(
+            f"{name}: host time to launch", statistics.median(launch for _, launch in hosts) * 1e3, "ms"
+        )
+
+    def _arrive(self, lengths: dict[int, int], room: int) -> list[int]:
+        """Sequences with all tokens but the last computed, brought by one step that decodes them all."""
+        sequences, arriving = self.sequences, []
+        for context, count in lengths.items():
+            for _ in range(count):
+                arriving.append(sequences.arrive(context, context - 1, room)[1])
+        seq_ids = [new.seq_id for new in arriving]
+        plan = StepPlan(sequences.next_step(), sequences.take_removed(), arriving, [], [], decodes=seq_ids)
+        self._run_plans([plan])
+        sequences.bare.record(len(seq_ids))
+        return seq_ids
+
+    def _rows(self, seq_ids: list[int]) -> list[Rows]:
+        return [Rows(1, 1, self.sequences.num_tokens[seq_id]) for seq_id in seq_ids]
+
+    def _run_decodes(self, seq_ids: list[int], count: int) -> list[float]:
         """`count` decode steps; seconds between their results."""
         return self._run_plans(self._decode_plan(seq_ids) for _ in range(count))
 
     def _run_plans(self, plans: Iterable[StepPlan]) -> list[float]:
+        runner = self.sequences.bare.runner
         ends, launched = [time.perf_counter()], deque[LaunchedStep]()
         for plan in plans:
-            launched.append(self.runner.launch(plan))
-            if len(launched) == self.runner.max_in_flight:
+            launched.append(runner.launch(plan))
+            if len(launched) == runner.max_in_flight:
                 self._result(launched.popleft())
                 ends.append(time.perf_counter())
         for step in launched:
@@ -189,96 +259,47 @@ class Steps:
             ends.append(time.perf_counter())
         return [after - before for before, after in pairwise(ends[1:])] or [ends[-1] - ends[0]]
 
-    def _host_seconds(self, seq_ids: list[int]) -> float:
-        """Seconds of the Worker's own code in one step, from the plan to the result, without the wait for the device.
+    def _host_seconds(self, plan: StepPlan) -> tuple[float, float]:
+        """(the Worker's own seconds in one step, from the plan to the result without the wait; those of the launch).
 
-        On a CPU the figure includes the computation.
+        On a CPU both include the computation.
         """
+        runner = self.sequences.bare.runner
         synchronize(self.device)
         started = time.perf_counter()
-        step = self.runner.launch(self._decode_plan(seq_ids))
+        step = runner.launch(plan)
         launched = time.perf_counter()
         synchronize(self.device)
         waited = time.perf_counter()
         self._result(step)
-        return time.perf_counter() - waited + launched - started
+        return time.perf_counter() - waited + launched - started, launched - started
 
-    def _prefill(self, lengths: list[int], room: int = 0) -> list[int]:
-        """New sequences of random ids, their prompts computed in full steps. `room`: tokens to give blocks to."""
-        generator = torch.Generator().manual_seed(self.next_id)
-        new = []
-        for length in lengths:
-            ids = torch.randint(self.model.vocab_size, (length,), generator=generator).tolist()
-            blocks = self._take_blocks(-(-max(length + 1, room) // self.block_size))
-            new.append(
-                NewSequence(
-                    seq_id=self.next_id,
-                    token_ids=ids,
-                    num_prompt_tokens=length,
-                    num_computed_tokens=0,
-                    block_ids=blocks,
-                    params=GREEDY,
-                    seed=self.next_id,
-                )
-            )
-            self.held[self.next_id], self.num_tokens[self.next_id] = blocks, length
-            self.next_id += 1
-        self._run_plans(self._prefill_plans(new))
-        return [sequence.seq_id for sequence in new]
+    def _prefill_plans(self, seq_id: int, arriving: object, new: int) -> Iterator[StepPlan]:
+        """Steps of at most max_num_batched_tokens."""
+        sequences, most, left = self.sequences, self.sequences.bare.max_num_batched_tokens, new
+        while left:
+            count = min(left, most)
+            left -= count
+            first = [arriving] if left + count == new else []
+            yield StepPlan(sequences.next_step(), sequences.take_removed(), first, [],
+                           [SequenceStep(seq_id, count, left == 0, [])])  # fmt: skip
 
-    def _prefill_plans(self, new: list[NewSequence]) -> Iterator[StepPlan]:
-        waiting = {sequence.seq_id: sequence for sequence in new}
-        for steps in self._chunks({sequence.seq_id: len(sequence.token_ids) for sequence in new}):
-            arriving = [waiting.pop(step.seq_id) for step in steps if step.seq_id in waiting]
-            yield StepPlan(self._next_step(), [], arriving, [], steps)
-
-    def _chunks(self, remaining: dict[int, int]) -> Iterator[list[SequenceStep]]:
-        """Steps of at most max_num_batched_tokens, in order; a prompt that does not fit goes on in the next."""
-        steps, left = [], self.ready.max_num_batched_tokens
-        for seq_id, tokens in remaining.items():
-            while tokens:
-                count = min(tokens, left)
-                tokens, left = tokens - count, left - count
-                steps.append(SequenceStep(seq_id, count, tokens == 0, []))
-                if not left:
-                    yield steps
-                    steps, left = [], self.ready.max_num_batched_tokens
-        if steps:
-            yield steps
-
-    def _take_blocks(self, count: int) -> list[int]:
-        if count > len(self.free):
-            raise RuntimeError(f"the KV cache has {len(self.free)} free blocks, {count} are needed")
-        taken, self.free = self.free[:count], self.free[count:]
-        return taken
-
-    def _remove(self, seq_ids: list[int]) -> None:
-        for seq_id in seq_ids:
-            self.free += self.held.pop(seq_id)
-            del self.num_tokens[seq_id]
-        self._result(self.runner.launch(StepPlan(self._next_step(), seq_ids, [], [], [])))
+    def _mixed_plans(self, seq_ids: list[int], prompt: int) -> Iterator[StepPlan]:
+        sequences, last = self.sequences, -1
+        while True:
+            if last >= 0:
+                sequences.remove(last)
+            last, arriving = sequences.arrive(prompt, 0, room=1)
+            sequences.count(seq_ids)
+            yield StepPlan(sequences.next_step(), sequences.take_removed(), [arriving], [],
+                           [SequenceStep(last, prompt, True, [])], decodes=seq_ids)  # fmt: skip
 
     def _decode_plan(self, seq_ids: list[int]) -> StepPlan:
-        for seq_id in seq_ids:
-            self.num_tokens[seq_id] += 1
-        return decode_plan(self._next_step(), seq_ids)
-
-    def _next_step(self) -> int:
-        self.step_id += 1
-        return self.step_id
+        self.sequences.count(seq_ids)
+        return StepPlan(self.sequences.next_step(), self.sequences.take_removed(), [], [], [], decodes=seq_ids)
 
     def _result(self, step: LaunchedStep) -> None:
         """Also raises where a sequence could not be sampled: NaN would be fast and mean nothing."""
-        result = self.runner.result(step)
+        result = self.sequences.bare.runner.result(step)
         if result.failed:
             raise RuntimeError(f"{len(result.failed)} sequences failed: {next(iter(result.failed.values()))}")
-
-    def _cached_tokens(self, seq_ids: list[int]) -> int:
-        return sum(self.num_tokens[seq_id] for seq_id in seq_ids)
-
-
-def decode_plan(step_id: int, seq_ids: list[int]) -> StepPlan:
-    """One token of each, as the Driver writes it: a column where the step language has one (a graph runs those)."""
-    if "decodes" in StepPlan.__struct_fields__:
-        return StepPlan(step_id, [], [], [], [], decodes=seq_ids)
-    return StepPlan(step_id, [], [], [], [SequenceStep(seq_id, 1, True, []) for seq_id in seq_ids])

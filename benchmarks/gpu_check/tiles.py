@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from benchmarks.gpu_check.bench import Bench
-from benchmarks.gpu_check.bounds import Limits
+from benchmarks.gpu_check.datasheets import find_limits
 from benchmarks.gpu_check.kernels import SHAPE
 from benchmarks.gpu_check.parts import Setting
 from benchmarks.gpu_check.record import Recorder
@@ -51,7 +51,7 @@ def run(recorder: Recorder, setting: Setting) -> None:
     if setting.tiny:
         recorder.skip("tiles of attention", "a CPU has none")
         return
-    bench = Bench(recorder, device, Stopwatch(device, 0.1), Limits.read(setting.folder / "limits.json"))
+    bench = Bench(recorder, device, Stopwatch(device, 0.1), find_limits(setting, recorder))
     for size in DECODES:
         sweep(bench, decodes(SHAPE, device, *size))
     for kv_format in (INT8, FP8):

@@ -16,9 +16,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.generation import ContinuousBatchingConfig
 
+from benchmarks.gpu_check.names import QWEN
 from benchmarks.gpu_check.parts import Setting
 from benchmarks.gpu_check.record import Recorder
-from benchmarks.gpu_check.shapes import QWEN, NanoRequest, nano_workload, write_model
+from benchmarks.gpu_check.shapes import NanoRequest, nano_workload, write_model
 from benchmarks.gpu_check.timing import pick_device, synchronize
 
 ONE_BY_ONE, STATIC, CONTINUOUS = (f"{QWEN}: transformers {way}" for way in ("one by one", "static batch", "continuous"))

@@ -8,6 +8,10 @@ from pathlib import Path
 
 from benchmarks.gpu_check.parts import Part
 
+# Packages that a machine with torch, triton and transformers may lack: the Makefile's GPU_PACKAGES, and two that they need.
+PACKAGES = ("msgspec", "fastapi", "starlette", "uvicorn", "sse_starlette", "httptools", "pydantic", "pydantic_core",
+            "httpx", "prometheus_client")  # fmt: skip
+
 
 def install_wheels(folder: Path, target: Path, parts: Iterable[Part]) -> Path | None:
     """Unpack the wheels of `folder` into `target`, to be put on the path, where a part lacks a package.
@@ -26,6 +30,12 @@ def install_wheels(folder: Path, target: Path, parts: Iterable[Part]) -> Path | 
         print(f"gpu-check: the wheels in {folder} could not be installed", file=sys.stderr)
         return None
     return target
+
+
+def missing_wheels(folder: Path) -> list[str]:
+    """The packages of PACKAGES that `folder` has no wheel of."""
+    there = {wheel.name.split("-")[0].lower() for wheel in folder.glob("*.whl")}
+    return [name for name in PACKAGES if name not in there]
 
 
 def newest(wheels: Iterable[Path]) -> list[Path]:

@@ -1,0 +1,164 @@
+"""Sequences whose keys and values were never computed, on a runner that has run nothing before.
+
+load_runner runs prefill kernels, the sampler and graphs of every kind before the first step: it profiles and warms up.
+Here the weights are loaded and the cache is filled with random numbers, and nothing else runs. So a kernel that faults
+costs the steps that need it, and no others.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engine.config import EngineConfig
+from engine.executor.step import NewSequence
+from engine.models.config import ModelConfig
+from engine.models.families import read_model_config
+from engine.models.weights import load_model
+from engine.sampling_params import SamplingParams
+from engine.worker.cache.kv_cache import allocate_kv_caches
+from engine.worker.decode_runner import FORWARD
+from engine.worker.device.host import resolve_step_limits
+from engine.worker.device.queue import CudaQueue
+from engine.worker.memory_profile import LoadedDecoder
+from engine.worker.model_runner import ModelRunner, RunnerParts
+
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
+FREE_SHARE = 0.8  # the KV cache takes this share of the memory that the weights leave
+MAX_GPU_TOKENS = 8192  # in one step with prompts
+
+
+@dataclass(frozen=True, slots=True)
+class BareRunner:
+    """A runner, and the parts that it was made of."""
+
+    runner: ModelRunner
+    model: ModelConfig
+    kv_caches: list[tuple[Tensor, Tensor]]
+    block_size: int
+    num_blocks: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+    def uses_graph(self, batch: int) -> bool:
+        """Whether a decode step of this many sequences is replayed; False, too, once a capture has failed."""
+        decodes = self.runner._decodes
+        if decodes is None or not decodes.graphs.enabled or batch > decodes.capacity:
+            return False
+        return (FORWARD, decodes.graphs.padded(batch)) in decodes.graphs._graphs
+
+    def record(self, batch: int) -> None:
+        """Record graphs, as an idle Worker does, until there is one for a decode step of this size."""
+        while not self.uses_graph(batch) and self.runner.use_idle_time():
+            pass
+
+
+def load_bare(folder: Path, device: torch.device, num_tokens: int, graphs: bool = True) -> BareRunner:
+    """Random weights in bf16, and a cache of `num_tokens` tokens, or of as many as fit, filled with random numbers."""
+    config = EngineConfig(model=str(folder), load_format="dummy", dtype="bfloat16", device=device.type,
+                          cuda_graphs=graphs)  # fmt: skip
+    model = read_model_config(folder)
+    on_gpu = device.type == "cuda"
+    limits = resolve_step_limits(config, device.type, torch.cuda.mem_get_info(device)[1] if on_gpu else 0)
+    max_model_len = model.max_position_embeddings
+    decoder = load_model(folder, model, dtype=torch.bfloat16, device=device, load_format="dummy", seed=config.seed,
+                         progress=lambda phase: None, max_model_len=max_model_len, batch_invariant=False)  # fmt: skip
+    num_blocks = -(-num_tokens // config.block_size)
+    if on_gpu:
+        block_bytes = config.block_size * model.kv_bytes_per_token(2)
+        num_blocks = min(num_blocks, int(torch.cuda.mem_get_info(device)[0] * FREE_SHARE) // block_bytes)
+    kv_caches = allocate_kv_caches(model, num_blocks, config.block_size, torch.bfloat16, device)
+    fill(kv_caches)
+    loaded = LoadedDecoder(config, model, decoder, limits, torch.bfloat16, device)
+    runner = ModelRunner(
+        RunnerParts(
+            decoder=decoder,
+            kv_caches=kv_caches,
+            limits=limits,
+            max_model_len=max_model_len,
+            block_size=config.block_size,
+            eos_token_ids=[],
+            device=device,
+            queue=CudaQueue(device) if on_gpu else None,
+            decode=loaded.decode_settings(max_model_len),
+        )
+    )
+    return BareRunner(runner, model, kv_caches, config.block_size, num_blocks, max_model_len, limits.max_num_seqs,
+                      limits.max_num_batched_tokens)  # fmt: skip
+
+
+def fill(kv_caches: list[tuple[Tensor, Tensor]]) -> None:
+    """Normal random numbers everywhere: zeros would hide what is not read, and can be faster."""
+    for pair in kv_caches:
+        for cache in pair:
+            cache.normal_()
+
+
+@dataclass
+class Fabricated:
+    """Gives out sequence ids and blocks, as the Driver would. Call `forget` between measurements."""
+
+    bare: BareRunner
+    device: torch.device
+    num_tokens: dict[int, int] = field(default_factory=dict)  # cached, by seq_id
+    _held: dict[int, list[int]] = field(default_factory=dict)
+    _removed: list[int] = field(default_factory=list)
+    _free: list[int] = field(default_factory=list)
+    _next_id: int = 0
+    _step_id: int = 0
+
+    def __post_init__(self) -> None:
+        self._free = torch.randperm(self.bare.num_blocks).tolist()  # out of order, as after hours of serving
+
+    @property
+    def model(self) -> ModelConfig:
+        return self.bare.model
+
+    def arrive(self, length: int, computed: int, room: int) -> tuple[int, NewSequence]:
+        """A new sequence of random ids, `computed` of which count as computed. room: tokens that it may grow by.
+
+        RuntimeError where the cache, the model or the step limits have no place for it.
+        """
+        bare, seq_id = self.bare, self._next_id
+        if length + room > bare.max_model_len:
+            raise RuntimeError(f"{length + room} tokens exceed max_model_len {bare.max_model_len}")
+        if len(self._held) == bare.max_num_seqs:
+            raise RuntimeError(f"{bare.max_num_seqs} sequences are the most of one step")
+        count = -(-(length + room) // bare.block_size)
+        if count > len(self._free):
+            raise RuntimeError(f"the KV cache has {len(self._free)} free blocks, {count} are needed")
+        blocks, self._free = self._free[:count], self._free[count:]
+        self._held[seq_id], self.num_tokens[seq_id] = blocks, length
+        self._next_id += 1
+        generator = torch.Generator().manual_seed(seq_id)
+        ids = torch.randint(self.model.vocab_size, (length,), generator=generator).tolist()
+        return seq_id, NewSequence(
+            seq_id=seq_id, token_ids=ids, num_prompt_tokens=length, num_computed_tokens=computed, block_ids=blocks,
+            params=GREEDY, seed=seq_id,
+        )  # fmt: skip
+
+    def remove(self, seq_id: int) -> None:
+        """The next plan that takes `take_removed` ends this sequence; its blocks go to sequences that arrive later."""
+        self._free += self._held.pop(seq_id)
+        del self.num_tokens[seq_id]
+        self._removed.append(seq_id)
+
+    def forget(self) -> None:
+        """Remove all sequences."""
+        for seq_id in list(self._held):
+            self.remove(seq_id)
+
+    def take_removed(self) -> list[int]:
+        removed, self._removed = self._removed, []
+        return removed
+
+    def count(self, seq_ids: list[int]) -> None:
+        """Each of these computes one more token."""
+        for seq_id in seq_ids:
+            self.num_tokens[seq_id] += 1
+
+    def next_step(self) -> int:
+        self._step_id += 1
+        return self._step_id
