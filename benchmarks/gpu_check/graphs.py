@@ -33,7 +33,7 @@ from kernels.cache.reshape_and_cache import reshape_and_cache
 
 CONTEXT, TINY_CONTEXT, TINY_SIZES = 200, 20, (1, 2, 4)
 MANY_ELEMENTS, TINY_ELEMENTS = (1 << 31) + (1 << 22), 1 << 16
-MAX_ERROR = 0.02  # of hidden states in bf16: a graph pads, and another number of rows may take another product
+MAX_ERROR = 0.02  # error of hidden states in bf16: a graph pads, and more rows may take another product
 
 
 def run(recorder: Recorder, setting: Setting) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks.gpu_check.parts import Part
 
-# Packages that a machine with torch, triton and transformers may lack: the Makefile's GPU_PACKAGES, and two that they need.
+# Packages that a machine with torch and transformers may lack: the Makefile's GPU_PACKAGES, and two that they need.
 PACKAGES = ("msgspec", "fastapi", "starlette", "uvicorn", "sse_starlette", "httptools", "pydantic", "pydantic_core",
             "httpx", "prometheus_client")  # fmt: skip
 
