@@ -133,7 +133,7 @@ def _problem(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, devic
         return f"FlashInfer does not read the KV cache of --kv-cache-dtype {config.kv_cache_dtype}"
     if config.batch_invariant:
         return "FlashInfer's results depend on the batch, and batch_invariant is set"
-    return prompt_attention(config, model, dtype).problem(read_card(device).capability)
+    return prompt_attention(config, model, dtype).problem()
 
 
 def _fast_dtypes(device: torch.device) -> tuple[bool, bool]:
