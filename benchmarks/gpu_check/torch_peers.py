@@ -1,8 +1,11 @@
-"""torch's own attention on contiguous copies of the same shapes: what paging costs, or gains."""
+"""Attention of others on the same shapes: torch's own on contiguous copies, which shows what paging costs or gains, and
+FlashInfer's on our pages, where it is installed."""
 
+import time
 from collections.abc import Callable
 from functools import partial
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -10,11 +13,15 @@ from torch import Tensor
 from benchmarks.gpu_check.bench import Bench
 from benchmarks.gpu_check.record import Recorder
 from benchmarks.kernel_speed import Case, Shape, paged_batch
+from engine.worker.device.queue import CudaQueue, DeviceQueue
 from kernels.attention.decode import paged_attention
+from kernels.attention.flashinfer import FlashInferPrefill, PromptAttention, import_flashinfer
 from kernels.attention.prefill import prefill_attention
 
 DECODES, PREFILLS = ((16, 4096), (64, 1024)), (1024, 8192)
 FLEX = ((64, 1024),), (8192,)  # each is compiled for some seconds
+FLASHINFER = ((1, 1024, 1024), (1, 8192, 8192), (16, 512, 512), (1, 2048, 32768))  # sequences, chunk, context
+NUM_PLANS = 20
 TINY_DECODES, TINY_PREFILLS = ((2, 32),), (16,)
 MAX_ERROR = 0.02  # |ours - theirs| / |theirs| in bf16
 
@@ -31,6 +38,50 @@ def run(recorder: Recorder, bench: Bench, shape: Shape, tiny: bool) -> None:
         for length in TINY_PREFILLS if tiny else prefills:
             name = f"{peer} prefill 1 x {length} of {length}"
             recorder.case(name, partial(prefill, bench, shape, peer, make, length), seconds=60)
+    run_flashinfer(recorder, bench, shape)
+
+
+def run_flashinfer(recorder: Recorder, bench: Bench, shape: Shape) -> None:
+    """What decides whether --attention-backend auto may choose FlashInfer; its first case compiles the kernels."""
+    try:
+        import_flashinfer()
+    except ImportError as error:
+        recorder.skip("FlashInfer", str(error))
+        return
+    if bench.device.type != "cuda":
+        recorder.skip("FlashInfer", "no CUDA device")
+        return
+    for i, (num_seqs, chunk, context) in enumerate(FLASHINFER):
+        measure = partial(flashinfer, bench, shape, CudaQueue(bench.device), num_seqs, chunk, context)
+        recorder.case(f"FlashInfer prefill {num_seqs} x {chunk} of {context}", measure, seconds=60 if i else 300)
+
+
+@torch.no_grad()
+def flashinfer(bench: Bench, shape: Shape, queue: DeviceQueue, num_seqs: int, chunk: int, context: int) -> None:
+    """The last `chunk` tokens of each sequence: the time of a layer, and the host time of the plan of a step."""
+    q, k_cache, v_cache, tables, seq_lens = paged_batch(shape, num_seqs, context, num_seqs * chunk, bench.device)
+    scale, size = shape.head_dim**-0.5, f"{num_seqs} x {chunk} of {context}"
+    attention = PromptAttention(
+        num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim,
+        block_size=shape.block_size, dtype=shape.dtype, scale=scale, softcap=0.0, windows=(0,),
+    )  # fmt: skip
+    prefill = FlashInferPrefill(queue, attention, num_seqs)
+    starts, lengths = np.arange(num_seqs + 1) * chunk, np.full(num_seqs, context)
+    planned, out = prefill.plan(starts, lengths, tables.flatten()), torch.empty_like(q)
+    bounds = torch.arange(num_seqs + 1, dtype=torch.int32, device=bench.device) * chunk
+    ours = prefill_attention(q, k_cache, v_cache, tables, bounds, seq_lens, max_seqlen_q=chunk, scale=scale)
+    compare(ours, planned.attend(q, k_cache, v_cache, 0, out))
+    queue.mark().wait()
+    started = time.perf_counter()
+    for _ in range(NUM_PLANS):
+        planned = prefill.plan(starts, lengths, tables.flatten())
+    seconds = (time.perf_counter() - started) / NUM_PLANS
+    bench.recorder.figure(f"FlashInfer plan {size}", seconds * 1e6, "us", by="FlashInfer")
+    row = shape.num_kv_heads * shape.head_dim * 2 * shape.dtype.itemsize  # bytes of one token's K and V
+    moved = num_seqs * context * row + 2 * q.numel() * shape.dtype.itemsize
+    scores = num_seqs * chunk * (context - (chunk - 1) / 2)
+    call = partial(planned.attend, q, k_cache, v_cache, 0, out)
+    bench.time(Case("FlashInfer prefill", size, call, moved, scores * shape.flops_per_score), by="FlashInfer")
 
 
 def sdpa(causal: bool, length: int, device: torch.device) -> Attend:
@@ -91,4 +142,4 @@ def compare(ours: Tensor, theirs: Tensor) -> None:
     """AssertionError where the results differ by more than rounding."""
     error = float((ours.float() - theirs.float()).norm() / theirs.float().norm())
     if not error < MAX_ERROR:  # NaN is no number below it
-        raise AssertionError(f"our result differs from torch's by {error:.2g} of its norm")
+        raise AssertionError(f"our result differs from theirs by {error:.2g} of its norm")
