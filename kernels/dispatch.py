@@ -7,6 +7,7 @@ function that is never called.
 
 import os
 import sys
+from collections.abc import Callable
 from functools import cache
 from types import ModuleType, SimpleNamespace
 
@@ -42,6 +43,7 @@ __all__ = [
     "OutOfResources",
     "as_rows",
     "cpu_kernels",
+    "record_graph",
     "row_warps",
     "tl",
     "triton",
@@ -63,6 +65,17 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
     """[..., n] -> [rows, n] with a dense last axis: a view if possible, else a copy."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def record_graph(work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of the work, whose kernels must be compiled already. RuntimeError if the device cannot record it."""
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    try:
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            work()
+    finally:
+        torch.cuda.set_stream(stream)  # a recording that fails at its end leaves its own stream current
+    return graph
 
 
 @cache

@@ -24,6 +24,7 @@ from kernels.cache.reshape_and_cache import (
     row_scale,
     store_words,
 )
+from kernels.dependent_launch import launch_options, pdl_constants, wait_for_inputs
 from kernels.dispatch import tl, triton, use_triton
 from kernels.elementwise.rms_norm import rms_norm, scale_normed
 from kernels.elementwise.rotary_embedding import rotary_embedding
@@ -95,6 +96,7 @@ def _launch(qkv, heads, positions, slot_mapping, k_cache, v_cache):
         rope_and_cache_kernel[(num_tokens * meta["PARTS"],)](
             qkv, positions, slot_mapping, heads.cos_sin_cache, heads.q_norm, heads.k_norm,
             as_bytes(k_cache), as_bytes(v_cache), qkv.stride(0), heads.norm_eps, **meta, num_warps=4,
+            **launch_options(qkv.device),
         )  # fmt: skip
     q, k, v = torch.split(qkv, [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads], dim=1)
     if meta["KV_FORMAT"] == IN_PLACE:
@@ -162,11 +164,13 @@ def rope_and_cache_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid (num_tokens * PARTS,): handles BLOCK_H heads of one token, queries first, then keys with their values.
 
     Reads qkv once; writes the queries back and keys and values to their pages. The angles come from L2.
     """
+    wait_for_inputs(PDL)
     token = (tl.program_id(0) // PARTS).to(tl.int64)
     part = tl.program_id(0) % PARTS
     Q_PARTS: tl.constexpr = (NUM_HEADS + BLOCK_H - 1) // BLOCK_H
@@ -389,7 +393,7 @@ def aot_configurations(capability: int) -> Iterator[AotConfiguration]:
             pages = {None: "*" + dtype, "int8": "*i8"}.get(kv_format and kv_format.name, "*u8")
             yield AotConfiguration(
                 rope_and_cache_kernel, f"{label} d {head_dim} {name}", dtype,
-                constants(heads, head_dim, 16, kv_format)
+                constants(heads, head_dim, 16, kv_format) | pdl_constants(capability)
                 | ({} if heads.q_norm is not None else {"q_norm_ptr": None, "k_norm_ptr": None}),
                 num_warps=4, types={"eps": "fp32", "positions_ptr": "*i64", "slot_mapping_ptr": "*i64",
                 "cos_sin_ptr": "*fp32", "k_cache_ptr": pages, "v_cache_ptr": pages},

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.aot_configuration import AotConfiguration, power_of_2
+from kernels.dependent_launch import launch_options, pdl_constants, wait_for_inputs
 from kernels.dispatch import as_rows, cpu_kernels, tl, triton, use_triton
 
 _gelu_tanh = partial(F.gelu, approximate="tanh")
@@ -73,17 +74,24 @@ def _launch(x, name):
     if out.numel():
         block = min(MAX_BLOCK, power_of_2(size))
         gated_activation_kernel[(num_tokens, -(-size // block))](
-            x, out, x.stride(0), SIZE=size, ACTIVATION=function, BLOCK=block, num_warps=4
+            x, out, x.stride(0), SIZE=size, ACTIVATION=function, BLOCK=block, num_warps=4, **launch_options(x.device)
         )
     return out
 
 
 @triton.jit
 def gated_activation_kernel(
-    x_ptr, out_ptr, x_stride_row, SIZE: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr
+    x_ptr,
+    out_ptr,
+    x_stride_row,
+    SIZE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid (num_tokens, ceil(SIZE / BLOCK)): computes a part of one row in fp32, rounded once. Moves 3 SIZE elements a
     row."""
+    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < SIZE
@@ -129,6 +137,6 @@ def aot_configurations(capability: int) -> Iterator[AotConfiguration]:
     for dtype, name in [("bf16", name) for name in names] + [("fp16", "silu"), ("fp32", "gelu")]:
         yield AotConfiguration(
             gated_activation_kernel, f"{name} 14336", dtype,
-            {"SIZE": 14336, "ACTIVATION": name, "BLOCK": MAX_BLOCK}, num_warps=4,
+            {"SIZE": 14336, "ACTIVATION": name, "BLOCK": MAX_BLOCK} | pdl_constants(capability), num_warps=4,
             multiples_of_16=("x_stride_row",), quick=(dtype, name) == ("bf16", "silu"),
         )  # fmt: skip

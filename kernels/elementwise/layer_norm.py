@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.aot_configuration import AotConfiguration, power_of_2
+from kernels.dependent_launch import launch_options, pdl_constants, wait_for_inputs
 from kernels.dispatch import as_rows, row_warps, tl, triton, use_triton
 from kernels.elementwise.rms_norm import load_residual_row
 
@@ -38,7 +39,7 @@ def _launch(x, weight, bias, eps, residual):
         block = power_of_2(hidden)
         layer_norm_kernel[(len(rows),)](
             rows, residual, weight, bias, out, rows.stride(0), eps,
-            HIDDEN=hidden, BLOCK=block, num_warps=row_warps(block),
+            HIDDEN=hidden, BLOCK=block, num_warps=row_warps(block), **launch_options(x.device),
         )  # fmt: skip
     return out if residual is None else (out, residual)
 
@@ -54,12 +55,14 @@ def layer_norm_kernel(
     eps,
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid (num_rows,): one row, held in registers, so that the variance is computed from centred values.
 
     Memory traffic is minimal: reads x and residual, writes residual and out. Any of residual_ptr, weight_ptr and
     bias_ptr may be None.
     """
+    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCK)
     mask = offs < HIDDEN
@@ -100,6 +103,6 @@ def aot_configurations(capability: int) -> Iterator[AotConfiguration]:
         absent = ["residual_ptr"] * (not residual) + ["bias_ptr"] * (not bias)
         yield AotConfiguration(
             layer_norm_kernel, f"hidden {hidden}" + " residual" * residual + " bias" * bias, dtype,
-            {"HIDDEN": hidden, "BLOCK": block} | dict.fromkeys(absent), num_warps=row_warps(block),
-            types={"eps": "fp32"}, multiples_of_16=("x_stride_row",), quick=hidden == 16384,
+            {"HIDDEN": hidden, "BLOCK": block} | pdl_constants(capability) | dict.fromkeys(absent),
+            num_warps=row_warps(block), types={"eps": "fp32"}, multiples_of_16=("x_stride_row",), quick=hidden == 16384,
         )  # fmt: skip

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels.aot_configuration import AotConfiguration, power_of_2
+from kernels.dependent_launch import launch_options, pdl_constants, wait_for_inputs
 from kernels.dispatch import as_rows, cpu_kernels, row_warps, tl, triton, use_triton
 
 
@@ -36,6 +37,7 @@ def _launch(x, weight, eps, residual, weight_offset):
         rms_norm_kernel[(len(rows),)](
             rows, residual, weight, out, rows.stride(0), eps,
             HIDDEN=hidden, WEIGHT_OFFSET=weight_offset, BLOCK=block, num_warps=row_warps(block),
+            **launch_options(x.device),
         )  # fmt: skip
     return out if residual is None else (out, residual)
 
@@ -51,12 +53,14 @@ def rms_norm_kernel(
     HIDDEN: tl.constexpr,
     WEIGHT_OFFSET: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid (num_rows,): one row, held in registers between the sum and the scaling.
 
     Memory traffic is minimal: reads x and residual, writes residual and out; the weight comes from L2. residual_ptr
     None: no sum.
     """
+    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCK)
     mask = offs < HIDDEN
@@ -107,7 +111,7 @@ def aot_configurations(capability: int) -> Iterator[AotConfiguration]:
         ("bf16", 16384, 0.0, True), ("fp32", 8192, 0.0, True),
     ):  # fmt: skip
         block = power_of_2(hidden)
-        constants = {"HIDDEN": hidden, "WEIGHT_OFFSET": offset, "BLOCK": block}
+        constants = {"HIDDEN": hidden, "WEIGHT_OFFSET": offset, "BLOCK": block} | pdl_constants(capability)
         yield AotConfiguration(
             rms_norm_kernel, f"hidden {hidden}" + " residual" * residual, dtype,
             constants if residual else constants | {"residual_ptr": None}, num_warps=row_warps(block),

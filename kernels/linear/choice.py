@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.dispatch import triton
+from kernels.dispatch import record_graph, triton
 from kernels.linear.gemv import gemv, supports_gemv
 
 logger = logging.getLogger(__name__)
@@ -194,10 +194,12 @@ def _fastest(layers: list[ChosenLinear], rows: int, usable: Mapping[str, Product
 
 def graph_timer(product: Product, x: Tensor, layers: Sequence[ChosenLinear]) -> float:
     """Seconds of device time, in a CUDA graph as in serving: the best of a few replays."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def work() -> None:
         for layer in layers:
             product(x, layer.weight, layer.bias)
+
+    graph = record_graph(work)
     graph.replay()
     best = float("inf")
     for _ in range(REPEATS):

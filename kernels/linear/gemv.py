@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from kernels.aot_configuration import AotConfiguration
-from kernels.dispatch import device_sizes, tl, triton
+from kernels.dependent_launch import launch_options, pdl_constants, wait_for_inputs
+from kernels.dispatch import TRITON_VERSION, device_sizes, tl, triton
 
 ALIGNMENT = 16  # bytes; the compiler relies on it
+LEAST_COLUMNS = 16 if TRITON_VERSION < (3, 5) else 8  # the fewest that tl.dot accepts; more rows of x repeat the last
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,7 @@ def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     out = torch.empty((num_rows, out_features), dtype=x.dtype, device=x.device)
     gemv_kernel[(-(-out_features // tile.block_n),)](
         x, weight, bias, out, num_rows, out_features, in_features, **_constants(tile, in_features),
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, **launch_options(x.device),
     )  # fmt: skip
     return out
 
@@ -77,7 +79,7 @@ def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def _constants(tile: GemvTile, in_features: int) -> dict[str, int]:
     """Compile-time arguments. Sizes are not among them: a start with an empty cache compiles 3 to 6 variants."""
     return {
-        "ROWS": tile.rows,
+        "ROWS": max(tile.rows, LEAST_COLUMNS) if tile.by_dot else tile.rows,
         "BLOCK_N": tile.block_n,
         "BLOCK_K": tile.block_k,
         "BY_DOT": tile.by_dot,
@@ -99,8 +101,10 @@ def gemv_kernel(
     BLOCK_K: tl.constexpr,
     BY_DOT: tl.constexpr,
     MASK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid (out_features / BLOCK_N). Rows and outputs past the end repeat the last one and are not stored."""
+    wait_for_inputs(PDL)
     columns = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     some_columns = tl.minimum(columns, out_features - 1)
     rows, offs = tl.arange(0, ROWS), tl.arange(0, BLOCK_K)
@@ -147,7 +151,9 @@ def aot_configurations(capability: int) -> Iterator[AotConfiguration]:
             for in_features, has_bias in ((4096, False), (4096, True), (4864, False), (11008, True)):
                 if in_features == 11008 and in_features % tile.block_k == 0:
                     continue
-                constants = _constants(tile, in_features) | ({} if has_bias else {"bias_ptr": None})
+                constants = (
+                    _constants(tile, in_features) | pdl_constants(capability) | ({} if has_bias else {"bias_ptr": None})
+                )
                 # ptxas may keep the address of the bias on the stack during the loop, to fit another program on the SM
                 rest = " with a rest" if constants["MASK_K"] else ""
                 yield AotConfiguration(
