@@ -1,12 +1,18 @@
 """Steps of a ModelRunner whose prefills FlashInfer computes: the stand-in of tests/kernels/fake_flashinfer.py."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from engine.errors import ConfigError
 from engine.models.families import read_model_config
+from engine.worker import memory_profile
 from engine.worker.device.choice import prompt_attention
+from engine.worker.device.host import StepLimits
+from engine.worker.load import load_runner
+from engine.worker.memory_profile import GpuProfile, LoadedDecoder, size_cache
 from kernels.attention.flashinfer import FlashInferPrefill
 from kernels.attention.plan import attention_plan
 from tests.engine.models.tiny_models import VOCAB, save_model
@@ -40,3 +46,20 @@ def test_the_text_is_that_of_our_kernels(name, tmp_path, monkeypatch):
     ours, theirs = map(texts, runners)
     assert theirs == ours and len(package.plans) == 4 * len(sizes.windows), "four steps have prefills"
     assert len(sizes.windows) == (2 if name == "gemma2" else 1)
+
+
+def test_a_server_that_cannot_use_it_ends_before_weights_load(model_dir):
+    phases = []
+    with pytest.raises(ConfigError, match=r"^attention_backend: FlashInfer needs a GPU, .*--attention-backend triton"):
+        load_runner(replace(CONFIG, attention_backend="flashinfer"), model_dir, [2], phases.append)
+    assert phases == []
+
+
+def test_its_memory_is_reported(model_dir, monkeypatch):
+    model, limits = read_model_config(model_dir), StepLimits(8, 64)
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(memory_profile, "CudaQueue", lambda device: LazyQueue())
+    monkeypatch.setattr(memory_profile, "profile_gpu", lambda loaded, queue: GpuProfile(1, 2, 1 << 30))
+    loaded = LoadedDecoder(CONFIG, model, None, limits, torch.float32, cuda, SimpleNamespace(num_bytes=5))
+    assert size_cache(loaded)[1] == {"activations": 1, "cuda_graphs": 2, "flashinfer": 5}
+    assert "flashinfer" not in size_cache(replace(loaded, flashinfer=None))[1]
