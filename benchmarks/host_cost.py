@@ -48,7 +48,7 @@ from engine.request import Request
 from engine.requests.stream import RequestStream
 from engine.sampling_params import SamplingParams
 from engine.text.tokenizer import Tokenizer
-from engine.worker.decode_runner import DecodeSettings
+from engine.worker.bucket_runner import BucketSettings
 from engine.worker.device.host import StepLimits
 from engine.worker.model_runner import ModelRunner, RunnerParts
 from server.process import event_loop
@@ -112,7 +112,8 @@ class NullDecoder:
             self.logits[row, texts[row % len(texts)]] = 1.0
 
     def forward(self, input_ids: Any, metadata: Any, kv_caches: Any) -> torch.Tensor:
-        return torch.zeros(len(input_ids), HIDDEN_SIZE)
+        rows = input_ids if metadata.outputs is None else metadata.outputs.indices
+        return torch.zeros(len(rows), HIDDEN_SIZE)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.logits[: len(hidden)]
@@ -165,7 +166,9 @@ def null_runner(num_seqs: int, num_blocks: int) -> ModelRunner:
             eos_token_ids=[],
             device=NullQueue.device,
             queue=NullQueue(),
-            decode=DecodeSettings(num_seqs, num_seqs, MAX_MODEL_LEN // BLOCK_SIZE, HIDDEN_SIZE, torch.float32),
+            buckets=BucketSettings(
+                num_seqs, num_seqs, 2048, MAX_MODEL_LEN // BLOCK_SIZE, HIDDEN_SIZE, torch.float32, graphs=True
+            ),
         )
     )
 
@@ -195,9 +198,10 @@ class LoopbackExecutor:
         self._encode = clock.timed("encode plan", encode_frame)
         self._decode = clock.timed("decode result", decode_worker_message)
         self._launch = clock.timed("launch", runner.launch)
-        decodes = runner._decodes
-        assert decodes is not None, "it was made with a queue"
-        decodes.stage = clock.timed("stage", decodes.stage)  # type: ignore[method-assign]
+        runner.record_graphs()
+        buckets = runner.buckets
+        assert buckets is not None, "it was made with a queue"
+        buckets.stage_decodes = clock.timed("stage", buckets.stage_decodes)  # type: ignore[method-assign]
         runner.batch.fill_decodes = clock.timed("input batch", runner.batch.fill_decodes)  # type: ignore[method-assign]
 
     async def start(self, message: StartWorker) -> None:

@@ -1,6 +1,7 @@
 """Loads a model into a runner: weights, memory profile, KV cache, warm-up; the Worker then reports WorkerReady."""
 
 import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,8 +28,9 @@ from engine.worker.device.choice import check_attention, make_flashinfer, resolv
 from engine.worker.device.host import available_host_bytes, resolve_step_limits
 from engine.worker.device.queue import CudaQueue
 from engine.worker.encoder_runner import EncoderRunner, load_encoder
-from engine.worker.memory_profile import LoadedDecoder, size_cache
-from engine.worker.model_runner import ModelRunner, RunnerParts
+from engine.worker.loaded import LoadedDecoder
+from engine.worker.memory_profile import size_cache
+from engine.worker.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 
@@ -44,11 +46,16 @@ def load_runner(
     model = read_model_config(model_dir)
     if not model.causal:
         return load_encoder(config, model_dir, model, progress)
+    clock = StartClock()
+    clock.start("load")
     loaded = _load_decoder(config, model_dir, model, progress)
+    clock.start("compile")
     if loaded.device.type == "cuda":
         progress("choosing matrix kernels")
         loaded.decoder.operators.choose_kernels(loaded.device, loaded.limits.max_num_batched_tokens)
+    loaded.compile_kernels()
     progress("profiling")
+    clock.start("profile")
     queue = CudaQueue(loaded.device) if loaded.device.type == "cuda" else None
     size, used = size_cache(loaded)
     if size.max_model_len < loaded.max_model_len:
@@ -60,33 +67,34 @@ def load_runner(
     reserved = 0 if queue is not None else size.num_bytes
     num_slots = num_host_blocks(config, size.block_bytes, available_host_bytes() - reserved)
     progress("allocating the KV cache")
+    clock.start("load")
     kv_format = resolve_kv_format(config, model)
     kv_caches = allocate_kv_caches(model, size.num_blocks, config.block_size, loaded.dtype, loaded.device, kv_format)
     host_cache = open_host_cache(
         config, model, kv_caches, num_slots=num_slots, queue=queue, model_identity=model_identity
     )
-    runner = ModelRunner(
-        RunnerParts(
-            decoder=loaded.decoder,
-            kv_caches=kv_caches,
-            limits=loaded.limits,
-            max_model_len=size.max_model_len,
-            block_size=config.block_size,
-            eos_token_ids=eos_token_ids,
-            device=loaded.device,
-            host_cache=host_cache,
-            queue=queue,
-            decode=loaded.decode_settings(size.max_model_len),
-            attention=loaded.attention,
-        )
+    runner = loaded.make_runner(
+        kv_caches,
+        size.max_model_len,
+        queue,
+        eos_token_ids=eos_token_ids,
+        host_cache=host_cache,
+        graph_bytes=used.get("cuda_graphs"),
     )
     progress("warming up")
+    clock.start("compile")
     runner.warm_up()
+    progress("recording CUDA graphs")
+    clock.start("capture")
+    runner.record_graphs()
+    clock.stop()
     costs = measure_cache_costs(runner) if num_slots and config.swap_policy == "auto" else None
     memory = {"weights": model.weight_bytes(loaded.dtype.itemsize), **used}
     memory |= {"kv_cache": size.num_bytes, "host_cache": num_slots * size.block_bytes}
     if queue is not None and num_slots:
         memory["swap_staging"] = staging_bytes(num_slots, size.block_bytes)
+    seconds = {phase: round(spent, 3) for phase, spent in clock.seconds.items()}
+    logger.info("start-up: %s", ", ".join(f"{phase} {spent:.1f} s" for phase, spent in seconds.items()))
     dtype_name = str(loaded.dtype).removeprefix("torch.")
     return runner, WorkerReady(
         num_blocks=size.num_blocks,
@@ -102,7 +110,30 @@ def load_runner(
         disk_digests=host_cache.disk_digests,
         kv_cache_dtype=dtype_name if kv_format is None else kv_format.name,
         hidden_size=model.hidden_size,
+        start_seconds=seconds,
     )
+
+
+class StartClock:
+    """The seconds of each phase of start-up: "load" (weights and the KV cache), "compile" (kernels, by running them),
+    "profile" (of memory) and "capture" (of CUDA graphs)."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._phase = ""
+        self._started = 0.0
+
+    def start(self, phase: str) -> None:
+        """End the phase before and begin, or go on with, this one."""
+        self.stop()
+        self._phase, self._started = phase, time.perf_counter()
+
+    def stop(self) -> None:
+        """End the phase."""
+        if self._phase:
+            spent = time.perf_counter() - self._started
+            self.seconds[self._phase] = self.seconds.get(self._phase, 0.0) + spent
+        self._phase = ""
 
 
 def _load_decoder(

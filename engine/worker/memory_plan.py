@@ -31,14 +31,14 @@ from engine.worker.cache.kv_cache import (
     size_kv_cache,
 )
 from engine.worker.device.choice import flashinfer_bytes
-from engine.worker.device.cuda_graphs import bucket_sizes
+from engine.worker.device.cuda_graphs import GRAPH_SHARE, MAX_MIXED_TOKENS, decode_sizes, mixed_buckets
 from engine.worker.device.host import StepLimits, available_host_bytes, resolve_step_limits
 from engine.worker.sampling.prompt_scorer import MAX_SCORED_LOGITS, SCORE_BYTES
 from engine.worker.sampling.sampling_rows import MAX_DRAW_ELEMENTS
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 CUDA_CONTEXT_BYTES = 700 << 20  # estimate: the driver, cuBLAS and code of kernels
-CUDA_GRAPH_BYTES = 16 << 20  # estimate, not measured yet: the nodes of one recorded step
+CUDA_GRAPH_BYTES = 8 << 20  # estimate, not measured yet: the nodes of one recorded step
 # Bytes per logit: fp32 logits, a copy for logprobs, and the copies that penalties make.
 LOGITS_BYTES = 4 + 4 + 16
 # Bytes per logit of a group of draws: logits, exponentials, mask, values and indices of a sort and its scratch space.
@@ -81,7 +81,10 @@ def make_plan(config: EngineConfig, model: ModelConfig, machine: Machine) -> Mem
         weights += model.vocab_size * model.embedding_size * dtype_bytes
     activations = activation_bytes(model, dtype_bytes, limits.max_num_batched_tokens)
     sampler = max(sampler_bytes(model, limits.max_num_seqs), scoring_bytes(model))  # they run one after the other
-    overhead = CUDA_CONTEXT_BYTES + _graph_bytes(config, limits) + flashinfer_bytes(config, model) if on_gpu else 0
+    overhead = 0
+    if on_gpu:
+        overhead = CUDA_CONTEXT_BYTES + _graph_bytes(config, model, machine, limits, dtype_bytes)
+        overhead += flashinfer_bytes(config, model)
     needed = weights + activations + sampler
     size, problem = None, ""
     available = machine.total_bytes - needed
@@ -119,9 +122,16 @@ def _num_positions(config: EngineConfig, model: ModelConfig, machine: Machine, d
     return most_positions(config, model, dtype_bytes, budget)
 
 
-def _graph_bytes(config: EngineConfig, limits: StepLimits) -> int:
-    largest = min(limits.max_num_seqs, config.cuda_graph_max_num_seqs)
-    return CUDA_GRAPH_BYTES * len(bucket_sizes(largest)) if config.cuda_graphs else 0
+def _graph_bytes(
+    config: EngineConfig, model: ModelConfig, machine: Machine, limits: StepLimits, dtype_bytes: int
+) -> int:
+    """Bytes of all CUDA graphs, and of the temporary memory that they share."""
+    if not config.cuda_graphs:
+        return 0
+    most_seqs, most_tokens = min(limits.max_num_seqs, config.cuda_graph_max_num_seqs), limits.max_num_batched_tokens
+    count = 2 * len(decode_sizes(most_seqs)) + len(mixed_buckets(most_tokens, most_seqs))
+    shared = activation_bytes(model, dtype_bytes, min(most_tokens, MAX_MIXED_TOKENS))
+    return shared + min(count * CUDA_GRAPH_BYTES, int(GRAPH_SHARE * machine.total_bytes))
 
 
 def activation_bytes(model: ModelConfig, dtype_bytes: int, num_tokens: int) -> int:

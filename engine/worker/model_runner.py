@@ -24,8 +24,8 @@ from engine.outputs import PromptScores
 from engine.worker.attention_warmup import AttentionSettings, make_attention_plan, warm_up_attention
 from engine.worker.batch.input_batch import InputBatch, SampleTargets, StepInputs
 from engine.worker.batch.step_buffer import BUFFERED_STEPS, IntArray, StepBuffer, step_buffer_bytes
+from engine.worker.bucket_runner import BucketRunner, BucketSettings
 from engine.worker.cache.host_cache import HostCache, block_copier, independent_copies
-from engine.worker.decode_runner import DecodeRunner, DecodeSettings
 from engine.worker.device.host import StepLimits
 from engine.worker.device.queue import DeviceQueue, Mark
 from engine.worker.pooler import PooledStep, Pooler
@@ -42,8 +42,8 @@ class RunnerParts:
     """The decoder, the memory and the settings that a ModelRunner is made of.
 
     host_cache: None for a host tier without slots. queue: the device's, None on a CPU, which computes while it is told
-    to. decode: how decode steps run on a device with a queue; None runs them like steps with prompts. attention: only
-    its kernels; the decoder's own operators were chosen when it was made.
+    to. buckets: the sizes of padded steps on a device with a queue; None on a CPU. attention: only its kernels; the
+    decoder's own operators were chosen when it was made.
     """
 
     decoder: Decoder
@@ -55,7 +55,7 @@ class RunnerParts:
     device: torch.device
     host_cache: HostCache | None = None
     queue: DeviceQueue | None = None
-    decode: DecodeSettings | None = None
+    buckets: BucketSettings | None = None
     attention: AttentionSettings = field(default_factory=AttentionSettings)
 
 
@@ -136,13 +136,13 @@ class ModelRunner:
         self._scorer = PromptScorer()
         self._pooler = Pooler()
         self._buffer = StepBuffer(step_buffer_bytes(limits, parts.max_model_len, parts.block_size), queue)
-        self._decodes: DecodeRunner | None = None
-        if queue is not None and parts.decode is not None:
-            self._decodes = DecodeRunner(
-                queue, parts.decoder, parts.kv_caches, self.sampler.counts, parts.decode, attention_plan
+        self.buckets: BucketRunner | None = None
+        if queue is not None and parts.buckets is not None:
+            self.buckets = BucketRunner(
+                queue, parts.decoder, parts.kv_caches, self.sampler.counts, parts.buckets, attention_plan
             )
             self.batch.changed_cells = []
-            self._last_tokens = self._decodes.buffers.last_tokens
+            self._last_tokens = self.buckets.device_rows.last_tokens
         else:
             self._last_tokens = torch.zeros(limits.max_num_seqs, dtype=torch.int64, device=device)
 
@@ -163,8 +163,8 @@ class ModelRunner:
         runs: tuple[SamplerRun, ...] = ()
         token_ids: IntArray | None = None
         extras: Extras | None = None
-        if self._decodes is not None and not plan.chunks and 0 < len(plan.decodes) <= self._decodes.capacity:
-            targets, runs, token_ids = self._run_decodes(self._decodes, plan)
+        if (staged := self._stage_bucket(plan)) is not None:
+            targets, runs, token_ids = self._run_bucket(*staged)
         elif plan.chunks or plan.decodes:
             targets, runs, extras = self._run(plan)
         ready = None if self._queue is None else self._queue.mark()
@@ -218,7 +218,7 @@ class ModelRunner:
 
     def use_idle_time(self) -> bool:
         """Do some milliseconds of useful work while no plan is there and none is launched; False if there is none."""
-        return self._decodes.record_next() if self._decodes is not None else self.sampler.prepare_next_mask()
+        return self.sampler.prepare_next_mask() if self.buckets is None else self.buckets.graphs.record_next()
 
     def check_device(self) -> None:
         """Wait until the device has done everything queued; raises the error of any of that work, however old."""
@@ -257,8 +257,11 @@ class ModelRunner:
                 StepPlan(0, [0], [], [], []),
             ):
                 self.result(self.launch(plan))
-        if self._decodes is not None:
-            self._decodes.record_first()
+
+    def record_graphs(self) -> None:
+        """Record the CUDA graphs of start-up (engine/worker/device/cuda_graphs.py)."""
+        if self.buckets is not None:
+            self.buckets.graphs.record_first()
 
     def _in_queue(self, work: Callable[[], T]) -> T:
         return work() if self._queue is None else self._queue.run(work)
@@ -303,25 +306,51 @@ class ModelRunner:
         self._scorer.add(new)
         return ""
 
-    def _run_decodes(
-        self, decodes: DecodeRunner, plan: StepPlan
+    def _stage_bucket(self, plan: StepPlan) -> tuple[BucketRunner, SampleTargets] | None:
+        """Stage a plan that runs in a bucket: decodes alone, or a step with chunks whose graph is recorded.
+
+        Steps that read more hidden states than those of last tokens (logprobs of prompts, embeddings), and forks, which
+        share one, run without buckets.
+        """
+        buckets = self.buckets
+        num_seqs = len(plan.decodes) + len(plan.chunks)
+        if buckets is None or not 0 < num_seqs <= buckets.max_seqs:
+            return None
+        if not plan.chunks:
+            return buckets, buckets.stage_decodes(self.batch, plan, self._buffer)
+        if self._pooler.has_sequences or any(not step.num_tokens for step in plan.chunks):
+            return None
+        if self._scorer.wants(plan.chunks) or (bucket := buckets.mixed_bucket(plan.num_tokens, num_seqs)) is None:
+            return None
+        return buckets, buckets.stage_mixed(bucket, self.batch, plan, self._buffer)
+
+    def _run_bucket(
+        self, buckets: BucketRunner, targets: SampleTargets
     ) -> tuple[SampleTargets, tuple[SamplerRun, ...], IntArray | None]:
-        """Run a step of decodes alone on a GPU: (targets, their sampler runs, or their tokens where all are greedy)."""
-        targets = decodes.stage(self.batch, plan.decodes, plan.decode_blocks, self._buffer)
+        """Run a staged step: (targets, their sampler runs, or their tokens where all are greedy)."""
         sampling = self.sampler.build_inputs(targets, self._buffer.put)
         self._buffer.upload()
-        hidden = decodes.forward()
+        hidden = buckets.forward()
+        if not len(targets.rows):
+            return targets, (), None
         if sampling is None:
-            return targets, (), decodes.greedy()
+            return targets, (), buckets.greedy()
         constraints = self.sampler.constrain(targets)
         runs = self._in_queue(lambda: self.sampler.sample(hidden, targets, sampling, constraints))
-        decodes.store(token_ids_of(runs))
+        buckets.store(token_ids_of(runs))
         return targets, tuple([run.to_host() for run in runs]), None
 
     def _run(self, plan: StepPlan) -> tuple[SampleTargets, tuple[SamplerRun, ...], Extras]:
         put, scores = self._buffer.put, self._scorer.wants(plan.chunks)
         every_row = scores or self._pooler.needs_every_row(plan.chunks)
-        inputs = self.batch.build(plan.decodes, plan.decode_blocks, plan.chunks, self._buffer, every_row=every_row)
+        inputs = self.batch.build(
+            plan.decodes,
+            plan.decode_blocks,
+            plan.chunks,
+            self._buffer,
+            every_row=every_row,
+            device_rows=None if self.buckets is None else self.buckets.device_rows,
+        )
         to_score = self._scorer.build(inputs, self.batch, put) if scores else None
         pooled = self._pooler.begin(inputs, self.batch, put)
         targets = inputs.targets if pooled is None else pooled.targets
@@ -345,6 +374,7 @@ class ModelRunner:
         self, inputs: StepInputs, to_score: StepScores | None, pooled: PooledStep | None
     ) -> tuple[Tensor, Extras]:
         """(hidden states [targets, hidden_size], the step's other results)."""
+        inputs.prepare()
         hidden = self._decoder.forward(self._input_ids(inputs), inputs.metadata, self._kv_caches)
         scored = None if to_score is None else score(hidden, self._decoder.compute_logits, to_score, self.vocab_size)
         last = hidden if inputs.sample_indices is None else hidden.index_select(0, inputs.sample_indices)

@@ -80,6 +80,11 @@ class Pooler:
     def remove(self, seq_id: int) -> None:
         self._sequences.pop(seq_id, None)
 
+    @property
+    def has_sequences(self) -> bool:
+        """True if any live sequence is one to embed."""
+        return bool(self._sequences)
+
     def needs_every_row(self, chunks: Sequence[SequenceStep]) -> bool:
         """True if a step reads more hidden states than those of last tokens."""
         if not self._sequences:

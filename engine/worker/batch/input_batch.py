@@ -6,7 +6,7 @@ token that was sampled but has not reached the host yet is -(row + 1) in its seq
 the real token.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +15,8 @@ from torch import Tensor
 from engine.errors import EngineError
 from engine.executor.step import NewSequence, SequenceStep
 from engine.models.layers.attention import BatchMetadata, OutputRows
-from engine.worker.batch.decode_buffers import DecodeBuffers, DecodeInputs
+from engine.worker.batch.bucket_buffers import BucketInputs
+from engine.worker.batch.device_rows import DeviceRows, Put
 from engine.worker.batch.step_buffer import IntArray, StepBuffer
 from kernels.attention.flashinfer import PlannedPrefill
 from kernels.attention.plan import AttentionPlan
@@ -41,7 +42,7 @@ class StepInputs:
     input_ids int64 [num_tokens]: a negative id (has_pending) stands for the last token of row -id - 1, which is on the
     device only. sample_indices: the rows of the hidden states to sample; None if these are all rows in order. rows,
     starts, ends: for each sequence that computes tokens, its row in the batch, the position of its first such token,
-    and the end of its tokens among those of the step.
+    and the end of its tokens among those of the step. prepare: call it in the device's queue before the forward pass.
     """
 
     input_ids: Tensor
@@ -52,6 +53,64 @@ class StepInputs:
     rows: IntArray
     starts: IntArray
     ends: IntArray
+    prepare: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class StepLayout:
+    """A step as arrays of the host: first the sequences that compute one token, then the chunks.
+
+    rows, starts, ends: as in StepInputs. counts: tokens that each sequence computes. seq_lens: tokens in the cache,
+    this step's included. One entry per token: input_ids (negative: see StepInputs), positions, slots. sampled: the
+    index in `rows` of each sequence that samples. parents: the index in `rows` of each fork's parent. targets:
+    `sampled`, then the forks. All int64.
+    """
+
+    rows: IntArray
+    starts: IntArray
+    ends: IntArray
+    counts: IntArray
+    seq_lens: IntArray
+    num_decodes: int
+    input_ids: IntArray
+    positions: IntArray
+    slots: IntArray
+    sampled: IntArray
+    parents: IntArray
+    targets: SampleTargets
+
+    def fill(self, arrays: BucketInputs[IntArray], first_input: int) -> None:
+        """Write a step without forks to the start of the arrays of a bucket; first_input: see BucketInputs.sources."""
+        num_tokens, num_seqs, num_outputs = len(self.positions), len(self.rows), len(self.sampled)
+        arrays.input_ids[:num_tokens] = self.input_ids
+        arrays.sources[:num_tokens] = _sources(self.input_ids, first_input)
+        arrays.positions[:num_tokens] = self.positions
+        arrays.slots[:num_tokens] = self.slots
+        arrays.seq_rows[:num_seqs] = self.rows
+        arrays.seq_lens[:num_seqs] = self.seq_lens
+        arrays.cu_seqlens_q[0] = 0
+        arrays.cu_seqlens_q[1 : num_seqs + 1] = self.ends
+        arrays.rows[:num_outputs] = self.rows[self.sampled]
+        arrays.outputs[:num_outputs] = self.ends[self.sampled] - 1
+        arrays.output_lens[:num_outputs] = self.seq_lens[self.sampled]
+
+
+def _sources(input_ids: IntArray, first_input: int) -> IntArray:
+    """BucketInputs.sources: a negative id stands for the last token of a row, which is on the device."""
+    return np.where(input_ids < 0, -1 - input_ids, np.arange(first_input, first_input + len(input_ids)))
+
+
+def _nothing() -> None:
+    """The preparation of tables that the host uploads."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTables:
+    """Block tables int32 of a step's sequences and of its output rows. `prepare`, in the device's queue, fills them."""
+
+    of_sequences: Tensor
+    of_outputs: Tensor | None
+    prepare: Callable[[], None] = _nothing
 
 
 class InputBatch:
@@ -120,9 +179,10 @@ class InputBatch:
         self._set_blocks(row, int(self.num_blocks[row]) - 1, [block_id])
 
     def fill_decodes(
-        self, decodes: list[int], blocks: list[int], buffers: DecodeBuffers, arrays: DecodeInputs[IntArray]
+        self, decodes: list[int], blocks: list[int], first_input: int, arrays: BucketInputs[IntArray]
     ) -> SampleTargets:
-        """`build` for a step of decodes alone, whose inputs go into the arrays of DecodeBuffers."""
+        """`build` for a step of decodes alone, whose inputs go into the arrays of BucketBuffers; first_input: see
+        BucketInputs.sources."""
         before = self._decodes
         rows = self._decode_rows(decodes, blocks)
         n = len(rows)
@@ -139,8 +199,7 @@ class InputBatch:
             arrays.sources[:n] = rows
         else:
             arrays.input_ids[:n] = input_ids = self.token_ids[rows, computed]
-            on_host = np.arange(buffers.first_input, buffers.first_input + n)
-            arrays.sources[:n] = np.where(input_ids < 0, -1 - input_ids, on_host)
+            arrays.sources[:n] = _sources(input_ids, first_input)
         self.num_computed[rows] = seq_lens
         self.token_ids[rows, seq_lens] = -1 - rows
         self.num_tokens[rows] = seq_lens + 1
@@ -150,19 +209,11 @@ class InputBatch:
         changed, self.changed_cells = self.changed_cells or [], []
         return changed
 
-    def build(
-        self,
-        decodes: list[int],
-        blocks: list[int],
-        chunks: Sequence[SequenceStep],
-        buffer: StepBuffer,
-        *,
-        every_row: bool = False,
-    ) -> StepInputs:
-        """The inputs of a step, sequences with one token first; counts its tokens as computed and as sampled.
+    def lay_out(self, decodes: list[int], blocks: list[int], chunks: Sequence[SequenceStep]) -> StepLayout:
+        """The arrays of a step, sequences with one token first; counts its tokens as computed and as sampled.
 
-        `decodes`, `blocks` and `chunks` are those of StepPlan. every_row asks for the hidden states of all rows, not of
-        the sampled rows alone. The place of a sampled token holds a placeholder until `store_tokens`.
+        `decodes`, `blocks` and `chunks` are those of StepPlan. The place of a sampled token holds a placeholder until
+        `store_tokens`.
         """
         rows, counts, samples = self._step_rows(self._decode_rows(decodes, blocks), chunks)
         self._decodes = None
@@ -179,76 +230,118 @@ class InputBatch:
         ends = np.cumsum(counts)
         token_rows = np.repeat(rows, counts)
         positions = np.arange(ends[-1]) + np.repeat(starts - (ends - counts), counts)
-        input_ids = self.token_ids[token_rows, positions].astype(np.int64)
-        blocks = self.block_table[token_rows, positions // self.block_size].astype(np.int64)
-        slots = blocks * self.block_size + positions % self.block_size
-
-        num_decodes = len(rows) - int(np.count_nonzero(counts > 1))
-        cu_seqlens_q = np.zeros(len(rows) - num_decodes + 1, np.int32)
-        np.cumsum(counts[num_decodes:], out=cu_seqlens_q[1:])
-        widest = -(-int(seq_lens.max()) // self.block_size)
+        blocks_of_tokens = self.block_table[token_rows, positions // self.block_size].astype(np.int64)
         sampled, parents = np.flatnonzero(samples), self._parents(rows, samples, forks)
-        metadata = BatchMetadata(
-            positions=buffer.put(positions),
-            slot_mapping=buffer.put(slots),
-            num_decodes=num_decodes,
-            block_tables=buffer.put(self.block_table[rows, :widest]),
-            seq_lens=buffer.put(seq_lens.astype(np.int32)),
-            cu_seqlens_q=buffer.put(cu_seqlens_q),
-            max_seqlen_q=int(counts[num_decodes:].max(initial=0)),
-            outputs=None if every_row else self._outputs(rows, ends, seq_lens, sampled, widest, buffer),
-            plan=self.attention_plan,
-            prefill=self._plan_prefills(rows[num_decodes:], cu_seqlens_q, seq_lens[num_decodes:], buffer),
-        )
-        hidden_rows = np.concatenate([np.arange(len(sampled)), np.searchsorted(sampled, parents)])
-        sampled = np.concatenate([sampled, parents])
-        if every_row:
-            hidden_rows = ends[sampled] - 1
         sample_rows = np.concatenate([rows[samples], forks])
-        inputs = StepInputs(
-            input_ids=buffer.put(input_ids),
-            metadata=metadata,
-            has_pending=bool((input_ids < 0).any()),
-            targets=SampleTargets(self.seq_ids[sample_rows], sample_rows, seq_lens[sampled]),
-            sample_indices=buffer.put(hidden_rows) if len(forks) or every_row else None,
+        layout = StepLayout(
             rows=rows,
             starts=starts,
             ends=ends,
+            counts=counts,
+            seq_lens=seq_lens,
+            num_decodes=len(rows) - int(np.count_nonzero(counts > 1)),
+            input_ids=self.token_ids[token_rows, positions].astype(np.int64),
+            positions=positions,
+            slots=blocks_of_tokens * self.block_size + positions % self.block_size,
+            sampled=sampled,
+            parents=parents,
+            targets=SampleTargets(self.seq_ids[sample_rows], sample_rows, seq_lens[np.concatenate([sampled, parents])]),
         )
         self._advance(rows, seq_lens, sample_rows)
-        return inputs
+        return layout
+
+    def build(
+        self,
+        decodes: list[int],
+        blocks: list[int],
+        chunks: Sequence[SequenceStep],
+        buffer: StepBuffer,
+        *,
+        every_row: bool = False,
+        device_rows: DeviceRows | None = None,
+    ) -> StepInputs:
+        """The inputs of a step that `lay_out` describes. every_row asks for the hidden states of all rows, not of the
+        sampled rows alone. device_rows: where a device gathers block tables (StepInputs.prepare); None: the tables are
+        part of `buffer`."""
+        layout = self.lay_out(decodes, blocks, chunks)
+        put, num_decodes = buffer.put, layout.num_decodes
+        chunk_lens = layout.counts[num_decodes:]
+        cu_seqlens_q = np.zeros(len(chunk_lens) + 1, np.int32)
+        np.cumsum(chunk_lens, out=cu_seqlens_q[1:])
+        # A step that samples nothing has one output row too, whose result nothing reads.
+        wanted = layout.sampled if len(layout.sampled) else np.zeros(1, np.int64)
+        every_row = every_row or len(wanted) == layout.ends[-1]
+        tables = self._tables(layout, None if every_row else wanted, put, device_rows)
+        metadata = BatchMetadata(
+            positions=put(layout.positions),
+            slot_mapping=put(layout.slots),
+            num_decodes=num_decodes,
+            block_tables=tables.of_sequences,
+            seq_lens=put(layout.seq_lens.astype(np.int32)),
+            cu_seqlens_q=put(cu_seqlens_q),
+            max_seqlen_q=int(chunk_lens.max(initial=0)),
+            outputs=None
+            if tables.of_outputs is None
+            else OutputRows(
+                indices=put(layout.ends[wanted] - 1),
+                block_tables=tables.of_outputs,
+                seq_lens=put(layout.seq_lens[wanted].astype(np.int32)),
+            ),
+            plan=self.attention_plan,
+            prefill=self._plan_prefills(layout, cu_seqlens_q, put),
+        )
+        sampled, parents = layout.sampled, layout.parents
+        if every_row:
+            hidden_rows = layout.ends[np.concatenate([sampled, parents])] - 1
+        else:
+            hidden_rows = np.concatenate([np.arange(len(sampled)), np.searchsorted(sampled, parents)])
+        return StepInputs(
+            input_ids=put(layout.input_ids),
+            metadata=metadata,
+            has_pending=bool((layout.input_ids < 0).any()),
+            targets=layout.targets,
+            sample_indices=put(hidden_rows) if len(parents) or every_row else None,
+            rows=layout.rows,
+            starts=layout.starts,
+            ends=layout.ends,
+            prepare=tables.prepare,
+        )
 
     def store_tokens(self, targets: SampleTargets, token_ids: IntArray) -> None:
         """Enter the sampled tokens of a step once the host knows them; skips sequences removed meanwhile."""
         live = self.seq_ids[targets.rows] == targets.seq_ids
         self.token_ids[targets.rows[live], targets.positions[live]] = token_ids[live]
 
-    def _plan_prefills(
-        self, rows: IntArray, cu_seqlens_q: IntArray, seq_lens: IntArray, buffer: StepBuffer
-    ) -> PlannedPrefill | None:
+    def _plan_prefills(self, layout: StepLayout, cu_seqlens_q: IntArray, put: Put) -> PlannedPrefill | None:
         """FlashInfer's plan of a step's prefills, if FlashInfer computes them."""
+        rows, seq_lens = layout.rows[layout.num_decodes :], layout.seq_lens[layout.num_decodes :]
         flashinfer = None if self.attention_plan is None else self.attention_plan.flashinfer
         if flashinfer is None or not len(rows):
             return None
         num_blocks = -(-seq_lens // self.block_size)
         widest = int(num_blocks.max())
         block_ids = self.block_table[rows, :widest][np.arange(widest) < num_blocks[:, None]]
-        return flashinfer.plan(cu_seqlens_q, seq_lens, buffer.put(block_ids))
+        return flashinfer.plan(cu_seqlens_q, seq_lens, put(block_ids))
 
-    def _outputs(
-        self, rows: IntArray, ends: IntArray, seq_lens: IntArray, sampled: IntArray, widest: int, buffer: StepBuffer
-    ) -> OutputRows | None:
-        """The output rows: the last tokens of `sampled`; None if these are all tokens of the step.
+    def _tables(
+        self, layout: StepLayout, outputs: IntArray | None, put: Put, device_rows: DeviceRows | None
+    ) -> StepTables:
+        """The block tables of the step's sequences, and of those among them with an output row (None: not wanted)."""
+        rows, output_rows = layout.rows, None if outputs is None else layout.rows[outputs]
+        if device_rows is None:
+            tables = self.block_table[:, : -(-int(layout.seq_lens.max()) // self.block_size)]
+            return StepTables(put(tables[rows]), None if output_rows is None else put(tables[output_rows]))
+        enter = device_rows.stage_cells(self.take_changed_cells(), self.block_table, put)
+        on_device = put(rows), None if output_rows is None else put(output_rows)
 
-        A step that samples nothing has one output row too, whose result nothing reads.
-        """
-        if len(sampled) == ends[-1]:
-            return None
-        wanted = sampled if len(sampled) else np.zeros(1, np.int64)
-        return OutputRows(
-            indices=buffer.put(ends[wanted] - 1),
-            block_tables=buffer.put(self.block_table[rows[wanted], :widest]),
-            seq_lens=buffer.put(seq_lens[wanted].astype(np.int32)),
+        def prepare() -> None:
+            enter()
+            device_rows.gather(*on_device)
+
+        return StepTables(
+            device_rows.step_tables[: len(rows)],
+            None if output_rows is None else device_rows.output_tables[: len(output_rows)],
+            prepare,
         )
 
     def _decode_rows(self, decodes: list[int], blocks: list[int]) -> IntArray:

@@ -67,7 +67,7 @@ class StepBuffer:
 
 
 def step_buffer_bytes(limits: StepLimits, max_model_len: int, block_size: int) -> int:
-    """Bytes of all arrays of the largest step: ids, positions, slots, scored rows and their ids; block tables, also
-    those of output rows; some 200 bytes per sampled row."""
+    """Bytes of all arrays of the largest step of a GPU: ids, positions, slots, scored rows and their ids; the whole
+    block table, which bounds its changed entries, and the block ids of prompts; some 200 bytes per sampled row."""
     max_blocks = -(-max_model_len // block_size)
     return 40 * limits.max_num_batched_tokens + limits.max_num_seqs * (8 * max_blocks + 256) + 4096

@@ -15,14 +15,15 @@ from engine.models.families import read_model_config
 from engine.models.weights import load_model
 from engine.sampling_params import Pooling, SamplingParams
 from engine.worker.attention_warmup import AttentionSettings
+from engine.worker.bucket_runner import BucketSettings
 from engine.worker.cache import block_mover
 from engine.worker.cache.host_cache import HostCache, block_copier
 from engine.worker.cache.kv_cache import allocate_kv_caches
-from engine.worker.decode_runner import DecodeSettings
 from engine.worker.device.choice import prompt_attention
 from engine.worker.device.host import StepLimits
 from engine.worker.encoder_runner import EncoderRunner
-from engine.worker.memory_profile import LoadedDecoder, profile_gpu
+from engine.worker.loaded import LoadedDecoder
+from engine.worker.memory_profile import profile_gpu
 from engine.worker.model_runner import ModelRunner, RunnerParts
 from engine.worker.sampling.sampling_rows import EVERYTHING_ON, WARM_UP
 from engine.worker.sampling.step_sampler import StepSampler
@@ -35,6 +36,7 @@ from tests.engine.worker.mini_driver import ColumnDriver
 from tests.kernels.fake_flashinfer import as_package
 
 LIMITS, LENGTH, BLOCK_SIZE, NUM_BLOCKS, NUM_SLOTS = StepLimits(8, 128), 128, 8, 128, 40
+MIXED_TOKENS = 48  # of the largest bucket: few graphs, which the fake device takes long to record
 GREEDY, DRAWN = SamplingParams(temperature=0.0), SamplingParams(temperature=0.7)
 
 
@@ -69,8 +71,9 @@ def make_runner(cuda, make_decoder, monkeypatch):
         (model, decoder), queue = make_decoder(name, batch_invariant), FakeCudaQueue(cuda)
         caches = allocate_kv_caches(model, NUM_BLOCKS, BLOCK_SIZE, torch.bfloat16, queue.device, kv_format)
         host_cache = HostCache(block_copier(caches), num_slots, queue.device, queue=queue)
-        decode = DecodeSettings(LIMITS.max_num_seqs, LIMITS.max_num_seqs, LENGTH // BLOCK_SIZE, model.hidden_size,
-                                torch.bfloat16, graphs=not flashinfer)  # fmt: skip
+        buckets = BucketSettings(LIMITS.max_num_seqs, LIMITS.max_num_seqs, MIXED_TOKENS,
+                                 LENGTH // BLOCK_SIZE, model.hidden_size, torch.bfloat16,
+                                 graphs=not flashinfer)  # fmt: skip
         prefill = None
         if flashinfer:
             size = prompt_attention(EngineConfig(block_size=BLOCK_SIZE), model, torch.bfloat16)
@@ -78,14 +81,15 @@ def make_runner(cuda, make_decoder, monkeypatch):
             prefill.warm_up()
         parts = RunnerParts(
             decoder=decoder, kv_caches=caches, limits=LIMITS, max_model_len=LENGTH, block_size=BLOCK_SIZE,
-            eos_token_ids=[2], device=queue.device, host_cache=host_cache, queue=queue, decode=decode,
+            eos_token_ids=[2], device=queue.device, host_cache=host_cache, queue=queue, buckets=buckets,
             attention=AttentionSettings(batch_invariant, prefill),
         )  # fmt: skip
         runner = ModelRunner(parts)
         runner.warm_up()
+        runner.record_graphs()
         while runner.use_idle_time():
             pass
-        assert runner._decodes.graphs.enabled or flashinfer, "a graph could not be recorded"
+        assert runner.buckets.graphs.enabled or flashinfer, "a graph could not be recorded"
         cuda.quiet = cuda.may_compile = False
         return runner
 
@@ -101,14 +105,19 @@ class StrictDriver(ColumnDriver):
 
 
 def serve(runner, params, prompts=(40, 17, 1, 9), num_steps=4, first=0):
-    """Chunks, mixed steps, decodes of some and of all, a removal in between. Sequence first + i has params[i]."""
+    """Chunks without a graph and mixed steps with one, decodes of some and of all, a removal in between. Sequence
+    first + i has params[i]."""
     device, driver = runner._queue._fake, StrictDriver(runner)
     device.launched.clear()
     driver.free = list(range(NUM_BLOCKS))
     for i, (length, one) in enumerate(zip(prompts, params, strict=True), start=first):
         driver.add(i, [1] * length, one)
     ids = list(driver.prompts)
+    graphs = runner.buckets.graphs
+    graphs.enabled = False
     driver.step({i: len(driver.prompts[i]) for i in ids[1:]} | {first: 7})
+    graphs.enabled = True
+    assert "graph" not in device.launched
     driver.step({first: prompts[0] - 7} | dict.fromkeys(ids[1:], 1))
     for _ in range(num_steps):
         driver.step(dict.fromkeys(ids, 1))
@@ -293,6 +302,23 @@ def test_a_decode_step_is_one_copy_in_a_graph_or_two_and_one_copy_out(make_runne
     driver.step(dict.fromkeys(range(3), 1))
     assert cuda.launched == ["graph", "graph"]
     assert cuda.copies == 2
+
+
+def test_a_step_with_a_prompt_is_one_copy_in_a_graph_or_two_and_one_copy_out(make_runner, cuda):
+    runner = make_runner("llama")
+    driver = ColumnDriver(runner)
+    driver.free = list(range(NUM_BLOCKS))
+    for i in range(4):
+        driver.add(i, [1] * 40)
+    driver.step(dict.fromkeys(range(3), 40))
+    cuda.launched.clear()
+    cuda.copies = 0
+    driver.step({0: 1, 1: 1, 2: 1, 3: 20})
+    assert cuda.launched == ["graph", "graph"]
+    assert cuda.copies == 2
+    driver.step({3: 9})  # samples nothing
+    assert cuda.launched == ["graph"] * 3
+    assert cuda.copies == 3
 
 
 def test_the_sweep_of_tiles_launches_what_it_names(cuda):

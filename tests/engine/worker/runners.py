@@ -4,8 +4,8 @@ import torch
 
 from engine.models.families import read_model_config
 from engine.models.weights import load_model
+from engine.worker.bucket_runner import BucketSettings
 from engine.worker.cache.kv_cache import allocate_kv_caches
-from engine.worker.decode_runner import DecodeSettings
 from engine.worker.device.host import StepLimits
 from engine.worker.load import load_runner
 from engine.worker.model_runner import ModelRunner, RunnerParts
@@ -45,8 +45,17 @@ def make_queue_runner(
             eos_token_ids=list(eos),
             device=queue.device,
             queue=queue,
-            decode=DecodeSettings(capacity, max_num_seqs, 16, model.hidden_size, torch.float32, graphs),
+            buckets=BucketSettings(
+                max_seqs=capacity,
+                max_num_seqs=max_num_seqs,
+                max_tokens=64,
+                max_blocks=16,
+                hidden_size=model.hidden_size,
+                dtype=torch.float32,
+                graphs=graphs,
+            ),
         )
     )
     runner.warm_up()
+    runner.record_graphs()
     return runner

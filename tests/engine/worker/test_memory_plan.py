@@ -95,9 +95,9 @@ def test_two_settings_are_named_where_no_single_one_helps(folder, capsys):
 
 
 def test_graphs_are_given_up_where_that_is_enough(capsys):
-    assert memory_plan.main(["--memory", "1500MiB"]) == 1
+    assert memory_plan.main(["--memory", "1150MiB"]) == 1
     assert "\n  --no-cuda-graphs\n" in capsys.readouterr().out
-    assert memory_plan.main(["--memory", "1500MiB", "--no-cuda-graphs"]) == 0
+    assert memory_plan.main(["--memory", "1150MiB", "--no-cuda-graphs"]) == 0
 
 
 def test_flashinfer_takes_its_memory_from_the_kv_cache(model, folder, capsys):

@@ -5,8 +5,8 @@ import torch
 
 from engine.executor.step import BlockMove, FetchBlocks, NewSequence, SequenceStep, StepPlan
 from engine.models.families import read_model_config
+from engine.worker.bucket_runner import BucketSettings
 from engine.worker.cache.host_cache import HostCache, block_copier
-from engine.worker.decode_runner import DecodeSettings
 from engine.worker.device.host import StepLimits
 from engine.worker.model_runner import ModelRunner, RunnerParts
 from tests.engine.worker.cache.fake_disk import Disk
@@ -34,7 +34,7 @@ def make_runner(model_dir, decoder):
                 device=queue.device,
                 host_cache=HostCache(block_copier(caches), NUM_SLOTS, queue.device, disk, queue),
                 queue=queue,
-                decode=DecodeSettings(4, 4, 8, model.hidden_size, torch.float32),
+                buckets=BucketSettings(4, 4, 64, 8, model.hidden_size, torch.float32),
             )
         )
         runner.warm_up()

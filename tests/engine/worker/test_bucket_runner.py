@@ -1,7 +1,8 @@
-"""Decode steps as a GPU runs them (fixed buffers, padded graphs, two steps in flight), on a queue in host memory."""
+"""Steps as a GPU runs them (fixed buffers, padded graphs, two steps in flight), on a queue in host memory."""
 
 import logging
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -11,11 +12,21 @@ from engine.executor.step import BlockCopy
 from engine.models.decoder import Decoder
 from engine.models.families import read_model_config
 from engine.sampling_params import SamplingParams
-from engine.worker.batch.decode_buffers import DecodeBuffers
+from engine.worker.batch.bucket_buffers import BucketBuffers, input_bytes
+from engine.worker.batch.device_rows import DeviceRows
 from engine.worker.batch.step_buffer import BUFFERED_STEPS
-from engine.worker.device.cuda_graphs import GraphRunner, bucket_sizes
+from engine.worker.device import cuda_graphs
+from engine.worker.device.cuda_graphs import (
+    Bucket,
+    GraphRunner,
+    decode_sizes,
+    mixed_buckets,
+    mixed_token_sizes,
+    next_size,
+)
 from engine.worker.device.host import StepLimits
-from engine.worker.memory_profile import LoadedDecoder, decode_bytes
+from engine.worker.loaded import LoadedDecoder
+from engine.worker.memory_profile import graph_bytes
 from tests.engine.worker.lazy_queue import LazyQueue
 from tests.engine.worker.mini_driver import CONFIG, GREEDY, PROMPTS, ColumnDriver, MiniDriver
 from tests.engine.worker.runners import zeroed_kv_caches
@@ -24,11 +35,11 @@ SIZES = (1, 2, 4, 6)
 
 
 def test_sizes_grow_by_8_then_by_16_up_to_the_largest():
-    assert bucket_sizes(1) == [1]
-    assert bucket_sizes(6) == list(SIZES)
-    assert bucket_sizes(40) == [1, 2, 4, 8, 16, 24, 32, 40]
-    assert bucket_sizes(300)[-5:] == [248, 256, 272, 288, 300]
-    assert len(bucket_sizes(256)) == 35
+    assert decode_sizes(1) == [1]
+    assert decode_sizes(6) == list(SIZES)
+    assert decode_sizes(40) == [1, 2, 4, 8, 16, 24, 32, 40]
+    assert decode_sizes(300)[-5:] == [248, 256, 272, 288, 300]
+    assert len(decode_sizes(256)) == 35
 
 
 @pytest.mark.parametrize("graphs", [True, False])
@@ -193,49 +204,86 @@ def test_logits_that_are_not_finite_fail_their_row_alone(make_runner, hf_greedy,
         assert driver.output(seq_id) == hf_greedy(PROMPTS[seq_id], 3)
 
 
-def test_few_graphs_at_the_start_the_others_in_idle_time_the_largest_first():
-    done = []
-    queue = LazyQueue()
-    runner = GraphRunner(queue, {"a": lambda n: done.append(n)}, bucket_sizes(40))
-    prepared = []
-    runner.record_first(prepared.append)
-    assert prepared == [40, 4, 2, 1] and runner.num_graphs == 4
-    runner.run("a", runner.padded(9))  # needed before its turn: run as it is, and recorded
-    assert runner.num_graphs == 5
-    while runner.record_next(prepared.append):
+def test_mixed_sizes_waste_less_than_a_fifth_beyond_64_tokens():
+    assert mixed_token_sizes(6) == [6]
+    assert mixed_token_sizes(256) == [16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256]
+    assert mixed_token_sizes(8192)[-3:] == [1536, 1792, 2048]
+    sizes = mixed_token_sizes(8192)
+    assert all(b - a - 1 < b / 5 for a, b in pairwise(sizes) if b > 64)
+    assert mixed_buckets(64, 6) == [Bucket(16, 6), Bucket(32, 6), Bucket(48, 6), Bucket(64, 6)]
+    assert mixed_buckets(48, 256) == [Bucket(16, 16), Bucket(32, 16), Bucket(32, 64), Bucket(48, 16), Bucket(48, 64)]
+    every = set(mixed_buckets(2048, 256))
+    for num_tokens in range(1, 2049):
+        tokens = next_size(sizes, num_tokens)
+        for num_seqs in (1, 16, 17, 64, 65, 256):
+            if num_seqs <= num_tokens:
+                assert Bucket(tokens, next_size([16, 64, 256], num_seqs)) in every
+
+
+KEYS = [("a", Bucket(n, n)) for n in (40, 32, 24, 16, 8)]
+
+
+def test_graphs_are_recorded_at_the_start_and_in_idle_time_never_in_a_step(monkeypatch, caplog):
+    done, prepared, queue = [], [], LazyQueue()
+    runner = GraphRunner(queue, {"a": done.append}, prepared.append, KEYS)
+    monkeypatch.setattr(cuda_graphs, "START_SECONDS", 0.0)
+    with caplog.at_level(logging.INFO):
+        runner.record_first()
+    assert runner.num_graphs == 0
+    assert "5 left for idle time, 0 without memory (a of 8 to 40 tokens)" in caplog.text
+    runner.run(KEYS[3])  # missing: run as it is, and recorded next
+    assert done == [Bucket(16, 16)] and runner.num_graphs == 0 and not prepared
+    assert runner.record_next() and prepared == [KEYS[3]]
+    while runner.record_next():
         pass
-    assert prepared == [40, 4, 2, 1, 32, 24, 16, 8] and runner.num_graphs == 8
+    assert prepared == [KEYS[3], *KEYS[:3], KEYS[4]] and runner.num_graphs == 5
     replays = queue.replays
-    runner.run("a", runner.padded(33))
+    runner.run(KEYS[0])
     assert queue.replays == replays + 1
-    queue.catch_up()
-    assert done[-1] == 40
+
+
+@pytest.mark.parametrize(("max_bytes", "num_graphs"), [(107, 2), (110, 3), (10**6, 5)])
+def test_recording_stops_at_the_budget_of_memory(max_bytes, num_graphs, caplog):
+    """The first graph takes 100, the others 7 each."""
+    runner = GraphRunner(LazyQueue(), {"a": lambda bucket: None}, lambda key: None, KEYS, max_bytes=max_bytes)
+    with caplog.at_level(logging.INFO):
+        runner.record_first()
+    assert runner.num_graphs == num_graphs
+    assert not runner.record_next()
+    assert ("none is left" if num_graphs == 5 else f"{5 - num_graphs} without memory") in caplog.text
 
 
 def test_a_buffer_is_not_written_before_its_copy_is_done():
-    queue = LazyQueue()
-    buffers = DecodeBuffers(queue, 4, 8, 3, 2, torch.float32)
+    queue, bucket = LazyQueue(), Bucket(4, 4)
+    device_rows = DeviceRows(queue.device, 8, 3, input_bytes(bucket))
+    buffers = BucketBuffers(queue, device_rows, bucket, 2, torch.float32)
     arrived = []
     for number in range(5):
-        arrays = buffers.begin()
+        arrays = buffers.begin(bucket)
         assert queue.num_done >= 2 * (number - BUFFERED_STEPS + 1) - 1, "the copy of the step before the last"
         arrays.positions[:4] = number
-        buffers.upload()
-        queue.add(lambda: arrived.append(int(buffers.inputs.positions[0])))
+        buffers.upload(bucket)
+        queue.add(lambda: arrived.append(int(buffers.views(bucket).device.positions[0])))
     assert len(arrived) < 5, "the host is ahead"
     queue.catch_up()
     assert arrived == [0, 1, 2, 3, 4]
 
 
-def test_what_graphs_take_is_estimated_from_two(decoder, model_dir):
-    """The first takes 100 and 7 for its second piece, the others 7 for each piece."""
+def test_the_memory_of_graphs_is_estimated_from_the_first(decoder, model_dir):
+    """The first takes 100, the others 7 each: 4 sizes of decodes in two pieces, and 4 of mixed steps."""
     model = read_model_config(model_dir)
-    config = replace(CONFIG, max_num_seqs=6)
-    limits = StepLimits(6, 64)
-    loaded = LoadedDecoder(config, model, decoder, limits, torch.float32, LazyQueue.device)
-    assert decode_bytes(loaded, LazyQueue()) == 107 + 3 * 14
-    assert decode_bytes(replace(loaded, config=replace(config, cuda_graphs=False)), LazyQueue()) == 0
-    assert decode_bytes(replace(loaded, config=replace(config, cuda_graph_max_num_seqs=1)), LazyQueue()) == 107
+    config, queue = replace(CONFIG, max_num_seqs=6), LazyQueue()
+    loaded = LoadedDecoder(config, model, decoder, StepLimits(6, 64), torch.float32, queue.device)
+
+    def estimate(total_bytes=1 << 30, **settings):
+        own = replace(loaded, config=replace(config, **settings))
+        queue = LazyQueue()
+        return graph_bytes(own.make_runner(own.one_block(), 128, queue, eos_token_ids=[]), queue, total_bytes)
+
+    assert estimate() == 100 + 11 * 7
+    assert estimate(cuda_graphs=False) == 0
+    assert estimate(cuda_graph_max_num_seqs=1) == 100 + 5 * 7
+    assert estimate(total_bytes=32 * 40) == 100 + 40
 
 
 def test_new_prompts_bring_more_table_entries_than_a_step_has_rows(make_runner, hf_greedy):
