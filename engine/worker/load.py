@@ -5,30 +5,21 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
 from engine.config import EngineConfig
 from engine.executor.step import WorkerReady
-from engine.models.config import ModelConfig
-from engine.models.decoder import Decoder
 from engine.models.families import read_model_config
-from engine.models.weights import load_model
 from engine.worker.cache.host_cache import open_host_cache
 from engine.worker.cache.kv_cache import (
     allocate_kv_caches,
-    host_cache_bytes,
-    model_max_len,
-    most_positions,
     num_host_blocks,
     resolve_kv_format,
     staging_bytes,
 )
 from engine.worker.cache_costs import measure_cache_costs
-from engine.worker.device.choice import check_attention, make_flashinfer, resolve_device, resolve_dtype
-from engine.worker.device.host import available_host_bytes, resolve_step_limits
+from engine.worker.device.host import available_host_bytes
 from engine.worker.device.queue import CudaQueue
 from engine.worker.encoder_runner import EncoderRunner, load_encoder
-from engine.worker.loaded import LoadedDecoder
+from engine.worker.loaded import load_decoder
 from engine.worker.memory_profile import size_cache
 from engine.worker.model_runner import ModelRunner
 
@@ -48,7 +39,7 @@ def load_runner(
         return load_encoder(config, model_dir, model, progress)
     clock = StartClock()
     clock.start("load")
-    loaded = _load_decoder(config, model_dir, model, progress)
+    loaded = load_decoder(config, model_dir, model, progress)
     clock.start("compile")
     if loaded.device.type == "cuda":
         progress("choosing matrix kernels")
@@ -134,32 +125,3 @@ class StartClock:
             spent = time.perf_counter() - self._started
             self.seconds[self._phase] = self.seconds.get(self._phase, 0.0) + spent
         self._phase = ""
-
-
-def _load_decoder(
-    config: EngineConfig, model_dir: Path, model: ModelConfig, progress: Callable[[str], None]
-) -> LoadedDecoder:
-    device = resolve_device(config.device)
-    dtype = resolve_dtype(config, model, device)
-    check_attention(config, model, dtype, device)
-    total_bytes = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 0
-    limits = resolve_step_limits(config, device.type, total_bytes)
-    flashinfer = make_flashinfer(config, model, limits.max_num_seqs, dtype, device)
-    longest = model_max_len(config, model)
-    # Memory that is free now bounds the memory that the KV cache can have once the weights are loaded.
-    budget = total_bytes if total_bytes else host_cache_bytes(config, available_host_bytes())
-    num_positions = max(limits.max_num_batched_tokens, most_positions(config, model, dtype.itemsize, budget))
-    progress("loading weights")
-    decoder = load_model(
-        model_dir,
-        model,
-        dtype=dtype,
-        device=device,
-        load_format=config.load_format,
-        seed=config.seed,
-        progress=progress,
-        max_model_len=min(longest, num_positions),
-        batch_invariant=config.batch_invariant,
-    )
-    assert isinstance(decoder, Decoder), "a causal model is a decoder"
-    return LoadedDecoder(config, model, decoder, limits, dtype, device, flashinfer)

@@ -1,17 +1,27 @@
 """LoadedDecoder: a decoder with its weights, from which the profile of memory and the server make runners."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from engine.config import EngineConfig
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
+from engine.models.weights import load_model
 from engine.worker.attention_warmup import AttentionSettings, make_attention_plan, warm_up_attention
 from engine.worker.bucket_runner import BucketSettings
 from engine.worker.cache.host_cache import HostCache
-from engine.worker.cache.kv_cache import allocate_kv_caches, model_max_len, resolve_kv_format
-from engine.worker.device.host import StepLimits
+from engine.worker.cache.kv_cache import (
+    allocate_kv_caches,
+    host_cache_bytes,
+    model_max_len,
+    most_positions,
+    resolve_kv_format,
+)
+from engine.worker.device.choice import check_attention, make_flashinfer, resolve_device, resolve_dtype
+from engine.worker.device.host import StepLimits, available_host_bytes, resolve_step_limits
 from engine.worker.device.queue import DeviceQueue
 from engine.worker.model_runner import ModelRunner, RunnerParts
 from kernels.attention.flashinfer import FlashInferPrefill
@@ -92,3 +102,33 @@ class LoadedDecoder:
                 self.model, self.limits.max_num_seqs, self.device, settings.batch_invariant, settings.flashinfer
             )
             warm_up_attention(self.decoder, self.one_block(), plan, self.max_model_len)
+
+
+def load_decoder(
+    config: EngineConfig, model_dir: Path, model: ModelConfig, progress: Callable[[str], None]
+) -> LoadedDecoder:
+    """Choose the device, the dtype and the limits of steps, and load the weights. ConfigError and ModelError."""
+    device = resolve_device(config.device)
+    dtype = resolve_dtype(config, model, device)
+    check_attention(config, model, dtype, device)
+    total_bytes = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 0
+    limits = resolve_step_limits(config, device.type, total_bytes)
+    flashinfer = make_flashinfer(config, model, limits.max_num_seqs, dtype, device)
+    longest = model_max_len(config, model)
+    # Memory that is free now bounds the memory that the KV cache can have once the weights are loaded.
+    budget = total_bytes if total_bytes else host_cache_bytes(config, available_host_bytes())
+    num_positions = max(limits.max_num_batched_tokens, most_positions(config, model, dtype.itemsize, budget))
+    progress("loading weights")
+    decoder = load_model(
+        model_dir,
+        model,
+        dtype=dtype,
+        device=device,
+        load_format=config.load_format,
+        seed=config.seed,
+        progress=progress,
+        max_model_len=min(longest, num_positions),
+        batch_invariant=config.batch_invariant,
+    )
+    assert isinstance(decoder, Decoder), "a causal model is a decoder"
+    return LoadedDecoder(config, model, decoder, limits, dtype, device, flashinfer)
