@@ -18,10 +18,9 @@ from engine.models.families import read_model_config
 from engine.models.weights import load_model
 from engine.sampling_params import SamplingParams
 from engine.worker.cache.kv_cache import allocate_kv_caches
-from engine.worker.decode_runner import FORWARD
 from engine.worker.device.host import resolve_step_limits
 from engine.worker.device.queue import CudaQueue
-from engine.worker.memory_profile import LoadedDecoder
+from engine.worker.loaded import LoadedDecoder
 from engine.worker.model_runner import ModelRunner, RunnerParts
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
@@ -44,10 +43,8 @@ class BareRunner:
 
     def uses_graph(self, batch: int) -> bool:
         """Whether a decode step of this many sequences is replayed; False, too, once a capture has failed."""
-        decodes = self.runner._decodes
-        if decodes is None or not decodes.graphs.enabled or batch > decodes.capacity:
-            return False
-        return (FORWARD, decodes.graphs.padded(batch)) in decodes.graphs._graphs
+        buckets = self.runner.buckets
+        return buckets is not None and buckets.has_decode_graph(batch)
 
     def record(self, batch: int) -> None:
         """Record graphs, as an idle Worker does, until there is one for a decode step of this size."""
@@ -82,7 +79,7 @@ def load_bare(folder: Path, device: torch.device, num_tokens: int, graphs: bool 
             eos_token_ids=[],
             device=device,
             queue=CudaQueue(device) if on_gpu else None,
-            decode=loaded.decode_settings(max_model_len),
+            buckets=loaded.bucket_settings(max_model_len),
         )
     )
     return BareRunner(runner, model, kv_caches, config.block_size, num_blocks, max_model_len, limits.max_num_seqs,

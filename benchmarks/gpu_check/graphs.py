@@ -24,7 +24,7 @@ from benchmarks.gpu_check.timing import pick_device, synchronize
 from benchmarks.kernel_speed import Shape, fused_queries, make_plan
 from engine.config import EngineConfig
 from engine.executor.step import StepPlan
-from engine.worker.device.cuda_graphs import bucket_sizes
+from engine.worker.device.cuda_graphs import decode_sizes
 from engine.worker.device.queue import CudaQueue
 from engine.worker.load import load_runner
 from kernels.attention.decode import paged_attention
@@ -43,7 +43,7 @@ def run(recorder: Recorder, setting: Setting) -> None:
         recorder.case(f"{name}: start-up", partial(start_up, name, recorder, setting, device), seconds=60)
         _free(device)
     pair: list[Pair] = []
-    for size in TINY_SIZES if setting.tiny else bucket_sizes(256):
+    for size in TINY_SIZES if setting.tiny else decode_sizes(256):
         recorder.case(f"graph against eager, {size} rows", partial(same, pair, recorder, setting, device, size),
                       seconds=40)  # fmt: skip
     pair.clear()

@@ -99,6 +99,12 @@ class BucketRunner:
         bucket = Bucket(tokens, seqs)
         return bucket if self.graphs.has((MIXED, bucket)) else None
 
+    def has_decode_graph(self, num_seqs: int) -> bool:
+        """True if the forward pass of a decode step is replayed; otherwise its graph is the next to be recorded."""
+        if num_seqs > self.max_seqs or not self.graphs.enabled:
+            return False
+        return self.graphs.has((DECODE, self._decode_bucket(num_seqs)))
+
     def stage_decodes(self, batch: InputBatch, plan: StepPlan, buffer: StepBuffer) -> SampleTargets:
         """Enter a plan of decodes, at most max_seqs, into `batch` and upload the step's inputs. `buffer` takes arrays
         without a fixed place."""
