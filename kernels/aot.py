@@ -25,7 +25,7 @@ from types import ModuleType
 
 import triton  # before any kernel file: kernels.dispatch then hands out the real Triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, CompiledKernel
 
 from kernels.aot_configuration import AotConfiguration
 from kernels.card import BF16_CAPABILITY, CARDS
@@ -117,19 +117,7 @@ def uncovered_kernels() -> list[str]:
 
 def compile_kernel(configuration: AotConfiguration, capability: int) -> Report:
     """Compile for one architecture and read the resources back from the binary."""
-    fn = configuration.kernel
-    source = ASTSource(
-        fn=fn,
-        signature={name: _type(name, configuration) for name in fn.arg_names},
-        constexprs=dict(configuration.constants),
-        attrs={(i,): [["tt.divisibility", 16]] for i in _aligned_arguments(configuration)},
-    )
-    options = {
-        "num_warps": configuration.num_warps,
-        "num_stages": configuration.num_stages,
-        "enable_fp_fusion": True,  # the default of the JIT
-    }
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    compiled = build(configuration, capability)
     ptx, shared_memory = compiled.asm["ptx"], compiled.metadata.shared
     registers, spilled = _resources(compiled.asm["cubin"])
     programs = CARDS[capability].programs(shared_memory, configuration.num_warps, registers)
@@ -142,6 +130,23 @@ def compile_kernel(configuration: AotConfiguration, capability: int) -> Report:
         wide=len(re.findall(r"cp\.async\.cg\.shared\.global [^;]*, 0x10\b|(?:ld|st)\.global\S*\.v4\.b32", ptx)),
         ahead=max(map(int, re.findall(r"cp\.async\.wait_group\s+(\d+)", ptx)), default=0),
     )  # fmt: skip
+
+
+def build(configuration: AotConfiguration, capability: int) -> CompiledKernel:
+    """Compile for one architecture; `asm` of the result holds the PTX and the binary."""
+    fn = configuration.kernel
+    source = ASTSource(
+        fn=fn,
+        signature={name: _type(name, configuration) for name in fn.arg_names},
+        constexprs=dict(configuration.constants),
+        attrs={(i,): [["tt.divisibility", 16]] for i in _aligned_arguments(configuration)},
+    )
+    options = {
+        "num_warps": configuration.num_warps,
+        "num_stages": configuration.num_stages,
+        "enable_fp_fusion": True,  # the default of the JIT
+    }
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 def problems(configuration: AotConfiguration, capability: int, report: Report) -> list[str]:

@@ -40,7 +40,7 @@ def matmul_tile(element_bits: int, capability: int) -> MatmulTile:
     if capability < 80:  # no tensor cores
         return MatmulTile(64, 64, 16, num_warps=8, num_stages=2)
     if element_bits == 32:
-        return MatmulTile(32, 64, 32, num_warps=8, num_stages=3)
+        return MatmulTile(32, 64, 16, num_warps=8, num_stages=3)
     return MatmulTile(64, 64, 64, num_warps=4, num_stages=4 if capability < 90 else 5)
 
 
