@@ -21,6 +21,7 @@ from torch import Tensor
 from kernels.attention.decode import paged_attention
 from kernels.attention.plan import AttentionPlan, attention_plan
 from kernels.attention.prefill import prefill_attention
+from kernels.attention.work import StepWork
 from kernels.cache.reshape_and_cache import reshape_and_cache
 from kernels.cache.rope_and_cache import QKVHeads, rope_and_cache
 from kernels.elementwise.activation import gated_activation
@@ -149,11 +150,11 @@ def decode_case(
 ) -> Case:
     """One token of each of `num_seqs` sequences against `context` cached ones."""
     q, *paged = paged_batch(shape, num_seqs, context, num_seqs, device, kv_format)
-    plan = make_plan(shape, num_seqs, device)
+    plan, work = make_plan(shape, num_seqs, device), StepWork()  # the map of a step serves all its layers
     tokens, scale = num_seqs * context, shape.head_dim**-0.5
     width = kv_format.width(shape.head_dim) if kv_format else shape.head_dim * shape.dtype.itemsize
     name = f"paged_attention {kv_format.name}" if kv_format else "paged_attention"
-    return Case(name, f"{num_seqs} x {context}", lambda: paged_attention(q, *paged, scale, plan=plan),
+    return Case(name, f"{num_seqs} x {context}", lambda: paged_attention(q, *paged, scale, plan=plan, work=work),
                 tokens * 2 * shape.num_kv_heads * width, tokens * shape.flops_per_score)  # fmt: skip
 
 
@@ -162,7 +163,7 @@ def prefill_case(shape: Shape, device: torch.device, num_seqs: int, chunk: int, 
     q, k_cache, v_cache, block_tables, seq_lens = paged_batch(shape, num_seqs, context, num_seqs * chunk, device)
     cu_seqlens_q = torch.arange(0, num_seqs * chunk + 1, chunk, dtype=torch.int32, device=device)
     arguments = q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens, chunk, shape.head_dim**-0.5
-    attend = partial(prefill_attention, *arguments, plan=make_plan(shape, num_seqs, device))
+    attend = partial(prefill_attention, *arguments, plan=make_plan(shape, num_seqs, device), work=StepWork())
     scores = num_seqs * chunk * (context - (chunk - 1) / 2)
     row = shape.num_kv_heads * shape.head_dim * 2 * shape.dtype.itemsize  # bytes of one token's K and V in one layer
     moved = num_seqs * context * row + 2 * q.numel() * shape.dtype.itemsize

@@ -18,7 +18,7 @@ STEPS, LONGEST = 4, 8
 DEVICE_EVENTS = ("kernel", "gpu_memcpy", "gpu_memset")
 # Kind of a kernel, by its name; the first match counts.
 KINDS = (
-    ("attention", r"attention|reduce_splits|flash|fmha"),
+    ("attention", r"attention|reduce_chunks|work_map|flash|fmha"),
     ("cache writes", r"and_cache|copy_blocks|pack_blocks"),
     ("GEMM", r"gemm|gemv|cutlass|nvjet|xmma|wgmma|splitK|cublas|matmul|gate_up_kernel|down_kernel"),
     ("copies", r"Memcpy|Memset"),

@@ -16,9 +16,10 @@ from benchmarks.gpu_check.timing import Stopwatch, pick_device
 from benchmarks.kernel_speed import Case, Shape, make_plan, paged_batch
 from kernels.attention.choices import Tile
 from kernels.attention.decode import launch_decode
-from kernels.attention.plan import MAX_SPLITS, AttentionPlan, AttentionShape, attention_shape
+from kernels.attention.plan import AttentionPlan, AttentionShape, attention_shape
 from kernels.attention.prefill import launch_prefill
 from kernels.attention.tile import base_2_scale
+from kernels.attention.work import StepWork
 from kernels.cache.quantize import as_bytes
 from kernels.kv_format import FP8, INT8, KVFormat
 
@@ -72,14 +73,14 @@ def decodes(
     """One size with every tile, then with the table's and other numbers of splits."""
     q, k_cache, v_cache, *lengths = paged_batch(shape, num_seqs, context, num_seqs, device, kv_format)
     paged = as_bytes(k_cache), as_bytes(v_cache), *lengths
-    plan = _roomy(make_plan(shape, num_seqs, device), num_seqs, shape)
+    plan = _roomy(make_plan(shape, num_seqs, device))
     tokens, out = num_seqs * context, torch.empty_like(q)
     scale, plain = base_2_scale(shape.head_dim**-0.5, 0.0), attention_shape(q, k_cache, None, 0, 0.0)
     tiles = DECODE_TILES if kv_format is None else QUANTISED_TILES
     choices = [(tile, 1.0) for tile in tiles] + [(tiles[0], more) for more in MORE_SPLITS]
     for tile, times in choices:
         busier = replace(plan, num_sms=max(1, round(plan.num_sms * times)))
-        call = partial(launch_decode, _fixed(plain, tile), busier, q, *paged, None, *scale, out)
+        call = partial(launch_decode, _fixed(plain, tile), busier, q, *paged, None, *scale, out, work=StepWork())
         name = f"decode{f' {kv_format.name}' if kv_format else ''} {_name(tile)}"
         name += f", programs x {times:g}" if times != 1 else ""
         moved = tokens * 2 * shape.num_kv_heads * k_cache.shape[3] * k_cache.element_size()
@@ -94,7 +95,10 @@ def prefills(shape: Shape, device: torch.device, num_seqs: int, chunk: int, cont
     scale, plain = base_2_scale(shape.head_dim**-0.5, 0.0), attention_shape(q, paged[0], None, 0, 0.0)
     scores = num_seqs * chunk * (context - (chunk - 1) / 2)
     for tile in PREFILL_TILES:
-        call = partial(launch_prefill, _fixed(plain, tile), plan, q, *paged, starts, seq_lens, chunk, None, *scale, out)
+        call = partial(
+            launch_prefill, _fixed(plain, tile), plan, q, *paged, starts, seq_lens, chunk, None, *scale, out,
+            work=StepWork(),
+        )  # fmt: skip
         size = f"{num_seqs} x {chunk} of {context}"
         moved = 2 * (q.numel() + num_seqs * context * shape.num_kv_heads * shape.head_dim) * shape.dtype.itemsize
         yield Case(f"prefill {_name(tile)}", size, call, moved, scores * shape.flops_per_score)
@@ -104,10 +108,9 @@ def _fixed(plain: AttentionShape, tile: tuple[int, int, int, int]) -> FixedShape
     return FixedShape(**{f.name: getattr(plain, f.name) for f in fields(plain)}, fixed=Tile(*tile))
 
 
-def _roomy(plan: AttentionPlan, num_seqs: int, shape: Shape) -> AttentionPlan:
-    """With room for the partial results of any number of splits."""
-    size = num_seqs * shape.num_heads * MAX_SPLITS * (shape.head_dim + 1)
-    return replace(plan, partial=torch.empty(size, dtype=torch.float32, device=plan.row_starts.device))
+def _roomy(plan: AttentionPlan) -> AttentionPlan:
+    """With room for the partial results of MORE_SPLITS times as many programs."""
+    return replace(plan, partial=plan.partial.new_empty(round(max(MORE_SPLITS) * plan.partial.numel())))
 
 
 def _name(tile: tuple[int, int, int, int]) -> str:

@@ -181,6 +181,7 @@ class Decoder:
         R = T without metadata.outputs; else the last layer computes the rows of metadata.outputs alone. Writes the
         step's keys and values into the caches.
         """
+        metadata = metadata.for_forward_pass()
         x = self.embedding(input_ids, metadata.positions)  # (T), (T) -> (T, C)
         return self.run_layers(x, metadata, kv_caches)  # (T, C) -> (R, C)
 

@@ -2,7 +2,7 @@
 variant."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.layers.attention import BatchMetadata, KVCache, OutputRows
 from kernels.attention.flashinfer import FlashInferPrefill
-from kernels.attention.plan import AttentionPlan, AttentionShape, attention_plan, attention_shape
+from kernels.attention.plan import SMALL_ROWS, AttentionPlan, AttentionShape, attention_plan, attention_shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +65,19 @@ def warm_up_steps(
     shape: AttentionShape, plan: AttentionPlan, max_model_len: int, device: torch.device
 ) -> Iterator[tuple[Tensor, BatchMetadata]]:
     """Yields (input_ids, metadata) of steps of one sequence. Together they launch every variant that later steps can
-    launch: decode with one split and with several, each tile of prefill, and the last layer's decode of the output row.
+    launch: decode, the reduction of chunks, each tile of prefill, and the last layer's decode of the output row. Large
+    tiles of prefill are for prompts that fill the device; a device without SMs is filled by a short one.
 
     Every token is 0 and its keys are read from block 0.
     """
     lengths = [n for n in shape.prefill_lengths(plan.capability) if n < max_model_len]
     max_blocks = -(-max_model_len // shape.block_size)
-    for num_blocks in (1, max_blocks):  # one split, and the largest number of splits
+    for num_blocks in (1, max_blocks):  # without the reduction, and with it
         for n in (1, *(lengths if num_blocks == 1 else lengths[:1])):
             yield _step(n, max(num_blocks, -(-n // shape.block_size)), num_blocks, plan, device)
+    for n in lengths:
+        if n * shape.group > SMALL_ROWS:
+            yield _step(n, -(-n // shape.block_size), 1, replace(plan, num_sms=0), device)
 
 
 def _step(

@@ -9,7 +9,8 @@ from kernels.attention.plan import AttentionShape
 from kernels.card import known_card
 from kernels.kv_format import FP8, INT4, INT8, KVFormat
 
-POINTERS = {"block_tables_ptr": "*i32", "seq_lens_ptr": "*i32", "cu_seqlens_q_ptr": "*i32", "alibi_slopes_ptr": "*fp32",
+POINTERS = {"block_tables_ptr": "*i32", "seq_lens_ptr": "*i32", "cu_seqlens_q_ptr": "*i32", "items_ptr": "*i32",
+            "alibi_slopes_ptr": "*fp32",
             "partial_ptr": "*fp32", "lse_ptr": "*fp32", "scale": "fp32", "softcap": "fp32"}  # fmt: skip
 
 

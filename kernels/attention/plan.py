@@ -1,8 +1,8 @@
 """AttentionPlan: fixed launch parameters of the attention kernels for one model on one device (no StepPlan is
 involved).
 
-Made once at start, it fixes the number of splits of a decode step, so that a CUDA graph can be replayed with any
-lengths; owns the memory for the partial results of splits; and says whether results may depend on the batch.
+Made once at start, it owns the memory for the partial results of sequences whose keys several programs share
+(kernels/attention/work.py), and says whether results may depend on the batch.
 """
 
 from dataclasses import dataclass, replace
@@ -18,22 +18,21 @@ from kernels.card import known_card
 from kernels.dispatch import device_sizes
 from kernels.kv_format import KVFormat, kv_format_of
 
-# More splits only add work to the reduction, which reads one row of every split at once.
-MAX_SPLITS = 32
-# To merge a split costs more than to read fewer tiles of keys than this. Not measured yet.
-MIN_SPLIT_TILES = 2
-# Programs per SM that the splits of a decode step may add up to. Both kinds of device hold that many at once, so no
-# split waits for another to end. Each has 32 KB under way while it computes: about twice the need of the memory. A
-# batch with more than half as many programs is not split, which saves the launch that merges. Not measured yet.
-PROGRAMS_PER_SM = 2
+# Programs that an SM runs at once, as the choice of chunks counts them. An A100 and an H100 hold two programs of decode
+# at least, each with 32 KB of keys under way while it computes: about twice the need of the memory. Not measured yet.
+PROGRAMS_PER_SM = {"decode": 2, "prefill": 1}
+# Chunks with partial results, times KV heads, that a step may have for each program that the device runs at once. More
+# chunks balance a mix of lengths better; the partial results of each take memory. Not measured yet.
+CHUNKS_PER_PROGRAM = {"decode": 4, "prefill": 2}
+SMALL_ROWS = 64  # query tokens x heads of a group: the largest tile of prefill whose units are divided into chunks
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
     """Launch parameters that all attention calls of a model share.
 
-    capability: 80 for an A100 (and for the interpreter), 90 for an H100. partial fp32: scratch space of decode splits,
-    shared by all layers because they run one after the other. row_starts int32 [max_num_seqs + 1] = 0, 1, 2, ...:
+    capability: 80 for an A100 (and for the interpreter), 90 for an H100. partial fp32: scratch space of chunks, shared
+    by all layers because they run one after the other. row_starts int32 [at least max_num_seqs + 1] = 0, 1, 2, ...:
     cu_seqlens_q of a step that only decodes.
 
     batch_invariant: a row's result has the same bits whether its token was decoded or part of a prefill chunk of any
@@ -50,13 +49,14 @@ class AttentionPlan:
     batch_invariant: bool = False
     flashinfer: FlashInferPrefill | None = None
 
-    def num_splits(self, num_seqs: int, num_kv_heads: int, max_tokens: int, block_n: int) -> int:
-        """Splits per sequence of a decode step. Depends only on sizes known when a graph is captured, not on lengths.
+    def slots(self, use: str) -> int:
+        """Programs of "decode" or "prefill" that the device runs at once."""
+        return self.num_sms * PROGRAMS_PER_SM[use]
 
-        max_tokens: the tokens that the block tables have room for.
-        """
-        wanted = PROGRAMS_PER_SM * self.num_sms // (num_seqs * num_kv_heads)
-        return max(1, min(wanted, MAX_SPLITS, max_tokens // (block_n * MIN_SPLIT_TILES)))
+    def max_chunks(self, use: str, num_kv_heads: int, num_rows: int, head_dim: int) -> int:
+        """The largest number of chunks with partial results of a step; num_rows: rows of each (tokens x heads)."""
+        room = self.partial.numel() // (num_rows * (head_dim + 1))
+        return min(room, CHUNKS_PER_PROGRAM[use] * self.slots(use) // num_kv_heads)
 
     def decode_starts(self, num_seqs: int) -> Tensor:
         """cu_seqlens_q of a batch that only decodes, int32 [num_seqs + 1]. ValueError if the plan was made for fewer
@@ -65,17 +65,11 @@ class AttentionPlan:
             raise ValueError(f"the attention plan was made for {len(self.row_starts) - 1} sequences, not {num_seqs}")
         return self.row_starts[: num_seqs + 1]
 
-    def partial_results(self, num_rows: int, num_splits: int, head_dim: int) -> tuple[Tensor, Tensor]:
-        """Views of `partial` for num_rows = num_seqs * num_heads: fp32 [num_rows, num_splits, head_dim] and
-        [num_rows, num_splits]. ValueError if the plan was made for less."""
-        count = num_rows * num_splits
-        if count * (head_dim + 1) > self.partial.numel():
-            raise ValueError(
-                f"the attention plan has room for {self.partial.numel()} numbers of partial results and this step "
-                f"writes {count * (head_dim + 1)}: make the plan with the largest batch and this model's heads"
-            )
-        values = self.partial[: count * head_dim].view(num_rows, num_splits, head_dim)
-        return values, self.partial[count * head_dim : count * (head_dim + 1)].view(num_rows, num_splits)
+    def partial_results(self, num_chunks: int, num_rows: int, head_dim: int) -> tuple[Tensor, Tensor]:
+        """Views of `partial`: fp32 [num_chunks, num_rows, head_dim] and [num_chunks, num_rows]."""
+        count = num_chunks * num_rows
+        values = self.partial[: count * head_dim].view(num_chunks, num_rows, head_dim)
+        return values, self.partial[count * head_dim : count * (head_dim + 1)].view(num_chunks, num_rows)
 
 
 def attention_plan(
@@ -90,14 +84,12 @@ def attention_plan(
 ) -> AttentionPlan:
     """The plan for steps of up to max_num_seqs sequences on a CUDA device, or on the CPU in Triton's interpreter."""
     capability, num_sms = device_sizes(device)
-    row_starts = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
+    # a power of two: a CUDA graph may have room for more sequences than a step has
+    row_starts = torch.arange(power_of_2(max_num_seqs) + 1, dtype=torch.int32, device=device)
     plan = AttentionPlan(capability, num_sms, torch.empty(0), row_starts, batch_invariant, flashinfer)
-    # An upper bound for any step: an endless block table, and tiles of one key. Larger batches have one split and write
-    # no partial results.
-    batches = range(1, min(max_num_seqs, PROGRAMS_PER_SM * num_sms) + 1)
-    splits = [plan.num_splits(n, num_kv_heads, 1 << 40, 1) for n in batches]
-    rows = max((n * count for n, count in zip(batches, splits, strict=True) if count > 1), default=0)
-    size = 0 if batch_invariant else rows * num_heads * (head_dim + 1)
+    rows = {"decode": num_heads, "prefill": max(1, SMALL_ROWS * num_kv_heads // num_heads) * num_heads}
+    chunks = {use: CHUNKS_PER_PROGRAM[use] * plan.slots(use) // num_kv_heads for use in rows}
+    size = 0 if batch_invariant else max(chunks[use] * rows[use] for use in rows) * (head_dim + 1)
     return replace(plan, partial=torch.empty(size, dtype=torch.float32, device=device))
 
 

@@ -7,8 +7,18 @@ from torch import Tensor
 
 from kernels.aot_configuration import AotConfiguration
 from kernels.attention.aot_cases import attention_cases
-from kernels.attention.plan import AttentionPlan, AttentionShape, attention_shape, plan_for_call
-from kernels.attention.tile import attend_tile, base_2_scale, empty_softmax, load_slopes, sum_queries
+from kernels.attention.choices import Tile
+from kernels.attention.plan import SMALL_ROWS, AttentionPlan, AttentionShape, attention_shape, plan_for_call
+from kernels.attention.tile import (
+    attend_tile,
+    base_2_scale,
+    empty_softmax,
+    load_item,
+    load_slopes,
+    store_result,
+    sum_queries,
+)
+from kernels.attention.work import StepWork, reduce_chunks
 from kernels.cache.quantize import as_bytes, read_pages
 from kernels.dispatch import cpu_kernels, tl, triton, use_triton
 
@@ -27,6 +37,7 @@ def prefill_attention(
     sliding_window: int = 0,
     softcap: float = 0.0,
     plan: AttentionPlan | None = None,
+    work: StepWork | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Attention of q [num_tokens, num_heads, head_dim] over the cached tokens at and before each query's position.
@@ -37,7 +48,8 @@ def prefill_attention(
     block_tables int32 [num_seqs, max_blocks].
     alibi_slopes fp32 [num_heads]; sliding_window w > 0 keeps the last w tokens, the query's own included; softcap c > 0
     replaces a score s by c * tanh(s / c).
-    plan: the launch parameters of a GPU (None: made for this call); a CPU reads only its batch_invariant. out
+    plan: the launch parameters of a GPU (None: made for this call); a CPU reads only its batch_invariant. work: the
+    work maps of the step, shared by its layers (None: made for this call). out
     [num_tokens, num_heads, head_dim], contiguous: the tensor to write the result to, if given. Returns out.
     """
     if use_triton(q):
@@ -46,6 +58,7 @@ def prefill_attention(
         launch_prefill(
             shape, plan or plan_for_call(q, shape), q, as_bytes(k_cache), as_bytes(v_cache), block_tables,
             cu_seqlens_q, seq_lens, max_seqlen_q, alibi_slopes, *base_2_scale(scale, softcap), out,
+            work=work,
         )  # fmt: skip
         return out
     cpu = cpu_kernels() if q.device.type == "cpu" else None
@@ -66,43 +79,64 @@ def prefill_attention(
 def launch_prefill(
     shape: AttentionShape, plan: AttentionPlan, q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor,
     cu_seqlens_q: Tensor, seq_lens: Tensor, max_seqlen_q: int, alibi_slopes: Tensor | None, scale: float,
-    softcap: float, out: Tensor, *, skip_single: bool = False,
+    softcap: float, out: Tensor, *, work: StepWork | None = None, min_queries: int = 1,
 ) -> None:  # fmt: skip
-    """Launch the kernel. scale and softcap come from base_2_scale; quantised caches are passed as bytes.
+    """Launch the kernels. scale and softcap come from base_2_scale; quantised caches are passed as bytes.
 
-    skip_single: sequences of one row are left to the decode kernel.
+    min_queries: sequences of fewer rows are left to the decode kernel.
     """
-    num_seqs = len(seq_lens)
-    use = "invariant" if plan.batch_invariant else "prefill"
-    tile = shape.tile(use, plan.capability, 0 if plan.batch_invariant else max_seqlen_q * shape.group)
-    tokens_per_tile = tile.block_m // shape.group
-    # find_tile_start numbers tiles like this: one number per sequence may stay unused, whatever the lengths.
-    num_tiles = len(q) // tokens_per_tile + num_seqs
-    prefill_attention_kernel[(num_tiles, shape.num_kv_heads)](
-        q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens, alibi_slopes, out,
-        scale, softcap, num_seqs, block_tables.stride(0),
-        ALWAYS_MASKED=plan.batch_invariant, MIN_QUERIES=2 if skip_single else 1,
-        **shape.constants(tile, plan.capability),
+    tile, divides = prefill_tile(shape, plan, max(0, len(q) - len(seq_lens)), max_seqlen_q)
+    tokens = tile.block_m // shape.group
+    max_tokens = block_tables.shape[1] * shape.block_size if divides else 0
+    found = (work or StepWork()).find(
+        "prefill", shape, plan, tile, len(q), max_tokens, cu_seqlens_q, seq_lens, min_queries
+    )
+    partial, lse = None, None
+    if divides:
+        partial, lse = plan.partial_results(found.max_rows, tokens * shape.num_heads, shape.head_dim)
+    prefill_attention_kernel[(shape.num_kv_heads, len(found.items))](
+        q, k_cache, v_cache, block_tables, found.items, alibi_slopes, out, partial, lse,
+        scale, softcap, block_tables.stride(0),
+        ALWAYS_MASKED=plan.batch_invariant, **shape.constants(tile, plan.capability),
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
+    reduce_chunks(found, plan, shape, tokens, out)
+
+
+def prefill_tile(shape: AttentionShape, plan: AttentionPlan, num_rows: int, max_seqlen_q: int) -> tuple[Tile, bool]:
+    """(the tile of a launch, whether units of work may be divided into chunks). num_rows: rows of sequences of several
+    rows, at least.
+
+    Large tiles are for prompts that fill the device by themselves, twice: there, chunks gain nothing, and the kernel
+    without their code keeps the registers for its loop. Fewer rows get tiles of at most SMALL_ROWS rows: more programs.
+    """
+    if plan.batch_invariant:
+        return shape.tile("invariant", plan.capability), False
+    rows = max_seqlen_q * shape.group
+    tile = shape.tile("prefill", plan.capability, rows)
+    if tile.block_m <= SMALL_ROWS:
+        return tile, True
+    if num_rows // (tile.block_m // shape.group) * shape.num_kv_heads >= 2 * plan.num_sms:
+        return tile, False
+    return shape.tile("prefill", plan.capability, min(rows, SMALL_ROWS)), True
 
 
 @triton.jit(
-    do_not_specialize=["num_seqs", "block_tables_stride"],
-    do_not_specialize_on_alignment=["block_tables_ptr", "cu_seqlens_q_ptr", "seq_lens_ptr"],  # slices of any alignment
+    do_not_specialize=["block_tables_stride"],
+    do_not_specialize_on_alignment=["block_tables_ptr", "lse_ptr"],  # slices of any alignment
 )
 def prefill_attention_kernel(
     q_ptr,
     k_cache_ptr,
     v_cache_ptr,
     block_tables_ptr,
-    cu_seqlens_q_ptr,
-    seq_lens_ptr,
+    items_ptr,
     alibi_slopes_ptr,
     out_ptr,
+    partial_ptr,
+    lse_ptr,
     scale,
     softcap,
-    num_seqs,
     block_tables_stride,
     Q_STRIDE_ROW: tl.constexpr,
     Q_STRIDE_HEAD: tl.constexpr,
@@ -118,38 +152,35 @@ def prefill_attention_kernel(
     HAS_SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr,
     ALWAYS_MASKED: tl.constexpr,
-    MIN_QUERIES: tl.constexpr,
 ):
-    """Grid (query tiles of all sequences, num_kv_heads); a tile has BLOCK_M // GROUP tokens of one sequence.
+    """Grid (num_kv_heads, items of the WorkMap): BLOCK_M // GROUP tokens at most over a chunk of their keys.
 
     Row m of a tile is query token m // GROUP and head m % GROUP of the group, so K and V are read once for all heads of
     the group. Keys that every row sees come first, without masks; keys at the edge of a window and on the diagonal
     follow with masks. ALWAYS_MASKED: all keys in the sequence's order with masks, so that a row's arithmetic does not
-    depend on the tile's other rows. Sequences of fewer than MIN_QUERIES rows are skipped.
+    depend on the tile's other rows.
     """
     TOKENS: tl.constexpr = BLOCK_M // GROUP
-    kv_head = tl.program_id(1)
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # long programs, at the end of sequences, start first
-    seq, first_token, q_begin, q_len = find_tile_start(cu_seqlens_q_ptr, num_seqs, tile, TOKENS)
-    if (first_token >= q_len) | (q_len < MIN_QUERIES):
+    kv_head = tl.program_id(0)
+    seq, q_row, tokens, first_pos, begin, end = load_item(items_ptr, tl.program_id(1))
+    if seq < 0:
         return
-    seq_len = tl.load(seq_lens_ptr + seq)
+    if partial_ptr is None and WINDOW == 0:
+        begin = first_pos * 0  # known to the compiler: fewer registers
     offs_m, offs_d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     tile_token, tile_head = offs_m // GROUP, offs_m % GROUP
-    token = first_token + tile_token
-    row_mask = (token < q_len) & (offs_m < TOKENS * GROUP)
+    row_mask = (tile_token < tokens) & (offs_m < TOKENS * GROUP)
     q_mask = row_mask[:, None] & (offs_d < HEAD_DIM)[None, :]
-    row = (q_begin + first_token).to(tl.int64)  # the only 64-bit value: threads hold no addresses in registers
-    q_at = q_ptr + (row * Q_STRIDE_ROW + kv_head * (GROUP * Q_STRIDE_HEAD))
+    # int64 once for the tile: threads hold offsets of 32 bits
+    q_at = q_ptr + (q_row.to(tl.int64) * Q_STRIDE_ROW + kv_head * (GROUP * Q_STRIDE_HEAD))
     q_offsets = (tile_token * Q_STRIDE_ROW + tile_head * Q_STRIDE_HEAD)[:, None] + offs_d[None, :]
     q = tl.load(q_at + q_offsets, mask=q_mask, other=0.0)
     q_sum = sum_queries(q, BLOCK_M, KV_FORMAT)
     slopes = load_slopes(alibi_slopes_ptr, kv_head * GROUP + tile_head, row_mask, BLOCK_M, HAS_ALIBI)
-    first_pos, query_pos = seq_len - q_len + first_token, seq_len - q_len + token
+    query_pos = first_pos + tile_token
     acc, row_max, row_sum = empty_softmax(BLOCK_M, BLOCK_D)
     block_table_ptr = block_tables_ptr + seq.to(tl.int64) * block_tables_stride
-    end = tl.minimum(seq_len, first_pos + TOKENS)
-    begin, all_see, all_see_end = key_ranges(first_pos, TOKENS, BLOCK_N, WINDOW, ALWAYS_MASKED)
+    all_see, all_see_end = key_range(first_pos, begin, end, TOKENS, BLOCK_N, WINDOW, ALWAYS_MASKED)
     for tile_start in range(all_see, all_see_end, BLOCK_N):
         acc, row_max, row_sum = attend_tile(
             q, q_sum, acc, row_max, row_sum, k_cache_ptr, v_cache_ptr, block_table_ptr, kv_head,
@@ -166,47 +197,32 @@ def prefill_attention_kernel(
             tile_start, end, query_pos, slopes, scale, softcap,
             NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, KV_FORMAT, True, HAS_ALIBI, HAS_SOFTCAP, WINDOW,
         )  # fmt: skip
-    result = acc / tl.where(row_sum > 0.0, row_sum, 1.0)[:, None]
-    out_at = out_ptr + (row * NUM_KV_HEADS + kv_head) * (GROUP * HEAD_DIM)
-    out_offsets = (tile_token * (NUM_KV_HEADS * GROUP) + tile_head)[:, None] * HEAD_DIM + offs_d[None, :]
-    tl.store(out_at + out_offsets, result.to(out_ptr.dtype.element_ty), mask=q_mask)
+    store_result(
+        acc, row_max, row_sum, out_ptr, partial_ptr, lse_ptr, items_ptr, tl.program_id(1), kv_head,
+        NUM_KV_HEADS, GROUP, BLOCK_M, TOKENS, HEAD_DIM, BLOCK_D,
+    )  # fmt: skip
 
 
 @triton.jit
-def find_tile_start(cu_seqlens_q_ptr, num_seqs, tile, TOKENS: tl.constexpr):
-    """Binary search for a tile: (its sequence, its first query token, the sequence's first row and number of rows).
-
-    Tiles of sequence i are numbered from cu_seqlens_q[i] // TOKENS + i. That leaves enough numbers for every sequence,
-    because ceil((b - a) / T) <= floor(b / T) - floor(a / T) + 1. An unused number gives a first token past the
-    sequence's end.
-    """
-    low, high = num_seqs * 0, num_seqs - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        is_after = tl.load(cu_seqlens_q_ptr + middle) // TOKENS + middle > tile
-        high = tl.where(is_after, middle - 1, high)
-        low = tl.where(is_after, low, middle)
-    q_begin = tl.load(cu_seqlens_q_ptr + low)
-    return low, (tile - q_begin // TOKENS - low) * TOKENS, q_begin, tl.load(cu_seqlens_q_ptr + low + 1) - q_begin
-
-
-@triton.jit
-def key_ranges(
-    first_pos, TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, ALWAYS_MASKED: tl.constexpr
+def key_range(
+    first_pos,
+    begin,
+    end,
+    TOKENS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
+    ALWAYS_MASKED: tl.constexpr,
 ):
-    """(first visible key, begin and end of the keys that all queries see), rounded to multiples of BLOCK_N, for TOKENS
-    queries from first_pos on. If no key is seen by all, begin and end are the first visible key."""
-    begin = first_pos * 0
-    if WINDOW > 0:
-        begin = tl.maximum(first_pos + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N
+    """Begin and end, multiples of BLOCK_N, of those keys in begin:end that each of TOKENS queries from first_pos on
+    sees; they are equal if there is none. begin is a multiple of BLOCK_N."""
     if ALWAYS_MASKED:
-        return begin, begin, begin
-    all_end = tl.maximum((first_pos + 1) // BLOCK_N * BLOCK_N, begin)
+        return begin, begin
+    all_end = tl.maximum(tl.minimum(first_pos + 1, end) // BLOCK_N * BLOCK_N, begin)
     all_begin = begin
     if WINDOW > 0:
         all_begin = (tl.maximum(first_pos + TOKENS - WINDOW, 0) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
-        all_begin = tl.minimum(all_begin, all_end)
-    return begin, all_begin, all_end
+        all_begin = tl.minimum(tl.maximum(all_begin, begin), all_end)
+    return all_begin, all_end
 
 
 def prefill_attention_reference(
@@ -263,7 +279,9 @@ def aot_configurations(capability: int) -> Iterator[AotConfiguration]:
             uses |= {f" {n} rows": ("prefill", n) for n in (16, 32, 64)} | {" invariant": ("invariant", 0)}
         for name, (use, num_rows) in uses.items():
             tile = case.shape.tile(use, capability, num_rows)
-            flags = {"ALWAYS_MASKED": use == "invariant", "MIN_QUERIES": 1}
+            flags = {"ALWAYS_MASKED": use == "invariant"}
+            if use == "invariant" or (tile.block_m > SMALL_ROWS and num_rows > SMALL_ROWS):
+                flags |= {"partial_ptr": None, "lse_ptr": None}
             yield AotConfiguration(
                 kernel=prefill_attention_kernel, label=case.label(tile) + name, dtype=case.dtype,
                 constants=case.shape.constants(tile, capability) | case.absent | flags,

@@ -124,6 +124,62 @@ def attend_tile(
 
 
 @triton.jit
+def store_result(
+    acc,
+    row_max,
+    row_sum,
+    out_ptr,
+    partial_ptr,
+    lse_ptr,
+    items_ptr,
+    item,
+    kv_head,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Write the result of an item, whose keys have all been folded in.
+
+    If its unit has one chunk, to `out` [rows, NUM_KV_HEADS * GROUP, HEAD_DIM]; else, as fp32, to the item's row of the
+    partial results [chunks, NUM_KV_HEADS, TOKENS, GROUP, HEAD_DIM], with the base-2 logarithm of the softmax's
+    denominator in lse [chunks, NUM_KV_HEADS, TOKENS, GROUP]. partial None: every unit has one chunk.
+    """
+    # The item is read again, so that no register holds these numbers during the loop over the keys.
+    at = items_ptr + item * 8
+    q_row, tokens = tl.load(at + 1, volatile=True), tl.load(at + 2, volatile=True)
+    partial_row = tl.load(at + 6, volatile=True)
+    offs_m, offs_d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    tile_token, tile_head = offs_m // GROUP, offs_m % GROUP
+    mask = (tile_token < tokens) & (offs_m < TOKENS * GROUP)
+    store = mask[:, None] & (offs_d < HEAD_DIM)[None, :]
+    row_sum = tl.where(row_sum > 0.0, row_sum, 1.0)  # a row that has seen no key: zeros, and row_max is -inf
+    acc /= row_sum[:, None]
+    # int64 once for the tile: threads hold offsets of 32 bits
+    out_at = out_ptr + (q_row.to(tl.int64) * NUM_KV_HEADS + kv_head) * (GROUP * HEAD_DIM)
+    offsets = (tile_token * (NUM_KV_HEADS * GROUP) + tile_head)[:, None] * HEAD_DIM + offs_d[None, :]
+    if partial_ptr is None:
+        tl.store(out_at + offsets, acc.to(out_ptr.dtype.element_ty), mask=store)
+    elif partial_row < 0:
+        tl.store(out_at + offsets, acc.to(out_ptr.dtype.element_ty), mask=store)
+    else:
+        first = (partial_row.to(tl.int64) * NUM_KV_HEADS + kv_head) * (TOKENS * GROUP)
+        place = tile_token * GROUP + tile_head
+        tl.store(partial_ptr + first * HEAD_DIM + place[:, None] * HEAD_DIM + offs_d[None, :], acc, mask=store)
+        tl.store(lse_ptr + first + place, row_max + tl.log2(row_sum), mask=mask)
+
+
+@triton.jit
+def load_item(items_ptr, item):
+    """(sequence, first row of q, query tokens, position of the first one, first key, end of the keys) of an item of a
+    WorkMap."""
+    at = items_ptr + item * 8
+    return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4), tl.load(at + 5)
+
+
+@triton.jit
 def find_keys(
     block_table_ptr, tile_start, key_pos, exists, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr
 ):

@@ -610,7 +610,7 @@ def test_a_trace_becomes_kinds_gaps_and_the_longest_kernels():
 
     events = [
         event(0, 10, "paged_attention_kernel"), event(20, 30, "void cutlass::Kernel2<gemm>(Params)"),
-        event(40, 20, "reduce_splits_kernel"), event(90, 10, "Memcpy DtoH", "gpu_memcpy"),
+        event(40, 20, "reduce_chunks_kernel"), event(90, 10, "Memcpy DtoH", "gpu_memcpy"),
         event(0, 500, "aten::mm", "cpu_op"), {"name": "process_name", "ph": "M"},
     ]  # fmt: skip
     rows = {row.name: row for row in profile.summarize(events, profile.DEVICE_EVENTS, 2)}

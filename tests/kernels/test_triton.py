@@ -15,6 +15,7 @@ CASES = [
     for name in (
         "triton_cases",
         "triton_attention",
+        "work_cases",
         "fused_cases",
         "moe_cases",
         "sampling_cases",
@@ -110,8 +111,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 from kernels.attention.aot_cases import case
-from kernels.attention.decode import _reduce_constants, paged_attention_kernel, reduce_splits_kernel
+from kernels.attention.decode import paged_attention_kernel
 from kernels.attention.prefill import prefill_attention_kernel
+from kernels.attention.work import reduce_chunks_kernel, reduce_constants, work_constants, work_map_kernel
 
 shape = case("bf16", 32, 8, 128).shape
 tile = shape.tile("decode", 90, 4)
@@ -125,23 +127,27 @@ def key(kernel, *arguments, **keywords):
     return str(bind(*arguments, **keywords)[1])
 
 def decode(start, stride):
-    return key(paged_attention_kernel, *[floats] * 3, numbers[start:], None, numbers[start:], None, partial,
-               partial[start:], 0.5, 0.0, stride, MIN_TILES=2, **constants)
+    return key(paged_attention_kernel, *[floats] * 3, numbers[start:], numbers, None, floats, partial, partial[start:],
+               0.5, 0.0, stride, **constants)
 
-def prefill(start, stride, num_seqs):
-    return key(prefill_attention_kernel, *[floats] * 3, *[numbers[start:]] * 3, None, floats, 0.5, 0.0, num_seqs,
-               stride, ALWAYS_MASKED=False, MIN_QUERIES=1, **constants)
+def prefill(start, stride):
+    return key(prefill_attention_kernel, *[floats] * 3, numbers[start:], numbers, None, floats, partial,
+               partial[start:], 0.5, 0.0, stride, ALWAYS_MASKED=False, **constants)
 
-def reduce(start, num_splits):
-    return key(reduce_splits_kernel, partial, partial[start:], None, numbers[start:], floats, num_splits,
-               **_reduce_constants(shape, tile))
+def work_map(start, number):
+    return key(work_map_kernel, numbers[start:], numbers[start:], numbers, numbers[start:], numbers[start:],
+               *[number] * 7, **work_constants("decode", shape, tile))
+
+def reduce(start):
+    return key(reduce_chunks_kernel, partial, partial[start:], numbers[start:], numbers[start:], floats,
+               1 + 15 * start, **reduce_constants(shape))
 
 assert len({decode(0, 1), decode(0, 16), decode(1, 7), decode(3, 4096)}) == 1
-assert len({prefill(0, 1, 1), prefill(0, 16, 16), prefill(1, 7, 3), prefill(3, 1, 256)}) == 1
-assert len({reduce(0, 2), reduce(0, 16), reduce(1, 7)}) == 1
-assert key(prefill_attention_kernel, *[floats] * 3, *[numbers] * 3, None, floats[1:], 0.5, 0.0, 1, 1,
-           ALWAYS_MASKED=False, MIN_QUERIES=1, **constants) != prefill(0, 1, 1), \
-    "an output that is not aligned is another variant"
+assert len({prefill(0, 1), prefill(0, 16), prefill(1, 7), prefill(3, 256)}) == 1
+assert len({work_map(0, 1), work_map(0, 16), work_map(1, 7), work_map(3, 256)}) == 1
+assert len({reduce(0), reduce(1), reduce(3)}) == 1
+assert key(prefill_attention_kernel, *[floats] * 3, numbers, numbers, None, floats[1:], partial, partial, 0.5, 0.0, 1,
+           ALWAYS_MASKED=False, **constants) != prefill(0, 1), "an output that is not aligned is another variant"
 """
 
 

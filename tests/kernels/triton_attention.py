@@ -8,10 +8,12 @@ import torch
 
 from kernels.attention import decode as decode_module
 from kernels.attention import prefill as prefill_module
+from kernels.attention import work as work_module
 from kernels.attention.choices import PREFILL, RULES, find_tile
 from kernels.attention.decode import mixed_attention, paged_attention
-from kernels.attention.plan import MAX_SPLITS, attention_plan, attention_shape
+from kernels.attention.plan import attention_plan, attention_shape
 from kernels.attention.prefill import prefill_attention
+from kernels.attention.work import StepWork
 from kernels.card import A100, CARDS
 from kernels.dispatch import INTERPRET
 from kernels.kv_format import FP8, INT4, INT8
@@ -60,9 +62,8 @@ def decode(data: Paged, q, plan, rows=None, scale=0.2, **kwargs):
     rows = list(range(len(q))) if rows is None else rows
     out = torch.full(q[rows].shape, POISON, dtype=q.dtype, device=DEVICE)
     kwargs = {name: on_device(value) for name, value in kwargs.items()}
-    tensors = [
-        on_device(x) for x in (q[rows], data.k_cache, data.v_cache, data.block_tables[rows], data.seq_lens[rows])
-    ]
+    seq_lens = data.seq_lens if rows == list(range(len(data.seq_lens))) else data.seq_lens[rows]
+    tensors = [on_device(x) for x in (q[rows], data.k_cache, data.v_cache, data.block_tables[rows], seq_lens)]
     return paged_attention(*tensors, scale, plan=plan, out=out, **kwargs).cpu()
 
 
@@ -146,51 +147,61 @@ def test_what_a_later_device_runs_gives_the_same(kv_format, capability):
     close(decode(data, q[[39, 59]], plan), torch.stack([expected[0][-1], expected[1][-1]]))
 
 
-@pytest.mark.parametrize("num_splits, window", [(1, 300), (3, 70), (7, 0), (MAX_SPLITS, 0)])
-def test_any_number_of_splits_and_lengths_that_leave_some_empty(num_splits, window):
-    """A captured step keeps its splits while the lengths change: padding, one token, less than a tile, the table's
-    end. What no split wrote is NaN and must not be read."""
+@pytest.mark.parametrize("num_sms, window", [(0, 300), (1, 70), (4, 0), (40, 0)])
+def test_any_number_of_chunks_and_lengths(num_sms, window):
+    """A captured step keeps its grid while the lengths change: padding, one token, less than a tile, the table's end.
+    Partial results that no chunk wrote are NaN and must not be read."""
     seq_lens = [1, 380, 33, 129, 64, 401]
     data = paged(seq_lens, 1, 16, 64, F32)
     data.seq_lens[2] = 0
     q = torch.randn(6, 2, 16)
-    plan = make_plan(6, 2, 1, 16, partial=torch.full((6 * 2 * MAX_SPLITS * 17,), POISON, device=DEVICE))
-
-    class Fixed(type(plan)):
-        __slots__ = ()
-
-        def num_splits(self, *_):
-            return num_splits
-
-    fixed = Fixed(plan.capability, plan.num_sms, plan.partial, plan.row_starts)
-    out = decode(data, q, fixed, scale=0.25, sliding_window=window)
+    plan = replace(make_plan(6, 2, 1, 16), num_sms=num_sms, partial=torch.full((40000,), POISON, device=DEVICE))
+    out = decode(data, q, plan, scale=0.25, sliding_window=window)
     assert torch.equal(out[2], torch.zeros(2, 16)), "a padding row must give zeros"
     for i in (0, 1, 3, 4, 5):
         close(out[i : i + 1], attention(q[i : i + 1], data.keys[i], data.values[i], 0.25, sliding_window=window))
 
 
-def test_the_number_of_splits_follows_from_shapes_alone():
-    plan = replace(make_plan(256, 32, 8, 128), num_sms=132)
-    assert plan.num_splits(1, 8, 131072, 64) == MAX_SPLITS, "one sequence must fill the device"
-    assert 8 * plan.num_splits(1, 8, 131072, 64) >= 132
-    assert plan.num_splits(256, 8, 131072, 64) == 1, "a large batch fills it alone"
-    counts = [plan.num_splits(n, 8, 131072, 64) for n in range(1, 257)]
-    assert counts == sorted(counts, reverse=True)
-    assert plan.num_splits(1, 8, 128, 64) == 1, "a short table has nothing to share out"
-    large = attention_plan(DEVICE, max_num_seqs=256, num_heads=32, num_kv_heads=8, head_dim=128)
-    for n in range(1, 257):  # room for every batch, whatever the table
-        if (count := large.num_splits(n, 8, 1 << 30, 16)) > 1:
-            large.partial_results(n * 32, count, 128)
+@pytest.mark.parametrize("case, kv_format", [("plain", None), ("window", None), ("alibi", INT8), ("all", INT4)])
+def test_a_few_query_tokens_on_long_contexts(case, kv_format):
+    """Short chunks and the rows of speculative verification are divided among programs; each row ignores later keys."""
+    q_lens = [2, 20, 5, 1, 16]
+    data = paged([700, 400, 5, 300, 31], 2, 16, 16, F32)
+    data = quantized(data, kv_format) if kv_format else data
+    q, kwargs = torch.randn(sum(q_lens), 6, 16), options(case, 6)
+    plan = make_plan(5, 6, 2, 16)
+    for num_sms in (0, 8, 40):
+        plan = replace(plan, num_sms=num_sms, partial=torch.full((600000,), POISON, device=DEVICE))
+        out = prefill(data, q, q_lens, plan, **kwargs)
+        for i, (rows, found) in enumerate(zip(q.split(q_lens), out.split(q_lens), strict=True)):
+            close(found, attention(rows, data.keys[i], data.values[i], 0.2, **kwargs))
 
 
-def test_a_plan_that_is_too_small_says_so():
+def test_a_plan_with_little_memory_divides_less():
+    """The partial results have a fixed size: with less of it, chunks are longer."""
     data, q = paged([300], 1, 16, 16, F32), torch.randn(1, 2, 16)
-    small = make_plan(1, 2, 1, 16, partial=torch.empty(5, device=DEVICE))
-    with pytest.raises(ValueError, match="make the plan with the largest batch"):
-        decode(data, q, small)
-    invariant = make_plan(1, 2, 1, 16, batch_invariant=True)
-    with pytest.raises(ValueError, match="made for 1 sequences, not 2"):
-        decode(data, q, invariant, rows=[0, 0])
+    for size in (0, 5, 100, 400):
+        small = make_plan(1, 2, 1, 16, partial=torch.full((size,), POISON, device=DEVICE))
+        close(decode(data, q, small), attention(q, data.keys[0], data.values[0], 0.2))
+
+
+def test_a_plan_for_too_few_sequences_says_so():
+    data, q = paged([300], 1, 16, 16, F32), torch.randn(1, 2, 16)
+    for batch_invariant in (False, True):
+        plan = make_plan(1, 2, 1, 16, batch_invariant=batch_invariant)
+        with pytest.raises(ValueError, match="made for 1 sequences, not 2"):
+            decode(data, q, plan, rows=[0, 0])
+
+
+def test_layers_of_a_step_share_the_work_maps(monkeypatch):
+    """A map for each window; the same one for layers alike."""
+    made = []
+    monkeypatch.setattr(work_module, "make_map", lambda *a, make=work_module.make_map: made.append(a) or make(*a))
+    data, q, plan, work = paged([90, 40], 1, 16, 16, F32), torch.randn(2, 2, 16), make_plan(2, 2, 1, 16), StepWork()
+    for window in (0, 50, 0, 50):
+        out = decode(data, q, plan, sliding_window=window, work=work)
+        close(out[1:], attention(q[1:], data.keys[1], data.values[1], 0.2, sliding_window=window))
+    assert len(made) == 2
 
 
 def test_a_head_size_beyond_the_table_is_refused():
@@ -291,8 +302,8 @@ class Launches:
 @pytest.fixture
 def launches(monkeypatch):
     watched = {}
-    for module, name in ((decode_module, "paged_attention_kernel"), (decode_module, "reduce_splits_kernel"),
-                         (prefill_module, "prefill_attention_kernel")):  # fmt: skip
+    for module, name in ((decode_module, "paged_attention_kernel"), (work_module, "reduce_chunks_kernel"),
+                         (work_module, "work_map_kernel"), (prefill_module, "prefill_attention_kernel")):  # fmt: skip
         watched[name] = Launches(getattr(module, name))
         monkeypatch.setattr(module, name, watched[name])
     return watched
@@ -311,7 +322,7 @@ def test_the_warm_up_starts_every_variant_that_steps_can(launches, num_heads, nu
     caches = on_device(data.k_cache), on_device(data.v_cache)
     shape = attention_shape(fused, caches[0], None, 0, 0.0)
 
-    def run(num_tokens, num_decodes, tables, seq_lens, starts, longest, outputs):
+    def run(num_tokens, num_decodes, tables, seq_lens, starts, longest, outputs, plan=plan):
         q = fused[:num_tokens]
         if num_decodes:
             paged_attention(q, *caches, tables, seq_lens, 0.2, plan=plan)
@@ -322,10 +333,11 @@ def test_the_warm_up_starts_every_variant_that_steps_can(launches, num_heads, nu
 
     for input_ids, m in warm_up_steps(shape, plan, max_model_len, DEVICE):
         outputs = (m.outputs.block_tables, m.outputs.seq_lens) if m.outputs else None
-        run(len(input_ids), m.num_decodes, m.block_tables, m.seq_lens, m.cu_seqlens_q, m.max_seqlen_q, outputs)
+        run(len(input_ids), m.num_decodes, m.block_tables, m.seq_lens, m.cu_seqlens_q, m.max_seqlen_q, outputs, m.plan)
     warm = {name: set(watched.variants) for name, watched in launches.items()}
-    expected = 2 if batch_invariant else len(shape.prefill_lengths(plan.capability))
-    assert len(warm["prefill_attention_kernel"]) == expected
+    plans = (plan, replace(plan, num_sms=0))
+    expected = {prefill_module.prefill_tile(shape, p, 0, n) for n in range(2, max_model_len) for p in plans}
+    assert len(warm["prefill_attention_kernel"]) == (2 if batch_invariant else len(expected))
     ones = torch.ones(16, dtype=torch.int32, device=DEVICE)
     for width in (1, 3, 20, 64):
         tables = torch.zeros((16, width), dtype=torch.int32, device=DEVICE)
@@ -337,15 +349,19 @@ def test_the_warm_up_starts_every_variant_that_steps_can(launches, num_heads, nu
     assert {name: set(watched.variants) for name, watched in launches.items()} == warm
 
 
+def _memory(rule):
+    return rule.programs * (rule.tile.block_m + rule.tile.block_n * rule.tile.num_stages)
+
+
 def test_rules_are_in_the_order_in_which_they_match():
-    """A rule that a wider one above hides would never be used."""
+    """A rule that a wider one above hides, on every card, would never be used."""
     for rules in RULES.values():
         for i, rule in enumerate(rules):
             hiding = [
                 other for other in rules[:i]
-                if other.capability <= rule.capability and other.q_bits == rule.q_bits
+                if set(other.instructions) >= set(rule.instructions) and other.q_bits == rule.q_bits
                 and other.kv_bits >= rule.kv_bits and other.block_d >= rule.block_d and other.max_rows >= rule.max_rows
-                and other.extras >= rule.extras
+                and other.extras >= rule.extras and _memory(other) <= _memory(rule)
             ]  # fmt: skip
             assert not hiding, f"{rule} is hidden by {hiding[0]}"
     assert PREFILL

@@ -29,7 +29,7 @@ Letters in shapes: T tokens of the step, R output rows, C hidden_size, H query h
 S block_size, B blocks of the longest table, Q sequences of the step, P prefills among them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from torch import Tensor
@@ -40,6 +40,7 @@ from kernels.attention.decode import mixed_attention, paged_attention
 from kernels.attention.flashinfer import PlannedPrefill
 from kernels.attention.plan import AttentionPlan
 from kernels.attention.prefill import prefill_attention
+from kernels.attention.work import StepWork
 from kernels.cache.rope_and_cache import QKVHeads, rope_and_cache
 
 KVCache = tuple[Tensor, Tensor]  # k_cache, v_cache of a layer: (N, K, S, D) each
@@ -64,7 +65,8 @@ class BatchMetadata:
     num_decodes None: only the device knows the lengths, as in a recorded CUDA graph, and T and Q are capacities.
     cu_seqlens_q, int32 (Q + 1), then counts the rows of all sequences from 0: one row is a decode, more rows are a
     chunk, no row is padding (its seq_lens and block_tables are not read). The rows from cu_seqlens_q[Q] on are padding
-    with slot -1. max_seqlen_q is not read. Padding of `outputs` has seq_lens 0 and any index below T.
+    with slot -1. max_seqlen_q bounds the rows of a sequence at every replay; 0: T bounds them. Padding of `outputs` has
+    seq_lens 0 and any index below T.
     """
 
     positions: Tensor  # int64 (T): of each token in its sequence
@@ -77,6 +79,15 @@ class BatchMetadata:
     outputs: OutputRows | None = None  # None: every row
     plan: AttentionPlan | None = None  # for the GPU's kernels; on a CPU only where batch invariance is asked for
     prefill: PlannedPrefill | None = None  # FlashInfer's plan of the prefills; None: our own kernel
+    work: StepWork | None = None  # of one forward pass: see for_forward_pass
+
+    def for_forward_pass(self) -> "BatchMetadata":
+        """The metadata with a StepWork of its own where there is a plan.
+
+        The first layer of each kind makes the work map that all later ones read. In a recorded CUDA graph the map is
+        made again at each replay, from the lengths of that time.
+        """
+        return self if self.plan is None else replace(self, work=StepWork())
 
 
 class Attention:
@@ -126,7 +137,8 @@ class Attention:
         else:
             q = q.index_select(0, outputs.indices)  # (T, H, D) -> (R, H, D)
             tables, lengths = outputs.block_tables, outputs.seq_lens  # (R, B), (R)
-            attended = self.decode(q, *kv_cache, tables, lengths, plan=metadata.plan)  # (R, H, D) -> (R, H, D)
+            plan, work = metadata.plan, metadata.work
+            attended = self.decode(q, *kv_cache, tables, lengths, plan=plan, work=work)  # (R, H, D) -> (R, H, D)
         return self.attn_out(attended.view(-1, self.q_size))  # (R, H, D) -> (R, H * D) -> (R, C)
 
     def write(self, hidden: Tensor, metadata: BatchMetadata, kv_cache: KVCache) -> Tensor:
@@ -137,15 +149,21 @@ class Attention:
 
     def _attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: BatchMetadata) -> Tensor:
         """q (T, H, D) -> (T, H, D); decode rows and prefill rows have a kernel each."""
-        n, tables, lengths, plan = metadata.num_decodes, metadata.block_tables, metadata.seq_lens, metadata.plan
+        n, tables, lengths = metadata.num_decodes, metadata.block_tables, metadata.seq_lens
+        plan, work = metadata.plan, metadata.work
         if n == q.shape[0]:
-            return self.decode(q, k_cache, v_cache, tables, lengths, plan=plan)  # (T, H, D)
+            return self.decode(q, k_cache, v_cache, tables, lengths, plan=plan, work=work)  # (T, H, D)
         if n is None:
-            return self.mixed(q, k_cache, v_cache, tables, metadata.cu_seqlens_q, lengths, plan=plan)  # (T, H, D)
+            return self.mixed(  # (T, H, D)
+                q, k_cache, v_cache, tables, metadata.cu_seqlens_q, lengths, max_seqlen_q=metadata.max_seqlen_q,
+                plan=plan, work=work,
+            )  # fmt: skip
         if n == 0:
             return self._prefill(q, k_cache, v_cache, metadata, n)  # (T, H, D)
         attended = q.new_empty(q.shape)  # (T, H, D)
-        self.decode(q[:n], k_cache, v_cache, tables[:n], lengths[:n], plan=plan, out=attended[:n])  # (n, H, D)
+        self.decode(  # (n, H, D)
+            q[:n], k_cache, v_cache, tables[:n], lengths[:n], plan=plan, work=work, out=attended[:n]
+        )
         self._prefill(q[n:], k_cache, v_cache, metadata, n, out=attended[n:])  # (T - n, H, D)
         return attended
 
@@ -157,5 +175,6 @@ class Attention:
             return metadata.prefill.attend(q, k_cache, v_cache, self.sliding_window, out)
         return self.prefill(
             q, k_cache, v_cache, metadata.block_tables[n:], cu_seqlens_q=metadata.cu_seqlens_q,
-            seq_lens=metadata.seq_lens[n:], max_seqlen_q=metadata.max_seqlen_q, plan=metadata.plan, out=out,
+            seq_lens=metadata.seq_lens[n:], max_seqlen_q=metadata.max_seqlen_q, plan=metadata.plan,
+            work=metadata.work, out=out,
         )  # fmt: skip

@@ -1,0 +1,382 @@
+"""The work map of a step: which program of an attention kernel computes which keys of which sequence.
+
+The lengths of a step's sequences are known on the device only, when a CUDA graph is replayed. One small kernel per step
+divides each unit of work (a sequence that decodes, or a tile of query tokens) into chunks of keys of one size and lists
+the chunks: `items`. The attention kernels of all layers then start one program per item and KV head, in a grid that
+depends on shapes alone; programs beyond the last item end at once. The kernel chooses the chunk size so that the
+programs of the step fill the device evenly, whatever the mix of lengths: FlashInfer's plan (Ye et al., 2025) and
+Stream-K (Osama et al., 2023) divide work likewise, on the host. Programs look nothing up: the map kernel writes the
+items out, because a binary search over cumulative counts would be a chain of loads in each program of each layer.
+
+A unit of one chunk is written to the output at once. The chunks of a longer unit leave partial results, which
+reduce_chunks_kernel adds in the order of the keys. A second launch was chosen over a reduction by the program that
+arrives last: it needs neither counters, which a failed launch would leave wrong, nor ordering between programs, and
+costs about 2 us per layer (an estimate). The result depends on the chunk size, never on the order of arrival.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.aot_configuration import AotConfiguration, power_of_2
+from kernels.attention.aot_cases import POINTERS, attention_cases
+from kernels.attention.choices import Tile
+from kernels.attention.plan import AttentionPlan, AttentionShape
+from kernels.dispatch import tl, triton
+
+NUM_SIZES = 128  # chunk sizes to choose from
+MIN_CHUNK_TILES = 2  # to add a partial result costs more than to read fewer tiles of keys than this. Not measured yet
+
+
+@dataclass(frozen=True, slots=True)
+class WorkMap:
+    """The chunks of a step.
+
+    items int32 [most items, 8]: sequence (-1: no item), first row of q, query tokens, position of the first one, first
+    key (a multiple of the tile), end of the keys, row of the partial results (-1: the unit has one chunk), unused.
+    splits int32 [most units of several chunks, 4], of which num_splits int32 [1] are used: first row of q, query
+    tokens, first row of the partial results, chunks.
+    max_rows: rows of partial results that the chunks may take; 0: no unit is divided.
+    """
+
+    items: Tensor
+    splits: Tensor
+    num_splits: Tensor
+    max_rows: int
+
+
+class StepWork:
+    """The work maps of one step, each made by the first layer that needs it: layers differ by their windows at most.
+
+    Serves one forward pass: the lengths must not change while it is in use.
+    """
+
+    __slots__ = ("_maps",)
+
+    def __init__(self) -> None:
+        self._maps: dict[tuple[object, ...], WorkMap] = {}
+
+    def find(
+        self,
+        use: str,
+        shape: AttentionShape,
+        plan: AttentionPlan,
+        tile: Tile,
+        num_rows: int,
+        max_tokens: int,
+        cu_seqlens_q: Tensor,
+        seq_lens: Tensor,
+        min_queries: int = 1,
+    ) -> WorkMap:
+        """The map of the step's sequences for launches of `tile`. use: "decode" or "prefill"; num_rows: rows of q;
+        max_tokens: the tokens that the block tables have room for, 0 if no unit may be divided; the rest: see
+        launch_decode and launch_prefill."""
+        tokens = 1 if use == "decode" else tile.block_m // shape.group
+        num_seqs = len(seq_lens)
+        key = (use, tokens, tile.block_n, shape.sliding_window, min_queries, num_rows, num_seqs, seq_lens.data_ptr(),
+               cu_seqlens_q.data_ptr())  # fmt: skip
+        if (work := self._maps.get(key)) is not None:
+            return work
+        num_units = num_seqs if use == "decode" else num_rows // tokens + num_seqs
+        max_rows = 0
+        if max_tokens > MIN_CHUNK_TILES * tile.block_n:
+            max_rows = plan.max_chunks(use, shape.num_kv_heads, tokens * shape.num_heads, shape.head_dim)
+        work = self._maps[key] = make_map(
+            use, cu_seqlens_q, seq_lens, num_units, max_rows, plan.slots(use), min_queries,
+            work_constants(use, shape, tile),
+        )  # fmt: skip
+        return work
+
+
+def work_constants(use: str, shape: AttentionShape, tile: Tile) -> dict[str, int | bool]:
+    """The compile-time arguments of work_map_kernel."""
+    return {
+        "IS_DECODE": use == "decode",
+        "TOKENS": 1 if use == "decode" else tile.block_m // shape.group,
+        "BLOCK_N": tile.block_n,
+        "WINDOW": shape.sliding_window,
+        "NUM_KV_HEADS": shape.num_kv_heads,
+        "NUM_SIZES": NUM_SIZES,
+        "BLOCK_U": 64,
+        "BLOCK_K": 32,
+    }
+
+
+def make_map(
+    use: str, cu_seqlens_q: Tensor, seq_lens: Tensor, num_units: int, max_rows: int, slots: int, min_queries: int,
+    constants: dict[str, int | bool],
+) -> WorkMap:  # fmt: skip
+    """Launch work_map_kernel. num_units: the largest number of units; slots: programs that the device runs at once."""
+    num_items, max_splits = num_units + max_rows, max_rows // 2
+    numbers = torch.empty(8 * num_items + 4 * max_splits + 1, dtype=torch.int32, device=seq_lens.device)
+    items, splits, num_splits = numbers.split([8 * num_items, 4 * max_splits, 1])
+    work_map_kernel[(1,)](
+        cu_seqlens_q, seq_lens, items, splits, num_splits, len(seq_lens), num_units, num_items, max_rows, slots,
+        len(seq_lens).bit_length(), 1 if use == "decode" else min_queries, **constants, num_warps=8,
+    )  # fmt: skip
+    return WorkMap(items.view(-1, 8), splits.view(-1, 4), num_splits, max_rows)
+
+
+@triton.jit(
+    do_not_specialize=["num_seqs", "num_units", "num_items", "max_rows", "slots", "search_steps", "min_queries"],
+    do_not_specialize_on_alignment=["cu_seqlens_q_ptr", "seq_lens_ptr", "splits_ptr", "num_splits_ptr"],
+)
+def work_map_kernel(
+    cu_seqlens_q_ptr,
+    seq_lens_ptr,
+    items_ptr,
+    splits_ptr,
+    num_splits_ptr,
+    num_seqs,
+    num_units,
+    num_items,
+    max_rows,
+    slots,
+    search_steps,
+    min_queries,
+    IS_DECODE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    NUM_SIZES: tl.constexpr,
+    BLOCK_U: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """One program writes the whole map, BLOCK_U units at a time: see WorkMap.
+
+    Units are listed from the last one backwards, because the tiles at the end of a prompt have most keys and are to
+    start first.
+    """
+    size = num_units * 0 + (1 << 30)
+    if max_rows > 0:
+        size = choose_size(
+            cu_seqlens_q_ptr, seq_lens_ptr, num_seqs, num_units, max_rows, slots, search_steps, min_queries,
+            IS_DECODE, TOKENS, BLOCK_N, WINDOW, NUM_KV_HEADS, NUM_SIZES, BLOCK_U,
+        )  # fmt: skip
+    next_item, next_row, next_split = num_units * 0, num_units * 0, num_units * 0
+    for first in range(0, num_units, BLOCK_U):
+        exists, seq, q_row, tokens, first_pos, begin, end = load_units(
+            cu_seqlens_q_ptr, seq_lens_ptr, num_units - 1 - first - tl.arange(0, BLOCK_U), num_seqs, search_steps,
+            min_queries, IS_DECODE, TOKENS, BLOCK_N, WINDOW,
+        )  # fmt: skip
+        tiles = (end - begin + BLOCK_N - 1) // BLOCK_N
+        chunks = tl.where(exists, tl.maximum((tiles + size - 1) // size, 1), 0)  # without a key: one chunk of zeros
+        keys = tl.minimum(tiles, size) * BLOCK_N
+        is_split = chunks > 1
+        rows = tl.where(is_split, chunks, 0)
+        item, row = next_item + tl.cumsum(chunks, 0) - chunks, next_row + tl.cumsum(rows, 0) - rows
+        split_ptr = splits_ptr + (next_split + tl.cumsum(is_split.to(tl.int32), 0) - 1) * 4
+        tl.store(split_ptr, q_row, mask=is_split)
+        tl.store(split_ptr + 1, tokens, mask=is_split)
+        tl.store(split_ptr + 2, row, mask=is_split)
+        tl.store(split_ptr + 3, chunks, mask=is_split)
+        for first_chunk in range(0, tl.max(chunks, 0), BLOCK_K):
+            chunk = (first_chunk + tl.arange(0, BLOCK_K))[None, :] + tl.zeros([BLOCK_U, 1], tl.int32)
+            mask = chunk < chunks[:, None]
+            item_ptr = items_ptr + (item[:, None] + chunk) * 8
+            chunk_begin = begin[:, None] + chunk * keys[:, None]
+            tl.store(item_ptr, seq[:, None] + chunk * 0, mask=mask)
+            tl.store(item_ptr + 1, q_row[:, None] + chunk * 0, mask=mask)
+            tl.store(item_ptr + 2, tokens[:, None] + chunk * 0, mask=mask)
+            tl.store(item_ptr + 3, first_pos[:, None] + chunk * 0, mask=mask)
+            tl.store(item_ptr + 4, chunk_begin, mask=mask)
+            tl.store(item_ptr + 5, tl.minimum(chunk_begin + keys[:, None], end[:, None]), mask=mask)
+            tl.store(item_ptr + 6, tl.where(is_split[:, None], row[:, None] + chunk, -1), mask=mask)
+        next_item += tl.sum(chunks, 0)
+        next_row += tl.sum(rows, 0)
+        next_split += tl.sum(is_split.to(tl.int32), 0)
+    for first in range(next_item, num_items, NUM_SIZES):
+        unused = first + tl.arange(0, NUM_SIZES)
+        tl.store(items_ptr + unused * 8, unused * 0 - 1, mask=unused < num_items)
+    tl.store(num_splits_ptr, next_split)
+
+
+@triton.jit
+def choose_size(
+    cu_seqlens_q_ptr,
+    seq_lens_ptr,
+    num_seqs,
+    num_units,
+    max_rows,
+    slots,
+    search_steps,
+    min_queries,
+    IS_DECODE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    NUM_SIZES: tl.constexpr,
+    BLOCK_U: tl.constexpr,
+):
+    """Tiles per chunk with the least estimated time, in tiles.
+
+    n programs of at most m tiles that `slots` slots take one after the other end after at most ceil(n / slots) * m
+    tiles, and after at most (all tiles / slots) + m (Graham, 1969). The estimate is the smaller bound. A program costs
+    one tile more than its keys, and the reduction two, which are not measured yet. The sizes are 8 per power of two,
+    from 2 on, and an endless one: no chunks.
+    """
+    number = NUM_SIZES - 1 - tl.arange(0, NUM_SIZES)  # the largest size first: it wins a tie
+    sizes = ((8 + number % 8) << (number // 8)) >> 2
+    sizes = tl.where(number == NUM_SIZES - 1, 1 << 30, sizes)
+    programs, rows = tl.zeros([NUM_SIZES], tl.int32), tl.zeros([NUM_SIZES], tl.int32)
+    total, longest = num_units * 0, num_units * 0
+    for first in range(0, num_units, BLOCK_U):
+        exists, _, _, _, _, begin, end = load_units(
+            cu_seqlens_q_ptr, seq_lens_ptr, num_units - 1 - first - tl.arange(0, BLOCK_U), num_seqs, search_steps,
+            min_queries, IS_DECODE, TOKENS, BLOCK_N, WINDOW,
+        )  # fmt: skip
+        tiles = tl.where(exists, (end - begin + BLOCK_N - 1) // BLOCK_N, 0)
+        chunks = (tiles[None, :] + sizes[:, None] - 1) // sizes[:, None]
+        programs += tl.sum(tl.maximum(chunks, exists.to(tl.int32)[None, :]), 1)
+        rows += tl.sum(tl.where(chunks > 1, chunks, 0), 1)
+        total += tl.sum(tiles, 0)
+        longest = tl.maximum(longest, tl.max(tiles, 0))
+    launched = programs.to(tl.int64) * NUM_KV_HEADS
+    chunk = (tl.minimum(sizes, longest) + 1).to(tl.int64)
+    rounds = (launched + slots - 1) // slots
+    mean = (total.to(tl.int64) * NUM_KV_HEADS + launched + slots - 1) // slots
+    cost = tl.minimum(rounds * chunk, mean + chunk) + tl.where(rows > 0, 2, 0)
+    cost = tl.where(rows <= max_rows, cost, 1 << 60)
+    best = tl.argmin(cost, 0)
+    return tl.sum(tl.where(tl.arange(0, NUM_SIZES) == best, sizes, 0), 0)
+
+
+@triton.jit
+def load_units(
+    cu_seqlens_q_ptr,
+    seq_lens_ptr,
+    unit,
+    num_seqs,
+    search_steps,
+    min_queries,
+    IS_DECODE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """(exists, sequence, first row of q, query tokens, position of the first one, first key as a multiple of BLOCK_N,
+    end of the keys) of each unit; a number below 0 is no unit.
+
+    Decode: unit i is sequence i, if it has exactly one row. Prefill: up to TOKENS query tokens of a sequence of at
+    least min_queries rows. There, units of sequence i are numbered from cu_seqlens_q[i] // TOKENS + i. That leaves
+    enough numbers for every sequence, because ceil((b - a) / T) <= floor(b / T) - floor(a / T) + 1. A binary search
+    finds the sequence; an unused number gives a token past the sequence's end.
+    """
+    exists = unit >= 0
+    seq, first_token = tl.maximum(unit, 0), unit * 0
+    if not IS_DECODE:
+        seq, high = unit * 0, unit * 0 + num_seqs - 1
+        for _ in range(search_steps):
+            middle = (seq + high + 1) // 2
+            is_after = tl.load(cu_seqlens_q_ptr + middle) // TOKENS + middle > unit
+            high = tl.where(is_after, middle - 1, high)
+            seq = tl.where(is_after, seq, middle)
+        first_token = (unit - tl.load(cu_seqlens_q_ptr + seq) // TOKENS - seq) * TOKENS
+    q_begin = tl.load(cu_seqlens_q_ptr + seq)
+    q_len = tl.load(cu_seqlens_q_ptr + seq + 1) - q_begin
+    if IS_DECODE:
+        exists &= q_len == 1
+    else:
+        exists &= (first_token < q_len) & (q_len >= min_queries)
+    seq_len = tl.load(seq_lens_ptr + seq, mask=exists, other=0)
+    first_pos = seq_len - q_len + first_token
+    end = tl.maximum(tl.minimum(seq_len, first_pos + TOKENS), 0)
+    begin = first_pos * 0
+    if WINDOW > 0:
+        begin = tl.maximum(first_pos + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N
+    return exists, seq, q_begin + first_token, tl.minimum(TOKENS, q_len - first_token), first_pos, begin, end
+
+
+@triton.jit(
+    do_not_specialize=["max_tokens"],
+    do_not_specialize_on_alignment=["lse_ptr", "splits_ptr", "num_splits_ptr"],
+)
+def reduce_chunks_kernel(
+    partial_ptr,
+    lse_ptr,
+    splits_ptr,
+    num_splits_ptr,
+    out_ptr,
+    max_tokens,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """Grid (max_tokens * num_heads, programs): adds the chunks of each divided unit of at most max_tokens query tokens,
+    in the order of the keys, each weighted by its share of the whole softmax. Rows of partial results [max_tokens *
+    num_heads, HEAD_DIM] and of lse [max_tokens * num_heads] are ordered by KV head, token, and head of the group.
+    """
+    num_heads = tl.num_programs(0) // max_tokens
+    place = tl.program_id(0)
+    kv_head, token = place // (max_tokens * GROUP), place // GROUP % max_tokens
+    head = kv_head * GROUP + place % GROUP
+    offs_s, offs_d = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
+    for split in range(tl.program_id(1), tl.load(num_splits_ptr), tl.num_programs(1)):
+        q_row, tokens = tl.load(splits_ptr + split * 4), tl.load(splits_ptr + split * 4 + 1)
+        first, count = tl.load(splits_ptr + split * 4 + 2), tl.load(splits_ptr + split * 4 + 3)
+        if token < tokens:
+            acc = tl.zeros([BLOCK_D], tl.float32)
+            top, total = tl.full([], float("-inf"), tl.float32), tl.full([], 0.0, tl.float32)
+            for chunk in range(0, count, BLOCK_S):
+                exists = chunk + offs_s < count
+                row = (first + chunk + offs_s).to(tl.int64) * tl.num_programs(0) + place
+                lse = tl.load(lse_ptr + row, mask=exists, other=float("-inf"))
+                mask = exists[:, None] & (offs_d < HEAD_DIM)[None, :]
+                values = tl.load(partial_ptr + row[:, None] * HEAD_DIM + offs_d[None, :], mask=mask, other=0.0)
+                new_top = tl.maximum(top, tl.max(lse, 0))
+                shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+                weights, decay = tl.exp2(lse - shift), tl.exp2(top - shift)
+                acc = acc * decay + tl.sum(values * weights[:, None], 0)
+                total = total * decay + tl.sum(weights, 0)
+                top = new_top
+            out_at = out_ptr + ((q_row + token).to(tl.int64) * num_heads + head) * HEAD_DIM
+            result = acc / tl.where(total > 0.0, total, 1.0)
+            tl.store(out_at + offs_d, result.to(out_ptr.dtype.element_ty), mask=offs_d < HEAD_DIM)
+
+
+def reduce_chunks(work: WorkMap, plan: AttentionPlan, shape: AttentionShape, tokens: int, out: Tensor) -> None:
+    """Launch reduce_chunks_kernel after the attention kernel, if a unit can have several chunks. out: that of the
+    attention kernel; tokens: query tokens per unit."""
+    if work.max_rows == 0:
+        return
+    rows = tokens * shape.num_heads
+    values, lse = plan.partial_results(work.max_rows, rows, shape.head_dim)
+    # programs enough to fill the device; each takes several units if there are more
+    programs = max(1, min(len(work.splits), 16 * plan.num_sms // rows))
+    reduce_chunks_kernel[(rows, programs)](
+        values, lse, work.splits, work.num_splits, out, tokens, **reduce_constants(shape), num_warps=4
+    )
+
+
+def reduce_constants(shape: AttentionShape) -> dict[str, int]:
+    """The compile-time arguments of reduce_chunks_kernel."""
+    return {
+        "GROUP": shape.group,
+        "HEAD_DIM": shape.head_dim,
+        "BLOCK_D": max(16, power_of_2(shape.head_dim)),
+        "BLOCK_S": 32,
+    }
+
+
+def aot_configurations(capability: int) -> Iterator[AotConfiguration]:
+    """Yields the maps of decode and of two tiles of prefill, and the reduction, for one model of each head size."""
+    head_sizes = set()
+    types = POINTERS | {"splits_ptr": "*i32", "num_splits_ptr": "*i32"}
+    for case in attention_cases():
+        shape, options = case.shape, {"types": types, "quick": case.quick}
+        if shape.head_dim in head_sizes:
+            continue
+        head_sizes.add(shape.head_dim)
+        for use, num_rows in (("decode", shape.group), ("prefill", 16), ("prefill", 1 << 20)):
+            constants = work_constants(use, shape, shape.tile(use, capability, num_rows))
+            name = f"{use} {constants['TOKENS']} tokens d{shape.head_dim}"
+            yield AotConfiguration(work_map_kernel, name, "int32", constants, num_warps=8, **options)
+        constants = reduce_constants(shape)
+        yield AotConfiguration(
+            reduce_chunks_kernel, f"d{shape.head_dim}", case.dtype, constants, num_warps=4, **options
+        )
