@@ -30,9 +30,9 @@ from engine.models.families import model_config as parse_config
 # Assumptions. A dependent kernel of a graph starts about a microsecond after its predecessor ended, and takes about
 # another one until memory is streaming and at its end; programmatic dependent launch hides half of both.
 LAUNCH_MICROSECONDS, PDL_MICROSECONDS = 2.0, 1.0
-STREAMED = 0.90  # of its floor's limit that an operator reaches between its start and its end
+STREAMED = 0.90  # an operator reaches this share of its limit between its start and its end
 HOST_MICROSECONDS, HOST_MICROSECONDS_PER_SEQUENCE = 250.0, 1.2  # Python of a step: plan, arrays, upload, result
-EAGER_MICROSECONDS = 8.0  # of host time for each launch without a graph
+EAGER_MICROSECONDS = 8.0  # host time for each launch without a graph
 BATCHES, CONTEXT = (1, 16, 64, 256), 1024
 MODELS = {name.lower(): name for name in CONFIGS}
 
@@ -82,7 +82,9 @@ def operator_seconds(operator: Operator, card: Datasheet, assumed: Assumed) -> f
 
 def predict(name: str, model: ModelConfig, step: list[Rows], card: Datasheet, assumed: Assumed) -> Prediction:
     """Predict one step of sequences that all sample a token."""
-    operators, limits = list(step_operators(model, step)), card.limits
+    programs = sum(rows.count for rows in step if rows.new == 1) * model.num_kv_heads
+    merges = 0 < programs <= card.num_sms  # fewer programs than the card could hold are split
+    operators, limits = list(step_operators(model, step, merges=merges)), card.limits
     bound = Bounds(model, limits).step_seconds(step)
     floor = floor_seconds(operators, limits.bandwidth, limits.rate)
     device = sum(operator_seconds(operator, card, assumed) for operator in operators)

@@ -15,6 +15,7 @@ from engine.config import EngineConfig
 from engine.executor.step import NewSequence
 from engine.models.config import ModelConfig
 from engine.models.families import read_model_config
+from engine.models.layers.operators import FastOperators, Operators
 from engine.models.weights import load_model
 from engine.sampling_params import SamplingParams
 from engine.worker.cache.kv_cache import allocate_kv_caches
@@ -22,6 +23,7 @@ from engine.worker.device.host import resolve_step_limits
 from engine.worker.device.queue import CudaQueue
 from engine.worker.loaded import LoadedDecoder
 from engine.worker.model_runner import ModelRunner, RunnerParts
+from kernels.linear.choice import LinearChoices
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 FREE_SHARE = 0.8  # the KV cache takes this share of the memory that the weights leave
@@ -33,6 +35,7 @@ class BareRunner:
     """A runner, and the parts that it was made of."""
 
     runner: ModelRunner
+    operators: Operators
     model: ModelConfig
     kv_caches: list[tuple[Tensor, Tensor]]
     block_size: int
@@ -46,14 +49,24 @@ class BareRunner:
         buckets = self.runner.buckets
         return buckets is not None and buckets.has_decode_graph(batch)
 
+    def chosen_kernels(self) -> dict[str, dict[int, str]]:
+        """The kernel of each kind of linear layer by rows; empty on a CPU."""
+        choices = self.operators.choices if isinstance(self.operators, FastOperators) else LinearChoices()
+        return {kind.name: choices.names(kind) for kind in choices.layers}
+
     def record(self, batch: int) -> None:
         """Record graphs, as an idle Worker does, until there is one for a decode step of this size."""
         while not self.uses_graph(batch) and self.runner.use_idle_time():
             pass
 
 
-def load_bare(folder: Path, device: torch.device, num_tokens: int, graphs: bool = True) -> BareRunner:
-    """Random weights in bf16, and a cache of `num_tokens` tokens, or of as many as fit, filled with random numbers."""
+def load_bare(
+    folder: Path, device: torch.device, num_tokens: int, graphs: bool = True, choose: bool = False
+) -> BareRunner:
+    """Random weights in bf16, and a cache of `num_tokens` tokens, or of as many as fit, filled with random numbers.
+
+    choose: time the candidates of each linear layer, as a server does at its start; else cuBLAS computes all of them.
+    """
     config = EngineConfig(model=str(folder), load_format="dummy", dtype="bfloat16", device=device.type,
                           cuda_graphs=graphs)  # fmt: skip
     model = read_model_config(folder)
@@ -62,6 +75,8 @@ def load_bare(folder: Path, device: torch.device, num_tokens: int, graphs: bool 
     max_model_len = model.max_position_embeddings
     decoder = load_model(folder, model, dtype=torch.bfloat16, device=device, load_format="dummy", seed=config.seed,
                          progress=lambda phase: None, max_model_len=max_model_len, batch_invariant=False)  # fmt: skip
+    if choose and on_gpu:
+        decoder.operators.choose_kernels(device, limits.max_num_batched_tokens)
     num_blocks = -(-num_tokens // config.block_size)
     if on_gpu:
         block_bytes = config.block_size * model.kv_bytes_per_token(2)
@@ -82,8 +97,17 @@ def load_bare(folder: Path, device: torch.device, num_tokens: int, graphs: bool 
             buckets=loaded.bucket_settings(max_model_len),
         )
     )
-    return BareRunner(runner, model, kv_caches, config.block_size, num_blocks, max_model_len, limits.max_num_seqs,
-                      limits.max_num_batched_tokens)  # fmt: skip
+    return BareRunner(
+        runner=runner,
+        operators=decoder.operators,
+        model=model,
+        kv_caches=kv_caches,
+        block_size=config.block_size,
+        num_blocks=num_blocks,
+        max_model_len=max_model_len,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+    )
 
 
 def fill(kv_caches: list[tuple[Tensor, Tensor]]) -> None:

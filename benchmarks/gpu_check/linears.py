@@ -1,9 +1,11 @@
-"""The linear layers of Llama-3-8B at every number of rows that matters: the engine's choice beside cuBLAS.
+"""The linear layers of Llama-3-8B at every number of rows that matters, by each kernel that the engine chooses from.
 
-The engine's layer is what the models call; cuBLAS is F.linear on the same weights. Where the engine has candidates to
-choose from (kernels/linear), the times of both say whether it chose well.
+At its start the engine times them (kernels/linear/choice.py) and keeps the fastest by shape and rows. The part
+called decode records the choice. Each candidate is a case of its own here.
 """
 
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -17,10 +19,20 @@ from benchmarks.gpu_check.parts import Setting
 from benchmarks.gpu_check.record import Recorder
 from benchmarks.gpu_check.timing import Stopwatch, pick_device
 from benchmarks.kernel_speed import Case, Shape
+from kernels.linear.choice import PRODUCTS
 from kernels.linear.packed import PackedLinear
 
 ROWS, TINY_ROWS = (1, 64, 256, 8, 16, 32, 128, 2, 4, 8192), (1, 2)
+MOST_GEMV_ROWS = 8
 LARGEST_CACHE = 96 << 20  # bytes; weights of several layers in turn exceed it, as in a model
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A plain weight [out_features, in_features], and on a CPU the layer that packs it."""
+
+    weight: Tensor
+    packed: PackedLinear
 
 
 def run(recorder: Recorder, setting: Setting) -> None:
@@ -29,10 +41,18 @@ def run(recorder: Recorder, setting: Setting) -> None:
     bench = Bench(recorder, device, Stopwatch(device, seconds=0.06), find_limits(setting, recorder))
     shape, rows = (TINY_SHAPE, TINY_ROWS) if setting.tiny else (SHAPE, ROWS)
     for name, (n_out, n_in) in layer_sizes(shape).items():
-        layers: list[tuple[PackedLinear, Tensor]] = []
+        layers: list[Layer] = []
         for num_rows in rows:
-            measure = partial(time_layer, bench, layers, name, n_out, n_in, num_rows)
-            recorder.case(f"linear {name} {num_rows} rows", measure, seconds=30)
+            for product in products(device, num_rows):
+                measure = partial(time_product, bench, layers, product, name, n_out, n_in, num_rows)
+                recorder.case(f"{product} {name} {num_rows} rows", measure, seconds=30)
+
+
+def products(device: torch.device, num_rows: int) -> list[str]:
+    """Names of the kernels that compute a layer at this number of rows."""
+    if device.type == "cpu":
+        return ["packed", "cublas"]
+    return [name for name in PRODUCTS if name != "gemv" or num_rows <= MOST_GEMV_ROWS]
 
 
 def layer_sizes(shape: Shape) -> dict[str, tuple[int, int]]:
@@ -48,39 +68,34 @@ def layer_sizes(shape: Shape) -> dict[str, tuple[int, int]]:
 
 
 @torch.no_grad()
-def time_layer(
-    bench: Bench, layers: list[tuple[PackedLinear, Tensor]], name: str, n_out: int, n_in: int, num_rows: int
+def time_product(
+    bench: Bench, layers: list[Layer], product: str, name: str, n_out: int, n_in: int, num_rows: int
 ) -> None:
-    """Both ways at one number of rows; results are compared on the way. The first case fills `layers`."""
+    """One kernel at one number of rows; its result is compared with F.linear's. The first case fills `layers`.
+
+    Layers take turns, so that no weight is found in a cache.
+    """
     if not layers:
         layers += make_layers(n_out, n_in, bench.device)
     x = torch.randn(num_rows, n_in, device=bench.device).bfloat16()
-    compare(layers[0][0](x), F.linear(x, layers[0][1]))
+    calls = [layer.packed if product == "packed" else partial(PRODUCTS[product], weight=layer.weight, bias=None)
+             for layer in layers]  # fmt: skip
+    compare(calls[0](x), F.linear(x, layers[0].weight))
+    turn = iter(range(10**9))
     moved, flops = (n_out * n_in + num_rows * (n_in + n_out)) * 2, 2 * num_rows * n_out * n_in
-    ours, cublas = iter_calls(layers, x)
-    seconds = bench.time(Case(f"linear {name}", f"{num_rows} rows", ours, moved, flops))
-    peer = bench.time(Case(f"F.linear {name}", f"{num_rows} rows", cublas, moved, flops), by="F.linear")
-    bench.recorder.figure(f"linear {name} {num_rows} rows, F.linear / ours", peer / seconds, "x")
+    call = partial(_in_turn, calls, turn, x)
+    bench.time(Case(f"{product} {name}", f"{num_rows} rows", call, moved, flops), by=product)
 
 
-def iter_calls(layers: list[tuple[PackedLinear, Tensor]], x: Tensor) -> tuple[partial[Tensor], partial[Tensor]]:
-    """Calls that take the layers in turn, so that no weight is found in a cache."""
-    turns = [iter(range(10**9)) for _ in range(2)]
-
-    def ours() -> Tensor:
-        return layers[next(turns[0]) % len(layers)][0](x)
-
-    def cublas() -> Tensor:
-        return F.linear(x, layers[next(turns[1]) % len(layers)][1])
-
-    return partial(ours), partial(cublas)
+def _in_turn(calls: list[Callable[[Tensor], Tensor]], turn: Iterator[int], x: Tensor) -> Tensor:
+    return calls[next(turn) % len(calls)](x)
 
 
-def make_layers(n_out: int, n_in: int, device: torch.device) -> list[tuple[PackedLinear, Tensor]]:
-    """Layers with random weights beside the same plain weights (a layer on a CPU keeps a packed copy alone)."""
+def make_layers(n_out: int, n_in: int, device: torch.device) -> list[Layer]:
+    """Layers with random weights, more of them than a cache holds."""
     count = max(1, LARGEST_CACHE // (n_out * n_in * 2)) if device.type == "cuda" else 1
     weights = [torch.randn(n_out, n_in, device=device).mul_(n_in**-0.5).bfloat16() for _ in range(count)]
-    return [(PackedLinear(weight), weight) for weight in weights]
+    return [Layer(weight, PackedLinear(weight)) for weight in weights]
 
 
 def compare(ours: Tensor, theirs: Tensor) -> None:

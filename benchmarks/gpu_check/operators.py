@@ -49,11 +49,11 @@ class Operator:
 
 
 def step_operators(
-    model: ModelConfig, step: list[Rows], dtype_bytes: int = 2, kv_bytes: int | None = None
+    model: ModelConfig, step: list[Rows], dtype_bytes: int = 2, merges: bool = False
 ) -> Iterator[Operator]:
-    """The operators of one step in their order.
+    """The operators of one step in their order. Every sequence samples one token greedily.
 
-    Every sequence samples one token greedily. kv_bytes: of one token over all layers; None for the model's dtype.
+    merges: decode attention is split, and another launch merges the parts. The bytes of partial results are left out.
     """
     layers, hidden, item = model.num_layers, model.hidden_size, dtype_bytes
     tokens, sequences = sum(rows.tokens for rows in step), sum(rows.count for rows in step)
@@ -66,7 +66,9 @@ def step_operators(
     yield Operator("norms", "row", 2 * layers, 2 * layers * 4 * tokens * hidden * item)
     yield gemm.of("qkv", layers, hidden, heads)
     yield Operator("rope and cache write", "row", layers, layers * tokens * 2 * heads * item)
-    yield from _attention(model, step, item, kv_bytes)
+    yield from _attention(model, step, item)
+    if merges:
+        yield Operator("merge of splits", "row", layers, 0.0)
     yield gemm.of("attention out", layers, model.q_size, hidden)
     yield from _mlp(model, tokens, item, gemm)
     yield Operator("final norm", "row", 2, 4 * tokens * hidden * item)
@@ -76,9 +78,9 @@ def step_operators(
     yield Operator("sampling", "row", 5, sequences * model.vocab_size * item)
 
 
-def _attention(model: ModelConfig, step: list[Rows], item: int, kv_bytes: int | None) -> Iterator[Operator]:
+def _attention(model: ModelConfig, step: list[Rows], item: int) -> Iterator[Operator]:
     """One operator for the sequences that decode and one for those with more rows: each has a kernel of its own."""
-    kv = model.kv_bytes_per_token(item) if kv_bytes is None else kv_bytes
+    kv = model.kv_bytes_per_token(item)
     flops = 4 * model.num_layers * model.q_size
     for name, part in (("attention decode", [rows for rows in step if rows.new == 1]),
                        ("attention prefill", [rows for rows in step if rows.new > 1])):  # fmt: skip

@@ -1,6 +1,6 @@
 """`python -m benchmarks.gpu_check.probe [decode prefill rows linear sampling]`: each kernel a few times, for tools.
 
-Nothing is timed and nothing is flushed: ncu and compute-sanitizer run this program and watch its kernels.
+ncu and compute-sanitizer run this program and watch its kernels. It times nothing.
 """
 
 import sys

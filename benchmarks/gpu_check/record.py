@@ -67,10 +67,12 @@ class Recorder:
         self._cases: list[str] = []  # the running cases, the outermost first
         lines = read_record(path)
         self._done = finished_cases(lines)
+        self._failed = {line["case"] for line in lines if line["kind"] == "failed"}
         self._skipped = {(line["name"], line["reason"]) for line in lines if line["kind"] == "skipped"}
         for line in lines:
             if line["kind"] == "begin" and line["case"] not in self._done:
                 self._done.add(line["case"])
+                self._failed.add(line["case"])
                 self._write("failed", case=line["case"], reason=lost, **({"cut": True} if cut else {}))
 
     @staticmethod
@@ -81,6 +83,10 @@ class Recorder:
     def is_done(self, name: str) -> bool:
         """Whether an earlier process of the part, or an earlier call, ran this case."""
         return name in self._done
+
+    def has_failed(self, name: str) -> bool:
+        """Whether it failed then, or in this process."""
+        return name in self._failed
 
     def case(self, name: str, measure: Callable[[], object], seconds: float = CASE_SECONDS) -> None:
         """Run `measure`, which records figures. Its exception is recorded and ends the case, not the part.
@@ -114,6 +120,7 @@ class Recorder:
         except Exception as error:
             traceback.print_exc()
             sys.stderr.flush()
+            self._failed.add(name)
             self._write("failed", case=name, reason=_summary(error))
             if device_is_broken():
                 sys.exit(DEVICE_BROKEN)

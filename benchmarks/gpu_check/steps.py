@@ -59,10 +59,14 @@ Cases = Callable[["Steps"], Iterator[tuple[str, Callable[[], None]]]]
 
 
 def with_model(name: str, recorder: Recorder, setting: Setting, cases: Cases) -> None:
-    """Run the cases of one model. It is loaded by the first case that needs it, and freed behind the last."""
+    """Run the cases of one model. A process that goes on behind a fault loads it again in its first case."""
     device = pick_device(setting.tiny)
     steps = Steps(name, recorder, setting, device)
-    for case, measure in cases(steps):
+    planned = list(cases(steps))
+    if all(recorder.is_done(f"{name}: {case}") for case, _ in planned):
+        return
+    recorder.case(f"{name}: load", steps.load, seconds=LOAD_SECONDS)
+    for case, measure in planned:
         seconds = CASE_SECONDS if steps.loaded else LOAD_SECONDS
         recorder.case(f"{name}: {case}", partial(steps.fresh, measure), seconds=seconds)
     del steps
@@ -111,7 +115,7 @@ class Steps:
             raise RuntimeError(f"the model was not loaded: {self._error}")
         if self._sequences is None:
             try:
-                self._load()
+                self.load()
             except Exception as error:
                 self._error = f"{type(error).__name__}: {error}"
                 raise
@@ -125,14 +129,17 @@ class Steps:
         assert self._sequences is not None, "fresh loads the model"
         return self._sequences
 
-    def _load(self) -> None:
+    def load(self) -> None:
+        """Load with the kernels of linear layers chosen by timing; if a process failed at that, with cuBLAS alone."""
+        choose = not self.recorder.has_failed(f"{self.name}: load")
         folder = write_model(self.name, self.setting.folder, self.setting.tiny)
         started = time.perf_counter()
         tokens = (max(BATCHES) * (CONTEXT + 256)) if not self.setting.tiny else 1024
-        self._sequences = Fabricated(load_bare(folder, self.device, tokens), self.device)
+        self._sequences = Fabricated(load_bare(folder, self.device, tokens, choose=choose), self.device)
         self.loaded = True
         self.bounds = Bounds(self.sequences.model, find_limits(self.setting, self.recorder))
-        print(f"  loaded in {time.perf_counter() - started:.1f} s", flush=True)
+        chosen = self.sequences.bare.chosen_kernels()
+        self.recorder.figure(f"{self.name}: load", time.perf_counter() - started, "s", chosen=chosen)
 
     def decode(self, lengths: dict[int, int]) -> None:
         """`lengths`: how many sequences of each context. The time of a step, then the host's part of it."""

@@ -32,7 +32,7 @@ CASES = {
     "peers": "Qwen3-0.6B: transformers one by one",
     "attention": "decode 1 x 64",
     "graphs": "a cache above 2^31 elements",
-    "linears": "linear gate_up 1 rows",
+    "linears": "packed gate_up 1 rows",
     "tests": "tests on the device",
     "kernels": "rms_norm + residual 2 rows",
     "http": "Qwen3-0.6B: over HTTP",

@@ -61,7 +61,7 @@ PLANTS = {
     "Qwen3-0.6B: transformers static batch": "oom",
     "decode 1 x 64": "hang",
     "a cache above 2^31 elements": "kill",
-    "linear gate_up 1 rows": "illegal",
+    "packed gate_up 1 rows": "illegal",
     "rms_norm + residual 2 rows": "exception",
 }
 
@@ -106,19 +106,28 @@ def test_a_faulty_kernel_costs_the_figures_that_need_it(tmp_path):
     assert {"paged_attention 1 x 64", "paged_attention int4 3 x 40"} <= set(figures(attention))
 
 
+def test_steps_on_a_device_without_memory():
+    pytest.importorskip("triton", reason="triton is not installed")
+    path = Path(__file__).with_name("fake_cuda_cases.py")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
+
+
 # Later calls.
 
 
 def test_a_later_call_runs_what_the_earlier_one_did_not(tmp_path):
     """The first call loses one case. The second repeats this case and those it is asked for, and no others."""
     arguments = ["--parts", "limits linears"]
-    first, _ = run_planted(tmp_path, {"linear down 2 rows": "exception"}, *arguments)
-    assert [line["case"] for line in first["parts"]["linears"] if line["kind"] == "failed"] == ["linear down 2 rows"]
+    first, _ = run_planted(tmp_path, {"packed down 2 rows": "exception"}, *arguments)
+    assert [line["case"] for line in first["parts"]["linears"] if line["kind"] == "failed"] == ["packed down 2 rows"]
     mended, printed = run_planted(tmp_path, {}, *arguments, "--resume", str(tmp_path), "--again", "failed,head")
     assert mended["parts"]["limits"] == first["parts"]["limits"] and "cases are not run again" in printed
     assert mended["limits"] == first["limits"] and mended["resumed"]["date"] == first["date"]
     before, after = (figures(document["parts"]["linears"]) for document in (first, mended))
-    assert set(after) - set(before) == {name for name in after if "down 2 rows" in name}
+    assert set(after) - set(before) == {name for name in after if "packed down 2 rows" in name}
     again = {name for name in before if before[name] != after[name]}
     assert again == {name for name in before if " head " in name}
 

@@ -1,7 +1,7 @@
 """Python runs this file at its start where its folder is on the path: it plants faults into parts of gpu_check.
 
-GPU_CHECK_PLANTS is JSON: {what: kind}. `what` is the name of a case, or "module:function" for each call of a function;
-`kind` is one of KINDS.
+GPU_CHECK_PLANTS is JSON: {key: kind}. A key is the name of a case, or "module:function" for each call of a function; a
+kind is one of KINDS.
 """
 
 import contextlib
