@@ -55,9 +55,23 @@ class BareRunner:
         return {kind.name: choices.names(kind) for kind in choices.layers}
 
     def record(self, batch: int) -> None:
-        """Record graphs, as an idle Worker does, until there is one for a decode step of this size."""
-        while not self.uses_graph(batch) and self.runner.use_idle_time():
-            pass
+        """Record the two graphs of a decode step of this size: the last step asked for them, so they come next."""
+        if not self.uses_graph(batch):
+            self._record_two()
+
+    def uses_mixed_graph(self, num_tokens: int, num_seqs: int) -> bool:
+        """Whether a step with a prompt chunk, of this many tokens and sequences in all, is replayed."""
+        buckets = self.runner.buckets
+        return buckets is not None and buckets.mixed_bucket(num_tokens, num_seqs) is not None
+
+    def record_mixed(self, num_tokens: int, num_seqs: int) -> None:
+        """`record` for a step with a chunk."""
+        if not self.uses_mixed_graph(num_tokens, num_seqs):
+            self._record_two()
+
+    def _record_two(self) -> None:
+        for _ in range(2):  # the forward pass, and greedy sampling
+            self.runner.use_idle_time()
 
 
 def load_bare(

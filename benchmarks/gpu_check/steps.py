@@ -219,6 +219,8 @@ class Steps:
         )
         seq_ids = self._arrive({context: decodes}, warm_up + steps + host_steps + 4)
         plans = self._mixed_plans(seq_ids, prompt)
+        self._run_plans([next(plans)])
+        self.sequences.bare.record_mixed(decodes + prompt, decodes + 1)
         self._run_plans(next(plans) for _ in range(warm_up))
         seconds = statistics.median(self._run_plans(next(plans) for _ in range(steps)))
         rows = [Rows(decodes, 1, context + warm_up + steps / 2), Rows(1, prompt, prompt)]
@@ -227,6 +229,7 @@ class Steps:
             name, seconds * 1e3, "ms/step", share=self.bounds.step_seconds(rows) / seconds, of="bound",
             share_of_floor=self.bounds.floor_seconds(rows) / seconds,
             tokens_per_second=(decodes + prompt) / seconds,
+            graph=self.sequences.bare.uses_mixed_graph(decodes + prompt, decodes + 1),
         )  # fmt: skip
         hosts = [self._host_seconds(next(plans)) for _ in range(host_steps)]
         self.recorder.figure(f"{name}: host time", statistics.median(total for total, _ in hosts) * 1e3, "ms")

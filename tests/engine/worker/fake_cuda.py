@@ -22,6 +22,7 @@ from kernels.card import known_card, read_card
 
 ALIGNMENT = 16  # bytes: Triton compiles loads of 16 for pointers that are multiples of it
 MAX_GRID_YZ = 65535
+OPTIONS = ("num_warps", "num_stages", "launch_pdl")  # of a launch; all else are parameters of the kernel
 BASE_ADDRESS = 1 << 40
 ATEN = torch.ops.aten
 VIEWS = {"view", "slice", "select", "unsqueeze", "split_with_sizes", "expand", "alias", "detach", "t", "transpose",
@@ -196,7 +197,7 @@ class FakeKernel:
     def launch(self, grid, args, kwargs):
         assert 1 <= len(grid) <= 3 and all(type(n) is int and n >= 0 for n in grid), f"{self.name}: grid {grid}"
         assert all(n <= MAX_GRID_YZ for n in grid[1:]), f"{self.name}: grid {grid}"
-        options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages") if name in kwargs}
+        options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
         given = self.signature.bind(*args, **kwargs).arguments
         assert len(given) == len(self.signature.parameters), f"{self.name} lacks arguments"
         key = tuple(self._kind(param, given[param.name]) for param in self.kernel.params)
