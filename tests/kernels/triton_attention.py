@@ -96,25 +96,23 @@ def mixed(data: Paged, q, q_lens, plan, padding=0, scale=0.2, **kwargs):
 
 @pytest.mark.parametrize("case, kv_format", [("plain", None), ("window", INT8), ("alibi", None), ("softcap", INT4),
                                              ("all", FP8)])  # fmt: skip
-@pytest.mark.parametrize("num_sms", [0, 8])
-@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("num_sms, batch_invariant", [(0, False), (8, False), (8, True)])
 def test_steps_whose_lengths_only_the_device_knows(case, kv_format, num_sms, batch_invariant):
     """Decodes, chunks and empty sequences in any order, before padding rows: nothing reads or writes the padding."""
     kwargs, random = options(case, 6), torch.Generator().manual_seed(len(case) + num_sms)
-    for _ in range(2):
-        kinds = torch.randint(0, 3, (7,), generator=random).tolist()
-        q_lens = [(0, 1, int(torch.randint(2, 40, (1,), generator=random)))[kind] for kind in kinds]
-        past = torch.randint(0, 150, (7,), generator=random).tolist()
-        data = paged([max(1, n) + p for n, p in zip(q_lens, past, strict=True)], 2, 32, 16, F32)
-        data = quantized(data, kv_format) if kv_format else data
-        q = torch.randn(sum(q_lens), 6, 32)
-        plan = replace(make_plan(7, 6, 2, 32, batch_invariant=batch_invariant), num_sms=num_sms)
-        out = mixed(data, q, q_lens, plan, padding=5, **kwargs)
-        assert out[len(q) :].isnan().all(), "padding rows are not written"
-        for i, (rows, found) in enumerate(zip(q.split(q_lens), out[: len(q)].split(q_lens), strict=True)):
-            close(found, attention(rows, data.keys[i], data.values[i], 0.2, **kwargs))
-        if batch_invariant:
-            assert torch.equal(out[: len(q)], prefill(data, q, q_lens, plan, **kwargs))
+    q_lens = torch.tensor([0, 0, 1, 1, 2, int(torch.randint(3, 40, (1,), generator=random))])
+    q_lens = q_lens[torch.randperm(6, generator=random)].tolist()
+    past = torch.randint(0, 120, (6,), generator=random).tolist()
+    data = paged([max(1, n) + p for n, p in zip(q_lens, past, strict=True)], 2, 32, 16, F32)
+    data = quantized(data, kv_format) if kv_format else data
+    q = torch.randn(sum(q_lens), 6, 32)
+    plan = replace(make_plan(6, 6, 2, 32, batch_invariant=batch_invariant), num_sms=num_sms)
+    out = mixed(data, q, q_lens, plan, padding=5, **kwargs)
+    assert out[len(q) :].isnan().all(), "padding rows are not written"
+    for i, (rows, found) in enumerate(zip(q.split(q_lens), out[: len(q)].split(q_lens), strict=True)):
+        close(found, attention(rows, data.keys[i], data.values[i], 0.2, **kwargs))
+    if batch_invariant:
+        assert torch.equal(out[: len(q)], prefill(data, q, q_lens, plan, **kwargs))
 
 
 @pytest.mark.parametrize("half", HALVES, ids=str)
@@ -166,11 +164,11 @@ def test_any_number_of_chunks_and_lengths(num_sms, window):
 def test_a_few_query_tokens_on_long_contexts(case, kv_format):
     """Short chunks and the rows of speculative verification are divided among programs; each row ignores later keys."""
     q_lens = [2, 20, 5, 1, 16]
-    data = paged([700, 400, 5, 300, 31], 2, 16, 16, F32)
+    data = paged([400, 90, 5, 200, 31], 2, 16, 16, F32)
     data = quantized(data, kv_format) if kv_format else data
     q, kwargs = torch.randn(sum(q_lens), 6, 16), options(case, 6)
     plan = make_plan(5, 6, 2, 16)
-    for num_sms in (0, 8, 40):
+    for num_sms in (8, 24):
         plan = replace(plan, num_sms=num_sms, partial=torch.full((600000,), POISON, device=DEVICE))
         out = prefill(data, q, q_lens, plan, **kwargs)
         for i, (rows, found) in enumerate(zip(q.split(q_lens), out.split(q_lens), strict=True)):

@@ -79,7 +79,7 @@ class BatchMetadata:
     outputs: OutputRows | None = None  # None: every row
     plan: AttentionPlan | None = None  # for the GPU's kernels; on a CPU only where batch invariance is asked for
     prefill: PlannedPrefill | None = None  # FlashInfer's plan of the prefills; None: our own kernel
-    work: StepWork | None = None  # of one forward pass: see for_forward_pass
+    work: StepWork | None = None  # made for each pass by for_forward_pass
 
     def for_forward_pass(self) -> "BatchMetadata":
         """The metadata with a StepWork of its own where there is a plan.
