@@ -113,6 +113,8 @@ def load_decoder(
     check_attention(config, model, dtype, device)
     total_bytes = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 0
     limits = resolve_step_limits(config, device.type, total_bytes)
+    if config.attention_backend == "flashinfer":
+        progress("compiling FlashInfer")  # minutes at the first start of a machine
     flashinfer = make_flashinfer(config, model, limits.max_num_seqs, dtype, device)
     longest = model_max_len(config, model)
     # Memory that is free now bounds the memory that the KV cache can have once the weights are loaded.
