@@ -23,8 +23,8 @@ from benchmarks.gpu_check.shapes import write_model
 from benchmarks.gpu_check.timing import pick_device, synchronize
 from benchmarks.kernel_speed import Shape, fused_queries, make_plan
 from engine.config import EngineConfig
-from engine.executor.step import StepPlan
-from engine.worker.device.cuda_graphs import decode_sizes
+from engine.executor.step import SequenceStep, StepPlan
+from engine.worker.device.cuda_graphs import Bucket, decode_sizes, mixed_buckets
 from engine.worker.device.queue import CudaQueue
 from engine.worker.load import load_runner
 from kernels.attention.decode import paged_attention
@@ -32,6 +32,8 @@ from kernels.attention.prefill import prefill_attention
 from kernels.cache.reshape_and_cache import reshape_and_cache
 
 CONTEXT, TINY_CONTEXT, TINY_SIZES = 200, 20, (1, 2, 4)
+MIXED_TOKENS = 2048
+TINY_MIXED = (Bucket(16, 4),)
 MANY_ELEMENTS, TINY_ELEMENTS = (1 << 31) + (1 << 22), 1 << 16
 MAX_ERROR = 0.02  # error of hidden states in bf16: a graph pads, and more rows may take another product
 
@@ -46,6 +48,9 @@ def run(recorder: Recorder, setting: Setting) -> None:
     for size in TINY_SIZES if setting.tiny else decode_sizes(256):
         recorder.case(f"graph against eager, {size} rows", partial(same, pair, recorder, setting, device, size),
                       seconds=40)  # fmt: skip
+    for bucket in TINY_MIXED if setting.tiny else mixed_buckets(MIXED_TOKENS, 256):
+        name = f"graph against eager, {bucket.tokens} tokens, {bucket.seqs} sequences"
+        recorder.case(name, partial(same_mixed, pair, recorder, setting, device, name, bucket), seconds=40)
     pair.clear()
     _free(device)
 
@@ -160,60 +165,91 @@ def same(pair: list[Pair], recorder: Recorder, setting: Setting, device: torch.d
     if not pair:
         pair.append(make_pair(setting, device))
     rows, context = max(1, size - 1), TINY_CONTEXT if setting.tiny else CONTEXT
-    (keys, first, second), (keys_eager, first_eager, second_eager) = (
-        decode_twice(sequences, rows, context) for sequences in (pair[0].graphs, pair[0].eager)
-    )
-    graph = pair[0].graphs.bare.uses_graph(rows)
-    alike = first == first_eager  # a step that pads may sample another token where two are all but equally likely
+    compare(recorder, pair[0], f"graph against eager, {size} rows", device, rows, context, 0)
+
+
+def same_mixed(
+    pair: list[Pair], recorder: Recorder, setting: Setting, device: torch.device, name: str, bucket: Bucket
+) -> None:
+    """A step of one token and one sequence less than the bucket holds: decodes, and a prompt of the other tokens."""
+    if not pair:
+        pair.append(make_pair(setting, device))
+    decodes = max(1, min(bucket.seqs - 2, bucket.tokens // 2))
+    context = TINY_CONTEXT if setting.tiny else CONTEXT
+    compare(recorder, pair[0], name, device, decodes, context, bucket.tokens - 1 - decodes)
+
+
+def compare(
+    recorder: Recorder, pair: Pair, name: str, device: torch.device, rows: int, context: int, prompt: int
+) -> None:
+    """Record how far the keys of a replayed step are from those of an eager one; raise if they differ."""
+    try:
+        (keys, first), (keys_eager, first_eager) = (
+            two_steps(sequences, rows, context, prompt) for sequences in (pair.graphs, pair.eager)
+        )
+    finally:
+        for sequences in (pair.graphs, pair.eager):
+            sequences.forget()
+    bare = pair.graphs.bare
+    graph = bare.uses_mixed_graph(rows + prompt, rows + 1) if prompt else bare.uses_graph(rows)
+    alike = torch.ones(len(keys), dtype=torch.bool)
+    alike[:rows] = first == first_eager  # a step that pads may sample another token where two are all but as likely
     error = float((keys[alike] - keys_eager[alike]).norm() / keys_eager[alike].norm())
-    recorder.figure(
-        f"graph against eager, {size} rows",
-        error,
-        "of norm",
-        goal=at_most(MAX_ERROR),
-        rows=rows,
-        graph=graph,
-        other_tokens=int((second != second_eager)[alike].sum()),
-        compared=int(alike.sum()),
-    )
+    recorder.figure(name, error, "of norm", goal=at_most(MAX_ERROR), rows=rows, prompt=prompt, graph=graph,
+                    compared=int(alike.sum()))  # fmt: skip
     if device.type == "cuda" and not graph:
-        raise RuntimeError(f"no graph of {size} rows was recorded: a capture failed")
+        raise RuntimeError("no graph was recorded: its capture failed, or there was no memory for it")
     if not error < MAX_ERROR:
-        raise AssertionError(f"a graph of {size} rows differs from the eager step by {error:.2g} of the norm")
+        raise AssertionError(f"a graph differs from the eager step by {error:.2g} of the norm")
 
 
 @torch.inference_mode()
-def decode_twice(sequences: Fabricated, rows: int, context: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(the keys that the second step wrote in the last layer, fp32; the tokens of both steps, int64 [rows]).
+def two_steps(sequences: Fabricated, rows: int, context: int, prompt: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the keys that the second of two steps wrote in the last layer, fp32 [rows + prompt, ...]; the tokens that the
+    first sampled, int64 [rows]).
 
-    The keys of the last layer are made of the hidden states behind all layers but it. The graph is recorded between
-    the two steps. Every block that no sequence holds is NaN meanwhile. RuntimeError where a row is not finite.
+    The first step decodes `rows` sequences; the second also computes a prompt of `prompt` tokens, if not 0, and its
+    graph is recorded between the two. The keys of the last layer are made of the hidden states behind all layers but
+    it. Every block that no sequence holds is NaN meanwhile. RuntimeError where a row is not finite.
     """
     bare = sequences.bare
     new = [sequences.arrive(context, context - 1, 8)[1] for _ in range(rows)]
+    chunk = [sequences.arrive(prompt, 0, 8)[1]] if prompt else []
     seq_ids = [one.seq_id for one in new]
-    free = torch.ones(bare.num_blocks, dtype=torch.bool, device=sequences.device)
-    free[[block for one in new for block in one.block_ids]] = False
-    for pair in bare.kv_caches:
-        for cache in pair:
-            cache[free] = float("nan")
-    tokens = []
-    for arriving in (new, []):
-        plan = StepPlan(sequences.next_step(), sequences.take_removed(), arriving, [], [], decodes=seq_ids)
-        result = bare.runner.result(bare.runner.launch(plan))
-        if result.failed:
-            raise RuntimeError(f"{len(result.failed)} of {rows} rows failed: {next(iter(result.failed.values()))}")
-        tokens.append(torch.tensor(result.token_ids))
-        bare.record(rows)
+    fill_others(sequences, [block for one in (*new, *chunk) for block in one.block_ids])
+    first = run_plan(sequences, StepPlan(sequences.next_step(), sequences.take_removed(), new, [], [], decodes=seq_ids))
+    bare.record(rows)
+    if chunk:
+        bare.record_mixed(rows + prompt, rows + 1)
+    steps = [SequenceStep(one.seq_id, prompt, True, []) for one in chunk]
+    run_plan(sequences, StepPlan(sequences.next_step(), [], chunk, [], steps, decodes=seq_ids))
     synchronize(sequences.device)
-    blocks = torch.tensor([one.block_ids[context // bare.block_size] for one in new], device=sequences.device)
-    keys = bare.kv_caches[-1][0][blocks, :, context % bare.block_size].float().cpu()
+    places = [(one.block_ids[context // bare.block_size], context % bare.block_size) for one in new]
+    places += [(one.block_ids[i // bare.block_size], i % bare.block_size) for one in chunk for i in range(prompt)]
+    blocks, offsets = torch.tensor(places, device=sequences.device).T
+    keys = bare.kv_caches[-1][0][blocks, :, offsets].float().cpu()
     generator = torch.Generator(sequences.device).manual_seed(0)
     for pair in bare.kv_caches:  # later cases find numbers again, the same in both caches
         for cache in pair:
             cache.normal_(generator=generator)
-    sequences.forget()
-    return keys, tokens[0], tokens[1]
+    return keys, first
+
+
+def fill_others(sequences: Fabricated, block_ids: list[int]) -> None:
+    """NaN in all blocks but these."""
+    free = torch.ones(sequences.bare.num_blocks, dtype=torch.bool, device=sequences.device)
+    free[block_ids] = False
+    for pair in sequences.bare.kv_caches:
+        for cache in pair:
+            cache[free] = float("nan")
+
+
+def run_plan(sequences: Fabricated, plan: StepPlan) -> torch.Tensor:
+    """The sampled tokens, int64 in the order of the plan; RuntimeError where one could not be sampled."""
+    result = sequences.bare.runner.result(sequences.bare.runner.launch(plan))
+    if result.failed:
+        raise RuntimeError(f"{len(result.failed)} rows failed: {next(iter(result.failed.values()))}")
+    return torch.tensor(result.token_ids)
 
 
 @torch.inference_mode()
