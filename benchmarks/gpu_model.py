@@ -82,9 +82,7 @@ def operator_seconds(operator: Operator, card: Datasheet, assumed: Assumed) -> f
 
 def predict(name: str, model: ModelConfig, step: list[Rows], card: Datasheet, assumed: Assumed) -> Prediction:
     """Predict one step of sequences that all sample a token."""
-    programs = sum(rows.count for rows in step if rows.new == 1) * model.num_kv_heads
-    merges = 0 < programs <= card.num_sms  # fewer programs than the card could hold are split
-    operators, limits = list(step_operators(model, step, merges=merges)), card.limits
+    operators, limits = list(step_operators(model, step, merges=True)), card.limits
     bound = Bounds(model, limits).step_seconds(step)
     floor = floor_seconds(operators, limits.bandwidth, limits.rate)
     device = sum(operator_seconds(operator, card, assumed) for operator in operators)

@@ -53,22 +53,24 @@ def step_operators(
 ) -> Iterator[Operator]:
     """The operators of one step in their order. Every sequence samples one token greedily.
 
-    merges: decode attention is split, and another launch merges the parts. The bytes of partial results are left out.
+    merges: attention may be split by length, so another launch merges the parts of each call. The bytes of partial
+    results are left out.
     """
     layers, hidden, item = model.num_layers, model.hidden_size, dtype_bytes
     tokens, sequences = sum(rows.tokens for rows in step), sum(rows.count for rows in step)
     heads = model.q_size + 2 * model.kv_size
     gemm = _Gemms(tokens, item)
-    yield Operator("embedding and inputs", "row", 4, 2 * tokens * hidden * item)
+    yield Operator("embedding, inputs, work map", "row", 5, 2 * tokens * hidden * item)
     narrow = model.embedding_size
     if narrow != hidden:
         yield gemm.of("projection in", 1, narrow, hidden)
     yield Operator("norms", "row", 2 * layers, 2 * layers * 4 * tokens * hidden * item)
     yield gemm.of("qkv", layers, hidden, heads)
     yield Operator("rope and cache write", "row", layers, layers * tokens * 2 * heads * item)
-    yield from _attention(model, step, item)
+    attention = list(_attention(model, step, item))
+    yield from attention
     if merges:
-        yield Operator("merge of splits", "row", layers, 0.0)
+        yield Operator("merge of splits", "row", layers * len(attention), 0.0)
     yield gemm.of("attention out", layers, model.q_size, hidden)
     yield from _mlp(model, tokens, item, gemm)
     yield Operator("final norm", "row", 2, 4 * tokens * hidden * item)
