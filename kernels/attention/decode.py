@@ -24,6 +24,7 @@ from kernels.attention.tile import (
 )
 from kernels.attention.work import StepWork, reduce_chunks
 from kernels.cache.quantize import as_bytes
+from kernels.dependent_launch import launch_options, pdl_constants, wait_for_inputs
 from kernels.dispatch import cpu_kernels, tl, triton, use_triton
 
 
@@ -142,7 +143,7 @@ def launch_decode(
     paged_attention_kernel[(shape.num_kv_heads, len(found.items))](
         q, k_cache, v_cache, block_tables, found.items, alibi_slopes, out, partial, lse,
         scale, softcap, block_tables.stride(0), **shape.constants(tile, plan.capability),
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, **launch_options(q.device),
     )  # fmt: skip
     reduce_chunks(found, plan, shape, 1, out)
 
@@ -177,8 +178,10 @@ def paged_attention_kernel(
     HAS_ALIBI: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
     """Grid (num_kv_heads, items of the WorkMap): the heads of one group over a chunk of the keys of one sequence."""
+    wait_for_inputs(PDL)
     kv_head = tl.program_id(0)
     seq, q_row, _, query_pos, begin, end = load_item(items_ptr, tl.program_id(1))
     if seq < 0:
@@ -241,7 +244,7 @@ def aot_configurations(capability: int) -> Iterator[AotConfiguration]:
         tile = case.shape.tile("decode", capability, case.shape.group)
         yield AotConfiguration(
             kernel=paged_attention_kernel, label=case.label(tile), dtype=case.dtype,
-            constants=case.shape.constants(tile, capability) | case.absent,
+            constants=case.shape.constants(tile, capability) | case.absent | pdl_constants(capability),
             num_warps=tile.num_warps, num_stages=tile.num_stages,
             types=case.types, quick=case.quick, needs=case.needs(capability, tile),
             max_shared_memory=case.max_shared_memory(capability, tile),

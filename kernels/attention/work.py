@@ -24,6 +24,7 @@ from kernels.aot_configuration import AotConfiguration, power_of_2
 from kernels.attention.aot_cases import POINTERS, attention_cases
 from kernels.attention.choices import Tile
 from kernels.attention.plan import AttentionPlan, AttentionShape
+from kernels.dependent_launch import launch_options, pdl_constants, wait_for_inputs
 from kernels.dispatch import tl, triton
 
 NUM_SIZES = 128  # chunk sizes to choose from
@@ -306,11 +307,13 @@ def reduce_chunks_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
     """Grid (max_tokens * num_heads, programs): adds the chunks of each divided unit of at most max_tokens query tokens,
     in the order of the keys, each weighted by its share of the whole softmax. Rows of partial results [max_tokens *
     num_heads, HEAD_DIM] and of lse [max_tokens * num_heads] are ordered by KV head, token, and head of the group.
     """
+    wait_for_inputs(PDL)
     num_heads = tl.num_programs(0) // max_tokens
     place = tl.program_id(0)
     kv_head, token = place // (max_tokens * GROUP), place // GROUP % max_tokens
@@ -349,8 +352,9 @@ def reduce_chunks(work: WorkMap, plan: AttentionPlan, shape: AttentionShape, tok
     # programs enough to fill the device; each takes several units if there are more
     programs = max(1, min(len(work.splits), 16 * plan.num_sms // rows))
     reduce_chunks_kernel[(rows, programs)](
-        values, lse, work.splits, work.num_splits, out, tokens, **reduce_constants(shape), num_warps=4
-    )
+        values, lse, work.splits, work.num_splits, out, tokens, **reduce_constants(shape), num_warps=4,
+        **launch_options(out.device),
+    )  # fmt: skip
 
 
 def reduce_constants(shape: AttentionShape) -> dict[str, int]:
@@ -376,7 +380,7 @@ def aot_configurations(capability: int) -> Iterator[AotConfiguration]:
             constants = work_constants(use, shape, shape.tile(use, capability, num_rows))
             name = f"{use} {constants['TOKENS']} tokens d{shape.head_dim}"
             yield AotConfiguration(work_map_kernel, name, "int32", constants, num_warps=8, **options)
-        constants = reduce_constants(shape)
+        constants = reduce_constants(shape) | pdl_constants(capability)
         yield AotConfiguration(
             reduce_chunks_kernel, f"d{shape.head_dim}", case.dtype, constants, num_warps=4, **options
         )

@@ -20,7 +20,7 @@ flat row is read 4 times, another filtered row 3 times, a row with only a temper
 256 flat rows of 128256 in bf16 are 66 MB a read, 263 MB in all: 0.10 ms at 2.7 TB/s (80 % of an H100's bandwidth), 0.17
 ms at 1.55 TB/s (80 % of an A100 with 40 GB); in fp32 twice that. Not measured yet.
 
-If the list would still be longer than 16384 tokens, step 5 searches the row itself, with one program, one read per bit.
+If the list would still be longer than 32768 tokens, step 5 searches the row itself, with one program, one read per bit.
 The estimate misses so in one of 10**6 flat rows, or with a top-k of thousands and top-p together. Counts are exact.
 Sums of weights over a chunk are fp32, all others float64, each in a fixed order, so a row's token does not depend on
 its batch. The idea that only the cut is needed and not the order is from FlashInfer, "Sorting-Free GPU Kernels for LLM

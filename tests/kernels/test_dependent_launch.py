@@ -44,7 +44,7 @@ for capability in (80, *CAPABILITIES, 120):
         before = ptx[:wait].split(".reqntid")[-1]
         assert "bra" not in re.sub(r"//.*", "", before), where + ": a program may return before it waits"
 assert names >= {"rms_norm_kernel", "layer_norm_kernel", "gated_activation_kernel", "rope_and_cache_kernel",
-                 "gemv_kernel", "probe_kernel"}, names
+                 "gemv_kernel", "probe_kernel", "paged_attention_kernel", "reduce_chunks_kernel"}, names
 print("waited", sorted(names))
 """
 
