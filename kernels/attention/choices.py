@@ -78,6 +78,7 @@ DECODE = (
 # allow: a quarter fewer instructions per key, and queries are read from shared memory half as often. Short chunks use
 # tiles with fewer rows, because rows past the end of a chunk are computed for nothing.
 PREFILL = (
+    Rule(HOPPER, 16, 8, 128, 32, Tile(32, 32, 8, 5)),
     Rule(TENSOR_CORES, 16, 8, 128, 32, Tile(32, 32, 4, 5)),
     Rule(TENSOR_CORES, 16, 8, 256, 16, Tile(16, 16, 8, 5)),
     Rule(TENSOR_CORES, 16, 8, 256, 32, Tile(32, 32, 8, 5)),
