@@ -117,7 +117,7 @@ class EngineConfig:
         choices=("auto", "triton", "flashinfer"),
     )
     cuda_graphs: bool = option(
-        True, "on a GPU, launch a decode step as one recorded graph; off: kernel by kernel, for debugging"
+        True, "on a GPU, launch a step of up to 2048 tokens as a recorded graph; off: kernel by kernel, for debugging"
     )
     cuda_graph_max_num_seqs: int = option(
         512, "most sequences in a step that runs as a graph: the graph of each step size takes memory", minimum=1

@@ -80,11 +80,13 @@ def input_views(memory: Tensor, bucket: Bucket) -> BucketInputs[Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class BucketViews:
-    """The inputs of one bucket on the device and in each host buffer; first_input: see BucketInputs.sources."""
+    """The inputs of one bucket on the device and in each host buffer, and the bytes that hold all of them; first_input:
+    see BucketInputs.sources."""
 
     device: BucketInputs[Tensor]
     hosts: list[BucketInputs[npt.NDArray[Any]]]
-    num_bytes: int
+    packed: Tensor
+    packed_hosts: list[Tensor]
     first_input: int
 
 
@@ -117,7 +119,8 @@ class BucketBuffers:
             views = self._views[bucket] = BucketViews(
                 device=input_views(self.device_rows.inputs, bucket),
                 hosts=[_as_numpy(input_views(packed, bucket)) for packed in self._packed_host],
-                num_bytes=input_bytes(bucket),
+                packed=self.device_rows.inputs[: input_bytes(bucket)],
+                packed_hosts=[packed[: input_bytes(bucket)] for packed in self._packed_host],
                 first_input=self.device_rows.first_input + first,
             )
         return views
@@ -136,8 +139,8 @@ class BucketBuffers:
 
     def upload(self, bucket: Bucket) -> None:
         """Queue the copy of the arrays that `begin` gave for this bucket."""
-        end = self.views(bucket).num_bytes
-        self._queue.copy(self.device_rows.inputs[:end], self._packed_host[self._turn][:end])
+        views = self.views(bucket)
+        self._queue.copy(views.packed, views.packed_hosts[self._turn])
         self._copied[self._turn] = self._queue.mark()
 
     def download(self, num_rows: int) -> npt.NDArray[Any]:

@@ -4,9 +4,12 @@ nothing and was compiled before. Run by test_on_a_fake_cuda.py, in a process of 
 import triton  # noqa: F401 -- before the kernels: it tells them to define their Triton halves
 
 # isort: split
+import gc
+
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from transformers import BertConfig
 
 from engine.config import EngineConfig
@@ -14,7 +17,8 @@ from engine.executor.step import BlockCopy, BlockMove, NewSequence, SequenceStep
 from engine.models.families import read_model_config
 from engine.models.weights import load_model
 from engine.sampling_params import Pooling, SamplingParams
-from engine.worker.attention_warmup import AttentionSettings
+from engine.worker import memory_profile
+from engine.worker.attention_warmup import AttentionSettings, make_attention_plan
 from engine.worker.bucket_runner import BucketSettings
 from engine.worker.cache import block_mover
 from engine.worker.cache.host_cache import HostCache, block_copier
@@ -286,6 +290,39 @@ def test_the_profile_of_memory(cuda, make_decoder, name):
     profile = profile_gpu(loaded, FakeCudaQueue(cuda))
     assert profile.cache_budget == int(0.9 * (80 << 30)) - (8 << 30) - (2 << 30)
     assert "graph" not in cuda.launched and "prefill_attention_kernel" in cuda.launched
+
+
+def live_bytes():
+    """Bytes of the tensors on the device that something still refers to, by (shape, dtype)."""
+    found = {}
+    for tensor in [x for x in gc.get_objects() if type(x) is FakeTensor and x.is_cuda]:
+        key = tuple(tensor.shape), tensor.dtype
+        found[key] = found.get(key, 0) + tensor.numel() * tensor.element_size()
+    return found
+
+
+def test_the_profile_holds_what_serving_holds(cuda, make_decoder, monkeypatch):
+    """While the largest step is scored: counts of tokens, tables of steps, partial results of attention. Then none."""
+    model, decoder = make_decoder("llama")
+    config = EngineConfig(model="m", device="cuda", dtype="bfloat16", max_model_len=LENGTH, block_size=BLOCK_SIZE)
+    loaded = LoadedDecoder(config, model, decoder, LIMITS, torch.bfloat16, FakeCudaQueue.device)
+    seen, score = [], memory_profile.compute_scores
+    monkeypatch.setattr(memory_profile, "compute_scores", lambda *args: (seen.append(live_bytes()), score(*args))[1])
+    profile_gpu(loaded, FakeCudaQueue(cuda))
+    rows, blocks = LIMITS.max_num_seqs, LENGTH // BLOCK_SIZE
+    plan = make_attention_plan(model, rows, FakeCudaQueue.device)
+    held = [
+        ((rows, model.vocab_size), torch.int32),
+        ((rows, model.vocab_size), torch.bool),
+        ((rows + 1, blocks), torch.int32),
+        (tuple(plan.partial.shape), torch.float32),
+        ((rows, model.hidden_size), torch.bfloat16),
+    ]
+    assert all(seen[0].get(key) for key in held)
+    del plan
+    gc.collect()
+    after = live_bytes()
+    assert not [key for key in held[:4] if key in after]
 
 
 def test_a_decode_step_is_one_copy_in_a_graph_or_two_and_one_copy_out(make_runner, cuda):
