@@ -27,6 +27,7 @@ class Tile:
     block_n: int
     num_warps: int
     num_stages: int
+    overlaps: bool = False  # prefill by kernels/attention/overlap.py: the softmax overlaps the tensor cores
 
 
 FMA, MMA, WGMMA, TCGEN05 = ("fma",), ("mma",), ("wgmma",), ("tcgen05",)
@@ -74,9 +75,10 @@ DECODE = (
 )
 
 # Prefill is bound by arithmetic, in 8 warps of 16 rows each: with fewer rows than the head size, Triton divides a row
-# among warps, which then meet at 11 barriers per step instead of 2 (sm_80). Hopper's wgmma takes 128 keys if registers
-# allow: a quarter fewer instructions per key, and queries are read from shared memory half as often. Short chunks use
-# tiles with fewer rows, because rows past the end of a chunk are computed for nothing.
+# among warps, which then meet at 11 barriers per step instead of 2 (sm_80). On H100 the softmax takes about as long as
+# one of the two products (estimated), so its tile overlaps them: 224 registers; 128 keys at a time would spill. sm_100
+# takes 128 keys: a quarter fewer instructions per key, and queries are read from shared memory half as often. Short
+# chunks use tiles with fewer rows, because rows past the end of a chunk are computed for nothing.
 PREFILL = (
     Rule(HOPPER, 16, 8, 128, 32, Tile(32, 32, 8, 5)),
     Rule(TENSOR_CORES, 16, 8, 128, 32, Tile(32, 32, 4, 5)),
@@ -88,7 +90,8 @@ PREFILL = (
     Rule(HOPPER, 16, 4, 128, 64, Tile(64, 32, 4, 5)),
     Rule(HOPPER, 16, 16, 128, 64, Tile(64, 64, 4, 5)),
     Rule(HOPPER, 16, 8, 128, ANY, Tile(128, 64, 8, 5)),
-    Rule(HOPPER, 16, 16, 128, ANY, Tile(128, 128, 8, 5), extras=False),
+    Rule(WGMMA, 16, 16, 128, ANY, Tile(128, 64, 8, 5, overlaps=True), extras=False),
+    Rule(TCGEN05, 16, 16, 128, ANY, Tile(128, 128, 8, 5), extras=False),
     Rule(HOPPER, 16, 16, 128, ANY, Tile(128, 64, 8, 5)),
     Rule(TENSOR_CORES, 16, 8, 64, 64, Tile(64, 32, 8, 5)),
     Rule(TENSOR_CORES, 16, 8, 64, ANY, Tile(128, 32, 8, 5)),
@@ -161,6 +164,7 @@ def tile_choice(
             card.matrix_instruction() in rule.instructions
             and q_bits == rule.q_bits
             and kv_bits <= rule.kv_bits
+            and (kv_bits == q_bits or not rule.tile.overlaps)
             and block_d <= rule.block_d
             and num_rows <= rule.max_rows
             and (rule.extras or not extras)

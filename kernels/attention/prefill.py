@@ -8,6 +8,7 @@ from torch import Tensor
 from kernels.aot_configuration import AotConfiguration
 from kernels.attention.aot_cases import attention_cases
 from kernels.attention.choices import Tile
+from kernels.attention.overlap import attend_overlapped
 from kernels.attention.plan import SMALL_ROWS, AttentionPlan, AttentionShape, attention_shape, plan_for_call
 from kernels.attention.tile import (
     attend_tile,
@@ -97,7 +98,7 @@ def launch_prefill(
     prefill_attention_kernel[(shape.num_kv_heads, len(found.items))](
         q, k_cache, v_cache, block_tables, found.items, alibi_slopes, out, partial, lse,
         scale, softcap, block_tables.stride(0),
-        ALWAYS_MASKED=plan.batch_invariant, **shape.constants(tile, plan.capability),
+        ALWAYS_MASKED=plan.batch_invariant, OVERLAP=tile.overlaps, **shape.constants(tile, plan.capability),
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     reduce_chunks(found, plan, shape, tokens, out)
@@ -126,39 +127,19 @@ def prefill_tile(shape: AttentionShape, plan: AttentionPlan, num_rows: int, max_
     do_not_specialize_on_alignment=["block_tables_ptr", "lse_ptr"],  # slices of any alignment
 )
 def prefill_attention_kernel(
-    q_ptr,
-    k_cache_ptr,
-    v_cache_ptr,
-    block_tables_ptr,
-    items_ptr,
-    alibi_slopes_ptr,
-    out_ptr,
-    partial_ptr,
-    lse_ptr,
-    scale,
-    softcap,
-    block_tables_stride,
-    Q_STRIDE_ROW: tl.constexpr,
-    Q_STRIDE_HEAD: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    KV_FORMAT: tl.constexpr,
-    HAS_ALIBI: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    WINDOW: tl.constexpr,
-    ALWAYS_MASKED: tl.constexpr,
-):
+    q_ptr, k_cache_ptr, v_cache_ptr, block_tables_ptr, items_ptr, alibi_slopes_ptr, out_ptr, partial_ptr, lse_ptr,
+    scale, softcap, block_tables_stride,
+    Q_STRIDE_ROW: tl.constexpr, Q_STRIDE_HEAD: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, KV_FORMAT: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    WINDOW: tl.constexpr, ALWAYS_MASKED: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     """Grid (num_kv_heads, items of the WorkMap): BLOCK_M // GROUP tokens at most over a chunk of their keys.
 
     Row m of a tile is query token m // GROUP and head m % GROUP of the group, so K and V are read once for all heads of
     the group. Keys that every row sees come first, without masks; keys at the edge of a window and on the diagonal
     follow with masks. ALWAYS_MASKED: all keys in the sequence's order with masks, so that a row's arithmetic does not
-    depend on the tile's other rows.
+    depend on the tile's other rows. OVERLAP: the loop of kernels/attention/overlap.py.
     """
     TOKENS: tl.constexpr = BLOCK_M // GROUP
     kv_head = tl.program_id(0)
@@ -181,22 +162,28 @@ def prefill_attention_kernel(
     acc, row_max, row_sum = empty_softmax(BLOCK_M, BLOCK_D)
     block_table_ptr = block_tables_ptr + seq.to(tl.int64) * block_tables_stride
     all_see, all_see_end = key_range(first_pos, begin, end, TOKENS, BLOCK_N, WINDOW, ALWAYS_MASKED)
-    for tile_start in range(all_see, all_see_end, BLOCK_N):
-        acc, row_max, row_sum = attend_tile(
-            q, q_sum, acc, row_max, row_sum, k_cache_ptr, v_cache_ptr, block_table_ptr, kv_head,
-            tile_start, end, query_pos, slopes, scale, softcap,
-            NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, KV_FORMAT, False, HAS_ALIBI, HAS_SOFTCAP, WINDOW,
+    if OVERLAP:
+        acc, row_max, row_sum = attend_overlapped(
+            q, acc, row_max, row_sum, k_cache_ptr, v_cache_ptr, block_table_ptr, kv_head, begin, all_see_end, end,
+            query_pos, scale, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N,
         )  # fmt: skip
-    skipped = all_see_end - all_see  # the masked tiles lie before and after the tiles done above
-    for masked_start in range(begin + skipped, end, BLOCK_N):
-        tile_start = masked_start
-        if WINDOW > 0:
-            tile_start = tl.where(masked_start - skipped < all_see, masked_start - skipped, masked_start)
-        acc, row_max, row_sum = attend_tile(
-            q, q_sum, acc, row_max, row_sum, k_cache_ptr, v_cache_ptr, block_table_ptr, kv_head,
-            tile_start, end, query_pos, slopes, scale, softcap,
-            NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, KV_FORMAT, True, HAS_ALIBI, HAS_SOFTCAP, WINDOW,
-        )  # fmt: skip
+    else:
+        for tile_start in range(all_see, all_see_end, BLOCK_N):
+            acc, row_max, row_sum = attend_tile(
+                q, q_sum, acc, row_max, row_sum, k_cache_ptr, v_cache_ptr, block_table_ptr, kv_head,
+                tile_start, end, query_pos, slopes, scale, softcap,
+                NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, KV_FORMAT, False, HAS_ALIBI, HAS_SOFTCAP, WINDOW,
+            )  # fmt: skip
+        skipped = all_see_end - all_see  # the masked tiles lie before and after the tiles done above
+        for masked_start in range(begin + skipped, end, BLOCK_N):
+            tile_start = masked_start
+            if WINDOW > 0:
+                tile_start = tl.where(masked_start - skipped < all_see, masked_start - skipped, masked_start)
+            acc, row_max, row_sum = attend_tile(
+                q, q_sum, acc, row_max, row_sum, k_cache_ptr, v_cache_ptr, block_table_ptr, kv_head,
+                tile_start, end, query_pos, slopes, scale, softcap,
+                NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, KV_FORMAT, True, HAS_ALIBI, HAS_SOFTCAP, WINDOW,
+            )  # fmt: skip
     store_result(
         acc, row_max, row_sum, out_ptr, partial_ptr, lse_ptr, items_ptr, tl.program_id(1), kv_head,
         NUM_KV_HEADS, GROUP, BLOCK_M, TOKENS, HEAD_DIM, BLOCK_D,
@@ -279,7 +266,7 @@ def aot_configurations(capability: int) -> Iterator[AotConfiguration]:
             uses |= {f" {n} rows": ("prefill", n) for n in (16, 32, 64)} | {" invariant": ("invariant", 0)}
         for name, (use, num_rows) in uses.items():
             tile = case.shape.tile(use, capability, num_rows)
-            flags = {"ALWAYS_MASKED": use == "invariant"}
+            flags = {"ALWAYS_MASKED": use == "invariant", "OVERLAP": tile.overlaps}
             if use == "invariant" or (tile.block_m > SMALL_ROWS and num_rows > SMALL_ROWS):
                 flags |= {"partial_ptr": None, "lse_ptr": None}
             yield AotConfiguration(

@@ -77,8 +77,24 @@ def test_a_small_card_takes_smaller_tiles_and_a_large_card_the_present_ones():
         return tile.block_m, tile.block_n, tile.num_stages
 
     assert prefill(A100) == (128, 64, 7) and prefill(A10) == prefill(L4) == prefill(RTX_5090) == (128, 64, 5)
-    assert prefill(H100) == prefill(B200) == (128, 128, 5) and prefill(T4) == (32, 16, 2)
+    assert prefill(H100) == (128, 64, 5) and prefill(B200) == (128, 128, 5) and prefill(T4) == (32, 16, 2)
     assert prefill(A100, 256) == (64, 32, 5) and prefill(A10, 256) == prefill(RTX_5090, 256) == (64, 16, 5)
+
+
+def test_the_overlapping_tile_is_for_plain_floats_and_long_chunks_on_hopper():
+    def overlaps(card=H100, kv_bits=16, rows=8192, extras=False, use="prefill"):
+        return tile_choice(use, card, 16, kv_bits, 128, 4, rows, extras).tile.overlaps
+
+    assert overlaps() and not overlaps(rows=64) and not overlaps(extras=True) and not overlaps(use="invariant")
+    assert not overlaps(card=A100) and not overlaps(card=B200) and not overlaps(kv_bits=8)
+    choice = tile_choice("prefill", H100, 16, 8, 128, 4, 8192, False)
+    with pytest.raises(OutOfResources):
+        choice.launch(lambda tile: fail_unless(tile.overlaps))
+
+
+def fail_unless(condition):
+    if not condition:
+        raise OutOfResources(1, 0, "shared memory")
 
 
 def test_no_tile_is_an_error_that_names_the_card():

@@ -207,6 +207,20 @@ def test_a_head_size_beyond_the_table_is_refused():
         find_tile(use="decode", card=A100, q_bits=16, kv_bits=16, head_dim=512, group=1, num_rows=1, extras=False)
 
 
+@pytest.mark.parametrize(
+    "heads, head_dim, block_size", [((4, 2), 64, 16), ((4, 4), 96, 128), ((4, 1), 128, 64)], ids=str
+)
+def test_the_loop_whose_softmax_overlaps_the_tensor_cores(heads, head_dim, block_size):
+    """Contexts before the chunk, chunks that end anywhere in a tile of keys, and a prompt of one tile."""
+    q_lens = [200, 70, 65, 64]
+    data = paged([300, 70, 129, 64], heads[1], head_dim, block_size, F16)
+    q, plan = fused_q(sum(q_lens), *heads, head_dim, F16), make_plan(4, *heads, head_dim, capability=90, num_sms=1)
+    shape = attention_shape(q, data.k_cache, None, 0, 0.0)
+    assert prefill_module.prefill_tile(shape, plan, sum(q_lens) - 4, 200)[0].overlaps
+    expected = [attention(rows, data.keys[i], data.values[i], 0.2) for i, rows in enumerate(q.split(q_lens))]
+    close(prefill(data, q, q_lens, plan), torch.cat(expected))
+
+
 @pytest.mark.parametrize("card", CARDS.values(), ids=lambda card: str(card.capability))
 @pytest.mark.parametrize("use", RULES)
 @pytest.mark.parametrize("q_bits, kv_bits", [(16, 16), (16, 8), (16, 4), (32, 32), (32, 8), (32, 4)])
