@@ -61,7 +61,7 @@ KERNEL_PACKAGES = ("torch", "triton", "numpy")
 PARTS = (
     # the first to read torch's libraries from the disk: on a machine that has just started that takes a minute
     Part("limits", "limits", 20, ("torch", "numpy"), "Limits of the card", at_most=150),
-    Part("decode", "steps", 85, (*ENGINE_PACKAGES, "triton"), "Decode steps", entry="run_decode"),
+    Part("decode", "steps", 100, (*ENGINE_PACKAGES, "triton"), "Decode steps", entry="run_decode"),
     Part("prefill", "steps", 60, (*ENGINE_PACKAGES, "triton"), "Prefill and mixed steps", entry="run_prefill"),
     Part("serving", "serving", 70, (*ENGINE_PACKAGES, "triton"), "Engine"),
     Part("users", "users", 40, (*ENGINE_PACKAGES, "triton"), "100 users on a 7B"),
