@@ -146,16 +146,17 @@ class GraphRunner:
             return
         self._missing = list(self._keys)  # in their order, whatever ran before
         started, total, free = time.perf_counter(), len(self._keys), self._queue.free_bytes()
-        used = 0
+        used = first = 0
         while self._missing and time.perf_counter() - started < START_SECONDS:
             if not self.record_next():
                 break
             used = free - self._queue.free_bytes()
+            first = first or used  # with the temporary memory that all share
             if self._max_bytes is not None and used >= self._max_bytes:
                 break
-        if self._max_bytes is not None and self._graphs:
-            each = used / len(self._graphs)
-            self._most_graphs = int(self._max_bytes / each) if each > 0 else total
+        if self._max_bytes is not None and len(self._graphs) > 1 and used > first:
+            each = (used - first) / (len(self._graphs) - 1)
+            self._most_graphs = 1 + max(0, int((self._max_bytes - first) / each))
         if self.enabled:
             left = max(0, min(self._most_graphs, total) - len(self._graphs))
             logger.info(
