@@ -17,15 +17,15 @@ number, and reads that chunk once more to find the token.
 
 Full reads of the logits: step 1, step 4, and step 3 for rows with a long window; largest_logits reads them before. So a
 flat row is read 4 times, another filtered row 3 times, a row with only a temperature or min-p 2 times, plus one chunk.
-256 flat rows of 128256 in bf16 are 66 MB a read, 263 MB in all: 0.10 ms at 2.7 TB/s (80 % of an H100's bandwidth), 0.17
-ms at 1.55 TB/s (80 % of an A100 with 40 GB); in fp32 twice that. Not measured yet.
+256 flat rows of 128256 in bf16 are 66 MB a read, 263 MB in all: 0.10 ms at 2.7 TB/s (80 % of an H100's bandwidth), 0.16
+ms at 1.63 TB/s (80 % of an A100 with 80 GB); in fp32 twice that. Not measured yet.
 
-If the list would still be longer than 32768 tokens, step 5 searches the row itself, with one program, one read per bit.
-The estimate misses so in one of 10**6 flat rows, or with a top-k of thousands and top-p together. Counts are exact.
-Sums of weights over a chunk are fp32, all others float64, each in a fixed order, so a row's token does not depend on
-its batch. The idea that only the cut is needed and not the order is from FlashInfer, "Sorting-Free GPU Kernels for LLM
-Sampling", 2025-03-10 (which rejects tokens where this file searches); that of splitters from a sample is from Ribizel
-and Anzt, "Parallel selection on GPUs", 2020.
+If the list would still be longer than 32768 tokens, step 5 searches the row itself, with one program and one read per
+bit. By the estimate's error, one flat row in 10**6 needs this, and more rows that combine a top-k of thousands with
+top-p. Counts are exact. Sums of weights over a chunk are fp32, all others float64, each in a fixed order, so a row's
+token does not depend on its batch. The idea that only the cut is needed and not the order is from FlashInfer,
+"Sorting-Free GPU Kernels for LLM Sampling", 2025-03-10 (which rejects tokens where this file searches); that of
+splitters from a sample is from Ribizel and Anzt, "Parallel selection on GPUs", 2020.
 """
 
 from collections.abc import Iterator
