@@ -22,6 +22,7 @@ from kernels.attention.tile import base_2_scale
 from kernels.attention.work import StepWork
 from kernels.cache.quantize import as_bytes
 from kernels.kv_format import FP8, INT8, KVFormat
+from kernels.tile_choice import TileChoice
 
 # (block_m, block_n, num_warps, num_stages); the first of each is the table's on Hopper. 3 stages fetch no tile ahead, 5
 # one and 7 two (kernels/attention/choices.py).
@@ -42,9 +43,9 @@ class FixedShape(AttentionShape):
 
     fixed: Tile = field(kw_only=True)
 
-    def tile(self, use: str, capability: int, num_rows: int = 0) -> Tile:
-        del use, capability, num_rows
-        return self.fixed
+    def choice(self, use: str, capability: int, num_rows: int = 0) -> TileChoice[Tile]:
+        del capability, num_rows
+        return TileChoice(use, [self.fixed])
 
 
 def run(recorder: Recorder, setting: Setting) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kernels.aot_configuration import AotConfiguration
 from kernels.attention.aot_cases import attention_cases
+from kernels.attention.choices import Tile
 from kernels.attention.plan import AttentionPlan, AttentionShape, attention_shape, plan_for_call
 from kernels.attention.prefill import launch_prefill, prefill_attention, prefill_attention_reference
 from kernels.attention.tile import (
@@ -134,18 +135,21 @@ def launch_decode(
 
     cu_seqlens_q: None if sequence i has row i; else int32 [num_seqs + 1], and sequences of one row alone are computed.
     """
-    tile = shape.tile("decode", plan.capability, shape.group)
-    starts = plan.decode_starts(len(seq_lens)) if cu_seqlens_q is None else cu_seqlens_q
-    found = (work or StepWork()).find(
-        "decode", shape, plan, tile, len(q), block_tables.shape[1] * shape.block_size, starts, seq_lens
-    )
-    partial, lse = plan.partial_results(found.max_rows, shape.num_heads, shape.head_dim)
-    paged_attention_kernel[(shape.num_kv_heads, len(found.items))](
-        q, k_cache, v_cache, block_tables, found.items, alibi_slopes, out, partial, lse,
-        scale, softcap, block_tables.stride(0), **shape.constants(tile, plan.capability),
-        num_warps=tile.num_warps, num_stages=tile.num_stages, **launch_options(q.device),
-    )  # fmt: skip
-    reduce_chunks(found, plan, shape, 1, out)
+
+    def start(tile: Tile) -> None:
+        starts = plan.decode_starts(len(seq_lens)) if cu_seqlens_q is None else cu_seqlens_q
+        found = (work or StepWork()).find(
+            "decode", shape, plan, tile, len(q), block_tables.shape[1] * shape.block_size, starts, seq_lens
+        )
+        partial, lse = plan.partial_results(found.max_rows, shape.num_heads, shape.head_dim)
+        paged_attention_kernel[(shape.num_kv_heads, len(found.items))](
+            q, k_cache, v_cache, block_tables, found.items, alibi_slopes, out, partial, lse,
+            scale, softcap, block_tables.stride(0), **shape.constants(tile, plan.capability),
+            num_warps=tile.num_warps, num_stages=tile.num_stages, **launch_options(q.device),
+        )  # fmt: skip
+        reduce_chunks(found, plan, shape, 1, out)
+
+    shape.choice("decode", plan.capability, shape.group).launch(start)
 
 
 @triton.jit(

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from kernels.aot_configuration import power_of_2
-from kernels.attention.choices import ANY, PREFILL, Tile, find_tile
+from kernels.attention.choices import ANY, PREFILL, Tile, tile_choice
 from kernels.attention.flashinfer import FlashInferPrefill
 from kernels.cache.quantize import read_code
 from kernels.card import known_card
 from kernels.dispatch import device_sizes
 from kernels.kv_format import KVFormat, kv_format_of
+from kernels.tile_choice import TileChoice
 
 # Programs that an SM runs at once, as the choice of chunks counts them. An A100 and an H100 hold two programs of decode
 # at least, each with 32 KB of keys under way while it computes: about twice the need of the memory. Not measured yet.
@@ -117,11 +118,17 @@ class AttentionShape:
         return self.num_heads // self.num_kv_heads
 
     def tile(self, use: str, capability: int, num_rows: int = 0) -> Tile:
-        """The tile of a launch from the table. use: "decode", "prefill" or "invariant"; num_rows: see Rule.max_rows."""
+        """The tile that a launch uses now: see `choice`."""
+        return self.choice(use, capability, num_rows).tile
+
+    def choice(self, use: str, capability: int, num_rows: int = 0) -> TileChoice[Tile]:
+        """The tiles of a launch from the table. use: "decode", "prefill" or "invariant"; num_rows: see
+        Rule.max_rows."""
         kv_bits = self.q_bits if self.kv_format is None else self.kv_format.bits
         extras = self.has_alibi or self.has_softcap or self.sliding_window > 0 or self.group & (self.group - 1) > 0
         # Positional: a cached function looks up keywords more slowly, and launches call this.
-        return find_tile(use, known_card(capability), self.q_bits, kv_bits, self.head_dim, self.group, num_rows, extras)
+        card = known_card(capability)
+        return tile_choice(use, card, self.q_bits, kv_bits, self.head_dim, self.group, num_rows, extras)
 
     def prefill_lengths(self, capability: int) -> list[int]:
         """Chunk lengths, 2 and more, each with a tile of its own: together they launch every variant."""

@@ -22,6 +22,7 @@ from kernels.attention.tile import (
 from kernels.attention.work import StepWork, reduce_chunks
 from kernels.cache.quantize import as_bytes, read_pages
 from kernels.dispatch import cpu_kernels, tl, triton, use_triton
+from kernels.tile_choice import TileChoice
 
 
 def prefill_attention(
@@ -86,40 +87,53 @@ def launch_prefill(
 
     min_queries: sequences of fewer rows are left to the decode kernel.
     """
-    tile, divides = prefill_tile(shape, plan, max(0, len(q) - len(seq_lens)), max_seqlen_q)
-    tokens = tile.block_m // shape.group
-    max_tokens = block_tables.shape[1] * shape.block_size if divides else 0
-    found = (work or StepWork()).find(
-        "prefill", shape, plan, tile, len(q), max_tokens, cu_seqlens_q, seq_lens, min_queries
-    )
-    partial, lse = None, None
-    if divides:
-        partial, lse = plan.partial_results(found.max_rows, tokens * shape.num_heads, shape.head_dim)
-    prefill_attention_kernel[(shape.num_kv_heads, len(found.items))](
-        q, k_cache, v_cache, block_tables, found.items, alibi_slopes, out, partial, lse,
-        scale, softcap, block_tables.stride(0),
-        ALWAYS_MASKED=plan.batch_invariant, OVERLAP=tile.overlaps, **shape.constants(tile, plan.capability),
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
-    )  # fmt: skip
-    reduce_chunks(found, plan, shape, tokens, out)
+    choice, divides = prefill_choice(shape, plan, max(0, len(q) - len(seq_lens)), max_seqlen_q)
+
+    def start(tile: Tile) -> None:
+        tokens = tile.block_m // shape.group
+        max_tokens = block_tables.shape[1] * shape.block_size if divides else 0
+        found = (work or StepWork()).find(
+            "prefill", shape, plan, tile, len(q), max_tokens, cu_seqlens_q, seq_lens, min_queries
+        )
+        partial, lse = None, None
+        if divides:
+            partial, lse = plan.partial_results(found.max_rows, tokens * shape.num_heads, shape.head_dim)
+        prefill_attention_kernel[(shape.num_kv_heads, len(found.items))](
+            q, k_cache, v_cache, block_tables, found.items, alibi_slopes, out, partial, lse,
+            scale, softcap, block_tables.stride(0),
+            ALWAYS_MASKED=plan.batch_invariant, OVERLAP=tile.overlaps, **shape.constants(tile, plan.capability),
+            num_warps=tile.num_warps, num_stages=tile.num_stages,
+        )  # fmt: skip
+        reduce_chunks(found, plan, shape, tokens, out)
+
+    choice.launch(start)
 
 
 def prefill_tile(shape: AttentionShape, plan: AttentionPlan, num_rows: int, max_seqlen_q: int) -> tuple[Tile, bool]:
-    """(the tile of a launch, whether units of work may be divided into chunks). num_rows: rows of sequences of several
+    """`prefill_choice` with the tile in use now."""
+    choice, divides = prefill_choice(shape, plan, num_rows, max_seqlen_q)
+    return choice.tile, divides
+
+
+def prefill_choice(
+    shape: AttentionShape, plan: AttentionPlan, num_rows: int, max_seqlen_q: int
+) -> tuple[TileChoice[Tile], bool]:
+    """(the tiles of a launch, whether units of work may be divided into chunks). num_rows: rows of sequences of several
     rows, at least.
 
     Large tiles are for prompts that fill the device by themselves, twice: there, chunks gain nothing, and the kernel
     without their code keeps the registers for its loop. Fewer rows get tiles of at most SMALL_ROWS rows: more programs.
     """
     if plan.batch_invariant:
-        return shape.tile("invariant", plan.capability), False
+        return shape.choice("invariant", plan.capability), False
     rows = max_seqlen_q * shape.group
-    tile = shape.tile("prefill", plan.capability, rows)
+    choice = shape.choice("prefill", plan.capability, rows)
+    tile = choice.tile
     if tile.block_m <= SMALL_ROWS:
-        return tile, True
+        return choice, True
     if num_rows // (tile.block_m // shape.group) * shape.num_kv_heads >= 2 * plan.num_sms:
-        return tile, False
-    return shape.tile("prefill", plan.capability, min(rows, SMALL_ROWS)), True
+        return choice, False
+    return shape.choice("prefill", plan.capability, min(rows, SMALL_ROWS)), True
 
 
 @triton.jit(

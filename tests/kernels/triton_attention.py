@@ -9,13 +9,13 @@ import torch
 from kernels.attention import decode as decode_module
 from kernels.attention import prefill as prefill_module
 from kernels.attention import work as work_module
-from kernels.attention.choices import PREFILL, RULES, find_tile
+from kernels.attention.choices import PREFILL, RULES, find_tile, tile_choice
 from kernels.attention.decode import mixed_attention, paged_attention
 from kernels.attention.plan import attention_plan, attention_shape
 from kernels.attention.prefill import prefill_attention
 from kernels.attention.work import StepWork
 from kernels.card import A100, CARDS
-from kernels.dispatch import INTERPRET
+from kernels.dispatch import INTERPRET, OutOfResources
 from kernels.kv_format import FP8, INT4, INT8
 from tests.kernels.oracle import POISON, Paged, attention, fused_q, options, paged, quantized
 
@@ -294,6 +294,36 @@ def test_batch_invariant_rows_have_the_same_bits_however_they_are_scheduled(case
         first = prefill(part, q[2][:end], [end], plan, [2], **kwargs)
         rest = prefill(data, q[2][end:], [131 - end], plan, [2], **kwargs)
         assert torch.equal(torch.cat([first, rest]), whole[2])
+
+
+def test_a_tile_that_the_card_refuses_is_replaced_at_its_first_launch(monkeypatch):
+    data, plan = paged([150, 31], 2, 64, 16, F16), make_plan(2, 4, 2, 64)
+    q = fused_q(39, 4, 2, 64, F16)
+    expected = [attention(rows, data.keys[i], data.values[i], 0.2) for i, rows in enumerate(q.split([8, 31]))]
+    for module, name in ((decode_module, "paged_attention_kernel"), (prefill_module, "prefill_attention_kernel")):
+        refusing = Refuses(getattr(module, name))
+        monkeypatch.setattr(module, name, refusing)
+    tile_choice.cache_clear()
+    close(prefill(data, q, [8, 31], plan), torch.cat(expected))
+    close(decode(data, q[[7, 38]], plan), torch.stack([rows[-1] for rows in expected]))
+    tile_choice.cache_clear()
+
+
+class Refuses:
+    """Stands in for a kernel: the card has no room for the tile of its first launch."""
+
+    def __init__(self, kernel):
+        self.kernel, self.refused = kernel, None
+
+    def __getitem__(self, grid):
+        def launch(*arguments, **constants):
+            tile = constants["BLOCK_M"], constants["BLOCK_N"], constants["num_warps"]
+            self.refused = self.refused or tile
+            if tile == self.refused:
+                raise OutOfResources(1, 0, "shared memory")
+            return self.kernel[grid](*arguments, **constants)
+
+        return launch
 
 
 class Launches:
