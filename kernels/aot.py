@@ -40,7 +40,7 @@ NEEDS = {
     "wide": "has no access of 16 bytes",
     "ahead": "waits for every copy before it computes: more stages are needed to fetch ahead",
 }
-BEFORE_AMPERE = {"async_copies", "ahead"}  # needs that sm_75 has no instructions for
+BEFORE_AMPERE = {"async_copies", "ahead", "wide"}  # sm_75 has no such copies, and its tiles are small
 TUNED = (3, 9)  # the tables of tiles are made with this Triton; with another one, only errors of the compiler count
 QUICK = (80, 90)  # architectures that `make test` compiles all quick configurations for
 TENSOR_MEMORY = 512  # columns of sm_100's memory for the results of matrix instructions

@@ -71,7 +71,7 @@ DECODE = (
     Rule(FMA, 16, 4, 256, ANY, Tile(16, 16, 8, 2)),
     Rule(FMA, 16, 16, 256, 32, Tile(FEWEST_ROWS, 16, 4, 2)),
     Rule(FMA, 16, 16, 256, ANY, Tile(16, 16, 8, 2)),
-    Rule(FMA + TENSOR_CORES, 32, 32, 256, ANY, Tile(16, 16, 8, 2)),
+    Rule(FMA + TENSOR_CORES, 32, 32, 256, ANY, Tile(16, 16, 8, 3)),
 )
 
 # Prefill is bound by arithmetic, in 8 warps of 16 rows each: with fewer rows than the head size, Triton divides a row
@@ -84,6 +84,8 @@ PREFILL = (
     Rule(TENSOR_CORES, 16, 8, 128, 32, Tile(32, 32, 4, 5)),
     Rule(TENSOR_CORES, 16, 8, 256, 16, Tile(16, 16, 8, 5)),
     Rule(TENSOR_CORES, 16, 8, 256, 32, Tile(32, 32, 8, 5)),
+    Rule(TENSOR_CORES, 16, 16, 128, 16, Tile(16, 64, 4, 5), programs=2),
+    Rule(TENSOR_CORES, 16, 16, 128, 16, Tile(16, 32, 4, 5)),
     Rule(TENSOR_CORES, 16, 16, 256, 16, Tile(16, 64, 4, 5)),
     Rule(TCGEN05, 16, 16, 128, 32, Tile(32, 32, 8, 5)),
     Rule(TENSOR_CORES, 16, 16, 128, 32, Tile(32, 32, 4, 5)),
@@ -120,6 +122,7 @@ PREFILL = (
 # Batch-invariant attention: one tile for every row of decode and prefill.
 INVARIANT = (
     Rule(TENSOR_CORES, 16, 4, 256, ANY, Tile(32, 32, 8, 5)),
+    Rule(TCGEN05, 16, 8, 64, ANY, Tile(64, 32, 4, 5)),
     Rule(TENSOR_CORES, 16, 8, 128, ANY, Tile(64, 32, 8, 5)),
     Rule(TENSOR_CORES, 16, 16, 64, ANY, Tile(64, 64, 4, 5)),
     Rule(HOPPER, 16, 16, 128, ANY, Tile(64, 64, 4, 5)),
@@ -142,12 +145,13 @@ def shared_memory(tile: Tile, block_d: int, q_bits: int, card: Card) -> int:
     its instruction, and the output), and probabilities that move between warps because rows are divided among them.
     """
     row = block_d * q_bits // 8
+    scores = tile.block_m * tile.block_n * q_bits // 8
     if card.capability < 80:  # operands of both products, in turn in registers and in shared memory
-        return 2 * (tile.block_m + tile.block_n) * row
+        return 2 * (tile.block_m + tile.block_n) * row + (scores if tile.block_m > block_d else 0)
     buffers = max(1, (tile.num_stages - 1) // 2)
     keys = 2 * buffers * tile.block_n * row
     queries = tile.block_m * row * (3 if card.matrix_instruction(tile.block_m) in HOPPER else 1)
-    probabilities = tile.block_m * tile.block_n * q_bits // 8 if tile.block_m < block_d else 0
+    probabilities = scores if tile.block_m < block_d else 0
     return keys + queries + probabilities + 2048
 
 

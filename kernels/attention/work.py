@@ -352,9 +352,14 @@ def reduce_chunks(work: WorkMap, plan: AttentionPlan, shape: AttentionShape, tok
     # programs enough to fill the device; each takes several units if there are more
     programs = max(1, min(len(work.splits), 16 * plan.num_sms // rows))
     reduce_chunks_kernel[(rows, programs)](
-        values, lse, work.splits, work.num_splits, out, tokens, **reduce_constants(shape), num_warps=4,
-        **launch_options(out.device),
+        values, lse, work.splits, work.num_splits, out, tokens, **reduce_constants(shape),
+        num_warps=reduce_warps(shape), **launch_options(out.device),
     )  # fmt: skip
+
+
+def reduce_warps(shape: AttentionShape) -> int:
+    """Warps of a program of the reduction: 4 would spill with the largest head size."""
+    return 4 if shape.head_dim <= 128 else 8
 
 
 def reduce_constants(shape: AttentionShape) -> dict[str, int]:
@@ -382,5 +387,5 @@ def aot_configurations(capability: int) -> Iterator[AotConfiguration]:
             yield AotConfiguration(work_map_kernel, name, "int32", constants, num_warps=8, **options)
         constants = reduce_constants(shape) | pdl_constants(capability)
         yield AotConfiguration(
-            reduce_chunks_kernel, f"d{shape.head_dim}", case.dtype, constants, num_warps=4, **options
+            reduce_chunks_kernel, f"d{shape.head_dim}", case.dtype, constants, num_warps=reduce_warps(shape), **options
         )
