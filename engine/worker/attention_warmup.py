@@ -73,7 +73,7 @@ def warm_up_steps(
     lengths = [n for n in shape.prefill_lengths(plan.capability) if n < max_model_len]
     max_blocks = -(-max_model_len // shape.block_size)
     for num_blocks in (1, max_blocks):  # without the reduction, and with it
-        for n in (1, *(lengths if num_blocks == 1 else lengths[:1])):
+        for n in (1, *lengths):
             yield _step(n, max(num_blocks, -(-n // shape.block_size)), num_blocks, plan, device)
     for n in lengths:
         if n * shape.group > SMALL_ROWS:
