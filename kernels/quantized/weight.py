@@ -1,0 +1,113 @@
+"""QuantizedWeight: a matrix in 4-bit or 8-bit codes, whatever the format of the checkpoint that it came from."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+INT4 = tuple(float(code - 8) for code in range(16))  # code 0 is -8, code 15 is 7
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """A matrix [out_features, in_features], or one matrix per expert [experts, out_features, in_features].
+
+    value = meaning of the code * scale + offset. The meaning depends on the dtype of `codes`: int8 and float8_e4m3fn
+    codes mean their own values; a byte of uint8 holds two 4-bit codes, the even column in its low half, and a code
+    means `codebook[code]`. `group_size` columns of a row share a scale and an offset.
+
+    With `permutation`, column j of the codes belongs to feature permutation[j] of the input (GPTQ's act-order).
+    """
+
+    codes: Tensor  # int8 or float8_e4m3fn [..., out, in]; uint8 [..., out, in / 2]
+    scales: Tensor  # floating point [..., out, in / group_size]
+    group_size: int  # in_features: one scale per row
+    offsets: Tensor | None = None  # shape and dtype of scales; None: 0
+    codebook: tuple[float, ...] | None = None  # 16 values, with uint8 codes only
+    permutation: Tensor | None = None  # int32 [in]
+
+    def __post_init__(self) -> None:
+        assert (self.codes.dtype == torch.uint8) == (self.codebook is not None), "4-bit codes need a codebook"
+        groups = (*self.codes.shape[:-1], self.in_features // self.group_size)
+        assert self.in_features % self.group_size == 0 and self.scales.shape == groups, "scales do not fit the codes"
+        assert self.offsets is None or self.offsets.shape == groups, "offsets do not fit the codes"
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code."""
+        return 4 if self.codes.dtype == torch.uint8 else 8
+
+    @property
+    def in_features(self) -> int:
+        return self.codes.shape[-1] * 8 // self.bits
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the matrix that the codes stand for."""
+        return (*self.codes.shape[:-1], self.in_features)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of codes, scales, offsets and permutation."""
+        tensors = (self.codes, self.scales, self.offsets, self.permutation)
+        return sum(tensor.numel() * tensor.itemsize for tensor in tensors if tensor is not None)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The matrix, [..., out, in]: computed in fp32, rounded once to `dtype`. Columns are in the input's order."""
+        groups = self._meanings().unflatten(-1, (-1, self.group_size))
+        values = groups * self.scales.float().unsqueeze(-1)
+        if self.offsets is not None:
+            values += self.offsets.float().unsqueeze(-1)
+        values = values.flatten(-2)
+        if self.permutation is not None:
+            values = torch.empty_like(values).index_copy_(-1, self.permutation.long(), values)
+        return values.to(dtype)
+
+    def to(self, device: torch.device) -> "QuantizedWeight":
+        """A copy on another device."""
+        return replace(
+            self,
+            codes=self.codes.to(device),
+            scales=self.scales.to(device),
+            offsets=None if self.offsets is None else self.offsets.to(device),
+            permutation=None if self.permutation is None else self.permutation.to(device),
+        )
+
+    def _meanings(self) -> Tensor:
+        if self.codebook is None:
+            return self.codes.float()
+        table = torch.tensor(self.codebook, device=self.codes.device)
+        return table[unpack_4bit(self.codes).long()]
+
+
+def pack_4bit(codes: Tensor) -> Tensor:
+    """Codes 0 to 15, uint8 [..., n] -> two a byte, uint8 [..., n / 2]: the even column in the low half."""
+    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+
+
+def unpack_4bit(packed: Tensor) -> Tensor:
+    """The inverse of pack_4bit: uint8 [..., n / 2] -> uint8 [..., n]."""
+    return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+
+
+def concatenate_rows(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
+    """One weight with the rows of all parts, in order; None where the parts are of different kinds."""
+    first = parts[0]
+    if not all(_alike(first, part) for part in parts):
+        return None
+    return replace(
+        first,
+        codes=torch.cat([part.codes for part in parts], -2),
+        scales=torch.cat([part.scales for part in parts], -2),
+        offsets=None if first.offsets is None else torch.cat([p.offsets for p in parts if p.offsets is not None], -2),
+    )
+
+
+def _alike(a: QuantizedWeight, b: QuantizedWeight) -> bool:
+    if (a.permutation is None) != (b.permutation is None) or (a.offsets is None) != (b.offsets is None):
+        return False
+    if a.permutation is not None and b.permutation is not None and not torch.equal(a.permutation, b.permutation):
+        return False
+    same_codes = a.codes.dtype == b.codes.dtype and a.codebook == b.codebook
+    return same_codes and a.scales.dtype == b.scales.dtype and a.group_size == b.group_size
