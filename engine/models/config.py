@@ -11,10 +11,10 @@ from kernels.kv_format import KVFormat
 class RopeScaling:
     """The change of the rotary frequencies for sequences longer than the trained length.
 
-    engine/models/layers/position.py has the formulas. kind "linear" uses factor only; "llama3" uses the two frequency
-    factors; "yarn" uses the two betas and attention_factor, which multiplies cosines and sines; "longrope" uses
-    attention_factor and, in place of factor, one factor per pair: short_factors, or long_factors if sequences may be
-    longer than original_max_position.
+    engine/models/layers/position.py has the formulas. kind "linear" uses factor only; "ntk" too: it raises rope_theta
+    by factor ** (rotary_dim / (rotary_dim - 2)); "llama3" uses the two frequency factors; "yarn" uses the two betas and
+    attention_factor, which multiplies cosines and sines; "longrope" uses attention_factor and, in place of factor, one
+    factor per pair: short_factors, or long_factors if sequences may be longer than original_max_position.
     """
 
     kind: str
@@ -29,6 +29,20 @@ class RopeScaling:
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
     long_max_position: int = 0  # longest sequence in tokens with long_factors
+
+
+@dataclass(frozen=True, slots=True)
+class QueryScaling:
+    """A factor of the queries that grows with the position: 1 + factor * ln(1 + floor((position + offset) / period)).
+
+    Llama 4 has period floor_scale, factor attn_scale and offset 1, on its nope_layers; Ministral 3 has period
+    original_max_position_embeddings, factor llama_4_scaling_beta and offset 0.
+    """
+
+    factor: float
+    period: int
+    offset: int = 0
+    layers: tuple[int, ...] | None = None  # the layers with it; None: every layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +81,7 @@ class ModelConfig:
     max_position_embeddings: int  # longest sequence in tokens; see also max_positions
     norm: str  # "rms" or "layer" (with bias)
     norm_eps: float
-    position: str  # "rope" or "learned"
+    position: str  # "rope", "learned" or "alibi"
     activation: str
     gated_mlp: bool
     parallel_residual: bool = False  # attention and MLP both read the layer's input; one sum adds both to it
@@ -78,17 +92,33 @@ class ModelConfig:
     norm_weight_offset: float = 0.0  # every RMSNorm multiplies by this value plus its weight (Gemma: 1)
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
+    rope_interleaved: bool = False  # a rotated pair is elements 2i and 2i + 1 of a head, not i and i + rotary_dim / 2
     nope_layers: tuple[int, ...] = ()  # the layers without rotary embedding
     partial_rotary_factor: float = 1.0  # share of each head that is rotated, from the start of the head
     position_offset: int = 0  # OPT's learned positions start at row 2
+    alibi_bias_max: float = 8.0  # with "alibi": the steepest slope is 2 ** -(alibi_bias_max / heads), see alibi_slopes
+    alibi_scaled: bool = False  # with "alibi": softmax_scale multiplies the biases, too (Falcon-RW)
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False  # RMSNorm over each head of q and k, before RoPE
+    clip_qkv: float = 0.0  # c: q, k and v are limited to -c .. c after qk_norm and before RoPE; 0: off
+    # Norm of q and k with norm_eps. "head": over each head, weights [head_dim] for all heads; "per_head": over each
+    # head, weights [heads, head_dim]; "all": over the row of all heads, weights [heads * head_dim]; None: no norm.
+    qk_norm: str | None = None
+    qk_norm_layers: tuple[int, ...] | None = None  # the layers with qk_norm; None: every layer
+    qk_norm_kind: str = "rms"  # "rms", "layer" (LayerNorm without bias) or "l2" (RMSNorm without weights)
+    qk_norm_after_rope: bool = False  # True: RoPE first, then qk_norm
+    v_norm: bool = False  # RMSNorm without weights over each head of v
+    query_scaling: QueryScaling | None = None
+    attention_sinks: bool = False  # a learned logit per head ("sinks.weight") joins the softmax's denominator
     sliding_window: int = 0  # tokens that a token attends to, itself included; 0: all
     window_layers: tuple[int, ...] | None = None  # the layers with the window; None: every layer
-    # rope_theta of the layers with a window, whose frequencies are then not scaled; None: same RoPE as the other layers
+    # rope_theta of the layers with a window, and the scaling of their frequencies; None: same RoPE as the other layers
     window_rope_theta: float | None = None
+    window_rope_scaling: RopeScaling | None = None  # with window_rope_theta
+    # c > 0: positions are cut into chunks of c, and a token attends to the tokens of its own chunk up to itself
+    attention_chunk: int = 0
+    chunk_layers: tuple[int, ...] | None = None  # the layers with attention_chunk; None: every layer
     attn_scale: float | None = None  # None: head_dim ** -0.5
     attn_softcap: float = 0.0  # c: a score s becomes c * tanh(s / c) before the softmax; 0: off
     logits_scale: float = 1.0
@@ -109,10 +139,30 @@ class ModelConfig:
             raise ModelError(
                 f"config.json: {self.num_heads} attention heads cannot share {self.num_kv_heads} KV heads evenly."
             )
+        self._check_attention()
         if self.position == "rope":
             self._check_rope()
         if self.moe is not None and (self.mlp_bias or not self.gated_mlp):
             raise ModelError("config.json: experts with biases or without a gate are not served.")
+
+    def _check_attention(self) -> None:
+        missing = {
+            'position "alibi"': self.position == "alibi",
+            "rope_interleaved": self.rope_interleaved,
+            "clip_qkv": self.clip_qkv > 0,
+            f"qk_norm {self.qk_norm!r}": self.qk_norm not in (None, "head"),
+            "qk_norm_layers": self.qk_norm_layers is not None,
+            f"qk_norm_kind {self.qk_norm_kind!r}": self.qk_norm_kind != "rms",
+            "qk_norm_after_rope": self.qk_norm_after_rope,
+            "v_norm": self.v_norm,
+            "query_scaling": self.query_scaling is not None,
+            "attention_sinks": self.attention_sinks,
+            "window_rope_scaling": self.window_rope_scaling is not None,
+            "attention_chunk": self.attention_chunk > 0,
+        }
+        for name, asked in missing.items():
+            if asked:
+                raise ModelError(f"config.json: {name} is not served yet.")
 
     def _check_rope(self) -> None:
         if self.rotary_dim % 2 or not self.rotary_dim:
@@ -163,11 +213,24 @@ class ModelConfig:
         """The sliding window of a layer in tokens; 0 for none."""
         return self.sliding_window if self.window_layers is None or layer in self.window_layers else 0
 
+    def chunk(self, layer: int) -> int:
+        """attention_chunk of a layer in tokens; 0 for none."""
+        return self.attention_chunk if self.chunk_layers is None or layer in self.chunk_layers else 0
+
+    def has_qk_norm(self, layer: int) -> bool:
+        """True if the layer normalises q and k."""
+        return self.qk_norm is not None and (self.qk_norm_layers is None or layer in self.qk_norm_layers)
+
+    def scales_queries(self, layer: int) -> bool:
+        """True if query_scaling applies to the layer."""
+        scaling = self.query_scaling
+        return scaling is not None and (scaling.layers is None or layer in scaling.layers)
+
     def window_rope(self) -> "ModelConfig | None":
         """This config with the RoPE of the layers with a window; None where all layers share one RoPE."""
         if self.window_rope_theta is None:
             return None
-        return replace(self, rope_theta=self.window_rope_theta, rope_scaling=None)
+        return replace(self, rope_theta=self.window_rope_theta, rope_scaling=self.window_rope_scaling)
 
     def experts(self, layer: int) -> MoEConfig | None:
         """The mixture of experts of a layer; None for a plain MLP."""
@@ -232,8 +295,12 @@ class ModelConfig:
         if self.post_norms:
             shapes |= self._norm("attn_post_norm") | self._norm("mlp_post_norm")
         shapes |= _linear("qkv", self.q_size + 2 * self.kv_size, hidden, self.qkv_bias)
-        if self.qk_norm:
-            shapes |= {f"{name}.weight": (self.head_dim,) for name in ("q_norm", "k_norm")}
+        if self.has_qk_norm(layer) and self.qk_norm_kind != "l2":
+            for name, heads in (("q_norm", self.num_heads), ("k_norm", self.num_kv_heads)):
+                row = {"head": (self.head_dim,), "per_head": (heads, self.head_dim), "all": (heads * self.head_dim,)}
+                shapes[f"{name}.weight"] = row[self.qk_norm or "head"]
+        if self.attention_sinks:
+            shapes["sinks.weight"] = (self.num_heads,)
         shapes |= _linear("attn_out", hidden, self.q_size, self.out_bias)
         return shapes | self._mlp_shapes(layer)
 

@@ -143,14 +143,18 @@ class ConfigReader:
         """The RoPE scaling of config.json; None for plain RoPE. Without `partial`, a partial rotation is refused.
 
         "dynamic" is plain RoPE up to max_position_embeddings and depends on the sequence's length beyond. A cache of
-        rotated keys cannot follow that, so "dynamic" is served up to max_position_embeddings only. "longrope" changes
-        its factors once, when a sequence outgrows the trained length: see max_position.
+        rotated keys cannot follow that, so "dynamic" is served up to max_position_embeddings only; with an `alpha`
+        (Hunyuan) it is fixed. "longrope" changes its factors once, when a sequence outgrows the trained length: see
+        max_position.
         """
         rope = self._rope()
         kind = rope.raw.get("rope_type") or rope.raw.get("type") or "default"
         if not partial:
             rope.require("partial_rotary_factor", 1.0)
             self.require("partial_rotary_factor", 1.0)
+        if kind == "dynamic" and rope.has("alpha"):
+            alpha = rope.number("alpha", high=MAX_ROPE_FACTOR)
+            return RopeScaling("ntk", alpha, self.size("max_position_embeddings"))
         if kind in ("default", "dynamic"):
             return None
         if kind == "su":  # the name in Phi-3's first checkpoints
@@ -173,7 +177,7 @@ class ConfigReader:
         """
         length = self.size("max_position_embeddings")
         scaling = self.rope_scaling(partial=True)
-        if scaling is None or scaling.kind == "llama3":
+        if scaling is None or scaling.kind in ("llama3", "ntk"):
             return length
         if scaling.kind == "longrope":
             return min(length, scaling.original_max_position)

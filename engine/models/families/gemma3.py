@@ -28,7 +28,7 @@ def to_config(reader: ConfigReader) -> ModelConfig:
         family="gemma3_text",
         # max_position_embeddings of these models already includes the factor of rope_scaling.
         max_position_embeddings=reader.size("max_position_embeddings"),
-        qk_norm=True,
+        qk_norm="head",
         window_layers=reader.window_layers(config.num_layers, between),
         attn_softcap=0.0,
         logit_softcap=reader.number("final_logit_softcapping") if reader.has("final_logit_softcapping") else 0.0,

@@ -22,7 +22,7 @@ def to_config(reader: ConfigReader) -> ModelConfig:
         head_dim=reader.size("head_dim", 128),
         qkv_bias=attention_bias,
         out_bias=attention_bias,
-        qk_norm=True,
+        qk_norm="head",
     )
 
 

@@ -25,7 +25,7 @@ def to_config(reader: ConfigReader) -> ModelConfig:
         family="qwen3_moe",
         num_kv_heads=reader.size("num_key_value_heads"),
         mlp_bias=False,
-        qk_norm=True,
+        qk_norm="head",
         sliding_window=reader.size("sliding_window") if windowed else 0,
         moe=_moe(reader, config.num_layers),
     )

@@ -2,6 +2,7 @@
 
 RoPE: Su et al. 2021. "linear": position interpolation, Chen et al. 2023. "yarn": Peng et al. 2023, section 3.
 "llama3": Grattafiori et al. 2024, whose published code is the only complete definition. "longrope": Ding et al. 2024.
+"ntk": Hunyuan's fixed alpha (transformers, hunyuan_v1_dense), the rule of "dynamic" without a sequence length.
 """
 
 import math
@@ -38,6 +39,8 @@ def rotary_frequencies(config: ModelConfig, num_positions: int) -> Tensor:
     scaling = config.rope_scaling
     if scaling is None:
         return frequencies
+    if scaling.kind == "ntk":
+        return frequencies / scaling.factor ** (exponents * (config.rotary_dim / (config.rotary_dim - 2)))
     if scaling.kind == "linear":
         return frequencies / scaling.factor
     if scaling.kind == "llama3":

@@ -79,6 +79,7 @@ def test_spelling_before_transformers_5(name: str) -> None:
     [
         ({"rope_type": "linear", "factor": 4.0}, 8192),
         ({"rope_type": "dynamic", "factor": 4.0}, 2048),
+        ({"rope_type": "dynamic", "factor": 4.0, "alpha": 1000.0}, 2048),
         ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}, 8192),
         ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}, 2048),
         ({"rope_type": "yarn", "factor": 4.0}, 8192),
@@ -412,7 +413,7 @@ def test_mixtures() -> None:
     assert mixtral.moe == MoEConfig(8, 2, 160, norm_topk_prob=True)
     assert (mixtral.norm_eps, mixtral.rope_theta, mixtral.sliding_window) == (1e-5, 1e6, 0)
     assert qwen.moe == MoEConfig(128, 8, 768, norm_topk_prob=False)
-    assert (qwen.norm_eps, qwen.rope_theta, qwen.sliding_window, qwen.qk_norm) == (1e-6, 1e4, 0, True)
+    assert (qwen.norm_eps, qwen.rope_theta, qwen.sliding_window, qwen.qk_norm) == (1e-6, 1e4, 0, "head")
     layers = {"num_hidden_layers": 6, "decoder_sparse_step": 3, "mlp_only_layers": [5, 5]}
     sparse = model_config({**QWEN3_MOE, **layers})
     assert [sparse.experts(i) is not None for i in range(6)] == [False, False, True, False, False, False]
@@ -431,7 +432,7 @@ def test_gemmas() -> None:
     uncapped = model_config({**GEMMA2, "attn_logit_softcapping": None, "final_logit_softcapping": None})
     assert (uncapped.attn_softcap, uncapped.logit_softcap) == (0, 0)
     third = model_config({**GEMMA3, "num_hidden_layers": 7})
-    assert (third.attn_softcap, third.logit_softcap, third.qk_norm) == (0, 0, True)
+    assert (third.attn_softcap, third.logit_softcap, third.qk_norm) == (0, 0, "head")
     assert (third.rope_theta, third.window_rope_theta, third.rope_scaling) == (1e6, 1e4, None)
     assert [third.window(i) > 0 for i in range(7)] == [True, True, True, True, True, False, True]
 
