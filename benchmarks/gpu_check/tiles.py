@@ -24,14 +24,21 @@ from kernels.cache.quantize import as_bytes
 from kernels.kv_format import FP8, INT8, KVFormat
 from kernels.tile_choice import TileChoice
 
-# (block_m, block_n, num_warps, num_stages); the first of each is the table's on Hopper. 3 stages fetch no tile ahead, 5
+# block_m, block_n, num_warps, num_stages; the first of each is the table's on Hopper. 3 stages fetch no tile ahead, 5
 # one and 7 two (kernels/attention/choices.py).
-PREFILL_TILES = ((128, 128, 8, 5), (128, 128, 8, 3), (128, 64, 8, 5), (128, 64, 8, 7), (128, 64, 8, 3), (64, 64, 4, 5),
-                 (64, 64, 4, 3), (64, 128, 4, 5), (64, 32, 4, 5), (128, 32, 8, 5))  # fmt: skip
-DECODE_TILES = ((16, 64, 4, 5), (16, 64, 4, 3), (16, 64, 4, 7), (16, 32, 4, 5), (16, 32, 4, 7), (16, 128, 4, 3),
-                (16, 128, 8, 5), (16, 64, 2, 5))  # fmt: skip
+PREFILL_TILES = (
+    Tile(128, 64, 8, 5, overlaps=True), Tile(128, 64, 8, 5), Tile(128, 128, 8, 5), Tile(128, 128, 8, 3),
+    Tile(128, 64, 8, 7), Tile(128, 64, 8, 3), Tile(64, 64, 4, 5), Tile(64, 64, 4, 3), Tile(64, 128, 4, 5),
+    Tile(64, 32, 4, 5), Tile(128, 32, 8, 5),
+)  # fmt: skip
+DECODE_TILES = (
+    Tile(16, 64, 4, 5), Tile(16, 64, 4, 3), Tile(16, 64, 4, 7), Tile(16, 32, 4, 5), Tile(16, 32, 4, 7),
+    Tile(16, 128, 4, 3), Tile(16, 128, 8, 5), Tile(16, 64, 2, 5),
+)  # fmt: skip
 # Tiles for int8 and fp8 caches of head size 128: there converting codes to floats costs most of the instructions.
-QUANTISED_TILES = ((16, 32, 4, 5), (16, 32, 4, 3), (16, 64, 4, 5), (16, 64, 8, 5), (16, 128, 8, 5))
+QUANTISED_TILES = (
+    Tile(16, 32, 4, 5), Tile(16, 32, 4, 3), Tile(16, 64, 4, 5), Tile(16, 64, 8, 5), Tile(16, 128, 8, 5),
+)  # fmt: skip
 PREFILLS = ((1, 8192, 8192), (16, 512, 512), (1, 2048, 32768))  # sequences, chunk, context
 DECODES = ((1, 1024), (16, 4096), (64, 1024), (256, 1024))  # sequences, context
 MORE_SPLITS = (0.5, 1.5, 2.0, 4.0)  # times as many programs as the plan wants, with the table's tile
@@ -105,8 +112,8 @@ def prefills(shape: Shape, device: torch.device, num_seqs: int, chunk: int, cont
         yield Case(f"prefill {_name(tile)}", size, call, moved, scores * shape.flops_per_score)
 
 
-def _fixed(plain: AttentionShape, tile: tuple[int, int, int, int]) -> FixedShape:
-    return FixedShape(**{f.name: getattr(plain, f.name) for f in fields(plain)}, fixed=Tile(*tile))
+def _fixed(plain: AttentionShape, tile: Tile) -> FixedShape:
+    return FixedShape(**{f.name: getattr(plain, f.name) for f in fields(plain)}, fixed=tile)
 
 
 def _roomy(plan: AttentionPlan) -> AttentionPlan:
@@ -114,5 +121,6 @@ def _roomy(plan: AttentionPlan) -> AttentionPlan:
     return replace(plan, partial=plan.partial.new_empty(round(max(MORE_SPLITS) * plan.partial.numel())))
 
 
-def _name(tile: tuple[int, int, int, int]) -> str:
-    return f"{tile[0]}x{tile[1]} w{tile[2]} s{tile[3]}"
+def _name(tile: Tile) -> str:
+    overlap = " overlapped" if tile.overlaps else ""
+    return f"{tile.block_m}x{tile.block_n} w{tile.num_warps} s{tile.num_stages}{overlap}"

@@ -42,7 +42,8 @@ def run(recorder: Recorder, bench: Bench, shape: Shape, tiny: bool) -> None:
 
 
 def run_flashinfer(recorder: Recorder, bench: Bench, shape: Shape) -> None:
-    """What decides whether --attention-backend auto may choose FlashInfer; its first case compiles the kernels."""
+    """FlashInfer's prefill beside ours: these figures decide if --attention-backend auto may choose it. The first case
+    compiles its kernels."""
     try:
         import_flashinfer()
     except ImportError as error:
