@@ -38,6 +38,7 @@ NEEDS = {
     "tcgen05": "has no tcgen05.mma instruction",
     "async_copies": "has no asynchronous copy",
     "wide": "has no access of 16 bytes",
+    "tma": "has no copy by the copy engine (TMA)",
     "ahead": "waits for every copy before it computes: more stages are needed to fetch ahead",
 }
 BEFORE_AMPERE = {"async_copies", "ahead", "wide"}  # sm_75 has no such copies, and its tiles are small
@@ -66,6 +67,7 @@ class Report:
     async_copies: int
     wide: int
     ahead: int
+    tma: int = 0
 
 
 def kernel_modules() -> Iterator[ModuleType]:
@@ -129,6 +131,7 @@ def compile_kernel(configuration: AotConfiguration, capability: int) -> Report:
         async_copies=len(re.findall(r"cp\.async\.(?:c[ga]|bulk)", ptx)),
         wide=len(re.findall(r"cp\.async\.cg\.shared\.global [^;]*, 0x10\b|(?:ld|st)\.global\S*\.v4\.b32", ptx)),
         ahead=max(map(int, re.findall(r"cp\.async\.wait_group\s+(\d+)", ptx)), default=0),
+        tma=len(re.findall(r"cp\.async\.bulk\.tensor", ptx)),
     )  # fmt: skip
 
 
@@ -176,6 +179,7 @@ def _aligned_arguments(configuration: AotConfiguration) -> Iterator[int]:
     for i, param in enumerate(configuration.kernel.params):
         exempt = param.do_not_specialize or param.do_not_specialize_on_alignment
         aligned = param.name.endswith("_ptr") or param.name in configuration.multiples_of_16
+        aligned = aligned and not configuration.types.get(param.name, "").startswith("tensordesc")
         if aligned and not exempt and param.name not in configuration.constants:
             yield i
 

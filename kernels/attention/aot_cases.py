@@ -31,6 +31,13 @@ class Case:
         pages = "*i8" if self.shape.kv_format is INT8 else "*u8"
         return POINTERS | {"k_cache_ptr": pages, "v_cache_ptr": pages}
 
+    def copied(self, tile: Tile) -> dict[str, str]:
+        """Argument types of the caches where the tile is fetched by TMA."""
+        if not tile.tma:
+            return {}
+        rows = f"tensordesc<{self.dtype}[{tile.block_n}, {max(16, power_of_2(self.shape.head_dim))}]>"
+        return {"k_cache_ptr": rows, "v_cache_ptr": rows}
+
     @property
     def absent(self) -> dict[str, None]:
         """Pointers that a launch of this model does not pass."""
@@ -42,6 +49,7 @@ class Case:
         names = [shape.kv_format.name] if shape.kv_format else []
         names += ["alibi"] * shape.has_alibi + ["softcap"] * shape.has_softcap + ["window"] * (shape.sliding_window > 0)
         text = f"g{shape.group} d{shape.head_dim} b{shape.block_size} {tile.block_m}x{tile.block_n} w{tile.num_warps}"
+        names += ["tma"] * tile.tma
         return " ".join([text, *names])
 
     def needs(self, capability: int, tile: Tile) -> tuple[str, ...]:
@@ -50,6 +58,8 @@ class Case:
         tuned."""
         if self.dtype == "fp32":
             return ("async_copies",)
+        if tile.tma:
+            return "tma", *matrix_needs(known_card(capability), tile.block_m)
         return "async_copies", "wide", "ahead", *matrix_needs(known_card(capability), tile.block_m)
 
     def max_shared_memory(self, capability: int, tile: Tile) -> int:
@@ -96,6 +106,8 @@ def attention_cases() -> Iterator[Case]:
         yield case("bf16", 16, 8, 256, 64, kv_format, every_tile=True)
         yield case("fp16", 32, 8, 128, 64, kv_format, "alibi softcap window")
         yield case("fp32", 8, 4, 32, 16, kv_format)
+    yield case("bf16", 32, 8, 128, 64)
+    yield case("bf16", 32, 8, 128, 128, quick=True)
     yield case("bf16", 14, 2, 64, every_tile=True)  # Qwen2-0.5B
     yield case("bf16", 32, 32, 80)  # Phi-2
     yield case("fp16", 32, 32, 96, 32)  # Phi-3-mini

@@ -4,11 +4,32 @@ values while the softmax of the next tile is computed (Shah et al., "FlashAttent
 A step computes the scores of its tile and waits for them, starts the product of the tile before it, and then takes the
 softmax. Triton leaves that product under way until the wait of the next step, because its result is only the loop's
 accumulator; so the accumulator is rescaled after that wait, one step late.
+
+Where a block of the cache holds whole tiles, the card's copy engine (TMA) fetches them (`TMA`): no thread computes
+addresses, and the loop of Llama-3-8B on sm_90 takes 917 instructions for 128 keys in place of 755 for 64 (PTX).
 """
 
+from typing import Any
+
+from torch import Tensor
+
+from kernels.aot_configuration import power_of_2
+from kernels.attention.choices import Tile
 from kernels.attention.tile import find_keys
 from kernels.cache.quantize import load_where
 from kernels.dispatch import tl, triton
+
+
+def as_copied(cache: Tensor, tile: Tile) -> Any:
+    """A cache [num_blocks, num_kv_heads, block_size, head_dim] as the kernel takes it for this tile: itself, or for TMA
+    the description of its rows, of which the card copies block_n at a time."""
+    if not tile.tma:
+        return cache
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    head_dim = cache.shape[-1]
+    block = [tile.block_n, max(16, power_of_2(head_dim))]
+    return TensorDescriptor(cache, [cache.numel() // head_dim, head_dim], [head_dim, 1], block)
 
 
 @triton.jit
@@ -16,7 +37,7 @@ def attend_overlapped(
     q, acc, row_max, row_sum, k_cache_ptr, v_cache_ptr, block_table_ptr, kv_head, begin, all_see_end, end, query_pos,
     scale,
     NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Fold keys begin:end into the softmax (acc, row_max, row_sum); every row sees the keys before all_see_end.
 
@@ -28,18 +49,20 @@ def attend_overlapped(
     for tile_start in range(begin, all_see_end, BLOCK_N):
         acc, row_max, row_sum, probs, decay = _step(
             q, acc, row_max, row_sum, probs, decay, k_cache_ptr, v_cache_ptr, block_table_ptr, kv_head, tile_start,
-            begin, end, query_pos, scale, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, False,
+            begin, end, query_pos, scale, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, False, TMA,
         )  # fmt: skip
     for tile_start in range(all_see_end, end, BLOCK_N):
         acc, row_max, row_sum, probs, decay = _step(
             q, acc, row_max, row_sum, probs, decay, k_cache_ptr, v_cache_ptr, block_table_ptr, kv_head, tile_start,
-            begin, end, query_pos, scale, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, True,
+            begin, end, query_pos, scale, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, True, TMA,
         )  # fmt: skip
     last = (end - 1) // BLOCK_N * BLOCK_N
-    v = _load_rows(
+    v = _load_tile(
         v_cache_ptr, block_table_ptr, kv_head, last, begin, end, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N,
-        True,
+        True, TMA,
     )  # fmt: skip
+    if TMA:  # the slots after the last key may hold NaN
+        v = tl.where((last + tl.arange(0, BLOCK_N) < end)[:, None], v, 0.0)
     return tl.dot(probs.to(v.dtype, bitcast=True), v, acc * decay[:, None]), row_max, row_sum
 
 
@@ -48,16 +71,16 @@ def _step(
     q, acc, row_max, row_sum, probs, decay, k_cache_ptr, v_cache_ptr, block_table_ptr, kv_head, tile_start, begin, end,
     query_pos, scale,
     NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK_N: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Scores of the tile at tile_start, and its softmax; probs (as bits) and decay are those of the tile before it."""
-    k = _load_rows(
+    k = _load_tile(
         k_cache_ptr, block_table_ptr, kv_head, tile_start, begin, end, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, BLOCK_D,
-        BLOCK_N, MASKED,
+        BLOCK_N, MASKED, TMA,
     )  # fmt: skip
-    v = _load_rows(  # zeros before the first tile, whose step has no probabilities
+    v = _load_tile(  # zeros before the first tile, whose step has no probabilities
         v_cache_ptr, block_table_ptr, kv_head, tile_start - BLOCK_N, begin, end, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM,
-        BLOCK_D, BLOCK_N, True,
+        BLOCK_D, BLOCK_N, True, TMA,
     )  # fmt: skip
     scores = tl.dot(q, tl.trans(k))
     acc = tl.dot(probs.to(v.dtype, bitcast=True), v, acc * decay[:, None])
@@ -72,6 +95,29 @@ def _step(
     decay = tl.exp2(row_max - shift)
     row_sum = row_sum * decay + tl.sum(weights, 1)
     return acc, new_max, row_sum, weights.to(q.dtype).to(tl.int16, bitcast=True), decay
+
+
+@triton.jit
+def _load_tile(
+    cache_ptr, block_table_ptr, kv_head, tile_start, begin, end,
+    NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Keys or values [BLOCK_N, BLOCK_D] of a tile; if MASKED, rows outside begin:end are zeros.
+
+    TMA: a tile before begin is zeros, and the slots at and after end are whatever the block holds.
+    """
+    if TMA:
+        exists = tile_start >= begin
+        block_id = tl.load(block_table_ptr + tile_start // BLOCK_SIZE, mask=exists, other=0)
+        row = (block_id * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + tile_start % BLOCK_SIZE
+        rows = cache_ptr.load([tl.where(exists, row, -BLOCK_N), 0])  # zeros for rows outside of the cache
+    else:
+        rows = _load_rows(
+            cache_ptr, block_table_ptr, kv_head, tile_start, begin, end, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, BLOCK_D,
+            BLOCK_N, MASKED,
+        )  # fmt: skip
+    return rows
 
 
 @triton.jit

@@ -128,7 +128,9 @@ class AttentionShape:
         extras = self.has_alibi or self.has_softcap or self.sliding_window > 0 or self.group & (self.group - 1) > 0
         # Positional: a cached function looks up keywords more slowly, and launches call this.
         card = known_card(capability)
-        return tile_choice(use, card, self.q_bits, kv_bits, self.head_dim, self.group, num_rows, extras)
+        return tile_choice(
+            use, card, self.q_bits, kv_bits, self.head_dim, self.group, num_rows, extras, self.block_size
+        )
 
     def prefill_lengths(self, capability: int) -> list[int]:
         """Chunk lengths, 2 and more, each with a tile of its own: together they launch every variant."""

@@ -8,7 +8,7 @@ from torch import Tensor
 from kernels.aot_configuration import AotConfiguration
 from kernels.attention.aot_cases import attention_cases
 from kernels.attention.choices import Tile
-from kernels.attention.overlap import attend_overlapped
+from kernels.attention.overlap import as_copied, attend_overlapped
 from kernels.attention.plan import SMALL_ROWS, AttentionPlan, AttentionShape, attention_shape, plan_for_call
 from kernels.attention.tile import (
     attend_tile,
@@ -99,10 +99,10 @@ def launch_prefill(
         if divides:
             partial, lse = plan.partial_results(found.max_rows, tokens * shape.num_heads, shape.head_dim)
         prefill_attention_kernel[(shape.num_kv_heads, len(found.items))](
-            q, k_cache, v_cache, block_tables, found.items, alibi_slopes, out, partial, lse,
-            scale, softcap, block_tables.stride(0),
-            ALWAYS_MASKED=plan.batch_invariant, OVERLAP=tile.overlaps, **shape.constants(tile, plan.capability),
-            num_warps=tile.num_warps, num_stages=tile.num_stages,
+            q, as_copied(k_cache, tile), as_copied(v_cache, tile), block_tables, found.items, alibi_slopes, out,
+            partial, lse, scale, softcap, block_tables.stride(0),
+            ALWAYS_MASKED=plan.batch_invariant, OVERLAP=tile.overlaps, TMA=tile.tma,
+            **shape.constants(tile, plan.capability), num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
         reduce_chunks(found, plan, shape, tokens, out)
 
@@ -147,13 +147,15 @@ def prefill_attention_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, KV_FORMAT: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr, ALWAYS_MASKED: tl.constexpr, OVERLAP: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
     """Grid (num_kv_heads, items of the WorkMap): BLOCK_M // GROUP tokens at most over a chunk of their keys.
 
     Row m of a tile is query token m // GROUP and head m % GROUP of the group, so K and V are read once for all heads of
     the group. Keys that every row sees come first, without masks; keys at the edge of a window and on the diagonal
     follow with masks. ALWAYS_MASKED: all keys in the sequence's order with masks, so that a row's arithmetic does not
-    depend on the tile's other rows. OVERLAP: the loop of kernels/attention/overlap.py.
+    depend on the tile's other rows. OVERLAP: the loop of kernels/attention/overlap.py; TMA: its caches are descriptions
+    of their rows.
     """
     TOKENS: tl.constexpr = BLOCK_M // GROUP
     kv_head = tl.program_id(0)
@@ -179,7 +181,7 @@ def prefill_attention_kernel(
     if OVERLAP:
         acc, row_max, row_sum = attend_overlapped(
             q, acc, row_max, row_sum, k_cache_ptr, v_cache_ptr, block_table_ptr, kv_head, begin, all_see_end, end,
-            query_pos, scale, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N,
+            query_pos, scale, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, TMA,
         )  # fmt: skip
     else:
         for tile_start in range(all_see, all_see_end, BLOCK_N):
@@ -280,13 +282,13 @@ def aot_configurations(capability: int) -> Iterator[AotConfiguration]:
             uses |= {f" {n} rows": ("prefill", n) for n in (16, 32, 64)} | {" invariant": ("invariant", 0)}
         for name, (use, num_rows) in uses.items():
             tile = case.shape.tile(use, capability, num_rows)
-            flags = {"ALWAYS_MASKED": use == "invariant", "OVERLAP": tile.overlaps}
+            flags = {"ALWAYS_MASKED": use == "invariant", "OVERLAP": tile.overlaps, "TMA": tile.tma}
             if use == "invariant" or (tile.block_m > SMALL_ROWS and num_rows > SMALL_ROWS):
                 flags |= {"partial_ptr": None, "lse_ptr": None}
             yield AotConfiguration(
                 kernel=prefill_attention_kernel, label=case.label(tile) + name, dtype=case.dtype,
                 constants=case.shape.constants(tile, capability) | case.absent | flags,
                 num_warps=tile.num_warps, num_stages=tile.num_stages,
-                types=case.types, quick=case.quick and num_rows > 64, needs=case.needs(capability, tile),
-                max_shared_memory=case.max_shared_memory(capability, tile),
+                types=case.types | case.copied(tile), quick=case.quick and num_rows > 64,
+                needs=case.needs(capability, tile), max_shared_memory=case.max_shared_memory(capability, tile),
             )  # fmt: skip

@@ -132,7 +132,7 @@ def decode(start, stride):
 
 def prefill(start, stride):
     return key(prefill_attention_kernel, *[floats] * 3, numbers[start:], numbers, None, floats, partial,
-               partial[start:], 0.5, 0.0, stride, ALWAYS_MASKED=False, OVERLAP=False, **constants)
+               partial[start:], 0.5, 0.0, stride, ALWAYS_MASKED=False, OVERLAP=False, TMA=False, **constants)
 
 def work_map(start, number):
     return key(work_map_kernel, numbers[start:], numbers[start:], numbers, numbers[start:], numbers[start:],
@@ -147,7 +147,7 @@ assert len({prefill(0, 1), prefill(0, 16), prefill(1, 7), prefill(3, 256)}) == 1
 assert len({work_map(0, 1), work_map(0, 16), work_map(1, 7), work_map(3, 256)}) == 1
 assert len({reduce(0), reduce(1), reduce(3)}) == 1
 assert key(prefill_attention_kernel, *[floats] * 3, numbers, numbers, None, floats[1:], partial, partial, 0.5, 0.0, 1,
-           ALWAYS_MASKED=False, OVERLAP=False, **constants) != prefill(0, 1), "an unaligned output is another variant"
+           ALWAYS_MASKED=False, OVERLAP=False, TMA=False, **constants) != prefill(0, 1), "unaligned output: other variant"
 """
 
 
@@ -161,23 +161,27 @@ def test_ahead_of_time_compiler(script):
 
 OVERLAPPED = r"""
 import re
+import sys
 from kernels import aot
 
-(plain,) = [c for c in aot.configurations(90, True, "prefill_attention") if c.label.split()[-1].startswith("w")]
-ptx = aot.build(plain, 90).asm["ptx"]
+ends = sys.argv[1]
+(found,) = [c for c in aot.configurations(90, True, "prefill_attention") if c.label.split()[-1].startswith(ends)]
+ptx = aot.build(found, 90).asm["ptx"]
 names = {"wgmma.mma_async": "product ", "wgmma.wait_group": "wait ", "ex2.approx": "softmax "}
 loops = []
 for label in re.findall(r"^(\$L__BB\w+):", ptx, re.M):
     body = re.search(rf"^{re.escape(label)}:(.*?)bra(?:\.uni)?\s+{re.escape(label)};", ptx, re.M | re.S)
     if body and "wgmma.mma_async" in body[1]:
-        found = re.findall("|".join(map(re.escape, names)), body[1])
-        loops.append(re.sub(r"(\w+ )\1+", r"\1", "".join(names[name] for name in found)).strip())
+        steps = re.findall("|".join(map(re.escape, names)), body[1])
+        loops.append(re.sub(r"(\w+ )\1+", r"\1", "".join(names[name] for name in steps)).strip())
 assert loops == ["product wait product softmax"] * 2, loops
 """
 
 
-def test_softmax_overlaps_the_tensor_cores_on_hopper():
-    """Prefill of Llama-3-8B on sm_90, with masks and without: after the wait for the scores a step starts the product
-    of the probabilities before it, and waits for that product in the next step, after the exponentials."""
-    done = run("-W", "ignore", "-c", "import triton\n" + OVERLAPPED, PYTHONPATH=str(ROOT))
+@pytest.mark.parametrize("ends", ["w", "tma"])
+def test_softmax_overlaps_the_tensor_cores_on_hopper(ends):
+    """Prefill of Llama-3-8B on sm_90, with masks and without, from blocks of 16 tokens and through TMA: after the wait
+    for the scores a step starts the product of the probabilities before it, and waits for that product in the next
+    step, after the exponentials."""
+    done = run("-W", "ignore", "-c", "import triton\n" + OVERLAPPED, ends, PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr[-4000:]
