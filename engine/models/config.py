@@ -96,7 +96,7 @@ class ModelConfig:
     nope_layers: tuple[int, ...] = ()  # the layers without rotary embedding
     partial_rotary_factor: float = 1.0  # share of each head that is rotated, from the start of the head
     position_offset: int = 0  # OPT's learned positions start at row 2
-    alibi_bias_max: float = 8.0  # with "alibi": the steepest slope is 2 ** -(alibi_bias_max / heads), see alibi_slopes
+    alibi_bias_max: float = 8.0  # with "alibi": the flattest slope is 2 ** -alibi_bias_max
     alibi_scaled: bool = False  # with "alibi": softmax_scale multiplies the biases, too (Falcon-RW)
     qkv_bias: bool = False
     out_bias: bool = False
@@ -147,17 +147,7 @@ class ModelConfig:
 
     def _check_attention(self) -> None:
         missing = {
-            'position "alibi"': self.position == "alibi",
-            "rope_interleaved": self.rope_interleaved,
-            "clip_qkv": self.clip_qkv > 0,
-            f"qk_norm {self.qk_norm!r}": self.qk_norm not in (None, "head"),
-            "qk_norm_layers": self.qk_norm_layers is not None,
-            f"qk_norm_kind {self.qk_norm_kind!r}": self.qk_norm_kind != "rms",
-            "qk_norm_after_rope": self.qk_norm_after_rope,
-            "v_norm": self.v_norm,
-            "query_scaling": self.query_scaling is not None,
             "attention_sinks": self.attention_sinks,
-            "window_rope_scaling": self.window_rope_scaling is not None,
             "attention_chunk": self.attention_chunk > 0,
         }
         for name, asked in missing.items():

@@ -52,7 +52,7 @@ from engine.models.layers.embedding import Embedding, LMHead
 from engine.models.layers.mlp import take_mlp
 from engine.models.layers.norm import take_norm
 from engine.models.layers.operators import FastOperators, Operators
-from engine.models.layers.position import cos_sin_table
+from engine.models.layers.position import PositionTables, position_tables
 
 
 class DecoderLayer:
@@ -72,12 +72,12 @@ class DecoderLayer:
         config: ModelConfig,
         weights: dict[str, Tensor],
         layer: int,
-        cos_sin_cache: Tensor | None,
+        positions: PositionTables,
         operators: Operators,
     ) -> None:
         prefix = f"layers.{layer}"
         self.attn_norm = take_norm(config, weights, f"{prefix}.attn_norm")
-        self.attention = Attention(config, weights, layer, cos_sin_cache, operators)
+        self.attention = Attention(config, weights, layer, positions, operators)
         self.mlp_norm = take_norm(config, weights, f"{prefix}.mlp_norm") if config.mlp_norm else None
         self.mlp = take_mlp(config, weights, layer, operators)
         post = config.post_norms
@@ -151,25 +151,15 @@ class Decoder:
     ) -> None:
         """`weights` holds the tensors of config.parameter_shapes() and is emptied, so that packed copies replace them.
 
-        max_positions is the number of rows of the rotary table, at most config.max_positions; None for the config's
+        max_positions is the number of rows of tables by position, at most config.max_positions; None for the config's
         own maximum. operators: None for FastOperators.
         """
         self.config = config
         self.operators = operators = operators or FastOperators()
         self.embedding = Embedding(config, weights, operators)
-        self.cos_sin_cache: Tensor | None = None
-        window_cache: Tensor | None = None  # rotary table of layers with a window, if they have their own
-        if config.position == "rope":
-            num_positions = min(config.max_positions, max_positions or config.max_position_embeddings)
-            self.cos_sin_cache = window_cache = cos_sin_table(config, num_positions, device)
-            window_rope = config.window_rope()
-            if window_rope is not None:
-                window_cache = cos_sin_table(window_rope, num_positions, device)
-        tables = [window_cache if config.window(i) else self.cos_sin_cache for i in range(config.num_layers)]
-        self.layers = [
-            DecoderLayer(config, weights, i, None if i in config.nope_layers else tables[i], operators)
-            for i in range(config.num_layers)
-        ]
+        num_positions = min(config.max_positions, max_positions or config.max_position_embeddings)
+        self.positions = position_tables(config, num_positions, device)
+        self.layers = [DecoderLayer(config, weights, i, self.positions, operators) for i in range(config.num_layers)]
         self.final_norm = take_norm(config, weights, "final_norm") if config.final_norm else None
         self.lm_head = LMHead(config, weights, self.embedding.weight, operators)
         self.run_layers = self._run_pre_norm if config.pre_norm else self._run_post_norm

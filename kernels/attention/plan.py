@@ -133,11 +133,14 @@ class AttentionShape:
         )
 
     def prefill_lengths(self, capability: int) -> list[int]:
-        """Chunk lengths, 2 and more, each with a tile of its own: together they launch every variant."""
-        tiles: dict[Tile, int] = {}
+        """Chunk lengths, 2 and more, each with a tile of its own: together they launch every variant, in layers with
+        and without a window."""
+        tiles: dict[tuple[Tile, Tile], int] = {}
+        windowed = replace(self, sliding_window=1)
         for length in sorted({max(2, rule.max_rows // self.group) for rule in PREFILL if rule.max_rows < ANY}):
             for n in (length, length + 1):
-                tiles.setdefault(self.tile("prefill", capability, n * self.group), n)
+                both = (shape.tile("prefill", capability, n * self.group) for shape in (self, windowed))
+                tiles.setdefault(tuple(both), n)  # type: ignore[arg-type]
         return sorted(tiles.values())
 
     def constants(self, tile: Tile, capability: int) -> dict[str, int | bool]:

@@ -142,33 +142,49 @@ def _rotate_heads(x, heads, head_stride, cos_sin, half):
 
 
 @jit
+def _rotate_neighbours(x, heads, head_stride, cos_sin, half):
+    """_rotate_heads where b is the element after a."""
+    for i in range(0, half, WIDTH):
+        cos, sin = load(cos_sin, i), load(cos_sin, half + i)
+        for h in range(heads):
+            at = h * head_stride + 2 * i
+            a, b = simd.load_even_odd(x, at)
+            turned = simd.sub(simd.mul(a, cos), simd.mul(b, sin))
+            simd.store_even_odd(x, at, turned, simd.fma(a, sin, simd.mul(b, cos)))
+
+
+@jit
 def _rotary_items(args, q, k):
     positions, cos_sin = simd.pointer_i64(args[4]), simd.pointer_f32(args[5])
-    tokens, half, per_item = args[6], args[7], args[8]
+    tokens, half, per_item, interleaved = args[6], args[7], args[8], args[15]
     item = next_item(args)
     while item < args[1]:
         for token in range(item * per_item, min(tokens, (item + 1) * per_item)):
             angles = advance(cos_sin, read(positions, token) * 2 * half)
-            _rotate_heads(advance(q, token * args[9]), args[11], args[12], angles, half)
-            _rotate_heads(advance(k, token * args[10]), args[13], args[14], angles, half)
+            queries, keys = advance(q, token * args[9]), advance(k, token * args[10])
+            if interleaved:
+                _rotate_neighbours(queries, args[11], args[12], angles, half)
+                _rotate_neighbours(keys, args[13], args[14], angles, half)
+            else:
+                _rotate_heads(queries, args[11], args[12], angles, half)
+                _rotate_heads(keys, args[13], args[14], angles, half)
         item = next_item(args)
 
 
-@parallel_kernel("13q")
+@parallel_kernel("14q")
 def _rotary_bf16(args):
     _rotary_items(args, simd.pointer_bf16(args[2]), simd.pointer_bf16(args[3]))
 
 
-@parallel_kernel("13q")
+@parallel_kernel("14q")
 def _rotary_f32(args):
     _rotary_items(args, simd.pointer_f32(args[2]), simd.pointer_f32(args[3]))
 
 
-def supports_rotary(positions: Tensor, q: Tensor, k: Tensor, cos_sin_cache: Tensor, interleaved: bool) -> bool:
-    """True for halves of whole vectors, not interleaved; rows and heads may be strided."""
+def supports_rotary(positions: Tensor, q: Tensor, k: Tensor, cos_sin_cache: Tensor) -> bool:
+    """True for halves of whole vectors; rows and heads may be strided."""
     return (
-        not interleaved
-        and q.dtype in DTYPES
+        q.dtype in DTYPES
         and k.dtype == q.dtype
         and positions.dtype == torch.int64
         and positions.is_contiguous()
@@ -179,7 +195,7 @@ def supports_rotary(positions: Tensor, q: Tensor, k: Tensor, cos_sin_cache: Tens
     )
 
 
-def rotary_embedding(positions: Tensor, q: Tensor, k: Tensor, cos_sin_cache: Tensor) -> None:
+def rotary_embedding(positions: Tensor, q: Tensor, k: Tensor, cos_sin_cache: Tensor, interleaved: bool) -> None:
     """See kernels.elementwise.rotary_embedding."""
     tokens, num_heads, head_dim = q.shape
     per_item = max(1, CHUNK // (num_heads * head_dim))
@@ -187,7 +203,7 @@ def rotary_embedding(positions: Tensor, q: Tensor, k: Tensor, cos_sin_cache: Ten
     kernel(
         -(-tokens // per_item), q.data_ptr(), k.data_ptr(), positions.data_ptr(), cos_sin_cache.data_ptr(),
         tokens, cos_sin_cache.shape[-1] // 2, per_item, q.stride(0), k.stride(0),
-        num_heads, q.stride(1), k.shape[1], k.stride(1),
+        num_heads, q.stride(1), k.shape[1], k.stride(1), interleaved,
     )  # fmt: skip
 
 

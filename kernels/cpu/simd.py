@@ -127,6 +127,20 @@ def store(typingctx, pointer, index, value):
     return types.void(pointer, types.int64, Vec), codegen
 
 
+def _load_words(builder, pointer, index):
+    """32 bf16 numbers as 32-bit words: the even ones, widened, and the odd ones."""
+    words = builder.load(_vector_pointer(builder, pointer, index, _I32V), align=2)
+    pair = (builder.shl(words, _splat_constant(_I32, 16)), builder.and_(words, _splat_constant(_I32, -65536)))
+    return [builder.bitcast(half, _F32V) for half in pair]
+
+
+def _store_words(builder, pointer, index, even, odd):
+    """The inverse of _load_words, rounded."""
+    low, high = (builder.zext(round_to_bf16(builder, half), _I32V) for half in (even, odd))
+    words = builder.or_(low, builder.shl(high, _splat_constant(_I32, 16)))
+    builder.store(words, _vector_pointer(builder, pointer, index, _I32V), align=2)
+
+
 @intrinsic
 def load_pair(typingctx, pointer, index):
     """pointer[index : index + 32] as two Vecs: for bf16 the even and the odd elements, for fp32 the two halves.
@@ -141,9 +155,7 @@ def load_pair(typingctx, pointer, index):
         if code_type in codes.FORMATS:
             pair = codes.load_pair(builder, code_type, pointer, index)
         elif bf16:
-            words = builder.load(_vector_pointer(builder, pointer, index, _I32V), align=2)
-            pair = (builder.shl(words, _splat_constant(_I32, 16)), builder.and_(words, _splat_constant(_I32, -65536)))
-            pair = [builder.bitcast(half, _F32V) for half in pair]
+            pair = _load_words(builder, pointer, index)
         else:
             second = builder.add(index, ir.Constant(_I64, WIDTH))
             pair = [builder.load(_vector_pointer(builder, pointer, i, _F32V), align=4) for i in (index, second)]
@@ -160,12 +172,50 @@ def store_pair(typingctx, pointer, index, a, b):
     def codegen(context, builder, sig, args):
         pointer, index, a, b = args
         if bf16:
-            low, high = (builder.zext(round_to_bf16(builder, half), _I32V) for half in (a, b))
-            words = builder.or_(low, builder.shl(high, _splat_constant(_I32, 16)))
-            builder.store(words, _vector_pointer(builder, pointer, index, _I32V), align=2)
+            _store_words(builder, pointer, index, a, b)
         else:
             for half, i in ((a, index), (b, builder.add(index, ir.Constant(_I64, WIDTH)))):
                 builder.store(half, _vector_pointer(builder, pointer, i, _F32V), align=4)
+        return context.get_dummy_value()
+
+    return types.void(pointer, types.int64, Vec, Vec), codegen
+
+
+@intrinsic
+def load_even_odd(typingctx, pointer, index):
+    """pointer[index : index + 32], fp32 or bf16, as two Vecs: the even and the odd elements."""
+    bf16 = _is_bf16(pointer)
+
+    def codegen(context, builder, sig, args):
+        pointer, index = args
+        if bf16:
+            pair = _load_words(builder, pointer, index)
+        else:
+            second = builder.add(index, ir.Constant(_I64, WIDTH))
+            halves = [builder.load(_vector_pointer(builder, pointer, i, _F32V), align=4) for i in (index, second)]
+            pair = [
+                builder.shuffle_vector(*halves, ir.Constant(_I32V, list(range(odd, 2 * WIDTH, 2)))) for odd in (0, 1)
+            ]
+        return context.make_tuple(builder, sig.return_type, pair)
+
+    return types.UniTuple(Vec, 2)(pointer, types.int64), codegen
+
+
+@intrinsic
+def store_even_odd(typingctx, pointer, index, even, odd):
+    """The inverse of load_even_odd, rounded to the pointer's dtype."""
+    bf16 = _is_bf16(pointer)
+
+    def codegen(context, builder, sig, args):
+        pointer, index, *pair = args
+        if bf16:
+            _store_words(builder, pointer, index, *pair)
+        else:
+            for first in (0, WIDTH // 2):
+                lanes = [lane + odd for lane in range(first, first + WIDTH // 2) for odd in (0, WIDTH)]
+                half = builder.shuffle_vector(*pair, ir.Constant(_I32V, lanes))
+                at = builder.add(index, ir.Constant(_I64, 2 * first))
+                builder.store(half, _vector_pointer(builder, pointer, at, _F32V), align=4)
         return context.get_dummy_value()
 
     return types.void(pointer, types.int64, Vec, Vec), codegen

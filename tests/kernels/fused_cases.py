@@ -1,6 +1,8 @@
 """The small Triton kernels of a layer against their torch references. Run like triton_cases.py: on a CUDA device as
 they are, elsewhere by test_triton.py in the interpreter."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -121,6 +123,22 @@ HEADS = {
     "no rotation": (3, 1, 16, 0, False, True, 0.0),
     "many heads": (40, 20, 128, 128, False, True, 0.0),
     "no tail, interleaved": (3, 2, 36, 36, True, False, 0.0),
+    "olmo2": (6, 2, 24, 24, False, "rows", 0.0),
+    "olmoe": (3, 3, 48, 16, True, "rows", 0.0),
+    "cohere": (4, 2, 32, 32, True, "per head", 0.0),
+    "per head": (4, 2, 32, 8, False, "per head", 1.0),
+    "hunyuan": (3, 1, 64, 64, False, True, 0.0),
+    "llama4": (5, 1, 64, 64, True, False, 0.0),
+    "clip": (4, 2, 20, 0, False, False, 0.0),
+}
+# Further fields of QKVHeads; query_scales are made by make_heads.
+FIELDS = {
+    "olmoe": {"norm_rows": True, "clip": 0.5},
+    "olmo2": {"norm_rows": True, "norm_centred": True},
+    "cohere": {"norm_centred": True, "query_scales": True},
+    "hunyuan": {"norm_after_rope": True, "v_norm": True},
+    "llama4": {"norm_without_weights": True, "norm_after_rope": True},
+    "clip": {"clip": 0.3, "query_scales": True},
 }
 
 
@@ -131,37 +149,61 @@ def make_heads(name, dtype):
     if rotary_dim:
         angles = torch.rand(50, rotary_dim // 2) * 6
         table = torch.cat([angles.cos(), angles.sin()], dim=-1)
-    q_norm, k_norm = (torch.randn(head_dim).to(dtype) for _ in range(2)) if qk_norm else (None, None)
+    q_norm, k_norm = (torch.randn(_norm_shape(qk_norm, n, head_dim)).to(dtype) for n in (num_heads, num_kv_heads))
+    fields = dict(FIELDS.get(name, {}))
+    fields |= {"query_scales": torch.rand(50) + 0.5} if "query_scales" in fields else {}
     return QKVHeads(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         cos_sin_cache=table,
         interleaved=interleaved,
-        q_norm=q_norm,
-        k_norm=k_norm,
+        q_norm=q_norm if qk_norm else None,
+        k_norm=k_norm if qk_norm else None,
         norm_eps=1e-5,
         norm_weight_offset=offset,
+        **fields,
     ), head_dim
 
 
+def _norm_shape(kind, num_heads, head_dim):
+    return {"rows": (num_heads * head_dim,), "per head": (num_heads, head_dim)}.get(kind, (head_dim,))
+
+
 def moved(heads):
-    tensors = on_device(heads.cos_sin_cache, heads.q_norm, heads.k_norm)
-    return QKVHeads(num_heads=heads.num_heads, num_kv_heads=heads.num_kv_heads, cos_sin_cache=tensors[0],
-                    interleaved=heads.interleaved, q_norm=tensors[1], k_norm=tensors[2],
-                    norm_eps=heads.norm_eps, norm_weight_offset=heads.norm_weight_offset)  # fmt: skip
+    tensors = {name: getattr(heads, name) for name in heads.__slots__}
+    return replace(heads, **{name: x.to(DEVICE) for name, x in tensors.items() if isinstance(x, torch.Tensor)})
+
+
+def expected_norm(x, weight, heads):
+    """The norm of QKVHeads by its formula, one head or one row after the other."""
+    rows = [x.flatten(1).float()] if heads.norm_rows else [x[:, h].float() for h in range(x.shape[1])]
+    weight = torch.ones(x.shape[2]) if weight is None else weight
+    weights = list(weight) if weight.ndim == 2 else [weight] * len(rows)
+    out = []
+    for row, w in zip(rows, weights, strict=True):
+        row = row - row.mean(-1, keepdim=True) if heads.norm_centred else row
+        normed = row / (row.square().mean(-1, keepdim=True) + heads.norm_eps).sqrt()
+        if not heads.norm_centred and not heads.norm_weight_offset:
+            normed = normed.to(x.dtype).float()  # as LLaMA
+        out.append(normed * (w.float() + heads.norm_weight_offset))
+    return torch.stack(out, 1).view(x.shape).to(x.dtype)
 
 
 def expected_of(qkv, heads, positions, slots, caches):
     """Plain torch from beginning to end; rope_and_cache_reference would call kernels in the interpreter."""
     q, k, v = torch.split(qkv.clone(), [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads], dim=1)
-    if heads.q_norm is not None:
-        eps, offset = heads.norm_eps, heads.norm_weight_offset
-        q, k = (
-            rms_norm_reference(q, heads.q_norm, eps, None, offset),
-            rms_norm_reference(k, heads.k_norm, eps, None, offset),
-        )
+    if heads.has_norm and not heads.norm_after_rope:
+        q, k = expected_norm(q, heads.q_norm, heads), expected_norm(k, heads.k_norm, heads)
+    if heads.clip:
+        q, k, v = (x.clamp(-heads.clip, heads.clip) for x in (q, k, v))
     if heads.cos_sin_cache is not None:
         rotary_embedding_reference(positions, q, k, heads.cos_sin_cache, heads.interleaved)
+    if heads.has_norm and heads.norm_after_rope:
+        q, k = expected_norm(q, heads.q_norm, heads), expected_norm(k, heads.k_norm, heads)
+    if heads.v_norm:
+        v = rms_norm_reference(v, torch.ones(v.shape[2], dtype=v.dtype), heads.norm_eps)
+    if heads.query_scales is not None:
+        q = (q * heads.query_scales[positions][:, None, None]).to(q.dtype)
     reshape_and_cache_reference(k, v, *caches, slots)
     return q
 

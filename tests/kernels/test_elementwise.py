@@ -77,7 +77,8 @@ def _one_ulp(dtype):
 
 
 @pytest.mark.parametrize("head_dim, rotary_dim, interleaved", [(64, 64, False), (80, 32, False), (32, 20, False),
-                                                               (64, 32, True)])  # fmt: skip
+                                                               (64, 32, True), (128, 128, True),
+                                                               (32, 20, True)])  # fmt: skip
 def test_rotary_embedding_rotates_pairs_and_leaves_the_rest(dtype, head_dim, rotary_dim, interleaved):
     qkv = torch.randn(11, 9, head_dim).to(dtype)
     original, reference = qkv.clone(), qkv.clone()

@@ -6,7 +6,7 @@
        |
     (T, H + 2K, D)      q: heads 0 .. H-1        k: H .. H+K-1        v: H+K .. H+2K-1
        |
-    rope_and_cache: norm q and k (QK-norm, some families), rotate q and k, then write k and v
+    rope_and_cache: norm q and k (QK-norm, some families), rotate q and k, then write k and v (QKVHeads has the rest)
        |                                                   |
     q (T, H, D)                                  slot_mapping (T): block * S + offset
        |                                                   v
@@ -29,13 +29,16 @@ Letters in shapes: T tokens of the step, R output rows, C hidden_size, H query h
 S block_size, B blocks of the longest table, Q sequences of the step, P prefills among them.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
 from engine.models.config import ModelConfig
 from engine.models.layers.operators import Operators, take_linear
+from engine.models.layers.position import PositionTables
 from kernels.attention.decode import mixed_attention, paged_attention
 from kernels.attention.flashinfer import PlannedPrefill
 from kernels.attention.plan import AttentionPlan
@@ -43,6 +46,7 @@ from kernels.attention.prefill import prefill_attention
 from kernels.attention.work import StepWork
 from kernels.cache.rope_and_cache import QKVHeads, rope_and_cache
 
+Attend = Callable[..., Tensor]  # an attention operator with the options of a layer
 KVCache = tuple[Tensor, Tensor]  # k_cache, v_cache of a layer: (N, K, S, D) each
 
 
@@ -102,30 +106,27 @@ class Attention:
         config: ModelConfig,
         weights: dict[str, Tensor],
         layer: int,
-        cos_sin_cache: Tensor | None,
+        positions: PositionTables,
         operators: Operators,
     ) -> None:
-        """cos_sin_cache fp32 [max_position, rotary_dim], shared by layers that rotate alike; None: no rotation."""
+        """Take the weights of the layer. positions: the tables that all layers share."""
         prefix = f"layers.{layer}"
         self.qkv = take_linear(weights, f"{prefix}.qkv", operators)
         self.attn_out = take_linear(weights, f"{prefix}.attn_out", operators)
-        self.heads = QKVHeads(
-            config.num_heads,
-            config.num_kv_heads,
-            cos_sin_cache,
-            q_norm=weights.pop(f"{prefix}.q_norm.weight", None),
-            k_norm=weights.pop(f"{prefix}.k_norm.weight", None),
-            norm_eps=config.norm_eps,
-            norm_weight_offset=config.norm_weight_offset,
-        )
+        self.heads = take_heads(config, weights, layer, positions)
         self.num_heads = config.num_heads + 2 * config.num_kv_heads
         self.head_dim = config.head_dim
         self.q_size = config.q_size
-        scale, window, softcap = config.softmax_scale, config.window(layer), config.attn_softcap
-        self.sliding_window = window
-        self.decode = partial(paged_attention, scale=scale, sliding_window=window, softcap=softcap)
-        self.prefill = partial(prefill_attention, scale=scale, sliding_window=window, softcap=softcap)
-        self.mixed = partial(mixed_attention, scale=scale, sliding_window=window, softcap=softcap)
+        self.sliding_window = config.window(layer)
+        options: dict[str, Any] = {
+            "scale": config.softmax_scale,
+            "alibi_slopes": positions.alibi_slopes,
+            "sliding_window": self.sliding_window,
+            "softcap": config.attn_softcap,
+        }
+        self.decode: Attend = partial(paged_attention, **options)
+        self.prefill: Attend = partial(prefill_attention, **options)
+        self.mixed: Attend = partial(mixed_attention, **options)
 
     def __call__(
         self, hidden: Tensor, metadata: BatchMetadata, kv_cache: KVCache, outputs: OutputRows | None = None
@@ -178,3 +179,24 @@ class Attention:
             seq_lens=metadata.seq_lens[n:], max_seqlen_q=metadata.max_seqlen_q, plan=metadata.plan,
             work=metadata.work, out=out,
         )  # fmt: skip
+
+
+def take_heads(config: ModelConfig, weights: dict[str, Tensor], layer: int, positions: PositionTables) -> QKVHeads:
+    """The operations on q, k and v of a layer; drops their weights from `weights`."""
+    return QKVHeads(
+        config.num_heads,
+        config.num_kv_heads,
+        positions.rotation(config, layer),
+        config.rope_interleaved,
+        q_norm=weights.pop(f"layers.{layer}.q_norm.weight", None),
+        k_norm=weights.pop(f"layers.{layer}.k_norm.weight", None),
+        norm_without_weights=config.has_qk_norm(layer) and config.qk_norm_kind == "l2",
+        norm_eps=config.norm_eps,
+        norm_weight_offset=config.norm_weight_offset,
+        norm_rows=config.qk_norm == "all",
+        norm_centred=config.qk_norm_kind == "layer",
+        norm_after_rope=config.qk_norm_after_rope,
+        clip=config.clip_qkv,
+        v_norm=config.v_norm,
+        query_scales=positions.query_scales if config.scales_queries(layer) else None,
+    )

@@ -1,11 +1,14 @@
-"""The table of cosines and sines that the rotary kernels read, from plain or scaled frequencies.
+"""The table of cosines and sines that the rotary kernels read, from plain or scaled frequencies; ALiBi's slopes; the
+factors of queries by position.
 
 RoPE: Su et al. 2021. "linear": position interpolation, Chen et al. 2023. "yarn": Peng et al. 2023, section 3.
 "llama3": Grattafiori et al. 2024, whose published code is the only complete definition. "longrope": Ding et al. 2024.
+ALiBi: Press et al. 2022. Factors of queries: Nakanishi 2025, as Llama 4 has them.
 "ntk": Hunyuan's fixed alpha (transformers, hunyuan_v1_dense), the rule of "dynamic" without a sequence length.
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,6 +16,38 @@ from torch import Tensor
 from engine.models.config import ModelConfig, RopeScaling
 
 ROWS_AT_A_TIME = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class PositionTables:
+    """Tables on the device that all layers share; each is None in a model without its mechanism.
+
+    cos_sin: see cos_sin_table; window_cos_sin: the one of layers with a window, the same one if they rotate alike.
+    alibi_slopes, query_scales: see the functions of these names.
+    """
+
+    cos_sin: Tensor | None
+    window_cos_sin: Tensor | None
+    alibi_slopes: Tensor | None
+    query_scales: Tensor | None
+
+    def rotation(self, config: ModelConfig, layer: int) -> Tensor | None:
+        """The cosines and sines of a layer; None for a layer without rotary embedding."""
+        if layer in config.nope_layers:
+            return None
+        return self.window_cos_sin if config.window(layer) else self.cos_sin
+
+
+def position_tables(config: ModelConfig, num_positions: int, device: torch.device) -> PositionTables:
+    """The tables for sequences of up to num_positions tokens."""
+    cos_sin = window_cos_sin = None
+    if config.position == "rope":
+        cos_sin = window_cos_sin = cos_sin_table(config, num_positions, device)
+        window_rope = config.window_rope()
+        if window_rope is not None:
+            window_cos_sin = cos_sin_table(window_rope, num_positions, device)
+    slopes, scales = alibi_slopes(config, device), query_scales(config, num_positions, device)
+    return PositionTables(cos_sin, window_cos_sin, slopes, scales)
 
 
 def cos_sin_table(config: ModelConfig, num_positions: int, device: torch.device) -> Tensor:
@@ -73,3 +108,28 @@ def _yarn(frequencies: Tensor, config: ModelConfig, scaling: RopeScaling) -> Ten
     pairs = torch.arange(config.rotary_dim // 2, dtype=torch.float32)
     divide = ((pairs - first) / max(last - first, 0.001)).clamp(0.0, 1.0)
     return frequencies / scaling.factor * divide + frequencies * (1 - divide)
+
+
+def alibi_slopes(config: ModelConfig, device: torch.device) -> Tensor | None:
+    """fp32 [num_heads]: a score falls by slope * (query position - key position). None without ALiBi.
+
+    With n heads, a power of two, head h has 2 ** (-alibi_bias_max * (h + 1) / n). With another n, the slopes are those
+    of the next power of two: every second one first, from the second on, then the others from the first on, as far as
+    needed (the rule of BLOOM and MPT). alibi_scaled: the slopes are multiplied by softmax_scale.
+    """
+    if config.position != "alibi":
+        return None
+    count = 1 << (config.num_heads - 1).bit_length()
+    slopes = 2.0 ** (torch.arange(1, count + 1, dtype=torch.float32) * (-config.alibi_bias_max / count))
+    if count != config.num_heads:
+        slopes = torch.cat([slopes[1::2], slopes[::2]])[: config.num_heads]
+    return (slopes * (config.softmax_scale if config.alibi_scaled else 1.0)).to(device)
+
+
+def query_scales(config: ModelConfig, num_positions: int, device: torch.device) -> Tensor | None:
+    """fp32 [num_positions]: the factors of queries by position, see QueryScaling; None if the model has none."""
+    scaling = config.query_scaling
+    if scaling is None:
+        return None
+    positions = torch.arange(num_positions, dtype=torch.float32, device=device)
+    return torch.log1p(torch.floor((positions + scaling.offset) / scaling.period)) * scaling.factor + 1.0

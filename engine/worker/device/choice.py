@@ -133,6 +133,10 @@ def _problem(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, devic
         return f"FlashInfer does not read the KV cache of --kv-cache-dtype {config.kv_cache_dtype}"
     if config.batch_invariant:
         return "FlashInfer's results depend on the batch, and batch_invariant is set"
+    beyond = {"ALiBi": model.position == "alibi", "attention_sinks": model.attention_sinks,
+              "attention_chunk": model.attention_chunk > 0}  # fmt: skip
+    if missing := [name for name, asked in beyond.items() if asked]:
+        return f"FlashInfer's kernels do not compute {' and '.join(missing)}, which this model has"
     return prompt_attention(config, model, dtype).problem()
 
 

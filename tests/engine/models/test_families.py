@@ -103,7 +103,7 @@ def test_longrope_past_the_trained_length(tmp_path: Path) -> None:
     (unlike,) = PagedRunner(short).step([(Sequence(prompt[:128]), 128)])
     assert not torch.allclose(unlike, expected[:128], atol=1e-2)
     torch.testing.assert_close(unlike, oracle_logits(oracle, prompt[:128]), **TOLERANCE)
-    assert long.cos_sin_cache is not None and len(long.cos_sin_cache) == 300
+    assert long.positions.cos_sin is not None and len(long.positions.cos_sin) == 300
 
 
 def test_num_parameters(pair: tuple[PreTrainedModel, Decoder]) -> None:

@@ -158,7 +158,7 @@ def test_max_model_len_bounds_the_rotary_table(tmp_path: Path) -> None:
     save_model("llama", tmp_path)
     config = read_model_config(tmp_path)
     model = load_model(tmp_path, config, dtype=torch.float32, device=CPU, load_format="dummy", seed=0, max_model_len=40)
-    assert model.cos_sin_cache is not None and model.cos_sin_cache.shape == (40, config.head_dim)
+    assert model.positions.cos_sin is not None and model.positions.cos_sin.shape == (40, config.head_dim)
 
 
 def test_max_model_len_bounds_both_rotary_tables(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_max_model_len_bounds_both_rotary_tables(tmp_path: Path) -> None:
     model = load_model(tmp_path, config, dtype=torch.float32, device=CPU, load_format="dummy", seed=0, max_model_len=40)
     assert isinstance(model, Decoder)
     tables = [layer.attention.heads.cos_sin_cache for layer in model.layers]
-    assert [table is model.cos_sin_cache for table in tables] == [config.window(i) == 0 for i in range(len(tables))]
+    assert [table is model.positions.cos_sin for table in tables] == [config.window(i) == 0 for i in range(len(tables))]
     assert len({id(table) for table in tables}) == 2
     assert all(table is not None and table.shape == (40, config.head_dim) for table in tables)
 

@@ -100,6 +100,7 @@ def test_flashinfer_is_taken_where_it_is_asked_for(on_card, monkeypatch):
         ({"device": torch.device("cpu")}, "needs a GPU"),
         ({"dtype": torch.float32}, "not in float32"),
         ({"model": replace(MODEL, head_dim=80)}, "head sizes of 64, 128, 256, not 80"),
+        ({"model": replace(MODEL, position="alibi")}, "do not compute ALiBi, which this model has"),
         ({"kv_cache_dtype": "int4"}, "--kv-cache-dtype int4"),
         ({"batch_invariant": True}, "batch_invariant"),
     ],
