@@ -79,7 +79,7 @@ class ModelConfig:
     head_dim: int
     intermediate_size: int
     max_position_embeddings: int  # longest sequence in tokens; see also max_positions
-    norm: str  # "rms" or "layer" (with bias)
+    norm: str  # "rms" or "layer"
     norm_eps: float
     position: str  # "rope", "learned" or "alibi"
     activation: str
@@ -89,6 +89,8 @@ class ModelConfig:
     pre_norm: bool = True  # False: normalise after adding to the residual (OPT-350m)
     final_norm: bool = True
     post_norms: bool = False  # with pre_norm: also normalise the outputs of attention and MLP (Gemma 2)
+    norm_weight: bool = True  # False: a LayerNorm that only normalises
+    norm_bias: bool = True  # False: a LayerNorm without bias
     norm_weight_offset: float = 0.0  # every RMSNorm multiplies by this value plus its weight (Gemma: 1)
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
@@ -127,6 +129,7 @@ class ModelConfig:
     round_embedding_scale: bool = False  # round embedding_scale to the embeddings' dtype, as in Gemma's training
     tie_embeddings: bool = False
     lm_head_bias: bool = False
+    normalized_head: bool = False  # every row of lm_head is divided by its L2 norm as it is loaded (Baichuan 2)
     embedding_proj_dim: int | None = None  # width of the embedding if not hidden_size (OPT-350m)
     moe: MoEConfig | None = None
     causal: bool = True  # False: an encoder, each token attends to all tokens (engine/models/encoder.py)
@@ -139,6 +142,8 @@ class ModelConfig:
             raise ModelError(
                 f"config.json: {self.num_heads} attention heads cannot share {self.num_kv_heads} KV heads evenly."
             )
+        if self.normalized_head and self.tie_embeddings:
+            raise ModelError("config.json: tie_word_embeddings is not served where lm_head is normalised.")
         self._check_attention()
         if self.position == "rope":
             self._check_rope()
@@ -306,8 +311,8 @@ class ModelConfig:
         }
 
     def _norm(self, name: str) -> dict[str, tuple[int, ...]]:
-        shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (self.hidden_size,)}
-        return shapes | ({f"{name}.bias": (self.hidden_size,)} if self.norm == "layer" else {})
+        kinds = ["weight"] * self.norm_weight + ["bias"] * (self.norm == "layer" and self.norm_bias)
+        return {f"{name}.{kind}": (self.hidden_size,) for kind in kinds}
 
 
 def _linear(name: str, rows: int, columns: int, bias: bool) -> dict[str, tuple[int, ...]]:

@@ -157,6 +157,7 @@ class Decoder:
         self.config = config
         self.operators = operators = operators or FastOperators()
         self.embedding = Embedding(config, weights, operators)
+        self.embedding_norm = take_norm(config, weights, "embedding_norm") if config.embedding_norm else None
         num_positions = min(config.max_positions, max_positions or config.max_position_embeddings)
         self.positions = position_tables(config, num_positions, device)
         self.layers = [DecoderLayer(config, weights, i, self.positions, operators) for i in range(config.num_layers)]
@@ -173,6 +174,8 @@ class Decoder:
         """
         metadata = metadata.for_forward_pass()
         x = self.embedding(input_ids, metadata.positions)  # (T), (T) -> (T, C)
+        if self.embedding_norm is not None:
+            x, _ = self.embedding_norm(x)  # (T, C) -> (T, C)
         return self.run_layers(x, metadata, kv_caches)  # (T, C) -> (R, C)
 
     @torch.inference_mode()

@@ -1,7 +1,7 @@
 """Family: one model family as data: its names in config.json and the names of its weights."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from engine.errors import ModelError
@@ -16,9 +16,10 @@ class Family:
 
     Our name may be a part of a fused matrix: "layers.{}.qkv.q" is the q rows of "layers.{}.qkv". `prefix` is the name
     of the base model inside the causal-lm model; some checkpoints leave the prefix out. `transposed`: the linear
-    weights of the layers are stored [in, out]. `qkv_by_head`: the rows of qkv are q, k and v of the first head,
-    then of the next head, instead of all of q, all of k and all of v. `buffers` and `heads`: endings and beginnings of
-    tensor names that loading skips.
+    weights of the layers are stored [in, out]. `qkv_grouped`: the rows of qkv are the query heads of the first KV head,
+    its key and its value, then those of the next KV head, instead of all of q, all of k and all of v. `renames`: parts
+    of tensor names that stand in some checkpoints for the names in `weights`. `buffers` and `heads`: endings and
+    beginnings of tensor names that loading skips.
     """
 
     model_type: str
@@ -27,9 +28,10 @@ class Family:
     weights: Mapping[str, str]
     prefix: str
     transposed: bool = False
-    qkv_by_head: bool = False
+    qkv_grouped: bool = False
     buffers: tuple[str, ...] = ()
     heads: tuple[str, ...] = ()
+    renames: Mapping[str, str] = field(default_factory=dict)
 
 
 def find_family(raw: Mapping[str, Any], families: Sequence[Family]) -> Family:

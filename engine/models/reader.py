@@ -80,6 +80,17 @@ class ConfigReader:
             raise ModelError(f"{self.where}: {name} {short(value)} is not served; known are {', '.join(choices)}.")
         return str(value)
 
+    def object(self, name: str) -> "ConfigReader":
+        """A reader of the JSON object in a field; of an empty one if absent."""
+        value = self._get(name, {})
+        if not isinstance(value, dict):
+            raise ModelError(f"{self.where}: {name} must be an object, not {short(value)}.")
+        return ConfigReader(value, f"{self.where}: {name}")
+
+    def with_defaults(self, **fields: Any) -> "ConfigReader":
+        """A reader of the same object with values for absent fields."""
+        return ConfigReader({**self.raw, **{k: v for k, v in fields.items() if not self.has(k)}}, self.where)
+
     def has(self, name: str) -> bool:
         return self.raw.get(name) is not None
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -99,17 +100,27 @@ class Piece:
     rows: int
     shape: tuple[int, ...]  # in the checkpoint
     transposed: bool
-    num_heads: int = 0  # above 0: the rows are q, k and v of the first head, then of the next head
     expert: int | None = None
+    # (KV heads, query heads of each): the rows are, for each KV head, its query heads, its key and its value
+    qkv_heads: tuple[int, int] | None = None
+    normalized: bool = False  # every row is divided by its L2 norm
 
     def copy(self, tensor: Tensor, parameter: Tensor) -> None:
         """Copy the checkpoint's tensor into its rows of the parameter."""
         rows = parameter if self.expert is None else parameter[self.expert]
         target = rows[self.start : self.start + self.rows]
-        if self.num_heads:
-            target = target.view(3, self.num_heads, -1, *target.shape[1:]).transpose(0, 1)
-            tensor = tensor.view(self.num_heads, 3, -1, *tensor.shape[1:])
+        if self.qkv_heads is not None:
+            tensor = tensor[grouped_rows(*self.qkv_heads, self.rows)]
+        if self.normalized:
+            tensor = F.normalize(tensor.float(), dim=-1)
         target.copy_(tensor.T if self.transposed else tensor)
+
+
+def grouped_rows(num_kv_heads: int, group: int, num_rows: int) -> Tensor:
+    """int64 [num_rows]: for each row of q|k|v its row in a matrix that holds, for each KV head, `group` query heads, a
+    key and a value."""
+    rows = torch.arange(num_rows).view(num_kv_heads, group + 2, -1)
+    return torch.cat([rows[:, :-2].flatten(), rows[:, -2].flatten(), rows[:, -1].flatten()])
 
 
 def checkpoint_pieces(config: ModelConfig, family: Family) -> dict[str, Piece]:
@@ -121,8 +132,11 @@ def checkpoint_pieces(config: ModelConfig, family: Family) -> dict[str, Piece]:
         for layer in range(config.num_layers if "{}" in ours else 1):
             for kind in ("weight", "bias"):
                 piece = _piece(ours.format(layer), kind, shapes, parts, family.transposed)
-                if piece is not None and family.qkv_by_head and ours.endswith(".qkv"):
-                    piece = replace(piece, num_heads=config.num_heads)
+                if piece is not None and family.qkv_grouped and ours.endswith(".qkv"):
+                    heads = (config.num_kv_heads, config.num_heads // config.num_kv_heads)
+                    piece = replace(piece, qkv_heads=heads)
+                if piece is not None and config.normalized_head and ours == "lm_head":
+                    piece = replace(piece, normalized=True)
                 if piece is not None:
                     pieces |= _pieces_by_name(config, f"{theirs}.{kind}", layer, piece)
     return pieces
@@ -234,7 +248,9 @@ class _Loader:
         self._report(tensor.numel())
 
     def _full_name(self, name: str) -> str:
-        """The name with the base model's prefix, which checkpoints saved from the base model lack."""
+        """The name in the family's weights: renamed, and with the base model's prefix, which some checkpoints lack."""
+        for theirs, ours in self.family.renames.items():
+            name = name.replace(theirs, ours)
         with_prefix = self.family.prefix + name
         return with_prefix if with_prefix in self.missing or with_prefix in self.loaded else name
 

@@ -45,6 +45,6 @@ FAMILY = Family(
     to_config,
     WEIGHTS,
     prefix="gpt_neox.",
-    qkv_by_head=True,
+    qkv_grouped=True,
     buffers=(".attention.bias", ".attention.masked_bias", *llama.BUFFERS),
 )

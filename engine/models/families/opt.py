@@ -28,7 +28,7 @@ def to_config(reader: ConfigReader) -> ModelConfig:
     num_heads = reader.size("num_attention_heads")
     bias = reader.flag("enable_bias", True)
     pre_norm = reader.flag("do_layer_norm_before", True)
-    reader.require("layer_norm_elementwise_affine", True)
+    affine = reader.flag("layer_norm_elementwise_affine", True)
     return ModelConfig(
         family="opt",
         vocab_size=reader.size("vocab_size"),
@@ -41,6 +41,8 @@ def to_config(reader: ConfigReader) -> ModelConfig:
         max_position_embeddings=reader.size("max_position_embeddings"),
         norm="layer",
         norm_eps=1e-5,
+        norm_weight=affine,
+        norm_bias=affine,
         pre_norm=pre_norm,
         final_norm=pre_norm and not reader.flag("_remove_final_layer_norm", False),
         position="learned",

@@ -28,11 +28,11 @@ class RMSNorm:
 
 
 class LayerNorm:
-    """LayerNorm with bias; arguments and result of RMSNorm."""
+    """LayerNorm with or without weight and bias; arguments and result of RMSNorm."""
 
     __slots__ = ("bias", "eps", "weight")
 
-    def __init__(self, weight: Tensor, bias: Tensor, eps: float) -> None:
+    def __init__(self, weight: Tensor | None, bias: Tensor | None, eps: float) -> None:
         self.weight = weight
         self.bias = bias
         self.eps = eps
@@ -50,7 +50,6 @@ Norm = RMSNorm | LayerNorm
 
 def take_norm(config: ModelConfig, weights: dict[str, Tensor], name: str) -> Norm:
     """Make the norm called `name` and drop its entries from `weights`."""
-    weight = weights.pop(f"{name}.weight")
     if config.norm == "rms":
-        return RMSNorm(weight, config.norm_eps, config.norm_weight_offset)
-    return LayerNorm(weight, weights.pop(f"{name}.bias"), config.norm_eps)
+        return RMSNorm(weights.pop(f"{name}.weight"), config.norm_eps, config.norm_weight_offset)
+    return LayerNorm(weights.pop(f"{name}.weight", None), weights.pop(f"{name}.bias", None), config.norm_eps)

@@ -10,7 +10,7 @@ from engine.models.decoder import Decoder
 from engine.models.families import read_model_config
 from engine.models.weights import load_model
 from tests.engine.models.paged import PagedRunner, Sequence, greedy
-from tests.engine.models.tiny_models import CASES, VOCAB, oracle_logits, save_model
+from tests.engine.models.tiny_models import ALL_CASES, VOCAB, oracle_logits, save_model
 
 PROMPT_LENGTHS = (1, 7, 33, 40)
 TOLERANCE = {"atol": 2e-5, "rtol": 2e-5}  # logits are of size 1 to 10
@@ -26,7 +26,7 @@ def make_prompts(*lengths: int) -> list[list[int]]:
     return [torch.randint(VOCAB, (n,), generator=generator).tolist() for n in lengths]
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=ALL_CASES)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Decoder]:
     """transformers' model and ours, loaded from what it saved."""
     folder = tmp_path_factory.mktemp(request.param)
@@ -40,7 +40,7 @@ def test_logits_of_a_batch_of_prompts(pair: tuple[PreTrainedModel, Decoder]) -> 
     sequences = [Sequence(prompt) for prompt in prompts]
     logits = PagedRunner(model).step([(s, len(s.token_ids)) for s in sequences])
     for prompt, ours in zip(prompts, logits, strict=True):
-        assert ours.dtype == torch.float32 and ours.shape == (len(prompt), VOCAB)
+        assert ours.dtype == torch.float32 and ours.shape == (len(prompt), model.config.vocab_size)
         torch.testing.assert_close(ours, oracle_logits(oracle, prompt), **TOLERANCE)
 
 

@@ -29,6 +29,8 @@ from transformers import (
     Starcoder2Config,
 )
 
+from tests.engine.models import tiny_classic
+
 VOCAB = 97  # odd on purpose: nothing may rely on a padded vocabulary
 
 
@@ -213,15 +215,23 @@ CASES: dict[str, Callable[[], PreTrainedConfig]] = {
     "opt": _opt,
     "opt_350m": lambda: _opt(do_layer_norm_before=False, word_embed_proj_dim=40, num_hidden_layers=2),
     "opt_no_bias": lambda: _opt(enable_bias=False, _remove_final_layer_norm=True, activation_function="gelu"),
+    **tiny_classic.CASES,
 }
+REFERENCES = tiny_classic.REFERENCES  # config.json of families that transformers has no code for
+ALL_CASES = (*CASES, *REFERENCES)
 
 
-def build_model(name: str) -> PreTrainedModel:
+def build_model(name: str) -> PreTrainedModel | tiny_classic.Reference:
     """Random fp32 weights; biases and norm weights too, which a fresh model leaves at 0 and 1."""
+    if name in REFERENCES:
+        return tiny_classic.Reference(REFERENCES[name])
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(
-        CASES[name](), attn_implementation="eager", experts_implementation="eager"
+        CASES[name](),
+        attn_implementation=tiny_classic.ATTENTION.get(name, "eager"),
+        experts_implementation="eager",
     ).eval()
+    tiny_classic.repair(name, model)
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn_like(parameter)
@@ -232,7 +242,7 @@ def build_model(name: str) -> PreTrainedModel:
     return model
 
 
-def save_model(name: str, folder: Path, **options: Any) -> PreTrainedModel:
+def save_model(name: str, folder: Path, **options: Any) -> PreTrainedModel | tiny_classic.Reference:
     model = build_model(name)
     model.save_pretrained(folder, **options)
     return model
@@ -245,6 +255,6 @@ def load_oracle(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def oracle_logits(model: PreTrainedModel, token_ids: list[int]) -> torch.Tensor:
+def oracle_logits(model: PreTrainedModel | tiny_classic.Reference, token_ids: list[int]) -> torch.Tensor:
     """fp32 [len(token_ids), vocab]"""
     return model(torch.tensor([token_ids]), use_cache=False).logits[0].float()
