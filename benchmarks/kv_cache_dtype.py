@@ -30,7 +30,7 @@ from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.families import read_model_config
 from engine.models.layers.attention import BatchMetadata
-from engine.models.weights import load_model
+from engine.models.loading.load import load_model
 from engine.worker.cache.kv_cache import allocate_kv_caches
 from kernels.attention.decode import paged_attention
 from kernels.cache.reshape_and_cache import reshape_and_cache

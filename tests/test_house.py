@@ -47,9 +47,10 @@ WORKER_SIDE = (
     ("engine.worker.sampling", "engine.worker.cache"),
     ("engine.worker.batch",),
     ("engine.worker.device",),
+    ("engine.models.loading",),
     ("engine.models",),
-    ("engine.models.layers", "engine.models.families"),
-    ("engine.models.config", "engine.models.reader", "engine.models.family"),
+    ("engine.models.layers", "engine.models.families", "engine.models.formats"),
+    ("engine.models.config", "engine.models.reader", "engine.models.family", "engine.models.weight_format"),
     ("kernels",),
 )
 SERVER_SIDE = (

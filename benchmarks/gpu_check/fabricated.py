@@ -16,7 +16,7 @@ from engine.executor.step import NewSequence
 from engine.models.config import ModelConfig
 from engine.models.families import read_model_config
 from engine.models.layers.operators import FastOperators, Operators
-from engine.models.weights import load_model
+from engine.models.loading.load import load_model
 from engine.sampling_params import SamplingParams
 from engine.worker.cache.kv_cache import allocate_kv_caches
 from engine.worker.device.host import resolve_step_limits

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from engine.errors import ModelError
+from engine.models.weight_format import WeightFormat
 from kernels.kv_format import KVFormat
 
 
@@ -136,6 +137,7 @@ class ModelConfig:
     embedding_norm: bool = False  # LayerNorm of the embeddings
     token_types: int = 0  # rows of BERT's second embedding; the first row is added to every token
     dtype: str = "float32"  # the checkpoint's: float32, bfloat16 or float16
+    quantization: WeightFormat | None = None  # form of the matrices that are held in 4 or 8 bits; None: all are plain
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -258,7 +260,8 @@ class ModelConfig:
         return sum(prod(shape) for shape in self.parameter_shapes().values())
 
     def weight_bytes(self, dtype_bytes: int) -> int:
-        """Bytes of the weights in the checkpoint. A device that packs a tied lm_head separately holds more."""
+        """Bytes of plain weights; engine/models/loading/allocation.py counts quantised ones, too. A device that packs a
+        tied lm_head separately holds more."""
         return self.num_parameters() * dtype_bytes
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:

@@ -53,6 +53,7 @@ from engine.models.layers.mlp import take_mlp
 from engine.models.layers.norm import take_norm
 from engine.models.layers.operators import FastOperators, Operators
 from engine.models.layers.position import PositionTables, position_tables
+from kernels.quantized.weight import Weight
 
 
 class DecoderLayer:
@@ -70,7 +71,7 @@ class DecoderLayer:
     def __init__(
         self,
         config: ModelConfig,
-        weights: dict[str, Tensor],
+        weights: dict[str, Weight],
         layer: int,
         positions: PositionTables,
         operators: Operators,
@@ -144,7 +145,7 @@ class Decoder:
     def __init__(
         self,
         config: ModelConfig,
-        weights: dict[str, Tensor],
+        weights: dict[str, Weight],
         device: torch.device,
         max_positions: int | None = None,
         operators: Operators | None = None,

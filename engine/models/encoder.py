@@ -14,7 +14,8 @@ from engine.models.config import ModelConfig
 from engine.models.layers.embedding import Embedding
 from engine.models.layers.mlp import take_mlp
 from engine.models.layers.norm import take_norm
-from engine.models.layers.operators import Operators, take_linear
+from engine.models.layers.operators import Operators, take_linear, take_optional
+from kernels.quantized.weight import Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ class EncoderAttention:
 
     __slots__ = ("attn_out", "head_dim", "num_heads", "qkv", "scale")
 
-    def __init__(self, config: ModelConfig, weights: dict[str, Tensor], prefix: str, operators: Operators) -> None:
+    def __init__(self, config: ModelConfig, weights: dict[str, Weight], prefix: str, operators: Operators) -> None:
         self.qkv = take_linear(weights, f"{prefix}.qkv", operators)
         self.attn_out = take_linear(weights, f"{prefix}.attn_out", operators)
         self.num_heads, self.head_dim = config.num_heads, config.head_dim
@@ -75,7 +76,7 @@ class EncoderLayer:
 
     __slots__ = ("attention", "attn_norm", "mlp", "mlp_norm")
 
-    def __init__(self, config: ModelConfig, weights: dict[str, Tensor], layer: int, operators: Operators) -> None:
+    def __init__(self, config: ModelConfig, weights: dict[str, Weight], layer: int, operators: Operators) -> None:
         prefix = f"layers.{layer}"
         self.attn_norm = take_norm(config, weights, f"{prefix}.attn_norm")
         self.attention = EncoderAttention(config, weights, prefix, operators)
@@ -91,11 +92,11 @@ class EncoderLayer:
 class Encoder:
     """Weights on one device, and the forward pass over a batch of whole sequences of any lengths."""
 
-    def __init__(self, config: ModelConfig, weights: dict[str, Tensor], operators: Operators) -> None:
+    def __init__(self, config: ModelConfig, weights: dict[str, Weight], operators: Operators) -> None:
         """`weights` holds the tensors of config.parameter_shapes() and is emptied: packed copies replace them."""
         self.config = config
         self.embedding = Embedding(config, weights, operators)
-        types = weights.pop("token_type_embedding.weight", None)
+        types = take_optional(weights, "token_type_embedding.weight")
         self.token_type = None if types is None else types[0].clone()  # type 0: every sequence is a single text
         self.embedding_norm = take_norm(config, weights, "embedding_norm")
         self.layers = [EncoderLayer(config, weights, layer, operators) for layer in range(config.num_layers)]

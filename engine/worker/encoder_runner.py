@@ -29,8 +29,8 @@ from engine.executor.step import (
 )
 from engine.models.config import ModelConfig
 from engine.models.encoder import AttentionGroup, Encoder, EncoderBatch
+from engine.models.loading.load import load_model
 from engine.models.reader import ConfigReader
-from engine.models.weights import load_model
 from engine.sampling_params import Pooling, SamplingParams
 from engine.worker.batch.step_buffer import BUFFERED_STEPS, StepBuffer
 from engine.worker.cache.kv_cache import model_max_len

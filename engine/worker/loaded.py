@@ -9,7 +9,7 @@ import torch
 from engine.config import EngineConfig
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
-from engine.models.weights import load_model
+from engine.models.loading.load import load_model
 from engine.worker.attention_warmup import AttentionSettings, make_attention_plan, warm_up_attention
 from engine.worker.bucket_runner import BucketSettings
 from engine.worker.cache.host_cache import HostCache

@@ -81,6 +81,10 @@ class QuantizedWeight:
         return table[unpack_4bit(self.codes).long()]
 
 
+Part = Tensor | QuantizedWeight
+Weight = Part | tuple[Part, ...]  # a tuple: the rows of all parts, in order, where these differ in kind
+
+
 def pack_4bit(codes: Tensor) -> Tensor:
     """Codes 0 to 15, uint8 [..., n] -> two a byte, uint8 [..., n / 2]: the even column in the low half."""
     return codes[..., 0::2] | (codes[..., 1::2] << 4)
@@ -93,15 +97,29 @@ def unpack_4bit(packed: Tensor) -> Tensor:
 
 def concatenate_rows(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
     """One weight with the rows of all parts, in order; None where the parts are of different kinds."""
-    first = parts[0]
-    if not all(_alike(first, part) for part in parts):
+    return _concatenate(parts, -2) if all(_alike(parts[0], part) for part in parts) else None
+
+
+def stack_experts(experts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
+    """Weights [out, in] -> one weight [experts, out, in]; None where the experts are of different kinds."""
+    if not all(_alike(experts[0], expert) for expert in experts):
         return None
+    return _concatenate([_with_expert_axis(expert) for expert in experts], 0)
+
+
+def _concatenate(parts: Sequence[QuantizedWeight], dim: int) -> QuantizedWeight:
+    first = parts[0]
     return replace(
         first,
-        codes=torch.cat([part.codes for part in parts], -2),
-        scales=torch.cat([part.scales for part in parts], -2),
-        offsets=None if first.offsets is None else torch.cat([p.offsets for p in parts if p.offsets is not None], -2),
+        codes=torch.cat([part.codes for part in parts], dim),
+        scales=torch.cat([part.scales for part in parts], dim),
+        offsets=None if first.offsets is None else torch.cat([p.offsets for p in parts if p.offsets is not None], dim),
     )
+
+
+def _with_expert_axis(weight: QuantizedWeight) -> QuantizedWeight:
+    offsets = None if weight.offsets is None else weight.offsets.unsqueeze(0)
+    return replace(weight, codes=weight.codes.unsqueeze(0), scales=weight.scales.unsqueeze(0), offsets=offsets)
 
 
 def _alike(a: QuantizedWeight, b: QuantizedWeight) -> bool:

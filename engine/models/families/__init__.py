@@ -1,11 +1,11 @@
 """The families that are served. To add one: a file here, its name in FAMILIES, a row in test_families.py."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from engine.checkpoint.json_files import read_json_object
-from engine.errors import ModelError
 from engine.models.config import ModelConfig
 from engine.models.families import (
     aquila,
@@ -39,6 +39,7 @@ from engine.models.families import (
     starcoder2,
 )
 from engine.models.family import Family, find_family
+from engine.models.formats import read_quantization
 from engine.models.reader import ConfigReader
 
 FAMILIES = (
@@ -82,11 +83,7 @@ def read_model_config(model_dir: Path) -> ModelConfig:
 def model_config(raw: Mapping[str, Any]) -> ModelConfig:
     """The ModelConfig of a parsed config.json. ModelError names the field that is wrong or not served."""
     family = find_family(raw, FAMILIES)
-    if raw.get("quantization_config") is not None:
-        raise ModelError(
-            "config.json: quantization_config: quantised checkpoints are not served; use one in bf16, fp16 or fp32."
-        )
-    return family.to_config(ConfigReader(raw))
+    return replace(family.to_config(ConfigReader(raw)), quantization=read_quantization(raw))
 
 
 def family_of(config: ModelConfig) -> Family:

@@ -37,7 +37,7 @@ from typing import Any
 from torch import Tensor
 
 from engine.models.config import ModelConfig
-from engine.models.layers.operators import Operators, take_linear
+from engine.models.layers.operators import Operators, take_linear, take_optional
 from engine.models.layers.position import PositionTables
 from kernels.attention.decode import mixed_attention, paged_attention
 from kernels.attention.flashinfer import PlannedPrefill
@@ -45,6 +45,7 @@ from kernels.attention.plan import AttentionPlan
 from kernels.attention.prefill import prefill_attention
 from kernels.attention.work import StepWork
 from kernels.cache.rope_and_cache import QKVHeads, rope_and_cache
+from kernels.quantized.weight import Weight
 
 Attend = Callable[..., Tensor]  # an attention operator with the options of a layer
 KVCache = tuple[Tensor, Tensor]  # k_cache, v_cache of a layer: (N, K, S, D) each
@@ -104,7 +105,7 @@ class Attention:
     def __init__(
         self,
         config: ModelConfig,
-        weights: dict[str, Tensor],
+        weights: dict[str, Weight],
         layer: int,
         positions: PositionTables,
         operators: Operators,
@@ -181,15 +182,15 @@ class Attention:
         )  # fmt: skip
 
 
-def take_heads(config: ModelConfig, weights: dict[str, Tensor], layer: int, positions: PositionTables) -> QKVHeads:
+def take_heads(config: ModelConfig, weights: dict[str, Weight], layer: int, positions: PositionTables) -> QKVHeads:
     """The operations on q, k and v of a layer; drops their weights from `weights`."""
     return QKVHeads(
         config.num_heads,
         config.num_kv_heads,
         positions.rotation(config, layer),
         config.rope_interleaved,
-        q_norm=weights.pop(f"layers.{layer}.q_norm.weight", None),
-        k_norm=weights.pop(f"layers.{layer}.k_norm.weight", None),
+        q_norm=take_optional(weights, f"layers.{layer}.q_norm.weight"),
+        k_norm=take_optional(weights, f"layers.{layer}.k_norm.weight"),
         norm_without_weights=config.has_qk_norm(layer) and config.qk_norm_kind == "l2",
         norm_eps=config.norm_eps,
         norm_weight_offset=config.norm_weight_offset,

@@ -5,8 +5,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.models.config import ModelConfig
-from engine.models.layers.operators import Operators, take_linear
+from engine.models.layers.operators import Operators, take_linear, take_optional, take_plain
 from kernels.dispatch import use_triton
+from kernels.quantized.weight import Weight
 
 
 class Embedding:
@@ -14,12 +15,12 @@ class Embedding:
 
     __slots__ = ("position_offset", "position_weight", "project_in", "scale", "weight")
 
-    def __init__(self, config: ModelConfig, weights: dict[str, Tensor], operators: Operators) -> None:
-        self.weight = weights.pop("embedding.weight")
+    def __init__(self, config: ModelConfig, weights: dict[str, Weight], operators: Operators) -> None:
+        self.weight = take_plain(weights, "embedding.weight", operators.dtype)
         self.scale = config.embedding_scale
         if config.round_embedding_scale:  # in bf16 sqrt(3072) is 55.5
             self.scale = torch.tensor(self.scale).to(self.weight.dtype).item()
-        self.position_weight = weights.pop("position_embedding.weight", None)
+        self.position_weight = take_optional(weights, "position_embedding.weight")
         self.position_offset = config.position_offset
         has_projection = "project_in.weight" in weights
         self.project_in = take_linear(weights, "project_in", operators) if has_projection else None
@@ -44,13 +45,13 @@ class LMHead:
     __slots__ = ("linear", "project_out", "scale", "softcap")
 
     def __init__(
-        self, config: ModelConfig, weights: dict[str, Tensor], embedding_weight: Tensor, operators: Operators
+        self, config: ModelConfig, weights: dict[str, Weight], embedding_weight: Tensor, operators: Operators
     ) -> None:
         has_projection = "project_out.weight" in weights
         self.project_out = take_linear(weights, "project_out", operators) if has_projection else None
         self.scale, self.softcap = config.logits_scale, config.logit_softcap
         weight = embedding_weight if config.tie_embeddings else weights.pop("lm_head.weight")
-        self.linear = operators.linear(weight, weights.pop("lm_head.bias", None))
+        self.linear = operators.linear(weight, take_optional(weights, "lm_head.bias"))
 
     def __call__(self, hidden: Tensor) -> Tensor:
         if self.project_out is not None:

@@ -5,6 +5,7 @@ from torch import Tensor
 from engine.models.config import ModelConfig
 from engine.models.layers.moe import MoE
 from engine.models.layers.operators import Operators, take_linear
+from kernels.quantized.weight import Weight
 
 
 class MLP:
@@ -12,7 +13,7 @@ class MLP:
 
     __slots__ = ("activate", "activation", "mlp_in", "mlp_out")
 
-    def __init__(self, config: ModelConfig, weights: dict[str, Tensor], prefix: str, operators: Operators) -> None:
+    def __init__(self, config: ModelConfig, weights: dict[str, Weight], prefix: str, operators: Operators) -> None:
         self.activation = config.activation
         self.activate = operators.activation(config.gated_mlp)
         self.mlp_in = take_linear(weights, f"{prefix}.mlp_in", operators)
@@ -22,7 +23,7 @@ class MLP:
         return self.mlp_out(self.activate(self.mlp_in(x), self.activation))
 
 
-def take_mlp(config: ModelConfig, weights: dict[str, Tensor], layer: int, operators: Operators) -> MLP | MoE:
+def take_mlp(config: ModelConfig, weights: dict[str, Weight], layer: int, operators: Operators) -> MLP | MoE:
     """Make the MLP or the mixture of experts of a layer and drop its entries from `weights`."""
     moe = config.experts(layer)
     if moe is None:

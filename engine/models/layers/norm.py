@@ -5,8 +5,10 @@ from typing import Any
 from torch import Tensor
 
 from engine.models.config import ModelConfig
+from engine.models.layers.operators import take_optional, take_tensor
 from kernels.elementwise.layer_norm import layer_norm
 from kernels.elementwise.rms_norm import rms_norm
+from kernels.quantized.weight import Weight
 
 
 class RMSNorm:
@@ -48,8 +50,9 @@ class LayerNorm:
 Norm = RMSNorm | LayerNorm
 
 
-def take_norm(config: ModelConfig, weights: dict[str, Tensor], name: str) -> Norm:
+def take_norm(config: ModelConfig, weights: dict[str, Weight], name: str) -> Norm:
     """Make the norm called `name` and drop its entries from `weights`."""
     if config.norm == "rms":
-        return RMSNorm(weights.pop(f"{name}.weight"), config.norm_eps, config.norm_weight_offset)
-    return LayerNorm(weights.pop(f"{name}.weight", None), weights.pop(f"{name}.bias", None), config.norm_eps)
+        return RMSNorm(take_tensor(weights, f"{name}.weight"), config.norm_eps, config.norm_weight_offset)
+    weight, bias = take_optional(weights, f"{name}.weight"), take_optional(weights, f"{name}.bias")
+    return LayerNorm(weight, bias, config.norm_eps)

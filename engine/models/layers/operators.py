@@ -13,6 +13,7 @@ from kernels.elementwise.activation import activation, gated_activation, has_row
 from kernels.linear.choice import ChosenLinear, LinearChoices, choose_on_device
 from kernels.linear.invariant import InvariantLinear, RowCounts
 from kernels.linear.packed import PackedLinear
+from kernels.quantized.weight import Weight
 
 Linear = PackedLinear | ChosenLinear | InvariantLinear
 Activate = Callable[[Tensor, str], Tensor]
@@ -24,9 +25,11 @@ class FastOperators:
     all rows."""
 
     choices: LinearChoices = field(default_factory=LinearChoices, compare=False)
+    dtype: torch.dtype = torch.float32  # the model's
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+    def linear(self, weight: Weight, bias: Tensor | None) -> Linear:
         """y = x @ weight.T + bias."""
+        weight = _plain(weight, self.dtype)
         return self.choices.linear(weight, bias) if weight.is_cuda else PackedLinear(weight, bias)
 
     def choose_kernels(self, device: torch.device, max_rows: int) -> None:
@@ -48,10 +51,11 @@ class InvariantOperators:
     """
 
     row_counts: RowCounts = field(default_factory=RowCounts)
+    dtype: torch.dtype = torch.float32  # the model's
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+    def linear(self, weight: Weight, bias: Tensor | None) -> Linear:
         """See FastOperators."""
-        return InvariantLinear(weight, bias, self.row_counts)
+        return InvariantLinear(_plain(weight, self.dtype), bias, self.row_counts)
 
     def choose_kernels(self, device: torch.device, max_rows: int) -> None:
         """There is one kernel, whatever the number of rows."""
@@ -67,7 +71,7 @@ Operators = FastOperators | InvariantOperators
 def operators_for(config: ModelConfig, dtype: torch.dtype, device: torch.device, batch_invariant: bool) -> Operators:
     """The operators for a model. ConfigError if batch_invariant is set but a kernel for it is missing."""
     if not batch_invariant:
-        return FastOperators()
+        return FastOperators(dtype=dtype)
     if config.moe is not None:
         raise ConfigError(
             "batch_invariant is not served for mixtures of experts: how many tokens an expert gets chooses its kernel. "
@@ -76,7 +80,7 @@ def operators_for(config: ModelConfig, dtype: torch.dtype, device: torch.device,
     problem = _cpu_problem(config, dtype) if device.type == "cpu" and not use_triton(torch.empty(0)) else None
     if problem is not None:
         raise ConfigError(f"batch_invariant cannot be kept on this CPU: {problem}.")
-    return InvariantOperators()
+    return InvariantOperators(dtype=dtype)
 
 
 def _cpu_problem(config: ModelConfig, dtype: torch.dtype) -> str | None:
@@ -109,6 +113,29 @@ def _each_row(activate: Activate, x: Tensor, name: str) -> Tensor:
     return torch.cat([activate(row, name) for row in torch.split(x, 1)])
 
 
-def take_linear(weights: dict[str, Tensor], name: str, operators: Operators) -> Linear:
+def take_linear(weights: dict[str, Weight], name: str, operators: Operators) -> Linear:
     """Make the linear layer called `name` and drop its entries, so that the plain copy of packed weights is freed."""
-    return operators.linear(weights.pop(f"{name}.weight"), weights.pop(f"{name}.bias", None))
+    return operators.linear(weights.pop(f"{name}.weight"), take_optional(weights, f"{name}.bias"))
+
+
+def take_tensor(weights: dict[str, Weight], name: str) -> Tensor:
+    """Drop the entry called `name`, which is never quantised, and return it."""
+    tensor = weights.pop(name)
+    assert isinstance(tensor, Tensor), f"{name} is quantised"
+    return tensor
+
+
+def take_optional(weights: dict[str, Weight], name: str) -> Tensor | None:
+    """take_tensor; None if there is no such entry."""
+    return take_tensor(weights, name) if name in weights else None
+
+
+def take_plain(weights: dict[str, Weight], name: str, dtype: torch.dtype) -> Tensor:
+    """Drop the entry called `name` and return it in plain form, [..., out, in] in `dtype` if it was quantised."""
+    return _plain(weights.pop(name), dtype)
+
+
+def _plain(weight: Weight, dtype: torch.dtype) -> Tensor:
+    parts = weight if isinstance(weight, tuple) else (weight,)
+    plain = [part if isinstance(part, Tensor) else part.dequantize(dtype) for part in parts]
+    return plain[0] if len(plain) == 1 else torch.cat(plain)

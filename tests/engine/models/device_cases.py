@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine.models.families import read_model_config
-from engine.models.weights import load_model
+from engine.models.loading.load import load_model
 from tests.engine.models.paged import PagedRunner, Sequence
 from tests.engine.models.tiny_models import CASES, VOCAB, oracle_logits, save_model
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.models.config import ModelConfig
 from engine.models.families import model_config
 from engine.models.layers.attention import BatchMetadata, KVCache
-from engine.models.weights import load_model
+from engine.models.loading.load import load_model
 from engine.worker.attention_warmup import make_attention_plan
 from tests.engine.models.paged import PagedRunner, Sequence
 from tests.engine.models.tiny_models import CASES, VOCAB

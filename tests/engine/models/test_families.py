@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from engine.models.decoder import Decoder
 from engine.models.families import read_model_config
-from engine.models.weights import load_model
+from engine.models.loading.load import load_model
 from tests.engine.models.paged import PagedRunner, Sequence, greedy
 from tests.engine.models.tiny_models import ALL_CASES, VOCAB, oracle_logits, save_model
 

@@ -15,7 +15,7 @@ from transformers import BertConfig
 from engine.config import EngineConfig
 from engine.executor.step import BlockCopy, BlockMove, NewSequence, SequenceStep, StepPlan
 from engine.models.families import read_model_config
-from engine.models.weights import load_model
+from engine.models.loading.load import load_model
 from engine.sampling_params import Pooling, SamplingParams
 from engine.worker import memory_profile
 from engine.worker.attention_warmup import AttentionSettings, make_attention_plan

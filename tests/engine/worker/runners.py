@@ -3,7 +3,7 @@
 import torch
 
 from engine.models.families import read_model_config
-from engine.models.weights import load_model
+from engine.models.loading.load import load_model
 from engine.worker.bucket_runner import BucketSettings
 from engine.worker.cache.kv_cache import allocate_kv_caches
 from engine.worker.device.host import StepLimits

@@ -22,7 +22,7 @@ from engine.models.families import read_model_config
 from engine.models.layers import operators
 from engine.models.layers.embedding import soft_cap
 from engine.models.layers.operators import FastOperators, InvariantOperators, operators_for
-from engine.models.weights import load_model
+from engine.models.loading.load import load_model
 from engine.worker.attention_warmup import make_attention_plan
 from kernels.dispatch import INTERPRET
 from kernels.elementwise.activation import ACTIVATIONS
@@ -133,7 +133,7 @@ def test_what_a_cpu_cannot_keep_is_refused(tmp_path, changes, dtype, words):
     with pytest.raises(ConfigError, match="batch_invariant") as error:
         operators_for(config, dtype, CPU, batch_invariant=True)
     assert words in str(error.value)
-    assert operators_for(config, dtype, CPU, batch_invariant=False) == FastOperators()
+    assert operators_for(config, dtype, CPU, batch_invariant=False) == FastOperators(dtype=dtype)
 
 
 def test_a_mixture_of_experts_is_refused_on_every_device(tmp_path):

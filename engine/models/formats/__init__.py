@@ -1,0 +1,33 @@
+"""The formats of quantised checkpoints: one file each, which reads the settings and makes QuantizedWeights."""
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+from engine.errors import ModelError
+from engine.models.reader import ConfigReader, short
+from engine.models.weight_format import WeightFormat
+
+# quant_method in config.json -> the file of this folder whose read(ConfigReader) makes the WeightFormat. It is imported
+# when a checkpoint asks for it: sizing a plain model must not wait for torch.
+FORMATS: dict[str, str] = {}
+
+
+def read_quantization(raw: Mapping[str, Any]) -> WeightFormat | None:
+    """The format of the quantised weights by `quantization_config` of a parsed config.json; None for plain weights.
+
+    ModelError names the field that is wrong or not served.
+    """
+    settings = raw.get("quantization_config")
+    if settings is None:
+        return None
+    if not isinstance(settings, Mapping):
+        raise ModelError(f"config.json: quantization_config must be an object, not {short(settings)}.")
+    method = settings.get("quant_method")
+    file = FORMATS.get(method) if isinstance(method, str) else None
+    if file is None:
+        served = f"served are {', '.join(sorted(FORMATS))}" if FORMATS else "use a checkpoint in bf16, fp16 or fp32"
+        raise ModelError(f"config.json: quantization_config: quant_method {short(method)} is not served; {served}.")
+    reader = ConfigReader(settings, "config.json: quantization_config")
+    weight_format: WeightFormat = import_module(f"engine.models.formats.{file}").read(reader)
+    return weight_format

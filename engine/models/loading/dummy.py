@@ -1,0 +1,36 @@
+"""dummy_weights: random weights in place of a checkpoint, for load_format "dummy"."""
+
+from math import sqrt
+
+import torch
+from torch import Tensor
+
+from engine.models.config import ModelConfig
+from engine.models.loading.allocation import allocate
+from kernels.quantized.weight import Weight
+
+DUMMY_POOL = 1_048_573  # a prime: rows of a matrix filled from the pool do not repeat
+
+
+def dummy_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int) -> dict[str, Weight]:
+    """Uniform weights of variance 1 / in_features, norms 1, biases 0. A seed gives the same weights on every device.
+
+    One pool of random numbers is repeated over all matrices, because copying is much faster than drawing.
+    """
+    pool = torch.rand(DUMMY_POOL, generator=torch.Generator().manual_seed(seed)).mul_(2).sub_(1).to(device)
+    weights, offset = allocate(config, config.parameter_shapes(), dtype, device), 0
+    for name, weight in weights.items():
+        if weight.dim() == 1:
+            weight.fill_(1 - config.norm_weight_offset if name.endswith("weight") else 0)
+            continue
+        _fill(weight.view(-1), pool * sqrt(3 / weight.shape[-1]), offset)
+        offset = (offset + weight.numel()) % DUMMY_POOL
+    return dict(weights)
+
+
+def _fill(flat: Tensor, pool: Tensor, offset: int) -> None:
+    start = 0
+    while start < len(flat):
+        part = pool[offset : offset + len(flat) - start]
+        flat[start : start + len(part)] = part
+        start, offset = start + len(part), 0

@@ -1,0 +1,42 @@
+"""load_model: a checkpoint folder (or random numbers) -> a Decoder or an Encoder."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from engine.models.config import ModelConfig
+from engine.models.decoder import Decoder
+from engine.models.encoder import Encoder
+from engine.models.layers.operators import operators_for
+from engine.models.loading.dummy import dummy_weights
+from engine.models.loading.loader import load_weights
+
+
+def load_model(
+    model_dir: Path,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    load_format: str,
+    seed: int,
+    progress: Callable[[str], None] = lambda phase: None,
+    max_model_len: int | None = None,
+    batch_invariant: bool = False,
+) -> Decoder | Encoder:
+    """A model with its weights in `dtype` on `device`, or quantised as config.quantization says. load_format "dummy"
+    draws random weights from `seed`; the other formats read the checkpoint.
+
+    `progress` gets the phase, such as "loading weights 40%". max_model_len bounds tables that grow with position.
+    batch_invariant chooses linear layers and activations (engine/models/layers/operators.py); ConfigError if the device
+    cannot keep the promise. ModelError names the tensor and the file if the checkpoint does not fit config.json.
+    """
+    operators = operators_for(config, dtype, device, batch_invariant)
+    if load_format == "dummy":
+        weights = dummy_weights(config, dtype, device, seed)
+    else:
+        weights = load_weights(model_dir, config, dtype, device, progress)
+    if not config.causal:
+        return Encoder(config, weights, operators)
+    return Decoder(config, weights, device, max_model_len, operators)
