@@ -92,7 +92,8 @@ class ModelConfig:
     post_norms: bool = False  # with pre_norm: also normalise the outputs of attention and MLP (Gemma 2)
     norm_weight: bool = True  # False: a LayerNorm that only normalises
     norm_bias: bool = True  # False: a LayerNorm without bias
-    norm_weight_offset: float = 0.0  # every RMSNorm multiplies by this value plus its weight (Gemma: 1)
+    input_norms: bool = True  # False: with post_norms, attention and MLP read the residual as it is (OLMo 2)
+    norm_weight_offset: float = 0.0  # every norm multiplies by this value plus its weight (Gemma, Nemotron: 1)
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
     rope_interleaved: bool = False  # a rotated pair is elements 2i and 2i + 1 of a head, not i and i + rotary_dim / 2
@@ -146,6 +147,8 @@ class ModelConfig:
             )
         if self.normalized_head and self.tie_embeddings:
             raise ModelError("config.json: tie_word_embeddings is not served where lm_head is normalised.")
+        if not self.input_norms and (not self.post_norms or not self.pre_norm or self.parallel_residual):
+            raise ModelError("config.json: layers without input_norms are served with post_norms in series only.")
         self._check_attention()
         if self.position == "rope":
             self._check_rope()
@@ -289,7 +292,9 @@ class ModelConfig:
 
     def _layer_shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
         hidden = self.hidden_size
-        shapes = self._norm("attn_norm") | (self._norm("mlp_norm") if self.mlp_norm else {})
+        shapes = self._norm("attn_norm") if self.input_norms else {}
+        if self.input_norms and self.mlp_norm:
+            shapes |= self._norm("mlp_norm")
         if self.post_norms:
             shapes |= self._norm("attn_post_norm") | self._norm("mlp_post_norm")
         shapes |= _linear("qkv", self.q_size + 2 * self.kv_size, hidden, self.qkv_bias)

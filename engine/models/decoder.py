@@ -8,7 +8,8 @@ A step:
                                     v  |           step samples (metadata.outputs); R = T where all rows are wanted
                                  KV cache
 
-A layer adds attention and MLP to a residual stream. Norms marked (g) exist only in some families:
+A layer adds attention and MLP to a residual stream. Norms marked (g) exist only in some families; without input_norms,
+a pre_norm layer has its two post norms alone:
 
     pre_norm                         parallel_residual                   post-norm (pre_norm is off)
 
@@ -61,6 +62,7 @@ class DecoderLayer:
 
     parallel_residual:  r += attention(norm(r)) + mlp(norm(r))
     pre_norm:           r += attention(norm(r));    r += mlp(norm(r))
+    no input_norms:     r += norm(attention(r));    r += norm(mlp(r))
     neither:            x = norm(x + attention(x)); x = norm(x + mlp(x))
 
     config.post_norms (with pre_norm) adds a norm behind attention and one behind the MLP, before the addition.
@@ -77,9 +79,10 @@ class DecoderLayer:
         operators: Operators,
     ) -> None:
         prefix = f"layers.{layer}"
-        self.attn_norm = take_norm(config, weights, f"{prefix}.attn_norm")
+        inputs = config.input_norms
+        self.attn_norm = take_norm(config, weights, f"{prefix}.attn_norm") if inputs else None
         self.attention = Attention(config, weights, layer, positions, operators)
-        self.mlp_norm = take_norm(config, weights, f"{prefix}.mlp_norm") if config.mlp_norm else None
+        self.mlp_norm = take_norm(config, weights, f"{prefix}.mlp_norm") if inputs and config.mlp_norm else None
         self.mlp = take_mlp(config, weights, layer, operators)
         post = config.post_norms
         self.attn_post_norm = take_norm(config, weights, f"{prefix}.attn_post_norm") if post else None
@@ -97,6 +100,7 @@ class DecoderLayer:
 
         x is the term that the previous layer leaves to add to the residual; the x returned is this layer's.
         """
+        assert self.attn_norm is not None
         x, residual = self.attn_norm(x, residual)  # (T, C), (T, C) -> normed sum (T, C), sum (T, C)
         x = self.attention(x, metadata, kv_cache, outputs)  # (T, C) -> (R, C)
         if self.attn_post_norm is not None:
@@ -119,6 +123,7 @@ class DecoderLayer:
         outputs: OutputRows | None,
     ) -> tuple[Tensor, Tensor]:
         """Arguments and result of forward_pre_norm."""
+        assert self.attn_norm is not None
         x, residual = self.attn_norm(x, residual)  # (T, C), (T, C) -> normed sum (T, C), sum (T, C)
         attended = self.attention(x, metadata, kv_cache, outputs)  # (T, C) -> (R, C)
         if outputs is not None:
@@ -133,10 +138,19 @@ class DecoderLayer:
         """x (T, C) -> (T, C), or (R, C) with `outputs`."""
         residual = x if outputs is None else x.index_select(0, outputs.indices)  # (T, C) -> (R, C)
         x = self.attention(x, metadata, kv_cache, outputs)  # (T, C) -> (R, C)
+        assert self.attn_norm is not None and self.mlp_norm is not None
         x, _ = self.attn_norm(x, residual)  # (R, C), (R, C) -> normed sum (R, C)
-        assert self.mlp_norm is not None, "only a parallel residual works without mlp_norm"
         x, _ = self.mlp_norm(self.mlp(x), x)  # (R, C), (R, C) -> normed sum (R, C)
         return x
+
+    def forward_output_norms(
+        self, x: Tensor, metadata: BatchMetadata, kv_cache: KVCache, outputs: OutputRows | None
+    ) -> Tensor:
+        """x, the residual, (T, C) -> (T, C), or (R, C) with `outputs`."""
+        assert self.attn_post_norm is not None and self.mlp_post_norm is not None
+        attended, _ = self.attn_post_norm(self.attention(x, metadata, kv_cache, outputs))  # (T, C) -> (R, C)
+        x = attended + (x if outputs is None else x.index_select(0, outputs.indices))  # (R, C) + (R, C)
+        return x + self.mlp_post_norm(self.mlp(x))[0]  # (R, C) + (R, C)
 
 
 class Decoder:
@@ -164,7 +178,7 @@ class Decoder:
         self.layers = [DecoderLayer(config, weights, i, self.positions, operators) for i in range(config.num_layers)]
         self.final_norm = take_norm(config, weights, "final_norm") if config.final_norm else None
         self.lm_head = LMHead(config, weights, self.embedding.weight, operators)
-        self.run_layers = self._run_pre_norm if config.pre_norm else self._run_post_norm
+        self.run_layers = self._run_pre_norm if config.pre_norm and config.input_norms else self._run_plain
 
     @torch.inference_mode()
     def forward(self, input_ids: Tensor, metadata: BatchMetadata, kv_caches: Sequence[KVCache]) -> Tensor:
@@ -193,9 +207,11 @@ class Decoder:
             return self.final_norm(x, residual)[0]  # (R, C), (R, C) -> normed sum (R, C)
         return x if residual is None else x + residual  # (R, C)
 
-    def _run_post_norm(self, x: Tensor, metadata: BatchMetadata, kv_caches: Sequence[KVCache]) -> Tensor:
+    def _run_plain(self, x: Tensor, metadata: BatchMetadata, kv_caches: Sequence[KVCache]) -> Tensor:
+        """Layers that take and return one tensor: no norm follows their last addition, or that norm belongs to them."""
+        forward = DecoderLayer.forward_output_norms if self.config.pre_norm else DecoderLayer.forward_post_norm
         for layer, kv_cache, outputs in self._schedule(metadata, kv_caches):
-            x = layer.forward_post_norm(x, metadata, kv_cache, outputs)  # (T, C) -> (T, C); last layer: (R, C)
+            x = forward(layer, x, metadata, kv_cache, outputs)  # (T, C) -> (T, C); last layer: (R, C)
         return x if self.final_norm is None else self.final_norm(x)[0]  # (R, C)
 
     def _schedule(

@@ -19,7 +19,7 @@ WEIGHTS = {
 
 def to_config(reader: ConfigReader) -> ModelConfig:
     reader.require("attn_logit_softcapping", None)  # transformers' Gemma 3 does not apply it
-    full, windowed = _rope_readers(reader)
+    full, windowed = rope_readers(reader)
     config = gemma2.to_config(full)
     pattern = reader.size("sliding_window_pattern", 6)
     between = tuple(layer for layer in range(config.num_layers) if (layer + 1) % pattern)
@@ -37,7 +37,7 @@ def to_config(reader: ConfigReader) -> ModelConfig:
     )
 
 
-def _rope_readers(reader: ConfigReader) -> tuple[ConfigReader, ConfigReader]:
+def rope_readers(reader: ConfigReader) -> tuple[ConfigReader, ConfigReader]:
     """Two readers of config.json: all layers with the RoPE of layers without a window, and of layers with one.
 
     transformers 5 writes rope_parameters by layer type. Earlier versions wrote rope_theta and rope_scaling for the

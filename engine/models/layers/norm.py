@@ -55,4 +55,6 @@ def take_norm(config: ModelConfig, weights: dict[str, Weight], name: str) -> Nor
     if config.norm == "rms":
         return RMSNorm(take_tensor(weights, f"{name}.weight"), config.norm_eps, config.norm_weight_offset)
     weight, bias = take_optional(weights, f"{name}.weight"), take_optional(weights, f"{name}.bias")
+    if config.norm_weight_offset and weight is not None:  # in the weight's dtype, as in Nemotron
+        weight = weight + config.norm_weight_offset
     return LayerNorm(weight, bias, config.norm_eps)

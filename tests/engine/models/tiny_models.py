@@ -29,7 +29,7 @@ from transformers import (
     Starcoder2Config,
 )
 
-from tests.engine.models import tiny_classic
+from tests.engine.models import tiny_classic, tiny_modern
 
 VOCAB = 97  # odd on purpose: nothing may rely on a padded vocabulary
 
@@ -216,6 +216,7 @@ CASES: dict[str, Callable[[], PreTrainedConfig]] = {
     "opt_350m": lambda: _opt(do_layer_norm_before=False, word_embed_proj_dim=40, num_hidden_layers=2),
     "opt_no_bias": lambda: _opt(enable_bias=False, _remove_final_layer_norm=True, activation_function="gelu"),
     **tiny_classic.CASES,
+    **tiny_modern.CASES,
 }
 REFERENCES = tiny_classic.REFERENCES  # config.json of families that transformers has no code for
 ALL_CASES = (*CASES, *REFERENCES)
