@@ -91,7 +91,7 @@ class ServerConfig:
     tool_call_format: str | None = option(
         None,
         "format in which the model writes tool calls; default: found in its chat template",
-        choices=("hermes", "llama3", "mistral", "mistral_v11", "qwen3_coder"),
+        choices=("harmony", "hermes", "llama3", "mistral", "mistral_v11", "qwen3_coder"),
     )
     reasoning_split: bool = option(
         True, "return the text between <think> and </think> as reasoning_content, not as content"

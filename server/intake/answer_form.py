@@ -12,6 +12,7 @@ from server.protocol.tools import CustomTool, LarkFunction, Tool
 from server.tools.call_reader import CallReader
 from server.tools.custom_input import InputEvents
 from server.tools.formats import ToolFormat
+from server.tools.harmony import HarmonyAnswer, HarmonySplitter
 from server.tools.message_reader import MessageReader
 from server.tools.reasoning import ReasoningSplitter
 
@@ -22,7 +23,7 @@ class AnswerForm:
     beside its calls. `grammar`: the form of the whole text. `opened`: the answer begins inside the thinking; None where
     thinking is not told from the rest. `tags`: the tokens that mark thinking. `thinking_budget`: most tokens of
     thinking. `visible_token_ids`: special tokens that the reader needs in the text. `hidden`: markers that the client
-    must not see."""
+    must not see. `harmony`: the answer is a sequence of harmony messages."""
 
     tool_format: ToolFormat | None = None
     tools: Sequence[Tool | CustomTool] = ()
@@ -33,13 +34,18 @@ class AnswerForm:
     visible_token_ids: tuple[int, ...] = ()
     hidden: Sequence[str] = ()
     only_calls: bool = False
+    harmony: HarmonyAnswer | None = None
 
     def reader(self) -> MessageReader:
         """A reader for one sample."""
-        splitter = None if self.opened is None else ReasoningSplitter(self.opened, self.tags)
+        schemas = {tool.function.name: tool.function.schema for tool in self.tools}
+        splitter: ReasoningSplitter | HarmonySplitter | None = None
+        if self.harmony is not None:
+            splitter = self.harmony.splitter(schemas)
+        elif self.opened is not None:
+            splitter = ReasoningSplitter(self.opened, self.tags)
         if self.tool_format is None:
             return MessageReader(splitter, None)
-        schemas = {tool.function.name: tool.function.schema for tool in self.tools}
         certain = self.grammar is not None
         calls = CallReader(self.tool_format, schemas, certain, self.hidden, self.only_calls)
         bare = self.tool_format.style.bare_strings

@@ -1,12 +1,7 @@
 """The form of a chat's answer: calls of tools, thinking and structured output, found and compiled in one visit."""
 
-import json
-from collections.abc import Sequence
-from typing import Any
-
 from engine.errors import InvalidRequestError
 from engine.sampling_params import SamplingParams
-from engine.structured_output import StructuredOutput
 from engine.text.tokenizer import Tokenizer
 from engine.thinking import BEGIN, END, FIELD
 from server.context import Served
@@ -14,10 +9,9 @@ from server.errors import invalid
 from server.intake.answer_form import AnswerForm
 from server.intake.constraints import check_output, compile_output, resolve_banned_tokens, structured_output_field
 from server.protocol import ChatCompletionRequest
-from server.protocol.tools import CustomTool, Tool
-from server.tools.calls.call_body import SchemaError
-from server.tools.formats import ToolFormat, find_tool_use
-from server.tools.grammar import CallGrammar
+from server.tools import harmony
+from server.tools.formats import find_tool_use
+from server.tools.grammar import call_grammar, callable_tools
 from server.tools.reasoning import after_thinking, goes_on_thinking, has_thought, rules_before_main, thinks
 
 
@@ -42,9 +36,11 @@ def find_answer_form(served: Served, request: ChatCompletionRequest, prompt_ids:
     thinking = splits_thinking(served)
     _check_thinking_budget(request, thinking)
     tools = request.offered_tools
+    tokenizer = served.driver.tokenizer
+    if harmony.speaks_harmony(tokenizer.template(), tokenizer):
+        return _harmony_form(served, request, prompt_ids)
     if not tools and not thinking:
         return None
-    tokenizer = served.driver.tokenizer
     opened = None
     if thinking:
         goes_on = request.continue_final_message and goes_on_thinking(request.messages[-1].content or "")
@@ -53,7 +49,7 @@ def find_answer_form(served: Served, request: ChatCompletionRequest, prompt_ids:
     before = ["start: main"] if at_once else rules_before_main(tokenizer, bool(opened))
     form = find_tool_use(tokenizer.template(), tokenizer, served.config.tool_call_format).form if tools else None
     if form is not None:
-        grammar = _named_call_grammar(request, form, tokenizer, before)
+        grammar = call_grammar(request, form, tokenizer, before)
     else:
         output = request.structured_output
         grammar = None if output is None or opened is None else after_thinking(output, before)
@@ -61,7 +57,7 @@ def find_answer_form(served: Served, request: ChatCompletionRequest, prompt_ids:
     special = {marker: token_id for marker in markers if (token_id := _special_id(tokenizer, marker)) is not None}
     return AnswerForm(
         tool_format=form,
-        tools=_callable(request),
+        tools=callable_tools(request),
         grammar=grammar,
         opened=opened,
         tags=tokenizer.thinking_tags if thinking else None,
@@ -69,6 +65,28 @@ def find_answer_form(served: Served, request: ChatCompletionRequest, prompt_ids:
         visible_token_ids=tuple(special.values()),
         hidden=tuple(special) if request.skip_special_tokens else (),
         only_calls=form is not None and request.choice.mode == "required",
+    )
+
+
+def _harmony_form(served: Served, request: ChatCompletionRequest, prompt_ids: list[int]) -> AnswerForm:
+    """The form of an answer in harmony messages, which are read even if the client asks for nothing but text."""
+    tokenizer = served.driver.tokenizer
+    header = harmony.open_header(tokenizer, prompt_ids)
+    form, grammar = None, None
+    if request.offered_tools:
+        form = find_tool_use(tokenizer.template(), tokenizer, served.config.tool_call_format).form
+        grammar = call_grammar(request, form, tokenizer, harmony.rules_before_main(tokenizer, header))
+    elif (output := request.structured_output) is not None:
+        grammar = after_thinking(output, harmony.rules_before_main(tokenizer, header, harmony.FINAL))
+    ids = harmony.marker_ids(tokenizer)
+    return AnswerForm(
+        tool_format=form,
+        tools=callable_tools(request),
+        grammar=grammar,
+        visible_token_ids=tuple(ids.values()),
+        hidden=tuple(ids),
+        only_calls=form is not None and request.choice.mode == "required",
+        harmony=harmony.HarmonyAnswer(tokenizer, header, served.config.reasoning_split),
     )
 
 
@@ -92,45 +110,6 @@ def _check_thinking_budget(request: ChatCompletionRequest, thinking: bool) -> No
     if output is not None and output.kind == "grammar":
         message = f"{name} may not be combined with structured_outputs.grammar, which holds from the first token on."
         raise invalid(message, name, "unsupported_value")
-
-
-def _callable(request: ChatCompletionRequest) -> list[Tool | CustomTool]:
-    names = request.choice.names
-    return [tool for tool in request.offered_tools if names is None or tool.function.name in names]
-
-
-def _named_call_grammar(
-    request: ChatCompletionRequest, form: ToolFormat, tokenizer: Tokenizer, before: Sequence[str]
-) -> StructuredOutput | None:
-    """The result of `_call_grammar`; errors name the wrong tool."""
-    try:
-        return _call_grammar(request, form, tokenizer, before)
-    except SchemaError as error:
-        names = [tool.function.name for tool in request.tools]
-        param = f"tools[{names.index(error.function)}].function.parameters{'.' * bool(error.path)}{error.path}"
-        raise invalid(f"{param}: {error}.", param) from None
-
-
-def _call_grammar(
-    request: ChatCompletionRequest, form: ToolFormat, tokenizer: Tokenizer, before: Sequence[str]
-) -> StructuredOutput | None:
-    """The grammar of an answer that may hold calls; None where the model is free.
-
-    The model is free with "auto", unless a tool is strict, at most one call is allowed, or other text must be JSON.
-    """
-    if request.structured_outputs is not None:
-        message = "structured_outputs may not be combined with tools; response_format may."
-        raise invalid(message, "structured_outputs", "unsupported_value")
-    tools, choice = _callable(request), request.choice
-    calls = CallGrammar(form, tools, request.parallel_tool_calls and not choice.one, tokenizer, before)
-    if choice.mode == "required":
-        return calls.required()
-    if (output := request.response_format) is not None:
-        schema: Any = json.loads(output.text) if output.kind == "json_schema" else {"type": "object"}
-        return calls.or_json(schema, strict=not output.lenient)
-    if not request.parallel_tool_calls or any(tool.function.strict for tool in tools):
-        return calls.after_text()
-    return None
 
 
 def _special_id(tokenizer: Tokenizer, marker: str) -> int | None:

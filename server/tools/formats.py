@@ -10,6 +10,7 @@ from server.tools.calls.json_calls import JsonCalls
 from server.tools.calls.named_calls import ARGS, NamedCalls
 from server.tools.calls.xml_calls import XmlCalls
 from server.tools.calls.xml_values import FUNCTION, PARAMETER
+from server.tools.harmony import CALL, CALL_ARGUMENTS, CALL_BEGIN, CHANNEL, FINAL, MESSAGE, NEXT, PREAMBLE
 
 Call = tuple[str, Written]  # name, arguments
 
@@ -35,7 +36,11 @@ class ToolFormat:
     is_list: bool = False
     bare: bool = False
     begin_inside: str = ""
+    before_text: str = ""  # marker before the text of an answer
+    preamble: tuple[str, str] = ("", "")  # markers before and after a text that calls follow
     several: bool = True  # models were trained to make more than one call in a message
+    several_shown: bool = True  # templates show all calls of a message of the history, not its first call alone
+    needs_description: bool = False  # templates fail where a tool has no description
     short_ids: bool = False  # templates accept only ids of nine letters and digits
 
     @property
@@ -78,8 +83,20 @@ LLAMA3 = ToolFormat(
     bare=True,
     several=False,
 )
+HARMONY = ToolFormat(
+    "harmony",
+    CALL_BEGIN,
+    CALL,
+    style=NamedCalls(CALL_ARGUMENTS, call_id=""),
+    shown=(CHANNEL, MESSAGE, "functions."),
+    before_text=FINAL,
+    preamble=(PREAMBLE, NEXT),
+    several=False,
+    several_shown=False,
+    needs_description=True,
+)
 # A template's source is searched for the formats in this order: formats with more `shown` texts come first.
-FORMATS = {form.name: form for form in (MISTRAL_V11, MISTRAL, QWEN3_CODER, HERMES, LLAMA3)}
+FORMATS = {form.name: form for form in (HARMONY, MISTRAL_V11, MISTRAL, QWEN3_CODER, HERMES, LLAMA3)}
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from engine.outputs import CompletionOutput, FinishReason
 from server.tools.call_reader import CallReader
 from server.tools.custom_input import InputEvents
 from server.tools.events import Content, Event, Reasoning
+from server.tools.harmony import HarmonySplitter
 from server.tools.reasoning import ReasoningSplitter
 
 
@@ -11,7 +12,10 @@ class MessageReader:
     """Reads the outputs of one sample, in order. It splits off the reasoning first, then reads calls from the rest."""
 
     def __init__(
-        self, splitter: ReasoningSplitter | None, calls: CallReader | None, inputs: InputEvents | None = None
+        self,
+        splitter: ReasoningSplitter | HarmonySplitter | None,
+        calls: CallReader | None,
+        inputs: InputEvents | None = None,
     ) -> None:
         """`splitter`, `calls`, `inputs`: None if the answer has no reasoning, no calls, no calls of custom tools."""
         self._splitter, self._calls, self._inputs = splitter, calls, inputs

@@ -28,6 +28,8 @@ What it returns comes back between <tool_response> and </tool_response>."""
 EXAMPLE = ("the-name", {"a-parameter": "its value"})
 # Templates that recognise an assistant's calls by content being none. Other templates append to the content.
 CONTENT_IS_NONE = re.compile(r"content(['\"]\s*\])?\s+is\s+(not\s+)?none")
+# Templates that take the reasoning of earlier turns by this name (gpt-oss), and not as reasoning_content.
+THINKING_FIELD = re.compile(r"\.thinking\b|\[['\"]thinking['\"]\]")
 SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 SYSTEM = ("system", "developer")
 UNKNOWN_TOOL = "tool"  # name of the tool in a result that refers to no call
@@ -45,11 +47,20 @@ def with_tools(
 ) -> Rendered:
     """Returns the template's messages and variables for a conversation with tools or with calls of earlier turns."""
     messages = _in_order_of_calls(messages)
+    if not use.form.several_shown:
+        messages = _one_call_each(messages)
     if use.in_template:
-        listed = {"tools": [tool.function.for_template() for tool in tools]} if tools else {}
+        listed = {"tools": [_listed(tool, use.form) for tool in tools]} if tools else {}
         return _in_transformers_form(template, use.form, messages, has_developer), listed
     plain = [_as_text(message, use.form, has_developer) for message in messages]
     return _with_preamble(template, use.form, _joined(plain, messages), tools), {}
+
+
+def _listed(tool: Tool | CustomTool, form: ToolFormat) -> dict[str, Any]:
+    shown = tool.function.for_template()
+    if form.needs_description:
+        shown["function"]["description"] = shown["function"]["description"] or tool.function.name
+    return shown
 
 
 def mended(messages: Sequence[Message], has_system: bool = True) -> list[Message]:
@@ -112,6 +123,27 @@ def _in_order_of_calls(messages: Sequence[Message]) -> list[Message]:
     return ordered
 
 
+def _one_call_each(messages: Sequence[Message]) -> list[Message]:
+    """The messages with each call in a message of its own, followed by its result. Text and reasoning stand in the
+    message of the first call."""
+    results = {message.tool_call_id: message for message in messages if message.role == "tool"}
+    shown: set[str] = set()  # ids of calls whose results follow them already
+    apart: list[Message] = []
+    for message in messages:
+        if message.tool_call_id in shown:
+            continue
+        if len(message.tool_calls) < 2:
+            apart.append(message)
+            continue
+        for i, call in enumerate(message.tool_calls):
+            text = {} if i == 0 else {"content": "", "reasoning": None, "reasoning_content": None}
+            apart.append(message.model_copy(update={"tool_calls": [call], **text}))
+            if call.id in results:
+                apart.append(results[call.id])
+                shown.add(call.id)
+    return apart
+
+
 def _in_transformers_form(
     template: ChatTemplate, form: ToolFormat, messages: Sequence[Message], has_developer: bool
 ) -> list[dict[str, Any]]:
@@ -121,6 +153,7 @@ def _in_transformers_form(
     Arguments that are no object are passed as text or, to a template that iterates over arguments, as one argument.
     """
     accepts_text = _accepts_text(template) if any(_has_no_object(message) for message in messages) else True
+    takes_thinking = THINKING_FIELD.search(template.source) is not None
     nothing = None if CONTENT_IS_NONE.search(template.source) else ""
     names: dict[str, str] = {}
     rendered = []
@@ -129,6 +162,9 @@ def _in_transformers_form(
         if message.tool_calls:
             names |= {call.id: call.function.name for call in message.tool_calls}
             fields["content"] = message.content or nothing
+            if takes_thinking and (thought := fields.pop("reasoning_content", None)):
+                # such templates refuse reasoning beside a text that precedes a call
+                fields |= {"thinking": "\n".join(filter(None, (thought, message.content))), "content": nothing}
             fields["tool_calls"] = [
                 {
                     "id": _template_id(call.id, form),

@@ -15,11 +15,16 @@ from server.protocol.tools import INPUT, FunctionDefinition, LarkFunction
 
 CALL_SPACES = "[ ]?"  # white space between the parts of a call's JSON: models write calls on one line
 ANY_TEXT = r"/(.|\n)*/"
+TOKEN = re.compile(r"(<\|\w+\|>)")  # the usual spelling of special tokens inside a marker
 
 
 def marker_rule(marker: str, tokenizer: Tokenizer) -> str:
+    """A marker in Lark: a token by its id, a text, or a sequence of texts and tokens such as <|channel|>final."""
     token_id = tokenizer.added_token_id(marker)
-    return literal(marker) if token_id is None else f"<[{token_id}]>"
+    if token_id is not None:
+        return f"<[{token_id}]>"
+    parts = [part for part in TOKEN.split(marker) if part]
+    return literal(marker) if len(parts) < 2 else " ".join(marker_rule(part, tokenizer) for part in parts)
 
 
 def up_to(marker: str, text: str = r"(.|\n)*?") -> str:

@@ -92,8 +92,38 @@ PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
 NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}" + PLAIN
 UNKNOWN = "{% if tools %}<functions>{{ tools }}</functions>{% endif %}" + PLAIN
 
+# A thought before a call is shown while no answer follows; every call and every tool's result is one message.
+HARMONY_STYLE = """\
+<|start|>system<|message|>Reasoning: {{ reasoning_effort if reasoning_effort is defined else 'medium' }}
+# Valid channels: analysis, commentary, final.<|end|>
+{%- if tools %}<|start|>developer<|message|>namespace functions {
+{%- for tool in tools %}
+{{ '// ' + tool.function.description }}
+type {{ tool.function.name }} = (_: {{ tool.function.parameters | tojson }}) => any;
+{%- endfor %}
+}<|end|>{% endif %}
+{%- set called = namespace(name=none) %}
+{%- for m in messages %}
+{%- if m.role == 'assistant' and 'tool_calls' in m %}
+{%- set call = m.tool_calls[0].function %}
+{%- if m.content and m.thinking %}{{ raise_exception('content and thinking') }}{% endif %}
+{%- if m.thinking or m.content %}<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking or m.content }}<|end|>
+{%- endif %}<|start|>assistant to=functions.{{ call.name }}<|channel|>commentary json<|message|>
+{{- call.arguments | tojson }}<|call|>
+{%- set called.name = call.name %}
+{%- elif m.role == 'assistant' %}<|start|>assistant<|channel|>final<|message|>{{ m.content }}<|end|>
+{%- set called.name = none %}
+{%- elif m.role == 'tool' %}
+{%- if called.name is none %}{{ raise_exception('a result without a call') }}{% endif -%}
+<|start|>functions.{{ called.name }} to=assistant<|channel|>commentary<|message|>{{ m.content | tojson }}<|end|>
+{%- set called.name = none %}
+{%- else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>
+{%- endif %}
+{%- endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"""
+
 # Style of a template -> its source; each shows the format of calls that it is named after.
 STYLES = {
+    "harmony": HARMONY_STYLE,
     "hermes": QWEN,
     "llama3": LLAMA,
     "mistral": MISTRAL_STYLE,

@@ -16,6 +16,7 @@ from engine.grammars.compiler import Compiler, fill_mask
 from engine.structured_output import StructuredOutput, Vocabulary
 from engine.text.tokenizer import Tokenizer
 from server.protocol.tools import Tool
+from server.tools import harmony
 from server.tools.call_reader import CallReader
 from server.tools.calls.call_body import SchemaError
 from server.tools.events import Arguments, CallStart, Content
@@ -69,6 +70,7 @@ MARKERS = [
     "</think>",
     "[ARGS]",
     "[CALL_ID]",
+    *harmony.MARKERS,
 ]
 
 
