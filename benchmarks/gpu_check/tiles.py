@@ -88,7 +88,7 @@ def decodes(
     choices = [(tile, 1.0) for tile in tiles] + [(tiles[0], more) for more in MORE_SPLITS]
     for tile, times in choices:
         busier = replace(plan, num_sms=max(1, round(plan.num_sms * times)))
-        call = partial(launch_decode, _fixed(plain, tile), busier, q, *paged, None, *scale, out, work=StepWork())
+        call = partial(launch_decode, _fixed(plain, tile), busier, q, *paged, None, *scale, None, out, work=StepWork())
         name = f"decode{f' {kv_format.name}' if kv_format else ''} {_name(tile)}"
         name += f", programs x {times:g}" if times != 1 else ""
         moved = tokens * 2 * shape.num_kv_heads * k_cache.shape[3] * k_cache.element_size()
@@ -104,7 +104,7 @@ def prefills(shape: Shape, device: torch.device, num_seqs: int, chunk: int, cont
     scores = num_seqs * chunk * (context - (chunk - 1) / 2)
     for tile in PREFILL_TILES:
         call = partial(
-            launch_prefill, _fixed(plain, tile), plan, q, *paged, starts, seq_lens, chunk, None, *scale, out,
+            launch_prefill, _fixed(plain, tile), plan, q, *paged, starts, seq_lens, chunk, None, *scale, None, out,
             work=StepWork(),
         )  # fmt: skip
         size = f"{num_seqs} x {chunk} of {context}"

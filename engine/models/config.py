@@ -149,20 +149,10 @@ class ModelConfig:
             raise ModelError("config.json: tie_word_embeddings is not served where lm_head is normalised.")
         if not self.input_norms and (not self.post_norms or not self.pre_norm or self.parallel_residual):
             raise ModelError("config.json: layers without input_norms are served with post_norms in series only.")
-        self._check_attention()
         if self.position == "rope":
             self._check_rope()
         if self.moe is not None and (self.mlp_bias or not self.gated_mlp):
             raise ModelError("config.json: experts with biases or without a gate are not served.")
-
-    def _check_attention(self) -> None:
-        missing = {
-            "attention_sinks": self.attention_sinks,
-            "attention_chunk": self.attention_chunk > 0,
-        }
-        for name, asked in missing.items():
-            if asked:
-                raise ModelError(f"config.json: {name} is not served yet.")
 
     def _check_rope(self) -> None:
         if self.rotary_dim % 2 or not self.rotary_dim:

@@ -10,7 +10,7 @@ from kernels.card import known_card
 from kernels.kv_format import FP8, INT4, INT8, KVFormat
 
 POINTERS = {"block_tables_ptr": "*i32", "seq_lens_ptr": "*i32", "cu_seqlens_q_ptr": "*i32", "items_ptr": "*i32",
-            "alibi_slopes_ptr": "*fp32",
+            "alibi_slopes_ptr": "*fp32", "sinks_ptr": "*fp32",
             "partial_ptr": "*fp32", "lse_ptr": "*fp32", "scale": "fp32", "softcap": "fp32"}  # fmt: skip
 
 
@@ -41,13 +41,15 @@ class Case:
     @property
     def absent(self) -> dict[str, None]:
         """Pointers that a launch of this model does not pass."""
-        return {} if self.shape.has_alibi else {"alibi_slopes_ptr": None}
+        pointers = {"alibi_slopes_ptr": self.shape.has_alibi, "sinks_ptr": self.shape.has_sinks}
+        return {name: None for name, is_passed in pointers.items() if not is_passed}
 
     def label(self, tile: Tile) -> str:
         """Label of a configuration: group, head size, block size, tile and options."""
         shape = self.shape
         names = [shape.kv_format.name] if shape.kv_format else []
         names += ["alibi"] * shape.has_alibi + ["softcap"] * shape.has_softcap + ["window"] * (shape.sliding_window > 0)
+        names += ["sinks"] * shape.has_sinks + ["chunk"] * (shape.attention_chunk > 0)
         text = f"g{shape.group} d{shape.head_dim} b{shape.block_size} {tile.block_m}x{tile.block_n} w{tile.num_warps}"
         names += ["tma"] * tile.tma
         return " ".join([text, *names])
@@ -79,7 +81,8 @@ def case(
     quick: bool = False,
     every_tile: bool = False,
 ) -> Case:
-    """A case; `options` are words of "alibi softcap window". q is a view into rows of a fused qkv projection."""
+    """A case; `options` are words of "alibi softcap window sinks chunk". q is a view into the rows of a fused qkv
+    projection."""
     shape = AttentionShape(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -91,6 +94,8 @@ def case(
         has_alibi="alibi" in options,
         has_softcap="softcap" in options,
         sliding_window=4096 if "window" in options else 0,
+        has_sinks="sinks" in options,
+        attention_chunk=8192 if "chunk" in options else 0,
     )
     return Case(dtype, shape, quick, every_tile)
 
@@ -124,3 +129,8 @@ def attention_cases() -> Iterator[Case]:
     for options in ("alibi", "softcap", "window", "alibi softcap window"):
         for head_dim in (64, 128, 256):
             yield case("bf16", 16, 8, head_dim, options=options)
+    for kv_format in (None, INT8):
+        yield case("bf16", 64, 8, 64, kv_format=kv_format, options="sinks", every_tile=True)  # gpt-oss
+        yield case("bf16", 64, 8, 64, kv_format=kv_format, options="window sinks", every_tile=True)
+        yield case("bf16", 40, 8, 128, kv_format=kv_format, options="chunk", every_tile=True)  # Llama 4
+    yield case("bf16", 32, 8, 128, options="sinks")

@@ -40,6 +40,8 @@ def paged_attention(
     alibi_slopes: Tensor | None = None,
     sliding_window: int = 0,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    attention_chunk: int = 0,
     plan: AttentionPlan | None = None,
     work: StepWork | None = None,
     out: Tensor | None = None,
@@ -53,28 +55,30 @@ def paged_attention(
     capture it with some lengths and replay it with others. Returns [num_seqs, num_heads, head_dim].
     """
     if use_triton(q):
-        shape = attention_shape(q, k_cache, alibi_slopes, sliding_window, softcap)
+        shape = attention_shape(q, k_cache, alibi_slopes, sliding_window, softcap, sinks, attention_chunk)
         plan = plan or plan_for_call(q, shape)
         caches, scales = (as_bytes(k_cache), as_bytes(v_cache)), base_2_scale(scale, softcap)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
         if plan.batch_invariant:  # the kernel and the tile of prefill give the same bits
             starts = plan.decode_starts(len(q))
             launch_prefill(
-                shape, plan, q, *caches, block_tables, starts, seq_lens, 1, alibi_slopes, *scales, out, work=work
+                shape, plan, q, *caches, block_tables, starts, seq_lens, 1, alibi_slopes, *scales, sinks, out, work=work
             )
         else:
-            launch_decode(shape, plan, q, *caches, block_tables, seq_lens, alibi_slopes, *scales, out, work=work)
+            launch_decode(shape, plan, q, *caches, block_tables, seq_lens, alibi_slopes, *scales, sinks, out, work=work)
         return out
     cpu = cpu_kernels() if q.device.type == "cpu" else None
     if cpu and cpu.attention.supports_attention(q, k_cache, v_cache, block_tables, seq_lens):
         attended = cpu.attention.paged_attention(
             q, k_cache, v_cache, block_tables, seq_lens, scale,
-            alibi_slopes=alibi_slopes, sliding_window=sliding_window, softcap=softcap,
+            alibi_slopes=alibi_slopes, sliding_window=sliding_window, softcap=softcap, sinks=sinks,
+            attention_chunk=attention_chunk,
         )  # fmt: skip
     else:
         attended = paged_attention_reference(
             q, k_cache, v_cache, block_tables, seq_lens, scale,
-            alibi_slopes=alibi_slopes, sliding_window=sliding_window, softcap=softcap,
+            alibi_slopes=alibi_slopes, sliding_window=sliding_window, softcap=softcap, sinks=sinks,
+            attention_chunk=attention_chunk,
         )  # fmt: skip
     return attended if out is None else out.copy_(attended)
 
@@ -92,6 +96,8 @@ def mixed_attention(
     alibi_slopes: Tensor | None = None,
     sliding_window: int = 0,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    attention_chunk: int = 0,
     plan: AttentionPlan | None = None,
     work: StepWork | None = None,
     out: Tensor | None = None,
@@ -109,26 +115,27 @@ def mixed_attention(
     if not use_triton(q):
         return prefill_attention(
             q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens, len(q), scale,
-            alibi_slopes=alibi_slopes, sliding_window=sliding_window, softcap=softcap, plan=plan, out=out,
+            alibi_slopes=alibi_slopes, sliding_window=sliding_window, softcap=softcap, sinks=sinks,
+            attention_chunk=attention_chunk, plan=plan, out=out,
         )  # fmt: skip
-    shape = attention_shape(q, k_cache, alibi_slopes, sliding_window, softcap)
+    shape = attention_shape(q, k_cache, alibi_slopes, sliding_window, softcap, sinks, attention_chunk)
     plan = plan or plan_for_call(q, shape)
     caches, scales = (as_bytes(k_cache), as_bytes(v_cache)), base_2_scale(scale, softcap)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     if not plan.batch_invariant:
         launch_decode(
-            shape, plan, q, *caches, block_tables, seq_lens, alibi_slopes, *scales, out, cu_seqlens_q, work=work
+            shape, plan, q, *caches, block_tables, seq_lens, alibi_slopes, *scales, sinks, out, cu_seqlens_q, work=work
         )
     launch_prefill(
         shape, plan, q, *caches, block_tables, cu_seqlens_q, seq_lens, max_seqlen_q or len(q), alibi_slopes, *scales,
-        out, work=work, min_queries=1 if plan.batch_invariant else 2,
+        sinks, out, work=work, min_queries=1 if plan.batch_invariant else 2,
     )  # fmt: skip
     return out
 
 
 def launch_decode(
     shape: AttentionShape, plan: AttentionPlan, q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor,
-    seq_lens: Tensor, alibi_slopes: Tensor | None, scale: float, softcap: float, out: Tensor,
+    seq_lens: Tensor, alibi_slopes: Tensor | None, scale: float, softcap: float, sinks: Tensor | None, out: Tensor,
     cu_seqlens_q: Tensor | None = None, *, work: StepWork | None = None,
 ) -> None:  # fmt: skip
     """Launch the kernels. scale and softcap come from base_2_scale; quantised caches are passed as bytes.
@@ -143,11 +150,11 @@ def launch_decode(
         )
         partial, lse = plan.partial_results(found.max_rows, shape.num_heads, shape.head_dim)
         paged_attention_kernel[(shape.num_kv_heads, len(found.items))](
-            q, k_cache, v_cache, block_tables, found.items, alibi_slopes, out, partial, lse,
+            q, k_cache, v_cache, block_tables, found.items, alibi_slopes, sinks, out, partial, lse,
             scale, softcap, block_tables.stride(0), **shape.constants(tile, plan.capability),
             num_warps=tile.num_warps, num_stages=tile.num_stages, **launch_options(q.device),
         )  # fmt: skip
-        reduce_chunks(found, plan, shape, 1, out)
+        reduce_chunks(found, plan, shape, 1, sinks, out)
 
     shape.choice("decode", plan.capability, shape.group).launch(start)
 
@@ -163,6 +170,7 @@ def paged_attention_kernel(
     block_tables_ptr,
     items_ptr,
     alibi_slopes_ptr,
+    sinks_ptr,
     out_ptr,
     partial_ptr,
     lse_ptr,
@@ -182,6 +190,7 @@ def paged_attention_kernel(
     HAS_ALIBI: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
     PDL: tl.constexpr = False,
 ):
     """Grid (num_kv_heads, items of the WorkMap): the heads of one group over a chunk of the keys of one sequence."""
@@ -206,9 +215,10 @@ def paged_attention_kernel(
             q, q_sum, acc, row_max, row_sum, k_cache_ptr, v_cache_ptr, block_table_ptr, kv_head,
             tile_start, end, query_pos, slopes, scale, softcap,
             NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, KV_FORMAT, True, HAS_ALIBI, HAS_SOFTCAP, WINDOW,
+            CHUNK,
         )  # fmt: skip
     store_result(
-        acc, row_max, row_sum, out_ptr, partial_ptr, lse_ptr, items_ptr, tl.program_id(1), kv_head,
+        acc, row_max, row_sum, sinks_ptr, out_ptr, partial_ptr, lse_ptr, items_ptr, tl.program_id(1), kv_head,
         NUM_KV_HEADS, GROUP, BLOCK_M, 1, HEAD_DIM, BLOCK_D,
     )  # fmt: skip
 
@@ -224,6 +234,8 @@ def paged_attention_reference(
     alibi_slopes: Tensor | None = None,
     sliding_window: int = 0,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    attention_chunk: int = 0,
 ) -> Tensor:
     """paged_attention in torch: decode is prefill with one query row per sequence."""
     cu_seqlens_q = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
@@ -239,6 +251,8 @@ def paged_attention_reference(
         alibi_slopes=alibi_slopes,
         sliding_window=sliding_window,
         softcap=softcap,
+        sinks=sinks,
+        attention_chunk=attention_chunk,
     )
 
 

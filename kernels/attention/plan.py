@@ -111,6 +111,8 @@ class AttentionShape:
     has_alibi: bool = False
     has_softcap: bool = False
     sliding_window: int = 0
+    has_sinks: bool = False
+    attention_chunk: int = 0
 
     @property
     def group(self) -> int:
@@ -125,7 +127,8 @@ class AttentionShape:
         """The tiles of a launch from the table. use: "decode", "prefill" or "invariant"; num_rows: see
         Rule.max_rows."""
         kv_bits = self.q_bits if self.kv_format is None else self.kv_format.bits
-        extras = self.has_alibi or self.has_softcap or self.sliding_window > 0 or self.group & (self.group - 1) > 0
+        masks = self.sliding_window > 0 or self.attention_chunk > 0
+        extras = self.has_alibi or self.has_softcap or masks or self.group & (self.group - 1) > 0
         # Positional: a cached function looks up keywords more slowly, and launches call this.
         card = known_card(capability)
         return tile_choice(
@@ -159,12 +162,14 @@ class AttentionShape:
             "HAS_ALIBI": self.has_alibi,
             "HAS_SOFTCAP": self.has_softcap,
             "WINDOW": self.sliding_window,
+            "CHUNK": self.attention_chunk,
         }
 
 
 def attention_shape(
-    q: Tensor, cache: Tensor, alibi_slopes: Tensor | None, sliding_window: int, softcap: float
-) -> AttentionShape:
+    q: Tensor, cache: Tensor, alibi_slopes: Tensor | None, sliding_window: int, softcap: float,
+    sinks: Tensor | None = None, attention_chunk: int = 0,
+) -> AttentionShape:  # fmt: skip
     """The shape of queries [tokens, num_heads, head_dim] and one of the two caches."""
     return AttentionShape(
         num_heads=q.shape[1],
@@ -177,6 +182,8 @@ def attention_shape(
         has_alibi=alibi_slopes is not None,
         has_softcap=softcap > 0,
         sliding_window=sliding_window,
+        has_sinks=sinks is not None,
+        attention_chunk=attention_chunk,
     )
 
 

@@ -19,7 +19,7 @@ from kernels.attention.tile import (
     store_result,
     sum_queries,
 )
-from kernels.attention.work import StepWork, reduce_chunks
+from kernels.attention.work import StepWork, first_key, reduce_chunks
 from kernels.cache.quantize import as_bytes, read_pages
 from kernels.dispatch import cpu_kernels, tl, triton, use_triton
 from kernels.tile_choice import TileChoice
@@ -38,6 +38,8 @@ def prefill_attention(
     alibi_slopes: Tensor | None = None,
     sliding_window: int = 0,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    attention_chunk: int = 0,
     plan: AttentionPlan | None = None,
     work: StepWork | None = None,
     out: Tensor | None = None,
@@ -49,17 +51,18 @@ def prefill_attention(
     [num_blocks, num_kv_heads, block_size, head_dim], or from pages of a format of kernels/kv_format.py, through
     block_tables int32 [num_seqs, max_blocks].
     alibi_slopes fp32 [num_heads]; sliding_window w > 0 keeps the last w tokens, the query's own included; softcap c > 0
-    replaces a score s by c * tanh(s / c).
+    replaces a score s by c * tanh(s / c); sinks fp32 [num_heads] are logits that join the softmax's denominator
+    (gpt-oss; Xiao et al., 2024); attention_chunk c > 0 keeps the tokens with the query's own position // c.
     plan: the launch parameters of a GPU (None: made for this call); a CPU reads only its batch_invariant. work: the
     work maps of the step, shared by its layers (None: made for this call). out
     [num_tokens, num_heads, head_dim], contiguous: the tensor to write the result to, if given. Returns out.
     """
     if use_triton(q):
-        shape = attention_shape(q, k_cache, alibi_slopes, sliding_window, softcap)
+        shape = attention_shape(q, k_cache, alibi_slopes, sliding_window, softcap, sinks, attention_chunk)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
         launch_prefill(
             shape, plan or plan_for_call(q, shape), q, as_bytes(k_cache), as_bytes(v_cache), block_tables,
-            cu_seqlens_q, seq_lens, max_seqlen_q, alibi_slopes, *base_2_scale(scale, softcap), out,
+            cu_seqlens_q, seq_lens, max_seqlen_q, alibi_slopes, *base_2_scale(scale, softcap), sinks, out,
             work=work,
         )  # fmt: skip
         return out
@@ -67,13 +70,14 @@ def prefill_attention(
     if cpu and cpu.attention.supports_attention(q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q):
         attended = cpu.attention.prefill_attention(
             q, k_cache, v_cache, block_tables, cu_seqlens_q=cu_seqlens_q, seq_lens=seq_lens, scale=scale,
-            alibi_slopes=alibi_slopes, sliding_window=sliding_window, softcap=softcap,
-            as_decode=plan is not None and plan.batch_invariant,
+            alibi_slopes=alibi_slopes, sliding_window=sliding_window, softcap=softcap, sinks=sinks,
+            attention_chunk=attention_chunk, as_decode=plan is not None and plan.batch_invariant,
         )  # fmt: skip
     else:
         attended = prefill_attention_reference(
             q, k_cache, v_cache, block_tables, cu_seqlens_q=cu_seqlens_q, seq_lens=seq_lens, max_seqlen_q=max_seqlen_q,
-            scale=scale, alibi_slopes=alibi_slopes, sliding_window=sliding_window, softcap=softcap,
+            scale=scale, alibi_slopes=alibi_slopes, sliding_window=sliding_window, softcap=softcap, sinks=sinks,
+            attention_chunk=attention_chunk,
         )  # fmt: skip
     return attended if out is None else out.copy_(attended)
 
@@ -81,7 +85,7 @@ def prefill_attention(
 def launch_prefill(
     shape: AttentionShape, plan: AttentionPlan, q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor,
     cu_seqlens_q: Tensor, seq_lens: Tensor, max_seqlen_q: int, alibi_slopes: Tensor | None, scale: float,
-    softcap: float, out: Tensor, *, work: StepWork | None = None, min_queries: int = 1,
+    softcap: float, sinks: Tensor | None, out: Tensor, *, work: StepWork | None = None, min_queries: int = 1,
 ) -> None:  # fmt: skip
     """Launch the kernels. scale and softcap come from base_2_scale; quantised caches are passed as bytes.
 
@@ -99,12 +103,12 @@ def launch_prefill(
         if divides:
             partial, lse = plan.partial_results(found.max_rows, tokens * shape.num_heads, shape.head_dim)
         prefill_attention_kernel[(shape.num_kv_heads, len(found.items))](
-            q, as_copied(k_cache, tile), as_copied(v_cache, tile), block_tables, found.items, alibi_slopes, out,
+            q, as_copied(k_cache, tile), as_copied(v_cache, tile), block_tables, found.items, alibi_slopes, sinks, out,
             partial, lse, scale, softcap, block_tables.stride(0),
             ALWAYS_MASKED=plan.batch_invariant, OVERLAP=tile.overlaps, TMA=tile.tma,
             **shape.constants(tile, plan.capability), num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
-        reduce_chunks(found, plan, shape, tokens, out)
+        reduce_chunks(found, plan, shape, tokens, sinks, out)
 
     choice.launch(start)
 
@@ -141,28 +145,27 @@ def prefill_choice(
     do_not_specialize_on_alignment=["block_tables_ptr", "lse_ptr"],  # slices of any alignment
 )
 def prefill_attention_kernel(
-    q_ptr, k_cache_ptr, v_cache_ptr, block_tables_ptr, items_ptr, alibi_slopes_ptr, out_ptr, partial_ptr, lse_ptr,
-    scale, softcap, block_tables_stride,
+    q_ptr, k_cache_ptr, v_cache_ptr, block_tables_ptr, items_ptr, alibi_slopes_ptr, sinks_ptr, out_ptr,
+    partial_ptr, lse_ptr, scale, softcap, block_tables_stride,
     Q_STRIDE_ROW: tl.constexpr, Q_STRIDE_HEAD: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, KV_FORMAT: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    WINDOW: tl.constexpr, ALWAYS_MASKED: tl.constexpr, OVERLAP: tl.constexpr,
-    TMA: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, ALWAYS_MASKED: tl.constexpr, OVERLAP: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Grid (num_kv_heads, items of the WorkMap): BLOCK_M // GROUP tokens at most over a chunk of their keys.
 
     Row m of a tile is query token m // GROUP and head m % GROUP of the group, so K and V are read once for all heads of
-    the group. Keys that every row sees come first, without masks; keys at the edge of a window and on the diagonal
-    follow with masks. ALWAYS_MASKED: all keys in the sequence's order with masks, so that a row's arithmetic does not
-    depend on the tile's other rows. OVERLAP: the loop of kernels/attention/overlap.py; TMA: its caches are descriptions
-    of their rows.
+    the group. Keys that every row sees come first, without masks; keys at the edge of a window or chunk and on the
+    diagonal follow with masks. ALWAYS_MASKED: all keys in the sequence's order with masks, so that a row's arithmetic
+    does not depend on the tile's other rows. OVERLAP: the loop of kernels/attention/overlap.py; TMA: its caches are
+    descriptions of their rows.
     """
     TOKENS: tl.constexpr = BLOCK_M // GROUP
     kv_head = tl.program_id(0)
     seq, q_row, tokens, first_pos, begin, end = load_item(items_ptr, tl.program_id(1))
     if seq < 0:
         return
-    if partial_ptr is None and WINDOW == 0:
+    if partial_ptr is None and WINDOW == 0 and CHUNK == 0:
         begin = first_pos * 0  # known to the compiler: fewer registers
     offs_m, offs_d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     tile_token, tile_head = offs_m // GROUP, offs_m % GROUP
@@ -177,7 +180,7 @@ def prefill_attention_kernel(
     query_pos = first_pos + tile_token
     acc, row_max, row_sum = empty_softmax(BLOCK_M, BLOCK_D)
     block_table_ptr = block_tables_ptr + seq.to(tl.int64) * block_tables_stride
-    all_see, all_see_end = key_range(first_pos, begin, end, TOKENS, BLOCK_N, WINDOW, ALWAYS_MASKED)
+    all_see, all_see_end = key_range(first_pos, begin, end, TOKENS, BLOCK_N, WINDOW, CHUNK, ALWAYS_MASKED)
     if OVERLAP:
         acc, row_max, row_sum = attend_overlapped(
             q, acc, row_max, row_sum, k_cache_ptr, v_cache_ptr, block_table_ptr, kv_head, begin, all_see_end, end,
@@ -189,19 +192,21 @@ def prefill_attention_kernel(
                 q, q_sum, acc, row_max, row_sum, k_cache_ptr, v_cache_ptr, block_table_ptr, kv_head,
                 tile_start, end, query_pos, slopes, scale, softcap,
                 NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, KV_FORMAT, False, HAS_ALIBI, HAS_SOFTCAP, WINDOW,
+                CHUNK,
             )  # fmt: skip
         skipped = all_see_end - all_see  # the masked tiles lie before and after the tiles done above
         for masked_start in range(begin + skipped, end, BLOCK_N):
             tile_start = masked_start
-            if WINDOW > 0:
+            if WINDOW > 0 or CHUNK > 0:
                 tile_start = tl.where(masked_start - skipped < all_see, masked_start - skipped, masked_start)
             acc, row_max, row_sum = attend_tile(
                 q, q_sum, acc, row_max, row_sum, k_cache_ptr, v_cache_ptr, block_table_ptr, kv_head,
                 tile_start, end, query_pos, slopes, scale, softcap,
                 NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, KV_FORMAT, True, HAS_ALIBI, HAS_SOFTCAP, WINDOW,
+                CHUNK,
             )  # fmt: skip
     store_result(
-        acc, row_max, row_sum, out_ptr, partial_ptr, lse_ptr, items_ptr, tl.program_id(1), kv_head,
+        acc, row_max, row_sum, sinks_ptr, out_ptr, partial_ptr, lse_ptr, items_ptr, tl.program_id(1), kv_head,
         NUM_KV_HEADS, GROUP, BLOCK_M, TOKENS, HEAD_DIM, BLOCK_D,
     )  # fmt: skip
 
@@ -214,6 +219,7 @@ def key_range(
     TOKENS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
     ALWAYS_MASKED: tl.constexpr,
 ):
     """Begin and end, multiples of BLOCK_N, of those keys in begin:end that each of TOKENS queries from first_pos on
@@ -222,8 +228,9 @@ def key_range(
         return begin, begin
     all_end = tl.maximum(tl.minimum(first_pos + 1, end) // BLOCK_N * BLOCK_N, begin)
     all_begin = begin
-    if WINDOW > 0:
-        all_begin = (tl.maximum(first_pos + TOKENS - WINDOW, 0) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+    if WINDOW > 0 or CHUNK > 0:
+        last_begin = first_key(first_pos + TOKENS - 1, WINDOW, CHUNK)
+        all_begin = (last_begin + BLOCK_N - 1) // BLOCK_N * BLOCK_N
         all_begin = tl.minimum(tl.maximum(all_begin, begin), all_end)
     return all_begin, all_end
 
@@ -241,6 +248,8 @@ def prefill_attention_reference(
     alibi_slopes: Tensor | None = None,
     sliding_window: int = 0,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    attention_chunk: int = 0,
 ) -> Tensor:
     """prefill_attention in torch, one sequence at a time, in fp32."""
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
@@ -262,7 +271,12 @@ def prefill_attention_reference(
         hidden = distance < 0
         if sliding_window:
             hidden |= distance >= sliding_window
-        probs = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        if attention_chunk:
+            hidden |= k_pos < (k_pos - k_pos % attention_chunk)[seq_len - (rows.stop - rows.start) :, None]
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.float()[:, None, None].expand(-1, len(distance), 1)], -1)
+        probs = scores.softmax(-1)[..., :seq_len]
         out[rows] = torch.einsum("hqk,hkd->qhd", probs, values).to(q.dtype)
     return out
 

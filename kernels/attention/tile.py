@@ -71,6 +71,7 @@ def attend_tile(
     HAS_ALIBI: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
     """Fold keys tile_start : tile_start + BLOCK_N into the softmax; tile_start is a multiple of BLOCK_N.
 
@@ -103,6 +104,8 @@ def attend_tile(
         visible = exists[None, :] & (key_pos[None, :] <= query_pos[:, None])
         if WINDOW > 0:
             visible &= key_pos[None, :] > query_pos[:, None] - WINDOW
+        if CHUNK > 0:
+            visible &= key_pos[None, :] >= (query_pos // CHUNK * CHUNK)[:, None]
         scores = tl.where(visible, scores, float("-inf"))
     factor = scale if late else 1.0
     new_max = tl.maximum(row_max, tl.max(scores, 1) * factor)
@@ -128,6 +131,7 @@ def store_result(
     acc,
     row_max,
     row_sum,
+    sinks_ptr,
     out_ptr,
     partial_ptr,
     lse_ptr,
@@ -145,7 +149,8 @@ def store_result(
 
     If its unit has one chunk, to `out` [rows, NUM_KV_HEADS * GROUP, HEAD_DIM]; else, as fp32, to the item's row of the
     partial results [chunks, NUM_KV_HEADS, TOKENS, GROUP, HEAD_DIM], with the base-2 logarithm of the softmax's
-    denominator in lse [chunks, NUM_KV_HEADS, TOKENS, GROUP]. partial None: every unit has one chunk.
+    denominator in lse [chunks, NUM_KV_HEADS, TOKENS, GROUP]. partial None: every unit has one chunk. sinks fp32 [heads]
+    or None: logits that join the denominator; of a unit of several chunks, in the reduction.
     """
     # The item is read again, so that no register holds these numbers during the loop over the keys.
     at = items_ptr + item * 8
@@ -155,6 +160,10 @@ def store_result(
     tile_token, tile_head = offs_m // GROUP, offs_m % GROUP
     mask = (tile_token < tokens) & (offs_m < TOKENS * GROUP)
     store = mask[:, None] & (offs_d < HEAD_DIM)[None, :]
+    if sinks_ptr is not None:
+        sinks = tl.load(sinks_ptr + kv_head * GROUP + tile_head, mask=mask, other=0.0) * 1.4426950408889634
+        share = tl.exp2(sinks - row_max)
+        row_sum += share if partial_ptr is None else tl.where(partial_row < 0, share, 0.0)
     row_sum = tl.where(row_sum > 0.0, row_sum, 1.0)  # a row that has seen no key: zeros, and row_max is -inf
     acc /= row_sum[:, None]
     # int64 once for the tile: threads hold offsets of 32 bits

@@ -76,8 +76,8 @@ class StepWork:
         launch_decode and launch_prefill."""
         tokens = 1 if use == "decode" else tile.block_m // shape.group
         num_seqs = len(seq_lens)
-        key = (use, tokens, tile.block_n, shape.sliding_window, min_queries, num_rows, num_seqs, seq_lens.data_ptr(),
-               cu_seqlens_q.data_ptr())  # fmt: skip
+        key = (use, tokens, tile.block_n, shape.sliding_window, shape.attention_chunk, min_queries, num_rows, num_seqs,
+               seq_lens.data_ptr(), cu_seqlens_q.data_ptr())  # fmt: skip
         if (work := self._maps.get(key)) is not None:
             return work
         num_units = num_seqs if use == "decode" else num_rows // tokens + num_seqs
@@ -98,6 +98,7 @@ def work_constants(use: str, shape: AttentionShape, tile: Tile) -> dict[str, int
         "TOKENS": 1 if use == "decode" else tile.block_m // shape.group,
         "BLOCK_N": tile.block_n,
         "WINDOW": shape.sliding_window,
+        "CHUNK": shape.attention_chunk,
         "NUM_KV_HEADS": shape.num_kv_heads,
         "NUM_SIZES": NUM_SIZES,
         "BLOCK_U": 64,
@@ -141,6 +142,7 @@ def work_map_kernel(
     TOKENS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     NUM_SIZES: tl.constexpr,
     BLOCK_U: tl.constexpr,
@@ -155,13 +157,13 @@ def work_map_kernel(
     if max_rows > 0:
         size = choose_size(
             cu_seqlens_q_ptr, seq_lens_ptr, num_seqs, num_units, max_rows, slots, search_steps, min_queries,
-            IS_DECODE, TOKENS, BLOCK_N, WINDOW, NUM_KV_HEADS, NUM_SIZES, BLOCK_U,
+            IS_DECODE, TOKENS, BLOCK_N, WINDOW, CHUNK, NUM_KV_HEADS, NUM_SIZES, BLOCK_U,
         )  # fmt: skip
     next_item, next_row, next_split = num_units * 0, num_units * 0, num_units * 0
     for first in range(0, num_units, BLOCK_U):
         exists, seq, q_row, tokens, first_pos, begin, end = load_units(
             cu_seqlens_q_ptr, seq_lens_ptr, num_units - 1 - first - tl.arange(0, BLOCK_U), num_seqs, search_steps,
-            min_queries, IS_DECODE, TOKENS, BLOCK_N, WINDOW,
+            min_queries, IS_DECODE, TOKENS, BLOCK_N, WINDOW, CHUNK,
         )  # fmt: skip
         tiles = (end - begin + BLOCK_N - 1) // BLOCK_N
         chunks = tl.where(exists, tl.maximum((tiles + size - 1) // size, 1), 0)  # without a key: one chunk of zeros
@@ -209,6 +211,7 @@ def choose_size(
     TOKENS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     NUM_SIZES: tl.constexpr,
     BLOCK_U: tl.constexpr,
@@ -228,7 +231,7 @@ def choose_size(
     for first in range(0, num_units, BLOCK_U):
         exists, _, _, _, _, begin, end = load_units(
             cu_seqlens_q_ptr, seq_lens_ptr, num_units - 1 - first - tl.arange(0, BLOCK_U), num_seqs, search_steps,
-            min_queries, IS_DECODE, TOKENS, BLOCK_N, WINDOW,
+            min_queries, IS_DECODE, TOKENS, BLOCK_N, WINDOW, CHUNK,
         )  # fmt: skip
         tiles = tl.where(exists, (end - begin + BLOCK_N - 1) // BLOCK_N, 0)
         chunks = (tiles[None, :] + sizes[:, None] - 1) // sizes[:, None]
@@ -258,6 +261,7 @@ def load_units(
     TOKENS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
     """(exists, sequence, first row of q, query tokens, position of the first one, first key as a multiple of BLOCK_N,
     end of the keys) of each unit; a number below 0 is no unit.
@@ -287,9 +291,20 @@ def load_units(
     first_pos = seq_len - q_len + first_token
     end = tl.maximum(tl.minimum(seq_len, first_pos + TOKENS), 0)
     begin = first_pos * 0
-    if WINDOW > 0:
-        begin = tl.maximum(first_pos + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N
+    if WINDOW > 0 or CHUNK > 0:
+        begin = first_key(first_pos, WINDOW, CHUNK) // BLOCK_N * BLOCK_N
     return exists, seq, q_begin + first_token, tl.minimum(TOKENS, q_len - first_token), first_pos, begin, end
+
+
+@triton.jit
+def first_key(query_pos, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
+    """The first key that a query sees, in a layer with a sliding window, an attention_chunk or both."""
+    first = query_pos * 0
+    if WINDOW > 0:
+        first = tl.maximum(query_pos + 1 - WINDOW, 0)
+    if CHUNK > 0:
+        first = tl.maximum(first, tl.maximum(query_pos, 0) // CHUNK * CHUNK)
+    return first
 
 
 @triton.jit(
@@ -301,6 +316,7 @@ def reduce_chunks_kernel(
     lse_ptr,
     splits_ptr,
     num_splits_ptr,
+    sinks_ptr,
     out_ptr,
     max_tokens,
     GROUP: tl.constexpr,
@@ -312,6 +328,7 @@ def reduce_chunks_kernel(
     """Grid (max_tokens * num_heads, programs): adds the chunks of each divided unit of at most max_tokens query tokens,
     in the order of the keys, each weighted by its share of the whole softmax. Rows of partial results [max_tokens *
     num_heads, HEAD_DIM] and of lse [max_tokens * num_heads] are ordered by KV head, token, and head of the group.
+    sinks: see store_result.
     """
     wait_for_inputs(PDL)
     num_heads = tl.num_programs(0) // max_tokens
@@ -337,14 +354,18 @@ def reduce_chunks_kernel(
                 acc = acc * decay + tl.sum(values * weights[:, None], 0)
                 total = total * decay + tl.sum(weights, 0)
                 top = new_top
+            if sinks_ptr is not None:
+                total += tl.exp2(tl.load(sinks_ptr + head) * 1.4426950408889634 - top)
             out_at = out_ptr + ((q_row + token).to(tl.int64) * num_heads + head) * HEAD_DIM
             result = acc / tl.where(total > 0.0, total, 1.0)
             tl.store(out_at + offs_d, result.to(out_ptr.dtype.element_ty), mask=offs_d < HEAD_DIM)
 
 
-def reduce_chunks(work: WorkMap, plan: AttentionPlan, shape: AttentionShape, tokens: int, out: Tensor) -> None:
-    """Launch reduce_chunks_kernel after the attention kernel, if a unit can have several chunks. out: that of the
-    attention kernel; tokens: query tokens per unit."""
+def reduce_chunks(
+    work: WorkMap, plan: AttentionPlan, shape: AttentionShape, tokens: int, sinks: Tensor | None, out: Tensor
+) -> None:
+    """Launch reduce_chunks_kernel after the attention kernel, if a unit can have several chunks. sinks and out: those
+    of the attention kernel; tokens: query tokens per unit."""
     if work.max_rows == 0:
         return
     rows = tokens * shape.num_heads
@@ -352,7 +373,7 @@ def reduce_chunks(work: WorkMap, plan: AttentionPlan, shape: AttentionShape, tok
     # programs enough to fill the device; each takes several units if there are more
     programs = max(1, min(len(work.splits), 16 * plan.num_sms // rows))
     reduce_chunks_kernel[(rows, programs)](
-        values, lse, work.splits, work.num_splits, out, tokens, **reduce_constants(shape),
+        values, lse, work.splits, work.num_splits, sinks, out, tokens, **reduce_constants(shape),
         num_warps=reduce_warps(shape), **launch_options(out.device),
     )  # fmt: skip
 
@@ -385,7 +406,9 @@ def aot_configurations(capability: int) -> Iterator[AotConfiguration]:
             constants = work_constants(use, shape, shape.tile(use, capability, num_rows))
             name = f"{use} {constants['TOKENS']} tokens d{shape.head_dim}"
             yield AotConfiguration(work_map_kernel, name, "int32", constants, num_warps=8, **options)
-        constants = reduce_constants(shape) | pdl_constants(capability)
-        yield AotConfiguration(
-            reduce_chunks_kernel, f"d{shape.head_dim}", case.dtype, constants, num_warps=reduce_warps(shape), **options
-        )
+        for has_sinks in (False, True) if shape.head_dim == 64 else (False,):
+            constants = reduce_constants(shape) | pdl_constants(capability) | ({} if has_sinks else {"sinks_ptr": None})
+            yield AotConfiguration(
+                reduce_chunks_kernel, f"d{shape.head_dim}" + " sinks" * has_sinks, case.dtype, constants,
+                num_warps=reduce_warps(shape), **options,
+            )  # fmt: skip

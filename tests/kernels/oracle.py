@@ -69,13 +69,15 @@ def quantized(data: Paged, kv_format: KVFormat) -> Paged:
     return Paged(*rows, *caches, data.block_tables, data.seq_lens)
 
 
-def attention(q, keys, values, scale, alibi_slopes=None, sliding_window=0, softcap=0.0) -> Tensor:
+def attention(q, keys, values, scale, alibi_slopes=None, sliding_window=0, softcap=0.0, sinks=None,
+              attention_chunk=0) -> Tensor:  # fmt: skip
     """Dense causal attention of the last len(q) tokens of one sequence, fp32, one head and one query at a time."""
     (num_queries, num_heads, _), (seq_len, num_kv_heads, _) = q.shape, keys.shape
     out = torch.empty(q.shape)
     for t in range(num_queries):
         pos = seq_len - num_queries + t
         first = max(0, pos - sliding_window + 1) if sliding_window else 0
+        first = max(first, pos // attention_chunk * attention_chunk) if attention_chunk else first
         for h in range(num_heads):
             kv = h // (num_heads // num_kv_heads)
             scores = keys[first : pos + 1, kv].float() @ q[t, h].float() * scale
@@ -83,7 +85,9 @@ def attention(q, keys, values, scale, alibi_slopes=None, sliding_window=0, softc
                 scores = softcap * (scores / softcap).tanh()
             if alibi_slopes is not None:
                 scores = scores - alibi_slopes[h] * (pos - torch.arange(first, pos + 1))
-            out[t, h] = scores.softmax(0) @ values[first : pos + 1, kv].float()
+            if sinks is not None:
+                scores = torch.cat([scores, sinks[h : h + 1]])
+            out[t, h] = scores.softmax(0)[: pos + 1 - first] @ values[first : pos + 1, kv].float()
     return out.to(q.dtype)
 
 
@@ -95,6 +99,9 @@ def options(name: str, num_heads: int) -> dict:
         "window": {"sliding_window": 5},
         "softcap": {"softcap": 1.5},
         "alibi": {"alibi_slopes": slopes},
+        "sinks": {"sinks": torch.linspace(-3.0, 4.0, num_heads)},
+        "chunk": {"attention_chunk": 20},
+        "chunked sinks": {"attention_chunk": 32, "sinks": torch.linspace(6.0, -1.0, num_heads), "sliding_window": 25},
         "all": {"sliding_window": 11, "softcap": 2.0, "alibi_slopes": slopes},
     }[name]
 

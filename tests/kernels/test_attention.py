@@ -42,7 +42,10 @@ def test_the_compiled_kernels_are_what_is_tested():
     assert cpu_kernels() is not None, "numba is a dependency: without it these tests would compare torch with torch"
 
 
-@pytest.mark.parametrize("case", ["plain", "window", "softcap", "alibi", "all"])
+CASES = ["plain", "window", "softcap", "alibi", "all", "sinks", "chunk", "chunked sinks"]
+
+
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_decode(decode, dtype, shape, case):
@@ -55,7 +58,7 @@ def test_decode(decode, dtype, shape, case):
     torch.testing.assert_close(out, torch.cat(expected), **TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("case", ["plain", "window", "softcap", "alibi", "all"])
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("shape", [*SHAPES[1:4], *SHAPES[5:]], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_prefill_whole_chunked_and_empty(prefill, dtype, shape, case):

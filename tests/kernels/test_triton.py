@@ -44,11 +44,14 @@ def test_in_the_interpreter():
 
 
 # Whole decoders (rotary embedding with QK-norm and of a part of each head, learned positions, post-norm, soft caps,
-# parallel residual), and plans through the ModelRunner with the sampler, against transformers: with TRITON_INTERPRET=1
-# every operator of a step that has a kernel goes to it.
+# parallel residual, ALiBi, attention_chunk), and plans through the ModelRunner with the sampler, against transformers
+# or a formula: with TRITON_INTERPRET=1 every operator of a step that has a kernel goes to it.
 DECODERS = [
     f"tests/engine/models/test_families.py::test_logits_of_chunks_mixed_with_decodes[{name}]"
     for name in ("qwen3", "gpt2", "opt_350m", "qwen3_moe", "gemma2", "gpt_neox", "phi")
+] + [
+    f"tests/engine/models/layers/test_attention.py::test_a_mechanism_against_its_formula[{name}]"
+    for name in ("alibi_clip", "llama4")
 ]
 RUNNER = "tests/engine/worker/test_model_runner.py::test_chunks_mixed_with_decodes_of_others"
 
@@ -56,7 +59,7 @@ RUNNER = "tests/engine/worker/test_model_runner.py::test_chunks_mixed_with_decod
 @pytest.mark.skipif(torch.cuda.is_available(), reason="make gpu-check runs models on the device itself")
 def test_a_whole_model_in_the_interpreter():
     done = run("-m", "pytest", "-q", "-p", "no:cacheprovider", *DECODERS, RUNNER, TRITON_INTERPRET="1")
-    assert done.returncode == 0 and "8 passed" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
+    assert done.returncode == 0 and "10 passed" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -127,11 +130,11 @@ def key(kernel, *arguments, **keywords):
     return str(bind(*arguments, **keywords)[1])
 
 def decode(start, stride):
-    return key(paged_attention_kernel, *[floats] * 3, numbers[start:], numbers, None, floats, partial, partial[start:],
-               0.5, 0.0, stride, **constants)
+    return key(paged_attention_kernel, *[floats] * 3, numbers[start:], numbers, None, None, floats, partial,
+               partial[start:], 0.5, 0.0, stride, **constants)
 
 def prefill(start, stride):
-    return key(prefill_attention_kernel, *[floats] * 3, numbers[start:], numbers, None, floats, partial,
+    return key(prefill_attention_kernel, *[floats] * 3, numbers[start:], numbers, None, None, floats, partial,
                partial[start:], 0.5, 0.0, stride, ALWAYS_MASKED=False, OVERLAP=False, TMA=False, **constants)
 
 def work_map(start, number):
@@ -139,15 +142,15 @@ def work_map(start, number):
                *[number] * 7, **work_constants("decode", shape, tile))
 
 def reduce(start):
-    return key(reduce_chunks_kernel, partial, partial[start:], numbers[start:], numbers[start:], floats,
+    return key(reduce_chunks_kernel, partial, partial[start:], numbers[start:], numbers[start:], None, floats,
                1 + 15 * start, **reduce_constants(shape))
 
 assert len({decode(0, 1), decode(0, 16), decode(1, 7), decode(3, 4096)}) == 1
 assert len({prefill(0, 1), prefill(0, 16), prefill(1, 7), prefill(3, 256)}) == 1
 assert len({work_map(0, 1), work_map(0, 16), work_map(1, 7), work_map(3, 256)}) == 1
 assert len({reduce(0), reduce(1), reduce(3)}) == 1
-assert key(prefill_attention_kernel, *[floats] * 3, numbers, numbers, None, floats[1:], partial, partial, 0.5, 0.0, 1,
-           ALWAYS_MASKED=False, OVERLAP=False, TMA=False, **constants) != prefill(0, 1), "unaligned output"
+assert key(prefill_attention_kernel, *[floats] * 3, numbers, numbers, None, None, floats[1:], partial, partial, 0.5,
+           0.0, 1, ALWAYS_MASKED=False, OVERLAP=False, TMA=False, **constants) != prefill(0, 1), "unaligned output"
 """
 
 

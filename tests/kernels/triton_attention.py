@@ -30,7 +30,8 @@ PAIRS = [
     (4, 2, 112, 32, F32, "alibi", INT8), (7, 1, 112, 16, F16, "window", None), (8, 2, 128, 128, F16, "plain", FP8),
     (4, 4, 128, 64, F32, "all", None), (5, 1, 128, 16, F16, "softcap", INT8), (2, 1, 256, 16, F16, "window", INT4),
     (4, 2, 256, 128, F32, "softcap", None), (2, 2, 256, 64, F16, "alibi", FP8), (40, 1, 32, 32, F16, "all", INT8),
-    (71, 1, 64, 16, F16, "plain", None), (6, 3, 24, 48, F32, "all", FP8),
+    (71, 1, 64, 16, F16, "plain", None), (6, 3, 24, 48, F32, "all", FP8), (16, 2, 64, 16, F16, "sinks", None),
+    (8, 2, 64, 32, F16, "sinks", INT8), (5, 1, 128, 16, F16, "chunk", None), (4, 2, 64, 16, F32, "chunked sinks", FP8),
 ]  # fmt: skip
 
 
@@ -95,7 +96,7 @@ def mixed(data: Paged, q, q_lens, plan, padding=0, scale=0.2, **kwargs):
 
 
 @pytest.mark.parametrize("case, kv_format", [("plain", None), ("window", INT8), ("alibi", None), ("softcap", INT4),
-                                             ("all", FP8)])  # fmt: skip
+                                             ("all", FP8), ("chunked sinks", None)])  # fmt: skip
 @pytest.mark.parametrize("num_sms, batch_invariant", [(0, False), (8, False), (8, True)])
 def test_steps_whose_lengths_only_the_device_knows(case, kv_format, num_sms, batch_invariant):
     """Decodes, chunks and empty sequences in any order, before padding rows: nothing reads or writes the padding."""
@@ -160,7 +161,8 @@ def test_any_number_of_chunks_and_lengths(num_sms, window):
         close(out[i : i + 1], attention(q[i : i + 1], data.keys[i], data.values[i], 0.25, sliding_window=window))
 
 
-@pytest.mark.parametrize("case, kv_format", [("plain", None), ("window", None), ("alibi", INT8), ("all", INT4)])
+@pytest.mark.parametrize("case, kv_format", [("plain", None), ("window", None), ("alibi", INT8), ("all", INT4),
+                                             ("sinks", None), ("chunk", None)])  # fmt: skip
 def test_a_few_query_tokens_on_long_contexts(case, kv_format):
     """Short chunks and the rows of speculative verification are divided among programs; each row ignores later keys."""
     q_lens = [2, 20, 5, 1, 16]
@@ -405,7 +407,8 @@ def test_rules_are_in_the_order_in_which_they_match():
                 other for other in rules[:i]
                 if set(other.instructions) >= set(rule.instructions) and other.q_bits == rule.q_bits
                 and other.kv_bits >= rule.kv_bits and other.block_d >= rule.block_d and other.max_rows >= rule.max_rows
-                and other.extras >= rule.extras and _memory(other) <= _memory(rule)
+                and other.extras >= rule.extras and other.block_size <= rule.block_size
+                and _memory(other) <= _memory(rule)
             ]  # fmt: skip
             assert not hiding, f"{rule} is hidden by {hiding[0]}"
     assert PREFILL

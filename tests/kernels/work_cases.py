@@ -18,7 +18,7 @@ from kernels.dispatch import INTERPRET
 DEVICE = torch.device("cpu" if INTERPRET else "cuda")
 
 
-def plain_units(use, q_lens, seq_lens, tokens, block_n, window, min_queries):
+def plain_units(use, q_lens, seq_lens, tokens, block_n, window, min_queries, chunk=0):
     """(sequence, first row, query tokens, position of the first, first key, end of the keys) of each unit of work."""
     units, row = [], 0
     for seq, (q_len, seq_len) in enumerate(zip(q_lens, seq_lens, strict=True)):
@@ -26,18 +26,20 @@ def plain_units(use, q_lens, seq_lens, tokens, block_n, window, min_queries):
         for first in range(0, q_len if wanted else 0, tokens):
             pos = seq_len - q_len + first
             end = max(0, min(seq_len, pos + tokens))
-            begin = max(0, pos + 1 - window) // block_n * block_n if window else 0
+            first_key = max(0, pos + 1 - window) if window else 0
+            first_key = max(first_key, pos - pos % chunk) if chunk else first_key
+            begin = first_key // block_n * block_n
             units.append((seq, row + first, min(tokens, q_len - first), pos, begin, end))
         row += q_len
     return units
 
 
 def build(use, q_lens, seq_lens, *, num_kv_heads=1, tokens=1, block_n=64, window=0, max_rows=64, slots=16,
-          min_queries=1) -> WorkMap:  # fmt: skip
+          min_queries=1, chunk=0) -> WorkMap:  # fmt: skip
     starts = torch.tensor([0, *torch.tensor(q_lens).cumsum(0).tolist()], dtype=torch.int32, device=DEVICE)
     lengths = torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE)
     num_units = len(q_lens) if use == "decode" else sum(q_lens) // tokens + len(q_lens)
-    shape = replace(case("bf16", num_kv_heads, num_kv_heads, 64).shape, sliding_window=window)
+    shape = replace(case("bf16", num_kv_heads, num_kv_heads, 64).shape, sliding_window=window, attention_chunk=chunk)
     constants = work_constants(use, shape, Tile(tokens, block_n, 4, 3))
     return make_map(use, starts, lengths, num_units, max_rows, slots, min_queries, constants)
 
@@ -85,7 +87,8 @@ def test_the_map_is_that_of_a_plain_loop(seed):
             n + rng.choice(LENGTHS) if n != 1 else rng.choice((*LENGTHS, rng.randint(1, 40000))) for n in q_lens
         ]
         window, min_queries = rng.choice([0, 0, 1, 64, 100, 4096]), rng.choice([1, 2])
-        options = {"tokens": tokens, "block_n": block_n, "window": window, "min_queries": min_queries}
+        options = {"tokens": tokens, "block_n": block_n, "window": window, "min_queries": min_queries,
+                   "chunk": rng.choice([0, 0, 5, 64, 1000])}  # fmt: skip
         work = build(use, q_lens, seq_lens, max_rows=rng.choice([0, 1, 2, 33, 264]), slots=rng.choice([1, 16, 264]),
                      num_kv_heads=rng.choice([1, 8]), **options)  # fmt: skip
         check(work, plain_units(use, q_lens, seq_lens, **options), block_n)

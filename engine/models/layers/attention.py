@@ -119,11 +119,14 @@ class Attention:
         self.head_dim = config.head_dim
         self.q_size = config.q_size
         self.sliding_window = config.window(layer)
+        sinks = weights.pop(f"{prefix}.sinks.weight", None)
         options: dict[str, Any] = {
             "scale": config.softmax_scale,
             "alibi_slopes": positions.alibi_slopes,
             "sliding_window": self.sliding_window,
             "softcap": config.attn_softcap,
+            "sinks": None if sinks is None else sinks.float(),
+            "attention_chunk": config.chunk(layer),
         }
         self.decode: Attend = partial(paged_attention, **options)
         self.prefill: Attend = partial(prefill_attention, **options)

@@ -16,7 +16,7 @@ from kernels.cpu.attention import rows as loops
 from kernels.cpu.codes import WIDTH, F32Pointer
 from kernels.cpu.dots import broadcast, dot, vector_at, words_at
 from kernels.cpu.parallel import jit
-from kernels.cpu.simd import BF16Pointer, I32Pointer, advance, load, splat, store
+from kernels.cpu.simd import BF16Pointer, I32Pointer, advance, load, read, splat, store
 
 MULTIPLE = 2 * WIDTH  # head_dim must be a multiple of this
 HEADS = 4  # heads of a microkernel: sixteen accumulators of scores
@@ -171,8 +171,9 @@ def _add_pairs(probs, probs_stride, first, second, ahead, num_pairs, group, word
 
 
 @jit
-def _softmax(scores, begin, end, padded):
-    """Replace scores[:padded] by probabilities in bf16, zero outside begin:end; returns 1 / their sum."""
+def _softmax(scores, begin, end, padded, sinks):
+    """Replace scores[:padded] by probabilities in bf16, zero outside begin:end; returns 1 / their sum. sinks [1] or
+    null: a logit that joins the sum."""
     for i in range(begin):
         simd.write(scores, i, NEG_INF)
     for i in range(end, padded):
@@ -181,20 +182,25 @@ def _softmax(scores, begin, end, padded):
     for i in range(0, padded, WIDTH):
         top = simd.maximum(top, load(scores, i))
     top = simd.spread_max1(top)
+    has_sink = simd.address(sinks) != 0
+    if has_sink:
+        top = simd.maximum(top, splat(read(sinks, 0)))
     probs = simd.pointer_bf16(simd.address(scores))  # half as wide: each word is read before it is overwritten
     for i in range(0, padded, WIDTH):
         p = simd.exp(simd.sub(load(scores, i), top))
         store(probs, i, p)
         total = simd.add(total, p)
-    return ONE / simd.first(simd.spread_add1(total))
+    total = simd.spread_add1(total)
+    if has_sink:
+        total = simd.add(total, simd.exp(simd.sub(splat(read(sinks, 0)), top)))
+    return ONE / simd.first(total)
 
 
 @jit
-def attend_heads(q, out, k_cache, v_cache, table, seq_len, kv_head, num_kv_heads, group, block_size, head_dim,
-                 scale, window, softcap, slopes):  # fmt: skip
+def attend_heads(q, out, k_cache, v_cache, table, first, seq_len, kv_head, num_kv_heads, group, block_size, head_dim,
+                 scale, softcap, slopes, sinks):  # fmt: skip
     """Attention of one query row for one KV head; q and out [group, head_dim]. All heads of the group share a read of
     each block."""
-    first = max(0, seq_len - window) if window > 0 else 0
     first_block, last_block = first // block_size, (seq_len + block_size - 1) // block_size
     begin, end = first - first_block * block_size, seq_len - first_block * block_size
     words = head_dim // 2
@@ -219,10 +225,10 @@ def attend_heads(q, out, k_cache, v_cache, table, seq_len, kv_head, num_kv_heads
     for g in range(group):
         at = advance(scores, g * row)
         if softcap != 0 or simd.address(slopes) != 0:
-            loops.adjust_scores(at, 1, 1, begin, end, softcap, loops.slopes_of(slopes, g))
+            loops.adjust_scores(at, 1, 1, begin, end, softcap, loops.heads_of(slopes, g))
     inverses = np.empty(group, np.float32)
     for g in range(group):
-        inverses[g] = _softmax(advance(scores, g * row), begin, end, row)
+        inverses[g] = _softmax(advance(scores, g * row), begin, end, row, loops.heads_of(sinks, g))
     probs = words_at(scores)
     for j in range(first_block, last_block):
         later = min(j + AHEAD, last_block - 1)

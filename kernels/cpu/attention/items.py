@@ -7,14 +7,14 @@ from kernels.cpu.attention import rows as loops
 from kernels.cpu.parallel import jit, next_item
 from kernels.cpu.simd import WIDTH, advance, read, splat, store
 
-ARGUMENTS = "13q2d5q"  # arguments of a kernel that calls attend_items
+ARGUMENTS = "13q2d7q"  # arguments of a kernel that calls attend_items
 ZERO = np.float32(0)
 
 
-def attend_heads(q, out, k_cache, v_cache, table, seq_len, kv_head, num_kv_heads, group, block_size, head_dim, scale,
-                 window, softcap, slopes):  # fmt: skip
-    """Attention of one query row for one KV head; q and out [group, head_dim]. launch.py chooses the code by the
-    pointers."""
+def attend_heads(q, out, k_cache, v_cache, table, first, seq_len, kv_head, num_kv_heads, group, block_size, head_dim,
+                 scale, softcap, slopes, sinks):  # fmt: skip
+    """Attention of one query row over the tokens first:seq_len for one KV head; q and out [group, head_dim]. launch.py
+    chooses the code by the pointers."""
     raise NotImplementedError("only for compiled code")
 
 
@@ -23,15 +23,19 @@ def _attend(args, row, seq, kv_head, seq_len, q, k_cache, v_cache, out):
     """Attention of query row `row` of sequence `seq` over its first seq_len tokens, for one KV head."""
     num_kv_heads, group, block_size, head_dim = args[8], args[9], args[10], args[11]
     tables, table_stride, q_stride, window = simd.pointer_i32(args[6]), args[12], args[13], args[14]
-    slopes = loops.slopes_of(simd.pointer_f32(args[7]), kv_head * group)
+    slopes = loops.heads_of(simd.pointer_f32(args[7]), kv_head * group)
+    sinks, chunk = loops.heads_of(simd.pointer_f32(args[22]), kv_head * group), args[23]
     scale, softcap = np.float32(simd.as_float(args[15])), np.float32(simd.as_float(args[16]))
     head = kv_head * group * head_dim
     out_rows = advance(out, row * num_kv_heads * group * head_dim + head)
     if seq_len > 0:
         table = advance(tables, seq * table_stride)
+        first = max(0, seq_len - window) if window > 0 else 0
+        if chunk > 0:
+            first = max(first, (seq_len - 1) // chunk * chunk)
         attend_heads(
-            advance(q, row * q_stride + head), out_rows, k_cache, v_cache, table, seq_len, kv_head, num_kv_heads, group,
-            block_size, head_dim, scale, window, softcap, slopes,
+            advance(q, row * q_stride + head), out_rows, k_cache, v_cache, table, first, seq_len, kv_head, num_kv_heads,
+            group, block_size, head_dim, scale, softcap, slopes, sinks,
         )  # fmt: skip
     else:
         for d in range(0, group * head_dim, WIDTH):

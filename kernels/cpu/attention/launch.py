@@ -79,22 +79,22 @@ def _accumulate_block(v, ahead, t, n, block_size, head_dim, quads, units, stride
 
 
 @jit
-def _softmax(scores, begin, end, group, row, quads, units, stride, softcap, slopes):
+def _softmax(scores, begin, end, group, row, quads, units, stride, softcap, slopes, sinks):
     """Replace the scores of every head by probabilities, not yet divided by their sum."""
     for unit in range(units):
         g, lanes = _unit(unit, quads)
         at = advance(scores, g * stride)
+        heads = min(lanes, group - g)
         if softcap != 0 or simd.address(slopes) != 0:
-            loops.adjust_scores(at, lanes, min(lanes, group - g), begin, end, softcap, loops.slopes_of(slopes, g))
-        loops.softmax_rows(at, lanes, begin, end, lanes * row)
+            loops.adjust_scores(at, lanes, heads, begin, end, softcap, loops.heads_of(slopes, g))
+        loops.softmax_rows(at, lanes, heads, begin, end, lanes * row, loops.heads_of(sinks, g))
 
 
 @jit
-def _attend_heads(q, out, k_cache, v_cache, table, seq_len, kv_head, num_kv_heads, group, block_size, head_dim,
-                  scale, window, softcap, slopes):  # fmt: skip
+def _attend_heads(q, out, k_cache, v_cache, table, first, seq_len, kv_head, num_kv_heads, group, block_size, head_dim,
+                  scale, softcap, slopes, sinks):  # fmt: skip
     """Attention of one query row for one KV head; q and out [group, head_dim]. All heads of the group share a read of
     each block."""
-    first = max(0, seq_len - window) if window > 0 else 0
     first_block, last_block = first // block_size, (seq_len + block_size - 1) // block_size
     begin, end = first - first_block * block_size, seq_len - first_block * block_size
     quads = (group + 1) // 4  # three or four remaining heads make a quad
@@ -128,7 +128,7 @@ def _attend_heads(q, out, k_cache, v_cache, table, seq_len, kv_head, num_kv_head
         _score_block(k, ahead, t, n, block_size, head_dim, quads, units, stride, wide_q, q_sums, scores)
     for j in range(first_block, min(first_block + AHEAD, last_block)):
         loops.warm(loops.block(v_cache, table, j, num_kv_heads, kv_head, block_size, head_dim), block_size, head_dim)
-    _softmax(scores, begin, end, group, row, quads, units, stride, softcap, slopes)
+    _softmax(scores, begin, end, group, row, quads, units, stride, softcap, slopes, sinks)
     for j in range(first_block, last_block):
         v = loops.block(v_cache, table, j, num_kv_heads, kv_head, block_size, head_dim)
         ahead = loops.block(v_cache, table, min(j + AHEAD, last_block - 1), num_kv_heads, kv_head, block_size, head_dim)
@@ -146,20 +146,20 @@ def _attend_heads(q, out, k_cache, v_cache, table, seq_len, kv_head, num_kv_head
 
 
 @overload(attend_heads, jit_options={"error_model": "numpy"})
-def _choose(q, out, k_cache, v_cache, table, seq_len, kv_head, num_kv_heads, group, block_size, head_dim, scale, window,
-            softcap, slopes):  # fmt: skip
+def _choose(q, out, k_cache, v_cache, table, first, seq_len, kv_head, num_kv_heads, group, block_size, head_dim, scale,
+            softcap, slopes, sinks):  # fmt: skip
     """Multiply pairs of bf16 if the machine can. Decided at compile time, except that head_dim is a multiple of 32."""
     if not (HAS_BF16_DOT and q == k_cache == BF16Pointer):
         return _attend_heads.py_func
 
-    def attend(q, out, k_cache, v_cache, table, seq_len, kv_head, num_kv_heads, group, block_size, head_dim, scale,
-               window, softcap, slopes):  # fmt: skip
+    def attend(q, out, k_cache, v_cache, table, first, seq_len, kv_head, num_kv_heads, group, block_size, head_dim,
+               scale, softcap, slopes, sinks):  # fmt: skip
         if group > 1 and head_dim % pairs.MULTIPLE == 0:
-            pairs.attend_heads(q, out, k_cache, v_cache, table, seq_len, kv_head, num_kv_heads, group, block_size,
-                              head_dim, scale, window, softcap, slopes)  # fmt: skip
+            pairs.attend_heads(q, out, k_cache, v_cache, table, first, seq_len, kv_head, num_kv_heads, group,
+                               block_size, head_dim, scale, softcap, slopes, sinks)  # fmt: skip
         else:
-            _attend_heads(q, out, k_cache, v_cache, table, seq_len, kv_head, num_kv_heads, group, block_size, head_dim,
-                          scale, window, softcap, slopes)  # fmt: skip
+            _attend_heads(q, out, k_cache, v_cache, table, first, seq_len, kv_head, num_kv_heads, group, block_size,
+                          head_dim, scale, softcap, slopes, sinks)  # fmt: skip
 
     return attend
 
@@ -242,27 +242,29 @@ def supports_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, *int_tensors
 
 
 def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, scale: float,
-                    alibi_slopes: Tensor | None, sliding_window: int, softcap: float) -> Tensor:  # fmt: skip
+                    alibi_slopes: Tensor | None, sliding_window: int, softcap: float, sinks: Tensor | None,
+                    attention_chunk: int) -> Tensor:  # fmt: skip
     """See kernels.attention.decode."""
-    options = (scale, alibi_slopes, sliding_window, softcap)
+    options = (scale, alibi_slopes, sliding_window, softcap, sinks, attention_chunk)
     return _launch(q, k_cache, v_cache, block_tables, seq_lens, 0, 1, *options)
 
 
 def prefill_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, cu_seqlens_q: Tensor,
                       seq_lens: Tensor, scale: float, alibi_slopes: Tensor | None, sliding_window: int,
-                      softcap: float, *, as_decode: bool = False) -> Tensor:  # fmt: skip
+                      softcap: float, sinks: Tensor | None, attention_chunk: int, *,
+                      as_decode: bool = False) -> Tensor:  # fmt: skip
     """See kernels.attention.prefill. The bits of a row do not depend on the chunks of its prompt. as_decode uses the
     loops of decode instead of tiles, and so gives the bits of paged_attention."""
-    if not as_decode and tiles.supports(q, k_cache, alibi_slopes, sliding_window, softcap):
+    if not as_decode and tiles.supports(q, k_cache, alibi_slopes, sliding_window, softcap, attention_chunk):
         return tiles.prefill_attention(
-            q, k_cache, v_cache, block_tables, cu_seqlens_q=cu_seqlens_q, seq_lens=seq_lens, scale=scale
+            q, k_cache, v_cache, block_tables, cu_seqlens_q=cu_seqlens_q, seq_lens=seq_lens, scale=scale, sinks=sinks
         )
-    options = (scale, alibi_slopes, sliding_window, softcap)
+    options = (scale, alibi_slopes, sliding_window, softcap, sinks, attention_chunk)
     return _launch(q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q.data_ptr(), ROWS_PER_ITEM, *options)
 
 
 def _launch(q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q, rows_per_item, scale, alibi_slopes,
-            sliding_window, softcap):  # fmt: skip
+            sliding_window, softcap, sinks, attention_chunk):  # fmt: skip
     num_rows, num_heads, head_dim = q.shape
     _, num_kv_heads, block_size, _ = k_cache.shape
     out = torch.empty(q.shape, dtype=q.dtype)
@@ -274,5 +276,6 @@ def _launch(q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q, rows_per_
         0 if alibi_slopes is None else alibi_slopes.data_ptr(),
         num_kv_heads, num_heads // num_kv_heads, block_size, head_dim, block_tables.stride(0), q.stride(0),
         sliding_window, scale, softcap, seq_lens.data_ptr(), cu_seqlens_q, seq_lens.shape[0], num_rows, rows_per_item,
+        0 if sinks is None else sinks.data_ptr(), attention_chunk,
     )  # fmt: skip
     return out

@@ -246,8 +246,9 @@ def adjust_scores(scores, lanes, num_heads, begin, end, softcap, slopes):
 
 
 @jit
-def softmax_rows(scores, lanes, begin, end, padded):
-    """scores[t] := exp(score - max), zero outside begin:end; writes 1 / sum of each lane behind the scores."""
+def softmax_rows(scores, lanes, num_heads, begin, end, padded, sinks):
+    """scores[t] := exp(score - max), zero outside begin:end; writes 1 / sum of each lane behind the scores. sinks
+    [num_heads] or null: a logit of each head joins its maximum and its sum."""
     for i in range(begin * lanes):
         write(scores, i, NEG_INF)
     for i in range(end * lanes, padded):
@@ -256,12 +257,20 @@ def softmax_rows(scores, lanes, begin, end, padded):
     for i in range(0, padded, WIDTH):
         top = simd.maximum(top, load(scores, i))
     top = simd.spread_max4(top) if lanes == 4 else simd.spread_max1(top)
+    has_sinks = simd.address(sinks) != 0
+    if has_sinks:
+        for i in range(WIDTH):
+            h = i % lanes
+            write(scores, padded + i, read(sinks, h) if h < num_heads else NEG_INF)
+        top = simd.maximum(top, load(scores, padded))
     total = splat(ZERO)
     for i in range(0, padded, WIDTH):
         p = simd.exp(simd.sub(load(scores, i), top))
         store(scores, i, p)
         total = simd.add(total, p)
     total = simd.spread_add4(total) if lanes == 4 else simd.spread_add1(total)
+    if has_sinks:
+        total = simd.add(total, simd.exp(simd.sub(load(scores, padded), top)))
     store(scores, padded, simd.div(splat(np.float32(1)), total))
 
 
@@ -303,6 +312,6 @@ def find_sequence(cu_seqlens_q, num_seqs, row):
 
 
 @jit
-def slopes_of(slopes, head):
-    """slopes + head, but null stays null."""
-    return advance(slopes, head) if simd.address(slopes) != 0 else slopes
+def heads_of(numbers, head):
+    """The numbers (slopes, sinks) from a head on; null stays null."""
+    return advance(numbers, head) if simd.address(numbers) != 0 else numbers

@@ -158,6 +158,14 @@ def _attend_keys(queries, keys, values, scores, probs, acc, state, num_rows, gro
 
 
 @jit
+def _inverse_with_sink(top, total, sink):
+    """1 / (total + exp(sink - top)), where no exponential overflows."""
+    above = max(top, sink)
+    shrink, share = simd.exp(splat(top - above)), simd.exp(splat(sink - above))
+    return simd.div(shrink, simd.fma(splat(total), shrink, share))
+
+
+@jit
 def _attend_tile(args, table, kv_head, first_row, num_rows, seq_len):
     """Attention of num_rows rows of one sequence for all heads of kv_head; the last row sees seq_len tokens."""
     pointer = simd.pointer_bf16
@@ -189,13 +197,16 @@ def _attend_tile(args, table, kv_head, first_row, num_rows, seq_len):
         _attend_keys(queries, keys, values, scores, probs, acc, state, num_rows, group, num_seen, scale, head_dim)
     for m in range(rows):
         inverse = splat(ONE / read(state, 2 * m + 1))
+        if args[19] != 0:
+            sink = read(simd.pointer_f32(args[19]), kv_head * group + m % group)
+            inverse = _inverse_with_sink(read(state, 2 * m) * scale, read(state, 2 * m + 1), sink)
         row = (first_row + m // group) * num_kv_heads * group + kv_head * group + m % group
         for d in range(0, head_dim, WIDTH):
             store(pointer(args[5]), row * head_dim + d, simd.mul(load(acc, m * head_dim + d), inverse))
     simd.keep(scratch)
 
 
-@parallel_kernel("11q1d5q")
+@parallel_kernel("11q1d6q")
 def _prefill(args):
     """Work items are (KV head, a few rows), so that consecutive items read the same keys."""
     seq_lens, cu_seqlens_q = simd.pointer_i32(args[14]), simd.pointer_i32(args[15])
@@ -218,21 +229,23 @@ def _prefill(args):
         item = next_item(args)
 
 
-def supports(q: Tensor, k_cache: Tensor, alibi_slopes: Tensor | None, sliding_window: int, softcap: float) -> bool:
-    """True for bf16 rows and cache, head_dim a multiple of 32, block_size of 16, and plain causal attention."""
+def supports(q: Tensor, k_cache: Tensor, alibi_slopes: Tensor | None, sliding_window: int, softcap: float,
+             attention_chunk: int = 0) -> bool:  # fmt: skip
+    """True for bf16 rows and cache, head_dim a multiple of 32, block_size of 16, and plain causal attention, perhaps
+    with sinks."""
     return (
         HAS_BF16_DOT
         and q.dtype == k_cache.dtype == torch.bfloat16
         and q.shape[2] % (2 * WIDTH) == 0
         and k_cache.shape[2] % WIDTH == 0
         and alibi_slopes is None
-        and sliding_window == 0
+        and sliding_window == attention_chunk == 0
         and softcap == 0
     )
 
 
 def prefill_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, cu_seqlens_q: Tensor,
-                      seq_lens: Tensor, scale: float) -> Tensor:  # fmt: skip
+                      seq_lens: Tensor, scale: float, sinks: Tensor | None) -> Tensor:  # fmt: skip
     """See kernels.attention.prefill."""
     num_rows, num_heads, head_dim = q.shape
     _, num_kv_heads, block_size, _ = k_cache.shape
@@ -244,5 +257,6 @@ def prefill_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables:
         q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), out.data_ptr(), block_tables.data_ptr(),
         num_kv_heads, group, block_size, head_dim, block_tables.stride(0), q.stride(0), scale,
         seq_lens.data_ptr(), cu_seqlens_q.data_ptr(), seq_lens.shape[0], num_rows, rows_per_item,
+        0 if sinks is None else sinks.data_ptr(),
     )  # fmt: skip
     return out

@@ -47,6 +47,11 @@ MECHANISMS: dict[str, dict[str, Any]] = {
                 "nope_layers": (1,), "query_scaling": QueryScaling(0.5, 7, 1, (1,))},
     "query_scaling": {"query_scaling": QueryScaling(0.3, 5)},
     "v_norm": {"v_norm": True, "qk_norm": "head"},
+    "sinks": {"attention_sinks": True, "sliding_window": 6, "window_layers": (1,)},
+    "chunk": {"attention_chunk": 7, "chunk_layers": (0,)},
+    "llama4": {"attention_chunk": 16, "chunk_layers": (0,), "nope_layers": (1,), "rope_interleaved": True,
+               "qk_norm": "head", "qk_norm_kind": "l2", "qk_norm_after_rope": True, "qk_norm_layers": (0,),
+               "query_scaling": QueryScaling(0.1, 4, 1, (1,)), "num_heads": 5, "num_kv_heads": 1},
     "window_rope": {"sliding_window": 9, "window_layers": (1,), "window_rope_theta": 50.0,
                     "window_rope_scaling": LINEAR},
 }  # fmt: skip
@@ -111,7 +116,13 @@ def attend(config: ModelConfig, weights: dict[str, Tensor], layer: int, x: Tenso
     hidden = distance < 0
     if window := config.window(layer):
         hidden |= distance >= window
-    probs = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    if chunk := config.chunk(layer):
+        hidden |= positions[:, None] // chunk != positions // chunk
+    weights_of = scores.masked_fill(hidden, -torch.inf).exp()
+    total = weights_of.sum(-1, keepdim=True)
+    if config.attention_sinks:
+        total = total + weights[f"layers.{layer}.sinks.weight"].exp()[:, None, None]
+    probs = weights_of / total
     return torch.einsum("hqk,khd->qhd", probs, v).flatten(1) @ weights[f"layers.{layer}.attn_out.weight"].T
 
 
