@@ -119,7 +119,7 @@ class Attention:
         self.head_dim = config.head_dim
         self.q_size = config.q_size
         self.sliding_window = config.window(layer)
-        sinks = weights.pop(f"{prefix}.sinks.weight", None)
+        sinks = take_optional(weights, f"{prefix}.sinks.weight")
         options: dict[str, Any] = {
             "scale": config.softmax_scale,
             "alibi_slopes": positions.alibi_slopes,
