@@ -7,13 +7,12 @@ from typing import Any
 
 from engine.checkpoint.json_files import read_json_object
 from engine.checkpoint.links import check_links
+from engine.checkpoint.weight_files import LAYOUTS, existing_weight_files, find_layout, no_weights
 from engine.config import EngineConfig
 from engine.errors import ModelError
 
 BUNDLED_MODEL = Path(__file__).parents[1] / "models" / "bundled"
 TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 
 
 def resolve_model(config: EngineConfig) -> Path:
@@ -29,11 +28,10 @@ def resolve_model(config: EngineConfig) -> Path:
     if config.load_format == "dummy":
         return folder
     if on_hub:
-        # Only the shards that the index names (some repositories hold a second copy of the weights), of one commit.
-        folder = _download(config.model, folder.name, _weight_files(folder), "--model")
+        _download_weights(config.model, folder)
         check_links(folder)
-    if not any(folder.glob("*.safetensors")):
-        raise ModelError(_no_weights(folder, on_hub))
+    if find_layout(folder) is None:
+        raise ModelError(no_weights(folder, on_hub))
     return folder
 
 
@@ -68,7 +66,7 @@ def model_identity(model_dir: Path, config: EngineConfig) -> bytes:
     if config.load_format == "dummy":
         facts.append(config.seed)
     else:
-        files = sorted(model_dir.glob("*.safetensors"))
+        files = existing_weight_files(model_dir)
         facts += [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     return hashlib.sha256(json.dumps(facts).encode() + (model_dir / "config.json").read_bytes()).digest()
 
@@ -97,16 +95,20 @@ def _local_folder(name: str, flag: str) -> Path | None:
     return None
 
 
-def _weight_files(folder: Path) -> tuple[str, ...]:
-    """The weight files to download: the shards that the index names, else the single file."""
-    weight_map = read_json(folder / INDEX_FILE).get("weight_map", {})
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise ModelError(f"{folder / INDEX_FILE}: weight_map must map each tensor to a file name")
-    return tuple(sorted({name for name in weight_map.values() if name.endswith(".safetensors")})) or (SINGLE_FILE,)
+def _download_weights(name: str, folder: Path) -> None:
+    """Download the weights of the first layout that the hub has, of the commit of `folder`.
+
+    Only the shards that an index names: some repositories hold a second copy of the weights.
+    """
+    for layout in LAYOUTS:
+        names = tuple(name for name in layout.names(folder) if name.endswith(layout.suffix))
+        _download(name, folder.name, names, "--model")
+        if layout.is_in(folder):
+            return
 
 
 def _download(name: str, revision: str | None, patterns: tuple[str, ...], flag: str) -> Path:
-    """Download the files that match `patterns`, never code or pickles; returns the folder. Respects HF_HUB_OFFLINE."""
+    """Download the files that match `patterns`, never code; returns the folder. Respects HF_HUB_OFFLINE."""
     from huggingface_hub import errors, snapshot_download
 
     try:
@@ -128,18 +130,3 @@ def _download(name: str, revision: str | None, patterns: tuple[str, ...], flag: 
         raise ModelError(f"{flag}: there is no folder {name}, and the name is not a valid hub id") from error
     except Exception as error:  # such as a full disk, a proxy, a broken connection: the user needs one clear line
         raise ModelError(f"{flag}: downloading {name} failed: {type(error).__name__}: {error}") from error
-
-
-def _no_weights(folder: Path, on_hub: bool) -> str:
-    if on_hub:
-        return (
-            f"{folder} has no safetensors weights on the hub. Pickle formats (.bin, .pt) can run code when loaded and "
-            "are never fetched: look for a revision in safetensors form, or convert it and give the folder"
-        )
-    pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for path in folder.glob(pattern))
-    if not pickles:
-        return f"{folder} holds no *.safetensors file"
-    return (
-        f"{folder} holds only pickle weights ({pickles[0]}), which can run code when loaded and are refused: "
-        "if you trust them, load them with transformers and write safetensors with save_pretrained()"
-    )

@@ -253,7 +253,7 @@ class ModelConfig:
         return sum(prod(shape) for shape in self.parameter_shapes().values())
 
     def weight_bytes(self, dtype_bytes: int) -> int:
-        """Bytes of plain weights; engine/models/loading/allocation.py counts quantised ones, too. A device that packs a
+        """Bytes of plain weights; engine/models/loading/load.py counts quantised ones, too. A device that packs a
         tied lm_head separately holds more."""
         return self.num_parameters() * dtype_bytes
 

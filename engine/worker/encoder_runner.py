@@ -29,7 +29,7 @@ from engine.executor.step import (
 )
 from engine.models.config import ModelConfig
 from engine.models.encoder import AttentionGroup, Encoder, EncoderBatch
-from engine.models.loading.load import load_model
+from engine.models.loading.load import load_model, weight_bytes
 from engine.models.reader import ConfigReader
 from engine.sampling_params import Pooling, SamplingParams
 from engine.worker.batch.step_buffer import BUFFERED_STEPS, StepBuffer
@@ -276,7 +276,7 @@ def load_encoder(
         vocab_size=model.vocab_size,
         device=device.type,
         dtype=str(dtype).removeprefix("torch."),
-        memory={"weights": model.weight_bytes(dtype.itemsize), "kv_cache": 0},
+        memory={"weights": weight_bytes(model, dtype.itemsize), "kv_cache": 0},
         hidden_size=model.hidden_size,
         encoder=True,
     )

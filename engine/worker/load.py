@@ -8,6 +8,7 @@ from pathlib import Path
 from engine.config import EngineConfig
 from engine.executor.step import WorkerReady
 from engine.models.families import read_model_config
+from engine.models.loading.load import weight_bytes
 from engine.worker.cache.host_cache import open_host_cache
 from engine.worker.cache.kv_cache import (
     allocate_kv_caches,
@@ -80,7 +81,7 @@ def load_runner(
     runner.record_graphs()
     clock.stop()
     costs = measure_cache_costs(runner) if num_slots and config.swap_policy == "auto" else None
-    memory = {"weights": model.weight_bytes(loaded.dtype.itemsize), **used}
+    memory = {"weights": weight_bytes(model, loaded.dtype.itemsize), **used}
     memory |= {"kv_cache": size.num_bytes, "host_cache": num_slots * size.block_bytes}
     if queue is not None and num_slots:
         memory["swap_staging"] = staging_bytes(num_slots, size.block_bytes)

@@ -18,6 +18,7 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError, PageserveError
 from engine.models.config import ModelConfig
 from engine.models.families import read_model_config
+from engine.models.loading.load import weight_bytes
 from engine.settings import add_flags, load_settings, parse_size
 from engine.worker.cache.kv_cache import (
     DoesNotFitError,
@@ -76,7 +77,7 @@ def make_plan(config: EngineConfig, model: ModelConfig, machine: Machine) -> Mem
     limits = resolve_step_limits(config, machine.device_type, machine.total_bytes)
     on_gpu = machine.device_type == "cuda"
     dtype_bytes = DTYPE_BYTES[model.dtype if config.dtype == "auto" else config.dtype]
-    weights = model.weight_bytes(dtype_bytes) + model.rotary_bytes(_num_positions(config, model, machine, dtype_bytes))
+    weights = weight_bytes(model, dtype_bytes) + model.rotary_bytes(_num_positions(config, model, machine, dtype_bytes))
     if not on_gpu and dtype_bytes == 2 and model.tie_embeddings:  # packed for the lm_head, plain for embedding
         weights += model.vocab_size * model.embedding_size * dtype_bytes
     activations = activation_bytes(model, dtype_bytes, limits.max_num_batched_tokens)
@@ -269,7 +270,7 @@ def describe_encoder(config: EngineConfig, model: ModelConfig) -> Iterator[str]:
     """Yields the lines for a model that only embeds; its memory does not grow with the number of requests."""
     dtype = model.dtype if config.dtype == "auto" else config.dtype
     yield f"{config.model}: {model.num_parameters() / 1e6:,.1f} M parameters in {dtype}, an encoder: no KV cache"
-    yield _row("weights", model.weight_bytes(DTYPE_BYTES[dtype]), "")
+    yield _row("weights", weight_bytes(model, DTYPE_BYTES[dtype]), "")
 
 
 def _row(name: str, num_bytes: int, note: str) -> str:

@@ -1,6 +1,7 @@
 """load_model: a checkpoint folder (or random numbers) -> a Decoder or an Encoder."""
 
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 
 import torch
@@ -8,9 +9,11 @@ import torch
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.encoder import Encoder
+from engine.models.families import family_of
 from engine.models.layers.operators import operators_for
 from engine.models.loading.dummy import dummy_weights
 from engine.models.loading.loader import load_weights
+from engine.models.loading.pieces import checkpoint_pieces, matrix_of
 
 
 def load_model(
@@ -40,3 +43,15 @@ def load_model(
     if not config.causal:
         return Encoder(config, weights, operators)
     return Decoder(config, weights, device, max_model_len, operators)
+
+
+def weight_bytes(config: ModelConfig, dtype_bytes: int) -> int:
+    """Bytes of the weights, quantised or not. A device that packs a tied lm_head separately holds more."""
+    total, quantization = config.weight_bytes(dtype_bytes), config.quantization
+    if quantization is None:
+        return total
+    for name, piece in checkpoint_pieces(config, family_of(config)).items():
+        matrix = matrix_of(name, piece)
+        if matrix is not None and quantization.tensors(matrix) is not None:
+            total += quantization.num_bytes(matrix, dtype_bytes) - prod(matrix.shape) * dtype_bytes
+    return total

@@ -1,5 +1,6 @@
 """load_weights: copies every tensor of a checkpoint to its place in the model. All families and formats share it."""
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from math import prod
@@ -19,6 +20,8 @@ from engine.models.loading.tensor_file import ELEMENT_BYTES, Header
 from engine.models.loading.weight_files import find_weight_files, open_weight_file
 from engine.models.weight_format import FLOAT_DTYPES, Matrix, Stored
 from kernels.quantized.weight import Part, Weight
+
+logger = logging.getLogger(__name__)
 
 NAMES_SHOWN = 6
 FUSED_EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")  # names of transformers 5 in memory
@@ -70,6 +73,11 @@ class _Loader:
         self.config, self.dtype, self.device, self.progress = config, dtype, device, progress
         self.family = family_of(config)
         self.files = find_weight_files(model_dir)
+        if any(path.suffix == ".bin" for path in self.files):
+            logger.warning(
+                "%s is a pickle: its tensors are read, code in it is refused. safetensors is the safer form.",
+                self.files[0].name,
+            )
         self.plain = checkpoint_pieces(config, self.family)  # by full name; loses the pieces that are quantised
         self.quantized: dict[str, tuple[_Module, str]] = {}  # full name of a tensor -> its module and ending
         self.parted: dict[str, dict[Place, Part]] = {}  # parameters with quantised pieces, and the pieces made so far
@@ -84,9 +92,8 @@ class _Loader:
         self._check_names()
         self._check_tied_head()
         shapes = self.config.parameter_shapes()
-        tensors = allocate(
-            self.config, {n: s for n, s in shapes.items() if n not in self.parted}, self.dtype, self.device
-        )
+        plain = {name: shape for name, shape in shapes.items() if name not in self.parted}
+        tensors = allocate(plain, self.dtype, self.device)
         self.weights = dict(tensors)
         self.total = sum(_num_bytes(self.found[name].header) for name in (*self.plain, *self.quantized)) or 1
         for path in self.files:

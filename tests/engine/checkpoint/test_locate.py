@@ -80,17 +80,22 @@ def test_dummy_weights_need_only_the_config(tmp_path: Path) -> None:
     assert resolve_model(EngineConfig(model=str(folder), load_format="dummy")) == folder
 
 
-@pytest.mark.parametrize("pickle", ["pytorch_model.bin", "model.pt", "consolidated.00.pth", "model.ckpt"])
-def test_pickles_are_refused_with_the_way_out(tmp_path: Path, pickle: str) -> None:
+@pytest.mark.parametrize("pickle", ["model.pt", "consolidated.00.pth", "model.ckpt"])
+def test_other_kinds_of_weights_are_refused_with_the_way_out(tmp_path: Path, pickle: str) -> None:
     folder = make_folder(tmp_path, pickle)
-    with pytest.raises(ModelError, match=rf"only pickle weights \({pickle}\).*save_pretrained"):
+    with pytest.raises(ModelError, match=rf"{pickle} is not read.*save_pretrained"):
         resolve_model(EngineConfig(model=str(folder)))
+
+
+def test_a_folder_with_a_pickle(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path, "pytorch_model.bin")
+    assert resolve_model(EngineConfig(model=str(folder))) == folder
 
 
 def test_folder_without_weights_or_config(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"has no config\.json"):
         resolve_model(EngineConfig(model=str(tmp_path)))
-    with pytest.raises(ModelError, match=r"holds no \*\.safetensors"):
+    with pytest.raises(ModelError, match=r"holds no weights: none of model\.safetensors, "):
         resolve_model(EngineConfig(model=str(make_folder(tmp_path))))
 
 
@@ -131,8 +136,15 @@ def test_hub_id_with_dummy_weights_fetches_none(hub: FakeHub) -> None:
 
 
 def test_hub_id_with_pickles_only(hub: FakeHub) -> None:
+    """The papers' own example, facebook/opt-125m, is one."""
+    make_folder(hub.snapshot, "pytorch_model.bin")
+    assert resolve_model(EngineConfig(model="org/name")) == hub.snapshot
+    assert [patterns for _, _, patterns in hub.calls[1:]] == [["model.safetensors"], ["pytorch_model.bin"]]
+
+
+def test_hub_id_without_weights(hub: FakeHub) -> None:
     make_folder(hub.snapshot)
-    with pytest.raises(ModelError, match="no safetensors weights on the hub"):
+    with pytest.raises(ModelError, match=r"holds no weights on the hub: none of model\.safetensors"):
         resolve_model(EngineConfig(model="org/name"))
 
 

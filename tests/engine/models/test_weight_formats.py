@@ -12,8 +12,7 @@ from torch import Tensor
 from engine.errors import ModelError
 from engine.models.config import ModelConfig
 from engine.models.families import read_model_config
-from engine.models.loading.allocation import weight_bytes
-from engine.models.loading.load import load_model
+from engine.models.loading.load import load_model, weight_bytes
 from engine.models.loading.loader import load_weights
 from engine.models.weight_format import Matrix, Stored
 from kernels.quantized.weight import QuantizedWeight

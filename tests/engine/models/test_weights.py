@@ -215,10 +215,10 @@ def test_weights_are_consumed(tmp_path: Path) -> None:
 # Refusals
 
 
-def test_pickle_only(tmp_path: Path) -> None:
+def test_no_weight_file(tmp_path: Path) -> None:
     save_model("llama", tmp_path)
-    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
-    with pytest.raises(ModelError, match=r"neither model\.safetensors nor .*Pickle.*save_pretrained"):
+    (tmp_path / "model.safetensors").rename(tmp_path / "model.pt")
+    with pytest.raises(ModelError, match=r"holds no weights: none of .*model\.pt is not read.*save_pretrained"):
         load(tmp_path)
 
 

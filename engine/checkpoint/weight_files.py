@@ -1,0 +1,66 @@
+"""The weight files of a checkpoint folder by name: safetensors if there are any, else pickles. Reads none of them."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from engine.checkpoint.json_files import read_json_object
+from engine.errors import ModelError
+
+
+class Layout(NamedTuple):
+    """Names of the files in which the weights lie: one file, or the files that an index names."""
+
+    single: str
+    index_file: str
+    suffix: str
+
+    def names(self, folder: Path) -> tuple[str, ...]:
+        """The files that the index names, else the single file, whether or not they exist. ModelError for a bad index.
+
+        The single file takes precedence where both are there.
+        """
+        if (folder / self.single).is_file() or not (folder / self.index_file).is_file():
+            return (self.single,)
+        weight_map = read_json_object(folder / self.index_file).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ModelError(f"{folder / self.index_file} has no weight_map.")
+        if not all(isinstance(name, str) and name and "\0" not in name for name in weight_map.values()):
+            raise ModelError(f"{folder / self.index_file}: weight_map must map each tensor to a file name.")
+        return tuple(sorted(set(weight_map.values())))
+
+    def is_in(self, folder: Path) -> bool:
+        """Whether the folder holds the single file or the index."""
+        return (folder / self.single).is_file() or (folder / self.index_file).is_file()
+
+
+LAYOUTS = (
+    Layout("model.safetensors", "model.safetensors.index.json", ".safetensors"),
+    Layout("pytorch_model.bin", "pytorch_model.bin.index.json", ".bin"),
+)
+
+
+OTHER_WEIGHTS = (".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx")
+
+
+def find_layout(folder: Path) -> Layout | None:
+    """The layout of the folder's weights, the first of LAYOUTS that it holds; None without weights."""
+    return next((layout for layout in LAYOUTS if layout.is_in(folder)), None)
+
+
+def existing_weight_files(folder: Path) -> Iterator[Path]:
+    """The files of the folder that hold its weights. ModelError for a bad index."""
+    layout = find_layout(folder)
+    for name in () if layout is None else layout.names(folder):
+        if (folder / name).is_file():
+            yield folder / name
+
+
+def no_weights(folder: Path, on_hub: bool) -> str:
+    """The message for a folder without weights."""
+    wanted = ", ".join(f"{layout.single}, {layout.index_file}" for layout in LAYOUTS)
+    others = sorted(path.name for ending in OTHER_WEIGHTS for path in folder.glob(f"*{ending}"))
+    message = f"{folder} holds no weights{' on the hub' if on_hub else ''}: none of {wanted}"
+    if not others:
+        return message
+    return f"{message}; {others[0]} is not read: load it with transformers and save it with save_pretrained()"
