@@ -46,9 +46,14 @@ def resolve_tokenizer(config: EngineConfig, model_dir: Path) -> Path:
 
 
 def read_eos_token_ids(model_dir: Path) -> list[int]:
-    """The ids in generation_config.json (chat models add some), else those in config.json; empty if neither has any."""
-    for name in ("generation_config.json", "config.json"):
-        ids = read_json(model_dir / name).get("eos_token_id")
+    """The ids in generation_config.json (chat models add some), else those in config.json or in its text_config (of a
+    vision-language checkpoint); empty if none has any."""
+    config = read_json(model_dir / "config.json")
+    text = config.get("text_config")
+    sources = {"generation_config.json": read_json(model_dir / "generation_config.json"), "config.json": config}
+    sources["config.json: text_config"] = text if isinstance(text, dict) else {}
+    for name, fields in sources.items():
+        ids = fields.get("eos_token_id")
         if ids is not None:
             ids = ids if isinstance(ids, list) else [ids]
             if not all(type(i) is int and i >= 0 for i in ids):

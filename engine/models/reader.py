@@ -166,7 +166,7 @@ class ConfigReader:
         if kind == "dynamic" and rope.has("alpha"):
             alpha = rope.number("alpha", high=MAX_ROPE_FACTOR)
             return RopeScaling("ntk", alpha, self.size("max_position_embeddings"))
-        if kind in ("default", "dynamic"):
+        if kind in ("default", "dynamic", "mrope"):  # mrope's three positions of a token are equal in text
             return None
         if kind == "su":  # the name in Phi-3's first checkpoints
             kind = "longrope"

@@ -62,3 +62,19 @@ def test_a_bad_field_of_a_message_begins_the_error(app, field):
         if next(iter(fields)) == field:
             message = assert_anthropic_error(post(app, "/v1/messages", fields), 400, "invalid_request_error", start)
             assert "function" not in message.split(" ")[0]
+
+
+IMAGES = {
+    "/v1/chat/completions": ("messages", {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}),
+    "/v1/responses": ("input", {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}),
+    "/v1/messages": ("messages", {"type": "image", "source": {"type": "url", "url": "http://localhost/a.png"}}),
+}
+
+
+@pytest.mark.parametrize("path", IMAGES)
+def test_an_image_is_refused_with_its_place_and_the_reason(app, path):
+    field, image = IMAGES[path]
+    response = post(app, path, {field: [{"role": "user", "content": [image]}]})
+    assert response.status_code == 400
+    message = response.json()["error"]["message"]
+    assert f"{field}[0].content[0].type" in message and "this server takes text only" in message

@@ -52,6 +52,7 @@ from engine.models.families import (
     smollm3,
     stablelm,
     starcoder2,
+    vision_language,
 )
 from engine.models.family import Family, find_family
 from engine.models.formats import read_quantization
@@ -101,6 +102,7 @@ FAMILIES = (
     olmo2.FAMILY,
     olmo3.FAMILY,
     seed_oss.FAMILY,
+    *vision_language.FAMILIES,
     *bert.FAMILIES,
 )
 

@@ -18,6 +18,7 @@ WEIGHTS = {
 
 
 def to_config(reader: ConfigReader) -> ModelConfig:
+    reader.require("use_bidirectional_attention", False)
     reader.require("attn_logit_softcapping", None)  # transformers' Gemma 3 does not apply it
     full, windowed = rope_readers(reader)
     config = gemma2.to_config(full)

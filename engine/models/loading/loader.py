@@ -177,6 +177,7 @@ class _Loader:
         missing = sorted((self.plain.keys() | self.quantized.keys()) - self.found.keys())
         if missing:
             raise ModelError(f"the checkpoint ({files}) lacks {_some(missing)}.")
+        self._log_skipped()
         unexpected = [found.name for name, found in self.found.items() if not self._has_place(name)]
         if unexpected:
             raise ModelError(
@@ -203,6 +204,12 @@ class _Loader:
             return True
         stored = self.found[name].name
         return stored.endswith(self.family.buffers) or stored.startswith(self.family.heads)
+
+    def _log_skipped(self) -> None:
+        names = [found.name for found in self.found.values() if found.name.startswith(self.family.heads)]
+        if names:
+            heads = ", ".join(head for head in self.family.heads if any(name.startswith(head) for name in names))
+            logger.info("skipped %d tensors that text does not need: %s", len(names), heads)
 
     def _tensor(self, module: str) -> str:
         """The checkpoint's name of the weight of one of our modules; "" if the family has none."""

@@ -233,14 +233,19 @@ def build_model(name: str) -> PreTrainedModel | tiny_classic.Reference:
         experts_implementation="eager",
     ).eval()
     tiny_classic.repair(name, model)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn_like(parameter)
-            if parameter.dim() >= 2:  # 3: all experts in one
-                parameter.copy_(noise * 0.25)
-            else:
-                parameter.add_(noise * 0.25)
+    randomize(model)
     return model
+
+
+@torch.no_grad()
+def randomize(model: PreTrainedModel) -> None:
+    """Draw every parameter anew."""
+    for parameter in model.parameters():
+        noise = torch.randn_like(parameter)
+        if parameter.dim() >= 2:  # 3: all experts in one
+            parameter.copy_(noise * 0.25)
+        else:
+            parameter.add_(noise * 0.25)
 
 
 def save_model(name: str, folder: Path, **options: Any) -> PreTrainedModel | tiny_classic.Reference:
