@@ -27,7 +27,7 @@ class Matrix:
 class Stored:
     """A tensor of the checkpoint that holds a part of a quantised matrix."""
 
-    shape: tuple[int, ...]
+    shape: tuple[int, ...] | None  # None: any shape, the format checks it
     dtypes: tuple[str, ...]  # names as in safetensors headers
     optional: bool = False
 

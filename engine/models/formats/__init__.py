@@ -10,7 +10,17 @@ from engine.models.weight_format import WeightFormat
 
 # quant_method in config.json -> the file of this folder whose read(ConfigReader) makes the WeightFormat. It is imported
 # when a checkpoint asks for it: sizing a plain model must not wait for torch.
-FORMATS: dict[str, str] = {}
+FORMATS: dict[str, str] = {
+    "awq": "awq",
+    "bitsandbytes": "bitsandbytes",
+    "compressed-tensors": "compressed_tensors",
+    "fbgemm_fp8": "fp8",
+    "fp8": "fp8",
+    "gptq": "gptq",
+    "modelopt": "modelopt",
+    "mxfp4": "mxfp4",
+    "torchao": "torchao",
+}
 
 
 def read_quantization(raw: Mapping[str, Any]) -> WeightFormat | None:
@@ -26,8 +36,10 @@ def read_quantization(raw: Mapping[str, Any]) -> WeightFormat | None:
     method = settings.get("quant_method")
     file = FORMATS.get(method) if isinstance(method, str) else None
     if file is None:
-        served = f"served are {', '.join(sorted(FORMATS))}" if FORMATS else "use a checkpoint in bf16, fp16 or fp32"
-        raise ModelError(f"config.json: quantization_config: quant_method {short(method)} is not served; {served}.")
+        raise ModelError(
+            f"config.json: quantization_config: quant_method {short(method)} is not served; served are "
+            f"{', '.join(FORMATS)}, or use a checkpoint in bf16, fp16 or fp32."
+        )
     reader = ConfigReader(settings, "config.json: quantization_config")
     weight_format: WeightFormat = import_module(f"engine.models.formats.{file}").read(reader)
     return weight_format

@@ -24,6 +24,7 @@ from kernels.quantized.weight import Part, Weight
 logger = logging.getLogger(__name__)
 
 NAMES_SHOWN = 6
+KV_CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".prob_scale")  # not used: the cache has scales of its own
 FUSED_EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")  # names of transformers 5 in memory
 
 
@@ -184,9 +185,9 @@ class _Loader:
                 f"the checkpoint ({files}) holds {_some(unexpected)}, which config.json gives no place to."
             )
 
-    def _check_header(self, full_name: str, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> None:
+    def _check_header(self, full_name: str, shape: tuple[int, ...] | None, dtypes: tuple[str, ...]) -> None:
         path, name, header = self.found[full_name]
-        if header.shape != shape:
+        if shape is not None and header.shape != shape:
             raise ModelError(
                 f"{path.name}: tensor {name!r} has shape {list(header.shape)}; config.json asks for {list(shape)}."
             )
@@ -202,6 +203,8 @@ class _Loader:
             return True
         if self.config.tie_embeddings and name == self._tensor("lm_head"):
             return True
+        if self.config.quantization is not None and (name.endswith(KV_CACHE_SCALES) or self._is_zero_bias(name)):
+            return True
         stored = self.found[name].name
         return stored.endswith(self.family.buffers) or stored.startswith(self.family.heads)
 
@@ -210,6 +213,14 @@ class _Loader:
         if names:
             heads = ", ".join(head for head in self.family.heads if any(name.startswith(head) for name in names))
             logger.info("skipped %d tensors that text does not need: %s", len(names), heads)
+
+    def _is_zero_bias(self, name: str) -> bool:
+        """Whether it is a bias of zeros: AutoGPTQ writes one for every matrix of models without biases."""
+        path, stored, header = self.found[name]
+        if not name.endswith(".bias") or header.dtype not in FLOAT_DTYPES or len(header.shape) != 1:
+            return False
+        with open_weight_file(path) as file:
+            return not file.tensor(stored).any()
 
     def _tensor(self, module: str) -> str:
         """The checkpoint's name of the weight of one of our modules; "" if the family has none."""

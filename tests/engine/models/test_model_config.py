@@ -142,7 +142,7 @@ def test_sizes_of_a_known_model() -> None:
         (LLAMA, {"architectures": ["X"], "auto_map": {"AutoModel": "x.Y"}}, "own code .auto_map. is never run"),
         (LLAMA, {"model_type": "mistral"}, "contradicts itself"),
         (LLAMA, {"model_type": "evil"}, "contradicts itself"),
-        (LLAMA, {"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+        (LLAMA, {"quantization_config": {"quant_method": "hqq"}}, "quantization_config"),
         (LLAMA, {"hidden_size": None}, "has no hidden_size"),
         (LLAMA, {"hidden_size": "64"}, "hidden_size must be an integer"),
         (LLAMA, {"hidden_size": 64.0}, "hidden_size must be an integer"),

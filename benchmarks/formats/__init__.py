@@ -1,0 +1,1 @@
+"""Writes a checkpoint in every layout of quantised weights, and measures what each costs and keeps."""

@@ -1,0 +1,223 @@
+"""Every format of quantised checkpoints against transformers with the matrices that the checkpoint means.
+
+benchmarks/formats writes the checkpoints and computes what they mean, apart from engine/models/formats.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.formats.layouts import bnb, compressed, gptq_config, layouts, torchao
+from benchmarks.formats.writers import Layout, gptq, mxfp4_experts, write_checkpoint
+from engine.errors import ModelError
+from engine.models.families import read_model_config
+from engine.models.formats import mxfp4, read_quantization
+from engine.models.loading.load import load_model, weight_bytes
+from engine.models.loading.loader import load_weights
+from engine.models.reader import ConfigReader
+from engine.models.weight_format import Matrix
+from kernels.quantized.weight import QuantizedWeight
+from tests.engine.models.paged import PagedRunner, Sequence
+from tests.engine.models.tiny_models import VOCAB, oracle_logits
+
+CPU = torch.device("cpu")
+PROMPT = [5, 17, 3, 88, 41, 9, 60, 2, 2, 31]
+TOLERANCE = 1e-4  # the issue asks for 1e-3
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES |= {"num_key_value_heads": 2}
+SMALL = layouts(group=32, block=48)  # whole groups, and blocks that end within the matrix
+
+
+@pytest.fixture(scope="module")
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> tuple[LlamaForCausalLM, Path]:
+    """A tiny random model and its plain checkpoint."""
+    folder = tmp_path_factory.mktemp("plain")
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, vocab_size=VOCAB, max_position_embeddings=128)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.25)
+    model.save_pretrained(folder)
+    return model, folder
+
+
+def logits(folder: Path) -> Tensor:
+    model = load_model(folder, read_model_config(folder), dtype=torch.float32, device=CPU, load_format="auto", seed=0)
+    return PagedRunner(model).step([(Sequence(PROMPT), len(PROMPT))])[0]
+
+
+def assert_logits(oracle: LlamaForCausalLM, meant: dict[str, Tensor], folder: Path) -> None:
+    oracle.load_state_dict(meant)
+    expected = oracle_logits(oracle, PROMPT)
+    torch.testing.assert_close(logits(folder), expected, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_logits(oracle: tuple[LlamaForCausalLM, Path], tmp_path: Path, name: str) -> None:
+    model, plain = oracle
+    meant = write_checkpoint(plain, tmp_path, SMALL[name])
+    assert_logits(model, meant, tmp_path)
+    config = read_model_config(tmp_path)
+    held = load_weights(tmp_path, config, torch.float32, CPU).values()
+    parts = [part for weight in held for part in (weight if isinstance(weight, tuple) else (weight,))]
+    assert any(isinstance(part, QuantizedWeight) for part in parts)
+    num_bytes = sum(part.num_bytes if isinstance(part, QuantizedWeight) else part.nbytes for part in parts)
+    assert num_bytes == pytest.approx(weight_bytes(config, 4), rel=0.15)
+
+
+def add_unused(tensors: dict[str, Tensor]) -> None:
+    """AutoGPTQ's zero biases, and the scales of a quantised KV cache."""
+    tensors["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(64)
+    tensors["model.layers.0.self_attn.k_scale"] = torch.tensor(2.0)
+
+
+def changed(name: str, **changes: Any) -> Layout:
+    """A layout with other fields in its quantization_config."""
+    return replace(SMALL[name], config=SMALL[name].config | changes)
+
+
+def grouped(**groups: dict[str, Any]) -> dict[str, Any]:
+    """config_groups by the targets of each group and the fields of its weights."""
+    return {"config_groups": {name: {"targets": [], **group} for name, group in groups.items()}}
+
+
+INT8_GROUP = {"weights": {"num_bits": 8, "type": "int", "strategy": "group", "group_size": 32}}
+CHOSEN: dict[str, tuple[Layout, tuple[str, ...]]] = {  # layouts, and the modules that stay plain
+    "gptq dynamic": (
+        changed("gptq 4 bits", bits=8, dynamic={"-:.*down_proj": {}, r"+:model\.layers\.\d": {"bits": 4}}),
+        ("down_proj",),
+    ),
+    "gptq some modules": (
+        changed("gptq 4 bits", modules_in_block_to_quantize=[["self_attn.q_proj"], ["mlp.up_proj", "mlp.gate_proj"]]),
+        ("k_proj", "v_proj", "o_proj", "down_proj"),
+    ),
+    "gptq unlisted": (SMALL["gptq 4 bits"], ("k_proj", "layers.1")),
+    "awq": (changed("awq", modules_to_not_convert=["k_proj", "model.layers.1"]), ("k_proj", "layers.1")),
+    "regular expressions": (
+        changed("compressed-tensors int4 group", ignore=["lm_head", "re:.*self_attn.*", "model.layers.1.mlp.up_proj"]),
+        ("self_attn", "layers.1.mlp.up_proj"),
+    ),
+    "targets": (
+        changed(
+            "compressed-tensors int8 packed",
+            **grouped(
+                a={"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "strategy": "channel"}},
+                b={"targets": [r"re:.*\.(layers)\..*"], **INT8_GROUP},
+            ),
+        ),
+        (),
+    ),
+    "ragged groups": (Layout(gptq_config(4, 40, False), gptq(4, 40, False)), ()),
+    "ragged groups in another order": (Layout(gptq_config(8, 40, True), gptq(8, 40, True, act_order=True)), ()),
+    "modelopt wildcards": (changed("modelopt nvfp4", ignore=["*q_proj", "model.layers.1*"]), ("q_proj", "layers.1")),
+}
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_some_modules_are_plain(oracle: tuple[LlamaForCausalLM, Path], tmp_path: Path, name: str) -> None:
+    model, plain = oracle
+    layout, skipped = CHOSEN[name]
+    meant = write_checkpoint(plain, tmp_path, layout, skipped)
+    if "gptq" in name:
+        change_tensors(tmp_path, add_unused)
+    assert_logits(model, meant, tmp_path)
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_mxfp4_experts() -> None:
+    """gpt-oss holds all experts of a layer in one tensor, read as [experts, out, in]."""
+    tensors, meant = mxfp4_experts(torch.randn(3, 6, 64, generator=torch.Generator().manual_seed(0)))
+    reader = ConfigReader({"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]})
+    layout = mxfp4.read(reader)
+    experts = Matrix("model.layers.0.mlp.experts.gate_up_proj", "layers.0.experts_in.weight", (3, 6, 64))
+    stored = layout.tensors(experts)
+    assert stored is not None and {name: part.shape for name, part in stored.items()} == {
+        name: tuple(part.shape) for name, part in tensors.items()
+    }
+    weight = layout.quantized(experts, tensors)
+    assert torch.equal(weight.dequantize(), meant) and weight.num_bytes == layout.num_bytes(experts, 2)
+    assert layout.tensors(Matrix("model.layers.0.self_attn.q_proj", "layers.0.qkv.weight", (6, 64))) is None
+
+
+Q_PROJ = "model.layers.0.self_attn.q_proj"
+DAMAGES: dict[str, tuple[str, Callable[[dict[str, Tensor]], object], str]] = {
+    "missing": ("gptq 4 bits", lambda t: t.pop(f"{Q_PROJ}.qzeros"), rf"lacks {Q_PROJ}.qzeros"),
+    "shape": ("awq", lambda t: t.update({f"{Q_PROJ}.scales": torch.ones(1, 3)}), r"asks for \[2, 64\]"),
+    "type": ("bitsandbytes int8", lambda t: t.update({f"{Q_PROJ}.weight": torch.ones(64, 64).int()}), "expected .* I8"),
+    "groups": (
+        "gptq 4 bits act-order",
+        lambda t: t[f"{Q_PROJ}.g_idx"].zero_(),
+        rf"{Q_PROJ}.g_idx' does not give 32 columns",
+    ),
+    "state": (
+        "bitsandbytes nf4",
+        lambda t: t[f"{Q_PROJ}.weight.quant_state.bitsandbytes__nf4"].zero_(),
+        "quant_state.* is not JSON",
+    ),
+    "absmax": (
+        "bitsandbytes nf4",
+        lambda t: t.update({f"{Q_PROJ}.weight.absmax": torch.ones(7)}),
+        "absmax' has 7 numbers; wanted is one for each 64",
+    ),
+    "nan": ("fp8 block", lambda t: t[f"{Q_PROJ}.weight"].view(torch.uint8).fill_(127), "holds NaN"),
+    "scales": (
+        "modelopt fp8",
+        lambda t: t.update({f"{Q_PROJ}.weight_scale": torch.ones(5)}),
+        r"has shape \[5\]; wanted is one number",
+    ),
+    "bias": ("gptq 4 bits", lambda t: t.update({f"{Q_PROJ}.bias": torch.ones(64)}), "q_proj.bias, which .* no place"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damaged_tensors(oracle: tuple[LlamaForCausalLM, Path], tmp_path: Path, name: str) -> None:
+    layout, damage, message = DAMAGES[name]
+    write_checkpoint(oracle[1], tmp_path, SMALL[layout])
+    change_tensors(tmp_path, damage)
+    with pytest.raises(ModelError, match=message):
+        load_weights(tmp_path, read_model_config(tmp_path), torch.float32, CPU)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"quant_method": "hqq"}, "quant_method 'hqq' is not served; served are awq, bitsandbytes, compressed-tensors"),
+    ({}, "quant_method None is not served"),
+    (gptq_config(3, 128, True), "bits = 3 is not served; served are 4 and 8"),
+    (gptq_config(4, 128, True, checkpoint_format="marlin"), "checkpoint_format 'marlin' is not served"),
+    (gptq_config(4, 128, True, dynamic={"+:(": {}}), "dynamic holds '\\(', no regular expression"),
+    (gptq_config(4, 128, True, dynamic={"+:a": {"bits": 2}}), "dynamic: bits = 2 is not served"),
+    ({"quant_method": "awq", "bits": 8}, "bits = 8 is not supported"),
+    ({"quant_method": "awq", "version": "gemv"}, "version = 'gemv' is not supported \\(only 'gemm' is served"),
+    ({"quant_method": "awq", "backend": "llm-awq"}, "backend 'llm-awq'"),
+    ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt = 'e5m2'"),
+    ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size must be a list of two sizes"),
+    ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ' is not served; known are NVFP4"),
+    (bnb(True, bnb_4bit_quant_storage="bfloat16"), "bnb_4bit_quant_storage = 'bfloat16'"),
+    ({"quant_method": "bitsandbytes"}, "load_in_4bit or load_in_8bit must be true"),
+    (torchao("Int4WeightOnlyConfig", int4_packing_format="tile_packed_to_4d"), "int4_packing_format 'tile_packed"),
+    (torchao("FqnToConfig"), "_type 'FqnToConfig' is not served"),
+    ({"quant_method": "torchao", "quant_type": "int4_weight_only"}, "quant_type 'int4_weight_only' is not served"),
+    (compressed("marlin-24"), "format 'marlin-24' is not served"),
+    (compressed("pack-quantized", num_bits=3), "num_bits 3 of type 'int' in format 'pack-quantized'"),
+    (compressed("pack-quantized") | {"transform_config": {"a": 1}}, "transform_config = .* is not served"),
+    (compressed("pack-quantized") | {"ignore": ["re:*"]}, "ignore holds '\\*', no regular expression"),
+    (compressed("int-quantized", dynamic=True), "weights: dynamic = True"),
+    (compressed("int-quantized") | {"config_groups": {"W8A8": ["Linear"]}}, "config_groups must map names to schemes"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), REFUSED)
+def test_refused_settings(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        read_quantization({"quantization_config": settings})
