@@ -244,9 +244,11 @@ class ModelConfig:
         return 2 * self.num_layers * self.num_kv_heads * row
 
     def rotary_bytes(self, num_positions: int) -> int:
-        """Bytes of the fp32 tables of cosines and sines: one table, two if layers with a window have their own RoPE."""
+        """Bytes of the fp32 tables by position: cosines and sines (twice if layers with a window have their own RoPE)
+        and the factors of query_scaling."""
         tables = 0 if self.position != "rope" else 1 if self.window_rope() is None else 2
-        return tables * num_positions * self.rotary_dim * 4
+        numbers = tables * self.rotary_dim + (self.query_scaling is not None)
+        return numbers * num_positions * 4
 
     def num_parameters(self) -> int:
         """Number of parameters; a tied lm_head counts once."""

@@ -143,8 +143,17 @@ def test_a_row_does_not_depend_on_the_batch_or_on_how_it_was_scheduled(dtype):
         torch.set_num_threads(threads)
 
 
+LONG_CASES = {
+    "plain": {},
+    "window": {"sliding_window": 70},
+    "alibi": {"alibi_slopes": torch.linspace(0.01, 0.3, 6)},
+    "chunk": {"attention_chunk": 90, "sinks": torch.linspace(-1.0, 3.0, 6), "sliding_window": 85},
+}
+
+
+@pytest.mark.parametrize("case", LONG_CASES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_prompt_has_the_same_bits_however_it_is_cut(dtype):
+def test_a_prompt_has_the_same_bits_however_it_is_cut(dtype, case):
     """In one piece, in chunks that start and end anywhere, behind a cached prefix, beside others, on two threads."""
     data = paged([150, 200], 2, 64, 16, dtype)
     q = torch.randn(350, 6, 64).to(dtype)
@@ -163,12 +172,15 @@ def test_a_prompt_has_the_same_bits_however_it_is_cut(dtype):
             seq_lens=lengths,
             max_seqlen_q=longest,
             scale=0.1,
+            **LONG_CASES[case],
         )
 
     whole = prefill(0, [q[:150], q[150:]], [150, 200])
     ends = [1, 64, 65, 113, 200]
     pieces = [prefill(1, [q[150 + a : 150 + b]], [b]) for a, b in zip([0, *ends], ends, strict=False)]
     assert torch.equal(torch.cat(pieces), whole[150:])
+    expected = attention(q[300:], data.keys[1], data.values[1], 0.1, **LONG_CASES[case])
+    torch.testing.assert_close(whole[300:], expected, **TOLERANCE[dtype])
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -187,7 +199,7 @@ def test_tiles_never_read_what_lies_behind_a_sequence():
         for cache in (data.k_cache, data.v_cache):
             cache[last, :, length % 16 :] = torch.nan
     q = torch.randn(30, 4, 32).bfloat16()
-    assert attention_tiles.supports(q, data.k_cache, None, 0, 0.0)
+    assert attention_tiles.supports(q, data.k_cache, 0.0)
     cu_seqlens_q = torch.tensor([0, 10, 30], dtype=torch.int32)
     out = prefill_attention(
         q,

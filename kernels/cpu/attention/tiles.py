@@ -1,8 +1,8 @@
 """Prefill attention on a CPU that multiplies bf16 pairs (AVX512-BF16): tiles of query rows against tiles of keys.
 
 FlashAttention's loop (Dao 2023, algorithm 1) for one KV head: a tile of keys is repacked once and then serves every
-query row of the tile and every head of the group. A row's tiles of keys start at token 0, whatever keys the other rows
-of its tile see, so its result does not depend on the chunks of the prompt.
+query row of the tile and every head of the group. Tiles of keys start at multiples of their size, and a tile outside of
+a row's window leaves its sums as they are, so a row's result does not depend on the chunks of the prompt.
 """
 
 import numpy as np
@@ -13,7 +13,7 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from kernels.cpu import simd
-from kernels.cpu.attention.rows import find_sequence
+from kernels.cpu.attention.rows import find_sequence, heads_of
 from kernels.cpu.codes import WIDTH, Vec
 from kernels.cpu.dots import HAS_BF16_DOT, broadcast, multiply, vector_at, words_at
 from kernels.cpu.parallel import jit, next_item, parallel_kernel
@@ -74,17 +74,31 @@ def _interleave(typingctx, a, b, target):
     return types.void(BF16Pointer, BF16Pointer, I32Pointer), codegen
 
 
-@intrinsic
-def _first_lanes(typingctx, vector, count):
-    """The first `count` lanes (an int64, which may lie outside 0 to 16); -inf in the others."""
+def _lanes(comparison, doc):
+    """An intrinsic: the lanes whose number compares so with `count` (an int64 of any size); -inf in the others."""
 
     def codegen(context, builder, sig, args):
         vector, count = args
         lanes = ir.Constant(ir.VectorType(_I64, WIDTH), list(range(WIDTH)))
-        kept = builder.icmp_signed("<", lanes, broadcast(builder, count))
+        kept = builder.icmp_signed(comparison, lanes, broadcast(builder, count))
         return builder.select(kept, vector, ir.Constant(_F32V, [float("-inf")] * WIDTH))
 
-    return Vec(Vec, types.int64), codegen
+    def typing(typingctx, vector, count):
+        return Vec(Vec, types.int64), codegen
+
+    typing.__doc__ = doc
+    return intrinsic(typing)
+
+
+_first_lanes = _lanes("<", "The first `count` lanes.")
+_lanes_from = _lanes(">=", "The lanes from number `count` on.")
+
+
+@intrinsic
+def _lane_numbers(typingctx):
+    """0, 1, ... 15"""
+    numbers = ir.Constant(_F32V, [float(lane) for lane in range(WIDTH)])
+    return Vec(), lambda context, builder, sig, args: numbers
 
 
 @jit
@@ -111,8 +125,20 @@ def _pack_values(rows, num_tokens, head_dim, zeros, packed):
 
 
 @jit
-def _softmax_row(scores, probs, acc, state, num_keys, scale, head_dim):
-    """The online softmax of a row over the first num_keys keys of a tile. state: (largest score, sum) so far."""
+def _softmax_row(scores, probs, acc, state, skipped, num_keys, slope, scale, head_dim):
+    """The online softmax of a row over the keys skipped:num_keys of a tile. state: (largest score, sum) so far. slope:
+    that of ALiBi divided by the scale, or 0; the row itself is key num_keys - 1."""
+    if skipped >= KEYS:
+        for i in range(0, KEYS, WIDTH):
+            store(probs, i, splat(ZERO))
+        return
+    if slope != 0:
+        for i in range(0, KEYS, WIDTH):
+            behind = simd.add(_lane_numbers(), splat(np.float32(i + 1 - num_keys)))
+            store(scores, i, simd.fma(splat(slope), behind, load(scores, i)))
+    if skipped > 0:
+        for i in range(0, KEYS, WIDTH):
+            store(scores, i, _lanes_from(load(scores, i), skipped - i))
     if num_keys < KEYS:
         for i in range(0, KEYS, WIDTH):
             store(scores, i, _first_lanes(load(scores, i), num_keys - i))
@@ -138,19 +164,37 @@ def _softmax_row(scores, probs, acc, state, num_keys, scale, head_dim):
 
 
 @jit
-def _attend_keys(queries, keys, values, scores, probs, acc, state, num_rows, group, num_seen, scale, head_dim):
-    """Add a tile of keys to the rows of a tile of queries; row r of num_rows sees num_seen + r + 1 - num_rows of it."""
+def _skipped(first_key, seen, window, chunk):
+    """The keys of a tile from first_key on that a row does not see, because its window or chunk begins later; the row
+    itself is key seen - 1 of the tile."""
+    skipped = seen - window if window > 0 else 0
+    if chunk > 0:
+        position = first_key + seen - 1
+        skipped = max(skipped, position // chunk * chunk - first_key)
+    return skipped
+
+
+@jit
+def _attend_keys(queries, keys, values, scores, probs, acc, state, num_rows, group, first_key, num_seen, window, chunk,
+                 slopes, scale, head_dim):  # fmt: skip
+    """Add a tile of keys to the rows of a tile of queries; row r of num_rows sees num_seen + r + 1 - num_rows of it,
+    without those before its window or chunk."""
     half, last = head_dim // 2, num_rows * group - 1
     unseen = max(0, num_rows - num_seen) * group
     for m in range(unseen // ROWS * ROWS, last + 1, ROWS):
+        if _skipped(first_key, num_seen + m // group + 1 - num_rows, window, chunk) >= KEYS:
+            continue
         for i in range(0, ROWS * KEYS, WIDTH):
             store(scores, i, splat(ZERO))
         _multiply_keys(advance(queries, m * half), half, keys, KEYS, half, scores, KEYS)
         for r in range(ROWS):
-            seen = num_seen + min(m + r, last) // group + 1 - num_rows
+            row = min(m + r, last)
+            seen = num_seen + row // group + 1 - num_rows
             at = (m + r) * head_dim
+            slope = read(slopes, row % group) / scale if simd.address(slopes) != 0 else ZERO
             _softmax_row(advance(scores, r * KEYS), advance(probs, r * KEYS), advance(acc, at),
-                         advance(state, 2 * (m + r)), seen, scale, head_dim)  # fmt: skip
+                         advance(state, 2 * (m + r)), _skipped(first_key, seen, window, chunk), seen, slope, scale,
+                         head_dim)  # fmt: skip
         num_pairs = (min(num_seen, KEYS) + 1) // 2
         for d in range(0, head_dim, 2 * WIDTH):
             _multiply_values(words_at(probs), KEYS // 2, advance(values, d), head_dim, num_pairs,
@@ -187,14 +231,18 @@ def _attend_tile(args, table, kv_head, first_row, num_rows, seq_len):
         simd.copy_bytes(simd.address(advance(queries, m * half)), args[2] + 2 * row, 2 * head_dim)
     for m in range(padded):
         write(state, 2 * m, NEG_INF)
-    for first_key in range(0, seq_len, KEYS):
+    window, chunk = args[21], args[22]
+    slopes = heads_of(simd.pointer_f32(args[20]), kv_head * group)
+    begin = max(0, _skipped(0, seq_len + 1 - num_rows, window, chunk)) // KEYS * KEYS
+    for first_key in range(begin, seq_len, KEYS):
         num_seen = seq_len - first_key
         for t in range(0, min(KEYS, num_seen), WIDTH):
             where = (table, first_key + t, kv_head, num_kv_heads, block_size, head_dim)
             _pack_keys(_rows_of(pointer(args[3]), *where), head_dim, advance(keys, t))
             _pack_values(_rows_of(pointer(args[4]), *where), min(WIDTH, num_seen - t), head_dim, zeros,
                          advance(values, t * half))  # fmt: skip
-        _attend_keys(queries, keys, values, scores, probs, acc, state, num_rows, group, num_seen, scale, head_dim)
+        _attend_keys(queries, keys, values, scores, probs, acc, state, num_rows, group, first_key, num_seen, window,
+                     chunk, slopes, scale, head_dim)  # fmt: skip
     for m in range(rows):
         inverse = splat(ONE / read(state, 2 * m + 1))
         if args[19] != 0:
@@ -206,7 +254,7 @@ def _attend_tile(args, table, kv_head, first_row, num_rows, seq_len):
     simd.keep(scratch)
 
 
-@parallel_kernel("11q1d6q")
+@parallel_kernel("11q1d9q")
 def _prefill(args):
     """Work items are (KV head, a few rows), so that consecutive items read the same keys."""
     seq_lens, cu_seqlens_q = simd.pointer_i32(args[14]), simd.pointer_i32(args[15])
@@ -229,23 +277,20 @@ def _prefill(args):
         item = next_item(args)
 
 
-def supports(q: Tensor, k_cache: Tensor, alibi_slopes: Tensor | None, sliding_window: int, softcap: float,
-             attention_chunk: int = 0) -> bool:  # fmt: skip
-    """True for bf16 rows and cache, head_dim a multiple of 32, block_size of 16, and plain causal attention, perhaps
-    with sinks."""
+def supports(q: Tensor, k_cache: Tensor, softcap: float) -> bool:
+    """True for bf16 rows and cache, head_dim a multiple of 32, block_size of 16, and no soft cap."""
     return (
         HAS_BF16_DOT
         and q.dtype == k_cache.dtype == torch.bfloat16
         and q.shape[2] % (2 * WIDTH) == 0
         and k_cache.shape[2] % WIDTH == 0
-        and alibi_slopes is None
-        and sliding_window == attention_chunk == 0
         and softcap == 0
     )
 
 
 def prefill_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, cu_seqlens_q: Tensor,
-                      seq_lens: Tensor, scale: float, sinks: Tensor | None) -> Tensor:  # fmt: skip
+                      seq_lens: Tensor, scale: float, alibi_slopes: Tensor | None, sliding_window: int,
+                      sinks: Tensor | None, attention_chunk: int) -> Tensor:  # fmt: skip
     """See kernels.attention.prefill."""
     num_rows, num_heads, head_dim = q.shape
     _, num_kv_heads, block_size, _ = k_cache.shape
@@ -257,6 +302,7 @@ def prefill_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables:
         q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), out.data_ptr(), block_tables.data_ptr(),
         num_kv_heads, group, block_size, head_dim, block_tables.stride(0), q.stride(0), scale,
         seq_lens.data_ptr(), cu_seqlens_q.data_ptr(), seq_lens.shape[0], num_rows, rows_per_item,
-        0 if sinks is None else sinks.data_ptr(),
+        0 if sinks is None else sinks.data_ptr(), 0 if alibi_slopes is None else alibi_slopes.data_ptr(),
+        sliding_window, attention_chunk,
     )  # fmt: skip
     return out
