@@ -1,7 +1,9 @@
 """Family: one model family as data: its names in config.json and the names of its weights."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any
 
 from engine.errors import ModelError
@@ -34,20 +36,70 @@ class Family:
     renames: Mapping[str, str] = field(default_factory=dict)
 
 
-def find_family(raw: Mapping[str, Any], families: Sequence[Family]) -> Family:
-    """The family of a config.json, by `architectures`, else by `model_type`. ModelError where the two disagree."""
+def find_family(raw: Mapping[str, Any], groups: Mapping[str, Sequence[Family]]) -> Family:
+    """The family of a config.json, by `architectures`, else by `model_type`. ModelError where the two disagree.
+
+    `groups` holds the served families by the name of their group, for the message that lists them.
+    """
+    families = [family for group in groups.values() for family in group]
     architectures, model_type = raw.get("architectures"), raw.get("model_type")
     names = architectures if isinstance(architectures, list) else []
     by_architecture = [family for family in families if any(name in family.architectures for name in names)]
     by_type = [family for family in families if family.model_type == model_type]
     found = by_architecture if names else by_type
     if not found:
-        served = ", ".join(name for family in families for name in family.architectures)
         asked = f"architectures {short(names)}" if names else f"model_type {short(model_type)}"
-        code = "; the checkpoint's own code (auto_map) is never run" if "auto_map" in raw else ""
-        raise ModelError(f"config.json: {asked} is not served{code}. Served are: {served}.")
+        raise ModelError(f"config.json: {asked} is not served{_reason(raw)}{_served(names, model_type, groups)}")
     if model_type is not None and by_type != found:
         raise ModelError(
             f"config.json contradicts itself: architectures {short(names)}, but model_type {short(model_type)}."
         )
     return found[0]
+
+
+# Fields of config.json that tell an architecture whose memory of earlier tokens is no cache of keys and values.
+OTHER_MEMORY = {
+    "kv_lora_rank": "latent attention (MLA)",
+    "linear_num_value_heads": "recurrent states (linear attention)",
+    "linear_attn_config": "recurrent states (linear attention)",
+    "linear_conv_kernel_dim": "recurrent states (linear attention)",
+    "mamba_d_state": "recurrent states (Mamba)",
+    "mamba_num_heads": "recurrent states (Mamba)",
+    "ssm_state_size": "recurrent states (Mamba)",
+    "ssm_cfg": "recurrent states (Mamba)",
+    "state_size": "recurrent states (Mamba)",
+    "rescale_every": "recurrent states (RWKV)",
+    "lru_width": "recurrent states (RG-LRU)",
+    "qk_dim_factor": "recurrent states (xLSTM)",
+    "conv_L_cache": "states of convolutions",
+}
+
+
+def _reason(raw: Mapping[str, Any]) -> str:
+    """The reason that an architecture is refused for, as far as config.json tells it."""
+    inner = raw.get("text_config")
+    fields = {**raw, **(inner if isinstance(inner, Mapping) else {})}
+    kinds = fields.get("layer_types")
+    memory = next((kind for name, kind in OTHER_MEMORY.items() if fields.get(name) is not None), None)
+    if memory is None and isinstance(kinds, list) and "linear_attention" in kinds:
+        memory = OTHER_MEMORY["linear_attn_config"]
+    if memory is not None:
+        return f": it remembers earlier tokens by {memory}, and only caches of keys and values are served"
+    return "; the checkpoint's own code (auto_map) is never run" if "auto_map" in raw else ""
+
+
+def _served(names: Sequence[Any], model_type: Any, groups: Mapping[str, Sequence[Family]]) -> str:
+    """The served family nearest to the names asked for, and all served families, a line for each group of kin."""
+    kinds = {group: [family.model_type for family in families] for group, families in groups.items()}
+    stems = {_stem(name): family.model_type for families in groups.values() for family in families
+             for name in (*family.architectures, family.model_type)}  # fmt: skip
+    asked = [_stem(name[:200]) for name in (model_type, *names) if isinstance(name, str)]
+    near = [match for stem in asked for match in get_close_matches(stem, stems, n=1, cutoff=0.6)]
+    nearest = f" The nearest served model_type is {stems[near[0]]}." if near else ""
+    lines = (f"\n  {group}: {', '.join(members)}" for group, members in kinds.items())
+    return f".{nearest} Served are, by model_type:{''.join(lines)}"
+
+
+def _stem(name: str) -> str:
+    """The part of an architecture's name that tells it from others: "llama" of "LlamaForCausalLM"."""
+    return re.sub(r"(for[a-z]+|lmheadmodel|model)$|_", "", name.lower())

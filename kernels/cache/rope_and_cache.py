@@ -547,5 +547,5 @@ def aot_configurations(capability: int) -> Iterator[AotConfiguration]:
                 meta | pdl_constants(capability) | absent, num_warps=num_warps(meta),
                 types={"eps": "fp32", "positions_ptr": "*i64", "slot_mapping_ptr": "*i64", "cos_sin_ptr": "*fp32",
                 "query_scales_ptr": "*fp32", "k_cache_ptr": pages, "v_cache_ptr": pages},
-                multiples_of_16=("qkv_stride_row",), quick=dtype == "bf16" and label[:5] in ("llama", "qk-no"),
+                multiples_of_16=("qkv_stride_row",), quick=dtype == "bf16" and label.startswith(("llama ", "qk-norm ")),
             )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The families that are served. To add one: a file here, its name in FAMILIES, a row in test_families.py."""
+"""The families that are served. To add one: a file here, its name in GROUPS, a case in tests/engine/models."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -58,53 +58,70 @@ from engine.models.family import Family, find_family
 from engine.models.formats import read_quantization
 from engine.models.reader import ConfigReader
 
-FAMILIES = (
-    llama.FAMILY,
-    mistral.FAMILY,
-    mixtral.FAMILY,
-    qwen2.FAMILY,
-    qwen3.FAMILY,
-    qwen3_moe.FAMILY,
-    gemma.FAMILY,
-    gemma2.FAMILY,
-    gemma3.FAMILY,
-    phi.FAMILY,
-    phi3.FAMILY,
-    smollm3.FAMILY,
-    granite.FAMILY,
-    gpt2.FAMILY,
-    gpt_neox.FAMILY,
-    starcoder2.FAMILY,
-    stablelm.FAMILY,
-    opt.FAMILY,
-    aquila.FAMILY,
-    baichuan.FAMILY,
-    bloom.FAMILY,
-    falcon.FAMILY,
-    gpt_bigcode.FAMILY,
-    gptj.FAMILY,
-    internlm.FAMILY,
-    internlm2.FAMILY,
-    mpt.FAMILY,
-    qwen.FAMILY,
-    arcee.FAMILY,
-    cohere.FAMILY,
-    cohere2.FAMILY,
-    ernie4_5.FAMILY,
-    exaone4.FAMILY,
-    glm.FAMILY,
-    glm4.FAMILY,
-    hunyuan.FAMILY,
-    ministral.FAMILY,
-    ministral3.FAMILY,
-    nemotron.FAMILY,
-    olmo.FAMILY,
-    olmo2.FAMILY,
-    olmo3.FAMILY,
-    seed_oss.FAMILY,
-    *vision_language.FAMILIES,
-    *bert.FAMILIES,
-)
+GROUPS: Mapping[str, tuple[Family, ...]] = {
+    "LLaMA and Mistral": (
+        llama.FAMILY,
+        mistral.FAMILY,
+        mixtral.FAMILY,
+        ministral.FAMILY,
+        ministral3.FAMILY,
+        smollm3.FAMILY,
+        arcee.FAMILY,
+    ),
+    "Qwen": (
+        qwen.FAMILY,
+        qwen2.FAMILY,
+        qwen3.FAMILY,
+        qwen3_moe.FAMILY,
+    ),
+    "Gemma": (
+        gemma.FAMILY,
+        gemma2.FAMILY,
+        gemma3.FAMILY,
+    ),
+    "GPT and OPT": (
+        gpt2.FAMILY,
+        gpt_neox.FAMILY,
+        gptj.FAMILY,
+        gpt_bigcode.FAMILY,
+        starcoder2.FAMILY,
+        opt.FAMILY,
+    ),
+    "Phi, Granite, StableLM, Nemotron": (
+        phi.FAMILY,
+        phi3.FAMILY,
+        granite.FAMILY,
+        stablelm.FAMILY,
+        nemotron.FAMILY,
+    ),
+    "OLMo and Cohere": (
+        olmo.FAMILY,
+        olmo2.FAMILY,
+        olmo3.FAMILY,
+        cohere.FAMILY,
+        cohere2.FAMILY,
+    ),
+    "BLOOM, Falcon, MPT": (
+        bloom.FAMILY,
+        falcon.FAMILY,
+        mpt.FAMILY,
+    ),
+    "Chinese and Korean laboratories": (
+        aquila.FAMILY,
+        baichuan.FAMILY,
+        internlm.FAMILY,
+        internlm2.FAMILY,
+        glm.FAMILY,
+        glm4.FAMILY,
+        ernie4_5.FAMILY,
+        hunyuan.FAMILY,
+        seed_oss.FAMILY,
+        exaone4.FAMILY,
+    ),
+    "text halves of vision-language models": vision_language.FAMILIES,
+    "encoders for embeddings": bert.FAMILIES,
+}
+FAMILIES = tuple(family for group in GROUPS.values() for family in group)
 
 
 def read_model_config(model_dir: Path) -> ModelConfig:
@@ -114,7 +131,7 @@ def read_model_config(model_dir: Path) -> ModelConfig:
 
 def model_config(raw: Mapping[str, Any]) -> ModelConfig:
     """The ModelConfig of a parsed config.json. ModelError names the field that is wrong or not served."""
-    family = find_family(raw, FAMILIES)
+    family = find_family(raw, GROUPS)
     return replace(family.to_config(ConfigReader(raw)), quantization=read_quantization(raw))
 
 

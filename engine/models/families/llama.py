@@ -52,4 +52,5 @@ def to_config(reader: ConfigReader, rotary_share: float | None = None) -> ModelC
     )
 
 
-FAMILY = Family("llama", ("LlamaForCausalLM",), to_config, WEIGHTS, prefix="model.", buffers=BUFFERS)
+# The second name is that of the first converted checkpoints.
+FAMILY = Family("llama", ("LlamaForCausalLM", "LLaMAForCausalLM"), to_config, WEIGHTS, prefix="model.", buffers=BUFFERS)

@@ -5,8 +5,12 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from engine.memory import sequence as driver
+from engine.memory.block_manager import BlockManager
 from engine.models.decoder import Decoder
 from engine.models.layers.attention import BatchMetadata, OutputRows
+from engine.sampling_params import SamplingParams
+from kernels.cache.copy_blocks import BlockCopier
 
 BLOCK_SIZE = 8
 
@@ -80,6 +84,66 @@ class PagedRunner:
 
     def _tensor(self, values: list, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=self.device)
+
+
+@dataclass
+class HeldSequence(Sequence):
+    """A Sequence whose blocks the BlockManager gives out; `held` is the Driver's view of it."""
+
+    held: driver.Sequence | None = None
+
+
+class SharingRunner(PagedRunner):
+    """A PagedRunner whose sequences share blocks as in the engine: BlockManager and BlockCopier do the work."""
+
+    def __init__(self, model: Decoder, num_blocks: int = 64) -> None:
+        super().__init__(model, num_blocks)
+        self.manager = BlockManager(num_blocks, BLOCK_SIZE)
+        self.copier = BlockCopier([tensor for layer in self.kv_caches for tensor in layer])
+        self.num_sequences = self.num_copies = 0
+
+    def start(self, token_ids: list[int]) -> HeldSequence:
+        """A sequence that begins with the cached blocks of its prefix."""
+        sequence = self._new(token_ids)
+        assert sequence.held is not None
+        self.manager.adopt_prefix(sequence.held, self.manager.match_prefix(sequence.held))
+        return self._follow(sequence)
+
+    def fork(self, parent: HeldSequence, token_ids: list[int]) -> HeldSequence:
+        """A sequence that shares all blocks of `parent`, and continues with token_ids."""
+        child = self._new(parent.token_ids + token_ids)
+        assert parent.held is not None and child.held is not None
+        self.manager.fork(parent.held, child.held)
+        return self._follow(child)
+
+    def compute(self, *sequences: HeldSequence) -> list[Tensor]:
+        """Logits of all uncomputed tokens of each sequence, in one step."""
+        for sequence in sequences:
+            held = sequence.held
+            assert held is not None
+            held.token_ids = list(sequence.token_ids)
+            allocation = self.manager.allocate(held, len(held.token_ids) - held.num_computed_tokens)
+            assert allocation is not None, "the pool is too small for the test"
+            if allocation.copy is not None:
+                self.copier.copy(*(torch.tensor([block_id]) for block_id in allocation.copy))
+                self.num_copies += 1
+            held.num_computed_tokens = len(held.token_ids)
+            sequence.block_ids = list(held.block_table)
+        logits = self.step([(s, len(s.token_ids) - s.num_computed) for s in sequences])
+        for sequence in sequences:
+            assert sequence.held is not None
+            self.manager.register_full_blocks(sequence.held)
+        return logits
+
+    def _new(self, token_ids: list[int]) -> HeldSequence:
+        self.num_sequences += 1
+        held = driver.Sequence(self.num_sequences, token_ids, SamplingParams(), seed=0, max_num_tokens=len(token_ids))
+        return HeldSequence(list(token_ids), held=held)
+
+    def _follow(self, sequence: HeldSequence) -> HeldSequence:
+        assert sequence.held is not None
+        sequence.num_computed, sequence.block_ids = sequence.held.num_computed_tokens, list(sequence.held.block_table)
+        return sequence
 
 
 def greedy(runner: PagedRunner, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:

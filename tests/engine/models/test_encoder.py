@@ -1,24 +1,13 @@
 """Encoders against transformers in fp32: hidden states of whole batches, pooled and normalised; a batch as alone."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    AutoModel,
-    BertConfig,
-    BertForMaskedLM,
-    DistilBertConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    RobertaConfig,
-    RobertaForMaskedLM,
-    XLMRobertaConfig,
-)
+from transformers import BertConfig, BertForMaskedLM, PreTrainedModel, RobertaConfig, RobertaForMaskedLM
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineError, ModelError
@@ -28,42 +17,11 @@ from engine.sampling_params import Pooling, SamplingParams
 from engine.worker.device.host import StepLimits
 from engine.worker.encoder_runner import EncoderRunner
 from engine.worker.load import load_runner
+from tests.engine.models.tiny_encoders import CASES, VOCAB, randomise, save_encoder, sizes
 from tests.engine.worker.lazy_queue import LazyQueue
 
-VOCAB = 97
 LENGTHS = (1, 7, 2, 33, 7, 40, 5, 1, 38, 64)
 TOLERANCE = {"atol": 1e-5, "rtol": 1e-4}
-
-
-def _sizes(**changes: Any) -> dict[str, Any]:
-    sizes = {"vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3}
-    return {**sizes, "num_attention_heads": 4, "max_position_embeddings": 80, **changes}
-
-
-CASES: dict[str, Callable[[], PreTrainedConfig]] = {
-    "bert": lambda: BertConfig(**_sizes()),
-    "bert_options": lambda: BertConfig(**_sizes(hidden_act="gelu_new", layer_norm_eps=1e-5, type_vocab_size=1)),
-    "roberta": lambda: RobertaConfig(**_sizes(pad_token_id=1, type_vocab_size=1)),
-    "xlm_roberta": lambda: XLMRobertaConfig(**_sizes(pad_token_id=3, type_vocab_size=1, num_hidden_layers=2)),
-    "distilbert": lambda: DistilBertConfig(
-        vocab_size=VOCAB, dim=48, hidden_dim=80, n_layers=3, n_heads=4, max_position_embeddings=80
-    ),
-}
-
-
-def randomise(model: PreTrainedModel) -> PreTrainedModel:
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn_like(parameter) * 0.25
-            parameter.copy_(noise if parameter.dim() >= 2 else parameter + noise)
-    return model.eval()
-
-
-def save_encoder(name: str, folder: Path) -> PreTrainedModel:
-    model = randomise(AutoModel.from_config(CASES[name](), attn_implementation="eager"))
-    model.save_pretrained(folder)
-    return model
 
 
 def load(folder: Path, **settings: Any) -> EncoderRunner:
@@ -185,7 +143,7 @@ def test_bfloat16_is_near(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "kind, config", [(BertForMaskedLM, BertConfig(**_sizes())), (RobertaForMaskedLM, RobertaConfig(**_sizes()))]
+    "kind, config", [(BertForMaskedLM, BertConfig(**sizes())), (RobertaForMaskedLM, RobertaConfig(**sizes()))]
 )
 def test_a_masked_language_model_is_served_without_its_head(tmp_path, kind, config):
     oracle = randomise(kind(config))
@@ -255,6 +213,6 @@ def test_longest_text(tmp_path):
     ],
 )
 def test_what_is_not_served_is_named(changes, words):
-    raw = BertConfig(**_sizes(), architectures=["BertModel"]).to_dict() | changes
+    raw = BertConfig(**sizes(), architectures=["BertModel"]).to_dict() | changes
     with pytest.raises(ModelError, match=words):
         model_config(raw)

@@ -1,63 +1,67 @@
-"""Every family against transformers: logits in fp32 through the paged cache, and greedy text."""
+"""Every family against its oracle: logits in fp32 through the paged cache, and greedy text. `make families` shows the
+same checks as a table."""
 
+import ast
+import re
 from pathlib import Path
+from statistics import median
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
 from engine.models.decoder import Decoder
-from engine.models.families import read_model_config
+from engine.models.families import FAMILIES, model_config, read_model_config
 from engine.models.loading.load import load_model
-from tests.engine.models.paged import PagedRunner, Sequence, greedy
-from tests.engine.models.tiny_models import ALL_CASES, VOCAB, oracle_logits, save_model
+from engine.models.loading.pieces import checkpoint_pieces
+from tests.engine.models import tiny_encoders
+from tests.engine.models.family_checks import (
+    CHECKS,
+    TOLERANCE,
+    check_logits,
+    load,
+    main_cases,
+    make_prompts,
+)
+from tests.engine.models.paged import PagedRunner, Sequence
+from tests.engine.models.tiny_classic import PUBLISHED
+from tests.engine.models.tiny_models import ALL_CASES, num_text_parameters, oracle_logits, save_model
 
-PROMPT_LENGTHS = (1, 7, 33, 40)
-TOLERANCE = {"atol": 2e-5, "rtol": 2e-5}  # logits are of size 1 to 10
+ROOT = Path(__file__).parents[3]
+MAIN = sorted(main_cases().values())
+VARIANTS = [name for name in ALL_CASES if name not in MAIN]
+MAX_MEDIAN_LINES = 45
+# family.py finds a family, families/ holds their names, and families/__init__.py looks up the one of a ModelConfig.
+NAMES = {family.model_type for family in FAMILIES} | {name for family in FAMILIES for name in family.architectures}
+NAME_FIELDS = {"family", "model_type", "architectures"}
+LOOKUPS = ("engine/models/family.py", "engine/models/families/__init__.py")
 
 
-def load(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
-    config = read_model_config(folder)
-    return load_model(folder, config, dtype=dtype, device=torch.device("cpu"), load_format="auto", seed=0)
-
-
-def make_prompts(*lengths: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randint(VOCAB, (n,), generator=generator).tolist() for n in lengths]
-
-
-@pytest.fixture(scope="module", params=ALL_CASES)
+@pytest.fixture(scope="module", params=MAIN)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Decoder]:
-    """transformers' model and ours, loaded from what it saved."""
+    """The oracle, and our model loaded from what the oracle saved."""
     folder = tmp_path_factory.mktemp(request.param)
     oracle = save_model(request.param, folder)
     return oracle, load(folder)
 
 
-def test_logits_of_a_batch_of_prompts(pair: tuple[PreTrainedModel, Decoder]) -> None:
-    oracle, model = pair
-    prompts = make_prompts(*PROMPT_LENGTHS)
-    sequences = [Sequence(prompt) for prompt in prompts]
-    logits = PagedRunner(model).step([(s, len(s.token_ids)) for s in sequences])
-    for prompt, ours in zip(prompts, logits, strict=True):
-        assert ours.dtype == torch.float32 and ours.shape == (len(prompt), model.config.vocab_size)
-        torch.testing.assert_close(ours, oracle_logits(oracle, prompt), **TOLERANCE)
+@pytest.mark.parametrize("check", CHECKS)
+def test_family(pair: tuple[PreTrainedModel, Decoder], check: str) -> None:
+    CHECKS[check](*pair)
 
 
-def test_logits_of_chunks_mixed_with_decodes(pair: tuple[PreTrainedModel, Decoder]) -> None:
-    """Three sequences go through in steps of different sizes, 1 being a decode; all logits are as in one pass."""
+@pytest.mark.parametrize("name", VARIANTS)
+def test_logits_and_size_of_a_variant(name: str, tmp_path: Path) -> None:
+    oracle, model = save_model(name, tmp_path), load(tmp_path)
+    check_logits(oracle, model)
+    assert model.config.num_parameters() == num_text_parameters(oracle)
+
+
+def test_num_parameters(pair: tuple[PreTrainedModel, Decoder]) -> None:
     oracle, model = pair
-    sequences = [Sequence(prompt) for prompt in make_prompts(40, 33, 21)]
-    runner = PagedRunner(model)
-    collected: list[list[torch.Tensor]] = [[], [], []]
-    plan = [(7, 1, 9), (1, 1, 9), (13, 16, 1), (1, 1, 1), (1, 14, 1), (17, 0, 0)]
-    for sizes in plan:
-        work = [(i, n) for i, n in enumerate(sizes) if n]
-        for (i, _), logits in zip(work, runner.step([(sequences[i], n) for i, n in work]), strict=True):
-            collected[i].append(logits)
-    for sequence, parts in zip(sequences, collected, strict=True):
-        assert sequence.num_computed == len(sequence.token_ids)
-        torch.testing.assert_close(torch.cat(parts), oracle_logits(oracle, sequence.token_ids), **TOLERANCE)
+    count = num_text_parameters(oracle)
+    assert model.config.num_parameters() == count
+    assert model.config.weight_bytes(2) == 2 * count
 
 
 def test_only_the_wanted_rows_of_the_last_layer_are_computed(pair: tuple[PreTrainedModel, Decoder]) -> None:
@@ -73,17 +77,6 @@ def test_only_the_wanted_rows_of_the_last_layer_are_computed(pair: tuple[PreTrai
         )
         for rows, row in zip(every, last, strict=True):
             torch.testing.assert_close(rows[-1:], row, rtol=1e-5, atol=1e-5)
-
-
-def test_greedy_text_is_the_same(pair: tuple[PreTrainedModel, Decoder]) -> None:
-    """The oracle, given our text, would have chosen every token of it: so its own greedy text is the same."""
-    oracle, model = pair
-    prompts = make_prompts(1, 5, 9, 16, 23)
-    texts = greedy(PagedRunner(model), prompts, 64)
-    for prompt, text in zip(prompts, texts, strict=True):
-        choices = oracle_logits(oracle, prompt + text).argmax(-1).tolist()
-        assert text == choices[len(prompt) - 1 : -1]
-    assert len({token for text in texts for token in text}) >= 8, "an oracle that repeats itself proves little"
 
 
 def test_longrope_past_the_trained_length(tmp_path: Path) -> None:
@@ -106,8 +99,79 @@ def test_longrope_past_the_trained_length(tmp_path: Path) -> None:
     assert long.positions.cos_sin is not None and len(long.positions.cos_sin) == 300
 
 
-def test_num_parameters(pair: tuple[PreTrainedModel, Decoder]) -> None:
-    oracle, model = pair
-    count = sum(parameter.numel() for parameter in oracle.parameters())
-    assert model.config.num_parameters() == count
-    assert model.config.weight_bytes(2) == 2 * count
+def test_every_family_has_a_case() -> None:
+    encoders = {
+        model_config({**case().to_dict(), "architectures": None}).family for case in tiny_encoders.CASES.values()
+    }
+    assert {family.model_type for family in FAMILIES} == set(main_cases()) | encoders
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_checkpoints_fit(name: str) -> None:
+    """Every tensor of a published index has a place, of its shape; none is missing."""
+    raw, index = PUBLISHED[name]
+    config = model_config(raw)
+    family = next(family for family in FAMILIES if family.model_type == config.family)
+    shapes = {name: piece.shape for name, piece in checkpoint_pieces(config, family).items()}
+    first = {name: shape for name, shape in shapes.items() if ".0." in name or not re.search(r"\.\d+\.", name)}
+    assert first == index
+
+
+def test_a_family_file_is_short() -> None:
+    files = [path for path in (ROOT / "engine/models/families").glob("*.py") if path.name != "__init__.py"]
+    assert median(len(path.read_text().splitlines()) for path in files) <= MAX_MEDIAN_LINES
+
+
+def test_no_code_asks_for_the_name_of_a_model() -> None:
+    """Behaviour comes from fields of ModelConfig. Names of architectures and model types stand in family files."""
+    files = [path for folder in ("engine", "kernels", "server") for path in (ROOT / folder).rglob("*.py")]
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in files
+        if str(path.relative_to(ROOT)) not in LOOKUPS
+        for node in ast.walk(ast.parse(path.read_text()))
+        if _asks_for_a_name(node)
+    ]
+    assert not found
+
+
+def _asks_for_a_name(node: ast.AST) -> bool:
+    """True for a comparison, a match or a call of startswith or endswith that has the name of a model as an operand."""
+    if isinstance(node, ast.Compare):
+        return any(map(_is_name_of_a_model, (node.left, *node.comparators)))
+    if isinstance(node, ast.Match):
+        return _is_name_of_a_model(node.subject)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        return node.func.attr in ("startswith", "endswith") and any(
+            map(_is_name_of_a_model, (node.func.value, *node.args))
+        )
+    return False
+
+
+def _is_name_of_a_model(node: ast.AST) -> bool:
+    if isinstance(node, ast.Attribute):
+        return node.attr in NAME_FIELDS
+    if isinstance(node, ast.Constant):
+        return node.value in NAMES
+    if isinstance(node, ast.Tuple | ast.List | ast.Set):
+        return any(map(_is_name_of_a_model, node.elts))
+    # raw["model_type"], raw.get("architectures"), str(config.family)
+    values = [node.slice] if isinstance(node, ast.Subscript) else node.args if isinstance(node, ast.Call) else []
+    return any(_is_name_of_a_model(v) or (isinstance(v, ast.Constant) and v.value in NAME_FIELDS) for v in values)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "config.family == 'llama'",
+        "'MptForCausalLM' in names",
+        "kind in ('opt', 'gpt2')",
+        "raw['model_type'] != kind",
+        "raw.get('architectures') == names",
+        "config.family.startswith('qwen')",
+        "name.startswith(('gemma', 'x'))",
+        "match config.family:\n  case _: pass",
+    ],
+)
+def test_such_code_is_found(code: str) -> None:
+    assert any(map(_asks_for_a_name, ast.walk(ast.parse(code))))

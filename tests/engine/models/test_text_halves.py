@@ -2,77 +2,26 @@
 
 import json
 import logging
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForImageTextToText,
-    Gemma3Config,
-    Mistral3Config,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen2_5_VLConfig,
-    Qwen3VLConfig,
-)
+from transformers import Gemma3Config, PreTrainedModel
 
 from engine.checkpoint.locate import read_eos_token_ids
 from engine.errors import ModelError
 from engine.models.families import model_config, read_model_config
 from engine.models.loading.load import load_model
 from tests.engine.models.paged import PagedRunner, Sequence, greedy
-from tests.engine.models.tiny_models import oracle_logits, randomize
+from tests.engine.models.tiny_models import build_model, oracle_logits
+from tests.engine.models.tiny_text_halves import CASES
 
-VOCAB = 97
 PROMPT = [5, 90, 3, 3, 61, 17, 44, 2, 8, 96, 31, 12, 70]
-TEXT: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2}
-TEXT |= {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128}
-TEXT |= {"pad_token_id": None, "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2}
-TOWER = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 2}
-TOWER |= {"image_size": 28, "patch_size": 14}
-BLOCKS = {"depth": 1, "hidden_size": 32, "intermediate_size": 40, "num_heads": 2, "out_hidden_size": 48}
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8}
-YARN |= {"llama_4_scaling_beta": 0.3, "mscale": 1.0, "mscale_all_dim": 1.0}
-
-
-def _mrope(*section: int) -> dict[str, Any]:
-    return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(section)}}
-
-
-def _mistral3(**text: Any) -> PreTrainedConfig:
-    tower = {**TOWER, "model_type": "pixtral", "head_dim": 16}
-    return Mistral3Config(text_config={**TEXT, **text}, vision_config=tower, tie_word_embeddings=False)
-
-
-CASES: dict[str, Callable[[], PreTrainedConfig]] = {
-    "gemma3": lambda: Gemma3Config(
-        text_config={**TEXT, "sliding_window": 7, "sliding_window_pattern": 2},
-        vision_config=TOWER,
-        mm_tokens_per_image=4,
-        tie_word_embeddings=False,
-    ),
-    "mistral3": lambda: _mistral3(model_type="mistral", sliding_window=None),
-    "mistral3_ministral3": lambda: _mistral3(model_type="ministral3", rope_parameters=YARN),
-    "qwen2_5_vl": lambda: Qwen2_5_VLConfig(
-        text_config={**TEXT, **_mrope(1, 1, 2), "head_dim": 8},
-        vision_config={**BLOCKS, "fullatt_block_indexes": [0]},
-        tie_word_embeddings=False,
-    ),
-    "qwen3_vl": lambda: Qwen3VLConfig(
-        text_config={**TEXT, **_mrope(4, 2, 2)},
-        vision_config={**BLOCKS, "deepstack_visual_indexes": [0]},
-        tie_word_embeddings=True,
-    ),
-}
 
 
 def save(name: str, folder: Path, original_format: bool) -> PreTrainedModel:
     """A tiny random model, in the layout of its first checkpoints or of transformers 5 in memory."""
-    torch.manual_seed(0)
-    model = AutoModelForImageTextToText.from_config(CASES[name](), attn_implementation="eager").eval()
-    randomize(model)
+    model = build_model(name)
     model.save_pretrained(folder, save_original_format=original_format)
     return model
 

@@ -259,3 +259,105 @@ def slopes(heads: int) -> list[float]:
     whole = 2 ** math.floor(math.log2(heads))
     first = [2 ** (-8 * i / whole) for i in range(1, whole + 1)]
     return first + [2 ** (-4 * i / whole) for i in range(1, 2 * (heads - whole), 2)]
+
+
+def _index(text: str) -> dict[str, tuple[int, ...]]:
+    """Names and shapes, one tensor a line."""
+    rows = (line.split() for line in text.strip().splitlines())
+    return {name: tuple(map(int, shape.split("x"))) for name, shape in rows}
+
+
+# config.json and the tensors of published checkpoints that transformers has no code for: those of layer 0, and those of
+# no layer. Buffers such as rotary_emb.inv_freq are left out.
+PUBLISHED = {
+    "Aquila2-34B": (
+        {**AQUILA, "architectures": ["AquilaForCausalLM"], "vocab_size": 100008, "hidden_size": 6144,
+         "intermediate_size": 24576, "num_hidden_layers": 60, "num_attention_heads": 48, "num_key_value_heads": 8,
+         "max_position_embeddings": 8192, "rms_norm_eps": 1e-5},
+        _index("""
+            model.embed_tokens.weight 100008x6144
+            model.layers.0.input_layernorm.weight 6144
+            model.layers.0.self_attn.q_proj.weight 6144x6144
+            model.layers.0.self_attn.k_proj.weight 1024x6144
+            model.layers.0.self_attn.v_proj.weight 1024x6144
+            model.layers.0.self_attn.o_proj.weight 6144x6144
+            model.layers.0.post_attention_layernorm.weight 6144
+            model.layers.0.mlp.gate_proj.weight 24576x6144
+            model.layers.0.mlp.up_proj.weight 24576x6144
+            model.layers.0.mlp.down_proj.weight 6144x24576
+            model.norm.weight 6144
+            lm_head.weight 100008x6144
+        """),
+    ),
+    "Baichuan2-13B": (
+        {**BAICHUAN, "architectures": ["BaichuanForCausalLM"], "vocab_size": 125696, "hidden_size": 5120,
+         "intermediate_size": 13696, "num_hidden_layers": 40, "num_attention_heads": 40, "model_max_length": 4096},
+        _index("""
+            model.embed_tokens.weight 125696x5120
+            model.layers.0.input_layernorm.weight 5120
+            model.layers.0.self_attn.W_pack.weight 15360x5120
+            model.layers.0.self_attn.o_proj.weight 5120x5120
+            model.layers.0.post_attention_layernorm.weight 5120
+            model.layers.0.mlp.gate_proj.weight 13696x5120
+            model.layers.0.mlp.up_proj.weight 13696x5120
+            model.layers.0.mlp.down_proj.weight 5120x13696
+            model.norm.weight 5120
+            lm_head.weight 125696x5120
+        """),
+    ),
+    "internlm-7b": (
+        {**INTERNLM, "vocab_size": 103168, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+         "num_attention_heads": 32, "max_position_embeddings": 2048, "bias": True},
+        _index("""
+            model.embed_tokens.weight 103168x4096
+            model.layers.0.input_layernorm.weight 4096
+            model.layers.0.self_attn.q_proj.weight 4096x4096
+            model.layers.0.self_attn.q_proj.bias 4096
+            model.layers.0.self_attn.k_proj.weight 4096x4096
+            model.layers.0.self_attn.k_proj.bias 4096
+            model.layers.0.self_attn.v_proj.weight 4096x4096
+            model.layers.0.self_attn.v_proj.bias 4096
+            model.layers.0.self_attn.o_proj.weight 4096x4096
+            model.layers.0.self_attn.o_proj.bias 4096
+            model.layers.0.post_attention_layernorm.weight 4096
+            model.layers.0.mlp.gate_proj.weight 11008x4096
+            model.layers.0.mlp.up_proj.weight 11008x4096
+            model.layers.0.mlp.down_proj.weight 4096x11008
+            model.norm.weight 4096
+            lm_head.weight 103168x4096
+        """),
+    ),
+    "internlm2-7b": (
+        {**INTERNLM2, "vocab_size": 92544, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+         "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 32768},
+        _index("""
+            model.tok_embeddings.weight 92544x4096
+            model.layers.0.attention_norm.weight 4096
+            model.layers.0.attention.wqkv.weight 6144x4096
+            model.layers.0.attention.wo.weight 4096x4096
+            model.layers.0.ffn_norm.weight 4096
+            model.layers.0.feed_forward.w1.weight 14336x4096
+            model.layers.0.feed_forward.w2.weight 4096x14336
+            model.layers.0.feed_forward.w3.weight 14336x4096
+            model.norm.weight 4096
+            output.weight 92544x4096
+        """),
+    ),
+    "Qwen-7B": (
+        {**QWEN, "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
+         "num_attention_heads": 32, "kv_channels": 128, "seq_length": 8192, "max_position_embeddings": 32768},
+        _index("""
+            transformer.wte.weight 151936x4096
+            transformer.h.0.ln_1.weight 4096
+            transformer.h.0.attn.c_attn.weight 12288x4096
+            transformer.h.0.attn.c_attn.bias 12288
+            transformer.h.0.attn.c_proj.weight 4096x4096
+            transformer.h.0.ln_2.weight 4096
+            transformer.h.0.mlp.w1.weight 11008x4096
+            transformer.h.0.mlp.w2.weight 11008x4096
+            transformer.h.0.mlp.c_proj.weight 4096x11008
+            transformer.ln_f.weight 4096
+            lm_head.weight 151936x4096
+        """),
+    ),
+}  # fmt: skip

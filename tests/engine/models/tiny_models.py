@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
@@ -29,7 +30,7 @@ from transformers import (
     Starcoder2Config,
 )
 
-from tests.engine.models import tiny_classic, tiny_modern
+from tests.engine.models import tiny_classic, tiny_modern, tiny_text_halves
 
 VOCAB = 97  # odd on purpose: nothing may rely on a padded vocabulary
 
@@ -217,6 +218,7 @@ CASES: dict[str, Callable[[], PreTrainedConfig]] = {
     "opt_no_bias": lambda: _opt(enable_bias=False, _remove_final_layer_norm=True, activation_function="gelu"),
     **tiny_classic.CASES,
     **tiny_modern.CASES,
+    **tiny_text_halves.CASES,
 }
 REFERENCES = tiny_classic.REFERENCES  # config.json of families that transformers has no code for
 ALL_CASES = (*CASES, *REFERENCES)
@@ -227,7 +229,8 @@ def build_model(name: str) -> PreTrainedModel | tiny_classic.Reference:
     if name in REFERENCES:
         return tiny_classic.Reference(REFERENCES[name])
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(
+    kind = AutoModelForImageTextToText if name in tiny_text_halves.CASES else AutoModelForCausalLM
+    model = kind.from_config(
         CASES[name](),
         attn_implementation=tiny_classic.ATTENTION.get(name, "eager"),
         experts_implementation="eager",
@@ -246,6 +249,12 @@ def randomize(model: PreTrainedModel) -> None:
             parameter.copy_(noise * 0.25)
         else:
             parameter.add_(noise * 0.25)
+
+
+def num_text_parameters(oracle: torch.nn.Module) -> int:
+    """The number of parameters without those of a vision tower."""
+    named = oracle.named_parameters()
+    return sum(p.numel() for name, p in named if not any(part in name for part in tiny_text_halves.VISION))
 
 
 def save_model(name: str, folder: Path, **options: Any) -> PreTrainedModel | tiny_classic.Reference:

@@ -1,0 +1,48 @@
+"""Tiny random vision-language models of transformers: the oracle of their text halves."""
+
+from collections.abc import Callable
+from typing import Any
+
+from transformers import Gemma3Config, Mistral3Config, PreTrainedConfig, Qwen2_5_VLConfig, Qwen3VLConfig
+
+VOCAB = 97
+VISION = ("vision_tower.", "multi_modal_projector.", "visual.")  # parts of the names of tensors that text does not need
+TEXT: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2}
+TEXT |= {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128}
+TEXT |= {"pad_token_id": None, "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2}
+TOWER = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 2}
+TOWER |= {"image_size": 28, "patch_size": 14}
+BLOCKS = {"depth": 1, "hidden_size": 32, "intermediate_size": 40, "num_heads": 2, "out_hidden_size": 48}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8}
+YARN |= {"llama_4_scaling_beta": 0.3, "mscale": 1.0, "mscale_all_dim": 1.0}
+
+
+def _mrope(*section: int) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(section)}}
+
+
+def _mistral3(**text: Any) -> PreTrainedConfig:
+    tower = {**TOWER, "model_type": "pixtral", "head_dim": 16}
+    return Mistral3Config(text_config={**TEXT, **text}, vision_config=tower, tie_word_embeddings=False)
+
+
+CASES: dict[str, Callable[[], PreTrainedConfig]] = {
+    "gemma3_vision": lambda: Gemma3Config(
+        text_config={**TEXT, "sliding_window": 7, "sliding_window_pattern": 2},
+        vision_config=TOWER,
+        mm_tokens_per_image=4,
+        tie_word_embeddings=False,
+    ),
+    "mistral3": lambda: _mistral3(model_type="mistral", sliding_window=None),
+    "mistral3_ministral3": lambda: _mistral3(model_type="ministral3", rope_parameters=YARN),
+    "qwen2_5_vl": lambda: Qwen2_5_VLConfig(
+        text_config={**TEXT, **_mrope(1, 1, 2), "head_dim": 8},
+        vision_config={**BLOCKS, "fullatt_block_indexes": [0]},
+        tie_word_embeddings=False,
+    ),
+    "qwen3_vl": lambda: Qwen3VLConfig(
+        text_config={**TEXT, **_mrope(4, 2, 2)},
+        vision_config={**BLOCKS, "deepstack_visual_indexes": [0]},
+        tie_word_embeddings=True,
+    ),
+}
