@@ -16,6 +16,7 @@ from engine.models.families import family_of
 from engine.models.loading.allocation import allocate
 from engine.models.loading.join import Place, join_pieces, reorder_rows
 from engine.models.loading.pieces import Piece, checkpoint_pieces, matrix_of
+from engine.models.loading.progress import LoadingProgress
 from engine.models.loading.tensor_file import ELEMENT_BYTES, Header
 from engine.models.loading.weight_files import find_weight_files, open_weight_file
 from engine.models.weight_format import FLOAT_DTYPES, Matrix, Stored
@@ -84,7 +85,6 @@ class _Loader:
         self.parted: dict[str, dict[Place, Part]] = {}  # parameters with quantised pieces, and the pieces made so far
         self.found: dict[str, _Found] = {}
         self.wanted: dict[str, int] = {}  # parameter -> number of its pieces
-        self.total, self.done, self.reported = 1, 0, -1
         self.weights: dict[str, Weight] = {}
 
     def load(self) -> dict[str, Weight]:
@@ -96,9 +96,13 @@ class _Loader:
         plain = {name: shape for name, shape in shapes.items() if name not in self.parted}
         tensors = allocate(plain, self.dtype, self.device)
         self.weights = dict(tensors)
-        self.total = sum(_num_bytes(self.found[name].header) for name in (*self.plain, *self.quantized)) or 1
-        for path in self.files:
-            self._load_file(path, tensors)
+        total = sum(_num_bytes(self.found[name].header) for name in (*self.plain, *self.quantized))
+        progress = LoadingProgress(total, self.progress)
+        try:
+            for path in self.files:
+                self._load_file(path, tensors, progress)
+        finally:
+            progress.close()
         return {name: self.weights[name] for name in shapes}
 
     def _read_headers(self) -> None:
@@ -240,7 +244,7 @@ class _Loader:
             'If the head is meant, set "tie_word_embeddings": false there.'
         )
 
-    def _load_file(self, path: Path, weights: Mapping[str, Tensor]) -> None:
+    def _load_file(self, path: Path, weights: Mapping[str, Tensor], progress: LoadingProgress) -> None:
         full_names = {found.name: full_name for full_name, found in self.found.items() if found.path == path}
         with open_weight_file(path) as file:
             for name in file.names():
@@ -252,7 +256,7 @@ class _Loader:
                     self._load_quantized(*self.quantized[full_name], file.tensor(name))
                 else:
                     continue
-                self._report(_num_bytes(self.found[full_name].header))
+                progress.add(_num_bytes(self.found[full_name].header))
 
     def _load_plain(self, piece: Piece, tensor: Tensor, weights: Mapping[str, Tensor]) -> None:
         if piece.parameter in weights:
@@ -281,13 +285,6 @@ class _Loader:
         if len(parts) == self.wanted[piece.parameter]:
             self.weights[piece.parameter] = join_pieces(piece.parameter, parts)
             del self.parted[piece.parameter]
-
-    def _report(self, num_bytes: int) -> None:
-        self.done += num_bytes
-        tenth = self.done * 10 // self.total
-        if tenth != self.reported:
-            self.reported = tenth
-            self.progress(f"loading weights {tenth * 10}%")
 
 
 def _num_bytes(header: Header) -> int:

@@ -66,6 +66,8 @@ def open_pickle(path: Path) -> Iterator[PickleFile]:
         raise ModelError(_refusal(path, str(error))) from None
     except MemoryError as error:
         raise ModelError(f"{path.name} is damaged: it asks for more memory than this machine has.") from error
+    except EOFError as error:
+        raise ModelError(f"{path.name} is damaged or incomplete: it ends too early.") from error
     except Exception as error:  # a damaged pickle makes the unpickler raise anything: KeyError, TypeError, EOFError ...
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise ModelError(f"{path.name} is damaged or incomplete: {reason[0][:200]}") from error
