@@ -8,7 +8,7 @@ from pathlib import Path
 
 from engine.errors import ModelError
 
-READ_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".safetensors")
+READ_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".safetensors")
 
 
 def path_inside(folder: Path, relative: str | Path) -> Path:

@@ -12,7 +12,7 @@ from engine.config import EngineConfig
 from engine.errors import ModelError
 
 BUNDLED_MODEL = Path(__file__).parents[1] / "models" / "bundled"
-TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
+TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "tokenizer.model.v*", "*.tiktoken", "merges.txt", "vocab.txt")
 
 
 def resolve_model(config: EngineConfig) -> Path:

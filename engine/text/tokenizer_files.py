@@ -9,7 +9,9 @@ from typing import Any
 
 import tokenizers
 
+from engine.checkpoint.locate import read_json
 from engine.errors import ModelError
+from engine.text.conversion.convert import convert_tokenizer
 
 # Models of these types drop text: one unknown token stands for any number of characters, a run of spaces for no token.
 # No real text has more characters per token than MAX_CHARS_LOST.
@@ -21,7 +23,8 @@ def load_tokenizer(model_dir: Path) -> tokenizers.Tokenizer:
     """The tokenizer of a checkpoint folder. No code from the checkpoint runs."""
     path = model_dir / "tokenizer.json"
     if not path.is_file():
-        return _load_with_transformers(model_dir)
+        converted = convert_tokenizer(model_dir, read_json(model_dir / "tokenizer_config.json"))
+        return converted or _load_with_transformers(model_dir)
     try:
         return tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception for a file that it cannot read
@@ -29,7 +32,7 @@ def load_tokenizer(model_dir: Path) -> tokenizers.Tokenizer:
 
 
 def _load_with_transformers(model_dir: Path) -> tokenizers.Tokenizer:
-    """For checkpoints that hold only vocab.json and merges.txt, or a SentencePiece file. Imports torch."""
+    """For checkpoints that hold only vocab.json and merges.txt, or vocab.txt. Imports torch."""
     from transformers import AutoTokenizer
 
     try:

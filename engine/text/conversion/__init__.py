@@ -1,0 +1,1 @@
+"""Tokenizers of checkpoints without tokenizer.json: sentencepiece, tiktoken and tekken files, read without packages."""

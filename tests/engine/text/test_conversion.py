@@ -1,0 +1,183 @@
+"""Tokenizers from sentencepiece, tiktoken and tekken files: the ids of the packages that define these files."""
+
+import base64
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sentencepiece
+import tiktoken
+import tokenizers
+from tokenizers import models, pre_tokenizers, trainers
+
+from engine.errors import ModelError
+from engine.text.conversion.tiktoken import LLAMA3, QWEN, TEKKEN_SPECIAL
+from engine.text.tokenizer import Tokenizer
+
+README = Path(__file__).parents[3] / "README.md"
+TEXTS = [
+    "Hello world",
+    "  leading and   inner spaces  ",
+    "",
+    "naïve café 日本語 テキスト 😀",
+    "x=1;\n\n\ty = 12345.678\n",
+    "don't DON'T we'll",
+    "\u200bzero\u00a0width",
+    "a" * 50,
+    "ﬁne ｆｕｌｌ ①²",
+]
+
+
+def corpus() -> list[str]:
+    lines = [line for line in README.read_text(encoding="utf-8").splitlines() if line.strip()]
+    return lines + ["naïve café 日本語 テスト", "x = 3;  y  =  4", "    indented", "emoji 😀"] * 5
+
+
+def train_sentencepiece(folder: Path, **settings: Any) -> sentencepiece.SentencePieceProcessor:
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(corpus()),
+        model_writer=model,
+        vocab_size=700,
+        character_coverage=0.99,
+        hard_vocab_limit=False,
+        minloglevel=2,
+        **settings,
+    )
+    (folder / "tokenizer.model").write_bytes(model.getvalue())
+    return sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+
+
+PLAIN = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "byte_fallback": True}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"model_type": "bpe", "split_digits": True, "allow_whitespace_only_pieces": True, **PLAIN},  # as LLaMA's
+        {"model_type": "bpe", "user_defined_symbols": ["<|im|>", "\n\n"], "add_dummy_prefix": False, **PLAIN},
+        {"model_type": "unigram", "normalization_rule_name": "nmt_nfkc"},
+        {"model_type": "unigram", **PLAIN},
+    ],
+)
+def test_sentencepiece(tmp_path: Path, settings: dict[str, Any]) -> None:
+    reference = train_sentencepiece(tmp_path, **settings)
+    tokenizer = Tokenizer(tmp_path)
+    assert tokenizer.vocab_size == reference.get_piece_size()
+    for text in TEXTS:
+        ids = reference.encode(text)
+        assert tokenizer.encode(text, add_special_tokens=False) == ids
+        assert tokenizer.encode(text) == [reference.bos_id(), *ids]
+        if reference.unk_id() not in ids:
+            assert tokenizer.decode(ids) == reference.decode(ids)
+    assert tokenizer.encode("</s>", add_special_tokens=False)[-1] == reference.eos_id()
+
+
+def test_settings_of_tokenizer_config(tmp_path: Path) -> None:
+    reference = train_sentencepiece(tmp_path, model_type="bpe", **PLAIN)
+    size = reference.get_piece_size()
+    settings = {
+        "add_bos_token": False,
+        "add_eos_token": True,
+        "legacy": False,
+        "added_tokens_decoder": {str(size): {"content": "<|im_start|>", "special": True}},
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<|more|>": size + 1}))
+    tokenizer = Tokenizer(tmp_path)
+    ids = [*reference.encode("a b"), size, *reference.encode("é")[1:], reference.eos_id()]
+    assert reference.encode("é")[0] == reference.piece_to_id("\u2581")
+    assert tokenizer.encode("a b<|im_start|>é") == ids  # without "legacy", no prefix behind a special token
+    assert tokenizer.encode("<|more|>")[-2] == size + 1
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<|more|>": size + 7}))
+    with pytest.raises(ModelError, match=rf"'<\|more\|>' cannot get the id {size + 7}"):
+        Tokenizer(tmp_path)
+
+
+def train_ranks(pattern: str) -> dict[bytes, int]:
+    """A vocabulary of bytes and merges, in tiktoken's form."""
+    trained = tokenizers.Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(tokenizers.Regex(pattern), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trained.train_from_iterator(corpus(), trainers.BpeTrainer(vocab_size=800, initial_alphabet=alphabet))
+    decoder = tokenizers.decoders.ByteLevel()
+    spelled = sorted(trained.get_vocab(), key=trained.get_vocab().__getitem__)
+    single = {chr(i): bytes([i]) for i in range(256) if chr(i) in alphabet}
+    others = [byte for byte in range(256) if chr(byte) not in single]
+    single |= {chr(256 + i): bytes([byte]) for i, byte in enumerate(others)}
+    assert decoder.decode(["Ġ"]) == " "
+    return {b"".join(single[c] for c in token): rank for rank, token in enumerate(spelled)}
+
+
+def save_ranks(path: Path, ranks: dict[bytes, int]) -> None:
+    path.write_bytes(b"".join(base64.b64encode(token) + b" %d\n" % rank for token, rank in ranks.items()))
+
+
+@pytest.mark.parametrize(("name", "facts"), [("qwen.tiktoken", QWEN), ("tokenizer.model", LLAMA3)])
+def test_tiktoken(tmp_path: Path, name: str, facts: Any) -> None:
+    ranks = train_ranks(facts.pattern)
+    save_ranks(tmp_path / name, ranks)
+    special = {token: len(ranks) + i for i, token in enumerate(facts.special)}
+    reference = tiktoken.Encoding(name, pat_str=facts.pattern, mergeable_ranks=ranks, special_tokens=special)
+    tokenizer = Tokenizer(tmp_path)
+    assert tokenizer.vocab_size == reference.n_vocab
+    for text in [*TEXTS, f"a{facts.special[1]}b {facts.special[7]}"]:
+        ids = reference.encode(text, allowed_special="all")
+        assert tokenizer.encode(text, add_special_tokens=False) == ids
+        assert tokenizer.encode(text) == ([special["<|begin_of_text|>"]] if facts.bos else []) + ids
+        assert tokenizer.decode(ids, skip_special_tokens=False) == reference.decode(ids) == text
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_tekken(tmp_path: Path, listed: bool) -> None:
+    ranks = train_ranks(LLAMA3.pattern)
+    names = [*TEKKEN_SPECIAL, "<SPECIAL_20>", "<SPECIAL_21>"]
+    special = {name: i for i, name in enumerate(names)}
+    vocab = [
+        {"rank": rank, "token_bytes": base64.b64encode(token).decode(), "token_str": None}
+        for token, rank in ranks.items()
+    ]
+    config = {
+        "pattern": LLAMA3.pattern,
+        "default_vocab_size": len(ranks) + len(names) - 100,  # the file holds more than the model uses
+        "default_num_special_tokens": len(names),
+    }
+    tekken = {"config": config, "vocab": vocab}
+    if listed:
+        tekken["special_tokens"] = [{"rank": i, "token_str": name, "is_control": True} for name, i in special.items()]
+    (tmp_path / "tekken.json").write_text(json.dumps(tekken))
+    used = {token: rank for token, rank in ranks.items() if rank < len(ranks) - 100}
+    reference = tiktoken.Encoding("tekken", pat_str=LLAMA3.pattern, mergeable_ranks=used, special_tokens={})
+    tokenizer = Tokenizer(tmp_path)
+    for text in TEXTS:
+        ids = [i + len(names) for i in reference.encode(text)]
+        assert tokenizer.encode(text) == [1, *ids]
+        assert tokenizer.decode(ids) == text
+    assert tokenizer.encode("[INST]a[/INST]", add_special_tokens=False)[::2] == [3, 4]
+
+
+def damaged_files() -> Sequence[tuple[str, bytes, str]]:
+    return [
+        ("tokenizer.model", b"\x0a\xff\xff\xff\xff\x7f", "ranks|split|base64|unpack"),
+        ("tokenizer.model", b"", "its ranks are not"),
+        ("qwen.tiktoken", b"IQ== 0\nIg== 7\n", "its ranks are not"),
+        ("other.tiktoken", b"IQ== 0\n", "leaves out how texts are split.*known are qwen.tiktoken.*--tokenizer"),
+        ("tekken.json", b"{}", "KeyError"),
+        ("tekken.json", b"[" * 100_000, "RecursionError|JSONDecodeError"),
+    ]
+
+
+@pytest.mark.parametrize(("name", "data", "message"), damaged_files())
+def test_damaged(tmp_path: Path, name: str, data: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(ModelError, match=rf"{name}.*({message})") as error:
+        Tokenizer(tmp_path)
+    assert "\n" not in str(error.value)
