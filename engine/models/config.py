@@ -167,7 +167,7 @@ class ModelConfig:
     @property
     def rotary_dim(self) -> int:
         """Values of a head that are rotated."""
-        return int(self.head_dim * self.partial_rotary_factor)
+        return int(self.head_dim * self.partial_rotary_factor + 1e-6)  # 30 / 44 * 44 is below 30
 
     @property
     def max_positions(self) -> int:

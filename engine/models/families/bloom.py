@@ -5,7 +5,7 @@ from dataclasses import replace
 from engine.models.config import ModelConfig
 from engine.models.families import llama
 from engine.models.family import Family
-from engine.models.reader import MAX_LAYERS, ConfigReader
+from engine.models.reader import ConfigReader
 
 LAYER_WEIGHTS = {
     "h.{}.input_layernorm": "layers.{}.attn_norm",
@@ -29,8 +29,8 @@ def to_config(reader: ConfigReader) -> ModelConfig:
     hidden_size = reader.size("n_embed" if reader.has("n_embed") else "hidden_size")
     reader = reader.with_defaults(
         hidden_size=hidden_size,
-        num_hidden_layers=reader.size("n_layer", high=MAX_LAYERS),
-        num_attention_heads=reader.size("n_head"),
+        num_hidden_layers=reader.raw.get("n_layer"),
+        num_attention_heads=reader.raw.get("n_head"),
         intermediate_size=4 * hidden_size,
         max_position_embeddings=reader.size("seq_length", 2048),
         tie_word_embeddings=True,
@@ -51,4 +51,7 @@ def to_config(reader: ConfigReader) -> ModelConfig:
     )
 
 
-FAMILY = Family("bloom", ("BloomForCausalLM",), to_config, WEIGHTS, prefix="transformer.", qkv_grouped=True)
+# The second name is that of some published config.json, whose tensors lack the prefix.
+FAMILY = Family(
+    "bloom", ("BloomForCausalLM", "BloomModel"), to_config, WEIGHTS, prefix="transformer.", qkv_grouped=True
+)

@@ -19,6 +19,7 @@ WEIGHTS = {
     "lm_head": "lm_head",
 }
 REQUIRED = {"attn_type": "multihead_attention", "alibi": True, "prefix_lm": False, "qk_ln": False, "qk_gn": False}
+REQUIRED |= {"rope": False, "sliding_window_size": -1}
 
 
 def to_config(reader: ConfigReader) -> ModelConfig:
@@ -26,6 +27,7 @@ def to_config(reader: ConfigReader) -> ModelConfig:
     for name, served in REQUIRED.items():
         attention.require(name, served)
     reader.require("no_bias", True)
+    reader.choice("norm_type", "layernorm", ("layernorm", "low_precision_layernorm"))
     reader = reader.with_defaults(
         hidden_size=hidden_size,
         num_hidden_layers=reader.size("n_layers", high=MAX_LAYERS),
@@ -42,7 +44,7 @@ def to_config(reader: ConfigReader) -> ModelConfig:
         norm_bias=False,
         position="alibi",
         alibi_bias_max=attention.number("alibi_bias_max", 8.0),
-        clip_qkv=attention.number("clip_qkv") if attention.has("clip_qkv") else 0.0,
+        clip_qkv=attention.number("clip_qkv") if attention.raw.get("clip_qkv") else 0.0,
         attn_scale=attention.number("softmax_scale") if attention.has("softmax_scale") else None,
         logits_scale=_logit_scale(reader, hidden_size),
         activation="gelu",

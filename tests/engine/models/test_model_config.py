@@ -197,7 +197,7 @@ def test_sizes_of_a_known_model() -> None:
         (PHI4_MINI, {"original_max_position_embeddings": 1}, "original_max_position_embeddings must be .* from 2"),
         (PHI4_MINI, {"partial_rotary_factor": 0.7}, r"even head_dim, not 11 \(partial_rotary_factor 0.7\)"),
         (PHI4_MINI, {"partial_rotary_factor": 1.5}, "partial_rotary_factor must be a number above 0 and at most 1,"),
-        (LLAMA, {"rope_parameters": {"rope_type": "mrope"}}, "rope_type 'mrope' is not supported"),
+        (LLAMA, {"rope_parameters": {"rope_type": "spiral"}}, "rope_type 'spiral' is not supported"),
         (LLAMA, {"rope_scaling": {"type": "linear"}}, "rope_scaling has no factor"),
         (LLAMA, {"rope_scaling": {"type": "linear", "factor": -1}}, "factor must be a number above 0"),
         (LLAMA, {"rope_scaling": {"type": ["linear"]}}, "is not supported"),
