@@ -1,6 +1,6 @@
 """QuantizedWeight: a matrix in 4-bit or 8-bit codes, whatever the format of the checkpoint that it came from."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -73,6 +73,23 @@ class QuantizedWeight:
             offsets=None if self.offsets is None else self.offsets.to(device),
             permutation=None if self.permutation is None else self.permutation.to(device),
         )
+
+    def rows(self, indices: Tensor) -> "QuantizedWeight":
+        """Some rows of a matrix [out, in]: int64 [n]."""
+        return self._of_rows(lambda table: table[indices])
+
+    def row_range(self, start: int, end: int) -> "QuantizedWeight":
+        """Rows start:end of a matrix [out, in], without a copy."""
+        return self._of_rows(lambda table: table[start:end])
+
+    def expert(self, index: int) -> "QuantizedWeight":
+        """The matrix [out, in] of one expert, without a copy."""
+        return self._of_rows(lambda table: table[index])
+
+    def _of_rows(self, choose: Callable[[Tensor], Tensor]) -> "QuantizedWeight":
+        codes = choose(self.codes.view(torch.uint8)).view(self.codes.dtype)  # torch cannot index fp8
+        offsets = None if self.offsets is None else choose(self.offsets)
+        return replace(self, codes=codes, scales=choose(self.scales), offsets=offsets)
 
     def _meanings(self) -> Tensor:
         if self.codebook is None:

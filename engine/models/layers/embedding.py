@@ -5,8 +5,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.models.config import ModelConfig
-from engine.models.layers.operators import Operators, take_linear, take_optional, take_plain
+from engine.models.layers.operators import Linear, Operators, take_linear, take_optional
 from kernels.dispatch import use_triton
+from kernels.quantized.linear import QuantizedLinear
 from kernels.quantized.weight import Weight
 
 
@@ -16,7 +17,9 @@ class Embedding:
     __slots__ = ("position_offset", "position_weight", "project_in", "scale", "weight")
 
     def __init__(self, config: ModelConfig, weights: dict[str, Weight], operators: Operators) -> None:
-        self.weight = take_plain(weights, "embedding.weight", operators.dtype)
+        weight = weights.pop("embedding.weight")
+        assert not isinstance(weight, tuple), "an embedding is one tensor"
+        self.weight = weight if isinstance(weight, Tensor) else QuantizedLinear(weight, None, operators.dtype)
         self.scale = config.embedding_scale
         if config.round_embedding_scale:  # in bf16 sqrt(3072) is 55.5
             self.scale = torch.tensor(self.scale).to(self.weight.dtype).item()
@@ -26,7 +29,8 @@ class Embedding:
         self.project_in = take_linear(weights, "project_in", operators) if has_projection else None
 
     def __call__(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        hidden = F.embedding(input_ids, self.weight)
+        weight = self.weight
+        hidden = F.embedding(input_ids, weight) if isinstance(weight, Tensor) else weight.rows(input_ids)
         if self.scale != 1.0:
             hidden = hidden * self.scale
         if self.project_in is not None:
@@ -37,7 +41,8 @@ class Embedding:
 
 
 class LMHead:
-    """[rows, hidden] -> logits [rows, vocab_size]. A tied head packs its own copy of the embedding's weight.
+    """[rows, hidden] -> logits [rows, vocab_size]. A tied head packs its own copy of the embedding's weight; if that is
+    quantised, the two share it.
 
     Logits are fp32 on a CPU and in the model's dtype on a GPU, whose sampler widens them as it reads.
     """
@@ -45,13 +50,23 @@ class LMHead:
     __slots__ = ("linear", "project_out", "scale", "softcap")
 
     def __init__(
-        self, config: ModelConfig, weights: dict[str, Weight], embedding_weight: Tensor, operators: Operators
+        self,
+        config: ModelConfig,
+        weights: dict[str, Weight],
+        embedding_weight: Tensor | QuantizedLinear,
+        operators: Operators,
     ) -> None:
         has_projection = "project_out.weight" in weights
         self.project_out = take_linear(weights, "project_out", operators) if has_projection else None
         self.scale, self.softcap = config.logits_scale, config.logit_softcap
-        weight = embedding_weight if config.tie_embeddings else weights.pop("lm_head.weight")
-        self.linear = operators.linear(weight, take_optional(weights, "lm_head.bias"))
+        bias = take_optional(weights, "lm_head.bias")
+        self.linear: Linear
+        if not config.tie_embeddings:
+            self.linear = operators.linear(weights.pop("lm_head.weight"), bias)
+        elif isinstance(embedding_weight, QuantizedLinear):
+            self.linear = embedding_weight.with_bias(bias)
+        else:
+            self.linear = operators.linear(embedding_weight, bias)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         if self.project_out is not None:

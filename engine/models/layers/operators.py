@@ -13,9 +13,10 @@ from kernels.elementwise.activation import activation, gated_activation, has_row
 from kernels.linear.choice import ChosenLinear, LinearChoices, choose_on_device
 from kernels.linear.invariant import InvariantLinear, RowCounts
 from kernels.linear.packed import PackedLinear
-from kernels.quantized.weight import Weight
+from kernels.quantized.linear import PartedLinear, QuantizedLinear
+from kernels.quantized.weight import QuantizedWeight, Weight
 
-Linear = PackedLinear | ChosenLinear | InvariantLinear
+Linear = PackedLinear | ChosenLinear | InvariantLinear | QuantizedLinear | PartedLinear
 Activate = Callable[[Tensor, str], Tensor]
 
 
@@ -29,7 +30,10 @@ class FastOperators:
 
     def linear(self, weight: Weight, bias: Tensor | None) -> Linear:
         """y = x @ weight.T + bias."""
-        weight = _plain(weight, self.dtype)
+        if isinstance(weight, tuple):
+            return PartedLinear(weight, bias, self.dtype)
+        if isinstance(weight, QuantizedWeight):
+            return QuantizedLinear(weight, bias, self.dtype)
         return self.choices.linear(weight, bias) if weight.is_cuda else PackedLinear(weight, bias)
 
     def choose_kernels(self, device: torch.device, max_rows: int) -> None:
@@ -55,7 +59,8 @@ class InvariantOperators:
 
     def linear(self, weight: Weight, bias: Tensor | None) -> Linear:
         """See FastOperators."""
-        return InvariantLinear(_plain(weight, self.dtype), bias, self.row_counts)
+        assert isinstance(weight, Tensor), "operators_for refuses quantised weights"
+        return InvariantLinear(weight, bias, self.row_counts)
 
     def choose_kernels(self, device: torch.device, max_rows: int) -> None:
         """There is one kernel, whatever the number of rows."""
@@ -72,6 +77,11 @@ def operators_for(config: ModelConfig, dtype: torch.dtype, device: torch.device,
     """The operators for a model. ConfigError if batch_invariant is set but a kernel for it is missing."""
     if not batch_invariant:
         return FastOperators(dtype=dtype)
+    if config.quantization is not None:
+        raise ConfigError(
+            f"batch_invariant is not served for {config.quantization.name} weights: the number of rows chooses their "
+            "kernel. Leave the option off, or use a checkpoint in bf16, fp16 or fp32."
+        )
     if config.moe is not None:
         raise ConfigError(
             "batch_invariant is not served for mixtures of experts: how many tokens an expert gets chooses its kernel. "

@@ -1,0 +1,478 @@
+"""The linear layer over 4-bit and 8-bit codes of a CPU that multiplies bf16 pairs; codes are read packed.
+
+Codes lie in panels of 64 outputs. A line of 64 bytes holds the 4-bit codes of two neighbouring inputs for all outputs
+of a panel. One instruction looks 32 codes up in a table of bf16 values (vpermw), and vdpbf16ps multiplies them with the
+pair of inputs. An int8 code is 16 * high + low: two lines with a table each. Values that bf16 does not hold exactly
+(nf4) are the sum of two tables that share a line. Sums of a group are fp32; the group's
+scale multiplies the sum, and its offset the sum of the group's inputs, so no weight is rounded. With many rows, each
+panel is decoded to bf16 weights first, which all rows share.
+
+FP8 codes (e4m3) become bf16 numbers by integer arithmetic; 128 bytes hold two neighbouring inputs of 64 outputs.
+"""
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+from torch import Tensor
+
+from kernels.cpu import simd
+from kernels.cpu.codes import WIDTH, F32Pointer, Vec, constant
+from kernels.cpu.dots import HAS_BF16_DOT, broadcast, dot, multiply, vector_at
+from kernels.cpu.parallel import jit, next_item, parallel_kernel
+from kernels.cpu.simd import I32Pointer, advance, load, splat, store
+from kernels.quantized.weight import QuantizedWeight, unpack_4bit
+
+COLUMNS = 64  # outputs per panel
+VECTORS = COLUMNS // WIDTH
+LINE = 16  # 32-bit words of a line of codes
+AHEAD = 48  # lines to prefetch ahead of one row, 3 KiB
+DECODED_FROM = (0, 28, 14, 28, 14)  # by kind of codes: rows from which panels are decoded first
+ROWS_PER_ITEM = 192
+DEPTH = 512  # pairs of inputs that are decoded at a time: 128 KiB, which stay in L2
+INT4, INT8, FP8, SPLIT4 = 1, 2, 3, 4  # kinds of codes; SPLIT4: 4-bit codes with two tables
+LINES = (0, 1, 2, 2, 1)  # by kind: lines per pair of inputs
+TABLES = (0, 1, 2, 0, 2)
+ZERO = np.float32(0)
+
+_F32, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+_F32V, _I32V = ir.VectorType(_F32, WIDTH), ir.VectorType(_I32, WIDTH)
+_LANES = ir.VectorType(_I16, 2 * WIDTH)
+
+
+def _lanes(value):
+    return ir.Constant(_LANES, [value] * (2 * WIDTH))
+
+
+def _look_up(builder, codes, table):
+    """table[code % 32] for 32 codes of 16 bits; the tables repeat after 16 values, so bits above the fourth are
+    ignored."""
+    asm = ir.InlineAsm(ir.FunctionType(_LANES, [_LANES, _LANES]), "vpermw $2, $1, $0", "=v,v,v")
+    return builder.call(asm, [codes, table])
+
+
+def _load_lines(builder, pointer, offset, count):
+    """`count` lines of codes from word `offset` on."""
+    places = [builder.add(offset, ir.Constant(_I64, i * LINE)) for i in range(count)]
+    return [builder.load(vector_at(builder, pointer, place, _LANES), align=4) for place in places]
+
+
+def _codes_of(builder, line, vector):
+    """The codes of outputs 16 * vector to 16 * vector + 15, in the low four bits of each lane."""
+    return builder.lshr(line, _lanes(4 * vector)) if vector else line
+
+
+def _halves(builder, words):
+    """The even and the odd bf16 numbers of 32-bit words, as floats."""
+    pair = builder.shl(words, constant(_I32, 16)), builder.and_(words, constant(_I32, -65536))
+    return [builder.bitcast(half, _F32V) for half in pair]
+
+
+def _values_of_fp8(builder, codes):
+    """32 e4m3 codes in the low bytes of 16-bit lanes -> bf16 numbers. Normal numbers get the bias of bf16; those below
+    2^-6 are looked up."""
+    magnitude = builder.and_(codes, _lanes(0x7F))
+    normal = builder.add(builder.shl(magnitude, _lanes(4)), _lanes(120 << 7))
+    small = _look_up(builder, magnitude, ir.Constant(_LANES, [_bf16_bits(i % 8 / 512) for i in range(2 * WIDTH)]))
+    is_small = builder.icmp_unsigned("<", magnitude, _lanes(8))
+    sign = builder.shl(builder.and_(codes, _lanes(0x80)), _lanes(8))
+    return builder.or_(builder.select(is_small, small, normal), sign)
+
+
+def _bf16_bits(value: float) -> int:
+    """The bits of a number that bf16 holds exactly, as a signed 16-bit integer."""
+    return int(torch.tensor(value, dtype=torch.bfloat16).view(torch.int16))
+
+
+def _words(builder, kind, codes, at, v, lines, table):
+    """bf16 pairs of 16 outputs, one vector for each factor of the inputs; `at`: word of the first line."""
+    if kind == FP8:
+        place = builder.add(at, ir.Constant(_I64, v * LINE // 2))
+        packed = ir.VectorType(ir.IntType(8), 2 * WIDTH)
+        wide = builder.zext(builder.load(vector_at(builder, codes, place, packed), align=4), _LANES)
+        return [builder.bitcast(_values_of_fp8(builder, wide), _I32V)]
+    lines = lines * (TABLES[kind] // len(lines))
+    found = [_look_up(builder, _codes_of(builder, line, v), values) for line, values in zip(lines, table, strict=True)]
+    return [builder.bitcast(values, _I32V) for values in found]
+
+
+def _multiply(rows, kind):
+    """An intrinsic: sums[r, :] = x[r, :] @ codes for `rows` rows and 64 outputs, in units of the group's scale.
+
+    `depth` counts pairs of inputs. `tables`: see tables_of.
+    """
+    cells = [(r, v) for r in range(rows) for v in range(VECTORS)]
+    num_lines = LINES[kind]
+    shared = 0 if kind == FP8 else num_lines  # lines of which each holds codes of all outputs
+
+    def codegen(context, builder, sig, args):
+        x, x_stride, codes, depth, tables, sums = args
+        table = _load_lines(builder, tables, ir.Constant(_I64, 0), TABLES[kind])
+        totals = {cell: cgutils.alloca_once_value(builder, ir.Constant(_F32V, [0.0] * WIDTH)) for cell in cells}
+        with cgutils.for_range(builder, depth) as loop:
+            at = builder.mul(loop.index, ir.Constant(_I64, num_lines * LINE))
+            for line in range(num_lines if rows <= 2 else 0):
+                ahead = ir.Constant(_I64, (AHEAD * num_lines + line) * LINE)
+                simd.prefetch(builder, builder.gep(codes, [builder.add(at, ahead)]))
+            lines = _load_lines(builder, codes, at, shared)
+            pairs = []
+            for r in range(rows):
+                index = builder.add(builder.mul(x_stride, ir.Constant(_I64, r)), loop.index)
+                pairs.append(broadcast(builder, builder.load(builder.gep(x, [index]))))
+            for v in range(VECTORS):
+                for words in _words(builder, kind, codes, at, v, lines, table):
+                    for r in range(rows):
+                        total = dot(builder, builder.load(totals[r, v]), pairs[r], words)
+                        builder.store(total, totals[r, v])
+        for r, v in cells:
+            target = vector_at(builder, sums, ir.Constant(_I64, r * COLUMNS + v * WIDTH), _F32V)
+            builder.store(builder.load(totals[r, v]), target, align=4)
+        return context.get_dummy_value()
+
+    i64 = types.int64
+    arguments = I32Pointer, i64, I32Pointer, i64, I32Pointer, F32Pointer
+
+    def typing(typingctx, x, x_stride, codes, depth, tables, sums):
+        return types.void(*arguments), codegen
+
+    typing.__doc__ = f"Products of {rows} rows with codes."
+    return intrinsic(typing)
+
+
+def _microkernel(kind):
+    rows1, rows2, rows3, rows4, rows6 = (_multiply(rows, kind) for rows in (1, 2, 3, 4, 6))
+
+    @jit
+    def microkernel(num_rows, x, x_stride, codes, depth, tables, sums):
+        if num_rows == 6:
+            rows6(x, x_stride, codes, depth, tables, sums)
+        elif num_rows == 4:
+            rows4(x, x_stride, codes, depth, tables, sums)
+        elif num_rows == 3:
+            rows3(x, x_stride, codes, depth, tables, sums)
+        elif num_rows == 2:
+            rows2(x, x_stride, codes, depth, tables, sums)
+        else:
+            rows1(x, x_stride, codes, depth, tables, sums)
+
+    return microkernel
+
+
+_multiply4, _multiply8, _multiply_fp8, _multiply_split4 = (_microkernel(kind) for kind in (INT4, INT8, FP8, SPLIT4))
+_rows6, _rows5, _rows4, _rows3, _rows2, _rows1 = (
+    multiply(rows, VECTORS, f"{rows} rows of a decoded panel's columns.") for rows in (6, 5, 4, 3, 2, 1)
+)
+
+
+def _decode(kind):
+    """An intrinsic: weights[k, :] = bf16 pairs of scale * meaning + offset, for one vector of 16 outputs of a panel."""
+    shared = 0 if kind == FP8 else LINES[kind]
+
+    def codegen(context, builder, sig, args):
+        codes, depth, tables, weights, scale, offset = args
+        table = _load_lines(builder, tables, ir.Constant(_I64, 0), TABLES[kind])
+        for v in range(VECTORS):
+            place = ir.Constant(_I64, v * WIDTH)
+            factor, term = (builder.load(vector_at(builder, p, place, _F32V), align=4) for p in (scale, offset))
+            with cgutils.for_range(builder, depth) as loop:
+                at = builder.mul(loop.index, ir.Constant(_I64, LINES[kind] * LINE))
+                lines = _load_lines(builder, codes, at, shared)
+                parts = [_halves(builder, w) for w in _words(builder, kind, codes, at, v, lines, table)]
+                meanings = parts[0] if len(parts) == 1 else [builder.fadd(*both) for both in zip(*parts, strict=True)]
+                even, odd = (
+                    builder.bitcast(builder.fadd(builder.fmul(value, factor, flags=("contract",)), term,
+                                                 flags=("contract",)), _I32V)
+                    for value in meanings
+                )  # fmt: skip
+                half = constant(_I32, 0x8000)  # rounds to nearest, ties away from zero
+                low = builder.lshr(builder.add(even, half), constant(_I32, 16))
+                high = builder.and_(builder.add(odd, half), constant(_I32, -65536))
+                index = builder.add(builder.mul(loop.index, ir.Constant(_I64, COLUMNS)), place)
+                builder.store(builder.or_(low, high), vector_at(builder, weights, index, _I32V), align=4)
+        return context.get_dummy_value()
+
+    arguments = I32Pointer, types.int64, I32Pointer, I32Pointer, F32Pointer, F32Pointer
+
+    def typing(typingctx, codes, depth, tables, weights, scale, offset):
+        return types.void(*arguments), codegen
+
+    typing.__doc__ = "Decode the codes of a group for 64 outputs."
+    return intrinsic(typing)
+
+
+_decode4, _decode8, _decode_fp8, _decode_split4 = (_decode(kind) for kind in (INT4, INT8, FP8, SPLIT4))
+
+
+@intrinsic
+def _load_half(typingctx, pointer, index):
+    """Sixteen fp16 numbers, `index` counted in them, widened."""
+
+    def codegen(context, builder, sig, args):
+        halves = builder.bitcast(args[0], _I16.as_pointer())
+        place = builder.bitcast(builder.gep(halves, [args[1]]), ir.VectorType(ir.HalfType(), WIDTH).as_pointer())
+        return builder.fpext(builder.load(place, align=2), _F32V)
+
+    return Vec(F32Pointer, types.int64), codegen
+
+
+@jit
+def _parameter(values, is_half, index):
+    """Scales or offsets of sixteen outputs."""
+    return _load_half(values, index) if is_half else load(values, index)
+
+
+@jit
+def _add_group(num_rows, products, sums, scales, offsets, is_half, at, x_sums, num_groups):
+    """sums += products * scale + offset * sum of the group's inputs. `at`: index of the panel's and group's scales."""
+    for c in range(0, COLUMNS, WIDTH):
+        scale = _parameter(scales, is_half, at + c)
+        for r in range(num_rows):
+            total = simd.fma(load(products, r * COLUMNS + c), scale, load(sums, r * COLUMNS + c))
+            store(sums, r * COLUMNS + c, total)
+        if simd.address(offsets) != 0:
+            offset = _parameter(offsets, is_half, at + c)
+            for r in range(num_rows):
+                x_sum = splat(simd.read(x_sums, r * num_groups))
+                store(sums, r * COLUMNS + c, simd.fma(offset, x_sum, load(sums, r * COLUMNS + c)))
+
+
+@jit
+def _multiply_direct(kind, x, x_stride, codes, tables, group, num_rows, sums, products, scales, offsets, is_half,
+                     at, x_sums, num_groups):  # fmt: skip
+    """sums[r, :] += x[r, :] @ panel, group by group, in groups of up to six rows."""
+    row = 0
+    while row < num_rows:
+        count = min(num_rows - row, 6)
+        count = 3 if count == 5 else count
+        for g in range(num_groups):
+            part = advance(x, row * x_stride + g * group)
+            if kind == INT4:
+                line = advance(codes, g * group * LINE)
+                _multiply4(count, part, x_stride, line, group, tables, products)
+            elif kind == SPLIT4:
+                line = advance(codes, g * group * LINE)
+                _multiply_split4(count, part, x_stride, line, group, tables, products)
+            elif kind == INT8:
+                line = advance(codes, 2 * g * group * LINE)
+                _multiply8(count, part, x_stride, line, group, tables, products)
+            else:
+                line = advance(codes, 2 * g * group * LINE)
+                _multiply_fp8(count, part, x_stride, line, group, tables, products)
+            _add_group(count, products, advance(sums, row * COLUMNS), scales, offsets, is_half,
+                       at + g * COLUMNS, advance(x_sums, row * num_groups + g), num_groups)  # fmt: skip
+        row += count
+
+
+@jit
+def _decode_part(kind, codes, tables, group, first, depth, weights, factors, scales, offsets, is_half, at):
+    """Pairs `first` to first + depth of a panel as bf16 weights; `factors`: room for the scales of a group."""
+    terms = advance(factors, COLUMNS)
+    k = first
+    while k < first + depth:
+        g = k // group
+        count = min((g + 1) * group, first + depth) - k
+        for c in range(0, COLUMNS, WIDTH):
+            store(factors, c, _parameter(scales, is_half, at + g * COLUMNS + c))
+            if simd.address(offsets) != 0:
+                store(terms, c, _parameter(offsets, is_half, at + g * COLUMNS + c))
+            else:
+                store(terms, c, splat(ZERO))
+        target = advance(weights, (k - first) * COLUMNS)
+        if kind == INT4:
+            _decode4(advance(codes, k * LINE), count, tables, target, factors, terms)
+        elif kind == SPLIT4:
+            _decode_split4(advance(codes, k * LINE), count, tables, target, factors, terms)
+        elif kind == INT8:
+            _decode8(advance(codes, 2 * k * LINE), count, tables, target, factors, terms)
+        else:
+            _decode_fp8(advance(codes, 2 * k * LINE), count, tables, target, factors, terms)
+        k += count
+
+
+@jit
+def _multiply_decoded(x, x_stride, weights, depth, num_rows, sums):
+    row = 0
+    while row < num_rows:
+        a, out, left = advance(x, row * x_stride), advance(sums, row * COLUMNS), num_rows - row
+        if left >= 6:
+            _rows6(a, x_stride, weights, COLUMNS, depth, out, COLUMNS)
+        elif left == 5:
+            _rows5(a, x_stride, weights, COLUMNS, depth, out, COLUMNS)
+        elif left == 4:
+            _rows4(a, x_stride, weights, COLUMNS, depth, out, COLUMNS)
+        elif left == 3:
+            _rows3(a, x_stride, weights, COLUMNS, depth, out, COLUMNS)
+        elif left == 2:
+            _rows2(a, x_stride, weights, COLUMNS, depth, out, COLUMNS)
+        else:
+            _rows1(a, x_stride, weights, COLUMNS, depth, out, COLUMNS)
+        row += min(left, 6)
+
+
+@parallel_kernel("16q")
+def _code_linear(args):
+    """Work items are (panel, rows), so that consecutive items read the same panel."""
+    x, codes, tables, out, bias = (
+        simd.pointer_i32(args[2]), simd.pointer_i32(args[3]), simd.pointer_i32(args[4]), simd.pointer_bf16(args[5]),
+        simd.pointer_bf16(args[6]),
+    )  # fmt: skip
+    scales, offsets, x_sums = simd.pointer_f32(args[7]), simd.pointer_f32(args[8]), simd.pointer_f32(args[9])
+    num_rows, x_stride, words, out_features = args[10], args[11], args[12], args[13]
+    kind, group, is_half, num_groups = args[14], args[15], args[16], args[17]
+    floats = np.empty((ROWS_PER_ITEM + 8) * COLUMNS, np.float32)
+    sums = simd.pointer_f32(floats.ctypes.data)
+    products = advance(sums, ROWS_PER_ITEM * COLUMNS)
+    decodes = num_rows >= DECODED_FROM[kind]
+    scratch = np.empty(DEPTH * COLUMNS if decodes else 1, np.int32)
+    weights = simd.pointer_i32(scratch.ctypes.data)
+    panel_words = words * LINE if kind == INT4 or kind == SPLIT4 else 2 * words * LINE
+    items_per_panel = (num_rows + ROWS_PER_ITEM - 1) // ROWS_PER_ITEM
+    item = next_item(args)
+    while item < args[1]:
+        panel, begin = item // items_per_panel, item % items_per_panel * ROWS_PER_ITEM
+        rows, column = min(ROWS_PER_ITEM, num_rows - begin), panel * COLUMNS
+        at = panel * num_groups * COLUMNS
+        part = advance(codes, panel * panel_words)
+        for i in range(0, rows * COLUMNS, WIDTH):
+            store(sums, i, splat(ZERO))
+        if decodes:
+            for k in range(0, words, DEPTH):
+                depth = min(DEPTH, words - k)
+                _decode_part(kind, part, tables, group, k, depth, weights, products, scales, offsets, is_half, at)
+                _multiply_decoded(advance(x, begin * x_stride + k), x_stride, weights, depth, rows, sums)
+        else:
+            _multiply_direct(kind, advance(x, begin * x_stride), x_stride, part, tables, group, rows, sums,
+                             products, scales, offsets, is_half, at, advance(x_sums, begin * num_groups),
+                             num_groups)  # fmt: skip
+        for c in range(0, min(COLUMNS, out_features - column), WIDTH):
+            term = load(bias, column + c) if simd.address(bias) != 0 else splat(ZERO)
+            for r in range(rows):
+                value = simd.add(load(sums, r * COLUMNS + c), term)
+                store(out, (begin + r) * out_features + column + c, value)
+        item = next_item(args)
+    simd.keep(floats)
+    simd.keep(scratch)
+
+
+class PackedCodes:
+    """A quantised matrix in panels of 64 outputs: `code_linear` multiplies with it, `rows` reads rows back."""
+
+    def __init__(self, weight: QuantizedWeight) -> None:
+        """weight [out, in]; its `permutation` is left to the caller. See supports_codes."""
+        self.out_features, self.in_features = weight.shape
+        self.group_size = weight.group_size
+        self.kind, planes, tables = _planes(weight)
+        self.codes = _pack_bytes(planes[0]) if self.kind == FP8 else _pack_nibbles(planes)
+        self.tables = torch.tensor([values * 2 for values in tables], dtype=torch.bfloat16)
+        parameters = [weight.scales] if weight.offsets is None else [weight.scales, weight.offsets]
+        half = all(torch.equal(values.half().float(), values.float()) for values in parameters)
+        packed = [_pack_parameters(values.half() if half else values.float()) for values in parameters]
+        self.scales, self.offsets = packed[0], packed[1] if len(packed) > 1 else None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in memory."""
+        tensors = (self.codes, self.scales, self.offsets)
+        return sum(tensor.numel() * tensor.itemsize for tensor in tensors if tensor is not None)
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """Rows of the matrix: int64 [n] -> fp32 [n, in]."""
+        panel, within = indices // COLUMNS, indices % COLUMNS
+        if self.kind == FP8:
+            meanings = self.codes[panel, :, within].flatten(1).view(torch.float8_e4m3fn).float()
+        else:
+            values = self.tables[:, :WIDTH].float()
+            planes = _unpack_nibbles(self.codes, panel, within)
+            planes = planes * (len(values) // len(planes))
+            meanings = sum(table[codes.long()] for table, codes in zip(values, planes, strict=True))
+        groups = meanings.unflatten(-1, (-1, self.group_size)) * self.scales[panel, :, within].float().unsqueeze(-1)
+        if self.offsets is not None:
+            groups += self.offsets[panel, :, within].float().unsqueeze(-1)
+        return groups.flatten(-2)
+
+
+def supports_codes(weight: QuantizedWeight) -> bool:
+    """True for a matrix with groups of an even number of inputs, on CPUs with vdpbf16ps."""
+    return HAS_BF16_DOT and len(weight.shape) == 2 and weight.group_size % 2 == 0
+
+
+def pad_bias(bias: Tensor | None) -> Tensor | None:
+    """A bias bf16 [out] as code_linear reads it: in whole vectors."""
+    return None if bias is None else F.pad(bias, (0, -len(bias) % WIDTH))
+
+
+def _planes(weight: QuantizedWeight) -> tuple[int, list[Tensor], list[tuple[float, ...]]]:
+    """(kind of codes, uint8 [out, in] of each plane, sixteen values of each table)."""
+    if weight.codes.dtype == torch.float8_e4m3fn:
+        return FP8, [weight.codes.view(torch.uint8)], []
+    if weight.codebook is None:
+        octets = weight.codes.view(torch.uint8)
+        high = tuple(16.0 * (code - 16 if code > 7 else code) for code in range(16))
+        return INT8, [octets >> 4, octets & 15], [high, tuple(map(float, range(16)))]
+    values = torch.tensor(weight.codebook)
+    rounded = values.bfloat16().float()
+    codes, first = unpack_4bit(weight.codes), tuple(rounded.tolist())
+    if torch.equal(values, rounded):
+        return INT4, [codes], [first]
+    return SPLIT4, [codes], [first, tuple((values - rounded).tolist())]
+
+
+def _pack_nibbles(planes: list[Tensor]) -> Tensor:
+    """Codes 0 to 15 of one or two planes, uint8 [out, in] each -> int16 [panels, in / 2, planes, 32].
+
+    Lane 2 * o + i of a line holds input i of the pair for outputs o, 16 + o, 32 + o and 48 + o, from its lowest bits
+    on.
+    """
+    lines = []
+    for plane in planes:
+        codes = _padded(plane).view(-1, VECTORS, WIDTH, plane.shape[1] // 2, 2)
+        line = sum(codes[:, v].short() << 4 * v for v in range(VECTORS))  # [panels, 16, in / 2, 2]
+        lines.append(line.transpose(1, 2).flatten(2))
+    return torch.stack(lines, 2).contiguous()
+
+
+def _unpack_nibbles(panels: Tensor, panel: Tensor, within: Tensor) -> list[Tensor]:
+    """The codes of rows `within` of panels `panel`, int64 [n] each -> uint8 [n, in] per plane."""
+    first_lane, shift = within % WIDTH * 2, (within // WIDTH * 4).view(-1, 1, 1, 1)
+    lanes = torch.stack((first_lane, first_lane + 1), -1)[:, None, None, :]
+    picked = panels[panel].int().gather(-1, lanes.expand(-1, *panels.shape[1:3], -1))
+    codes = (picked >> shift & 15).to(torch.uint8)
+    return [codes[:, :, plane].flatten(1) for plane in range(panels.shape[2])]
+
+
+def _pack_bytes(codes: Tensor) -> Tensor:
+    """8-bit codes, uint8 [out, in] -> uint8 [panels, in / 2, 64, 2]."""
+    return _padded(codes).view(-1, COLUMNS, codes.shape[1] // 2, 2).permute(0, 2, 1, 3).contiguous()
+
+
+def _pack_parameters(values: Tensor) -> Tensor:
+    """Scales or offsets [out, groups] -> [panels, groups, 64]."""
+    return _padded(values).view(-1, COLUMNS, values.shape[1]).transpose(1, 2).contiguous()
+
+
+def _padded(rows: Tensor) -> Tensor:
+    return F.pad(rows, (0, 0, 0, -len(rows) % COLUMNS))
+
+
+def code_linear(x: Tensor, weight: PackedCodes, bias: Tensor | None) -> Tensor:
+    """x bf16 [num_rows, in_features], whose rows may be strided -> bf16 [num_rows, out_features]. bias: of pad_bias."""
+    row_stride, stride = x.stride()
+    if stride != 1 or row_stride % 2:
+        x, row_stride = x.contiguous(), x.shape[1]
+    num_rows, in_features = x.shape
+    num_groups, offsets, x_sums = in_features // weight.group_size, weight.offsets, None
+    if offsets is not None and num_rows < DECODED_FROM[weight.kind]:
+        x_sums = x.float().view(num_rows, num_groups, weight.group_size).sum(-1)
+    width = -(-weight.out_features // WIDTH) * WIDTH
+    out = torch.empty((num_rows, width), dtype=torch.bfloat16)
+    _code_linear(
+        len(weight.codes) * -(-num_rows // ROWS_PER_ITEM),
+        x.data_ptr(), weight.codes.data_ptr(), weight.tables.data_ptr(), out.data_ptr(),
+        0 if bias is None else bias.data_ptr(), weight.scales.data_ptr(), 0 if offsets is None else offsets.data_ptr(),
+        0 if x_sums is None else x_sums.data_ptr(), num_rows, row_stride // 2, in_features // 2, width,
+        weight.kind, weight.group_size // 2, weight.scales.dtype == torch.float16, num_groups,
+    )  # fmt: skip
+    return out if width == weight.out_features else out[:, : weight.out_features].contiguous()

@@ -1,0 +1,88 @@
+"""Linear layers over weights in 4 or 8 bits."""
+
+from collections.abc import Sequence
+from copy import copy
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.dispatch import cpu_kernels
+from kernels.linear.packed import PackedLinear
+from kernels.quantized.weight import Part, QuantizedWeight
+
+BLOCK_ELEMENTS = 1 << 24  # weights that the reference dequantises at a time
+
+
+class QuantizedLinear:
+    """y = x @ weight.T + bias for a matrix [out_features, in_features] in codes.
+
+    A CPU in bf16 reads the codes packed (kernels/cpu/code_linear.py). Elsewhere the weight is dequantised to x's dtype
+    in each call, a part at a time.
+    """
+
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
+        """dtype: of the inputs and results."""
+        self.out_features, self.in_features = weight.shape
+        self.bias, self.dtype, self.permutation = bias, dtype, weight.permutation
+        self.weight: QuantizedWeight | None = weight
+        cpu = cpu_kernels() if weight.codes.device.type == "cpu" and dtype == torch.bfloat16 else None
+        if cpu and cpu.code_linear.supports_codes(weight):
+            self._packed, self._multiply = cpu.code_linear.PackedCodes(weight), cpu.code_linear.code_linear
+            self._pad_bias = cpu.code_linear.pad_bias
+            self._padded_bias = self._pad_bias(bias)
+            self.weight = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[num_tokens, in_features] -> [num_tokens, out_features]"""
+        if self.weight is not None:
+            return linear_reference(x, self.weight, self.bias)
+        x = x if self.permutation is None else x.index_select(1, self.permutation)
+        return self._multiply(x, self._packed, self._padded_bias)
+
+    def with_bias(self, bias: Tensor | None) -> "QuantizedLinear":
+        """The same layer with another bias; the two share the weight."""
+        layer = copy(self)
+        layer.bias = bias
+        if self.weight is None:
+            layer._padded_bias = self._pad_bias(bias)
+        return layer
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """Rows of the weight, for an embedding that shares it: int64 [n] -> [n, in_features]."""
+        if self.weight is not None:
+            return self.weight.rows(indices).dequantize(self.dtype)
+        values = self._packed.rows(indices)
+        if self.permutation is not None:
+            values = torch.empty_like(values).index_copy_(-1, self.permutation.long(), values)
+        return values.to(self.dtype)
+
+
+class PartedLinear:
+    """A linear layer whose rows are parts of different kinds: QuantizedWeights or plain tensors [rows, in_features]."""
+
+    def __init__(self, parts: Sequence[Part], bias: Tensor | None, dtype: torch.dtype) -> None:
+        sizes = [part.shape[0] for part in parts]
+        biases = [None] * len(parts) if bias is None else [part.contiguous() for part in bias.split(sizes)]
+        self.out_features, self.in_features = sum(sizes), parts[0].shape[1]
+        self.parts = [make_linear(part, some, dtype) for part, some in zip(parts, biases, strict=True)]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[num_tokens, in_features] -> [num_tokens, out_features]"""
+        return torch.cat([part(x) for part in self.parts], -1)
+
+
+def make_linear(weight: Part, bias: Tensor | None, dtype: torch.dtype) -> QuantizedLinear | PackedLinear:
+    """The layer of a part."""
+    return PackedLinear(weight, bias) if isinstance(weight, Tensor) else QuantizedLinear(weight, bias, dtype)
+
+
+def linear_reference(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
+    """x @ weight.T + bias in torch, by dequantised rows."""
+    rows = max(1, BLOCK_ELEMENTS // weight.in_features)
+    blocks = [
+        F.linear(x, weight.row_range(start, start + rows).dequantize(x.dtype))
+        for start in range(0, weight.shape[0], rows)
+    ]
+    out = blocks[0] if len(blocks) == 1 else torch.cat(blocks, -1)
+    return out if bias is None else out + bias

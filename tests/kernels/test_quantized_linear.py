@@ -1,0 +1,90 @@
+"""Linear layers over codes against the dequantised matrix, on the compiled path and on the reference's."""
+
+import pytest
+import torch
+
+from kernels.dispatch import cpu_kernels
+from kernels.quantized.linear import PartedLinear, QuantizedLinear
+from kernels.quantized.weight import INT4, QuantizedWeight, pack_4bit
+
+IN = 192
+NF4 = tuple(float(x) for x in torch.linspace(-1, 1, 16).pow(3))  # values that bf16 does not hold
+COMPILED = cpu_kernels() is not None and cpu_kernels().code_linear.HAS_BF16_DOT
+
+
+def make(kind: str, out: int, group: int, offsets: bool = False, permuted: bool = False) -> QuantizedWeight:
+    generator = torch.Generator().manual_seed(out)
+    codebook = {"int4": INT4, "nf4": NF4}.get(kind)
+    codes = torch.randint(256, (out, IN), generator=generator).to(torch.uint8)
+    if codebook is not None:
+        codes = pack_4bit(codes & 15)
+    elif kind == "fp8":
+        codes[codes & 127 == 127] = 3  # NaN
+        codes = codes.view(torch.float8_e4m3fn)
+    else:
+        codes = codes.view(torch.int8)
+    scales = torch.rand(out, IN // group, generator=generator) + 0.5
+    return QuantizedWeight(
+        codes,
+        scales if permuted else scales.half(),
+        group,
+        offsets=torch.randn(out, IN // group, generator=generator).to(torch.float32 if permuted else torch.float16)
+        if offsets
+        else None,
+        codebook=codebook,
+        permutation=torch.randperm(IN, generator=generator).int() if permuted else None,
+    )
+
+
+def check(layer, weight: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """Up to one rounding of the result, and one of each weight where many rows share decoded weights."""
+    found, exact = layer(x).float(), x.float() @ weight.T + (0 if bias is None else bias.float())
+    terms = x.float().abs() @ weight.abs().T
+    rounding = 2.0**-9 if x.dtype == torch.bfloat16 else 1e-6
+    assert found.shape == exact.shape and ((found - exact).abs() <= rounding * (2 * exact.abs() + terms)).all()
+
+
+@pytest.mark.parametrize("kind", ["int4", "nf4", "int8", "fp8"])
+@pytest.mark.parametrize("out, group, offsets, permuted", [
+    (80, 32, False, False), (97, 32, True, True), (64, IN, False, False), (130, 64, True, False)
+])  # fmt: skip
+def test_every_kind_of_codes_and_number_of_rows(kind, out, group, offsets, permuted):
+    weight = make(kind, out, group, offsets, permuted)
+    matrix, bias = weight.dequantize(), torch.randn(out).bfloat16()
+    for dtype in (torch.bfloat16, torch.float32):
+        layer = QuantizedLinear(weight, bias.to(dtype), dtype)
+        assert (layer.weight is None) == (COMPILED and dtype == torch.bfloat16)
+        for rows in (1, 2, 5, 7, 30, 200) if dtype == torch.bfloat16 else (3,):
+            check(layer, matrix, torch.randn(rows, IN).to(dtype), bias)
+        plain = layer.with_bias(None)
+        check(plain, matrix, torch.randn(3, 2 * IN).to(dtype)[:, IN:], None)
+
+
+@pytest.mark.parametrize("kind", ["int4", "nf4", "int8", "fp8"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_are_read_back_exactly(kind, dtype):
+    for offsets in (False, True):
+        weight = make(kind, 97, 32, offsets, permuted=offsets)
+        rows = torch.tensor([96, 0, 17, 63, 64, 17])
+        assert torch.equal(QuantizedLinear(weight, None, dtype).rows(rows), weight.dequantize(dtype)[rows])
+
+
+def test_parts_of_different_kinds():
+    parts = [make("int4", 32, 32), make("int8", 16, 64), torch.randn(48, IN).bfloat16()]
+    matrix = torch.cat([part.float() if isinstance(part, torch.Tensor) else part.dequantize() for part in parts])
+    bias = torch.randn(96).bfloat16()
+    layer = PartedLinear(parts, bias, torch.bfloat16)
+    assert (layer.out_features, layer.in_features) == (96, IN)
+    check(layer, matrix, torch.randn(5, IN).bfloat16(), bias)
+
+
+@pytest.mark.skipif(not COMPILED, reason="this processor has no vdpbf16ps")
+def test_small_numbers_of_fp8_are_exact():
+    """Every code, the subnormal ones included, times one."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes[codes & 127 == 127] = 0
+    weight = QuantizedWeight(
+        codes.view(torch.float8_e4m3fn).view(256, 1).expand(256, 2).contiguous(), torch.ones(256, 1), 2
+    )
+    x = torch.tensor([[1.0, 0.0]]).bfloat16()
+    assert torch.equal(QuantizedLinear(weight, None, torch.bfloat16)(x)[0].float(), weight.dequantize()[:, 0])
