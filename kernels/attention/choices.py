@@ -109,7 +109,8 @@ PREFILL = (
     Rule(TENSOR_CORES, 16, 4, 128, ANY, Tile(32, 32, 8, 5)),
     Rule(TENSOR_CORES, 16, 8, 128, ANY, Tile(64, 64, 8, 5)),
     Rule(TENSOR_CORES, 16, 4, 256, ANY, Tile(32, 32, 8, 5)),
-    Rule(TENSOR_CORES, 16, 16, 64, 64, Tile(64, 64, 4, 5)),
+    Rule(TENSOR_CORES, 16, 16, 64, 64, Tile(64, 64, 4, 5), extras=False),
+    Rule(TENSOR_CORES, 16, 16, 64, 64, Tile(64, 32, 4, 5)),  # 64 keys with a window spill 48 bytes on sm_120
     Rule(TENSOR_CORES, 16, 16, 64, ANY, Tile(128, 64, 8, 5)),
     Rule(TENSOR_CORES, 16, 16, 128, 64, Tile(64, 32, 4, 5)),
     Rule(TENSOR_CORES, 16, 16, 128, ANY, Tile(128, 64, 8, 7), extras=False),

@@ -214,15 +214,15 @@ def test_a_head_size_beyond_the_table_is_refused():
 )
 def test_the_loop_whose_softmax_overlaps_the_tensor_cores(heads, head_dim, block_size):
     """Contexts before the chunk, chunks that end anywhere in a tile of keys, and a prompt of one tile. Blocks of 64
-    tokens and more are read through TMA; free slots hold NaN."""
-    q_lens = [200, 70, 65, 64]
+    tokens and more are read through TMA; free slots hold NaN. The launches of head size 128 have sinks."""
+    q_lens, kwargs = [200, 70, 65, 64], options("sinks" if head_dim == 128 else "plain", heads[0])
     data = paged([300, 70, 129, 64], heads[1], head_dim, block_size, F16)
     q, plan = fused_q(sum(q_lens), *heads, head_dim, F16), make_plan(4, *heads, head_dim, capability=90, num_sms=1)
     shape = attention_shape(q, data.k_cache, None, 0, 0.0)
     tile, _ = prefill_module.prefill_tile(shape, plan, sum(q_lens) - 4, 200)
     assert tile.overlaps and tile.tma == (block_size >= 64) and tile.block_n == max(64, block_size)
-    expected = [attention(rows, data.keys[i], data.values[i], 0.2) for i, rows in enumerate(q.split(q_lens))]
-    close(prefill(data, q, q_lens, plan), torch.cat(expected))
+    expected = [attention(rows, data.keys[i], data.values[i], 0.2, **kwargs) for i, rows in enumerate(q.split(q_lens))]
+    close(prefill(data, q, q_lens, plan, **kwargs), torch.cat(expected))
 
 
 @pytest.mark.parametrize("card", CARDS.values(), ids=lambda card: str(card.capability))
