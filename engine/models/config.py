@@ -83,7 +83,7 @@ class ModelConfig:
     norm: str  # "rms" or "layer"
     norm_eps: float
     position: str  # "rope", "learned" or "alibi"
-    activation: str
+    activation: str  # "xielu", with two learned numbers a layer, needs an MLP without a gate
     gated_mlp: bool
     parallel_residual: bool = False  # attention and MLP both read the layer's input; one sum adds both to it
     mlp_norm: bool = True  # False: with parallel_residual, the MLP reads the output of attention's norm
@@ -303,6 +303,8 @@ class ModelConfig:
         hidden, inner, moe = self.hidden_size, self.intermediate_size, self.experts(layer)
         if moe is None:
             shapes = _linear("mlp_in", 2 * inner if self.gated_mlp else inner, hidden, self.mlp_bias)
+            if self.activation == "xielu":
+                shapes["xielu.weight"] = (2,)  # alpha_p, alpha_n
             return shapes | _linear("mlp_out", hidden, inner, self.mlp_bias)
         return {
             "router.weight": (moe.num_experts, hidden),

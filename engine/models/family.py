@@ -14,14 +14,15 @@ from engine.models.reader import ConfigReader, short
 @dataclass(frozen=True, slots=True)
 class Family:
     """`weights` maps module names of the checkpoint to our names (ModelConfig.parameter_shapes). "{}" is the layer
-    number, "{expert}" the number of the expert, which is the first axis of our tensor.
+    number, "{expert}" the number of the expert, which is the first axis of our tensor, and "{head}" that of the head. A
+    name of ours that ends in ".weight" belongs to a tensor of the checkpoint whose name stands there in full.
 
     Our name may be a part of a fused matrix: "layers.{}.qkv.q" is the q rows of "layers.{}.qkv". `prefix` is the name
     of the base model inside the causal-lm model; some checkpoints leave the prefix out. `transposed`: the linear
     weights of the layers are stored [in, out]. `qkv_grouped`: the rows of qkv are the query heads of the first KV head,
     its key and its value, then those of the next KV head, instead of all of q, all of k and all of v. `renames`: parts
     of tensor names that stand in some checkpoints for the names in `weights`. `buffers` and `heads`: endings and
-    beginnings of tensor names that loading skips.
+    beginnings of tensor names that loading skips. `constants`: endings of tensors that must hold one given number.
     """
 
     model_type: str
@@ -34,6 +35,7 @@ class Family:
     buffers: tuple[str, ...] = ()
     heads: tuple[str, ...] = ()
     renames: Mapping[str, str] = field(default_factory=dict)
+    constants: Mapping[str, float] = field(default_factory=dict)
 
 
 def find_family(raw: Mapping[str, Any], groups: Mapping[str, Sequence[Family]]) -> Family:

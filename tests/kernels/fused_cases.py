@@ -14,6 +14,7 @@ from kernels.elementwise.activation import ACTIVATIONS, gated_activation, gated_
 from kernels.elementwise.layer_norm import layer_norm, layer_norm_reference
 from kernels.elementwise.rms_norm import rms_norm, rms_norm_reference
 from kernels.elementwise.rotary_embedding import rotary_embedding_reference
+from kernels.elementwise.xielu import xielu, xielu_reference
 from kernels.kv_format import KV_FORMATS
 from tests.kernels.oracle import empty_pages
 
@@ -109,6 +110,21 @@ def test_silu_far_out():
 def test_an_unknown_activation_names_the_known_ones():
     with pytest.raises(ValueError, match="unknown activation 'swishy'; known are gelu"):
         gated_activation(torch.zeros(1, 2, device=DEVICE), "swishy")
+
+
+@pytest.mark.parametrize("shape", [(1, 64), (3, 1027), (0, 64)], ids=str)
+def test_xielu(dtype, shape, poisoned):
+    wide = torch.randn(shape[0], shape[1] + 5).to(dtype) * 4
+    close(xielu(wide.to(DEVICE)[:, 2:-3], 0.7, 1.3), xielu_reference(wide[:, 2:-3], 0.7, 1.3))
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+def test_xielu_near_zero_and_far_out():
+    """Relative to x, which the result is close to a half of near 0."""
+    x = torch.tensor([[0.0, -1e-30, -1e-6, -1e-3, -0.2499, -0.2501, -1.0, -80.0, -1e4, 1e-30, 1e-6, 100.0, 1e4, 1e18]])
+    wide = x.double()
+    exact = torch.where(wide > 0, 0.7 * wide * wide, 1.3 * (torch.expm1(wide) - wide)) + 0.5 * wide
+    torch.testing.assert_close(xielu(x.to(DEVICE), 0.7, 1.3).cpu().double(), exact, rtol=5e-6, atol=0.0)
 
 
 # (num_heads, num_kv_heads, head_dim, rotary_dim (0: none), interleaved, qk_norm, weight_offset)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers.activations import XIELUActivation
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from kernels.cache.reshape_and_cache import reshape_and_cache, reshape_and_cache_reference
@@ -10,6 +11,7 @@ from kernels.elementwise.activation import ACTIVATIONS, activation, gated_activa
 from kernels.elementwise.layer_norm import layer_norm, layer_norm_reference
 from kernels.elementwise.rms_norm import rms_norm, rms_norm_reference
 from kernels.elementwise.rotary_embedding import rotary_embedding, rotary_embedding_reference
+from kernels.elementwise.xielu import coefficients, xielu
 from kernels.linear.packed import PackedLinear
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -113,6 +115,15 @@ def test_gated_activation(dtype, shape, name):
 def test_silu_far_out():
     x = torch.tensor([[-1e4, -100.0, -88.0, -1.0, 0.0, 1.0, 100.0, 1e4] * 2 + [1.0] * 16])
     torch.testing.assert_close(gated_activation(x, "silu"), F.silu(x[:, :16]))
+
+
+def test_xielu_is_that_of_transformers(dtype):
+    module = XIELUActivation(alpha_p_init=0.9, alpha_n_init=1.4, dtype=dtype)
+    positive, negative = coefficients(torch.cat([module.alpha_p, module.alpha_n]).detach())
+    x = torch.randn(9, 100).to(dtype) * 4
+    tolerance = {"rtol": 3 * torch.finfo(dtype).eps, "atol": 4 * torch.finfo(dtype).eps}
+    with torch.no_grad():
+        torch.testing.assert_close(xielu(x, positive, negative), module(x), **tolerance)
 
 
 def test_an_unknown_activation_names_the_known_ones():

@@ -8,6 +8,7 @@ from typing import Any
 from engine.checkpoint.json_files import read_json_object
 from engine.models.config import ModelConfig
 from engine.models.families import (
+    apertus,
     aquila,
     arcee,
     baichuan,
@@ -87,12 +88,13 @@ GROUPS: Mapping[str, tuple[Family, ...]] = {
         starcoder2.FAMILY,
         opt.FAMILY,
     ),
-    "Phi, Granite, StableLM, Nemotron": (
+    "Phi, Granite, StableLM, Nemotron, Apertus": (
         phi.FAMILY,
         phi3.FAMILY,
         granite.FAMILY,
         stablelm.FAMILY,
         nemotron.FAMILY,
+        apertus.FAMILY,
     ),
     "OLMo and Cohere": (
         olmo.FAMILY,

@@ -1,26 +1,39 @@
 """The feed-forward part of a layer: a gated MLP (SwiGLU and relatives), a plain MLP or a mixture of experts."""
 
+from collections.abc import Callable
+from functools import partial
+
 from torch import Tensor
 
 from engine.models.config import ModelConfig
 from engine.models.layers.moe import MoE
-from engine.models.layers.operators import Operators, take_linear
+from engine.models.layers.operators import Operators, take_linear, take_tensor
+from kernels.elementwise.xielu import coefficients, xielu
 from kernels.quantized.weight import Weight
 
 
 class MLP:
     """[num_tokens, hidden] -> [num_tokens, hidden]. Gate and up projections are one matrix, [gate | up]."""
 
-    __slots__ = ("activate", "activation", "mlp_in", "mlp_out")
+    __slots__ = ("activate", "mlp_in", "mlp_out")
 
     def __init__(self, config: ModelConfig, weights: dict[str, Weight], prefix: str, operators: Operators) -> None:
-        self.activation = config.activation
-        self.activate = operators.activation(config.gated_mlp)
+        self.activate = take_activation(config, weights, prefix, operators)
         self.mlp_in = take_linear(weights, f"{prefix}.mlp_in", operators)
         self.mlp_out = take_linear(weights, f"{prefix}.mlp_out", operators)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.mlp_out(self.activate(self.mlp_in(x), self.activation))
+        return self.mlp_out(self.activate(self.mlp_in(x)))
+
+
+def take_activation(
+    config: ModelConfig, weights: dict[str, Weight], prefix: str, operators: Operators
+) -> Callable[[Tensor], Tensor]:
+    """Make the activation of a layer, rows of mlp_in -> rows for mlp_out, and drop its learned numbers."""
+    if config.activation != "xielu":
+        return partial(operators.activation(config.gated_mlp), name=config.activation)
+    positive, negative = coefficients(take_tensor(weights, f"{prefix}.xielu.weight"))
+    return operators.elementwise(partial(xielu, positive=positive, negative=negative))
 
 
 def take_mlp(config: ModelConfig, weights: dict[str, Weight], layer: int, operators: Operators) -> MLP | MoE:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from kernels.quantized.weight import QuantizedWeight, Weight
 
 Linear = PackedLinear | ChosenLinear | InvariantLinear | QuantizedLinear | PartedLinear
 Activate = Callable[[Tensor, str], Tensor]
+Elementwise = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,10 @@ class FastOperators:
         """(rows, name) -> rows, see kernels/elementwise/activation.py."""
         return gated_activation if gated else activation
 
+    def elementwise(self, function: Elementwise) -> Elementwise:
+        """The function, rows -> rows, as these operators apply it."""
+        return function
+
 
 @dataclass(frozen=True, slots=True)
 class InvariantOperators:
@@ -68,6 +74,10 @@ class InvariantOperators:
     def activation(self, gated: bool) -> Activate:
         """See FastOperators."""
         return _gated_by_row if gated else _by_row
+
+    def elementwise(self, function: Elementwise) -> Elementwise:
+        """See FastOperators."""
+        return lambda x: function(x) if x.is_cuda else _each_row(function, x)
 
 
 Operators = FastOperators | InvariantOperators
@@ -107,20 +117,20 @@ def _cpu_problem(config: ModelConfig, dtype: torch.dtype) -> str | None:
 
 
 def _gated_by_row(x: Tensor, name: str) -> Tensor:
-    return gated_activation(x, name) if has_row_kernel(x, name) else _each_row(gated_activation, x, name)
+    return gated_activation(x, name) if has_row_kernel(x, name) else _each_row(partial(gated_activation, name=name), x)
 
 
 def _by_row(x: Tensor, name: str) -> Tensor:
-    return activation(x, name) if x.is_cuda else _each_row(activation, x, name)
+    return activation(x, name) if x.is_cuda else _each_row(partial(activation, name=name), x)
 
 
-def _each_row(activate: Activate, x: Tensor, name: str) -> Tensor:
-    """Apply `activate` to each row as a tensor of its own.
+def _each_row(function: Elementwise, x: Tensor) -> Tensor:
+    """Apply the function to each row as a tensor of its own.
 
     torch on a CPU computes the last few numbers of each thread's share by other code than the rest, so the bits of a
     number would depend on its place in the tensor.
     """
-    return torch.cat([activate(row, name) for row in torch.split(x, 1)])
+    return torch.cat([function(row) for row in torch.split(x, 1)])
 
 
 def take_linear(weights: dict[str, Weight], name: str, operators: Operators) -> Linear:

@@ -92,6 +92,7 @@ class _Loader:
         self._find_quantized()
         self._check_names()
         self._check_tied_head()
+        self._check_constants()
         shapes = self.config.parameter_shapes()
         plain = {name: shape for name, shape in shapes.items() if name not in self.parted}
         tensors = allocate(plain, self.dtype, self.device)
@@ -210,7 +211,7 @@ class _Loader:
         if self.config.quantization is not None and (name.endswith(KV_CACHE_SCALES) or self._is_zero_bias(name)):
             return True
         stored = self.found[name].name
-        return stored.endswith(self.family.buffers) or stored.startswith(self.family.heads)
+        return stored.endswith((*self.family.buffers, *self.family.constants)) or stored.startswith(self.family.heads)
 
     def _log_skipped(self) -> None:
         names = [found.name for found in self.found.values() if found.name.startswith(self.family.heads)]
@@ -243,6 +244,17 @@ class _Loader:
             f"{head.path.name}: {head.name!r} differs from the embedding, but config.json says tie_word_embeddings. "
             'If the head is meant, set "tie_word_embeddings": false there.'
         )
+
+    def _check_constants(self) -> None:
+        """ModelError if a constant of the family has another value in the checkpoint."""
+        for path, name, _ in self.found.values():
+            for ending, expected in self.family.constants.items():
+                if not name.endswith(ending):
+                    continue
+                with open_weight_file(path) as file:
+                    value = file.tensor(name).float()
+                if value.numel() != 1 or abs(value.item() - expected) > 2e-3 * abs(expected):
+                    raise ModelError(f"{path.name}: {name!r} is {value.tolist()}; only {expected} is served.")
 
     def _load_file(self, path: Path, weights: Mapping[str, Tensor], progress: LoadingProgress) -> None:
         full_names = {found.name: full_name for full_name, found in self.found.items() if found.path == path}

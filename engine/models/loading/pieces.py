@@ -75,20 +75,25 @@ def checkpoint_pieces(config: ModelConfig, family: Family) -> dict[str, Piece]:
     pieces: dict[str, Piece] = {}
     for theirs, ours in family.weights.items():
         for layer in range(config.num_layers if "{}" in ours else 1):
-            for kind in ("weight", "bias"):
-                piece = _piece(ours.format(layer), kind, shapes, parts, family.transposed)
+            bare = ours.endswith(".weight")
+            for kind in ("weight",) if bare else ("weight", "bias"):
+                module = ours.format(layer).removesuffix(".weight")
+                piece = _piece(module, kind, shapes, parts, family.transposed)
                 if piece is not None and family.qkv_grouped and ours.endswith(".qkv"):
                     heads = (config.num_kv_heads, config.num_heads // config.num_kv_heads)
                     piece = replace(piece, qkv_heads=heads)
                 if piece is not None and config.normalized_head and ours == "lm_head":
                     piece = replace(piece, normalized=True)
                 if piece is not None:
-                    pieces |= _pieces_by_name(config, f"{theirs}.{kind}", layer, piece)
+                    pieces |= _pieces_by_name(config, theirs if bare else f"{theirs}.{kind}", layer, piece)
     return pieces
 
 
 def _pieces_by_name(config: ModelConfig, name: str, layer: int, piece: Piece) -> dict[str, Piece]:
-    """The piece by name: one tensor, or one per expert with the same rows of the expert's part."""
+    """The piece by name: one tensor, one per head, or one per expert with the same rows of the expert's part."""
+    if "{head}" in name:
+        one = replace(piece, rows=1, shape=piece.shape[1:])
+        return {name.format(layer, head=i): replace(one, start=i) for i in range(piece.rows)}
     if config.moe is None or "{expert}" not in name:
         return {name.format(layer): piece}
     return {name.format(layer, expert=i): replace(piece, expert=i) for i in range(config.moe.num_experts)}
@@ -124,6 +129,8 @@ def _part_rows(config: ModelConfig) -> dict[str, tuple[int, int]]:
         "qkv.v": (q + kv, kv),
         "mlp_in.gate": (0, inner),
         "mlp_in.up": (inner, inner),
+        "xielu.alpha_p": (0, 1),
+        "xielu.alpha_n": (1, 1),
         "experts_in.gate": (0, expert),
         "experts_in.up": (expert, expert),
     }

@@ -184,7 +184,7 @@ def test_scaled_embeddings_in_bf16_are_those_of_transformers(tmp_path: Path) -> 
 
 
 def test_dummy_norms_multiply_by_1(tmp_path: Path) -> None:
-    for name, weight in {"llama": 1.0, "gemma3": 0.0}.items():
+    for name, weight in {"llama": 1.0, "gemma3": 0.0, "cohere_qk_norm": 1.0}.items():
         save_model(name, tmp_path / name)
         weights = dummy_weights(read_model_config(tmp_path / name), torch.float32, CPU, 0)
         norms = [weights[key] for key in weights if "norm" in key]
@@ -204,6 +204,9 @@ def test_weights_are_consumed(tmp_path: Path) -> None:
         "phi3",
         "gpt_neox",
         "phi_tied",
+        "apertus",
+        "olmo2",
+        "stablelm_12b",
     ):
         save_model(name, tmp_path / name)
         config = read_model_config(tmp_path / name)
@@ -357,6 +360,13 @@ def test_unexpected_tensors(tmp_path: Path) -> None:
     save_model("llama_biases", tmp_path)
     edit_config(tmp_path, attention_bias=False)
     with pytest.raises(ModelError, match=r"holds 12 tensors \(model\.layers\.0\.self_attn.*no place"):
+        load(tmp_path)
+
+
+def test_another_constant(tmp_path: Path) -> None:
+    save_model("apertus", tmp_path)
+    rewrite(tmp_path, lambda t: t.update({"model.layers.1.mlp.act_fn.beta": torch.tensor(0.6)}))
+    with pytest.raises(ModelError, match=r"'model\.layers\.1\.mlp\.act_fn\.beta' is 0\.6.*; only 0\.5 is served"):
         load(tmp_path)
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from transformers import (
+    ApertusConfig,
     ArceeConfig,
     Cohere2Config,
     CohereConfig,
@@ -20,6 +21,7 @@ from transformers import (
     OlmoConfig,
     PreTrainedConfig,
     SeedOssConfig,
+    StableLmConfig,
 )
 
 VOCAB = 97
@@ -47,11 +49,16 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 MINISTRAL3 = {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}
 MINISTRAL3 |= {"original_max_position_embeddings": 8}  # queries of several periods in prompts of this size
 MIXED = ["full_attention", "sliding_attention", "full_attention"]
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 32}
 CASES: dict[str, Callable[[], PreTrainedConfig]] = {
     "seed_oss": lambda: _tiny(SeedOssConfig, head_dim=12),
     "seed_oss_biases": lambda: _tiny(
         SeedOssConfig, head_dim=16, attention_bias=False, attention_out_bias=True, mlp_bias=True
     ),
+    "apertus": lambda: _tiny(ApertusConfig, rope_parameters=LLAMA3),
+    "apertus_relu2": lambda: _tiny(ApertusConfig, hidden_act="relu2", attention_bias=True, head_dim=16),
+    "stablelm_12b": lambda: _tiny(StableLmConfig, qk_layernorm=True, use_parallel_residual=True),
     "arcee": lambda: _tiny(ArceeConfig),
     "nemotron": lambda: _tiny(NemotronConfig),
     "nemotron_biases": lambda: _tiny(

@@ -1,6 +1,7 @@
 """The operators of `--batch-invariant` in whole decoders: logits bit for bit in one pass, in chunks and as decodes."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import pytest
@@ -26,6 +27,7 @@ from engine.models.loading.load import load_model
 from engine.worker.attention_warmup import make_attention_plan
 from kernels.dispatch import INTERPRET
 from kernels.elementwise.activation import ACTIVATIONS
+from kernels.elementwise.xielu import xielu
 from tests.engine.models.paged import PagedRunner, Sequence
 from tests.engine.models.tiny_models import VOCAB
 
@@ -99,6 +101,18 @@ def test_activations_do_not_depend_on_the_place_of_a_row(name, size, gated):
         assert torch.equal(activate(x[3:20], name), full[3:20])
         torch.testing.assert_close(full, FastOperators().activation(gated)(x, name))
         assert activate(x[:0], name).shape == full[:0].shape
+
+
+@pytest.mark.parametrize("size", [3, 50])
+def test_xielu_does_not_depend_on_the_place_of_a_row(size):
+    torch.manual_seed(0)
+    activate = InvariantOperators().elementwise(partial(xielu, positive=0.7, negative=1.3))
+    for dtype in DTYPES:
+        x = (torch.randn(65, size) * 3).to(dtype)
+        full = activate(x)
+        assert torch.equal(torch.cat([activate(row) for row in x.split(1)]), full)
+        assert torch.equal(activate(x[3:20]), full[3:20])
+        torch.testing.assert_close(full, xielu(x, 0.7, 1.3))
 
 
 def test_soft_caps_do_not_depend_on_the_place_of_a_row():
