@@ -31,7 +31,8 @@ def take_activation(
 ) -> Callable[[Tensor], Tensor]:
     """Make the activation of a layer, rows of mlp_in -> rows for mlp_out, and drop its learned numbers."""
     if config.activation != "xielu":
-        return partial(operators.activation(config.gated_mlp), name=config.activation)
+        activate, name = operators.activation(config.gated_mlp), config.activation
+        return lambda x: activate(x, name)
     positive, negative = coefficients(take_tensor(weights, f"{prefix}.xielu.weight"))
     return operators.elementwise(partial(xielu, positive=positive, negative=negative))
 
