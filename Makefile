@@ -5,12 +5,13 @@ BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-only lint docs families kernels-aot kernels-aot-tritons bench gpu-check gpu-check-faults gpu-wheels soak fuzz attacks fairness sim sim-mutants rolling-restart journal pauses schema-suite own-answers forced-values screenshots lm-eval clients clean
+.PHONY: help serve test test-only lint docs families layouts kernels-aot kernels-aot-tritons bench gpu-check gpu-check-faults gpu-wheels soak fuzz attacks fairness sim sim-mutants rolling-restart journal pauses schema-suite own-answers forced-values screenshots lm-eval clients clean
 
 help:
 	@echo "make serve [ARGS=\"--model DIR_OR_HUB_ID --port 9000\"]   start the server"
 	@echo "make test [PROCESSES=2] [ARGS=\"-k chat\"]                linter, type checker and every test"
 	@echo "make families [ONLY=\"falcon mpt\"]                        check every model family against its oracle: a table"
+	@echo "make layouts                                            load checkpoints in every layout of transformers 4.57 and 5"
 	@echo "make kernels-aot                                        compile every GPU kernel; registers, spills, shared memory"
 	@echo "make kernels-aot-tritons [TRITONS=\"3.4.0 3.8.0\"]        a few shapes of each kernel with other versions of Triton"
 	@echo "make bench [ARGS=\"--peer URL\"]                          start a server and measure it"
@@ -144,6 +145,9 @@ test-only: $(VENV)/.installed-test $(VENV)/.compiled .cache/node/.installed
 
 families: $(VENV)/.installed-test $(VENV)/.compiled
 	@$(BIN)/python -W ignore -m tests.engine.models.families_table $(ONLY)
+
+layouts: $(VENV)/.installed-test $(VENV)/.compiled
+	$(BIN)/python -m tests.checkpoint_layouts
 
 # `make test` compiles a few shapes of each kernel (tests/kernels/test_triton.py); this target compiles all of them.
 kernels-aot: $(VENV)/.installed-test

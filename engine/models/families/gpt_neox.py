@@ -46,5 +46,6 @@ FAMILY = Family(
     WEIGHTS,
     prefix="gpt_neox.",
     qkv_grouped=True,
+    renames={"lm_head.weight": "embed_out.weight"},  # the name in memory of transformers 5
     buffers=(".attention.bias", ".attention.masked_bias", *llama.BUFFERS),
 )

@@ -90,5 +90,5 @@ def _refusal(path: Path, reason: str) -> str:
         return f"{path.name} is damaged or incomplete: it is not a pickle of tensors."
     return (
         f"{path.name} would run {found[1]} when unpickled, which is refused: a file of weights holds tensors only. "
-        "Nothing of it was run."
+        "No code was run."
     )

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 from collections.abc import Callable
 from pathlib import Path
 
@@ -393,3 +394,40 @@ def test_tensor_in_two_shards(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ModelError, match=r"is in a\.safetensors and again in b\.safetensors"):
         load(tmp_path)
+
+
+def hostile_header(header: dict[str, object], data: bytes = b"", length: int | None = None) -> bytes:
+    text = json.dumps(header).encode()
+    return (len(text) if length is None else length).to_bytes(8, "little") + text + data
+
+
+def tensor_header(shape: list[int], start: int, end: int) -> dict[str, object]:
+    return {"dtype": "F32", "shape": shape, "data_offsets": [start, end]}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        hostile_header({}, length=2**62),
+        hostile_header({"a": tensor_header([2**60, 2**60], 0, 8)}, bytes(8)),
+        hostile_header({"a": tensor_header([2**60], 0, 2**62)}, bytes(8)),
+        hostile_header({"a": tensor_header([2], 0, 8), "b": tensor_header([2], 4, 12)}, bytes(12)),
+        hostile_header({"a": tensor_header([2], 8, 0)}, bytes(8)),
+        hostile_header({"a": {"dtype": "F32"}}),
+        hostile_header({"a": tensor_header([-1], 0, 8)}, bytes(8)),
+        b"\x10\0\0\0\0\0\0\0" + b"[" * 16,
+    ],
+    ids=["length", "shape", "end", "overlap", "backwards", "no_shape", "negative", "no_json"],
+)
+def test_hostile_headers(tmp_path: Path, data: bytes) -> None:
+    """Refused in one line before anything of the claimed size is allocated."""
+    save_model("llama", tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(data)
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (256 << 20), hard))
+    try:
+        with pytest.raises(ModelError, match=r"^model\.safetensors is damaged or incomplete: [^\n]+$"):
+            load(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
