@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-only lint docs families layouts kernels-aot kernels-aot-tritons bench gpu-check gpu-check-faults gpu-wheels soak fuzz attacks fairness sim sim-mutants rolling-restart journal pauses schema-suite own-answers forced-values screenshots lm-eval clients clean
+.PHONY: help serve test test-only lint docs families layouts kernels-aot kernels-aot-tritons bench gpu-check gpu-check-faults gpu-wheels soak fuzz attacks fairness sim sim-mutants rolling-restart journal pauses schema-suite own-answers forced-values screenshots formats formats-libraries lm-eval clients clean
 
 help:
 	@echo "make serve [ARGS=\"--model DIR_OR_HUB_ID --port 9000\"]   start the server"
@@ -18,6 +18,8 @@ help:
 	@echo "make gpu-check [PARTS=\"decode linears\"]                on a machine with a GPU: tests, kernel times, engine figures"
 	@echo "make gpu-check-faults                                   plant faults in every part of gpu-check, on a CPU"
 	@echo "make gpu-wheels                                         fetch the packages that such a machine lacks, as wheels"
+	@echo "make formats [ARGS=\"--rows gptq,awq --no-speed\"]        perplexity, error, bytes and speed of every weight format"
+	@echo "make formats-libraries                                  load checkpoints that torchao, bitsandbytes and others wrote"
 	@echo "make lm-eval                                            lm-eval's scores of the server against transformers'"
 	@echo "make clients [ONLY=litellm] [EXAMPLES=50]               check openai, langchain, litellm, npm, schemathesis and agents"
 	@echo "make soak [REQUESTS=2000] [TOKENS=60]                   many requests, many abandoned: no leak may remain"
@@ -83,6 +85,23 @@ gpu-wheels:
 	$(PYTHON) -m pip download --quiet --only-binary=:all: --dest .gpu-wheels --python-version $(GPU_PYTHON) --implementation cp \
 		$(foreach n,28 27 17,--platform manylinux_2_$(n)_x86_64) --platform manylinux2014_x86_64 $(GPU_PACKAGES)
 	@du -sh .gpu-wheels
+
+formats: $(VENV)/.installed-test $(VENV)/.compiled
+	@exec $(BIN)/python -m benchmarks.formats $(ARGS)
+
+# The libraries that define the formats, in an environment of their own. AutoGPTQ and AutoAWQ only pack, on the CPU.
+FORMAT_LIBRARIES := .cache/format-libraries
+
+$(FORMAT_LIBRARIES)/.installed:
+	$(PYTHON) -m venv $(FORMAT_LIBRARIES)
+	@$(call install,$(FORMAT_LIBRARIES),"torch==2.13.0" numpy setuptools wheel "transformers==5.23.*" psutil)
+	@$(call install,$(FORMAT_LIBRARIES),"torch==2.13.0" compressed-tensors==0.20.0 torchao==0.18.0 bitsandbytes==0.50.2)
+	@export BUILD_CUDA_EXT=0 DISABLE_QIGEN=1; $(call install,$(FORMAT_LIBRARIES),--no-deps --no-build-isolation accelerate autoawq==0.2.9 auto-gptq==0.7.1)
+	@touch $@
+
+formats-libraries: $(VENV)/.installed-test $(FORMAT_LIBRARIES)/.installed
+	@folder=$$(mktemp -d) && trap 'rm -r $$folder' EXIT && $(FORMAT_LIBRARIES)/bin/python -W ignore benchmarks/formats/libraries.py $$folder 2>$$folder/log || { cat $$folder/log; exit 1; } && \
+		$(BIN)/python -m benchmarks.formats.check_libraries $$folder
 
 # lm-eval needs its own torch and a hundred other packages, so it gets its own environment.
 LM_EVAL := .cache/lm-eval

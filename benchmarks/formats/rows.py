@@ -1,0 +1,60 @@
+"""ROWS: what `make formats` measures. A new kind of checkpoint adds its row here, or its layout to layouts.py."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from benchmarks.formats.layouts import layouts
+from benchmarks.formats.writers import Layout, write_checkpoint
+
+GROUP = 64  # columns that share a scale: it divides the sizes of the bundled model
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint to measure."""
+
+    folder: Path
+    meant: Path | None = None  # a plain fp32 checkpoint of what its codes mean; None: what the loader makes of them
+    options: dict[str, Any] = field(default_factory=dict)  # further fields of EngineConfig
+
+
+Make = Callable[[Path, Path], Checkpoint]  # a plain checkpoint of one file and an empty folder -> the checkpoint
+
+
+def _plain(dtype: torch.dtype, source: Path, target: Path) -> Checkpoint:
+    tensors = {name: tensor.to(dtype) for name, tensor in load_file(source / "model.safetensors").items()}
+    _copy_files(source, target, {"dtype": str(dtype).removeprefix("torch.")})
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return Checkpoint(target)
+
+
+def _quantized(layout: Layout, source: Path, target: Path) -> Checkpoint:
+    meant = write_checkpoint(source, target, layout)
+    folder = target / "meant"
+    _copy_files(source, folder, {"dtype": "float32"})
+    save_file(meant, folder / "model.safetensors", metadata={"format": "pt"})
+    return Checkpoint(target, folder)
+
+
+def _copy_files(source: Path, target: Path, changes: dict[str, Any]) -> None:
+    """The JSON files of a checkpoint, with other fields in config.json."""
+    target.mkdir(parents=True, exist_ok=True)
+    for path in source.glob("*.json"):
+        (target / path.name).write_bytes(path.read_bytes())
+    config = json.loads((source / "config.json").read_text())
+    config.pop("torch_dtype", None)
+    (target / "config.json").write_text(json.dumps(config | changes))
+
+
+ROWS: dict[str, Make] = {
+    "fp32": partial(_plain, torch.float32),
+    "bf16": partial(_plain, torch.bfloat16),
+    **{name: partial(_quantized, layout) for name, layout in layouts(GROUP).items()},
+}
