@@ -8,6 +8,8 @@ A step:
                                     v  |           step samples (metadata.outputs); R = T where all rows are wanted
                                  KV cache
 
+BLOOM normalises the embeddings before layer 0 (embedding_norm).
+
 A layer adds attention and MLP to a residual stream. Norms marked (g) exist only in some families; without input_norms,
 a pre_norm layer has its two post norms alone:
 

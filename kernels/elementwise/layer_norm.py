@@ -93,14 +93,15 @@ def layer_norm_reference(
 
 
 def aot_configurations(capability: int) -> Iterator[AotConfiguration]:
-    """Yields hidden sizes of today's models and the largest size. MPT's norms have no bias; the second norm of a
-    parallel residual has no addition."""
-    for dtype, hidden, bias, residual in (
+    """Yields hidden sizes of today's models and the largest size. MPT's norms have no bias, OLMo's no weight either;
+    the second norm of a parallel residual has no addition."""
+    for dtype, hidden, bias, residual, *absent in (
         ("bf16", 4096, True, True), ("bf16", 4096, False, False), ("bf16", 2560, True, False),
         ("fp16", 5120, True, True), ("bf16", 16384, True, True), ("fp32", 8192, True, True),
+        ("bf16", 4096, False, True), ("bf16", 2048, False, True, "weight_ptr"),
     ):  # fmt: skip
         block = power_of_2(hidden)
-        absent = ["residual_ptr"] * (not residual) + ["bias_ptr"] * (not bias)
+        absent += ["residual_ptr"] * (not residual) + ["bias_ptr"] * (not bias)
         yield AotConfiguration(
             layer_norm_kernel, f"hidden {hidden}" + " residual" * residual + " bias" * bias, dtype,
             {"HIDDEN": hidden, "BLOCK": block} | pdl_constants(capability) | dict.fromkeys(absent),

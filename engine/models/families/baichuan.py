@@ -12,7 +12,7 @@ WEIGHTS = {
     **{theirs: ours for theirs, ours in llama.WEIGHTS.items() if ".qkv." not in ours},
     "model.layers.{}.self_attn.W_pack": "layers.{}.qkv",
 }
-BAICHUAN_2_VOCAB = 125_696  # config.json tells the normalised head by nothing else
+BAICHUAN_2_VOCAB = 125_696  # config.json tells the normalised head by nothing else; Baichuan 1 has 64,000
 
 
 def to_config(reader: ConfigReader) -> ModelConfig:
@@ -26,7 +26,7 @@ def to_config(reader: ConfigReader) -> ModelConfig:
         family="baichuan",
         num_kv_heads=config.num_heads,
         position="alibi" if alibi else "rope",
-        normalized_head=config.vocab_size == BAICHUAN_2_VOCAB,
+        normalized_head=config.vocab_size >= BAICHUAN_2_VOCAB,
     )
 
 

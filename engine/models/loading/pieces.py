@@ -10,6 +10,7 @@ from engine.models.config import ModelConfig
 from engine.models.family import Family
 from engine.models.weight_format import Matrix
 
+ROWS_AT_A_TIME = 4096  # normalised in fp32
 LINEARS = ("qkv", "attn_out", "mlp_in", "mlp_out")  # the linear layers inside a decoder layer
 NO_MATRICES = ("norm", "position_embedding", "token_type_embedding")  # parameters that no format quantises
 
@@ -31,13 +32,15 @@ class Piece:
     def copy(self, tensor: Tensor, parameter: Tensor) -> None:
         """Copy the checkpoint's tensor into its rows of the parameter."""
         rows = parameter if self.expert is None else parameter[self.expert]
-        rows[self.start : self.start + self.rows].copy_(self.arrange(tensor))
+        target = rows[self.start : self.start + self.rows]
+        target.copy_(self.arrange(tensor))
+        if self.normalized:
+            for part in torch.split(target, ROWS_AT_A_TIME):
+                part.copy_(F.normalize(part.float(), dim=-1))
 
     def arrange(self, tensor: Tensor) -> Tensor:
         """The checkpoint's tensor -> [rows, ...] in the model's layout; a view where that is possible."""
         tensor = tensor.T if self.transposed else tensor
-        if self.normalized:
-            tensor = F.normalize(tensor.float(), dim=-1)
         order = self.row_order()
         return tensor if order is None else tensor.index_select(0, order)
 
