@@ -59,7 +59,8 @@ def find_family(raw: Mapping[str, Any], groups: Mapping[str, Sequence[Family]]) 
     return found[0]
 
 
-# Fields of config.json that tell an architecture whose memory of earlier tokens is no cache of keys and values.
+# Fields of config.json that tell an architecture whose memory of earlier tokens is no cache of keys and values, or none
+# with the same shape in every layer.
 OTHER_MEMORY = {
     "kv_lora_rank": "latent attention (MLA)",
     "linear_num_value_heads": "recurrent states (linear attention)",
@@ -74,6 +75,9 @@ OTHER_MEMORY = {
     "lru_width": "recurrent states (RG-LRU)",
     "qk_dim_factor": "recurrent states (xLSTM)",
     "conv_L_cache": "states of convolutions",
+    "global_head_dim": "caches with larger heads in some layers (global_head_dim)",
+    "per_layer_config": "caches with larger heads in some layers (per_layer_config)",
+    "num_kv_shared_layers": "caches that several layers share (num_kv_shared_layers)",
 }
 
 
@@ -82,11 +86,12 @@ def _reason(raw: Mapping[str, Any]) -> str:
     inner = raw.get("text_config")
     fields = {**raw, **(inner if isinstance(inner, Mapping) else {})}
     kinds = fields.get("layer_types")
-    memory = next((kind for name, kind in OTHER_MEMORY.items() if fields.get(name) is not None), None)
+    memory = next((kind for name, kind in OTHER_MEMORY.items() if fields.get(name) not in (None, 0)), None)
     if memory is None and isinstance(kinds, list) and "linear_attention" in kinds:
         memory = OTHER_MEMORY["linear_attn_config"]
     if memory is not None:
-        return f": it remembers earlier tokens by {memory}, and only caches of keys and values are served"
+        served = "only caches of keys and values, of one shape in all layers, are served"
+        return f": it remembers earlier tokens by {memory}, and {served}"
     return "; the checkpoint's own code (auto_map) is never run" if "auto_map" in raw else ""
 
 

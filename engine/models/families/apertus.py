@@ -24,6 +24,8 @@ DEFAULTS = {"rms_norm_eps": 1e-5, "rope_parameters": ROPE, "rope_theta": 1.2e7}
 
 
 def to_config(reader: ConfigReader) -> ModelConfig:
+    reader.require("post_norm", False)
+    reader.require("qk_norm", True)
     learned = reader.raw.get("hidden_act") in (None, "xielu")
     plain = ConfigReader({**reader.raw, "hidden_act": None}, reader.where) if learned else reader
     config = llama.to_config(plain.with_defaults(**DEFAULTS))

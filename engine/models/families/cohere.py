@@ -16,9 +16,12 @@ WEIGHTS = {
 
 
 def to_config(reader: ConfigReader) -> ModelConfig:
+    config = llama.to_config(reader.with_defaults(rope_theta=5e5, tie_word_embeddings=True))
     return replace(
-        llama.to_config(reader.with_defaults(rope_theta=5e5, tie_word_embeddings=True)),
+        config,
         family="cohere",
+        # Command R says 8192 here, and its trained length in model_max_length.
+        max_position_embeddings=max(config.max_position_embeddings, reader.size("model_max_length", 1)),
         norm="layer",
         norm_bias=False,
         norm_eps=reader.number("layer_norm_eps", 1e-5),

@@ -23,4 +23,6 @@ def to_config(reader: ConfigReader) -> ModelConfig:
     )
 
 
-FAMILY = Family("ernie4_5", ("Ernie4_5ForCausalLM",), to_config, llama.WEIGHTS, prefix="model.", buffers=llama.BUFFERS)
+# The second architecture is the name in the first checkpoints, which brought code of their own.
+NAMES = ("Ernie4_5ForCausalLM", "Ernie4_5_ForCausalLM")
+FAMILY = Family("ernie4_5", NAMES, to_config, llama.WEIGHTS, prefix="model.", buffers=llama.BUFFERS)

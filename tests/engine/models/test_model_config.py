@@ -70,6 +70,14 @@ def had_older_spelling(name: str) -> bool:
         ),
         ({"model_type": "minimax", "layer_types": ["linear_attention"]}, "recurrent states (linear attention)"),
         ({"model_type": "mamba", "state_size": 16}, "recurrent states (Mamba)"),
+        (
+            {"architectures": ["Gemma4ForCausalLM"], "global_head_dim": 512},
+            "caches with larger heads in some layers (global_head_dim)",
+        ),
+        (
+            {"model_type": "gemma3n", "text_config": {"num_kv_shared_layers": 15}},
+            "share (num_kv_shared_layers), and only",
+        ),
         ({"architectures": ["Qwen3NextForCausalLM"]}, "The nearest served model_type is qwen3."),
         ({"architectures": ["LlamaForSequenceClassification"]}, "The nearest served model_type is llama."),
         ({"model_type": "falcon3"}, "The nearest served model_type is falcon."),
@@ -235,7 +243,6 @@ def test_sizes_of_a_known_model() -> None:
         (GPT_NEOX, {"use_parallel_residual": "no"}, "use_parallel_residual must be true or false"),
         (STARCODER2, {"use_bias": 1}, "use_bias must be true or false"),
         (STARCODER2, {"sliding_window": 0}, "sliding_window must be an integer from 1"),
-        (STABLELM, {"qk_layernorm": True}, "qk_layernorm = True is not supported"),
         (STABLELM, {"use_parallel_residual": 0}, "use_parallel_residual must be true or false"),
         (PHI, {"qk_layernorm": True}, "qk_layernorm = True is not supported"),
         (GPT2, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True is not supported"),
