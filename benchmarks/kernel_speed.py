@@ -30,7 +30,7 @@ from kernels.elementwise.rms_norm import rms_norm
 from kernels.elementwise.rotary_embedding import rotary_embedding
 from kernels.kv_format import KV_FORMATS, KVFormat
 from kernels.linear.moe import Experts
-from kernels.linear.moe_routing import route
+from kernels.linear.moe_routing import RoutingRule, route
 from kernels.linear.packed import PackedLinear
 from kernels.sampling.draw import draw_tokens
 from kernels.sampling.logits import largest_logits
@@ -317,7 +317,7 @@ class MoELayer:
 
         gate_up = weights(2 * shape.inner_size, shape.hidden_size)
         down = weights(shape.hidden_size, shape.inner_size)
-        return cls(shape, gate_up, down, Experts(gate_up, down, "silu"))
+        return cls(shape, gate_up, down, Experts(gate_up, down))
 
     def inputs(self, num_tokens: int) -> tuple[Tensor, Tensor]:
         """Hidden states, and router logits that make all experts equally likely."""
@@ -329,10 +329,10 @@ class MoELayer:
 def moe_case(layer: MoELayer, x: Tensor, logits: Tensor) -> Case:
     """The experts of one layer, from the router's logits to the sum. The weights of experts that have tokens are read
     once; FLOPs are those of every token's own experts."""
-    shape, num_tokens = layer.shape, len(x)
-    reached = len(route(logits, shape.top_k, True).experts.unique())
+    shape, num_tokens, rule = layer.shape, len(x), RoutingRule(layer.shape.top_k, True)
+    reached = len(route(logits, rule).experts.unique())
     moved = reached * shape.expert_parameters + 2 * x.numel() + logits.numel()
-    return Case(f"moe {shape.name}", f"{num_tokens} rows", lambda: layer.experts(x, logits, shape.top_k, True),
+    return Case(f"moe {shape.name}", f"{num_tokens} rows", lambda: layer.experts(x, route(logits, rule)),
                 moved * shape.dtype.itemsize, 2 * num_tokens * shape.top_k * shape.expert_parameters)  # fmt: skip
 
 

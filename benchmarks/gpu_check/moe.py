@@ -15,7 +15,7 @@ from benchmarks.gpu_check.bench import Bench
 from benchmarks.gpu_check.record import Recorder
 from benchmarks.gpu_check.torch_peers import compare
 from benchmarks.kernel_speed import MOE_SHAPES, MOE_TOKENS, Case, MoELayer, MoEShape, moe_case
-from kernels.linear.moe_routing import route_reference
+from kernels.linear.moe_routing import RoutingRule, route, route_reference
 
 TINY_SHAPES, TINY_TOKENS = (MoEShape("toy", 6, 2, 64, 32),), (1, 5)
 
@@ -42,7 +42,7 @@ def measure_layer(bench: Bench, layers: list[MoELayer], shape: MoEShape, num_tok
     bench.time(case)
     name, product = grouped_product(layer)
     call = partial(torch_experts, product, layer, x, logits)
-    compare(layer.experts(x, logits, shape.top_k, True), call())
+    compare(layer.experts(x, route(logits, RoutingRule(shape.top_k, True))), call())
     bench.time(Case(f"{name} {case.kernel}", case.size, call, case.num_bytes, case.flops), by=name)
 
 
@@ -73,7 +73,7 @@ def loop(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 
 def torch_experts(product: GroupedProduct, layer: MoELayer, x: Tensor, logits: Tensor) -> Tensor:
     """As the formula has it: sort by expert, two products, and the weighted sum in fp32."""
-    shape, routing = layer.shape, route_reference(logits, layer.shape.top_k, True)
+    shape, routing = layer.shape, route_reference(logits, RoutingRule(layer.shape.top_k, True))
     experts, order = routing.experts.flatten().sort(stable=True)
     numbers = torch.arange(shape.num_experts, dtype=experts.dtype, device=experts.device)
     ends = torch.searchsorted(experts, numbers, right=True, out_int32=True)

@@ -48,19 +48,52 @@ class QueryScaling:
 
 @dataclass(frozen=True, slots=True)
 class MoEConfig:
-    """A mixture of experts in place of the MLP, in every layer but `dense_layers`."""
+    """A mixture of experts in place of the MLP, in every layer but `dense_layers`.
+
+    kernels/linear/moe_routing.py has the formulas of routing, kernels/linear/moe_kernels.py those of an expert.
+    """
 
     num_experts: int
     experts_per_token: int
     intermediate_size: int  # width of one expert
     norm_topk_prob: bool  # divide the weights of a token's experts by their sum
     dense_layers: tuple[int, ...] = ()
+    scoring: str = "softmax"  # "softmax" or "sigmoid" of the router's logits, or "sparsemixer" (Phi-MoE)
+    correction_bias: bool = False  # a number per expert ("correction.bias") joins the scores for the choice alone
+    num_groups: int = 1  # groups of experts, of which a token chooses groups_per_token first
+    groups_per_token: int = 1
+    scaling: float = 1.0  # factor of the weights
+    jitter: float = 0.0  # threshold of "sparsemixer"
+    router_bias: bool = False
+    router_float32: bool = False  # the router's weights and logits are fp32, whatever the model's dtype
+    shared_size: int = 0  # width of the shared experts, which every token passes, as one MLP; 0: none
+    shared_gate: bool = False  # the shared experts' output is multiplied by sigmoid(shared_gate . x)
+    bias: bool = False  # biases of the experts' two matrices
+    clamp_limit: float = 0.0  # L > 0: the clamped SwiGLU of gpt-oss takes the activation's place
+    clamp_alpha: float = 1.702
+    weights_on_input: bool = False  # a token's weight multiplies the expert's input, not its output (Llama 4)
 
     def __post_init__(self) -> None:
         if self.experts_per_token > self.num_experts:
             raise ModelError(
                 f"config.json: num_experts_per_tok {self.experts_per_token} is above the number of experts, "
                 f"{self.num_experts}."
+            )
+        if self.num_groups > 1:
+            self._check_groups()
+
+    def _check_groups(self) -> None:
+        size, rest = divmod(self.num_experts, self.num_groups)
+        if rest or size < 2 or self.groups_per_token > self.num_groups:
+            raise ModelError(
+                f"config.json: {self.num_experts} experts cannot form n_group {self.num_groups} groups of two or more, "
+                f"of which a token chooses topk_group {self.groups_per_token}."
+            )
+        chosen = size * self.groups_per_token
+        if self.experts_per_token > chosen:
+            raise ModelError(
+                f"config.json: num_experts_per_tok {self.experts_per_token} is above the {chosen} experts in "
+                f"topk_group {self.groups_per_token} groups."
             )
 
 
@@ -152,7 +185,7 @@ class ModelConfig:
         if self.position == "rope":
             self._check_rope()
         if self.moe is not None and (self.mlp_bias or not self.gated_mlp):
-            raise ModelError("config.json: experts with biases or without a gate are not served.")
+            raise ModelError("config.json: mlp_bias, or an MLP without a gate, is not served with experts.")
 
     def _check_rope(self) -> None:
         if self.rotary_dim % 2 or not self.rotary_dim:
@@ -235,7 +268,8 @@ class ModelConfig:
         if self.moe is None:
             return dense
         rows = self.moe.experts_per_token * (3 * self.moe.intermediate_size + self.hidden_size)
-        experts = rows + 2 * self.moe.num_experts + self.hidden_size
+        shared = 3 * self.moe.shared_size + self.hidden_size if self.moe.shared_size else 0
+        experts = rows + shared + 2 * self.moe.num_experts + self.hidden_size
         return max(experts, dense) if self.moe.dense_layers else experts
 
     def kv_bytes_per_token(self, dtype_bytes: int, kv_format: KVFormat | None = None) -> int:
@@ -306,11 +340,7 @@ class ModelConfig:
             if self.activation == "xielu":
                 shapes["xielu.weight"] = (2,)  # alpha_p, alpha_n
             return shapes | _linear("mlp_out", hidden, inner, self.mlp_bias)
-        return {
-            "router.weight": (moe.num_experts, hidden),
-            "experts_in.weight": (moe.num_experts, 2 * moe.intermediate_size, hidden),
-            "experts_out.weight": (moe.num_experts, hidden, moe.intermediate_size),
-        }
+        return _linear("router", moe.num_experts, hidden, moe.router_bias) | _expert_shapes(moe, hidden)
 
     def _norm(self, name: str) -> dict[str, tuple[int, ...]]:
         kinds = ["weight"] * self.norm_weight + ["bias"] * (self.norm == "layer" and self.norm_bias)
@@ -320,3 +350,19 @@ class ModelConfig:
 def _linear(name: str, rows: int, columns: int, bias: bool) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (rows, columns)}
     return shapes | ({f"{name}.bias": (rows,)} if bias else {})
+
+
+def _expert_shapes(moe: MoEConfig, hidden: int) -> dict[str, tuple[int, ...]]:
+    experts, inner = moe.num_experts, moe.intermediate_size
+    shapes: dict[str, tuple[int, ...]] = {
+        "experts_in.weight": (experts, 2 * inner, hidden),
+        "experts_out.weight": (experts, hidden, inner),
+    }
+    if moe.bias:
+        shapes |= {"experts_in.bias": (experts, 2 * inner), "experts_out.bias": (experts, hidden)}
+    if moe.correction_bias:
+        shapes["correction.bias"] = (experts,)
+    if moe.shared_size:
+        shapes |= _linear("shared.mlp_in", 2 * moe.shared_size, hidden, False)
+        shapes |= _linear("shared.mlp_out", hidden, moe.shared_size, False)
+    return shapes | (_linear("shared_gate", 1, hidden, False) if moe.shared_gate else {})

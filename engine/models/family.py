@@ -12,10 +12,28 @@ from engine.models.reader import ConfigReader, short
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertTensor:
+    """The place of a tensor that holds one matrix for every expert of a layer, [experts, out, in].
+
+    `parameter` is our tensor, "layers.{}.experts_in.weight", or a part of it, "layers.{}.experts_in.gate.weight".
+    `transposed`: the tensor is [experts, in, out]. `interleaved`: a row of gate, then a row of up, and so on. `flat`:
+    experts and the axis behind are one axis. `single`: a vector has a leading axis of 1.
+    """
+
+    parameter: str
+    transposed: bool = False
+    interleaved: bool = False
+    flat: bool = False
+    single: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """`weights` maps module names of the checkpoint to our names (ModelConfig.parameter_shapes). "{}" is the layer
     number, "{expert}" the number of the expert, which is the first axis of our tensor, and "{head}" that of the head. A
-    name of ours that ends in ".weight" belongs to a tensor of the checkpoint whose name stands there in full.
+    name of ours that ends in ".weight" or ".bias" belongs to a tensor of the checkpoint whose name stands there in
+    full. `expert_tensors` has the full names of tensors with all experts of a layer; they replace the names in
+    `weights` for the same parameter if the checkpoint has them.
 
     Our name may be a part of a fused matrix: "layers.{}.qkv.q" is the q rows of "layers.{}.qkv". `prefix` is the name
     of the base model inside the causal-lm model; some checkpoints leave the prefix out. `transposed`: the linear
@@ -36,6 +54,7 @@ class Family:
     heads: tuple[str, ...] = ()
     renames: Mapping[str, str] = field(default_factory=dict)
     constants: Mapping[str, float] = field(default_factory=dict)
+    expert_tensors: Mapping[str, ExpertTensor] = field(default_factory=dict)
 
 
 def find_family(raw: Mapping[str, Any], groups: Mapping[str, Sequence[Family]]) -> Family:

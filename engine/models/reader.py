@@ -105,16 +105,18 @@ class ConfigReader:
         name = "dtype" if self.has("dtype") else "torch_dtype"
         return self.choice(name, "float32", DTYPES)
 
-    def window_layers(self, num_layers: int, default: tuple[int, ...] | None) -> tuple[int, ...] | None:
-        """The layers whose `layer_types` is sliding_attention; `default` if config.json has no such list."""
+    def window_layers(
+        self, num_layers: int, default: tuple[int, ...] | None, kind: str = "sliding_attention"
+    ) -> tuple[int, ...] | None:
+        """The layers whose `layer_types` is `kind`, not full_attention; `default` if config.json has no such list."""
         types = self.raw.get("layer_types")
         if types is None:
             return default
         if not isinstance(types, list) or len(types) != num_layers:
             raise ModelError(f"{self.where}: layer_types must list one type for each of the {num_layers} layers.")
-        if unknown := {str(kind) for kind in types} - {"full_attention", "sliding_attention"}:
+        if unknown := {str(name) for name in types} - {"full_attention", kind}:
             raise ModelError(f"{self.where}: layer_types holds {short(sorted(unknown))}, not supported.")
-        return tuple(layer for layer, kind in enumerate(types) if kind == "sliding_attention")
+        return tuple(layer for layer, name in enumerate(types) if name == kind)
 
     def positive_numbers(self, name: str, high: float) -> tuple[float, ...]:
         """A list of numbers above 0 and at most `high`."""
@@ -125,9 +127,9 @@ class ConfigReader:
             )
         return tuple(float(x) for x in value)
 
-    def num_experts(self, default: int) -> int:
-        """`num_experts` or `num_local_experts`: transformers 5 treats them as the same field."""
-        names = [name for name in ("num_experts", "num_local_experts") if self.has(name)]
+    def num_experts(self, default: int, name: str = "num_experts") -> int:
+        """`name`, `num_experts` or `num_local_experts`: transformers 5 treats them as the same field."""
+        names = [name for name in (name, "num_experts", "num_local_experts") if self.has(name)]
         numbers = {self.size(name, high=MAX_EXPERTS) for name in names}
         if len(numbers) > 1:
             raise ModelError(f"{self.where} contradicts itself: num_experts is not num_local_experts.")
@@ -142,13 +144,26 @@ class ConfigReader:
             )
         return tuple(sorted(set(value)))
 
+    def nope_layers(self, num_layers: int) -> tuple[int, ...]:
+        """The layers without RoPE. `no_rope_layers` has a number for each layer: 1 with rotary embedding, 0 without."""
+        interval = self.size("no_rope_layer_interval", 4)
+        rotates = self.raw.get("no_rope_layers")
+        if rotates is None or rotates == []:
+            return tuple(range(interval - 1, num_layers, interval))
+        if not isinstance(rotates, list) or len(rotates) < num_layers or any(flag not in (0, 1) for flag in rotates):
+            raise ModelError(
+                f"{self.where}: no_rope_layers must list 0 or 1 for each of the {num_layers} layers, not "
+                f"{short(rotates)}."
+            )
+        return tuple(layer for layer in range(num_layers) if not rotates[layer])
+
     def rope_theta(self, default: float = 10000.0) -> float:
-        return self._rope().number("rope_theta", self.number("rope_theta", default, above=1.0), above=1.0)
+        return self.rope().number("rope_theta", self.number("rope_theta", default, above=1.0), above=1.0)
 
     def partial_rotary_factor(self, default: float) -> float:
         """The share of each head that is rotated."""
         name = "partial_rotary_factor"
-        return self._rope().number(name, self.number(name, default, high=1.0), high=1.0)
+        return self.rope().number(name, self.number(name, default, high=1.0), high=1.0)
 
     def rope_scaling(self, partial: bool = False) -> RopeScaling | None:
         """The RoPE scaling of config.json; None for plain RoPE. Without `partial`, a partial rotation is refused.
@@ -158,7 +173,7 @@ class ConfigReader:
         (Hunyuan) it is fixed. "longrope" changes its factors once, when a sequence outgrows the trained length: see
         max_position.
         """
-        rope = self._rope()
+        rope = self.rope()
         kind = rope.raw.get("rope_type") or rope.raw.get("type") or "default"
         if not partial:
             rope.require("partial_rotary_factor", 1.0)
@@ -194,7 +209,8 @@ class ConfigReader:
             return min(length, scaling.original_max_position)
         return max(length, int(scaling.original_max_position * scaling.factor))
 
-    def _rope(self) -> "ConfigReader":
+    def rope(self) -> "ConfigReader":
+        """A reader of the fields of RoPE."""
         # transformers 5 writes rope_parameters. If an older rope_scaling exists too, transformers and we use that.
         name = "rope_scaling" if self.raw.get("rope_scaling") else "rope_parameters"
         value = self.raw.get(name) or {}

@@ -14,6 +14,32 @@ MAX_TILE = 4096  # router logits per program
 MAX_EXPERTS = MAX_TILE // 8
 NUM_WARPS = 8
 CHUNKS_AT_ONCE = 16  # rows of the count table that a program adds at once
+SUM_FLOOR = 1e-20  # the least divisor of normalised weights: sigmoids may all be 0
+
+SCORINGS = ("softmax", "sigmoid", "sparsemixer")
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingRule:
+    """How the router's logits choose the experts of a token and weigh them.
+
+    scoring "softmax" or "sigmoid" turns logits into scores; the top_k experts with the largest scores are chosen, and
+    their scores are the weights. A correction per expert may be added to the scores for the choice alone (Wang et al.
+    2024, "Auxiliary-loss-free load balancing"). With num_groups > 1, experts i * n to i * n + n - 1 form group i, and
+    only the groups_per_token groups with the largest sum of two best scores take part (DeepSeek-AI 2024, "DeepSeek-V3",
+    section 2.1.2).
+
+    "sparsemixer" is inference of Liu et al. 2024, "GRIN", section 2: top_k rounds of a maximum over the experts left.
+    The weight is a softmax over those experts left whose logit s has (max - s) / max(|s|, max) <= 2 * jitter.
+    """
+
+    top_k: int
+    normalize: bool  # divide the weights of a token by their sum
+    scoring: str = "softmax"
+    scaling: float = 1.0  # factor of the weights
+    num_groups: int = 1
+    groups_per_token: int = 1
+    jitter: float = 0.0  # with "sparsemixer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,23 +63,52 @@ class Order:
     block_m: int
 
 
-def route(logits: Tensor, top_k: int, normalize: bool) -> Routing:
-    """logits [num_tokens, num_experts] -> the softmax in fp32, its top_k largest, divided by their sum if `normalize`.
+def route(logits: Tensor, rule: RoutingRule, correction: Tensor | None = None) -> Routing:
+    """logits [num_tokens, num_experts], correction [num_experts] -> experts and weights by the rule, computed in fp32.
 
-    With `normalize` the weights equal a softmax over the top_k logits alone (Jiang et al. 2024, section 2.1). On a GPU
-    the lower expert wins a tie. A row of NaN gets weights of NaN, and valid experts.
+    With "softmax" and `normalize` the weights equal a softmax over the top_k logits alone (Jiang et al. 2024, section
+    2.1). On a GPU the lower expert wins a tie. A row of NaN gets weights of NaN, and valid experts.
     """
     if use_triton(logits):
-        return _launch_route(logits, top_k, normalize)
-    return route_reference(logits, top_k, normalize)
+        return _launch_route(logits, rule, correction)
+    return route_reference(logits, rule, correction)
 
 
-def route_reference(logits: Tensor, top_k: int, normalize: bool) -> Routing:
+def route_reference(logits: Tensor, rule: RoutingRule, correction: Tensor | None = None) -> Routing:
     """route in torch."""
-    weights, experts = logits.float().softmax(-1).topk(top_k)
-    if normalize:
-        weights = weights / weights.sum(-1, keepdim=True)
-    return Routing(weights, experts.int())
+    if rule.scoring == "sparsemixer":
+        return _sparsemixer(logits.float(), rule)
+    scores = logits.float().sigmoid() if rule.scoring == "sigmoid" else logits.float().softmax(-1)
+    if correction is None and rule.num_groups == 1:
+        weights, experts = scores.topk(rule.top_k)
+    else:
+        choice = scores if correction is None else scores + correction.float()
+        experts = _best_groups(choice, rule).topk(rule.top_k).indices
+        weights = scores.gather(-1, experts)
+    if rule.normalize:
+        weights = weights / weights.sum(-1, keepdim=True).clamp_(min=SUM_FLOOR)
+    return Routing(weights if rule.scaling == 1.0 else weights * rule.scaling, experts.int())
+
+
+def _best_groups(choice: Tensor, rule: RoutingRule) -> Tensor:
+    """choice [num_tokens, num_experts], with -inf where the expert's group does not take part."""
+    if rule.num_groups == 1:
+        return choice
+    by_group = choice.unflatten(-1, (rule.num_groups, -1))
+    groups = by_group.topk(2).values.sum(-1).topk(rule.groups_per_token).indices
+    left_out = torch.ones(by_group.shape[:-1], dtype=torch.bool, device=choice.device).scatter_(-1, groups, False)
+    return by_group.masked_fill(left_out.unsqueeze(-1), float("-inf")).flatten(-2)
+
+
+def _sparsemixer(logits: Tensor, rule: RoutingRule) -> Routing:
+    left, weights, experts = logits.clone(), [], []
+    for _ in range(rule.top_k):
+        best, expert = left.max(-1, keepdim=True)
+        far = (best - logits) / logits.abs().clamp(min=best) > 2 * rule.jitter
+        weights.append(1 / (left - best).exp().masked_fill(far, 0.0).sum(-1))
+        experts.append(expert.int())
+        left.scatter_(-1, expert, float("-inf"))
+    return Routing(torch.stack(weights, -1), torch.cat(experts, -1))
 
 
 def max_tiles(num_pairs: int, num_experts: int, block_m: int) -> int:
@@ -66,8 +121,8 @@ def _chunk_tokens(num_experts: int) -> int:
     return min(64, MAX_TILE // power_of_2(num_experts))
 
 
-def _launch_route(logits, top_k, normalize):
-    (num_tokens, num_experts), device = logits.shape, logits.device
+def _launch_route(logits, rule, correction):
+    (num_tokens, num_experts), device, top_k = logits.shape, logits.device, rule.top_k
     if not top_k <= num_experts <= MAX_EXPERTS:
         raise ValueError(
             f"top_k {top_k} of {num_experts} experts: top_k is too large, or there are more than {MAX_EXPERTS}"
@@ -78,20 +133,24 @@ def _launch_route(logits, top_k, normalize):
     counts = torch.empty((-(-num_tokens // block), num_experts), dtype=torch.int32, device=device)
     if num_tokens:
         route_kernel[(len(counts),)](
-            logits.contiguous(), weights, experts, counts, num_tokens,
-            **_route_constants(num_experts, top_k, normalize), num_warps=NUM_WARPS,
+            logits.contiguous(), correction, weights, experts, counts, num_tokens,
+            **_route_constants(num_experts, rule), num_warps=NUM_WARPS,
         )  # fmt: skip
     return Routing(weights, experts, counts)
 
 
-def _route_constants(num_experts, top_k, normalize):
-    return {"NUM_EXPERTS": num_experts, "TOP_K": top_k, "NORMALIZE": normalize, "SLOTS": power_of_2(top_k),
-            "BLOCK_T": _chunk_tokens(num_experts), "BLOCK_E": power_of_2(num_experts)}  # fmt: skip
+def _route_constants(num_experts, rule):
+    return {"NUM_EXPERTS": num_experts, "TOP_K": rule.top_k, "NORMALIZE": rule.normalize, "SCORING": rule.scoring,
+            "SCALING": rule.scaling, "JITTER": rule.jitter, "GROUPS": rule.num_groups,
+            "GROUPS_PER_TOKEN": rule.groups_per_token, "SUM_FLOOR": SUM_FLOOR, "SLOTS": power_of_2(rule.top_k),
+            "BLOCK_T": _chunk_tokens(num_experts), "BLOCK_E": power_of_2(num_experts),
+            "BLOCK_G": power_of_2(rule.num_groups)}  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def route_kernel(
     logits_ptr,
+    correction_ptr,
     weights_ptr,
     experts_ptr,
     counts_ptr,
@@ -99,9 +158,16 @@ def route_kernel(
     NUM_EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
     NORMALIZE: tl.constexpr,
+    SCORING: tl.constexpr,
+    SCALING: tl.constexpr,
+    JITTER: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUPS_PER_TOKEN: tl.constexpr,
+    SUM_FLOOR: tl.constexpr,
     SLOTS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    BLOCK_G: tl.constexpr,
 ):
     """Grid (num_chunks,): routes BLOCK_T tokens by TOP_K rounds of a maximum over the remaining experts."""
     rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -113,22 +179,75 @@ def route_kernel(
     left = tl.where(real & (logits == logits), logits, float("-inf"))
     best = tl.max(left, 1)[:, None]
     total = tl.sum(tl.exp(left - best), 1)
+    BY_LOGIT: tl.constexpr = SCORING != "sigmoid" and correction_ptr is None and GROUPS == 1
+    scores = logits
+    if not BY_LOGIT:
+        scores = 1.0 / (1.0 + tl.exp(-logits)) if SCORING == "sigmoid" else tl.exp(left - best) / total[:, None]
+        choice = scores
+        if correction_ptr is not None:
+            choice += tl.load(correction_ptr + lanes, mask=lanes < NUM_EXPERTS, other=0.0).to(tl.float32)[None, :]
+        left = tl.where(real & (choice == choice), choice, float("-inf"))
+        if GROUPS > 1:
+            left = _keep_best_groups(left, lanes, NUM_EXPERTS // GROUPS, GROUPS, GROUPS_PER_TOKEN, BLOCK_T, BLOCK_G)
     chosen = tl.zeros([BLOCK_T, SLOTS], tl.int32)
-    values = tl.zeros([BLOCK_T, SLOTS], tl.float32) - float("inf")
+    values = tl.zeros([BLOCK_T, SLOTS], tl.float32) - (float("inf") if BY_LOGIT and SCORING == "softmax" else 0.0)
     counts = tl.zeros([BLOCK_E], tl.int32)
     for slot in tl.static_range(TOP_K):
         expert = tl.argmax(left, 1)[:, None]
         here = lanes[None, :] == expert
-        values = tl.where(slots[None, :] == slot, tl.max(left, 1)[:, None], values)
+        if SCORING == "sparsemixer":
+            value = _sparsemixer_weight(left, logits, JITTER)
+        elif BY_LOGIT:
+            value = tl.max(left, 1)
+        else:
+            value = tl.sum(tl.where(here, scores, 0.0), 1)
+        values = tl.where(slots[None, :] == slot, value[:, None], values)
         chosen = tl.where(slots[None, :] == slot, expert, chosen)
         counts += tl.sum((here & exists).to(tl.int32), 0)
         left = tl.where(here, float("-inf"), left)
-    scores = tl.exp(values - best)
-    scores /= (tl.sum(scores, 1) if NORMALIZE else total)[:, None]
+    if BY_LOGIT and SCORING == "softmax":
+        values = tl.exp(values - best)
+        values /= (tl.sum(values, 1) if NORMALIZE else total)[:, None]
+    elif NORMALIZE:
+        values /= tl.maximum(tl.sum(values, 1), SUM_FLOOR)[:, None]
     targets, wanted = rows[:, None] * TOP_K + slots[None, :], exists & (slots < TOP_K)[None, :]
-    tl.store(weights_ptr + targets, scores, mask=wanted)
+    tl.store(weights_ptr + targets, values * SCALING, mask=wanted)
     tl.store(experts_ptr + targets, chosen, mask=wanted)
     tl.store(counts_ptr + tl.program_id(0) * NUM_EXPERTS + lanes, counts, mask=lanes < NUM_EXPERTS)
+
+
+@triton.jit
+def _sparsemixer_weight(left, logits, JITTER: tl.constexpr):
+    """The weight of each row's best expert among those left, see RoutingRule."""
+    best = tl.max(left, 1)[:, None]
+    far = (best - logits) / tl.maximum(tl.abs(logits), best) > 2 * JITTER
+    return 1.0 / tl.sum(tl.where(far, 0.0, tl.exp(left - best)), 1)
+
+
+@triton.jit
+def _keep_best_groups(
+    choice,
+    lanes,
+    SIZE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUPS_PER_TOKEN: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+):
+    """choice [BLOCK_T, BLOCK_E], with -inf for the experts of groups that do not take part."""
+    group_of, groups = (lanes // SIZE)[None, :], tl.arange(0, BLOCK_G)[None, :]
+    sums = tl.zeros([BLOCK_T, BLOCK_G], tl.float32) - float("inf")
+    for group in tl.static_range(GROUPS):
+        members = tl.where(group_of == group, choice, float("-inf"))
+        first = tl.argmax(members, 1)[:, None]
+        two = tl.max(members, 1) + tl.max(tl.where(lanes[None, :] == first, float("-inf"), members), 1)
+        sums = tl.where(groups == group, two[:, None], sums)
+    kept = tl.zeros_like(choice) - float("inf")
+    for _ in tl.static_range(GROUPS_PER_TOKEN):
+        group = tl.argmax(sums, 1)[:, None]
+        kept = tl.where(group_of == group, choice, kept)
+        sums = tl.where(groups == group, float("-inf"), sums)
+    return kept
 
 
 def sort_by_expert(routing: Routing, block_m: int) -> Order:
@@ -205,14 +324,22 @@ def _place_pairs(experts_ptr, pairs_ptr, position, lanes, num_tokens, TOP_K: tl.
 
 
 def aot_configurations(capability: int) -> Iterator[AotConfiguration]:
-    """Yields Mixtral, Qwen3-MoE, a number of experts that is no power of two, and the largest number."""
-    for num_experts, top_k, normalize in ((8, 2, True), (128, 8, True), (60, 4, False), (MAX_EXPERTS, 10, True)):
-        label, quick = f"{top_k} of {num_experts} experts", num_experts == 128
+    """Yields Mixtral, Qwen3-MoE, a number of experts that is no power of two, the largest number, GLM-4.5, ERNIE 4.5,
+    a choice of groups as in DeepSeek-V3, and Phi-3.5-MoE."""
+    grouped = RoutingRule(8, True, "sigmoid", scaling=2.5, num_groups=8, groups_per_token=4)
+    rules = ((8, RoutingRule(2, True), False), (128, RoutingRule(8, True), False), (60, RoutingRule(4, False), False),
+             (MAX_EXPERTS, RoutingRule(10, True), False), (160, RoutingRule(8, True, "sigmoid", scaling=2.5), True),
+             (64, RoutingRule(6, True), True), (256, grouped, True),
+             (16, RoutingRule(2, False, "sparsemixer", jitter=0.01), False))  # fmt: skip
+    for num_experts, rule, corrected in rules:
+        label, quick = f"{rule.top_k} of {num_experts} experts, {rule.scoring}", num_experts in (128, 256)
+        types = {"weights_ptr": "*fp32", "experts_ptr": "*i32", "counts_ptr": "*i32", "correction_ptr": "*fp32"}
         yield AotConfiguration(
-            route_kernel, label, "bf16", _route_constants(num_experts, top_k, normalize), num_warps=NUM_WARPS,
-            types={"weights_ptr": "*fp32", "experts_ptr": "*i32", "counts_ptr": "*i32"}, quick=quick,
+            route_kernel, label, "bf16",
+            _route_constants(num_experts, rule) | ({} if corrected else {"correction_ptr": None}),
+            num_warps=NUM_WARPS, types=types, quick=quick,
         )  # fmt: skip
         yield AotConfiguration(
-            sort_by_expert_kernel, label, "i32", _sort_constants(num_experts, top_k, 16),
+            sort_by_expert_kernel, label, "i32", _sort_constants(num_experts, rule.top_k, 16),
             num_warps=NUM_WARPS, quick=quick,
         )  # fmt: skip

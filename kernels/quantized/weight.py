@@ -48,6 +48,10 @@ class QuantizedWeight:
         return (*self.codes.shape[:-1], self.in_features)
 
     @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of codes, scales, offsets and permutation."""
         tensors = (self.codes, self.scales, self.offsets, self.permutation)

@@ -6,8 +6,18 @@ import torch
 
 from kernels.card import A100, T4
 from kernels.dispatch import use_triton
-from kernels.linear.moe import TILE_FP32, TILES, TILES_FMA, Experts, Tile, choose_tile, experts_reference
-from kernels.linear.moe_routing import MAX_EXPERTS, Routing, max_tiles, route, route_reference, sort_by_expert
+from kernels.linear.moe import SILU, Experts, experts_reference
+from kernels.linear.moe_kernels import TILE_FP32, TILES, TILES_FMA, ExpertFormula, Tile, choose_tile, grouped_experts
+from kernels.linear.moe_routing import (
+    MAX_EXPERTS,
+    Routing,
+    RoutingRule,
+    max_tiles,
+    route,
+    route_reference,
+    sort_by_expert,
+)
+from kernels.quantized.weight import INT4, QuantizedWeight, pack_4bit
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -40,10 +50,12 @@ def make(num_tokens, num_experts, top_k, hidden, inner, dtype):
     return x, gate_up, down, torch.randn(num_tokens, num_experts).to(dtype)
 
 
-def check(x, gate_up, down, logits, top_k, normalize=True, activation="silu"):
-    experts = Experts(gate_up.clone().to(DEVICE), down.clone().to(DEVICE), activation)
-    out = experts(x.to(DEVICE), logits.to(DEVICE), top_k, normalize)
-    close(out, experts_reference(x, gate_up, down, route_reference(logits, top_k, normalize), activation))
+def check(x, gate_up, down, logits, top_k, normalize=True, formula=SILU, biases=(None, None)):
+    rule = RoutingRule(top_k, normalize)
+    given = [None if bias is None else bias.to(DEVICE) for bias in biases]
+    experts = Experts(gate_up.clone().to(DEVICE), down.clone().to(DEVICE), formula, *given)
+    out = experts(x.to(DEVICE), route(logits.to(DEVICE), rule))
+    close(out, experts_reference(x, gate_up, down, route_reference(logits, rule), formula, *biases))
     return experts, out
 
 
@@ -57,7 +69,48 @@ def test_experts(dtype, shape, normalize):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_another_activation(dtype):
-    check(*make(5, 4, 2, 40, 24, dtype), 2, activation="gelu_new")
+    check(*make(5, 4, 2, 40, 24, dtype), 2, formula=ExpertFormula("gelu_new"))
+
+
+GPT_OSS, LLAMA4 = ExpertFormula("silu", clamp_limit=0.7), ExpertFormula("silu", weights_on_input=True)
+
+
+@pytest.mark.parametrize("formula", [SILU, GPT_OSS, LLAMA4], ids=("biases", "clamped", "weights on the input"))
+def test_other_formulas(formula):
+    tensors = make(9, 4, 2, 40, 24, torch.float32)
+    biases = torch.randn(4, 48), torch.randn(4, 40)
+    check(*tensors, 2, False, formula, biases)
+    x, gate_up, down, logits = tensors
+    changed = experts_reference(x, gate_up, down, route_reference(logits, RoutingRule(2, False)))
+    assert not torch.allclose(changed, check(x, gate_up, down, logits, 2, False, formula, biases)[1].cpu(), atol=0.1)
+
+
+def quantize(experts, rows, columns, kind, group_size):
+    """Random codes; scales in fp32, so that the interpreter multiplies as torch does."""
+    shape = (experts, rows, columns)
+    scales = torch.rand(experts, rows, columns // group_size) * 0.2 + 0.05
+    if kind == "int8":
+        return QuantizedWeight(torch.randint(-9, 9, shape, dtype=torch.int8), scales / 8, group_size)
+    if kind == "fp8":
+        return QuantizedWeight(torch.randn(shape).to(torch.float8_e4m3fn), scales, group_size)
+    codes = pack_4bit(torch.randint(16, shape, dtype=torch.uint8))
+    offsets = torch.randn_like(scales) * 0.1 if kind == "offsets" else None
+    weight = QuantizedWeight(codes, scales / 8, group_size, offsets, codebook=INT4)
+    if kind != "permutation":
+        return weight
+    return QuantizedWeight(codes, scales, group_size, None, INT4, torch.randperm(columns, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8", "int4", "offsets", "permutation"])
+@pytest.mark.parametrize("group_size", [24, 4])
+def test_quantised_experts(kind, group_size):
+    """As with the dequantised weights. 48 columns are more than one tile and no whole number of tiles."""
+    gate_up, down = quantize(5, 2 * 24, 48, kind, group_size), quantize(5, 48, 24, kind, group_size)
+    x, logits, rule = torch.randn(7, 48), torch.randn(7, 5), RoutingRule(2, True)
+    routing = route_reference(logits, rule)
+    experts = Experts(gate_up.to(torch.device(DEVICE)), down.to(torch.device(DEVICE)))
+    out = experts(x.to(DEVICE), route(logits.to(DEVICE), rule))
+    close(out, experts_reference(x, gate_up.dequantize(), down.dequantize(), routing))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -77,16 +130,15 @@ def test_every_tile(tile):
     chosen = torch.tensor([0] * (block_m + 7) + [1] * block_m + [3])
     chosen = chosen[torch.randperm(len(chosen))]
     logits.scatter_(1, chosen[:, None], 60.0)
-    experts = Experts(gate_up.to(DEVICE), down.to(DEVICE), "silu")
-    out = experts._grouped(x.to(DEVICE), route(logits.to(DEVICE), 1, True), tile[1])
-    close(out, experts_reference(x, gate_up, down, route_reference(logits, 1, True)))
+    experts, rule = Experts(gate_up.to(DEVICE), down.to(DEVICE)), RoutingRule(1, True)
+    out = grouped_experts(x.to(DEVICE), experts.gate_up, experts.down, route(logits.to(DEVICE), rule), SILU, tile[1])
+    close(out, experts_reference(x, gate_up, down, route_reference(logits, rule)))
 
 
 def test_no_tokens():
     x, gate_up, down, logits = make(0, 4, 2, 32, 32, torch.float32)
-    assert (
-        Experts(gate_up.to(DEVICE), down.to(DEVICE), "silu")(x.to(DEVICE), logits.to(DEVICE), 2, True).shape == x.shape
-    )
+    routing = route(logits.to(DEVICE), RoutingRule(2, True))
+    assert Experts(gate_up.to(DEVICE), down.to(DEVICE))(x.to(DEVICE), routing).shape == x.shape
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -94,21 +146,22 @@ def test_a_row_does_not_depend_on_the_batch(dtype):
     """With one tile, as here, to the bit: sums of a row have one order."""
     x, gate_up, down, logits = make(9, 6, 3, 64, 64, dtype)
     experts, together = check(x, gate_up, down, logits, 3)
-    again = experts(x.to(DEVICE), logits.to(DEVICE), 3, True)
+    rule = RoutingRule(3, True)
+    again = experts(x.to(DEVICE), route(logits.to(DEVICE), rule))
     assert torch.equal(again, together)
     if not KERNELS:
         return  # the CPU's GEMMs have an order for each number of rows
     for i in range(9):
-        alone = experts(x[i : i + 1].to(DEVICE), logits[i : i + 1].to(DEVICE), 3, True)
+        alone = experts(x[i : i + 1].to(DEVICE), route(logits[i : i + 1].to(DEVICE), rule))
         assert torch.equal(alone[0], together[i])
 
 
 @only_kernels
 def test_warm_up_leaves_the_weights():
     _, gate_up, down, _ = make(4, 6, 3, 64, 64, torch.float16)
-    experts = Experts(gate_up.clone().to(DEVICE), down.clone().to(DEVICE), "silu")
-    experts.warm_up(3, True)
-    assert torch.equal(experts.gate_up.cpu(), gate_up) and torch.equal(experts.down.cpu(), down)
+    experts = Experts(gate_up.clone().to(DEVICE), down.clone().to(DEVICE))
+    experts.warm_up(RoutingRule(3, True), torch.float16)
+    assert torch.equal(experts.gate_up.codes.cpu(), gate_up) and torch.equal(experts.down.codes.cpu(), down)
 
 
 @pytest.mark.parametrize("normalize", [True, False])
@@ -116,7 +169,8 @@ def test_warm_up_leaves_the_weights():
 def test_routes(num_tokens, num_experts, top_k, normalize):
     logits = torch.randn(num_tokens, num_experts) * 3
     logits[0] -= 1e4
-    found, expected = route(logits.to(DEVICE), top_k, normalize), route_reference(logits, top_k, normalize)
+    rule = RoutingRule(top_k, normalize)
+    found, expected = route(logits.to(DEVICE), rule), route_reference(logits, rule)
     assert found.weights.dtype == torch.float32 and found.experts.dtype == torch.int32
     assert torch.equal(found.experts.cpu(), expected.experts)
     torch.testing.assert_close(found.weights.cpu(), expected.weights)
@@ -126,10 +180,41 @@ def test_routes(num_tokens, num_experts, top_k, normalize):
         assert found.counts.sum(0).tolist() == expected.experts.flatten().bincount(minlength=num_experts).tolist()
 
 
+RULES = {
+    "sigmoid": (12, RoutingRule(3, False, "sigmoid", scaling=2.5), False),
+    "corrected sigmoid": (12, RoutingRule(3, True, "sigmoid"), True),
+    "corrected softmax": (12, RoutingRule(3, True), True),
+    "groups": (15, RoutingRule(4, True, "sigmoid", scaling=1.5, num_groups=5, groups_per_token=2), True),
+    "groups of a softmax": (16, RoutingRule(2, False, num_groups=4, groups_per_token=2), False),
+    "sparsemixer": (6, RoutingRule(2, False, "sparsemixer", jitter=0.2), False),
+}
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of infinities in the interpreter
+@pytest.mark.parametrize("name", RULES)
+def test_rules(name):
+    num_experts, rule, corrected = RULES[name]
+    logits, correction = torch.randn(70, num_experts) * 2, torch.randn(num_experts) if corrected else None
+    logits[0, :] -= 200.0  # sigmoids of 0
+    expected = route_reference(logits, rule, correction)
+    found = route(logits.to(DEVICE), rule, None if correction is None else correction.to(DEVICE))
+    assert torch.equal(found.experts.cpu(), expected.experts)
+    torch.testing.assert_close(found.weights.cpu(), expected.weights)
+    assert found.weights.isfinite().all()
+    plain = route_reference(logits, RoutingRule(rule.top_k, rule.normalize))
+    assert not torch.allclose(plain.weights, expected.weights, atol=0.05)
+
+
+def test_a_correction_changes_the_choice_and_not_the_weights():
+    logits, correction = torch.zeros(1, 4), torch.tensor([0.0, 0.3, 0.0, 0.2])
+    found = route(logits.to(DEVICE), RoutingRule(2, False, "sigmoid"), correction.to(DEVICE))
+    assert found.experts.tolist() == [[1, 3]] and found.weights.tolist() == [[0.5, 0.5]]
+
+
 def test_normalised_is_the_softmax_of_the_chosen():
     logits = torch.randn(20, 12)
     values, experts = logits.topk(4)
-    found = route(logits.to(DEVICE), 4, True)
+    found = route(logits.to(DEVICE), RoutingRule(4, True))
     assert torch.equal(found.experts.cpu(), experts.int())
     torch.testing.assert_close(found.weights.cpu(), values.softmax(-1))
 
@@ -139,7 +224,7 @@ def test_normalised_is_the_softmax_of_the_chosen():
 def test_ties_nan_and_infinity_choose_experts_that_exist():
     nan, inf = float("nan"), float("inf")
     rows = [[0.0] * 5, [nan] * 5, [nan, 1.0, 2.0, nan, 0.0], [-inf, 0.0, -inf, -inf, -inf]]
-    routing = route(torch.tensor(rows, device=DEVICE), 3, True)
+    routing = route(torch.tensor(rows, device=DEVICE), RoutingRule(3, True))
     assert routing.experts[0].tolist() == [0, 1, 2], "the lower expert first"
     assert routing.experts[2].tolist() == [2, 1, 4]
     assert routing.experts.min() >= 0 and routing.experts.max() < 5
@@ -149,9 +234,9 @@ def test_ties_nan_and_infinity_choose_experts_that_exist():
 @only_kernels
 def test_too_many_experts_are_refused():
     with pytest.raises(ValueError, match="top_k 9 of 8 experts"):
-        route(torch.zeros(1, 8, device=DEVICE), 9, True)
+        route(torch.zeros(1, 8, device=DEVICE), RoutingRule(9, True))
     with pytest.raises(ValueError, match=f"more than {MAX_EXPERTS}"):
-        route(torch.zeros(1, MAX_EXPERTS + 1, device=DEVICE), 2, True)
+        route(torch.zeros(1, MAX_EXPERTS + 1, device=DEVICE), RoutingRule(2, True))
 
 
 @only_kernels
@@ -161,7 +246,7 @@ def test_order(num_tokens, num_experts, top_k, block_m):
     """Every pair once, an expert's pairs together; tiles cover them without overlap and none reaches into another's."""
     logits = torch.randn(num_tokens, num_experts)
     logits[:, num_experts // 2 :] -= 100 * (num_tokens > 1)  # experts without tokens
-    routing = route(logits.to(DEVICE), top_k, True)
+    routing = route(logits.to(DEVICE), RoutingRule(top_k, True))
     order = sort_by_expert(routing, block_m)
     pairs, experts = order.pairs.cpu().long(), routing.experts.flatten().cpu()
     assert sorted(pairs.tolist()) == list(range(num_tokens * top_k))
@@ -199,7 +284,7 @@ def test_choice_of_the_tile():
 def test_the_order_of_the_experts_does_not_matter_to_the_reference():
     """The oracle itself: a dense sum over all experts with weights of zero."""
     x, gate_up, down, logits = make(6, 4, 2, 16, 24, torch.float32)
-    routing = route_reference(logits, 2, False)
+    routing = route_reference(logits, RoutingRule(2, False))
     dense = torch.zeros(6, 4).scatter(1, routing.experts.long(), routing.weights)
     gate, up = torch.einsum("th,eih->tei", x, gate_up).chunk(2, dim=-1)
     expected = torch.einsum("tei,ehi,te->th", torch.nn.functional.silu(gate) * up, down, dense)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from engine.models.config import ModelConfig, MoEConfig
 from engine.models.families import llama
-from engine.models.family import Family
+from engine.models.family import ExpertTensor, Family
 from engine.models.reader import ConfigReader
 
 EXPERTS = "model.layers.{}.block_sparse_moe.experts.{expert}"
@@ -14,6 +14,12 @@ WEIGHTS = {
     f"{EXPERTS}.w1": "layers.{}.experts_in.gate",
     f"{EXPERTS}.w3": "layers.{}.experts_in.up",
     f"{EXPERTS}.w2": "layers.{}.experts_out",
+}
+# Names of transformers 5 in memory.
+RENAMES = {".mlp.gate.": ".block_sparse_moe.gate.", ".mlp.experts.": ".block_sparse_moe.experts."}
+EXPERT_TENSORS = {
+    "model.layers.{}.block_sparse_moe.experts.gate_up_proj": ExpertTensor("layers.{}.experts_in.weight"),
+    "model.layers.{}.block_sparse_moe.experts.down_proj": ExpertTensor("layers.{}.experts_out.weight"),
 }
 
 
@@ -39,4 +45,13 @@ def to_config(reader: ConfigReader) -> ModelConfig:
     )
 
 
-FAMILY = Family("mixtral", ("MixtralForCausalLM",), to_config, WEIGHTS, prefix="model.", buffers=llama.BUFFERS)
+FAMILY = Family(
+    "mixtral",
+    ("MixtralForCausalLM",),
+    to_config,
+    WEIGHTS,
+    prefix="model.",
+    buffers=llama.BUFFERS,
+    renames=RENAMES,
+    expert_tensors=EXPERT_TENSORS,
+)

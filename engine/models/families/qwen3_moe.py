@@ -4,16 +4,19 @@ from dataclasses import replace
 
 from engine.models.config import ModelConfig, MoEConfig
 from engine.models.families import llama, qwen3
-from engine.models.family import Family
+from engine.models.family import ExpertTensor, Family
 from engine.models.reader import ConfigReader
 
 EXPERTS = "model.layers.{}.mlp.experts.{expert}"
-WEIGHTS = {
-    **qwen3.WEIGHTS,
+EXPERT_WEIGHTS = {
     "model.layers.{}.mlp.gate": "layers.{}.router",
     f"{EXPERTS}.gate_proj": "layers.{}.experts_in.gate",
     f"{EXPERTS}.up_proj": "layers.{}.experts_in.up",
     f"{EXPERTS}.down_proj": "layers.{}.experts_out",
+}
+EXPERT_TENSORS = {  # names of transformers 5 in memory
+    "model.layers.{}.mlp.experts.gate_up_proj": ExpertTensor("layers.{}.experts_in.weight"),
+    "model.layers.{}.mlp.experts.down_proj": ExpertTensor("layers.{}.experts_out.weight"),
 }
 
 
@@ -27,11 +30,11 @@ def to_config(reader: ConfigReader) -> ModelConfig:
         mlp_bias=False,
         qk_norm="head",
         sliding_window=reader.size("sliding_window") if windowed else 0,
-        moe=_moe(reader, config.num_layers),
+        moe=moe_config(reader, config.num_layers),
     )
 
 
-def _moe(reader: ConfigReader, num_layers: int) -> MoEConfig:
+def moe_config(reader: ConfigReader, num_layers: int) -> MoEConfig:
     """Experts in every decoder_sparse_step-th layer that mlp_only_layers does not name."""
     step = reader.size("decoder_sparse_step", 1)
     plain = {layer for layer in range(num_layers) if (layer + 1) % step}
@@ -44,4 +47,12 @@ def _moe(reader: ConfigReader, num_layers: int) -> MoEConfig:
     )
 
 
-FAMILY = Family("qwen3_moe", ("Qwen3MoeForCausalLM",), to_config, WEIGHTS, prefix="model.", buffers=llama.BUFFERS)
+FAMILY = Family(
+    "qwen3_moe",
+    ("Qwen3MoeForCausalLM",),
+    to_config,
+    {**qwen3.WEIGHTS, **EXPERT_WEIGHTS},
+    prefix="model.",
+    buffers=llama.BUFFERS,
+    expert_tensors=EXPERT_TENSORS,
+)

@@ -42,4 +42,5 @@ def take_mlp(config: ModelConfig, weights: dict[str, Weight], layer: int, operat
     moe = config.experts(layer)
     if moe is None:
         return MLP(config, weights, f"layers.{layer}", operators)
-    return MoE(moe, weights, f"layers.{layer}", config.activation, operators)
+    shared = MLP(config, weights, f"layers.{layer}.shared", operators) if moe.shared_size else None
+    return MoE(moe, weights, f"layers.{layer}", config.activation, operators, shared)

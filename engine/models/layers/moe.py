@@ -1,30 +1,99 @@
-"""The mixture of experts of a layer: a router chooses a few experts for each token."""
+"""The mixture of experts of a layer: a router chooses a few experts for each token, and shared experts see them all."""
+
+from collections.abc import Callable
 
 from torch import Tensor
 
 from engine.models.config import MoEConfig
-from engine.models.layers.operators import Operators, take_linear, take_plain
+from engine.models.layers.operators import Linear, Operators, take_linear, take_optional, take_tensor
 from kernels.linear.moe import Experts
-from kernels.quantized.weight import Weight
+from kernels.linear.moe_kernels import ExpertFormula
+from kernels.linear.moe_routing import RoutingRule, route
+from kernels.linear.packed import PackedLinear
+from kernels.quantized.weight import QuantizedWeight, Weight
 
 
 class MoE:
     """[num_tokens, hidden] -> [num_tokens, hidden]; takes the place of an MLP."""
 
-    __slots__ = ("experts", "normalize", "router", "top_k")
+    __slots__ = ("correction", "experts", "router", "rule", "shared")
 
     def __init__(
-        self, config: MoEConfig, weights: dict[str, Weight], prefix: str, activation: str, operators: Operators
+        self,
+        config: MoEConfig,
+        weights: dict[str, Weight],
+        prefix: str,
+        activation: str,
+        operators: Operators,
+        shared: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """Take the weights. On a GPU this compiles the kernels, so that no request waits for a compiler."""
-        self.top_k = config.experts_per_token
-        self.normalize = config.norm_topk_prob
-        self.router = take_linear(weights, f"{prefix}.router", operators)
-        gate_up = take_plain(weights, f"{prefix}.experts_in.weight", operators.dtype)
-        down = take_plain(weights, f"{prefix}.experts_out.weight", operators.dtype)
-        self.experts = Experts(gate_up, down, activation)
-        if gate_up.is_cuda:
-            self.experts.warm_up(self.top_k, self.normalize)
+        """Take the weights; `shared` is the MLP of the shared experts. On a GPU this compiles the kernels, so that no
+        request waits for a compiler."""
+        self.rule = _rule(config)
+        self.shared = shared
+        if config.shared_gate and shared is not None:
+            self.shared = GatedMLP(shared, take_linear(weights, f"{prefix}.shared_gate", operators))
+        self.router = _take_router(config, weights, f"{prefix}.router", operators)
+        self.correction = take_optional(weights, f"{prefix}.correction.bias")
+        formula = ExpertFormula(activation, config.clamp_limit, config.clamp_alpha, config.weights_on_input)
+        gate_up = _take_experts(weights, f"{prefix}.experts_in.weight")
+        down = _take_experts(weights, f"{prefix}.experts_out.weight")
+        gate_up_bias = take_optional(weights, f"{prefix}.experts_in.bias")
+        down_bias = take_optional(weights, f"{prefix}.experts_out.bias")
+        self.experts = Experts(gate_up, down, formula, gate_up_bias, down_bias)
+        if gate_up.device.type == "cuda":
+            self.experts.warm_up(self.rule, operators.dtype, self.correction)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.experts(x, self.router(x), self.top_k, self.normalize)
+        out = self.experts(x, route(self.router(x), self.rule, self.correction))
+        return out if self.shared is None else out + self.shared(x)
+
+
+class GatedMLP:
+    """sigmoid(gate(x)) * mlp(x)"""
+
+    __slots__ = ("gate", "mlp")
+
+    def __init__(self, mlp: Callable[[Tensor], Tensor], gate: Linear) -> None:
+        self.mlp, self.gate = mlp, gate
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.gate(x).sigmoid() * self.mlp(x)
+
+
+class Float32Linear:
+    """A linear layer that computes in fp32, whatever the dtype of its input."""
+
+    __slots__ = ("linear",)
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.linear = PackedLinear(weight, bias)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.linear(x.float())
+
+
+def _take_router(
+    config: MoEConfig, weights: dict[str, Weight], name: str, operators: Operators
+) -> Linear | Float32Linear:
+    if not config.router_float32:
+        return take_linear(weights, name, operators)
+    return Float32Linear(take_tensor(weights, f"{name}.weight"), take_optional(weights, f"{name}.bias"))
+
+
+def _take_experts(weights: dict[str, Weight], name: str) -> Tensor | QuantizedWeight:
+    weight = weights.pop(name)
+    assert not isinstance(weight, tuple), f"the parts of {name} differ in kind"
+    return weight
+
+
+def _rule(config: MoEConfig) -> RoutingRule:
+    return RoutingRule(
+        top_k=config.experts_per_token,
+        normalize=config.norm_topk_prob,
+        scoring=config.scoring,
+        scaling=config.scaling,
+        num_groups=config.num_groups,
+        groups_per_token=config.groups_per_token,
+        jitter=config.jitter,
+    )

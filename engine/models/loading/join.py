@@ -42,7 +42,7 @@ def _join_rows(parts: Sequence[Part]) -> Weight:
 
 
 def reorder_rows(weight: QuantizedWeight, order: Tensor) -> QuantizedWeight:
-    """The rows `order` (int64 [out]) of a weight [out, in]."""
-    offsets = None if weight.offsets is None else weight.offsets.index_select(0, order)
-    scales = weight.scales.index_select(0, order)
-    return replace(weight, codes=weight.codes.index_select(0, order), scales=scales, offsets=offsets)
+    """The rows `order` (int64 [out]) of a weight [..., out, in]."""
+    offsets = None if weight.offsets is None else weight.offsets.index_select(-2, order)
+    scales = weight.scales.index_select(-2, order)
+    return replace(weight, codes=weight.codes.index_select(-2, order), scales=scales, offsets=offsets)

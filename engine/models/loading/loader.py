@@ -15,7 +15,7 @@ from engine.models.config import ModelConfig
 from engine.models.families import family_of
 from engine.models.loading.allocation import allocate
 from engine.models.loading.join import Place, join_pieces, reorder_rows
-from engine.models.loading.pieces import Piece, checkpoint_pieces, matrix_of
+from engine.models.loading.pieces import Piece, checkpoint_pieces, expert_pieces, matrix_of
 from engine.models.loading.progress import LoadingProgress
 from engine.models.loading.tensor_file import ELEMENT_BYTES, Header
 from engine.models.loading.weight_files import find_weight_files, open_weight_file
@@ -26,7 +26,6 @@ logger = logging.getLogger(__name__)
 
 NAMES_SHOWN = 6
 KV_CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".prob_scale")  # not used: the cache has scales of its own
-FUSED_EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")  # names of transformers 5 in memory
 
 
 def load_weights(
@@ -108,7 +107,7 @@ class _Loader:
 
     def _read_headers(self) -> None:
         stored = self._names_of_format()
-        expected = self.plain.keys() | stored
+        expected = self.plain.keys() | stored | expert_pieces(self.config, self.family).keys()
         for path in self.files:
             with open_weight_file(path) as file:
                 for name in file.names():
@@ -117,6 +116,7 @@ class _Loader:
                         other = self.found[full_name].path.name
                         raise ModelError(f"tensor {name!r} is in {other} and again in {path.name}.")
                     self.found[full_name] = _Found(path, name, file.header(name))
+        self.plain = checkpoint_pieces(self.config, self.family, self.found.keys())
 
     def _full_name(self, name: str, expected: Set[str]) -> str:
         """The name in the family's weights: renamed, and with the base model's prefix, which some checkpoints lack."""
@@ -142,7 +142,7 @@ class _Loader:
         for name, matrix, stored in list(self._matrices()):
             assert self.config.quantization is not None
             if self.config.quantization.reads_plain:
-                stored = {".weight": Stored(self.plain[name].shape, FLOAT_DTYPES)}
+                stored = {name.removeprefix(matrix.module): Stored(self.plain[name].shape, FLOAT_DTYPES)}
             elif name in self.found and not self._holds(matrix, stored):
                 continue  # the checkpoint holds this matrix plain, whatever config.json says
             module = _Module(matrix, self.plain.pop(name), set())
@@ -170,15 +170,9 @@ class _Loader:
 
     def _check_names(self) -> None:
         """ModelError for missing, misshaped and unexpected tensors."""
-        for name, found in self.found.items():
+        for name in self.found:
             if name in self.plain:
                 self._check_header(name, self.plain[name].shape, FLOAT_DTYPES)
-            elif self.config.moe is not None and name.endswith(FUSED_EXPERTS):
-                raise ModelError(
-                    f"{found.path.name}: {found.name!r} holds all experts in one tensor, which is not served. Save the "
-                    "checkpoint again with transformers' save_pretrained and save_original_format=True: one tensor for "
-                    "each expert."
-                )
         files = ", ".join(path.name for path in self.files[:NAMES_SHOWN])
         missing = sorted((self.plain.keys() | self.quantized.keys()) - self.found.keys())
         if missing:
@@ -283,7 +277,8 @@ class _Loader:
         quantization, piece = self.config.quantization, module.piece
         assert quantization is not None
         if quantization.reads_plain:
-            weight = quantization.quantized(module.matrix, {".weight": piece.arrange(module.tensors[".weight"])})
+            (plain,) = module.tensors.values()
+            weight = quantization.quantized(module.matrix, {".weight": piece.arrange(plain)})
         else:
             weight = quantization.quantized(module.matrix, module.tensors)
             order = piece.row_order()

@@ -1,5 +1,6 @@
 """Piece: which rows of which parameter a tensor of the checkpoint holds, and in which layout."""
 
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -7,11 +8,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.models.config import ModelConfig
-from engine.models.family import Family
+from engine.models.family import ExpertTensor, Family
 from engine.models.weight_format import Matrix
 
 ROWS_AT_A_TIME = 4096  # normalised in fp32
 LINEARS = ("qkv", "attn_out", "mlp_in", "mlp_out")  # the linear layers inside a decoder layer
+EXPERTS = (".experts_in", ".experts_out")  # parameters with an axis of experts
+HALVES = ("_in.gate", "_in.up")  # the halves of a matrix [gate | up]
 NO_MATRICES = ("norm", "position_embedding", "token_type_embedding")  # parameters that no format quantises
 
 
@@ -28,11 +31,14 @@ class Piece:
     # (KV heads, query heads of each): the rows are, for each KV head, its query heads, its key and its value
     qkv_heads: tuple[int, int] | None = None
     normalized: bool = False  # every row is divided by its L2 norm
+    viewed: tuple[int, ...] | None = None  # the shape to see the tensor in; None: `shape`
+    all_experts: bool = False  # the tensor holds all experts: rows are its second axis
+    interleaved: bool = False  # rows of two halves in turn
 
     def copy(self, tensor: Tensor, parameter: Tensor) -> None:
         """Copy the checkpoint's tensor into its rows of the parameter."""
         rows = parameter if self.expert is None else parameter[self.expert]
-        target = rows[self.start : self.start + self.rows]
+        target = rows.narrow(int(self.all_experts), self.start, self.rows)
         target.copy_(self.arrange(tensor))
         if self.normalized:
             for part in torch.split(target, ROWS_AT_A_TIME):
@@ -40,12 +46,15 @@ class Piece:
 
     def arrange(self, tensor: Tensor) -> Tensor:
         """The checkpoint's tensor -> [rows, ...] in the model's layout; a view where that is possible."""
-        tensor = tensor.T if self.transposed else tensor
+        tensor = tensor if self.viewed is None else tensor.view(self.viewed)
+        tensor = tensor.mT if self.transposed else tensor
         order = self.row_order()
-        return tensor if order is None else tensor.index_select(0, order)
+        return tensor if order is None else tensor.index_select(int(self.all_experts), order)
 
     def row_order(self) -> Tensor | None:
         """int64 [rows]: the checkpoint's row for each of our rows; None if the rows have our order."""
+        if self.interleaved:
+            return torch.arange(self.rows).view(-1, 2).T.flatten()
         return None if self.qkv_heads is None else grouped_rows(*self.qkv_heads, self.rows)
 
 
@@ -59,37 +68,78 @@ def grouped_rows(num_kv_heads: int, group: int, num_rows: int) -> Tensor:
 def matrix_of(name: str, piece: Piece) -> Matrix | None:
     """The matrix that a piece called `name` in the checkpoint holds; None for biases, norms and positions, and for a
     head that is normalised as it is read."""
-    module, _, kind = name.rpartition(".")
-    if (
-        piece.normalized
-        or kind != "weight"
-        or len(piece.shape) < 2
-        or any(part in piece.parameter for part in NO_MATRICES)
-    ):
+    plain = piece.normalized or len(piece.shape) < 2 or any(part in piece.parameter for part in NO_MATRICES)
+    if plain or not piece.parameter.endswith(".weight"):
         return None
-    shape = piece.shape[::-1] if piece.transposed else piece.shape
-    return Matrix(module, piece.parameter, shape)
+    shape = piece.viewed or piece.shape
+    shape = (*shape[:-2], shape[-1], shape[-2]) if piece.transposed else shape
+    return Matrix(name.removesuffix(".weight"), piece.parameter, shape)
 
 
-def checkpoint_pieces(config: ModelConfig, family: Family) -> dict[str, Piece]:
-    """Every tensor that a plain checkpoint must hold, by its name in the checkpoint."""
+def checkpoint_pieces(config: ModelConfig, family: Family, found: Collection[str] = ()) -> dict[str, Piece]:
+    """Every tensor that a plain checkpoint must hold, by its name in the checkpoint. Names in `found` choose between
+    one tensor for each expert and one for all."""
+    pieces = _module_pieces(config, family)
+    split = {piece.parameter for piece in pieces.values()}
+    stacked = {n: p for n, p in expert_pieces(config, family).items() if n in found or p.parameter not in split}
+    replaced = {piece.parameter for piece in stacked.values()}
+    return {name: piece for name, piece in pieces.items() if piece.parameter not in replaced} | stacked
+
+
+def _module_pieces(config: ModelConfig, family: Family) -> dict[str, Piece]:
     shapes = config.parameter_shapes()
     parts = _part_rows(config)
     pieces: dict[str, Piece] = {}
-    for theirs, ours in family.weights.items():
+    for theirs, ours in _tensors(family):
         for layer in range(config.num_layers if "{}" in ours else 1):
-            bare = ours.endswith(".weight")
-            for kind in ("weight",) if bare else ("weight", "bias"):
-                module = ours.format(layer).removesuffix(".weight")
-                piece = _piece(module, kind, shapes, parts, family.transposed)
-                if piece is not None and family.qkv_grouped and ours.endswith(".qkv"):
-                    heads = (config.num_kv_heads, config.num_heads // config.num_kv_heads)
-                    piece = replace(piece, qkv_heads=heads)
-                if piece is not None and config.normalized_head and ours == "lm_head":
-                    piece = replace(piece, normalized=True)
-                if piece is not None:
-                    pieces |= _pieces_by_name(config, theirs if bare else f"{theirs}.{kind}", layer, piece)
+            piece = _piece(ours.format(layer), shapes, parts, family.transposed)
+            if piece is None:
+                continue
+            if family.qkv_grouped and ours.endswith((".qkv.weight", ".qkv.bias")):
+                heads = (config.num_kv_heads, config.num_heads // config.num_kv_heads)
+                piece = replace(piece, qkv_heads=heads)
+            if config.normalized_head and ours == "lm_head.weight":
+                piece = replace(piece, normalized=True)
+            pieces |= _pieces_by_name(config, theirs, layer, piece)
     return pieces
+
+
+def _tensors(family: Family) -> Iterator[tuple[str, str]]:
+    """Full names of tensors, theirs and ours."""
+    for theirs, ours in family.weights.items():
+        if ours.endswith((".weight", ".bias")):
+            yield theirs, ours
+        else:
+            yield f"{theirs}.weight", f"{ours}.weight"
+            yield f"{theirs}.bias", f"{ours}.bias"
+
+
+def expert_pieces(config: ModelConfig, family: Family) -> dict[str, Piece]:
+    """The tensors that hold all experts of a layer, by their names in the checkpoint."""
+    shapes, parts = config.parameter_shapes(), _part_rows(config)
+    pieces: dict[str, Piece] = {}
+    for theirs, stored in family.expert_tensors.items():
+        for layer in range(config.num_layers):
+            piece = _piece(stored.parameter.format(layer), shapes, parts, False)
+            if piece is not None:
+                pieces[theirs.format(layer)] = _stacked(piece, shapes[piece.parameter], stored)
+    return pieces
+
+
+def _stacked(piece: Piece, parameter: tuple[int, ...], stored: ExpertTensor) -> Piece:
+    """The piece of one expert, or of a vector with a number per expert, as a piece of all experts."""
+    if len(parameter) == 1:
+        return replace(piece, shape=(1, *parameter) if stored.single else parameter, viewed=parameter)
+    shape = piece.shape[::-1] if stored.transposed else piece.shape
+    viewed = (parameter[0], *shape)
+    return replace(
+        piece,
+        shape=(viewed[0] * viewed[1], *viewed[2:]) if stored.flat else viewed,
+        transposed=stored.transposed,
+        viewed=viewed,
+        all_experts=True,
+        interleaved=stored.interleaved,
+    )
 
 
 def _pieces_by_name(config: ModelConfig, name: str, layer: int, piece: Piece) -> dict[str, Piece]:
@@ -103,37 +153,35 @@ def _pieces_by_name(config: ModelConfig, name: str, layer: int, piece: Piece) ->
 
 
 def _piece(
-    module: str,
-    kind: str,
+    name: str,
     shapes: dict[str, tuple[int, ...]],
     parts: dict[str, tuple[int, int]],
     transposed_linears: bool,
 ) -> Piece | None:
-    """The piece for one tensor of `module` ("layers.0.qkv.q"); None if config has no such parameter."""
+    """The piece for one tensor of our `name` ("layers.0.qkv.q.weight"); None if config has no such parameter."""
+    module, _, kind = name.rpartition(".")
     part = ".".join(module.split(".")[-2:])
-    name = module.rpartition(".")[0] if part in parts else module
-    shape = shapes.get(f"{name}.{kind}")
+    half = module.rpartition(".")[2] if module.endswith(HALVES) else ""
+    module = module.rpartition(".")[0] if half or part in parts else module
+    shape = shapes.get(f"{module}.{kind}")
     if shape is None:
         return None
-    shape = shape[1:] if len(shape) == 3 else shape  # without the axis of experts
-    start, rows = parts.get(part, (0, shape[0]))
-    transposed = transposed_linears and len(shape) == 2 and name.rpartition(".")[2] in LINEARS
+    # without the axis of experts
+    shape = shape[1:] if module.endswith(EXPERTS) else shape
+    start, rows = (0, shape[0]) if not half else (shape[0] // 2 * (half == "up"), shape[0] // 2)
+    start, rows = parts.get(part, (start, rows))
+    transposed = transposed_linears and len(shape) == 2 and module.rpartition(".")[2] in LINEARS
     stored = (rows, *shape[1:])
-    return Piece(f"{name}.{kind}", start, rows, stored[::-1] if transposed else stored, transposed)
+    return Piece(f"{module}.{kind}", start, rows, stored[::-1] if transposed else stored, transposed)
 
 
 def _part_rows(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """First row and number of rows of the parts of fused matrices."""
-    q, kv, inner = config.q_size, config.kv_size, config.intermediate_size
-    expert = 0 if config.moe is None else config.moe.intermediate_size
+    """First row and number of rows of the parts of fused parameters; HALVES are not among them."""
+    q, kv = config.q_size, config.kv_size
     return {
         "qkv.q": (0, q),
         "qkv.k": (q, kv),
         "qkv.v": (q + kv, kv),
-        "mlp_in.gate": (0, inner),
-        "mlp_in.up": (inner, inner),
         "xielu.alpha_p": (0, 1),
         "xielu.alpha_n": (1, 1),
-        "experts_in.gate": (0, expert),
-        "experts_in.up": (expert, expert),
     }

@@ -15,6 +15,7 @@ from engine.models.decoder import Decoder
 from engine.models.families import read_model_config
 from engine.models.loading.dummy import dummy_weights
 from engine.models.loading.load import load_model
+from engine.models.loading.loader import load_weights
 from tests.engine.models.paged import PagedRunner, Sequence
 from tests.engine.models.tiny_models import VOCAB, load_oracle, oracle_logits, save_model
 
@@ -340,10 +341,31 @@ def test_missing_and_narrow_experts(tmp_path: Path, name: str, tensor: str) -> N
         load(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
-def test_fused_experts(tmp_path: Path, name: str) -> None:
-    save_model(name, tmp_path, save_original_format=False)
-    with pytest.raises(ModelError, match=r"holds all experts in one tensor.*save_original_format=True"):
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "glm4_moe", "ernie4_5_moe", "granitemoeshared"])
+def test_experts_as_transformers_has_them_in_memory(tmp_path: Path, name: str) -> None:
+    """All experts of a layer in one tensor, under names of its own: the same weights as in the published layout."""
+    for folder, original in (("published", True), ("memory", False)):
+        save_model(name, tmp_path / folder, save_original_format=original)
+    names = [set(load_file(tmp_path / folder / "model.safetensors")) for folder in ("published", "memory")]
+    assert names[0] != names[1]
+    config = read_model_config(tmp_path / "memory")
+    published, memory = (
+        load_weights(tmp_path / folder, config, torch.float32, torch.device("cpu"))
+        for folder in ("published", "memory")
+    )
+    assert published.keys() == memory.keys()
+    assert all(torch.equal(published[name], memory[name]) for name in published)
+
+
+@pytest.mark.parametrize("tensor", ["gate_up_proj", "down_proj"])
+def test_missing_and_narrow_tensors_of_all_experts(tmp_path: Path, tensor: str) -> None:
+    save_model("qwen3_moe", tmp_path, save_original_format=False)
+    full_name = f"model.layers.1.mlp.experts.{tensor}"
+    rewrite(tmp_path, lambda t: t.update({full_name: t[full_name][:, :-1].contiguous()}))
+    with pytest.raises(ModelError, match=rf"{full_name}' has shape \[6, \d+, \d+\]; config.json asks for \[6, "):
+        load(tmp_path)
+    rewrite(tmp_path, lambda t: t.pop(full_name))
+    with pytest.raises(ModelError, match=rf"lacks .*model.layers.1.mlp.experts.0.{tensor.removeprefix('gate_')}"):
         load(tmp_path)
 
 

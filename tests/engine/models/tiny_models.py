@@ -30,7 +30,7 @@ from transformers import (
     Starcoder2Config,
 )
 
-from tests.engine.models import tiny_classic, tiny_modern, tiny_text_halves
+from tests.engine.models import tiny_classic, tiny_modern, tiny_moe, tiny_text_halves
 
 VOCAB = 97  # odd on purpose: nothing may rely on a padded vocabulary
 
@@ -81,6 +81,7 @@ ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
 }
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+CORRECTION = "e_score_correction_bias"
 CASES: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama": lambda: _llama_like(LlamaConfig),
     "llama_tied": lambda: _llama_like(LlamaConfig, tie_word_embeddings=True),
@@ -219,6 +220,7 @@ CASES: dict[str, Callable[[], PreTrainedConfig]] = {
     **tiny_classic.CASES,
     **tiny_modern.CASES,
     **tiny_text_halves.CASES,
+    **tiny_moe.CASES,
 }
 REFERENCES = tiny_classic.REFERENCES  # config.json of families that transformers has no code for
 ALL_CASES = (*CASES, *REFERENCES)
@@ -242,8 +244,9 @@ def build_model(name: str) -> PreTrainedModel | tiny_classic.Reference:
 
 @torch.no_grad()
 def randomize(model: PreTrainedModel) -> None:
-    """Draw every parameter anew."""
-    for parameter in model.parameters():
+    """Draw every parameter anew, and the corrections of routing, which are buffers in some families."""
+    corrections = [buffer for name, buffer in model.named_buffers() if name.endswith(CORRECTION)]
+    for parameter in (*model.parameters(), *corrections):
         noise = torch.randn_like(parameter)
         if parameter.dim() >= 2:  # 3: all experts in one
             parameter.copy_(noise * 0.25)
@@ -252,8 +255,9 @@ def randomize(model: PreTrainedModel) -> None:
 
 
 def num_text_parameters(oracle: torch.nn.Module) -> int:
-    """The number of parameters without those of a vision tower."""
-    named = oracle.named_parameters()
+    """The number of parameters without those of a vision tower, and with the corrections of routing."""
+    corrections = [(name, buffer) for name, buffer in oracle.named_buffers() if name.endswith(CORRECTION)]
+    named = [*oracle.named_parameters(), *corrections]
     return sum(p.numel() for name, p in named if not any(part in name for part in tiny_text_halves.VISION))
 
 
