@@ -9,12 +9,14 @@ import torch
 from engine.config import EngineConfig
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
-from engine.models.loading.load import load_model
+from engine.models.loading.load import load_model, weight_bytes
 from engine.worker.attention_warmup import AttentionSettings, make_attention_plan, warm_up_attention
 from engine.worker.bucket_runner import BucketSettings
 from engine.worker.cache.host_cache import HostCache
 from engine.worker.cache.kv_cache import (
+    DoesNotFitError,
     allocate_kv_caches,
+    format_bytes,
     host_cache_bytes,
     model_max_len,
     most_positions,
@@ -23,6 +25,7 @@ from engine.worker.cache.kv_cache import (
 from engine.worker.device.choice import check_attention, make_flashinfer, resolve_device, resolve_dtype
 from engine.worker.device.host import StepLimits, available_host_bytes, resolve_step_limits
 from engine.worker.device.queue import DeviceQueue
+from engine.worker.memory_plan import Machine, nearest_settings
 from engine.worker.model_runner import ModelRunner, RunnerParts
 from kernels.attention.flashinfer import FlashInferPrefill
 
@@ -104,6 +107,21 @@ class LoadedDecoder:
             warm_up_attention(self.decoder, self.one_block(), plan, self.max_model_len)
 
 
+def check_weights_fit(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    """DoesNotFitError, with the settings that would fit, if the device has less free memory than the weights take."""
+    on_gpu = device.type == "cuda"
+    free = torch.cuda.mem_get_info(device)[0] if on_gpu else available_host_bytes()
+    needed = weight_bytes(model, dtype.itemsize)
+    if needed <= free:
+        return
+    changes = list(nearest_settings(config, model, Machine(device.type, free)))
+    raise DoesNotFitError(
+        f"no room for the weights: they take {format_bytes(needed)}, {format_bytes(free)} of "
+        f"{'GPU' if on_gpu else 'host'} memory are free.",
+        f"Any of these fits: {'; '.join(changes)}." if changes else "Use a smaller or a quantised model.",
+    )
+
+
 def load_decoder(
     config: EngineConfig, model_dir: Path, model: ModelConfig, progress: Callable[[str], None]
 ) -> LoadedDecoder:
@@ -111,6 +129,7 @@ def load_decoder(
     device = resolve_device(config.device)
     dtype = resolve_dtype(config, model, device)
     check_attention(config, model, dtype, device)
+    check_weights_fit(config, model, dtype, device)
     total_bytes = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 0
     limits = resolve_step_limits(config, device.type, total_bytes)
     if config.attention_backend == "flashinfer":

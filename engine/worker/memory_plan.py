@@ -245,7 +245,9 @@ def describe(config: EngineConfig, model: ModelConfig, machine: Machine, plan: M
         yield _row("usable", usable, f"gpu_memory_utilization {config.gpu_memory_utilization:g}")
         graphs = "recorded graphs" + (", FlashInfer" if config.attention_backend == "flashinfer" else "")
         yield _row("CUDA context", plan.overhead, f"and {graphs}: an estimate")
-    yield _row("weights", plan.weights, "with rotary tables" if model.position == "rope" else "")
+    notes = [] if model.quantization is None else [model.quantization.name]
+    notes += ["with rotary tables"] if model.position == "rope" else []
+    yield _row("weights", plan.weights, ", ".join(notes))
     yield _row("activations", plan.activations, f"at {plan.limits.max_num_batched_tokens} tokens a step")
     yield _row("sampler", plan.sampler, f"worst case at {plan.limits.max_num_seqs} sequences")
     length = plan.size.max_model_len if plan.size else model_max_len(config, model)
