@@ -30,8 +30,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def one_line(error: Exception) -> str:
-    """The line that a command prints to stderr before it exits with this error."""
-    return "pageserve: error: " + " ".join(str(error).split())
+    """The line that a command prints to stderr before it exits with this error; lines that the message indents follow
+    as they are."""
+    return "pageserve: error: " + "\n  ".join(" ".join(part.split()) for part in str(error).split("\n  "))
 
 
 def merge_positional_model(flags: dict[str, Any]) -> None:

@@ -176,13 +176,24 @@ class _Loader:
         files = ", ".join(path.name for path in self.files[:NAMES_SHOWN])
         missing = sorted((self.plain.keys() | self.quantized.keys()) - self.found.keys())
         if missing:
-            raise ModelError(f"the checkpoint ({files}) lacks {_some(missing)}.")
+            raise ModelError(f"the checkpoint ({files}) lacks {_some(missing)}. {self._wanted(missing[0])}")
         self._log_skipped()
         unexpected = [found.name for name, found in self.found.items() if not self._has_place(name)]
         if unexpected:
             raise ModelError(
                 f"the checkpoint ({files}) holds {_some(unexpected)}, which config.json gives no place to."
             )
+
+    def _wanted(self, name: str) -> str:
+        """The sentence that tells the shape of a tensor that is missing."""
+        shape: tuple[int, ...] | None
+        if name in self.plain:
+            shape = self.plain[name].shape
+        else:
+            module, ending = self.quantized[name]
+            stored = self.config.quantization.tensors(module.matrix) if self.config.quantization else None
+            shape = stored[ending].shape if stored and ending in stored else module.piece.shape
+        return f"config.json asks for {name} in {'any shape' if shape is None else f'shape {list(shape)}'}."
 
     def _check_header(self, full_name: str, shape: tuple[int, ...] | None, dtypes: tuple[str, ...]) -> None:
         path, name, header = self.found[full_name]

@@ -4,6 +4,8 @@ import json
 import logging
 import os
 import pickle
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
@@ -16,9 +18,11 @@ from engine.errors import ModelError
 from engine.models.families import read_model_config
 from engine.models.loading.load import load_model
 from engine.models.loading.pickle_file import open_pickle
+from tests.checkpoints import byte_tokenizer
 from tests.engine.models.paged import PagedRunner, Sequence
 from tests.engine.models.tiny_models import oracle_logits, save_model
 
+ROOT = Path(__file__).parents[3]
 PROMPT = [5, 17, 3, 88, 41, 9, 60, 2, 2, 31]
 
 
@@ -125,3 +129,17 @@ def test_a_storage_larger_than_its_record(tmp_path: Path) -> None:
             file.writestr(name, hostile if name.endswith("data.pkl") else data)
     with pytest.raises(ModelError, match=r"^pytorch_model\.bin is damaged"), open_pickle(path):
         pass
+
+
+def test_the_command_line_refuses_code(tmp_path: Path) -> None:
+    """As a user sees it: one line after the warning, exit status 2, and no code was run."""
+    save_model("llama", tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    torch.save({"x": Hostile(tmp_path / "made")}, tmp_path / "pytorch_model.bin")
+    command = [sys.executable, "-m", "server.cli", "serve", str(tmp_path), "--port", "0", "--device", "cpu"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    *_, last = done.stderr.splitlines()
+    assert done.returncode == 2
+    assert last.startswith("pageserve: error: pytorch_model.bin would run posix.mkdir when unpickled, which is refused")
+    assert not (tmp_path / "made").exists()
