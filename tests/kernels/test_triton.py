@@ -47,9 +47,12 @@ def test_in_the_interpreter():
 # parallel residual, attention_chunk), and plans through the ModelRunner with the sampler, against transformers
 # or a formula: with TRITON_INTERPRET=1 every operator of a step that has a kernel goes to it.
 DECODERS = [
-    f"tests/engine/models/test_families.py::test_logits_of_chunks_mixed_with_decodes[{name}]"
-    for name in ("qwen3", "gpt2", "opt_350m", "qwen3_moe", "gemma2", "gpt_neox", "phi")
-] + ["tests/engine/models/layers/test_attention.py::test_a_mechanism_against_its_formula[llama4]"]
+    f"tests/engine/models/test_families.py::test_family[{name}-chunked]"
+    for name in ("qwen3", "gpt2", "qwen3_moe", "gemma2", "gpt_neox", "phi")
+] + [
+    "tests/engine/models/test_families.py::test_logits_and_size_of_a_variant[opt_350m]",
+    "tests/engine/models/layers/test_attention.py::test_a_mechanism_against_its_formula[llama4]",
+]
 RUNNER = "tests/engine/worker/test_model_runner.py::test_chunks_mixed_with_decodes_of_others"
 
 
