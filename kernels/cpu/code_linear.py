@@ -2,12 +2,11 @@
 
 Codes lie in panels of 64 outputs. A line of 64 bytes holds the 4-bit codes of two neighbouring inputs for all outputs
 of a panel. One instruction looks 32 codes up in a table of bf16 values (vpermw), and vdpbf16ps multiplies them with the
-pair of inputs. An int8 code is 16 * high + low: two lines with a table each. Values that bf16 does not hold exactly
-(nf4) are the sum of two tables that share a line. Sums of a group are fp32; the group's
-scale multiplies the sum, and its offset the sum of the group's inputs, so no weight is rounded. With many rows, each
-panel is decoded to bf16 weights first, which all rows share.
-
-FP8 codes (e4m3) become bf16 numbers by integer arithmetic; 128 bytes hold two neighbouring inputs of 64 outputs.
+pair of inputs. Values that bf16 does not hold exactly (nf4) are the sum of two tables that share a line. int8 codes
+become bf16 numbers by conversion, FP8 codes (e4m3) by integer arithmetic; 128 bytes hold two neighbouring inputs of 64
+outputs. Sums of a group are fp32 and stay in registers; the group's scale multiplies the sum, and its offset the sum of
+the group's inputs, so no weight is rounded. With many rows, each panel is decoded to bf16 weights first, which all rows
+share.
 """
 
 import numpy as np
@@ -30,16 +29,16 @@ COLUMNS = 64  # outputs per panel
 VECTORS = COLUMNS // WIDTH
 LINE = 16  # 32-bit words of a line of codes
 AHEAD = 48  # lines to prefetch ahead of one row, 3 KiB
-DECODED_FROM = (0, 28, 14, 28, 14)  # by kind of codes: rows from which panels are decoded first
+DECODED_FROM = (0, 28, 48, 17, 20)  # by kind of codes: rows from which panels are decoded first
 ROWS_PER_ITEM = 192
 DEPTH = 512  # pairs of inputs that are decoded at a time: 128 KiB, which stay in L2
 INT4, INT8, FP8, SPLIT4 = 1, 2, 3, 4  # kinds of codes; SPLIT4: 4-bit codes with two tables
 LINES = (0, 1, 2, 2, 1)  # by kind: lines per pair of inputs
-TABLES = (0, 1, 2, 0, 2)
+TABLES = (0, 1, 0, 0, 2)
 ZERO = np.float32(0)
 
-_F32, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
-_F32V, _I32V = ir.VectorType(_F32, WIDTH), ir.VectorType(_I32, WIDTH)
+_F32, _I8, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+_F32V, _I8V, _I32V = ir.VectorType(_F32, WIDTH), ir.VectorType(_I8, WIDTH), ir.VectorType(_I32, WIDTH)
 _LANES = ir.VectorType(_I16, 2 * WIDTH)
 
 
@@ -82,6 +81,13 @@ def _values_of_fp8(builder, codes):
     return builder.or_(builder.select(is_small, small, normal), sign)
 
 
+def _values_of_int8(builder, codes, at, v, line):
+    """Sixteen int8 codes as the bits of floats: bf16 holds them exactly, so the low halves are 0."""
+    place = builder.add(at, ir.Constant(_I64, line * LINE + v * LINE // VECTORS))
+    octets = builder.load(vector_at(builder, codes, place, _I8V), align=4)
+    return builder.bitcast(builder.sitofp(builder.sext(octets, _I32V), _F32V), _I32V)
+
+
 def _bf16_bits(value: float) -> int:
     """The bits of a number that bf16 holds exactly, as a signed 16-bit integer."""
     return int(torch.tensor(value, dtype=torch.bfloat16).view(torch.int16))
@@ -91,51 +97,77 @@ def _words(builder, kind, codes, at, v, lines, table):
     """bf16 pairs of 16 outputs, one vector for each factor of the inputs; `at`: word of the first line."""
     if kind == FP8:
         place = builder.add(at, ir.Constant(_I64, v * LINE // 2))
-        packed = ir.VectorType(ir.IntType(8), 2 * WIDTH)
+        packed = ir.VectorType(_I8, 2 * WIDTH)
         wide = builder.zext(builder.load(vector_at(builder, codes, place, packed), align=4), _LANES)
         return [builder.bitcast(_values_of_fp8(builder, wide), _I32V)]
+    if kind == INT8:
+        even, odd = (_values_of_int8(builder, codes, at, v, line) for line in (0, 1))
+        return [builder.or_(builder.lshr(even, constant(_I32, 16)), odd)]
     lines = lines * (TABLES[kind] // len(lines))
     found = [_look_up(builder, _codes_of(builder, line, v), values) for line, values in zip(lines, table, strict=True)]
     return [builder.bitcast(values, _I32V) for values in found]
 
 
-def _multiply(rows, kind):
-    """An intrinsic: sums[r, :] = x[r, :] @ codes for `rows` rows and 64 outputs, in units of the group's scale.
+def _load_scales(builder, scales, is_half, first):
+    """Scales first to first + 63, fp16 if is_half or fp32, as four vectors."""
+    targets = [cgutils.alloca_once(builder, _F32V) for _ in range(VECTORS)]
+    halves = builder.bitcast(scales, ir.HalfType().as_pointer())
+    with builder.if_else(builder.icmp_signed("!=", is_half, ir.Constant(_I64, 0))) as (half, single):
+        for pointer, vector, branch in ((halves, ir.VectorType(ir.HalfType(), WIDTH), half), (scales, _F32V, single)):
+            with branch:
+                for v, target in enumerate(targets):
+                    place = vector_at(builder, pointer, builder.add(first, ir.Constant(_I64, v * WIDTH)), vector)
+                    loaded = builder.load(place, align=2 if vector is not _F32V else 4)
+                    builder.store(loaded if vector is _F32V else builder.fpext(loaded, _F32V), target)
+    return [builder.load(target) for target in targets]
 
-    `depth` counts pairs of inputs. `tables`: see tables_of.
+
+def _multiply(rows, kind):
+    """An intrinsic: sums[r, :] += x[r, :] @ panel for `rows` rows and 64 outputs: the sum of each of `groups` groups of
+    `depth` pairs of inputs, times the group's scale. `tables`: see tables_of. `at`: index of the panel's first scale.
     """
     cells = [(r, v) for r in range(rows) for v in range(VECTORS)]
     num_lines = LINES[kind]
-    shared = 0 if kind == FP8 else num_lines  # lines of which each holds codes of all outputs
+    shared = 0 if kind in (INT8, FP8) else num_lines  # lines of which each holds codes of all outputs
+
+    def add_pair(builder, x, x_stride, codes, index, table, totals):
+        at = builder.mul(index, ir.Constant(_I64, num_lines * LINE))
+        for line in range(num_lines):
+            ahead = ir.Constant(_I64, (AHEAD * num_lines + line) * LINE)
+            simd.prefetch(builder, builder.gep(codes, [builder.add(at, ahead)]))
+        lines = _load_lines(builder, codes, at, shared)
+        pairs = []
+        for r in range(rows):
+            place = builder.add(builder.mul(x_stride, ir.Constant(_I64, r)), index)
+            pairs.append(broadcast(builder, builder.load(builder.gep(x, [place]))))
+        for v in range(VECTORS):
+            for words in _words(builder, kind, codes, at, v, lines, table):
+                for r in range(rows):
+                    builder.store(dot(builder, builder.load(totals[r, v]), pairs[r], words), totals[r, v])
 
     def codegen(context, builder, sig, args):
-        x, x_stride, codes, depth, tables, sums = args
+        x, x_stride, codes, depth, groups, tables, scales, is_half, first, sums = args
         table = _load_lines(builder, tables, ir.Constant(_I64, 0), TABLES[kind])
-        totals = {cell: cgutils.alloca_once_value(builder, ir.Constant(_F32V, [0.0] * WIDTH)) for cell in cells}
-        with cgutils.for_range(builder, depth) as loop:
-            at = builder.mul(loop.index, ir.Constant(_I64, num_lines * LINE))
-            for line in range(num_lines if rows <= 2 else 0):
-                ahead = ir.Constant(_I64, (AHEAD * num_lines + line) * LINE)
-                simd.prefetch(builder, builder.gep(codes, [builder.add(at, ahead)]))
-            lines = _load_lines(builder, codes, at, shared)
-            pairs = []
-            for r in range(rows):
-                index = builder.add(builder.mul(x_stride, ir.Constant(_I64, r)), loop.index)
-                pairs.append(broadcast(builder, builder.load(builder.gep(x, [index]))))
-            for v in range(VECTORS):
-                for words in _words(builder, kind, codes, at, v, lines, table):
-                    for r in range(rows):
-                        total = dot(builder, builder.load(totals[r, v]), pairs[r], words)
-                        builder.store(total, totals[r, v])
-        for r, v in cells:
-            target = vector_at(builder, sums, ir.Constant(_I64, r * COLUMNS + v * WIDTH), _F32V)
-            builder.store(builder.load(totals[r, v]), target, align=4)
+        totals = {cell: cgutils.alloca_once(builder, _F32V) for cell in cells}
+        with cgutils.for_range(builder, groups) as group:
+            for total in totals.values():
+                builder.store(ir.Constant(_F32V, [0.0] * WIDTH), total)
+            begin = builder.mul(group.index, depth)
+            with cgutils.for_range(builder, depth) as loop:
+                add_pair(builder, x, x_stride, codes, builder.add(begin, loop.index), table, totals)
+            place = builder.add(first, builder.mul(group.index, ir.Constant(_I64, COLUMNS)))
+            factors = _load_scales(builder, scales, is_half, place)
+            for r, v in cells:
+                target = vector_at(builder, sums, ir.Constant(_I64, r * COLUMNS + v * WIDTH), _F32V)
+                scaled = builder.fmul(builder.load(totals[r, v]), factors[v], flags=("contract",))
+                total = builder.fadd(builder.load(target, align=4), scaled, flags=("contract",))
+                builder.store(total, target, align=4)
         return context.get_dummy_value()
 
     i64 = types.int64
-    arguments = I32Pointer, i64, I32Pointer, i64, I32Pointer, F32Pointer
+    arguments = I32Pointer, i64, I32Pointer, i64, i64, I32Pointer, F32Pointer, i64, i64, F32Pointer
 
-    def typing(typingctx, x, x_stride, codes, depth, tables, sums):
+    def typing(typingctx, x, x_stride, codes, depth, groups, tables, scales, is_half, first, sums):
         return types.void(*arguments), codegen
 
     typing.__doc__ = f"Products of {rows} rows with codes."
@@ -143,20 +175,22 @@ def _multiply(rows, kind):
 
 
 def _microkernel(kind):
-    rows1, rows2, rows3, rows4, rows6 = (_multiply(rows, kind) for rows in (1, 2, 3, 4, 6))
+    rows1, rows2, rows3, rows4, rows5, rows6 = (_multiply(rows, kind) for rows in range(1, 7))
 
     @jit
-    def microkernel(num_rows, x, x_stride, codes, depth, tables, sums):
+    def microkernel(num_rows, x, x_stride, codes, depth, groups, tables, scales, is_half, first, sums):
         if num_rows == 6:
-            rows6(x, x_stride, codes, depth, tables, sums)
+            rows6(x, x_stride, codes, depth, groups, tables, scales, is_half, first, sums)
+        elif num_rows == 5:
+            rows5(x, x_stride, codes, depth, groups, tables, scales, is_half, first, sums)
         elif num_rows == 4:
-            rows4(x, x_stride, codes, depth, tables, sums)
+            rows4(x, x_stride, codes, depth, groups, tables, scales, is_half, first, sums)
         elif num_rows == 3:
-            rows3(x, x_stride, codes, depth, tables, sums)
+            rows3(x, x_stride, codes, depth, groups, tables, scales, is_half, first, sums)
         elif num_rows == 2:
-            rows2(x, x_stride, codes, depth, tables, sums)
+            rows2(x, x_stride, codes, depth, groups, tables, scales, is_half, first, sums)
         else:
-            rows1(x, x_stride, codes, depth, tables, sums)
+            rows1(x, x_stride, codes, depth, groups, tables, scales, is_half, first, sums)
 
     return microkernel
 
@@ -168,30 +202,39 @@ _rows6, _rows5, _rows4, _rows3, _rows2, _rows1 = (
 
 
 def _decode(kind):
-    """An intrinsic: weights[k, :] = bf16 pairs of scale * meaning + offset, for one vector of 16 outputs of a panel."""
-    shared = 0 if kind == FP8 else LINES[kind]
+    """An intrinsic: weights[k, :] = bf16 pairs of scale * meaning + offset, for the 64 outputs of a panel."""
+    shared = 0 if kind in (INT8, FP8) else LINES[kind]
+
+    def decoded(builder, parts, factor, term):
+        meanings = parts[0] if len(parts) == 1 else [builder.fadd(*both) for both in zip(*parts, strict=True)]
+        fused = ("contract",)
+        even, odd = (
+            builder.bitcast(builder.fadd(builder.fmul(value, factor, flags=fused), term, flags=fused), _I32V)
+            for value in meanings
+        )
+        half = constant(_I32, 0x8000)  # rounds to nearest, ties away from zero
+        low = builder.lshr(builder.add(even, half), constant(_I32, 16))
+        return builder.or_(low, builder.and_(builder.add(odd, half), constant(_I32, -65536)))
 
     def codegen(context, builder, sig, args):
-        codes, depth, tables, weights, scale, offset = args
+        codes, depth, tables, weights, *parameters = args
         table = _load_lines(builder, tables, ir.Constant(_I64, 0), TABLES[kind])
-        for v in range(VECTORS):
-            place = ir.Constant(_I64, v * WIDTH)
-            factor, term = (builder.load(vector_at(builder, p, place, _F32V), align=4) for p in (scale, offset))
-            with cgutils.for_range(builder, depth) as loop:
-                at = builder.mul(loop.index, ir.Constant(_I64, LINES[kind] * LINE))
-                lines = _load_lines(builder, codes, at, shared)
-                parts = [_halves(builder, w) for w in _words(builder, kind, codes, at, v, lines, table)]
-                meanings = parts[0] if len(parts) == 1 else [builder.fadd(*both) for both in zip(*parts, strict=True)]
-                even, odd = (
-                    builder.bitcast(builder.fadd(builder.fmul(value, factor, flags=("contract",)), term,
-                                                 flags=("contract",)), _I32V)
-                    for value in meanings
-                )  # fmt: skip
-                half = constant(_I32, 0x8000)  # rounds to nearest, ties away from zero
-                low = builder.lshr(builder.add(even, half), constant(_I32, 16))
-                high = builder.and_(builder.add(odd, half), constant(_I32, -65536))
+        places = [ir.Constant(_I64, v * WIDTH) for v in range(VECTORS)]
+        factors, terms = (
+            [builder.load(vector_at(builder, pointer, place, _F32V), align=4) for place in places]
+            for pointer in parameters
+        )
+        with cgutils.for_range(builder, depth) as loop:
+            at = builder.mul(loop.index, ir.Constant(_I64, LINES[kind] * LINE))
+            for line in range(LINES[kind]):
+                ahead = ir.Constant(_I64, (AHEAD * LINES[kind] + line) * LINE)
+                simd.prefetch(builder, builder.gep(codes, [builder.add(at, ahead)]))
+            lines = _load_lines(builder, codes, at, shared)
+            for v, place in enumerate(places):
+                parts = [_halves(builder, words) for words in _words(builder, kind, codes, at, v, lines, table)]
                 index = builder.add(builder.mul(loop.index, ir.Constant(_I64, COLUMNS)), place)
-                builder.store(builder.or_(low, high), vector_at(builder, weights, index, _I32V), align=4)
+                target = vector_at(builder, weights, index, _I32V)
+                builder.store(decoded(builder, parts, factors[v], terms[v]), target, align=4)
         return context.get_dummy_value()
 
     arguments = I32Pointer, types.int64, I32Pointer, I32Pointer, F32Pointer, F32Pointer
@@ -225,44 +268,31 @@ def _parameter(values, is_half, index):
 
 
 @jit
-def _add_group(num_rows, products, sums, scales, offsets, is_half, at, x_sums, num_groups):
-    """sums += products * scale + offset * sum of the group's inputs. `at`: index of the panel's and group's scales."""
-    for c in range(0, COLUMNS, WIDTH):
-        scale = _parameter(scales, is_half, at + c)
-        for r in range(num_rows):
-            total = simd.fma(load(products, r * COLUMNS + c), scale, load(sums, r * COLUMNS + c))
-            store(sums, r * COLUMNS + c, total)
-        if simd.address(offsets) != 0:
-            offset = _parameter(offsets, is_half, at + c)
+def _add_offsets(num_rows, sums, offsets, is_half, at, x_sums, num_groups):
+    """sums += offset * sum of the group's inputs, for each group. `at`: index of the panel's first offset."""
+    for g in range(num_groups):
+        for c in range(0, COLUMNS, WIDTH):
+            offset = _parameter(offsets, is_half, at + g * COLUMNS + c)
             for r in range(num_rows):
-                x_sum = splat(simd.read(x_sums, r * num_groups))
+                x_sum = splat(simd.read(x_sums, r * num_groups + g))
                 store(sums, r * COLUMNS + c, simd.fma(offset, x_sum, load(sums, r * COLUMNS + c)))
 
 
 @jit
-def _multiply_direct(kind, x, x_stride, codes, tables, group, num_rows, sums, products, scales, offsets, is_half,
-                     at, x_sums, num_groups):  # fmt: skip
-    """sums[r, :] += x[r, :] @ panel, group by group, in groups of up to six rows."""
-    row = 0
-    while row < num_rows:
-        count = min(num_rows - row, 6)
-        count = 3 if count == 5 else count
-        for g in range(num_groups):
-            part = advance(x, row * x_stride + g * group)
-            if kind == INT4:
-                line = advance(codes, g * group * LINE)
-                _multiply4(count, part, x_stride, line, group, tables, products)
-            elif kind == SPLIT4:
-                line = advance(codes, g * group * LINE)
-                _multiply_split4(count, part, x_stride, line, group, tables, products)
-            elif kind == INT8:
-                line = advance(codes, 2 * g * group * LINE)
-                _multiply8(count, part, x_stride, line, group, tables, products)
-            else:
-                line = advance(codes, 2 * g * group * LINE)
-                _multiply_fp8(count, part, x_stride, line, group, tables, products)
-            _add_group(count, products, advance(sums, row * COLUMNS), scales, offsets, is_half,
-                       at + g * COLUMNS, advance(x_sums, row * num_groups + g), num_groups)  # fmt: skip
+def _multiply_direct(kind, x, x_stride, codes, tables, group, num_rows, sums, scales, is_half, at, num_groups):
+    """sums[r, :] += x[r, :] @ panel without its offsets, in groups of up to six rows of nearly equal size."""
+    blocks, row = (num_rows + 5) // 6, 0
+    for block in range(blocks):
+        count = (num_rows - row + blocks - block - 1) // (blocks - block)
+        part, out = advance(x, row * x_stride), advance(sums, row * COLUMNS)
+        if kind == INT4:
+            _multiply4(count, part, x_stride, codes, group, num_groups, tables, scales, is_half, at, out)
+        elif kind == SPLIT4:
+            _multiply_split4(count, part, x_stride, codes, group, num_groups, tables, scales, is_half, at, out)
+        elif kind == INT8:
+            _multiply8(count, part, x_stride, codes, group, num_groups, tables, scales, is_half, at, out)
+        else:
+            _multiply_fp8(count, part, x_stride, codes, group, num_groups, tables, scales, is_half, at, out)
         row += count
 
 
@@ -344,9 +374,10 @@ def _code_linear(args):
                 _decode_part(kind, part, tables, group, k, depth, weights, products, scales, offsets, is_half, at)
                 _multiply_decoded(advance(x, begin * x_stride + k), x_stride, weights, depth, rows, sums)
         else:
-            _multiply_direct(kind, advance(x, begin * x_stride), x_stride, part, tables, group, rows, sums,
-                             products, scales, offsets, is_half, at, advance(x_sums, begin * num_groups),
-                             num_groups)  # fmt: skip
+            _multiply_direct(kind, advance(x, begin * x_stride), x_stride, part, tables, group, rows, sums, scales,
+                             is_half, at, num_groups)  # fmt: skip
+            if simd.address(offsets) != 0:
+                _add_offsets(rows, sums, offsets, is_half, at, advance(x_sums, begin * num_groups), num_groups)
         for c in range(0, min(COLUMNS, out_features - column), WIDTH):
             term = load(bias, column + c) if simd.address(bias) != 0 else splat(ZERO)
             for r in range(rows):
@@ -365,7 +396,7 @@ class PackedCodes:
         self.out_features, self.in_features = weight.shape
         self.group_size = weight.group_size
         self.kind, planes, tables = _planes(weight)
-        self.codes = _pack_bytes(planes[0]) if self.kind == FP8 else _pack_nibbles(planes)
+        self.codes = _pack_bytes(planes[0], self.kind) if self.kind in (INT8, FP8) else _pack_nibbles(planes)
         self.tables = torch.tensor([values * 2 for values in tables], dtype=torch.bfloat16)
         parameters = [weight.scales] if weight.offsets is None else [weight.scales, weight.offsets]
         half = all(torch.equal(values.half().float(), values.float()) for values in parameters)
@@ -383,6 +414,8 @@ class PackedCodes:
         panel, within = indices // COLUMNS, indices % COLUMNS
         if self.kind == FP8:
             meanings = self.codes[panel, :, within].flatten(1).view(torch.float8_e4m3fn).float()
+        elif self.kind == INT8:
+            meanings = self.codes[panel, :, :, within].flatten(1).view(torch.int8).float()
         else:
             values = self.tables[:, :WIDTH].float()
             planes = _unpack_nibbles(self.codes, panel, within)
@@ -409,9 +442,7 @@ def _planes(weight: QuantizedWeight) -> tuple[int, list[Tensor], list[tuple[floa
     if weight.codes.dtype == torch.float8_e4m3fn:
         return FP8, [weight.codes.view(torch.uint8)], []
     if weight.codebook is None:
-        octets = weight.codes.view(torch.uint8)
-        high = tuple(16.0 * (code - 16 if code > 7 else code) for code in range(16))
-        return INT8, [octets >> 4, octets & 15], [high, tuple(map(float, range(16)))]
+        return INT8, [weight.codes.view(torch.uint8)], []
     values = torch.tensor(weight.codebook)
     rounded = values.bfloat16().float()
     codes, first = unpack_4bit(weight.codes), tuple(rounded.tolist())
@@ -443,9 +474,10 @@ def _unpack_nibbles(panels: Tensor, panel: Tensor, within: Tensor) -> list[Tenso
     return [codes[:, :, plane].flatten(1) for plane in range(panels.shape[2])]
 
 
-def _pack_bytes(codes: Tensor) -> Tensor:
-    """8-bit codes, uint8 [out, in] -> uint8 [panels, in / 2, 64, 2]."""
-    return _padded(codes).view(-1, COLUMNS, codes.shape[1] // 2, 2).permute(0, 2, 1, 3).contiguous()
+def _pack_bytes(codes: Tensor, kind: int) -> Tensor:
+    """8-bit codes, uint8 [out, in] -> uint8 [panels, in / 2, 64, 2]; int8 [panels, in / 2, 2, 64]."""
+    order = (0, 2, 3, 1) if kind == INT8 else (0, 2, 1, 3)
+    return _padded(codes).view(-1, COLUMNS, codes.shape[1] // 2, 2).permute(order).contiguous()
 
 
 def _pack_parameters(values: Tensor) -> Tensor:
