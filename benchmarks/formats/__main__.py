@@ -31,7 +31,7 @@ def show(row: Figures) -> str:
     line += f"{row.disk_bytes / 1e6:>10.2f}{row.memory_bytes / 1e6:>10.2f}"
     if row.alone is None:
         return line
-    return f"{line}{row.alone:>9.1f}{row.alone_to_bf16:>8.2f}x{row.streams:>10.1f}{row.streams_to_bf16:>8.2f}x"
+    return f"{line}{row.alone:>9.1f}{row.alone_to_bf16:>8.2f}x{row.streams:>12.1f}{row.streams_to_bf16:>8.2f}x"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> None:
     facts, rows = machine(), []
     print(describe(facts))
     print(f"{'format':<36}{'perplexity':>11}{'error':>11}{'MB disk':>10}{'MB held':>10}"
-          + ("" if speed is None else f"{'tok/s':>9}{'bf16':>9}{f'{STREAMS} streams':>10}{'bf16':>9}"))  # fmt: skip
+          + ("" if speed is None else f"{'tok/s':>9}{'bf16':>9}{f'{STREAMS} streams':>12}{'bf16':>9}"))  # fmt: skip
     for row in measure(names, options.documents, speed):
         rows.append(row)
         print(show(row), flush=True)

@@ -52,7 +52,8 @@ class AwqFormat:
     def quantized(self, matrix: Matrix, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
         """See WeightFormat."""
         codes, zeros = (_in_order(unpack_words(tensors[name], 4)).T for name in (".qweight", ".qzeros"))
-        return integer_weight(codes, 4, tensors[".scales"].T, self._group(matrix.shape[-1]), zeros)
+        scales, group = tensors[".scales"].T, self._group(matrix.shape[-1])
+        return integer_weight(codes, 4, scales, group, zeros, symmetric=not self.zero_point)
 
     def num_bytes(self, matrix: Matrix, dtype_bytes: int) -> int:
         """See WeightFormat."""

@@ -178,7 +178,7 @@ def _integer_weight(matrix: Matrix, scheme: Scheme, scales: Tensor, tensors: Map
         permutation = code_permutation(g_idx, group, matrix)
     if permutation is not None:
         codes = codes[:, permutation.long()]
-    return integer_weight(codes, scheme.bits, scales, group, zeros, permutation)
+    return integer_weight(codes, scheme.bits, scales, group, zeros, permutation, scheme.symmetric)
 
 
 def read(reader: ConfigReader) -> CompressedFormat:

@@ -87,7 +87,8 @@ class GptqFormat:
             permutation = code_permutation(g_idx, group, matrix)
         if permutation is not None:
             codes = codes[:, permutation.long()]
-        return integer_weight(codes, settings.bits, tensors[".scales"].T, group, zeros, permutation)
+        scales = tensors[".scales"].T
+        return integer_weight(codes, settings.bits, scales, group, zeros, permutation, settings.symmetric)
 
     def num_bytes(self, matrix: Matrix, dtype_bytes: int) -> int:
         """See WeightFormat."""

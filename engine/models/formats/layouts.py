@@ -33,18 +33,19 @@ def integer_weight(
     group_size: int,
     zeros: Tensor | None = None,
     permutation: Tensor | None = None,
+    symmetric: bool = True,
 ) -> QuantizedWeight:
     """The matrix (code - zero) * scale.
 
     codes: uint8 [..., out, in], 0 to 2 ** bits - 1. scales: [..., out, groups]; a group is group_size columns, the last
-    may have fewer. zeros: integers of the shape of `scales`; None, or 2 ** (bits - 1) everywhere: codes are symmetric.
-    Scales keep their dtype if codes are symmetric; else scales and offsets are fp32, because a product of an fp16 scale
-    and a zero is not exact in fp16.
+    may have fewer. zeros: integers of the shape of `scales`; None: 2 ** (bits - 1). `symmetric`: the settings say that
+    zeros are 2 ** (bits - 1); if they are, the matrix has no offsets. Without offsets scales keep their dtype; else
+    scales and offsets are fp32, because a product of an fp16 scale and a zero is not exact in fp16.
     """
     middle = 1 << (bits - 1)
     columns = codes.shape[-1]
     offsets = None
-    if zeros is not None and bool((zeros != middle).any()):
+    if zeros is not None and not (symmetric and bool((zeros == middle).all())):
         scales = scales.float()
         offsets = scales * (middle - zeros.float())
         offsets, _ = even_groups(offsets, group_size, columns)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from benchmarks.formats.layouts import bnb, compressed, gptq_config, layouts, torchao
 from benchmarks.formats.writers import Layout, gptq, mxfp4_experts, write_checkpoint
@@ -25,7 +25,7 @@ from engine.models.reader import ConfigReader
 from engine.models.weight_format import Matrix
 from kernels.quantized.weight import QuantizedWeight
 from tests.engine.models.paged import PagedRunner, Sequence
-from tests.engine.models.tiny_models import VOCAB, oracle_logits
+from tests.engine.models.tiny_models import VOCAB, load_oracle, oracle_logits
 
 CPU = torch.device("cpu")
 PROMPT = [5, 17, 3, 88, 41, 9, 60, 2, 2, 31]
@@ -128,6 +128,20 @@ def test_some_modules_are_plain(oracle: tuple[LlamaForCausalLM, Path], tmp_path:
     if "gptq" in name:
         change_tensors(tmp_path, add_unused)
     assert_logits(model, meant, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["fp8 block", "gptq 8 bits", "awq", "compressed-tensors nvfp4", "bitsandbytes nf4"])
+def test_experts(tmp_path: Path, name: str) -> None:
+    """Experts are stored apart and served as one weight; the router is plain, whether listed or not."""
+    torch.manual_seed(0)
+    sizes = {**SIZES, "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, vocab_size=VOCAB)).save_pretrained(tmp_path / "plain")
+    meant = write_checkpoint(tmp_path / "plain", tmp_path, SMALL[name], skipped=("mlp.gate.",))
+    save_file(meant, tmp_path / "plain" / "model.safetensors", metadata={"format": "pt"})
+    expected = oracle_logits(load_oracle(tmp_path / "plain", torch.float32), PROMPT)
+    torch.testing.assert_close(logits(tmp_path), expected, atol=TOLERANCE, rtol=TOLERANCE)
+    weight = load_weights(tmp_path, read_model_config(tmp_path), torch.float32, CPU)["layers.1.experts_in.weight"]
+    assert isinstance(weight, QuantizedWeight) and weight.shape == (4, 64, 64)
 
 
 def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
