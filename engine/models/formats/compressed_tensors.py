@@ -145,7 +145,8 @@ class CompressedFormat:
 
     def _scheme(self, matrix: Matrix) -> Scheme | None:
         """The scheme of the first group that names the module; "Linear" names every linear layer."""
-        if matrix.parameter == "embedding.weight" or _names(self.ignored, matrix.module):
+        plain = matrix.parameter == "embedding.weight" or _names(self.ignored, matrix.module)
+        if plain or len(matrix.shape) != 2:
             return None
         for scheme in self.schemes:
             if "Linear" in scheme.targets or _names(scheme.targets, matrix.module):

@@ -45,6 +45,8 @@ class Fp8Format:
         """See WeightFormat."""
         if matrix.parameter in PLAIN_PARAMETERS or names_module(self.skipped, matrix.module):
             return None
+        if len(matrix.shape) == 3:
+            return self._all_experts(*matrix.shape)
         weight = {".weight": Stored(matrix.shape, ("F8_E4M3",))}
         unused = {name: Stored(None, SCALE_DTYPES, optional=True) for name in ACTIVATION_SCALES}
         if self.block is None:
@@ -52,8 +54,18 @@ class Fp8Format:
         shape = scale_blocks(matrix.shape, self.block)
         return weight | unused | {".weight_scale_inv": Stored(shape, (*SCALE_DTYPES, *EXPONENT_DTYPES))}
 
+    def _all_experts(self, experts: int, rows: int, columns: int) -> Mapping[str, Stored] | None:
+        """Llama 4 has one tensor for all experts of a layer: codes [experts, in, out] and scales [experts, 1, out]."""
+        if self.name != "fbgemm_fp8":
+            return None
+        codes = Stored((experts, columns, rows), ("F8_E4M3",))
+        return {"": codes, "_scale": Stored((experts, 1, rows), SCALE_DTYPES)}
+
     def quantized(self, matrix: Matrix, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
         """See WeightFormat."""
+        if len(matrix.shape) == 3:
+            scales = tensors["_scale"].float().mT.contiguous()
+            return QuantizedWeight(tensors[""].mT.contiguous(), scales, matrix.shape[-1])
         scale = next((tensors[name] for name in SCALES if name in tensors), None)
         if scale is None:
             raise ModelError(f"the checkpoint lacks {matrix.module + SCALES[0]!r}, the scale of {matrix.module!r}.")

@@ -35,7 +35,8 @@ class ModelOptFormat:
 
     def tensors(self, matrix: Matrix) -> Mapping[str, Stored] | None:
         """See WeightFormat."""
-        if matrix.parameter in PLAIN_PARAMETERS or names_module(self.skipped, matrix.module):
+        plain = matrix.parameter in PLAIN_PARAMETERS or names_module(self.skipped, matrix.module)
+        if plain or len(matrix.shape) != 2:
             return None
         unused = {name: Stored(None, SCALE_DTYPES, optional=True) for name in UNUSED}
         if not self.nvfp4:

@@ -159,10 +159,10 @@ class _Loader:
             self.wanted[piece.parameter] = self.wanted.get(piece.parameter, 0) + 1
 
     def _holds(self, matrix: Matrix, stored: Mapping[str, Stored]) -> bool:
-        """Whether the checkpoint has a tensor of the format for this matrix; ".weight" counts by its type."""
+        """Whether the checkpoint has a tensor of the format for this matrix; its plain name counts by its type."""
         for ending, tensor in stored.items():
             found = self.found.get(matrix.module + ending)
-            if found is not None and (ending != ".weight" or found.header.dtype in tensor.dtypes):
+            if found is not None and (ending not in ("", ".weight") or found.header.dtype in tensor.dtypes):
                 return True
             if found is not None and found.header.dtype not in FLOAT_DTYPES:
                 return True
