@@ -32,7 +32,9 @@ class EngineConfig:
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     quantization: str | None = option(
-        None, "weight quantisation: none in this version", unsupported="this version serves unquantised weights only"
+        None,
+        "quantise the weights of a plain checkpoint as they are loaded: int8, fp8 (e4m3) or int4; default: as stored",
+        choices=("int8", "int4", "fp8"),
     )
     generation_config: str = option(
         "auto",

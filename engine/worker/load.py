@@ -35,7 +35,7 @@ def load_runner(
     model_identity: bytes = b"",
 ) -> tuple[ModelRunner | EncoderRunner, WorkerReady]:
     """Load the weights, size and allocate the KV cache, warm up. Raises ConfigError and ModelError."""
-    model = read_model_config(model_dir)
+    model = read_model_config(model_dir, config.quantization)
     if not model.causal:
         return load_encoder(config, model_dir, model, progress)
     clock = StartClock()

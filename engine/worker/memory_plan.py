@@ -78,7 +78,10 @@ def make_plan(config: EngineConfig, model: ModelConfig, machine: Machine) -> Mem
     on_gpu = machine.device_type == "cuda"
     dtype_bytes = DTYPE_BYTES[model.dtype if config.dtype == "auto" else config.dtype]
     weights = weight_bytes(model, dtype_bytes) + model.rotary_bytes(_num_positions(config, model, machine, dtype_bytes))
-    if not on_gpu and dtype_bytes == 2 and model.tie_embeddings:  # packed for the lm_head, plain for embedding
+    shares = model.quantization is not None and model.quantization.reads_plain  # a quantised table serves both
+    if (
+        not on_gpu and dtype_bytes == 2 and model.tie_embeddings and not shares
+    ):  # packed for lm_head, plain for embedding
         weights += model.vocab_size * model.embedding_size * dtype_bytes
     activations = activation_bytes(model, dtype_bytes, limits.max_num_batched_tokens)
     sampler = max(sampler_bytes(model, limits.max_num_seqs), scoring_bytes(model))  # they run one after the other
@@ -328,7 +331,7 @@ def main(arguments: list[str]) -> int:
     try:
         config, machine = read_arguments(arguments)
         model_dir = resolve_model(replace(config, load_format="dummy"))  # needs config.json only
-        model = read_model_config(model_dir)
+        model = read_model_config(model_dir, config.quantization)
         if not model.causal:
             print("\n".join(describe_encoder(config, model)))
             return 0

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.checkpoint.json_files import read_json_object
+from engine.errors import ModelError
 from engine.models.config import ModelConfig
 from engine.models.families import (
     apertus,
@@ -148,9 +149,25 @@ GROUPS: Mapping[str, tuple[Family, ...]] = {
 FAMILIES = tuple(family for group in GROUPS.values() for family in group)
 
 
-def read_model_config(model_dir: Path) -> ModelConfig:
-    """The ModelConfig of a checkpoint folder, from its config.json alone."""
-    return model_config(read_json_object(model_dir / "config.json"))
+def read_model_config(model_dir: Path, quantization: str | None = None) -> ModelConfig:
+    """The ModelConfig of a checkpoint folder, from its config.json alone.
+
+    quantization: how a plain checkpoint is quantised as it is loaded, see EngineConfig. ModelError if it is no plain
+    checkpoint of a decoder.
+    """
+    model = model_config(read_json_object(model_dir / "config.json"))
+    if quantization is None:
+        return model
+    if model.quantization is not None:
+        raise ModelError(
+            f"quantization={quantization!r}: the checkpoint is quantised already ({model.quantization.name}). "
+            "Leave the setting out."
+        )
+    if not model.causal:
+        raise ModelError(f"quantization={quantization!r} is not served for an encoder. Leave the setting out.")
+    from engine.models.formats.on_load import OnLoadFormat  # imports torch, which a plain plan does not need
+
+    return replace(model, quantization=OnLoadFormat(quantization))
 
 
 def model_config(raw: Mapping[str, Any]) -> ModelConfig:

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from engine.models.config import ModelConfig
 from engine.models.loading.allocation import allocate
+from engine.models.loading.pieces import is_matrix
+from engine.models.weight_format import Matrix
 from kernels.quantized.weight import Weight
 
 DUMMY_POOL = 1_048_573  # a prime: rows of a matrix filled from the pool do not repeat
@@ -25,7 +27,16 @@ def dummy_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device,
             continue
         _fill(weight.view(-1), pool * sqrt(3 / weight.shape[-1]), offset)
         offset = (offset + weight.numel()) % DUMMY_POOL
-    return dict(weights)
+    return {name: _quantized(config, name, weight) for name, weight in weights.items()}
+
+
+def _quantized(config: ModelConfig, name: str, weight: Tensor) -> Weight:
+    """The weight as `--quantization` would load it; a format of quantised checkpoints has plain dummy weights."""
+    quantization = config.quantization
+    if quantization is None or not quantization.reads_plain or weight.dim() < 2 or not is_matrix(name):
+        return weight
+    matrix = Matrix(name, name, tuple(weight.shape))
+    return weight if quantization.tensors(matrix) is None else quantization.quantized(matrix, {".weight": weight})
 
 
 def _fill(flat: Tensor, pool: Tensor, offset: int) -> None:

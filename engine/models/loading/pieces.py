@@ -65,10 +65,15 @@ def grouped_rows(num_kv_heads: int, group: int, num_rows: int) -> Tensor:
     return torch.cat([rows[:, :-2].flatten(), rows[:, -2].flatten(), rows[:, -1].flatten()])
 
 
+def is_matrix(parameter: str) -> bool:
+    """False for parameters of two axes that are no factors of a product."""
+    return not any(part in parameter for part in NO_MATRICES)
+
+
 def matrix_of(name: str, piece: Piece) -> Matrix | None:
     """The matrix that a piece called `name` in the checkpoint holds; None for biases, norms and positions, and for a
     head that is normalised as it is read."""
-    plain = piece.normalized or len(piece.shape) < 2 or any(part in piece.parameter for part in NO_MATRICES)
+    plain = piece.normalized or len(piece.shape) < 2 or not is_matrix(piece.parameter)
     if plain or not piece.parameter.endswith(".weight"):
         return None
     shape = piece.viewed or piece.shape
