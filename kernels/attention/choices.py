@@ -79,8 +79,8 @@ DECODE = (
 # Prefill is bound by arithmetic, in 8 warps of 16 rows each: with fewer rows than the head size, Triton divides a row
 # among warps, which then meet at 11 barriers per step instead of 2 (sm_80). On H100 the softmax takes about as long as
 # one of the two products (estimated), so its tile overlaps them: 224 registers; 128 keys at a time would spill. sm_100
-# takes 128 keys: a quarter fewer instructions per key, and queries are read from shared memory half as often. Where a
-# block of the cache holds a whole tile, H100's copy engine fetches it: no thread computes addresses, so 128 keys fit
+# takes 128 keys: a quarter fewer instructions per key, and queries are read from shared memory half as often. H100's
+# copy engine fetches tiles where a block of the cache holds a whole tile: no thread computes addresses, so 128 keys fit
 # the registers, with 39 % fewer instructions per key (PTX). Short chunks use tiles with fewer rows, because rows past
 # the end of a chunk are computed for nothing.
 PREFILL = (

@@ -5,7 +5,7 @@ A step computes the scores of its tile and waits for them, starts the product of
 softmax. Triton leaves that product under way until the wait of the next step, because its result is only the loop's
 accumulator; so the accumulator is rescaled after that wait, one step late.
 
-Where a block of the cache holds whole tiles, the card's copy engine (TMA) fetches them (`TMA`): no thread computes
+`TMA`: the card's copy engine fetches tiles, where a block of the cache holds whole tiles. No thread computes
 addresses, and the loop of Llama-3-8B on sm_90 takes 917 instructions for 128 keys in place of 755 for 64 (PTX).
 """
 

@@ -90,7 +90,7 @@ class HarmonySplitter:
         self._counter = counter
         self._splits = splits
         self._text = ""
-        self._kind: str | None = None  # of the message: "thought", "content" or "call"; None: in its header
+        self._kind: str | None = None  # the kind of message: "thought", "content" or "call"; None: in its header
         self._is_first = True  # no message has begun yet
         if header.endswith(MESSAGE):
             self._enter(header)

@@ -41,7 +41,7 @@ class OnLoadFormat:
     def quantized(self, matrix: Matrix, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
         """See WeightFormat."""
         weight = tensors[".weight"]
-        rows, columns = weight.reshape(-1, weight.shape[-1]), weight.shape[-1]  # of all experts
+        rows, columns = weight.reshape(-1, weight.shape[-1]), weight.shape[-1]  # experts one after the other
         block = max(1, BLOCK_ELEMENTS // columns)
         made = concatenate_rows([self._rows(part.float(), _group_size(matrix)) for part in torch.split(rows, block)])
         assert made is not None
@@ -68,8 +68,8 @@ class OnLoadFormat:
 def quantize_int4(weight: Tensor, group_size: int) -> QuantizedWeight:
     """fp32 [..., out, in] -> 4-bit codes with fp16 scales per group_size columns.
 
-    The number of a group with the largest magnitude becomes code -8 at best, as there is no code 8. Of a few scales
-    around that, a group takes the one with the least squared error.
+    The number of a group with the largest magnitude becomes code -8 at best, as there is no code 8. A group takes the
+    scale with the least squared error out of a few around that.
     """
     groups = weight.view(*weight.shape[:-1], -1, group_size)
     largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
