@@ -53,6 +53,7 @@ class Family:
     buffers: tuple[str, ...] = ()
     heads: tuple[str, ...] = ()
     renames: Mapping[str, str] = field(default_factory=dict)
+    other_types: tuple[str, ...] = ()
     constants: Mapping[str, float] = field(default_factory=dict)
     expert_tensors: Mapping[str, ExpertTensor] = field(default_factory=dict)
 
@@ -66,12 +67,14 @@ def find_family(raw: Mapping[str, Any], groups: Mapping[str, Sequence[Family]]) 
     architectures, model_type = raw.get("architectures"), raw.get("model_type")
     names = architectures if isinstance(architectures, list) else []
     by_architecture = [family for family in families if any(name in family.architectures for name in names)]
-    by_type = [family for family in families if family.model_type == model_type]
+    by_type = [family for family in families if model_type in (family.model_type, *family.other_types)]
     found = by_architecture if names else by_type
     if not found:
         asked = f"architectures {short(names)}" if names else f"model_type {short(model_type)}"
         raise ModelError(f"config.json: {asked} is not served{_reason(raw)}{_served(names, model_type, groups)}")
-    if model_type is not None and by_type != found:
+    if model_type is not None:
+        found = [family for family in found if family in by_type]
+    if not found:
         raise ModelError(
             f"config.json contradicts itself: architectures {short(names)}, but model_type {short(model_type)}."
         )
@@ -117,8 +120,10 @@ def _reason(raw: Mapping[str, Any]) -> str:
 def _served(names: Sequence[Any], model_type: Any, groups: Mapping[str, Sequence[Family]]) -> str:
     """The served family nearest to the names asked for, and all served families, a line for each group of kin."""
     kinds = {group: [family.model_type for family in families] for group, families in groups.items()}
-    stems = {_stem(name): family.model_type for families in groups.values() for family in families
-             for name in (*family.architectures, family.model_type)}  # fmt: skip
+    stems: dict[str, str] = {}  # a name that two families share is that of the first
+    for family in (family for families in groups.values() for family in families):
+        for name in (*family.architectures, family.model_type):
+            stems.setdefault(_stem(name), family.model_type)
     asked = [_stem(name[:200]) for name in (model_type, *names) if isinstance(name, str)]
     near = [match for stem in asked for match in get_close_matches(stem, stems, n=1, cutoff=0.6)]
     nearest = f" The nearest served model_type is {stems[near[0]]}." if near else ""

@@ -9,17 +9,20 @@ from engine.models.family import Family
 from engine.models.reader import ConfigReader
 
 WEIGHTS = {theirs: ours for theirs, ours in bloom.WEIGHTS.items() if ours != "embedding_norm"}
+FIRST_NAMES = {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "num_kv_heads": "n_head_kv"}
 RENAMES = {".ln_attn.": ".input_layernorm.", ".ln_mlp.": ".post_attention_layernorm."}
 
 
 def to_config(reader: ConfigReader) -> ModelConfig:
-    grouped = reader.flag("new_decoder_architecture", False)
+    # The first config.json of 40B, which has n_head_kv, does not give new_decoder_architecture.
+    grouped = reader.flag("new_decoder_architecture", reader.has("n_head_kv"))
     parallel = grouped or reader.flag("parallel_attn", True)
     bias = reader.flag("bias", False)
     reader = reader.with_defaults(
         intermediate_size=reader.size("ffn_hidden_size", 4 * reader.size("hidden_size")),
         max_position_embeddings=2048,
         tie_word_embeddings=True,
+        **{name: reader.raw.get(first) for name, first in FIRST_NAMES.items()},
     )
     config = llama.to_config(reader)
     shared_heads = 1 if reader.flag("multi_query", True) else config.num_heads
@@ -43,10 +46,11 @@ def to_config(reader: ConfigReader) -> ModelConfig:
 
 FAMILY = Family(
     "falcon",
-    ("FalconForCausalLM",),
+    ("FalconForCausalLM", "RWForCausalLM"),
     to_config,
     WEIGHTS,
     prefix="transformer.",
     qkv_grouped=True,
     renames=RENAMES,
+    other_types=("RefinedWeb", "RefinedWebModel"),
 )

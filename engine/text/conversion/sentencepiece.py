@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from engine.text.conversion.protobuf import as_float, fields
 
-UNIGRAM, BPE = 1, 2  # trainer_spec.model_type
+UNIGRAM, BPE = 1, 2  # trainer_spec.algorithm
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # types of pieces
 SPACE = "\u2581"  # stands for a space in pieces
 
@@ -19,7 +19,7 @@ class SentencePieceModel:
     """The settings of a model file that change its ids. Defaults are those of sentencepiece_model.proto."""
 
     pieces: list[tuple[str, float, int]] = field(default_factory=list)  # text, score, type
-    model_type: int = UNIGRAM
+    algorithm: int = UNIGRAM
     byte_fallback: bool = False
     bos_id: int = 1
     eos_id: int = 2
@@ -35,10 +35,10 @@ def read_model(data: bytes) -> SentencePieceModel:
         if number == 1 and isinstance(value, bytes):
             model.pieces.append(_read_piece(value))
         elif number == 2 and isinstance(value, bytes):
-            _read_settings(model, value, {3: "model_type", 35: "byte_fallback", 41: "bos_id", 42: "eos_id"})
+            _read_settings(model, value, {3: "algorithm", 35: "byte_fallback", 41: "bos_id", 42: "eos_id"})
         elif number == 3 and isinstance(value, bytes):
             _read_settings(model, value, {2: "charsmap", 3: "add_dummy_prefix", 4: "remove_extra_whitespaces"})
-    if not model.pieces or model.model_type not in (UNIGRAM, BPE):
+    if not model.pieces or model.algorithm not in (UNIGRAM, BPE):
         raise ValueError("it is not a sentencepiece model of type unigram or BPE")
     return model
 
@@ -47,7 +47,7 @@ def build_tokenizer(model: SentencePieceModel, settings: Mapping[str, Any]) -> t
     """The Tokenizer of a model. `settings`: add_bos_token, add_eos_token and legacy of tokenizer_config.json."""
     vocabulary = [text for text, _, _ in model.pieces]
     unknown = next((i for i, (_, _, kind) in enumerate(model.pieces) if kind == UNKNOWN), None)
-    if model.model_type == BPE:
+    if model.algorithm == BPE:
         tokenizer = tokenizers.Tokenizer(
             models.BPE(
                 vocab={text: i for i, text in enumerate(vocabulary)},

@@ -80,8 +80,8 @@ def test_only_the_wanted_rows_of_the_last_layer_are_computed(pair: tuple[PreTrai
 
 
 def test_longrope_past_the_trained_length(tmp_path: Path) -> None:
-    """Where max_model_len asks for more than the trained length, all tokens are rotated with the long factors: as
-    transformers does for a text of more than that length, 128 here."""
+    """A max_model_len above the trained length, 128 here, rotates all tokens with the long factors, as does
+    transformers in a text of more than that length."""
     oracle = save_model("phi3_longrope", tmp_path)
     config = read_model_config(tmp_path)
     assert config.max_position_embeddings == 128

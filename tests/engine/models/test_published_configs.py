@@ -20,6 +20,12 @@ FALCON_7B = {"architectures": ["FalconForCausalLM"], "model_type": "falcon", "al
              "num_hidden_layers": 32, "parallel_attn": True, "vocab_size": 65024}  # fmt: skip
 FALCON_40B = {**FALCON_7B, "hidden_size": 8192, "num_attention_heads": 128, "num_hidden_layers": 60, "num_kv_heads": 8,
               "new_decoder_architecture": True}  # fmt: skip
+FALCON_FIRST = {"architectures": ["RWForCausalLM"], "model_type": "RefinedWebModel", "alibi": False, "bias": False,
+                "hidden_size": 4544, "multi_query": True, "n_head": 71, "n_layer": 32, "parallel_attn": True,
+                "vocab_size": 65024}  # fmt: skip
+FALCON_40B_FIRST = {"architectures": ["RWForCausalLM"], "model_type": "RefinedWeb", "alibi": False, "bias": False,
+                    "hidden_size": 8192, "n_head": 128, "n_head_kv": 8, "n_layer": 60, "parallel_attn": True,
+                    "vocab_size": 65024}  # fmt: skip
 FALCON_RW = {**FALCON_7B, "alibi": True, "bias": True, "multi_query": False, "parallel_attn": False,
              "hidden_size": 2048, "num_attention_heads": 32, "num_hidden_layers": 24}  # fmt: skip
 STARCODER = {"architectures": ["GPTBigCodeForCausalLM"], "model_type": "gpt_bigcode", "activation_function": "gelu",
@@ -93,6 +99,22 @@ def test_fields_that_are_refused(raw: dict[str, Any], fields: dict[str, Any], me
     model_config(raw)
     with pytest.raises(ModelError, match=message):
         model_config({**raw, **fields})
+
+
+def test_first_names_of_falcon() -> None:
+    assert model_config(FALCON_FIRST) == model_config(FALCON_7B)
+    assert model_config(FALCON_40B_FIRST) == model_config(FALCON_40B)
+
+
+def test_internlm3_by_either_class() -> None:
+    raw = {**LLAMA_7B, "model_type": "internlm3", "num_key_value_heads": 2, "qkv_bias": True, "bias": False}
+    published, saved = ({**raw, "architectures": [f"{name}ForCausalLM"]} for name in ("InternLM3", "Llama"))
+    config = model_config(published)
+    assert model_config(saved) == config
+    assert (config.family, config.head_dim, config.qkv_bias, config.out_bias) == ("internlm3", 128, True, False)
+    assert model_config({**saved, "model_type": None}).family == "llama"
+    with pytest.raises(ModelError, match=r"contradicts itself: .*LlamaForCausalLM.*, but model_type 'qwen'"):
+        model_config({**saved, "model_type": "qwen"})
 
 
 def test_rotary_dim_survives_its_share_of_a_head() -> None:

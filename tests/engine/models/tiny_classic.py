@@ -20,6 +20,7 @@ from transformers import (
     FalconConfig,
     GPTBigCodeConfig,
     GPTJConfig,
+    InternLM3Config,
     MptConfig,
     OPTConfig,
     PreTrainedConfig,
@@ -41,6 +42,12 @@ def _falcon(**changes: Any) -> PreTrainedConfig:
 
 def _gpt(kind: Callable[..., PreTrainedConfig], **changes: Any) -> PreTrainedConfig:
     return kind(**{"vocab_size": VOCAB, "n_embd": 48, "n_head": 4, "n_layer": 2, "n_positions": 128, **changes})
+
+
+def _internlm3(**changes: Any) -> PreTrainedConfig:
+    sizes: dict[str, Any] = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "head_dim": 16}
+    sizes |= {"num_attention_heads": 4, "max_position_embeddings": 128}
+    return InternLM3Config(vocab_size=VOCAB, **sizes, **changes)
 
 
 def _mpt(**changes: Any) -> PreTrainedConfig:
@@ -71,6 +78,8 @@ CASES: dict[str, Callable[[], PreTrainedConfig]] = {
     ),
     "gptj": lambda: _gpt(GPTJConfig, rotary_dim=4),
     "gptj_tied": lambda: _gpt(GPTJConfig, rotary_dim=12, n_inner=80, tie_word_embeddings=True),
+    "internlm3": lambda: _internlm3(num_key_value_heads=2),
+    "internlm3_bias": lambda: _internlm3(attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
     "mpt": _mpt,
     "mpt_12_heads_clipped": lambda: _mpt(n_heads=12, attn_config=CLIPPED, tie_word_embeddings=False),
     "mpt_logit_scale": lambda: _mpt(logit_scale="inv_sqrt_d_model"),
