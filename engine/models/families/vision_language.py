@@ -6,7 +6,7 @@ from typing import Any
 
 from engine.errors import ModelError
 from engine.models.config import ModelConfig
-from engine.models.families import gemma3, ministral3, mistral, qwen2, qwen3
+from engine.models.families import gemma3, llama4, ministral3, mistral, qwen2, qwen3
 from engine.models.family import Family
 from engine.models.reader import ConfigReader, short
 
@@ -57,5 +57,11 @@ FAMILIES = (
         "Qwen2_5_VLForConditionalGeneration",
         {"qwen2_5_vl_text": qwen2.FAMILY, "qwen2_5_vl": qwen2.FAMILY},
     ),
+    text_half(
+        "qwen2_vl",
+        "Qwen2VLForConditionalGeneration",
+        {"qwen2_vl_text": qwen2.FAMILY, "qwen2_vl": qwen2.FAMILY},
+    ),
     text_half("qwen3_vl", "Qwen3VLForConditionalGeneration", {"qwen3_vl_text": qwen3.FAMILY}),
+    text_half("llama4", "Llama4ForConditionalGeneration", {"llama4_text": llama4.FAMILY}),
 )

@@ -3,10 +3,19 @@
 from collections.abc import Callable
 from typing import Any
 
-from transformers import Gemma3Config, Mistral3Config, PreTrainedConfig, Qwen2_5_VLConfig, Qwen3VLConfig
+from transformers import (
+    Gemma3Config,
+    Llama4Config,
+    Mistral3Config,
+    PreTrainedConfig,
+    Qwen2_5_VLConfig,
+    Qwen2VLConfig,
+    Qwen3VLConfig,
+)
 
 VOCAB = 97
-VISION = ("vision_tower.", "multi_modal_projector.", "visual.")  # parts of the names of tensors that text does not need
+# Parts of the names of tensors that text does not need.
+VISION = ("vision_tower.", "multi_modal_projector.", "visual.", "vision_model.")
 TEXT: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2}
 TEXT |= {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128}
 TEXT |= {"pad_token_id": None, "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2}
@@ -15,6 +24,7 @@ TOWER |= {"image_size": 28, "patch_size": 14}
 BLOCKS = {"depth": 1, "hidden_size": 32, "intermediate_size": 40, "num_heads": 2, "out_hidden_size": 48}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8}
 YARN |= {"llama_4_scaling_beta": 0.3, "mscale": 1.0, "mscale_all_dim": 1.0}
+LLAMA4 = {"num_local_experts": 4, "intermediate_size_mlp": 40, "attention_chunk_size": 7, "floor_scale": 8}
 
 
 def _mrope(*section: int) -> dict[str, Any]:
@@ -38,6 +48,16 @@ CASES: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen2_5_vl": lambda: Qwen2_5_VLConfig(
         text_config={**TEXT, **_mrope(1, 1, 2), "head_dim": 8},
         vision_config={**BLOCKS, "fullatt_block_indexes": [0]},
+        tie_word_embeddings=False,
+    ),
+    "qwen2_vl": lambda: Qwen2VLConfig(
+        text_config={**TEXT, **_mrope(1, 1, 2), "head_dim": 8},
+        vision_config={"depth": 1, "embed_dim": 32, "hidden_size": 48, "mlp_ratio": 1, "num_heads": 2},
+        tie_word_embeddings=False,
+    ),
+    "llama4_vision": lambda: Llama4Config(
+        text_config={**TEXT, **LLAMA4, "num_hidden_layers": 4, "interleave_moe_layer_step": 2},
+        vision_config={**TOWER, **dict.fromkeys(("vision_output_dim", "projector_input_dim"), 32)},
         tie_word_embeddings=False,
     ),
     "qwen3_vl": lambda: Qwen3VLConfig(
