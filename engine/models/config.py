@@ -7,6 +7,8 @@ from engine.errors import ModelError
 from engine.models.weight_format import WeightFormat
 from kernels.kv_format import KVFormat
 
+FLOAT32 = (".correction.bias",)  # endings of parameters that are always fp32
+
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
@@ -291,7 +293,15 @@ class ModelConfig:
     def weight_bytes(self, dtype_bytes: int) -> int:
         """Bytes of plain weights; engine/models/loading/load.py counts quantised ones, too. A device that packs a
         tied lm_head separately holds more."""
-        return self.num_parameters() * dtype_bytes
+        shapes, wide = self.parameter_shapes(), self.float32_parameters()
+        return self.num_parameters() * dtype_bytes + sum(prod(shapes[name]) * (4 - dtype_bytes) for name in wide)
+
+    def float32_parameters(self) -> set[str]:
+        """The parameters that stay fp32 whatever the model's dtype: small ones that decide the choice of experts."""
+        if self.moe is None:
+            return set()
+        ends = (".correction.bias", ".router.weight", ".router.bias") if self.moe.router_float32 else FLOAT32
+        return {name for name in self.parameter_shapes() if name.endswith(ends)}
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every tensor of the model by name. q|k|v and gate|up are fused; linear weights are [out, in]."""

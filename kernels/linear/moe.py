@@ -6,7 +6,6 @@ nothing is copied. The sum adds a token's experts in the order of their rank, in
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.card import read_card
@@ -15,9 +14,11 @@ from kernels.elementwise.activation import gated_activation, gated_activation_re
 from kernels.linear.moe_kernels import ExpertFormula, Matrices, choose_tile, grouped_experts, tile_table
 from kernels.linear.moe_routing import Routing, RoutingRule, route
 from kernels.linear.packed import PackedLinear
+from kernels.quantized.linear import QuantizedLinear, make_linear
 from kernels.quantized.weight import QuantizedWeight
 
 SILU = ExpertFormula("silu")
+ExpertLinear = PackedLinear | QuantizedLinear
 
 
 class Experts:
@@ -34,14 +35,17 @@ class Experts:
         formula: ExpertFormula = SILU,
         gate_up_bias: Tensor | None = None,
         down_bias: Tensor | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
+        """dtype: of inputs and results; None for that of the plain weights."""
         self.num_experts, self.hidden_size, self.inner_size = down.shape
         self.formula = formula
+        self.dtype = dtype or (gate_up.dtype if isinstance(gate_up, Tensor) else torch.float32)
         self.layers: list[tuple[ExpertLinear, ExpertLinear]] = []
         if use_triton(gate_up if isinstance(gate_up, Tensor) else gate_up.codes):
             self.gate_up, self.down = Matrices.of(gate_up, gate_up_bias), Matrices.of(down, down_bias)
         else:  # the plain copies of packed weights are dropped
-            pairs = zip(_linears(gate_up, gate_up_bias), _linears(down, down_bias), strict=True)
+            pairs = zip(self._linears(gate_up, gate_up_bias), self._linears(down, down_bias), strict=True)
             self.layers = list(pairs)
 
     def __call__(self, x: Tensor, routing: Routing) -> Tensor:
@@ -57,12 +61,18 @@ class Experts:
         tile = choose_tile(x.dtype, read_card(x.device), routing.experts.numel(), self.num_experts)
         return grouped_experts(x, self.gate_up, self.down, routing, self.formula, tile)
 
-    def warm_up(self, rule: RoutingRule, dtype: torch.dtype, correction: Tensor | None = None) -> None:
-        """Compile every variant that a later call with x and logits in `dtype` can launch."""
-        x = torch.zeros((1, self.hidden_size), dtype=dtype, device=self.down.codes.device)
-        routing = route(x.new_zeros((1, self.num_experts)), rule, correction)
+    def warm_up(self, rule: RoutingRule, correction: Tensor | None, router_dtype: torch.dtype) -> None:
+        """Compile every variant that a later call with logits in router_dtype can launch."""
+        x = torch.zeros((1, self.hidden_size), dtype=self.dtype, device=self.down.codes.device)
+        routing = route(x.new_zeros((1, self.num_experts), dtype=router_dtype), rule, correction)
         for _, tile in tile_table(x.dtype.itemsize, read_card(x.device)):
             grouped_experts(x, self.gate_up, self.down, routing, self.formula, tile)
+
+    def _linears(self, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> list[ExpertLinear]:
+        """One linear layer for each expert."""
+        biases = [None] * self.num_experts if bias is None else list(bias)
+        parts = [weight[i] if isinstance(weight, Tensor) else weight.expert(i) for i in range(self.num_experts)]
+        return [make_linear(part, one, self.dtype) for part, one in zip(parts, biases, strict=True)]
 
     def _one_by_one(self, x: Tensor, routing: Routing) -> Tensor:
         """Compute each expert that has tokens. A row is summed in the order of its experts' numbers, in fp32."""
@@ -81,28 +91,6 @@ class Experts:
             result = down(_activated(gate_up(inputs), self.formula)).float()
             out.index_add_(0, rows, result if on_input else result * weights[pairs, None])
         return out.to(x.dtype)
-
-
-class DequantizedLinear:
-    """y = x @ weight.T + bias with a quantised weight [out, in], dequantised for each call: correct, not fast."""
-
-    def __init__(self, weight: QuantizedWeight, bias: Tensor | None) -> None:
-        self.weight, self.bias = weight, bias
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[num_tokens, in] -> [num_tokens, out]"""
-        return F.linear(x, self.weight.dequantize(x.dtype), self.bias)
-
-
-ExpertLinear = PackedLinear | DequantizedLinear
-
-
-def _linears(weight: Tensor | QuantizedWeight, bias: Tensor | None) -> list[ExpertLinear]:
-    """One linear layer for each expert."""
-    biases = [None] * weight.shape[0] if bias is None else list(bias)
-    if isinstance(weight, Tensor):
-        return [PackedLinear(matrix, part) for matrix, part in zip(weight, biases, strict=True)]
-    return [DequantizedLinear(weight.expert(i), part) for i, part in enumerate(biases)]
 
 
 def _activated(x: Tensor, formula: ExpertFormula) -> Tensor:

@@ -160,7 +160,7 @@ def test_a_row_does_not_depend_on_the_batch(dtype):
 def test_warm_up_leaves_the_weights():
     _, gate_up, down, _ = make(4, 6, 3, 64, 64, torch.float16)
     experts = Experts(gate_up.clone().to(DEVICE), down.clone().to(DEVICE))
-    experts.warm_up(RoutingRule(3, True), torch.float16)
+    experts.warm_up(RoutingRule(3, True), None, torch.float32)
     assert torch.equal(experts.gate_up.codes.cpu(), gate_up) and torch.equal(experts.down.codes.cpu(), down)
 
 

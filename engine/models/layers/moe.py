@@ -2,10 +2,11 @@
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from engine.models.config import MoEConfig
-from engine.models.layers.operators import Linear, Operators, take_linear, take_optional, take_tensor
+from engine.models.layers.operators import Linear, Operators, take_linear, take_optional, take_plain
 from kernels.linear.moe import Experts
 from kernels.linear.moe_kernels import ExpertFormula
 from kernels.linear.moe_routing import RoutingRule, route
@@ -40,9 +41,10 @@ class MoE:
         down = _take_experts(weights, f"{prefix}.experts_out.weight")
         gate_up_bias = take_optional(weights, f"{prefix}.experts_in.bias")
         down_bias = take_optional(weights, f"{prefix}.experts_out.bias")
-        self.experts = Experts(gate_up, down, formula, gate_up_bias, down_bias)
+        self.experts = Experts(gate_up, down, formula, gate_up_bias, down_bias, operators.dtype)
+        router_dtype = torch.float32 if config.router_float32 else operators.dtype
         if gate_up.device.type == "cuda":
-            self.experts.warm_up(self.rule, operators.dtype, self.correction)
+            self.experts.warm_up(self.rule, self.correction, router_dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
         out = self.experts(x, route(self.router(x), self.rule, self.correction))
@@ -78,7 +80,8 @@ def _take_router(
 ) -> Linear | Float32Linear:
     if not config.router_float32:
         return take_linear(weights, name, operators)
-    return Float32Linear(take_tensor(weights, f"{name}.weight"), take_optional(weights, f"{name}.bias"))
+    weight = take_plain(weights, f"{name}.weight", torch.float32)
+    return Float32Linear(weight, take_optional(weights, f"{name}.bias"))
 
 
 def _take_experts(weights: dict[str, Weight], name: str) -> Tensor | QuantizedWeight:

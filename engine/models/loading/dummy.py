@@ -20,7 +20,7 @@ def dummy_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device,
     One pool of random numbers is repeated over all matrices, because copying is much faster than drawing.
     """
     pool = torch.rand(DUMMY_POOL, generator=torch.Generator().manual_seed(seed)).mul_(2).sub_(1).to(device)
-    weights, offset = allocate(config.parameter_shapes(), dtype, device), 0
+    weights, offset = allocate(config.parameter_shapes(), dtype, device, config.float32_parameters()), 0
     for name, weight in weights.items():
         if weight.dim() == 1 or "norm." in name:
             weight.fill_(1 - config.norm_weight_offset if name.endswith("weight") else 0)

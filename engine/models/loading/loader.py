@@ -94,7 +94,7 @@ class _Loader:
         self._check_constants()
         shapes = self.config.parameter_shapes()
         plain = {name: shape for name, shape in shapes.items() if name not in self.parted}
-        tensors = allocate(plain, self.dtype, self.device)
+        tensors = allocate(plain, self.dtype, self.device, self.config.float32_parameters())
         self.weights = dict(tensors)
         total = sum(_num_bytes(self.found[name].header) for name in (*self.plain, *self.quantized))
         progress = LoadingProgress(total, self.progress)

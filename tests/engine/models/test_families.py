@@ -3,6 +3,7 @@ same checks as a table."""
 
 import ast
 import re
+from math import prod
 from pathlib import Path
 from statistics import median
 
@@ -61,7 +62,9 @@ def test_num_parameters(pair: tuple[PreTrainedModel, Decoder]) -> None:
     oracle, model = pair
     count = num_text_parameters(oracle)
     assert model.config.num_parameters() == count
-    assert model.config.weight_bytes(2) == 2 * count
+    shapes = model.config.parameter_shapes()
+    wide = sum(prod(shapes[name]) for name in model.config.float32_parameters())
+    assert model.config.weight_bytes(2) == 2 * count + 2 * wide
 
 
 def test_only_the_wanted_rows_of_the_last_layer_are_computed(pair: tuple[PreTrainedModel, Decoder]) -> None:
