@@ -50,6 +50,8 @@ TILES = (
     (64, Tile(64, 64, 128, 64, 4, 3)),
     (None, Tile(128, 64, 128, 64, 8, 3)),
 )
+# Over quantised weights: smaller, because codes, scales and values of a tile take registers. Not measured yet.
+TILES_QUANTIZED = ((16, Tile(16, 16, 32, 64, 4, 2)), (None, Tile(64, 32, 32, 64, 8, 2)))
 # Without tensor cores (fp32, and Turing: see Card.matrix_instruction): correct, not fast.
 TILE_FP32 = Tile(16, 32, 32, 32, 4, 2)
 TILES_FMA = ((16, TILE_FP32), (None, Tile(64, 32, 64, 32, 8, 2)))
@@ -130,16 +132,19 @@ def _down(inner, matrices, order, tile):
     return out
 
 
-def tile_table(element_size: int, card: Card) -> tuple[tuple[int | None, Tile], ...]:
-    """(largest average number of rows per expert, tile) of all launches with elements of that many bytes."""
+def tile_table(element_size: int, card: Card, kind: str = "plain") -> tuple[tuple[int | None, Tile], ...]:
+    """(largest average number of rows per expert, tile) of all launches with elements of that many bytes and weights
+    of that kind of Matrices."""
     if element_size == 4:
         return ((None, TILE_FP32),)
-    return TILES_FMA if card.matrix_instruction() == "fma" else TILES
+    if card.matrix_instruction() == "fma":
+        return TILES_FMA if kind == "plain" else ((None, TILE_FP32),)
+    return TILES if kind == "plain" else TILES_QUANTIZED
 
 
-def choose_tile(dtype: torch.dtype, card: Card, num_pairs: int, num_experts: int) -> Tile:
+def choose_tile(dtype: torch.dtype, card: Card, num_pairs: int, num_experts: int, kind: str = "plain") -> Tile:
     """The tile for the average number of rows per expert, which the host knows without asking the device."""
-    table = tile_table(dtype.itemsize, card)
+    table = tile_table(dtype.itemsize, card, kind)
     return next(tile for limit, tile in table if limit is None or num_pairs <= limit * num_experts)
 
 
@@ -416,7 +421,7 @@ def aot_configurations(capability: int) -> Iterator[AotConfiguration]:
     """Yields every tile for plain and quantised weights, each formula, and sizes that no block divides."""
     for dtype in ("bf16", "fp16", "fp32"):
         for shape in AOT_SHAPES if dtype == "bf16" else AOT_SHAPES[:1]:
-            for _, tile in tile_table(ELEMENT_SIZES[dtype], known_card(capability)):
+            for _, tile in tile_table(ELEMENT_SIZES[dtype], known_card(capability), shape.kind):
                 yield from _grouped_configurations(shape, tile, dtype, capability)
             yield AotConfiguration(
                 weighted_sum_kernel, shape.name, dtype, {"HIDDEN": shape.hidden, "TOP_K": shape.top_k,
