@@ -3,6 +3,7 @@
 benchmarks/formats writes the checkpoints and computes what they mean, apart from engine/models/formats.
 """
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,17 +13,24 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GptOssConfig,
+    Llama4TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from benchmarks.formats.layouts import bnb, compressed, gptq_config, layouts, torchao
-from benchmarks.formats.writers import Layout, gptq, mxfp4_experts, write_checkpoint
+from benchmarks.formats.writers import Layout, Writer, e4m3, gptq, mxfp4_experts, write_checkpoint
 from engine.errors import ModelError
 from engine.models.families import read_model_config
-from engine.models.formats import mxfp4, read_quantization
+from engine.models.formats import read_quantization
 from engine.models.loading.load import load_model, weight_bytes
 from engine.models.loading.loader import load_weights
-from engine.models.reader import ConfigReader
-from engine.models.weight_format import Matrix
 from kernels.quantized.weight import QuantizedWeight
 from tests.engine.models.paged import PagedRunner, Sequence
 from tests.engine.models.tiny_models import VOCAB, load_oracle, oracle_logits
@@ -150,19 +158,59 @@ def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], object]) 
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def test_mxfp4_experts() -> None:
-    """gpt-oss holds all experts of a layer in one tensor, read as [experts, out, in]."""
-    tensors, meant = mxfp4_experts(torch.randn(3, 6, 64, generator=torch.Generator().manual_seed(0)))
-    reader = ConfigReader({"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]})
-    layout = mxfp4.read(reader)
-    experts = Matrix("model.layers.0.mlp.experts.gate_up_proj", "layers.0.experts_in.weight", (3, 6, 64))
-    stored = layout.tensors(experts)
-    assert stored is not None and {name: part.shape for name, part in stored.items()} == {
-        name: tuple(part.shape) for name, part in tensors.items()
-    }
-    weight = layout.quantized(experts, tensors)
-    assert torch.equal(weight.dequantize(), meant) and weight.num_bytes == layout.num_bytes(experts, 2)
-    assert layout.tensors(Matrix("model.layers.0.self_attn.q_proj", "layers.0.qkv.weight", (6, 64))) is None
+def save_all_experts(folder: Path, config: PreTrainedConfig, write: Writer, settings: dict[str, Any]) -> None:
+    """A random checkpoint whose layers hold all experts in one tensor [experts, in, out], and one of what it means."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.25)
+    model.save_pretrained(folder / "plain", save_original_format=False)
+    stored = load_file(folder / "plain" / "model.safetensors")
+    meant = dict(stored)
+    for name in [name for name in stored if name.endswith(("gate_up_proj", "down_proj")) and stored[name].dim() == 3]:
+        tensors, value = write(stored.pop(name).mT)
+        meant[name] = value.mT.contiguous()
+        stored |= {name + ending: tensor.contiguous() for ending, tensor in tensors.items()}
+    assert len(stored) > len(meant)
+    save_file(meant, folder / "plain" / "model.safetensors", metadata={"format": "pt"})
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    fields = json.loads((folder / "plain" / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(fields | {"quantization_config": settings}))
+
+
+def fbgemm_experts(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """FP8 codes [experts, in, out] and a scale for each output."""
+    scales = weight.abs().amax(-1, keepdim=True) / 448
+    codes, meant = e4m3(weight, scales)
+    return {"": codes.mT, "_scale": scales.mT}, meant
+
+
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "vocab_size": VOCAB, "hidden_size": 64}
+EXPERTS |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 32}
+ALL_EXPERTS: dict[str, tuple[Callable[[], PreTrainedConfig], Writer, dict[str, Any]]] = {
+    "gpt-oss mxfp4": (
+        lambda: GptOssConfig(**EXPERTS, max_position_embeddings=128),
+        mxfp4_experts,
+        {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]},
+    ),
+    "llama4 fbgemm_fp8": (
+        lambda: Llama4TextConfig(**EXPERTS, intermediate_size_mlp=48),
+        fbgemm_experts,
+        {"quant_method": "fbgemm_fp8", "modules_to_not_convert": ["self_attn", "shared_expert", "router"]},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ALL_EXPERTS)
+def test_all_experts_in_one_tensor(tmp_path: Path, name: str) -> None:
+    config, write, settings = ALL_EXPERTS[name]
+    save_all_experts(tmp_path, config(), write, settings)
+    expected = oracle_logits(load_oracle(tmp_path / "plain", torch.float32), PROMPT)
+    torch.testing.assert_close(logits(tmp_path), expected, atol=TOLERANCE, rtol=TOLERANCE)
+    weights = load_weights(tmp_path, read_model_config(tmp_path), torch.float32, CPU)
+    assert isinstance(weights["layers.1.experts_in.weight"], QuantizedWeight)
+    assert isinstance(weights["layers.1.qkv.weight"], Tensor)
 
 
 Q_PROJ = "model.layers.0.self_attn.q_proj"
