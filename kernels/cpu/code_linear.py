@@ -467,10 +467,9 @@ def _pack_nibbles(planes: list[Tensor]) -> Tensor:
 
 def _unpack_nibbles(panels: Tensor, panel: Tensor, within: Tensor) -> list[Tensor]:
     """The codes of rows `within` of panels `panel`, int64 [n] each -> uint8 [n, in] per plane."""
-    first_lane, shift = within % WIDTH * 2, (within // WIDTH * 4).view(-1, 1, 1, 1)
-    lanes = torch.stack((first_lane, first_lane + 1), -1)[:, None, None, :]
-    picked = panels[panel].int().gather(-1, lanes.expand(-1, *panels.shape[1:3], -1))
-    codes = (picked >> shift & 15).to(torch.uint8)
+    pairs = panels.view(torch.int32)[panel, :, :, within % WIDTH]  # [n, in / 2, planes]
+    shift = (within // WIDTH * 4).to(torch.int32).view(-1, 1, 1)
+    codes = torch.stack((pairs >> shift & 15, pairs >> (shift + 16) & 15), -1)
     return [codes[:, :, plane].flatten(1) for plane in range(panels.shape[2])]
 
 

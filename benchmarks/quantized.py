@@ -1,0 +1,174 @@
+"""Tokens per second of bf16, int8 and int4 weights on a CPU, against llama.cpp on the same weights, in one run.
+
+    python -m venv .cache/bench/llama
+    .cache/bench/llama/bin/pip install llama-cpp-python gguf numpy
+    python -m benchmarks.quantized [--model .cache/models/llama-90m] [--peer .cache/bench/llama/bin/python]
+                                   [--prompt 512] [--tokens 128] [--repeats 3] [--threads N] [--json PATH]
+
+The model is a llama checkpoint of one safetensors file. pageserve quantises it as it loads (--quantization);
+llama.cpp reads GGUF files of the same weights with every matrix in BF16, Q8_0 or Q4_0. Q4_0 and int4 have the same
+bits: groups of 32 with an fp16 scale. Per form: single-stream tokens per second (decode), prompt tokens per second
+(prefill), bytes of the weights, and the share of the memory bandwidth that reading the weights once per token takes.
+The bandwidth is that of a sum over 1 GiB. Medians of the repeats; all models stay open and take turns, each repeat
+with another prompt. --streams also measures so many sequences at once in pageserve. Without --peer's program,
+pageserve is measured alone.
+"""
+
+import argparse
+import contextlib
+import json
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.llm import LLM
+from engine.models.families import read_model_config
+from engine.models.loading.load import weight_bytes
+from engine.sampling_params import SamplingParams
+from server.commands.bench.report import machine
+
+FORMS = {"bf16": None, "int8": "int8", "int4": "int4"}  # name -> --quantization
+PEER_FORMS = {"bf16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}  # of about the same bits
+SHORT_PROMPT = 16  # tokens before the measured decode
+Run = Callable[[list[list[int]], int], dict[str, float]]  # prompts, tokens -> seconds
+
+
+class Peer:
+    """benchmarks/llama_cpp_peer.py in its own environment."""
+
+    def __init__(self, python: Path, model: Path, threads: int) -> None:
+        script, folder = Path(__file__).with_name("llama_cpp_peer.py"), python.parents[1] / "gguf" / model.name
+        command = [str(python), str(script), str(model), str(folder), str(threads), *PEER_FORMS.values()]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.file_bytes = self._reply()
+
+    def run(self, form: str, prompts: list[list[int]], tokens: int) -> dict[str, float]:
+        """Seconds of one prompt and of the tokens after the first."""
+        assert self.process.stdin is not None
+        print(json.dumps({"form": form, "prompt": prompts[0], "tokens": tokens}), file=self.process.stdin, flush=True)
+        return self._reply()
+
+    def close(self) -> None:
+        """End the process."""
+        self.process.communicate()
+
+    def _reply(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            sys.exit("the llama.cpp process has ended; see its message above")
+        reply: dict[str, Any] = json.loads(line)
+        return reply
+
+
+def run_engine(engine: LLM, prompts: list[list[int]], tokens: int) -> dict[str, float]:
+    """Seconds of the prompts with their first tokens, and of the tokens after these."""
+    times = []
+    for count in (1, tokens) if tokens > 1 else (1,):
+        params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
+        started = time.perf_counter()
+        engine.generate(prompts, params, use_tqdm=False)
+        times.append(time.perf_counter() - started)
+    return {"prefill_s": times[0], "decode_s": times[-1] - times[0]}
+
+
+def read_bandwidth() -> float:
+    """Bytes per second of a sum over 1 GiB, best of five."""
+    values, times = torch.ones(1 << 28), []
+    for _ in range(5):
+        started = time.perf_counter()
+        values.sum()
+        times.append(time.perf_counter() - started)
+    return values.nbytes / min(times)
+
+
+def measure(runs: dict[str, Run], vocab_size: int, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Tokens per second by name of the run; the runs take turns."""
+    rng = random.Random(0)
+    figures: dict[str, dict[str, list[float]]] = {name: {} for name in runs}
+
+    def prompts(count: int, length: int) -> list[list[int]]:
+        return [[rng.randrange(3, vocab_size) for _ in range(length)] for _ in range(count)]
+
+    def add(name: str, figure: str, value: float) -> None:
+        figures[name].setdefault(figure, []).append(value)
+
+    for repeat in range(options.repeats + 1):
+        long, short, many = prompts(1, options.prompt), prompts(1, SHORT_PROMPT), prompts(options.streams, SHORT_PROMPT)
+        for name, run in runs.items():
+            prefill, decode = run(long, 1), run(short, options.tokens)
+            if repeat:  # the first round warms up
+                add(name, "prefill", options.prompt / prefill["prefill_s"])
+                add(name, "decode", (options.tokens - 1) / decode["decode_s"])
+            if name.startswith("pageserve") and options.streams:
+                together = run(many, options.tokens)
+                if repeat:
+                    add(name, "streams", options.streams * (options.tokens - 1) / together["decode_s"])
+    return {
+        name: {f"{figure}_tokens_per_s": statistics.median(values) for figure, values in rows.items()}
+        | {f"{figure}_runs": values for figure, values in rows.items()}
+        for name, rows in figures.items()
+    }
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.quantized", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--model", type=Path, default=Path(".cache/models/llama-90m"))
+    parser.add_argument("--peer", type=Path, default=Path(".cache/bench/llama/bin/python"))
+    parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--streams", type=int, default=16)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
+    config, bandwidth = read_model_config(options.model), read_bandwidth()
+    runs: dict[str, Run] = {}
+    sizes: dict[str, int] = {}
+    with contextlib.ExitStack() as stack:
+        peer = None
+        if options.peer.exists():
+            peer = Peer(options.peer, options.model, options.threads)
+            stack.callback(peer.close)
+        for form, quantization in FORMS.items():
+            engine = stack.enter_context(
+                LLM(
+                    str(options.model), dtype="bfloat16", quantization=quantization, kv_cache_memory="256MiB",
+                    enable_prefix_caching=False,
+                )
+            )  # fmt: skip
+            name = f"pageserve {form}"
+            runs[name] = lambda prompts, tokens, engine=engine: run_engine(engine, prompts, tokens)  # type: ignore[misc]
+            sizes[name] = weight_bytes(read_model_config(options.model, quantization), 2)
+            if peer is not None:
+                theirs = PEER_FORMS[form]
+                runs[f"llama.cpp {theirs}"] = (
+                    lambda prompts, tokens, peer=peer, form=theirs: peer.run(form, prompts, tokens)  # type: ignore[misc]
+                )
+                sizes[f"llama.cpp {theirs}"] = peer.file_bytes[theirs]
+        figures = measure(runs, config.vocab_size, options)
+    for name, row in figures.items():
+        row["weight_bytes"] = sizes[name]
+        row["bandwidth_share"] = row["decode_tokens_per_s"] * sizes[name] / bandwidth
+        streams = f"{row['streams_tokens_per_s']:8.0f}" if "streams_tokens_per_s" in row else " " * 8
+        print(
+            f"{name:16} {sizes[name] / 1e6:8.1f} MB  decode {row['decode_tokens_per_s']:7.1f}  prefill "
+            f"{row['prefill_tokens_per_s']:7.0f}  {options.streams} streams {streams} tokens/s  "
+            f"{row['bandwidth_share']:.0%} of {bandwidth / 1e9:.0f} GB/s"
+        )
+    if options.json:
+        settings = {key: str(value) for key, value in vars(options).items()}
+        report = {"machine": machine(), "settings": settings, "read_bytes_per_s": bandwidth, "figures": figures}
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
