@@ -35,7 +35,7 @@ from engine.sampling_params import SamplingParams
 from server.commands.bench.report import machine
 
 FORMS = {"bf16": None, "int8": "int8", "int4": "int4"}  # name -> --quantization
-PEER_FORMS = {"bf16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}  # of about the same bits
+PEER_FORMS = {"bf16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}  # with about the same number of bits
 SHORT_PROMPT = 16  # tokens before the measured decode
 Run = Callable[[list[list[int]], int], dict[str, float]]  # prompts, tokens -> seconds
 
