@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from engine.text.conversion.protobuf import as_float, fields
 
-UNIGRAM, BPE = 1, 2  # trainer_spec.algorithm
+UNIGRAM, BPE = 1, 2  # trainer_spec.model_type
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # types of pieces
 SPACE = "\u2581"  # stands for a space in pieces
 
