@@ -165,7 +165,7 @@ def main(arguments: list[str]) -> None:
             f"{row['bandwidth_share']:.0%} of {bandwidth / 1e9:.0f} GB/s"
         )
     if options.json:
-        settings = {key: str(value) for key, value in vars(options).items()}
+        settings = {key: str(value) for key, value in vars(options).items() if key != "json"}
         report = {"machine": machine(), "settings": settings, "read_bytes_per_s": bandwidth, "figures": figures}
         options.json.write_text(json.dumps(report, indent=1) + "\n")
 
