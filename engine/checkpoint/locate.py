@@ -7,12 +7,13 @@ from typing import Any
 
 from engine.checkpoint.json_files import read_json_object
 from engine.checkpoint.links import check_links
+from engine.checkpoint.raw_config import config_path, read_config
 from engine.checkpoint.weight_files import LAYOUTS, existing_weight_files, find_layout, no_weights
 from engine.config import EngineConfig
 from engine.errors import ModelError
 
 BUNDLED_MODEL = Path(__file__).parents[1] / "models" / "bundled"
-TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "tokenizer.model.v*", "*.tiktoken", "merges.txt", "vocab.txt")
+TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "tokenizer.model.v?", "*.tiktoken", "merges.txt", "vocab.txt")
 
 
 def resolve_model(config: EngineConfig) -> Path:
@@ -24,7 +25,7 @@ def resolve_model(config: EngineConfig) -> Path:
     if folder is None:
         folder = _download(config.model, config.revision, TOKENIZER_FILES, "--model")
     check_links(folder)
-    read_json(folder / "config.json", required=True)
+    read_config(folder)
     if config.load_format == "dummy":
         return folder
     if on_hub:
@@ -48,7 +49,7 @@ def resolve_tokenizer(config: EngineConfig, model_dir: Path) -> Path:
 def read_eos_token_ids(model_dir: Path) -> list[int]:
     """The ids in generation_config.json (chat models add some), else those in config.json or in its text_config (of a
     vision-language checkpoint); empty if none has any."""
-    config = read_json(model_dir / "config.json")
+    config = read_config(model_dir)
     text = config.get("text_config")
     sources = {"generation_config.json": read_json(model_dir / "generation_config.json"), "config.json": config}
     sources["config.json: text_config"] = text if isinstance(text, dict) else {}
@@ -73,7 +74,7 @@ def model_identity(model_dir: Path, config: EngineConfig) -> bytes:
     else:
         files = existing_weight_files(model_dir)
         facts += [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    return hashlib.sha256(json.dumps(facts).encode() + (model_dir / "config.json").read_bytes()).digest()
+    return hashlib.sha256(json.dumps(facts).encode() + config_path(model_dir).read_bytes()).digest()
 
 
 def read_json(path: Path, required: bool = False) -> dict[str, Any]:

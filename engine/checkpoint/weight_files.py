@@ -36,6 +36,7 @@ class Layout(NamedTuple):
 
 LAYOUTS = (
     Layout("model.safetensors", "model.safetensors.index.json", ".safetensors"),
+    Layout("consolidated.safetensors", "consolidated.safetensors.index.json", ".safetensors"),  # mistral's own
     Layout("pytorch_model.bin", "pytorch_model.bin.index.json", ".bin"),
 )
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from engine.checkpoint.json_files import read_json_object
+from engine.checkpoint.raw_config import read_config
 from engine.errors import ModelError
 from engine.models.config import ModelConfig
 from engine.models.families import (
@@ -46,6 +46,7 @@ from engine.models.families import (
     ministral,
     ministral3,
     mistral,
+    mistral_params,
     mixtral,
     mpt,
     nemotron,
@@ -77,6 +78,7 @@ GROUPS: Mapping[str, tuple[Family, ...]] = {
         llama.FAMILY,
         llama4.FAMILY,
         mistral.FAMILY,
+        mistral_params.FAMILY,
         mixtral.FAMILY,
         ministral.FAMILY,
         ministral3.FAMILY,
@@ -152,12 +154,12 @@ FAMILIES = tuple(family for group in GROUPS.values() for family in group)
 
 
 def read_model_config(model_dir: Path, quantization: str | None = None) -> ModelConfig:
-    """The ModelConfig of a checkpoint folder, from its config.json alone.
+    """The ModelConfig of a checkpoint folder, from its config.json (or params.json) alone.
 
     quantization: how a plain checkpoint is quantised as it is loaded, see EngineConfig. ModelError if it is no plain
     checkpoint of a decoder.
     """
-    model = model_config(read_json_object(model_dir / "config.json"))
+    model = model_config(read_config(model_dir))
     if quantization is None:
         return model
     if model.quantization is not None:

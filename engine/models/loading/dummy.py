@@ -5,6 +5,7 @@ from math import sqrt
 import torch
 from torch import Tensor
 
+from engine.errors import ModelError
 from engine.models.config import ModelConfig
 from engine.models.loading.allocation import allocate
 from engine.models.loading.pieces import is_matrix
@@ -16,9 +17,16 @@ DUMMY_POOL = 1_048_573  # a prime: rows of a matrix filled from the pool do not 
 
 def dummy_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int) -> dict[str, Weight]:
     """Uniform weights of variance 1 / in_features, norms 1, biases 0. A seed gives the same weights on every device.
+    ModelError for the format of a quantised checkpoint, whose tensors cannot be drawn at random.
 
     One pool of random numbers is repeated over all matrices, because copying is much faster than drawing.
     """
+    quantization = config.quantization
+    if quantization is not None and not quantization.reads_plain:
+        raise ModelError(
+            f"load_format dummy draws plain weights, config.json says {quantization.name}: remove "
+            "quantization_config there, or load the checkpoint's own weights."
+        )
     pool = torch.rand(DUMMY_POOL, generator=torch.Generator().manual_seed(seed)).mul_(2).sub_(1).to(device)
     weights, offset = allocate(config.parameter_shapes(), dtype, device, config.float32_parameters()), 0
     for name, weight in weights.items():

@@ -139,7 +139,11 @@ def test_hub_id_with_pickles_only(hub: FakeHub) -> None:
     """The papers' own example, facebook/opt-125m, is one."""
     make_folder(hub.snapshot, "pytorch_model.bin")
     assert resolve_model(EngineConfig(model="org/name")) == hub.snapshot
-    assert [patterns for _, _, patterns in hub.calls[1:]] == [["model.safetensors"], ["pytorch_model.bin"]]
+    assert [patterns for _, _, patterns in hub.calls[1:]] == [
+        ["model.safetensors"],
+        ["consolidated.safetensors"],
+        ["pytorch_model.bin"],
+    ]
 
 
 def test_hub_id_without_weights(hub: FakeHub) -> None:

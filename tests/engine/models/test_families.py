@@ -26,7 +26,7 @@ from tests.engine.models.family_checks import (
 )
 from tests.engine.models.paged import PagedRunner, Sequence
 from tests.engine.models.tiny_classic import PUBLISHED
-from tests.engine.models.tiny_models import ALL_CASES, num_text_parameters, oracle_logits, save_model
+from tests.engine.models.tiny_models import ALL_CASES, OTHER_LAYOUTS, num_text_parameters, oracle_logits, save_model
 
 ROOT = Path(__file__).parents[3]
 MAIN = sorted(main_cases().values())
@@ -106,7 +106,7 @@ def test_every_family_has_a_case() -> None:
     encoders = {
         model_config({**case().to_dict(), "architectures": None}).family for case in tiny_encoders.CASES.values()
     }
-    assert {family.model_type for family in FAMILIES} == set(main_cases()) | encoders
+    assert {family.model_type for family in FAMILIES} == set(main_cases()) | encoders | OTHER_LAYOUTS
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -12,6 +12,7 @@ from torch import Tensor
 from engine.errors import ModelError
 from engine.models.config import ModelConfig
 from engine.models.families import read_model_config
+from engine.models.loading.dummy import dummy_weights
 from engine.models.loading.load import load_model, weight_bytes
 from engine.models.loading.loader import load_weights
 from engine.models.weight_format import Matrix, Stored
@@ -171,3 +172,18 @@ def test_refusals(tmp_path: Path, damage: Callable[[dict[str, Tensor]], object],
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match=message):
         load_weights(tmp_path, config, torch.float32, CPU)
+
+
+def test_dummy_weights_are_plain(tmp_path: Path) -> None:
+    config = save("llama", tmp_path, ToyFormat())
+    with pytest.raises(ModelError, match=r"load_format dummy draws plain weights, config\.json says toy"):
+        load_model(tmp_path, config, dtype=torch.float32, device=CPU, load_format="dummy", seed=0)
+
+
+def test_dummy_weights_are_quantised_on_load(tmp_path: Path) -> None:
+    save_model("llama", tmp_path)
+    config = replace(read_model_config(tmp_path), quantization=ToyFormat(reads_plain=True))
+    weights = dummy_weights(config, torch.float32, CPU, 0)
+    held = sum(w.num_bytes if isinstance(w, QuantizedWeight) else w.numel() * 4 for w in weights.values())
+    assert held == weight_bytes(config, 4) < config.weight_bytes(4)
+    load_model(tmp_path, config, dtype=torch.float32, device=CPU, load_format="dummy", seed=0)

@@ -261,6 +261,10 @@ def num_text_parameters(oracle: torch.nn.Module) -> int:
     return sum(p.numel() for name, p in named if not any(part in name for part in tiny_text_halves.VISION))
 
 
+# Families that are another layout of a family above, with a test of their own: test_mistral_params.py.
+OTHER_LAYOUTS = {"mistral_params"}
+
+
 def save_model(name: str, folder: Path, **options: Any) -> PreTrainedModel | tiny_classic.Reference:
     model = build_model(name)
     model.save_pretrained(folder, **options)

@@ -1,0 +1,26 @@
+"""read_config: the settings of a checkpoint as one JSON object, from config.json or from mistral's params.json."""
+
+from pathlib import Path
+from typing import Any
+
+from engine.checkpoint.json_files import read_json_object
+from engine.errors import ModelError
+
+CONFIG_FILE, PARAMS_FILE = "config.json", "params.json"
+# params.json names no architecture, and no end token: in each of mistral's tokenizers "</s>" is 2.
+PARAMS_DEFAULTS = {"architectures": ["MistralParams"], "model_type": "mistral_params", "eos_token_id": 2}
+
+
+def config_path(folder: Path) -> Path:
+    """The file with the settings. ModelError if the folder has none."""
+    for name in (CONFIG_FILE, PARAMS_FILE):
+        if (folder / name).is_file():
+            return folder / name
+    raise ModelError(f"{folder} has no {CONFIG_FILE}: it is not a model folder in Hugging Face form")
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The parsed settings. ModelError if the file is missing or damaged."""
+    path = config_path(folder)
+    raw = read_json_object(path)
+    return raw | PARAMS_DEFAULTS if path.name == PARAMS_FILE else raw
