@@ -7,18 +7,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.dispatch import cpu_kernels
+from kernels.dispatch import cpu_kernels, device_sizes, use_triton
 from kernels.linear.packed import PackedLinear
+from kernels.quantized.code_matmul import CodeMatmul, supports_code_matmul
+from kernels.quantized.scaled_matmul import ScaledMatmul, supports_scaled_matmul
 from kernels.quantized.weight import Part, QuantizedWeight
 
+FEW_ROWS = 16  # up to so many rows, reading the weights takes longer than multiplying
 BLOCK_ELEMENTS = 1 << 24  # weights that the reference dequantises at a time
 
 
 class QuantizedLinear:
     """y = x @ weight.T + bias for a matrix [out_features, in_features] in codes.
 
-    A CPU in bf16 reads the codes packed (kernels/cpu/code_linear.py). Elsewhere the weight is dequantised to x's dtype
-    in each call, a part at a time.
+    A CPU in bf16 reads the codes packed (kernels/cpu/code_linear.py), and so does a GPU (code_matmul.py). Cards that
+    multiply e4m3 round the input to it, too, where many rows make arithmetic the limit (scaled_matmul.py). Elsewhere
+    the weight is dequantised to x's dtype in each call, a part at a time.
     """
 
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
@@ -26,6 +30,10 @@ class QuantizedLinear:
         self.out_features, self.in_features = weight.shape
         self.bias, self.dtype, self.permutation = bias, dtype, weight.permutation
         self.weight: QuantizedWeight | None = weight
+        self._code_matmul = CodeMatmul(weight) if use_triton(weight.codes) and supports_code_matmul(weight) else None
+        scaled = weight.codes.is_cuda and dtype != torch.float32
+        scaled = scaled and supports_scaled_matmul(weight, device_sizes(weight.codes.device)[0])
+        self._scaled_matmul = ScaledMatmul(weight) if scaled else None
         cpu = cpu_kernels() if weight.codes.device.type == "cpu" and dtype == torch.bfloat16 else None
         if cpu and cpu.code_linear.supports_codes(weight):
             self._packed, self._multiply = cpu.code_linear.PackedCodes(weight), cpu.code_linear.code_linear
@@ -35,9 +43,13 @@ class QuantizedLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[num_tokens, in_features] -> [num_tokens, out_features]"""
-        if self.weight is not None:
+        if self._code_matmul is None and self.weight is not None:
             return linear_reference(x, self.weight, self.bias)
         x = x if self.permutation is None else x.index_select(1, self.permutation)
+        if self._scaled_matmul is not None and len(x) > FEW_ROWS:
+            return self._scaled_matmul(x, self.bias)
+        if self._code_matmul is not None:
+            return self._code_matmul(x, self.bias)
         return self._multiply(x, self._packed, self._padded_bias)
 
     def with_bias(self, bias: Tensor | None) -> "QuantizedLinear":

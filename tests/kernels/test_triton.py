@@ -21,6 +21,7 @@ CASES = [
         "sampling_cases",
         "matmul_cases",
         "gemv_cases",
+        "code_matmul_cases",
         "token_mask_cases",
     )
 ]

@@ -1,0 +1,94 @@
+"""Products with 4-bit and 8-bit codes in Triton against the dequantised matrix. Run like triton_cases.py: on a CUDA
+device as it is, elsewhere by test_triton.py in the interpreter."""
+
+import pytest
+import torch
+
+from kernels.dispatch import INTERPRET
+from kernels.quantized.code_matmul import CodeMatmul, supports_code_matmul
+from kernels.quantized.linear import QuantizedLinear
+from kernels.quantized.scaled_matmul import quantize_rows, quantize_rows_reference
+from kernels.quantized.weight import INT4, QuantizedWeight, pack_4bit
+
+DEVICE = "cpu" if INTERPRET else "cuda"
+# The interpreter computes bf16 from its bit pattern, silently wrong; on a device bf16 is the dtype that matters.
+DTYPES = [torch.float32, torch.float16] if INTERPRET else [torch.float32, torch.float16, torch.bfloat16]
+ROUNDING = {torch.float32: 1e-6, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+NF4 = tuple(float(x) for x in torch.linspace(-1, 1, 16).pow(3))
+
+
+def make(kind: str, out: int, columns: int, group: int, offsets: bool, permuted: bool = False) -> QuantizedWeight:
+    generator = torch.Generator().manual_seed(out)
+    codebook = {"int4": INT4, "nf4": NF4}.get(kind)
+    codes = torch.randint(256, (out, columns), generator=generator).to(torch.uint8)
+    if codebook is not None:
+        codes = pack_4bit(codes & 15)
+    elif kind == "fp8":
+        codes[codes & 127 == 127] = 3  # NaN
+        codes = codes.view(torch.float8_e4m3fn)
+    else:
+        codes = codes.view(torch.int8)
+    weight = QuantizedWeight(
+        codes,
+        (torch.rand(out, columns // group, generator=generator) + 0.5) / 64,
+        group,
+        offsets=torch.randn(out, columns // group, generator=generator) / 64 if offsets else None,
+        codebook=codebook,
+        permutation=torch.randperm(columns, generator=generator).int() if permuted else None,
+    )
+    return weight.to(torch.device(DEVICE))
+
+
+def check(found: torch.Tensor, weight: QuantizedWeight, x: torch.Tensor, bias: torch.Tensor | None) -> None:
+    matrix = weight.dequantize()
+    exact = x.float() @ matrix.T + (0 if bias is None else bias.float())
+    terms = x.float().abs() @ matrix.abs().T
+    assert found.dtype == x.dtype and found.shape == exact.shape
+    assert ((found.float() - exact).abs() <= ROUNDING[x.dtype] * (2 * exact.abs() + 2 * terms)).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["int4", "nf4", "int8", "fp8"])
+@pytest.mark.parametrize(
+    "columns, group, offsets", [(160, 32, False), (192, 16, True), (256, 128, True), (90, 90, False)]
+)
+def test_every_kind_and_group(dtype, kind, columns, group, offsets):
+    weight = make(kind, 70, columns, group, offsets)
+    bias = torch.randn(70, device=DEVICE).to(dtype) if offsets else None
+    assert supports_code_matmul(weight)
+    multiply = CodeMatmul(weight)
+    for num_rows in (0, 1, 19, 70):
+        x = torch.randn(num_rows, 2 * columns, device=DEVICE).to(dtype)[:, columns:]
+        check(multiply(x, bias), weight, x, bias)
+
+
+def test_the_linear_layer_uses_it_and_permutes_its_input():
+    weight = make("int4", 48, 128, 32, True, permuted=True)
+    layer = QuantizedLinear(weight, None, torch.float16)
+    x = torch.randn(5, 128, device=DEVICE).half()
+    check(layer(x), weight, x, None)
+    rows = torch.tensor([3, 47, 0], device=DEVICE)
+    assert torch.equal(layer.rows(rows), weight.dequantize(torch.float16)[rows])
+
+
+def test_every_e4m3_number_is_exact():
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes[codes & 127 == 127] = 0
+    wide = codes.view(256, 1).expand(256, 16).contiguous().view(torch.float8_e4m3fn)
+    weight = QuantizedWeight(wide, torch.ones(256, 1), 16).to(torch.device(DEVICE))
+    x = torch.eye(16, device=DEVICE)[:1]
+    assert torch.equal(CodeMatmul(weight)(x, None)[0], weight.dequantize()[:, 0])
+
+
+def test_groups_of_other_sizes_are_left_to_the_reference():
+    weight = make("int8", 48, 96, 24, False)
+    assert not supports_code_matmul(weight)
+    x = torch.randn(3, 96, device=DEVICE)
+    check(QuantizedLinear(weight, None, torch.float32)(x), weight, x, None)
+
+
+@pytest.mark.parametrize("n", [16, 100])
+def test_rows_are_rounded_to_e4m3(n):
+    x = torch.randn(5, n, device=DEVICE) * torch.tensor([1.0, 1e-3, 0.0, 1e4, 7.0], device=DEVICE)[:, None]
+    (codes, scales), (expected, expected_scales) = quantize_rows(x), quantize_rows_reference(x)
+    assert torch.equal(scales, expected_scales) and torch.equal(codes.float(), expected.float())
