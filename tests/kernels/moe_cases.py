@@ -195,10 +195,10 @@ RULES = {
 def test_rules(name):
     num_experts, rule, corrected = RULES[name]
     logits, correction = torch.randn(70, num_experts) * 2, torch.randn(num_experts) if corrected else None
-    logits[0, :] -= 200.0  # sigmoids of 0
+    logits[0, :] -= 200.0  # sigmoids of 0, so that any expert may be chosen
     expected = route_reference(logits, rule, correction)
     found = route(logits.to(DEVICE), rule, None if correction is None else correction.to(DEVICE))
-    assert torch.equal(found.experts.cpu(), expected.experts)
+    assert torch.equal(found.experts.cpu()[1:], expected.experts[1:])
     torch.testing.assert_close(found.weights.cpu(), expected.weights)
     assert found.weights.isfinite().all()
     plain = route_reference(logits, RoutingRule(rule.top_k, rule.normalize))
