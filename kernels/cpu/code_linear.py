@@ -342,7 +342,7 @@ def _multiply_decoded(x, x_stride, weights, depth, num_rows, sums):
         row += min(left, 6)
 
 
-@parallel_kernel("16q")
+@parallel_kernel("18q")
 def _code_linear(args):
     """Work items are (panel, rows), so that consecutive items read the same panel."""
     x, codes, tables, out, bias = (
@@ -352,10 +352,10 @@ def _code_linear(args):
     scales, offsets, x_sums = simd.pointer_f32(args[7]), simd.pointer_f32(args[8]), simd.pointer_f32(args[9])
     num_rows, x_stride, words, out_features = args[10], args[11], args[12], args[13]
     kind, group, is_half, num_groups = args[14], args[15], args[16], args[17]
+    decodes, wide = args[18], simd.pointer_f32(args[19])
     floats = np.empty((ROWS_PER_ITEM + 8) * COLUMNS, np.float32)
     sums = simd.pointer_f32(floats.ctypes.data)
     products = advance(sums, ROWS_PER_ITEM * COLUMNS)
-    decodes = num_rows >= DECODED_FROM[kind]
     scratch = np.empty(DEPTH * COLUMNS if decodes else 1, np.int32)
     weights = simd.pointer_i32(scratch.ctypes.data)
     panel_words = words * LINE if kind == INT4 or kind == SPLIT4 else 2 * words * LINE
@@ -381,8 +381,11 @@ def _code_linear(args):
         for c in range(0, min(COLUMNS, out_features - column), WIDTH):
             term = load(bias, column + c) if simd.address(bias) != 0 else splat(ZERO)
             for r in range(rows):
-                value = simd.add(load(sums, r * COLUMNS + c), term)
-                store(out, (begin + r) * out_features + column + c, value)
+                value, place = load(sums, r * COLUMNS + c), (begin + r) * out_features + column + c
+                if simd.address(wide) != 0:
+                    store(wide, place, value)
+                else:
+                    store(out, place, simd.add(value, term))
         item = next_item(args)
     simd.keep(floats)
     simd.keep(scratch)
@@ -427,9 +430,16 @@ class PackedCodes:
         return groups.flatten(-2)
 
 
-def supports_codes(weight: QuantizedWeight) -> bool:
-    """True for a matrix with groups of an even number of inputs, on CPUs with vdpbf16ps."""
-    return HAS_BF16_DOT and len(weight.shape) == 2 and weight.group_size % 2 == 0
+def supports_codes(weight: QuantizedWeight, dtype: torch.dtype) -> bool:
+    """True for a matrix with groups of an even number of inputs, on CPUs with vdpbf16ps, for inputs in bf16; in fp32
+    only for codes that bf16 holds exactly."""
+    exact = weight.codebook is None or all(_in_bf16(value) for value in weight.codebook)
+    served = dtype == torch.bfloat16 or (dtype == torch.float32 and exact)
+    return HAS_BF16_DOT and served and len(weight.shape) == 2 and weight.group_size % 2 == 0
+
+
+def _in_bf16(value: float) -> bool:
+    return float(torch.tensor(value).bfloat16()) == value
 
 
 def pad_bias(bias: Tensor | None) -> Tensor | None:
@@ -490,20 +500,38 @@ def _padded(rows: Tensor) -> Tensor:
 
 def code_linear(x: Tensor, weight: PackedCodes, bias: Tensor | None) -> Tensor:
     """x bf16 [num_rows, in_features], whose rows may be strided -> bf16 [num_rows, out_features]. bias: of pad_bias."""
+    return _launch(x, weight, bias, torch.bfloat16, len(x) >= DECODED_FROM[weight.kind])
+
+
+def code_linear_f32(x: Tensor, weight: PackedCodes, bias: Tensor | None) -> Tensor:
+    """x fp32 [num_rows, in_features] -> fp32 [num_rows, out_features]. bias: fp32 [out_features].
+
+    A number of x is the sum of three of bf16, whose products with codes are exact; each row is multiplied as three.
+    """
+    high = x.bfloat16()
+    rest = x - high
+    middle = rest.bfloat16()
+    rows = torch.stack((high, middle, (rest - middle).bfloat16()), 1).flatten(0, 1)
+    out = _launch(rows, weight, None, torch.float32, False).unflatten(0, (-1, 3)).sum(1)
+    return out if bias is None else out.add_(bias)
+
+
+def _launch(x: Tensor, weight: PackedCodes, bias: Tensor | None, dtype: torch.dtype, decodes: bool) -> Tensor:
     row_stride, stride = x.stride()
     if stride != 1 or row_stride % 2:
         x, row_stride = x.contiguous(), x.shape[1]
     num_rows, in_features = x.shape
     num_groups, offsets, x_sums = in_features // weight.group_size, weight.offsets, None
-    if offsets is not None and num_rows < DECODED_FROM[weight.kind]:
+    if offsets is not None and not decodes:
         x_sums = x.float().view(num_rows, num_groups, weight.group_size).sum(-1)
     width = -(-weight.out_features // WIDTH) * WIDTH
-    out = torch.empty((num_rows, width), dtype=torch.bfloat16)
+    out = torch.empty((num_rows, width), dtype=dtype)
     _code_linear(
         len(weight.codes) * -(-num_rows // ROWS_PER_ITEM),
         x.data_ptr(), weight.codes.data_ptr(), weight.tables.data_ptr(), out.data_ptr(),
         0 if bias is None else bias.data_ptr(), weight.scales.data_ptr(), 0 if offsets is None else offsets.data_ptr(),
         0 if x_sums is None else x_sums.data_ptr(), num_rows, row_stride // 2, in_features // 2, width,
         weight.kind, weight.group_size // 2, weight.scales.dtype == torch.float16, num_groups,
+        decodes, out.data_ptr() if dtype == torch.float32 else 0,
     )  # fmt: skip
     return out if width == weight.out_features else out[:, : weight.out_features].contiguous()

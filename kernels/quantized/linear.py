@@ -20,9 +20,9 @@ BLOCK_ELEMENTS = 1 << 24  # weights that the reference dequantises at a time
 class QuantizedLinear:
     """y = x @ weight.T + bias for a matrix [out_features, in_features] in codes.
 
-    A CPU in bf16 reads the codes packed (kernels/cpu/code_linear.py), and so does a GPU (code_matmul.py). Cards that
-    multiply e4m3 round the input to it, too, where many rows make arithmetic the limit (scaled_matmul.py). Elsewhere
-    the weight is dequantised to x's dtype in each call, a part at a time.
+    A CPU reads the codes packed in bf16 and, apart from nf4, in fp32 (kernels/cpu/code_linear.py), and so does a GPU
+    (code_matmul.py). Cards that multiply e4m3 round the input to it, too, where many rows make arithmetic the limit
+    (scaled_matmul.py). Elsewhere the weight is dequantised to x's dtype in each call, a part at a time.
     """
 
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
@@ -34,10 +34,13 @@ class QuantizedLinear:
         scaled = weight.codes.is_cuda and dtype != torch.float32
         scaled = scaled and supports_scaled_matmul(weight, device_sizes(weight.codes.device)[0])
         self._scaled_matmul = ScaledMatmul(weight) if scaled else None
-        cpu = cpu_kernels() if weight.codes.device.type == "cpu" and dtype == torch.bfloat16 else None
-        if cpu and cpu.code_linear.supports_codes(weight):
-            self._packed, self._multiply = cpu.code_linear.PackedCodes(weight), cpu.code_linear.code_linear
-            self._pad_bias = cpu.code_linear.pad_bias
+        compiled = weight.codes.device.type == "cpu" and (self._code_matmul is None or dtype == torch.bfloat16)
+        cpu = cpu_kernels() if compiled else None
+        if cpu and cpu.code_linear.supports_codes(weight, dtype):
+            kernels, narrow = cpu.code_linear, dtype == torch.bfloat16
+            self._packed = kernels.PackedCodes(weight)
+            self._multiply = kernels.code_linear if narrow else kernels.code_linear_f32
+            self._pad_bias = kernels.pad_bias if narrow else _unchanged
             self._padded_bias = self._pad_bias(bias)
             self.weight = None
 
@@ -87,6 +90,10 @@ class PartedLinear:
 def make_linear(weight: Part, bias: Tensor | None, dtype: torch.dtype) -> QuantizedLinear | PackedLinear:
     """The layer of a part."""
     return PackedLinear(weight, bias) if isinstance(weight, Tensor) else QuantizedLinear(weight, bias, dtype)
+
+
+def _unchanged(bias: Tensor | None) -> Tensor | None:
+    return bias
 
 
 def linear_reference(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
