@@ -16,6 +16,7 @@ FORMATS: dict[str, str] = {
     "compressed-tensors": "compressed_tensors",
     "fbgemm_fp8": "fp8",
     "fp8": "fp8",
+    "gguf": "gguf",
     "gptq": "gptq",
     "modelopt": "modelopt",
     "mxfp4": "mxfp4",
