@@ -162,7 +162,12 @@ def nearest_settings(config: EngineConfig, model: ModelConfig, machine: Machine)
     kinds = [kind for kind in _candidates(config, model, machine) if kind]
 
     def fits(change: dict[str, Any]) -> bool:
-        return _fits(replace(config, **change), model, machine)
+        changed = model
+        if "quantization" in change:
+            from engine.models.formats.on_load import OnLoadFormat
+
+            changed = replace(model, quantization=OnLoadFormat(change["quantization"]))
+        return _fits(replace(config, **change), changed, machine)
 
     found = [change for kind in kinds if (change := next(filter(fits, kind), None)) is not None]
     if not found:
@@ -223,6 +228,8 @@ def _candidates(config: EngineConfig, model: ModelConfig, machine: Machine) -> I
         ]
     if config.kv_cache_dtype == "auto":
         yield [{"kv_cache_dtype": "int8"}]
+    if model.quantization is None:
+        yield [{"quantization": "int8"}, {"quantization": "int4"}]
     if config.dtype == "float32" or (config.dtype == "auto" and model.dtype == "float32"):
         yield [{"dtype": "bfloat16"}]
 

@@ -75,7 +75,7 @@ def test_what_does_not_fit_comes_with_settings_that_do(folder, model, capsys):
 
 
 def test_a_model_too_large_for_any_setting(folder, capsys):
-    assert memory_plan.main([folder, "--memory", "8GiB"]) == 1
+    assert memory_plan.main([folder, "--memory", "4GiB"]) == 1
     text = capsys.readouterr().out
     assert "a larger machine is needed" in text and "Raise" not in text and "Use" not in text, (
         "no hint that does not help"
@@ -85,8 +85,16 @@ def test_a_model_too_large_for_any_setting(folder, capsys):
     assert memory_plan.main([folder, "--memory", f"{float(size) - 0.2}GiB"]) == 1
 
 
-def test_two_settings_are_named_where_no_single_one_helps(folder, capsys):
+def test_quantised_weights_are_proposed(folder, capsys):
     arguments = [folder, "--memory", "21000MiB", "--max-model-len", "32768", "--gpu-memory-utilization", "0.85"]
+    assert memory_plan.main(arguments) == 1
+    assert "\n  --quantization int8\n" in capsys.readouterr().out
+    assert memory_plan.main([*arguments, "--quantization", "int8"]) == 0
+
+
+def test_two_settings_are_named_where_no_single_one_helps(folder, capsys):
+    arguments = [folder, "--memory", "12500MiB", "--max-model-len", "32768", "--gpu-memory-utilization", "0.85"]
+    arguments += ["--quantization", "int8"]
     assert memory_plan.main(arguments) == 1
     changes = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("  --")]
     assert changes and all(sum(word.startswith("--") for word in change) >= 2 for change in changes)
