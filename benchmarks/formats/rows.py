@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from benchmarks.formats.layouts import layouts
 from benchmarks.formats.writers import Layout, write_checkpoint
 
 GROUP = 64  # columns that share a scale: it divides the sizes of the bundled model
+QUANTIZATIONS = ("int8", "int4", "fp8")  # choices of --quantization
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,11 @@ def _quantized(layout: Layout, source: Path, target: Path) -> Checkpoint:
     return Checkpoint(target, folder)
 
 
+def _on_load(method: str, source: Path, target: Path) -> Checkpoint:
+    """The plain checkpoint, which the engine quantises as it loads it."""
+    return replace(_plain(torch.bfloat16, source, target), options={"quantization": method})
+
+
 def _copy_files(source: Path, target: Path, changes: dict[str, Any]) -> None:
     """The JSON files of a checkpoint, with other fields in config.json."""
     target.mkdir(parents=True, exist_ok=True)
@@ -56,5 +62,6 @@ def _copy_files(source: Path, target: Path, changes: dict[str, Any]) -> None:
 ROWS: dict[str, Make] = {
     "fp32": partial(_plain, torch.float32),
     "bf16": partial(_plain, torch.bfloat16),
+    **{f"--quantization {method}": partial(_on_load, method) for method in QUANTIZATIONS},
     **{name: partial(_quantized, layout) for name, layout in layouts(GROUP).items()},
 }

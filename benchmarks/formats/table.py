@@ -79,7 +79,7 @@ def measure(names: list[str], num_documents: int, speed: Speed | None) -> Iterat
 
 
 def _quality(name: str, checkpoint: Checkpoint, documents: list[Document]) -> Figures:
-    config = read_model_config(checkpoint.folder)
+    config = read_model_config(checkpoint.folder, checkpoint.options.get("quantization"))
     model = paged(load_model(checkpoint.folder, config, dtype=torch.float32, device=CPU, load_format="auto", seed=0))
     meant = paged(_meant(checkpoint, config))
     with torch.inference_mode():
