@@ -5,8 +5,6 @@ The file is untrusted: each count and length is checked against the file before 
 
 import mmap
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -89,8 +87,7 @@ class Gguf:
             return None
         if tensor.kind.name != "F32" or tensor.num_bytes > MAX_TEXT:
             raise ModelError(f"{self.path.name}: tensor {name!r} must be of type F32 and small.")
-        with map_file(self.path) as data:
-            numbers = data[tensor.start : tensor.start + tensor.num_bytes]
+        numbers = map_file(self.path)[tensor.start : tensor.start + tensor.num_bytes]
         return list(struct.unpack(f"<{len(numbers) // 4}f", numbers))
 
 
@@ -110,16 +107,14 @@ def read_gguf(path: Path) -> Gguf:
 
 @lru_cache(maxsize=2)
 def _read(path: Path, size: int, modified_ns: int) -> Gguf:
-    with map_file(path) as data:
-        return _Parser(path, data).parse()
+    return _Parser(path, map_file(path)).parse()
 
 
-@contextmanager
-def map_file(path: Path) -> Iterator[mmap.mmap]:
-    """The bytes of a file, mapped read-only. ModelError if the file is empty or cannot be read."""
+def map_file(path: Path) -> mmap.mmap:
+    """The bytes of a file, mapped read-only until nothing refers to them. ModelError if it is empty or unreadable."""
     try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            yield data
+        with path.open("rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:
         raise ModelError(f"cannot read {path}: {error}") from error
 

@@ -2,22 +2,26 @@
 
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from engine.checkpoint.gguf import is_gguf, read_gguf
 from engine.checkpoint.json_files import read_json_object
-from engine.checkpoint.links import check_links
-from engine.checkpoint.raw_config import config_path, read_config
-from engine.checkpoint.weight_files import LAYOUTS, existing_weight_files, find_layout, no_weights
+from engine.checkpoint.links import check_links, path_inside
+from engine.checkpoint.raw_config import CONFIG_FILE, PARAMS_FILE, config_path, read_config
+from engine.checkpoint.weight_files import LAYOUTS, choose_gguf, existing_weight_files, find_layout, no_weights
 from engine.config import EngineConfig
 from engine.errors import ModelError
+
+T = TypeVar("T")
 
 BUNDLED_MODEL = Path(__file__).parents[1] / "models" / "bundled"
 TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "tokenizer.model.v?", "*.tiktoken", "merges.txt", "vocab.txt")
 
 
 def resolve_model(config: EngineConfig) -> Path:
-    """The local folder of `config.model`; a hub id is downloaded first. Raises ModelError."""
+    """The local folder or GGUF file of `config.model`; a hub id is downloaded first. Raises ModelError."""
     if not config.model:
         return BUNDLED_MODEL
     folder = _local_folder(config.model, "--model")
@@ -25,15 +29,37 @@ def resolve_model(config: EngineConfig) -> Path:
     if folder is None:
         folder = _download(config.model, config.revision, TOKENIZER_FILES, "--model")
     check_links(folder)
-    read_config(folder)
-    if config.load_format == "dummy":
-        return folder
-    if on_hub:
-        _download_weights(config.model, folder)
-        check_links(folder)
-    if find_layout(folder) is None:
+    if not is_gguf(folder) and any((folder / name).is_file() for name in (CONFIG_FILE, PARAMS_FILE)):
+        read_config(folder)
+        if config.load_format == "dummy":
+            return folder
+        if on_hub:
+            _download_weights(config.model, folder)
+            check_links(folder)
+        if find_layout(folder) is not None:
+            return folder
+    gguf = _find_gguf(config.model, folder, on_hub)
+    if gguf is None:
+        read_config(folder)
         raise ModelError(no_weights(folder, on_hub))
-    return folder
+    read_gguf(gguf)
+    read_config(gguf)
+    return gguf
+
+
+def _find_gguf(name: str, folder: Path, on_hub: bool) -> Path | None:
+    """`folder` itself if it is a GGUF file, else the only GGUF file in it; that of a hub id is downloaded first."""
+    if is_gguf(folder):
+        return folder
+    file = choose_gguf(folder, (path.name for path in folder.glob("*")))
+    if file is None and on_hub:
+        file = choose_gguf(name, _hub_files(name, folder.name))
+        if file is not None:
+            _download(name, folder.name, (file,), "--model")
+    if file is None:
+        return None
+    path_inside(folder, file)
+    return folder / file
 
 
 def resolve_tokenizer(config: EngineConfig, model_dir: Path) -> Path:
@@ -74,7 +100,11 @@ def model_identity(model_dir: Path, config: EngineConfig) -> bytes:
     else:
         files = existing_weight_files(model_dir)
         facts += [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    return hashlib.sha256(json.dumps(facts).encode() + config_path(model_dir).read_bytes()).digest()
+    return hashlib.sha256(json.dumps(facts).encode() + _config_bytes(model_dir)).digest()
+
+
+def _config_bytes(model_dir: Path) -> bytes:
+    return b"" if is_gguf(model_dir) else config_path(model_dir).read_bytes()  # a GGUF file is its own config
 
 
 def read_json(path: Path, required: bool = False) -> dict[str, Any]:
@@ -95,6 +125,8 @@ def _local_folder(name: str, flag: str) -> Path | None:
     if folder.is_dir():
         return folder.resolve()
     if folder.exists():
+        if is_gguf(folder):
+            return folder.absolute()  # a snapshot's link leads to a file with another name
         raise ModelError(f"{flag}: {name} is a file; give the folder of a checkpoint in Hugging Face form")
     if name.startswith(("/", ".", "~")) or name.count("/") > 1:
         raise ModelError(f"{flag}: there is no folder {name}")
@@ -115,10 +147,28 @@ def _download_weights(name: str, folder: Path) -> None:
 
 def _download(name: str, revision: str | None, patterns: tuple[str, ...], flag: str) -> Path:
     """Download the files that match `patterns`, never code; returns the folder. Respects HF_HUB_OFFLINE."""
-    from huggingface_hub import errors, snapshot_download
+    from huggingface_hub import snapshot_download
+
+    return Path(
+        _ask_hub(
+            lambda: snapshot_download(name, revision=revision, allow_patterns=list(patterns)), name, revision, flag
+        )
+    )
+
+
+def _hub_files(name: str, revision: str) -> list[str]:
+    """The names of all files of a repository."""
+    from huggingface_hub import list_repo_files
+
+    return _ask_hub(lambda: list_repo_files(name, revision=revision), name, revision, "--model")
+
+
+def _ask_hub(call: Callable[[], T], name: str, revision: str | None, flag: str) -> T:
+    """The result of a call of huggingface_hub's. Its errors become ModelErrors."""
+    from huggingface_hub import errors
 
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns)))
+        return call()
     except errors.GatedRepoError as error:
         raise ModelError(f"{flag}: {name} is gated: accept its terms on the hub and set HF_TOKEN") from error
     except errors.RepositoryNotFoundError as error:

@@ -1,8 +1,10 @@
-"""read_config: the settings of a checkpoint as one JSON object, from config.json or from mistral's params.json."""
+"""read_config: a checkpoint's settings as one JSON object, from config.json, mistral's params.json or a GGUF file."""
 
 from pathlib import Path
 from typing import Any
 
+from engine.checkpoint.gguf import is_gguf, read_gguf
+from engine.checkpoint.gguf_config import gguf_config
 from engine.checkpoint.json_files import read_json_object
 from engine.errors import ModelError
 
@@ -21,6 +23,8 @@ def config_path(folder: Path) -> Path:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The parsed settings. ModelError if the file is missing or damaged."""
+    if is_gguf(folder):
+        return gguf_config(read_gguf(folder))
     path = config_path(folder)
     raw = read_json_object(path)
     return raw | PARAMS_DEFAULTS if path.name == PARAMS_FILE else raw

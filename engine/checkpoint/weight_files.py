@@ -1,9 +1,10 @@
 """The weight files of a checkpoint folder by name: safetensors if there are any, else pickles. Reads none of them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from engine.checkpoint.gguf import SUFFIX, is_gguf
 from engine.checkpoint.json_files import read_json_object
 from engine.errors import ModelError
 
@@ -41,6 +42,7 @@ LAYOUTS = (
 )
 
 
+FILES_SHOWN = 20
 OTHER_WEIGHTS = (".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx")
 
 
@@ -50,16 +52,28 @@ def find_layout(folder: Path) -> Layout | None:
 
 
 def existing_weight_files(folder: Path) -> Iterator[Path]:
-    """The files of the folder that hold its weights. ModelError for a bad index."""
+    """The files of the folder that hold its weights; a GGUF file is its own. ModelError for a bad index."""
+    if is_gguf(folder):
+        yield folder
+        return
     layout = find_layout(folder)
     for name in () if layout is None else layout.names(folder):
         if (folder / name).is_file():
             yield folder / name
 
 
+def choose_gguf(folder: Path | str, names: Iterable[str]) -> str | None:
+    """The GGUF file among the files of a folder or repository; None if there is none. ModelError for several."""
+    found = sorted(name for name in names if name.endswith(SUFFIX) and not Path(name).name.startswith("mmproj"))
+    if len(found) > 1:
+        shown = ", ".join(found[:FILES_SHOWN]) + (", ..." if len(found) > FILES_SHOWN else "")
+        raise ModelError(f"{folder} holds {len(found)} GGUF files: {shown}. Give --model the path of one of them.")
+    return found[0] if found else None
+
+
 def no_weights(folder: Path, on_hub: bool) -> str:
     """The message for a folder without weights."""
-    wanted = ", ".join(f"{layout.single}, {layout.index_file}" for layout in LAYOUTS)
+    wanted = ", ".join(f"{layout.single}, {layout.index_file}" for layout in LAYOUTS) + ", *.gguf"
     others = sorted(path.name for ending in OTHER_WEIGHTS for path in folder.glob(f"*{ending}"))
     message = f"{folder} holds no weights{' on the hub' if on_hub else ''}: none of {wanted}"
     if not others:

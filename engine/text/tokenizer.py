@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import tokenizers
 
-from engine.checkpoint.locate import read_json
 from engine.errors import InvalidRequestError
 from engine.text.chat_template import ChatTemplate, Helper
 from engine.text.fill_in_middle import FillInMiddle, find_fill_in_middle
@@ -22,6 +21,7 @@ from engine.text.tokenizer_files import (
     load_tokenizer,
     max_chars_per_token,
     named_token_texts,
+    read_settings,
     uses_byte_level,
 )
 from engine.thinking import BEGIN, END, ThinkingTags, find_tags
@@ -80,7 +80,7 @@ class Tokenizer:
         self._tokenizer = load_tokenizer(model_dir)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        settings = read_json(model_dir / "tokenizer_config.json")
+        settings = read_settings(model_dir)
         self._byte_level = uses_byte_level(self._tokenizer)
         self._added: dict[int, tokenizers.AddedToken] = self._tokenizer.get_added_tokens_decoder()
         self.special_token_ids = frozenset(i for i, token in self._added.items() if token.special)

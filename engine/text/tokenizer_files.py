@@ -9,9 +9,11 @@ from typing import Any
 
 import tokenizers
 
+from engine.checkpoint.gguf import is_gguf, read_gguf
 from engine.checkpoint.locate import read_json
 from engine.errors import ModelError
 from engine.text.conversion.convert import convert_tokenizer
+from engine.text.conversion.gguf import convert_gguf, tokenizer_settings
 
 # Models of these types drop text: one unknown token stands for any number of characters, a run of spaces for no token.
 # No real text has more characters per token than MAX_CHARS_LOST.
@@ -20,7 +22,9 @@ NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")  # variables
 
 
 def load_tokenizer(model_dir: Path) -> tokenizers.Tokenizer:
-    """The tokenizer of a checkpoint folder. No code from the checkpoint runs."""
+    """The tokenizer of a checkpoint folder or GGUF file. No code from the checkpoint runs."""
+    if is_gguf(model_dir):
+        return convert_gguf(read_gguf(model_dir))
     path = model_dir / "tokenizer.json"
     if not path.is_file():
         converted = convert_tokenizer(model_dir, read_json(model_dir / "tokenizer_config.json"))
@@ -29,6 +33,13 @@ def load_tokenizer(model_dir: Path) -> tokenizers.Tokenizer:
         return tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception for a file that it cannot read
         raise ModelError(f"the model's {path.name} cannot be read: {error}") from error
+
+
+def read_settings(model_dir: Path) -> dict[str, Any]:
+    """tokenizer_config.json, or the fields of it that a GGUF file holds."""
+    if is_gguf(model_dir):
+        return tokenizer_settings(read_gguf(model_dir))
+    return read_json(model_dir / "tokenizer_config.json")
 
 
 def _load_with_transformers(model_dir: Path) -> tokenizers.Tokenizer:

@@ -4,18 +4,22 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+from engine.checkpoint.gguf import SUFFIX, is_gguf
 from engine.checkpoint.links import path_inside
 from engine.checkpoint.weight_files import Layout, find_layout, no_weights
 from engine.errors import ModelError
+from engine.models.loading.gguf_file import open_gguf
 from engine.models.loading.pickle_file import open_pickle
 from engine.models.loading.safetensors_file import open_safetensors
 from engine.models.loading.tensor_file import OpenTensorFile, TensorFile
 
-CONTAINERS: Mapping[str, OpenTensorFile] = {".safetensors": open_safetensors, ".bin": open_pickle}
+CONTAINERS: Mapping[str, OpenTensorFile] = {".safetensors": open_safetensors, ".bin": open_pickle, SUFFIX: open_gguf}
 
 
 def find_weight_files(model_dir: Path) -> list[Path]:
     """The weight files of a checkpoint: the single file, or each file that the index names, once."""
+    if is_gguf(model_dir):
+        return [model_dir]
     layout = find_layout(model_dir)
     if layout is None:
         raise ModelError(no_weights(model_dir, on_hub=False))

@@ -42,6 +42,7 @@ class FakeHub:
     def __init__(self, snapshot: Path, error: Exception | None = None) -> None:
         self.snapshot, self.error = snapshot, error
         self.calls: list[tuple[str, str | None, list[str]]] = []
+        self.files: list[str] = []  # of the whole repository
 
     def __call__(self, repo_id: str, *, revision: str | None, allow_patterns: list[str]) -> str:
         self.calls.append((repo_id, revision, allow_patterns))
@@ -54,6 +55,7 @@ class FakeHub:
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
     fake = FakeHub(tmp_path / "cache" / "snapshots" / COMMIT)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fake)
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda name, revision: fake.files)
     return fake
 
 
@@ -107,9 +109,9 @@ def test_a_path_is_never_taken_for_a_hub_id(name: str, hub: FakeHub) -> None:
 
 
 def test_a_file_is_no_model(tmp_path: Path) -> None:
-    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    (tmp_path / "model.safetensors").write_bytes(b"{}")
     with pytest.raises(ModelError, match="is a file"):
-        resolve_model(EngineConfig(model=str(tmp_path / "model.gguf")))
+        resolve_model(EngineConfig(model=str(tmp_path / "model.safetensors")))
 
 
 def test_hub_id_fetches_no_code_no_pickle_and_each_shard_once(hub: FakeHub) -> None:
@@ -150,6 +152,17 @@ def test_hub_id_without_weights(hub: FakeHub) -> None:
     make_folder(hub.snapshot)
     with pytest.raises(ModelError, match=r"holds no weights on the hub: none of model\.safetensors"):
         resolve_model(EngineConfig(model="org/name"))
+
+
+def test_hub_id_with_gguf_files(hub: FakeHub) -> None:
+    hub.snapshot.mkdir(parents=True)
+    hub.files = ["README.md", "a-Q4_K_M.gguf", "a-Q8_0.gguf", "mmproj-a.gguf"]
+    with pytest.raises(ModelError, match=r"org/name holds 2 GGUF files: a-Q4_K_M\.gguf, a-Q8_0\.gguf"):
+        resolve_model(EngineConfig(model="org/name"))
+    hub.files.remove("a-Q8_0.gguf")
+    with pytest.raises(ModelError, match=r"cannot read .*a-Q4_K_M\.gguf"):  # the stand-in downloads nothing
+        resolve_model(EngineConfig(model="org/name"))
+    assert hub.calls[-1] == ("org/name", hub.snapshot.name, ["a-Q4_K_M.gguf"])
 
 
 def test_hub_index_must_be_sane(hub: FakeHub) -> None:
