@@ -17,7 +17,7 @@ class EngineConfig:
     The constructor checks every field; ConfigError names the field and the values that it may have.
     """
 
-    model: str = option("", "folder or Hugging Face id of a checkpoint; empty: the bundled model")
+    model: str = option("", "folder, .gguf file or Hugging Face id of a checkpoint; empty: the bundled model")
     revision: str | None = option(None, "branch, tag or commit of a hub id")
     tokenizer: str | None = option(None, "folder or hub id of the tokenizer; default: the model's")
     load_format: str = option(

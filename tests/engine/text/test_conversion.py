@@ -1,12 +1,14 @@
-"""Tokenizers from sentencepiece, tiktoken and tekken files: the ids of the packages that define these files."""
+"""Tokenizers from sentencepiece, tiktoken, tekken and GGUF files: the ids of the packages that define these files."""
 
 import base64
 import io
 import json
+import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import sentencepiece
 import tiktoken
@@ -14,7 +16,8 @@ import tokenizers
 from tokenizers import models, pre_tokenizers, trainers
 
 from engine.errors import ModelError
-from engine.text.conversion.tiktoken import LLAMA3, QWEN, TEKKEN_SPECIAL
+from engine.text.conversion.gguf import SPLITS
+from engine.text.conversion.tiktoken import LLAMA3, QWEN, TEKKEN_SPECIAL, build_byte_level
 from engine.text.tokenizer import Tokenizer
 
 README = Path(__file__).parents[3] / "README.md"
@@ -181,3 +184,80 @@ def test_damaged(tmp_path: Path, name: str, data: bytes, message: str) -> None:
     with pytest.raises(ModelError, match=rf"{name}.*({message})") as error:
         Tokenizer(tmp_path)
     assert "\n" not in str(error.value)
+
+
+def write_vocabulary(folder: Path, model: str, tokens: Sequence[str], kinds: Sequence[int], **fields: Any) -> Path:
+    """A GGUF file without tensors."""
+    path = folder / "vocabulary.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tokenizer_model(model)
+    writer.add_token_list(list(tokens))
+    writer.add_token_types(list(kinds))
+    for name, value in fields.items():
+        key = f"tokenizer.ggml.{name}"
+        if isinstance(value, list):
+            writer.add_array(key, value)
+        elif isinstance(value, bool):
+            writer.add_bool(key, value)
+        else:
+            (writer.add_string if isinstance(value, str) else writer.add_uint32)(key, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_gguf_with_scores(tmp_path: Path, prefix: bool) -> None:
+    symbols = {} if prefix else {"user_defined_symbols": ["<|im|>", "\n\n"]}
+    reference = train_sentencepiece(tmp_path, model_type="bpe", add_dummy_prefix=prefix, **symbols, **PLAIN)
+    ids = range(reference.get_piece_size())
+    kinds = [
+        2 if reference.is_unknown(i) else 3 if reference.is_control(i) else 6 if reference.is_byte(i) else 1
+        for i in ids
+    ]
+    for symbol in symbols.get("user_defined_symbols", []):
+        kinds[reference.piece_to_id(symbol)] = 4
+    fields = {"scores": [reference.get_score(i) for i in ids], "add_space_prefix": prefix, "bos_token_id": 1}
+    pieces = [reference.id_to_piece(i) for i in ids]
+    tokenizer = Tokenizer(write_vocabulary(tmp_path, "llama", pieces, kinds, **fields))
+    for text in TEXTS:
+        expected = reference.encode(text)
+        assert tokenizer.encode(text) == [1, *expected]
+        if reference.unk_id() not in expected:
+            assert tokenizer.decode(expected) == reference.decode(expected)
+
+
+@pytest.mark.parametrize("name", ["llama-bpe", "qwen2", "tekken", "gpt-4o"])
+def test_gguf_with_merges(tmp_path: Path, name: str) -> None:
+    pattern = SPLITS[name].pattern
+    assert pattern is not None
+    ranks = train_ranks(pattern)
+    trained = json.loads(build_byte_level(list(ranks), pattern, 0).to_str())["model"]
+    tokens = [*sorted(trained["vocab"], key=trained["vocab"].__getitem__), "<|begin|>", "<think>"]
+    fields = {"pre": name, "merges": [" ".join(pair) for pair in trained["merges"]], "bos_token_id": len(ranks)}
+    path = write_vocabulary(tmp_path, "gpt2", tokens, [1] * len(ranks) + [3, 4], **fields)
+    tokenizer = Tokenizer(path)
+    reference = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+    for text in TEXTS:
+        text = unicodedata.normalize("NFC", text)
+        ids = reference.encode(text)
+        assert tokenizer.encode(text) == [len(ranks)] * SPLITS[name].bos + ids
+        assert tokenizer.decode(ids) == text
+    assert tokenizer.special_token_ids == {len(ranks)}
+    assert tokenizer.encode("<think>", add_special_tokens=False) == [len(ranks) + 1]
+
+
+@pytest.mark.parametrize(
+    ("model", "fields", "message"),
+    [
+        ("bert", {}, "tokenizer.ggml.model 'bert' is not served"),
+        ("gpt2", {"pre": "viking"}, "tokenizer.ggml.pre 'viking' is not served.*--tokenizer"),
+        ("llama", {"scores": [0.5]}, "tokenizer.ggml.scores must hold a number for each token"),
+        ("gpt2", {"pre": "qwen2", "merges": ["a z"]}, "cannot be read as a tokenizer"),
+        ("gpt2", {"pre": "qwen2", "merges": [1]}, "tokenizer.ggml.merges must be a list of strings"),
+    ],
+)
+def test_gguf_vocabulary_that_is_damaged(tmp_path: Path, model: str, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=rf"vocabulary\.gguf: {message}"):
+        Tokenizer(write_vocabulary(tmp_path, model, ["a", "b"], [1, 1], **fields))
