@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from engine.checkpoint.raw_config import read_config
+from engine.checkpoint.raw_config import read_config, read_quantization_file
 from engine.errors import ModelError
 from engine.models.config import ModelConfig
 from engine.models.families import (
@@ -154,12 +154,17 @@ FAMILIES = tuple(family for group in GROUPS.values() for family in group)
 
 
 def read_model_config(model_dir: Path, quantization: str | None = None) -> ModelConfig:
-    """The ModelConfig of a checkpoint folder, from its config.json (or params.json) alone.
+    """The ModelConfig of a checkpoint, from its config.json, params.json or GGUF file alone. Older quantised ones
+    have a second file of settings, see QUANTIZATION_FILES.
 
     quantization: how a plain checkpoint is quantised as it is loaded, see EngineConfig. ModelError if it is no plain
     checkpoint of a decoder.
     """
-    model = model_config(read_config(model_dir))
+    raw = read_config(model_dir)
+    model = model_config(raw)
+    if raw.get("quantization_config") is None and (found := read_quantization_file(model_dir)):
+        name, settings = found
+        model = replace(model, quantization=read_quantization({"quantization_config": settings}, name))
     if quantization is None:
         return model
     if model.quantization is not None:

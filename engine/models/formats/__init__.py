@@ -24,23 +24,26 @@ FORMATS: dict[str, str] = {
 }
 
 
-def read_quantization(raw: Mapping[str, Any]) -> WeightFormat | None:
+CONFIG_FIELD = "config.json: quantization_config"
+
+
+def read_quantization(raw: Mapping[str, Any], where: str = CONFIG_FIELD) -> WeightFormat | None:
     """The format of the quantised weights by `quantization_config` of a parsed config.json; None for plain weights.
 
-    ModelError names the field that is wrong or not served.
+    ModelError names the field that is wrong or not served, and `where` the settings were read.
     """
     settings = raw.get("quantization_config")
     if settings is None:
         return None
     if not isinstance(settings, Mapping):
-        raise ModelError(f"config.json: quantization_config must be an object, not {short(settings)}.")
+        raise ModelError(f"{where} must be an object, not {short(settings)}.")
     method = settings.get("quant_method")
     file = FORMATS.get(method) if isinstance(method, str) else None
     if file is None:
         raise ModelError(
-            f"config.json: quantization_config: quant_method {short(method)} is not served; served are "
+            f"{where}: quant_method {short(method)} is not served; served are "
             f"{', '.join(FORMATS)}, or use a checkpoint in bf16, fp16 or fp32."
         )
-    reader = ConfigReader(settings, "config.json: quantization_config")
+    reader = ConfigReader(settings, where)
     weight_format: WeightFormat = import_module(f"engine.models.formats.{file}").read(reader)
     return weight_format

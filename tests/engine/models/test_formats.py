@@ -4,6 +4,7 @@ benchmarks/formats writes the checkpoints and computes what they mean, apart fro
 """
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -78,6 +79,56 @@ def test_logits(oracle: tuple[LlamaForCausalLM, Path], tmp_path: Path, name: str
     assert any(isinstance(part, QuantizedWeight) for part in parts)
     num_bytes = sum(part.num_bytes if isinstance(part, QuantizedWeight) else part.nbytes for part in parts)
     assert num_bytes == pytest.approx(weight_bytes(config, 4), rel=0.15)
+
+
+NVFP4 = {"quant_algo": "NVFP4", "group_size": 16, "kv_cache_quant_algo": None, "exclude_modules": ["lm_head"]}
+MODELOPT_FILE = {"producer": {"name": "modelopt", "version": "0.23.0"}, "quantization": NVFP4}
+OLDER: dict[str, tuple[str, dict[str, Any], str]] = {  # file beside config.json -> layout, its settings, a wrong value
+    "quantize_config.json": (
+        "gptq 4 bits act-order",
+        {"bits": 4, "group_size": 32, "damp_percent": 0.1, "desc_act": True, "sym": True, "model_file_base_name": "m"},
+        "quantize_config.json: bits = 3",
+    ),
+    "quant_config.json": ("awq", {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"}, "w_bit = 3"),
+    "hf_quant_config.json": ("modelopt nvfp4", MODELOPT_FILE, "hf_quant_config.json: quantization: quant_algo 3"),
+}
+
+
+@pytest.mark.parametrize("file", OLDER)
+def test_settings_in_a_file_of_their_own(oracle: tuple[LlamaForCausalLM, Path], tmp_path: Path, file: str) -> None:
+    layout, settings, message = OLDER[file]
+    meant = write_checkpoint(oracle[1], tmp_path, SMALL[layout])
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_model_config(tmp_path).quantization is None
+    (tmp_path / file).write_text(json.dumps(settings))
+    assert_logits(oracle[0], meant, tmp_path)
+    with pytest.raises(ModelError, match="quantised already"):
+        read_model_config(tmp_path, "int8")
+    wrong = re.sub(r'(?<=bits": )4|(?<=bit": )4|"NVFP4"', "3", json.dumps(settings))
+    (tmp_path / file).write_text(wrong)
+    with pytest.raises(ModelError, match=message):
+        read_model_config(tmp_path)
+    (tmp_path / file).write_text("[")
+    with pytest.raises(ModelError, match=f"{file} is not valid JSON"):
+        read_model_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": SMALL[layout].config}))
+    assert read_model_config(tmp_path).quantization is not None  # config.json goes before the file
+
+
+def test_modelopt_that_quantised_the_cache_alone(oracle: tuple[LlamaForCausalLM, Path], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((oracle[1] / "config.json").read_bytes())
+    settings = {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(settings))
+    assert read_model_config(tmp_path).quantization is None
+
+
+def test_awq_settings_under_the_name_of_gptq(oracle: tuple[LlamaForCausalLM, Path], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((oracle[1] / "config.json").read_bytes())
+    (tmp_path / "quantize_config.json").write_text(json.dumps(OLDER["quant_config.json"][1]))
+    found = read_model_config(tmp_path).quantization
+    assert found is not None and found.name == "awq"
 
 
 def add_unused(tensors: dict[str, Tensor]) -> None:
