@@ -6,7 +6,7 @@ from typing import Any
 
 from engine.errors import ModelError
 from engine.models.config import ModelConfig
-from engine.models.families import gemma3, llama4, ministral3, mistral, qwen2, qwen3
+from engine.models.families import gemma3, llama4, ministral3, mistral, qwen2, qwen3, qwen3_moe
 from engine.models.family import Family
 from engine.models.reader import ConfigReader, short
 
@@ -45,6 +45,18 @@ def text_half(model_type: str, architecture: str, families: dict[str, Family], *
     )
 
 
+def qwen3_vl_moe_config(reader: ConfigReader) -> ModelConfig:
+    """Qwen3-MoE whose router always divides the scores of the chosen experts by their sum."""
+    return qwen3_moe.to_config(ConfigReader({**reader.raw, "norm_topk_prob": True}, reader.where))
+
+
+QWEN3_VL_MOE = replace(
+    qwen3_moe.FAMILY,
+    to_config=qwen3_vl_moe_config,
+    expert_tensors={name: replace(tensor, transposed=True) for name, tensor in qwen3_moe.EXPERT_TENSORS.items()},
+)
+QWEN3_VL_MOE_DEFAULTS = {"moe_intermediate_size": 1408, "num_experts_per_tok": 4, "rope_theta": 5e5}
+
 FAMILIES = (
     text_half("gemma3", "Gemma3ForConditionalGeneration", {"gemma3_text": gemma3.FAMILY}, **GEMMA3),
     text_half(
@@ -63,5 +75,11 @@ FAMILIES = (
         {"qwen2_vl_text": qwen2.FAMILY, "qwen2_vl": qwen2.FAMILY},
     ),
     text_half("qwen3_vl", "Qwen3VLForConditionalGeneration", {"qwen3_vl_text": qwen3.FAMILY}),
+    text_half(
+        "qwen3_vl_moe",
+        "Qwen3VLMoeForConditionalGeneration",
+        {"qwen3_vl_moe_text": QWEN3_VL_MOE},
+        **QWEN3_VL_MOE_DEFAULTS,
+    ),
     text_half("llama4", "Llama4ForConditionalGeneration", {"llama4_text": llama4.FAMILY}),
 )

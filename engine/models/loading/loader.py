@@ -117,6 +117,8 @@ class _Loader:
                         raise ModelError(f"tensor {name!r} is in {other} and again in {path.name}.")
                     self.found[full_name] = _Found(path, name, file.header(name))
         self.plain = checkpoint_pieces(self.config, self.family, self.found.keys())
+        for name in self.plain.keys() & self.found.keys():
+            self.plain[name] = self.plain[name].stored_as(self.found[name].header.shape)
 
     def _full_name(self, name: str, expected: Set[str]) -> str:
         """The name in the family's weights: renamed, and with the base model's prefix, which some checkpoints lack."""

@@ -51,6 +51,14 @@ class Piece:
         order = self.row_order()
         return tensor if order is None else tensor.index_select(int(self.all_experts), order)
 
+    def stored_as(self, shape: tuple[int, ...]) -> "Piece":
+        """The piece of a tensor of all experts that has `shape`. transformers 5 writes [experts, out, in] where the
+        published checkpoint has [experts, in, out]; another shape changes nothing."""
+        if shape == self.shape or not (self.transposed and self.all_experts and self.viewed == self.shape):
+            return self
+        turned = (self.shape[0], self.shape[2], self.shape[1])
+        return replace(self, shape=turned, viewed=turned, transposed=False) if shape == turned else self
+
     def row_order(self) -> Tensor | None:
         """int64 [rows]: the checkpoint's row for each of our rows; None if the rows have our order."""
         if self.interleaved:

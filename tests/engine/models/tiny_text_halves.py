@@ -11,6 +11,7 @@ from transformers import (
     Qwen2_5_VLConfig,
     Qwen2VLConfig,
     Qwen3VLConfig,
+    Qwen3VLMoeConfig,
 )
 
 VOCAB = 97
@@ -64,5 +65,16 @@ CASES: dict[str, Callable[[], PreTrainedConfig]] = {
         text_config={**TEXT, **_mrope(4, 2, 2)},
         vision_config={**BLOCKS, "deepstack_visual_indexes": [0]},
         tie_word_embeddings=True,
+    ),
+    "qwen3_vl_moe": lambda: Qwen3VLMoeConfig(
+        text_config={
+            **TEXT,
+            **_mrope(4, 2, 2),
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 36,
+        },
+        vision_config={**BLOCKS, "deepstack_visual_indexes": [0]},
+        tie_word_embeddings=False,
     ),
 }
