@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from benchmarks.formats.gguf_blocks import K_TYPES
+from benchmarks.formats.gguf_writer import write_gguf
 from benchmarks.formats.layouts import layouts
 from benchmarks.formats.writers import Layout, write_checkpoint
 
@@ -25,6 +27,8 @@ class Checkpoint:
     meant: Path | None = None  # a plain fp32 checkpoint of what its codes mean; None: what the loader makes of them
     options: dict[str, Any] = field(default_factory=dict)  # further fields of EngineConfig
 
+
+GGUF_TYPES = ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0", *K_TYPES)
 
 Make = Callable[[Path, Path], Checkpoint]  # a plain checkpoint of one file and an empty folder -> the checkpoint
 
@@ -49,6 +53,11 @@ def _on_load(method: str, source: Path, target: Path) -> Checkpoint:
     return replace(_plain(torch.bfloat16, source, target), options={"quantization": method})
 
 
+def _gguf(kind: str, source: Path, target: Path) -> Checkpoint:
+    target.mkdir(parents=True, exist_ok=True)
+    return Checkpoint(write_gguf(source, target / "model.gguf", kind))
+
+
 def _copy_files(source: Path, target: Path, changes: dict[str, Any]) -> None:
     """The JSON files of a checkpoint, with other fields in config.json."""
     target.mkdir(parents=True, exist_ok=True)
@@ -64,4 +73,5 @@ ROWS: dict[str, Make] = {
     "bf16": partial(_plain, torch.bfloat16),
     **{f"--quantization {method}": partial(_on_load, method) for method in QUANTIZATIONS},
     **{name: partial(_quantized, layout) for name, layout in layouts(GROUP).items()},
+    **{f"gguf {kind}": partial(_gguf, kind) for kind in GGUF_TYPES},
 }

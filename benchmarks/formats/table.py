@@ -85,7 +85,8 @@ def _quality(name: str, checkpoint: Checkpoint, documents: list[Document]) -> Fi
     with torch.inference_mode():
         error = max(float((model.logits(ids) - meant.logits(ids)).abs().max()) for ids, _ in documents[:8])
         perplexity = model.perplexity(documents)
-    files = [path for path in checkpoint.folder.iterdir() if path.suffix in WEIGHT_FILES]
+    folder = checkpoint.folder  # or a GGUF file
+    files = [path for path in (folder.iterdir() if folder.is_dir() else [folder]) if path.suffix in WEIGHT_FILES]
     weights = load_weights(checkpoint.folder, config, torch.bfloat16, CPU)
     return Figures(
         name,

@@ -254,7 +254,7 @@ def test_gguf_with_merges(tmp_path: Path, name: str) -> None:
         ("bert", {}, "tokenizer.ggml.model 'bert' is not served"),
         ("gpt2", {"pre": "viking"}, "tokenizer.ggml.pre 'viking' is not served.*--tokenizer"),
         ("llama", {"scores": [0.5]}, "tokenizer.ggml.scores must hold a number for each token"),
-        ("gpt2", {"pre": "qwen2", "merges": ["a z"]}, "cannot be read as a tokenizer"),
+        ("gpt2", {"pre": "qwen2", "merges": ["a z"]}, "tokenizer.ggml cannot be read as a tokenizer"),
         ("gpt2", {"pre": "qwen2", "merges": [1]}, "tokenizer.ggml.merges must be a list of strings"),
     ],
 )
