@@ -664,7 +664,7 @@ def test_torchs_own_experts_are_ours(product):
     layer = MoELayer.random(MoEShape("m", 7, 3, 64, 48), CPU)
     x, logits = layer.inputs(5)  # some expert has no token
     logits[:, 4] = -100.0
-    ours = layer.experts(x, route(logits, RoutingRule(3, True))).float()
+    ours = layer.experts(x, moe.route(logits, moe.RoutingRule(3, True))).float()
     theirs = moe.torch_experts(product, layer, x, logits).float()
     assert (ours - theirs).norm() < 0.02 * theirs.norm()
 

@@ -60,11 +60,10 @@ def check(x, gate_up, down, logits, top_k, normalize=True, formula=SILU, biases=
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
-@pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_experts(dtype, shape, normalize):
-    check(*make(*shape, dtype), shape[2], normalize)
+def test_experts(dtype, shape):
+    check(*make(*shape, dtype), shape[2], normalize=shape[2] > 1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -151,7 +150,7 @@ def test_a_row_does_not_depend_on_the_batch(dtype):
     assert torch.equal(again, together)
     if not KERNELS:
         return  # the CPU's GEMMs have an order for each number of rows
-    for i in range(9):
+    for i in (0, 4, 8):
         alone = experts(x[i : i + 1].to(DEVICE), route(logits[i : i + 1].to(DEVICE), rule))
         assert torch.equal(alone[0], together[i])
 
