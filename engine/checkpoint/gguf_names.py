@@ -69,6 +69,9 @@ TRANSPOSED = ("gpt2",)  # Hugging Face stores the linear layers [in, out]
 SKIPPED = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")  # read with the metadata
 
 
+MAX_EXPERTS = 512
+
+
 @dataclass(frozen=True, slots=True)
 class Placed:
     """A tensor, or the part of one expert, by its name in Hugging Face's form.
@@ -97,11 +100,12 @@ def placed_tensors(gguf: Gguf) -> Iterator[Placed]:
         module, _, ending = tensor.name.rpartition(".")
         layer = re.match(r"blk\.(\d+)\.", module)
         pattern = names.get(re.sub(r"^blk\.\d+\.", "blk.{}.", module))
-        if pattern is None:
+        stacked = pattern is not None and "{expert}" in pattern
+        if pattern is None or (stacked and (len(tensor.shape) != 3 or tensor.shape[0] > MAX_EXPERTS)):
             yield Placed(tensor.name, tensor, tensor.shape)
             continue
         number = layer.group(1) if layer else ""
-        if "{expert}" in pattern:
+        if stacked:
             for expert in range(tensor.shape[0]):
                 yield Placed(f"{pattern.format(number, expert=expert)}.{ending}", tensor, tensor.shape[1:], expert)
             continue
