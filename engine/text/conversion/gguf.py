@@ -67,15 +67,17 @@ class Vocabulary(NamedTuple):
 
 def convert_gguf(gguf: Gguf) -> tokenizers.Tokenizer:
     """The Tokenizer of a file. ModelError names the field that is missing or not served."""
+    builders = {"llama": _sentencepiece, "gpt2": _byte_level}
     model = gguf.metadata.get("tokenizer.ggml.model")
-    if model not in ("llama", "gpt2"):
+    build = builders.get(model) if isinstance(model, str) else None
+    if build is None:
         raise ModelError(
-            f"{gguf.path.name}: tokenizer.ggml.model {model!r:.100} is not served; served are 'llama' and 'gpt2'. "
-            "Point --tokenizer at a folder with a tokenizer.json."
+            f"{gguf.path.name}: tokenizer.ggml.model {model!r:.100} is not served; served are "
+            f"{' and '.join(map(repr, builders))}. Point --tokenizer at a folder with a tokenizer.json."
         )
     vocabulary = _vocabulary(gguf)
     try:
-        return _sentencepiece(gguf, vocabulary) if model == "llama" else _byte_level(gguf, vocabulary)
+        return build(gguf, vocabulary)
     except ModelError:
         raise
     except Exception as error:  # the library raises bare Exception for a vocabulary that does not fit its merges
