@@ -1,17 +1,16 @@
-"""Tokens per second of bf16, int8 and int4 weights on a CPU, against llama.cpp on the same weights, in one run.
+"""Tokens per second of quantised weights on a CPU, against llama.cpp on the same GGUF files, in one run.
 
     python -m venv .cache/bench/llama
-    .cache/bench/llama/bin/pip install llama-cpp-python gguf numpy
+    .cache/bench/llama/bin/pip install llama-cpp-python numpy
     python -m benchmarks.quantized [--model .cache/models/llama-90m] [--peer .cache/bench/llama/bin/python]
                                    [--prompt 512] [--tokens 128] [--repeats 3] [--threads N] [--json PATH]
 
-The model is a llama checkpoint of one safetensors file. pageserve quantises it as it loads (--quantization);
-llama.cpp reads GGUF files of the same weights with every matrix in BF16, Q8_0 or Q4_0. Q4_0 and int4 have the same
-bits: groups of 32 with an fp16 scale. Per form: single-stream tokens per second (decode), prompt tokens per second
-(prefill), bytes of the weights, and the share of the memory bandwidth that reading the weights once per token takes.
-The bandwidth is that of a sum over 1 GiB. Medians of the repeats; all models stay open and take turns, each repeat
-with another prompt. --streams also measures so many sequences at once in pageserve. Without --peer's program,
-pageserve is measured alone.
+The model is a checkpoint folder of an architecture that GGUF has. It is written as GGUF once per type, and both
+servers read the same file; pageserve also quantises the checkpoint itself (--quantization). Per row: single-stream
+tokens per second (decode), prompt tokens per second (prefill), bytes of the weights, and the share of the memory
+bandwidth that reading the weights once per token takes. The bandwidth is that of a sum over 1 GiB. Medians of the
+repeats; all models stay open and take turns, each repeat with another prompt. --streams also measures so many sequences
+at once in pageserve. Without --peer's program, pageserve is measured alone.
 """
 
 import argparse
@@ -23,19 +22,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.formats.gguf_writer import write_gguf
 from engine.llm import LLM
 from engine.models.families import read_model_config
 from engine.models.loading.load import weight_bytes
 from engine.sampling_params import SamplingParams
 from server.commands.bench.report import machine
 
-FORMS = {"bf16": None, "int8": "int8", "int4": "int4"}  # name -> --quantization
-PEER_FORMS = {"bf16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}  # with about the same number of bits
+TYPES = ("BF16", "Q8_0", "Q4_0", "Q4_K")  # of GGUF files
+QUANTIZATIONS = ("int8", "int4")  # of the checkpoint as it is loaded
 SHORT_PROMPT = 16  # tokens before the measured decode
 Run = Callable[[list[list[int]], int], dict[str, float]]  # prompts, tokens -> seconds
 
@@ -43,29 +44,41 @@ Run = Callable[[list[list[int]], int], dict[str, float]]  # prompts, tokens -> s
 class Peer:
     """benchmarks/llama_cpp_peer.py in its own environment."""
 
-    def __init__(self, python: Path, model: Path, threads: int) -> None:
-        script, folder = Path(__file__).with_name("llama_cpp_peer.py"), python.parents[1] / "gguf" / model.name
-        command = [str(python), str(script), str(model), str(folder), str(threads), *PEER_FORMS.values()]
+    def __init__(self, python: Path, threads: int, files: list[Path]) -> None:
+        script = Path(__file__).with_name("llama_cpp_peer.py")
+        command = [str(python), str(script), str(threads), *map(str, files)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.file_bytes = self._reply()
 
-    def run(self, form: str, prompts: list[list[int]], tokens: int) -> dict[str, float]:
+    def run(self, file: Path, prompts: list[list[int]], tokens: int) -> dict[str, float]:
         """Seconds of one prompt and of the tokens after the first."""
-        assert self.process.stdin is not None
-        print(json.dumps({"form": form, "prompt": prompts[0], "tokens": tokens}), file=self.process.stdin, flush=True)
-        return self._reply()
+        assert self.process.stdin is not None and self.process.stdout is not None
+        order = {"file": str(file), "prompt": prompts[0], "tokens": tokens}
+        print(json.dumps(order), file=self.process.stdin, flush=True)
+        line = self.process.stdout.readline()
+        if not line:
+            sys.exit("the llama.cpp process has ended; see its message above")
+        reply: dict[str, float] = json.loads(line)
+        return reply
 
     def close(self) -> None:
         """End the process."""
         self.process.communicate()
 
-    def _reply(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            sys.exit("the llama.cpp process has ended; see its message above")
-        reply: dict[str, Any] = json.loads(line)
-        return reply
+
+def gguf_file(checkpoint: Path, kind: str) -> Path:
+    """The checkpoint as a GGUF file of a type, written once."""
+    file = Path(".cache/bench/gguf") / checkpoint.name / f"{kind}.gguf"
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_gguf(checkpoint, file.with_suffix(".part"), kind).rename(file)
+    return file
+
+
+def open_engine(model: Path, quantization: str | None) -> LLM:
+    """pageserve with a bf16 model."""
+    return LLM(
+        str(model), dtype="bfloat16", quantization=quantization, kv_cache_memory="256MiB", enable_prefix_caching=False
+    )
 
 
 def run_engine(engine: LLM, prompts: list[list[int]], tokens: int) -> dict[str, float]:
@@ -130,31 +143,26 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
-    config, bandwidth = read_model_config(options.model), read_bandwidth()
+    vocab_size, bandwidth = read_model_config(options.model).vocab_size, read_bandwidth()
+    files = {kind: gguf_file(options.model, kind) for kind in TYPES}
     runs: dict[str, Run] = {}
     sizes: dict[str, int] = {}
     with contextlib.ExitStack() as stack:
         peer = None
         if options.peer.exists():
-            peer = Peer(options.peer, options.model, options.threads)
+            peer = Peer(options.peer, options.threads, list(files.values()))
             stack.callback(peer.close)
-        for form, quantization in FORMS.items():
-            engine = stack.enter_context(
-                LLM(
-                    str(options.model), dtype="bfloat16", quantization=quantization, kv_cache_memory="256MiB",
-                    enable_prefix_caching=False,
-                )
-            )  # fmt: skip
-            name = f"pageserve {form}"
-            runs[name] = lambda prompts, tokens, engine=engine: run_engine(engine, prompts, tokens)  # type: ignore[misc]
-            sizes[name] = weight_bytes(read_model_config(options.model, quantization), 2)
+        for kind, file in files.items():
+            runs[f"pageserve {kind}"] = partial(run_engine, stack.enter_context(open_engine(file, None)))
+            sizes[f"pageserve {kind}"] = weight_bytes(read_model_config(file), 2)
             if peer is not None:
-                theirs = PEER_FORMS[form]
-                runs[f"llama.cpp {theirs}"] = (
-                    lambda prompts, tokens, peer=peer, form=theirs: peer.run(form, prompts, tokens)  # type: ignore[misc]
-                )
-                sizes[f"llama.cpp {theirs}"] = peer.file_bytes[theirs]
-        figures = measure(runs, config.vocab_size, options)
+                runs[f"llama.cpp {kind}"] = partial(peer.run, file)
+                sizes[f"llama.cpp {kind}"] = file.stat().st_size
+        for quantization in QUANTIZATIONS:
+            engine = stack.enter_context(open_engine(options.model, quantization))
+            runs[f"pageserve {quantization}"] = partial(run_engine, engine)
+            sizes[f"pageserve {quantization}"] = weight_bytes(read_model_config(options.model, quantization), 2)
+        figures = measure(runs, vocab_size, options)
     for name, row in figures.items():
         row["weight_bytes"] = sizes[name]
         row["bandwidth_share"] = row["decode_tokens_per_s"] * sizes[name] / bandwidth
