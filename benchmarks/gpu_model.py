@@ -121,8 +121,8 @@ def table(prediction: Prediction, card: Datasheet, assumed: Assumed) -> Iterator
     yield (
         f"  bound {prediction.bound * 1e3:.2f} ms, per-operator floor {prediction.floor * 1e3:.2f} ms, device "
         f"{prediction.device * 1e3:.2f} ms, host {prediction.host * 1e3:.2f} ms: {prediction.seconds * 1e3:.2f} ms a "
-        f"step, {prediction.bound / prediction.seconds:.0%} of the bound, {prediction.floor / prediction.seconds:.0%} "
-        f"of the floor, limited by the {prediction.limited_by}"
+        f"step, limited by the {prediction.limited_by}: {prediction.bound / prediction.seconds:.0%} of the bound, "
+        f"{prediction.floor / prediction.seconds:.0%} of the floor"
     )
 
 

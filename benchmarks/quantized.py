@@ -35,8 +35,8 @@ from engine.models.loading.load import weight_bytes
 from engine.sampling_params import SamplingParams
 from server.commands.bench.report import machine
 
-TYPES = ("BF16", "Q8_0", "Q4_0", "Q4_K")  # of GGUF files
-QUANTIZATIONS = ("int8", "int4")  # of the checkpoint as it is loaded
+TYPES = ("BF16", "Q8_0", "Q4_0", "Q4_K")  # GGUF types
+QUANTIZATIONS = ("int8", "int4")  # applied to the checkpoint as it is loaded
 SHORT_PROMPT = 16  # tokens before the measured decode
 Run = Callable[[list[list[int]], int], dict[str, float]]  # prompts, tokens -> seconds
 

@@ -42,7 +42,7 @@ class StepWatcher:
         self.steps = steps
         self._launch, self._result = runner.launch, runner.result
         self._on_gpu = runner.device.type == "cuda"
-        self._last_end: Any = None  # of the step launched last: a CUDA event, or seconds
+        self._last_end: Any = None  # end of the step launched last: a CUDA event, or seconds
         self._in_flight: deque[tuple[WatchedStep, Callable[[], float]]] = deque()  # and how to read the idle seconds
         runner.launch, runner.result = self.launch, self.result  # type: ignore[method-assign]
 

@@ -49,10 +49,10 @@ class Figures:
     """One row of the table."""
 
     format: str
-    perplexity: float  # of held-out documents, computed in fp32
+    perplexity: float  # on held-out documents, computed in fp32
     logit_error: float  # largest difference of a logit from the weights that the codes mean, computed in fp32
     disk_bytes: int
-    memory_bytes: int  # of the weights, in a bf16 model
+    memory_bytes: int  # the weights' share, in a bf16 model
     alone: float | None = None  # output tokens per second of one stream, bf16
     alone_to_bf16: float | None = None
     streams: float | None = None  # output tokens per second of STREAMS streams together

@@ -45,8 +45,8 @@ class Recovery:
             self._deaths.popleft()
         if len(self._deaths) > self._max_restarts:
             raise EngineError(
-                f"{cause}; this is death number {len(self._deaths)} of a Worker "
-                f"within {self._window:g} s, and max_worker_restarts is {self._max_restarts}"
+                f"{cause}; a Worker has died {len(self._deaths)} times within {self._window:g} s, "
+                f"and max_worker_restarts is {self._max_restarts}"
             )
         doublings = len(self._deaths) - 2
         return 0.0 if doublings < 0 else min(MAX_BACKOFF, FIRST_BACKOFF * 2**doublings)

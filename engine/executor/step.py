@@ -69,7 +69,7 @@ class WorkerReady(msgspec.Struct, frozen=True, array_like=True, tag=True):
     kv_cache_dtype: str = ""  # the storage format of keys and values: the value of dtype, or "int8", "fp8", "int4"
     hidden_size: int = 0  # numbers in an embedding
     encoder: bool = False  # the model only embeds: a whole sequence in one step, without a KV cache
-    start_seconds: dict[str, float] = {}  # of start-up, by phase: load, compile, profile, capture
+    start_seconds: dict[str, float] = {}  # duration of start-up, by phase: load, compile, profile, capture
 
 
 class WorkerFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -38,7 +38,7 @@ MAX_WEIGHTS = 8  # layers whose weights one measurement reads in turn
 REPEATS = 3
 # A candidate must be this much faster than cuBLAS: differences below it are noise.
 LEAST_GAIN = 0.02
-TOLERANCE = 0.02  # of the largest result: a candidate that is further from cuBLAS is not used
+TOLERANCE = 0.02  # relative to the largest result: a candidate that is further from cuBLAS is not used
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # (x, weight, bias) -> x @ weight.T + bias
 Timer = Callable[[Product, Tensor, Sequence["ChosenLinear"]], float]  # seconds of x through each of the layers
@@ -73,7 +73,7 @@ def candidates(weight: Tensor, bias: Tensor | None, num_rows: int) -> dict[str, 
 
 @dataclass(frozen=True, slots=True)
 class LayerKind:
-    """What a choice depends on, beside the card."""
+    """The facts that a choice depends on, beside the card."""
 
     out_features: int
     in_features: int

@@ -95,8 +95,8 @@ def _fp16(data: Tensor, start: int) -> Tensor:
 
 
 def _bits(data: Tensor, bits: int, run: int) -> Tensor:
-    """Codes of 1, 2 or 4 bits. Of each `run` bytes, all lowest codes come first, then the next: uint8 [..., n] ->
-    [..., n * 8 / bits]."""
+    """Codes of 1, 2 or 4 bits. Each `run` bytes hold the lowest codes of all bytes first, then the next: uint8
+    [..., n] -> [..., n * 8 / bits]."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
     parts: Tensor = data.reshape(*data.shape[:-1], -1, 1, run) >> shifts.view(-1, 1)
     return (parts & ((1 << bits) - 1)).flatten(-3)

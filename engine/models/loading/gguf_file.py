@@ -60,7 +60,7 @@ class GgufFile:
         size = tensor.num_bytes // parts
         start = tensor.start + size * (placed.expert or 0)
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="The given buffer is not writable")  # nothing writes to it
+            warnings.filterwarnings("ignore", message="The given buffer is not writable")  # no code writes to it
             flat = torch.frombuffer(self._data, dtype=torch.uint8, count=size, offset=start)
         shape = tensor.shape if placed.expert is None else tensor.shape[1:]
         return flat.view(shape[0] if len(shape) == 1 else prod(shape[:-1]), -1)

@@ -29,7 +29,7 @@ MIXED_STEP, MIXED_FINE_UP_TO = 16, 64
 MAX_MIXED_TOKENS = 2048
 MIXED_SEQS = (16, 64)  # padding sequences cost little: empty programs, and rows of the last layer
 START_SECONDS = 10.0
-GRAPH_SHARE = 1 / 32  # of the card's memory: the most for graphs, beside the temporary memory that they share
+GRAPH_SHARE = 1 / 32  # share of the card's memory: the most for graphs, beside the temporary memory that they share
 
 
 class Bucket(NamedTuple):

@@ -76,7 +76,7 @@ async def test_a_death_while_loading_again_counts_and_a_lack_of_room_does_not(ma
     assert await supervisor.restart(CRASHED, lambda: 1) is READY
     assert len(starts) == 4
     supervisor.record_death(CRASHED, [])
-    with pytest.raises(EngineError, match="death number 3 of a Worker within 600 s, and max_worker_restarts is 2"):
+    with pytest.raises(EngineError, match="a Worker has died 3 times within 600 s, and max_worker_restarts is 2"):
         await supervisor.restart(CRASHED, lambda: 1)
 
 
