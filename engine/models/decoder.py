@@ -56,6 +56,8 @@ from engine.models.layers.mlp import take_mlp
 from engine.models.layers.norm import take_norm
 from engine.models.layers.operators import FastOperators, Operators
 from engine.models.layers.position import PositionTables, position_tables
+from engine.models.recorded_layers import RecordedLayers, RunLayers
+from kernels.dispatch import cpu_kernels
 from kernels.quantized.weight import Weight
 
 
@@ -180,7 +182,15 @@ class Decoder:
         self.layers = [DecoderLayer(config, weights, i, self.positions, operators) for i in range(config.num_layers)]
         self.final_norm = take_norm(config, weights, "final_norm") if config.final_norm else None
         self.lm_head = LMHead(config, weights, self.embedding.weight, operators)
-        self.run_layers = self._run_pre_norm if config.pre_norm and config.input_norms else self._run_plain
+        pre_norm = config.pre_norm and config.input_norms
+        self.run_layers: RunLayers = self._run_pre_norm if pre_norm else self._run_plain
+
+    def record_decodes(self, kv_caches: Sequence[KVCache], max_num_seqs: int, max_blocks: int) -> None:
+        """Run decode steps on these caches as recorded programs, where a CPU has compiled kernels for them. max_blocks:
+        the width of the widest block table."""
+        cpu = cpu_kernels() if kv_caches[0][0].device.type == "cpu" else None
+        if cpu is not None and cpu.program.SUPPORTED:
+            self.run_layers = RecordedLayers(self.run_layers, kv_caches, max_num_seqs, max_blocks)
 
     @torch.inference_mode()
     def forward(self, input_ids: Tensor, metadata: BatchMetadata, kv_caches: Sequence[KVCache]) -> Tensor:

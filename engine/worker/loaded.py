@@ -75,6 +75,9 @@ class LoadedDecoder:
         graph_bytes: int | None = None,
     ) -> ModelRunner:
         """A runner with all its buffers for sequences of up to max_model_len tokens."""
+        if queue is None:
+            max_blocks = -(-max_model_len // self.config.block_size)
+            self.decoder.record_decodes(kv_caches, self.limits.max_num_seqs, max_blocks)
         return ModelRunner(
             RunnerParts(
                 decoder=self.decoder,

@@ -4,18 +4,18 @@ Only `kernels.dispatch.cpu_kernels` imports this package, and only if numba is i
 `supports_*` function: True if the compiled code covers the layout and dtype of the given tensors.
 """
 
-from kernels.cpu import code_linear, elementwise, linear, nucleus, quantize, token_mask
+from kernels.cpu import code_linear, elementwise, linear, nucleus, program, quantize, token_mask
 from kernels.cpu.attention import launch as attention
 from kernels.cpu.attention import tiles as attention_tiles
 from kernels.cpu.dots import HAS_BF16_DOT
 from kernels.cpu.parallel import ParallelKernel
 
 # The modules with kernels that this processor can run.
-MODULES = [attention, elementwise, nucleus, quantize, token_mask]
+MODULES = [attention, elementwise, nucleus, program, quantize, token_mask]
 if HAS_BF16_DOT:
     MODULES += [attention_tiles, code_linear, linear]
 
 __all__ = [
-    "MODULES", "ParallelKernel", "attention", "code_linear", "elementwise", "linear", "nucleus", "quantize",
-    "token_mask",
+    "MODULES", "ParallelKernel", "attention", "code_linear", "elementwise", "linear", "nucleus", "program",
+    "quantize", "token_mask",
 ]  # fmt: skip

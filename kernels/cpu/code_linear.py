@@ -21,7 +21,7 @@ from torch import Tensor
 from kernels.cpu import simd
 from kernels.cpu.codes import WIDTH, F32Pointer, Vec, constant
 from kernels.cpu.dots import HAS_BF16_DOT, broadcast, dot, multiply, vector_at
-from kernels.cpu.parallel import jit, next_item, parallel_kernel
+from kernels.cpu.parallel import empty, jit, next_item, parallel_kernel
 from kernels.cpu.simd import I32Pointer, advance, load, splat, store
 from kernels.quantized.weight import QuantizedWeight, unpack_4bit
 
@@ -525,7 +525,7 @@ def _launch(x: Tensor, weight: PackedCodes, bias: Tensor | None, dtype: torch.dt
     if offsets is not None and not decodes:
         x_sums = x.float().view(num_rows, num_groups, weight.group_size).sum(-1)
     width = -(-weight.out_features // WIDTH) * WIDTH
-    out = torch.empty((num_rows, width), dtype=dtype)
+    out = empty((num_rows, width), dtype)
     _code_linear(
         len(weight.codes) * -(-num_rows // ROWS_PER_ITEM),
         x.data_ptr(), weight.codes.data_ptr(), weight.tables.data_ptr(), out.data_ptr(),

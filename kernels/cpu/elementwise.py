@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu import simd
-from kernels.cpu.parallel import jit, next_item, parallel_kernel
+from kernels.cpu.parallel import empty, jit, next_item, parallel_kernel
 from kernels.cpu.simd import WIDTH, advance, load, read, splat, store
 
 CHUNK = 8192  # minimum elements per work item: about 2 us, well above the cost of handing an item out
@@ -76,8 +76,8 @@ def rms_norm(
     """See kernels.elementwise.rms_norm."""
     size, inner = x.shape[-1], x.shape[1] if x.ndim == 3 else 1
     rows = x.shape[0] * inner
-    out = torch.empty(x.shape, dtype=x.dtype)
-    new_residual = None if residual is None else torch.empty(x.shape, dtype=x.dtype)
+    out = empty(x.shape, x.dtype)
+    new_residual = None if residual is None else empty(x.shape, x.dtype)
     per_item = max(1, CHUNK // size)
     kernel = _rms_norm_bf16 if x.dtype == torch.bfloat16 else _rms_norm_f32
     kernel(
@@ -122,7 +122,7 @@ def supports_silu_mul(x: Tensor) -> bool:
 def silu_mul(x: Tensor) -> Tensor:
     """silu(gate) * up, see kernels.elementwise.activation.gated_activation."""
     rows, size = x.shape[0], x.shape[1] // 2
-    out = torch.empty((rows, size), dtype=x.dtype)
+    out = empty((rows, size), x.dtype)
     per_item = max(1, CHUNK // size)
     kernel = _silu_mul_bf16 if x.dtype == torch.bfloat16 else _silu_mul_f32
     kernel(-(-rows // per_item), x.data_ptr(), out.data_ptr(), rows, size, x.stride(0), per_item)

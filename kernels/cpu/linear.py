@@ -14,7 +14,7 @@ from torch import Tensor
 from kernels.cpu import simd
 from kernels.cpu.codes import WIDTH
 from kernels.cpu.dots import HAS_BF16_DOT, HAS_BF16_TILES, multiply
-from kernels.cpu.parallel import jit, next_item, parallel_kernel
+from kernels.cpu.parallel import empty, jit, next_item, parallel_kernel
 from kernels.cpu.simd import advance, load, splat, store
 
 COLUMNS = 64  # outputs per panel
@@ -132,7 +132,7 @@ def linear(x: Tensor, panels: Tensor, bias: Tensor | None, out_features: int) ->
     if stride != 1 or row_stride % 2:
         x, row_stride = x.contiguous(), x.shape[1]
     num_rows, (num_panels, words, _) = x.shape[0], panels.shape
-    out = torch.empty((num_rows, out_features), dtype=torch.bfloat16)
+    out = empty((num_rows, out_features), torch.bfloat16)
     _linear(
         num_panels * -(-num_rows // ROWS_PER_ITEM),
         x.data_ptr(), panels.data_ptr(), out.data_ptr(), 0 if bias is None else bias.data_ptr(),

@@ -11,13 +11,16 @@ import hashlib
 import os
 import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
+from typing import Any, Protocol
 
 import numba
 import torch
 from numba import types
+from torch import Tensor
 
 from kernels.cpu.simd import I64Pointer, fetch_add
 
@@ -44,6 +47,8 @@ class ParallelKernel:
     def __call__(self, num_items: int, *arguments: int | float) -> None:
         """Run the body on torch's threads, at most one per item; returns when all items are done."""
         packed = ctypes.create_string_buffer(self.pack(0, num_items, *arguments))
+        if _recording is not None:
+            _recording.add(self, packed)
         num_threads = min(torch.get_num_threads(), num_items)
         if num_threads > 1 and _GOMP_PARALLEL is not None:
             _GOMP_PARALLEL(self.address, packed, num_threads, 0)
@@ -68,6 +73,35 @@ class ParallelKernel:
 def parallel_kernel(arguments: str) -> Callable[[Callable], ParallelKernel]:
     """A decorator that makes a ParallelKernel."""
     return lambda fn: ParallelKernel(fn, arguments)
+
+
+class Recorder(Protocol):
+    """Takes every kernel call while a program is recorded (kernels/cpu/program.py)."""
+
+    def add(self, kernel: ParallelKernel, packed: Any) -> None:
+        """Note a call; `packed` holds its arguments."""
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Memory for a result, at an address that stays valid."""
+
+
+_recording: Recorder | None = None
+
+
+@contextmanager
+def recording_to(recorder: Recorder) -> Iterator[None]:
+    """Give every kernel call of the block to `recorder`, too."""
+    global _recording
+    _recording = recorder
+    try:
+        yield
+    finally:
+        _recording = None
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A tensor for the result of a kernel, not initialised."""
+    return torch.empty(shape, dtype=dtype) if _recording is None else _recording.empty(tuple(shape), dtype)
 
 
 def _compile(fn: Callable):
@@ -95,19 +129,28 @@ def _cache_dir() -> str:
     raise OSError("no writable cache folder")
 
 
-def _find_gomp_parallel() -> Callable | None:
-    """GOMP_parallel(fn, data, num_threads, flags) of the OpenMP runtime that torch has loaded; None if not found."""
+def _find_openmp() -> tuple[Callable, int] | None:
+    """GOMP_parallel(fn, data, num_threads, flags) of the OpenMP runtime that torch has loaded, and the address of its
+    omp_get_num_threads; None if not found."""
     try:
         maps = Path("/proc/self/maps").read_text()
     except OSError:
         return None
     for path in re.findall(r"/\S*lib(?:gomp|iomp5|omp)\b\S*", maps):
-        function = getattr(ctypes.CDLL(path), "GOMP_parallel", None)
+        library = ctypes.CDLL(path)
+        function = getattr(library, "GOMP_parallel", None)
         if function is not None:
             function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
             function.restype = None
-            return function
+            return function, ctypes.cast(library.omp_get_num_threads, ctypes.c_void_p).value or 0
     return None
 
 
-_GOMP_PARALLEL = _find_gomp_parallel()
+_GOMP_PARALLEL, NUM_THREADS_ADDRESS = _find_openmp() or (None, 0)
+
+
+def run_region(address: int, data: Any) -> None:
+    """Call the machine code at `address` with `data` once on each of torch's threads; NUM_THREADS_ADDRESS tells their
+    number."""
+    assert _GOMP_PARALLEL is not None
+    _GOMP_PARALLEL(address, data, torch.get_num_threads(), 0)

@@ -23,7 +23,7 @@ from kernels.cpu.attention import rows as loops
 from kernels.cpu.attention import tiles
 from kernels.cpu.attention.items import ARGUMENTS, attend_heads, attend_items
 from kernels.cpu.dots import HAS_BF16_DOT
-from kernels.cpu.parallel import jit, parallel_kernel
+from kernels.cpu.parallel import empty, jit, parallel_kernel
 from kernels.cpu.simd import WIDTH, BF16Pointer, advance, read, splat, store
 from kernels.kv_format import kv_format_of
 
@@ -268,7 +268,7 @@ def _launch(q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q, rows_per_
             sliding_window, softcap, sinks, attention_chunk):  # fmt: skip
     num_rows, num_heads, head_dim = q.shape
     _, num_kv_heads, block_size, _ = k_cache.shape
-    out = torch.empty(q.shape, dtype=q.dtype)
+    out = empty(q.shape, q.dtype)
     kv_format = kv_format_of(k_cache)
     kernel = _KERNELS[q.dtype, "auto" if kv_format is None else kv_format.name]
     kernel(

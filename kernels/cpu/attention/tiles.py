@@ -16,7 +16,7 @@ from kernels.cpu import simd
 from kernels.cpu.attention.rows import find_sequence, heads_of
 from kernels.cpu.codes import WIDTH, Vec
 from kernels.cpu.dots import HAS_BF16_DOT, broadcast, multiply, vector_at, words_at
-from kernels.cpu.parallel import jit, next_item, parallel_kernel
+from kernels.cpu.parallel import empty, jit, next_item, parallel_kernel
 from kernels.cpu.simd import BF16Pointer, I32Pointer, advance, load, read, splat, store, write
 
 KEYS = 64  # keys of a tile: four accumulators a row, and both repacked tiles (16 KiB at head_dim 64) stay in L1
@@ -296,7 +296,7 @@ def prefill_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables:
     _, num_kv_heads, block_size, _ = k_cache.shape
     group = num_heads // num_kv_heads
     rows_per_item = max(ROWS, QUERIES // group)
-    out = torch.empty(q.shape, dtype=q.dtype)
+    out = empty(q.shape, q.dtype)
     _prefill(
         -(-num_rows // rows_per_item) * num_kv_heads,
         q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), out.data_ptr(), block_tables.data_ptr(),

@@ -1,0 +1,80 @@
+"""Decode steps recorded as programs give the bits of the same steps run operator by operator."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen3Config
+
+from engine.models.decoder import Decoder
+from engine.models.families import read_model_config
+from engine.models.loading.load import load_model
+from engine.models.recorded_layers import RecordedLayers
+from kernels.dispatch import cpu_kernels
+from tests.engine.models.paged import BLOCK_SIZE, PagedRunner, Sequence
+from tests.engine.models.tiny_models import VOCAB
+
+COMPILED = cpu_kernels() is not None and cpu_kernels().code_linear.HAS_BF16_DOT
+pytestmark = pytest.mark.skipif(not COMPILED, reason="this processor has no vdpbf16ps")
+SIZES = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "head_dim": 32}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+RECORDED = {
+    "llama": LlamaConfig(**SIZES),
+    "biases": LlamaConfig(**SIZES, attention_bias=True),
+    "qk norm": Qwen3Config(**SIZES),
+    "window": MistralConfig(**SIZES, sliding_window=11),
+}
+# Rows of one decode step after the other; three sequences, whose lengths pass the ends of blocks.
+STEPS = [(0,), (0, 1), (0, 1, 2), (2,), (1, 2), (0, 1, 2), (1,), (0, 2), (0, 1, 2), (0,)] * 2
+
+
+def load(folder: Path, quantization: str | None = None) -> Decoder:
+    config = read_model_config(folder, quantization)
+    options = {"dtype": torch.bfloat16, "device": torch.device("cpu"), "load_format": "auto", "seed": 0}
+    model = load_model(folder, config, **options)
+    assert isinstance(model, Decoder)
+    return model
+
+
+def logits_of(model: Decoder, recorded: bool) -> tuple[list[Tensor], Decoder]:
+    """Logits of three prompts, then of STEPS; between the steps one sequence computes a chunk."""
+    runner = PagedRunner(model, dtype=torch.bfloat16)
+    if recorded:
+        model.record_decodes(runner.kv_caches, max_num_seqs=4, max_blocks=16)
+    text = [(7 * position + 5) % VOCAB for position in range(120)]
+    sequences = [Sequence(text[start:]) for start in (0, 3, 9)]
+    found = runner.step([(sequence, n) for sequence, n in zip(sequences, (5, BLOCK_SIZE, 20), strict=True)])
+    for i, rows in enumerate(STEPS):
+        found += runner.step([(sequences[row], 1) for row in rows])
+        if i % 5 == 4:
+            found += runner.step([(sequences[0], 3), (sequences[1], 1)])
+    return [part.clone() for part in found], model
+
+
+def save(config: PreTrainedConfig, folder: Path) -> Path:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", RECORDED)
+@pytest.mark.parametrize("quantization", [None, "int4"])
+def test_recorded_steps_have_the_same_bits(name: str, quantization: str | None, tmp_path: Path) -> None:
+    folder = save(RECORDED[name], tmp_path)
+    expected, _ = logits_of(load(folder, quantization), recorded=False)
+    found, model = logits_of(load(folder, quantization), recorded=True)
+    for left, right in zip(expected, found, strict=True):
+        assert torch.equal(left, right)
+    layers = model.run_layers
+    assert isinstance(layers, RecordedLayers) and layers.recorded_rows == [1, 2, 3]
+
+
+def test_steps_with_operators_of_torch_are_not_recorded(tmp_path: Path) -> None:
+    """The GELU of Gemma 2 has no compiled kernel."""
+    folder = save(Gemma2Config(**SIZES), tmp_path)
+    expected, _ = logits_of(load(folder), recorded=False)
+    found, model = logits_of(load(folder), recorded=True)
+    for left, right in zip(expected, found, strict=True):
+        assert torch.equal(left, right)
+    assert isinstance(model.run_layers, RecordedLayers) and not model.run_layers.recorded_rows

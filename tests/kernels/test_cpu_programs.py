@@ -1,0 +1,58 @@
+"""Recorded programs of CPU kernels: order, memory, threads, and the work that cannot be recorded."""
+
+import pytest
+import torch
+
+from kernels.cpu.elementwise import rms_norm
+from kernels.cpu.program import NotRecordable, Workspace, record
+
+ROWS, SIZE, DEPTH = 40, 64, 50
+
+
+def layers(x, weight):
+    """[ROWS, SIZE] -> [ROWS, SIZE] through DEPTH kernels, each of which needs all rows of the one before."""
+    residual = None
+    for _ in range(DEPTH):
+        if residual is None:
+            x, residual = rms_norm(x, weight, 1e-5, None, 0.0), x
+        else:
+            x, residual = rms_norm(x, weight, 1e-5, residual, 0.0)
+    return x
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+def test_a_program_computes_what_its_kernels_compute(num_threads):
+    x, weight = torch.randn(ROWS, SIZE), torch.rand(SIZE)
+    place = x.clone()
+    program = record(lambda: layers(place, weight), Workspace())
+    threads = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        for _ in range(20):
+            place.copy_(torch.randn(ROWS, SIZE))
+            assert torch.equal(program(), layers(place, weight))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_results_that_nothing_refers_to_share_memory():
+    workspace = Workspace()
+    x, weight = torch.randn(ROWS, SIZE), torch.rand(SIZE)
+    first = record(lambda: layers(x, weight), workspace)
+    size = workspace.num_bytes
+    assert size <= 5 * x.nbytes, "a layer needs its input, residual and result"
+    second = record(lambda: layers(x[:7], weight), workspace)
+    assert workspace.num_bytes <= size + x.nbytes
+    expected = layers(x[:7], weight)
+    first()
+    assert torch.equal(second(), expected)
+
+
+def test_operators_of_torch_are_refused():
+    x, weight = torch.randn(ROWS, SIZE), torch.rand(SIZE)
+    with pytest.raises(NotRecordable, match="mul"):
+        record(lambda: layers(x, weight) * 2, Workspace())
+    with pytest.raises(NotRecordable, match="empty"):
+        record(lambda: torch.empty(3), Workspace())
+    before = layers(x, weight)
+    assert torch.equal(before, layers(x, weight)), "kernels after a refusal are not recorded"
