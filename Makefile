@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-only lint docs families layouts kernels-aot kernels-aot-tritons bench gpu-check gpu-check-faults gpu-wheels soak fuzz attacks fairness sim sim-mutants rolling-restart journal pauses schema-suite own-answers forced-values screenshots formats formats-libraries lm-eval clients clean
+.PHONY: help serve test test-only lint docs families layouts kernels-aot kernels-aot-tritons bench gpu-check gpu-check-faults gpu-wheels soak fuzz attacks fairness sim sim-mutants sleep-cycles rolling-restart journal pauses schema-suite own-answers forced-values screenshots formats formats-libraries lm-eval clients clean
 
 help:
 	@echo "make serve [ARGS=\"--model DIR_OR_HUB_ID --port 9000\"]   start the server"
@@ -28,6 +28,7 @@ help:
 	@echo "make fairness                                           time to first token of a key beside a key that floods"
 	@echo "make sim [STEPS=1000000] [SEED=n]                       simulate scheduler, block manager and Driver under virtual time"
 	@echo "make sim-mutants                                        plant faults on purpose: the simulation must find each"
+	@echo "make sleep-cycles [CYCLES=100]                          sleep and wake a real model; look for leaks"
 	@echo "make rolling-restart [RESTARTS=10]                      two replicas behind nginx, restarted under load"
 	@echo "make journal [STREAMS=64]                               kill the Worker under live streams: no stream loses a token"
 	@echo "make pauses [STREAMS=32]                                kill and stop Worker and helpers: print the pauses of streams"
@@ -197,6 +198,9 @@ sim: $(VENV)/.installed-test
 
 sim-mutants: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.sim --mutants $(ARGS)
+
+sleep-cycles: $(VENV)/.installed-test $(VENV)/.compiled
+	SLEEP_CYCLES=$(or $(CYCLES),100) $(BIN)/python -m pytest tests/engine/test_sleep_of_a_model.py -k cycles --capture=no $(ARGS)
 
 rolling-restart: $(VENV)/.installed-test
 	RESTARTS=$(or $(RESTARTS),10) $(BIN)/python -m pytest tests/deploy/test_rolling_restart.py --capture=no $(ARGS)

@@ -79,6 +79,10 @@ class SimulatedRunner:
         step.result_seconds = time.perf_counter() - began
         return result
 
+    def take_runner(self) -> "SimulatedRunner":
+        """The model of this Worker is its runner."""
+        return self
+
     def use_idle_time(self) -> bool:
         return False
 

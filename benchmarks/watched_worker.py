@@ -83,10 +83,10 @@ def main() -> int:
     steps: list[WatchedStep] = []
 
     def load(channel: Channel, message: StartWorker) -> Any:
-        runner = worker.load(channel, message)
-        if runner is not None:
-            StepWatcher(runner, steps)
-        return runner
+        resident = worker.load(channel, message)
+        if resident is not None:
+            StepWatcher(resident.runner, steps)
+        return resident
 
     status = worker.main(load)
     Path(sys.argv[1]).write_bytes(msgspec.json.encode(steps))

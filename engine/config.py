@@ -141,6 +141,12 @@ class EngineConfig:
         "for steps whose usual duration is known; default 60, 300 on a CPU",
         above=0,
     )
+    sleep_after: float | None = option(
+        None,
+        "seconds without a request after which the model sleeps: the Worker ends and its memory is free (level 2); the "
+        "next request wakes the model and waits meanwhile; default: never",
+        above=0,
+    )
     max_worker_restarts: int = option(
         6,
         "how often a dead Worker is restarted within worker_restart_window; after that the server exits",

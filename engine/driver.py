@@ -7,24 +7,36 @@ there are no locks.
 The Driver is the journal: it holds every token of every live sequence, so it outlives the death of a Worker. A new
 Worker is started, all blocks are forgotten, and every sequence waits to be recomputed. Tokens that were sent stay sent;
 tokens that are sampled again come out the same, because a draw depends on seed and position alone.
+
+A model may sleep (engine/requests/sleep.py): then the Driver keeps the journal without a Worker, until a request comes.
 """
 
 import asyncio
 import logging
 import time
 from collections import deque
+from contextlib import suppress
 
 from engine.checkpoint.checkpoint import open_checkpoint
 from engine.config import EngineConfig
 from engine.errors import EngineError, PageserveError, UnavailableError, WorkerDiedError
-from engine.executor.child_process import kill_children
-from engine.executor.step import FetchedBlocks, GrammarPrepared, StartWorker, StepPlan, StepResult, WorkerReady
+from engine.executor.step import (
+    FetchedBlocks,
+    GrammarPrepared,
+    SleepWorker,
+    StartWorker,
+    StepPlan,
+    StepResult,
+    WorkerAsleep,
+    WorkerReady,
+)
 from engine.executor.supervisor import Supervisor
 from engine.executor.timeouts import with_timeout
 from engine.grammars.service import GrammarService, failure
 from engine.request import Request
 from engine.requests.loaded import Loaded
 from engine.requests.model_info import ModelInfo, check_request
+from engine.requests.sleep import Room, SleepSwitch
 from engine.requests.stream import RequestStream
 from engine.scheduling.scheduler import Scheduler
 from engine.telemetry.kv_view import KVView, kv_view
@@ -35,7 +47,9 @@ from engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-SERVING_PHASES = ("ready", "restarting")  # requests are accepted; while restarting they wait for the Worker
+SLEEP_PHASES = ("sleeping", "waking")
+# Requests are accepted. In every phase but "ready" they wait for the Worker; a request to a sleeping model wakes it.
+SERVING_PHASES = ("ready", "restarting", *SLEEP_PHASES)
 
 
 class Driver:
@@ -49,8 +63,10 @@ class Driver:
         max_queued_requests: int = 1024,
         max_queued_tokens: int | None = None,
         worker_command: tuple[str, ...] | None = None,
+        room: Room | None = None,
     ) -> None:
-        """`worker_command` replaces the command that starts the Worker process."""
+        """`worker_command` replaces the command that starts the Worker process. `room` is asked before the model
+        loads, at the start and at each wake."""
         self.config = config
         self.stats = EngineStats()
         self.request_log = RequestLog()
@@ -62,6 +78,10 @@ class Driver:
             worker_command, config.max_worker_restarts, config.worker_restart_window, self.stats.worker_restarts.add
         )
         self.recovery = self.supervisor.recovery
+        self._sleep = SleepSwitch()
+        self._room = room
+        self._woke_at = 0.0  # time.monotonic()
+        self._dozing: asyncio.Task[None] | None = None  # with sleep_after
         self._isolated: str | None = None  # the request that runs alone
         self._in_flight: deque[StepPlan] = deque()
         self._pump_scheduled = False
@@ -77,6 +97,8 @@ class Driver:
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self._failed: asyncio.Future[PageserveError] = self._loop.create_future()
+        if self._room is not None:
+            await self._room.enter(self)
         self._checkpoint = checkpoint = await asyncio.to_thread(open_checkpoint, self.config)
         self.eos_token_ids = checkpoint.eos_token_ids
         self.sampling_defaults = checkpoint.sampling_defaults
@@ -89,6 +111,8 @@ class Driver:
             await self.supervisor.executor.stop()
             raise
         self._task = asyncio.create_task(self._run(), name="engine-loop")
+        if self.config.sleep_after is not None:
+            self._dozing = asyncio.create_task(self._sleep_when_idle(self.config.sleep_after), name="sleep-when-idle")
 
     def _load_tokenizer(self) -> None:
         folder = self._checkpoint.find_tokenizer(self.config)
@@ -109,9 +133,11 @@ class Driver:
         The others get an error at the end of their streams.
         """
         if self._failure is None:
-            self.phase = "draining"
+            self._set_phase("draining")
         if self._loaded is None:
             return True
+        if self._loaded.live:
+            self._sleep.set(None)  # live requests of a sleeping model are finished, too
         try:
             await with_timeout(timeout, self._loaded.live.wait_until_none())
         except asyncio.TimeoutError:
@@ -121,11 +147,13 @@ class Driver:
 
     async def stop(self) -> None:
         """End the Worker and the loop; live requests get an error. Harmless before `start` and when called again."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        tasks = [task for task in (self._dozing, self._task) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         self._fail_all(EngineError("The engine was stopped."))
         self.phase = "stopped"
+        self._sleep.notify()
         await self._keep_prefixes()
         await self.grammars.close()
         await self.supervisor.executor.stop()
@@ -135,7 +163,7 @@ class Driver:
     @staticmethod
     def kill() -> None:
         """Kill the Worker and all helper processes at once, from any thread; this process is about to end itself."""
-        kill_children()
+        Supervisor.kill_all()
 
     async def _keep_prefixes(self) -> None:
         """Write the content of the pool to the disk tier, for the next server."""
@@ -149,12 +177,14 @@ class Driver:
         """Queue a request and return the stream of its outputs; it runs whether or not it is read.
 
         Raises at once InvalidRequestError (ContextLengthError) for a request that can never run, QueueFullError, and
-        UnavailableError while the engine loads, drains or is dead. During a restart of the Worker requests wait.
+        UnavailableError while the engine loads, drains or is dead. During a restart of the Worker requests wait. A
+        request wakes a model that sleeps, and waits for it.
         """
         loaded = self._require_serving()
         loaded.live.check_room(request)
         max_num_tokens = check_request(request, loaded.model)
         self.grammars.require(request.params)
+        self._sleep.set(None)
         return loaded.live.register(request, max_num_tokens)
 
     def abort(self, request_id: str) -> None:
@@ -249,7 +279,8 @@ class Driver:
             loaded = self._become_ready(await self.supervisor.wait_loaded(self._set_phase))
             while True:
                 try:
-                    await self._serve(loaded)
+                    level = await self._serve(loaded)
+                    loaded = self._loaded = await self._rest(loaded, level)
                 except WorkerDiedError as death:
                     loaded = self._loaded = await self._restart(loaded, death)
         except PageserveError as error:
@@ -272,11 +303,12 @@ class Driver:
             log=self.request_log,
         )
         self._set_phase("ready")
+        self._woke_at = time.monotonic()
         self._ready.set_result(None)
         return self._loaded
 
-    async def _serve(self, loaded: Loaded) -> None:
-        """Send plans and take in results until the Worker dies; raises WorkerDiedError."""
+    async def _serve(self, loaded: Loaded) -> int:
+        """Send plans and take in results until the Worker sleeps; returns the level. WorkerDiedError if it dies."""
         self._set_phase("ready")
         self.grammars.attach(self.supervisor.send)
         if loaded.model.thinking_tags is not None:
@@ -288,15 +320,18 @@ class Driver:
                 self._process(loaded, message)
             elif isinstance(message, GrammarPrepared):
                 self.grammars.prepared(message)
+            elif isinstance(message, WorkerAsleep):
+                return self._sleep.level
             else:
                 self._fetched(loaded, message)
             self._pump()
-            if loaded.scheduler.has_work and not self._in_flight:
+            if loaded.scheduler.has_work and not self._in_flight and not self._sleep.plans_stop:
                 raise EngineError("the scheduler plans nothing although requests wait")
 
     def _set_phase(self, phase: str) -> None:
         if self.phase != "draining":
             self.phase = phase
+        self._sleep.notify()
 
     def _schedule_pump(self) -> None:
         """Plan at the end of this turn of the event loop, so that requests that arrive together share a step."""
@@ -318,6 +353,9 @@ class Driver:
         self._pump_scheduled = False
         loaded, executor = self._loaded, self.supervisor.executor
         if loaded is None or self._failure is not None or not executor.ready:
+            return
+        if self._sleep.plans_stop:
+            self._tell_to_sleep(loaded)
             return
         scheduler, live = loaded.scheduler, loaded.live
         while len(self._in_flight) < loaded.max_in_flight and self._isolate_suspect(loaded):
@@ -354,11 +392,131 @@ class Driver:
         if result.failed:
             live.fail_sequences({seq_id: failure(reason) for seq_id, reason in result.failed.items()})
 
-    @staticmethod
-    def _fetched(loaded: Loaded, message: FetchedBlocks) -> None:
+    def _fetched(self, loaded: Loaded, message: FetchedBlocks) -> None:
         if loaded.prefetcher is None:
             raise WorkerDiedError("the Worker answered a fetch, but there is no disk tier")
         loaded.prefetcher.fetched(message)
+        if self._sleep.fetching and not loaded.prefetcher.has_fetches:
+            self._fetched_again()
+
+    # Sleep.
+
+    async def sleep(self, level: int = 2) -> None:
+        """Free the device: at level 1 the Worker keeps the weights in host memory, at level 2 it ends. Returns once the
+        model sleeps, or a request has woken it before that.
+
+        Live requests wait and go on after the wake; a new request wakes the model. Raises UnavailableError while the
+        engine loads, drains or is dead.
+        """
+        self._require_serving()
+        await self._fall_asleep(level)
+
+    async def wake(self) -> None:
+        """Wake the model and return once it is ready. Does nothing to a model that is awake. Raises UnavailableError
+        while the engine loads, drains or is dead."""
+        self._require_serving()
+        self._sleep.set(None)
+        self._schedule_pump()
+        await self._sleep.until(lambda: self._sleep.asked is not None or self.phase in ("ready", "draining", "stopped"))
+        if self._failure is not None:
+            self._require_serving()
+
+    async def vacate(self) -> None:
+        """Sleep at level 2 for another model. Returns once the model sleeps, or a request has woken it before that."""
+        await self.wait_idle()
+        if self._failure is None and not self.num_live_requests:
+            await self._fall_asleep(2)
+
+    async def _fall_asleep(self, level: int) -> None:
+        self._sleep.set(max(level, self._sleep.level))
+        self._schedule_pump()
+        await self._sleep.until(lambda: self._sleep.settled or self.phase == "stopped")
+
+    @property
+    def sleep_level(self) -> int:
+        """1 or 2 while the model sleeps and frees its device, 0 while it is awake or on its way."""
+        return self._sleep.level if self._sleep.asleep else 0
+
+    @property
+    def idle_since(self) -> float:
+        """When the last request ended or the model woke, in seconds of time.monotonic()."""
+        return self._woke_at if self._loaded is None else max(self._woke_at, self._loaded.live.idle_since)
+
+    async def wait_idle(self) -> None:
+        """Return when the model is loaded and no request is live, or when the engine has ended."""
+        with suppress(PageserveError):
+            await self.wait_ready()
+            await self._require_loaded("requests").live.wait_until_none()
+
+    def _tell_to_sleep(self, loaded: Loaded) -> None:
+        """Tell the Worker to sleep once no plan and no fetch is under way."""
+        sleep = self._sleep
+        if sleep.told or sleep.fetching or self._in_flight:
+            return
+        sleep.level = sleep.level or sleep.asked or 0
+        if loaded.prefetcher is not None:
+            loaded.prefetcher.close()
+            if loaded.prefetcher.has_fetches:
+                return
+        sleep.told = True
+        has_tier = loaded.scheduler.block_manager.host_tier is not None
+        kept = self.config.disk_cache is not None if sleep.level == 2 else has_tier
+        self.supervisor.send(SleepWorker(sleep.level, loaded.scheduler.plan_flush() if kept else None))
+
+    async def _rest(self, loaded: Loaded, level: int) -> Loaded:
+        """Keep the journal without a device until a wake is asked for, then go on as after the death of a Worker."""
+        self.grammars.detach()
+        if loaded.prefetcher is not None:
+            loaded.prefetcher.close()
+        executor, started = self.supervisor.executor, time.monotonic()
+        sleep = self._sleep
+        await self.supervisor.rest(level)
+        if self._room is not None:
+            self._room.leave(self)
+        sleep.asleep = True
+        self._set_phase("sleeping")
+        logger.info("the model sleeps at level %d; %d requests wait", level, len(loaded.live))
+        while (asked := sleep.asked) is not None:
+            if asked > sleep.level:
+                await self.supervisor.rest(asked)
+                sleep.level = asked
+                sleep.notify()
+            await sleep.until(lambda: sleep.asked != sleep.level)
+        sleep.asleep = False
+        self._set_phase("waking")
+        slept = time.monotonic()
+        if self._room is not None:
+            await self._room.enter(self)
+        ready = await self.supervisor.wake(lambda: len(loaded.live))
+        self._woke_at = time.monotonic()
+        logger.info("the model woke in %.1f s after %.0f s of sleep", self._woke_at - slept, slept - started)
+        loaded = self._resume(loaded, ready, keep_host_tier=executor is self.supervisor.executor)
+        if loaded.prefetcher is not None and loaded.prefetcher.fetch_again(loaded.scheduler.waiting):
+            sleep.fetching = True
+            self._loop.call_later(loaded.prefetcher.patience, self._fetched_again)
+        return loaded
+
+    def _fetched_again(self) -> None:
+        """The blocks that live requests had before the sleep are in host memory, or are waited for no longer."""
+        self._sleep.fetching = False
+        self._schedule_pump()
+
+    def _resume(self, loaded: Loaded, ready: WorkerReady, *, keep_host_tier: bool = False) -> Loaded:
+        """Move to a Worker whose pool is empty; it is awake."""
+        self._isolated = None
+        self._sleep.end()
+        return loaded.on(ready, self.config, keep_host_tier=keep_host_tier)
+
+    async def _sleep_when_idle(self, seconds: float) -> None:
+        """Let the model sleep at level 2 after `seconds` without a request."""
+        await self.wait_ready()
+        while True:
+            await self._sleep.until(lambda: self.phase == "ready")
+            await self.wait_idle()
+            if (left := self.idle_since + seconds - time.monotonic()) > 0:
+                await asyncio.sleep(left)
+            elif self.phase == "ready" and not self.num_live_requests:
+                await self.sleep()
 
     # The death of a Worker.
 
@@ -374,8 +532,7 @@ class Driver:
         lost = [min(seq.num_computed_tokens, len(seq.token_ids)) for seq in loaded.scheduler.running]
         self.stats.recomputed_sequences.add(len(lost))
         self.stats.recomputed_tokens.add(sum(lost))
-        self._isolated = None
-        loaded = loaded.on(ready, self.config)
+        loaded = self._resume(loaded, ready)
         seconds = time.monotonic() - died_at
         logger.warning("the Worker runs again after %.1f s; %d tokens are computed again", seconds, sum(lost))
         return loaded
@@ -408,6 +565,9 @@ class Driver:
     def _die(self, error: PageserveError) -> None:
         self._failure = error
         self.phase = "stopped"
+        if self._room is not None:
+            self._room.leave(self)
+        self._sleep.notify()
         self._in_flight.clear()
         self._fail_all(EngineError(f"The engine ended while this request ran: {error}."))
         self._failed.set_result(error)

@@ -15,3 +15,9 @@ def settle_garbage_collector() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(*THRESHOLDS)
+
+
+def thaw_garbage() -> None:
+    """Let the collector see the objects of start-up again, and free those that nothing uses any more."""
+    gc.unfreeze()
+    gc.collect()

@@ -24,7 +24,7 @@ from server.http.body_budget import BodyBudget
 from server.http.ignored_fields import IgnoredFieldsHeader
 from server.http.middleware import CLIENT_LEFT, PUBLIC_PATHS, Authentication, RequestContext
 from server.http.tracing import make_tracer
-from server.openapi import body_of, describe, path_parameter
+from server.openapi import body_of, describe, parameters_of
 from server.playground import PAGE, get_page
 from server.protocol import ChatCompletionRequest, CompletionRequest
 from server.protocol.anthropic.request import MessagesPrompt, MessagesRequest
@@ -37,7 +37,14 @@ from server.routes.embeddings import EmbeddingRequest, create_embeddings
 from server.routes.health import get_health, get_ready, version
 from server.routes.messages import count_tokens, create_message
 from server.routes.metrics import get_metrics
-from server.routes.models import list_models, retrieve_model
+from server.routes.models import (
+    LEVEL_PARAMETER,
+    is_sleeping,
+    list_models,
+    retrieve_model,
+    sleep_model,
+    wake_model,
+)
 from server.routes.responses import (
     count_input_tokens,
     create_response,
@@ -64,13 +71,14 @@ def _never(config: ServerConfig) -> bool:
 @dataclass(frozen=True)
 class Route:
     """`methods` are separated by spaces. The body of a POST is one of the `bodies`, a JSON object. `in_schema`: whether
-    /openapi.json describes the route; server/openapi.py has the answers of such routes."""
+    /openapi.json describes the route; server/openapi.py has the answers of such routes. `parameters`: its query."""
 
     methods: str
     path: str
     handler: Handler
     bodies: tuple[type[BaseModel], ...] = ()
     in_schema: Callable[[ServerConfig], bool] = _always
+    parameters: tuple[dict[str, Any], ...] = ()
 
 
 # Starlette takes the first row whose path and method match.
@@ -92,6 +100,11 @@ ROUTES = (
     Route("POST", "/v1/responses/compact", no_compaction, in_schema=_never),
     Route("GET POST DELETE", "/v1/chat/completions/{completion_id}", stored_completion, in_schema=_never),
     Route("GET", "/v1/chat/completions/{completion_id}/messages", stored_completion, in_schema=_never),
+    Route("POST", "/v1/models/{model:path}/sleep", sleep_model, parameters=(LEVEL_PARAMETER,)),
+    Route("POST", "/v1/models/{model:path}/wake", wake_model),
+    Route("POST", "/sleep", sleep_model, parameters=(LEVEL_PARAMETER,)),  # vLLM's three
+    Route("POST", "/wake_up", wake_model),
+    Route("GET", "/is_sleeping", is_sleeping),
     Route("GET", "/v1/models", list_models),
     Route("GET", "/v1/models/{model:path}", retrieve_model),
     Route("GET", "/health", get_health),
@@ -134,7 +147,7 @@ def _add_route(app: FastAPI, route: Route, served: Served) -> None:
         return await route.handler(http, served)
 
     methods, in_schema = route.methods.split(), route.in_schema(served.config)
-    extra = body_of(route.bodies) if route.bodies else path_parameter(route.path)
+    extra = body_of(route.bodies) if route.bodies else parameters_of(route.path, route.parameters)
     options: dict[str, Any] = {"response_class": Response, "name": route.handler.__name__}
     app.add_api_route(
         route.path, endpoint, methods=methods, openapi_extra=extra, include_in_schema=in_schema, **options

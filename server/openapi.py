@@ -24,6 +24,7 @@ REF = "#/components/schemas/{model}"
 STATUSES = {
     400: "The request is wrong; `param` names the field.",
     401: "No valid API key.",
+    403: "The API key is no administrator's.",
     404: "The model or the request does not exist.",
     408: "The body did not arrive in time.",
     413: "The body is too large.",
@@ -36,6 +37,7 @@ STATUSES = {
 OF_POSTS = (400, 401, 404, 408, 413, 415, 429, 500, 503)
 OF_MESSAGES = (*OF_POSTS[:-1], 529)
 OF_GETS = (401, 500, 503)
+OF_ADMIN = (400, 401, 403, 404, 429, 500, 503)
 SECURITY = {
     "bearer": {"type": "http", "scheme": "bearer"},
     "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
@@ -84,6 +86,11 @@ ANSWERS: dict[str, Answers] = {
     "/detokenize": Answers(answers.Text, errors=OF_POSTS),
     "/v1/models": Answers(message_answers.EitherModelList),
     "/v1/models/{model}": Answers(message_answers.EitherModel, errors=(401, 404, 500, 503)),
+    "/v1/models/{model}/sleep": Answers(answers.ModelState, errors=OF_ADMIN),
+    "/v1/models/{model}/wake": Answers(answers.ModelState, errors=OF_ADMIN),
+    "/sleep": Answers(answers.ModelState, errors=OF_ADMIN),
+    "/wake_up": Answers(answers.ModelState, errors=OF_ADMIN),
+    "/is_sleeping": Answers(answers.IsSleeping, errors=(401, 500)),
     "/health": Answers(answers.Health, errors=(500, 503), failure=answers.Unhealthy),
     "/ready": Answers(answers.Ready, errors=(500, 503), failure=answers.NotReady),
     "/version": Answers(answers.Version, errors=(401, 500)),
@@ -128,13 +135,14 @@ def body_of(kinds: tuple[type[BaseModel], ...]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
-def path_parameter(path: str) -> dict[str, Any]:
-    """openapi_extra of a route with a parameter in its path: handlers read the parameter themselves."""
+def parameters_of(path: str, query: tuple[dict[str, Any], ...] = ()) -> dict[str, Any]:
+    """openapi_extra of a route with a parameter in its path or `query`: handlers read the parameters themselves."""
     found = re.search(r"{(\w+)", path)
-    if found is None:
-        return {}
-    schema = {"type": "string", "title": found[1].title()}
-    return {"parameters": [{"name": found[1], "in": "path", "required": True, "schema": schema}]}
+    parameters = list(query)
+    if found is not None:
+        schema = {"type": "string", "title": found[1].title()}
+        parameters.append({"name": found[1], "in": "path", "required": True, "schema": schema})
+    return {"parameters": parameters} if parameters else {}
 
 
 def describe(

@@ -21,9 +21,12 @@ from engine.executor.step import (
     Heartbeat,
     LoadProgress,
     PrepareGrammar,
+    SleepWorker,
     StartWorker,
     StepPlan,
     StepResult,
+    WakeWorker,
+    WorkerAsleep,
     WorkerFailed,
     WorkerReady,
     decode_driver_message,
@@ -90,22 +93,21 @@ def serve(options, channel, frames) -> None:
     if life > 1 and options.num_blocks_later:
         num_blocks = options.num_blocks_later
     device = FakeDevice(num_blocks, config.block_size, options.eos_every, options.fail_on_token)
-    channel.sendall(
-        encode_frame(
-            WorkerReady(
-                num_blocks=num_blocks,
-                max_model_len=config.max_model_len or options.max_model_len,
-                max_num_seqs=config.max_num_seqs or 64,
-                max_num_batched_tokens=config.max_num_batched_tokens or 256,
-                vocab_size=VOCAB_SIZE,
-                device="fake",
-                dtype="none",
-                memory={"weights": 0, "kv_cache": 0},
-                hidden_size=HIDDEN_SIZE,
-                encoder=options.encoder,
-            )
+    ready = encode_frame(
+        WorkerReady(
+            num_blocks=num_blocks,
+            max_model_len=config.max_model_len or options.max_model_len,
+            max_num_seqs=config.max_num_seqs or 64,
+            max_num_batched_tokens=config.max_num_batched_tokens or 256,
+            vocab_size=VOCAB_SIZE,
+            device="fake",
+            dtype="none",
+            memory={"weights": 0, "kv_cache": 0},
+            hidden_size=HIDDEN_SIZE,
+            encoder=options.encoder,
         )
     )
+    channel.sendall(ready)
     num_steps = num_heartbeats = 0
     while (plan := receive(frames)) is not None:
         if isinstance(plan, Vocabulary | PrepareGrammar | ThinkingTags):  # a fake device holds to no form
@@ -121,6 +123,13 @@ def serve(options, channel, frames) -> None:
             if num_heartbeats == options.hang_at_heartbeat:
                 time.sleep(3600)
             channel.sendall(encode_frame(plan))
+            continue
+        if isinstance(plan, SleepWorker):
+            channel.sendall(encode_frame(WorkerAsleep()))
+            if plan.level == 2 or not isinstance(receive(frames), WakeWorker):
+                return
+            device = FakeDevice(num_blocks, config.block_size, options.eos_every, options.fail_on_token)
+            channel.sendall(ready)
             continue
         assert isinstance(plan, StepPlan)
         num_steps += 1

@@ -17,6 +17,7 @@ from engine.executor.child_process import connect, spawn
 from engine.executor.frames import FrameError, read_frame
 from engine.executor.process_state import count_oom_kills, is_traced, stopped_at, wait_until_stopped
 from engine.executor.step import (
+    Answer,
     DriverMessage,
     FetchedBlocks,
     GrammarPrepared,
@@ -25,6 +26,8 @@ from engine.executor.step import (
     StartWorker,
     StepPlan,
     StepResult,
+    WakeWorker,
+    WorkerAsleep,
     WorkerFailed,
     WorkerMessage,
     WorkerReady,
@@ -119,16 +122,26 @@ class Executor:
         if isinstance(message, StepPlan):
             self.watch.sent(message)
 
-    async def receive(self) -> StepResult | FetchedBlocks | GrammarPrepared:
+    async def receive(self) -> Answer:
         """The next result, in the order of the plans, or the next answer to another message. Raises WorkerDiedError."""
         while isinstance(message := await self._receive(), Heartbeat):
             self.watch.received_heartbeat()
-        if isinstance(message, FetchedBlocks | GrammarPrepared):
+        if isinstance(message, FetchedBlocks | GrammarPrepared | WorkerAsleep):
             return message
         if not isinstance(message, StepResult):
             raise WorkerDiedError(f"the Worker sent {type(message).__name__} in place of a step result")
         self.watch.received()
         return message
+
+    def rest(self) -> None:
+        """The Worker sleeps at level 1: it gets no plan and no heartbeat until `wake`."""
+        self._end_watch()
+
+    def wake(self) -> None:
+        """Let a Worker that sleeps at level 1 load again; `wait_ready` awaits loading."""
+        assert self._process is not None
+        self._begin_stop_watch(self._process.pid)
+        self.send(WakeWorker())
 
     async def flush(self, plan: StepPlan, num_in_flight: int) -> None:
         """Send a last plan and wait for its result, behind `num_in_flight` others; gives up after FLUSH_SECONDS."""

@@ -3,7 +3,8 @@
 A socket pair carries the messages; there is no pickle and no TCP port. The Driver sends StartWorker, then one StepPlan
 after the other. The Worker answers with LoadProgress while it loads, then WorkerReady or WorkerFailed, then one
 StepResult per StepPlan, in order. A Worker without a plan gets a Heartbeat now and then, and sends it back. A plan is a
-diff: a sequence's full data crosses once (NewSequence), then only new block ids.
+diff: a sequence's full data crosses once (NewSequence), then only new block ids. SleepWorker ends the plans: the Worker
+answers WorkerAsleep and ends, or, at level 1, waits for WakeWorker and answers WorkerReady again.
 
 The next plan may be sent before the last result is back (overlapped scheduling). The Worker therefore keeps the tokens
 that it sampled: a SequenceStep counts a token that the Driver has not seen yet, and does not name it.
@@ -204,6 +205,23 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
         return *decodes, *self.chunks
 
 
+class SleepWorker(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Leave the device. `flush` is a last plan, which moves cached prefixes to the host; the Worker sends no result of
+    it. At level 1 the Worker keeps its weights and its host tier, at level 2 it ends."""
+
+    level: int
+    flush: StepPlan | None = None
+
+
+class WorkerAsleep(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The answer to SleepWorker: every plan before is done, and the device memory is free (level 1) or will be as soon
+    as the process has ended (level 2)."""
+
+
+class WakeWorker(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Sent to a Worker that sleeps at level 1, which loads again from its host memory."""
+
+
 class SampledToken(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """`logprob` and `top` (token ids and logprobs, most likely first) are set if the sequence asked for logprobs."""
 
@@ -241,8 +259,9 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 SideMessage = FetchBlocks | Vocabulary | PrepareGrammar | ThinkingTags  # handled in parallel to steps
-DriverMessage = StartWorker | StepPlan | SideMessage | Heartbeat
-WorkerMessage = LoadProgress | WorkerReady | WorkerFailed | StepResult | FetchedBlocks | GrammarPrepared | Heartbeat
+Answer = StepResult | FetchedBlocks | GrammarPrepared | WorkerAsleep  # answers of a loaded Worker
+DriverMessage = StartWorker | StepPlan | SideMessage | Heartbeat | SleepWorker | WakeWorker
+WorkerMessage = LoadProgress | WorkerReady | WorkerFailed | Answer | Heartbeat
 
 _encoder = msgspec.msgpack.Encoder()
 

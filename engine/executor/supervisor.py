@@ -2,9 +2,10 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 
 from engine.errors import PageserveError, WorkerDiedError
+from engine.executor.child_process import kill_children
 from engine.executor.executor import WORKER_COMMAND, Executor, NoRoomError
 from engine.executor.recovery import Recovery
 from engine.executor.step import DriverMessage, StartWorker, WorkerReady
@@ -36,7 +37,13 @@ class Supervisor:
         self._worker_command = worker_command or WORKER_COMMAND
         self._on_restart = on_restart
         self._durations = StepDurations()
+        self._rests = False  # the present Worker sleeps at level 1
         self.executor = Executor(self._worker_command, self._durations)
+
+    @staticmethod
+    def kill_all() -> None:
+        """Kill every child process of this process at once, from any thread."""
+        kill_children()
 
     def send(self, message: DriverMessage) -> None:
         """Send to the present Worker; never blocks."""
@@ -83,10 +90,33 @@ class Supervisor:
         while True:
             await self._bury(death, num_live())
             try:
-                return await self._start_when_there_is_room()
+                return await self._start_when_there_is_room(self._start_next)
             except PageserveError as error:  # the next Worker died while it loaded, or reports that it cannot load now
                 death = error
                 self.recovery.record_death([])
+
+    async def rest(self, level: int) -> None:
+        """The Worker has left its device (WorkerAsleep): keep its process at level 1, end it at level 2."""
+        self._rests = level == 1
+        if self._rests:
+            self.executor.rest()
+        else:
+            await self.executor.stop()
+
+    async def wake(self, num_live: Callable[[], int]) -> WorkerReady:
+        """Wake the Worker that rests, or start the next one in the place of one that ended in order.
+
+        A failure counts as a death, so `restart` goes on from there. Raises EngineError when its budget is spent.
+        """
+        try:
+            if not self._rests:
+                return await self._start_when_there_is_room(self._start_executor)
+            self._rests = False
+            self.executor.wake()
+            return await self._wait_reloaded()
+        except PageserveError as error:
+            self.recovery.record_death([])
+            return await self.restart(error, num_live)
 
     async def _bury(self, death: PageserveError, num_waiting: int) -> None:
         """End the rest of a dead Worker, and wait until the next one may start. Raises EngineError."""
@@ -95,11 +125,11 @@ class Supervisor:
         logger.error("%s; starting it again in %g s, %d requests wait", death, delay, num_waiting)
         await asyncio.sleep(delay)
 
-    async def _start_when_there_is_room(self) -> WorkerReady:
+    async def _start_when_there_is_room(self, start: Callable[[], Awaitable[None]]) -> WorkerReady:
         """A lack of descriptors or memory kills no Worker: it is waited out, and does not count as a death."""
         while True:
             try:
-                await self._start_next()
+                await start()
                 return await self._wait_reloaded()
             except NoRoomError as error:
                 logger.error("%s; trying again in %g s", error, NO_ROOM_SECONDS)
@@ -108,6 +138,9 @@ class Supervisor:
 
     async def _start_next(self) -> None:
         self._on_restart()
+        await self._start_executor()
+
+    async def _start_executor(self) -> None:
         self.executor = Executor(self._worker_command, self._durations)
         await self.executor.start(self._start_message)
 

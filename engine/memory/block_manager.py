@@ -229,9 +229,12 @@ class BlockManager:
         seq.num_computed_tokens = 0
 
     def offload_all(self) -> None:
-        """Offloads every cached block without a holder to the host tier, the most recently used last."""
+        """Offloads every cached block to the host tier, the most recently used last, those of live sequences behind
+        them."""
         if self.host_tier is not None:
-            for block_id in self.free_blocks.ids():
+            free = list(self.free_blocks.ids())
+            held = [block.block_id for block in self.cached_blocks.values() if block.ref_count]
+            for block_id in [*free, *held]:
                 if (key := self.blocks[block_id].key) is not None:
                     self.host_tier.offload(key, block_id)
 

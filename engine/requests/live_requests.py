@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 
@@ -61,6 +62,7 @@ class LiveRequests:
         self._numbers = itertools.count()  # sequence ids, which are also the order of arrival
         self._idle = asyncio.Event()
         self._idle.set()
+        self.idle_since = time.monotonic()  # when the last request ended
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -224,4 +226,5 @@ class LiveRequests:
         live.timings.observe_end(reason, request.params, live.stream.sequences())
         self._queue_limits.request_done(live.stream.num_generated_tokens)
         if not self._by_id:
+            self.idle_since = time.monotonic()
             self._idle.set()

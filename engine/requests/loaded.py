@@ -75,15 +75,16 @@ class Loaded:
             overlap = ready.device != "cpu"
         return cls(model, scheduler, prefetcher, live, max_in_flight=2 if overlap else 1)
 
-    def on(self, ready: WorkerReady, config: EngineConfig) -> "Loaded":
+    def on(self, ready: WorkerReady, config: EngineConfig, *, keep_host_tier: bool = False) -> "Loaded":
         """Move to a new Worker, whose pool is empty and may be smaller: every live sequence waits to be recomputed.
 
-        A request that no longer fits ends with EngineError.
+        `keep_host_tier`: the same Worker woke, and its host memory holds what it held. A request that no longer fits
+        ends with EngineError.
         """
         loaded = replace(self, model=self.model.on(ready))
         self.scheduler.reset(
             ready.num_blocks,
-            _host_tier(ready, config),
+            self.scheduler.block_manager.host_tier if keep_host_tier else _host_tier(ready, config),
             max_num_seqs=ready.max_num_seqs,
             max_num_batched_tokens=ready.max_num_batched_tokens,
         )

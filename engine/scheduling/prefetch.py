@@ -2,7 +2,7 @@
 
 import asyncio
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -28,6 +28,8 @@ class Prefetcher:
     """Holds a sequence until its blocks are read, then hands it to the scheduler. It keeps its place in the order of
     arrival; other sequences do not wait for it."""
 
+    patience = FETCH_SECONDS
+
     def __init__(self, scheduler: Scheduler, send: Callable[[FetchBlocks], None], wake: Callable[[], None]) -> None:
         """`wake` is called when a sequence was handed to the scheduler by itself, not by `release` or `close`."""
         self._scheduler = scheduler
@@ -42,6 +44,11 @@ class Prefetcher:
     def num_waiting(self) -> int:
         return len(self._by_seq)
 
+    @property
+    def has_fetches(self) -> bool:
+        """True while the Worker has not answered every FetchBlocks."""
+        return bool(self._fetches)
+
     def fetch_for(self, seq: Sequence, forks: list[Sequence]) -> bool:
         """Fetch the blocks of a new sequence that the disk holds. Returns False if there are none to fetch: then the
         caller schedules the sequence."""
@@ -50,11 +57,27 @@ class Prefetcher:
         slots = tier.reserve(len(keys)) if tier is not None else []
         if not slots:
             return False
-        fetch_id, fetch = next(self._counter), _Fetch(seq, forks, keys[: len(slots)], slots)
-        self._fetches[fetch_id] = self._by_seq[seq] = fetch
+        self._by_seq[seq] = fetch = self._send_fetch(_Fetch(seq, forks, keys[: len(slots)], slots))
         fetch.timer = asyncio.get_running_loop().call_later(FETCH_SECONDS, self._give_up, seq)
-        self._send(FetchBlocks(fetch_id, [key.digest for key in fetch.keys], slots))
         return True
+
+    def fetch_again(self, seqs: Iterable[Sequence]) -> bool:
+        """Fetch the blocks of sequences that the scheduler has: a new Worker lacks them. Returns True if any is on the
+        disk; then `has_fetches` tells when all have come."""
+        tier = self._scheduler.block_manager.host_tier
+        if tier is None or tier.on_disk is None:
+            return False
+        for seq in seqs:
+            keys = self._wanted(seq, tier, tier.on_disk)
+            if slots := tier.reserve(len(keys)):
+                self._send_fetch(_Fetch(seq, [], keys[: len(slots)], slots))
+        return self.has_fetches
+
+    def _send_fetch(self, fetch: _Fetch) -> _Fetch:
+        fetch_id = next(self._counter)
+        self._fetches[fetch_id] = fetch
+        self._send(FetchBlocks(fetch_id, [key.digest for key in fetch.keys], fetch.slots))
+        return fetch
 
     def fetched(self, message: FetchedBlocks) -> None:
         """The Worker has read the blocks that it could. Raises WorkerDiedError for an unknown fetch."""

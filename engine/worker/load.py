@@ -2,15 +2,20 @@
 
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 from engine.config import EngineConfig
-from engine.executor.step import WorkerReady
+from engine.executor.step import CacheCosts, WorkerReady
+from engine.garbage_collector import thaw_garbage
 from engine.models.families import read_model_config
 from engine.models.loading.load import weight_bytes
-from engine.worker.cache.host_cache import open_host_cache
+from engine.worker.cache.host_cache import HostCache, block_copier, open_host_cache
 from engine.worker.cache.kv_cache import (
+    KVCacheSize,
     allocate_kv_caches,
     num_host_blocks,
     resolve_kv_format,
@@ -18,9 +23,10 @@ from engine.worker.cache.kv_cache import (
 )
 from engine.worker.cache_costs import measure_cache_costs
 from engine.worker.device.host import available_host_bytes
+from engine.worker.device.offload import Offloaded, device_bytes, free_cached_bytes, tensors_on
 from engine.worker.device.queue import CudaQueue
 from engine.worker.encoder_runner import EncoderRunner, load_encoder
-from engine.worker.loaded import load_decoder
+from engine.worker.loaded import LoadedDecoder, load_decoder
 from engine.worker.memory_profile import size_cache
 from engine.worker.model_runner import ModelRunner
 
@@ -34,10 +40,22 @@ def load_runner(
     progress: Callable[[str], None],
     model_identity: bytes = b"",
 ) -> tuple[ModelRunner | EncoderRunner, WorkerReady]:
+    """The runner of a model that never sleeps, ready to serve. Raises ConfigError and ModelError."""
+    resident = load_resident(config, model_dir, eos_token_ids, progress, model_identity)
+    return resident.take_runner(), resident.ready
+
+
+def load_resident(
+    config: EngineConfig,
+    model_dir: Path,
+    eos_token_ids: list[int],
+    progress: Callable[[str], None],
+    model_identity: bytes = b"",
+) -> "Resident":
     """Load the weights, size and allocate the KV cache, warm up. Raises ConfigError and ModelError."""
     model = read_model_config(model_dir, config.quantization)
     if not model.causal:
-        return load_encoder(config, model_dir, model, progress)
+        return ResidentEncoder(*load_encoder(config, model_dir, model, progress))
     clock = StartClock()
     clock.start("load")
     loaded = load_decoder(config, model_dir, model, progress)
@@ -46,64 +64,171 @@ def load_runner(
         progress("choosing matrix kernels")
         loaded.decoder.operators.choose_kernels(loaded.device, loaded.limits.max_num_batched_tokens)
     loaded.compile_kernels()
-    progress("profiling")
-    clock.start("profile")
-    queue = CudaQueue(loaded.device) if loaded.device.type == "cuda" else None
-    size, used = size_cache(loaded)
-    if size.max_model_len < loaded.max_model_len:
-        logger.warning(
-            "max_model_len is cut from the model's %d to the %d tokens that the KV cache holds",
-            loaded.max_model_len,
-            size.max_model_len,
+    resident = ResidentDecoder(loaded, eos_token_ids, model_identity)
+    resident.start(progress, clock)
+    return resident
+
+
+class Resident(ABC):
+    """The model of a Worker: awake, with a runner, or asleep, with its weights in host memory (sleep level 1)."""
+
+    ready: WorkerReady
+    runner: "ModelRunner | EncoderRunner | None" = None
+    _offloaded: Offloaded | None = None
+
+    def take_runner(self) -> "ModelRunner | EncoderRunner":
+        """The runner. The caller drops it before `sleep`."""
+        runner, self.runner = self.runner, None
+        assert runner is not None, "it was taken before"
+        return runner
+
+    def sleep(self) -> None:
+        """Free the device: the KV cache, buffers and graphs go, the weights move to host memory. On a CPU the weights
+        are there already, so the KV cache alone is freed."""
+        device = torch.device(self.ready.device)
+        before = device_bytes(device)
+        self._let_go()
+        if device.type == "cuda":
+            self._offloaded = Offloaded(tensors_on(device))
+            free_cached_bytes()
+            logger.info("sleep frees %d of %d bytes of GPU memory", before - device_bytes(device), before)
+
+    def wake(self, progress: Callable[[str], None]) -> None:
+        """Undo `sleep`. Raises ConfigError where the KV cache no longer fits."""
+        if self._offloaded is not None:
+            progress("loading weights")
+            self._offloaded.restore()
+            self._offloaded = None
+        self._start_again(progress)
+
+    @abstractmethod
+    def _let_go(self) -> None:
+        """Drop everything but the weights and the host tier."""
+
+    @abstractmethod
+    def _start_again(self, progress: Callable[[str], None]) -> None:
+        """Make the next runner."""
+
+
+class ResidentEncoder(Resident):
+    """An encoder has no KV cache: its runner stays."""
+
+    def __init__(self, runner: EncoderRunner, ready: WorkerReady) -> None:
+        self.runner = self._kept = runner
+        self.ready = ready
+
+    def _let_go(self) -> None:
+        pass
+
+    def _start_again(self, progress: Callable[[str], None]) -> None:
+        self.runner = self._kept
+
+
+class ResidentDecoder(Resident):
+    """A decoder: each wake sizes and allocates the KV cache anew. The host tier keeps its blocks."""
+
+    def __init__(self, loaded: LoadedDecoder, eos_token_ids: list[int], model_identity: bytes) -> None:
+        self._loaded = loaded
+        self._eos_token_ids = eos_token_ids
+        self._model_identity = model_identity
+        self._host_cache: HostCache | None = None
+        self._costs: CacheCosts | None = None
+
+    def _let_go(self) -> None:
+        if self._host_cache is not None:
+            self._host_cache.leave()
+        thaw_garbage()  # the runner is part of a reference cycle
+
+    def _start_again(self, progress: Callable[[str], None]) -> None:
+        self.start(progress, StartClock())
+
+    def start(self, progress: Callable[[str], None], clock: "StartClock") -> None:
+        """Make a runner that is ready to serve, and `ready`."""
+        loaded, config = self._loaded, self._loaded.config
+        progress("profiling")
+        clock.start("profile")
+        queue = CudaQueue(loaded.device) if loaded.device.type == "cuda" else None
+        size, used = size_cache(loaded)
+        if size.max_model_len < loaded.max_model_len:
+            logger.warning(
+                "max_model_len is cut from the model's %d to the %d tokens that the KV cache holds",
+                loaded.max_model_len,
+                size.max_model_len,
+            )
+        progress("allocating the KV cache")
+        clock.start("load")
+        kv_format = resolve_kv_format(config, loaded.model)
+        kv_caches = allocate_kv_caches(
+            loaded.model, size.num_blocks, config.block_size, loaded.dtype, loaded.device, kv_format
         )
-    reserved = 0 if queue is not None else size.num_bytes
-    num_slots = num_host_blocks(config, size.block_bytes, available_host_bytes() - reserved)
-    progress("allocating the KV cache")
-    clock.start("load")
-    kv_format = resolve_kv_format(config, model)
-    kv_caches = allocate_kv_caches(model, size.num_blocks, config.block_size, loaded.dtype, loaded.device, kv_format)
-    host_cache = open_host_cache(
-        config, model, kv_caches, num_slots=num_slots, queue=queue, model_identity=model_identity
-    )
-    runner = loaded.make_runner(
-        kv_caches,
-        size.max_model_len,
-        queue,
-        eos_token_ids=eos_token_ids,
-        host_cache=host_cache,
-        graph_bytes=used.get("cuda_graphs"),
-    )
-    progress("warming up")
-    clock.start("compile")
-    runner.warm_up()
-    progress("recording CUDA graphs")
-    clock.start("capture")
-    runner.record_graphs()
-    clock.stop()
-    costs = measure_cache_costs(runner) if num_slots and config.swap_policy == "auto" else None
-    memory = {"weights": weight_bytes(model, loaded.dtype.itemsize), **used}
-    memory |= {"kv_cache": size.num_bytes, "host_cache": num_slots * size.block_bytes}
-    if queue is not None and num_slots:
-        memory["swap_staging"] = staging_bytes(num_slots, size.block_bytes)
-    seconds = {phase: round(spent, 3) for phase, spent in clock.seconds.items()}
-    logger.info("start-up: %s", ", ".join(f"{phase} {spent:.1f} s" for phase, spent in seconds.items()))
-    dtype_name = str(loaded.dtype).removeprefix("torch.")
-    return runner, WorkerReady(
-        num_blocks=size.num_blocks,
-        max_model_len=size.max_model_len,
-        max_num_seqs=loaded.limits.max_num_seqs,
-        max_num_batched_tokens=loaded.limits.max_num_batched_tokens,
-        vocab_size=runner.vocab_size,
-        device=runner.device.type,
-        dtype=dtype_name,
-        memory=memory,
-        num_host_blocks=num_slots,
-        cache_costs=costs,
-        disk_digests=host_cache.disk_digests,
-        kv_cache_dtype=dtype_name if kv_format is None else kv_format.name,
-        hidden_size=model.hidden_size,
-        start_seconds=seconds,
-    )
+        woken = self._host_cache is not None
+        host_cache = self._host_cache = self._serve_host_cache(kv_caches, size, queue)
+        runner = loaded.make_runner(
+            kv_caches,
+            size.max_model_len,
+            queue,
+            eos_token_ids=self._eos_token_ids,
+            host_cache=host_cache,
+            graph_bytes=used.get("cuda_graphs"),
+        )
+        progress("warming up")
+        clock.start("compile")
+        runner.warm_up()
+        progress("recording CUDA graphs")
+        clock.start("capture")
+        runner.record_graphs()
+        clock.stop()
+        if host_cache.num_slots and config.swap_policy == "auto" and not woken:  # measuring writes to slots
+            self._costs = measure_cache_costs(runner)
+        seconds = {phase: round(spent, 3) for phase, spent in clock.seconds.items()}
+        logger.info("start-up: %s", ", ".join(f"{phase} {spent:.1f} s" for phase, spent in seconds.items()))
+        self.runner, self.ready = runner, self._report(runner, host_cache, size, used, seconds)
+
+    def _serve_host_cache(
+        self, kv_caches: list[tuple[torch.Tensor, torch.Tensor]], size: KVCacheSize, queue: CudaQueue | None
+    ) -> HostCache:
+        """The host tier of a pool: that of the pool before, with its blocks, if there was one."""
+        if self._host_cache is not None:
+            self._host_cache.serve(block_copier(kv_caches), queue)
+            return self._host_cache
+        config, loaded = self._loaded.config, self._loaded
+        reserved = 0 if queue is not None else size.num_bytes  # a CPU touches the pages of its pool later
+        num_slots = num_host_blocks(config, size.block_bytes, available_host_bytes() - reserved)
+        return open_host_cache(
+            config, loaded.model, kv_caches, num_slots=num_slots, queue=queue, model_identity=self._model_identity
+        )
+
+    def _report(
+        self,
+        runner: ModelRunner,
+        host_cache: HostCache,
+        size: KVCacheSize,
+        used: dict[str, int],
+        seconds: dict[str, float],
+    ) -> WorkerReady:
+        loaded, num_slots = self._loaded, host_cache.num_slots
+        kv_format = resolve_kv_format(loaded.config, loaded.model)
+        memory = {"weights": weight_bytes(loaded.model, loaded.dtype.itemsize), **used}
+        memory |= {"kv_cache": size.num_bytes, "host_cache": num_slots * size.block_bytes}
+        if loaded.device.type == "cuda" and num_slots:
+            memory["swap_staging"] = staging_bytes(num_slots, size.block_bytes)
+        dtype_name = str(loaded.dtype).removeprefix("torch.")
+        return WorkerReady(
+            num_blocks=size.num_blocks,
+            max_model_len=size.max_model_len,
+            max_num_seqs=loaded.limits.max_num_seqs,
+            max_num_batched_tokens=loaded.limits.max_num_batched_tokens,
+            vocab_size=runner.vocab_size,
+            device=runner.device.type,
+            dtype=dtype_name,
+            memory=memory,
+            num_host_blocks=num_slots,
+            cache_costs=self._costs,
+            disk_digests=host_cache.disk_digests,
+            kv_cache_dtype=dtype_name if kv_format is None else kv_format.name,
+            hidden_size=loaded.model.hidden_size,
+            start_seconds=seconds,
+        )
 
 
 class StartClock:

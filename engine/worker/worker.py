@@ -27,8 +27,11 @@ from engine.executor.step import (
     Heartbeat,
     LoadProgress,
     SideMessage,
+    SleepWorker,
     StartWorker,
     StepPlan,
+    WakeWorker,
+    WorkerAsleep,
     WorkerFailed,
     WorkerMessage,
     decode_driver_message,
@@ -39,6 +42,7 @@ from engine.worker.device.host import limit_primitive_caches, set_threads
 
 if TYPE_CHECKING:
     from engine.worker.encoder_runner import EncoderRunner
+    from engine.worker.load import Resident
     from engine.worker.model_runner import LaunchedStep, ModelRunner
 
     Runner = ModelRunner | EncoderRunner
@@ -83,21 +87,39 @@ class Channel:
         return self._frames.has_received or bool(select.select([self._socket], [], [], seconds)[0])
 
 
-def load(channel: Channel, start: StartWorker) -> "Runner | None":
-    """Load a runner and send WorkerReady; returns None after WorkerFailed was sent."""
-    try:
+def load(channel: Channel, start: StartWorker) -> "Resident | None":
+    """Load the model and send WorkerReady; returns None after WorkerFailed was sent."""
+
+    def work() -> "Resident":
         channel.send(LoadProgress("importing"))
         set_threads(start.config.cpu_threads)
         limit_primitive_caches()
-        from engine.worker.load import load_runner  # imports torch
+        from engine.worker.load import load_resident  # imports torch
 
-        runner, ready = load_runner(
+        return load_resident(
             start.config,
             Path(start.model_dir),
             start.eos_token_ids,
             lambda phase: channel.send(LoadProgress(phase)),
             start.model_identity,
         )
+
+    return _report(channel, work)
+
+
+def wake(channel: Channel, resident: "Resident") -> "Resident | None":
+    """Load a model that sleeps at level 1 again and send WorkerReady; returns None after WorkerFailed was sent."""
+
+    def work() -> "Resident":
+        resident.wake(lambda phase: channel.send(LoadProgress(phase)))
+        return resident
+
+    return _report(channel, work)
+
+
+def _report(channel: Channel, work: "Callable[[], Resident]") -> "Resident | None":
+    try:
+        resident = work()
     except PageserveError as error:
         channel.send(WorkerFailed(type(error).__name__, str(error)))
         return None
@@ -108,14 +130,14 @@ def load(channel: Channel, start: StartWorker) -> "Runner | None":
         channel.send(WorkerFailed("EngineError", f"loading failed: {type(error).__name__}: {error}"))
         return None
     settle_garbage_collector()
-    channel.send(ready)
-    return runner
+    channel.send(resident.ready)
+    return resident
 
 
-def main(load_runner: "Callable[[Channel, StartWorker], Runner | None]" = load) -> int:
+def main(load_model: "Callable[[Channel, StartWorker], Resident | None]" = load) -> int:
     """Serve the Driver at the other end of the socket whose number is the last argument.
 
-    `load_runner` loads the model and sends WorkerReady, as `load` does.
+    `load_model` loads the model and sends WorkerReady, as `load` does.
     """
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # the Driver sends this before it kills a hanging Worker
@@ -133,11 +155,12 @@ def main(load_runner: "Callable[[Channel, StartWorker], Runner | None]" = load) 
             return 0
         if not isinstance(message, StartWorker):
             raise ValueError(f"the Driver sent {type(message).__name__} before StartWorker")
-        runner = load_runner(channel, message)
-        if runner is None:
-            return 1
-        serve(channel, runner)
-        return 0
+        resident = load_model(channel, message)
+        while resident is not None:
+            if not serve_and_sleep(channel, resident):
+                return 0
+            resident = wake(channel, resident)
+        return 1
     except (BrokenPipeError, ConnectionResetError):  # the Driver left during a send
         return 0
     except Exception:
@@ -145,8 +168,20 @@ def main(load_runner: "Callable[[Channel, StartWorker], Runner | None]" = load) 
         return 2
 
 
-def serve(channel: Channel, runner: "Runner") -> None:
-    """Run the step loop until the Driver closes its end.
+def serve_and_sleep(channel: Channel, resident: "Resident") -> bool:
+    """Serve, then sleep. Returns True for a wake; False when the process is to end: the Driver has closed its end, or
+    the model sleeps at level 2."""
+    level = serve(channel, resident.take_runner())
+    if level is None:
+        return False
+    if level == 1:
+        resident.sleep()
+    channel.send(WorkerAsleep())
+    return level == 1 and isinstance(channel.receive(), WakeWorker)
+
+
+def serve(channel: Channel, runner: "Runner") -> int | None:
+    """Run the step loop until the Driver closes its end (None) or lets the model sleep (the level).
 
     A GPU computes a launched step while the loop goes on: the loop waits for the result of the oldest step and for the
     next plan at once, so that a plan is launched as soon as it arrives and the device never runs dry. With
@@ -164,7 +199,7 @@ def serve(channel: Channel, runner: "Runner") -> None:
             continue
         message = channel.receive()
         if message is None:
-            return
+            return None
         if isinstance(message, Heartbeat):
             if not launched:  # a device that hangs in a step is noticed by the time that the step takes
                 runner.check_device()
@@ -173,6 +208,11 @@ def serve(channel: Channel, runner: "Runner") -> None:
         if isinstance(message, SideMessage):
             runner.handle_message(message, channel.send)
             continue
+        if isinstance(message, SleepWorker):
+            if message.flush is not None:
+                step: Any = runner.launch(message.flush)
+                runner.result(step)
+            return message.level
         if not isinstance(message, StepPlan):
             raise ValueError(f"the Driver sent {type(message).__name__} in place of a plan")
         launched.append(runner.launch(message))

@@ -6,6 +6,7 @@ A key file has one key per line, then the settings that differ from the options 
     sk-a-key-without-a-name
     alice  sk-alices-key  weight=2
     batch  sk-a-key       requests-per-minute=60 max-concurrent-requests=8 tokens-per-minute=200000 min-priority=-10
+    carol  sk-carols-key  admin=true
     bob    sha256:6ca13d52ca70c883e0f0bb101e425a89e8624de51db2d2392593af6a84118090
 
 Memory holds the SHA-256 digest of a key only. Keys are random, so no slower hash is needed.
@@ -29,7 +30,7 @@ from server.http.rate_limits import Limits, RateLimiter
 
 logger = logging.getLogger(__name__)
 
-SETTINGS = ("weight", "min-priority", *(f.name.replace("_", "-") for f in dataclasses.fields(Limits)))
+SETTINGS = ("weight", "min-priority", "admin", *(f.name.replace("_", "-") for f in dataclasses.fields(Limits)))
 SETTING = re.compile(f"({'|'.join(SETTINGS)})=(.*)")
 NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")
 LIKE_A_SETTING = re.compile(r"[A-Za-z][A-Za-z_-]*=.*[^=]")  # base64 has = only at its end
@@ -39,13 +40,15 @@ MAX_WEIGHT = 1000.0
 
 @dataclass(frozen=True)
 class ApiKey:
-    """`min_priority` is the most urgent `priority` that requests with this key may have; None: any."""
+    """`min_priority` is the most urgent `priority` that requests with this key may have; None: any. `admin`: the key
+    may use the routes that change what the server serves; the only key of a server is an administrator's."""
 
     digest: bytes
     name: str
     limits: Limits
     weight: float = 1.0
     min_priority: int | None = None
+    admin: bool = False
 
 
 class Account:
@@ -63,7 +66,7 @@ class Account:
     def caller(self, trace_parent: str) -> Caller:
         """The sender of a request with this key."""
         key = self.key
-        return Caller(self.limiter, key.digest.hex(), key.weight, key.min_priority, trace_parent)
+        return Caller(self.limiter, key.digest.hex(), key.weight, key.min_priority, trace_parent, key.admin)
 
 
 class ApiKeys:
@@ -73,7 +76,7 @@ class ApiKeys:
         """Raises ConfigError where the key file cannot be read or breaks the rules above."""
         self._config = config
         limits = Limits(config.requests_per_minute, config.max_concurrent_requests, config.tokens_per_minute)
-        self.anyone = Account(ApiKey(b"", "anyone", limits))
+        self.anyone = Account(ApiKey(b"", "anyone", limits, admin=True))
         self._accounts: dict[bytes, Account] = {}
         self._replace(self._read())
 
@@ -115,7 +118,7 @@ class ApiKeys:
             keys += list(read_key_file(path, limits))
         unique = list({key.digest: key for key in keys}.values())
         if len(unique) == 1:
-            return unique
+            return [dataclasses.replace(unique[0], admin=True)]
         # With several keys, a key may go before all others only if its line in the file allows that.
         return [key if key.min_priority is not None else dataclasses.replace(key, min_priority=0) for key in unique]
 
@@ -175,6 +178,10 @@ def _with_setting(key: ApiKey, name: str, text: str, where: str) -> ApiKey:
             wanted = f"a number above 0, at most {MAX_WEIGHT:g}"
             if 0 < float(text) <= MAX_WEIGHT:
                 return dataclasses.replace(key, weight=float(text))
+        elif field == "admin":
+            wanted = "true or false"
+            if text in ("true", "false"):
+                return dataclasses.replace(key, admin=text == "true")
         elif field == "min_priority":
             wanted = "a whole number"
             return dataclasses.replace(key, min_priority=int(text))

@@ -7,6 +7,7 @@ from typing import Protocol
 from engine.errors import InvalidRequestError
 from engine.request import Request
 from engine.sampling_params import BeamSearchParams, SamplingParams
+from server.errors import ApiError
 from server.http.rate_limits import RateLimiter
 
 
@@ -36,6 +37,7 @@ class Caller:
 
     `tenant` is the key's digest in hex, empty where no keys are set. `min_priority` is the most urgent `priority` that
     the key may use; None: any. `trace_parent` is the client's `traceparent` header, empty without tracing.
+    `admin`: the key may change what the server serves.
     """
 
     limiter: RateLimiter
@@ -43,6 +45,13 @@ class Caller:
     weight: float = 1.0
     min_priority: int | None = None
     trace_parent: str = ""
+    admin: bool = False
+
+    def check_admin(self) -> None:
+        """Raise ApiError 403 unless this is an administrator's key."""
+        if not self.admin:
+            message = "This API key may not change the models: its line in the key file needs `admin=true`."
+            raise ApiError(403, message, code="admin_key_required")
 
     def check(self, num_tokens: int, priority: int) -> None:
         """Raise ApiError 429 unless the key may use `num_tokens` now, InvalidRequestError where the priority is not

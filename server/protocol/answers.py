@@ -251,6 +251,18 @@ class Model(Answer):
     parent: None
     max_model_len: int
     default_sampling_params: DefaultSamplingParams
+    state: str
+
+
+class ModelState(Answer):
+    """`level` 0: awake."""
+
+    state: Literal["starting", "ready", "restarting", "sleeping", "waking", "draining", "stopped"]
+    level: Literal[0, 1, 2]
+
+
+class IsSleeping(Answer):
+    is_sleeping: bool
 
 
 class ModelList(Answer):
@@ -269,7 +281,7 @@ class Unhealthy(Answer):
 
 class Ready(Answer):
     status: Literal["ready"]
-    phase: Literal["ready"]
+    phase: Literal["ready", "sleeping", "waking"]
 
 
 class NotReady(Answer):

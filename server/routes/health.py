@@ -6,6 +6,7 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from engine.driver import SLEEP_PHASES
 from server.context import Served, package_version
 from server.errors import ApiError, error_object
 from server.http.body import encode_json
@@ -21,10 +22,13 @@ async def get_health(http: HttpRequest, served: Served) -> Response:
 
 
 async def get_ready(http: HttpRequest, served: Served) -> Response:
-    """200 when requests are accepted; 503 with the phase while loading, draining, restarting or stopped."""
+    """200 when requests are accepted; 503 with the phase while loading, draining, restarting or stopped.
+
+    A model that sleeps is ready, or a load balancer would send no request to wake it.
+    """
     phase = served.driver.phase
-    if phase == "ready":
-        return _status({"status": "ready", "phase": "ready"}, 200)
+    if phase == "ready" or phase in SLEEP_PHASES:
+        return _status({"status": "ready", "phase": phase}, 200)
     error = ApiError(503, f"Not ready: {phase}.", type="server_error", code="not_ready")
     return _status({"status": "not ready", "phase": phase, "error": error_object(error)}, 503)
 

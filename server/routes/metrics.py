@@ -25,6 +25,7 @@ VLLM_NAMES = frozenset(
     {
         "cache_config_info",
         "e2e_request_latency_seconds",
+        "engine_sleep_state",
         "generation_tokens",
         "inter_token_latency_seconds",
         "iteration_tokens_total",
@@ -80,6 +81,7 @@ class EngineCollector(Collector):
         self._driver.stats_snapshot()
         for metric in self._driver.stats.metrics():
             yield self._family(metric)
+        yield self._sleep_state()
         with suppress(UnavailableError):  # there is no cache before the model is loaded
             yield self._cache_config()
         yield self._http_requests()
@@ -107,6 +109,14 @@ class EngineCollector(Collector):
         bounds = [*map(str, metric.bounds), "+Inf"]
         histogram.add_metric(self._labels, list(zip(bounds, accumulate(metric.counts), strict=True)), metric.sum)
         return histogram
+
+    def _sleep_state(self) -> Metric:
+        name, level = "vllm:engine_sleep_state", self._driver.sleep_level
+        help = "1 for the present state: awake, weights_offloaded (level 1) or discard_all (level 2)."
+        gauge = GaugeMetricFamily(name, help, labels=(*LABELS, "sleep_state"))
+        for number, state in enumerate(("awake", "weights_offloaded", "discard_all")):
+            gauge.add_metric((*self._labels, state), number == level)
+        return gauge
 
     def _cache_config(self) -> Metric:
         model = self._driver.model

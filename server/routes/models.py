@@ -1,4 +1,4 @@
-"""GET /v1/models and /v1/models/{id}."""
+"""GET /v1/models and /v1/models/{id}; for administrators POST /v1/models/{id}/sleep and /wake, and vLLM's /sleep ..."""
 
 import time
 from typing import Any
@@ -8,11 +8,20 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from engine.driver import Driver
 from server.context import Served
 from server.errors import invalid, speaks_anthropic
 from server.http.body import encode_json
 
 MAX_PAGE, DEFAULT_PAGE = 1000, 20  # models in a page of Anthropic's list
+LEVELS = {"1": 1, "2": 2}
+DEFAULT_LEVEL = "1"  # vLLM's
+LEVEL_PARAMETER = {
+    "name": "level",
+    "in": "query",
+    "required": False,
+    "schema": {"type": "integer", "enum": [1, 2], "default": int(DEFAULT_LEVEL)},
+}
 
 
 async def list_models(http: HttpRequest, served: Served) -> Response:
@@ -33,9 +42,44 @@ async def retrieve_model(http: HttpRequest, served: Served) -> Response:
     return _json(_anthropic_model(served, name) if speaks_anthropic(http.scope) else _model(served, name))
 
 
+async def sleep_model(http: HttpRequest, served: Served) -> Response:
+    """Free the model's device memory. `level` 1 keeps the weights in host memory, 2 ends the Worker."""
+    served = _asked(http, served)
+    level = LEVELS.get(http.query_params.get("level", DEFAULT_LEVEL))
+    if level is None:
+        raise invalid("level must be 1 (keep the weights in host memory) or 2 (keep nothing).", "level")
+    await served.driver.sleep(level)
+    return _state(served.driver)
+
+
+async def wake_model(http: HttpRequest, served: Served) -> Response:
+    """Load the model again; answers once it is ready."""
+    served = _asked(http, served)
+    await served.driver.wake()
+    return _state(served.driver)
+
+
+async def is_sleeping(http: HttpRequest, served: Served) -> Response:
+    """vLLM's question."""
+    return _json({"is_sleeping": served.driver.sleep_level > 0})
+
+
+def _asked(http: HttpRequest, served: Served) -> Served:
+    """The model of the path, or the only one. Raises ApiError 403 for a key that is no administrator's, else 404."""
+    http.state.caller.check_admin()
+    served.check_ready()
+    if (name := http.path_params.get("model")) is not None:
+        served.check_model(name)
+    return served
+
+
+def _state(driver: Driver) -> Response:
+    return _json({"state": driver.phase, "level": driver.sleep_level})
+
+
 def _model(served: Served, name: str) -> dict[str, Any]:
     """OpenAI's four keys; vLLM's: `root` is the loaded checkpoint, max_model_len is in tokens; and ours: the sampling
-    defaults."""
+    defaults and the `state` ("ready", "sleeping", ...)."""
     return {
         "id": name,
         "object": "model",
@@ -45,6 +89,7 @@ def _model(served: Served, name: str) -> dict[str, Any]:
         "parent": None,
         "max_model_len": served.driver.model.max_model_len,
         "default_sampling_params": served.driver.sampling_defaults.as_dict(),
+        "state": served.driver.phase,
     }
 
 

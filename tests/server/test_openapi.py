@@ -239,6 +239,7 @@ def test_not_ready_is_as_described(folder, document):
 def test_examples_are_answered(bundled_server):
     document = httpx.get(f"{bundled_server}/openapi.json").json()
     posts = {path: operations["post"] for path, operations in document["paths"].items() if "post" in operations}
+    posts = {path: post for path, post in posts.items() if "requestBody" in post}
     assert {CHAT, "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings", "/tokenize"} <= posts.keys()
     for path, post in posts.items():
         body = post["requestBody"]["content"]["application/json"]["example"]

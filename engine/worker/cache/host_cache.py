@@ -38,13 +38,26 @@ class HostCache:
         self._device = device
         self._queue = queue
         shape = (num_slots, copier.block_bytes)
-        self._mover: BlockMover
         if queue is None or num_slots == 0:
             self._slots = torch.empty(shape, dtype=torch.uint8)
-            self._mover = DirectMover(copier, self._slots)
         else:
             self._slots = queue.host_bytes(num_slots * copier.block_bytes).view(shape)
-            self._mover = StreamMover(copier, self._slots, queue)
+        self._mover = self._new_mover()
+
+    def _new_mover(self) -> BlockMover:
+        if self._queue is None or self.num_slots == 0:
+            return DirectMover(self.copier, self._slots)
+        return StreamMover(self.copier, self._slots, self._queue)
+
+    def leave(self) -> None:
+        """Let go of the pool; call `serve` before the next move."""
+        del self.copier, self._mover
+        self._queue = None
+
+    def serve(self, copier: BlockCopier, queue: DeviceQueue | None) -> None:
+        """Move to another pool with blocks of the same size; the slots and the disk keep their content."""
+        self.copier, self._queue = copier, queue
+        self._mover = self._new_mover()
 
     @property
     def has_disk(self) -> bool:
