@@ -342,15 +342,17 @@ class ModelRunner:
 
     def _run(self, plan: StepPlan) -> tuple[SampleTargets, tuple[SamplerRun, ...], Extras]:
         put, scores = self._buffer.put, self._scorer.wants(plan.chunks)
-        every_row = scores or self._pooler.needs_every_row(plan.chunks)
-        inputs = self.batch.build(
-            plan.decodes,
-            plan.decode_blocks,
-            plan.chunks,
-            self._buffer,
-            every_row=every_row,
-            device_rows=None if self.buckets is None else self.buckets.device_rows,
-        )
+        if self._queue is None and not plan.chunks:
+            inputs = self.batch.build_decodes(plan.decodes, plan.decode_blocks, self._buffer)
+        else:
+            inputs = self.batch.build(
+                plan.decodes,
+                plan.decode_blocks,
+                plan.chunks,
+                self._buffer,
+                every_row=scores or self._pooler.needs_every_row(plan.chunks),
+                device_rows=None if self.buckets is None else self.buckets.device_rows,
+            )
         to_score = self._scorer.build(inputs, self.batch, put) if scores else None
         pooled = self._pooler.begin(inputs, self.batch, put)
         targets = inputs.targets if pooled is None else pooled.targets

@@ -8,8 +8,10 @@ the real token.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from engine.errors import EngineError
@@ -100,6 +102,14 @@ def _sources(input_ids: IntArray, first_input: int) -> IntArray:
     return np.where(input_ids < 0, -1 - input_ids, np.arange(first_input, first_input + len(input_ids)))
 
 
+class DecodePlaces(NamedTuple):
+    """Of the tokens of decodes, int64 [rows]: their positions, the lengths of the sequences with them, their slots."""
+
+    positions: IntArray
+    seq_lens: IntArray
+    slots: IntArray
+
+
 def _nothing() -> None:
     """The preparation of tables that the host uploads."""
 
@@ -142,6 +152,7 @@ class InputBatch:
         self.changed_cells: list[int] | None = None
         self._decodes: tuple[list[int], IntArray] | None = None  # decodes of the last step, and their rows
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self._no_prefills = torch.zeros(1, dtype=torch.int32)  # cu_seqlens_q of a step on a CPU without chunks
 
     def add(self, new: NewSequence) -> int:
         """Give a sequence a row and return it. EngineError if the Worker cannot hold the sequence."""
@@ -186,24 +197,45 @@ class InputBatch:
         before = self._decodes
         rows = self._decode_rows(decodes, blocks)
         n = len(rows)
-        computed = self.num_computed[rows]
-        seq_lens = computed + 1
-        self._check_decodes(rows, seq_lens)
+        places = self._decode_places(rows)
         arrays.rows[:n] = rows
-        arrays.positions[:n] = computed
-        arrays.seq_lens[:n] = seq_lens
-        places, offsets = np.divmod(computed, self.block_size)
-        slots = self.block_table[rows, places] * self._slots_per_block
-        arrays.slots[:n] = np.add(slots, offsets, out=slots)
+        arrays.positions[:n] = places.positions
+        arrays.seq_lens[:n] = places.seq_lens
+        arrays.slots[:n] = places.slots
         if self._decodes is before:  # the step before sampled all of these tokens on the device
             arrays.sources[:n] = rows
         else:
-            arrays.input_ids[:n] = input_ids = self.token_ids[rows, computed]
+            arrays.input_ids[:n] = input_ids = self.token_ids[rows, places.positions]
             arrays.sources[:n] = _sources(input_ids, first_input)
-        self.num_computed[rows] = seq_lens
-        self.token_ids[rows, seq_lens] = -1 - rows
-        self.num_tokens[rows] = seq_lens + 1
-        return SampleTargets(self.seq_ids[rows], rows, seq_lens)
+        return self._count_decodes(rows, places.seq_lens)
+
+    def build_decodes(self, decodes: list[int], blocks: list[int], buffer: StepBuffer) -> StepInputs:
+        """`build` for a step of decodes alone on a CPU, which has all tokens: no array per token is made twice."""
+        rows = self._decode_rows(decodes, blocks)
+        positions, seq_lens, slots = self._decode_places(rows)
+        input_ids = self.token_ids[rows, positions].astype(np.int64)
+        put, n = buffer.put, len(rows)
+        metadata = BatchMetadata(
+            positions=put(positions),
+            slot_mapping=put(slots),
+            num_decodes=n,
+            block_tables=put(self.block_table[rows, : -(-int(seq_lens.max()) // self.block_size)]),
+            seq_lens=put(seq_lens.astype(np.int32)),
+            cu_seqlens_q=self._no_prefills,
+            max_seqlen_q=0,
+            plan=self.attention_plan,
+        )
+        return StepInputs(
+            input_ids=put(input_ids),
+            metadata=metadata,
+            has_pending=bool((input_ids < 0).any()),
+            targets=self._count_decodes(rows, seq_lens),
+            sample_indices=None,
+            rows=rows,
+            starts=positions,
+            ends=np.arange(1, n + 1),
+            prepare=_nothing,
+        )
 
     def take_changed_cells(self) -> list[int]:
         changed, self.changed_cells = self.changed_cells or [], []
@@ -375,6 +407,22 @@ class InputBatch:
         if (parents < 0).any() or not samples[parents].all():
             raise EngineError("the plan forks a sequence that samples nothing in this step")
         return parents
+
+    def _decode_places(self, rows: IntArray) -> "DecodePlaces":
+        """The places of the next token of each row. EngineError if plan and Worker disagree."""
+        positions = self.num_computed[rows]
+        seq_lens = positions + 1
+        self._check_decodes(rows, seq_lens)
+        blocks, offsets = np.divmod(positions, self.block_size)
+        slots = self.block_table[rows, blocks] * self._slots_per_block
+        return DecodePlaces(positions, seq_lens, np.add(slots, offsets, out=slots))
+
+    def _count_decodes(self, rows: IntArray, seq_lens: IntArray) -> SampleTargets:
+        """Count one token of each row as computed and the next one as sampled."""
+        self.num_computed[rows] = seq_lens
+        self.token_ids[rows, seq_lens] = -1 - rows
+        self.num_tokens[rows] = seq_lens + 1
+        return SampleTargets(self.seq_ids[rows], rows, seq_lens)
 
     def _append_blocks(self, row: int, block_ids: list[int]) -> None:
         start = int(self.num_blocks[row])
