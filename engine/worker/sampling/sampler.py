@@ -152,10 +152,10 @@ def _choose_by_kernels(logits: Tensor, inputs: SamplingInputs | None, counts: To
 
 def _choose(logits: Tensor, inputs: SamplingInputs | None, counts: TokenCounts) -> tuple[Tensor, Tensor]:
     """(token_ids, failed) on a CPU, in torch and numpy. Overwrites the logits."""
+    if inputs is None:
+        return _choose_greedy(logits)
     token_ids, largest = _argmax(logits)
     failed = ~largest.isfinite()
-    if inputs is None:
-        return token_ids.masked_fill_(failed, 0), failed
     if inputs.changed_rows is not None:
         _change_logits(logits, inputs, counts)
         changed_ids, changed_largest = _argmax(logits.index_select(0, inputs.changed_rows))
@@ -165,6 +165,15 @@ def _choose(logits: Tensor, inputs: SamplingInputs | None, counts: TokenCounts) 
     for draw in inputs.draws:
         token_ids.index_copy_(0, draw.rows, _draw(logits, largest, draw))
     return token_ids.masked_fill_(failed, 0), failed
+
+
+def _choose_greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """_choose for the most likely tokens, in numpy, whose calls on a few numbers cost a fraction of torch's."""
+    rows = logits.numpy()
+    token_ids = rows.argmax(-1)
+    failed = ~np.isfinite(rows[np.arange(len(rows)), token_ids])
+    token_ids[failed] = 0
+    return torch.from_numpy(token_ids), torch.from_numpy(failed)
 
 
 def _argmax(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -22,12 +22,11 @@ from kernels.cpu import simd
 from kernels.cpu.codes import WIDTH, F32Pointer, Vec, constant
 from kernels.cpu.dots import HAS_BF16_DOT, broadcast, dot, multiply, vector_at
 from kernels.cpu.parallel import empty, jit, next_item, parallel_kernel
+from kernels.cpu.quantized.code_rows import COLUMNS, LINE, code_rows, sum_groups
 from kernels.cpu.simd import I32Pointer, advance, load, splat, store
 from kernels.quantized.weight import QuantizedWeight, unpack_4bit
 
-COLUMNS = 64  # outputs per panel
 VECTORS = COLUMNS // WIDTH
-LINE = 16  # 32-bit words of a line of codes
 AHEAD = 48  # lines to prefetch ahead of one row, 3 KiB
 DECODED_FROM = (0, 28, 48, 17, 20)  # by kind of codes: rows from which panels are decoded first
 ROWS_PER_ITEM = 192
@@ -401,6 +400,7 @@ class PackedCodes:
         self.kind, planes, tables = _planes(weight)
         self.codes = _pack_bytes(planes[0], self.kind) if self.kind in (INT8, FP8) else _pack_nibbles(planes)
         self.tables = torch.tensor([values * 2 for values in tables], dtype=torch.bfloat16)
+        self.values = _values_of(self.kind) if self.kind in (INT8, FP8) else self.tables[:, :WIDTH].float().contiguous()
         parameters = [weight.scales] if weight.offsets is None else [weight.scales, weight.offsets]
         half = all(torch.equal(values.half().float(), values.float()) for values in parameters)
         packed = [_pack_parameters(values.half() if half else values.float()) for values in parameters]
@@ -414,20 +414,9 @@ class PackedCodes:
 
     def rows(self, indices: Tensor) -> Tensor:
         """Rows of the matrix: int64 [n] -> fp32 [n, in]."""
-        panel, within = indices // COLUMNS, indices % COLUMNS
-        if self.kind == FP8:
-            meanings = self.codes[panel, :, within].flatten(1).view(torch.float8_e4m3fn).float()
-        elif self.kind == INT8:
-            meanings = self.codes[panel, :, :, within].flatten(1).view(torch.int8).float()
-        else:
-            values = self.tables[:, :WIDTH].float()
-            planes = _unpack_nibbles(self.codes, panel, within)
-            planes = planes * (len(values) // len(planes))
-            meanings = sum(table[codes.long()] for table, codes in zip(values, planes, strict=True))
-        groups = meanings.unflatten(-1, (-1, self.group_size)) * self.scales[panel, :, within].float().unsqueeze(-1)
-        if self.offsets is not None:
-            groups += self.offsets[panel, :, within].float().unsqueeze(-1)
-        return groups.flatten(-2)
+        planes = 0 if self.kind in (INT8, FP8) else self.codes.shape[2]
+        steps = (1, COLUMNS) if self.kind == INT8 else (2, 1)
+        return code_rows(indices, self.codes, self.values, self.scales, self.offsets, planes=planes, steps=steps)
 
 
 def supports_codes(weight: QuantizedWeight, dtype: torch.dtype) -> bool:
@@ -461,6 +450,12 @@ def _planes(weight: QuantizedWeight) -> tuple[int, list[Tensor], list[tuple[floa
     return SPLIT4, [codes], [first, tuple((values - rounded).tolist())]
 
 
+def _values_of(kind: int) -> Tensor:
+    """The meaning of each byte: fp32 [1, 256]."""
+    octets = torch.arange(256, dtype=torch.uint8)
+    return octets.view(torch.int8 if kind == INT8 else torch.float8_e4m3fn).float().unsqueeze(0)
+
+
 def _pack_nibbles(planes: list[Tensor]) -> Tensor:
     """Codes 0 to 15 of one or two planes, uint8 [out, in] each -> int16 [panels, in / 2, planes, 32].
 
@@ -473,14 +468,6 @@ def _pack_nibbles(planes: list[Tensor]) -> Tensor:
         line = sum(codes[:, v].short() << 4 * v for v in range(VECTORS))  # [panels, 16, in / 2, 2]
         lines.append(line.transpose(1, 2).flatten(2))
     return torch.stack(lines, 2).contiguous()
-
-
-def _unpack_nibbles(panels: Tensor, panel: Tensor, within: Tensor) -> list[Tensor]:
-    """The codes of rows `within` of panels `panel`, int64 [n] each -> uint8 [n, in] per plane."""
-    pairs = panels.view(torch.int32)[panel, :, :, within % WIDTH]  # [n, in / 2, planes]
-    shift = (within // WIDTH * 4).to(torch.int32).view(-1, 1, 1)
-    codes = torch.stack((pairs >> shift & 15, pairs >> (shift + 16) & 15), -1)
-    return [codes[:, :, plane].flatten(1) for plane in range(panels.shape[2])]
 
 
 def _pack_bytes(codes: Tensor, kind: int) -> Tensor:
@@ -523,7 +510,7 @@ def _launch(x: Tensor, weight: PackedCodes, bias: Tensor | None, dtype: torch.dt
     num_rows, in_features = x.shape
     num_groups, offsets, x_sums = in_features // weight.group_size, weight.offsets, None
     if offsets is not None and not decodes:
-        x_sums = x.float().view(num_rows, num_groups, weight.group_size).sum(-1)
+        x_sums = sum_groups(x, weight.group_size)
     width = -(-weight.out_features // WIDTH) * WIDTH
     out = empty((num_rows, width), dtype)
     _code_linear(
