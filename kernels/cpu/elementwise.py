@@ -1,5 +1,7 @@
 """The memory-bound operators of a decoder layer on a CPU, one pass each where torch needs four to ten."""
 
+import math
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -10,6 +12,7 @@ from kernels.cpu.simd import WIDTH, advance, load, read, splat, store
 
 CHUNK = 8192  # minimum elements per work item: about 2 us, well above the cost of handing an item out
 DTYPES = (torch.bfloat16, torch.float32)
+GELU_LINEAR = 2 * math.sqrt(2 / math.pi)
 
 
 @jit
@@ -89,43 +92,49 @@ def rms_norm(
 
 
 @jit
-def _silu_mul_items(args, x, out):
-    rows, size, stride, per_item = args[4], args[5], args[6], args[7]
-    one, limit = splat(np.float32(1)), splat(np.float32(-88))
+def _gate_items(args, x, out):
+    """act(gate) * up, where act(g) = g * sigmoid(z): SiLU has z = g, GELU by tanh z = 2 sqrt(2 / pi) (g + 0.044715 g^3)
+    (Hendrycks & Gimpel 2016, section 2)."""
+    rows, size, stride, per_item, is_gelu = args[4], args[5], args[6], args[7], args[8]
+    zero, one, limit = splat(np.float32(0)), splat(np.float32(1)), splat(np.float32(-88))
+    linear, cubic = splat(np.float32(GELU_LINEAR)), splat(np.float32(GELU_LINEAR * 0.044715))
     item = next_item(args)
     while item < args[1]:
         for row in range(item * per_item, min(rows, (item + 1) * per_item)):
             gate, up, target = advance(x, row * stride), advance(x, row * stride + size), advance(out, row * size)
             for i in range(0, size, WIDTH):
                 g = load(gate, i)
-                bounded = simd.maximum(g, limit)  # exp(88) is the largest that fits fp32
-                sigmoid = simd.div(one, simd.add(one, simd.exp(simd.sub(splat(np.float32(0)), bounded))))
+                z = simd.mul(g, simd.fma(cubic, simd.mul(g, g), linear)) if is_gelu else g
+                bounded = simd.maximum(z, limit)  # exp(88) is the largest that fits fp32
+                sigmoid = simd.div(one, simd.add(one, simd.exp(simd.sub(zero, bounded))))
                 store(target, i, simd.mul(simd.mul(g, sigmoid), load(up, i)))
         item = next_item(args)
 
 
-@parallel_kernel("6q")
-def _silu_mul_bf16(args):
-    _silu_mul_items(args, simd.pointer_bf16(args[2]), simd.pointer_bf16(args[3]))
+@parallel_kernel("7q")
+def _gate_bf16(args):
+    _gate_items(args, simd.pointer_bf16(args[2]), simd.pointer_bf16(args[3]))
 
 
-@parallel_kernel("6q")
-def _silu_mul_f32(args):
-    _silu_mul_items(args, simd.pointer_f32(args[2]), simd.pointer_f32(args[3]))
+@parallel_kernel("7q")
+def _gate_f32(args):
+    _gate_items(args, simd.pointer_f32(args[2]), simd.pointer_f32(args[3]))
 
 
-def supports_silu_mul(x: Tensor) -> bool:
-    """True for [rows, 2n] with rows of whole vectors."""
-    return x.dtype in DTYPES and x.ndim == 2 and x.stride(1) == 1 and x.shape[1] % (2 * WIDTH) == 0
+def supports_gate(x: Tensor, function: str) -> bool:
+    """True for SiLU and GELU by tanh of [rows, 2n] with rows of whole vectors."""
+    served = function in ("silu", "gelu_tanh") and x.dtype in DTYPES
+    return served and x.ndim == 2 and x.stride(1) == 1 and x.shape[1] % (2 * WIDTH) == 0
 
 
-def silu_mul(x: Tensor) -> Tensor:
-    """silu(gate) * up, see kernels.elementwise.activation.gated_activation."""
+def gate(x: Tensor, function: str) -> Tensor:
+    """act(gate) * up, see kernels.elementwise.activation.gated_activation."""
     rows, size = x.shape[0], x.shape[1] // 2
     out = empty((rows, size), x.dtype)
     per_item = max(1, CHUNK // size)
-    kernel = _silu_mul_bf16 if x.dtype == torch.bfloat16 else _silu_mul_f32
-    kernel(-(-rows // per_item), x.data_ptr(), out.data_ptr(), rows, size, x.stride(0), per_item)
+    kernel = _gate_bf16 if x.dtype == torch.bfloat16 else _gate_f32
+    is_gelu = function == "gelu_tanh"
+    kernel(-(-rows // per_item), x.data_ptr(), out.data_ptr(), rows, size, x.stride(0), per_item, is_gelu)
     return out
 
 
@@ -247,3 +256,47 @@ def reshape_and_cache(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tens
         slot_mapping.data_ptr(), tokens, heads, k_cache.shape[2], head_dim * size, per_item,
         key.stride(0) * size, key.stride(1) * size, value.stride(0) * size, value.stride(1) * size,
     )  # fmt: skip
+
+
+@parallel_kernel("5q")
+def _copy_rows(args):
+    source, target, row_bytes, source_stride, target_stride = args[2], args[3], args[4], args[5], args[6]
+    item = next_item(args)
+    while item < args[1]:
+        simd.copy_bytes(target + item * target_stride, source + item * source_stride, row_bytes)
+        item = next_item(args)
+
+
+def concatenate(parts: list[Tensor]) -> Tensor:
+    """torch.cat(parts, -1) for parts [rows, n] of one dtype with dense rows."""
+    rows, size = len(parts[0]), parts[0].element_size()
+    out = empty((rows, sum(part.shape[1] for part in parts)), parts[0].dtype)
+    start = out.data_ptr()
+    for part in parts:
+        width = part.shape[1] * size
+        _copy_rows(rows, part.data_ptr(), start, width, part.stride(0) * size, out.stride(0) * size)
+        start += width
+    return out
+
+
+@parallel_kernel("5q")
+def _take_columns_bf16(args):
+    x, out, columns, size, stride = (
+        simd.pointer_bf16(args[2]), simd.pointer_bf16(args[3]), simd.pointer_i32(args[4]), args[5], args[6]
+    )  # fmt: skip
+    item = next_item(args)
+    while item < args[1]:
+        for i in range(size):
+            simd.copy_bytes(
+                simd.address(advance(out, item * size + i)),
+                simd.address(advance(x, item * stride + read(columns, i))),
+                2,
+            )
+        item = next_item(args)
+
+
+def take_columns(x: Tensor, columns: Tensor) -> Tensor:
+    """x.index_select(1, columns) for bf16 [rows, n] with dense rows; columns int32."""
+    out = empty((len(x), len(columns)), x.dtype)
+    _take_columns_bf16(len(x), x.data_ptr(), out.data_ptr(), columns.data_ptr(), len(columns), x.stride(0))
+    return out

@@ -47,7 +47,7 @@ def gated_activation(x: Tensor, name: str) -> Tensor:
         return _launch(x, name)
     cpu = cpu_kernels() if has_row_kernel(x, name) else None
     if cpu:
-        return cpu.elementwise.silu_mul(x)
+        return cpu.elementwise.gate(x, kernel_name(name))  # type: ignore[no-any-return]
     gate, up = x.chunk(2, dim=-1)
     return _activation(name)(gate) * up
 
@@ -57,7 +57,7 @@ def has_row_kernel(x: Tensor, name: str) -> bool:
     if use_triton(x):
         return True
     cpu = cpu_kernels() if x.device.type == "cpu" else None
-    return cpu is not None and name in ("silu", "swish") and cpu.elementwise.supports_silu_mul(x)
+    return cpu is not None and cpu.elementwise.supports_gate(x, _SAME_AS.get(name, name))
 
 
 def kernel_name(name: str) -> str:

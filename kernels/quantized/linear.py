@@ -48,7 +48,7 @@ class QuantizedLinear:
         """[num_tokens, in_features] -> [num_tokens, out_features]"""
         if self._code_matmul is None and self.weight is not None:
             return linear_reference(x, self.weight, self.bias)
-        x = x if self.permutation is None else x.index_select(1, self.permutation)
+        x = x if self.permutation is None else _take_columns(x, self.permutation)
         if self._scaled_matmul is not None and len(x) > FEW_ROWS:
             return self._scaled_matmul(x, self.bias)
         if self._code_matmul is not None:
@@ -84,12 +84,22 @@ class PartedLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[num_tokens, in_features] -> [num_tokens, out_features]"""
-        return torch.cat([part(x) for part in self.parts], -1)
+        return _concatenate([part(x) for part in self.parts])
 
 
 def make_linear(weight: Part, bias: Tensor | None, dtype: torch.dtype) -> QuantizedLinear | PackedLinear:
     """The layer of a part."""
     return PackedLinear(weight, bias) if isinstance(weight, Tensor) else QuantizedLinear(weight, bias, dtype)
+
+
+def _concatenate(parts: list[Tensor]) -> Tensor:
+    cpu = cpu_kernels() if parts[0].device.type == "cpu" else None
+    return cpu.elementwise.concatenate(parts) if cpu else torch.cat(parts, -1)  # type: ignore[no-any-return]
+
+
+def _take_columns(x: Tensor, columns: Tensor) -> Tensor:
+    cpu = cpu_kernels() if x.device.type == "cpu" and x.dtype == torch.bfloat16 else None
+    return cpu.elementwise.take_columns(x, columns) if cpu else x.index_select(1, columns)  # type: ignore[no-any-return]
 
 
 def _unchanged(bias: Tensor | None) -> Tensor | None:

@@ -5,8 +5,18 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen3Config,
+)
 
+from benchmarks.formats.layouts import layouts
+from benchmarks.formats.writers import write_checkpoint
 from engine.models.decoder import Decoder
 from engine.models.families import read_model_config
 from engine.models.loading.load import load_model
@@ -19,11 +29,13 @@ COMPILED = cpu_kernels() is not None and cpu_kernels().code_linear.HAS_BF16_DOT
 pytestmark = pytest.mark.skipif(not COMPILED, reason="this processor has no vdpbf16ps")
 SIZES = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "head_dim": 32}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+GROUPED = ("head_dim", "num_key_value_heads")
 RECORDED = {
     "llama": LlamaConfig(**SIZES),
     "biases": LlamaConfig(**SIZES, attention_bias=True),
     "qk norm": Qwen3Config(**SIZES),
     "window": MistralConfig(**SIZES, sliding_window=11),
+    "gelu": Gemma2Config(**SIZES, sliding_window=11),
 }
 # Rows of one decode step after the other; three sequences, whose lengths pass the ends of blocks.
 STEPS = [(0,), (0, 1), (0, 1, 2), (2,), (1, 2), (0, 1, 2), (1,), (0, 2), (0, 1, 2), (0,)] * 2
@@ -70,9 +82,20 @@ def test_recorded_steps_have_the_same_bits(name: str, quantization: str | None, 
     assert isinstance(layers, RecordedLayers) and layers.recorded_rows == [1, 2, 3]
 
 
+@pytest.mark.parametrize("layout", ["gptq 4 bits act-order", "awq", "compressed-tensors int8 asymmetric"])
+def test_parted_layers_and_offsets_are_recorded(layout: str, tmp_path: Path) -> None:
+    """act-order: q, k and v have a permutation each, so that qkv has three parts. awq: codes have offsets."""
+    write_checkpoint(save(RECORDED["llama"], tmp_path / "plain"), tmp_path / "quantised", layouts(64, 32)[layout])
+    expected, _ = logits_of(load(tmp_path / "quantised"), recorded=False)
+    found, model = logits_of(load(tmp_path / "quantised"), recorded=True)
+    for left, right in zip(expected, found, strict=True):
+        assert torch.equal(left, right)
+    assert isinstance(model.run_layers, RecordedLayers) and model.run_layers.recorded_rows == [1, 2, 3]
+
+
 def test_steps_with_operators_of_torch_are_not_recorded(tmp_path: Path) -> None:
-    """The GELU of Gemma 2 has no compiled kernel."""
-    folder = save(Gemma2Config(**SIZES), tmp_path)
+    """The MLP of GPT-NeoX has a plain GELU, which has no compiled kernel."""
+    folder = save(GPTNeoXConfig(**{name: SIZES[name] for name in SIZES if name not in GROUPED}), tmp_path)
     expected, _ = logits_of(load(folder), recorded=False)
     found, model = logits_of(load(folder), recorded=True)
     for left, right in zip(expected, found, strict=True):
