@@ -63,6 +63,7 @@ class EngineStats:
     def __init__(self) -> None:
         self.num_requests_running = Gauge("num_requests_running", "Sequences in the running batch.")
         self.num_requests_waiting = Gauge("num_requests_waiting", "Sequences that wait to be scheduled.")
+        self.num_tokens_waiting = Gauge("num_tokens_waiting", "Prompt tokens of sequences that wait to be scheduled.")
         self.kv_cache_usage_perc = Gauge("kv_cache_usage_perc", "Share of the KV blocks in use; 1 is 100 percent.")
         self.prompt_tokens = Counter("prompt_tokens", "Prompt tokens of requests whose prompt was computed.")
         self.generation_tokens = Counter("generation_tokens", "Generated tokens.")
@@ -117,6 +118,7 @@ class EngineStats:
         """Copy the gauges and counters that the scheduler and its block manager keep."""
         blocks = scheduler.block_manager
         self.num_requests_running.value = len(scheduler.running)
+        self.num_tokens_waiting.value = scheduler.num_waiting_tokens
         self.kv_cache_usage_perc.value = blocks.usage
         self.num_preemptions.values[()] = scheduler.num_preemptions
         self.admissions_delayed.values[()] = scheduler.admission.num_delayed

@@ -225,11 +225,13 @@ def test_queued_tokens_are_refused_with_429(folder, monkeypatch):
         assert "40 tokens" in assert_error(refused, 429, code="rate_limit_exceeded")
         assert 1 <= int(refused.headers["retry-after"]) <= 60
         assert 'requests_refused_total{reason="queue_tokens"} 1.0' in client.get("/metrics").text
+        assert value(client, "pageserve:num_tokens_waiting") == 40, "the prompt that waits, not the refused one"
         for request in seen:
             live.call(partial(live.driver.abort, request.request_id))
         for thread in threads:
             thread.join()
         live.wait_idle()
+        assert value(client, "pageserve:num_tokens_waiting") == 0
 
 
 @pytest.fixture(scope="module")
