@@ -8,6 +8,7 @@ import torch
 KB = 1024
 MIN_CAPABILITY = 75  # Turing: the oldest cards that Triton compiles matrix instructions for
 BF16_CAPABILITY = 80  # Turing has matrix instructions for fp16 alone
+E4M3_CAPABILITY = 89  # the first cards that multiply e4m3
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # compared by identity: tables are looked up with a card at every launch

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from benchmarks.gpu_check import moe, swaps, torch_peers
+from benchmarks.gpu_check import fp8_rows, moe, swaps, torch_peers
 from benchmarks.gpu_check.bench import Bench
 from benchmarks.gpu_check.datasheets import find_limits
 from benchmarks.gpu_check.parts import Setting
@@ -61,6 +61,7 @@ def run(recorder: Recorder, setting: Setting) -> None:
             bench.series(f"sampling, {num_rows} rows", sampling_cases(num_rows, bench.device), sampling_goal)
     for num_rows in rows:
         bench.series(f"row kernels, {num_rows} rows", row_cases(shape, num_rows, bench.device))
+        fp8_rows.run(bench, shape, num_rows)
         others(bench, shape, num_rows, bench.device)
 
 

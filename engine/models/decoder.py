@@ -52,8 +52,8 @@ from torch import Tensor
 from engine.models.config import ModelConfig
 from engine.models.layers.attention import Attention, BatchMetadata, KVCache, OutputRows
 from engine.models.layers.embedding import Embedding, LMHead
-from engine.models.layers.mlp import take_mlp
-from engine.models.layers.norm import take_norm
+from engine.models.layers.mlp import MLP, take_mlp
+from engine.models.layers.norm import norm_before, take_norm
 from engine.models.layers.operators import FastOperators, Operators
 from engine.models.layers.position import PositionTables, position_tables
 from engine.models.recorded_layers import RecordedLayers, RunLayers
@@ -88,9 +88,18 @@ class DecoderLayer:
         self.attention = Attention(config, weights, layer, positions, operators)
         self.mlp_norm = take_norm(config, weights, f"{prefix}.mlp_norm") if inputs and config.mlp_norm else None
         self.mlp = take_mlp(config, weights, layer, operators)
+        self._fuse_scaling(config.pre_norm and not config.parallel_residual)
         post = config.post_norms
         self.attn_post_norm = take_norm(config, weights, f"{prefix}.attn_post_norm") if post else None
         self.mlp_post_norm = take_norm(config, weights, f"{prefix}.mlp_post_norm") if post else None
+
+    def _fuse_scaling(self, sequential: bool) -> None:
+        """Let a norm whose output goes to one linear layer alone round it to e4m3, where that layer takes it so."""
+        if not sequential or self.attn_norm is None:
+            return
+        self.attn_norm = norm_before(self.attention.qkv, self.attn_norm)
+        if self.mlp_norm is not None and isinstance(self.mlp, MLP):
+            self.mlp_norm = norm_before(self.mlp.mlp_in, self.mlp_norm)
 
     def forward_pre_norm(
         self,

@@ -94,12 +94,18 @@ def gated_activation_kernel(
     wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = offs < SIZE
-    gate_ptr = x_ptr + row * x_stride_row + offs
-    gate = tl.load(gate_ptr, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(gate_ptr + SIZE, mask=mask, other=0.0).to(tl.float32)
+    gate, up = load_gate_and_up(x_ptr + row * x_stride_row, offs, SIZE)
     result = activate(gate, ACTIVATION) * up
-    tl.store(out_ptr + row * SIZE + offs, result.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + row * SIZE + offs, result.to(out_ptr.dtype.element_ty), mask=offs < SIZE)
+
+
+@triton.jit
+def load_gate_and_up(row_ptr, offs, SIZE: tl.constexpr):
+    """Columns `offs` of both halves of a row [2 * SIZE] in fp32, 0 from SIZE on."""
+    mask = offs < SIZE
+    gate = tl.load(row_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(row_ptr + SIZE + offs, mask=mask, other=0.0).to(tl.float32)
+    return gate, up
 
 
 @triton.jit

@@ -63,12 +63,20 @@ def rms_norm_kernel(
     wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCK)
+    normed = normalise_row(x_ptr, residual_ptr, weight_ptr, row, offs, x_stride_row, eps, HIDDEN, WEIGHT_OFFSET)
+    tl.store(out_ptr + row * HIDDEN + offs, normed.to(out_ptr.dtype.element_ty), mask=offs < HIDDEN)
+
+
+@triton.jit
+def normalise_row(
+    x_ptr, residual_ptr, weight_ptr, row, offs, x_stride_row, eps, HIDDEN: tl.constexpr, WEIGHT_OFFSET: tl.constexpr
+):
+    """Row `row` of x, with the residual added, normed and scaled: fp32 [BLOCK], 0 from HIDDEN on."""
     mask = offs < HIDDEN
     x = load_residual_row(x_ptr + row * x_stride_row + offs, residual_ptr, row * HIDDEN + offs, mask)
     weight = tl.load(weight_ptr + offs, mask=mask, other=0.0)
     normed = x * tl.rsqrt(tl.sum(x * x, 0) / HIDDEN + eps)
-    normed = scale_normed(normed, weight, WEIGHT_OFFSET)
-    tl.store(out_ptr + row * HIDDEN + offs, normed.to(out_ptr.dtype.element_ty), mask=mask)
+    return scale_normed(normed, weight, WEIGHT_OFFSET)
 
 
 @triton.jit

@@ -2,15 +2,16 @@
 
 from collections.abc import Sequence
 from copy import copy
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.dispatch import cpu_kernels, device_sizes, use_triton
+from kernels.dispatch import cpu_kernels, use_triton
 from kernels.linear.packed import PackedLinear
 from kernels.quantized.code_matmul import CodeMatmul, supports_code_matmul
-from kernels.quantized.scaled_matmul import ScaledMatmul, supports_scaled_matmul
+from kernels.quantized.scaled_matmul import ScaledMatmul, multiplies_e4m3, supports_scaled_matmul
 from kernels.quantized.weight import Part, QuantizedWeight
 
 FEW_ROWS = 16  # up to so many rows, reading the weights takes longer than multiplying
@@ -31,8 +32,7 @@ class QuantizedLinear:
         self.bias, self.dtype, self.permutation = bias, dtype, weight.permutation
         self.weight: QuantizedWeight | None = weight
         self._code_matmul = CodeMatmul(weight) if use_triton(weight.codes) and supports_code_matmul(weight) else None
-        scaled = weight.codes.is_cuda and dtype != torch.float32
-        scaled = scaled and supports_scaled_matmul(weight, device_sizes(weight.codes.device)[0])
+        scaled = dtype != torch.float32 and multiplies_e4m3(weight.codes.device) and supports_scaled_matmul(weight)
         self._scaled_matmul = ScaledMatmul(weight) if scaled else None
         compiled = weight.codes.device.type == "cpu" and (self._code_matmul is None or dtype == torch.bfloat16)
         cpu = cpu_kernels() if compiled else None
@@ -44,13 +44,18 @@ class QuantizedLinear:
             self._padded_bias = self._pad_bias(bias)
             self.weight = None
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[num_tokens, in_features] -> [num_tokens, out_features]"""
+    @property
+    def takes_fp8_rows(self) -> bool:
+        """True if more than FEW_ROWS rows may come as Fp8Rows."""
+        return self._scaled_matmul is not None
+
+    def __call__(self, x: Any) -> Tensor:
+        """x: Tensor [num_tokens, in_features], or Fp8Rows (see takes_fp8_rows) -> [num_tokens, out_features]"""
+        if self._scaled_matmul is not None and len(x) > FEW_ROWS:
+            return self._scaled_matmul(x, self.bias)
         if self._code_matmul is None and self.weight is not None:
             return linear_reference(x, self.weight, self.bias)
         x = x if self.permutation is None else _take_columns(x, self.permutation)
-        if self._scaled_matmul is not None and len(x) > FEW_ROWS:
-            return self._scaled_matmul(x, self.bias)
         if self._code_matmul is not None:
             return self._code_matmul(x, self.bias)
         return self._multiply(x, self._packed, self._padded_bias)

@@ -6,9 +6,13 @@ Run by test_gpu_check.py, in a process of its own, since Triton must be imported
 import triton  # noqa: F401 -- before the kernels: it tells them to define their Triton halves
 
 # isort: split
+from types import SimpleNamespace
+
 import pytest
 
-from benchmarks.gpu_check import fabricated, steps
+from benchmarks.gpu_check import fabricated, fp8_rows, kernels, steps
+from benchmarks.gpu_check.bench import Bench
+from benchmarks.gpu_check.bounds import Limits
 from benchmarks.gpu_check.operators import Rows, step_operators
 from benchmarks.gpu_check.parts import Setting
 from benchmarks.gpu_check.record import Recorder, read_record
@@ -41,6 +45,23 @@ def test_steps_run_on_fabricated_keys_alone(device, tmp_path, monkeypatch):
     steps.run_prefill(Recorder(path), setting)
     assert not [line for line in read_record(path) if line["kind"] == "failed"]
     assert [name for name in device.launched if name.startswith("prefill")]
+
+
+def test_scaling_is_measured_fused_and_separate(device, tmp_path, monkeypatch):
+    path = tmp_path / "part.jsonl"
+    recorder = Recorder(path)
+    monkeypatch.setattr(fp8_rows, "compare", lambda fused, separate: None)
+    watch = SimpleNamespace(median=lambda call: call() and 1.0)
+    fp8_rows.run(Bench(recorder, FakeCudaQueue.device, watch, Limits(3.0e12, 794e12)), kernels.SHAPE, 64)
+    names = [line["name"] for line in read_record(path) if line["kind"] == "figure"]
+    assert names == [f"{kernel} to e4m3{how} 64 rows" for kernel in ("rms_norm + residual", "gated_activation silu")
+                     for how in ("", ", two kernels")]  # fmt: skip
+    launched = [name for name in device.launched if name.endswith("_kernel") and name != "probe_kernel"]
+    norm, activation = (
+        [f"{kernel}_fp8_kernel", f"{kernel}_kernel", "quantize_rows_kernel"]
+        for kernel in ("rms_norm", "gated_activation")
+    )
+    assert launched == norm * 2 + activation * 2  # compared, then timed
 
 
 @pytest.mark.parametrize("name", ["Llama-3-8B", "Qwen3-0.6B"])

@@ -7,7 +7,6 @@ import torch
 from kernels.dispatch import INTERPRET
 from kernels.quantized.code_matmul import CodeMatmul, supports_code_matmul
 from kernels.quantized.linear import QuantizedLinear
-from kernels.quantized.scaled_matmul import quantize_rows, quantize_rows_reference
 from kernels.quantized.weight import INT4, QuantizedWeight, pack_4bit
 
 DEVICE = "cpu" if INTERPRET else "cuda"
@@ -85,10 +84,3 @@ def test_groups_of_other_sizes_are_left_to_the_reference():
     assert not supports_code_matmul(weight)
     x = torch.randn(3, 96, device=DEVICE)
     check(QuantizedLinear(weight, None, torch.float32)(x), weight, x, None)
-
-
-@pytest.mark.parametrize("n", [16, 100])
-def test_rows_are_rounded_to_e4m3(n):
-    x = torch.randn(5, n, device=DEVICE) * torch.tensor([1.0, 1e-3, 0.0, 1e4, 7.0], device=DEVICE)[:, None]
-    (codes, scales), (expected, expected_scales) = quantize_rows(x), quantize_rows_reference(x)
-    assert torch.equal(scales, expected_scales) and torch.equal(codes.float(), expected.float())

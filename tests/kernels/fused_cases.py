@@ -11,6 +11,13 @@ from kernels.cache.reshape_and_cache import reshape_and_cache_reference
 from kernels.cache.rope_and_cache import QKVHeads, rope_and_cache
 from kernels.dispatch import INTERPRET
 from kernels.elementwise.activation import ACTIVATIONS, gated_activation, gated_activation_reference
+from kernels.elementwise.fp8_rows import (
+    gated_activation_fp8,
+    quantize_rows,
+    quantize_rows_reference,
+    rms_norm_fp8,
+    rms_norm_fp8_reference,
+)
 from kernels.elementwise.layer_norm import layer_norm, layer_norm_reference
 from kernels.elementwise.rms_norm import rms_norm, rms_norm_reference
 from kernels.elementwise.rotary_embedding import rotary_embedding_reference
@@ -110,6 +117,48 @@ def test_silu_far_out():
 def test_an_unknown_activation_names_the_known_ones():
     with pytest.raises(ValueError, match="unknown activation 'swishy'; known are gelu"):
         gated_activation(torch.zeros(1, 2, device=DEVICE), "swishy")
+
+
+def same_rows(found, expected):
+    """The same codes and scales, bit for bit."""
+    assert found.dtype == expected.dtype and len(found) == len(expected)
+    assert torch.equal(found.scales.cpu(), expected.scales.cpu())
+    assert torch.equal(found.codes.cpu().view(torch.uint8), expected.codes.cpu().view(torch.uint8))
+
+
+@pytest.mark.parametrize("n", [16, 100])
+def test_rows_are_rounded_to_e4m3(dtype, n):
+    """A row of zeros, of small and of large numbers, and gaps between rows."""
+    x = (torch.randn(5, n + 3) * torch.tensor([1.0, 1e-3, 0.0, 1e4, 7.0])[:, None]).to(dtype).to(DEVICE)[:, 3:]
+    found = quantize_rows(x)
+    same_rows(found, quantize_rows_reference(x))
+    assert found.codes.float().abs().amax(1).tolist() == [448.0, 448.0, 0.0, 448.0, 448.0]
+
+
+@pytest.mark.parametrize("weight_offset", [0.0, 1.0])
+@pytest.mark.parametrize("shape", [(7, 100), (2, 5120), (0, 64)], ids=str)
+def test_rms_norm_in_e4m3(dtype, shape, weight_offset, poisoned):
+    """The codes and scales of the norm's own kernel and quantize_rows, and within a code of the reference."""
+    x, residual, weight = on_device(*(torch.randn(size).to(dtype) for size in (shape, shape, shape[-1:])))
+    kept = residual.clone()
+    rows, total = rms_norm_fp8(x, weight, 1e-5, residual, weight_offset)
+    normed, expected_total = rms_norm(x, weight, 1e-5, kept.clone(), weight_offset)
+    same_rows(rows, quantize_rows(normed))
+    assert torch.equal(total, expected_total) and total.data_ptr() == residual.data_ptr()
+    expected, _ = rms_norm_fp8_reference(*(tensor.cpu() for tensor in (x, weight)), 1e-5, kept.cpu(), weight_offset)
+    wide, wanted = (some.codes.cpu().float() * some.scales.cpu() for some in (rows, expected))
+    assert ((wide - wanted).abs() <= wanted.abs() / 8 + expected.scales / 256).all()
+    alone, same = rms_norm_fp8(x, weight, 1e-5, None, weight_offset)
+    same_rows(alone, quantize_rows(rms_norm(x, weight, 1e-5, None, weight_offset)))
+    assert torch.equal(same, x)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+@pytest.mark.parametrize("shape", [(7, 100), (3, 2 * 1027), (0, 64)], ids=str)
+@pytest.mark.parametrize("name", ["gelu", "gelu_new", "silu"])
+def test_gated_activation_in_e4m3(dtype, shape, name, poisoned):
+    wide = (torch.randn(shape[0], shape[1] + 5) * 4).to(dtype).to(DEVICE)[:, 2:-3]
+    same_rows(gated_activation_fp8(wide, name), quantize_rows(gated_activation(wide, name)))
 
 
 @pytest.mark.parametrize("shape", [(1, 64), (3, 1027), (0, 64)], ids=str)

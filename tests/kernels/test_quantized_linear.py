@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from kernels.dispatch import cpu_kernels
+from kernels.elementwise.fp8_rows import quantize_rows
 from kernels.quantized.linear import PartedLinear, QuantizedLinear
-from kernels.quantized.scaled_matmul import ScaledMatmul, quantize_rows, supports_scaled_matmul
+from kernels.quantized.scaled_matmul import ScaledMatmul, supports_scaled_matmul
 from kernels.quantized.weight import INT4, QuantizedWeight, pack_4bit
 
 IN = 192
@@ -94,12 +95,15 @@ def test_small_numbers_of_fp8_are_exact():
 def test_products_of_two_fp8_matrices():
     """torch multiplies e4m3 on a CPU, too. The error of rounding x to e4m3 is 2^-4 of a number at most."""
     weight = make("fp8", 64, IN)
-    assert supports_scaled_matmul(weight, 90) and not supports_scaled_matmul(weight, 80)
-    assert not supports_scaled_matmul(make("fp8", 64, 32), 90) and not supports_scaled_matmul(make("int8", 64, IN), 90)
+    assert supports_scaled_matmul(weight)
+    assert not supports_scaled_matmul(make("fp8", 64, 32)) and not supports_scaled_matmul(make("int8", 64, IN))
     x, bias = torch.randn(20, IN).bfloat16(), torch.randn(64).bfloat16()
     x[3] = 0
-    codes, scales = quantize_rows(x)
+    rows = quantize_rows(x)
+    codes, scales = rows.codes, rows.scales
     assert ((codes.float() * scales - x.float()).abs() <= x.float().abs() / 16 + scales * 2**-9).all()
-    found = ScaledMatmul(weight)(x, bias).float()
+    multiply = ScaledMatmul(weight)
+    found = multiply(x, bias).float()
+    assert torch.equal(found, multiply(rows, bias).float())
     exact = (codes.float() * scales) @ weight.dequantize().T + bias.float()
     torch.testing.assert_close(found, exact, rtol=1e-2, atol=1e-2 * float(exact.std()))

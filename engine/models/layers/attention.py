@@ -135,7 +135,7 @@ class Attention:
     def __call__(
         self, hidden: Tensor, metadata: BatchMetadata, kv_cache: KVCache, outputs: OutputRows | None = None
     ) -> Tensor:
-        """hidden (T, C) -> (T, C), or (R, C) with `outputs`."""
+        """hidden (T, C), also Fp8Rows where qkv takes them -> (T, C), or (R, C) with `outputs`."""
         q = self.write(hidden, metadata, kv_cache)  # (T, C) -> (T, H, D)
         if outputs is None:
             attended = self._attend(q, *kv_cache, metadata)  # (T, H, D) -> (T, H, D)
@@ -148,7 +148,7 @@ class Attention:
 
     def write(self, hidden: Tensor, metadata: BatchMetadata, kv_cache: KVCache) -> Tensor:
         """Write the keys and values of every row to the cache; returns q. hidden (T, C) -> (T, H, D)."""
-        num_tokens = hidden.shape[0]
+        num_tokens = len(hidden)
         qkv = self.qkv(hidden).view(num_tokens, self.num_heads, self.head_dim)  # (T, C) -> (T, H + 2K, D)
         return rope_and_cache(qkv, self.heads, metadata.positions, metadata.slot_mapping, *kv_cache)  # -> (T, H, D)
 

@@ -2,13 +2,17 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
 from engine.models.config import ModelConfig
 from engine.models.layers.moe import MoE
-from engine.models.layers.operators import Operators, take_linear, take_tensor
+from engine.models.layers.operators import Operators, take_linear, take_tensor, takes_fp8_rows
+from kernels.elementwise.activation import ACTIVATIONS, gated_activation
+from kernels.elementwise.fp8_rows import gated_activation_fp8
 from kernels.elementwise.xielu import coefficients, xielu
+from kernels.quantized.linear import FEW_ROWS
 from kernels.quantized.weight import Weight
 
 
@@ -21,9 +25,16 @@ class MLP:
         self.activate = take_activation(config, weights, prefix, operators)
         self.mlp_in = take_linear(weights, f"{prefix}.mlp_in", operators)
         self.mlp_out = take_linear(weights, f"{prefix}.mlp_out", operators)
+        if config.gated_mlp and config.activation in ACTIVATIONS and takes_fp8_rows(self.mlp_out):
+            self.activate = partial(activate_to_fp8, name=config.activation)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.mlp_out(self.activate(self.mlp_in(x)))
+
+
+def activate_to_fp8(x: Tensor, name: str) -> Any:
+    """gated_activation before a linear layer that takes_fp8_rows: more than FEW_ROWS rows leave it as Fp8Rows."""
+    return gated_activation(x, name) if len(x) <= FEW_ROWS else gated_activation_fp8(x, name)
 
 
 def take_activation(

@@ -5,9 +5,11 @@ from typing import Any
 from torch import Tensor
 
 from engine.models.config import ModelConfig
-from engine.models.layers.operators import take_optional, take_tensor
+from engine.models.layers.operators import Linear, take_optional, take_tensor, takes_fp8_rows
+from kernels.elementwise.fp8_rows import rms_norm_fp8
 from kernels.elementwise.layer_norm import layer_norm
 from kernels.elementwise.rms_norm import rms_norm
+from kernels.quantized.linear import FEW_ROWS
 from kernels.quantized.weight import Weight
 
 
@@ -47,7 +49,28 @@ class LayerNorm:
         return both[0], both[1]
 
 
-Norm = RMSNorm | LayerNorm
+class RMSNormFp8:
+    """An RMSNorm before a linear layer that takes_fp8_rows: more than FEW_ROWS rows leave it rounded to e4m3."""
+
+    __slots__ = ("norm",)
+
+    def __init__(self, norm: RMSNorm) -> None:
+        self.norm = norm
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> tuple[Any, Tensor]:
+        """RMSNorm's arguments and result; the normed rows are a Tensor or Fp8Rows."""
+        norm = self.norm
+        if len(x) <= FEW_ROWS:
+            return norm(x, residual)
+        return rms_norm_fp8(x, norm.weight, norm.eps, residual, norm.weight_offset)
+
+
+Norm = RMSNorm | LayerNorm | RMSNormFp8
+
+
+def norm_before(linear: Linear, norm: Norm) -> Norm:
+    """The norm as it feeds the linear layer alone."""
+    return RMSNormFp8(norm) if isinstance(norm, RMSNorm) and takes_fp8_rows(linear) else norm
 
 
 def take_norm(config: ModelConfig, weights: dict[str, Weight], name: str) -> Norm:

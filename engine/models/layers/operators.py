@@ -133,6 +133,12 @@ def _each_row(function: Elementwise, x: Tensor) -> Tensor:
     return torch.cat([function(row) for row in torch.split(x, 1)])
 
 
+def takes_fp8_rows(linear: Linear) -> bool:
+    """True if more than FEW_ROWS rows may come to the layer in e4m3, from the kernel of the norm or activation before
+    it."""
+    return isinstance(linear, QuantizedLinear) and linear.takes_fp8_rows
+
+
 def take_linear(weights: dict[str, Weight], name: str, operators: Operators) -> Linear:
     """Make the linear layer called `name` and drop its entries, so that the plain copy of packed weights is freed."""
     return operators.linear(weights.pop(f"{name}.weight"), take_optional(weights, f"{name}.bias"))

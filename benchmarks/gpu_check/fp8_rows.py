@@ -1,0 +1,58 @@
+"""Norm and activation that round their rows to e4m3 in the same kernel, beside the two kernels one after the other."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu_check.bench import Bench
+from benchmarks.kernel_speed import Case, Shape
+from kernels.elementwise.activation import gated_activation
+from kernels.elementwise.fp8_rows import Fp8Rows, gated_activation_fp8, quantize_rows, rms_norm_fp8
+from kernels.elementwise.rms_norm import rms_norm
+
+Rounding = Callable[[Tensor], Fp8Rows]  # from the rows that a kernel may write over
+
+
+def run(bench: Bench, shape: Shape, num_rows: int) -> None:
+    """A case for each kernel. The bytes of both figures are those of the fused kernel, so that the shares compare."""
+    for name, measure in (("rms_norm + residual", measure_norm), ("gated_activation silu", measure_activation)):
+        bench.recorder.case(f"{name} to e4m3 {num_rows} rows", partial(measure, bench, shape, num_rows), seconds=30)
+
+
+def measure_norm(bench: Bench, shape: Shape, num_rows: int) -> None:
+    x, residual, weight = (torch.randn(size, device=bench.device).to(shape.dtype)
+                           for size in ((num_rows, shape.hidden_size),) * 2 + ((shape.hidden_size,),))  # fmt: skip
+
+    def fused(total: Tensor) -> Fp8Rows:
+        return rms_norm_fp8(x, weight, 1e-5, total)[0]
+
+    def separate(total: Tensor) -> Fp8Rows:
+        return quantize_rows(rms_norm(x, weight, 1e-5, total)[0])
+
+    _measure(bench, "rms_norm + residual", fused, separate, residual, (3 * x.itemsize + 1) * x.numel())
+
+
+def measure_activation(bench: Bench, shape: Shape, num_rows: int) -> None:
+    gate_up = torch.randn(num_rows, 2 * shape.intermediate_size, device=bench.device).to(shape.dtype)
+
+    def separate(rows: Tensor) -> Fp8Rows:
+        return quantize_rows(gated_activation(rows, "silu"))
+
+    num_bytes = gate_up.numel() * gate_up.itemsize + gate_up.numel() // 2
+    _measure(bench, "gated_activation silu", partial(gated_activation_fp8, name="silu"), separate, gate_up, num_bytes)
+
+
+def _measure(bench: Bench, name: str, fused: Rounding, separate: Rounding, rows: Tensor, num_bytes: int) -> None:
+    compare(fused(rows.clone()), separate(rows.clone()))
+    for by, call in (("ours", fused), ("separate", separate)):
+        label = f"{name} to e4m3" + ", two kernels" * (by == "separate")
+        bench.time(Case(label, f"{len(rows)} rows", partial(call, rows), num_bytes), by=by)
+
+
+def compare(fused: Fp8Rows, separate: Fp8Rows) -> None:
+    """AssertionError where more than a code in a thousand differs: a norm's last bit may, on a CPU."""
+    equal = fused.codes.view(torch.uint8) == separate.codes.view(torch.uint8)
+    if not float(equal.float().mean()) > 0.999:
+        raise AssertionError("the fused kernel's codes differ from those of the separate kernels")
