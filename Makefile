@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-only lint docs families layouts kernels-aot kernels-aot-tritons bench gpu-check gpu-check-faults gpu-wheels soak fuzz attacks fairness sim sim-mutants sleep-cycles rolling-restart journal pauses schema-suite own-answers forced-values screenshots formats formats-libraries lm-eval clients clean
+.PHONY: help serve test test-only lint docs families layouts kernels-aot kernels-aot-tritons bench gpu-check gpu-check-faults gpu-wheels soak fuzz attacks fairness sim sim-mutants sleep-cycles rolling-restart journal pauses ray schema-suite own-answers forced-values screenshots formats formats-libraries lm-eval clients clean
 
 help:
 	@echo "make serve [ARGS=\"--model DIR_OR_HUB_ID --port 9000\"]   start the server"
@@ -32,6 +32,7 @@ help:
 	@echo "make rolling-restart [RESTARTS=10]                      two replicas behind nginx, restarted under load"
 	@echo "make journal [STREAMS=64]                               kill the Worker under live streams: no stream loses a token"
 	@echo "make pauses [STREAMS=32]                                kill and stop Worker and helpers: print the pauses of streams"
+	@echo "make ray [ONLY=\"overhead killed\"]                       a Ray cluster of two nodes: routing, scaling, deaths, updates"
 	@echo "make schema-suite                                       JSONSchemaTestSuite: schemas accepted, obeyed, refused"
 	@echo "make own-answers [ANSWERS=1000]                         send own answers back, forced and cut: none may be refused"
 	@echo "make forced-values [SEEDS=400]                          forced JSON at temperature 2: count the usable answers"
@@ -210,6 +211,21 @@ journal: $(VENV)/.installed-test $(VENV)/.compiled
 
 pauses: $(VENV)/.installed-test $(VENV)/.compiled
 	@exec $(BIN)/python -m tests.server.pauses --streams $(or $(STREAMS),32) $(ARGS)
+
+# Ray has a hundred dependencies, so it gets an environment of its own, over the packages of $(VENV).
+RAY := .cache/ray
+
+$(RAY)/.installed: $(VENV)/.installed-test
+	$(BIN)/python -m venv $(RAY)
+	@$(RAY)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $(RAY)/site
+	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' > "$$(cat $(RAY)/site)/pageserve.pth"
+	@$(call install,$(RAY),"ray[serve]==2.60.*")
+	@touch $@
+
+RAY_MODEL ?= .cache/models/llama-tiny
+ray: $(VENV)/.compiled $(RAY)/.installed
+	@test -e $(RAY_MODEL) || $(BIN)/python -m benchmarks.make_models $(notdir $(RAY_MODEL))
+	@exec $(RAY)/bin/python -m tests.ray --model $(abspath $(RAY_MODEL)) --only "$(ONLY)" $(ARGS)
 
 # The suite is part of the source distribution of jsonschema.
 .cache/schema-suite/.fetched: | $(BIN)/python

@@ -1,4 +1,4 @@
-"""The `pageserve` command: serve, chat, generate, run-batch, bench, plan.
+"""The `pageserve` command: serve, ray, chat, generate, run-batch, bench, plan.
 
 Each command imports its modules when it runs, so `pageserve --help` answers at once. A user's mistake ends in one line
 on stderr: exit status 2 for a wrong command line, setting or model, 1 for a later failure.
@@ -20,6 +20,7 @@ USAGE = """usage: pageserve COMMAND [options]
 An OpenAI-compatible LLM inference server.
 
   serve     start the server: pageserve serve [MODEL] [--port 8000 ...]
+  ray       serve replicas on a Ray cluster: pageserve ray [MODEL] [--max-replicas 4 ...]
   chat      talk to a running server in the terminal
   generate  complete prompts offline, without a server
   run-batch answer an OpenAI batch file, resumable, with or without a server
@@ -66,6 +67,7 @@ def _fail(error: Exception, status: int) -> int:
 def _dispatch(arguments: list[str]) -> int:
     commands: dict[str, Callable[[list[str]], int]] = {
         "serve": serve,
+        "ray": ray,
         "chat": chat,
         "generate": generate,
         "run-batch": run_batch,
@@ -116,6 +118,12 @@ def serve(arguments: list[str]) -> int:
     from server.serve import run
 
     return event_loop.run(run(server_config, engine_config))
+
+
+def ray(arguments: list[str]) -> int:
+    from server.commands.ray import main
+
+    return main(arguments)
 
 
 def chat(arguments: list[str]) -> int:

@@ -16,6 +16,9 @@ DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 STALL_SECONDS = 60.0  # a client that reads nothing for this time is cut off, or it would hold its KV blocks for ever
 HEADERS = {"cache-control": "no-cache"}
+# A request with this header gets a comment with the number of tokens so far after the events of each output. A proxy
+# that takes the comments out knows how many tokens its client has.
+COUNT_TOKENS = b"x-pageserve-count-tokens"
 
 # A signal must not cancel streams: the drain lets them finish, and the end of the server ends them.
 AppStatus.enable_automatic_graceful_drain = False
@@ -80,9 +83,13 @@ class EventStream(EventSourceResponse):
         self._opening = opening
         self._failure = failure or _error_event
         self._on_prompt_logprobs = on_prompt_logprobs
+        self._on_output = self._send_output
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._asgi_send = send
+        if any(name == COUNT_TOKENS for name, _ in scope["headers"]):
+            self._num_tokens = 0
+            self._on_output = self._send_counted
         try:
             await super().__call__(scope, receive, send)
         except SendTimeoutError:  # closing would wait until the client has read the buffered bytes
@@ -95,7 +102,7 @@ class EventStream(EventSourceResponse):
         try:
             if self._opening:
                 await self._send(self._opening)
-            await self._generation.read(self._send_output, self._on_prompt_logprobs)
+            await self._generation.read(self._on_output, self._on_prompt_logprobs)
         except Exception as error:
             yield self._failure(to_api_error(error))
         else:
@@ -104,6 +111,11 @@ class EventStream(EventSourceResponse):
     async def _send_output(self, prompt_index: int, output: RequestOutput) -> None:
         if body := self._encode(prompt_index, output):
             await self._send(body)
+
+    async def _send_counted(self, prompt_index: int, output: RequestOutput) -> None:
+        self._num_tokens += sum(len(sample.token_ids) for sample in output.outputs)
+        if body := self._encode(prompt_index, output):
+            await self._send(b"%b: tokens %d\n\n" % (body, self._num_tokens))
 
     async def _send(self, body: bytes) -> None:
         await self._asgi_send({"type": "http.response.body", "body": body, "more_body": True})

@@ -45,6 +45,19 @@ def test_headers_of_a_stream(client):
     assert response.content.endswith(b"data: [DONE]\n\n")
 
 
+def test_a_stream_counts_its_tokens_for_a_proxy_that_asks(client):
+    body = completion_body(stream=True, n=2, return_token_ids=True)
+    text = client.post("/v1/completions", json=body, headers={"x-pageserve-count-tokens": "1"}).text
+    counted = 0
+    *parts, end = text.split(": tokens ")
+    for number, part in enumerate(parts):
+        num_before, _, data = part.partition("\n\n") if number else ("0", "", part)
+        assert int(num_before) == counted
+        counted += sum(len(choice["token_ids"]) for chunk in events(data) for choice in chunk["choices"])
+    assert counted > 0 and end == f"{counted}\n\ndata: [DONE]\n\n"
+    assert ": tokens" not in client.post("/v1/completions", json=body).text
+
+
 def test_a_chat_is_a_role_then_text_then_a_finish_reason(client):
     *chunks, done = chat_stream(client)
     assert done == "[DONE]"

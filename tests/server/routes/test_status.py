@@ -121,6 +121,7 @@ def test_metrics_carry_vllms_names_and_labels(client):
     }
     assert {name.removeprefix("vllm:") for name in found if name.startswith("vllm:")} == VLLM_NAMES
     text = client.get("/metrics").text
+    assert "pageserve:num_tokens_waiting{" in text
     assert "vllm:prompt_tokens_total{" in text and "_created" not in text
 
 
