@@ -129,28 +129,30 @@ def _cache_dir() -> str:
     raise OSError("no writable cache folder")
 
 
-def _find_openmp() -> tuple[Callable, int] | None:
-    """GOMP_parallel(fn, data, num_threads, flags) of the OpenMP runtime that torch has loaded, and the address of its
-    omp_get_num_threads; None if not found."""
+def _find_gomp_parallel() -> Callable | None:
+    """GOMP_parallel(fn, data, num_threads, flags) of the OpenMP runtime that torch has loaded; None if not found."""
     try:
         maps = Path("/proc/self/maps").read_text()
     except OSError:
         return None
     for path in re.findall(r"/\S*lib(?:gomp|iomp5|omp)\b\S*", maps):
-        library = ctypes.CDLL(path)
-        function = getattr(library, "GOMP_parallel", None)
+        function = getattr(ctypes.CDLL(path), "GOMP_parallel", None)
         if function is not None:
             function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
             function.restype = None
-            return function, ctypes.cast(library.omp_get_num_threads, ctypes.c_void_p).value or 0
+            return function
     return None
 
 
-_GOMP_PARALLEL, NUM_THREADS_ADDRESS = _find_openmp() or (None, 0)
+_GOMP_PARALLEL = _find_gomp_parallel()
 
 
-def run_region(address: int, data: Any) -> None:
-    """Call the machine code at `address` with `data` once on each of torch's threads; NUM_THREADS_ADDRESS tells their
-    number."""
+def has_threads() -> bool:
+    """True if kernels run on torch's threads, and not on the calling thread alone."""
+    return _GOMP_PARALLEL is not None
+
+
+def run_region(address: int, data: int) -> None:
+    """Call the machine code at `address` with the address `data` once on each of torch's threads."""
     assert _GOMP_PARALLEL is not None
     _GOMP_PARALLEL(address, data, torch.get_num_threads(), 0)

@@ -1,9 +1,10 @@
 """Programs: kernel calls recorded once and run again as one call, in one parallel region.
 
 Between two kernels that Python starts, the threads sleep or spin, and Python takes 10 to 30 us; a decode step of one
-sequence has a hundred kernels. A program runs them one after the other on the same threads, which meet at a barrier
-behind each kernel. Like a CUDA graph, it reads the addresses that it was recorded with: the caller writes the step's
-inputs to fixed tensors.
+sequence has a hundred kernels. A program runs them one after the other on the same threads. A kernel begins once all
+items of the one before are done; a thread that has no core at that moment is not waited for, so that other processes
+slow a step by little. Like a CUDA graph, a program reads the addresses that it was recorded with: the caller writes
+the inputs of a step to fixed tensors.
 
 Only kernels of this package may compute while a program is recorded. An operator of torch would run once, at recording,
 so it raises NotRecordable.
@@ -26,12 +27,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels.cpu import parallel, simd
 from kernels.cpu.parallel import ParallelKernel, parallel_kernel
-from kernels.cpu.simd import I64Pointer
+from kernels.cpu.simd import I64Pointer, advance
 
 ALIGNMENT = 64
-SUPPORTED = parallel.NUM_THREADS_ADDRESS != 0  # torch's threads can be used directly
-SPINS = 4096  # pauses at a barrier before a thread offers its core to others
-HEADER = 5  # words before the kernels: arrivals, kernels, omp_get_num_threads, sched_yield, spins
+SUPPORTED = parallel.has_threads()
+SPINS = 4096  # pauses, some 100 us, before a waiting thread sleeps
+SLEEP_MICROSECONDS = 50
+HEADER = 8  # words before the kernels
+ENTRY = 8  # words of a kernel, a cache line: address, arguments, threads inside
 # Operators that only describe memory: they compute nothing.
 _ATEN = torch.ops.aten
 VIEWS = {
@@ -107,16 +110,23 @@ class Program:
     def __init__(self, calls: list[tuple[ParallelKernel, Any]], result: Any, memory: tuple[Any, ...]) -> None:
         """memory: objects that own what the kernels read and write."""
         self.result, self._memory = result, memory
-        self._buffers = [packed for _, packed in calls]
-        words = [0, len(calls), parallel.NUM_THREADS_ADDRESS, _SCHED_YIELD, SPINS]
-        for kernel, packed in calls:
-            ctypes.c_int64.from_buffer(packed).value = 0
-            words += [kernel.address, ctypes.addressof(packed)]
-        self._words = (ctypes.c_int64 * len(words))(*words)
+        arguments = [np.frombuffer(packed.raw[:-1], np.int64) for _, packed in calls]
+        self._arguments = np.concatenate(arguments) if arguments else np.empty(0, np.int64)
+        # The first argument of a kernel counts the items that were given out.
+        self._counters = np.cumsum([0, *map(len, arguments)])[:-1]
+        self._words = np.zeros(HEADER + ENTRY * len(calls), np.int64)
+        self._words[:2] = len(calls), _USLEEP
+        entries = self._words[HEADER:].reshape(-1, ENTRY)
+        entries[:, 0] = [kernel.address for kernel, _ in calls]
+        entries[:, 1] = self._arguments.ctypes.data + 8 * self._counters
+
+    @property
+    def num_kernels(self) -> int:
+        return len(self._counters)
 
     def __call__(self) -> Any:
-        self._words[0] = 0
-        parallel.run_region(_run_kernels.address, self._words)
+        self._arguments[self._counters] = 0
+        parallel.run_region(_run_kernels.address, self._words.ctypes.data)
         return self.result
 
 
@@ -129,7 +139,7 @@ def record(work: Callable[[], Any], workspace: Workspace) -> Program:
 
 
 _I64 = ir.IntType(64)
-_SCHED_YIELD = ctypes.cast(ctypes.CDLL(None).sched_yield, ctypes.c_void_p).value or 0
+_USLEEP = ctypes.cast(ctypes.CDLL(None).usleep, ctypes.c_void_p).value or 0
 
 
 @intrinsic
@@ -145,29 +155,33 @@ def _call_kernel(typingctx, address, args):
 
 
 @intrinsic
-def _call_plain(typingctx, address):
-    """Call a C function without arguments, which returns an int."""
+def _sleep(typingctx, usleep, microseconds):
+    """Call usleep, whose address is given."""
 
     def codegen(context, builder, sig, values):
-        function = ir.FunctionType(ir.IntType(32), []).as_pointer()
-        return builder.sext(builder.call(builder.inttoptr(values[0], function), []), _I64)
+        i32 = ir.IntType(32)
+        function = builder.inttoptr(values[0], ir.FunctionType(i32, [i32]).as_pointer())
+        builder.call(function, [builder.trunc(values[1], i32)])
+        return context.get_dummy_value()
 
-    return types.int64(types.int64), codegen
+    return types.void(types.int64, types.int64), codegen
 
 
 @intrinsic
-def _arrive(typingctx, counter):
-    """Atomically add one to a counter that threads share, and publish all that this thread wrote; the old value."""
+def _add(typingctx, counter, value):
+    """Atomically add to a counter that threads share. What this thread wrote before is seen by a thread that reads the
+    new value."""
 
     def codegen(context, builder, sig, values):
-        return builder.atomic_rmw("add", values[0], ir.Constant(_I64, 1), "acq_rel")
+        builder.atomic_rmw("add", values[0], values[1], "acq_rel")
+        return context.get_dummy_value()
 
-    return types.int64(I64Pointer), codegen
+    return types.void(I64Pointer, types.int64), codegen
 
 
 @intrinsic
-def _read_counter(typingctx, counter):
-    """The counter's value; this thread sees all that others wrote before they arrived."""
+def _read(typingctx, counter):
+    """The value of a counter that threads share."""
 
     def codegen(context, builder, sig, values):
         return builder.load_atomic(values[0], "acquire", 8)
@@ -187,21 +201,24 @@ def _pause(typingctx):
     return types.void(), codegen
 
 
-@parallel_kernel("3q")
+@parallel_kernel("q")
 def _run_kernels(args):
-    """Every thread runs all kernels in order, and shares the items of each with the others."""
-    num_kernels, sched_yield, spins = args[1], args[3], args[4]
-    num_threads = _call_plain(args[2])
-    for i in range(num_kernels):
-        address, arguments = args[HEADER + 2 * i], args[HEADER + 2 * i + 1]
-        _call_kernel(address, arguments)
-        everyone = (i + 1) * num_threads
-        if _arrive(args) == everyone - 1:  # all threads have left the kernel: its items are counted from 0 next time
-            simd.pointer_i64(arguments)[0] = 0
+    """Every thread goes through all kernels, and shares the items of each with the threads that are there.
+
+    All items of a kernel are done when all are given out and no thread is inside. A thread that comes later finds no
+    item left, and does not enter.
+    """
+    for i in range(args[0]):
+        entry = advance(args, HEADER + i * ENTRY)
+        arguments, inside = simd.pointer_i64(entry[1]), advance(entry, 2)
+        if _read(arguments) < arguments[1]:
+            _add(inside, 1)
+            _call_kernel(entry[0], entry[1])
+            _add(inside, -1)
         tries = 0
-        while _read_counter(args) < everyone:
+        while _read(inside) > 0:
             tries += 1
-            if tries < spins:
+            if tries < SPINS:
                 _pause()
             else:
-                _call_plain(sched_yield)
+                _sleep(args[1], SLEEP_MICROSECONDS)
