@@ -47,6 +47,13 @@ class EngineConfig:
     )
     block_size: int = option(16, "tokens per KV block", choices=(8, 16, 32, 64, 128))
     gpu_memory_utilization: float = option(0.9, "share of the GPU's memory that the server may use", above=0, maximum=1)
+    memory_share: float | None = option(
+        None,
+        "share of the GPU's memory that this model may use beside others of the same server; default: "
+        "gpu_memory_utilization, divided by the number of models that are awake together",
+        above=0,
+        maximum=1,
+    )
     kv_cache_memory: str | None = option(
         None,
         'size of the KV cache on a CPU, such as "2GiB"; default: enough for max_num_seqs sequences of max_model_len, '

@@ -475,7 +475,7 @@ class Driver:
             self._room.leave(self)
         sleep.asleep = True
         self._set_phase("sleeping")
-        logger.info("the model sleeps at level %d; %d requests wait", level, len(loaded.live))
+        logger.info("%s sleeps at level %d; %d requests wait", self._label, level, len(loaded.live))
         while (asked := sleep.asked) is not None:
             if asked > sleep.level:
                 await self.supervisor.rest(asked)
@@ -489,7 +489,7 @@ class Driver:
             await self._room.enter(self)
         ready = await self.supervisor.wake(lambda: len(loaded.live))
         self._woke_at = time.monotonic()
-        logger.info("the model woke in %.1f s after %.0f s of sleep", self._woke_at - slept, slept - started)
+        logger.info("%s woke in %.1f s after %.0f s of sleep", self._label, self._woke_at - slept, slept - started)
         loaded = self._resume(loaded, ready, keep_host_tier=executor is self.supervisor.executor)
         if loaded.prefetcher is not None and loaded.prefetcher.fetch_again(loaded.scheduler.waiting):
             sleep.fetching = True
@@ -500,6 +500,10 @@ class Driver:
         """The blocks that live requests had before the sleep are in host memory, or are waited for no longer."""
         self._sleep.fetching = False
         self._schedule_pump()
+
+    @property
+    def _label(self) -> str:
+        return f"the model {self.config.model}" if self.config.model else "the model"
 
     def _resume(self, loaded: Loaded, ready: WorkerReady, *, keep_host_tier: bool = False) -> Loaded:
         """Move to a Worker whose pool is empty; it is awake."""

@@ -63,15 +63,17 @@ def option(
     above: float | None = None,
     size: bool = False,
     secret: bool = False,
+    mappings: bool = False,
     unsupported: str | None = None,
 ) -> Any:
     """A dataclass field that carries its documentation and its limits.
 
     `minimum` and `maximum` are inclusive, `above` is exclusive. `size`: the value is a number of bytes, such as "2GiB"
-    (an int field stores the number, a str field the text). A `secret` is never printed. `unsupported`: the reason why
-    this version accepts only the default.
+    (an int field stores the number, a str field the text). A `secret` is never printed. `mappings`: in YAML, an entry
+    of the list may be a mapping. `unsupported`: the reason why this version accepts only the default.
     """
     more = {"minimum": minimum, "maximum": maximum, "above": above, "size": size, "secret": secret}
+    more["mappings"] = mappings
     metadata = {"help": help, "choices": choices, "unsupported": unsupported, **more}
     return dataclasses.field(default=default, metadata=metadata, repr=not secret)
 
@@ -92,6 +94,7 @@ class Setting:
     above: float | None
     size: bool
     secret: bool
+    mappings: bool
     unsupported: str | None
 
     @property
@@ -136,8 +139,9 @@ class Setting:
 
     def _check_many(self, value: Any) -> tuple[Any, ...]:
         parts = (value,) if isinstance(value, self.type) else value
-        if not isinstance(parts, (list, tuple)) or any(type(part) is not self.type or not part for part in parts):
-            raise ConfigError(f"{self.name} must be a list of non-empty texts.")
+        kinds = (self.type, dict) if self.mappings else (self.type,)
+        if not isinstance(parts, (list, tuple)) or any(type(part) not in kinds or not part for part in parts):
+            raise ConfigError(f"{self.name} must be a list of non-empty texts{' or mappings' * self.mappings}.")
         return tuple(parts)
 
     def _checked(self, value: Any) -> Any | None:
@@ -204,7 +208,7 @@ def _unwrap(hint: Any) -> tuple[type, bool, bool]:
     """(int | None) -> (int, optional, not many); tuple[str, ...] -> (str, not optional, many)."""
     arguments = typing.get_args(hint)
     if typing.get_origin(hint) is tuple:
-        return arguments[0], False, True
+        return (str if arguments[0] is Any else arguments[0]), False, True
     if isinstance(hint, types.UnionType):
         return next(part for part in arguments if part is not types.NoneType), True, False
     return hint, False, False
@@ -240,8 +244,10 @@ def _spell(name: str, spell: str) -> str:
     return spell.format(name.upper() if spell.startswith(ENV_PREFIX) else name)
 
 
-def add_flags(parser: argparse.ArgumentParser, *config_classes: type) -> None:
+def add_flags(parser: argparse.ArgumentParser, *config_classes: type, repeated: tuple[str, ...] = ()) -> None:
     """A flag per setting: `--max-num-seqs N`, `--enable-x / --no-enable-x`, lists as `--api-key A B`.
+
+    The flags of `repeated` settings give the list of their texts.
 
     The parser keeps the texts of the given flags only. load_settings() parses them, so a wrong value gives the same
     error from every source.
@@ -252,10 +258,10 @@ def add_flags(parser: argparse.ArgumentParser, *config_classes: type) -> None:
     for config_class in config_classes:
         group = parser.add_argument_group((config_class.__doc__ or config_class.__name__).split(":")[0].split(".")[0])
         for setting in settings_of(config_class).values():
-            _add_flag(group, setting)
+            _add_flag(group, setting, "append" if setting.name in repeated else "store")
 
 
-def _add_flag(group: Any, setting: Setting) -> None:
+def _add_flag(group: Any, setting: Setting, action: str) -> None:
     text = setting.help + ("" if setting.default in (None, "", ()) else f" (default: {setting.default})")
     more: dict[str, Any] = {"dest": setting.name, "default": argparse.SUPPRESS, "help": text.replace("%", "%%")}
     if setting.type is bool:
@@ -264,7 +270,7 @@ def _add_flag(group: Any, setting: Setting) -> None:
         group.add_argument(setting.flag, nargs="+", action="extend", metavar="TEXT", **more)
     else:
         metavar = "|".join(map(str, setting.choices)) if setting.choices else setting.type.__name__.upper()
-        group.add_argument(setting.flag, metavar="SIZE" if setting.size else metavar, **more)
+        group.add_argument(setting.flag, action=action, metavar="SIZE" if setting.size else metavar, **more)
 
 
 def load_settings(

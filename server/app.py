@@ -1,8 +1,10 @@
 """create_app(driver, config): the list of routes, the middleware around them, and the answers to errors."""
 
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
@@ -17,13 +19,14 @@ from starlette.types import Scope
 from engine.driver import Driver
 from engine.errors import PageserveError
 from server.config import ServerConfig
-from server.context import Served, package_version
+from server.context import Models, Served, package_version
 from server.errors import ApiError, error_response, from_http_status, nearest_route, refusal_reason
 from server.http.api_keys import ApiKeys
 from server.http.body_budget import BodyBudget
 from server.http.ignored_fields import IgnoredFieldsHeader
 from server.http.middleware import CLIENT_LEFT, PUBLIC_PATHS, Authentication, RequestContext
 from server.http.tracing import make_tracer
+from server.model_settings import served_names
 from server.openapi import body_of, describe, parameters_of
 from server.playground import PAGE, get_page
 from server.protocol import ChatCompletionRequest, CompletionRequest
@@ -54,7 +57,6 @@ from server.routes.responses import (
 )
 from server.routes.tokenize import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest, detokenize, tokenize
 
-DEFAULT_MODEL_NAME = "pageserve"
 PREFLIGHT_SECONDS = 3600  # time for which a browser keeps the answer to a preflight
 
 Handler = Callable[[HttpRequest, Served], Awaitable[Response]]
@@ -66,6 +68,15 @@ def _always(config: ServerConfig) -> bool:
 
 def _never(config: ServerConfig) -> bool:
     return False
+
+
+@dataclass(frozen=True)
+class HostedModel:
+    """A model of the server; `config` has the settings of the server with those of the model in their place."""
+
+    driver: Driver
+    config: ServerConfig
+    names: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -118,23 +129,27 @@ ROUTES = (
 )
 
 
-def served_names(config: ServerConfig, model: str) -> tuple[str, ...]:
-    """The names of the model in the API: the configured names, else the folder or hub id as given (vLLM's rule)."""
-    return config.served_model_name or (model or DEFAULT_MODEL_NAME,)
-
-
 def create_app(driver: Driver, config: ServerConfig) -> FastAPI:
-    """The HTTP side over a Driver. While the Driver still loads, /v1 answers 503.
+    """The HTTP side over one model. While it still loads, /v1 answers 503."""
+    return create_app_of([HostedModel(driver, config, served_names(config, driver.config.model))], config)
 
-    The app has no documentation pages (they would load scripts from other sites); /openapi.json describes the routes.
+
+def create_app_of(hosted: Sequence[HostedModel], config: ServerConfig) -> FastAPI:
+    """The HTTP side over several models: a request's `model` picks one, the first serves requests without a name.
+
+    `config` has the settings of the server. The app has no documentation pages (they would load scripts from other
+    sites); /openapi.json describes the routes.
     """
-    served = Served(driver, config, served_names(config, driver.config.model), int(time.time()))
+    models, now, counts, refused = Models(), int(time.time()), Counter[tuple[str, int]](), Counter[str]()
+    for model in hosted:
+        Served(model.driver, model.config, model.names, now, models, counts, refused)
+    served = next(iter(models))
     app = FastAPI(title="pageserve", version=package_version(), docs_url=None, redoc_url=None, redirect_slashes=False)
     for route in ROUTES:
         _add_route(app, route, served)
     known_paths = frozenset(route.path for route in ROUTES if "{" not in route.path) | {app.openapi_url or ""}
     _add_error_handlers(app, served, known_paths)
-    _add_middleware(app, served, known_paths)
+    _add_middleware(app, config, served, known_paths)
     bodies = [kind for route in ROUTES for kind in route.bodies]
     app.openapi = describe(app, config, bodies, served.names[0])  # type: ignore[method-assign]
     return app
@@ -166,13 +181,13 @@ def _add_error_handlers(app: FastAPI, served: Served, known_paths: Collection[st
         app.add_exception_handler(error_type, answer)
 
 
-def _add_middleware(app: FastAPI, served: Served, known_paths: frozenset[str]) -> None:
+def _add_middleware(app: FastAPI, config: ServerConfig, served: Served, known_paths: frozenset[str]) -> None:
     """The innermost first. `app.state` keeps the keys for reloads, and the tracer for the end of the server."""
-    config, driver = served.config, served.driver
     app.state.api_keys = ApiKeys(config)
-    app.state.tracer = make_tracer(config, served.names[0])
+    app.state.tracer = make_tracer(config)
     if app.state.tracer is not None:
-        driver.request_log.listeners.append(app.state.tracer.record)
+        for one in served.models:
+            one.driver.request_log.listeners.append(partial(app.state.tracer.record, one.names[0]))
     app.add_middleware(
         Authentication,
         keys=app.state.api_keys,
@@ -185,7 +200,9 @@ def _add_middleware(app: FastAPI, served: Served, known_paths: frozenset[str]) -
         app.add_middleware(IgnoredFieldsHeader)
     if config.allowed_origins:  # a preflight has no key, so CORS stands outside of Authentication
         app.add_middleware(CORSMiddleware, **cors_options(config))
-    app.add_middleware(RequestContext, driver=driver, counts=served.http_counts, known_paths=known_paths)
+    app.add_middleware(
+        RequestContext, drivers=served.models.drivers, counts=served.http_counts, known_paths=known_paths
+    )
 
 
 def cors_options(config: ServerConfig) -> dict[str, Any]:

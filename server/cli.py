@@ -1,4 +1,4 @@
-"""The `pageserve` command: serve, ray, chat, generate, run-batch, bench, plan.
+"""The `pageserve` command: serve, ray, models, chat, generate, run-batch, bench, plan.
 
 Each command imports its modules when it runs, so `pageserve --help` answers at once. A user's mistake ends in one line
 on stderr: exit status 2 for a wrong command line, setting or model, 1 for a later failure.
@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 
-from engine.command_line import Parser, merge_positional_model, one_line
+from engine.command_line import Parser, one_line
 from engine.errors import ConfigError, ModelError, PageserveError
 from engine.settings import add_flags, load_settings
 from server.process.standard_streams import StandardStreams, open_missing_streams
@@ -21,6 +21,7 @@ An OpenAI-compatible LLM inference server.
 
   serve     start the server: pageserve serve [MODEL] [--port 8000 ...]
   ray       serve replicas on a Ray cluster: pageserve ray [MODEL] [--max-replicas 4 ...]
+  models    list the models of a running server, or of a configuration
   chat      talk to a running server in the terminal
   generate  complete prompts offline, without a server
   run-batch answer an OpenAI batch file, resumable, with or without a server
@@ -68,6 +69,7 @@ def _dispatch(arguments: list[str]) -> int:
     commands: dict[str, Callable[[list[str]], int]] = {
         "serve": serve,
         "ray": ray,
+        "models": models,
         "chat": chat,
         "generate": generate,
         "run-batch": run_batch,
@@ -99,6 +101,7 @@ def serve(arguments: list[str]) -> int:
     """Run the server until it has drained after SIGTERM or SIGINT."""
     from engine.config import EngineConfig
     from server.config import ServerConfig, resolve_files
+    from server.model_settings import merge_model_flags
 
     parser = Parser(
         "serve",
@@ -107,9 +110,9 @@ def serve(arguments: list[str]) -> int:
         "or as PAGESERVE_NAME in the environment; flags win over the environment, the environment over the file.",
     )
     parser.add_argument("positional_model", nargs="?", metavar="MODEL", help="the same as --model")
-    add_flags(parser, EngineConfig, ServerConfig)
+    add_flags(parser, EngineConfig, ServerConfig, repeated=("model",))
     flags = parser.read(arguments)
-    merge_positional_model(flags)
+    merge_model_flags(flags)
     engine_config, server_config = load_settings((EngineConfig, ServerConfig), flags, os.environ)
     server_config = resolve_files(server_config)
     logging.basicConfig(level=server_config.log_level.upper(), format=LOG_FORMAT)
@@ -122,6 +125,12 @@ def serve(arguments: list[str]) -> int:
 
 def ray(arguments: list[str]) -> int:
     from server.commands.ray import main
+
+    return main(arguments)
+
+
+def models(arguments: list[str]) -> int:
+    from server.commands.models import main
 
     return main(arguments)
 

@@ -4,6 +4,7 @@ import dataclasses
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from engine.errors import ConfigError
 from engine.sampling_params import MAX_LOGPROBS, MAX_N, MAX_STOP_STRINGS
@@ -22,6 +23,18 @@ class ServerConfig:
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: every interface")
     port: int = option(8000, "TCP port; 0: a free port, which is printed", minimum=0, maximum=65535)
     served_model_name: tuple[str, ...] = option((), "names of the model in the API; default: the value of model")
+    models: tuple[Any, ...] = option(
+        (),
+        "several models on this port, each NAME=DIR_OR_ID (as --model NAME=DIR_OR_ID, repeated) or, in YAML, a mapping "
+        "with name, model and the settings of this model alone (docs/operating.md)",
+        mappings=True,
+    )
+    max_loaded: int | None = option(
+        None,
+        "most of several models that are awake at the same time; for a further one the least recently used idle model "
+        "sleeps; default: all",
+        minimum=1,
+    )
     api_key: tuple[str, ...] = option(
         (),
         "keys that clients may send as `Authorization: Bearer KEY`; every route but /health and /ready needs a key",

@@ -1,9 +1,9 @@
-"""Served: the state of the server that handlers share, and the prelude of every POST."""
+"""Models: the models of the server, by name. Served: what handlers know of one, and the prelude of every POST."""
 
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from importlib.metadata import PackageNotFoundError, version
@@ -23,6 +23,7 @@ from server.protocol.translated import SamplingExtras
 
 T = TypeVar("T")
 
+MANY_NAMES = 8  # in an error
 MANY_LOGPROBS = 2000  # encoding 2000 logprobs takes 2 ms
 
 
@@ -34,18 +35,72 @@ def package_version() -> str:
         return "unknown"
 
 
+class Models:
+    """Every model of the server, in the order of its settings. Handlers get the first one; `find` has the others."""
+
+    def __init__(self) -> None:
+        self._served: list[Served] = []
+
+    def __len__(self) -> int:
+        return len(self._served)
+
+    def __iter__(self) -> "Iterator[Served]":
+        return iter(self._served)
+
+    def add(self, served: "Served") -> None:
+        self._served.append(served)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for served in self._served for name in served.names)
+
+    @property
+    def drivers(self) -> list[Driver]:
+        return [served.driver for served in self._served]
+
+    def find(self, name: str) -> "Served":
+        """The model that a request names. Raises ApiError 404."""
+        for served in self._served:
+            if name in served.names:
+                return served
+        known = [repr(served.names[0]) for served in self._served]
+        message = f"The model {name[:128]!r} does not exist here; this server has {', '.join(known[:MANY_NAMES])}."
+        raise ApiError(404, message, param="model", code="model_not_found")
+
+    def named(self, http: HttpRequest) -> "Served | None":
+        """The model that the path or `?model=` names; None where neither does. Raises ApiError 404."""
+        name = http.path_params.get("model") or http.query_params.get("model")
+        return None if name is None else self.find(name)
+
+    def check_ready(self) -> None:
+        """Raise UnavailableError unless a model accepts requests."""
+        if not any(served.driver.phase in SERVING_PHASES for served in self._served):
+            self._served[0].check_ready()
+
+    @property
+    def longest_context(self) -> int:
+        """The context in tokens of the model with the longest one, of those that have loaded."""
+        ready = [driver for driver in self.drivers if driver.phase in SERVING_PHASES]
+        return max(driver.model.max_model_len for driver in ready)
+
+
 @dataclass(frozen=True)
 class Served:
-    """`names` are all names of the one model; answers show the first. `created` is the start of this server in Unix
-    seconds. `http_counts` counts responses by (route, status), `refused` counts refusals by reason."""
+    """One model. `names` are all its names; answers show the first. `created` is the start of this server in Unix
+    seconds. `http_counts` counts responses by (route, status), `refused` counts refusals by reason; all models share
+    both. `config` has the settings of this model."""
 
     driver: Driver
     config: ServerConfig
     names: tuple[str, ...]
     created: int
+    models: Models = field(default_factory=Models, repr=False)
     http_counts: Counter[tuple[str, int]] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
     _singletons: dict[Callable[["Served"], Any], Any] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        self.models.add(self)
 
     def once(self, make: Callable[["Served"], T]) -> T:
         """The result of the first call of `make(self)`: state that the handlers of a route keep between requests."""
@@ -54,23 +109,27 @@ class Served:
         result: T = self._singletons[make]
         return result
 
-    async def read(self, http: HttpRequest, kind: type[AnyModel]) -> AnyModel:
-        """The body as a request of this `kind`. Raises what `read_as` raises."""
+    async def read(self, http: HttpRequest, kind: type[AnyModel]) -> "tuple[AnyModel, Served]":
+        """The body as a request of this `kind`, and its model. Raises what `read_as` raises."""
         return await self.read_as(http, partial(parse_request, kind))
 
-    async def read_as(self, http: HttpRequest, parse: Callable[[dict[str, Any]], AnyModel]) -> AnyModel:
+    async def read_as(
+        self, http: HttpRequest, parse: Callable[[dict[str, Any]], AnyModel]
+    ) -> "tuple[AnyModel, Served]":
         """The prelude of every POST: ready, body, JSON, fields, model and limits, sampling defaults of the model.
 
-        Raises UnavailableError (503), what server/http/body.py raises, and InvalidRequestError naming the field.
+        Returns the request and the model that it names; this one where it names none. Raises UnavailableError (503),
+        what server/http/body.py raises, ApiError 404 for the model, and InvalidRequestError naming the field.
         """
-        self.check_ready()
-        context = self.driver.model.max_model_len
+        self.models.check_ready()
+        context = self.models.longest_context
         request = await read_parsed(http, parse, self.config.max_body_bytes, context, self.parsing)
-        if (name := getattr(request, "model", None)) is not None:
-            self.check_model(name)
+        name = getattr(request, "model", None)
+        served = self if name is None else self.models.find(name)
+        served.check_ready()
         if isinstance(request, GenerationRequest):
-            self._check_limits(request)
-        return self._with_sampling_defaults(request)
+            served._check_limits(request)
+        return served._with_sampling_defaults(request), served
 
     async def convert(self, tenant: str, work: Callable[[], T]) -> T:
         """The result of `work` on the request that this task has read: in a thread where the body was large."""
@@ -106,16 +165,15 @@ class Served:
             "system_fingerprint": self.fingerprint,
         }
 
+    @property
+    def loaded(self) -> bool:
+        """True once the model has loaded, also while it sleeps."""
+        return self.driver.phase in SERVING_PHASES
+
     def check_ready(self) -> None:
         """Raise UnavailableError unless requests are accepted."""
         if self.driver.phase not in SERVING_PHASES:
             raise UnavailableError(f"The server is not ready ({self.driver.phase}). Try again shortly.")
-
-    def check_model(self, name: str) -> None:
-        """Raise ApiError 404 unless `name` is a name of the served model."""
-        if name not in self.names:
-            message = f"The model {name[:128]!r} does not exist here; this server has {self.names[0]!r}."
-            raise ApiError(404, message, param="model", code="model_not_found")
 
     def _check_limits(self, request: GenerationRequest) -> None:
         config = self.config

@@ -23,16 +23,18 @@ from sse_starlette.sse import AppStatus
 
 from engine.config import EngineConfig
 from engine.driver import Driver
-from engine.errors import ConfigError
+from engine.errors import ConfigError, PageserveError
 from engine.garbage_collector import settle_garbage_collector
-from server.app import create_app, served_names
+from server.app import HostedModel, create_app_of
 from server.config import ServerConfig
 from server.http.api_keys import ApiKeys
 from server.http.connections import Connections, backlog, raise_descriptor_limit, room_for_connections
 from server.http.http_protocol import LimitedHttpProtocol
 from server.http.tracing import Tracer
+from server.model_settings import model_settings, served_names
 from server.process.end_signals import EndSignals
 from server.process.memory import keep_trimmed, set_allocator
+from server.room import Room
 
 logger = logging.getLogger(__name__)
 
@@ -57,15 +59,36 @@ async def run(server_config: ServerConfig, engine_config: EngineConfig, driver: 
     sys.setswitchinterval(SWITCH_SECONDS)
     set_allocator()
     descriptors = raise_descriptor_limit()
+    if driver is None:
+        hosted = host_models(engine_config, server_config)
+    else:
+        hosted = [HostedModel(driver, server_config, served_names(server_config, driver.config.model))]
     with bind(server_config.host, server_config.port, descriptors) as listener:
-        if driver is None:
-            driver = Driver(
-                engine_config,
-                chat_template=server_config.chat_template,
-                max_queued_requests=server_config.max_queued_requests,
-                max_queued_tokens=server_config.max_queued_tokens,
-            )
-        return await _Service(driver, server_config, listener, descriptors).run()
+        return await _Service(hosted, server_config, listener, descriptors).run()
+
+
+def host_models(
+    engine_config: EngineConfig, server_config: ServerConfig, worker_command: tuple[str, ...] | None = None
+) -> list[HostedModel]:
+    """A Driver for each model of the configs; at most `max_loaded` of them are awake. Raises ConfigError."""
+    models = model_settings(engine_config, server_config)
+    most = server_config.max_loaded
+    room = Room(most) if most is not None and most < len(models) else None
+    return [
+        HostedModel(
+            Driver(
+                one.engine,
+                chat_template=one.server.chat_template,
+                max_queued_requests=one.server.max_queued_requests,
+                max_queued_tokens=one.server.max_queued_tokens,
+                worker_command=worker_command,
+                room=room,
+            ),
+            one.server,
+            one.names,
+        )
+        for one in models
+    ]
 
 
 def check_exposed(config: ServerConfig) -> None:
@@ -116,14 +139,16 @@ class _HttpServer(uvicorn.Server):
 class _Service:
     """One run of the server: start, load, serve, drain, stop."""
 
-    def __init__(self, driver: Driver, config: ServerConfig, listener: socket.socket, descriptors: int) -> None:
-        self._driver = driver
+    def __init__(
+        self, hosted: list[HostedModel], config: ServerConfig, listener: socket.socket, descriptors: int
+    ) -> None:
+        self._hosted = hosted
+        self._drivers = [model.driver for model in hosted]
         most = room_for_connections(descriptors) if config.max_connections is None else config.max_connections
         self._connections = Connections(most, config.max_connections_per_address)
         self._config = config
         self._listener = listener
-        self._names = served_names(config, driver.config.model)
-        app = create_app(driver, config)
+        app = create_app_of(hosted, config)
         self._keys: ApiKeys = app.state.api_keys
         self._tracer: Tracer | None = app.state.tracer
         self._http = _HttpServer(
@@ -141,7 +166,7 @@ class _Service:
                 backlog=backlog(descriptors),
             )
         )
-        self._signals = EndSignals(driver.kill)
+        self._signals = EndSignals(Driver.kill)
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
@@ -170,13 +195,27 @@ class _Service:
         if await _first(self._load(), self._signals.first.wait(), http) != 0:
             return 0 if self._signals.first.is_set() else 1
         self._announce()
-        ended_by = await _first(self._signals.first.wait(), self._driver.wait_failed(), http)
+        ended_by = await _first(self._signals.first.wait(), self._wait_failed(), http)
         if ended_by != 0:
-            logger.error("the server ends: %s", self._driver.health() or "the HTTP side stopped")
+            reasons = [reason for driver in self._drivers if (reason := driver.health())]
+            logger.error("the server ends: %s", "; ".join(reasons) or "the HTTP side stopped")
             return 1
         logger.info("draining for up to %g s; a second signal ends it at once", self._config.drain_timeout)
-        await _first(self._driver.drain(self._config.drain_timeout), self._signals.second.wait())
+        await _first(self._drain(), self._signals.second.wait())
         return 0
+
+    async def _drain(self) -> None:
+        await asyncio.gather(*(driver.drain(self._config.drain_timeout) for driver in self._drivers))
+
+    async def _wait_failed(self) -> None:
+        """Return when every model has ended for good. While one serves, the server goes on without the others."""
+
+        async def wait(model: HostedModel) -> None:
+            error = await model.driver.wait_failed()
+            if len(self._hosted) > 1:
+                logger.error("the model %s has ended: %s", model.names[0], error)
+
+        await asyncio.gather(*map(wait, self._hosted))
 
     async def _sweep(self) -> None:
         while True:
@@ -184,11 +223,23 @@ class _Service:
             self._connections.sweep()
 
     async def _load(self) -> None:
-        await self._driver.start()
-        if self._driver.tokenizer.chat_template is not None:
-            await asyncio.to_thread(self._driver.tokenizer.renderer.start)
+        """Load one model after the other, because each measures the memory that is free, and the first one last: where
+        not all may be awake, the last ones sleep. An error names its model."""
+        for model in reversed(self._hosted):
+            try:
+                await self._load_model(model.driver)
+            except PageserveError as error:
+                if len(self._hosted) == 1:
+                    raise
+                raise type(error)(f"model {model.names[0]}: {error}") from None
+
+    @staticmethod
+    async def _load_model(driver: Driver) -> None:
+        await driver.start()
+        if driver.tokenizer.chat_template is not None:
+            await asyncio.to_thread(driver.tokenizer.renderer.start)
         settle_garbage_collector()  # while the Worker loads; later the first request would wait for it
-        await self._driver.wait_ready()
+        await driver.wait_ready()
 
     async def _stop(self, http: "asyncio.Task[None]") -> None:
         """Ends the Worker. Running streams get an error, and written bytes are sent before the HTTP side ends.
@@ -197,7 +248,7 @@ class _Service:
         """
         self._http.should_exit = True
         self._http.force_exit = self._signals.second.is_set()
-        ending = asyncio.gather(self._driver.stop(), http, return_exceptions=True)
+        ending = asyncio.gather(*(driver.stop() for driver in self._drivers), http, return_exceptions=True)
         slow = [self._signals.second.wait()] if not self._signals.second.is_set() else []
         await _first(ending, asyncio.sleep(STOP_SECONDS if slow else FAST_STOP_SECONDS), *slow)
         if not ending.done():
@@ -208,32 +259,40 @@ class _Service:
             await asyncio.to_thread(self._tracer.close)
 
     def _announce(self) -> None:
-        """Prints the address and an example command to stdout."""
-        model, url = self._driver.model, self._url()
-        print(
-            f"pageserve is ready at {url}  (model {self._names[0]} on {model.device}, {model.dtype}; context of "
-            f"{model.max_model_len} tokens, {model.num_blocks} KV blocks of {model.block_size} in "
-            f"{model.kv_cache_dtype})\nOpen it in a browser, or try:\n  {self._example(url)}",
-            flush=True,
-        )
+        """Prints the address, the models and an example command to stdout."""
+        url = self._url()
+        models = "\n  ".join(f"({_description(model)})" for model in self._hosted)
+        between = "  " if len(self._hosted) == 1 else "\n  "
+        example = self._example(url, self._hosted[0])
+        print(f"pageserve is ready at {url}{between}{models}\nOpen it in a browser, or try:\n  {example}", flush=True)
 
     def _url(self) -> str:
         host, port = self._listener.getsockname()[:2]
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
-    def _example(self, url: str) -> str:
-        body: dict[str, Any] = {"model": self._names[0]}
-        if self._driver.tokenizer.chat_template is None:
+    def _example(self, url: str, hosted: HostedModel) -> str:
+        driver, name = hosted.driver, hosted.names[0]
+        body: dict[str, Any] = {"model": name}
+        if driver.tokenizer.chat_template is None:
             route, body["prompt"] = "/v1/completions", EXAMPLE_PROMPT
         else:
             route, body["messages"] = "/v1/chat/completions", [{"role": "user", "content": EXAMPLE_CHAT}]
-        body |= {"max_tokens": min(200, self._driver.model.max_model_len // 2), "stream": True}
-        if self._driver.model.encoder:
-            route, body = "/v1/embeddings", {"model": self._names[0], "input": EXAMPLE_PROMPT}
+        body |= {"max_tokens": min(200, driver.model.max_model_len // 2), "stream": True}
+        if driver.model.encoder:
+            route, body = "/v1/embeddings", {"model": name, "input": EXAMPLE_PROMPT}
         key = " -H 'Authorization: Bearer YOUR_KEY'" if self._keys else ""
         data = shlex.quote(json.dumps(body, ensure_ascii=False))
         return f"curl -N {url}{route}{key} -H 'Content-Type: application/json' -d {data}"
+
+
+def _description(hosted: HostedModel) -> str:
+    model = hosted.driver.model
+    asleep = "; asleep" if hosted.driver.sleep_level else ""
+    return (
+        f"model {hosted.names[0]} on {model.device}, {model.dtype}; context of {model.max_model_len} tokens, "
+        f"{model.num_blocks} KV blocks of {model.block_size} in {model.kv_cache_dtype}{asleep}"
+    )
 
 
 async def _first(*parts: Any) -> int:

@@ -61,6 +61,7 @@ SERVER_SIDE = (
     ("server.intake",),
     ("server.tools",),
     ("server.context", "server.http", "server.protocol", "server.playground"),
+    ("server.model_settings", "server.room"),
     ("server.config", "server.errors", "server.process"),
 )
 # Beside models and kernels the Worker imports the step language, the grammar compiler, checkpoint and values.

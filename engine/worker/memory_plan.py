@@ -93,7 +93,7 @@ def make_plan(config: EngineConfig, model: ModelConfig, machine: Machine) -> Mem
     size, problem = None, ""
     available = machine.total_bytes - needed
     if on_gpu:
-        available = gpu_cache_bytes(config.gpu_memory_utilization, machine.total_bytes, overhead, needed)
+        available = gpu_cache_bytes(config, machine.total_bytes, overhead, needed)
     try:
         size = size_kv_cache(
             config,

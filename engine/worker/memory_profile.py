@@ -82,7 +82,7 @@ def profile_gpu(loaded: LoadedDecoder, queue: DeviceQueue) -> GpuProfile:
     del runner
     gc.collect()  # the runner is part of a reference cycle
     torch.cuda.empty_cache()
-    budget = gpu_cache_bytes(loaded.config.gpu_memory_utilization, total, used_by_others, peak + graphs)
+    budget = gpu_cache_bytes(loaded.config, total, used_by_others, peak + graphs)
     return GpuProfile(peak - weights, graphs, budget)
 
 

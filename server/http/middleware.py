@@ -5,6 +5,7 @@ import logging
 import re
 import time
 from collections import Counter
+from collections.abc import Sequence
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -21,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 OPENAI_VERSION = "2020-10-01"  # the only version of the HTTP API that OpenAI's answers name
+LEAVING_PHASES = ("draining", "stopped")
 CLIENT_LEFT = 499  # nginx's number; it appears in metrics only
 
 # These paths need no key. Probes carry no secrets; the page at / is the same files for all, and users type their key
@@ -58,9 +60,10 @@ class RequestContext:
     """
 
     def __init__(
-        self, app: ASGIApp, driver: Driver, counts: Counter[tuple[str, int]], known_paths: frozenset[str]
+        self, app: ASGIApp, drivers: Sequence[Driver], counts: Counter[tuple[str, int]], known_paths: frozenset[str]
     ) -> None:
-        self._app, self._driver, self._counts, self._known_paths = app, driver, counts, known_paths
+        """`drivers`: those of all models, which drain together."""
+        self._app, self._drivers, self._counts, self._known_paths = app, drivers, counts, known_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -94,7 +97,7 @@ class RequestContext:
         elif path.startswith("/v1/"):
             headers["openai-processing-ms"] = str(round(seconds * 1000))
             headers["openai-version"] = OPENAI_VERSION
-        if self._driver.phase in ("draining", "stopped"):
+        if all(driver.phase in LEAVING_PHASES for driver in self._drivers):
             headers["connection"] = "close"
 
 

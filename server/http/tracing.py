@@ -22,13 +22,13 @@ MISSING = "the packages for OpenTelemetry are not installed: pip install 'pagese
 CLOSE_SECONDS = 2.0
 
 
-def make_tracer(config: ServerConfig, model: str) -> "Tracer | None":
+def make_tracer(config: ServerConfig) -> "Tracer | None":
     """The tracer, or None if no exporter is set. ConfigError if the config sets one and its packages are missing."""
     by_environment = any(os.environ.get(name) for name in ENDPOINT_VARIABLES)
     if config.otlp_traces_endpoint is None and not by_environment:
         return None
     try:
-        return Tracer(config.otlp_traces_endpoint, model)
+        return Tracer(config.otlp_traces_endpoint)
     except ImportError:
         if config.otlp_traces_endpoint is not None:
             raise ConfigError(f"otlp_traces_endpoint: {MISSING}.") from None
@@ -39,21 +39,20 @@ def make_tracer(config: ServerConfig, model: str) -> "Tracer | None":
 class Tracer:
     """Exports spans over HTTP to `endpoint`; None: to the endpoint that the environment names."""
 
-    def __init__(self, endpoint: str | None, model: str) -> None:
+    def __init__(self, endpoint: str | None) -> None:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import SERVICE_NAME, Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-        self._model = model
         name = os.environ.get("OTEL_SERVICE_NAME") or "pageserve"
         self._provider = TracerProvider(resource=Resource.create({SERVICE_NAME: name}), shutdown_on_exit=False)
         self._exporter = OTLPSpanExporter(endpoint=endpoint)
         self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
         self._tracer = self._provider.get_tracer("pageserve")
 
-    def record(self, request: Request, report: RequestReport) -> None:
-        """Makes the spans of a request that has ended."""
+    def record(self, model: str, request: Request, report: RequestReport) -> None:
+        """Makes the spans of a request to `model` that has ended."""
         from opentelemetry.trace import SpanKind, StatusCode, set_span_in_context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -64,7 +63,7 @@ class Tracer:
             parent,
             kind=SpanKind.SERVER,
             start_time=start,
-            attributes={**self._asked(request), **_found(report)},
+            attributes={**_asked(model, request), **_found(report)},
         )
         if report.finish_reason == "error":
             span.set_status(StatusCode.ERROR)
@@ -87,17 +86,18 @@ class Tracer:
             self._exporter.shutdown()  # type: ignore[no-untyped-call]  # ends the retries
             ending.join(CLOSE_SECONDS / 4)
 
-    def _asked(self, request: Request) -> dict[str, Any]:
-        params = request.params
-        asked = {
-            "gen_ai.provider.name": "pageserve",
-            "gen_ai.request.model": self._model,
-            "gen_ai.request.choice.count": params.n,
-            "gen_ai.request.temperature": params.temperature,
-            "gen_ai.request.top_p": params.top_p,
-            "gen_ai.request.max_tokens": params.max_tokens,
-        }
-        return {name: value for name, value in asked.items() if value is not None}
+
+def _asked(model: str, request: Request) -> dict[str, Any]:
+    params = request.params
+    asked = {
+        "gen_ai.provider.name": "pageserve",
+        "gen_ai.request.model": model,
+        "gen_ai.request.choice.count": params.n,
+        "gen_ai.request.temperature": params.temperature,
+        "gen_ai.request.top_p": params.top_p,
+        "gen_ai.request.max_tokens": params.max_tokens,
+    }
+    return {name: value for name, value in asked.items() if value is not None}
 
 
 def _found(report: RequestReport) -> dict[str, Any]:

@@ -271,23 +271,29 @@ class ModelList(Answer):
 
 
 class Health(Answer):
+    """`models`: the phase of each, where there are several."""
+
     status: Literal["ok"]
+    models: dict[str, str] = {}
 
 
 class Unhealthy(Answer):
     status: Literal["unhealthy"]
     error: ErrorObject
+    models: dict[str, str] = {}
 
 
 class Ready(Answer):
     status: Literal["ready"]
     phase: Literal["ready", "sleeping", "waking"]
+    models: dict[str, str] = {}
 
 
 class NotReady(Answer):
     status: Literal["not ready"]
     phase: str
     error: ErrorObject
+    models: dict[str, str] = {}
 
 
 class Version(Answer):

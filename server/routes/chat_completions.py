@@ -24,7 +24,7 @@ from server.protocol import ChatCompletionRequest
 
 async def create_chat_completion(http: HttpRequest, served: Served) -> Response:
     """Validate, tokenise and admit the chat before a status is sent, so that errors keep their status."""
-    request = await served.read(http, ChatCompletionRequest)
+    request, served = await served.read(http, ChatCompletionRequest)
     caller: Caller = http.state.caller
     head = served.response_head("chatcmpl", "chat.completion", request.model)
     if request.service_tier is not None:

@@ -23,7 +23,7 @@ from server.protocol import CompletionRequest
 
 async def create_completion(http: HttpRequest, served: Served) -> Response:
     """Validate, tokenise and admit all prompts before a status is sent, so that errors keep their status."""
-    request = await served.read(http, CompletionRequest)
+    request, served = await served.read(http, CompletionRequest)
     caller: Caller = http.state.caller
     head = served.response_head("cmpl", "text_completion", request.model)
     completion = await admit_completion(served, caller, request, head["id"])

@@ -63,10 +63,11 @@ def _steps_window(served: Served) -> Window:
 
 
 async def debug_kv(http: HttpRequest, served: Served) -> Response:
-    """The holder of every KV block. The event loop makes the view between two steps."""
-    return served.once(_kv_window).response()
+    """The holder of every KV block of the first model, or of that of `?model=`. The event loop makes the view between
+    two steps."""
+    return (served.models.named(http) or served).once(_kv_window).response()
 
 
 async def debug_steps(http: HttpRequest, served: Served) -> Response:
-    """The last steps."""
-    return served.once(_steps_window).response()
+    """The last steps of the first model, or that of `?model=`."""
+    return (served.models.named(http) or served).once(_steps_window).response()

@@ -13,7 +13,8 @@ from server.output.timings import find_timings
 async def debug_requests(http: HttpRequest, served: Served) -> Response:
     """The timings of the engine's requests behind one answer; 404 for an unknown id."""
     response_id = http.path_params["id"]
-    timings = find_timings(served.driver, http.state.caller.tenant, response_id)
+    tenant = http.state.caller.tenant
+    timings = next(filter(None, (find_timings(driver, tenant, response_id) for driver in served.models.drivers)), None)
     if not timings:
         message = (
             f"No request {response_id[:128]!r} is known: only those that run or wait and the last {MAX_FINISHED} "

@@ -58,7 +58,7 @@ class EmbeddingRequest(Strict):
 
 async def create_embeddings(http: HttpRequest, served: Served) -> Response:
     """Validate and tokenise all texts before the engine computes the first."""
-    request = await served.read(http, EmbeddingRequest)
+    request, served = await served.read(http, EmbeddingRequest)
     caller: Caller = http.state.caller
     pooling = _pooling(served.driver, request)
     inputs = parse_prompts(request.input, MAX_INPUTS, "input")

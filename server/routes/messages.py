@@ -24,7 +24,7 @@ from server.protocol.anthropic.request import MessagesPrompt, MessagesRequest, i
 
 async def create_message(http: HttpRequest, served: Served) -> Response:
     """Validate, tokenise and admit the chat before a status is sent, so that errors keep their status."""
-    request = await served.read(http, MessagesRequest)
+    request, served = await served.read(http, MessagesRequest)
     caller: Caller = http.state.caller
     message_id = new_id("msg_")
     try:
@@ -44,7 +44,7 @@ async def create_message(http: HttpRequest, served: Served) -> Response:
 
 async def count_tokens(http: HttpRequest, served: Served) -> Response:
     """Count the tokens of a message's prompt."""
-    request = await served.read(http, MessagesPrompt)
+    request, served = await served.read(http, MessagesPrompt)
     try:
         prompt = await edited_prompt(served, request, http.state.caller.tenant)
     except InvalidRequestError as error:

@@ -2,9 +2,10 @@
 
 import asyncio
 from collections import Counter as CountBy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate
+from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -67,10 +68,10 @@ class EngineCollector(Collector):
     """Reads EngineStats when Prometheus scrapes; keeps no copy."""
 
     def __init__(
-        self, driver: Driver, model_name: str, http_counts: CountBy[tuple[str, int]], refused: CountBy[str]
+        self, drivers: Mapping[str, Driver], http_counts: CountBy[tuple[str, int]], refused: CountBy[str]
     ) -> None:
-        self._driver = driver
-        self._labels = (model_name, "0")
+        """`drivers` has the first name of each model, the label of its metrics."""
+        self._drivers = drivers
         self._http_counts = http_counts
         self._refused = refused
 
@@ -78,12 +79,15 @@ class EngineCollector(Collector):
         return ()  # otherwise the registry would collect once at start, before there are metrics
 
     def collect(self) -> Iterator[Metric]:
-        self._driver.stats_snapshot()
-        for metric in self._driver.stats.metrics():
-            yield self._family(metric)
+        for driver in self._drivers.values():
+            driver.stats_snapshot()
+        labels = [(name, "0") for name in self._drivers]
+        # Every model has the same metrics in the same order; a family holds those of all models.
+        for metrics in zip(*(driver.stats.metrics() for driver in self._drivers.values()), strict=True):
+            yield _family(list(zip(labels, metrics, strict=True)))
         yield self._sleep_state()
-        with suppress(UnavailableError):  # there is no cache before the model is loaded
-            yield self._cache_config()
+        if (info := self._cache_config()).samples:
+            yield info
         yield self._http_requests()
         yield self._requests_refused()
         yield self._lines_dropped()
@@ -94,40 +98,23 @@ class EngineCollector(Collector):
         info.add_metric((package_version(),), 1)
         yield info
 
-    def _family(self, metric: Counter | Gauge | Histogram) -> Metric:
-        name = ("vllm:" if metric.name in VLLM_NAMES else "pageserve:") + metric.name
-        if isinstance(metric, Counter):
-            counter = CounterMetricFamily(name, metric.help, labels=(*LABELS, *metric.label_names))
-            for labels, value in metric.values.items():
-                counter.add_metric((*self._labels, *labels), value)
-            return counter
-        if isinstance(metric, Gauge):
-            gauge = GaugeMetricFamily(name, metric.help, labels=LABELS)
-            gauge.add_metric(self._labels, metric.value)
-            return gauge
-        histogram = HistogramMetricFamily(name, metric.help, labels=LABELS)
-        bounds = [*map(str, metric.bounds), "+Inf"]
-        histogram.add_metric(self._labels, list(zip(bounds, accumulate(metric.counts), strict=True)), metric.sum)
-        return histogram
-
     def _sleep_state(self) -> Metric:
-        name, level = "vllm:engine_sleep_state", self._driver.sleep_level
         help = "1 for the present state: awake, weights_offloaded (level 1) or discard_all (level 2)."
-        gauge = GaugeMetricFamily(name, help, labels=(*LABELS, "sleep_state"))
-        for number, state in enumerate(("awake", "weights_offloaded", "discard_all")):
-            gauge.add_metric((*self._labels, state), number == level)
+        gauge = GaugeMetricFamily("vllm:engine_sleep_state", help, labels=(*LABELS, "sleep_state"))
+        for model, driver in self._drivers.items():
+            for level, state in enumerate(("awake", "weights_offloaded", "discard_all")):
+                gauge.add_metric((model, "0", state), level == driver.sleep_level)
         return gauge
 
     def _cache_config(self) -> Metric:
-        model = self._driver.model
-        values = {
-            "cache_dtype": model.kv_cache_dtype,
-            "block_size": model.block_size,
-            "num_gpu_blocks": model.num_blocks,
-        }
+        keys = ("cache_dtype", "block_size", "num_gpu_blocks")
         name, help = "vllm:cache_config_info", "The KV cache: element type, tokens per block, blocks on the device."
-        info = GaugeMetricFamily(name, help, labels=(*LABELS, *values))
-        info.add_metric((*self._labels, *map(str, values.values())), 1)
+        info = GaugeMetricFamily(name, help, labels=(*LABELS, *keys))
+        for model_name, driver in self._drivers.items():
+            with suppress(UnavailableError):  # there is no cache before the model is loaded
+                model = driver.model
+                values = (model.kv_cache_dtype, model.block_size, model.num_blocks)
+                info.add_metric((model_name, "0", *map(str, values)), 1)
         return info
 
     def _http_requests(self) -> Metric:
@@ -151,11 +138,35 @@ class EngineCollector(Collector):
         return family
 
 
+def _family(models: Sequence[tuple[tuple[str, str], Counter | Gauge | Histogram]]) -> Metric:
+    """One metric of all models, each with its labels."""
+    _, first = models[0]
+    name = ("vllm:" if first.name in VLLM_NAMES else "pageserve:") + first.name
+    family: Any
+    if isinstance(first, Counter):
+        family = CounterMetricFamily(name, first.help, labels=(*LABELS, *first.label_names))
+    elif isinstance(first, Gauge):
+        family = GaugeMetricFamily(name, first.help, labels=LABELS)
+    else:
+        family = HistogramMetricFamily(name, first.help, labels=LABELS)
+    for labels, metric in models:
+        if isinstance(metric, Counter):
+            for more, value in metric.values.items():
+                family.add_metric((*labels, *more), value)
+        elif isinstance(metric, Gauge):
+            family.add_metric(labels, metric.value)
+        else:
+            bounds = [*map(str, metric.bounds), "+Inf"]
+            family.add_metric(labels, list(zip(bounds, accumulate(metric.counts), strict=True)), metric.sum)
+    found: Metric = family
+    return found
+
+
 def make_registry(
-    driver: Driver, model_name: str, http_counts: CountBy[tuple[str, int]], refused: CountBy[str]
+    drivers: Mapping[str, Driver], http_counts: CountBy[tuple[str, int]], refused: CountBy[str]
 ) -> CollectorRegistry:
     registry = CollectorRegistry()
-    registry.register(EngineCollector(driver, model_name, http_counts, refused))
+    registry.register(EngineCollector(drivers, http_counts, refused))
     return registry
 
 
@@ -183,7 +194,8 @@ class MetricsPage:
 
 
 def _metrics_page(served: Served) -> MetricsPage:
-    return MetricsPage(make_registry(served.driver, served.names[0], served.http_counts, served.refused))
+    drivers = {one.names[0]: one.driver for one in served.models}
+    return MetricsPage(make_registry(drivers, served.http_counts, served.refused))
 
 
 async def get_metrics(http: HttpRequest, served: Served) -> Response:

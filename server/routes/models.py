@@ -9,7 +9,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from engine.driver import Driver
-from server.context import Served
+from server.context import Models, Served
 from server.errors import invalid, speaks_anthropic
 from server.http.body import encode_json
 
@@ -26,10 +26,11 @@ LEVEL_PARAMETER = {
 
 async def list_models(http: HttpRequest, served: Served) -> Response:
     """OpenAI's list; Anthropic's clients get Anthropic's list, in pages."""
-    served.check_ready()
+    models = served.models
+    models.check_ready()
     if speaks_anthropic(http.scope):
-        return _json(_page(served, http.query_params))
-    return _json({"object": "list", "data": [_model(served, name) for name in served.names]})
+        return _json(_page(models, http.query_params))
+    return _json({"object": "list", "data": [_model(one, name) for one in models if one.loaded for name in one.names]})
 
 
 async def retrieve_model(http: HttpRequest, served: Served) -> Response:
@@ -37,8 +38,8 @@ async def retrieve_model(http: HttpRequest, served: Served) -> Response:
     name = http.path_params["model"]
     if not name:
         raise HTTPException(404)  # the path of the list with an extra slash
+    served = served.models.find(name)
     served.check_ready()
-    served.check_model(name)
     return _json(_anthropic_model(served, name) if speaks_anthropic(http.scope) else _model(served, name))
 
 
@@ -60,16 +61,17 @@ async def wake_model(http: HttpRequest, served: Served) -> Response:
 
 
 async def is_sleeping(http: HttpRequest, served: Served) -> Response:
-    """vLLM's question."""
+    """vLLM's question, of the first model or that of `?model=`."""
+    served = served.models.named(http) or served
     return _json({"is_sleeping": served.driver.sleep_level > 0})
 
 
 def _asked(http: HttpRequest, served: Served) -> Served:
-    """The model of the path, or the only one. Raises ApiError 403 for a key that is no administrator's, else 404."""
+    """The model of the path or of `?model=`; without either, the first. Raises ApiError 403 for a key that is no
+    administrator's, 404 for an unknown model, and UnavailableError."""
     http.state.caller.check_admin()
+    served = served.models.named(http) or served
     served.check_ready()
-    if (name := http.path_params.get("model")) is not None:
-        served.check_model(name)
     return served
 
 
@@ -93,16 +95,17 @@ def _model(served: Served, name: str) -> dict[str, Any]:
     }
 
 
-def _page(served: Served, query: QueryParams) -> dict[str, Any]:
+def _page(models: Models, query: QueryParams) -> dict[str, Any]:
     """A page of the list. `has_more` looks in the direction of the query, backwards with before_id."""
-    names, limit = served.names, _page_size(query.get("limit", ""))
+    names = tuple(name for served in models if served.loaded for name in served.names)
+    limit = _page_size(query.get("limit", ""))
     begin = _place(names, query, "after_id", -1) + 1
     end = _place(names, query, "before_id", len(names))
     if backwards := "before_id" in query:
         begin = max(begin, end - limit)
     page = names[begin : min(end, begin + limit)]
     return {
-        "data": [_anthropic_model(served, name) for name in page],
+        "data": [_anthropic_model(models.find(name), name) for name in page],
         "has_more": begin > 0 if backwards else begin + len(page) < end,
         "first_id": page[0] if page else None,
         "last_id": page[-1] if page else None,

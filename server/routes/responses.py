@@ -31,7 +31,7 @@ _logged: set[str] = set()  # kinds that the log has named; the list of kinds is 
 
 async def create_response(http: HttpRequest, served: Served) -> Response:
     """Validate, tokenise and admit the chat before a status is sent, so that errors keep their status."""
-    request = await served.read(http, ResponseRequest)
+    request, served = await served.read(http, ResponseRequest)
     caller: Caller = http.state.caller
     response_id = new_id("resp_")
     try:
@@ -61,7 +61,7 @@ async def create_response(http: HttpRequest, served: Served) -> Response:
 
 async def count_input_tokens(http: HttpRequest, served: Served) -> Response:
     """Count the tokens of a request's prompt."""
-    request = await served.read(http, ResponsePrompt)
+    request, served = await served.read(http, ResponsePrompt)
     try:
         _, ids = await tokenize_response_prompt(served, request, http.state.caller.tenant, None, counts=True)
     except InvalidRequestError as error:

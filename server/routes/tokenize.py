@@ -55,7 +55,7 @@ class DetokenizeRequest(Strict):
 
 async def tokenize(http: HttpRequest, served: Served) -> Response:
     """The token ids of a text or a conversation; with return_token_strs also the vocabulary's spelling of each."""
-    request = await served.read_as(http, _text_or_chat)
+    request, served = await served.read_as(http, _text_or_chat)
     driver, tenant = served.driver, http.state.caller.tenant
     if isinstance(request, TokenizeChatRequest):
         check_ranges(request)
@@ -75,7 +75,7 @@ async def tokenize(http: HttpRequest, served: Served) -> Response:
 
 async def detokenize(http: HttpRequest, served: Served) -> Response:
     """The text of a list of token ids, special tokens included."""
-    request = await served.read(http, DetokenizeRequest)
+    request, served = await served.read(http, DetokenizeRequest)
     model, tokenizer = served.driver.model, served.driver.tokenizer
     if len(request.tokens) > model.max_model_len:
         raise ContextLengthError(

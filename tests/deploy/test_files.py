@@ -111,6 +111,7 @@ def test_prometheus_scrapes_every_replica():
 async def test_alerts_watch_metrics_that_exist():
     class Driver:
         stats = EngineStats()
+        sleep_level = 0
 
         def stats_snapshot(self):
             pass
@@ -119,7 +120,7 @@ async def test_alerts_watch_metrics_that_exist():
         def model(self):
             raise UnavailableError("no model is loaded")
 
-    registry = make_registry(Driver(), "m", Counter({("/v1/completions", 200): 1}), Counter())
+    registry = make_registry({"m": Driver()}, Counter({("/v1/completions", 200): 1}), Counter())
     names = {sample.name for family in registry.collect() for sample in family.samples}
     names |= {f"{family.name}_total" for family in registry.collect() if family.type == "counter"}
     rules = yaml.safe_load((ROOT / "deploy/alerts.yml").read_text())["groups"][0]["rules"]

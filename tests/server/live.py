@@ -14,13 +14,12 @@ import httpx
 import uvicorn
 
 from engine.config import EngineConfig
-from engine.driver import Driver
 from engine.request import Request
-from server.app import create_app
+from server.app import create_app_of
 from server.config import ServerConfig
 from server.http.connections import Connections
 from server.http.http_protocol import LimitedHttpProtocol
-from server.serve import bind
+from server.serve import bind, host_models
 from tests.fake_device import expected_tokens
 
 MODEL = "org/fake-model"
@@ -32,14 +31,11 @@ class LiveServer:
     def __init__(self, folder: Path, *worker_options: str, engine: dict | None = None, wait=True, **settings) -> None:
         """`settings` are those of ServerConfig, `engine` those of EngineConfig, the rest goes to tests.fake_worker."""
         self.config = ServerConfig(**({"served_model_name": (MODEL, "alias"), "port": 0} | settings))
-        engine_config = EngineConfig(model=str(folder), load_format="dummy", **(engine or {}))
+        model = "" if self.config.models else str(folder)
+        engine_config = EngineConfig(model=model, load_format="dummy", **(engine or {}))
         command = (sys.executable, "-m", "tests.fake_worker", *worker_options)
-        self.driver = Driver(
-            engine_config,
-            worker_command=command,
-            max_queued_requests=self.config.max_queued_requests,
-            max_queued_tokens=self.config.max_queued_tokens,
-        )
+        self.hosted = host_models(engine_config, self.config, command)
+        self.driver = self.hosted[0].driver
         self._wait = wait
         self.listener = bind("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
@@ -112,7 +108,7 @@ class LiveServer:
 
     async def _serve(self) -> None:
         self.loop = asyncio.get_running_loop()
-        self.app = create_app(self.driver, self.config)
+        self.app = create_app_of(self.hosted, self.config)
         self.connections_held = Connections(
             self.config.max_connections or 1000, self.config.max_connections_per_address
         )
@@ -124,13 +120,14 @@ class LiveServer:
         self._ended = asyncio.Event()
         serving = asyncio.create_task(self._server.serve(sockets=[self.listener]))
         try:
-            await self.driver.start()
-            if self._wait:
-                await self.driver.wait_ready()
+            for model in reversed(self.hosted):
+                await model.driver.start()
+                if self._wait:
+                    await model.driver.wait_ready()
             self._started.set()
             await self._ended.wait()
         finally:
-            await self.driver.stop()
+            await asyncio.gather(*(model.driver.stop() for model in self.hosted))
             self._server.should_exit = True
             await serving
             if self.app.state.tracer is not None:  # its thread goes on otherwise, and draws random numbers

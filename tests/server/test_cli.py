@@ -67,7 +67,7 @@ def test_the_command_starts_quickly_because_it_imports_little():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["server"], "there is no command 'server'; the commands are serve, ray, "),
+        (["server"], "there is no command 'server'; the commands are serve, ray, models, "),
         (["serve", "--max-num-sequences", "3"], "did you mean --max-num-seqs?"),
         (["serve", "--host", "a..b"], "host: 'a..b' is not an address of this machine (not a host name)."),
         (["serve", "--host", ""], "host: '' is not an address of this machine"),

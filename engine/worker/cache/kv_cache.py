@@ -97,9 +97,12 @@ def host_cache_bytes(config: EngineConfig, available: int) -> int:
     return min(available // DEFAULT_SHARE_OF_HOST, MAX_DEFAULT_HOST_BYTES)
 
 
-def gpu_cache_bytes(utilization: float, total: int, used_by_others: int, weights_and_activations: int) -> int:
+def gpu_cache_bytes(config: EngineConfig, total: int, used_by_others: int, weights_and_activations: int) -> int:
     """Bytes left for the KV cache of the usable share of the card; zero or less: no block fits."""
-    return int(total * utilization) - used_by_others - weights_and_activations
+    usable = int(total * config.gpu_memory_utilization) - used_by_others
+    if config.memory_share is not None:
+        usable = min(usable, int(total * config.memory_share))
+    return usable - weights_and_activations
 
 
 def size_kv_cache(

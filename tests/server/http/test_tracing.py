@@ -138,9 +138,9 @@ def test_a_collector_that_never_answers_does_not_hold_up_the_end(folder):
 
 
 def test_none_unless_an_exporter_is_set(monkeypatch):
-    assert make_tracer(ServerConfig(), "m") is None
+    assert make_tracer(ServerConfig()) is None
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
-    tracer = make_tracer(ServerConfig(), "m")
+    tracer = make_tracer(ServerConfig())
     assert tracer is not None
     tracer.close()
 
@@ -148,9 +148,9 @@ def test_none_unless_an_exporter_is_set(monkeypatch):
 def test_without_the_packages(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(ConfigError, match=r"otlp_traces_endpoint: .* pip install 'pageserve\[otel\]'"):
-        make_tracer(ServerConfig(otlp_traces_endpoint="http://127.0.0.1:9"), "m")
+        make_tracer(ServerConfig(otlp_traces_endpoint="http://127.0.0.1:9"))
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "http://127.0.0.1:9")
-    assert make_tracer(ServerConfig(), "m") is None and "no traces are sent" in caplog.text
+    assert make_tracer(ServerConfig()) is None and "no traces are sent" in caplog.text
 
 
 def test_what_is_left_goes_out_when_the_server_ends(collector, monkeypatch):

@@ -162,7 +162,10 @@ def test_host_memory():
 
 
 def test_gpu_memory():
-    assert gpu_cache_bytes(0.5, 80 * GIB, 10 * GIB, 20 * GIB) == 10 * GIB
+    assert gpu_cache_bytes(EngineConfig(gpu_memory_utilization=0.5), 80 * GIB, 10 * GIB, 20 * GIB) == 10 * GIB
+    shared = EngineConfig(gpu_memory_utilization=0.9, memory_share=0.5)
+    assert gpu_cache_bytes(shared, 80 * GIB, 10 * GIB, 20 * GIB) == 20 * GIB, "the share, not the memory of others"
+    assert gpu_cache_bytes(shared, 80 * GIB, 60 * GIB, 2 * GIB) == 10 * GIB, "the card is full before the share is"
 
 
 def test_caches_on_a_cpu_take_no_memory_until_they_are_used():

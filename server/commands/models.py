@@ -1,0 +1,74 @@
+"""`pageserve models`: the models of a running server with their states, or the models that settings name."""
+
+import os
+from typing import Any
+
+import httpx
+
+from engine.command_line import Parser
+from engine.config import EngineConfig
+from engine.errors import ConfigError, EngineError
+from engine.settings import load_settings, shown
+from server.commands.client_options import DEFAULT_BASE_URL, add_api_key, api_url
+from server.config import ServerConfig
+from server.model_settings import ModelSettings, merge_model_flags, model_settings
+
+TIMEOUT_SECONDS = 10.0
+
+
+def main(arguments: list[str]) -> int:
+    """List the models. Returns the exit status; raises ConfigError, and EngineError if no server answers."""
+    parser = Parser(
+        "models",
+        "[--base-url URL | --config FILE | --model NAME=DIR_OR_ID ...]",
+        "List the models of a running server and their states; with settings of `pageserve serve` (--config, --model), "
+        "the models that they name.",
+    )
+    parser.add_argument("--base-url", metavar="URL", help=f"of the server; default: {DEFAULT_BASE_URL}")
+    add_api_key(parser)
+    parser.add_argument("--config", metavar="FILE", help="YAML file of `pageserve serve`")
+    parser.add_argument(
+        "--model", action="append", default=[], metavar="NAME=DIR_OR_ID", help="as of `pageserve serve`"
+    )
+    options = parser.read(arguments)
+    if options["config"] or options["model"]:
+        if options["base_url"]:
+            raise ConfigError("--base-url asks a running server: leave --config and --model out.")
+        flags = {"config": options["config"], "model": options["model"], "positional_model": None}
+        merge_model_flags(flags)
+        engine, server = load_settings((EngineConfig, ServerConfig), flags, os.environ)
+        rows = [_configured(model) for model in model_settings(engine, server)]
+        _print(("name", "model", "settings of its own"), rows)
+    else:
+        rows = [_running(model) for model in _ask(options["base_url"] or DEFAULT_BASE_URL, options["api_key"])]
+        _print(("name", "state", "context", "model"), rows)
+    return 0
+
+
+def _ask(base_url: str, key: str | None) -> list[dict[str, Any]]:
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    url = f"{api_url(base_url)}/models"
+    try:
+        answer = httpx.get(url, headers=headers, timeout=TIMEOUT_SECONDS)
+        body = answer.json()
+    except (httpx.HTTPError, ValueError) as error:
+        raise EngineError(f"no server answers at {url}: {error or type(error).__name__}") from None
+    if answer.status_code != 200:
+        raise EngineError(f"{url} answers {answer.status_code}: {body.get('error', {}).get('message', '')}")
+    data: list[dict[str, Any]] = body["data"]
+    return data
+
+
+def _running(model: dict[str, Any]) -> tuple[str, ...]:
+    return model["id"], model.get("state", ""), str(model.get("max_model_len", "")), model.get("root", "")
+
+
+def _configured(model: ModelSettings) -> tuple[str, ...]:
+    own = {name: value for name, value in shown(model.engine).items() if name != "model"}
+    return ", ".join(model.names), model.engine.model, " ".join(f"{name}={value}" for name, value in own.items())
+
+
+def _print(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
+    for row in (head, *rows):
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
