@@ -56,8 +56,8 @@ class EngineConfig:
     )
     kv_cache_memory: str | None = option(
         None,
-        'size of the KV cache on a CPU, such as "2GiB"; default: enough for max_num_seqs sequences of max_model_len, '
-        "at most 4 GiB and a quarter of free memory",
+        'size of the KV cache on a CPU, of each rank, such as "2GiB"; default: enough for max_num_seqs sequences of '
+        "max_model_len, at most 4 GiB and a quarter of free memory",
         size=True,
     )
     num_blocks: int | None = option(None, "number of KV blocks; overrides the memory settings", minimum=1)
@@ -69,7 +69,8 @@ class EngineConfig:
     )
     swap_space: float = option(
         0.0,
-        "GiB of host memory for KV blocks that the pool evicts (preempted sequences, cached prefixes); 0: recompute",
+        "GiB of host memory, for each rank, for KV blocks that the pool evicts (preempted sequences, cached prefixes); "
+        "0: recompute",
         minimum=0,
     )
     swap_policy: str = option(
@@ -80,7 +81,7 @@ class EngineConfig:
     disk_cache: str | None = option(
         None, "folder that keeps KV blocks of prefixes across restarts; blocks pass through host memory (swap_space)"
     )
-    disk_cache_size: str = option("4GiB", "maximum size of disk_cache", size=True)
+    disk_cache_size: str = option("4GiB", "maximum size of disk_cache, of each rank", size=True)
     max_num_seqs: int | None = option(None, "most sequences in one step; default 256, 128 on a CPU", minimum=1)
     max_num_batched_tokens: int | None = option(
         None, "most tokens in one step; default 2048, 8192 from 70 GiB of GPU memory", minimum=1
@@ -133,12 +134,15 @@ class EngineConfig:
     )
     tensor_parallel_size: int = option(
         1,
-        "number of GPUs that share the model: 1 only in this version",
-        unsupported="this version runs one Worker; start one server per GPU and put a proxy in front (deploy/)",
+        "number of GPUs, or of processes on a CPU, that compute each layer together, each with a part of its heads and "
+        "of its width",
+        minimum=1,
+        maximum=64,
     )
     cpu_threads: int | None = option(
         None,
-        "threads of a CPU Worker; default: OMP_NUM_THREADS, else the number of cores that this process may use",
+        "threads of a CPU Worker, or of each of its ranks; default: OMP_NUM_THREADS, else the number of cores that the "
+        "server may use, divided among the ranks",
         minimum=1,
         maximum=1024,
     )

@@ -56,8 +56,8 @@ class LLM:
 
     Keywords are the fields of EngineConfig (enable_prefix_caching, gpu_memory_utilization, max_num_seqs ...). The
     constructor returns when the model is ready. It raises ConfigError, with the fix, for an unknown keyword and for a
-    value that this version cannot honour (for example tensor_parallel_size=2), and ModelError for a checkpoint that
-    cannot be served.
+    value that this machine cannot honour (for example device="cuda" without a GPU), and ModelError for a checkpoint
+    that cannot be served.
     """
 
     def __init__(self, model: str = "", **settings: Any) -> None:

@@ -43,7 +43,10 @@ NOT_SERVED = {
     "fair_step_slowdown": "--fair-step-seconds bounds a step by its time",
     "gpu_memory_fraction": "the setting is called gpu_memory_utilization",
     "guided_decoding_backend": "there is one backend, llguidance; structured output needs no setting",
-    "pipeline_parallel_size": "pipeline parallelism is not served by this version",
+    "pipeline_parallel_size": (
+        "pipeline parallelism is not served: all layers stay on one machine, and tensor_parallel_size divides each of "
+        "them among its GPUs"
+    ),
     "speculative_config": "speculative decoding is not served by this version",
     "speculative_model": "speculative decoding is not served by this version",
     "tokenizer_mode": "there is one tokenizer mode",

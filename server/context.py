@@ -150,7 +150,7 @@ class Served:
         model, config = self.driver.model, self.driver.config
         weights = (config.model, config.revision, config.load_format, config.seed, config.quantization)
         prompts = (config.tokenizer, self.config.chat_template, self.config.special_tokens_in_content)
-        kernels = (config.batch_invariant, config.attention_backend == "flashinfer")
+        kernels = (config.batch_invariant, config.attention_backend == "flashinfer", config.tensor_parallel_size)
         numbers = (model.device, model.dtype, model.vocab_size, model.kv_cache_dtype, *kernels)
         text = repr((package_version(), weights, prompts, numbers, self.driver.sampling_defaults))
         return "pageserve-" + hashlib.sha256(text.encode()).hexdigest()[:12]

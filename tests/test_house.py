@@ -50,6 +50,7 @@ WORKER_SIDE = (
     ("engine.models.loading",),
     ("engine.models",),
     ("engine.models.layers", "engine.models.families", "engine.models.formats"),
+    ("engine.models.parallel",),
     ("engine.models.config", "engine.models.reader", "engine.models.family", "engine.models.weight_format"),
     ("kernels",),
 )

@@ -1,4 +1,8 @@
-"""Executor: the Worker process as the Driver sees it. Starts it, sends plans, reads answers, notices its death."""
+"""Executor: the Worker process as the Driver sees it. Starts it, sends plans, reads answers, notices its death.
+
+With tensor_parallel_size, a Worker is a group of processes. The one here is its first rank, which answers; the others
+(engine/executor/other_ranks.py) get the same bytes, and the end of one is the end of all.
+"""
 
 import asyncio
 import contextlib
@@ -11,10 +15,10 @@ from collections.abc import Callable
 
 import msgspec
 
-import engine.errors
 from engine.errors import EngineError, PageserveError, WorkerDiedError
 from engine.executor.child_process import connect, spawn
 from engine.executor.frames import FrameError, read_frame
+from engine.executor.other_ranks import OtherRanks, how_it_ended
 from engine.executor.process_state import count_oom_kills, is_traced, stopped_at, wait_until_stopped
 from engine.executor.step import (
     Answer,
@@ -33,6 +37,7 @@ from engine.executor.step import (
     WorkerReady,
     decode_worker_message,
     encode_frame,
+    named_error,
 )
 from engine.executor.step_durations import StepDurations
 from engine.executor.step_watch import StepWatch
@@ -58,7 +63,7 @@ class NoRoomError(EngineError):
 
 
 class Executor:
-    """One Worker process, started with one end of a socket pair and nothing else (engine/executor/child_process.py).
+    """One Worker, whose process has one end of a socket pair and nothing else (engine/executor/child_process.py).
 
     An Executor lives as long as its Worker: the next Worker has the next Executor.
     """
@@ -78,17 +83,29 @@ class Executor:
         self._timer: asyncio.TimerHandle | None = None
         self._stop_watch: asyncio.Task[None] | None = None
         self._num_oom_kills = count_oom_kills()
-        self._killed: WorkerDiedError | None = None  # the reason why we kill it
+        self._killed: PageserveError | None = None  # the reason why we kill it
+        self._others: OtherRanks | None = None
+        self._num_heartbeats_due = 0  # answers to the last heartbeat that are still awaited
 
     @property
     def pid(self) -> int | None:
         return self._process.pid if self._process else None
+
+    @property
+    def pids(self) -> list[int]:
+        """The process ids of all ranks."""
+        first = [] if self._process is None else [self._process.pid]
+        return first if self._others is None else first + self._others.pids
 
     async def start(self, message: StartWorker) -> None:
         """Spawn the Worker and send it the message that tells what to load; `wait_ready` awaits loading. Raises
         WorkerDiedError, NoRoomError."""
         self._step_timeout = message.config.step_timeout
         try:
+            if (size := message.config.tensor_parallel_size) > 1:
+                self._others = OtherRanks(size, self._end_group, self._received_heartbeat)
+                await self._others.start(self._command, message)
+                message = self._others.message_for(message, rank=0)
             self._process, ours = spawn(self._command)
             self._reader, self._writer = await connect(ours)
             # uvloop would send at the end of the loop's turn; above this mark it sends at once, as asyncio always does.
@@ -107,27 +124,32 @@ class Executor:
             if isinstance(message, LoadProgress):
                 on_progress(message.phase)
             elif isinstance(message, WorkerReady):
+                if self._others is not None:
+                    message = await self._others.wait_ready(message)
                 self._begin_watch(message.device)
                 self.ready = True
                 return message
             elif isinstance(message, WorkerFailed):
-                raise _named_error(message)
+                raise self._killed or self._rank_killed() or named_error(message)
             else:
                 raise WorkerDiedError("the Worker sent a step result before it was ready")
 
     def send(self, message: DriverMessage) -> None:
         """Send a message; never blocks. A Worker that does not read lets the buffer grow by a few plans at most."""
         assert self._writer is not None, "start() comes first"
-        self._writer.write(encode_frame(message))
+        frame = encode_frame(message)
+        self._writer.write(frame)
+        if self._others is not None:
+            self._others.write(frame)
         if isinstance(message, StepPlan):
             self.watch.sent(message)
 
     async def receive(self) -> Answer:
         """The next result, in the order of the plans, or the next answer to another message. Raises WorkerDiedError."""
         while isinstance(message := await self._receive(), Heartbeat):
-            self.watch.received_heartbeat()
+            self._received_heartbeat()
         if isinstance(message, FetchedBlocks | GrammarPrepared | WorkerAsleep):
-            return message
+            return message if self._others is None else await self._others.join(message)
         if not isinstance(message, StepResult):
             raise WorkerDiedError(f"the Worker sent {type(message).__name__} in place of a step result")
         self.watch.received()
@@ -141,6 +163,8 @@ class Executor:
         """Let a Worker that sleeps at level 1 load again; `wait_ready` awaits loading."""
         assert self._process is not None
         self._begin_stop_watch(self._process.pid)
+        if self._others is not None:
+            self._others.wake()
         self.send(WakeWorker())
 
     async def flush(self, plan: StepPlan, num_in_flight: int) -> None:
@@ -160,6 +184,8 @@ class Executor:
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()
+        if self._others is not None:
+            await self._others.stop(grace)
         if self._process is None or await self._gone_within(grace):
             return
         self._process.kill()
@@ -186,6 +212,24 @@ class Executor:
         self._killed = self._killed or WorkerDiedError("the Worker process was stopped (SIGSTOP)", from_outside=True)
         self._kill()
 
+    def _end_group(self, cause: PageserveError) -> None:
+        """Another rank ended, hangs or cannot load: end the first rank, too."""
+        self._killed = self._killed or self._rank_killed() or cause
+        if self._process is not None:
+            self._kill()
+
+    def _rank_killed(self) -> WorkerDiedError | None:
+        """The end of the rank that a signal has ended, whose peers fail because of it; None if there is no such rank,
+        or only one rank."""
+        if self._others is None:
+            return None
+        subjects = [(self._process, "the Worker process"), (self._others.killed_process(), "another rank")]
+        for process, subject in subjects:
+            if process is not None and (process.poll() or 0) < 0:
+                cause, killed = how_it_ended(process, subject, self._oom_kills_since())
+                return WorkerDiedError(cause, from_outside=killed)
+        return None
+
     # The watch for a Worker that hangs: it runs once the model is loaded.
 
     def _begin_watch(self, device: str) -> None:
@@ -198,20 +242,37 @@ class Executor:
 
     def _tick(self) -> None:
         assert self._process is not None and self._writer is not None, "stop() ends the ticks"
-        if self.watch.tick() and (self.watch.is_over_ceiling or not is_traced(self._process.pid)):
+        if self.watch.tick() and (self.watch.is_over_ceiling or not self._is_traced()):
             return self._give_up()
         if self.watch.heartbeat_due:
             self._writer.write(HEARTBEAT)
+            self._num_heartbeats_due = 1
+            if self._others is not None:
+                self._others.write(HEARTBEAT)
+                self._num_heartbeats_due = 2
             self.watch.sent_heartbeat()
         self._tick_later()
+
+    def _received_heartbeat(self) -> None:
+        """The first rank, or the last of the others, answered."""
+        self._num_heartbeats_due -= 1
+        if not self._num_heartbeats_due:
+            self.watch.received_heartbeat()
+
+    def _is_traced(self) -> bool:
+        assert self._process is not None
+        return is_traced(self._process.pid) or (self._others is not None and self._others.is_traced())
 
     def _give_up(self) -> None:
         assert self._process is not None
         pid, idle = self._process.pid, self.watch.awaits_heartbeat
         held = is_traced(pid) or stopped_at(pid) is not None
+        held = held or (self._others is not None and self._others.is_held())
         cause = f"the Worker did not {'answer' if idle else 'finish a step'} within {self.watch.silence:.3g} s"
         self._killed = WorkerDiedError(cause + (": it was stopped" if held else ""), from_outside=held or idle)
         self._process.send_signal(signal.SIGUSR1)  # the Worker writes its stacks to the log, if it can
+        if self._others is not None:
+            self._others.dump_stacks()
         self._timer = asyncio.get_running_loop().call_later(STACK_DUMP_SECONDS, self._kill_unless_back)
 
     def _kill_unless_back(self) -> None:
@@ -250,24 +311,17 @@ class Executor:
 
     async def _cause_of_death(self) -> WorkerDiedError:
         cause, killed = await self._how_it_ended()
+        if (death := self._rank_killed()) is not None:
+            return death
         return WorkerDiedError(cause, from_outside=killed or self.watch.awaits_heartbeat)
 
     async def _how_it_ended(self) -> tuple[str, bool]:
         """The cause for the log, and True if a signal from outside killed the process."""
         assert self._process is not None
-        if not await self._gone_within(1.0):  # the socket closes a moment before the process can be reaped
-            return "the Worker process closed its socket", False
-        code = self._process.returncode
-        if code >= 0:
-            return f"the Worker process exited with status {code}; its log says why", False
-        known = {number.value: number.name for number in signal.Signals}
-        # SIGKILL is never a crash: either the kernel lacked memory, or the signal came from outside.
-        killed = -code == signal.SIGKILL and count_oom_kills() == self._num_oom_kills is not None
-        return f"the Worker process was ended by {known.get(-code, f'signal {-code}')}", killed
+        await self._gone_within(1.0)  # the socket closes a moment before the process can be reaped
+        return how_it_ended(self._process, "the Worker process", self._oom_kills_since())
 
-
-def _named_error(message: WorkerFailed) -> PageserveError:
-    kind = getattr(engine.errors, message.kind, EngineError)
-    error = kind(message.message)
-    assert isinstance(error, PageserveError)
-    return error
+    def _oom_kills_since(self) -> int | None:
+        """The kernel's kills for lack of memory since this Executor was made; None if unknown."""
+        before, now = self._num_oom_kills, count_oom_kills()
+        return None if before is None or now is None else now - before

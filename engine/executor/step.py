@@ -14,12 +14,34 @@ from typing import Any
 
 import msgspec
 
+import engine.errors
 from engine.config import EngineConfig
+from engine.errors import EngineError, PageserveError
 from engine.executor.frames import pack_frame
 from engine.outputs import PromptScores
 from engine.sampling_params import SamplingParams
 from engine.structured_output import StructuredOutput, Vocabulary
 from engine.thinking import ThinkingTags
+
+
+class Place(msgspec.Struct, frozen=True, array_like=True):
+    """The place of a Worker process: its rank in a tensor-parallel group of `size`, the file at which the ranks meet
+    (engine/models/parallel/ranks.py), and the GPU of the first rank."""
+
+    rank: int = 0
+    size: int = 1
+    rendezvous: str = ""
+    first_gpu: int | None = None
+
+    @property
+    def gpu(self) -> int | None:
+        """The index of this rank's GPU; None: the only process of the server takes the current one."""
+        if self.first_gpu is None and self.size == 1:
+            return None
+        return (self.first_gpu or 0) + self.rank
+
+
+ONE_PLACE = Place()
 
 
 class StartWorker(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -29,6 +51,7 @@ class StartWorker(msgspec.Struct, frozen=True, array_like=True, tag=True):
     model_dir: str
     eos_token_ids: list[int]
     model_identity: bytes = b""
+    place: Place = ONE_PLACE
 
 
 class LoadProgress(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -78,6 +101,14 @@ class WorkerFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     kind: str
     message: str
+
+
+def named_error(message: WorkerFailed) -> PageserveError:
+    """The error that a Worker names."""
+    kind = getattr(engine.errors, message.kind, EngineError)
+    error = kind(message.message)
+    assert isinstance(error, PageserveError)
+    return error
 
 
 class NewSequence(msgspec.Struct, frozen=True, array_like=True):

@@ -100,6 +100,15 @@ class MoEConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class Shard:
+    """The place of a rank in a tensor-parallel group of `size` ranks, and the config of the whole model."""
+
+    rank: int
+    size: int
+    whole: "ModelConfig"
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Sizes come from config.json, behaviour from these fields, nothing from a model's name.
 
@@ -174,6 +183,8 @@ class ModelConfig:
     token_types: int = 0  # rows of BERT's second embedding; the first row is added to every token
     dtype: str = "float32"  # the checkpoint's: float32, bfloat16 or float16
     quantization: WeightFormat | None = None  # form of the matrices that are held in 4 or 8 bits; None: all are plain
+    # This config describes the part of a rank (engine/models/parallel/shard.py): its heads, its widths; None: the whole
+    shard: Shard | None = None
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -224,6 +235,15 @@ class ModelConfig:
     def kv_size(self) -> int:
         """Values of one token's key (or value) over all KV heads."""
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def vocab_part(self) -> range:
+        """The tokens whose rows of embedding and lm_head are here: all, or a rank's share. The last ranks may have
+        fewer."""
+        if self.shard is None:
+            return range(self.vocab_size)
+        each = -(-self.vocab_size // self.shard.size)
+        return range(self.vocab_size)[self.shard.rank * each : (self.shard.rank + 1) * each]
 
     @property
     def embedding_size(self) -> int:
@@ -306,7 +326,8 @@ class ModelConfig:
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every tensor of the model by name. q|k|v and gate|up are fused; linear weights are [out, in]."""
         hidden, width = self.hidden_size, self.embedding_size
-        shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (self.vocab_size, width)}
+        num_tokens = len(self.vocab_part)
+        shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (num_tokens, width)}
         if self.position == "learned":
             rows = self.max_position_embeddings + self.position_offset
             shapes["position_embedding.weight"] = (rows, hidden)
@@ -321,9 +342,9 @@ class ModelConfig:
         if self.final_norm:
             shapes |= self._norm("final_norm")
         if not self.tie_embeddings:
-            shapes["lm_head.weight"] = (self.vocab_size, width)
+            shapes["lm_head.weight"] = (num_tokens, width)
         if self.lm_head_bias:
-            shapes["lm_head.bias"] = (self.vocab_size,)
+            shapes["lm_head.bias"] = (num_tokens,)
         return shapes
 
     def _layer_shapes(self, layer: int) -> dict[str, tuple[int, ...]]:

@@ -45,6 +45,7 @@ attention stand in engine/models/layers/attention.py.
 """
 
 from collections.abc import Iterator, Sequence
+from operator import add
 
 import torch
 from torch import Tensor
@@ -72,7 +73,7 @@ class DecoderLayer:
     config.post_norms (with pre_norm) adds a norm behind attention and one behind the MLP, before the addition.
     """
 
-    __slots__ = ("attention", "attn_norm", "attn_post_norm", "mlp", "mlp_norm", "mlp_post_norm")
+    __slots__ = ("add", "attention", "attn_norm", "attn_post_norm", "mlp", "mlp_norm", "mlp_post_norm")
 
     def __init__(
         self,
@@ -92,6 +93,8 @@ class DecoderLayer:
         post = config.post_norms
         self.attn_post_norm = take_norm(config, weights, f"{prefix}.attn_post_norm") if post else None
         self.mlp_post_norm = take_norm(config, weights, f"{prefix}.mlp_post_norm") if post else None
+        ranks = operators.ranks
+        self.add = add if ranks is None else lambda attended, mlp: ranks.all_reduce(attended + mlp)
 
     def _fuse_scaling(self, sequential: bool) -> None:
         """Let a norm whose output goes to one linear layer alone round it to e4m3, where that layer takes it so."""
@@ -143,7 +146,7 @@ class DecoderLayer:
             x, residual = (rows.index_select(0, outputs.indices) for rows in (x, residual))  # (T, C) -> (R, C) each
         if self.mlp_norm is not None:
             x, _ = self.mlp_norm(residual)  # (R, C) -> (R, C)
-        return attended + self.mlp(x), residual  # (R, C) + (R, C), (R, C)
+        return self.add(attended, self.mlp(x)), residual  # (R, C) + (R, C), (R, C)
 
     def forward_post_norm(
         self, x: Tensor, metadata: BatchMetadata, kv_cache: KVCache, outputs: OutputRows | None
@@ -196,8 +199,9 @@ class Decoder:
 
     def record_decodes(self, kv_caches: Sequence[KVCache], max_num_seqs: int, max_blocks: int) -> None:
         """Run decode steps on these caches as recorded programs, where a CPU has compiled kernels for them. max_blocks:
-        the width of the widest block table."""
-        cpu = cpu_kernels() if kv_caches[0][0].device.type == "cpu" else None
+        the width of the widest block table. A program holds no sum over ranks."""
+        alone = self.operators.ranks is None
+        cpu = cpu_kernels() if alone and kv_caches[0][0].device.type == "cpu" else None
         if cpu is not None and cpu.program.SUPPORTED:
             self.run_layers = RecordedLayers(self.run_layers, kv_caches, max_num_seqs, max_blocks)
 

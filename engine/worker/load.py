@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from engine.config import EngineConfig
-from engine.executor.step import CacheCosts, WorkerReady
+from engine.executor.step import ONE_PLACE, CacheCosts, Place, WorkerReady
 from engine.garbage_collector import thaw_garbage
 from engine.models.families import read_model_config
 from engine.models.loading.load import weight_bytes
@@ -39,9 +39,10 @@ def load_runner(
     eos_token_ids: list[int],
     progress: Callable[[str], None],
     model_identity: bytes = b"",
+    place: Place = ONE_PLACE,
 ) -> tuple[ModelRunner | EncoderRunner, WorkerReady]:
     """The runner of a model that never sleeps, ready to serve. Raises ConfigError and ModelError."""
-    resident = load_resident(config, model_dir, eos_token_ids, progress, model_identity)
+    resident = load_resident(config, model_dir, eos_token_ids, progress, model_identity, place)
     return resident.take_runner(), resident.ready
 
 
@@ -51,14 +52,15 @@ def load_resident(
     eos_token_ids: list[int],
     progress: Callable[[str], None],
     model_identity: bytes = b"",
+    place: Place = ONE_PLACE,
 ) -> "Resident":
     """Load the weights, size and allocate the KV cache, warm up. Raises ConfigError and ModelError."""
-    model = read_model_config(model_dir, config.quantization)
+    model = read_model_config(model_dir, config.quantization, place.rank, place.size)
     if not model.causal:
         return ResidentEncoder(*load_encoder(config, model_dir, model, progress))
     clock = StartClock()
     clock.start("load")
-    loaded = load_decoder(config, model_dir, model, progress)
+    loaded = load_decoder(config, model_dir, model, progress, place)
     clock.start("compile")
     if loaded.device.type == "cuda":
         progress("choosing matrix kernels")
@@ -193,7 +195,10 @@ class ResidentDecoder(Resident):
             return self._host_cache
         config, loaded = self._loaded.config, self._loaded
         reserved = 0 if queue is not None else size.num_bytes  # a CPU touches the pages of its pool later
-        num_slots = num_host_blocks(config, size.block_bytes, available_host_bytes() - reserved)
+        available = available_host_bytes() // config.tensor_parallel_size
+        num_slots = num_host_blocks(config, size.block_bytes, available - reserved)
+        if (ranks := loaded.decoder.operators.ranks) is not None:
+            (num_slots,) = ranks.least([num_slots])
         return open_host_cache(
             config, loaded.model, kv_caches, num_slots=num_slots, queue=queue, model_identity=self._model_identity
         )

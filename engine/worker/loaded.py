@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from engine.config import EngineConfig
+from engine.executor.step import ONE_PLACE, Place
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.loading.load import load_model, weight_bytes
@@ -22,7 +23,7 @@ from engine.worker.cache.kv_cache import (
     most_positions,
     resolve_kv_format,
 )
-from engine.worker.device.choice import check_attention, make_flashinfer, resolve_device, resolve_dtype
+from engine.worker.device.choice import check_attention, make_flashinfer, resolve_dtype, take_place
 from engine.worker.device.host import StepLimits, available_host_bytes, resolve_step_limits
 from engine.worker.device.queue import DeviceQueue
 from engine.worker.memory_plan import Machine, nearest_settings
@@ -110,10 +111,13 @@ class LoadedDecoder:
             warm_up_attention(self.decoder, self.one_block(), plan, self.max_model_len)
 
 
-def check_weights_fit(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
-    """DoesNotFitError, with the settings that would fit, if the device has less free memory than the weights take."""
+def check_weights_fit(
+    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device, num_ranks: int = 1
+) -> None:
+    """DoesNotFitError, with the settings that would fit, if the device has less free memory than the weights take. The
+    ranks of a group share the host's memory evenly."""
     on_gpu = device.type == "cuda"
-    free = torch.cuda.mem_get_info(device)[0] if on_gpu else available_host_bytes()
+    free = torch.cuda.mem_get_info(device)[0] if on_gpu else available_host_bytes() // num_ranks
     needed = weight_bytes(model, dtype.itemsize)
     if needed <= free:
         return
@@ -126,13 +130,14 @@ def check_weights_fit(config: EngineConfig, model: ModelConfig, dtype: torch.dty
 
 
 def load_decoder(
-    config: EngineConfig, model_dir: Path, model: ModelConfig, progress: Callable[[str], None]
+    config: EngineConfig, model_dir: Path, model: ModelConfig, progress: Callable[[str], None], place: Place = ONE_PLACE
 ) -> LoadedDecoder:
-    """Choose the device, the dtype and the limits of steps, and load the weights. ConfigError and ModelError."""
-    device = resolve_device(config.device)
+    """Choose the device, the dtype and the limits of steps, and load the weights. `model` is the part of the rank at
+    `place`. Raises ConfigError and ModelError."""
+    device, ranks = take_place(config, place)
     dtype = resolve_dtype(config, model, device)
     check_attention(config, model, dtype, device)
-    check_weights_fit(config, model, dtype, device)
+    check_weights_fit(config, model, dtype, device, place.size)
     total_bytes = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 0
     limits = resolve_step_limits(config, device.type, total_bytes)
     if config.attention_backend == "flashinfer":
@@ -140,7 +145,7 @@ def load_decoder(
     flashinfer = make_flashinfer(config, model, limits.max_num_seqs, dtype, device)
     longest = model_max_len(config, model)
     # Memory that is free now bounds the memory that the KV cache can have once the weights are loaded.
-    budget = total_bytes if total_bytes else host_cache_bytes(config, available_host_bytes())
+    budget = total_bytes if total_bytes else host_cache_bytes(config, available_host_bytes() // place.size)
     num_positions = max(limits.max_num_batched_tokens, most_positions(config, model, dtype.itemsize, budget))
     progress("loading weights")
     decoder = load_model(
@@ -153,6 +158,7 @@ def load_decoder(
         progress=progress,
         max_model_len=min(longest, num_positions),
         batch_invariant=config.batch_invariant,
+        ranks=ranks,
     )
     assert isinstance(decoder, Decoder), "a causal model is a decoder"
     return LoadedDecoder(config, model, decoder, limits, dtype, device, flashinfer)

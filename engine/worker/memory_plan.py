@@ -73,7 +73,8 @@ class MemoryPlan:
 
 
 def make_plan(config: EngineConfig, model: ModelConfig, machine: Machine) -> MemoryPlan:
-    """Estimates the sizes that a Worker with this config would choose. Raises ConfigError for wrong settings."""
+    """Estimates the sizes that a Worker with this config would choose, or the first rank of it: then `model` is its
+    part, and `machine` its card or its share of the host. Raises ConfigError for wrong settings."""
     limits = resolve_step_limits(config, machine.device_type, machine.total_bytes)
     on_gpu = machine.device_type == "cuda"
     dtype_bytes = DTYPE_BYTES[model.dtype if config.dtype == "auto" else config.dtype]
@@ -82,7 +83,7 @@ def make_plan(config: EngineConfig, model: ModelConfig, machine: Machine) -> Mem
     if (
         not on_gpu and dtype_bytes == 2 and model.tie_embeddings and not shares
     ):  # packed for lm_head, plain for embedding
-        weights += model.vocab_size * model.embedding_size * dtype_bytes
+        weights += len(model.vocab_part) * model.embedding_size * dtype_bytes
     activations = activation_bytes(model, dtype_bytes, limits.max_num_batched_tokens)
     sampler = max(sampler_bytes(model, limits.max_num_seqs), scoring_bytes(model))  # they run one after the other
     overhead = 0
@@ -248,7 +249,10 @@ def describe(config: EngineConfig, model: ModelConfig, machine: Machine, plan: M
     kv_format = resolve_kv_format(config, model)
     per_token = model.kv_bytes_per_token(DTYPE_BYTES[dtype], kv_format)
     where = "GPU memory" if machine.device_type == "cuda" else "free host memory"
-    yield f"{config.model or 'bundled model'}: {model.num_parameters() / 1e6:,.1f} M parameters in {dtype}"
+    whole = model if model.shard is None else model.shard.whole
+    yield f"{config.model or 'bundled model'}: {whole.num_parameters() / 1e6:,.1f} M parameters in {dtype}"
+    if model.shard is not None:
+        yield f"  each of {model.shard.size} ranks, with {model.num_parameters() / 1e6:,.1f} M parameters at most:"
     yield _row(where, machine.total_bytes, "")
     if machine.device_type == "cuda":
         usable = int(machine.total_bytes * config.gpu_memory_utilization)
@@ -338,7 +342,9 @@ def main(arguments: list[str]) -> int:
     try:
         config, machine = read_arguments(arguments)
         model_dir = resolve_model(replace(config, load_format="dummy"))  # needs config.json only
-        model = read_model_config(model_dir, config.quantization)
+        model = read_model_config(model_dir, config.quantization, num_ranks=config.tensor_parallel_size)
+        if machine.device_type == "cpu":  # every rank of a GPU server has a card of its own
+            machine = replace(machine, total_bytes=machine.total_bytes // config.tensor_parallel_size)
         if not model.causal:
             print("\n".join(describe_encoder(config, model)))
             return 0

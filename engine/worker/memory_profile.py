@@ -1,7 +1,7 @@
 """How much memory the KV cache can have: on a GPU, what the largest step leaves free; on a CPU, what is free."""
 
 import gc
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -33,7 +33,7 @@ class GpuProfile:
 
 def size_cache(loaded: LoadedDecoder) -> tuple[KVCacheSize, dict[str, int]]:
     """(the size of the KV cache, bytes that steps use beside the cache, by name: "activations" includes buffers).
-    ConfigError where nothing fits."""
+    All ranks have the fewest blocks that one of them has room for. ConfigError where nothing fits."""
     config = loaded.config
     used: dict[str, int] = {}
     if loaded.device.type == "cuda":
@@ -44,7 +44,7 @@ def size_cache(loaded: LoadedDecoder) -> tuple[KVCacheSize, dict[str, int]]:
         if loaded.flashinfer is not None:  # allocated before the weights, so not a part of the activations
             used["flashinfer"] = loaded.flashinfer.num_bytes
     else:
-        available = available_host_bytes()
+        available = available_host_bytes() // config.tensor_parallel_size
         budget = host_cache_bytes(config, available)
     size = size_kv_cache(
         config,
@@ -55,6 +55,9 @@ def size_cache(loaded: LoadedDecoder) -> tuple[KVCacheSize, dict[str, int]]:
         max_num_seqs=loaded.limits.max_num_seqs,
         on_gpu=loaded.device.type == "cuda",
     )
+    if (ranks := loaded.decoder.operators.ranks) is not None:
+        num_blocks, max_model_len = ranks.least([size.num_blocks, size.max_model_len])
+        size = replace(size, num_blocks=num_blocks, max_model_len=max_model_len)
     return size, used
 
 

@@ -261,7 +261,7 @@ class ModelRunner:
     def record_graphs(self) -> None:
         """Record the CUDA graphs of start-up (engine/worker/device/cuda_graphs.py)."""
         if self.buckets is not None:
-            self.buckets.graphs.record_first()
+            self.buckets.graphs.record_first(self._decoder.operators.ranks)
 
     def _in_queue(self, work: Callable[[], T]) -> T:
         return work() if self._queue is None else self._queue.run(work)

@@ -92,7 +92,7 @@ def load(channel: Channel, start: StartWorker) -> "Resident | None":
 
     def work() -> "Resident":
         channel.send(LoadProgress("importing"))
-        set_threads(start.config.cpu_threads)
+        set_threads(start.config.cpu_threads, start.place.size)
         limit_primitive_caches()
         from engine.worker.load import load_resident  # imports torch
 
@@ -102,6 +102,7 @@ def load(channel: Channel, start: StartWorker) -> "Resident | None":
             start.eos_token_ids,
             lambda phase: channel.send(LoadProgress(phase)),
             start.model_identity,
+            start.place,
         )
 
     return _report(channel, work)

@@ -187,7 +187,7 @@ def test_sampling_params_that_are_no_lists_are_named(wrong):
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 cannot be honoured"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size must be an integer from 1 to 64"),
         ({"enable_prefix_cache": True}, "did you mean enable_prefix_caching?"),
         ({"trust_remote_code": True}, "code from a checkpoint is never run"),
     ],

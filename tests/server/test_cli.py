@@ -77,7 +77,7 @@ def test_the_command_starts_quickly_because_it_imports_little():
         (["serve", "a", "b"], "unexpected argument 'b'"),
         (["serve", "a", "--model", "b"], "two models are named: a and --model b."),
         (["serve", "--config", "/nowhere.yaml"], "config file /nowhere.yaml: No such file or directory."),
-        (["serve", "--tensor-parallel-size", "2"], "tensor_parallel_size=2 cannot be honoured"),
+        (["serve", "--pipeline-parallel-size", "2"], "pipeline parallelism is not served"),
         (["serve", "--api-key-file", "/nowhere"], "api_key_file: cannot read /nowhere"),
         (["serve", "--chat-template", "{{ x }}\n{% if %}"], "chat_template: line 2: Expected an expression"),
         (["serve", "--chat-template", "{{ messages | sorted }}"], "chat_template: line 1: No filter named 'sorted'"),

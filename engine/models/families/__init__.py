@@ -71,6 +71,7 @@ from engine.models.families import (
 )
 from engine.models.family import Family, find_family
 from engine.models.formats import read_quantization
+from engine.models.parallel.shard import shard_model
 from engine.models.reader import ConfigReader
 
 GROUPS: Mapping[str, tuple[Family, ...]] = {
@@ -153,13 +154,19 @@ GROUPS: Mapping[str, tuple[Family, ...]] = {
 FAMILIES = tuple(family for group in GROUPS.values() for family in group)
 
 
-def read_model_config(model_dir: Path, quantization: str | None = None) -> ModelConfig:
+def read_model_config(
+    model_dir: Path, quantization: str | None = None, rank: int = 0, num_ranks: int = 1
+) -> ModelConfig:
     """The ModelConfig of a checkpoint, from its config.json, params.json or GGUF file alone. Older quantised ones
     have a second file of settings, see QUANTIZATION_FILES.
 
     quantization: how a plain checkpoint is quantised as it is loaded, see EngineConfig. ModelError if it is no plain
-    checkpoint of a decoder.
+    checkpoint of a decoder. With num_ranks, the part of one rank; ModelError if the model cannot be divided.
     """
+    return shard_model(_read_whole(model_dir, quantization), rank, num_ranks)
+
+
+def _read_whole(model_dir: Path, quantization: str | None) -> ModelConfig:
     raw = read_config(model_dir)
     model = model_config(raw)
     if raw.get("quantization_config") is None and (found := read_quantization_file(model_dir)):

@@ -37,7 +37,7 @@ from typing import Any
 from torch import Tensor
 
 from engine.models.config import ModelConfig
-from engine.models.layers.operators import Operators, take_linear, take_optional
+from engine.models.layers.operators import Operators, summed, take_linear, take_optional
 from engine.models.layers.position import PositionTables
 from kernels.attention.decode import mixed_attention, paged_attention
 from kernels.attention.flashinfer import PlannedPrefill
@@ -113,7 +113,9 @@ class Attention:
         """Take the weights of the layer. positions: the tables that all layers share."""
         prefix = f"layers.{layer}"
         self.qkv = take_linear(weights, f"{prefix}.qkv", operators)
-        self.attn_out = take_linear(weights, f"{prefix}.attn_out", operators)
+        attn_out = take_linear(weights, f"{prefix}.attn_out", operators)
+        # In a parallel residual the layer sums over the ranks, once for attention and MLP.
+        self.attn_out = attn_out if config.parallel_residual else summed(attn_out, operators)
         self.heads = take_heads(config, weights, layer, positions)
         self.num_heads = config.num_heads + 2 * config.num_kv_heads
         self.head_dim = config.head_dim

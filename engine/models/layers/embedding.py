@@ -1,11 +1,14 @@
 """Token embedding, learned positions, and the lm_head, which may share the embedding's weight."""
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from engine.models.config import ModelConfig
 from engine.models.layers.operators import Linear, Operators, take_linear, take_optional
+from engine.models.parallel.ranks import GatheredColumns, VocabularyRows
 from kernels.dispatch import use_triton
 from kernels.quantized.linear import QuantizedLinear
 from kernels.quantized.weight import Weight
@@ -14,12 +17,15 @@ from kernels.quantized.weight import Weight
 class Embedding:
     """input_ids, positions int64 [num_tokens] -> [num_tokens, hidden]."""
 
-    __slots__ = ("position_offset", "position_weight", "project_in", "scale", "weight")
+    __slots__ = ("position_offset", "position_weight", "project_in", "rows", "scale", "weight")
 
     def __init__(self, config: ModelConfig, weights: dict[str, Weight], operators: Operators) -> None:
         weight = weights.pop("embedding.weight")
         assert not isinstance(weight, tuple), "an embedding is one tensor"
-        self.weight = weight if isinstance(weight, Tensor) else QuantizedLinear(weight, None, operators.dtype)
+        self.weight = table = weight if isinstance(weight, Tensor) else QuantizedLinear(weight, None, operators.dtype)
+        look_up = partial(F.embedding, weight=table) if isinstance(table, Tensor) else table.rows
+        ranks = operators.ranks
+        self.rows = look_up if ranks is None else VocabularyRows(look_up, config.vocab_part, ranks)
         self.scale = config.embedding_scale
         if config.round_embedding_scale:  # in bf16 sqrt(3072) is 55.5
             self.scale = torch.tensor(self.scale).to(self.weight.dtype).item()
@@ -29,8 +35,7 @@ class Embedding:
         self.project_in = take_linear(weights, "project_in", operators) if has_projection else None
 
     def __call__(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        weight = self.weight
-        hidden = F.embedding(input_ids, weight) if isinstance(weight, Tensor) else weight.rows(input_ids)
+        hidden = self.rows(input_ids)
         if self.scale != 1.0:
             hidden = hidden * self.scale
         if self.project_in is not None:
@@ -60,13 +65,15 @@ class LMHead:
         self.project_out = take_linear(weights, "project_out", operators) if has_projection else None
         self.scale, self.softcap = config.logits_scale, config.logit_softcap
         bias = take_optional(weights, "lm_head.bias")
-        self.linear: Linear
+        self.linear: Linear | GatheredColumns
         if not config.tie_embeddings:
             self.linear = operators.linear(weights.pop("lm_head.weight"), bias)
         elif isinstance(embedding_weight, QuantizedLinear):
             self.linear = embedding_weight.with_bias(bias)
         else:
             self.linear = operators.linear(embedding_weight, bias)
+        if operators.ranks is not None:
+            self.linear = GatheredColumns(self.linear, config.vocab_size, operators.ranks)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         if self.project_out is not None:

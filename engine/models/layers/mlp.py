@@ -8,7 +8,8 @@ from torch import Tensor
 
 from engine.models.config import ModelConfig
 from engine.models.layers.moe import MoE
-from engine.models.layers.operators import Operators, take_linear, take_tensor, takes_fp8_rows
+from engine.models.layers.operators import Linear, Operators, summed, take_linear, take_tensor, takes_fp8_rows
+from engine.models.parallel.ranks import Summed
 from kernels.elementwise.activation import ACTIVATIONS, gated_activation
 from kernels.elementwise.fp8_rows import gated_activation_fp8
 from kernels.elementwise.xielu import coefficients, xielu
@@ -24,8 +25,9 @@ class MLP:
     def __init__(self, config: ModelConfig, weights: dict[str, Weight], prefix: str, operators: Operators) -> None:
         self.activate = take_activation(config, weights, prefix, operators)
         self.mlp_in = take_linear(weights, f"{prefix}.mlp_in", operators)
-        self.mlp_out = take_linear(weights, f"{prefix}.mlp_out", operators)
-        if config.gated_mlp and config.activation in ACTIVATIONS and takes_fp8_rows(self.mlp_out):
+        mlp_out = take_linear(weights, f"{prefix}.mlp_out", operators)
+        self.mlp_out: Linear | Summed = mlp_out
+        if config.gated_mlp and config.activation in ACTIVATIONS and takes_fp8_rows(mlp_out):
             self.activate = partial(activate_to_fp8, name=config.activation)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -48,8 +50,19 @@ def take_activation(
     return operators.elementwise(partial(xielu, positive=positive, negative=negative))
 
 
-def take_mlp(config: ModelConfig, weights: dict[str, Weight], layer: int, operators: Operators) -> MLP | MoE:
-    """Make the MLP or the mixture of experts of a layer and drop its entries from `weights`."""
+def take_mlp(config: ModelConfig, weights: dict[str, Weight], layer: int, operators: Operators) -> MLP | MoE | Summed:
+    """Make the MLP or the mixture of experts of a layer and drop its entries from `weights`. With ranks, its output is
+    the sum over them; in a parallel residual the rank's term of that sum."""
+    mlp = _take_own(config, weights, layer, operators)
+    if config.parallel_residual:
+        return mlp
+    if isinstance(mlp, MoE):
+        return summed(mlp, operators)
+    mlp.mlp_out = summed(mlp.mlp_out, operators)
+    return mlp
+
+
+def _take_own(config: ModelConfig, weights: dict[str, Weight], layer: int, operators: Operators) -> MLP | MoE:
     moe = config.experts(layer)
     if moe is None:
         return MLP(config, weights, f"layers.{layer}", operators)

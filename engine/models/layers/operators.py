@@ -3,12 +3,14 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from engine.errors import ConfigError
 from engine.models.config import ModelConfig
+from engine.models.parallel.ranks import Ranks, Summed
 from kernels.dispatch import cpu_kernels, use_triton
 from kernels.elementwise.activation import activation, gated_activation, has_row_kernel
 from kernels.linear.choice import ChosenLinear, LinearChoices, choose_on_device
@@ -20,6 +22,7 @@ from kernels.quantized.weight import QuantizedWeight, Weight
 Linear = PackedLinear | ChosenLinear | InvariantLinear | QuantizedLinear | PartedLinear
 Activate = Callable[[Tensor, str], Tensor]
 Elementwise = Callable[[Tensor], Tensor]
+Layer = TypeVar("Layer", bound=Callable[[Tensor], Tensor])
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,7 @@ class FastOperators:
 
     choices: LinearChoices = field(default_factory=LinearChoices, compare=False)
     dtype: torch.dtype = torch.float32  # the model's
+    ranks: Ranks | None = None  # None: one device has the whole model
 
     def linear(self, weight: Weight, bias: Tensor | None) -> Linear:
         """y = x @ weight.T + bias."""
@@ -62,6 +66,7 @@ class InvariantOperators:
 
     row_counts: RowCounts = field(default_factory=RowCounts)
     dtype: torch.dtype = torch.float32  # the model's
+    ranks: None = None  # the order of a sum over ranks would depend on the number of rows
 
     def linear(self, weight: Weight, bias: Tensor | None) -> Linear:
         """See FastOperators."""
@@ -83,10 +88,18 @@ class InvariantOperators:
 Operators = FastOperators | InvariantOperators
 
 
-def operators_for(config: ModelConfig, dtype: torch.dtype, device: torch.device, batch_invariant: bool) -> Operators:
-    """The operators for a model. ConfigError if batch_invariant is set but a kernel for it is missing."""
+def operators_for(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, batch_invariant: bool, ranks: Ranks | None = None
+) -> Operators:
+    """The operators for a model, or for a rank's part of one. ConfigError if batch_invariant is set but a kernel for it
+    is missing."""
     if not batch_invariant:
-        return FastOperators(dtype=dtype)
+        return FastOperators(dtype=dtype, ranks=ranks)
+    if ranks is not None:
+        raise ConfigError(
+            "batch_invariant is not served with tensor_parallel_size: the order of a sum over ranks depends on the "
+            "number of rows. Leave one of the two out."
+        )
     if config.quantization is not None:
         raise ConfigError(
             f"batch_invariant is not served for {config.quantization.name} weights: the number of rows chooses their "
@@ -142,6 +155,11 @@ def takes_fp8_rows(linear: Linear) -> bool:
 def take_linear(weights: dict[str, Weight], name: str, operators: Operators) -> Linear:
     """Make the linear layer called `name` and drop its entries, so that the plain copy of packed weights is freed."""
     return operators.linear(weights.pop(f"{name}.weight"), take_optional(weights, f"{name}.bias"))
+
+
+def summed(layer: Layer, operators: Operators) -> Layer | Summed:
+    """The layer with its output summed over the ranks; the layer itself where one device has the whole model."""
+    return layer if operators.ranks is None else Summed(layer, operators.ranks)
 
 
 def take_tensor(weights: dict[str, Weight], name: str) -> Tensor:

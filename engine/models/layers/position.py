@@ -111,7 +111,8 @@ def _yarn(frequencies: Tensor, config: ModelConfig, scaling: RopeScaling) -> Ten
 
 
 def alibi_slopes(config: ModelConfig, device: torch.device) -> Tensor | None:
-    """fp32 [num_heads]: a score falls by slope * (query position - key position). None without ALiBi.
+    """fp32 [num_heads]: a score falls by slope * (query position - key position). None without ALiBi. A rank of a
+    tensor-parallel group has the slopes of its own heads.
 
     With n heads, a power of two, head h has 2 ** (-alibi_bias_max * (h + 1) / n). With another n, the slopes are those
     of the next power of two: every second one first, from the second on, then the others from the first on, as far as
@@ -119,10 +120,13 @@ def alibi_slopes(config: ModelConfig, device: torch.device) -> Tensor | None:
     """
     if config.position != "alibi":
         return None
-    count = 1 << (config.num_heads - 1).bit_length()
+    num_ranks, rank = (1, 0) if config.shard is None else (config.shard.size, config.shard.rank)
+    num_heads = config.num_heads * num_ranks
+    count = 1 << (num_heads - 1).bit_length()
     slopes = 2.0 ** (torch.arange(1, count + 1, dtype=torch.float32) * (-config.alibi_bias_max / count))
-    if count != config.num_heads:
-        slopes = torch.cat([slopes[1::2], slopes[::2]])[: config.num_heads]
+    if count != num_heads:
+        slopes = torch.cat([slopes[1::2], slopes[::2]])[:num_heads]
+    slopes = slopes[rank * config.num_heads : (rank + 1) * config.num_heads]
     return (slopes * (config.softmax_scale if config.alibi_scaled else 1.0)).to(device)
 
 

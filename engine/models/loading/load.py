@@ -14,6 +14,7 @@ from engine.models.layers.operators import operators_for
 from engine.models.loading.dummy import dummy_weights
 from engine.models.loading.loader import load_weights
 from engine.models.loading.pieces import checkpoint_pieces, matrix_of
+from engine.models.parallel.ranks import Ranks
 
 
 def load_model(
@@ -27,15 +28,18 @@ def load_model(
     progress: Callable[[str], None] = lambda phase: None,
     max_model_len: int | None = None,
     batch_invariant: bool = False,
+    ranks: Ranks | None = None,
 ) -> Decoder | Encoder:
     """A model with its weights in `dtype` on `device`, or quantised as config.quantization says. load_format "dummy"
     draws random weights from `seed`; the other formats read the checkpoint.
 
     `progress` gets the phase, such as "loading weights 40%". max_model_len bounds tables that grow with position.
     batch_invariant chooses linear layers and activations (engine/models/layers/operators.py); ConfigError if the device
-    cannot keep the promise. ModelError names the tensor and the file if the checkpoint does not fit config.json.
+    cannot keep the promise. `ranks` computes the model with other processes; config is then the rank's part of it
+    (engine/models/parallel/shard.py). ModelError names the tensor and the file if the checkpoint does not fit
+    config.json.
     """
-    operators = operators_for(config, dtype, device, batch_invariant)
+    operators = operators_for(config, dtype, device, batch_invariant, ranks)
     if load_format == "dummy":
         weights = dummy_weights(config, dtype, device, seed)
     else:

@@ -19,6 +19,8 @@ from engine.models.loading.pieces import Piece, checkpoint_pieces, expert_pieces
 from engine.models.loading.progress import LoadingProgress
 from engine.models.loading.tensor_file import ELEMENT_BYTES, Header
 from engine.models.loading.weight_files import find_weight_files, open_weight_file
+from engine.models.parallel.part import RankPart, part_of
+from engine.models.parallel.shard import summed_biases
 from engine.models.weight_format import FLOAT_DTYPES, Matrix, Stored
 from kernels.quantized.weight import Part, Weight
 
@@ -71,15 +73,16 @@ class _Loader:
         device: torch.device,
         progress: Callable[[str], None],
     ) -> None:
-        self.config, self.dtype, self.device, self.progress = config, dtype, device, progress
-        self.family = family_of(config)
+        self.shard, self.dtype, self.device, self.progress = config, dtype, device, progress
+        self.config = config if config.shard is None else config.shard.whole  # describes the checkpoint
+        self.family = family_of(self.config)
         self.files = find_weight_files(model_dir)
         if any(path.suffix == ".bin" for path in self.files):
             logger.warning(
                 "%s is a pickle: its tensors are read, code in it is refused. safetensors is the safer form.",
                 self.files[0].name,
             )
-        self.plain = checkpoint_pieces(config, self.family)  # by full name; loses the pieces that are quantised
+        self.plain = checkpoint_pieces(self.config, self.family)  # by full name; loses the pieces that are quantised
         self.quantized: dict[str, tuple[_Module, str]] = {}  # full name of a tensor -> its module and ending
         self.parted: dict[str, dict[Place, Part]] = {}  # parameters with quantised pieces, and the pieces made so far
         self.found: dict[str, _Found] = {}
@@ -92,7 +95,7 @@ class _Loader:
         self._check_names()
         self._check_tied_head()
         self._check_constants()
-        shapes = self.config.parameter_shapes()
+        shapes = self.shard.parameter_shapes()
         plain = {name: shape for name, shape in shapes.items() if name not in self.parted}
         tensors = allocate(plain, self.dtype, self.device, self.config.float32_parameters())
         self.weights = dict(tensors)
@@ -103,6 +106,9 @@ class _Loader:
                 self._load_file(path, tensors, progress)
         finally:
             progress.close()
+        if self.shard.shard is not None and self.shard.shard.rank:
+            for name in summed_biases(self.shard):
+                tensors[name].zero_()
         return {name: self.weights[name] for name in shapes}
 
     def _read_headers(self) -> None:
@@ -278,10 +284,18 @@ class _Loader:
                 progress.add(_num_bytes(self.found[full_name].header))
 
     def _load_plain(self, piece: Piece, tensor: Tensor, weights: Mapping[str, Tensor]) -> None:
+        part = None
+        if self.shard.shard is not None and (part := self._part(piece)) is None:
+            return  # another rank has it
         if piece.parameter in weights:
-            piece.copy(tensor, weights[piece.parameter])
+            piece.copy(tensor, weights[piece.parameter], part)
         else:
-            self._add_part(piece, piece.arrange(tensor).to(self.device, self.dtype, copy=True))
+            arranged = piece.arrange(tensor)
+            arranged = arranged if part is None else part.of(arranged, int(piece.all_experts))
+            self._add_part(piece, arranged.to(self.device, self.dtype, copy=True))
+
+    def _part(self, piece: Piece) -> RankPart | None:
+        return part_of(self.shard, piece.parameter, piece.start, piece.rows)
 
     def _load_quantized(self, module: _Module, ending: str, tensor: Tensor) -> None:
         module.tensors[ending] = tensor
@@ -297,6 +311,10 @@ class _Loader:
             order = piece.row_order()
             weight = weight if order is None else reorder_rows(weight, order)
         module.tensors.clear()
+        if self.shard.shard is not None:
+            part = self._part(piece)
+            assert part is not None, "every rank has rows of every matrix"
+            weight = part.of_quantized(weight, module.matrix.module, self.shard.shard.size)
         self._add_part(piece, weight.to(self.device))
 
     def _add_part(self, piece: Piece, part: Part) -> None:

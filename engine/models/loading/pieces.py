@@ -9,6 +9,7 @@ from torch import Tensor
 
 from engine.models.config import ModelConfig
 from engine.models.family import ExpertTensor, Family
+from engine.models.parallel.part import RankPart
 from engine.models.weight_format import Matrix
 
 ROWS_AT_A_TIME = 4096  # normalised in fp32
@@ -35,14 +36,16 @@ class Piece:
     all_experts: bool = False  # the tensor holds all experts: rows are its second axis
     interleaved: bool = False  # rows of two halves in turn
 
-    def copy(self, tensor: Tensor, parameter: Tensor) -> None:
-        """Copy the checkpoint's tensor into its rows of the parameter."""
+    def copy(self, tensor: Tensor, parameter: Tensor, part: RankPart | None = None) -> None:
+        """Copy the checkpoint's tensor, or the `part` of it that a rank holds, into its rows of the parameter."""
+        axis, arranged = int(self.all_experts), self.arrange(tensor)
         rows = parameter if self.expert is None else parameter[self.expert]
-        target = rows.narrow(int(self.all_experts), self.start, self.rows)
-        target.copy_(self.arrange(tensor))
+        start, num_rows = (self.start, self.rows) if part is None else (part.start, part.num_rows)
+        target = rows.narrow(axis, start, num_rows)
+        target.copy_(arranged if part is None else part.of(arranged, axis))
         if self.normalized:
-            for part in torch.split(target, ROWS_AT_A_TIME):
-                part.copy_(F.normalize(part.float(), dim=-1))
+            for some in torch.split(target, ROWS_AT_A_TIME):
+                some.copy_(F.normalize(some.float(), dim=-1))
 
     def arrange(self, tensor: Tensor) -> Tensor:
         """The checkpoint's tensor -> [rows, ...] in the model's layout; a view where that is possible."""

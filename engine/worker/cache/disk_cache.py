@@ -39,7 +39,7 @@ class BlockFile:
     """The file: which slot holds which digest. The least recently written block is overwritten first. Not
     thread-safe."""
 
-    def __init__(self, folder: Path, quota: int, block_bytes: int, identity: bytes) -> None:
+    def __init__(self, folder: Path, quota: int, block_bytes: int, identity: bytes, file_name: str = FILE_NAME) -> None:
         """Raises ConfigError if the folder cannot be used, or if another server uses it."""
         self.block_bytes = block_bytes
         self._slot_bytes = SLOT_HEADER.size + block_bytes
@@ -48,7 +48,7 @@ class BlockFile:
             raise ConfigError(
                 f"disk_cache_size: {quota} bytes do not hold one block of {block_bytes} bytes; give it more."
             )
-        self._fd = _open_locked(folder)
+        self._fd = _open_locked(folder, file_name)
         self._slots: dict[bytes, int] = {}  # digest -> slot, in the order of writing
         self._age = 0
         header = FILE_HEADER.pack(MAGIC, block_bytes, identity)
@@ -196,13 +196,16 @@ class DiskCache:
         return contents
 
 
-def open_disk_cache(config: EngineConfig, block_bytes: int, identity: bytes) -> DiskCache | None:
-    """The disk tier of `config.disk_cache`; None where that is not set. Raises ConfigError."""
+def open_disk_cache(config: EngineConfig, block_bytes: int, identity: bytes, model: ModelConfig) -> DiskCache | None:
+    """The disk tier of `config.disk_cache`; None where that is not set. Every rank of `model` has a file of its own.
+    Raises ConfigError."""
     if config.disk_cache is None:
         return None
     quota = parse_size(config.disk_cache_size)
     assert quota is not None, "EngineConfig checked it"
-    return DiskCache(BlockFile(Path(config.disk_cache).expanduser(), quota, block_bytes, identity))
+    shard = model.shard
+    name = FILE_NAME if shard is None else f"{FILE_NAME}-{shard.rank}-of-{shard.size}"
+    return DiskCache(BlockFile(Path(config.disk_cache).expanduser(), quota, block_bytes, identity, name))
 
 
 def block_identity(model_identity: bytes, model: ModelConfig, max_model_len: int) -> bytes:
@@ -210,20 +213,20 @@ def block_identity(model_identity: bytes, model: ModelConfig, max_model_len: int
     return hashlib.sha256(model_identity + b"long").digest() if model.has_long_rope(max_model_len) else model_identity
 
 
-def _open_locked(folder: Path) -> int:
+def _open_locked(folder: Path, file_name: str) -> int:
     """Open and lock the file. It gets overwritten from its start, so any other kind of file is refused."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # NONBLOCK: for named pipes
-        fd = os.open(folder / FILE_NAME, flags, 0o600)  # the file reveals prompts
+        fd = os.open(folder / file_name, flags, 0o600)  # the file reveals prompts
     except OSError as error:
-        reason = f"{FILE_NAME} there is a link" if error.errno == errno.ELOOP else error.strerror
+        reason = f"{file_name} there is a link" if error.errno == errno.ELOOP else error.strerror
         raise ConfigError(f"disk_cache: cannot use {str(folder)!r} ({reason}); name another folder.") from None
     found = os.fstat(fd)
     if not stat.S_ISREG(found.st_mode) or found.st_uid not in (os.geteuid(), 0) or found.st_nlink != 1:
         os.close(fd)
         raise ConfigError(
-            f"disk_cache: {FILE_NAME} in {str(folder)!r} is not a file of this user's, or has another name, too; "
+            f"disk_cache: {file_name} in {str(folder)!r} is not a file of this user's, or has another name, too; "
             "name another folder."
         )
     try:

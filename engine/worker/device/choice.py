@@ -6,7 +6,9 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.executor.step import Place
 from engine.models.config import ModelConfig
+from engine.models.parallel.ranks import Ranks, join_ranks
 from engine.worker.device.queue import CudaQueue, DeviceQueue
 from kernels.attention.choices import ANY, find_tile
 from kernels.attention.flashinfer import FlashInferPrefill, PromptAttention, device_bytes
@@ -18,20 +20,35 @@ logger = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def resolve_device(name: str) -> torch.device:
-    """The device of a setting; "auto" is the GPU if there is one. ConfigError if a GPU is asked for and missing, or too
-    old."""
+def resolve_device(name: str, index: int | None = None) -> torch.device:
+    """The device of a setting; "auto" is the GPU if there is one. index: of the GPU, None for the current one.
+    ConfigError if a GPU is asked for and missing, or too old."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device: cuda was asked for, but torch finds no CUDA GPU; use --device cpu or auto.")
     device = torch.device(name)
+    if device.type == "cuda" and index is not None:
+        if index >= torch.cuda.device_count():
+            raise ConfigError(
+                f"tensor_parallel_size: every rank needs a GPU of its own, torch finds {torch.cuda.device_count()}; "
+                "use a smaller --tensor-parallel-size."
+            )
+        device = torch.device(name, index)
+        torch.cuda.set_device(device)
     if device.type == "cuda" and (capability := read_card(device).capability) < MIN_CAPABILITY:
         raise ConfigError(
             f"device: this GPU has compute capability {capability / 10}, and kernels need {MIN_CAPABILITY / 10} "
             "(Turing) or later; use --device cpu."
         )
     return device
+
+
+def take_place(config: EngineConfig, place: Place) -> tuple[torch.device, Ranks | None]:
+    """The device of a Worker process, and the ranks that it computes with, which all wait here for each other; None for
+    one rank. Raises ConfigError."""
+    device = resolve_device(config.device, place.gpu)
+    return device, join_ranks(place.rank, place.size, place.rendezvous, device)
 
 
 def resolve_dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> torch.dtype:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    from engine.models.parallel.ranks import Ranks
     from engine.worker.device.queue import DeviceQueue  # imports torch, which `pageserve plan` must not
 
 logger = logging.getLogger(__name__)
@@ -140,10 +141,13 @@ class GraphRunner:
             self._missing.remove(key)
             self._missing.insert(0, key)
 
-    def record_first(self) -> None:
-        """Record the graphs of start-up, for START_SECONDS or up to max_bytes, and log what they took."""
+    def record_first(self, ranks: "Ranks | None" = None) -> None:
+        """Record the graphs of start-up, for START_SECONDS or up to max_bytes, and log what they took. The ranks of a
+        group record all of them now, because they are idle at different moments later."""
         if not self.enabled:
             return
+        if ranks is not None:
+            return self._record_together(ranks)
         self._missing = list(self._keys)  # in their order, whatever ran before
         started, total, free = time.perf_counter(), len(self._keys), self._queue.free_bytes()
         used = first = 0
@@ -163,6 +167,21 @@ class GraphRunner:
                 "CUDA graphs: %d in %.1f s, %d MiB; %s",
                 len(self._graphs), time.perf_counter() - started, used >> 20, self._describe_left(left),
             )  # fmt: skip
+
+    def _record_together(self, ranks: "Ranks") -> None:
+        """Record graphs until all are recorded or a rank has no memory for more. Then no rank records any other: ranks
+        that run a step in different ways would not make the same calls."""
+        self._missing, free = list(self._keys), self._queue.free_bytes()
+        while True:
+            has_room = self._max_bytes is None or free - self._queue.free_bytes() < self._max_bytes
+            if not ranks.least([int(self.enabled and bool(self._missing) and has_room)])[0]:
+                break
+            self.record_next()
+        self._missing = []
+        self.enabled = bool(ranks.least([int(self.enabled)])[0])
+        if not self.enabled:
+            self._graphs.clear()
+        logger.info("CUDA graphs: %d of %d", len(self._graphs), len(self._keys))
 
     def record_next(self) -> bool:
         """Record one more graph; False if none is left, or no memory for it."""

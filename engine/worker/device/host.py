@@ -36,13 +36,15 @@ def resolve_step_limits(config: EngineConfig, device_type: str, device_bytes: in
     return StepLimits(min(max_num_seqs, max_num_batched_tokens), max_num_batched_tokens)
 
 
-def set_threads(cpu_threads: int | None) -> int:
+def set_threads(cpu_threads: int | None, num_processes: int = 1) -> int:
     """Set and return the number of threads of torch and numba. Call before either is imported.
 
-    The number is cpu_threads, else OMP_NUM_THREADS, else the cores that this process may use.
+    The number is cpu_threads, else OMP_NUM_THREADS, else this process's share of the cores that it may use with
+    `num_processes` - 1 others.
     """
     inherited = os.environ.get("OMP_NUM_THREADS", "")
-    threads = cpu_threads or (int(inherited) if inherited.isdigit() and int(inherited) else usable_cores())
+    given = cpu_threads or (int(inherited) if inherited.isdigit() else 0)
+    threads = given or max(1, usable_cores() // num_processes)
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
         os.environ[name] = str(threads)
     if "OMP_WAIT_POLICY" not in os.environ:

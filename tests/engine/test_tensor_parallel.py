@@ -1,0 +1,53 @@
+"""`--tensor-parallel-size` with real processes on a CPU: the text of one rank, also when a rank is killed."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from engine.errors import ConfigError
+from tests.engine.bundled_driver import CASES, read, running_driver, start
+from tests.engine.driving import until
+
+SETTINGS = {"num_blocks": 512, "cpu_threads": 1}
+NUM_STREAMS = 32
+FAULT = signal.Signals[os.environ.get("RANK_FAULT", "SIGKILL")]  # `make ranks` also stops a rank
+
+
+async def read_streams(driver, fault=None):
+    """The texts of 32 streams; `fault(pids)` strikes once all of them run."""
+    streams = [start(driver, f"r{i}", CASES[i % len(CASES)]) for i in range(NUM_STREAMS)]
+    tasks = [asyncio.create_task(read(stream)) for stream in streams]
+    if fault is not None:
+        await until(lambda: all(stream.num_generated_tokens > 3 for stream in streams))
+        fault(driver.supervisor.executor.pids)
+    return await asyncio.gather(*tasks)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    async def run():
+        async with running_driver(**SETTINGS) as driver:
+            return await read_streams(driver)
+
+    return asyncio.run(run())
+
+
+async def test_two_ranks_write_what_one_writes_and_the_end_of_one_costs_no_stream(alone):
+    async with running_driver(**SETTINGS, tensor_parallel_size=2) as driver:
+        pids = driver.supervisor.executor.pids
+        assert len(pids) == 2
+        assert await read_streams(driver) == alone
+        assert await read_streams(driver, lambda pids: os.kill(pids[1], FAULT)) == alone
+        assert driver.stats.worker_restarts.values[()] == 1
+        assert driver.recovery.suspects_nobody, "the end came from outside"
+        pids += driver.supervisor.executor.pids
+    assert not await asyncio.to_thread(lambda: [pid for pid in pids if Path(f"/proc/{pid}").exists()])
+
+
+async def test_batch_invariance_is_refused():
+    with pytest.raises(ConfigError, match="batch_invariant is not served with tensor_parallel_size"):
+        async with running_driver(**SETTINGS, tensor_parallel_size=2, batch_invariant=True):
+            pass
