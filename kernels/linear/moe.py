@@ -44,6 +44,7 @@ class Experts:
         self.layers: list[tuple[ExpertLinear, ExpertLinear]] = []
         if use_triton(gate_up if isinstance(gate_up, Tensor) else gate_up.codes):
             self.gate_up, self.down = Matrices.of(gate_up, gate_up_bias), Matrices.of(down, down_bias)
+            self.tiles = self.down.tiles if self.down.permutations is not None else self.gate_up.tiles
         else:  # the plain copies of packed weights are dropped
             pairs = zip(self._linears(gate_up, gate_up_bias), self._linears(down, down_bias), strict=True)
             self.layers = list(pairs)
@@ -58,14 +59,14 @@ class Experts:
             return self._one_by_one(x, routing)
         if not len(x):
             return torch.empty_like(x)
-        tile = choose_tile(x.dtype, read_card(x.device), routing.experts.numel(), self.num_experts, self.gate_up.kind)
+        tile = choose_tile(x.dtype, read_card(x.device), routing.experts.numel(), self.num_experts, self.tiles)
         return grouped_experts(x, self.gate_up, self.down, routing, self.formula, tile)
 
     def warm_up(self, rule: RoutingRule, correction: Tensor | None, router_dtype: torch.dtype) -> None:
         """Compile every variant that a later call with logits in router_dtype can launch."""
         x = torch.zeros((1, self.hidden_size), dtype=self.dtype, device=self.down.codes.device)
         routing = route(x.new_zeros((1, self.num_experts), dtype=router_dtype), rule, correction)
-        for _, tile in tile_table(x.dtype.itemsize, read_card(x.device), self.gate_up.kind):
+        for _, tile in tile_table(x.dtype.itemsize, read_card(x.device), self.tiles):
             grouped_experts(x, self.gate_up, self.down, routing, self.formula, tile)
 
     def _linears(self, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> list[ExpertLinear]:

@@ -52,6 +52,8 @@ TILES = (
 )
 # Over quantised weights: smaller, because codes, scales and values of a tile take registers. Not measured yet.
 TILES_QUANTIZED = ((16, Tile(16, 16, 32, 64, 4, 2)), (None, Tile(64, 32, 32, 64, 8, 2)))
+# With an order of columns for each expert: the places of a row's columns take registers, too.
+TILES_ORDERED = ((16, TILES_QUANTIZED[0][1]), (None, Tile(32, 32, 32, 32, 4, 2)))
 # Without tensor cores (fp32, and Turing: see Card.matrix_instruction): correct, not fast.
 TILE_FP32 = Tile(16, 32, 32, 32, 4, 2)
 TILES_FMA = ((16, TILE_FP32), (None, Tile(64, 32, 64, 32, 8, 2)))
@@ -70,7 +72,8 @@ class Matrices:
     offsets: Tensor | None = None
     table: Tensor | None = None  # fp32 [256] or [16]: the meaning of each code
     group_size: int = 1
-    permutation: Tensor | None = None  # int64 [in]
+    permutation: Tensor | None = None  # int64 [in], of all experts
+    permutations: Tensor | None = None  # int32 [num_experts, in]: each expert's own
 
     @classmethod
     def of(cls, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> "Matrices":
@@ -84,16 +87,23 @@ class Matrices:
         elif codes.dtype != torch.int8:
             kind, table = "bytes", torch.arange(256, dtype=torch.uint8, device=device).view(codes.dtype).float()
             codes = codes.view(torch.uint8)
-        permutation = None if weight.permutation is None else weight.permutation.long()
+        permutation, permutations = weight.permutation, None
+        if permutation is not None and permutation.dim() == 2:
+            permutation, permutations = None, permutation.contiguous()
         return cls(weight.shape, codes.contiguous(), bias, kind, weight.scales.contiguous(), weight.offsets, table,
-                   weight.group_size, permutation)  # fmt: skip
+                   weight.group_size, None if permutation is None else permutation.long(), permutations)  # fmt: skip
+
+    @property
+    def tiles(self) -> str:
+        """The kind of tile_table: "ordered" where each expert has its own permutation."""
+        return self.kind if self.permutations is None else "ordered"
 
     def arguments(self) -> tuple[Tensor | None, ...]:
-        """codes, scales, offsets, table and bias: in the order of the kernels' pointers."""
-        return self.codes, self.scales, self.offsets, self.table, self.bias
+        """codes, scales, offsets, table, bias and permutations: in the order of the kernels' pointers."""
+        return self.codes, self.scales, self.offsets, self.table, self.bias, self.permutations
 
     def arrange(self, x: Tensor) -> Tensor:
-        """x [num_rows, in] with its columns in the order of the codes."""
+        """x [num_rows, in] with its columns in the order of the codes, where all experts share it."""
         return x.contiguous() if self.permutation is None else x.index_select(1, self.permutation)
 
 
@@ -134,12 +144,12 @@ def _down(inner, matrices, order, tile):
 
 def tile_table(element_size: int, card: Card, kind: str = "plain") -> tuple[tuple[int | None, Tile], ...]:
     """(largest average number of rows per expert, tile) of all launches with elements of that many bytes and weights
-    of that kind of Matrices."""
+    of that kind, see Matrices.tiles."""
     if element_size == 4:
         return ((None, TILE_FP32),)
     if card.matrix_instruction() == "fma":
         return TILES_FMA if kind == "plain" else ((None, TILE_FP32),)
-    return TILES if kind == "plain" else TILES_QUANTIZED
+    return {"plain": TILES, "ordered": TILES_ORDERED}.get(kind, TILES_QUANTIZED)
 
 
 def choose_tile(dtype: torch.dtype, card: Card, num_pairs: int, num_experts: int, kind: str = "plain") -> Tile:
@@ -171,6 +181,7 @@ def gate_up_kernel(
     offsets_ptr,
     table_ptr,
     bias_ptr,
+    permutations_ptr,
     weights_ptr,
     pairs_ptr,
     tiles_ptr,
@@ -200,7 +211,7 @@ def gate_up_kernel(
     pairs = tl.load(pairs_ptr + rows, mask=inside, other=0)
     columns = column * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_k = tl.arange(0, BLOCK_K)
-    x_ptrs = x_ptr + (pairs // TOP_K).to(tl.int64)[:, None] * HIDDEN + offs_k[None, :]
+    x_rows = x_ptr + (pairs // TOP_K).to(tl.int64)[:, None] * HIDDEN
     # columns past the end read the last column; their results are not stored
     gate_rows = expert.to(tl.int64) * (2 * INNER) + tl.minimum(columns, INNER - 1)
     up_rows = gate_rows + INNER
@@ -208,7 +219,7 @@ def gate_up_kernel(
     up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     factor = tl.load(weights_ptr + pairs)[:, None] if WEIGHTED else 1.0
     for start in range(0, HIDDEN, BLOCK_K):
-        x = _load(x_ptrs + start, offs_k + start, HIDDEN, WHOLE)
+        x = _load_input(x_rows, permutations_ptr, expert, offs_k + start, HIDDEN, WHOLE)
         if WEIGHTED:
             x = (x.to(tl.float32) * factor).to(x_ptr.dtype.element_ty)
         gate_weight = _load_weight(codes_ptr, scales_ptr, offsets_ptr, table_ptr, gate_rows, offs_k + start, HIDDEN,
@@ -238,6 +249,7 @@ def down_kernel(
     offsets_ptr,
     table_ptr,
     bias_ptr,
+    permutations_ptr,
     pairs_ptr,
     tiles_ptr,
     out_ptr,
@@ -263,11 +275,11 @@ def down_kernel(
     columns = column * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_k = tl.arange(0, BLOCK_K)
     present = tl.where(inside, rows, tl.load(tiles_ptr + num_tiles + tile))  # rows past the end are not read
-    inner_ptrs = inner_ptr + present.to(tl.int64)[:, None] * INNER + offs_k[None, :]
+    inner_rows = inner_ptr + present.to(tl.int64)[:, None] * INNER
     weight_rows = expert.to(tl.int64) * HIDDEN + tl.minimum(columns, HIDDEN - 1)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, INNER, BLOCK_K):
-        inner = _load(inner_ptrs + start, offs_k + start, INNER, WHOLE)
+        inner = _load_input(inner_rows, permutations_ptr, expert, offs_k + start, INNER, WHOLE)
         weight = _load_weight(codes_ptr, scales_ptr, offsets_ptr, table_ptr, weight_rows, offs_k + start, INNER,
                               KIND, GROUP_SIZE, WHOLE, inner_ptr.dtype.element_ty)  # fmt: skip
         acc = tl.dot(inner, tl.trans(weight), acc, input_precision="ieee")
@@ -275,6 +287,16 @@ def down_kernel(
         acc += tl.load(bias_ptr + weight_rows).to(tl.float32)[None, :]
     out_ptrs = out_ptr + pairs.to(tl.int64)[:, None] * HIDDEN + columns[None, :]
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (columns < HIDDEN)[None, :])
+
+
+@triton.jit
+def _load_input(row_ptrs, permutations_ptr, expert, ks, DEPTH: tl.constexpr, WHOLE: tl.constexpr):
+    """Columns `ks` of rows [BLOCK_M, 1] in the order of the expert's codes."""
+    columns = ks
+    if permutations_ptr is not None:
+        order_ptrs = permutations_ptr + expert.to(tl.int64) * DEPTH + ks
+        columns = tl.load(order_ptrs) if WHOLE else tl.load(order_ptrs, mask=ks < DEPTH, other=0)
+    return _load(row_ptrs + columns[None, :], ks, DEPTH, WHOLE)
 
 
 @triton.jit
@@ -383,6 +405,7 @@ class AotShape:
     group_size: int = 1
     scales: str = "*bf16"
     offsets: bool = False
+    permuted: bool = False  # each expert in its own order
 
     def matrices(self) -> Matrices:
         """The weights, as far as constants depend on them."""
@@ -392,6 +415,7 @@ class AotShape:
         """Pointers that are not passed."""
         absent = {} if self.bias else {"bias_ptr": None}
         absent |= {} if self.offsets else {"offsets_ptr": None}
+        absent |= {} if self.permuted else {"permutations_ptr": None}
         absent |= {"scales_ptr": None} if self.kind == "plain" else {}
         return absent | ({"table_ptr": None} if self.kind in ("plain", "int8") else {})
 
@@ -399,7 +423,7 @@ class AotShape:
         """Triton's types of the pointers that do not point to the activations' dtype."""
         codes = {"plain": {}, "int8": {"codes_ptr": "*i8"}}.get(self.kind, {"codes_ptr": "*u8"})
         return {"pairs_ptr": "*i32", "tiles_ptr": "*i32", "weights_ptr": "*fp32", "table_ptr": "*fp32",
-                "scales_ptr": self.scales, "offsets_ptr": self.scales, **codes}  # fmt: skip
+                "scales_ptr": self.scales, "offsets_ptr": self.scales, "permutations_ptr": "*i32", **codes}  # fmt: skip
 
 
 QWEN3 = AotShape("Qwen3-30B-A3B", 2048, 768, 8)
@@ -414,6 +438,7 @@ AOT_SHAPES = (
     AotShape("Qwen3-30B-A3B fp8", 2048, 768, 8, kind="bytes", group_size=128, scales="*fp32"),
     AotShape("Mixtral-8x7B int8", 4096, 14336, 2, kind="int8", group_size=4096),
     AotShape("Mixtral-8x7B AWQ", 4096, 14336, 2, kind="nibbles", group_size=128, scales="*fp16", offsets=True),
+    AotShape("Mixtral-8x7B act-order", 4096, 14336, 2, kind="nibbles", group_size=128, scales="*fp32", permuted=True),
 )
 
 
@@ -421,7 +446,9 @@ def aot_configurations(capability: int) -> Iterator[AotConfiguration]:
     """Yields every tile for plain and quantised weights, each formula, and sizes that no block divides."""
     for dtype in ("bf16", "fp16", "fp32"):
         for shape in AOT_SHAPES if dtype == "bf16" else AOT_SHAPES[:1]:
-            for _, tile in tile_table(ELEMENT_SIZES[dtype], known_card(capability), shape.kind):
+            for _, tile in tile_table(
+                ELEMENT_SIZES[dtype], known_card(capability), "ordered" if shape.permuted else shape.kind
+            ):
                 yield from _grouped_configurations(shape, tile, dtype, capability)
             yield AotConfiguration(
                 weighted_sum_kernel, shape.name, dtype, {"HIDDEN": shape.hidden, "TOP_K": shape.top_k,

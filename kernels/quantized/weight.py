@@ -17,7 +17,8 @@ class QuantizedWeight:
     codes mean their own values; a byte of uint8 holds two 4-bit codes, the even column in its low half, and a code
     means `codebook[code]`. `group_size` columns of a row share a scale and an offset.
 
-    With `permutation`, column j of the codes belongs to feature permutation[j] of the input (GPTQ's act-order).
+    With `permutation`, column j of the codes belongs to feature permutation[j] of the input (GPTQ's act-order). Experts
+    share one, or each has its own.
     """
 
     codes: Tensor  # int8 or float8_e4m3fn [..., out, in]; uint8 [..., out, in / 2]
@@ -25,7 +26,7 @@ class QuantizedWeight:
     group_size: int  # in_features: one scale per row
     offsets: Tensor | None = None  # shape and dtype of scales; None: 0
     codebook: tuple[float, ...] | None = None  # 16 values, with uint8 codes only
-    permutation: Tensor | None = None  # int32 [in]
+    permutation: Tensor | None = None  # int32 [in], or [experts, in]
 
     def __post_init__(self) -> None:
         assert (self.codes.dtype == torch.uint8) == (self.codebook is not None), "4-bit codes need a codebook"
@@ -65,7 +66,8 @@ class QuantizedWeight:
             values += self.offsets.float().unsqueeze(-1)
         values = values.flatten(-2)
         if self.permutation is not None:
-            values = torch.empty_like(values).index_copy_(-1, self.permutation.long(), values)
+            order = self.permutation.long().unsqueeze(-2)  # [1, in] or [experts, 1, in]
+            values = torch.empty_like(values).scatter_(-1, order.expand_as(values), values)
         return values.to(dtype)
 
     def to(self, device: torch.device) -> "QuantizedWeight":
@@ -88,7 +90,10 @@ class QuantizedWeight:
 
     def expert(self, index: int) -> "QuantizedWeight":
         """The matrix [out, in] of one expert, without a copy."""
-        return self._of_rows(lambda table: table[index])
+        chosen = self._of_rows(lambda table: table[index])
+        if self.permutation is None or self.permutation.dim() == 1:
+            return chosen
+        return replace(chosen, permutation=self.permutation[index])
 
     def _of_rows(self, choose: Callable[[Tensor], Tensor]) -> "QuantizedWeight":
         codes = choose(self.codes.view(torch.uint8)).view(self.codes.dtype)  # torch cannot index fp8
@@ -118,14 +123,22 @@ def unpack_4bit(packed: Tensor) -> Tensor:
 
 def concatenate_rows(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
     """One weight with the rows of all parts, in order; None where the parts are of different kinds."""
-    return _concatenate(parts, -2) if all(_alike(parts[0], part) for part in parts) else None
+    first = parts[0]
+    alike = all(_same_kind(first, part) and _same_order(first, part) for part in parts)
+    return _concatenate(parts, -2) if alike else None
 
 
 def stack_experts(experts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
     """Weights [out, in] -> one weight [experts, out, in]; None where the experts are of different kinds."""
-    if not all(_alike(experts[0], expert) for expert in experts):
+    first = experts[0]
+    if not all(_same_kind(first, expert) for expert in experts):
         return None
-    return _concatenate([_with_expert_axis(expert) for expert in experts], 0)
+    stacked = _concatenate([_with_expert_axis(expert) for expert in experts], 0)
+    if all(_same_order(first, expert) for expert in experts):
+        return stacked
+    in_order = torch.arange(first.in_features, dtype=torch.int32, device=first.device)
+    orders = [in_order if expert.permutation is None else expert.permutation for expert in experts]
+    return replace(stacked, permutation=torch.stack(orders))
 
 
 def _concatenate(parts: Sequence[QuantizedWeight], dim: int) -> QuantizedWeight:
@@ -143,10 +156,13 @@ def _with_expert_axis(weight: QuantizedWeight) -> QuantizedWeight:
     return replace(weight, codes=weight.codes.unsqueeze(0), scales=weight.scales.unsqueeze(0), offsets=offsets)
 
 
-def _alike(a: QuantizedWeight, b: QuantizedWeight) -> bool:
-    if (a.permutation is None) != (b.permutation is None) or (a.offsets is None) != (b.offsets is None):
-        return False
-    if a.permutation is not None and b.permutation is not None and not torch.equal(a.permutation, b.permutation):
-        return False
+def _same_kind(a: QuantizedWeight, b: QuantizedWeight) -> bool:
     same_codes = a.codes.dtype == b.codes.dtype and a.codebook == b.codebook
-    return same_codes and a.scales.dtype == b.scales.dtype and a.group_size == b.group_size
+    same_scales = a.scales.dtype == b.scales.dtype and a.group_size == b.group_size
+    return same_codes and same_scales and (a.offsets is None) == (b.offsets is None)
+
+
+def _same_order(a: QuantizedWeight, b: QuantizedWeight) -> bool:
+    if a.permutation is None or b.permutation is None:
+        return a.permutation is b.permutation
+    return torch.equal(a.permutation, b.permutation)

@@ -95,12 +95,14 @@ def quantize(experts, rows, columns, kind, group_size):
     codes = pack_4bit(torch.randint(16, shape, dtype=torch.uint8))
     offsets = torch.randn_like(scales) * 0.1 if kind == "offsets" else None
     weight = QuantizedWeight(codes, scales / 8, group_size, offsets, codebook=INT4)
-    if kind != "permutation":
+    if not kind.startswith("permutation"):
         return weight
-    return QuantizedWeight(codes, scales, group_size, None, INT4, torch.randperm(columns, dtype=torch.int32))
+    orders = torch.stack([torch.randperm(columns, dtype=torch.int32) for _ in range(experts)])
+    order = orders if kind == "permutation of each" else orders[0]
+    return QuantizedWeight(codes, scales, group_size, None, INT4, order)
 
 
-@pytest.mark.parametrize("kind", ["int8", "fp8", "int4", "offsets", "permutation"])
+@pytest.mark.parametrize("kind", ["int8", "fp8", "int4", "offsets", "permutation", "permutation of each"])
 @pytest.mark.parametrize("group_size", [24, 4])
 def test_quantised_experts(kind, group_size):
     """As with the dequantised weights. 48 columns are more than one tile and no whole number of tiles."""

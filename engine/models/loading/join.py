@@ -14,7 +14,8 @@ Place = tuple[int | None, int]  # number of the expert, None for a tensor withou
 def join_pieces(parameter: str, pieces: Mapping[Place, Part]) -> Weight:
     """One weight with the rows of all pieces, in the order of their places.
 
-    Pieces of different kinds stay a tuple of parts. Experts must be of one kind: ModelError otherwise.
+    Pieces of different kinds stay a tuple of parts. Experts must be of one kind, and the parts of an expert in one
+    order of columns: ModelError otherwise.
     """
     experts: dict[int, list[Part]] = {}
     for expert, start in sorted(pieces, key=lambda place: (place[0] or 0, place[1])):
@@ -25,7 +26,10 @@ def join_pieces(parameter: str, pieces: Mapping[Place, Part]) -> Weight:
     quantized = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
     stacked = stack_experts(quantized) if len(quantized) == len(weights) else None
     if stacked is None:
-        raise ModelError(f"{parameter}: the experts of a layer are quantised in different ways, which is not served.")
+        raise ModelError(
+            f"{parameter}: the experts of a layer differ in bits or group size, or gate and up of an expert in their "
+            "g_idx, which is not served. Quantise all experts with the same settings."
+        )
     return stacked
 
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from benchmarks.formats.layouts import layouts
-from benchmarks.formats.writers import write_checkpoint
+from benchmarks.formats.writers import Layout, write_checkpoint
 from engine.models.families import read_model_config
 from engine.models.loading.load import load_model
 from kernels.dispatch import cpu_kernels
@@ -52,13 +52,28 @@ CASES = {
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The checkpoint of a tiny random model."""
     folder = tmp_path_factory.mktemp("plain")
+    save(LlamaForCausalLM, LlamaConfig(**SIZES, vocab_size=VOCAB, max_position_embeddings=128, head_dim=32), folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plain_experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mixture whose tokens see every expert, because a near tie of the router may fall either way in bf16."""
+    folder = tmp_path_factory.mktemp("experts")
+    sizes = SIZES | {"num_local_experts": 3, "num_experts_per_tok": 3, "vocab_size": VOCAB}
+    save(MixtralForCausalLM, MixtralConfig(**sizes, max_position_embeddings=128, head_dim=32), folder)
+    plain = load_file(folder / "model.safetensors")
+    assert any("experts.2.w2" in name for name in plain)
+    return folder
+
+
+def save(kind: Any, config: Any, folder: Path) -> None:
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**SIZES, vocab_size=VOCAB, max_position_embeddings=128, head_dim=32))
+    model = kind(config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(folder)
-    return folder
 
 
 def logits(folder: Path) -> Tensor:
@@ -73,7 +88,21 @@ def logits(folder: Path) -> Tensor:
 def test_logits_are_those_of_the_dequantised_weights(
     name: str, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    meant = write_checkpoint(plain, tmp_path / "quantised", CASES[name])
+    compare(CASES[name], plain, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("name", ["int4 g32", "int4 g32 with offsets", "int4 act-order", "int8 rows", "fp8 rows"])
+def test_experts_are_read_packed(
+    name: str, plain_experts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compare(CASES[name], plain_experts, tmp_path, monkeypatch, skipped=(".gate.",))
+
+
+def compare(
+    layout: Layout, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, skipped: tuple[str, ...] = ()
+) -> None:
+    """Logits of a checkpoint in the layout and of the weights that it means."""
+    meant = write_checkpoint(plain, tmp_path / "quantised", layout, skipped)
     (tmp_path / "meant").mkdir()
     save_file(meant, tmp_path / "meant" / "model.safetensors", metadata={"format": "pt"})
     (tmp_path / "meant" / "config.json").write_bytes((plain / "config.json").read_bytes())

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import GptOssConfig, MixtralConfig, PreTrainedConfig, Qwen3MoeConfig
 
+from benchmarks.formats import writers
 from benchmarks.formats.layouts import layouts
 from benchmarks.formats.writers import mxfp4_experts, write_checkpoint
 from engine.models.families import read_model_config
@@ -55,6 +57,30 @@ def test_one_tensor_for_each_expert(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     plain_checkpoint(MODELS[name], plain, monkeypatch, num_experts_per_tok=2, **sizes)
     meant = write_checkpoint(plain, tmp_path, LAYOUTS[name], skipped=(".gate.",))
     check(tmp_path, plain, meant)
+
+
+def test_experts_in_orders_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPTQ's act-order: gate and up see the same inputs, so they share an order, and down has one of its own. The
+    second expert is in order."""
+    plain, experts = tmp_path / "plain", 0
+    plain_checkpoint(MixtralConfig, plain, monkeypatch, num_experts_per_tok=2)
+    layout = LAYOUTS["gptq 4 bits act-order"]
+
+    def write(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        nonlocal experts
+        experts += weight.shape[0] == SIZES["intermediate_size"]  # w1 or w3: the file has w1, w2, w3 of each expert
+        seed = (experts - 1) // 2 if weight.shape[0] == SIZES["intermediate_size"] else 100 + experts
+        order = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(seed))
+        groups = torch.arange(weight.shape[1]) // 32
+        monkeypatch.setattr(writers, "shuffled", lambda *_: groups if seed == 1 else groups[order])
+        return layout.write(weight)
+
+    meant = write_checkpoint(plain, tmp_path, replace(layout, write=write), skipped=(".gate.",))
+    check(tmp_path, plain, meant)
+    weights = load_weights(tmp_path, read_model_config(tmp_path), torch.float32, CPU)
+    for end, size in (("in", 64), ("out", 96)):
+        permutation = weights[f"layers.1.experts_{end}.weight"].permutation
+        assert permutation.shape == (4, size) and len({tuple(order) for order in permutation.tolist()}) == 4
 
 
 def test_mxfp4_of_gpt_oss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
