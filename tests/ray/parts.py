@@ -12,7 +12,7 @@ from collections import Counter
 
 import aiohttp
 
-from tests.ray.stand import Stand, kill_actor_of, load, server_pid
+from tests.ray.stand import Stand, load, parent_of, server_pid
 
 CLIENTS = 8
 FLOOD = 24  # clients with long prompts: more than two replicas run at once
@@ -154,7 +154,7 @@ async def killed(stand: Stand) -> dict:
             await asyncio.sleep(2)
             await stand.wait_for_replicas(http, 2, 90)
             await asyncio.sleep(2)
-            kill_actor_of(server_pid((await stand.replicas(http))[0]))
+            os.kill(parent_of(server_pid((await stand.replicas(http))[0])), signal.SIGKILL)
             await asyncio.sleep(2)
             await stand.wait_for_replicas(http, 2, 90)
     assert not clients.failures, clients.failures[:5]
@@ -234,12 +234,111 @@ async def metrics(stand: Stand) -> dict:
     return {"requests_by_replica": done}
 
 
+CHAT = {
+    "model": "m",
+    "messages": [{"role": "user", "content": "Tell me of a fox."}],
+    "temperature": 0,
+    "max_tokens": 24,
+}
+TEXT = {"model": "m", "prompt": "The fox", "temperature": 0, "max_tokens": 24}
+ITEMS = {"model": "m", "input": "The fox", "temperature": 0, "max_output_tokens": 24}
+USAGE = {"stream_options": {"include_usage": True}}
+REQUESTS: tuple[tuple[str, str, dict | None], ...] = (
+    ("POST", "/v1/chat/completions", CHAT),
+    ("POST", "/v1/chat/completions", CHAT | {"stream": True, "n": 2} | USAGE),
+    ("POST", "/v1/completions", TEXT | {"logprobs": 2}),
+    ("POST", "/v1/completions", TEXT | {"stream": True, "prompt": ["a fox", "a dog"]}),
+    ("POST", "/v1/responses", ITEMS | {"stream": True}),
+    ("POST", "/v1/messages", CHAT),
+    ("POST", "/v1/messages", CHAT | {"stream": True}),
+    ("POST", "/tokenize", {"model": "m", "prompt": "a fox"}),
+    ("POST", "/v1/completions", TEXT | {"max_tokens": -1}),
+    ("POST", "/v1/completions", TEXT | {"stream": True, "n": 2, "best_of": 1}),
+    ("POST", "/v1/chat/completions", CHAT | {"model": "other"}),
+    ("POST", "/v1/nothing", {}),
+    ("GET", "/v1/completions", None),
+    ("GET", "/v1/models/m", None),
+    ("GET", "/version", None),
+    ("GET", "/health", None),
+)
+CHANGING = re.compile(
+    r'"(?:id|item_id|created|created_at|completed_at|obfuscation|signature)":(?:"[^"]*"|\d+)|(?:resp|msg|req|rs)[-_]\w+'
+)
+
+
+async def surface(stand: Stand) -> dict:
+    """Every API gives the same bytes as a bare server, ids and times aside."""
+    await asyncio.to_thread(stand.deploy, 1, 1)
+    async with aiohttp.ClientSession() as http, stand.bare() as bare:
+        await stand.wait_for_replicas(http, 1, 90)
+        for method, path, body in REQUESTS:
+            answers = []
+            for url in (bare, stand.url):
+                async with http.request(method, url + path, json=body) as response:
+                    text = CHANGING.sub("", await response.text())
+                    events = re.sub(r"\n\n: keep-alive", "", text)
+                    names = {name.lower() for name in response.headers} - {"x-pageserve-replica", "server"}
+                    if "event-stream" in response.content_type:  # an event may hold more or fewer tokens
+                        events = text_of(events)
+                    answers.append((response.status, response.content_type, names, events))
+                    assert len(response.headers.getall("x-request-id")) == 1
+            bare_answer, ray_answer = answers
+            assert bare_answer == ray_answer, f"{method} {path} {body}:\n{bare_answer}\n{ray_answer}"
+    return {"requests": len(REQUESTS)}
+
+
+def text_of(events: str) -> tuple[str, list[str], str]:
+    """(all text, the kinds of events in order without repetition, the last event) of a stream."""
+    text = "".join(re.findall(r'"(?:content|text|delta)":"((?:[^"\\\\]|\\\\.)*)"', events))
+    kinds = [line for line in events.split("\n") if line.startswith("event: ")]
+    kinds = [kind for number, kind in enumerate(kinds) if number == 0 or kinds[number - 1] != kind]
+    return "".join(sorted(text)), kinds, events.rstrip().rpartition("\n\n")[2]
+
+
+async def placement(stand: Stand) -> dict:
+    """Two replicas are on two nodes. A replica of two GPUs (which the nodes only claim) is a STRICT_PACK group."""
+    import ray
+
+    await asyncio.to_thread(stand.deploy, 2, 2)
+    async with aiohttp.ClientSession() as http:
+        await stand.wait_for_replicas(http, 2, 90)
+        raylets = {parent_of(parent_of(server_pid(address))) for address in await stand.replicas(http)}
+        assert len(raylets) == 2, raylets
+        await asyncio.to_thread(stand.deploy, 1, 1, 2)
+        await stand.wait_for_replicas(http, 1, 90)
+    groups = [each for each in ray.util.placement_group_table().values() if each["state"] == "CREATED"]
+    assert [each["strategy"] for each in groups] == ["STRICT_PACK"], groups
+    assert groups[0]["bundles"] == {0: {"CPU": 1.0, "GPU": 2.0}}, groups
+    return {"nodes": len(raylets), "bundle": groups[0]["bundles"][0]}
+
+
+async def keys(stand: Stand) -> dict:
+    """With API keys, replicas and ingress need one, and autoscaling still reads its metrics."""
+    from ray import serve
+
+    await asyncio.to_thread(stand.deploy, 1, 1, api_key=("k1", "k2"))
+    statuses = []
+    async with aiohttp.ClientSession() as http:
+        for path in ("/v1/models", "/metrics/targets", "/health"):
+            for headers in ({}, {"Authorization": "Bearer k2"}, {"Authorization": "Bearer wrong"}):
+                async with http.get(stand.url + path, headers=headers) as response:
+                    statuses.append(response.status)
+    assert statuses == [401, 200, 401] * 2 + [200] * 3, statuses
+    replica = serve.get_deployment_handle("Replica", "pageserve")
+    found = await asyncio.to_thread(lambda: replica.record_autoscaling_stats.remote().result(timeout_s=10))
+    assert set(found) == {"queued_tokens", "kv_usage"}, found
+    return {}
+
+
 PARTS = {
     "disconnect": disconnect,
+    "surface": surface,
     "overhead": overhead,
     "autoscale": autoscale,
     "prefixes": prefixes,
     "metrics": metrics,
+    "placement": placement,
     "killed": killed,
     "update": update,
+    "keys": keys,
 }

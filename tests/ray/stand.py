@@ -3,9 +3,7 @@
 import asyncio
 import contextlib
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -35,17 +33,18 @@ class Stand:
         self.url = f"http://127.0.0.1:{self.port}"
         self._deployed: object = None
 
-    def deploy(self, least: int, most: int, **server: object) -> None:
+    def deploy(self, least: int, most: int, gpus: int = 0, **server: object) -> None:
         """Deploy or update; `server`: settings that differ, so that replicas are replaced. Returns when it runs."""
-        if self._deployed == (least, most, server):
+        if self._deployed == (least, most, gpus, server):
             return  # Ray Serve replaces every replica, whatever has changed
-        self._deployed = least, most, server
+        self._deployed = least, most, gpus, server
         arguments = {**self.arguments, **server}
         engine_names = EngineConfig.__dataclass_fields__.keys()
         engine = EngineConfig(model=self.model, **{k: v for k, v in arguments.items() if k in engine_names})
         rest = {k: v for k, v in arguments.items() if k not in engine_names}
         config = ServerConfig(served_model_name=("m",), **rest)
         ray_config = RayConfig(
+            replica_gpus=gpus,
             min_replicas=least,
             max_replicas=most,
             queued_tokens_per_replica=2000,
@@ -107,9 +106,9 @@ def server_pid(address: str) -> int:
     raise AssertionError(f"no process serves at {address}")
 
 
-def kill_actor_of(pid: int) -> None:
-    status = Path(f"/proc/{pid}/status").read_text()
-    os.kill(int(re.search(r"PPid:\s+(\d+)", status)[1]), signal.SIGKILL)
+def parent_of(pid: int) -> int:
+    """The actor of a server, the raylet of an actor."""
+    return int(re.search(r"PPid:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[1])
 
 
 class Load:

@@ -61,8 +61,7 @@ def build(engine_config: EngineConfig, server_config: ServerConfig, ray_config: 
         name="Replica",
         max_ongoing_requests=UNLIMITED,
         ray_actor_options={"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0)},
-        placement_group_bundles=[bundle],
-        placement_group_strategy="STRICT_PACK",
+        **_placement(bundle),
         autoscaling_config=_autoscaling(ray_config),
         request_router_config=RequestRouterConfig(request_router_class=PrefixRouter),
         health_check_period_s=HEALTH_SECONDS,
@@ -79,6 +78,13 @@ def build(engine_config: EngineConfig, server_config: ServerConfig, ray_config: 
         logging_config=QUIET,
     )
     return ingress.bind(replicas, server_config.max_body_bytes)
+
+
+def _placement(bundle: dict[str, float]) -> dict[str, Any]:
+    """A placement group for a replica of several ranks. Ray Serve spreads replicas of one over the nodes by itself."""
+    if max(bundle.values()) <= 1:
+        return {}
+    return {"placement_group_bundles": [bundle], "placement_group_strategy": "STRICT_PACK"}
 
 
 def _autoscaling(config: RayConfig) -> AutoscalingConfig:
