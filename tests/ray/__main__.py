@@ -14,7 +14,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {
-    "RAY_SERVE_ENABLE_HA_PROXY": "1",
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "3",  # default 30: the end of the tests would wait for it
     "RAY_SERVE_HAPROXY_NBTHREAD": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -29,9 +28,11 @@ def main() -> int:
     options = argparse.ArgumentParser(prog="python -m tests.ray")
     options.add_argument("--model", required=True)
     options.add_argument("--only", default="", help="names of parts, separated by spaces")
-    options.add_argument("--log", default="/tmp/pageserve-ray.log")
+    options.add_argument("--no-haproxy", action="store_true", help="Ray Serve's own HTTP proxy in front of the ingress")
     given = options.parse_args()
-    os.environ.update(ENVIRONMENT)  # before ray is imported, which reads it
+    os.environ.update(
+        ENVIRONMENT | {"RAY_SERVE_ENABLE_HA_PROXY": str(int(not given.no_haproxy))}
+    )  # before ray is imported, which reads it
     from tests.ray.parts import PARTS
 
     chosen = {name: part for name, part in PARTS.items() if not given.only or name in given.only.split()}

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
-from engine.command_line import Parser, merge_positional_model
+from engine.command_line import Parser
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineError
 from engine.settings import add_flags, load_settings
 from server.commands.ray.config import RayConfig
 from server.config import ServerConfig, resolve_files
+from server.model_settings import merge_model_flags, model_settings
 from server.serve import check_exposed
 
 OBJECT_STORE_BYTES = 128 << 20  # Ray's least is 75 MB; answers do not pass through the store
@@ -27,12 +28,15 @@ def main(arguments: Sequence[str]) -> int:
         "Serve a model with replicas on a Ray cluster (docs/operating.md). Takes all options of `pageserve serve`.",
     )
     parser.add_argument("positional_model", nargs="?", metavar="MODEL", help="the same as --model")
-    add_flags(parser, EngineConfig, ServerConfig, RayConfig)
+    add_flags(parser, EngineConfig, ServerConfig, RayConfig, repeated=("model",))
     flags = parser.read(arguments)
-    merge_positional_model(flags)
+    merge_model_flags(flags)
     engine_config, server_config, ray_config = load_settings((EngineConfig, ServerConfig, RayConfig), flags, os.environ)
     server_config = resolve_files(server_config)
+    model_settings(engine_config, server_config)  # a mistake is told here, not in the log of a replica
     check_exposed(server_config)
+    if server_config.port == 0:
+        raise ConfigError("port: every node of the cluster listens on the same port; name one for pageserve ray.")
     if find_spec("ray") is None or find_spec("aiohttp") is None:
         raise ConfigError("pageserve ray needs Ray Serve, which is not installed: pip install 'pageserve[ray]'.")
     logging.basicConfig(level=server_config.log_level.upper())

@@ -1,6 +1,7 @@
 """RayConfig: the settings of `pageserve ray` beside those of `pageserve serve`, and what a replica is started with."""
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,11 +54,25 @@ def replica_settings(engine_config: EngineConfig, server_config: ServerConfig) -
     for config in (engine_config, server_config):
         for field in dataclasses.fields(config):
             value = getattr(config, field.name)
-            if field.name in PATHS and value and Path(value).exists():
-                value = str(Path(value).absolute())  # a replica has another working directory
             if value != field.default and field.name not in ("host", "port"):
                 settings[field.name] = list(value) if isinstance(value, tuple) else value
-    return settings
+    if "models" in settings:
+        settings["models"] = [_entry(each) for each in settings["models"]]
+    return _with_absolute_paths(settings)
+
+
+def _entry(model: Any) -> dict[str, Any]:
+    """An entry of the setting `models` as a mapping with absolute paths."""
+    if isinstance(model, str):
+        name, _, place = model.partition("=")
+        model = {"name": name, "model": place}
+    return _with_absolute_paths(model)
+
+
+def _with_absolute_paths(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings with absolute paths: a replica has another working directory."""
+    changed = {name: settings[name] for name in PATHS if settings.get(name)}
+    return {**settings, **{name: str(Path(path).absolute()) for name, path in changed.items() if Path(path).exists()}}
 
 
 def bundle_of(engine_config: EngineConfig, ray_config: RayConfig) -> dict[str, float]:

@@ -195,11 +195,15 @@ class _Exchange:
         await self._send({"type": "http.response.body", "body": self.stream.failure(self._path)})
 
 
+# Ends of the paths of routes that change the state of one server.
+CHANGING = ("/sleep", "/wake", "/wake_up", "/load_lora_adapter", "/unload_lora_adapter")
+
+
 def _refuse_one_replicas_own(path: str) -> None:
     """Raises ApiError 404 for routes that would show or change one replica of many."""
     if path == "/metrics":
         text = f"Each replica has its own /metrics: GET {TARGETS} lists their addresses for Prometheus (http_sd)."
-    elif (path.startswith("/v1/models/") and path.endswith(("/sleep", "/wake"))) or path.endswith("load_lora_adapter"):
+    elif path.endswith(CHANGING):
         text = "This route changes one replica, and this address has several: change the settings of `pageserve ray`."
     else:
         return

@@ -10,6 +10,7 @@ import secrets
 import socket
 import sys
 import tempfile
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,11 @@ ROOT = Path(__file__).resolve().parents[3]
 POLL_SECONDS = 0.1
 PROBE_SECONDS = 5.0
 END_SECONDS = 15.0  # from the end of the drain to the kill
-GAUGES = {"queued_tokens": "pageserve:num_tokens_waiting", "kv_usage": "vllm:kv_cache_usage_perc"}
+# What autoscaling reads: the metric, and how the values of several models become one.
+GAUGES: dict[str, tuple[str, Callable[[Iterable[float]], float]]] = {
+    "queued_tokens": ("pageserve:num_tokens_waiting", sum),
+    "kv_usage": ("vllm:kv_cache_usage_perc", max),
+}
 
 
 def free_port(host: str) -> int:
@@ -35,9 +40,9 @@ def free_port(host: str) -> int:
 def gauges_of(page: str) -> dict[str, float]:
     """The values that autoscaling reads from a page of /metrics; 0 for those that it lacks."""
     values = {}
-    for name, metric in GAUGES.items():
-        found = re.search(rf"^{re.escape(metric)}(?:\{{.*\}})? (\S+)$", page, re.MULTILINE)
-        values[name] = float(found[1]) if found else 0.0
+    for name, (metric, combine) in GAUGES.items():
+        found = re.findall(rf"^{re.escape(metric)}(?:\{{.*\}})? (\S+)$", page, re.MULTILINE)
+        values[name] = combine(map(float, found)) if found else 0.0
     return values
 
 

@@ -92,6 +92,14 @@ def test_a_replica_gets_the_settings_that_differ_as_serve_reads_them(tmp_path, m
     assert read_server == ServerConfig(api_key=("k1", "k2"), max_stop=9, allow_unauthenticated=True)
 
 
+def test_the_models_of_a_replica_have_absolute_paths(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    models = ("a=folder", {"name": "b", "model": "some/hub-id", "max_num_seqs": 3})
+    settings = replica_settings(EngineConfig(), ServerConfig(models=models))
+    assert settings["models"] == [{"name": "a", "model": str(tmp_path / "folder")}, models[1]]
+
+
 def test_the_bundle_of_a_replica():
     assert bundle_of(EngineConfig(model="m", device="cpu"), RayConfig(replica_cpus=2.0)) == {"CPU": 2.0}
     assert bundle_of(EngineConfig(model="m"), RayConfig()) == {"CPU": 1.0, "GPU": 1.0}
@@ -103,6 +111,11 @@ def test_more_replicas_at_least_than_at_most_are_refused():
         RayConfig(min_replicas=3, max_replicas=2)
 
 
+def test_the_command_needs_a_port(capsys):
+    assert main(["ray", "some-model", "--port", "0"]) == 2
+    assert "port: every node of the cluster listens on the same port" in capsys.readouterr().err
+
+
 @pytest.mark.skipif(find_spec("ray") is not None, reason="Ray is installed here")
 def test_without_ray_the_command_names_the_extra(capsys):
     assert main(["ray", "some-model", "--max-replicas", "2"]) == 2
@@ -112,6 +125,7 @@ def test_without_ray_the_command_names_the_extra(capsys):
 def test_autoscaling_reads_the_gauges_of_a_metrics_page():
     page = '# HELP\nvllm:kv_cache_usage_perc{a="m",b="0"} 0.25\npageserve:num_tokens_waiting{a="b"} 12.0\n'
     assert gauges_of(page) == {"queued_tokens": 12.0, "kv_usage": 0.25}
+    assert gauges_of(page + page.replace("12", "30").replace("0.25", "0.5")) == {"queued_tokens": 42.0, "kv_usage": 0.5}
     assert gauges_of("") == {"queued_tokens": 0.0, "kv_usage": 0.0}
 
 
