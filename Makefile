@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-only lint docs families layouts kernels-aot kernels-aot-tritons bench gpu-check gpu-check-faults gpu-wheels soak fuzz attacks fairness sim sim-mutants sleep-cycles rolling-restart journal pauses ray schema-suite own-answers forced-values screenshots formats formats-libraries lm-eval clients clean
+.PHONY: help serve test test-only lint docs families layouts kernels-aot kernels-aot-tritons bench gpu-check gpu-check-faults gpu-wheels soak fuzz attacks fairness ranks sim sim-mutants sleep-cycles rolling-restart journal pauses ray schema-suite own-answers forced-values screenshots formats formats-libraries lm-eval clients clean
 
 help:
 	@echo "make serve [ARGS=\"--model DIR_OR_HUB_ID --port 9000\"]   start the server"
@@ -190,6 +190,12 @@ fuzz: $(VENV)/.installed-test $(VENV)/.compiled
 
 attacks: $(VENV)/.installed-test $(VENV)/.compiled
 	@exec $(BIN)/python -m tests.attacks --only "$(ONLY)" $(ARGS)
+
+# A rank that is killed, and one that is stopped (SIGSTOP), under 32 streams.
+ranks: $(VENV)/.installed-test $(VENV)/.compiled
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 0 tests/engine/test_tensor_parallel.py tests/engine/models/parallel
+	OMP_NUM_THREADS=1 RANK_FAULT=SIGSTOP $(BIN)/python -m pytest -q -n 0 tests/engine/test_tensor_parallel.py
+	OMP_NUM_THREADS=1 RANKS=4 $(BIN)/python -m pytest -q -n 0 tests/engine/test_tensor_parallel.py
 
 fairness: $(VENV)/.compiled
 	@exec $(BIN)/python -m benchmarks.fairness $(ARGS)

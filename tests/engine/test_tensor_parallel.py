@@ -13,6 +13,7 @@ from tests.engine.driving import until
 
 SETTINGS = {"num_blocks": 512, "cpu_threads": 1}
 NUM_STREAMS = 32
+RANKS = int(os.environ.get("RANKS", "2"))  # `make ranks` also runs with 4
 FAULT = signal.Signals[os.environ.get("RANK_FAULT", "SIGKILL")]  # `make ranks` also stops a rank
 
 
@@ -35,10 +36,10 @@ def alone():
     return asyncio.run(run())
 
 
-async def test_two_ranks_write_what_one_writes_and_the_end_of_one_costs_no_stream(alone):
-    async with running_driver(**SETTINGS, tensor_parallel_size=2) as driver:
+async def test_ranks_write_what_one_writes_and_the_end_of_one_costs_no_stream(alone):
+    async with running_driver(**SETTINGS, tensor_parallel_size=RANKS) as driver:
         pids = driver.supervisor.executor.pids
-        assert len(pids) == 2
+        assert len(pids) == RANKS
         assert await read_streams(driver) == alone
         assert await read_streams(driver, lambda pids: os.kill(pids[1], FAULT)) == alone
         assert driver.stats.worker_restarts.values[()] == 1

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
+# torch 2.13 renames the call, and warns of its old name.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 FOREVER = timedelta(days=30)  # the Driver watches for ranks that hang and ends them
 
 
@@ -34,7 +36,7 @@ class Ranks:
         """The ranks' tensors of one shape, [size, *shape]."""
         self._count(x)
         out = x.new_empty((self.size, *x.shape))
-        dist.all_gather_into_tensor(out.view(-1), x.contiguous().view(-1), group=self._group)
+        _all_gather(out.view(-1), x.contiguous().view(-1), group=self._group)
         return out
 
     def least(self, numbers: Sequence[int]) -> list[int]:
