@@ -158,6 +158,9 @@ DRIVER = (
     "pool flushed to the disk at the end",
     "restarted Worker finds blocks on the disk",
     "restarted server finds blocks on the disk",
+    "model sleeps with live requests",
+    "idle model sleeps",
+    "model woken by a request, or awake before it slept",
 )
 
 

@@ -5,7 +5,7 @@ import logging
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -22,6 +22,7 @@ import engine.telemetry.request_timings
 import engine.worker.cache.disk_cache
 from engine.config import EngineConfig
 from engine.driver import Driver
+from engine.errors import UnavailableError
 from engine.executor.executor import FLUSH_SECONDS
 from engine.executor.recovery import Recovery
 from engine.executor.step_watch import StepWatch
@@ -34,7 +35,7 @@ from tests.sim.executor import LOOK_SECONDS, TICK_SECONDS, SimExecutor
 from tests.sim.model import mix
 from tests.sim.monitor import Monitor, left_over
 from tests.sim.prefetch import WatchedPrefetcher
-from tests.sim.swarm import FOR_GOOD, Abort, Arrival, Crash, Damage, Drain, Event, Pause, SimConfig
+from tests.sim.swarm import FOR_GOOD, Abort, Arrival, Crash, Damage, Drain, Event, Pause, SimConfig, Sleep
 from tests.sim.violation import Violation, require
 from tests.sim.virtual_time import VirtualLoop
 from tests.sim.watched import WatchedBlockManager, WatchedScheduler, states_of
@@ -61,7 +62,7 @@ class DriverRun:
         longest = sum(arrival.max_num_tokens * arrival.params.n for arrival in arrivals)
         last = events[-1].at if events else 0.0
         num_hitches = sum(isinstance(event, Pause) or bool(getattr(event, "deadly", "")) for event in events)
-        num_hitches += sum(getattr(event, "again", 0) for event in events)
+        num_hitches += sum(getattr(event, "again", 0) + isinstance(event, Sleep) for event in events)
         self.loop.clock.deadline = (last + 1000 + 10 * longest) * SLOW_STEP_SECONDS + 500 * len(events)
         self.loop.clock.deadline += HITCH_SECONDS * num_hitches + COMPILING_SECONDS
         self._folder = Path(tempfile.mkdtemp(prefix="pageserve-sim-disk-")) if config.disk_blocks else None
@@ -155,6 +156,8 @@ class DriverRun:
                 self._pause(event)
             elif isinstance(event, Damage):
                 self._damage(event.pick)
+            elif isinstance(event, Sleep):
+                background.append(asyncio.create_task(self._sleep(event)))
             else:
                 background.append(asyncio.create_task(self._drain(event)))
         await asyncio.gather(*background)
@@ -190,6 +193,18 @@ class DriverRun:
             self._besiege("kill", event.again)
         else:
             self.monitor.saw("nobody to kill: the Worker is being started again")
+
+    async def _sleep(self, event: Sleep) -> None:
+        driver = self.driver
+        with suppress(UnavailableError):  # it drains
+            has_tier = driver.scheduler.block_manager.host_tier is not None
+            await driver.sleep(2 if has_tier else event.level)
+            if driver.sleep_level:
+                self.monitor.saw("model sleeps with live requests" if driver.num_live_requests else "idle model sleeps")
+            await asyncio.sleep(event.seconds)
+            if not driver.sleep_level:
+                self.monitor.saw("model woken by a request, or awake before it slept")
+            await driver.wake()
 
     def _damage(self, pick: int) -> None:
         if self._folder is not None and damage(self._folder, self.config, pick):

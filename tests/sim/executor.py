@@ -11,9 +11,11 @@ from engine.executor.process_state import STOPPED_LOOKS
 from engine.executor.step import (
     FetchBlocks,
     FetchedBlocks,
+    SleepWorker,
     StartWorker,
     StepPlan,
     StepResult,
+    WakeWorker,
     WorkerReady,
     encode_frame,
 )
@@ -78,6 +80,8 @@ class SimExecutor(Executor):
 
     def send(self, message: StepPlan | FetchBlocks) -> None:
         super().send(message)
+        if isinstance(message, SleepWorker | WakeWorker):
+            return
         if isinstance(message, FetchBlocks):
             if self.worker.alive:
                 self._monitor.device.memory.fetching.update(message.slots)

@@ -162,7 +162,16 @@ class Damage:
     pick: int
 
 
-Event = Arrival | Abort | Drain | Crash | Pause | Damage
+@dataclass(frozen=True)
+class Sleep:
+    """The model is put to sleep, and woken after some seconds unless a request wakes it before that."""
+
+    at: float
+    level: int
+    seconds: float
+
+
+Event = Arrival | Abort | Drain | Crash | Pause | Damage | Sleep
 
 
 @dataclass(frozen=True)
@@ -371,6 +380,8 @@ def draw_events(config: SimConfig, rng: random.Random, for_driver: bool) -> list
     """Sorted by time."""
     prompts, more = _Prompts(config, rng), random.Random(f"{config.seed} more events")
     sieges = random.Random(f"{config.seed} sieges")  # and what comes with them
+    sleeps = random.Random(f"{config.seed} sleeps")
+    sleep_rate = sleeps.choice([0, 0, 0.05, 0.3])
     events: list[Event] = []
     now = 0.0
     for index in range(config.num_requests):
@@ -397,6 +408,9 @@ def draw_events(config: SimConfig, rng: random.Random, for_driver: bool) -> list
             events.append(Crash(at, sieges.choice(AGAIN)))
         if for_driver and more.random() < config.pause_rate:
             events.append(_draw_pause(more, now + more.uniform(0, 30)))
+        if for_driver and sleeps.random() < sleep_rate:
+            at = now + sleeps.choice([0, sleeps.uniform(0, 5), sleeps.uniform(0, 40)])
+            events.append(Sleep(at, sleeps.choice((1, 2)), sleeps.choice((0, 3, 60))))
         if for_driver and config.disk_blocks and more.random() < config.damage_rate:
             events.append(Damage(now + more.uniform(0, 30), more.getrandbits(40)))
     if for_driver and rng.random() < config.drain_rate:

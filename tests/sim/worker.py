@@ -14,8 +14,11 @@ from engine.executor.step import (
     FetchedBlocks,
     Heartbeat,
     LoadProgress,
+    SleepWorker,
     StartWorker,
     StepPlan,
+    WakeWorker,
+    WorkerAsleep,
     WorkerMessage,
     WorkerReady,
     decode_driver_message,
@@ -58,6 +61,7 @@ class SimWorker:
         self._host: SimHost | None = None
         self._plans: deque[StepPlan] = deque()
         self._fetches: deque[FetchBlocks] = deque()  # that came while it was stopped
+        self._sleep: SleepWorker | None = None
         self._timer: asyncio.TimerHandle | None = None
         loop = asyncio.get_running_loop()
         self._later, self._now = loop.call_later, loop.time
@@ -85,6 +89,13 @@ class SimWorker:
             self.asked_at = self._now()
             self._num_heartbeats += 1
             self._go_on()
+        elif isinstance(message, SleepWorker):
+            if self._plans or self._fetches:
+                fail("sleep", "a Worker is to sleep before it has done its plans and fetches")
+            self._sleep = message
+            self._go_on()
+        elif isinstance(message, WakeWorker):
+            self._timer = self._later(1, self._become_ready)
         else:
             self._fetches.append(message)
             self._fetch()
@@ -221,6 +232,19 @@ class SimWorker:
                 self._timer = self._later(SLOW_STEP_SECONDS, self._answer_heartbeat)
         elif self._plans:
             self._timer = self._later(self._seconds_of(self._plans[0]), self._finish)
+        elif self._sleep is not None:
+            self._timer = self._later(STEP_SECONDS, self._fall_asleep)
+
+    def _fall_asleep(self) -> None:
+        """At level 1 it waits to be woken; it has no host tier then (tests/sim/driver_run.py)."""
+        self._timer = None
+        sleep, self._sleep = self._sleep, None
+        if sleep.flush is not None and self._host is not None:
+            self._host.keep(sleep.flush.offloads, flush=True)
+        self._answer(WorkerAsleep())
+        self.ready = False
+        if sleep.level == 2:
+            self.die(0)
 
     def _seconds_of(self, plan: StepPlan) -> float:
         kind = kind_of(plan)
