@@ -18,11 +18,14 @@ ARCHITECTURES = {
 EXPERT_PARTS = {"w1": "gate", "w2": "down", "w3": "up", "gate_proj": "gate", "down_proj": "down", "up_proj": "up"}
 
 
-def write_gguf(source: Path, target: Path, kind: str = "F32") -> Path:
-    """Write the matrices in `kind` where their rows are whole blocks, else in F16 or F32; returns `target`."""
+def write_gguf(source: Path, target: Path, kind: str = "F32", tensors_per_file: int = 0) -> Path:
+    """Write the matrices in `kind` where their rows are whole blocks, else in F16 or F32; returns `target`.
+
+    tensors_per_file: write several files beside it, called as llama-gguf-split calls them; 0: one file.
+    """
     config = json.loads((source / "config.json").read_text())
     architecture = ARCHITECTURES[config["model_type"]]
-    writer = gguf.GGUFWriter(target, architecture)
+    writer = gguf.GGUFWriter(target, architecture, split_max_tensors=tensors_per_file)
     _write_config(writer, config)
     if (source / "tokenizer.json").is_file():
         _write_tokenizer(writer, source, config["vocab_size"])

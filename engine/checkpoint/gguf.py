@@ -4,6 +4,7 @@ The file is untrusted: each count and length is checked against the file before 
 """
 
 import mmap
+import re
 import struct
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -15,6 +16,8 @@ from typing import Any, NamedTuple
 from engine.errors import ModelError
 
 SUFFIX = ".gguf"
+SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)  # of llama-gguf-split, numbered from 1
+MAX_FILES = 1000  # of one model
 MAX_KEYS, MAX_TENSORS, MAX_DIMENSIONS, MAX_SIZE = 1 << 16, 1 << 18, 4, 1 << 40
 MAX_ENTRIES = 1 << 22  # entries of all arrays; the largest vocabularies with their merges have below 2 million
 MAX_NAME, MAX_TEXT = 1 << 10, 1 << 24  # bytes
@@ -63,8 +66,9 @@ PLAIN_TYPES = ("F32", "F16", "BF16")
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """A tensor of the file. `start` and `num_bytes` tell the place of its rows in the file."""
+    """A tensor of the model. `start` and `num_bytes` tell the place of its rows in `file`."""
 
+    file: Path
     name: str
     shape: tuple[int, ...]  # the last axis is that of a row, in elements
     kind: TensorType
@@ -74,11 +78,12 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class Gguf:
-    """The header of a file."""
+    """The header of a file; of a model in several files that of the first, with the tensors of all."""
 
     path: Path
     metadata: dict[str, Any]  # numbers, bools, texts, and lists of these
     tensors: dict[str, GgufTensor]
+    files: tuple[Path, ...]
 
     def floats(self, name: str) -> list[float] | None:
         """The numbers of a small F32 tensor; None if the file has none of this name."""
@@ -87,7 +92,7 @@ class Gguf:
             return None
         if tensor.kind.name != "F32" or tensor.num_bytes > MAX_TEXT:
             raise ModelError(f"{self.path.name}: tensor {name!r} must be of type F32 and small.")
-        numbers = map_file(self.path)[tensor.start : tensor.start + tensor.num_bytes]
+        numbers = map_file(tensor.file)[tensor.start : tensor.start + tensor.num_bytes]
         return list(struct.unpack(f"<{len(numbers) // 4}f", numbers))
 
 
@@ -96,8 +101,41 @@ def is_gguf(path: Path) -> bool:
     return path.suffix == SUFFIX and path.is_file()
 
 
+def split_names(name: str) -> tuple[str, ...]:
+    """The names of all files of the model whose first file is called `name`: only itself, if it is not split."""
+    match = SPLIT_NAME.fullmatch(name)
+    if match is None or not 1 <= int(match[3]) <= MAX_FILES:
+        return (name,)
+    return tuple(f"{match[1]}-{number:05}-of-{match[3]}{SUFFIX}" for number in range(1, int(match[3]) + 1))
+
+
 def read_gguf(path: Path) -> Gguf:
-    """The header of a file. ModelError names the file and the field that is damaged or not served."""
+    """The header of a model in one file or several. ModelError names the file and the field that is damaged, missing or
+    not served."""
+    first = _read_file(path)
+    count = first.metadata.get("split.count", 0)
+    if count in (0, 1):
+        return first
+    files = tuple(path.with_name(name) for name in split_names(path.name))
+    if len(files) != count or path != files[0]:
+        raise ModelError(
+            f"{path.name}: split.count = {count!r:.100}: the model lies in several files. Give --model the first of "
+            "them, called NAME-00001-of-0000N.gguf, or merge them with llama-gguf-split --merge."
+        )
+    tensors: dict[str, GgufTensor] = {}
+    for number, file in enumerate(files):
+        if not file.is_file():
+            raise ModelError(f"{path.parent} lacks the weight file {file.name!r}: the download or copy is incomplete.")
+        part = _read_file(file)
+        if part.metadata.get("split.no") != number or part.metadata.get("split.count") != count:
+            raise ModelError(f"{file.name}: split.no and split.count must be {number} and {count}, as in its name.")
+        if twice := tensors.keys() & part.tensors.keys():
+            raise ModelError(f"{file.name}: tensor {min(twice)!r:.200} is in an earlier file, too.")
+        tensors |= part.tensors
+    return replace(first, tensors=tensors, files=files)
+
+
+def _read_file(path: Path) -> Gguf:
     try:
         facts = path.stat()
     except OSError as error:
@@ -105,7 +143,7 @@ def read_gguf(path: Path) -> Gguf:
     return _read(path, facts.st_size, facts.st_mtime_ns)
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=16)
 def _read(path: Path, size: int, modified_ns: int) -> Gguf:
     return _Parser(path, map_file(path)).parse()
 
@@ -141,7 +179,7 @@ class _Parser:
                 raise self.damaged(f"metadata key {key!r}", "occurs twice")
             metadata[key] = self.value(self.number("I", key), key)
         tensors = [self.tensor(index) for index in range(num_tensors)]
-        return Gguf(self.path, metadata, self.placed(tensors, metadata))
+        return Gguf(self.path, metadata, self.placed(tensors, metadata), (self.path,))
 
     def placed(self, tensors: list[GgufTensor], metadata: dict[str, Any]) -> dict[str, GgufTensor]:
         """The tensors with absolute positions, which must not overlap or leave the file."""
@@ -182,7 +220,7 @@ class _Parser:
         if shape[-1] % kind.block:
             raise self.damaged(f"{field}: dimensions", f"rows of {shape[-1]} are no whole blocks of {kind.block}")
         offset = self.number("Q", f"{field}: offset")
-        return GgufTensor(name, shape, kind, offset, prod(shape) // kind.block * kind.num_bytes)
+        return GgufTensor(self.path, name, shape, kind, offset, prod(shape) // kind.block * kind.num_bytes)
 
     def value(self, kind: int, field: str) -> Any:
         """A metadata value of the type with this number."""

@@ -65,11 +65,6 @@ def gguf_config(gguf: Gguf) -> dict[str, Any]:
         known = ", ".join(ARCHITECTURES)
         asked = f"{fields.architecture!r:.100}"
         raise ModelError(f"{gguf.path.name}: general.architecture {asked} is not served from GGUF; served are {known}.")
-    if (parts := gguf.metadata.get("split.count")) not in (None, 0, 1):
-        raise ModelError(
-            f"{gguf.path.name}: split.count = {parts!r:.100}: the model lies in several files. Merge them with "
-            "llama-gguf-split --merge."
-        )
     config = make(fields)
     fields.close()
     kinds = {tensor.kind.name for tensor in gguf.tensors.values()}

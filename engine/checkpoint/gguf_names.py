@@ -89,12 +89,12 @@ class Placed:
 
 
 def placed_tensors(gguf: Gguf) -> Iterator[Placed]:
-    """All tensors in the order of the file. A tensor that the architecture does not have keeps the file's name."""
+    """All tensors in the order of the files. A tensor that the architecture does not have keeps the file's name."""
     architecture = gguf.metadata.get("general.architecture")
     names = NAMES.get(architecture, {}) if isinstance(architecture, str) else {}
     heads = gguf.metadata.get(f"{architecture}.attention.head_count", 0)
     heads_of = {"attn_q": heads, "attn_k": gguf.metadata.get(f"{architecture}.attention.head_count_kv", heads)}
-    for tensor in sorted(gguf.tensors.values(), key=lambda tensor: tensor.start):
+    for tensor in sorted(gguf.tensors.values(), key=lambda tensor: (tensor.file, tensor.start)):
         if tensor.name in SKIPPED:
             continue
         module, _, ending = tensor.name.rpartition(".")

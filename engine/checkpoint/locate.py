@@ -6,11 +6,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from engine.checkpoint.gguf import is_gguf, read_gguf
+from engine.checkpoint.gguf import is_gguf, read_gguf, split_names
 from engine.checkpoint.json_files import read_json_object
 from engine.checkpoint.links import check_links, path_inside
 from engine.checkpoint.raw_config import CONFIG_FILE, PARAMS_FILE, config_path, read_config
-from engine.checkpoint.weight_files import LAYOUTS, choose_gguf, existing_weight_files, find_layout, no_weights
+from engine.checkpoint.weight_files import (
+    LAYOUTS,
+    choose_gguf,
+    existing_weight_files,
+    find_layout,
+    no_weights,
+    other_layout,
+)
 from engine.config import EngineConfig
 from engine.errors import ModelError
 
@@ -55,10 +62,11 @@ def _find_gguf(name: str, folder: Path, on_hub: bool) -> Path | None:
     if file is None and on_hub:
         file = choose_gguf(name, _hub_files(name, folder.name))
         if file is not None:
-            _download(name, folder.name, (file,), "--model")
+            _download(name, folder.name, split_names(file), "--model")
     if file is None:
         return None
-    path_inside(folder, file)
+    for part in split_names(file):
+        path_inside(folder, part)
     return folder / file
 
 
@@ -134,7 +142,7 @@ def _local_folder(name: str, flag: str) -> Path | None:
 
 
 def _download_weights(name: str, folder: Path) -> None:
-    """Download the weights of the first layout that the hub has, of the commit of `folder`.
+    """Download the weights of the first layout that the hub has, else of other_layout, of the commit of `folder`.
 
     Only the shards that an index names: some repositories hold a second copy of the weights.
     """
@@ -143,6 +151,10 @@ def _download_weights(name: str, folder: Path) -> None:
         _download(name, folder.name, names, "--model")
         if layout.is_in(folder):
             return
+    other = other_layout(_hub_files(name, folder.name))
+    if other is not None:
+        _download(name, folder.name, (other.single, other.index_file), "--model")
+        _download(name, folder.name, other.names(folder), "--model")
 
 
 def _download(name: str, revision: str | None, patterns: tuple[str, ...], flag: str) -> Path:

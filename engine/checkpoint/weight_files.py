@@ -1,10 +1,11 @@
 """The weight files of a checkpoint folder by name: safetensors if there are any, else pickles. Reads none of them."""
 
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from engine.checkpoint.gguf import SUFFIX, is_gguf
+from engine.checkpoint.gguf import SPLIT_NAME, SUFFIX, is_gguf, read_gguf
 from engine.checkpoint.json_files import read_json_object
 from engine.errors import ModelError
 
@@ -42,19 +43,22 @@ LAYOUTS = (
 )
 
 
+SHARD_NAME = re.compile(r"-\d+-of-\d+\.")  # a part of the weights, which only an index makes whole
 FILES_SHOWN = 20
 OTHER_WEIGHTS = (".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx")
 
 
 def find_layout(folder: Path) -> Layout | None:
-    """The layout of the folder's weights, the first of LAYOUTS that it holds; None without weights."""
-    return next((layout for layout in LAYOUTS if layout.is_in(folder)), None)
+    """The layout of the folder's weights: the first of LAYOUTS that it holds, else other_layout; None without
+    weights."""
+    known = next((layout for layout in LAYOUTS if layout.is_in(folder)), None)
+    return known or other_layout(path.name for path in folder.glob("*.safetensors*"))
 
 
 def existing_weight_files(folder: Path) -> Iterator[Path]:
-    """The files of the folder that hold its weights; a GGUF file is its own. ModelError for a bad index."""
+    """The files of the folder that hold its weights, or of a model in GGUF. ModelError for a bad index."""
     if is_gguf(folder):
-        yield folder
+        yield from read_gguf(folder).files
         return
     layout = find_layout(folder)
     for name in () if layout is None else layout.names(folder):
@@ -63,12 +67,32 @@ def existing_weight_files(folder: Path) -> Iterator[Path]:
 
 
 def choose_gguf(folder: Path | str, names: Iterable[str]) -> str | None:
-    """The GGUF file among the files of a folder or repository; None if there is none. ModelError for several."""
-    found = sorted(name for name in names if name.endswith(SUFFIX) and not Path(name).name.startswith("mmproj"))
+    """The GGUF file among the files of a folder or repository, the first of a model in several files; None if there is
+    none. ModelError for several models."""
+    every = sorted(name for name in names if name.endswith(SUFFIX) and not Path(name).name.startswith("mmproj"))
+    found = [name for name in every if not _continues(name, every)]
     if len(found) > 1:
         shown = ", ".join(found[:FILES_SHOWN]) + (", ..." if len(found) > FILES_SHOWN else "")
         raise ModelError(f"{folder} holds {len(found)} GGUF files: {shown}. Give --model the path of one of them.")
     return found[0] if found else None
+
+
+def _continues(name: str, names: list[str]) -> bool:
+    """True for the later files of a model whose first file is among the names."""
+    match = SPLIT_NAME.fullmatch(name)
+    return match is not None and int(match[2]) != 1 and f"{match[1]}-00001-of-{match[3]}{SUFFIX}" in names
+
+
+def other_layout(names: Iterable[str]) -> Layout | None:
+    """The layout of safetensors called otherwise, such as AutoGPTQ's gptq_model-4bit-128g.safetensors, among the files
+    of a folder or repository; None unless there is exactly one."""
+    index, here = ".safetensors.index.json", [name for name in names if "/" not in name]
+    found = {name.removesuffix(".index.json") for name in here if name.endswith(index)} or {
+        name for name in here
+        if name.endswith(".safetensors") and not name.startswith("adapter") and not SHARD_NAME.search(name)
+    }  # fmt: skip
+    single = found.pop() if len(found) == 1 else None
+    return None if single is None else Layout(single, f"{single}.index.json", ".safetensors")
 
 
 def no_weights(folder: Path, on_hub: bool) -> str:

@@ -19,10 +19,11 @@ PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class GgufFile:
-    """See TensorFile. A tensor of a quantised type is given as the bytes of its rows, uint8 [out, bytes]."""
+    """See TensorFile; a model in several files is one. A tensor of a quantised type is given as the bytes of its rows,
+    uint8 [out, bytes]."""
 
-    def __init__(self, gguf: Gguf, data: mmap.mmap) -> None:
-        self._path, self._data = gguf.path, data
+    def __init__(self, gguf: Gguf, data: dict[Path, mmap.mmap]) -> None:
+        self._data = data
         self._placed: dict[str, Placed] = {}
         for placed in placed_tensors(gguf):
             if placed.name in self._placed:
@@ -61,7 +62,7 @@ class GgufFile:
         start = tensor.start + size * (placed.expert or 0)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given buffer is not writable")  # no code writes to it
-            flat = torch.frombuffer(self._data, dtype=torch.uint8, count=size, offset=start)
+            flat = torch.frombuffer(self._data[tensor.file], dtype=torch.uint8, count=size, offset=start)
         shape = tensor.shape if placed.expert is None else tensor.shape[1:]
         return flat.view(shape[0] if len(shape) == 1 else prod(shape[:-1]), -1)
 
@@ -75,6 +76,6 @@ def _unpaired(rows: Tensor, placed: Placed) -> Tensor:
 
 @contextmanager
 def open_gguf(path: Path) -> Iterator[GgufFile]:
-    """Open a .gguf file. ModelError if it is damaged."""
+    """Open a .gguf file, the first of the model's. ModelError if one is damaged."""
     gguf = read_gguf(path)
-    yield GgufFile(gguf, map_file(path))
+    yield GgufFile(gguf, {file: map_file(file) for file in gguf.files})

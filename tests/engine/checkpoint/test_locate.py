@@ -21,6 +21,7 @@ from engine.checkpoint.locate import (
     resolve_model,
     resolve_tokenizer,
 )
+from engine.checkpoint.weight_files import find_layout, other_layout
 from engine.config import EngineConfig
 from engine.errors import ModelError
 from tests.checkpoints import save_fake_checkpoint
@@ -146,6 +147,43 @@ def test_hub_id_with_pickles_only(hub: FakeHub) -> None:
         ["consolidated.safetensors"],
         ["pytorch_model.bin"],
     ]
+
+
+AUTOGPTQ = "gptq_model-4bit-128g.safetensors"
+
+
+def test_weights_under_a_name_of_their_own(tmp_path: Path) -> None:
+    """AutoGPTQ's names. Two such files may be two models, a shard without its index is a part of one, and an adapter is
+    none."""
+    folder = make_folder(tmp_path, AUTOGPTQ, "adapter_model.safetensors")
+    layout = find_layout(folder)
+    assert layout is not None and layout.names(folder) == (AUTOGPTQ,)
+    assert resolve_model(EngineConfig(model=str(folder))) == folder
+    (folder / "other.safetensors").touch()
+    assert find_layout(folder) is None
+    for number in (1, 2):
+        (folder / f"gptq_model-4bit-128g-0000{number}-of-00002.safetensors").touch()
+    shards = ["gptq_model-4bit-128g-00001-of-00002.safetensors", "gptq_model-4bit-128g-00002-of-00002.safetensors"]
+    (folder / AUTOGPTQ).unlink()
+    (folder / f"{AUTOGPTQ}.index.json").write_text(json.dumps({"weight_map": dict(zip("ab", shards, strict=True))}))
+    layout = find_layout(folder)
+    assert layout is not None and layout.names(folder) == tuple(shards)
+    assert other_layout([shards[0]]) is None and other_layout(["adapter_model.safetensors"]) is None
+
+
+def test_hub_id_with_weights_under_a_name_of_their_own(hub: FakeHub) -> None:
+    make_folder(hub.snapshot, AUTOGPTQ)
+    hub.files = ["config.json", AUTOGPTQ, "parts/model.safetensors"]
+    assert resolve_model(EngineConfig(model="org/name")) == hub.snapshot
+    assert hub.calls[-1][2] == [AUTOGPTQ]
+
+
+def test_hub_id_with_a_gguf_model_in_several_files(hub: FakeHub) -> None:
+    hub.snapshot.mkdir(parents=True)
+    hub.files = ["a-00002-of-00002.gguf", "a-00001-of-00002.gguf"]
+    with pytest.raises(ModelError, match=r"cannot read .*a-00001-of-00002\.gguf"):
+        resolve_model(EngineConfig(model="org/name"))
+    assert hub.calls[-1][2] == ["a-00001-of-00002.gguf", "a-00002-of-00002.gguf"]
 
 
 def test_hub_id_without_weights(hub: FakeHub) -> None:

@@ -103,6 +103,8 @@ def test_settings_in_a_file_of_their_own(oracle: tuple[LlamaForCausalLM, Path], 
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert read_model_config(tmp_path).quantization is None
     (tmp_path / file).write_text(json.dumps(settings))
+    if file == "quantize_config.json":
+        (tmp_path / "model.safetensors").rename(tmp_path / "gptq_model-4bit-32g.safetensors")
     assert_logits(oracle[0], meant, tmp_path)
     with pytest.raises(ModelError, match="quantised already"):
         read_model_config(tmp_path, "int8")

@@ -10,6 +10,9 @@ from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, P
 from benchmarks.formats.gguf_writer import write_gguf
 from engine.checkpoint.gguf import read_gguf
 from engine.checkpoint.gguf_config import gguf_config
+from engine.checkpoint.locate import resolve_model
+from engine.checkpoint.weight_files import existing_weight_files
+from engine.config import EngineConfig
 from engine.errors import ModelError
 from engine.models.families import read_model_config
 from engine.models.loading.load import weight_bytes
@@ -52,6 +55,24 @@ def test_family_has_the_logits_of_its_checkpoint(name: str, tmp_path: Path) -> N
     assert name in CONFIGS or name in CASES
     oracle = save(name, tmp_path / "plain")
     check_logits(oracle, load(write_gguf(tmp_path / "plain", tmp_path / "model.gguf")))
+
+
+def test_a_model_in_several_files(tmp_path: Path) -> None:
+    oracle = save("qwen2", tmp_path / "plain")
+    write_gguf(tmp_path / "plain", tmp_path / "split.gguf", tensors_per_file=7)
+    files = sorted(tmp_path.glob("*.gguf"))
+    assert len(files) > 2 and resolve_model(EngineConfig(model=str(tmp_path))) == files[0]
+    assert list(existing_weight_files(files[0])) == files
+    check_logits(oracle, load(files[0]))
+    with pytest.raises(ModelError, match="Give --model the first of them"):
+        read_gguf(files[1])
+    lost = files[-1].rename(tmp_path / "lost")
+    with pytest.raises(ModelError, match=f"lacks the weight file '{files[-1].name}'"):
+        read_gguf(files[0])
+    lost.rename(files[-1])
+    files[2].write_bytes(files[1].read_bytes())
+    with pytest.raises(ModelError, match=r"split\.no and split\.count must be 2 and"):
+        read_gguf(files[0])
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_K"])
