@@ -18,6 +18,7 @@ class RopeScaling:
     by factor ** (rotary_dim / (rotary_dim - 2)); "llama3" uses the two frequency factors; "yarn" uses the two betas and
     attention_factor, which multiplies cosines and sines; "longrope" uses attention_factor and, in place of factor, one
     factor per pair: short_factors, or long_factors if sequences may be longer than original_max_position.
+    "proportional" divides all frequencies by factor, and turns the first rotated_share of the pairs of a head alone.
     """
 
     kind: str
@@ -32,6 +33,7 @@ class RopeScaling:
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
     long_max_position: int = 0  # longest sequence in tokens with long_factors
+    rotated_share: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,8 @@ class MoEConfig:
     clamp_limit: float = 0.0  # L > 0: the clamped SwiGLU of gpt-oss takes the activation's place
     clamp_alpha: float = 1.702
     weights_on_input: bool = False  # a token's weight multiplies the expert's input, not its output (Llama 4)
+    # The experts work beside the dense MLP, on the residual: engine/models/layers/moe.py, MLPBesideExperts (Gemma 4)
+    beside_mlp: bool = False
 
     def __post_init__(self) -> None:
         if self.experts_per_token > self.num_experts:
@@ -106,6 +110,14 @@ class Shard:
     rank: int
     size: int
     whole: "ModelConfig"
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """The heads of keys and values in a layer. Queries have the same head_dim."""
+
+    num_kv_heads: int
+    head_dim: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,11 +180,18 @@ class ModelConfig:
     attention_chunk: int = 0
     chunk_layers: tuple[int, ...] | None = None  # the layers with attention_chunk; None: every layer
     attn_scale: float | None = None  # None: head_dim ** -0.5
+    full_heads: Heads | None = None  # the heads of layers without a window; None: those of the other layers
+    num_kv_shared_layers: int = 0  # the last layers, which make no keys and values, see kv_source
+    values_from_keys: tuple[int, ...] = ()  # the layers whose values are the projected keys before any norm
     attn_softcap: float = 0.0  # c: a score s becomes c * tanh(s / c) before the softmax; 0: off
     logits_scale: float = 1.0
     logit_softcap: float = 0.0  # the same formula for the logits
     embedding_scale: float = 1.0  # factor of the embeddings
     round_embedding_scale: bool = False  # round embedding_scale to the embeddings' dtype, as in Gemma's training
+    layer_input_size: int = 0  # width of the inputs that each layer gets by token, see LayerInputs; 0: none
+    layer_input_vocab_size: int = 0  # rows of their embedding
+    layer_scalars: bool = False  # a learned number ("scalar.weight") multiplies the output of each layer
+    wide_mlp_layers: tuple[int, ...] = ()  # the layers whose MLP has twice the intermediate_size
     tie_embeddings: bool = False
     lm_head_bias: bool = False
     normalized_head: bool = False  # every row of lm_head is divided by its L2 norm as it is loaded (Baichuan 2)
@@ -187,10 +206,15 @@ class ModelConfig:
     shard: Shard | None = None
 
     def __post_init__(self) -> None:
-        if self.num_heads % self.num_kv_heads:
-            raise ModelError(
-                f"config.json: {self.num_heads} attention heads cannot share {self.num_kv_heads} KV heads evenly."
-            )
+        for heads in self.head_shapes():
+            if self.num_heads % heads.num_kv_heads:
+                raise ModelError(
+                    f"config.json: {self.num_heads} attention heads cannot share {heads.num_kv_heads} KV heads evenly."
+                )
+        if self.num_kv_shared_layers:
+            self._check_kv_sources()
+        if self.has_extended_layers and not (self.post_norms and self.input_norms and self.mlp_norm and self.pre_norm):
+            raise ModelError("config.json: inputs, scalars and experts beside the MLP need norms around both parts.")
         if self.normalized_head and self.tie_embeddings:
             raise ModelError("config.json: tie_word_embeddings is not served where lm_head is normalised.")
         if not self.input_norms and (not self.post_norms or not self.pre_norm or self.parallel_residual):
@@ -199,6 +223,14 @@ class ModelConfig:
             self._check_rope()
         if self.moe is not None and (self.mlp_bias or not self.gated_mlp):
             raise ModelError("config.json: mlp_bias, or an MLP without a gate, is not served with experts.")
+
+    def _check_kv_sources(self) -> None:
+        owners = {bool(self.window(layer)) for layer in range(self.num_layers - self.num_kv_shared_layers)}
+        if any(bool(self.window(layer)) not in owners for layer in range(self.num_layers)):
+            raise ModelError(
+                f"config.json: num_kv_shared_layers {self.num_kv_shared_layers} leaves no layer that keeps the keys "
+                "and values of each kind in layer_types."
+            )
 
     def _check_rope(self) -> None:
         if self.rotary_dim % 2 or not self.rotary_dim:
@@ -228,13 +260,49 @@ class ModelConfig:
 
     @property
     def q_size(self) -> int:
-        """Values of one token's query over all heads."""
-        return self.num_heads * self.head_dim
+        """Values of one token's query over all heads; the widest layer's."""
+        return self.num_heads * max(heads.head_dim for heads in self.head_shapes())
 
     @property
     def kv_size(self) -> int:
-        """Values of one token's key (or value) over all KV heads."""
-        return self.num_kv_heads * self.head_dim
+        """Values of one token's key (or value) over all KV heads; the widest layer's."""
+        return max(heads.num_kv_heads * heads.head_dim for heads in self.head_shapes())
+
+    def heads(self, layer: int) -> Heads:
+        """The heads of the keys and values that a layer reads."""
+        if self.full_heads is not None and not self.window(layer):
+            return self.full_heads
+        return Heads(self.num_kv_heads, self.head_dim)
+
+    def head_shapes(self) -> tuple[Heads, ...]:
+        """The different heads of the layers."""
+        if self.full_heads is None:
+            return (Heads(self.num_kv_heads, self.head_dim),)
+        return tuple(dict.fromkeys(self.heads(layer) for layer in range(self.num_layers)))
+
+    def kv_source(self, layer: int) -> int:
+        """The layer whose keys and values a layer reads: its own number, or that of the last layer of its kind, with
+        or without a window, before the num_kv_shared_layers."""
+        first_shared = self.num_layers - self.num_kv_shared_layers
+        if layer < first_shared:
+            return layer
+        windowed = bool(self.window(layer))
+        return next(i for i in reversed(range(first_shared)) if bool(self.window(i)) == windowed)
+
+    def qkv_rows(self, layer: int) -> tuple[int, int, int]:
+        """Rows of q, k and v in the layer's qkv matrix."""
+        heads = self.heads(layer)
+        kv_size = heads.num_kv_heads * heads.head_dim if self.kv_source(layer) == layer else 0
+        return self.num_heads * heads.head_dim, kv_size, 0 if layer in self.values_from_keys else kv_size
+
+    @property
+    def has_extended_layers(self) -> bool:
+        """True if the layers have parts that need the sum of residual and MLP, see DecoderLayer.forward_extended."""
+        return bool(self.layer_input_size or self.layer_scalars or (self.moe is not None and self.moe.beside_mlp))
+
+    def mlp_size(self, layer: int) -> int:
+        """intermediate_size of a layer."""
+        return self.intermediate_size * (2 if layer in self.wide_mlp_layers else 1)
 
     @property
     def vocab_part(self) -> range:
@@ -275,7 +343,12 @@ class ModelConfig:
         """This config with the RoPE of the layers with a window; None where all layers share one RoPE."""
         if self.window_rope_theta is None:
             return None
-        return replace(self, rope_theta=self.window_rope_theta, rope_scaling=self.window_rope_scaling)
+        theta, scaling = self.window_rope_theta, self.window_rope_scaling
+        return replace(self, rope_theta=theta, rope_scaling=scaling, full_heads=None)
+
+    def full_rope(self) -> "ModelConfig":
+        """This config with the head_dim of the layers without a window, for their RoPE."""
+        return self if self.full_heads is None else replace(self, head_dim=self.full_heads.head_dim, full_heads=None)
 
     def experts(self, layer: int) -> MoEConfig | None:
         """The mixture of experts of a layer; None for a plain MLP."""
@@ -285,25 +358,33 @@ class ModelConfig:
     def mlp_activations(self) -> int:
         """Values of one token at the MLP's peak: input and output of the activation, the result, and (with
         parallel_residual) attention's result."""
-        dense = (3 if self.gated_mlp else 2) * self.intermediate_size + self.hidden_size
+        dense = (3 if self.gated_mlp else 2) * max(self.mlp_size(layer) for layer in range(self.num_layers))
+        dense += self.hidden_size
         dense += self.hidden_size if self.parallel_residual else 0
         if self.moe is None:
             return dense
         rows = self.moe.experts_per_token * (3 * self.moe.intermediate_size + self.hidden_size)
         shared = 3 * self.moe.shared_size + self.hidden_size if self.moe.shared_size else 0
         experts = rows + shared + 2 * self.moe.num_experts + self.hidden_size
+        if self.moe.beside_mlp:
+            return 2 * self.hidden_size + max(experts, dense)
         return max(experts, dense) if self.moe.dense_layers else experts
 
     def kv_bytes_per_token(self, dtype_bytes: int, kv_format: KVFormat | None = None) -> int:
         """Bytes of KV cache per token over all layers, in the model's dtype or quantised, scales included."""
-        row = self.head_dim * dtype_bytes if kv_format is None else kv_format.width(self.head_dim)
-        return 2 * self.num_layers * self.num_kv_heads * row
+        total = 0
+        for layer in range(self.num_layers):
+            if self.kv_source(layer) == layer:
+                heads = self.heads(layer)
+                row = heads.head_dim * dtype_bytes if kv_format is None else kv_format.width(heads.head_dim)
+                total += 2 * heads.num_kv_heads * row
+        return total
 
     def rotary_bytes(self, num_positions: int) -> int:
         """Bytes of the fp32 tables by position: cosines and sines (twice if layers with a window have their own RoPE)
         and the factors of query_scaling."""
-        tables = 0 if self.position != "rope" else 1 if self.window_rope() is None else 2
-        numbers = tables * self.rotary_dim + (self.query_scaling is not None)
+        ropes = () if self.position != "rope" else (self.full_rope(), self.window_rope())
+        numbers = sum(rope.rotary_dim for rope in ropes if rope is not None) + (self.query_scaling is not None)
         return numbers * num_positions * 4
 
     def num_parameters(self) -> int:
@@ -335,6 +416,11 @@ class ModelConfig:
             shapes["token_type_embedding.weight"] = (self.token_types, hidden)
         if self.embedding_norm:
             shapes |= self._norm("embedding_norm")
+        if self.layer_input_size:
+            rows = self.num_layers * self.layer_input_size
+            shapes["layer_embedding.weight"] = (self.layer_input_vocab_size, rows)
+            shapes |= _linear("layer_projection", rows, hidden, False)
+            shapes["layer_projection_norm.weight"] = (self.layer_input_size,)
         if width != hidden:
             shapes |= _linear("project_in", hidden, width, False) | _linear("project_out", width, hidden, False)
         for layer in range(self.num_layers):
@@ -354,24 +440,39 @@ class ModelConfig:
             shapes |= self._norm("mlp_norm")
         if self.post_norms:
             shapes |= self._norm("attn_post_norm") | self._norm("mlp_post_norm")
-        shapes |= _linear("qkv", self.q_size + 2 * self.kv_size, hidden, self.qkv_bias)
+        rows = self.qkv_rows(layer)
+        shapes |= _linear("qkv", sum(rows), hidden, self.qkv_bias)
         if self.has_qk_norm(layer) and self.qk_norm_kind != "l2":
-            for name, heads in (("q_norm", self.num_heads), ("k_norm", self.num_kv_heads)):
-                row = {"head": (self.head_dim,), "per_head": (heads, self.head_dim), "all": (heads * self.head_dim,)}
-                shapes[f"{name}.weight"] = row[self.qk_norm or "head"]
+            head_dim, kind = self.heads(layer).head_dim, self.qk_norm or "head"
+            for name, size in zip(("q_norm", "k_norm"), rows, strict=False):
+                row = {"head": (head_dim,), "per_head": (size // head_dim, head_dim), "all": (size,)}
+                shapes |= {f"{name}.weight": row[kind]} if size else {}
         if self.attention_sinks:
             shapes["sinks.weight"] = (self.num_heads,)
-        shapes |= _linear("attn_out", hidden, self.q_size, self.out_bias)
+        shapes |= _linear("attn_out", hidden, rows[0], self.out_bias)
+        if self.layer_input_size:
+            shapes |= _linear("input_gate", self.layer_input_size, hidden, False)
+            shapes |= _linear("input_out", hidden, self.layer_input_size, False) | self._norm("input_norm")
+        if self.layer_scalars:
+            shapes["scalar.weight"] = (1,)
         return shapes | self._mlp_shapes(layer)
 
     def _mlp_shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
-        hidden, inner, moe = self.hidden_size, self.intermediate_size, self.experts(layer)
-        if moe is None:
+        hidden, inner, moe = self.hidden_size, self.mlp_size(layer), self.experts(layer)
+        shapes: dict[str, tuple[int, ...]] = {}
+        if moe is None or moe.beside_mlp:
             shapes = _linear("mlp_in", 2 * inner if self.gated_mlp else inner, hidden, self.mlp_bias)
             if self.activation == "xielu":
                 shapes["xielu.weight"] = (2,)  # alpha_p, alpha_n
-            return shapes | _linear("mlp_out", hidden, inner, self.mlp_bias)
-        return _linear("router", moe.num_experts, hidden, moe.router_bias) | _expert_shapes(moe, hidden)
+            shapes |= _linear("mlp_out", hidden, inner, self.mlp_bias)
+        if moe is None:
+            return shapes
+        shapes |= _linear("router", moe.num_experts, hidden, moe.router_bias) | _expert_shapes(moe, hidden)
+        if moe.beside_mlp:
+            shapes |= {"router_norm.weight": (hidden,), "expert_scales.weight": (moe.num_experts,)}
+            for name in ("mlp_branch_norm", "experts_norm", "experts_post_norm"):
+                shapes |= self._norm(name)
+        return shapes
 
     def _norm(self, name: str) -> dict[str, tuple[int, ...]]:
         kinds = ["weight"] * self.norm_weight + ["bias"] * (self.norm == "layer" and self.norm_bias)

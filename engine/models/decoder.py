@@ -53,9 +53,11 @@ from torch import Tensor
 from engine.models.config import ModelConfig
 from engine.models.layers.attention import Attention, BatchMetadata, KVCache, OutputRows
 from engine.models.layers.embedding import Embedding, LMHead
+from engine.models.layers.layer_inputs import LayerInputGate, LayerInputs
 from engine.models.layers.mlp import MLP, take_mlp
+from engine.models.layers.moe import MLPBesideExperts
 from engine.models.layers.norm import norm_before, take_norm
-from engine.models.layers.operators import FastOperators, Operators
+from engine.models.layers.operators import FastOperators, Operators, take_optional
 from engine.models.layers.position import PositionTables, position_tables
 from engine.models.recorded_layers import RecordedLayers, RunLayers
 from kernels.dispatch import cpu_kernels
@@ -70,10 +72,14 @@ class DecoderLayer:
     no input_norms:     r += norm(attention(r));    r += norm(mlp(r))
     neither:            x = norm(x + attention(x)); x = norm(x + mlp(x))
 
-    config.post_norms (with pre_norm) adds a norm behind attention and one behind the MLP, before the addition.
+    config.post_norms (with pre_norm) adds a norm behind attention and one behind the MLP, before the addition. Layers
+    with experts beside the MLP, with inputs by token or with a scalar (Gemma 4) run forward_extended.
     """
 
-    __slots__ = ("add", "attention", "attn_norm", "attn_post_norm", "mlp", "mlp_norm", "mlp_post_norm")
+    __slots__ = (
+        "add", "attention", "attn_norm", "attn_post_norm", "beside", "input_gate", "mlp", "mlp_norm", "mlp_post_norm",
+        "scalar",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -95,6 +101,10 @@ class DecoderLayer:
         self.mlp_post_norm = take_norm(config, weights, f"{prefix}.mlp_post_norm") if post else None
         ranks = operators.ranks
         self.add = add if ranks is None else lambda attended, mlp: ranks.all_reduce(attended + mlp)
+        moe, gated = config.experts(layer), config.layer_input_size > 0
+        self.beside = MLPBesideExperts(config, weights, layer, operators) if moe and moe.beside_mlp else None
+        self.input_gate = LayerInputGate(config, weights, prefix, operators) if gated else None
+        self.scalar = take_optional(weights, f"{prefix}.scalar.weight")
 
     def _fuse_scaling(self, sequential: bool) -> None:
         """Let a norm whose output goes to one linear layer alone round it to e4m3, where that layer takes it so."""
@@ -129,6 +139,32 @@ class DecoderLayer:
         if self.mlp_post_norm is not None:
             x, _ = self.mlp_post_norm(x)  # (R, C) -> (R, C)
         return x, residual  # (R, C), (R, C)
+
+    def forward_extended(
+        self,
+        x: Tensor,
+        metadata: BatchMetadata,
+        kv_cache: KVCache,
+        outputs: OutputRows | None,
+        inputs: Tensor | None,
+    ) -> Tensor:
+        """forward_pre_norm with post_norms and the parts that need the whole sum. x, the residual, (T, C), and the
+        layer's inputs by token (T, P) -> (T, C), or (R, C) with `outputs`."""
+        assert self.attn_norm is not None and self.mlp_norm is not None
+        assert self.attn_post_norm is not None and self.mlp_post_norm is not None
+        attended = self.attention(self.attn_norm(x)[0], metadata, kv_cache, outputs)  # (T, C) -> (R, C)
+        if outputs is not None:
+            x = x.index_select(0, outputs.indices)  # (T, C) -> (R, C)
+        attended, _ = self.attn_post_norm(attended)  # (R, C) -> (R, C)
+        hidden, residual = self.mlp_norm(attended, x)  # (R, C), (R, C) -> normed sum (R, C), sum (R, C)
+        hidden = self.mlp(hidden)  # (R, C) -> (R, C)
+        if self.beside is not None:
+            hidden = self.beside.join(hidden, residual)  # (R, C), (R, C) -> (R, C)
+        x = residual + self.mlp_post_norm(hidden)[0]  # (R, C) + (R, C)
+        if self.input_gate is not None and inputs is not None:
+            rows = inputs if outputs is None else inputs.index_select(0, outputs.indices)  # (T, P) -> (R, P)
+            x = x + self.input_gate(x, rows)  # (R, C) + (R, C)
+        return x if self.scalar is None else x * self.scalar  # (R, C)
 
     def forward_parallel(
         self,
@@ -192,15 +228,18 @@ class Decoder:
         num_positions = min(config.max_positions, max_positions or config.max_position_embeddings)
         self.positions = position_tables(config, num_positions, device)
         self.layers = [DecoderLayer(config, weights, i, self.positions, operators) for i in range(config.num_layers)]
+        self.layer_inputs = LayerInputs(config, weights, operators) if config.layer_input_size else None
         self.final_norm = take_norm(config, weights, "final_norm") if config.final_norm else None
         self.lm_head = LMHead(config, weights, self.embedding.weight, operators)
         pre_norm = config.pre_norm and config.input_norms
         self.run_layers: RunLayers = self._run_pre_norm if pre_norm else self._run_plain
+        if config.has_extended_layers:
+            self.run_layers = self._run_extended
 
     def record_decodes(self, kv_caches: Sequence[KVCache], max_num_seqs: int, max_blocks: int) -> None:
         """Run decode steps on these caches as recorded programs, where a CPU has compiled kernels for them. max_blocks:
-        the width of the widest block table. A program holds no sum over ranks."""
-        alone = self.operators.ranks is None
+        the width of the widest block table. A program holds no sum over ranks and no inputs of layers."""
+        alone = self.operators.ranks is None and self.layer_inputs is None
         cpu = cpu_kernels() if alone and kv_caches[0][0].device.type == "cpu" else None
         if cpu is not None and cpu.program.SUPPORTED:
             self.run_layers = RecordedLayers(self.run_layers, kv_caches, max_num_seqs, max_blocks)
@@ -216,6 +255,9 @@ class Decoder:
         x = self.embedding(input_ids, metadata.positions)  # (T), (T) -> (T, C)
         if self.embedding_norm is not None:
             x, _ = self.embedding_norm(x)  # (T, C) -> (T, C)
+        if self.layer_inputs is not None:
+            inputs = self.layer_inputs(input_ids, x)  # (T), (T, C) -> (T, L, P)
+            return self._run_extended(x, metadata, kv_caches, inputs)  # (T, C) -> (R, C)
         return self.run_layers(x, metadata, kv_caches)  # (T, C) -> (R, C)
 
     @torch.inference_mode()
@@ -237,6 +279,14 @@ class Decoder:
         forward = DecoderLayer.forward_output_norms if self.config.pre_norm else DecoderLayer.forward_post_norm
         for layer, kv_cache, outputs in self._schedule(metadata, kv_caches):
             x = forward(layer, x, metadata, kv_cache, outputs)  # (T, C) -> (T, C); last layer: (R, C)
+        return x if self.final_norm is None else self.final_norm(x)[0]  # (R, C)
+
+    def _run_extended(
+        self, x: Tensor, metadata: BatchMetadata, kv_caches: Sequence[KVCache], inputs: Tensor | None = None
+    ) -> Tensor:
+        for i, (layer, kv_cache, outputs) in enumerate(self._schedule(metadata, kv_caches)):
+            layer_inputs = None if inputs is None else inputs[:, i]  # (T, L, P) -> (T, P)
+            x = layer.forward_extended(x, metadata, kv_cache, outputs, layer_inputs)  # (T, C) -> (T, C); last: (R, C)
         return x if self.final_norm is None else self.final_norm(x)[0]  # (R, C)
 
     def _schedule(

@@ -175,6 +175,10 @@ class ConfigReader:
         """
         rope = self.rope()
         kind = rope.raw.get("rope_type") or rope.raw.get("type") or "default"
+        if kind == "proportional":
+            share, factor = rope.number("partial_rotary_factor", 1.0, high=1.0), rope.number("factor", 1.0)
+            length = self.size("max_position_embeddings")
+            return RopeScaling(kind, factor, length, rotated_share=share)
         if not partial:
             rope.require("partial_rotary_factor", 1.0)
             self.require("partial_rotary_factor", 1.0)
@@ -203,7 +207,7 @@ class ConfigReader:
         """
         length = self.size("max_position_embeddings")
         scaling = self.rope_scaling(partial=True)
-        if scaling is None or scaling.kind in ("llama3", "ntk"):
+        if scaling is None or scaling.kind in ("llama3", "ntk", "proportional"):
             return length
         if scaling.kind == "longrope":
             return min(length, scaling.original_max_position)

@@ -34,15 +34,19 @@ def make_attention_plan(
     tiles."""
     if device.type == "cpu" and not batch_invariant:
         return None
-    return attention_plan(
-        device,
-        max_num_seqs=max_num_seqs,
-        num_heads=model.num_heads,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        batch_invariant=batch_invariant,
-        flashinfer=flashinfer,
+    plans = (
+        attention_plan(
+            device,
+            max_num_seqs=max_num_seqs,
+            num_heads=model.num_heads,
+            num_kv_heads=heads.num_kv_heads,
+            head_dim=heads.head_dim,
+            batch_invariant=batch_invariant,
+            flashinfer=flashinfer,
+        )
+        for heads in model.head_shapes()
     )
+    return max(plans, key=lambda plan: plan.partial.numel())
 
 
 @torch.inference_mode()
@@ -55,10 +59,14 @@ def warm_up_attention(
     """
     if plan is None:
         return
-    q = torch.empty((1, decoder.config.num_heads, decoder.config.head_dim), dtype=decoder.embedding.weight.dtype)
-    shape = attention_shape(q, kv_caches[0][0], None, 0, 0.0)
-    for input_ids, metadata in warm_up_steps(shape, plan, max_model_len, kv_caches[0][0].device):
-        decoder.forward(input_ids, metadata, kv_caches)
+    config = decoder.config
+    for heads in config.head_shapes():
+        layer = next(i for i in range(config.num_layers) if config.heads(i) == heads)
+        k_cache = kv_caches[layer][0]
+        q = torch.empty((1, config.num_heads, heads.head_dim), dtype=decoder.embedding.weight.dtype)
+        shape = attention_shape(q, k_cache, None, 0, 0.0)
+        for input_ids, metadata in warm_up_steps(shape, plan, max_model_len, k_cache.device):
+            decoder.forward(input_ids, metadata, kv_caches)
 
 
 def warm_up_steps(

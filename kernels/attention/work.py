@@ -49,7 +49,8 @@ class WorkMap:
 
 
 class StepWork:
-    """The work maps of one step, each made by the first layer that needs it: layers differ by their windows at most.
+    """The work maps of one step, each made by the first layer that needs it: layers differ by windows and
+    heads at most.
 
     Serves one forward pass: the lengths must not change while it is in use.
     """
@@ -76,7 +77,8 @@ class StepWork:
         launch_decode and launch_prefill."""
         tokens = 1 if use == "decode" else tile.block_m // shape.group
         num_seqs = len(seq_lens)
-        key = (use, tokens, tile.block_n, shape.sliding_window, shape.attention_chunk, min_queries, num_rows, num_seqs,
+        key = (use, tokens, tile.block_n, shape.num_kv_heads, shape.head_dim, shape.sliding_window,
+               shape.attention_chunk, min_queries, num_rows, num_seqs,
                seq_lens.data_ptr(), cu_seqlens_q.data_ptr())  # fmt: skip
         if (work := self._maps.get(key)) is not None:
             return work

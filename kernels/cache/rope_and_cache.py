@@ -39,6 +39,7 @@ IN_PLACE = -1  # value of KV_FORMAT: write keys back to their rows of qkv, and n
 class QKVHeads:
     """The content of a layer's rows of qkv [num_heads + 2 * num_kv_heads, head_dim] and the operations on them.
 
+    num_kv_heads 0: the layer reads the keys and values of another layer, and nothing is stored.
     In order: the norm of q and k, the clip, the rotation (norm_after_rope: the norm follows it), the norm of v, the
     scaling of q.
     cos_sin_cache: see rotary_embedding; None: no rotation. q_norm and k_norm: weights of an RMSNorm over each head,
@@ -104,6 +105,8 @@ def rope_and_cache_reference(
     qkv: Tensor, heads: QKVHeads, positions: Tensor, slot_mapping: Tensor, k_cache: Tensor, v_cache: Tensor
 ) -> Tensor:
     """rope_and_cache by one operator for each step, each of which chooses its implementation. It is the CPU path."""
+    if not heads.num_kv_heads:
+        return _turn_queries(qkv, heads, positions)
     q, k, v = torch.split(qkv, [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads], dim=1)
     if heads.has_norm and not heads.norm_after_rope:
         q, k = norm_heads(q, heads.q_norm, heads), norm_heads(k, heads.k_norm, heads)
@@ -119,6 +122,21 @@ def rope_and_cache_reference(
     if heads.query_scales is not None:
         q *= heads.query_scales[positions][:, None, None]
     reshape_and_cache(k, v, k_cache, v_cache, slot_mapping)
+    return q
+
+
+def _turn_queries(q: Tensor, heads: QKVHeads, positions: Tensor) -> Tensor:
+    """rope_and_cache of a layer that reads the keys and values of another layer."""
+    if heads.has_norm and not heads.norm_after_rope:
+        q = norm_heads(q, heads.q_norm, heads)
+    if heads.clip > 0:
+        q.clamp_(-heads.clip, heads.clip)
+    if heads.cos_sin_cache is not None:
+        rotary_embedding(positions, q, q[:, :0], heads.cos_sin_cache, heads.interleaved)
+    if heads.has_norm and heads.norm_after_rope:
+        q = norm_heads(q, heads.q_norm, heads)
+    if heads.query_scales is not None:
+        q *= heads.query_scales[positions][:, None, None]
     return q
 
 
@@ -150,7 +168,7 @@ def _launch(qkv, heads, positions, slot_mapping, k_cache, v_cache):
             num_warps=num_warps(meta), **launch_options(qkv.device),
         )  # fmt: skip
     q, k, v = torch.split(qkv, [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads], dim=1)
-    if meta["KV_FORMAT"] == IN_PLACE:
+    if meta["KV_FORMAT"] == IN_PLACE and heads.num_kv_heads:
         reshape_and_cache(k, v, k_cache, v_cache, slot_mapping)
     return q
 

@@ -26,6 +26,7 @@ from engine.models.families import (
     gemma,
     gemma2,
     gemma3,
+    gemma4,
     glm,
     glm4,
     glm4_moe,
@@ -97,6 +98,7 @@ GROUPS: Mapping[str, tuple[Family, ...]] = {
         gemma.FAMILY,
         gemma2.FAMILY,
         gemma3.FAMILY,
+        gemma4.FAMILY,
     ),
     "GPT and OPT": (
         gpt2.FAMILY,

@@ -6,7 +6,7 @@ from typing import Any
 
 from engine.errors import ModelError
 from engine.models.config import ModelConfig
-from engine.models.families import gemma3, llama4, ministral3, mistral, qwen2, qwen3, qwen3_moe
+from engine.models.families import gemma3, gemma4, llama4, ministral3, mistral, qwen2, qwen3, qwen3_moe
 from engine.models.family import Family
 from engine.models.reader import ConfigReader, short
 
@@ -16,7 +16,8 @@ RENAMES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
 }
-TOWERS = ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.")
+TOWERS: tuple[str, ...] = ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.")
+TOWERS += ("audio_tower.", "embed_vision.", "embed_audio.")
 SKIPPED = tuple(f"{prefix}{tower}" for prefix in ("", "model.") for tower in TOWERS)
 GEMMA3: dict[str, Any] = {"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
 GEMMA3 |= {"max_position_embeddings": 131072}  # fields that published checkpoints leave out
@@ -59,6 +60,7 @@ QWEN3_VL_MOE_DEFAULTS = {"moe_intermediate_size": 1408, "num_experts_per_tok": 4
 
 FAMILIES = (
     text_half("gemma3", "Gemma3ForConditionalGeneration", {"gemma3_text": gemma3.FAMILY}, **GEMMA3),
+    text_half("gemma4", "Gemma4ForConditionalGeneration", {"gemma4_text": gemma4.FAMILY}),
     text_half(
         "mistral3",
         "Mistral3ForConditionalGeneration",

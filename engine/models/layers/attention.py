@@ -34,10 +34,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from engine.models.config import ModelConfig
-from engine.models.layers.operators import Operators, summed, take_linear, take_optional
+from engine.models.layers.operators import Linear, Operators, summed, take_linear, take_optional
 from engine.models.layers.position import PositionTables
 from kernels.attention.decode import mixed_attention, paged_attention
 from kernels.attention.flashinfer import PlannedPrefill
@@ -112,14 +113,17 @@ class Attention:
     ) -> None:
         """Take the weights of the layer. positions: the tables that all layers share."""
         prefix = f"layers.{layer}"
-        self.qkv = take_linear(weights, f"{prefix}.qkv", operators)
+        heads = config.heads(layer)
+        self.qkv: Any = take_linear(weights, f"{prefix}.qkv", operators)
+        if layer in config.values_from_keys:
+            self.qkv = ValuesFromKeys(self.qkv, heads.num_kv_heads * heads.head_dim)
         attn_out = take_linear(weights, f"{prefix}.attn_out", operators)
         # In a parallel residual the layer sums over the ranks, once for attention and MLP.
         self.attn_out = attn_out if config.parallel_residual else summed(attn_out, operators)
         self.heads = take_heads(config, weights, layer, positions)
-        self.num_heads = config.num_heads + 2 * config.num_kv_heads
-        self.head_dim = config.head_dim
-        self.q_size = config.q_size
+        self.num_heads = self.heads.num_heads + 2 * self.heads.num_kv_heads
+        self.head_dim = heads.head_dim
+        self.q_size = config.num_heads * heads.head_dim
         self.sliding_window = config.window(layer)
         sinks = take_optional(weights, f"{prefix}.sinks.weight")
         options: dict[str, Any] = {
@@ -149,7 +153,8 @@ class Attention:
         return self.attn_out(attended.view(-1, self.q_size))  # (R, H, D) -> (R, H * D) -> (R, C)
 
     def write(self, hidden: Tensor, metadata: BatchMetadata, kv_cache: KVCache) -> Tensor:
-        """Write the keys and values of every row to the cache; returns q. hidden (T, C) -> (T, H, D)."""
+        """Write the keys and values of every row to the cache, unless another layer did; returns q. hidden (T, C) ->
+        (T, H, D)."""
         num_tokens = len(hidden)
         qkv = self.qkv(hidden).view(num_tokens, self.num_heads, self.head_dim)  # (T, C) -> (T, H + 2K, D)
         return rope_and_cache(qkv, self.heads, metadata.positions, metadata.slot_mapping, *kv_cache)  # -> (T, H, D)
@@ -187,15 +192,30 @@ class Attention:
         )  # fmt: skip
 
 
+class ValuesFromKeys:
+    """A matrix of q and k alone, whose rows of k are the values, too: (T, C) -> (T, (H + 2K) * D)."""
+
+    __slots__ = ("kv_size", "linear")
+
+    def __init__(self, linear: Linear, kv_size: int) -> None:
+        self.linear, self.kv_size = linear, kv_size
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        rows = self.linear(hidden)  # (T, C) -> (T, (H + K) * D)
+        return torch.cat([rows, rows[:, -self.kv_size :]], dim=1)  # (T, (H + 2K) * D)
+
+
 def take_heads(config: ModelConfig, weights: dict[str, Weight], layer: int, positions: PositionTables) -> QKVHeads:
     """The operations on q, k and v of a layer; drops their weights from `weights`."""
+    own = config.kv_source(layer) == layer
+    q_norm = take_optional(weights, f"layers.{layer}.q_norm.weight")
     return QKVHeads(
         config.num_heads,
-        config.num_kv_heads,
+        config.heads(layer).num_kv_heads if own else 0,
         positions.rotation(config, layer),
         config.rope_interleaved,
-        q_norm=take_optional(weights, f"layers.{layer}.q_norm.weight"),
-        k_norm=take_optional(weights, f"layers.{layer}.k_norm.weight"),
+        q_norm=q_norm,
+        k_norm=take_optional(weights, f"layers.{layer}.k_norm.weight") if own else q_norm,
         norm_without_weights=config.has_qk_norm(layer) and config.qk_norm_kind == "l2",
         norm_eps=config.norm_eps,
         norm_weight_offset=config.norm_weight_offset,
@@ -203,6 +223,6 @@ def take_heads(config: ModelConfig, weights: dict[str, Weight], layer: int, posi
         norm_centred=config.qk_norm_kind == "layer",
         norm_after_rope=config.qk_norm_after_rope,
         clip=config.clip_qkv,
-        v_norm=config.v_norm,
+        v_norm=config.v_norm and own,
         query_scales=positions.query_scales if config.scales_queries(layer) else None,
     )

@@ -51,8 +51,8 @@ def take_activation(
 
 
 def take_mlp(config: ModelConfig, weights: dict[str, Weight], layer: int, operators: Operators) -> MLP | MoE | Summed:
-    """Make the MLP or the mixture of experts of a layer and drop its entries from `weights`. With ranks, its output is
-    the sum over them; in a parallel residual the rank's term of that sum."""
+    """Make the MLP of a layer, or the mixture of experts in its place, and drop its entries from `weights`. With
+    ranks, its output is the sum over them; in a parallel residual the rank's term of that sum."""
     mlp = _take_own(config, weights, layer, operators)
     if config.parallel_residual:
         return mlp
@@ -64,7 +64,7 @@ def take_mlp(config: ModelConfig, weights: dict[str, Weight], layer: int, operat
 
 def _take_own(config: ModelConfig, weights: dict[str, Weight], layer: int, operators: Operators) -> MLP | MoE:
     moe = config.experts(layer)
-    if moe is None:
+    if moe is None or moe.beside_mlp:
         return MLP(config, weights, f"layers.{layer}", operators)
     shared = MLP(config, weights, f"layers.{layer}.shared", operators) if moe.shared_size else None
     return MoE(moe, weights, f"layers.{layer}", config.activation, operators, shared)

@@ -1,12 +1,14 @@
 """The mixture of experts of a layer: a router chooses a few experts for each token, and shared experts see them all."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from engine.models.config import MoEConfig
-from engine.models.layers.operators import Linear, Operators, take_linear, take_optional, take_plain
+from engine.models.config import ModelConfig, MoEConfig
+from engine.models.layers.norm import RMSNorm, take_norm
+from engine.models.layers.operators import Linear, Operators, take_linear, take_optional, take_plain, take_tensor
 from kernels.linear.moe import Experts
 from kernels.linear.moe_kernels import ExpertFormula
 from kernels.linear.moe_routing import RoutingRule, route
@@ -49,6 +51,37 @@ class MoE:
     def __call__(self, x: Tensor) -> Tensor:
         out = self.experts(x, route(self.router(x), self.rule, self.correction))
         return out if self.shared is None else out + self.shared(x)
+
+
+class MLPBesideExperts:
+    """Joins the MLP's output with that of experts that read the residual.
+
+        joined = norm(mlp) + norm(experts(norm(residual))), by the router's choice for RMSNorm(residual)
+
+    A number per expert multiplies its weight.
+    """
+
+    __slots__ = ("experts_norm", "experts_post_norm", "mlp_branch_norm", "moe", "router_norm", "scales")
+
+    def __init__(self, config: ModelConfig, weights: dict[str, Weight], layer: int, operators: Operators) -> None:
+        prefix = f"layers.{layer}"
+        scale = take_tensor(weights, f"{prefix}.router_norm.weight") * config.hidden_size**-0.5
+        self.router_norm = RMSNorm(scale, config.norm_eps, 0.0)
+        self.scales = take_tensor(weights, f"{prefix}.expert_scales.weight").float()
+        self.mlp_branch_norm = take_norm(config, weights, f"{prefix}.mlp_branch_norm")
+        self.experts_norm = take_norm(config, weights, f"{prefix}.experts_norm")
+        self.experts_post_norm = take_norm(config, weights, f"{prefix}.experts_post_norm")
+        moe = config.experts(layer)
+        assert moe is not None
+        self.moe = MoE(moe, weights, prefix, config.activation, operators)
+
+    def join(self, mlp: Tensor, residual: Tensor) -> Tensor:
+        """The MLP's output and the residual before it, [num_tokens, hidden] each -> [num_tokens, hidden]."""
+        moe = self.moe
+        routing = route(moe.router(self.router_norm(residual)[0]), moe.rule, moe.correction)
+        routing = replace(routing, weights=routing.weights * self.scales[routing.experts.long()])
+        experts = moe.experts(self.experts_norm(residual)[0], routing)
+        return self.mlp_branch_norm(mlp)[0] + self.experts_post_norm(experts)[0]
 
 
 class GatedMLP:

@@ -122,8 +122,9 @@ def _cpu_problem(config: ModelConfig, dtype: torch.dtype) -> str | None:
         return "numba is missing, install it"
     if dtype not in (torch.float32, torch.bfloat16):
         return f"the kernels that keep it compute in float32 and bfloat16, not {dtype}: set dtype"
-    if config.causal and config.head_dim % 16:
-        return f"its attention kernel needs a head_dim in 16s, this model has {config.head_dim}: leave the option off"
+    odd = next((heads.head_dim for heads in config.head_shapes() if heads.head_dim % 16), 0)
+    if config.causal and odd:
+        return f"its attention kernel needs a head_dim in 16s, this model has {odd}: leave the option off"
     if config.norm == "rms" and config.hidden_size % 16:
         return f"its RMSNorm needs a hidden_size in 16s, this model has {config.hidden_size}: leave the option off"
     return None

@@ -4,6 +4,7 @@ factors of queries by position.
 RoPE: Su et al. 2021. "linear": position interpolation, Chen et al. 2023. "yarn": Peng et al. 2023, section 3.
 "llama3": Grattafiori et al. 2024, whose published code is the only complete definition. "longrope": Ding et al. 2024.
 ALiBi: Press et al. 2022. Factors of queries: Nakanishi 2025, as Llama 4 has them.
+"proportional": Gemma 4's full attention (transformers, modeling_rope_utils).
 "ntk": Hunyuan's fixed alpha (transformers, hunyuan_v1_dense), the rule of "dynamic" without a sequence length.
 """
 
@@ -42,7 +43,7 @@ def position_tables(config: ModelConfig, num_positions: int, device: torch.devic
     """The tables for sequences of up to num_positions tokens."""
     cos_sin = window_cos_sin = None
     if config.position == "rope":
-        cos_sin = window_cos_sin = cos_sin_table(config, num_positions, device)
+        cos_sin = window_cos_sin = cos_sin_table(config.full_rope(), num_positions, device)
         window_rope = config.window_rope()
         if window_rope is not None:
             window_cos_sin = cos_sin_table(window_rope, num_positions, device)
@@ -78,6 +79,9 @@ def rotary_frequencies(config: ModelConfig, num_positions: int) -> Tensor:
         return frequencies / scaling.factor ** (exponents * (config.rotary_dim / (config.rotary_dim - 2)))
     if scaling.kind == "linear":
         return frequencies / scaling.factor
+    if scaling.kind == "proportional":
+        turning = int(scaling.rotated_share * config.rotary_dim // 2)
+        return frequencies / scaling.factor * (torch.arange(len(frequencies)) < turning)
     if scaling.kind == "llama3":
         return _llama3(frequencies, scaling)
     if scaling.kind == "longrope":

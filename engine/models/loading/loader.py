@@ -15,7 +15,7 @@ from engine.models.config import ModelConfig
 from engine.models.families import family_of
 from engine.models.loading.allocation import allocate
 from engine.models.loading.join import Place, join_pieces, reorder_rows
-from engine.models.loading.pieces import Piece, checkpoint_pieces, expert_pieces, matrix_of
+from engine.models.loading.pieces import Piece, checkpoint_pieces, expert_pieces, matrix_of, unused_tensors
 from engine.models.loading.progress import LoadingProgress
 from engine.models.loading.tensor_file import ELEMENT_BYTES, Header
 from engine.models.loading.weight_files import find_weight_files, open_weight_file
@@ -83,6 +83,7 @@ class _Loader:
                 self.files[0].name,
             )
         self.plain = checkpoint_pieces(self.config, self.family)  # by full name; loses the pieces that are quantised
+        self.unused = unused_tensors(self.config, self.family)
         self.quantized: dict[str, tuple[_Module, str]] = {}  # full name of a tensor -> its module and ending
         self.parted: dict[str, dict[Place, Part]] = {}  # parameters with quantised pieces, and the pieces made so far
         self.found: dict[str, _Found] = {}
@@ -219,7 +220,7 @@ class _Loader:
     def _has_place(self, name: str) -> bool:
         if name in self.plain or name in self.quantized:
             return True
-        if self.config.tie_embeddings and name == self._tensor("lm_head"):
+        if name in self.unused or (self.config.tie_embeddings and name == self._tensor("lm_head")):
             return True
         if self.config.quantization is not None and (name.endswith(KV_CACHE_SCALES) or self._is_zero_bias(name)):
             return True

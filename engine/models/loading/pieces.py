@@ -16,7 +16,8 @@ ROWS_AT_A_TIME = 4096  # normalised in fp32
 LINEARS = ("qkv", "attn_out", "mlp_in", "mlp_out")  # the linear layers inside a decoder layer
 EXPERTS = (".experts_in", ".experts_out")  # parameters with an axis of experts
 HALVES = ("_in.gate", "_in.up")  # the halves of a matrix [gate | up]
-NO_MATRICES = ("norm", "position_embedding", "token_type_embedding")  # parameters that no format quantises
+# parameters that no format quantises
+NO_MATRICES = ("norm", "position_embedding", "token_type_embedding", "layer_embedding")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +103,21 @@ def checkpoint_pieces(config: ModelConfig, family: Family, found: Collection[str
     return {name: piece for name, piece in pieces.items() if piece.parameter not in replaced} | stacked
 
 
+def unused_tensors(config: ModelConfig, family: Family) -> set[str]:
+    """Names of the keys' and values' tensors that checkpoints may hold for layers that read those of another layer."""
+    shared = [layer for layer in range(config.num_layers) if config.kv_source(layer) != layer]
+    parts = (".qkv.k.", ".qkv.v.", ".k_norm.")
+    names = [theirs for theirs, ours in _tensors(family) if any(part in ours for part in parts)] if shared else []
+    return {name.format(layer) for name in names for layer in shared}
+
+
 def _module_pieces(config: ModelConfig, family: Family) -> dict[str, Piece]:
     shapes = config.parameter_shapes()
-    parts = _part_rows(config)
+    parts = [_part_rows(config, layer) for layer in range(config.num_layers)]
     pieces: dict[str, Piece] = {}
     for theirs, ours in _tensors(family):
         for layer in range(config.num_layers if "{}" in ours else 1):
-            piece = _piece(ours.format(layer), shapes, parts, family.transposed)
+            piece = _piece(ours.format(layer), shapes, parts[layer], family.transposed)
             if piece is None:
                 continue
             if family.qkv_grouped and ours.endswith((".qkv.weight", ".qkv.bias")):
@@ -132,7 +141,7 @@ def _tensors(family: Family) -> Iterator[tuple[str, str]]:
 
 def expert_pieces(config: ModelConfig, family: Family) -> dict[str, Piece]:
     """The tensors that hold all experts of a layer, by their names in the checkpoint."""
-    shapes, parts = config.parameter_shapes(), _part_rows(config)
+    shapes, parts = config.parameter_shapes(), _part_rows(config, 0)
     pieces: dict[str, Piece] = {}
     for theirs, stored in family.expert_tensors.items():
         for layer in range(config.num_layers):
@@ -186,18 +195,20 @@ def _piece(
     shape = shape[1:] if module.endswith(EXPERTS) else shape
     start, rows = (0, shape[0]) if not half else (shape[0] // 2 * (half == "up"), shape[0] // 2)
     start, rows = parts.get(part, (start, rows))
+    if not rows:
+        return None
     transposed = transposed_linears and len(shape) == 2 and module.rpartition(".")[2] in LINEARS
     stored = (rows, *shape[1:])
     return Piece(f"{module}.{kind}", start, rows, stored[::-1] if transposed else stored, transposed)
 
 
-def _part_rows(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """First row and number of rows of the parts of fused parameters; HALVES are not among them."""
-    q, kv = config.q_size, config.kv_size
+def _part_rows(config: ModelConfig, layer: int) -> dict[str, tuple[int, int]]:
+    """First row and number of rows of the parts of a layer's fused parameters; HALVES are not among them."""
+    q, k, v = config.qkv_rows(layer)
     return {
         "qkv.q": (0, q),
-        "qkv.k": (q, kv),
-        "qkv.v": (q + kv, kv),
+        "qkv.k": (q, k),
+        "qkv.v": (q + k, v),
         "xielu.alpha_p": (0, 1),
         "xielu.alpha_n": (1, 1),
     }

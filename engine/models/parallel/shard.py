@@ -79,6 +79,11 @@ def shard_model(config: ModelConfig, rank: int, size: int) -> ModelConfig:
             "tensor_parallel_size: this model normalises q and k over all heads at once, which no rank has; use "
             "--tensor-parallel-size 1."
         )
+    if config.full_heads or config.num_kv_shared_layers or config.values_from_keys or config.has_extended_layers:
+        raise ModelError(
+            "tensor_parallel_size: a model whose layers differ in heads, share KV or get inputs by token (Gemma 4) "
+            "runs on one device; use --tensor-parallel-size 1."
+        )
     heads, kv_heads, moe = config.num_heads, config.num_kv_heads, config.moe
     _check(heads, "num_attention_heads", size)
     if kv_heads % size and size % kv_heads:

@@ -164,7 +164,8 @@ def open_host_cache(
 
 def block_copier(kv_caches: list[tuple[Tensor, Tensor]]) -> BlockCopier:
     """Copies blocks in all tensors of the cache at once."""
-    return BlockCopier([tensor for layer in kv_caches for tensor in layer])
+    own = {id(tensor): tensor for layer in kv_caches for tensor in layer}  # layers may share their tensors
+    return BlockCopier(list(own.values()))
 
 
 def independent_copies(copies: list[BlockCopy]) -> Iterator[list[BlockCopy]]:

@@ -51,7 +51,8 @@ def resolve_kv_format(config: EngineConfig, model: ModelConfig) -> KVFormat | No
     kv_format = find_kv_format(config.kv_cache_dtype)
     try:
         if kv_format is not None:
-            kv_format.row_bytes(model.head_dim)
+            for heads in model.head_shapes():
+                kv_format.row_bytes(heads.head_dim)
     except ValueError as error:
         raise ConfigError(f"kv_cache_dtype: {error}; use --kv-cache-dtype int8, fp8 or auto.") from None
     return kv_format
@@ -193,8 +194,9 @@ def allocate_kv_caches(
     device: "torch.device",
     kv_format: KVFormat | None = None,
 ) -> "list[tuple[Tensor, Tensor]]":
-    """(k_cache, v_cache) per layer, each [num_blocks, num_kv_heads, block_size, head_dim].
+    """(k_cache, v_cache) per layer, each [num_blocks, num_kv_heads, block_size, head_dim] of that layer.
 
+    A layer that reads the keys and values of another layer (ModelConfig.kv_source) has the same two tensors.
     In a quantised cache the last axis is the bytes of a row, and the dtype is the format's (kernels/kv_format.py):
     index b is still all of block b, scales included.
 
@@ -203,15 +205,18 @@ def allocate_kv_caches(
     """
     import torch
 
-    width = model.head_dim
-    if kv_format is not None:
-        dtype, width = getattr(torch, kv_format.dtype_name), kv_format.width(model.head_dim)
-    shape = (num_blocks, model.num_kv_heads, block_size, width)
+    dtype = dtype if kv_format is None else getattr(torch, kv_format.dtype_name)
     make = torch.empty if device.type == "cpu" else torch.zeros
-    return [
-        (make(shape, dtype=dtype, device=device), make(shape, dtype=dtype, device=device))
-        for _ in range(model.num_layers)
-    ]
+    caches: list[tuple[Tensor, Tensor]] = []
+    for layer in range(model.num_layers):
+        source, heads = model.kv_source(layer), model.heads(layer)
+        if source != layer:
+            caches.append(caches[source])
+            continue
+        width = heads.head_dim if kv_format is None else kv_format.width(heads.head_dim)
+        shape = (num_blocks, heads.num_kv_heads, block_size, width)
+        caches.append((make(shape, dtype=dtype, device=device), make(shape, dtype=dtype, device=device)))
+    return caches
 
 
 def format_bytes(num_bytes: int) -> str:

@@ -80,11 +80,12 @@ def check_attention(config: EngineConfig, model: ModelConfig, dtype: torch.dtype
     if device.type != "cuda":
         return
     kv_format, bits = find_kv_format(config.kv_cache_dtype), 8 * dtype.itemsize
-    group = model.num_heads // model.num_kv_heads
+    kv_bits = kv_format.bits if kv_format else bits
     try:
-        for use, rows in (("decode", group), ("prefill", ANY), ("invariant", 0)):
-            kv_bits = kv_format.bits if kv_format else bits
-            find_tile(use, read_card(device), bits, kv_bits, model.head_dim, group, rows, True)
+        for heads in model.head_shapes():
+            group = model.num_heads // heads.num_kv_heads
+            for use, rows in (("decode", group), ("prefill", ANY), ("invariant", 0)):
+                find_tile(use, read_card(device), bits, kv_bits, heads.head_dim, group, rows, True)
     except ValueError as error:
         raise ConfigError(f"model: {error}; use --device cpu.") from None
 
@@ -151,7 +152,8 @@ def _problem(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, devic
     if config.batch_invariant:
         return "FlashInfer's results depend on the batch, and batch_invariant is set"
     beyond = {"ALiBi": model.position == "alibi", "attention_sinks": model.attention_sinks,
-              "attention_chunk": model.attention_chunk > 0}  # fmt: skip
+              "attention_chunk": model.attention_chunk > 0,
+              "heads that differ by layer": len(model.head_shapes()) > 1}  # fmt: skip
     if missing := [name for name, asked in beyond.items() if asked]:
         return f"FlashInfer's kernels do not compute {' and '.join(missing)}, which this model has"
     return prompt_attention(config, model, dtype).problem()

@@ -10,7 +10,8 @@ from engine.memory.block_manager import BlockManager
 from engine.models.decoder import Decoder
 from engine.models.layers.attention import BatchMetadata, OutputRows
 from engine.sampling_params import SamplingParams
-from kernels.cache.copy_blocks import BlockCopier
+from engine.worker.cache.host_cache import block_copier
+from engine.worker.cache.kv_cache import allocate_kv_caches
 
 BLOCK_SIZE = 8
 
@@ -31,13 +32,11 @@ class PagedRunner:
         self, model: Decoder, num_blocks: int = 256, dtype: torch.dtype = torch.float32, device: str = "cpu"
     ) -> None:
         config = model.config
-        shape = (num_blocks, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
-        nan = float("nan")  # whatever reads a slot that was never written shows
         self.model, self.device = model, device
-        self.kv_caches = [
-            (torch.full(shape, nan, dtype=dtype, device=device), torch.full(shape, nan, dtype=dtype, device=device))
-            for _ in range(config.num_layers)
-        ]
+        self.kv_caches = allocate_kv_caches(config, num_blocks, BLOCK_SIZE, dtype, torch.device(device))
+        for pair in self.kv_caches:
+            for cache in pair:
+                cache.fill_(float("nan"))  # whatever reads a slot that was never written shows
         self.free = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)).tolist()
 
     def step(self, work: list[tuple[Sequence, int]], last_only: bool = False) -> list[Tensor]:
@@ -99,7 +98,7 @@ class SharingRunner(PagedRunner):
     def __init__(self, model: Decoder, num_blocks: int = 64) -> None:
         super().__init__(model, num_blocks)
         self.manager = BlockManager(num_blocks, BLOCK_SIZE)
-        self.copier = BlockCopier([tensor for layer in self.kv_caches for tensor in layer])
+        self.copier = block_copier(self.kv_caches)
         self.num_sequences = self.num_copies = 0
 
     def start(self, token_ids: list[int]) -> HeldSequence:

@@ -71,7 +71,7 @@ def had_older_spelling(name: str) -> bool:
         ({"model_type": "minimax", "layer_types": ["linear_attention"]}, "recurrent states (linear attention)"),
         ({"model_type": "mamba", "state_size": 16}, "recurrent states (Mamba)"),
         (
-            {"architectures": ["Gemma4ForCausalLM"], "global_head_dim": 512},
+            {"architectures": ["Gemma4UnifiedForCausalLM"], "global_head_dim": 512},
             "caches with larger heads in some layers (global_head_dim)",
         ),
         (

@@ -10,6 +10,7 @@ from transformers import (
     AutoModelForImageTextToText,
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GemmaConfig,
     GPT2Config,
     GPTNeoXConfig,
@@ -76,12 +77,20 @@ MOE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
 GEMMA2 = {"head_dim": 16, "sliding_window": 11, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 4.0}
 GEMMA2 |= {"tie_word_embeddings": False}
 GEMMA3 = {"num_hidden_layers": 4, "head_dim": 16, "sliding_window": 11, "tie_word_embeddings": False}
+# Full layers have heads of their own. MOE4: 26B-A4B; SHARED: E2B, whose last layers share KV and are wide.
+GEMMA4: dict[str, Any] = {"num_hidden_layers": 4, "head_dim": 16, "global_head_dim": 32, "sliding_window": 7}
+GEMMA4 |= {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size_per_layer_input": 0}
+GEMMA4 |= {"layer_types": ["sliding_attention", "full_attention"] * 2, "tie_word_embeddings": False}
+K_EQ_V = {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "final_logit_softcapping": 4.0}
+MOE4 = {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 3, "moe_intermediate_size": 20}
+SHARED: dict[str, Any] = {"num_kv_shared_layers": 2, "use_double_wide_mlp": True}
+SHARED |= {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB}
 ROPES = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 3e4},
     "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
 }
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-CORRECTION = "e_score_correction_bias"
+CORRECTION = ("e_score_correction_bias", "layer_scalar")
 CASES: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama": lambda: _llama_like(LlamaConfig),
     "llama_tied": lambda: _llama_like(LlamaConfig, tie_word_embeddings=True),
@@ -161,6 +170,10 @@ CASES: dict[str, Callable[[], PreTrainedConfig]] = {
         attention_bias=True,
         **GEMMA3,
     ),
+    "gemma4": lambda: _llama_like(Gemma4TextConfig, **{**GEMMA4, **K_EQ_V, **MOE4, **SHARED}),
+    "gemma4_dense": lambda: _llama_like(Gemma4TextConfig, **GEMMA4, **K_EQ_V),
+    "gemma4_experts": lambda: _llama_like(Gemma4TextConfig, **GEMMA4, **MOE4),
+    "gemma4_shared": lambda: _llama_like(Gemma4TextConfig, **{**GEMMA4, **SHARED}),
     "phi3": _phi3,
     "phi3_window_head_dim": lambda: _phi3(sliding_window=11, num_attention_heads=4, tie_word_embeddings=True),
     "phi3_longrope": lambda: _phi3(
