@@ -38,7 +38,8 @@ class LayerInputs:
     def __call__(self, input_ids: Tensor, x: Tensor) -> Tensor:
         by_token = F.embedding(input_ids, self.weight).view(-1, *self.shape) * self.scale  # (T, L, P)
         projected = (self.projection(x) * self.projection_scale).view(-1, *self.shape)  # (T, L, P)
-        return (self.norm(projected)[0] + by_token) * 0.5**0.5
+        summed: Tensor = self.norm(projected)[0] + by_token
+        return summed * 0.5**0.5
 
 
 class LayerInputGate:
