@@ -7,6 +7,7 @@ At the end of a layer, x += norm(out(activation(gate(x)) * input of the layer)).
 P layer_input_size.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -38,8 +39,7 @@ class LayerInputs:
     def __call__(self, input_ids: Tensor, x: Tensor) -> Tensor:
         by_token = F.embedding(input_ids, self.weight).view(-1, *self.shape) * self.scale  # (T, L, P)
         projected = (self.projection(x) * self.projection_scale).view(-1, *self.shape)  # (T, L, P)
-        summed: Tensor = self.norm(projected)[0] + by_token
-        return summed * 0.5**0.5
+        return (self.norm(projected)[0] + by_token) * math.sqrt(0.5)
 
 
 class LayerInputGate:
