@@ -1,0 +1,183 @@
+"""The Worker process, with a log of its steps and kernels: python -m benchmarks.profiled_worker LOG FD.
+
+When the Driver leaves, the Worker writes a Profile as JSON to the file LOG. Kernels that Python starts are timed as
+they run. Those of a recorded program (kernels/cpu/program.py) run in one call, which is timed as a whole. Before the
+prompt of the next request, each new program is run kernel by kernel, in order, so that each reads its weights from
+memory as in a step. So the last request must record no program.
+"""
+
+import ctypes
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from engine.executor.step import StartWorker, StepPlan, StepResult
+from engine.worker import worker
+from engine.worker.device.host import set_threads
+from engine.worker.worker import Channel
+
+if TYPE_CHECKING:
+    from engine.worker.model_runner import LaunchedStep, ModelRunner
+
+REPLAYS = 15
+
+
+class Operator(msgspec.Struct):
+    """All calls of a kernel with one shape in a step. bytes and flops: of these calls, 0 where they are not counted
+    (only linear layers and attention over the cache are)."""
+
+    calls: int = 0
+    seconds: float = 0.0
+    bytes: int = 0
+    flops: int = 0
+
+    def add(self, seconds: float, work: tuple[int, int]) -> None:
+        self.calls += 1
+        self.seconds += seconds
+        self.bytes += work[0]
+        self.flops += work[1]
+
+
+class ProfiledStep(msgspec.Struct):
+    """One step. launched, ended: by time.perf_counter(), which Linux processes share; ended once the result is made."""
+
+    launched: float
+    num_decodes: int
+    num_tokens: int
+    ended: float = 0.0
+    program: int | None = None  # index in Profile.programs
+    program_seconds: float = 0.0
+    operators: dict[str, Operator] = {}  # outside the program
+
+    @property
+    def kernel_seconds(self) -> float:
+        return self.program_seconds + sum(operator.seconds for operator in self.operators.values())
+
+
+class Profile(msgspec.Struct):
+    """The log. programs: the operators of each, replayed one by one."""
+
+    steps: list[ProfiledStep] = []
+    programs: list[dict[str, Operator]] = []
+
+
+def describe(kernel: Any, packed: Any) -> tuple[str, tuple[int, int]]:
+    """(name and shape of a kernel call, (bytes of weights or of keys and values, flops)). packed: its arguments."""
+    from kernels.cpu.quantized.code_linear import LINES
+
+    name, a = kernel.fn.__name__.lstrip("_"), kernel.pack.__self__.unpack(packed[: kernel.pack.__self__.size])
+    if name == "linear":
+        rows, words, outputs = a[6], a[8], a[9]
+        return f"{name} {2 * words} -> {outputs}", (4 * words * outputs, 4 * rows * words * outputs)
+    if name == "code_linear":
+        rows, words, outputs, kind, is_half, groups = a[10], a[12], a[13], a[14], a[16], a[17]
+        parameters = outputs * groups * (2 if is_half else 4) * (2 if a[8] else 1)
+        return f"{name} {2 * words} -> {outputs}", (
+            words * outputs * LINES[kind] + parameters,
+            4 * rows * words * outputs,
+        )
+    if name in ("attention_bf16", "attention_f32"):
+        keys = sum((ctypes.c_int32 * a[19]).from_address(a[17])) * a[8] * a[11]  # numbers in the keys of all sequences
+        return name, (2 * keys * (2 if name.endswith("bf16") else 4), 4 * keys * a[9])
+    return name, (0, 0)
+
+
+class StepProfiler:
+    """Logs the steps of a runner on a CPU. It takes the place of the runner's `launch` and `result`, and of the calls
+    of kernels and programs."""
+
+    def __init__(self, profile: Profile) -> None:
+        """Make it before the model is loaded: loading records programs."""
+        from kernels.cpu import parallel, program  # imports torch
+
+        self.profile = profile
+        self._programs: dict[int, tuple[int, list[tuple[Any, Any]]]] = {}  # by id: index, kernel calls
+        self._wrap(parallel.ParallelKernel, "__call__", self._call_kernel)
+        self._wrap(program.Program, "__init__", self._new_program)
+        self._wrap(program.Program, "__call__", self._call_program)
+
+    def attach(self, runner: "ModelRunner") -> None:
+        """Log the steps of `runner`."""
+        self._launch, self._result = runner.launch, runner.result
+        runner.launch, runner.result = self.launch, self.result  # type: ignore[method-assign]
+
+    def launch(self, plan: StepPlan) -> "LaunchedStep":
+        if plan.new:
+            self._replay()
+        self.profile.steps.append(ProfiledStep(time.perf_counter(), len(plan.decodes), plan.num_tokens))
+        return self._launch(plan)
+
+    def result(self, step: "LaunchedStep") -> StepResult:
+        result = self._result(step)
+        self.profile.steps[-1].ended = time.perf_counter()
+        return result
+
+    def _replay(self) -> None:
+        """Time the kernels of each program that is new."""
+        for _, calls in list(self._programs.values())[len(self.profile.programs) :]:
+            times = [[_time_kernel(kernel, packed) for kernel, packed in calls] for _ in range(REPLAYS)]
+            operators: dict[str, Operator] = {}
+            for (kernel, packed), seconds in zip(calls, zip(*times, strict=True), strict=True):
+                name, work = describe(kernel, packed)
+                operators.setdefault(name, Operator()).add(statistics.median(seconds), work)
+            self.profile.programs.append(operators)
+
+    def _wrap(self, kind: Any, name: str, replacement: Callable[..., Any]) -> None:
+        original = getattr(kind, name)
+        setattr(kind, name, lambda wrapped, *args: replacement(original, wrapped, *args))
+
+    def _call_kernel(self, original: Callable[..., None], kernel: Any, *args: Any) -> None:
+        started = time.perf_counter()
+        original(kernel, *args)
+        seconds = time.perf_counter() - started
+        if self.profile.steps:
+            name, work = describe(kernel, kernel.pack(0, *args))
+            self.profile.steps[-1].operators.setdefault(name, Operator()).add(seconds, work)
+
+    def _new_program(self, original: Callable[..., None], program: Any, calls: Any, *args: Any) -> None:
+        original(program, calls, *args)
+        self._programs[id(program)] = len(self._programs), calls
+
+    def _call_program(self, original: Callable[..., Any], program: Any) -> Any:
+        started = time.perf_counter()
+        result = original(program)
+        if self.profile.steps:
+            step = self.profile.steps[-1]
+            step.program_seconds += time.perf_counter() - started
+            step.program = self._programs[id(program)][0]
+        return result
+
+
+def _time_kernel(kernel: Any, packed: Any) -> float:
+    from kernels.cpu import parallel
+
+    ctypes.c_int64.from_buffer(packed).value = 0  # no item is given out
+    started = time.perf_counter()
+    parallel.run_region(kernel.address, ctypes.addressof(packed))
+    return time.perf_counter() - started
+
+
+def main() -> int:
+    """Be the Worker at the other end of the socket FD."""
+    profile = Profile()
+
+    def load(channel: Channel, message: StartWorker) -> Any:
+        set_threads(message.config.cpu_threads)  # before torch is imported
+        profiler = StepProfiler(profile)
+        resident = worker.load(channel, message)
+        if resident is not None:
+            profiler.attach(resident.runner)
+        return resident
+
+    status = worker.main(load)
+    Path(sys.argv[1]).write_bytes(msgspec.json.encode(profile))
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+"""The step profile: what a kernel call moves and computes, and how the time of steps is divided."""
+
+import argparse
+
+import pytest
+import torch
+
+from benchmarks.profiled_worker import Operator, Profile, ProfiledStep, describe
+from benchmarks.step_profile import group_steps, summarise
+from kernels.dispatch import cpu_kernels
+
+cpu = cpu_kernels()
+needs_dots = pytest.mark.skipif(cpu is None or cpu.linear not in cpu.MODULES, reason="needs vdpbf16ps")
+
+
+def calls_of(work):
+    recording = cpu.program.Recording(cpu.program.Workspace())
+    with cpu.parallel.recording_to(recording):
+        work()
+    return [describe(kernel, packed) for kernel, packed in recording.calls]
+
+
+@needs_dots
+def test_a_linear_layer_reads_its_weight_once():
+    weight, x = torch.randn(128, 64).bfloat16(), torch.randn(3, 64).bfloat16()
+    panels = cpu.linear.pack(weight)
+    assert calls_of(lambda: cpu.linear.linear(x, panels, None, 128)) == [
+        ("linear 64 -> 128", (panels.nbytes, 2 * 3 * 64 * 128))
+    ]
+
+
+@needs_dots
+def test_attention_reads_the_keys_and_values_of_every_sequence():
+    caches = torch.randn(2, 8, 2, 16, 32).bfloat16()  # keys and values: blocks, KV heads, tokens, head_dim
+    tables, lengths = torch.arange(6, dtype=torch.int32).view(3, 2), torch.tensor([5, 17, 30], dtype=torch.int32)
+    q = torch.randn(3, 4, 32).bfloat16()
+    options = (1.0, None, 0, 0.0, None, 0)
+    numbers = int(lengths.sum()) * 2 * 32  # of the keys
+    assert calls_of(lambda: cpu.attention.paged_attention(q, *caches, tables, lengths, *options)) == [
+        ("attention_bf16", (2 * 2 * numbers, 2 * 2 * 2 * numbers))
+    ]
+
+
+def step(launched, ended, decodes, kernels, tokens=None):
+    operators = {"linear": Operator(1, kernels, 100, 100)}
+    return ProfiledStep(launched, decodes, tokens or decodes, ended, operators=operators)
+
+
+def test_the_time_of_a_step_is_divided():
+    steps = [step(10.0 * i, 10.0 * i + 6.0, 4, 5.0) for i in range(5)]
+    driver = [(10.0 * i + 7.0, 1.5) for i in range(5)]
+    groups = group_steps(Profile([*steps, step(60.0, 69.0, 0, 8.0, 512)]), argparse.Namespace(streams=[4], prompt=512))
+    row = summarise(groups["4 streams"], Profile(), driver)
+    parts = [row[name] for name in ("kernels", "worker", "driver", "wake_ups", "step")]
+    assert parts == [5.0, 1.0, 1.5, 2.5, 10.0]
+    assert row["overhead"] == 0.5
+    assert summarise(groups["prefill of 512"], Profile(), driver)["step"] == 9.0
