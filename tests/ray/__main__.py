@@ -62,9 +62,9 @@ def stand(model: str):
     from tests.ray.stand import Stand
 
     node = {"object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False}
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "num_gpus": 2, **node})
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, **node})
     try:
-        cluster.add_node(num_cpus=2, num_gpus=2, object_store_memory=OBJECT_STORE_BYTES)
+        cluster.add_node(num_cpus=2, object_store_memory=OBJECT_STORE_BYTES)
         ray.init(address=cluster.address, log_to_driver=bool(os.environ.get("RAY_LOGS")), logging_level="error")
         it = Stand(model, ARGUMENTS)
         serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": it.port})

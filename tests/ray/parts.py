@@ -296,7 +296,7 @@ def text_of(events: str) -> tuple[str, list[str], str]:
 
 
 async def placement(stand: Stand) -> dict:
-    """Two replicas are on two nodes. A replica of two GPUs (which the nodes only claim) is a STRICT_PACK group."""
+    """Two replicas are on two nodes. A replica of two ranks is a STRICT_PACK group and answers."""
     import ray
 
     await asyncio.to_thread(stand.deploy, 2, 2)
@@ -304,11 +304,12 @@ async def placement(stand: Stand) -> dict:
         await stand.wait_for_replicas(http, 2, 90)
         raylets = {parent_of(parent_of(server_pid(address))) for address in await stand.replicas(http)}
         assert len(raylets) == 2, raylets
-        await asyncio.to_thread(stand.deploy, 1, 1, 2)
+        await asyncio.to_thread(stand.deploy, 1, 1, tensor_parallel_size=2)
         await stand.wait_for_replicas(http, 1, 90)
+        assert await _long(http, stand.url, 1) == 200
     groups = [each for each in ray.util.placement_group_table().values() if each["state"] == "CREATED"]
     assert [each["strategy"] for each in groups] == ["STRICT_PACK"], groups
-    assert groups[0]["bundles"] == {0: {"CPU": 1.0, "GPU": 2.0}}, groups
+    assert groups[0]["bundles"] == {0: {"CPU": 2.0}}, groups
     return {"nodes": len(raylets), "bundle": groups[0]["bundles"][0]}
 
 

@@ -33,18 +33,17 @@ class Stand:
         self.url = f"http://127.0.0.1:{self.port}"
         self._deployed: object = None
 
-    def deploy(self, least: int, most: int, gpus: int = 0, **server: object) -> None:
+    def deploy(self, least: int, most: int, **server: object) -> None:
         """Deploy or update; `server`: settings that differ, so that replicas are replaced. Returns when it runs."""
-        if self._deployed == (least, most, gpus, server):
+        if self._deployed == (least, most, server):
             return  # Ray Serve replaces every replica, whatever has changed
-        self._deployed = least, most, gpus, server
+        self._deployed = least, most, server
         arguments = {**self.arguments, **server}
         engine_names = EngineConfig.__dataclass_fields__.keys()
         engine = EngineConfig(model=self.model, **{k: v for k, v in arguments.items() if k in engine_names})
         rest = {k: v for k, v in arguments.items() if k not in engine_names}
         config = ServerConfig(served_model_name=("m",), **rest)
         ray_config = RayConfig(
-            replica_gpus=gpus,
             min_replicas=least,
             max_replicas=most,
             queued_tokens_per_replica=2000,

@@ -18,6 +18,8 @@ from server.config import ServerConfig
 UNLIMITED = 1 << 20  # requests that a replica takes: its own queue is bounded (--max-queued-requests)
 HEALTH_SECONDS = 5.0
 METRICS_SECONDS = 1.0
+# Ray Serve would move each chunk from a thread to another, and each choice of a replica to a third and back.
+ONE_LOOP = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0", "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0"}
 QUIET = {"enable_access_log": False}
 
 
@@ -73,7 +75,7 @@ def build(engine_config: EngineConfig, server_config: ServerConfig, ray_config: 
         name="Ingress",
         num_replicas=ray_config.ingress_replicas,
         max_ongoing_requests=UNLIMITED,
-        ray_actor_options={"num_cpus": 0.1},
+        ray_actor_options={"num_cpus": 0.1, "runtime_env": {"env_vars": ONE_LOOP}},
         graceful_shutdown_timeout_s=stop_seconds,
         logging_config=QUIET,
     )

@@ -103,6 +103,7 @@ def test_the_models_of_a_replica_have_absolute_paths(tmp_path, monkeypatch):
 def test_the_bundle_of_a_replica():
     assert bundle_of(EngineConfig(model="m", device="cpu"), RayConfig(replica_cpus=2.0)) == {"CPU": 2.0}
     assert bundle_of(EngineConfig(model="m"), RayConfig()) == {"CPU": 1.0, "GPU": 1.0}
+    assert bundle_of(EngineConfig(model="m", tensor_parallel_size=2), RayConfig()) == {"CPU": 2.0, "GPU": 2.0}
     assert bundle_of(EngineConfig(model="m"), RayConfig(replica_gpus=4)) == {"CPU": 1.0, "GPU": 4.0}
 
 
