@@ -55,6 +55,14 @@ def find_layout(folder: Path) -> Layout | None:
     return known or other_layout(path.name for path in folder.glob("*.safetensors*"))
 
 
+def has_all_weights(folder: Path) -> bool:
+    """True if every weight file of the folder is there, as it is not in a folder with a config.json alone."""
+    if is_gguf(folder):
+        return True
+    layout = find_layout(folder)
+    return layout is not None and all((folder / name).is_file() for name in layout.names(folder))
+
+
 def existing_weight_files(folder: Path) -> Iterator[Path]:
     """The files of the folder that hold its weights, or of a model in GGUF. ModelError for a bad index."""
     if is_gguf(folder):

@@ -112,7 +112,7 @@ def _reason(raw: Mapping[str, Any]) -> str:
     if memory is None and isinstance(kinds, list) and "linear_attention" in kinds:
         memory = OTHER_MEMORY["linear_attn_config"]
     if memory is not None:
-        served = "only caches of keys and values, of one shape in all layers, are served"
+        served = "only caches of keys and values are served"
         return f": it remembers earlier tokens by {memory}, and {served}"
     return "; the checkpoint's own code (auto_map) is never run" if "auto_map" in raw else ""
 

@@ -18,7 +18,7 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError, PageserveError
 from engine.models.config import ModelConfig
 from engine.models.families import read_model_config
-from engine.models.loading.load import weight_bytes
+from engine.models.loading.load import check_checkpoint, weight_bytes
 from engine.settings import add_flags, load_settings, parse_size
 from engine.worker.cache.kv_cache import (
     DoesNotFitError,
@@ -343,6 +343,8 @@ def main(arguments: list[str]) -> int:
         config, machine = read_arguments(arguments)
         model_dir = resolve_model(replace(config, load_format="dummy"))  # needs config.json only
         model = read_model_config(model_dir, config.quantization, num_ranks=config.tensor_parallel_size)
+        if config.load_format != "dummy":
+            check_checkpoint(model_dir, model)
         if machine.device_type == "cpu":  # every rank of a GPU server has a card of its own
             machine = replace(machine, total_bytes=machine.total_bytes // config.tensor_parallel_size)
         if not model.causal:

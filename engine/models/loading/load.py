@@ -6,13 +6,14 @@ from pathlib import Path
 
 import torch
 
+from engine.checkpoint.weight_files import has_all_weights
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.encoder import Encoder
 from engine.models.families import family_of
 from engine.models.layers.operators import operators_for
 from engine.models.loading.dummy import dummy_weights
-from engine.models.loading.loader import load_weights
+from engine.models.loading.loader import check_headers, load_weights
 from engine.models.loading.pieces import checkpoint_pieces, matrix_of
 from engine.models.parallel.ranks import Ranks
 
@@ -47,6 +48,13 @@ def load_model(
     if not config.causal:
         return Encoder(config, weights, operators)
     return Decoder(config, weights, device, max_model_len, operators)
+
+
+def check_checkpoint(model_dir: Path, config: ModelConfig) -> None:
+    """ModelError if a tensor of the checkpoint does not fit; reads headers only. Does nothing if a weight file is not
+    there: a plan needs config.json alone."""
+    if has_all_weights(model_dir):
+        check_headers(model_dir, config)
 
 
 def weight_bytes(config: ModelConfig, dtype_bytes: int) -> int:

@@ -44,6 +44,11 @@ def load_weights(
     return _Loader(model_dir, config, dtype, device, progress).load()
 
 
+def check_headers(model_dir: Path, config: ModelConfig) -> None:
+    """ModelError if a tensor of the checkpoint is missing, misshaped or of no use. No tensor is read."""
+    _Loader(model_dir, config, torch.float32, torch.device("cpu"), lambda phase: None).check()
+
+
 class _Found(NamedTuple):
     """A tensor of the checkpoint."""
 
@@ -90,12 +95,16 @@ class _Loader:
         self.wanted: dict[str, int] = {}  # parameter -> number of its pieces
         self.weights: dict[str, Weight] = {}
 
-    def load(self) -> dict[str, Weight]:
+    def check(self) -> None:
+        """Read all headers; ModelError if they do not fit the config."""
         self._read_headers()
         self._find_quantized()
         self._check_names()
         self._check_tied_head()
         self._check_constants()
+
+    def load(self) -> dict[str, Weight]:
+        self.check()
         shapes = self.shard.parameter_shapes()
         plain = {name: shape for name, shape in shapes.items() if name not in self.parted}
         tensors = allocate(plain, self.dtype, self.device, self.config.float32_parameters())

@@ -17,6 +17,7 @@ from engine.errors import ModelError
 from engine.models.families import read_model_config
 from engine.models.loading.load import load_model
 from engine.models.loading.safetensors_file import SafetensorsFile
+from engine.worker import memory_plan
 
 NAME = "model.layers.1.mlp.down_proj.weight"
 
@@ -81,6 +82,22 @@ def test_headers_tell_before_a_weight_is_read(name: str, folder: Path, monkeypat
         load_model(folder, config, dtype=torch.float32, device=torch.device("cpu"), load_format="auto", seed=0)
     assert all(word in str(error.value) for word in words), error.value
     assert name == "architecture" or "\n" not in str(error.value)  # served families are listed in groups
+
+
+@pytest.mark.parametrize("name", ["missing", "misshaped", "truncated", "quantisation"])
+def test_plan_names_what_does_not_fit(name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    change, words = CASES[name]
+    change(folder)
+    assert memory_plan.main(["--model", str(folder), "--device", "cpu"]) == 2
+    printed = capsys.readouterr()
+    assert not printed.out and printed.err.count("\n") == 1
+    assert all(word in printed.err for word in words), printed.err
+
+
+def test_plan_needs_no_weights(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "model.safetensors").unlink()
+    assert memory_plan.main(["--model", str(folder), "--device", "cpu", "--memory", "8GiB"]) == 0
+    assert "weights" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["misshaped", "memory"])
