@@ -5,7 +5,7 @@
 #   docker run --rm --gpus all -p 8000:8000 -e PAGESERVE_API_KEY=YOUR_KEY -v cache:/cache pageserve serve Qwen/Qwen3-0.6B
 # A container listens on all its addresses, so it needs an API key, or PAGESERVE_ALLOW_UNAUTHENTICATED=true together with
 # -p 127.0.0.1:8000:8000.
-# BASE may be any Debian image with Python 3.10 or newer, also one pinned by digest.
+# BASE may be any Debian image whose `python` is 3.10 or newer and has pip, also one pinned by digest.
 ARG BASE=python:3.12-slim-bookworm
 FROM ${BASE}
 
@@ -19,8 +19,9 @@ RUN apt-get update \
     && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /cache --shell /usr/sbin/nologin pageserve \
     && install --directory --owner=10001 --group=10001 /cache
 
-# Dependencies change rarely and the source often, so each has its own layer, the largest first.
-ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
+# Dependencies change rarely and the source often, so each has its own layer, the largest first. Where BASE has Debian's
+# own Python, pip installs beside Debian's packages only if PIP_BREAK_SYSTEM_PACKAGES says so.
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore PIP_BREAK_SYSTEM_PACKAGES=1
 WORKDIR /opt/pageserve
 COPY pyproject.toml deploy/requirements.py ./
 ARG TORCH_INDEX=""

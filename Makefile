@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-only lint docs families layouts kernels-aot kernels-aot-tritons bench gpu-check gpu-check-faults gpu-wheels soak fuzz attacks fairness ranks sim sim-mutants sleep-cycles rolling-restart journal pauses ray schema-suite own-answers forced-values screenshots formats formats-libraries lm-eval clients clean
+.PHONY: help serve test test-only lint docs families layouts kernels-aot kernels-aot-tritons bench gpu-check gpu-check-faults gpu-wheels soak fuzz attacks fairness ranks sim sim-mutants sleep-cycles rolling-restart manifests journal pauses ray schema-suite own-answers forced-values screenshots formats formats-libraries lm-eval clients clean
 
 help:
 	@echo "make serve [ARGS=\"--model DIR_OR_HUB_ID --port 9000\"]   start the server"
@@ -30,6 +30,7 @@ help:
 	@echo "make sim-mutants                                        plant faults on purpose: the simulation must find each"
 	@echo "make sleep-cycles [CYCLES=100]                          sleep and wake a real model; look for leaks"
 	@echo "make rolling-restart [RESTARTS=10]                      two replicas behind nginx, restarted under load"
+	@echo "make manifests                                          render deploy/k8s from the Helm chart"
 	@echo "make journal [STREAMS=64]                               kill the Worker under live streams: no stream loses a token"
 	@echo "make pauses [STREAMS=32]                                kill and stop Worker and helpers: print the pauses of streams"
 	@echo "make ray [ONLY=\"overhead killed\"]                       a Ray cluster of two nodes: routing, scaling, deaths, updates"
@@ -159,8 +160,14 @@ lint: $(VENV)/.installed-test
 	elif npm install --silent --no-fund --no-audit --prefix $(@D) openai; then touch $@; \
 	else echo "npm could not install openai: the test of the npm OpenAI client will be skipped."; fi
 
-test-only: $(VENV)/.installed-test $(VENV)/.compiled .cache/node/.installed
+.cache/kubernetes/.fetched: tests/deploy/fetch_helm.py | $(VENV)/.installed-test
+	@mkdir -p $(@D)
+	@if $(BIN)/python -m tests.deploy.fetch_helm $(@D); then touch $@; \
+	else echo "helm could not be fetched: the tests of the Helm chart will be skipped."; fi
+
+test-only: $(VENV)/.installed-test $(VENV)/.compiled .cache/node/.installed .cache/kubernetes/.fetched
 	@command -v nginx >/dev/null || test -x /usr/sbin/nginx || echo "nginx is missing: its test will be skipped (Debian: apt install nginx-light)."
+	@command -v prometheus >/dev/null || echo "prometheus is missing: dashboard and alerts are not run (Debian: apt install prometheus)."
 	@command -v chromium >/dev/null || echo "chromium is missing: the page is not tested in a browser (Debian: apt install chromium)."
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(or $(PROCESSES),2) --dist loadfile --no-loadscope-reorder $(ARGS)
 
@@ -211,6 +218,9 @@ sleep-cycles: $(VENV)/.installed-test $(VENV)/.compiled
 
 rolling-restart: $(VENV)/.installed-test
 	RESTARTS=$(or $(RESTARTS),10) $(BIN)/python -m pytest tests/deploy/test_rolling_restart.py --capture=no $(ARGS)
+
+manifests: .cache/kubernetes/.fetched
+	$(BIN)/python deploy/manifests.py .cache/kubernetes/helm
 
 journal: $(VENV)/.installed-test $(VENV)/.compiled
 	JOURNAL_STREAMS=$(or $(STREAMS),64) JOURNAL_DTYPES=float32,bfloat16 $(BIN)/python -m pytest tests/server/test_journal.py --capture=no $(ARGS)
