@@ -44,6 +44,7 @@ from engine.executor.step import (
 )
 from engine.garbage_collector import settle_garbage_collector
 from engine.models.config import ModelConfig
+from engine.models.layers.operators import FastOperators
 from engine.request import Request
 from engine.requests.stream import RequestStream
 from engine.sampling_params import SamplingParams
@@ -103,7 +104,7 @@ class NullDecoder:
     """Takes the place of engine.models.decoder.Decoder: hidden states of nothing, logits made once."""
 
     def __init__(self, config: ModelConfig, num_seqs: int) -> None:
-        self.config = config
+        self.config, self.operators = config, FastOperators()
         tokenizer = Tokenizer(resolve_model(EngineConfig()))
         # Whole characters, as nearly all tokens of a text are.
         texts = [i for i in range(VOCAB_SIZE) if tokenizer.token_bytes(i).isascii() and tokenizer.token_bytes(i)]

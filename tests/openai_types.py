@@ -17,7 +17,7 @@ from pydantic import BaseModel, TypeAdapter
 
 # Name of the client's type -> fields of ours that it does not know, most of them vLLM's and only there when asked for.
 EXTRAS: dict[str, set[str]] = {
-    "Model": {"root", "parent", "max_model_len", "default_sampling_params"},
+    "Model": {"root", "parent", "max_model_len", "default_sampling_params", "state"},
     "ChatCompletion": {"timings", "prompt_token_ids", "prompt_logprobs"},
     "ChatCompletionChunk": {"timings", "prompt_token_ids"},
     "Completion": {"timings", "obfuscation"},

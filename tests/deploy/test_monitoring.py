@@ -80,6 +80,7 @@ def query(pageserve, tmp_path_factory):
         assert process.poll() is None, log.read_text()
         yield result
     finally:
+        http.close()
         process.send_signal(signal.SIGTERM)
         process.wait(30)
 

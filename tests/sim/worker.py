@@ -72,6 +72,9 @@ class SimWorker:
 
     # What the Driver's side does to it.
 
+    def poll(self) -> int | None:
+        return self.returncode
+
     def feed(self, frame: bytes) -> None:
         message: DriverMessage = decode_driver_message(frame[FRAME_HEADER.size :])
         if not self.alive:

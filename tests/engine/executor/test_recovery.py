@@ -42,7 +42,7 @@ def test_the_budget_is_a_sliding_window():
         recovery.backoff(CAUSE)
     clock.now += 600  # the three are just still within
     recovery.record_death([])
-    with pytest.raises(EngineError, match=r"was eaten; .* number 4 .* within 600 s.* max_worker_restarts is 3"):
+    with pytest.raises(EngineError, match=r"was eaten; .* died 4 times within 600 s.* max_worker_restarts is 3"):
         recovery.backoff(CAUSE)
 
 
