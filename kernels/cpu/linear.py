@@ -14,7 +14,7 @@ from torch import Tensor
 from kernels.cpu import simd
 from kernels.cpu.codes import WIDTH
 from kernels.cpu.dots import HAS_BF16_DOT, HAS_BF16_TILES, multiply
-from kernels.cpu.parallel import empty, jit, next_item, parallel_kernel
+from kernels.cpu.parallel import empty, in_runs, jit, next_item, parallel_kernel
 from kernels.cpu.simd import advance, load, splat, store
 
 COLUMNS = 64  # outputs per panel
@@ -75,20 +75,22 @@ def _multiply_rows(x, x_stride, panel, depth, num_rows, sums, soon):
         row += count
 
 
-@parallel_kernel("8q")
+@parallel_kernel("9q")
 def _linear(args):
     """Work items are (panel, rows), so that consecutive items read the same panel."""
     x, panels, out, bias = (
         simd.pointer_i32(args[2]), simd.pointer_i32(args[3]), simd.pointer_bf16(args[4]), simd.pointer_bf16(args[5])
     )  # fmt: skip
-    num_rows, x_stride, words, out_features = args[6], args[7], args[8], args[9]
+    num_rows, x_stride, words, out_features, num_runs = args[6], args[7], args[8], args[9], args[10]
     scratch = np.empty(ROWS_PER_ITEM * COLUMNS, np.float32)
     sums = simd.pointer_f32(scratch.ctypes.data)
     items_per_panel = (num_rows + ROWS_PER_ITEM - 1) // ROWS_PER_ITEM
+    num_panels = args[1] // items_per_panel
     item, next_one = next_item(args), next_item(args)
     while item < args[1]:
-        column, begin = item // items_per_panel * COLUMNS, item % items_per_panel * ROWS_PER_ITEM
-        then = min(next_one, args[1] - 1) // items_per_panel * COLUMNS * words
+        column = in_runs(item // items_per_panel, num_panels, num_runs) * COLUMNS
+        begin = item % items_per_panel * ROWS_PER_ITEM
+        then = in_runs(min(next_one, args[1] - 1) // items_per_panel, num_panels, num_runs) * COLUMNS * words
         rows = min(ROWS_PER_ITEM, num_rows - begin)
         for i in range(0, rows * COLUMNS, WIDTH):
             store(sums, i, splat(ZERO))
@@ -136,6 +138,6 @@ def linear(x: Tensor, panels: Tensor, bias: Tensor | None, out_features: int) ->
     _linear(
         num_panels * -(-num_rows // ROWS_PER_ITEM),
         x.data_ptr(), panels.data_ptr(), out.data_ptr(), 0 if bias is None else bias.data_ptr(),
-        num_rows, row_stride // 2, words, out_features,
+        num_rows, row_stride // 2, words, out_features, torch.get_num_threads(),
     )  # fmt: skip
     return out

@@ -33,6 +33,18 @@ def next_item(args):
     return fetch_add(args, 1)
 
 
+@jit
+def in_runs(item, num_items, num_runs):
+    """The item in place of `item`, a bijection: items that are claimed one after the other come from `num_runs` runs of
+    neighbours in turns.
+
+    With as many runs as threads, each thread reads memory from a place of its own on, in order. If threads read
+    neighbouring panels, the hardware's prefetches behind the end of a panel read what another thread reads.
+    """
+    run = item % num_runs
+    return run * (num_items // num_runs) + min(run, num_items % num_runs) + item // num_runs
+
+
 class ParallelKernel:
     """A kernel body `fn(args)`, compiled on first use.
 

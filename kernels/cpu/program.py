@@ -169,8 +169,8 @@ def _sleep(typingctx, usleep, microseconds):
 
 @intrinsic
 def _add(typingctx, counter, value):
-    """Atomically add to a counter that threads share. What this thread wrote before is seen by a thread that reads the
-    new value."""
+    """Atomically add to a counter that threads share. A thread that reads the new value sees all earlier writes of this
+    thread."""
 
     def codegen(context, builder, sig, values):
         builder.atomic_rmw("add", values[0], values[1], "acq_rel")

@@ -9,7 +9,7 @@ import torch
 
 from kernels import warmup
 from kernels.cpu import parallel, simd
-from kernels.cpu.parallel import next_item, parallel_kernel
+from kernels.cpu.parallel import in_runs, next_item, parallel_kernel
 
 IMPORTS = """
 import sys, torch
@@ -61,6 +61,14 @@ def test_every_item_runs_once_whatever_the_threads(num_threads):
             assert counts[:num_items].tolist() == [1] * num_items and not counts[num_items:].any()
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("num_items", [1, 2, 7, 64, 65])
+def test_runs_hold_every_item_once_and_neighbours_stay_neighbours(num_items):
+    for num_runs in (1, 2, 3, 8, 100):
+        order = [in_runs(item, num_items, num_runs) for item in range(num_items)]
+        assert sorted(order) == list(range(num_items))
+        assert all(after == before + 1 for before, after in zip(order, order[num_runs:], strict=False))
 
 
 def test_the_kernels_share_torchs_threads():

@@ -21,7 +21,7 @@ from torch import Tensor
 from kernels.cpu import simd
 from kernels.cpu.codes import WIDTH, F32Pointer, Vec, constant
 from kernels.cpu.dots import HAS_BF16_DOT, broadcast, dot, multiply, vector_at
-from kernels.cpu.parallel import empty, jit, next_item, parallel_kernel
+from kernels.cpu.parallel import empty, in_runs, jit, next_item, parallel_kernel
 from kernels.cpu.quantized.code_rows import COLUMNS, LINE, code_rows, sum_groups
 from kernels.cpu.simd import I32Pointer, advance, load, splat, store
 from kernels.quantized.weight import QuantizedWeight, unpack_4bit
@@ -341,7 +341,7 @@ def _multiply_decoded(x, x_stride, weights, depth, num_rows, sums):
         row += min(left, 6)
 
 
-@parallel_kernel("18q")
+@parallel_kernel("19q")
 def _code_linear(args):
     """Work items are (panel, rows), so that consecutive items read the same panel."""
     x, codes, tables, out, bias = (
@@ -351,7 +351,7 @@ def _code_linear(args):
     scales, offsets, x_sums = simd.pointer_f32(args[7]), simd.pointer_f32(args[8]), simd.pointer_f32(args[9])
     num_rows, x_stride, words, out_features = args[10], args[11], args[12], args[13]
     kind, group, is_half, num_groups = args[14], args[15], args[16], args[17]
-    decodes, wide = args[18], simd.pointer_f32(args[19])
+    decodes, wide, num_runs = args[18], simd.pointer_f32(args[19]), args[20]
     floats = np.empty((ROWS_PER_ITEM + 8) * COLUMNS, np.float32)
     sums = simd.pointer_f32(floats.ctypes.data)
     products = advance(sums, ROWS_PER_ITEM * COLUMNS)
@@ -361,7 +361,8 @@ def _code_linear(args):
     items_per_panel = (num_rows + ROWS_PER_ITEM - 1) // ROWS_PER_ITEM
     item = next_item(args)
     while item < args[1]:
-        panel, begin = item // items_per_panel, item % items_per_panel * ROWS_PER_ITEM
+        panel = in_runs(item // items_per_panel, args[1] // items_per_panel, num_runs)
+        begin = item % items_per_panel * ROWS_PER_ITEM
         rows, column = min(ROWS_PER_ITEM, num_rows - begin), panel * COLUMNS
         at = panel * num_groups * COLUMNS
         part = advance(codes, panel * panel_words)
@@ -519,6 +520,6 @@ def _launch(x: Tensor, weight: PackedCodes, bias: Tensor | None, dtype: torch.dt
         0 if bias is None else bias.data_ptr(), weight.scales.data_ptr(), 0 if offsets is None else offsets.data_ptr(),
         0 if x_sums is None else x_sums.data_ptr(), num_rows, row_stride // 2, in_features // 2, width,
         weight.kind, weight.group_size // 2, weight.scales.dtype == torch.float16, num_groups,
-        decodes, out.data_ptr() if dtype == torch.float32 else 0,
+        decodes, out.data_ptr() if dtype == torch.float32 else 0, torch.get_num_threads(),
     )  # fmt: skip
     return out if width == weight.out_features else out[:, : weight.out_features].contiguous()
