@@ -100,7 +100,7 @@ def case(
     return Case(dtype, shape, quick, every_tile)
 
 
-def attention_cases() -> Iterator[Case]:
+def attention_cases(capability: int) -> Iterator[Case]:
     """Yields the shapes of today's models: every head size, block size, dtype, cache format and option, and most
     pairs of them."""
     yield case("bf16", 32, 8, 128, quick=True, every_tile=True)  # Llama-3-8B
@@ -134,3 +134,8 @@ def attention_cases() -> Iterator[Case]:
         yield case("bf16", 64, 8, 64, kv_format=kv_format, options="window sinks", every_tile=True)
         yield case("bf16", 40, 8, 128, kv_format=kv_format, options="chunk", every_tile=True)  # Llama 4
     yield case("bf16", 32, 8, 128, options="sinks")
+    if capability >= 80:  # the shared memory of older cards holds no tile of this head size
+        for kv_format in (None, INT8, FP8, INT4):
+            yield case("bf16", 32, 4, 512, kv_format=kv_format, every_tile=True)  # full layers of Gemma-4-31B
+        yield case("bf16", 8, 1, 512, 64, every_tile=True)  # those of Gemma-4-E2B
+        yield case("fp32", 8, 1, 512)

@@ -69,11 +69,13 @@ DECODE = (
     Rule(TENSOR_CORES, 16, 16, 128, ANY, Tile(128, 32, 8, 5)),
     Rule(TENSOR_CORES, 16, 16, 256, ANY, Tile(64, 32, 8, 5)),
     Rule(TENSOR_CORES, 16, 16, 256, ANY, Tile(64, 16, 8, 5)),
+    Rule(TENSOR_CORES, 16, 16, 512, ANY, Tile(16, 16, 8, 5)),
     Rule(FMA, 16, 16, 128, 32, Tile(FEWEST_ROWS, 32, 4, 2)),
     Rule(FMA, 16, 4, 256, ANY, Tile(16, 16, 8, 2)),
     Rule(FMA, 16, 16, 256, 32, Tile(FEWEST_ROWS, 16, 4, 2)),
     Rule(FMA, 16, 16, 256, ANY, Tile(16, 16, 8, 2)),
     Rule(FMA + TENSOR_CORES, 32, 32, 256, ANY, Tile(16, 16, 8, 3)),
+    Rule(TENSOR_CORES, 32, 32, 512, ANY, Tile(16, 16, 8, 3)),
 )
 
 # Prefill is bound by arithmetic, in 8 warps of 16 rows each: with fewer rows than the head size, Triton divides a row
@@ -82,7 +84,9 @@ DECODE = (
 # takes 128 keys: a quarter fewer instructions per key, and queries are read from shared memory half as often. H100's
 # copy engine fetches tiles where a block of the cache holds a whole tile: no thread computes addresses, so 128 keys fit
 # the registers, with 39 % fewer instructions per key (PTX). Short chunks use tiles with fewer rows, because rows past
-# the end of a chunk are computed for nothing.
+# the end of a chunk are computed for nothing. Tiles of head size 512 (Gemma 4's full layers) are limited by shared
+# memory: 64 rows on A100, 32 on cards with less and on those whose instructions take a second copy of the queries; int4
+# codes leave registers for 16 rows. Cards of compute capability 7.5 have room for none.
 PREFILL = (
     Rule(HOPPER, 16, 8, 128, 32, Tile(32, 32, 8, 5)),
     Rule(TENSOR_CORES, 16, 8, 128, 32, Tile(32, 32, 4, 5)),
@@ -118,12 +122,19 @@ PREFILL = (
     Rule(TENSOR_CORES, 16, 16, 128, ANY, Tile(128, 32, 8, 5)),
     Rule(TENSOR_CORES, 16, 16, 256, ANY, Tile(64, 32, 8, 5)),
     Rule(TENSOR_CORES, 16, 16, 256, ANY, Tile(64, 16, 8, 5)),
+    Rule(TENSOR_CORES, 16, 4, 512, ANY, Tile(16, 16, 8, 5)),
+    Rule(TENSOR_CORES, 16, 16, 512, 16, Tile(16, 16, 8, 5)),
+    Rule(TENSOR_CORES, 16, 16, 512, 32, Tile(32, 16, 8, 5)),
+    Rule(HOPPER, 16, 16, 512, ANY, Tile(32, 32, 8, 5)),
+    Rule(TENSOR_CORES, 16, 16, 512, ANY, Tile(64, 16, 8, 5)),
+    Rule(TENSOR_CORES, 16, 16, 512, ANY, Tile(32, 16, 8, 5)),
     Rule(FMA, 16, 4, 128, ANY, Tile(32, 16, 8, 2)),
     Rule(FMA, 16, 16, 128, 16, Tile(16, 16, 4, 2)),
     Rule(FMA, 16, 16, 128, ANY, Tile(32, 16, 8, 2)),
     Rule(FMA, 16, 16, 256, ANY, Tile(16, 16, 8, 2)),
     Rule(FMA + TENSOR_CORES, 32, 32, 256, ANY, Tile(32, 16, 8, 3)),
     Rule(FMA, 32, 32, 256, ANY, Tile(16, 16, 8, 2)),
+    Rule(TENSOR_CORES, 32, 32, 512, ANY, Tile(16, 16, 8, 3)),
 )
 
 # Batch-invariant attention: one tile for every row of decode and prefill.
@@ -136,10 +147,14 @@ INVARIANT = (
     Rule(TENSOR_CORES, 16, 16, 128, ANY, Tile(64, 32, 4, 5)),
     Rule(TENSOR_CORES, 16, 16, 256, ANY, Tile(64, 32, 8, 5)),
     Rule(TENSOR_CORES, 16, 16, 256, ANY, Tile(64, 16, 8, 5)),
+    Rule(TENSOR_CORES, 16, 4, 512, ANY, Tile(16, 16, 8, 5)),
+    Rule(TCGEN05, 16, 16, 512, ANY, Tile(32, 32, 8, 5)),
+    Rule(TENSOR_CORES, 16, 16, 512, ANY, Tile(32, 16, 8, 5)),
     Rule(FMA, 16, 16, 128, ANY, Tile(32, 16, 8, 2)),
     Rule(FMA, 16, 16, 256, ANY, Tile(16, 16, 8, 2)),
     Rule(FMA + TENSOR_CORES, 32, 32, 256, ANY, Tile(32, 16, 8, 3)),
     Rule(FMA, 32, 32, 256, ANY, Tile(16, 16, 8, 2)),
+    Rule(TENSOR_CORES, 32, 32, 512, ANY, Tile(16, 16, 8, 3)),
 )
 
 RULES = {"decode": DECODE, "prefill": PREFILL, "invariant": INVARIANT}

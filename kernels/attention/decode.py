@@ -258,7 +258,7 @@ def paged_attention_reference(
 
 def aot_configurations(capability: int) -> Iterator[AotConfiguration]:
     """Yields every model's shape."""
-    for case in attention_cases():
+    for case in attention_cases(capability):
         tile = case.shape.tile("decode", capability, case.shape.group)
         yield AotConfiguration(
             kernel=paged_attention_kernel, label=case.label(tile), dtype=case.dtype,

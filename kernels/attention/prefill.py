@@ -290,7 +290,7 @@ def gather_blocks(cache: Tensor, block_table: Tensor, seq_len: int) -> Tensor:
 
 def aot_configurations(capability: int) -> Iterator[AotConfiguration]:
     """Yields every model's shape with long chunks; plain shapes also with short chunks and batch-invariant."""
-    for case in attention_cases():
+    for case in attention_cases(capability):
         uses = {"": ("prefill", 1 << 20)}
         if case.every_tile:
             uses |= {f" {n} rows": ("prefill", n) for n in (16, 32, 64)} | {" invariant": ("invariant", 0)}

@@ -381,7 +381,7 @@ def reduce_chunks(
 
 
 def reduce_warps(shape: AttentionShape) -> int:
-    """Warps of a program of the reduction: 4 would spill with the largest head size."""
+    """Warps of a program of the reduction: 4 would spill with the largest head sizes."""
     return 4 if shape.head_dim <= 128 else 8
 
 
@@ -391,7 +391,7 @@ def reduce_constants(shape: AttentionShape) -> dict[str, int]:
         "GROUP": shape.group,
         "HEAD_DIM": shape.head_dim,
         "BLOCK_D": max(16, power_of_2(shape.head_dim)),
-        "BLOCK_S": 32,
+        "BLOCK_S": 32 if shape.head_dim <= 256 else 16,
     }
 
 
@@ -399,7 +399,7 @@ def aot_configurations(capability: int) -> Iterator[AotConfiguration]:
     """Yields the maps of decode and of two tiles of prefill, and the reduction, for one model of each head size."""
     head_sizes = set()
     types = POINTERS | {"splits_ptr": "*i32", "num_splits_ptr": "*i32"}
-    for case in attention_cases():
+    for case in attention_cases(capability):
         shape, options = case.shape, {"types": types, "quick": case.quick}
         if shape.head_dim in head_sizes:
             continue

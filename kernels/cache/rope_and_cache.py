@@ -524,9 +524,10 @@ def _write_values(
 
 def aot_configurations(capability: int) -> Iterator[AotConfiguration]:
     """Yields the shapes of Llama 3, Qwen 3, Gemma 3, GPT-NeoX, Phi-3-mini and Phi-4-mini, Pythia-2.8b and GPT-J, in
-    every format; of OLMo 2 32B, Cohere's Command R+, Hunyuan, Llama 4 (its NoPE layers, too) and MPT in two."""
+    every format; of OLMo 2 32B, Cohere's Command R+, Hunyuan, Llama 4 (its NoPE layers, too), MPT and Gemma 4's full
+    layers (31B, and those of E2B without keys) in two."""
     table = torch.empty(1, 128)
-    weight, wide = torch.empty(128), torch.empty(256)
+    weight, wide, widest = torch.empty(128), torch.empty(256), torch.empty(512)
     shapes = {
         "llama 32+8": (128, QKVHeads(32, 8, table)),
         "qk-norm 16+8": (128, QKVHeads(16, 8, table, q_norm=weight, k_norm=weight)),
@@ -548,6 +549,8 @@ def aot_configurations(capability: int) -> Iterator[AotConfiguration]:
         "qk-norm l2 40+8": (128, QKVHeads(
             40, 8, table, interleaved=True, norm_without_weights=True, norm_after_rope=True)),
         "clip 32+8 scaled": (128, QKVHeads(32, 8, clip=8.0, query_scales=table[0])),
+        "v-norm 32+4": (512, QKVHeads(32, 4, widest[None], q_norm=widest, k_norm=widest, v_norm=True)),
+        "no keys 8+0": (512, QKVHeads(8, 0, widest[None], q_norm=widest, k_norm=widest, v_norm=True)),
     }  # fmt: skip
     for kv_format in (None, *KV_FORMATS.values()):
         chosen = shapes | (rare if kv_format in (None, INT8) else {})

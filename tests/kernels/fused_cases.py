@@ -195,6 +195,7 @@ HEADS = {
     "hunyuan": (3, 1, 64, 64, False, True, 0.0),
     "llama4": (5, 1, 64, 64, True, False, 0.0),
     "clip": (4, 2, 20, 0, False, False, 0.0),
+    "no keys": (3, 0, 64, 64, False, True, 0.0),
 }
 # Further fields of QKVHeads; query_scales are made by make_heads.
 FIELDS = {
@@ -241,6 +242,8 @@ def moved(heads):
 
 def expected_norm(x, weight, heads):
     """The norm of QKVHeads by its formula, one head or one row after the other."""
+    if not x.shape[1]:
+        return x
     rows = [x.flatten(1).float()] if heads.norm_rows else [x[:, h].float() for h in range(x.shape[1])]
     weight = torch.ones(x.shape[2]) if weight is None else weight
     weights = list(weight) if weight.ndim == 2 else [weight] * len(rows)
@@ -278,7 +281,7 @@ LAYOUTS = [
     (name, kv_format)
     for name in HEADS
     for kv_format in (None, *KV_FORMATS.values())
-    if name not in FIELDS or kv_format in (None, KV_FORMATS["int8"])
+    if (name not in FIELDS and name != "no keys") or kv_format in (None, KV_FORMATS["int8"])
 ]
 
 

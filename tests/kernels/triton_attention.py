@@ -32,6 +32,7 @@ PAIRS = [
     (4, 2, 256, 128, F32, "softcap", None), (2, 2, 256, 64, F16, "alibi", FP8), (40, 1, 32, 32, F16, "all", INT8),
     (71, 1, 64, 16, F16, "plain", None), (6, 3, 24, 48, F32, "all", FP8), (16, 2, 64, 16, F16, "sinks", None),
     (8, 2, 64, 32, F16, "sinks", INT8), (5, 1, 128, 16, F16, "chunk", None), (4, 2, 64, 16, F32, "chunked sinks", FP8),
+    (8, 1, 512, 16, F16, "plain", None), (4, 2, 512, 64, F16, "window", INT4), (2, 1, 512, 32, F32, "plain", INT8),
 ]  # fmt: skip
 
 
@@ -205,8 +206,8 @@ def test_layers_of_a_step_share_the_work_maps(monkeypatch):
 
 
 def test_a_head_size_beyond_the_table_is_refused():
-    with pytest.raises(ValueError, match="head sizes of up to 256, not 512"):
-        find_tile(use="decode", card=A100, q_bits=16, kv_bits=16, head_dim=512, group=1, num_rows=1, extras=False)
+    with pytest.raises(ValueError, match="head sizes of up to 512, not 1024"):
+        find_tile(use="decode", card=A100, q_bits=16, kv_bits=16, head_dim=1024, group=1, num_rows=1, extras=False)
 
 
 @pytest.mark.parametrize(
@@ -231,6 +232,7 @@ def test_the_loop_whose_softmax_overlaps_the_tensor_cores(heads, head_dim, block
 def test_the_table_has_a_tile_for_every_launch(use, q_bits, kv_bits, card):
     """Groups of any size that models have with a head size: 71 of Falcon-7B, 48 of StarCoder."""
     sizes = {16: (1, 71), 64: (1, 7, 71), 80: (1,), 96: (3,), 112: (8,), 128: (1, 7, 48), 256: (1, 16)}
+    sizes |= {512: (1, 8)} if card.capability >= 80 else {}
     for head_dim, groups in sizes.items():
         for group in groups if q_bits == 16 else groups[:1]:
             for rows in (1, 16, 17, 64, 65, 8192):

@@ -140,6 +140,7 @@ def serve(runner, params, prompts=(40, 17, 1, 9), num_steps=4, first=0):
 MODELS = (
     "llama", "qwen3", "qwen3_window_bias", "qwen3_moe", "gpt2", "opt_350m", "mixtral_window", "gemma2", "gemma3",
     "phi3_longrope", "smollm3_window", "granite", "gpt_neox", "starcoder2", "stablelm_parallel", "phi",
+    "gemma4", "gemma4_dense",
 )  # fmt: skip
 
 
