@@ -47,6 +47,7 @@ WORKER_SIDE = (
     ("engine.worker.sampling", "engine.worker.cache"),
     ("engine.worker.batch",),
     ("engine.worker.device",),
+    ("engine.models.adapters",),
     ("engine.models.loading",),
     ("engine.models",),
     ("engine.models.layers", "engine.models.families", "engine.models.formats"),

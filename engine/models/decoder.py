@@ -242,7 +242,8 @@ class Decoder:
         alone = self.operators.ranks is None and self.layer_inputs is None
         cpu = cpu_kernels() if alone and kv_caches[0][0].device.type == "cpu" else None
         if cpu is not None and cpu.program.SUPPORTED:
-            self.run_layers = RecordedLayers(self.run_layers, kv_caches, max_num_seqs, max_blocks)
+            adapters = self.operators.adapters
+            self.run_layers = RecordedLayers(self.run_layers, kv_caches, max_num_seqs, max_blocks, adapters)
 
     @torch.inference_mode()
     def forward(self, input_ids: Tensor, metadata: BatchMetadata, kv_caches: Sequence[KVCache]) -> Tensor:

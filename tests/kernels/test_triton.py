@@ -23,6 +23,7 @@ CASES = [
         "gemv_cases",
         "code_matmul_cases",
         "token_mask_cases",
+        "lora_cases",
     )
 ]
 ROOT = Path(__file__).parents[2]

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.models.config import ModelConfig
-from engine.models.layers.operators import Linear, Operators, take_linear, take_optional
+from engine.models.layers.operators import Linear, Operators, take_linear, take_optional, with_adapters
 from engine.models.parallel.ranks import GatheredColumns, VocabularyRows
 from kernels.dispatch import use_triton
 from kernels.quantized.linear import QuantizedLinear
@@ -72,6 +72,7 @@ class LMHead:
             self.linear = embedding_weight.with_bias(bias)
         else:
             self.linear = operators.linear(embedding_weight, bias)
+        self.linear = with_adapters(self.linear, "lm_head", operators)
         if operators.ranks is not None:
             self.linear = GatheredColumns(self.linear, config.vocab_size, operators.ranks)
 

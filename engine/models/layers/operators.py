@@ -10,6 +10,7 @@ from torch import Tensor
 
 from engine.errors import ConfigError
 from engine.models.config import ModelConfig
+from engine.models.layers.adapted import AdaptedLinear, AdapterLayers
 from engine.models.parallel.ranks import Ranks, Summed
 from kernels.dispatch import cpu_kernels, use_triton
 from kernels.elementwise.activation import activation, gated_activation, has_row_kernel
@@ -19,7 +20,7 @@ from kernels.linear.packed import PackedLinear
 from kernels.quantized.linear import PartedLinear, QuantizedLinear
 from kernels.quantized.weight import QuantizedWeight, Weight
 
-Linear = PackedLinear | ChosenLinear | InvariantLinear | QuantizedLinear | PartedLinear
+Linear = PackedLinear | ChosenLinear | InvariantLinear | QuantizedLinear | PartedLinear | AdaptedLinear
 Activate = Callable[[Tensor, str], Tensor]
 Elementwise = Callable[[Tensor], Tensor]
 Layer = TypeVar("Layer", bound=Callable[[Tensor], Tensor])
@@ -33,6 +34,7 @@ class FastOperators:
     choices: LinearChoices = field(default_factory=LinearChoices, compare=False)
     dtype: torch.dtype = torch.float32  # the model's
     ranks: Ranks | None = None  # None: one device has the whole model
+    adapters: AdapterLayers | None = field(default=None, compare=False)  # None: served without adapters
 
     def linear(self, weight: Weight, bias: Tensor | None) -> Linear:
         """y = x @ weight.T + bias."""
@@ -67,6 +69,7 @@ class InvariantOperators:
     row_counts: RowCounts = field(default_factory=RowCounts)
     dtype: torch.dtype = torch.float32  # the model's
     ranks: None = None  # the order of a sum over ranks would depend on the number of rows
+    adapters: None = None  # the number of rows of an adapter would choose the kernel of its product
 
     def linear(self, weight: Weight, bias: Tensor | None) -> Linear:
         """See FastOperators."""
@@ -89,12 +92,22 @@ Operators = FastOperators | InvariantOperators
 
 
 def operators_for(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, batch_invariant: bool, ranks: Ranks | None = None
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    batch_invariant: bool,
+    ranks: Ranks | None = None,
+    adapters: AdapterLayers | None = None,
 ) -> Operators:
     """The operators for a model, or for a rank's part of one. ConfigError if batch_invariant is set but a kernel for it
     is missing."""
     if not batch_invariant:
-        return FastOperators(dtype=dtype, ranks=ranks)
+        return FastOperators(dtype=dtype, ranks=ranks, adapters=adapters)
+    if adapters is not None:
+        raise ConfigError(
+            "batch_invariant is not served with adapters (lora): the number of rows of an adapter chooses the kernel "
+            "of its product. Leave one of the two out."
+        )
     if ranks is not None:
         raise ConfigError(
             "batch_invariant is not served with tensor_parallel_size: the order of a sum over ranks depends on the "
@@ -155,7 +168,13 @@ def takes_fp8_rows(linear: Linear) -> bool:
 
 def take_linear(weights: dict[str, Weight], name: str, operators: Operators) -> Linear:
     """Make the linear layer called `name` and drop its entries, so that the plain copy of packed weights is freed."""
-    return operators.linear(weights.pop(f"{name}.weight"), take_optional(weights, f"{name}.bias"))
+    linear = operators.linear(weights.pop(f"{name}.weight"), take_optional(weights, f"{name}.bias"))
+    return with_adapters(linear, name, operators)
+
+
+def with_adapters(linear: Layer, name: str, operators: Operators) -> Layer | AdaptedLinear:
+    """The layer called `name` with the additions of adapters; the layer itself where the model is served without."""
+    return linear if operators.adapters is None else operators.adapters.wrap(name, linear)
 
 
 def summed(layer: Layer, operators: Operators) -> Layer | Summed:

@@ -11,6 +11,7 @@ from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.encoder import Encoder
 from engine.models.families import family_of
+from engine.models.layers.adapted import AdapterLayers
 from engine.models.layers.operators import operators_for
 from engine.models.loading.dummy import dummy_weights
 from engine.models.loading.loader import check_headers, load_weights
@@ -30,6 +31,7 @@ def load_model(
     max_model_len: int | None = None,
     batch_invariant: bool = False,
     ranks: Ranks | None = None,
+    adapters: AdapterLayers | None = None,
 ) -> Decoder | Encoder:
     """A model with its weights in `dtype` on `device`, or quantised as config.quantization says. load_format "dummy"
     draws random weights from `seed`; the other formats read the checkpoint.
@@ -37,10 +39,10 @@ def load_model(
     `progress` gets the phase, such as "loading weights 40%". max_model_len bounds tables that grow with position.
     batch_invariant chooses linear layers and activations (engine/models/layers/operators.py); ConfigError if the device
     cannot keep the promise. `ranks` computes the model with other processes; config is then the rank's part of it
-    (engine/models/parallel/shard.py). ModelError names the tensor and the file if the checkpoint does not fit
-    config.json.
+    (engine/models/parallel/shard.py). `adapters`: empty slots for LoRA beside its linear layers. ModelError names
+    the tensor and the file if the checkpoint does not fit config.json.
     """
-    operators = operators_for(config, dtype, device, batch_invariant, ranks)
+    operators = operators_for(config, dtype, device, batch_invariant, ranks, adapters)
     if load_format == "dummy":
         weights = dummy_weights(config, dtype, device, seed)
     else:
