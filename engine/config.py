@@ -139,10 +139,17 @@ class EngineConfig:
         minimum=1,
         maximum=64,
     )
+    data_parallel_size: int = option(
+        1,
+        "number of replicas of the model in this server, each with a Worker, a KV cache and tensor_parallel_size GPUs "
+        "of its own; a request goes to the one that holds most of its prompt, or has least to do",
+        minimum=1,
+        maximum=64,
+    )
     cpu_threads: int | None = option(
         None,
         "threads of a CPU Worker, or of each of its ranks; default: OMP_NUM_THREADS, else the number of cores that the "
-        "server may use, divided among the ranks",
+        "server may use, divided among all ranks and replicas",
         minimum=1,
         maximum=1024,
     )
@@ -178,3 +185,8 @@ class EngineConfig:
             raise ConfigError("swap_space: the prefix cache keeps the blocks; leave enable_prefix_caching on.")
         if self.disk_cache is not None and self.swap_space == 0:
             raise ConfigError("disk_cache: blocks pass through host memory; reserve some with swap_space.")
+
+    @property
+    def num_processes(self) -> int:
+        """Worker processes in all: the ranks of all replicas."""
+        return self.tensor_parallel_size * self.data_parallel_size

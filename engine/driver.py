@@ -21,8 +21,10 @@ from engine.checkpoint.checkpoint import open_checkpoint
 from engine.config import EngineConfig
 from engine.errors import EngineError, PageserveError, UnavailableError, WorkerDiedError
 from engine.executor.step import (
+    ONE_PLACE,
     FetchedBlocks,
     GrammarPrepared,
+    Place,
     SleepWorker,
     StartWorker,
     StepPlan,
@@ -64,10 +66,12 @@ class Driver:
         max_queued_tokens: int | None = None,
         worker_command: tuple[str, ...] | None = None,
         room: Room | None = None,
+        place: Place = ONE_PLACE,
     ) -> None:
         """`worker_command` replaces the command that starts the Worker process. `room` is asked before the model
-        loads, at the start and at each wake."""
+        loads, at the start and at each wake. `place` names the GPU of one of several replicas."""
         self.config = config
+        self._place = place
         self.stats = EngineStats()
         self.request_log = RequestLog()
         self.phase = "starting"
@@ -86,14 +90,16 @@ class Driver:
         self._in_flight: deque[StepPlan] = deque()
         self._pump_scheduled = False
         self._tokenizer: Tokenizer | None = None
+        self._owns_tokenizer = True
         self._loaded: Loaded | None = None
         self._task: asyncio.Task[None] | None = None
         self._failure: PageserveError | None = None
 
     # The life of a server.
 
-    async def start(self) -> None:
-        """Find the checkpoint, start the Worker on it, load the tokenizer meanwhile. Raises ConfigError, ModelError."""
+    async def start(self, tokenizer: Tokenizer | None = None) -> None:
+        """Find the checkpoint, start the Worker on it, load the tokenizer meanwhile, unless the replica before has
+        loaded it. Raises ConfigError, ModelError."""
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self._failed: asyncio.Future[PageserveError] = self._loop.create_future()
@@ -103,10 +109,14 @@ class Driver:
         self.eos_token_ids = checkpoint.eos_token_ids
         self.sampling_defaults = checkpoint.sampling_defaults
         await self.supervisor.start(
-            StartWorker(self.config, str(checkpoint.model_dir), checkpoint.eos_token_ids, checkpoint.identity)
+            StartWorker(
+                self.config, str(checkpoint.model_dir), checkpoint.eos_token_ids, checkpoint.identity, self._place
+            )
         )
+        self._tokenizer, self._owns_tokenizer = tokenizer, tokenizer is None
         try:
-            await asyncio.to_thread(self._load_tokenizer)
+            if tokenizer is None:
+                await asyncio.to_thread(self._load_tokenizer)
         except BaseException:
             await self.supervisor.executor.stop()
             raise
@@ -157,7 +167,7 @@ class Driver:
         await self._keep_prefixes()
         await self.grammars.close()
         await self.supervisor.executor.stop()
-        if self._tokenizer is not None:
+        if self._tokenizer is not None and self._owns_tokenizer:
             self._tokenizer.close()
 
     @staticmethod
@@ -197,6 +207,11 @@ class Driver:
         return None if self._failure is None else f"the engine has ended: {self._failure}"
 
     @property
+    def replicas(self) -> "tuple[Driver, ...]":
+        """See engine/replicas/engine.py: a Driver is its own only replica."""
+        return (self,)
+
+    @property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer, once `start` has returned."""
         assert self._tokenizer is not None, "start() loads it"
@@ -226,6 +241,10 @@ class Driver:
     def live_request_ids(self) -> list[str]:
         """The ids of all requests that were accepted and have not ended."""
         return [] if self._loaded is None else [live.request.request_id for live in self._loaded.live]
+
+    def is_live(self, request_id: str) -> bool:
+        """True for the id of a request that was accepted and has not ended."""
+        return self._loaded is not None and self._loaded.live.get(request_id) is not None
 
     @property
     def num_live_requests(self) -> int:

@@ -19,9 +19,10 @@ from tqdm import tqdm
 
 from engine.checkpoint.sampling_defaults import SamplingDefaults
 from engine.config import EngineConfig
-from engine.driver import Driver
 from engine.errors import EngineError, InvalidRequestError
 from engine.outputs import CompletionOutput, FinishReason, PromptLogprobs, RequestOutput, TokenLogprobs
+from engine.replicas.engine import Engine
+from engine.replicas.replicas import make_engine
 from engine.request import Request
 from engine.requests.model_info import check_request
 from engine.sampling_params import BeamSearchParams, SamplingParams
@@ -337,8 +338,8 @@ class _LoopThread:
             self._thread.join(STOP_SECONDS)
 
 
-async def _start(config: EngineConfig, driver_options: dict[str, Any]) -> Driver:
-    driver = Driver(config, max_queued_requests=UNBOUNDED, **driver_options)
+async def _start(config: EngineConfig, driver_options: dict[str, Any]) -> Engine:
+    driver = make_engine(config, max_queued_requests=UNBOUNDED, **driver_options)
     try:
         await driver.start()
         await driver.wait_ready()
@@ -348,7 +349,7 @@ async def _start(config: EngineConfig, driver_options: dict[str, Any]) -> Driver
     return driver
 
 
-def _stop(thread: _LoopThread, driver: Driver) -> None:
+def _stop(thread: _LoopThread, driver: Engine) -> None:
     # At the end of the program Python starts no more threads, so none can wait for the Worker. The Worker ends by
     # itself: its socket is closed by then.
     with contextlib.suppress(RuntimeError):

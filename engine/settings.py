@@ -34,7 +34,6 @@ SERVICE_URL = re.compile(r"(tcp|udp|sctp)://")
 
 # Settings of other engines that pageserve does not have -> the alternative.
 NOT_SERVED = {
-    "data_parallel_size": "start one server per replica, with a proxy in front (deploy/), or use pageserve ray",
     "disable_log_requests": "requests are not logged; --log-level sets the rest",
     "distributed_executor_backend": "this version runs one Worker process",
     "enable_chunked_prefill": "chunked prefill is always on; --max-num-batched-tokens sets the chunk",

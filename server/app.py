@@ -16,8 +16,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Scope
 
-from engine.driver import Driver
 from engine.errors import PageserveError
+from engine.replicas.engine import Engine
 from server.config import ServerConfig
 from server.context import Models, Served, package_version
 from server.errors import ApiError, error_response, from_http_status, nearest_route, refusal_reason
@@ -74,7 +74,7 @@ def _never(config: ServerConfig) -> bool:
 class HostedModel:
     """A model of the server; `config` has the settings of the server with those of the model in their place."""
 
-    driver: Driver
+    driver: Engine
     config: ServerConfig
     names: tuple[str, ...]
 
@@ -129,7 +129,7 @@ ROUTES = (
 )
 
 
-def create_app(driver: Driver, config: ServerConfig) -> FastAPI:
+def create_app(driver: Engine, config: ServerConfig) -> FastAPI:
     """The HTTP side over one model. While it still loads, /v1 answers 503."""
     return create_app_of([HostedModel(driver, config, served_names(config, driver.config.model))], config)
 
@@ -187,7 +187,8 @@ def _add_middleware(app: FastAPI, config: ServerConfig, served: Served, known_pa
     app.state.tracer = make_tracer(config)
     if app.state.tracer is not None:
         for one in served.models:
-            one.driver.request_log.listeners.append(partial(app.state.tracer.record, one.names[0]))
+            for replica in one.driver.replicas:
+                replica.request_log.listeners.append(partial(app.state.tracer.record, one.names[0]))
     app.add_middleware(
         Authentication,
         keys=app.state.api_keys,

@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request as HttpRequest
 
-from engine.driver import SERVING_PHASES, Driver
+from engine.driver import SERVING_PHASES
 from engine.errors import UnavailableError
+from engine.replicas.engine import Engine
 from server.config import ServerConfig
 from server.errors import ApiError, invalid, new_id
 from server.http.body import convert, read_parsed
@@ -55,7 +56,7 @@ class Models:
         return tuple(name for served in self._served for name in served.names)
 
     @property
-    def drivers(self) -> list[Driver]:
+    def drivers(self) -> list[Engine]:
         return [served.driver for served in self._served]
 
     def find(self, name: str) -> "Served":
@@ -90,7 +91,7 @@ class Served:
     seconds. `http_counts` counts responses by (route, status), `refused` counts refusals by reason; all models share
     both. `config` has the settings of this model."""
 
-    driver: Driver
+    driver: Engine
     config: ServerConfig
     names: tuple[str, ...]
     created: int

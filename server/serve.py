@@ -22,9 +22,10 @@ import uvicorn
 from sse_starlette.sse import AppStatus
 
 from engine.config import EngineConfig
-from engine.driver import Driver
 from engine.errors import ConfigError, PageserveError
 from engine.garbage_collector import settle_garbage_collector
+from engine.replicas.engine import Engine
+from engine.replicas.replicas import make_engine
 from server.app import HostedModel, create_app_of
 from server.config import ServerConfig
 from server.http.api_keys import ApiKeys
@@ -50,7 +51,7 @@ EXAMPLE_CHAT = "Tell me a story about a fox."
 EXAMPLE_PROMPT = "Once upon a time"
 
 
-async def run(server_config: ServerConfig, engine_config: EngineConfig, driver: Driver | None = None) -> int:
+async def run(server_config: ServerConfig, engine_config: EngineConfig, driver: Engine | None = None) -> int:
     """Serves until a signal or a failure; returns the exit status.
 
     Raises ConfigError if the server cannot listen on the address, and the errors of Driver.start and wait_ready.
@@ -70,13 +71,13 @@ async def run(server_config: ServerConfig, engine_config: EngineConfig, driver: 
 def host_models(
     engine_config: EngineConfig, server_config: ServerConfig, worker_command: tuple[str, ...] | None = None
 ) -> list[HostedModel]:
-    """A Driver for each model of the configs; at most `max_loaded` of them are awake. Raises ConfigError."""
+    """An engine for each model of the configs; at most `max_loaded` of them are awake. Raises ConfigError."""
     models = model_settings(engine_config, server_config)
     most = server_config.max_loaded
     room = Room(most) if most is not None and most < len(models) else None
     return [
         HostedModel(
-            Driver(
+            make_engine(
                 one.engine,
                 chat_template=one.server.chat_template,
                 max_queued_requests=one.server.max_queued_requests,
@@ -166,7 +167,7 @@ class _Service:
                 backlog=backlog(descriptors),
             )
         )
-        self._signals = EndSignals(Driver.kill)
+        self._signals = EndSignals(self._drivers[0].kill)
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
@@ -234,7 +235,7 @@ class _Service:
                 raise type(error)(f"model {model.names[0]}: {error}") from None
 
     @staticmethod
-    async def _load_model(driver: Driver) -> None:
+    async def _load_model(driver: Engine) -> None:
         await driver.start()
         if driver.tokenizer.chat_template is not None:
             await asyncio.to_thread(driver.tokenizer.renderer.start)

@@ -32,6 +32,7 @@ LISTS = ("engine/models/families/__init__.py", "server/app.py")  # they list the
 # Layers, the topmost first. A module imports modules of its own layer and of those below it.
 DRIVER_SIDE = (
     ("engine.llm",),
+    ("engine.replicas",),
     ("engine.driver",),
     ("engine.requests",),
     ("engine.telemetry",),
@@ -133,7 +134,7 @@ def test_the_server_imports_the_engines_public_modules_only(path):
     """Public are the files directly in engine/, and the folders text/ and telemetry/."""
     for name in ours(path):
         assert (
-            within(name, "server", "engine.text", "engine.telemetry", "engine.models.bundled")
+            within(name, "server", "engine.text", "engine.telemetry", "engine.replicas", "engine.models.bundled")
             or is_file_of(name, "engine")
         ), name  # fmt: skip
     assert not {name for name in imported_modules(path) if within(name, "torch", "triton", "transformers")}

@@ -39,7 +39,7 @@ class GrammarService:
         """`vocabulary` is called once, in a thread, for the first structured output."""
         self._make_vocabulary = vocabulary
         self._vocabulary: Vocabulary | None = None
-        self.checker = GrammarChecker(self._get_vocabulary, cpu_seconds)
+        self.checker = GrammarChecker(self.load_vocabulary, cpu_seconds)
         self._send: Send | None = None
         self._in_worker: OrderedDict[bytes, None] = OrderedDict()
         self._sent: dict[bytes, asyncio.Future[str]] = {}
@@ -109,7 +109,8 @@ class GrammarService:
         finally:
             del self._tasks[key]
 
-    async def _get_vocabulary(self) -> Vocabulary:
+    async def load_vocabulary(self) -> Vocabulary:
+        """The vocabulary, which the Worker needs before its first grammar and gets here."""
         if self._vocabulary is None:
             vocabulary = await asyncio.to_thread(self._make_vocabulary)
             if self._vocabulary is None:

@@ -195,7 +195,7 @@ class ResidentDecoder(Resident):
             return self._host_cache
         config, loaded = self._loaded.config, self._loaded
         reserved = 0 if queue is not None else size.num_bytes  # a CPU touches the pages of its pool later
-        available = available_host_bytes() // config.tensor_parallel_size
+        available = available_host_bytes() // config.num_processes
         num_slots = num_host_blocks(config, size.block_bytes, available - reserved)
         if (ranks := loaded.decoder.operators.ranks) is not None:
             (num_slots,) = ranks.least([num_slots])

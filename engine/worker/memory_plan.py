@@ -345,8 +345,8 @@ def main(arguments: list[str]) -> int:
         model = read_model_config(model_dir, config.quantization, num_ranks=config.tensor_parallel_size)
         if config.load_format != "dummy":
             check_checkpoint(model_dir, model)
-        if machine.device_type == "cpu":  # every rank of a GPU server has a card of its own
-            machine = replace(machine, total_bytes=machine.total_bytes // config.tensor_parallel_size)
+        if machine.device_type == "cpu":  # every process of a GPU server has a card of its own
+            machine = replace(machine, total_bytes=machine.total_bytes // config.num_processes)
         if not model.causal:
             print("\n".join(describe_encoder(config, model)))
             return 0

@@ -44,7 +44,7 @@ def size_cache(loaded: LoadedDecoder) -> tuple[KVCacheSize, dict[str, int]]:
         if loaded.flashinfer is not None:  # allocated before the weights, so not a part of the activations
             used["flashinfer"] = loaded.flashinfer.num_bytes
     else:
-        available = available_host_bytes() // config.tensor_parallel_size
+        available = available_host_bytes() // config.num_processes
         budget = host_cache_bytes(config, available)
     size = size_kv_cache(
         config,

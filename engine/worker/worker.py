@@ -92,7 +92,7 @@ def load(channel: Channel, start: StartWorker) -> "Resident | None":
 
     def work() -> "Resident":
         channel.send(LoadProgress("importing"))
-        set_threads(start.config.cpu_threads, start.place.size)
+        set_threads(start.config.cpu_threads, start.config.num_processes)
         limit_primitive_caches()
         from engine.worker.load import load_resident  # imports torch
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from engine.driver import Driver
+from engine.replicas.engine import Engine
 from server.errors import ApiError, error_response, new_id, refusal_reason, speaks_anthropic
 from server.http.api_keys import Account, ApiKeys
 from server.http.body_budget import BodyBudget, CountedBody
@@ -60,7 +60,7 @@ class RequestContext:
     """
 
     def __init__(
-        self, app: ASGIApp, drivers: Sequence[Driver], counts: Counter[tuple[str, int]], known_paths: frozenset[str]
+        self, app: ASGIApp, drivers: Sequence[Engine], counts: Counter[tuple[str, int]], known_paths: frozenset[str]
     ) -> None:
         """`drivers`: those of all models, which drain together."""
         self._app, self._drivers, self._counts, self._known_paths = app, drivers, counts, known_paths

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from engine.driver import Driver
+from engine.replicas.engine import Engine
 from engine.sampling_params import SamplingParams
 from engine.text.fill_in_middle import FillInMiddle
 from engine.text.tokenizer import EncodedPart, Tokenizer
@@ -82,7 +82,7 @@ def _check_queue(served: Served, request: CompletionRequest, num_prompts: int, n
 
 
 async def _tokenize(
-    driver: Driver,
+    driver: Engine,
     request: CompletionRequest,
     prompts: Prompts,
     names: list[str],
@@ -107,7 +107,7 @@ async def _tokenize(
 
 
 async def _encode_texts(
-    driver: Driver,
+    driver: Engine,
     request: CompletionRequest,
     texts: list[str],
     names: list[str],
@@ -121,7 +121,7 @@ async def _encode_texts(
 
 
 async def _read_token_ids(
-    driver: Driver,
+    driver: Engine,
     request: CompletionRequest,
     prompts: list[list[int]],
     names: list[str],
@@ -137,7 +137,7 @@ async def _read_token_ids(
     return [EncodedPart(_fill_in_middle(driver.tokenizer).ids(prompt, suffix)) for prompt in prompts]
 
 
-def _new_document(driver: Driver) -> list[int]:
+def _new_document(driver: Engine) -> list[int]:
     """The token ids of an empty prompt; none where the model has no such token, and the engine refuses the prompt."""
     separator = driver.tokenizer.document_separator
     return driver.eos_token_ids[:1] if separator is None else [separator]
@@ -158,7 +158,7 @@ def _decode_all(tokenizer: Tokenizer, prompts: list[list[int]], skip_special_tok
     return [tokenizer.decode(ids, skip_special_tokens) for ids in prompts]
 
 
-def _truncation(driver: Driver, request: CompletionRequest, prompts: Prompts) -> Truncation | None:
+def _truncation(driver: Engine, request: CompletionRequest, prompts: Prompts) -> Truncation | None:
     if request.truncate_prompt_tokens is None:
         return None
     if request.suffix or request.echo:
@@ -170,7 +170,7 @@ def _truncation(driver: Driver, request: CompletionRequest, prompts: Prompts) ->
 
 
 def _truncate(
-    driver: Driver, parts: list[EncodedPart], truncation: Truncation | None
+    driver: Engine, parts: list[EncodedPart], truncation: Truncation | None
 ) -> tuple[list[list[int]], int | None]:
     """(the truncated prompts, the number of tokens cut off from all of them; None without truncation)."""
     if truncation is None:

@@ -1,7 +1,7 @@
 """Constraints on the generated tokens: banned and allowed tokens, and the form that the text must have."""
 
-from engine.driver import Driver
 from engine.errors import InvalidRequestError
+from engine.replicas.engine import Engine
 from engine.sampling_params import SamplingParams
 from engine.structured_output import StructuredOutput
 from engine.text.bad_words import resolve_bans
@@ -19,7 +19,7 @@ def structured_output_field(request: GenerationRequest) -> str | None:
     return "structured_outputs"
 
 
-async def compile_output(driver: Driver, output: StructuredOutput | None, param: str | None, tenant: str) -> None:
+async def compile_output(driver: Engine, output: StructuredOutput | None, param: str | None, tenant: str) -> None:
     """Compile the form that a request asks for, off the event loop. An error says what is wrong and names `param`."""
     if output is None or driver.model.encoder:  # admission refuses to generate with an encoder
         return
@@ -29,7 +29,7 @@ async def compile_output(driver: Driver, output: StructuredOutput | None, param:
         raise invalid(f"{param}: {error}", param) from None
 
 
-async def check_output(driver: Driver, output: StructuredOutput, param: str, tenant: str) -> None:
+async def check_output(driver: Engine, output: StructuredOutput, param: str, tenant: str) -> None:
     """Raise InvalidRequestError naming `param` where the form cannot be compiled."""
     try:
         await driver.grammars.checker.check(output, tenant)
@@ -37,7 +37,7 @@ async def check_output(driver: Driver, output: StructuredOutput, param: str, ten
         raise invalid(f"{param}: {error}", param) from None
 
 
-async def resolve_banned_tokens(driver: Driver, params: SamplingParams, tenant: str) -> SamplingParams:
+async def resolve_banned_tokens(driver: Engine, params: SamplingParams, tenant: str) -> SamplingParams:
     """`params` with bad words as token ids, which the Worker needs. Raises InvalidRequestError naming the field."""
     if params.structured_output is not None:  # together they could leave no token to choose
         name = "bad_words" if params.bad_words else "allowed_token_ids"

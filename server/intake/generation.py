@@ -5,9 +5,9 @@ from typing import Any, NoReturn, Protocol, TypeVar
 
 import anyio
 
-from engine.driver import Driver
 from engine.errors import UnavailableError
 from engine.outputs import FinishReason, PromptLogprobs, RequestOutput
+from engine.replicas.engine import Engine
 from engine.request import Request
 from server.http.rate_limits import RateLimiter
 
@@ -42,7 +42,7 @@ class Generation:
 
     @classmethod
     def admit(
-        cls, driver: Driver, requests: list[Request], limiter: RateLimiter, num_truncated: int | None = None
+        cls, driver: Engine, requests: list[Request], limiter: RateLimiter, num_truncated: int | None = None
     ) -> "Generation":
         """Queue all requests or none. Raises what Driver.generate raises.
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from engine.driver import Driver
 from engine.errors import ContextLengthError, InvalidRequestError, PromptSize
+from engine.replicas.engine import Engine
 from engine.text.chat_template import ChatTemplate, Helper, TemplateLimitError
 from engine.text.text_threads import QUICK_CHARS
 from engine.text.tokenizer import EncodedPart, RenderedChat, Tokenizer
@@ -40,7 +40,7 @@ class Reading:
     may_be_long: bool = False
 
 
-def reading_of(driver: Driver, counts: bool = False, may_be_long: bool = False) -> Reading:
+def reading_of(driver: Engine, counts: bool = False, may_be_long: bool = False) -> Reading:
     """The reading of a prompt without truncation. `counts`: prompts that are too long for the model count too."""
     context = driver.model.max_model_len
     # The last tokens before the cut might be fewer together with the text after the cut.
@@ -61,7 +61,7 @@ class Truncation:
     def reading(self) -> Reading:
         return Reading(self.limit, self.side == "left", may_be_cut=True, may_be_long=True)
 
-    def cut(self, driver: Driver, part: EncodedPart) -> tuple[list[int], int]:
+    def cut(self, driver: Engine, part: EncodedPart) -> tuple[list[int], int]:
         """(the tokens that are left, the number of tokens cut off; a lower bound where the text was read in part)."""
         ids = part.token_ids
         num_cut = max(0, len(ids) - self.limit)
@@ -75,7 +75,7 @@ class Truncation:
 
 
 def truncation_of(
-    driver: Driver, request: GenerationRequest, max_tokens: int | None, num_kept: int = 0
+    driver: Engine, request: GenerationRequest, max_tokens: int | None, num_kept: int = 0
 ) -> Truncation | None:
     """The truncation that a request asks for, or None. -1 keeps the tokens that fit beside max_tokens."""
     limit = request.truncate_prompt_tokens
@@ -92,7 +92,7 @@ def truncation_of(
     return Truncation(limit, request.truncation_side, num_kept)
 
 
-def check_text_length(driver: Driver, num_chars: int, param: str, may_be_long: bool) -> None:
+def check_text_length(driver: Engine, num_chars: int, param: str, may_be_long: bool) -> None:
     """Refuse a text that cannot fit, before any work for it. A text that will be cut may be longer."""
     if not may_be_long:
         check_length(driver, num_chars, param)
@@ -102,7 +102,7 @@ def check_text_length(driver: Driver, num_chars: int, param: str, may_be_long: b
         raise ContextLengthError(message, param, prompt_size(driver, at_least))
 
 
-def check_length(driver: Driver, num_chars: int, param: str) -> None:
+def check_length(driver: Engine, num_chars: int, param: str) -> None:
     """Refuse a text that cannot fit by its number of characters, before any work for it."""
     limit = driver.model.max_model_len
     at_least = -(-num_chars // driver.tokenizer.max_chars_per_token)
@@ -115,7 +115,7 @@ def check_length(driver: Driver, num_chars: int, param: str) -> None:
         )
 
 
-def check_num_ids(driver: Driver, num_ids: int, param: str, may_be_cut: bool) -> None:
+def check_num_ids(driver: Engine, num_ids: int, param: str, may_be_cut: bool) -> None:
     """Refuse a prompt of token ids that cannot fit, before any id is read."""
     context = driver.model.max_model_len
     limit = max(context, MAX_TRUNCATED_IDS) if may_be_cut else context
@@ -128,7 +128,7 @@ def check_num_ids(driver: Driver, num_ids: int, param: str, may_be_cut: bool) ->
         )
 
 
-def check_read(driver: Driver, part: EncodedPart, reading: Reading, param: str) -> None:
+def check_read(driver: Engine, part: EncodedPart, reading: Reading, param: str) -> None:
     """Refuse a text whose encoded part has too many tokens already."""
     if part.num_unread and not reading.may_be_cut:
         at_least = reading.num_tokens - driver.tokenizer.max_chars_per_token + 1
@@ -140,13 +140,13 @@ def check_read(driver: Driver, part: EncodedPart, reading: Reading, param: str) 
         )
 
 
-def prompt_size(driver: Driver, at_least: int) -> PromptSize:
+def prompt_size(driver: Engine, at_least: int) -> PromptSize:
     """The size of a prompt with at least `at_least` tokens, for errors."""
     context = driver.model.max_model_len
     return PromptSize(at_least, context - 1, context)
 
 
-def check_chat_size(driver: Driver, request: ChatCompletionRequest, may_be_long: bool) -> None:
+def check_chat_size(driver: Engine, request: ChatCompletionRequest, may_be_long: bool) -> None:
     """Refuse a conversation, with its tools and documents, that cannot fit, before the template renders it."""
     context = driver.model.max_model_len * driver.tokenizer.max_chars_per_token
     room = limit = MAX_TRUNCATED_CHARS if may_be_long else context
@@ -199,7 +199,7 @@ def check_vocabulary(ids: Sequence[int], vocab_size: int, name: str) -> None:
 
 
 async def encode_texts(
-    driver: Driver,
+    driver: Engine,
     texts: Sequence[str],
     names: Sequence[str],
     add_special_tokens: bool,
@@ -223,7 +223,7 @@ async def encode_texts(
     return parts
 
 
-def _encode(driver: Driver, texts: Sequence[str], add_special_tokens: bool, reading: Reading) -> list[EncodedPart]:
+def _encode(driver: Engine, texts: Sequence[str], add_special_tokens: bool, reading: Reading) -> list[EncodedPart]:
     encode = driver.tokenizer.encode_part
     return [encode(text, add_special_tokens, reading.num_tokens, reading.from_end) for text in texts]
 
@@ -284,7 +284,7 @@ async def _encode_chat(served: Served, request: ChatCompletionRequest, tenant: s
 
 def _render(
     helper: Helper,
-    driver: Driver,
+    driver: Engine,
     request: ChatCompletionRequest,
     config: ServerConfig,
     reading: Reading,

@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from server.config import ServerConfig
 from server.context import Served
-from server.errors import ApiError
+from server.errors import ApiError, invalid
 from server.http.body import encode_json
 
 MIN_AGE = 0.05  # seconds for which one view answers all clients
@@ -54,20 +54,30 @@ class Window:
         return Response(self._body, headers={"cache-control": "no-store"}, media_type="application/json")
 
 
-def _kv_window(served: Served) -> Window:
-    return Window("/debug/kv", served.driver.kv_view, debug_kv_enabled(served.config))
+def _kv_windows(served: Served) -> list[Window]:
+    enabled = debug_kv_enabled(served.config)
+    return [Window("/debug/kv", replica.kv_view, enabled) for replica in served.driver.replicas]
 
 
-def _steps_window(served: Served) -> Window:
-    return Window("/debug/steps", served.driver.steps_view, debug_kv_enabled(served.config))
+def _steps_windows(served: Served) -> list[Window]:
+    enabled = debug_kv_enabled(served.config)
+    return [Window("/debug/steps", replica.steps_view, enabled) for replica in served.driver.replicas]
+
+
+def _asked(http: HttpRequest, windows: list[Window]) -> Window:
+    """The window of the replica `?engine=`, the first by default. Raises ApiError 400."""
+    number = http.query_params.get("engine", "0")
+    if number not in map(str, range(len(windows))):
+        raise invalid(f"engine must be the number of a replica, from 0 to {len(windows) - 1}.", "engine")
+    return windows[int(number)]
 
 
 async def debug_kv(http: HttpRequest, served: Served) -> Response:
-    """The holder of every KV block of the first model, or of that of `?model=`. The event loop makes the view between
-    two steps."""
-    return (served.models.named(http) or served).once(_kv_window).response()
+    """The holder of every KV block of the first model, or of that of `?model=`; with replicas, of one of them:
+    `?engine=1`. The event loop makes the view between two steps."""
+    return _asked(http, (served.models.named(http) or served).once(_kv_windows)).response()
 
 
 async def debug_steps(http: HttpRequest, served: Served) -> Response:
-    """The last steps of the first model, or that of `?model=`."""
-    return (served.models.named(http) or served).once(_steps_window).response()
+    """The last steps of the first model, or that of `?model=`; with replicas, of one of them: `?engine=1`."""
+    return _asked(http, (served.models.named(http) or served).once(_steps_windows)).response()

@@ -17,9 +17,9 @@ from pydantic import Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from engine.driver import Driver
 from engine.errors import ContextLengthError, DeadlineError, QueueFullError, UnavailableError
 from engine.outputs import FinishReason
+from engine.replicas.engine import Engine
 from engine.sampling_params import Pooling, SamplingParams
 from engine.text.tokenizer import EncodedPart
 from server.context import Served
@@ -74,7 +74,7 @@ async def create_embeddings(http: HttpRequest, served: Served) -> Response:
     return Response(body, media_type="application/json")
 
 
-def _pooling(driver: Driver, request: EmbeddingRequest) -> Pooling:
+def _pooling(driver: Engine, request: EmbeddingRequest) -> Pooling:
     if request.dimensions is None:
         return driver.model.pooling
     if not 1 <= request.dimensions <= driver.model.hidden_size:
@@ -83,7 +83,7 @@ def _pooling(driver: Driver, request: EmbeddingRequest) -> Pooling:
 
 
 async def _token_ids(
-    driver: Driver,
+    driver: Engine,
     request: EmbeddingRequest,
     inputs: list[str] | list[list[int]],
     names: list[str],
@@ -106,7 +106,7 @@ async def _token_ids(
     return ids
 
 
-def _truncation(driver: Driver, request: EmbeddingRequest) -> int | None:
+def _truncation(driver: Engine, request: EmbeddingRequest) -> int | None:
     """The number of tokens to which inputs are cut; None: longer inputs are refused. -1 stands for the context."""
     limit, asked = driver.model.max_model_len, request.truncate_prompt_tokens
     if asked == -1:
@@ -117,7 +117,7 @@ def _truncation(driver: Driver, request: EmbeddingRequest) -> int | None:
 
 
 async def _encoded(
-    driver: Driver,
+    driver: Engine,
     request: EmbeddingRequest,
     inputs: list[str] | list[list[int]],
     names: list[str],
@@ -142,7 +142,7 @@ async def _encoded(
         yield await tokenizer.run(tenant, sum(map(len, portion)), encode, portion)
 
 
-def _check_text(driver: Driver, text: str, name: str, truncated: bool) -> None:
+def _check_text(driver: Engine, text: str, name: str, truncated: bool) -> None:
     """Refuse a text that is empty, or too long by its characters alone."""
     if not text:
         raise invalid(f"{name} is an empty string; there is nothing to embed.", name)
@@ -151,7 +151,7 @@ def _check_text(driver: Driver, text: str, name: str, truncated: bool) -> None:
         raise _too_long(driver, f"{len(text)} characters, so at least {at_least} tokens", name)
 
 
-def _check(driver: Driver, part: EncodedPart, name: str) -> None:
+def _check(driver: Engine, part: EncodedPart, name: str) -> None:
     """Refuse an input that is empty or too long. The Driver checks this too; here the error can name the input, and
     nothing has been computed."""
     model, ids = driver.model, part.token_ids
@@ -162,7 +162,7 @@ def _check(driver: Driver, part: EncodedPart, name: str) -> None:
     check_vocabulary(ids, model.vocab_size, name)
 
 
-def _too_long(driver: Driver, size: str, name: str) -> ContextLengthError:
+def _too_long(driver: Engine, size: str, name: str) -> ContextLengthError:
     return ContextLengthError(
         f"This model's maximum context length is {driver.model.max_model_len} tokens; {name} has {size}. Shorten it, "
         "or let it be cut with truncate_prompt_tokens: -1.",
@@ -192,7 +192,7 @@ async def _embed_all(admission: "_Admission", prompts: list[EnginePrompt]) -> li
 class _Admission:
     """`waiting`: the texts of one request that the engine holds, in order. The caller is charged for them."""
 
-    def __init__(self, driver: Driver, caller: Caller, request: EmbeddingRequest) -> None:
+    def __init__(self, driver: Engine, caller: Caller, request: EmbeddingRequest) -> None:
         model = driver.model
         self._driver, self._caller, self._request = driver, caller, request
         self._id = new_id("embd-")

@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from engine.driver import Driver
 from engine.errors import UnavailableError
+from engine.replicas.engine import Engine
 from engine.telemetry.stats import Counter, Gauge, Histogram
 from server.context import Served, package_version
 from server.process.standard_streams import STREAMS, lines_dropped
@@ -68,7 +69,7 @@ class EngineCollector(Collector):
     """Reads EngineStats when Prometheus scrapes; keeps no copy."""
 
     def __init__(
-        self, drivers: Mapping[str, Driver], http_counts: CountBy[tuple[str, int]], refused: CountBy[str]
+        self, drivers: Mapping[str, Engine], http_counts: CountBy[tuple[str, int]], refused: CountBy[str]
     ) -> None:
         """`drivers` has the first name of each model, the label of its metrics."""
         self._drivers = drivers
@@ -79,12 +80,12 @@ class EngineCollector(Collector):
         return ()  # otherwise the registry would collect once at start, before there are metrics
 
     def collect(self) -> Iterator[Metric]:
-        for driver in self._drivers.values():
+        replicas = self._replicas
+        for driver in replicas.values():
             driver.stats_snapshot()
-        labels = [(name, "0") for name in self._drivers]
-        # Every model has the same metrics in the same order; a family holds those of all models.
-        for metrics in zip(*(driver.stats.metrics() for driver in self._drivers.values()), strict=True):
-            yield _family(list(zip(labels, metrics, strict=True)))
+        # Every replica has the same metrics in the same order; a family holds those of all models.
+        for metrics in zip(*(driver.stats.metrics() for driver in replicas.values()), strict=True):
+            yield _family(list(zip(replicas, metrics, strict=True)))
         yield self._sleep_state()
         if (info := self._cache_config()).samples:
             yield info
@@ -98,23 +99,32 @@ class EngineCollector(Collector):
         info.add_metric((package_version(),), 1)
         yield info
 
+    @property
+    def _replicas(self) -> dict[tuple[str, str], Driver]:
+        """The replicas of all models, by their labels: as vLLM, `engine` is the number of the replica."""
+        return {
+            (name, str(number)): replica
+            for name, engine in self._drivers.items()
+            for number, replica in enumerate(engine.replicas)
+        }
+
     def _sleep_state(self) -> Metric:
         help = "1 for the present state: awake, weights_offloaded (level 1) or discard_all (level 2)."
         gauge = GaugeMetricFamily("vllm:engine_sleep_state", help, labels=(*LABELS, "sleep_state"))
-        for model, driver in self._drivers.items():
+        for labels, driver in self._replicas.items():
             for level, state in enumerate(("awake", "weights_offloaded", "discard_all")):
-                gauge.add_metric((model, "0", state), level == driver.sleep_level)
+                gauge.add_metric((*labels, state), level == driver.sleep_level)
         return gauge
 
     def _cache_config(self) -> Metric:
         keys = ("cache_dtype", "block_size", "num_gpu_blocks")
         name, help = "vllm:cache_config_info", "The KV cache: element type, tokens per block, blocks on the device."
         info = GaugeMetricFamily(name, help, labels=(*LABELS, *keys))
-        for model_name, driver in self._drivers.items():
+        for labels, driver in self._replicas.items():
             with suppress(UnavailableError):  # there is no cache before the model is loaded
                 model = driver.model
                 values = (model.kv_cache_dtype, model.block_size, model.num_blocks)
-                info.add_metric((model_name, "0", *map(str, values)), 1)
+                info.add_metric((*labels, *map(str, values)), 1)
         return info
 
     def _http_requests(self) -> Metric:
@@ -163,7 +173,7 @@ def _family(models: Sequence[tuple[tuple[str, str], Counter | Gauge | Histogram]
 
 
 def make_registry(
-    drivers: Mapping[str, Driver], http_counts: CountBy[tuple[str, int]], refused: CountBy[str]
+    drivers: Mapping[str, Engine], http_counts: CountBy[tuple[str, int]], refused: CountBy[str]
 ) -> CollectorRegistry:
     registry = CollectorRegistry()
     registry.register(EngineCollector(drivers, http_counts, refused))

@@ -8,7 +8,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from engine.driver import Driver
+from engine.replicas.engine import Engine
 from server.context import Models, Served
 from server.errors import invalid, speaks_anthropic
 from server.http.body import encode_json
@@ -75,7 +75,7 @@ def _asked(http: HttpRequest, served: Served) -> Served:
     return served
 
 
-def _state(driver: Driver) -> Response:
+def _state(driver: Engine) -> Response:
     return _json({"state": driver.phase, "level": driver.sleep_level})
 
 

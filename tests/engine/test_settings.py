@@ -186,7 +186,6 @@ def test_flag_mistakes_name_the_flag():
         ({"gpu_memory_utilization": 0}, "gpu_memory_utilization must be a number above 0 and at most 1, not 0."),
         ({"gpu_memory_utilisation": 0.5}, "did you mean gpu_memory_utilization?"),
         ({"pipeline_parallel_size": 2}, "pipeline parallelism is not served"),
-        ({"data_parallel_size": 2}, "start one server per replica"),
         ({"zzz": 2}, "there is no setting zzz."),
     ],
 )

@@ -31,8 +31,8 @@ def resolve_device(name: str, index: int | None = None) -> torch.device:
     if device.type == "cuda" and index is not None:
         if index >= torch.cuda.device_count():
             raise ConfigError(
-                f"tensor_parallel_size: every rank needs a GPU of its own, torch finds {torch.cuda.device_count()}; "
-                "use a smaller --tensor-parallel-size."
+                "tensor_parallel_size: every rank of every replica needs a GPU of its own, torch finds "
+                f"{torch.cuda.device_count()}; use a smaller --tensor-parallel-size or --data-parallel-size."
             )
         device = torch.device(name, index)
         torch.cuda.set_device(device)

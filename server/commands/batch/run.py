@@ -13,7 +13,7 @@ import httpx
 from tqdm import tqdm
 
 from engine.config import EngineConfig
-from engine.driver import Driver
+from engine.replicas.replicas import make_engine
 from server.app import create_app
 from server.commands.batch.files import BatchRequest, answer, no_answer, succeeded
 from server.config import ServerConfig
@@ -48,7 +48,9 @@ async def remote(base_url: str, api_key: str | None, concurrency: int) -> AsyncI
 async def local(engine_config: EngineConfig, server_config: ServerConfig) -> AsyncIterator[httpx.AsyncClient]:
     """A client of a model in this process: the server's own routes, without a port, API keys and their limits."""
     config = dataclasses.replace(server_config, **WITHOUT_KEYS, max_queued_requests=1_000_000)
-    driver = Driver(engine_config, chat_template=config.chat_template, max_queued_requests=config.max_queued_requests)
+    driver = make_engine(
+        engine_config, chat_template=config.chat_template, max_queued_requests=config.max_queued_requests
+    )
     await driver.start()
     try:
         await driver.wait_ready()

@@ -77,7 +77,7 @@ def _with_absolute_paths(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def bundle_of(engine_config: EngineConfig, ray_config: RayConfig) -> dict[str, float]:
     """The resources of a replica: one bundle, because the ranks of a replica share a node and a process tree."""
-    ranks = engine_config.tensor_parallel_size
+    ranks = engine_config.num_processes
     gpus = ray_config.replica_gpus
     if gpus is None:
         gpus = 0 if engine_config.device == "cpu" else ranks

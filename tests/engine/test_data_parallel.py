@@ -1,0 +1,154 @@
+"""`--data-parallel-size`: the choice of a replica, and two replicas with real processes on a CPU."""
+
+import asyncio
+import os
+import re
+import signal
+import sys
+from contextlib import asynccontextmanager
+
+import pytest
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError, InvalidRequestError, QueueFullError
+from engine.replicas.replicas import make_engine
+from engine.replicas.router import CHUNK_TOKENS, LIVE_COST, PrefixRouter, prefix_keys
+from engine.request import Request
+from engine.sampling_params import SamplingParams
+from engine.structured_output import StructuredOutput
+from tests.checkpoints import save_fake_checkpoint
+from tests.engine.bundled_driver import CASES, read, running_driver, start
+from tests.engine.driving import until
+
+SETTINGS = {"num_blocks": 512, "cpu_threads": 1}
+ROOM = 1 << 16
+
+
+FAKE_WORKER = {"worker_command": (sys.executable, "-m", "tests.fake_worker")}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_fake_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+@asynccontextmanager
+async def running_replicas(options=None, **settings):
+    engine = make_engine(EngineConfig(data_parallel_size=2, **settings), **(options or {}))
+    await engine.start()
+    try:
+        await engine.wait_ready()
+        yield engine
+    finally:
+        await engine.stop()
+
+
+def live_requests(engine):
+    return [replica.num_live_requests for replica in engine.replicas]
+
+
+def test_keys_are_those_of_whole_chunks_and_of_one_salt():
+    tokens = list(range(3 * CHUNK_TOKENS + 5))
+    keys = prefix_keys(tokens, "")
+    assert len(keys) == 3 and prefix_keys(tokens[: 2 * CHUNK_TOKENS], "") == keys[:2]
+    assert not set(keys) & set(prefix_keys(tokens, "other"))
+    assert not set(keys) & set(prefix_keys([9, *tokens[1:]], ""))
+
+
+def test_the_longest_prefix_wins_until_its_holder_is_busier_than_the_prefix_is_long():
+    router, tokens = PrefixRouter(3), list(range(10 * CHUNK_TOKENS))
+    keys = prefix_keys(tokens, "")
+    router.sent(1, keys[:4], ROOM)
+    router.sent(2, keys[:8], ROOM)
+
+    def order(*work):
+        return router.order(keys, len(tokens), list(enumerate(work)))
+
+    assert order(0, 0, 0) == [2, 1, 0]
+    assert order(0, 0, 8 * CHUNK_TOKENS - 1)[0] == 1
+    assert order(0, 4 * CHUNK_TOKENS + 1, 8 * CHUNK_TOKENS + 1) == [0, 1, 2]
+    assert router.order(keys, len(tokens), [(0, 0), (1, 0)]) == [1, 0], "the second does not serve now"
+    router.forget(2)
+    assert order(0, 0, 0)[0] == 1
+
+
+def test_a_replica_is_believed_to_hold_no_more_than_its_cache():
+    router = PrefixRouter(2)
+    old, new = (prefix_keys([first] * 4 * CHUNK_TOKENS, "") for first in (1, 2))
+    router.sent(0, old, 5 * CHUNK_TOKENS)
+    router.sent(0, new, 5 * CHUNK_TOKENS)
+    assert router.order(new, 4 * CHUNK_TOKENS, [(0, CHUNK_TOKENS), (1, 0)])[0] == 0
+    assert router.order(old, 4 * CHUNK_TOKENS, [(0, LIVE_COST), (1, 0)])[0] == 1
+
+
+async def test_replicas_share_the_work_and_the_death_of_one_worker_costs_no_stream():
+    async with running_driver(**SETTINGS) as alone:
+        expected = await asyncio.gather(*(read(start(alone, f"r{i}", case)) for i, case in enumerate(CASES)))
+    async with running_replicas(dtype="float32", device="cpu", max_model_len=256, **SETTINGS) as engine:
+        first, second = engine.replicas
+        assert first.tokenizer is second.tokenizer and first.worker_pid != second.worker_pid
+        streams = [start(engine, f"r{i}", case) for i, case in enumerate(CASES)]
+        assert min(live_requests(engine)) > 3
+        with pytest.raises(InvalidRequestError, match="is running already"):
+            start(engine, f"r{len(CASES) - 1}", CASES[0])
+        tasks = [asyncio.create_task(read(stream)) for stream in streams]
+        await until(lambda: all(stream.num_generated_tokens > 3 for stream in streams))
+        os.kill(first.worker_pid, signal.SIGKILL)
+        assert await asyncio.gather(*tasks) == expected
+        assert [replica.stats.worker_restarts.values[()] for replica in engine.replicas] == [1, 0]
+        assert engine.phase == "ready" and engine.health() is None
+        output = StructuredOutput("regex", "(yes|no){3}")
+        await engine.grammars.prepare(output)
+        params = SamplingParams(max_tokens=20, seed=1, structured_output=output)
+        answers = [engine.generate(Request(f"g{i}", [5 + i], params)) for i in range(4)]
+        assert live_requests(engine) == [2, 2]
+        for _, text in await asyncio.gather(*map(read, answers)):
+            assert re.fullmatch("(yes|no){3}", text)
+
+
+async def test_prompts_follow_their_prefix_and_sleep_loses_it(folder):
+    prompt = list(range(5, 5 + 3 * CHUNK_TOKENS))
+    params = SamplingParams(temperature=0.0, max_tokens=2)
+    async with running_replicas(FAKE_WORKER, model=str(folder), load_format="dummy") as engine:
+
+        async def send(name, tokens):
+            stream = engine.generate(Request(name, tokens, params))
+            held = live_requests(engine).index(1)
+            await read(stream)
+            return held
+
+        holders = {await send(f"a{i}", [*prompt, i]) for i in range(3)}
+        assert holders == {0}
+        assert await send("b", [7] * len(prompt)) == 1, "the one that was sent less"
+        assert await send("c", [*prompt, 9]) == 0
+        hits = [replica.scheduler.block_manager.num_prefix_hits for replica in engine.replicas]
+        assert hits[0] >= 3 * (len(prompt) - 16) and hits[1] == 0
+        await engine.sleep(2)
+        assert engine.sleep_level == 2 and engine.phase == "sleeping"
+        assert await send("d", prompt) in (0, 1)
+        assert engine.sleep_level == 0 and engine.phase == "ready"
+        assert sorted(replica.phase for replica in engine.replicas) == ["ready", "sleeping"]
+        await engine.wake()
+        assert {replica.phase for replica in engine.replicas} == {"ready"}
+
+
+async def test_the_queue_is_full_when_all_are(folder):
+    params = SamplingParams(max_tokens=64, ignore_eos=True)
+    options = FAKE_WORKER | {"max_queued_requests": 4}
+    async with running_replicas(options, model=str(folder), load_format="dummy") as engine:
+        for i in range(4):  # no step begins before this task waits
+            engine.generate(Request(f"r{i}", [5, 6, 7], params))
+        assert live_requests(engine) == [2, 2]
+        with pytest.raises(QueueFullError, match="2 requests are waiting already"):
+            engine.generate(Request("r4", [5, 6, 7], params))
+        engine.abort("r2")
+        assert sorted(live_requests(engine)) == [1, 2]
+
+
+def test_two_workers_share_no_file_and_no_gpu():
+    config = EngineConfig(swap_space=1 << 20, disk_cache="kv", data_parallel_size=2, tensor_parallel_size=4)
+    engine = make_engine(config)
+    assert [replica.config.disk_cache for replica in engine.replicas] == ["kv/replica-0", "kv/replica-1"]
+    assert config.num_processes == 8
+    with pytest.raises(ConfigError, match="cannot sleep for another"):
+        make_engine(config, room=object())
