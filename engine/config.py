@@ -4,10 +4,13 @@ Each field carries its help text and its limits. The command line, the YAML chec
 table in docs/settings.md are generated from these fields (engine/settings.py).
 """
 
+import re
 from dataclasses import dataclass
 
 from engine.errors import ConfigError
 from engine.settings import check_config, option
+
+ADAPTER_NAME = re.compile(r"[\w.:@/-]{1,128}")
 
 
 @dataclass(frozen=True)
@@ -146,6 +149,19 @@ class EngineConfig:
         minimum=1,
         maximum=64,
     )
+    lora: tuple[str, ...] = option(
+        (), "LoRA adapters in PEFT's form to load at the start, each NAME=DIR; `model` of a request names one"
+    )
+    max_loras: int = option(
+        8, "most LoRA adapters in one step, and on the device; further ones wait in host memory", minimum=1, maximum=256
+    )
+    max_lora_rank: int = option(
+        16, "largest rank of a LoRA adapter; on a GPU every slot takes memory for it", minimum=1, maximum=256
+    )
+    allow_runtime_lora: bool = option(
+        False, "administrators may load and unload LoRA adapters: POST /v1/load_lora_adapter, /v1/unload_lora_adapter"
+    )
+    lora_root: str | None = option(None, "folder that holds every adapter that may be loaded at run time")
     cpu_threads: int | None = option(
         None,
         "threads of a CPU Worker, or of each of its ranks; default: OMP_NUM_THREADS, else the number of cores that the "
@@ -183,6 +199,7 @@ class EngineConfig:
         check_config(self)
         if self.swap_space and not self.enable_prefix_caching:
             raise ConfigError("swap_space: the prefix cache keeps the blocks; leave enable_prefix_caching on.")
+        self._check_lora()
         if self.disk_cache is not None and self.swap_space == 0:
             raise ConfigError("disk_cache: blocks pass through host memory; reserve some with swap_space.")
 
@@ -190,3 +207,30 @@ class EngineConfig:
     def num_processes(self) -> int:
         """Worker processes in all: the ranks of all replicas."""
         return self.tensor_parallel_size * self.data_parallel_size
+
+    @property
+    def serves_adapters(self) -> bool:
+        """True if the model has slots for LoRA adapters."""
+        return bool(self.lora) or self.allow_runtime_lora
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """The folders of the adapters to load at the start, by name."""
+        return dict(entry.split("=", 1) for entry in self.lora)
+
+    def _check_lora(self) -> None:
+        for entry in self.lora:
+            name, _, folder = entry.partition("=")
+            if not ADAPTER_NAME.fullmatch(name) or not folder:
+                raise ConfigError(f"lora: {entry!r} is not NAME=DIR; a name has letters, digits and . : @ / _ -.")
+        if len(self.adapters) < len(self.lora):
+            raise ConfigError("lora: two adapters have the same name.")
+        if self.allow_runtime_lora and self.lora_root is None:
+            raise ConfigError("allow_runtime_lora: lora_root must name the folder that the adapters are in.")
+        if self.serves_adapters and self.tensor_parallel_size > 1:
+            raise ConfigError("lora: adapters are served on one device; leave tensor_parallel_size at 1.")
+        if self.serves_adapters and self.batch_invariant:
+            raise ConfigError(
+                "lora: batch_invariant is not served with adapters; the number of rows of an adapter chooses the "
+                "kernel of its product."
+            )

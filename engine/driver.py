@@ -19,9 +19,10 @@ from contextlib import suppress
 
 from engine.checkpoint.checkpoint import open_checkpoint
 from engine.config import EngineConfig
-from engine.errors import EngineError, PageserveError, UnavailableError, WorkerDiedError
+from engine.errors import EngineError, ModelError, PageserveError, UnavailableError, WorkerDiedError
 from engine.executor.step import (
     ONE_PLACE,
+    AdapterLoaded,
     FetchedBlocks,
     GrammarPrepared,
     Place,
@@ -202,6 +203,23 @@ class Driver:
         if self._loaded is not None:
             self._loaded.live.abort(request_id)
 
+    @property
+    def adapters(self) -> dict[str, str]:
+        """The folders of the LoRA adapters that requests may name, by name."""
+        return {} if self._loaded is None else self._loaded.adapters.paths
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Load a LoRA adapter from a folder inside lora_root; returns once requests may name it. Streams go on
+        meanwhile; a model that sleeps is woken. Raises InvalidRequestError, and UnavailableError while the engine
+        loads, drains or is dead."""
+        adapters = self._require_serving().adapters
+        self._sleep.set(None)
+        await adapters.load(name, path)
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter; requests that use it go on. Raises what `load_adapter` raises."""
+        self._require_serving().adapters.unload(name)
+
     def health(self) -> str | None:
         """The reason why this process must be replaced, or None. A Worker that hangs is killed, not reported."""
         return None if self._failure is None else f"the engine has ended: {self._failure}"
@@ -295,7 +313,8 @@ class Driver:
 
     async def _run(self) -> None:
         try:
-            loaded = self._become_ready(await self.supervisor.wait_loaded(self._set_phase))
+            ready = await self.supervisor.wait_loaded(self._set_phase)
+            loaded = await self._become_ready(ready)
             while True:
                 try:
                     level = await self._serve(loaded)
@@ -308,8 +327,8 @@ class Driver:
             logger.exception("the engine loop failed")
             self._die(EngineError("an internal error ended the engine loop; the log has it"))
 
-    def _become_ready(self, ready: WorkerReady) -> Loaded:
-        self._loaded = Loaded.of(
+    async def _become_ready(self, ready: WorkerReady) -> Loaded:
+        loaded = Loaded.of(
             ready,
             self.config,
             self._checkpoint,
@@ -321,15 +340,26 @@ class Driver:
             stats=self.stats,
             log=self.request_log,
         )
+        if loaded.adapters.starting:
+            self._set_phase("loading adapters")
+            loaded.adapters.attach(self.supervisor.send)
+        while loaded.adapters.starting:
+            message = await self.supervisor.executor.receive()
+            assert isinstance(message, AdapterLoaded), "the Worker was asked for nothing else"
+            loaded.adapters.answered(message)
+            if message.error:
+                raise ModelError(f"lora: {message.error}")
+        self._loaded = loaded
         self._set_phase("ready")
         self._woke_at = time.monotonic()
         self._ready.set_result(None)
-        return self._loaded
+        return loaded
 
     async def _serve(self, loaded: Loaded) -> int:
         """Send plans and take in results until the Worker sleeps; returns the level. WorkerDiedError if it dies."""
         self._set_phase("ready")
         self.grammars.attach(self.supervisor.send)
+        loaded.adapters.attach(self.supervisor.send)
         if loaded.model.thinking_tags is not None:
             self.supervisor.send(loaded.model.thinking_tags)
         self._pump()
@@ -339,6 +369,8 @@ class Driver:
                 self._process(loaded, message)
             elif isinstance(message, GrammarPrepared):
                 self.grammars.prepared(message)
+            elif isinstance(message, AdapterLoaded):
+                loaded.adapters.answered(message)
             elif isinstance(message, WorkerAsleep):
                 return self._sleep.level
             else:
@@ -485,6 +517,7 @@ class Driver:
     async def _rest(self, loaded: Loaded, level: int) -> Loaded:
         """Keep the journal without a device until a wake is asked for, then go on as after the death of a Worker."""
         self.grammars.detach()
+        loaded.adapters.detach()
         if loaded.prefetcher is not None:
             loaded.prefetcher.close()
         executor, started = self.supervisor.executor, time.monotonic()
@@ -549,6 +582,7 @@ class Driver:
         if loaded.prefetcher is not None:
             loaded.prefetcher.close()
         self.grammars.detach()
+        loaded.adapters.detach()
         died_at = time.monotonic()
         self._blame(loaded, death)
         ready = await self.supervisor.restart(death, lambda: len(loaded.live))

@@ -1,8 +1,18 @@
 """Request: one prompt and how to sample it, as a caller hands it to the Driver."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.sampling_params import BeamSearchParams, SamplingParams
+
+
+class Adapter(NamedTuple):
+    """A LoRA adapter that the Worker holds. An adapter that is loaded again has another id; `version`, the digest of
+    its name and files, differs where its weights do."""
+
+    adapter_id: int
+    name: str
+    version: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +27,7 @@ class Request:
 
     Tenants share the engine in proportion to their `weight` (engine/scheduling/fair_share.py). A request that is not
     finished `timeout` seconds after it was accepted ends with DeadlineError. Listeners of the RequestLog read
-    `trace_parent`.
+    `trace_parent`. `adapter` is the name of a LoRA adapter that is loaded; empty: the base model.
     """
 
     request_id: str
@@ -31,3 +41,4 @@ class Request:
     weight: float = 1.0
     timeout: float | None = None
     trace_parent: str = ""
+    adapter: str = ""

@@ -19,6 +19,7 @@ from engine.executor.child_process import connect, spawn
 from engine.executor.frames import FrameError, read_frame
 from engine.executor.process_state import count_oom_kills, is_traced, stopped_at, wait_until_stopped
 from engine.executor.step import (
+    AdapterLoaded,
     FetchedBlocks,
     GrammarPrepared,
     Heartbeat,
@@ -31,7 +32,7 @@ from engine.executor.step import (
     named_error,
 )
 
-SideAnswer = FetchedBlocks | GrammarPrepared | WorkerAsleep
+SideAnswer = FetchedBlocks | GrammarPrepared | AdapterLoaded | WorkerAsleep
 ASLEEP = b""  # no digest
 REAP_SECONDS = 1.0  # the socket closes a moment before the process can be reaped
 
@@ -48,7 +49,7 @@ class OtherRanks:
         self._tasks: list[asyncio.Task[None]] = []
         self._ready: list[WorkerReady] = []
         self._num_heartbeats = 0
-        self._answers: dict[int | bytes, list[SideAnswer]] = {}  # by `_key`: those of these ranks
+        self._answers: dict[int | bytes | str, list[SideAnswer]] = {}  # by `_key`: those of these ranks
         self._asleep = False  # a rank that sleeps may end (level 2)
         self._news = asyncio.Event()  # a rank is ready, has answered or has ended
         self._ended: PageserveError | None = None
@@ -105,7 +106,7 @@ class OtherRanks:
         answers = [answer, *self._answers.pop(key)]
         if isinstance(answer, FetchedBlocks):
             return min((a for a in answers if isinstance(a, FetchedBlocks)), key=lambda a: a.num_blocks)
-        return next((a for a in answers if isinstance(a, GrammarPrepared) and a.error), answer)
+        return next((a for a in answers if isinstance(a, GrammarPrepared | AdapterLoaded) and a.error), answer)
 
     def is_traced(self) -> bool:
         """True if a debugger holds one of the ranks."""
@@ -207,7 +208,9 @@ def how_it_ended(process: subprocess.Popen[bytes], subject: str, num_oom_kills: 
     return f"{subject} was ended by {known.get(-code, f'signal {-code}')}", killed
 
 
-def _key(answer: SideAnswer) -> int | bytes:
+def _key(answer: SideAnswer) -> int | bytes | str:
     if isinstance(answer, FetchedBlocks):
         return answer.fetch_id
+    if isinstance(answer, AdapterLoaded):
+        return f"adapter {answer.adapter_id}"
     return answer.digest if isinstance(answer, GrammarPrepared) else ASLEEP

@@ -130,6 +130,7 @@ class NewSequence(msgspec.Struct, frozen=True, array_like=True):
     seed: int
     fork_of: int | None = None
     num_scored_tokens: int = 1
+    adapter_id: int = 0  # of a LoadAdapter before; 0: the base model
 
 
 class BlockCopy(msgspec.Struct, frozen=True, array_like=True):
@@ -179,6 +180,29 @@ class GrammarPrepared(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     digest: bytes
     error: str
+
+
+class LoadAdapter(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Read a LoRA adapter from a local folder, in parallel to steps. With a `digest`, its files must still be those."""
+
+    adapter_id: int
+    path: str
+    digest: bytes = b""
+
+
+class AdapterLoaded(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The answer to LoadAdapter: the digest of the adapter's files and its bytes in memory, or an error."""
+
+    adapter_id: int
+    digest: bytes = b""
+    error: str = ""
+    num_bytes: int = 0
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Forget an adapter; no later sequence uses it."""
+
+    adapter_id: int
 
 
 class SequenceStep(msgspec.Struct, frozen=True, array_like=True):
@@ -289,8 +313,9 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, tag=True):
         return [*map(SampledToken, self.seq_ids, self.token_ids), *self.detailed]
 
 
-SideMessage = FetchBlocks | Vocabulary | PrepareGrammar | ThinkingTags  # handled in parallel to steps
-Answer = StepResult | FetchedBlocks | GrammarPrepared | WorkerAsleep  # answers of a loaded Worker
+# Handled in parallel to steps.
+SideMessage = FetchBlocks | Vocabulary | PrepareGrammar | ThinkingTags | LoadAdapter | UnloadAdapter
+Answer = StepResult | FetchedBlocks | GrammarPrepared | AdapterLoaded | WorkerAsleep  # answers of a loaded Worker
 DriverMessage = StartWorker | StepPlan | SideMessage | Heartbeat | SleepWorker | WakeWorker
 WorkerMessage = LoadProgress | WorkerReady | WorkerFailed | Answer | Heartbeat
 

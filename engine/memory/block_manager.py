@@ -300,14 +300,16 @@ class BlockManager:
         """Makes the keys of full blocks of known tokens. Every hashed field has a fixed width or its length first."""
         keys, size = seq.block_keys, self.block_size
         for index in range(len(keys), len(seq.token_ids) // size):
-            parent = keys[-1].digest if keys else self._root(seq.cache_salt)
+            parent = keys[-1].digest if keys else self._root(seq)
             token_ids = tuple(seq.token_ids[index * size : (index + 1) * size])
             packed = struct.pack(f"<I{size}I", size, *token_ids)
             keys.append(BlockKey(hashlib.sha256(parent + packed).digest(), token_ids))
 
-    def _root(self, cache_salt: str) -> bytes:
-        """Returns the hash before the first block. It differs between models and between salts."""
-        fields = (self.model_identity, cache_salt.encode())
+    def _root(self, seq: Sequence) -> bytes:
+        """Returns the hash before the first block. It differs between models, salts and versions of adapters."""
+        fields = [self.model_identity, seq.cache_salt.encode()]
+        if seq.adapter is not None:
+            fields.append(seq.adapter.version)
         return hashlib.sha256(b"".join(struct.pack("<Q", len(field)) + field for field in fields)).digest()
 
 

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from engine.executor.step import SampledToken
 from engine.outputs import FinishReason
+from engine.request import Adapter
 from engine.sampling_params import SamplingParams
 
 
@@ -49,6 +50,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "adapter",
         "arrival",
         "block_keys",
         "block_table",
@@ -97,6 +99,7 @@ class Sequence:
         cache_salt: str = "",
         tenant: str = "",
         weight: float = 1.0,
+        adapter: Adapter | None = None,
     ) -> None:
         self.seq_id = seq_id
         self.token_ids = list(prompt_token_ids)
@@ -107,6 +110,7 @@ class Sequence:
         self.priority = priority
         self.arrival = arrival  # a counter, not a time: the order must not depend on clocks
         self.cache_salt = cache_salt
+        self.adapter = adapter  # None: the base model
         self.tenant = tenant  # shares the engine with other tenants by `weight`
         self.weight = weight
         self.status = SequenceStatus.WAITING

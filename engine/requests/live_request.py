@@ -7,7 +7,7 @@ import msgspec
 
 from engine.memory.sequence import Sequence
 from engine.outputs import FinishReason
-from engine.request import Request
+from engine.request import Adapter, Request
 from engine.requests.stream import RequestStream
 from engine.sampling_params import SamplingParams
 from engine.scheduling.beam_group import BeamGroup, begin_search
@@ -18,6 +18,7 @@ from engine.text.detokenizer import Detokenizer
 from engine.text.tokenizer import Tokenizer
 
 SEED_STEP = 0x9E3779B97F4A7C15  # between two samples of one seed: they draw apart, the first draws as if it were alone
+ADAPTER_TENANT = "\0adapter "  # no key makes such a tenant
 
 
 class LiveRequest:
@@ -82,13 +83,17 @@ class LiveRequest:
         return self.timings.report(self.request.request_id, self.stream.sequences(), reason)
 
 
-def new_sequences(request: Request, max_num_tokens: int, numbers: Iterator[int]) -> list[Sequence]:
+def new_sequences(
+    request: Request, max_num_tokens: int, numbers: Iterator[int], adapter: Adapter | None
+) -> list[Sequence]:
     """The sequences that compute the samples of a request, each of at most `max_num_tokens` tokens with the prompt.
 
+    Without API keys, all requests have the same tenant: then each adapter is a tenant of its own.
     `numbers` gives unique sequence ids, which ascend in order of arrival. The first sequence scores the prompt.
     """
     params = request.params
     alike = (params.greedy or not params.generates) and request.beam_search is None
+    tenant = request.tenant or (f"{ADAPTER_TENANT}{request.adapter}" if adapter else "")
     seed = random.getrandbits(64) if params.seed is None else params.seed
     sequences = []
     for index in range(1 if alike else params.n):
@@ -103,8 +108,9 @@ def new_sequences(request: Request, max_num_tokens: int, numbers: Iterator[int])
                 priority=request.priority,
                 arrival=number,
                 cache_salt=request.cache_salt,
-                tenant=request.tenant,
+                tenant=tenant,
                 weight=request.weight,
+                adapter=adapter,
             )
         )
     return sequences

@@ -10,7 +10,7 @@ from engine.errors import DeadlineError, InvalidRequestError, PageserveError
 from engine.executor.recovery import Recovery
 from engine.executor.step import StepPlan, StepResult
 from engine.outputs import FinishReason
-from engine.request import Request
+from engine.request import Adapter, Request
 from engine.requests.deadlines import Deadlines
 from engine.requests.delivery import Delivery, FreshTokens, Vectors
 from engine.requests.live_request import LiveRequest, new_sequences
@@ -42,6 +42,8 @@ class LiveRequests:
         stats: EngineStats,
         log: RequestLog,
         wake: Callable[[], None],
+        hold_adapter: Callable[[str], Adapter],
+        release_adapter: Callable[[Adapter], None],
     ) -> None:
         """`queue_limits` are the requests and the prompt tokens that may wait. `recovery` is told of each request that
         got a token or ended. `wake` is called when there may be something new to schedule."""
@@ -54,6 +56,7 @@ class LiveRequests:
         self._stats = stats
         self._log = log
         self._wake = wake
+        self._hold_adapter, self._release_adapter = hold_adapter, release_adapter
         self._by_id: dict[str, LiveRequest] = {}
         self._deadlines = Deadlines(self._expire)
         self._delivery = Delivery(scheduler, stats)
@@ -113,8 +116,10 @@ class LiveRequests:
             raise InvalidRequestError(f"A request with id {request.request_id!r} is running already.", "request_id")
 
     def register(self, request: Request, max_num_tokens: int) -> RequestStream:
-        """Queue a request that was checked; none of its samples grows past `max_num_tokens`, prompt included."""
-        sequences = new_sequences(request, max_num_tokens, self._numbers)
+        """Queue a request that was checked; none of its samples grows past `max_num_tokens`, prompt included. Raises
+        InvalidRequestError if there is no adapter of the name that it gives."""
+        adapter = self._hold_adapter(request.adapter) if request.adapter else None
+        sequences = new_sequences(request, max_num_tokens, self._numbers, adapter)
         abort = partial(self.abort, request.request_id)
         live = LiveRequest(request, sequences, self._tokenizer, abort, self._stats, self._meter)
         self._by_id[request.request_id] = live
@@ -220,6 +225,8 @@ class LiveRequests:
         """Forget a request that has ended, and record how it went."""
         request = live.request
         del self._by_id[request.request_id]
+        if (adapter := live.sequences[0].adapter) is not None:
+            self._release_adapter(adapter)
         self._recovery.clear(request.request_id)
         self._log.add(request, live.report(reason))
         self._deadlines.clear(request.request_id)

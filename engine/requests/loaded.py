@@ -11,6 +11,7 @@ from engine.executor.recovery import Recovery
 from engine.executor.step import FetchBlocks, WorkerReady
 from engine.memory.block_manager import BlockManager
 from engine.memory.host_tier import HostTier
+from engine.requests.adapters import Adapters
 from engine.requests.live_requests import LiveRequests
 from engine.requests.model_info import ModelInfo, fits_still
 from engine.scheduling.prefetch import Prefetcher
@@ -28,6 +29,7 @@ class Loaded:
     scheduler: Scheduler
     prefetcher: Prefetcher | None
     live: LiveRequests
+    adapters: Adapters
     max_in_flight: int
 
     @classmethod
@@ -59,6 +61,7 @@ class Loaded:
         )
         scheduler = _new_scheduler(ready, config, checkpoint)
         prefetcher = None if config.disk_cache is None else Prefetcher(scheduler, send, wake)
+        adapters = Adapters(config)
         live = LiveRequests(
             scheduler,
             prefetcher,
@@ -69,11 +72,13 @@ class Loaded:
             stats=stats,
             log=log,
             wake=wake,
+            hold_adapter=adapters.hold,
+            release_adapter=adapters.release,
         )
         overlap = config.async_scheduling
         if overlap is None:  # on a CPU, planning ahead would take cores from the Worker's threads in mid-step
             overlap = ready.device != "cpu"
-        return cls(model, scheduler, prefetcher, live, max_in_flight=2 if overlap else 1)
+        return cls(model, scheduler, prefetcher, live, adapters, max_in_flight=2 if overlap else 1)
 
     def on(self, ready: WorkerReady, config: EngineConfig, *, keep_host_tier: bool = False) -> "Loaded":
         """Move to a new Worker, whose pool is empty and may be smaller: every live sequence waits to be recomputed.
@@ -113,6 +118,7 @@ def _new_scheduler(ready: WorkerReady, config: EngineConfig, checkpoint: Checkpo
         eos_token_ids=checkpoint.eos_token_ids,
         whole_sequences=ready.encoder,
         step_seconds=None if ready.encoder else config.fair_step_seconds,
+        max_loras=config.max_loras,
     )
 
 

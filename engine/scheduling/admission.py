@@ -1,9 +1,9 @@
 """Admission: which waiting sequence starts next, which running ones give way, and which a step leaves out.
 
-Three resources decide: rows (`max_num_seqs`), KV blocks (what the known tokens need, plus what BlockReserve keeps free
-for the growth of running sequences) and the tenants' shares (FairShare). The Scheduler asks `next_start` until the
-answer is None, and reports everything that starts, stops, and is planned. Questions change no decision: calling them
-twice gives the same answer.
+Four resources decide: rows (`max_num_seqs`), slots of adapters (`max_loras`), KV blocks (what the known tokens need,
+plus what BlockReserve keeps free for the growth of running sequences) and the tenants' shares (FairShare). The
+Scheduler asks `next_start` until the answer is None, and reports everything that starts, stops, and is planned.
+Questions change no decision: calling them twice gives the same answer.
 """
 
 from collections.abc import Iterable
@@ -59,9 +59,12 @@ class Admission:
         reserve: BlockReserve,
         fair_share: FairShare,
         whole_sequences: bool,
+        max_loras: int = 0,
     ) -> None:
-        """`whole_sequences`: an encoder computes all tokens of a sequence in one step."""
+        """`whole_sequences`: an encoder computes all tokens of a sequence in one step. `max_loras`: most adapters that
+        running sequences may have."""
         self.max_num_seqs = max_num_seqs
+        self.max_loras = max_loras
         self.reserve = reserve
         self.fair_share = fair_share
         self.num_delayed = 0  # sequences that the watermark alone would have started sooner
@@ -121,7 +124,7 @@ class Admission:
         return self.fair_share.next_in_turn(self._waiting, self._running, displaced) if found is None else found
 
     def finds_room(self, seq: Sequence) -> bool:
-        """True if a row is free for `seq`, and blocks for all its known tokens."""
+        """True if a row and a slot are free for `seq`, and blocks for all its known tokens."""
         return self._has_row(seq) and self._start_of(seq).has_room
 
     def victim_for(self, seq: Sequence) -> Sequence:
@@ -213,6 +216,8 @@ class Admission:
     def check_invariants(self, sequences: Iterable[Sequence]) -> None:
         """Asserts that rows and accounts agree with the live sequences. For tests and simulation."""
         self.fair_share.check_invariants(list(sequences))
+        adapters = {seq.adapter.adapter_id for seq in self._running if seq.adapter is not None}
+        assert len(adapters) <= self.max_loras, "the Worker has no slot for an adapter"
         assert self.num_rows <= self.max_num_seqs and all(group.live for group in self.inseparable_groups)
 
     def _start_of(self, seq: Sequence) -> Start:
@@ -242,7 +247,14 @@ class Admission:
 
     def _has_row(self, seq: Sequence) -> bool:
         needed = 1 if seq.group is None else seq.group.num_rows_to_start
-        return self.num_rows + min(needed, self.max_num_seqs) <= self.max_num_seqs
+        return self.num_rows + min(needed, self.max_num_seqs) <= self.max_num_seqs and self._has_slot(seq)
+
+    def _has_slot(self, seq: Sequence) -> bool:
+        """True if the Worker has a slot for the sequence's adapter beside those of the running sequences."""
+        if seq.adapter is None:
+            return True
+        adapters = {other.adapter.adapter_id for other in self._running if other.adapter is not None}
+        return seq.adapter.adapter_id in adapters or len(adapters) < self.max_loras
 
     def _count_delay(self, start: Start) -> None:
         """Counts a sequence once that the prediction delays and the watermark alone would not. A mere statistic."""

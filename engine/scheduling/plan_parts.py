@@ -118,4 +118,5 @@ def new_sequence(seq: Sequence, blocks: Allocation, fork_of: int | None = None) 
         seed=seq.seed,
         fork_of=fork_of,
         num_scored_tokens=seq.num_scored_tokens,
+        adapter_id=0 if seq.adapter is None else seq.adapter.adapter_id,
     )

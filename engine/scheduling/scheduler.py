@@ -54,10 +54,12 @@ class Scheduler:
         eos_token_ids: Iterable[int] = (),
         whole_sequences: bool = False,
         step_seconds: float | None = None,
+        max_loras: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`watermark`: share of the blocks that a starting sequence leaves free. `admission`: see make_reserve.
         `whole_sequences`: an encoder computes all tokens of a sequence in one step. `step_seconds`: see FairShare.
+        `max_loras`: see Admission.
         """
         self.block_manager = block_manager
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -75,6 +77,7 @@ class Scheduler:
             reserve=make_reserve(admission, block_manager, math.ceil(watermark * block_manager.num_blocks)),
             fair_share=FairShare(block_manager, max_num_seqs, step_seconds=step_seconds),
             whole_sequences=whole_sequences,
+            max_loras=max_loras,
         )
         self.scope = StepScope([], max_num_batched_tokens)  # limits of the last plan
         self.ended_groups: list[SequenceGroup] = []  # beam searches that ended; the Driver empties the list

@@ -16,6 +16,7 @@ from torch import Tensor
 from engine.executor.step import StepPlan
 from engine.models.decoder import Decoder
 from engine.models.layers.attention import KVCache
+from engine.worker.batch.adapter_slots import AdapterSlots
 from engine.worker.batch.bucket_buffers import BucketBuffers, input_bytes
 from engine.worker.batch.device_rows import DeviceRows
 from engine.worker.batch.input_batch import InputBatch, SampleTargets
@@ -67,7 +68,9 @@ class BucketRunner:
         counts: TokenCounts,
         settings: BucketSettings,
         attention_plan: AttentionPlan | None,
+        adapters: AdapterSlots | None = None,
     ) -> None:
+        self._adapters = adapters
         self.max_seqs = settings.max_seqs
         self._decode_sizes = decode_sizes(settings.max_seqs)
         self._token_sizes = mixed_token_sizes(settings.max_tokens)
@@ -138,6 +141,12 @@ class BucketRunner:
         self.graphs.run((GREEDY, self._decode_bucket(self._num_rows)))
         return self.buffers.download(self._num_rows)
 
+    def begin_sampling(self) -> None:
+        """Call it before compute_logits of the hidden states that `forward` gave."""
+        if (adapters := self._adapters) is not None:
+            rows = self.buffers.rows(self._num_rows)
+            self._queue.run(lambda: adapters.layers.set_logits_rows(adapters.slots_of(rows), True))
+
     def store(self, token_ids: Tensor) -> None:
         """Keep tokens sampled otherwise, int64 [rows], on the device as the input of the next step."""
         rows = self.buffers.rows(self._num_rows)
@@ -175,6 +184,8 @@ class BucketRunner:
     @torch.inference_mode()
     def _forward_decodes(self, bucket: Bucket) -> None:
         ids = self.buffers.prepare(bucket, mixed=False)
+        if self._adapters is not None:
+            self._adapters.layers.set_rows(self._adapters.slots_of(self.buffers.rows(bucket.seqs)), None, True)
         metadata = self.buffers.decode_metadata(bucket, self._attention_plan)
         self.buffers.hidden[: bucket.seqs].copy_(self._decoder.forward(ids, metadata, self._kv_caches))
 
@@ -182,10 +193,15 @@ class BucketRunner:
     def _forward_mixed(self, bucket: Bucket) -> None:
         ids = self.buffers.prepare(bucket, mixed=True)
         metadata = self.buffers.mixed_metadata(bucket, self._attention_plan)
+        if self._adapters is not None and metadata.outputs is not None:
+            slots = self._adapters.slots_of(self.buffers.token_rows(bucket))
+            self._adapters.layers.set_rows(slots, metadata.outputs.indices, True)
         self.buffers.hidden[: bucket.seqs].copy_(self._decoder.forward(ids, metadata, self._kv_caches))
 
     @torch.inference_mode()
     def _greedy(self, bucket: Bucket) -> None:
+        if self._adapters is not None:
+            self._adapters.layers.set_logits_rows(self._adapters.slots_of(self.buffers.rows(bucket.seqs)), True)
         logits = self._decoder.compute_logits(self.buffers.hidden[: bucket.seqs])
         output = sample(logits, None, self._counts)
         self.buffers.store(bucket.seqs, output.token_ids, output.failed)

@@ -12,16 +12,19 @@ from torch import Tensor
 from engine.executor.step import (
     BlockMove,
     FetchBlocks,
+    LoadAdapter,
     NewSequence,
     SequenceStep,
     SideMessage,
     StepPlan,
     StepResult,
+    UnloadAdapter,
     WorkerMessage,
 )
 from engine.models.decoder import Decoder
 from engine.outputs import PromptScores
 from engine.worker.attention_warmup import AttentionSettings, make_attention_plan, warm_up_attention
+from engine.worker.batch.adapter_slots import AdapterSlots, StagedSlots
 from engine.worker.batch.input_batch import InputBatch, SampleTargets, StepInputs
 from engine.worker.batch.step_buffer import BUFFERED_STEPS, IntArray, StepBuffer, step_buffer_bytes
 from engine.worker.bucket_runner import BucketRunner, BucketSettings
@@ -105,6 +108,8 @@ class ModelRunner:
 
     def __init__(self, parts: RunnerParts) -> None:
         limits, queue, device = parts.limits, parts.queue, parts.device
+        layers = parts.decoder.operators.adapters
+        self._adapters = None if layers is None else AdapterSlots(layers, limits.max_num_seqs, queue)
         self.vocab_size = parts.decoder.config.vocab_size
         num_cached_tokens = parts.kv_caches[0][0].shape[0] * parts.block_size
         self.max_prompt_tokens = min(  # in one step
@@ -132,6 +137,7 @@ class ModelRunner:
             eos_token_ids=parts.eos_token_ids,
             device=device,
             queue=queue,
+            adapters=self._adapters,
         )
         self._scorer = PromptScorer()
         self._pooler = Pooler()
@@ -139,7 +145,13 @@ class ModelRunner:
         self.buckets: BucketRunner | None = None
         if queue is not None and parts.buckets is not None:
             self.buckets = BucketRunner(
-                queue, parts.decoder, parts.kv_caches, self.sampler.counts, parts.buckets, attention_plan
+                queue,
+                parts.decoder,
+                parts.kv_caches,
+                self.sampler.counts,
+                parts.buckets,
+                attention_plan,
+                self._adapters,
             )
             self.batch.changed_cells = []
             self._last_tokens = self.buckets.device_rows.last_tokens
@@ -154,11 +166,17 @@ class ModelRunner:
         for seq_id in plan.removed:
             if (row := self.batch.remove(seq_id)) is not None:
                 self.sampler.remove(row)
+                if self._adapters is not None:
+                    self._adapters.remove(row)
             self._pooler.remove(seq_id)
             self._scorer.remove(seq_id)
         failed = {new.seq_id: error for new in plan.new if (error := self._add(new))}
         if plan.offloads or plan.loads or plan.block_copies or self.sampler.has_uncounted:
             self._move_blocks(plan)
+        if self._adapters is not None and self._adapters.has_changes:
+            enter = self._adapters.enter_changes(self._buffer.put)
+            self._buffer.upload()
+            self._in_queue(enter)
         targets: SampleTargets | None = None
         runs: tuple[SamplerRun, ...] = ()
         token_ids: IntArray | None = None
@@ -213,6 +231,9 @@ class ModelRunner:
         """Do what a message asks for beside the steps; `send` gets the answer, if there is one."""
         if isinstance(message, FetchBlocks):
             self.host_cache.fetch(message, send)
+        elif isinstance(message, LoadAdapter | UnloadAdapter):
+            assert self._adapters is not None, "the Driver has the same config"
+            self._adapters.handle(message, send)
         else:
             self.sampler.handle_message(message, send)
 
@@ -240,6 +261,8 @@ class ModelRunner:
         self._in_queue(
             lambda: warm_up_attention(self._decoder, self._kv_caches, batch.attention_plan, batch.max_model_len)
         )
+        if self._adapters is not None:
+            self._adapters.warm_up(True)
         prompt = [0] * min(2, self.batch.max_model_len - 1)
         for params in WARM_UP:
             new = NewSequence(
@@ -257,6 +280,8 @@ class ModelRunner:
                 StepPlan(0, [0], [], [], []),
             ):
                 self.result(self.launch(plan))
+        if self._adapters is not None:
+            self._adapters.warm_up(False)
 
     def record_graphs(self) -> None:
         """Record the CUDA graphs of start-up (engine/worker/device/cuda_graphs.py)."""
@@ -300,6 +325,8 @@ class ModelRunner:
                 self.sampler.add_greedy(row)
                 raise ValueError(f"a token id of the prompt is not below {self.vocab_size}")
             self.sampler.add(row, new, token_ids)
+            if self._adapters is not None:
+                self._adapters.add(row, new.adapter_id)
         except ValueError as error:
             self.batch.token_ids[row] = 0  # a step of the sequence may be on its way: it computes harmless tokens
             return str(error)
@@ -335,6 +362,7 @@ class ModelRunner:
             return targets, (), None
         if sampling is None:
             return targets, (), buckets.greedy()
+        buckets.begin_sampling()
         constraints = self.sampler.constrain(targets)
         runs = self._in_queue(lambda: self.sampler.sample(hidden, targets, sampling, constraints))
         buckets.store(token_ids_of(runs))
@@ -358,8 +386,9 @@ class ModelRunner:
         targets = inputs.targets if pooled is None else pooled.targets
         sampling = self.sampler.build_inputs(targets, put)
         device_rows = put(targets.rows)
+        slots = None if self._adapters is None else self._adapters.stage(inputs, targets.rows, put)
         self._buffer.upload()
-        hidden, extras = self._in_queue(lambda: self._forward(inputs, to_score, pooled))
+        hidden, extras = self._in_queue(lambda: self._forward(inputs, to_score, pooled, slots))
         if not len(targets.rows):
             return targets, (), extras
         constraints = self.sampler.constrain(targets)
@@ -373,12 +402,24 @@ class ModelRunner:
         return targets, tuple([run.to_host() for run in runs]), extras
 
     def _forward(
-        self, inputs: StepInputs, to_score: StepScores | None, pooled: PooledStep | None
+        self,
+        inputs: StepInputs,
+        to_score: StepScores | None,
+        pooled: PooledStep | None,
+        slots: StagedSlots | None,
     ) -> tuple[Tensor, Extras]:
         """(hidden states [targets, hidden_size], the step's other results)."""
         inputs.prepare()
+        if slots is not None:
+            slots.begin_forward()
         hidden = self._decoder.forward(self._input_ids(inputs), inputs.metadata, self._kv_caches)
-        scored = None if to_score is None else score(hidden, self._decoder.compute_logits, to_score, self.vocab_size)
+        scored = None
+        if to_score is not None:
+            plain = self._decoder.compute_logits
+            compute = plain if slots is None else slots.logits_of(plain, to_score.rows)
+            scored = score(hidden, compute, to_score, self.vocab_size)
+        if slots is not None:
+            slots.begin_sampling()
         last = hidden if inputs.sample_indices is None else hidden.index_select(0, inputs.sample_indices)
         vectors = None
         if pooled is not None:

@@ -5,7 +5,7 @@ dict for torch elsewhere (fp32 on a CPU).
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -22,8 +22,11 @@ class LoraWeights(Protocol):
     """The factors of one linear layer. Its output has parts, each with factors of its own: q, k and v, or gate and
     up."""
 
-    def set(self, slot: int, factors: Sequence[Factor]) -> None:
-        """Fill a slot with the factors of each part; None for a part without."""
+    def pack(self, factors: Sequence[Factor]) -> Any:
+        """The factors of each part, None for a part without, in the form that `set` takes. Any thread may call it."""
+
+    def set(self, slot: int, packed: Any) -> None:
+        """Fill a slot with what `pack` made; None for no factors."""
 
     def add(self, out: Tensor, x: Tensor, groups: RowGroups) -> None:
         """out [num_rows, out_features] += x @ A.T @ B.T, with the factors of each row's slot."""
@@ -65,8 +68,13 @@ class StackedWeights:
         self.b = torch.zeros((max_loras, sum(parts), rank), dtype=dtype, device=device)
         self.ranks = torch.zeros((max_loras, len(parts)), dtype=torch.int32, device=device)
 
-    def set(self, slot: int, factors: Sequence[Factor]) -> None:
+    def pack(self, factors: Sequence[Factor]) -> list[Factor]:
+        """See LoraWeights."""
+        return list(factors)
+
+    def set(self, slot: int, packed: list[Factor] | None) -> None:
         """See LoraWeights. Copies in the order of the current stream."""
+        factors = packed or [None] * len(self.parts)
         ranks = [0 if factor is None else len(factor[0]) for factor in factors]
         for part, (rows, factor) in enumerate(zip(self.b[slot].split(self.parts), factors, strict=True)):
             if factor is None:
@@ -95,15 +103,20 @@ class PackedWeights:
         self._table = torch.zeros((max_loras, len(parts), cpu.lora.ENTRY), dtype=torch.int64)
         self._offsets = torch.from_numpy(np.cumsum([0, *parts], dtype=np.int64))
         self._widest = max(parts)
-        self._held: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(max_loras)]
+        self._held: list[list[Factor]] = [[] for _ in range(max_loras)]
 
-    def set(self, slot: int, factors: Sequence[Factor]) -> None:
+    def pack(self, factors: Sequence[Factor]) -> list[Factor]:
         """See LoraWeights."""
-        packed = [None if f is None else (self._cpu.lora.pack_a(f[0]), self._cpu.lora.pack_b(f[1])) for f in factors]
-        for part, pair in enumerate(packed):
-            entry = (0, 0, 0) if pair is None else (pair[0].data_ptr(), pair[1].data_ptr(), len(pair[0]))
-            self._table[slot, part] = torch.tensor(entry)
-        self._held[slot] = [pair for pair in packed if pair is not None]
+        lora = self._cpu.lora
+        return [None if factor is None else (lora.pack_a(factor[0]), lora.pack_b(factor[1])) for factor in factors]
+
+    def set(self, slot: int, packed: list[Factor] | None) -> None:
+        """See LoraWeights."""
+        self._table[slot] = 0
+        for part, pair in enumerate(packed or ()):
+            if pair is not None:
+                self._table[slot, part] = torch.tensor([pair[0].data_ptr(), pair[1].data_ptr(), len(pair[0])])
+        self._held[slot] = packed or []
 
     def add(self, out: Tensor, x: Tensor, groups: RowGroups) -> None:
         """See LoraWeights."""
@@ -119,9 +132,13 @@ class PlainWeights:
         self._parts = parts
         self._factors: dict[int, Factors] = {}
 
-    def set(self, slot: int, factors: Sequence[Factor]) -> None:
+    def pack(self, factors: Sequence[Factor]) -> Factors:
         """See LoraWeights."""
-        self._factors[slot] = list(zip(self._parts, factors, strict=True))
+        return list(zip(self._parts, factors, strict=True))
+
+    def set(self, slot: int, packed: Factors | None) -> None:
+        """See LoraWeights."""
+        self._factors[slot] = packed or []
 
     def add(self, out: Tensor, x: Tensor, groups: RowGroups) -> None:
         """See LoraWeights."""

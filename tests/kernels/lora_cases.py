@@ -41,7 +41,7 @@ def test_against_a_product_for_each_row(num_rows, in_features, parts, dtype):
             (rand(generator, rank, in_features, dtype=dtype), rand(generator, rows, rank, dtype=dtype))
             for part, rows in enumerate(parts)
         ]  # fmt: skip
-        weights.set(slot, factors[slot])
+        weights.set(slot, weights.pack(factors[slot]))
     slots = torch.tensor([-1, 0, 1, 3])[torch.randint(0, 4, (num_rows,), generator=generator)]
     slots[0] = 3
     groups = RowGroups(MAX_LORAS, DEVICE)

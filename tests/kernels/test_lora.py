@@ -23,7 +23,7 @@ def test_a_recorded_program_serves_what_the_slots_hold_later():
     program()
     assert not out.any()
     a, b = torch.randn(16, 64).bfloat16() / 8, torch.randn(64, 16).bfloat16() / 4
-    weights.set(1, [(a, b)])
+    weights.set(1, weights.pack([(a, b)]))
     groups.set(torch.tensor([1, -1, 1]), active=True)
     program()
     torch.testing.assert_close(out[[0, 2]], (x @ a.T @ b.T)[[0, 2]], atol=2e-2, rtol=2e-2)

@@ -37,12 +37,6 @@ class Adapter:
     factors: Mapping[str, Sequence[Factor]]
     digest: bytes
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes in host memory; a matrix A that parts share counts once."""
-        tensors = {t.data_ptr(): t for parts in self.factors.values() for pair in parts if pair for t in pair}
-        return sum(tensor.nbytes for tensor in tensors.values())
-
 
 def read_adapter(
     folder: Path, model: ModelConfig, parts: Mapping[str, Sequence[int]], max_rank: int, dtype: torch.dtype

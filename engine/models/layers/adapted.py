@@ -6,7 +6,8 @@ fills both before a forward pass. A model without adapters has none of these obj
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,6 +39,16 @@ class AdaptedLinear:
         return out
 
 
+@dataclass(frozen=True, slots=True)
+class PackedAdapter:
+    """An adapter in host memory: by linear layer what LoraWeights.pack made of its factors. `digest` is that of its
+    files, num_bytes the size of its factors."""
+
+    linears: Mapping[str, Any]
+    digest: bytes
+    num_bytes: int
+
+
 class AdapterLayers:
     """The slots of all linear layers that adapters may change, and the rows that use them.
 
@@ -65,12 +76,18 @@ class AdapterLayers:
         )
         return AdaptedLinear(linear, weights, self._groups(name))
 
-    def fill(self, slot: int, factors: Mapping[str, Sequence[Factor]]) -> None:
-        """Put an adapter in the place of the one in the slot: the factors of the parts of each linear by its name."""
+    def pack(self, factors: Mapping[str, Sequence[Factor]], digest: bytes = b"") -> PackedAdapter:
+        """An adapter, given by the factors of the parts of each linear, as `fill` takes it. Any thread may call it."""
+        tensors = {t.data_ptr(): t.nbytes for parts in factors.values() for pair in parts if pair for t in pair}
+        packed = {name: self._weights[name].pack(parts) for name, parts in factors.items()}
+        return PackedAdapter(packed, digest, sum(tensors.values()))
+
+    def fill(self, slot: int, adapter: PackedAdapter) -> None:
+        """Put an adapter in the place of the one in the slot."""
         for name, weights in self._weights.items():
-            weights.set(slot, factors.get(name) or [None] * len(self.parts[name]))
+            weights.set(slot, adapter.linears.get(name))
         self._heads.discard(slot)
-        if HEAD in factors:
+        if HEAD in adapter.linears:
             self._heads.add(slot)
 
     def set_rows(self, slots: Tensor, outputs: Tensor | None, active: bool) -> None:

@@ -198,6 +198,13 @@ class BucketBuffers:
         """BucketInputs.rows on the device, int64 [num_rows]: they have the same place in every bucket."""
         return self.device_rows.inputs[: 8 * num_rows].view(torch.int64)
 
+    def token_rows(self, bucket: Bucket) -> Tensor:
+        """On the device: the row of InputBatch of each token of a mixed step, int64 (T); any row for padding."""
+        inputs = self.views(bucket).device
+        tokens = torch.arange(bucket.tokens, dtype=torch.int32, device=inputs.cu_seqlens_q.device)
+        places = torch.searchsorted(inputs.cu_seqlens_q[1:], tokens, right=True).clamp_(max=bucket.seqs - 1)
+        return inputs.seq_rows.index_select(0, places)
+
     def pad(self, arrays: BucketInputs[npt.NDArray[Any]], num_tokens: int, num_seqs: int, num_outputs: int) -> None:
         """Make all entries from these counts on padding: they read no cache, and no row reads what they write.
 

@@ -20,6 +20,7 @@ from engine.executor.step import NewSequence, PrepareGrammar, WorkerMessage
 from engine.models.decoder import Decoder
 from engine.structured_output import Vocabulary
 from engine.thinking import ThinkingTags
+from engine.worker.batch.adapter_slots import AdapterSlots
 from engine.worker.batch.input_batch import InputBatch, SampleTargets
 from engine.worker.device.queue import DeviceQueue, Mark
 from engine.worker.sampling.grammar_masks import GrammarMasks
@@ -66,8 +67,10 @@ class StepSampler:
         eos_token_ids: list[int],
         device: torch.device,
         queue: DeviceQueue | None,
+        adapters: AdapterSlots | None = None,
     ) -> None:
         self._decoder = decoder
+        self._adapters = adapters
         self._batch = batch
         self._device = device
         self._queue = queue
@@ -188,6 +191,9 @@ class StepSampler:
         alone = SampleTargets(targets.seq_ids[i : i + 1], targets.rows[i : i + 1], targets.positions[i : i + 1])
         try:
             inputs = self.build_inputs(alone, self._to_device)
+            if self._adapters is not None:
+                slots = self._to_device(self._adapters.row_slots[alone.rows])
+                self._adapters.layers.set_logits_rows(slots, bool((self._adapters.row_slots[alone.rows] >= 0).any()))
             logits = self._decoder.compute_logits(hidden[i : i + 1])
             own = constraints.of_row(i)
             output = sample(logits, inputs, self.counts, own.mask, own.forced)

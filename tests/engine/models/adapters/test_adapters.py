@@ -38,7 +38,7 @@ def load(folder, **options):
 
 
 def fill(layers, slot, folder):
-    layers.fill(slot, read_adapter(folder, layers.config, layers.parts, MAX_RANK, torch.float32).factors)
+    layers.fill(slot, layers.pack(read_adapter(folder, layers.config, layers.parts, MAX_RANK, torch.float32).factors))
 
 
 @pytest.fixture(scope="module")
