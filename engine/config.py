@@ -214,6 +214,11 @@ class EngineConfig:
         return bool(self.lora) or self.allow_runtime_lora
 
     @property
+    def lora_slots(self) -> tuple[int, int] | None:
+        """Slots for LoRA adapters on the device, and the largest rank that they hold; None: served without adapters."""
+        return (self.max_loras, self.max_lora_rank) if self.serves_adapters else None
+
+    @property
     def adapters(self) -> dict[str, str]:
         """The folders of the adapters to load at the start, by name."""
         return dict(entry.split("=", 1) for entry in self.lora)

@@ -130,7 +130,7 @@ class NewSequence(msgspec.Struct, frozen=True, array_like=True):
     seed: int
     fork_of: int | None = None
     num_scored_tokens: int = 1
-    adapter_id: int = 0  # of a LoadAdapter before; 0: the base model
+    adapter_id: int = 0  # as in LoadAdapter; 0: the base model
 
 
 class BlockCopy(msgspec.Struct, frozen=True, array_like=True):

@@ -84,7 +84,7 @@ class LiveRequest:
 
 
 def new_sequences(
-    request: Request, max_num_tokens: int, numbers: Iterator[int], adapter: Adapter | None
+    request: Request, max_num_tokens: int, numbers: Iterator[int], adapter: Adapter | None = None
 ) -> list[Sequence]:
     """The sequences that compute the samples of a request, each of at most `max_num_tokens` tokens with the prompt.
 

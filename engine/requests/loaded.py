@@ -9,11 +9,10 @@ from engine.config import EngineConfig
 from engine.errors import EngineError
 from engine.executor.recovery import Recovery
 from engine.executor.step import FetchBlocks, WorkerReady
-from engine.memory.block_manager import BlockManager
-from engine.memory.host_tier import HostTier
 from engine.requests.adapters import Adapters
 from engine.requests.live_requests import LiveRequests
 from engine.requests.model_info import ModelInfo, fits_still
+from engine.requests.new_scheduler import host_tier, new_scheduler
 from engine.scheduling.prefetch import Prefetcher
 from engine.scheduling.scheduler import Scheduler
 from engine.telemetry.request_log import RequestLog
@@ -59,7 +58,7 @@ class Loaded:
             pooling=pooling_of_model(checkpoint.pooling, ready.encoder),
             thinking_tags=tokenizer.thinking_tags,
         )
-        scheduler = _new_scheduler(ready, config, checkpoint)
+        scheduler = new_scheduler(ready, config, checkpoint)
         prefetcher = None if config.disk_cache is None else Prefetcher(scheduler, send, wake)
         adapters = Adapters(config)
         live = LiveRequests(
@@ -89,7 +88,7 @@ class Loaded:
         loaded = replace(self, model=self.model.on(ready))
         self.scheduler.reset(
             ready.num_blocks,
-            self.scheduler.block_manager.host_tier if keep_host_tier else _host_tier(ready, config),
+            self.scheduler.block_manager.host_tier if keep_host_tier else host_tier(ready, config),
             max_num_seqs=ready.max_num_seqs,
             max_num_batched_tokens=ready.max_num_batched_tokens,
         )
@@ -100,27 +99,3 @@ class Loaded:
             if not all(fits_still(seq, loaded.model) for seq in unfinished):
                 self.live.fail(live, EngineError("The Worker came back with a KV cache too small for this request."))
         return loaded
-
-
-def _new_scheduler(ready: WorkerReady, config: EngineConfig, checkpoint: Checkpoint) -> Scheduler:
-    return Scheduler(
-        BlockManager(
-            ready.num_blocks,
-            config.block_size,
-            config.enable_prefix_caching and not ready.encoder,
-            _host_tier(ready, config),
-            checkpoint.identity,
-        ),
-        max_num_seqs=ready.max_num_seqs,
-        max_num_batched_tokens=ready.max_num_batched_tokens,
-        watermark=config.watermark,
-        admission=config.admission,
-        eos_token_ids=checkpoint.eos_token_ids,
-        whole_sequences=ready.encoder,
-        step_seconds=None if ready.encoder else config.fair_step_seconds,
-        max_loras=config.max_loras,
-    )
-
-
-def _host_tier(ready: WorkerReady, config: EngineConfig) -> HostTier | None:
-    return HostTier.of(ready, config.disk_cache is not None)

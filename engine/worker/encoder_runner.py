@@ -244,6 +244,8 @@ def load_encoder(
     config: EngineConfig, model_dir: Path, model: ModelConfig, progress: Callable[[str], None]
 ) -> tuple[EncoderRunner, WorkerReady]:
     """Load the weights. Raises ConfigError and ModelError."""
+    if config.serves_adapters:
+        raise ConfigError("lora: an encoder is served without adapters; leave lora and allow_runtime_lora out.")
     _refuse_cache_settings(config)
     device = resolve_device(config.device)
     dtype = resolve_dtype(config, model, device)

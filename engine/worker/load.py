@@ -9,12 +9,10 @@ from pathlib import Path
 import torch
 
 from engine.config import EngineConfig
-from engine.errors import ConfigError
 from engine.executor.step import ONE_PLACE, CacheCosts, Place, WorkerReady
 from engine.garbage_collector import thaw_garbage
 from engine.models.families import read_model_config
-from engine.models.layers.adapted import slot_bytes
-from engine.models.loading.load import weight_bytes
+from engine.models.loading.load import slot_bytes, weight_bytes
 from engine.worker.cache.host_cache import HostCache, block_copier, open_host_cache
 from engine.worker.cache.kv_cache import (
     KVCacheSize,
@@ -59,8 +57,6 @@ def load_resident(
     """Load the weights, size and allocate the KV cache, warm up. Raises ConfigError and ModelError."""
     model = read_model_config(model_dir, config.quantization, place.rank, place.size)
     if not model.causal:
-        if config.serves_adapters:
-            raise ConfigError("lora: an encoder is served without adapters; leave lora and allow_runtime_lora out.")
         return ResidentEncoder(*load_encoder(config, model_dir, model, progress))
     clock = StartClock()
     clock.start("load")
@@ -219,8 +215,7 @@ class ResidentDecoder(Resident):
         kv_format = resolve_kv_format(loaded.config, loaded.model)
         memory = {"weights": weight_bytes(loaded.model, loaded.dtype.itemsize), **used}
         if loaded.config.serves_adapters and loaded.device.type == "cuda":
-            slots = loaded.config.max_loras, loaded.config.max_lora_rank
-            memory["adapters"] = slot_bytes(loaded.model, *slots, loaded.dtype.itemsize)
+            memory["adapters"] = slot_bytes(loaded.model, loaded.config.lora_slots, loaded.dtype.itemsize)
         memory |= {"kv_cache": size.num_bytes, "host_cache": num_slots * size.block_bytes}
         if loaded.device.type == "cuda" and num_slots:
             memory["swap_staging"] = staging_bytes(num_slots, size.block_bytes)

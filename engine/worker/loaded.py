@@ -10,8 +10,7 @@ from engine.config import EngineConfig
 from engine.executor.step import ONE_PLACE, Place
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
-from engine.models.layers.adapted import AdapterLayers, slot_bytes
-from engine.models.loading.load import load_model, weight_bytes
+from engine.models.loading.load import load_model, slot_bytes, weight_bytes
 from engine.worker.attention_warmup import AttentionSettings, make_attention_plan, warm_up_attention
 from engine.worker.bucket_runner import BucketSettings
 from engine.worker.cache.host_cache import HostCache
@@ -120,8 +119,8 @@ def check_weights_fit(
     on_gpu = device.type == "cuda"
     free = torch.cuda.mem_get_info(device)[0] if on_gpu else available_host_bytes() // num_ranks
     needed = weight_bytes(model, dtype.itemsize)
-    if config.serves_adapters and on_gpu:
-        needed += slot_bytes(model, config.max_loras, config.max_lora_rank, dtype.itemsize)
+    if on_gpu:
+        needed += slot_bytes(model, config.lora_slots, dtype.itemsize)
     if needed <= free:
         return
     changes = list(nearest_settings(config, model, Machine(device.type, free)))
@@ -150,9 +149,6 @@ def load_decoder(
     # Memory that is free now bounds the memory that the KV cache can have once the weights are loaded.
     budget = total_bytes if total_bytes else host_cache_bytes(config, available_host_bytes() // place.size)
     num_positions = max(limits.max_num_batched_tokens, most_positions(config, model, dtype.itemsize, budget))
-    adapters = None
-    if config.serves_adapters:
-        adapters = AdapterLayers(model, config.max_loras, config.max_lora_rank, dtype, device)
     progress("loading weights")
     decoder = load_model(
         model_dir,
@@ -165,7 +161,7 @@ def load_decoder(
         max_model_len=min(longest, num_positions),
         batch_invariant=config.batch_invariant,
         ranks=ranks,
-        adapters=adapters,
+        lora=config.lora_slots,
     )
     assert isinstance(decoder, Decoder), "a causal model is a decoder"
     return LoadedDecoder(config, model, decoder, limits, dtype, device, flashinfer)

@@ -18,8 +18,7 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError, PageserveError
 from engine.models.config import ModelConfig
 from engine.models.families import read_model_config
-from engine.models.layers.adapted import slot_bytes
-from engine.models.loading.load import check_checkpoint, weight_bytes
+from engine.models.loading.load import check_checkpoint, slot_bytes, weight_bytes
 from engine.settings import add_flags, load_settings, parse_size
 from engine.worker.cache.kv_cache import (
     DoesNotFitError,
@@ -80,8 +79,8 @@ def make_plan(config: EngineConfig, model: ModelConfig, machine: Machine) -> Mem
     on_gpu = machine.device_type == "cuda"
     dtype_bytes = DTYPE_BYTES[model.dtype if config.dtype == "auto" else config.dtype]
     weights = weight_bytes(model, dtype_bytes) + model.rotary_bytes(_num_positions(config, model, machine, dtype_bytes))
-    if config.serves_adapters and on_gpu:
-        weights += slot_bytes(model, config.max_loras, config.max_lora_rank, dtype_bytes)
+    if on_gpu:
+        weights += slot_bytes(model, config.lora_slots, dtype_bytes)
     shares = model.quantization is not None and model.quantization.reads_plain  # a quantised table serves both
     if (
         not on_gpu and dtype_bytes == 2 and model.tie_embeddings and not shares

@@ -22,7 +22,6 @@ from engine.executor.step import (
     WorkerMessage,
 )
 from engine.models.decoder import Decoder
-from engine.outputs import PromptScores
 from engine.worker.attention_warmup import AttentionSettings, make_attention_plan, warm_up_attention
 from engine.worker.batch.adapter_slots import AdapterSlots, StagedSlots
 from engine.worker.batch.input_batch import InputBatch, SampleTargets, StepInputs
@@ -31,8 +30,8 @@ from engine.worker.bucket_runner import BucketRunner, BucketSettings
 from engine.worker.cache.host_cache import HostCache, block_copier, independent_copies
 from engine.worker.device.host import StepLimits
 from engine.worker.device.queue import DeviceQueue, Mark
-from engine.worker.pooler import PooledStep, Pooler
-from engine.worker.sampling.prompt_scorer import PromptScorer, ScoredStep, StepScores, score
+from engine.worker.pooler import Extras, PooledStep, Pooler
+from engine.worker.sampling.prompt_scorer import PromptScorer, StepScores, score
 from engine.worker.sampling.results import ResultBuilder, SamplerRun, token_ids_of
 from engine.worker.sampling.sampling_rows import WARM_UP
 from engine.worker.sampling.step_sampler import StepSampler
@@ -60,24 +59,6 @@ class RunnerParts:
     queue: DeviceQueue | None = None
     buckets: BucketSettings | None = None
     attention: AttentionSettings = field(default_factory=AttentionSettings)
-
-
-@dataclass(frozen=True, slots=True)
-class Extras:
-    """Results of a step beside its tokens: logprobs of prompts, and the `vectors` of pooled sequences on their way to
-    the host (PooledStep.pool)."""
-
-    scored: ScoredStep | None = None
-    pooled: PooledStep | None = None
-    vectors: Tensor | None = None
-
-    def results(self, failed: dict[int, str]) -> tuple[list[PromptScores], dict[int, bytes]]:
-        """(logprobs of prompts, vectors by sequence id), once the step's mark is reached. Adds to `failed` the
-        sequences whose numbers are not finite."""
-        scores = [] if self.scored is None else self.scored.results(failed)
-        if self.pooled is None or self.vectors is None:
-            return scores, {}
-        return scores, self.pooled.results(self.vectors, failed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,10 @@ import numpy as np
 from torch import Tensor
 
 from engine.executor.step import NewSequence, SequenceStep
+from engine.outputs import PromptScores
 from engine.sampling_params import Pooling
 from engine.worker.batch.input_batch import InputBatch, SampleTargets, StepInputs
+from engine.worker.sampling.prompt_scorer import ScoredStep
 from engine.worker.sampling.sampling_rows import Put
 
 MIN_NORM = 1e-12  # a smaller norm divides as this, so that a vector of zeros stays zeros
@@ -128,3 +130,21 @@ def finish_vectors(vectors: Tensor, sequences: Sequence[PooledSequence], failed:
             norm = float(np.linalg.norm(vector)) if seq.pooling.normalize else 1.0
             done[seq.seq_id] = (vector / np.float32(max(norm, MIN_NORM))).astype("<f4").tobytes()
     return done
+
+
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """Results of a step beside its tokens: logprobs of prompts, and the `vectors` of pooled sequences on their way to
+    the host (PooledStep.pool)."""
+
+    scored: ScoredStep | None = None
+    pooled: PooledStep | None = None
+    vectors: Tensor | None = None
+
+    def results(self, failed: dict[int, str]) -> tuple[list[PromptScores], dict[int, bytes]]:
+        """(logprobs of prompts, vectors by sequence id), once the step's mark is reached. Adds to `failed` the
+        sequences whose numbers are not finite."""
+        scores = [] if self.scored is None else self.scored.results(failed)
+        if self.pooled is None or self.vectors is None:
+            return scores, {}
+        return scores, self.pooled.results(self.vectors, failed)

@@ -70,7 +70,7 @@ MUTANTS = (
         "last token's block adopted", BlockManager, "match_prefix", "seq.num_skippable_tokens", "len(seq.token_ids)"
     ),
     Mutant("match goes on after a miss", BlockManager, "match_prefix", "break", "continue"),
-    Mutant("salt ignored", BlockManager, "_root", "cache_salt.encode()", "b''"),
+    Mutant("salt ignored", BlockManager, "_root", "seq.cache_salt.encode()", "b''"),
     Mutant("parent ignored", BlockManager, "_extend_keys", "sha256(parent + packed)", "sha256(packed)"),
     Mutant("one token of a block not hashed", BlockManager, "_extend_keys", "*token_ids)", "0, *token_ids[1:])"),
     Mutant(

@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.errors import ModelError
 from engine.models.config import ModelConfig
 from kernels.lora.rows import RowGroups
-from kernels.lora.weights import Factor, LoraWeights, lora_bytes, make_lora_weights
+from kernels.lora.weights import Factor, LoraWeights, make_lora_weights
 
 LAYER_LINEAR = re.compile(r"layers\.(\d+)\.(qkv|attn_out|mlp_in|mlp_out)")
 HEAD = "lm_head"
@@ -135,14 +135,6 @@ def out_features(config: ModelConfig, name: str) -> int:
 def in_features(config: ModelConfig, name: str) -> int:
     """Columns of a linear's weight."""
     return config.embedding_size if name == HEAD else config.parameter_shapes()[f"{name}.weight"][1]
-
-
-def slot_bytes(config: ModelConfig, max_loras: int, max_rank: int, dtype_bytes: int) -> int:
-    """Bytes of all slots on a GPU. On a CPU an adapter takes as much memory as its factors."""
-    return sum(
-        lora_bytes(in_features(config, name), parts_of(config, name), max_loras, max_rank, dtype_bytes)
-        for name in adaptable(config)
-    )
 
 
 def _layer(name: str) -> int:

@@ -11,12 +11,13 @@ from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.encoder import Encoder
 from engine.models.families import family_of
-from engine.models.layers.adapted import AdapterLayers
+from engine.models.layers.adapted import AdapterLayers, adaptable, in_features, parts_of
 from engine.models.layers.operators import operators_for
 from engine.models.loading.dummy import dummy_weights
 from engine.models.loading.loader import check_headers, load_weights
 from engine.models.loading.pieces import checkpoint_pieces, matrix_of
 from engine.models.parallel.ranks import Ranks
+from kernels.lora.weights import lora_bytes
 
 
 def load_model(
@@ -31,7 +32,7 @@ def load_model(
     max_model_len: int | None = None,
     batch_invariant: bool = False,
     ranks: Ranks | None = None,
-    adapters: AdapterLayers | None = None,
+    lora: tuple[int, int] | None = None,
 ) -> Decoder | Encoder:
     """A model with its weights in `dtype` on `device`, or quantised as config.quantization says. load_format "dummy"
     draws random weights from `seed`; the other formats read the checkpoint.
@@ -39,9 +40,10 @@ def load_model(
     `progress` gets the phase, such as "loading weights 40%". max_model_len bounds tables that grow with position.
     batch_invariant chooses linear layers and activations (engine/models/layers/operators.py); ConfigError if the device
     cannot keep the promise. `ranks` computes the model with other processes; config is then the rank's part of it
-    (engine/models/parallel/shard.py). `adapters`: empty slots for LoRA beside its linear layers. ModelError names
-    the tensor and the file if the checkpoint does not fit config.json.
+    (engine/models/parallel/shard.py). `lora`: (slots, largest rank) for adapters beside the linear layers.
+    ModelError names the tensor and the file if the checkpoint does not fit config.json.
     """
+    adapters = None if lora is None else AdapterLayers(config, *lora, dtype, device)
     operators = operators_for(config, dtype, device, batch_invariant, ranks, adapters)
     if load_format == "dummy":
         weights = dummy_weights(config, dtype, device, seed)
@@ -69,3 +71,12 @@ def weight_bytes(config: ModelConfig, dtype_bytes: int) -> int:
         if matrix is not None and quantization.tensors(matrix) is not None:
             total += quantization.num_bytes(matrix, dtype_bytes) - prod(matrix.shape) * dtype_bytes
     return total
+
+
+def slot_bytes(config: ModelConfig, lora: tuple[int, int] | None, dtype_bytes: int) -> int:
+    """Bytes of the slots for adapters on a GPU; see load_model. On a CPU an adapter takes what its factors take."""
+    if lora is None:
+        return 0
+    return sum(
+        lora_bytes(in_features(config, name), parts_of(config, name), *lora, dtype_bytes) for name in adaptable(config)
+    )

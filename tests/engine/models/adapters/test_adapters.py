@@ -32,9 +32,9 @@ def make(folder, config):
 def load(folder, **options):
     """(decoder in fp32 with empty slots, its AdapterLayers)"""
     config = read_model_config(folder, options.pop("quantization", None))
-    layers = AdapterLayers(config, MAX_LORAS, MAX_RANK, torch.float32, CPU)
     options = {"dtype": torch.float32, "device": CPU, "load_format": "auto", "seed": 0} | options
-    return load_model(folder, config, adapters=layers, **options), layers
+    decoder = load_model(folder, config, lora=(MAX_LORAS, MAX_RANK), **options)
+    return decoder, decoder.operators.adapters
 
 
 def fill(layers, slot, folder):
