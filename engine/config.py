@@ -11,6 +11,7 @@ from engine.errors import ConfigError
 from engine.settings import check_config, option
 
 ADAPTER_NAME = re.compile(r"[\w.:@/-]{1,128}")
+MAX_DRAFT_TOKENS = 64  # largest K of `speculative`
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,11 @@ class EngineConfig:
     async_scheduling: bool | None = option(
         None, "plan the next step while this one computes; default: on for a GPU, off for a CPU, where both share cores"
     )
+    speculative: str | None = option(
+        None,
+        "ngram:K: guess up to K next tokens of a sequence from earlier text and compute them in one step; output stays "
+        "the same; K follows from how many guesses were right, down to none where that would be slower",
+    )
     pooling: str = option(
         "auto",
         "pooling of embeddings; auto: as in the modules.json of sentence-transformers, else last (decoder), mean "
@@ -202,6 +208,8 @@ class EngineConfig:
         self._check_lora()
         if self.disk_cache is not None and self.swap_space == 0:
             raise ConfigError("disk_cache: blocks pass through host memory; reserve some with swap_space.")
+        if self.max_draft_tokens and self.serves_adapters:
+            raise ConfigError("speculative: drafts are not served with LoRA adapters; leave one of the two out.")
 
     @property
     def num_processes(self) -> int:
@@ -239,3 +247,17 @@ class EngineConfig:
                 "lora: batch_invariant is not served with adapters; the number of rows of an adapter chooses the "
                 "kernel of its product."
             )
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """K of `speculative`, 0 without it. Raises ConfigError."""
+        if self.speculative is None:
+            return 0
+        method, _, number = self.speculative.rpartition(":")
+        if method != "ngram":
+            raise ConfigError(
+                f"speculative: {self.speculative!r} is not served; draft models are not. Use ngram:K, such as ngram:8."
+            )
+        if not (number.isascii() and number.isdecimal() and 1 <= int(number) <= MAX_DRAFT_TOKENS):
+            raise ConfigError(f"speculative: K of ngram:K must be from 1 to {MAX_DRAFT_TOKENS}, not {number!r}.")
+        return int(number)

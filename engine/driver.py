@@ -436,7 +436,9 @@ class Driver:
         live.step_done(plan, now, more_in_flight=bool(self._in_flight))
         self.stats.steps.done(result, now)
         fresh, vectors = scheduler.update(result), scheduler.update_vectors(result)
-        if loaded.max_in_flight > 1 and not result.failed:  # a sequence that failed must not be planned again
+        # A sequence that failed must not be planned again. A request that ran alone may have ended: others may run once
+        # that is recorded.
+        if loaded.max_in_flight > 1 and not result.failed and self._isolated is None:
             self._pump()
         live.deliver(result, fresh, vectors, now)
         live.end_searches(now)

@@ -143,11 +143,15 @@ class FakeDevice:
         for step in plan.steps:  # all keys and values are written before any are read, as in a layer
             self.rows[step.seq_id].block_ids += step.new_block_ids
             self._write(self.rows[step.seq_id], step.num_tokens)
+        drafts = {draft.seq_id: draft.token_ids for draft in plan.drafts}
+        for seq_id, draft in drafts.items():
+            self._write_draft(self.rows[seq_id], draft)
         computing = {step.seq_id for step in plan.steps if step.num_tokens}
         samples: list[SampledToken] = []
         failed: dict[int, str] = {}
         scores: list[PromptScores] = []
         vectors: dict[int, bytes] = {}
+        verified: list[list[SampledToken]] = []
         for step in plan.steps:
             row = self.rows[step.seq_id]
             scores += self._score(step.seq_id, row, step.num_tokens)
@@ -164,14 +168,35 @@ class FakeDevice:
                 vectors[step.seq_id] = array("f", expected_vector(row.token_ids, row.pooling)).tobytes()
                 row.token_ids.append(0)
                 continue
+            if (draft := drafts.get(step.seq_id)) is not None:
+                verified.append(self._verify(step.seq_id, row, draft))
+                continue
             samples.append(self._sample(step.seq_id, row))
             row.token_ids.append(samples[-1].token_id)
-        return msgspec.structs.replace(step_result(plan, samples, failed, scores), vectors=vectors)
+        result = step_result(plan, samples, failed, scores)
+        return msgspec.structs.replace(result, vectors=vectors, verified=verified)
 
     def fetch(self, message: FetchBlocks) -> FetchedBlocks:
         contents = list(takewhile(bool, map(self.disk.get, message.digests)))
         self.host.update(zip(message.slots, contents, strict=False))
         return FetchedBlocks(message.fetch_id, len(contents))
+
+    def _write_draft(self, row: _Row, draft: list[int]) -> None:
+        for position, token in enumerate(draft, start=row.num_computed):
+            self.slots[self._slot(row, position)] = token, position
+
+    def _verify(self, seq_id: int, row: _Row, draft: list[int]) -> list[SampledToken]:
+        """The tokens of a sequence with a draft, up to the first one that differs from it."""
+        tokens: list[SampledToken] = []
+        for proposed in (*draft, None):
+            tokens.append(self._sample(seq_id, row))
+            row.token_ids.append(tokens[-1].token_id)
+            if tokens[-1].token_id != proposed or proposed == self.fail_on_token:
+                break
+            row.num_computed += 1
+            self._check_context(row)
+        del row.block_ids[-(-row.num_computed // self.block_size) :]
+        return tokens
 
     def _sample(self, seq_id: int, row: _Row) -> SampledToken:
         if row.ranked:

@@ -218,6 +218,13 @@ class SequenceStep(msgspec.Struct, frozen=True, array_like=True):
     new_block_ids: list[int]
 
 
+class Draft(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Tokens proposed to follow the last known token of a sequence that decodes in this step."""
+
+    seq_id: int
+    token_ids: list[int]
+
+
 class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """One step. The Worker applies its fields in this order: `removed` (finished, aborted or preempted sequences), then
     `new`, then the moves of blocks, then the computation.
@@ -226,8 +233,11 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
     then `block_copies` are made in order (the target of a copy may be the source of an earlier one).
 
     `decodes` are sequences that the Worker holds, that compute their last known token and sample the next. Most steps
-    hold nothing else, so decodes are a column of ids. `decode_blocks` holds pairs: the id of a decode, and the block
-    that it gets for its token. `chunks` holds all other sequences of the step.
+    hold nothing else, so decodes are a column of ids. `decode_blocks` holds pairs: the id of a decode, and a block
+    that it gets for its token and its draft. `chunks` holds all other sequences of the step.
+
+    `drafts`: decodes that compute proposed tokens, too. The Worker samples a token at each of their positions and keeps
+    the tokens up to the first one that differs from the draft (StepResult.verified).
     """
 
     step_id: int
@@ -239,11 +249,17 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
     loads: list[BlockMove] = []
     decodes: list[int] = []
     decode_blocks: list[int] = []
+    drafts: list[Draft] = []
+
+    @property
+    def num_rows(self) -> int:
+        """Tokens that the decodes and their drafts compute."""
+        return len(self.decodes) + sum([len(draft.token_ids) for draft in self.drafts])
 
     @property
     def num_tokens(self) -> int:
         """Tokens that this step computes."""
-        return len(self.decodes) + sum([step.num_tokens for step in self.chunks])
+        return self.num_rows + sum([step.num_tokens for step in self.chunks])
 
     @property
     def seq_ids(self) -> list[int]:
@@ -252,11 +268,11 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     @property
     def steps(self) -> tuple[SequenceStep, ...]:
-        """Decodes and chunks in the same form; slower to read than the columns."""
-        blocks = dict(zip(self.decode_blocks[::2], self.decode_blocks[1::2], strict=True))
-        decodes = (
-            SequenceStep(seq_id, 1, True, [blocks[seq_id]] if seq_id in blocks else []) for seq_id in self.decodes
-        )
+        """Decodes, without their drafts, and chunks in the same form; slower to read than the columns."""
+        blocks: dict[int, list[int]] = {}
+        for seq_id, block_id in zip(self.decode_blocks[::2], self.decode_blocks[1::2], strict=True):
+            blocks.setdefault(seq_id, []).append(block_id)
+        decodes = (SequenceStep(seq_id, 1, True, blocks.get(seq_id, [])) for seq_id in self.decodes)
         return *decodes, *self.chunks
 
 
@@ -289,6 +305,7 @@ class SampledToken(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class StepResult(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The sampled tokens of a step: columns `seq_ids` and `token_ids`, and `detailed` for tokens with logprobs.
 
+    `verified` has the tokens of each sequence with a draft, at least one, in order: all but the last equal the draft.
     The token of a sequence with max_tokens 0 only reports that its prompt is computed; the Driver drops it. An embedded
     sequence has an entry in `vectors` instead: its fp32 numbers (little-endian).
     `failed` maps a sequence to the reason why it alone could not be sampled (non-finite logits, for example).
@@ -302,6 +319,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, tag=True):
     token_ids: list[int] = []
     prompt_scores: list[PromptScores] = []
     vectors: dict[int, bytes] = {}
+    verified: list[list[SampledToken]] = []
 
     def __post_init__(self) -> None:
         if len(self.seq_ids) != len(self.token_ids):  # decoding fails, as for any message that is malformed
@@ -310,7 +328,8 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, tag=True):
     @property
     def samples(self) -> list[SampledToken]:
         """All sampled tokens in the same form."""
-        return [*map(SampledToken, self.seq_ids, self.token_ids), *self.detailed]
+        verified = [token for tokens in self.verified for token in tokens]
+        return [*map(SampledToken, self.seq_ids, self.token_ids), *self.detailed, *verified]
 
 
 # Handled in parallel to steps.

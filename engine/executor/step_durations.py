@@ -25,7 +25,7 @@ def kind_of(plan: StepPlan) -> StepKind:
     """
     num_tokens = sum([step.num_tokens for step in plan.chunks])
     longest = max([len(new.token_ids) for new in plan.new], default=0)
-    num_decodes = len(plan.decodes) if not (plan.chunks or plan.new) else 0
+    num_decodes = plan.num_rows if not (plan.chunks or plan.new) else 0
     return num_decodes.bit_length(), num_tokens.bit_length(), longest.bit_length()
 
 

@@ -208,6 +208,15 @@ class BlockManager:
                 self.cached_blocks[key] = block
         seq.num_registered_blocks = num_full
 
+    def trim(self, seq: Sequence) -> None:
+        """Takes back the blocks behind the computed tokens of `seq`: those of rejected draft tokens, which it alone
+        holds and which the prefix cache does not know."""
+        for block_id in seq.block_table[self.num_blocks_for(seq.num_computed_tokens) :]:
+            block = self.blocks[block_id]
+            block.ref_count -= 1
+            self.free_blocks.append_left(block)
+        del seq.block_table[self.num_blocks_for(seq.num_computed_tokens) :]
+
     def free(self, seq: Sequence, *, discard: bool = False) -> None:
         """Takes back all blocks of `seq`. `discard` also drops them from both tiers of the prefix cache.
 

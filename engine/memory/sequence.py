@@ -65,9 +65,12 @@ class Sequence:
         "last_turn",
         "look_at",
         "max_num_tokens",
+        "num_accepted_tokens",
         "num_cached_tokens",
         "num_charged_tokens",
         "num_computed_tokens",
+        "num_draft_tokens",
+        "num_drafted_tokens",
         "num_pending_tokens",
         "num_preemptions",
         "num_prompt_tokens",
@@ -76,6 +79,7 @@ class Sequence:
         "num_scored_tokens",
         "num_tokens_when_preempted",
         "params",
+        "prediction",
         "priority",
         "seed",
         "seq_id",
@@ -100,6 +104,7 @@ class Sequence:
         tenant: str = "",
         weight: float = 1.0,
         adapter: Adapter | None = None,
+        prediction: tuple[int, ...] = (),
     ) -> None:
         self.seq_id = seq_id
         self.token_ids = list(prompt_token_ids)
@@ -116,6 +121,11 @@ class Sequence:
         self.status = SequenceStatus.WAITING
         self.num_computed_tokens = 0
         self.num_pending_tokens = 0
+        # engine/scheduling/speculation: tokens of the draft that the Worker verifies now; drafted and accepted in all.
+        self.num_draft_tokens = 0
+        self.num_drafted_tokens = 0
+        self.num_accepted_tokens = 0
+        self.prediction = prediction  # the client's guess of the output
         self.num_preemptions = 0
         self.num_tokens_when_preempted = 0
         self.num_charged_tokens = 0  # computed and charged to its tenant; a second computation is free
@@ -162,8 +172,8 @@ class Sequence:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Tokens left to compute; 0 once the last allowed token is known or pending."""
-        if self.num_tokens >= self.max_num_tokens:
+        """Tokens left to compute; 0 once the last allowed token is known or pending, and while a draft is verified."""
+        if self.num_tokens >= self.max_num_tokens or self.num_draft_tokens:
             return 0
         return self.num_tokens - self.num_computed_tokens
 
@@ -188,7 +198,7 @@ class Sequence:
         self.in_worker = False
         self.decode_end = 0
         self.block_table = []
-        self.num_computed_tokens = self.num_pending_tokens = self.num_registered_blocks = 0
+        self.num_computed_tokens = self.num_pending_tokens = self.num_registered_blocks = self.num_draft_tokens = 0
 
     def __repr__(self) -> str:
         return (

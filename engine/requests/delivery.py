@@ -46,7 +46,13 @@ class Delivery:
             fresh = self._deliver_plain(fresh, now)
         touched: dict[LiveRequest, None] = {}
         details = {token.seq_id: token for token in result.detailed}
+        verified = {tokens[0].seq_id: tokens for tokens in result.verified}
         for seq, token_id in fresh:
+            if seq.seq_id in verified:
+                if tokens := verified[seq.seq_id]:  # all of them come with the first
+                    touched[self._deliver_several(seq, tokens, now)] = None
+                    verified[seq.seq_id] = []
+                continue
             live, indices = self.owners[seq.seq_id]
             token = details.get(seq.seq_id) or SampledToken(seq.seq_id, token_id)
             self._deliver_token(live, indices, seq, token, now)
@@ -84,6 +90,8 @@ class Delivery:
                 others.append(pair)
         self._stats.generation_tokens.add(len(last_times))
         for last_time, count in Counter(last_times).items():
+            if last_time == now:  # further tokens of a draft
+                continue
             self._stats.inter_token_latency.observe(now - last_time, count)
         return others
 
@@ -112,6 +120,19 @@ class Delivery:
         if rest is not None:
             live.num_unfinished -= len(indices)
             del self.owners[seq.seq_id]
+
+    def _deliver_several(self, seq: Sequence, tokens: list[SampledToken], now: float) -> LiveRequest:
+        """Hand over the tokens that one step brought for `seq`. A stop string in one of them drops those behind it."""
+        live, indices = self.owners[seq.seq_id]
+        reason, seq.finish_reason = seq.finish_reason, None  # the last token alone ends the sample
+        for number, token in enumerate(tokens, start=1):
+            if number == len(tokens):
+                seq.finish_reason = reason
+            self._deliver_token(live, indices, seq, token, now)
+            if seq.seq_id not in self.owners and number < len(tokens):
+                del seq.token_ids[number - len(tokens) :]
+                break
+        return live
 
     def _deliver_end(self, live: LiveRequest, indices: range, seq: Sequence, now: float) -> None:
         """End samples whose prompt is computed and that generate no token."""

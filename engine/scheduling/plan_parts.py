@@ -8,7 +8,7 @@ sequence at the end of its block asks the block manager for another one.
 
 from collections.abc import Collection, Iterator
 
-from engine.executor.step import BlockCopy, NewSequence, StepPlan
+from engine.executor.step import BlockCopy, Draft, NewSequence, StepPlan
 from engine.memory.block_manager import Allocation, BlockManager
 from engine.memory.sequence import Sequence, SequenceStatus
 
@@ -20,18 +20,19 @@ class RunningParts:
     just drops out.
     """
 
-    __slots__ = ("_decode_allocations", "_decodes", "_growing", "_wanted", "budget", "chunks")
+    __slots__ = ("_decode_allocations", "_drafts", "_growing", "_wanted", "budget", "chunks", "decodes")
 
     def __init__(self, sequences: list[Sequence], forked: Collection[Sequence], budget: int) -> None:
         """Divides `sequences`, in order, into decodes and chunks. `budget`: tokens that the plan may compute, at least
         one per decode. `forked`: sequences that compute a prompt for other samples.
         """
-        self._decodes: list[Sequence] = []
+        self.decodes: list[Sequence] = []
+        self._drafts: dict[Sequence, list[int]] = {}
         self._growing: dict[Sequence, None] = {}  # decodes that need a block; in order
         self._decode_allocations: dict[Sequence, Allocation] = {}
         self._wanted: list[tuple[Sequence, int]] = []  # chunks, before the budget cuts them
         self.chunks: dict[Sequence, tuple[int, Allocation]] = {}  # number of tokens, blocks
-        add = self._decodes.append
+        add = self.decodes.append
         for seq in sequences:
             num_computed = seq.num_computed_tokens
             num_tokens = len(seq.token_ids) + seq.num_pending_tokens - num_computed
@@ -43,7 +44,7 @@ class RunningParts:
                     self._growing[seq] = None
                 else:
                     self._wanted.append((seq, num_tokens))
-        self.budget = budget - len(self._decodes)
+        self.budget = budget - len(self.decodes)
 
     def without_blocks(self) -> Iterator[tuple[Sequence, int]]:
         """Yields (sequence, number of tokens) for everything that needs blocks: decodes, single tokens, longer chunks.
@@ -72,10 +73,19 @@ class RunningParts:
         """Removes a preempted sequence; its tokens go back to the budget."""
         if seq in self.chunks:
             self.budget += self.chunks.pop(seq)[0]
-        elif seq in self._decodes:
-            self._decodes.remove(seq)
+        elif seq in self.decodes:
+            self.decodes.remove(seq)
             self._decode_allocations.pop(seq, None)
             self.budget += 1
+
+    def add_draft(self, seq: Sequence, token_ids: list[int], blocks: Allocation) -> None:
+        """Notes the draft of a decode, and the blocks that `seq` got for it."""
+        before = self._decode_allocations.get(seq, Allocation([]))
+        self._decode_allocations[seq] = Allocation(
+            before.new_block_ids + blocks.new_block_ids, before.copy or blocks.copy
+        )
+        self._drafts[seq] = token_ids
+        self.budget -= len(token_ids)
 
     def commit_decodes(self, plan: StepPlan, block_manager: BlockManager) -> None:
         """Writes the decodes into `plan`, and counts for each one token as computed and one as pending."""
@@ -87,12 +97,16 @@ class RunningParts:
                 plan.decode_blocks.extend((seq.seq_id, block_id))
             seq.decode_end = decode_end(seq, size)
         add = plan.decodes.append
-        for seq in self._decodes:
+        for seq in self.decodes:
             add(seq.seq_id)
             seq.num_pending_tokens += 1
             seq.num_computed_tokens = num_computed = seq.num_computed_tokens + 1
             if not num_computed % size:
                 block_manager.register_full_blocks(seq)
+        for seq, token_ids in self._drafts.items():
+            plan.drafts.append(Draft(seq.seq_id, token_ids))
+            seq.num_draft_tokens = len(token_ids)
+            seq.decode_end = 0  # its next token is planned when it is known how many of these are right
 
 
 def decode_end(seq: Sequence, block_size: int) -> int:

@@ -38,6 +38,7 @@ from engine.scheduling.block_reserve import make_reserve
 from engine.scheduling.fair_share import FairShare, StepScope
 from engine.scheduling.plan_parts import RunningParts, decode_end, new_sequence
 from engine.scheduling.sequence_queue import SequenceQueue, check_queues
+from engine.scheduling.speculation.drafts import make_drafts
 
 
 class Scheduler:
@@ -55,11 +56,13 @@ class Scheduler:
         whole_sequences: bool = False,
         step_seconds: float | None = None,
         max_loras: int = 0,
+        max_draft_tokens: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`watermark`: share of the blocks that a starting sequence leaves free. `admission`: see make_reserve.
         `whole_sequences`: an encoder computes all tokens of a sequence in one step. `step_seconds`: see FairShare.
         `max_loras`: see Admission.
+        `max_draft_tokens`: tokens of one sequence to guess ahead in a step; 0: no speculation.
         """
         self.block_manager = block_manager
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -79,6 +82,7 @@ class Scheduler:
             whole_sequences=whole_sequences,
             max_loras=max_loras,
         )
+        self.drafts = make_drafts(max_draft_tokens)
         self.scope = StepScope([], max_num_batched_tokens)  # limits of the last plan
         self.ended_groups: list[SequenceGroup] = []  # beam searches that ended; the Driver empties the list
         self.num_preemptions = 0
@@ -124,7 +128,7 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """Returns the next plan; None if nothing can be computed now (no work, or every sequence awaits a result)."""
         plan = StepPlan(step_id=self._next_step_id, removed=self._removed, new=[], block_copies=[], chunks=[],
-                        offloads=[], loads=[], decodes=[], decode_blocks=[])  # fmt: skip
+                        offloads=[], loads=[], decodes=[], decode_blocks=[], drafts=[])  # fmt: skip
         newcomer = self.admission.next_newcomer()
         for victim in newcomer.displacement.victims if newcomer is not None else ():
             self._displace(victim)
@@ -133,10 +137,11 @@ class Scheduler:
             self.scope, num_preemptions = scope, self.num_preemptions
 
             # Running sequences: decodes, then single tokens, then longer chunks.
-            parts = RunningParts(scope.sequences, self._forks, scope.budget)
+            parts = RunningParts(self.drafts.without_held(scope.sequences), self._forks, scope.budget)
             for seq, num_tokens in parts.without_blocks():
                 if (blocks := self._allocate_or_preempt(seq, num_tokens, parts)) is not None:
                     parts.add(seq, num_tokens, blocks)
+            self.drafts.add_to(parts, self.block_manager, self._num_spare_rows(parts))
             parts.commit_decodes(plan, self.block_manager)
             for seq, (num_tokens, blocks) in parts.chunks.items():
                 self._plan_chunk(plan, seq, num_tokens, blocks)
@@ -156,9 +161,15 @@ class Scheduler:
             scope = wider
         self._add_moves(plan)
         self.admission.planned(plan)
+        self.drafts.planned(plan)
         self._removed = []
         self._next_step_id += 1
         return plan
+
+    def _num_spare_rows(self, parts: RunningParts) -> int:
+        """Returns the rows, of one token each, that drafts may have: those that running and waiting sequences leave."""
+        num_rows = self.max_num_seqs - len(self.running) - len(self.waiting)
+        return min(num_rows, parts.budget // 2 if self.waiting else parts.budget)
 
     def _wider_scope(self, scope: StepScope, num_preemptions: int) -> StepScope | None:
         """Returns the scope for another attempt after nothing was planned; None if another attempt changes nothing.
@@ -262,6 +273,7 @@ class Scheduler:
         self.admission.preempted(seq)
         self.block_manager.free(seq)
         seq.status = SequenceStatus.WAITING
+        seq.num_draft_tokens = 0
         seq.num_preemptions += 1
         seq.num_tokens_when_preempted = seq.num_tokens
         self.num_preemptions += 1
@@ -282,6 +294,7 @@ class Scheduler:
         dropped. Beam searches return nothing here: see `ended_groups`.
         """
         self.admission.computed(result)
+        self.drafts.computed(result)
         fresh = []
         find = self._sequences.get
         for seq_id, token_id in zip(result.seq_ids, result.token_ids, strict=True):
@@ -299,6 +312,9 @@ class Scheduler:
         for token in result.detailed:
             if (seq := find(token.seq_id)) is not None:
                 self._add_detailed(seq, token, fresh)
+        for tokens in result.verified:
+            if (seq := find(tokens[0].seq_id)) is not None:
+                self._add_verified(seq, tokens, fresh)
         return fresh
 
     def update_vectors(self, result: StepResult) -> list[tuple[Sequence, bytes]]:
@@ -319,6 +335,29 @@ class Scheduler:
         seq.token_ids.append(token.token_id)
         fresh.append((seq, token.token_id))
         self._look_at(seq, token.token_id)
+
+    def _add_verified(self, seq: Sequence, tokens: list[SampledToken], fresh: list[tuple[Sequence, int]]) -> None:
+        """Adds the tokens of a sequence with a draft; removes those behind its end from `tokens`.
+
+        The step has computed all but the last of them. The blocks of a sequence preempted meanwhile are gone.
+        """
+        seq.num_pending_tokens -= 1
+        holds_blocks = seq.num_draft_tokens > 0
+        if holds_blocks:
+            self.drafts.verified(seq, len(tokens) - 1)
+            seq.num_draft_tokens = 0
+        for i, token in enumerate(tokens):
+            seq.token_ids.append(token.token_id)
+            fresh.append((seq, token.token_id))
+            if holds_blocks and i > 0:
+                seq.num_computed_tokens += 1
+                self.block_manager.register_full_blocks(seq)
+            self._look_at(seq, token.token_id)
+            if seq.status is SequenceStatus.FINISHED:
+                del tokens[i + 1 :]
+                return
+        if holds_blocks:
+            self.block_manager.trim(seq)
 
     def _apply(self, group: SequenceGroup, choice: GroupChoice) -> None:
         for seq in choice.finished:
@@ -364,6 +403,7 @@ class Scheduler:
         seq.status, seq.finish_reason, seq.stop_reason = SequenceStatus.FINISHED, reason, stop_reason
         del self._sequences[seq.seq_id]
         self.admission.left(seq)
+        self.drafts.forget(seq)
         if forks := self._forks.pop(seq, None):  # the next one computes the prompt
             forks[0].fork_of = None
             self.add(forks[0], forks[1:])
@@ -405,6 +445,7 @@ class Scheduler:
         Pending tokens are lost; they are drawn again and come out the same.
         """
         self.block_manager.reset(num_blocks, host_tier)
+        self.drafts.reset()
         self.max_num_batched_tokens = max_num_batched_tokens
         self.admission.reset(min(max_num_seqs, max_num_batched_tokens), math.ceil(self._watermark * num_blocks))
         for seq in self._sequences.values():
@@ -424,7 +465,9 @@ class Scheduler:
         check_queues(self.waiting, self.running, self.held, forks, self._sequences)
         self.admission.check_invariants(self._sequences.values())
         for seq in self.running:
-            assert len(seq.block_table) == self.block_manager.num_blocks_for(seq.num_computed_tokens)
+            assert len(seq.block_table) == self.block_manager.num_blocks_for(
+                seq.num_computed_tokens + seq.num_draft_tokens
+            )
         self.block_manager.check_invariants(self.running)
 
     def _add_moves(self, plan: StepPlan) -> None:

@@ -95,10 +95,10 @@ def _shared(scheduler: Scheduler) -> dict[int, int]:
 
 
 def _partial(scheduler: Scheduler) -> dict[int, int]:
-    """The blocks that are not full: at most the last block of each table."""
+    """The blocks that are not full: at most one of each table. Blocks of a draft under way are left out."""
     size = scheduler.block_manager.block_size
-    fills = [(seq.block_table, seq.num_computed_tokens % size) for seq in scheduler.running]
-    return {table[-1]: fill for table, fill in fills if fill}
+    fills = [(seq.block_table, *divmod(seq.num_computed_tokens, size)) for seq in scheduler.running]
+    return {table[index]: fill for table, index, fill in fills if fill}
 
 
 def _sequence_view(seq: Sequence, request_id: str, sample: int) -> SequenceView:

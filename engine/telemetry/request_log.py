@@ -57,6 +57,8 @@ class RequestReport:
     num_prefill_chunks: int
     preemptions: int
     worker_restarts: int
+    draft_tokens: int  # guessed ahead by speculation
+    accepted_draft_tokens: int
     steps: int
     mean_batch_size: float | None
 

@@ -103,6 +103,8 @@ class RequestTimings:
             num_prefill_chunks=self._num_chunks,
             preemptions=sum(seq.num_preemptions for seq in {*samples}),
             worker_restarts=int(self._stats.worker_restarts.values[()] - self._num_restarts),
+            draft_tokens=sum(seq.num_drafted_tokens for seq in {*samples}),
+            accepted_draft_tokens=sum(seq.num_accepted_tokens for seq in {*samples}),
             steps=num_steps,
             mean_batch_size=num_rows / num_steps if num_steps else None,
         )

@@ -71,6 +71,11 @@ class EngineStats:
         self.prefix_cache_hits = Counter("prefix_cache_hits", "Tokens found in the prefix cache.")
         self.host_tier_offloads = Counter("host_tier_offloads", "KV blocks moved to host memory.")
         self.host_tier_loads = Counter("host_tier_loads", "KV blocks brought back from host memory.")
+        self.spec_decode_num_drafts = Counter("spec_decode_num_drafts", "Drafts verified.")
+        self.spec_decode_num_draft_tokens = Counter("spec_decode_num_draft_tokens", "Tokens of verified drafts.")
+        self.spec_decode_num_accepted_tokens = Counter(
+            "spec_decode_num_accepted_tokens", "Tokens of drafts that were right."
+        )
         self.num_preemptions = Counter("num_preemptions", "Sequences preempted.")
         self.worker_restarts = Counter("worker_restarts", "Workers started in place of one that died or hung.")
         self.recomputed_sequences = Counter("recomputed_sequences", "Sequences that lost their KV cache with a Worker.")
@@ -121,6 +126,10 @@ class EngineStats:
         self.num_tokens_waiting.value = scheduler.num_waiting_tokens
         self.kv_cache_usage_perc.value = blocks.usage
         self.num_preemptions.values[()] = scheduler.num_preemptions
+        drafts = scheduler.drafts
+        self.spec_decode_num_drafts.values[()] = drafts.num_drafts
+        self.spec_decode_num_draft_tokens.values[()] = drafts.num_draft_tokens
+        self.spec_decode_num_accepted_tokens.values[()] = drafts.num_accepted_tokens
         self.admissions_delayed.values[()] = scheduler.admission.num_delayed
         self.prefix_cache_queries.values[()] = blocks.num_prefix_queries
         self.prefix_cache_hits.values[()] = blocks.num_prefix_hits

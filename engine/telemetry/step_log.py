@@ -88,7 +88,7 @@ class StepLog:
         while self._in_flight and self._in_flight[0].step_id <= result.step_id:
             record = self._in_flight.popleft()
             if record.step_id == result.step_id:
-                record.num_sampled = len(result.seq_ids) + len(result.detailed)
+                record.num_sampled = len(result.seq_ids) + len(result.detailed) + sum(map(len, result.verified))
                 record.finished_at, record.compute_seconds = now, result.compute_seconds
 
     def view(self, scheduler: Scheduler) -> StepsView:

@@ -109,12 +109,13 @@ class BucketRunner:
         return self.graphs.has((DECODE, self._decode_bucket(num_seqs)))
 
     def stage_decodes(self, batch: InputBatch, plan: StepPlan, buffer: StepBuffer) -> SampleTargets:
-        """Enter a plan of decodes, at most max_seqs, into `batch` and upload the step's inputs. `buffer` takes arrays
-        without a fixed place."""
-        n = len(plan.decodes)
+        """Enter a plan of decodes and drafts, at most max_seqs rows, into `batch` and upload the step's inputs.
+        `buffer` takes arrays without a fixed place."""
+        n = plan.num_rows
         bucket = self._decode_bucket(n)
         arrays = self.buffers.begin(bucket)
-        sampled = batch.fill_decodes(plan.decodes, plan.decode_blocks, self.buffers.views(bucket).first_input, arrays)
+        first_input = self.buffers.views(bucket).first_input
+        sampled = batch.fill_decodes(plan.decodes, plan.decode_blocks, first_input, arrays, plan.drafts)
         self.buffers.pad(arrays, n, n, n)
         self._step, self._num_rows = (DECODE, bucket), n
         self._upload(batch, buffer)
@@ -123,7 +124,7 @@ class BucketRunner:
     def stage_mixed(self, bucket: Bucket, batch: InputBatch, plan: StepPlan, buffer: StepBuffer) -> SampleTargets:
         """`stage_decodes` for a plan with chunks and without forks, in the bucket that mixed_bucket gave."""
         arrays = self.buffers.begin(bucket)
-        layout = batch.lay_out(plan.decodes, plan.decode_blocks, plan.chunks)
+        layout = batch.lay_out(plan.decodes, plan.decode_blocks, plan.chunks, plan.drafts)
         layout.fill(arrays, self.buffers.views(bucket).first_input)
         n = len(layout.sampled)
         self.buffers.pad_mixed(arrays, len(layout.positions), len(layout.rows), n)

@@ -14,6 +14,7 @@ from engine.executor.step import (
     FetchBlocks,
     LoadAdapter,
     NewSequence,
+    SampledToken,
     SequenceStep,
     SideMessage,
     StepPlan,
@@ -33,8 +34,8 @@ from engine.worker.device.queue import DeviceQueue, Mark
 from engine.worker.pooler import Extras, PooledStep, Pooler
 from engine.worker.sampling.prompt_scorer import PromptScorer, StepScores, score
 from engine.worker.sampling.results import ResultBuilder, SamplerRun, token_ids_of
-from engine.worker.sampling.sampling_rows import WARM_UP
 from engine.worker.sampling.step_sampler import StepSampler
+from engine.worker.speculation.draft_rounds import DraftRounds
 
 T = TypeVar("T")
 
@@ -66,7 +67,7 @@ class LaunchedStep:
     """A step whose work is queued on the device (or done, on a CPU). Call `result` once, in the order of launches.
 
     `targets` is None where the plan samples nothing. Their tokens are in `runs`, or in `token_ids` where a GPU decoded
-    all of them greedily.
+    all of them greedily, or in `rounds` for a step with drafts.
     """
 
     step_id: int
@@ -76,6 +77,7 @@ class LaunchedStep:
     runs: tuple[SamplerRun, ...] = ()
     token_ids: IntArray | None = None
     ready: Mark | None = None
+    rounds: DraftRounds | None = None
     offloads: list[BlockMove] = field(default_factory=list)
     extras: Extras | None = None
 
@@ -162,12 +164,15 @@ class ModelRunner:
         runs: tuple[SamplerRun, ...] = ()
         token_ids: IntArray | None = None
         extras: Extras | None = None
+        rounds: DraftRounds | None = None
         if (staged := self._stage_bucket(plan)) is not None:
-            targets, runs, token_ids = self._run_bucket(*staged)
+            buckets, targets = staged
+            rounds = self._rounds(plan, targets)
+            runs, token_ids = self._run_bucket(buckets, targets, rounds)
         elif plan.chunks or plan.decodes:
-            targets, runs, extras = self._run(plan)
+            targets, runs, rounds, extras = self._run(plan)
         ready = None if self._queue is None else self._queue.mark()
-        if targets is not None and runs:  # the input ids of the next step need these tokens
+        if targets is not None and runs and rounds is None:  # the input ids of the next step need these tokens
             self.sampler.note_launched(targets, runs, ready)
         failed |= self.sampler.take_failed()
         return LaunchedStep(
@@ -178,6 +183,7 @@ class ModelRunner:
             runs=runs,
             token_ids=token_ids,
             ready=ready,
+            rounds=rounds,
             offloads=plan.offloads,
             extras=extras,
         )
@@ -188,7 +194,10 @@ class ModelRunner:
             step.ready.wait()
         builder = ResultBuilder(dict(step.failed), [], [], [])
         scores, vectors = (step.extras or Extras()).results(builder.failed)
-        if step.targets is not None:
+        verified: list[list[SampledToken]] = []
+        if step.rounds is not None:
+            verified = step.rounds.results(builder, self.batch)
+        elif step.targets is not None:
             seq_ids = step.targets.seq_ids.tolist()
             if step.token_ids is not None:
                 builder.add_tokens(seq_ids, step.token_ids.tolist())
@@ -206,6 +215,7 @@ class ModelRunner:
             token_ids=builder.token_ids,
             prompt_scores=scores,
             vectors=vectors,
+            verified=verified,
         )
 
     def handle_message(self, message: SideMessage, send: Callable[[WorkerMessage], None]) -> None:
@@ -245,7 +255,7 @@ class ModelRunner:
         if self._adapters is not None:
             self._adapters.warm_up(True)
         prompt = [0] * min(2, self.batch.max_model_len - 1)
-        for params in WARM_UP:
+        for params in self.sampler.warm_up_params:
             new = NewSequence(
                 seq_id=0,
                 token_ids=prompt,
@@ -321,7 +331,7 @@ class ModelRunner:
         share one, run without buckets.
         """
         buckets = self.buckets
-        num_seqs = len(plan.decodes) + len(plan.chunks)
+        num_seqs = plan.num_rows + len(plan.chunks)
         if buckets is None or not 0 < num_seqs <= buckets.max_seqs:
             return None
         if not plan.chunks:
@@ -332,46 +342,93 @@ class ModelRunner:
             return None
         return buckets, buckets.stage_mixed(bucket, self.batch, plan, self._buffer)
 
+    def _rounds(self, plan: StepPlan, targets: SampleTargets) -> DraftRounds | None:
+        return DraftRounds(plan, targets, self.sampler.depends_on_tokens) if plan.drafts else None
+
     def _run_bucket(
-        self, buckets: BucketRunner, targets: SampleTargets
-    ) -> tuple[SampleTargets, tuple[SamplerRun, ...], IntArray | None]:
-        """Run a staged step: (targets, their sampler runs, or their tokens where all are greedy)."""
+        self, buckets: BucketRunner, targets: SampleTargets, rounds: DraftRounds | None
+    ) -> tuple[tuple[SamplerRun, ...], IntArray | None]:
+        """Run a staged step: (sampler runs of its targets, or their tokens where all are greedy)."""
         sampling = self.sampler.build_inputs(targets, self._buffer.put)
         self._buffer.upload()
         hidden = buckets.forward()
         if not len(targets.rows):
-            return targets, (), None
+            return (), None
         if sampling is None:
-            return targets, (), buckets.greedy()
+            token_ids = buckets.greedy()
+            if rounds is not None:
+                rounds.add_greedy(token_ids)
+            return (), token_ids
+        if rounds is not None:
+            buckets.store(self._sample_rounds(hidden, rounds))
+            return (), None
         buckets.begin_sampling()
         constraints = self.sampler.constrain(targets)
         runs = self._in_queue(lambda: self.sampler.sample(hidden, targets, sampling, constraints))
         buckets.store(token_ids_of(runs))
-        return targets, tuple([run.to_host() for run in runs]), None
+        return tuple([run.to_host() for run in runs]), None
 
-    def _run(self, plan: StepPlan) -> tuple[SampleTargets, tuple[SamplerRun, ...], Extras]:
+    def _sample_rounds(self, hidden: Tensor, rounds: DraftRounds) -> Tensor:
+        """Sample a step with drafts, whose hidden states are queued. Returns the token of each target, int64 on the
+        device: 0 for those that no round samples. A round after the first waits for the tokens before it."""
+        found = torch.zeros(len(rounds.targets.rows), dtype=torch.int64, device=self.device)
+        places = rounds.first
+        while len(places):
+            ready = self._sample_places(hidden, rounds, places, found)
+            if not rounds.has_more:
+                break
+            if ready is not None:
+                ready.wait()
+            places = rounds.next_places()
+        return found
+
+    def _sample_places(self, hidden: Tensor, rounds: DraftRounds, places: IntArray, found: Tensor) -> Mark | None:
+        """Sample one round, and write its tokens to `found`. Returns the mark at which they are on the host; None on a
+        CPU."""
+        sampler, queue, part = self.sampler, self._queue, rounds.part(places)
+        sampling, indices = sampler.build_inputs(part, self._buffer.put), self._buffer.put(places)
+        self._buffer.upload()
+        constraints = sampler.constrain(part)
+
+        def sample() -> list[SamplerRun]:
+            runs = sampler.sample(hidden.index_select(0, indices), part, sampling, constraints)
+            found.index_copy_(0, indices, token_ids_of(runs))
+            return runs
+
+        runs = tuple([run.to_host() for run in self._in_queue(sample)])
+        rounds.add(places, runs)
+        ready = None if queue is None else queue.mark()
+        sampler.note_launched(part if queue is None else rounds.noted(places), runs, ready)
+        return ready
+
+    def _run(self, plan: StepPlan) -> tuple[SampleTargets, tuple[SamplerRun, ...], DraftRounds | None, Extras]:
         put, scores = self._buffer.put, self._scorer.wants(plan.chunks)
         if self._queue is None and not plan.chunks:
-            inputs = self.batch.build_decodes(plan.decodes, plan.decode_blocks, self._buffer)
+            inputs = self.batch.build_decodes(plan.decodes, plan.decode_blocks, self._buffer, plan.drafts)
         else:
             inputs = self.batch.build(
                 plan.decodes,
                 plan.decode_blocks,
                 plan.chunks,
                 self._buffer,
+                plan.drafts,
                 every_row=scores or self._pooler.needs_every_row(plan.chunks),
                 device_rows=None if self.buckets is None else self.buckets.device_rows,
             )
         to_score = self._scorer.build(inputs, self.batch, put) if scores else None
         pooled = self._pooler.begin(inputs, self.batch, put)
         targets = inputs.targets if pooled is None else pooled.targets
-        sampling = self.sampler.build_inputs(targets, put)
+        sampling = None if plan.drafts else self.sampler.build_inputs(targets, put)
         device_rows = put(targets.rows)
         slots = None if self._adapters is None else self._adapters.stage(inputs, targets.rows, put)
         self._buffer.upload()
         hidden, extras = self._in_queue(lambda: self._forward(inputs, to_score, pooled, slots))
         if not len(targets.rows):
-            return targets, (), extras
+            return targets, (), None, extras
+        if (rounds := self._rounds(plan, targets)) is not None:
+            found = self._sample_rounds(hidden, rounds)
+            self._in_queue(lambda: self._last_tokens.index_copy_(0, device_rows, found))
+            return targets, (), rounds, extras
         constraints = self.sampler.constrain(targets)
 
         def sample_and_store() -> list[SamplerRun]:
@@ -380,7 +437,7 @@ class ModelRunner:
             return runs
 
         runs = self._in_queue(sample_and_store)
-        return targets, tuple([run.to_host() for run in runs]), extras
+        return targets, tuple([run.to_host() for run in runs]), None, extras
 
     def _forward(
         self,

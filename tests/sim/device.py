@@ -8,6 +8,7 @@ never filled, or filled for another tenant is seen in the step that reads it.
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
 from engine.executor.step import BlockCopy, BlockMove, NewSequence, SampledToken, SequenceStep, StepPlan, StepResult
@@ -128,17 +129,33 @@ class KvDevice:
             if not self.holders[block_id] and not self._is_kept(block_id):
                 self._poison(block_id)
         self._hand_out(plan)
+        drafts = {draft.seq_id: draft.token_ids for draft in plan.drafts}
         for step in plan.steps:
             self._write(step)
+            self._write_draft(step.seq_id, drafts.get(step.seq_id, []))
         self._share(plan)
         computing = {step.seq_id for step in plan.steps if step.num_tokens and step.sample}
         samples: list[SampledToken] = []
         failed: dict[int, str] = {}
+        verified: list[list[SampledToken]] = []
         for step in plan.steps:
             if not step.num_tokens and self.rows[step.seq_id].fork_of not in computing:
                 fail("fork", f"sequence {step.seq_id} draws from the logits of one that computes none in its step")
-            self._read(step, samples, failed)
-        return step_result(plan, samples, failed)
+            if (draft := drafts.get(step.seq_id)) is None:
+                self._read(step, samples, failed)
+            elif tokens := self._verify(step, draft, failed):
+                verified.append(tokens)
+        return msgspec.structs.replace(step_result(plan, samples, failed), verified=verified)
+
+    def answered(self, seq_id: int) -> None:
+        """The Driver knows how many tokens of a draft are right: the blocks behind them are free."""
+        if (row := self.rows.get(seq_id)) is None:
+            return
+        end = -(-row.num_computed // self.block_size)
+        for block_id in row.table[end : row.num_blocks].tolist():
+            self.holders[block_id] -= 1
+            self._poison(block_id)
+        row.num_blocks = end
 
     # Blocks.
 
@@ -227,6 +244,34 @@ class KvDevice:
             count = min(self.block_size - offset, end - start)
             self._write_block(step.seq_id, int(row.table[index]), offset, row.chain[start : start + count])
             start += count
+
+    def _write_draft(self, seq_id: int, draft: list[int]) -> None:
+        row = self.rows[seq_id]
+        if row.num_computed + len(draft) > row.num_blocks * self.block_size:
+            fail("block-table", f"sequence {seq_id}: a draft of {len(draft)} tokens in {row.num_blocks} blocks")
+        chain = row.last_chain
+        for position, token_id in enumerate(draft, start=row.num_known):
+            chain = chain_next(chain, token_id, position)
+            index, offset = divmod(position, self.block_size)
+            self._write_block(seq_id, int(row.table[index]), offset, np.array([chain]))
+
+    def _verify(self, step: SequenceStep, draft: list[int], failed: dict[int, str]) -> list[SampledToken]:
+        """The tokens of a sequence with a draft. What was written of the others can be read no more."""
+        row, tokens = self.rows[step.seq_id], list[SampledToken]()
+        end = row.num_computed + len(draft)
+        for proposed in (*draft, None):
+            if tokens:
+                if self.model.fails(row.seed, row.num_known):
+                    break
+                row.num_computed += 1
+            self._read(step, tokens, failed)
+            if not tokens or tokens[-1].token_id != proposed:
+                break
+        for position in range(row.num_computed, end):
+            index, offset = divmod(position, self.block_size)
+            self._generation += 1
+            self.slots[row.table[index], offset] = -self._generation
+        return tokens
 
     def _write_block(self, seq_id: int, block_id: int, offset: int, values: np.ndarray) -> None:
         if self.holders[block_id] != 1:

@@ -1,6 +1,7 @@
 """Monitor: the invariants, checked after every plan and every result, whoever drives the scheduler."""
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -84,6 +85,7 @@ class Monitor:
         self.faults = FaultyOs(config, self.saw)
         self.num_workers = 0  # started so far
         self.workers: dict[int, SimWorker] = {}  # by number, which is also the pid
+        self._num_before: dict[int, int] = {}  # of tokens emitted, before the last result
         self.compiled: set[StepKind] = set()  # kinds of steps that a Worker has begun to do
         self.slowest: dict[StepKind | Features, float] = {}  # seconds of a step, by what it is and does
         self.blows: list[str] = []  # "kill" or "stop": what happens to the next Workers, at the first plan of each
@@ -260,19 +262,28 @@ class Monitor:
         """`num_known` of the samples are of live sequences."""
         self._in_flight -= 1
         self._digest.update(encode_frame(result))
+        for tokens in result.verified:
+            self.device.answered(tokens[0].seq_id)
+            self.saw("token of a draft was wrong" if len(tokens) == 1 else "token of a draft was right")
         if num_known < len(result.samples):
             self.saw("token of a finished sequence thrown away")
         owners = [id(self._samples[seq.seed][0]) for seq, _ in fresh]
         if len(set(owners)) < len(owners):
             self.saw("several tokens of one request in a result")
+        left = Counter(seq.seq_id for seq, _ in fresh)
+        self._num_before = {seq_id: self._num_emitted[seq_id] for seq_id in left}
         for seq, token_id in fresh:
-            self._check_token(seq, SampledToken(seq.seq_id, token_id))
+            left[seq.seq_id] -= 1
+            self._check_token(seq, SampledToken(seq.seq_id, token_id), left[seq.seq_id])
         self.check()
 
-    def _check_token(self, seq: Sequence, token: SampledToken) -> None:
+    def _check_token(self, seq: Sequence, token: SampledToken, num_more: int) -> None:
+        """`num_more` tokens of the same sequence come with it, behind it."""
         emitted = self._num_emitted[seq.seq_id]
         expected = self.reference_of(seq).token_ids
-        if seq.num_generated_tokens != emitted + 1 or expected[emitted : emitted + 1] != [token.token_id]:
+        if emitted == len(expected) and seq.params.stop and emitted > self._num_before.get(seq.seq_id, emitted):
+            return  # it came with the token that ended the text at a stop string, and Delivery drops it
+        if seq.num_generated_tokens != emitted + 1 + num_more or expected[emitted : emitted + 1] != [token.token_id]:
             fail("tokens", f"{seq}: token {emitted} is {token.token_id}, the oracle has {expected[emitted:][:1]}")
         self._num_emitted[seq.seq_id] = emitted + 1
         if self._hits:
@@ -343,7 +354,7 @@ class Monitor:
 
     def _check_plan(self, plan: StepPlan, ran: list[Sequence]) -> None:
         scheduler, saw = self.scheduler, self.saw
-        num_tokens = sum(step.num_tokens for step in plan.steps)
+        num_tokens = plan.num_tokens
         is_short = scheduler.scope.budget < scheduler.max_num_batched_tokens
         planned = {step.seq_id for step in plan.steps}
         if not 0 < num_tokens <= scheduler.scope.budget or len(planned) != len(plan.steps):
@@ -351,7 +362,7 @@ class Monitor:
         for seq in scheduler.running:
             idle = seq.num_uncomputed_tokens if seq.seq_id not in planned else 0
             # A preemption gives budget back, for which another prompt may have been admitted beside an unfinished one.
-            if idle and seq in scheduler.scope.resting:
+            if idle and (seq in scheduler.scope.resting or scheduler.drafts.holds(seq)):
                 continue
             if idle and seq.tenant in scheduler.scope.excluded:
                 saw("plan left to a tenant that waits for a first token")
@@ -446,6 +457,8 @@ class Monitor:
             # What a hypothesis has sampled waits for the rest of its group.
             is_through = seq.num_computed_tokens == seq.num_tokens and not seq.num_pending_tokens
             num_chosen = is_through and isinstance(seq.group, BeamGroup) and seq in seq.group._samples
+            if seq.num_draft_tokens:  # the Driver does not know yet how many of them are right
+                continue
             if row.num_computed != seq.num_computed_tokens or row.num_known != seq.num_tokens + num_chosen:
                 fail("worker-rows", f"{seq}: the Worker computed {row.num_computed} and knows {row.num_known}")
         if holders != [block.ref_count for block in self.blocks.blocks]:
@@ -459,6 +472,7 @@ class Monitor:
         require(len(manager.free_blocks) == manager.num_blocks, "leftovers", "an idle engine holds blocks")
         left = left_over(scheduler, but=("eos_token_ids", "_removed"))
         require(not left, "leftovers", f"the scheduler still has {left}")
+        require(not left_over(scheduler.drafts, but=()), "leftovers", "the drafts of an idle engine")
         check_admission(scheduler)
         scheduler.admission.fair_share.check_invariants([])
         tier = manager.host_tier

@@ -70,6 +70,7 @@ class SimConfig:
     step_timeout: float = 30.0
     tenant_weights: tuple[float, ...] = (1.0,)
     step_seconds: float | None = None
+    max_draft_tokens: int = 0  # of a sequence in a step
     large_holders: str = ""  # what the requests of the first tenant are like: samples, beams, prompts, any of these
 
     @property
@@ -252,6 +253,7 @@ def draw_config(seed: int, rng: random.Random, for_driver: bool) -> SimConfig:
     tenants = random.Random(f"{seed} tenants")
     config = replace(config, tenant_weights=tenants.choice([(1.0,), (1.0,), (1.0, 1.0), (1.0, 1.0, 4.0), (1.0,) * 6]))
     config = replace(config, step_seconds=random.Random(f"{seed} step seconds").choice([1e-3, 1e-3, 3e-3, None]))
+    config = replace(config, max_draft_tokens=random.Random(f"{seed} drafts").choice([0, 0, 1, 3, 8]))
     if not for_driver and tenants.random() < 0.2:
         return _for_newcomers(config, tenants)
     holders = random.Random(f"{seed} holders")

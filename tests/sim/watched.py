@@ -15,6 +15,7 @@ from engine.scheduling.fair_share import StepScope
 from engine.scheduling.scheduler import Scheduler
 from tests.sim.admission import check_spare
 from tests.sim.beams import check_too_large
+from tests.sim.drafts import SimDrafts
 from tests.sim.model import mix
 from tests.sim.violation import fail, require
 
@@ -214,6 +215,8 @@ class WatchedScheduler(Scheduler):
     def __init__(self, monitor: "Monitor", block_manager: WatchedBlockManager, **kwargs: Any) -> None:
         super().__init__(block_manager, **kwargs)
         self.monitor = monitor
+        if monitor.config.max_draft_tokens:
+            self.drafts = SimDrafts(monitor, monitor.config.max_draft_tokens)
         self.watched_blocks = block_manager
         self.preempted_groups: set[SequenceGroup] | None = None  # by the plan under construction, where there is one
         self.delayed: set[Sequence] = set()  # by the prediction
@@ -326,7 +329,8 @@ class WatchedScheduler(Scheduler):
     def _check_idle(self) -> None:
         """Nothing is planned only where nobody who runs has tokens to compute, and nobody who waits can be let in."""
         for seq in self.running:
-            require(seq.num_uncomputed_tokens == 0, "idle", f"{seq} has tokens to compute, and nothing is planned")
+            waits = seq.num_uncomputed_tokens == 0 or self.drafts.holds(seq)
+            require(waits, "idle", f"{seq} has tokens to compute, and nothing is planned")
         if not self.waiting:
             return
         seq = self._next()

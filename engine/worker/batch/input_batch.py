@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import EngineError
-from engine.executor.step import NewSequence, SequenceStep
+from engine.executor.step import Draft, NewSequence, SequenceStep
 from engine.models.layers.attention import BatchMetadata, OutputRows
 from engine.worker.batch.bucket_buffers import BucketInputs
 from engine.worker.batch.device_rows import DeviceRows, Put
@@ -24,6 +24,7 @@ from kernels.attention.flashinfer import PlannedPrefill
 from kernels.attention.plan import AttentionPlan
 
 DISAGREE = "the plan and the Worker disagree on the number of known tokens"
+NO_OFFSETS = np.zeros(0, np.int64)
 NO_BLOCK = "the plan computes tokens that have no KV block"
 
 
@@ -35,6 +36,19 @@ class SampleTargets:
     seq_ids: IntArray
     rows: IntArray
     positions: IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRows:
+    """The draft tokens of a step as rows beside its decodes: each computes one token, as a decode does.
+
+    rows, offsets int64 [num_draft_tokens]: the row in the batch, and the distance from the token that the sequence
+    decodes, 1 and up. All keys and values of a layer are written before any is read, so a draft token reads those of
+    the tokens before it.
+    """
+
+    rows: IntArray
+    offsets: IntArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +74,8 @@ class StepInputs:
 
 @dataclass(frozen=True, slots=True)
 class StepLayout:
-    """A step as arrays of the host: first the sequences that compute one token, then the chunks.
+    """A step as arrays of the host: first the sequences that compute one token, then the chunks. Each draft token
+    counts as a sequence.
 
     rows, starts, ends: as in StepInputs. counts: tokens that each sequence computes. seq_lens: tokens in the cache,
     this step's included. One entry per token: input_ids (negative: see StepInputs), positions, slots. sampled: the
@@ -190,29 +205,37 @@ class InputBatch:
         self._set_blocks(row, int(self.num_blocks[row]) - 1, [block_id])
 
     def fill_decodes(
-        self, decodes: list[int], blocks: list[int], first_input: int, arrays: BucketInputs[IntArray]
+        self,
+        decodes: list[int],
+        blocks: list[int],
+        first_input: int,
+        arrays: BucketInputs[IntArray],
+        drafts: Sequence[Draft] = (),
     ) -> SampleTargets:
         """`build` for a step of decodes alone, whose inputs go into the arrays of BucketBuffers; first_input: see
         BucketInputs.sources."""
         before = self._decodes
         rows = self._decode_rows(decodes, blocks)
+        rows, places = self._places_with(rows, drafts) if drafts else (rows, self._decode_places(rows))
         n = len(rows)
-        places = self._decode_places(rows)
         arrays.rows[:n] = rows
         arrays.positions[:n] = places.positions
         arrays.seq_lens[:n] = places.seq_lens
         arrays.slots[:n] = places.slots
-        if self._decodes is before:  # the step before sampled all of these tokens on the device
+        if self._decodes is before and not drafts:  # the step before sampled all of these tokens on the device
             arrays.sources[:n] = rows
         else:
             arrays.input_ids[:n] = input_ids = self.token_ids[rows, places.positions]
             arrays.sources[:n] = _sources(input_ids, first_input)
         return self._count_decodes(rows, places.seq_lens)
 
-    def build_decodes(self, decodes: list[int], blocks: list[int], buffer: StepBuffer) -> StepInputs:
+    def build_decodes(
+        self, decodes: list[int], blocks: list[int], buffer: StepBuffer, drafts: Sequence[Draft] = ()
+    ) -> StepInputs:
         """`build` for a step of decodes alone on a CPU, which has all tokens: no array per token is made twice."""
         rows = self._decode_rows(decodes, blocks)
-        positions, seq_lens, slots = self._decode_places(rows)
+        rows, places = self._places_with(rows, drafts) if drafts else (rows, self._decode_places(rows))
+        positions, seq_lens, slots = places
         input_ids = self.token_ids[rows, positions].astype(np.int64)
         put, n = buffer.put, len(rows)
         metadata = BatchMetadata(
@@ -241,23 +264,30 @@ class InputBatch:
         changed, self.changed_cells = self.changed_cells or [], []
         return changed
 
-    def lay_out(self, decodes: list[int], blocks: list[int], chunks: Sequence[SequenceStep]) -> StepLayout:
+    def lay_out(
+        self, decodes: list[int], blocks: list[int], chunks: Sequence[SequenceStep], drafts: Sequence[Draft] = ()
+    ) -> StepLayout:
         """The arrays of a step, sequences with one token first; counts its tokens as computed and as sampled.
 
-        `decodes`, `blocks` and `chunks` are those of StepPlan. The place of a sampled token holds a placeholder until
-        `store_tokens`.
+        `decodes`, `blocks`, `chunks` and `drafts` are those of StepPlan. The place of a sampled token holds a
+        placeholder until `store_tokens`.
         """
-        rows, counts, samples = self._step_rows(self._decode_rows(decodes, blocks), chunks)
+        decode_rows = self._decode_rows(decodes, blocks)
+        entered = self._enter_drafts(drafts)
+        rows, counts, samples = self._step_rows(np.concatenate([decode_rows, entered.rows]), chunks)
+        offsets = np.zeros(len(rows), np.int64)  # from the next token to compute; not 0 for draft tokens alone
+        offsets[len(decode_rows) : len(decode_rows) + len(entered.rows)] = entered.offsets
         self._decodes = None
         if chunks:
             order = np.argsort(np.where(counts == 0, 2, counts > 1), kind="stable")  # decodes, prefills, forks
             order, forks = np.split(order, [len(counts) - np.count_nonzero(counts == 0)])
             forks, rows, counts, samples = rows[forks], rows[order], counts[order], samples[order]
+            offsets = offsets[order]
         else:
             forks = rows[:0]
-        starts = self.num_computed[rows]
+        starts = self.num_computed[rows] + offsets
         seq_lens = starts + counts
-        self._check(rows, seq_lens, samples)
+        self._check(rows, seq_lens, samples, offsets)
 
         ends = np.cumsum(counts)
         token_rows = np.repeat(rows, counts)
@@ -288,6 +318,7 @@ class InputBatch:
         blocks: list[int],
         chunks: Sequence[SequenceStep],
         buffer: StepBuffer,
+        drafts: Sequence[Draft] = (),
         *,
         every_row: bool = False,
         device_rows: DeviceRows | None = None,
@@ -295,7 +326,7 @@ class InputBatch:
         """The inputs of a step that `lay_out` describes. every_row asks for the hidden states of all rows, not of the
         sampled rows alone. device_rows: where a device gathers block tables (StepInputs.prepare); None: the tables are
         part of `buffer`."""
-        layout = self.lay_out(decodes, blocks, chunks)
+        layout = self.lay_out(decodes, blocks, chunks, drafts)
         put, num_decodes = buffer.put, layout.num_decodes
         chunk_lens = layout.counts[num_decodes:]
         cu_seqlens_q = np.zeros(len(chunk_lens) + 1, np.int32)
@@ -338,6 +369,17 @@ class InputBatch:
             ends=layout.ends,
             prepare=tables.prepare,
         )
+
+    def accept(self, seq_id: int, first: int, token_ids: list[int]) -> None:
+        """Enter the verified tokens of a sequence with a draft, the first of them at position `first`. Blocks behind
+        its computed tokens, all but the last, are given up. Does nothing for a sequence removed meanwhile."""
+        if (row := self.row_of.get(seq_id)) is None:
+            return
+        end = first + len(token_ids)
+        self.token_ids[row, first:end] = token_ids
+        self.num_tokens[row], self.num_computed[row] = end, end - 1
+        self.num_blocks[row] = -(-(end - 1) // self.block_size)
+        self._decodes = None  # its last token is on the host alone
 
     def store_tokens(self, targets: SampleTargets, token_ids: IntArray) -> None:
         """Enter the sampled tokens of a step once the host knows them; skips sequences removed meanwhile."""
@@ -384,6 +426,30 @@ class InputBatch:
         if self._decodes is None or self._decodes[0] != decodes:  # rare: decodes mostly repeat
             self._decodes = decodes, np.fromiter(map(row_of.__getitem__, decodes), np.int64, len(decodes))
         return self._decodes[1]
+
+    def _enter_drafts(self, drafts: Sequence[Draft]) -> DraftRows:
+        """Write draft tokens behind the known tokens of their sequences. `accept` says later which ones are known."""
+        for draft in drafts:
+            row = self.row_of[draft.seq_id]
+            end = int(self.num_tokens[row])
+            self.token_ids[row, end : end + len(draft.token_ids)] = draft.token_ids
+        counts = [len(draft.token_ids) for draft in drafts]
+        rows = np.repeat(np.array([self.row_of[draft.seq_id] for draft in drafts], np.int64), counts)
+        return DraftRows(rows, np.concatenate([NO_OFFSETS, *[np.arange(1, count + 1) for count in counts]]))
+
+    def _places_with(self, rows: IntArray, drafts: Sequence[Draft]) -> tuple[IntArray, "DecodePlaces"]:
+        """(rows, places) of decodes, then of their draft tokens."""
+        entered, num_decodes = self._enter_drafts(drafts), len(rows)
+        rows = np.concatenate([rows, entered.rows])
+        positions = self.num_computed[rows]
+        positions[num_decodes:] += entered.offsets
+        seq_lens = positions + 1
+        self._check_decodes(rows[:num_decodes], seq_lens[:num_decodes])
+        if (seq_lens > self.num_blocks[rows] * self.block_size).any():
+            raise EngineError(NO_BLOCK)
+        blocks, offsets = np.divmod(positions, self.block_size)
+        self._decodes = None
+        return rows, DecodePlaces(positions, seq_lens, self.block_table[rows, blocks] * self._slots_per_block + offsets)
 
     def _step_rows(self, decodes: IntArray, chunks: Sequence[SequenceStep]) -> tuple[IntArray, IntArray, IntArray]:
         if not chunks:
@@ -442,9 +508,11 @@ class InputBatch:
         if (seq_lens > self.num_blocks[rows] * self.block_size).any():
             raise EngineError(NO_BLOCK)
 
-    def _check(self, rows: IntArray, seq_lens: IntArray, samples: IntArray) -> None:
-        """EngineError if plan and Worker disagree: going on would write into blocks of other sequences."""
-        if (seq_lens > self.num_tokens[rows]).any() or ((seq_lens == self.num_tokens[rows]) != samples).any():
+    def _check(self, rows: IntArray, seq_lens: IntArray, samples: IntArray, offsets: IntArray) -> None:
+        """EngineError if plan and Worker disagree: going on would write into blocks of other sequences. offsets: those
+        of draft tokens, 0 for others."""
+        known = self.num_tokens[rows] + offsets
+        if (seq_lens > known).any() or ((seq_lens == known) != samples).any():
             raise EngineError(DISAGREE)
         if (seq_lens > self.num_blocks[rows] * self.block_size).any():
             raise EngineError(NO_BLOCK)

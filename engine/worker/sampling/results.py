@@ -54,6 +54,14 @@ class ResultBuilder:
                 self.seq_ids.append(seq_id)
                 self.token_ids.append(token_id)
 
+    def add_token(self, token: SampledToken) -> None:
+        """Add one token, to the columns if it has no logprobs."""
+        if token.top or token.logprob:
+            self.detailed.append(token)
+        else:
+            self.seq_ids.append(token.seq_id)
+            self.token_ids.append(token.token_id)
+
     def add_run(self, seq_ids: Iterator[int], run: SamplerRun) -> None:
         """Add the rows of `run`, each for the next of `seq_ids`."""
         output = run.output

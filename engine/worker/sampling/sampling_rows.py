@@ -160,6 +160,10 @@ class SamplingRows:
         """Make a row greedy whose sequence has already failed."""
         self._flags[row] = 0
 
+    def depends_on_tokens(self, row: int) -> bool:
+        """True if the tokens before a position change the draw there beyond its logits."""
+        return bool(self._flags[row] & (PENALTY | GRAMMAR | THINKING)) or self._bans.has_words(row)
+
     def needs_history(self, row: int) -> bool:
         """True if the sampler needs the row's tokens: for penalties, or for bad words of several tokens."""
         return bool(self._flags[row] & PENALTY) or self._bans.has_words(row)

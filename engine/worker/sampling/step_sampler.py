@@ -26,7 +26,7 @@ from engine.worker.device.queue import DeviceQueue, Mark
 from engine.worker.sampling.grammar_masks import GrammarMasks
 from engine.worker.sampling.results import SamplerRun, failed_run, num_logprobs, token_ids_of
 from engine.worker.sampling.sampler import ForcedTokens, TokenCounts, sample
-from engine.worker.sampling.sampling_rows import Array, Put, SamplingInputs, SamplingRows
+from engine.worker.sampling.sampling_rows import WARM_UP, Array, Put, SamplingInputs, SamplingRows
 from engine.worker.sampling.thinking_rows import ThinkingRows
 from kernels.sampling.token_mask import TokenMask, mask_tokens
 
@@ -57,6 +57,8 @@ class StagedCounts:
 
 class StepSampler:
     """Rows are those of `batch`. A GPU has a `queue`."""
+
+    warm_up_params = WARM_UP  # for steps that compile what a request may need
 
     def __init__(
         self,
@@ -170,6 +172,10 @@ class StepSampler:
         else:
             self.grammars.note_launched(targets, runs, ready)
             self.thinking.note_launched(targets, runs, ready)
+
+    def depends_on_tokens(self, row: int) -> bool:
+        """True if the tokens before a position change the draw of `row` there beyond its logits."""
+        return self._rows.depends_on_tokens(row)
 
     def take_failed(self) -> dict[int, str]:
         """Sequences that the last step found cannot go on, with the reason."""

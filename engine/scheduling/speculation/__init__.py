@@ -1,0 +1,1 @@
+"""Which tokens are guessed ahead, and how many."""

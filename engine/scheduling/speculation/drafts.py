@@ -1,0 +1,230 @@
+"""Speculative decoding (Leviathan et al. 2023) with drafts from the text itself: `--speculative ngram:K`.
+
+A draft is a guess of the tokens that follow the last known token of a decode: those that followed the same n-gram
+earlier in its prompt and output, or in the client's prediction of the output (`prediction` of the chat API). The Worker
+computes the last known token and the draft in one step and samples at each position with that position's own draw, from
+(seed, position), with penalties, bans and grammar as after the tokens before. It keeps the tokens up to the first one
+that differs from the draft.
+
+This is exact: each kept token is the ordinary draw after a prefix that consists of ordinary draws. So greedy output is
+the same with and without drafts, and so is each sampled token for its seed; no rejection sampling is needed because the
+draft is a single sequence and not a distribution.
+
+A longer draft makes a step slower, so a draft grows while its next token is likely enough to be kept: the estimate for
+each sequence comes from its own drafts, and from guesses that were not computed but compared later. The bound comes
+from measured steps (StepCosts): with many sequences a row costs nearly as much as it can gain, and drafts end.
+"""
+
+from engine.executor.step import StepPlan, StepResult
+from engine.memory.block_manager import BlockManager
+from engine.memory.sequence import Sequence
+from engine.scheduling.plan_parts import RunningParts
+from engine.scheduling.speculation.ngram_index import SIZES, NgramIndex
+from engine.scheduling.speculation.step_costs import StepCosts
+
+MARGIN = 1.15  # how much more than its cost a row of a draft must promise
+FIRST_CHANCE = 0.5  # the estimate that a guess is right, before the first comparison
+LEARN = 0.15  # weight of one comparison in the estimate
+LAST = max(SIZES)
+
+
+class Drafts:
+    """No speculation. The Scheduler calls `without_held`, `add_to` and `planned` for each plan, `computed` and
+    `verified` for each result, `forget` for each sequence that ends, and `reset` for a new Worker."""
+
+    num_drafts = num_draft_tokens = num_accepted_tokens = 0
+
+    def add_to(self, parts: RunningParts, block_manager: BlockManager, num_spare: int) -> None:
+        """Adds drafts to the decodes of a plan, of at most `num_spare` tokens in all."""
+
+    def planned(self, plan: StepPlan) -> None:
+        """A plan is sent."""
+
+    def computed(self, result: StepResult) -> None:
+        """A result is back."""
+
+    def verified(self, seq: Sequence, num_accepted: int) -> None:
+        """The first `num_accepted` tokens of the draft of `seq` were right."""
+
+    def holds(self, seq: Sequence) -> bool:
+        """True if `seq` waits for a step under way, whose token its next draft follows."""
+        return False
+
+    def without_held(self, sequences: list[Sequence]) -> list[Sequence]:
+        """Returns `sequences` without those that `holds`."""
+        return sequences
+
+    def forget(self, seq: Sequence) -> None:
+        """`seq` has ended."""
+
+    def reset(self) -> None:
+        """The steps under way are lost with their Worker."""
+
+
+def make_drafts(max_tokens: int) -> Drafts:
+    """Drafts of up to `max_tokens` tokens; 0: no speculation."""
+    return NgramDrafts(max_tokens) if max_tokens else Drafts()
+
+
+class Proposer:
+    """The guesses for one sequence. `chances`: how likely a guess is right, by its source: n-grams of each of SIZES,
+    the prediction."""
+
+    __slots__ = ("_prediction", "_text", "chances", "guess", "source")
+
+    def __init__(self, seq: Sequence) -> None:
+        self._text = NgramIndex(seq.token_ids)
+        self._prediction = NgramIndex(list(seq.prediction)) if seq.prediction else None
+        self.chances = [FIRST_CHANCE] * (len(SIZES) + 1)
+        self.guess: tuple[int, int] | None = None  # (place, token) that was guessed and is not known yet
+        self.source = 0  # index in `chances` for the last guess or draft
+
+    def propose(self, seq: Sequence, num_tokens: int) -> list[int]:
+        """Returns up to `num_tokens` tokens that may follow; none without a match."""
+        caught_up = self._text.catch_up()
+        if self._prediction is not None and self._prediction.catch_up():
+            if found := self._from_prediction(seq, self._prediction, num_tokens):
+                return found
+        if not caught_up or (match := self._text.find(seq.token_ids[-LAST:])) is None:
+            return []
+        self.source, place = match
+        tokens = seq.token_ids[place : place + num_tokens]
+        while len(tokens) < num_tokens:  # the match reaches the end of the text: the text repeats itself
+            tokens += tokens[: num_tokens - len(tokens)]
+        return tokens
+
+    def _from_prediction(self, seq: Sequence, prediction: NgramIndex, num_tokens: int) -> list[int]:
+        generated = seq.token_ids[max(seq.num_prompt_tokens, len(seq.token_ids) - LAST) :]
+        place = seq.num_generated_tokens
+        if place >= LAST or generated != prediction.tokens[:place]:
+            if (match := prediction.find(generated)) is None:
+                return []
+            place = match[1]
+        self.source = len(SIZES)
+        return prediction.tokens[place : place + num_tokens]
+
+    def compare(self, seq: Sequence) -> None:
+        """Learns from the last guess, if its token is known by now."""
+        if self.guess is not None and (place := self.guess[0]) < len(seq.token_ids):
+            self.learn(1, 1 if seq.token_ids[place] == self.guess[1] else 0)
+            self.guess = None
+
+    def learn(self, num_tokens: int, num_right: int) -> None:
+        """The first `num_right` of `num_tokens` guessed tokens were right."""
+        chance = self.chances[self.source]
+        for _ in range(num_right):
+            chance += LEARN * (1.0 - chance)
+        if num_right < num_tokens:
+            chance -= LEARN * chance
+        self.chances[self.source] = chance
+
+
+class NgramDrafts(Drafts):
+    """Drafts of up to `max_tokens` tokens for each sequence."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self.max_tokens = max_tokens
+        self.num_drafts = self.num_draft_tokens = self.num_accepted_tokens = 0
+        self._costs = StepCosts()
+        self._proposers: dict[int, Proposer] = {}
+        self._promising: set[Sequence] = set()  # their next draft follows the token that is under way
+        self._rows: dict[int, int] = {}  # rows by step id, for decode steps under way
+
+    def add_to(self, parts: RunningParts, block_manager: BlockManager, num_spare: int) -> None:
+        num_rows = len(parts.decodes)
+        if not num_rows or MARGIN * self._costs.needed(num_rows, num_rows) >= 1.0:
+            return
+        num_kept = float(num_rows)  # tokens that the step is expected to bring
+        for seq in list(parts.decodes):
+            if num_spare <= 0:
+                return
+            if seq.group is not None and seq.group.inseparable:
+                continue
+            if seq.num_pending_tokens:
+                self._look_ahead(seq)
+                continue
+            room = min(num_spare, self._room(seq, parts, block_manager))
+            tokens, num_kept = self._draft(seq, num_rows, num_kept, room)
+            if not tokens or (blocks := block_manager.allocate(seq, 1 + len(tokens))) is None:
+                self._promising.discard(seq)
+                continue
+            parts.add_draft(seq, tokens, blocks)
+            num_rows += len(tokens)
+            num_spare -= len(tokens)
+
+    def _look_ahead(self, seq: Sequence) -> None:
+        """Guesses the token that is under way. With a likely guess `seq` waits for it and gets a draft then."""
+        proposer = self._proposer_of(seq)
+        proposer.compare(seq)
+        if proposer.guess is None and (tokens := proposer.propose(seq, 1)):
+            proposer.guess = len(seq.token_ids), tokens[0]
+            if proposer.chances[proposer.source] >= FIRST_CHANCE:
+                self._promising.add(seq)
+
+    def _proposer_of(self, seq: Sequence) -> Proposer:
+        if (proposer := self._proposers.get(seq.seq_id)) is None:
+            proposer = self._proposers[seq.seq_id] = Proposer(seq)
+        return proposer
+
+    def _room(self, seq: Sequence, parts: RunningParts, block_manager: BlockManager) -> int:
+        """Returns how many tokens of a draft fit the limits of `seq` and its blocks. New blocks are taken only while
+        enough stay free for the next token of every decode."""
+        room = seq.max_num_tokens - seq.num_tokens - 1
+        if len(block_manager.free_blocks) <= len(parts.decodes) + self.max_tokens:
+            room = min(room, len(seq.block_table) * block_manager.block_size - seq.num_computed_tokens - 1)
+        return room
+
+    def _draft(self, seq: Sequence, num_rows: int, num_kept: float, room: int) -> tuple[list[int], float]:
+        """Returns the draft of `seq` in a step of `num_rows` that brings `num_kept` tokens, and `num_kept` with it."""
+        proposer = self._proposer_of(seq)
+        proposer.compare(seq)
+        tokens = proposer.propose(seq, min(room, self.max_tokens)) if room > 0 else []
+        chance = right = proposer.chances[proposer.source]  # that all tokens so far are right
+        length = 0
+        while length < len(tokens) and right > MARGIN * self._costs.needed(num_rows + length, num_kept):
+            num_kept += right
+            right *= chance
+            length += 1
+        if tokens and not length:
+            proposer.guess = seq.num_tokens, tokens[0]
+        return tokens[:length], num_kept
+
+    def planned(self, plan: StepPlan) -> None:
+        if not (plan.chunks or plan.new or plan.block_copies or plan.loads):
+            self._rows[plan.step_id] = plan.num_rows
+
+    def computed(self, result: StepResult) -> None:
+        if (rows := self._rows.pop(result.step_id, 0)) and not result.failed:
+            self._costs.add(rows, result.compute_seconds)
+
+    def verified(self, seq: Sequence, num_accepted: int) -> None:
+        num_tokens = seq.num_draft_tokens
+        self.num_drafts += 1
+        self.num_draft_tokens += num_tokens
+        self.num_accepted_tokens += num_accepted
+        seq.num_drafted_tokens += num_tokens
+        seq.num_accepted_tokens += num_accepted
+        if (proposer := self._proposers.get(seq.seq_id)) is not None:
+            proposer.learn(num_tokens, num_accepted)
+        if num_accepted:
+            self._promising.add(seq)
+        else:
+            self._promising.discard(seq)
+
+    def holds(self, seq: Sequence) -> bool:
+        return seq.num_pending_tokens > 0 and seq in self._promising
+
+    def without_held(self, sequences: list[Sequence]) -> list[Sequence]:
+        if not self._promising:
+            return sequences
+        for seq in self._promising:
+            if self.holds(seq):
+                seq.last_turn = -1  # it goes first in the next short step
+        return [seq for seq in sequences if not self.holds(seq)]
+
+    def reset(self) -> None:
+        self._rows.clear()
+
+    def forget(self, seq: Sequence) -> None:
+        self._proposers.pop(seq.seq_id, None)
+        self._promising.discard(seq)

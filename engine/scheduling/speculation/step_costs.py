@@ -1,0 +1,38 @@
+"""StepCosts: the seconds of a decode step by its number of rows, a straight line fitted to the newest steps."""
+
+FORGET = 0.98  # weight of a step relative to the one after it
+PRIOR_ROWS = 8.0  # before the fit: reading the weights takes as long as computing so many rows
+MIN_STEPS, MIN_VARIANCE = 8.0, 0.5  # a fit needs steps of this weight, whose numbers of rows have this variance
+LARGEST = 2.0  # a step counts at most as so many times the estimate: others pay for compilers and page faults
+
+
+class StepCosts:
+    """Least squares with exponentially decaying weights. Times are relative: only their ratios are used."""
+
+    def __init__(self) -> None:
+        self._weight = self._rows = self._seconds = 0.0  # weighted means
+        self._rows_rows = self._rows_seconds = 0.0  # weighted means of products
+        self.fixed, self.per_row = PRIOR_ROWS, 1.0
+
+    def add(self, rows: int, seconds: float) -> None:
+        """Learns the seconds of a step."""
+        if self._weight >= MIN_STEPS:
+            scale = self._seconds / (self.fixed + self.per_row * self._rows)
+            seconds = min(seconds, LARGEST * scale * (self.fixed + self.per_row * rows))
+        self._weight = FORGET * self._weight + 1.0
+        share = 1.0 / self._weight
+        self._rows += share * (rows - self._rows)
+        self._seconds += share * (seconds - self._seconds)
+        self._rows_rows += share * (rows * rows - self._rows_rows)
+        self._rows_seconds += share * (rows * seconds - self._rows_seconds)
+        variance = self._rows_rows - self._rows**2
+        if self._weight >= MIN_STEPS and variance >= MIN_VARIANCE:
+            slope = (self._rows_seconds - self._rows * self._seconds) / variance
+            self.per_row = min(max(slope, 0.0), self._seconds / self._rows)
+            self.fixed = self._seconds - self.per_row * self._rows
+
+    def needed(self, rows: int, num_tokens: float) -> float:
+        """Returns the least probability at which one more row gains time in a step of `rows` that brings `num_tokens`:
+        the row must bring tokens at the step's own rate, seconds(rows) / num_tokens, or better."""
+        seconds = self.fixed + self.per_row * rows
+        return self.per_row * num_tokens / seconds if seconds > 0.0 else 1.0

@@ -1,0 +1,1 @@
+"""How many guessed tokens are right."""

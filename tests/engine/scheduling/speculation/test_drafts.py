@@ -1,0 +1,86 @@
+"""Drafts from n-grams and predictions: what is proposed, how long it is, and that the text stays the same."""
+
+import random
+
+import pytest
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.scheduling.speculation.ngram_index import MAX_INDEXED, SIZES, NgramIndex
+from engine.scheduling.speculation.step_costs import StepCosts
+from tests.engine.scheduling.loop import Loop
+from tests.fake_device import expected_tokens
+
+
+def brute_force(tokens):
+    for level, size in enumerate(SIZES):
+        for place in range(len(tokens) - 1, size - 1, -1):
+            if len(tokens) >= size and tokens[place - size : place] == tokens[-size:]:
+                return level, place
+    return None
+
+
+def test_the_index_finds_the_longest_last_occurrence():
+    rng = random.Random(0)
+    tokens = []
+    index = NgramIndex(tokens)
+    found = 0
+    for _ in range(600):
+        tokens.append(rng.randrange(3))
+        assert index.catch_up()
+        assert index.find(tokens[-max(SIZES) :]) == brute_force(tokens)
+        found += brute_force(tokens) is not None
+    assert found > 400
+
+
+def test_a_long_prompt_is_indexed_in_parts():
+    index = NgramIndex(list(range(3 * MAX_INDEXED)))
+    assert [index.catch_up() for _ in range(3)] == [False, False, True]
+    assert index.find([5, 6, 7]) == (1, 8)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("num_right", [0, 7, 40])
+def test_a_prediction_brings_several_tokens_a_step_and_the_same_text(depth, num_right):
+    loop = Loop(40, depth=depth, max_draft_tokens=4)
+    prompt = list(range(97, 107))
+    expected = expected_tokens(prompt, 0, 40)
+    seq = loop.add(prompt, max_tokens=40)
+    seq.prediction = tuple([*expected[:num_right], *[1] * (40 - num_right)])
+    loop.run()
+    assert seq.token_ids[10:] == expected
+    drafts = loop.scheduler.drafts
+    assert seq.num_drafted_tokens == drafts.num_draft_tokens and seq.num_accepted_tokens == drafts.num_accepted_tokens
+    assert num_right // 3 <= seq.num_accepted_tokens <= num_right
+    if num_right == 40:
+        assert len(loop.plans) < (20 if depth == 1 else 30)
+
+
+def test_drafts_end_where_wrong():
+    """After some wrong guesses a sequence goes on without a draft."""
+    loop = Loop(40, depth=1, max_draft_tokens=4)
+    prompt = [97, 98, 99] * 5
+    seq = loop.add(prompt, max_tokens=60)
+    loop.run()
+    assert seq.token_ids[15:] == expected_tokens(prompt, 0, 60)
+    assert loop.scheduler.drafts.num_draft_tokens < 30
+
+
+def test_a_row_costs_what_was_measured():
+    cheap, dear = StepCosts(), StepCosts()
+    for rows in [1, 2, 4, 1, 3] * 20:
+        cheap.add(rows, 10.0 + 0.1 * rows)
+        dear.add(rows, 0.1 + 2.0 * rows)
+    assert cheap.needed(1, 1.0) == pytest.approx(0.1 / 10.1, rel=0.05)
+    assert dear.needed(1, 1.0) == pytest.approx(2.0 / 2.1, rel=0.05)
+
+
+@pytest.mark.parametrize("value", ["ngram", "ngram:0", "ngram:65", "ngram:x", "some/model:4", ""])
+def test_other_forms_are_refused(value):
+    with pytest.raises(ConfigError, match="speculative"):
+        EngineConfig(speculative=value)
+
+
+def test_k_is_read():
+    assert EngineConfig(speculative="ngram:8").max_draft_tokens == 8
+    assert EngineConfig().max_draft_tokens == 0

@@ -1,0 +1,34 @@
+"""SimDrafts: drafts that are right up to a place that the seed chooses, in steps of any cost."""
+
+from typing import TYPE_CHECKING
+
+from engine.memory.sequence import Sequence
+from engine.scheduling.speculation.drafts import NgramDrafts
+from engine.scheduling.speculation.step_costs import StepCosts
+from tests.sim.model import mix
+
+if TYPE_CHECKING:
+    from tests.sim.monitor import Monitor
+
+
+class FreeRows(StepCosts):
+    """Every draft pays."""
+
+    def needed(self, rows: int, num_tokens: float) -> float:
+        return 0.0
+
+
+class SimDrafts(NgramDrafts):
+    def __init__(self, monitor: "Monitor", max_tokens: int) -> None:
+        super().__init__(max_tokens)
+        self._costs = FreeRows()
+        self._monitor = monitor
+
+    def _draft(self, seq: Sequence, num_rows: int, num_kept: float, room: int) -> tuple[list[int], float]:
+        drawn = mix(seq.seed & 2**62 - 1, len(seq.token_ids))
+        start, length = seq.num_generated_tokens, drawn % (self.max_tokens + 1)
+        tokens = self._monitor.reference_of(seq).token_ids[start : start + length]
+        if wrong := drawn >> 8 & 3:
+            place = (drawn >> 16) % (len(tokens) + 1)
+            tokens = [*tokens[:place], 97 + wrong]  # which may be right, too
+        return tokens[: max(0, min(room, self.max_tokens))], num_kept
