@@ -137,7 +137,7 @@ class Scheduler:
             self.scope, num_preemptions = scope, self.num_preemptions
 
             # Running sequences: decodes, then single tokens, then longer chunks.
-            parts = RunningParts(self.drafts.without_held(scope.sequences), self._forks, scope.budget)
+            parts = RunningParts(self.drafts.without_held(scope), self._forks, scope.budget)
             for seq, num_tokens in parts.without_blocks():
                 if (blocks := self._allocate_or_preempt(seq, num_tokens, parts)) is not None:
                     parts.add(seq, num_tokens, blocks)

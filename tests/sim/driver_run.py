@@ -18,6 +18,7 @@ import engine.executor.executor
 import engine.executor.process_state
 import engine.executor.supervisor
 import engine.requests.loaded
+import engine.requests.new_scheduler
 import engine.telemetry.request_timings
 import engine.worker.cache.disk_cache
 from engine.config import EngineConfig
@@ -289,8 +290,8 @@ def _patched(run: DriverRun, loop: VirtualLoop) -> Iterator[None]:
     no_thread = SimpleNamespace(start=lambda: None)
     with ExitStack() as stack:
         for module, name, value in (
-            (engine.requests.loaded, "Scheduler", partial(WatchedScheduler, monitor, clock=loop.time)),
-            (engine.requests.loaded, "BlockManager", partial(WatchedBlockManager, monitor)),
+            (engine.requests.new_scheduler, "Scheduler", partial(WatchedScheduler, monitor, clock=loop.time)),
+            (engine.requests.new_scheduler, "BlockManager", partial(WatchedBlockManager, monitor)),
             (engine.executor.supervisor, "Recovery", partial(Recovery, clock=loop.time)),
             (engine.executor.supervisor, "Executor", partial(SimExecutor, config, monitor, run._folder)),
             (engine.requests.loaded, "Prefetcher", partial(WatchedPrefetcher, monitor)),

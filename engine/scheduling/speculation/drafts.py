@@ -18,6 +18,7 @@ from measured steps (StepCosts): with many sequences a row costs nearly as much 
 from engine.executor.step import StepPlan, StepResult
 from engine.memory.block_manager import BlockManager
 from engine.memory.sequence import Sequence
+from engine.scheduling.fair_share import StepScope
 from engine.scheduling.plan_parts import RunningParts
 from engine.scheduling.speculation.ngram_index import SIZES, NgramIndex
 from engine.scheduling.speculation.step_costs import StepCosts
@@ -50,9 +51,9 @@ class Drafts:
         """True if `seq` waits for a step under way, whose token its next draft follows."""
         return False
 
-    def without_held(self, sequences: list[Sequence]) -> list[Sequence]:
-        """Returns `sequences` without those that `holds`."""
-        return sequences
+    def without_held(self, scope: StepScope) -> list[Sequence]:
+        """Returns the sequences of a step without those that `holds`."""
+        return scope.sequences
 
     def forget(self, seq: Sequence) -> None:
         """`seq` has ended."""
@@ -214,13 +215,10 @@ class NgramDrafts(Drafts):
     def holds(self, seq: Sequence) -> bool:
         return seq.num_pending_tokens > 0 and seq in self._promising
 
-    def without_held(self, sequences: list[Sequence]) -> list[Sequence]:
-        if not self._promising:
-            return sequences
-        for seq in self._promising:
-            if self.holds(seq):
-                seq.last_turn = -1  # it goes first in the next short step
-        return [seq for seq in sequences if not self.holds(seq)]
+    def without_held(self, scope: StepScope) -> list[Sequence]:
+        if not self._promising or scope.resting:  # decodes that take turns keep them
+            return scope.sequences
+        return [seq for seq in scope.sequences if not self.holds(seq)]
 
     def reset(self) -> None:
         self._rows.clear()

@@ -13,9 +13,13 @@ class StepCosts:
         self._weight = self._rows = self._seconds = 0.0  # weighted means
         self._rows_rows = self._rows_seconds = 0.0  # weighted means of products
         self.fixed, self.per_row = PRIOR_ROWS, 1.0
+        self._known: set[int] = set()  # numbers of rows that occurred
 
     def add(self, rows: int, seconds: float) -> None:
-        """Learns the seconds of a step."""
+        """Learns the seconds of a step. The first step of a number of rows may compile, and does not count."""
+        if rows not in self._known:
+            self._known.add(rows)
+            return
         if self._weight >= MIN_STEPS:
             scale = self._seconds / (self.fixed + self.per_row * self._rows)
             seconds = min(seconds, LARGEST * scale * (self.fixed + self.per_row * rows))
