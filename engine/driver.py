@@ -208,6 +208,16 @@ class Driver:
         """The folders of the LoRA adapters that requests may name, by name."""
         return {} if self._loaded is None else self._loaded.adapters.paths
 
+    def adapter_counts(self) -> tuple[dict[str, int], dict[str, int]]:
+        """The number of running and of waiting sequences of each LoRA adapter that has any, by name."""
+        if self._loaded is None:
+            return {}, {}
+        queues = self._loaded.scheduler.running, self._loaded.scheduler.waiting
+        running, waiting = (
+            self._loaded.adapters.count([seq.adapter.adapter_id for seq in queue if seq.adapter]) for queue in queues
+        )
+        return running, waiting
+
     async def load_adapter(self, name: str, path: str) -> None:
         """Load a LoRA adapter from a folder inside lora_root; returns once requests may name it. Streams go on
         meanwhile; a model that sleeps is woken. Raises InvalidRequestError, and UnavailableError while the engine

@@ -32,6 +32,7 @@ from server.playground import PAGE, get_page
 from server.protocol import ChatCompletionRequest, CompletionRequest
 from server.protocol.anthropic.request import MessagesPrompt, MessagesRequest
 from server.protocol.responses.request import ResponsePrompt, ResponseRequest
+from server.routes.adapters import load_adapter, unload_adapter
 from server.routes.chat_completions import create_chat_completion, stored_completion
 from server.routes.completions import create_completion
 from server.routes.debug_kv import debug_kv, debug_kv_enabled, debug_steps
@@ -116,6 +117,8 @@ ROUTES = (
     Route("POST", "/sleep", sleep_model, parameters=(LEVEL_PARAMETER,)),  # vLLM's three
     Route("POST", "/wake_up", wake_model),
     Route("GET", "/is_sleeping", is_sleeping),
+    Route("POST", "/v1/load_lora_adapter", load_adapter, in_schema=_never),  # only with --allow-runtime-lora
+    Route("POST", "/v1/unload_lora_adapter", unload_adapter, in_schema=_never),
     Route("GET", "/v1/models", list_models),
     Route("GET", "/v1/models/{model:path}", retrieve_model),
     Route("GET", "/health", get_health),

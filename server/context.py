@@ -60,9 +60,9 @@ class Models:
         return [served.driver for served in self._served]
 
     def find(self, name: str) -> "Served":
-        """The model that a request names. Raises ApiError 404."""
+        """The model that a request names, by a name of its own or of an adapter. Raises ApiError 404."""
         for served in self._served:
-            if name in served.names:
+            if name in served.names or name in served.adapters:
                 return served
         known = [repr(served.names[0]) for served in self._served]
         message = f"The model {name[:128]!r} does not exist here; this server has {', '.join(known[:MANY_NAMES])}."
@@ -165,6 +165,20 @@ class Served:
             "model": model,
             "system_fingerprint": self.fingerprint,
         }
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """The folders of the LoRA adapters that requests may name, by name. Every replica has the same."""
+        return self.driver.replicas[0].adapters
+
+    @property
+    def listed_names(self) -> tuple[str, ...]:
+        """The names that a request may give: those of the model, then those of its adapters."""
+        return (*self.names, *self.adapters)
+
+    def adapter_of(self, name: str | None) -> str:
+        """The adapter that a request's `model` names; empty for the model itself."""
+        return name if name is not None and name not in self.names and name in self.adapters else ""
 
     @property
     def loaded(self) -> bool:

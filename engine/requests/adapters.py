@@ -60,7 +60,7 @@ class Adapters:
         """The folders of the adapters that requests may name, by name."""
         return {name: entry.path for name, entry in self._by_name.items() if entry.digest}
 
-    def count(self, adapter_ids: "list[int]") -> dict[str, int]:
+    def count(self, adapter_ids: list[int]) -> dict[str, int]:
         """How often each adapter occurs in a list of ids, by name."""
         counts: dict[str, int] = {}
         for adapter_id in adapter_ids:

@@ -66,11 +66,13 @@ class Caller:
         prompts: Sequence[EnginePrompt],
         options: RequestOptions,
         beam_search: BeamSearchParams | None = None,
+        adapter: str = "",
     ) -> list[Request]:
-        """The engine's requests for one HTTP request, one per prompt. Raises what `check` raises."""
+        """The engine's requests for one HTTP request, one per prompt, all with the same LoRA adapter (empty: none).
+        Raises what `check` raises."""
         self.check(sum(len(prompt.token_ids) for prompt in prompts), options.priority)
         return [
-            self.request(f"{response_id}-{i}", prompt, options, options.timeout, beam_search)
+            self.request(f"{response_id}-{i}", prompt, options, options.timeout, beam_search, adapter)
             for i, prompt in enumerate(prompts)
         ]
 
@@ -81,6 +83,7 @@ class Caller:
         options: RequestOptions,
         timeout: float | None,
         beam_search: BeamSearchParams | None = None,
+        adapter: str = "",
     ) -> Request:
         """The engine's request for one prompt; `timeout` is in seconds."""
         return Request(
@@ -95,6 +98,7 @@ class Caller:
             weight=self.weight,
             timeout=timeout,
             trace_parent=self.trace_parent,
+            adapter=adapter,
         )
 
     def _cache_salt(self, client_salt: str) -> str:

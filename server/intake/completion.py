@@ -56,7 +56,7 @@ async def admit_completion(served: Served, caller: Caller, request: CompletionRe
         EnginePrompt(prompt_ids, _fit_default(served, request, params, prompt_ids), name)
         for prompt_ids, name in zip(ids, names, strict=True)
     ]
-    queued = caller.requests(response_id, engine_prompts, request, beams)
+    queued = caller.requests(response_id, engine_prompts, request, beams, served.adapter_of(request.model))
     return Completion(Generation.admit(driver, queued, caller.limiter, num_truncated), ids, echoes)
 
 

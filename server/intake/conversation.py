@@ -43,7 +43,7 @@ async def admit_chat(served: Served, caller: Caller, request: ChatCompletionRequ
         truncated = None if request.truncate_prompt_tokens is None else num_truncated
         logprobs_field = "top_logprobs" if request.top_logprobs else "logprobs"
         prompt, form = await _prepare(served, caller, request, params, ids, logprobs_field)
-        queued = caller.requests(response_id, [prompt], request, beams)
+        queued = caller.requests(response_id, [prompt], request, beams, served.adapter_of(request.model))
         return Conversation(Generation.admit(served.driver, queued, caller.limiter, truncated), ids, form)
     except InvalidRequestError as error:
         raise _name_max_completion_tokens(error, request) from None
@@ -55,7 +55,7 @@ async def admit_prompt(
     """Queue a chat whose prompt is `ids` already. Errors name the fields of a chat request."""
     params, _ = _generation_params(request)
     prompt, form = await _prepare(served, caller, request, params, ids, "top_logprobs")
-    queued = caller.requests(response_id, [prompt], request)
+    queued = caller.requests(response_id, [prompt], request, adapter=served.adapter_of(request.model))
     return Conversation(Generation.admit(served.driver, queued, caller.limiter), ids, form)
 
 

@@ -68,7 +68,7 @@ async def create_embeddings(http: HttpRequest, served: Served) -> Response:
     params = SamplingParams(temperature=0.0, pooling=pooling)
     prompts = [EnginePrompt(prompt_ids, params, name) for prompt_ids, name in zip(ids, names, strict=True)]
     caller.check(num_tokens, request.priority)
-    admission = _Admission(served.driver, caller, request)
+    admission = _Admission(served, caller, request)
     vectors = await while_connected(http.receive, lambda: _embed_all(admission, prompts))
     body = await _encode_response(request, vectors, num_tokens)
     return Response(body, media_type="application/json")
@@ -192,9 +192,10 @@ async def _embed_all(admission: "_Admission", prompts: list[EnginePrompt]) -> li
 class _Admission:
     """`waiting`: the texts of one request that the engine holds, in order. The caller is charged for them."""
 
-    def __init__(self, driver: Engine, caller: Caller, request: EmbeddingRequest) -> None:
-        model = driver.model
-        self._driver, self._caller, self._request = driver, caller, request
+    def __init__(self, served: Served, caller: Caller, request: EmbeddingRequest) -> None:
+        model = served.driver.model
+        self._driver, self._caller, self._request = served.driver, caller, request
+        self._adapter = served.adapter_of(request.model)
         self._id = new_id("embd-")
         self._deadline = None if request.timeout is None else time.monotonic() + request.timeout
         self._max_tokens, self._max_seqs = STEPS_AHEAD * model.max_num_batched_tokens, STEPS_AHEAD * model.max_num_seqs
@@ -211,7 +212,9 @@ class _Admission:
             return False
         timeout = self._seconds_left()
         try:
-            stream = self._driver.generate(self._caller.request(f"{self._id}-{number}", prompt, self._request, timeout))
+            stream = self._driver.generate(
+                self._caller.request(f"{self._id}-{number}", prompt, self._request, timeout, adapter=self._adapter)
+            )
         except QueueFullError:
             if not self.waiting:
                 raise

@@ -1,6 +1,7 @@
 """GET /metrics: the engine's metrics for Prometheus, under vLLM's names where vLLM has the same metric."""
 
 import asyncio
+import time
 from collections import Counter as CountBy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -92,6 +93,7 @@ class EngineCollector(Collector):
         yield self._sleep_state()
         if (info := self._cache_config()).samples:
             yield info
+        yield from self._adapters()
         yield self._http_requests()
         yield self._requests_refused()
         yield self._lines_dropped()
@@ -129,6 +131,23 @@ class EngineCollector(Collector):
                 values = (model.kv_cache_dtype, model.block_size, model.num_blocks)
                 info.add_metric((*labels, *map(str, values)), 1)
         return info
+
+    def _adapters(self) -> Iterator[Metric]:
+        """vLLM's info of adapters, whose value is the time, and the sequences of each adapter."""
+        name, help = "vllm:lora_requests_info", "Names of the LoRA adapters of running and of waiting sequences."
+        names = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
+        info = GaugeMetricFamily(name, help, labels=(*LABELS, *names))
+        help = "Sequences of each LoRA adapter, by state."
+        counts = GaugeMetricFamily("pageserve:lora_sequences", help, labels=(*LABELS, "adapter", "state"))
+        for labels, driver in self._replicas.items():
+            if not driver.config.serves_adapters:
+                continue
+            running, waiting = driver.adapter_counts()
+            info.add_metric((*labels, str(driver.config.max_loras), ",".join(running), ",".join(waiting)), time.time())
+            for state, found in (("running", running), ("waiting", waiting)):
+                for adapter in driver.adapters:
+                    counts.add_metric((*labels, adapter, state), found.get(adapter, 0))
+        yield from (metric for metric in (info, counts) if metric.samples)
 
     def _http_requests(self) -> Metric:
         family = CounterMetricFamily("pageserve:http_requests", "HTTP responses begun.", labels=("route", "code"))

@@ -30,7 +30,9 @@ async def list_models(http: HttpRequest, served: Served) -> Response:
     models.check_ready()
     if speaks_anthropic(http.scope):
         return _json(_page(models, http.query_params))
-    return _json({"object": "list", "data": [_model(one, name) for one in models if one.loaded for name in one.names]})
+    return _json(
+        {"object": "list", "data": [_model(one, name) for one in models if one.loaded for name in one.listed_names]}
+    )
 
 
 async def retrieve_model(http: HttpRequest, served: Served) -> Response:
@@ -81,14 +83,15 @@ def _state(driver: Engine) -> Response:
 
 def _model(served: Served, name: str) -> dict[str, Any]:
     """OpenAI's four keys; vLLM's: `root` is the loaded checkpoint, max_model_len is in tokens; and ours: the sampling
-    defaults and the `state` ("ready", "sleeping", ...)."""
+    defaults and the `state` ("ready", "sleeping", ...). The `parent` of an adapter is its base model."""
+    adapter = served.adapters.get(name) if name not in served.names else None
     return {
         "id": name,
         "object": "model",
         "created": served.created,
         "owned_by": "pageserve",
-        "root": served.driver.config.model or served.names[0],
-        "parent": None,
+        "root": adapter or served.driver.config.model or served.names[0],
+        "parent": None if adapter is None else served.names[0],
         "max_model_len": served.driver.model.max_model_len,
         "default_sampling_params": served.driver.sampling_defaults.as_dict(),
         "state": served.driver.phase,
@@ -97,7 +100,7 @@ def _model(served: Served, name: str) -> dict[str, Any]:
 
 def _page(models: Models, query: QueryParams) -> dict[str, Any]:
     """A page of the list. `has_more` looks in the direction of the query, backwards with before_id."""
-    names = tuple(name for served in models if served.loaded for name in served.names)
+    names = tuple(name for served in models if served.loaded for name in served.listed_names)
     limit = _page_size(query.get("limit", ""))
     begin = _place(names, query, "after_id", -1) + 1
     end = _place(names, query, "before_id", len(names))

@@ -1,0 +1,114 @@
+"""LoRA adapters over HTTP with a real Worker and the bundled model: chosen by name, listed, loaded at run time."""
+
+import httpx
+import openai
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from engine.checkpoint.locate import BUNDLED_MODEL
+from engine.config import EngineConfig
+from server.serve import host_models
+from tests.engine.models.adapters.peft_files import write_adapter
+from tests.server.live import LiveServer, assert_error
+
+PROMPT = {"prompt": "Once upon a time", "temperature": 0, "max_tokens": 12}
+
+
+class RealServer(LiveServer):
+    """A LiveServer whose Worker has a real model on a CPU."""
+
+    def __init__(self, engine, **settings):
+        super().__init__(BUNDLED_MODEL, served_model_name=("base",), **settings)
+        fixed = {"device": "cpu", "dtype": "float32", "max_model_len": 128, "model": str(BUNDLED_MODEL)}
+        self.hosted = host_models(EngineConfig(**fixed, **engine), self.config)
+        self.driver = self.hosted[0].driver
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    model = LlamaForCausalLM.from_pretrained(BUNDLED_MODEL, dtype=torch.float32)
+    root = tmp_path_factory.mktemp("adapters")
+    for i in range(2):
+        write_adapter(root / str(i), model, seed=i, alpha=16, rank=4)
+    write_adapter(root / "large", model, rank=32)
+    return root
+
+
+@pytest.fixture(scope="module")
+def server(root, tmp_path_factory):
+    keys = tmp_path_factory.mktemp("keys") / "keys"
+    keys.write_text("sk-admin admin=true\nsk-plain\n")
+    engine = {"lora": (f"start={root / '0'}",), "allow_runtime_lora": True, "lora_root": str(root)}
+    with RealServer(engine, api_key_file=str(keys)) as live:
+        yield live
+
+
+@pytest.fixture
+def admin(server):
+    with server.client(headers={"authorization": "Bearer sk-admin"}) as client:
+        yield client
+
+
+def text(server, model):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="sk-plain", max_retries=0) as api:
+        answer = api.completions.create(model=model, **PROMPT)
+        assert answer.model == model
+        return answer.choices[0].text
+
+
+def test_an_adapter_is_chosen_by_model_and_listed_with_its_parent(server, admin):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="sk-plain", max_retries=0) as api:
+        assert text(server, "start") != text(server, "base")
+        chats = [
+            api.chat.completions.create(model=model, messages=[{"role": "user", "content": "Hi"}], **sampling)
+            for model in ("base", "start")
+            for sampling in [{"temperature": 0, "max_tokens": 12}]
+        ]
+        assert chats[0].choices[0].message.content != chats[1].choices[0].message.content
+        answers = [api.responses.create(model=model, input="Hi", temperature=0) for model in ("base", "start")]
+        assert answers[0].output_text != answers[1].output_text
+        vectors = [api.embeddings.create(model=model, input="Hi").data[0].embedding for model in ("base", "start")]
+        assert vectors[0] != vectors[1]
+        listed = {model.id: model.model_extra for model in api.models.list()}
+        assert [(name, one["parent"]) for name, one in listed.items()] == [("base", None), ("start", "base")]
+        assert listed["start"]["root"].endswith("/0")
+        with pytest.raises(openai.NotFoundError):
+            api.completions.create(model="other", **PROMPT)
+    message = {"model": "start", "max_tokens": 5, "messages": [{"role": "user", "content": "Hi"}]}
+    assert admin.post("/v1/messages", json=message).json()["model"] == "start"
+    page = admin.get("/metrics").text
+    assert "vllm:lora_requests_info{" in page and 'max_lora="8"' in page
+
+
+def test_load_and_unload(server, admin, root):
+    base = text(server, "base")
+    load = {"lora_name": "new", "lora_path": "1"}
+    assert admin.post("/v1/load_lora_adapter", json=load).status_code == 200
+    first = text(server, "new")
+    assert first not in (base, text(server, "start"))
+    for body, param in (
+        (load, "lora_name"),
+        ({"lora_name": "base", "lora_path": "1"}, "lora_name"),
+        ({"lora_name": "a b", "lora_path": "1"}, "lora_name"),
+        ({"lora_name": "x", "lora_path": "../.."}, "lora_path"),
+        ({"lora_name": "x", "lora_path": str(root)}, "lora_path"),
+        ({"lora_name": "x", "lora_path": "large"}, "lora_path"),
+        ({"lora_name": "x"}, "lora_path"),
+    ):
+        assert_error(admin.post("/v1/load_lora_adapter", json=body), 400, param)
+    assert_error(admin.post("/v1/unload_lora_adapter", json={"lora_name": "x"}), 404, "lora_name", "model_not_found")
+    assert admin.post("/v1/unload_lora_adapter", json={"lora_name": "new"}).status_code == 200
+    assert_error(admin.post("/v1/completions", json={"model": "new"} | PROMPT), 404, "model", "model_not_found")
+    again = {"lora_name": "new", "lora_path": str(root / "0")}
+    assert admin.post("/v1/load_lora_adapter", json=again).status_code == 200
+    assert text(server, "new") == text(server, "start") and text(server, "base") == base
+
+
+def test_only_an_administrator_and_only_where_it_is_allowed(server, folder):
+    load = {"lora_name": "new", "lora_path": "1"}
+    with server.client(headers={"authorization": "Bearer sk-plain"}) as client:
+        for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
+            assert_error(client.post(path, json=load), 403, code="admin_key_required")
+    with LiveServer(folder) as live, httpx.Client(base_url=live.url) as client:
+        assert client.post("/v1/load_lora_adapter", json=load).status_code == 404
