@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-only lint docs families layouts kernels-aot kernels-aot-tritons bench gpu-check gpu-check-faults gpu-wheels soak fuzz attacks fairness ranks sim sim-mutants sleep-cycles rolling-restart manifests journal pauses ray schema-suite own-answers forced-values screenshots formats formats-libraries lm-eval clients clean
+.PHONY: help serve test test-only lint docs families layouts kernels-aot kernels-aot-tritons bench gpu-check gpu-check-faults gpu-wheels soak fuzz attacks fairness ranks sim sim-mutants sleep-cycles rolling-restart manifests journal pauses ray schema-suite own-answers forced-values screenshots formats formats-libraries lora lm-eval clients clean
 
 help:
 	@echo "make serve [ARGS=\"--model DIR_OR_HUB_ID --port 9000\"]   start the server"
@@ -18,6 +18,7 @@ help:
 	@echo "make gpu-check [PARTS=\"decode linears\"]                on a machine with a GPU: tests, kernel times, engine figures"
 	@echo "make gpu-check-faults                                   plant faults in every part of gpu-check, on a CPU"
 	@echo "make gpu-wheels                                         fetch the packages that such a machine lacks, as wheels"
+	@echo "make lora [ARGS=\"--rank 16\"]                           speed of eight LoRA adapters beside the base model"
 	@echo "make formats [ARGS=\"--rows gptq,awq --no-speed\"]        perplexity, error, bytes and speed of every weight format"
 	@echo "make formats-libraries                                  load checkpoints that torchao, bitsandbytes and others wrote"
 	@echo "make lm-eval                                            lm-eval's scores of the server against transformers'"
@@ -88,6 +89,9 @@ gpu-wheels:
 	$(PYTHON) -m pip download --quiet --only-binary=:all: --dest .gpu-wheels --python-version $(GPU_PYTHON) --implementation cp \
 		$(foreach n,28 27 17,--platform manylinux_2_$(n)_x86_64) --platform manylinux2014_x86_64 $(GPU_PACKAGES)
 	@du -sh .gpu-wheels
+
+lora: $(VENV)/.installed-test $(VENV)/.compiled
+	@exec $(BIN)/python -m benchmarks.lora $(ARGS)
 
 formats: $(VENV)/.installed-test $(VENV)/.compiled
 	@exec $(BIN)/python -m benchmarks.formats $(ARGS)
