@@ -1,0 +1,87 @@
+"""Measures `--speculative ngram:8`: tokens per second of the bundled model with it and without, in turns.
+
+    python -m benchmarks.speculation [--dtype bfloat16] [--device cpu] [--rounds 5] [--json PATH]
+
+Two engines are open at once and are measured A B A B, so that what disturbs the machine disturbs both. Repeating text:
+greedy answers beyond their end, where the model repeats its sentences. Ordinary text:
+sampled stories. Each with 1, 16 and 64 streams. `equal`: greedy answers of both engines are the same.
+"""
+
+import argparse
+import contextlib
+import json
+import statistics
+import time
+from pathlib import Path
+
+from engine.llm import LLM
+from engine.sampling_params import SamplingParams
+from server.commands.bench.report import describe, machine
+
+REPEATING, ORDINARY = "repeating", "ordinary"
+STREAMS = (1, 16, 64)
+NUM_TOKENS = 256
+LETTERS = "a b c d e f g " * 6
+STORY = "Once upon a time there was a fox who lived in a wood and told stories to the rabbits. "
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    runs, equal = measure(options.dtype, options.device, options.rounds)
+    facts = machine()
+    print(describe(facts))
+    print(f"{'tokens/s, medians':24}{'without':>10}{'with':>10}{'with / without':>16}{'equal':>8}")
+    for name, (without, drafted) in runs.items():
+        medians = statistics.median(without), statistics.median(drafted)
+        ratio = f"{medians[1] / medians[0]:16.2f}"
+        print(f"{name:24}{medians[0]:10.0f}{medians[1]:10.0f}{ratio}{equal[name]!s:>8}")
+    if options.json:
+        settings = {"dtype": options.dtype, "device": options.device}
+        options.json.write_text(
+            json.dumps({"machine": facts, **settings, "runs": runs, "equal": equal}, indent=1) + "\n"
+        )
+
+
+def measure(dtype: str, device: str, rounds: int) -> tuple[dict[str, tuple[list[float], list[float]]], dict[str, bool]]:
+    """(workload -> tokens per second of every round, without and with drafts; workload -> whether answers agree)."""
+    workloads = {f"{text}, {streams}": (text, streams) for text in (REPEATING, ORDINARY) for streams in STREAMS}
+    runs: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in workloads}
+    equal = dict.fromkeys(workloads, True)
+    with contextlib.ExitStack() as stack:
+        engines = [
+            stack.enter_context(
+                LLM(dtype=dtype, device=device, speculative=speculative, num_blocks=4096, enable_prefix_caching=False)
+            )
+            for speculative in (None, "ngram:8")
+        ]
+        for counted in range(rounds + 1):
+            for name, (text, streams) in workloads.items():
+                answers = []
+                for engine, speeds in zip(engines, runs[name], strict=True):
+                    speed, tokens = answer(engine, text, streams, counted)
+                    answers.append(tokens)
+                    if counted:  # the first round warms up
+                        speeds.append(speed)
+                equal[name] &= answers[0] == answers[1]
+    return runs, equal
+
+
+def answer(engine: LLM, text: str, streams: int, number: int) -> tuple[float, list[tuple[int, ...]]]:
+    """(output tokens per second, answers) of round `number`."""
+    words = engine.tokenizer.encode(LETTERS if text == REPEATING else STORY)
+    prompts = [words[(i + number) % 8 :] for i in range(streams)]
+    temperature = 0.0 if text == REPEATING else 1.0
+    params = SamplingParams(temperature=temperature, seed=number, max_tokens=NUM_TOKENS, ignore_eos=True)
+    started = time.perf_counter()
+    outputs = engine.generate(prompts, params, use_tqdm=False)
+    seconds = time.perf_counter() - started
+    return streams * NUM_TOKENS / seconds, [tuple(output.outputs[0].token_ids) for output in outputs]
+
+
+if __name__ == "__main__":
+    main()
