@@ -110,6 +110,13 @@ class EngineConfig:
         "for the heavy keys; none: no bound",
         above=0,
     )
+    itl_target: float | None = option(
+        None,
+        "most seconds of a step while an answer is being streamed: prompts are computed in chunks that fit beside the "
+        "streams. Streams stay smooth, long prompts take longer; default: no target, one chunk takes up to "
+        "max_num_batched_tokens",
+        above=0,
+    )
     async_scheduling: bool | None = option(
         None, "plan the next step while this one computes; default: on for a GPU, off for a CPU, where both share cores"
     )

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 
 CHUNK_TOKENS = 64  # prefixes are known in multiples of so many tokens
-MAX_CHUNKS = 2048  # of one prompt: its first 131,072 tokens
+MAX_CHUNKS = 2048  # only the first 131,072 tokens of a prompt count
 LIVE_COST = 16  # tokens: a live request slows the others by about so many prompt tokens over its life. Not measured yet
 
 

@@ -25,6 +25,7 @@ def new_scheduler(ready: WorkerReady, config: EngineConfig, checkpoint: Checkpoi
         eos_token_ids=checkpoint.eos_token_ids,
         whole_sequences=ready.encoder,
         step_seconds=None if ready.encoder else config.fair_step_seconds,
+        itl_target=None if ready.encoder else config.itl_target,
         max_draft_tokens=0 if ready.encoder else config.max_draft_tokens,
         max_loras=config.max_loras,
     )

@@ -38,6 +38,7 @@ from engine.scheduling.block_reserve import make_reserve
 from engine.scheduling.fair_share import FairShare, StepScope
 from engine.scheduling.plan_parts import RunningParts, decode_end, new_sequence
 from engine.scheduling.sequence_queue import SequenceQueue, check_queues
+from engine.scheduling.short_steps import StepTarget
 from engine.scheduling.speculation.drafts import make_drafts
 
 
@@ -57,12 +58,14 @@ class Scheduler:
         step_seconds: float | None = None,
         max_loras: int = 0,
         max_draft_tokens: int = 0,
+        itl_target: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`watermark`: share of the blocks that a starting sequence leaves free. `admission`: see make_reserve.
         `whole_sequences`: an encoder computes all tokens of a sequence in one step. `step_seconds`: see FairShare.
         `max_loras`: see Admission.
         `max_draft_tokens`: tokens of one sequence to guess ahead in a step; 0: no speculation.
+        `itl_target`: seconds that a step with decodes may take (StepTarget).
         """
         self.block_manager = block_manager
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -83,6 +86,7 @@ class Scheduler:
             max_loras=max_loras,
         )
         self.drafts = make_drafts(max_draft_tokens)
+        self._target = None if itl_target is None else StepTarget(itl_target)
         self.scope = StepScope([], max_num_batched_tokens)  # limits of the last plan
         self.ended_groups: list[SequenceGroup] = []  # beam searches that ended; the Driver empties the list
         self.num_preemptions = 0
@@ -133,6 +137,8 @@ class Scheduler:
         for victim in newcomer.displacement.victims if newcomer is not None else ():
             self._displace(victim)
         scope = self.admission.begin_step(newcomer, self.max_num_batched_tokens)
+        if self._target is not None:
+            scope = scope._replace(budget=self._target.limit(scope.sequences, scope.budget))
         while True:
             self.scope, num_preemptions = scope, self.num_preemptions
 
@@ -162,6 +168,8 @@ class Scheduler:
         self._add_moves(plan)
         self.admission.planned(plan)
         self.drafts.planned(plan)
+        if self._target is not None:
+            self._target.planned(plan)
         self._removed = []
         self._next_step_id += 1
         return plan
@@ -174,9 +182,11 @@ class Scheduler:
     def _wider_scope(self, scope: StepScope, num_preemptions: int) -> StepScope | None:
         """Returns the scope for another attempt after nothing was planned; None if another attempt changes nothing.
 
-        Everything planned may have been preempted in favour of sequences that the scope excludes.
+        Everything planned may have been preempted in favour of sequences that the scope excludes, and a group of
+        sequences may need more tokens at once than a target leaves.
         """
-        if scope.excluded == scope.displaced and self.num_preemptions == num_preemptions:
+        is_cut = self._target is not None and scope.budget < self.max_num_batched_tokens
+        if scope.excluded == scope.displaced and self.num_preemptions == num_preemptions and not is_cut:
             return None
         return scope.widened(self.running, self.max_num_batched_tokens)
 
@@ -295,6 +305,8 @@ class Scheduler:
         """
         self.admission.computed(result)
         self.drafts.computed(result)
+        if self._target is not None:
+            self._target.computed(result)
         fresh = []
         find = self._sequences.get
         for seq_id, token_id in zip(result.seq_ids, result.token_ids, strict=True):
@@ -447,6 +459,8 @@ class Scheduler:
         self.block_manager.reset(num_blocks, host_tier)
         self.drafts.reset()
         self.max_num_batched_tokens = max_num_batched_tokens
+        if self._target is not None:
+            self._target.lose_plans()
         self.admission.reset(min(max_num_seqs, max_num_batched_tokens), math.ceil(self._watermark * num_blocks))
         for seq in self._sequences.values():
             seq.lose_blocks()

@@ -7,6 +7,10 @@ where `seconds` is many times the time of an empty step.
 
 Chunks of prompts get one half of the work and decodes the other; either gets all of it if the other is absent.
 Sequences that do not fit decode in turns.
+
+StepTarget uses the same model of step times for another aim: with a target, prompts are cut into chunks so small that
+the streams beside them get their next token in time (Sarathi-Serve: Agrawal et al. 2024, section 4.3, whose token
+budget is fixed).
 """
 
 from itertools import count
@@ -21,6 +25,9 @@ from engine.memory.sequence import Sequence
 Numbers = npt.NDArray[np.floating]
 
 MIN_RATIO = 3.0
+MIN_CHUNK = 16  # prompt tokens that a step with a target may always hold, or a busy server would never start a prompt
+ERROR_WEIGHT = 0.05  # the weight of a step in the mean error of predicted step times
+DISTANCE = 3.0  # from the target, in mean errors: one normally distributed step in a hundred is later
 CHUNK_SHARE = 16  # one part in 16 of a step's tokens goes to chunks while step times are unknown
 
 
@@ -61,15 +68,41 @@ class StepTimes:
         self._sums = self.MEMORY * self._sums + features
         self._num_steps += 1
 
+    def tokens_in(self, seconds: float, num_decodes: int) -> float | None:
+        """Prompt tokens that fit into `seconds` beside so many decodes, below 0 if the decodes alone take longer. None
+        while step times are unknown."""
+        if not self._refit():
+            return None
+        base, first_token, per_decode, per_token = self._coefficients
+        return float((seconds - base - first_token - per_decode * num_decodes) / per_token)
+
+    def seconds_of(self, num_decodes: int, num_chunk_tokens: int) -> float:
+        """The time of a step by the last fit; 0 before the first one."""
+        base, first_token, per_decode, per_token = self._coefficients
+        chunks = first_token + per_token * num_chunk_tokens if num_chunk_tokens else 0.0
+        return float(base + per_decode * num_decodes + chunks)
+
+    @property
+    def _coefficients(self) -> Numbers:
+        """base, first_token, per_decode, per_token."""
+        coefficients: Numbers = np.maximum(self._fit, 1e-9)
+        return coefficients
+
+    def _refit(self) -> bool:
+        """Fits the model to what was observed; False before the first fit."""
+        if self._num_steps < self.MIN_STEPS:
+            return False
+        pull = np.diag(self.RIDGE * np.diag(self._products) + 1e-9)
+        self._fit = np.linalg.solve(self._products + pull, self._sums + pull @ self._fit)
+        return True
+
     def room_in(self, seconds: float) -> StepRoom | None:
         """Fits the model and returns what fits into `seconds`, or into MIN_RATIO times the time of a step with an empty
         prompt if that is longer. None while step times are unknown.
         """
-        if self._num_steps < self.MIN_STEPS:
+        if not self._refit():
             return None
-        pull = np.diag(self.RIDGE * np.diag(self._products) + 1e-9)
-        self._fit = np.linalg.solve(self._products + pull, self._sums + pull @ self._fit)
-        base, first_token, per_decode, per_token = np.maximum(self._fit, 1e-9)
+        base, first_token, per_decode, per_token = self._coefficients
         empty = base + first_token
         work = max(seconds, MIN_RATIO * empty) - empty
         return StepRoom((work + first_token) / per_decode, work / per_decode, work / per_token)
@@ -134,3 +167,41 @@ class ShortSteps:
             resting.update(rows[share:])
             num_left -= len(rows[:share])
         return resting
+
+
+class StepTarget:
+    """Bounds the token budget of steps that hold decodes, so that a step takes no longer than a target."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._times = StepTimes()
+        self._planned: dict[int, tuple[int, int]] = {}  # by step id: decodes, tokens of chunks
+        self._error = 0.0  # mean relative error of predictions
+
+    def limit(self, sequences: list[Sequence], most: int) -> int:
+        """The token budget of the next step, at most `most`; `sequences`: those that it may hold."""
+        num_decodes = sum(seq.has_started and seq.num_uncomputed_tokens <= 1 for seq in sequences)
+        if not num_decodes:
+            return most
+        tokens = self._times.tokens_in(self._seconds / (1 + DISTANCE * self._error), num_decodes)
+        if tokens is None:
+            tokens = -(-most // CHUNK_SHARE)
+        return min(most, num_decodes + max(MIN_CHUNK, int(tokens)))
+
+    def planned(self, plan: StepPlan) -> None:
+        """A plan is sent."""
+        num_decodes = len(plan.decodes)
+        self._planned[plan.step_id] = num_decodes, plan.num_tokens - num_decodes
+
+    def computed(self, result: StepResult) -> None:
+        """A result is back."""
+        found, seconds = self._planned.pop(result.step_id, None), result.compute_seconds
+        if found is None or seconds <= 0.0:
+            return
+        if predicted := self._times.seconds_of(*found):
+            self._error += ERROR_WEIGHT * (min(1.0, abs(seconds / predicted - 1)) - self._error)
+        self._times.observe(*found, seconds)
+
+    def lose_plans(self) -> None:
+        """The Worker is gone: no result will come for plans in flight."""
+        self._planned.clear()

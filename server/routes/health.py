@@ -30,7 +30,7 @@ async def get_health(http: HttpRequest, served: Served) -> Response:
 async def get_ready(http: HttpRequest, served: Served) -> Response:
     """200 when requests are accepted; 503 with the phase while loading, draining, restarting or stopped.
 
-    A model that sleeps is ready, or a load balancer would send no request to wake it. Of several models each must have
+    A model that sleeps is ready, or a load balancer would send no request to wake it. Each of several models must have
     loaded and one must be ready.
     """
     phases = [driver.phase for driver in served.models.drivers]

@@ -39,6 +39,7 @@ class CoreRun:
             admission=config.admission,
             eos_token_ids=[EOS_TOKEN_ID],
             step_seconds=config.step_seconds,
+            itl_target=config.itl_target,
             clock=lambda: float(self.now),
         )
         self.now = 0

@@ -125,6 +125,7 @@ class DriverRun:
                 watermark=config.watermark,
                 admission=config.admission,
                 fair_step_seconds=config.step_seconds,
+                itl_target=config.itl_target,
                 enable_prefix_caching=config.prefix_caching,
                 async_scheduling=config.depth > 1,
                 max_worker_restarts=10_000,

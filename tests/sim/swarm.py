@@ -71,6 +71,7 @@ class SimConfig:
     tenant_weights: tuple[float, ...] = (1.0,)
     step_seconds: float | None = None
     max_draft_tokens: int = 0  # of a sequence in a step
+    itl_target: float | None = None
     large_holders: str = ""  # what the requests of the first tenant are like: samples, beams, prompts, any of these
 
     @property
@@ -254,6 +255,7 @@ def draw_config(seed: int, rng: random.Random, for_driver: bool) -> SimConfig:
     config = replace(config, tenant_weights=tenants.choice([(1.0,), (1.0,), (1.0, 1.0), (1.0, 1.0, 4.0), (1.0,) * 6]))
     config = replace(config, step_seconds=random.Random(f"{seed} step seconds").choice([1e-3, 1e-3, 3e-3, None]))
     config = replace(config, max_draft_tokens=random.Random(f"{seed} drafts").choice([0, 0, 1, 3, 8]))
+    config = replace(config, itl_target=random.Random(f"{seed} itl target").choice([1e-3, 1e-2, None, None]))
     if not for_driver and tenants.random() < 0.2:
         return _for_newcomers(config, tenants)
     holders = random.Random(f"{seed} holders")

@@ -118,7 +118,7 @@ def _sources(input_ids: IntArray, first_input: int) -> IntArray:
 
 
 class DecodePlaces(NamedTuple):
-    """Of the tokens of decodes, int64 [rows]: their positions, the lengths of the sequences with them, their slots."""
+    """The tokens of decodes, int64 [rows] each: their positions, the lengths with them, and their slots."""
 
     positions: IntArray
     seq_lens: IntArray

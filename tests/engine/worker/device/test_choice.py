@@ -68,9 +68,9 @@ def test_every_card_serves_usual_models_with_every_cache(on_card, card, kv_cache
 
 def test_a_head_size_without_a_tile_is_refused(on_card):
     on_card(A100)
-    wide = replace(MODEL, head_dim=512)
+    wide = replace(MODEL, head_dim=1024)
     message = refusal(check_attention, EngineConfig(), wide, torch.float16, CUDA)
-    assert message == "model: the attention kernels take head sizes of up to 256, not 512; use --device cpu."
+    assert message == "model: the attention kernels take head sizes of up to 512, not 1024; use --device cpu."
     check_attention(EngineConfig(), wide, torch.float32, torch.device("cpu"))
     on_card(T4)
     many = replace(MODEL, num_heads=96, head_dim=256)
