@@ -63,7 +63,9 @@ def model_settings(engine: EngineConfig, server: ServerConfig) -> list[ModelSett
     if not server.models:
         if server.max_loaded is not None:
             raise ConfigError("max_loaded: there is one model; `models` lists several.")
-        return [ModelSettings(served_names(server, engine.model), engine, server)]
+        found = [ModelSettings(served_names(server, engine.model), engine, server)]
+        _check_adapter_names(found)
+        return found
     if engine.model:
         raise ConfigError(f"model: `models` lists the models; add {engine.model!r} to the list.")
     if server.served_model_name:
@@ -73,6 +75,7 @@ def model_settings(engine: EngineConfig, server: ServerConfig) -> list[ModelSett
     names = [name for one in found for name in one.names]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(f"models: two models are named {twice!r}.")
+    _check_adapter_names(found)
     _check_shares(found, engine, awake)
     return found
 
@@ -109,6 +112,18 @@ def _checked(values: Mapping[str, Any]) -> dict[str, Any]:
         if name not in known:
             raise ConfigError(unknown_name(name, known))
     return {name: known[name].check(value) for name, value in values.items()}
+
+
+def _check_adapter_names(models: list[ModelSettings]) -> None:
+    """ConfigError if `model` of a request could mean an adapter and something else."""
+    names = {name for one in models for name in one.names}
+    for one in models:
+        for adapter in one.engine.adapters:
+            if adapter in names:
+                raise ConfigError(
+                    f"lora: a model or another adapter is called {adapter!r} already; rename the adapter."
+                )
+            names.add(adapter)
 
 
 def _check_shares(models: list[ModelSettings], engine: EngineConfig, awake: int) -> None:

@@ -75,6 +75,14 @@ def test_a_dead_worker_of_one_model_does_not_touch_the_other(two):
     assert two.call(lambda: (first.stats.worker_restarts.values[()], second.stats.worker_restarts.values[()])) == (1, 0)
 
 
+def test_an_adapter_has_a_name_of_its_own():
+    message = "lora: a model or another adapter is called '{}' already"
+    with pytest.raises(ConfigError, match=message.format("base")):
+        model_settings(EngineConfig(model="x", lora=("base=dir",)), ServerConfig(served_model_name=("base",)))
+    with pytest.raises(ConfigError, match=message.format("one")):  # the engine's settings hold for each model
+        model_settings(EngineConfig(lora=("one=dir",)), ServerConfig(models=("a=x", "b=y")))
+
+
 def test_the_server_goes_on_without_a_model_that_has_ended(folder):
     with several(folder, "a", "b", engine={"max_worker_restarts": 0}) as live, live.client() as client:
         os.kill(live.call(lambda: live.hosted[0].driver.worker_pid), signal.SIGKILL)
