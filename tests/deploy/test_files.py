@@ -110,11 +110,16 @@ def test_prometheus_scrapes_every_replica():
 
 async def test_alerts_watch_metrics_that_exist():
     class Driver:
+        config = EngineConfig(model="m")
         stats = EngineStats()
         sleep_level = 0
 
         def stats_snapshot(self):
             pass
+
+        @property
+        def replicas(self):
+            return (self,)
 
         @property
         def model(self):

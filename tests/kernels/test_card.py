@@ -100,8 +100,10 @@ def fail_unless(condition):
 
 
 def test_no_tile_is_an_error_that_names_the_card():
-    with pytest.raises(ValueError, match="head sizes of up to 256, not 512"):
-        tile_choice("decode", A100, 16, 16, 512, 1, 1, False)
+    with pytest.raises(ValueError, match="head sizes of up to 512, not 1024"):
+        tile_choice("decode", A100, 16, 16, 1024, 1, 1, False)
+    with pytest.raises(ValueError, match=r"head size 512 and 8 heads .* 64 KB .* capability 7.5"):
+        tile_choice("decode", T4, 16, 16, 512, 8, 8, False)
     with pytest.raises(ValueError, match=r"head size 256 and 96 heads .* 64 KB .* capability 7.5"):
         tile_choice("prefill", T4, 16, 16, 256, 96, 8192, True)
 
