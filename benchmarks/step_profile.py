@@ -1,4 +1,4 @@
-"""Where the time of a step goes on a CPU, by operator and by process, against the ceilings of the machine.
+"""Measures the time of a CPU's step by operator and by process, against the ceilings of the machine.
 
     python -m benchmarks.step_profile [--model .cache/models/llama-90m] [--quantization int4] [--streams 1 4 16 64]
                                       [--prompt 512] [--tokens 64] [--json PATH]

@@ -31,7 +31,7 @@ TEXT = "Once upon a time there was a fox who lived in a wood and told stories to
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a rank gives in a step: calls and bytes, counted and at least."""
+    """Calls and bytes that a rank sends in a step: the counted ones and the minimum."""
 
     step: str
     calls: int

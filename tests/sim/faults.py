@@ -57,7 +57,7 @@ MUTANTS = (
     Mutant(
         "fork starts where no row is free", Admission, "has_free_row", "< self.max_num_seqs", "<= self.max_num_seqs"
     ),
-    # What the prefix cache says.
+    # The prefix cache.
     Mutant("stale hash of a block given out again", BlockManager, "_evict", "self._forget(block)", "pass"),
     Mutant(
         "block forgets its hash, the index does not",

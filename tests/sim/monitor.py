@@ -454,7 +454,7 @@ class Monitor:
             row = rows.get(seq.seq_id)
             if row is None or row.table[: row.num_blocks].tolist() != seq.block_table:
                 fail("worker-rows", f"{seq}: the Worker has another block table")
-            # What a hypothesis has sampled waits for the rest of its group.
+            # The choices that a hypothesis has sampled wait for the rest of its group.
             is_through = seq.num_computed_tokens == seq.num_tokens and not seq.num_pending_tokens
             num_chosen = is_through and isinstance(seq.group, BeamGroup) and seq in seq.group._samples
             if seq.num_draft_tokens:  # the Driver does not know yet how many of them are right

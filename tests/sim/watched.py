@@ -327,7 +327,7 @@ class WatchedScheduler(Scheduler):
         return self.admission.next_in_turn(self.admission.fair_share.displaced)
 
     def _check_idle(self) -> None:
-        """Nothing is planned only where nobody who runs has tokens to compute, and nobody who waits can be let in."""
+        """A plan may be empty only if no running sequence has tokens to compute and no waiting one can start."""
         for seq in self.running:
             waits = seq.num_uncomputed_tokens == 0 or self.drafts.holds(seq)
             require(waits, "idle", f"{seq} has tokens to compute, and nothing is planned")

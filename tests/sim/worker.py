@@ -70,7 +70,7 @@ class SimWorker:
     def alive(self) -> bool:
         return self.returncode is None
 
-    # What the Driver's side does to it.
+    # Calls of the Driver's side.
 
     def poll(self) -> int | None:
         return self.returncode
@@ -125,7 +125,7 @@ class SimWorker:
         """As engine.executor.process_state: it uses processor time each time that it goes on."""
         return self._num_continued if self.stopped else None
 
-    # What happens to it.
+    # Accidents.
 
     def stop(self, seconds: float) -> None:
         """SIGSTOP, and SIGCONT after that time."""
@@ -156,7 +156,7 @@ class SimWorker:
             self._go_on()
 
     def die(self, code: int) -> None:
-        """What it had not answered is lost, what it had is still read."""
+        """Answers that it had not sent are lost, those that it had sent are still read."""
         if not self.alive:
             return
         self.returncode = code
@@ -168,7 +168,7 @@ class SimWorker:
             self._host.disk.die()
         self._reader.feed_eof()
 
-    # What it does.
+    # Its work.
 
     def _load(self) -> None:
         config, number = self._config, self.pid

@@ -1,7 +1,7 @@
 """Speculative decoding (Leviathan et al. 2023) with drafts from the text itself: `--speculative ngram:K`.
 
 A draft is a guess of the tokens that follow the last known token of a decode: those that followed the same n-gram
-earlier in its prompt and output, or in the client's prediction of the output (`prediction` of the chat API). The Worker
+earlier in its prompt and output, or in a prediction of the output (Sequence.prediction; no route sets it). The Worker
 computes the last known token and the draft in one step and samples at each position with that position's own draw, from
 (seed, position), with penalties, bans and grammar as after the tokens before. It keeps the tokens up to the first one
 that differs from the draft.

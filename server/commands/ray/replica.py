@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[3]
 POLL_SECONDS = 0.1
 PROBE_SECONDS = 5.0
 END_SECONDS = 15.0  # from the end of the drain to the kill
-# What autoscaling reads: the metric, and how the values of several models become one.
+# Autoscaling reads these: the metric, and how the values of several models become one.
 GAUGES: dict[str, tuple[str, Callable[[Iterable[float]], float]]] = {
     "queued_tokens": ("pageserve:num_tokens_waiting", sum),
     "kv_usage": ("vllm:kv_cache_usage_perc", max),

@@ -517,7 +517,7 @@ def test_parallel_residual() -> None:
 
 
 def test_layers_without_rotary_embedding() -> None:
-    """Where nothing is listed every fourth, in which a window would be, too; the other defaults are transformers'."""
+    """By default every fourth layer has no rotation, and would have no window; other defaults are transformers'."""
     config = model_config({**SMOLLM3, "num_hidden_layers": 9})
     assert (config.nope_layers, config.num_kv_heads, config.rope_theta) == ((3, 7), 4, 2e6)
     assert config.tie_embeddings and config.sliding_window == 0

@@ -267,7 +267,7 @@ def test_blocks_move_between_the_tiers_and_are_copied(make_runner, cuda, monkeyp
 
 
 def test_masks_of_grammars(make_runner, monkeypatch):
-    """Of one row and of several, beside rows without; the matchers themselves are not of interest here."""
+    """Masks of one row and of several, beside rows without; the matchers themselves are not tested here."""
     runner = make_runner("llama")
     words = np.zeros((2, 4), np.int32)
 

@@ -1,4 +1,4 @@
-"""What a GPU cannot serve is refused before weights load, in one line that names the way out."""
+"""Models and settings that a GPU cannot serve are refused before weights load, in one line that names the way out."""
 
 import sys
 from dataclasses import replace
