@@ -130,7 +130,9 @@ class RequestOutput(msgspec.Struct, frozen=True):
     """New parts of the samples of a request. `finished` is set on the last output, when every sample has ended.
     Counts are in tokens and cumulative.
 
-    `prompt_logprobs` comes with the first output of a request that asked for it.
+    `prompt_logprobs` comes with the first output of a request that asked for it. With a `Request.prediction`,
+    `num_accepted_prediction_tokens` and `num_rejected_prediction_tokens` count its tokens that were computed ahead and
+    turned out right or wrong.
     """
 
     request_id: str
@@ -142,3 +144,5 @@ class RequestOutput(msgspec.Struct, frozen=True):
     prompt: str | None = None
     prompt_token_ids: list[int] = []
     prompt_logprobs: PromptLogprobs | None = None
+    num_accepted_prediction_tokens: int = 0
+    num_rejected_prediction_tokens: int = 0

@@ -27,7 +27,8 @@ class Request:
 
     Tenants share the engine in proportion to their `weight` (engine/scheduling/fair_share.py). A request that is not
     finished `timeout` seconds after it was accepted ends with DeadlineError. Listeners of the RequestLog read
-    `trace_parent`. `adapter` is the name of a LoRA adapter that is loaded; empty: the base model.
+    `trace_parent`. `adapter` is the name of a LoRA adapter that is loaded; empty: the base model. `prediction`: tokens
+    that the client expects as output; drafts for speculation, which change no output.
     """
 
     request_id: str
@@ -42,3 +43,4 @@ class Request:
     timeout: float | None = None
     trace_parent: str = ""
     adapter: str = ""
+    prediction: tuple[int, ...] = ()

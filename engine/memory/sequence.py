@@ -65,6 +65,7 @@ class Sequence:
         "last_turn",
         "look_at",
         "max_num_tokens",
+        "num_accepted_prediction_tokens",
         "num_accepted_tokens",
         "num_cached_tokens",
         "num_charged_tokens",
@@ -76,6 +77,7 @@ class Sequence:
         "num_prompt_tokens",
         "num_queued_tokens",
         "num_registered_blocks",
+        "num_rejected_prediction_tokens",
         "num_scored_tokens",
         "num_tokens_when_preempted",
         "params",
@@ -126,6 +128,7 @@ class Sequence:
         self.num_drafted_tokens = 0
         self.num_accepted_tokens = 0
         self.prediction = prediction  # the client's guess of the output
+        self.num_accepted_prediction_tokens = self.num_rejected_prediction_tokens = 0  # of drafts taken from it
         self.num_preemptions = 0
         self.num_tokens_when_preempted = 0
         self.num_charged_tokens = 0  # computed and charged to its tenant; a second computation is free

@@ -111,6 +111,7 @@ def new_sequences(
                 tenant=tenant,
                 weight=request.weight,
                 adapter=adapter,
+                prediction=request.prediction,
             )
         )
     return sequences

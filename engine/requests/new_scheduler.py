@@ -6,6 +6,7 @@ from engine.executor.step import WorkerReady
 from engine.memory.block_manager import BlockManager
 from engine.memory.host_tier import HostTier
 from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.speculation.drafts import PREDICTED_TOKENS
 
 
 def new_scheduler(ready: WorkerReady, config: EngineConfig, checkpoint: Checkpoint) -> Scheduler:
@@ -26,9 +27,17 @@ def new_scheduler(ready: WorkerReady, config: EngineConfig, checkpoint: Checkpoi
         whole_sequences=ready.encoder,
         step_seconds=None if ready.encoder else config.fair_step_seconds,
         itl_target=None if ready.encoder else config.itl_target,
-        max_draft_tokens=0 if ready.encoder else config.max_draft_tokens,
+        max_draft_tokens=_max_draft_tokens(ready, config),
+        drafts_from_text=config.max_draft_tokens > 0,
         max_loras=config.max_loras,
     )
+
+
+def _max_draft_tokens(ready: WorkerReady, config: EngineConfig) -> int:
+    """The longest draft of a sequence; 0 where none is verified. A prediction of the client needs no setting."""
+    if ready.encoder or config.serves_adapters:
+        return 0
+    return config.max_draft_tokens or PREDICTED_TOKENS
 
 
 def host_tier(ready: WorkerReady, config: EngineConfig) -> HostTier | None:

@@ -106,6 +106,7 @@ class RequestStream:
                 self._waiter = None
         self._unread = False
         self._exhausted = self.finished and self._error is None
+        accepted, rejected = self._count_predicted() if self.request.prediction else (0, 0)
         outputs = [output for i, sample in enumerate(self._samples) if (output := sample.pop_output(i)) is not None]
         return RequestOutput(
             request_id=self.request.request_id,
@@ -115,7 +116,16 @@ class RequestStream:
             num_generated_tokens=self.num_generated_tokens,
             num_cached_tokens=self._samples[0].sequence.num_cached_tokens or 0,
             prompt_logprobs=None if self._scores is None else self._pop_scores(),
+            num_accepted_prediction_tokens=accepted,
+            num_rejected_prediction_tokens=rejected,
         )
+
+    def _count_predicted(self) -> tuple[int, int]:
+        """Return the tokens of the prediction that were accepted and rejected; samples that share a sequence count
+        once. Accepted tokens behind the end of a sample are in no output, and do not count."""
+        sequences = {sample.sequence for sample in self._samples}
+        accepted = sum(min(seq.num_accepted_prediction_tokens, seq.num_generated_tokens) for seq in sequences)
+        return accepted, sum(seq.num_rejected_prediction_tokens for seq in sequences)
 
     def _pop_scores(self) -> PromptLogprobs | None:
         """Return the logprobs of the prompt once, when they are complete: after an early end they never are."""

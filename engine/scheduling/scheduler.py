@@ -58,13 +58,15 @@ class Scheduler:
         step_seconds: float | None = None,
         max_loras: int = 0,
         max_draft_tokens: int = 0,
+        drafts_from_text: bool = True,
         itl_target: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`watermark`: share of the blocks that a starting sequence leaves free. `admission`: see make_reserve.
         `whole_sequences`: an encoder computes all tokens of a sequence in one step. `step_seconds`: see FairShare.
         `max_loras`: see Admission.
-        `max_draft_tokens`: tokens of one sequence to guess ahead in a step; 0: no speculation.
+        `max_draft_tokens`: tokens of one sequence to guess ahead in a step; 0: no speculation. `drafts_from_text`: see
+        NgramDrafts.
         `itl_target`: seconds that a step with decodes may take (StepTarget).
         """
         self.block_manager = block_manager
@@ -85,7 +87,7 @@ class Scheduler:
             whole_sequences=whole_sequences,
             max_loras=max_loras,
         )
-        self.drafts = make_drafts(max_draft_tokens)
+        self.drafts = make_drafts(max_draft_tokens, drafts_from_text)
         self._target = None if itl_target is None else StepTarget(itl_target)
         self.scope = StepScope([], max_num_batched_tokens)  # limits of the last plan
         self.ended_groups: list[SequenceGroup] = []  # beam searches that ended; the Driver empties the list
@@ -500,6 +502,7 @@ class Scheduler:
         if seq.seq_id not in self._sequences:
             self._sequences[seq.seq_id] = seq
             self.admission.entered(seq)
+            self.drafts.entered(seq)
 
     def _drop_row(self, seq: Sequence) -> None:
         if seq.in_worker:

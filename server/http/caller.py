@@ -24,11 +24,13 @@ class RequestOptions(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EnginePrompt:
-    """One prompt of an HTTP request. `param` is the field that errors about the prompt name."""
+    """One prompt of an HTTP request. `param` is the field that errors about the prompt name. `prediction`: tokens that
+    the client expects as the answer."""
 
     token_ids: list[int]
     params: SamplingParams
     param: str
+    prediction: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,7 @@ class Caller:
             timeout=timeout,
             trace_parent=self.trace_parent,
             adapter=adapter,
+            prediction=prompt.prediction,
         )
 
     def _cache_salt(self, client_salt: str) -> str:

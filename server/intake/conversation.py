@@ -12,7 +12,7 @@ from server.intake.beam_search import beam_search_params
 from server.intake.form_finder import prepare_answer_form
 from server.intake.generation import Generation
 from server.intake.logprob_limits import check_prompt_logprobs, fit_logprobs
-from server.intake.prompts import tokenize_and_cut_chat
+from server.intake.prompts import tokenize_and_cut_chat, tokenize_prediction
 from server.protocol import ChatCompletionRequest
 from server.tools.message_reader import MessageReader
 
@@ -74,7 +74,8 @@ async def _prepare(
     whole = not request.stream and not request.use_beam_search  # a stream sends logprobs at once
     if params.logprobs is not None and whole:
         params = fit_logprobs(params, 1, served.driver.model.max_model_len - len(ids), logprobs_field)
-    return EnginePrompt(ids, params, "messages"), form
+    prediction = await tokenize_prediction(served, request, caller.tenant)
+    return EnginePrompt(ids, params, "messages", prediction), form
 
 
 def max_tokens_of(request: ChatCompletionRequest) -> int | None:

@@ -31,13 +31,20 @@ class Generation:
     """One engine request per prompt, each with n samples. The owner must `close` the generation."""
 
     def __init__(
-        self, streams: list[OutputStream], n: int, limiter: RateLimiter, num_truncated: int | None = None
+        self,
+        streams: list[OutputStream],
+        n: int,
+        limiter: RateLimiter,
+        num_truncated: int | None = None,
+        predicted: bool = False,
     ) -> None:
-        """`num_truncated`: prompt tokens that truncation cut off; None where the client asked for no truncation."""
+        """`num_truncated`: prompt tokens that truncation cut off; None where the client asked for no truncation.
+        `predicted`: the client predicted the output."""
         self.n = n
         self._streams = streams
         self._limiter: RateLimiter | None = limiter
         self._num_truncated = num_truncated
+        self._predicted = predicted
         self._latest: list[RequestOutput | None] = [None] * len(streams)
 
     @classmethod
@@ -57,7 +64,7 @@ class Generation:
                 stream.close()
             raise
         limiter.use_tokens(sum(len(request.prompt_token_ids) for request in requests))
-        return cls(streams, requests[0].params.n, limiter, num_truncated)
+        return cls(streams, requests[0].params.n, limiter, num_truncated, bool(requests[0].prediction))
 
     def close(self) -> None:
         """Abort the requests that have not finished; idempotent."""
@@ -123,8 +130,12 @@ class Generation:
             "total_tokens": prompt + completion,
             "prompt_tokens_details": prompt_details,
         }
-        if num_reasoning_tokens is not None:
-            usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning_tokens}
+        details = {} if num_reasoning_tokens is None else {"reasoning_tokens": num_reasoning_tokens}
+        if self._predicted:
+            details["accepted_prediction_tokens"] = sum(output.num_accepted_prediction_tokens for output in latest)
+            details["rejected_prediction_tokens"] = sum(output.num_rejected_prediction_tokens for output in latest)
+        if details:
+            usage["completion_tokens_details"] = details
         return usage
 
 

@@ -268,6 +268,17 @@ async def tokenize_and_cut_chat(
     return (part.token_ids, 0) if truncation is None else truncation.cut(driver, part)
 
 
+async def tokenize_prediction(served: Served, request: ChatCompletionRequest, tenant: str) -> tuple[int, ...]:
+    """The tokens of the predicted output; those beyond the context cannot be generated and are left out."""
+    if request.prediction is None or not request.prediction.content:
+        return ()
+    driver = served.driver
+    text = request.prediction.content[: driver.model.max_model_len * driver.tokenizer.max_chars_per_token]
+    reading = Reading(driver.model.max_model_len, may_be_cut=True)
+    (part,) = await driver.tokenizer.run(tenant, len(text), partial(_encode, driver, [text], False, reading))
+    return tuple(part.token_ids[: reading.num_tokens])
+
+
 async def _encode_chat(served: Served, request: ChatCompletionRequest, tenant: str, reading: Reading) -> EncodedPart:
     driver = served.driver
     tokenizer = driver.tokenizer

@@ -37,7 +37,9 @@ class PromptTokensDetails(Answer):
 
 
 class CompletionTokensDetails(Answer):
-    reasoning_tokens: int
+    reasoning_tokens: int = 0  # absent if reasoning is not split
+    accepted_prediction_tokens: int = 0  # this and the next with a prediction
+    rejected_prediction_tokens: int = 0
 
 
 class Usage(Answer):
@@ -48,7 +50,8 @@ class Usage(Answer):
 
 
 class ChatUsage(Usage):
-    completion_tokens_details: CompletionTokensDetails | None = None  # absent if reasoning is not split; never null
+    # Absent if reasoning is not split and nothing was predicted; never null.
+    completion_tokens_details: CompletionTokensDetails | None = None
 
 
 class _Head(Answer):

@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, FailFast, Field, model_validator
 from engine.thinking import FIELD
 from server.config import ServerConfig
 from server.errors import MAX_NAME_LENGTH, invalid
-from server.protocol.chat_message import Message
+from server.protocol.chat_message import Content, Message
 from server.protocol.field_checks import field_error
 from server.protocol.generation_request import GenerationRequest, ranged_field
 from server.protocol.grammars.response_format import RENAMED
@@ -62,6 +62,13 @@ class ReasoningOptions(Strict):
     enabled: bool | None = None
 
 
+class Prediction(Strict):
+    """OpenAI's predicted output: text that much of the answer will repeat. It changes the speed, never the answer."""
+
+    type: Literal["content"]
+    content: Content
+
+
 class ChatCompletionRequest(GenerationRequest):
     """POST /v1/chat/completions. Without max_completion_tokens and max_tokens, the context length limits the answer."""
 
@@ -79,6 +86,7 @@ class ChatCompletionRequest(GenerationRequest):
     enable_thinking: bool | None = None  # as in chat_template_kwargs
     reasoning: ReasoningOptions = Field(default_factory=ReasoningOptions)
     verbosity: Literal["low", "medium", "high"] | None = None
+    prediction: Prediction | None = None
     service_tier: ServiceTier | None = None  # if given, the answer says "default", the only tier here
     documents: Documents = Field(default_factory=list)
     add_special_tokens: bool = False  # the chat template writes special tokens itself

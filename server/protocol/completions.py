@@ -8,6 +8,7 @@ from server.config import ServerConfig
 from server.errors import invalid
 from server.protocol.field_checks import field_error
 from server.protocol.generation_request import GenerationRequest, ranged_field
+from server.protocol.harmless import COMPLETION_IGNORED, IGNORED
 
 Prompt = Annotated[
     Any, BeforeValidator(lambda value: value, json_schema_input_type=str | list[str] | list[int] | list[list[int]])
@@ -16,6 +17,8 @@ Prompt = Annotated[
 
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
+
+    ignored = IGNORED | COMPLETION_IGNORED
 
     prompt: Prompt = Field("", description="absent or empty: the beginning of a new document")
     best_of: int | None = ranged_field(None, 1)

@@ -11,7 +11,6 @@ from pydantic import ConfigDict, Field, TypeAdapter
 IGNORED: dict[str, str] = {
     "cache_prompt": "a hint for speed: equal prefixes are found without it",
     "metadata": "labels for a stored answer; nothing is stored",
-    "prediction": "a hint for speed",
     "prompt_cache_key": "a hint for speed: equal prefixes are found without it",
     "prompt_cache_options": "a hint for speed: every prefix is cached while there is room",
     "prompt_cache_retention": "a hint for speed",
@@ -60,6 +59,7 @@ INERT: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "web_search_options": (),
 }
+COMPLETION_IGNORED = {"prediction": "a hint for speed, which /v1/chat/completions uses"}
 CHAT_INERT: dict[str, tuple[Any, ...]] = {"best_of": (1,), "echo": (False,)}
 MESSAGE_INERT: dict[str, tuple[Any, ...]] = {
     "annotations": ([],),
@@ -113,6 +113,7 @@ RESPONSE_TOOL_INERT: dict[str, tuple[Any, ...]] = {
 # Rows of the table in docs/api.md: (place of the field, ignored fields, inert fields).
 WRITTEN_LIST: tuple[tuple[str, dict[str, str], dict[str, tuple[Any, ...]]], ...] = (
     ("{}", IGNORED, INERT),
+    ("{} (completions)", COMPLETION_IGNORED, {}),
     ("{} (chat)", {}, CHAT_INERT),
     ("messages[].{}", MESSAGE_IGNORED, MESSAGE_INERT),
     ("messages[].content[].{}", PART_IGNORED, {}),

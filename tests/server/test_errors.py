@@ -292,7 +292,7 @@ def test_null_is_absent_and_harmless_fields_are_ignored(client, route, make):
     harmless = {"user": "u", "metadata": {"a": "b"}, "store": True, "safety_identifier": "s", "prompt_cache_key": "p"}
     harmless |= {
         "service_tier": "auto",
-        "prediction": {"type": "content"},
+        "prediction": {"type": "content", "content": "x"},
     }
     if route == CHAT:
         harmless |= {"parallel_tool_calls": True, "tool_choice": "none", "tools": []}

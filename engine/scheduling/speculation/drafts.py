@@ -1,10 +1,10 @@
-"""Speculative decoding (Leviathan et al. 2023) with drafts from the text itself: `--speculative ngram:K`.
+"""Speculative decoding (Leviathan et al. 2023) with drafts from text that is there already.
 
-A draft is a guess of the tokens that follow the last known token of a decode: those that followed the same n-gram
-earlier in its prompt and output, or in a prediction of the output (Sequence.prediction; no route sets it). The Worker
-computes the last known token and the draft in one step and samples at each position with that position's own draw, from
-(seed, position), with penalties, bans and grammar as after the tokens before. It keeps the tokens up to the first one
-that differs from the draft.
+A draft is a guess of the tokens that follow the last known token of a decode. They come from the client's prediction of
+the output (Sequence.prediction), or, with `--speculative ngram:K`, followed the same n-gram earlier in prompt and
+output. The Worker computes the last known token and the draft in one step and samples at each position with that
+position's own draw, from (seed, position), with penalties, bans and grammar as after the tokens before. It keeps the
+tokens up to the first one that differs from the draft.
 
 This is exact: each kept token is the ordinary draw after a prefix that consists of ordinary draws. So greedy output is
 the same with and without drafts, and so is each sampled token for its seed; no rejection sampling is needed because the
@@ -26,15 +26,21 @@ from engine.scheduling.speculation.step_costs import StepCosts
 MARGIN = 1.15  # how much more than its cost a row of a draft must promise
 FIRST_CHANCE = 0.5  # the estimate that a guess is right, before the first comparison
 LEARN = 0.15  # weight of one comparison in the estimate
+PREDICTED_TOKENS = 16  # longest draft from a prediction where `--speculative` sets no length
+MAX_PROPOSERS = 64  # indexes that are kept: a long text takes some 300 bytes a token
 MAX_DECODES = 8  # in a step with drafts: beyond, ordinary text of the bundled model lost up to a tenth (noisy machine)
 LAST = max(SIZES)
 
 
 class Drafts:
-    """No speculation. The Scheduler calls `without_held`, `add_to` and `planned` for each plan, `computed` and
-    `verified` for each result, `forget` for each sequence that ends, and `reset` for a new Worker."""
+    """No speculation. The Scheduler calls `entered` for each new sequence, `without_held`, `add_to` and `planned` for
+    each plan, `computed` and `verified` for each result, `forget` for each sequence that ends, and `reset` for a new
+    Worker."""
 
     num_drafts = num_draft_tokens = num_accepted_tokens = 0
+
+    def entered(self, seq: Sequence) -> None:
+        """`seq` is new."""
 
     def add_to(self, parts: RunningParts, block_manager: BlockManager, num_spare: int) -> None:
         """Adds drafts to the decodes of a plan, of at most `num_spare` tokens in all."""
@@ -63,9 +69,9 @@ class Drafts:
         """The steps under way are lost with their Worker."""
 
 
-def make_drafts(max_tokens: int) -> Drafts:
-    """Drafts of up to `max_tokens` tokens; 0: no speculation."""
-    return NgramDrafts(max_tokens) if max_tokens else Drafts()
+def make_drafts(max_tokens: int, from_text: bool = True) -> Drafts:
+    """Drafts of up to `max_tokens` tokens; 0: no speculation. `from_text`: see NgramDrafts."""
+    return NgramDrafts(max_tokens, from_text) if max_tokens else Drafts()
 
 
 class Proposer:
@@ -74,8 +80,8 @@ class Proposer:
 
     __slots__ = ("_prediction", "_text", "chances", "guess", "source")
 
-    def __init__(self, seq: Sequence) -> None:
-        self._text = NgramIndex(seq.token_ids)
+    def __init__(self, seq: Sequence, from_text: bool) -> None:
+        self._text = NgramIndex(seq.token_ids) if from_text else None
         self._prediction = NgramIndex(list(seq.prediction)) if seq.prediction else None
         self.chances = [FIRST_CHANCE] * (len(SIZES) + 1)
         self.guess: tuple[int, int] | None = None  # (place, token) that was guessed and is not known yet
@@ -83,11 +89,11 @@ class Proposer:
 
     def propose(self, seq: Sequence, num_tokens: int) -> list[int]:
         """Returns up to `num_tokens` tokens that may follow; none without a match."""
-        caught_up = self._text.catch_up()
+        caught_up = self._text is not None and self._text.catch_up()
         if self._prediction is not None and self._prediction.catch_up():
             if found := self._from_prediction(seq, self._prediction, num_tokens):
                 return found
-        if not caught_up or (match := self._text.find(seq.token_ids[-LAST:])) is None:
+        if self._text is None or not caught_up or (match := self._text.find(seq.token_ids[-LAST:])) is None:
             return []
         self.source, place = match
         tokens = seq.token_ids[place : place + num_tokens]
@@ -104,6 +110,11 @@ class Proposer:
             place = match[1]
         self.source = len(SIZES)
         return prediction.tokens[place : place + num_tokens]
+
+    @property
+    def from_prediction(self) -> bool:
+        """True if the last draft is a part of the prediction."""
+        return self.source == len(SIZES)
 
     def compare(self, seq: Sequence) -> None:
         """Learns from the last guess, if its token is known by now."""
@@ -122,25 +133,34 @@ class Proposer:
 
 
 class NgramDrafts(Drafts):
-    """Drafts of up to `max_tokens` tokens for each sequence."""
+    """Drafts of up to `max_tokens` tokens. `from_text`: for each sequence, also from n-grams of its prompt and output;
+    else only from predictions."""
 
-    def __init__(self, max_tokens: int) -> None:
+    def __init__(self, max_tokens: int, from_text: bool = True) -> None:
         self.max_tokens = max_tokens
+        self._from_text = from_text
+        self._candidates: set[Sequence] = set()  # sequences that may get a draft; without any, a step costs no time
         self.num_drafts = self.num_draft_tokens = self.num_accepted_tokens = 0
         self._costs = StepCosts()
         self._proposers: dict[int, Proposer] = {}
         self._promising: set[Sequence] = set()  # their next draft follows the token that is under way
         self._rows: dict[int, int] = {}  # rows by step id, for decode steps under way
 
+    def entered(self, seq: Sequence) -> None:
+        if self._from_text or seq.prediction:
+            self._candidates.add(seq)
+
     def add_to(self, parts: RunningParts, block_manager: BlockManager, num_spare: int) -> None:
         num_rows = len(parts.decodes)
-        if not 0 < num_rows <= MAX_DECODES or MARGIN * self._costs.needed(num_rows, num_rows) >= 1.0:
+        if not (self._candidates and 0 < num_rows <= MAX_DECODES):
+            return
+        if MARGIN * self._costs.needed(num_rows, num_rows) >= 1.0:
             return
         num_kept = float(num_rows)  # tokens that the step is expected to bring
         for seq in list(parts.decodes):
             if num_spare <= 0:
                 return
-            if seq.group is not None and seq.group.inseparable:
+            if seq not in self._candidates or (seq.group is not None and seq.group.inseparable):
                 continue
             if seq.num_pending_tokens:
                 self._look_ahead(seq)
@@ -165,7 +185,9 @@ class NgramDrafts(Drafts):
 
     def _proposer_of(self, seq: Sequence) -> Proposer:
         if (proposer := self._proposers.get(seq.seq_id)) is None:
-            proposer = self._proposers[seq.seq_id] = Proposer(seq)
+            if len(self._proposers) >= MAX_PROPOSERS:
+                del self._proposers[next(iter(self._proposers))]
+            proposer = self._proposers[seq.seq_id] = Proposer(seq, self._from_text)
         return proposer
 
     def _room(self, seq: Sequence, parts: RunningParts, block_manager: BlockManager) -> int:
@@ -192,7 +214,7 @@ class NgramDrafts(Drafts):
         return tokens[:length], num_kept
 
     def planned(self, plan: StepPlan) -> None:
-        if not (plan.chunks or plan.new or plan.block_copies or plan.loads):
+        if self._candidates and not (plan.chunks or plan.new or plan.block_copies or plan.loads):
             self._rows[plan.step_id] = plan.num_rows
 
     def computed(self, result: StepResult) -> None:
@@ -208,6 +230,9 @@ class NgramDrafts(Drafts):
         seq.num_accepted_tokens += num_accepted
         if (proposer := self._proposers.get(seq.seq_id)) is not None:
             proposer.learn(num_tokens, num_accepted)
+            if proposer.from_prediction:
+                seq.num_accepted_prediction_tokens += num_accepted
+                seq.num_rejected_prediction_tokens += num_tokens - num_accepted
         if num_accepted:
             self._promising.add(seq)
         else:
@@ -225,5 +250,6 @@ class NgramDrafts(Drafts):
         self._rows.clear()
 
     def forget(self, seq: Sequence) -> None:
+        self._candidates.discard(seq)
         self._proposers.pop(seq.seq_id, None)
         self._promising.discard(seq)

@@ -21,6 +21,7 @@ LOW, HIGH = {"minimum", "exclusiveMinimum"}, {"maximum", "exclusiveMaximum"}
 # number of lists, objects, values and names in it (server/http/json_bounds.py), bound all of them together.
 BOUNDED_ELSEWHERE = {
     r"prompt.*|input.*|messages|instructions|suffix|tokens.*|system(\[\]\.text)?": "the context of the model",
+    r"prediction\.content.*": "the context of the model: what is longer is cut",
     r"messages\[\]\.(content.*|refusal|reasoning(_content)?|tool_calls.*)": "the context of the model",
     r"model": "equal to a name of the model",
     r"n|best_of|logprobs|top_logprobs": "start options: Served.check_request, check_limits",

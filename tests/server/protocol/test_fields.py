@@ -137,7 +137,7 @@ def test_the_ends_of_the_documented_ranges(client, path, fields):
 
 
 def test_the_largest_metadata_is_taken(client):
-    fullest = {"metadata": {f"{i:064}": "x" * 512 for i in range(16)}, "store": False, "prediction": {"type": "x"}}
+    fullest = {"metadata": {f"{i:064}": "x" * 512 for i in range(16)}, "store": False}
     assert client.post(CHAT, json=chat_body(max_tokens=1, **fullest)).status_code == 200
 
 
