@@ -128,7 +128,7 @@ class Sequence:
         self.num_drafted_tokens = 0
         self.num_accepted_tokens = 0
         self.prediction = prediction  # the client's guess of the output
-        self.num_accepted_prediction_tokens = self.num_rejected_prediction_tokens = 0  # of drafts taken from it
+        self.num_accepted_prediction_tokens = self.num_rejected_prediction_tokens = 0  # in drafts
         self.num_preemptions = 0
         self.num_tokens_when_preempted = 0
         self.num_charged_tokens = 0  # computed and charged to its tenant; a second computation is free

@@ -38,7 +38,7 @@ from engine.scheduling.block_reserve import make_reserve
 from engine.scheduling.fair_share import FairShare, StepScope
 from engine.scheduling.plan_parts import RunningParts, decode_end, new_sequence
 from engine.scheduling.sequence_queue import SequenceQueue, check_queues
-from engine.scheduling.short_steps import StepTarget
+from engine.scheduling.short_steps import make_target
 from engine.scheduling.speculation.drafts import make_drafts
 
 
@@ -67,7 +67,7 @@ class Scheduler:
         `max_loras`: see Admission.
         `max_draft_tokens`: tokens of one sequence to guess ahead in a step; 0: no speculation. `drafts_from_text`: see
         NgramDrafts.
-        `itl_target`: seconds that a step with decodes may take (StepTarget).
+        `itl_target`: seconds that a step with decodes may take (TimedTarget).
         """
         self.block_manager = block_manager
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -88,7 +88,7 @@ class Scheduler:
             max_loras=max_loras,
         )
         self.drafts = make_drafts(max_draft_tokens, drafts_from_text)
-        self._target = None if itl_target is None else StepTarget(itl_target)
+        self._target = make_target(itl_target)
         self.scope = StepScope([], max_num_batched_tokens)  # limits of the last plan
         self.ended_groups: list[SequenceGroup] = []  # beam searches that ended; the Driver empties the list
         self.num_preemptions = 0
@@ -139,8 +139,8 @@ class Scheduler:
         for victim in newcomer.displacement.victims if newcomer is not None else ():
             self._displace(victim)
         scope = self.admission.begin_step(newcomer, self.max_num_batched_tokens)
-        if self._target is not None:
-            scope = scope._replace(budget=self._target.limit(scope.sequences, scope.budget))
+        if (budget := self._target.limit(scope.sequences, scope.budget)) < scope.budget:
+            scope = scope._replace(budget=budget)
         while True:
             self.scope, num_preemptions = scope, self.num_preemptions
 
@@ -170,8 +170,7 @@ class Scheduler:
         self._add_moves(plan)
         self.admission.planned(plan)
         self.drafts.planned(plan)
-        if self._target is not None:
-            self._target.planned(plan)
+        self._target.planned(plan)
         self._removed = []
         self._next_step_id += 1
         return plan
@@ -187,7 +186,7 @@ class Scheduler:
         Everything planned may have been preempted in favour of sequences that the scope excludes, and a group of
         sequences may need more tokens at once than a target leaves.
         """
-        is_cut = self._target is not None and scope.budget < self.max_num_batched_tokens
+        is_cut = self._target.bounds_steps and scope.budget < self.max_num_batched_tokens
         if scope.excluded == scope.displaced and self.num_preemptions == num_preemptions and not is_cut:
             return None
         return scope.widened(self.running, self.max_num_batched_tokens)
@@ -307,8 +306,7 @@ class Scheduler:
         """
         self.admission.computed(result)
         self.drafts.computed(result)
-        if self._target is not None:
-            self._target.computed(result)
+        self._target.computed(result)
         fresh = []
         find = self._sequences.get
         for seq_id, token_id in zip(result.seq_ids, result.token_ids, strict=True):
@@ -461,8 +459,7 @@ class Scheduler:
         self.block_manager.reset(num_blocks, host_tier)
         self.drafts.reset()
         self.max_num_batched_tokens = max_num_batched_tokens
-        if self._target is not None:
-            self._target.lose_plans()
+        self._target.lose_plans()
         self.admission.reset(min(max_num_seqs, max_num_batched_tokens), math.ceil(self._watermark * num_blocks))
         for seq in self._sequences.values():
             seq.lose_blocks()

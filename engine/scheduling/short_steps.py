@@ -8,7 +8,7 @@ where `seconds` is many times the time of an empty step.
 Chunks of prompts get one half of the work and decodes the other; either gets all of it if the other is absent.
 Sequences that do not fit decode in turns.
 
-StepTarget uses the same model of step times for another aim: with a target, prompts are cut into chunks so small that
+TimedTarget uses the same model of step times for another aim: with a target, prompts are cut into chunks so small that
 the streams beside them get their next token in time (Sarathi-Serve: Agrawal et al. 2024, section 4.3, whose token
 budget is fixed).
 """
@@ -170,7 +170,34 @@ class ShortSteps:
 
 
 class StepTarget:
+    """No target. The Scheduler calls `limit` and `planned` for each plan, `computed` for each result, and `lose_plans`
+    for a new Worker."""
+
+    bounds_steps = False  # True: `limit` may return less than its `most`
+
+    def limit(self, sequences: list[Sequence], most: int) -> int:
+        """The token budget of the next step, at most `most`; `sequences`: those that it may hold."""
+        return most
+
+    def planned(self, plan: StepPlan) -> None:
+        """A plan is sent."""
+
+    def computed(self, result: StepResult) -> None:
+        """A result is back."""
+
+    def lose_plans(self) -> None:
+        """The Worker is gone: no result will come for plans in flight."""
+
+
+def make_target(seconds: float | None) -> StepTarget:
+    """The target of a step with decodes; None: no target."""
+    return StepTarget() if seconds is None else TimedTarget(seconds)
+
+
+class TimedTarget(StepTarget):
     """Bounds the token budget of steps that hold decodes, so that a step takes no longer than a target."""
+
+    bounds_steps = True
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -179,7 +206,6 @@ class StepTarget:
         self._error = 0.0  # mean relative error of predictions
 
     def limit(self, sequences: list[Sequence], most: int) -> int:
-        """The token budget of the next step, at most `most`; `sequences`: those that it may hold."""
         num_decodes = sum(seq.has_started and seq.num_uncomputed_tokens <= 1 for seq in sequences)
         if not num_decodes:
             return most
@@ -189,12 +215,10 @@ class StepTarget:
         return min(most, num_decodes + max(MIN_CHUNK, int(tokens)))
 
     def planned(self, plan: StepPlan) -> None:
-        """A plan is sent."""
         num_decodes = len(plan.decodes)
         self._planned[plan.step_id] = num_decodes, plan.num_tokens - num_decodes
 
     def computed(self, result: StepResult) -> None:
-        """A result is back."""
         found, seconds = self._planned.pop(result.step_id, None), result.compute_seconds
         if found is None or seconds <= 0.0:
             return
@@ -203,5 +227,4 @@ class StepTarget:
         self._times.observe(*found, seconds)
 
     def lose_plans(self) -> None:
-        """The Worker is gone: no result will come for plans in flight."""
         self._planned.clear()

@@ -8,7 +8,7 @@ import pytest
 from engine.executor.step import StepPlan, StepResult
 from engine.memory.sequence import Sequence
 from engine.sampling_params import SamplingParams
-from engine.scheduling.short_steps import MIN_CHUNK, ShortSteps, StepTarget, StepTimes
+from engine.scheduling.short_steps import MIN_CHUNK, ShortSteps, StepTimes, TimedTarget
 from tests.engine.scheduling.loop import Loop
 
 
@@ -157,7 +157,7 @@ def test_a_long_prompt_beside_streams_keeps_to_the_target(target):
 
 
 def test_a_target_that_cannot_be_met_still_lets_prompts_start():
-    target = StepTarget(1e-6)
+    target = TimedTarget(1e-6)
     for step_id in range(100):
         target.planned(StepPlan(step_id, [], [], [], [], decodes=[*range(8)]))
         target.computed(StepResult(step_id, [], {}, 5e-3))
