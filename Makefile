@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-only lint docs families layouts kernels-aot kernels-aot-tritons bench gpu-check gpu-check-faults gpu-wheels soak fuzz attacks fairness ranks sim sim-mutants sleep-cycles rolling-restart manifests journal pauses ray schema-suite own-answers forced-values screenshots formats formats-libraries lora lm-eval clients clean
+.PHONY: help serve test test-only lint docs families layouts kernels-aot kernels-aot-tritons bench gpu-check gpu-check-faults gpu-wheels soak fuzz attacks fairness ranks sim sim-mutants speculation-chi2 sleep-cycles rolling-restart manifests journal pauses ray schema-suite own-answers forced-values screenshots formats formats-libraries lora lm-eval clients clean
 
 help:
 	@echo "make serve [ARGS=\"--model DIR_OR_HUB_ID --port 9000\"]   start the server"
@@ -29,6 +29,7 @@ help:
 	@echo "make fairness                                           time to first token of a key beside a key that floods"
 	@echo "make sim [STEPS=1000000] [SEED=n]                       simulate scheduler, block manager and Driver under virtual time"
 	@echo "make sim-mutants                                        plant faults on purpose: the simulation must find each"
+	@echo "make speculation-chi2 [DRAWS=1000000]                   draws behind drafts against the model's probabilities"
 	@echo "make sleep-cycles [CYCLES=100]                          sleep and wake a real model; look for leaks"
 	@echo "make rolling-restart [RESTARTS=10]                      two replicas behind nginx, restarted under load"
 	@echo "make manifests                                          render deploy/k8s from the Helm chart"
@@ -216,6 +217,9 @@ sim: $(VENV)/.installed-test
 
 sim-mutants: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.sim --mutants $(ARGS)
+
+speculation-chi2: $(VENV)/.installed-test $(VENV)/.compiled
+	DRAFT_DRAWS=$(or $(DRAWS),1000000) $(BIN)/python -m pytest tests/engine/worker/speculation/test_draft_distribution.py --capture=no $(ARGS)
 
 sleep-cycles: $(VENV)/.installed-test $(VENV)/.compiled
 	SLEEP_CYCLES=$(or $(CYCLES),100) $(BIN)/python -m pytest tests/engine/test_sleep_of_a_model.py -k cycles --capture=no $(ARGS)

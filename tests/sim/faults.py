@@ -22,9 +22,11 @@ from engine.scheduling.beam_search import BeamSearch
 from engine.scheduling.block_reserve import PredictedReserve, WatermarkReserve
 from engine.scheduling.fair_share import FairShare
 from engine.scheduling.output_lengths import OutputLengths
+from engine.scheduling.plan_parts import RunningParts
 from engine.scheduling.prefetch import Prefetcher
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.short_steps import ShortSteps
+from engine.scheduling.speculation.drafts import NgramDrafts
 from engine.worker.cache.disk_cache import BlockFile
 from engine.worker.cache.host_cache import HostCache
 from tests.sim.mutants import Mutant
@@ -272,6 +274,28 @@ MUTANTS = (
     ),
     Mutant("those served more leave for good", FairShare, "_scope", "if not due:", "if not running:"),
     Mutant("those who rest take no turns", ShortSteps, "_resting", "rows.sort(key=lambda seq: seq.last_turn)", "pass"),
+    # Speculation.
+    Mutant("right draft not counted as computed", Scheduler, "_add_verified", "seq.num_computed_tokens += 1", "pass"),
+    Mutant("wrong draft counted as computed", Scheduler, "_add_verified", "and i > 0", ""),
+    Mutant("blocks of a wrong draft kept", Scheduler, "_add_verified", "self.block_manager.trim(seq)", "pass"),
+    Mutant("preempted draft still waited for", Scheduler, "_preempt", "seq.num_draft_tokens = 0", "pass"),
+    Mutant("verified draft still waited for", Scheduler, "_add_verified", "seq.num_draft_tokens = 0", "pass"),
+    Mutant(
+        "lost draft still waited for", Sequence, "lose_blocks", "= self.num_draft_tokens = 0", "= 0", for_driver=True
+    ),
+    Mutant("draft past the last token", NgramDrafts, "_room", "seq.num_tokens - 1", "seq.num_tokens + 1"),
+    Mutant("tokens behind the end go out", Scheduler, "_add_verified", "del tokens[i + 1 :]", "pass", for_driver=True),
+    Mutant(
+        "tokens behind a stop string stay",
+        Delivery,
+        "_deliver_several",
+        "del seq.token_ids[number - len(tokens) :]",
+        "pass",
+        for_driver=True,
+    ),
+    Mutant("ended sequence still has drafts", NgramDrafts, "forget", "self._candidates.discard(seq)", "pass"),
+    Mutant("next token planned beside a draft", RunningParts, "commit_decodes", "seq.decode_end = 0", "pass"),
+    Mutant("blocks of a draft not told", RunningParts, "add_draft", "+ blocks.new_block_ids", ""),
     # The disk tier.
     Mutant(
         "damaged block served", BlockFile, "load", " and checksum == _checksum(digest, content)", "", for_driver=True
