@@ -118,7 +118,8 @@ class EngineConfig:
         above=0,
     )
     async_scheduling: bool | None = option(
-        None, "plan the next step while this one computes; default: on for a GPU, off for a CPU, where both share cores"
+        None,
+        "plan the next step while this one computes; default: on for a GPU, on a CPU while at most 8 sequences run",
     )
     speculative: str | None = option(
         None,

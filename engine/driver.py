@@ -50,6 +50,7 @@ from engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+MAX_IN_FLIGHT = 2  # plans: the one that the Worker computes and the next
 SLEEP_PHASES = ("sleeping", "waking")
 # Requests are accepted. In every phase but "ready" they wait for the Worker; a request to a sleeping model wakes it.
 SERVING_PHASES = ("ready", "restarting", *SLEEP_PHASES)
@@ -410,7 +411,7 @@ class Driver:
             self._die(EngineError("an internal error ended the engine loop; the log has it"))
 
     def _pump(self) -> None:
-        """Send plans until the Worker has one to compute and, with async_scheduling, another to go on with."""
+        """Send plans until the Worker has one to compute and, where that helps, another to go on with."""
         self._pump_scheduled = False
         loaded, executor = self._loaded, self.supervisor.executor
         if loaded is None or self._failure is not None or not executor.ready:
@@ -419,7 +420,7 @@ class Driver:
             self._tell_to_sleep(loaded)
             return
         scheduler, live = loaded.scheduler, loaded.live
-        while len(self._in_flight) < loaded.max_in_flight and self._isolate_suspect(loaded):
+        while self._has_room_for_plan(loaded) and self._isolate_suspect(loaded):
             plan = scheduler.schedule()
             if plan is not None:
                 executor.send(plan)
@@ -431,6 +432,11 @@ class Driver:
             if plan is not None:
                 live.plan_sent(plan, now)
                 self.stats.observe_plan(plan, scheduler)
+
+    def _has_room_for_plan(self, loaded: Loaded) -> bool:
+        return not self._in_flight or (
+            len(self._in_flight) < MAX_IN_FLIGHT and loaded.goes_ahead_of(self._in_flight[0])
+        )
 
     def _process(self, loaded: Loaded, result: StepResult) -> None:
         """Let the scheduler take in a result, and hand over what is new.
@@ -448,7 +454,7 @@ class Driver:
         fresh, vectors = scheduler.update(result), scheduler.update_vectors(result)
         # A sequence that failed must not be planned again. A request that ran alone may have ended: others may run once
         # that is recorded.
-        if loaded.max_in_flight > 1 and not result.failed and self._isolated is None:
+        if loaded.goes_ahead_of(plan) and not result.failed and self._isolated is None:
             self._pump()
         live.deliver(result, fresh, vectors, now)
         live.end_searches(now)

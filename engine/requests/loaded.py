@@ -8,7 +8,7 @@ from engine.checkpoint.pooling import pooling_of_model
 from engine.config import EngineConfig
 from engine.errors import EngineError
 from engine.executor.recovery import Recovery
-from engine.executor.step import FetchBlocks, WorkerReady
+from engine.executor.step import FetchBlocks, StepPlan, WorkerReady
 from engine.requests.adapters import Adapters
 from engine.requests.live_requests import LiveRequests
 from engine.requests.model_info import ModelInfo, fits_still
@@ -19,17 +19,22 @@ from engine.telemetry.request_log import RequestLog
 from engine.telemetry.stats import EngineStats
 from engine.text.tokenizer import Tokenizer
 
+# Sequences on a CPU up to which a plan is sent ahead: the Worker then need not wait for the Driver between two short
+# steps. With more, the Driver's work takes cores from the Worker's threads in mid-step, and nothing is won.
+CPU_AHEAD_SEQUENCES = 8
+
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """`prefetcher` is None without a disk tier. At most `max_in_flight` plans are sent ahead of their results."""
+    """`prefetcher` is None without a disk tier. A plan is sent ahead of the result of the one before it while at most
+    `max_ahead_sequences` run; None: always."""
 
     model: ModelInfo
     scheduler: Scheduler
     prefetcher: Prefetcher | None
     live: LiveRequests
     adapters: Adapters
-    max_in_flight: int
+    max_ahead_sequences: int | None
 
     @classmethod
     def of(
@@ -74,10 +79,20 @@ class Loaded:
             hold_adapter=adapters.hold,
             release_adapter=adapters.release,
         )
-        overlap = config.async_scheduling
-        if overlap is None:  # on a CPU, planning ahead would take cores from the Worker's threads in mid-step
-            overlap = ready.device != "cpu"
-        return cls(model, scheduler, prefetcher, live, adapters, max_in_flight=2 if overlap else 1)
+        max_ahead = CPU_AHEAD_SEQUENCES if ready.device == "cpu" else None
+        if config.async_scheduling is not None:
+            max_ahead = None if config.async_scheduling else 0
+        return cls(model, scheduler, prefetcher, live, adapters, max_ahead)
+
+    def goes_ahead_of(self, plan: StepPlan) -> bool:
+        """True if the next plan may be sent before the result of `plan`.
+
+        A CPU's steps with prompts are long: a request that arrives during one joins the very next step only if no plan
+        was sent ahead of it.
+        """
+        if self.max_ahead_sequences is None:
+            return True
+        return not plan.chunks and len(self.scheduler.running) <= self.max_ahead_sequences
 
     def on(self, ready: WorkerReady, config: EngineConfig, *, keep_host_tier: bool = False) -> "Loaded":
         """Move to a new Worker, whose pool is empty and may be smaller: every live sequence waits to be recomputed.

@@ -1,5 +1,8 @@
 """The Driver plans ahead: with overlapped scheduling, the Worker gets its next plan before readers get their tokens."""
 
+import asyncio
+from itertools import accumulate
+
 import pytest
 
 from engine.executor.executor import Executor
@@ -7,6 +10,7 @@ from engine.executor.step import StepPlan
 from engine.outputs import FinishReason
 from engine.requests.live_requests import LiveRequests
 from tests.checkpoints import save_fake_checkpoint
+from tests.engine import bundled_driver
 from tests.engine.driving import PROMPT, assert_idle, collect, request, running_driver, until
 from tests.fake_device import expected_tokens
 
@@ -74,3 +78,13 @@ async def test_a_stop_string_ends_exactly_the_sequence_that_holds_it(folder):
             [(_, tokens, *_)] = await collect(other)
             assert list(tokens) == expected_tokens([*PROMPT, 98], 7, 9)
             assert_idle(driver)
+
+
+@pytest.mark.parametrize("streams, ahead", [(2, 2), (12, 0)])
+async def test_a_cpu_goes_ahead_of_steps_with_few_sequences(events, streams, ahead):
+    """The real Worker on a CPU. No plan goes ahead of the first step, which holds the prompts."""
+    async with bundled_driver.running_driver() as driver:
+        await asyncio.gather(*(collect(driver.generate(request(str(i), max_tokens=12))) for i in range(streams)))
+    assert events[:2] == [("sent", 1), ("delivered", 1)]
+    not_delivered = list(accumulate(1 if event == "sent" else -1 for event, _ in events))
+    assert max(not_delivered) == 1 + ahead
