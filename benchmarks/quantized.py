@@ -10,7 +10,7 @@ servers read the same file; pageserve also quantises the checkpoint itself (--qu
 tokens per second (decode), prompt tokens per second (prefill), bytes of the weights, and the share of the memory
 bandwidth that reading the weights once per token takes. The bandwidth is that of a sum over 1 GiB. Medians of the
 repeats; all models stay open and take turns, each repeat with another prompt. --streams also measures so many sequences
-at once in pageserve. Without --peer's program, pageserve is measured alone.
+at once, at most 16. Without --peer's program, pageserve is measured alone.
 """
 
 import argparse
@@ -50,9 +50,9 @@ class Peer:
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def run(self, file: Path, prompts: list[list[int]], tokens: int) -> dict[str, float]:
-        """Seconds of one prompt and of the tokens after the first."""
+        """Seconds of the prompts with their first tokens, and of the tokens after these."""
         assert self.process.stdin is not None and self.process.stdout is not None
-        order = {"file": str(file), "prompt": prompts[0], "tokens": tokens}
+        order = {"file": str(file), "prompts": prompts, "tokens": tokens}
         print(json.dumps(order), file=self.process.stdin, flush=True)
         line = self.process.stdout.readline()
         if not line:
@@ -120,7 +120,7 @@ def measure(runs: dict[str, Run], vocab_size: int, options: argparse.Namespace) 
             if repeat:  # the first round warms up
                 add(name, "prefill", options.prompt / prefill["prefill_s"])
                 add(name, "decode", (options.tokens - 1) / decode["decode_s"])
-            if name.startswith("pageserve") and options.streams:
+            if options.streams:
                 together = run(many, options.tokens)
                 if repeat:
                     add(name, "streams", options.streams * (options.tokens - 1) / together["decode_s"])

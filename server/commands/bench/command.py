@@ -42,7 +42,13 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the load, which benchmarks/serve.py has as well."""
     from server.commands.client_options import add_api_key  # imports the engine, which the load does not need
 
-    parser.add_argument("--workload", default="all", choices=("all", *WORKLOADS), help="default: all")
+    parser.add_argument(
+        "--workload",
+        type=workload_names,
+        default="all",
+        metavar="NAME,...",
+        help=f"of {', '.join(WORKLOADS)}; all: each",
+    )
     parser.add_argument("--n", type=whole_number, default=64, help="size of a workload in requests (default 64)")
     parser.add_argument("--rate", type=positive, default=4.0, help="arrivals per second of mixed (default 4)")
     parser.add_argument(
@@ -58,8 +64,18 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="PATH", help="write every run to this file")
 
 
+def workload_names(text: str) -> str:
+    """Checks names with commas between them, or "all"."""
+    for name in text.split(","):
+        if name not in ("all", *WORKLOADS):
+            raise argparse.ArgumentTypeError(f"{name!r} is not a workload; there are {', '.join(WORKLOADS)}, and all")
+    return text
+
+
 def selected(workload: str) -> tuple[str, ...]:
-    return WORKLOADS if workload == "all" else (workload,)
+    """The workloads that --workload names."""
+    names = workload.split(",")
+    return WORKLOADS if "all" in names else tuple(dict.fromkeys(names))
 
 
 async def run_once(
