@@ -12,6 +12,7 @@ from engine.settings import check_config, option
 
 ADAPTER_NAME = re.compile(r"[\w.:@/-]{1,128}")
 MAX_DRAFT_TOKENS = 64  # largest K of `speculative`
+NGRAM = "ngram"  # the method of `speculative` that needs no model
 
 
 @dataclass(frozen=True)
@@ -123,8 +124,9 @@ class EngineConfig:
     )
     speculative: str | None = option(
         None,
-        "ngram:K: guess up to K next tokens of a sequence from earlier text and compute them in one step; output stays "
-        "the same; K follows from how many guesses were right, down to none where that would be slower",
+        "ngram:K: guess up to K next tokens of a sequence from earlier text and compute them in one step; MODEL:K: a "
+        "small model of the same vocabulary (folder or hub id) guesses, on a CPU; output stays the same; fewer than K "
+        "where guesses were wrong, down to none where that would be slower",
     )
     pooling: str = option(
         "auto",
@@ -216,8 +218,7 @@ class EngineConfig:
         self._check_lora()
         if self.disk_cache is not None and self.swap_space == 0:
             raise ConfigError("disk_cache: blocks pass through host memory; reserve some with swap_space.")
-        if self.max_draft_tokens and self.serves_adapters:
-            raise ConfigError("speculative: drafts are not served with LoRA adapters; leave one of the two out.")
+        self._check_speculation()
 
     @property
     def num_processes(self) -> int:
@@ -257,15 +258,29 @@ class EngineConfig:
             )
 
     @property
+    def draft_model(self) -> str:
+        """The folder or hub id of the draft model in `speculative`; "" without one."""
+        method, _, _ = (self.speculative or "").rpartition(":")
+        return "" if method == NGRAM else method
+
+    @property
     def max_draft_tokens(self) -> int:
         """K of `speculative`, 0 without it. Raises ConfigError."""
         if self.speculative is None:
             return 0
         method, _, number = self.speculative.rpartition(":")
-        if method != "ngram":
-            raise ConfigError(
-                f"speculative: {self.speculative!r} is not served; draft models are not. Use ngram:K, such as ngram:8."
-            )
+        if not method:
+            raise ConfigError(f"speculative: {self.speculative!r} is not ngram:K or MODEL:K, such as ngram:8.")
         if not (number.isascii() and number.isdecimal() and 1 <= int(number) <= MAX_DRAFT_TOKENS):
-            raise ConfigError(f"speculative: K of ngram:K must be from 1 to {MAX_DRAFT_TOKENS}, not {number!r}.")
+            raise ConfigError(f"speculative: K of {method}:K must be from 1 to {MAX_DRAFT_TOKENS}, not {number!r}.")
         return int(number)
+
+    def _check_speculation(self) -> None:
+        if self.max_draft_tokens and self.serves_adapters:
+            raise ConfigError("speculative: drafts are not served with LoRA adapters; leave one of the two out.")
+        if not self.draft_model:
+            return
+        if self.tensor_parallel_size > 1:
+            raise ConfigError("speculative: a draft model is served on one device; use ngram:K with several ranks.")
+        if self.disk_cache is not None:
+            raise ConfigError("speculative: disk_cache keeps no blocks of a draft model; use ngram:K with it.")

@@ -19,7 +19,7 @@ from contextlib import suppress
 
 from engine.checkpoint.checkpoint import open_checkpoint
 from engine.config import EngineConfig
-from engine.errors import EngineError, ModelError, PageserveError, UnavailableError, WorkerDiedError
+from engine.errors import ConfigError, EngineError, ModelError, PageserveError, UnavailableError, WorkerDiedError
 from engine.executor.step import (
     ONE_PLACE,
     AdapterLoaded,
@@ -112,7 +112,12 @@ class Driver:
         self.sampling_defaults = checkpoint.sampling_defaults
         await self.supervisor.start(
             StartWorker(
-                self.config, str(checkpoint.model_dir), checkpoint.eos_token_ids, checkpoint.identity, self._place
+                self.config,
+                str(checkpoint.model_dir),
+                checkpoint.eos_token_ids,
+                checkpoint.identity,
+                self._place,
+                str(checkpoint.draft_dir or ""),
             )
         )
         self._tokenizer, self._owns_tokenizer = tokenizer, tokenizer is None
@@ -130,6 +135,12 @@ class Driver:
         folder = self._checkpoint.find_tokenizer(self.config)
         self._tokenizer = Tokenizer(folder, self._chat_template, self.config.chat_template_timeout)
         _ = self._tokenizer.thinking_tags  # computed once, which takes a while
+        draft_dir = self._checkpoint.draft_dir
+        if draft_dir is not None and not self._tokenizer.has_tokens_of(draft_dir):
+            raise ConfigError(
+                f"speculative: the tokenizer of {self.config.draft_model} has other tokens than the model's; a draft "
+                "model needs the same vocabulary."
+            )
 
     async def wait_ready(self) -> None:
         """Return when requests can be served. Raises the PageserveError that ended the engine before."""

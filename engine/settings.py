@@ -47,8 +47,8 @@ NOT_SERVED = {
         "pipeline parallelism is not served: all layers stay on one machine, and tensor_parallel_size divides each of "
         "them among its GPUs"
     ),
-    "speculative_config": "speculative decoding is not served by this version",
-    "speculative_model": "speculative decoding is not served by this version",
+    "speculative_config": "use speculative: ngram:K or MODEL:K",
+    "speculative_model": "use speculative: ngram:K or MODEL:K",
     "tokenizer_mode": "there is one tokenizer mode",
     "trust_remote_code": "code from a checkpoint is never run",
 }

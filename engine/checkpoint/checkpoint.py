@@ -1,6 +1,6 @@
 """Checkpoint: the facts about a checkpoint that the Driver needs before the Worker loads its weights."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engine.checkpoint.locate import model_identity, read_eos_token_ids, resolve_model, resolve_tokenizer
@@ -13,13 +13,14 @@ from engine.sampling_params import Pooling
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """`pooling` is None if neither the files nor the configuration name one. `identity` (32 bytes) tells the KV blocks
-    of this model from those of another."""
+    of this model from those of another. `draft_dir`: the draft model of `speculative`, if it names one."""
 
     model_dir: Path
     eos_token_ids: list[int]
     sampling_defaults: SamplingDefaults
     pooling: Pooling | None
     identity: bytes
+    draft_dir: Path | None = None
 
     def find_tokenizer(self, config: EngineConfig) -> Path:
         """The folder of the tokenizer, which `config` may name apart from the model. Raises ModelError."""
@@ -35,4 +36,12 @@ def open_checkpoint(config: EngineConfig) -> Checkpoint:
         read_sampling_defaults(model_dir, config.generation_config),
         read_pooling(model_dir, config.pooling),
         model_identity(model_dir, config),
+        find_draft(config),
     )
+
+
+def find_draft(config: EngineConfig) -> Path | None:
+    """The folder of the draft model, which is downloaded if need be; None without one. Raises ModelError."""
+    if not config.draft_model:
+        return None
+    return resolve_model(replace(config, model=config.draft_model, revision=None, speculative=None))

@@ -52,6 +52,7 @@ class StartWorker(msgspec.Struct, frozen=True, array_like=True, tag=True):
     eos_token_ids: list[int]
     model_identity: bytes = b""
     place: Place = ONE_PLACE
+    draft_dir: str = ""  # the folder of the draft model, if there is one
 
 
 class LoadProgress(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -218,11 +219,19 @@ class SequenceStep(msgspec.Struct, frozen=True, array_like=True):
     new_block_ids: list[int]
 
 
+OPEN_TOKEN = -1  # a token of a draft that the Worker's draft model proposes
+
+
 class Draft(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Tokens proposed to follow the last known token of a sequence that decodes in this step."""
+    """Tokens proposed to follow the last known token of a sequence that decodes in this step; all of them OPEN_TOKEN in
+    a draft that is open."""
 
     seq_id: int
     token_ids: list[int]
+
+    @property
+    def is_open(self) -> bool:
+        return self.token_ids[0] == OPEN_TOKEN
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -6,7 +6,7 @@ from engine.executor.step import WorkerReady
 from engine.memory.block_manager import BlockManager
 from engine.memory.host_tier import HostTier
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.speculation.drafts import PREDICTED_TOKENS
+from engine.scheduling.speculation.drafts import PREDICTED_TOKENS, DraftSource
 
 
 def new_scheduler(ready: WorkerReady, config: EngineConfig, checkpoint: Checkpoint) -> Scheduler:
@@ -28,7 +28,7 @@ def new_scheduler(ready: WorkerReady, config: EngineConfig, checkpoint: Checkpoi
         step_seconds=None if ready.encoder else config.fair_step_seconds,
         itl_target=None if ready.encoder else config.itl_target,
         max_draft_tokens=_max_draft_tokens(ready, config),
-        drafts_from_text=config.max_draft_tokens > 0,
+        draft_source=_draft_source(config),
         max_loras=config.max_loras,
     )
 
@@ -38,6 +38,12 @@ def _max_draft_tokens(ready: WorkerReady, config: EngineConfig) -> int:
     if ready.encoder or config.serves_adapters:
         return 0
     return config.max_draft_tokens or PREDICTED_TOKENS
+
+
+def _draft_source(config: EngineConfig) -> DraftSource:
+    if config.draft_model:
+        return DraftSource.MODEL
+    return DraftSource.TEXT if config.max_draft_tokens else DraftSource.NONE
 
 
 def host_tier(ready: WorkerReady, config: EngineConfig) -> HostTier | None:

@@ -39,7 +39,7 @@ from engine.scheduling.fair_share import FairShare, StepScope
 from engine.scheduling.plan_parts import RunningParts, decode_end, new_sequence
 from engine.scheduling.sequence_queue import SequenceQueue, check_queues
 from engine.scheduling.short_steps import make_target
-from engine.scheduling.speculation.drafts import make_drafts
+from engine.scheduling.speculation.drafts import DraftSource, make_drafts
 
 
 class Scheduler:
@@ -58,15 +58,15 @@ class Scheduler:
         step_seconds: float | None = None,
         max_loras: int = 0,
         max_draft_tokens: int = 0,
-        drafts_from_text: bool = True,
+        draft_source: DraftSource = DraftSource.TEXT,
         itl_target: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`watermark`: share of the blocks that a starting sequence leaves free. `admission`: see make_reserve.
         `whole_sequences`: an encoder computes all tokens of a sequence in one step. `step_seconds`: see FairShare.
         `max_loras`: see Admission.
-        `max_draft_tokens`: tokens of one sequence to guess ahead in a step; 0: no speculation. `drafts_from_text`: see
-        NgramDrafts.
+        `max_draft_tokens`: tokens of one sequence to guess ahead in a step; 0: no speculation. `draft_source`: where
+        they come from.
         `itl_target`: seconds that a step with decodes may take (TimedTarget).
         """
         self.block_manager = block_manager
@@ -87,7 +87,7 @@ class Scheduler:
             whole_sequences=whole_sequences,
             max_loras=max_loras,
         )
-        self.drafts = make_drafts(max_draft_tokens, drafts_from_text)
+        self.drafts = make_drafts(max_draft_tokens, draft_source)
         self._target = make_target(itl_target)
         self.scope = StepScope([], max_num_batched_tokens)  # limits of the last plan
         self.ended_groups: list[SequenceGroup] = []  # beam searches that ended; the Driver empties the list

@@ -193,6 +193,10 @@ class Tokenizer:
         """The vocabulary's spelling of a token ("\u0120the", "##ing"); empty for an unknown id."""
         return self._tokenizer.id_to_token(token_id) or ""
 
+    def has_tokens_of(self, model_dir: Path) -> bool:
+        """True if the tokenizer of another checkpoint has the same tokens with the same ids. Raises ModelError."""
+        return load_tokenizer(model_dir).get_vocab() == self._tokenizer.get_vocab()
+
     def to_json(self) -> str:
         """The whole tokenizer in the form of tokenizer.json."""
         text: str = self._tokenizer.to_str()

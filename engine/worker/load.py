@@ -40,9 +40,10 @@ def load_runner(
     progress: Callable[[str], None],
     model_identity: bytes = b"",
     place: Place = ONE_PLACE,
+    draft_dir: Path | None = None,
 ) -> tuple[ModelRunner | EncoderRunner, WorkerReady]:
     """The runner of a model that never sleeps, ready to serve. Raises ConfigError and ModelError."""
-    resident = load_resident(config, model_dir, eos_token_ids, progress, model_identity, place)
+    resident = load_resident(config, model_dir, eos_token_ids, progress, model_identity, place, draft_dir)
     return resident.take_runner(), resident.ready
 
 
@@ -53,6 +54,7 @@ def load_resident(
     progress: Callable[[str], None],
     model_identity: bytes = b"",
     place: Place = ONE_PLACE,
+    draft_dir: Path | None = None,
 ) -> "Resident":
     """Load the weights, size and allocate the KV cache, warm up. Raises ConfigError and ModelError."""
     model = read_model_config(model_dir, config.quantization, place.rank, place.size)
@@ -60,7 +62,7 @@ def load_resident(
         return ResidentEncoder(*load_encoder(config, model_dir, model, progress))
     clock = StartClock()
     clock.start("load")
-    loaded = load_decoder(config, model_dir, model, progress, place)
+    loaded = load_decoder(config, model_dir, model, progress, place, draft_dir)
     clock.start("compile")
     if loaded.device.type == "cuda":
         progress("choosing matrix kernels")
@@ -163,8 +165,10 @@ class ResidentDecoder(Resident):
         kv_caches = allocate_kv_caches(
             loaded.model, size.num_blocks, config.block_size, loaded.dtype, loaded.device, kv_format
         )
+        draft_caches = None if loaded.draft is None else loaded.draft.allocate(config, size.num_blocks, loaded.dtype)
         woken = self._host_cache is not None
-        host_cache = self._host_cache = self._serve_host_cache(kv_caches, size, queue)
+        all_caches = kv_caches + (draft_caches or [])
+        host_cache = self._host_cache = self._serve_host_cache(all_caches, size, queue)
         runner = loaded.make_runner(
             kv_caches,
             size.max_model_len,
@@ -172,6 +176,7 @@ class ResidentDecoder(Resident):
             eos_token_ids=self._eos_token_ids,
             host_cache=host_cache,
             graph_bytes=used.get("cuda_graphs"),
+            draft_caches=draft_caches,
         )
         progress("warming up")
         clock.start("compile")
@@ -214,6 +219,8 @@ class ResidentDecoder(Resident):
         loaded, num_slots = self._loaded, host_cache.num_slots
         kv_format = resolve_kv_format(loaded.config, loaded.model)
         memory = {"weights": weight_bytes(loaded.model, loaded.dtype.itemsize), **used}
+        if loaded.draft is not None:
+            memory["draft_weights"] = weight_bytes(loaded.draft.model, loaded.dtype.itemsize)
         if loaded.config.serves_adapters and loaded.device.type == "cuda":
             memory["adapters"] = slot_bytes(loaded.model, loaded.config.lora_slots, loaded.dtype.itemsize)
         memory |= {"kv_cache": size.num_bytes, "host_cache": num_slots * size.block_bytes}

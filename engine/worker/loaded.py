@@ -1,7 +1,7 @@
 """LoadedDecoder: a decoder with its weights, from which the profile of memory and the server make runners."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -28,7 +28,7 @@ from engine.worker.device.host import StepLimits, available_host_bytes, resolve_
 from engine.worker.device.queue import DeviceQueue
 from engine.worker.memory_plan import Machine, nearest_settings
 from engine.worker.model_runner import ModelRunner, RunnerParts
-from kernels.attention.flashinfer import FlashInferPrefill
+from engine.worker.speculation.loaded_draft import LoadedDraft, load_draft, read_draft_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +41,13 @@ class LoadedDecoder:
     limits: StepLimits
     dtype: torch.dtype
     device: torch.device
-    flashinfer: FlashInferPrefill | None = None
+    attention: AttentionSettings = field(default_factory=AttentionSettings)
+    draft: LoadedDraft | None = None
 
     @property
     def max_model_len(self) -> int:
         """The longest sequence in tokens, before the size of the KV cache cuts it."""
         return model_max_len(self.config, self.model)
-
-    @property
-    def attention(self) -> AttentionSettings:
-        return AttentionSettings(self.config.batch_invariant, self.flashinfer)
 
     def bucket_settings(self, max_model_len: int, graph_bytes: int | None = None) -> BucketSettings:
         """The sizes of padded steps. Steps of more than cuda_graph_max_num_seqs sequences run without buckets."""
@@ -74,11 +71,16 @@ class LoadedDecoder:
         eos_token_ids: list[int],
         host_cache: HostCache | None = None,
         graph_bytes: int | None = None,
+        draft_caches: list[tuple[torch.Tensor, torch.Tensor]] | None = None,
     ) -> ModelRunner:
-        """A runner with all its buffers for sequences of up to max_model_len tokens."""
+        """A runner with all its buffers for sequences of up to max_model_len tokens. draft_caches: None to make no
+        drafts."""
+        draft = None if draft_caches is None or self.draft is None else self.draft.decoder
         if queue is None:
             max_blocks = -(-max_model_len // self.config.block_size)
             self.decoder.record_decodes(kv_caches, self.limits.max_num_seqs, max_blocks)
+            if draft is not None and draft_caches is not None:
+                draft.record_decodes(draft_caches, self.limits.max_num_seqs, max_blocks)
         return ModelRunner(
             RunnerParts(
                 decoder=self.decoder,
@@ -92,6 +94,8 @@ class LoadedDecoder:
                 queue=queue,
                 buckets=None if queue is None else self.bucket_settings(max_model_len, graph_bytes),
                 attention=self.attention,
+                draft=draft,
+                draft_caches=draft_caches or [],
             )
         )
 
@@ -112,18 +116,25 @@ class LoadedDecoder:
 
 
 def check_weights_fit(
-    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device, num_ranks: int = 1
+    config: EngineConfig,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    num_ranks: int = 1,
+    draft: ModelConfig | None = None,
 ) -> None:
-    """DoesNotFitError, with the settings that would fit, if the device has less free memory than the weights take. The
-    ranks of a group share the host's memory evenly."""
+    """DoesNotFitError, with the settings that would fit, if the device has less free memory than the weights take,
+    those of a draft model included. The ranks of a group share the host's memory evenly."""
     on_gpu = device.type == "cuda"
     free = torch.cuda.mem_get_info(device)[0] if on_gpu else available_host_bytes() // num_ranks
     needed = weight_bytes(model, dtype.itemsize)
+    if draft is not None:
+        needed += weight_bytes(draft, dtype.itemsize)
     if on_gpu:
         needed += slot_bytes(model, config.lora_slots, dtype.itemsize)
     if needed <= free:
         return
-    changes = list(nearest_settings(config, model, Machine(device.type, free)))
+    changes = list(nearest_settings(config, model, Machine(device.type, free), draft))
     raise DoesNotFitError(
         f"no room for the weights: they take {format_bytes(needed)}, {format_bytes(free)} of "
         f"{'GPU' if on_gpu else 'host'} memory are free.",
@@ -132,14 +143,20 @@ def check_weights_fit(
 
 
 def load_decoder(
-    config: EngineConfig, model_dir: Path, model: ModelConfig, progress: Callable[[str], None], place: Place = ONE_PLACE
+    config: EngineConfig,
+    model_dir: Path,
+    model: ModelConfig,
+    progress: Callable[[str], None],
+    place: Place = ONE_PLACE,
+    draft_dir: Path | None = None,
 ) -> LoadedDecoder:
     """Choose the device, the dtype and the limits of steps, and load the weights. `model` is the part of the rank at
-    `place`. Raises ConfigError and ModelError."""
+    `place`. `draft_dir`: the draft model, if there is one. Raises ConfigError and ModelError."""
     device, ranks = take_place(config, place)
     dtype = resolve_dtype(config, model, device)
     check_attention(config, model, dtype, device)
-    check_weights_fit(config, model, dtype, device, place.size)
+    draft_config = None if draft_dir is None else read_draft_config(config, draft_dir, model, device.type)
+    check_weights_fit(config, model, dtype, device, place.size, draft_config)
     total_bytes = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 0
     limits = resolve_step_limits(config, device.type, total_bytes)
     if config.attention_backend == "flashinfer":
@@ -164,4 +181,9 @@ def load_decoder(
         lora=config.lora_slots,
     )
     assert isinstance(decoder, Decoder), "a causal model is a decoder"
-    return LoadedDecoder(config, model, decoder, limits, dtype, device, flashinfer)
+    draft = None
+    if draft_dir is not None and draft_config is not None:
+        progress("loading the draft model")
+        draft = load_draft(config, draft_dir, draft_config, dtype, min(longest, num_positions))
+    attention = AttentionSettings(config.batch_invariant, flashinfer)
+    return LoadedDecoder(config, model, decoder, limits, dtype, device, attention, draft)

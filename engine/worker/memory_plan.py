@@ -17,7 +17,7 @@ from engine.command_line import Parser, merge_positional_model, one_line
 from engine.config import EngineConfig
 from engine.errors import ConfigError, PageserveError
 from engine.models.config import ModelConfig
-from engine.models.families import read_model_config
+from engine.models.families import quantized_on_load, read_model_config
 from engine.models.loading.load import check_checkpoint, slot_bytes, weight_bytes
 from engine.settings import add_flags, load_settings, parse_size
 from engine.worker.cache.kv_cache import (
@@ -36,6 +36,7 @@ from engine.worker.device.cuda_graphs import GRAPH_SHARE, MAX_MIXED_TOKENS, deco
 from engine.worker.device.host import StepLimits, available_host_bytes, resolve_step_limits
 from engine.worker.sampling.prompt_scorer import MAX_SCORED_LOGITS, SCORE_BYTES
 from engine.worker.sampling.sampling_rows import MAX_DRAW_ELEMENTS
+from engine.worker.speculation.loaded_draft import find_draft_config
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 CUDA_CONTEXT_BYTES = 700 << 20  # estimate: the driver, cuBLAS and code of kernels
@@ -72,13 +73,19 @@ class MemoryPlan:
     problem: str
 
 
-def make_plan(config: EngineConfig, model: ModelConfig, machine: Machine) -> MemoryPlan:
+def make_plan(
+    config: EngineConfig, model: ModelConfig, machine: Machine, draft: ModelConfig | None = None
+) -> MemoryPlan:
     """Estimates the sizes that a Worker with this config would choose, or the first rank of it: then `model` is its
-    part, and `machine` its card or its share of the host. Raises ConfigError for wrong settings."""
+    part, and `machine` its card or its share of the host. `draft`: the draft model. Raises ConfigError for wrong
+    settings."""
     limits = resolve_step_limits(config, machine.device_type, machine.total_bytes)
     on_gpu = machine.device_type == "cuda"
     dtype_bytes = DTYPE_BYTES[model.dtype if config.dtype == "auto" else config.dtype]
-    weights = weight_bytes(model, dtype_bytes) + model.rotary_bytes(_num_positions(config, model, machine, dtype_bytes))
+    num_positions = _num_positions(config, model, machine, dtype_bytes)
+    weights = weight_bytes(model, dtype_bytes) + model.rotary_bytes(num_positions)
+    if draft is not None:
+        weights += weight_bytes(draft, dtype_bytes) + draft.rotary_bytes(num_positions)
     if on_gpu:
         weights += slot_bytes(model, config.lora_slots, dtype_bytes)
     shares = model.quantization is not None and model.quantization.reads_plain  # a quantised table serves both
@@ -101,6 +108,7 @@ def make_plan(config: EngineConfig, model: ModelConfig, machine: Machine) -> Mem
         size = size_kv_cache(
             config,
             model,
+            draft=draft,
             dtype_bytes=dtype_bytes,
             budget=available if on_gpu else host_cache_bytes(config, available),
             available=available,
@@ -159,7 +167,9 @@ def scoring_bytes(model: ModelConfig) -> int:
     return max(MAX_SCORED_LOGITS, model.vocab_size) * SCORE_BYTES
 
 
-def nearest_settings(config: EngineConfig, model: ModelConfig, machine: Machine) -> Iterator[str]:
+def nearest_settings(
+    config: EngineConfig, model: ModelConfig, machine: Machine, draft: ModelConfig | None = None
+) -> Iterator[str]:
     """Yields flags that make the model fit: the smallest change of each kind; two kinds at once if no single one
     does."""
     kinds = [kind for kind in _candidates(config, model, machine) if kind]
@@ -167,10 +177,8 @@ def nearest_settings(config: EngineConfig, model: ModelConfig, machine: Machine)
     def fits(change: dict[str, Any]) -> bool:
         changed = model
         if "quantization" in change:
-            from engine.models.formats.on_load import OnLoadFormat
-
-            changed = replace(model, quantization=OnLoadFormat(change["quantization"]))
-        return _fits(replace(config, **change), changed, machine)
+            changed = quantized_on_load(model, change["quantization"])
+        return _fits(replace(config, **change), changed, machine, draft)
 
     found = [change for kind in kinds if (change := next(filter(fits, kind), None)) is not None]
     if not found:
@@ -186,18 +194,24 @@ def _flag(name: str, value: Any) -> str:
     return f"--{'' if value else 'no-'}{name}" if isinstance(value, bool) else f"--{name} {value}"
 
 
-def _fits(config: EngineConfig, model: ModelConfig, machine: Machine) -> bool:
+def _fits(config: EngineConfig, model: ModelConfig, machine: Machine, draft: ModelConfig | None) -> bool:
     try:
-        return make_plan(config, model, machine).size is not None
+        return make_plan(config, model, machine, draft).size is not None
     except ConfigError:
         return False
 
 
-def least_memory(config: EngineConfig, model: ModelConfig, machine: Machine) -> int | None:
+def least_memory(
+    config: EngineConfig, model: ModelConfig, machine: Machine, draft: ModelConfig | None = None
+) -> int | None:
     """Bytes of the smallest machine of this kind that fits these settings, in steps of 64 MiB; None if no size
     helps."""
     sizes = range(machine.total_bytes, 1 << 50, 64 << 20)
-    at = bisect.bisect_left(sizes, True, key=lambda size: _fits(config, model, replace(machine, total_bytes=size)))
+
+    def fits(size: int) -> bool:
+        return _fits(config, model, replace(machine, total_bytes=size), draft)
+
+    at = bisect.bisect_left(sizes, True, key=fits)
     return sizes[at] if at < len(sizes) else None
 
 
@@ -245,11 +259,15 @@ def _halves(value: int, least: int) -> list[int]:
     return values
 
 
-def describe(config: EngineConfig, model: ModelConfig, machine: Machine, plan: MemoryPlan) -> Iterator[str]:
+def describe(
+    config: EngineConfig, model: ModelConfig, machine: Machine, plan: MemoryPlan, draft: ModelConfig | None = None
+) -> Iterator[str]:
     """Yields the printed lines."""
     dtype = model.dtype if config.dtype == "auto" else config.dtype
     kv_format = resolve_kv_format(config, model)
     per_token = model.kv_bytes_per_token(DTYPE_BYTES[dtype], kv_format)
+    if draft is not None:
+        per_token += draft.kv_bytes_per_token(DTYPE_BYTES[dtype], resolve_kv_format(config, draft))
     where = "GPU memory" if machine.device_type == "cuda" else "free host memory"
     whole = model if model.shard is None else model.shard.whole
     yield f"{config.model or 'bundled model'}: {whole.num_parameters() / 1e6:,.1f} M parameters in {dtype}"
@@ -263,6 +281,7 @@ def describe(config: EngineConfig, model: ModelConfig, machine: Machine, plan: M
         yield _row("CUDA context", plan.overhead, f"and {graphs}: an estimate")
     notes = [] if model.quantization is None else [model.quantization.name]
     notes += ["with rotary tables"] if model.position == "rope" else []
+    notes += [] if draft is None else [f"{format_bytes(weight_bytes(draft, DTYPE_BYTES[dtype]))} of the draft model"]
     yield _row("weights", plan.weights, ", ".join(notes))
     yield _row("activations", plan.activations, f"at {plan.limits.max_num_batched_tokens} tokens a step")
     yield _row("sampler", plan.sampler, f"worst case at {plan.limits.max_num_seqs} sequences")
@@ -352,15 +371,16 @@ def main(arguments: list[str]) -> int:
         if not model.causal:
             print("\n".join(describe_encoder(config, model)))
             return 0
-        plan = make_plan(config, model, machine)
+        draft = find_draft_config(config, model, machine.device_type)
+        plan = make_plan(config, model, machine, draft)
     except PageserveError as error:
         print(one_line(error), file=sys.stderr)
         return 2
-    print("\n".join(describe(config, model, machine, plan)))
+    print("\n".join(describe(config, model, machine, plan, draft)))
     if plan.size is not None:
         return 0
     print(f"Does not fit. {plan.problem}")
-    changes = list(nearest_settings(config, model, machine))
+    changes = list(nearest_settings(config, model, machine, draft))
     print(
         "Any one of these lines makes it fit:"
         if changes
@@ -368,7 +388,7 @@ def main(arguments: list[str]) -> int:
     )
     for change in changes:
         print(f"  {change}")
-    if (size := least_memory(config, model, machine)) is not None:
+    if (size := least_memory(config, model, machine, draft)) is not None:
         print(f"As it is, it fits {format_bytes(size)} and more.")
     return 1
 

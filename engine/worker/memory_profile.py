@@ -41,14 +41,15 @@ def size_cache(loaded: LoadedDecoder) -> tuple[KVCacheSize, dict[str, int]]:
         profile = profile_gpu(loaded, CudaQueue(loaded.device))
         budget = available = profile.cache_budget
         used = {"activations": profile.activations, "cuda_graphs": profile.graphs}
-        if loaded.flashinfer is not None:  # allocated before the weights, so not a part of the activations
-            used["flashinfer"] = loaded.flashinfer.num_bytes
+        if loaded.attention.flashinfer is not None:  # allocated before the weights, so not a part of the activations
+            used["flashinfer"] = loaded.attention.flashinfer.num_bytes
     else:
         available = available_host_bytes() // config.num_processes
         budget = host_cache_bytes(config, available)
     size = size_kv_cache(
         config,
         loaded.model,
+        draft=None if loaded.draft is None else loaded.draft.model,
         dtype_bytes=loaded.dtype.itemsize,
         budget=budget,
         available=available,

@@ -35,7 +35,7 @@ from engine.worker.pooler import Extras, PooledStep, Pooler
 from engine.worker.sampling.prompt_scorer import PromptScorer, StepScores, score
 from engine.worker.sampling.results import ResultBuilder, SamplerRun, token_ids_of
 from engine.worker.sampling.step_sampler import StepSampler
-from engine.worker.speculation.draft_rounds import DraftRounds
+from engine.worker.speculation import DraftModel, DraftRounds, NoDraftModel
 
 T = TypeVar("T")
 
@@ -46,7 +46,7 @@ class RunnerParts:
 
     host_cache: None for a host tier without slots. queue: the device's, None on a CPU, which computes while it is told
     to. buckets: the sizes of padded steps on a device with a queue; None on a CPU. attention: only its kernels; the
-    decoder's own operators were chosen when it was made.
+    decoder's own operators were chosen when it was made. draft: the draft model, on a CPU alone, and its own caches.
     """
 
     decoder: Decoder
@@ -60,6 +60,8 @@ class RunnerParts:
     queue: DeviceQueue | None = None
     buckets: BucketSettings | None = None
     attention: AttentionSettings = field(default_factory=AttentionSettings)
+    draft: Decoder | None = None
+    draft_caches: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +124,15 @@ class ModelRunner:
             queue=queue,
             adapters=self._adapters,
         )
+        self._draft_model = NoDraftModel()
+        if parts.draft is not None:
+            self._draft_model = DraftModel(
+                parts.draft,
+                parts.draft_caches,
+                self.batch,
+                max_num_tokens=limits.max_num_batched_tokens,
+                num_host_blocks=self.host_cache.num_slots,
+            )
         self._scorer = PromptScorer()
         self._pooler = Pooler()
         self._buffer = StepBuffer(step_buffer_bytes(limits, parts.max_model_len, parts.block_size), queue)
@@ -160,6 +171,7 @@ class ModelRunner:
             enter = self._adapters.enter_changes(self._buffer.put)
             self._buffer.upload()
             self._in_queue(enter)
+        plan = self._draft_model.propose(plan)
         targets: SampleTargets | None = None
         runs: tuple[SamplerRun, ...] = ()
         token_ids: IntArray | None = None
@@ -268,6 +280,7 @@ class ModelRunner:
             for plan in (
                 StepPlan(0, [], [new], [], [SequenceStep(0, len(prompt), True, [])]),
                 StepPlan(0, [], [], [], [SequenceStep(0, 1, True, [])]),
+                *self._draft_model.warm_up_plans(len(prompt)),
                 StepPlan(0, [0], [], [], []),
             ):
                 self.result(self.launch(plan))
@@ -415,6 +428,7 @@ class ModelRunner:
                 every_row=scores or self._pooler.needs_every_row(plan.chunks),
                 device_rows=None if self.buckets is None else self.buckets.device_rows,
             )
+        self._draft_model.computed(inputs.metadata.slot_mapping)
         to_score = self._scorer.build(inputs, self.batch, put) if scores else None
         pooled = self._pooler.begin(inputs, self.batch, put)
         targets = inputs.targets if pooled is None else pooled.targets

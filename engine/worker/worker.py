@@ -103,6 +103,7 @@ def load(channel: Channel, start: StartWorker) -> "Resident | None":
             lambda phase: channel.send(LoadProgress(phase)),
             start.model_identity,
             start.place,
+            Path(start.draft_dir) if start.draft_dir else None,
         )
 
     return _report(channel, work)

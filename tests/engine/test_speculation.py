@@ -4,13 +4,19 @@ interrupted. Drafts come from n-grams and from predictions that are right in par
 import asyncio
 import os
 import signal
+import sys
 
 import pytest
 
+from engine.checkpoint.locate import BUNDLED_MODEL
+from engine.config import EngineConfig
+from engine.driver import Driver
+from engine.errors import ConfigError
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 from engine.scheduling.speculation.drafts import Drafts
 from engine.structured_output import StructuredOutput
+from tests.checkpoints import save_fake_checkpoint
 from tests.engine.bundled_driver import PARAMS, PROMPTS, running_driver
 
 LONG = " ".join(PROMPTS)
@@ -70,15 +76,26 @@ async def run_together(driver, alone, kill=False):
     return driver.scheduler.drafts.num_accepted_tokens - before
 
 
-async def test_the_text_is_the_same_with_preemption_cached_prefixes_and_a_worker_that_is_killed():
+@pytest.mark.parametrize("speculative", ["ngram:6", f"{BUNDLED_MODEL}:4"], ids=["n-grams", "draft model"])
+async def test_the_text_is_the_same_with_preemption_cached_prefixes_and_a_worker_that_is_killed(speculative):
     settings = {"num_blocks": 20, "watermark": 0.0, "max_num_batched_tokens": 64, "async_scheduling": True}
-    async with running_driver(speculative="ngram:6", **settings) as driver:
+    async with running_driver(speculative=speculative, **settings) as driver:
         drafts, driver.scheduler.drafts = driver.scheduler.drafts, Drafts()
         alone = [await read(await start(driver, f"c{i}", case)) for i, case in enumerate(CASES)]
         driver.scheduler.drafts = drafts
         accepted = await run_together(driver, alone)
         assert driver.scheduler.num_preemptions > 0
-        again = await run_together(driver, alone, kill=True)
+        kill = speculative != "ngram:6"
+        again = await run_together(driver, alone, kill=kill)
         assert min(accepted, again) > 20, (accepted, again)
-        assert driver.stats.worker_restarts.values[()] == 1
+        assert driver.stats.worker_restarts.values[()] == kill
         assert driver.scheduler.block_manager.usage == 0.0
+
+
+async def test_a_draft_model_with_other_tokens_is_refused(tmp_path):
+    folder = save_fake_checkpoint(tmp_path / "model")
+    config = EngineConfig(model=str(folder), load_format="dummy", speculative=f"{BUNDLED_MODEL}:4")
+    driver = Driver(config, worker_command=(sys.executable, "-m", "tests.fake_worker"))
+    with pytest.raises(ConfigError, match=r"^speculative: the tokenizer of .* has other tokens than the model's"):
+        await driver.start()
+    await driver.stop()

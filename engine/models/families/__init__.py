@@ -183,6 +183,11 @@ def _read_whole(model_dir: Path, quantization: str | None) -> ModelConfig:
         )
     if not model.causal:
         raise ModelError(f"quantization={quantization!r} is not served for an encoder. Leave the setting out.")
+    return quantized_on_load(model, quantization)
+
+
+def quantized_on_load(model: ModelConfig, quantization: str) -> ModelConfig:
+    """The config of a plain checkpoint that is quantised as it is loaded, see EngineConfig."""
     from engine.models.formats.on_load import OnLoadFormat  # imports torch, which a plain plan does not need
 
     return replace(model, quantization=OnLoadFormat(quantization))

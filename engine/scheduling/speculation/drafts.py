@@ -1,10 +1,11 @@
-"""Speculative decoding (Leviathan et al. 2023) with drafts from text that is there already.
+"""Speculative decoding (Leviathan et al. 2023): which sequences get a draft, and how long it is.
 
 A draft is a guess of the tokens that follow the last known token of a decode. They come from the client's prediction of
 the output (Sequence.prediction), or, with `--speculative ngram:K`, followed the same n-gram earlier in prompt and
-output. The Worker computes the last known token and the draft in one step and samples at each position with that
-position's own draw, from (seed, position), with penalties, bans and grammar as after the tokens before. It keeps the
-tokens up to the first one that differs from the draft.
+output. With `--speculative MODEL:K` a plan leaves them open, and a small model in the Worker proposes them
+(engine/worker/speculation/draft_model.py). The Worker computes the last known token and the draft in one step and
+samples at each position with that position's own draw, from (seed, position), with penalties, bans and grammar as after
+the tokens before. It keeps the tokens up to the first one that differs from the draft.
 
 This is exact: each kept token is the ordinary draw after a prefix that consists of ordinary draws. So greedy output is
 the same with and without drafts, and so is each sampled token for its seed; no rejection sampling is needed because the
@@ -15,7 +16,9 @@ each sequence comes from its own drafts, and from guesses that were not computed
 from measured steps (StepCosts): with many sequences a row costs nearly as much as it can gain, and drafts end.
 """
 
-from engine.executor.step import StepPlan, StepResult
+from enum import Enum
+
+from engine.executor.step import OPEN_TOKEN, StepPlan, StepResult
 from engine.memory.block_manager import BlockManager
 from engine.memory.sequence import Sequence
 from engine.scheduling.fair_share import StepScope
@@ -29,6 +32,7 @@ LEARN = 0.15  # weight of one comparison in the estimate
 PREDICTED_TOKENS = 16  # longest draft from a prediction where `--speculative` sets no length
 MAX_PROPOSERS = 64  # indexes that are kept: a long text takes some 300 bytes a token
 MAX_DECODES = 8  # in a step with drafts: beyond, ordinary text of the bundled model lost up to a tenth (noisy machine)
+PROBE = 16  # drafts of a model that are left out, before one of a single token
 LAST = max(SIZES)
 
 
@@ -69,9 +73,21 @@ class Drafts:
         """The steps under way are lost with their Worker."""
 
 
-def make_drafts(max_tokens: int, from_text: bool = True) -> Drafts:
-    """Drafts of up to `max_tokens` tokens; 0: no speculation. `from_text`: see NgramDrafts."""
-    return NgramDrafts(max_tokens, from_text) if max_tokens else Drafts()
+class DraftSource(Enum):
+    """The source of drafts, apart from predictions of the client."""
+
+    NONE = "none"
+    TEXT = "text"  # n-grams of prompt and output
+    MODEL = "model"  # a draft model in the Worker
+
+
+def make_drafts(max_tokens: int, source: DraftSource = DraftSource.TEXT) -> Drafts:
+    """Drafts of up to `max_tokens` tokens; 0: no speculation."""
+    if not max_tokens:
+        return Drafts()
+    if source is DraftSource.MODEL:
+        return ModelDrafts(max_tokens)
+    return NgramDrafts(max_tokens, from_text=source is DraftSource.TEXT)
 
 
 class Proposer:
@@ -132,6 +148,30 @@ class Proposer:
         self.chances[self.source] = chance
 
 
+class OpenProposer(Proposer):
+    """Drafts that the Worker's draft model fills in, where a prediction of the client has none.
+
+    A draft that is left out teaches nothing, so every PROBE-th of them is made all the same, with one token.
+    """
+
+    __slots__ = ("num_left_out",)
+
+    def __init__(self, seq: Sequence) -> None:
+        super().__init__(seq, from_text=False)
+        self.num_left_out = 0
+
+    def propose(self, seq: Sequence, num_tokens: int) -> list[int]:
+        if found := super().propose(seq, num_tokens):
+            return found
+        self.source = 0
+        return [OPEN_TOKEN] * num_tokens
+
+    def compare(self, seq: Sequence) -> None:
+        if self.guess is not None and self.guess[1] == OPEN_TOKEN:
+            self.guess = None
+        super().compare(seq)
+
+
 class NgramDrafts(Drafts):
     """Drafts of up to `max_tokens` tokens. `from_text`: for each sequence, also from n-grams of its prompt and output;
     else only from predictions."""
@@ -187,8 +227,11 @@ class NgramDrafts(Drafts):
         if (proposer := self._proposers.get(seq.seq_id)) is None:
             if len(self._proposers) >= MAX_PROPOSERS:
                 del self._proposers[next(iter(self._proposers))]
-            proposer = self._proposers[seq.seq_id] = Proposer(seq, self._from_text)
+            proposer = self._proposers[seq.seq_id] = self._new_proposer(seq)
         return proposer
+
+    def _new_proposer(self, seq: Sequence) -> Proposer:
+        return Proposer(seq, self._from_text)
 
     def _room(self, seq: Sequence, parts: RunningParts, block_manager: BlockManager) -> int:
         """Returns how many tokens of a draft fit the limits of `seq` and its blocks. New blocks are taken only while
@@ -253,3 +296,20 @@ class NgramDrafts(Drafts):
         self._candidates.discard(seq)
         self._proposers.pop(seq.seq_id, None)
         self._promising.discard(seq)
+
+
+class ModelDrafts(NgramDrafts):
+    """Drafts from the Worker's draft model."""
+
+    def _new_proposer(self, seq: Sequence) -> Proposer:
+        return OpenProposer(seq)
+
+    def _draft(self, seq: Sequence, num_rows: int, num_kept: float, room: int) -> tuple[list[int], float]:
+        tokens, num_kept = super()._draft(seq, num_rows, num_kept, room)
+        proposer = self._proposers[seq.seq_id]
+        assert isinstance(proposer, OpenProposer), "_new_proposer makes it"
+        proposer.num_left_out = 0 if tokens else proposer.num_left_out + 1
+        if proposer.num_left_out >= PROBE and room > 0:
+            proposer.num_left_out = 0
+            return proposer.propose(seq, 1), num_kept
+        return tokens, num_kept

@@ -418,11 +418,15 @@ class InputBatch:
             prepare,
         )
 
+    def enter_blocks(self, blocks: list[int]) -> None:
+        """Append blocks to the tables of their sequences: StepPlan.decode_blocks."""
+        for seq_id, block_id in zip(blocks[::2], blocks[1::2], strict=True):
+            self._append_blocks(self.row_of[seq_id], [block_id])
+
     def _decode_rows(self, decodes: list[int], blocks: list[int]) -> IntArray:
         """The rows of `decodes`; also enters their new blocks, pairs of sequence id and block id."""
+        self.enter_blocks(blocks)
         row_of = self.row_of
-        for seq_id, block_id in zip(blocks[::2], blocks[1::2], strict=True):
-            self._append_blocks(row_of[seq_id], [block_id])
         if self._decodes is None or self._decodes[0] != decodes:  # rare: decodes mostly repeat
             self._decodes = decodes, np.fromiter(map(row_of.__getitem__, decodes), np.int64, len(decodes))
         return self._decodes[1]

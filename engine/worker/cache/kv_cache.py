@@ -115,13 +115,17 @@ def size_kv_cache(
     available: int,
     max_num_seqs: int,
     on_gpu: bool,
+    draft: ModelConfig | None = None,
 ) -> KVCacheSize:
     """The number of blocks from `budget` bytes (or from num_blocks, at most `available` bytes), and max_model_len.
 
     On a CPU, which shares memory with other programs, the default is at most what all sequences can use at their
-    longest. On a GPU, further blocks serve the prefix cache. Raises ConfigError with the nearest settings that fit.
+    longest. On a GPU, further blocks serve the prefix cache. A block has room for its tokens in the caches of the model
+    and of its draft model. Raises ConfigError with the nearest settings that fit.
     """
-    block_bytes = config.block_size * model.kv_bytes_per_token(dtype_bytes, resolve_kv_format(config, model))
+    models = [model] if draft is None else [model, draft]
+    token_bytes = sum(one.kv_bytes_per_token(dtype_bytes, resolve_kv_format(config, one)) for one in models)
+    block_bytes = config.block_size * token_bytes
     longest = model_max_len(config, model)
     blocks_per_sequence = -(-longest // config.block_size)
     if on_gpu:

@@ -1,1 +1,6 @@
-"""How many guessed tokens are right."""
+"""Proposes drafts with a small model, and finds how many tokens of a draft are right."""
+
+from engine.worker.speculation.draft_model import DraftModel, NoDraftModel
+from engine.worker.speculation.draft_rounds import DraftRounds
+
+__all__ = ["DraftModel", "DraftRounds", "NoDraftModel"]

@@ -10,6 +10,7 @@ from engine.errors import ConfigError
 from engine.models.families import read_model_config
 from engine.models.layers.operators import FastOperators
 from engine.worker import memory_profile
+from engine.worker.attention_warmup import AttentionSettings
 from engine.worker.device.choice import prompt_attention
 from engine.worker.device.host import StepLimits
 from engine.worker.load import load_runner
@@ -62,6 +63,7 @@ def test_its_memory_is_reported(model_dir, monkeypatch):
     monkeypatch.setattr(memory_profile, "CudaQueue", lambda device: LazyQueue())
     monkeypatch.setattr(memory_profile, "profile_gpu", lambda loaded, queue: GpuProfile(1, 2, 1 << 30))
     decoder = SimpleNamespace(operators=FastOperators())
-    loaded = LoadedDecoder(CONFIG, model, decoder, limits, torch.float32, cuda, SimpleNamespace(num_bytes=5))
+    planned = SimpleNamespace(num_bytes=5)
+    loaded = LoadedDecoder(CONFIG, model, decoder, limits, torch.float32, cuda, AttentionSettings(flashinfer=planned))
     assert size_cache(loaded)[1] == {"activations": 1, "cuda_graphs": 2, "flashinfer": 5}
-    assert "flashinfer" not in size_cache(replace(loaded, flashinfer=None))[1]
+    assert "flashinfer" not in size_cache(replace(loaded, attention=AttentionSettings()))[1]

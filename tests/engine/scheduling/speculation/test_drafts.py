@@ -6,6 +6,7 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.scheduling.speculation.drafts import DraftSource
 from engine.scheduling.speculation.ngram_index import MAX_INDEXED, SIZES, NgramIndex
 from engine.scheduling.speculation.step_costs import StepCosts
 from tests.engine.scheduling.loop import Loop
@@ -75,12 +76,33 @@ def test_a_row_costs_what_was_measured():
     assert dear.needed(1, 1.0) == pytest.approx(2.0 / 2.1, rel=0.05)
 
 
-@pytest.mark.parametrize("value", ["ngram", "ngram:0", "ngram:65", "ngram:x", "some/model:4", ""])
+@pytest.mark.parametrize("value", ["ngram", "ngram:0", "ngram:65", "ngram:x", "some/model", "some/model:0", ":4", ""])
 def test_other_forms_are_refused(value):
     with pytest.raises(ConfigError, match="speculative"):
         EngineConfig(speculative=value)
 
 
-def test_k_is_read():
-    assert EngineConfig(speculative="ngram:8").max_draft_tokens == 8
-    assert EngineConfig().max_draft_tokens == 0
+@pytest.mark.parametrize(
+    "settings", [{"tensor_parallel_size": 2}, {"disk_cache": "/tmp/x", "swap_space": 1.0}, {"lora": ("a=/b",)}], ids=str
+)
+def test_a_draft_model_is_not_served_with(settings):
+    with pytest.raises(ConfigError, match=r"^speculative: "):
+        EngineConfig(speculative="some/model:4", **settings)
+
+
+def test_k_and_the_model_are_read():
+    found = [EngineConfig(speculative=value) for value in (None, "ngram:8", "/a/b:2", "org/model:4")]
+    assert [(config.draft_model, config.max_draft_tokens) for config in found] == [
+        ("", 0), ("", 8), ("/a/b", 2), ("org/model", 4)
+    ]  # fmt: skip
+
+
+def test_drafts_of_a_model_are_left_open_and_tried_again_after_they_were_wrong():
+    loop = Loop(40, depth=1, max_draft_tokens=4, draft_source=DraftSource.MODEL)
+    seq = loop.add(list(range(97, 107)), max_tokens=100)
+    loop.run()  # the fake device finds that OPEN_TOKEN is never right
+    assert seq.token_ids[10:] == expected_tokens(list(range(97, 107)), 0, 100)
+    lengths = [len(draft.token_ids) for plan in loop.plans for draft in plan.drafts]
+    assert all(draft.is_open for plan in loop.plans for draft in plan.drafts)
+    assert lengths[0] > 1 and 4 < len(lengths) < 20
+    assert set(lengths[-3:]) == {1}
