@@ -1,10 +1,12 @@
-"""Measures `--speculative ngram:8`: tokens per second of the bundled model with it and without, in turns.
+"""Measures `--speculative`: tokens per second of a model with it and without, in turns.
 
-    python -m benchmarks.speculation [--dtype bfloat16] [--device cpu] [--rounds 5] [--json PATH]
+    python -m benchmarks.speculation [--model DIR] [--speculative ngram:8] [--dtype bfloat16] [--device cpu]
+        [--rounds 5] [--only "ordinary, 16"] [--json PATH]
 
-Two engines are open at once and are measured A B A B, so that what disturbs the machine disturbs both. Repeating text:
-greedy answers beyond their end, where the model repeats its sentences. Ordinary text:
-sampled stories. Each with 1, 16 and 64 streams. `equal`: greedy answers of both engines are the same.
+Two engines are open at once and are measured A B B A, so that what disturbs the machine disturbs both. Repeating text:
+greedy answers beyond their end, where the bundled model repeats its sentences. Ordinary text: sampled stories. Each
+with 1, 16 and 64 streams. Ratios are those of the medians; `low` and `high` are the least and the largest ratio of a
+round. `equal`: answers of both engines are the same.
 """
 
 import argparse
@@ -27,46 +29,51 @@ STORY = "Once upon a time there was a fox who lived in a wood and told stories t
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="", help="default: the bundled model")
+    parser.add_argument("--speculative", default="ngram:8")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", default="", help="workloads whose name contains this")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    runs, equal = measure(options.dtype, options.device, options.rounds)
+    settings = {name: getattr(options, name) for name in ("model", "speculative", "dtype", "device")}
+    runs, equal = measure(settings, options.rounds, options.only)
     facts = machine()
     print(describe(facts))
-    print(f"{'tokens/s, medians':24}{'without':>10}{'with':>10}{'with / without':>16}{'equal':>8}")
+    print(f"{'tokens/s, medians':24}{'without':>10}{'with':>10}{'with / without':>16}{'low':>8}{'high':>8}{'equal':>8}")
     for name, (without, drafted) in runs.items():
         medians = statistics.median(without), statistics.median(drafted)
-        ratio = f"{medians[1] / medians[0]:16.2f}"
+        ratios = [b / a for a, b in zip(without, drafted, strict=True)]
+        ratio = f"{medians[1] / medians[0]:16.3f}{min(ratios):8.2f}{max(ratios):8.2f}"
         print(f"{name:24}{medians[0]:10.0f}{medians[1]:10.0f}{ratio}{equal[name]!s:>8}")
     if options.json:
-        settings = {"dtype": options.dtype, "device": options.device}
-        options.json.write_text(
-            json.dumps({"machine": facts, **settings, "runs": runs, "equal": equal}, indent=1) + "\n"
-        )
+        document = {"machine": facts, **settings, "rounds": options.rounds, "runs": runs, "equal": equal}
+        options.json.write_text(json.dumps(document, indent=1) + "\n")
 
 
-def measure(dtype: str, device: str, rounds: int) -> tuple[dict[str, tuple[list[float], list[float]]], dict[str, bool]]:
+def measure(
+    settings: dict[str, str], rounds: int, only: str = ""
+) -> tuple[dict[str, tuple[list[float], list[float]]], dict[str, bool]]:
     """(workload -> tokens per second of every round, without and with drafts; workload -> whether answers agree)."""
     workloads = {f"{text}, {streams}": (text, streams) for text in (REPEATING, ORDINARY) for streams in STREAMS}
+    workloads = {name: workload for name, workload in workloads.items() if only in name}
     runs: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in workloads}
     equal = dict.fromkeys(workloads, True)
     with contextlib.ExitStack() as stack:
         engines = [
             stack.enter_context(
-                LLM(dtype=dtype, device=device, speculative=speculative, num_blocks=4096, enable_prefix_caching=False)
+                LLM(**settings | {"speculative": speculative}, num_blocks=4096, enable_prefix_caching=False)
             )
-            for speculative in (None, "ngram:8")
+            for speculative in (None, settings["speculative"])
         ]
         for counted in range(rounds + 1):
             for name, (text, streams) in workloads.items():
-                answers = []
-                for engine, speeds in zip(engines, runs[name], strict=True):
-                    speed, tokens = answer(engine, text, streams, counted)
-                    answers.append(tokens)
+                answers = {}
+                for i in (0, 1) if counted % 2 else (1, 0):
+                    speed, answers[i] = answer(engines[i], text, streams, counted)
                     if counted:  # the first round warms up
-                        speeds.append(speed)
+                        runs[name][i].append(speed)
                 equal[name] &= answers[0] == answers[1]
     return runs, equal
 

@@ -21,7 +21,7 @@ from engine.worker.load import load_runner
 from engine.worker.speculation.draft_rounds import DraftRounds
 from tests.checkpoints import byte_tokenizer
 
-NUM_DRAWS = int(os.environ.get("DRAFT_DRAWS", "8000"))  # of one case
+NUM_DRAWS = int(os.environ.get("DRAFT_DRAWS", "8000"))  # draws in a case
 ROWS, BLOCK, EOS = 128, 8, 2
 PROMPT = [65, 48, 66, 49, 65, 50, 67, 51]  # one block, whose keys and values all trials share
 KNOWN = 68  # generated before the trial: the token that a decode computes
