@@ -1,0 +1,1 @@
+"""What the papers claim for continuous batching and paged memory, measured on a CPU: python -m benchmarks.claims."""
