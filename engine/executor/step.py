@@ -317,6 +317,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, tag=True):
     `verified` has the tokens of each sequence with a draft, at least one, in order: all but the last equal the draft.
     The token of a sequence with max_tokens 0 only reports that its prompt is computed; the Driver drops it. An embedded
     sequence has an entry in `vectors` instead: its fp32 numbers (little-endian).
+    `draft_seconds` of `compute_seconds` went to the draft model.
     `failed` maps a sequence to the reason why it alone could not be sampled (non-finite logits, for example).
     """
 
@@ -329,6 +330,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, tag=True):
     prompt_scores: list[PromptScores] = []
     vectors: dict[int, bytes] = {}
     verified: list[list[SampledToken]] = []
+    draft_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         if len(self.seq_ids) != len(self.token_ids):  # decoding fails, as for any message that is malformed

@@ -82,6 +82,7 @@ class LaunchedStep:
     rounds: DraftRounds | None = None
     offloads: list[BlockMove] = field(default_factory=list)
     extras: Extras | None = None
+    draft_seconds: float = 0.0
 
     def done(self) -> bool:
         """True if `ModelRunner.result` need not wait for the device."""
@@ -171,7 +172,9 @@ class ModelRunner:
             enter = self._adapters.enter_changes(self._buffer.put)
             self._buffer.upload()
             self._in_queue(enter)
+        before_drafts = time.perf_counter()
         plan = self._draft_model.propose(plan)
+        draft_seconds = time.perf_counter() - before_drafts if plan.drafts else 0.0
         targets: SampleTargets | None = None
         runs: tuple[SamplerRun, ...] = ()
         token_ids: IntArray | None = None
@@ -198,6 +201,7 @@ class ModelRunner:
             rounds=rounds,
             offloads=plan.offloads,
             extras=extras,
+            draft_seconds=draft_seconds,
         )
 
     def result(self, step: LaunchedStep) -> StepResult:
@@ -228,6 +232,7 @@ class ModelRunner:
             prompt_scores=scores,
             vectors=vectors,
             verified=verified,
+            draft_seconds=step.draft_seconds,
         )
 
     def handle_message(self, message: SideMessage, send: Callable[[WorkerMessage], None]) -> None:

@@ -15,6 +15,7 @@ from engine.errors import ConfigError
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 from engine.scheduling.speculation.drafts import Drafts
+from engine.scheduling.speculation.step_costs import PassCosts, StepCosts
 from engine.structured_output import StructuredOutput
 from tests.checkpoints import save_fake_checkpoint
 from tests.engine.bundled_driver import PARAMS, PROMPTS, running_driver
@@ -77,7 +78,11 @@ async def run_together(driver, alone, kill=False):
 
 
 @pytest.mark.parametrize("speculative", ["ngram:6", f"{BUNDLED_MODEL}:4"], ids=["n-grams", "draft model"])
-async def test_the_text_is_the_same_with_preemption_cached_prefixes_and_a_worker_that_is_killed(speculative):
+async def test_the_text_is_the_same_with_preemption_cached_prefixes_and_a_worker_that_is_killed(
+    speculative, monkeypatch
+):
+    for costs in (StepCosts, PassCosts):
+        monkeypatch.setattr(costs, "needed", lambda self, rows, num_tokens: 0.1)  # every draft pays
     settings = {"num_blocks": 20, "watermark": 0.0, "max_num_batched_tokens": 64, "async_scheduling": True}
     async with running_driver(speculative=speculative, **settings) as driver:
         drafts, driver.scheduler.drafts = driver.scheduler.drafts, Drafts()

@@ -24,7 +24,7 @@ from engine.memory.sequence import Sequence
 from engine.scheduling.fair_share import StepScope
 from engine.scheduling.plan_parts import RunningParts
 from engine.scheduling.speculation.ngram_index import SIZES, NgramIndex
-from engine.scheduling.speculation.step_costs import StepCosts
+from engine.scheduling.speculation.step_costs import PassCosts, StepCosts
 
 MARGIN = 1.15  # how much more than its cost a row of a draft must promise
 FIRST_CHANCE = 0.5  # the estimate that a guess is right, before the first comparison
@@ -32,7 +32,7 @@ LEARN = 0.15  # weight of one comparison in the estimate
 PREDICTED_TOKENS = 16  # longest draft from a prediction where `--speculative` sets no length
 MAX_PROPOSERS = 64  # indexes that are kept: a long text takes some 300 bytes a token
 MAX_DECODES = 8  # in a step with drafts: beyond, ordinary text of the bundled model lost up to a tenth (noisy machine)
-PROBE = 16  # drafts of a model that are left out, before one of a single token
+PROBE, LAST_PROBE = 16, 512  # drafts of a model that are left out, before one of a single token: first and most
 LAST = max(SIZES)
 
 
@@ -151,14 +151,19 @@ class Proposer:
 class OpenProposer(Proposer):
     """Drafts that the Worker's draft model fills in, where a prediction of the client has none.
 
-    A draft that is left out teaches nothing, so every PROBE-th of them is made all the same, with one token.
+    A draft that is left out teaches nothing, so now and then one is made all the same, of one token: the first after
+    PROBE that were left out, and each wrong one doubles the distance.
     """
 
-    __slots__ = ("num_left_out",)
+    __slots__ = ("num_left_out", "probe_after")
 
     def __init__(self, seq: Sequence) -> None:
         super().__init__(seq, from_text=False)
-        self.num_left_out = 0
+        self.num_left_out, self.probe_after = 0, PROBE
+
+    def learn(self, num_tokens: int, num_right: int) -> None:
+        super().learn(num_tokens, num_right)
+        self.probe_after = PROBE if num_right else min(2 * self.probe_after, LAST_PROBE)
 
     def propose(self, seq: Sequence, num_tokens: int) -> list[int]:
         if found := super().propose(seq, num_tokens):
@@ -181,7 +186,7 @@ class NgramDrafts(Drafts):
         self._from_text = from_text
         self._candidates: set[Sequence] = set()  # sequences that may get a draft; without any, a step costs no time
         self.num_drafts = self.num_draft_tokens = self.num_accepted_tokens = 0
-        self._costs = StepCosts()
+        self._costs: StepCosts = StepCosts()
         self._proposers: dict[int, Proposer] = {}
         self._promising: set[Sequence] = set()  # their next draft follows the token that is under way
         self._rows: dict[int, int] = {}  # rows by step id, for decode steps under way
@@ -194,7 +199,7 @@ class NgramDrafts(Drafts):
         num_rows = len(parts.decodes)
         if not (self._candidates and 0 < num_rows <= MAX_DECODES):
             return
-        if MARGIN * self._costs.needed(num_rows, num_rows) >= 1.0:
+        if not self._may_pay(num_rows):
             return
         num_kept = float(num_rows)  # tokens that the step is expected to bring
         for seq in list(parts.decodes):
@@ -213,6 +218,10 @@ class NgramDrafts(Drafts):
             parts.add_draft(seq, tokens, blocks)
             num_rows += len(tokens)
             num_spare -= len(tokens)
+
+    def _may_pay(self, num_rows: int) -> bool:
+        """False if not even a guess that is sure to be right pays in a step of `num_rows` decodes."""
+        return MARGIN * self._costs.needed(num_rows, num_rows) < 1.0
 
     def _look_ahead(self, seq: Sequence) -> None:
         """Guesses the token that is under way. With a likely guess `seq` waits for it and gets a draft then."""
@@ -262,7 +271,7 @@ class NgramDrafts(Drafts):
 
     def computed(self, result: StepResult) -> None:
         if (rows := self._rows.pop(result.step_id, 0)) and not result.failed:
-            self._costs.add(rows, result.compute_seconds)
+            self._costs.add(rows, result.compute_seconds - result.draft_seconds)
 
     def verified(self, seq: Sequence, num_accepted: int) -> None:
         num_tokens = seq.num_draft_tokens
@@ -301,6 +310,32 @@ class NgramDrafts(Drafts):
 class ModelDrafts(NgramDrafts):
     """Drafts from the Worker's draft model."""
 
+    def __init__(self, max_tokens: int) -> None:
+        super().__init__(max_tokens, from_text=True)
+        self._costs: PassCosts = PassCosts()
+        self._passes: dict[int, int] = {}  # by step id, for steps under way
+
+    def add_to(self, parts: RunningParts, block_manager: BlockManager, num_spare: int) -> None:
+        self._costs.num_sharing = max(1, len(parts.decodes))
+        super().add_to(parts, block_manager, num_spare)
+
+    def _may_pay(self, num_rows: int) -> bool:
+        return True  # a draft now and then learns what a pass costs
+
+    def planned(self, plan: StepPlan) -> None:
+        super().planned(plan)
+        if passes := max([len(draft.token_ids) for draft in plan.drafts if draft.is_open], default=0):
+            self._passes[plan.step_id] = passes
+
+    def computed(self, result: StepResult) -> None:
+        super().computed(result)
+        if passes := self._passes.pop(result.step_id, 0):
+            self._costs.add_passes(passes, result.draft_seconds)
+
+    def reset(self) -> None:
+        super().reset()
+        self._passes.clear()
+
     def _new_proposer(self, seq: Sequence) -> Proposer:
         return OpenProposer(seq)
 
@@ -309,7 +344,7 @@ class ModelDrafts(NgramDrafts):
         proposer = self._proposers[seq.seq_id]
         assert isinstance(proposer, OpenProposer), "_new_proposer makes it"
         proposer.num_left_out = 0 if tokens else proposer.num_left_out + 1
-        if proposer.num_left_out >= PROBE and room > 0:
+        if proposer.num_left_out >= proposer.probe_after and room > 0:
             proposer.num_left_out = 0
             return proposer.propose(seq, 1), num_kept
         return tokens, num_kept

@@ -1,8 +1,12 @@
-"""StepCosts: the seconds of a decode step by its number of rows, a straight line fitted to the newest steps."""
+"""StepCosts: the seconds of a decode step by its number of rows, a straight line fitted to the newest steps.
+
+PassCosts adds the passes of a draft model, whose seconds the Worker reports apart.
+"""
 
 FORGET = 0.98  # weight of a step relative to the one after it
 PRIOR_ROWS = 8.0  # before the fit: reading the weights takes as long as computing so many rows
 MIN_STEPS, MIN_VARIANCE = 8.0, 0.5  # a fit needs steps of this weight, whose numbers of rows have this variance
+LEARN_MORE, LEARN_LESS = 0.1, 0.5  # weights of a pass that took longer, and less, than the estimate
 LARGEST = 2.0  # a step counts at most as so many times the estimate: others pay for compilers and page faults
 
 
@@ -21,8 +25,7 @@ class StepCosts:
             self._known.add(rows)
             return
         if self._weight >= MIN_STEPS:
-            scale = self._seconds / (self.fixed + self.per_row * self._rows)
-            seconds = min(seconds, LARGEST * scale * (self.fixed + self.per_row * rows))
+            seconds = min(seconds, LARGEST * self._unit * (self.fixed + self.per_row * rows))
         self._weight = FORGET * self._weight + 1.0
         share = 1.0 / self._weight
         self._rows += share * (rows - self._rows)
@@ -35,8 +38,42 @@ class StepCosts:
             self.per_row = min(max(slope, 0.0), self._seconds / self._rows)
             self.fixed = self._seconds - self.per_row * self._rows
 
+    @property
+    def _unit(self) -> float:
+        """Seconds for which `fixed` and `per_row` count 1; 0 before the first step."""
+        relative = self.fixed + self.per_row * self._rows
+        return self._seconds / relative if relative > 0.0 else 0.0
+
     def needed(self, rows: int, num_tokens: float) -> float:
         """Returns the least probability at which one more row gains time in a step of `rows` that brings `num_tokens`:
         the row must bring tokens at the step's own rate, seconds(rows) / num_tokens, or better."""
         seconds = self.fixed + self.per_row * rows
         return self.per_row * num_tokens / seconds if seconds > 0.0 else 1.0
+
+
+class PassCosts(StepCosts):
+    """A draft model computes a token of all drafts of a step in one pass, which `num_sharing` sequences pay for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_sharing = 1
+        self._pass_seconds: float | None = None
+
+    def add_passes(self, passes: int, seconds: float) -> None:
+        """Learns the seconds of some passes. Those of a sequence's first draft also compute its prompt: they count
+        little."""
+        each = seconds / passes
+        known = self._pass_seconds
+        if known is None:
+            self._pass_seconds = each
+        elif each < known:
+            self._pass_seconds = known + LEARN_LESS * (each - known)
+        else:
+            self._pass_seconds = known + LEARN_MORE * (min(each, LARGEST * known) - known)
+
+    def needed(self, rows: int, num_tokens: float) -> float:
+        needed = super().needed(rows, num_tokens)
+        if self._pass_seconds is None or (unit := self._unit) <= 0.0:
+            return needed
+        step_seconds = unit * (self.fixed + self.per_row * rows)
+        return needed + self._pass_seconds / self.num_sharing * num_tokens / step_seconds

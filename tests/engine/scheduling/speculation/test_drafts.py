@@ -8,7 +8,7 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.scheduling.speculation.drafts import DraftSource
 from engine.scheduling.speculation.ngram_index import MAX_INDEXED, SIZES, NgramIndex
-from engine.scheduling.speculation.step_costs import StepCosts
+from engine.scheduling.speculation.step_costs import PassCosts, StepCosts
 from tests.engine.scheduling.loop import Loop
 from tests.fake_device import expected_tokens
 
@@ -74,6 +74,21 @@ def test_a_row_costs_what_was_measured():
         dear.add(rows, 0.1 + 2.0 * rows)
     assert cheap.needed(1, 1.0) == pytest.approx(0.1 / 10.1, rel=0.05)
     assert dear.needed(1, 1.0) == pytest.approx(2.0 / 2.1, rel=0.05)
+
+
+def test_a_pass_of_a_draft_model_costs_what_was_measured():
+    costs, without = PassCosts(), StepCosts()
+    for rows in [1, 2, 4, 1, 3] * 20:
+        for each in (costs, without):
+            each.add(rows, 0.010 + 0.0001 * rows)
+    assert costs.needed(1, 1.0) == without.needed(1, 1.0)
+    costs.add_passes(4, 4.0)  # the first one computed a long prompt
+    assert costs.needed(1, 1.0) > 1.0
+    for _ in range(20):
+        costs.add_passes(4, 4 * 0.002)
+    assert costs.needed(1, 1.0) == pytest.approx(0.0021 / 0.0101, rel=0.05)
+    costs.num_sharing = 4
+    assert costs.needed(4, 4.0) == pytest.approx(4 * (0.0001 + 0.002 / 4) / 0.0104, rel=0.05)
 
 
 @pytest.mark.parametrize("value", ["ngram", "ngram:0", "ngram:65", "ngram:x", "some/model", "some/model:0", ":4", ""])

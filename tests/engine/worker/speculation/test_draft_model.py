@@ -18,7 +18,7 @@ from engine.models.decoder import Decoder
 from engine.sampling_params import SamplingParams
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.speculation.drafts import DraftSource
-from engine.scheduling.speculation.step_costs import StepCosts
+from engine.scheduling.speculation.step_costs import PassCosts
 from engine.worker.load import load_runner
 from engine.worker.speculation import DraftModel
 
@@ -45,7 +45,7 @@ def draft_dir(hf_draft, tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def drafts_pay(monkeypatch):
-    monkeypatch.setattr(StepCosts, "needed", lambda self, rows, num_tokens: 0.1)
+    monkeypatch.setattr(PassCosts, "needed", lambda self, rows, num_tokens: 0.1)
 
 
 class Engine:
