@@ -44,4 +44,4 @@ def find_draft(config: EngineConfig) -> Path | None:
     """The folder of the draft model, which is downloaded if need be; None without one. Raises ModelError."""
     if not config.draft_model:
         return None
-    return resolve_model(replace(config, model=config.draft_model, revision=None, speculative=None))
+    return resolve_model(replace(config, model=config.draft_model, revision=None, speculative=None), "--speculative")

@@ -27,14 +27,15 @@ BUNDLED_MODEL = Path(__file__).parents[1] / "models" / "bundled"
 TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "tokenizer.model.v?", "*.tiktoken", "merges.txt", "vocab.txt")
 
 
-def resolve_model(config: EngineConfig) -> Path:
-    """The local folder or GGUF file of `config.model`; a hub id is downloaded first. Raises ModelError."""
+def resolve_model(config: EngineConfig, flag: str = "--model") -> Path:
+    """The local folder or GGUF file of `config.model`; a hub id is downloaded first. Raises ModelError, whose message
+    names `flag` where there is no such folder."""
     if not config.model:
         return BUNDLED_MODEL
-    folder = _local_folder(config.model, "--model")
+    folder = _local_folder(config.model, flag)
     on_hub = folder is None
     if folder is None:
-        folder = _download(config.model, config.revision, TOKENIZER_FILES, "--model")
+        folder = _download(config.model, config.revision, TOKENIZER_FILES, flag)
     check_links(folder)
     if not is_gguf(folder) and any((folder / name).is_file() for name in (CONFIG_FILE, PARAMS_FILE)):
         read_config(folder)

@@ -13,6 +13,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub import errors
 
+from engine.checkpoint.checkpoint import open_checkpoint
 from engine.checkpoint.locate import (
     BUNDLED_MODEL,
     model_identity,
@@ -107,6 +108,11 @@ def test_a_path_is_never_taken_for_a_hub_id(name: str, hub: FakeHub) -> None:
     with pytest.raises(ModelError, match="--model: there is no folder"):
         resolve_model(EngineConfig(model=name))
     assert not hub.calls
+
+
+def test_the_error_about_a_draft_model_names_its_setting(tmp_path):
+    with pytest.raises(ModelError, match=r"^--speculative: there is no folder"):
+        open_checkpoint(EngineConfig(speculative=f"{tmp_path}/nowhere:4"))
 
 
 def test_a_file_is_no_model(tmp_path: Path) -> None:
