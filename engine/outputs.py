@@ -3,7 +3,7 @@
 from array import array
 from collections.abc import Sequence
 from enum import Enum
-from typing import overload
+from typing import Protocol, overload
 
 import msgspec
 
@@ -146,3 +146,13 @@ class RequestOutput(msgspec.Struct, frozen=True):
     prompt_logprobs: PromptLogprobs | None = None
     num_accepted_prediction_tokens: int = 0
     num_rejected_prediction_tokens: int = 0
+
+
+class OutputSink(Protocol):
+    """Takes outputs by a call, in place of a reader that waits for them."""
+
+    @property
+    def ready(self) -> bool:
+        """False while an output would have to wait, say for a client that does not read: the reader then gets it."""
+
+    def take(self, output: RequestOutput) -> None: ...

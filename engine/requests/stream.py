@@ -5,7 +5,15 @@ from collections.abc import Callable
 
 from engine.errors import PageserveError
 from engine.memory.sequence import Sequence
-from engine.outputs import CompletionOutput, FinishReason, PromptLogprobs, PromptScores, RequestOutput, TokenLogprobs
+from engine.outputs import (
+    CompletionOutput,
+    FinishReason,
+    OutputSink,
+    PromptLogprobs,
+    PromptScores,
+    RequestOutput,
+    TokenLogprobs,
+)
 from engine.request import Request
 from engine.text.detokenizer import Detokenizer
 
@@ -70,6 +78,7 @@ class RequestStream:
         self._abort = abort
         self._error: PageserveError | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._sink: OutputSink | None = None
         self._unread = False
         self._exhausted = False
         wants_scores = request.params.prompt_logprobs is not None
@@ -104,6 +113,27 @@ class RequestStream:
                 await self._waiter
             finally:
                 self._waiter = None
+        return self._pop_output()
+
+    def give_to(self, sink: OutputSink) -> None:
+        """Let `sink` take outputs between the first and the last while the reader waits. To wake a task for each of
+        hundreds of streams costs more than all else that a token costs here."""
+        self._sink, self._call_soon = sink, asyncio.get_running_loop().call_soon
+
+    def _give(self) -> None:
+        """Give the unread output to the sink, or to the reader where the sink cannot take it."""
+        waiter, sink = self._waiter, self._sink
+        if not self._unread or waiter is None or waiter.done():  # the reader has the output, or will get it
+            return
+        assert sink is not None, "only a stream with a sink gives"
+        if not sink.ready:
+            return waiter.set_result(None)
+        try:
+            sink.take(self._pop_output())
+        except Exception as error:  # as if the reader had taken it
+            waiter.set_exception(error)
+
+    def _pop_output(self) -> RequestOutput:
         self._unread = False
         self._exhausted = self.finished and self._error is None
         accepted, rejected = self._count_predicted() if self.request.prediction else (0, 0)
@@ -159,10 +189,13 @@ class RequestStream:
             text = detokenizer.text(token_id)
         sample.text.append(text)
         self._unread = True
-        if (waiter := self._waiter) is not None:
+        if (waiter := self._waiter) is None:
+            return
+        if self._sink is not None:
+            self._call_soon(self._give)  # not at once: the next plan goes to the Worker first
+        elif not waiter.done():  # done: the reader was cancelled
             self._waiter = None
-            if not waiter.done():  # done: the reader was cancelled
-                waiter.set_result(None)
+            waiter.set_result(None)
 
     def detokenizer(self, index: int) -> Detokenizer:
         return self._samples[index].detokenizer

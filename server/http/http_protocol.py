@@ -28,6 +28,7 @@ STALL_SECONDS = 60.0  # time in which a client must read a quarter of the unsent
 STALL_BYTES = 64 << 10
 
 RECOGNISE = "pageserve.recognise"  # in scope["extensions"]: the client has shown a valid key
+CHUNKS = "pageserve.chunks"  # in scope["extensions"]: the ChunkWriter of the response
 ABORT = "pageserve.abort"  # in scope["extensions"]: cuts the connection without waiting for the client to read
 
 
@@ -75,6 +76,30 @@ def _without_upgrade(start: bytes, headers: list[tuple[bytes, bytes]]) -> bytes:
         if value and name not in _UPGRADE_HEADERS:
             lines.append(b"%b: %b" % (name, value))
     return b"\r\n".join(lines) + b"\r\n\r\n"
+
+
+class ChunkWriter:
+    """Writes parts of a response that has begun, without waiting: what uvicorn's `send` does with them, without the
+    coroutine of each middleware before it."""
+
+    __slots__ = ("_cycle",)
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+
+    @property
+    def ready(self) -> bool:
+        """False if only `send` can write: the client has to read first, or has left, or the response has no chunks."""
+        cycle = self._cycle
+        return (
+            cycle.response_started
+            and cycle.chunked_encoding is True
+            and not (cycle.flow.write_paused or cycle.disconnected or cycle.response_complete)
+        )
+
+    def write(self, body: bytes) -> None:
+        """Write one chunk, not empty. Only while `ready`."""
+        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
@@ -206,6 +231,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._cycles.popleft()
         if self.cycle is not None and self.cycle is not before:
             self._cycles.append(self.cycle)
+            self.cycle.scope["extensions"][CHUNKS] = {"writer": ChunkWriter(self.cycle)}
             if self.parser.get_http_version() == "1.0":
                 _end_with_the_connection(self.cycle)
         if 1 < len(self._cycles) <= MAX_PIPELINED:

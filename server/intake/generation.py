@@ -6,7 +6,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 import anyio
 
 from engine.errors import UnavailableError
-from engine.outputs import FinishReason, PromptLogprobs, RequestOutput
+from engine.outputs import FinishReason, OutputSink, PromptLogprobs, RequestOutput
 from engine.replicas.engine import Engine
 from engine.request import Request
 from server.http.rate_limits import RateLimiter
@@ -24,6 +24,7 @@ class OutputStream(Protocol):
     @property
     def num_generated_tokens(self) -> int: ...
     def __aiter__(self) -> AsyncIterator[RequestOutput]: ...
+    def give_to(self, sink: OutputSink) -> None: ...
     def close(self) -> None: ...
 
 
@@ -74,6 +75,15 @@ class Generation:
             self._limiter.use_tokens(sum(stream.num_generated_tokens for stream in self._streams))
             self._limiter = None
 
+    def give_to(self, sink: OutputSink) -> None:
+        """Let `sink` take outputs of a single prompt, as RequestStream.give_to says; the others go to `read`."""
+        if len(self._streams) == 1:
+            self._streams[0].give_to(sink)
+
+    def note(self, i: int, output: RequestOutput) -> None:
+        """Count an output of prompt `i` in `usage`. `read` does so by itself."""
+        self._latest[i] = output
+
     async def read(self, on_output: OutputHandler, on_prompt_logprobs: PromptLogprobsHandler | None = None) -> None:
         """Pass every output, with the index of its prompt, to `on_output` until all requests have finished.
 
@@ -103,7 +113,7 @@ class Generation:
         early = (FinishReason.ABORT, FinishReason.ERROR)
         ended_early = False
         async for output in self._streams[i]:
-            self._latest[i] = output
+            self.note(i, output)
             if output.prompt_logprobs is not None and on_prompt_logprobs is not None:
                 await on_prompt_logprobs(i, output.prompt_logprobs)
             if any(sample.finish_reason in early for sample in output.outputs):

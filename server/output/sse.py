@@ -9,7 +9,7 @@ from starlette.types import Receive, Scope, Send
 from engine.outputs import RequestOutput
 from server.errors import ApiError, error_body, to_api_error
 from server.http.body import encode_json
-from server.http.http_protocol import ABORT
+from server.http.http_protocol import ABORT, CHUNKS, ChunkWriter
 from server.intake.generation import Generation, PromptLogprobsHandler
 
 DONE = b"data: [DONE]\n\n"
@@ -56,6 +56,7 @@ class EventStream(EventSourceResponse):
     sse-starlette sends the comments, notices a client that leaves and ends streams at a forced shutdown. Chunks bypass
     sse-starlette: its cancel scope and debug call around every send cost more than all other work for a chunk
     (`python -m benchmarks.stream_chunks`). So the iterator that it reads sends the chunks and yields only the end.
+    Under our HTTP protocol, most chunks bypass the iterator and the middleware, too: `take` writes them.
     """
 
     def __init__(
@@ -83,13 +84,15 @@ class EventStream(EventSourceResponse):
         self._opening = opening
         self._failure = failure or _error_event
         self._on_prompt_logprobs = on_prompt_logprobs
-        self._on_output = self._send_output
+        self._num_tokens: int | None = None  # sent so far, where the client asks for it
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._asgi_send = send
         if any(name == COUNT_TOKENS for name, _ in scope["headers"]):
             self._num_tokens = 0
-            self._on_output = self._send_counted
+        self._writer: ChunkWriter | None = scope.get("extensions", {}).get(CHUNKS, {}).get("writer")
+        if self._writer is not None:
+            self._generation.give_to(self)
         try:
             await super().__call__(scope, receive, send)
         except SendTimeoutError:  # closing would wait until the client has read the buffered bytes
@@ -102,20 +105,34 @@ class EventStream(EventSourceResponse):
         try:
             if self._opening:
                 await self._send(self._opening)
-            await self._generation.read(self._on_output, self._on_prompt_logprobs)
+            await self._generation.read(self._send_output, self._on_prompt_logprobs)
         except Exception as error:
             yield self._failure(to_api_error(error))
         else:
             yield self._ending()
 
+    @property
+    def ready(self) -> bool:
+        """See OutputSink."""
+        return self._writer is not None and self._writer.ready
+
+    def take(self, output: RequestOutput) -> None:
+        """Write the chunks of an output of the only prompt at once. See OutputSink."""
+        assert self._writer is not None
+        self._generation.note(0, output)
+        if body := self._chunks(0, output):
+            self._writer.write(body)
+
     async def _send_output(self, prompt_index: int, output: RequestOutput) -> None:
-        if body := self._encode(prompt_index, output):
+        if body := self._chunks(prompt_index, output):
             await self._send(body)
 
-    async def _send_counted(self, prompt_index: int, output: RequestOutput) -> None:
+    def _chunks(self, prompt_index: int, output: RequestOutput) -> bytes:
+        body = self._encode(prompt_index, output)
+        if self._num_tokens is None:
+            return body
         self._num_tokens += sum(len(sample.token_ids) for sample in output.outputs)
-        if body := self._encode(prompt_index, output):
-            await self._send(b"%b: tokens %d\n\n" % (body, self._num_tokens))
+        return b"%b: tokens %d\n\n" % (body, self._num_tokens) if body else body
 
     async def _send(self, body: bytes) -> None:
         await self._asgi_send({"type": "http.response.body", "body": body, "more_body": True})

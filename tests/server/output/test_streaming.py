@@ -6,6 +6,7 @@ import time
 import httpx
 import pytest
 
+from server.http.http_protocol import ChunkWriter
 from tests.server.live import (
     MODEL,
     LiveServer,
@@ -306,3 +307,19 @@ def test_pipelined_connections_are_reused(server):
                 addresses.add(client_address(response))
                 assert events(response.read().decode())[-1] == "[DONE]"
         assert len(addresses) == 1
+
+
+def test_chunks_that_bypass_the_middleware_say_the_same(server, monkeypatch):
+    written, write = [], ChunkWriter.write
+
+    def counted(writer, body):
+        written.append(body)
+        write(writer, body)
+
+    monkeypatch.setattr(ChunkWriter, "write", counted)
+    texts, body = [], completion_body(max_tokens=40, stream=True)
+    for _ in range(2):
+        chunks = events(httpx.post(f"{server.url}/v1/completions", json=body).text)
+        texts.append("".join(chunk["choices"][0]["text"] for chunk in chunks[:-1]))
+        monkeypatch.setattr(ChunkWriter, "ready", False)  # all of the second answer goes through `send`
+    assert texts[0] == texts[1] and written

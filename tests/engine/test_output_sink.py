@@ -1,0 +1,73 @@
+"""A stream with a sink, which takes outputs while the reader waits: nothing is lost between the two."""
+
+import pytest
+
+from tests.checkpoints import save_fake_checkpoint
+from tests.engine.driving import PROMPT, request, running_driver
+from tests.fake_device import expected_tokens
+
+NUM_TOKENS = 30
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_fake_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+class Sink:
+    """Takes every output while `is_ready(number of tokens so far)`."""
+
+    def __init__(self, is_ready=lambda num_tokens: True, fails_after=None):
+        self.taken, self._is_ready, self._fails_after = [], is_ready, fails_after
+
+    @property
+    def ready(self):
+        return self._is_ready(len(self.taken))
+
+    def take(self, output):
+        [part] = output.outputs
+        self.taken.extend(part.token_ids)
+        if self._fails_after is not None and len(self.taken) > self._fails_after:
+            raise RuntimeError("no such chunk")
+
+
+async def read(driver, sink, **params):
+    """(tokens in the order in which reader and sink got them, tokens of the reader)."""
+    stream = driver.generate(request("a", max_tokens=NUM_TOKENS, **params))
+    stream.give_to(sink)
+    everything = sink.taken
+    for_reader = []
+    async for output in stream:
+        for part in output.outputs:
+            everything.extend(part.token_ids)
+            for_reader.extend(part.token_ids)
+    return everything, for_reader
+
+
+async def test_the_reader_gets_the_first_and_the_last_output_alone(folder):
+    async with running_driver(folder, "--step-seconds", "0.002") as driver:
+        everything, for_reader = await read(driver, Sink())
+    expected = expected_tokens(PROMPT, 7, NUM_TOKENS)
+    assert everything == expected
+    assert for_reader == [expected[0], expected[-1]]
+
+
+async def test_a_sink_that_is_not_ready_leaves_outputs_to_the_reader(folder):
+    async with running_driver(folder, "--step-seconds", "0.002") as driver:
+        everything, for_reader = await read(driver, Sink(lambda num_tokens: num_tokens % 3 == 0))
+    assert everything == expected_tokens(PROMPT, 7, NUM_TOKENS)
+    assert NUM_TOKENS // 2 < len(for_reader) < NUM_TOKENS
+
+
+async def test_stop_strings_need_the_reader(folder):
+    async with running_driver(folder) as driver:
+        everything, for_reader = await read(driver, Sink(), stop=["never in the text"])
+    assert everything == for_reader == expected_tokens(PROMPT, 7, NUM_TOKENS)
+
+
+async def test_the_reader_raises_what_the_sink_raises(folder):
+    sink = Sink(fails_after=5)
+    async with running_driver(folder, "--step-seconds", "0.002") as driver:
+        with pytest.raises(RuntimeError, match="no such chunk"):
+            await read(driver, sink)
+    assert sink.taken[:5] == expected_tokens(PROMPT, 7, 5)
