@@ -6,6 +6,10 @@ that is not full yet, until one of them writes to it and gets a copy (copy-on-wr
 block by the hash of its tokens and of all tokens before them. A block without a holder is free, but keeps its content
 and its hash until the pool gives it out again: the free list is the LRU order of eviction, and a prefix hit removes a
 block from its middle.
+
+The last block of a sequence that ended is mostly not full: its tail. The prefix cache knows a tail, too, while no
+sequence holds it. A sequence that goes on from most of its tokens (the next turn of a chat) takes the block over and
+writes behind them: no copy is needed, because a tail has no other holder.
 """
 
 import hashlib
@@ -15,7 +19,7 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import NamedTuple
 
-from engine.memory.free_list import Block, FreeList
+from engine.memory.free_list import Block, FreeList, Tail
 from engine.memory.host_tier import HostTier
 from engine.memory.sequence import BlockKey, Sequence
 
@@ -30,9 +34,14 @@ class Allocation(NamedTuple):
 
 
 class Prefix(NamedTuple):
-    """The cached full blocks at the start of a sequence, in order: Blocks of the pool, keys of the host tier."""
+    """The cached full blocks at the start of a sequence, in order: Blocks of the pool, keys of the host tier.
+
+    `tail` is the free block that holds the next `num_tail_tokens` tokens, if one does.
+    """
 
     parts: list["Block | BlockKey"]
+    tail: Block | None = None
+    num_tail_tokens: int = 0
 
     @property
     def blocks(self) -> "list[Block]":
@@ -75,6 +84,7 @@ class BlockManager:
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
         self.free_blocks = FreeList(self.blocks)
         self.cached_blocks: dict[BlockKey, Block] = {}
+        self.tails: dict[bytes, Block] = {}  # by Tail.parent: the one freed last
 
     @property
     def num_blocks(self) -> int:
@@ -108,7 +118,7 @@ class BlockManager:
                 break
         if num_pool < len(parts) and not self._worth_loading(parts, num_pool):
             del parts[num_pool:]
-        return Prefix(parts)
+        return Prefix(parts, *self._match_tail(seq, len(parts)))
 
     def missing_keys(self, seq: Sequence) -> list[BlockKey]:
         """Returns the keys that `match_prefix` looked for and found neither in the pool nor in the host tier."""
@@ -148,11 +158,17 @@ class BlockManager:
             if block.ref_count == 0:
                 self.free_blocks.remove(block)
             block.ref_count += 1
+        if prefix.tail is not None:
+            self.free_blocks.remove(prefix.tail)
+            prefix.tail.ref_count = 1
+            self._forget_tail(prefix.tail)
         if self.host_tier is not None:
             self.host_tier.pin(prefix.host_keys)
         for part in prefix.parts:
             seq.block_table.append(part.block_id if isinstance(part, Block) else self._load(part))
-        seq.num_computed_tokens = len(prefix.parts) * self.block_size
+        if prefix.tail is not None:
+            seq.block_table.append(prefix.tail.block_id)
+        seq.num_computed_tokens = len(prefix.parts) * self.block_size + prefix.num_tail_tokens
         seq.num_registered_blocks = len(prefix.parts)
         if self.enable_prefix_caching:
             self.num_prefix_queries += len(seq.token_ids)
@@ -217,11 +233,16 @@ class BlockManager:
             self.free_blocks.append_left(block)
         del seq.block_table[self.num_blocks_for(seq.num_computed_tokens) :]
 
-    def free(self, seq: Sequence, *, discard: bool = False) -> None:
+    def free(self, seq: Sequence, *, discard: bool = False, keep_tail: bool = False) -> None:
         """Takes back all blocks of `seq`. `discard` also drops them from both tiers of the prefix cache.
+
+        `keep_tail` lets the prefix cache know a last block that is not full; between plans only: a plan under
+        construction may have given `seq` the target of a copy that is then not made.
 
         The last block enters the free list first, so that a prefix outlives the blocks behind it.
         """
+        if keep_tail and not discard and self.enable_prefix_caching:
+            self._keep_tail(seq)
         for block_id in reversed(seq.block_table):
             block = self.blocks[block_id]
             block.ref_count -= 1
@@ -229,7 +250,7 @@ class BlockManager:
                 self._forget_everywhere(block)
             if block.ref_count:
                 continue
-            if block.key is None:
+            if block.key is None and block.tail is None:
                 self.free_blocks.append_left(block)
             else:
                 self.free_blocks.append(block)
@@ -264,6 +285,10 @@ class BlockManager:
             self.host_tier.check_invariants()
         for key, block in self.cached_blocks.items():
             assert block.key == key, f"block {block.block_id}: stale key in the cache"
+        tails = {block.tail.parent: block for block in self.blocks if block.tail is not None}
+        assert tails == self.tails, "a tail is lost or stale"
+        for block in tails.values():
+            assert block.key is None and not block.ref_count, f"block {block.block_id}: a tail is held or full"
 
     def _worth_loading(self, parts: "list[Block | BlockKey]", num_pool: int) -> bool:
         """True if loading the blocks behind the first `num_pool` from the host takes less time than computing them."""
@@ -271,6 +296,33 @@ class BlockManager:
         num_loads = sum(isinstance(part, BlockKey) for part in parts)
         computed = (len(parts) - num_pool) * self.block_size
         return self.host_tier.worth_loading(num_loads * self.block_size, num_pool * self.block_size, computed)
+
+    def _match_tail(self, seq: Sequence, num_blocks: int) -> tuple[Block | None, int]:
+        """Returns the tail behind the first `num_blocks` blocks of `seq`, and its number of tokens that `seq` shares.
+
+        Fewer than half of its tokens are no match: the tail stays for the sequence that goes on from it.
+        """
+        if not self.tails or (block := self.tails.get(self._parent(seq, num_blocks))) is None:
+            return None, 0
+        assert block.tail is not None
+        start = num_blocks * self.block_size
+        token_ids = block.tail.token_ids
+        shared = seq.token_ids[start : min(start + len(token_ids), seq.num_skippable_tokens)]
+        num_tokens = next((i for i, (a, b) in enumerate(zip(shared, token_ids, strict=False)) if a != b), len(shared))
+        return (block, num_tokens) if num_tokens and 2 * num_tokens >= len(token_ids) else (None, 0)
+
+    def _keep_tail(self, seq: Sequence) -> None:
+        """Makes the last block of `seq` a tail if it is not full of known, computed tokens and has no other holder."""
+        num_known = min(seq.num_computed_tokens, len(seq.token_ids))
+        num_full, num_tokens = divmod(num_known, self.block_size)
+        if not num_tokens or (block := self.blocks[seq.block_table[num_full]]).ref_count > 1:
+            return
+        self._extend_keys(seq)
+        parent = self._parent(seq, num_full)
+        if (other := self.tails.get(parent)) is not None:
+            self._forget_tail(other)
+        block.tail = Tail(parent, tuple(seq.token_ids[num_full * self.block_size : num_known]))
+        self.tails[parent] = block
 
     def _load(self, key: BlockKey) -> int:
         assert self.host_tier is not None
@@ -284,6 +336,7 @@ class BlockManager:
         block = self.free_blocks.pop_left()
         if block.key is not None:
             self._evict(block, block.key)
+        self._forget_tail(block)
         block.ref_count = 1
         return block.block_id
 
@@ -305,11 +358,20 @@ class BlockManager:
             del self.cached_blocks[block.key]
             block.key = None
 
+    def _forget_tail(self, block: Block) -> None:
+        if block.tail is not None:
+            del self.tails[block.tail.parent]
+            block.tail = None
+
+    def _parent(self, seq: Sequence, num_blocks: int) -> bytes:
+        """Returns the digest of the first `num_blocks` blocks of `seq`, whose keys are made."""
+        return seq.block_keys[num_blocks - 1].digest if num_blocks else self._root(seq)
+
     def _extend_keys(self, seq: Sequence) -> None:
         """Makes the keys of full blocks of known tokens. Every hashed field has a fixed width or its length first."""
         keys, size = seq.block_keys, self.block_size
         for index in range(len(keys), len(seq.token_ids) // size):
-            parent = keys[-1].digest if keys else self._root(seq)
+            parent = self._parent(seq, index)
             token_ids = tuple(seq.token_ids[index * size : (index + 1) * size])
             packed = struct.pack(f"<I{size}I", size, *token_ids)
             keys.append(BlockKey(hashlib.sha256(parent + packed).digest(), token_ids))

@@ -1,19 +1,29 @@
 """FreeList: the free blocks, in the order in which the pool gives them out."""
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from engine.memory.sequence import BlockKey
 
 
-class Block:
-    """A KV block of the pool. `key` is set while the prefix cache knows the content."""
+class Tail(NamedTuple):
+    """The content of a block that is not full: its tokens, and the digest of all full blocks before it."""
 
-    __slots__ = ("block_id", "key", "next_free", "prev_free", "ref_count")
+    parent: bytes
+    token_ids: tuple[int, ...]
+
+
+class Block:
+    """A KV block of the pool. `key` is set while the prefix cache knows the content, `tail` while it knows the content
+    of a block that is not full, which no sequence holds."""
+
+    __slots__ = ("block_id", "key", "next_free", "prev_free", "ref_count", "tail")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
         self.ref_count = 0
         self.key: BlockKey | None = None
+        self.tail: Tail | None = None
         self.prev_free: Block | None = None
         self.next_free: Block | None = None
 

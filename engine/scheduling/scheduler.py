@@ -411,7 +411,7 @@ class Scheduler:
         else:
             self._queue_for(seq).withdraw(seq)
         # Blocks of a failed sequence cannot be trusted, so no other sequence may get them from the prefix cache.
-        self.block_manager.free(seq, discard=reason is FinishReason.ERROR)
+        self.block_manager.free(seq, discard=reason is FinishReason.ERROR, keep_tail=seq.group is None)
         seq.status, seq.finish_reason, seq.stop_reason = SequenceStatus.FINISHED, reason, stop_reason
         del self._sequences[seq.seq_id]
         self.admission.left(seq)

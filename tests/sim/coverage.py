@@ -57,6 +57,7 @@ CORE = (
     "fork shares full blocks only",
     "fork finds no row free",
     "copy-on-write",
+    "prefix hit on a tail",
     "last holder of a forked block writes in place",
     "planned copy undone by a preemption",
     "preempted with a shared block that is not full",

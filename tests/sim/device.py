@@ -223,6 +223,9 @@ class KvDevice:
             end = min(start + self.block_size, new.num_computed_tokens)
             is_old = new.fork_of is None and block_id not in fresh
             if is_old and (self.slots[block_id, : end - start] == row.chain[start:end]).all():
+                if not self.holders[block_id]:  # a tail: the sequence writes behind the tokens that it shares
+                    self._generation += 1
+                    self.slots[block_id, end - start :] = -self._generation
                 self.holders[block_id] += 1  # it is there: a prefix, or a hypothesis that goes on in a new row
             else:
                 self._shared_late.append(block_id)

@@ -68,6 +68,8 @@ MUTANTS = (
         "del self.cached_blocks[block.key]",
         "pass",
     ),
+    Mutant("stale tail of a block given out again", BlockManager, "_take_free", "self._forget_tail(block)", "pass"),
+    Mutant("tail of tokens that differ", BlockManager, "_match_tail", "if a != b", "if False"),
     Mutant(
         "last token's block adopted", BlockManager, "match_prefix", "seq.num_skippable_tokens", "len(seq.token_ids)"
     ),

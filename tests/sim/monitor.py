@@ -159,7 +159,7 @@ class Monitor:
 
     def _is_kept(self, block_id: int) -> bool:
         block = self.blocks.blocks[block_id]
-        return block.key is not None or block.ref_count > 0
+        return block.key is not None or block.tail is not None or block.ref_count > 0
 
     @property
     def limit(self) -> int:

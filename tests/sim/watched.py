@@ -99,6 +99,8 @@ class WatchedBlockManager(BlockManager):
             self.monitor.saw("prefix hit on the return from preemption")
         if self.registered_now.intersection(block.block_id for block in prefix.blocks):
             self.monitor.saw("prefix hit on a block that this plan fills")
+        if prefix.tail is not None:
+            self.monitor.saw("prefix hit on a tail")
         if prefix.host_keys:
             self.monitor.saw("block loaded from the host tier")
             if seq.num_preemptions:
@@ -174,7 +176,7 @@ class WatchedBlockManager(BlockManager):
             if self.blocks[block_id].key is None:
                 self.monitor.saw("equal content in two blocks, one cached")
 
-    def free(self, seq: Sequence, *, discard: bool = False) -> None:
+    def free(self, seq: Sequence, *, discard: bool = False, keep_tail: bool = False) -> None:
         if self.planning:
             self._count_preemption(seq)
         blocks = [self.blocks[block_id] for block_id in seq.block_table]
@@ -182,7 +184,7 @@ class WatchedBlockManager(BlockManager):
         alone = {block.block_id for block in blocks if block.ref_count == 1}
         if discard:
             self._count_discard(len(alone) < len(blocks), keys)
-        super().free(seq, discard=discard)
+        super().free(seq, discard=discard, keep_tail=keep_tail)
         self.forked -= alone
         if discard and any(key in self.cached_blocks or key in (self.host_tier or ()) for key in keys):
             fail("failed-in-cache", f"{seq} failed, and blocks that it held may still be served")

@@ -81,7 +81,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         limit = self.manager.num_blocks * self.manager.block_size
         seq = Sequence(self.num_made, tokens[:limit], PARAMS, seed=0, max_num_tokens=limit, cache_salt=salt)
         prefix = self.manager.match_prefix(seq)
-        num_found = len(prefix.parts) * self.manager.block_size
+        num_found = len(prefix.parts) * self.manager.block_size + prefix.num_tail_tokens
         assert num_found < len(seq.token_ids), "the last token is always computed"
         if not self.manager.can_admit(seq, prefix, 0):
             held = sum(block.ref_count > 0 for block in self.manager.blocks)
@@ -155,13 +155,13 @@ class BlockManagerMachine(RuleBasedStateMachine):
         seq.num_computed_tokens += num_tokens
 
     @precondition(lambda self: self.live)
-    @rule(data=st.data(), discard=st.booleans())
-    def free(self, data, discard):
+    @rule(data=st.data(), discard=st.booleans(), keep_tail=st.booleans())
+    def free(self, data, discard, keep_tail):
         seq = data.draw(st.sampled_from(self.live))
         self.live.remove(seq)
         alone = [block_id for block_id in seq.block_table if self.manager.blocks[block_id].ref_count == 1]
         keys = [key for block_id in alone if (key := self.manager.blocks[block_id].key) is not None]
-        self.manager.free(seq, discard=discard)
+        self.manager.free(seq, discard=discard, keep_tail=keep_tail)
         assert (seq.block_table, seq.num_computed_tokens, seq.num_registered_blocks) == ([], 0, 0)
         if discard:
             assert not [key for key in keys if key in self.manager.cached_blocks]
@@ -188,7 +188,13 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def cached_blocks_are_full_and_tell_keys_apart(self):
         contents = [self.contents[block.block_id][-1] for block in self.manager.cached_blocks.values()]
         assert None not in contents and len(set(contents)) == len(contents)
-        assert self.manager.enable_prefix_caching or not self.manager.cached_blocks
+        assert self.manager.enable_prefix_caching or not (self.manager.cached_blocks or self.manager.tails)
+
+    @invariant()
+    def a_tail_holds_its_tokens(self):
+        for block in self.manager.tails.values():
+            found = self.contents[block.block_id][: len(block.tail.token_ids)]
+            assert [tokens[-1] for _, tokens in found] == list(block.tail.token_ids)
 
     def teardown(self):
         for seq in getattr(self, "live", []):
@@ -219,3 +225,44 @@ def test_a_prefix_outlives_what_follows_it():
     for seq in seqs:
         manager.free(seq)
     assert manager.free_blocks.ids() == tables[0][::-1] + tables[1][::-1]
+
+
+def held(manager, seq_id, tokens, salt=""):
+    """A sequence whose tokens are all computed, as far as the prefix cache does not hold them."""
+    seq = Sequence(seq_id, tokens, PARAMS, seed=0, max_num_tokens=100, cache_salt=salt)
+    prefix = manager.match_prefix(seq)
+    assert manager.can_admit(seq, prefix, 0)
+    manager.adopt_prefix(seq, prefix)
+    num_found = seq.num_computed_tokens
+    manager.allocate(seq, len(tokens) - num_found)
+    seq.num_computed_tokens = len(tokens)
+    manager.register_full_blocks(seq)
+    return seq, num_found
+
+
+def test_the_next_turn_goes_on_in_the_last_block():
+    """Once: the block is then the next turn's own. Another salt, and less than half of the tail, find nothing."""
+    manager = BlockManager(8, 4)
+    tokens = list(range(10, 17))
+    first, _ = held(manager, 0, tokens)
+    tail = first.block_table[-1]
+    manager.free(first, keep_tail=True)
+    for others, salt in (([*tokens, 1], "other"), ([*tokens[:5], 1, 2], "")):
+        seq, num_found = held(manager, 1, others, salt)
+        assert num_found == (0 if salt else 4)
+        manager.free(seq)
+    seq, num_found = held(manager, 2, [*tokens, 1, 2])
+    assert num_found == 7 and seq.block_table[1] == tail
+    again, num_found = held(manager, 3, [*tokens, 3])
+    assert num_found == 4, "a block that is held is no tail"
+    manager.check_invariants([seq, again])
+
+
+def test_a_pool_full_of_tails_gives_them_out():
+    manager = BlockManager(2, 4)
+    for number in range(4):
+        seq, num_found = held(manager, number, [number] * 6)
+        assert num_found == 0
+        manager.free(seq, keep_tail=True)
+        manager.check_invariants([])
+    assert len(manager.tails) == 1
