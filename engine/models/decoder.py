@@ -232,18 +232,20 @@ class Decoder:
         self.final_norm = take_norm(config, weights, "final_norm") if config.final_norm else None
         self.lm_head = LMHead(config, weights, self.embedding.weight, operators)
         pre_norm = config.pre_norm and config.input_norms
-        self.run_layers: RunLayers = self._run_pre_norm if pre_norm else self._run_plain
+        self._layers_in_turn: RunLayers = self._run_pre_norm if pre_norm else self._run_plain
         if config.has_extended_layers:
-            self.run_layers = self._run_extended
+            self._layers_in_turn = self._run_extended
+        self.run_layers = self._layers_in_turn
 
     def record_decodes(self, kv_caches: Sequence[KVCache], max_num_seqs: int, max_blocks: int) -> None:
         """Run decode steps on these caches as recorded programs, where a CPU has compiled kernels for them. max_blocks:
-        the width of the widest block table. A program holds no sum over ranks and no inputs of layers."""
+        the width of the widest block table. A program holds no sum over ranks and no inputs of layers. The programs of
+        an earlier call go, with its caches."""
         alone = self.operators.ranks is None and self.layer_inputs is None
         cpu = cpu_kernels() if alone and kv_caches[0][0].device.type == "cpu" else None
         if cpu is not None and cpu.program.SUPPORTED:
             adapters = self.operators.adapters
-            self.run_layers = RecordedLayers(self.run_layers, kv_caches, max_num_seqs, max_blocks, adapters)
+            self.run_layers = RecordedLayers(self._layers_in_turn, kv_caches, max_num_seqs, max_blocks, adapters)
 
     @torch.inference_mode()
     def forward(self, input_ids: Tensor, metadata: BatchMetadata, kv_caches: Sequence[KVCache]) -> Tensor:
