@@ -117,7 +117,7 @@ class Replicas:
             return self.replicas[0].generate(request)  # which says why not
         if any(replica.is_live(request.request_id) for replica in self.replicas):
             raise InvalidRequestError(f"A request with id {request.request_id!r} is running already.", "request_id")
-        keys = prefix_keys(request.prompt_token_ids, request.cache_salt)
+        keys = prefix_keys(request.prompt_token_ids, (request.cache_salt, request.adapter))
         full: list[QueueFullError] = []
         for i in self._order(keys, request):
             replica = self.replicas[i]

@@ -1,6 +1,7 @@
 """vLLM's POST /v1/load_lora_adapter and unload_lora_adapter, for administrators; 404 unless --allow-runtime-lora."""
 
-from typing import TypeVar
+from collections.abc import Sequence
+from typing import Protocol, TypeVar
 
 from pydantic import Field
 from starlette.exceptions import HTTPException
@@ -37,8 +38,7 @@ async def load_adapter(http: HttpRequest, served: Served) -> Response:
         raise invalid(f"lora_name: a model is called {name!r} already.", "lora_name")
     if any(name in other.adapters for other in served.models if other is not served):
         raise invalid(f"lora_name: an adapter of another model is called {name!r} already.", "lora_name")
-    for replica in served.driver.replicas:
-        await replica.load_adapter(name, request.lora_path)
+    await load_everywhere(served.driver.replicas, name, request.lora_path)
     return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
 
@@ -46,11 +46,48 @@ async def unload_adapter(http: HttpRequest, served: Served) -> Response:
     """Forget a LoRA adapter. Its live streams go on; later requests get 404."""
     request, served = await _read(http, served, UnloadAdapterRequest)
     try:
-        for replica in served.driver.replicas:
-            replica.unload_adapter(request.lora_name)
+        unload_everywhere(served.driver.replicas, request.lora_name)
     except InvalidRequestError as error:
         raise ApiError(404, str(error), param=error.param, code=error.code) from None
     return PlainTextResponse(f"Success: LoRA adapter '{request.lora_name}' removed successfully.")
+
+
+class HasAdapters(Protocol):
+    """The part of a replica that loads adapters."""
+
+    def health(self) -> str | None: ...
+    async def load_adapter(self, name: str, path: str) -> object: ...
+    def unload_adapter(self, name: str) -> object: ...
+
+
+async def load_everywhere(replicas: Sequence[HasAdapters], name: str, path: str) -> None:
+    """Load an adapter on every replica that lives, or on none. Raises the error of the first that refuses."""
+    done = []
+    try:
+        for replica in _living(replicas):
+            await replica.load_adapter(name, path)
+            done.append(replica)
+    except BaseException:
+        unload_everywhere(done, name)
+        raise
+
+
+def unload_everywhere(replicas: Sequence[HasAdapters], name: str) -> None:
+    """Unload an adapter from every replica that lives. InvalidRequestError where no replica has it."""
+    missing = []
+    living = _living(replicas)
+    for replica in living:
+        try:
+            replica.unload_adapter(name)
+        except InvalidRequestError as error:
+            missing.append(error)
+    if missing and len(missing) == len(living):
+        raise missing[0]
+
+
+def _living(replicas: Sequence[HasAdapters]) -> Sequence[HasAdapters]:
+    """The replicas that have not ended; all of them where none lives, so that one can tell why."""
+    return [replica for replica in replicas if replica.health() is None] or replicas
 
 
 async def _read(http: HttpRequest, served: Served, kind: type[Asked]) -> tuple[Asked, Served]:
