@@ -230,7 +230,7 @@ attacks: $(VENV)/.installed-test $(VENV)/.compiled
 ranks: $(VENV)/.installed-test $(VENV)/.compiled
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 0 tests/engine/test_tensor_parallel.py tests/engine/models/parallel
 	OMP_NUM_THREADS=1 RANK_FAULT=SIGSTOP $(BIN)/python -m pytest -q -n 0 tests/engine/test_tensor_parallel.py
-	OMP_NUM_THREADS=1 RANKS=4 $(BIN)/python -m pytest -q -n 0 tests/engine/test_tensor_parallel.py
+	OMP_NUM_THREADS=1 RANKS=4 $(BIN)/python -m pytest -q -n 0 tests/engine/test_tensor_parallel.py tests/engine/test_adapters.py -k "ranks or rank"
 
 fairness: $(VENV)/.compiled
 	@exec $(BIN)/python -m benchmarks.fairness $(ARGS)

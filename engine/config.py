@@ -249,8 +249,6 @@ class EngineConfig:
             raise ConfigError("lora: two adapters have the same name.")
         if self.allow_runtime_lora and self.lora_root is None:
             raise ConfigError("allow_runtime_lora: lora_root must name the folder that the adapters are in.")
-        if self.serves_adapters and self.tensor_parallel_size > 1:
-            raise ConfigError("lora: adapters are served on one device; leave tensor_parallel_size at 1.")
         if self.serves_adapters and self.batch_invariant:
             raise ConfigError(
                 "lora: batch_invariant is not served with adapters; the number of rows of an adapter chooses the "

@@ -1,6 +1,7 @@
 """Adapters in a Driver with a real Worker: slots, prefixes, loading while streams run, restarts and sleep."""
 
 import asyncio
+import copy
 import os
 import signal
 
@@ -16,9 +17,10 @@ from engine.request import Request
 from engine.sampling_params import SamplingParams
 from tests.engine.bundled_driver import read, running_driver
 from tests.engine.driving import until
-from tests.engine.models.adapters.peft_files import Merged, write_adapter
+from tests.engine.models.adapters.peft_files import TARGETS, Merged, write_adapter
 
 NUM_ADAPTERS, NUM_TOKENS = 5, 24
+RANKS = int(os.environ.get("RANKS", "2"))  # `make ranks` also runs with 4
 PROMPT = "Once upon a time there was a fox who lived by the blue sea. " * 3
 
 
@@ -146,13 +148,33 @@ async def test_an_adapter_that_is_not_served_ends_the_start(tmp_path):
         await driver.stop()
 
 
+async def test_each_rank_adds_its_share_of_an_adapter(model, adapters):
+    """Three adapters and the base in one batch over ranks: the text of merged weights, without another call between
+    ranks. One adapter comes at run time, and a rank ends under the streams."""
+    root, deltas = adapters
+    model = copy.deepcopy(model)
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())  # the embedding stays as it is
+    deltas = [*deltas[:2], write_adapter(root / "head", model, targets=(*TARGETS, "lm_head"), seed=2, alpha=4, rank=8)]
+    settings = {"model": str(BUNDLED_MODEL), "cpu_threads": 1, "allow_runtime_lora": True, "lora_root": str(root)}
+    async with running_driver(lora=named(root)[:2], tensor_parallel_size=RANKS, **settings) as driver:
+        await driver.load_adapter("a2", "head")
+        names = ["", *driver.adapters]
+        streams = [start(driver, f"{i}", name) for i, name in enumerate(names)]
+        texts = asyncio.gather(*map(read, streams))
+        await until(lambda: all(stream.num_generated_tokens > 3 for stream in streams))
+        os.kill(driver.supervisor.executor.pids[1], signal.SIGKILL)
+        ids = driver.tokenizer.encode(PROMPT)
+        for name, (tokens, _) in zip(names, await texts, strict=True):
+            assert tokens == merged_greedy(model, deltas[int(name[1:])] if name else {}, ids), name
+        assert driver.stats.worker_restarts.values[()] == 1
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"lora": ("x",)}, "not NAME=DIR"),
         ({"lora": ("x=a", "x=b")}, "the same name"),
         ({"allow_runtime_lora": True}, "lora_root must name"),
-        ({"lora": ("x=a",), "tensor_parallel_size": 2}, "on one device"),
         ({"lora": ("x=a",), "batch_invariant": True}, "batch_invariant"),
     ],
     ids=str,

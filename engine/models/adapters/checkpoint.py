@@ -18,10 +18,11 @@ from engine.errors import ModelError
 from engine.models.adapters.config import CONFIG_FILE, PeftConfig, read_peft_config
 from engine.models.config import ModelConfig
 from engine.models.families import family_of
-from engine.models.layers.adapted import HEAD, LAYER_LINEAR, in_features, out_features
+from engine.models.layers.adapted import HEAD, LAYER_LINEAR, in_features, out_features, parts_of
 from engine.models.loading.pieces import Piece, checkpoint_pieces
 from engine.models.loading.tensor_file import TensorFile
 from engine.models.loading.weight_files import open_weight_file
+from engine.models.parallel.shard import split_of
 from kernels.lora.weights import Factor
 
 WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin")
@@ -42,7 +43,12 @@ def read_adapter(
     folder: Path, model: ModelConfig, parts: Mapping[str, Sequence[int]], max_rank: int, dtype: torch.dtype
 ) -> Adapter:
     """Read an adapter of `model`. `parts`: the rows of the parts of each linear that may have one. The factors are in
-    `dtype`, in host memory. ModelError names the field or the tensor that does not fit or is not served."""
+    `dtype`, in host memory; where `model` is that of a rank, they are the rank's share of them. ModelError names the
+    field or the tensor that does not fit or is not served."""
+    rank_model = model
+    if model.shard is not None:
+        model = model.shard.whole
+        parts = {linear: parts_of(model, linear) for linear in parts}
     config = read_peft_config(folder, max_rank)
     path = next((folder / name for name in WEIGHT_FILES if (folder / name).is_file()), None)
     if path is None:
@@ -59,7 +65,29 @@ def read_adapter(
             _place(factors.setdefault(linear, [None] * len(parts[linear])), parts[linear], piece, pair, module)
     if not factors:
         raise ModelError(f"{path.name} holds no lora_A and lora_B.")
+    if rank_model.shard is not None:
+        factors = {linear: _own_share(rank_model, linear, parts[linear], pairs) for linear, pairs in factors.items()}
     return Adapter(factors, digest)
+
+
+def _own_share(model: ModelConfig, linear: str, parts: Sequence[int], factors: Sequence[Factor]) -> list[Factor]:
+    """A rank's share of the factors of a linear, whose parts have so many rows on all ranks together.
+
+    A matrix that is split by rows needs the rank's rows of B; one that is split by columns its columns of A. The
+    latter's additions are parts of a sum like the products beside them, and the layer's one sum over the ranks adds
+    both up.
+    """
+    split = split_of(model, f"{linear}.weight")
+    if split.columns is not None:
+        columns = slice(split.columns.start, split.columns.stop)
+        return [pair and (pair[0][:, columns].contiguous(), pair[1]) for pair in factors]
+    assert split.rows is not None, "every linear with adapters is split"
+    own: list[Factor] = []
+    first = 0
+    for num_rows, rows, pair in zip(parts, split.rows, factors, strict=True):
+        own.append(pair and (pair[0], pair[1][rows.start - first : rows.stop - first].contiguous()))
+        first += num_rows
+    return own
 
 
 def _digest(*paths: Path) -> bytes:

@@ -128,8 +128,8 @@ def parts_of(config: ModelConfig, name: str) -> tuple[int, ...]:
 
 
 def out_features(config: ModelConfig, name: str) -> int:
-    """Rows of a linear's weight."""
-    return config.vocab_size if name == HEAD else config.parameter_shapes()[f"{name}.weight"][0]
+    """Rows of a linear's weight, of a rank's share of it where `config` is that of a rank."""
+    return len(config.vocab_part) if name == HEAD else config.parameter_shapes()[f"{name}.weight"][0]
 
 
 def in_features(config: ModelConfig, name: str) -> int:
