@@ -90,6 +90,8 @@ class Driver:
         self._dozing: asyncio.Task[None] | None = None  # with sleep_after
         self._isolated: str | None = None  # the request that runs alone
         self._in_flight: deque[StepPlan] = deque()
+        # False until the scheduler knows that a new Worker has an empty pool: that is later than the Worker is ready.
+        self._serves = False
         self._pump_scheduled = False
         self._tokenizer: Tokenizer | None = None
         self._owns_tokenizer = True
@@ -384,6 +386,14 @@ class Driver:
         loaded.adapters.attach(self.supervisor.send)
         if loaded.model.thinking_tags is not None:
             self.supervisor.send(loaded.model.thinking_tags)
+        self._serves = True
+        try:
+            return await self._take_results(loaded)
+        finally:
+            self._serves = False
+
+    async def _take_results(self, loaded: Loaded) -> int:
+        """The loop of `_serve`."""
         self._pump()
         while True:  # also with nothing in flight, so that the death of an idle Worker is noticed
             message = await self.supervisor.executor.receive()
@@ -425,7 +435,7 @@ class Driver:
         """Send plans until the Worker has one to compute and, where that helps, another to go on with."""
         self._pump_scheduled = False
         loaded, executor = self._loaded, self.supervisor.executor
-        if loaded is None or self._failure is not None or not executor.ready:
+        if loaded is None or self._failure is not None or not (self._serves and executor.ready):
             return
         if self._sleep.plans_stop:
             self._tell_to_sleep(loaded)
