@@ -295,7 +295,7 @@ class SleepWorker(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 class WorkerAsleep(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The answer to SleepWorker: every plan before is done, and the device memory is free (level 1) or will be as soon
-    as the process has ended (level 2)."""
+    as the process has ended (level 2). A Heartbeat between the two messages gets no answer."""
 
 
 class WakeWorker(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -179,7 +179,15 @@ def serve_and_sleep(channel: Channel, resident: "Resident") -> bool:
     if level == 1:
         resident.sleep()
     channel.send(WorkerAsleep())
-    return level == 1 and isinstance(channel.receive(), WakeWorker)
+    return level == 1 and _wakes(channel)
+
+
+def _wakes(channel: Channel) -> bool:
+    """Wait for WakeWorker; False if the Driver closed its end. A heartbeat that the Driver sent before it read
+    WorkerAsleep gets no answer."""
+    while isinstance(message := channel.receive(), Heartbeat):
+        pass
+    return isinstance(message, WakeWorker)
 
 
 def serve(channel: Channel, runner: "Runner") -> int | None:

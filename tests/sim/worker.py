@@ -89,6 +89,8 @@ class SimWorker:
         elif isinstance(message, Heartbeat):
             if self._plans or self.asked_at is not None:
                 fail("heartbeat", "a Worker is asked although an answer of it is due")
+            if not self.ready:  # it sleeps, which the Driver has not read
+                return
             self.asked_at = self._now()
             self._num_heartbeats += 1
             self._go_on()
@@ -245,7 +247,7 @@ class SimWorker:
         if sleep.flush is not None and self._host is not None:
             self._host.keep(sleep.flush.offloads, flush=True)
         self._answer(WorkerAsleep())
-        self.ready = False
+        self.ready, self.asked_at = False, None
         if sleep.level == 2:
             self.die(0)
 

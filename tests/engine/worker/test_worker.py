@@ -15,11 +15,15 @@ import pytest
 from engine.config import EngineConfig
 from engine.executor.frames import FrameSocket
 from engine.executor.step import (
+    Heartbeat,
     LoadProgress,
     NewSequence,
     SequenceStep,
+    SleepWorker,
     StartWorker,
     StepPlan,
+    WakeWorker,
+    WorkerAsleep,
     WorkerFailed,
     WorkerReady,
     decode_worker_message,
@@ -118,6 +122,19 @@ def test_ready_steps_and_end(worker, model_dir, hf_greedy):
 
     worker.close()
     assert worker.wait(PATIENCE) == 0
+
+
+def test_a_heartbeat_that_comes_late_does_not_end_its_sleep(worker, model_dir, hf_greedy):
+    worker.start(model_dir)
+    for message in (SleepWorker(1, None), Heartbeat(), WakeWorker()):
+        worker.send(message)
+    assert isinstance(worker.receive(), WorkerAsleep)
+    while isinstance(message := worker.receive(), LoadProgress):
+        pass
+    assert isinstance(message, WorkerReady)
+    for plan in generation([9, 8], 3):
+        worker.send(plan)
+    assert [worker.receive().samples[0].token_id for _ in range(3)] == hf_greedy([9, 8], 3)
 
 
 def test_frames_may_arrive_in_pieces(worker, model_dir, hf_greedy):
