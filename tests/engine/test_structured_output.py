@@ -465,7 +465,9 @@ def test_logprobs_are_the_models_own(llm):
     [free] = llm.generate("A fox", SamplingParams(temperature=0.0, max_tokens=1, logprobs=3), use_tqdm=False)
     [formed] = generate(llm, CODE, temperature=0.0, logprobs=3)
     first, plain = formed.outputs[0].logprobs[0], free.outputs[0].logprobs[0]
-    assert first.top == plain.top, "before the mask"
+    assert [token_id for token_id, _ in first.top] == [token_id for token_id, _ in plain.top], "before the mask"
+    # The second prompt goes on in the first one's blocks, so that its last rows were computed in other shapes.
+    assert dict(first.top) == pytest.approx(dict(plain.top), abs=1e-4)
     assert first.token_id not in dict(first.top) and first.logprob < min(dict(first.top).values())
 
 
