@@ -45,7 +45,10 @@ class FastOperators:
         return self.choices.linear(weight, bias) if weight.is_cuda else PackedLinear(weight, bias)
 
     def choose_kernels(self, device: torch.device, max_rows: int) -> None:
-        """Choose the kernels of a GPU's linear layers for up to max_rows rows, before CUDA graphs are recorded."""
+        """Choose the kernels of a GPU's linear layers for up to max_rows rows, and of the sums over ranks, before CUDA
+        graphs are recorded."""
+        if self.ranks is not None:
+            self.ranks.choose_sum(device, self.dtype)
         if self.choices.layers:
             choose_on_device(self.choices, device, max_rows)
 

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
+from engine.models.parallel.symmetric_memory import open_symmetric_sum
+
 # torch 2.13 renames the call, and warns of its old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 FOREVER = timedelta(days=30)  # the Driver watches for ranks that hang and ends them
@@ -25,12 +27,16 @@ class Ranks:
         self.rank, self.size = rank, size
         self.num_calls = self.num_bytes = 0
         self._group = group
+        self._sum: Callable[[Tensor], None] = self._sum_by_backend
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of the ranks' tensors of one shape; x may be overwritten."""
         self._count(x)
-        dist.all_reduce(x, group=self._group)
+        self._sum(x)
         return x
+
+    def _sum_by_backend(self, x: Tensor) -> None:
+        dist.all_reduce(x, group=self._group)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """The ranks' tensors of one shape, [size, *shape]."""
@@ -45,6 +51,14 @@ class Ranks:
         given = torch.tensor(numbers, dtype=torch.int64, device=device)
         least: list[int] = self.all_gather(given).amin(0).tolist()
         return least
+
+    def choose_sum(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Let all_reduce go through symmetric memory where that is faster for tensors of `dtype`. GPUs only: all ranks
+        must call this at once, before CUDA graphs are recorded."""
+        indices = self.all_gather(torch.tensor([device.index], device=device)).flatten().tolist()
+        devices = [torch.device(device.type, index) for index in indices]
+        summed = open_symmetric_sum(self._group, devices, dtype, self._sum_by_backend, self.least)
+        self._sum = summed or self._sum_by_backend
 
     def _count(self, x: Tensor) -> None:
         self.num_calls += 1
