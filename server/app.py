@@ -32,7 +32,13 @@ from server.playground import PAGE, get_page
 from server.protocol import ChatCompletionRequest, CompletionRequest
 from server.protocol.anthropic.request import MessagesPrompt, MessagesRequest
 from server.protocol.responses.request import ResponsePrompt, ResponseRequest
-from server.routes.adapters import load_adapter, unload_adapter
+from server.routes.adapters import (
+    LoadAdapterRequest,
+    UnloadAdapterRequest,
+    load_adapter,
+    may_change_adapters,
+    unload_adapter,
+)
 from server.routes.chat_completions import create_chat_completion, stored_completion
 from server.routes.completions import create_completion
 from server.routes.debug_kv import debug_kv, debug_kv_enabled, debug_steps
@@ -63,12 +69,16 @@ PREFLIGHT_SECONDS = 3600  # time for which a browser keeps the answer to a prefl
 Handler = Callable[[HttpRequest, Served], Awaitable[Response]]
 
 
-def _always(config: ServerConfig) -> bool:
+def _always(served: Served) -> bool:
     return True
 
 
-def _never(config: ServerConfig) -> bool:
+def _never(served: Served) -> bool:
     return False
+
+
+def _with_debug_kv(served: Served) -> bool:
+    return debug_kv_enabled(served.config)
 
 
 @dataclass(frozen=True)
@@ -89,7 +99,7 @@ class Route:
     path: str
     handler: Handler
     bodies: tuple[type[BaseModel], ...] = ()
-    in_schema: Callable[[ServerConfig], bool] = _always
+    in_schema: Callable[[Served], bool] = _always
     parameters: tuple[dict[str, Any], ...] = ()
 
 
@@ -117,16 +127,16 @@ ROUTES = (
     Route("POST", "/sleep", sleep_model, parameters=(LEVEL_PARAMETER,)),  # vLLM's three
     Route("POST", "/wake_up", wake_model),
     Route("GET", "/is_sleeping", is_sleeping),
-    Route("POST", "/v1/load_lora_adapter", load_adapter, in_schema=_never),  # only with --allow-runtime-lora
-    Route("POST", "/v1/unload_lora_adapter", unload_adapter, in_schema=_never),
+    Route("POST", "/v1/load_lora_adapter", load_adapter, (LoadAdapterRequest,), may_change_adapters),
+    Route("POST", "/v1/unload_lora_adapter", unload_adapter, (UnloadAdapterRequest,), may_change_adapters),
     Route("GET", "/v1/models", list_models),
     Route("GET", "/v1/models/{model:path}", retrieve_model),
     Route("GET", "/health", get_health),
     Route("GET", "/ready", get_ready),
     Route("GET", "/version", version),
     Route("GET", "/debug/requests/{id}", debug_requests),
-    Route("GET", "/debug/kv", debug_kv, in_schema=debug_kv_enabled),
-    Route("GET", "/debug/steps", debug_steps, in_schema=debug_kv_enabled),
+    Route("GET", "/debug/kv", debug_kv, in_schema=_with_debug_kv),
+    Route("GET", "/debug/steps", debug_steps, in_schema=_with_debug_kv),
     *(Route("GET", path, get_page, in_schema=_never) for path in PAGE),
     Route("GET", "/metrics", get_metrics),
 )
@@ -153,7 +163,7 @@ def create_app_of(hosted: Sequence[HostedModel], config: ServerConfig) -> FastAP
     known_paths = frozenset(route.path for route in ROUTES if "{" not in route.path) | {app.openapi_url or ""}
     _add_error_handlers(app, served, known_paths)
     _add_middleware(app, config, served, known_paths)
-    bodies = [kind for route in ROUTES for kind in route.bodies]
+    bodies = [kind for route in ROUTES if route.in_schema(served) for kind in route.bodies]
     app.openapi = describe(app, config, bodies, served.names[0])  # type: ignore[method-assign]
     return app
 
@@ -164,7 +174,7 @@ def _add_route(app: FastAPI, route: Route, served: Served) -> None:
     async def endpoint(http: HttpRequest) -> Response:
         return await route.handler(http, served)
 
-    methods, in_schema = route.methods.split(), route.in_schema(served.config)
+    methods, in_schema = route.methods.split(), route.in_schema(served)
     extra = body_of(route.bodies) if route.bodies else parameters_of(route.path, route.parameters)
     options: dict[str, Any] = {"response_class": Response, "name": route.handler.__name__}
     app.add_api_route(

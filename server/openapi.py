@@ -37,6 +37,7 @@ STATUSES = {
 OF_POSTS = (400, 401, 404, 408, 413, 415, 429, 500, 503)
 OF_MESSAGES = (*OF_POSTS[:-1], 529)
 OF_GETS = (401, 500, 503)
+OF_ADMIN_POSTS = (400, 401, 403, 404, 408, 413, 415, 429, 500, 503)
 OF_ADMIN = (400, 401, 403, 404, 429, 500, 503)
 SECURITY = {
     "bearer": {"type": "http", "scheme": "bearer"},
@@ -90,6 +91,8 @@ ANSWERS: dict[str, Answers] = {
     "/v1/models/{model}/wake": Answers(answers.ModelState, errors=OF_ADMIN),
     "/sleep": Answers(answers.ModelState, errors=OF_ADMIN),
     "/wake_up": Answers(answers.ModelState, errors=OF_ADMIN),
+    "/v1/load_lora_adapter": Answers(None, errors=OF_ADMIN_POSTS),
+    "/v1/unload_lora_adapter": Answers(None, errors=OF_ADMIN_POSTS),
     "/is_sleeping": Answers(answers.IsSleeping, errors=(401, 500)),
     "/health": Answers(answers.Health, errors=(500, 503), failure=answers.Unhealthy),
     "/ready": Answers(answers.Ready, errors=(500, 503), failure=answers.NotReady),

@@ -30,6 +30,11 @@ class LoadAdapterRequest(UnloadAdapterRequest):
 Asked = TypeVar("Asked", bound=UnloadAdapterRequest)
 
 
+def may_change_adapters(served: Served) -> bool:
+    """True if a model of the server loads adapters at run time."""
+    return any(one.driver.config.allow_runtime_lora for one in served.models)
+
+
 async def load_adapter(http: HttpRequest, served: Served) -> Response:
     """Load a LoRA adapter; answers once requests may name it."""
     request, served = await _read(http, served, LoadAdapterRequest)
@@ -93,7 +98,7 @@ def _living(replicas: Sequence[HasAdapters]) -> Sequence[HasAdapters]:
 async def _read(http: HttpRequest, served: Served, kind: type[Asked]) -> tuple[Asked, Served]:
     """The request and the model whose adapters it changes. Raises 404 where no model may change them, ApiError 403 for
     a key that is no administrator's."""
-    if not any(one.driver.config.allow_runtime_lora for one in served.models):
+    if not may_change_adapters(served):
         raise HTTPException(404)
     http.state.caller.check_admin()
     request, served = await served.read(http, kind)

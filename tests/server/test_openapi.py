@@ -1,6 +1,8 @@
 """/openapi.json is true: live answers, streamed ones too, are what it says, and so are openai-python's own types."""
 
 import json
+import re
+from pathlib import Path
 
 import httpx
 import jsonschema
@@ -57,6 +59,13 @@ def test_every_route_says_what_it_answers(server):
         if getattr(route, "include_in_schema", False) and getattr(route, "methods", None)
     } - {"/openapi.json"}
     assert routes <= set(ANSWERS), "add a row to ANSWERS in server/openapi.py"
+
+
+def test_documents_name_every_described_route():
+    root = Path(__file__).parents[2]
+    text = "".join((root / name).read_text(encoding="utf-8") for name in ("README.md", "docs/api.md"))
+    named = {re.sub(r"{\w+}", "{}", path) for path in re.findall(r"(?<![\w/])/[a-z][\w/{}]*", text)}
+    assert {re.sub(r"{\w+}", "{}", path) for path in ANSWERS} <= named
 
 
 VARIANTS = [
@@ -244,6 +253,27 @@ def test_examples_are_answered(bundled_server):
     for path, post in posts.items():
         body = post["requestBody"]["content"]["application/json"]["example"]
         assert httpx.post(bundled_server + path, json=body, timeout=60).status_code == 200, path
+
+
+def test_optional_routes_are_described_where_they_are_switched_on(folder, document, tmp_path):
+    load, unload, debug = "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/debug/kv"
+    assert debug in document["paths"] and not {load, unload} & document["paths"].keys()
+    assert "LoadAdapterRequest" not in document["components"]["schemas"]
+    engine = {"allow_runtime_lora": True, "lora_root": str(tmp_path)}
+    with LiveServer(folder, debug_kv=False, engine=engine) as server, server.client() as client:
+        document = client.get("/openapi.json").json()
+        openapi_spec_validator.validate(document)
+        assert {load, unload} <= document["paths"].keys() and debug not in document["paths"]
+        body = {"lora_name": "sql", "lora_path": "sql"}
+        for path, valid, invalid in ((load, body, {"lora_name": "sql"}), (unload, {"lora_name": "sql"}, body)):
+            check = request_validator(document, path)
+            check.validate(valid)
+            assert not check.is_valid(invalid)
+            for status, wrong in (("400", invalid), ("404", {**valid, "model": "other"})):
+                answer = client.post(path, json=wrong)
+                assert_error(answer, int(status))
+                validator(document, path, status=status).validate(answer.json())
+            assert document["paths"][path]["post"]["responses"]["200"]["content"].keys() == {"text/plain"}
 
 
 def test_a_key_file_is_in_the_document_too(folder, tmp_path):
