@@ -11,7 +11,7 @@ import itertools
 import logging
 import threading
 import weakref
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -50,6 +50,10 @@ class _Job:
     token_ids: list[int]
     params: SamplingParams
     beam_search: BeamSearchParams | None = None
+    adapter: str = ""
+
+    def request(self, request_id: str) -> Request:
+        return Request(request_id, self.token_ids, self.params, beam_search=self.beam_search, adapter=self.adapter)
 
 
 class LLM:
@@ -95,27 +99,37 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        lora: str | Sequence[str] = "",
     ) -> list[RequestOutput]:
         """Complete every prompt; the results are in the order of the prompts and hold the whole text.
 
         A prompt is a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}. `sampling_params` is one
         SamplingParams for all prompts, a list with one for each prompt, or None for get_default_sampling_params().
-        Raises InvalidRequestError before any prompt runs if a prompt has another form or does not fit the model. A
-        request that fails in the engine has finish_reason "error" and the text that it had; EngineError is raised only
-        if all requests fail. Ctrl-C aborts the requests and leaves the LLM usable.
+        `lora` is the name of an adapter of the setting `lora`, for all prompts, or a list with a name for each prompt;
+        the empty name is the model without an adapter.
+
+        Raises InvalidRequestError before any prompt runs if a prompt has another form or does not fit the model, and
+        for an unknown adapter. A request that fails in the engine has finish_reason "error" and the text that it had;
+        EngineError is raised only if all requests fail. Ctrl-C aborts the requests and leaves the LLM usable.
         """
         prompt_list = _prompt_list(prompts)
         params = self._params(sampling_params, len(prompt_list))
         jobs = [_job(self.tokenizer, *pair, index) for index, pair in enumerate(zip(prompt_list, params, strict=True))]
-        return self._run(jobs, use_tqdm)
+        return self._run(jobs, use_tqdm, lora)
 
     def beam_search(
-        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, use_tqdm: bool = True
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        use_tqdm: bool = True,
+        *,
+        lora: str | Sequence[str] = "",
     ) -> list[RequestOutput]:
         """Return for every prompt the `params.beam_width` best continuations that beam search finds, best first.
 
-        Prompts, order and errors are those of `generate`. Each output has the logprobs of its tokens; its score is
-        `cumulative_logprob / len(token_ids) ** params.length_penalty`. A search whose hypotheses do not fit the KV
+        Prompts, `lora`, order and errors are those of `generate`. Each output has the logprobs of its tokens; its score
+        is `cumulative_logprob / len(token_ids) ** params.length_penalty`. A search whose hypotheses do not fit the KV
         cache together has finish_reason "error".
         """
         if not isinstance(params, BeamSearchParams):
@@ -124,7 +138,7 @@ class LLM:
             _job(self.tokenizer, prompt, params.sampling_params(), index, params)
             for index, prompt in enumerate(_prompt_list(prompts))
         ]
-        return self._run(jobs, use_tqdm)
+        return self._run(jobs, use_tqdm, lora)
 
     def chat(
         self,
@@ -135,8 +149,10 @@ class LLM:
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        lora: str | Sequence[str] = "",
     ) -> list[RequestOutput]:
-        """Answer one conversation (a list of {"role", "content"}) or a list of them, through the chat template."""
+        """Answer one conversation (a list of {"role", "content"}) or a list of them, through the chat template. `lora`
+        is that of `generate`."""
         conversations = _conversations(messages)
         params = self._params(sampling_params, len(conversations))
         jobs = []
@@ -148,7 +164,7 @@ class LLM:
                 **(chat_template_kwargs or {}),
             )
             jobs.append(_Job(prompt.text, prompt.token_ids, conversation_params))
-        return self._run(jobs, use_tqdm)
+        return self._run(jobs, use_tqdm, lora)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The sampling parameters that the model's generation_config.json asks for. They do not complete SamplingParams
@@ -170,13 +186,17 @@ class LLM:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _run(self, jobs: list[_Job], use_tqdm: bool) -> list[RequestOutput]:
+    def _run(self, jobs: list[_Job], use_tqdm: bool, lora: str | Sequence[str]) -> list[RequestOutput]:
         if not self._finalizer.alive:
             raise EngineError("this LLM is closed; make a new one.")
-        jobs = [dataclasses.replace(job, params=_with_thinking(self.tokenizer, job)) for job in jobs]
+        adapters = _adapter_list(lora, len(jobs), self.driver.replicas[0].adapters)
+        jobs = [
+            dataclasses.replace(job, params=_with_thinking(self.tokenizer, job), adapter=adapter)
+            for job, adapter in zip(jobs, adapters, strict=True)
+        ]
         for index, job in enumerate(jobs):
             with _naming_prompt(index):
-                check_request(Request("", job.token_ids, job.params, beam_search=job.beam_search), self.driver.model)
+                check_request(job.request(""), self.driver.model)
         with _Progress(len(jobs), use_tqdm) as progress:
             outputs = self._thread.run(self._complete_all(jobs, progress))
         failed = [output for output in outputs if output.outputs[0].finish_reason is FinishReason.ERROR]
@@ -189,8 +209,7 @@ class LLM:
 
         async def complete(index: int, job: _Job) -> RequestOutput:
             async with slots:
-                number = next(self._request_numbers)
-                request = Request(f"llm-{number}", job.token_ids, job.params, beam_search=job.beam_search)
+                request = job.request(f"llm-{next(self._request_numbers)}")
                 with _naming_prompt(index):
                     output = await self._complete(request, job)
             progress.add(output)
@@ -380,6 +399,17 @@ def _params_list(sampling_params: Any, count: int) -> list[SamplingParams]:
             f"sampling_params must be one SamplingParams, or a list of {count}: one per prompt.", "sampling_params"
         )
     return list(params)
+
+
+def _adapter_list(lora: Any, count: int, known: Collection[str]) -> list[str]:
+    names = [lora] * count if isinstance(lora, str) else lora
+    if not isinstance(names, (list, tuple)) or len(names) != count:
+        raise InvalidRequestError(f"lora must be the name of an adapter, or a list of {count}: one per prompt.", "lora")
+    for name in names:
+        if name not in ("", *known):
+            message = f"lora: there is no adapter {name!r}; the setting `lora` of this LLM has {sorted(known)}."
+            raise InvalidRequestError(message, "lora")
+    return list(names)
 
 
 def _with_thinking(tokenizer: Tokenizer, job: _Job) -> SamplingParams:

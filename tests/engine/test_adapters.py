@@ -13,8 +13,9 @@ from engine.checkpoint.locate import BUNDLED_MODEL
 from engine.config import EngineConfig
 from engine.driver import Driver
 from engine.errors import ConfigError, EngineError, InvalidRequestError, ModelError
+from engine.llm import LLM
 from engine.request import Request
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import BeamSearchParams, SamplingParams
 from tests.engine.bundled_driver import read, running_driver
 from tests.engine.driving import until
 from tests.engine.models.adapters.peft_files import TARGETS, Merged, write_adapter
@@ -57,6 +58,13 @@ def merged_greedy(model, deltas, ids):
         for _ in range(NUM_TOKENS):
             ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
     return ids[-NUM_TOKENS:]
+
+
+@torch.inference_mode()
+def merged_logprob(model, deltas, ids, generated):
+    with Merged(model, deltas):
+        logprobs = model(torch.tensor([[*ids, *generated]])).logits[0].log_softmax(-1)
+    return sum(float(logprobs[len(ids) - 1 + i, token]) for i, token in enumerate(generated))
 
 
 async def test_five_adapters_in_two_slots_and_the_base(model, adapters):
@@ -109,6 +117,33 @@ async def test_loading_at_run_time_changes_no_byte_of_live_streams(model, adapte
         (root / "empty").mkdir(exist_ok=True)
         with pytest.raises(InvalidRequestError, match="cannot read"):
             await driver.load_adapter("empty", "empty")
+
+
+def test_an_llm_takes_an_adapter_for_a_call_or_for_each_prompt(model, adapters):
+    root, deltas = adapters
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    settings = {"device": "cpu", "dtype": "float32", "max_model_len": 128, "model": str(BUNDLED_MODEL)}
+    with LLM(lora=named(root)[:2], **settings) as llm:
+        chat = [{"role": "user", "content": "Hi"}]
+        found = [
+            *zip(("a0", "", "a1"), llm.generate([PROMPT] * 3, params, False, lora=["a0", "", "a1"]), strict=True),
+            ("a1", llm.chat(chat, params, False, lora="a1")[0]),
+            ("", llm.chat(chat, params, False)[0]),
+        ]
+        for name, output in found:
+            tokens = merged_greedy(model, deltas[int(name[1:])] if name else {}, output.prompt_token_ids)
+            assert list(output.outputs[0].token_ids) == tokens, name
+        search = BeamSearchParams(beam_width=2, max_tokens=6)
+        (found_beams,) = llm.beam_search(PROMPT, search, False, lora="a0")
+        for beam in found_beams.outputs:
+            scored = merged_logprob(model, deltas[0], found_beams.prompt_token_ids, beam.token_ids)
+            assert beam.cumulative_logprob == pytest.approx(scored, abs=1e-4)
+        with pytest.raises(InvalidRequestError, match=r"no adapter 'a9'.* has \['a0', 'a1'\]"):
+            llm.generate(["x", "y"], params, False, lora=["a0", "a9"])
+        for lora in (["a0"], None, [None, "a0"], [[], "a0"], 3):
+            with pytest.raises(InvalidRequestError, match="lora"):
+                llm.generate(["x", "y"], params, False, lora=lora)
+        assert llm.driver.num_live_requests == 0
 
 
 async def test_a_restart_and_a_sleep_load_the_adapters_again(adapters, tmp_path, model):
