@@ -64,13 +64,19 @@ class StackedWeights:
     ) -> None:  # fmt: skip
         rank = padded_rank(max_rank)
         self.parts = parts
+        self._on_gpu = device.type == "cuda"
         self.a = torch.zeros((max_loras, len(parts), rank, in_features), dtype=dtype, device=device)
         self.b = torch.zeros((max_loras, sum(parts), rank), dtype=dtype, device=device)
         self.ranks = torch.zeros((max_loras, len(parts)), dtype=torch.int32, device=device)
 
     def pack(self, factors: Sequence[Factor]) -> list[Factor]:
-        """See LoraWeights."""
-        return list(factors)
+        """See LoraWeights. In pinned memory, so that `set` does not wait for the steps that the device still computes.
+        Parts that share a tensor share its copy."""
+        if not self._on_gpu:
+            return list(factors)
+        shared = {t.data_ptr(): t for pair in factors if pair for t in pair}
+        pinned = {address: t if t.is_cuda else t.pin_memory() for address, t in shared.items()}
+        return [pair and (pinned[pair[0].data_ptr()], pinned[pair[1].data_ptr()]) for pair in factors]
 
     def set(self, slot: int, packed: list[Factor] | None) -> None:
         """See LoraWeights. Copies in the order of the current stream."""

@@ -56,6 +56,12 @@ class FakeCuda:
         address = tensor.data_ptr()
         return any(begin <= address < end for begin, end in self.pinned)
 
+    def pin(self, tensor):
+        """Stands in for Tensor.pin_memory."""
+        copy = tensor.clone()
+        self.pinned.append((copy.data_ptr(), copy.data_ptr() + copy.nbytes))
+        return copy
+
     def copied(self, target, source, non_blocking):
         """A copy between host and device."""
         self.copies += 1
@@ -275,6 +281,7 @@ def fake_cuda(monkeypatch, capability=(9, 0), num_sms=132):
         "synchronize": None, "current_device": 0,
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: device.pin(tensor))
     for module in gpu_modules():
         for name, value in list(vars(module).items()):
             if name.endswith("_kernel") and isinstance(value, triton.JITFunction):

@@ -9,11 +9,11 @@ import gc
 import numpy as np
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from transformers import BertConfig
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from transformers import BertConfig, LlamaForCausalLM
 
 from engine.config import EngineConfig
-from engine.executor.step import BlockCopy, BlockMove, NewSequence, SequenceStep, StepPlan
+from engine.executor.step import BlockCopy, BlockMove, LoadAdapter, NewSequence, SequenceStep, StepPlan
 from engine.models.families import read_model_config
 from engine.models.loading.load import load_model
 from engine.sampling_params import Pooling, SamplingParams
@@ -34,6 +34,7 @@ from engine.worker.sampling.step_sampler import StepSampler
 from kernels.attention.flashinfer import FlashInferPrefill
 from kernels.kv_format import KV_FORMATS
 from kernels.sampling.token_mask import TokenMask
+from tests.engine.models.adapters.peft_files import write_adapter
 from tests.engine.models.tiny_models import CASES
 from tests.engine.worker.fake_cuda import DeviceError, FakeCudaQueue, fake_cuda
 from tests.engine.worker.mini_driver import ColumnDriver
@@ -52,11 +53,12 @@ def cuda(monkeypatch):
 
 @pytest.fixture
 def make_decoder(cuda, tmp_path):
-    def make(name, batch_invariant=False):
+    def make(name, batch_invariant=False, lora=None):
         CASES[name]().save_pretrained(tmp_path)
         model = read_model_config(tmp_path)
         decoder = load_model(tmp_path, model, dtype=torch.bfloat16, device=FakeCudaQueue.device, seed=0,
-                             load_format="dummy", max_model_len=LENGTH, batch_invariant=batch_invariant)  # fmt: skip
+                             load_format="dummy", max_model_len=LENGTH, batch_invariant=batch_invariant,
+                             lora=lora)  # fmt: skip
         return model, decoder
 
     return make
@@ -70,9 +72,9 @@ def one_at_a_time(*_):
 def make_runner(cuda, make_decoder, monkeypatch):
     monkeypatch.setattr(StepSampler, "_sample_row", one_at_a_time)
 
-    def make(name, kv_format=None, batch_invariant=False, num_slots=0, flashinfer=False):
+    def make(name, kv_format=None, batch_invariant=False, num_slots=0, flashinfer=False, lora=None):
         """Warm, with all graphs recorded; from then on nothing may be compiled or waited for."""
-        (model, decoder), queue = make_decoder(name, batch_invariant), FakeCudaQueue(cuda)
+        (model, decoder), queue = make_decoder(name, batch_invariant, lora), FakeCudaQueue(cuda)
         caches = allocate_kv_caches(model, NUM_BLOCKS, BLOCK_SIZE, torch.bfloat16, queue.device, kv_format)
         host_cache = HostCache(block_copier(caches), num_slots, queue.device, queue=queue)
         buckets = BucketSettings(LIMITS.max_num_seqs, LIMITS.max_num_seqs, MIXED_TOKENS,
@@ -108,14 +110,14 @@ class StrictDriver(ColumnDriver):
         super().update(result)
 
 
-def serve(runner, params, prompts=(40, 17, 1, 9), num_steps=4, first=0):
+def serve(runner, params, prompts=(40, 17, 1, 9), num_steps=4, first=0, adapters=(0, 0, 0, 0)):
     """Chunks without a graph and mixed steps with one, decodes of some and of all, a removal in between. Sequence
     first + i has params[i]."""
     device, driver = runner._queue._fake, StrictDriver(runner)
     device.launched.clear()
     driver.free = list(range(NUM_BLOCKS))
-    for i, (length, one) in enumerate(zip(prompts, params, strict=True), start=first):
-        driver.add(i, [1] * length, one)
+    for i, (length, one, adapter) in enumerate(zip(prompts, params, adapters, strict=True), start=first):
+        driver.add(i, [1] * length, one, adapter)
     ids = list(driver.prompts)
     graphs = runner.buckets.graphs
     graphs.enabled = False
@@ -152,6 +154,19 @@ def test_every_kind_of_model(make_runner, name):
 @pytest.mark.parametrize("kv_format", KV_FORMATS.values(), ids=KV_FORMATS)
 def test_quantised_caches(make_runner, kv_format):
     serve(make_runner("llama", kv_format), [GREEDY, DRAWN] * 2)
+
+
+def test_rows_with_different_adapters(make_runner, cuda, tmp_path):
+    """Two slots for three adapters: rows change their slots, and a slot its adapter, without a wait."""
+    runner, answers = make_runner("llama", lora=(2, 8)), []
+    for adapter_id in (1, 2, 3):
+        with unset_fake_temporarily():
+            write_adapter(tmp_path / f"{adapter_id}", LlamaForCausalLM(CASES["llama"]()), seed=adapter_id, rank=4)
+        runner.handle_message(LoadAdapter(adapter_id, str(tmp_path / f"{adapter_id}")), answers.append)
+    serve(runner, [GREEDY] * 4, adapters=(1, 2, 0, 1))
+    serve(runner, [GREEDY, DRAWN] * 2, adapters=(3, 0, 2, 3), first=10)
+    assert not any(answer.error for answer in answers) and len(answers) == 3
+    assert {"shrink_kernel", "expand_kernel"} <= set(cuda.launched)
 
 
 @pytest.mark.parametrize("name", ["llama_biases", "qwen3"])

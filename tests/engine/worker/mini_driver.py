@@ -24,11 +24,13 @@ class MiniDriver:
         self.runner = runner
         self.free = list(np.random.default_rng(0).permutation(num_blocks))
         self.tokens, self.prompts, self.computed, self.blocks, self.params = {}, {}, {}, {}, {}
+        self.adapters = {}
         self.pending = {}  # sampled by plans whose results were not taken in
         self.removed, self.new, self.step_id = [], [], 0
 
-    def add(self, seq_id, prompt, params=GREEDY):
+    def add(self, seq_id, prompt, params=GREEDY, adapter_id=0):
         self.tokens[seq_id], self.prompts[seq_id], self.params[seq_id] = list(prompt), list(prompt), params
+        self.adapters[seq_id] = adapter_id
         self.start(seq_id)
 
     def start(self, seq_id):
@@ -57,6 +59,7 @@ class MiniDriver:
                         block_ids=list(blocks),
                         params=self.params[seq_id],
                         seed=1000 + seq_id,
+                        adapter_id=self.adapters[seq_id],
                     )
                 )
                 self.new.remove(seq_id)

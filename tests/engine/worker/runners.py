@@ -14,10 +14,10 @@ from tests.engine.worker.mini_driver import CONFIG
 CPU = torch.device("cpu")
 
 
-def load_decoder(model_dir):
-    """The decoder alone, in fp32 on the CPU."""
+def load_decoder(model_dir, lora=None):
+    """The decoder alone, in fp32 on the CPU; `lora`: (slots, largest rank) for adapters."""
     model = read_model_config(model_dir)
-    return load_model(model_dir, model, dtype=torch.float32, device=CPU, load_format="auto", seed=0)
+    return load_model(model_dir, model, dtype=torch.float32, device=CPU, load_format="auto", seed=0, lora=lora)
 
 
 def load_cpu_runner(model_dir):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.executor.step import NewSequence, SequenceStep, StepPlan
+from engine.executor.step import LoadAdapter, NewSequence, SequenceStep, StepPlan
 from engine.models.families import read_model_config
 from engine.sampling_params import Pooling, SamplingParams
 from engine.worker.batch.bucket_buffers import input_bytes, input_views
@@ -13,11 +13,13 @@ from engine.worker.batch.input_batch import InputBatch
 from engine.worker.batch.step_buffer import StepBuffer
 from engine.worker.bucket_runner import MIXED, BucketSettings, graph_keys
 from engine.worker.device.cuda_graphs import Bucket
+from tests.engine.models.adapters.peft_files import TARGETS, Merged, write_adapter
 from tests.engine.worker.lazy_queue import LazyQueue
-from tests.engine.worker.mini_driver import GREEDY, PROMPTS, ColumnDriver
-from tests.engine.worker.runners import zeroed_kv_caches
+from tests.engine.worker.mini_driver import GREEDY, PROMPTS, ColumnDriver, remove_all
+from tests.engine.worker.runners import load_decoder, make_queue_runner, zeroed_kv_caches
 
 NAN = float("nan")
+WITH_LOGPROBS = SamplingParams(temperature=0.0, logprobs=1)
 
 
 @pytest.fixture
@@ -44,8 +46,10 @@ def poison(runner, kv_caches, random):
     return used
 
 
-def run_randomly(runner, kv_caches, seed, num_steps=40, poisoned=False):
-    """(texts, hidden states of each step's sampled rows) of a random schedule of chunks and decodes."""
+def run_randomly(runner, kv_caches, seed, num_steps=40, poisoned=False, adapters=None, params=WITH_LOGPROBS):
+    """(texts, hidden states of each step's sampled rows) of a random schedule of chunks and decodes. `adapters`: the
+    adapter of a sequence, for those that have one. Greedy steps without logprobs sample in a graph: no hidden states.
+    """
     random, nonsense = np.random.default_rng(seed), np.random.default_rng(seed)
     driver, hidden = ColumnDriver(runner, ahead=0), []
     sample = runner.sampler.sample
@@ -56,7 +60,7 @@ def run_randomly(runner, kv_caches, seed, num_steps=40, poisoned=False):
 
     runner.sampler.sample = spy
     for seq_id, prompt in PROMPTS.items():
-        driver.add(seq_id, prompt, SamplingParams(temperature=0.0, logprobs=1))
+        driver.add(seq_id, prompt, params, adapter_id=(adapters or {}).get(seq_id, 0))
     for _ in range(num_steps):
         counts = {}
         for seq_id in PROMPTS:
@@ -69,6 +73,7 @@ def run_randomly(runner, kv_caches, seed, num_steps=40, poisoned=False):
         driver.step(counts)
         if before is not None:
             written_alone(runner, kv_caches, before)
+    runner.sampler.sample = sample
     return [driver.output(seq_id) for seq_id in PROMPTS], hidden
 
 
@@ -100,6 +105,45 @@ def test_poisoned_padding_changes_nothing(make_runner, model_dir, hf_greedy, kv_
     assert len(hidden) == len(eager_hidden) > 20
     for states, eager in zip(hidden, eager_hidden, strict=True):
         torch.testing.assert_close(states, eager)
+
+
+# Adapters of sequences, two at a time, and how all of them are sampled.
+ROUNDS = (({2: 1, 3: 2, 4: 1, 5: 2}, WITH_LOGPROBS), ({1: 3, 2: 2, 4: 3}, WITH_LOGPROBS), ({1: 1, 3: 3, 5: 1}, GREEDY))
+
+
+def run_with_adapters(model_dir, folders, queue, kv_caches, graphs, poisoned=False):
+    """(number of replays, [(texts, hidden states) of each round]). Adapters take each other's slots."""
+    decoder = load_decoder(model_dir, lora=(2, 8))
+    runner = make_queue_runner(model_dir, decoder, queue, graphs=graphs, kv_caches=kv_caches)
+    answers, replays = [], queue.replays
+    for adapter_id, folder in enumerate(folders, start=1):
+        runner.handle_message(LoadAdapter(adapter_id, str(folder)), answers.append)
+    found = []
+    for seed, (adapters, params) in enumerate(ROUNDS):
+        found.append(run_randomly(runner, kv_caches, seed, poisoned=poisoned, adapters=adapters, params=params))
+        remove_all(runner)
+    assert len(answers) == len(folders) and not any(answer.error for answer in answers)
+    return queue.replays - replays, found
+
+
+def test_rows_with_different_adapters_share_a_bucket(model_dir, hf_model, hf_greedy, kv_caches, tmp_path):
+    """The text of merged weights, and the hidden states of steps without buckets; one adapter changes lm_head."""
+    deltas = [
+        write_adapter(tmp_path / str(i), hf_model, targets=targets, seed=i, rank=rank)
+        for i, (targets, rank) in enumerate([((*TARGETS, "lm_head"), 4), (("q_proj", "down_proj"), 8), (TARGETS, 1)])
+    ]
+    folders = [tmp_path / str(i) for i in range(len(deltas))]
+    replays, graphed = run_with_adapters(model_dir, folders, LazyQueue(), kv_caches, graphs=True, poisoned=True)
+    assert replays > 60
+    own = zeroed_kv_caches(read_model_config(model_dir))
+    _, eager = run_with_adapters(model_dir, folders, LazyQueue(), own, graphs=False)
+    for (adapters, params), (texts, hidden), (eager_texts, eager_hidden) in zip(ROUNDS, graphed, eager, strict=True):
+        assert texts == eager_texts
+        if params is WITH_LOGPROBS:
+            torch.testing.assert_close(torch.cat(hidden), torch.cat(eager_hidden))
+        for (seq_id, prompt), text in zip(PROMPTS.items(), texts, strict=True):
+            with Merged(hf_model, deltas[adapters[seq_id] - 1] if seq_id in adapters else {}):
+                assert len(text) > 3 and text == hf_greedy(prompt, len(text)), seq_id
 
 
 def test_the_padding_that_the_poison_would_show(make_runner, kv_caches, monkeypatch):
