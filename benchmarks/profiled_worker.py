@@ -73,6 +73,7 @@ def describe(kernel: Any, packed: Any) -> tuple[str, tuple[int, int]]:
     name, a = kernel.fn.__name__.lstrip("_"), kernel.pack.__self__.unpack(packed[: kernel.pack.__self__.size])
     if name == "linear":
         rows, words, outputs = a[6], a[8], a[9]
+        name = "linear and gate" if a[11] >= 0 else name
         return f"{name} {2 * words} -> {outputs}", (4 * words * outputs, 4 * rows * words * outputs)
     if name == "code_linear":
         rows, words, outputs, kind, is_half, groups = a[10], a[12], a[13], a[14], a[16], a[17]

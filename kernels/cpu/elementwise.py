@@ -12,6 +12,7 @@ from kernels.cpu.simd import WIDTH, advance, load, read, splat, store
 
 CHUNK = 8192  # minimum elements per work item: about 2 us, well above the cost of handing an item out
 DTYPES = (torch.bfloat16, torch.float32)
+GATES = {"silu": 0, "gelu_tanh": 1}  # the functions of `gated`
 GELU_LINEAR = 2 * math.sqrt(2 / math.pi)
 
 
@@ -92,22 +93,26 @@ def rms_norm(
 
 
 @jit
-def _gate_items(args, x, out):
-    """act(gate) * up, where act(g) = g * sigmoid(z): SiLU has z = g, GELU by tanh z = 2 sqrt(2 / pi) (g + 0.044715 g^3)
-    (Hendrycks & Gimpel 2016, section 2)."""
-    rows, size, stride, per_item, is_gelu = args[4], args[5], args[6], args[7], args[8]
+def gated(gate, up, is_gelu):
+    """act(gate) * up of vectors, where act(g) = g * sigmoid(z): SiLU has z = g, GELU by tanh z = 2 sqrt(2 / pi) (g +
+    0.044715 g^3) (Hendrycks & Gimpel 2016, section 2)."""
     zero, one, limit = splat(np.float32(0)), splat(np.float32(1)), splat(np.float32(-88))
     linear, cubic = splat(np.float32(GELU_LINEAR)), splat(np.float32(GELU_LINEAR * 0.044715))
+    z = simd.mul(gate, simd.fma(cubic, simd.mul(gate, gate), linear)) if is_gelu else gate
+    bounded = simd.maximum(z, limit)  # exp(88) is the largest that fits fp32
+    sigmoid = simd.div(one, simd.add(one, simd.exp(simd.sub(zero, bounded))))
+    return simd.mul(simd.mul(gate, sigmoid), up)
+
+
+@jit
+def _gate_items(args, x, out):
+    rows, size, stride, per_item, is_gelu = args[4], args[5], args[6], args[7], args[8]
     item = next_item(args)
     while item < args[1]:
         for row in range(item * per_item, min(rows, (item + 1) * per_item)):
             gate, up, target = advance(x, row * stride), advance(x, row * stride + size), advance(out, row * size)
             for i in range(0, size, WIDTH):
-                g = load(gate, i)
-                z = simd.mul(g, simd.fma(cubic, simd.mul(g, g), linear)) if is_gelu else g
-                bounded = simd.maximum(z, limit)  # exp(88) is the largest that fits fp32
-                sigmoid = simd.div(one, simd.add(one, simd.exp(simd.sub(zero, bounded))))
-                store(target, i, simd.mul(simd.mul(g, sigmoid), load(up, i)))
+                store(target, i, gated(load(gate, i), load(up, i), is_gelu))
         item = next_item(args)
 
 
@@ -123,7 +128,7 @@ def _gate_f32(args):
 
 def supports_gate(x: Tensor, function: str) -> bool:
     """True for SiLU and GELU by tanh of [rows, 2n] with rows of whole vectors."""
-    served = function in ("silu", "gelu_tanh") and x.dtype in DTYPES
+    served = function in GATES and x.dtype in DTYPES
     return served and x.ndim == 2 and x.stride(1) == 1 and x.shape[1] % (2 * WIDTH) == 0
 
 
@@ -133,7 +138,7 @@ def gate(x: Tensor, function: str) -> Tensor:
     out = empty((rows, size), x.dtype)
     per_item = max(1, CHUNK // size)
     kernel = _gate_bf16 if x.dtype == torch.bfloat16 else _gate_f32
-    is_gelu = function == "gelu_tanh"
+    is_gelu = GATES[function]
     kernel(-(-rows // per_item), x.data_ptr(), out.data_ptr(), rows, size, x.stride(0), per_item, is_gelu)
     return out
 

@@ -14,15 +14,18 @@ from torch import Tensor
 from kernels.cpu import simd
 from kernels.cpu.codes import WIDTH
 from kernels.cpu.dots import HAS_BF16_DOT, HAS_BF16_TILES, multiply
+from kernels.cpu.elementwise import GATES, gated
 from kernels.cpu.parallel import empty, in_runs, jit, next_item, parallel_kernel
 from kernels.cpu.simd import advance, load, splat, store
 
 COLUMNS = 64  # outputs per panel
+HALF = COLUMNS // 2
 ROWS = 6  # rows of a microkernel: 24 sums, 4 words of the panel and one word of x in 32 registers
 ROWS_PER_ITEM = 96
 DEPTH = 1024  # words of a row at a time: this part of a panel, 256 KiB, stays in L2 for the next rows
 AHEAD = 4096  # prefetch distance in words, 16 KiB: 5.2 ms with 1 row, 6.2 ms at 4 KiB
 ZERO = np.float32(0)
+NO_GATE = -1  # in place of a number of GATES
 
 
 def _microkernel(lines):
@@ -75,13 +78,38 @@ def _multiply_rows(x, x_stride, panel, depth, num_rows, sums, soon):
         row += count
 
 
-@parallel_kernel("9q")
+@jit
+def _store(sums, bias, out, out_features, rows, begin, column):
+    """The outputs of a panel."""
+    for c in range(0, min(COLUMNS, out_features - column), WIDTH):
+        offset = load(bias, column + c) if simd.address(bias) != 0 else splat(ZERO)
+        for r in range(rows):
+            value = simd.add(load(sums, r * COLUMNS + c), offset)
+            store(out, (begin + r) * out_features + column + c, value)
+
+
+@jit
+def _store_gated(sums, bias, out, out_features, rows, begin, column, is_gelu):
+    """act(gate) * up of a panel whose first half are gates, while the sums are in L1."""
+    for c in range(0, HALF, WIDTH):
+        gate_offset = up_offset = splat(ZERO)
+        if simd.address(bias) != 0:
+            gate_offset, up_offset = load(bias, column + c), load(bias, column + HALF + c)
+        for r in range(rows):
+            gate = simd.add(load(sums, r * COLUMNS + c), gate_offset)
+            up = simd.add(load(sums, r * COLUMNS + HALF + c), up_offset)
+            store(out, (begin + r) * (out_features // 2) + column // 2 + c, gated(gate, up, is_gelu))
+
+
+@parallel_kernel("10q")
 def _linear(args):
     """Work items are (panel, rows), so that consecutive items read the same panel."""
     x, panels, out, bias = (
         simd.pointer_i32(args[2]), simd.pointer_i32(args[3]), simd.pointer_bf16(args[4]), simd.pointer_bf16(args[5])
     )  # fmt: skip
-    num_rows, x_stride, words, out_features, num_runs = args[6], args[7], args[8], args[9], args[10]
+    num_rows, x_stride, words, out_features, num_runs, function = (
+        args[6], args[7], args[8], args[9], args[10], args[11]
+    )  # fmt: skip
     scratch = np.empty(ROWS_PER_ITEM * COLUMNS, np.float32)
     sums = simd.pointer_f32(scratch.ctypes.data)
     items_per_panel = (num_rows + ROWS_PER_ITEM - 1) // ROWS_PER_ITEM
@@ -99,11 +127,10 @@ def _linear(args):
             soon = at + DEPTH * COLUMNS if k + DEPTH < words else then
             part, depth = advance(panels, at), min(DEPTH, words - k)
             _multiply_rows(advance(x, begin * x_stride + k), x_stride, part, depth, rows, sums, advance(panels, soon))
-        for c in range(0, min(COLUMNS, out_features - column), WIDTH):
-            offset = load(bias, column + c) if simd.address(bias) != 0 else splat(ZERO)
-            for r in range(rows):
-                value = simd.add(load(sums, r * COLUMNS + c), offset)
-                store(out, (begin + r) * out_features + column + c, value)
+        if function == NO_GATE:
+            _store(sums, bias, out, out_features, rows, begin, column)
+        else:
+            _store_gated(sums, bias, out, out_features, rows, begin, column, function)
         item, next_one = next_one, next_item(args)
     simd.keep(scratch)
 
@@ -130,14 +157,34 @@ def pack(weight: Tensor) -> Tensor:
 
 def linear(x: Tensor, panels: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
     """x bf16 [num_rows, in_features], whose rows may be strided -> bf16 [num_rows, out_features]."""
+    return _run(x, panels, bias, out_features, empty((x.shape[0], out_features), torch.bfloat16), NO_GATE)
+
+
+def supports_gated_linear(weight: Tensor, bias: Tensor | None, function: str) -> bool:
+    """As supports_linear for a weight [gate | up], with whole panels and a function that the kernel has."""
+    return function in GATES and weight.shape[0] % COLUMNS == 0 and supports_linear(weight, bias)
+
+
+def interleave(weight: Tensor) -> Tensor:
+    """[2n, ...] = [gate | up] -> 32 gates, their 32 ups, the next 32 gates ...: each panel computes 32 outputs."""
+    return weight.unflatten(0, (2, -1, HALF)).transpose(0, 1).reshape(weight.shape)
+
+
+def gated_linear(x: Tensor, panels: Tensor, bias: Tensor | None, out_features: int, function: str) -> Tensor:
+    """linear, then kernels.elementwise.activation.gated_activation of its sums in fp32: bf16 [num_rows, out_features /
+    2]. `panels` and `bias` are of `interleave`."""
+    out = empty((x.shape[0], out_features // 2), torch.bfloat16)
+    return _run(x, panels, bias, out_features, out, GATES[function])
+
+
+def _run(x: Tensor, panels: Tensor, bias: Tensor | None, out_features: int, out: Tensor, function: int) -> Tensor:
     row_stride, stride = x.stride()
     if stride != 1 or row_stride % 2:
         x, row_stride = x.contiguous(), x.shape[1]
     num_rows, (num_panels, words, _) = x.shape[0], panels.shape
-    out = empty((num_rows, out_features), torch.bfloat16)
     _linear(
         num_panels * -(-num_rows // ROWS_PER_ITEM),
         x.data_ptr(), panels.data_ptr(), out.data_ptr(), 0 if bias is None else bias.data_ptr(),
-        num_rows, row_stride // 2, words, out_features, torch.get_num_threads(),
+        num_rows, row_stride // 2, words, out_features, torch.get_num_threads(), function,
     )  # fmt: skip
     return out

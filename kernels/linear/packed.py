@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.dispatch import cpu_kernels
+from kernels.elementwise.activation import kernel_name
 
 
 class PackedLinear:
@@ -40,6 +41,30 @@ class PackedLinear:
         if self.packed_weight is not None:
             return _packed_linear(x, self.packed_weight, self.bias)
         return F.linear(x, self.weight, self.bias)
+
+
+class PackedGatedLinear:
+    """gated_activation(x @ weight.T + bias, name) for a weight [gate | up], [2n, in_features], in one kernel of the
+    CPU: the sums are not rounded and written in between. x [num_tokens, in_features]."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, name: str) -> None:
+        """Only for what `supports_gated_linear` accepts."""
+        cpu = cpu_kernels()
+        assert cpu is not None
+        self.out_features = weight.shape[0]
+        self.bias = None if bias is None else cpu.linear.interleave(bias)
+        self._function = kernel_name(name)
+        self._panels, self._linear = cpu.linear.pack(cpu.linear.interleave(weight)), cpu.linear.gated_linear
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[num_tokens, in_features] -> [num_tokens, n]"""
+        return self._linear(x, self._panels, self.bias, self.out_features, self._function)  # type: ignore[no-any-return]
+
+
+def supports_gated_linear(weight: Tensor, bias: Tensor | None, name: str) -> bool:
+    """True if PackedGatedLinear serves a weight and its bias with the activation `name`."""
+    cpu = cpu_kernels() if weight.device.type == "cpu" else None
+    return cpu is not None and cpu.linear.supports_gated_linear(weight, bias, kernel_name(name))
 
 
 def _pack(weight: Tensor) -> Tensor:

@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from kernels.dispatch import cpu_kernels
-from kernels.linear.packed import PackedLinear
+from kernels.elementwise.activation import gated_activation
+from kernels.linear.packed import PackedGatedLinear, PackedLinear, supports_gated_linear
 
 # (out_features, in_features): a part of a panel, whole panels, several depths, the least there is
 SHAPES = [(80, 40), (128, 96), (208, 4098), (16, 2)]
@@ -66,3 +67,27 @@ def test_what_is_not_a_number_stays_in_its_row():
     out = layer(x)
     assert out[4].isnan().all()
     assert torch.equal(out[:4], clean[:4]) and torch.equal(out[5:], clean[5:])
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("shape", [(64, 40), (256, 96), (192, 4098)], ids=str)
+def test_a_gated_layer_computes_its_activation(shape, with_bias, name):
+    torch.manual_seed(0)
+    weight, bias = torch.randn(shape).bfloat16() / shape[1] ** 0.5, torch.randn(shape[0]).bfloat16()
+    bias = bias if with_bias else None
+    assert supports_gated_linear(weight, bias, name)
+    layer = PackedGatedLinear(weight, bias, name)
+    for rows in [0, 1, 6, 7, 97, 200]:
+        x = torch.randn(rows, shape[1]).bfloat16()
+        exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+        out = layer(x)
+        assert out.dtype == torch.bfloat16
+        torch.testing.assert_close(out.double(), gated_activation(exact, name), atol=1e-3, rtol=2**-8)
+
+
+def test_gates_that_do_not_fill_panels_or_have_no_kernel_stay_apart():
+    weight = torch.zeros(96, 40, dtype=torch.bfloat16)
+    assert not supports_gated_linear(weight, None, "silu")
+    assert not supports_gated_linear(torch.zeros(128, 40, dtype=torch.bfloat16), None, "relu2")
+    assert not supports_gated_linear(torch.zeros(128, 40), None, "silu")

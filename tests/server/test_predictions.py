@@ -28,7 +28,7 @@ def test_a_real_server_answers_with_the_same_text_in_fewer_steps(bundled_server,
         found, usage, num_with = ask(client, **predicted(text))
         assert found == plain
         details = usage["completion_tokens_details"]
-        assert details["rejected_prediction_tokens"] < 0.3 * usage["completion_tokens"]
+        assert details["rejected_prediction_tokens"] < 0.5 * usage["completion_tokens"]
         assert 0.3 * usage["completion_tokens"] < details["accepted_prediction_tokens"] <= usage["completion_tokens"]
         assert num_with <= num_steps - details["accepted_prediction_tokens"] < 0.7 * num_steps
         parts = [{"type": "text", "text": part} for part in ("So:", text[len(text) // 3 :])]

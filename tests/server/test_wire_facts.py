@@ -424,8 +424,9 @@ def test_extras_each_do_what_they_say(bundled):
         return response.json()["choices"][0]
 
     greedy = complete(temperature=0)
-    assert complete(temperature=2, top_k=1)["text"] == greedy["text"]
-    assert complete(temperature=2, min_p=1)["text"] == greedy["text"]
+    # Four tokens: the logits of the next one, in bf16, have two that are equal.
+    assert greedy["text"].startswith(complete(temperature=2, top_k=1, max_tokens=4)["text"])
+    assert greedy["text"].startswith(complete(temperature=2, min_p=1, max_tokens=4)["text"])
     assert complete(temperature=0, repetition_penalty=2)["text"] != greedy["text"]
     end, start = byte_ids(bundled, "<|endoftext|><|im_start|>")
     assert complete(allowed_token_ids=[end])["token_ids"] == [end]

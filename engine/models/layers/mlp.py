@@ -8,7 +8,15 @@ from torch import Tensor
 
 from engine.models.config import ModelConfig
 from engine.models.layers.moe import MoE
-from engine.models.layers.operators import Linear, Operators, summed, take_linear, take_tensor, takes_fp8_rows
+from engine.models.layers.operators import (
+    Linear,
+    Operators,
+    summed,
+    take_gated_linear,
+    take_linear,
+    take_tensor,
+    takes_fp8_rows,
+)
 from engine.models.parallel.ranks import Summed
 from kernels.elementwise.activation import ACTIVATIONS, gated_activation
 from kernels.elementwise.fp8_rows import gated_activation_fp8
@@ -18,20 +26,28 @@ from kernels.quantized.weight import Weight
 
 
 class MLP:
-    """[num_tokens, hidden] -> [num_tokens, hidden]. Gate and up projections are one matrix, [gate | up]."""
+    """[num_tokens, hidden] -> [num_tokens, hidden]. Gate and up projections are one matrix, [gate | up].
+
+    activate is None if `mlp_in` computes the activation, too.
+    """
 
     __slots__ = ("activate", "mlp_in", "mlp_out")
 
     def __init__(self, config: ModelConfig, weights: dict[str, Weight], prefix: str, operators: Operators) -> None:
-        self.activate = take_activation(config, weights, prefix, operators)
-        self.mlp_in = take_linear(weights, f"{prefix}.mlp_in", operators)
+        self.activate: Callable[[Tensor], Tensor] | None = None
+        gated, name = config.gated_mlp and config.activation in ACTIVATIONS, f"{prefix}.mlp_in"
+        fused = take_gated_linear(weights, name, config.activation, operators) if gated else None
+        if fused is None:
+            self.activate = take_activation(config, weights, prefix, operators)
+        self.mlp_in: Linear = fused or take_linear(weights, name, operators)
         mlp_out = take_linear(weights, f"{prefix}.mlp_out", operators)
         self.mlp_out: Linear | Summed = mlp_out
-        if config.gated_mlp and config.activation in ACTIVATIONS and takes_fp8_rows(mlp_out):
+        if gated and takes_fp8_rows(mlp_out):
             self.activate = partial(activate_to_fp8, name=config.activation)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.mlp_out(self.activate(self.mlp_in(x)))
+        inner = self.mlp_in(x)
+        return self.mlp_out(inner if self.activate is None else self.activate(inner))
 
 
 def activate_to_fp8(x: Tensor, name: str) -> Any:

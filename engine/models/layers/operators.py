@@ -16,11 +16,13 @@ from kernels.dispatch import cpu_kernels, use_triton
 from kernels.elementwise.activation import activation, gated_activation, has_row_kernel
 from kernels.linear.choice import ChosenLinear, LinearChoices, choose_on_device
 from kernels.linear.invariant import InvariantLinear, RowCounts
-from kernels.linear.packed import PackedLinear
+from kernels.linear.packed import PackedGatedLinear, PackedLinear, supports_gated_linear
 from kernels.quantized.linear import PartedLinear, QuantizedLinear
 from kernels.quantized.weight import QuantizedWeight, Weight
 
-Linear = PackedLinear | ChosenLinear | InvariantLinear | QuantizedLinear | PartedLinear | AdaptedLinear
+Linear = (
+    PackedLinear | PackedGatedLinear | ChosenLinear | InvariantLinear | QuantizedLinear | PartedLinear | AdaptedLinear
+)
 Activate = Callable[[Tensor, str], Tensor]
 Elementwise = Callable[[Tensor], Tensor]
 Layer = TypeVar("Layer", bound=Callable[[Tensor], Tensor])
@@ -43,6 +45,12 @@ class FastOperators:
         if isinstance(weight, QuantizedWeight):
             return QuantizedLinear(weight, bias, self.dtype)
         return self.choices.linear(weight, bias) if weight.is_cuda else PackedLinear(weight, bias)
+
+    def gated_linear(self, weight: Weight, bias: Tensor | None, name: str) -> PackedGatedLinear | None:
+        """A linear layer with the activation of a gated MLP in one kernel; None where there is no such kernel."""
+        if self.adapters is not None or not isinstance(weight, Tensor) or not supports_gated_linear(weight, bias, name):
+            return None
+        return PackedGatedLinear(weight, bias, name)
 
     def choose_kernels(self, device: torch.device, max_rows: int) -> None:
         """Choose the kernels of a GPU's linear layers for up to max_rows rows, and of the sums over ranks, before CUDA
@@ -78,6 +86,9 @@ class InvariantOperators:
         """See FastOperators."""
         assert isinstance(weight, Tensor), "operators_for refuses quantised weights"
         return InvariantLinear(weight, bias, self.row_counts)
+
+    def gated_linear(self, weight: Weight, bias: Tensor | None, name: str) -> None:
+        """The activation is a kernel of its own."""
 
     def choose_kernels(self, device: torch.device, max_rows: int) -> None:
         """There is one kernel, whatever the number of rows."""
@@ -173,6 +184,20 @@ def take_linear(weights: dict[str, Weight], name: str, operators: Operators) -> 
     """Make the linear layer called `name` and drop its entries, so that the plain copy of packed weights is freed."""
     linear = operators.linear(weights.pop(f"{name}.weight"), take_optional(weights, f"{name}.bias"))
     return with_adapters(linear, name, operators)
+
+
+def take_gated_linear(
+    weights: dict[str, Weight], name: str, activation: str, operators: Operators
+) -> PackedGatedLinear | None:
+    """Make the layer called `name` with its activation in one kernel and drop its entries; None where there is no such
+    kernel."""
+    weight, bias = weights[f"{name}.weight"], weights.get(f"{name}.bias")
+    assert bias is None or isinstance(bias, Tensor), f"{name}.bias is quantised"
+    layer = operators.gated_linear(weight, bias, activation)
+    if layer is not None:
+        del weights[f"{name}.weight"]
+        weights.pop(f"{name}.bias", None)
+    return layer
 
 
 def with_adapters(linear: Layer, name: str, operators: Operators) -> Layer | AdaptedLinear:
