@@ -4,7 +4,7 @@ import asyncio
 import logging
 import re
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 
 from starlette.datastructures import MutableHeaders
@@ -48,6 +48,36 @@ class Pace:
         self._due = min(max(self._due + step, now - REFUSALS_AT_ONCE * step), now + MAX_REFUSAL_SECONDS)
         if self._due > now:
             await asyncio.sleep(self._due - now)
+
+
+class Turns:
+    """Lets one request begin in each turn of the event loop, in the order of arrival. Reading and admitting a request
+    takes the loop about a millisecond, so tokens of live streams would wait a second for a thousand that come at
+    once."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._taken = False  # in this turn of the event loop
+
+    async def wait(self) -> None:
+        """Return when this request may begin: at once if it is alone."""
+        loop = asyncio.get_running_loop()
+        if self._taken:
+            turn = loop.create_future()
+            self._waiting.append(turn)
+            await turn
+        else:
+            self._taken = True
+            loop.call_soon(self._next)
+
+    def _next(self) -> None:
+        while self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():  # a client that left has cancelled it
+                turn.set_result(None)
+                asyncio.get_running_loop().call_soon(self._next)
+                return
+        self._taken = False
 
 
 class RequestContext:
@@ -130,6 +160,7 @@ class Authentication:
         self._app, self._keys, self._public_paths, self._refused = app, keys, public_paths, refused
         self._budget, self._traced = budget, traced
         self._pace = Pace()
+        self._turns = Turns()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in self._public_paths:
@@ -148,6 +179,7 @@ class Authentication:
             await self._app(scope, receive, send)
 
     async def _limited(self, caller: Caller, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._turns.wait()
         limiter = caller.limiter
 
         async def send_with_limits(message: Message) -> None:
