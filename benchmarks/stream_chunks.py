@@ -52,7 +52,7 @@ async def never() -> Any:
 
 async def event_stream(count: int, send: Any) -> None:
     stream = EventStream(Tokens(count), lambda index, output: CHUNK, lambda: END, KEEP_ALIVE_SECONDS)  # type: ignore[arg-type]
-    await stream({"type": "http", "method": "POST"}, never, send)
+    await stream({"type": "http", "method": "POST", "headers": []}, never, send)
 
 
 async def event_source_response(count: int, send: Any) -> None:
@@ -63,7 +63,7 @@ async def event_source_response(count: int, send: Any) -> None:
 
     options: dict[str, Any] = {"ping_message_factory": lambda: KEEP_ALIVE, "send_timeout": 60.0}
     response = EventSourceResponse(chunks(), headers=HEADERS, ping=KEEP_ALIVE_SECONDS, **options)
-    await response({"type": "http", "method": "POST"}, never, send)
+    await response({"type": "http", "method": "POST", "headers": []}, never, send)
 
 
 async def bare_send(count: int, send: Any) -> None:

@@ -19,11 +19,10 @@ from functools import partial
 from typing import Any
 
 import uvicorn
-from sse_starlette.sse import AppStatus
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError, PageserveError
-from engine.garbage_collector import settle_garbage_collector
+from engine.garbage_collector import exempt_present_objects, settle_garbage_collector
 from engine.replicas.engine import Engine
 from engine.replicas.replicas import make_engine
 from server.app import HostedModel, create_app_of
@@ -42,6 +41,7 @@ logger = logging.getLogger(__name__)
 KEEP_ALIVE_SECONDS = 75  # longer than proxies keep idle connections (60 s), else a request may meet our close
 SWEEP_SECONDS = 5.0  # interval between checks for connections whose client reads nothing
 FLUSH_SECONDS = 5  # time for the last bytes to reach the clients after the engine has finished
+QUIET_REQUESTS = 64  # live requests, up to which a garbage collection takes about as long as a step
 STOP_SECONDS = 8.0  # time to flush and to end the Worker
 FAST_STOP_SECONDS = 0.8  # STOP_SECONDS after a second signal
 # Python's switch interval: how long a thread that parses or encodes may keep the GIL from the event loop. A request
@@ -171,11 +171,10 @@ class _Service:
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
-        AppStatus.should_exit = False  # global: an earlier server in this process may have set it
         self._signals.install()  # before loading, which may take minutes
         loop.add_signal_handler(signal.SIGHUP, self._on_hang_up)
         http = asyncio.create_task(self._http.serve(sockets=[self._listener]))
-        tidying = [asyncio.create_task(work) for work in (keep_trimmed(), self._sweep())]
+        tidying = [asyncio.create_task(work) for work in (keep_trimmed(self._is_quiet), self._sweep())]
         try:
             status = await self._load_and_serve(http)
         finally:
@@ -241,6 +240,7 @@ class _Service:
             await asyncio.to_thread(driver.tokenizer.renderer.start)
         settle_garbage_collector()  # while the Worker loads; later the first request would wait for it
         await driver.wait_ready()
+        exempt_present_objects()
 
     async def _stop(self, http: "asyncio.Task[None]") -> None:
         """Ends the Worker. Running streams get an error, and written bytes are sent before the HTTP side ends.
@@ -253,11 +253,15 @@ class _Service:
         slow = [self._signals.second.wait()] if not self._signals.second.is_set() else []
         await _first(ending, asyncio.sleep(STOP_SECONDS if slow else FAST_STOP_SECONDS), *slow)
         if not ending.done():
-            AppStatus.should_exit = self._http.force_exit = True  # should_exit ends the remaining streams
+            self._http.force_exit = True
             ending.cancel()
             await asyncio.wait([http], timeout=1.0)
         if self._tracer is not None:
             await asyncio.to_thread(self._tracer.close)
+
+    def _is_quiet(self) -> bool:
+        replicas = (replica for driver in self._drivers for replica in driver.replicas)
+        return sum(replica.num_live_requests for replica in replicas) <= QUIET_REQUESTS
 
     def _announce(self) -> None:
         """Prints the address, the models and an example command to stdout."""

@@ -125,8 +125,7 @@ class RequestStream:
         waiter, sink = self._waiter, self._sink
         if not self._unread or waiter is None or waiter.done():  # the reader has the output, or will get it
             return
-        assert sink is not None, "only a stream with a sink gives"
-        if not sink.ready:
+        if sink is None or not sink.ready:
             return waiter.set_result(None)
         try:
             sink.take(self._pop_output())
@@ -168,6 +167,7 @@ class RequestStream:
         """Abort the request if it still runs; harmless when called again."""
         if not self.finished:
             self._abort()
+        self._sink = None  # it refers to this object
 
     # The Driver's side.
 

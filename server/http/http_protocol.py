@@ -165,7 +165,22 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             if not cycle.response_complete:
                 cycle.disconnected = True
                 cycle.message_event.set()
+            self._unlink(cycle)
         self._cycles.clear()
+        self.cycle = None  # type: ignore[assignment]
+        self.scope = {}  # type: ignore[typeddict-item]
+
+    def on_response_complete(self) -> None:
+        for cycle in self._cycles:
+            if cycle.response_complete:
+                self._unlink(cycle)
+        super().on_response_complete()
+
+    @staticmethod
+    def _unlink(cycle: RequestResponseCycle) -> None:
+        """Drop what refers back to the request and the connection, so that they are freed without the garbage
+        collector."""
+        cycle.scope["extensions"].clear()
 
     def data_received(self, data: bytes) -> None:
         try:

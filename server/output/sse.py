@@ -1,9 +1,12 @@
-"""Server-sent events: sse-starlette's EventSourceResponse, fed with ready-made bytes."""
+"""Server-sent events: streams of ready-made bytes."""
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from sse_starlette.sse import AppStatus, EventSourceResponse, SendTimeoutError
+import anyio
+from sse_starlette.sse import EventSourceResponse
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from engine.outputs import RequestOutput
@@ -11,6 +14,7 @@ from server.errors import ApiError, error_body, to_api_error
 from server.http.body import encode_json
 from server.http.http_protocol import ABORT, CHUNKS, ChunkWriter
 from server.intake.generation import Generation, PromptLogprobsHandler
+from server.output.collect import while_connected
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -19,9 +23,6 @@ HEADERS = {"cache-control": "no-cache"}
 # A request with this header gets a comment with the number of tokens so far after the events of each output. A proxy
 # that takes the comments out knows how many tokens its client has.
 COUNT_TOKENS = b"x-pageserve-count-tokens"
-
-# A signal must not cancel streams: the drain lets them finish, and the end of the server ends them.
-AppStatus.enable_automatic_graceful_drain = False
 
 
 class ChunkTemplate:
@@ -41,6 +42,12 @@ class ChunkTemplate:
         return b"data: " + encode_json({**self._head, "choices": [], **fields}) + b"\n\n"
 
 
+async def _nothing() -> AsyncIterator[bytes]:
+    """For the content of EventSourceResponse, which EventStream sends by itself."""
+    return
+    yield
+
+
 def _error_event(error: ApiError) -> bytes:
     return b"data: " + error_body(error) + b"\n\n"
 
@@ -53,10 +60,10 @@ class EventStream(EventSourceResponse):
     `opening` is sent with the headers; `failure` writes the error in APIs with an error event of their own.
     `on_prompt_logprobs` gets the logprobs of a prompt before `encode` gets its first output.
 
-    sse-starlette sends the comments, notices a client that leaves and ends streams at a forced shutdown. Chunks bypass
-    sse-starlette: its cancel scope and debug call around every send cost more than all other work for a chunk
-    (`python -m benchmarks.stream_chunks`). So the iterator that it reads sends the chunks and yields only the end.
-    Under our HTTP protocol, most chunks bypass the iterator and the middleware, too: `take` writes them.
+    sse-starlette makes the head of the response. It would send the stream by five tasks in a task group, which takes
+    250 us, and by a cancel scope and a debug call for each chunk, which cost more than all other work for a chunk
+    (`python -m benchmarks.stream_chunks`). So this class sends by itself. Under our HTTP protocol, most chunks bypass
+    the middleware, too: `take` writes them.
     """
 
     def __init__(
@@ -70,21 +77,18 @@ class EventStream(EventSourceResponse):
         failure: Callable[[ApiError], bytes] | None = None,
         on_prompt_logprobs: PromptLogprobsHandler | None = None,
     ) -> None:
-        super().__init__(
-            self._stream(),
-            headers=HEADERS,
-            ping=keep_alive_interval,
-            ping_message_factory=lambda: KEEP_ALIVE,  # type: ignore[arg-type, return-value]  # it sends bytes unchanged
-            send_timeout=STALL_SECONDS,
-        )
+        super().__init__(_nothing(), headers=HEADERS)
         del self.headers["connection"]  # HTTP/1.1 keeps connections without it; HTTP/1.0 and a draining server do not
         self._generation = generation
         self._encode = encode
         self._ending = ending
+        self._keep_alive_interval = keep_alive_interval
         self._opening = opening
         self._failure = failure or _error_event
         self._on_prompt_logprobs = on_prompt_logprobs
         self._num_tokens: int | None = None  # sent so far, where the client asks for it
+        self._comment: asyncio.Task[None] | None = None
+        self._stalled = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._asgi_send = send
@@ -94,22 +98,58 @@ class EventStream(EventSourceResponse):
         if self._writer is not None:
             self._generation.give_to(self)
         try:
-            await super().__call__(scope, receive, send)
-        except SendTimeoutError:  # closing would wait until the client has read the buffered bytes
+            await while_connected(receive, self._stream)
+        except ClientDisconnect:
+            pass
+        except TimeoutError:  # closing would wait until the client has read the buffered bytes
             scope.get("extensions", {}).get(ABORT, {}).get("function", lambda: None)()
         finally:
             self._generation.close()
 
-    async def _stream(self) -> AsyncIterator[bytes]:
-        """Send all chunks; yields the bytes that end the stream."""
+    async def _stream(self) -> None:
+        """Send the head, all chunks and the end. TimeoutError if the client stops reading."""
+        self._streaming = asyncio.current_task()
+        await self._asgi_send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        self._start_timer()
         try:
             if self._opening:
                 await self._send(self._opening)
             await self._generation.read(self._send_output, self._on_prompt_logprobs)
+            end = self._ending()
+        except asyncio.CancelledError:
+            if self._stalled:
+                raise TimeoutError from None
+            raise
         except Exception as error:
-            yield self._failure(to_api_error(error))
-        else:
-            yield self._ending()
+            end = self._failure(to_api_error(error))
+        finally:
+            self._timer.cancel()
+            self._streaming = None  # the task refers to this object
+            if self._comment is not None:
+                self._comment.cancel()
+        with anyio.fail_after(STALL_SECONDS):
+            await self._send(end)
+            await self._asgi_send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _start_timer(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self._keep_alive_interval, self._keep_alive)
+
+    def _keep_alive(self) -> None:
+        """Send a comment for proxies that close silent connections, unless the client has yet to read the last one."""
+        if self._comment is None or self._comment.done():
+            self._comment = asyncio.ensure_future(self._send_comment())
+        self._start_timer()
+
+    async def _send_comment(self) -> None:
+        try:
+            with anyio.fail_after(STALL_SECONDS):
+                await self._send(KEEP_ALIVE)
+        except TimeoutError:
+            self._stalled = True
+            if self._streaming is not None:
+                self._streaming.cancel()
+        except OSError:
+            pass  # the client has left
 
     @property
     def ready(self) -> bool:

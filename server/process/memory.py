@@ -12,6 +12,7 @@ import logging
 import os
 import platform
 import time
+from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +27,7 @@ FUTILE_BYTES, FUTILE_PERIODS = 1 << 20, 4
 # connections form reference cycles that hold the data they had read, and an idle server would never start a full
 # collection by itself. Without a change of CHANGED_BYTES since the last one there is nothing new to collect.
 COLLECT_BYTES, CHANGED_BYTES = 24 << 20, 4 << 20
+BUSY_COLLECT_BYTES = 256 << 20  # while many streams are live: a collection visits their objects, too, and stops them
 COLLECT_SECONDS = 6.0  # least time between two collections
 STATM = "/proc/self/statm"
 
@@ -44,8 +46,9 @@ def set_allocator() -> None:
         logger.warning("the C library refuses the settings of its allocator")
 
 
-async def keep_trimmed() -> None:
-    """Whenever the process has grown, return freed memory in a thread; runs until it is cancelled."""
+async def keep_trimmed(is_quiet: Callable[[], bool]) -> None:
+    """Whenever the process has grown, return freed memory in a thread; runs until it is cancelled. is_quiet: true while
+    a garbage collection stops few streams."""
     if (libc := _glibc()) is None:
         return
     least = collected = anonymous_bytes()
@@ -55,7 +58,7 @@ async def keep_trimmed() -> None:
         now, periods = anonymous_bytes(), periods - 1
         least = min(least, now)
         changed = abs(now - collected) >= CHANGED_BYTES and time.monotonic() - collected_at >= COLLECT_SECONDS
-        if collects := changed and now - least >= COLLECT_BYTES:
+        if collects := changed and now - least >= (COLLECT_BYTES if is_quiet() else BUSY_COLLECT_BYTES):
             gc.collect()
             collected_at = time.monotonic()
         if collects or (now - least >= GROWTH_BYTES and periods <= 0):

@@ -197,7 +197,7 @@ def fill():
 async def main():
     if sys.argv[1] == "on":
         memory.set_allocator()
-        trimming = asyncio.create_task(memory.keep_trimmed())
+        trimming = asyncio.create_task(memory.keep_trimmed(lambda: True))
         await asyncio.sleep(0)
     for _ in range(3):
         await asyncio.to_thread(fill)
