@@ -657,6 +657,7 @@ class Driver:
     def _fail_all(self, error: PageserveError) -> None:
         if self._loaded is not None:
             self._loaded.live.fail_all(error)
+            self._loaded.adapters.fail_all(error)
 
     def _die(self, error: PageserveError) -> None:
         self._failure = error

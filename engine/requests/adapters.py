@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from engine.config import ADAPTER_NAME, EngineConfig
-from engine.errors import EngineError, InvalidRequestError, ModelError
+from engine.errors import EngineError, InvalidRequestError, ModelError, PageserveError
 from engine.executor.step import AdapterLoaded, LoadAdapter, UnloadAdapter
 from engine.request import Adapter
 
@@ -52,6 +52,7 @@ class Adapters:
         self._by_id: dict[int, LoadedAdapter] = {}
         self._by_name: dict[str, LoadedAdapter] = {}
         self._send: Send | None = None
+        self._ended: PageserveError | None = None
         for name, path in config.adapters.items():
             self._new(name, str(Path(path).resolve()))
 
@@ -126,10 +127,12 @@ class Adapters:
 
     async def load(self, name: str, path: str) -> None:
         """Load an adapter; returns once requests may name it. Raises InvalidRequestError for a wrong name or path, and
-        for an adapter that is not served."""
+        for an adapter that is not served. Raises the error of an engine that ends."""
         if not ADAPTER_NAME.fullmatch(name):
             raise InvalidRequestError("lora_name has 1 to 128 letters, digits and . : @ / _ -.", "lora_name")
         folder = await asyncio.to_thread(self._folder, path)
+        if self._ended is not None:
+            raise self._ended
         if name in self._by_name:
             raise InvalidRequestError(f"The adapter {name!r} is loaded already; unload it first.", "lora_name")
         entry = self._new(name, folder)
@@ -139,6 +142,12 @@ class Adapters:
             await asyncio.shield(entry.waiter)
         except ModelError as error:
             raise InvalidRequestError(str(error), "lora_path") from None
+
+    def fail_all(self, error: PageserveError) -> None:
+        """The engine ends: so does every `load` that still waits, with this error."""
+        self._ended = error
+        for entry in self._by_id.values():
+            _settle(entry, error)
 
     def unload(self, name: str) -> None:
         """Forget a name; requests that use it go on. InvalidRequestError if no adapter has it."""
@@ -175,7 +184,7 @@ class Adapters:
         return str(folder)
 
 
-def _settle(entry: LoadedAdapter, error: ModelError | None) -> None:
+def _settle(entry: LoadedAdapter, error: PageserveError | None) -> None:
     if entry.waiter.done():
         return
     if error is None:

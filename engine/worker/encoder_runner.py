@@ -137,6 +137,9 @@ class EncoderRunner:
             done = finish_vectors(step.vectors, pooled, failed)
         return StepResult(step.step_id, [], failed, time.perf_counter() - step.started, vectors=done)
 
+    def close(self) -> None:
+        """No thread of an encoder answers messages."""
+
     def use_idle_time(self) -> bool:
         return False
 

@@ -245,6 +245,12 @@ class ModelRunner:
         else:
             self.sampler.handle_message(message, send)
 
+    def close(self) -> None:
+        """Wait for the answers to messages that threads still work on: none is sent after WorkerAsleep."""
+        if self._adapters is not None:
+            self._adapters.close()
+        self.sampler.grammars.cache.close()
+
     def use_idle_time(self) -> bool:
         """Do some milliseconds of useful work while no plan is there and none is launched; False if there is none."""
         return self.sampler.prepare_next_mask() if self.buckets is None else self.buckets.graphs.record_next()

@@ -173,9 +173,12 @@ def main(load_model: "Callable[[Channel, StartWorker], Resident | None]" = load)
 def serve_and_sleep(channel: Channel, resident: "Resident") -> bool:
     """Serve, then sleep. Returns True for a wake; False when the process is to end: the Driver has closed its end, or
     the model sleeps at level 2."""
-    level = serve(channel, resident.take_runner())
+    runner = resident.take_runner()
+    level = serve(channel, runner)
     if level is None:
         return False
+    runner.close()
+    del runner
     if level == 1:
         resident.sleep()
     channel.send(WorkerAsleep())
@@ -183,11 +186,12 @@ def serve_and_sleep(channel: Channel, resident: "Resident") -> bool:
 
 
 def _wakes(channel: Channel) -> bool:
-    """Wait for WakeWorker; False if the Driver closed its end. A heartbeat that the Driver sent before it read
-    WorkerAsleep gets no answer."""
-    while isinstance(message := channel.receive(), Heartbeat):
-        pass
-    return isinstance(message, WakeWorker)
+    """Wait for WakeWorker; False if the Driver closed its end. Messages that the Driver sent before it read
+    WorkerAsleep get no answer: it sends them again to a Worker that woke."""
+    while not isinstance(message := channel.receive(), WakeWorker):
+        if message is None:
+            return False
+    return True
 
 
 def serve(channel: Channel, runner: "Runner") -> int | None:

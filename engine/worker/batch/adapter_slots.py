@@ -56,6 +56,10 @@ class AdapterSlots:
         future = self._adapters[message.adapter_id] = self._thread.submit(self._read, message)
         future.add_done_callback(lambda done: send(_answer(message, done)))
 
+    def close(self) -> None:
+        """Wait until every adapter is read and its answer is sent."""
+        self._thread.shutdown()
+
     def _read(self, message: LoadAdapter) -> PackedAdapter:
         layers = self.layers
         adapter = read_adapter(Path(message.path), layers.config, layers.parts, layers.max_rank, layers.dtype)

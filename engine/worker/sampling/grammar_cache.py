@@ -47,6 +47,11 @@ class GrammarCache:
         self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._thread.submit(self._prepare, message.output, reply)
 
+    def close(self) -> None:
+        """Wait until every grammar is compiled and its answer is sent."""
+        if self._thread is not None:
+            self._thread.shutdown()
+
     def start(self, output: StructuredOutput) -> "LLMatcher":
         """A new matcher at its start; compiles the grammar if it was not prepared. Raises GrammarError."""
         with self._lock:

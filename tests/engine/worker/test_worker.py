@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,13 +16,16 @@ import pytest
 from engine.config import EngineConfig
 from engine.executor.frames import FrameSocket
 from engine.executor.step import (
+    AdapterLoaded,
     Heartbeat,
+    LoadAdapter,
     LoadProgress,
     NewSequence,
     SequenceStep,
     SleepWorker,
     StartWorker,
     StepPlan,
+    UnloadAdapter,
     WakeWorker,
     WorkerAsleep,
     WorkerFailed,
@@ -30,6 +34,7 @@ from engine.executor.step import (
     encode_frame,
 )
 from engine.sampling_params import SamplingParams
+from tests.engine.models.adapters.peft_files import write_adapter
 
 ROOT = Path(__file__).parents[3]
 CONFIG = EngineConfig(device="cpu", block_size=8, num_blocks=32, max_num_seqs=4, cpu_threads=1)
@@ -124,10 +129,15 @@ def test_ready_steps_and_end(worker, model_dir, hf_greedy):
     assert worker.wait(PATIENCE) == 0
 
 
-def test_a_heartbeat_that_comes_late_does_not_end_its_sleep(worker, model_dir, hf_greedy):
-    worker.start(model_dir)
-    for message in (SleepWorker(1, None), Heartbeat(), WakeWorker()):
+def test_messages_around_a_sleep(worker, model_dir, hf_greedy, hf_model, tmp_path):
+    """An adapter that is being read is answered before the sleep; messages that come late do not end the sleep."""
+    write_adapter(tmp_path / "a", hf_model)
+    worker.start(model_dir, replace(CONFIG, allow_runtime_lora=True, lora_root=str(tmp_path)))
+    load = LoadAdapter(1, str(tmp_path / "a"))
+    for message in (load, SleepWorker(1, None), Heartbeat(), load, UnloadAdapter(1), WakeWorker()):
         worker.send(message)
+    answer = worker.receive()
+    assert isinstance(answer, AdapterLoaded) and not answer.error
     assert isinstance(worker.receive(), WorkerAsleep)
     while isinstance(message := worker.receive(), LoadProgress):
         pass
