@@ -101,7 +101,8 @@ class Adapters:
         elif entry.digest:
             logger.error("adapter %s cannot be loaded again: %s", entry.name, message.error)
         else:
-            del self._by_id[entry.adapter_id], self._by_name[entry.name]
+            del self._by_name[entry.name]
+            self._forget(entry)
             _settle(entry, ModelError(f"lora {entry.name}: {message.error}"))
 
     # Requests.
@@ -165,9 +166,12 @@ class Adapters:
 
     def _forget_unused(self, entry: LoadedAdapter) -> None:
         if entry.unloaded and not entry.num_live:
-            del self._by_id[entry.adapter_id]
-            if self._send is not None:
-                self._send(UnloadAdapter(entry.adapter_id))
+            self._forget(entry)
+
+    def _forget(self, entry: LoadedAdapter) -> None:
+        del self._by_id[entry.adapter_id]
+        if self._send is not None:
+            self._send(UnloadAdapter(entry.adapter_id))
 
     def _folder(self, path: str) -> str:
         """The folder with all links resolved. InvalidRequestError unless it and its files are inside lora_root."""

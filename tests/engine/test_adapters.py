@@ -15,6 +15,7 @@ from engine.driver import Driver
 from engine.errors import ConfigError, EngineError, InvalidRequestError, ModelError
 from engine.llm import LLM
 from engine.request import Request
+from engine.requests.adapters import Adapters
 from engine.sampling_params import BeamSearchParams, SamplingParams
 from tests.engine.bundled_driver import read, running_driver
 from tests.engine.driving import until
@@ -171,6 +172,18 @@ async def test_a_restart_and_a_sleep_load_the_adapters_again(adapters, tmp_path,
         with pytest.raises(EngineError, match="cannot be loaded any more"):
             start(driver, "later", "a0")
         assert (await read(start(driver, "base")))[0], "the base goes on"
+
+
+async def test_a_load_ends_with_the_engine(tmp_path):
+    (tmp_path / "a").mkdir()
+    adapters, sent = Adapters(EngineConfig(allow_runtime_lora=True, lora_root=str(tmp_path))), []
+    adapters.attach(sent.append)
+    loading = asyncio.ensure_future(adapters.load("a", "a"))
+    await until(lambda: sent)
+    adapters.fail_all(EngineError("the engine has ended"))
+    for load in (loading, adapters.load("b", "a")):
+        with pytest.raises(EngineError, match="has ended"):
+            await load
 
 
 async def test_an_adapter_that_is_not_served_ends_the_start(tmp_path):

@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from engine.driver import Driver
 from engine.errors import (
@@ -67,6 +68,7 @@ class Clients:
     def arrive(self, arrival: Arrival) -> list[asyncio.Task[None]]:
         """Ask for a request; the task of its reader, if it was accepted."""
         name = f"request-{arrival.index}"
+        arrival = self._with_present_weights(arrival)
         request = Request(
             name,
             arrival.prompt,
@@ -76,6 +78,7 @@ class Clients:
             beam_search=arrival.beam,
             tenant=arrival.tenant,
             weight=arrival.weight,
+            adapter=arrival.adapter,
         )
         try:
             stream = self.driver.generate(request)
@@ -85,6 +88,11 @@ class Clients:
             return []
         except ContextLengthError as error:
             self._check_too_long(arrival, error)
+            return []
+        except InvalidRequestError as error:
+            unknown = arrival.adapter and arrival.adapter not in self.driver.adapters
+            require(bool(unknown), "refusal", f"refused without a reason: {error}")
+            self.monitor.saw("refused: no such adapter")
             return []
         require(not self.draining, "refusal", "a draining engine accepted a request")
         if not self.monitor.executor.ready:
@@ -101,6 +109,16 @@ class Clients:
         if arrival.index % 5 == 0 and not client.aborted:
             self._ask_for_the_impossible(request)
         return [asyncio.create_task(self._read(name, client))]
+
+    def _with_present_weights(self, arrival: Arrival) -> Arrival:
+        """The request as it is answered now: the adapter of its name may have been loaded again."""
+        weights = Path(self.driver.adapters.get(arrival.adapter, "")).name
+        if not weights or weights == arrival.weights:
+            return arrival
+        self.monitor.saw("request names an adapter that was loaded again")
+        arrival = arrival.with_adapter(self.monitor.config, arrival.adapter, weights)
+        self.monitor.expect_instead(arrival)
+        return arrival
 
     def _check_refusal(self, error: UnavailableError) -> None:
         if isinstance(error, QueueFullError):

@@ -6,11 +6,12 @@ from engine.executor.step import StepPlan
 from engine.memory.host_tier import HostTier
 from engine.memory.sequence import Sequence, SequenceStatus
 from engine.outputs import FinishReason
+from engine.request import Adapter
 from engine.scheduling.beam_group import BeamGroup, begin_search
 from tests.sim.coverage import Coverage
 from tests.sim.model import EOS_TOKEN_ID, mix
 from tests.sim.monitor import Monitor
-from tests.sim.swarm import Abort, Arrival, Event, SimConfig
+from tests.sim.swarm import VERSIONS, Abort, Arrival, Event, SimConfig
 from tests.sim.violation import fail, require
 from tests.sim.watched import WatchedBlockManager, WatchedScheduler, states_of
 
@@ -41,7 +42,13 @@ class CoreRun:
             step_seconds=config.step_seconds,
             itl_target=config.itl_target,
             clock=lambda: float(self.now),
+            max_loras=config.max_loras,
         )
+        adapters = [f"a{i}-{VERSIONS[0]}" for i in range(config.num_adapters)]
+        self.monitor.adapters.update(enumerate(adapters, start=1))
+        self._adapters = {
+            weights: Adapter(i, weights, weights.encode()) for i, weights in self.monitor.adapters.items()
+        }
         self.now = 0
         self.in_flight: deque[StepPlan] = deque()
         self.groups: dict[int, list[Sequence]] = {}  # by index of the arrival: the samples of a request
@@ -125,6 +132,7 @@ class CoreRun:
                 cache_salt=arrival.salt,
                 tenant=arrival.tenant,
                 weight=arrival.weight,
+                adapter=self._adapters.get(arrival.weights),
             )
             self.owners[seq.seq_id] = arrival.index
             self._next_id += 1

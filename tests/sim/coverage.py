@@ -53,6 +53,8 @@ CORE = (
     "host tier pinned as a whole",
     "not worth loading",
     "failed sequence whose blocks lie in the host tier",
+    "several adapters run together",
+    "request waits for a slot of an adapter",
     "fork shares a partly filled block",
     "fork shares full blocks only",
     "fork finds no row free",
@@ -166,6 +168,18 @@ DRIVER = (
     "model sleeps with live requests",
     "idle model sleeps",
     "model woken by a request, or awake before it slept",
+    "adapter loaded while the server runs",
+    "adapter loaded while its name is being loaded",
+    "adapter unloaded",
+    "adapter unloaded amid its requests",
+    "adapter that is not served refused",
+    "refused: no such adapter",
+    "request names an adapter that was loaded again",
+    "Worker lost while it reads an adapter",
+    "adapter named to a Worker that sleeps",
+    "adapter read before the model sleeps",
+    "server stopped while loading adapters",
+    "load of an adapter ended by the end of the server",
 )
 
 

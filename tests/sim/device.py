@@ -14,7 +14,7 @@ import numpy as np
 from engine.executor.step import BlockCopy, BlockMove, NewSequence, SampledToken, SequenceStep, StepPlan, StepResult
 from tests.fake_device import step_result
 from tests.sim.beams import BEAM_SEED, candidates
-from tests.sim.model import FakeModel, chain_next, chain_start
+from tests.sim.model import FakeModel, chain_next, chain_start, root_of
 from tests.sim.violation import fail, require
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ class Row:
     """A live sequence as the Worker knows it. `chain[i]` is what the slot of token i must hold."""
 
     __slots__ = (
+        "adapter_id",
         "chain",
         "failed",
         "fork_of",
@@ -39,7 +40,7 @@ class Row:
         "table",
     )
 
-    def __init__(self, new: NewSequence, salt: str, max_model_len: int, max_blocks: int) -> None:
+    def __init__(self, new: NewSequence, root: str, max_model_len: int, max_blocks: int) -> None:
         self.chain = np.empty(max_model_len + 1, np.int64)
         self.table = np.empty(max_blocks, np.intp)
         self.num_known = self.num_blocks = 0
@@ -48,7 +49,8 @@ class Row:
         self.seed = new.seed
         self.fork_of = new.fork_of
         self.failed = False
-        self.last_chain = chain_start(salt)
+        self.adapter_id = new.adapter_id
+        self.last_chain = chain_start(root)
         for token_id in new.token_ids:
             self.append_token(token_id)
         self.append_blocks(new.block_ids)
@@ -80,7 +82,8 @@ class KvMemory:
 
 
 class KvDevice:
-    """`salt_of` names the tenant of a sequence, `is_kept` whether a block that no row holds may still be read: it is
+    """`salt_of` names the tenant of a sequence, `adapters` has the weights of those that the Worker holds, by id; at
+    most `max_loras` of them are in use. `is_kept` says whether a block that no row holds may still be read: it is
     cached, or held by a hypothesis that was not sent yet. Both are things that plans do not say. `holders` counts
     tables per block, from plans alone."""
 
@@ -91,6 +94,8 @@ class KvDevice:
         *,
         max_model_len: int,
         salt_of: Callable[[int], str],
+        adapters: dict[int, str],
+        max_loras: int,
         is_kept: Callable[[int], bool],
     ) -> None:
         self.model = model
@@ -103,6 +108,7 @@ class KvDevice:
         self.rows: dict[int, Row] = {}
         self._max_blocks = -(-max_model_len // self.block_size)
         self._salt_of, self._is_kept = salt_of, is_kept
+        self._adapters, self._max_loras = adapters, max_loras
         self._generation = 1
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -114,6 +120,8 @@ class KvDevice:
         fresh.update(block_id for step in plan.steps for block_id in step.new_block_ids)
         for new in plan.new:
             self._add(new, fresh)
+        in_use = {row.adapter_id for row in self.rows.values()} - {0}
+        require(len(in_use) <= self._max_loras, "adapter-slots", f"{in_use} are in use, {self._max_loras} slots")
         if self.memory.cache is not None:
             self.memory.cache.offload(plan.offloads, _block_ids(plan.offloads))
         for move in plan.offloads:
@@ -217,7 +225,10 @@ class KvDevice:
     def _add(self, new: NewSequence, fresh: set[int]) -> None:
         """`fresh`: the blocks that this very plan hands out."""
         require(new.seq_id not in self.rows, "worker-rows", f"sequence {new.seq_id} is new and live")
-        row = self.rows[new.seq_id] = Row(new, self._salt_of(new.seq_id), self.max_model_len, self._max_blocks)
+        weights = self._adapters.get(new.adapter_id, "")
+        require(bool(weights) or not new.adapter_id, "adapter", f"the Worker holds no adapter {new.adapter_id}")
+        root = root_of(self._salt_of(new.seq_id), weights)
+        row = self.rows[new.seq_id] = Row(new, root, self.max_model_len, self._max_blocks)
         for start in range(0, new.num_computed_tokens, self.block_size):
             block_id = new.block_ids[start // self.block_size]
             end = min(start + self.block_size, new.num_computed_tokens)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import engine.checkpoint.checkpoint
@@ -23,7 +24,7 @@ import engine.telemetry.request_timings
 import engine.worker.cache.disk_cache
 from engine.config import EngineConfig
 from engine.driver import Driver
-from engine.errors import UnavailableError
+from engine.errors import EngineError, InvalidRequestError, UnavailableError
 from engine.executor.executor import FLUSH_SECONDS
 from engine.executor.recovery import Recovery
 from engine.executor.step_watch import StepWatch
@@ -36,7 +37,22 @@ from tests.sim.executor import LOOK_SECONDS, TICK_SECONDS, SimExecutor
 from tests.sim.model import mix
 from tests.sim.monitor import Monitor, left_over
 from tests.sim.prefetch import WatchedPrefetcher
-from tests.sim.swarm import FOR_GOOD, Abort, Arrival, Crash, Damage, Drain, Event, Pause, SimConfig, Sleep
+from tests.sim.swarm import (
+    BAD,
+    FOR_GOOD,
+    MAX_ADAPTERS,
+    VERSIONS,
+    Abort,
+    Arrival,
+    ChangeAdapter,
+    Crash,
+    Damage,
+    Drain,
+    Event,
+    Pause,
+    SimConfig,
+    Sleep,
+)
 from tests.sim.violation import Violation, require
 from tests.sim.virtual_time import VirtualLoop
 from tests.sim.watched import WatchedBlockManager, WatchedScheduler, states_of
@@ -132,9 +148,20 @@ class DriverRun:
                 step_timeout=config.step_timeout,
                 swap_space=1.0 if with_disk else 0.0,
                 disk_cache=str(self._folder) if with_disk else None,
+                **self._adapters(),
             ),
             max_queued_requests=config.max_queued_requests,
         )
+
+    def _adapters(self) -> dict[str, Any]:
+        """The settings of a server with adapters: the first version of each is there from the start."""
+        if not self.config.num_adapters:
+            return {}
+        root, names = _adapter_root(), [f"a{i}" for i in range(self.config.num_adapters)]
+        first = tuple(f"{name}={root / f'{name}-{VERSIONS[0]}'}" for name in names)
+        return {
+            "lora": first, "max_loras": self.config.max_loras, "allow_runtime_lora": True, "lora_root": str(root)
+        }  # fmt: skip
 
     async def _begin(self) -> None:
         self.clients = Clients(self.driver, self.monitor)
@@ -160,6 +187,8 @@ class DriverRun:
                 self._damage(event.pick)
             elif isinstance(event, Sleep):
                 background.append(asyncio.create_task(self._sleep(event)))
+            elif isinstance(event, ChangeAdapter):
+                background.append(asyncio.create_task(self._change_adapter(event)))
             else:
                 background.append(asyncio.create_task(self._drain(event)))
         await asyncio.gather(*background)
@@ -208,6 +237,26 @@ class DriverRun:
                 self.monitor.saw("model woken by a request, or awake before it slept")
             await driver.wake()
 
+    async def _change_adapter(self, event: ChangeAdapter) -> None:
+        driver, saw = self.driver, self.monitor.saw
+        try:
+            if event.name in driver.adapters:
+                used = any(seq.adapter and seq.adapter.name == event.name for seq in self.monitor.live_sequences())
+                driver.unload_adapter(event.name)
+                saw("adapter unloaded amid its requests" if used else "adapter unloaded")
+            if event.weights:
+                await driver.load_adapter(event.name, event.weights)
+                saw("adapter loaded while the server runs")
+        except UnavailableError:
+            require(self.clients.draining, "refusal", f"{event} was refused")
+        except InvalidRequestError as error:
+            refused = error.param == "lora_path"
+            require(refused == event.weights.endswith(BAD) or not refused, "refusal", f"{event}: {error}")
+            saw("adapter that is not served refused" if refused else "adapter loaded while its name is being loaded")
+        except EngineError:
+            require(self.clients.draining, "refusal", f"{event} failed")
+            saw("load of an adapter ended by the end of the server")
+
     def _damage(self, pick: int) -> None:
         if self._folder is not None and damage(self._folder, self.config, pick):
             self.monitor.saw("block on the disk damaged")
@@ -253,6 +302,8 @@ class DriverRun:
         for part in (loaded.live, loaded.prefetcher):
             left |= {} if part is None else left_over(part, but=("_eos_token_ids",))
         require(not left, "leftovers", f"the Driver still has {left}")
+        names = sorted(Path(path).name for path in driver.adapters.values())
+        require(sorted(self.monitor.adapters.values()) == names, "leftovers", f"{self.monitor.adapters} of {names}")
         driver.stats_snapshot()
         gauges = driver.stats.num_requests_running.value, driver.stats.num_requests_waiting.value
         require(gauges == (0, 0), "leftovers", f"gauges of an idle engine: {gauges}")
@@ -278,6 +329,17 @@ def _checkpoint() -> Path:
     folder = tempfile.TemporaryDirectory(prefix="pageserve-sim-")
     _KEPT.append(folder)
     return save_fake_checkpoint(Path(folder.name) / "model")
+
+
+@cache
+def _adapter_root() -> Path:
+    """Folders for all versions of all adapters; nothing reads what is in them."""
+    folder = tempfile.TemporaryDirectory(prefix="pageserve-sim-")
+    _KEPT.append(folder)
+    for i in range(MAX_ADAPTERS):
+        for version in VERSIONS:
+            (Path(folder.name).resolve() / f"a{i}-{version}").mkdir()
+    return Path(folder.name).resolve()
 
 
 _KEPT: list[tempfile.TemporaryDirectory[str]] = []  # removed when the process ends

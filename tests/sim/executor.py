@@ -11,10 +11,12 @@ from engine.executor.process_state import STOPPED_LOOKS
 from engine.executor.step import (
     FetchBlocks,
     FetchedBlocks,
+    LoadAdapter,
     SleepWorker,
     StartWorker,
     StepPlan,
     StepResult,
+    UnloadAdapter,
     WakeWorker,
     WorkerReady,
     encode_frame,
@@ -78,9 +80,13 @@ class SimExecutor(Executor):
         self._monitor.executor = self
         return ready
 
+    def wake(self) -> None:
+        super().wake()
+        self._num_answered, self._num_known = 0, StepWatch.STEPS_OF_A_NEW_KIND  # a watch of its own begins
+
     def send(self, message: StepPlan | FetchBlocks) -> None:
         super().send(message)
-        if isinstance(message, SleepWorker | WakeWorker):
+        if isinstance(message, SleepWorker | WakeWorker | LoadAdapter | UnloadAdapter):
             return
         if isinstance(message, FetchBlocks):
             if self.worker.alive:

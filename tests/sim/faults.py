@@ -13,6 +13,7 @@ from engine.memory.block_manager import BlockManager
 from engine.memory.free_list import FreeList
 from engine.memory.host_tier import HostTier
 from engine.memory.sequence import Sequence
+from engine.requests.adapters import Adapters
 from engine.requests.delivery import Delivery
 from engine.requests.live_requests import LiveRequests
 from engine.requests.loaded import Loaded
@@ -75,6 +76,7 @@ MUTANTS = (
     ),
     Mutant("match goes on after a miss", BlockManager, "match_prefix", "break", "continue"),
     Mutant("salt ignored", BlockManager, "_root", "seq.cache_salt.encode()", "b''"),
+    Mutant("adapter ignored", BlockManager, "_root", "fields.append(seq.adapter.version)", "pass"),
     Mutant("parent ignored", BlockManager, "_extend_keys", "sha256(parent + packed)", "sha256(packed)"),
     Mutant("one token of a block not hashed", BlockManager, "_extend_keys", "*token_ids)", "0, *token_ids[1:])"),
     Mutant(
@@ -161,6 +163,19 @@ MUTANTS = (
         "pass",
     ),
     Mutant("failure of a request not told", LiveRequests, "fail", "live.stream.fail(error)", "pass"),
+    # Adapters.
+    Mutant("more adapters than slots", Admission, "_has_slot", "< self.max_loras", "<= self.max_loras"),
+    Mutant(
+        "adapter dropped amid its requests",
+        Adapters,
+        "_forget_unused",
+        "and not entry.num_live",
+        "and entry.adapter_id in self._by_id",
+        for_driver=True,
+    ),
+    Mutant("adapters not loaded again", Adapters, "detach", "self._send = None", "pass", for_driver=True),
+    Mutant("adapter left in the Worker", Adapters, "_forget", "self._send(UnloadAdapter(", "bool((", for_driver=True),
+    Mutant("load outlives the engine", Adapters, "fail_all", "_settle(entry, error)", "pass", for_driver=True),
     # The restart of a Worker.
     Mutant("lost token still on its way", Sequence, "lose_blocks", "self.num_pending_tokens = ", ""),
     Mutant("fork waits by itself and for its parent", Scheduler, "reset", "if seq.fork_of is None", ""),

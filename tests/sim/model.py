@@ -20,8 +20,16 @@ def mix(a: int, b: int) -> int:
     return x ^ (x >> 31)
 
 
-def chain_start(salt: str) -> int:
-    return mix(17, int.from_bytes(salt.encode(), "little"))
+def root_of(salt: str, weights: str) -> str:
+    """The salt of a request and the weights of its adapter, if it has one: contents depend on both."""
+    return f"{salt}\0{weights}" if weights else salt
+
+
+def chain_start(root: str) -> int:
+    chain, data = 17, root.encode()
+    for start in range(0, max(1, len(data)), 8):
+        chain = mix(chain, int.from_bytes(data[start : start + 8], "little"))
+    return chain
 
 
 def chain_next(previous: int, token_id: int, position: int) -> int:

@@ -91,6 +91,7 @@ class Monitor:
         self.blows: list[str] = []  # "kill" or "stop": what happens to the next Workers, at the first plan of each
         self._hits: dict[int, int] = {}  # by index of arrival: deaths from outside since its last token
         self.memory: KvMemory | None = None  # of the Worker that was started last, where there is one
+        self.adapters: dict[int, str] = {}  # weights of those that the Worker holds, by id
         self.too_large: set[int] = set()  # indices of arrivals whose beams found too few blocks
         self.doomed: set[int] = set()  # and of those that a smaller pool cannot hold
         self.max_num_tokens: dict[int, int] = {}  # of arrivals that were accepted, where the pool has set it
@@ -116,6 +117,10 @@ class Monitor:
         self.too_large.clear()
         self.doomed.clear()
         self.max_num_tokens.clear()
+
+    def expect_instead(self, arrival: Arrival) -> None:
+        """Its adapter has other weights by now."""
+        self._samples.update({arrival.seed_of(i): (arrival, i) for i in range(arrival.params.n)})
 
     @contextmanager
     def checking(self) -> Iterator[None]:
@@ -153,6 +158,8 @@ class Monitor:
             memory,
             max_model_len=self.config.max_model_len,
             salt_of=self._salts.__getitem__,
+            adapters=self.adapters,
+            max_loras=self.config.max_loras,
             is_kept=self._is_kept,
         )
         self.contents = CacheContents(self.device, *self._contents, self.content_of_digest)
@@ -165,6 +172,11 @@ class Monitor:
     def limit(self) -> int:
         """Tokens that a sequence may have, as the pool is now."""
         return min(self.config.max_model_len, self.blocks.num_blocks * self.config.block_size)
+
+    def live_sequences(self) -> Iterator[Sequence]:
+        """All that have not ended, those that wait for the disk included."""
+        yield from sequences_of(self.scheduler)
+        yield from self.waits_for_disk
 
     def reference_of(self, seq: Sequence) -> Reference:
         arrival, index = self._samples[seq.seed]
@@ -372,6 +384,7 @@ class Monitor:
             fail("progress", f"the first in order was preempted: {ran[0]}")
         self._check_order(plan, ran)
         self._check_turns(plan, planned)
+        self._count_adapters()
         if num_tokens == scheduler.max_num_batched_tokens:
             saw("token budget used up")
         if is_short and num_tokens == scheduler.scope.budget:
@@ -414,6 +427,15 @@ class Monitor:
             before |= others
         if resting:
             self.saw("decodes rest in a short step")
+
+    def _count_adapters(self) -> None:
+        """At most as many as there are slots, which the device checks; the next in turn may wait for one."""
+        in_use = {seq.adapter for seq in self.scheduler.running if seq.adapter is not None}
+        if len(in_use) > 1:
+            self.saw("several adapters run together")
+        waiting = self.scheduler.waiting
+        if waiting and waiting[0].adapter not in {None, *in_use} and len(in_use) == self.config.max_loras:
+            self.saw("request waits for a slot of an adapter")
 
     def _check_order(self, plan: StepPlan, ran: list[Sequence]) -> None:
         """First come, first served within a priority: whoever was admitted goes before all who still wait."""

@@ -2,13 +2,15 @@
 
 import asyncio
 
+from engine.driver import SERVING_PHASES
 from engine.errors import UnavailableError
 from engine.executor.executor import FLUSH_SECONDS
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 from tests.sim.coverage import Coverage
 from tests.sim.driver_run import DriverRun
-from tests.sim.swarm import Event, SimConfig, StopAt
+from tests.sim.model import mix
+from tests.sim.swarm import VERSIONS, ChangeAdapter, Event, SimConfig, StopAt
 from tests.sim.violation import fail, require
 
 LONGEST_STOP = FLUSH_SECONDS + 1 + 2  # seconds; the last are those after which a Worker that stands still is killed
@@ -53,10 +55,19 @@ class SuddenStop(DriverRun):
         driver, started = self.driver, self.loop.time()
         self.monitor.saw(f"server stopped while {driver.phase}")
         if hasattr(self, "clients"):
+            await self._ask_for_an_adapter()
             self.clients.draining = self.clients.drain_timed_out = True  # from here on refused; what runs may fail
         await driver.stop()
         seconds = self.loop.time() - started
         require(seconds <= LONGEST_STOP, "stop", f"to stop took {seconds} s")
+
+    async def _ask_for_an_adapter(self) -> None:
+        """Its loading, in whatever state, ends with the server."""
+        if self.config.num_adapters and self.driver.phase in SERVING_PHASES:
+            load = ChangeAdapter(0, "late", f"a0-{VERSIONS[1]}")
+            self._late = asyncio.create_task(self._change_adapter(load))
+            for _ in range(mix(self.config.seed, 6) % 6):
+                await asyncio.sleep(0)
 
     def _check_end(self) -> None:
         driver = self.driver

@@ -13,12 +13,15 @@ import msgspec
 from engine.executor.step import CacheCosts
 from engine.sampling_params import BeamSearchParams, SamplingParams
 from tests.sim.beams import beam_references
-from tests.sim.model import EOS_TOKEN_ID, SEED_STEP, FakeModel, Reference, reference
+from tests.sim.model import EOS_TOKEN_ID, SEED_STEP, FakeModel, Reference, reference, root_of
 
 AMBUSH_PRIORITY = -1
 FOR_GOOD = 1e6  # seconds
 LULL, LULL_RATE = 300.0, 0.05  # steps in which nobody comes, before a share of the requests
 AGAIN = 0, 0, 2, 3  # with the first, as often as makes a request guilty of what is its fault
+MAX_ADAPTERS = 5
+BAD = "bad"
+VERSIONS = "0", "1", "2", BAD  # of each adapter; the first is there from the start
 ABORT_TARGETS = ("any", "new", "fork", "prefill", "decode", "pending", "preempted", "preempted+pending", "finished")
 
 
@@ -72,6 +75,10 @@ class SimConfig:
     step_seconds: float | None = None
     max_draft_tokens: int = 0  # of a sequence in a step
     itl_target: float | None = None
+    num_adapters: int = 0  # names of LoRA adapters
+    max_loras: int = 8
+    adapter_rate: float = 0.0  # share of requests that name an adapter
+    change_rate: float = 0.0  # and of those before which one is loaded, unloaded or replaced
     large_holders: str = ""  # what the requests of the first tenant are like: samples, beams, prompts, any of these
 
     @property
@@ -87,6 +94,7 @@ class Arrival:
     that goes after so many tokens, `read_every` the time between two of its reads (0: at once). Whatever plan a
     `deadly` one is in, the Worker dies ("crash") or never answers ("hang"). These need the Driver. An `ambush` goes
     before all others and lies in wait until another request is about to fork. With `beam` it is a beam search.
+    `adapter` is a name; `weights`, the folder behind the name, may be another one when the request comes.
     """
 
     at: float
@@ -104,12 +112,21 @@ class Arrival:
     beam: BeamSearchParams | None = None
     tenant: str = ""
     weight: float = 1.0
+    adapter: str = ""
+    weights: str = ""
 
     def references_at(self, config: SimConfig, max_num_tokens: int) -> tuple[Reference, ...]:
         """`references`, were that the most tokens it may have."""
         if max_num_tokens == self.max_num_tokens:
             return self.references
-        return _references(config.model, self.prompt, self.params, self.beam, self.salt, max_num_tokens)
+        root = root_of(self.salt, self.weights)
+        return _references(config.model, self.prompt, self.params, self.beam, root, max_num_tokens)
+
+    def with_adapter(self, config: SimConfig, name: str, weights: str) -> "Arrival":
+        """The same request with an adapter, and what its samples become then."""
+        root = root_of(self.salt, weights)
+        references = _references(config.model, self.prompt, self.params, self.beam, root, self.max_num_tokens)
+        return replace(self, adapter=name, weights=weights, references=references)
 
     def seed_of(self, sample: int) -> int:
         assert self.params.seed is not None
@@ -173,7 +190,17 @@ class Sleep:
     seconds: float
 
 
-Event = Arrival | Abort | Drain | Crash | Pause | Damage | Sleep
+@dataclass(frozen=True)
+class ChangeAdapter:
+    """The adapter of this name is unloaded, if there is one, then loaded from the folder `weights`, if that is given.
+    A folder whose name ends in BAD holds an adapter that is not served."""
+
+    at: float
+    name: str
+    weights: str
+
+
+Event = Arrival | Abort | Drain | Crash | Pause | Damage | Sleep | ChangeAdapter
 
 
 @dataclass(frozen=True)
@@ -256,6 +283,7 @@ def draw_config(seed: int, rng: random.Random, for_driver: bool) -> SimConfig:
     config = replace(config, step_seconds=random.Random(f"{seed} step seconds").choice([1e-3, 1e-3, 3e-3, None]))
     config = replace(config, max_draft_tokens=random.Random(f"{seed} drafts").choice([0, 0, 1, 3, 8]))
     config = replace(config, itl_target=random.Random(f"{seed} itl target").choice([1e-3, 1e-2, None, None]))
+    config = _with_adapters(config, random.Random(f"{seed} adapters"), for_driver)
     if not for_driver and tenants.random() < 0.2:
         return _for_newcomers(config, tenants)
     holders = random.Random(f"{seed} holders")
@@ -285,6 +313,20 @@ def _with_more(config: SimConfig, rng: random.Random, for_driver: bool) -> SimCo
     if rng.random() < 0.5:
         config = _with_disk(config, rng)
     return _for_suspect_searches(config, rng) if rng.random() < 0.1 else config
+
+
+def _with_adapters(config: SimConfig, rng: random.Random, for_driver: bool) -> SimConfig:
+    """A server with adapters makes no drafts."""
+    if rng.random() < 0.7:
+        return config
+    return replace(
+        config,
+        num_adapters=rng.choice([1, 2, MAX_ADAPTERS]),
+        max_loras=rng.choice([1, 2, 8]),
+        adapter_rate=rng.choice([0.3, 0.8]),
+        change_rate=rng.choice([0, 0.05, 0.3]) if for_driver else 0,
+        max_draft_tokens=0,
+    )
 
 
 def _with_disk(config: SimConfig, rng: random.Random) -> SimConfig:
@@ -385,6 +427,7 @@ def draw_events(config: SimConfig, rng: random.Random, for_driver: bool) -> list
     prompts, more = _Prompts(config, rng), random.Random(f"{config.seed} more events")
     sieges = random.Random(f"{config.seed} sieges")  # and what comes with them
     sleeps = random.Random(f"{config.seed} sleeps")
+    adapters = random.Random(f"{config.seed} requests with adapters")
     sleep_rate = sleeps.choice([0, 0, 0.05, 0.3])
     events: list[Event] = []
     now = 0.0
@@ -402,6 +445,9 @@ def draw_events(config: SimConfig, rng: random.Random, for_driver: bool) -> list
         arrival = _with_tenant(config, _with_more_of(config, more, arrival))
         if config.large_holders:
             arrival = _large_or_small(config, arrival)
+        if adapters.random() < config.adapter_rate:
+            name = f"a{adapters.randrange(config.num_adapters)}"
+            arrival = arrival.with_adapter(config, name, f"{name}-{VERSIONS[0]}")
         prompts.made.append((arrival.prompt + arrival.references[0].token_ids, arrival.salt))
         events.append(arrival)
         if rng.random() < config.abort_rate:
@@ -415,6 +461,11 @@ def draw_events(config: SimConfig, rng: random.Random, for_driver: bool) -> list
         if for_driver and sleeps.random() < sleep_rate:
             at = now + sleeps.choice([0, sleeps.uniform(0, 5), sleeps.uniform(0, 40)])
             events.append(Sleep(at, sleeps.choice((1, 2)), sleeps.choice((0, 3, 60))))
+            if config.change_rate:  # some amid the way to sleep
+                events.append(_draw_change(config, adapters, at + adapters.uniform(0, 6)))
+        if adapters.random() < config.change_rate:
+            at = now + adapters.choice([0, adapters.uniform(0, 5), adapters.uniform(0, 40)])
+            events.append(_draw_change(config, adapters, at))
         if for_driver and config.disk_blocks and more.random() < config.damage_rate:
             events.append(Damage(now + more.uniform(0, 30), more.getrandbits(40)))
     if for_driver and rng.random() < config.drain_rate:
@@ -425,6 +476,11 @@ def draw_events(config: SimConfig, rng: random.Random, for_driver: bool) -> list
 def _draw_pause(rng: random.Random, at: float) -> Pause:
     seconds = rng.choice([2, 7, FOR_GOOD])
     return Pause(at, seconds, rng.choice(AGAIN) if seconds == FOR_GOOD else 0, hangs=rng.random() < 0.3)
+
+
+def _draw_change(config: SimConfig, rng: random.Random, at: float) -> ChangeAdapter:
+    name, version = f"a{rng.randrange(config.num_adapters)}", rng.choice(("", *VERSIONS))
+    return ChangeAdapter(at, name, version and f"{name}-{version}")
 
 
 class _Prompts:

@@ -8,15 +8,18 @@ from pathlib import Path
 
 from engine.executor.frames import FRAME_HEADER
 from engine.executor.step import (
+    AdapterLoaded,
     CacheCosts,
     DriverMessage,
     FetchBlocks,
     FetchedBlocks,
     Heartbeat,
+    LoadAdapter,
     LoadProgress,
     SleepWorker,
     StartWorker,
     StepPlan,
+    UnloadAdapter,
     WakeWorker,
     WorkerAsleep,
     WorkerMessage,
@@ -29,8 +32,8 @@ from tests.sim.device import KvMemory
 from tests.sim.disk import SimHost
 from tests.sim.model import VOCAB_SIZE, mix
 from tests.sim.monitor import Monitor
-from tests.sim.swarm import SimConfig
-from tests.sim.violation import fail
+from tests.sim.swarm import BAD, SimConfig
+from tests.sim.violation import fail, require
 
 STEP_SECONDS = 1.0
 SLOW_STEP_SECONDS = 6.0
@@ -50,6 +53,7 @@ class SimWorker:
         self.pid = number
         self.returncode: int | None = None
         self.ready = self.stopped = self.hung = False
+        self._leaving = False  # on its way to sleep: it reads no message before the one that wakes it
         self.was_stopped = False  # since it last finished a step
         self.still_since = 0.0  # when it hung or was stopped last
         self._num_continued = 0
@@ -62,6 +66,9 @@ class SimWorker:
         self._plans: deque[StepPlan] = deque()
         self._fetches: deque[FetchBlocks] = deque()  # that came while it was stopped
         self._sleep: SleepWorker | None = None
+        self._num_reads = 0  # adapters that a thread reads
+        self._read: list[LoadAdapter] = []  # whose answers wait while it is stopped
+        monitor.adapters.clear()
         self._timer: asyncio.TimerHandle | None = None
         loop = asyncio.get_running_loop()
         self._later, self._now = loop.call_later, loop.time
@@ -101,6 +108,11 @@ class SimWorker:
             self._go_on()
         elif isinstance(message, WakeWorker):
             self._timer = self._later(1, self._become_ready)
+        elif isinstance(message, LoadAdapter | UnloadAdapter):
+            if self.ready and not self._leaving:
+                self._take_adapter(message)
+            else:
+                self._monitor.saw("adapter named to a Worker that sleeps")
         else:
             self._fetches.append(message)
             self._fetch()
@@ -155,6 +167,9 @@ class SimWorker:
             if self._host is not None:
                 self._host.disk.pause(False)
             self._fetch()
+            for message in self._read:
+                self._answer_adapter(message)
+            self._read.clear()
             self._go_on()
 
     def die(self, code: int) -> None:
@@ -166,6 +181,8 @@ class SimWorker:
             self._timer.cancel()
         if self._monitor.memory is not None and self._monitor.memory.fetching:
             self._monitor.saw("Worker lost with a fetch under way")
+        if self._num_reads:
+            self._monitor.saw("Worker lost while it reads an adapter")
         if self._host is not None:
             self._host.disk.die()
         self._reader.feed_eof()
@@ -237,7 +254,10 @@ class SimWorker:
                 self._timer = self._later(SLOW_STEP_SECONDS, self._answer_heartbeat)
         elif self._plans:
             self._timer = self._later(self._seconds_of(self._plans[0]), self._finish)
+        elif self._sleep is not None and self._num_reads:
+            self._monitor.saw("adapter read before the model sleeps")
         elif self._sleep is not None:
+            self._leaving = True
             self._timer = self._later(STEP_SECONDS, self._fall_asleep)
 
     def _fall_asleep(self) -> None:
@@ -247,9 +267,42 @@ class SimWorker:
         if sleep.flush is not None and self._host is not None:
             self._host.keep(sleep.flush.offloads, flush=True)
         self._answer(WorkerAsleep())
-        self.ready, self.asked_at = False, None
+        self.ready, self._leaving, self.asked_at = False, False, None
+        self._monitor.adapters.clear()
         if sleep.level == 2:
             self.die(0)
+
+    def _take_adapter(self, message: LoadAdapter | UnloadAdapter) -> None:
+        """Messages come in order: a plan behind this one may use the adapter, or not any more."""
+        monitor, adapter_id = self._monitor, message.adapter_id
+        if isinstance(message, UnloadAdapter):
+            require(adapter_id in monitor.adapters, "adapter", f"the Worker is to drop adapter {adapter_id} again")
+            users = [seq for seq in monitor.live_sequences() if seq.adapter and seq.adapter.adapter_id == adapter_id]
+            require(not users, "adapter", f"the Worker is to drop adapter {adapter_id}, which {users} use")
+            del monitor.adapters[adapter_id]
+            return
+        require(adapter_id not in monitor.adapters, "adapter", f"adapter {adapter_id} is loaded twice")
+        folder = Path(message.path).name
+        require(message.digest in (b"", folder.encode()), "adapter", f"{message} for the files of {folder}")
+        monitor.adapters[adapter_id] = folder
+        self._num_reads += 1
+        seconds = STEP_SECONDS, SLOW_STEP_SECONDS, SLOW_LOAD_SECONDS
+        self._later(seconds[mix(self._config.seed, adapter_id) % 3], self._adapter_read, message)
+
+    def _adapter_read(self, message: LoadAdapter) -> None:
+        if self.stopped or self.hung:
+            self._read.append(message)
+        else:
+            self._answer_adapter(message)
+
+    def _answer_adapter(self, message: LoadAdapter) -> None:
+        folder = Path(message.path).name
+        self._num_reads -= 1
+        if folder.endswith(BAD):
+            self._answer(AdapterLoaded(message.adapter_id, error="it is not served"))
+        else:
+            self._answer(AdapterLoaded(message.adapter_id, folder.encode(), num_bytes=1))
+        self._go_on()
 
     def _seconds_of(self, plan: StepPlan) -> float:
         kind = kind_of(plan)
