@@ -36,14 +36,17 @@ COPY server ./server
 RUN pip install --no-cache-dir --no-deps .
 
 # The root file system may be read-only: the server writes only to /cache (keep it in a volume) and /tmp.
-ENV HF_HOME=/cache/huggingface \
+ENV HOME=/cache \
+    HF_HOME=/cache/huggingface \
     TRITON_CACHE_DIR=/cache/triton \
-    NUMBA_CACHE_DIR=/cache/numba \
     PYTHONUNBUFFERED=1 \
     PAGESERVE_HOST=0.0.0.0 \
     PAGESERVE_PORT=8000
 VOLUME /cache
 WORKDIR /cache
+# The machine code of the CPU kernels, for processors such as this one. A server on another processor compiles its own and
+# keeps it in $HOME.
+RUN python -m kernels.warmup
 USER 10001:10001
 EXPOSE 8000
 STOPSIGNAL SIGTERM

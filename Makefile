@@ -64,12 +64,13 @@ $(VENV)/.installed-test: $(VENV)/.installed
 	@$(call install,$(VENV),--editable ".[test]")
 	@touch $@
 
-# Compile the CPU kernels once, here, so that the first start of the server does not wait for them.
+# Compile all CPU kernels once, here, so that nothing that is measured or tested waits for them. `make serve` does not
+# need this: the server compiles the kernels of its model before it is ready, and the rest in the background.
 $(VENV)/.compiled: $(VENV)/.installed $(wildcard kernels/*.py kernels/*/*.py kernels/*/*/*.py)
 	$(BIN)/python -m kernels.warmup
 	@touch $@
 
-serve: $(VENV)/.compiled
+serve: $(VENV)/.installed
 	@exec $(BIN)/pageserve serve $(ARGS)
 
 # The servers to measure against, each in an environment of its own.

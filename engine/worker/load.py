@@ -67,6 +67,8 @@ def load_resident(
     if loaded.device.type == "cuda":
         progress("choosing matrix kernels")
         loaded.decoder.operators.choose_kernels(loaded.device, loaded.limits.max_num_batched_tokens)
+    else:
+        progress("compiling kernels")
     loaded.compile_kernels()
     resident = ResidentDecoder(loaded, eos_token_ids, model_identity)
     resident.start(progress, clock)

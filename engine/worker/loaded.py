@@ -23,7 +23,7 @@ from engine.worker.cache.kv_cache import (
     most_positions,
     resolve_kv_format,
 )
-from engine.worker.device.choice import check_attention, make_flashinfer, resolve_dtype, take_place
+from engine.worker.device.choice import check_attention, compile_kernels, make_flashinfer, resolve_dtype, take_place
 from engine.worker.device.host import StepLimits, available_host_bytes, resolve_step_limits
 from engine.worker.device.queue import DeviceQueue
 from engine.worker.memory_plan import Machine, nearest_settings
@@ -43,6 +43,7 @@ class LoadedDecoder:
     device: torch.device
     attention: AttentionSettings = field(default_factory=AttentionSettings)
     draft: LoadedDraft | None = None
+    finish_kernels: Callable[[], None] | None = None
 
     @property
     def max_model_len(self) -> int:
@@ -106,7 +107,10 @@ class LoadedDecoder:
 
     @torch.inference_mode()
     def compile_kernels(self) -> None:
-        """Run short steps, so that the memory profile does not wait for the compiler. Does nothing on a CPU."""
+        """Compile the kernels of a CPU. On a GPU run short steps, so that the memory profile does not wait for the
+        compiler."""
+        if self.finish_kernels is not None:
+            self.finish_kernels()
         if self.device.type == "cuda":
             settings = self.attention
             plan = make_attention_plan(
@@ -166,6 +170,7 @@ def load_decoder(
     # Memory that is free now bounds the memory that the KV cache can have once the weights are loaded.
     budget = total_bytes if total_bytes else host_cache_bytes(config, available_host_bytes() // place.size)
     num_positions = max(limits.max_num_batched_tokens, most_positions(config, model, dtype.itemsize, budget))
+    finish_kernels = compile_kernels(config, model, dtype, device)
     progress("loading weights")
     decoder = load_model(
         model_dir,
@@ -186,4 +191,4 @@ def load_decoder(
         progress("loading the draft model")
         draft = load_draft(config, draft_dir, draft_config, dtype, min(longest, num_positions))
     attention = AttentionSettings(config.batch_invariant, flashinfer)
-    return LoadedDecoder(config, model, decoder, limits, dtype, device, attention, draft)
+    return LoadedDecoder(config, model, decoder, limits, dtype, device, attention, draft, finish_kernels)

@@ -106,7 +106,12 @@ def load(channel: Channel, start: StartWorker) -> "Resident | None":
             Path(start.draft_dir) if start.draft_dir else None,
         )
 
-    return _report(channel, work)
+    resident = _report(channel, work)
+    if resident is not None and resident.ready.device == "cpu":
+        from engine.worker.device.kernel_compiler import compile_in_background  # imports torch
+
+        compile_in_background()
+    return resident
 
 
 def wake(channel: Channel, resident: "Resident") -> "Resident | None":

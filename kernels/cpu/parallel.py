@@ -4,11 +4,12 @@ numba's own thread pool would compete with torch's for the same cores: torch's i
 after each operator, just when the next kernel needs the core. So a kernel is a plain C function, and `GOMP_parallel`,
 which every OpenMP runtime under torch exports, calls it once per thread of torch's pool. The threads take work items
 from one atomic counter (`next_item`), so an uneven batch stays balanced.
+
+If several processes need a kernel at the same time, one compiles it under a lock, and the others load its code.
 """
 
 import ctypes
 import hashlib
-import os
 import re
 import struct
 from collections.abc import Callable, Iterator, Sequence
@@ -20,11 +21,18 @@ from typing import Any, Protocol
 import numba
 import torch
 from numba import types
+from numba.core import caching, ccallback
 from torch import Tensor
 
+from kernels import code_cache
 from kernels.cpu.simd import I64Pointer, fetch_add
 
-jit = numba.njit(error_model="numpy", inline="never", nogil=True)
+# For functions that kernels call. numba makes no wrappers for calls from Python and C, which take a sixth of the time
+# to compile. So Python must not call such a function: `function.py_func` is the one for Python.
+jit = numba.njit(error_model="numpy", inline="never", nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+
+# How long a process waits for another that compiles the same kernel; after that it compiles the kernel, too.
+WAIT_SECONDS = 60.0
 
 
 @jit
@@ -67,14 +75,27 @@ class ParallelKernel:
         elif num_items:
             self.entry(packed)
 
-    def compile(self) -> None:
-        """Compile or load the machine code before the first call."""
-        _ = self.address
+    def compile(self, wait: bool = True) -> bool:
+        """Compile or load the machine code before the first call. Without `wait`: False, and nothing is done, while
+        another process compiles it."""
+        if "address" not in vars(self):
+            code = _compile(self.fn, WAIT_SECONDS if wait else None)
+            if code is None:
+                return False
+            self.address = code.address
+        return True
+
+    def is_on_disk(self) -> bool:
+        """True if the machine code does not have to be compiled."""
+        try:
+            return Cache(self.fn).index.exists()
+        except OSError:
+            return False
 
     @cached_property
     def address(self) -> int:
         """Address of the machine code. The first call compiles it or loads it from disk."""
-        return _compile(self.fn).address
+        return _compile(self.fn, WAIT_SECONDS).address
 
     @cached_property
     def entry(self) -> Callable:
@@ -116,29 +137,68 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype) if _recording is None else _recording.empty(tuple(shape), dtype)
 
 
-def _compile(fn: Callable):
-    signature, options = types.void(I64Pointer), {"nopython": True, "error_model": "numpy"}
+def _compile(fn: Callable, seconds: float | None) -> Any:
+    """The compiled body, from disk if its code is there. seconds: how long to wait for another process that compiles
+    it, before this process compiles it too; None: do not wait, and return None."""
+    code = ccallback.CFunc(fn, ((I64Pointer,), types.void), {}, {"nopython": True, "error_model": "numpy"})
     try:
-        numba.config.CACHE_DIR = _cache_dir()
-        return numba.cfunc(signature, cache=True, **options)(fn)
-    except (RuntimeError, OSError):  # without a writable folder, compile for this process only
-        return numba.cfunc(signature, **options)(fn)
+        code._cache = Cache(fn)
+        with code_cache.lock(code._cache.lock, seconds or 0) as locked:
+            if seconds is None and not locked:
+                return None
+            code.compile()
+    except OSError:  # without a writable folder, compile for this process only
+        code._cache = caching.NullCache()
+        code.compile()
+    return code
 
 
-def _cache_dir() -> str:
-    """A cache folder named after all sources: numba's own cache misses a change in a function that a kernel calls."""
-    folder = Path(__file__).parent
-    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(folder.rglob("*.py")))).hexdigest()[:12]
-    roots = (os.environ.get("NUMBA_CACHE_DIR"), folder / "__pycache__", Path.home() / ".cache" / "pageserve")
-    for root in filter(None, roots):
-        path = Path(root) / f"kernels-{digest}"
+class _Locator(caching._CacheLocator):
+    """Tells numba the folder of kernels.code_cache. A file is named after the line and the source of its function, not
+    after the path and the time of the source: these differ between checkouts and machines that share the folder."""
+
+    def __init__(self, fn: Callable, source: str) -> None:
+        digest = hashlib.sha256(Path(source).read_bytes()).hexdigest()[:8]
+        self._name = f"{fn.__code__.co_firstlineno}-{digest}"
+        self._folder = str(code_cache.folder())
+
+    @classmethod
+    def from_function(cls, py_func: Callable, py_file: str) -> "_Locator":
+        return cls(py_func, py_file)
+
+    def get_cache_path(self) -> str:
+        return self._folder
+
+    def get_source_stamp(self) -> str:
+        return ""
+
+    def get_disambiguator(self) -> str:
+        return self._name
+
+
+class Cache(caching.FunctionCache):
+    """numba's cache of one kernel, in the folder of kernels.code_cache. numba replaces its files as a whole; a file
+    that is damaged all the same (the machine crashed) counts as missing."""
+
+    class _impl_class(caching.CompileResultCacheImpl):
+        _locator_classes = [_Locator]
+
+    @property
+    def index(self) -> Path:
+        """The file that is there if the code is."""
+        return Path(self.cache_path) / f"{self._impl.filename_base}.nbi"
+
+    @property
+    def lock(self) -> Path:
+        """The file whose lock a process holds while it compiles or loads the kernel."""
+        return self.index.with_suffix(".lock")
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
         try:
-            path.mkdir(parents=True, exist_ok=True)
-        except OSError:
-            continue
-        if os.access(path, os.W_OK):
-            return str(path)
-    raise OSError("no writable cache folder")
+            return super().load_overload(sig, target_context)
+        except Exception:
+            self.flush()
+            return None
 
 
 def _find_gomp_parallel() -> Callable | None:

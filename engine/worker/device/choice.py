@@ -1,6 +1,7 @@
-"""Chooses device, dtype and attention backend; resolves "auto" on this machine."""
+"""Chooses device, dtype, attention backend and the kernels to compile; resolves "auto" on this machine."""
 
 import logging
+from collections.abc import Callable
 
 import torch
 
@@ -9,6 +10,7 @@ from engine.errors import ConfigError
 from engine.executor.step import Place
 from engine.models.config import ModelConfig
 from engine.models.parallel.ranks import Ranks, join_ranks
+from engine.worker.device.kernel_compiler import KernelCompiler
 from engine.worker.device.queue import CudaQueue, DeviceQueue
 from kernels.attention.choices import ANY, find_tile
 from kernels.attention.flashinfer import FlashInferPrefill, PromptAttention, device_bytes
@@ -88,6 +90,17 @@ def check_attention(config: EngineConfig, model: ModelConfig, dtype: torch.dtype
                 find_tile(use, read_card(device), bits, kv_bits, heads.head_dim, group, rows, True)
     except ValueError as error:
         raise ConfigError(f"model: {error}; use --device cpu.") from None
+
+
+def compile_kernels(
+    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> Callable[[], None] | None:
+    """Begin to compile the kernels that the model needs; call the result to wait for them. None: a GPU, whose kernels
+    are compiled by steps."""
+    if device.type != "cpu":
+        return None
+    kv_format = find_kv_format(config.kv_cache_dtype)
+    return KernelCompiler(dtype, kv_format, model.quantization is not None, config.lora_slots is not None).finish
 
 
 def make_flashinfer(
