@@ -5,11 +5,12 @@ BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-only lint docs families layouts kernels-aot kernels-aot-tritons bench gpu-check gpu-check-faults gpu-wheels soak fuzz attacks fairness ranks sim sim-mutants speculation-chi2 sleep-cycles rolling-restart manifests journal pauses ray schema-suite own-answers forced-values screenshots formats formats-libraries lora lm-eval clients clean
+.PHONY: help serve test test-only test-slow lint docs families layouts kernels-aot kernels-aot-tritons bench gpu-check gpu-check-faults gpu-wheels soak fuzz attacks fairness ranks sim sim-mutants speculation-chi2 sleep-cycles rolling-restart manifests journal pauses ray schema-suite own-answers forced-values screenshots formats formats-libraries lora lm-eval clients clean
 
 help:
 	@echo "make serve [ARGS=\"--model DIR_OR_HUB_ID --port 9000\"]   start the server"
-	@echo "make test [PROCESSES=2] [ARGS=\"-k chat\"]                linter, type checker and every test"
+	@echo "make test [PROCESSES=2] [ARGS=\"-k chat\"]                linter, type checker and every test but the slow ones"
+	@echo "make test-slow [ARGS=\"-k adapters\"]                   the tests marked as slow"
 	@echo "make families [ONLY=\"falcon mpt\"]                        check every model family against its oracle: a table"
 	@echo "make layouts                                            load checkpoints in every layout of transformers 4.57 and 5"
 	@echo "make kernels-aot                                        compile every GPU kernel; registers, spills, shared memory"
@@ -200,6 +201,9 @@ test-only: $(VENV)/.installed-test $(VENV)/.compiled .cache/node/.installed .cac
 	@command -v chromium >/dev/null || echo "chromium is missing: the page is not tested in a browser (Debian: apt install chromium)."
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(or $(PROCESSES),2) --dist loadfile --no-loadscope-reorder $(ARGS)
 
+test-slow: $(VENV)/.installed-test $(VENV)/.compiled
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(or $(PROCESSES),2) --dist worksteal -m slow $(ARGS)
+
 families: $(VENV)/.installed-test $(VENV)/.compiled
 	@$(BIN)/python -W ignore -m tests.engine.models.families_table $(ONLY)
 
@@ -231,7 +235,7 @@ attacks: $(VENV)/.installed-test $(VENV)/.compiled
 ranks: $(VENV)/.installed-test $(VENV)/.compiled
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 0 tests/engine/test_tensor_parallel.py tests/engine/models/parallel
 	OMP_NUM_THREADS=1 RANK_FAULT=SIGSTOP $(BIN)/python -m pytest -q -n 0 tests/engine/test_tensor_parallel.py
-	OMP_NUM_THREADS=1 RANKS=4 $(BIN)/python -m pytest -q -n 0 tests/engine/test_tensor_parallel.py tests/engine/test_adapters.py -k "ranks or rank"
+	OMP_NUM_THREADS=1 RANKS=4 $(BIN)/python -m pytest -q -n 0 tests/engine/test_tensor_parallel.py tests/engine/test_adapters.py -m "slow or not slow" -k "ranks or rank"
 
 fairness: $(VENV)/.compiled
 	@exec $(BIN)/python -m benchmarks.fairness $(ARGS)

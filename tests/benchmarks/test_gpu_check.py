@@ -55,7 +55,7 @@ def figures(record):
 PLANTS = {
     "limits: copy": "kill",
     "Llama-3-8B: decode 1 x 32": "illegal",
-    "Qwen3-0.6B: decode 3 x 32": "hang",
+    "Qwen3-0.6B: decode 3 x 32": "exception",
     "Llama-3-8B: prefill 24": "oom",
     "100 users": "exception",
     "Qwen3-0.6B: transformers static batch": "oom",

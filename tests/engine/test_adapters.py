@@ -147,6 +147,7 @@ def test_an_llm_takes_an_adapter_for_a_call_or_for_each_prompt(model, adapters):
         assert llm.driver.num_live_requests == 0
 
 
+@pytest.mark.slow
 async def test_a_restart_and_a_sleep_load_the_adapters_again(adapters, tmp_path, model):
     root = tmp_path / "root"
     write_adapter(root / "0", model, seed=0, alpha=4, rank=8)
@@ -196,6 +197,7 @@ async def test_an_adapter_that_is_not_served_ends_the_start(tmp_path):
         await driver.stop()
 
 
+@pytest.mark.slow
 async def test_each_rank_adds_its_share_of_an_adapter(model, adapters):
     """Three adapters and the base in one batch over ranks: the text of merged weights, without another call between
     ranks. One adapter comes at run time, and a rank ends under the streams."""

@@ -77,7 +77,13 @@ async def run_together(driver, alone, kill=False):
     return driver.scheduler.drafts.num_accepted_tokens - before
 
 
-@pytest.mark.parametrize("speculative", ["ngram:6", f"{BUNDLED_MODEL}:4"], ids=["n-grams", "draft model"])
+@pytest.mark.parametrize(
+    "speculative",
+    [
+        pytest.param("ngram:6", id="n-grams"),
+        pytest.param(f"{BUNDLED_MODEL}:4", id="draft model", marks=pytest.mark.slow),
+    ],
+)
 async def test_the_text_is_the_same_with_preemption_cached_prefixes_and_a_worker_that_is_killed(
     speculative, monkeypatch
 ):

@@ -67,6 +67,7 @@ def boosted(logits):
     return logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("vocab_size", [1000, 2 * CHUNK + 903])
 def test_every_case_side_by_side(vocab_size, dtype):
@@ -113,6 +114,7 @@ LONG_ROWS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LONG_ROWS)
 def test_long_flat_rows(name, monkeypatch):
     """No row is searched by one program: every cut is enclosed by a short list, or known without one."""

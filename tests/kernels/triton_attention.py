@@ -162,6 +162,7 @@ def test_any_number_of_chunks_and_lengths(num_sms, window):
         close(out[i : i + 1], attention(q[i : i + 1], data.keys[i], data.values[i], 0.25, sliding_window=window))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case, kv_format", [("plain", None), ("window", None), ("alibi", INT8), ("all", INT4),
                                              ("sinks", None), ("chunk", None)])  # fmt: skip
 def test_a_few_query_tokens_on_long_contexts(case, kv_format):
@@ -276,6 +277,7 @@ def test_windows_that_cut_the_past_anywhere(window):
         close(found, attention(rows, data.keys[i], data.values[i], 0.2, sliding_window=window))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case, kv_format", [("plain", None), ("all", INT4)])
 def test_batch_invariant_rows_have_the_same_bits_however_they_are_scheduled(case, kv_format):
     """Decoded alone and among others, at the end of chunks of any size, after a prefix hit of any length."""
@@ -357,6 +359,7 @@ def launches(monkeypatch):
     return watched
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_heads, num_kv_heads, batch_invariant", [(8, 2, False), (8, 2, True)])
 def test_the_warm_up_starts_every_variant_that_steps_can(launches, num_heads, num_kv_heads, batch_invariant):
     """Steps as the last layer and the others run them: whole chunks of any length, single tokens, any batch, tables

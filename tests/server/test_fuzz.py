@@ -20,7 +20,7 @@ from tests.server.fuzz_cases import Case, Schema, big_bodies, cases, raw_attacks
 from tests.server.left_behind import children, left_behind, memory_mib, settled
 from tests.server.serving import serving_process
 
-NUM_CASES = int(os.environ.get("FUZZ_CASES", "150"))
+NUM_CASES = int(os.environ.get("FUZZ_CASES", "80"))
 SEED = int(os.environ.get("FUZZ_SEED", "1"))
 QUICK = NUM_CASES < 2000
 NUM_TRICKLES = 20

@@ -204,6 +204,7 @@ def test_a_file_that_is_no_output_is_left_alone(tmp_path, capsys, other):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
 
 
+@pytest.mark.slow
 def test_a_model_loaded_here_killed_and_run_again(tmp_path):
     """The bundled model, through the same routes, without a port; SIGINT in the middle, then the rest."""
     messages = [{"role": "user", "content": "Tell me a story about a fox."}]
