@@ -14,7 +14,7 @@ import shlex
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -90,6 +90,27 @@ def host_models(
         )
         for one in models
     ]
+
+
+async def load_models(hosted: Sequence[HostedModel]) -> None:
+    """Load one model after the other, because each measures the memory that is free, and the first one last: where not
+    all may be awake, the last ones sleep. An error names its model."""
+    for model in reversed(hosted):
+        try:
+            await _load_model(model.driver)
+        except PageserveError as error:
+            if len(hosted) == 1:
+                raise
+            raise type(error)(f"model {model.names[0]}: {error}") from None
+
+
+async def _load_model(driver: Engine) -> None:
+    await driver.start()
+    if driver.tokenizer.chat_template is not None:
+        await asyncio.to_thread(driver.tokenizer.renderer.start)
+    settle_garbage_collector()  # while the Worker loads; later the first request would wait for it
+    await driver.wait_ready()
+    exempt_present_objects()
 
 
 def check_exposed(config: ServerConfig) -> None:
@@ -192,7 +213,7 @@ class _Service:
             logger.info("SIGHUP is ignored: there is no api_key_file to reload; SIGTERM ends the server")
 
     async def _load_and_serve(self, http: "asyncio.Task[None]") -> int:
-        if await _first(self._load(), self._signals.first.wait(), http) != 0:
+        if await _first(load_models(self._hosted), self._signals.first.wait(), http) != 0:
             return 0 if self._signals.first.is_set() else 1
         self._announce()
         ended_by = await _first(self._signals.first.wait(), self._wait_failed(), http)
@@ -221,26 +242,6 @@ class _Service:
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
             self._connections.sweep()
-
-    async def _load(self) -> None:
-        """Load one model after the other, because each measures the memory that is free, and the first one last: where
-        not all may be awake, the last ones sleep. An error names its model."""
-        for model in reversed(self._hosted):
-            try:
-                await self._load_model(model.driver)
-            except PageserveError as error:
-                if len(self._hosted) == 1:
-                    raise
-                raise type(error)(f"model {model.names[0]}: {error}") from None
-
-    @staticmethod
-    async def _load_model(driver: Engine) -> None:
-        await driver.start()
-        if driver.tokenizer.chat_template is not None:
-            await asyncio.to_thread(driver.tokenizer.renderer.start)
-        settle_garbage_collector()  # while the Worker loads; later the first request would wait for it
-        await driver.wait_ready()
-        exempt_present_objects()
 
     async def _stop(self, http: "asyncio.Task[None]") -> None:
         """Ends the Worker. Running streams get an error, and written bytes are sent before the HTTP side ends.

@@ -20,6 +20,7 @@ from server.commands.batch.files import keep_final, read_requests
 from server.commands.batch.run import Batch, local, remote
 from server.commands.client_options import add_api_key, api_url
 from server.config import ServerConfig, resolve_files
+from server.model_settings import merge_model_flags
 
 DEFAULT_CONCURRENCY = 128
 
@@ -78,6 +79,7 @@ async def _run(
 
 def _client(options: dict[str, Any]) -> AbstractAsyncContextManager[httpx.AsyncClient]:
     concurrency = options["concurrency"]
+    merge_model_flags(options)
     if options["base_url"] is None:
         engine_config, server_config = load_settings((EngineConfig, ServerConfig), options, os.environ)
         return local(engine_config, resolve_files(server_config))
@@ -89,7 +91,7 @@ def _parser() -> Parser:
         "run-batch",
         "-i FILE -o FILE",
         "Answer an OpenAI batch file (one request per line). A second run with the same files sends only the requests "
-        "without an answer. Without --base-url the model is loaded in this process, with the options below.",
+        "without an answer. Without --base-url the models are loaded in this process, with the options below.",
     )
     parser.add_argument("-i", "--input", required=True, metavar="FILE", help="JSONL: custom_id, method, url, body")
     parser.add_argument("-o", "--output", required=True, metavar="FILE", help="JSONL: custom_id, response, error")
@@ -105,5 +107,7 @@ def _parser() -> Parser:
     suppressed: dict[str, Any] = {"default": argparse.SUPPRESS, "metavar": "TEXT"}
     parser.add_argument("--served-model-name", nargs="+", help="names of the model that requests may use", **suppressed)
     parser.add_argument("--chat-template", help="Jinja chat template; default: the model's", **suppressed)
-    add_flags(parser, EngineConfig)
+    parser.add_argument("--max-loaded", help="most of several models that are awake together", **suppressed)
+    parser.set_defaults(positional_model=None)
+    add_flags(parser, EngineConfig, repeated=("model",))
     return parser

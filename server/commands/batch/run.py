@@ -13,22 +13,24 @@ import httpx
 from tqdm import tqdm
 
 from engine.config import EngineConfig
-from engine.replicas.replicas import make_engine
-from server.app import create_app
+from server.app import create_app_of
 from server.commands.batch.files import BatchRequest, answer, no_answer, succeeded
 from server.config import ServerConfig
+from server.serve import host_models, load_models
 
 ATTEMPTS = 8  # per request, if the server refuses it for now or the connection breaks
 FIRST_DELAY, LONGEST_DELAY = 0.5, 60.0  # seconds between two attempts, if the server sends no Retry-After
 RETRIED = frozenset({408, 429, 500, 502, 503, 504})  # unless the server sends x-should-retry: false
 TIMEOUT = httpx.Timeout(10.0, read=3600.0, pool=None)  # seconds; a batch may wait long
 # Settings for a server with several clients; a shared file or the environment may hold them. A batch is one client.
-WITHOUT_KEYS: dict[str, Any] = {
+WITHOUT_LIMITS: dict[str, Any] = {
     "api_key": (),
     "api_key_file": None,
     "requests_per_minute": None,
     "max_concurrent_requests": None,
     "tokens_per_minute": None,
+    "max_queued_requests": 1_000_000,
+    "max_queued_tokens": None,
 }
 
 logger = logging.getLogger(__name__)
@@ -46,19 +48,16 @@ async def remote(base_url: str, api_key: str | None, concurrency: int) -> AsyncI
 
 @contextlib.asynccontextmanager
 async def local(engine_config: EngineConfig, server_config: ServerConfig) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of a model in this process: the server's own routes, without a port, API keys and their limits."""
-    config = dataclasses.replace(server_config, **WITHOUT_KEYS, max_queued_requests=1_000_000)
-    driver = make_engine(
-        engine_config, chat_template=config.chat_template, max_queued_requests=config.max_queued_requests
-    )
-    await driver.start()
+    """A client of the models in this process: the server's own routes, without a port, API keys and their limits."""
+    config = dataclasses.replace(server_config, **WITHOUT_LIMITS)
+    hosted = host_models(engine_config, config)
     try:
-        await driver.wait_ready()
-        transport = httpx.ASGITransport(create_app(driver, config), raise_app_exceptions=False)
+        await load_models(hosted)
+        transport = httpx.ASGITransport(create_app_of(hosted, config), raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://pageserve", timeout=None) as client:
             yield client
     finally:
-        await driver.stop()
+        await asyncio.gather(*(model.driver.stop() for model in hosted))
 
 
 class Batch:

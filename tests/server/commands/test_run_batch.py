@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -14,6 +15,7 @@ import pytest
 from server.cli import main
 from server.commands.batch.files import answer, keep_final, read_requests
 from server.commands.batch.run import remote
+from server.serve import host_models
 from tests.server.live import MODEL, LiveServer, completion_body, expected_text
 
 ROOT = Path(__file__).parents[3]
@@ -236,6 +238,23 @@ def test_a_model_loaded_here_killed_and_run_again(tmp_path):
     assert f"60 requests, {early} already answered" in second.stderr
     texts = {line["response"]["body"]["choices"][0]["message"]["content"] for line in answers(target).values()}
     assert len(answers(target)) == 60 and len(texts) > 30
+
+
+def test_lines_choose_among_several_models_loaded_here(folder, tmp_path, monkeypatch, capsys):
+    """One of them is awake at a time."""
+    command = (sys.executable, "-m", "tests.fake_worker")
+    monkeypatch.setattr("server.commands.batch.run.host_models", partial(host_models, worker_command=command))
+    bodies = [completion_body(model=name, max_tokens=2 + i) for i, name in enumerate(("a", "org/b", "a", "c", "org/b"))]
+    source = write_requests(tmp_path / "in", bodies)
+    models = ["--model", f"a={folder}", "--model", f"org/b={folder}", "--max-loaded", "1", "--load-format", "dummy"]
+    assert main(["run-batch", "-i", str(source), "-o", str(tmp_path / "out"), *models]) == 1
+    found = [line["response"]["body"] for _, line in sorted(answers(tmp_path / "out").items())]
+    assert [body.get("model") for body in found] == ["a", "org/b", "a", None, "org/b"]
+    assert found[3]["error"]["code"] == "model_not_found"
+    texts = [body["choices"][0]["text"] for body in found if "choices" in body]
+    assert texts == [expected_text(b"hello", 1, 2 + i) for i in (0, 1, 2, 4)]
+    assert main(["run-batch", "-i", str(source), "-o", str(tmp_path / "x"), "--model", "a=x", "--model", "y"]) == 2
+    assert "several models need names" in capsys.readouterr().err
 
 
 def test_the_output_stays_the_file_that_it_is(server, tmp_path):
