@@ -94,12 +94,17 @@ class Helper:
     def __init__(self, *arguments: str) -> None:
         command = [sys.executable, "-m", "kernels.warmup", *arguments]
         self.process = subprocess.Popen([*command, "--with-parent"], stdin=subprocess.PIPE)
-        threading.Thread(target=self.process.wait, name="kernel-helper", daemon=True).start()  # no zombie remains
+        self._ended = threading.Thread(target=self._clean_up, name="kernel-helper", daemon=True)
+        self._ended.start()
 
     def stop(self) -> None:
         """End the process."""
         self.process.kill()
-        self.process.wait()
+        self._ended.join()
+
+    def _clean_up(self) -> None:
+        with self.process:  # waits, so that no zombie remains; then closes the pipe
+            self.process.wait()
 
 
 def help_with(names: Sequence[str]) -> Helper:
@@ -131,7 +136,7 @@ def _end_with_parent() -> None:
     """End this process when the parent has ended: its end of stdin is closed then."""
 
     def wait() -> None:
-        sys.stdin.buffer.read()
+        os.read(0, 1)  # sys.stdin would be locked when this process ends by itself
         os._exit(0)
 
     threading.Thread(target=wait, daemon=True).start()

@@ -177,3 +177,8 @@ def test_nothing_runs_in_the_background_once_all_kernels_are_on_disk(cache, monk
     assert warmup.compile_rest() == 1 and started == [("--rest", str(cache))]
     kernel.compile()
     assert warmup.compile_rest() == 0 and len(started) == 1 and code_cache.is_complete(cache)
+
+
+def test_a_process_in_the_background_ends_by_itself_once_nothing_is_left(tmp_path):
+    code_cache.mark_complete(tmp_path)
+    assert warmup.Helper("--rest", str(tmp_path)).process.wait(30) == 0
