@@ -120,7 +120,7 @@ class EngineConfig:
     )
     async_scheduling: bool | None = option(
         None,
-        "plan the next step while this one computes; default: on for a GPU, on a CPU while at most 8 sequences run",
+        "plan the next step while this one computes; default: on for a GPU, on a CPU while at most 64 sequences run",
     )
     speculative: str | None = option(
         None,

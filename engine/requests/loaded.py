@@ -20,8 +20,8 @@ from engine.telemetry.stats import EngineStats
 from engine.text.tokenizer import Tokenizer
 
 # Sequences on a CPU up to which a plan is sent ahead: the Worker then need not wait for the Driver between two short
-# steps. With more, the Driver's work takes cores from the Worker's threads in mid-step, and nothing is won.
-CPU_AHEAD_SEQUENCES = 8
+# steps. With more, steps are so long that nothing is won, and a request that arrives waits for one more of them.
+CPU_AHEAD_SEQUENCES = 64
 
 
 @dataclass(frozen=True, slots=True)
