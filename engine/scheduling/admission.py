@@ -6,7 +6,7 @@ Scheduler asks `next_start` until the answer is None, and reports everything tha
 Questions change no decision: calling them twice gives the same answer.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import NamedTuple
@@ -91,7 +91,9 @@ class Admission:
             return Newcomer(seq, NO_DISPLACEMENT)
         spare = self.reserve.spare(seq, [], num_forks_of(seq), self._running)
         displacement = self.fair_share.displacement_for(seq, self._running, self.num_rows, spare)
-        return Newcomer(seq, displacement) if displacement.victims else None
+        if not displacement.victims or not self._has_slot(seq, displacement.victims):
+            return None
+        return Newcomer(seq, displacement)
 
     def next_start(self, scope: StepScope, budget: int, plan: StepPlan) -> Start | None:
         """Returns the next waiting sequence, of at least one, if it may start within `budget` tokens; else None.
@@ -249,11 +251,13 @@ class Admission:
         needed = 1 if seq.group is None else seq.group.num_rows_to_start
         return self.num_rows + min(needed, self.max_num_seqs) <= self.max_num_seqs and self._has_slot(seq)
 
-    def _has_slot(self, seq: Sequence) -> bool:
-        """True if the Worker has a slot for the sequence's adapter beside those of the running sequences."""
+    def _has_slot(self, seq: Sequence, leaving: Collection[Sequence] = ()) -> bool:
+        """True if the Worker has a slot for the sequence's adapter beside those of the running sequences that are not
+        `leaving`."""
         if seq.adapter is None:
             return True
-        adapters = {other.adapter.adapter_id for other in self._running if other.adapter is not None}
+        staying = (other for other in self._running if other not in leaving)
+        adapters = {other.adapter.adapter_id for other in staying if other.adapter is not None}
         return seq.adapter.adapter_id in adapters or len(adapters) < self.max_loras
 
     def _count_delay(self, start: Start) -> None:

@@ -166,6 +166,13 @@ MUTANTS = (
     # Adapters.
     Mutant("more adapters than slots", Admission, "_has_slot", "< self.max_loras", "<= self.max_loras"),
     Mutant(
+        "sequences give way for nothing",
+        Admission,
+        "next_newcomer",
+        "or not self._has_slot(seq, displacement.victims)",
+        "",
+    ),
+    Mutant(
         "adapter dropped amid its requests",
         Adapters,
         "_forget_unused",

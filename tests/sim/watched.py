@@ -252,7 +252,7 @@ class WatchedScheduler(Scheduler):
                 self.monitor.saw("newcomer takes the place of another tenant's")
             if self.admission.num_delayed > num_delayed:
                 self.monitor.saw("admission delayed by the prediction")
-                self.delayed.update(waited)
+                self.delayed.update(seq for seq in waited if seq.status is SequenceStatus.WAITING)
             self._count_resumed(plan)
             if plan is None:
                 self._check_idle()
@@ -274,7 +274,12 @@ class WatchedScheduler(Scheduler):
         return scope
 
     def _check_displaced(self, newcomer: Newcomer) -> None:
-        """A sequence that is displaced as the last of its tenant progressed since the last time."""
+        """Nothing gives way to a sequence whose adapter finds no slot then. A sequence that is displaced as the last of
+        its tenant progressed since the last time."""
+        in_use = {seq.adapter for seq in self.running} - {None}
+        if newcomer.displacement.victims and newcomer.seq.adapter not in {None, *in_use}:
+            found = len(in_use) < self.monitor.config.max_loras
+            require(found, "adapter-slots", f"sequences gave way to {newcomer.seq}, whose adapter finds no slot")
         for victim in newcomer.displacement.victims:
             if victim not in self.admission.fair_share.comebacks:
                 continue
