@@ -19,6 +19,9 @@ from pathlib import Path
 SOURCES = Path(__file__).parent / "cpu"
 _COMPLETE = "complete"
 _POLL_SECONDS = 0.02
+# True in a process of the lowest priority: it gives a lock back at once. On a busy machine such a process may stand
+# still for long, and a server that needs the kernel would wait for it; so the server compiles the kernel, too.
+lets_others_pass = False
 
 
 def folder() -> Path:
@@ -62,7 +65,10 @@ def lock(path: Path, seconds: float = float("inf")) -> Iterator[bool]:
         return
     with file:
         deadline = time.monotonic() + seconds
-        yield _try_lock(file.fileno(), deadline)
+        locked = _try_lock(file.fileno(), deadline)
+        if locked and lets_others_pass:
+            fcntl.flock(file, fcntl.LOCK_UN)
+        yield locked
 
 
 def _try_lock(descriptor: int, deadline: float) -> bool:

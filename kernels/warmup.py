@@ -167,6 +167,7 @@ def _main() -> None:
         elif arguments.rest:
             _lower_priority()
             if wait_for_turn(arguments.rest, held):
+                code_cache.lets_others_pass = True
                 logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s kernels: %(message)s")
                 logger.info("%d CPU kernels are ready, %.0f s after the start", warmup(), time.perf_counter() - started)
         else:

@@ -87,6 +87,15 @@ def test_a_kernel_whose_lock_stays_held_is_compiled_all_the_same(hold, monkeypat
     assert doubles(kernel)
 
 
+def test_no_server_waits_for_a_process_of_the_lowest_priority(tmp_path, monkeypatch):
+    path = tmp_path / "lock"
+    with code_cache.lock(path, 0) as first, code_cache.lock(path, 0) as second:
+        assert first and not second
+    monkeypatch.setattr(code_cache, "lets_others_pass", True)
+    with code_cache.lock(path, 0) as background, code_cache.lock(path, 0) as server:
+        assert background and server
+
+
 def test_damaged_files_are_written_anew(cache):
     assert doubles(parallel_kernel("q")(_double))
     for content in (b"", b"\0" * 100):
