@@ -81,8 +81,9 @@ async def test_a_stop_string_ends_exactly_the_sequence_that_holds_it(folder):
 
 
 @pytest.mark.parametrize("streams, ahead", [(2, 2), (12, 0)])
-async def test_a_cpu_goes_ahead_of_steps_with_few_sequences(events, streams, ahead):
+async def test_a_cpu_goes_ahead_of_steps_with_few_sequences(events, streams, ahead, monkeypatch):
     """The real Worker on a CPU. No plan goes ahead of the first step, which holds the prompts."""
+    monkeypatch.setattr("engine.requests.loaded.CPU_AHEAD_SEQUENCES", 8)
     async with bundled_driver.running_driver() as driver:
         await asyncio.gather(*(collect(driver.generate(request(str(i), max_tokens=12))) for i in range(streams)))
     assert events[:2] == [("sent", 1), ("delivered", 1)]
