@@ -199,7 +199,7 @@ def draw(rows: list[Row], path: Path) -> None:
     axes.invert_yaxis()
     axes.set(xlabel="times better than the peer")
     axes.set_title(describe(machine()), fontsize=9, loc="left")
-    axes.legend(loc="lower right", fontsize=8)
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), fontsize=8, frameon=False)  # above the bars
     figure.savefig(path, dpi=100)
 
 
