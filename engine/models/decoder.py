@@ -44,7 +44,7 @@ Letters in shapes: T tokens of the step, R rows wanted of the last layer, C hidd
 attention stand in engine/models/layers/attention.py.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import add
 
 import torch
@@ -59,9 +59,11 @@ from engine.models.layers.moe import MLPBesideExperts
 from engine.models.layers.norm import norm_before, take_norm
 from engine.models.layers.operators import FastOperators, Operators, take_optional
 from engine.models.layers.position import PositionTables, position_tables
-from engine.models.recorded_layers import RecordedLayers, RunLayers
+from engine.models.recorded_decodes import RecordedDecodes
 from kernels.dispatch import cpu_kernels
 from kernels.quantized.weight import Weight
+
+RunLayers = Callable[[Tensor, BatchMetadata, Sequence[KVCache]], Tensor]
 
 
 class DecoderLayer:
@@ -232,10 +234,10 @@ class Decoder:
         self.final_norm = take_norm(config, weights, "final_norm") if config.final_norm else None
         self.lm_head = LMHead(config, weights, self.embedding.weight, operators)
         pre_norm = config.pre_norm and config.input_norms
-        self._layers_in_turn: RunLayers = self._run_pre_norm if pre_norm else self._run_plain
+        self.run_layers: RunLayers = self._run_pre_norm if pre_norm else self._run_plain  # without layer_inputs
         if config.has_extended_layers:
-            self._layers_in_turn = self._run_extended
-        self.run_layers = self._layers_in_turn
+            self.run_layers = self._run_extended
+        self.recorded: RecordedDecodes | None = None
 
     def record_decodes(self, kv_caches: Sequence[KVCache], max_num_seqs: int, max_blocks: int) -> None:
         """Run decode steps on these caches as recorded programs, where a CPU has compiled kernels for them. max_blocks:
@@ -245,7 +247,7 @@ class Decoder:
         cpu = cpu_kernels() if alone and kv_caches[0][0].device.type == "cpu" else None
         if cpu is not None and cpu.program.SUPPORTED:
             adapters = self.operators.adapters
-            self.run_layers = RecordedLayers(self._layers_in_turn, kv_caches, max_num_seqs, max_blocks, adapters)
+            self.recorded = RecordedDecodes(self, kv_caches, max_num_seqs, max_blocks, adapters)
 
     @torch.inference_mode()
     def forward(self, input_ids: Tensor, metadata: BatchMetadata, kv_caches: Sequence[KVCache]) -> Tensor:
@@ -254,14 +256,31 @@ class Decoder:
         R = T without metadata.outputs; else the last layer computes the rows of metadata.outputs alone. Writes the
         step's keys and values into the caches.
         """
+        hidden = None if self.recorded is None else self.recorded.forward(input_ids, metadata, kv_caches)
+        return self._forward(input_ids, metadata, kv_caches) if hidden is None else hidden
+
+    @torch.inference_mode()
+    def decode_greedily(
+        self, input_ids: Tensor, metadata: BatchMetadata, kv_caches: Sequence[KVCache]
+    ) -> Tensor | None:
+        """`forward` and `compute_logits` of a step of decodes alone in one call: the most likely token of each row,
+        int64 (T), or kernels.sampling.FAILED. None, and nothing is done, for a step that is not recorded."""
+        return None if self.recorded is None else self.recorded.greedy(input_ids, metadata, kv_caches)
+
+    def _forward(self, input_ids: Tensor, metadata: BatchMetadata, kv_caches: Sequence[KVCache]) -> Tensor:
         metadata = metadata.for_forward_pass()
-        x = self.embedding(input_ids, metadata.positions)  # (T), (T) -> (T, C)
-        if self.embedding_norm is not None:
-            x, _ = self.embedding_norm(x)  # (T, C) -> (T, C)
+        x = self.embed(input_ids, metadata.positions)  # (T), (T) -> (T, C)
         if self.layer_inputs is not None:
             inputs = self.layer_inputs(input_ids, x)  # (T), (T, C) -> (T, L, P)
             return self._run_extended(x, metadata, kv_caches, inputs)  # (T, C) -> (R, C)
         return self.run_layers(x, metadata, kv_caches)  # (T, C) -> (R, C)
+
+    def embed(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """(T), (T) -> the input of layer 0 (T, C)."""
+        x = self.embedding(input_ids, positions)  # (T), (T) -> (T, C)
+        if self.embedding_norm is not None:
+            x, _ = self.embedding_norm(x)  # (T, C) -> (T, C)
+        return x
 
     @torch.inference_mode()
     def compute_logits(self, hidden: Tensor) -> Tensor:

@@ -68,8 +68,8 @@ class RunnerParts:
 class LaunchedStep:
     """A step whose work is queued on the device (or done, on a CPU). Call `result` once, in the order of launches.
 
-    `targets` is None where the plan samples nothing. Their tokens are in `runs`, or in `token_ids` where a GPU decoded
-    all of them greedily, or in `rounds` for a step with drafts.
+    `targets` is None where the plan samples nothing. Their tokens are in `runs`, or in `token_ids` where all of them
+    were decoded greedily in one piece, or in `rounds` for a step with drafts.
     """
 
     step_id: int
@@ -185,7 +185,7 @@ class ModelRunner:
             rounds = self._rounds(plan, targets)
             runs, token_ids = self._run_bucket(buckets, targets, rounds)
         elif plan.chunks or plan.decodes:
-            targets, runs, rounds, extras = self._run(plan)
+            targets, runs, token_ids, rounds, extras = self._run(plan)
         ready = None if self._queue is None else self._queue.mark()
         if targets is not None and runs and rounds is None:  # the input ids of the next step need these tokens
             self.sampler.note_launched(targets, runs, ready)
@@ -425,7 +425,11 @@ class ModelRunner:
         sampler.note_launched(part if queue is None else rounds.noted(places), runs, ready)
         return ready
 
-    def _run(self, plan: StepPlan) -> tuple[SampleTargets, tuple[SamplerRun, ...], DraftRounds | None, Extras]:
+    def _run(
+        self, plan: StepPlan
+    ) -> tuple[SampleTargets, tuple[SamplerRun, ...], IntArray | None, DraftRounds | None, Extras]:
+        """Run a step without a bucket: (targets, sampler runs, or their tokens where a CPU decoded all of them
+        greedily, rounds of drafts, the step's other results)."""
         put, scores = self._buffer.put, self._scorer.wants(plan.chunks)
         if self._queue is None and not plan.chunks:
             inputs = self.batch.build_decodes(plan.decodes, plan.decode_blocks, self._buffer, plan.drafts)
@@ -447,13 +451,18 @@ class ModelRunner:
         device_rows = put(targets.rows)
         slots = None if self._adapters is None else self._adapters.stage(inputs, targets.rows, put)
         self._buffer.upload()
+        alone = self._queue is None and not plan.chunks and pooled is None
+        if alone and (token_ids := self._decode_greedily(inputs, slots)) is not None:
+            if (rounds := self._rounds(plan, targets)) is not None:
+                rounds.add_greedy(token_ids)
+            return targets, (), token_ids, rounds, Extras()
         hidden, extras = self._in_queue(lambda: self._forward(inputs, to_score, pooled, slots))
         if not len(targets.rows):
-            return targets, (), None, extras
+            return targets, (), None, None, extras
         if (rounds := self._rounds(plan, targets)) is not None:
             found = self._sample_rounds(hidden, rounds)
             self._in_queue(lambda: self._last_tokens.index_copy_(0, device_rows, found))
-            return targets, (), rounds, extras
+            return targets, (), None, rounds, extras
         constraints = self.sampler.constrain(targets)
 
         def sample_and_store() -> list[SamplerRun]:
@@ -462,7 +471,23 @@ class ModelRunner:
             return runs
 
         runs = self._in_queue(sample_and_store)
-        return targets, tuple([run.to_host() for run in runs]), None, extras
+        return targets, tuple([run.to_host() for run in runs]), None, None, extras
+
+    def _decode_greedily(self, inputs: StepInputs, slots: StagedSlots | None) -> IntArray | None:
+        """The most likely token of each row of a step of decodes, int64 [rows], or FAILED. None, and nothing is done,
+        where a row wants another token or the step is not recorded."""
+        targets = inputs.targets
+        if inputs.has_pending or not self.sampler.is_greedy(targets):
+            return None
+        if slots is not None:
+            slots.begin_forward()
+            slots.begin_sampling()
+        tokens = self._decoder.decode_greedily(inputs.input_ids, inputs.metadata, self._kv_caches)
+        if tokens is None:
+            return None
+        token_ids: IntArray = tokens.numpy().copy()
+        self.batch.store_tokens(targets, token_ids.clip(min=0))
+        return token_ids
 
     def _forward(
         self,

@@ -285,6 +285,16 @@ def maximum(typingctx, a, b):
     return Vec(Vec, Vec), codegen
 
 
+@intrinsic
+def keep_nan(typingctx, a, b):
+    """`a`, with NaN in the lanes where `b` is NaN."""
+
+    def codegen(context, builder, sig, args):
+        return builder.select(builder.fcmp_unordered("uno", args[1], args[1]), args[1], args[0])
+
+    return Vec(Vec, Vec), codegen
+
+
 def _spread(combine, lanes, doc):
     """An intrinsic that reduces a Vec in log2(16 / lanes) steps: rotate, combine, halve the distance."""
 

@@ -3,13 +3,12 @@
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from engine.models.config import ModelConfig
 from engine.models.layers.operators import Linear, Operators, take_linear, take_optional, with_adapters
 from engine.models.parallel.ranks import GatheredColumns, VocabularyRows
-from kernels.dispatch import use_triton
+from kernels.elementwise.embedding import embedding
 from kernels.quantized.linear import QuantizedLinear
 from kernels.quantized.weight import Weight
 
@@ -17,13 +16,13 @@ from kernels.quantized.weight import Weight
 class Embedding:
     """input_ids, positions int64 [num_tokens] -> [num_tokens, hidden]."""
 
-    __slots__ = ("position_offset", "position_weight", "project_in", "rows", "scale", "weight")
+    __slots__ = ("is_plain", "position_offset", "position_weight", "project_in", "rows", "scale", "weight")
 
     def __init__(self, config: ModelConfig, weights: dict[str, Weight], operators: Operators) -> None:
         weight = weights.pop("embedding.weight")
         assert not isinstance(weight, tuple), "an embedding is one tensor"
         self.weight = table = weight if isinstance(weight, Tensor) else QuantizedLinear(weight, None, operators.dtype)
-        look_up = partial(F.embedding, weight=table) if isinstance(table, Tensor) else table.rows
+        look_up = partial(embedding, weight=table) if isinstance(table, Tensor) else table.rows
         ranks = operators.ranks
         self.rows = look_up if ranks is None else VocabularyRows(look_up, config.vocab_part, ranks)
         self.scale = config.embedding_scale
@@ -33,15 +32,18 @@ class Embedding:
         self.position_offset = config.position_offset
         has_projection = "project_in.weight" in weights
         self.project_in = take_linear(weights, "project_in", operators) if has_projection else None
+        self.is_plain = isinstance(table, Tensor) and ranks is None and not has_projection
 
     def __call__(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        if self.is_plain and isinstance(self.weight, Tensor):
+            return embedding(input_ids, self.weight, self.scale, positions, self.position_weight, self.position_offset)
         hidden = self.rows(input_ids)
         if self.scale != 1.0:
             hidden = hidden * self.scale
         if self.project_in is not None:
             hidden = self.project_in(hidden)
         if self.position_weight is not None:
-            hidden = hidden + F.embedding(positions + self.position_offset, self.position_weight)
+            hidden = hidden + embedding(positions + self.position_offset, self.position_weight)
         return hidden
 
 
@@ -49,7 +51,7 @@ class LMHead:
     """[rows, hidden] -> logits [rows, vocab_size]. A tied head packs its own copy of the embedding's weight; if that is
     quantised, the two share it.
 
-    Logits are fp32 on a CPU and in the model's dtype on a GPU, whose sampler widens them as it reads.
+    Logits are in the model's dtype: the sampler widens them.
     """
 
     __slots__ = ("linear", "project_out", "scale", "softcap")
@@ -84,7 +86,7 @@ class LMHead:
             logits *= self.scale
         if self.softcap:
             soft_cap(logits, self.softcap)
-        return logits if use_triton(logits) else logits.float()
+        return logits
 
 
 def soft_cap(logits: Tensor, cap: float) -> None:

@@ -18,8 +18,7 @@ from engine.worker.batch.step_buffer import BUFFERED_STEPS
 from engine.worker.device.cuda_graphs import Bucket
 from engine.worker.device.queue import DeviceQueue, Mark
 from kernels.attention.plan import AttentionPlan
-
-FAILED = -1  # takes the place of a token id
+from kernels.sampling import FAILED
 
 A = TypeVar("A", Tensor, npt.NDArray[Any])
 

@@ -23,7 +23,9 @@ from engine.sampling_params import MIN_LOGPROB
 from engine.worker.sampling.sampling_rows import Draw, Penalties, SamplingInputs
 from engine.worker.sampling.token_bans import RecentTokens, allow_only, ban_words
 from kernels.dispatch import cpu_kernels, use_triton
+from kernels.sampling import FAILED
 from kernels.sampling.draw import draw_tokens
+from kernels.sampling.greedy import most_likely
 from kernels.sampling.logits import TokenPenalties, change_logits, largest_logits
 from kernels.sampling.token_mask import TokenMask, mask_tokens
 
@@ -96,12 +98,14 @@ def sample(
 ) -> SamplerOutput:
     """Sample one token per row of logits [rows, vocab_size].
 
-    On a CPU logits are fp32 and get overwritten; on a GPU they have any float dtype and only the rows of `mask` are
-    written. inputs None: the most likely token of each row; then no row may have a mask or a forced token.
+    Logits have any float dtype. On a CPU fp32 logits get overwritten; on a GPU only the rows of `mask` are written.
+    inputs None: the most likely token of each row; then no row may have a mask or a forced token.
     """
     choose = _choose_by_kernels if use_triton(logits) else _choose
     if inputs is None:
         return SamplerOutput(*choose(logits, None, counts))
+    if not use_triton(logits):
+        logits = logits.float()
     all_logprobs = None
     if inputs.logprob_rows is not None:
         all_logprobs = logits.index_select(0, inputs.logprob_rows).float().log_softmax(-1)
@@ -168,12 +172,10 @@ def _choose(logits: Tensor, inputs: SamplingInputs | None, counts: TokenCounts) 
 
 
 def _choose_greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """_choose for the most likely tokens, in numpy, whose calls on a few numbers cost a fraction of torch's."""
-    rows = logits.numpy()
-    token_ids = rows.argmax(-1)
-    failed = ~np.isfinite(rows[np.arange(len(rows)), token_ids])
-    token_ids[failed] = 0
-    return torch.from_numpy(token_ids), torch.from_numpy(failed)
+    """_choose for the most likely tokens."""
+    token_ids = most_likely(logits)
+    failed = token_ids == FAILED
+    return token_ids.masked_fill_(failed, 0), failed
 
 
 def _argmax(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -168,6 +168,10 @@ class SamplingRows:
         """True if the sampler needs the row's tokens: for penalties, or for bad words of several tokens."""
         return bool(self._flags[row] & PENALTY) or self._bans.has_words(row)
 
+    def is_greedy(self, rows: Array) -> bool:
+        """True if all rows just want the most likely token."""
+        return not self._flags[rows].any()
+
     def build(self, rows: Array, positions: Array, put: Put, token_ids: Array | None = None) -> SamplingInputs | None:
         """The inputs of a step that samples `rows` at `positions`; None if all rows just want the most likely token.
 

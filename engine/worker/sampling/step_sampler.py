@@ -134,6 +134,10 @@ class StepSampler:
         for part in staged:
             self.counts.reset(part.row, part.prompt, part.generated)
 
+    def is_greedy(self, targets: SampleTargets) -> bool:
+        """True if every target wants its most likely token."""
+        return self._rows.is_greedy(targets.rows)
+
     def build_inputs(self, targets: SampleTargets, put: Put) -> SamplingInputs | None:
         """The sampling parameters of a step; None where every target wants its most likely token."""
         return self._rows.build(targets.rows, targets.positions, put, self._host_tokens())

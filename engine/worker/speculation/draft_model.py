@@ -21,6 +21,7 @@ from engine.models.decoder import Decoder
 from engine.models.layers.attention import BatchMetadata, KVCache
 from engine.worker.batch.input_batch import InputBatch
 from engine.worker.batch.step_buffer import IntArray
+from kernels.sampling.greedy import most_likely
 
 MAX_ROWS = 64  # a pass of so few tokens computes each as a decode, with its own row; a longer pass in chunks
 NO_SLOTS: IntArray = np.zeros(0, np.int64)
@@ -160,7 +161,7 @@ class DraftModel(NoDraftModel):
         )
         hidden = self._decoder.forward(put(inputs[token_rows, positions].astype(np.int64)), metadata, self._kv_caches)
         logits = self._decoder.compute_logits(hidden.index_select(0, put(lasts)))
-        tokens: IntArray = logits.numpy().argmax(-1)
+        tokens: IntArray = most_likely(logits).clamp_(min=0).numpy()  # a draft that failed is a wrong one
         return tokens
 
 

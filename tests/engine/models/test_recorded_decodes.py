@@ -1,6 +1,7 @@
 """Decode steps recorded as programs give the bits of the same steps run operator by operator."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,8 +20,8 @@ from benchmarks.formats.layouts import layouts
 from benchmarks.formats.writers import write_checkpoint
 from engine.models.decoder import Decoder
 from engine.models.families import read_model_config
+from engine.models.layers.attention import BatchMetadata
 from engine.models.loading.load import load_model
-from engine.models.recorded_layers import RecordedLayers
 from kernels.dispatch import cpu_kernels
 from tests.engine.models.paged import BLOCK_SIZE, PagedRunner, Sequence
 from tests.engine.models.tiny_models import VOCAB
@@ -78,8 +79,35 @@ def test_recorded_steps_have_the_same_bits(name: str, quantization: str | None, 
     found, model = logits_of(load(folder, quantization), recorded=True)
     for left, right in zip(expected, found, strict=True):
         assert torch.equal(left, right)
-    layers = model.run_layers
-    assert isinstance(layers, RecordedLayers) and layers.recorded_rows == [1, 2, 3]
+    assert model.recorded is not None and model.recorded.recorded_rows == [1, 2, 3]
+
+
+@pytest.mark.parametrize(("config", "has_program"), [(LlamaConfig, True), (Gemma2Config, False)])
+def test_recorded_greedy_steps_find_the_largest_logits(
+    config: type[PreTrainedConfig], has_program: bool, tmp_path: Path
+) -> None:
+    """The soft cap of Gemma 2's logits is an operator of torch."""
+    model = load(save(config(**SIZES | {"vocab_size": 128}), tmp_path))
+    runner = PagedRunner(model, dtype=torch.bfloat16)
+    model.record_decodes(runner.kv_caches, max_num_seqs=4, max_blocks=16)
+    found: list[Tensor | None] = []
+    compute = model.forward
+
+    def decode_first(input_ids: Tensor, metadata: BatchMetadata, kv_caches: Any) -> Tensor:
+        tokens = model.decode_greedily(input_ids, metadata, kv_caches)
+        found.append(None if tokens is None else tokens.clone())
+        return compute(input_ids, metadata, kv_caches)
+
+    model.forward = decode_first  # type: ignore[method-assign]
+    text = [(7 * position + 5) % VOCAB for position in range(120)]
+    sequences = [Sequence(text[start:]) for start in (0, 3, 9)]
+    runner.step([(sequence, 9) for sequence in sequences])
+    for rows in STEPS:
+        logits = torch.stack(runner.step([(sequences[row], 1) for row in rows]))
+        tokens = found[-1]
+        assert (tokens is not None) == has_program
+        assert tokens is None or tokens.tolist() == logits.float().reshape(len(rows), -1).argmax(-1).tolist()
+    assert found[0] is None, "a step with prompts is not recorded"
 
 
 @pytest.mark.parametrize("layout", ["gptq 4 bits act-order", "awq", "compressed-tensors int8 asymmetric"])
@@ -90,7 +118,7 @@ def test_parted_layers_and_offsets_are_recorded(layout: str, tmp_path: Path) -> 
     found, model = logits_of(load(tmp_path / "quantised"), recorded=True)
     for left, right in zip(expected, found, strict=True):
         assert torch.equal(left, right)
-    assert isinstance(model.run_layers, RecordedLayers) and model.run_layers.recorded_rows == [1, 2, 3]
+    assert model.recorded is not None and model.recorded.recorded_rows == [1, 2, 3]
 
 
 def test_steps_with_operators_of_torch_are_not_recorded(tmp_path: Path) -> None:
@@ -100,4 +128,4 @@ def test_steps_with_operators_of_torch_are_not_recorded(tmp_path: Path) -> None:
     found, model = logits_of(load(folder), recorded=True)
     for left, right in zip(expected, found, strict=True):
         assert torch.equal(left, right)
-    assert isinstance(model.run_layers, RecordedLayers) and not model.run_layers.recorded_rows
+    assert model.recorded is not None and not model.recorded.recorded_rows
