@@ -36,8 +36,8 @@ class Parts(Protocol):
 
 
 class StepKind(NamedTuple):
-    """What decides the kernels of a decode step. adapted: a row has an adapter; head_adapted: one that changes the
-    logits."""
+    """Steps of the same kind call the same kernels. greedy: the program ends with tokens, not with hidden states.
+    adapted: a sequence has an adapter; head_adapted: one of these adapters changes the logits."""
 
     rows: int
     greedy: bool
