@@ -125,7 +125,7 @@ class EngineConfig:
     speculative: str | None = option(
         None,
         "ngram:K: guess up to K next tokens of a sequence from earlier text and compute them in one step; MODEL:K: a "
-        "small model of the same vocabulary (folder or hub id) guesses, on a CPU; output stays the same; fewer than K "
+        "small model of the same vocabulary (folder or hub id) guesses; output stays the same; fewer than K "
         "where guesses were wrong, down to none where that would be slower",
     )
     pooling: str = option(

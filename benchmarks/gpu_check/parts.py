@@ -73,6 +73,7 @@ PARTS = (
     Part("kernels", "kernels", 30, KERNEL_PACKAGES, "Other kernels"),
     Part("http", "http", 25, (*ENGINE_PACKAGES, "triton", "fastapi", "uvicorn", "sse_starlette", "httptools",
                               "pydantic", "httpx", "prometheus_client"), "Server over HTTP"),
+    Part("drafts", "drafts", 25, (*ENGINE_PACKAGES, "triton"), "A draft model"),
     Part("peer_kernels", "kernels", 120, KERNEL_PACKAGES, "Experts, torch's own attention, swaps",
          entry="run_peers", on_request=True),
     Part("tiles", "tiles", 300, KERNEL_PACKAGES, "Other tiles of attention", on_request=True),

@@ -58,7 +58,8 @@ class BucketSettings:
 
 
 class BucketRunner:
-    """Call `stage_decodes` or `stage_mixed`, then `forward`, then `greedy` or `store`, for each step."""
+    """Call `stage_decodes` or `stage_mixed`, then `forward`, then `greedy` or `store`, for each step. `slots`: those
+    that the staged step writes, int64 [tokens]."""
 
     def __init__(
         self,
@@ -93,6 +94,7 @@ class BucketRunner:
         )
         self._step: Key = (DECODE, Bucket(0, 0))  # the staged step
         self._num_rows = 0  # rows that it samples
+        self.slots: IntArray = np.zeros(0, np.int64)
 
     def mixed_bucket(self, num_tokens: int, num_seqs: int) -> Bucket | None:
         """The bucket of a step with chunks; None where no graph for it is recorded (yet)."""
@@ -117,7 +119,7 @@ class BucketRunner:
         first_input = self.buffers.views(bucket).first_input
         sampled = batch.fill_decodes(plan.decodes, plan.decode_blocks, first_input, arrays, plan.drafts)
         self.buffers.pad(arrays, n, n, n)
-        self._step, self._num_rows = (DECODE, bucket), n
+        self._step, self._num_rows, self.slots = (DECODE, bucket), n, arrays.slots[:n]
         self._upload(batch, buffer)
         return sampled
 
@@ -128,7 +130,7 @@ class BucketRunner:
         layout.fill(arrays, self.buffers.views(bucket).first_input)
         n = len(layout.sampled)
         self.buffers.pad_mixed(arrays, len(layout.positions), len(layout.rows), n)
-        self._step, self._num_rows = (MIXED, bucket), n
+        self._step, self._num_rows, self.slots = (MIXED, bucket), n, layout.slots
         self._upload(batch, buffer)
         return layout.targets
 

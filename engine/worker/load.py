@@ -66,7 +66,8 @@ def load_resident(
     clock.start("compile")
     if loaded.device.type == "cuda":
         progress("choosing matrix kernels")
-        loaded.decoder.operators.choose_kernels(loaded.device, loaded.limits.max_num_batched_tokens)
+        for decoder in (loaded.decoder, *([] if loaded.draft is None else [loaded.draft.decoder])):
+            decoder.operators.choose_kernels(loaded.device, loaded.limits.max_num_batched_tokens)
     else:
         progress("compiling kernels")
     loaded.compile_kernels()
@@ -167,7 +168,9 @@ class ResidentDecoder(Resident):
         kv_caches = allocate_kv_caches(
             loaded.model, size.num_blocks, config.block_size, loaded.dtype, loaded.device, kv_format
         )
-        draft_caches = None if loaded.draft is None else loaded.draft.allocate(config, size.num_blocks, loaded.dtype)
+        draft_caches = None
+        if loaded.draft is not None:
+            draft_caches = loaded.draft.allocate(config, size.num_blocks, loaded.dtype, loaded.device)
         woken = self._host_cache is not None
         all_caches = kv_caches + (draft_caches or [])
         host_cache = self._host_cache = self._serve_host_cache(all_caches, size, queue)

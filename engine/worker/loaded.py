@@ -159,7 +159,7 @@ def load_decoder(
     device, ranks = take_place(config, place)
     dtype = resolve_dtype(config, model, device)
     check_attention(config, model, dtype, device)
-    draft_config = None if draft_dir is None else read_draft_config(config, draft_dir, model, device.type)
+    draft_config = None if draft_dir is None else read_draft_config(config, draft_dir, model)
     check_weights_fit(config, model, dtype, device, place.size, draft_config)
     total_bytes = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 0
     limits = resolve_step_limits(config, device.type, total_bytes)
@@ -189,6 +189,6 @@ def load_decoder(
     draft = None
     if draft_dir is not None and draft_config is not None:
         progress("loading the draft model")
-        draft = load_draft(config, draft_dir, draft_config, dtype, min(longest, num_positions))
+        draft = load_draft(config, draft_dir, draft_config, dtype, device, min(longest, num_positions))
     attention = AttentionSettings(config.batch_invariant, flashinfer)
     return LoadedDecoder(config, model, decoder, limits, dtype, device, attention, draft, finish_kernels)

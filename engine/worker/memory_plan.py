@@ -32,7 +32,7 @@ from engine.worker.cache.kv_cache import (
     size_kv_cache,
 )
 from engine.worker.device.choice import flashinfer_bytes
-from engine.worker.device.cuda_graphs import GRAPH_SHARE, MAX_MIXED_TOKENS, decode_sizes, mixed_buckets
+from engine.worker.device.cuda_graphs import GRAPH_SHARE, MAX_DRAFT_ROWS, MAX_MIXED_TOKENS, decode_sizes, mixed_buckets
 from engine.worker.device.host import StepLimits, available_host_bytes, resolve_step_limits
 from engine.worker.sampling.prompt_scorer import MAX_SCORED_LOGITS, SCORE_BYTES
 from engine.worker.sampling.sampling_rows import MAX_DRAW_ELEMENTS
@@ -93,11 +93,15 @@ def make_plan(
         not on_gpu and dtype_bytes == 2 and model.tie_embeddings and not shares
     ):  # packed for lm_head, plain for embedding
         weights += len(model.vocab_part) * model.embedding_size * dtype_bytes
-    activations = activation_bytes(model, dtype_bytes, limits.max_num_batched_tokens)
+    activations = max(
+        activation_bytes(one, dtype_bytes, limits.max_num_batched_tokens)  # they run one after the other
+        for one in (model, draft)
+        if one is not None
+    )
     sampler = max(sampler_bytes(model, limits.max_num_seqs), scoring_bytes(model))  # they run one after the other
     overhead = 0
     if on_gpu:
-        overhead = CUDA_CONTEXT_BYTES + _graph_bytes(config, model, machine, limits, dtype_bytes)
+        overhead = CUDA_CONTEXT_BYTES + _graph_bytes(config, model, machine, limits, dtype_bytes, draft)
         overhead += flashinfer_bytes(config, model)
     needed = weights + activations + sampler
     size, problem = None, ""
@@ -138,13 +142,19 @@ def _num_positions(config: EngineConfig, model: ModelConfig, machine: Machine, d
 
 
 def _graph_bytes(
-    config: EngineConfig, model: ModelConfig, machine: Machine, limits: StepLimits, dtype_bytes: int
+    config: EngineConfig,
+    model: ModelConfig,
+    machine: Machine,
+    limits: StepLimits,
+    dtype_bytes: int,
+    draft: ModelConfig | None,
 ) -> int:
     """Bytes of all CUDA graphs, and of the temporary memory that they share."""
     if not config.cuda_graphs:
         return 0
     most_seqs, most_tokens = min(limits.max_num_seqs, config.cuda_graph_max_num_seqs), limits.max_num_batched_tokens
     count = 2 * len(decode_sizes(most_seqs)) + len(mixed_buckets(most_tokens, most_seqs))
+    count += 0 if draft is None else len(decode_sizes(MAX_DRAFT_ROWS))
     shared = activation_bytes(model, dtype_bytes, min(most_tokens, MAX_MIXED_TOKENS))
     return shared + min(count * CUDA_GRAPH_BYTES, int(GRAPH_SHARE * machine.total_bytes))
 
@@ -371,7 +381,7 @@ def main(arguments: list[str]) -> int:
         if not model.causal:
             print("\n".join(describe_encoder(config, model)))
             return 0
-        draft = find_draft_config(config, model, machine.device_type)
+        draft = find_draft_config(config, model)
         plan = make_plan(config, model, machine, draft)
     except PageserveError as error:
         print(one_line(error), file=sys.stderr)

@@ -64,8 +64,8 @@ def size_cache(loaded: LoadedDecoder) -> tuple[KVCacheSize, dict[str, int]]:
 
 @torch.inference_mode()
 def profile_gpu(loaded: LoadedDecoder, queue: DeviceQueue) -> GpuProfile:
-    """Run the largest prefill, the scoring of all its tokens and the worst sampling once and read the peak; record some
-    CUDA graphs.
+    """Run the largest prefill, the scoring of all its tokens, the worst sampling and the largest pass of a draft model
+    once and read the peak; record some CUDA graphs.
 
     A runner is held meanwhile, so that the peak includes all that serving holds: the tokens counted for penalties, the
     tables and inputs of steps, the partial results of attention. Memory that other processes (and the driver itself)
@@ -75,8 +75,12 @@ def profile_gpu(loaded: LoadedDecoder, queue: DeviceQueue) -> GpuProfile:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     weights = torch.cuda.memory_allocated(device)
-    runner = loaded.make_runner(loaded.one_block(), loaded.max_model_len, queue, eos_token_ids=[])
+    draft_caches = None if loaded.draft is None else loaded.draft.allocate(loaded.config, 1, loaded.dtype, device)
+    runner = loaded.make_runner(
+        loaded.one_block(), loaded.max_model_len, queue, eos_token_ids=[], draft_caches=draft_caches
+    )
     _run_largest_step(loaded, runner)
+    runner.draft_model.run_largest_pass()
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device)
     torch.cuda.empty_cache()

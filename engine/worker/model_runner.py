@@ -35,7 +35,7 @@ from engine.worker.pooler import Extras, PooledStep, Pooler
 from engine.worker.sampling.prompt_scorer import PromptScorer, StepScores, score
 from engine.worker.sampling.results import ResultBuilder, SamplerRun, token_ids_of
 from engine.worker.sampling.step_sampler import StepSampler
-from engine.worker.speculation import DraftModel, DraftRounds, NoDraftModel
+from engine.worker.speculation import DraftModel, DraftRounds, HostPasses, NoDraftModel, QueuedPasses
 
 T = TypeVar("T")
 
@@ -46,7 +46,7 @@ class RunnerParts:
 
     host_cache: None for a host tier without slots. queue: the device's, None on a CPU, which computes while it is told
     to. buckets: the sizes of padded steps on a device with a queue; None on a CPU. attention: only its kernels; the
-    decoder's own operators were chosen when it was made. draft: the draft model, on a CPU alone, and its own caches.
+    decoder's own operators were chosen when it was made. draft: the draft model, with its own caches.
     """
 
     decoder: Decoder
@@ -125,15 +125,6 @@ class ModelRunner:
             queue=queue,
             adapters=self._adapters,
         )
-        self._draft_model = NoDraftModel()
-        if parts.draft is not None:
-            self._draft_model = DraftModel(
-                parts.draft,
-                parts.draft_caches,
-                self.batch,
-                max_num_tokens=limits.max_num_batched_tokens,
-                num_host_blocks=self.host_cache.num_slots,
-            )
         self._scorer = PromptScorer()
         self._pooler = Pooler()
         self._buffer = StepBuffer(step_buffer_bytes(limits, parts.max_model_len, parts.block_size), queue)
@@ -152,6 +143,30 @@ class ModelRunner:
             self._last_tokens = self.buckets.device_rows.last_tokens
         else:
             self._last_tokens = torch.zeros(limits.max_num_seqs, dtype=torch.int64, device=device)
+        self.draft_model = NoDraftModel() if parts.draft is None else self._take_draft_model(parts, parts.draft)
+
+    def _take_draft_model(self, parts: RunnerParts, decoder: Decoder) -> DraftModel:
+        limits, caches = parts.limits, parts.draft_caches
+        passes: HostPasses | QueuedPasses = HostPasses(decoder, caches, self.batch)
+        if self._queue is not None and self.buckets is not None:
+            num_rows = max(limits.max_num_seqs, QueuedPasses.max_rows)
+            passes = QueuedPasses(
+                decoder,
+                caches,
+                self.batch,
+                self._queue,
+                self.buckets.graphs,
+                self.buckets.device_rows,
+                make_attention_plan(decoder.config, num_rows, self.device),
+                limits.max_num_batched_tokens,
+            )
+        return DraftModel(
+            passes,
+            self.batch,
+            num_blocks=len(caches[0][0]),
+            max_num_tokens=limits.max_num_batched_tokens,
+            num_host_blocks=self.host_cache.num_slots,
+        )
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
@@ -172,9 +187,7 @@ class ModelRunner:
             enter = self._adapters.enter_changes(self._buffer.put)
             self._buffer.upload()
             self._in_queue(enter)
-        before_drafts = time.perf_counter()
-        plan = self._draft_model.propose(plan)
-        draft_seconds = time.perf_counter() - before_drafts if plan.drafts else 0.0
+        plan, draft_seconds = self.draft_model.propose(plan)
         targets: SampleTargets | None = None
         runs: tuple[SamplerRun, ...] = ()
         token_ids: IntArray | None = None
@@ -182,6 +195,7 @@ class ModelRunner:
         rounds: DraftRounds | None = None
         if (staged := self._stage_bucket(plan)) is not None:
             buckets, targets = staged
+            self.draft_model.computed(buckets.slots)
             rounds = self._rounds(plan, targets)
             runs, token_ids = self._run_bucket(buckets, targets, rounds)
         elif plan.chunks or plan.decodes:
@@ -220,6 +234,8 @@ class ModelRunner:
             remaining = iter(seq_ids)
             for run in step.runs:
                 builder.add_run(remaining, run)
+        if step.targets is not None and step.ready is not None and self.draft_model.reads_tokens:
+            self._store_tokens(step.targets, builder)
         if self.host_cache.has_disk:
             self.host_cache.keep(step.offloads, flush=step.targets is None)
         return StepResult(
@@ -234,6 +250,15 @@ class ModelRunner:
             verified=verified,
             draft_seconds=step.draft_seconds,
         )
+
+    def _store_tokens(self, targets: SampleTargets, builder: ResultBuilder) -> None:
+        """Enter the tokens that a GPU sampled; DraftRounds.results has entered those of sequences with a draft."""
+        found = dict(zip(builder.seq_ids, builder.token_ids, strict=True))
+        found |= {token.seq_id: token.token_id for token in builder.detailed}
+        seq_ids = targets.seq_ids.tolist()
+        places = np.array([place for place, seq_id in enumerate(seq_ids) if seq_id in found], np.int64)
+        known = SampleTargets(targets.seq_ids[places], targets.rows[places], targets.positions[places])
+        self.batch.store_tokens(known, np.array([found[seq_ids[place]] for place in places], np.int64))
 
     def handle_message(self, message: SideMessage, send: Callable[[WorkerMessage], None]) -> None:
         """Do what a message asks for beside the steps; `send` gets the answer, if there is one."""
@@ -275,6 +300,7 @@ class ModelRunner:
         self._in_queue(
             lambda: warm_up_attention(self._decoder, self._kv_caches, batch.attention_plan, batch.max_model_len)
         )
+        self._in_queue(self.draft_model.warm_up)
         if self._adapters is not None:
             self._adapters.warm_up(True)
         prompt = [0] * min(2, self.batch.max_model_len - 1)
@@ -291,7 +317,7 @@ class ModelRunner:
             for plan in (
                 StepPlan(0, [], [new], [], [SequenceStep(0, len(prompt), True, [])]),
                 StepPlan(0, [], [], [], [SequenceStep(0, 1, True, [])]),
-                *self._draft_model.warm_up_plans(len(prompt)),
+                *self.draft_model.warm_up_plans(len(prompt)),
                 StepPlan(0, [0], [], [], []),
             ):
                 self.result(self.launch(plan))
@@ -443,7 +469,7 @@ class ModelRunner:
                 every_row=scores or self._pooler.needs_every_row(plan.chunks),
                 device_rows=None if self.buckets is None else self.buckets.device_rows,
             )
-        self._draft_model.computed(inputs.metadata.slot_mapping)
+        self.draft_model.computed(inputs.slots)
         to_score = self._scorer.build(inputs, self.batch, put) if scores else None
         pooled = self._pooler.begin(inputs, self.batch, put)
         targets = inputs.targets if pooled is None else pooled.targets

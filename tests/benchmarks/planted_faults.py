@@ -35,6 +35,7 @@ CASES = {
     "tests": ("tests on the device",),
     "kernels": ("rms_norm + residual 2 rows", "copy_blocks 2 blocks"),
     "http": ("Qwen3-0.6B: over HTTP",),
+    "drafts": ("draft model",),
 }
 # Each run plants a kind of fault in the first case of a part, one in the second, and one in an only case.
 RUNS = (("hang", "illegal", "hang"), ("exception", "oom", "illegal"), ("kill", "hang", "exception"),

@@ -56,9 +56,10 @@ class StepInputs:
     """The inputs of the decoder and the sampler for one step.
 
     input_ids int64 [num_tokens]: a negative id (has_pending) stands for the last token of row -id - 1, which is on the
-    device only. sample_indices: the rows of the hidden states to sample; None if these are all rows in order. rows,
-    starts, ends: for each sequence that computes tokens, its row in the batch, the position of its first such token,
-    and the end of its tokens among those of the step. prepare: call it in the device's queue before the forward pass.
+    device only. sample_indices: the rows of the hidden states to sample; None if these are all rows in order. slots
+    int64 [num_tokens]: where the step writes, on the host. rows, starts, ends: for each sequence that computes tokens,
+    its row in the batch, the position of its first such token, and the end of its tokens among those of the step.
+    prepare: call it in the device's queue before the forward pass.
     """
 
     input_ids: Tensor
@@ -66,6 +67,7 @@ class StepInputs:
     has_pending: bool
     targets: SampleTargets
     sample_indices: Tensor | None
+    slots: IntArray
     rows: IntArray
     starts: IntArray
     ends: IntArray
@@ -254,6 +256,7 @@ class InputBatch:
             has_pending=bool((input_ids < 0).any()),
             targets=self._count_decodes(rows, seq_lens),
             sample_indices=None,
+            slots=slots,
             rows=rows,
             starts=positions,
             ends=np.arange(1, n + 1),
@@ -292,7 +295,6 @@ class InputBatch:
         ends = np.cumsum(counts)
         token_rows = np.repeat(rows, counts)
         positions = np.arange(ends[-1]) + np.repeat(starts - (ends - counts), counts)
-        blocks_of_tokens = self.block_table[token_rows, positions // self.block_size].astype(np.int64)
         sampled, parents = np.flatnonzero(samples), self._parents(rows, samples, forks)
         sample_rows = np.concatenate([rows[samples], forks])
         layout = StepLayout(
@@ -304,7 +306,7 @@ class InputBatch:
             num_decodes=len(rows) - int(np.count_nonzero(counts > 1)),
             input_ids=self.token_ids[token_rows, positions].astype(np.int64),
             positions=positions,
-            slots=blocks_of_tokens * self.block_size + positions % self.block_size,
+            slots=self.slots(token_rows, positions),
             sampled=sampled,
             parents=parents,
             targets=SampleTargets(self.seq_ids[sample_rows], sample_rows, seq_lens[np.concatenate([sampled, parents])]),
@@ -364,6 +366,7 @@ class InputBatch:
             has_pending=bool((layout.input_ids < 0).any()),
             targets=layout.targets,
             sample_indices=put(hidden_rows) if len(parents) or every_row else None,
+            slots=layout.slots,
             rows=layout.rows,
             starts=layout.starts,
             ends=layout.ends,
@@ -418,6 +421,12 @@ class InputBatch:
             prepare,
         )
 
+    def slots(self, rows: IntArray, positions: IntArray) -> IntArray:
+        """The slots of tokens, int64: block_id * block_size + offset of each."""
+        blocks, offsets = np.divmod(positions, self.block_size)
+        slots: IntArray = self.block_table[rows, blocks] * self._slots_per_block + offsets
+        return slots
+
     def enter_blocks(self, blocks: list[int]) -> None:
         """Append blocks to the tables of their sequences: StepPlan.decode_blocks."""
         for seq_id, block_id in zip(blocks[::2], blocks[1::2], strict=True):
@@ -451,9 +460,8 @@ class InputBatch:
         self._check_decodes(rows[:num_decodes], seq_lens[:num_decodes])
         if (seq_lens > self.num_blocks[rows] * self.block_size).any():
             raise EngineError(NO_BLOCK)
-        blocks, offsets = np.divmod(positions, self.block_size)
         self._decodes = None
-        return rows, DecodePlaces(positions, seq_lens, self.block_table[rows, blocks] * self._slots_per_block + offsets)
+        return rows, DecodePlaces(positions, seq_lens, self.slots(rows, positions))
 
     def _step_rows(self, decodes: IntArray, chunks: Sequence[SequenceStep]) -> tuple[IntArray, IntArray, IntArray]:
         if not chunks:
@@ -483,9 +491,7 @@ class InputBatch:
         positions = self.num_computed[rows]
         seq_lens = positions + 1
         self._check_decodes(rows, seq_lens)
-        blocks, offsets = np.divmod(positions, self.block_size)
-        slots = self.block_table[rows, blocks] * self._slots_per_block
-        return DecodePlaces(positions, seq_lens, np.add(slots, offsets, out=slots))
+        return DecodePlaces(positions, seq_lens, self.slots(rows, positions))
 
     def _count_decodes(self, rows: IntArray, seq_lens: IntArray) -> SampleTargets:
         """Count one token of each row as computed and the next one as sampled."""

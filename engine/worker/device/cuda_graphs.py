@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 FINE_STEP, FINE_UP_TO, COARSE_STEP = 8, 256, 16
 MIXED_STEP, MIXED_FINE_UP_TO = 16, 64
 MAX_MIXED_TOKENS = 2048
+MAX_DRAFT_ROWS = 16  # a longer pass of a draft model runs without a graph
 MIXED_SEQS = (16, 64)  # padding sequences cost little: empty programs, and rows of the last layer
 START_SECONDS = 10.0
 GRAPH_SHARE = 1 / 32  # share of the card's memory: the most for graphs, beside the temporary memory that they share
@@ -103,13 +104,20 @@ class GraphRunner:
     ) -> None:
         self.enabled = enabled
         self._queue = queue
-        self._work = work
-        self._prepare = prepare
+        self._work = dict(work)
+        self._prepare = dict.fromkeys(work, prepare)
         self._graphs: dict[Key, Callable[[], None]] = {}
-        self._keys = keys
+        self._keys = list(keys)
         self._missing = list(keys)
         self._max_bytes = max_bytes
         self._most_graphs = len(keys)
+
+    def add(self, name: str, work: Work, prepare: Callable[[Key], None], keys: Sequence[Key]) -> None:
+        """One more piece of work; its graphs are recorded after the first of the others. Before any is recorded."""
+        self._work[name], self._prepare[name] = work, prepare
+        self._keys[1:1] = keys
+        self._missing = list(self._keys)
+        self._most_graphs = len(self._keys)
 
     @property
     def num_graphs(self) -> int:
@@ -189,7 +197,7 @@ class GraphRunner:
             return False
         key = self._missing.pop(0)
         name, bucket = key
-        self._prepare(key)
+        self._prepare[name](key)
         self._queue.run(lambda: self._work[name](bucket))  # a recording runs nothing, so no kernel may be new to it
         try:
             self._graphs[key] = self._queue.capture(lambda: self._work[name](bucket))

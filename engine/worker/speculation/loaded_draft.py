@@ -14,8 +14,6 @@ from engine.models.families import read_model_config
 from engine.models.loading.load import load_model
 from engine.worker.cache.kv_cache import allocate_kv_caches, model_max_len, resolve_kv_format
 
-CPU = torch.device("cpu")
-
 
 @dataclass(frozen=True, slots=True)
 class LoadedDraft:
@@ -25,17 +23,15 @@ class LoadedDraft:
     decoder: Decoder
 
     def allocate(
-        self, config: EngineConfig, num_blocks: int, dtype: torch.dtype
+        self, config: EngineConfig, num_blocks: int, dtype: torch.dtype, device: torch.device
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """A KV cache with the block ids of the served model's."""
         kv_format = resolve_kv_format(config, self.model)
-        return allocate_kv_caches(self.model, num_blocks, config.block_size, dtype, CPU, kv_format)
+        return allocate_kv_caches(self.model, num_blocks, config.block_size, dtype, device, kv_format)
 
 
-def read_draft_config(config: EngineConfig, draft_dir: Path, model: ModelConfig, device_type: str) -> ModelConfig:
+def read_draft_config(config: EngineConfig, draft_dir: Path, model: ModelConfig) -> ModelConfig:
     """The config of the draft model in `draft_dir`. ConfigError if it cannot propose tokens for `model`."""
-    if device_type != "cpu":
-        raise ConfigError("speculative: a draft model is served on a CPU only; on a GPU use ngram:K.")
     draft = read_model_config(draft_dir, config.quantization)
     if not draft.causal:
         raise ConfigError(f"speculative: {config.draft_model} is an encoder; a draft model generates text.")
@@ -52,22 +48,27 @@ def read_draft_config(config: EngineConfig, draft_dir: Path, model: ModelConfig,
     return draft
 
 
-def find_draft_config(config: EngineConfig, model: ModelConfig, device_type: str) -> ModelConfig | None:
+def find_draft_config(config: EngineConfig, model: ModelConfig) -> ModelConfig | None:
     """The config of the draft model that `config` names, for a plan without weights; None without one. Raises
     ConfigError and ModelError."""
     draft_dir = find_draft(replace(config, load_format="dummy"))
-    return None if draft_dir is None else read_draft_config(config, draft_dir, model, device_type)
+    return None if draft_dir is None else read_draft_config(config, draft_dir, model)
 
 
 def load_draft(
-    config: EngineConfig, draft_dir: Path, draft: ModelConfig, dtype: torch.dtype, num_positions: int
+    config: EngineConfig,
+    draft_dir: Path,
+    draft: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    num_positions: int,
 ) -> LoadedDraft:
-    """Load the weights. num_positions: the longest sequence in tokens. Raises ModelError."""
+    """Load the weights to `device`. num_positions: the longest sequence in tokens. Raises ModelError."""
     decoder = load_model(
         draft_dir,
         draft,
         dtype=dtype,
-        device=CPU,
+        device=device,
         load_format=config.load_format,
         seed=config.seed,
         max_model_len=num_positions,

@@ -13,7 +13,16 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from transformers import BertConfig, LlamaForCausalLM
 
 from engine.config import EngineConfig
-from engine.executor.step import BlockCopy, BlockMove, LoadAdapter, NewSequence, SequenceStep, StepPlan
+from engine.executor.step import (
+    OPEN_TOKEN,
+    BlockCopy,
+    BlockMove,
+    Draft,
+    LoadAdapter,
+    NewSequence,
+    SequenceStep,
+    StepPlan,
+)
 from engine.models.families import read_model_config
 from engine.models.loading.load import load_model
 from engine.sampling_params import Pooling, SamplingParams
@@ -31,6 +40,8 @@ from engine.worker.memory_profile import profile_gpu
 from engine.worker.model_runner import ModelRunner, RunnerParts
 from engine.worker.sampling.sampling_rows import EVERYTHING_ON, WARM_UP
 from engine.worker.sampling.step_sampler import StepSampler
+from engine.worker.speculation import QueuedPasses
+from engine.worker.speculation.loaded_draft import LoadedDraft
 from kernels.attention.flashinfer import FlashInferPrefill
 from kernels.kv_format import KV_FORMATS
 from kernels.sampling.token_mask import TokenMask
@@ -72,7 +83,7 @@ def one_at_a_time(*_):
 def make_runner(cuda, make_decoder, monkeypatch):
     monkeypatch.setattr(StepSampler, "_sample_row", one_at_a_time)
 
-    def make(name, kv_format=None, batch_invariant=False, num_slots=0, flashinfer=False, lora=None):
+    def make(name, kv_format=None, batch_invariant=False, num_slots=0, flashinfer=False, lora=None, drafts=False):
         """Warm, with all graphs recorded; from then on nothing may be compiled or waited for."""
         (model, decoder), queue = make_decoder(name, batch_invariant, lora), FakeCudaQueue(cuda)
         caches = allocate_kv_caches(model, NUM_BLOCKS, BLOCK_SIZE, torch.bfloat16, queue.device, kv_format)
@@ -85,10 +96,12 @@ def make_runner(cuda, make_decoder, monkeypatch):
             size = prompt_attention(EngineConfig(block_size=BLOCK_SIZE), model, torch.bfloat16)
             prefill = FlashInferPrefill(queue, size, LIMITS.max_num_seqs)
             prefill.warm_up()
+        draft_caches = allocate_kv_caches(model, NUM_BLOCKS, BLOCK_SIZE, torch.bfloat16, queue.device, kv_format)
         parts = RunnerParts(
             decoder=decoder, kv_caches=caches, limits=LIMITS, max_model_len=LENGTH, block_size=BLOCK_SIZE,
             eos_token_ids=[2], device=queue.device, host_cache=host_cache, queue=queue, buckets=buckets,
-            attention=AttentionSettings(batch_invariant, prefill),
+            attention=AttentionSettings(batch_invariant, prefill), draft=decoder if drafts else None,
+            draft_caches=draft_caches,
         )  # fmt: skip
         runner = ModelRunner(parts)
         runner.warm_up()
@@ -167,6 +180,26 @@ def test_rows_with_different_adapters(make_runner, cuda, tmp_path):
     serve(runner, [GREEDY, DRAWN] * 2, adapters=(3, 0, 2, 3), first=10)
     assert not any(answer.error for answer in answers) and len(answers) == 3
     assert {"shrink_kernel", "expand_kernel"} <= set(cuda.launched)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
+def test_a_draft_model(make_runner, cuda, name):
+    """It catches up with prompts in chunks, then with single tokens in a graph; a token of all drafts is one replay."""
+    runner, blocks, ids = make_runner(name, drafts=True), {i: list(range(8 * i, 8 * i + 8)) for i in range(3)}, range(3)
+    new = [NewSequence(seq_id=i, token_ids=[0] * 30, num_prompt_tokens=30, num_computed_tokens=0, block_ids=blocks[i],
+                       params=GREEDY, seed=0) for i in ids]  # fmt: skip
+    runner.result(runner.launch(StepPlan(0, [], new, [], [SequenceStep(i, 30, True, []) for i in ids])))
+    drafts = [Draft(0, [OPEN_TOKEN] * 3), Draft(2, [OPEN_TOKEN] * 2)]
+    for step, num_passes in ((1, 2), (2, 3), (3, 3)):  # in graphs: the first catches up with two prompts without one
+        known = {i: int(runner.batch.num_blocks[runner.batch.row_of[i]]) for i in ids}
+        more = [x for i in ids for block in blocks[i][known[i] :] for x in (i, block)]
+        cuda.launched.clear()
+        cuda.copies = 0
+        result = runner.result(runner.launch(StepPlan(step, [], [], [], [], [], [], [0, 1, 2], more, drafts)))
+        assert [len(tokens) for tokens in result.verified] == [4, 3], "every token is 0 here"
+        assert ("prefill_attention_kernel" in cuda.launched) == (step == 1)
+        assert cuda.launched.count("graph") == num_passes + 2
+        assert cuda.copies == 4, "in and out for the drafts, in and out for the step"
 
 
 @pytest.mark.parametrize("name", ["llama_biases", "qwen3"])
@@ -306,6 +339,16 @@ def test_the_profile_of_memory(cuda, make_decoder, name):
     profile = profile_gpu(loaded, FakeCudaQueue(cuda))
     assert profile.cache_budget == int(0.9 * (80 << 30)) - (8 << 30) - (2 << 30)
     assert "graph" not in cuda.launched and "prefill_attention_kernel" in cuda.launched
+
+
+def test_the_profile_of_memory_holds_the_largest_pass_of_a_draft_model(cuda, make_decoder, monkeypatch):
+    model, decoder = make_decoder("llama")
+    config = EngineConfig(model="m", device="cuda", dtype="bfloat16", max_model_len=LENGTH)
+    draft, tokens, run = LoadedDraft(model, decoder), [], QueuedPasses.run
+    monkeypatch.setattr(QueuedPasses, "run", lambda self, work: (tokens.append(work.counts.sum()), run(self, work))[1])
+    profile_gpu(LoadedDecoder(config, model, decoder, LIMITS, torch.bfloat16, FakeCudaQueue.device, draft=draft),
+                FakeCudaQueue(cuda))  # fmt: skip
+    assert tokens == [LIMITS.max_num_batched_tokens]
 
 
 def live_bytes():

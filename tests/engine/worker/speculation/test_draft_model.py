@@ -1,11 +1,14 @@
 """A draft model in the Worker: it proposes what it would say alone, and the served model's text stays the same.
 
-The real Scheduler plans, the real runner computes, in one process.
+The real Scheduler plans, the real runner computes, in one process: on a CPU, and as on a GPU, with fixed buffers,
+graphs and a plan ahead of what the host has seen.
 """
 
 import random
+from collections import deque
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,16 +17,24 @@ from engine.errors import ConfigError
 from engine.memory.block_manager import BlockManager
 from engine.memory.host_tier import HostTier
 from engine.memory.sequence import Sequence
-from engine.models.decoder import Decoder
+from engine.models.families import read_model_config
 from engine.sampling_params import SamplingParams
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.speculation.drafts import DraftSource
 from engine.scheduling.speculation.step_costs import PassCosts
+from engine.worker.cache.host_cache import HostCache, block_copier
+from engine.worker.cache.kv_cache import allocate_kv_caches, resolve_kv_format
 from engine.worker.load import load_runner
-from engine.worker.speculation import DraftModel
+from engine.worker.loaded import load_decoder
+from engine.worker.speculation import DraftModel, HostPasses, QueuedPasses
+from engine.worker.speculation.draft_passes import DraftWork
+from tests.engine.worker.lazy_queue import LazyQueue
 
 CONFIG = EngineConfig(device="cpu", dtype="float32", block_size=8, num_blocks=64, max_num_seqs=16, cpu_threads=1)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
+WITH_LOGPROBS = SamplingParams(temperature=0.0, max_tokens=24, logprobs=1)
+CPU = torch.device("cpu")
+ON = pytest.mark.parametrize("on_queue", [False, True], ids=["cpu", "queue"])
 
 
 @pytest.fixture(scope="module")
@@ -51,19 +62,27 @@ def drafts_pay(monkeypatch):
 class Engine:
     """Scheduler and runner."""
 
-    def __init__(self, model_dir, draft_dir, **settings):
+    def __init__(self, model_dir, draft_dir, on_queue=False, **settings):
         config = replace(CONFIG, speculative=f"{draft_dir}:4", **settings)
-        self.runner, ready = load_runner(config, model_dir, [2], lambda phase: None, draft_dir=draft_dir)
+        self.queue = None
+        if on_queue:
+            self.queue = LazyQueue()
+            self.runner, self.draft_caches, num_host_blocks = queue_runner(config, model_dir, draft_dir, self.queue)
+            host_tier = HostTier(num_host_blocks, None) if num_host_blocks else None
+        else:
+            self.runner, ready = load_runner(config, model_dir, [2], lambda phase: None, draft_dir=draft_dir)
+            host_tier = HostTier.of(ready, False)
         self.scheduler = Scheduler(
-            BlockManager(ready.num_blocks, 8, True, HostTier.of(ready, False)),
-            max_num_seqs=ready.max_num_seqs,
-            max_num_batched_tokens=ready.max_num_batched_tokens,
+            BlockManager(config.num_blocks, 8, True, host_tier),
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens or 512,
             watermark=0.0,
             max_draft_tokens=4,
             draft_source=DraftSource.MODEL,
         )
         self.num_steps = self.num_tokens = 0
         self.next_id = 1
+        self.launched = deque()
 
     def add(self, prompt, params=GREEDY, n=1):
         seqs = []
@@ -78,14 +97,44 @@ class Engine:
 
     def step(self):
         plan = self.scheduler.schedule()
-        self.num_steps += 1
-        self.num_tokens += plan.num_tokens
-        self.scheduler.update(self.runner.result(self.runner.launch(plan)))
+        if plan is not None:
+            self.num_steps += 1
+            self.num_tokens += plan.num_tokens
+            self.launched.append(self.runner.launch(plan))
+        if plan is None or len(self.launched) == self.runner.max_in_flight:
+            self.scheduler.update(self.runner.result(self.launched.popleft()))
         self.scheduler.check_invariants()
 
     def run(self):
-        while self.scheduler.has_work:
+        while self.scheduler.has_work or self.launched:
             self.step()
+
+
+def zeroed(caches):
+    return [(torch.zeros_like(k), torch.zeros_like(v)) for k, v in caches]
+
+
+def queue_runner(config, model_dir, draft_dir, queue):
+    """(A warm runner on `queue` with all graphs recorded, its draft model's caches, slots of its host tier.)"""
+    model = read_model_config(model_dir)
+    loaded = load_decoder(config, model_dir, model, lambda phase: None, draft_dir=draft_dir)
+    kv_format, place = resolve_kv_format(config, model), (torch.float32, CPU)
+    caches = zeroed(allocate_kv_caches(model, config.num_blocks, config.block_size, *place, kv_format))
+    draft_caches = zeroed(loaded.draft.allocate(config, config.num_blocks, *place))
+    num_slots = 64 if config.swap_space else 0
+    runner = loaded.make_runner(
+        caches,
+        loaded.max_model_len,
+        queue,
+        eos_token_ids=[2],
+        host_cache=HostCache(block_copier(caches + draft_caches), num_slots, loaded.device, queue=queue),
+        draft_caches=draft_caches,
+    )
+    runner.warm_up()
+    runner.record_graphs()
+    while runner.use_idle_time():
+        pass
+    return runner, draft_caches, num_slots
 
 
 @torch.inference_mode()
@@ -101,34 +150,38 @@ def check_proposals(monkeypatch, engine, model):
     lengths, propose = [], DraftModel.propose
 
     def checked(self, plan):
-        filled = propose(self, plan)
+        filled, seconds = propose(self, plan)
         for before, draft in zip(plan.drafts, filled.drafts, strict=True):
             known = engine.scheduler.sequence(draft.seq_id).token_ids
             assert before.is_open and draft.token_ids == greedy(model, known, len(before.token_ids))
             lengths.append(len(draft.token_ids))
-        return filled
+        return filled, seconds
 
     monkeypatch.setattr(DraftModel, "propose", checked)
     return lengths
 
 
-def test_the_served_model_as_its_own_draft_is_always_right(model_dir, hf_model, monkeypatch):
-    engine, num_tokens, forward = Engine(model_dir, model_dir), [], Decoder.forward
-    monkeypatch.setattr(
-        Decoder, "forward", lambda self, ids, *others: (num_tokens.append(len(ids)), forward(self, ids, *others))[1]
-    )
+@ON
+def test_the_served_model_as_its_own_draft_is_always_right(model_dir, hf_model, monkeypatch, on_queue):
+    engine, computed = Engine(model_dir, model_dir, on_queue), []
+    kind = QueuedPasses if on_queue else HostPasses
+    run = kind.run
+    monkeypatch.setattr(kind, "run", lambda self, work: (computed.append(work), run(self, work))[1])
     prompts = [list(range(10, 31)), [40], [91, 3] * 8]
     seqs = [engine.add(prompt)[0] for prompt in prompts]
     engine.run()
     assert [seq.token_ids[seq.num_prompt_tokens :] for seq in seqs] == [greedy(hf_model, p, 24) for p in prompts]
     drafts = engine.scheduler.drafts
     assert drafts.num_accepted_tokens == drafts.num_draft_tokens > 45
-    assert engine.num_steps < 12
+    assert engine.num_steps < (24 if on_queue else 12)
     # The draft model computes the prompts, its drafts, and after each draft the last token of it: nothing twice.
-    num_proposed = sum(num_tokens) - engine.num_tokens
-    assert num_proposed <= sum(map(len, prompts)) + drafts.num_draft_tokens + 2 * drafts.num_drafts
+    num_computed = sum(int(work.counts.sum() + (work.lengths - 1).clip(min=0).sum()) for work in computed)
+    assert num_computed <= sum(map(len, prompts)) + drafts.num_draft_tokens + 2 * drafts.num_drafts
+    if on_queue:
+        assert engine.queue.replays > 4 * len(computed), "passes are graphs"
 
 
+@ON
 @pytest.mark.parametrize(
     "settings",
     [
@@ -139,9 +192,9 @@ def test_the_served_model_as_its_own_draft_is_always_right(model_dir, hf_model, 
     ],
     ids=str,
 )
-def test_it_proposes_what_it_would_say_alone(model_dir, draft_dir, hf_model, hf_draft, monkeypatch, settings):
+def test_it_proposes_what_it_would_say_alone(model_dir, draft_dir, hf_model, hf_draft, monkeypatch, settings, on_queue):
     """Sequences come and go, share prefixes and blocks, and lose their blocks; some steps are too full for drafts."""
-    engine, rng = Engine(model_dir, draft_dir, **settings), random.Random(1)
+    engine, rng = Engine(model_dir, draft_dir, on_queue, **settings), random.Random(1)
     exact = "kv_cache_dtype" not in settings
     lengths = check_proposals(monkeypatch, engine, hf_draft) if exact else []
     prefix = [rng.randrange(3, 96) for _ in range(19)]
@@ -151,7 +204,7 @@ def test_it_proposes_what_it_would_say_alone(model_dir, draft_dir, hf_model, hf_
         if number % 3 == 0:
             seqs += engine.add([*prefix, *[rng.randrange(3, 96) for _ in range(number % 5)]])
         elif number % 3 == 1:
-            seqs += engine.add([rng.randrange(3, 96) for _ in range(1 + number)])
+            seqs += engine.add([rng.randrange(3, 96) for _ in range(1 + number)], WITH_LOGPROBS)
         else:
             engine.add(prefix[: 3 + number // 3], sampled, n=2)
         for _ in range(0 if 9 <= number < 15 else 6):
@@ -169,13 +222,43 @@ def test_it_proposes_what_it_would_say_alone(model_dir, draft_dir, hf_model, hf_
     assert engine.scheduler.drafts.num_drafts > 40
 
 
-def test_a_long_prompt_is_caught_up_with_in_parts(model_dir, draft_dir, hf_model):
-    engine = Engine(model_dir, draft_dir, max_num_batched_tokens=16)
+@ON
+def test_a_long_prompt_is_caught_up_with_in_parts(model_dir, draft_dir, hf_model, on_queue):
+    engine = Engine(model_dir, draft_dir, on_queue, max_num_batched_tokens=16)
     prompt = [(7 * i) % 90 + 3 for i in range(60)]
     (seq,) = engine.add(prompt)
     engine.run()
     assert seq.token_ids[60:] == greedy(hf_model, prompt, 24)
     assert engine.scheduler.drafts.num_drafts > 4
+
+
+def test_drafts_of_different_lengths_write_their_own_slots_alone(model_dir):
+    engine = Engine(model_dir, model_dir, on_queue=True)
+    seqs = [engine.add([10 + i, *[20] * (2 + i)])[0] for i in range(3)]
+    engine.step()
+    runner, caches = engine.runner, engine.draft_caches
+    rows = np.array([runner.batch.row_of[seq.seq_id] for seq in seqs])
+    ends, lengths = runner.batch.num_computed[rows], np.array([1, 4, 2])
+    before = [[cache.clone() for cache in layer] for layer in caches]
+    runner.draft_model._passes.run(DraftWork(rows, 0 * ends, ends, lengths))
+    written = set()
+    for layer, old in zip(caches, before, strict=True):
+        for cache, was in zip(layer, old, strict=True):  # (N, K, S, D)
+            written |= set(map(tuple, (cache != was).any(3).any(1).nonzero().tolist()))
+    tables = runner.batch.block_table[rows]
+    assert written == {
+        (tables[i, position // 8], position % 8) for i in range(3) for position in range(ends[i] + lengths[i] - 1)
+    }
+
+
+def test_more_sequences_than_a_pass_takes_get_drafts_that_are_wrong(model_dir, hf_model, monkeypatch):
+    monkeypatch.setattr(QueuedPasses, "max_rows", 2)
+    engine = Engine(model_dir, model_dir, on_queue=True)
+    seqs = [engine.add([10 + i, 20, 30 + i])[0] for i in range(4)]
+    engine.run()
+    assert all(seq.token_ids[3:] == greedy(hf_model, seq.token_ids[:3], 24) for seq in seqs)
+    drafts = engine.scheduler.drafts
+    assert 0 < drafts.num_accepted_tokens < drafts.num_draft_tokens
 
 
 def test_its_memory_is_part_of_a_block_and_of_the_report(model_dir, draft_dir):
