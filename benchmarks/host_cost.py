@@ -103,6 +103,8 @@ class Clock:
 class NullDecoder:
     """Takes the place of engine.models.decoder.Decoder: hidden states of nothing, logits made once."""
 
+    recorded = None
+
     def __init__(self, config: ModelConfig, num_seqs: int) -> None:
         self.config, self.operators = config, FastOperators()
         tokenizer = Tokenizer(resolve_model(EngineConfig()))

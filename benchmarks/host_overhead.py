@@ -36,6 +36,8 @@ PARAMS = {
 class NullDecoder:
     """Takes the place of engine.models.decoder.Decoder: hidden states of nothing, logits made once."""
 
+    recorded = None
+
     def __init__(self, config: ModelConfig, num_seqs: int, vocab_size: int) -> None:
         self.config = config
         self.logits = torch.randn(num_seqs, vocab_size, generator=torch.Generator().manual_seed(0)) * 2

@@ -59,7 +59,7 @@ from engine.models.layers.moe import MLPBesideExperts
 from engine.models.layers.norm import norm_before, take_norm
 from engine.models.layers.operators import FastOperators, Operators, take_optional
 from engine.models.layers.position import PositionTables, position_tables
-from engine.models.recorded_decodes import RecordedDecodes
+from engine.models.recorded_decodes import GreedyTokens, RecordedDecodes
 from kernels.dispatch import cpu_kernels
 from kernels.quantized.weight import Weight
 
@@ -259,12 +259,11 @@ class Decoder:
         hidden = None if self.recorded is None else self.recorded.forward(input_ids, metadata, kv_caches)
         return self._forward(input_ids, metadata, kv_caches) if hidden is None else hidden
 
-    @torch.inference_mode()
     def decode_greedily(
         self, input_ids: Tensor, metadata: BatchMetadata, kv_caches: Sequence[KVCache]
-    ) -> Tensor | None:
-        """`forward` and `compute_logits` of a step of decodes alone in one call: the most likely token of each row,
-        int64 (T), or kernels.sampling.FAILED. None, and nothing is done, for a step that is not recorded."""
+    ) -> GreedyTokens | None:
+        """`forward`, `compute_logits` and greedy sampling of a step of decodes alone in one call. None, and nothing is
+        done, for a step that is not recorded."""
         return None if self.recorded is None else self.recorded.greedy(input_ids, metadata, kv_caches)
 
     def _forward(self, input_ids: Tensor, metadata: BatchMetadata, kv_caches: Sequence[KVCache]) -> Tensor:

@@ -1,15 +1,18 @@
 """RecordedDecodes: decode steps on a CPU as one call each, from token ids to hidden states or most likely tokens.
 
 Each kind of step is recorded once per number of sequences. A program (kernels/cpu/program.py) reads its inputs at fixed
-addresses, so the inputs of a step are copied there first. An embedding that calls operators of torch stays outside the
+addresses: inputs from elsewhere are copied there first. An embedding that calls operators of torch stays outside the
 programs. Models whose layers call such operators cannot be recorded: their steps run operator by operator, as steps
 with prompts do.
 """
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -45,6 +48,26 @@ class StepKind(NamedTuple):
     head_adapted: bool
 
 
+class GreedyTokens(NamedTuple):
+    """The most likely token of each row, int64 (T), or kernels.sampling.FAILED, valid until the next step; and the
+    address of these numbers."""
+
+    token_ids: npt.NDArray[np.int64]
+    address: int
+
+    @classmethod
+    def of(cls, tokens: Tensor) -> "GreedyTokens":
+        return cls(tokens.numpy(), tokens.data_ptr())
+
+
+class Recorded(NamedTuple):
+    """A program, and its result: hidden states, or tokens if it is greedy."""
+
+    program: Any
+    result: Tensor
+    tokens: GreedyTokens | None
+
+
 class RecordedDecodes:
     """Runs decode steps on `kv_caches`. A result is valid until the next step."""
 
@@ -61,93 +84,117 @@ class RecordedDecodes:
         cpu = cpu_kernels()
         assert cpu is not None, "only compiled kernels can be recorded"
         self._decoder, self._kv_caches, self._cpu = decoder, kv_caches, cpu
-        self._max_rows = min(max_rows, MAX_ROWS)
-        self._input_ids = torch.zeros(self._max_rows, dtype=torch.int64)
-        self._positions = torch.zeros(self._max_rows, dtype=torch.int64)
-        self._slots = torch.zeros(self._max_rows, dtype=torch.int64)
-        self._seq_lens = torch.zeros(self._max_rows, dtype=torch.int32)
-        self._block_tables = torch.zeros((self._max_rows, max_blocks), dtype=torch.int32)
-        self._no_prefills = torch.zeros(1, dtype=torch.int32)
+        self.max_rows = min(max_rows, MAX_ROWS)
+        self._input_ids = torch.zeros(self.max_rows, dtype=torch.int64)
+        self._inputs = BatchMetadata(
+            positions=torch.zeros(self.max_rows, dtype=torch.int64),
+            slot_mapping=torch.zeros(self.max_rows, dtype=torch.int64),
+            num_decodes=self.max_rows,
+            block_tables=torch.zeros((self.max_rows, max_blocks), dtype=torch.int32),
+            seq_lens=torch.zeros(self.max_rows, dtype=torch.int32),
+            cu_seqlens_q=torch.zeros(1, dtype=torch.int32),
+            max_seqlen_q=0,
+        )
+        self._parts: dict[int, tuple[Tensor, BatchMetadata]] = {}  # by number of rows: the beginnings of the inputs
         self._x: Tensor | None = None  # the embeddings of a step, if programs begin behind the embedding
         self._workspace = cpu.program.Workspace()
         self._adapters = adapters
-        self._programs: dict[StepKind, Any] = {}  # None for steps that cannot be recorded
+        self.works = True  # False once the layers turned out to call operators of torch
+        self._programs: dict[StepKind, Recorded | None] = {}  # None for steps that cannot be recorded
 
     @property
     def recorded_rows(self) -> list[int]:
         """The numbers of rows whose steps are recorded."""
         return sorted({kind.rows for kind, program in self._programs.items() if program is not None})
 
+    def inputs(self, rows: int) -> tuple[Tensor, BatchMetadata]:
+        """(input ids, metadata) of a step of so many sequences, whose memory the programs read. A step that is run with
+        this very metadata is not copied."""
+        if (part := self._parts.get(rows)) is None:
+            whole = self._inputs
+            part = self._parts[rows] = (
+                self._input_ids[:rows],
+                replace(
+                    whole,
+                    positions=whole.positions[:rows],
+                    slot_mapping=whole.slot_mapping[:rows],
+                    num_decodes=rows,
+                    block_tables=whole.block_tables[:rows],
+                    seq_lens=whole.seq_lens[:rows],
+                ),
+            )
+        return part
+
     def forward(self, input_ids: Tensor, metadata: BatchMetadata, kv_caches: Sequence[KVCache]) -> Tensor | None:
         """See Decoder.forward: int64 (T) -> (T, C). None for a step that is not recorded."""
-        return self._run(input_ids, metadata, kv_caches, greedy=False)
+        recorded = self._run(input_ids, metadata, kv_caches, greedy=False)
+        return None if recorded is None else recorded.result
 
-    def greedy(self, input_ids: Tensor, metadata: BatchMetadata, kv_caches: Sequence[KVCache]) -> Tensor | None:
-        """See Decoder.decode_greedily: int64 (T) -> int64 (T). None for a step that is not recorded."""
-        return self._run(input_ids, metadata, kv_caches, greedy=True)
+    def greedy(self, input_ids: Tensor, metadata: BatchMetadata, kv_caches: Sequence[KVCache]) -> GreedyTokens | None:
+        """See Decoder.decode_greedily. None for a step that is not recorded."""
+        recorded = self._run(input_ids, metadata, kv_caches, greedy=True)
+        return None if recorded is None else recorded.tokens
 
     def _run(
         self, input_ids: Tensor, metadata: BatchMetadata, kv_caches: Sequence[KVCache], greedy: bool
-    ) -> Tensor | None:
+    ) -> "Recorded | None":
         rows = len(input_ids)
         decodes = metadata.num_decodes == rows and metadata.outputs is None and metadata.plan is None
-        if not decodes or rows > self._max_rows or kv_caches is not self._kv_caches:
+        if not decodes or rows > self.max_rows or kv_caches is not self._kv_caches:
             return None
         adapters = self._adapters
         adapted = adapters is not None and adapters.tokens.active
         kind = StepKind(rows, greedy, adapted, greedy and adapters is not None and adapters.logits.active)
-        program = self._programs.get(kind)
-        if program is None and kind in self._programs:
+        recorded = self._programs.get(kind)
+        if recorded is None and kind in self._programs:
             return None
         if not self._programs:
             self._x = self._place_for_embeddings()
         self._place(input_ids, metadata)
-        if program is None:
-            program = self._programs[kind] = self._record(kind)
-        return None if program is None else program()
+        if recorded is None:
+            recorded = self._programs[kind] = self._record(kind)
+        if recorded is not None:
+            recorded.program()
+        return recorded
 
     def _place(self, input_ids: Tensor, metadata: BatchMetadata) -> None:
-        """Copy the step's inputs to their places."""
-        rows, width = metadata.block_tables.shape
+        """Copy the step's inputs to their places, if they are elsewhere."""
+        rows = len(input_ids)
         if self._x is not None:
             self._x[:rows].copy_(self._decoder.embed(input_ids, metadata.positions))
-        self._input_ids[:rows].copy_(input_ids)
-        self._positions[:rows].copy_(metadata.positions)
-        self._slots[:rows].copy_(metadata.slot_mapping)
-        self._seq_lens[:rows].copy_(metadata.seq_lens)
-        self._block_tables[:rows, :width].copy_(metadata.block_tables)
+        own_ids, own = self.inputs(rows)
+        if metadata is own:
+            return
+        own_ids.copy_(input_ids)
+        own.positions.copy_(metadata.positions)
+        own.slot_mapping.copy_(metadata.slot_mapping)
+        own.seq_lens.copy_(metadata.seq_lens)
+        own.block_tables[:, : metadata.block_tables.shape[1]].copy_(metadata.block_tables)
 
-    def _record(self, kind: StepKind) -> Any:
-        rows = kind.rows
-        metadata = BatchMetadata(
-            positions=self._positions[:rows],
-            slot_mapping=self._slots[:rows],
-            num_decodes=rows,
-            block_tables=self._block_tables[:rows],
-            seq_lens=self._seq_lens[:rows],
-            cu_seqlens_q=self._no_prefills,
-            max_seqlen_q=0,
-        )
+    @torch.inference_mode()
+    def _record(self, kind: StepKind) -> "Recorded | None":
+        decoder, (ids, metadata) = self._decoder, self.inputs(kind.rows)
 
         def work() -> Tensor:
-            ids, decoder = self._input_ids[:rows], self._decoder
-            x = decoder.embed(ids, metadata.positions) if self._x is None else self._x[:rows]
+            x = decoder.embed(ids, metadata.positions) if self._x is None else self._x[: kind.rows]
             hidden = decoder.run_layers(x, metadata, self._kv_caches)
             return most_likely(decoder.compute_logits(hidden)) if kind.greedy else hidden
 
         try:
-            return self._cpu.program.record(work, self._workspace)
+            program = self._cpu.program.record(work, self._workspace)
         except self._cpu.program.NotRecordable as error:
+            self.works &= kind.greedy  # perhaps the logits alone
             name = "greedy steps" if kind.greedy else "steps"
-            logger.info("%s of %d sequences run operator by operator: %s", name, rows, error)
+            logger.info("%s of %d sequences run operator by operator: %s", name, kind.rows, error)
             return None
+        return Recorded(program, program.result, GreedyTokens.of(program.result) if kind.greedy else None)
 
     def _place_for_embeddings(self) -> Tensor | None:
         """Memory for the embeddings of a step (max_rows, C), if they cannot be recorded."""
-        ids, positions = self._input_ids[:1], self._positions[:1]
+        ids, positions = self._input_ids[:1], self._inputs.positions[:1]
         try:
             self._cpu.program.record(lambda: self._decoder.embed(ids, positions), self._workspace)
         except self._cpu.program.NotRecordable:
             x = self._decoder.embed(ids, positions)
-            return x.new_empty((self._max_rows, x.shape[1]))
+            return x.new_empty((self.max_rows, x.shape[1]))
         return None

@@ -24,8 +24,8 @@ from engine.executor.step import (
 )
 from engine.models.decoder import Decoder
 from engine.worker.attention_warmup import AttentionSettings, make_attention_plan, warm_up_attention
+from engine.worker.batch import HostDecodes, InputBatch, SampleTargets, StepInputs
 from engine.worker.batch.adapter_slots import AdapterSlots, StagedSlots
-from engine.worker.batch.input_batch import InputBatch, SampleTargets, StepInputs
 from engine.worker.batch.step_buffer import BUFFERED_STEPS, IntArray, StepBuffer, step_buffer_bytes
 from engine.worker.bucket_runner import BucketRunner, BucketSettings
 from engine.worker.cache.host_cache import HostCache, block_copier, independent_copies
@@ -143,6 +143,8 @@ class ModelRunner:
             self._last_tokens = self.buckets.device_rows.last_tokens
         else:
             self._last_tokens = torch.zeros(limits.max_num_seqs, dtype=torch.int64, device=device)
+        recorded = parts.decoder.recorded
+        self._host_decodes = None if recorded is None else HostDecodes(self.batch, recorded)
         self.draft_model = NoDraftModel() if parts.draft is None else self._take_draft_model(parts, parts.draft)
 
     def _take_draft_model(self, parts: RunnerParts, decoder: Decoder) -> DraftModel:
@@ -458,7 +460,7 @@ class ModelRunner:
         greedily, rounds of drafts, the step's other results)."""
         put, scores = self._buffer.put, self._scorer.wants(plan.chunks)
         if self._queue is None and not plan.chunks:
-            inputs = self.batch.build_decodes(plan.decodes, plan.decode_blocks, self._buffer, plan.drafts)
+            inputs = self._build_decodes(plan)
         else:
             inputs = self.batch.build(
                 plan.decodes,
@@ -499,6 +501,16 @@ class ModelRunner:
         runs = self._in_queue(sample_and_store)
         return targets, tuple([run.to_host() for run in runs]), None, None, extras
 
+    def _build_decodes(self, plan: StepPlan) -> StepInputs:
+        rows = self.batch.decode_rows(plan.decodes, plan.decode_blocks)
+        if (
+            self._host_decodes is not None
+            and not plan.drafts
+            and (inputs := self._host_decodes.build(rows)) is not None
+        ):
+            return inputs
+        return self.batch.build_decodes(rows, self._buffer, plan.drafts)
+
     def _decode_greedily(self, inputs: StepInputs, slots: StagedSlots | None) -> IntArray | None:
         """The most likely token of each row of a step of decodes, int64 [rows], or FAILED. None, and nothing is done,
         where a row wants another token or the step is not recorded."""
@@ -511,9 +523,9 @@ class ModelRunner:
         tokens = self._decoder.decode_greedily(inputs.input_ids, inputs.metadata, self._kv_caches)
         if tokens is None:
             return None
-        token_ids: IntArray = tokens.numpy().copy()
-        self.batch.store_tokens(targets, token_ids.clip(min=0))
-        return token_ids
+        if self._host_decodes is None or not self._host_decodes.store(inputs, tokens):
+            self.batch.store_tokens(targets, tokens.token_ids.clip(min=0))
+        return tokens.token_ids.copy()
 
     def _forward(
         self,

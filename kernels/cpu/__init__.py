@@ -4,19 +4,20 @@ Only `kernels.dispatch.cpu_kernels` imports this package, and only if numba is i
 `supports_*` function: True if the compiled code covers the layout and dtype of the given tensors.
 """
 
-from kernels.cpu import elementwise, linear, lora, nucleus, program, quantize, token_mask, tokens
+from kernels.cpu import decode_rows, elementwise, linear, lora, program, quantize, tokens
 from kernels.cpu.attention import launch as attention
 from kernels.cpu.attention import tiles as attention_tiles
 from kernels.cpu.dots import HAS_BF16_DOT
 from kernels.cpu.parallel import ParallelKernel
 from kernels.cpu.quantized import code_linear, code_rows
+from kernels.cpu.sampling import nucleus, token_mask
 
 # The modules with kernels that this processor can run.
-MODULES = [attention, elementwise, nucleus, program, quantize, token_mask, tokens]
+MODULES = [attention, decode_rows, elementwise, nucleus, program, quantize, token_mask, tokens]
 if HAS_BF16_DOT:
     MODULES += [attention_tiles, code_linear, code_rows, linear, lora]
 
 __all__ = [
-    "MODULES", "ParallelKernel", "attention", "code_linear", "code_rows", "elementwise", "linear", "lora", "nucleus",
-    "program", "quantize", "token_mask", "tokens",
+    "MODULES", "ParallelKernel", "attention", "code_linear", "code_rows", "decode_rows", "elementwise", "linear",
+    "lora", "nucleus", "program", "quantize", "token_mask", "tokens",
 ]  # fmt: skip

@@ -127,7 +127,7 @@ class DecodePlaces(NamedTuple):
     slots: IntArray
 
 
-def _nothing() -> None:
+def nothing() -> None:
     """The preparation of tables that the host uploads."""
 
 
@@ -137,7 +137,7 @@ class StepTables:
 
     of_sequences: Tensor
     of_outputs: Tensor | None
-    prepare: Callable[[], None] = _nothing
+    prepare: Callable[[], None] = nothing
 
 
 class InputBatch:
@@ -217,7 +217,7 @@ class InputBatch:
         """`build` for a step of decodes alone, whose inputs go into the arrays of BucketBuffers; first_input: see
         BucketInputs.sources."""
         before = self._decodes
-        rows = self._decode_rows(decodes, blocks)
+        rows = self.decode_rows(decodes, blocks)
         rows, places = self._places_with(rows, drafts) if drafts else (rows, self._decode_places(rows))
         n = len(rows)
         arrays.rows[:n] = rows
@@ -231,11 +231,9 @@ class InputBatch:
             arrays.sources[:n] = _sources(input_ids, first_input)
         return self._count_decodes(rows, places.seq_lens)
 
-    def build_decodes(
-        self, decodes: list[int], blocks: list[int], buffer: StepBuffer, drafts: Sequence[Draft] = ()
-    ) -> StepInputs:
-        """`build` for a step of decodes alone on a CPU, which has all tokens: no array per token is made twice."""
-        rows = self._decode_rows(decodes, blocks)
+    def build_decodes(self, rows: IntArray, buffer: StepBuffer, drafts: Sequence[Draft] = ()) -> StepInputs:
+        """`build` for a step of decodes alone on a CPU, which has all tokens: no array per token is made twice. rows:
+        decode_rows of the plan."""
         rows, places = self._places_with(rows, drafts) if drafts else (rows, self._decode_places(rows))
         positions, seq_lens, slots = places
         input_ids = self.token_ids[rows, positions].astype(np.int64)
@@ -260,7 +258,7 @@ class InputBatch:
             rows=rows,
             starts=positions,
             ends=np.arange(1, n + 1),
-            prepare=_nothing,
+            prepare=nothing,
         )
 
     def take_changed_cells(self) -> list[int]:
@@ -275,7 +273,7 @@ class InputBatch:
         `decodes`, `blocks`, `chunks` and `drafts` are those of StepPlan. The place of a sampled token holds a
         placeholder until `store_tokens`.
         """
-        decode_rows = self._decode_rows(decodes, blocks)
+        decode_rows = self.decode_rows(decodes, blocks)
         entered = self._enter_drafts(drafts)
         rows, counts, samples = self._step_rows(np.concatenate([decode_rows, entered.rows]), chunks)
         offsets = np.zeros(len(rows), np.int64)  # from the next token to compute; not 0 for draft tokens alone
@@ -432,7 +430,7 @@ class InputBatch:
         for seq_id, block_id in zip(blocks[::2], blocks[1::2], strict=True):
             self._append_blocks(self.row_of[seq_id], [block_id])
 
-    def _decode_rows(self, decodes: list[int], blocks: list[int]) -> IntArray:
+    def decode_rows(self, decodes: list[int], blocks: list[int]) -> IntArray:
         """The rows of `decodes`; also enters their new blocks, pairs of sequence id and block id."""
         self.enter_blocks(blocks)
         row_of = self.row_of

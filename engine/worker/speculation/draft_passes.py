@@ -139,10 +139,10 @@ class HostPasses:
 
     def _most_likely(self, input_ids: Tensor, metadata: BatchMetadata) -> IntArray:
         """The most likely token after each output row, int64 [rows]; 0, a wrong one, where there is none."""
-        found = self._decoder.decode_greedily(input_ids, metadata, self._kv_caches)
-        if found is None:
-            found = most_likely(
-                self._decoder.compute_logits(self._decoder.forward(input_ids, metadata, self._kv_caches))
-            )
-        tokens: IntArray = found.numpy().clip(min=0)
+        decoder, caches = self._decoder, self._kv_caches
+        if (greedy := decoder.decode_greedily(input_ids, metadata, caches)) is not None:
+            found = greedy.token_ids
+        else:
+            found = most_likely(decoder.compute_logits(decoder.forward(input_ids, metadata, caches))).numpy()
+        tokens: IntArray = found.clip(min=0)
         return tokens

@@ -95,7 +95,7 @@ def test_recorded_greedy_steps_find_the_largest_logits(
 
     def decode_first(input_ids: Tensor, metadata: BatchMetadata, kv_caches: Any) -> Tensor:
         tokens = model.decode_greedily(input_ids, metadata, kv_caches)
-        found.append(None if tokens is None else tokens.clone())
+        found.append(None if tokens is None else torch.from_numpy(tokens.token_ids.copy()))
         return compute(input_ids, metadata, kv_caches)
 
     model.forward = decode_first  # type: ignore[method-assign]

@@ -1,0 +1,1 @@
+"""Kernels of the sampler on a CPU: which tokens may be drawn."""

@@ -1,0 +1,60 @@
+"""Decode steps whose inputs a compiled kernel makes, beside the same steps with inputs made in numpy."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from engine.sampling_params import SamplingParams
+from engine.worker.batch.host_decodes import HostDecodes
+from engine.worker.load import load_runner
+from kernels.dispatch import cpu_kernels
+from tests.engine.worker.mini_driver import CONFIG, GREEDY, PROMPTS, ColumnDriver
+
+COMPILED = cpu_kernels() is not None and cpu_kernels().code_linear.HAS_BF16_DOT
+pytestmark = pytest.mark.skipif(not COMPILED, reason="this processor has no vdpbf16ps")
+SIZES = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 32}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.3}
+DRAWN = SamplingParams(temperature=1.0)
+STEPS = [(1, 2, 3), (1, 2, 3), (2,), (3, 1), (1, 2, 3), (1, 3), (2, 1), *[(1, 2, 3)] * 9]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    torch.manual_seed(1)
+    folder = tmp_path_factory.mktemp("recordable")
+    LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(folder)
+    return folder
+
+
+def outputs(folder, params, monkeypatch, by_kernel):
+    """(the tokens of three sequences, of which one leaves and comes back; how many steps the kernel prepared)."""
+    built, build = [], HostDecodes.build
+    monkeypatch.setattr(
+        HostDecodes, "build", lambda self, rows: built.append(build(self, rows) if by_kernel else None) or built[-1]
+    )
+    runner = load_runner(replace(CONFIG, dtype="bfloat16"), folder, [2], lambda phase: None)[0]
+    built.clear()
+    driver = ColumnDriver(runner, ahead=0)
+    for seq_id in (1, 2, 3):
+        driver.add(seq_id, PROMPTS[seq_id], params[seq_id])
+    driver.step({seq_id: len(PROMPTS[seq_id]) for seq_id in (1, 2, 3)})
+    for number, seq_ids in enumerate(STEPS):
+        if number == 8:
+            driver.remove(2)
+            driver.start(2)
+            driver.step({2: len(driver.tokens[2])})
+        driver.step(dict.fromkeys(seq_ids, 1))
+    monkeypatch.undo()
+    return [driver.output(seq_id) for seq_id in (1, 2, 3)], sum(inputs is not None for inputs in built)
+
+
+@pytest.mark.parametrize(
+    "params", [dict.fromkeys((1, 2, 3), GREEDY), {1: GREEDY, 2: DRAWN, 3: DRAWN}], ids=["greedy", "drawn"]
+)
+def test_the_kernel_prepares_every_step_and_changes_no_token(folder, monkeypatch, params):
+    expected, none = outputs(folder, params, monkeypatch, False)
+    found, prepared = outputs(folder, params, monkeypatch, True)
+    assert found == expected and len(set(expected[0])) > 4
+    assert none == 0 and prepared == len(STEPS)
