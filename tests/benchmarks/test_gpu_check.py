@@ -60,8 +60,6 @@ PLANTS = {
     "100 users": "exception",
     "Qwen3-0.6B: transformers static batch": "oom",
     "decode 1 x 64": "hang",
-    "a cache above 2^31 elements": "kill",
-    "packed gate_up 1 rows": "illegal",
     "rms_norm + residual 2 rows": "exception",
 }
 

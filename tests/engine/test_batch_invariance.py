@@ -97,6 +97,7 @@ async def read_usage(driver, number):
     return [output async for output in driver.generate(request)][-1]
 
 
+@pytest.mark.slow
 async def test_fp32_in_a_batch_of_16_with_odd_chunks():
     expected = await asyncio.to_thread(alone, dtype="float32")
     async with running_driver(dtype="float32", max_num_batched_tokens=19) as driver:

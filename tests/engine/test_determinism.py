@@ -37,13 +37,17 @@ def alone():
     "settings",
     [
         pytest.param({}, id="batch of 32"),
-        pytest.param({"async_scheduling": True}, id="overlapped"),
+        pytest.param({"async_scheduling": True}, id="overlapped", marks=pytest.mark.slow),
         pytest.param({"max_num_batched_tokens": 16}, id="token budget 16"),
         pytest.param({"num_blocks": 24, "watermark": 0.0}, id="preempted"),
         pytest.param(
             {"num_blocks": 24, "watermark": 0.0, "swap_space": 0.05, "swap_policy": "always"}, id="preempted, swapped"
         ),
-        pytest.param({"num_blocks": 36, "block_size": 8, "enable_prefix_caching": False}, id="preempted, no cache"),
+        pytest.param(
+            {"num_blocks": 36, "block_size": 8, "enable_prefix_caching": False},
+            id="preempted, no cache",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 async def test_text_does_not_depend_on_the_batch(alone, settings):

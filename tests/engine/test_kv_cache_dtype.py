@@ -40,7 +40,7 @@ async def test_int8_text_does_not_depend_on_the_batch(alone, settings):
         assert (driver.scheduler.num_preemptions > 0) == ("num_blocks" in settings)
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["int8", "int4"])
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", pytest.param("int4", marks=pytest.mark.slow)])
 async def test_prefix_hits_give_the_same_text(kv_cache_dtype):
     expected = await read_alone(kv_cache_dtype=kv_cache_dtype)
     async with running_driver(kv_cache_dtype=kv_cache_dtype) as driver:
@@ -50,6 +50,7 @@ async def test_prefix_hits_give_the_same_text(kv_cache_dtype):
         assert driver.model.kv_cache_dtype == kv_cache_dtype and driver.model.dtype == "float32"
 
 
+@pytest.mark.slow
 async def test_the_formats_differ_from_the_plain_cache_and_from_each_other():
     """Else the setting would not reach the kernels."""
     texts = [await read_alone(kv_cache_dtype=name) for name in ("auto", "fp8", "int4")]

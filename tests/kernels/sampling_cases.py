@@ -86,7 +86,9 @@ FLAT_AND_STEEP = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("scale, vocab_size", [(0.0, 900), (0.05, 9001), (2.5, 5000), (100.0, 5000)])
+@pytest.mark.parametrize(
+    "scale, vocab_size", [(0.0, 900), pytest.param(0.05, 9001, marks=pytest.mark.slow), (2.5, 5000), (100.0, 5000)]
+)
 @pytest.mark.parametrize("capacity", [None, 16])
 def test_flat_and_steep_distributions(scale, vocab_size, capacity, monkeypatch):
     """Also without room for lists: the last step then searches the row itself."""

@@ -36,6 +36,11 @@ PAIRS = [
 ]  # fmt: skip
 
 
+def half_of_them_slow(shapes):
+    """All of them, for parametrize; the even ones have every head size, format and option."""
+    return [*shapes[::2], *(pytest.param(shape, marks=pytest.mark.slow) for shape in shapes[1::2])]
+
+
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
@@ -98,7 +103,9 @@ def mixed(data: Paged, q, q_lens, plan, padding=0, scale=0.2, **kwargs):
 
 @pytest.mark.parametrize("case, kv_format", [("plain", None), ("window", INT8), ("alibi", None), ("softcap", INT4),
                                              ("all", FP8), ("chunked sinks", None)])  # fmt: skip
-@pytest.mark.parametrize("num_sms, batch_invariant", [(0, False), (8, False), (8, True)])
+@pytest.mark.parametrize(
+    "num_sms, batch_invariant", [pytest.param(0, False, marks=pytest.mark.slow), (8, False), (8, True)]
+)
 def test_steps_whose_lengths_only_the_device_knows(case, kv_format, num_sms, batch_invariant):
     """Decodes, chunks and empty sequences in any order, before padding rows: nothing reads or writes the padding."""
     kwargs, random = options(case, 6), torch.Generator().manual_seed(len(case) + num_sms)
@@ -118,7 +125,7 @@ def test_steps_whose_lengths_only_the_device_knows(case, kv_format, num_sms, bat
 
 
 @pytest.mark.parametrize("half", HALVES, ids=str)
-@pytest.mark.parametrize("shape", PAIRS, ids=str)
+@pytest.mark.parametrize("shape", half_of_them_slow(PAIRS), ids=str)
 def test_every_head_size_block_size_format_and_option(shape, half):
     """Decode with one split and with several, and two chunks side by side, over the same sequences."""
     num_heads, num_kv_heads, head_dim, block_size, dtype, case, kv_format = shape

@@ -2,7 +2,7 @@
 
 Many live streams; the Worker is killed (kill -9) three times at random moments and then stopped (SIGSTOP) once. The
 moments are told by what the streams have received, so that a fast machine is not done before the last. Every stream
-completes, with the very bytes of an undisturbed run. JOURNAL_STREAMS sets how many (16 in `make test`, 64 in
+completes, with the very bytes of an undisturbed run. JOURNAL_STREAMS sets how many (8 in `make test`, 64 in
 `make journal`, which prints the figures).
 
 In bf16 (`make journal` does both) a recomputed context may differ in its last bits, so the text after a death may be
@@ -24,7 +24,7 @@ from tests.server.left_behind import gauge, metrics
 from tests.server.serving import serving_process
 from tests.server.streams import MAX_TOKENS, WORKER, Stream, body, children_of, wait_for
 
-NUM_STREAMS = int(os.environ.get("JOURNAL_STREAMS", "16"))
+NUM_STREAMS = int(os.environ.get("JOURNAL_STREAMS", "8"))
 SEED = int(os.environ.get("JOURNAL_SEED", str(random.getrandbits(32))))
 DTYPES = os.environ.get("JOURNAL_DTYPES", "float32").split(",")
 FAULTS = [signal.SIGKILL, signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP]
