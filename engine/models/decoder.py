@@ -59,7 +59,7 @@ from engine.models.layers.moe import MLPBesideExperts
 from engine.models.layers.norm import norm_before, take_norm
 from engine.models.layers.operators import FastOperators, Operators, take_optional
 from engine.models.layers.position import PositionTables, position_tables
-from engine.models.recorded_decodes import GreedyTokens, RecordedDecodes
+from engine.models.recorded_decodes import NextTokens, RecordedDecodes
 from kernels.dispatch import cpu_kernels
 from kernels.quantized.weight import Weight
 
@@ -259,12 +259,12 @@ class Decoder:
         hidden = None if self.recorded is None else self.recorded.forward(input_ids, metadata, kv_caches)
         return self._forward(input_ids, metadata, kv_caches) if hidden is None else hidden
 
-    def decode_greedily(
-        self, input_ids: Tensor, metadata: BatchMetadata, kv_caches: Sequence[KVCache]
-    ) -> GreedyTokens | None:
-        """`forward`, `compute_logits` and greedy sampling of a step of decodes alone in one call. None, and nothing is
-        done, for a step that is not recorded."""
-        return None if self.recorded is None else self.recorded.greedy(input_ids, metadata, kv_caches)
+    def decode_tokens(
+        self, input_ids: Tensor, metadata: BatchMetadata, kv_caches: Sequence[KVCache], drawn: bool = False
+    ) -> NextTokens | None:
+        """`forward`, `compute_logits` and the sampling of a step of decodes alone in one call. None, and nothing is
+        done, for a step that is not recorded. drawn: by RecordedDecodes.draw, not greedily."""
+        return None if self.recorded is None else self.recorded.tokens(input_ids, metadata, kv_caches, drawn)
 
     def _forward(self, input_ids: Tensor, metadata: BatchMetadata, kv_caches: Sequence[KVCache]) -> Tensor:
         metadata = metadata.for_forward_pass()

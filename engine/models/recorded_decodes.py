@@ -7,8 +7,9 @@ with prompts do.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -38,38 +39,54 @@ class Parts(Protocol):
         """Hidden states to logits."""
 
 
+class End(Enum):
+    """The end of a program: the hidden states of a step, or its next tokens."""
+
+    HIDDEN = "steps"
+    MOST_LIKELY = "greedy steps"
+    DRAWN = "drawn steps"
+
+
 class StepKind(NamedTuple):
-    """Steps of the same kind call the same kernels. greedy: the program ends with tokens, not with hidden states.
-    adapted: a sequence has an adapter; head_adapted: one of these adapters changes the logits."""
+    """Steps of the same kind call the same kernels. adapted: a sequence has an adapter; head_adapted: one of these
+    adapters changes the logits."""
 
     rows: int
-    greedy: bool
+    end: End
     adapted: bool
     head_adapted: bool
 
 
-class GreedyTokens(NamedTuple):
-    """The most likely token of each row, int64 (T), or kernels.sampling.FAILED, valid until the next step; and the
+class NextTokens(NamedTuple):
+    """The next token of each row, int64 (T), or kernels.sampling.FAILED, valid until the next step; and the
     address of these numbers."""
 
     token_ids: npt.NDArray[np.int64]
     address: int
 
     @classmethod
-    def of(cls, tokens: Tensor) -> "GreedyTokens":
+    def of(cls, tokens: Tensor) -> "NextTokens":
         return cls(tokens.numpy(), tokens.data_ptr())
 
 
 class Recorded(NamedTuple):
-    """A program, and its result: hidden states, or tokens if it is greedy."""
+    """A program, and its result: hidden states, or tokens."""
 
     program: Any
     result: Tensor
-    tokens: GreedyTokens | None
+    tokens: NextTokens | None
+
+
+def _no_draw(logits: Tensor) -> Tensor:
+    raise AssertionError("HostDecodes sets it")
 
 
 class RecordedDecodes:
-    """Runs decode steps on `kv_caches`. A result is valid until the next step."""
+    """Runs decode steps on `kv_caches`. A result is valid until the next step.
+
+    draw: logits (T, V) to the tokens int64 (T) of a step whose rows are not all greedy, with kernels alone. HostDecodes
+    sets it: it reads the parameters of draws at fixed addresses, too.
+    """
 
     def __init__(
         self,
@@ -99,6 +116,7 @@ class RecordedDecodes:
         self._x: Tensor | None = None  # the embeddings of a step, if programs begin behind the embedding
         self._workspace = cpu.program.Workspace()
         self._adapters = adapters
+        self.draw: Callable[[Tensor], Tensor] = _no_draw
         self.works = True  # False once the layers turned out to call operators of torch
         self._programs: dict[StepKind, Recorded | None] = {}  # None for steps that cannot be recorded
 
@@ -127,16 +145,18 @@ class RecordedDecodes:
 
     def forward(self, input_ids: Tensor, metadata: BatchMetadata, kv_caches: Sequence[KVCache]) -> Tensor | None:
         """See Decoder.forward: int64 (T) -> (T, C). None for a step that is not recorded."""
-        recorded = self._run(input_ids, metadata, kv_caches, greedy=False)
+        recorded = self._run(input_ids, metadata, kv_caches, End.HIDDEN)
         return None if recorded is None else recorded.result
 
-    def greedy(self, input_ids: Tensor, metadata: BatchMetadata, kv_caches: Sequence[KVCache]) -> GreedyTokens | None:
-        """See Decoder.decode_greedily. None for a step that is not recorded."""
-        recorded = self._run(input_ids, metadata, kv_caches, greedy=True)
+    def tokens(
+        self, input_ids: Tensor, metadata: BatchMetadata, kv_caches: Sequence[KVCache], drawn: bool
+    ) -> NextTokens | None:
+        """See Decoder.decode_tokens. None for a step that is not recorded."""
+        recorded = self._run(input_ids, metadata, kv_caches, End.DRAWN if drawn else End.MOST_LIKELY)
         return None if recorded is None else recorded.tokens
 
     def _run(
-        self, input_ids: Tensor, metadata: BatchMetadata, kv_caches: Sequence[KVCache], greedy: bool
+        self, input_ids: Tensor, metadata: BatchMetadata, kv_caches: Sequence[KVCache], end: End
     ) -> "Recorded | None":
         rows = len(input_ids)
         decodes = metadata.num_decodes == rows and metadata.outputs is None and metadata.plan is None
@@ -144,7 +164,8 @@ class RecordedDecodes:
             return None
         adapters = self._adapters
         adapted = adapters is not None and adapters.tokens.active
-        kind = StepKind(rows, greedy, adapted, greedy and adapters is not None and adapters.logits.active)
+        head_adapted = end is not End.HIDDEN and adapters is not None and adapters.logits.active
+        kind = StepKind(rows, end, adapted, head_adapted)
         recorded = self._programs.get(kind)
         if recorded is None and kind in self._programs:
             return None
@@ -174,20 +195,20 @@ class RecordedDecodes:
     @torch.inference_mode()
     def _record(self, kind: StepKind) -> "Recorded | None":
         decoder, (ids, metadata) = self._decoder, self.inputs(kind.rows)
+        choose = self.draw if kind.end is End.DRAWN else most_likely
 
         def work() -> Tensor:
             x = decoder.embed(ids, metadata.positions) if self._x is None else self._x[: kind.rows]
             hidden = decoder.run_layers(x, metadata, self._kv_caches)
-            return most_likely(decoder.compute_logits(hidden)) if kind.greedy else hidden
+            return hidden if kind.end is End.HIDDEN else choose(decoder.compute_logits(hidden))
 
         try:
             program = self._cpu.program.record(work, self._workspace)
         except self._cpu.program.NotRecordable as error:
-            self.works &= kind.greedy  # perhaps the logits alone
-            name = "greedy steps" if kind.greedy else "steps"
-            logger.info("%s of %d sequences run operator by operator: %s", name, kind.rows, error)
+            self.works &= kind.end is not End.HIDDEN  # perhaps the logits alone
+            logger.info("%s of %d sequences run operator by operator: %s", kind.end.value, kind.rows, error)
             return None
-        return Recorded(program, program.result, GreedyTokens.of(program.result) if kind.greedy else None)
+        return Recorded(program, program.result, None if kind.end is End.HIDDEN else NextTokens.of(program.result))
 
     def _place_for_embeddings(self) -> Tensor | None:
         """Memory for the embeddings of a step (max_rows, C), if they cannot be recorded."""

@@ -144,7 +144,7 @@ class ModelRunner:
         else:
             self._last_tokens = torch.zeros(limits.max_num_seqs, dtype=torch.int64, device=device)
         recorded = parts.decoder.recorded
-        self._host_decodes = None if recorded is None else HostDecodes(self.batch, recorded)
+        self._host_decodes = None if recorded is None else HostDecodes(self.batch, recorded, self.sampler.plain_draws)
         self.draft_model = NoDraftModel() if parts.draft is None else self._take_draft_model(parts, parts.draft)
 
     def _take_draft_model(self, parts: RunnerParts, decoder: Decoder) -> DraftModel:
@@ -456,8 +456,8 @@ class ModelRunner:
     def _run(
         self, plan: StepPlan
     ) -> tuple[SampleTargets, tuple[SamplerRun, ...], IntArray | None, DraftRounds | None, Extras]:
-        """Run a step without a bucket: (targets, sampler runs, or their tokens where a CPU decoded all of them
-        greedily, rounds of drafts, the step's other results)."""
+        """Run a step without a bucket: (targets, sampler runs, or their tokens where one program of a CPU computed all
+        of them, rounds of drafts, the step's other results)."""
         put, scores = self._buffer.put, self._scorer.wants(plan.chunks)
         if self._queue is None and not plan.chunks:
             inputs = self._build_decodes(plan)
@@ -475,15 +475,15 @@ class ModelRunner:
         to_score = self._scorer.build(inputs, self.batch, put) if scores else None
         pooled = self._pooler.begin(inputs, self.batch, put)
         targets = inputs.targets if pooled is None else pooled.targets
-        sampling = None if plan.drafts else self.sampler.build_inputs(targets, put)
-        device_rows = put(targets.rows)
         slots = None if self._adapters is None else self._adapters.stage(inputs, targets.rows, put)
-        self._buffer.upload()
         alone = self._queue is None and not plan.chunks and pooled is None
-        if alone and (token_ids := self._decode_greedily(inputs, slots)) is not None:
+        if alone and (token_ids := self._decode_tokens(inputs, slots)) is not None:
             if (rounds := self._rounds(plan, targets)) is not None:
                 rounds.add_greedy(token_ids)
             return targets, (), token_ids, rounds, Extras()
+        sampling = None if plan.drafts else self.sampler.build_inputs(targets, put)
+        device_rows = put(targets.rows)
+        self._buffer.upload()
         hidden, extras = self._in_queue(lambda: self._forward(inputs, to_score, pooled, slots))
         if not len(targets.rows):
             return targets, (), None, None, extras
@@ -511,19 +511,22 @@ class ModelRunner:
             return inputs
         return self.batch.build_decodes(rows, self._buffer, plan.drafts)
 
-    def _decode_greedily(self, inputs: StepInputs, slots: StagedSlots | None) -> IntArray | None:
-        """The most likely token of each row of a step of decodes, int64 [rows], or FAILED. None, and nothing is done,
-        where a row wants another token or the step is not recorded."""
-        targets = inputs.targets
-        if inputs.has_pending or not self.sampler.is_greedy(targets):
+    def _decode_tokens(self, inputs: StepInputs, slots: StagedSlots | None) -> IntArray | None:
+        """The token of each row of a step of decodes, int64 [rows], or FAILED. None, and nothing is done, where no
+        program computes them."""
+        targets, host = inputs.targets, self._host_decodes
+        is_greedy, staged = self.sampler.is_greedy(targets), host is not None and host.has_built(inputs)
+        if inputs.has_pending or not (is_greedy or (staged and self.sampler.is_plain(targets))):
             return None
         if slots is not None:
             slots.begin_forward()
             slots.begin_sampling()
-        tokens = self._decoder.decode_greedily(inputs.input_ids, inputs.metadata, self._kv_caches)
+        tokens = self._decoder.decode_tokens(inputs.input_ids, inputs.metadata, self._kv_caches, not is_greedy)
         if tokens is None:
             return None
-        if self._host_decodes is None or not self._host_decodes.store(inputs, tokens):
+        if host is not None and staged:
+            host.store(tokens)
+        else:
             self.batch.store_tokens(targets, tokens.token_ids.clip(min=0))
         return tokens.token_ids.copy()
 

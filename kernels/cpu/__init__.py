@@ -10,14 +10,14 @@ from kernels.cpu.attention import tiles as attention_tiles
 from kernels.cpu.dots import HAS_BF16_DOT
 from kernels.cpu.parallel import ParallelKernel
 from kernels.cpu.quantized import code_linear, code_rows
-from kernels.cpu.sampling import nucleus, token_mask
+from kernels.cpu.sampling import draw, nucleus, token_mask
 
 # The modules with kernels that this processor can run.
-MODULES = [attention, decode_rows, elementwise, nucleus, program, quantize, token_mask, tokens]
+MODULES = [attention, decode_rows, draw, elementwise, nucleus, program, quantize, token_mask, tokens]
 if HAS_BF16_DOT:
     MODULES += [attention_tiles, code_linear, code_rows, linear, lora]
 
 __all__ = [
-    "MODULES", "ParallelKernel", "attention", "code_linear", "code_rows", "decode_rows", "elementwise", "linear",
-    "lora", "nucleus", "program", "quantize", "token_mask", "tokens",
+    "MODULES", "ParallelKernel", "attention", "code_linear", "code_rows", "decode_rows", "draw", "elementwise",
+    "linear", "lora", "nucleus", "program", "quantize", "token_mask", "tokens",
 ]  # fmt: skip

@@ -1,18 +1,25 @@
 """HostDecodes: the inputs of decode steps on a CPU, written by a compiled kernel to the memory of recorded programs."""
 
-import numpy as np
+from collections.abc import Callable
 
-from engine.models.recorded_decodes import GreedyTokens, RecordedDecodes
+import numpy as np
+from torch import Tensor
+
+from engine.models.recorded_decodes import NextTokens, RecordedDecodes
 from engine.worker.batch.input_batch import InputBatch, SampleTargets, StepInputs, nothing
 from engine.worker.batch.step_buffer import IntArray
 from kernels.dispatch import cpu_kernels
 
+Draws = Callable[[IntArray, IntArray], Callable[[Tensor], Tensor]]
+
 
 class HostDecodes:
-    """Builds the StepInputs of decodes of `batch` for the programs of `recorded`. What it returns is valid until the
+    """Builds the StepInputs of decodes of `batch` for the programs of `recorded`. Its results are valid until the
     next step."""
 
-    def __init__(self, batch: InputBatch, recorded: RecordedDecodes) -> None:
+    def __init__(self, batch: InputBatch, recorded: RecordedDecodes, draws: Draws) -> None:
+        """draws: from the rows of a step and the positions of its tokens, in arrays that never move, to
+        RecordedDecodes.draw."""
         cpu = cpu_kernels()
         assert cpu is not None, "there are no programs without compiled kernels"
         self._batch, self._recorded = batch, recorded
@@ -28,6 +35,7 @@ class HostDecodes:
             seq_lens=metadata.seq_lens.numpy(),
             block_tables=metadata.block_tables.numpy(),
         )
+        recorded.draw = draws(self._rows, self._lengths)
         rows = cpu.decode_rows.Rows(
             batch.num_tokens, batch.num_computed, batch.num_blocks, batch.token_ids, batch.block_table
         )
@@ -62,10 +70,10 @@ class HostDecodes:
         )
         return self._built
 
-    def store(self, inputs: StepInputs, tokens: GreedyTokens) -> bool:
-        """Enter the tokens that a step sampled greedily. False, and nothing is done, if the last `build` did not make
-        its inputs."""
-        if inputs is not self._built:
-            return False
+    def has_built(self, inputs: StepInputs) -> bool:
+        """True if the last `build` made them."""
+        return inputs is self._built
+
+    def store(self, tokens: NextTokens) -> None:
+        """Enter the tokens that the step of the last `build` sampled."""
         self._gathered.store(tokens.address)
-        return True

@@ -240,7 +240,11 @@ def _penalised(
 
 
 def _draw(logits: Tensor, largest: Tensor, draw: Draw) -> Tensor:
-    """One token id per row of `draw`, int64 [n]."""
+    """One token id per row of `draw`, int64 [n]; of a row that failed, any."""
+    cpu = cpu_kernels()
+    if cpu and draw.top_k is None and cpu.draw.supports_draw(logits):
+        tokens: Tensor = cpu.draw.draw(logits, draw.rows, draw.temperature, draw.uniform, draw.log_min_p, draw.top_p)
+        return tokens
     x = logits.index_select(0, draw.rows)  # a copy; its largest becomes 0, so that no temperature overflows
     x.sub_(largest.index_select(0, draw.rows)[:, None]).div_(draw.temperature[:, None])
     threshold = draw.log_min_p

@@ -14,12 +14,15 @@ from torch import Tensor
 
 from engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from engine.worker.sampling.token_bans import AllowedTokens, TokenBans, WordBans
+from kernels.dispatch import cpu_kernels
 
 Array = npt.NDArray[Any]
 Put = Callable[[Array], Tensor]  # moves a host array to the device: StepBuffer.put
 
 # Features that a row asks for beyond the most likely token, one bit each.
 DRAW, TOP_K, TOP_P, PENALTY, BIAS, MIN_TOKENS, LOGPROBS, GRAMMAR, BANS, THINKING = (1 << i for i in range(10))
+
+NOT_PLAIN = np.uint16(0xFFFF & ~(DRAW | TOP_P))
 
 # A top_k up to this value uses partial selection; a larger one sorts the whole row.
 MAX_SELECTED = 256
@@ -112,6 +115,7 @@ class SamplingRows:
         self._eos_token_ids = [token_id for token_id in eos_token_ids if token_id < vocab_size]
         self._flags = np.zeros(max_num_seqs, np.uint16)
         self._temperature = np.ones(max_num_seqs, np.float32)
+        self._plain_temperature = np.zeros(max_num_seqs, np.float32)  # 0: greedy
         self._log_min_p = np.zeros(max_num_seqs, np.float32)
         self._top_k = np.zeros(max_num_seqs, np.int64)
         self._top_p = np.ones(max_num_seqs, np.float64)
@@ -132,6 +136,7 @@ class SamplingRows:
         top_k = params.top_k if 0 < params.top_k < self.vocab_size else self.vocab_size
         penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
         self._temperature[row] = 1.0 if params.greedy else params.temperature
+        self._plain_temperature[row] = 0.0 if params.greedy else params.temperature
         self._log_min_p[row] = np.log(params.min_p) if params.min_p > 0 else -np.inf
         self._top_k[row], self._top_p[row] = top_k, params.top_p
         self._penalties[row] = penalties
@@ -159,6 +164,7 @@ class SamplingRows:
     def set_greedy(self, row: int) -> None:
         """Make a row greedy whose sequence has already failed."""
         self._flags[row] = 0
+        self._plain_temperature[row] = 0.0
 
     def depends_on_tokens(self, row: int) -> bool:
         """True if the tokens before a position change the draw there beyond its logits."""
@@ -171,6 +177,18 @@ class SamplingRows:
     def is_greedy(self, rows: Array) -> bool:
         """True if all rows just want the most likely token."""
         return not self._flags[rows].any()
+
+    def is_plain(self, rows: Array) -> bool:
+        """True if all rows are drawn by temperature, min_p and top_p alone, or greedy."""
+        return not (self._flags[rows] & NOT_PLAIN).any()
+
+    def plain_draws(self, rows: Array, positions: Array) -> Callable[[Tensor], Tensor]:
+        """Draws the tokens of plain rows on a CPU with compiled kernels, from logits [n, vocab_size]. rows, positions
+        int64: those of a step, in arrays that never move."""
+        cpu = cpu_kernels()
+        assert cpu is not None, "there are no programs without compiled kernels"
+        draws = cpu.draw.DrawRows(self._plain_temperature, self._log_min_p, self._top_p, self._seed, rows, positions)
+        return draws.draw  # type: ignore[no-any-return]
 
     def build(self, rows: Array, positions: Array, put: Put, token_ids: Array | None = None) -> SamplingInputs | None:
         """The inputs of a step that samples `rows` at `positions`; None if all rows just want the most likely token.

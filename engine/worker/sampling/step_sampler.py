@@ -138,6 +138,14 @@ class StepSampler:
         """True if every target wants its most likely token."""
         return self._rows.is_greedy(targets.rows)
 
+    def is_plain(self, targets: SampleTargets) -> bool:
+        """True if every target is greedy, or drawn by temperature, min_p and top_p alone."""
+        return self._rows.is_plain(targets.rows)
+
+    def plain_draws(self, rows: Array, positions: Array) -> Callable[[Tensor], Tensor]:
+        """The draws of steps whose targets are plain, a function of the logits; see SamplingRows."""
+        return self._rows.plain_draws(rows, positions)
+
     def build_inputs(self, targets: SampleTargets, put: Put) -> SamplingInputs | None:
         """The sampling parameters of a step; None where every target wants its most likely token."""
         return self._rows.build(targets.rows, targets.positions, put, self._host_tokens())

@@ -140,8 +140,8 @@ class HostPasses:
     def _most_likely(self, input_ids: Tensor, metadata: BatchMetadata) -> IntArray:
         """The most likely token after each output row, int64 [rows]; 0, a wrong one, where there is none."""
         decoder, caches = self._decoder, self._kv_caches
-        if (greedy := decoder.decode_greedily(input_ids, metadata, caches)) is not None:
-            found = greedy.token_ids
+        if (next_tokens := decoder.decode_tokens(input_ids, metadata, caches)) is not None:
+            found = next_tokens.token_ids
         else:
             found = most_likely(decoder.compute_logits(decoder.forward(input_ids, metadata, caches))).numpy()
         tokens: IntArray = found.clip(min=0)

@@ -1,1 +1,1 @@
-"""Kernels of the sampler on a CPU: which tokens may be drawn."""
+"""Kernels of the sampler on a CPU: the draw of a token, and which tokens may be drawn."""

@@ -19,7 +19,7 @@ INFINITY, SIGN = 0x7F800000, 1 << 31
 
 
 @jit
-def _search(bits, weights, size, masses, top_p):
+def search(bits, weights, size, masses, top_p):
     """The bits of the last kept token's distance; -1 if no token has a probability."""
     needed, before, prefix, shift, num_bins = 0.0, 0.0, 0, 31 - FIRST_BITS, NUM_BINS
     for level in range(3):
@@ -54,7 +54,7 @@ def _thresholds(args):
     item = next_item(args)
     while item < args[1]:
         at = item * size
-        found = _search(
+        found = search(
             advance(bits, at), advance(weights, at), size, advance(masses, item * NUM_BINS), read(top_p, item)
         )
         # Logits are negative distances: the same bits and a sign. Without a cut the threshold is -inf.

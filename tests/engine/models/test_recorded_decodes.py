@@ -94,7 +94,7 @@ def test_recorded_greedy_steps_find_the_largest_logits(
     compute = model.forward
 
     def decode_first(input_ids: Tensor, metadata: BatchMetadata, kv_caches: Any) -> Tensor:
-        tokens = model.decode_greedily(input_ids, metadata, kv_caches)
+        tokens = model.decode_tokens(input_ids, metadata, kv_caches)
         found.append(None if tokens is None else torch.from_numpy(tokens.token_ids.copy()))
         return compute(input_ids, metadata, kv_caches)
 

@@ -51,7 +51,13 @@ def outputs(folder, params, monkeypatch, by_kernel):
 
 
 @pytest.mark.parametrize(
-    "params", [dict.fromkeys((1, 2, 3), GREEDY), {1: GREEDY, 2: DRAWN, 3: DRAWN}], ids=["greedy", "drawn"]
+    "params",
+    [
+        dict.fromkeys((1, 2, 3), GREEDY),
+        {1: GREEDY, 2: DRAWN, 3: SamplingParams(temperature=0.8, top_p=0.9, min_p=0.01)},
+        {1: DRAWN, 2: SamplingParams(top_k=3), 3: SamplingParams(temperature=0.0, presence_penalty=1.5)},
+    ],
+    ids=["greedy", "plain", "others"],
 )
 def test_the_kernel_prepares_every_step_and_changes_no_token(folder, monkeypatch, params):
     expected, none = outputs(folder, params, monkeypatch, False)
