@@ -239,15 +239,15 @@ class Decoder:
             self.run_layers = self._run_extended
         self.recorded: RecordedDecodes | None = None
 
-    def record_decodes(self, kv_caches: Sequence[KVCache], max_num_seqs: int, max_blocks: int) -> None:
-        """Run decode steps on these caches as recorded programs, where a CPU has compiled kernels for them. max_blocks:
-        the width of the widest block table. A program holds no sum over ranks and no inputs of layers. The programs of
-        an earlier call go, with its caches."""
+    def record_decodes(self, kv_caches: Sequence[KVCache], max_rows: int, max_blocks: int) -> None:
+        """Run decode steps on these caches as recorded programs, where a CPU has compiled kernels for them. max_rows:
+        those of the largest step; max_blocks: the width of the widest block table. A program holds no sum over ranks
+        and no inputs of layers. The programs of an earlier call go, with its caches."""
         alone = self.operators.ranks is None and self.layer_inputs is None
         cpu = cpu_kernels() if alone and kv_caches[0][0].device.type == "cpu" else None
         if cpu is not None and cpu.program.SUPPORTED:
             adapters = self.operators.adapters
-            self.recorded = RecordedDecodes(self, kv_caches, max_num_seqs, max_blocks, adapters)
+            self.recorded = RecordedDecodes(self, kv_caches, max_rows, max_blocks, adapters)
 
     @torch.inference_mode()
     def forward(self, input_ids: Tensor, metadata: BatchMetadata, kv_caches: Sequence[KVCache]) -> Tensor:

@@ -79,7 +79,8 @@ class LoadedDecoder:
         draft = None if draft_caches is None or self.draft is None else self.draft.decoder
         if queue is None:
             max_blocks = -(-max_model_len // self.config.block_size)
-            self.decoder.record_decodes(kv_caches, self.limits.max_num_seqs, max_blocks)
+            # a sequence with a draft takes several rows of a step
+            self.decoder.record_decodes(kv_caches, self.limits.max_num_batched_tokens, max_blocks)
             if draft is not None and draft_caches is not None:
                 draft.record_decodes(draft_caches, self.limits.max_num_seqs, max_blocks)
         return ModelRunner(

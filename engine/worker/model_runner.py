@@ -409,7 +409,7 @@ class ModelRunner:
         if sampling is None:
             token_ids = buckets.greedy()
             if rounds is not None:
-                rounds.add_greedy(token_ids)
+                rounds.add_all(token_ids)
             return (), token_ids
         if rounds is not None:
             buckets.store(self._sample_rounds(hidden, rounds))
@@ -479,7 +479,7 @@ class ModelRunner:
         alone = self._queue is None and not plan.chunks and pooled is None
         if alone and (token_ids := self._decode_tokens(inputs, slots)) is not None:
             if (rounds := self._rounds(plan, targets)) is not None:
-                rounds.add_greedy(token_ids)
+                rounds.add_all(token_ids)
             return targets, (), token_ids, rounds, Extras()
         sampling = None if plan.drafts else self.sampler.build_inputs(targets, put)
         device_rows = put(targets.rows)
@@ -503,17 +503,13 @@ class ModelRunner:
 
     def _build_decodes(self, plan: StepPlan) -> StepInputs:
         rows = self.batch.decode_rows(plan.decodes, plan.decode_blocks)
-        if (
-            self._host_decodes is not None
-            and not plan.drafts
-            and (inputs := self._host_decodes.build(rows)) is not None
-        ):
+        if self._host_decodes is not None and (inputs := self._host_decodes.build(rows, plan.drafts)) is not None:
             return inputs
         return self.batch.build_decodes(rows, self._buffer, plan.drafts)
 
     def _decode_tokens(self, inputs: StepInputs, slots: StagedSlots | None) -> IntArray | None:
-        """The token of each row of a step of decodes, int64 [rows], or FAILED. None, and nothing is done, where no
-        program computes them."""
+        """The token of each row of a step of decodes and drafts, int64 [rows], or FAILED. None, and nothing is done,
+        where no program computes them."""
         targets, host = inputs.targets, self._host_decodes
         is_greedy, staged = self.sampler.is_greedy(targets), host is not None and host.has_built(inputs)
         if inputs.has_pending or not (is_greedy or (staged and self.sampler.is_plain(targets))):

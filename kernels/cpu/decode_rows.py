@@ -29,11 +29,12 @@ class Rows(NamedTuple):
 
 
 class DecodeInputs(NamedTuple):
-    """The inputs of a step, contiguous; one entry for each of its rows. int64: rows (of Rows), input_ids, positions,
-    slots, lengths. int32: seq_lens, the lengths again, and block_tables [max_rows, max_blocks], where entries behind
-    the blocks of a sequence mean nothing."""
+    """The inputs of a step, contiguous; one entry for each of its rows. int64: rows (of Rows), offsets (0, or how far a
+    draft token is behind the next token to compute), input_ids, positions, slots, lengths. int32: seq_lens, the lengths
+    again, and block_tables [max_rows, max_blocks], where entries behind the blocks of a sequence mean nothing."""
 
     rows: Array
+    offsets: Array
     input_ids: Array
     positions: Array
     slots: Array
@@ -46,30 +47,32 @@ COUNT, READY, TOKENS = 2, 3, 4  # words of the arguments, behind the two that ev
 
 
 @jit
-def _are_ready(rows, count, num_tokens, num_computed, num_blocks, token_ids, max_tokens, block_size):
+def _are_ready(rows, offsets, count, num_tokens, num_computed, num_blocks, token_ids, max_tokens, block_size):
     for i in range(count):
         row = read(rows, i)
-        position = read(num_computed, row)
-        known = position + 1 == read(num_tokens, row) and read(token_ids, row * max_tokens + position) >= 0
-        if not known or position >= read(num_blocks, row) * block_size:
+        computed, offset = read(num_computed, row), read(offsets, i)
+        position = computed + offset
+        if computed + 1 != read(num_tokens, row) or position >= read(num_blocks, row) * block_size:
+            return 0
+        if position + 1 >= max_tokens or read(token_ids, row * max_tokens + position) < 0:
             return 0
     return 1
 
 
-@parallel_kernel("18q")
+@parallel_kernel("19q")
 def _advance_rows(args):
     i64, i32 = simd.pointer_i64, simd.pointer_i32
     count, num_tokens, num_computed, num_blocks = args[COUNT], i64(args[5]), i64(args[6]), i64(args[7])
-    token_ids, block_table, rows = i32(args[8]), i32(args[9]), i64(args[10])
-    input_ids, positions, slots, lengths = i64(args[11]), i64(args[12]), i64(args[13]), i64(args[14])
-    seq_lens, tables, max_tokens, max_blocks, block_size = i32(args[15]), i32(args[16]), args[17], args[18], args[19]
-    ready = _are_ready(rows, count, num_tokens, num_computed, num_blocks, token_ids, max_tokens, block_size)
+    token_ids, block_table, rows, offsets = i32(args[8]), i32(args[9]), i64(args[10]), i64(args[11])
+    input_ids, positions, slots, lengths = i64(args[12]), i64(args[13]), i64(args[14]), i64(args[15])
+    seq_lens, tables, max_tokens, max_blocks, block_size = i32(args[16]), i32(args[17]), args[18], args[19], args[20]
+    ready = _are_ready(rows, offsets, count, num_tokens, num_computed, num_blocks, token_ids, max_tokens, block_size)
     write(args, READY, ready)
     if not ready:
         return
     for i in range(count):
         row = read(rows, i)
-        position = read(num_computed, row)
+        position = read(num_computed, row) + read(offsets, i)
         table, out = advance(block_table, row * max_blocks), advance(tables, i * max_blocks)
         for block in range(position // block_size + 1):
             write(out, block, read(table, block))
@@ -78,14 +81,16 @@ def _advance_rows(args):
         write(slots, i, np.int64(read(table, position // block_size)) * block_size + position % block_size)
         write(lengths, i, position + 1)
         write(seq_lens, i, np.int32(position + 1))
-        write(num_computed, row, position + 1)
-        write(num_tokens, row, position + 2)
+    for i in range(count):  # the rows of a draft are in order: its last token counts
+        row, length = read(rows, i), read(lengths, i)
+        write(num_computed, row, length)
+        write(num_tokens, row, length + 1)
 
 
-@parallel_kernel("18q")
+@parallel_kernel("19q")
 def _store_tokens(args):
     tokens, token_ids, rows = simd.pointer_i64(args[TOKENS]), simd.pointer_i32(args[8]), simd.pointer_i64(args[10])
-    lengths, max_tokens = simd.pointer_i64(args[14]), args[17]
+    lengths, max_tokens = simd.pointer_i64(args[15]), args[18]
     for i in range(args[COUNT]):
         place = read(rows, i) * max_tokens + read(lengths, i)
         write(token_ids, place, np.int32(max(0, read(tokens, i))))
@@ -103,8 +108,9 @@ class DecodeRows:
 
     def advance(self, count: int) -> bool:
         """Count one more token of each of the first `count` of inputs.rows as computed, another one as known, and enter
-        the other inputs of the step that computes it. False, and nothing is done, if the next token of a row is not
-        known, is not its last, or has no block."""
+        the other inputs of the step that computes it. Rows with an offset follow those with less. False, and nothing is
+        done, if the next token of a row is not known, is not its last, or has no block, and if a token of a draft has
+        no block."""
         self._words[COUNT] = count
         _advance_rows.entry(self._address)
         return bool(self._words[READY])

@@ -21,7 +21,9 @@ def make(seed=0):
         block_table=rng.integers(0, 100, (MAX_ROWS, MAX_BLOCKS), np.int32),
     )
     inputs = kernels.DecodeInputs(
-        *(np.full(MAX_ROWS, -7, np.int64) for _ in range(5)),
+        np.full(MAX_ROWS, -7, np.int64),
+        np.zeros(MAX_ROWS, np.int64),
+        *(np.full(MAX_ROWS, -7, np.int64) for _ in range(4)),
         seq_lens=np.full(MAX_ROWS, -7, np.int32),
         block_tables=np.full((MAX_ROWS, MAX_BLOCKS), -7, np.int32),
     )
@@ -60,6 +62,38 @@ def test_a_token_of_each_row_is_next(chosen):
     assert (rows.num_computed == before.num_computed + step).all() and (
         rows.num_tokens == before.num_tokens + step
     ).all()
+
+
+def test_tokens_of_drafts_follow_the_decodes():
+    rows, inputs, gathered = make(2)
+    rows.num_computed[[1, 6]], rows.num_tokens[[1, 6]], rows.num_blocks[[1, 6]] = (6, 20), (7, 21), (2, 3)
+    before, chosen, offsets = copies(rows), np.array([6, 1, 3, 1, 1, 3]), np.array([0, 0, 0, 1, 2, 1])
+    inputs.rows[:6], inputs.offsets[:6] = chosen, offsets
+    rows.num_blocks[3] = before.num_blocks[3] = before.num_computed[3] // BLOCK_SIZE + 2
+    assert gathered.advance(6)
+    positions = before.num_computed[chosen] + offsets
+    assert inputs.positions[:6].tolist() == positions.tolist()
+    assert inputs.lengths[:6].tolist() == inputs.seq_lens[:6].tolist() == (positions + 1).tolist()
+    assert inputs.input_ids[:6].tolist() == before.token_ids[chosen, positions].tolist()
+    blocks = before.block_table[chosen, positions // BLOCK_SIZE]
+    assert inputs.slots[:6].tolist() == (blocks * BLOCK_SIZE + positions % BLOCK_SIZE).tolist()
+    computed = before.num_computed[[6, 1, 3]] + [1, 3, 2]
+    assert rows.num_computed[[6, 1, 3]].tolist() == computed.tolist()
+    assert rows.num_tokens[[6, 1, 3]].tolist() == (computed + 1).tolist()
+    tokens = np.arange(6)
+    gathered.store(tokens.ctypes.data)
+    assert rows.token_ids[chosen, positions + 1].tolist() == tokens.tolist()
+
+
+def test_a_draft_without_a_block_leaves_everything_as_it_was():
+    rows, inputs, gathered = make()
+    rows.num_computed[2], rows.num_tokens[2], rows.num_blocks[2] = 6, 7, 1
+    inputs.rows[:3], inputs.offsets[:3] = 2, [0, 1, 2]
+    before = copies(rows), copies(inputs)
+    assert not gathered.advance(3)
+    for arrays, was in zip((rows, inputs), before, strict=True):
+        assert all((a == b).all() for a, b in zip(arrays, was, strict=True))
+    assert gathered.advance(2)
 
 
 @pytest.mark.parametrize("fault", ["another number of tokens", "no block", "an unknown token"])

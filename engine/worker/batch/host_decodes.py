@@ -1,10 +1,11 @@
 """HostDecodes: the inputs of decode steps on a CPU, written by a compiled kernel to the memory of recorded programs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from torch import Tensor
 
+from engine.executor.step import Draft
 from engine.models.recorded_decodes import NextTokens, RecordedDecodes
 from engine.worker.batch.input_batch import InputBatch, SampleTargets, StepInputs, nothing
 from engine.worker.batch.step_buffer import IntArray
@@ -23,11 +24,12 @@ class HostDecodes:
         cpu = cpu_kernels()
         assert cpu is not None, "there are no programs without compiled kernels"
         self._batch, self._recorded = batch, recorded
-        self._rows, self._lengths = (np.zeros(recorded.max_rows, np.int64) for _ in range(2))
+        self._rows, self._offsets, self._lengths = (np.zeros(recorded.max_rows, np.int64) for _ in range(3))
         self._ends = np.arange(1, recorded.max_rows + 1)
         input_ids, metadata = recorded.inputs(recorded.max_rows)
         self._inputs = cpu.decode_rows.DecodeInputs(
             rows=self._rows,
+            offsets=self._offsets,
             input_ids=input_ids.numpy(),
             positions=metadata.positions.numpy(),
             slots=metadata.slot_mapping.numpy(),
@@ -44,15 +46,21 @@ class HostDecodes:
         self._seq_ids = self._lengths[:0]
         self._built: StepInputs | None = None
 
-    def build(self, rows: IntArray) -> StepInputs | None:
-        """InputBatch.build_decodes for a step without drafts. None, and nothing is done, where no program
-        will run, or the rows are not ready for such a step: build_decodes says why."""
-        count, inputs = len(rows), self._inputs
+    def build(self, rows: IntArray, drafts: Sequence[Draft]) -> StepInputs | None:
+        """InputBatch.build_decodes. None where no program will run, or the rows are not ready for such a step:
+        build_decodes says why."""
+        batch, inputs = self._batch, self._inputs
+        count = len(rows) + sum(len(draft.token_ids) for draft in drafts)
         if count > len(self._rows) or not self._recorded.works:
             return None  # build_decodes makes narrower block tables
         if rows is not self._seen:
-            self._rows[:count] = rows
-            self._seen, self._seq_ids = rows, self._batch.seq_ids[rows]
+            self._rows[: len(rows)], self._offsets[: len(rows)] = rows, 0
+            self._seen, self._seq_ids = rows, batch.seq_ids[rows]
+        seq_ids = self._seq_ids
+        if drafts:
+            self._append(drafts, len(rows))
+            rows = self._rows[:count]
+            seq_ids = batch.seq_ids[rows]
         if not self._gathered.advance(count):
             return None
         input_ids, metadata = self._recorded.inputs(count)
@@ -60,7 +68,7 @@ class HostDecodes:
             input_ids=input_ids,
             metadata=metadata,
             has_pending=False,
-            targets=SampleTargets(self._seq_ids, rows, self._lengths[:count]),
+            targets=SampleTargets(seq_ids, rows, self._lengths[:count]),
             sample_indices=None,
             slots=inputs.slots[:count],
             rows=rows,
@@ -69,6 +77,15 @@ class HostDecodes:
             prepare=nothing,
         )
         return self._built
+
+    def _append(self, drafts: Sequence[Draft], start: int) -> None:
+        """Enter a row for each token of `drafts`, from `start` on."""
+        batch = self._batch
+        for draft in drafts:
+            row, length = batch.enter_draft(draft), len(draft.token_ids)
+            self._rows[start : start + length] = row
+            self._offsets[start : start + length] = self._ends[:length]
+            start += length
 
     def has_built(self, inputs: StepInputs) -> bool:
         """True if the last `build` made them."""

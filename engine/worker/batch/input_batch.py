@@ -438,14 +438,17 @@ class InputBatch:
             self._decodes = decodes, np.fromiter(map(row_of.__getitem__, decodes), np.int64, len(decodes))
         return self._decodes[1]
 
+    def enter_draft(self, draft: Draft) -> int:
+        """Write the tokens of a draft behind the known tokens of its sequence, and return its row. `accept` says later
+        which ones are known."""
+        row = self.row_of[draft.seq_id]
+        end = int(self.num_tokens[row])
+        self.token_ids[row, end : end + len(draft.token_ids)] = draft.token_ids
+        return row
+
     def _enter_drafts(self, drafts: Sequence[Draft]) -> DraftRows:
-        """Write draft tokens behind the known tokens of their sequences. `accept` says later which ones are known."""
-        for draft in drafts:
-            row = self.row_of[draft.seq_id]
-            end = int(self.num_tokens[row])
-            self.token_ids[row, end : end + len(draft.token_ids)] = draft.token_ids
         counts = [len(draft.token_ids) for draft in drafts]
-        rows = np.repeat(np.array([self.row_of[draft.seq_id] for draft in drafts], np.int64), counts)
+        rows = np.repeat(np.array([self.enter_draft(draft) for draft in drafts], np.int64), counts)
         return DraftRows(rows, np.concatenate([NO_OFFSETS, *[np.arange(1, count + 1) for count in counts]]))
 
     def _places_with(self, rows: IntArray, drafts: Sequence[Draft]) -> tuple[IntArray, "DecodePlaces"]:

@@ -36,7 +36,9 @@ class DraftRounds:
             start = end
         self._open = [i for i, places in enumerate(self._places) if depends_on_tokens(int(targets.rows[places[0]]))]
         later = [place for i in self._open for place in self._places[i][1:]]
-        self.first = np.setdiff1d(np.arange(len(targets.rows)), np.array(later, np.int64))
+        self.first = np.arange(len(targets.rows))
+        if later:
+            self.first = np.setdiff1d(self.first, np.array(later, np.int64))
         self._num_done = 0
         self._runs: list[tuple[list[int], tuple[SamplerRun, ...]]] = []
         self._token_ids: IntArray | None = None
@@ -62,8 +64,9 @@ class DraftRounds:
         """The runs of the round that sampled `places`; from a GPU: with tensors on their way to the host."""
         self._runs.append((places.tolist(), runs))
 
-    def add_greedy(self, token_ids: IntArray) -> None:
-        """The tokens of all places, which a GPU decoded greedily; valid once the step is done."""
+    def add_all(self, token_ids: IntArray) -> None:
+        """The tokens of all places, none of which depends on tokens before it; below 0: failed. From a GPU: valid once
+        the step is done."""
         self._token_ids = token_ids
 
     def next_places(self) -> IntArray:

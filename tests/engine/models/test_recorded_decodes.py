@@ -54,7 +54,7 @@ def logits_of(model: Decoder, recorded: bool) -> tuple[list[Tensor], Decoder]:
     """Logits of three prompts, then of STEPS; between the steps one sequence computes a chunk."""
     runner = PagedRunner(model, dtype=torch.bfloat16)
     if recorded:
-        model.record_decodes(runner.kv_caches, max_num_seqs=4, max_blocks=16)
+        model.record_decodes(runner.kv_caches, max_rows=4, max_blocks=16)
     text = [(7 * position + 5) % VOCAB for position in range(120)]
     sequences = [Sequence(text[start:]) for start in (0, 3, 9)]
     found = runner.step([(sequence, n) for sequence, n in zip(sequences, (5, BLOCK_SIZE, 20), strict=True)])
@@ -89,7 +89,7 @@ def test_recorded_greedy_steps_find_the_largest_logits(
     """The soft cap of Gemma 2's logits is an operator of torch."""
     model = load(save(config(**SIZES | {"vocab_size": 128}), tmp_path))
     runner = PagedRunner(model, dtype=torch.bfloat16)
-    model.record_decodes(runner.kv_caches, max_num_seqs=4, max_blocks=16)
+    model.record_decodes(runner.kv_caches, max_rows=4, max_blocks=16)
     found: list[Tensor | None] = []
     compute = model.forward
 
