@@ -48,8 +48,9 @@ def dot(builder, total, a, b):
     return builder.call(asm, [a, b, total])
 
 
-def multiply(rows, vectors, doc, lines=0):
-    """An intrinsic: out[r, :] += a[r, :] @ b for `rows` rows and 16 * `vectors` columns, all in registers.
+def multiply(rows, vectors, doc, lines=0, adds=True):
+    """An intrinsic: out[r, :] += a[r, :] @ b for `rows` rows and 16 * `vectors` columns, all in registers; not `adds`:
+    out[r, :] = a[r, :] @ b.
 
     Strides and `depth` are in words. With `lines`, a last argument points to memory that is needed soon: each row of b
     prefetches `lines` cache lines there, one after the other.
@@ -62,7 +63,9 @@ def multiply(rows, vectors, doc, lines=0):
         for r, c in cells:
             index = builder.add(builder.mul(out_stride, ir.Constant(_I64, r)), ir.Constant(_I64, WIDTH * c))
             targets[r, c] = vector_at(builder, out, index, _F32V)
-            totals[r, c] = cgutils.alloca_once_value(builder, builder.load(targets[r, c], align=4))
+            start = builder.load(targets[r, c], align=4) if adds else ir.Constant(_F32V, [0.0] * WIDTH)
+            totals[r, c] = cgutils.alloca_once(builder, _F32V)
+            builder.store(start, totals[r, c])
         with cgutils.for_range(builder, depth) as loop:
             b_row = builder.gep(b, [builder.mul(loop.index, b_stride)])
             for line in range(lines):

@@ -28,7 +28,10 @@ ZERO, ONE = np.float32(0), np.float32(1)
 _I16V, _I32V = (ir.VectorType(scalar, WIDTH) for scalar in (ir.IntType(16), ir.IntType(32)))
 _F32V, _I64 = ir.VectorType(ir.FloatType(), WIDTH), ir.IntType(64)
 
-_multiply_keys = multiply(ROWS, KEYS // WIDTH, "Scores of four rows and a tile of keys.")
+_score1, _score2, _score3, _score4 = (
+    multiply(ROWS, vectors, f"Scores of four rows and {vectors * WIDTH} keys.", adds=False)
+    for vectors in range(1, KEYS // WIDTH + 1)
+)
 _multiply_values = multiply(ROWS, 2, "Thirty-two columns of four rows of the output.")
 
 
@@ -125,31 +128,45 @@ def _pack_values(rows, num_tokens, head_dim, zeros, packed):
 
 
 @jit
-def _softmax_row(scores, probs, acc, state, skipped, num_keys, slope, scale, head_dim):
-    """The online softmax of a row over the keys skipped:num_keys of a tile. state: (largest score, sum) so far. slope:
-    that of ALiBi divided by the scale, or 0; the row itself is key num_keys - 1."""
-    if skipped >= KEYS:
-        for i in range(0, KEYS, WIDTH):
+def _score(queries, keys, half, width, scores):
+    """The scores of four rows and the first `width` keys of a tile, a multiple of sixteen."""
+    if width == 4 * WIDTH:
+        _score4(queries, half, keys, KEYS, half, scores, KEYS)
+    elif width == 3 * WIDTH:
+        _score3(queries, half, keys, KEYS, half, scores, KEYS)
+    elif width == 2 * WIDTH:
+        _score2(queries, half, keys, KEYS, half, scores, KEYS)
+    else:
+        _score1(queries, half, keys, KEYS, half, scores, KEYS)
+
+
+@jit
+def _softmax_row(scores, probs, acc, state, skipped, num_keys, width, slope, scale, head_dim):
+    """The online softmax of a row over the keys skipped:num_keys of a tile, of which the first `width` have scores.
+    state: (largest score, sum) so far. slope: that of ALiBi divided by the scale, or 0; the row itself is key num_keys
+    - 1."""
+    if skipped >= width:
+        for i in range(0, width, WIDTH):
             store(probs, i, splat(ZERO))
         return
     if slope != 0:
-        for i in range(0, KEYS, WIDTH):
+        for i in range(0, width, WIDTH):
             behind = simd.add(_lane_numbers(), splat(np.float32(i + 1 - num_keys)))
             store(scores, i, simd.fma(splat(slope), behind, load(scores, i)))
     if skipped > 0:
-        for i in range(0, KEYS, WIDTH):
+        for i in range(0, width, WIDTH):
             store(scores, i, _lanes_from(load(scores, i), skipped - i))
-    if num_keys < KEYS:
-        for i in range(0, KEYS, WIDTH):
+    if num_keys < width:
+        for i in range(0, width, WIDTH):
             store(scores, i, _first_lanes(load(scores, i), num_keys - i))
     before = read(state, 0)
     top = splat(before)
-    for i in range(0, KEYS, WIDTH):
+    for i in range(0, width, WIDTH):
         top = simd.maximum(top, load(scores, i))
     top = simd.spread_max1(top)
     scales, total = splat(scale), splat(ZERO)
     shift = simd.mul(top, splat(-scale))
-    for i in range(0, KEYS, WIDTH):
+    for i in range(0, width, WIDTH):
         p = simd.exp(simd.fma(load(scores, i), scales, shift))
         store(probs, i, p)
         total = simd.add(total, p)
@@ -184,18 +201,18 @@ def _attend_keys(queries, keys, values, scores, probs, acc, state, num_rows, gro
     for m in range(unseen // ROWS * ROWS, last + 1, ROWS):
         if _skipped(first_key, num_seen + m // group + 1 - num_rows, window, chunk) >= KEYS:
             continue
-        for i in range(0, ROWS * KEYS, WIDTH):
-            store(scores, i, splat(ZERO))
-        _multiply_keys(advance(queries, m * half), half, keys, KEYS, half, scores, KEYS)
+        most_seen = min(KEYS, num_seen + min(m + ROWS - 1, last) // group + 1 - num_rows)
+        width = (most_seen + WIDTH - 1) // WIDTH * WIDTH  # at the diagonal, half of the tile is unseen
+        _score(advance(queries, m * half), keys, half, width, scores)
         for r in range(ROWS):
             row = min(m + r, last)
             seen = num_seen + row // group + 1 - num_rows
             at = (m + r) * head_dim
             slope = read(slopes, row % group) / scale if simd.address(slopes) != 0 else ZERO
             _softmax_row(advance(scores, r * KEYS), advance(probs, r * KEYS), advance(acc, at),
-                         advance(state, 2 * (m + r)), _skipped(first_key, seen, window, chunk), seen, slope, scale,
-                         head_dim)  # fmt: skip
-        num_pairs = (min(num_seen, KEYS) + 1) // 2
+                         advance(state, 2 * (m + r)), _skipped(first_key, seen, window, chunk), seen, width, slope,
+                         scale, head_dim)  # fmt: skip
+        num_pairs = (most_seen + 1) // 2
         for d in range(0, head_dim, 2 * WIDTH):
             _multiply_values(words_at(probs), KEYS // 2, advance(values, d), head_dim, num_pairs,
                              advance(acc, m * head_dim + d), head_dim)  # fmt: skip
