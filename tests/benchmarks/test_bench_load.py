@@ -1,6 +1,7 @@
 """The client and the load against a server whose every byte the test writes."""
 
 import socket
+from dataclasses import replace
 
 import pytest
 
@@ -33,6 +34,26 @@ async def test_answers_are_counted():
     assert server.connections == 10  # a client keeps its connection
     assert server.bodies[0]["prompt"] == [5, 6, 7] and server.bodies[0]["ignore_eos"] is True
     assert 0 < figures.ttft_p50 <= figures.e2e_p50 <= figures.wall_s * 1e3
+
+
+async def test_a_token_without_text_is_an_arrival_if_its_id_is_asked_for():
+    def write(body):
+        ids = ({"token_ids": [7]} if body.get("return_token_ids") else {}, {})
+        for text, extra, reason in (("a", ids[0], None), ("", ids[0], None), ("b", ids[1], "length")):
+            chunk = choice(0, text, reason)
+            chunk["choices"][0] |= extra
+            yield frame(event(chunk))
+        yield frame(event(usage(3, 3))) + DONE
+
+    gaps = []
+    for asked in (False, True):
+        async with StubServer(write) as server:
+            client = Client((replace(CALL, return_token_ids=asked),))
+            answers = []
+            target = Target(Endpoint(server.base_url), "stub")
+            await run_workload("uniform", target, (client,), 5.0, keep=answers.extend)
+        gaps.append(len(answers[0].arrivals[0]) - 1)
+    assert gaps == [1, 2]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 64])

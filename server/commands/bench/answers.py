@@ -16,8 +16,8 @@ class BadAnswer(Exception):
 
 @dataclass(frozen=True)
 class Answer:
-    """Times are in seconds of time.perf_counter. `arrivals[i]`: arrival times of the chunks of sample i that hold text
-    or its end (a first chunk without text does not count as a first token)."""
+    """Times are in seconds of time.perf_counter. `arrivals[i]`: arrival times of the chunks of sample i that hold text,
+    token ids or its end (a first chunk without text and token ids does not count as a first token)."""
 
     call: Call
     started: float
@@ -36,7 +36,7 @@ class Answer:
 
 def completion_body(model: str, call: Call) -> bytes:
     """The JSON body of one streamed request for exactly max_tokens tokens, with usage in the last chunk."""
-    body = {
+    body: dict[str, Any] = {
         "model": model,
         "prompt": call.prompt,
         "max_tokens": call.max_tokens,
@@ -46,6 +46,8 @@ def completion_body(model: str, call: Call) -> bytes:
         "stream": True,
         "stream_options": {"include_usage": True},
     }
+    if call.return_token_ids:
+        body["return_token_ids"] = True
     return json.dumps(body, separators=(",", ":")).encode()
 
 
@@ -73,7 +75,7 @@ def read_answer(call: Call, exchange: Exchange) -> Answer:
             if index not in range(call.n):
                 raise BadAnswer(f"a chunk of sample {index} of {call.n}")
             reasons[index] = choice.get("finish_reason") or reasons[index]
-            if choice.get("text") or choice.get("finish_reason"):
+            if choice.get("text") or choice.get("token_ids") or choice.get("finish_reason"):
                 arrivals[index].append(arrived)
     _check(call, reasons, usage)
     times = tuple(tuple(sample) for sample in arrivals)

@@ -21,12 +21,17 @@ FIRST_TOKEN_ID = 300  # above the byte alphabet and the special tokens of every 
 
 @dataclass(frozen=True)
 class Call:
-    """One completion request: `n` samples of exactly `max_tokens` tokens each (the load sets ignore_eos)."""
+    """One completion request: `n` samples of exactly `max_tokens` tokens each (the load sets ignore_eos).
+
+    return_token_ids: tokens without text (end tokens, parts of characters) come in chunks, too. It is a field of vLLM's
+    API.
+    """
 
     prompt: tuple[int, ...]
     max_tokens: int
     n: int = 1
     temperature: float = 0.0
+    return_token_ids: bool = False
 
 
 @dataclass(frozen=True)
