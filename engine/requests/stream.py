@@ -25,7 +25,6 @@ class _Sample:
         "detokenizer",
         "embedding",
         "finish_reason",
-        "finished",
         "logprobs",
         "sequence",
         "stop_reason",
@@ -36,7 +35,6 @@ class _Sample:
     def __init__(self, sequence: Sequence, detokenizer: Detokenizer) -> None:
         self.sequence = sequence
         self.detokenizer = detokenizer
-        self.finished = False
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
         self.text: list[str] = []
@@ -75,6 +73,7 @@ class RequestStream:
         self.request = request
         self._samples = [_Sample(*sample) for sample in samples]
         self._first = self._samples[0]
+        self._num_unfinished = len(samples)
         self._abort = abort
         self._error: PageserveError | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -96,7 +95,7 @@ class RequestStream:
     @property
     def finished(self) -> bool:
         """True once the engine is done with the request; outputs may still wait to be read."""
-        return self._error is not None or all(sample.finished for sample in self._samples)
+        return self._error is not None or self._num_unfinished == 0
 
     def __aiter__(self) -> "RequestStream":
         return self
@@ -232,7 +231,7 @@ class RequestStream:
         sample = self._samples[index]
         if text:
             sample.text.append(text)
-        sample.finished = True
+        self._num_unfinished -= 1
         sample.finish_reason = sample.sequence.finish_reason
         sample.stop_reason = sample.sequence.stop_reason
 
