@@ -1,17 +1,20 @@
 """Measures the time of a CPU's step by operator and by process, against the ceilings of the machine.
 
     python -m benchmarks.step_profile [--model .cache/models/llama-90m] [--quantization int4] [--streams 1 4 16 64]
-                                      [--prompt 512] [--tokens 64] [--json PATH]
+                                      [--context 16] [--prompt 512] [--tokens 64] [--json PATH]
 
 First the ceilings: bytes read per second by one thread and by all (a sum over 1 GiB), and the rate of bf16 dot products
-(the faster of our linear layer and torch's, 512 rows). Then, for each number of streams and for a prefill, a line of
-milliseconds per step:
+(the faster of our linear layer and torch's, 512 rows). Then a line of milliseconds per step for each number of streams,
+each with a prompt of --context tokens, and for a prefill:
 
   kernels    the compiled kernels; a decode step's layers run as one recorded program
   worker     the rest of the Worker's time from plan to result: Python, and operators of torch
   driver     the Driver's time from result to plan
   wake-ups   the rest of the time between a result and the next plan: messages and sleeping processes
   overhead   the share of a step that is not kernels
+  floor      the least time by the ceilings: for each linear layer and each attention, the longer of reading its bytes
+             and computing its products
+  reached    floor / step
 
 and a table of its operators: calls, microseconds, bytes and FLOPs per second and the larger of their shares of the
 ceilings. Operators of a program are timed one by one after the last step, so their sum includes the start of each; the
@@ -113,7 +116,7 @@ def run_workload(options: argparse.Namespace) -> tuple[Profile, DriverTimes]:
             enable_prefix_caching=False, max_num_batched_tokens=max(options.prompt, 2048),
         )  # fmt: skip
         with llm:
-            lengths = [(streams, SHORT_PROMPT, options.tokens) for streams in options.streams]
+            lengths = [(streams, options.context, options.tokens) for streams in options.streams]
             for streams, prompt, tokens in [*lengths, *[(1, options.prompt, 1)] * 8]:
                 prompts = [[rng.randrange(3, vocab_size) for _ in range(prompt)] for _ in range(streams)]
                 params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
@@ -173,14 +176,26 @@ def operator_line(name: str, operator: Operator, ceilings: dict[str, float]) -> 
     return f"  {name:36} {operator.calls:4} calls {operator.seconds * 1e6:9.0f} us {rates}".rstrip()
 
 
+def floor_seconds(row: dict[str, Any], ceilings: dict[str, float]) -> float:
+    """The least time of a step, see above."""
+    read, dots = ceilings["read_bytes_per_s"], ceilings["dot_flops_per_s"]
+    return sum(max(operator.bytes / read, operator.flops / dots) for operator in row["operators"].values())
+
+
 def print_report(rows: dict[str, dict[str, Any]], ceilings: dict[str, float]) -> None:
     read, one = ceilings["read_bytes_per_s"], ceilings["read_bytes_per_s_1_thread"]
     dots = ceilings["dot_flops_per_s"]
     print(f"reads {read / 1e9:.1f} GB/s, {one / 1e9:.1f} with one thread; dots {dots / 1e9:.0f} GFLOP/s")
     names = ("step", "kernels", "worker", "driver", "wake_ups")
-    print(f"{'ms per step':16}" + "".join(f"{name.replace('_', '-'):>10}" for name in names) + "  overhead")
+    print(
+        f"{'ms per step':16}"
+        + "".join(f"{name.replace('_', '-'):>10}" for name in names)
+        + "  overhead     floor  reached"
+    )
     for kind, row in rows.items():
-        print(f"{kind:16}" + "".join(f"{row[name] * 1e3:10.3f}" for name in names) + f"{row['overhead']:10.1%}")
+        times = "".join(f"{row[name] * 1e3:10.3f}" for name in names)
+        limit = f"{row['floor'] * 1e3:10.3f}{row['floor'] / row['step']:9.0%}"
+        print(f"{kind:16}{times}{row['overhead']:10.1%}{limit}")
     for kind, row in rows.items():
         print(f"\n{kind}")
         for name, operator in sorted(row["operators"].items(), key=lambda item: -item[1].seconds):
@@ -196,7 +211,8 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--model", type=Path, default=Path(".cache/models/llama-90m"))
     parser.add_argument("--quantization")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 16, 64])
-    parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--context", type=int, default=SHORT_PROMPT, help="tokens of the prompt of each stream")
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of the prefill")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
@@ -204,6 +220,8 @@ def main(arguments: list[str]) -> None:
     profile, driver = run_workload(options)
     groups = group_steps(profile, options)
     rows = {kind: summarise(steps, profile, driver) for kind, steps in groups.items()}
+    for row in rows.values():
+        row["floor"] = floor_seconds(row, ceilings)
     print_report(rows, ceilings)
     if options.json:
         settings = {key: str(value) for key, value in vars(options).items() if key != "json"}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.profiled_worker import Operator, Profile, ProfiledStep, describe
-from benchmarks.step_profile import group_steps, summarise
+from benchmarks.step_profile import floor_seconds, group_steps, summarise
 from kernels.dispatch import cpu_kernels
 
 cpu = cpu_kernels()
@@ -39,6 +39,24 @@ def test_attention_reads_the_keys_and_values_of_every_sequence():
     assert calls_of(lambda: cpu.attention.paged_attention(q, *caches, tables, lengths, *options)) == [
         ("attention_bf16", (2 * 2 * numbers, 2 * 2 * 2 * numbers))
     ]
+
+
+@needs_dots
+def test_prefill_attention_multiplies_each_row_with_the_tokens_up_to_itself():
+    caches = torch.randn(2, 8, 2, 16, 32).bfloat16()  # keys and values: blocks, KV heads, tokens, head_dim
+    tables, lengths = torch.arange(4, dtype=torch.int32).view(2, 2), torch.tensor([3, 20], dtype=torch.int32)
+    starts = torch.tensor([0, 3, 5], dtype=torch.int32)  # all three tokens, and the last two of twenty
+    q = torch.randn(5, 4, 32).bfloat16()
+    pairs = 1 + 2 + 3 + 19 + 20
+    assert calls_of(
+        lambda: cpu.attention.tiles.prefill_attention(q, *caches, tables, starts, lengths, 1.0, None, 0, None, 0)
+    ) == [("prefill", (2 * 2 * 23 * 2 * 32, 4 * pairs * 4 * 32))]
+
+
+def test_the_floor_of_a_step_is_the_slower_of_bytes_and_products_of_each_operator():
+    operators = {"bytes": Operator(1, 9.0, 40, 1), "products": Operator(1, 9.0, 1, 60), "other": Operator(5, 1.0)}
+    ceilings = {"read_bytes_per_s": 10.0, "dot_flops_per_s": 20.0}
+    assert floor_seconds({"operators": operators}, ceilings) == 4.0 + 3.0
 
 
 def step(launched, ended, decodes, kernels, tokens=None):
