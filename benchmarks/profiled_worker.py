@@ -86,10 +86,11 @@ def describe(kernel: Any, packed: Any) -> tuple[str, tuple[int, int]]:
     if name in ("attention_bf16", "attention_f32"):
         keys = sum((ctypes.c_int32 * a[19]).from_address(a[17])) * a[8] * a[11]  # numbers in the keys of all sequences
         return name, (2 * keys * (2 if name.endswith("bf16") else 4), 4 * keys * a[9])
-    if name == "prefill":  # a row sees the tokens before it in its sequence, and itself
+    if name == "prefill":  # a row sees itself and the tokens before it in its sequence, or in its window
         lengths, starts = ((ctypes.c_int32 * (a[16] + extra)).from_address(a[14 + extra]) for extra in (0, 1))
-        rows = [end - start for start, end in pairwise(starts)]
-        pairs = sum(count * length - count * (count - 1) // 2 for count, length in zip(rows, lengths, strict=True))
+        pairs = 0
+        for length, (start, end) in zip(lengths, pairwise(starts), strict=True):
+            pairs += sum(min(seen, a[21] or seen) for seen in range(length - (end - start) + 1, length + 1))
         return name, (4 * sum(lengths) * a[7] * a[10], 4 * pairs * a[7] * a[8] * a[10])
     return name, (0, 0)
 

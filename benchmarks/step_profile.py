@@ -177,7 +177,7 @@ def operator_line(name: str, operator: Operator, ceilings: dict[str, float]) -> 
 
 
 def floor_seconds(row: dict[str, Any], ceilings: dict[str, float]) -> float:
-    """The least time of a step, see above."""
+    """The least seconds of a step; the module's docstring says how they count."""
     read, dots = ceilings["read_bytes_per_s"], ceilings["dot_flops_per_s"]
     return sum(max(operator.bytes / read, operator.flops / dots) for operator in row["operators"].values())
 
@@ -187,11 +187,8 @@ def print_report(rows: dict[str, dict[str, Any]], ceilings: dict[str, float]) ->
     dots = ceilings["dot_flops_per_s"]
     print(f"reads {read / 1e9:.1f} GB/s, {one / 1e9:.1f} with one thread; dots {dots / 1e9:.0f} GFLOP/s")
     names = ("step", "kernels", "worker", "driver", "wake_ups")
-    print(
-        f"{'ms per step':16}"
-        + "".join(f"{name.replace('_', '-'):>10}" for name in names)
-        + "  overhead     floor  reached"
-    )
+    heading = "".join(f"{name.replace('_', '-'):>10}" for name in names)
+    print(f"{'ms per step':16}{heading}  overhead     floor  reached")
     for kind, row in rows.items():
         times = "".join(f"{row[name] * 1e3:10.3f}" for name in names)
         limit = f"{row['floor'] * 1e3:10.3f}{row['floor'] / row['step']:9.0%}"

@@ -42,15 +42,16 @@ def test_attention_reads_the_keys_and_values_of_every_sequence():
 
 
 @needs_dots
-def test_prefill_attention_multiplies_each_row_with_the_tokens_up_to_itself():
+def test_prefill_attention_multiplies_each_row_with_the_tokens_that_it_sees():
     caches = torch.randn(2, 8, 2, 16, 32).bfloat16()  # keys and values: blocks, KV heads, tokens, head_dim
     tables, lengths = torch.arange(4, dtype=torch.int32).view(2, 2), torch.tensor([3, 20], dtype=torch.int32)
     starts = torch.tensor([0, 3, 5], dtype=torch.int32)  # all three tokens, and the last two of twenty
     q = torch.randn(5, 4, 32).bfloat16()
-    pairs = 1 + 2 + 3 + 19 + 20
-    assert calls_of(
-        lambda: cpu.attention.tiles.prefill_attention(q, *caches, tables, starts, lengths, 1.0, None, 0, None, 0)
-    ) == [("prefill", (2 * 2 * 23 * 2 * 32, 4 * pairs * 4 * 32))]
+    for window, pairs in ((0, 1 + 2 + 3 + 19 + 20), (2, 1 + 2 + 2 + 2 + 2)):
+        options = (starts, lengths, 1.0, None, window, None, 0)
+        assert calls_of(lambda given=options: cpu.attention.tiles.prefill_attention(q, *caches, tables, *given)) == [
+            ("prefill", (2 * 2 * 23 * 2 * 32, 4 * pairs * 4 * 32))
+        ]
 
 
 def test_the_floor_of_a_step_is_the_slower_of_bytes_and_products_of_each_operator():
