@@ -136,10 +136,10 @@ class FakeDevice:
             self.host[move.slot] = self._content(move.block_id)
             if move.digest:
                 self.disk[move.digest] = self.host[move.slot]
-        for move in plan.loads:
-            self._fill(move.block_id, self.host[move.slot])
         for copy in plan.block_copies:
             self._copy_block(copy)
+        for move in plan.loads:
+            self._fill(move.block_id, self.host[move.slot])
         for step in plan.steps:  # all keys and values are written before any are read, as in a layer
             self.rows[step.seq_id].block_ids += step.new_block_ids
             self._write(self.rows[step.seq_id], step.num_tokens)

@@ -238,8 +238,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """One step. The Worker applies its fields in this order: `removed` (finished, aborted or preempted sequences), then
     `new`, then the moves of blocks, then the computation.
 
-    Blocks are read before they are overwritten: first `offloads` go from the pool to the host, then `loads` come back,
-    then `block_copies` are made in order (the target of a copy may be the source of an earlier one).
+    Blocks are read before they are overwritten: first `offloads` go from the pool to the host, then `block_copies` are
+    made in order (the target of a copy may be the source of an earlier one), then `loads` come back.
 
     `decodes` are sequences that the Worker holds, that compute their last known token and sample the next. Most steps
     hold nothing else, so decodes are a column of ids. `decode_blocks` holds pairs: the id of a decode, and a block

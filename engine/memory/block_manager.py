@@ -9,14 +9,15 @@ block from its middle.
 
 The last block of a sequence that ended is mostly not full: its tail. The prefix cache knows a tail, too, while no
 sequence holds it. A sequence that goes on from most of its tokens (the next turn of a chat) takes the block over and
-writes behind them: no copy is needed, because a tail has no other holder.
+writes behind them: no copy is needed, because a tail has no other holder. Of a full block, a sequence may share the
+first tokens alone (a common system prompt ends within the block): it gets a copy, and writes behind these tokens.
 """
 
 import hashlib
 import struct
 from collections import deque
 from collections.abc import Iterable
-from itertools import islice
+from itertools import islice, takewhile
 from typing import NamedTuple
 
 from engine.memory.free_list import Block, FreeList, Tail
@@ -24,10 +25,11 @@ from engine.memory.host_tier import HostTier
 from engine.memory.sequence import BlockKey, Sequence
 
 LAST_EVICTED = 64  # block ids kept for GET /debug/kv
+COPIED_SHARE = 4  # a block is copied for at least this part of its tokens: a quarter
 
 
 class Allocation(NamedTuple):
-    """Blocks appended to a block table. `copy`: (source, target) if its last block was shared and is replaced."""
+    """Blocks appended to a block table. `copy`: (source, target) if its last block was not its own and is replaced."""
 
     new_block_ids: list[int]
     copy: tuple[int, int] | None = None
@@ -36,12 +38,13 @@ class Allocation(NamedTuple):
 class Prefix(NamedTuple):
     """The cached full blocks at the start of a sequence, in order: Blocks of the pool, keys of the host tier.
 
-    `tail` is the free block that holds the next `num_tail_tokens` tokens, if one does.
+    `partial` is the block whose first `num_partial_tokens` tokens come next, if there is one: a tail, which the
+    sequence takes over, or a full block, of which it gets a copy.
     """
 
     parts: list["Block | BlockKey"]
-    tail: Block | None = None
-    num_tail_tokens: int = 0
+    partial: Block | None = None
+    num_partial_tokens: int = 0
 
     @property
     def blocks(self) -> "list[Block]":
@@ -85,6 +88,15 @@ class BlockManager:
         self.free_blocks = FreeList(self.blocks)
         self.cached_blocks: dict[BlockKey, Block] = {}
         self.tails: dict[bytes, Block] = {}  # by Tail.parent: the one freed last
+        self.followers: dict[bytes, Block] = {}  # full blocks by Block.parent: the one computed last
+        self._registered: list[Block] = []  # since the last plan began: the Worker has yet to compute them
+
+    def begin_plan(self) -> None:
+        """Lets the next plan copy the blocks that earlier plans fill or load: copies come before a plan's own."""
+        for block in self._registered:
+            if block.key is not None:
+                self.followers[block.parent] = block
+        self._registered.clear()
 
     @property
     def num_blocks(self) -> int:
@@ -118,7 +130,7 @@ class BlockManager:
                 break
         if num_pool < len(parts) and not self._worth_loading(parts, num_pool):
             del parts[num_pool:]
-        return Prefix(parts, *self._match_tail(seq, len(parts)))
+        return Prefix(parts, *self._match_partial(seq, len(parts)))
 
     def missing_keys(self, seq: Sequence) -> list[BlockKey]:
         """Returns the keys that `match_prefix` looked for and found neither in the pool nor in the host tier."""
@@ -154,21 +166,19 @@ class BlockManager:
     def adopt_prefix(self, seq: Sequence, prefix: Prefix) -> None:
         """Makes `seq`, which holds no block, hold the blocks that `match_prefix` found."""
         assert not seq.block_table, "a sequence adopts a prefix before anything else"
-        for block in prefix.blocks:  # before blocks are loaded, which could evict them
+        partial = [] if prefix.partial is None else [prefix.partial]
+        for block in prefix.blocks + partial:  # before blocks are loaded, which could evict them
             if block.ref_count == 0:
                 self.free_blocks.remove(block)
             block.ref_count += 1
-        if prefix.tail is not None:
-            self.free_blocks.remove(prefix.tail)
-            prefix.tail.ref_count = 1
-            self._forget_tail(prefix.tail)
+            self._forget_tail(block)
         if self.host_tier is not None:
             self.host_tier.pin(prefix.host_keys)
-        for part in prefix.parts:
-            seq.block_table.append(part.block_id if isinstance(part, Block) else self._load(part))
-        if prefix.tail is not None:
-            seq.block_table.append(prefix.tail.block_id)
-        seq.num_computed_tokens = len(prefix.parts) * self.block_size + prefix.num_tail_tokens
+        for i, part in enumerate(prefix.parts):
+            block_id = part.block_id if isinstance(part, Block) else self._load(part, self._parent(seq, i))
+            seq.block_table.append(block_id)
+        seq.block_table += [block.block_id for block in partial]
+        seq.num_computed_tokens = len(prefix.parts) * self.block_size + prefix.num_partial_tokens
         seq.num_registered_blocks = len(prefix.parts)
         if self.enable_prefix_caching:
             self.num_prefix_queries += len(seq.token_ids)
@@ -188,21 +198,35 @@ class BlockManager:
         """Gives `seq` room for its next `num_tokens` tokens. None, and no change, if too few blocks are free.
 
         A table has no more blocks than its computed tokens fill. So the tokens go to its last block, if that is not
-        full, and to new blocks.
+        full, and to new blocks. A last block that others hold is copied. So is one that the prefix cache knows as full,
+        unless no block is left for the copy: then the cache forgets it.
         """
         num_new = self.num_blocks_for(seq.num_computed_tokens + num_tokens) - len(seq.block_table)
         writes_last = num_tokens > 0 and seq.num_computed_tokens % self.block_size > 0
-        shared = writes_last and self.blocks[seq.block_table[-1]].ref_count > 1
+        last = self.blocks[seq.block_table[-1]] if writes_last else None
+        shared = last is not None and last.ref_count > 1
         if num_new + shared > len(self.free_blocks):
             return None
         copy = None
-        if shared:
-            copy = seq.block_table[-1], self._take_free()
-            self.blocks[copy[0]].ref_count -= 1
-            seq.block_table[-1] = copy[1]
+        if last is not None and (shared or last.key is not None):
+            if num_new == len(self.free_blocks):
+                assert last.key is not None, "a shared block left room for its copy"
+                self._evict(last, last.key)
+            else:
+                copy = self._replace_last(seq, last)
         new_block_ids = [self._take_free() for _ in range(num_new)]
         seq.block_table += new_block_ids
         return Allocation(new_block_ids, copy)
+
+    def _replace_last(self, seq: Sequence, last: Block) -> tuple[int, int]:
+        """Puts a new block in the place of the last one; returns the ids of both. The Worker copies before it loads or
+        computes, so the old block may be given out in this very plan."""
+        target = self._take_free()
+        last.ref_count -= 1
+        if last.ref_count == 0:
+            self.free_blocks.append(last)
+        seq.block_table[-1] = target
+        return last.block_id, target
 
     def register_full_blocks(self, seq: Sequence) -> None:
         """Adds every block of `seq` that is full of known, computed tokens to the prefix cache.
@@ -220,8 +244,7 @@ class BlockManager:
             block, key = self.blocks[seq.block_table[index]], seq.block_keys[index]
             # Tables are append-only: if another block has this content already, this block stays private.
             if block.key is None and key not in self.cached_blocks:
-                block.key = key
-                self.cached_blocks[key] = block
+                self._remember(block, key, self._parent(seq, index))
         seq.num_registered_blocks = num_full
 
     def trim(self, seq: Sequence) -> None:
@@ -287,6 +310,8 @@ class BlockManager:
             assert block.key == key, f"block {block.block_id}: stale key in the cache"
         tails = {block.tail.parent: block for block in self.blocks if block.tail is not None}
         assert tails == self.tails, "a tail is lost or stale"
+        for parent, block in self.followers.items():
+            assert block.key is not None and block.parent == parent, f"block {block.block_id}: follows nothing"
         for block in tails.values():
             assert block.key is None and not block.ref_count, f"block {block.block_id}: a tail is held or full"
 
@@ -297,25 +322,23 @@ class BlockManager:
         computed = (len(parts) - num_pool) * self.block_size
         return self.host_tier.worth_loading(num_loads * self.block_size, num_pool * self.block_size, computed)
 
-    def _match_tail(self, seq: Sequence, num_blocks: int) -> tuple[Block | None, int]:
-        """Returns the tail behind the first `num_blocks` blocks of `seq`, and its number of tokens that `seq` shares.
-
-        Fewer than half of its tokens are no match: the tail stays for the sequence that goes on from it.
-        """
-        if not self.tails or (block := self.tails.get(self._parent(seq, num_blocks))) is None:
-            return None, 0
-        assert block.tail is not None
-        start = num_blocks * self.block_size
-        token_ids = block.tail.token_ids
-        shared = seq.token_ids[start : min(start + len(token_ids), seq.num_skippable_tokens)]
-        num_tokens = next((i for i, (a, b) in enumerate(zip(shared, token_ids, strict=False)) if a != b), len(shared))
-        return (block, num_tokens) if num_tokens and 2 * num_tokens >= len(token_ids) else (None, 0)
+    def _match_partial(self, seq: Sequence, num_blocks: int) -> tuple[Block | None, int]:
+        """Returns the block whose first tokens follow the first `num_blocks` blocks of `seq`, and how many they are."""
+        parent, start = self._parent(seq, num_blocks), num_blocks * self.block_size
+        token_ids = seq.token_ids[start : min(start + self.block_size, seq.num_skippable_tokens)]
+        tail, follower = self.tails.get(parent), self.followers.get(parent)
+        num_taken = 0 if tail is None else _num_common(token_ids, tail.token_ids)
+        num_copied = 0 if follower is None else _num_common(token_ids, follower.token_ids)
+        # A tail that shares fewer than half of its tokens stays for the sequence that goes on from it.
+        if tail is not None and num_taken >= max(1, num_copied) and 2 * num_taken >= len(tail.token_ids):
+            return tail, num_taken
+        return (follower, num_copied) if COPIED_SHARE * num_copied >= self.block_size else (None, 0)
 
     def _keep_tail(self, seq: Sequence) -> None:
         """Makes the last block of `seq` a tail if it is not full of known, computed tokens and has no other holder."""
         num_known = min(seq.num_computed_tokens, len(seq.token_ids))
         num_full, num_tokens = divmod(num_known, self.block_size)
-        if not num_tokens or (block := self.blocks[seq.block_table[num_full]]).ref_count > 1:
+        if not num_tokens or (block := self.blocks[seq.block_table[num_full]]).ref_count > 1 or block.key is not None:
             return
         self._extend_keys(seq)
         parent = self._parent(seq, num_full)
@@ -324,13 +347,18 @@ class BlockManager:
         block.tail = Tail(parent, tuple(seq.token_ids[num_full * self.block_size : num_known]))
         self.tails[parent] = block
 
-    def _load(self, key: BlockKey) -> int:
+    def _load(self, key: BlockKey, parent: bytes) -> int:
         assert self.host_tier is not None
         block = self.blocks[self._take_free()]
         self.host_tier.load(key, block.block_id)
-        block.key = key
-        self.cached_blocks[key] = block
+        self._remember(block, key, parent)
         return block.block_id
+
+    def _remember(self, block: Block, key: BlockKey, parent: bytes) -> None:
+        """Adds a full block to the prefix cache. `parent`: the digest of the blocks before it."""
+        block.key, block.parent = key, parent
+        self.cached_blocks[key] = block
+        self._registered.append(block)
 
     def _take_free(self) -> int:
         block = self.free_blocks.pop_left()
@@ -357,6 +385,8 @@ class BlockManager:
         if block.key is not None:
             del self.cached_blocks[block.key]
             block.key = None
+            if self.followers.get(block.parent) is block:
+                del self.followers[block.parent]
 
     def _forget_tail(self, block: Block) -> None:
         if block.tail is not None:
@@ -382,6 +412,11 @@ class BlockManager:
         if seq.adapter is not None:
             fields.append(seq.adapter.version)
         return hashlib.sha256(b"".join(struct.pack("<Q", len(field)) + field for field in fields)).digest()
+
+
+def _num_common(a: Iterable[int], b: Iterable[int]) -> int:
+    """Returns the number of leading tokens that are the same in both."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
 
 
 def _num_common_blocks(a: Sequence, b: Sequence, block_size: int) -> int:

@@ -15,17 +15,24 @@ class Tail(NamedTuple):
 
 class Block:
     """A KV block of the pool. `key` is set while the prefix cache knows the content, `tail` while it knows the content
-    of a block that is not full, which no sequence holds."""
+    of a block that is not full, which no sequence holds. `parent`, beside `key`: the digest of all blocks before it."""
 
-    __slots__ = ("block_id", "key", "next_free", "prev_free", "ref_count", "tail")
+    __slots__ = ("block_id", "key", "next_free", "parent", "prev_free", "ref_count", "tail")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
         self.ref_count = 0
         self.key: BlockKey | None = None
+        self.parent = b""
         self.tail: Tail | None = None
         self.prev_free: Block | None = None
         self.next_free: Block | None = None
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The tokens that the prefix cache knows it to hold."""
+        known = self.key or self.tail
+        return known.token_ids if known is not None else ()
 
 
 class FreeList:

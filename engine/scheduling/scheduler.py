@@ -135,6 +135,7 @@ class Scheduler:
         """Returns the next plan; None if nothing can be computed now (no work, or every sequence awaits a result)."""
         plan = StepPlan(step_id=self._next_step_id, removed=self._removed, new=[], block_copies=[], chunks=[],
                         offloads=[], loads=[], decodes=[], decode_blocks=[], drafts=[])  # fmt: skip
+        self.block_manager.begin_plan()
         newcomer = self.admission.next_newcomer()
         for victim in newcomer.displacement.victims if newcomer is not None else ():
             self._displace(victim)

@@ -351,9 +351,9 @@ class ModelRunner:
 
         def work() -> None:
             self.host_cache.offload(offloads, moved[0])
-            self.host_cache.load(loads, moved[1])
             for sources, targets in copies:
                 self._copier.copy(sources, targets)
+            self.host_cache.load(loads, moved[1])
             self.sampler.set_counts(counts)
 
         self._in_queue(work)

@@ -43,7 +43,7 @@ async def test_the_next_server_finds_the_prefix(tmp_path):
     assert cached == 0
     found = await serve(tmp_path, [PROMPT, PROMPT, "Something else. " + PROMPT])
     assert [same for same, _ in found[:2]] == [text, text]
-    assert found[0][1] == found[1][1] > 60
+    assert 60 < found[0][1] < found[1][1]  # the last block, which is not read whole, is copied from memory alone
     assert found[2][1] == 0
 
 

@@ -60,6 +60,8 @@ CORE = (
     "fork finds no row free",
     "copy-on-write",
     "prefix hit on a tail",
+    "prefix hit on a part of a block",
+    "block taken over for want of a copy",
     "last holder of a forked block writes in place",
     "planned copy undone by a preemption",
     "preempted with a shared block that is not full",

@@ -112,14 +112,15 @@ class KvDevice:
         self._generation = 1
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """As the Worker does: drop, add, move, copy, write every key and value, then read."""
+        """As the Worker does: drop, add, offload, copy, load, write every key and value, then read."""
         if any(move.slot in self.memory.fetching for move in (*plan.offloads, *plan.loads)):
             fail("fetch", f"step {plan.step_id} moves a block to or from a slot that the disk tier is about to fill")
         let_go = [block_id for seq_id in plan.removed for block_id in self._remove(seq_id)]
         fresh = {move.block_id for move in plan.loads} | {copy.target for copy in plan.block_copies}
         fresh.update(block_id for step in plan.steps for block_id in step.new_block_ids)
+        copied = {(copy.seq_id, copy.source) for copy in plan.block_copies}
         for new in plan.new:
-            self._add(new, fresh)
+            self._add(new, fresh, copied)
         in_use = {row.adapter_id for row in self.rows.values()} - {0}
         require(len(in_use) <= self._max_loras, "adapter-slots", f"{in_use} are in use, {self._max_loras} slots")
         if self.memory.cache is not None:
@@ -128,11 +129,12 @@ class KvDevice:
             self.host[move.slot] = self.slots[move.block_id]
             if (self.host[move.slot] < 0).any():
                 fail("offload", f"{move}: not all of the block was computed")
+        let_go += [self._copy(copy) for copy in plan.block_copies]
+        self._take_over(plan.new)
         for move in plan.loads:
             self._load(move)
         if self.memory.cache is not None:
             self.memory.cache.load(plan.loads, _block_ids(plan.loads))
-        let_go += [self._copy(copy) for copy in plan.block_copies]
         for block_id in let_go:  # not before: what is let go of in a plan may still be moved to the host, or copied
             if not self.holders[block_id] and not self._is_kept(block_id):
                 self._poison(block_id)
@@ -192,8 +194,16 @@ class KvDevice:
         self.holders[copy.source] -= 1
         self.holders[copy.target] = 1
         self.slots[copy.target] = self.slots[copy.source]
+        self._forget(copy.target, row.num_computed % self.block_size)
         row.table[row.num_blocks - 1] = copy.target
         return copy.source
+
+    def _take_over(self, new: list[NewSequence]) -> None:
+        """A sequence writes behind the tokens that it shares of a last block that it alone holds."""
+        for row in (self.rows[one.seq_id] for one in new):
+            index, offset = divmod(row.num_computed, self.block_size)
+            if offset and self.holders[row.table[index]] == 1:
+                self._forget(int(row.table[index]), offset)
 
     def _hand_out(self, plan: StepPlan) -> None:
         """Fresh blocks first: a sequence may share blocks that another one gets, and fills, in this very plan."""
@@ -217,13 +227,17 @@ class KvDevice:
             self.holders[block_id] = 1
 
     def _poison(self, block_id: int) -> None:
+        self._forget(block_id, 0)
+
+    def _forget(self, block_id: int, offset: int) -> None:
+        """Nothing may read the slots of the block from `offset` on."""
         self._generation += 1
-        self.slots[block_id] = -self._generation
+        self.slots[block_id, offset:] = -self._generation
 
     # Sequences.
 
-    def _add(self, new: NewSequence, fresh: set[int]) -> None:
-        """`fresh`: the blocks that this very plan hands out."""
+    def _add(self, new: NewSequence, fresh: set[int], copied: set[tuple[int, int]]) -> None:
+        """`fresh`: the blocks that this very plan hands out. `copied`: (sequence, block), copied first."""
         require(new.seq_id not in self.rows, "worker-rows", f"sequence {new.seq_id} is new and live")
         weights = self._adapters.get(new.adapter_id, "")
         require(bool(weights) or not new.adapter_id, "adapter", f"the Worker holds no adapter {new.adapter_id}")
@@ -232,11 +246,8 @@ class KvDevice:
         for start in range(0, new.num_computed_tokens, self.block_size):
             block_id = new.block_ids[start // self.block_size]
             end = min(start + self.block_size, new.num_computed_tokens)
-            is_old = new.fork_of is None and block_id not in fresh
+            is_old = new.fork_of is None and (block_id not in fresh or (new.seq_id, block_id) in copied)
             if is_old and (self.slots[block_id, : end - start] == row.chain[start:end]).all():
-                if not self.holders[block_id]:  # a tail: the sequence writes behind the tokens that it shares
-                    self._generation += 1
-                    self.slots[block_id, end - start :] = -self._generation
                 self.holders[block_id] += 1  # it is there: a prefix, or a hypothesis that goes on in a new row
             else:
                 self._shared_late.append(block_id)

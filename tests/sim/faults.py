@@ -1,6 +1,7 @@
 """The faults that `make sim-mutants` plants: none that is equivalent to the original for every observer."""
 
 import engine.executor.supervisor
+import engine.memory.block_manager
 import engine.requests.loaded
 import engine.scheduling.scheduler
 from engine.driver import Driver
@@ -45,10 +46,10 @@ MUTANTS = (
     Mutant("one block too few", BlockManager, "allocate", "+ num_tokens)", "+ num_tokens - 1)"),
     Mutant("hits are not counted as taken", BlockManager, "can_admit", "block.ref_count == 0", "False"),
     # Copy-on-write.
-    Mutant("missed copy", BlockManager, "allocate", "writes_last and self.blocks", "False and self.blocks"),
+    Mutant("missed copy", BlockManager, "allocate", "last is not None and last.ref_count > 1", "False"),
     Mutant("copy missed with two holders", BlockManager, "allocate", "ref_count > 1", "ref_count > 2"),
-    Mutant("copied block keeps its count", BlockManager, "allocate", "self.blocks[copy[0]].ref_count -= 1", "pass"),
-    Mutant("copy does not enter the table", BlockManager, "allocate", "seq.block_table[-1] = copy[1]", "pass"),
+    Mutant("copied block keeps its count", BlockManager, "_replace_last", "last.ref_count -= 1", "pass"),
+    Mutant("copy does not enter the table", BlockManager, "_replace_last", "seq.block_table[-1] = target", "pass"),
     Mutant("no room for a copy", BlockManager, "allocate", "num_new + shared >", "num_new >"),
     Mutant("Worker not told of a copy", Scheduler, "_plan_chunk", "if blocks.copy is not None:", "if False:"),
     Mutant("fork does not count as a holder", BlockManager, "fork", "ref_count += 1", "ref_count += 0"),
@@ -70,7 +71,20 @@ MUTANTS = (
         "pass",
     ),
     Mutant("stale tail of a block given out again", BlockManager, "_take_free", "self._forget_tail(block)", "pass"),
-    Mutant("tail of tokens that differ", BlockManager, "_match_tail", "if a != b", "if False"),
+    Mutant(
+        "part of a block whose tokens differ", engine.memory.block_manager, "_num_common", "pair[0] == pair[1]", "True"
+    ),
+    Mutant("full block written over", BlockManager, "allocate", "(shared or last.key is not None)", "shared"),
+    Mutant("full block taken over, still cached", BlockManager, "allocate", "self._evict(last, last.key)", "pass"),
+    Mutant("full block lost with its copy", BlockManager, "_replace_last", "self.free_blocks.append(last)", "pass"),
+    Mutant(
+        "block copied before it is computed",
+        BlockManager,
+        "_remember",
+        "self._registered.append(block)",
+        "self.followers[parent] = block",
+    ),
+    Mutant("evicted block still copied", BlockManager, "_forget", "del self.followers[block.parent]", "pass"),
     Mutant(
         "last token's block adopted", BlockManager, "match_prefix", "seq.num_skippable_tokens", "len(seq.token_ids)"
     ),

@@ -99,8 +99,8 @@ class WatchedBlockManager(BlockManager):
             self.monitor.saw("prefix hit on the return from preemption")
         if self.registered_now.intersection(block.block_id for block in prefix.blocks):
             self.monitor.saw("prefix hit on a block that this plan fills")
-        if prefix.tail is not None:
-            self.monitor.saw("prefix hit on a tail")
+        if prefix.partial is not None:
+            self.monitor.saw(f"prefix hit on a {'part of a block' if prefix.partial.tail is None else 'tail'}")
         if prefix.host_keys:
             self.monitor.saw("block loaded from the host tier")
             if seq.num_preemptions:
@@ -135,6 +135,8 @@ class WatchedBlockManager(BlockManager):
             return None
         num_cached = len(self.cached_blocks)
         last = seq.block_table[-1] if seq.block_table else -1
+        partly = seq.num_computed_tokens % self.block_size > 0
+        full = partly and num_tokens > 0 and self.blocks[last].key is not None
         blocks = super().allocate(seq, num_tokens)
         if len(self.cached_blocks) < num_cached:
             self.monitor.saw("cached block evicted")
@@ -144,6 +146,8 @@ class WatchedBlockManager(BlockManager):
         if blocks.copy is not None:
             self.copied_now.add(seq.seq_id)
             self.monitor.saw("copy-on-write")
+        elif full:
+            self.monitor.saw("block taken over for want of a copy")
         elif last in self.forked:
             self.forked.discard(last)
             self.monitor.saw("last holder of a forked block writes in place")

@@ -100,10 +100,10 @@ class DraftModel(NoDraftModel):
     def _move(self, plan: StepPlan) -> None:
         for move in plan.offloads:
             self._known_on_host[move.slot] = self._known[move.block_id]
-        for move in plan.loads:
-            self._known[move.block_id] = self._known_on_host[move.slot]
         for copy in plan.block_copies:
             self._known[copy.target] = self._known[copy.source]
+        for move in plan.loads:
+            self._known[move.block_id] = self._known_on_host[move.slot]
 
     def _proposals(self, rows: IntArray, lengths: IntArray) -> tuple[list[list[int]], float]:
         """(`lengths` tokens for each row, the seconds they took). A row that has too far to catch up, and rows beyond

@@ -3,6 +3,7 @@
 import random
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -81,7 +82,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         limit = self.manager.num_blocks * self.manager.block_size
         seq = Sequence(self.num_made, tokens[:limit], PARAMS, seed=0, max_num_tokens=limit, cache_salt=salt)
         prefix = self.manager.match_prefix(seq)
-        num_found = len(prefix.parts) * self.manager.block_size + prefix.num_tail_tokens
+        num_found = len(prefix.parts) * self.manager.block_size + prefix.num_partial_tokens
         assert num_found < len(seq.token_ids), "the last token is always computed"
         if not self.manager.can_admit(seq, prefix, 0):
             held = sum(block.ref_count > 0 for block in self.manager.blocks)
@@ -95,11 +96,18 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.live.append(seq)
         self.check_contents(seq)
 
-    def move(self):
-        """Do what the Worker does for a plan between the pool and the host tier."""
+    @rule()
+    def begin_plan(self):
+        self.manager.begin_plan()
+
+    def move(self, copy=None):
+        """Do what the Worker does for a plan between the pool and the host tier, and in the pool."""
         offloads, loads = self.tier.pop_moves() if self.tier is not None else ([], [])
         for move in offloads:
             self.host[move.slot] = list(self.contents[move.block_id])
+        if copy is not None:
+            source, target = copy
+            self.contents[target] = list(self.contents[source])
         for move in loads:
             self.contents[move.block_id] = list(self.host[move.slot])
 
@@ -113,18 +121,20 @@ class BlockManagerMachine(RuleBasedStateMachine):
         num_tokens = min(num_tokens, len(seq.token_ids) - seq.num_computed_tokens)
         table, num_free = list(seq.block_table), len(self.manager.free_blocks)
         needed = self.manager.num_blocks_for(seq.num_computed_tokens + num_tokens) - len(table)
-        shared = seq.num_computed_tokens % self.manager.block_size > 0 and self.holders(table[-1]) > 1
+        writes_last = seq.num_computed_tokens % self.manager.block_size > 0
+        shared = writes_last and self.holders(table[-1]) > 1
+        cached = writes_last and self.manager.blocks[table[-1]].key is not None
         blocks = self.manager.allocate(seq, num_tokens)
         if blocks is None:
             assert needed + shared > num_free and seq.block_table == table, "a refusal is one, and changes nothing"
             return
-        assert (blocks.copy is not None) == shared and len(blocks.new_block_ids) == needed
-        self.move()
-        if shared:
+        copied = shared or (cached and needed < num_free)
+        assert (blocks.copy is not None) == copied and len(blocks.new_block_ids) == needed
+        self.move(blocks.copy)
+        if blocks.copy is not None:
             source, target = blocks.copy
             assert table.pop() == source
             table.append(target)
-            self.contents[target] = list(self.contents[source])
         assert seq.block_table == table + blocks.new_block_ids
         self.write(seq, num_tokens)
         self.manager.register_full_blocks(seq)
@@ -188,7 +198,8 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def cached_blocks_are_full_and_tell_keys_apart(self):
         contents = [self.contents[block.block_id][-1] for block in self.manager.cached_blocks.values()]
         assert None not in contents and len(set(contents)) == len(contents)
-        assert self.manager.enable_prefix_caching or not (self.manager.cached_blocks or self.manager.tails)
+        known = self.manager.cached_blocks or self.manager.tails or self.manager.followers
+        assert self.manager.enable_prefix_caching or not known
 
     @invariant()
     def a_tail_holds_its_tokens(self):
@@ -256,6 +267,46 @@ def test_the_next_turn_goes_on_in_the_last_block():
     again, num_found = held(manager, 3, [*tokens, 3])
     assert num_found == 4, "a block that is held is no tail"
     manager.check_invariants([seq, again])
+
+
+def started(manager, seq_id, tokens):
+    """(a sequence that got its blocks, how many of its tokens were found, what is copied for it)"""
+    seq = Sequence(seq_id, tokens, PARAMS, seed=0, max_num_tokens=100)
+    manager.adopt_prefix(seq, manager.match_prefix(seq))
+    return seq, seq.num_computed_tokens, manager.allocate(seq, len(tokens) - seq.num_computed_tokens).copy
+
+
+@pytest.mark.parametrize("in_use", [True, False])
+def test_the_first_tokens_of_a_full_block_are_copied(in_use):
+    """Once an earlier plan has computed them, and at least a quarter of the block."""
+    manager = BlockManager(16, 8)
+    first, _ = held(manager, 0, list(range(24)))
+    source = first.block_table[1]
+    same_plan, num_found, _ = started(manager, 1, [*range(12), 1, 1])
+    assert num_found == 8
+    manager.begin_plan()
+    if not in_use:
+        manager.free(first)
+    other, num_found, copy = started(manager, 2, [*range(12), 1, 1])
+    assert num_found == 12 and copy == (source, other.block_table[1]) and copy[0] != copy[1]
+    few, num_found, copy = started(manager, 3, [*range(9), 1, 1])
+    assert num_found == 8 and copy is None
+    whole, num_found, _ = started(manager, 4, list(range(16)))
+    assert num_found == 15, "the last token is always computed"
+    assert manager.blocks[source].key is not None and manager.blocks[source].ref_count == in_use
+    manager.check_invariants([*([first] if in_use else []), same_plan, other, few, whole])
+
+
+def test_a_full_block_is_taken_over_where_no_block_is_left_for_a_copy():
+    manager = BlockManager(2, 4)
+    first, _ = held(manager, 0, list(range(8)))
+    source = first.block_table[1]
+    manager.free(first)
+    manager.begin_plan()
+    seq, num_found, copy = started(manager, 1, [0, 1, 2, 3, 4, 5, 9])
+    assert num_found == 6 and copy is None and seq.block_table[1] == source
+    assert manager.blocks[source].key is None and not manager.followers.keys() & {manager.blocks[source].parent}
+    manager.check_invariants([seq])
 
 
 def test_a_pool_full_of_tails_gives_them_out():

@@ -86,11 +86,24 @@ def test_prefix_is_found_later_but_not_across_salts_nor_when_switched_off():
     loop.run()
     again, other = loop.add(shared, max_tokens=2), loop.add(shared, max_tokens=2, salt="another tenant")
     loop.run()
-    assert (first.num_cached_tokens, again.num_cached_tokens, other.num_cached_tokens) == (0, 12, 0)
+    assert (first.num_cached_tokens, again.num_cached_tokens, other.num_cached_tokens) == (0, 15, 0)
     off = Loop(num_blocks=64, block_size=4, prefix_caching=False)
     seqs = [off.add(shared, max_tokens=2) for _ in range(2)]
     off.run()
     assert [seq.num_cached_tokens for seq in seqs] == [0, 0]
+
+
+@pytest.mark.parametrize("num_blocks", [64, 10], ids=["room", "a tight pool"])
+def test_a_common_prompt_that_ends_within_a_block_is_computed_once(num_blocks):
+    common, rng = prompt(random.Random(6), 27), random.Random(7)
+    loop = Loop(num_blocks=num_blocks, block_size=8, max_num_batched_tokens=64)
+    first = loop.add(common + prompt(rng, 9), max_tokens=2)
+    loop.run()
+    others = [loop.add(common + prompt(rng, 9), max_tokens=2) for _ in range(5)]
+    loop.run()
+    if num_blocks == 64:
+        assert [seq.num_cached_tokens for seq in others] == [27] * 5
+    loop.check_finished([first, *others])
 
 
 def test_failed_sequence_leaves_nothing_in_the_cache():
