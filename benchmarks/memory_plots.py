@@ -97,13 +97,15 @@ def draw_block_sizes(rows: list[Row]) -> Figure:
     left.axhline(4, color=GREY, linestyle="--", linewidth=1, label="claim: 4 %")
     left.set_ylabel("% of held blocks")
     left.legend(frameon=False, fontsize=9)
-    right.plot(sizes, [row["computed_per_needed"] for row in rows], "o-", color=BLUE)
+    times = [row["computed_per_needed"] for row in rows]
+    right.plot(sizes, times, "o-", color=BLUE)
     right.set_ylabel("times that a new token is computed")
     for axes in (left, right):
         axes.set_xscale("log", base=2)
         axes.set_xticks(sizes, [str(size) for size in sizes])
         axes.set_xlabel("tokens per block")
         axes.set_ylim(bottom=0)
+    right.set_ylim(top=1.15 * max(times))
     return figure
 
 

@@ -9,8 +9,8 @@ block from its middle.
 
 The last block of a sequence that ended is mostly not full: its tail. The prefix cache knows a tail, too, while no
 sequence holds it. A sequence that goes on from most of its tokens (the next turn of a chat) takes the block over and
-writes behind them: no copy is needed, because a tail has no other holder. Of a full block, a sequence may share the
-first tokens alone (a common system prompt ends within the block): it gets a copy, and writes behind these tokens.
+writes behind them: no copy is needed, because a tail has no other holder. A sequence may also share only the first
+tokens of a full block (a common system prompt ends within the block). It gets a copy, and writes behind these tokens.
 """
 
 import hashlib

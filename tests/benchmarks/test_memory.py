@@ -111,7 +111,8 @@ def test_block_size_one_computes_every_token_once_and_wastes_nothing():
     found = chat(num_users=10, num_turns=5, system_tokens=300, block_size=1)
     assert found.prompt_tokens_computed == found.prompt_tokens_needed
     wide = chat(num_users=10, num_turns=5, system_tokens=300, block_size=64)
-    assert wide.prompt_tokens_computed > 1.2 * wide.prompt_tokens_needed and wide.hit_rate < found.hit_rate
+    assert wide.prompt_tokens_needed < wide.prompt_tokens_computed < 1.1 * wide.prompt_tokens_needed
+    assert wide.hit_rate < found.hit_rate
     assert paged(SHAREGPT.load(200), block_size=1)[0].waste_of_held == 0
 
 
