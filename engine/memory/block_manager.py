@@ -335,7 +335,7 @@ class BlockManager:
         return (follower, num_copied) if COPIED_SHARE * num_copied >= self.block_size else (None, 0)
 
     def _keep_tail(self, seq: Sequence) -> None:
-        """Makes the last block of `seq` a tail if it is not full of known, computed tokens and has no other holder."""
+        """Makes the last block of `seq` a tail if it is not full of known, computed tokens and is its own."""
         num_known = min(seq.num_computed_tokens, len(seq.token_ids))
         num_full, num_tokens = divmod(num_known, self.block_size)
         if not num_tokens or (block := self.blocks[seq.block_table[num_full]]).ref_count > 1 or block.key is not None:
