@@ -25,7 +25,7 @@ from engine.memory.host_tier import HostTier
 from engine.memory.sequence import BlockKey, Sequence
 
 LAST_EVICTED = 64  # block ids kept for GET /debug/kv
-COPIED_SHARE = 4  # a block is copied for at least this part of its tokens: a quarter
+COPIED_SHARE = 0.25  # a block is copied if a prompt shares at least this part of its tokens
 
 
 class Allocation(NamedTuple):
@@ -332,7 +332,7 @@ class BlockManager:
         # A tail that shares fewer than half of its tokens stays for the sequence that goes on from it.
         if tail is not None and num_taken >= max(1, num_copied) and 2 * num_taken >= len(tail.token_ids):
             return tail, num_taken
-        return (follower, num_copied) if COPIED_SHARE * num_copied >= self.block_size else (None, 0)
+        return (follower, num_copied) if num_copied >= COPIED_SHARE * self.block_size else (None, 0)
 
     def _keep_tail(self, seq: Sequence) -> None:
         """Makes the last block of `seq` a tail if it is not full of known, computed tokens and is its own."""

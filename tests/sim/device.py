@@ -199,7 +199,7 @@ class KvDevice:
         return copy.source
 
     def _take_over(self, new: list[NewSequence]) -> None:
-        """A sequence writes behind the tokens that it shares of a last block that it alone holds."""
+        """A new sequence that alone holds its last block writes behind the tokens that it shares."""
         for row in (self.rows[one.seq_id] for one in new):
             index, offset = divmod(row.num_computed, self.block_size)
             if offset and self.holders[row.table[index]] == 1:
@@ -230,7 +230,7 @@ class KvDevice:
         self._forget(block_id, 0)
 
     def _forget(self, block_id: int, offset: int) -> None:
-        """Nothing may read the slots of the block from `offset` on."""
+        """Poison the slots of a block from `offset` on: a step that reads one of them fails."""
         self._generation += 1
         self.slots[block_id, offset:] = -self._generation
 

@@ -278,8 +278,8 @@ class WatchedScheduler(Scheduler):
         return scope
 
     def _check_displaced(self, newcomer: Newcomer) -> None:
-        """Nothing gives way to a sequence whose adapter finds no slot then. A sequence that is displaced as the last of
-        its tenant progressed since the last time."""
+        """A sequence gives way only if the adapter of the newcomer finds a slot then. The last sequence of a tenant
+        gives way again only if it has progressed since the last time."""
         in_use = {seq.adapter for seq in self.running} - {None}
         if newcomer.displacement.victims and newcomer.seq.adapter not in {None, *in_use}:
             found = len(in_use) < self.monitor.config.max_loras
