@@ -7,7 +7,7 @@ Only `kernels.dispatch.cpu_kernels` imports this package, and only if numba is i
 from kernels.cpu import decode_rows, elementwise, linear, lora, program, quantize, tokens
 from kernels.cpu.attention import launch as attention
 from kernels.cpu.attention import tiles as attention_tiles
-from kernels.cpu.dots import HAS_BF16_DOT
+from kernels.cpu.features import HAS_BF16_DOT
 from kernels.cpu.parallel import ParallelKernel
 from kernels.cpu.quantized import code_linear, code_rows
 from kernels.cpu.sampling import draw, nucleus, token_mask

@@ -4,23 +4,19 @@ A word is two neighbouring numbers of one sum. Holds helpers for codegen, and th
 products.
 """
 
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from kernels.cpu import simd
-from kernels.cpu.codes import WIDTH, F32Pointer
+from kernels.cpu.codes import WIDTH, F32Pointer, Vec
+from kernels.cpu.features import instruction
 from kernels.cpu.parallel import jit
 from kernels.cpu.simd import I32Pointer
 
 _F32V, _I32V = (ir.VectorType(scalar, WIDTH) for scalar in (ir.FloatType(), ir.IntType(32)))
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
-
-binding.initialize_native_asmparser()  # needed by the assembly in dot
-_FEATURES = binding.get_host_cpu_features()
-HAS_BF16_DOT = bool(_FEATURES.get("avx512bf16"))  # vdpbf16ps
-HAS_BF16_TILES = bool(_FEATURES.get("amx-bf16"))  # AMX: several times as fast with many rows
 
 
 @jit
@@ -42,10 +38,27 @@ def broadcast(builder, value):
 
 
 def dot(builder, total, a, b):
-    """total[i] + a[2i] * b[2i] + a[2i + 1] * b[2i + 1]. In assembly, because the types of LLVM's intrinsic changed over
-    time."""
-    asm = ir.InlineAsm(ir.FunctionType(_F32V, [_I32V, _I32V, _F32V]), "vdpbf16ps $2, $1, $0", "=v,v,v,0")
-    return builder.call(asm, [a, b, total])
+    """total[i] + a[2i] * b[2i] + a[2i + 1] * b[2i + 1]"""
+    return instruction(builder, "vdpbf16ps $2, $1, $0", "=v,v,v,0", _F32V, a, b, total)
+
+
+# 2 ** r on 0 <= r < 1 as 1 + r * p(r), off by 3e-6 of it at most: rounding to bf16 is off by 2e-3.
+_EXP2 = (0.0134267, 0.05224245, 0.24128022, 0.69304484)
+
+
+@intrinsic
+def exp2(typingctx, x):
+    """2 ** x, off by 3e-6 of it at most: for numbers that are rounded to bf16. -inf gives 0."""
+
+    def codegen(context, builder, sig, args):
+        (x,) = args
+        rest = instruction(builder, "vreduceps $$9, $1, $0", "=v,v", _F32V, x)  # x - floor(x)
+        result, *others = (ir.Constant(_F32V, [coefficient] * WIDTH) for coefficient in (*_EXP2, 1.0))
+        for coefficient in others:
+            result = simd.call(builder, "llvm.fma.v16f32", _F32V, result, rest, coefficient)
+        return instruction(builder, "vscalefps $2, $1, $0", "=v,v,v", _F32V, result, x)  # result * 2 ** floor(x)
+
+    return Vec(Vec), codegen
 
 
 def multiply(rows, vectors, doc, lines=0, adds=True):

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from kernels.cpu import simd
 from kernels.cpu.codes import WIDTH
-from kernels.cpu.dots import HAS_BF16_DOT, HAS_BF16_TILES, multiply
+from kernels.cpu.dots import multiply
 from kernels.cpu.elementwise import GATES, gated
+from kernels.cpu.features import HAS_BF16_DOT, HAS_BF16_TILES
 from kernels.cpu.parallel import empty, in_runs, jit, next_item, parallel_kernel
 from kernels.cpu.simd import advance, load, splat, store
 

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from kernels.cpu import simd
 from kernels.cpu.codes import WIDTH, F32Pointer
-from kernels.cpu.dots import HAS_BF16_DOT, dot, multiply, vector_at
+from kernels.cpu.dots import dot, multiply, vector_at
+from kernels.cpu.features import HAS_BF16_DOT
 from kernels.cpu.parallel import empty, jit, next_item, parallel_kernel
 from kernels.cpu.simd import I32Pointer, advance, load, splat, store, sums4
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from kernels import code_cache, warmup
-from kernels.cpu import parallel, simd
+from kernels.cpu import dots, parallel, simd
+from kernels.cpu.features import HAS_BF16_DOT
 from kernels.cpu.parallel import in_runs, next_item, parallel_kernel
 
 IMPORTS = """
@@ -112,7 +113,12 @@ def test_stores_round_to_nearest_even(pointer, array, expected):
     assert values.tolist() == [pytest.approx(expected, rel=1e-7)] * 32
 
 
-def test_bf16_rounding_equals_torchs_on_every_kind_of_value():
+@pytest.mark.parametrize("has_instruction", [HAS_BF16_DOT, False])
+def test_bf16_rounding_equals_torchs_on_every_kind_of_value(has_instruction, monkeypatch, tmp_path):
+    """The instruction makes zeros of numbers that are too small for bf16's full precision."""
+    monkeypatch.setattr(simd, "HAS_BF16_DOT", has_instruction)
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+
     def round_all(args):
         x, y = simd.pointer_f32(args[2]), simd.pointer_bf16(args[3])
         item = next_item(args)
@@ -125,6 +131,8 @@ def test_bf16_rounding_equals_torchs_on_every_kind_of_value():
     special = torch.tensor([0.0, -0.0, float("inf"), float("-inf"), float("nan"), 3.3895e38, 1e-40, -1e-40] * 2)
     values = torch.cat([values, special])
     expected, out = values.bfloat16(), torch.empty(values.shape, dtype=torch.bfloat16)
+    if has_instruction:
+        expected[values.abs() < torch.finfo(torch.bfloat16).tiny] = 0
     parallel.ParallelKernel(round_all, "2q")(values.numel() // 16, values.data_ptr(), out.data_ptr())
     torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
 
@@ -141,3 +149,19 @@ def test_exp_is_accurate_to_two_units_in_the_last_place():
     expected = values.double().exp().where(values > -87, torch.tensor(0.0, dtype=torch.float64))
     parallel.ParallelKernel(exp_all, "q")(values.numel() // 16, values.data_ptr())
     torch.testing.assert_close(values.double(), expected, rtol=2.4e-7, atol=0)
+
+
+@pytest.mark.skipif(not HAS_BF16_DOT, reason="the processor has no AVX512-BF16")
+def test_exp2_is_accurate_enough_for_bf16():
+    def exp2_all(args):
+        x = simd.pointer_f32(args[2])
+        item = next_item(args)
+        while item < args[1]:
+            simd.store(x, item * 16, dots.exp2(simd.load(x, item * 16)))
+            item = next_item(args)
+
+    special = torch.tensor([0.0, -1e30, float("-inf"), float("nan"), 1.0, -1.0, -126.0, 127.0] * 2)
+    values = torch.cat([torch.linspace(-126, 127.9, 4080), special])
+    expected = values.double().exp2()
+    parallel.ParallelKernel(exp2_all, "q")(values.numel() // 16, values.data_ptr())
+    torch.testing.assert_close(values.double(), expected, rtol=3.2e-6, atol=0, equal_nan=True)

@@ -14,7 +14,7 @@ from numba.extending import intrinsic
 from kernels.cpu import simd
 from kernels.cpu.attention import rows as loops
 from kernels.cpu.codes import WIDTH, F32Pointer
-from kernels.cpu.dots import broadcast, dot, vector_at, words_at
+from kernels.cpu.dots import broadcast, dot, exp2, vector_at, words_at
 from kernels.cpu.parallel import jit
 from kernels.cpu.simd import BF16Pointer, I32Pointer, advance, load, read, splat, store
 
@@ -23,7 +23,7 @@ HEADS = 4  # heads of a microkernel: sixteen accumulators of scores
 TOKENS = 4  # tokens of a microkernel of scores
 AHEAD = 4  # blocks to prefetch, see launch.py
 NEG_INF = np.float32(-np.inf)
-ZERO, ONE = np.float32(0), np.float32(1)
+ZERO, ONE, LOG2_E = np.float32(0), np.float32(1), np.float32(np.log2(np.e))
 
 _F32V, _I32V, _I64 = ir.VectorType(ir.FloatType(), WIDTH), ir.VectorType(ir.IntType(32), WIDTH), ir.IntType(64)
 _I16V2 = ir.VectorType(ir.IntType(16), 2 * WIDTH)
@@ -178,21 +178,22 @@ def _softmax(scores, begin, end, padded, sinks):
         simd.write(scores, i, NEG_INF)
     for i in range(end, padded):
         simd.write(scores, i, NEG_INF)
-    top, total = splat(NEG_INF), splat(ZERO)
+    top = splat(NEG_INF)
     for i in range(0, padded, WIDTH):
-        top = simd.maximum(top, load(scores, i))
+        top = simd.larger(load(scores, i), top)
     top = simd.spread_max1(top)
     has_sink = simd.address(sinks) != 0
     if has_sink:
-        top = simd.maximum(top, splat(read(sinks, 0)))
+        top = simd.larger(top, splat(read(sinks, 0)))
+    shift, total = simd.mul(top, splat(-LOG2_E)), splat(ZERO)
     probs = simd.pointer_bf16(simd.address(scores))  # half as wide: each word is read before it is overwritten
     for i in range(0, padded, WIDTH):
-        p = simd.exp(simd.sub(load(scores, i), top))
+        p = exp2(simd.fma(load(scores, i), splat(LOG2_E), shift))
         store(probs, i, p)
         total = simd.add(total, p)
     total = simd.spread_add1(total)
     if has_sink:
-        total = simd.add(total, simd.exp(simd.sub(splat(read(sinks, 0)), top)))
+        total = simd.add(total, exp2(simd.fma(splat(read(sinks, 0)), splat(LOG2_E), shift)))
     return ONE / simd.first(total)
 
 

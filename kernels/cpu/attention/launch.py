@@ -22,7 +22,7 @@ from kernels.cpu.attention import bf16_pairs as pairs
 from kernels.cpu.attention import rows as loops
 from kernels.cpu.attention import tiles
 from kernels.cpu.attention.items import ARGUMENTS, attend_heads, attend_items
-from kernels.cpu.dots import HAS_BF16_DOT
+from kernels.cpu.features import HAS_BF16_DOT
 from kernels.cpu.parallel import empty, jit, parallel_kernel
 from kernels.cpu.simd import WIDTH, BF16Pointer, advance, read, splat, store
 from kernels.kv_format import kv_format_of

@@ -15,15 +15,16 @@ from torch import Tensor
 from kernels.cpu import simd
 from kernels.cpu.attention.rows import find_sequence, heads_of
 from kernels.cpu.codes import WIDTH, Vec
-from kernels.cpu.dots import HAS_BF16_DOT, broadcast, multiply, vector_at, words_at
+from kernels.cpu.dots import broadcast, exp2, multiply, vector_at, words_at
+from kernels.cpu.features import HAS_BF16_DOT
 from kernels.cpu.parallel import empty, jit, next_item, parallel_kernel
 from kernels.cpu.simd import BF16Pointer, I32Pointer, advance, load, read, splat, store, write
 
 KEYS = 64  # keys of a tile: four accumulators a row, and both repacked tiles (16 KiB at head_dim 64) stay in L1
 ROWS = 4  # rows of a microkernel: with KEYS sixteen accumulators, half the registers
 QUERIES = 96  # (token, head) pairs of a work item: repacking then costs a few per cent of the arithmetic
-NEG_INF = np.float32(-np.inf)
-ZERO, ONE = np.float32(0), np.float32(1)
+LOWEST = np.float32(-1e30)  # the largest score before the first: finite, so that a row may skip all keys of a tile
+ZERO, ONE, LOG2_E = np.float32(0), np.float32(1), np.float32(np.log2(np.e))
 
 _I16V, _I32V = (ir.VectorType(scalar, WIDTH) for scalar in (ir.IntType(16), ir.IntType(32)))
 _F32V, _I64 = ir.VectorType(ir.FloatType(), WIDTH), ir.IntType(64)
@@ -141,43 +142,40 @@ def _score(queries, keys, half, width, scores):
 
 
 @jit
-def _softmax_row(scores, probs, acc, state, skipped, num_keys, width, slope, scale, head_dim):
-    """The online softmax of a row over the keys skipped:num_keys of a tile, of which the first `width` have scores.
-    state: (largest score, sum) so far. slope: that of ALiBi divided by the scale, or 0; the row itself is key num_keys
-    - 1."""
-    if skipped >= width:
-        for i in range(0, width, WIDTH):
-            store(probs, i, splat(ZERO))
-        return
-    if slope != 0:
-        for i in range(0, width, WIDTH):
+def _mask(scores, skipped, num_keys, slope):
+    """Replace the scores of a row outside of the keys skipped:num_keys of a tile by -inf. slope: that of ALiBi divided
+    by the scale, or 0; the row itself is key num_keys - 1."""
+    for i in range(0, KEYS, WIDTH):
+        row = load(scores, i)
+        if slope != 0:
             behind = simd.add(_lane_numbers(), splat(np.float32(i + 1 - num_keys)))
-            store(scores, i, simd.fma(splat(slope), behind, load(scores, i)))
-    if skipped > 0:
-        for i in range(0, width, WIDTH):
-            store(scores, i, _lanes_from(load(scores, i), skipped - i))
-    if num_keys < width:
-        for i in range(0, width, WIDTH):
-            store(scores, i, _first_lanes(load(scores, i), num_keys - i))
-    before = read(state, 0)
-    top = splat(before)
-    for i in range(0, width, WIDTH):
-        top = simd.maximum(top, load(scores, i))
-    top = simd.spread_max1(top)
-    scales, total = splat(scale), splat(ZERO)
+            row = simd.fma(splat(slope), behind, row)
+        store(scores, i, _lanes_from(_first_lanes(row, num_keys - i), skipped - i))
+
+
+@jit
+def _softmax_row(scores, probs, acc, top_so_far, totals, scale, head_dim):
+    """The online softmax of a row over a tile of keys, in powers of two. acc [head_dim], the largest score and totals
+    (a Vec that holds the sum of probabilities in parts) are those of the keys so far."""
+    a, b, c, d = load(scores, 0), load(scores, WIDTH), load(scores, 2 * WIDTH), load(scores, 3 * WIDTH)
+    before, scales = splat(read(top_so_far, 0)), splat(scale)
+    top = simd.spread_max1(simd.larger(simd.larger(a, b), simd.larger(c, d)))
+    top = simd.larger(top, before)
     shift = simd.mul(top, splat(-scale))
-    for i in range(0, width, WIDTH):
-        p = simd.exp(simd.fma(load(scores, i), scales, shift))
-        store(probs, i, p)
-        total = simd.add(total, p)
-    now = simd.first(top)
-    if now != before:
-        shrink = simd.exp(simd.fma(splat(before), scales, shift))
-        for d in range(0, head_dim, WIDTH):
-            store(acc, d, simd.mul(load(acc, d), shrink))
-        write(state, 0, now)
-        write(state, 1, read(state, 1) * simd.first(shrink))
-    write(state, 1, read(state, 1) + simd.first(simd.spread_add1(total)))
+    a, b = exp2(simd.fma(a, scales, shift)), exp2(simd.fma(b, scales, shift))
+    c, d = exp2(simd.fma(c, scales, shift)), exp2(simd.fma(d, scales, shift))
+    store(probs, 0, a)
+    store(probs, WIDTH, b)
+    store(probs, 2 * WIDTH, c)
+    store(probs, 3 * WIDTH, d)
+    total = simd.add(simd.add(a, b), simd.add(c, d))
+    if simd.first(top) != simd.first(before):
+        shrink = exp2(simd.fma(before, scales, shift))
+        for i in range(0, head_dim, WIDTH):
+            store(acc, i, simd.mul(load(acc, i), shrink))
+        store(totals, 0, simd.mul(load(totals, 0), shrink))
+        write(top_so_far, 0, simd.first(top))
+    store(totals, 0, simd.add(load(totals, 0), total))
 
 
 @jit
@@ -192,26 +190,30 @@ def _skipped(first_key, seen, window, chunk):
 
 
 @jit
-def _attend_keys(queries, keys, values, scores, probs, acc, state, num_rows, group, first_key, num_seen, window, chunk,
-                 slopes, scale, head_dim):  # fmt: skip
+def _attend_keys(queries, keys, values, scores, probs, acc, tops, totals, num_rows, group, first_key, num_seen, window,
+                 chunk, slopes, scale, head_dim):  # fmt: skip
     """Add a tile of keys to the rows of a tile of queries; row r of num_rows sees num_seen + r + 1 - num_rows of it,
     without those before its window or chunk."""
     half, last = head_dim // 2, num_rows * group - 1
     unseen = max(0, num_rows - num_seen) * group
+    masks = num_seen + 1 - num_rows < KEYS or _skipped(first_key, num_seen, window, chunk) > 0
+    masks = masks or simd.address(slopes) != 0
+    most_seen = KEYS
     for m in range(unseen // ROWS * ROWS, last + 1, ROWS):
-        if _skipped(first_key, num_seen + m // group + 1 - num_rows, window, chunk) >= KEYS:
-            continue
-        most_seen = min(KEYS, num_seen + min(m + ROWS - 1, last) // group + 1 - num_rows)
+        if masks:
+            if _skipped(first_key, num_seen + m // group + 1 - num_rows, window, chunk) >= KEYS:
+                continue
+            most_seen = min(KEYS, num_seen + min(m + ROWS - 1, last) // group + 1 - num_rows)
         width = (most_seen + WIDTH - 1) // WIDTH * WIDTH  # at the diagonal, half of the tile is unseen
         _score(advance(queries, m * half), keys, half, width, scores)
         for r in range(ROWS):
-            row = min(m + r, last)
-            seen = num_seen + row // group + 1 - num_rows
-            at = (m + r) * head_dim
-            slope = read(slopes, row % group) / scale if simd.address(slopes) != 0 else ZERO
-            _softmax_row(advance(scores, r * KEYS), advance(probs, r * KEYS), advance(acc, at),
-                         advance(state, 2 * (m + r)), _skipped(first_key, seen, window, chunk), seen, width, slope,
-                         scale, head_dim)  # fmt: skip
+            if masks:
+                row = min(m + r, last)
+                seen = num_seen + row // group + 1 - num_rows
+                slope = read(slopes, row % group) / scale if simd.address(slopes) != 0 else ZERO
+                _mask(advance(scores, r * KEYS), _skipped(first_key, seen, window, chunk), seen, slope)
+            _softmax_row(advance(scores, r * KEYS), advance(probs, r * KEYS), advance(acc, (m + r) * head_dim),
+                         advance(tops, m + r), advance(totals, (m + r) * WIDTH), scale * LOG2_E, head_dim)  # fmt: skip
         num_pairs = (most_seen + 1) // 2
         for d in range(0, head_dim, 2 * WIDTH):
             _multiply_values(words_at(probs), KEYS // 2, advance(values, d), head_dim, num_pairs,
@@ -233,21 +235,22 @@ def _attend_tile(args, table, kv_head, first_row, num_rows, seq_len):
     num_kv_heads, group, block_size, head_dim, q_stride = args[7], args[8], args[9], args[10], args[12]
     scale, half, rows = np.float32(simd.as_float(args[13])), head_dim // 2, num_rows * group
     padded = (rows + ROWS - 1) // ROWS * ROWS
-    sizes = padded * (head_dim + half + 2) + KEYS * (head_dim + ROWS + ROWS // 2) + half
+    sizes = padded * (head_dim + half + WIDTH + 1) + KEYS * (head_dim + ROWS + ROWS // 2) + half
     scratch = np.zeros(sizes + WIDTH, np.float32)
     keys = simd.pointer_i32((scratch.ctypes.data + 63) // 64 * 64)
     values = advance(keys, KEYS * half)
     scores = simd.pointer_f32(simd.address(advance(values, KEYS * half)))
     acc = advance(scores, KEYS * ROWS)
-    state = advance(acc, padded * head_dim)
-    queries = words_at(advance(state, 2 * padded))
+    totals = advance(acc, padded * head_dim)
+    tops = advance(totals, padded * WIDTH)
+    queries = words_at(advance(tops, padded))
     probs = pointer(simd.address(advance(queries, padded * half)))
     zeros = advance(probs, KEYS * ROWS)
     for m in range(rows):
         row = (first_row + m // group) * q_stride + (kv_head * group + m % group) * head_dim
         simd.copy_bytes(simd.address(advance(queries, m * half)), args[2] + 2 * row, 2 * head_dim)
     for m in range(padded):
-        write(state, 2 * m, NEG_INF)
+        write(tops, m, LOWEST)
     window, chunk = args[21], args[22]
     slopes = heads_of(simd.pointer_f32(args[20]), kv_head * group)
     begin = max(0, _skipped(0, seq_len + 1 - num_rows, window, chunk)) // KEYS * KEYS
@@ -258,13 +261,14 @@ def _attend_tile(args, table, kv_head, first_row, num_rows, seq_len):
             _pack_keys(_rows_of(pointer(args[3]), *where), head_dim, advance(keys, t))
             _pack_values(_rows_of(pointer(args[4]), *where), min(WIDTH, num_seen - t), head_dim, zeros,
                          advance(values, t * half))  # fmt: skip
-        _attend_keys(queries, keys, values, scores, probs, acc, state, num_rows, group, first_key, num_seen, window,
-                     chunk, slopes, scale, head_dim)  # fmt: skip
+        _attend_keys(queries, keys, values, scores, probs, acc, tops, totals, num_rows, group, first_key, num_seen,
+                     window, chunk, slopes, scale, head_dim)  # fmt: skip
     for m in range(rows):
-        inverse = splat(ONE / read(state, 2 * m + 1))
+        total = simd.first(simd.spread_add1(load(totals, m * WIDTH)))
+        inverse = splat(ONE / total)
         if args[19] != 0:
             sink = read(simd.pointer_f32(args[19]), kv_head * group + m % group)
-            inverse = _inverse_with_sink(read(state, 2 * m) * scale, read(state, 2 * m + 1), sink)
+            inverse = _inverse_with_sink(read(tops, m) * scale, total, sink)
         row = (first_row + m // group) * num_kv_heads * group + kv_head * group + m % group
         for d in range(0, head_dim, WIDTH):
             store(pointer(args[5]), row * head_dim + d, simd.mul(load(acc, m * head_dim + d), inverse))

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from kernels.cpu import simd
 from kernels.cpu.codes import WIDTH, F32Pointer, Vec, constant
-from kernels.cpu.dots import HAS_BF16_DOT, broadcast, dot, multiply, vector_at
+from kernels.cpu.dots import broadcast, dot, multiply, vector_at
+from kernels.cpu.features import HAS_BF16_DOT
 from kernels.cpu.parallel import empty, in_runs, jit, next_item, parallel_kernel
 from kernels.cpu.quantized.code_rows import COLUMNS, LINE, code_rows, sum_groups
 from kernels.cpu.simd import I32Pointer, advance, load, splat, store
