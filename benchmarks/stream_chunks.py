@@ -21,6 +21,7 @@ from sse_starlette.sse import EventSourceResponse
 
 from engine.outputs import CompletionOutput, RequestOutput
 from server.commands.bench.report import machine
+from server.config import ServerConfig
 from server.output.sse import HEADERS, KEEP_ALIVE, EventStream
 
 CHUNK = b'data: {"id":"chatcmpl-0123456789","choices":[{"index":0,"delta":{"content":" fox"}}]}\n\n'
@@ -41,6 +42,9 @@ class Tokens:
         for _ in range(self._count):
             await on_output(0, OUTPUT)
 
+    def group(self, num_tokens: int) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
@@ -51,7 +55,7 @@ async def never() -> Any:
 
 
 async def event_stream(count: int, send: Any) -> None:
-    stream = EventStream(Tokens(count), lambda index, output: CHUNK, lambda: END, KEEP_ALIVE_SECONDS)  # type: ignore[arg-type]
+    stream = EventStream(Tokens(count), lambda index, output: CHUNK, lambda: END, ServerConfig())  # type: ignore[arg-type]
     await stream({"type": "http", "method": "POST", "headers": []}, never, send)
 
 

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import itertools
 import logging
+import sys
 import threading
 import weakref
 from collections.abc import Collection, Coroutine, Iterator, Mapping, Sequence
@@ -227,6 +228,7 @@ class LLM:
         if request.params.structured_output is not None and not self.driver.model.encoder:
             await self.driver.grammars.prepare(request.params.structured_output)
         stream = self.driver.generate(request)
+        stream.group(sys.maxsize)  # the output is given as a whole
         samples = [_Sample() for _ in range(job.params.n)]
         prompt_logprobs: PromptLogprobs | None = None
         last: RequestOutput | None = None

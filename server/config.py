@@ -60,6 +60,12 @@ class ServerConfig:
     keep_alive_interval: float = option(
         15.0, "seconds between the SSE comments that keep a stream open through proxies", above=0, maximum=3600
     )
+    stream_interval: int = option(
+        1,
+        "tokens of a chunk of a stream, after the first chunk; more of them save the host's time, which hundreds of "
+        "streams use up",
+        minimum=1,
+    )
     max_body_bytes: int = option(32 << 20, "largest request body in bytes", size=True, minimum=1024)
     max_bytes_in_flight: int = option(
         512 << 20,

@@ -160,7 +160,7 @@ class LiveRequests:
             self._recovery.clear(live.request.request_id)
             if live.num_unfinished == 0:
                 self._retire(live, live.stream.finish_reason)
-            live.stream.wake()
+            live.stream.show()
 
     def end_searches(self, now: float) -> bool:
         """Hand over the hypotheses of beam searches that have ended, or their error. Returns True if any has ended."""
@@ -172,7 +172,7 @@ class LiveRequests:
                 continue
             self._delivery.deliver_hypotheses(live, now)
             self._retire(live, live.stream.finish_reason)
-            live.stream.wake()
+            live.stream.show()
         return bool(groups)
 
     # Early ends.
@@ -182,7 +182,7 @@ class LiveRequests:
         live = self._by_id.get(request_id)
         if live is not None:
             self._end_early(live, FinishReason.ABORT)
-            live.stream.wake()
+            live.stream.show()
             self._wake()  # another request may get its blocks
 
     def fail(self, live: LiveRequest, error: PageserveError) -> None:

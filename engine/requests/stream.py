@@ -63,8 +63,9 @@ class _Sample:
 class RequestStream:
     """Async iterator over the outputs of one request, from one reader.
 
-    A reader that is slower than the engine gets several tokens in one output. So the memory is bounded by the request's
-    own max_tokens, and a step wakes the reader once. Call `close` in a `finally`: it aborts a request that still runs.
+    A reader that is slower than the engine gets several tokens in one output, as does one that asks for that (`group`).
+    So the memory is bounded by the request's own max_tokens, and a step wakes the reader once. Call `close` in a
+    `finally`: it aborts a request that still runs.
     """
 
     def __init__(
@@ -80,6 +81,8 @@ class RequestStream:
         self._sink: OutputSink | None = None
         self._unread = False
         self._exhausted = False
+        self._group_size = 1  # new tokens of a sample that make an output
+        self._enough = 1  # and those that make the next output
         wants_scores = request.params.prompt_logprobs is not None
         self._scores = PromptLogprobs(request.prompt_token_ids) if wants_scores else None
         self._scores_read = False
@@ -114,6 +117,11 @@ class RequestStream:
                 self._waiter = None
         return self._pop_output()
 
+    def group(self, num_tokens: int) -> None:
+        """Let each output wait until a sample has `num_tokens` new tokens, or an end. The first output does not wait.
+        To hand over an output costs several times as much as a token."""
+        self._group_size = num_tokens
+
     def give_to(self, sink: OutputSink) -> None:
         """Let `sink` take outputs between the first and the last while the reader waits. To wake a task for each of
         hundreds of streams costs more than all else that a token costs here."""
@@ -132,7 +140,7 @@ class RequestStream:
             waiter.set_exception(error)
 
     def _pop_output(self) -> RequestOutput:
-        self._unread = False
+        self._unread, self._enough = False, self._group_size
         self._exhausted = self.finished and self._error is None
         accepted, rejected = self._count_predicted() if self.request.prediction else (0, 0)
         outputs = [output for i, sample in enumerate(self._samples) if (output := sample.pop_output(i)) is not None]
@@ -179,7 +187,7 @@ class RequestStream:
         return len(self._samples) == 1 and params.logprobs is None and not sample.detokenizer.has_stops
 
     def put_plain(self, token_id: int) -> None:
-        """Detokenize and add one token of a `plain` stream, and wake its reader: `put` and `wake` in one call."""
+        """Detokenize and add one token of a `plain` stream, and wake its reader: `put` and `show` in one call."""
         sample = self._first
         sample.token_ids.append(token_id)
         detokenizer = sample.detokenizer
@@ -187,6 +195,8 @@ class RequestStream:
         if text is None:
             text = detokenizer.text(token_id)
         sample.text.append(text)
+        if len(sample.token_ids) < self._enough:
+            return
         self._unread = True
         if (waiter := self._waiter) is None:
             return
@@ -209,7 +219,7 @@ class RequestStream:
         return FinishReason.LENGTH if FinishReason.LENGTH in reasons else FinishReason.STOP
 
     def put(self, index: int, token_id: int, text: str, logprobs: TokenLogprobs | None) -> None:
-        """Add one token to a sample; `wake` makes it visible."""
+        """Add one token to a sample; `show` makes it visible."""
         sample = self._samples[index]
         sample.token_ids.append(token_id)
         if text:
@@ -236,11 +246,16 @@ class RequestStream:
         sample.stop_reason = sample.sequence.stop_reason
 
     def fail(self, error: PageserveError) -> None:
-        """End the whole request with an error."""
+        """End the whole request with an error, which the reader gets after the tokens so far."""
         self._error = error
-        self.wake(unread=self._unread)
+        self._wake(unread=any(sample.token_ids for sample in self._samples))
 
-    def wake(self, unread: bool = True) -> None:
+    def show(self) -> None:
+        """Wake the reader, unless the next output waits for more tokens."""
+        if any(sample.finish_reason or len(sample.token_ids) >= self._enough for sample in self._samples):
+            self._wake(unread=True)
+
+    def _wake(self, unread: bool) -> None:
         """Wake the reader. `unread` says whether there is an output for it, or only an error."""
         self._unread = unread
         if self._waiter is not None and not self._waiter.done():

@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import anyio
+import msgspec
 
 from engine.errors import UnavailableError
 from engine.outputs import FinishReason, OutputSink, PromptLogprobs, RequestOutput
@@ -24,6 +25,7 @@ class OutputStream(Protocol):
     @property
     def num_generated_tokens(self) -> int: ...
     def __aiter__(self) -> AsyncIterator[RequestOutput]: ...
+    def group(self, num_tokens: int) -> None: ...
     def give_to(self, sink: OutputSink) -> None: ...
     def close(self) -> None: ...
 
@@ -75,6 +77,11 @@ class Generation:
             self._limiter.use_tokens(sum(stream.num_generated_tokens for stream in self._streams))
             self._limiter = None
 
+    def group(self, num_tokens: int) -> None:
+        """Let outputs wait for `num_tokens` new tokens, as RequestStream.group says."""
+        for stream in self._streams:
+            stream.group(num_tokens)
+
     def give_to(self, sink: OutputSink) -> None:
         """Let `sink` take outputs of a single prompt, as RequestStream.give_to says; the others go to `read`."""
         if len(self._streams) == 1:
@@ -117,9 +124,9 @@ class Generation:
             if output.prompt_logprobs is not None and on_prompt_logprobs is not None:
                 await on_prompt_logprobs(i, output.prompt_logprobs)
             if any(sample.finish_reason in early for sample in output.outputs):
-                ended_early = True  # if the stream has a cause, it raises the cause next; clients never see this reason
-            else:
-                await on_output(i, output)
+                ended_early = True  # if the stream has a cause, it raises the cause next
+                output = _without_reasons(output)
+            await on_output(i, output)
         if ended_early:
             raise UnavailableError("The server ended this request before it was finished.")
 
@@ -147,6 +154,12 @@ class Generation:
         if details:
             usage["completion_tokens_details"] = details
         return usage
+
+
+def _without_reasons(output: RequestOutput) -> RequestOutput:
+    """The tokens of an output whose samples ended early: clients see an error in place of these reasons."""
+    samples = [msgspec.structs.replace(sample, finish_reason=None) for sample in output.outputs]
+    return msgspec.structs.replace(output, outputs=samples)
 
 
 def raise_only(failures: list[Exception]) -> NoReturn:

@@ -11,6 +11,10 @@ from engine.outputs import CompletionOutput, FinishReason, RequestOutput
 from server.intake.generation import Generation, PromptLogprobsHandler, T
 from server.output.logprobs import LogprobAligner, PackedEntries
 
+# New tokens of an output. Nobody waits for the parts of a whole answer, and each costs time; but a part is not so large
+# that its logprobs hold up the streams of others.
+PART_TOKENS = 256
+
 
 class Collector(Protocol):
     """Collects the outputs of one sample."""
@@ -78,6 +82,7 @@ async def collect(
         for sample in output.outputs:
             choices[prompt_index * generation.n + sample.index].add(sample)
 
+    generation.group(PART_TOKENS)
     try:
         await while_connected(receive, lambda: generation.read(add, on_prompt_logprobs))
     finally:

@@ -10,6 +10,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from engine.outputs import RequestOutput
+from server.config import ServerConfig
 from server.errors import ApiError, error_body, to_api_error
 from server.http.body import encode_json
 from server.http.http_protocol import ABORT, CHUNKS, ChunkWriter
@@ -71,7 +72,7 @@ class EventStream(EventSourceResponse):
         generation: Generation,
         encode: Callable[[int, RequestOutput], bytes],
         ending: Callable[[], bytes],
-        keep_alive_interval: float,
+        config: ServerConfig,
         *,
         opening: bytes = b"",
         failure: Callable[[ApiError], bytes] | None = None,
@@ -80,9 +81,10 @@ class EventStream(EventSourceResponse):
         super().__init__(_nothing(), headers=HEADERS)
         del self.headers["connection"]  # HTTP/1.1 keeps connections without it; HTTP/1.0 and a draining server do not
         self._generation = generation
+        generation.group(config.stream_interval)
         self._encode = encode
         self._ending = ending
-        self._keep_alive_interval = keep_alive_interval
+        self._keep_alive_interval = config.keep_alive_interval
         self._opening = opening
         self._failure = failure or _error_event
         self._on_prompt_logprobs = on_prompt_logprobs

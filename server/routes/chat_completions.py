@@ -59,7 +59,7 @@ def _stream(
         running_usage = usage if request.includes_running_usage else None
         encode = with_stream_options(encode, running_usage, request.include_obfuscation)
     ending = partial(chunks.ending, usage, timings)
-    return EventStream(chat.generation, encode, ending, served.config.keep_alive_interval)
+    return EventStream(chat.generation, encode, ending, served.config)
 
 
 async def _collect(

@@ -52,7 +52,7 @@ def _stream(
         completion.generation,
         with_stream_options(chunks.encode, running_usage, request.include_obfuscation),
         partial(chunks.ending, usage, timings),
-        served.config.keep_alive_interval,
+        served.config,
         on_prompt_logprobs=reports.add,
     )
 

@@ -36,8 +36,7 @@ async def create_message(http: HttpRequest, served: Served) -> Response:
     timings = partial(find_timings, served.driver, caller.tenant, message_id)
     answer = MessageAnswer(request, message_id, conversation, timings, prompt.applied)
     if request.stream:
-        interval = served.config.keep_alive_interval
-        return EventStream(conversation.generation, answer.encode, answer.ending, interval, failure=error_event)
+        return EventStream(conversation.generation, answer.encode, answer.ending, served.config, failure=error_event)
     await collect(conversation.generation, http.receive, [answer])
     return Response(encode_json(answer.result()), media_type="application/json")
 

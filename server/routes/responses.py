@@ -49,7 +49,7 @@ async def create_response(http: HttpRequest, served: Served) -> Response:
             conversation.generation,
             with_stream_options(answer.encode, None, request.include_obfuscation),
             answer.ending,
-            served.config.keep_alive_interval,
+            served.config,
             opening=answer.opening(),
             failure=answer.failure,
         )

@@ -245,6 +245,35 @@ def test_a_queued_request_has_its_headers_and_comments_at_once(folder):
         live.wait_idle()
 
 
+def test_a_stream_interval_makes_fewer_chunks_of_the_same_text(folder):
+    prompt = b"hello"
+    with LiveServer(folder, "--step-seconds", "0.002", stream_interval=8) as live, live.client() as client:
+        *chunks, done = completion_stream(client, prompt="hello", max_tokens=30, return_token_ids=True)
+        whole = client.post("/v1/completions", json=completion_body(prompt="hello", max_tokens=30)).json()
+        *chat, _ = chat_stream(client, max_tokens=30, n=2)
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert done == "[DONE]" and [len(choice["token_ids"]) for choice in choices] == [1, 8, 8, 8, 5]
+    assert "".join(choice["text"] for choice in choices) == expected_text(prompt, 1, 30) == whole["choices"][0]["text"]
+    assert whole["usage"]["completion_tokens"] == 30
+    texts = ["", ""]
+    for chunk in chat:
+        texts[chunk["choices"][0]["index"]] += chunk["choices"][0]["delta"].get("content", "")
+    assert texts == [expected_text(chat_prompt("hello"), 1, 30, i) for i in (0, 1)]
+    assert len(chat) == 2 * len(["role", 1, 8, 8, 8, 5, "finish"])
+
+
+@pytest.mark.parametrize("interval", [1, 100])
+def test_an_error_event_comes_after_all_text_before_it(folder, interval):
+    text = expected_text(b"hello", 1, 20)
+    last = next(i for i in range(10, 20) if text[i] not in text[:i])  # to compute the token after it fails
+    options = {"stream_interval": interval}
+    with LiveServer(folder, "--fail-on-token", str(ord(text[last])), **options) as live, live.client() as client:
+        *chunks, error = completion_stream(client, prompt="hello", max_tokens=40)
+    assert set(error) == {"error"}
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == text[: last + 1]
+    assert all(chunk["choices"][0]["finish_reason"] is None for chunk in chunks)
+
+
 def test_no_comment_while_data_flows(client):
     assert not [event for event in completion_stream(client, max_tokens=200) if isinstance(event, str)][:-1]
 
