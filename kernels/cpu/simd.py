@@ -289,14 +289,15 @@ def maximum(typingctx, a, b):
     return Vec(Vec, Vec), codegen
 
 
-def _larger(builder, x, y):
+def larger_of(builder, x, y):
+    """The larger element of each pair; y where either is NaN."""
     return builder.select(builder.fcmp_ordered(">", x, y), x, y)
 
 
 @intrinsic
 def larger(typingctx, a, b):
     """The larger element of each pair; b where either is NaN. One instruction; `maximum` takes three."""
-    return Vec(Vec, Vec), lambda context, builder, sig, args: _larger(builder, *args)
+    return Vec(Vec, Vec), lambda context, builder, sig, args: larger_of(builder, *args)
 
 
 @intrinsic
@@ -333,8 +334,8 @@ def _add(builder, x, y):
 
 spread_add1 = _spread(_add, 1, "Every lane becomes the sum of all sixteen.")
 spread_add4 = _spread(_add, 4, "Lane i becomes the sum of the four lanes congruent to i modulo 4.")
-spread_max1 = _spread(_larger, 1, "Every lane becomes the largest of all sixteen.")
-spread_max4 = _spread(_larger, 4, "Lane i becomes the largest of the four lanes congruent to i modulo 4.")
+spread_max1 = _spread(larger_of, 1, "Every lane becomes the largest of all sixteen.")
+spread_max4 = _spread(larger_of, 4, "Lane i becomes the largest of the four lanes congruent to i modulo 4.")
 
 
 @intrinsic

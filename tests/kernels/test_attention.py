@@ -189,6 +189,45 @@ def test_a_prompt_has_the_same_bits_however_it_is_cut(dtype, case):
         torch.set_num_threads(threads)
 
 
+TRENDS = {
+    "drift": lambda t: 0.03 * t,  # a few powers of two in all: the first shift serves every tile
+    "climb": lambda t: 0.5 * t,
+    "jumps": lambda t: 40.0 * (t // 64),
+    "fall": lambda t: -0.5 * t,
+    "spike": lambda t: 60.0 if t == 130 else 0.0,
+    "extremes": lambda t: 1e4 * (t % 3 - 1),
+    "rows apart": lambda t: 0.0,
+}
+
+
+@pytest.mark.parametrize("trend", TRENDS)
+@pytest.mark.parametrize("case", ["plain", "window"])
+def test_a_prompt_whose_scores_rise_and_fall(case, trend):
+    """The sums of a row follow its largest score; neither the trend nor rows beside it change its bits."""
+    data = paged([270], 2, 32, 16, torch.bfloat16)
+    for t in range(270):
+        data.keys[0][t, :, 0] = TRENDS[trend](t)
+        data.k_cache[data.block_tables[0, t // 16], :, t % 16, 0] = TRENDS[trend](t)
+    q = torch.randn(270, 4, 32).bfloat16()
+    q[..., 0] = torch.linspace(-200, 200, 270)[:, None] if trend == "rows apart" else 1.0
+    if trend == "rows apart":
+        q[::2] *= 30
+
+    def prefill(begin, end):
+        return prefill_attention(
+            q[begin:end], data.k_cache, data.v_cache, data.block_tables, max_seqlen_q=end - begin, scale=1.0,
+            cu_seqlens_q=torch.tensor([0, end - begin], dtype=torch.int32),
+            seq_lens=torch.tensor([end], dtype=torch.int32), **LONG_CASES[case],
+        )  # fmt: skip
+
+    whole = prefill(0, 270)
+    expected = attention(q, data.keys[0], data.values[0], 1.0, **LONG_CASES[case])
+    torch.testing.assert_close(whole, expected, **TOLERANCE[torch.bfloat16])
+    ends = [1, 66, 67, 131, 203, 270]
+    pieces = [prefill(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
+    assert torch.equal(torch.cat(pieces), whole)
+
+
 def test_tiles_never_read_what_lies_behind_a_sequence():
     """The rest of its last block may hold anything: here NaN."""
     if not attention_tiles.HAS_BF16_DOT:

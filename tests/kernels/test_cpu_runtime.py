@@ -164,4 +164,4 @@ def test_exp2_is_accurate_enough_for_bf16():
     values = torch.cat([torch.linspace(-126, 127.9, 4080), special])
     expected = values.double().exp2()
     parallel.ParallelKernel(exp2_all, "q")(values.numel() // 16, values.data_ptr())
-    torch.testing.assert_close(values.double(), expected, rtol=3.2e-6, atol=0, equal_nan=True)
+    torch.testing.assert_close(values.double(), expected, rtol=9e-5, atol=0, equal_nan=True)

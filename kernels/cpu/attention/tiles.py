@@ -5,6 +5,8 @@ query row of the tile and every head of the group. Tiles of keys start at multip
 a row's window leaves its sums as they are, so a row's result does not depend on the chunks of the prompt.
 """
 
+from functools import partial, reduce
+
 import numpy as np
 import torch
 from llvmlite import ir
@@ -14,8 +16,8 @@ from torch import Tensor
 
 from kernels.cpu import simd
 from kernels.cpu.attention.rows import find_sequence, heads_of
-from kernels.cpu.codes import WIDTH, Vec
-from kernels.cpu.dots import broadcast, exp2, multiply, vector_at, words_at
+from kernels.cpu.codes import WIDTH, F32Pointer, Vec
+from kernels.cpu.dots import broadcast, exp2, multiply, power_of_two, vector_at, words_at
 from kernels.cpu.features import HAS_BF16_DOT
 from kernels.cpu.parallel import empty, jit, next_item, parallel_kernel
 from kernels.cpu.simd import BF16Pointer, I32Pointer, advance, load, read, splat, store, write
@@ -23,7 +25,9 @@ from kernels.cpu.simd import BF16Pointer, I32Pointer, advance, load, read, splat
 KEYS = 64  # keys of a tile: four accumulators a row, and both repacked tiles (16 KiB at head_dim 64) stay in L1
 ROWS = 4  # rows of a microkernel: with KEYS sixteen accumulators, half the registers
 QUERIES = 96  # (token, head) pairs of a work item: repacking then costs a few per cent of the arithmetic
-LOWEST = np.float32(-1e30)  # the largest score before the first: finite, so that a row may skip all keys of a tile
+NEG_INF = np.float32(-np.inf)
+MOST_EXPONENT = np.float32(8)  # of a probability before it is divided by their sum
+UNSEEN = np.float32(1e30)  # the shift of a row without keys: every score is above MOST_EXPONENT, -inf remains -inf
 ZERO, ONE, LOG2_E = np.float32(0), np.float32(1), np.float32(np.log2(np.e))
 
 _I16V, _I32V = (ir.VectorType(scalar, WIDTH) for scalar in (ir.IntType(16), ir.IntType(32)))
@@ -153,29 +157,70 @@ def _mask(scores, skipped, num_keys, slope):
         store(scores, i, _lanes_from(_first_lanes(row, num_keys - i), skipped - i))
 
 
+@intrinsic
+def _probabilities(typingctx, scores, scale, shifts, probs, totals):
+    """probs[r, t] = 2 ** (scores[r, t] * scale + shifts[r]) for ROWS rows and KEYS keys, in bf16; totals[r], a Vec, is
+    raised by their sums. Returns True, and leaves totals as they are, if an exponent is above MOST_EXPONENT.
+
+    All rows in one block of instructions: the processor computes them side by side.
+    """
+
+    def codegen(context, builder, sig, args):
+        scores, scale, shifts, probs, totals = args
+        scales, exponents = broadcast(builder, scale), {}
+        for r in range(ROWS):
+            shift = broadcast(builder, builder.load(builder.gep(shifts, [ir.Constant(_I64, r)])))
+            for t in range(0, KEYS, WIDTH):
+                place = vector_at(builder, scores, ir.Constant(_I64, r * KEYS + t), _F32V)
+                score = builder.load(place, align=4)
+                exponents[r, t] = simd.call(builder, "llvm.fma.v16f32", _F32V, score, scales, shift)
+        largest = reduce(partial(simd.larger_of, builder), exponents.values())
+        is_above = builder.fcmp_ordered(">", largest, ir.Constant(_F32V, [MOST_EXPONENT] * WIDTH))
+        above = builder.icmp_unsigned("!=", builder.bitcast(is_above, ir.IntType(WIDTH)), ir.IntType(WIDTH)(0))
+        powers = {cell: power_of_two(builder, exponent) for cell, exponent in exponents.items()}
+        for (r, t), power in powers.items():
+            rounded = simd.round_to_bf16(builder, power)
+            builder.store(rounded, vector_at(builder, probs, ir.Constant(_I64, r * KEYS + t), _I16V), align=2)
+        with builder.if_then(builder.not_(above), likely=True):
+            for r in range(ROWS):
+                total = vector_at(builder, totals, ir.Constant(_I64, r * WIDTH), _F32V)
+                parts = [powers[r, t] for t in range(0, KEYS, WIDTH)]
+                builder.store(reduce(builder.fadd, parts, builder.load(total, align=4)), total, align=4)
+        return above
+
+    return types.boolean(F32Pointer, types.float32, F32Pointer, BF16Pointer, F32Pointer), codegen
+
+
 @jit
-def _softmax_row(scores, probs, acc, top_so_far, totals, scale, head_dim):
-    """The online softmax of a row over a tile of keys, in powers of two. acc [head_dim], the largest score and totals
-    (a Vec that holds the sum of probabilities in parts) are those of the keys so far."""
-    a, b, c, d = load(scores, 0), load(scores, WIDTH), load(scores, 2 * WIDTH), load(scores, 3 * WIDTH)
-    before, scales = splat(read(top_so_far, 0)), splat(scale)
-    top = simd.spread_max1(simd.larger(simd.larger(a, b), simd.larger(c, d)))
-    top = simd.larger(top, before)
-    shift = simd.mul(top, splat(-scale))
-    a, b = exp2(simd.fma(a, scales, shift)), exp2(simd.fma(b, scales, shift))
-    c, d = exp2(simd.fma(c, scales, shift)), exp2(simd.fma(d, scales, shift))
-    store(probs, 0, a)
-    store(probs, WIDTH, b)
-    store(probs, 2 * WIDTH, c)
-    store(probs, 3 * WIDTH, d)
-    total = simd.add(simd.add(a, b), simd.add(c, d))
-    if simd.first(top) != simd.first(before):
-        shrink = exp2(simd.fma(before, scales, shift))
-        for i in range(0, head_dim, WIDTH):
-            store(acc, i, simd.mul(load(acc, i), shrink))
-        store(totals, 0, simd.mul(load(totals, 0), shrink))
-        write(top_so_far, 0, simd.first(top))
-    store(totals, 0, simd.add(load(totals, 0), total))
+def _raise_top(scores, scale, shift, acc, total, head_dim):
+    """Make the exponent of a row's largest score 0 if it is above MOST_EXPONENT: lower the shift, and acc [head_dim]
+    and the total, which are sums over the keys so far, with it."""
+    top = splat(NEG_INF)
+    for t in range(0, KEYS, WIDTH):
+        top = simd.larger(load(scores, t), top)
+    before, now = read(shift, 0), simd.first(simd.spread_max1(top)) * -scale
+    if before - now <= MOST_EXPONENT:
+        return
+    shrink = exp2(splat(now - before))
+    for d in range(0, head_dim, WIDTH):
+        store(acc, d, simd.mul(load(acc, d), shrink))
+    store(total, 0, simd.mul(load(total, 0), shrink))
+    write(shift, 0, now)
+
+
+@jit
+def _softmax(scores, scale, shifts, probs, acc, totals, head_dim):
+    """The online softmax of ROWS rows over a tile of keys, in powers of two.
+
+    The exponents of a row are relative to a score that was the largest at some time, and that changes only where one
+    exceeds it by MOST_EXPONENT: fp32 and bf16 have the range, and most tiles need neither a maximum per row nor new
+    sums.
+    """
+    if _probabilities(scores, scale, shifts, probs, totals):
+        for r in range(ROWS):
+            _raise_top(advance(scores, r * KEYS), scale, advance(shifts, r), advance(acc, r * head_dim),
+                       advance(totals, r * WIDTH), head_dim)  # fmt: skip
+        _probabilities(scores, scale, shifts, probs, totals)
 
 
 @jit
@@ -190,8 +235,8 @@ def _skipped(first_key, seen, window, chunk):
 
 
 @jit
-def _attend_keys(queries, keys, values, scores, probs, acc, tops, totals, num_rows, group, first_key, num_seen, window,
-                 chunk, slopes, scale, head_dim):  # fmt: skip
+def _attend_keys(queries, keys, values, scores, probs, acc, shifts, totals, num_rows, group, first_key, num_seen,
+                 window, chunk, slopes, scale, head_dim):  # fmt: skip
     """Add a tile of keys to the rows of a tile of queries; row r of num_rows sees num_seen + r + 1 - num_rows of it,
     without those before its window or chunk."""
     half, last = head_dim // 2, num_rows * group - 1
@@ -206,14 +251,14 @@ def _attend_keys(queries, keys, values, scores, probs, acc, tops, totals, num_ro
             most_seen = min(KEYS, num_seen + min(m + ROWS - 1, last) // group + 1 - num_rows)
         width = (most_seen + WIDTH - 1) // WIDTH * WIDTH  # at the diagonal, half of the tile is unseen
         _score(advance(queries, m * half), keys, half, width, scores)
-        for r in range(ROWS):
-            if masks:
+        if masks:
+            for r in range(ROWS):
                 row = min(m + r, last)
                 seen = num_seen + row // group + 1 - num_rows
                 slope = read(slopes, row % group) / scale if simd.address(slopes) != 0 else ZERO
                 _mask(advance(scores, r * KEYS), _skipped(first_key, seen, window, chunk), seen, slope)
-            _softmax_row(advance(scores, r * KEYS), advance(probs, r * KEYS), advance(acc, (m + r) * head_dim),
-                         advance(tops, m + r), advance(totals, (m + r) * WIDTH), scale * LOG2_E, head_dim)  # fmt: skip
+        _softmax(scores, scale * LOG2_E, advance(shifts, m), probs, advance(acc, m * head_dim),
+                 advance(totals, m * WIDTH), head_dim)  # fmt: skip
         num_pairs = (most_seen + 1) // 2
         for d in range(0, head_dim, 2 * WIDTH):
             _multiply_values(words_at(probs), KEYS // 2, advance(values, d), head_dim, num_pairs,
@@ -242,15 +287,15 @@ def _attend_tile(args, table, kv_head, first_row, num_rows, seq_len):
     scores = simd.pointer_f32(simd.address(advance(values, KEYS * half)))
     acc = advance(scores, KEYS * ROWS)
     totals = advance(acc, padded * head_dim)
-    tops = advance(totals, padded * WIDTH)
-    queries = words_at(advance(tops, padded))
+    shifts = advance(totals, padded * WIDTH)
+    queries = words_at(advance(shifts, padded))
     probs = pointer(simd.address(advance(queries, padded * half)))
     zeros = advance(probs, KEYS * ROWS)
     for m in range(rows):
         row = (first_row + m // group) * q_stride + (kv_head * group + m % group) * head_dim
         simd.copy_bytes(simd.address(advance(queries, m * half)), args[2] + 2 * row, 2 * head_dim)
     for m in range(padded):
-        write(tops, m, LOWEST)
+        write(shifts, m, UNSEEN)
     window, chunk = args[21], args[22]
     slopes = heads_of(simd.pointer_f32(args[20]), kv_head * group)
     begin = max(0, _skipped(0, seq_len + 1 - num_rows, window, chunk)) // KEYS * KEYS
@@ -261,14 +306,14 @@ def _attend_tile(args, table, kv_head, first_row, num_rows, seq_len):
             _pack_keys(_rows_of(pointer(args[3]), *where), head_dim, advance(keys, t))
             _pack_values(_rows_of(pointer(args[4]), *where), min(WIDTH, num_seen - t), head_dim, zeros,
                          advance(values, t * half))  # fmt: skip
-        _attend_keys(queries, keys, values, scores, probs, acc, tops, totals, num_rows, group, first_key, num_seen,
+        _attend_keys(queries, keys, values, scores, probs, acc, shifts, totals, num_rows, group, first_key, num_seen,
                      window, chunk, slopes, scale, head_dim)  # fmt: skip
     for m in range(rows):
         total = simd.first(simd.spread_add1(load(totals, m * WIDTH)))
         inverse = splat(ONE / total)
         if args[19] != 0:
             sink = read(simd.pointer_f32(args[19]), kv_head * group + m % group)
-            inverse = _inverse_with_sink(read(tops, m) * scale, total, sink)
+            inverse = _inverse_with_sink(-read(shifts, m) / LOG2_E, total, sink)
         row = (first_row + m // group) * num_kv_heads * group + kv_head * group + m % group
         for d in range(0, head_dim, WIDTH):
             store(pointer(args[5]), row * head_dim + d, simd.mul(load(acc, m * head_dim + d), inverse))
