@@ -312,8 +312,14 @@ class WatchedScheduler(Scheduler):
             fail("lockout", f"{seq} is next and was not let in by {limit} plans; {len(self.running)} sequences run")
 
     def _asks_for_little(self, seq: Sequence) -> bool:
-        """No more than half of what the first in order holds, or, where blocks are free, half of the rows in use."""
+        """No more than half of what the first in order holds, or, where blocks are free, half of the rows in use.
+
+        Who waits for a slot of an adapter waits for the sequences that hold it: nobody gives way for a slot, and nobody
+        else starts meanwhile.
+        """
         first = self.running[0] if self.running else None
+        if not self.admission._has_slot(seq):
+            return False
         if first is None or any(other.priority < seq.priority for other in self.running) or seq.num_pending_tokens:
             return False
         weight, weight_of_holder = seq.weight, first.weight

@@ -214,7 +214,7 @@ def _softmax(scores, scale, shifts, probs, acc, totals, head_dim):
 
     The exponents of a row are relative to a score that was the largest at some time, and that changes only where one
     exceeds it by MOST_EXPONENT: fp32 and bf16 have the range, and most tiles need neither a maximum per row nor new
-    sums.
+    sums. (FlashAttention-4 rescales as rarely, and computes powers of two by a cubic polynomial, too.)
     """
     if _probabilities(scores, scale, shifts, probs, totals):
         for r in range(ROWS):
