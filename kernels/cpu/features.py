@@ -1,4 +1,4 @@
-"""What this processor can multiply, and the instructions that LLVM's portable operations do not reach."""
+"""The features of this processor, and its instructions that LLVM's portable operations do not reach."""
 
 from llvmlite import binding, ir
 

@@ -11,8 +11,8 @@ from engine.outputs import CompletionOutput, FinishReason, RequestOutput
 from server.intake.generation import Generation, PromptLogprobsHandler, T
 from server.output.logprobs import LogprobAligner, PackedEntries
 
-# New tokens of an output. Nobody waits for the parts of a whole answer, and each costs time; but a part is not so large
-# that its logprobs hold up the streams of others.
+# New tokens of an output. Each output costs time, and no client waits for the parts of a whole answer. The logprobs of
+# much larger parts would hold up the streams of others.
 PART_TOKENS = 256
 
 

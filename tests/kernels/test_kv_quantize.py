@@ -7,6 +7,7 @@ from kernels.attention.decode import paged_attention, paged_attention_reference
 from kernels.attention.prefill import prefill_attention, prefill_attention_reference
 from kernels.cache.quantize import dequantize_rows, quantize_rows, read_pages, split_pages
 from kernels.cache.reshape_and_cache import reshape_and_cache, reshape_and_cache_reference
+from kernels.cpu.attention import tiles
 from kernels.dispatch import cpu_kernels
 from kernels.kv_format import FP8, INT4, INT8, KV_FORMATS, find_kv_format
 from tests.kernels.oracle import attention, empty_pages, fused_q, options, paged, quantized
@@ -17,6 +18,7 @@ SHAPES = [(3, 3, 32, 8), (2, 1, 16, 8), (12, 4, 64, 16), (7, 1, 80, 16), (8, 2, 
 SEQ_LENS = [1, 17, 33, 70]
 Q_LENS = [1, 5, 33, 0]
 DTYPES = [torch.float32, torch.bfloat16]
+BF16_TOLERANCE = {"atol": 2e-2, "rtol": 1.6e-2}  # of tiles, which round keys, values and probabilities to bf16
 
 each_format = pytest.mark.parametrize("kv_format", KV_FORMATS.values(), ids=KV_FORMATS)
 
@@ -188,4 +190,29 @@ def test_a_row_does_not_depend_on_the_batch_or_on_how_it_was_scheduled(dtype, kv
     assert torch.equal(together[2:3], alone)
     rows = torch.cat([torch.randn(5, 6, 64).to(dtype), q[2:3]])
     cu_seqlens_q = torch.tensor([0, 6], dtype=torch.int32)
-    assert torch.equal(prefill_attention(rows, *one, cu_seqlens_q, data.seq_lens[2:3], 6, 0.125)[5:], alone)
+    prefilled = prefill_attention(rows, *one, cu_seqlens_q, data.seq_lens[2:3], 6, 0.125)[5:]
+    if tiles.supports(rows, data.k_cache, 0.0):  # they decode the codes to bf16
+        torch.testing.assert_close(prefilled, alone, **BF16_TOLERANCE)
+    else:
+        assert torch.equal(prefilled, alone)
+
+
+@each_format
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("head_dim, block_size", [(32, 16), (64, 48), (128, 32)])
+def test_tiles_of_a_prompt(kv_format, group, head_dim, block_size):
+    """Whole, and cut anywhere: the same bits. The rest of the last block holds NaN."""
+    data = quantized(paged([150], 2, head_dim, block_size, torch.bfloat16), kv_format)
+    q = torch.randn(150, 2 * group, head_dim).bfloat16()
+    assert tiles.supports(q, data.k_cache, 0.0) == tiles.HAS_BF16_DOT
+
+    def prefill(begin, end):
+        cu_seqlens_q = torch.tensor([0, end - begin], dtype=torch.int32)
+        seq_lens = torch.tensor([end], dtype=torch.int32)
+        arguments = data.k_cache, data.v_cache, data.block_tables, cu_seqlens_q, seq_lens
+        return prefill_attention(q[begin:end], *arguments, end - begin, 0.3)
+
+    whole = prefill(0, 150)
+    torch.testing.assert_close(whole, attention(q, data.keys[0], data.values[0], 0.3), **BF16_TOLERANCE)
+    ends = [1, 64, 67, 150]
+    assert torch.equal(torch.cat([prefill(a, b) for a, b in zip([0, *ends], ends, strict=False)]), whole)

@@ -85,7 +85,8 @@ def test_200_seeds_in_a_small_pool_with_a_worker_that_is_killed(server):
         assert num_reasoning == 25 * budget
         for thought, text, ids in zip(thoughts, said, tokens, strict=True):
             assert ids[budget : budget + len(closing)] == closing and len(ids) == NUM_TOKENS
-            assert tokenizer.decode(ids[:budget]).strip() == thought.strip() and text.strip()
+            content = tokenizer.decode(ids[budget + len(closing) :])
+            assert tokenizer.decode(ids[:budget]).strip() == thought.strip() and content.strip() == text.strip()
             assert "</think>" not in thought + text
     assert value(server.client, "pageserve:worker_restarts") == 1
     assert value(server.client, "vllm:num_preemptions") > 0

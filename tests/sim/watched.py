@@ -314,11 +314,12 @@ class WatchedScheduler(Scheduler):
     def _asks_for_little(self, seq: Sequence) -> bool:
         """No more than half of what the first in order holds, or, where blocks are free, half of the rows in use.
 
-        Who waits for a slot of an adapter waits for the sequences that hold it: nobody gives way for a slot, and nobody
-        else starts meanwhile.
+        A sequence without a slot for its adapter waits for those that hold the slots: nobody gives way for a slot, and
+        nobody else starts meanwhile.
         """
         first = self.running[0] if self.running else None
-        if not self.admission._has_slot(seq):
+        in_use = {other.adapter for other in self.running} - {None}
+        if seq.adapter not in {None, *in_use} and len(in_use) >= self.monitor.config.max_loras:
             return False
         if first is None or any(other.priority < seq.priority for other in self.running) or seq.num_pending_tokens:
             return False

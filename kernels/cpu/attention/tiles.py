@@ -3,6 +3,9 @@
 FlashAttention's loop (Dao 2023, algorithm 1) for one KV head: a tile of keys is repacked once and then serves every
 query row of the tile and every head of the group. Tiles of keys start at multiples of their size, and a tile outside of
 a row's window leaves its sums as they are, so a row's result does not depend on the chunks of the prompt.
+
+Codes of a quantised cache are decoded to bf16 as a tile is repacked, which costs a tenth of the arithmetic. Decode
+(launch.py) multiplies them in fp32.
 """
 
 from functools import partial, reduce
@@ -14,20 +17,22 @@ from numba import types
 from numba.extending import intrinsic
 from torch import Tensor
 
-from kernels.cpu import simd
-from kernels.cpu.attention.rows import find_sequence, heads_of
+from kernels.cpu import codes, simd
+from kernels.cpu.attention.rows import block, find_sequence, heads_of, words
 from kernels.cpu.codes import WIDTH, F32Pointer, Vec
 from kernels.cpu.dots import broadcast, exp2, multiply, power_of_two, vector_at, words_at
 from kernels.cpu.features import HAS_BF16_DOT
 from kernels.cpu.parallel import empty, jit, next_item, parallel_kernel
-from kernels.cpu.simd import BF16Pointer, I32Pointer, advance, load, read, splat, store, write
+from kernels.cpu.simd import BF16Pointer, I32Pointer, advance, load, load_pair, read, splat, store, write
+from kernels.kv_format import kv_format_of
 
 KEYS = 64  # keys of a tile: four accumulators a row, and both repacked tiles (16 KiB at head_dim 64) stay in L1
 ROWS = 4  # rows of a microkernel: with KEYS sixteen accumulators, half the registers
 QUERIES = 96  # (token, head) pairs of a work item: repacking then costs a few per cent of the arithmetic
 NEG_INF = np.float32(-np.inf)
-MOST_EXPONENT = np.float32(8)  # of a probability before it is divided by their sum
+MOST_EXPONENT = np.float32(8)  # probabilities that are not yet divided by their sum are at most 2 ** 8
 UNSEEN = np.float32(1e30)  # the shift of a row without keys: every score is above MOST_EXPONENT, -inf remains -inf
+ARGUMENTS = "11q1d9q"  # of the kernels
 ZERO, ONE, LOG2_E = np.float32(0), np.float32(1), np.float32(np.log2(np.e))
 
 _I16V, _I32V = (ir.VectorType(scalar, WIDTH) for scalar in (ir.IntType(16), ir.IntType(32)))
@@ -110,10 +115,31 @@ def _lane_numbers(typingctx):
 
 
 @jit
-def _rows_of(cache, table, token, kv_head, num_kv_heads, block_size, head_dim):
-    """Pointer to the keys or values of a token; those of later tokens of its block follow."""
-    block = np.int64(read(table, token // block_size)) * num_kv_heads + kv_head
-    return advance(cache, (block * block_size + token % block_size) * head_dim)
+def _decode_row(row, parameters, head_dim, target):
+    """target[:head_dim] = the numbers of a row of codes, in order, as bf16. parameters: the row's word."""
+    scale, least = splat(read(parameters, 0)), splat(ZERO)
+    if codes.is_int4(row):
+        halves = simd.pointer_bf16(simd.address(parameters))
+        scale, least = splat(read(halves, 0)), splat(read(halves, 1))
+    for d in range(0, head_dim, 2 * WIDTH):
+        first, second = load_pair(row, d)
+        place, step = (d // 2, head_dim // 2) if codes.is_int4(row) else (d, WIDTH)
+        store(target, place, simd.fma(first, scale, least))
+        store(target, place + step, simd.fma(second, scale, least))
+
+
+@jit
+def _rows_of(cache, table, token, num_tokens, kv_head, num_kv_heads, block_size, head_dim, decoded):
+    """Pointer to the keys or values, in bf16, of num_tokens tokens of a block: in the cache, or in `decoded`."""
+    page = block(cache, table, token // block_size, num_kv_heads, kv_head, block_size, head_dim)
+    first = token % block_size
+    if codes.bits(cache) == 0:
+        return simd.pointer_bf16(simd.address(advance(page, first * head_dim)))
+    for t in range(first, first + num_tokens):
+        row = advance(page, t * head_dim * codes.bits(cache) // 8)
+        _decode_row(row, advance(words(page, block_size, head_dim), t), head_dim,
+                    advance(decoded, (t - first) * head_dim))  # fmt: skip
+    return decoded
 
 
 @jit
@@ -274,13 +300,13 @@ def _inverse_with_sink(top, total, sink):
 
 
 @jit
-def _attend_tile(args, table, kv_head, first_row, num_rows, seq_len):
+def _attend_tile(args, k_cache, v_cache, table, kv_head, first_row, num_rows, seq_len):
     """Attention of num_rows rows of one sequence for all heads of kv_head; the last row sees seq_len tokens."""
     pointer = simd.pointer_bf16
     num_kv_heads, group, block_size, head_dim, q_stride = args[7], args[8], args[9], args[10], args[12]
     scale, half, rows = np.float32(simd.as_float(args[13])), head_dim // 2, num_rows * group
     padded = (rows + ROWS - 1) // ROWS * ROWS
-    sizes = padded * (head_dim + half + WIDTH + 1) + KEYS * (head_dim + ROWS + ROWS // 2) + half
+    sizes = padded * (head_dim + half + WIDTH + 1) + KEYS * (head_dim + ROWS + ROWS // 2) + half + WIDTH * half
     scratch = np.zeros(sizes + WIDTH, np.float32)
     keys = simd.pointer_i32((scratch.ctypes.data + 63) // 64 * 64)
     values = advance(keys, KEYS * half)
@@ -291,6 +317,7 @@ def _attend_tile(args, table, kv_head, first_row, num_rows, seq_len):
     queries = words_at(advance(shifts, padded))
     probs = pointer(simd.address(advance(queries, padded * half)))
     zeros = advance(probs, KEYS * ROWS)
+    decoded = advance(zeros, head_dim)
     for m in range(rows):
         row = (first_row + m // group) * q_stride + (kv_head * group + m % group) * head_dim
         simd.copy_bytes(simd.address(advance(queries, m * half)), args[2] + 2 * row, 2 * head_dim)
@@ -302,10 +329,10 @@ def _attend_tile(args, table, kv_head, first_row, num_rows, seq_len):
     for first_key in range(begin, seq_len, KEYS):
         num_seen = seq_len - first_key
         for t in range(0, min(KEYS, num_seen), WIDTH):
-            where = (table, first_key + t, kv_head, num_kv_heads, block_size, head_dim)
-            _pack_keys(_rows_of(pointer(args[3]), *where), head_dim, advance(keys, t))
-            _pack_values(_rows_of(pointer(args[4]), *where), min(WIDTH, num_seen - t), head_dim, zeros,
-                         advance(values, t * half))  # fmt: skip
+            n = min(WIDTH, num_seen - t)
+            where = (table, first_key + t, n, kv_head, num_kv_heads, block_size, head_dim, decoded)
+            _pack_keys(_rows_of(k_cache, *where), head_dim, advance(keys, t))
+            _pack_values(_rows_of(v_cache, *where), n, head_dim, zeros, advance(values, t * half))
         _attend_keys(queries, keys, values, scores, probs, acc, shifts, totals, num_rows, group, first_key, num_seen,
                      window, chunk, slopes, scale, head_dim)  # fmt: skip
     for m in range(rows):
@@ -320,8 +347,8 @@ def _attend_tile(args, table, kv_head, first_row, num_rows, seq_len):
     simd.keep(scratch)
 
 
-@parallel_kernel("11q1d9q")
-def _prefill(args):
+@jit
+def _attend_items(args, k_cache, v_cache):
     """Work items are (KV head, a few rows), so that consecutive items read the same keys."""
     seq_lens, cu_seqlens_q = simd.pointer_i32(args[14]), simd.pointer_i32(args[15])
     num_seqs, num_rows, rows_per_item = args[16], args[17], args[18]
@@ -337,17 +364,42 @@ def _prefill(args):
             if rows > 0:
                 behind = stop - begin - rows  # tokens of the sequence behind these rows
                 table = advance(simd.pointer_i32(args[6]), seq * args[11])
-                _attend_tile(args, table, kv_head, begin, rows, np.int64(read(seq_lens, seq)) - behind)
+                seen = np.int64(read(seq_lens, seq)) - behind
+                _attend_tile(args, k_cache, v_cache, table, kv_head, begin, rows, seen)
                 begin += rows
             seq += 1
         item = next_item(args)
 
 
+@parallel_kernel(ARGUMENTS)
+def _prefill(args):
+    _attend_items(args, simd.pointer_bf16(args[3]), simd.pointer_bf16(args[4]))
+
+
+@parallel_kernel(ARGUMENTS)
+def _prefill_int8(args):
+    _attend_items(args, codes.pointer_int8(args[3]), codes.pointer_int8(args[4]))
+
+
+@parallel_kernel(ARGUMENTS)
+def _prefill_fp8(args):
+    _attend_items(args, codes.pointer_fp8(args[3]), codes.pointer_fp8(args[4]))
+
+
+@parallel_kernel(ARGUMENTS)
+def _prefill_int4(args):
+    _attend_items(args, codes.pointer_int4(args[3]), codes.pointer_int4(args[4]))
+
+
+_KERNELS = {"auto": _prefill, "int8": _prefill_int8, "fp8": _prefill_fp8, "int4": _prefill_int4}
+
+
 def supports(q: Tensor, k_cache: Tensor, softcap: float) -> bool:
-    """True for bf16 rows and cache, head_dim a multiple of 32, block_size of 16, and no soft cap."""
+    """True for bf16 rows, a bf16 or quantised cache, head_dim a multiple of 32, block_size of 16, and no soft cap."""
     return (
         HAS_BF16_DOT
-        and q.dtype == k_cache.dtype == torch.bfloat16
+        and q.dtype == torch.bfloat16
+        and (k_cache.dtype == q.dtype or kv_format_of(k_cache) is not None)
         and q.shape[2] % (2 * WIDTH) == 0
         and k_cache.shape[2] % WIDTH == 0
         and softcap == 0
@@ -363,7 +415,9 @@ def prefill_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables:
     group = num_heads // num_kv_heads
     rows_per_item = max(ROWS, QUERIES // group)
     out = empty(q.shape, q.dtype)
-    _prefill(
+    kv_format = kv_format_of(k_cache)
+    kernel = _KERNELS["auto" if kv_format is None else kv_format.name]
+    kernel(
         -(-num_rows // rows_per_item) * num_kv_heads,
         q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), out.data_ptr(), block_tables.data_ptr(),
         num_kv_heads, group, block_size, head_dim, block_tables.stride(0), q.stride(0), scale,
