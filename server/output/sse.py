@@ -58,7 +58,8 @@ class EventStream(EventSourceResponse):
 
     `encode` turns one output of one prompt into the bytes of its chunks (empty: no chunk yet); `ending` returns the
     bytes after the last chunk. An error after the headers becomes an error event, and the stream ends without [DONE].
-    `opening` is sent with the headers; `failure` writes the error in APIs with an error event of their own.
+    `config` has the intervals of chunks and of keep-alive comments. `opening` is sent with the headers. `failure`
+    writes the error in APIs with an error event of their own.
     `on_prompt_logprobs` gets the logprobs of a prompt before `encode` gets its first output.
 
     sse-starlette makes the head of the response. It would send the stream by five tasks in a task group, which takes

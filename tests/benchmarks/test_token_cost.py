@@ -1,4 +1,4 @@
-"""What a token costs the server: the benchmark measures a real server, and notices a request that fails."""
+"""benchmarks.token_cost measures a real server, and notices a request that fails."""
 
 import argparse
 import asyncio

@@ -7,6 +7,7 @@ import httpx
 import pytest
 
 from server.http.http_protocol import ChunkWriter
+from server.intake.generation import Generation
 from tests.server.live import (
     MODEL,
     LiveServer,
@@ -260,6 +261,21 @@ def test_a_stream_interval_makes_fewer_chunks_of_the_same_text(folder):
         texts[chunk["choices"][0]["index"]] += chunk["choices"][0]["delta"].get("content", "")
     assert texts == [expected_text(chat_prompt("hello"), 1, 30, i) for i in (0, 1)]
     assert len(chat) == 2 * len(["role", 1, 8, 8, 8, 5, "finish"])
+
+
+@pytest.mark.parametrize("fields, expected", [({}, [1, 29]), ({"stream": True}, [1] * 30)], ids=["whole", "streamed"])
+def test_a_whole_answer_is_read_in_large_parts(folder, monkeypatch, fields, expected):
+    """To hand over a token alone costs several times as much as the token."""
+    sizes, note = [], Generation.note
+
+    def record(generation, i, output):
+        sizes.append(sum(len(sample.token_ids) for sample in output.outputs))
+        note(generation, i, output)
+
+    monkeypatch.setattr(Generation, "note", record)
+    with LiveServer(folder, "--step-seconds", "0.002") as live, live.client() as client:
+        client.post("/v1/completions", json=completion_body(max_tokens=30, **fields)).raise_for_status()
+    assert sizes == expected
 
 
 @pytest.mark.parametrize("interval", [1, 100])
