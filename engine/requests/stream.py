@@ -72,6 +72,7 @@ class RequestStream:
         self, request: Request, samples: list[tuple[Sequence, Detokenizer]], abort: Callable[[], None]
     ) -> None:
         self.request = request
+        self.num_prompt_tokens = len(request.prompt_token_ids)
         self._samples = [_Sample(*sample) for sample in samples]
         self._first = self._samples[0]
         self._num_unfinished = len(samples)
@@ -88,11 +89,9 @@ class RequestStream:
         self._scores_read = False
 
     @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.request.prompt_token_ids)
-
-    @property
     def num_generated_tokens(self) -> int:
+        if len(self._samples) == 1:  # nearly always, and for every chunk
+            return self._first.sequence.num_generated_tokens
         return sum(sample.sequence.num_generated_tokens for sample in self._samples)
 
     @property
@@ -125,10 +124,11 @@ class RequestStream:
     def give_to(self, sink: OutputSink) -> None:
         """Let `sink` take outputs between the first and the last while the reader waits. To wake a task for each of
         hundreds of streams costs more than all else that a token costs here."""
-        self._sink, self._call_soon = sink, asyncio.get_running_loop().call_soon
+        self._sink = sink
 
-    def _give(self) -> None:
-        """Give the unread output to the sink, or to the reader where the sink cannot take it."""
+    def give(self) -> None:
+        """Give the unread output to the sink, or to the reader where the sink cannot take it. Harmless without an
+        unread output."""
         waiter, sink = self._waiter, self._sink
         if not self._unread or waiter is None or waiter.done():  # the reader has the output, or will get it
             return
@@ -186,8 +186,9 @@ class RequestStream:
         params = sample.sequence.params
         return len(self._samples) == 1 and params.logprobs is None and not sample.detokenizer.has_stops
 
-    def put_plain(self, token_id: int) -> None:
-        """Detokenize and add one token of a `plain` stream, and wake its reader: `put` and `show` in one call."""
+    def put_plain(self, token_id: int) -> bool:
+        """Detokenize and add one token of a `plain` stream, and wake its reader: `put` and `show` in one call. Returns
+        True if `give` is to be called, too."""
         sample = self._first
         sample.token_ids.append(token_id)
         detokenizer = sample.detokenizer
@@ -196,15 +197,16 @@ class RequestStream:
             text = detokenizer.text(token_id)
         sample.text.append(text)
         if len(sample.token_ids) < self._enough:
-            return
+            return False
         self._unread = True
         if (waiter := self._waiter) is None:
-            return
+            return False
         if self._sink is not None:
-            self._call_soon(self._give)  # not at once: the next plan goes to the Worker first
-        elif not waiter.done():  # done: the reader was cancelled
+            return True
+        if not waiter.done():  # done: the reader was cancelled
             self._waiter = None
             waiter.set_result(None)
+        return False
 
     def detokenizer(self, index: int) -> Detokenizer:
         return self._samples[index].detokenizer
