@@ -143,6 +143,28 @@ def test_a_row_does_not_depend_on_the_batch_or_on_how_it_was_scheduled(dtype):
         torch.set_num_threads(threads)
 
 
+@pytest.mark.parametrize("num_rows", [10, 20, 40])  # with one or two threads: two or four heads of four
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("shape", [(12, 4, 64, 16), (4, 4, 32, 8), (12, 6, 32, 4)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_an_item_of_several_heads_gives_the_bits_of_one(dtype, shape, case, num_rows):
+    """With many rows of similar length an item has several KV heads; with a single row it has one."""
+    num_heads, num_kv_heads, head_dim, block_size = shape
+    seq_lens = [20 + 3 * i % 29 for i in range(num_rows)] + [0, 1]
+    data = paged(seq_lens, num_kv_heads, head_dim, block_size, dtype)
+    q = fused_q(len(seq_lens), num_heads, num_kv_heads, head_dim, dtype)
+    kwargs = options(case, num_heads)
+
+    def decode(rows):
+        tables, lens = data.block_tables[rows].contiguous(), data.seq_lens[rows].contiguous()
+        return paged_attention(q[rows], data.k_cache, data.v_cache, tables, lens, 0.3, **kwargs)
+
+    together, alone = decode(slice(0, None)), torch.cat([decode(slice(i, i + 1)) for i in range(len(seq_lens))])
+    assert torch.equal(together, alone)
+    expected = [attention(q[i : i + 1], data.keys[i], data.values[i], 0.3, **kwargs) for i in range(num_rows)]
+    torch.testing.assert_close(together[:num_rows], torch.cat(expected), **TOLERANCE[dtype])
+
+
 LONG_CASES = {
     "plain": {},
     "window": {"sliding_window": 70},

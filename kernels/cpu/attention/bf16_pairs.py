@@ -198,50 +198,57 @@ def _softmax(scores, begin, end, padded, sinks):
 
 
 @jit
-def attend_heads(q, out, k_cache, v_cache, table, first, seq_len, kv_head, num_kv_heads, group, block_size, head_dim,
-                 scale, softcap, slopes, sinks):  # fmt: skip
-    """Attention of one query row for one KV head; q and out [group, head_dim]. All heads of the group share a read of
-    each block."""
+def attend_heads(q, out, k_cache, v_cache, table, first, seq_len, kv_head, num_heads, num_kv_heads, group, block_size,
+                 head_dim, scale, softcap, slopes, sinks):  # fmt: skip
+    """Attention of one query row for num_heads KV heads from kv_head on; q and out [num_heads, group, head_dim].
+
+    All query heads of a group share a read of each block. The heads of a block are read one after the other: they are
+    neighbours in memory.
+    """
     first_block, last_block = first // block_size, (seq_len + block_size - 1) // block_size
     begin, end = first - first_block * block_size, seq_len - first_block * block_size
-    words = head_dim // 2
+    words, query_heads = head_dim // 2, num_heads * group
     row = ((last_block - first_block) * block_size + WIDTH - 1) // WIDTH * WIDTH
-    scratch = np.empty(group * (row + head_dim) + words, np.float32)
+    scratch = np.empty(query_heads * (row + head_dim) + words, np.float32)
     scores = simd.pointer_f32(scratch.ctypes.data)
-    acc = advance(scores, group * row)
-    zeros = advance(acc, group * head_dim)
-    for i in range(0, group * head_dim + words, WIDTH):
+    acc = advance(scores, query_heads * row)
+    zeros = advance(acc, query_heads * head_dim)
+    for i in range(0, query_heads * head_dim + words, WIDTH):
         store(acc, i, splat(ZERO))
-    for j in range(first_block, min(first_block + AHEAD, last_block)):
-        loops.warm(loops.block(k_cache, table, j, num_kv_heads, kv_head, block_size, head_dim), block_size, head_dim)
+    lead = loops.lead(AHEAD, num_heads, first_block, last_block)
+    for j in range(first_block, first_block + lead):
+        for h in range(kv_head, kv_head + num_heads):
+            loops.warm(loops.block(k_cache, table, j, num_kv_heads, h, block_size, head_dim), block_size, head_dim)
     for j in range(first_block, last_block):
-        later = min(j + AHEAD, last_block - 1)
-        ahead = words_at(loops.block(k_cache, table, later, num_kv_heads, kv_head, block_size, head_dim))
-        k = loops.block(k_cache, table, j, num_kv_heads, kv_head, block_size, head_dim)
         t = (j - first_block) * block_size
         n = min(block_size, end - t)
-        _score_block(words_at(q), words_at(k), ahead, n, group, words, scale, advance(scores, t), row)
-    for j in range(first_block, min(first_block + AHEAD, last_block)):
-        loops.warm(loops.block(v_cache, table, j, num_kv_heads, kv_head, block_size, head_dim), block_size, head_dim)
-    for g in range(group):
+        for h in range(num_heads):
+            k = words_at(loops.block(k_cache, table, j, num_kv_heads, kv_head + h, block_size, head_dim))
+            ahead = loops.block_ahead(k_cache, v_cache, table, j + lead, first_block, last_block, num_kv_heads,
+                                      kv_head + h, block_size, head_dim)  # fmt: skip
+            _score_block(words_at(advance(q, h * group * head_dim)), k, words_at(ahead), n, group, words, scale,
+                         advance(scores, h * group * row + t), row)  # fmt: skip
+    for g in range(query_heads):
         at = advance(scores, g * row)
         if softcap != 0 or simd.address(slopes) != 0:
             loops.adjust_scores(at, 1, 1, begin, end, softcap, loops.heads_of(slopes, g))
-    inverses = np.empty(group, np.float32)
-    for g in range(group):
+    inverses = np.empty(query_heads, np.float32)
+    for g in range(query_heads):
         inverses[g] = _softmax(advance(scores, g * row), begin, end, row, loops.heads_of(sinks, g))
     probs = words_at(scores)
     for j in range(first_block, last_block):
-        later = min(j + AHEAD, last_block - 1)
-        ahead = words_at(loops.block(v_cache, table, later, num_kv_heads, kv_head, block_size, head_dim))
-        v = words_at(loops.block(v_cache, table, j, num_kv_heads, kv_head, block_size, head_dim))
         t = (j - first_block) * block_size
         n = min(block_size, end - t)
-        _add_pairs(advance(probs, t // 2), row, v, advance(v, words), ahead, n // 2, group, words, acc)
-        if n % 2:  # rows behind the last token are undefined
-            last = advance(v, (n - 1) * words)
-            _add_pairs(advance(probs, (t + n) // 2), row, last, words_at(zeros), last, 1, group, words, acc)
-    for g in range(group):
+        for h in range(num_heads):
+            v = words_at(loops.block(v_cache, table, j, num_kv_heads, kv_head + h, block_size, head_dim))
+            later = min(j + lead, last_block - 1)
+            ahead = words_at(loops.block(v_cache, table, later, num_kv_heads, kv_head + h, block_size, head_dim))
+            weights, target = advance(probs, h * group * row + t // 2), advance(acc, h * group * head_dim)
+            _add_pairs(weights, row, v, advance(v, words), ahead, n // 2, group, words, target)
+            if n % 2:  # rows behind the last token are undefined
+                last = advance(v, (n - 1) * words)
+                _add_pairs(advance(weights, n // 2), row, last, words_at(zeros), last, 1, group, words, target)
+    for g in range(query_heads):
         for d in range(0, head_dim, 2 * WIDTH):
             _store_in_order(advance(acc, g * head_dim + d), inverses[g], advance(out, g * head_dim + d))
     simd.keep(scratch)

@@ -91,10 +91,10 @@ def _softmax(scores, begin, end, group, row, quads, units, stride, softcap, slop
 
 
 @jit
-def _attend_heads(q, out, k_cache, v_cache, table, first, seq_len, kv_head, num_kv_heads, group, block_size, head_dim,
-                  scale, softcap, slopes, sinks):  # fmt: skip
-    """Attention of one query row for one KV head; q and out [group, head_dim]. All heads of the group share a read of
-    each block."""
+def _attend_heads(q, out, k_cache, v_cache, table, first, seq_len, kv_head, num_heads, num_kv_heads, group, block_size,
+                  head_dim, scale, softcap, slopes, sinks):  # fmt: skip
+    """Attention of one query row for num_heads KV heads from kv_head on; q and out [num_heads, group, head_dim]. All
+    query heads of a group share a read of each block, and the KV heads of a block are read one after the other."""
     first_block, last_block = first // block_size, (seq_len + block_size - 1) // block_size
     begin, end = first - first_block * block_size, seq_len - first_block * block_size
     quads = (group + 1) // 4  # three or four remaining heads make a quad
@@ -102,64 +102,80 @@ def _attend_heads(q, out, k_cache, v_cache, table, first, seq_len, kv_head, num_
     rows = 3 * quads + units
     row = ((last_block - first_block) * block_size + WIDTH - 1) // WIDTH * WIDTH
     stride = row + WIDTH  # scores of one head, and room for the reciprocal sums behind them
-    zeroed = 2 * rows * head_dim + 2 * units * WIDTH
-    scratch = np.empty(rows * stride + zeroed + head_dim, np.float32)
-    scores = simd.pointer_f32(scratch.ctypes.data)
-    wide_q = advance(scores, rows * stride)
-    acc = advance(wide_q, rows * head_dim)
-    q_sums = advance(acc, rows * head_dim)
-    least_sums = advance(q_sums, units * WIDTH)
-    spare = advance(least_sums, units * WIDTH)
+    zeroed = num_heads * (2 * rows * head_dim + 2 * units * WIDTH)
+    scratch = np.empty(num_heads * rows * stride + zeroed + head_dim, np.float32)
+    scores = simd.pointer_f32(scratch.ctypes.data)  # of a KV head: rows * stride numbers
+    wide_q = advance(scores, num_heads * rows * stride)  # rows * head_dim
+    acc = advance(wide_q, num_heads * rows * head_dim)
+    q_sums = advance(acc, num_heads * rows * head_dim)  # units * WIDTH
+    least_sums = advance(q_sums, num_heads * units * WIDTH)
+    spare = advance(least_sums, num_heads * units * WIDTH)
     for i in range(0, zeroed, WIDTH):
         store(wide_q, i, splat(ZERO))
-    for g in range(group):
-        loops.widen(advance(q, g * head_dim), head_dim, scale, advance(wide_q, g * head_dim), k_cache, spare)
-    if codes.is_int4(k_cache):
-        for unit in range(units):
-            g, lanes = _unit(unit, quads)
-            loops.sum_queries(advance(wide_q, g * head_dim), head_dim, lanes, advance(q_sums, unit * WIDTH))
-    for j in range(first_block, min(first_block + AHEAD, last_block)):
-        loops.warm(loops.block(k_cache, table, j, num_kv_heads, kv_head, block_size, head_dim), block_size, head_dim)
+    for h in range(num_heads):
+        for g in range(group):
+            loops.widen(advance(q, (h * group + g) * head_dim), head_dim, scale,
+                        advance(wide_q, (h * rows + g) * head_dim), k_cache, spare)  # fmt: skip
+        if codes.is_int4(k_cache):
+            for unit in range(units):
+                g, lanes = _unit(unit, quads)
+                loops.sum_queries(advance(wide_q, (h * rows + g) * head_dim), head_dim, lanes,
+                                  advance(q_sums, (h * units + unit) * WIDTH))  # fmt: skip
+    lead = loops.lead(AHEAD, num_heads, first_block, last_block)
+    for j in range(first_block, first_block + lead):
+        for h in range(kv_head, kv_head + num_heads):
+            loops.warm(loops.block(k_cache, table, j, num_kv_heads, h, block_size, head_dim), block_size, head_dim)
     for j in range(first_block, last_block):
-        k = loops.block(k_cache, table, j, num_kv_heads, kv_head, block_size, head_dim)
-        ahead = loops.block(k_cache, table, min(j + AHEAD, last_block - 1), num_kv_heads, kv_head, block_size, head_dim)
         t = (j - first_block) * block_size
         n = min(block_size, end - t)
-        _score_block(k, ahead, t, n, block_size, head_dim, quads, units, stride, wide_q, q_sums, scores)
-    for j in range(first_block, min(first_block + AHEAD, last_block)):
-        loops.warm(loops.block(v_cache, table, j, num_kv_heads, kv_head, block_size, head_dim), block_size, head_dim)
-    _softmax(scores, begin, end, group, row, quads, units, stride, softcap, slopes, sinks)
+        for h in range(num_heads):
+            k = loops.block(k_cache, table, j, num_kv_heads, kv_head + h, block_size, head_dim)
+            ahead = loops.block_ahead(k_cache, v_cache, table, j + lead, first_block, last_block, num_kv_heads,
+                                      kv_head + h, block_size, head_dim)  # fmt: skip
+            _score_block(k, ahead, t, n, block_size, head_dim, quads, units, stride,
+                         advance(wide_q, h * rows * head_dim), advance(q_sums, h * units * WIDTH),
+                         advance(scores, h * rows * stride))  # fmt: skip
+    for h in range(num_heads):
+        _softmax(advance(scores, h * rows * stride), begin, end, group, row, quads, units, stride, softcap,
+                 loops.heads_of(slopes, h * group), loops.heads_of(sinks, h * group))  # fmt: skip
     for j in range(first_block, last_block):
-        v = loops.block(v_cache, table, j, num_kv_heads, kv_head, block_size, head_dim)
-        ahead = loops.block(v_cache, table, min(j + AHEAD, last_block - 1), num_kv_heads, kv_head, block_size, head_dim)
         t = (j - first_block) * block_size
         n = min(block_size, end - t)
-        _accumulate_block(v, ahead, t, n, block_size, head_dim, quads, units, stride, scores, least_sums, acc)
-    if codes.is_int4(v_cache):
-        for unit in range(units):
-            g, lanes = _unit(unit, quads)
-            loops.add_minima(advance(least_sums, unit * WIDTH), lanes, head_dim, advance(acc, g * head_dim))
-    for g in range(group):
-        at = 4 * (g // 4) * stride + 4 * row + g % 4 if g < 4 * quads else g * stride + row
-        loops.narrow(advance(acc, g * head_dim), head_dim, read(scores, at), advance(out, g * head_dim), v_cache, spare)
+        for h in range(num_heads):
+            v = loops.block(v_cache, table, j, num_kv_heads, kv_head + h, block_size, head_dim)
+            later = min(j + lead, last_block - 1)
+            ahead = loops.block(v_cache, table, later, num_kv_heads, kv_head + h, block_size, head_dim)
+            _accumulate_block(v, ahead, t, n, block_size, head_dim, quads, units, stride,
+                              advance(scores, h * rows * stride), advance(least_sums, h * units * WIDTH),
+                              advance(acc, h * rows * head_dim))  # fmt: skip
+    for h in range(num_heads):
+        if codes.is_int4(v_cache):
+            for unit in range(units):
+                g, lanes = _unit(unit, quads)
+                loops.add_minima(advance(least_sums, (h * units + unit) * WIDTH), lanes, head_dim,
+                                 advance(acc, (h * rows + g) * head_dim))  # fmt: skip
+        for g in range(group):
+            at = 4 * (g // 4) * stride + 4 * row + g % 4 if g < 4 * quads else g * stride + row
+            loops.narrow(advance(acc, (h * rows + g) * head_dim), head_dim, read(scores, h * rows * stride + at),
+                         advance(out, (h * group + g) * head_dim), v_cache, spare)  # fmt: skip
     simd.keep(scratch)
 
 
 @overload(attend_heads, jit_options={"error_model": "numpy"})
-def _choose(q, out, k_cache, v_cache, table, first, seq_len, kv_head, num_kv_heads, group, block_size, head_dim, scale,
-            softcap, slopes, sinks):  # fmt: skip
+def _choose(q, out, k_cache, v_cache, table, first, seq_len, kv_head, num_heads, num_kv_heads, group, block_size,
+            head_dim, scale, softcap, slopes, sinks):  # fmt: skip
     """Multiply pairs of bf16 if the machine can. Decided at compile time, except that head_dim is a multiple of 32."""
     if not (HAS_BF16_DOT and q == k_cache == BF16Pointer):
         return _attend_heads.py_func
 
-    def attend(q, out, k_cache, v_cache, table, first, seq_len, kv_head, num_kv_heads, group, block_size, head_dim,
-               scale, softcap, slopes, sinks):  # fmt: skip
+    def attend(q, out, k_cache, v_cache, table, first, seq_len, kv_head, num_heads, num_kv_heads, group, block_size,
+               head_dim, scale, softcap, slopes, sinks):  # fmt: skip
         if group > 1 and head_dim % pairs.MULTIPLE == 0:
-            pairs.attend_heads(q, out, k_cache, v_cache, table, first, seq_len, kv_head, num_kv_heads, group,
+            pairs.attend_heads(q, out, k_cache, v_cache, table, first, seq_len, kv_head, num_heads, num_kv_heads, group,
                                block_size, head_dim, scale, softcap, slopes, sinks)  # fmt: skip
         else:
-            _attend_heads(q, out, k_cache, v_cache, table, first, seq_len, kv_head, num_kv_heads, group, block_size,
-                          head_dim, scale, softcap, slopes, sinks)  # fmt: skip
+            _attend_heads(q, out, k_cache, v_cache, table, first, seq_len, kv_head, num_heads, num_kv_heads, group,
+                          block_size, head_dim, scale, softcap, slopes, sinks)  # fmt: skip
 
     return attend
 
@@ -277,6 +293,6 @@ def _launch(q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q, rows_per_
         0 if alibi_slopes is None else alibi_slopes.data_ptr(),
         num_kv_heads, num_heads // num_kv_heads, block_size, head_dim, block_tables.stride(0), q.stride(0),
         sliding_window, scale, softcap, seq_lens.data_ptr(), cu_seqlens_q, seq_lens.shape[0], num_rows, rows_per_item,
-        0 if sinks is None else sinks.data_ptr(), attention_chunk,
+        0 if sinks is None else sinks.data_ptr(), attention_chunk, torch.get_num_threads(),
     )  # fmt: skip
     return out

@@ -284,6 +284,20 @@ def block(cache, table, j, num_kv_heads, kv_head, block_size, head_dim):
 
 
 @jit
+def lead(num_blocks, num_heads, first_block, last_block):
+    """Blocks to prefetch ahead, so that num_blocks blocks of one head are on their way."""
+    return min(max(1, num_blocks // num_heads), last_block - first_block)
+
+
+@jit
+def block_ahead(k_cache, v_cache, table, j, first_block, last_block, num_kv_heads, kv_head, block_size, head_dim):
+    """The keys of the j-th block or, behind the last block, the values from the first block on: keys are read first."""
+    if j < last_block:
+        return block(k_cache, table, j, num_kv_heads, kv_head, block_size, head_dim)
+    return block(v_cache, table, first_block + j - last_block, num_kv_heads, kv_head, block_size, head_dim)
+
+
+@jit
 def words(rows, block_size, head_dim):
     """Pointer to the parameters behind the codes of a page."""
     return simd.pointer_f32(simd.address(rows) + block_size * head_dim * codes.bits(rows) // 8)
