@@ -88,13 +88,14 @@ class Delivery:
         others, last_times, to_give = [], [], []
         for pair in fresh:
             seq, token_id = pair
-            live, _ = owners[seq.seq_id]
-            times = live.last_tokens
-            if live.plain and seq.finish_reason is None and (last_time := times[0]) is not None:
-                if live.put_plain(token_id):
+            live, indices = owners[seq.seq_id]
+            times, index = live.last_tokens, indices.start
+            plain = live.plain and seq.finish_reason is None and len(indices) == 1
+            if plain and (last_time := times[index]) is not None:
+                if live.put_plain(index, token_id):
                     to_give.append(live.stream)
                 last_times.append(last_time)
-                times[0] = now
+                times[index] = now
             else:
                 others.append(pair)
         if to_give:  # not at once: the next plan goes to the Worker first

@@ -25,8 +25,8 @@ class LiveRequest:
     """`sequences` are computed. Samples that are bound to be equal (greedy, or embeddings) share one sequence. The
     sequences of a beam search are the slots of `search`.
 
-    A stream is plain if a token that does not end it needs nothing but its text: one sample, no stop strings, no
-    logprobs. Nearly all tokens are tokens of plain streams, so `plain`, `put_plain` and `last_tokens` are at hand here.
+    A stream is plain if a token that does not end a sample needs nothing but its text: no stop strings, no logprobs.
+    Nearly all tokens are tokens of plain streams, so `plain`, `put_plain` and `last_tokens` are at hand here.
     """
 
     __slots__ = (

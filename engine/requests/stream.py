@@ -180,16 +180,13 @@ class RequestStream:
 
     @property
     def plain(self) -> bool:
-        """True if a token that does not end the stream needs nothing but its text: one sample, no stop strings, no
-        logprobs."""
-        sample = self._samples[0]
-        params = sample.sequence.params
-        return len(self._samples) == 1 and params.logprobs is None and not sample.detokenizer.has_stops
+        """True if a token that does not end a sample needs nothing but its text: no stop strings, no logprobs."""
+        return self._first.sequence.params.logprobs is None and not self._first.detokenizer.has_stops
 
-    def put_plain(self, token_id: int) -> bool:
-        """Detokenize and add one token of a `plain` stream, and wake its reader: `put` and `show` in one call. Returns
-        True if `give` is to be called, too."""
-        sample = self._first
+    def put_plain(self, index: int, token_id: int) -> bool:
+        """Detokenize and add one token to a sample of a `plain` stream, and wake the reader: `put` and `show` in one
+        call. Returns True if `give` is to be called, too."""
+        sample = self._samples[index]
         sample.token_ids.append(token_id)
         detokenizer = sample.detokenizer
         text = None if detokenizer.mid_character else detokenizer.whole_texts.get(token_id)

@@ -52,6 +52,34 @@ async def test_the_reader_gets_the_first_and_the_last_output_alone(folder):
     assert for_reader == [expected[0], expected[-1]]
 
 
+class SamplesSink:
+    """Takes every output: the tokens of each of `num_samples` samples."""
+
+    ready = True
+
+    def __init__(self, num_samples):
+        self.taken = [[] for _ in range(num_samples)]
+
+    def take(self, output):
+        for part in output.outputs:
+            self.taken[part.index].extend(part.token_ids)
+
+
+async def test_a_sink_takes_the_tokens_of_every_sample(folder):
+    sink = SamplesSink(3)
+    async with running_driver(folder, "--step-seconds", "0.005") as driver:
+        stream = driver.generate(request("a", max_tokens=NUM_TOKENS, n=3, temperature=1.0))
+        stream.give_to(sink)
+        num_read = 0
+        async for output in stream:
+            num_read += sum(len(part.token_ids) for part in output.outputs)
+            sink.take(output)
+    first, *others = sink.taken
+    assert first == expected_tokens(PROMPT, 7, NUM_TOKENS)
+    assert all(len(tokens) == NUM_TOKENS and tokens != first for tokens in others)
+    assert num_read < NUM_TOKENS  # of 90: the first and the last ones
+
+
 async def test_a_sink_that_is_not_ready_leaves_outputs_to_the_reader(folder):
     async with running_driver(folder, "--step-seconds", "0.002") as driver:
         everything, for_reader = await read(driver, Sink(lambda num_tokens: num_tokens % 3 == 0))

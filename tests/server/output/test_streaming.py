@@ -263,9 +263,9 @@ def test_a_stream_interval_makes_fewer_chunks_of_the_same_text(folder):
     assert len(chat) == 2 * len(["role", 1, 8, 8, 8, 5, "finish"])
 
 
-@pytest.mark.parametrize("fields, expected", [({}, [1, 29]), ({"stream": True}, [1] * 30)], ids=["whole", "streamed"])
-def test_a_whole_answer_is_read_in_large_parts(folder, monkeypatch, fields, expected):
-    """To hand over a token alone costs several times as much as the token."""
+@pytest.mark.parametrize("fields, least, most", [({}, 2, 2), ({"stream": True}, 16, 30)], ids=["whole", "streamed"])
+def test_a_whole_answer_is_read_in_large_parts(folder, monkeypatch, fields, least, most):
+    """To hand over a token alone costs several times as much as the token. A reader that is late gets several."""
     sizes, note = [], Generation.note
 
     def record(generation, i, output):
@@ -275,7 +275,7 @@ def test_a_whole_answer_is_read_in_large_parts(folder, monkeypatch, fields, expe
     monkeypatch.setattr(Generation, "note", record)
     with LiveServer(folder, "--step-seconds", "0.002") as live, live.client() as client:
         client.post("/v1/completions", json=completion_body(max_tokens=30, **fields)).raise_for_status()
-    assert sizes == expected
+    assert sum(sizes) == 30 and least <= len(sizes) <= most
 
 
 @pytest.mark.parametrize("interval", [1, 100])
