@@ -29,8 +29,8 @@ from kernels.kv_format import kv_format_of
 
 ZERO = np.float32(0)
 ROWS_PER_ITEM = 8
-# Blocks to prefetch. 64 sequences of 160 tokens took 1.7 ms without prefetch, 1.2 ms with 2 blocks into L1, 0.9 ms with
-# 4 into L2 (one thread, 12 heads, 4 KV heads, head size 64, bf16).
+# Blocks of a head to prefetch. 64 sequences of 160 tokens, all in the caches, took 1.7 ms without prefetch, 1.2 ms with
+# 2 blocks into L1, 0.9 ms with 4 into L2 (one thread, 12 heads, 4 KV heads, head size 64, bf16).
 AHEAD = 4
 
 
