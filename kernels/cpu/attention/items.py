@@ -8,7 +8,7 @@ from kernels.cpu.parallel import jit, next_item
 from kernels.cpu.simd import WIDTH, advance, read, splat, store
 
 ARGUMENTS = "13q2d8q"  # arguments of a kernel that calls attend_items
-ITEMS_PER_THREAD = 8  # at least: what the last item makes other threads wait is then some per cent
+ITEMS_PER_THREAD = 8  # of unequal length, at least: what the last item makes other threads wait is then some per cent
 ZERO = np.float32(0)
 
 
@@ -45,17 +45,23 @@ def _attend(args, row, seq, kv_head, num_heads, seq_len, q, k_cache, v_cache, ou
 
 @jit
 def _heads_per_item(args):
-    """As many neighbouring KV heads as leave each thread ITEMS_PER_THREAD items of the longest sequence's length.
+    """The most neighbouring KV heads per item that keep the threads busy alike: each has ITEMS_PER_THREAD items of the
+    longest sequence's length, or sequences are equally long and each thread has the same number of items.
 
     The heads of a block are neighbours in memory, and a processor reads 8 KiB in a row a quarter faster than four times
     2 KiB.
     """
-    seq_lens, num_heads = simd.pointer_i32(args[17]), args[8]
+    seq_lens, num_seqs, num_kv_heads, num_threads = simd.pointer_i32(args[17]), args[19], args[8], args[24]
     longest = total = np.int64(0)
-    for seq in range(args[19]):
+    for seq in range(num_seqs):
         seq_len = np.int64(read(seq_lens, seq))
         longest, total = max(longest, seq_len), total + seq_len
-    while num_heads > 1 and num_heads * longest * ITEMS_PER_THREAD * args[24] > total * args[8]:
+    equal = longest * num_seqs * 16 <= total * 17
+    num_heads = num_kv_heads
+    while num_heads > 1:
+        many = num_heads * longest * ITEMS_PER_THREAD * num_threads <= total * num_kv_heads
+        if many or (equal and num_kv_heads // num_heads * num_seqs % num_threads == 0):
+            break
         num_heads = num_heads // 2 if num_heads % 2 == 0 else 1
     return num_heads
 
