@@ -8,7 +8,7 @@ from kernels.cpu.parallel import jit, next_item
 from kernels.cpu.simd import WIDTH, advance, read, splat, store
 
 ARGUMENTS = "13q2d8q"  # arguments of a kernel that calls attend_items
-ITEMS_PER_THREAD = 8  # of unequal length, at least: what the last item makes other threads wait is then some per cent
+ITEMS_PER_THREAD = 8  # at least, if lengths differ: what the last item makes other threads wait is then some per cent
 ZERO = np.float32(0)
 
 

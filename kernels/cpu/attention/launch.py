@@ -104,7 +104,7 @@ def _attend_heads(q, out, k_cache, v_cache, table, first, seq_len, kv_head, num_
     stride = row + WIDTH  # scores of one head, and room for the reciprocal sums behind them
     zeroed = num_heads * (2 * rows * head_dim + 2 * units * WIDTH)
     scratch = np.empty(num_heads * rows * stride + zeroed + head_dim, np.float32)
-    scores = simd.pointer_f32(scratch.ctypes.data)  # of a KV head: rows * stride numbers
+    scores = simd.pointer_f32(scratch.ctypes.data)  # rows * stride numbers per KV head
     wide_q = advance(scores, num_heads * rows * stride)  # rows * head_dim
     acc = advance(wide_q, num_heads * rows * head_dim)
     q_sums = advance(acc, num_heads * rows * head_dim)  # units * WIDTH
