@@ -78,6 +78,10 @@ def describe(kernel: Any, packed: Any) -> tuple[str, tuple[int, int]]:
         rows, words, outputs = a[6], a[8], a[9]
         name = "linear and gate" if a[11] >= 0 else name
         return f"{name} {2 * words} -> {outputs}", (4 * words * outputs, 4 * rows * words * outputs)
+    if name == "compressed_linear":
+        rows, words, outputs = a[10], a[12], a[13]
+        name = "compressed linear and gate" if a[15] >= 0 else "compressed linear"
+        return f"{name} {2 * words} -> {outputs}", (3 * words * outputs, 4 * rows * words * outputs)
     if name == "code_linear":
         rows, words, outputs, kind, is_half, groups = a[10], a[12], a[13], a[14], a[16], a[17]
         parameters = outputs * groups * (2 if is_half else 4) * (2 if a[8] else 1)

@@ -66,6 +66,11 @@ class EngineConfig:
         size=True,
     )
     num_blocks: int | None = option(None, "number of KV blocks; overrides the memory settings", minimum=1)
+    compressed_weights: bool | None = option(
+        None,
+        "on a CPU, keep linear layers a second time in 12 bits a weight, without loss: steps of up to 6 tokens take a "
+        "quarter less time, weights three quarters more memory; default: on where free memory is ten times the copy",
+    )
     kv_cache_dtype: str = option(
         "auto",
         "storage type of keys and values; auto: the model's dtype; int8, fp8 (e4m3), int4: quantised, with a scale for "

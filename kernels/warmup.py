@@ -40,11 +40,12 @@ def all_kernels() -> dict[str, "ParallelKernel"]:
     return {value.fn.__name__: value for value in values if isinstance(value, cpu.ParallelKernel)}
 
 
-def needed_kernels(dtype: str, kv_format: str | None, quantized: bool, adapters: bool) -> list[str]:
+def needed_kernels(dtype: str, kv_format: str | None, quantized: bool, adapters: bool, compressed: bool) -> list[str]:
     """The names of the kernels that a model may call.
 
     dtype: "bfloat16" or "float32"; kv_format: of a quantised KV cache; quantized: the weights are; adapters: LoRA
-    adapters are served. A kernel's name ends with its dtype and its KV format, if it has one for each of them.
+    adapters are served; compressed: bf16 weights are kept in 12 bits, too. A kernel's name ends with its dtype and its
+    KV format, if it has one for each of them.
     """
     from kernels.dispatch import cpu_kernels
 
@@ -52,8 +53,11 @@ def needed_kernels(dtype: str, kv_format: str | None, quantized: bool, adapters:
         return []
     left_out = set() if quantized else {cpu.code_linear, cpu.code_rows}
     left_out |= set() if adapters else {cpu.lora}
+    left_out |= set() if compressed else {cpu.compressed_linear}
     if dtype != "bfloat16":
-        left_out |= {cpu.linear, cpu.attention_tiles, cpu.code_linear, cpu.code_rows, cpu.lora}
+        left_out |= {
+            cpu.linear, cpu.compressed_linear, cpu.attention_tiles, cpu.code_linear, cpu.code_rows, cpu.lora,
+        }  # fmt: skip
     names = {module.__name__ for module in left_out}
     return [
         name

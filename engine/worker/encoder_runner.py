@@ -314,3 +314,7 @@ def _refuse_cache_settings(config: EngineConfig) -> None:
     for name in ("kv_cache_dtype", "kv_cache_memory", "num_blocks", "swap_space", "disk_cache"):
         if getattr(config, name) != getattr(defaults, name):
             raise ConfigError(f"{name}: this model is an encoder and has no KV cache; leave the option out.")
+    if config.compressed_weights:
+        raise ConfigError(
+            "compressed_weights: this model is an encoder, which has no steps of few tokens; leave the option out."
+        )

@@ -224,6 +224,8 @@ class ResidentDecoder(Resident):
         loaded, num_slots = self._loaded, host_cache.num_slots
         kv_format = resolve_kv_format(loaded.config, loaded.model)
         memory = {"weights": weight_bytes(loaded.model, loaded.dtype.itemsize), **used}
+        if loaded.compressed_bytes:
+            memory["compressed_weights"] = loaded.compressed_bytes
         if loaded.draft is not None:
             memory["draft_weights"] = weight_bytes(loaded.draft.model, loaded.dtype.itemsize)
         if loaded.config.serves_adapters and loaded.device.type == "cuda":

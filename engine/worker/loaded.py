@@ -23,7 +23,15 @@ from engine.worker.cache.kv_cache import (
     most_positions,
     resolve_kv_format,
 )
-from engine.worker.device.choice import check_attention, compile_kernels, make_flashinfer, resolve_dtype, take_place
+from engine.worker.device.choice import (
+    check_attention,
+    compile_kernels,
+    compressed_bytes,
+    keeps_compressed,
+    make_flashinfer,
+    resolve_dtype,
+    take_place,
+)
 from engine.worker.device.host import StepLimits, available_host_bytes, resolve_step_limits
 from engine.worker.device.queue import DeviceQueue
 from engine.worker.memory_plan import Machine, nearest_settings
@@ -44,6 +52,7 @@ class LoadedDecoder:
     attention: AttentionSettings = field(default_factory=AttentionSettings)
     draft: LoadedDraft | None = None
     finish_kernels: Callable[[], None] | None = None
+    compressed_bytes: int = 0  # what second copies of weights take
 
     @property
     def max_model_len(self) -> int:
@@ -127,12 +136,14 @@ def check_weights_fit(
     device: torch.device,
     num_ranks: int = 1,
     draft: ModelConfig | None = None,
+    compressed: int = 0,
 ) -> None:
     """DoesNotFitError, with the settings that would fit, if the device has less free memory than the weights take,
-    those of a draft model included. The ranks of a group share the host's memory evenly."""
+    those of a draft model and the `compressed` bytes of second copies included. The ranks of a group share the host's
+    memory evenly."""
     on_gpu = device.type == "cuda"
     free = torch.cuda.mem_get_info(device)[0] if on_gpu else available_host_bytes() // num_ranks
-    needed = weight_bytes(model, dtype.itemsize)
+    needed = weight_bytes(model, dtype.itemsize) + compressed
     if draft is not None:
         needed += weight_bytes(draft, dtype.itemsize)
     if on_gpu:
@@ -161,7 +172,11 @@ def load_decoder(
     dtype = resolve_dtype(config, model, device)
     check_attention(config, model, dtype, device)
     draft_config = None if draft_dir is None else read_draft_config(config, draft_dir, model)
-    check_weights_fit(config, model, dtype, device, place.size, draft_config)
+    models = [model] if draft_config is None else [model, draft_config]
+    dtype_name, free = str(dtype).removeprefix("torch."), available_host_bytes() // place.size
+    compresses = keeps_compressed(config, models, dtype_name, device.type, free)
+    compressed = compressed_bytes(models) if compresses else 0
+    check_weights_fit(config, model, dtype, device, place.size, draft_config, compressed)
     total_bytes = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 0
     limits = resolve_step_limits(config, device.type, total_bytes)
     if config.attention_backend == "flashinfer":
@@ -171,7 +186,7 @@ def load_decoder(
     # Memory that is free now bounds the memory that the KV cache can have once the weights are loaded.
     budget = total_bytes if total_bytes else host_cache_bytes(config, available_host_bytes() // place.size)
     num_positions = max(limits.max_num_batched_tokens, most_positions(config, model, dtype.itemsize, budget))
-    finish_kernels = compile_kernels(config, model, dtype, device)
+    finish_kernels = compile_kernels(config, model, dtype, device, compresses)
     progress("loading weights")
     decoder = load_model(
         model_dir,
@@ -185,11 +200,12 @@ def load_decoder(
         batch_invariant=config.batch_invariant,
         ranks=ranks,
         lora=config.lora_slots,
+        compresses=compresses,
     )
     assert isinstance(decoder, Decoder), "a causal model is a decoder"
     draft = None
     if draft_dir is not None and draft_config is not None:
         progress("loading the draft model")
-        draft = load_draft(config, draft_dir, draft_config, dtype, device, min(longest, num_positions))
+        draft = load_draft(config, draft_dir, draft_config, dtype, device, min(longest, num_positions), compresses)
     attention = AttentionSettings(config.batch_invariant, flashinfer)
-    return LoadedDecoder(config, model, decoder, limits, dtype, device, attention, draft, finish_kernels)
+    return LoadedDecoder(config, model, decoder, limits, dtype, device, attention, draft, finish_kernels, compressed)

@@ -31,7 +31,7 @@ from engine.worker.cache.kv_cache import (
     resolve_kv_format,
     size_kv_cache,
 )
-from engine.worker.device.choice import flashinfer_bytes
+from engine.worker.device.choice import compressed_bytes, flashinfer_bytes, keeps_compressed
 from engine.worker.device.cuda_graphs import GRAPH_SHARE, MAX_DRAFT_ROWS, MAX_MIXED_TOKENS, decode_sizes, mixed_buckets
 from engine.worker.device.host import StepLimits, available_host_bytes, resolve_step_limits
 from engine.worker.sampling.prompt_scorer import MAX_SCORED_LOGITS, SCORE_BYTES
@@ -60,10 +60,11 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes by use; weights include the rotary tables. `size` is None if the KV cache does not fit; `problem` says
-    why."""
+    """Bytes by use; weights include the rotary tables, compressed are second copies of weights. `size` is None if the
+    KV cache does not fit; `problem` says why."""
 
     weights: int
+    compressed: int
     activations: int
     sampler: int
     overhead: int
@@ -81,7 +82,8 @@ def make_plan(
     settings."""
     limits = resolve_step_limits(config, machine.device_type, machine.total_bytes)
     on_gpu = machine.device_type == "cuda"
-    dtype_bytes = DTYPE_BYTES[model.dtype if config.dtype == "auto" else config.dtype]
+    dtype = model.dtype if config.dtype == "auto" else config.dtype
+    dtype_bytes = DTYPE_BYTES[dtype]
     num_positions = _num_positions(config, model, machine, dtype_bytes)
     weights = weight_bytes(model, dtype_bytes) + model.rotary_bytes(num_positions)
     if draft is not None:
@@ -93,17 +95,19 @@ def make_plan(
         not on_gpu and dtype_bytes == 2 and model.tie_embeddings and not shares
     ):  # packed for lm_head, plain for embedding
         weights += len(model.vocab_part) * model.embedding_size * dtype_bytes
+    models = [model] if draft is None else [model, draft]
+    compresses = keeps_compressed(config, models, dtype, machine.device_type, machine.total_bytes)
+    compressed = compressed_bytes(models) if compresses else 0
     activations = max(
         activation_bytes(one, dtype_bytes, limits.max_num_batched_tokens)  # they run one after the other
-        for one in (model, draft)
-        if one is not None
+        for one in models
     )
     sampler = max(sampler_bytes(model, limits.max_num_seqs), scoring_bytes(model))  # they run one after the other
     overhead = 0
     if on_gpu:
         overhead = CUDA_CONTEXT_BYTES + _graph_bytes(config, model, machine, limits, dtype_bytes, draft)
         overhead += flashinfer_bytes(config, model)
-    needed = weights + activations + sampler
+    needed = weights + compressed + activations + sampler
     size, problem = None, ""
     available = machine.total_bytes - needed
     if on_gpu:
@@ -123,6 +127,7 @@ def make_plan(
         problem = error.reason  # without its advice: nearest_settings tries out settings
     return MemoryPlan(
         weights=weights,
+        compressed=compressed,
         activations=activations,
         sampler=sampler,
         overhead=overhead,
@@ -255,6 +260,8 @@ def _candidates(config: EngineConfig, model: ModelConfig, machine: Machine) -> I
         ]
     if config.kv_cache_dtype == "auto":
         yield [{"kv_cache_dtype": "int8"}]
+    if config.compressed_weights:
+        yield [{"compressed_weights": False}]
     if model.quantization is None:
         yield [{"quantization": "int8"}, {"quantization": "int4"}]
     if config.dtype == "float32" or (config.dtype == "auto" and model.dtype == "float32"):
@@ -293,6 +300,8 @@ def describe(
     notes += ["with rotary tables"] if model.position == "rope" else []
     notes += [] if draft is None else [f"{format_bytes(weight_bytes(draft, DTYPE_BYTES[dtype]))} of the draft model"]
     yield _row("weights", plan.weights, ", ".join(notes))
+    if plan.compressed:
+        yield _row("weights again", plan.compressed, "in 12 bits each, for steps of few tokens (compressed_weights)")
     yield _row("activations", plan.activations, f"at {plan.limits.max_num_batched_tokens} tokens a step")
     yield _row("sampler", plan.sampler, f"worst case at {plan.limits.max_num_seqs} sequences")
     length = plan.size.max_model_len if plan.size else model_max_len(config, model)

@@ -4,10 +4,13 @@ Only `kernels.dispatch.cpu_kernels` imports this package, and only if numba is i
 `supports_*` function: True if the compiled code covers the layout and dtype of the given tensors.
 """
 
-from kernels.cpu import decode_rows, elementwise, linear, lora, program, quantize, tokens
+from kernels.cpu import decode_rows, elementwise, program, quantize, tokens
 from kernels.cpu.attention import launch as attention
 from kernels.cpu.attention import tiles as attention_tiles
 from kernels.cpu.features import HAS_BF16_DOT
+from kernels.cpu.linear import compressed as compressed_linear
+from kernels.cpu.linear import lora
+from kernels.cpu.linear import panels as linear
 from kernels.cpu.parallel import ParallelKernel
 from kernels.cpu.quantized import code_linear, code_rows
 from kernels.cpu.sampling import draw, nucleus, token_mask
@@ -15,9 +18,9 @@ from kernels.cpu.sampling import draw, nucleus, token_mask
 # The modules with kernels that this processor can run.
 MODULES = [attention, decode_rows, draw, elementwise, nucleus, program, quantize, token_mask, tokens]
 if HAS_BF16_DOT:
-    MODULES += [attention_tiles, code_linear, code_rows, linear, lora]
+    MODULES += [attention_tiles, code_linear, code_rows, compressed_linear, linear, lora]
 
 __all__ = [
-    "MODULES", "ParallelKernel", "attention", "code_linear", "code_rows", "decode_rows", "draw", "elementwise",
-    "linear", "lora", "nucleus", "program", "quantize", "token_mask", "tokens",
+    "MODULES", "ParallelKernel", "attention", "code_linear", "code_rows", "compressed_linear", "decode_rows", "draw",
+    "elementwise", "linear", "lora", "nucleus", "program", "quantize", "token_mask", "tokens",
 ]  # fmt: skip

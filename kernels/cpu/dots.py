@@ -17,6 +17,7 @@ from kernels.cpu.simd import I32Pointer
 
 _F32V, _I32V = (ir.VectorType(scalar, WIDTH) for scalar in (ir.FloatType(), ir.IntType(32)))
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
+LANES = ir.VectorType(ir.IntType(16), 2 * WIDTH)
 
 
 @jit
@@ -40,6 +41,17 @@ def broadcast(builder, value):
 def dot(builder, total, a, b):
     """total[i] + a[2i] * b[2i] + a[2i + 1] * b[2i + 1]"""
     return instruction(builder, "vdpbf16ps $2, $1, $0", "=v,v,v,0", _F32V, a, b, total)
+
+
+def lanes(value):
+    """The same integer in every lane of 16 bits."""
+    return ir.Constant(LANES, [value] * (2 * WIDTH))
+
+
+def look_up(builder, codes, table):
+    """table[code % 32] for 32 codes of 16 bits. A table of 16 values repeats them, so bits above the
+    fourth are ignored."""
+    return instruction(builder, "vpermw $2, $1, $0", "=v,v,v", LANES, codes, table)
 
 
 # 2 ** r on 0 <= r < 1 as 1 + r * p(r), off by 9e-5 of it at most: rounding to bf16 is off by 2e-3.

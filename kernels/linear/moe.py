@@ -36,8 +36,9 @@ class Experts:
         gate_up_bias: Tensor | None = None,
         down_bias: Tensor | None = None,
         dtype: torch.dtype | None = None,
+        compresses: bool = False,
     ) -> None:
-        """dtype: of inputs and results; None for that of the plain weights."""
+        """dtype: of inputs and results; None for that of the plain weights. compresses: see PackedLinear."""
         self.num_experts, self.hidden_size, self.inner_size = down.shape
         self.formula = formula
         self.dtype = dtype or (gate_up.dtype if isinstance(gate_up, Tensor) else torch.float32)
@@ -46,8 +47,8 @@ class Experts:
             self.gate_up, self.down = Matrices.of(gate_up, gate_up_bias), Matrices.of(down, down_bias)
             self.tiles = self.down.tiles if self.down.permutations is not None else self.gate_up.tiles
         else:  # the plain copies of packed weights are dropped
-            pairs = zip(self._linears(gate_up, gate_up_bias), self._linears(down, down_bias), strict=True)
-            self.layers = list(pairs)
+            layers = (self._linears(*both, compresses) for both in ((gate_up, gate_up_bias), (down, down_bias)))
+            self.layers = list(zip(*layers, strict=True))
 
     def __call__(self, x: Tensor, routing: Routing) -> Tensor:
         """x [num_tokens, hidden] -> [num_tokens, hidden].
@@ -69,11 +70,11 @@ class Experts:
         for _, tile in tile_table(x.dtype.itemsize, read_card(x.device), self.tiles):
             grouped_experts(x, self.gate_up, self.down, routing, self.formula, tile)
 
-    def _linears(self, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> list[ExpertLinear]:
+    def _linears(self, weight: Tensor | QuantizedWeight, bias: Tensor | None, compresses: bool) -> list[ExpertLinear]:
         """One linear layer for each expert."""
         biases = [None] * self.num_experts if bias is None else list(bias)
         parts = [weight[i] if isinstance(weight, Tensor) else weight.expert(i) for i in range(self.num_experts)]
-        return [make_linear(part, one, self.dtype) for part, one in zip(parts, biases, strict=True)]
+        return [make_linear(part, one, self.dtype, compresses) for part, one in zip(parts, biases, strict=True)]
 
     def _one_by_one(self, x: Tensor, routing: Routing) -> Tensor:
         """Compute each expert that has tokens. A row is summed in the order of its experts' numbers, in fp32."""

@@ -1,6 +1,7 @@
 """The linear layer of inference. Its weights are packed once for their device."""
 
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,22 +14,26 @@ from kernels.elementwise.activation import kernel_name
 class PackedLinear:
     """y = x @ weight.T + bias. weight [out_features, in_features]; x [num_tokens, in_features].
 
-    On a CPU in bf16 the weight is packed into panels for our own kernel (kernels/cpu/linear.py) or, if the CPU lacks
-    its instructions, into oneDNN's blocked layout, 2-4 times faster than F.linear at 1 to 16 rows and no slower above.
-    The plain copy is then dropped: `weight` is None.
+    On a CPU in bf16 the weight is packed into panels for our own kernel (kernels/cpu/linear/panels.py) or, if the CPU
+    lacks its instructions, into oneDNN's blocked layout, 2-4 times faster than F.linear at 1 to 16 rows and no slower
+    above. The plain copy is then dropped: `weight` is None.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, compresses: bool = False) -> None:
+        """compresses: where our own kernel serves the weight, keep a second copy, without loss in 12 bits a weight, for
+        few rows (kernels/cpu/linear/compressed.py)."""
         self.out_features, self.in_features = weight.shape
         self.bias = bias
         self.weight: Tensor | None = weight
         self.packed_weight: Tensor | None = None
         self.panels: Tensor | None = None
+        self.compressed: Any = None  # CompressedPanels or None
         if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
             return
         cpu = cpu_kernels()
         if cpu and cpu.linear.supports_linear(weight, bias):
             self.panels, self._linear = cpu.linear.pack(weight), cpu.linear.linear
+            self.compressed = cpu.compressed_linear.compress(self.panels) if compresses else None
             self.weight = None
         elif _packing_works():
             self.packed_weight = _pack(weight)
@@ -36,6 +41,8 @@ class PackedLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[num_tokens, in_features] -> [num_tokens, out_features]"""
+        if self.compressed is not None and self.compressed.takes(x):
+            return self.compressed.linear(x, self.bias, self.out_features)  # type: ignore[no-any-return]
         if self.panels is not None:
             return self._linear(x, self.panels, self.bias, self.out_features)
         if self.packed_weight is not None:
@@ -47,17 +54,20 @@ class PackedGatedLinear:
     """gated_activation(x @ weight.T + bias, name) for a weight [gate | up], [2n, in_features], in one kernel of the
     CPU: the sums are not rounded and written in between. x [num_tokens, in_features]."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, name: str) -> None:
-        """Only for what `supports_gated_linear` accepts."""
+    def __init__(self, weight: Tensor, bias: Tensor | None, name: str, compresses: bool = False) -> None:
+        """Only for what `supports_gated_linear` accepts. compresses: see PackedLinear."""
         cpu = cpu_kernels()
         assert cpu is not None
         self.out_features = weight.shape[0]
         self.bias = None if bias is None else cpu.linear.interleave(bias)
         self._function = kernel_name(name)
         self._panels, self._linear = cpu.linear.pack(cpu.linear.interleave(weight)), cpu.linear.gated_linear
+        self.compressed: Any = cpu.compressed_linear.compress(self._panels) if compresses else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """[num_tokens, in_features] -> [num_tokens, n]"""
+        if self.compressed is not None and self.compressed.takes(x):
+            return self.compressed.gated_linear(x, self.bias, self.out_features, self._function)  # type: ignore[no-any-return]
         return self._linear(x, self._panels, self.bias, self.out_features, self._function)  # type: ignore[no-any-return]
 
 

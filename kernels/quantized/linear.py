@@ -92,9 +92,13 @@ class PartedLinear:
         return _concatenate([part(x) for part in self.parts])
 
 
-def make_linear(weight: Part, bias: Tensor | None, dtype: torch.dtype) -> QuantizedLinear | PackedLinear:
-    """The layer of a part."""
-    return PackedLinear(weight, bias) if isinstance(weight, Tensor) else QuantizedLinear(weight, bias, dtype)
+def make_linear(
+    weight: Part, bias: Tensor | None, dtype: torch.dtype, compresses: bool = False
+) -> QuantizedLinear | PackedLinear:
+    """The layer of a part. compresses: see PackedLinear."""
+    if isinstance(weight, Tensor):
+        return PackedLinear(weight, bias, compresses)
+    return QuantizedLinear(weight, bias, dtype)
 
 
 def _concatenate(parts: list[Tensor]) -> Tensor:

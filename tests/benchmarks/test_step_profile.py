@@ -30,6 +30,18 @@ def test_a_linear_layer_reads_its_weight_once():
 
 
 @needs_dots
+def test_a_compressed_layer_reads_three_quarters_of_it():
+    torch.manual_seed(0)
+    panels, x = cpu.linear.pack(torch.randn(128, 64).bfloat16()), torch.randn(3, 64).bfloat16()
+    layer = cpu.compressed_linear.compress(panels)
+    work = (panels.nbytes * 3 // 4, 2 * 3 * 64 * 128)
+    assert calls_of(lambda: layer.linear(x, None, 128)) == [("compressed linear 64 -> 128", work)]
+    assert calls_of(lambda: layer.gated_linear(x, None, 128, "silu")) == [
+        ("compressed linear and gate 64 -> 128", work)
+    ]
+
+
+@needs_dots
 def test_attention_reads_the_keys_and_values_of_every_sequence():
     caches = torch.randn(2, 8, 2, 16, 32).bfloat16()  # keys and values: blocks, KV heads, tokens, head_dim
     tables, lengths = torch.arange(6, dtype=torch.int32).view(3, 2), torch.tensor([5, 17, 30], dtype=torch.int32)

@@ -132,14 +132,16 @@ def test_a_complete_folder_is_used_where_it_cannot_be_written(monkeypatch, tmp_p
     assert code_cache.folder() == tmp_path / "mine/kernels-digest"
 
 
-@pytest.mark.parametrize("dtype, kv_format, quantized, adapters, words, modules", [
-    ("bfloat16", None, False, False, {"f32", "int8", "fp8", "int4"}, {"code_linear", "code_rows", "lora"}),
-    ("bfloat16", "int8", True, True, {"f32", "fp8", "int4"}, set()),
-    ("float32", "int4", True, True, {"bf16", "int8", "fp8"}, {"code_linear", "code_rows", "lora", "linear", "tiles"}),
+@pytest.mark.parametrize("dtype, kv_format, others, words, modules", [
+    ("bfloat16", None, False, {"f32", "int8", "fp8", "int4"},
+     {"code_linear", "code_rows", "lora", "compressed"}),
+    ("bfloat16", "int8", True, {"f32", "fp8", "int4"}, set()),
+    ("float32", "int4", True, {"bf16", "int8", "fp8"},
+     {"code_linear", "code_rows", "lora", "panels", "tiles", "compressed"}),
 ])  # fmt: skip
-def test_the_choice_leaves_out_other_dtypes_and_formats(dtype, kv_format, quantized, adapters, words, modules):
+def test_the_choice_leaves_out_other_dtypes_and_formats(dtype, kv_format, others, words, modules):
     kernels = all_kernels()
-    chosen = set(needed_kernels(dtype, kv_format, quantized, adapters))
+    chosen = set(needed_kernels(dtype, kv_format, quantized=others, adapters=others, compressed=others))
     if kv_format is not None:
         left_out = {"_attention_bf16", "_attention_f32", "_prefill"}
     else:

@@ -43,7 +43,7 @@ class MoE:
         down = _take_experts(weights, f"{prefix}.experts_out.weight")
         gate_up_bias = take_optional(weights, f"{prefix}.experts_in.bias")
         down_bias = take_optional(weights, f"{prefix}.experts_out.bias")
-        self.experts = Experts(gate_up, down, formula, gate_up_bias, down_bias, operators.dtype)
+        self.experts = Experts(gate_up, down, formula, gate_up_bias, down_bias, operators.dtype, operators.compresses)
         router_dtype = torch.float32 if config.router_float32 else operators.dtype
         if gate_up.device.type == "cuda":
             self.experts.warm_up(self.rule, self.correction, router_dtype)

@@ -37,6 +37,7 @@ class FastOperators:
     dtype: torch.dtype = torch.float32  # the model's
     ranks: Ranks | None = None  # None: one device has the whole model
     adapters: AdapterLayers | None = field(default=None, compare=False)  # None: served without adapters
+    compresses: bool = False  # see PackedLinear
 
     def linear(self, weight: Weight, bias: Tensor | None) -> Linear:
         """y = x @ weight.T + bias."""
@@ -44,13 +45,13 @@ class FastOperators:
             return PartedLinear(weight, bias, self.dtype)
         if isinstance(weight, QuantizedWeight):
             return QuantizedLinear(weight, bias, self.dtype)
-        return self.choices.linear(weight, bias) if weight.is_cuda else PackedLinear(weight, bias)
+        return self.choices.linear(weight, bias) if weight.is_cuda else PackedLinear(weight, bias, self.compresses)
 
     def gated_linear(self, weight: Weight, bias: Tensor | None, name: str) -> PackedGatedLinear | None:
         """A linear layer with the activation of a gated MLP in one kernel; None where there is no such kernel."""
         if self.adapters is not None or not isinstance(weight, Tensor) or not supports_gated_linear(weight, bias, name):
             return None
-        return PackedGatedLinear(weight, bias, name)
+        return PackedGatedLinear(weight, bias, name, self.compresses)
 
     def choose_kernels(self, device: torch.device, max_rows: int) -> None:
         """Choose the kernels of a GPU's linear layers for up to max_rows rows, and of the sums over ranks, before CUDA
@@ -81,6 +82,7 @@ class InvariantOperators:
     dtype: torch.dtype = torch.float32  # the model's
     ranks: None = None  # the order of a sum over ranks would depend on the number of rows
     adapters: None = None  # the number of rows of an adapter would choose the kernel of its product
+    compresses: bool = False  # InvariantLinear keeps plain weights alone
 
     def linear(self, weight: Weight, bias: Tensor | None) -> Linear:
         """See FastOperators."""
@@ -112,11 +114,12 @@ def operators_for(
     batch_invariant: bool,
     ranks: Ranks | None = None,
     adapters: AdapterLayers | None = None,
+    compresses: bool = False,
 ) -> Operators:
-    """The operators for a model, or for a rank's part of one. ConfigError if batch_invariant is set but a kernel for it
-    is missing."""
+    """The operators for a model, or for a rank's part of one. compresses: see PackedLinear; not with batch_invariant.
+    ConfigError if batch_invariant is set but a kernel for it is missing."""
     if not batch_invariant:
-        return FastOperators(dtype=dtype, ranks=ranks, adapters=adapters)
+        return FastOperators(dtype=dtype, ranks=ranks, adapters=adapters, compresses=compresses)
     if adapters is not None:
         raise ConfigError(
             "batch_invariant is not served with adapters (lora): the number of rows of an adapter chooses the kernel "

@@ -33,6 +33,7 @@ def load_model(
     batch_invariant: bool = False,
     ranks: Ranks | None = None,
     lora: tuple[int, int] | None = None,
+    compresses: bool = False,
 ) -> Decoder | Encoder:
     """A model with its weights in `dtype` on `device`, or quantised as config.quantization says. load_format "dummy"
     draws random weights from `seed`; the other formats read the checkpoint.
@@ -40,11 +41,12 @@ def load_model(
     `progress` gets the phase, such as "loading weights 40%". max_model_len bounds tables that grow with position.
     batch_invariant chooses linear layers and activations (engine/models/layers/operators.py); ConfigError if the device
     cannot keep the promise. `ranks` computes the model with other processes; config is then the rank's part of it
-    (engine/models/parallel/shard.py). `lora`: (slots, largest rank) for adapters beside the linear layers.
+    (engine/models/parallel/shard.py). `lora`: (slots, largest rank) for adapters beside the linear layers. compresses:
+    keep linear layers in 12 bits, too (kernels/linear/packed.py).
     ModelError names the tensor and the file if the checkpoint does not fit config.json.
     """
     adapters = None if lora is None else AdapterLayers(config, *lora, dtype, device)
-    operators = operators_for(config, dtype, device, batch_invariant, ranks, adapters)
+    operators = operators_for(config, dtype, device, batch_invariant, ranks, adapters, compresses)
     if load_format == "dummy":
         weights = dummy_weights(config, dtype, device, seed)
     else:

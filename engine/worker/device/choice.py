@@ -1,7 +1,7 @@
 """Chooses device, dtype, attention backend and the kernels to compile; resolves "auto" on this machine."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -10,15 +10,18 @@ from engine.errors import ConfigError
 from engine.executor.step import Place
 from engine.models.config import ModelConfig
 from engine.models.parallel.ranks import Ranks, join_ranks
+from engine.settings import parse_size
 from engine.worker.device.kernel_compiler import KernelCompiler
 from engine.worker.device.queue import CudaQueue, DeviceQueue
 from kernels.attention.choices import ANY, find_tile
 from kernels.attention.flashinfer import FlashInferPrefill, PromptAttention, device_bytes
 from kernels.card import BF16_CAPABILITY, MIN_CAPABILITY, read_card
+from kernels.dispatch import cpu_kernels
 from kernels.kv_format import find_kv_format
 
 logger = logging.getLogger(__name__)
 
+LEAST_FREE = 10  # by default, free memory is at least so many times the second copy
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -93,14 +96,15 @@ def check_attention(config: EngineConfig, model: ModelConfig, dtype: torch.dtype
 
 
 def compile_kernels(
-    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device
+    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device, compressed: bool
 ) -> Callable[[], None] | None:
     """Begin to compile the kernels that the model needs; call the result to wait for them. None: a GPU, whose kernels
-    are compiled by steps."""
+    are compiled by steps. compressed: bf16 weights are kept in 12 bits, too."""
     if device.type != "cpu":
         return None
     kv_format = find_kv_format(config.kv_cache_dtype)
-    return KernelCompiler(dtype, kv_format, model.quantization is not None, config.lora_slots is not None).finish
+    quantized, adapters = model.quantization is not None, config.lora_slots is not None
+    return KernelCompiler(dtype, kv_format, quantized, adapters, compressed).finish
 
 
 def make_flashinfer(
@@ -177,3 +181,46 @@ def _fast_dtypes(device: torch.device) -> tuple[bool, bool]:
     if device.type == "cuda":
         return read_card(device).capability >= BF16_CAPABILITY, True
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()), False
+
+
+def compressed_bytes(models: Sequence[ModelConfig]) -> int:
+    """Bytes of the second copies. An embedding that is no lm_head has none."""
+    total = 0
+    for model in models:
+        total += model.weight_bytes(2)
+        if not model.tie_embeddings:
+            total -= len(model.vocab_part) * model.embedding_size * 2
+    return total * 12 // 16
+
+
+def keeps_compressed(
+    config: EngineConfig, models: Sequence[ModelConfig], dtype: str, device_type: str, free_bytes: int
+) -> bool:
+    """The setting compressed_weights, or its default. models: the served model, and the draft model if there is one.
+    free_bytes: host memory before the weights are loaded. ConfigError if the setting asks for what cannot be done."""
+    if config.compressed_weights is False:
+        return False
+    obstacle = _obstacle(config, models[0], dtype, device_type)
+    if config.compressed_weights and obstacle is not None:
+        raise ConfigError(f"compressed_weights: {obstacle}; leave the option out.")
+    if config.compressed_weights or obstacle is not None:
+        return obstacle is None
+    asked = parse_size(config.kv_cache_memory or "0") or 0
+    free = free_bytes - asked - sum(model.weight_bytes(2) for model in models)
+    return free >= LEAST_FREE * compressed_bytes(models)
+
+
+def _obstacle(config: EngineConfig, model: ModelConfig, dtype: str, device_type: str) -> str | None:
+    """The reason why weights cannot be compressed; None if there is none."""
+    if device_type != "cpu":
+        return f"only a CPU reads such weights, not a device of type {device_type}"
+    if dtype != "bfloat16":
+        return f"only bfloat16 weights can be compressed, not {dtype}"
+    if model.quantization is not None:
+        return f"{model.quantization.name} weights are smaller already"
+    if config.batch_invariant:
+        return "batch_invariant has linear layers of its own"
+    cpu = cpu_kernels()
+    if cpu is None or not cpu.linear.supports_linear(torch.empty((16, 2), dtype=torch.bfloat16), None):
+        return "the kernel needs numba and a CPU with AVX512-BF16 and without AMX"
+    return None

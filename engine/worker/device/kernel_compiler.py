@@ -14,10 +14,12 @@ logger = logging.getLogger(__name__)
 class KernelCompiler:
     """Compiles what one model needs. A second process begins at once, while this one loads the weights."""
 
-    def __init__(self, dtype: torch.dtype, kv_format: KVFormat | None, quantized: bool, adapters: bool) -> None:
+    def __init__(
+        self, dtype: torch.dtype, kv_format: KVFormat | None, quantized: bool, adapters: bool, compressed: bool
+    ) -> None:
         kernels = all_kernels()
         format_name = None if kv_format is None else kv_format.name
-        names = needed_kernels(str(dtype).removeprefix("torch."), format_name, quantized, adapters)
+        names = needed_kernels(str(dtype).removeprefix("torch."), format_name, quantized, adapters, compressed)
         self._kernels = [kernels[name] for name in names]
         self._num_missing = sum(not kernel.is_on_disk() for kernel in self._kernels)
         self._helper = help_with(names) if self._num_missing > 1 and torch.get_num_threads() > 1 else None

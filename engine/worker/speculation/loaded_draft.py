@@ -62,8 +62,10 @@ def load_draft(
     dtype: torch.dtype,
     device: torch.device,
     num_positions: int,
+    compresses: bool,
 ) -> LoadedDraft:
-    """Load the weights to `device`. num_positions: the longest sequence in tokens. Raises ModelError."""
+    """Load the weights to `device`. num_positions: the longest sequence in tokens. compresses: see load_model. Raises
+    ModelError."""
     decoder = load_model(
         draft_dir,
         draft,
@@ -72,6 +74,7 @@ def load_draft(
         load_format=config.load_format,
         seed=config.seed,
         max_model_len=num_positions,
+        compresses=compresses,
     )
     assert isinstance(decoder, Decoder), "a causal model is a decoder"
     return LoadedDraft(draft, decoder)

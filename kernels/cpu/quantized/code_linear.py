@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kernels.cpu import simd
 from kernels.cpu.codes import WIDTH, F32Pointer, Vec, constant
-from kernels.cpu.dots import broadcast, dot, multiply, vector_at
+from kernels.cpu.dots import LANES, broadcast, dot, lanes, look_up, multiply, vector_at
 from kernels.cpu.features import HAS_BF16_DOT
 from kernels.cpu.parallel import empty, in_runs, jit, next_item, parallel_kernel
 from kernels.cpu.quantized.code_rows import COLUMNS, LINE, code_rows, sum_groups
@@ -39,29 +39,17 @@ ZERO = np.float32(0)
 
 _F32, _I8, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _F32V, _I8V, _I32V = ir.VectorType(_F32, WIDTH), ir.VectorType(_I8, WIDTH), ir.VectorType(_I32, WIDTH)
-_LANES = ir.VectorType(_I16, 2 * WIDTH)
-
-
-def _lanes(value):
-    return ir.Constant(_LANES, [value] * (2 * WIDTH))
-
-
-def _look_up(builder, codes, table):
-    """table[code % 32] for 32 codes of 16 bits; the tables repeat after 16 values, so bits above the fourth are
-    ignored."""
-    asm = ir.InlineAsm(ir.FunctionType(_LANES, [_LANES, _LANES]), "vpermw $2, $1, $0", "=v,v,v")
-    return builder.call(asm, [codes, table])
 
 
 def _load_lines(builder, pointer, offset, count):
     """`count` lines of codes from word `offset` on."""
     places = [builder.add(offset, ir.Constant(_I64, i * LINE)) for i in range(count)]
-    return [builder.load(vector_at(builder, pointer, place, _LANES), align=4) for place in places]
+    return [builder.load(vector_at(builder, pointer, place, LANES), align=4) for place in places]
 
 
 def _codes_of(builder, line, vector):
     """The codes of outputs 16 * vector to 16 * vector + 15, in the low four bits of each lane."""
-    return builder.lshr(line, _lanes(4 * vector)) if vector else line
+    return builder.lshr(line, lanes(4 * vector)) if vector else line
 
 
 def _halves(builder, words):
@@ -73,11 +61,11 @@ def _halves(builder, words):
 def _values_of_fp8(builder, codes):
     """32 e4m3 codes in the low bytes of 16-bit lanes -> bf16 numbers. Normal numbers get the bias of bf16; those below
     2^-6 are looked up."""
-    magnitude = builder.and_(codes, _lanes(0x7F))
-    normal = builder.add(builder.shl(magnitude, _lanes(4)), _lanes(120 << 7))
-    small = _look_up(builder, magnitude, ir.Constant(_LANES, [_bf16_bits(i % 8 / 512) for i in range(2 * WIDTH)]))
-    is_small = builder.icmp_unsigned("<", magnitude, _lanes(8))
-    sign = builder.shl(builder.and_(codes, _lanes(0x80)), _lanes(8))
+    magnitude = builder.and_(codes, lanes(0x7F))
+    normal = builder.add(builder.shl(magnitude, lanes(4)), lanes(120 << 7))
+    small = look_up(builder, magnitude, ir.Constant(LANES, [_bf16_bits(i % 8 / 512) for i in range(2 * WIDTH)]))
+    is_small = builder.icmp_unsigned("<", magnitude, lanes(8))
+    sign = builder.shl(builder.and_(codes, lanes(0x80)), lanes(8))
     return builder.or_(builder.select(is_small, small, normal), sign)
 
 
@@ -98,13 +86,13 @@ def _words(builder, kind, codes, at, v, lines, table):
     if kind == FP8:
         place = builder.add(at, ir.Constant(_I64, v * LINE // 2))
         packed = ir.VectorType(_I8, 2 * WIDTH)
-        wide = builder.zext(builder.load(vector_at(builder, codes, place, packed), align=4), _LANES)
+        wide = builder.zext(builder.load(vector_at(builder, codes, place, packed), align=4), LANES)
         return [builder.bitcast(_values_of_fp8(builder, wide), _I32V)]
     if kind == INT8:
         even, odd = (_values_of_int8(builder, codes, at, v, line) for line in (0, 1))
         return [builder.or_(builder.lshr(even, constant(_I32, 16)), odd)]
     lines = lines * (TABLES[kind] // len(lines))
-    found = [_look_up(builder, _codes_of(builder, line, v), values) for line, values in zip(lines, table, strict=True)]
+    found = [look_up(builder, _codes_of(builder, line, v), values) for line, values in zip(lines, table, strict=True)]
     return [builder.bitcast(values, _I32V) for values in found]
 
 

@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,14 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.models.config import ModelConfig
 from engine.worker.device import choice
-from engine.worker.device.choice import check_attention, make_flashinfer, resolve_device, resolve_dtype
+from engine.worker.device.choice import (
+    check_attention,
+    compressed_bytes,
+    keeps_compressed,
+    make_flashinfer,
+    resolve_device,
+    resolve_dtype,
+)
 from kernels.attention.flashinfer import PromptAttention
 from kernels.card import A10, A100, CARDS, T4
 from tests.engine.worker.lazy_queue import LazyQueue
@@ -133,3 +141,51 @@ def test_flashinfer_whose_kernels_cannot_be_built_is_refused(on_card, monkeypatc
 
     monkeypatch.setattr(as_package(monkeypatch, LazyQueue()).BatchPrefillWithPagedKVCacheWrapper, "plan", plan)
     assert "FlashInfer fails here (Ninja build failed:)" in refusal(flashinfer) and "no nvcc" in caplog.text
+
+
+@pytest.fixture
+def multiplies_pairs(monkeypatch):
+    def set_to(value):
+        linear = SimpleNamespace(supports_linear=lambda weight, bias: value)
+        monkeypatch.setattr(choice, "cpu_kernels", lambda: SimpleNamespace(linear=linear))
+
+    set_to(True)
+    return set_to
+
+
+def compresses(given, free=1 << 40, model=MODEL, dtype="bfloat16", device="cpu"):
+    return keeps_compressed(EngineConfig(**given), [model], dtype, device, free)
+
+
+def test_weights_are_compressed_where_free_memory_is_ten_times_the_copy(multiplies_pairs):
+    copy, weights = compressed_bytes([MODEL]), MODEL.weight_bytes(2)
+    plenty = 10 * copy + weights
+    assert compresses({}, plenty) and not compresses({}, plenty - 1)
+    assert not compresses({"kv_cache_memory": "1MiB"}, plenty)
+    assert compresses({"kv_cache_memory": "1MiB"}, plenty + (1 << 20))
+    assert compresses({"compressed_weights": True}, 0) and not compresses({"compressed_weights": False})
+    both = [MODEL, replace(MODEL, num_layers=2)]
+    assert compressed_bytes(both) > 2 * copy
+    assert not keeps_compressed(EngineConfig(), both, "bfloat16", "cpu", plenty)
+
+
+def test_an_embedding_that_is_no_head_is_not_compressed():
+    tied = replace(MODEL, tie_embeddings=True)
+    apart = replace(MODEL, tie_embeddings=False)
+    assert apart.weight_bytes(2) > tied.weight_bytes(2)
+    assert compressed_bytes([apart]) == compressed_bytes([tied])
+
+
+@pytest.mark.parametrize("given, words", [
+    ({"device": "cuda"}, "only a CPU reads such weights"),
+    ({"dtype": "float32"}, "only bfloat16 weights can be compressed, not float32"),
+    ({"model": replace(MODEL, quantization=SimpleNamespace(name="int8"))}, "int8 weights are smaller already"),
+    ({"invariant": True}, "batch_invariant has linear layers of its own"),
+    ({"pairs": False}, "needs numba and a CPU with AVX512-BF16"),
+])  # fmt: skip
+def test_weights_that_cannot_be_compressed_are_not_and_to_ask_for_it_is_refused(multiplies_pairs, given, words):
+    multiplies_pairs(given.pop("pairs", True))
+    invariant = given.pop("invariant", False)
+    message = refusal(lambda: compresses({"compressed_weights": True, "batch_invariant": invariant}, **given))
+    assert message.startswith("compressed_weights: ") and words in message and "leave the option out" in message
+    assert not compresses({"batch_invariant": invariant}, **given)

@@ -158,7 +158,7 @@ from engine.worker.device.host import limit_primitive_caches
 limit_primitive_caches()
 import torch
 from kernels.linear.packed import PackedLinear
-linear = PackedLinear(torch.randn(72, 64).bfloat16())  # of no width that kernels/cpu/linear.py takes
+linear = PackedLinear(torch.randn(72, 64).bfloat16())  # of no width that kernels/cpu/linear/panels.py takes
 for rows in [*range(1, 401), *range(400, 0, -1)]:
     linear(torch.ones(rows, 64, dtype=torch.bfloat16))
 """

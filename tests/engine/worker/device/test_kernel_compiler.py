@@ -71,8 +71,8 @@ def test_the_log_says_what_was_compiled_and_no_process_helps_with_what_is_on_dis
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     for on_disk in (True, False):
         monkeypatch.setattr(ParallelKernel, "is_on_disk", lambda kernel, on_disk=on_disk: on_disk)
-        KernelCompiler(torch.float32, None, quantized=False, adapters=False).finish()
-    number = len(warmup.needed_kernels("float32", None, False, False))
+        KernelCompiler(torch.float32, None, quantized=False, adapters=False, compressed=False).finish()
+    number = len(warmup.needed_kernels("float32", None, False, False, False))
     assert [len(names) for names in helped] == [number]
     first, second = (record.getMessage() for record in caplog.records)
     assert first.startswith(f"CPU kernels: 0 compiled, {number} loaded from disk in ")

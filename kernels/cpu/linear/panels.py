@@ -54,7 +54,7 @@ def _microkernel(lines):
     return microkernel
 
 
-_all_lines, _half, _quarter = _microkernel(4), _microkernel(2), _microkernel(1)
+multiply_ahead, _half, _quarter = _microkernel(4), _microkernel(2), _microkernel(1)
 
 
 @jit
@@ -71,7 +71,7 @@ def _multiply_rows(x, x_stride, panel, depth, num_rows, sums, soon):
         count = (num_rows - row + groups - group - 1) // (groups - group)
         a, out = advance(x, row * x_stride), advance(sums, row * COLUMNS)
         if groups == 1:
-            _all_lines(count, a, x_stride, panel, depth, out, advance(panel, AHEAD))
+            multiply_ahead(count, a, x_stride, panel, depth, out, advance(panel, AHEAD))
         elif groups == 2:
             _half(count, a, x_stride, panel, depth, out, advance(soon, group * depth * COLUMNS // 2))
         else:
@@ -80,7 +80,7 @@ def _multiply_rows(x, x_stride, panel, depth, num_rows, sums, soon):
 
 
 @jit
-def _store(sums, bias, out, out_features, rows, begin, column):
+def store_outputs(sums, bias, out, out_features, rows, begin, column):
     """The outputs of a panel."""
     for c in range(0, min(COLUMNS, out_features - column), WIDTH):
         offset = load(bias, column + c) if simd.address(bias) != 0 else splat(ZERO)
@@ -90,7 +90,7 @@ def _store(sums, bias, out, out_features, rows, begin, column):
 
 
 @jit
-def _store_gated(sums, bias, out, out_features, rows, begin, column, is_gelu):
+def store_gated_outputs(sums, bias, out, out_features, rows, begin, column, is_gelu):
     """act(gate) * up of a panel whose first half are gates, while the sums are in L1."""
     for c in range(0, HALF, WIDTH):
         gate_offset = up_offset = splat(ZERO)
@@ -129,9 +129,9 @@ def _linear(args):
             part, depth = advance(panels, at), min(DEPTH, words - k)
             _multiply_rows(advance(x, begin * x_stride + k), x_stride, part, depth, rows, sums, advance(panels, soon))
         if function == NO_GATE:
-            _store(sums, bias, out, out_features, rows, begin, column)
+            store_outputs(sums, bias, out, out_features, rows, begin, column)
         else:
-            _store_gated(sums, bias, out, out_features, rows, begin, column, function)
+            store_gated_outputs(sums, bias, out, out_features, rows, begin, column, function)
         item, next_one = next_one, next_item(args)
     simd.keep(scratch)
 
@@ -178,14 +178,18 @@ def gated_linear(x: Tensor, panels: Tensor, bias: Tensor | None, out_features: i
     return _run(x, panels, bias, out_features, out, GATES[function])
 
 
-def _run(x: Tensor, panels: Tensor, bias: Tensor | None, out_features: int, out: Tensor, function: int) -> Tensor:
+def word_rows(x: Tensor) -> tuple[Tensor, int]:
+    """(x or a copy of it, whose rows consist of 32-bit words; their stride in words)."""
     row_stride, stride = x.stride()
-    if stride != 1 or row_stride % 2:
-        x, row_stride = x.contiguous(), x.shape[1]
+    return (x, row_stride // 2) if stride == 1 and row_stride % 2 == 0 else (x.contiguous(), x.shape[1] // 2)
+
+
+def _run(x: Tensor, panels: Tensor, bias: Tensor | None, out_features: int, out: Tensor, function: int) -> Tensor:
+    x, row_stride = word_rows(x)
     num_rows, (num_panels, words, _) = x.shape[0], panels.shape
     _linear(
         num_panels * -(-num_rows // ROWS_PER_ITEM),
         x.data_ptr(), panels.data_ptr(), out.data_ptr(), 0 if bias is None else bias.data_ptr(),
-        num_rows, row_stride // 2, words, out_features, torch.get_num_threads(), function,
+        num_rows, row_stride, words, out_features, torch.get_num_threads(), function,
     )  # fmt: skip
     return out

@@ -1,0 +1,290 @@
+"""The bf16 linear layer over weights of 12 bits each, without loss: a step of few rows takes as long as memory does.
+
+A bf16 number has 8 bits of exponent, but trained weights use few exponents: their entropy is 2.6 bits (Zhang et al.
+2025, "70 % Size, 100 % Accuracy: Lossless LLM Compression for Efficient GPU Inference via Dynamic-Length Float",
+section 2). So a panel of 64 outputs stores the sign and the mantissa of a weight, 8 bits, and 4 bits that name one of
+the sixteen most frequent exponents of the panel. Every weight has the same length, so a panel is read in order: one
+instruction looks 32 exponents up (vpermw), one puts the parts together (vpternlogd), and vdpbf16ps multiplies as in
+kernels/cpu/linear/panels.py, in the same order of the same numbers. Results have the same bits.
+
+Some weights have another exponent: of normally distributed weights one in 14,000. Their pair of inputs is stored plain
+for all outputs of the panel. Above MAX_ROWS, decoding takes longer than reading plain weights, so both forms are kept.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+from torch import Tensor
+
+from kernels.cpu import simd
+from kernels.cpu.codes import WIDTH, F32Pointer
+from kernels.cpu.dots import LANES, broadcast, dot, lanes, look_up, vector_at
+from kernels.cpu.elementwise import GATES
+from kernels.cpu.linear.panels import (
+    COLUMNS,
+    NO_GATE,
+    ZERO,
+    multiply_ahead,
+    store_gated_outputs,
+    store_outputs,
+    word_rows,
+)
+from kernels.cpu.parallel import empty, in_runs, jit, next_item, parallel_kernel
+from kernels.cpu.simd import I32Pointer, advance, read, splat, store, write
+
+MAX_ROWS = 6  # of the microkernel: 24 sums, 4 decoded words, one word of x and 3 constants in 32 registers
+VECTORS = COLUMNS // WIDTH
+WORDS = 3 * WIDTH  # 32-bit words that hold a pair of inputs of 64 outputs: codes, and signs and mantissas twice
+AHEAD = 32 * WORDS  # prefetch distance in words, 6 KiB: as much as plain panels want reads a twentieth slower
+EXPONENTS = 16
+REST = 0x807F807F - (1 << 32)  # sign and mantissa of both numbers of a word
+MAX_OTHER = 1 / 16  # share of the words of inputs that are read plain, above which compressing gains nothing
+
+_F32V, _I32V = (ir.VectorType(scalar, WIDTH) for scalar in (ir.FloatType(), ir.IntType(32)))
+_I64 = ir.IntType(64)
+
+
+def _decoded(builder, panel, at, table):
+    """The bf16 pairs of 64 outputs, as four vectors; `at`: word of the panel's line of codes.
+
+    Lane 2 * o + i of the codes holds input i of the pair for outputs o, 16 + o, 32 + o and 48 + o, from its lowest bits
+    on. A lane of a line of rests holds two numbers: sign and mantissa of the first are in place, those of the second
+    are once its bytes are exchanged.
+    """
+    codes, *rests = (
+        builder.load(vector_at(builder, panel, builder.add(at, ir.Constant(_I64, line * WIDTH)), LANES), align=4)
+        for line in range(3)
+    )
+    found = []
+    for v in range(VECTORS):
+        exponents = look_up(builder, builder.lshr(codes, lanes(4 * v)) if v else codes, table)
+        rest = rests[v // 2]
+        if v % 2:
+            rest = builder.or_(builder.shl(rest, lanes(8)), builder.lshr(rest, lanes(8)))
+        words = builder.or_(builder.and_(rest, lanes(REST & 0xFFFF)), exponents)
+        found.append(builder.bitcast(words, _I32V))
+    return found
+
+
+def _multiply(rows):
+    """An intrinsic: sums[r, :] += x[r, :] @ panel for `rows` rows and 64 outputs over `depth` words of a row. table:
+    the exponents, in their place, int16 [32]: sixteen, twice."""
+    cells = [(r, v) for r in range(rows) for v in range(VECTORS)]
+
+    def codegen(context, builder, sig, args):
+        x, x_stride, panel, depth, table, sums = args
+        exponents = builder.load(vector_at(builder, table, ir.Constant(_I64, 0), LANES), align=4)
+        totals, targets = {}, {}
+        for r, v in cells:
+            targets[r, v] = vector_at(builder, sums, ir.Constant(_I64, r * COLUMNS + v * WIDTH), _F32V)
+            totals[r, v] = cgutils.alloca_once(builder, _F32V)
+            builder.store(builder.load(targets[r, v], align=4), totals[r, v])
+        with cgutils.for_range(builder, depth) as loop:
+            at = builder.mul(loop.index, ir.Constant(_I64, WORDS))
+            for line in range(0, WORDS, WIDTH):
+                simd.prefetch(builder, builder.gep(panel, [builder.add(at, ir.Constant(_I64, AHEAD + line))]))
+            decoded = _decoded(builder, panel, at, exponents)
+            for r in range(rows):
+                place = builder.add(builder.mul(x_stride, ir.Constant(_I64, r)), loop.index)
+                pair = broadcast(builder, builder.load(builder.gep(x, [place])))
+                for v, words in enumerate(decoded):
+                    builder.store(dot(builder, builder.load(totals[r, v]), pair, words), totals[r, v])
+        for cell in cells:
+            builder.store(builder.load(totals[cell]), targets[cell], align=4)
+        return context.get_dummy_value()
+
+    def typing(typingctx, x, x_stride, panel, depth, table, sums):
+        i64 = types.int64
+        return types.void(I32Pointer, i64, I32Pointer, i64, I32Pointer, F32Pointer), codegen
+
+    typing.__doc__ = f"{rows} rows of a compressed panel's columns."
+    return intrinsic(typing)
+
+
+_rows1, _rows2, _rows3, _rows4, _rows5, _rows6 = (_multiply(rows) for rows in range(1, MAX_ROWS + 1))
+
+
+@jit
+def _multiply_coded(num_rows, x, x_stride, panel, depth, table, sums):
+    if num_rows == 6:
+        _rows6(x, x_stride, panel, depth, table, sums)
+    elif num_rows == 5:
+        _rows5(x, x_stride, panel, depth, table, sums)
+    elif num_rows == 4:
+        _rows4(x, x_stride, panel, depth, table, sums)
+    elif num_rows == 3:
+        _rows3(x, x_stride, panel, depth, table, sums)
+    elif num_rows == 2:
+        _rows2(x, x_stride, panel, depth, table, sums)
+    else:
+        _rows1(x, x_stride, panel, depth, table, sums)
+
+
+@jit
+def _multiply_panel(num_rows, x, x_stride, panel, words, table, others, plain, other, last, sums):
+    """sums[r, :] += x[r, :] @ panel. others[other : last]: the words that are read from `plain`, in order. Each
+    prefetches the next."""
+    word = 0
+    while word < words:
+        stop = np.int64(read(others, other)) if other < last else words
+        if stop > word:
+            part = advance(panel, word * WORDS)
+            _multiply_coded(num_rows, advance(x, word), x_stride, part, stop - word, table, sums)
+        if stop < words:
+            line = advance(plain, other * COLUMNS)
+            multiply_ahead(num_rows, advance(x, stop), x_stride, line, 1, sums, advance(line, COLUMNS))
+            other += 1
+        word = stop + 1
+
+
+@parallel_kernel("14q")
+def _compressed_linear(args):
+    """Work items are panels."""
+    x, codes, tables, starts = (
+        simd.pointer_i32(args[2]), simd.pointer_i32(args[3]), simd.pointer_i32(args[4]), simd.pointer_i32(args[5])
+    )  # fmt: skip
+    others, plain, out, bias = (
+        simd.pointer_i32(args[6]), simd.pointer_i32(args[7]), simd.pointer_bf16(args[8]), simd.pointer_bf16(args[9])
+    )  # fmt: skip
+    num_rows, x_stride, words, out_features, num_runs, function = (
+        args[10], args[11], args[12], args[13], args[14], args[15]
+    )  # fmt: skip
+    scratch = np.empty(MAX_ROWS * COLUMNS, np.float32)
+    sums = simd.pointer_f32(scratch.ctypes.data)
+    item = next_item(args)
+    while item < args[1]:
+        panel = in_runs(item, args[1], num_runs)
+        for i in range(0, num_rows * COLUMNS, WIDTH):
+            store(sums, i, splat(ZERO))
+        _multiply_panel(num_rows, x, x_stride, advance(codes, panel * words * WORDS), words,
+                        advance(tables, panel * WIDTH), others, plain, np.int64(read(starts, panel)),
+                        np.int64(read(starts, panel + 1)), sums)  # fmt: skip
+        if function == NO_GATE:
+            store_outputs(sums, bias, out, out_features, num_rows, 0, panel * COLUMNS)
+        else:
+            store_gated_outputs(sums, bias, out, out_features, num_rows, 0, panel * COLUMNS, function)
+        item = next_item(args)
+    simd.keep(scratch)
+
+
+@jit
+def _exponent(word, half):
+    return (word >> (16 * half + 7)) & 0xFF
+
+
+@jit
+def _choose_exponents(counts, codes, table):
+    """The sixteen most frequent exponents: their codes, others get EXPONENTS; and the table of them, in their place."""
+    for exponent in range(256):
+        codes[exponent] = EXPONENTS
+    for code in range(EXPONENTS):
+        best = 0
+        for exponent in range(256):
+            if counts[exponent] > counts[best]:
+                best = exponent
+        codes[best], counts[best] = code, -1
+        write(table, code // 2, read(table, code // 2) | np.int32(best << (7 + 16 * (code % 2))))
+    for i in range(EXPONENTS // 2):
+        write(table, i + EXPONENTS // 2, read(table, i))
+
+
+@parallel_kernel("5q")
+def _compress(args):
+    """Work items are panels. Marks the words of inputs with an exponent that has no code."""
+    plain, packed, tables, marks = (
+        simd.pointer_i32(args[2]), simd.pointer_i32(args[3]), simd.pointer_i32(args[4]), simd.pointer_i32(args[5])
+    )  # fmt: skip
+    words = args[6]
+    counts, codes = np.empty(256, np.int64), np.empty(256, np.int64)
+    item = next_item(args)
+    while item < args[1]:
+        source, target = advance(plain, item * words * COLUMNS), advance(packed, item * words * WORDS)
+        counts[:] = 0
+        for i in range(words * COLUMNS):
+            word = np.int64(read(source, i))
+            counts[_exponent(word, 0)] += 1
+            counts[_exponent(word, 1)] += 1
+        _choose_exponents(counts, codes, advance(tables, item * WIDTH))
+        for k in range(words):
+            has_other = False
+            for o in range(WIDTH):
+                line = np.int64(0)
+                for v in range(VECTORS):
+                    word = np.int64(read(source, k * COLUMNS + v * WIDTH + o))
+                    first, second = codes[_exponent(word, 0)], codes[_exponent(word, 1)]
+                    has_other |= first == EXPONENTS or second == EXPONENTS
+                    line |= (first & 15) << (4 * v) | (second & 15) << (4 * v + 16)
+                write(target, k * WORDS + o, np.int32(line))
+                for pair in range(VECTORS // 2):
+                    at = k * COLUMNS + 2 * pair * WIDTH + o
+                    rest = np.int64(read(source, at + WIDTH)) & REST
+                    rest = (rest & 0x00FF00FF) << 8 | (rest >> 8) & 0x00FF00FF
+                    rest |= np.int64(read(source, at)) & REST
+                    write(target, k * WORDS + (pair + 1) * WIDTH + o, np.int32(rest))
+            write(marks, item * words + k, np.int32(has_other))
+        item = next_item(args)
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedPanels:
+    """The weights of panels.pack in 12 bits each; `linear` and `gated_linear` give the same bits as those of panels.py.
+
+    codes: int32 [panels, words, 48]. tables: int32 [panels, 16], the sixteen exponents of a panel, twice. others[
+    starts[p] : starts[p + 1]]: the words of panel p with an exponent that is not in its table, in order; plain: these
+    words for all outputs, int32 [others, 64].
+    """
+
+    codes: Tensor
+    tables: Tensor
+    starts: Tensor
+    others: Tensor
+    plain: Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in memory."""
+        return sum(x.nbytes for x in (self.codes, self.tables, self.starts, self.others, self.plain))
+
+    def takes(self, x: Tensor) -> bool:
+        """True if x has few rows."""
+        return 0 < len(x) <= MAX_ROWS
+
+    def linear(self, x: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
+        """x bf16 [num_rows, in_features], whose rows may be strided -> bf16 [num_rows, out_features]."""
+        return self._run(x, bias, out_features, empty((x.shape[0], out_features), torch.bfloat16), NO_GATE)
+
+    def gated_linear(self, x: Tensor, bias: Tensor | None, out_features: int, function: str) -> Tensor:
+        """See panels.gated_linear."""
+        out = empty((x.shape[0], out_features // 2), torch.bfloat16)
+        return self._run(x, bias, out_features, out, GATES[function])
+
+    def _run(self, x: Tensor, bias: Tensor | None, out_features: int, out: Tensor, function: int) -> Tensor:
+        x, row_stride = word_rows(x)
+        num_panels, words, _ = self.codes.shape
+        _compressed_linear(
+            num_panels,
+            x.data_ptr(), self.codes.data_ptr(), self.tables.data_ptr(), self.starts.data_ptr(),
+            self.others.data_ptr(), self.plain.data_ptr(), out.data_ptr(), 0 if bias is None else bias.data_ptr(),
+            x.shape[0], row_stride, words, out_features, torch.get_num_threads(), function,
+        )  # fmt: skip
+        return out
+
+
+def compress(panels: Tensor) -> CompressedPanels | None:
+    """panels: see panels.pack. None for weights whose exponents differ too much to gain anything."""
+    num_panels, words, _ = panels.shape
+    codes = torch.empty((num_panels, words, WORDS), dtype=torch.int32)
+    tables = torch.zeros((num_panels, WIDTH), dtype=torch.int32)
+    marks = torch.empty((num_panels, words), dtype=torch.int32)
+    _compress(num_panels, panels.data_ptr(), codes.data_ptr(), tables.data_ptr(), marks.data_ptr(), words)
+    marked = marks.bool()
+    starts = torch.zeros(num_panels + 1, dtype=torch.int32)
+    starts[1:] = marked.sum(1).cumsum(0)
+    if starts[-1] > MAX_OTHER * marks.numel():
+        return None
+    return CompressedPanels(codes, tables, starts, marked.nonzero()[:, 1].int(), panels[marked])
