@@ -72,6 +72,7 @@ class Profile(msgspec.Struct):
 def describe(kernel: Any, packed: Any) -> tuple[str, tuple[int, int]]:
     """(name and shape of a kernel call, (bytes of weights or of keys and values, flops)). packed: its arguments."""
     from kernels.cpu.quantized.code_linear import LINES
+    from kernels.cpu.quantized.scales import BYTES
 
     name, a = kernel.fn.__name__.lstrip("_"), kernel.pack.__self__.unpack(packed[: kernel.pack.__self__.size])
     if name == "linear":
@@ -83,8 +84,8 @@ def describe(kernel: Any, packed: Any) -> tuple[str, tuple[int, int]]:
         name = "compressed linear and gate" if a[15] >= 0 else "compressed linear"
         return f"{name} {2 * words} -> {outputs}", (3 * words * outputs, 4 * rows * words * outputs)
     if name == "code_linear":
-        rows, words, outputs, kind, is_half, groups = a[10], a[12], a[13], a[14], a[16], a[17]
-        parameters = outputs * groups * (2 if is_half else 4) * (2 if a[8] else 1)
+        rows, words, outputs, kind, form, groups = a[10], a[12], a[13], a[14], a[16], a[17]
+        parameters = int(outputs * groups * BYTES[form] * (2 if a[8] else 1))
         return f"{name} {2 * words} -> {outputs}", (
             words * outputs * LINES[kind] + parameters,
             4 * rows * words * outputs,

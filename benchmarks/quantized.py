@@ -16,6 +16,7 @@ at once, at most 16. Without --peer's program, pageserve is measured alone.
 import argparse
 import contextlib
 import json
+import math
 import random
 import statistics
 import subprocess
@@ -30,12 +31,15 @@ import torch
 
 from benchmarks.formats.gguf_writer import write_gguf
 from engine.llm import LLM
-from engine.models.families import read_model_config
+from engine.models.families import family_of, read_model_config
+from engine.models.formats.gguf import LAYOUTS, GgufFormat
 from engine.models.loading.load import weight_bytes
+from engine.models.loading.pieces import checkpoint_pieces, matrix_of
 from engine.sampling_params import SamplingParams
+from kernels.cpu.quantized.scales import BYTES, FACTORED
 from server.commands.bench.report import machine
 
-TYPES = ("BF16", "Q8_0", "Q4_0", "Q4_K")  # GGUF types
+TYPES = ("BF16", "Q8_0", "Q4_0", "Q4_K", "Q6_K")  # GGUF types
 QUANTIZATIONS = ("int8", "int4")  # applied to the checkpoint as it is loaded
 SHORT_PROMPT = 16  # tokens before the measured decode
 Run = Callable[[list[list[int]], int], dict[str, float]]  # prompts, tokens -> seconds
@@ -72,6 +76,20 @@ def gguf_file(checkpoint: Path, kind: str) -> Path:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_gguf(checkpoint, file.with_suffix(".part"), kind).rename(file)
     return file
+
+
+def bytes_in_memory(file: Path) -> int:
+    """Bytes of the weights of a GGUF file, as the kernels keep them: a plan counts scales of K types with 32 bits."""
+    config = read_model_config(file)
+    total, types = weight_bytes(config, 2), {}
+    if isinstance(config.quantization, GgufFormat):
+        types = dict(config.quantization.types)
+    for name, piece in checkpoint_pieces(config, family_of(config)).items():
+        matrix = matrix_of(name, piece)
+        if matrix is not None and (kind := types.get(matrix.module)) is not None and (layout := LAYOUTS[kind]).wide:
+            scales = math.prod(matrix.shape) // layout.group_size * (2 if layout.offsets else 1)
+            total -= scales * 4 - int(scales * BYTES[FACTORED])
+    return total
 
 
 def open_engine(model: Path, quantization: str | None) -> LLM:
@@ -154,7 +172,7 @@ def main(arguments: list[str]) -> None:
             stack.callback(peer.close)
         for kind, file in files.items():
             runs[f"pageserve {kind}"] = partial(run_engine, stack.enter_context(open_engine(file, None)))
-            sizes[f"pageserve {kind}"] = weight_bytes(read_model_config(file), 2)
+            sizes[f"pageserve {kind}"] = bytes_in_memory(file)
             if peer is not None:
                 runs[f"llama.cpp {kind}"] = partial(peer.run, file)
                 sizes[f"llama.cpp {kind}"] = file.stat().st_size

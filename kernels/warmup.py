@@ -51,12 +51,13 @@ def needed_kernels(dtype: str, kv_format: str | None, quantized: bool, adapters:
 
     if (cpu := cpu_kernels()) is None:
         return []
-    left_out = set() if quantized else {cpu.code_linear, cpu.code_rows}
+    left_out = set() if quantized else {cpu.code_linear, cpu.code_rows, cpu.scales}
     left_out |= set() if adapters else {cpu.lora}
     left_out |= set() if compressed else {cpu.compressed_linear}
     if dtype != "bfloat16":
         left_out |= {
-            cpu.linear, cpu.compressed_linear, cpu.attention_tiles, cpu.code_linear, cpu.code_rows, cpu.lora,
+            cpu.linear, cpu.compressed_linear, cpu.attention_tiles, cpu.code_linear, cpu.code_rows, cpu.scales,
+            cpu.lora,
         }  # fmt: skip
     names = {module.__name__ for module in left_out}
     return [

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kernels.cpu.quantized.scales import FACTORED, factorize
 from kernels.dispatch import cpu_kernels
 from kernels.elementwise.fp8_rows import quantize_rows
 from kernels.quantized.linear import PartedLinear, QuantizedLinear
@@ -69,6 +70,55 @@ def test_rows_are_read_back_exactly(kind, dtype):
         weight = make(kind, 97, 32, offsets, permuted=offsets)
         rows = torch.tensor([96, 0, 17, 63, 64, 17])
         assert torch.equal(QuantizedLinear(weight, None, dtype).rows(rows), weight.dequantize(dtype)[rows])
+
+
+def make_factored(kind: str, out: int, group: int, offsets: bool) -> QuantizedWeight:
+    """Scales and offsets that are integers times a factor for eight groups, with more bits than fp16 has."""
+    generator = torch.Generator().manual_seed(out)
+
+    def draw(least: int, most: int) -> torch.Tensor:
+        factors = (torch.rand(out, 512 // group // 8, 1, generator=generator) / 9).half().float()
+        return (factors * torch.randint(least, most, (out, 512 // group // 8, 8), generator=generator)).flatten(1)
+
+    codes = torch.randint(256, (out, 512), generator=generator).to(torch.uint8)
+    codes = pack_4bit(codes & 15) if kind == "int4" else codes.view(torch.int8)
+    scales = draw(0, 64) if kind == "int4" else draw(-128, 128)
+    return QuantizedWeight(codes, scales, group, draw(-64, 1) if offsets else None, INT4 if kind == "int4" else None)
+
+
+@pytest.mark.skipif(not COMPILED, reason="this processor has no vdpbf16ps")
+@pytest.mark.parametrize("kind", ["int4", "int8"])
+@pytest.mark.parametrize("out, group, offsets", [(97, 32, True), (64, 16, False), (130, 16, True)])
+def test_scales_with_a_common_factor_are_kept_as_integers(kind, out, group, offsets):
+    weight = make_factored(kind, out, group, offsets)
+    matrix, bias = weight.dequantize(), torch.randn(out).bfloat16()
+    layer = QuantizedLinear(weight, bias, torch.bfloat16)
+    packed = cpu_kernels().code_linear.PackedCodes(weight)
+    assert packed.form == FACTORED
+    panels, parameters = -(-out // 64) * 64 * 512, 1 + offsets
+    code_bytes, parameter_bytes = panels // (2 if kind == "int4" else 1), panels // group * parameters * 3 // 2
+    assert packed.num_bytes == code_bytes + parameter_bytes
+    for rows in (1, 2, 5, 7, 30, 200):
+        check(layer, matrix, torch.randn(rows, 512).bfloat16(), bias)
+    rows = torch.tensor([out - 1, 0, 17, 63, 17])
+    assert torch.equal(layer.rows(rows), weight.dequantize(torch.bfloat16)[rows])
+
+
+@pytest.mark.skipif(not COMPILED, reason="this processor has no vdpbf16ps")
+def test_factors_are_found_where_there_are_some():
+    integers = torch.tensor([-128, 127, 0, 63, 1, -1, 2, 90])
+    scales = torch.zeros(1, 16, 64)
+    scales[0, :8, 3] = 0.0123 * integers.half().float()
+    scales[0, 8:, 63] = torch.tensor(0.0123).half() * integers.float()
+    blocks = factorize(scales)
+    assert blocks.shape == (1, 2, 192)
+    factors, found = blocks[..., :64].view(torch.float32), blocks[..., 64:].contiguous().view(torch.int8)
+    assert torch.equal((factors[:, :, None] * found.view(1, 2, 8, 64)).flatten(1, 2), scales)
+    for column, value in [(63, 1.0), (62, torch.nan), (61, torch.inf)]:
+        other = scales.clone()
+        other[0, 9, column] = value
+        assert factorize(other) is None
+    assert factorize(scales[:, :4].contiguous()) is None  # no whole block
 
 
 def test_parts_of_different_kinds():

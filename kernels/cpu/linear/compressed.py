@@ -37,7 +37,7 @@ from kernels.cpu.linear.panels import (
 from kernels.cpu.parallel import empty, in_runs, jit, next_item, parallel_kernel
 from kernels.cpu.simd import I32Pointer, advance, read, splat, store, write
 
-MAX_ROWS = 6  # of the microkernel: 24 sums, 4 decoded words, one word of x and 3 constants in 32 registers
+MAX_ROWS = 6  # 24 sums, 4 decoded words, a word of x and 3 constants fill the 32 registers
 VECTORS = COLUMNS // WIDTH
 WORDS = 3 * WIDTH  # 32-bit words that hold a pair of inputs of 64 outputs: codes, and signs and mantissas twice
 AHEAD = 32 * WORDS  # prefetch distance in words, 6 KiB: as much as plain panels want reads a twentieth slower

@@ -19,11 +19,12 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from kernels.cpu import simd
-from kernels.cpu.codes import WIDTH, F32Pointer, Vec, constant
+from kernels.cpu.codes import WIDTH, F32Pointer, constant
 from kernels.cpu.dots import LANES, broadcast, dot, lanes, look_up, multiply, vector_at
 from kernels.cpu.features import HAS_BF16_DOT
 from kernels.cpu.parallel import empty, in_runs, jit, next_item, parallel_kernel
 from kernels.cpu.quantized.code_rows import COLUMNS, LINE, code_rows, sum_groups
+from kernels.cpu.quantized.scales import FACTORED, FP16, FP32, factorize, load_scales, scales_at
 from kernels.cpu.simd import I32Pointer, advance, load, splat, store
 from kernels.quantized.weight import QuantizedWeight, unpack_4bit
 
@@ -96,18 +97,23 @@ def _words(builder, kind, codes, at, v, lines, table):
     return [builder.bitcast(values, _I32V) for values in found]
 
 
-def _load_scales(builder, scales, is_half, first):
-    """Scales first to first + 63, fp16 if is_half or fp32, as four vectors."""
+def _load_scales(builder, scales, form, first):
+    """Scales first to first + 63, as four vectors."""
     targets = [cgutils.alloca_once(builder, _F32V) for _ in range(VECTORS)]
-    halves = builder.bitcast(scales, ir.HalfType().as_pointer())
-    with builder.if_else(builder.icmp_signed("!=", is_half, ir.Constant(_I64, 0))) as (half, single):
-        for pointer, vector, branch in ((halves, ir.VectorType(ir.HalfType(), WIDTH), half), (scales, _F32V, single)):
-            with branch:
-                for v, target in enumerate(targets):
-                    place = vector_at(builder, pointer, builder.add(first, ir.Constant(_I64, v * WIDTH)), vector)
-                    loaded = builder.load(place, align=2 if vector is not _F32V else 4)
-                    builder.store(loaded if vector is _F32V else builder.fpext(loaded, _F32V), target)
+    with builder.if_else(builder.icmp_signed("==", form, ir.Constant(_I64, FP16))) as (is_half, other):
+        with is_half:
+            _store_scales(builder, scales, FP16, first, targets)
+        with other, builder.if_else(builder.icmp_signed("==", form, ir.Constant(_I64, FP32))) as (single, factored):
+            with single:
+                _store_scales(builder, scales, FP32, first, targets)
+            with factored:
+                _store_scales(builder, scales, FACTORED, first, targets)
     return [builder.load(target) for target in targets]
+
+
+def _store_scales(builder, scales, form, first, targets):
+    for v, target in enumerate(targets):
+        builder.store(scales_at(builder, scales, form, builder.add(first, ir.Constant(_I64, v * WIDTH))), target)
 
 
 def _multiply(rows, kind):
@@ -134,7 +140,7 @@ def _multiply(rows, kind):
                     builder.store(dot(builder, builder.load(totals[r, v]), pairs[r], words), totals[r, v])
 
     def codegen(context, builder, sig, args):
-        x, x_stride, codes, depth, groups, tables, scales, is_half, first, sums = args
+        x, x_stride, codes, depth, groups, tables, scales, form, first, sums = args
         table = _load_lines(builder, tables, ir.Constant(_I64, 0), TABLES[kind])
         totals = {cell: cgutils.alloca_once(builder, _F32V) for cell in cells}
         with cgutils.for_range(builder, groups) as group:
@@ -144,7 +150,7 @@ def _multiply(rows, kind):
             with cgutils.for_range(builder, depth) as loop:
                 add_pair(builder, x, x_stride, codes, builder.add(begin, loop.index), table, totals)
             place = builder.add(first, builder.mul(group.index, ir.Constant(_I64, COLUMNS)))
-            factors = _load_scales(builder, scales, is_half, place)
+            factors = _load_scales(builder, scales, form, place)
             for r, v in cells:
                 target = vector_at(builder, sums, ir.Constant(_I64, r * COLUMNS + v * WIDTH), _F32V)
                 scaled = builder.fmul(builder.load(totals[r, v]), factors[v], flags=("contract",))
@@ -155,7 +161,7 @@ def _multiply(rows, kind):
     i64 = types.int64
     arguments = I32Pointer, i64, I32Pointer, i64, i64, I32Pointer, F32Pointer, i64, i64, F32Pointer
 
-    def typing(typingctx, x, x_stride, codes, depth, groups, tables, scales, is_half, first, sums):
+    def typing(typingctx, x, x_stride, codes, depth, groups, tables, scales, form, first, sums):
         return types.void(*arguments), codegen
 
     typing.__doc__ = f"Products of {rows} rows with codes."
@@ -166,19 +172,19 @@ def _microkernel(kind):
     rows1, rows2, rows3, rows4, rows5, rows6 = (_multiply(rows, kind) for rows in range(1, 7))
 
     @jit
-    def microkernel(num_rows, x, x_stride, codes, depth, groups, tables, scales, is_half, first, sums):
+    def microkernel(num_rows, x, x_stride, codes, depth, groups, tables, scales, form, first, sums):
         if num_rows == 6:
-            rows6(x, x_stride, codes, depth, groups, tables, scales, is_half, first, sums)
+            rows6(x, x_stride, codes, depth, groups, tables, scales, form, first, sums)
         elif num_rows == 5:
-            rows5(x, x_stride, codes, depth, groups, tables, scales, is_half, first, sums)
+            rows5(x, x_stride, codes, depth, groups, tables, scales, form, first, sums)
         elif num_rows == 4:
-            rows4(x, x_stride, codes, depth, groups, tables, scales, is_half, first, sums)
+            rows4(x, x_stride, codes, depth, groups, tables, scales, form, first, sums)
         elif num_rows == 3:
-            rows3(x, x_stride, codes, depth, groups, tables, scales, is_half, first, sums)
+            rows3(x, x_stride, codes, depth, groups, tables, scales, form, first, sums)
         elif num_rows == 2:
-            rows2(x, x_stride, codes, depth, groups, tables, scales, is_half, first, sums)
+            rows2(x, x_stride, codes, depth, groups, tables, scales, form, first, sums)
         else:
-            rows1(x, x_stride, codes, depth, groups, tables, scales, is_half, first, sums)
+            rows1(x, x_stride, codes, depth, groups, tables, scales, form, first, sums)
 
     return microkernel
 
@@ -237,55 +243,37 @@ def _decode(kind):
 _decode4, _decode8, _decode_fp8, _decode_split4 = (_decode(kind) for kind in (INT4, INT8, FP8, SPLIT4))
 
 
-@intrinsic
-def _load_half(typingctx, pointer, index):
-    """Sixteen fp16 numbers, `index` counted in them, widened."""
-
-    def codegen(context, builder, sig, args):
-        halves = builder.bitcast(args[0], _I16.as_pointer())
-        place = builder.bitcast(builder.gep(halves, [args[1]]), ir.VectorType(ir.HalfType(), WIDTH).as_pointer())
-        return builder.fpext(builder.load(place, align=2), _F32V)
-
-    return Vec(F32Pointer, types.int64), codegen
-
-
 @jit
-def _parameter(values, is_half, index):
-    """Scales or offsets of sixteen outputs."""
-    return _load_half(values, index) if is_half else load(values, index)
-
-
-@jit
-def _add_offsets(num_rows, sums, offsets, is_half, at, x_sums, num_groups):
+def _add_offsets(num_rows, sums, offsets, form, at, x_sums, num_groups):
     """sums += offset * sum of the group's inputs, for each group. `at`: index of the panel's first offset."""
     for g in range(num_groups):
         for c in range(0, COLUMNS, WIDTH):
-            offset = _parameter(offsets, is_half, at + g * COLUMNS + c)
+            offset = load_scales(offsets, form, at + g * COLUMNS + c)
             for r in range(num_rows):
                 x_sum = splat(simd.read(x_sums, r * num_groups + g))
                 store(sums, r * COLUMNS + c, simd.fma(offset, x_sum, load(sums, r * COLUMNS + c)))
 
 
 @jit
-def _multiply_direct(kind, x, x_stride, codes, tables, group, num_rows, sums, scales, is_half, at, num_groups):
+def _multiply_direct(kind, x, x_stride, codes, tables, group, num_rows, sums, scales, form, at, num_groups):
     """sums[r, :] += x[r, :] @ panel without its offsets, in groups of up to six rows of nearly equal size."""
     blocks, row = (num_rows + 5) // 6, 0
     for block in range(blocks):
         count = (num_rows - row + blocks - block - 1) // (blocks - block)
         part, out = advance(x, row * x_stride), advance(sums, row * COLUMNS)
         if kind == INT4:
-            _multiply4(count, part, x_stride, codes, group, num_groups, tables, scales, is_half, at, out)
+            _multiply4(count, part, x_stride, codes, group, num_groups, tables, scales, form, at, out)
         elif kind == SPLIT4:
-            _multiply_split4(count, part, x_stride, codes, group, num_groups, tables, scales, is_half, at, out)
+            _multiply_split4(count, part, x_stride, codes, group, num_groups, tables, scales, form, at, out)
         elif kind == INT8:
-            _multiply8(count, part, x_stride, codes, group, num_groups, tables, scales, is_half, at, out)
+            _multiply8(count, part, x_stride, codes, group, num_groups, tables, scales, form, at, out)
         else:
-            _multiply_fp8(count, part, x_stride, codes, group, num_groups, tables, scales, is_half, at, out)
+            _multiply_fp8(count, part, x_stride, codes, group, num_groups, tables, scales, form, at, out)
         row += count
 
 
 @jit
-def _decode_part(kind, codes, tables, group, first, depth, weights, factors, scales, offsets, is_half, at):
+def _decode_part(kind, codes, tables, group, first, depth, weights, factors, scales, offsets, form, at):
     """Pairs `first` to first + depth of a panel as bf16 weights; `factors`: room for the scales of a group."""
     terms = advance(factors, COLUMNS)
     k = first
@@ -293,9 +281,9 @@ def _decode_part(kind, codes, tables, group, first, depth, weights, factors, sca
         g = k // group
         count = min((g + 1) * group, first + depth) - k
         for c in range(0, COLUMNS, WIDTH):
-            store(factors, c, _parameter(scales, is_half, at + g * COLUMNS + c))
+            store(factors, c, load_scales(scales, form, at + g * COLUMNS + c))
             if simd.address(offsets) != 0:
-                store(terms, c, _parameter(offsets, is_half, at + g * COLUMNS + c))
+                store(terms, c, load_scales(offsets, form, at + g * COLUMNS + c))
             else:
                 store(terms, c, splat(ZERO))
         target = advance(weights, (k - first) * COLUMNS)
@@ -339,7 +327,7 @@ def _code_linear(args):
     )  # fmt: skip
     scales, offsets, x_sums = simd.pointer_f32(args[7]), simd.pointer_f32(args[8]), simd.pointer_f32(args[9])
     num_rows, x_stride, words, out_features = args[10], args[11], args[12], args[13]
-    kind, group, is_half, num_groups = args[14], args[15], args[16], args[17]
+    kind, group, form, num_groups = args[14], args[15], args[16], args[17]
     decodes, wide, num_runs = args[18], simd.pointer_f32(args[19]), args[20]
     floats = np.empty((ROWS_PER_ITEM + 8) * COLUMNS, np.float32)
     sums = simd.pointer_f32(floats.ctypes.data)
@@ -360,13 +348,13 @@ def _code_linear(args):
         if decodes:
             for k in range(0, words, DEPTH):
                 depth = min(DEPTH, words - k)
-                _decode_part(kind, part, tables, group, k, depth, weights, products, scales, offsets, is_half, at)
+                _decode_part(kind, part, tables, group, k, depth, weights, products, scales, offsets, form, at)
                 _multiply_decoded(advance(x, begin * x_stride + k), x_stride, weights, depth, rows, sums)
         else:
             _multiply_direct(kind, advance(x, begin * x_stride), x_stride, part, tables, group, rows, sums, scales,
-                             is_half, at, num_groups)  # fmt: skip
+                             form, at, num_groups)  # fmt: skip
             if simd.address(offsets) != 0:
-                _add_offsets(rows, sums, offsets, is_half, at, advance(x_sums, begin * num_groups), num_groups)
+                _add_offsets(rows, sums, offsets, form, at, advance(x_sums, begin * num_groups), num_groups)
         for c in range(0, min(COLUMNS, out_features - column), WIDTH):
             term = load(bias, column + c) if simd.address(bias) != 0 else splat(ZERO)
             for r in range(rows):
@@ -392,8 +380,7 @@ class PackedCodes:
         self.tables = torch.tensor([values * 2 for values in tables], dtype=torch.bfloat16)
         self.values = _values_of(self.kind) if self.kind in (INT8, FP8) else self.tables[:, :WIDTH].float().contiguous()
         parameters = [weight.scales] if weight.offsets is None else [weight.scales, weight.offsets]
-        half = all(torch.equal(values.half().float(), values.float()) for values in parameters)
-        packed = [_pack_parameters(values.half() if half else values.float()) for values in parameters]
+        self.form, packed = _store(parameters)
         self.scales, self.offsets = packed[0], packed[1] if len(packed) > 1 else None
 
     @property
@@ -406,7 +393,10 @@ class PackedCodes:
         """Rows of the matrix: int64 [n] -> fp32 [n, in]."""
         planes = 0 if self.kind in (INT8, FP8) else self.codes.shape[2]
         steps = (1, COLUMNS) if self.kind == INT8 else (2, 1)
-        return code_rows(indices, self.codes, self.values, self.scales, self.offsets, planes=planes, steps=steps)
+        return code_rows(
+            indices, self.codes, self.values, self.scales, self.offsets, form=self.form, group_size=self.group_size,
+            planes=planes, steps=steps,
+        )  # fmt: skip
 
 
 def supports_codes(weight: QuantizedWeight, dtype: torch.dtype) -> bool:
@@ -466,6 +456,15 @@ def _pack_bytes(codes: Tensor, kind: int) -> Tensor:
     return _padded(codes).view(-1, COLUMNS, codes.shape[1] // 2, 2).permute(order).contiguous()
 
 
+def _store(parameters: list[Tensor]) -> tuple[int, list[Tensor]]:
+    """(form, scales or offsets [out, groups] in it): the smallest form that holds all of them exactly."""
+    wide = [_pack_parameters(values.float()) for values in parameters]
+    if all(torch.equal(values.half().float(), values) for values in wide):
+        return FP16, [values.half() for values in wide]
+    blocks = [factorize(values) for values in wide]
+    return (FACTORED, blocks) if all(values is not None for values in blocks) else (FP32, wide)
+
+
 def _pack_parameters(values: Tensor) -> Tensor:
     """Scales or offsets [out, groups] -> [panels, groups, 64]."""
     return _padded(values).view(-1, COLUMNS, values.shape[1]).transpose(1, 2).contiguous()
@@ -508,7 +507,7 @@ def _launch(x: Tensor, weight: PackedCodes, bias: Tensor | None, dtype: torch.dt
         x.data_ptr(), weight.codes.data_ptr(), weight.tables.data_ptr(), out.data_ptr(),
         0 if bias is None else bias.data_ptr(), weight.scales.data_ptr(), 0 if offsets is None else offsets.data_ptr(),
         0 if x_sums is None else x_sums.data_ptr(), num_rows, row_stride // 2, in_features // 2, width,
-        weight.kind, weight.group_size // 2, weight.scales.dtype == torch.float16, num_groups,
+        weight.kind, weight.group_size // 2, weight.form, num_groups,
         decodes, out.data_ptr() if dtype == torch.float32 else 0, torch.get_num_threads(),
     )  # fmt: skip
     return out if width == weight.out_features else out[:, : weight.out_features].contiguous()

@@ -1,35 +1,17 @@
 """Rows of a matrix in panels of codes (code_linear.py), for embeddings, and sums of groups of inputs, for offsets."""
 
 import torch
-from llvmlite import ir
-from numba import float32, types
-from numba.extending import intrinsic
+from numba import float32
 from torch import Tensor
 
 from kernels.cpu import simd
 from kernels.cpu.codes import WIDTH
 from kernels.cpu.parallel import empty, jit, next_item, parallel_kernel
+from kernels.cpu.quantized.scales import read_scale
 from kernels.cpu.simd import advance, load, read, splat, write
 
 COLUMNS = 64  # outputs per panel
 LINE = 16  # 32-bit words of a line of codes
-
-
-@intrinsic
-def _read_half(typingctx, pointer, index):
-    """A number of fp16, `index` counted in them, widened."""
-
-    def codegen(context, builder, sig, args):
-        halves = builder.bitcast(args[0], ir.HalfType().as_pointer())
-        return builder.fpext(builder.load(builder.gep(halves, [args[1]]), align=2), ir.FloatType())
-
-    return types.float32(pointer, types.int64), codegen
-
-
-@jit
-def _parameter(values, is_half, index):
-    """A scale or an offset."""
-    return _read_half(values, index) if is_half else read(values, index)
 
 
 @jit
@@ -51,7 +33,7 @@ def _code_rows(args):
     """Work items are rows: out[item] = row indices[item] of the matrix."""
     indices, codes, values = simd.pointer_i64(args[2]), simd.pointer_i32(args[3]), simd.pointer_f32(args[4])
     scales, offsets, out = simd.pointer_f32(args[5]), simd.pointer_f32(args[6]), simd.pointer_f32(args[7])
-    words, group, num_groups, is_half = args[8], args[9], args[10], args[11]
+    words, group, num_groups, form = args[8], args[9], args[10], args[11]
     planes, num_tables, row_step, input_step = args[12], args[13], args[14], args[15]
     item = next_item(args)
     while item < args[1]:
@@ -60,8 +42,8 @@ def _code_rows(args):
         for k in range(words):
             pair = panel * words + k
             at = (panel * num_groups + k // group) * COLUMNS + row
-            scale = _parameter(scales, is_half, at)
-            offset = _parameter(offsets, is_half, at) if simd.address(offsets) != 0 else float32(0)
+            scale = read_scale(scales, form, at)
+            offset = read_scale(offsets, form, at) if simd.address(offsets) != 0 else float32(0)
             for i in range(2):
                 if planes == 0:
                     meaning = _code8(codes, values, pair, row * row_step + i * input_step)
@@ -81,22 +63,24 @@ def code_rows(
     scales: Tensor,
     offsets: Tensor | None,
     *,
+    form: int,
+    group_size: int,
     planes: int,
     steps: tuple[int, int] = (0, 0),
 ) -> Tensor:
     """Rows `indices`, int64 [n], of a matrix of PackedCodes -> fp32 [n, in_features].
 
-    values fp32 [tables, 16] or [256]: the meanings of codes. scales and offsets fp16 or fp32 [panels, groups, 64].
+    values fp32 [tables, 16] or [256]: the meanings of codes. scales and offsets: in a `form` of scales.py.
     planes: lines of 4-bit codes for a pair of inputs; 0 for 8-bit codes, whose `steps` are the bytes from an output to
     the next and from an input to the next.
     """
-    words, num_groups = codes.shape[1], scales.shape[1]
+    words = codes.shape[1]
     out = empty((len(indices), 2 * words), torch.float32)
     indices = indices.contiguous()
     _code_rows(
         len(indices), indices.data_ptr(), codes.data_ptr(), values.data_ptr(), scales.data_ptr(),
-        0 if offsets is None else offsets.data_ptr(), out.data_ptr(), words, words // num_groups, num_groups,
-        scales.dtype == torch.float16, planes, len(values), *steps,
+        0 if offsets is None else offsets.data_ptr(), out.data_ptr(), words, group_size // 2,
+        2 * words // group_size, form, planes, len(values), *steps,
     )  # fmt: skip
     return out
 

@@ -8,9 +8,12 @@ import torch
 from engine.checkpoint.gguf import PLAIN_TYPES, TENSOR_TYPES
 from engine.models.formats.gguf import LAYOUTS, GgufFormat, read_blocks
 from engine.models.weight_format import Matrix
+from kernels.cpu.quantized.scales import FACTORED, FP16
+from kernels.dispatch import cpu_kernels
 from kernels.quantized.weight import concatenate_rows
 
 ROWS, COLUMNS = 5, 768
+COMPILED = cpu_kernels() is not None and cpu_kernels().code_linear.HAS_BF16_DOT
 FP16_NUMBERS = {  # where the blocks of a type hold numbers in fp16, which random bytes would make infinite
     "Q4_1": (0, 2), "Q5_1": (0, 2), "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)
 }  # fmt: skip
@@ -36,6 +39,13 @@ def test_values_are_those_of_the_reference(kind: str) -> None:
     matrix = Matrix("m", "m", (ROWS, COLUMNS))
     assert GgufFormat((("m", kind),)).num_bytes(matrix, 2) == weight.num_bytes
     assert concatenate_rows([weight, weight]) is not None
+
+
+@pytest.mark.skipif(not COMPILED, reason="this processor has no vdpbf16ps")
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_scales_take_no_more_bytes_than_they_need(kind: str) -> None:
+    packed = cpu_kernels().code_linear.PackedCodes(read_blocks(torch.from_numpy(random_blocks(kind)), kind))
+    assert packed.form == (FACTORED if LAYOUTS[kind].wide else FP16)
 
 
 def test_the_two_tables_of_types_agree() -> None:

@@ -1,0 +1,145 @@
+"""Scales and offsets of panels of 64 outputs in memory: as fp32, as fp16, or as integers with common factors.
+
+The K types of GGUF store the scale of a group as a small integer, and one factor in fp16 for eight or sixteen groups.
+`factorize` finds both again in their exact products, so that a scale takes 12 bits instead of 32. A block of such
+scales has the factors of eight groups for the 64 outputs, fp32, and then the integers, int8 [8, 64].
+"""
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+from torch import Tensor
+
+from kernels.cpu import simd
+from kernels.cpu.codes import WIDTH, F32Pointer, Vec
+from kernels.cpu.parallel import jit, next_item, parallel_kernel
+from kernels.cpu.simd import advance, read, write
+
+COLUMNS = 64  # outputs per panel
+FP32, FP16, FACTORED = FORMS = 0, 1, 2
+BYTES = (4, 2, 1.5)  # per scale, by form
+GROUPS = 8  # in a block
+BLOCK = COLUMNS + GROUPS * COLUMNS // 4  # words per block
+LEAST = -128  # the least integer
+
+_F32, _HALF, _I8, _I64 = ir.FloatType(), ir.HalfType(), ir.IntType(8), ir.IntType(64)
+
+
+def _places(builder, index):
+    """(word of the factor, byte of the integer) of a scale of the form FACTORED."""
+    constant = lambda value: ir.Constant(_I64, value)  # noqa: E731
+    block = builder.mul(builder.lshr(index, constant(9)), constant(BLOCK))
+    integers = builder.shl(builder.add(block, constant(COLUMNS)), constant(2))
+    column = builder.and_(index, constant(COLUMNS - 1))
+    return builder.add(block, column), builder.add(integers, builder.and_(index, constant(GROUPS * COLUMNS - 1)))
+
+
+def scales_at(builder, values, form, index, count=WIDTH):
+    """Scales index to index + count - 1 as a vector of fp32; count 1: as a number. values: a pointer to fp32. The
+    compiler knows form and count."""
+
+    def kind(element):
+        return element if count == 1 else ir.VectorType(element, count)
+
+    def load(element, place):
+        first = builder.gep(builder.bitcast(values, element.as_pointer()), [place])
+        return builder.load(builder.bitcast(first, kind(element).as_pointer()), align=1)
+
+    if form == FP32:
+        return load(_F32, index)
+    if form == FP16:
+        return builder.fpext(load(_HALF, index), kind(_F32))
+    factor, integer = _places(builder, index)
+    return builder.fmul(load(_F32, factor), builder.sitofp(load(_I8, integer), kind(_F32)))
+
+
+def _reader(result, form, count):
+    def typing(typingctx, values, index):
+        generate = lambda context, builder, sig, args: scales_at(builder, args[0], form, args[1], count)  # noqa: E731
+        return result(F32Pointer, types.int64), generate
+
+    typing.__doc__ = "One scale, or sixteen."
+    return intrinsic(typing)
+
+
+_load_fp32, _load_fp16, _load_factored = (_reader(Vec, form, WIDTH) for form in FORMS)
+_read_fp32, _read_fp16, _read_factored = (_reader(types.float32, form, 1) for form in FORMS)
+
+
+@jit
+def load_scales(values, form, index):
+    """Scales index to index + 15."""
+    if form == FP16:
+        return _load_fp16(values, index)
+    return _load_fp32(values, index) if form == FP32 else _load_factored(values, index)
+
+
+@jit
+def read_scale(values, form, index):
+    """Scale `index`."""
+    if form == FP16:
+        return _read_fp16(values, index)
+    return _read_fp32(values, index) if form == FP32 else _read_factored(values, index)
+
+
+@jit
+def _divides(factor, values, at):
+    """True if eight scales 64 apart are integers from -128 to 127 times the factor, exactly in fp32."""
+    for g in range(GROUPS):
+        value = read(values, at + g * COLUMNS)
+        integer = np.rint(value / factor)
+        if not (integer * factor == value and LEAST <= integer < -LEAST):
+            return False
+    return True
+
+
+@jit
+def _factor(values, at):
+    """A factor that divides eight scales 64 apart; NaN if there is none. The largest scale becomes a negative integer,
+    because types with signed integers use -128."""
+    largest = np.float32(0)
+    for g in range(GROUPS):
+        value = read(values, at + g * COLUMNS)
+        largest = value if abs(value) > abs(largest) else largest
+    if largest == 0 and _divides(np.float32(1), values, at):
+        return np.float32(1)
+    for integer in range(LEAST, 0):
+        factor = largest / np.float32(integer)
+        if _divides(factor, values, at):
+            return factor
+    return np.float32(np.nan)
+
+
+@parallel_kernel("3q")
+def _factorize(args):
+    """Work items are blocks. Writes 0 to found[0] where one has no factors."""
+    values, out, found = simd.pointer_f32(args[2]), simd.pointer_i32(args[3]), simd.pointer_i32(args[4])
+    item = next_item(args)
+    while item < args[1]:
+        source, target = advance(values, item * GROUPS * COLUMNS), advance(out, item * BLOCK)
+        factors = simd.pointer_f32(simd.address(target))
+        for column in range(COLUMNS):
+            factor = _factor(source, column)
+            if np.isnan(factor):
+                write(found, 0, np.int32(0))
+                factor = np.float32(1)
+            write(factors, column, factor)
+            for g in range(GROUPS):
+                integer = np.int64(np.rint(read(source, column + g * COLUMNS) / factor))
+                place = COLUMNS + (g * COLUMNS + column) // 4
+                word = np.int64(read(target, place)) | (integer & 255) << (column % 4 * 8)
+                write(target, place, np.int32(word))
+        item = next_item(args)
+
+
+def factorize(scales: Tensor) -> Tensor | None:
+    """fp32 [panels, groups, 64] -> blocks, int32 [panels, groups / 8, 192], which hold the same numbers; None where
+    there are no such factors."""
+    panels, groups, _ = scales.shape
+    if groups % GROUPS:
+        return None
+    out, found = torch.zeros((panels, groups // GROUPS, BLOCK), dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    _factorize(panels * groups // GROUPS, scales.data_ptr(), out.data_ptr(), found.data_ptr())
+    return out if found.item() else None
