@@ -7,7 +7,8 @@ FORGET = 0.98  # weight of a step relative to the one after it
 PRIOR_ROWS = 8.0  # before the fit: reading the weights takes as long as computing so many rows
 MIN_STEPS, MIN_VARIANCE = 8.0, 0.5  # a fit needs steps of this weight, whose numbers of rows have this variance
 LEARN_MORE, LEARN_LESS = 0.1, 0.5  # weights of a pass that took longer, and less, than the estimate
-LARGEST = 2.0  # a step counts at most as so many times the estimate: others pay for compilers and page faults
+LARGEST = 2.0  # a step counts at most as so many times the estimate
+FADE = 0.998  # per step: a slope that no step confirms goes back to the first estimate, so that drafts are tried again
 
 
 class StepCosts:
@@ -18,14 +19,22 @@ class StepCosts:
         self._rows_rows = self._rows_seconds = 0.0  # weighted means of products
         self.fixed, self.per_row = PRIOR_ROWS, 1.0
         self._known: set[int] = set()  # numbers of rows that occurred
+        self._slow: set[int] = set()  # numbers of rows whose last step was slow
 
     def add(self, rows: int, seconds: float) -> None:
-        """Learns the seconds of a step. The first step of a number of rows may compile, and does not count."""
+        """Learns the seconds of a step. The first step of a number of rows may record a program, and does not count.
+        Nor does a slow one, unless the step of so many rows before it was slow, too: it may record another program."""
         if rows not in self._known:
             self._known.add(rows)
             return
         if self._weight >= MIN_STEPS:
-            seconds = min(seconds, LARGEST * self._unit * (self.fixed + self.per_row * rows))
+            most = LARGEST * self._unit * (self.fixed + self.per_row * rows)
+            if seconds <= most:
+                self._slow.discard(rows)
+            elif rows not in self._slow:
+                self._slow.add(rows)
+                return
+            seconds = min(seconds, most)
         self._weight = FORGET * self._weight + 1.0
         share = 1.0 / self._weight
         self._rows += share * (rows - self._rows)
@@ -34,9 +43,13 @@ class StepCosts:
         self._rows_seconds += share * (rows * seconds - self._rows_seconds)
         variance = self._rows_rows - self._rows**2
         if self._weight >= MIN_STEPS and variance >= MIN_VARIANCE:
-            slope = (self._rows_seconds - self._rows * self._seconds) / variance
-            self.per_row = min(max(slope, 0.0), self._seconds / self._rows)
-            self.fixed = self._seconds - self.per_row * self._rows
+            self._set_slope((self._rows_seconds - self._rows * self._seconds) / variance)
+        elif self.per_row * PRIOR_ROWS > self.fixed:
+            self._set_slope(FADE * self.per_row)
+
+    def _set_slope(self, slope: float) -> None:
+        self.per_row = min(max(slope, 0.0), self._seconds / self._rows)
+        self.fixed = self._seconds - self.per_row * self._rows
 
     @property
     def _unit(self) -> float:

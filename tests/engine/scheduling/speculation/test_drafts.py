@@ -76,6 +76,34 @@ def test_a_row_costs_what_was_measured():
     assert dear.needed(1, 1.0) == pytest.approx(2.0 / 2.1, rel=0.05)
 
 
+def test_a_single_slow_step_does_not_count_and_steps_that_stay_slow_do():
+    costs = StepCosts()
+    for i in range(20):
+        for rows in [1, 2, 4, 1, 3]:
+            costs.add(rows, 300.0 if i > 2 and rows == 2 + i % 3 else 10.0 + 0.1 * rows)  # it records a program
+    assert costs.needed(1, 1.0) == pytest.approx(0.1 / 10.1, rel=0.05)
+    for rows in [1, 2, 4, 1, 3] * 100:  # a longer context
+        costs.add(rows, 30.0 + 3.0 * rows)
+    assert costs.needed(1, 1.0) == pytest.approx(3.0 / 33.0, rel=0.05)
+
+
+def test_drafts_that_were_given_up_are_tried_again():
+    """Without drafts all steps have one row, and no step tells what a second one would cost."""
+    costs = StepCosts()
+    for rows in [1, 2, 1, 3] * 10:
+        costs.add(rows, 0.01 + 1.0 * rows)
+    assert costs.needed(1, 1.0) > 0.9
+    seen = []
+    for _ in range(3000):
+        costs.add(1, 1.01)
+        seen.append(costs.needed(1, 1.0))
+    assert seen[50] > 0.85 and seen[-1] == pytest.approx(1 / 9, rel=0.05)  # as before the first step
+    assert costs.fixed + costs.per_row == pytest.approx(1.01)
+    for rows in [1, 2, 1, 3] * 10:
+        costs.add(rows, 0.01 + 1.0 * rows)
+    assert costs.needed(1, 1.0) > 0.9
+
+
 def test_a_pass_of_a_draft_model_costs_what_was_measured():
     costs, without = PassCosts(), StepCosts()
     for rows in [1, 2, 4, 1, 3] * 20:
