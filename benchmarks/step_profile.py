@@ -114,6 +114,7 @@ def run_workload(options: argparse.Namespace) -> tuple[Profile, DriverTimes]:
         llm = LLM(
             str(options.model), dtype="bfloat16", quantization=options.quantization, kv_cache_memory="512MiB",
             enable_prefix_caching=False, max_num_batched_tokens=max(options.prompt, 2048),
+            compressed_weights=options.compressed_weights,
         )  # fmt: skip
         with llm:
             lengths = [(streams, options.context, options.tokens) for streams in options.streams]
@@ -207,6 +208,7 @@ def main(arguments: list[str]) -> None:
     )
     parser.add_argument("--model", type=Path, default=Path(".cache/models/llama-90m"))
     parser.add_argument("--quantization")
+    parser.add_argument("--compressed-weights", action=argparse.BooleanOptionalAction, help="default: as the server")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--context", type=int, default=SHORT_PROMPT, help="tokens of the prompt of each stream")
     parser.add_argument("--prompt", type=int, default=512, help="tokens of the prefill")

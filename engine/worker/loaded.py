@@ -52,7 +52,7 @@ class LoadedDecoder:
     attention: AttentionSettings = field(default_factory=AttentionSettings)
     draft: LoadedDraft | None = None
     finish_kernels: Callable[[], None] | None = None
-    compressed_bytes: int = 0  # what second copies of weights take
+    compressed_bytes: int = 0  # second copies of weights
 
     @property
     def max_model_len(self) -> int:
