@@ -173,7 +173,7 @@ def load_decoder(
     check_attention(config, model, dtype, device)
     draft_config = None if draft_dir is None else read_draft_config(config, draft_dir, model)
     models = [model] if draft_config is None else [model, draft_config]
-    dtype_name, free = str(dtype).removeprefix("torch."), available_host_bytes() // place.size
+    dtype_name, free = str(dtype).removeprefix("torch."), available_host_bytes() // config.num_processes
     compresses = keeps_compressed(config, models, dtype_name, device.type, free)
     compressed = compressed_bytes(models) if compresses else 0
     check_weights_fit(config, model, dtype, device, place.size, draft_config, compressed)

@@ -301,7 +301,7 @@ def describe(
     notes += [] if draft is None else [f"{format_bytes(weight_bytes(draft, DTYPE_BYTES[dtype]))} of the draft model"]
     yield _row("weights", plan.weights, ", ".join(notes))
     if plan.compressed:
-        yield _row("weights again", plan.compressed, "in 12 bits each, for steps of few tokens (compressed_weights)")
+        yield _row("compressed weights", plan.compressed, "a second copy in 12 bits each, for steps of few tokens")
     yield _row("activations", plan.activations, f"at {plan.limits.max_num_batched_tokens} tokens a step")
     yield _row("sampler", plan.sampler, f"worst case at {plan.limits.max_num_seqs} sequences")
     length = plan.size.max_model_len if plan.size else model_max_len(config, model)

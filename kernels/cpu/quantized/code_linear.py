@@ -23,8 +23,8 @@ from kernels.cpu.codes import WIDTH, F32Pointer, constant
 from kernels.cpu.dots import LANES, broadcast, dot, lanes, look_up, multiply, vector_at
 from kernels.cpu.features import HAS_BF16_DOT
 from kernels.cpu.parallel import empty, in_runs, jit, next_item, parallel_kernel
-from kernels.cpu.quantized.code_rows import COLUMNS, LINE, code_rows, sum_groups
-from kernels.cpu.quantized.scales import FACTORED, FP16, FP32, factorize, load_scales, scales_at
+from kernels.cpu.quantized.code_rows import LINE, code_rows, sum_groups
+from kernels.cpu.quantized.scales import COLUMNS, FACTORED, FP16, FP32, factorize, load_scales, scales_at
 from kernels.cpu.simd import I32Pointer, advance, load, splat, store
 from kernels.quantized.weight import QuantizedWeight, unpack_4bit
 

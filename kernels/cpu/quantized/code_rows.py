@@ -7,10 +7,9 @@ from torch import Tensor
 from kernels.cpu import simd
 from kernels.cpu.codes import WIDTH
 from kernels.cpu.parallel import empty, jit, next_item, parallel_kernel
-from kernels.cpu.quantized.scales import read_scale
+from kernels.cpu.quantized.scales import COLUMNS, read_scale
 from kernels.cpu.simd import advance, load, read, splat, write
 
-COLUMNS = 64  # outputs per panel
 LINE = 16  # 32-bit words of a line of codes
 
 

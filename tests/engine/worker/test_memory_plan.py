@@ -206,9 +206,9 @@ def test_an_encoder_has_no_kv_cache(tmp_path, capsys):
 def test_a_second_copy_of_the_weights_is_shown_and_given_up_where_it_does_not_fit(folder, capsys, monkeypatch):
     monkeypatch.setattr(memory_plan, "keeps_compressed", lambda config, *_: config.compressed_weights is not False)
     assert memory_plan.main([folder, "--device", "cpu", "--memory", "64GiB"]) == 0
-    assert re.search(r"weights again +10\.5 GiB  in 12 bits each", capsys.readouterr().out)
+    assert re.search(r"compressed weights +10\.5 GiB  a second copy in 12 bits each", capsys.readouterr().out)
     fits = ["--device", "cpu", "--memory", "26GiB", "--max-model-len", "1024", "--kv-cache-memory", "1GiB"]
     assert memory_plan.main([folder, *fits, "--compressed-weights"]) == 1
     assert "  --no-compressed-weights\n" in capsys.readouterr().out
     assert memory_plan.main([folder, *fits, "--no-compressed-weights"]) == 0
-    assert "weights again" not in capsys.readouterr().out
+    assert "compressed weights" not in capsys.readouterr().out
