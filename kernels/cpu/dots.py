@@ -49,8 +49,8 @@ def lanes(value):
 
 
 def look_up(builder, codes, table):
-    """table[code % 32] for 32 codes of 16 bits. A table of 16 values repeats them, so bits above the
-    fourth are ignored."""
+    """table[code % 32] for 32 codes of 16 bits. A table of 16 values repeats them, so bits above the fourth do not
+    count."""
     return instruction(builder, "vpermw $2, $1, $0", "=v,v,v", LANES, codes, table)
 
 
