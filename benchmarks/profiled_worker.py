@@ -71,8 +71,8 @@ class Profile(msgspec.Struct):
 
 def describe(kernel: Any, packed: Any) -> tuple[str, tuple[int, int]]:
     """(name and shape of a kernel call, (bytes of weights or of keys and values, flops)). packed: its arguments."""
-    from kernels.cpu.quantized.code_linear import LINES
-    from kernels.cpu.quantized.scales import BYTES
+    from kernels.cpu.quantized.scales import BYTES, COLUMNS
+    from kernels.cpu.quantized.words import PAIR_WORDS
 
     name, a = kernel.fn.__name__.lstrip("_"), kernel.pack.__self__.unpack(packed[: kernel.pack.__self__.size])
     if name == "linear":
@@ -84,10 +84,10 @@ def describe(kernel: Any, packed: Any) -> tuple[str, tuple[int, int]]:
         name = "compressed linear and gate" if a[15] >= 0 else "compressed linear"
         return f"{name} {2 * words} -> {outputs}", (3 * words * outputs, 4 * rows * words * outputs)
     if name == "code_linear":
-        rows, words, outputs, kind, form, groups = a[10], a[12], a[13], a[14], a[16], a[17]
+        rows, words, outputs, kind, form, groups = a[9], a[11], a[12], a[13], a[15], a[16]
         parameters = int(outputs * groups * BYTES[form] * (2 if a[8] else 1))
         return f"{name} {2 * words} -> {outputs}", (
-            words * outputs * LINES[kind] + parameters,
+            4 * words * outputs * PAIR_WORDS[kind] // COLUMNS + parameters,
             4 * rows * words * outputs,
         )
     if name in ("attention_bf16", "attention_f32"):

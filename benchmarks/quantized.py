@@ -79,16 +79,22 @@ def gguf_file(checkpoint: Path, kind: str) -> Path:
 
 
 def bytes_in_memory(file: Path) -> int:
-    """Bytes of the weights of a GGUF file, as the kernels keep them: a plan counts scales of K types with 32 bits."""
+    """Bytes of the weights of a GGUF file, as the kernels keep them: a plan counts scales of K types with 32 bits, and
+    codes of 5 or 6 bits, which the kernels keep in 6, with 8."""
     config = read_model_config(file)
     total, types = weight_bytes(config, 2), {}
     if isinstance(config.quantization, GgufFormat):
         types = dict(config.quantization.types)
     for name, piece in checkpoint_pieces(config, family_of(config)).items():
         matrix = matrix_of(name, piece)
-        if matrix is not None and (kind := types.get(matrix.module)) is not None and (layout := LAYOUTS[kind]).wide:
-            scales = math.prod(matrix.shape) // layout.group_size * (2 if layout.offsets else 1)
+        if matrix is None or (kind := types.get(matrix.module)) is None:
+            continue
+        layout, weights = LAYOUTS[kind], math.prod(matrix.shape)
+        if layout.wide:
+            scales = weights // layout.group_size * (2 if layout.offsets else 1)
             total -= scales * 4 - int(scales * BYTES[FACTORED])
+        if layout.codebook is None and kind != "Q8_0":
+            total -= weights // 4
     return total
 
 

@@ -11,6 +11,7 @@ from kernels.quantized.scaled_matmul import ScaledMatmul, supports_scaled_matmul
 from kernels.quantized.weight import INT4, QuantizedWeight, pack_4bit
 
 IN = 192
+KINDS = ["int4", "nf4", "int6", "int8", "fp8"]
 NF4 = tuple(float(x) for x in torch.linspace(-1, 1, 16).pow(3))  # values that bf16 does not hold
 COMPILED = cpu_kernels() is not None and cpu_kernels().code_linear.HAS_BF16_DOT
 
@@ -21,6 +22,8 @@ def make(kind: str, out: int, group: int, offsets: bool = False, permuted: bool 
     codes = torch.randint(256, (out, IN), generator=generator).to(torch.uint8)
     if codebook is not None:
         codes = pack_4bit(codes & 15)
+    elif kind == "int6":
+        codes = (codes & 63).view(torch.int8) - 32
     elif kind == "fp8":
         codes[codes & 127 == 127] = 3  # NaN
         codes = codes.view(torch.float8_e4m3fn)
@@ -47,7 +50,7 @@ def check(layer, weight: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | Non
     assert found.shape == exact.shape and ((found - exact).abs() <= rounding * (2 * exact.abs() + terms)).all()
 
 
-@pytest.mark.parametrize("kind", ["int4", "nf4", "int8", "fp8"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("out, group, offsets, permuted", [
     (80, 32, False, False), (97, 32, True, True), (64, IN, False, False), (130, 64, True, False)
 ])  # fmt: skip
@@ -57,13 +60,27 @@ def test_every_kind_of_codes_and_number_of_rows(kind, out, group, offsets, permu
     for dtype in (torch.bfloat16, torch.float32):
         layer = QuantizedLinear(weight, bias.to(dtype), dtype)
         assert (layer.weight is None) == (COMPILED and (dtype == torch.bfloat16 or kind != "nf4"))
-        for rows in (1, 2, 5, 7, 30, 200) if dtype == torch.bfloat16 else (1, 3, 70):
+        for rows in (1, 2, 5, 6, 7, 20, 30, 200) if dtype == torch.bfloat16 else (1, 3, 70):
             check(layer, matrix, torch.randn(rows, IN).to(dtype), bias)
         plain = layer.with_bias(None)
         check(plain, matrix, torch.randn(3, 2 * IN).to(dtype)[:, IN:], None)
 
 
-@pytest.mark.parametrize("kind", ["int4", "nf4", "int8", "fp8"])
+@pytest.mark.skipif(not COMPILED, reason="this processor has no vdpbf16ps")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("group, offsets", [(32, True), (16, False), (IN, True)])
+def test_a_row_has_the_same_bits_with_any_other_rows(kind, group, offsets):
+    """As long as no weight is rounded."""
+    code_linear = cpu_kernels().code_linear
+    packed = code_linear.PackedCodes(make(kind, 97, group, offsets))
+    most = code_linear.DECODED_FROM[packed.kind] - 1
+    x = torch.randn(most, IN).bfloat16()
+    alone = torch.cat([code_linear.code_linear(row, packed, None) for row in x.split(1)])
+    for rows in range(2, most + 1):
+        assert torch.equal(code_linear.code_linear(x[:rows], packed, None), alone[:rows])
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_rows_are_read_back_exactly(kind, dtype):
     for offsets in (False, True):
@@ -81,27 +98,38 @@ def make_factored(kind: str, out: int, group: int, offsets: bool) -> QuantizedWe
         return (factors * torch.randint(least, most, (out, 512 // group // 8, 8), generator=generator)).flatten(1)
 
     codes = torch.randint(256, (out, 512), generator=generator).to(torch.uint8)
-    codes = pack_4bit(codes & 15) if kind == "int4" else codes.view(torch.int8)
+    codes = pack_4bit(codes & 15) if kind == "int4" else (codes & 63).view(torch.int8) - 32
     scales = draw(0, 64) if kind == "int4" else draw(-128, 128)
     return QuantizedWeight(codes, scales, group, draw(-64, 1) if offsets else None, INT4 if kind == "int4" else None)
 
 
 @pytest.mark.skipif(not COMPILED, reason="this processor has no vdpbf16ps")
-@pytest.mark.parametrize("kind", ["int4", "int8"])
+@pytest.mark.parametrize("kind", ["int4", "int6"])
 @pytest.mark.parametrize("out, group, offsets", [(97, 32, True), (64, 16, False), (130, 16, True)])
-def test_scales_with_a_common_factor_are_kept_as_integers(kind, out, group, offsets):
+def test_scales_with_a_common_factor_are_kept_as_integers_and_codes_in_their_bits(kind, out, group, offsets):
     weight = make_factored(kind, out, group, offsets)
     matrix, bias = weight.dequantize(), torch.randn(out).bfloat16()
     layer = QuantizedLinear(weight, bias, torch.bfloat16)
     packed = cpu_kernels().code_linear.PackedCodes(weight)
     assert packed.form == FACTORED
     panels, parameters = -(-out // 64) * 64 * 512, 1 + offsets
-    code_bytes, parameter_bytes = panels // (2 if kind == "int4" else 1), panels // group * parameters * 3 // 2
+    code_bytes, parameter_bytes = panels * (4 if kind == "int4" else 6) // 8, panels // group * parameters * 3 // 2
     assert packed.num_bytes == code_bytes + parameter_bytes
     for rows in (1, 2, 5, 7, 30, 200):
         check(layer, matrix, torch.randn(rows, 512).bfloat16(), bias)
     rows = torch.tensor([out - 1, 0, 17, 63, 17])
     assert torch.equal(layer.rows(rows), weight.dequantize(torch.bfloat16)[rows])
+
+
+@pytest.mark.skipif(not COMPILED, reason="this processor has no vdpbf16ps")
+@pytest.mark.parametrize("least, most, bits", [(-32, 31, 6), (-33, 31, 8), (-32, 32, 8)])
+def test_codes_take_six_bits_if_all_of_them_fit(least, most, bits):
+    codes = torch.zeros(64, IN, dtype=torch.int8)
+    codes[5, 3], codes[63, -1] = least, most
+    weight = QuantizedWeight(codes, torch.ones(64, 1), IN)
+    packed = cpu_kernels().code_linear.PackedCodes(weight)
+    assert packed.codes.numel() == 64 * IN * bits // 8
+    assert torch.equal(packed.rows(torch.arange(64)), weight.dequantize())
 
 
 @pytest.mark.skipif(not COMPILED, reason="this processor has no vdpbf16ps")

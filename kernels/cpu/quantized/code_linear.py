@@ -1,12 +1,9 @@
-"""The linear layer over 4-bit and 8-bit codes of a CPU that multiplies bf16 pairs; codes are read packed.
+"""The linear layer over codes of a CPU that multiplies bf16 pairs; codes are read packed, see words.py.
 
-Codes lie in panels of 64 outputs. A line of 64 bytes holds the 4-bit codes of two neighbouring inputs for all outputs
-of a panel. One instruction looks 32 codes up in a table of bf16 values (vpermw), and vdpbf16ps multiplies them with the
-pair of inputs. Values that bf16 does not hold exactly (nf4) are the sum of two tables that share a line. int8 codes
-become bf16 numbers by conversion, FP8 codes (e4m3) by integer arithmetic; 128 bytes hold two neighbouring inputs of 64
-outputs. Sums of a group are fp32 and stay in registers; the group's scale multiplies the sum, and its offset the sum of
-the group's inputs, so no weight is rounded. With many rows, each panel is decoded to bf16 weights first, which all rows
-share.
+Sums of a group are fp32 and stay in registers; the group's scale multiplies the sum, and its offset the sum of the
+group's inputs, so no weight is rounded. Few rows look the codes up as they read them. More rows share the pairs of a
+part of a group, which stay in L1, where looking up takes long; the order of additions is the same, and so are the bits.
+With many rows, each panel is decoded to rounded bf16 weights first: their sums need no scales.
 """
 
 import numpy as np
@@ -20,81 +17,52 @@ from torch import Tensor
 
 from kernels.cpu import simd
 from kernels.cpu.codes import WIDTH, F32Pointer, constant
-from kernels.cpu.dots import LANES, broadcast, dot, lanes, look_up, multiply, vector_at
+from kernels.cpu.dots import broadcast, dot, multiply, vector_at
 from kernels.cpu.features import HAS_BF16_DOT
 from kernels.cpu.parallel import empty, in_runs, jit, next_item, parallel_kernel
-from kernels.cpu.quantized.code_rows import LINE, code_rows, sum_groups
+from kernels.cpu.quantized.code_rows import code_rows, sum_groups
 from kernels.cpu.quantized.scales import COLUMNS, FACTORED, FP16, FP32, factorize, load_scales, scales_at
+from kernels.cpu.quantized.words import (
+    FP8,
+    INT4,
+    INT6,
+    INT8,
+    KINDS,
+    PAIR_WORDS,
+    SPLIT4,
+    VECTORS,
+    WORDS,
+    load_pairs,
+    load_tables,
+    meanings_of,
+    pack_codes,
+    padded_rows,
+    prefetch_pair,
+    word_decoder,
+)
 from kernels.cpu.simd import I32Pointer, advance, load, splat, store
-from kernels.quantized.weight import QuantizedWeight, unpack_4bit
+from kernels.quantized.weight import QuantizedWeight
 
-VECTORS = COLUMNS // WIDTH
-AHEAD = 48  # lines to prefetch ahead of one row, 3 KiB
-DECODED_FROM = (0, 28, 48, 17, 20)  # by kind of codes: rows from which panels are decoded first
+ROWS = 6  # rows of a microkernel: 24 sums in 32 registers
+# By kind of codes: rows that look codes up as they read them, where registers hold their sums, the tables and a line.
+MOST_DIRECT = (0, 6, 6, 6, 5, 5)
+FEW_ROWS = 4  # the same where a panel is read again from L2: reading is no longer the limit
+PART = 64  # pairs of inputs that rows share, at most: 16 KiB, half of L1
+LEAST_PART = 8
+# By kind of codes: rows from which panels are decoded first, because that takes less time.
+DECODED_FROM = (0, 24, 32, 64, 9, 16)
 ROWS_PER_ITEM = 192
 DEPTH = 512  # pairs of inputs that are decoded at a time: 128 KiB, which stay in L2
-INT4, INT8, FP8, SPLIT4 = 1, 2, 3, 4  # kinds of codes; SPLIT4: 4-bit codes with two tables
-LINES = (0, 1, 2, 2, 1)  # by kind: lines per pair of inputs
-TABLES = (0, 1, 0, 0, 2)
 ZERO = np.float32(0)
 
-_F32, _I8, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
-_F32V, _I8V, _I32V = ir.VectorType(_F32, WIDTH), ir.VectorType(_I8, WIDTH), ir.VectorType(_I32, WIDTH)
-
-
-def _load_lines(builder, pointer, offset, count):
-    """`count` lines of codes from word `offset` on."""
-    places = [builder.add(offset, ir.Constant(_I64, i * LINE)) for i in range(count)]
-    return [builder.load(vector_at(builder, pointer, place, LANES), align=4) for place in places]
-
-
-def _codes_of(builder, line, vector):
-    """The codes of outputs 16 * vector to 16 * vector + 15, in the low four bits of each lane."""
-    return builder.lshr(line, lanes(4 * vector)) if vector else line
+_F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+_F32V, _I32V = ir.VectorType(_F32, WIDTH), ir.VectorType(_I32, WIDTH)
 
 
 def _halves(builder, words):
     """The even and the odd bf16 numbers of 32-bit words, as floats."""
     pair = builder.shl(words, constant(_I32, 16)), builder.and_(words, constant(_I32, -65536))
     return [builder.bitcast(half, _F32V) for half in pair]
-
-
-def _values_of_fp8(builder, codes):
-    """32 e4m3 codes in the low bytes of 16-bit lanes -> bf16 numbers. Normal numbers get the bias of bf16; those below
-    2^-6 are looked up."""
-    magnitude = builder.and_(codes, lanes(0x7F))
-    normal = builder.add(builder.shl(magnitude, lanes(4)), lanes(120 << 7))
-    small = look_up(builder, magnitude, ir.Constant(LANES, [_bf16_bits(i % 8 / 512) for i in range(2 * WIDTH)]))
-    is_small = builder.icmp_unsigned("<", magnitude, lanes(8))
-    sign = builder.shl(builder.and_(codes, lanes(0x80)), lanes(8))
-    return builder.or_(builder.select(is_small, small, normal), sign)
-
-
-def _values_of_int8(builder, codes, at, v, line):
-    """Sixteen int8 codes as the bits of floats: bf16 holds them exactly, so the low halves are 0."""
-    place = builder.add(at, ir.Constant(_I64, line * LINE + v * LINE // VECTORS))
-    octets = builder.load(vector_at(builder, codes, place, _I8V), align=4)
-    return builder.bitcast(builder.sitofp(builder.sext(octets, _I32V), _F32V), _I32V)
-
-
-def _bf16_bits(value: float) -> int:
-    """The bits of a number that bf16 holds exactly, as a signed 16-bit integer."""
-    return int(torch.tensor(value, dtype=torch.bfloat16).view(torch.int16))
-
-
-def _words(builder, kind, codes, at, v, lines, table):
-    """bf16 pairs of 16 outputs, one vector for each factor of the inputs; `at`: word of the first line."""
-    if kind == FP8:
-        place = builder.add(at, ir.Constant(_I64, v * LINE // 2))
-        packed = ir.VectorType(_I8, 2 * WIDTH)
-        wide = builder.zext(builder.load(vector_at(builder, codes, place, packed), align=4), LANES)
-        return [builder.bitcast(_values_of_fp8(builder, wide), _I32V)]
-    if kind == INT8:
-        even, odd = (_values_of_int8(builder, codes, at, v, line) for line in (0, 1))
-        return [builder.or_(builder.lshr(even, constant(_I32, 16)), odd)]
-    lines = lines * (TABLES[kind] // len(lines))
-    found = [look_up(builder, _codes_of(builder, line, v), values) for line, values in zip(lines, table, strict=True)]
-    return [builder.bitcast(values, _I32V) for values in found]
 
 
 def _load_scales(builder, scales, form, first):
@@ -117,51 +85,64 @@ def _store_scales(builder, scales, form, first, targets):
 
 
 def _multiply(rows, kind):
-    """An intrinsic: sums[r, :] += x[r, :] @ panel for `rows` rows and 64 outputs: the sum of each of `groups` groups of
-    `depth` pairs of inputs, times the group's scale. `tables`: see tables_of. `at`: index of the panel's first scale.
+    """An intrinsic: sums[r, :] += x[r, :] @ panel for `rows` rows and 64 outputs.
+
+    Each of `groups` groups has `parts` parts of `depth` pairs of inputs; the sum of a part is multiplied by the group's
+    scale. Then the group's offset times x_sums[r, group] is added, if `offsets` is not null. `first`: index of the
+    panel's first scale; scales and offsets have the same form.
     """
     cells = [(r, v) for r in range(rows) for v in range(VECTORS)]
-    num_lines = LINES[kind]
-    shared = 0 if kind in (INT8, FP8) else num_lines  # lines of which each holds codes of all outputs
 
     def add_pair(builder, x, x_stride, codes, index, table, totals):
-        at = builder.mul(index, ir.Constant(_I64, num_lines * LINE))
-        for line in range(num_lines):
-            ahead = ir.Constant(_I64, (AHEAD * num_lines + line) * LINE)
-            simd.prefetch(builder, builder.gep(codes, [builder.add(at, ahead)]))
-        lines = _load_lines(builder, codes, at, shared)
+        if kind != WORDS:
+            prefetch_pair(builder, kind, codes, index)
         pairs = []
         for r in range(rows):
             place = builder.add(builder.mul(x_stride, ir.Constant(_I64, r)), index)
             pairs.append(broadcast(builder, builder.load(builder.gep(x, [place]))))
-        for v in range(VECTORS):
-            for words in _words(builder, kind, codes, at, v, lines, table):
+        for v, factors in enumerate(load_pairs(builder, kind, codes, index, table)):
+            for words in factors:
                 for r in range(rows):
                     builder.store(dot(builder, builder.load(totals[r, v]), pairs[r], words), totals[r, v])
 
+    def add_product(builder, sums, cell, a, b):
+        place = vector_at(builder, sums, ir.Constant(_I64, cell[0] * COLUMNS + cell[1] * WIDTH), _F32V)
+        product = builder.fmul(a, b, flags=("contract",))
+        builder.store(builder.fadd(builder.load(place, align=4), product, flags=("contract",)), place, align=4)
+
     def codegen(context, builder, sig, args):
-        x, x_stride, codes, depth, groups, tables, scales, form, first, sums = args
-        table = _load_lines(builder, tables, ir.Constant(_I64, 0), TABLES[kind])
+        x, x_stride, codes, depth, parts, groups, tables, scales, offsets, form, first, x_sums, sums_stride, sums = args
+        table = load_tables(builder, tables, kind)
         totals = {cell: cgutils.alloca_once(builder, _F32V) for cell in cells}
+        has_offsets = builder.icmp_unsigned("!=", builder.ptrtoint(offsets, _I64), ir.Constant(_I64, 0))
         with cgutils.for_range(builder, groups) as group:
-            for total in totals.values():
-                builder.store(ir.Constant(_F32V, [0.0] * WIDTH), total)
-            begin = builder.mul(group.index, depth)
-            with cgutils.for_range(builder, depth) as loop:
-                add_pair(builder, x, x_stride, codes, builder.add(begin, loop.index), table, totals)
             place = builder.add(first, builder.mul(group.index, ir.Constant(_I64, COLUMNS)))
-            factors = _load_scales(builder, scales, form, place)
-            for r, v in cells:
-                target = vector_at(builder, sums, ir.Constant(_I64, r * COLUMNS + v * WIDTH), _F32V)
-                scaled = builder.fmul(builder.load(totals[r, v]), factors[v], flags=("contract",))
-                total = builder.fadd(builder.load(target, align=4), scaled, flags=("contract",))
-                builder.store(total, target, align=4)
+            with cgutils.for_range(builder, parts) as part:
+                for total in totals.values():
+                    builder.store(ir.Constant(_F32V, [0.0] * WIDTH), total)
+                begin = builder.mul(builder.add(builder.mul(group.index, parts), part.index), depth)
+                with cgutils.for_range(builder, depth) as loop:
+                    add_pair(builder, x, x_stride, codes, builder.add(begin, loop.index), table, totals)
+                factors = _load_scales(builder, scales, form, place)
+                for cell in cells:
+                    add_product(builder, sums, cell, builder.load(totals[cell]), factors[cell[1]])
+            with builder.if_then(has_offsets):
+                terms = _load_scales(builder, offsets, form, place)
+                for r in range(rows):
+                    index = builder.add(builder.mul(sums_stride, ir.Constant(_I64, r)), group.index)
+                    x_sum = broadcast(builder, builder.load(builder.gep(x_sums, [index])))
+                    for v in range(VECTORS):
+                        add_product(builder, sums, (r, v), x_sum, terms[v])
         return context.get_dummy_value()
 
     i64 = types.int64
-    arguments = I32Pointer, i64, I32Pointer, i64, i64, I32Pointer, F32Pointer, i64, i64, F32Pointer
+    arguments = (
+        I32Pointer, i64, I32Pointer, i64, i64, i64, I32Pointer, F32Pointer, F32Pointer, i64, i64, F32Pointer, i64,
+        F32Pointer,
+    )  # fmt: skip
 
-    def typing(typingctx, x, x_stride, codes, depth, groups, tables, scales, form, first, sums):
+    def typing(typingctx, x, x_stride, codes, depth, parts, groups, tables, scales, offsets, form, first, x_sums,
+               sums_stride, sums):  # fmt: skip
         return types.void(*arguments), codegen
 
     typing.__doc__ = f"Products of {rows} rows with codes."
@@ -169,27 +150,38 @@ def _multiply(rows, kind):
 
 
 def _microkernel(kind):
-    rows1, rows2, rows3, rows4, rows5, rows6 = (_multiply(rows, kind) for rows in range(1, 7))
+    """Products of one to six rows with codes, or to five."""
+    rows1, rows2, rows3, rows4, rows5 = (_multiply(rows, kind) for rows in range(1, ROWS))
+    rows6 = _multiply(ROWS, kind) if MOST_DIRECT[kind] == ROWS else rows5
 
     @jit
-    def microkernel(num_rows, x, x_stride, codes, depth, groups, tables, scales, form, first, sums):
+    def microkernel(num_rows, x, x_stride, codes, depth, parts, groups, tables, scales, offsets, form, first, x_sums,
+                    sums_stride, sums):  # fmt: skip
         if num_rows == 6:
-            rows6(x, x_stride, codes, depth, groups, tables, scales, form, first, sums)
+            rows6(x, x_stride, codes, depth, parts, groups, tables, scales, offsets, form, first, x_sums, sums_stride,
+                  sums)  # fmt: skip
         elif num_rows == 5:
-            rows5(x, x_stride, codes, depth, groups, tables, scales, form, first, sums)
+            rows5(x, x_stride, codes, depth, parts, groups, tables, scales, offsets, form, first, x_sums, sums_stride,
+                  sums)  # fmt: skip
         elif num_rows == 4:
-            rows4(x, x_stride, codes, depth, groups, tables, scales, form, first, sums)
+            rows4(x, x_stride, codes, depth, parts, groups, tables, scales, offsets, form, first, x_sums, sums_stride,
+                  sums)  # fmt: skip
         elif num_rows == 3:
-            rows3(x, x_stride, codes, depth, groups, tables, scales, form, first, sums)
+            rows3(x, x_stride, codes, depth, parts, groups, tables, scales, offsets, form, first, x_sums, sums_stride,
+                  sums)  # fmt: skip
         elif num_rows == 2:
-            rows2(x, x_stride, codes, depth, groups, tables, scales, form, first, sums)
+            rows2(x, x_stride, codes, depth, parts, groups, tables, scales, offsets, form, first, x_sums, sums_stride,
+                  sums)  # fmt: skip
         else:
-            rows1(x, x_stride, codes, depth, groups, tables, scales, form, first, sums)
+            rows1(x, x_stride, codes, depth, parts, groups, tables, scales, offsets, form, first, x_sums, sums_stride,
+                  sums)  # fmt: skip
 
     return microkernel
 
 
-_multiply4, _multiply8, _multiply_fp8, _multiply_split4 = (_microkernel(kind) for kind in (INT4, INT8, FP8, SPLIT4))
+_multiply4, _multiply8, _multiply_fp8, _multiply_split4, _multiply6 = (_microkernel(kind) for kind in KINDS[INT4:])
+_words8, _words_fp8, _words6 = (word_decoder(kind) for kind in (INT8, FP8, INT6))
+_shared3, _shared4, _shared5, _shared6 = (_multiply(rows, WORDS) for rows in range(3, ROWS + 1))
 _rows6, _rows5, _rows4, _rows3, _rows2, _rows1 = (
     multiply(rows, VECTORS, f"{rows} rows of a decoded panel's columns.") for rows in (6, 5, 4, 3, 2, 1)
 )
@@ -197,7 +189,6 @@ _rows6, _rows5, _rows4, _rows3, _rows2, _rows1 = (
 
 def _decode(kind):
     """An intrinsic: weights[k, :] = bf16 pairs of scale * meaning + offset, for the 64 outputs of a panel."""
-    shared = 0 if kind in (INT8, FP8) else LINES[kind]
 
     def decoded(builder, parts, factor, term):
         meanings = parts[0] if len(parts) == 1 else [builder.fadd(*both) for both in zip(*parts, strict=True)]
@@ -212,21 +203,17 @@ def _decode(kind):
 
     def codegen(context, builder, sig, args):
         codes, depth, tables, weights, *parameters = args
-        table = _load_lines(builder, tables, ir.Constant(_I64, 0), TABLES[kind])
+        table = load_tables(builder, tables, kind)
         places = [ir.Constant(_I64, v * WIDTH) for v in range(VECTORS)]
         factors, terms = (
             [builder.load(vector_at(builder, pointer, place, _F32V), align=4) for place in places]
             for pointer in parameters
         )
         with cgutils.for_range(builder, depth) as loop:
-            at = builder.mul(loop.index, ir.Constant(_I64, LINES[kind] * LINE))
-            for line in range(LINES[kind]):
-                ahead = ir.Constant(_I64, (AHEAD * LINES[kind] + line) * LINE)
-                simd.prefetch(builder, builder.gep(codes, [builder.add(at, ahead)]))
-            lines = _load_lines(builder, codes, at, shared)
-            for v, place in enumerate(places):
-                parts = [_halves(builder, words) for words in _words(builder, kind, codes, at, v, lines, table)]
-                index = builder.add(builder.mul(loop.index, ir.Constant(_I64, COLUMNS)), place)
+            prefetch_pair(builder, kind, codes, loop.index)
+            for v, vectors in enumerate(load_pairs(builder, kind, codes, loop.index, table)):
+                parts = [_halves(builder, words) for words in vectors]
+                index = builder.add(builder.mul(loop.index, ir.Constant(_I64, COLUMNS)), places[v])
                 target = vector_at(builder, weights, index, _I32V)
                 builder.store(decoded(builder, parts, factors[v], terms[v]), target, align=4)
         return context.get_dummy_value()
@@ -240,40 +227,88 @@ def _decode(kind):
     return intrinsic(typing)
 
 
-_decode4, _decode8, _decode_fp8, _decode_split4 = (_decode(kind) for kind in (INT4, INT8, FP8, SPLIT4))
+_decode4, _decode8, _decode_fp8, _decode_split4, _decode6 = (_decode(kind) for kind in KINDS[INT4:])
 
 
 @jit
-def _add_offsets(num_rows, sums, offsets, form, at, x_sums, num_groups):
-    """sums += offset * sum of the group's inputs, for each group. `at`: index of the panel's first offset."""
-    for g in range(num_groups):
-        for c in range(0, COLUMNS, WIDTH):
-            offset = load_scales(offsets, form, at + g * COLUMNS + c)
-            for r in range(num_rows):
-                x_sum = splat(simd.read(x_sums, r * num_groups + g))
-                store(sums, r * COLUMNS + c, simd.fma(offset, x_sum, load(sums, r * COLUMNS + c)))
+def _multiply_direct(kind, num_rows, x, x_stride, codes, depth, parts, groups, tables, scales, offsets, form, first,
+                     x_sums, sums_stride, sums):  # fmt: skip
+    """See _multiply: up to six rows, which look up codes as they read them."""
+    if kind == INT4:
+        _multiply4(num_rows, x, x_stride, codes, depth, parts, groups, tables, scales, offsets, form, first, x_sums,
+                   sums_stride, sums)  # fmt: skip
+    elif kind == INT6:
+        _multiply6(num_rows, x, x_stride, codes, depth, parts, groups, tables, scales, offsets, form, first, x_sums,
+                   sums_stride, sums)  # fmt: skip
+    elif kind == SPLIT4:
+        _multiply_split4(num_rows, x, x_stride, codes, depth, parts, groups, tables, scales, offsets, form, first,
+                         x_sums, sums_stride, sums)  # fmt: skip
+    elif kind == INT8:
+        _multiply8(num_rows, x, x_stride, codes, depth, parts, groups, tables, scales, offsets, form, first, x_sums,
+                   sums_stride, sums)  # fmt: skip
+    else:
+        _multiply_fp8(num_rows, x, x_stride, codes, depth, parts, groups, tables, scales, offsets, form, first, x_sums,
+                      sums_stride, sums)  # fmt: skip
 
 
 @jit
-def _multiply_direct(kind, x, x_stride, codes, tables, group, num_rows, sums, scales, form, at, num_groups):
-    """sums[r, :] += x[r, :] @ panel without its offsets, in groups of up to six rows of nearly equal size."""
-    blocks, row = (num_rows + 5) // 6, 0
+def _look_up(kind, codes, depth, tables, words):
+    """words[k, :] = bf16 pairs of `depth` pairs of inputs."""
+    if kind == INT6:
+        _words6(codes, depth, tables, words)
+    elif kind == INT8:
+        _words8(codes, depth, tables, words)
+    else:
+        _words_fp8(codes, depth, tables, words)
+
+
+@jit
+def _multiply_shared(num_rows, x, x_stride, words, depth, groups, scales, offsets, form, first, x_sums,
+                     sums_stride, sums):  # fmt: skip
+    """See _multiply: six or more rows, which share looked up pairs, in blocks of three to six of nearly equal size."""
+    blocks, row = (num_rows + ROWS - 1) // ROWS, 0
     for block in range(blocks):
         count = (num_rows - row + blocks - block - 1) // (blocks - block)
-        part, out = advance(x, row * x_stride), advance(sums, row * COLUMNS)
-        if kind == INT4:
-            _multiply4(count, part, x_stride, codes, group, num_groups, tables, scales, form, at, out)
-        elif kind == SPLIT4:
-            _multiply_split4(count, part, x_stride, codes, group, num_groups, tables, scales, form, at, out)
-        elif kind == INT8:
-            _multiply8(count, part, x_stride, codes, group, num_groups, tables, scales, form, at, out)
+        a, at, out = advance(x, row * x_stride), advance(x_sums, row * sums_stride), advance(sums, row * COLUMNS)
+        if count == 6:
+            _shared6(a, x_stride, words, depth, 1, groups, words, scales, offsets, form, first, at, sums_stride, out)
+        elif count == 5:
+            _shared5(a, x_stride, words, depth, 1, groups, words, scales, offsets, form, first, at, sums_stride, out)
+        elif count == 4:
+            _shared4(a, x_stride, words, depth, 1, groups, words, scales, offsets, form, first, at, sums_stride, out)
         else:
-            _multiply_fp8(count, part, x_stride, codes, group, num_groups, tables, scales, form, at, out)
+            _shared3(a, x_stride, words, depth, 1, groups, words, scales, offsets, form, first, at, sums_stride, out)
         row += count
 
 
 @jit
-def _decode_part(kind, codes, tables, group, first, depth, weights, factors, scales, offsets, form, at):
+def _multiply_codes(kind, num_rows, x, x_stride, codes, pair_words, depth, parts, groups, tables, words, scales,
+                    offsets, form, first, x_sums, sums):  # fmt: skip
+    """See _multiply: any number of rows, with `groups` sums of each in x_sums. words: room for PART pairs or a part."""
+    together = num_rows <= MOST_DIRECT[kind]
+    if together or kind == INT4 or kind == SPLIT4:
+        most = num_rows if together else FEW_ROWS
+        blocks, row = (num_rows + most - 1) // most, 0
+        for block in range(blocks):
+            count = (num_rows - row + blocks - block - 1) // (blocks - block)
+            _multiply_direct(kind, count, advance(x, row * x_stride), x_stride, codes, depth, parts, groups, tables,
+                             scales, offsets, form, first, advance(x_sums, row * groups), groups,
+                             advance(sums, row * COLUMNS))  # fmt: skip
+            row += count
+        return
+    span = max(1, PART // (depth * parts))
+    for group in range(0, groups, span):
+        count = min(span, groups - group)
+        for part in range(parts):
+            k = (group * parts + part) * depth
+            terms = offsets if part == parts - 1 else simd.pointer_f32(0)  # once in a group
+            _look_up(kind, advance(codes, k * pair_words), count * depth, tables, words)
+            _multiply_shared(num_rows, advance(x, k), x_stride, words, depth, count, scales, terms, form,
+                             first + group * COLUMNS, advance(x_sums, group), groups, sums)  # fmt: skip
+
+
+@jit
+def _decode_part(kind, codes, pair_words, tables, group, first, depth, weights, factors, scales, offsets, form, at):
     """Pairs `first` to first + depth of a panel as bf16 weights; `factors`: room for the scales of a group."""
     terms = advance(factors, COLUMNS)
     k = first
@@ -287,14 +322,17 @@ def _decode_part(kind, codes, tables, group, first, depth, weights, factors, sca
             else:
                 store(terms, c, splat(ZERO))
         target = advance(weights, (k - first) * COLUMNS)
+        source = advance(codes, k * pair_words)
         if kind == INT4:
-            _decode4(advance(codes, k * LINE), count, tables, target, factors, terms)
+            _decode4(source, count, tables, target, factors, terms)
+        elif kind == INT6:
+            _decode6(source, count, tables, target, factors, terms)
         elif kind == SPLIT4:
-            _decode_split4(advance(codes, k * LINE), count, tables, target, factors, terms)
+            _decode_split4(source, count, tables, target, factors, terms)
         elif kind == INT8:
-            _decode8(advance(codes, 2 * k * LINE), count, tables, target, factors, terms)
+            _decode8(source, count, tables, target, factors, terms)
         else:
-            _decode_fp8(advance(codes, 2 * k * LINE), count, tables, target, factors, terms)
+            _decode_fp8(source, count, tables, target, factors, terms)
         k += count
 
 
@@ -318,43 +356,47 @@ def _multiply_decoded(x, x_stride, weights, depth, num_rows, sums):
         row += min(left, 6)
 
 
-@parallel_kernel("19q")
+@parallel_kernel("20q")
 def _code_linear(args):
     """Work items are (panel, rows), so that consecutive items read the same panel."""
     x, codes, tables, out, bias = (
         simd.pointer_i32(args[2]), simd.pointer_i32(args[3]), simd.pointer_i32(args[4]), simd.pointer_bf16(args[5]),
         simd.pointer_bf16(args[6]),
     )  # fmt: skip
-    scales, offsets, x_sums = simd.pointer_f32(args[7]), simd.pointer_f32(args[8]), simd.pointer_f32(args[9])
-    num_rows, x_stride, words, out_features = args[10], args[11], args[12], args[13]
-    kind, group, form, num_groups = args[14], args[15], args[16], args[17]
-    decodes, wide, num_runs = args[18], simd.pointer_f32(args[19]), args[20]
-    floats = np.empty((ROWS_PER_ITEM + 8) * COLUMNS, np.float32)
+    scales, offsets, num_rows, x_stride = simd.pointer_f32(args[7]), simd.pointer_f32(args[8]), args[9], args[10]
+    words, out_features, kind, group, form, num_groups = args[11], args[12], args[13], args[14], args[15], args[16]
+    decodes, wide, num_runs, part, pair_words = args[17], simd.pointer_f32(args[18]), args[19], args[20], args[21]
+    has_offsets = simd.address(offsets) != 0
+    most_rows = min(ROWS_PER_ITEM, num_rows)
+    floats = np.empty((most_rows + 2) * COLUMNS, np.float32)
     sums = simd.pointer_f32(floats.ctypes.data)
-    products = advance(sums, ROWS_PER_ITEM * COLUMNS)
-    scratch = np.empty(DEPTH * COLUMNS if decodes else 1, np.int32)
+    factors = advance(sums, most_rows * COLUMNS)
+    scratch = np.empty(COLUMNS * (DEPTH if decodes else max(PART, part)), np.int32)
     weights = simd.pointer_i32(scratch.ctypes.data)
-    panel_words = words * LINE if kind == INT4 or kind == SPLIT4 else 2 * words * LINE
+    totals = np.empty(most_rows * num_groups if has_offsets and not decodes else 1, np.float32)
+    x_sums, summed = simd.pointer_f32(totals.ctypes.data), np.int64(-1)  # x_sums has those of rows `summed` on
     items_per_panel = (num_rows + ROWS_PER_ITEM - 1) // ROWS_PER_ITEM
     item = next_item(args)
     while item < args[1]:
         panel = in_runs(item // items_per_panel, args[1] // items_per_panel, num_runs)
         begin = item % items_per_panel * ROWS_PER_ITEM
         rows, column = min(ROWS_PER_ITEM, num_rows - begin), panel * COLUMNS
-        at = panel * num_groups * COLUMNS
-        part = advance(codes, panel * panel_words)
+        at, a = panel * num_groups * COLUMNS, advance(x, begin * x_stride)
+        panel_codes = advance(codes, panel * words * pair_words)
         for i in range(0, rows * COLUMNS, WIDTH):
             store(sums, i, splat(ZERO))
         if decodes:
             for k in range(0, words, DEPTH):
                 depth = min(DEPTH, words - k)
-                _decode_part(kind, part, tables, group, k, depth, weights, products, scales, offsets, form, at)
-                _multiply_decoded(advance(x, begin * x_stride + k), x_stride, weights, depth, rows, sums)
+                _decode_part(kind, panel_codes, pair_words, tables, group, k, depth, weights, factors, scales, offsets,
+                             form, at)  # fmt: skip
+                _multiply_decoded(advance(a, k), x_stride, weights, depth, rows, sums)
         else:
-            _multiply_direct(kind, advance(x, begin * x_stride), x_stride, part, tables, group, rows, sums, scales,
-                             form, at, num_groups)  # fmt: skip
-            if simd.address(offsets) != 0:
-                _add_offsets(rows, sums, offsets, form, at, advance(x_sums, begin * num_groups), num_groups)
+            if has_offsets and summed != begin:
+                sum_groups(simd.pointer_bf16(simd.address(a)), 2 * x_stride, 2 * group, num_groups, rows, x_sums)
+                summed = begin
+            _multiply_codes(kind, rows, a, x_stride, panel_codes, pair_words, part, group // part, num_groups, tables,
+                            weights, scales, offsets, form, at, x_sums, sums)  # fmt: skip
         for c in range(0, min(COLUMNS, out_features - column), WIDTH):
             term = load(bias, column + c) if simd.address(bias) != 0 else splat(ZERO)
             for r in range(rows):
@@ -366,6 +408,14 @@ def _code_linear(args):
         item = next_item(args)
     simd.keep(floats)
     simd.keep(scratch)
+    simd.keep(totals)
+
+
+def _part_of(group: int) -> int:
+    """The pairs of a part of a group of so many pairs: all parts are equal, and the looked up pairs of one stay in L1
+    where its size has a divisor for that."""
+    part = next(size for size in range(min(group, PART), 0, -1) if group % size == 0)
+    return group if part < LEAST_PART else part
 
 
 class PackedCodes:
@@ -375,10 +425,9 @@ class PackedCodes:
         """weight [out, in]; its `permutation` is left to the caller. See supports_codes."""
         self.out_features, self.in_features = weight.shape
         self.group_size = weight.group_size
-        self.kind, planes, tables = _planes(weight)
-        self.codes = _pack_bytes(planes[0], self.kind) if self.kind in (INT8, FP8) else _pack_nibbles(planes)
-        self.tables = torch.tensor([values * 2 for values in tables], dtype=torch.bfloat16)
-        self.values = _values_of(self.kind) if self.kind in (INT8, FP8) else self.tables[:, :WIDTH].float().contiguous()
+        self.part = _part_of(self.group_size // 2)
+        self.kind, self.codes, self.tables = pack_codes(weight)
+        self._meanings = meanings_of(self.kind, self.tables)
         parameters = [weight.scales] if weight.offsets is None else [weight.scales, weight.offsets]
         self.form, packed = _store(parameters)
         self.scales, self.offsets = packed[0], packed[1] if len(packed) > 1 else None
@@ -391,11 +440,9 @@ class PackedCodes:
 
     def rows(self, indices: Tensor) -> Tensor:
         """Rows of the matrix: int64 [n] -> fp32 [n, in]."""
-        planes = 0 if self.kind in (INT8, FP8) else self.codes.shape[2]
-        steps = (1, COLUMNS) if self.kind == INT8 else (2, 1)
         return code_rows(
-            indices, self.codes, self.values, self.scales, self.offsets, form=self.form, group_size=self.group_size,
-            planes=planes, steps=steps,
+            indices, self.codes, self._meanings, self.scales, self.offsets, kind=self.kind, form=self.form,
+            group_size=self.group_size,
         )  # fmt: skip
 
 
@@ -416,46 +463,6 @@ def pad_bias(bias: Tensor | None) -> Tensor | None:
     return None if bias is None else F.pad(bias, (0, -len(bias) % WIDTH))
 
 
-def _planes(weight: QuantizedWeight) -> tuple[int, list[Tensor], list[tuple[float, ...]]]:
-    """(kind of codes, uint8 [out, in] of each plane, sixteen values of each table)."""
-    if weight.codes.dtype == torch.float8_e4m3fn:
-        return FP8, [weight.codes.view(torch.uint8)], []
-    if weight.codebook is None:
-        return INT8, [weight.codes.view(torch.uint8)], []
-    values = torch.tensor(weight.codebook)
-    rounded = values.bfloat16().float()
-    codes, first = unpack_4bit(weight.codes), tuple(rounded.tolist())
-    if torch.equal(values, rounded):
-        return INT4, [codes], [first]
-    return SPLIT4, [codes], [first, tuple((values - rounded).tolist())]
-
-
-def _values_of(kind: int) -> Tensor:
-    """The meaning of each byte: fp32 [1, 256]."""
-    octets = torch.arange(256, dtype=torch.uint8)
-    return octets.view(torch.int8 if kind == INT8 else torch.float8_e4m3fn).float().unsqueeze(0)
-
-
-def _pack_nibbles(planes: list[Tensor]) -> Tensor:
-    """Codes 0 to 15 of one or two planes, uint8 [out, in] each -> int16 [panels, in / 2, planes, 32].
-
-    Lane 2 * o + i of a line holds input i of the pair for outputs o, 16 + o, 32 + o and 48 + o, from its lowest bits
-    on.
-    """
-    lines = []
-    for plane in planes:
-        codes = _padded(plane).view(-1, VECTORS, WIDTH, plane.shape[1] // 2, 2)
-        line = sum(codes[:, v].short() << 4 * v for v in range(VECTORS))  # [panels, 16, in / 2, 2]
-        lines.append(line.transpose(1, 2).flatten(2))
-    return torch.stack(lines, 2).contiguous()
-
-
-def _pack_bytes(codes: Tensor, kind: int) -> Tensor:
-    """8-bit codes, uint8 [out, in] -> uint8 [panels, in / 2, 64, 2]; int8 [panels, in / 2, 2, 64]."""
-    order = (0, 2, 3, 1) if kind == INT8 else (0, 2, 1, 3)
-    return _padded(codes).view(-1, COLUMNS, codes.shape[1] // 2, 2).permute(order).contiguous()
-
-
 def _store(parameters: list[Tensor]) -> tuple[int, list[Tensor]]:
     """(form, scales or offsets [out, groups] in it): the smallest form that holds all of them exactly."""
     wide = [_pack_parameters(values.float()) for values in parameters]
@@ -467,11 +474,7 @@ def _store(parameters: list[Tensor]) -> tuple[int, list[Tensor]]:
 
 def _pack_parameters(values: Tensor) -> Tensor:
     """Scales or offsets [out, groups] -> [panels, groups, 64]."""
-    return _padded(values).view(-1, COLUMNS, values.shape[1]).transpose(1, 2).contiguous()
-
-
-def _padded(rows: Tensor) -> Tensor:
-    return F.pad(rows, (0, 0, 0, -len(rows) % COLUMNS))
+    return padded_rows(values).view(-1, COLUMNS, values.shape[1]).transpose(1, 2).contiguous()
 
 
 def code_linear(x: Tensor, weight: PackedCodes, bias: Tensor | None) -> Tensor:
@@ -497,17 +500,16 @@ def _launch(x: Tensor, weight: PackedCodes, bias: Tensor | None, dtype: torch.dt
     if stride != 1 or row_stride % 2:
         x, row_stride = x.contiguous(), x.shape[1]
     num_rows, in_features = x.shape
-    num_groups, offsets, x_sums = in_features // weight.group_size, weight.offsets, None
-    if offsets is not None and not decodes:
-        x_sums = sum_groups(x, weight.group_size)
+    num_groups, offsets = in_features // weight.group_size, weight.offsets
     width = -(-weight.out_features // WIDTH) * WIDTH
     out = empty((num_rows, width), dtype)
     _code_linear(
         len(weight.codes) * -(-num_rows // ROWS_PER_ITEM),
         x.data_ptr(), weight.codes.data_ptr(), weight.tables.data_ptr(), out.data_ptr(),
         0 if bias is None else bias.data_ptr(), weight.scales.data_ptr(), 0 if offsets is None else offsets.data_ptr(),
-        0 if x_sums is None else x_sums.data_ptr(), num_rows, row_stride // 2, in_features // 2, width,
+        num_rows, row_stride // 2, in_features // 2, width,
         weight.kind, weight.group_size // 2, weight.form, num_groups,
         decodes, out.data_ptr() if dtype == torch.float32 else 0, torch.get_num_threads(),
+        weight.part, PAIR_WORDS[weight.kind],
     )  # fmt: skip
     return out if width == weight.out_features else out[:, : weight.out_features].contiguous()

@@ -1,0 +1,202 @@
+"""Codes in panels of 64 outputs, and the pairs of bf16 numbers that they mean.
+
+A panel has its codes pair by pair of neighbouring inputs. A pair of 4-bit codes takes a line of 64 bytes, and one
+instruction looks 32 codes up in a table of bf16 values (vpermw). Values that bf16 does not hold exactly (nf4) are the
+sum of two tables that share a line. A pair of 6-bit codes takes a line of their low four bits and half a line of their
+high two; their table has two registers (vpermi2w). int8 codes become bf16 numbers by conversion, FP8 codes (e4m3) by
+integer arithmetic; 128 bytes hold a pair.
+"""
+
+import torch
+import torch.nn.functional as F
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+from torch import Tensor
+
+from kernels.cpu import simd
+from kernels.cpu.codes import WIDTH, constant
+from kernels.cpu.dots import LANES, lanes, look_up, vector_at
+from kernels.cpu.features import instruction
+from kernels.cpu.quantized.scales import COLUMNS
+from kernels.cpu.simd import I32Pointer
+from kernels.quantized.weight import QuantizedWeight, unpack_4bit
+
+VECTORS = COLUMNS // WIDTH
+LINE = 16  # 32-bit words of 64 bytes
+AHEAD = 48  # pairs to prefetch ahead of one row: 3 KiB of 4-bit codes
+# Kinds of codes. WORDS: the bf16 pairs themselves; SPLIT4: 4-bit codes with two tables; INT6: -32 to 31.
+WORDS, INT4, INT8, FP8, SPLIT4, INT6 = KINDS = range(6)
+PAIR_WORDS = (COLUMNS, LINE, 2 * LINE, 2 * LINE, LINE, LINE + LINE // 2)  # by kind: 32-bit words of a pair of inputs
+TABLES = (0, 1, 0, 0, 2, 2)  # by kind: registers
+LEAST6 = -32  # the least 6-bit code
+
+_F32, _I8, _I32, _I64 = ir.FloatType(), ir.IntType(8), ir.IntType(32), ir.IntType(64)
+_F32V, _I8V, _I32V = ir.VectorType(_F32, WIDTH), ir.VectorType(_I8, WIDTH), ir.VectorType(_I32, WIDTH)
+_I8_LANES = ir.VectorType(_I8, 2 * WIDTH)
+
+
+def load_tables(builder, tables, kind):
+    """The tables of a kind in registers."""
+    places = [ir.Constant(_I64, i * LINE) for i in range(TABLES[kind])]
+    return [builder.load(vector_at(builder, tables, place, LANES), align=4) for place in places]
+
+
+def load_pairs(builder, kind, codes, pair, tables):
+    """Yields, for each 16 outputs of a panel, bf16 pairs of the inputs 2 * pair and 2 * pair + 1: one vector for each
+    factor of the inputs."""
+    at = builder.mul(pair, ir.Constant(_I64, PAIR_WORDS[kind]))
+    return _LOADS[kind](builder, codes, at, tables)
+
+
+def prefetch_pair(builder, kind, codes, pair):
+    """Prefetch the codes of a later pair."""
+    at = builder.mul(builder.add(pair, ir.Constant(_I64, AHEAD)), ir.Constant(_I64, PAIR_WORDS[kind]))
+    for word in range(0, PAIR_WORDS[kind], LINE):
+        simd.prefetch(builder, builder.gep(codes, [builder.add(at, ir.Constant(_I64, word))]))
+
+
+def _load(builder, codes, at, word, vector):
+    """A vector from word `at` + word on."""
+    return builder.load(vector_at(builder, codes, builder.add(at, ir.Constant(_I64, word)), vector), align=4)
+
+
+def _load_words(builder, codes, at, tables):
+    for v in range(VECTORS):
+        yield [_load(builder, codes, at, v * WIDTH, _I32V)]
+
+
+def _load_int4(builder, codes, at, tables):
+    """Outputs 16 * v to 16 * v + 15 have bits 4 * v to 4 * v + 3 of each lane."""
+    line = _load(builder, codes, at, 0, LANES)
+    for v in range(VECTORS):
+        shifted = builder.lshr(line, lanes(4 * v)) if v else line
+        yield [builder.bitcast(look_up(builder, shifted, table), _I32V) for table in tables]
+
+
+def _load_int6(builder, codes, at, tables):
+    """As _load_int4, and a byte for each lane with the high bits of v from bit 2 * v on."""
+    low = _load(builder, codes, at, 0, LANES)
+    high = builder.zext(_load(builder, codes, at, LINE, _I8_LANES), LANES)
+    for v in range(VECTORS):
+        left = 4 - 2 * v  # to bit 4
+        moved = builder.shl(high, lanes(left)) if left >= 0 else builder.lshr(high, lanes(-left))
+        shifted = builder.lshr(low, lanes(4 * v)) if v else low
+        index = builder.or_(builder.and_(shifted, lanes(15)), builder.and_(moved, lanes(~15)))
+        looked_up = instruction(builder, "vpermi2w $3, $2, $0", "=v,0,v,v", LANES, index, *tables)  # six bits of index
+        yield [builder.bitcast(looked_up, _I32V)]
+
+
+def _load_int8(builder, codes, at, tables):
+    """Sixteen codes at a time become floats, whose low halves are 0: bf16 holds them exactly."""
+    for v in range(VECTORS):
+        even, odd = (
+            builder.bitcast(builder.sitofp(builder.sext(octets, _I32V), _F32V), _I32V)
+            for octets in (_load(builder, codes, at, i * LINE + v * LINE // VECTORS, _I8V) for i in range(2))
+        )
+        yield [builder.or_(builder.lshr(even, constant(_I32, 16)), odd)]
+
+
+def _load_fp8(builder, codes, at, tables):
+    """Normal numbers get the bias of bf16; those below 2^-6 are looked up."""
+    for v in range(VECTORS):
+        wide = builder.zext(_load(builder, codes, at, v * LINE // 2, _I8_LANES), LANES)
+        magnitude = builder.and_(wide, lanes(0x7F))
+        normal = builder.add(builder.shl(magnitude, lanes(4)), lanes(120 << 7))
+        small = look_up(builder, magnitude, ir.Constant(LANES, [_bf16_bits(i % 8 / 512) for i in range(2 * WIDTH)]))
+        is_small = builder.icmp_unsigned("<", magnitude, lanes(8))
+        sign = builder.shl(builder.and_(wide, lanes(0x80)), lanes(8))
+        yield [builder.bitcast(builder.or_(builder.select(is_small, small, normal), sign), _I32V)]
+
+
+_LOADS = (_load_words, _load_int4, _load_int8, _load_fp8, _load_int4, _load_int6)
+
+
+def _bf16_bits(value: float) -> int:
+    """The bits of a number that bf16 holds exactly, as a signed 16-bit integer."""
+    return int(torch.tensor(value, dtype=torch.bfloat16).view(torch.int16))
+
+
+def word_decoder(kind):
+    """An intrinsic: words[k, :] = bf16 pairs of `depth` pairs of inputs, for the 64 outputs of a panel."""
+
+    def codegen(context, builder, sig, args):
+        codes, depth, tables, words = args
+        table = load_tables(builder, tables, kind)
+        with cgutils.for_range(builder, depth) as loop:
+            prefetch_pair(builder, kind, codes, loop.index)
+            start = builder.mul(loop.index, ir.Constant(_I64, COLUMNS))
+            for v, (pairs,) in enumerate(load_pairs(builder, kind, codes, loop.index, table)):
+                place = builder.add(start, ir.Constant(_I64, v * WIDTH))
+                builder.store(pairs, vector_at(builder, words, place, _I32V), align=4)
+        return context.get_dummy_value()
+
+    def typing(typingctx, codes, depth, tables, words):
+        return types.void(I32Pointer, types.int64, I32Pointer, I32Pointer), codegen
+
+    typing.__doc__ = "Look the codes of a panel up, or convert them."
+    return intrinsic(typing)
+
+
+def pack_codes(weight: QuantizedWeight) -> tuple[int, Tensor, Tensor]:
+    """(kind, codes [panels, in / 2, ...], bf16 tables [registers, 32]) of a matrix [out, in]."""
+    if weight.codes.dtype == torch.float8_e4m3fn:
+        return FP8, _pack_bytes(weight.codes.view(torch.uint8), (0, 2, 1, 3)), _tables([])
+    if weight.codebook is None:
+        low, high = (int(code) for code in weight.codes.aminmax())
+        if LEAST6 <= low and high < -LEAST6:
+            values = range(LEAST6, -LEAST6)
+            return INT6, _pack_int6(weight.codes), _tables([[*values[:32]], [*values[32:]]])
+        return INT8, _pack_bytes(weight.codes.view(torch.uint8), (0, 2, 3, 1)), _tables([])
+    values = torch.tensor(weight.codebook)
+    rounded = values.bfloat16().float()
+    codes, first = _pack_nibbles(unpack_4bit(weight.codes)), rounded.tolist()
+    if torch.equal(values, rounded):
+        return INT4, codes, _tables([first * 2])
+    return SPLIT4, codes, _tables([first * 2, (values - rounded).tolist() * 2])
+
+
+def meanings_of(kind: int, tables: Tensor) -> Tensor:
+    """The meaning of each code, fp32 [tables, codes]; those of two tables are added."""
+    if kind in (INT8, FP8):
+        octets = torch.arange(256, dtype=torch.uint8)
+        return octets.view(torch.int8 if kind == INT8 else torch.float8_e4m3fn).float().unsqueeze(0)
+    return tables.float().view(1, -1) if kind == INT6 else tables[:, :WIDTH].float().contiguous()
+
+
+def padded_rows(rows: Tensor) -> Tensor:
+    """[out, ...] with zeros up to whole panels."""
+    return F.pad(rows, (0, 0, 0, -len(rows) % COLUMNS))
+
+
+def _tables(registers: list[list[float]]) -> Tensor:
+    return torch.tensor(registers, dtype=torch.bfloat16)
+
+
+def _lanes_of(codes: Tensor) -> Tensor:
+    """uint8 [out, in] -> [panels, in / 2, 4, 32]: lane 2 * o + i of vector v has input i of the pair for output
+    16 * v + o of the panel."""
+    parts = padded_rows(codes).view(-1, VECTORS, WIDTH, codes.shape[1] // 2, 2)
+    return parts.permute(0, 3, 1, 2, 4).flatten(3)
+
+
+def _pack_nibbles(codes: Tensor) -> Tensor:
+    """Codes 0 to 15 -> int16 [panels, in / 2, 32], see _load_int4."""
+    vectors = _lanes_of(codes).short().unbind(2)
+    return sum(vector << 4 * v for v, vector in enumerate(vectors)).contiguous()  # type: ignore[union-attr]
+
+
+def _pack_int6(codes: Tensor) -> Tensor:
+    """Codes -32 to 31 -> int8 [panels, in / 2, 96], see _load_int6."""
+    places = (codes - LEAST6).view(torch.uint8)
+    low = _pack_nibbles(places & 15).view(torch.uint8)
+    vectors = _lanes_of(places >> 4).unbind(2)
+    high = sum(vector << 2 * v for v, vector in enumerate(vectors))
+    return torch.cat([low, high], -1)  # type: ignore[list-item]
+
+
+def _pack_bytes(codes: Tensor, order: tuple[int, ...]) -> Tensor:
+    """8-bit codes -> [panels, in / 2, 128]; order: of the axes panel, output, pair, input of the pair."""
+    pairs = padded_rows(codes).view(-1, COLUMNS, codes.shape[1] // 2, 2)
+    return pairs.permute(order).flatten(2).contiguous()
