@@ -3,7 +3,8 @@
     python -m venv .cache/bench/llama
     .cache/bench/llama/bin/pip install llama-cpp-python numpy
     python -m benchmarks.quantized [--model .cache/models/llama-90m] [--peer .cache/bench/llama/bin/python]
-                                   [--prompt 512] [--tokens 128] [--repeats 3] [--threads N] [--json PATH]
+                                   [--types Q4_K Q6_K] [--quantizations int8] [--prompt 512] [--tokens 128]
+                                   [--repeats 3] [--threads N] [--json PATH]
 
 The model is a checkpoint folder of an architecture that GGUF has. It is written as GGUF once per type, and both
 servers read the same file; pageserve also quantises the checkpoint itself (--quantization). Per row: single-stream
@@ -39,7 +40,8 @@ from engine.sampling_params import SamplingParams
 from kernels.cpu.quantized.scales import BYTES, FACTORED
 from server.commands.bench.report import machine
 
-TYPES = ("BF16", "Q8_0", "Q4_0", "Q4_K", "Q6_K")  # GGUF types
+TYPES = ("BF16", "Q8_0", "Q4_0", "Q4_K", "Q6_K")  # of GGUF; --types also takes those of MORE_TYPES
+MORE_TYPES = ("Q4_1", "Q5_0", "Q5_1", "Q5_K")
 QUANTIZATIONS = ("int8", "int4")  # applied to the checkpoint as it is loaded
 SHORT_PROMPT = 16  # tokens before the measured decode
 Run = Callable[[list[list[int]], int], dict[str, float]]  # prompts, tokens -> seconds
@@ -159,6 +161,8 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.quantized", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", type=Path, default=Path(".cache/models/llama-90m"))
     parser.add_argument("--peer", type=Path, default=Path(".cache/bench/llama/bin/python"))
+    parser.add_argument("--types", nargs="+", choices=[*TYPES, *MORE_TYPES], default=list(TYPES))
+    parser.add_argument("--quantizations", nargs="*", choices=QUANTIZATIONS, default=list(QUANTIZATIONS))
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
@@ -168,7 +172,7 @@ def main(arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     vocab_size, bandwidth = read_model_config(options.model).vocab_size, read_bandwidth()
-    files = {kind: gguf_file(options.model, kind) for kind in TYPES}
+    files = {kind: gguf_file(options.model, kind) for kind in options.types}
     runs: dict[str, Run] = {}
     sizes: dict[str, int] = {}
     with contextlib.ExitStack() as stack:
@@ -182,7 +186,7 @@ def main(arguments: list[str]) -> None:
             if peer is not None:
                 runs[f"llama.cpp {kind}"] = partial(peer.run, file)
                 sizes[f"llama.cpp {kind}"] = file.stat().st_size
-        for quantization in QUANTIZATIONS:
+        for quantization in options.quantizations:
             engine = stack.enter_context(open_engine(options.model, quantization))
             runs[f"pageserve {quantization}"] = partial(run_engine, engine)
             sizes[f"pageserve {quantization}"] = weight_bytes(read_model_config(options.model, quantization), 2)

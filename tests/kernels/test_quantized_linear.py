@@ -113,7 +113,7 @@ def test_scales_with_a_common_factor_are_kept_as_integers_and_codes_in_their_bit
     packed = cpu_kernels().code_linear.PackedCodes(weight)
     assert packed.form == FACTORED
     panels, parameters = -(-out // 64) * 64 * 512, 1 + offsets
-    code_bytes, parameter_bytes = panels * (4 if kind == "int4" else 6) // 8, panels // group * parameters * 3 // 2
+    code_bytes, parameter_bytes = panels * (4 if kind == "int4" else 6) // 8, panels // group * parameters * 5 // 4
     assert packed.num_bytes == code_bytes + parameter_bytes
     for rows in (1, 2, 5, 7, 30, 200):
         check(layer, matrix, torch.randn(rows, 512).bfloat16(), bias)
@@ -135,14 +135,17 @@ def test_codes_take_six_bits_if_all_of_them_fit(least, most, bits):
 @pytest.mark.skipif(not COMPILED, reason="this processor has no vdpbf16ps")
 def test_factors_are_found_where_there_are_some():
     integers = torch.tensor([-128, 127, 0, 63, 1, -1, 2, 90])
+    small, least = torch.tensor(0.0123).half(), torch.tensor(2.0**-24).half()
     scales = torch.zeros(1, 16, 64)
-    scales[0, :8, 3] = 0.0123 * integers.half().float()
-    scales[0, 8:, 63] = torch.tensor(0.0123).half() * integers.float()
+    scales[0, :8, 3] = small.float() * integers
+    scales[0, 8:, 63] = least.float() * integers
+    scales[0, 8:, 62] = 65504.0 * integers.clamp(min=-1)
     blocks = factorize(scales)
-    assert blocks.shape == (1, 2, 192)
-    factors, found = blocks[..., :64].view(torch.float32), blocks[..., 64:].contiguous().view(torch.int8)
+    assert blocks.shape == (1, 2, 160)
+    factors, found = (blocks[..., part].contiguous() for part in (slice(32), slice(32, None)))
+    factors, found = factors.view(torch.float16).float(), found.view(torch.int8)
     assert torch.equal((factors[:, :, None] * found.view(1, 2, 8, 64)).flatten(1, 2), scales)
-    for column, value in [(63, 1.0), (62, torch.nan), (61, torch.inf)]:
+    for column, value in [(63, 1.0), (62, torch.nan), (61, torch.inf), (60, 2.0**-25), (60, 2.0**24), (60, 0.0123)]:
         other = scales.clone()
         other[0, 9, column] = value
         assert factorize(other) is None

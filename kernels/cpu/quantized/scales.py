@@ -1,8 +1,8 @@
 """Scales and offsets of panels of 64 outputs in memory: as fp32, as fp16, or as integers with common factors.
 
 The K types of GGUF store the scale of a group as a small integer, and one factor in fp16 for eight or sixteen groups.
-`factorize` finds both again in their exact products, so that a scale takes 12 bits instead of 32. A block of such
-scales has the factors of eight groups for the 64 outputs, fp32, and then the integers, int8 [8, 64].
+`factorize` finds both again in their exact products, so that a scale takes 10 bits instead of 32. A block of such
+scales has the factors of eight groups for the 64 outputs, fp16, and then the integers, int8 [8, 64].
 """
 
 import numpy as np
@@ -19,21 +19,23 @@ from kernels.cpu.simd import advance, read, write
 
 COLUMNS = 64  # outputs per panel
 FP32, FP16, FACTORED = FORMS = 0, 1, 2
-BYTES = (4, 2, 1.5)  # per scale, by form
+BYTES = (4, 2, 1.25)  # per scale, by form
 GROUPS = 8  # in a block
-BLOCK = COLUMNS + GROUPS * COLUMNS // 4  # words per block
+BLOCK = COLUMNS // 2 + GROUPS * COLUMNS // 4  # words per block
 LEAST = -128  # the least integer
 
 _F32, _HALF, _I8, _I64 = ir.FloatType(), ir.HalfType(), ir.IntType(8), ir.IntType(64)
 
 
 def _places(builder, index):
-    """(word of the factor, byte of the integer) of a scale of the form FACTORED."""
+    """(fp16 number of the factor, byte of the integer) of a scale of the form FACTORED."""
     constant = lambda value: ir.Constant(_I64, value)  # noqa: E731
     block = builder.mul(builder.lshr(index, constant(9)), constant(BLOCK))
-    integers = builder.shl(builder.add(block, constant(COLUMNS)), constant(2))
+    integers = builder.shl(builder.add(block, constant(COLUMNS // 2)), constant(2))
     column = builder.and_(index, constant(COLUMNS - 1))
-    return builder.add(block, column), builder.add(integers, builder.and_(index, constant(GROUPS * COLUMNS - 1)))
+    return builder.add(builder.shl(block, constant(1)), column), builder.add(
+        integers, builder.and_(index, constant(GROUPS * COLUMNS - 1))
+    )
 
 
 def scales_at(builder, values, form, index, count=WIDTH):
@@ -52,7 +54,8 @@ def scales_at(builder, values, form, index, count=WIDTH):
     if form == FP16:
         return builder.fpext(load(_HALF, index), kind(_F32))
     factor, integer = _places(builder, index)
-    return builder.fmul(load(_F32, factor), builder.sitofp(load(_I8, integer), kind(_F32)))
+    factors = builder.fpext(load(_HALF, factor), kind(_F32))
+    return builder.fmul(factors, builder.sitofp(load(_I8, integer), kind(_F32)))
 
 
 def _reader(result, form, count):
@@ -85,8 +88,21 @@ def read_scale(values, form, index):
 
 
 @jit
+def _is_half(value):
+    """True if fp16 holds a number exactly: it has eleven bits from 2^-24 on."""
+    size = abs(np.float64(value)) * 2.0**24
+    if size == 0 or not (size <= 65504 * 2.0**24 and size == np.floor(size)):
+        return size == 0
+    number = np.int64(size)
+    return number // (number & -number) < 2048
+
+
+@jit
 def _divides(factor, values, at):
-    """True if eight scales 64 apart are integers from -128 to 127 times the factor, exactly in fp32."""
+    """True if fp16 holds the factor, and eight scales 64 apart are integers from -128 to 127 times the factor, exactly
+    in fp32."""
+    if not _is_half(factor):
+        return False
     for g in range(GROUPS):
         value = read(values, at + g * COLUMNS)
         integer = np.rint(value / factor)
@@ -112,34 +128,36 @@ def _factor(values, at):
     return np.float32(np.nan)
 
 
-@parallel_kernel("3q")
+@parallel_kernel("4q")
 def _factorize(args):
     """Work items are blocks. Writes 0 to found[0] where one has no factors."""
-    values, out, found = simd.pointer_f32(args[2]), simd.pointer_i32(args[3]), simd.pointer_i32(args[4])
+    values, factors, integers, found = (
+        simd.pointer_f32(args[2]), simd.pointer_f32(args[3]), simd.pointer_i32(args[4]), simd.pointer_i32(args[5])
+    )  # fmt: skip
     item = next_item(args)
     while item < args[1]:
-        source, target = advance(values, item * GROUPS * COLUMNS), advance(out, item * BLOCK)
-        factors = simd.pointer_f32(simd.address(target))
+        source = advance(values, item * GROUPS * COLUMNS)
         for column in range(COLUMNS):
             factor = _factor(source, column)
             if np.isnan(factor):
                 write(found, 0, np.int32(0))
                 factor = np.float32(1)
-            write(factors, column, factor)
+            write(factors, item * COLUMNS + column, factor)
             for g in range(GROUPS):
                 integer = np.int64(np.rint(read(source, column + g * COLUMNS) / factor))
-                place = COLUMNS + (g * COLUMNS + column) // 4
-                word = np.int64(read(target, place)) | (integer & 255) << (column % 4 * 8)
-                write(target, place, np.int32(word))
+                place = ((item * GROUPS + g) * COLUMNS + column) // 4
+                word = np.int64(read(integers, place)) | (integer & 255) << (column % 4 * 8)
+                write(integers, place, np.int32(word))
         item = next_item(args)
 
 
 def factorize(scales: Tensor) -> Tensor | None:
-    """fp32 [panels, groups, 64] -> blocks, int32 [panels, groups / 8, 192], which hold the same numbers; None where
+    """fp32 [panels, groups, 64] -> blocks, int32 [panels, groups / 8, 160], which hold the same numbers; None where
     there are no such factors."""
     panels, groups, _ = scales.shape
     if groups % GROUPS:
         return None
-    out, found = torch.zeros((panels, groups // GROUPS, BLOCK), dtype=torch.int32), torch.ones(1, dtype=torch.int32)
-    _factorize(panels * groups // GROUPS, scales.data_ptr(), out.data_ptr(), found.data_ptr())
-    return out if found.item() else None
+    shape, found = (panels, groups // GROUPS), torch.ones(1, dtype=torch.int32)
+    factors, integers = torch.empty(*shape, COLUMNS), torch.zeros(*shape, GROUPS * COLUMNS // 4, dtype=torch.int32)
+    _factorize(panels * groups // GROUPS, scales.data_ptr(), factors.data_ptr(), integers.data_ptr(), found.data_ptr())
+    return torch.cat([factors.half().view(torch.int32), integers], -1) if found.item() else None
