@@ -21,9 +21,9 @@ BLOCK_ELEMENTS = 1 << 24  # weights that the reference dequantises at a time
 class QuantizedLinear:
     """y = x @ weight.T + bias for a matrix [out_features, in_features] in codes.
 
-    A CPU reads the codes packed in bf16 and, apart from nf4, in fp32 (kernels/cpu/code_linear.py), and so does a GPU
-    (code_matmul.py). Cards that multiply e4m3 round the input to it, too, where many rows make arithmetic the limit
-    (scaled_matmul.py). Elsewhere the weight is dequantised to x's dtype in each call, a part at a time.
+    A CPU reads the codes packed in bf16 and, apart from nf4, in fp32 (kernels/cpu/quantized/code_linear.py), and so
+    does a GPU (code_matmul.py). Cards that multiply e4m3 round the input to it, too, where many rows make arithmetic
+    the limit (scaled_matmul.py). Elsewhere the weight is dequantised to x's dtype in each call, a part at a time.
     """
 
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:

@@ -45,7 +45,7 @@ from kernels.quantized.weight import QuantizedWeight
 
 ROWS = 6  # rows of a microkernel: 24 sums in 32 registers
 # By kind of codes: rows that look codes up as they read them, where registers hold their sums, the tables and a line.
-MOST_DIRECT = (0, 6, 6, 6, 5, 5)
+MOST_DIRECT = (6, 6, 6, 6, 5, 5)
 FEW_ROWS = 4  # the same where a panel is read again from L2: reading is no longer the limit
 PART = 64  # pairs of inputs that rows share, at most: 16 KiB, half of L1
 LEAST_PART = 8
@@ -155,33 +155,25 @@ def _microkernel(kind):
     rows6 = _multiply(ROWS, kind) if MOST_DIRECT[kind] == ROWS else rows5
 
     @jit
-    def microkernel(num_rows, x, x_stride, codes, depth, parts, groups, tables, scales, offsets, form, first, x_sums,
-                    sums_stride, sums):  # fmt: skip
+    def microkernel(num_rows, *args):
         if num_rows == 6:
-            rows6(x, x_stride, codes, depth, parts, groups, tables, scales, offsets, form, first, x_sums, sums_stride,
-                  sums)  # fmt: skip
+            rows6(*args)
         elif num_rows == 5:
-            rows5(x, x_stride, codes, depth, parts, groups, tables, scales, offsets, form, first, x_sums, sums_stride,
-                  sums)  # fmt: skip
+            rows5(*args)
         elif num_rows == 4:
-            rows4(x, x_stride, codes, depth, parts, groups, tables, scales, offsets, form, first, x_sums, sums_stride,
-                  sums)  # fmt: skip
+            rows4(*args)
         elif num_rows == 3:
-            rows3(x, x_stride, codes, depth, parts, groups, tables, scales, offsets, form, first, x_sums, sums_stride,
-                  sums)  # fmt: skip
+            rows3(*args)
         elif num_rows == 2:
-            rows2(x, x_stride, codes, depth, parts, groups, tables, scales, offsets, form, first, x_sums, sums_stride,
-                  sums)  # fmt: skip
+            rows2(*args)
         else:
-            rows1(x, x_stride, codes, depth, parts, groups, tables, scales, offsets, form, first, x_sums, sums_stride,
-                  sums)  # fmt: skip
+            rows1(*args)
 
     return microkernel
 
 
-_multiply4, _multiply8, _multiply_fp8, _multiply_split4, _multiply6 = (_microkernel(kind) for kind in KINDS[INT4:])
+_multiply_words, _multiply4, _multiply8, _multiply_fp8, _multiply_split4, _multiply6 = map(_microkernel, KINDS)
 _words8, _words_fp8, _words6 = (word_decoder(kind) for kind in (INT8, FP8, INT6))
-_shared3, _shared4, _shared5, _shared6 = (_multiply(rows, WORDS) for rows in range(3, ROWS + 1))
 _rows6, _rows5, _rows4, _rows3, _rows2, _rows1 = (
     multiply(rows, VECTORS, f"{rows} rows of a decoded panel's columns.") for rows in (6, 5, 4, 3, 2, 1)
 )
@@ -231,24 +223,18 @@ _decode4, _decode8, _decode_fp8, _decode_split4, _decode6 = (_decode(kind) for k
 
 
 @jit
-def _multiply_direct(kind, num_rows, x, x_stride, codes, depth, parts, groups, tables, scales, offsets, form, first,
-                     x_sums, sums_stride, sums):  # fmt: skip
+def _multiply_direct(kind, num_rows, *args):
     """See _multiply: up to six rows, which look up codes as they read them."""
     if kind == INT4:
-        _multiply4(num_rows, x, x_stride, codes, depth, parts, groups, tables, scales, offsets, form, first, x_sums,
-                   sums_stride, sums)  # fmt: skip
+        _multiply4(num_rows, *args)
     elif kind == INT6:
-        _multiply6(num_rows, x, x_stride, codes, depth, parts, groups, tables, scales, offsets, form, first, x_sums,
-                   sums_stride, sums)  # fmt: skip
+        _multiply6(num_rows, *args)
     elif kind == SPLIT4:
-        _multiply_split4(num_rows, x, x_stride, codes, depth, parts, groups, tables, scales, offsets, form, first,
-                         x_sums, sums_stride, sums)  # fmt: skip
+        _multiply_split4(num_rows, *args)
     elif kind == INT8:
-        _multiply8(num_rows, x, x_stride, codes, depth, parts, groups, tables, scales, offsets, form, first, x_sums,
-                   sums_stride, sums)  # fmt: skip
+        _multiply8(num_rows, *args)
     else:
-        _multiply_fp8(num_rows, x, x_stride, codes, depth, parts, groups, tables, scales, offsets, form, first, x_sums,
-                      sums_stride, sums)  # fmt: skip
+        _multiply_fp8(num_rows, *args)
 
 
 @jit
@@ -265,19 +251,13 @@ def _look_up(kind, codes, depth, tables, words):
 @jit
 def _multiply_shared(num_rows, x, x_stride, words, depth, groups, scales, offsets, form, first, x_sums,
                      sums_stride, sums):  # fmt: skip
-    """See _multiply: six or more rows, which share looked up pairs, in blocks of three to six of nearly equal size."""
+    """See _multiply: six or more rows, which share looked up pairs, in blocks of up to six of nearly equal size."""
     blocks, row = (num_rows + ROWS - 1) // ROWS, 0
     for block in range(blocks):
         count = (num_rows - row + blocks - block - 1) // (blocks - block)
         a, at, out = advance(x, row * x_stride), advance(x_sums, row * sums_stride), advance(sums, row * COLUMNS)
-        if count == 6:
-            _shared6(a, x_stride, words, depth, 1, groups, words, scales, offsets, form, first, at, sums_stride, out)
-        elif count == 5:
-            _shared5(a, x_stride, words, depth, 1, groups, words, scales, offsets, form, first, at, sums_stride, out)
-        elif count == 4:
-            _shared4(a, x_stride, words, depth, 1, groups, words, scales, offsets, form, first, at, sums_stride, out)
-        else:
-            _shared3(a, x_stride, words, depth, 1, groups, words, scales, offsets, form, first, at, sums_stride, out)
+        _multiply_words(count, a, x_stride, words, depth, 1, groups, words, scales, offsets, form, first, at,
+                        sums_stride, out)  # fmt: skip
         row += count
 
 
