@@ -17,7 +17,6 @@ at once, at most 16. Without --peer's program, pageserve is measured alone.
 import argparse
 import contextlib
 import json
-import math
 import random
 import statistics
 import subprocess
@@ -32,12 +31,9 @@ import torch
 
 from benchmarks.formats.gguf_writer import write_gguf
 from engine.llm import LLM
-from engine.models.families import family_of, read_model_config
-from engine.models.formats.gguf import LAYOUTS, GgufFormat
+from engine.models.families import read_model_config
 from engine.models.loading.load import weight_bytes
-from engine.models.loading.pieces import checkpoint_pieces, matrix_of
 from engine.sampling_params import SamplingParams
-from kernels.cpu.quantized.scales import BYTES, FACTORED
 from server.commands.bench.report import machine
 
 TYPES = ("BF16", "Q8_0", "Q4_0", "Q4_K", "Q6_K")  # of GGUF; --types also takes those of MORE_TYPES
@@ -78,26 +74,6 @@ def gguf_file(checkpoint: Path, kind: str) -> Path:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_gguf(checkpoint, file.with_suffix(".part"), kind).rename(file)
     return file
-
-
-def bytes_in_memory(file: Path) -> int:
-    """Bytes of the weights of a GGUF file, as the kernels keep them: a plan counts scales of K types with 32 bits, and
-    codes of 5 or 6 bits, which the kernels keep in 6, with 8."""
-    config = read_model_config(file)
-    total, types = weight_bytes(config, 2), {}
-    if isinstance(config.quantization, GgufFormat):
-        types = dict(config.quantization.types)
-    for name, piece in checkpoint_pieces(config, family_of(config)).items():
-        matrix = matrix_of(name, piece)
-        if matrix is None or (kind := types.get(matrix.module)) is None:
-            continue
-        layout, weights = LAYOUTS[kind], math.prod(matrix.shape)
-        if layout.wide:
-            scales = weights // layout.group_size * (2 if layout.offsets else 1)
-            total -= scales * 4 - int(scales * BYTES[FACTORED])
-        if layout.codebook is None and kind != "Q8_0":
-            total -= weights // 4
-    return total
 
 
 def open_engine(model: Path, quantization: str | None) -> LLM:
@@ -182,7 +158,7 @@ def main(arguments: list[str]) -> None:
             stack.callback(peer.close)
         for kind, file in files.items():
             runs[f"pageserve {kind}"] = partial(run_engine, stack.enter_context(open_engine(file, None)))
-            sizes[f"pageserve {kind}"] = bytes_in_memory(file)
+            sizes[f"pageserve {kind}"] = weight_bytes(read_model_config(file), 2, packed=True)
             if peer is not None:
                 runs[f"llama.cpp {kind}"] = partial(peer.run, file)
                 sizes[f"llama.cpp {kind}"] = file.stat().st_size

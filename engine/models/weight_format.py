@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:  # ModelConfig is read without torch
     from torch import Tensor
@@ -60,3 +60,11 @@ class WeightFormat(Protocol):
 
     def num_bytes(self, matrix: Matrix, dtype_bytes: int) -> int:
         """Bytes of the quantised matrix in memory, scales included, in a model of dtype_bytes."""
+
+
+@runtime_checkable
+class PackedFormat(Protocol):
+    """A WeightFormat whose matrices take less memory where a CPU packs their codes (kernels/cpu/quantized)."""
+
+    def packed_bytes(self, matrix: Matrix) -> int:
+        """Bytes of the packed matrix, scales included."""

@@ -223,11 +223,12 @@ class ResidentDecoder(Resident):
     ) -> WorkerReady:
         loaded, num_slots = self._loaded, host_cache.num_slots
         kv_format = resolve_kv_format(loaded.config, loaded.model)
-        memory = {"weights": weight_bytes(loaded.model, loaded.dtype.itemsize), **used}
+        packed = loaded.packed
+        memory = {"weights": weight_bytes(loaded.model, loaded.dtype.itemsize, packed), **used}
         if loaded.compressed_bytes:
             memory["compressed_weights"] = loaded.compressed_bytes
         if loaded.draft is not None:
-            memory["draft_weights"] = weight_bytes(loaded.draft.model, loaded.dtype.itemsize)
+            memory["draft_weights"] = weight_bytes(loaded.draft.model, loaded.dtype.itemsize, packed)
         if loaded.config.serves_adapters and loaded.device.type == "cuda":
             memory["adapters"] = slot_bytes(loaded.model, loaded.config.lora_slots, loaded.dtype.itemsize)
         memory |= {"kv_cache": size.num_bytes, "host_cache": num_slots * size.block_bytes}

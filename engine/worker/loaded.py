@@ -29,6 +29,7 @@ from engine.worker.device.choice import (
     compressed_bytes,
     keeps_compressed,
     make_flashinfer,
+    packs_codes,
     resolve_dtype,
     take_place,
 )
@@ -53,6 +54,11 @@ class LoadedDecoder:
     draft: LoadedDraft | None = None
     finish_kernels: Callable[[], None] | None = None
     compressed_bytes: int = 0  # second copies of weights
+
+    @property
+    def packed(self) -> bool:
+        """See weight_bytes."""
+        return packs_codes(self.device.type)
 
     @property
     def max_model_len(self) -> int:
@@ -143,9 +149,10 @@ def check_weights_fit(
     memory evenly."""
     on_gpu = device.type == "cuda"
     free = torch.cuda.mem_get_info(device)[0] if on_gpu else available_host_bytes() // num_ranks
-    needed = weight_bytes(model, dtype.itemsize) + compressed
+    packed = packs_codes(device.type)
+    needed = weight_bytes(model, dtype.itemsize, packed) + compressed
     if draft is not None:
-        needed += weight_bytes(draft, dtype.itemsize)
+        needed += weight_bytes(draft, dtype.itemsize, packed)
     if on_gpu:
         needed += slot_bytes(model, config.lora_slots, dtype.itemsize)
     if needed <= free:

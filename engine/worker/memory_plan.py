@@ -31,7 +31,7 @@ from engine.worker.cache.kv_cache import (
     resolve_kv_format,
     size_kv_cache,
 )
-from engine.worker.device.choice import compressed_bytes, flashinfer_bytes, keeps_compressed
+from engine.worker.device.choice import compressed_bytes, flashinfer_bytes, keeps_compressed, packs_codes
 from engine.worker.device.cuda_graphs import GRAPH_SHARE, MAX_DRAFT_ROWS, MAX_MIXED_TOKENS, decode_sizes, mixed_buckets
 from engine.worker.device.host import StepLimits, available_host_bytes, resolve_step_limits
 from engine.worker.sampling.prompt_scorer import MAX_SCORED_LOGITS, SCORE_BYTES
@@ -85,9 +85,10 @@ def make_plan(
     dtype = model.dtype if config.dtype == "auto" else config.dtype
     dtype_bytes = DTYPE_BYTES[dtype]
     num_positions = _num_positions(config, model, machine, dtype_bytes)
-    weights = weight_bytes(model, dtype_bytes) + model.rotary_bytes(num_positions)
+    packed = packs_codes(machine.device_type)
+    weights = weight_bytes(model, dtype_bytes, packed) + model.rotary_bytes(num_positions)
     if draft is not None:
-        weights += weight_bytes(draft, dtype_bytes) + draft.rotary_bytes(num_positions)
+        weights += weight_bytes(draft, dtype_bytes, packed) + draft.rotary_bytes(num_positions)
     if on_gpu:
         weights += slot_bytes(model, config.lora_slots, dtype_bytes)
     shares = model.quantization is not None and model.quantization.reads_plain  # a quantised table serves both
@@ -298,7 +299,9 @@ def describe(
         yield _row("CUDA context", plan.overhead, f"and {graphs}: an estimate")
     notes = [] if model.quantization is None else [model.quantization.name]
     notes += ["with rotary tables"] if model.position == "rope" else []
-    notes += [] if draft is None else [f"{format_bytes(weight_bytes(draft, DTYPE_BYTES[dtype]))} of the draft model"]
+    if draft is not None:
+        draft_bytes = weight_bytes(draft, DTYPE_BYTES[dtype], packs_codes(machine.device_type))
+        notes.append(f"{format_bytes(draft_bytes)} of the draft model")
     yield _row("weights", plan.weights, ", ".join(notes))
     if plan.compressed:
         yield _row("compressed weights", plan.compressed, "a second copy in 12 bits each, for steps of few tokens")

@@ -7,6 +7,7 @@ number in fp16 multiplies: these products are exact in fp32.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from kernels.quantized.weight import INT4, QuantizedWeight, concatenate_rows, pa
 UNSIGNED = tuple(float(code) for code in range(16))
 # The values of IQ4_NL's and IQ4_XS's codes.
 IQ4 = (-127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0, 1.0, 13.0, 25.0, 38.0, 53.0, 69.0, 89.0, 113.0)
+PACKED_SCALE_BITS = 10  # of the K types: a CPU keeps the integers (kernels/cpu/quantized/scales.py)
 BLOCK_ELEMENTS = 1 << 24  # weights that are unpacked at a time, which bounds the scratch memory
 
 
@@ -70,6 +72,14 @@ class GgufFormat:
         layout = LAYOUTS[self._type_of[matrix.module]]
         bits, scale_bytes = 4 if layout.codebook else 8, 4 if layout.wide else 2
         return stored_bytes(matrix.shape, bits, layout.group_size, scale_bytes, layout.offsets)
+
+    def packed_bytes(self, matrix: Matrix) -> int:
+        """See PackedFormat: codes of 5 and 6 bits take 6."""
+        kind = self._type_of[matrix.module]
+        layout, weights = LAYOUTS[kind], prod(matrix.shape)
+        bits = 4 if layout.codebook else 8 if kind == "Q8_0" else 6
+        parameters = weights // layout.group_size * (2 if layout.offsets else 1)
+        return (weights * bits + parameters * (PACKED_SCALE_BITS if layout.wide else 16)) // 8
 
 
 def read_blocks(data: Tensor, kind: str) -> QuantizedWeight:

@@ -17,6 +17,7 @@ from engine.models.loading.dummy import dummy_weights
 from engine.models.loading.loader import check_headers, load_weights
 from engine.models.loading.pieces import checkpoint_pieces, matrix_of
 from engine.models.parallel.ranks import Ranks
+from engine.models.weight_format import PackedFormat
 from kernels.lora.weights import lora_bytes
 
 
@@ -63,15 +64,20 @@ def check_checkpoint(model_dir: Path, config: ModelConfig) -> None:
         check_headers(model_dir, config)
 
 
-def weight_bytes(config: ModelConfig, dtype_bytes: int) -> int:
-    """Bytes of the weights, quantised or not. A device that packs a tied lm_head separately holds more."""
+def weight_bytes(config: ModelConfig, dtype_bytes: int, packed: bool = False) -> int:
+    """Bytes of the weights, quantised or not. A device that packs a tied lm_head separately holds more. packed: the
+    device packs codes, see PackedFormat."""
     total, quantization = config.weight_bytes(dtype_bytes), config.quantization
     if quantization is None:
         return total
     for name, piece in checkpoint_pieces(config, family_of(config)).items():
         matrix = matrix_of(name, piece)
         if matrix is not None and quantization.tensors(matrix) is not None:
-            total += quantization.num_bytes(matrix, dtype_bytes) - prod(matrix.shape) * dtype_bytes
+            total -= prod(matrix.shape) * dtype_bytes
+            if packed and isinstance(quantization, PackedFormat):
+                total += quantization.packed_bytes(matrix)
+            else:
+                total += quantization.num_bytes(matrix, dtype_bytes)
     return total
 
 

@@ -183,6 +183,12 @@ def _fast_dtypes(device: torch.device) -> tuple[bool, bool]:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()), False
 
 
+def packs_codes(device_type: str) -> bool:
+    """True if codes of quantised weights are packed for kernels/cpu/quantized, and so may take less memory."""
+    cpu = cpu_kernels() if device_type == "cpu" else None
+    return cpu is not None and cpu.code_linear.HAS_BF16_DOT
+
+
 def compressed_bytes(models: Sequence[ModelConfig]) -> int:
     """Bytes of the second copies. An embedding that is no lm_head has none."""
     total = 0

@@ -43,9 +43,11 @@ def test_values_are_those_of_the_reference(kind: str) -> None:
 
 @pytest.mark.skipif(not COMPILED, reason="this processor has no vdpbf16ps")
 @pytest.mark.parametrize("kind", LAYOUTS)
-def test_scales_take_no_more_bytes_than_they_need(kind: str) -> None:
-    packed = cpu_kernels().code_linear.PackedCodes(read_blocks(torch.from_numpy(random_blocks(kind)), kind))
+def test_packed_codes_take_no_more_bytes_than_they_need(kind: str) -> None:
+    blocks = torch.from_numpy(random_blocks(kind)).repeat(13, 1)[:64]  # a panel of a packed matrix
+    packed = cpu_kernels().code_linear.PackedCodes(read_blocks(blocks, kind))
     assert packed.form == (FACTORED if LAYOUTS[kind].wide else FP16)
+    assert packed.num_bytes == GgufFormat((("m", kind),)).packed_bytes(Matrix("m", "m", (64, COLUMNS)))
 
 
 def test_the_two_tables_of_types_agree() -> None:

@@ -8,9 +8,12 @@ import pytest
 import torch
 
 import engine.worker.loaded as loaded
+from benchmarks.formats.gguf_writer import write_gguf
+from engine.checkpoint.locate import BUNDLED_MODEL
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.models.families import read_model_config
+from engine.models.loading.load import weight_bytes
 from engine.worker.cache.kv_cache import DoesNotFitError
 from engine.worker.encoder_runner import load_encoder
 from engine.worker.loaded import check_weights_fit
@@ -28,6 +31,22 @@ def test_weights_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(loaded, "available_host_bytes", lambda: needed - 1)
     with pytest.raises(DoesNotFitError, match=r"no room for the weights: they take .* of host memory are free\. Use a"):
         check_weights_fit(config, model, torch.float32, CPU)
+
+
+def test_codes_need_the_room_that_they_take_where_they_are_packed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_gguf(BUNDLED_MODEL, tmp_path / "model.gguf", "Q5_0")
+    model, config = read_model_config(path), EngineConfig(model=str(path))
+    plain, packed = weight_bytes(model, 2), weight_bytes(model, 2, packed=True)
+    assert packed < plain
+    for packs, needed in ((True, packed), (False, plain)):
+        monkeypatch.setattr(loaded, "packs_codes", lambda device_type, packs=packs: packs)
+        monkeypatch.setattr(loaded, "available_host_bytes", lambda needed=needed: needed)
+        check_weights_fit(config, model, torch.bfloat16, CPU)
+        monkeypatch.setattr(loaded, "available_host_bytes", lambda needed=needed: needed - 1)
+        with pytest.raises(DoesNotFitError, match="no room for the weights"):
+            check_weights_fit(config, model, torch.bfloat16, CPU)
 
 
 @pytest.mark.parametrize("given", [{"compressed_weights": True}, {"kv_cache_memory": "1GiB"}, {"num_blocks": 4}])
