@@ -34,6 +34,7 @@ from engine.llm import LLM
 from engine.models.families import read_model_config
 from engine.models.loading.load import weight_bytes
 from engine.sampling_params import SamplingParams
+from engine.worker.device.choice import packs_codes
 from server.commands.bench.report import machine
 
 TYPES = ("BF16", "Q8_0", "Q4_0", "Q4_K", "Q6_K")  # of GGUF; --types also takes those of MORE_TYPES
@@ -158,7 +159,7 @@ def main(arguments: list[str]) -> None:
             stack.callback(peer.close)
         for kind, file in files.items():
             runs[f"pageserve {kind}"] = partial(run_engine, stack.enter_context(open_engine(file, None)))
-            sizes[f"pageserve {kind}"] = weight_bytes(read_model_config(file), 2, packed=True)
+            sizes[f"pageserve {kind}"] = weight_bytes(read_model_config(file), 2, packs_codes("cpu"))
             if peer is not None:
                 runs[f"llama.cpp {kind}"] = partial(peer.run, file)
                 sizes[f"llama.cpp {kind}"] = file.stat().st_size

@@ -188,7 +188,7 @@ def _pack_nibbles(codes: Tensor) -> Tensor:
 
 
 def _pack_int6(codes: Tensor) -> Tensor:
-    """Codes -32 to 31 -> int8 [panels, in / 2, 96], see _load_int6."""
+    """Codes -32 to 31 -> uint8 [panels, in / 2, 96], see _load_int6."""
     places = (codes - LEAST6).view(torch.uint8)
     low = _pack_nibbles(places & 15).view(torch.uint8)
     vectors = _lanes_of(places >> 4).unbind(2)

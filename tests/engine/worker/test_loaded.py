@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import engine.worker.loaded as loaded
+import engine.worker.memory_plan as memory_plan
 from benchmarks.formats.gguf_writer import write_gguf
 from engine.checkpoint.locate import BUNDLED_MODEL
 from engine.config import EngineConfig
@@ -17,6 +18,7 @@ from engine.models.loading.load import weight_bytes
 from engine.worker.cache.kv_cache import DoesNotFitError
 from engine.worker.encoder_runner import load_encoder
 from engine.worker.loaded import check_weights_fit
+from engine.worker.memory_plan import Machine, make_plan
 from tests.engine.models.tiny_models import save_model
 
 CPU = torch.device("cpu")
@@ -40,13 +42,17 @@ def test_codes_need_the_room_that_they_take_where_they_are_packed(
     model, config = read_model_config(path), EngineConfig(model=str(path))
     plain, packed = weight_bytes(model, 2), weight_bytes(model, 2, packed=True)
     assert packed < plain
+    plans = []
     for packs, needed in ((True, packed), (False, plain)):
-        monkeypatch.setattr(loaded, "packs_codes", lambda device_type, packs=packs: packs)
+        for module in (loaded, memory_plan):
+            monkeypatch.setattr(module, "packs_codes", lambda device_type, packs=packs: packs)
+        plans.append(make_plan(config, model, Machine("cpu", 1 << 34)))
         monkeypatch.setattr(loaded, "available_host_bytes", lambda needed=needed: needed)
         check_weights_fit(config, model, torch.bfloat16, CPU)
         monkeypatch.setattr(loaded, "available_host_bytes", lambda needed=needed: needed - 1)
         with pytest.raises(DoesNotFitError, match="no room for the weights"):
             check_weights_fit(config, model, torch.bfloat16, CPU)
+    assert plans[1].weights - plans[0].weights == plain - packed
 
 
 @pytest.mark.parametrize("given", [{"compressed_weights": True}, {"kv_cache_memory": "1GiB"}, {"num_blocks": 4}])
