@@ -4,8 +4,8 @@
     python benchmarks/make_models.py [NAME ...] [--out .cache/models]        default: llama-tiny llama-90m; also minilm
 
 Speed does not depend on what the weights say, only on their shapes. llama-tiny is so small that the engine's own work
-shows; llama-90m keeps a CPU busy. The tokenizer is a byte-level BPE trained on this Python's standard library, so text
-workloads and the chat endpoint work, too.
+shows; llama-90m keeps a CPU busy; qwen-500m, in the shape of Qwen2.5-0.5B, has a large vocabulary. The tokenizer is a
+byte-level BPE trained on this Python's standard library, so text workloads and the chat endpoint work, too.
 """
 
 import argparse
@@ -15,7 +15,15 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    BertConfig,
+    BertModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 VOCAB_SIZE = 8192
@@ -31,7 +39,9 @@ SHAPES = {
     "llama-tiny": (128, 352, 4, 4, 2),
     "llama-90m": (768, 2048, 12, 12, 4),
     "llama-500m": (1536, 4096, 20, 24, 8),
+    "qwen-500m": (896, 4864, 24, 14, 2),
 }
+QWEN_VOCAB_SIZE = 151936  # most of these ids have no text
 ENCODER = "minilm"
 NAMES = (*SHAPES, ENCODER)
 
@@ -94,8 +104,9 @@ def make_encoder(folder: Path) -> int:
 def make_model(name: str, folder: Path, tokenizer: PreTrainedTokenizerFast) -> int:
     """Write one checkpoint in bf16 with the seed 0; returns its number of parameters."""
     hidden, intermediate, layers, heads, kv_heads = SHAPES[name]
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
+    qwen = name.startswith("qwen")
+    config = (Qwen2Config if qwen else LlamaConfig)(
+        vocab_size=QWEN_VOCAB_SIZE if qwen else len(tokenizer),
         hidden_size=hidden,
         intermediate_size=intermediate,
         num_hidden_layers=layers,
@@ -108,7 +119,7 @@ def make_model(name: str, folder: Path, tokenizer: PreTrainedTokenizerFast) -> i
         pad_token_id=tokenizer.pad_token_id,
     )
     torch.manual_seed(0)
-    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model = (Qwen2ForCausalLM if qwen else LlamaForCausalLM)(config).to(torch.bfloat16)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return sum(parameter.numel() for parameter in model.parameters())

@@ -13,14 +13,14 @@ from kernels.cpu.linear import lora
 from kernels.cpu.linear import panels as linear
 from kernels.cpu.parallel import ParallelKernel
 from kernels.cpu.quantized import code_linear, code_rows, scales
-from kernels.cpu.sampling import draw, nucleus, token_mask
+from kernels.cpu.sampling import draw, logprobs, penalties, token_mask
 
 # The modules with kernels that this processor can run.
-MODULES = [attention, decode_rows, draw, elementwise, nucleus, program, quantize, token_mask, tokens]
+MODULES = [attention, decode_rows, draw, elementwise, logprobs, penalties, program, quantize, token_mask, tokens]
 if HAS_BF16_DOT:
     MODULES += [attention_tiles, code_linear, code_rows, compressed_linear, linear, lora, scales]
 
 __all__ = [
     "MODULES", "ParallelKernel", "attention", "code_linear", "code_rows", "compressed_linear", "decode_rows", "draw",
-    "elementwise", "linear", "lora", "nucleus", "program", "quantize", "scales", "token_mask", "tokens",
+    "elementwise", "linear", "logprobs", "lora", "penalties", "program", "quantize", "scales", "token_mask", "tokens",
 ]  # fmt: skip

@@ -276,6 +276,13 @@ div = _binary("fdiv", "a / b")
 
 
 @intrinsic
+def distance(typingctx, a, b, scale):
+    """(a - b) / scale, rounded twice: the same bits wherever it is compiled."""
+    codegen = lambda context, builder, sig, args: builder.fdiv(builder.fsub(*args[:2]), args[2])  # noqa: E731
+    return Vec(Vec, Vec, Vec), codegen
+
+
+@intrinsic
 def fma(typingctx, a, b, c):
     """a * b + c"""
     codegen = lambda context, builder, sig, args: call(builder, "llvm.fma.v16f32", _F32V, *args)  # noqa: E731
@@ -298,6 +305,17 @@ def larger_of(builder, x, y):
 def larger(typingctx, a, b):
     """The larger element of each pair; b where either is NaN. One instruction; `maximum` takes three."""
     return Vec(Vec, Vec), lambda context, builder, sig, args: larger_of(builder, *args)
+
+
+@intrinsic
+def at_least(typingctx, a, bound, values):
+    """`values` in the lanes where a >= bound, 0 in the others."""
+
+    def codegen(context, builder, sig, args):
+        a, bound, values = args
+        return builder.select(builder.fcmp_ordered(">=", a, bound), values, _splat_constant(_F32, 0.0))
+
+    return Vec(Vec, Vec, Vec), codegen
 
 
 @intrinsic
@@ -403,6 +421,13 @@ def exp(typingctx, x):
 def as_float(typingctx, bits):
     """The float64 with the bits of an int64."""
     return types.float64(types.int64), lambda context, builder, sig, args: builder.bitcast(args[0], ir.DoubleType())
+
+
+@intrinsic
+def float_of(typingctx, bits):
+    """The float32 with the low 32 bits of an int64."""
+    codegen = lambda context, builder, sig, args: builder.bitcast(builder.trunc(args[0], _I32), _F32)  # noqa: E731
+    return types.float32(types.int64), codegen
 
 
 @intrinsic

@@ -120,7 +120,8 @@ def _most_likely_bf16(args):
 
 
 @parallel_kernel("4q")
-def _most_likely_f32(args):
+def _most_likely_wide(args):
+    """For fp32: the logits of a bf16 model are widened where masks, penalties or biases change them."""
     _most_likely_items(args, simd.pointer_f32(args[2]))
 
 
@@ -132,6 +133,6 @@ def supports_most_likely(logits: Tensor) -> bool:
 def most_likely(logits: Tensor) -> Tensor:
     """See kernels.sampling.greedy."""
     token_ids = empty((len(logits),), torch.int64)
-    kernel = _most_likely_bf16 if logits.dtype == torch.bfloat16 else _most_likely_f32
+    kernel = _most_likely_bf16 if logits.dtype == torch.bfloat16 else _most_likely_wide
     kernel(len(logits), logits.data_ptr(), token_ids.data_ptr(), logits.shape[1], logits.stride(0))
     return token_ids

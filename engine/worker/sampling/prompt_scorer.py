@@ -18,6 +18,7 @@ from engine.sampling_params import MIN_LOGPROB
 from engine.worker.batch.input_batch import InputBatch, StepInputs
 from engine.worker.sampling.results import NOT_FINITE
 from engine.worker.sampling.sampling_rows import Put
+from kernels.sampling.logprobs import top_logprobs
 
 logger = logging.getLogger(__name__)
 
@@ -151,13 +152,9 @@ def compute_scores(
     pieces = []
     for start in range(0, len(rows), size):
         logits = compute_logits(hidden.index_select(0, rows[start : start + size]))
-        logprobs = logits.float().log_softmax(-1)
+        logprobs, ranks, top_ids = top_logprobs(logits, token_ids[start : start + size], k, with_ranks=True)
         del logits
-        own = logprobs.gather(1, token_ids[start : start + size, None])
-        ranks = 1 + (logprobs > own).sum(-1, dtype=torch.int32)
-        top, top_ids = logprobs.topk(k)
-        pieces.append((torch.cat([own, top], 1).clamp_(min=MIN_LOGPROB), ranks, top_ids.int()))
-        del logprobs
+        pieces.append((logprobs.clamp_(min=MIN_LOGPROB), ranks, top_ids.int()))
     return Scores(*(torch.cat(column) for column in zip(*pieces, strict=True)))
 
 

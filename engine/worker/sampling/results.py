@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.executor.step import SampledToken
 from engine.worker.sampling.sampler import SamplerOutput
-from engine.worker.sampling.sampling_rows import SamplingInputs
+from engine.worker.sampling.sampling_rows import PlainDraws, SamplingInputs
 
 NOT_FINITE = "the model's logits hold NaN or infinity, or no token is left to choose"
 
@@ -84,8 +84,8 @@ class ResultBuilder:
                 self.detailed.append(SampledToken(seq_id, token_id, chosen, top))
 
 
-def num_logprobs(sampling: SamplingInputs | None, num_rows: int) -> list[int]:
-    return [-1] * num_rows if sampling is None else sampling.num_logprobs.tolist()
+def num_logprobs(sampling: SamplingInputs | PlainDraws | None, num_rows: int) -> list[int]:
+    return sampling.num_logprobs.tolist() if isinstance(sampling, SamplingInputs) else [-1] * num_rows
 
 
 def failed_run(error: Exception, device: torch.device) -> SamplerRun:

@@ -10,7 +10,8 @@ of a row does not depend on the other rows. A row with NaN, with +inf or without
 failed.
 
 On a GPU the kernels of kernels/sampling/logits.py and kernels/sampling/draw.py do the same, in the same order and with
-the same numbers; the code here is their reference and the CPU's sampler. It never waits for the device.
+the same numbers, and so do those of kernels/cpu/sampling on a CPU; the code here is their reference, and the sampler of
+a CPU without numba. It never waits for the device.
 """
 
 from dataclasses import dataclass
@@ -20,13 +21,14 @@ import torch
 from torch import Tensor
 
 from engine.sampling_params import MIN_LOGPROB
-from engine.worker.sampling.sampling_rows import Draw, Penalties, SamplingInputs
+from engine.worker.sampling.sampling_rows import Draw, Penalties, PlainDraws, SamplingInputs
 from engine.worker.sampling.token_bans import RecentTokens, allow_only, ban_words
 from kernels.dispatch import cpu_kernels, use_triton
 from kernels.sampling import FAILED
 from kernels.sampling.draw import draw_tokens
 from kernels.sampling.greedy import most_likely
 from kernels.sampling.logits import TokenPenalties, change_logits, largest_logits
+from kernels.sampling.logprobs import top_logprobs
 from kernels.sampling.token_mask import TokenMask, mask_tokens
 
 BUCKET = 64  # tokens per bucket of the two-level cumulative sum
@@ -91,7 +93,7 @@ class TokenCounts:
 @torch.inference_mode()
 def sample(
     logits: Tensor,
-    inputs: SamplingInputs | None,
+    inputs: SamplingInputs | PlainDraws | None,
     counts: TokenCounts,
     mask: TokenMask | None = None,
     forced: ForcedTokens | None = None,
@@ -99,30 +101,31 @@ def sample(
     """Sample one token per row of logits [rows, vocab_size].
 
     Logits have any float dtype. On a CPU fp32 logits get overwritten; on a GPU only the rows of `mask` are written.
-    inputs None: the most likely token of each row; then no row may have a mask or a forced token.
+    inputs None: the most likely token of each row; then, and with PlainDraws, no row may have a mask or a forced token.
     """
+    if isinstance(inputs, PlainDraws):
+        return SamplerOutput(*_without_failed(inputs.draw(logits)))
     choose = _choose_by_kernels if use_triton(logits) else _choose
     if inputs is None:
         return SamplerOutput(*choose(logits, None, counts))
-    if not use_triton(logits):
+    unchanged = None if inputs.logprob_rows is None else logits.index_select(0, inputs.logprob_rows)
+    if not use_triton(logits) and (mask is not None or inputs.changed_rows is not None):
         logits = logits.float()
-    all_logprobs = None
-    if inputs.logprob_rows is not None:
-        all_logprobs = logits.index_select(0, inputs.logprob_rows).float().log_softmax(-1)
     if mask is not None:
         mask_tokens(logits, mask)
     token_ids, failed = choose(logits, inputs, counts)
     if forced is not None:
         token_ids.index_copy_(0, forced.rows, forced.token_ids)
-    if inputs.penalties is not None:
-        penalties = inputs.penalties
+    if (penalties := inputs.penalties) is not None and penalties.history is None:
         counts.add(penalties.batch_rows, token_ids.index_select(0, penalties.rows))
     if inputs.words is not None:
         rows, batch_rows = inputs.words.update
         counts.recent.add(batch_rows, token_ids.index_select(0, rows))
-    if all_logprobs is None:
+    if unchanged is None or inputs.logprob_rows is None:
         return SamplerOutput(token_ids, failed)
-    return SamplerOutput(token_ids, failed, *_report_logprobs(all_logprobs, token_ids, inputs))
+    chosen, k = token_ids.index_select(0, inputs.logprob_rows), min(inputs.max_logprobs, logits.shape[1])
+    logprobs, _, top_ids = top_logprobs(unchanged, chosen, k)
+    return SamplerOutput(token_ids, failed, logprobs.clamp_(min=MIN_LOGPROB), top_ids)
 
 
 def _choose_by_kernels(logits: Tensor, inputs: SamplingInputs | None, counts: TokenCounts) -> tuple[Tensor, Tensor]:
@@ -155,33 +158,24 @@ def _choose_by_kernels(logits: Tensor, inputs: SamplingInputs | None, counts: To
 
 
 def _choose(logits: Tensor, inputs: SamplingInputs | None, counts: TokenCounts) -> tuple[Tensor, Tensor]:
-    """(token_ids, failed) on a CPU, in torch and numpy. Overwrites the logits."""
+    """(token_ids, failed) on a CPU. Overwrites the logits."""
+    token_ids = most_likely(logits)
     if inputs is None:
-        return _choose_greedy(logits)
-    token_ids, largest = _argmax(logits)
-    failed = ~largest.isfinite()
+        return _without_failed(token_ids)
+    failed = token_ids == FAILED
     if inputs.changed_rows is not None:
         _change_logits(logits, inputs, counts)
-        changed_ids, changed_largest = _argmax(logits.index_select(0, inputs.changed_rows))
-        token_ids.index_copy_(0, inputs.changed_rows, changed_ids)
-        largest.index_copy_(0, inputs.changed_rows, changed_largest)
-        failed |= ~largest.isfinite()
+        token_ids = most_likely(logits)
+        failed |= token_ids == FAILED
     for draw in inputs.draws:
-        token_ids.index_copy_(0, draw.rows, _draw(logits, largest, draw))
+        token_ids.index_copy_(0, draw.rows, _draw(logits, draw))
     return token_ids.masked_fill_(failed, 0), failed
 
 
-def _choose_greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """_choose for the most likely tokens."""
-    token_ids = most_likely(logits)
+def _without_failed(token_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """(token_ids, failed) with 0 for FAILED."""
     failed = token_ids == FAILED
     return token_ids.masked_fill_(failed, 0), failed
-
-
-def _argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """(most likely tokens int64 [rows], their logits); ties give the lowest id, NaN counts as the largest."""
-    token_ids = torch.from_numpy(logits.numpy().argmax(-1))  # ten times faster than torch on one core
-    return token_ids, logits.gather(1, token_ids[:, None])[:, 0]
 
 
 def _change_logits(logits: Tensor, inputs: SamplingInputs, counts: TokenCounts) -> None:
@@ -204,30 +198,23 @@ def _apply_bans(logits: Tensor, inputs: SamplingInputs, counts: TokenCounts) -> 
 
 
 def _penalise(logits: Tensor, penalties: Penalties, counts: TokenCounts) -> None:
-    """Apply the repetition penalty (CTRL), then frequency and presence (OpenAI), to all tokens or those that occur."""
-    if penalties.occurrences is None:
-        rows, batch_rows = penalties.rows, penalties.batch_rows
-        changed = _penalised(
-            logits.index_select(0, rows),
-            counts.generated.index_select(0, batch_rows),
-            counts.in_prompt.index_select(0, batch_rows),
-            penalties.repetition,
-            penalties.presence,
-            penalties.frequency,
-        )
-        logits.index_copy_(0, rows, changed)
+    """Apply the repetition penalty (CTRL), then frequency and presence (OpenAI)."""
+    rows, batch_rows = penalties.rows, penalties.batch_rows
+    if penalties.history is not None:
+        cpu = cpu_kernels()
+        assert cpu is not None, "SamplingRows has a history for its kernels alone"
+        history, lengths = penalties.history
+        cpu.penalties.penalise_rows(logits, rows, batch_rows, lengths, history)
         return
-    which, tokens = penalties.occurrences
-    rows, batch_rows = penalties.rows[which], penalties.batch_rows[which]
-    # A token that occurs twice is computed twice from the same values, with the same result.
-    logits[rows, tokens] = _penalised(
-        logits[rows, tokens],
-        counts.generated[batch_rows, tokens],
-        counts.in_prompt[batch_rows, tokens],
-        penalties.repetition[which, 0],
-        penalties.presence[which, 0],
-        penalties.frequency[which, 0],
+    changed = _penalised(
+        logits.index_select(0, rows),
+        counts.generated.index_select(0, batch_rows),
+        counts.in_prompt.index_select(0, batch_rows),
+        penalties.repetition,
+        penalties.presence,
+        penalties.frequency,
     )
+    logits.index_copy_(0, rows, changed)
 
 
 def _penalised(
@@ -239,14 +226,14 @@ def _penalised(
     return logits - (frequency * generated + presence * occurs)
 
 
-def _draw(logits: Tensor, largest: Tensor, draw: Draw) -> Tensor:
+def _draw(logits: Tensor, draw: Draw) -> Tensor:
     """One token id per row of `draw`, int64 [n]; of a row that failed, any."""
-    cpu = cpu_kernels()
-    if cpu and draw.top_k is None and cpu.draw.supports_draw(logits):
-        tokens: Tensor = cpu.draw.draw(logits, draw.rows, draw.temperature, draw.uniform, draw.log_min_p, draw.top_p)
+    if (cpu := cpu_kernels()) is not None:
+        filters = draw.log_min_p, draw.top_k, draw.top_p
+        tokens: Tensor = cpu.draw.draw(logits, draw.rows, draw.temperature, draw.uniform, *filters)
         return tokens
-    x = logits.index_select(0, draw.rows)  # a copy; its largest becomes 0, so that no temperature overflows
-    x.sub_(largest.index_select(0, draw.rows)[:, None]).div_(draw.temperature[:, None])
+    x = logits.index_select(0, draw.rows).float()  # a copy; its largest becomes 0, so that no temperature overflows
+    x.sub_(x.amax(-1, keepdim=True)).div_(draw.temperature[:, None])
     threshold = draw.log_min_p
     if draw.top_k is not None:
         kth = _kth_largest(x, draw.top_k, draw.num_candidates)
@@ -277,16 +264,6 @@ def _kth_largest(x: Tensor, top_k: Tensor, num_candidates: int) -> Tensor:
 def _nucleus_thresholds(x: Tensor, weights: Tensor, top_p: Tensor) -> Tensor:
     """Nucleus sampling (Holtzman et al. 2020, section 3.1): the smallest set of most likely tokens whose probability
     reaches top_p. Returns the logit of its last token, float32 [n]. weights: exp(x), or 0 for a token filtered out.
-    """
-    cpu = cpu_kernels()
-    if cpu and cpu.nucleus.supports_nucleus_thresholds(x, weights):
-        thresholds: Tensor = cpu.nucleus.nucleus_thresholds(x, weights, top_p)
-        return thresholds
-    return _nucleus_thresholds_reference(x, weights, top_p)
-
-
-def _nucleus_thresholds_reference(x: Tensor, weights: Tensor, top_p: Tensor) -> Tensor:
-    """_nucleus_thresholds in numpy.
 
     It does not sort the row: a histogram finds the bin of logits in which top_p is reached, and only that bin is
     sorted. A bin is the exponent of |x| and 5 bits of its mantissa; exp(x) is 0 beyond the last bin.
@@ -333,10 +310,3 @@ def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
     """Index of the first entry above target, [n, 1]; if rounding leaves none, of the last entry that adds weight."""
     last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())
     return torch.minimum(torch.searchsorted(cumulative, target, right=True), last).clamp_(max=cumulative.shape[1] - 1)
-
-
-def _report_logprobs(all_logprobs: Tensor, token_ids: Tensor, inputs: SamplingInputs) -> tuple[Tensor, Tensor]:
-    assert inputs.logprob_rows is not None
-    chosen = all_logprobs.gather(1, token_ids.index_select(0, inputs.logprob_rows)[:, None])
-    top, top_ids = all_logprobs.topk(min(inputs.max_logprobs, all_logprobs.shape[1]))
-    return torch.cat([chosen, top], 1).clamp_(min=MIN_LOGPROB), top_ids

@@ -6,7 +6,7 @@ only (penalties, biases, logprobs ...) are prepared for those sequences alone.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,9 @@ Put = Callable[[Array], Tensor]  # moves a host array to the device: StepBuffer.
 # Features that a row asks for beyond the most likely token, one bit each.
 DRAW, TOP_K, TOP_P, PENALTY, BIAS, MIN_TOKENS, LOGPROBS, GRAMMAR, BANS, THINKING = (1 << i for i in range(10))
 
-NOT_PLAIN = np.uint16(0xFFFF & ~(DRAW | TOP_P))
+NOT_PLAIN = np.uint16(0xFFFF & ~(DRAW | TOP_K | TOP_P | PENALTY))
+
+NO_PENALTIES = (1.0, 0.0, 0.0)  # repetition, presence, frequency
 
 # A top_k up to this value uses partial selection; a larger one sorts the whole row.
 MAX_SELECTED = 256
@@ -82,8 +84,16 @@ class Penalties:
     repetition: Tensor
     presence: Tensor
     frequency: Tensor
-    # To visit only tokens that occur: (index in `rows`, token), int64 [num_occurrences] each; None visits all tokens.
-    occurrences: tuple[Tensor, Tensor] | None
+    # For a CPU's compiled kernels, which count by themselves: the History, and how many of its tokens come before the
+    # step's, int64 [n].
+    history: tuple[Any, Tensor] | None = None
+
+
+class PlainDraws(NamedTuple):
+    """The sampling of a step on a CPU whose rows are all plain: a token of each row of the logits, int64 [rows], or
+    FAILED."""
+
+    draw: Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +115,21 @@ class SamplingInputs:
 class SamplingRows:
     """Arrays [max_num_seqs] of sampling parameters.
 
-    one_draw (for a GPU's kernels): all rows that draw are one group, whatever their filters. Otherwise rows with the
-    same filters form a group, so that no row pays for another row's filter.
+    one_draw (for kernels): all rows that draw are one group, whatever their filters. Otherwise rows with the same
+    filters form a group, so that no row pays for another row's filter.
     """
 
-    def __init__(self, max_num_seqs: int, vocab_size: int, eos_token_ids: list[int], *, one_draw: bool = False) -> None:
+    def __init__(
+        self,
+        max_num_seqs: int,
+        vocab_size: int,
+        eos_token_ids: list[int],
+        *,
+        one_draw: bool = False,
+        token_ids: Array | None = None,
+    ) -> None:
+        """token_ids int32 [max_num_seqs, n]: the known tokens of all rows, if the host knows them all (on a CPU).
+        Compiled kernels then draw plain rows by themselves, and penalties visit no other tokens."""
         self.vocab_size = vocab_size
         self._one_draw = one_draw
         self._eos_token_ids = [token_id for token_id in eos_token_ids if token_id < vocab_size]
@@ -120,12 +140,16 @@ class SamplingRows:
         self._top_k = np.zeros(max_num_seqs, np.int64)
         self._top_p = np.ones(max_num_seqs, np.float64)
         self._penalties = np.zeros((max_num_seqs, 3), np.float32)  # repetition, presence, frequency
+        self._num_prompt = np.zeros(max_num_seqs, np.int64)
         self._seed = np.zeros(max_num_seqs, np.uint64)
         self._min_length = np.zeros(max_num_seqs, np.int64)  # in tokens, the prompt included
         self._num_logprobs = np.full(max_num_seqs, -1, np.int64)
         self._bias: dict[int, tuple[Array, Array]] = {}
         self._end_ids: dict[int, Array] = {}
         self._bans = TokenBans(vocab_size)
+        self._history: Any = None
+        if token_ids is not None and (cpu := cpu_kernels()) is not None:
+            self._history = cpu.penalties.History(token_ids, self._num_prompt, self._penalties)
 
     def set(self, row: int, params: SamplingParams, seed: int, num_prompt_tokens: int) -> None:
         """Set the parameters of the sequence in `row`. ValueError if a token id is not in the vocabulary."""
@@ -141,6 +165,7 @@ class SamplingRows:
         self._top_k[row], self._top_p[row] = top_k, params.top_p
         self._penalties[row] = penalties
         self._seed[row] = seed & 0xFFFFFFFFFFFFFFFF
+        self._num_prompt[row] = num_prompt_tokens
         self._min_length[row] = num_prompt_tokens + params.min_tokens
         self._num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
         self._bias[row] = (np.array(list(bias), np.int64), np.array(list(bias.values()), np.float32))
@@ -149,7 +174,7 @@ class SamplingRows:
             DRAW: not params.greedy,
             TOP_K: not params.greedy and top_k < self.vocab_size,
             TOP_P: not params.greedy and params.top_p < 1.0,
-            PENALTY: penalties != (1.0, 0.0, 0.0),
+            PENALTY: penalties != NO_PENALTIES,
             BIAS: bool(bias),
             # With a structured output, the grammar's mask applies min_tokens (engine/worker/sampling/grammar_rows.py).
             MIN_TOKENS: bool(end_ids) and params.structured_output is None,
@@ -164,41 +189,49 @@ class SamplingRows:
     def set_greedy(self, row: int) -> None:
         """Make a row greedy whose sequence has already failed."""
         self._flags[row] = 0
-        self._plain_temperature[row] = 0.0
+        self._plain_temperature[row], self._penalties[row] = 0.0, NO_PENALTIES
 
     def depends_on_tokens(self, row: int) -> bool:
         """True if the tokens before a position change the draw there beyond its logits."""
         return bool(self._flags[row] & (PENALTY | GRAMMAR | THINKING)) or self._bans.has_words(row)
 
     def needs_history(self, row: int) -> bool:
-        """True if the sampler needs the row's tokens: for penalties, or for bad words of several tokens."""
-        return bool(self._flags[row] & PENALTY) or self._bans.has_words(row)
+        """True if the sampler must keep the row's tokens: for penalties that have no other source, or for bad words of
+        several tokens."""
+        return bool(self._flags[row] & PENALTY and self._history is None) or self._bans.has_words(row)
 
     def is_greedy(self, rows: Array) -> bool:
         """True if all rows just want the most likely token."""
         return not self._flags[rows].any()
 
     def is_plain(self, rows: Array) -> bool:
-        """True if all rows are drawn by temperature, min_p and top_p alone, or greedy."""
-        return not (self._flags[rows] & NOT_PLAIN).any()
+        """True if compiled kernels draw all rows by themselves: by penalties, temperature, min_p, top_k and top_p."""
+        return self._history is not None and not (self._flags[rows] & NOT_PLAIN).any()
 
     def plain_draws(self, rows: Array, positions: Array) -> Callable[[Tensor], Tensor]:
         """Draws the tokens of plain rows on a CPU with compiled kernels, from logits [n, vocab_size]. rows, positions
-        int64: those of a step, in arrays that never move."""
+        int64: those of a step, contiguous, in arrays that never move."""
         cpu = cpu_kernels()
-        assert cpu is not None, "there are no programs without compiled kernels"
-        draws = cpu.draw.DrawRows(self._plain_temperature, self._log_min_p, self._top_p, self._seed, rows, positions)
+        assert cpu is not None and self._history is not None, "no row is plain"
+        draws = cpu.draw.DrawRows(
+            temperature=self._plain_temperature,
+            log_min_p=self._log_min_p,
+            top_k=self._top_k,
+            top_p=self._top_p,
+            seed=self._seed,
+            history=self._history,
+            rows=rows,
+            positions=positions,
+        )
         return draws.draw  # type: ignore[no-any-return]
 
-    def build(self, rows: Array, positions: Array, put: Put, token_ids: Array | None = None) -> SamplingInputs | None:
-        """The inputs of a step that samples `rows` at `positions`; None if all rows just want the most likely token.
-
-        token_ids [max_num_seqs, n] are the known tokens of all rows, if the host knows them all: penalties then visit
-        only tokens that occur, if that is less work than the whole vocabulary.
-        """
+    def build(self, rows: Array, positions: Array, put: Put) -> SamplingInputs | PlainDraws | None:
+        """The inputs of a step that samples `rows` at `positions`; None if all rows just want the most likely token."""
         flags = self._flags[rows]
         if not flags.any():
             return None
+        if self.is_plain(rows):
+            return PlainDraws(self.plain_draws(*(np.ascontiguousarray(array, np.int64) for array in (rows, positions))))
         penalty = np.flatnonzero(flags & PENALTY)
         bias = np.flatnonzero(flags & BIAS)
         too_short = (flags & MIN_TOKENS != 0) & (positions < self._min_length[rows])
@@ -209,7 +242,7 @@ class SamplingRows:
         return SamplingInputs(
             changed_rows=put(changed) if len(changed) else None,
             bias=self._build_bias(rows, bias, put) if len(bias) else None,
-            penalties=self._build_penalties(rows, penalty, positions, put, token_ids) if len(penalty) else None,
+            penalties=self._build_penalties(rows, penalty, positions, put) if len(penalty) else None,
             banned=self._build_banned(rows, too_short, bans, put),
             words=self._bans.build_words(rows, bans, put) if len(bans) else None,
             allowed=self._bans.build_allowed(rows, bans, put) if len(bans) else None,
@@ -242,16 +275,11 @@ class SamplingRows:
             put(np.concatenate([values for _, values in entries])),
         )
 
-    def _build_penalties(
-        self, rows: Array, indices: Array, positions: Array, put: Put, token_ids: Array | None
-    ) -> Penalties:
-        batch_rows, lengths = rows[indices], positions[indices]
-        occurrences = None
-        if token_ids is not None and lengths.sum() < len(indices) * self.vocab_size // 2:
-            tokens = [token_ids[row, :length] for row, length in zip(batch_rows, lengths, strict=True)]
-            occurrences = put(np.repeat(np.arange(len(indices)), lengths)), put(np.concatenate(tokens, dtype=np.int64))
+    def _build_penalties(self, rows: Array, indices: Array, positions: Array, put: Put) -> Penalties:
+        batch_rows = rows[indices]
         repetition, presence, frequency = (put(self._penalties[batch_rows, i : i + 1]) for i in range(3))
-        return Penalties(put(indices), put(batch_rows), repetition, presence, frequency, occurrences)
+        history = None if self._history is None else (self._history, put(positions[indices]))
+        return Penalties(put(indices), put(batch_rows), repetition, presence, frequency, history)
 
     def _build_draws(self, rows: Array, positions: Array, flags: Array, put: Put) -> list[Draw]:
         """Groups of rows with the same filters, of bounded size; with one_draw a single group."""

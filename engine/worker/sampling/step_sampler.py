@@ -26,8 +26,9 @@ from engine.worker.device.queue import DeviceQueue, Mark
 from engine.worker.sampling.grammar_masks import GrammarMasks
 from engine.worker.sampling.results import SamplerRun, failed_run, num_logprobs, token_ids_of
 from engine.worker.sampling.sampler import ForcedTokens, TokenCounts, sample
-from engine.worker.sampling.sampling_rows import WARM_UP, Array, Put, SamplingInputs, SamplingRows
+from engine.worker.sampling.sampling_rows import WARM_UP, Array, PlainDraws, Put, SamplingInputs, SamplingRows
 from engine.worker.sampling.thinking_rows import ThinkingRows
+from kernels.dispatch import cpu_kernels
 from kernels.sampling.token_mask import TokenMask, mask_tokens
 
 logger = logging.getLogger(__name__)
@@ -77,7 +78,13 @@ class StepSampler:
         self._device = device
         self._queue = queue
         max_num_seqs = len(batch.num_tokens)
-        self._rows = SamplingRows(max_num_seqs, vocab_size, eos_token_ids, one_draw=device.type == "cuda")
+        self._rows = SamplingRows(
+            max_num_seqs,
+            vocab_size,
+            eos_token_ids,
+            one_draw=device.type == "cuda" or cpu_kernels() is not None,
+            token_ids=batch.token_ids if queue is None else None,  # on a GPU the newest may still be on its way
+        )
         self.counts = TokenCounts(max_num_seqs, vocab_size, device)
         self.grammars = GrammarMasks(batch, eos_token_ids, queue)
         self.thinking = ThinkingRows(batch, queue)
@@ -139,16 +146,16 @@ class StepSampler:
         return self._rows.is_greedy(targets.rows)
 
     def is_plain(self, targets: SampleTargets) -> bool:
-        """True if every target is greedy, or drawn by temperature, min_p and top_p alone."""
+        """True if compiled kernels of a CPU draw every target by themselves; see SamplingRows."""
         return self._rows.is_plain(targets.rows)
 
     def plain_draws(self, rows: Array, positions: Array) -> Callable[[Tensor], Tensor]:
         """The draws of steps whose targets are plain, a function of the logits; see SamplingRows."""
         return self._rows.plain_draws(rows, positions)
 
-    def build_inputs(self, targets: SampleTargets, put: Put) -> SamplingInputs | None:
+    def build_inputs(self, targets: SampleTargets, put: Put) -> SamplingInputs | PlainDraws | None:
         """The sampling parameters of a step; None where every target wants its most likely token."""
-        return self._rows.build(targets.rows, targets.positions, put, self._host_tokens())
+        return self._rows.build(targets.rows, targets.positions, put)
 
     def constrain(self, targets: SampleTargets) -> Constraints:
         """The constraints that grammars and thinking budgets put on a step whose forward pass is queued.
@@ -158,7 +165,11 @@ class StepSampler:
         return Constraints(self.grammars.make(targets), self.thinking.make(targets))
 
     def sample(
-        self, hidden: Tensor, targets: SampleTargets, inputs: SamplingInputs | None, constraints: Constraints
+        self,
+        hidden: Tensor,
+        targets: SampleTargets,
+        inputs: SamplingInputs | PlainDraws | None,
+        constraints: Constraints,
     ) -> list[SamplerRun]:
         """Sample hidden [rows, hidden]: all rows at once; if that raises, row by row, so that only rows that raise
         alone fail. Runs inside the device's queue. EngineError where every row fails."""
@@ -218,10 +229,6 @@ class StepSampler:
         except Exception as error:
             return failed_run(error, self._device)
         return SamplerRun(output, num_logprobs(inputs, 1))
-
-    def _host_tokens(self) -> Array | None:
-        """The known tokens of all rows where they are complete: on a GPU the newest may still be on its way."""
-        return self._batch.token_ids if self._queue is None else None
 
     def _to_device(self, array: Array) -> Tensor:
         return torch.from_numpy(array).to(self._device)

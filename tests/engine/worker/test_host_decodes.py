@@ -19,6 +19,8 @@ SIZES = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidd
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.3}
 DRAWN = SamplingParams(temperature=1.0)
 PLAIN = SamplingParams(temperature=0.8, top_p=0.9, min_p=0.01)
+FILTERED = SamplingParams(temperature=0.8, top_k=20, top_p=0.9, repetition_penalty=1.1, frequency_penalty=0.2)
+OTHER = SamplingParams(temperature=0.8, logit_bias={7: 0.5})
 STEPS = [(1, 2, 3), (1, 2, 3), (2,), (3, 1), (1, 2, 3), (1, 3), (2, 1), *[(1, 2, 3)] * 9]
 
 
@@ -68,9 +70,10 @@ def outputs(folder, params, monkeypatch, by_kernel):
     [
         dict.fromkeys((1, 2, 3), GREEDY),
         {1: GREEDY, 2: DRAWN, 3: PLAIN},
-        {1: DRAWN, 2: SamplingParams(top_k=3), 3: SamplingParams(temperature=0.0, presence_penalty=1.5)},
+        {1: DRAWN, 2: FILTERED, 3: SamplingParams(temperature=0.0, presence_penalty=1.5)},
+        {1: DRAWN, 2: FILTERED, 3: OTHER},
     ],
-    ids=["greedy", "plain", "others"],
+    ids=["greedy", "plain", "filtered", "others"],
 )
 def test_the_kernel_prepares_every_step_and_changes_no_token(folder, monkeypatch, params):
     expected, none = outputs(folder, params, monkeypatch, False)
@@ -79,7 +82,7 @@ def test_the_kernel_prepares_every_step_and_changes_no_token(folder, monkeypatch
     assert none == 0 and prepared == len(STEPS)
 
 
-@pytest.mark.parametrize("params", [GREEDY, PLAIN, SamplingParams(top_k=3)], ids=["greedy", "plain", "others"])
+@pytest.mark.parametrize("params", [GREEDY, PLAIN, FILTERED, OTHER], ids=["greedy", "plain", "filtered", "others"])
 def test_the_kernel_prepares_steps_with_drafts_and_changes_no_token(folder, monkeypatch, params):
     runner, built = loaded(folder, monkeypatch, False)
     expected, none = texts(runner, params, lambda seq_id, place: [])
@@ -98,4 +101,4 @@ def test_the_kernel_prepares_steps_with_drafts_and_changes_no_token(folder, monk
     found, lengths = texts(runner, params, propose)
     assert found == expected and max(lengths) == 4
     assert min(built) > 2, "two decodes and at least a token of a draft"
-    assert {tokens is None for tokens in alone} == {params.top_k > 0}, "one program computed the tokens"
+    assert {tokens is None for tokens in alone} == {params is OTHER}, "one program computed the tokens"

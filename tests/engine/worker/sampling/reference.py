@@ -32,22 +32,21 @@ class Batch:
         n = len(params)
         self.prompts = prompts or [[1, 2]] * n
         self.generated = generated or [[]] * n
-        self.rows = SamplingRows(n, vocab_size, EOS, one_draw=one_draw)
         self.counts = TokenCounts(n, vocab_size, CPU)
         self.token_ids = np.zeros((n, 64), np.int32)
+        known = self.token_ids if sparse else None
+        self.rows = SamplingRows(n, vocab_size, EOS, one_draw=one_draw, token_ids=known)
         self.lengths = np.array([len(p) + len(g) for p, g in zip(self.prompts, self.generated, strict=True)])
         for row, one in enumerate(params):
             tokens = self.prompts[row] + self.generated[row]
             self.token_ids[row, : len(tokens)] = tokens
             self.rows.set(row, one, seeds[row] if seeds else row, len(self.prompts[row]))
             self.counts.reset(row, torch.tensor(self.prompts[row]), torch.tensor(self.generated[row], dtype=torch.long))
-        self.sparse = sparse
 
     def sample(self, logits, rows=None, positions=None):
         rows = np.arange(len(self.lengths)) if rows is None else np.array(rows)
         positions = self.lengths[rows] if positions is None else np.array(positions)
-        known = self.token_ids if self.sparse else None
-        inputs = self.rows.build(rows, positions, torch.from_numpy, known)
+        inputs = self.rows.build(rows, positions, torch.from_numpy)
         return sample(torch.as_tensor(logits, dtype=torch.float32).clone(), inputs, self.counts)
 
 
