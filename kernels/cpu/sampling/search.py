@@ -1,5 +1,5 @@
-"""Where top_k and top_p cut a row of logits on a CPU: a search by the bits of the distances to the largest logit,
-without a sort. On a GPU kernels/sampling/cuts.py looks for the same cut.
+"""The place where top_k and top_p cut a row of logits on a CPU: a search by the bits of the distances to the largest
+logit, without a sort. On a GPU kernels/sampling/cuts.py looks for the same cut.
 """
 
 import numpy as np
