@@ -124,7 +124,7 @@ async def _bring_up(
     endpoint = Endpoint(where if process is None else process.base_url, options.api_key)
     while True:
         try:
-            target = await find_target(endpoint)
+            target = await find_target(endpoint, extra_body=options.extra_body)
             max_token_id = await warm_up(target, max_token_id, options.start_timeout)
             break
         except TargetError as error:

@@ -94,6 +94,29 @@ def test_bench_refuses_bad_numbers(flags, capsys):
     assert flags[0] in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("{", "no JSON"),
+        ("[1]", "no JSON object"),
+        ('{"n": 2, "top_k": 3, "stream": false}', "the load sets n, stream itself"),
+    ],
+)
+def test_bench_refuses_fields_that_it_cannot_send(text, error, capsys):
+    assert pageserve(["bench", "--extra-body", text]) == 2
+    message = capsys.readouterr().err
+    assert "--extra-body" in message and error in message
+
+
+def test_bench_sends_further_fields_and_names_them(stub, tmp_path, capsys):
+    path = tmp_path / "bench.json"
+    fields = {"temperature": 0.7, "top_k": 20}
+    flags = ["--base-url", stub.base_url, "--workload", "single", "--extra-body", json.dumps(fields)]
+    assert bench([*flags, "--json", str(path)]) == 0
+    assert f"with {json.dumps(fields)}" in capsys.readouterr().out
+    assert json.loads(path.read_text())["settings"]["extra_body"] == fields
+
+
 def test_bench_names_the_nearest_flag(capsys):
     assert pageserve(["bench", "--base-ur", "http://127.0.0.1:9/v1"]) == 2
     assert "--base-url" in capsys.readouterr().err

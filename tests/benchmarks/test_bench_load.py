@@ -36,6 +36,14 @@ async def test_answers_are_counted():
     assert 0 < figures.ttft_p50 <= figures.e2e_p50 <= figures.wall_s * 1e3
 
 
+async def test_every_request_gets_the_extra_fields():
+    async with StubServer(answer) as server:
+        target = await find_target(Endpoint(server.base_url), extra_body={"temperature": 0.7, "top_k": 20})
+        await warm_up(target, 7999, 5.0)
+        await run_workload("uniform", target, [Client((CALL,))], 5.0)
+    assert [(body["temperature"], body["top_k"]) for body in server.bodies] == [(0.7, 20)] * 4
+
+
 async def test_a_token_without_text_is_an_arrival_if_its_id_is_asked_for():
     def write(body):
         ids = ({"token_ids": [7]} if body.get("return_token_ids") else {}, {})

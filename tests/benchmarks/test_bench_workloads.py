@@ -97,3 +97,5 @@ def test_the_body_asks_for_exactly_the_tokens():
         "stream": True,
         "stream_options": {"include_usage": True},
     }
+    more = json.loads(completion_body("m", call, {"temperature": 0.7, "top_k": 20}))
+    assert more == json.loads(completion_body("m", call)) | {"temperature": 0.7, "top_k": 20}

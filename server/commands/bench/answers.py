@@ -1,8 +1,9 @@
 """Reads streamed completions after the run: arrival times, and whether each answer is complete."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from server.commands.bench.client import Exchange
@@ -34,8 +35,12 @@ class Answer:
         return max(times[-1] for times in self.arrivals)
 
 
-def completion_body(model: str, call: Call) -> bytes:
-    """The JSON body of one streamed request for exactly max_tokens tokens, with usage in the last chunk."""
+LOAD_FIELDS = ("model", "prompt", "max_tokens", "n", "ignore_eos", "stream", "stream_options", "return_token_ids")
+
+
+def completion_body(model: str, call: Call, extra: Mapping[str, Any] = MappingProxyType({})) -> bytes:
+    """The JSON body of one streamed request for exactly max_tokens tokens, with usage in the last chunk. extra: more
+    fields, none of LOAD_FIELDS."""
     body: dict[str, Any] = {
         "model": model,
         "prompt": call.prompt,
@@ -48,7 +53,7 @@ def completion_body(model: str, call: Call) -> bytes:
     }
     if call.return_token_ids:
         body["return_token_ids"] = True
-    return json.dumps(body, separators=(",", ":")).encode()
+    return json.dumps(body | dict(extra), separators=(",", ":")).encode()
 
 
 def response(exchange: Exchange) -> tuple[int, bytes]:

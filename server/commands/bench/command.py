@@ -1,6 +1,7 @@
 """The `pageserve bench` command: sends the workloads to one running server; shows progress and a table."""
 
 import argparse
+import json
 import math
 import secrets
 import sys
@@ -11,7 +12,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from server.commands.bench.answers import Answer
+from server.commands.bench.answers import LOAD_FIELDS, Answer
 from server.commands.bench.client import Endpoint
 from server.commands.bench.figures import Figures, heading, row
 from server.commands.bench.load import Target, TargetError, find_target, run_workload, warm_up
@@ -58,10 +59,30 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
         help="seed of the prompts' token ids; default: random, so that no run finds prompts of another in a prefix "
         "cache",
     )
+    parser.add_argument(
+        "--extra-body",
+        type=extra_body,
+        default={},
+        metavar="JSON",
+        help="""fields for every request, such as '{"temperature": 0.7, "top_k": 20}'""",
+    )
     parser.add_argument("--timeout", type=positive, default=900.0, help="seconds until a request counts as failed")
     parser.add_argument("--max-token-id", type=whole_number, default=7999, help="largest token id in prompts")
     add_api_key(parser)
     parser.add_argument("--json", type=Path, metavar="PATH", help="write every run to this file")
+
+
+def extra_body(text: str) -> dict[str, Any]:
+    """Checks a JSON object that sets no field of the load itself."""
+    try:
+        fields = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"this is no JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise argparse.ArgumentTypeError('this is no JSON object: give fields of a request, as {"top_k": 20}')
+    if taken := [name for name in fields if name in LOAD_FIELDS]:
+        raise argparse.ArgumentTypeError(f"the load sets {', '.join(taken)} itself: leave it out")
+    return fields
 
 
 def workload_names(text: str) -> str:
@@ -98,7 +119,8 @@ async def run_once(
 
 def caption(options: argparse.Namespace) -> str:
     repeats = f"medians of {options.repeats} runs" if options.repeats > 1 else "one run"
-    return f"times in ms, n {options.n}, seed {options.seed}, {repeats}"
+    extra = f", with {json.dumps(options.extra_body)}" if options.extra_body else ""
+    return f"times in ms, n {options.n}, seed {options.seed}, {repeats}{extra}"
 
 
 def fit_shape(options: argparse.Namespace, max_token_id: int, lengths: list[int | None]) -> Shape:
@@ -171,7 +193,7 @@ async def _reach(options: argparse.Namespace) -> Target:
 
     endpoint = Endpoint(api_url(options.base_url), options.api_key)
     try:
-        return await find_target(endpoint, options.model)
+        return await find_target(endpoint, options.model, options.extra_body)
     except TargetError as error:
         raise TargetError(f"{error}. Start a server with `pageserve serve`, or name one with --base-url.") from None
 
@@ -185,6 +207,7 @@ def load_facts(options: argparse.Namespace, shape: Shape) -> dict[str, Any]:
         "repeats": options.repeats,
         "max_token_id": shape.max_token_id,
         "max_model_len": shape.max_model_len,
+        "extra_body": options.extra_body,
     }
 
 

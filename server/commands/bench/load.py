@@ -5,8 +5,9 @@ import contextlib
 import json
 import resource
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from server.commands.bench.answers import Answer, BadAnswer, completion_body, read_answer, response
 from server.commands.bench.client import Connection, Endpoint, Exchange
@@ -20,14 +21,18 @@ class TargetError(Exception):
 
 @dataclass(frozen=True)
 class Target:
-    """A server that answered: its address, its model, and the model's context length if the server reports it."""
+    """A server that answered: its address, its model, the model's context length if the server reports it, and fields
+    that every request gets."""
 
     endpoint: Endpoint
     model: str
     max_model_len: int | None = None
+    extra_body: Mapping[str, Any] = field(default_factory=dict)
 
 
-async def find_target(endpoint: Endpoint, model: str | None = None, timeout: float = 30.0) -> Target:
+async def find_target(
+    endpoint: Endpoint, model: str | None = None, extra_body: Mapping[str, Any] | None = None, timeout: float = 30.0
+) -> Target:
     """Ask GET /models for the served models. TargetError if the server does not answer or does not serve `model`."""
     connection = Connection(endpoint, timeout)
     exchange = await connection.exchange(endpoint.request("GET", "/models"))
@@ -47,7 +52,7 @@ async def find_target(endpoint: Endpoint, model: str | None = None, timeout: flo
         raise TargetError(f"{endpoint.base_url} serves {', '.join(cards) or 'nothing'}, not {model or 'a model'}")
     chosen = model or next(iter(cards))
     length = cards[chosen].get("max_model_len")
-    return Target(endpoint, chosen, length if isinstance(length, int) else None)
+    return Target(endpoint, chosen, length if isinstance(length, int) else None, extra_body or {})
 
 
 async def warm_up(target: Target, max_token_id: int, timeout: float) -> int:
@@ -120,7 +125,7 @@ async def _send_once(target: Target, call: Call, timeout: float) -> Exchange:
 
 
 def _request(target: Target, call: Call) -> bytes:
-    return target.endpoint.request("POST", "/completions", completion_body(target.model, call))
+    return target.endpoint.request("POST", "/completions", completion_body(target.model, call, target.extra_body))
 
 
 def _allow_open_files(count: int) -> None:
