@@ -19,6 +19,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from engine.grammars.compiler import Compiler, GrammarError, Words, fill_mask
 from engine.worker.batch.step_buffer import IntArray
@@ -86,8 +87,7 @@ class GrammarEnds:
         self._ids = {text: i for i, text in reversed(list(enumerate(texts))) if text}
         lengths = np.array([0 if text[:1] in SPACE else len(text) for text in texts], np.int32)
         self._lengths = np.where([not text for text in texts], 1, lengths)  # 1: special tokens
-        self._fillers = np.array([len(text) if FILLER.fullmatch(text) else 0 for text in texts], np.int32)
-        self._quoted = np.array([len(text) if QUOTED.fullmatch(text) else 0 for text in texts], np.int32)
+        self._fillers, self._quoted = (longest_first(texts, pattern) for pattern in (FILLER, QUOTED))
         self._closers = self._known(sorted(filter(CLOSERS.fullmatch, self._ids), key=len, reverse=True))
         self._quote_closers = self._known(sorted(filter(QUOTE_CLOSERS.fullmatch, self._ids), key=len, reverse=True))
         self._quote, self._newline, self._brace, self._bracket = (
@@ -260,29 +260,23 @@ class GrammarEnds:
         if self._is_text(words):
             if _allows(words, self._newline):
                 return []
-            return (
-                _first(words, self._quote_closers)
-                or _first(words, [self._quote])
-                or self._longest(words, self._fillers)
-            )
+            return _first(words, self._quote_closers) or _first(words, [self._quote]) or first_of(words, self._fillers)
         for known in (self._closers, self._commas, self._colons, self._values):
             if found := _first(words, known):
                 return found
         if _allows(words, self._quote):
-            return self._longest(words, self._quoted, most=FEW) or [self._quote]
+            quoted = self._quoted[_are_allowed(words, self._quoted)]
+            return [int(quoted[0])] if 0 < len(quoted) <= FEW else [self._quote]
         forced: list[int] = matcher.compute_ff_tokens()  # the forced text in its usual tokens
-        return forced or _first(words, self._openers) or self._longest(words, self._lengths)
+        return forced or _first(words, self._openers) or self._longest(words)
 
-    def _longest(self, words: Words, lengths: IntArray, most: int = NEVER) -> list[int]:
-        """The longest allowed token; empty if no token has a length, or more than `most` tokens do."""
+    def _longest(self, words: Words) -> list[int]:
+        """The longest allowed token; empty if none is allowed."""
         allowed = self._allowed(words)
-        found = lengths[allowed]
-        if not found.any():
-            return [int(allowed[0])] if lengths is self._lengths and len(allowed) else []
-        return [int(allowed[found.argmax()])] if np.count_nonzero(found) <= most else []
+        return [int(allowed[self._lengths[allowed].argmax()])] if len(allowed) else []
 
     def _allowed(self, words: Words) -> IntArray:
-        return np.flatnonzero(np.unpackbits(words.view(np.uint8), count=len(self._shapes), bitorder="little"))
+        return allowed_tokens(words, len(self._shapes))
 
     def _is_text(self, words: Words) -> bool:
         """True inside a string or a free text: only there both `}` and `]` are allowed."""
@@ -308,6 +302,39 @@ def _allows(words: Words, token_id: int) -> bool:
 def _first(words: Words, token_ids: Sequence[int]) -> list[int]:
     """The first of `token_ids` that a mask allows, as a list; empty if none is allowed."""
     return next(([token_id] for token_id in token_ids if _allows(words, token_id)), [])
+
+
+def allowed_tokens(words: Words, vocab_size: int) -> IntArray:
+    """The tokens of a mask, ascending, int64. Most masks of a search allow few: it looks at words before it looks at
+    bits."""
+    present = np.flatnonzero(words)
+    if len(present) > len(words) // 8:
+        bits = np.unpackbits(words.view(np.uint8), count=vocab_size, bitorder="little")
+        return np.flatnonzero(bits.view(np.bool_))
+    bits = np.unpackbits(words[present].view(np.uint8), bitorder="little")
+    at = np.flatnonzero(bits.view(np.bool_))
+    token_ids: IntArray = present[at >> 5] * 32 + (at & 31)
+    return token_ids
+
+
+def _are_allowed(words: Words, token_ids: IntArray) -> npt.NDArray[np.bool_]:
+    bits: npt.NDArray[np.bool_] = (words[token_ids >> 5] >> (token_ids & 31) & 1) != 0
+    return bits
+
+
+def first_of(words: Words, token_ids: IntArray) -> list[int]:
+    """`_first` for many tokens, of which one of the first is mostly allowed."""
+    for some in (token_ids[:MAX_TRIES], token_ids[MAX_TRIES:]):
+        allowed = _are_allowed(words, some)
+        if allowed.any():
+            return [int(some[allowed.argmax()])]
+    return []
+
+
+def longest_first(texts: Sequence[bytes], pattern: "re.Pattern[bytes]") -> IntArray:
+    """The tokens whose whole text matches, int64."""
+    lengths = np.array([len(text) if pattern.fullmatch(text) else 0 for text in texts], np.int32)
+    return np.argsort(-lengths, kind="stable")[: np.count_nonzero(lengths)]
 
 
 def _shape(token_id: int, text: bytes) -> bytes:
