@@ -9,7 +9,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 help:
 	@echo "make serve [ARGS=\"--model DIR_OR_HUB_ID --port 9000\"]   start the server"
-	@echo "make test [PROCESSES=2] [ARGS=\"-k chat\"]                linter, type checker and every test but the slow ones"
+	@echo "make test [PROCESSES=3] [ARGS=\"-k chat\"]                linter, type checker and every test but the slow ones"
 	@echo "make test-slow [ARGS=\"-k adapters\"]                   the tests marked as slow"
 	@echo "make families [ONLY=\"falcon mpt\"]                        check every model family against its oracle: a table"
 	@echo "make layouts                                            load checkpoints in every layout of transformers 4.57 and 5"
@@ -199,7 +199,7 @@ test-only: $(VENV)/.installed-test $(VENV)/.compiled .cache/node/.installed .cac
 	@command -v nginx >/dev/null || test -x /usr/sbin/nginx || echo "nginx is missing: its test will be skipped (Debian: apt install nginx-light)."
 	@command -v prometheus >/dev/null || echo "prometheus is missing: dashboard and alerts are not run (Debian: apt install prometheus)."
 	@command -v chromium >/dev/null || echo "chromium is missing: the page is not tested in a browser (Debian: apt install chromium)."
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(or $(PROCESSES),2) --dist loadfile --no-loadscope-reorder $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(or $(PROCESSES),3) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-slow: $(VENV)/.installed-test $(VENV)/.compiled
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(or $(PROCESSES),2) --dist worksteal -m slow $(ARGS)
