@@ -39,26 +39,26 @@ def sizes(group):
 
 @pytest.mark.parametrize("params", [{}, {"stop": ["never in the text"]}, {"logprobs": 2}], ids=str)
 async def test_the_first_token_comes_alone_and_the_end_with_what_is_left(folder, params):
-    async with running_driver(folder, "--step-seconds", "0.002") as driver:
+    async with running_driver(folder, "--step-seconds", "0.02") as driver:
         [group], _ = await read(driver, 8, **params)
     assert sizes(group) == [1, 8, 8, 8, 5]
     assert joined(group) == expected_tokens(PROMPT, 7, NUM_TOKENS)
 
 
 async def test_without_a_group_each_token_is_an_output(folder):
-    async with running_driver(folder, "--step-seconds", "0.002") as driver:
+    async with running_driver(folder, "--step-seconds", "0.02") as driver:
         [group], _ = await read(driver, 1)
     assert sizes(group) == [1] * NUM_TOKENS
 
 
 async def test_a_reader_of_the_whole_gets_the_first_token_and_the_rest(folder):
-    async with running_driver(folder, "--step-seconds", "0.002") as driver:
+    async with running_driver(folder, "--step-seconds", "0.02") as driver:
         [group], _ = await read(driver, 10**9)
     assert sizes(group) == [1, NUM_TOKENS - 1]
 
 
 async def test_samples_come_together(folder):
-    async with running_driver(folder, "--step-seconds", "0.002") as driver:
+    async with running_driver(folder, "--step-seconds", "0.02") as driver:
         groups, _ = await read(driver, 8, n=3)
     assert [sizes(group) for group in groups] == [[1, 8, 8, 8, 5]] * 3
 
@@ -66,7 +66,7 @@ async def test_samples_come_together(folder):
 async def test_an_error_comes_after_the_tokens_before_it(folder):
     expected = expected_tokens(PROMPT, 7, NUM_TOKENS)
     bad = next(i for i in range(10, NUM_TOKENS) if expected[i] not in expected[:i])
-    async with running_driver(folder, "--step-seconds", "0.002", "--fail-on-token", str(expected[bad])) as driver:
+    async with running_driver(folder, "--step-seconds", "0.02", "--fail-on-token", str(expected[bad])) as driver:
         [group], error = await read(driver, 1000)
     assert isinstance(error, EngineError)
     assert joined(group) == expected[: bad + 1]  # to compute the token after it fails

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 def make_batch(params, vocab_size=1000, **more):
     n = len(params)
-    more = {"one_draw": True, **more}
+    more = {"one_draw": True, "sparse": False, **more}  # a host does not know the newest tokens of a GPU
     return Batch(params, prompts=[PROMPT] * n, generated=[GENERATED] * n, vocab_size=vocab_size, **more)
 
 
