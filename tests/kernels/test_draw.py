@@ -77,6 +77,19 @@ def test_tokens_are_those_of_the_whole_distribution(dtype, vocab_size, name):
     assert len(wrong) <= 1, "a uniform number may fall between the sums of fp32 and those of float64"
 
 
+@pytest.mark.parametrize(
+    "tokens",
+    [range(0, 105, 5), range(0, 64 * 21, 64), [0, 1, *range(64, 64 * 20, 64)]],
+    ids=["in two buckets", "each in its own", "two in one"],
+)
+def test_top_k_keeps_exactly_so_many(tokens):
+    tokens, logits = torch.tensor(tokens), torch.full((2, 2000), -50.0)
+    logits[:, tokens] = -0.01 * torch.arange(21)
+    top = {"rows": torch.arange(2), "temperature": torch.ones(2), "uniform": torch.full((2,), 0.9999).double()}
+    found = cpu_kernels().draw.draw(logits, **top, top_k=torch.tensor([20, 21]))
+    assert found.tolist() == [tokens[19], tokens[20]]
+
+
 def penalised(logits, params, prompt, generated):
     """The logits of one row after its penalties, float32."""
     x = logits.astype(np.float32)
@@ -96,27 +109,29 @@ PLAIN = [
     SamplingParams(temperature=1.0, top_k=20, top_p=0.8, repetition_penalty=1.05),
     SamplingParams(temperature=0.0, repetition_penalty=3.0, presence_penalty=1.0, frequency_penalty=0.5),
     SamplingParams(temperature=1.0, presence_penalty=-1.5, frequency_penalty=-0.5),
+    SamplingParams(temperature=0.0, presence_penalty=2.0),
+    SamplingParams(temperature=0.0, frequency_penalty=2.0),
 ]
 
 
 def test_draws_of_live_sequences_are_those_of_their_seeds_positions_and_tokens():
     """The arrays of SamplingRows, read by row, against the same parameters as inputs of a step."""
     rng = np.random.default_rng(0)
-    known = rng.integers(0, 500, (9, 90)).astype(np.int32)
+    known = rng.integers(0, 500, (11, 90)).astype(np.int32)
     known[:, 40:] = known[:, :50]  # tokens that occur in the prompt, behind it, twice, or not at all
-    sampling = SamplingRows(9, 500, [], token_ids=known)
-    order = [8, 3, 5, 0, 2, 7, 4]
+    sampling = SamplingRows(11, 500, [], token_ids=known)
+    order = [8, 3, 5, 0, 2, 7, 4, 10, 1]
     for row, one in zip(order, PLAIN, strict=True):
         sampling.set(row, one, seed=2**64 - 1 - 7 * row, num_prompt_tokens=30 + row)
-    rows, positions = np.zeros(9, np.int64), np.zeros(9, np.int64)
+    rows, positions = np.zeros(11, np.int64), np.zeros(11, np.int64)
     draw = sampling.plain_draws(rows, positions)
-    logits = torch.from_numpy(rng.normal(0, 3, (7, 500))).bfloat16()
+    logits = torch.from_numpy(rng.normal(0, 3, (9, 500))).bfloat16()
     changed = 0
     for _ in range(20):
-        rows[:7], positions[:7] = rng.permutation(order), rng.integers(40, 90, 7)
+        rows[:9], positions[:9] = rng.permutation(order), rng.integers(42, 90, 9)
         found = draw(logits).tolist()
-        assert sampling.is_plain(rows[:7]) and not sampling.is_greedy(rows[:7])
-        for i, row in enumerate(rows[:7].tolist()):
+        assert sampling.is_plain(rows[:9]) and not sampling.is_greedy(rows[:9])
+        for i, row in enumerate(rows[:9].tolist()):
             one, values = PLAIN[order.index(row)], logits[i].float().numpy()
             tokens = known[row, : positions[i]].tolist()
             own = penalised(values, one, tokens[: 30 + row], tokens[30 + row :])
@@ -127,7 +142,7 @@ def test_draws_of_live_sequences_are_those_of_their_seeds_positions_and_tokens()
             uniform = uniforms(np.array([2**64 - 1 - 7 * row], np.uint64), positions[i : i + 1])[0]
             top_k = one.top_k if one.top_k > 0 else NO_TOP_K
             assert found[i] == expected_token(own, np.float32(one.temperature), one.min_p, top_k, one.top_p, uniform)
-    assert changed == 60
+    assert changed == 100
 
 
 @pytest.mark.parametrize(
