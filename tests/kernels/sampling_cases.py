@@ -185,7 +185,7 @@ def test_a_row_that_is_not_finite_fails_alone(poison):
 
 
 def test_tokens_of_weight_zero_are_never_drawn():
-    """Neither at the ends of the unit interval nor between."""
+    """Uniform numbers at the ends of the unit interval and between them draw the other tokens."""
     logits = np.full((3, 5000), -np.inf, np.float32)
     logits[:, [10, 640, 4999]] = 0.0
     params = [CASES[name] for name in ("plain", "top_p", "large top_k")]

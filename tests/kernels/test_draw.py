@@ -90,6 +90,15 @@ def test_top_k_keeps_exactly_so_many(tokens):
     assert found.tolist() == [tokens[19], tokens[20]]
 
 
+def test_a_target_that_rounds_to_the_whole_weight_takes_the_last_token():
+    logits = torch.full((3, 2000), -torch.inf)
+    logits[:, [3, 700, 705, 1990]] = torch.tensor([0.0, 0.0, 0.0, -1.0])
+    top_p = torch.tensor([1.0, 0.6, 1.0], dtype=torch.float64)  # of the second row: without the last token
+    uniform, top_k = torch.ones(3, dtype=torch.float64), torch.tensor([2000, 2000, 3])
+    found = cpu_kernels().draw.draw(logits, torch.arange(3), torch.ones(3), uniform, top_k=top_k, top_p=top_p)
+    assert found.tolist() == [1990, 705, 705]
+
+
 def penalised(logits, params, prompt, generated):
     """The logits of one row after its penalties, float32."""
     x = logits.astype(np.float32)

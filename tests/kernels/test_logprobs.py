@@ -9,14 +9,13 @@ from kernels.sampling import logprobs as front
 from kernels.sampling.logprobs import top_logprobs
 
 ROWS = 12
+compiled = pytest.param("compiled", marks=pytest.mark.skipif(cpu_kernels() is None, reason="numba is not installed"))
 
 
-@pytest.fixture(params=["compiled", "torch"])
+@pytest.fixture(params=[compiled, "torch"])
 def by_whom(request, monkeypatch):
     if request.param == "torch":
         monkeypatch.setattr(front, "cpu_kernels", lambda: None)
-    elif cpu_kernels() is None:
-        pytest.skip("numba is not installed")
     return request.param
 
 
@@ -54,9 +53,8 @@ def test_scores_are_those_of_the_whole_distribution(by_whom, dtype, vocab_size, 
         assert torch.equal(logits.gather(1, top_ids), logits.gather(1, torch.from_numpy(order)))
 
 
-def test_of_equal_logits_the_lowest_ids_are_reported():
-    if cpu_kernels() is None:
-        pytest.skip("numba is not installed")
+@pytest.mark.parametrize("by_whom", [compiled], indirect=True)
+def test_of_equal_logits_the_lowest_ids_are_reported(by_whom):
     logits = torch.zeros(1, 1000)
     logits[0, 700] = 1.0
     assert top_logprobs(logits, torch.tensor([3]), 4)[2].tolist() == [[700, 0, 1, 2]]

@@ -1,6 +1,7 @@
-"""The logits of a row on a CPU, by buckets of 64 tokens: what tells where large logits can be before all are looked at.
+"""The logits of a row on a CPU, by buckets of 64 tokens, of which the largest logits are found first.
 
-A row of 150,000 logits in fp32 fills the L2 of a core: what follows the first look should read a few buckets alone.
+A row of 150,000 logits in fp32 fills the L2 of a core. The largest of each bucket tell which few buckets later steps
+have to read.
 """
 
 import numpy as np

@@ -178,14 +178,15 @@ def _weigh_list(values, weights, n, sums):
 
 @jit
 def _inverse_cdf(weights, num_buckets, sums, target):
-    """The first place at which the cumulative weight exceeds `target`; never one of weight 0."""
-    before, bucket = 0.0, 0
+    """The first place at which the cumulative weight exceeds `target`; never one of weight 0. If rounding leaves none,
+    the last with a weight."""
+    total, before, bucket = 0.0, 0.0, 0
     for i in range(num_buckets):
         if read(sums, i) > 0.0:
-            bucket = i  # if rounding leaves no bucket above the target, the last with a weight
-            if before + read(sums, i) > target:
+            before, bucket = total, i
+            total += read(sums, i)
+            if total > target:
                 break
-            before += read(sums, i)
     place, reached = bucket * BUCKET, before
     for i in range(bucket * BUCKET, bucket * BUCKET + BUCKET):
         if read(weights, i) > ZERO:

@@ -1,4 +1,4 @@
-"""What forced JSON costs must not grow with the vocabulary where a few tokens decide."""
+"""The cost of forced JSON does not grow with the vocabulary where a few tokens decide."""
 
 import numpy as np
 import pytest
