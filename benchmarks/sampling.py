@@ -61,6 +61,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND", help=", ".join(KINDS))
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if not (options.model / "config.json").exists():
+        parser.error(f"--model: {options.model} holds no model; `python benchmarks/make_models.py qwen-500m` makes one")
     kinds = {name: KINDS[name] for name in KINDS if name in options.only}
     vocab_size = read_model_config(options.model).vocab_size
     results: dict[str, dict[str, list[float]]] = {}
