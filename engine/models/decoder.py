@@ -45,7 +45,6 @@ attention stand in engine/models/layers/attention.py.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from operator import add
 
 import torch
 from torch import Tensor
@@ -61,6 +60,7 @@ from engine.models.layers.operators import FastOperators, Operators, take_option
 from engine.models.layers.position import PositionTables, position_tables
 from engine.models.recorded_decodes import NextTokens, RecordedDecodes
 from kernels.dispatch import cpu_kernels
+from kernels.elementwise.rows import add
 from kernels.quantized.weight import Weight
 
 RunLayers = Callable[[Tensor, BatchMetadata, Sequence[KVCache]], Tensor]
@@ -102,7 +102,7 @@ class DecoderLayer:
         self.attn_post_norm = take_norm(config, weights, f"{prefix}.attn_post_norm") if post else None
         self.mlp_post_norm = take_norm(config, weights, f"{prefix}.mlp_post_norm") if post else None
         ranks = operators.ranks
-        self.add = add if ranks is None else lambda attended, mlp: ranks.all_reduce(attended + mlp)
+        self.add = add if ranks is None else lambda attended, mlp: ranks.all_reduce(add(attended, mlp))
         moe, gated = config.experts(layer), config.layer_input_size > 0
         self.beside = MLPBesideExperts(config, weights, layer, operators) if moe and moe.beside_mlp else None
         self.input_gate = LayerInputGate(config, weights, prefix, operators) if gated else None
@@ -162,10 +162,10 @@ class DecoderLayer:
         hidden = self.mlp(hidden)  # (R, C) -> (R, C)
         if self.beside is not None:
             hidden = self.beside.join(hidden, residual)  # (R, C), (R, C) -> (R, C)
-        x = residual + self.mlp_post_norm(hidden)[0]  # (R, C) + (R, C)
+        x = add(residual, self.mlp_post_norm(hidden)[0])  # (R, C) + (R, C)
         if self.input_gate is not None and inputs is not None:
             rows = inputs if outputs is None else inputs.index_select(0, outputs.indices)  # (T, P) -> (R, P)
-            x = x + self.input_gate(x, rows)  # (R, C) + (R, C)
+            x = add(x, self.input_gate(x, rows))  # (R, C) + (R, C)
         return x if self.scalar is None else x * self.scalar  # (R, C)
 
     def forward_parallel(
@@ -203,8 +203,8 @@ class DecoderLayer:
         """x, the residual, (T, C) -> (T, C), or (R, C) with `outputs`."""
         assert self.attn_post_norm is not None and self.mlp_post_norm is not None
         attended, _ = self.attn_post_norm(self.attention(x, metadata, kv_cache, outputs))  # (T, C) -> (R, C)
-        x = attended + (x if outputs is None else x.index_select(0, outputs.indices))  # (R, C) + (R, C)
-        return x + self.mlp_post_norm(self.mlp(x))[0]  # (R, C) + (R, C)
+        x = add(attended, x if outputs is None else x.index_select(0, outputs.indices))  # (R, C) + (R, C)
+        return add(x, self.mlp_post_norm(self.mlp(x))[0])  # (R, C) + (R, C)
 
 
 class Decoder:
@@ -293,7 +293,7 @@ class Decoder:
             x, residual = forward(layer, x, residual, metadata, kv_cache, outputs)  # (T, C) -> (T, C); last: (R, C)
         if self.final_norm is not None:
             return self.final_norm(x, residual)[0]  # (R, C), (R, C) -> normed sum (R, C)
-        return x if residual is None else x + residual  # (R, C)
+        return x if residual is None else add(x, residual)  # (R, C)
 
     def _run_plain(self, x: Tensor, metadata: BatchMetadata, kv_caches: Sequence[KVCache]) -> Tensor:
         """Layers that take and return one tensor: no norm follows their last addition, or that norm belongs to them."""

@@ -22,8 +22,8 @@ def reshape_and_cache(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tens
         _launch(key, value, k_cache, v_cache, slot_mapping)
         return
     cpu = cpu_kernels() if key.device.type == "cpu" else None
-    if cpu and cpu.elementwise.supports_reshape_and_cache(key, value, k_cache, v_cache, slot_mapping):
-        cpu.elementwise.reshape_and_cache(key, value, k_cache, v_cache, slot_mapping)
+    if cpu and cpu.positions.supports_reshape_and_cache(key, value, k_cache, v_cache, slot_mapping):
+        cpu.positions.reshape_and_cache(key, value, k_cache, v_cache, slot_mapping)
     elif cpu and cpu.quantize.supports_quantize_and_cache(key, value, k_cache, v_cache, slot_mapping):
         cpu.quantize.quantize_and_cache(key, value, k_cache, v_cache, slot_mapping)
     else:

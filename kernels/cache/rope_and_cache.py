@@ -7,6 +7,7 @@ operator for each; a GPU has one kernel that reads each row of qkv once and writ
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 
 import torch
@@ -118,7 +119,7 @@ def rope_and_cache_reference(
     if heads.has_norm and heads.norm_after_rope:
         q, k = norm_heads(q, heads.q_norm, heads), norm_heads(k, heads.k_norm, heads)
     if heads.v_norm:
-        v = rms_norm(v, v.new_ones(v.shape[2]), heads.norm_eps)  # type: ignore[assignment]
+        v = rms_norm(v, _ones(v.shape[2], v.dtype, v.device), heads.norm_eps)  # type: ignore[assignment]
     if heads.query_scales is not None:
         q *= heads.query_scales[positions][:, None, None]
     reshape_and_cache(k, v, k_cache, v_cache, slot_mapping)
@@ -142,16 +143,22 @@ def _turn_queries(q: Tensor, heads: QKVHeads, positions: Tensor) -> Tensor:
 
 def norm_heads(x: Tensor, weight: Tensor | None, heads: QKVHeads) -> Tensor:
     """The norm of `heads` with the weight of q or k; x [num_tokens, heads, head_dim] may be a view of wider rows."""
-    rows, eps, offset = x.flatten(1) if heads.norm_rows else x, heads.norm_eps, heads.norm_weight_offset
+    rows, eps, offset = x.view(len(x), -1) if heads.norm_rows else x, heads.norm_eps, heads.norm_weight_offset
     if weight is None:
-        weight, offset = rows.new_ones(rows.shape[-1]), 0.0
+        weight, offset = _ones(rows.shape[-1], rows.dtype, rows.device), 0.0
     if weight.ndim == 1:
         centred = heads.norm_centred
         normed = layer_norm(rows, weight, None, eps) if centred else rms_norm(rows, weight, eps, None, offset)
         return normed.view(x.shape)  # type: ignore[union-attr]
     if heads.norm_centred:  # no operator has a weight for each head
         return (layer_norm(x.float(), None, None, eps) * weight.float()).to(x.dtype)  # type: ignore[operator]
-    return rms_norm(x, torch.ones_like(weight[0]), eps) * (weight + offset)  # type: ignore[operator]
+    return rms_norm(x, _ones(x.shape[2], x.dtype, x.device), eps) * (weight + offset)  # type: ignore[operator]
+
+
+@cache
+def _ones(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The weight of a norm without weights: made once, because a recorded program holds no operator of torch."""
+    return torch.ones(size, dtype=dtype, device=device)
 
 
 def _launch(qkv, heads, positions, slot_mapping, k_cache, v_cache):

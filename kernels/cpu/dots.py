@@ -73,6 +73,12 @@ def exp2(typingctx, x):
     return Vec(Vec), lambda context, builder, sig, args: power_of_two(builder, *args)
 
 
+@intrinsic
+def inverse(typingctx, x):
+    """1 / x, off by 6e-5 of it at most: for numbers that are rounded to bf16."""
+    return Vec(Vec), lambda context, builder, sig, args: instruction(builder, "vrcp14ps $1, $0", "=v,v", _F32V, *args)
+
+
 def multiply(rows, vectors, doc, lines=0, adds=True):
     """An intrinsic: out[r, :] += a[r, :] @ b for `rows` rows and 16 * `vectors` columns, all in registers; not `adds`:
     out[r, :] = a[r, :] @ b.

@@ -97,6 +97,20 @@ def fetch_add(typingctx, pointer, value):
     return types.int64(I64Pointer, types.int64), codegen
 
 
+def _load_vector(builder, pointer, index, bf16):
+    """pointer[index : index + 16], widened to float32."""
+    vector = builder.load(_vector_pointer(builder, pointer, index, _I16V if bf16 else _F32V), align=2 if bf16 else 4)
+    if not bf16:
+        return vector
+    return builder.bitcast(builder.shl(builder.zext(vector, _I32V), _splat_constant(_I32, 16)), _F32V)
+
+
+def _store_vector(builder, pointer, index, vector, bf16):
+    """pointer[index : index + 16] = vector, rounded to bf16 where `bf16`."""
+    vector = round_to_bf16(builder, vector) if bf16 else vector
+    builder.store(vector, _vector_pointer(builder, pointer, index, vector.type), align=2 if bf16 else 4)
+
+
 @intrinsic
 def load(typingctx, pointer, index):
     """pointer[index : index + 16], widened to float32."""
@@ -105,10 +119,7 @@ def load(typingctx, pointer, index):
     def codegen(context, builder, sig, args):
         if pointer.dtype in codes.FORMATS:
             return codes.load16(builder, pointer.dtype, *args)
-        vector = builder.load(_vector_pointer(builder, *args, _I16V if bf16 else _F32V), align=2 if bf16 else 4)
-        if not bf16:
-            return vector
-        return builder.bitcast(builder.shl(builder.zext(vector, _I32V), _splat_constant(_I32, 16)), _F32V)
+        return _load_vector(builder, *args, bf16)
 
     return Vec(pointer, types.int64), codegen
 
@@ -119,13 +130,46 @@ def store(typingctx, pointer, index, value):
     bf16 = _is_bf16(pointer)
 
     def codegen(context, builder, sig, args):
-        pointer, index, vector = args
-        vector = round_to_bf16(builder, vector) if bf16 else vector
-        where = _vector_pointer(builder, pointer, index, vector.type)
-        builder.store(vector, where, align=2 if bf16 else 4)
+        _store_vector(builder, *args, bf16)
         return context.get_dummy_value()
 
     return types.void(pointer, types.int64, Vec), codegen
+
+
+def _room(builder, element):
+    """Memory for 16 elements on the stack, as a pointer to the first."""
+    return builder.bitcast(cgutils.alloca_once(builder, ir.VectorType(element, WIDTH)), element.as_pointer())
+
+
+@intrinsic
+def load_some(typingctx, pointer, index, count):
+    """pointer[index : index + count], widened to float32, and zeros behind; count is at most 16."""
+    bf16 = _is_bf16(pointer)
+    element = _I16 if bf16 else _F32
+
+    def codegen(context, builder, sig, args):
+        room = _room(builder, element)
+        cgutils.memset(builder, room, ir.Constant(_I64, WIDTH * (2 if bf16 else 4)), 0)
+        cgutils.raw_memcpy(builder, room, builder.gep(args[0], [args[1]]), args[2], 2 if bf16 else 4)
+        return _load_vector(builder, room, ir.Constant(_I64, 0), bf16)
+
+    return Vec(pointer, types.int64, types.int64), codegen
+
+
+@intrinsic
+def store_some(typingctx, pointer, index, value, count):
+    """pointer[index : index + count] = the first numbers of value, rounded to the pointer's dtype; count is at most
+    16."""
+    bf16 = _is_bf16(pointer)
+    element = _I16 if bf16 else _F32
+
+    def codegen(context, builder, sig, args):
+        room = _room(builder, element)
+        _store_vector(builder, room, ir.Constant(_I64, 0), args[2], bf16)
+        cgutils.raw_memcpy(builder, builder.gep(args[0], [args[1]]), room, args[3], 2 if bf16 else 4)
+        return context.get_dummy_value()
+
+    return types.void(pointer, types.int64, Vec, types.int64), codegen
 
 
 def _load_words(builder, pointer, index):
@@ -236,6 +280,12 @@ def round_to_bf16(builder, vector):
 
 
 @intrinsic
+def is_bf16(typingctx, pointer):
+    """True for a pointer to bf16; known to the compiler."""
+    return types.boolean(pointer), lambda *_: ir.Constant(ir.IntType(1), _is_bf16(pointer))
+
+
+@intrinsic
 def round_to(typingctx, pointer, value):
     """`value` as a store through `pointer` and a load would give it: rounded to bf16, or unchanged for fp32."""
     bf16 = _is_bf16(pointer)
@@ -316,6 +366,17 @@ def at_least(typingctx, a, bound, values):
         return builder.select(builder.fcmp_ordered(">=", a, bound), values, _splat_constant(_F32, 0.0))
 
     return Vec(Vec, Vec, Vec), codegen
+
+
+@intrinsic
+def choose(typingctx, a, bound, above, below):
+    """`above` in the lanes where a >= bound, `below` in the others."""
+
+    def codegen(context, builder, sig, args):
+        a, bound, above, below = args
+        return builder.select(builder.fcmp_ordered(">=", a, bound), above, below)
+
+    return Vec(Vec, Vec, Vec, Vec), codegen
 
 
 @intrinsic

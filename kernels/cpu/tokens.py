@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu import simd
-from kernels.cpu.elementwise import CHUNK, DTYPES
+from kernels.cpu.elementwise.work import CHUNK, DTYPES
 from kernels.cpu.parallel import empty, jit, next_item, parallel_kernel
 from kernels.cpu.simd import WIDTH, advance, load, read, splat, store, write
 from kernels.sampling import FAILED

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,9 +34,11 @@ MAX_BLOCK = 1024  # elements per program: with 4 warps and 16-bit numbers, a thr
 
 
 def activation(x: Tensor, name: str) -> Tensor:
-    """Apply the activation called `name` to every element, one pass in torch. ValueError names the known
+    """Apply the activation called `name` to every element of x [num_tokens, size]: one pass. ValueError names the known
     activations."""
-    return _activation(name)(x)
+    function = _activation(name)
+    cpu = _cpu_rows(x, name, gated=False)
+    return cpu.activations.activate(x, kernel_name(name)) if cpu else function(x)
 
 
 def gated_activation(x: Tensor, name: str) -> Tensor:
@@ -45,19 +48,26 @@ def gated_activation(x: Tensor, name: str) -> Tensor:
     """
     if use_triton(x):
         return _launch(x, name)
-    cpu = cpu_kernels() if has_row_kernel(x, name) else None
+    cpu = _cpu_rows(x, name, gated=True)
     if cpu:
-        return cpu.elementwise.gate(x, kernel_name(name))  # type: ignore[no-any-return]
+        return cpu.activations.gate(x, kernel_name(name))  # type: ignore[no-any-return]
     gate, up = x.chunk(2, dim=-1)
     return _activation(name)(gate) * up
 
 
-def has_row_kernel(x: Tensor, name: str) -> bool:
-    """True if gated_activation(x, name) has its own kernel, whose results do not depend on a row's place."""
-    if use_triton(x):
-        return True
+def has_row_kernel(x: Tensor, name: str, gated: bool) -> bool:
+    """True if gated_activation(x, name) or activation(x, name) has a kernel whose results do not depend on a row's
+    place."""
+    return x.is_cuda or (gated and use_triton(x)) or _cpu_rows(x, name, gated) is not None
+
+
+def _cpu_rows(x: Tensor, name: str, gated: bool) -> Any:
+    """The kernels of a CPU, if they serve the activation of x; else None."""
     cpu = cpu_kernels() if x.device.type == "cpu" else None
-    return cpu is not None and cpu.elementwise.supports_gate(x, _SAME_AS.get(name, name))
+    if cpu is None:
+        return None
+    supports = cpu.activations.supports_gate if gated else cpu.activations.supports_activation
+    return cpu if supports(x, _SAME_AS.get(name, name)) else None
 
 
 def kernel_name(name: str) -> str:

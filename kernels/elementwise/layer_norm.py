@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kernels.aot_configuration import AotConfiguration, power_of_2
 from kernels.dependent_launch import launch_options, pdl_constants, wait_for_inputs
-from kernels.dispatch import as_rows, row_warps, tl, triton, use_triton
+from kernels.dispatch import as_rows, cpu_kernels, row_warps, tl, triton, use_triton
 from kernels.elementwise.rms_norm import load_residual_row
 
 
@@ -19,11 +19,13 @@ def layer_norm(
 
     With `residual` (the shape of x): residual := x + residual comes first, and the pair (normed, residual) is returned.
     On a GPU the sum overwrites a contiguous `residual`, which is then returned; no other argument is changed.
-    Statistics are fp32 whatever the dtype, and a row's result does not depend on the other rows. On a CPU torch's own
-    kernel already makes one pass.
+    Statistics are fp32 whatever the dtype, and a row's result does not depend on the other rows.
     """
     if use_triton(x):
         return _launch(x, weight, bias, eps, residual)
+    cpu = cpu_kernels() if x.device.type == "cpu" else None
+    if cpu and cpu.norms.supports_layer_norm(x, weight, bias, residual):
+        return cpu.norms.layer_norm(x, weight, bias, eps, residual)
     if residual is not None:
         x = residual = x + residual
     normed = F.layer_norm(x, x.shape[-1:], weight, bias, eps)

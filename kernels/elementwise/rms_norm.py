@@ -22,8 +22,8 @@ def rms_norm(
     if use_triton(x):
         return _launch(x, weight, eps, residual, weight_offset)
     cpu = cpu_kernels() if x.device.type == "cpu" else None
-    if cpu and cpu.elementwise.supports_rms_norm(x, weight, residual):
-        return cpu.elementwise.rms_norm(x, weight, eps, residual, weight_offset)
+    if cpu and cpu.norms.supports_rms_norm(x, weight, residual):
+        return cpu.norms.rms_norm(x, weight, eps, residual, weight_offset)
     return rms_norm_reference(x, weight, eps, residual, weight_offset)
 
 

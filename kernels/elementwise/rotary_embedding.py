@@ -13,8 +13,8 @@ def rotary_embedding(positions: Tensor, q: Tensor, k: Tensor, cos_sin_cache: Ten
     rotary_dim / 2 angles. Pair i is (i, i + rotary_dim / 2), or (2i, 2i + 1) if `interleaved` (GPT-J).
     """
     cpu = cpu_kernels() if q.device.type == "cpu" else None
-    if cpu and cpu.elementwise.supports_rotary(positions, q, k, cos_sin_cache):
-        cpu.elementwise.rotary_embedding(positions, q, k, cos_sin_cache, interleaved)
+    if cpu and cpu.positions.supports_rotary(positions, q, k, cos_sin_cache, interleaved):
+        cpu.positions.rotary_embedding(positions, q, k, cos_sin_cache, interleaved)
     else:
         rotary_embedding_reference(positions, q, k, cos_sin_cache, interleaved)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kernels.aot_configuration import AotConfiguration, power_of_2
 from kernels.dependent_launch import launch_options, pdl_constants, wait_for_inputs
-from kernels.dispatch import as_rows, tl, triton, use_triton
+from kernels.dispatch import as_rows, cpu_kernels, tl, triton, use_triton
 
 BETA = 0.5  # slope at 0
 MAX_BLOCK = 1024  # elements per program, see kernels/elementwise/activation.py
@@ -26,11 +26,16 @@ def coefficients(parameters: Tensor) -> tuple[float, float]:
 
 def xielu(x: Tensor, positive: float, negative: float) -> Tensor:
     """Apply xIELU to every element of x [num_tokens, size], whose rows may have gaps between them."""
-    return _launch(x, positive, negative) if use_triton(x) else xielu_reference(x, positive, negative)
+    if use_triton(x):
+        return _launch(x, positive, negative)
+    cpu = cpu_kernels() if x.device.type == "cpu" else None
+    if cpu and cpu.activations.supports_rows(x):
+        return cpu.activations.xielu(x, positive, negative, BETA)  # type: ignore[no-any-return]
+    return xielu_reference(x, positive, negative)
 
 
 def xielu_reference(x: Tensor, positive: float, negative: float) -> Tensor:
-    """xielu in fp32, rounded once. It is the CPU path, too."""
+    """xielu in fp32, rounded once."""
     wide = x.float()
     curve = torch.where(wide > 0, positive * wide * wide, negative * (torch.expm1(wide.clamp(max=0)) - wide))
     return (curve + BETA * wide).to(x.dtype)

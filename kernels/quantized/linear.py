@@ -40,8 +40,6 @@ class QuantizedLinear:
             kernels, narrow = cpu.code_linear, dtype == torch.bfloat16
             self._packed = kernels.PackedCodes(weight)
             self._multiply = kernels.code_linear if narrow else kernels.code_linear_f32
-            self._pad_bias = kernels.pad_bias if narrow else _unchanged
-            self._padded_bias = self._pad_bias(bias)
             self.weight = None
 
     @property
@@ -58,14 +56,12 @@ class QuantizedLinear:
         x = x if self.permutation is None else _take_columns(x, self.permutation)
         if self._code_matmul is not None:
             return self._code_matmul(x, self.bias)
-        return self._multiply(x, self._packed, self._padded_bias)
+        return self._multiply(x, self._packed, self.bias)
 
     def with_bias(self, bias: Tensor | None) -> "QuantizedLinear":
         """The same layer with another bias; the two share the weight."""
         layer = copy(self)
         layer.bias = bias
-        if self.weight is None:
-            layer._padded_bias = self._pad_bias(bias)
         return layer
 
     def rows(self, indices: Tensor) -> Tensor:
@@ -103,16 +99,12 @@ def make_linear(
 
 def _concatenate(parts: list[Tensor]) -> Tensor:
     cpu = cpu_kernels() if parts[0].device.type == "cpu" else None
-    return cpu.elementwise.concatenate(parts) if cpu else torch.cat(parts, -1)  # type: ignore[no-any-return]
+    return cpu.rows.concatenate(parts) if cpu else torch.cat(parts, -1)  # type: ignore[no-any-return]
 
 
 def _take_columns(x: Tensor, columns: Tensor) -> Tensor:
     cpu = cpu_kernels() if x.device.type == "cpu" and x.dtype == torch.bfloat16 else None
-    return cpu.elementwise.take_columns(x, columns) if cpu else x.index_select(1, columns)  # type: ignore[no-any-return]
-
-
-def _unchanged(bias: Tensor | None) -> Tensor | None:
-    return bias
+    return cpu.rows.take_columns(x, columns) if cpu else x.index_select(1, columns)  # type: ignore[no-any-return]
 
 
 def linear_reference(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels.cpu.elementwise import rms_norm
+from kernels.cpu.elementwise.norms import rms_norm
 from kernels.cpu.program import NotRecordable, Workspace, record
 
 ROWS, SIZE, DEPTH = 40, 64, 50

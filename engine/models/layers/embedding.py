@@ -9,6 +9,7 @@ from engine.models.config import ModelConfig
 from engine.models.layers.operators import Linear, Operators, take_linear, take_optional, with_adapters
 from engine.models.parallel.ranks import GatheredColumns, VocabularyRows
 from kernels.elementwise.embedding import embedding
+from kernels.elementwise.rows import limit
 from kernels.quantized.linear import QuantizedLinear
 from kernels.quantized.weight import Weight
 
@@ -82,16 +83,5 @@ class LMHead:
         if self.project_out is not None:
             hidden = self.project_out(hidden)
         logits = self.linear(hidden)
-        if self.scale != 1.0:
-            logits *= self.scale
-        if self.softcap:
-            soft_cap(logits, self.softcap)
+        limit(logits, self.scale, self.softcap)
         return logits
-
-
-def soft_cap(logits: Tensor, cap: float) -> None:
-    """logits [rows, vocab_size] := cap * tanh(logits / cap), in place, with three roundings like in transformers.
-
-    The bits of torch's tanh, unlike those of its GELU, do not depend on the place of a number in the tensor.
-    """
-    logits.div_(cap).tanh_().mul_(cap)

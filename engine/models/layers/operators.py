@@ -161,11 +161,13 @@ def _cpu_problem(config: ModelConfig, dtype: torch.dtype) -> str | None:
 
 
 def _gated_by_row(x: Tensor, name: str) -> Tensor:
-    return gated_activation(x, name) if has_row_kernel(x, name) else _each_row(partial(gated_activation, name=name), x)
+    by_row = has_row_kernel(x, name, gated=True)
+    return gated_activation(x, name) if by_row else _each_row(partial(gated_activation, name=name), x)
 
 
 def _by_row(x: Tensor, name: str) -> Tensor:
-    return activation(x, name) if x.is_cuda else _each_row(partial(activation, name=name), x)
+    by_row = has_row_kernel(x, name, gated=False)
+    return activation(x, name) if by_row else _each_row(partial(activation, name=name), x)
 
 
 def _each_row(function: Elementwise, x: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from torch import Tensor
 from kernels.cpu import simd
 from kernels.cpu.codes import WIDTH, F32Pointer
 from kernels.cpu.dots import LANES, broadcast, dot, lanes, look_up, vector_at
-from kernels.cpu.elementwise import GATES
+from kernels.cpu.elementwise.activations import FUNCTIONS
 from kernels.cpu.linear.panels import (
     COLUMNS,
     NO_GATE,
@@ -261,7 +261,7 @@ class CompressedPanels:
     def gated_linear(self, x: Tensor, bias: Tensor | None, out_features: int, function: str) -> Tensor:
         """See panels.gated_linear."""
         out = empty((x.shape[0], out_features // 2), torch.bfloat16)
-        return self._run(x, bias, out_features, out, GATES[function])
+        return self._run(x, bias, out_features, out, FUNCTIONS[function])
 
     def _run(self, x: Tensor, bias: Tensor | None, out_features: int, out: Tensor, function: int) -> Tensor:
         x, row_stride = word_rows(x)

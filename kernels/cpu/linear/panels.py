@@ -14,10 +14,10 @@ from torch import Tensor
 from kernels.cpu import simd
 from kernels.cpu.codes import WIDTH
 from kernels.cpu.dots import multiply
-from kernels.cpu.elementwise import GATES, gated
+from kernels.cpu.elementwise.activations import FUNCTIONS, gated
 from kernels.cpu.features import HAS_BF16_DOT, HAS_BF16_TILES
 from kernels.cpu.parallel import empty, in_runs, jit, next_item, parallel_kernel
-from kernels.cpu.simd import advance, load, splat, store
+from kernels.cpu.simd import advance, load, load_some, splat, store, store_some
 
 COLUMNS = 64  # outputs per panel
 HALF = COLUMNS // 2
@@ -26,7 +26,7 @@ ROWS_PER_ITEM = 96
 DEPTH = 1024  # words of a row at a time: this part of a panel, 256 KiB, stays in L2 for the next rows
 AHEAD = 4096  # prefetch distance in words, 16 KiB: 5.2 ms with 1 row, 6.2 ms at 4 KiB
 ZERO = np.float32(0)
-NO_GATE = -1  # in place of a number of GATES
+NO_GATE = -1  # in place of a number of FUNCTIONS
 
 
 def _microkernel(lines):
@@ -82,15 +82,23 @@ def _multiply_rows(x, x_stride, panel, depth, num_rows, sums, soon):
 @jit
 def store_outputs(sums, bias, out, out_features, rows, begin, column):
     """The outputs of a panel."""
-    for c in range(0, min(COLUMNS, out_features - column), WIDTH):
+    count = min(COLUMNS, out_features - column)
+    whole = count // WIDTH * WIDTH
+    for c in range(0, whole, WIDTH):
         offset = load(bias, column + c) if simd.address(bias) != 0 else splat(ZERO)
         for r in range(rows):
             value = simd.add(load(sums, r * COLUMNS + c), offset)
             store(out, (begin + r) * out_features + column + c, value)
+    if whole < count:
+        rest = count - whole
+        offset = load_some(bias, column + whole, rest) if simd.address(bias) != 0 else splat(ZERO)
+        for r in range(rows):
+            value = simd.add(load(sums, r * COLUMNS + whole), offset)
+            store_some(out, (begin + r) * out_features + column + whole, value, rest)
 
 
 @jit
-def store_gated_outputs(sums, bias, out, out_features, rows, begin, column, is_gelu):
+def store_gated_outputs(sums, bias, out, out_features, rows, begin, column, function):
     """act(gate) * up of a panel whose first half are gates, while the sums are in L1."""
     for c in range(0, HALF, WIDTH):
         gate_offset = up_offset = splat(ZERO)
@@ -99,7 +107,7 @@ def store_gated_outputs(sums, bias, out, out_features, rows, begin, column, is_g
         for r in range(rows):
             gate = simd.add(load(sums, r * COLUMNS + c), gate_offset)
             up = simd.add(load(sums, r * COLUMNS + HALF + c), up_offset)
-            store(out, (begin + r) * (out_features // 2) + column // 2 + c, gated(gate, up, is_gelu))
+            store(out, (begin + r) * (out_features // 2) + column // 2 + c, gated(gate, up, function, True))
 
 
 @parallel_kernel("10q")
@@ -137,13 +145,11 @@ def _linear(args):
 
 
 def supports_linear(weight: Tensor, bias: Tensor | None) -> bool:
-    """True for bf16, out_features a multiple of 16 and in_features of 2. On CPUs with tiles for bf16, oneDNN is
-    used."""
+    """True for bf16 and in_features a multiple of 2. On CPUs with tiles for bf16, oneDNN is used."""
     return (
         HAS_BF16_DOT
         and not HAS_BF16_TILES
         and weight.dtype == torch.bfloat16
-        and weight.shape[0] % WIDTH == 0
         and weight.shape[1] % 2 == 0
         and (bias is None or (bias.dtype == torch.bfloat16 and bias.is_contiguous()))
     )
@@ -163,7 +169,7 @@ def linear(x: Tensor, panels: Tensor, bias: Tensor | None, out_features: int) ->
 
 def supports_gated_linear(weight: Tensor, bias: Tensor | None, function: str) -> bool:
     """As supports_linear for a weight [gate | up], with whole panels and a function that the kernel has."""
-    return function in GATES and weight.shape[0] % COLUMNS == 0 and supports_linear(weight, bias)
+    return function in FUNCTIONS and weight.shape[0] % COLUMNS == 0 and supports_linear(weight, bias)
 
 
 def interleave(weight: Tensor) -> Tensor:
@@ -175,7 +181,7 @@ def gated_linear(x: Tensor, panels: Tensor, bias: Tensor | None, out_features: i
     """linear, then kernels.elementwise.activation.gated_activation of its sums in fp32: bf16 [num_rows, out_features /
     2]. `panels` and `bias` are of `interleave`."""
     out = empty((x.shape[0], out_features // 2), torch.bfloat16)
-    return _run(x, panels, bias, out_features, out, GATES[function])
+    return _run(x, panels, bias, out_features, out, FUNCTIONS[function])
 
 
 def word_rows(x: Tensor) -> tuple[Tensor, int]:

@@ -8,7 +8,6 @@ With many rows, each panel is decoded to rounded bf16 weights first: their sums 
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -19,6 +18,7 @@ from kernels.cpu import simd
 from kernels.cpu.codes import WIDTH, F32Pointer, constant
 from kernels.cpu.dots import broadcast, dot, multiply, vector_at
 from kernels.cpu.features import HAS_BF16_DOT
+from kernels.cpu.linear.panels import store_outputs
 from kernels.cpu.parallel import empty, in_runs, jit, next_item, parallel_kernel
 from kernels.cpu.quantized.code_rows import code_rows, sum_groups
 from kernels.cpu.quantized.scales import COLUMNS, FACTORED, FP16, FP32, factorize, load_scales, scales_at
@@ -377,14 +377,10 @@ def _code_linear(args):
                 summed = begin
             _multiply_codes(kind, rows, a, x_stride, panel_codes, pair_words, part, group // part, num_groups, tables,
                             weights, scales, offsets, form, at, x_sums, sums)  # fmt: skip
-        for c in range(0, min(COLUMNS, out_features - column), WIDTH):
-            term = load(bias, column + c) if simd.address(bias) != 0 else splat(ZERO)
-            for r in range(rows):
-                value, place = load(sums, r * COLUMNS + c), (begin + r) * out_features + column + c
-                if simd.address(wide) != 0:
-                    store(wide, place, value)
-                else:
-                    store(out, place, simd.add(value, term))
+        if simd.address(wide) != 0:
+            store_outputs(sums, bias, wide, out_features, rows, begin, column)
+        else:
+            store_outputs(sums, bias, out, out_features, rows, begin, column)
         item = next_item(args)
     simd.keep(floats)
     simd.keep(scratch)
@@ -438,11 +434,6 @@ def _in_bf16(value: float) -> bool:
     return float(torch.tensor(value).bfloat16()) == value
 
 
-def pad_bias(bias: Tensor | None) -> Tensor | None:
-    """A bias bf16 [out] as code_linear reads it: in whole vectors."""
-    return None if bias is None else F.pad(bias, (0, -len(bias) % WIDTH))
-
-
 def _store(parameters: list[Tensor]) -> tuple[int, list[Tensor]]:
     """(form, scales or offsets [out, groups] in it): the smallest form that holds all of them exactly."""
     wide = [_pack_parameters(values.float()) for values in parameters]
@@ -458,7 +449,7 @@ def _pack_parameters(values: Tensor) -> Tensor:
 
 
 def code_linear(x: Tensor, weight: PackedCodes, bias: Tensor | None) -> Tensor:
-    """x bf16 [num_rows, in_features], whose rows may be strided -> bf16 [num_rows, out_features]. bias: of pad_bias."""
+    """x bf16 [num_rows, in_features], whose rows may be strided -> bf16 [num_rows, out_features]. bias: bf16 [out_features]."""
     return _launch(x, weight, bias, torch.bfloat16, len(x) >= DECODED_FROM[weight.kind])
 
 
@@ -481,15 +472,14 @@ def _launch(x: Tensor, weight: PackedCodes, bias: Tensor | None, dtype: torch.dt
         x, row_stride = x.contiguous(), x.shape[1]
     num_rows, in_features = x.shape
     num_groups, offsets = in_features // weight.group_size, weight.offsets
-    width = -(-weight.out_features // WIDTH) * WIDTH
-    out = empty((num_rows, width), dtype)
+    out = empty((num_rows, weight.out_features), dtype)
     _code_linear(
         len(weight.codes) * -(-num_rows // ROWS_PER_ITEM),
         x.data_ptr(), weight.codes.data_ptr(), weight.tables.data_ptr(), out.data_ptr(),
         0 if bias is None else bias.data_ptr(), weight.scales.data_ptr(), 0 if offsets is None else offsets.data_ptr(),
-        num_rows, row_stride // 2, in_features // 2, width,
+        num_rows, row_stride // 2, in_features // 2, weight.out_features,
         weight.kind, weight.group_size // 2, weight.form, num_groups,
         decodes, out.data_ptr() if dtype == torch.float32 else 0, torch.get_num_threads(),
         weight.part, PAIR_WORDS[weight.kind],
     )  # fmt: skip
-    return out if width == weight.out_features else out[:, : weight.out_features].contiguous()
+    return out

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu import simd
-from kernels.cpu.elementwise import DTYPES
+from kernels.cpu.elementwise.work import DTYPES
 from kernels.cpu.parallel import jit
 from kernels.cpu.sampling.search import cut_by
 from kernels.cpu.simd import WIDTH, advance, load, read, splat, store, write

@@ -13,7 +13,8 @@ from engine.models.loading.load import load_model
 from tests.engine.models.paged import PagedRunner, Sequence, SharingRunner, greedy
 from tests.engine.models.tiny_models import CASES, REFERENCES, VOCAB, oracle_logits
 
-TOLERANCE = {"atol": 2e-5, "rtol": 2e-5}  # logits are of size 1 to 10
+# Logits are of size 1 to 13; those of transformers differ by up to 3e-5 from the same model in fp64.
+TOLERANCE = {"atol": 6e-5, "rtol": 6e-5}
 Oracle = Any  # a transformers model, or a plain reference
 
 

@@ -21,12 +21,12 @@ from transformers import (
 from engine.errors import ConfigError
 from engine.models.families import read_model_config
 from engine.models.layers import operators
-from engine.models.layers.embedding import soft_cap
 from engine.models.layers.operators import FastOperators, InvariantOperators, operators_for
 from engine.models.loading.load import load_model
 from engine.worker.attention_warmup import make_attention_plan
 from kernels.dispatch import INTERPRET
 from kernels.elementwise.activation import ACTIVATIONS
+from kernels.elementwise.rows import limit
 from kernels.elementwise.xielu import xielu
 from tests.engine.models.paged import PagedRunner, Sequence
 from tests.engine.models.tiny_models import VOCAB
@@ -120,10 +120,10 @@ def test_soft_caps_do_not_depend_on_the_place_of_a_row():
     for dtype, size in product(DTYPES, (97, 1003, 50_257)):
         x = (torch.randn(65, size) * 3).to(dtype)
         full, alone, some = x.clone(), x.clone(), x[3:20].clone()
-        soft_cap(full, 2.0)
+        limit(full, 1.0, 2.0)
         for row in alone.split(1):
-            soft_cap(row, 2.0)
-        soft_cap(some, 2.0)
+            limit(row, 1.0, 2.0)
+        limit(some, 1.0, 2.0)
         assert torch.equal(alone, full) and torch.equal(some, full[3:20])
         torch.testing.assert_close(full, 2 * torch.tanh(x / 2))
 

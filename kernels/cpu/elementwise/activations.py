@@ -1,0 +1,214 @@
+"""Activations of a CPU's MLPs: plain, gated, and xIELU."""
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.cpu import simd
+from kernels.cpu.dots import exp2, inverse
+from kernels.cpu.elementwise.work import CHUNK, DTYPES
+from kernels.cpu.features import HAS_BF16_DOT
+from kernels.cpu.parallel import ParallelKernel, empty, jit, next_item, parallel_kernel
+from kernels.cpu.simd import WIDTH, advance, choose, fma, load, mul, splat, store, sub
+
+FUNCTIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "quick_gelu": 3, "relu": 4, "relu2": 5}  # of `activated`
+GELU_TANH, GELU, QUICK_GELU, RELU, RELU2 = range(1, 6)
+GELU_LINEAR = 2 * math.sqrt(2 / math.pi)
+QUICK = 1.702
+LOG2_E = 1 / math.log(2)
+# The complementary error function: Abramowitz and Stegun 1964, formula 7.1.26, off by 1.5e-7 at most.
+ERFC_STEP = 0.3275911
+ERFC = (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)
+# exp(x) - 1 - x = x^2 (1/2 + x (1/6 + ...)) near 0, where the difference of floats has no digits left.
+EXP_REST = (1 / 40320, 1 / 5040, 1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2)
+EXP_REST_FROM = -0.5
+
+
+if HAS_BF16_DOT:
+
+    @jit
+    def _exp(x, rough):
+        return exp2(mul(x, splat(np.float32(LOG2_E)))) if rough else simd.exp(x)
+
+    @jit
+    def _inverse(x, rough):
+        return inverse(x) if rough else simd.div(splat(np.float32(1)), x)
+
+else:
+
+    @jit
+    def _exp(x, rough):
+        return simd.exp(x)
+
+    @jit
+    def _inverse(x, rough):
+        return simd.div(splat(np.float32(1)), x)
+
+
+@jit
+def _sigmoid(x, rough):
+    zero, one, limit = splat(np.float32(0)), splat(np.float32(1)), splat(np.float32(-88))
+    bounded = simd.larger(limit, x)  # exp(88) is the largest that fits fp32
+    return _inverse(simd.add(one, _exp(sub(zero, bounded), rough)), rough)
+
+
+@jit
+def _normal_cdf(x, rough):
+    """The share of a normal distribution below x: erfc(-x / sqrt(2)) / 2, with few of its digits lost far below 0."""
+    zero, one, half = splat(np.float32(0)), splat(np.float32(1)), splat(np.float32(0.5))
+    z = mul(simd.maximum(x, sub(zero, x)), splat(np.float32(math.sqrt(0.5))))
+    t = _inverse(fma(z, splat(np.float32(ERFC_STEP)), one), rough)
+    series = splat(np.float32(ERFC[0]))
+    for coefficient in ERFC[1:]:
+        series = fma(series, t, splat(np.float32(coefficient)))
+    tail = mul(mul(mul(series, t), _exp(sub(zero, mul(z, z)), rough)), half)
+    return choose(x, zero, sub(one, tail), tail)
+
+
+@jit
+def activated(x, function, rough):
+    """A function of FUNCTIONS, of a vector. GELU by tanh is x * sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)) (Hendrycks &
+    Gimpel 2016, section 2). rough: the result is rounded to bf16, off by 2e-3, and may be off by 2e-4 before."""
+    if function >= RELU:
+        positive = simd.larger(splat(np.float32(0)), x)
+        return mul(positive, positive) if function == RELU2 else positive
+    if function == GELU:
+        return mul(x, _normal_cdf(x, rough))
+    z = x
+    if function == GELU_TANH:
+        linear, cubic = splat(np.float32(GELU_LINEAR)), splat(np.float32(GELU_LINEAR * 0.044715))
+        z = mul(x, fma(cubic, mul(x, x), linear))
+    elif function == QUICK_GELU:
+        z = mul(x, splat(np.float32(QUICK)))
+    return mul(x, _sigmoid(z, rough))
+
+
+@jit
+def gated(gate, up, function, rough):
+    """activated(gate) * up of vectors."""
+    return mul(activated(gate, function, rough), up)
+
+
+@jit
+def _gate_items(args, x, out):
+    rows, size, stride, per_item, function = args[4], args[5], args[6], args[7], args[8]
+    item = next_item(args)
+    while item < args[1]:
+        for row in range(item * per_item, min(rows, (item + 1) * per_item)):
+            gate, up, target = advance(x, row * stride), advance(x, row * stride + size), advance(out, row * size)
+            for i in range(0, size, WIDTH):
+                store(target, i, gated(load(gate, i), load(up, i), function, simd.is_bf16(out)))
+        item = next_item(args)
+
+
+@parallel_kernel("7q")
+def _gate_bf16(args):
+    _gate_items(args, simd.pointer_bf16(args[2]), simd.pointer_bf16(args[3]))
+
+
+@parallel_kernel("7q")
+def _gate_f32(args):
+    _gate_items(args, simd.pointer_f32(args[2]), simd.pointer_f32(args[3]))
+
+
+@jit
+def _activate_items(args, x, out):
+    rows, size, stride, per_item, function = args[4], args[5], args[6], args[7], args[8]
+    item = next_item(args)
+    while item < args[1]:
+        for row in range(item * per_item, min(rows, (item + 1) * per_item)):
+            source, target = advance(x, row * stride), advance(out, row * size)
+            for i in range(0, size, WIDTH):
+                store(target, i, activated(load(source, i), function, simd.is_bf16(out)))
+        item = next_item(args)
+
+
+@parallel_kernel("7q")
+def _activate_bf16(args):
+    _activate_items(args, simd.pointer_bf16(args[2]), simd.pointer_bf16(args[3]))
+
+
+@parallel_kernel("7q")
+def _activate_f32(args):
+    _activate_items(args, simd.pointer_f32(args[2]), simd.pointer_f32(args[3]))
+
+
+@jit
+def _xielu(x, positive, negative, beta):
+    """See kernels.elementwise.xielu."""
+    zero, one = splat(np.float32(0)), splat(np.float32(1))
+    square = mul(x, x)
+    series = splat(np.float32(EXP_REST[0]))
+    for coefficient in EXP_REST[1:]:
+        series = fma(series, x, splat(np.float32(coefficient)))
+    far = sub(sub(simd.exp(choose(x, zero, zero, x)), one), x)
+    below = mul(negative, choose(x, splat(np.float32(EXP_REST_FROM)), mul(square, series), far))
+    return fma(beta, x, choose(x, zero, mul(positive, square), below))
+
+
+@jit
+def _xielu_items(args, x, out):
+    rows, size, stride, per_item = args[4], args[5], args[6], args[7]
+    positive, negative = splat(np.float32(simd.as_float(args[8]))), splat(np.float32(simd.as_float(args[9])))
+    beta = splat(np.float32(simd.as_float(args[10])))
+    item = next_item(args)
+    while item < args[1]:
+        for row in range(item * per_item, min(rows, (item + 1) * per_item)):
+            source, target = advance(x, row * stride), advance(out, row * size)
+            for i in range(0, size, WIDTH):
+                store(target, i, _xielu(load(source, i), positive, negative, beta))
+        item = next_item(args)
+
+
+@parallel_kernel("6q3d")
+def _xielu_bf16(args):
+    _xielu_items(args, simd.pointer_bf16(args[2]), simd.pointer_bf16(args[3]))
+
+
+@parallel_kernel("6q3d")
+def _xielu_f32(args):
+    _xielu_items(args, simd.pointer_f32(args[2]), simd.pointer_f32(args[3]))
+
+
+def supports_rows(x: Tensor, halves: int = 1) -> bool:
+    """True for [rows, n] with a dense last axis, whose `halves` parts are whole vectors."""
+    return x.dtype in DTYPES and x.ndim == 2 and x.stride(1) == 1 and x.shape[1] % (halves * WIDTH) == 0
+
+
+def supports_gate(x: Tensor, function: str) -> bool:
+    """True for [rows, 2n] with rows of whole vectors, and a function of FUNCTIONS."""
+    return function in FUNCTIONS and supports_rows(x, 2)
+
+
+def supports_activation(x: Tensor, function: str) -> bool:
+    """True for [rows, n] with rows of whole vectors, and a function of FUNCTIONS."""
+    return function in FUNCTIONS and supports_rows(x)
+
+
+def gate(x: Tensor, function: str) -> Tensor:
+    """act(gate) * up, see kernels.elementwise.activation.gated_activation."""
+    kernel = _gate_bf16 if x.dtype == torch.bfloat16 else _gate_f32
+    return _run(kernel, x, x.shape[1] // 2, FUNCTIONS[function])
+
+
+def activate(x: Tensor, function: str) -> Tensor:
+    """See kernels.elementwise.activation.activation."""
+    kernel = _activate_bf16 if x.dtype == torch.bfloat16 else _activate_f32
+    return _run(kernel, x, x.shape[1], FUNCTIONS[function])
+
+
+def xielu(x: Tensor, positive: float, negative: float, beta: float) -> Tensor:
+    """See kernels.elementwise.xielu."""
+    kernel = _xielu_bf16 if x.dtype == torch.bfloat16 else _xielu_f32
+    return _run(kernel, x, x.shape[1], positive, negative, beta)
+
+
+def _run(kernel: ParallelKernel, x: Tensor, size: int, *parameters: float) -> Tensor:
+    """Run a kernel over rows [rows, any] -> [rows, size]."""
+    out, per_item = empty((x.shape[0], size), x.dtype), max(1, CHUNK // size)
+    kernel(
+        -(-x.shape[0] // per_item), x.data_ptr(), out.data_ptr(), x.shape[0], size, x.stride(0), per_item, *parameters
+    )
+    return out

@@ -1,0 +1,168 @@
+"""Sums, factors and copies of rows on a CPU."""
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.cpu import simd
+from kernels.cpu.elementwise.work import CHUNK, DTYPES
+from kernels.cpu.parallel import empty, jit, next_item, parallel_kernel
+from kernels.cpu.simd import WIDTH, advance, choose, fma, load, load_some, mul, read, splat, store, store_some, sub
+
+# tanh(x) = x (1 + x^2 (-1/3 + ...)) near 0, where the quotient of exponentials has no digits left.
+TANH_SERIES = (62 / 2835, -17 / 315, 2 / 15, -1 / 3, 1.0)
+TANH_SERIES_BELOW = 0.3
+TANH_IS_ONE = 20.0
+
+
+@jit
+def _add_items(args, a, b, out):
+    rows, size, a_stride, b_stride, per_item = args[5], args[6], args[7], args[8], args[9]
+    item = next_item(args)
+    while item < args[1]:
+        for row in range(item * per_item, min(rows, (item + 1) * per_item)):
+            left, right, target = advance(a, row * a_stride), advance(b, row * b_stride), advance(out, row * size)
+            for i in range(0, size, WIDTH):
+                store(target, i, simd.add(load(left, i), load(right, i)))
+        item = next_item(args)
+
+
+@parallel_kernel("8q")
+def _add_bf16(args):
+    _add_items(args, simd.pointer_bf16(args[2]), simd.pointer_bf16(args[3]), simd.pointer_bf16(args[4]))
+
+
+@parallel_kernel("8q")
+def _add_f32(args):
+    _add_items(args, simd.pointer_f32(args[2]), simd.pointer_f32(args[3]), simd.pointer_f32(args[4]))
+
+
+def supports_add(a: Tensor, b: Tensor) -> bool:
+    """True for two of [rows, n] with rows of whole vectors."""
+    return (
+        a.dtype in DTYPES
+        and b.dtype == a.dtype
+        and a.ndim == 2
+        and a.shape == b.shape
+        and a.shape[1] % WIDTH == 0
+        and a.stride(1) == b.stride(1) == 1
+    )
+
+
+def add(a: Tensor, b: Tensor) -> Tensor:
+    """See kernels.elementwise.rows.add."""
+    rows, size = a.shape
+    out, per_item = empty(a.shape, a.dtype), max(1, CHUNK // size)
+    kernel = _add_bf16 if a.dtype == torch.bfloat16 else _add_f32
+    kernel(
+        -(-rows // per_item), a.data_ptr(), b.data_ptr(), out.data_ptr(), rows, size, a.stride(0), b.stride(0), per_item
+    )
+    return out
+
+
+@jit
+def _tanh(x):
+    zero, one = splat(np.float32(0)), splat(np.float32(1))
+    size = simd.maximum(x, sub(zero, x))
+    square = mul(size, size)
+    near = splat(np.float32(TANH_SERIES[0]))
+    for coefficient in TANH_SERIES[1:]:
+        near = fma(near, square, splat(np.float32(coefficient)))
+    bounded = choose(size, splat(np.float32(TANH_IS_ONE)), splat(np.float32(TANH_IS_ONE)), size)
+    power = simd.exp(simd.add(bounded, bounded))
+    far = sub(one, simd.div(splat(np.float32(2)), simd.add(power, one)))
+    result = choose(size, splat(np.float32(TANH_SERIES_BELOW)), far, mul(size, near))
+    return simd.keep_nan(choose(x, zero, result, sub(zero, result)), x)
+
+
+@jit
+def _limited(x, pointer, scale, cap):
+    """A vector of _limit, rounded like the operators of torch one after the other."""
+    if scale != 1:
+        x = simd.round_to(pointer, mul(x, splat(scale)))
+    if cap != 0:
+        x = simd.round_to(pointer, _tanh(simd.round_to(pointer, simd.distance(x, splat(np.float32(0)), splat(cap)))))
+        x = mul(x, splat(cap))
+    return x
+
+
+@jit
+def _limit_items(args, x):
+    size, per_item = args[3], args[4]
+    scale, cap = np.float32(simd.as_float(args[5])), np.float32(simd.as_float(args[6]))
+    item = next_item(args)
+    while item < args[1]:
+        begin, end = item * per_item, min(size, (item + 1) * per_item)
+        whole = begin + (end - begin) // WIDTH * WIDTH
+        for i in range(begin, whole, WIDTH):
+            store(x, i, _limited(load(x, i), x, scale, cap))
+        if whole < end:
+            store_some(x, whole, _limited(load_some(x, whole, end - whole), x, scale, cap), end - whole)
+        item = next_item(args)
+
+
+@parallel_kernel("3q2d")
+def _limit_bf16(args):
+    _limit_items(args, simd.pointer_bf16(args[2]))
+
+
+@parallel_kernel("3q2d")
+def _limit_f32(args):
+    _limit_items(args, simd.pointer_f32(args[2]))
+
+
+def supports_limit(x: Tensor) -> bool:
+    """True for any dense tensor."""
+    return x.dtype in DTYPES and x.is_contiguous()
+
+
+def limit(x: Tensor, scale: float, cap: float) -> None:
+    """See kernels.elementwise.rows.limit."""
+    kernel = _limit_bf16 if x.dtype == torch.bfloat16 else _limit_f32
+    kernel(math.ceil(x.numel() / CHUNK), x.data_ptr(), x.numel(), CHUNK, scale, cap)
+
+
+@parallel_kernel("5q")
+def _copy_rows(args):
+    source, target, row_bytes, source_stride, target_stride = args[2], args[3], args[4], args[5], args[6]
+    item = next_item(args)
+    while item < args[1]:
+        simd.copy_bytes(target + item * target_stride, source + item * source_stride, row_bytes)
+        item = next_item(args)
+
+
+def concatenate(parts: list[Tensor]) -> Tensor:
+    """torch.cat(parts, -1) for parts [rows, n] of one dtype with dense rows."""
+    rows, size = len(parts[0]), parts[0].element_size()
+    out = empty((rows, sum(part.shape[1] for part in parts)), parts[0].dtype)
+    start = out.data_ptr()
+    for part in parts:
+        width = part.shape[1] * size
+        _copy_rows(rows, part.data_ptr(), start, width, part.stride(0) * size, out.stride(0) * size)
+        start += width
+    return out
+
+
+@parallel_kernel("5q")
+def _take_columns_bf16(args):
+    x, out, columns, size, stride = (
+        simd.pointer_bf16(args[2]), simd.pointer_bf16(args[3]), simd.pointer_i32(args[4]), args[5], args[6]
+    )  # fmt: skip
+    item = next_item(args)
+    while item < args[1]:
+        for i in range(size):
+            simd.copy_bytes(
+                simd.address(advance(out, item * size + i)),
+                simd.address(advance(x, item * stride + read(columns, i))),
+                2,
+            )
+        item = next_item(args)
+
+
+def take_columns(x: Tensor, columns: Tensor) -> Tensor:
+    """x.index_select(1, columns) for bf16 [rows, n] with dense rows; columns int32."""
+    out = empty((len(x), len(columns)), x.dtype)
+    _take_columns_bf16(len(x), x.data_ptr(), out.data_ptr(), columns.data_ptr(), len(columns), x.stride(0))
+    return out

@@ -1,0 +1,33 @@
+"""Sums of rows, and the limits of logits: compiled on a CPU, so that a recorded program can hold them."""
+
+from torch import Tensor
+
+from kernels.dispatch import cpu_kernels
+
+
+def add(a: Tensor, b: Tensor) -> Tensor:
+    """a + b for two of [num_tokens, size]."""
+    cpu = cpu_kernels() if a.device.type == "cpu" else None
+    return cpu.rows.add(a, b) if cpu and cpu.rows.supports_add(a, b) else a + b
+
+
+def limit(x: Tensor, scale: float, cap: float) -> None:
+    """x := cap * tanh(scale * x / cap), in place; scale * x with cap 0. Each operator rounds, as in transformers.
+
+    Bits do not depend on the place of a number in x.
+    """
+    if scale == 1.0 and not cap:
+        return
+    cpu = cpu_kernels() if x.device.type == "cpu" else None
+    if cpu and cpu.rows.supports_limit(x):
+        cpu.rows.limit(x, scale, cap)
+    else:
+        limit_reference(x, scale, cap)
+
+
+def limit_reference(x: Tensor, scale: float, cap: float) -> None:
+    """limit in torch."""
+    if scale != 1.0:
+        x *= scale
+    if cap:
+        x.div_(cap).tanh_().mul_(cap)
