@@ -60,7 +60,7 @@ from engine.models.layers.operators import FastOperators, Operators, take_option
 from engine.models.layers.position import PositionTables, position_tables
 from engine.models.recorded_decodes import NextTokens, RecordedDecodes
 from kernels.dispatch import cpu_kernels
-from kernels.elementwise.rows import add
+from kernels.elementwise.rows import add, limit
 from kernels.quantized.weight import Weight
 
 RunLayers = Callable[[Tensor, BatchMetadata, Sequence[KVCache]], Tensor]
@@ -106,7 +106,8 @@ class DecoderLayer:
         moe, gated = config.experts(layer), config.layer_input_size > 0
         self.beside = MLPBesideExperts(config, weights, layer, operators) if moe and moe.beside_mlp else None
         self.input_gate = LayerInputGate(config, weights, prefix, operators) if gated else None
-        self.scalar = take_optional(weights, f"{prefix}.scalar.weight")
+        scalar = take_optional(weights, f"{prefix}.scalar.weight")
+        self.scalar = None if scalar is None else scalar.item()
 
     def _fuse_scaling(self, sequential: bool) -> None:
         """Let a norm whose output goes to one linear layer alone round it to e4m3, where that layer takes it so."""
@@ -166,7 +167,9 @@ class DecoderLayer:
         if self.input_gate is not None and inputs is not None:
             rows = inputs if outputs is None else inputs.index_select(0, outputs.indices)  # (T, P) -> (R, P)
             x = add(x, self.input_gate(x, rows))  # (R, C) + (R, C)
-        return x if self.scalar is None else x * self.scalar  # (R, C)
+        if self.scalar is not None:
+            limit(x, self.scalar, 0.0)  # x is a new tensor
+        return x  # (R, C)
 
     def forward_parallel(
         self,

@@ -8,6 +8,8 @@ from kernels.cpu import decode_rows, program, quantize, tokens
 from kernels.cpu.attention import launch as attention
 from kernels.cpu.attention import tiles as attention_tiles
 from kernels.cpu.elementwise import activations, norms, positions, rows
+from kernels.cpu.experts import packed as experts
+from kernels.cpu.experts import pairs, routing
 from kernels.cpu.features import HAS_BF16_DOT
 from kernels.cpu.linear import compressed as compressed_linear
 from kernels.cpu.linear import lora
@@ -18,14 +20,14 @@ from kernels.cpu.sampling import draw, logprobs, penalties, token_mask
 
 # The modules with kernels that this processor can run.
 MODULES = [
-    activations, attention, decode_rows, draw, logprobs, norms, penalties, positions, program, quantize, rows,
+    activations, attention, decode_rows, draw, logprobs, norms, penalties, positions, program, quantize, routing, rows,
     token_mask, tokens,
 ]  # fmt: skip
 if HAS_BF16_DOT:
-    MODULES += [attention_tiles, code_linear, code_rows, compressed_linear, linear, lora, scales]
+    MODULES += [attention_tiles, code_linear, code_rows, compressed_linear, linear, lora, pairs, scales]
 
 __all__ = [
     "MODULES", "ParallelKernel", "activations", "attention", "code_linear", "code_rows", "compressed_linear",
-    "decode_rows", "draw", "linear", "logprobs", "lora", "norms", "penalties", "positions", "program", "quantize",
-    "rows", "scales", "token_mask", "tokens",
+    "decode_rows", "draw", "experts", "linear", "logprobs", "lora", "norms", "pairs", "penalties", "positions",
+    "program", "quantize", "routing", "rows", "scales", "token_mask", "tokens",
 ]  # fmt: skip

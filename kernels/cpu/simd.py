@@ -358,6 +358,16 @@ def larger(typingctx, a, b):
 
 
 @intrinsic
+def smaller(typingctx, a, b):
+    """The smaller element of each pair; b where either is NaN."""
+
+    def codegen(context, builder, sig, args):
+        return builder.select(builder.fcmp_ordered("<", *args), *args)
+
+    return Vec(Vec, Vec), codegen
+
+
+@intrinsic
 def at_least(typingctx, a, bound, values):
     """`values` in the lanes where a >= bound, 0 in the others."""
 

@@ -11,6 +11,14 @@ def add(a: Tensor, b: Tensor) -> Tensor:
     return cpu.rows.add(a, b) if cpu and cpu.rows.supports_add(a, b) else a + b
 
 
+def gate_rows(x: Tensor, gates: Tensor) -> Tensor:
+    """sigmoid(gates) * x for x [num_tokens, size] and a gate for each row, [num_tokens, 1]."""
+    cpu = cpu_kernels() if x.device.type == "cpu" else None
+    if cpu and cpu.rows.supports_gates(x, gates):
+        return cpu.rows.gate(x, gates)  # type: ignore[no-any-return]
+    return gates.sigmoid() * x
+
+
 def limit(x: Tensor, scale: float, cap: float) -> None:
     """x := cap * tanh(scale * x / cap), in place; scale * x with cap 0. Each operator rounds, as in transformers.
 

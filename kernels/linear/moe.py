@@ -5,12 +5,14 @@ kernels visit rows in the order of `sort_by_expert`, read them in place and writ
 nothing is copied. The sum adds a token's experts in the order of their rank, in fp32 and without atomics.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from kernels.card import read_card
-from kernels.dispatch import use_triton
-from kernels.elementwise.activation import gated_activation, gated_activation_reference
+from kernels.dispatch import cpu_kernels, use_triton
+from kernels.elementwise.activation import gated_activation, gated_activation_reference, kernel_name
 from kernels.linear.moe_kernels import ExpertFormula, Matrices, choose_tile, grouped_experts, tile_table
 from kernels.linear.moe_routing import Routing, RoutingRule, route
 from kernels.linear.packed import PackedLinear
@@ -25,7 +27,8 @@ class Experts:
     """The experts of one layer, packed for their device.
 
     gate_up [num_experts, 2 * inner, hidden] = [gate | up], down [num_experts, hidden, inner], plain or quantised;
-    biases [num_experts, 2 * inner] and [num_experts, hidden]. On a CPU every expert has linear layers of its own.
+    biases [num_experts, 2 * inner] and [num_experts, hidden]. On a CPU they are packed for grouped products, too
+    (kernels/cpu/experts), or every expert has linear layers of its own where those do not serve them.
     """
 
     def __init__(
@@ -43,9 +46,19 @@ class Experts:
         self.formula = formula
         self.dtype = dtype or (gate_up.dtype if isinstance(gate_up, Tensor) else torch.float32)
         self.layers: list[tuple[ExpertLinear, ExpertLinear]] = []
+        self.packed: Any = None  # PackedExperts or None
         if use_triton(gate_up if isinstance(gate_up, Tensor) else gate_up.codes):
             self.gate_up, self.down = Matrices.of(gate_up, gate_up_bias), Matrices.of(down, down_bias)
             self.tiles = self.down.tiles if self.down.permutations is not None else self.gate_up.tiles
+            return
+        clamps, cpu = formula.clamp_limit > 0, cpu_kernels()
+        name = "clamped" if clamps else kernel_name(formula.activation)
+        gate = (name, formula.clamp_limit, formula.clamp_alpha)
+        if cpu and cpu.experts.supports_experts(gate_up, down, (gate_up_bias, down_bias), gate, self.dtype):
+            on_input = formula.weights_on_input
+            self.packed = cpu.experts.PackedExperts(
+                gate_up, down, gate_up_bias, down_bias, gate, on_input, compresses
+            )
         else:  # the plain copies of packed weights are dropped
             layers = (self._linears(*both, compresses) for both in ((gate_up, gate_up_bias), (down, down_bias)))
             self.layers = list(zip(*layers, strict=True))
@@ -60,6 +73,8 @@ class Experts:
             return self._one_by_one(x, routing)
         if not len(x):
             return torch.empty_like(x)
+        if self.packed is not None:
+            return self.packed(x, routing.experts, routing.weights)  # type: ignore[no-any-return]
         tile = choose_tile(x.dtype, read_card(x.device), routing.experts.numel(), self.num_experts, self.tiles)
         return grouped_experts(x, self.gate_up, self.down, routing, self.formula, tile)
 

@@ -2,13 +2,13 @@
 Two launches; the host reads nothing back."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from kernels.aot_configuration import AotConfiguration, power_of_2
-from kernels.dispatch import tl, triton, use_triton
+from kernels.dispatch import cpu_kernels, tl, triton, use_triton
 
 MAX_TILE = 4096  # router logits per program
 MAX_EXPERTS = MAX_TILE // 8
@@ -63,15 +63,33 @@ class Order:
     block_m: int
 
 
-def route(logits: Tensor, rule: RoutingRule, correction: Tensor | None = None) -> Routing:
+def route(
+    logits: Tensor, rule: RoutingRule, correction: Tensor | None = None, factors: Tensor | None = None
+) -> Routing:
     """logits [num_tokens, num_experts], correction [num_experts] -> experts and weights by the rule, computed in fp32.
 
     With "softmax" and `normalize` the weights equal a softmax over the top_k logits alone (Jiang et al. 2024, section
-    2.1). On a GPU the lower expert wins a tie. A row of NaN gets weights of NaN, and valid experts.
+    2.1). factors fp32 [num_experts] multiply the weights of their experts. The lower expert wins a tie where a kernel
+    routes. A row of NaN gets weights of NaN, and valid experts.
     """
     if use_triton(logits):
-        return _launch_route(logits, rule, correction)
-    return route_reference(logits, rule, correction)
+        routing = _launch_route(logits, rule, correction)
+    elif (cpu := cpu_kernels()) and cpu.routing.supports_route(logits, rule.top_k, rule.scoring, correction, factors):
+        return _route_on_cpu(logits, rule, correction, factors)
+    else:
+        routing = route_reference(logits, rule, correction)
+    if factors is None:
+        return routing
+    return replace(routing, weights=routing.weights * factors[routing.experts.long()])
+
+
+def _route_on_cpu(logits: Tensor, rule: RoutingRule, correction: Tensor | None, factors: Tensor | None) -> Routing:
+    weights, experts = cpu_kernels().routing.route(  # type: ignore[union-attr]
+        logits, correction, factors, top_k=rule.top_k, scoring=rule.scoring, normalizes=rule.normalize,
+        scaling=rule.scaling, num_groups=rule.num_groups, groups_per_token=rule.groups_per_token, jitter=rule.jitter,
+        floor=SUM_FLOOR,
+    )  # fmt: skip
+    return Routing(weights, experts)
 
 
 def route_reference(logits: Tensor, rule: RoutingRule, correction: Tensor | None = None) -> Routing:

@@ -1,7 +1,6 @@
 """The mixture of experts of a layer: a router chooses a few experts for each token, and shared experts see them all."""
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -9,6 +8,8 @@ from torch import Tensor
 from engine.models.config import ModelConfig, MoEConfig
 from engine.models.layers.norm import RMSNorm, take_norm
 from engine.models.layers.operators import Linear, Operators, take_linear, take_optional, take_plain, take_tensor
+from kernels.dispatch import cpu_kernels
+from kernels.elementwise.rows import add, gate_rows
 from kernels.linear.moe import Experts
 from kernels.linear.moe_kernels import ExpertFormula
 from kernels.linear.moe_routing import RoutingRule, route
@@ -50,7 +51,7 @@ class MoE:
 
     def __call__(self, x: Tensor) -> Tensor:
         out = self.experts(x, route(self.router(x), self.rule, self.correction))
-        return out if self.shared is None else out + self.shared(x)
+        return out if self.shared is None else add(out, self.shared(x))
 
 
 class MLPBesideExperts:
@@ -78,10 +79,9 @@ class MLPBesideExperts:
     def join(self, mlp: Tensor, residual: Tensor) -> Tensor:
         """The MLP's output and the residual before it, [num_tokens, hidden] each -> [num_tokens, hidden]."""
         moe = self.moe
-        routing = route(moe.router(self.router_norm(residual)[0]), moe.rule, moe.correction)
-        routing = replace(routing, weights=routing.weights * self.scales[routing.experts.long()])
+        routing = route(moe.router(self.router_norm(residual)[0]), moe.rule, moe.correction, self.scales)
         experts = moe.experts(self.experts_norm(residual)[0], routing)
-        return self.mlp_branch_norm(mlp)[0] + self.experts_post_norm(experts)[0]
+        return add(self.mlp_branch_norm(mlp)[0], self.experts_post_norm(experts)[0])
 
 
 class GatedMLP:
@@ -93,18 +93,23 @@ class GatedMLP:
         self.mlp, self.gate = mlp, gate
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.gate(x).sigmoid() * self.mlp(x)
+        return gate_rows(self.mlp(x), self.gate(x))
 
 
 class Float32Linear:
-    """A linear layer that computes in fp32, whatever the dtype of its input."""
+    """A linear layer that computes in fp32, whatever the dtype of its input; on a CPU its few rows by a kernel."""
 
-    __slots__ = ("linear",)
+    __slots__ = ("linear", "packed")
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.linear = PackedLinear(weight, bias)
+        cpu = cpu_kernels() if weight.device.type == "cpu" and bias is None else None
+        self.packed = cpu.routing.pack_router(weight) if cpu else None
 
     def __call__(self, x: Tensor) -> Tensor:
+        cpu = None if self.packed is None else cpu_kernels()
+        if cpu and cpu.routing.supports_router(x):
+            return cpu.routing.router(x, self.packed, self.linear.out_features)  # type: ignore[no-any-return]
         return self.linear(x.float())
 
 

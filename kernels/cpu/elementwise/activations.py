@@ -14,7 +14,8 @@ from kernels.cpu.parallel import ParallelKernel, empty, jit, next_item, parallel
 from kernels.cpu.simd import WIDTH, advance, choose, fma, load, mul, splat, store, sub
 
 FUNCTIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "quick_gelu": 3, "relu": 4, "relu2": 5}  # of `activated`
-GELU_TANH, GELU, QUICK_GELU, RELU, RELU2 = range(1, 6)
+GELU_TANH, GELU, QUICK_GELU, RELU, RELU2, CLAMPED = range(1, 7)
+GATES = FUNCTIONS | {"clamped": CLAMPED}  # of `gated`
 GELU_LINEAR = 2 * math.sqrt(2 / math.pi)
 QUICK = 1.702
 LOG2_E = 1 / math.log(2)
@@ -86,29 +87,35 @@ def activated(x, function, rough):
 
 
 @jit
-def gated(gate, up, function, rough):
-    """activated(gate) * up of vectors."""
+def gated(gate, up, function, limit, slope, rough):
+    """activated(gate) * up of vectors. CLAMPED: g * sigmoid(slope * g) * (u + 1), where g = min(gate, limit) and u = up
+    limited to -limit .. limit (gpt-oss)."""
+    if function == CLAMPED:
+        most, least, one = splat(limit), splat(-limit), splat(np.float32(1))
+        gate, up = simd.smaller(most, gate), simd.larger(least, simd.smaller(most, up))
+        return mul(mul(gate, _sigmoid(mul(gate, splat(slope)), rough)), simd.add(up, one))
     return mul(activated(gate, function, rough), up)
 
 
 @jit
 def _gate_items(args, x, out):
     rows, size, stride, per_item, function = args[4], args[5], args[6], args[7], args[8]
+    limit, slope = np.float32(simd.as_float(args[9])), np.float32(simd.as_float(args[10]))
     item = next_item(args)
     while item < args[1]:
         for row in range(item * per_item, min(rows, (item + 1) * per_item)):
             gate, up, target = advance(x, row * stride), advance(x, row * stride + size), advance(out, row * size)
             for i in range(0, size, WIDTH):
-                store(target, i, gated(load(gate, i), load(up, i), function, simd.is_bf16(out)))
+                store(target, i, gated(load(gate, i), load(up, i), function, limit, slope, simd.is_bf16(out)))
         item = next_item(args)
 
 
-@parallel_kernel("7q")
+@parallel_kernel("7q2d")
 def _gate_bf16(args):
     _gate_items(args, simd.pointer_bf16(args[2]), simd.pointer_bf16(args[3]))
 
 
-@parallel_kernel("7q")
+@parallel_kernel("7q2d")
 def _gate_f32(args):
     _gate_items(args, simd.pointer_f32(args[2]), simd.pointer_f32(args[3]))
 
@@ -178,8 +185,8 @@ def supports_rows(x: Tensor, halves: int = 1) -> bool:
 
 
 def supports_gate(x: Tensor, function: str) -> bool:
-    """True for [rows, 2n] with rows of whole vectors, and a function of FUNCTIONS."""
-    return function in FUNCTIONS and supports_rows(x, 2)
+    """True for [rows, 2n] with rows of whole vectors, and a function of GATES."""
+    return function in GATES and supports_rows(x, 2)
 
 
 def supports_activation(x: Tensor, function: str) -> bool:
@@ -187,10 +194,10 @@ def supports_activation(x: Tensor, function: str) -> bool:
     return function in FUNCTIONS and supports_rows(x)
 
 
-def gate(x: Tensor, function: str) -> Tensor:
-    """act(gate) * up, see kernels.elementwise.activation.gated_activation."""
+def gate(x: Tensor, function: str, limit: float = 0.0, slope: float = 0.0) -> Tensor:
+    """act(gate) * up, see kernels.elementwise.activation.gated_activation; limit, slope: see `gated`."""
     kernel = _gate_bf16 if x.dtype == torch.bfloat16 else _gate_f32
-    return _run(kernel, x, x.shape[1] // 2, FUNCTIONS[function])
+    return _run(kernel, x, x.shape[1] // 2, GATES[function], limit, slope)
 
 
 def activate(x: Tensor, function: str) -> Tensor:

@@ -63,6 +63,53 @@ def add(a: Tensor, b: Tensor) -> Tensor:
 
 
 @jit
+def _gate_row_items(args, x, gates, out):
+    rows, size, stride, per_item = args[5], args[6], args[7], args[8]
+    item = next_item(args)
+    while item < args[1]:
+        for row in range(item * per_item, min(rows, (item + 1) * per_item)):
+            factor = splat(np.float32(1 / (1 + np.exp(-read(gates, row)))))
+            source, target = advance(x, row * stride), advance(out, row * size)
+            for i in range(0, size, WIDTH):
+                store(target, i, mul(load(source, i), factor))
+        item = next_item(args)
+
+
+@parallel_kernel("7q")
+def _gate_rows_bf16(args):
+    _gate_row_items(args, simd.pointer_bf16(args[2]), simd.pointer_bf16(args[3]), simd.pointer_bf16(args[4]))
+
+
+@parallel_kernel("7q")
+def _gate_rows_f32(args):
+    _gate_row_items(args, simd.pointer_f32(args[2]), simd.pointer_f32(args[3]), simd.pointer_f32(args[4]))
+
+
+def supports_gates(x: Tensor, gates: Tensor) -> bool:
+    """True for [rows, n] with rows of whole vectors, and dense gates [rows, 1]."""
+    return (
+        x.dtype in DTYPES
+        and gates.dtype == x.dtype
+        and x.ndim == 2
+        and x.shape[1] % WIDTH == 0
+        and x.stride(1) == 1
+        and gates.shape == (len(x), 1)
+        and gates.is_contiguous()
+    )
+
+
+def gate(x: Tensor, gates: Tensor) -> Tensor:
+    """See kernels.elementwise.rows.gate_rows."""
+    rows, size = x.shape
+    out, per_item = empty(x.shape, x.dtype), max(1, CHUNK // size)
+    kernel = _gate_rows_bf16 if x.dtype == torch.bfloat16 else _gate_rows_f32
+    kernel(
+        -(-rows // per_item), x.data_ptr(), gates.data_ptr(), out.data_ptr(), rows, size, x.stride(0), per_item
+    )
+    return out
+
+
+@jit
 def _tanh(x):
     zero, one = splat(np.float32(0)), splat(np.float32(1))
     size = simd.maximum(x, sub(zero, x))

@@ -24,7 +24,7 @@ from torch import Tensor
 from kernels.cpu import simd
 from kernels.cpu.codes import WIDTH, F32Pointer
 from kernels.cpu.dots import LANES, broadcast, dot, lanes, look_up, vector_at
-from kernels.cpu.elementwise.activations import FUNCTIONS
+from kernels.cpu.elementwise.activations import GATES
 from kernels.cpu.linear.panels import (
     COLUMNS,
     NO_GATE,
@@ -34,7 +34,8 @@ from kernels.cpu.linear.panels import (
     store_outputs,
     word_rows,
 )
-from kernels.cpu.parallel import empty, in_runs, jit, next_item, parallel_kernel
+from kernels.cpu.linear.places import RowGroups, count_items, place_of
+from kernels.cpu.parallel import empty, jit, next_item, parallel_kernel
 from kernels.cpu.simd import I32Pointer, advance, read, splat, store, write
 
 MAX_ROWS = 6  # 24 sums, 4 decoded words, a word of x and 3 constants fill the 32 registers
@@ -142,9 +143,9 @@ def _multiply_panel(num_rows, x, x_stride, panel, words, table, others, plain, o
         word = stop + 1
 
 
-@parallel_kernel("14q")
+@parallel_kernel("16q2d")
 def _compressed_linear(args):
-    """Work items are panels."""
+    """Work items are panels, with all rows or those of an expert: see places.py."""
     x, codes, tables, starts = (
         simd.pointer_i32(args[2]), simd.pointer_i32(args[3]), simd.pointer_i32(args[4]), simd.pointer_i32(args[5])
     )  # fmt: skip
@@ -154,20 +155,26 @@ def _compressed_linear(args):
     num_rows, x_stride, words, out_features, num_runs, function = (
         args[10], args[11], args[12], args[13], args[14], args[15]
     )  # fmt: skip
+    num_panels, table = args[16], simd.pointer_i64(args[17])
+    limit, slope = np.float32(simd.as_float(args[18])), np.float32(simd.as_float(args[19]))
     scratch = np.empty(MAX_ROWS * COLUMNS, np.float32)
     sums = simd.pointer_f32(scratch.ctypes.data)
+    items = count_items(args[1], table, num_panels)
     item = next_item(args)
-    while item < args[1]:
-        panel = in_runs(item, args[1], num_runs)
-        for i in range(0, num_rows * COLUMNS, WIDTH):
+    while item < items:
+        matrix, place, begin, rows = place_of(item, items, table, num_rows, num_panels, num_runs, MAX_ROWS)
+        panel, column, terms = matrix * num_panels + place, place * COLUMNS, bias
+        if simd.address(bias) != 0:
+            terms = advance(bias, matrix * out_features)
+        for i in range(0, rows * COLUMNS, WIDTH):
             store(sums, i, splat(ZERO))
-        _multiply_panel(num_rows, x, x_stride, advance(codes, panel * words * WORDS), words,
+        _multiply_panel(rows, advance(x, begin * x_stride), x_stride, advance(codes, panel * words * WORDS), words,
                         advance(tables, panel * WIDTH), others, plain, np.int64(read(starts, panel)),
                         np.int64(read(starts, panel + 1)), sums)  # fmt: skip
         if function == NO_GATE:
-            store_outputs(sums, bias, out, out_features, num_rows, 0, panel * COLUMNS)
+            store_outputs(sums, terms, out, out_features, rows, begin, column)
         else:
-            store_gated_outputs(sums, bias, out, out_features, num_rows, 0, panel * COLUMNS, function)
+            store_gated_outputs(sums, terms, out, out_features, rows, begin, column, function, limit, slope)
         item = next_item(args)
     simd.keep(scratch)
 
@@ -261,16 +268,50 @@ class CompressedPanels:
     def gated_linear(self, x: Tensor, bias: Tensor | None, out_features: int, function: str) -> Tensor:
         """See panels.gated_linear."""
         out = empty((x.shape[0], out_features // 2), torch.bfloat16)
-        return self._run(x, bias, out_features, out, FUNCTIONS[function])
+        return self._run(x, bias, out_features, out, GATES[function])
 
-    def _run(self, x: Tensor, bias: Tensor | None, out_features: int, out: Tensor, function: int) -> Tensor:
+    def grouped_linear(self, x: Tensor, biases: Tensor | None, out_features: int, groups: RowGroups) -> Tensor:
+        """See panels.grouped_linear. Blocks have at most MAX_ROWS rows."""
+        out = empty((x.shape[0], out_features), torch.bfloat16)
+        return self._run(x, biases, out_features, out, NO_GATE, groups)
+
+    def grouped_gated_linear(
+        self,
+        x: Tensor,
+        biases: Tensor | None,
+        out_features: int,
+        groups: RowGroups,
+        function: str,
+        limit: float,
+        slope: float,
+    ) -> Tensor:
+        """See panels.grouped_gated_linear. Blocks have at most MAX_ROWS rows."""
+        out = empty((x.shape[0], out_features // 2), torch.bfloat16)
+        return self._run(x, biases, out_features, out, GATES[function], groups, limit, slope)
+
+    def _run(
+        self,
+        x: Tensor,
+        bias: Tensor | None,
+        out_features: int,
+        out: Tensor,
+        function: int,
+        groups: RowGroups | None = None,
+        limit: float = 0.0,
+        slope: float = 0.0,
+    ) -> Tensor:
         x, row_stride = word_rows(x)
         num_panels, words, _ = self.codes.shape
+        blocks, table = 1, 0
+        if groups is not None:
+            num_panels //= groups.num_experts
+            blocks, table = groups.most_blocks, groups.table.data_ptr()
         _compressed_linear(
-            num_panels,
+            num_panels * blocks,
             x.data_ptr(), self.codes.data_ptr(), self.tables.data_ptr(), self.starts.data_ptr(),
             self.others.data_ptr(), self.plain.data_ptr(), out.data_ptr(), 0 if bias is None else bias.data_ptr(),
-            x.shape[0], row_stride, words, out_features, torch.get_num_threads(), function,
+            x.shape[0], row_stride, words, out_features, torch.get_num_threads(), function, num_panels, table,
+            limit, slope,
         )  # fmt: skip
         return out
 

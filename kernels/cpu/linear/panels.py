@@ -14,9 +14,10 @@ from torch import Tensor
 from kernels.cpu import simd
 from kernels.cpu.codes import WIDTH
 from kernels.cpu.dots import multiply
-from kernels.cpu.elementwise.activations import FUNCTIONS, gated
+from kernels.cpu.elementwise.activations import GATES, gated
 from kernels.cpu.features import HAS_BF16_DOT, HAS_BF16_TILES
-from kernels.cpu.parallel import empty, in_runs, jit, next_item, parallel_kernel
+from kernels.cpu.linear.places import RowGroups, count_items, place_of
+from kernels.cpu.parallel import empty, jit, next_item, parallel_kernel
 from kernels.cpu.simd import advance, load, load_some, splat, store, store_some
 
 COLUMNS = 64  # outputs per panel
@@ -26,7 +27,7 @@ ROWS_PER_ITEM = 96
 DEPTH = 1024  # words of a row at a time: this part of a panel, 256 KiB, stays in L2 for the next rows
 AHEAD = 4096  # prefetch distance in words, 16 KiB: 5.2 ms with 1 row, 6.2 ms at 4 KiB
 ZERO = np.float32(0)
-NO_GATE = -1  # in place of a number of FUNCTIONS
+NO_GATE = -1  # in place of a number of GATES
 
 
 def _microkernel(lines):
@@ -98,8 +99,8 @@ def store_outputs(sums, bias, out, out_features, rows, begin, column):
 
 
 @jit
-def store_gated_outputs(sums, bias, out, out_features, rows, begin, column, function):
-    """act(gate) * up of a panel whose first half are gates, while the sums are in L1."""
+def store_gated_outputs(sums, bias, out, out_features, rows, begin, column, function, limit, slope):
+    """act(gate) * up of a panel whose first half are gates, while the sums are in L1. limit, slope: see `gated`."""
     for c in range(0, HALF, WIDTH):
         gate_offset = up_offset = splat(ZERO)
         if simd.address(bias) != 0:
@@ -107,39 +108,44 @@ def store_gated_outputs(sums, bias, out, out_features, rows, begin, column, func
         for r in range(rows):
             gate = simd.add(load(sums, r * COLUMNS + c), gate_offset)
             up = simd.add(load(sums, r * COLUMNS + HALF + c), up_offset)
-            store(out, (begin + r) * (out_features // 2) + column // 2 + c, gated(gate, up, function, True))
+            store(out, (begin + r) * (out_features // 2) + column // 2 + c, gated(gate, up, function, limit, slope, True))
 
 
-@parallel_kernel("10q")
+@parallel_kernel("12q2d")
 def _linear(args):
-    """Work items are (panel, rows), so that consecutive items read the same panel."""
+    """Work items: see places.py."""
     x, panels, out, bias = (
         simd.pointer_i32(args[2]), simd.pointer_i32(args[3]), simd.pointer_bf16(args[4]), simd.pointer_bf16(args[5])
     )  # fmt: skip
     num_rows, x_stride, words, out_features, num_runs, function = (
         args[6], args[7], args[8], args[9], args[10], args[11]
     )  # fmt: skip
+    num_panels, table = args[12], simd.pointer_i64(args[13])
+    limit, slope = np.float32(simd.as_float(args[14])), np.float32(simd.as_float(args[15]))
     scratch = np.empty(ROWS_PER_ITEM * COLUMNS, np.float32)
     sums = simd.pointer_f32(scratch.ctypes.data)
-    items_per_panel = (num_rows + ROWS_PER_ITEM - 1) // ROWS_PER_ITEM
-    num_panels = args[1] // items_per_panel
+    items = count_items(args[1], table, num_panels)
     item, next_one = next_item(args), next_item(args)
-    while item < args[1]:
-        column = in_runs(item // items_per_panel, num_panels, num_runs) * COLUMNS
-        begin = item % items_per_panel * ROWS_PER_ITEM
-        then = in_runs(min(next_one, args[1] - 1) // items_per_panel, num_panels, num_runs) * COLUMNS * words
-        rows = min(ROWS_PER_ITEM, num_rows - begin)
+    while item < items:
+        matrix, panel, begin, rows = place_of(item, items, table, num_rows, num_panels, num_runs, ROWS_PER_ITEM)
+        other, after, _, _ = place_of(
+            min(next_one, items - 1), items, table, num_rows, num_panels, num_runs, ROWS_PER_ITEM
+        )
+        start, then = (matrix * num_panels + panel) * COLUMNS * words, (other * num_panels + after) * COLUMNS * words
+        column, terms = panel * COLUMNS, bias
+        if simd.address(bias) != 0:
+            terms = advance(bias, matrix * out_features)
         for i in range(0, rows * COLUMNS, WIDTH):
             store(sums, i, splat(ZERO))
         for k in range(0, words, DEPTH):
-            at = column * words + k * COLUMNS
+            at = start + k * COLUMNS
             soon = at + DEPTH * COLUMNS if k + DEPTH < words else then
             part, depth = advance(panels, at), min(DEPTH, words - k)
             _multiply_rows(advance(x, begin * x_stride + k), x_stride, part, depth, rows, sums, advance(panels, soon))
         if function == NO_GATE:
-            store_outputs(sums, bias, out, out_features, rows, begin, column)
+            store_outputs(sums, terms, out, out_features, rows, begin, column)
         else:
-            store_gated_outputs(sums, bias, out, out_features, rows, begin, column, function)
+            store_gated_outputs(sums, terms, out, out_features, rows, begin, column, function, limit, slope)
         item, next_one = next_one, next_item(args)
     simd.keep(scratch)
 
@@ -169,7 +175,7 @@ def linear(x: Tensor, panels: Tensor, bias: Tensor | None, out_features: int) ->
 
 def supports_gated_linear(weight: Tensor, bias: Tensor | None, function: str) -> bool:
     """As supports_linear for a weight [gate | up], with whole panels and a function that the kernel has."""
-    return function in FUNCTIONS and weight.shape[0] % COLUMNS == 0 and supports_linear(weight, bias)
+    return function in GATES and weight.shape[0] % COLUMNS == 0 and supports_linear(weight, bias)
 
 
 def interleave(weight: Tensor) -> Tensor:
@@ -181,7 +187,7 @@ def gated_linear(x: Tensor, panels: Tensor, bias: Tensor | None, out_features: i
     """linear, then kernels.elementwise.activation.gated_activation of its sums in fp32: bf16 [num_rows, out_features /
     2]. `panels` and `bias` are of `interleave`."""
     out = empty((x.shape[0], out_features // 2), torch.bfloat16)
-    return _run(x, panels, bias, out_features, out, FUNCTIONS[function])
+    return _run(x, panels, bias, out_features, out, GATES[function])
 
 
 def word_rows(x: Tensor) -> tuple[Tensor, int]:
@@ -190,12 +196,50 @@ def word_rows(x: Tensor) -> tuple[Tensor, int]:
     return (x, row_stride // 2) if stride == 1 and row_stride % 2 == 0 else (x.contiguous(), x.shape[1] // 2)
 
 
-def _run(x: Tensor, panels: Tensor, bias: Tensor | None, out_features: int, out: Tensor, function: int) -> Tensor:
+def grouped_linear(
+    x: Tensor, panels: Tensor, biases: Tensor | None, out_features: int, groups: RowGroups
+) -> Tensor:
+    """`linear` of rows sorted by expert, each with its expert's matrix. panels of all experts, one after the other;
+    biases bf16 [num_experts, out_features]."""
+    out = empty((x.shape[0], out_features), torch.bfloat16)
+    return _run(x, panels, biases, out_features, out, NO_GATE, groups)
+
+
+def grouped_gated_linear(
+    x: Tensor,
+    panels: Tensor,
+    biases: Tensor | None,
+    out_features: int,
+    groups: RowGroups,
+    function: str,
+    limit: float,
+    slope: float,
+) -> Tensor:
+    """`gated_linear` of rows sorted by expert, see grouped_linear. limit, slope: see activations.gated."""
+    out = empty((x.shape[0], out_features // 2), torch.bfloat16)
+    return _run(x, panels, biases, out_features, out, GATES[function], groups, limit, slope)
+
+
+def _run(
+    x: Tensor,
+    panels: Tensor,
+    bias: Tensor | None,
+    out_features: int,
+    out: Tensor,
+    function: int,
+    groups: RowGroups | None = None,
+    limit: float = 0.0,
+    slope: float = 0.0,
+) -> Tensor:
     x, row_stride = word_rows(x)
     num_rows, (num_panels, words, _) = x.shape[0], panels.shape
+    blocks, table = -(-num_rows // ROWS_PER_ITEM), 0
+    if groups is not None:
+        num_panels //= groups.num_experts
+        blocks, table = groups.most_blocks, groups.table.data_ptr()
     _linear(
-        num_panels * -(-num_rows // ROWS_PER_ITEM),
+        num_panels * blocks,
         x.data_ptr(), panels.data_ptr(), out.data_ptr(), 0 if bias is None else bias.data_ptr(),
-        num_rows, row_stride, words, out_features, torch.get_num_threads(), function,
+        num_rows, row_stride, words, out_features, torch.get_num_threads(), function, num_panels, table, limit, slope,
     )  # fmt: skip
     return out

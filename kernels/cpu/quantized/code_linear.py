@@ -19,7 +19,8 @@ from kernels.cpu.codes import WIDTH, F32Pointer, constant
 from kernels.cpu.dots import broadcast, dot, multiply, vector_at
 from kernels.cpu.features import HAS_BF16_DOT
 from kernels.cpu.linear.panels import store_outputs
-from kernels.cpu.parallel import empty, in_runs, jit, next_item, parallel_kernel
+from kernels.cpu.linear.places import RowGroups, count_items, place_of
+from kernels.cpu.parallel import empty, jit, next_item, parallel_kernel
 from kernels.cpu.quantized.code_rows import code_rows, sum_groups
 from kernels.cpu.quantized.scales import COLUMNS, FACTORED, FP16, FP32, factorize, load_scales, scales_at
 from kernels.cpu.quantized.words import (
@@ -33,11 +34,13 @@ from kernels.cpu.quantized.words import (
     VECTORS,
     WORDS,
     load_pairs,
+    kind_of,
     load_tables,
     meanings_of,
     pack_codes,
     padded_rows,
     prefetch_pair,
+    tables_of,
     word_decoder,
 )
 from kernels.cpu.simd import I32Pointer, advance, load, splat, store
@@ -51,6 +54,7 @@ PART = 64  # pairs of inputs that rows share, at most: 16 KiB, half of L1
 LEAST_PART = 8
 # By kind of codes: rows from which panels are decoded first, because that takes less time.
 DECODED_FROM = (0, 24, 32, 64, 9, 16)
+NEVER = 1 << 60
 ROWS_PER_ITEM = 192
 DEPTH = 512  # pairs of inputs that are decoded at a time: 128 KiB, which stay in L2
 ZERO = np.float32(0)
@@ -336,36 +340,39 @@ def _multiply_decoded(x, x_stride, weights, depth, num_rows, sums):
         row += min(left, 6)
 
 
-@parallel_kernel("20q")
+@parallel_kernel("22q")
 def _code_linear(args):
-    """Work items are (panel, rows), so that consecutive items read the same panel."""
+    """Work items: see kernels/cpu/linear/places.py."""
     x, codes, tables, out, bias = (
         simd.pointer_i32(args[2]), simd.pointer_i32(args[3]), simd.pointer_i32(args[4]), simd.pointer_bf16(args[5]),
         simd.pointer_bf16(args[6]),
     )  # fmt: skip
     scales, offsets, num_rows, x_stride = simd.pointer_f32(args[7]), simd.pointer_f32(args[8]), args[9], args[10]
     words, out_features, kind, group, form, num_groups = args[11], args[12], args[13], args[14], args[15], args[16]
-    decodes, wide, num_runs, part, pair_words = args[17], simd.pointer_f32(args[18]), args[19], args[20], args[21]
+    decoded_from, wide, num_runs, part, pair_words = args[17], simd.pointer_f32(args[18]), args[19], args[20], args[21]
+    num_panels, table = args[22], simd.pointer_i64(args[23])
+    may_decode, is_grouped = num_rows >= decoded_from, simd.address(table) != 0
     has_offsets = simd.address(offsets) != 0
     most_rows = min(ROWS_PER_ITEM, num_rows)
     floats = np.empty((most_rows + 2) * COLUMNS, np.float32)
     sums = simd.pointer_f32(floats.ctypes.data)
     factors = advance(sums, most_rows * COLUMNS)
-    scratch = np.empty(COLUMNS * (DEPTH if decodes else max(PART, part)), np.int32)
+    scratch = np.empty(COLUMNS * max(DEPTH if may_decode else PART, part), np.int32)
     weights = simd.pointer_i32(scratch.ctypes.data)
-    totals = np.empty(most_rows * num_groups if has_offsets and not decodes else 1, np.float32)
+    totals = np.empty(most_rows * num_groups if has_offsets else 1, np.float32)
     x_sums, summed = simd.pointer_f32(totals.ctypes.data), np.int64(-1)  # x_sums has those of rows `summed` on
-    items_per_panel = (num_rows + ROWS_PER_ITEM - 1) // ROWS_PER_ITEM
+    items = count_items(args[1], table, num_panels)
     item = next_item(args)
-    while item < args[1]:
-        panel = in_runs(item // items_per_panel, args[1] // items_per_panel, num_runs)
-        begin = item % items_per_panel * ROWS_PER_ITEM
-        rows, column = min(ROWS_PER_ITEM, num_rows - begin), panel * COLUMNS
+    while item < items:
+        matrix, place, begin, rows = place_of(item, items, table, num_rows, num_panels, num_runs, ROWS_PER_ITEM)
+        panel, column, terms = matrix * num_panels + place, place * COLUMNS, bias
+        if simd.address(bias) != 0:
+            terms = advance(bias, matrix * out_features)
         at, a = panel * num_groups * COLUMNS, advance(x, begin * x_stride)
         panel_codes = advance(codes, panel * words * pair_words)
         for i in range(0, rows * COLUMNS, WIDTH):
             store(sums, i, splat(ZERO))
-        if decodes:
+        if may_decode and (rows >= decoded_from or not is_grouped):
             for k in range(0, words, DEPTH):
                 depth = min(DEPTH, words - k)
                 _decode_part(kind, panel_codes, pair_words, tables, group, k, depth, weights, factors, scales, offsets,
@@ -378,9 +385,9 @@ def _code_linear(args):
             _multiply_codes(kind, rows, a, x_stride, panel_codes, pair_words, part, group // part, num_groups, tables,
                             weights, scales, offsets, form, at, x_sums, sums)  # fmt: skip
         if simd.address(wide) != 0:
-            store_outputs(sums, bias, wide, out_features, rows, begin, column)
+            store_outputs(sums, terms, wide, out_features, rows, begin, column)
         else:
-            store_outputs(sums, bias, out, out_features, rows, begin, column)
+            store_outputs(sums, terms, out, out_features, rows, begin, column)
         item = next_item(args)
     simd.keep(floats)
     simd.keep(scratch)
@@ -395,17 +402,23 @@ def _part_of(group: int) -> int:
 
 
 class PackedCodes:
-    """A quantised matrix in panels of 64 outputs: `code_linear` multiplies with it, `rows` reads rows back."""
+    """A quantised matrix in panels of 64 outputs: `code_linear` multiplies with it, `rows` reads rows back. Or those of
+    experts, one below the other."""
 
     def __init__(self, weight: QuantizedWeight) -> None:
-        """weight [out, in]; its `permutation` is left to the caller. See supports_codes."""
-        self.out_features, self.in_features = weight.shape
+        """weight [out, in], or [experts, out, in] with whole panels; its `permutation` is left to the caller. See
+        supports_codes."""
+        matrices = [weight] if len(weight.shape) == 2 else [weight.expert(i) for i in range(weight.shape[0])]
+        self.out_features, self.in_features = len(matrices) * weight.shape[-2], weight.shape[-1]
         self.group_size = weight.group_size
         self.part = _part_of(self.group_size // 2)
-        self.kind, self.codes, self.tables = pack_codes(weight)
+        self.kind = kind_of(weight)
+        self.tables = tables_of(weight, self.kind)
+        packed_codes = [pack_codes(matrix, self.kind) for matrix in matrices]
+        self.codes = packed_codes[0] if len(packed_codes) == 1 else torch.cat(packed_codes)
         self._meanings = meanings_of(self.kind, self.tables)
         parameters = [weight.scales] if weight.offsets is None else [weight.scales, weight.offsets]
-        self.form, packed = _store(parameters)
+        self.form, packed = _store([values.reshape(-1, values.shape[-1]) for values in parameters])
         self.scales, self.offsets = packed[0], packed[1] if len(packed) > 1 else None
 
     @property
@@ -423,11 +436,12 @@ class PackedCodes:
 
 
 def supports_codes(weight: QuantizedWeight, dtype: torch.dtype) -> bool:
-    """True for a matrix with groups of an even number of inputs, on CPUs with vdpbf16ps, for inputs in bf16; in fp32
+    """True for matrices with groups of an even number of inputs, on CPUs with vdpbf16ps, for inputs in bf16; in fp32
     only for codes that bf16 holds exactly."""
     exact = weight.codebook is None or all(_in_bf16(value) for value in weight.codebook)
     served = dtype == torch.bfloat16 or (dtype == torch.float32 and exact)
-    return HAS_BF16_DOT and served and len(weight.shape) == 2 and weight.group_size % 2 == 0
+    whole = len(weight.shape) == 2 or weight.shape[1] % COLUMNS == 0
+    return HAS_BF16_DOT and served and whole and weight.group_size % 2 == 0
 
 
 def _in_bf16(value: float) -> bool:
@@ -450,7 +464,13 @@ def _pack_parameters(values: Tensor) -> Tensor:
 
 def code_linear(x: Tensor, weight: PackedCodes, bias: Tensor | None) -> Tensor:
     """x bf16 [num_rows, in_features], whose rows may be strided -> bf16 [num_rows, out_features]. bias: bf16 [out_features]."""
-    return _launch(x, weight, bias, torch.bfloat16, len(x) >= DECODED_FROM[weight.kind])
+    return _launch(x, weight, bias, torch.bfloat16, DECODED_FROM[weight.kind])
+
+
+def grouped_code_linear(x: Tensor, weights: PackedCodes, biases: Tensor | None, groups: RowGroups) -> Tensor:
+    """`code_linear` of rows sorted by expert, each with its expert's matrix. weights: of all experts, one below the
+    other, of whole panels each; biases bf16 [num_experts, out_features of one]."""
+    return _launch(x, weights, biases, torch.bfloat16, DECODED_FROM[weights.kind], groups)
 
 
 def code_linear_f32(x: Tensor, weight: PackedCodes, bias: Tensor | None) -> Tensor:
@@ -462,24 +482,36 @@ def code_linear_f32(x: Tensor, weight: PackedCodes, bias: Tensor | None) -> Tens
     rest = x - high
     middle = rest.bfloat16()
     rows = torch.stack((high, middle, (rest - middle).bfloat16()), 1).flatten(0, 1)
-    out = _launch(rows, weight, None, torch.float32, False).unflatten(0, (-1, 3)).sum(1)
+    out = _launch(rows, weight, None, torch.float32, NEVER).unflatten(0, (-1, 3)).sum(1)
     return out if bias is None else out.add_(bias)
 
 
-def _launch(x: Tensor, weight: PackedCodes, bias: Tensor | None, dtype: torch.dtype, decodes: bool) -> Tensor:
+def _launch(
+    x: Tensor,
+    weight: PackedCodes,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    decoded_from: int,
+    groups: RowGroups | None = None,
+) -> Tensor:
     row_stride, stride = x.stride()
     if stride != 1 or row_stride % 2:
         x, row_stride = x.contiguous(), x.shape[1]
     num_rows, in_features = x.shape
     num_groups, offsets = in_features // weight.group_size, weight.offsets
-    out = empty((num_rows, weight.out_features), dtype)
+    num_panels, out_features = len(weight.codes), weight.out_features
+    blocks, table = -(-num_rows // ROWS_PER_ITEM), 0
+    if groups is not None:
+        num_panels, out_features = num_panels // groups.num_experts, out_features // groups.num_experts
+        blocks, table = groups.most_blocks, groups.table.data_ptr()
+    out = empty((num_rows, out_features), dtype)
     _code_linear(
-        len(weight.codes) * -(-num_rows // ROWS_PER_ITEM),
+        num_panels * blocks,
         x.data_ptr(), weight.codes.data_ptr(), weight.tables.data_ptr(), out.data_ptr(),
         0 if bias is None else bias.data_ptr(), weight.scales.data_ptr(), 0 if offsets is None else offsets.data_ptr(),
-        num_rows, row_stride // 2, in_features // 2, weight.out_features,
+        num_rows, row_stride // 2, in_features // 2, out_features,
         weight.kind, weight.group_size // 2, weight.form, num_groups,
-        decodes, out.data_ptr() if dtype == torch.float32 else 0, torch.get_num_threads(),
-        weight.part, PAIR_WORDS[weight.kind],
+        decoded_from, out.data_ptr() if dtype == torch.float32 else 0, torch.get_num_threads(),
+        weight.part, PAIR_WORDS[weight.kind], num_panels, table,
     )  # fmt: skip
     return out

@@ -139,22 +139,37 @@ def word_decoder(kind):
     return intrinsic(typing)
 
 
-def pack_codes(weight: QuantizedWeight) -> tuple[int, Tensor, Tensor]:
-    """(kind, codes [panels, in / 2, ...], bf16 tables [registers, 32]) of a matrix [out, in]."""
+def kind_of(weight: QuantizedWeight) -> int:
+    """The kind of codes that holds a weight [..., out, in]."""
     if weight.codes.dtype == torch.float8_e4m3fn:
-        return FP8, _pack_bytes(weight.codes.view(torch.uint8), (0, 2, 1, 3)), _tables([])
+        return FP8
     if weight.codebook is None:
         low, high = (int(code) for code in weight.codes.aminmax())
-        if LEAST6 <= low and high < -LEAST6:
-            values = range(LEAST6, -LEAST6)
-            return INT6, _pack_int6(weight.codes), _tables([[*values[:32]], [*values[32:]]])
-        return INT8, _pack_bytes(weight.codes.view(torch.uint8), (0, 2, 3, 1)), _tables([])
+        return INT6 if LEAST6 <= low and high < -LEAST6 else INT8
+    values = torch.tensor(weight.codebook)
+    return INT4 if torch.equal(values, values.bfloat16().float()) else SPLIT4
+
+
+def pack_codes(weight: QuantizedWeight, kind: int) -> Tensor:
+    """The codes of a matrix [out, in] -> [panels, in / 2, ...]."""
+    if kind == INT6:
+        return _pack_int6(weight.codes)
+    if kind in (INT8, FP8):
+        return _pack_bytes(weight.codes.view(torch.uint8), (0, 2, 3, 1) if kind == INT8 else (0, 2, 1, 3))
+    return _pack_nibbles(unpack_4bit(weight.codes))
+
+
+def tables_of(weight: QuantizedWeight, kind: int) -> Tensor:
+    """The tables of a kind, bf16 [registers, 32]."""
+    if kind == INT6:
+        codes = range(LEAST6, -LEAST6)
+        return _tables([[*codes[:32]], [*codes[32:]]])
+    if weight.codebook is None:
+        return _tables([])
     values = torch.tensor(weight.codebook)
     rounded = values.bfloat16().float()
-    codes, first = _pack_nibbles(unpack_4bit(weight.codes)), rounded.tolist()
-    if torch.equal(values, rounded):
-        return INT4, codes, _tables([first * 2])
-    return SPLIT4, codes, _tables([first * 2, (values - rounded).tolist() * 2])
+    first = rounded.tolist() * 2
+    return _tables([first] if kind == INT4 else [first, (values - rounded).tolist() * 2])
 
 
 def meanings_of(kind: int, tables: Tensor) -> Tensor:

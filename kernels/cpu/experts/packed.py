@@ -1,0 +1,134 @@
+"""The experts of a layer on a CPU: all tokens of a step in two grouped products, over plain weights or codes.
+
+The pairs of a token and an expert are sorted by expert, so that each expert's weights are read once for all of its
+rows, and all threads share all experts. What a step chooses changes the content of a table and nothing else, so a
+recorded program (kernels/cpu/program.py) holds a mixture of experts like any other layer.
+"""
+
+import torch
+from torch import Tensor
+
+from kernels.cpu.elementwise import activations
+from kernels.cpu.elementwise.rows import take_columns
+from kernels.cpu.experts.pairs import gather_pairs, sort_pairs, sum_pairs
+from kernels.cpu.linear import compressed, panels
+from kernels.cpu.linear.places import RowGroups
+from kernels.cpu.quantized.code_linear import PackedCodes, grouped_code_linear, supports_codes
+from kernels.cpu.simd import WIDTH
+from kernels.quantized.weight import QuantizedWeight
+
+
+Gate = tuple[str, float, float]  # the function between the two matrices, limit and slope: see activations.gated
+
+
+class PlainMatrices:
+    """Matrices bf16 [num_experts, out, in] in panels, and biases [num_experts, out]."""
+
+    def __init__(self, weight: Tensor, biases: Tensor | None, gate: Gate | None, compresses: bool) -> None:
+        """gate: the matrices are [gate | up], and `multiply` gates. compresses: see kernels.linear.packed."""
+        self.num_experts, self.out_features = weight.shape[:2]
+        self.biases, self.gate = biases, gate
+        self.fuses = gate is not None and self.out_features % panels.COLUMNS == 0
+        if self.fuses and biases is not None:
+            self.biases = torch.stack([panels.interleave(bias) for bias in biases])
+        first = self._pack(weight[0])
+        self.panels = first.new_empty((self.num_experts * len(first), *first.shape[1:]))
+        for matrix, target in zip(weight, self.panels.split(len(first)), strict=True):
+            target.copy_(self._pack(matrix))
+        self.compressed = compressed.compress(self.panels) if compresses else None
+
+    def _pack(self, matrix: Tensor) -> Tensor:
+        return panels.pack(panels.interleave(matrix) if self.fuses else matrix)
+
+    def multiply(self, x: Tensor, groups: RowGroups, few: bool) -> Tensor:
+        """bf16 [num_pairs, in] -> [num_pairs, out], or half as many columns where there is a gate. few: no expert has
+        more than compressed.MAX_ROWS rows."""
+        biases, out_features, gate = self.biases, self.out_features, self.gate
+        small = self.compressed if few else None
+        if self.fuses and gate is not None:
+            if small is not None:
+                return small.grouped_gated_linear(x, biases, out_features, groups, *gate)
+            return panels.grouped_gated_linear(x, self.panels, biases, out_features, groups, *gate)
+        if small is not None:
+            out = small.grouped_linear(x, biases, out_features, groups)
+        else:
+            out = panels.grouped_linear(x, self.panels, biases, out_features, groups)
+        return out if gate is None else activations.gate(out, *gate)
+
+
+class CodeMatrices:
+    """Matrices [num_experts, out, in] in codes, and biases [num_experts, out]."""
+
+    def __init__(self, weight: QuantizedWeight, biases: Tensor | None, gate: Gate | None) -> None:
+        """gate: see PlainMatrices."""
+        self.permutation, self.biases, self.gate = weight.permutation, biases, gate
+        self.codes = PackedCodes(weight)
+
+    def multiply(self, x: Tensor, groups: RowGroups, few: bool) -> Tensor:
+        """See PlainMatrices."""
+        x = x if self.permutation is None else take_columns(x, self.permutation)
+        out = grouped_code_linear(x, self.codes, self.biases, groups)
+        return out if self.gate is None else activations.gate(out, *self.gate)
+
+
+class PackedExperts:
+    """gate_up [num_experts, 2 * inner, hidden] = [gate | up] and down [num_experts, hidden, inner], plain or in codes,
+    with biases [num_experts, 2 * inner] and [num_experts, hidden]."""
+
+    def __init__(
+        self,
+        gate_up: Tensor | QuantizedWeight,
+        down: Tensor | QuantizedWeight,
+        gate_up_biases: Tensor | None,
+        down_biases: Tensor | None,
+        gate: Gate,
+        weights_on_input: bool,
+        compresses: bool,
+    ) -> None:
+        """See supports_experts. weights_on_input: a token's weight multiplies the expert's input."""
+        self.num_experts, self.weights_on_input = down.shape[0], weights_on_input
+        self.gate_up = _matrices(gate_up, gate_up_biases, gate, compresses)
+        self.down = _matrices(down, down_biases, None, compresses)
+
+    def __call__(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """x bf16 [num_tokens, hidden] with dense rows, experts int32 and weights fp32 [num_tokens, top_k] ->
+        [num_tokens, hidden]: the sum over a token's experts, best first. A row does not depend on the others."""
+        num_tokens, top_k = experts.shape
+        few = num_tokens <= compressed.MAX_ROWS
+        pairs = sort_pairs(experts, self.num_experts, compressed.MAX_ROWS if few else panels.ROWS_PER_ITEM)
+        inputs = gather_pairs(x, pairs, top_k, weights if self.weights_on_input else None)
+        results = self.down.multiply(self.gate_up.multiply(inputs, pairs.groups, few), pairs.groups, few)
+        return sum_pairs(results, pairs, num_tokens, None if self.weights_on_input else weights)
+
+
+def _matrices(
+    weight: Tensor | QuantizedWeight, biases: Tensor | None, gate: Gate | None, compresses: bool
+) -> PlainMatrices | CodeMatrices:
+    if isinstance(weight, Tensor):
+        return PlainMatrices(weight, biases, gate, compresses)
+    return CodeMatrices(weight, biases, gate)
+
+
+def supports_experts(
+    gate_up: Tensor | QuantizedWeight,
+    down: Tensor | QuantizedWeight,
+    biases: tuple[Tensor | None, Tensor | None],
+    gate: Gate,
+    dtype: torch.dtype,
+) -> bool:
+    """True for inputs in bf16 in whole vectors, where a kernel multiplies with each matrix."""
+    return (
+        dtype == torch.bfloat16
+        and gate[0] in activations.GATES
+        and down.shape[1] % WIDTH == down.shape[2] % WIDTH == 0
+        and all(_supports_matrices(*both) for both in zip((gate_up, down), biases, strict=True))
+    )
+
+
+def _supports_matrices(weight: Tensor | QuantizedWeight, biases: Tensor | None) -> bool:
+    if biases is not None and (biases.dtype != torch.bfloat16 or not biases.is_contiguous()):
+        return False
+    if isinstance(weight, Tensor):
+        return panels.supports_linear(weight[0], None)
+    own_orders = weight.permutation is not None and weight.permutation.dim() == 2
+    return supports_codes(weight, torch.bfloat16) and not own_orders
