@@ -77,17 +77,20 @@ def describe(kernel: Any, packed: Any) -> tuple[str, tuple[int, int]]:
     name, a = kernel.fn.__name__.lstrip("_"), kernel.pack.__self__.unpack(packed[: kernel.pack.__self__.size])
     if name == "linear":
         rows, words, outputs = a[6], a[8], a[9]
-        name = "linear and gate" if a[11] >= 0 else name
-        return f"{name} {2 * words} -> {outputs}", (4 * words * outputs, 4 * rows * words * outputs)
+        prefix, matrices = _matrices_read(a[13])
+        name = prefix + ("linear and gate" if a[11] >= 0 else name)
+        return f"{name} {2 * words} -> {outputs}", (matrices * 4 * words * outputs, 4 * rows * words * outputs)
     if name == "compressed_linear":
         rows, words, outputs = a[10], a[12], a[13]
-        name = "compressed linear and gate" if a[15] >= 0 else "compressed linear"
-        return f"{name} {2 * words} -> {outputs}", (3 * words * outputs, 4 * rows * words * outputs)
+        prefix, matrices = _matrices_read(a[17])
+        name = prefix + ("compressed linear and gate" if a[15] >= 0 else "compressed linear")
+        return f"{name} {2 * words} -> {outputs}", (matrices * 3 * words * outputs, 4 * rows * words * outputs)
     if name == "code_linear":
         rows, words, outputs, kind, form, groups = a[9], a[11], a[12], a[13], a[15], a[16]
+        prefix, matrices = _matrices_read(a[23])
         parameters = int(outputs * groups * BYTES[form] * (2 if a[8] else 1))
-        return f"{name} {2 * words} -> {outputs}", (
-            4 * words * outputs * PAIR_WORDS[kind] // COLUMNS + parameters,
+        return f"{prefix}{name} {2 * words} -> {outputs}", (
+            matrices * (4 * words * outputs * PAIR_WORDS[kind] // COLUMNS + parameters),
             4 * rows * words * outputs,
         )
     if name in ("attention_bf16", "attention_f32"):
@@ -100,6 +103,12 @@ def describe(kernel: Any, packed: Any) -> tuple[str, tuple[int, int]]:
             pairs += sum(min(seen, a[21] or seen) for seen in range(length - (end - start) + 1, length + 1))
         return name, (PREFILL_BYTES[name] * sum(lengths) * a[7] * a[10], 4 * pairs * a[7] * a[8] * a[10])
     return name, (0, 0)
+
+
+def _matrices_read(table: int) -> tuple[str, int]:
+    """(prefix of the name, number of matrices) of a linear layer. table: address of the table of experts whose rows it
+    multiplies (kernels/cpu/linear/places.py), or 0."""
+    return ("grouped ", ctypes.c_int64.from_address(table + 8).value) if table else ("", 1)
 
 
 class StepProfiler:
@@ -135,11 +144,11 @@ class StepProfiler:
     def _replay(self) -> None:
         """Time the kernels of each program that is new."""
         for _, calls in list(self._programs.values())[len(self.profile.programs) :]:
-            times = [[_time_kernel(kernel, packed) for kernel, packed in calls] for _ in range(REPLAYS)]
+            replays = [[_replay_kernel(*call) for call in calls] for _ in range(REPLAYS)]
             operators: dict[str, Operator] = {}
-            for (kernel, packed), seconds in zip(calls, zip(*times, strict=True), strict=True):
-                name, work = describe(kernel, packed)
-                operators.setdefault(name, Operator()).add(statistics.median(seconds), work)
+            for runs in zip(*replays, strict=True):
+                _, (name, work) = runs[0]
+                operators.setdefault(name, Operator()).add(statistics.median(seconds for seconds, _ in runs), work)
             self.profile.programs.append(operators)
 
     def _wrap(self, kind: Any, name: str, replacement: Callable[..., Any]) -> None:
@@ -168,13 +177,15 @@ class StepProfiler:
         return result
 
 
-def _time_kernel(kernel: Any, packed: Any) -> float:
+def _replay_kernel(kernel: Any, packed: Any) -> tuple[float, tuple[str, tuple[int, int]]]:
+    """(seconds, description) of a kernel that is run again. Those after it may write where its inputs are."""
     from kernels.cpu import parallel
 
     ctypes.c_int64.from_buffer(packed).value = 0  # no item is given out
     started = time.perf_counter()
     parallel.run_region(kernel.address, ctypes.addressof(packed))
-    return time.perf_counter() - started
+    seconds = time.perf_counter() - started
+    return seconds, describe(kernel, packed)
 
 
 def main() -> int:

@@ -41,8 +41,8 @@ class PlainMatrices:
         return panels.pack(panels.interleave(matrix) if self.fuses else matrix)
 
     def multiply(self, x: Tensor, groups: RowGroups, few: bool) -> Tensor:
-        """bf16 [num_pairs, in] -> [num_pairs, out], or half as many columns where there is a gate. few: no expert has
-        more than compressed.MAX_ROWS rows."""
+        """bf16 [num_pairs, in] -> [num_pairs, out], or half as many columns where there is a gate. few: no block of
+        `groups` has more than compressed.MAX_ROWS rows."""
         biases, out_features, gate = self.biases, self.out_features, self.gate
         small = self.compressed if few else None
         if self.fuses and gate is not None:
@@ -62,6 +62,7 @@ class CodeMatrices:
     def __init__(self, weight: QuantizedWeight, biases: Tensor | None, gate: Gate | None) -> None:
         """gate: see PlainMatrices."""
         self.permutation, self.biases, self.gate = weight.permutation, biases, gate
+        self.compressed = None
         self.codes = PackedCodes(weight)
 
     def multiply(self, x: Tensor, groups: RowGroups, few: bool) -> Tensor:
@@ -89,12 +90,13 @@ class PackedExperts:
         self.num_experts, self.weights_on_input = down.shape[0], weights_on_input
         self.gate_up = _matrices(gate_up, gate_up_biases, gate, compresses)
         self.down = _matrices(down, down_biases, None, compresses)
+        self.are_compressed = any(matrices.compressed is not None for matrices in (self.gate_up, self.down))
 
     def __call__(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """x bf16 [num_tokens, hidden] with dense rows, experts int32 and weights fp32 [num_tokens, top_k] ->
         [num_tokens, hidden]: the sum over a token's experts, best first. A row does not depend on the others."""
         num_tokens, top_k = experts.shape
-        few = num_tokens <= compressed.MAX_ROWS
+        few = self.are_compressed and experts.numel() <= compressed.MAX_ROWS * self.num_experts
         pairs = sort_pairs(experts, self.num_experts, compressed.MAX_ROWS if few else panels.ROWS_PER_ITEM)
         inputs = gather_pairs(x, pairs, top_k, weights if self.weights_on_input else None)
         results = self.down.multiply(self.gate_up.multiply(inputs, pairs.groups, few), pairs.groups, few)

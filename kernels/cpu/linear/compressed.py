@@ -271,7 +271,7 @@ class CompressedPanels:
         return self._run(x, bias, out_features, out, GATES[function])
 
     def grouped_linear(self, x: Tensor, biases: Tensor | None, out_features: int, groups: RowGroups) -> Tensor:
-        """See panels.grouped_linear. Blocks have at most MAX_ROWS rows."""
+        """See panels.grouped_linear. No block has more than MAX_ROWS rows."""
         out = empty((x.shape[0], out_features), torch.bfloat16)
         return self._run(x, biases, out_features, out, NO_GATE, groups)
 
@@ -285,7 +285,7 @@ class CompressedPanels:
         limit: float,
         slope: float,
     ) -> Tensor:
-        """See panels.grouped_gated_linear. Blocks have at most MAX_ROWS rows."""
+        """See panels.grouped_gated_linear. No block has more than MAX_ROWS rows."""
         out = empty((x.shape[0], out_features // 2), torch.bfloat16)
         return self._run(x, biases, out_features, out, GATES[function], groups, limit, slope)
 
