@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,12 +40,20 @@ def all_kernels() -> dict[str, "ParallelKernel"]:
     return {value.fn.__name__: value for value in values if isinstance(value, cpu.ParallelKernel)}
 
 
-def needed_kernels(dtype: str, kv_format: str | None, quantized: bool, adapters: bool, compressed: bool) -> list[str]:
+def needed_kernels(
+    dtype: str,
+    kv_format: str | None,
+    quantized: bool,
+    adapters: bool,
+    compressed: bool,
+    unused: Collection[str] = (),
+) -> list[str]:
     """The names of the kernels that a model may call.
 
     dtype: "bfloat16" or "float32"; kv_format: of a quantised KV cache; quantized: the weights are; adapters: LoRA
-    adapters are served; compressed: bf16 weights are kept in 12 bits, too. A kernel's name ends with its dtype and its
-    KV format, if it has one for each of them.
+    adapters are served; compressed: bf16 weights are kept in 12 bits, too; unused: kernels that the model has no use
+    for, without dtypes, such as "layer_norm". A kernel's name ends with its dtype and its KV format, if it has one for
+    each of them.
     """
     from kernels.dispatch import cpu_kernels
 
@@ -57,13 +65,15 @@ def needed_kernels(dtype: str, kv_format: str | None, quantized: bool, adapters:
     if dtype != "bfloat16":
         left_out |= {
             cpu.linear, cpu.compressed_linear, cpu.attention_tiles, cpu.code_linear, cpu.code_rows, cpu.scales,
-            cpu.lora,
+            cpu.lora, cpu.pairs,
         }  # fmt: skip
     names = {module.__name__ for module in left_out}
     return [
         name
         for name, kernel in all_kernels().items()
-        if kernel.fn.__module__ not in names and _fits(name, _DTYPES.get(dtype), kv_format)
+        if kernel.fn.__module__ not in names
+        and _fits(name, _DTYPES.get(dtype), kv_format)
+        and name.strip("_").removesuffix("_bf16").removesuffix("_f32") not in unused
     ]
 
 

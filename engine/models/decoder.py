@@ -244,10 +244,9 @@ class Decoder:
 
     def record_decodes(self, kv_caches: Sequence[KVCache], max_rows: int, max_blocks: int) -> None:
         """Run decode steps on these caches as recorded programs, where a CPU has compiled kernels for them. max_rows:
-        those of the largest step; max_blocks: the width of the widest block table. A program holds no sum over ranks
-        and no inputs of layers. The programs of an earlier call go, with its caches."""
-        alone = self.operators.ranks is None and self.layer_inputs is None
-        cpu = cpu_kernels() if alone and kv_caches[0][0].device.type == "cpu" else None
+        those of the largest step; max_blocks: the width of the widest block table. A program holds no sum over ranks.
+        The programs of an earlier call go, with its caches."""
+        cpu = cpu_kernels() if self.operators.ranks is None and kv_caches[0][0].device.type == "cpu" else None
         if cpu is not None and cpu.program.SUPPORTED:
             adapters = self.operators.adapters
             self.recorded = RecordedDecodes(self, kv_caches, max_rows, max_blocks, adapters)
@@ -272,6 +271,10 @@ class Decoder:
     def _forward(self, input_ids: Tensor, metadata: BatchMetadata, kv_caches: Sequence[KVCache]) -> Tensor:
         metadata = metadata.for_forward_pass()
         x = self.embed(input_ids, metadata.positions)  # (T), (T) -> (T, C)
+        return self.run(input_ids, x, metadata, kv_caches)  # (T), (T, C) -> (R, C)
+
+    def run(self, input_ids: Tensor, x: Tensor, metadata: BatchMetadata, kv_caches: Sequence[KVCache]) -> Tensor:
+        """`forward` behind `embed`: x (T, C) -> (R, C)."""
         if self.layer_inputs is not None:
             inputs = self.layer_inputs(input_ids, x)  # (T), (T, C) -> (T, L, P)
             return self._run_extended(x, metadata, kv_caches, inputs)  # (T, C) -> (R, C)

@@ -30,10 +30,11 @@ MAX_ROWS = 128  # above, the time between kernels is under 1 % of a step
 class Parts(Protocol):
     """The parts of a decoder that a program may hold; see Decoder for arguments and results."""
 
-    run_layers: Any
-
     def embed(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """Token ids and positions to the input of layer 0."""
+
+    def run(self, input_ids: Tensor, x: Tensor, metadata: BatchMetadata, kv_caches: Sequence[KVCache]) -> Tensor:
+        """Token ids and the input of layer 0 to hidden states."""
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Hidden states to logits."""
@@ -199,7 +200,7 @@ class RecordedDecodes:
 
         def work() -> Tensor:
             x = decoder.embed(ids, metadata.positions) if self._x is None else self._x[: kind.rows]
-            hidden = decoder.run_layers(x, metadata, self._kv_caches)
+            hidden = decoder.run(ids, x, metadata, self._kv_caches)
             return hidden if kind.end is End.HIDDEN else choose(decoder.compute_logits(hidden))
 
         try:

@@ -1,4 +1,4 @@
-"""Sums of rows, and the limits of logits: compiled on a CPU, so that a recorded program can hold them."""
+"""Sums and products of rows, and the limits of logits: compiled on a CPU, so that a recorded program can hold them."""
 
 from torch import Tensor
 
@@ -8,7 +8,13 @@ from kernels.dispatch import cpu_kernels
 def add(a: Tensor, b: Tensor) -> Tensor:
     """a + b for two of [num_tokens, size]."""
     cpu = cpu_kernels() if a.device.type == "cpu" else None
-    return cpu.rows.add(a, b) if cpu and cpu.rows.supports_add(a, b) else a + b
+    return cpu.rows.combine(a, b, False) if cpu and cpu.rows.supports_combine(a, b) else a + b
+
+
+def multiply(a: Tensor, b: Tensor) -> Tensor:
+    """a * b for two of [num_tokens, size]."""
+    cpu = cpu_kernels() if a.device.type == "cpu" else None
+    return cpu.rows.combine(a, b, True) if cpu and cpu.rows.supports_combine(a, b) else a * b
 
 
 def gate_rows(x: Tensor, gates: Tensor) -> Tensor:

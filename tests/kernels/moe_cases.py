@@ -220,7 +220,6 @@ def test_normalised_is_the_softmax_of_the_chosen():
     torch.testing.assert_close(found.weights.cpu(), values.softmax(-1))
 
 
-@only_kernels
 @pytest.mark.filterwarnings("ignore:invalid value encountered in subtract")
 def test_ties_nan_and_infinity_choose_experts_that_exist():
     nan, inf = float("nan"), float("inf")

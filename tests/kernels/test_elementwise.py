@@ -11,6 +11,7 @@ from kernels.elementwise.activation import ACTIVATIONS, activation, gated_activa
 from kernels.elementwise.layer_norm import layer_norm, layer_norm_reference
 from kernels.elementwise.rms_norm import rms_norm, rms_norm_reference
 from kernels.elementwise.rotary_embedding import rotary_embedding, rotary_embedding_reference
+from kernels.elementwise.rows import add, gate_rows, limit, limit_reference, multiply
 from kernels.elementwise.xielu import coefficients, xielu
 from kernels.linear.packed import PackedLinear
 
@@ -59,7 +60,7 @@ def test_rms_norm_is_what_llama_computes(dtype):
         torch.testing.assert_close(rms_norm(x, norm.weight.detach(), 1e-6), norm(x))
 
 
-@pytest.mark.parametrize("shape", [(1, 64), (7, 100)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 64), (7, 100), (33, 768), (40, 3, 32)], ids=str)
 def test_layer_norm(dtype, shape):
     x, residual = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
     weight, bias = torch.randn(shape[-1]).to(dtype), torch.randn(shape[-1]).to(dtype)
@@ -71,6 +72,20 @@ def test_layer_norm(dtype, shape):
         layer_norm(x, None, None, 1e-5), F.layer_norm(x.float(), shape[-1:]).to(dtype),
         atol=_one_ulp(dtype), rtol=_one_ulp(dtype),
     )  # fmt: skip
+
+
+def test_layer_norm_reads_strided_heads(dtype):
+    """QK-norm by a LayerNorm: the heads of q inside a fused qkv row."""
+    qkv, weight = torch.randn(6, 9, 64).to(dtype), torch.randn(64).to(dtype)
+    expected = layer_norm_reference(qkv[:, 2:7].clone(), weight, None, 1e-6)
+    torch.testing.assert_close(layer_norm(qkv[:, 2:7], weight, None, 1e-6), expected)
+
+
+def test_layer_norm_far_from_zero():
+    """The variance is that of centred numbers: a sum of squares would have no digits left."""
+    x = torch.randn(3, 64) + 1e4
+    expected = F.layer_norm(x.double(), (64,)).float()
+    torch.testing.assert_close(layer_norm(x, None, None, 1e-5), expected, atol=2e-3, rtol=0)
 
 
 def _one_ulp(dtype):
@@ -112,10 +127,57 @@ def test_gated_activation(dtype, shape, name):
     torch.testing.assert_close(gated_activation(x, name), gated_activation_reference(x, name), **tolerance)
 
 
-@pytest.mark.parametrize("name", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("shape", [(1, 64), (7, 100), (33, 432)], ids=str)
+@pytest.mark.parametrize("name", sorted(ACTIVATIONS))
+def test_plain_activation(dtype, shape, name):
+    """Of rows with gaps between them, against fp32."""
+    x = (torch.randn(shape[0], 2 * shape[1]) * 4).to(dtype)[:, : shape[1]]
+    tolerance = {} if dtype == torch.float32 else {"rtol": 3 * torch.finfo(dtype).eps, "atol": 1e-3}
+    expected = ACTIVATIONS[name](x.float()).to(dtype)
+    torch.testing.assert_close(activation(x, name), expected, **tolerance)
+
+
+@pytest.mark.parametrize("name", sorted(ACTIVATIONS))
 def test_activations_far_out(name):
-    x = torch.tensor([[-1e30, -100.0, -88.0, -1.0, 0.0, 1.0, 100.0, 1e30] * 2 + [1.0] * 16])
+    x = torch.tensor([[-1e18, -100.0, -88.0, -1.0, 0.0, 1.0, 100.0, 1e18] * 2 + [1.0] * 16])
     torch.testing.assert_close(gated_activation(x, name), ACTIVATIONS[name](x[:, :16]))
+    for dtype in (torch.float32, torch.bfloat16):
+        far = x[:, :16].to(dtype)
+        torch.testing.assert_close(activation(far, name), ACTIVATIONS[name](far.float()).to(dtype))
+        assert activation(torch.full_like(far, float("nan")), name).isnan().all()
+
+
+def test_gelu_far_below_zero_keeps_its_digits():
+    x = torch.linspace(-5, -3, 64)[None]
+    exact = (x.double() * torch.special.erfc(-x.double() * 0.5**0.5) / 2).float()
+    torch.testing.assert_close(activation(x, "gelu"), exact, rtol=3e-3, atol=0)
+
+
+def test_xielu_near_zero_keeps_its_digits():
+    x = torch.logspace(-9, 0, 64)[None] * -1
+    exact = (1.4 * (torch.expm1(x.double()) - x.double()) + 0.5 * x.double()).float()
+    torch.testing.assert_close(xielu(x, 0.9, 1.4), exact, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(1, 64), (7, 100)], ids=str)
+def test_sums_and_gates_of_rows(dtype, shape):
+    a, b = torch.randn(2, *shape).to(dtype)
+    assert torch.equal(add(a, b), a + b) and torch.equal(multiply(a, b), a * b)
+    gates = torch.randn(shape[0], 1).to(dtype)
+    expected = (gates.float().sigmoid() * a.float()).to(dtype)
+    torch.testing.assert_close(gate_rows(a, gates), expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-3)
+
+
+@pytest.mark.parametrize("scale, cap", [(1.0, 30.0), (0.0625, 0.0), (3.0, 2.0), (1.0, 0.0)])
+def test_limits_of_logits(dtype, scale, cap):
+    x = torch.cat([torch.randn(3, 997) * 8, torch.logspace(-6, 3, 997)[None], torch.full((1, 997), -1e4)]).to(dtype)
+    found, expected = x.clone(), x.clone()
+    limit(found, scale, cap)
+    limit_reference(expected, scale, cap)
+    torch.testing.assert_close(found, expected, rtol=2 * torch.finfo(dtype).eps, atol=0)
+    broken = torch.full((1, 32), float("nan")).to(dtype)
+    limit(broken, scale, cap)
+    assert broken.isnan().all()
 
 
 def test_xielu_is_that_of_transformers(dtype):

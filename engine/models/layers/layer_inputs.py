@@ -12,12 +12,13 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from engine.models.config import ModelConfig
 from engine.models.layers.norm import RMSNorm, take_norm
 from engine.models.layers.operators import Operators, take_linear, take_tensor
+from kernels.elementwise.embedding import embedding
+from kernels.elementwise.rows import add, limit, multiply
 from kernels.quantized.weight import Weight
 
 
@@ -37,9 +38,12 @@ class LayerInputs:
         self.projection_scale = config.hidden_size**-0.5
 
     def __call__(self, input_ids: Tensor, x: Tensor) -> Tensor:
-        by_token = F.embedding(input_ids, self.weight).view(-1, *self.shape) * self.scale  # (T, L, P)
-        projected = (self.projection(x) * self.projection_scale).view(-1, *self.shape)  # (T, L, P)
-        return (self.norm(projected)[0] + by_token) * math.sqrt(0.5)
+        projected = self.projection(x)  # (T, L * P)
+        limit(projected, self.projection_scale, 0.0)
+        normed, _ = self.norm(projected.view(-1, *self.shape))  # (T, L, P)
+        inputs = add(normed.view(len(x), -1), embedding(input_ids, self.weight, self.scale))  # (T, L * P)
+        limit(inputs, math.sqrt(0.5), 0.0)
+        return inputs.view(-1, *self.shape)  # (T, L, P)
 
 
 class LayerInputGate:
@@ -54,7 +58,7 @@ class LayerInputGate:
         self.activate: Callable[[Tensor], Tensor] = partial(_activate, operators, config.activation)
 
     def __call__(self, x: Tensor, inputs: Tensor) -> Tensor:
-        return self.norm(self.out(self.activate(self.gate(x)) * inputs))[0]
+        return self.norm(self.out(multiply(self.activate(self.gate(x)), inputs)))[0]
 
 
 def _activate(operators: Operators, name: str, x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from engine.executor.step import Place
 from engine.models.config import ModelConfig
 from engine.models.parallel.ranks import Ranks, join_ranks
 from engine.settings import parse_size
-from engine.worker.device.kernel_compiler import KernelCompiler
+from engine.worker.device.kernel_compiler import KernelCompiler, unused_kernels
 from engine.worker.device.queue import CudaQueue, DeviceQueue
 from kernels.attention.choices import ANY, find_tile
 from kernels.attention.flashinfer import FlashInferPrefill, PromptAttention, device_bytes
@@ -104,7 +104,7 @@ def compile_kernels(
         return None
     kv_format = find_kv_format(config.kv_cache_dtype)
     quantized, adapters = model.quantization is not None, config.lora_slots is not None
-    return KernelCompiler(dtype, kv_format, quantized, adapters, compressed).finish
+    return KernelCompiler(dtype, kv_format, quantized, adapters, compressed, unused_kernels(model)).finish
 
 
 def make_flashinfer(

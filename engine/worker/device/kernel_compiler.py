@@ -2,24 +2,35 @@
 
 import logging
 import time
+from collections.abc import Collection
 
 import torch
 
+from engine.models.config import ModelConfig
 from kernels.kv_format import KVFormat
 from kernels.warmup import all_kernels, compile_kernels, compile_rest, help_with, needed_kernels
 
 logger = logging.getLogger(__name__)
+
+EXPERT_KERNELS = ("route", "router", "sort_pairs", "gather_pairs", "sum_pairs", "gate_rows")
 
 
 class KernelCompiler:
     """Compiles what one model needs. A second process begins at once, while this one loads the weights."""
 
     def __init__(
-        self, dtype: torch.dtype, kv_format: KVFormat | None, quantized: bool, adapters: bool, compressed: bool
+        self,
+        dtype: torch.dtype,
+        kv_format: KVFormat | None,
+        quantized: bool,
+        adapters: bool,
+        compressed: bool,
+        unused: Collection[str] = (),
     ) -> None:
+        """The arguments are those of needed_kernels."""
         kernels = all_kernels()
         format_name = None if kv_format is None else kv_format.name
-        names = needed_kernels(str(dtype).removeprefix("torch."), format_name, quantized, adapters, compressed)
+        names = needed_kernels(str(dtype).removeprefix("torch."), format_name, quantized, adapters, compressed, unused)
         self._kernels = [kernels[name] for name in names]
         self._num_missing = sum(not kernel.is_on_disk() for kernel in self._kernels)
         self._helper = help_with(names) if self._num_missing > 1 and torch.get_num_threads() > 1 else None
@@ -36,6 +47,21 @@ class KernelCompiler:
             len(self._kernels) - self._num_missing,
             time.perf_counter() - started,
         )
+
+
+def unused_kernels(config: ModelConfig) -> set[str]:
+    """Kernels of kernels/cpu that a model has no use for, see needed_kernels."""
+    centred = config.norm != "rms" or config.qk_norm_kind == "layer"
+    adds = config.parallel_residual or not (config.pre_norm and config.input_norms) or not config.final_norm
+    unused = {
+        "layer_norm": not centred,
+        "activate": config.gated_mlp or config.activation == "xielu",
+        "xielu": config.activation != "xielu",
+        "limit": config.logits_scale == 1.0 and not config.logit_softcap and not config.has_extended_layers,
+        "combine": not (adds or config.moe or config.has_extended_layers),
+    }
+    unused |= dict.fromkeys(EXPERT_KERNELS, config.moe is None)
+    return {name for name, is_unused in unused.items() if is_unused}
 
 
 def compile_in_background() -> None:

@@ -18,28 +18,29 @@ TANH_IS_ONE = 20.0
 
 
 @jit
-def _add_items(args, a, b, out):
-    rows, size, a_stride, b_stride, per_item = args[5], args[6], args[7], args[8], args[9]
+def _combine_items(args, a, b, out):
+    rows, size, a_stride, b_stride, per_item, is_product = args[5], args[6], args[7], args[8], args[9], args[10]
     item = next_item(args)
     while item < args[1]:
         for row in range(item * per_item, min(rows, (item + 1) * per_item)):
             left, right, target = advance(a, row * a_stride), advance(b, row * b_stride), advance(out, row * size)
             for i in range(0, size, WIDTH):
-                store(target, i, simd.add(load(left, i), load(right, i)))
+                x, y = load(left, i), load(right, i)
+                store(target, i, mul(x, y) if is_product else simd.add(x, y))
         item = next_item(args)
 
 
-@parallel_kernel("8q")
-def _add_bf16(args):
-    _add_items(args, simd.pointer_bf16(args[2]), simd.pointer_bf16(args[3]), simd.pointer_bf16(args[4]))
+@parallel_kernel("9q")
+def _combine_bf16(args):
+    _combine_items(args, simd.pointer_bf16(args[2]), simd.pointer_bf16(args[3]), simd.pointer_bf16(args[4]))
 
 
-@parallel_kernel("8q")
-def _add_f32(args):
-    _add_items(args, simd.pointer_f32(args[2]), simd.pointer_f32(args[3]), simd.pointer_f32(args[4]))
+@parallel_kernel("9q")
+def _combine_f32(args):
+    _combine_items(args, simd.pointer_f32(args[2]), simd.pointer_f32(args[3]), simd.pointer_f32(args[4]))
 
 
-def supports_add(a: Tensor, b: Tensor) -> bool:
+def supports_combine(a: Tensor, b: Tensor) -> bool:
     """True for two of [rows, n] with rows of whole vectors."""
     return (
         a.dtype in DTYPES
@@ -51,14 +52,15 @@ def supports_add(a: Tensor, b: Tensor) -> bool:
     )
 
 
-def add(a: Tensor, b: Tensor) -> Tensor:
-    """See kernels.elementwise.rows.add."""
+def combine(a: Tensor, b: Tensor, is_product: bool) -> Tensor:
+    """a * b or a + b, see kernels.elementwise.rows."""
     rows, size = a.shape
     out, per_item = empty(a.shape, a.dtype), max(1, CHUNK // size)
-    kernel = _add_bf16 if a.dtype == torch.bfloat16 else _add_f32
+    kernel = _combine_bf16 if a.dtype == torch.bfloat16 else _combine_f32
     kernel(
-        -(-rows // per_item), a.data_ptr(), b.data_ptr(), out.data_ptr(), rows, size, a.stride(0), b.stride(0), per_item
-    )
+        -(-rows // per_item), a.data_ptr(), b.data_ptr(), out.data_ptr(), rows, size, a.stride(0), b.stride(0),
+        per_item, is_product,
+    )  # fmt: skip
     return out
 
 

@@ -103,6 +103,7 @@ def _route_items(args, rows_of_logits, correction):
     )  # fmt: skip
     rows, stride, num_experts, top_k, scoring, normalizes = args[7], args[8], args[9], args[10], args[11], args[12]
     num_groups, groups_per_token, per_item = args[13], args[14], args[15]
+    is_ranked_by_score = scoring == SIGMOID or num_groups > 1 or simd.address(correction) != 0
     scaling, jitter, floor = simd.as_float(args[16]), simd.as_float(args[17]), simd.as_float(args[18])
     logits, scores, choice = np.empty(MAX_EXPERTS), np.empty(MAX_EXPERTS), np.empty(MAX_EXPERTS)
     chosen, kept, sums = np.empty(MAX_TOP_K, np.int64), np.empty(MAX_EXPERTS, np.int64), np.empty(MAX_EXPERTS)
@@ -111,13 +112,16 @@ def _route_items(args, rows_of_logits, correction):
     while item < args[1]:
         for row in range(item * per_item, min(rows, (item + 1) * per_item)):
             for i in range(num_experts):
-                logits[i] = read(rows_of_logits, row * stride + i)
+                logit = read(rows_of_logits, row * stride + i)
+                logits[i] = logit if logit == logit else np.float32(LOWEST)
             if scoring == SPARSEMIXER:
                 _sparsemixer(logits, choice, num_experts, top_k, jitter, chosen, weights)
             else:
                 _scored(logits, num_experts, scoring, scores)
                 for i in range(num_experts):
-                    choice[i] = scores[i] + (read(correction, i) if simd.address(correction) != 0 else np.float32(0))
+                    choice[i] = scores[i] if is_ranked_by_score else logits[i]
+                    if simd.address(correction) != 0:
+                        choice[i] += read(correction, i)
                 if num_groups > 1:
                     _keep_best_groups(choice, num_experts, num_groups, groups_per_token, sums, kept)
                 _best(choice, num_experts, top_k, chosen)

@@ -34,7 +34,7 @@ from kernels.cpu.linear.panels import (
     store_outputs,
     word_rows,
 )
-from kernels.cpu.linear.places import RowGroups, count_items, place_of
+from kernels.cpu.linear.places import RowGroups, count_items, give_out_rest, place_of
 from kernels.cpu.parallel import empty, jit, next_item, parallel_kernel
 from kernels.cpu.simd import I32Pointer, advance, read, splat, store, write
 
@@ -176,6 +176,7 @@ def _compressed_linear(args):
         else:
             store_gated_outputs(sums, terms, out, out_features, rows, begin, column, function, limit, slope)
         item = next_item(args)
+    give_out_rest(args)
     simd.keep(scratch)
 
 

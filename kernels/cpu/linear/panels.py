@@ -16,7 +16,7 @@ from kernels.cpu.codes import WIDTH
 from kernels.cpu.dots import multiply
 from kernels.cpu.elementwise.activations import GATES, gated
 from kernels.cpu.features import HAS_BF16_DOT, HAS_BF16_TILES
-from kernels.cpu.linear.places import RowGroups, count_items, place_of
+from kernels.cpu.linear.places import RowGroups, count_items, give_out_rest, place_of
 from kernels.cpu.parallel import empty, jit, next_item, parallel_kernel
 from kernels.cpu.simd import advance, load, load_some, splat, store, store_some
 
@@ -147,6 +147,7 @@ def _linear(args):
         else:
             store_gated_outputs(sums, terms, out, out_features, rows, begin, column, function, limit, slope)
         item, next_one = next_one, next_item(args)
+    give_out_rest(args)
     simd.keep(scratch)
 
 

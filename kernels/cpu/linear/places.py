@@ -8,7 +8,8 @@ its rows are:
     expert, first row, end of its rows, blocks before it
 
 The kernels before write the table, so a recorded program does not know how many
-items there will be: a call has as many as there could be, and the last of them are empty.
+items there will be: a call has as many as there could be, and the last of them are empty. A thread that leaves gives those
+out, too, because a thread that comes later must not read a table whose memory another kernel has by then.
 """
 
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from kernels.cpu import simd
 from kernels.cpu.parallel import in_runs, jit
-from kernels.cpu.simd import advance, read
+from kernels.cpu.simd import advance, fetch_add, read
 
 HEADER, ENTRY = 3, 4  # words
 EXPERT, FIRST, END, BLOCKS_BEFORE = range(4)
@@ -36,6 +37,12 @@ class RowGroups:
 def count_items(num_items, table, num_panels):
     """The items of a call with `num_items` at most; `num_panels`: of one matrix."""
     return num_items if simd.address(table) == 0 else min(num_items, read(table, 0) * num_panels)
+
+
+@jit
+def give_out_rest(args):
+    """Leave no item for a thread that has not come yet. Each thread calls it when it finds no item."""
+    fetch_add(args, args[1])
 
 
 @jit

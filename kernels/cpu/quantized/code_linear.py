@@ -19,7 +19,7 @@ from kernels.cpu.codes import WIDTH, F32Pointer, constant
 from kernels.cpu.dots import broadcast, dot, multiply, vector_at
 from kernels.cpu.features import HAS_BF16_DOT
 from kernels.cpu.linear.panels import store_outputs
-from kernels.cpu.linear.places import RowGroups, count_items, place_of
+from kernels.cpu.linear.places import RowGroups, count_items, give_out_rest, place_of
 from kernels.cpu.parallel import empty, jit, next_item, parallel_kernel
 from kernels.cpu.quantized.code_rows import code_rows, sum_groups
 from kernels.cpu.quantized.scales import COLUMNS, FACTORED, FP16, FP32, factorize, load_scales, scales_at
@@ -389,6 +389,7 @@ def _code_linear(args):
         else:
             store_outputs(sums, terms, out, out_features, rows, begin, column)
         item = next_item(args)
+    give_out_rest(args)
     simd.keep(floats)
     simd.keep(scratch)
     simd.keep(totals)

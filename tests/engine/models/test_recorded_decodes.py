@@ -12,12 +12,17 @@ from transformers import (
     CohereConfig,
     Exaone4Config,
     Gemma2Config,
+    Gemma4TextConfig,
+    Glm4MoeConfig,
     GPT2Config,
     GPTNeoXConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     NemotronConfig,
     Olmo2Config,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
     PreTrainedConfig,
     Qwen3Config,
 )
@@ -38,6 +43,8 @@ SIZES = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_h
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
 UNGROUPED = {name: SIZES[name] for name in SIZES if name not in ("head_dim", "num_key_value_heads")}
 UNGROUPED |= {"num_attention_heads": 2}
+GEMMA4: dict[str, Any] = SIZES | {"num_hidden_layers": 4, "global_head_dim": 64, "sliding_window": 11}
+GEMMA4 |= {"layer_types": ["sliding_attention", "full_attention"] * 2}
 RECORDED = {
     "llama": LlamaConfig(**SIZES),
     "biases": LlamaConfig(**SIZES, attention_bias=True),
@@ -51,6 +58,29 @@ RECORDED = {
     "norm of rows": Olmo2Config(**SIZES),
     "squared relu": NemotronConfig(**SIZES, hidden_act="relu2"),
     "xielu": ApertusConfig(**SIZES),
+    "experts": Qwen3MoeConfig(**SIZES, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=2),
+    "experts in every layer but the first": Glm4MoeConfig(
+        **SIZES, moe_intermediate_size=32, n_routed_experts=8, num_experts_per_tok=2, n_group=2, topk_group=1
+    ),
+    "gated shared expert": Qwen2MoeConfig(
+        **SIZES, moe_intermediate_size=32, shared_expert_intermediate_size=64, num_experts=6, num_experts_per_tok=2
+    ),
+    "clamped experts": GptOssConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=11),
+    "experts beside the MLP": Gemma4TextConfig(
+        **GEMMA4,
+        hidden_size_per_layer_input=0,
+        enable_moe_block=True,
+        num_experts=4,
+        top_k_experts=2,
+        moe_intermediate_size=32,
+    ),
+    "inputs of layers": Gemma4TextConfig(
+        **GEMMA4,
+        hidden_size_per_layer_input=32,
+        vocab_size_per_layer_input=VOCAB,
+        num_kv_shared_layers=2,
+        final_logit_softcapping=4.0,
+    ),
 }
 # Rows of one decode step after the other; three sequences, whose lengths pass the ends of blocks.
 STEPS = [(0,), (0, 1), (0, 1, 2), (2,), (1, 2), (0, 1, 2), (1,), (0, 2), (0, 1, 2), (0,)] * 2

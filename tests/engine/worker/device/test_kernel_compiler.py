@@ -8,12 +8,14 @@ import pytest
 import torch
 
 import engine.models.bundled
+from engine.models.families import read_model_config
 from engine.sampling_params import SamplingParams
 from engine.worker.device import kernel_compiler
-from engine.worker.device.kernel_compiler import KernelCompiler
+from engine.worker.device.kernel_compiler import KernelCompiler, unused_kernels
 from engine.worker.load import load_runner
 from kernels import warmup
 from kernels.cpu.parallel import ParallelKernel
+from tests.engine.models.test_recorded_decodes import RECORDED, save
 from tests.engine.worker.mini_driver import CONFIG, GREEDY, MiniDriver
 
 BUNDLED = Path(next(iter(engine.models.bundled.__path__)))
@@ -47,21 +49,38 @@ def called(monkeypatch):
     return names
 
 
+def run(folder, changes):
+    """A prompt of two sequences and a step behind it."""
+    config = replace(CONFIG, block_size=16, num_blocks=64, **changes)
+    runner, _ = load_runner(config, folder, [2], lambda phase: None)
+    driver = MiniDriver(runner)
+    for seq_id, params in ((1, GREEDY), (2, DRAWN)):
+        driver.add(seq_id, list(range(5, 45)), params)
+    driver.step({1: 40, 2: 40})
+    driver.step({1: 1, 2: 1})
+
+
 @pytest.mark.parametrize("changes", [
     {"dtype": "bfloat16"},
     {"dtype": "float32", "kv_cache_dtype": "fp8"},
     {"dtype": "bfloat16", "kv_cache_dtype": "int4", "quantization": "int8"},
 ], ids=str)  # fmt: skip
 def test_the_bundled_model_calls_no_other_kernel(changes, chosen, called):
-    config = replace(CONFIG, block_size=16, num_blocks=64, **changes)
-    runner, _ = load_runner(config, BUNDLED, [2], lambda phase: None)
-    driver = MiniDriver(runner)
-    for seq_id, params in ((1, GREEDY), (2, DRAWN)):
-        driver.add(seq_id, list(range(5, 45)), params)
-    driver.step({1: 40, 2: 40})
-    driver.step({1: 1, 2: 1})
+    run(BUNDLED, changes)
     attention = {name for name in called if name.startswith("_attention")}
     assert len(attention) == 1 and called <= set(chosen)
+
+
+@pytest.mark.parametrize("name", ["experts", "parallel residual", "norm of rows", "gelu", "xielu", "squared relu"])
+def test_other_families_call_no_other_kernel(name, tmp_path, chosen, called):
+    run(save(RECORDED[name], tmp_path), {"dtype": "bfloat16"})
+    assert called <= set(chosen)
+
+
+def test_the_bundled_model_waits_for_no_kernel_of_other_families(chosen):
+    KernelCompiler(torch.bfloat16, None, False, False, False, unused_kernels(read_model_config(BUNDLED)))
+    rare = ("layer_norm", "activate", "xielu", "limit", "combine", *kernel_compiler.EXPERT_KERNELS)
+    assert not [name for name in chosen if name.strip("_").removesuffix("_bf16") in rare]
 
 
 def test_the_log_says_what_was_compiled_and_no_process_helps_with_what_is_on_disk(monkeypatch, caplog):
