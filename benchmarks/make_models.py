@@ -4,8 +4,10 @@
     python benchmarks/make_models.py [NAME ...] [--out .cache/models]        default: llama-tiny llama-90m; also minilm
 
 Speed does not depend on what the weights say, only on their shapes. llama-tiny is so small that the engine's own work
-shows; llama-90m keeps a CPU busy; qwen-500m, in the shape of Qwen2.5-0.5B, has a large vocabulary. The tokenizer is a
-byte-level BPE trained on this Python's standard library, so text workloads and the chat endpoint work, too.
+shows; llama-90m keeps a CPU busy; qwen-500m, in the shape of Qwen2.5-0.5B, has a large vocabulary; gpt2-90m has
+LayerNorms and a plain GELU; moe-900m, built like Qwen3-30B-A3B, has 64 experts in each layer, of which a token takes 8.
+The tokenizer is a byte-level BPE trained on this Python's standard library, so text workloads and the chat endpoint
+work, too.
 """
 
 import argparse
@@ -16,13 +18,15 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import (
+    AutoModelForCausalLM,
     BertConfig,
     BertModel,
+    GPT2Config,
     LlamaConfig,
-    LlamaForCausalLM,
+    PreTrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
-    Qwen2ForCausalLM,
+    Qwen3MoeConfig,
 )
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,6 +44,8 @@ SHAPES = {
     "llama-90m": (768, 2048, 12, 12, 4),
     "llama-500m": (1536, 4096, 20, 24, 8),
     "qwen-500m": (896, 4864, 24, 14, 2),
+    "gpt2-90m": (768, 3072, 12, 12, 12),
+    "moe-900m": (1024, 512, 8, 16, 4),
 }
 QWEN_VOCAB_SIZE = 151936  # most of these ids have no text
 ENCODER = "minilm"
@@ -104,22 +110,26 @@ def make_encoder(folder: Path) -> int:
 def make_model(name: str, folder: Path, tokenizer: PreTrainedTokenizerFast) -> int:
     """Write one checkpoint in bf16 with the seed 0; returns its number of parameters."""
     hidden, intermediate, layers, heads, kv_heads = SHAPES[name]
-    qwen = name.startswith("qwen")
-    config = (Qwen2Config if qwen else LlamaConfig)(
-        vocab_size=QWEN_VOCAB_SIZE if qwen else len(tokenizer),
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        max_position_embeddings=CONTEXT_LENGTH,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    family = name.split("-")[0]
+    vocab_size = QWEN_VOCAB_SIZE if family == "qwen" else len(tokenizer)
+    common = {"vocab_size": vocab_size, "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
+    common |= {"pad_token_id": tokenizer.pad_token_id, "tie_word_embeddings": True}
+    if family == "gpt2":
+        config: PreTrainedConfig = GPT2Config(
+            **common, n_embd=hidden, n_inner=intermediate, n_layer=layers, n_head=heads, n_positions=CONTEXT_LENGTH
+        )
+    else:
+        sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
+        sizes |= {"num_key_value_heads": kv_heads, "max_position_embeddings": CONTEXT_LENGTH}
+        if family == "moe":
+            sizes |= {"moe_intermediate_size": intermediate, "num_experts": 64, "num_experts_per_tok": 8}
+            config = Qwen3MoeConfig(**common, **sizes, head_dim=hidden // heads, norm_topk_prob=True)
+        else:
+            config = (Qwen2Config if family == "qwen" else LlamaConfig)(
+                **common, **sizes, intermediate_size=intermediate
+            )
     torch.manual_seed(0)
-    model = (Qwen2ForCausalLM if qwen else LlamaForCausalLM)(config).to(torch.bfloat16)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return sum(parameter.numel() for parameter in model.parameters())

@@ -77,13 +77,13 @@ def describe(kernel: Any, packed: Any) -> tuple[str, tuple[int, int]]:
     name, a = kernel.fn.__name__.lstrip("_"), kernel.pack.__self__.unpack(packed[: kernel.pack.__self__.size])
     if name == "linear":
         rows, words, outputs = a[6], a[8], a[9]
-        prefix, matrices = _matrices_read(a[13])
-        name = prefix + ("linear and gate" if a[11] >= 0 else name)
+        prefix, matrices = _matrices_read(a[12])
+        name = prefix + ("linear and gate" if a[13] >= 0 else name)
         return f"{name} {2 * words} -> {outputs}", (matrices * 4 * words * outputs, 4 * rows * words * outputs)
     if name == "compressed_linear":
         rows, words, outputs = a[10], a[12], a[13]
-        prefix, matrices = _matrices_read(a[17])
-        name = prefix + ("compressed linear and gate" if a[15] >= 0 else "compressed linear")
+        prefix, matrices = _matrices_read(a[16])
+        name = prefix + ("compressed linear and gate" if a[17] >= 0 else "compressed linear")
         return f"{name} {2 * words} -> {outputs}", (matrices * 3 * words * outputs, 4 * rows * words * outputs)
     if name == "code_linear":
         rows, words, outputs, kind, form, groups = a[9], a[11], a[12], a[13], a[15], a[16]

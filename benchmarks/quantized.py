@@ -9,7 +9,7 @@
 The model is a checkpoint folder of an architecture that GGUF has. It is written as GGUF once per type, and both
 servers read the same file; pageserve also quantises the checkpoint itself (--quantization). Per row: single-stream
 tokens per second (decode), prompt tokens per second (prefill), bytes of the weights, and the share of the memory
-bandwidth that reading the weights once per token takes. The bandwidth is that of a sum over 1 GiB. Medians of the
+bandwidth that reading the weights of a token once takes. The bandwidth is that of a sum over 1 GiB. Medians of the
 repeats; all models stay open and take turns, each repeat with another prompt. --streams also measures so many sequences
 at once, at most 16. Without --peer's program, pageserve is measured alone.
 """
@@ -31,6 +31,7 @@ import torch
 
 from benchmarks.formats.gguf_writer import write_gguf
 from engine.llm import LLM
+from engine.models.config import ModelConfig
 from engine.models.families import read_model_config
 from engine.models.loading.load import weight_bytes
 from engine.sampling_params import SamplingParams
@@ -95,6 +96,15 @@ def run_engine(engine: LLM, prompts: list[list[int]], tokens: int) -> dict[str, 
     return {"prefill_s": times[0], "decode_s": times[-1] - times[0]}
 
 
+def read_share(config: ModelConfig) -> float:
+    """The share of the weights that a token reads: of the experts it takes a few."""
+    idle = 0
+    for layer in range(config.num_layers):
+        if (moe := config.experts(layer)) is not None:
+            idle += (moe.num_experts - moe.experts_per_token) * 3 * moe.intermediate_size * config.hidden_size
+    return 1 - idle / config.num_parameters()
+
+
 def read_bandwidth() -> float:
     """Bytes per second of a sum over 1 GiB, best of five."""
     values, times = torch.ones(1 << 28), []
@@ -148,7 +158,8 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
-    vocab_size, bandwidth = read_model_config(options.model).vocab_size, read_bandwidth()
+    config, bandwidth = read_model_config(options.model), read_bandwidth()
+    vocab_size, share = config.vocab_size, read_share(config)
     files = {kind: gguf_file(options.model, kind) for kind in options.types}
     runs: dict[str, Run] = {}
     sizes: dict[str, int] = {}
@@ -170,7 +181,7 @@ def main(arguments: list[str]) -> None:
         figures = measure(runs, vocab_size, options)
     for name, row in figures.items():
         row["weight_bytes"] = sizes[name]
-        row["bandwidth_share"] = row["decode_tokens_per_s"] * sizes[name] / bandwidth
+        row["bandwidth_share"] = row["decode_tokens_per_s"] * sizes[name] * share / bandwidth
         streams = f"{row['streams_tokens_per_s']:8.0f}" if "streams_tokens_per_s" in row else " " * 8
         print(
             f"{name:16} {sizes[name] / 1e6:8.1f} MB  decode {row['decode_tokens_per_s']:7.1f}  prefill "

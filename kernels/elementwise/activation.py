@@ -50,7 +50,7 @@ def gated_activation(x: Tensor, name: str) -> Tensor:
         return _launch(x, name)
     cpu = _cpu_rows(x, name, gated=True)
     if cpu:
-        return cpu.activations.gate(x, kernel_name(name))  # type: ignore[no-any-return]
+        return cpu.activations.gate(x, cpu.activations.Gate(kernel_name(name)))  # type: ignore[no-any-return]
     gate, up = x.chunk(2, dim=-1)
     return _activation(name)(gate) * up
 

@@ -51,14 +51,15 @@ class Experts:
             self.gate_up, self.down = Matrices.of(gate_up, gate_up_bias), Matrices.of(down, down_bias)
             self.tiles = self.down.tiles if self.down.permutations is not None else self.gate_up.tiles
             return
-        clamps, cpu = formula.clamp_limit > 0, cpu_kernels()
-        name = "clamped" if clamps else kernel_name(formula.activation)
-        gate = (name, formula.clamp_limit, formula.clamp_alpha)
+        cpu = cpu_kernels()
+        gate = cpu and cpu.activations.Gate(
+            "clamped" if formula.clamp_limit else kernel_name(formula.activation),
+            formula.clamp_limit,
+            formula.clamp_alpha,
+        )
         if cpu and cpu.experts.supports_experts(gate_up, down, (gate_up_bias, down_bias), gate, self.dtype):
             on_input = formula.weights_on_input
-            self.packed = cpu.experts.PackedExperts(
-                gate_up, down, gate_up_bias, down_bias, gate, on_input, compresses
-            )
+            self.packed = cpu.experts.PackedExperts(gate_up, down, gate_up_bias, down_bias, gate, on_input, compresses)
         else:  # the plain copies of packed weights are dropped
             layers = (self._linears(*both, compresses) for both in ((gate_up, gate_up_bias), (down, down_bias)))
             self.layers = list(zip(*layers, strict=True))

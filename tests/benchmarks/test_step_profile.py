@@ -4,9 +4,12 @@ import argparse
 
 import pytest
 import torch
+from transformers import Qwen3MoeConfig
 
 from benchmarks.profiled_worker import Operator, Profile, ProfiledStep, describe
+from benchmarks.quantized import read_share
 from benchmarks.step_profile import floor_seconds, group_steps, summarise
+from engine.models.families import model_config
 from kernels.dispatch import cpu_kernels
 
 cpu = cpu_kernels()
@@ -39,6 +42,28 @@ def test_a_compressed_layer_reads_three_quarters_of_it():
     assert calls_of(lambda: layer.gated_linear(x, None, 128, "silu")) == [
         ("compressed linear and gate 64 -> 128", work)
     ]
+
+
+@needs_dots
+def test_only_the_experts_with_rows_are_read():
+    gate_up, down = torch.randn(8, 128, 64).bfloat16(), torch.randn(8, 64, 64).bfloat16()
+    packed = cpu.experts.PackedExperts(gate_up, down, None, None, cpu.activations.Gate("silu"), False, False)
+    chosen = torch.tensor([[0, 3], [3, 5], [5, 0]], dtype=torch.int32)
+    calls = calls_of(lambda: packed(torch.randn(3, 64).bfloat16(), chosen, torch.rand(3, 2)))
+    assert [call for call in calls if "linear" in call[0]] == [
+        ("grouped linear and gate 64 -> 128", (3 * 2 * 128 * 64, 2 * 6 * 128 * 64)),
+        ("grouped linear 64 -> 64", (3 * 2 * 64 * 64, 2 * 6 * 64 * 64)),
+    ]
+
+
+def test_a_token_reads_the_experts_that_it_takes():
+    config = Qwen3MoeConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
+        moe_intermediate_size=16, num_experts=8, num_experts_per_tok=2,
+    )  # fmt: skip
+    read = model_config(config.to_dict() | {"architectures": ["Qwen3MoeForCausalLM"]})
+    experts = 2 * 8 * 3 * 32 * 16
+    assert read_share(read) == 1 - experts * 6 / 8 / read.num_parameters()
 
 
 @needs_dots

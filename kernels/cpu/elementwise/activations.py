@@ -1,6 +1,7 @@
 """Activations of a CPU's MLPs: plain, gated, and xIELU."""
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,7 +16,6 @@ from kernels.cpu.simd import WIDTH, advance, choose, fma, load, mul, splat, stor
 
 FUNCTIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "quick_gelu": 3, "relu": 4, "relu2": 5}  # of `activated`
 GELU_TANH, GELU, QUICK_GELU, RELU, RELU2, CLAMPED = range(1, 7)
-GATES = FUNCTIONS | {"clamped": CLAMPED}  # of `gated`
 GELU_LINEAR = 2 * math.sqrt(2 / math.pi)
 QUICK = 1.702
 LOG2_E = 1 / math.log(2)
@@ -25,6 +25,22 @@ ERFC = (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)
 # exp(x) - 1 - x = x^2 (1/2 + x (1/6 + ...)) near 0, where the difference of floats has no digits left.
 EXP_REST = (1 / 40320, 1 / 5040, 1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2)
 EXP_REST_FROM = -0.5
+
+
+GATES = FUNCTIONS | {"clamped": CLAMPED}
+
+
+class Gate(NamedTuple):
+    """A function of `gated`: a name of GATES, and the numbers of "clamped"."""
+
+    function: str
+    limit: float = 0.0
+    slope: float = 0.0
+
+    @property
+    def arguments(self) -> tuple[int, float, float]:
+        """function, limit and slope as kernels take them."""
+        return GATES[self.function], self.limit, self.slope
 
 
 if HAS_BF16_DOT:
@@ -185,8 +201,8 @@ def supports_rows(x: Tensor, halves: int = 1) -> bool:
 
 
 def supports_gate(x: Tensor, function: str) -> bool:
-    """True for [rows, 2n] with rows of whole vectors, and a function of GATES."""
-    return function in GATES and supports_rows(x, 2)
+    """True for [rows, 2n] with rows of whole vectors, and a function of FUNCTIONS."""
+    return function in FUNCTIONS and supports_rows(x, 2)
 
 
 def supports_activation(x: Tensor, function: str) -> bool:
@@ -194,10 +210,10 @@ def supports_activation(x: Tensor, function: str) -> bool:
     return function in FUNCTIONS and supports_rows(x)
 
 
-def gate(x: Tensor, function: str, limit: float = 0.0, slope: float = 0.0) -> Tensor:
-    """act(gate) * up, see kernels.elementwise.activation.gated_activation; limit, slope: see `gated`."""
+def gate(x: Tensor, function: Gate) -> Tensor:
+    """act(gate) * up, see kernels.elementwise.activation.gated_activation."""
     kernel = _gate_bf16 if x.dtype == torch.bfloat16 else _gate_f32
-    return _run(kernel, x, x.shape[1] // 2, GATES[function], limit, slope)
+    return _run(kernel, x, x.shape[1] // 2, *function.arguments)
 
 
 def activate(x: Tensor, function: str) -> Tensor:

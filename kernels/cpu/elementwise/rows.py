@@ -105,9 +105,7 @@ def gate(x: Tensor, gates: Tensor) -> Tensor:
     rows, size = x.shape
     out, per_item = empty(x.shape, x.dtype), max(1, CHUNK // size)
     kernel = _gate_rows_bf16 if x.dtype == torch.bfloat16 else _gate_rows_f32
-    kernel(
-        -(-rows // per_item), x.data_ptr(), gates.data_ptr(), out.data_ptr(), rows, size, x.stride(0), per_item
-    )
+    kernel(-(-rows // per_item), x.data_ptr(), gates.data_ptr(), out.data_ptr(), rows, size, x.stride(0), per_item)
     return out
 
 

@@ -1,14 +1,14 @@
 """The experts of a layer on a CPU: all tokens of a step in two grouped products, over plain weights or codes.
 
 The pairs of a token and an expert are sorted by expert, so that each expert's weights are read once for all of its
-rows, and all threads share all experts. What a step chooses changes the content of a table and nothing else, so a
-recorded program (kernels/cpu/program.py) holds a mixture of experts like any other layer.
+rows, and all threads share all experts. A table holds the experts that a step chose. So a recorded program
+(kernels/cpu/program.py) can hold a mixture of experts like any other layer.
 """
 
 import torch
 from torch import Tensor
 
-from kernels.cpu.elementwise import activations
+from kernels.cpu.elementwise.activations import GATES, Gate, gate
 from kernels.cpu.elementwise.rows import take_columns
 from kernels.cpu.experts.pairs import gather_pairs, sort_pairs, sum_pairs
 from kernels.cpu.linear import compressed, panels
@@ -18,17 +18,14 @@ from kernels.cpu.simd import WIDTH
 from kernels.quantized.weight import QuantizedWeight
 
 
-Gate = tuple[str, float, float]  # the function between the two matrices, limit and slope: see activations.gated
-
-
 class PlainMatrices:
     """Matrices bf16 [num_experts, out, in] in panels, and biases [num_experts, out]."""
 
-    def __init__(self, weight: Tensor, biases: Tensor | None, gate: Gate | None, compresses: bool) -> None:
-        """gate: the matrices are [gate | up], and `multiply` gates. compresses: see kernels.linear.packed."""
+    def __init__(self, weight: Tensor, biases: Tensor | None, function: Gate | None, compresses: bool) -> None:
+        """function: the matrices are [gate | up], and `multiply` gates. compresses: see kernels.linear.packed."""
         self.num_experts, self.out_features = weight.shape[:2]
-        self.biases, self.gate = biases, gate
-        self.fuses = gate is not None and self.out_features % panels.COLUMNS == 0
+        self.biases, self.function = biases, function
+        self.fuses = function is not None and self.out_features % panels.COLUMNS == 0
         if self.fuses and biases is not None:
             self.biases = torch.stack([panels.interleave(bias) for bias in biases])
         first = self._pack(weight[0])
@@ -43,25 +40,25 @@ class PlainMatrices:
     def multiply(self, x: Tensor, groups: RowGroups, few: bool) -> Tensor:
         """bf16 [num_pairs, in] -> [num_pairs, out], or half as many columns where there is a gate. few: no block of
         `groups` has more than compressed.MAX_ROWS rows."""
-        biases, out_features, gate = self.biases, self.out_features, self.gate
+        biases, out_features, function = self.biases, self.out_features, self.function
         small = self.compressed if few else None
-        if self.fuses and gate is not None:
+        if self.fuses and function is not None:
             if small is not None:
-                return small.grouped_gated_linear(x, biases, out_features, groups, *gate)
-            return panels.grouped_gated_linear(x, self.panels, biases, out_features, groups, *gate)
+                return small.grouped_gated_linear(x, biases, out_features, groups, function)
+            return panels.grouped_gated_linear(x, self.panels, biases, out_features, groups, function)
         if small is not None:
             out = small.grouped_linear(x, biases, out_features, groups)
         else:
             out = panels.grouped_linear(x, self.panels, biases, out_features, groups)
-        return out if gate is None else activations.gate(out, *gate)
+        return out if function is None else gate(out, function)
 
 
 class CodeMatrices:
     """Matrices [num_experts, out, in] in codes, and biases [num_experts, out]."""
 
-    def __init__(self, weight: QuantizedWeight, biases: Tensor | None, gate: Gate | None) -> None:
-        """gate: see PlainMatrices."""
-        self.permutation, self.biases, self.gate = weight.permutation, biases, gate
+    def __init__(self, weight: QuantizedWeight, biases: Tensor | None, function: Gate | None) -> None:
+        """function: see PlainMatrices."""
+        self.permutation, self.biases, self.function = weight.permutation, biases, function
         self.compressed = None
         self.codes = PackedCodes(weight)
 
@@ -69,7 +66,7 @@ class CodeMatrices:
         """See PlainMatrices."""
         x = x if self.permutation is None else take_columns(x, self.permutation)
         out = grouped_code_linear(x, self.codes, self.biases, groups)
-        return out if self.gate is None else activations.gate(out, *self.gate)
+        return out if self.function is None else gate(out, self.function)
 
 
 class PackedExperts:
@@ -82,13 +79,13 @@ class PackedExperts:
         down: Tensor | QuantizedWeight,
         gate_up_biases: Tensor | None,
         down_biases: Tensor | None,
-        gate: Gate,
+        function: Gate,
         weights_on_input: bool,
         compresses: bool,
     ) -> None:
         """See supports_experts. weights_on_input: a token's weight multiplies the expert's input."""
         self.num_experts, self.weights_on_input = down.shape[0], weights_on_input
-        self.gate_up = _matrices(gate_up, gate_up_biases, gate, compresses)
+        self.gate_up = _matrices(gate_up, gate_up_biases, function, compresses)
         self.down = _matrices(down, down_biases, None, compresses)
         self.are_compressed = any(matrices.compressed is not None for matrices in (self.gate_up, self.down))
 
@@ -98,30 +95,32 @@ class PackedExperts:
         num_tokens, top_k = experts.shape
         few = self.are_compressed and experts.numel() <= compressed.MAX_ROWS * self.num_experts
         pairs = sort_pairs(experts, self.num_experts, compressed.MAX_ROWS if few else panels.ROWS_PER_ITEM)
-        inputs = gather_pairs(x, pairs, top_k, weights if self.weights_on_input else None)
-        results = self.down.multiply(self.gate_up.multiply(inputs, pairs.groups, few), pairs.groups, few)
-        return sum_pairs(results, pairs, num_tokens, None if self.weights_on_input else weights)
+        groups, on_input = pairs.groups, self.weights_on_input
+        # no name for the gathered rows: their memory is free before `down` needs its own
+        inner = self.gate_up.multiply(gather_pairs(x, pairs, top_k, weights if on_input else None), groups, few)
+        results = self.down.multiply(inner, groups, few)
+        return sum_pairs(results, pairs, num_tokens, None if on_input else weights)
 
 
 def _matrices(
-    weight: Tensor | QuantizedWeight, biases: Tensor | None, gate: Gate | None, compresses: bool
+    weight: Tensor | QuantizedWeight, biases: Tensor | None, function: Gate | None, compresses: bool
 ) -> PlainMatrices | CodeMatrices:
     if isinstance(weight, Tensor):
-        return PlainMatrices(weight, biases, gate, compresses)
-    return CodeMatrices(weight, biases, gate)
+        return PlainMatrices(weight, biases, function, compresses)
+    return CodeMatrices(weight, biases, function)
 
 
 def supports_experts(
     gate_up: Tensor | QuantizedWeight,
     down: Tensor | QuantizedWeight,
     biases: tuple[Tensor | None, Tensor | None],
-    gate: Gate,
+    function: Gate,
     dtype: torch.dtype,
 ) -> bool:
     """True for inputs in bf16 in whole vectors, where a kernel multiplies with each matrix."""
     return (
         dtype == torch.bfloat16
-        and gate[0] in activations.GATES
+        and function.function in GATES
         and down.shape[1] % WIDTH == down.shape[2] % WIDTH == 0
         and all(_supports_matrices(*both) for both in zip((gate_up, down), biases, strict=True))
     )

@@ -140,7 +140,7 @@ def gather_pairs(x: Tensor, pairs: SortedPairs, top_k: int, weights: Tensor | No
 def sum_pairs(results: Tensor, pairs: SortedPairs, num_tokens: int, weights: Tensor | None) -> Tensor:
     """Sums of the results [num_pairs, size], in the order of `pairs`, over the experts of each token; weighted where
     there are weights fp32 [num_tokens, top_k] -> [num_tokens, size]."""
-    (num_pairs, size), top_k = results.shape, len(results) // num_tokens
+    size, top_k = results.shape[1], len(results) // num_tokens
     out, per_item = empty((num_tokens, size), results.dtype), max(1, CHUNK // (size * top_k))
     _sum_pairs(
         -(-num_tokens // per_item), results.data_ptr(), 0 if weights is None else weights.data_ptr(),

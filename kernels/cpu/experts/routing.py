@@ -224,8 +224,9 @@ def _router_items(args, x):
     item = next_item(args)
     while item < args[1]:
         row, vector = item // vectors * ROWS, item % vectors
-        _multiply_router(advance(x, row * stride), stride, min(ROWS, rows - row), advance(weight, vector * size * WIDTH),
-                         size, num_experts, vector * WIDTH, advance(out, row * num_experts))  # fmt: skip
+        part = advance(weight, vector * size * WIDTH)
+        _multiply_router(advance(x, row * stride), stride, min(ROWS, rows - row), part, size, num_experts,
+                         vector * WIDTH, advance(out, row * num_experts))  # fmt: skip
         item = next_item(args)
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from kernels.cpu import simd
 from kernels.cpu.codes import WIDTH, F32Pointer
 from kernels.cpu.dots import LANES, broadcast, dot, lanes, look_up, vector_at
-from kernels.cpu.elementwise.activations import GATES
+from kernels.cpu.elementwise.activations import Gate
 from kernels.cpu.linear.panels import (
     COLUMNS,
     NO_GATE,
@@ -152,10 +152,8 @@ def _compressed_linear(args):
     others, plain, out, bias = (
         simd.pointer_i32(args[6]), simd.pointer_i32(args[7]), simd.pointer_bf16(args[8]), simd.pointer_bf16(args[9])
     )  # fmt: skip
-    num_rows, x_stride, words, out_features, num_runs, function = (
-        args[10], args[11], args[12], args[13], args[14], args[15]
-    )  # fmt: skip
-    num_panels, table = args[16], simd.pointer_i64(args[17])
+    num_rows, x_stride, words, out_features, num_runs = args[10], args[11], args[12], args[13], args[14]
+    num_panels, table, function = args[15], simd.pointer_i64(args[16]), args[17]
     limit, slope = np.float32(simd.as_float(args[18])), np.float32(simd.as_float(args[19]))
     scratch = np.empty(MAX_ROWS * COLUMNS, np.float32)
     sums = simd.pointer_f32(scratch.ctypes.data)
@@ -171,7 +169,7 @@ def _compressed_linear(args):
         _multiply_panel(rows, advance(x, begin * x_stride), x_stride, advance(codes, panel * words * WORDS), words,
                         advance(tables, panel * WIDTH), others, plain, np.int64(read(starts, panel)),
                         np.int64(read(starts, panel + 1)), sums)  # fmt: skip
-        if function == NO_GATE:
+        if function < 0:
             store_outputs(sums, terms, out, out_features, rows, begin, column)
         else:
             store_gated_outputs(sums, terms, out, out_features, rows, begin, column, function, limit, slope)
@@ -269,7 +267,7 @@ class CompressedPanels:
     def gated_linear(self, x: Tensor, bias: Tensor | None, out_features: int, function: str) -> Tensor:
         """See panels.gated_linear."""
         out = empty((x.shape[0], out_features // 2), torch.bfloat16)
-        return self._run(x, bias, out_features, out, GATES[function])
+        return self._run(x, bias, out_features, out, Gate(function).arguments)
 
     def grouped_linear(self, x: Tensor, biases: Tensor | None, out_features: int, groups: RowGroups) -> Tensor:
         """See panels.grouped_linear. No block has more than MAX_ROWS rows."""
@@ -277,18 +275,11 @@ class CompressedPanels:
         return self._run(x, biases, out_features, out, NO_GATE, groups)
 
     def grouped_gated_linear(
-        self,
-        x: Tensor,
-        biases: Tensor | None,
-        out_features: int,
-        groups: RowGroups,
-        function: str,
-        limit: float,
-        slope: float,
+        self, x: Tensor, biases: Tensor | None, out_features: int, groups: RowGroups, gate: Gate
     ) -> Tensor:
         """See panels.grouped_gated_linear. No block has more than MAX_ROWS rows."""
         out = empty((x.shape[0], out_features // 2), torch.bfloat16)
-        return self._run(x, biases, out_features, out, GATES[function], groups, limit, slope)
+        return self._run(x, biases, out_features, out, gate.arguments, groups)
 
     def _run(
         self,
@@ -296,10 +287,8 @@ class CompressedPanels:
         bias: Tensor | None,
         out_features: int,
         out: Tensor,
-        function: int,
+        gate: tuple[int, float, float],
         groups: RowGroups | None = None,
-        limit: float = 0.0,
-        slope: float = 0.0,
     ) -> Tensor:
         x, row_stride = word_rows(x)
         num_panels, words, _ = self.codes.shape
@@ -311,8 +300,7 @@ class CompressedPanels:
             num_panels * blocks,
             x.data_ptr(), self.codes.data_ptr(), self.tables.data_ptr(), self.starts.data_ptr(),
             self.others.data_ptr(), self.plain.data_ptr(), out.data_ptr(), 0 if bias is None else bias.data_ptr(),
-            x.shape[0], row_stride, words, out_features, torch.get_num_threads(), function, num_panels, table,
-            limit, slope,
+            x.shape[0], row_stride, words, out_features, torch.get_num_threads(), num_panels, table, *gate,
         )  # fmt: skip
         return out
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from kernels.cpu import simd
 from kernels.cpu.codes import WIDTH
 from kernels.cpu.dots import multiply
-from kernels.cpu.elementwise.activations import GATES, gated
+from kernels.cpu.elementwise.activations import FUNCTIONS, Gate, gated
 from kernels.cpu.features import HAS_BF16_DOT, HAS_BF16_TILES
 from kernels.cpu.linear.places import RowGroups, count_items, give_out_rest, place_of
 from kernels.cpu.parallel import empty, jit, next_item, parallel_kernel
@@ -27,7 +27,7 @@ ROWS_PER_ITEM = 96
 DEPTH = 1024  # words of a row at a time: this part of a panel, 256 KiB, stays in L2 for the next rows
 AHEAD = 4096  # prefetch distance in words, 16 KiB: 5.2 ms with 1 row, 6.2 ms at 4 KiB
 ZERO = np.float32(0)
-NO_GATE = -1  # in place of a number of GATES
+NO_GATE = (-1, 0.0, 0.0)  # in place of Gate.arguments
 
 
 def _microkernel(lines):
@@ -108,7 +108,8 @@ def store_gated_outputs(sums, bias, out, out_features, rows, begin, column, func
         for r in range(rows):
             gate = simd.add(load(sums, r * COLUMNS + c), gate_offset)
             up = simd.add(load(sums, r * COLUMNS + HALF + c), up_offset)
-            store(out, (begin + r) * (out_features // 2) + column // 2 + c, gated(gate, up, function, limit, slope, True))
+            value = gated(gate, up, function, limit, slope, True)
+            store(out, (begin + r) * (out_features // 2) + column // 2 + c, value)
 
 
 @parallel_kernel("12q2d")
@@ -117,10 +118,8 @@ def _linear(args):
     x, panels, out, bias = (
         simd.pointer_i32(args[2]), simd.pointer_i32(args[3]), simd.pointer_bf16(args[4]), simd.pointer_bf16(args[5])
     )  # fmt: skip
-    num_rows, x_stride, words, out_features, num_runs, function = (
-        args[6], args[7], args[8], args[9], args[10], args[11]
-    )  # fmt: skip
-    num_panels, table = args[12], simd.pointer_i64(args[13])
+    num_rows, x_stride, words, out_features, num_runs = args[6], args[7], args[8], args[9], args[10]
+    num_panels, table, function = args[11], simd.pointer_i64(args[12]), args[13]
     limit, slope = np.float32(simd.as_float(args[14])), np.float32(simd.as_float(args[15]))
     scratch = np.empty(ROWS_PER_ITEM * COLUMNS, np.float32)
     sums = simd.pointer_f32(scratch.ctypes.data)
@@ -142,7 +141,7 @@ def _linear(args):
             soon = at + DEPTH * COLUMNS if k + DEPTH < words else then
             part, depth = advance(panels, at), min(DEPTH, words - k)
             _multiply_rows(advance(x, begin * x_stride + k), x_stride, part, depth, rows, sums, advance(panels, soon))
-        if function == NO_GATE:
+        if function < 0:
             store_outputs(sums, terms, out, out_features, rows, begin, column)
         else:
             store_gated_outputs(sums, terms, out, out_features, rows, begin, column, function, limit, slope)
@@ -176,7 +175,7 @@ def linear(x: Tensor, panels: Tensor, bias: Tensor | None, out_features: int) ->
 
 def supports_gated_linear(weight: Tensor, bias: Tensor | None, function: str) -> bool:
     """As supports_linear for a weight [gate | up], with whole panels and a function that the kernel has."""
-    return function in GATES and weight.shape[0] % COLUMNS == 0 and supports_linear(weight, bias)
+    return function in FUNCTIONS and weight.shape[0] % COLUMNS == 0 and supports_linear(weight, bias)
 
 
 def interleave(weight: Tensor) -> Tensor:
@@ -188,7 +187,7 @@ def gated_linear(x: Tensor, panels: Tensor, bias: Tensor | None, out_features: i
     """linear, then kernels.elementwise.activation.gated_activation of its sums in fp32: bf16 [num_rows, out_features /
     2]. `panels` and `bias` are of `interleave`."""
     out = empty((x.shape[0], out_features // 2), torch.bfloat16)
-    return _run(x, panels, bias, out_features, out, GATES[function])
+    return _run(x, panels, bias, out_features, out, Gate(function).arguments)
 
 
 def word_rows(x: Tensor) -> tuple[Tensor, int]:
@@ -197,9 +196,7 @@ def word_rows(x: Tensor) -> tuple[Tensor, int]:
     return (x, row_stride // 2) if stride == 1 and row_stride % 2 == 0 else (x.contiguous(), x.shape[1] // 2)
 
 
-def grouped_linear(
-    x: Tensor, panels: Tensor, biases: Tensor | None, out_features: int, groups: RowGroups
-) -> Tensor:
+def grouped_linear(x: Tensor, panels: Tensor, biases: Tensor | None, out_features: int, groups: RowGroups) -> Tensor:
     """`linear` of rows sorted by expert, each with its expert's matrix. panels of all experts, one after the other;
     biases bf16 [num_experts, out_features]."""
     out = empty((x.shape[0], out_features), torch.bfloat16)
@@ -207,18 +204,11 @@ def grouped_linear(
 
 
 def grouped_gated_linear(
-    x: Tensor,
-    panels: Tensor,
-    biases: Tensor | None,
-    out_features: int,
-    groups: RowGroups,
-    function: str,
-    limit: float,
-    slope: float,
+    x: Tensor, panels: Tensor, biases: Tensor | None, out_features: int, groups: RowGroups, gate: Gate
 ) -> Tensor:
-    """`gated_linear` of rows sorted by expert, see grouped_linear. limit, slope: see activations.gated."""
+    """`gated_linear` of rows sorted by expert, see grouped_linear."""
     out = empty((x.shape[0], out_features // 2), torch.bfloat16)
-    return _run(x, panels, biases, out_features, out, GATES[function], groups, limit, slope)
+    return _run(x, panels, biases, out_features, out, gate.arguments, groups)
 
 
 def _run(
@@ -227,10 +217,8 @@ def _run(
     bias: Tensor | None,
     out_features: int,
     out: Tensor,
-    function: int,
+    gate: tuple[int, float, float],
     groups: RowGroups | None = None,
-    limit: float = 0.0,
-    slope: float = 0.0,
 ) -> Tensor:
     x, row_stride = word_rows(x)
     num_rows, (num_panels, words, _) = x.shape[0], panels.shape
@@ -241,6 +229,6 @@ def _run(
     _linear(
         num_panels * blocks,
         x.data_ptr(), panels.data_ptr(), out.data_ptr(), 0 if bias is None else bias.data_ptr(),
-        num_rows, row_stride, words, out_features, torch.get_num_threads(), function, num_panels, table, limit, slope,
+        num_rows, row_stride, words, out_features, torch.get_num_threads(), num_panels, table, *gate,
     )  # fmt: skip
     return out

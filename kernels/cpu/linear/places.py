@@ -7,9 +7,9 @@ its rows are:
     blocks, entries, most rows of a block, then an entry for each expert with rows:
     expert, first row, end of its rows, blocks before it
 
-The kernels before write the table, so a recorded program does not know how many
-items there will be: a call has as many as there could be, and the last of them are empty. A thread that leaves gives those
-out, too, because a thread that comes later must not read a table whose memory another kernel has by then.
+The kernels before write the table, so a recorded program does not know how many items there will be: a call has as many
+as there could be, and the last of them are empty. A thread that leaves gives those out, too: a thread that comes later
+must not read a table whose memory another kernel has by then.
 """
 
 from dataclasses import dataclass

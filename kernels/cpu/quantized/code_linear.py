@@ -33,8 +33,8 @@ from kernels.cpu.quantized.words import (
     SPLIT4,
     VECTORS,
     WORDS,
-    load_pairs,
     kind_of,
+    load_pairs,
     load_tables,
     meanings_of,
     pack_codes,
@@ -43,7 +43,7 @@ from kernels.cpu.quantized.words import (
     tables_of,
     word_decoder,
 )
-from kernels.cpu.simd import I32Pointer, advance, load, splat, store
+from kernels.cpu.simd import I32Pointer, advance, splat, store
 from kernels.quantized.weight import QuantizedWeight
 
 ROWS = 6  # rows of a microkernel: 24 sums in 32 registers
@@ -464,7 +464,8 @@ def _pack_parameters(values: Tensor) -> Tensor:
 
 
 def code_linear(x: Tensor, weight: PackedCodes, bias: Tensor | None) -> Tensor:
-    """x bf16 [num_rows, in_features], whose rows may be strided -> bf16 [num_rows, out_features]. bias: bf16 [out_features]."""
+    """x bf16 [num_rows, in_features], whose rows may be strided, and a bias bf16 [out_features] -> bf16 [num_rows,
+    out_features]."""
     return _launch(x, weight, bias, torch.bfloat16, DECODED_FROM[weight.kind])
 
 

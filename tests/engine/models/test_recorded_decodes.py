@@ -6,26 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    ApertusConfig,
-    AutoModelForCausalLM,
-    CohereConfig,
-    Exaone4Config,
-    Gemma2Config,
-    Gemma4TextConfig,
-    Glm4MoeConfig,
-    GPT2Config,
-    GPTNeoXConfig,
-    GptOssConfig,
-    LlamaConfig,
-    MistralConfig,
-    NemotronConfig,
-    Olmo2Config,
-    Qwen2MoeConfig,
-    Qwen3MoeConfig,
-    PreTrainedConfig,
-    Qwen3Config,
-)
+from transformers import Gemma2Config, LlamaConfig, PreTrainedConfig
 
 from benchmarks.formats.layouts import layouts
 from benchmarks.formats.writers import write_checkpoint
@@ -35,53 +16,11 @@ from engine.models.layers.attention import BatchMetadata
 from engine.models.loading.load import load_model
 from kernels.dispatch import cpu_kernels
 from tests.engine.models.paged import BLOCK_SIZE, PagedRunner, Sequence
+from tests.engine.models.recorded_models import RECORDED, SIZES, save
 from tests.engine.models.tiny_models import VOCAB
 
 COMPILED = cpu_kernels() is not None and cpu_kernels().code_linear.HAS_BF16_DOT
 pytestmark = pytest.mark.skipif(not COMPILED, reason="this processor has no vdpbf16ps")
-SIZES = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "head_dim": 32}
-SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
-UNGROUPED = {name: SIZES[name] for name in SIZES if name not in ("head_dim", "num_key_value_heads")}
-UNGROUPED |= {"num_attention_heads": 2}
-GEMMA4: dict[str, Any] = SIZES | {"num_hidden_layers": 4, "global_head_dim": 64, "sliding_window": 11}
-GEMMA4 |= {"layer_types": ["sliding_attention", "full_attention"] * 2}
-RECORDED = {
-    "llama": LlamaConfig(**SIZES),
-    "biases": LlamaConfig(**SIZES, attention_bias=True),
-    "qk norm": Qwen3Config(**SIZES),
-    "window": MistralConfig(**SIZES, sliding_window=11),
-    "gelu": Gemma2Config(**SIZES, sliding_window=11),
-    "learned positions": GPT2Config(vocab_size=VOCAB, n_embd=64, n_head=2, n_layer=3, n_positions=128),
-    "partial rotation": GPTNeoXConfig(**UNGROUPED),
-    "parallel residual": CohereConfig(**UNGROUPED),
-    "output norms": Exaone4Config(**SIZES, sliding_window=11),
-    "norm of rows": Olmo2Config(**SIZES),
-    "squared relu": NemotronConfig(**SIZES, hidden_act="relu2"),
-    "xielu": ApertusConfig(**SIZES),
-    "experts": Qwen3MoeConfig(**SIZES, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=2),
-    "experts in every layer but the first": Glm4MoeConfig(
-        **SIZES, moe_intermediate_size=32, n_routed_experts=8, num_experts_per_tok=2, n_group=2, topk_group=1
-    ),
-    "gated shared expert": Qwen2MoeConfig(
-        **SIZES, moe_intermediate_size=32, shared_expert_intermediate_size=64, num_experts=6, num_experts_per_tok=2
-    ),
-    "clamped experts": GptOssConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=11),
-    "experts beside the MLP": Gemma4TextConfig(
-        **GEMMA4,
-        hidden_size_per_layer_input=0,
-        enable_moe_block=True,
-        num_experts=4,
-        top_k_experts=2,
-        moe_intermediate_size=32,
-    ),
-    "inputs of layers": Gemma4TextConfig(
-        **GEMMA4,
-        hidden_size_per_layer_input=32,
-        vocab_size_per_layer_input=VOCAB,
-        num_kv_shared_layers=2,
-        final_logit_softcapping=4.0,
-    ),
-}
 # Rows of one decode step after the other; three sequences, whose lengths pass the ends of blocks.
 STEPS = [(0,), (0, 1), (0, 1, 2), (2,), (1, 2), (0, 1, 2), (1,), (0, 2), (0, 1, 2), (0,)] * 2
 
@@ -107,12 +46,6 @@ def logits_of(model: Decoder, recorded: bool) -> tuple[list[Tensor], Decoder]:
         if i % 5 == 4:
             found += runner.step([(sequences[0], 3), (sequences[1], 1)])
     return [part.clone() for part in found], model
-
-
-def save(config: PreTrainedConfig, folder: Path) -> Path:
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return folder
 
 
 @pytest.mark.parametrize("name", RECORDED)

@@ -15,7 +15,7 @@ from engine.worker.device.kernel_compiler import KernelCompiler, unused_kernels
 from engine.worker.load import load_runner
 from kernels import warmup
 from kernels.cpu.parallel import ParallelKernel
-from tests.engine.models.test_recorded_decodes import RECORDED, save
+from tests.engine.models.recorded_models import RECORDED, save
 from tests.engine.worker.mini_driver import CONFIG, GREEDY, MiniDriver
 
 BUNDLED = Path(next(iter(engine.models.bundled.__path__)))
