@@ -14,7 +14,14 @@ from kernels.cpu.features import HAS_BF16_DOT
 from kernels.cpu.parallel import ParallelKernel, empty, jit, next_item, parallel_kernel
 from kernels.cpu.simd import WIDTH, advance, choose, fma, load, mul, splat, store, sub
 
-FUNCTIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "quick_gelu": 3, "relu": 4, "relu2": 5}  # of `activated`
+FUNCTIONS = {
+    "silu": 0,
+    "gelu_tanh": 1,
+    "gelu": 2,
+    "quick_gelu": 3,
+    "relu": 4,
+    "relu2": 5,
+}  # the functions of `activated`
 GELU_TANH, GELU, QUICK_GELU, RELU, RELU2, CLAMPED = range(1, 7)
 GELU_LINEAR = 2 * math.sqrt(2 / math.pi)
 QUICK = 1.702
