@@ -107,7 +107,7 @@ class DecoderLayer:
         self.beside = MLPBesideExperts(config, weights, layer, operators) if moe and moe.beside_mlp else None
         self.input_gate = LayerInputGate(config, weights, prefix, operators) if gated else None
         scalar = take_optional(weights, f"{prefix}.scalar.weight")
-        self.scalar = None if scalar is None else scalar.item()
+        self.scalar = scalar.item() if scalar is not None and scalar.device.type == "cpu" else scalar
 
     def _fuse_scaling(self, sequential: bool) -> None:
         """Let a norm whose output goes to one linear layer alone round it to e4m3, where that layer takes it so."""
@@ -167,6 +167,8 @@ class DecoderLayer:
         if self.input_gate is not None and inputs is not None:
             rows = inputs if outputs is None else inputs.index_select(0, outputs.indices)  # (T, P) -> (R, P)
             x = add(x, self.input_gate(x, rows))  # (R, C) + (R, C)
+        if isinstance(self.scalar, Tensor):
+            return x * self.scalar  # (R, C)
         if self.scalar is not None:
             limit(x, self.scalar, 0.0)  # x is a new tensor
         return x  # (R, C)

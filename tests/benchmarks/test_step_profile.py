@@ -85,7 +85,7 @@ def test_prefill_attention_multiplies_each_row_with_the_tokens_that_it_sees():
     starts = torch.tensor([0, 3, 5], dtype=torch.int32)  # all three tokens, and the last two of twenty
     q = torch.randn(5, 4, 32).bfloat16()
     for window, pairs in ((0, 1 + 2 + 3 + 19 + 20), (2, 1 + 2 + 2 + 2 + 2)):
-        options = (starts, lengths, 1.0, None, window, None, 0)
+        options = (starts, lengths, 1.0, None, window, 0.0, None, 0)
         assert calls_of(lambda given=options: cpu.attention.tiles.prefill_attention(q, *caches, tables, *given)) == [
             ("prefill", (2 * 2 * 23 * 2 * 32, 4 * pairs * 4 * 32))
         ]

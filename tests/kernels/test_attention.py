@@ -261,7 +261,7 @@ def test_tiles_never_read_what_lies_behind_a_sequence():
         for cache in (data.k_cache, data.v_cache):
             cache[last, :, length % 16 :] = torch.nan
     q = torch.randn(30, 4, 32).bfloat16()
-    assert attention_tiles.supports(q, data.k_cache, 0.0)
+    assert attention_tiles.supports(q, data.k_cache)
     cu_seqlens_q = torch.tensor([0, 10, 30], dtype=torch.int32)
     out = prefill_attention(
         q,

@@ -191,7 +191,7 @@ def test_a_row_does_not_depend_on_the_batch_or_on_how_it_was_scheduled(dtype, kv
     rows = torch.cat([torch.randn(5, 6, 64).to(dtype), q[2:3]])
     cu_seqlens_q = torch.tensor([0, 6], dtype=torch.int32)
     prefilled = prefill_attention(rows, *one, cu_seqlens_q, data.seq_lens[2:3], 6, 0.125)[5:]
-    if tiles.supports(rows, data.k_cache, 0.0):  # they decode the codes to bf16
+    if tiles.supports(rows, data.k_cache):  # they decode the codes to bf16
         torch.testing.assert_close(prefilled, alone, **BF16_TOLERANCE)
     else:
         assert torch.equal(prefilled, alone)
@@ -204,7 +204,7 @@ def test_tiles_of_a_prompt(kv_format, group, head_dim, block_size):
     """Whole, and cut anywhere: the same bits. The rest of the last block holds NaN."""
     data = quantized(paged([150], 2, head_dim, block_size, torch.bfloat16), kv_format)
     q = torch.randn(150, 2 * group, head_dim).bfloat16()
-    assert tiles.supports(q, data.k_cache, 0.0) == tiles.HAS_BF16_DOT
+    assert tiles.supports(q, data.k_cache) == tiles.HAS_BF16_DOT
 
     def prefill(begin, end):
         cu_seqlens_q = torch.tensor([0, end - begin], dtype=torch.int32)

@@ -271,12 +271,9 @@ def prefill_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables:
                       as_decode: bool = False) -> Tensor:  # fmt: skip
     """See kernels.attention.prefill. The bits of a row do not depend on the chunks of its prompt. as_decode uses the
     loops of decode instead of tiles, and so gives the bits of paged_attention."""
-    if not as_decode and tiles.supports(q, k_cache, softcap):
-        return tiles.prefill_attention(
-            q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens, scale, alibi_slopes, sliding_window, sinks,
-            attention_chunk,
-        )  # fmt: skip
     options = (scale, alibi_slopes, sliding_window, softcap, sinks, attention_chunk)
+    if not as_decode and tiles.supports(q, k_cache):
+        return tiles.prefill_attention(q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens, *options)
     return _launch(q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q.data_ptr(), ROWS_PER_ITEM, *options)
 
 

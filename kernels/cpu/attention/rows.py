@@ -8,6 +8,7 @@ of a later iteration, to prefetch.
 import numpy as np
 
 from kernels.cpu import codes, simd
+from kernels.cpu.elementwise.activations import tanh
 from kernels.cpu.parallel import jit
 from kernels.cpu.simd import WIDTH, advance, fma, load, load_pair, read, splat, store, write
 from kernels.kv_format import PARAMETER_BYTES
@@ -234,15 +235,17 @@ def accumulate_quad(probs, v, ahead, num_tokens, head_dim, acc):
 
 @jit
 def adjust_scores(scores, lanes, num_heads, begin, end, softcap, slopes):
-    """Apply the soft cap, then ALiBi, whose distances count from the newest token, end - 1."""
-    for t in range(begin, end):
-        for h in range(num_heads):
-            s = read(scores, t * lanes + h)
-            if softcap != 0:
-                s = softcap * np.float32(np.tanh(s / softcap))
-            if simd.address(slopes) != 0:
-                s = s - read(slopes, h) * np.float32(end - 1 - t)
-            write(scores, t * lanes + h, np.float32(s))
+    """Apply the soft cap, then ALiBi, whose distances count from the newest token, end - 1. Scores before `begin` and
+    behind `end`, up to whole vectors, are undefined afterwards."""
+    if softcap != 0:
+        cap, inverse = splat(softcap), splat(np.float32(1) / softcap)
+        for i in range(begin * lanes // WIDTH * WIDTH, end * lanes, WIDTH):
+            store(scores, i, simd.mul(tanh(simd.mul(load(scores, i), inverse)), cap))
+    if simd.address(slopes) != 0:
+        for t in range(begin, end):
+            for h in range(num_heads):
+                s = read(scores, t * lanes + h) - read(slopes, h) * np.float32(end - 1 - t)
+                write(scores, t * lanes + h, np.float32(s))
 
 
 @jit

@@ -21,6 +21,7 @@ from kernels.cpu import codes, simd
 from kernels.cpu.attention.rows import block, find_sequence, heads_of, words
 from kernels.cpu.codes import WIDTH, F32Pointer, Vec
 from kernels.cpu.dots import broadcast, exp2, multiply, power_of_two, vector_at, words_at
+from kernels.cpu.elementwise.activations import tanh
 from kernels.cpu.features import HAS_BF16_DOT
 from kernels.cpu.parallel import empty, jit, next_item, parallel_kernel
 from kernels.cpu.simd import BF16Pointer, I32Pointer, advance, load, load_pair, read, splat, store, write
@@ -32,7 +33,7 @@ QUERIES = 96  # (token, head) pairs of a work item: repacking then costs a few p
 NEG_INF = np.float32(-np.inf)
 MOST_EXPONENT = np.float32(8)  # probabilities that are not yet divided by their sum are at most 2 ** 8
 UNSEEN = np.float32(1e30)  # the shift of a row without keys: every score is above MOST_EXPONENT, -inf remains -inf
-ARGUMENTS = "11q1d9q"  # of the kernels
+ARGUMENTS = "11q1d9q1d"  # of the kernels
 ZERO, ONE, LOG2_E = np.float32(0), np.float32(1), np.float32(np.log2(np.e))
 
 _I16V, _I32V = (ir.VectorType(scalar, WIDTH) for scalar in (ir.IntType(16), ir.IntType(32)))
@@ -172,6 +173,15 @@ def _score(queries, keys, half, width, scores):
 
 
 @jit
+def _cap(scores, scale, softcap):
+    """Apply the soft cap to ROWS rows of a tile: score * scale becomes softcap * tanh(score * scale / softcap). The
+    scores are multiplied by the scale later."""
+    shrink, stretch = splat(scale / softcap), splat(softcap / scale)
+    for i in range(0, ROWS * KEYS, WIDTH):
+        store(scores, i, simd.mul(tanh(simd.mul(load(scores, i), shrink)), stretch))
+
+
+@jit
 def _mask(scores, skipped, num_keys, slope):
     """Replace the scores of a row outside of the keys skipped:num_keys of a tile by -inf. slope: that of ALiBi divided
     by the scale, or 0; the row itself is key num_keys - 1."""
@@ -262,7 +272,7 @@ def _skipped(first_key, seen, window, chunk):
 
 @jit
 def _attend_keys(queries, keys, values, scores, probs, acc, shifts, totals, num_rows, group, first_key, num_seen,
-                 window, chunk, slopes, scale, head_dim):  # fmt: skip
+                 window, chunk, slopes, scale, softcap, head_dim):  # fmt: skip
     """Add a tile of keys to the rows of a tile of queries; row r of num_rows sees num_seen + r + 1 - num_rows of it,
     without those before its window or chunk."""
     half, last = head_dim // 2, num_rows * group - 1
@@ -277,6 +287,8 @@ def _attend_keys(queries, keys, values, scores, probs, acc, shifts, totals, num_
             most_seen = min(KEYS, num_seen + min(m + ROWS - 1, last) // group + 1 - num_rows)
         width = (most_seen + WIDTH - 1) // WIDTH * WIDTH  # at the diagonal, half of the tile is unseen
         _score(advance(queries, m * half), keys, half, width, scores)
+        if softcap != 0:
+            _cap(scores, scale, softcap)
         if masks:
             for r in range(ROWS):
                 row = min(m + r, last)
@@ -323,7 +335,7 @@ def _attend_tile(args, k_cache, v_cache, table, kv_head, first_row, num_rows, se
         simd.copy_bytes(simd.address(advance(queries, m * half)), args[2] + 2 * row, 2 * head_dim)
     for m in range(padded):
         write(shifts, m, UNSEEN)
-    window, chunk = args[21], args[22]
+    window, chunk, softcap = args[21], args[22], np.float32(simd.as_float(args[23]))
     slopes = heads_of(simd.pointer_f32(args[20]), kv_head * group)
     begin = max(0, _skipped(0, seq_len + 1 - num_rows, window, chunk)) // KEYS * KEYS
     for first_key in range(begin, seq_len, KEYS):
@@ -334,7 +346,7 @@ def _attend_tile(args, k_cache, v_cache, table, kv_head, first_row, num_rows, se
             _pack_keys(_rows_of(k_cache, *where), head_dim, advance(keys, t))
             _pack_values(_rows_of(v_cache, *where), n, head_dim, zeros, advance(values, t * half))
         _attend_keys(queries, keys, values, scores, probs, acc, shifts, totals, num_rows, group, first_key, num_seen,
-                     window, chunk, slopes, scale, head_dim)  # fmt: skip
+                     window, chunk, slopes, scale, softcap, head_dim)  # fmt: skip
     for m in range(rows):
         total = simd.first(simd.spread_add1(load(totals, m * WIDTH)))
         inverse = splat(ONE / total)
@@ -394,21 +406,20 @@ def _prefill_int4(args):
 _KERNELS = {"auto": _prefill, "int8": _prefill_int8, "fp8": _prefill_fp8, "int4": _prefill_int4}
 
 
-def supports(q: Tensor, k_cache: Tensor, softcap: float) -> bool:
-    """True for bf16 rows, a bf16 or quantised cache, head_dim a multiple of 32, block_size of 16, and no soft cap."""
+def supports(q: Tensor, k_cache: Tensor) -> bool:
+    """True for bf16 rows, a bf16 or quantised cache, head_dim a multiple of 32, and block_size of 16."""
     return (
         HAS_BF16_DOT
         and q.dtype == torch.bfloat16
         and (k_cache.dtype == q.dtype or kv_format_of(k_cache) is not None)
         and q.shape[2] % (2 * WIDTH) == 0
         and k_cache.shape[2] % WIDTH == 0
-        and softcap == 0
     )
 
 
 def prefill_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, cu_seqlens_q: Tensor,
                       seq_lens: Tensor, scale: float, alibi_slopes: Tensor | None, sliding_window: int,
-                      sinks: Tensor | None, attention_chunk: int) -> Tensor:  # fmt: skip
+                      softcap: float, sinks: Tensor | None, attention_chunk: int) -> Tensor:  # fmt: skip
     """See kernels.attention.prefill."""
     num_rows, num_heads, head_dim = q.shape
     _, num_kv_heads, block_size, _ = k_cache.shape
@@ -423,6 +434,6 @@ def prefill_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables:
         num_kv_heads, group, block_size, head_dim, block_tables.stride(0), q.stride(0), scale,
         seq_lens.data_ptr(), cu_seqlens_q.data_ptr(), seq_lens.shape[0], num_rows, rows_per_item,
         0 if sinks is None else sinks.data_ptr(), 0 if alibi_slopes is None else alibi_slopes.data_ptr(),
-        sliding_window, attention_chunk,
+        sliding_window, attention_chunk, softcap,
     )  # fmt: skip
     return out

@@ -1,4 +1,4 @@
-"""Activations of a CPU's MLPs: plain, gated, and xIELU."""
+"""Activations of a CPU's MLPs: plain, gated, and xIELU; and the tanh of soft caps."""
 
 import math
 from typing import NamedTuple
@@ -14,15 +14,10 @@ from kernels.cpu.features import HAS_BF16_DOT
 from kernels.cpu.parallel import ParallelKernel, empty, jit, next_item, parallel_kernel
 from kernels.cpu.simd import WIDTH, advance, choose, fma, load, mul, splat, store, sub
 
-FUNCTIONS = {
-    "silu": 0,
-    "gelu_tanh": 1,
-    "gelu": 2,
-    "quick_gelu": 3,
-    "relu": 4,
-    "relu2": 5,
-}  # the functions of `activated`
 GELU_TANH, GELU, QUICK_GELU, RELU, RELU2, CLAMPED = range(1, 7)
+# The functions of `activated`, and those of `gated`.
+FUNCTIONS = {"silu": 0, "gelu_tanh": GELU_TANH, "gelu": GELU, "quick_gelu": QUICK_GELU, "relu": RELU, "relu2": RELU2}
+GATES = FUNCTIONS | {"clamped": CLAMPED}
 GELU_LINEAR = 2 * math.sqrt(2 / math.pi)
 QUICK = 1.702
 LOG2_E = 1 / math.log(2)
@@ -32,9 +27,10 @@ ERFC = (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)
 # exp(x) - 1 - x = x^2 (1/2 + x (1/6 + ...)) near 0, where the difference of floats has no digits left.
 EXP_REST = (1 / 40320, 1 / 5040, 1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2)
 EXP_REST_FROM = -0.5
-
-
-GATES = FUNCTIONS | {"clamped": CLAMPED}
+# tanh(x) = x (1 + x^2 (-1/3 + ...)) near 0, where the quotient of exponentials has no digits left.
+TANH_SERIES = (62 / 2835, -17 / 315, 2 / 15, -1 / 3, 1.0)
+TANH_SERIES_BELOW = 0.3
+TANH_IS_ONE = 20.0
 
 
 class Gate(NamedTuple):
@@ -89,6 +85,22 @@ def _normal_cdf(x, rough):
         series = fma(series, t, splat(np.float32(coefficient)))
     tail = mul(mul(mul(series, t), _exp(sub(zero, mul(z, z)), rough)), half)
     return choose(x, zero, sub(one, tail), tail)
+
+
+@jit
+def tanh(x):
+    """The hyperbolic tangent of a vector, off by 1e-7 at most."""
+    zero, one = splat(np.float32(0)), splat(np.float32(1))
+    size = simd.maximum(x, sub(zero, x))
+    square = mul(size, size)
+    near = splat(np.float32(TANH_SERIES[0]))
+    for coefficient in TANH_SERIES[1:]:
+        near = fma(near, square, splat(np.float32(coefficient)))
+    bounded = choose(size, splat(np.float32(TANH_IS_ONE)), splat(np.float32(TANH_IS_ONE)), size)
+    power = simd.exp(simd.add(bounded, bounded))
+    far = sub(one, simd.div(splat(np.float32(2)), simd.add(power, one)))
+    result = choose(size, splat(np.float32(TANH_SERIES_BELOW)), far, mul(size, near))
+    return simd.keep_nan(choose(x, zero, result, sub(zero, result)), x)
 
 
 @jit

@@ -7,14 +7,10 @@ import torch
 from torch import Tensor
 
 from kernels.cpu import simd
+from kernels.cpu.elementwise.activations import tanh
 from kernels.cpu.elementwise.work import CHUNK, DTYPES
 from kernels.cpu.parallel import empty, jit, next_item, parallel_kernel
-from kernels.cpu.simd import WIDTH, advance, choose, fma, load, load_some, mul, read, splat, store, store_some, sub
-
-# tanh(x) = x (1 + x^2 (-1/3 + ...)) near 0, where the quotient of exponentials has no digits left.
-TANH_SERIES = (62 / 2835, -17 / 315, 2 / 15, -1 / 3, 1.0)
-TANH_SERIES_BELOW = 0.3
-TANH_IS_ONE = 20.0
+from kernels.cpu.simd import WIDTH, advance, load, load_some, mul, read, splat, store, store_some
 
 
 @jit
@@ -110,27 +106,12 @@ def gate(x: Tensor, gates: Tensor) -> Tensor:
 
 
 @jit
-def _tanh(x):
-    zero, one = splat(np.float32(0)), splat(np.float32(1))
-    size = simd.maximum(x, sub(zero, x))
-    square = mul(size, size)
-    near = splat(np.float32(TANH_SERIES[0]))
-    for coefficient in TANH_SERIES[1:]:
-        near = fma(near, square, splat(np.float32(coefficient)))
-    bounded = choose(size, splat(np.float32(TANH_IS_ONE)), splat(np.float32(TANH_IS_ONE)), size)
-    power = simd.exp(simd.add(bounded, bounded))
-    far = sub(one, simd.div(splat(np.float32(2)), simd.add(power, one)))
-    result = choose(size, splat(np.float32(TANH_SERIES_BELOW)), far, mul(size, near))
-    return simd.keep_nan(choose(x, zero, result, sub(zero, result)), x)
-
-
-@jit
 def _limited(x, pointer, scale, cap):
     """A vector of _limit, rounded like the operators of torch one after the other."""
     if scale != 1:
         x = simd.round_to(pointer, mul(x, splat(scale)))
     if cap != 0:
-        x = simd.round_to(pointer, _tanh(simd.round_to(pointer, simd.distance(x, splat(np.float32(0)), splat(cap)))))
+        x = simd.round_to(pointer, tanh(simd.round_to(pointer, simd.distance(x, splat(np.float32(0)), splat(cap)))))
         x = mul(x, splat(cap))
     return x
 

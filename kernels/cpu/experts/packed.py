@@ -39,7 +39,7 @@ class PlainMatrices:
 
     def multiply(self, x: Tensor, groups: RowGroups, few: bool) -> Tensor:
         """bf16 [num_pairs, in] -> [num_pairs, out], or half as many columns where there is a gate. few: no block of
-        `groups` has more than compressed.MAX_ROWS rows."""
+        `groups` has more than compressed.MAX_ROWS rows, so that weights in 12 bits serve them."""
         biases, out_features, function = self.biases, self.out_features, self.function
         small = self.compressed if few else None
         if self.fuses and function is not None:
@@ -63,7 +63,7 @@ class CodeMatrices:
         self.codes = PackedCodes(weight)
 
     def multiply(self, x: Tensor, groups: RowGroups, few: bool) -> Tensor:
-        """See PlainMatrices."""
+        """See PlainMatrices; codes have one form for any number of rows."""
         x = x if self.permutation is None else take_columns(x, self.permutation)
         out = grouped_code_linear(x, self.codes, self.biases, groups)
         return out if self.function is None else gate(out, self.function)
@@ -91,7 +91,8 @@ class PackedExperts:
 
     def __call__(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """x bf16 [num_tokens, hidden] with dense rows, experts int32 and weights fp32 [num_tokens, top_k] ->
-        [num_tokens, hidden]: the sum over a token's experts, best first. A row does not depend on the others."""
+        [num_tokens, hidden]: the sum over a token's experts, best first. A row has the same bits with any other rows,
+        apart from codes that many rows decode first (code_linear.py)."""
         num_tokens, top_k = experts.shape
         few = self.are_compressed and experts.numel() <= compressed.MAX_ROWS * self.num_experts
         pairs = sort_pairs(experts, self.num_experts, compressed.MAX_ROWS if few else panels.ROWS_PER_ITEM)

@@ -127,7 +127,8 @@ def run_with_adapters(model_dir, folders, queue, kv_caches, graphs, poisoned=Fal
 
 
 def test_rows_with_different_adapters_share_a_bucket(model_dir, hf_model, hf_greedy, kv_caches, tmp_path):
-    """The text of merged weights, and the hidden states of steps without buckets; one adapter changes lm_head."""
+    """The text of merged weights, and the hidden states of steps without buckets, whose products torch adds in another
+    order; one adapter changes lm_head."""
     deltas = [
         write_adapter(tmp_path / str(i), hf_model, targets=targets, seed=i, rank=rank)
         for i, (targets, rank) in enumerate([((*TARGETS, "lm_head"), 4), (("q_proj", "down_proj"), 8), (TARGETS, 1)])
@@ -140,7 +141,7 @@ def test_rows_with_different_adapters_share_a_bucket(model_dir, hf_model, hf_gre
     for (adapters, params), (texts, hidden), (eager_texts, eager_hidden) in zip(ROUNDS, graphed, eager, strict=True):
         assert texts == eager_texts
         if params is WITH_LOGPROBS:
-            torch.testing.assert_close(torch.cat(hidden), torch.cat(eager_hidden))
+            torch.testing.assert_close(torch.cat(hidden), torch.cat(eager_hidden), atol=5e-5, rtol=2e-5)
         for (seq_id, prompt), text in zip(PROMPTS.items(), texts, strict=True):
             with Merged(hf_model, deltas[adapters[seq_id] - 1] if seq_id in adapters else {}):
                 assert len(text) > 3 and text == hf_greedy(prompt, len(text)), seq_id
