@@ -103,6 +103,7 @@ class Calls:
 def test_no_item_is_left_for_a_thread_that_comes_late(kind):
     """It would read the table of experts when other kernels have written over it."""
     x, gate_up, down, logits = make(3, 8, 2, 128, 64, torch.bfloat16)
+    logits[:] = logits[0]  # two experts have rows, where there could be six
     if kind == "int4":
         gate_up, down = quantize(8, 2 * 64, 128, "int4", 32), quantize(8, 128, 64, "int4", 32)
     experts = Experts(gate_up, down, dtype=torch.bfloat16, compresses=kind == "compressed")
