@@ -67,8 +67,8 @@ class Experts:
     def __call__(self, x: Tensor, routing: Routing) -> Tensor:
         """x [num_tokens, hidden] -> [num_tokens, hidden].
 
-        A row's result does not depend on other rows, except that on a GPU the number of tokens chooses the tile, and
-        with the tile the matrix instruction.
+        A row's result does not depend on other rows, with two exceptions: on a GPU the number of tokens chooses the
+        tile, and with the tile the matrix instruction; on a CPU it chooses whether codes are decoded first.
         """
         if self.layers:
             return self._one_by_one(x, routing)

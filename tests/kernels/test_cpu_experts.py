@@ -181,5 +181,6 @@ def test_a_gate_that_another_function_computes():
     routing = route(logits, RULE)
     for name in ("gelu", "gelu_new", "relu2"):
         formula = ExpertFormula(name)
-        found = Experts(gate_up.clone(), down.clone(), formula)(x, routing)
-        close(found, experts_reference(x, gate_up, down, routing, formula))
+        experts = Experts(gate_up.clone(), down.clone(), formula)
+        assert experts.packed is not None
+        close(experts(x, routing), experts_reference(x, gate_up, down, routing, formula))

@@ -130,7 +130,7 @@ def test_gated_activation(dtype, shape, name):
 @pytest.mark.parametrize("shape", [(1, 64), (7, 100), (33, 432)], ids=str)
 @pytest.mark.parametrize("name", sorted(ACTIVATIONS))
 def test_plain_activation(dtype, shape, name):
-    """Of rows with gaps between them, against fp32."""
+    """The rows have gaps between them. The expected numbers are computed in fp32."""
     x = (torch.randn(shape[0], 2 * shape[1]) * 4).to(dtype)[:, : shape[1]]
     tolerance = {} if dtype == torch.float32 else {"rtol": 3 * torch.finfo(dtype).eps, "atol": 1e-3}
     expected = ACTIVATIONS[name](x.float()).to(dtype)

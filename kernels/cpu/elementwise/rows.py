@@ -107,7 +107,7 @@ def gate(x: Tensor, gates: Tensor) -> Tensor:
 
 @jit
 def _limited(x, pointer, scale, cap):
-    """A vector of _limit, rounded like the operators of torch one after the other."""
+    """A vector of `limit`. Each step is rounded, as torch rounds after each of its operators."""
     if scale != 1:
         x = simd.round_to(pointer, mul(x, splat(scale)))
     if cap != 0:
