@@ -155,4 +155,9 @@ class OutputSink(Protocol):
     def ready(self) -> bool:
         """False while an output would have to wait, say for a client that does not read: the reader then gets it."""
 
+    @property
+    def takes_text(self) -> bool:
+        """True if `take_text` is to be called where an output has nothing but new text of the only sample."""
+
     def take(self, output: RequestOutput) -> None: ...
+    def take_text(self, text: str) -> None: ...

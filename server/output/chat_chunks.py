@@ -53,6 +53,12 @@ class ChatChunks:
         """Thinking tokens of all samples so far; plain text has none."""
         return 0
 
+    @property
+    def text_frame(self) -> tuple[bytes, bytes] | None:
+        """See EventStream."""
+        single = len(self._starts) == 1 and self._aligners[0] is None and not self._return_token_ids
+        return (self._starts[0], self._end) if single else None
+
     def encode(self, prompt_index: int, output: RequestOutput) -> bytes:
         frames = []
         for sample in output.outputs:

@@ -77,6 +77,11 @@ class MessageChunks(ChatChunks):
         self._passes = False  # True once only plain text can follow
 
     @property
+    def text_frame(self) -> None:
+        """None: readers see every output."""
+        return None
+
+    @property
     def num_reasoning_tokens(self) -> int:
         """Thinking tokens of all samples so far."""
         return sum(reader.num_reasoning_tokens for reader in self._readers)

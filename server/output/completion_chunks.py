@@ -45,6 +45,12 @@ class CompletionChunks:
         self._reports = reports
         self._unreported = set(range(len(starts))) if request.num_echo_logprobs is not None else set()
 
+    @property
+    def text_frame(self) -> tuple[bytes, bytes] | None:
+        """See EventStream."""
+        single = len(self._starts) == 1 and self._aligners[0] is None and self._prompt_ids is None
+        return (self._starts[0], self._end) if single else None
+
     def encode(self, prompt_index: int, output: RequestOutput) -> bytes:
         frames = []
         for sample in output.outputs:

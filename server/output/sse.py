@@ -60,7 +60,9 @@ class EventStream(EventSourceResponse):
     bytes after the last chunk. An error after the headers becomes an error event, and the stream ends without [DONE].
     `config` has the intervals of chunks and of keep-alive comments. `opening` is sent with the headers. `failure`
     writes the error in APIs with an error event of their own.
-    `on_prompt_logprobs` gets the logprobs of a prompt before `encode` gets its first output.
+    `on_prompt_logprobs` gets the logprobs of a prompt before `encode` gets its first output. `text_frame`: the bytes
+    before and after the text, as JSON, of a chunk that `encode` would make of new text alone, after the first chunk;
+    None if its chunks have more.
 
     sse-starlette makes the head of the response. It would send the stream by five tasks in a task group, which takes
     250 us, and by a cancel scope and a debug call for each chunk, which cost more than all other work for a chunk
@@ -78,6 +80,7 @@ class EventStream(EventSourceResponse):
         opening: bytes = b"",
         failure: Callable[[ApiError], bytes] | None = None,
         on_prompt_logprobs: PromptLogprobsHandler | None = None,
+        text_frame: tuple[bytes, bytes] | None = None,
     ) -> None:
         super().__init__(_nothing(), headers=HEADERS)
         del self.headers["connection"]  # HTTP/1.1 keeps connections without it; HTTP/1.0 and a draining server do not
@@ -89,6 +92,7 @@ class EventStream(EventSourceResponse):
         self._opening = opening
         self._failure = failure or _error_event
         self._on_prompt_logprobs = on_prompt_logprobs
+        self._text_frame = text_frame
         self._num_tokens: int | None = None  # sent so far, where the client asks for it
         self._comment: asyncio.Task[None] | None = None
         self._stalled = False
@@ -158,6 +162,18 @@ class EventStream(EventSourceResponse):
     def ready(self) -> bool:
         """See OutputSink."""
         return self._writer is not None and self._writer.ready
+
+    @property
+    def takes_text(self) -> bool:
+        """See OutputSink."""
+        return self._text_frame is not None and self._num_tokens is None
+
+    def take_text(self, text: str) -> None:
+        """Write the chunk of new text at once. See OutputSink."""
+        assert self._writer is not None and self._text_frame is not None
+        if text:
+            before, after = self._text_frame
+            self._writer.write(before + encode_json(text) + after)
 
     def take(self, output: RequestOutput) -> None:
         """Write the chunks of an output of the only prompt at once. See OutputSink."""

@@ -59,7 +59,8 @@ def _stream(
         running_usage = usage if request.includes_running_usage else None
         encode = with_stream_options(encode, running_usage, request.include_obfuscation)
     ending = partial(chunks.ending, usage, timings)
-    return EventStream(chat.generation, encode, ending, served.config)
+    text_frame = chunks.text_frame if encode == chunks.encode else None
+    return EventStream(chat.generation, encode, ending, served.config, text_frame=text_frame)
 
 
 async def _collect(

@@ -48,12 +48,14 @@ def _stream(
     chunks = CompletionChunks(request, head, tokenizer, completion.echoes, completion.token_ids, reports)
 
     running_usage = usage if request.includes_running_usage else None
+    encode = with_stream_options(chunks.encode, running_usage, request.include_obfuscation)
     return EventStream(
         completion.generation,
-        with_stream_options(chunks.encode, running_usage, request.include_obfuscation),
+        encode,
         partial(chunks.ending, usage, timings),
         served.config,
         on_prompt_logprobs=reports.add,
+        text_frame=chunks.text_frame if encode == chunks.encode else None,
     )
 
 

@@ -17,6 +17,8 @@ def folder(tmp_path_factory):
 class Sink:
     """Takes every output while `is_ready(number of tokens so far)`."""
 
+    takes_text = False
+
     def __init__(self, is_ready=lambda num_tokens: True, fails_after=None):
         self.taken, self._is_ready, self._fails_after = [], is_ready, fails_after
 
@@ -55,7 +57,7 @@ async def test_the_reader_gets_the_first_and_the_last_output_alone(folder):
 class SamplesSink:
     """Takes every output: the tokens of each of `num_samples` samples."""
 
-    ready = True
+    ready, takes_text = True, True
 
     def __init__(self, num_samples):
         self.taken = [[] for _ in range(num_samples)]
@@ -85,6 +87,41 @@ async def test_a_sink_that_is_not_ready_leaves_outputs_to_the_reader(folder):
         everything, for_reader = await read(driver, Sink(lambda num_tokens: num_tokens % 3 == 0))
     assert everything == expected_tokens(PROMPT, 7, NUM_TOKENS)
     assert NUM_TOKENS // 2 < len(for_reader) < NUM_TOKENS
+
+
+class TextSink(Sink):
+    """Takes text where that is all there is."""
+
+    takes_text = True
+
+    def __init__(self):
+        super().__init__()
+        self.texts = []
+
+    def take_text(self, text):
+        self.texts.append(text)
+
+
+async def test_a_sink_takes_bare_text(folder):
+    sink, parts = TextSink(), []
+    async with running_driver(folder, "--step-seconds", "0.002") as driver:
+        stream = driver.generate(request("a", max_tokens=NUM_TOKENS))
+        stream.give_to(sink)
+        async for output in stream:
+            [part] = output.outputs
+            parts.append((len(sink.texts), part.text))
+        other = driver.generate(request("b", max_tokens=NUM_TOKENS))
+        whole = "".join([output.outputs[0].text async for output in other])
+    [(before_first, first), (before_last, last)] = parts
+    assert (before_first, before_last) == (0, NUM_TOKENS - 2) and sink.taken == []
+    assert first + "".join(sink.texts) + last == whole
+
+
+async def test_logprobs_come_with_whole_outputs(folder):
+    sink = TextSink()
+    async with running_driver(folder, "--step-seconds", "0.002") as driver:
+        everything, _ = await read(driver, sink, logprobs=1)
+    assert everything == expected_tokens(PROMPT, 7, NUM_TOKENS) and sink.texts == []
 
 
 async def test_stop_strings_need_the_reader(folder):
