@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-only test-slow lint docs families layouts kernels-aot kernels-aot-tritons bench gpu-check gpu-check-faults gpu-wheels soak fuzz attacks fairness ranks sim sim-mutants speculation-chi2 sleep-cycles rolling-restart manifests journal pauses ray schema-suite own-answers forced-values screenshots formats formats-libraries lora lm-eval clients clean
+.PHONY: help serve test test-only test-slow lint docs families layouts kernels-aot kernels-aot-tritons processors bench gpu-check gpu-check-faults gpu-wheels soak fuzz attacks fairness ranks sim sim-mutants speculation-chi2 sleep-cycles rolling-restart manifests journal pauses ray schema-suite own-answers forced-values screenshots formats formats-libraries lora lm-eval clients clean
 
 help:
 	@echo "make serve [ARGS=\"--model DIR_OR_HUB_ID --port 9000\"]   start the server"
@@ -15,6 +15,7 @@ help:
 	@echo "make layouts                                            load checkpoints in every layout of transformers 4.57 and 5"
 	@echo "make kernels-aot                                        compile every GPU kernel; registers, spills, shared memory"
 	@echo "make kernels-aot-tritons [TRITONS=\"3.4.0 3.8.0\"]        a few shapes of each kernel with other versions of Triton"
+	@echo "make processors                                         the tests of CPU kernels as on AVX2 and on AVX-512 without BF16"
 	@echo "make bench [ARGS=\"--only vllm --models llama-90m\"]   our server beside vLLM and llama.cpp, which it installs first"
 	@echo "make gpu-check [PARTS=\"decode linears\"]                on a machine with a GPU: tests, kernel times, engine figures"
 	@echo "make gpu-check-faults                                   plant faults in every part of gpu-check, on a CPU"
@@ -221,6 +222,9 @@ kernels-aot-tritons: $(VENV)/.installed-test
 		folder=.cache/triton/$$version; test -d $$folder || $(BIN)/pip install -q --no-deps --target $$folder triton==$$version || exit 1; \
 		PYTHONPATH=$$folder $(BIN)/python -W ignore -m kernels.aot --quick $(ARGS) || exit 1; \
 	done
+
+processors: $(VENV)/.installed-test
+	$(BIN)/python -m tests.kernels.other_processors $(ARGS)
 
 soak: $(VENV)/.installed-test
 	SOAK_REQUESTS=$(or $(REQUESTS),2000) SOAK_TOKENS=$(or $(TOKENS),60) $(BIN)/python -m pytest tests/server/test_soak.py --capture=no $(ARGS)

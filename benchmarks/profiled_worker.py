@@ -71,6 +71,7 @@ class Profile(msgspec.Struct):
 
 def describe(kernel: Any, packed: Any) -> tuple[str, tuple[int, int]]:
     """(name and shape of a kernel call, (bytes of weights or of keys and values, flops)). packed: its arguments."""
+    from kernels.cpu.linear.floats import DTYPES
     from kernels.cpu.quantized.scales import BYTES, COLUMNS
     from kernels.cpu.quantized.words import PAIR_WORDS
 
@@ -80,6 +81,9 @@ def describe(kernel: Any, packed: Any) -> tuple[str, tuple[int, int]]:
         prefix, matrices = _matrices_read(a[12])
         name = prefix + ("linear and gate" if a[13] >= 0 else name)
         return f"{name} {2 * words} -> {outputs}", (matrices * 4 * words * outputs, 4 * rows * words * outputs)
+    if name == "linear_f32":
+        rows, inputs, outputs = a[6], a[8], a[9]
+        return f"{name} {inputs} -> {outputs}", (inputs * outputs * DTYPES[a[12]].itemsize, 2 * rows * inputs * outputs)
     if name == "compressed_linear":
         rows, words, outputs = a[10], a[12], a[13]
         prefix, matrices = _matrices_read(a[16])

@@ -35,7 +35,7 @@ from engine.models.config import ModelConfig
 from engine.models.families import read_model_config
 from engine.models.loading.load import weight_bytes
 from engine.sampling_params import SamplingParams
-from engine.worker.device.choice import packs_codes
+from engine.worker.device.choice import multiplies_pairs
 from server.commands.bench.report import machine
 
 TYPES = ("BF16", "Q8_0", "Q4_0", "Q4_K", "Q6_K")  # of GGUF; --types also takes those of MORE_TYPES
@@ -170,7 +170,7 @@ def main(arguments: list[str]) -> None:
             stack.callback(peer.close)
         for kind, file in files.items():
             runs[f"pageserve {kind}"] = partial(run_engine, stack.enter_context(open_engine(file, None)))
-            sizes[f"pageserve {kind}"] = weight_bytes(read_model_config(file), 2, packs_codes("cpu"))
+            sizes[f"pageserve {kind}"] = weight_bytes(read_model_config(file), 2, multiplies_pairs("cpu"))
             if peer is not None:
                 runs[f"llama.cpp {kind}"] = partial(peer.run, file)
                 sizes[f"llama.cpp {kind}"] = file.stat().st_size

@@ -53,14 +53,14 @@ WARM_UP_STEPS = 8
 DriverTimes = list[tuple[float, float]]  # when the Driver's work began, and its seconds
 
 
-def measure_ceilings() -> dict[str, float]:
+def measure_ceilings(dtype: torch.dtype) -> dict[str, float]:
     """Bytes and FLOPs per second."""
     threads = torch.get_num_threads()
     ceilings = {"read_bytes_per_s": read_bandwidth()}
     torch.set_num_threads(1)
     ceilings["read_bytes_per_s_1_thread"] = read_bandwidth()
     torch.set_num_threads(threads)
-    x, weight = torch.randn(ROWS, SIZE).bfloat16(), torch.randn(SIZE, SIZE).bfloat16()
+    x, weight = torch.randn(ROWS, SIZE).to(dtype), torch.randn(SIZE, SIZE).to(dtype)
     layers: list[Callable[[torch.Tensor], object]] = [PackedLinear(weight, None), lambda x: x @ weight.T]
     seconds = min(_best_seconds(lambda layer=layer: layer(x)) for layer in layers)  # type: ignore[misc]
     ceilings["dot_flops_per_s"] = 2 * ROWS * SIZE * SIZE / seconds
@@ -112,7 +112,7 @@ def run_workload(options: argparse.Namespace) -> tuple[Profile, DriverTimes]:
         log = Path(folder) / "profile.json"
         engine.executor.supervisor.WORKER_COMMAND = (sys.executable, "-m", "benchmarks.profiled_worker", str(log))
         llm = LLM(
-            str(options.model), dtype="bfloat16", quantization=options.quantization, kv_cache_memory="512MiB",
+            str(options.model), dtype=options.dtype, quantization=options.quantization, kv_cache_memory="512MiB",
             enable_prefix_caching=False, max_num_batched_tokens=max(options.prompt, 2048),
             compressed_weights=options.compressed_weights,
         )  # fmt: skip
@@ -207,6 +207,7 @@ def main(arguments: list[str]) -> None:
         prog="python -m benchmarks.step_profile", description=(__doc__ or "").split("\n")[0]
     )
     parser.add_argument("--model", type=Path, default=Path(".cache/models/llama-90m"))
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--quantization")
     parser.add_argument("--compressed-weights", action=argparse.BooleanOptionalAction, help="default: as the server")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 16, 64])
@@ -215,7 +216,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
-    ceilings = measure_ceilings()
+    ceilings = measure_ceilings(getattr(torch, options.dtype))
     profile, driver = run_workload(options)
     groups = group_steps(profile, options)
     rows = {kind: summarise(steps, profile, driver) for kind, steps in groups.items()}

@@ -92,7 +92,8 @@ def digest() -> str:
 
     result = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(SOURCES.rglob("*.py"))))
     features = binding.get_host_cpu_features().flatten()
-    machine = sys.version, _version("numba"), llvmlite.__version__, binding.get_host_cpu_name(), features
+    chosen = [os.environ.get(f"NUMBA_CPU_{part}") for part in ("NAME", "FEATURES")]  # instead of the machine's
+    machine = sys.version, _version("numba"), llvmlite.__version__, binding.get_host_cpu_name(), features, chosen
     result.update(repr(machine).encode())
     return result.hexdigest()[:12]
 

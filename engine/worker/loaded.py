@@ -29,7 +29,7 @@ from engine.worker.device.choice import (
     compressed_bytes,
     keeps_compressed,
     make_flashinfer,
-    packs_codes,
+    multiplies_pairs,
     resolve_dtype,
     take_place,
 )
@@ -58,7 +58,7 @@ class LoadedDecoder:
     @property
     def packed(self) -> bool:
         """See weight_bytes."""
-        return packs_codes(self.device.type)
+        return multiplies_pairs(self.device.type)
 
     @property
     def max_model_len(self) -> int:
@@ -149,7 +149,7 @@ def check_weights_fit(
     memory evenly."""
     on_gpu = device.type == "cuda"
     free = torch.cuda.mem_get_info(device)[0] if on_gpu else available_host_bytes() // num_ranks
-    packed = packs_codes(device.type)
+    packed = multiplies_pairs(device.type)
     needed = weight_bytes(model, dtype.itemsize, packed) + compressed
     if draft is not None:
         needed += weight_bytes(draft, dtype.itemsize, packed)

@@ -31,7 +31,7 @@ from engine.worker.cache.kv_cache import (
     resolve_kv_format,
     size_kv_cache,
 )
-from engine.worker.device.choice import compressed_bytes, flashinfer_bytes, keeps_compressed, packs_codes
+from engine.worker.device.choice import compressed_bytes, flashinfer_bytes, keeps_compressed, multiplies_pairs
 from engine.worker.device.cuda_graphs import GRAPH_SHARE, MAX_DRAFT_ROWS, MAX_MIXED_TOKENS, decode_sizes, mixed_buckets
 from engine.worker.device.host import StepLimits, available_host_bytes, resolve_step_limits
 from engine.worker.sampling.prompt_scorer import MAX_SCORED_LOGITS, SCORE_BYTES
@@ -85,7 +85,7 @@ def make_plan(
     dtype = model.dtype if config.dtype == "auto" else config.dtype
     dtype_bytes = DTYPE_BYTES[dtype]
     num_positions = _num_positions(config, model, machine, dtype_bytes)
-    packed = packs_codes(machine.device_type)
+    packed = multiplies_pairs(machine.device_type)
     weights = weight_bytes(model, dtype_bytes, packed) + model.rotary_bytes(num_positions)
     if draft is not None:
         weights += weight_bytes(draft, dtype_bytes, packed) + draft.rotary_bytes(num_positions)
@@ -300,7 +300,7 @@ def describe(
     notes = [] if model.quantization is None else [model.quantization.name]
     notes += ["with rotary tables"] if model.position == "rope" else []
     if draft is not None:
-        draft_bytes = weight_bytes(draft, DTYPE_BYTES[dtype], packs_codes(machine.device_type))
+        draft_bytes = weight_bytes(draft, DTYPE_BYTES[dtype], multiplies_pairs(machine.device_type))
         notes.append(f"{format_bytes(draft_bytes)} of the draft model")
     yield _row("weights", plan.weights, ", ".join(notes))
     if plan.compressed:

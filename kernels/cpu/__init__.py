@@ -4,14 +4,14 @@ Only `kernels.dispatch.cpu_kernels` imports this package, and only if numba is i
 `supports_*` function: True if the compiled code covers the layout and dtype of the given tensors.
 """
 
-from kernels.cpu import decode_rows, program, quantize, tokens
+from kernels.cpu import decode_rows, features, program, quantize, tokens
 from kernels.cpu.attention import launch as attention
 from kernels.cpu.attention import tiles as attention_tiles
 from kernels.cpu.elementwise import activations, norms, positions, rows
 from kernels.cpu.experts import packed as experts
 from kernels.cpu.experts import pairs, routing
-from kernels.cpu.features import HAS_BF16_DOT
 from kernels.cpu.linear import compressed as compressed_linear
+from kernels.cpu.linear import floats as float_linear
 from kernels.cpu.linear import lora
 from kernels.cpu.linear import panels as linear
 from kernels.cpu.parallel import ParallelKernel
@@ -23,11 +23,11 @@ MODULES = [
     activations, attention, decode_rows, draw, logprobs, norms, penalties, positions, program, quantize, routing, rows,
     token_mask, tokens,
 ]  # fmt: skip
-if HAS_BF16_DOT:
-    MODULES += [attention_tiles, code_linear, code_rows, compressed_linear, linear, lora, pairs, scales]
+if features.MULTIPLIES_PAIRS:
+    MODULES += [attention_tiles, code_linear, code_rows, compressed_linear, float_linear, linear, lora, pairs, scales]
 
 __all__ = [
     "MODULES", "ParallelKernel", "activations", "attention", "code_linear", "code_rows", "compressed_linear",
-    "decode_rows", "draw", "experts", "linear", "logprobs", "lora", "norms", "pairs", "penalties", "positions",
-    "program", "quantize", "routing", "rows", "scales", "token_mask", "tokens",
+    "decode_rows", "draw", "experts", "features", "float_linear", "linear", "logprobs", "lora", "norms", "pairs",
+    "penalties", "positions", "program", "quantize", "routing", "rows", "scales", "token_mask", "tokens",
 ]  # fmt: skip

@@ -1,7 +1,7 @@
-"""Products of bf16 pairs (AVX512-BF16) for numba: sixteen 32-bit words with sixteen, summed in fp32.
+"""Products of bf16 pairs for numba: sixteen 32-bit words with sixteen, summed in fp32.
 
-A word is two neighbouring numbers of one sum. Holds helpers for codegen, and the microkernel of the CPU's matrix
-products.
+A word is two neighbouring numbers of one sum. AVX512-BF16 has an instruction for it; other processors widen the numbers
+(widened_dots.py). Holds helpers for codegen, and the microkernel of the CPU's matrix products.
 """
 
 from llvmlite import ir
@@ -9,11 +9,11 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kernels.cpu import simd
-from kernels.cpu.codes import WIDTH, F32Pointer, Vec
-from kernels.cpu.features import instruction
+from kernels.cpu import simd, widened_dots
+from kernels.cpu.codes import WIDTH, F32Pointer, Vec, constant
+from kernels.cpu.features import HAS_AVX512, HAS_BF16_DOT, instruction
 from kernels.cpu.parallel import jit
-from kernels.cpu.simd import I32Pointer
+from kernels.cpu.simd import I32Pointer, broadcast, vector_at
 
 _F32V, _I32V = (ir.VectorType(scalar, WIDTH) for scalar in (ir.FloatType(), ir.IntType(32)))
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
@@ -26,21 +26,23 @@ def words_at(pointer):
     return simd.pointer_i32(simd.address(pointer))
 
 
-def vector_at(builder, pointer, index, vector_type):
-    """pointer + index, as a pointer to a vector."""
-    return builder.bitcast(builder.gep(pointer, [index]), vector_type.as_pointer())
-
-
-def broadcast(builder, value):
-    """A vector of equal elements."""
-    vector = ir.VectorType(value.type, WIDTH)
-    one = builder.insert_element(ir.Constant(vector, ir.Undefined), value, ir.Constant(_I32, 0))
-    return builder.shuffle_vector(one, one, ir.Constant(_I32V, [0] * WIDTH))
-
-
 def dot(builder, total, a, b):
     """total[i] + a[2i] * b[2i] + a[2i + 1] * b[2i + 1]"""
+    if not HAS_BF16_DOT:
+        return widened_dots.dot(builder, total, a, b)
     return instruction(builder, "vdpbf16ps $2, $1, $0", "=v,v,v,0", _F32V, a, b, total)
+
+
+def add_products(builder, totals, inputs, factor):
+    """Raise each of the totals, places in memory, by the dot of its input and a common factor."""
+    if HAS_BF16_DOT:
+        for total, x in zip(totals, inputs, strict=True):
+            builder.store(dot(builder, builder.load(total), x, factor), total)
+        return
+    pairs = [widened_dots.halves(builder, x) for x in inputs]
+    for i, half in enumerate(widened_dots.halves(builder, factor)):  # one after the other, to need few registers
+        for total, x in zip(totals, pairs, strict=True):
+            builder.store(widened_dots.fma(builder, x[i], half, builder.load(total)), total)
 
 
 def lanes(value):
@@ -49,8 +51,9 @@ def lanes(value):
 
 
 def look_up(builder, codes, table):
-    """table[code % 32] for 32 codes of 16 bits. A table of 16 values repeats them, so bits above the fourth do not
-    count."""
+    """table[code % 16] for 32 codes of 16 bits; table: 16 values, twice."""
+    if not HAS_AVX512:
+        return widened_dots.look_up(builder, codes, table)
     return instruction(builder, "vpermw $2, $1, $0", "=v,v,v", LANES, codes, table)
 
 
@@ -60,10 +63,15 @@ _EXP2 = (0.07706717, 0.22764485, 0.69511682)
 
 def power_of_two(builder, x):
     """2 ** x, off by 9e-5 of it at most: for numbers that are rounded to bf16. -inf gives 0."""
-    rest = instruction(builder, "vreduceps $$9, $1, $0", "=v,v", _F32V, x)  # x - floor(x)
+    if HAS_AVX512:
+        rest = instruction(builder, "vreduceps $$9, $1, $0", "=v,v", _F32V, x)  # x - floor(x)
+    else:
+        whole, rest = widened_dots.whole_and_rest(builder, x)
     result, *others = (ir.Constant(_F32V, [coefficient] * WIDTH) for coefficient in (*_EXP2, 1.0))
     for coefficient in others:
         result = simd.call(builder, "llvm.fma.v16f32", _F32V, result, rest, coefficient)
+    if not HAS_AVX512:
+        return widened_dots.scale(builder, result, whole)
     return instruction(builder, "vscalefps $2, $1, $0", "=v,v,v", _F32V, result, x)  # result * 2 ** floor(x)
 
 
@@ -76,7 +84,13 @@ def exp2(typingctx, x):
 @intrinsic
 def inverse(typingctx, x):
     """1 / x, off by 6e-5 of it at most: for numbers that are rounded to bf16."""
-    return Vec(Vec), lambda context, builder, sig, args: instruction(builder, "vrcp14ps $1, $0", "=v,v", _F32V, *args)
+
+    def codegen(context, builder, sig, args):
+        if not HAS_AVX512:
+            return builder.fdiv(constant(ir.FloatType(), 1.0), *args)
+        return instruction(builder, "vrcp14ps $1, $0", "=v,v", _F32V, *args)
+
+    return Vec(Vec), codegen
 
 
 def multiply(rows, vectors, doc, lines=0, adds=True):
@@ -89,6 +103,9 @@ def multiply(rows, vectors, doc, lines=0, adds=True):
     cells = [(r, c) for r in range(rows) for c in range(vectors)]
 
     def codegen(context, builder, sig, args):
+        if not HAS_BF16_DOT:
+            widened_dots.multiply(builder, rows, vectors, lines, adds, args)
+            return context.get_dummy_value()
         a, a_stride, b, b_stride, depth, out, out_stride, *soon = args
         totals, targets = {}, {}
         for r, c in cells:

@@ -1,11 +1,18 @@
-"""The features of this processor, and its instructions that LLVM's portable operations do not reach."""
+"""The features of the processor that kernels are compiled for, and its instructions that LLVM's portable operations do
+not reach."""
 
 from llvmlite import binding, ir
+from numba.core import codegen, config
 
 binding.initialize_native_asmparser()  # needed by `instruction`
-_FEATURES = binding.get_host_cpu_features()
-HAS_BF16_DOT = bool(_FEATURES.get("avx512bf16"))  # vdpbf16ps, vcvtneps2bf16
-HAS_BF16_TILES = bool(_FEATURES.get("amx-bf16"))  # AMX: several times as fast with many rows
+# numba compiles for this machine, or for what NUMBA_CPU_FEATURES says: "+avx2,+fma,-avx512f".
+_FEATURES = set((config.CPU_FEATURES or codegen.get_host_cpu_features()).split(","))
+HAS_BF16_DOT = "+avx512bf16" in _FEATURES  # vdpbf16ps, vcvtneps2bf16
+HAS_BF16_TILES = "+amx-bf16" in _FEATURES  # AMX: several times as fast with many rows
+HAS_AVX512 = {"+avx512bw", "+avx512dq"} <= _FEATURES  # 32 registers of 64 bytes
+HAS_AVX2 = {"+avx2", "+fma", "+f16c"} <= _FEATURES  # 16 registers of 32 bytes
+# Kernels multiply pairs of bf16 numbers, by one instruction or by several (kernels/cpu/dots.py).
+MULTIPLIES_PAIRS = HAS_BF16_DOT or HAS_AVX2
 
 
 def instruction(builder, text, constraints, result, *args):

@@ -37,8 +37,16 @@ def call(builder, name, result, *args):
     return builder.call(cgutils.get_or_insert_function(builder.module, function_type, name), args)
 
 
-def _vector_pointer(builder, pointer, index, vector_type):
+def vector_at(builder, pointer, index, vector_type):
+    """pointer + index, as a pointer to a vector. For code generation, as all functions that take a builder."""
     return builder.bitcast(builder.gep(pointer, [index]), vector_type.as_pointer())
+
+
+def broadcast(builder, value):
+    """A vector of equal elements."""
+    vector = ir.VectorType(value.type, WIDTH)
+    one = builder.insert_element(ir.Constant(vector, ir.Undefined), value, ir.Constant(_I32, 0))
+    return builder.shuffle_vector(one, one, ir.Constant(_I32V, [0] * WIDTH))
 
 
 def _is_bf16(pointer_type):
@@ -99,7 +107,7 @@ def fetch_add(typingctx, pointer, value):
 
 def _load_vector(builder, pointer, index, bf16):
     """pointer[index : index + 16], widened to float32."""
-    vector = builder.load(_vector_pointer(builder, pointer, index, _I16V if bf16 else _F32V), align=2 if bf16 else 4)
+    vector = builder.load(vector_at(builder, pointer, index, _I16V if bf16 else _F32V), align=2 if bf16 else 4)
     if not bf16:
         return vector
     return builder.bitcast(builder.shl(builder.zext(vector, _I32V), _splat_constant(_I32, 16)), _F32V)
@@ -108,7 +116,7 @@ def _load_vector(builder, pointer, index, bf16):
 def _store_vector(builder, pointer, index, vector, bf16):
     """pointer[index : index + 16] = vector, rounded to bf16 where `bf16`."""
     vector = round_to_bf16(builder, vector) if bf16 else vector
-    builder.store(vector, _vector_pointer(builder, pointer, index, vector.type), align=2 if bf16 else 4)
+    builder.store(vector, vector_at(builder, pointer, index, vector.type), align=2 if bf16 else 4)
 
 
 @intrinsic
@@ -174,7 +182,7 @@ def store_some(typingctx, pointer, index, value, count):
 
 def _load_words(builder, pointer, index):
     """32 bf16 numbers as 32-bit words: the even ones, widened, and the odd ones."""
-    words = builder.load(_vector_pointer(builder, pointer, index, _I32V), align=2)
+    words = builder.load(vector_at(builder, pointer, index, _I32V), align=2)
     pair = (builder.shl(words, _splat_constant(_I32, 16)), builder.and_(words, _splat_constant(_I32, -65536)))
     return [builder.bitcast(half, _F32V) for half in pair]
 
@@ -183,7 +191,7 @@ def _store_words(builder, pointer, index, even, odd):
     """The inverse of _load_words, rounded."""
     low, high = (builder.zext(round_to_bf16(builder, half), _I32V) for half in (even, odd))
     words = builder.or_(low, builder.shl(high, _splat_constant(_I32, 16)))
-    builder.store(words, _vector_pointer(builder, pointer, index, _I32V), align=2)
+    builder.store(words, vector_at(builder, pointer, index, _I32V), align=2)
 
 
 @intrinsic
@@ -203,7 +211,7 @@ def load_pair(typingctx, pointer, index):
             pair = _load_words(builder, pointer, index)
         else:
             second = builder.add(index, ir.Constant(_I64, WIDTH))
-            pair = [builder.load(_vector_pointer(builder, pointer, i, _F32V), align=4) for i in (index, second)]
+            pair = [builder.load(vector_at(builder, pointer, i, _F32V), align=4) for i in (index, second)]
         return context.make_tuple(builder, sig.return_type, pair)
 
     return types.UniTuple(Vec, 2)(pointer, types.int64), codegen
@@ -220,7 +228,7 @@ def store_pair(typingctx, pointer, index, a, b):
             _store_words(builder, pointer, index, a, b)
         else:
             for half, i in ((a, index), (b, builder.add(index, ir.Constant(_I64, WIDTH)))):
-                builder.store(half, _vector_pointer(builder, pointer, i, _F32V), align=4)
+                builder.store(half, vector_at(builder, pointer, i, _F32V), align=4)
         return context.get_dummy_value()
 
     return types.void(pointer, types.int64, Vec, Vec), codegen
@@ -237,7 +245,7 @@ def load_even_odd(typingctx, pointer, index):
             pair = _load_words(builder, pointer, index)
         else:
             second = builder.add(index, ir.Constant(_I64, WIDTH))
-            halves = [builder.load(_vector_pointer(builder, pointer, i, _F32V), align=4) for i in (index, second)]
+            halves = [builder.load(vector_at(builder, pointer, i, _F32V), align=4) for i in (index, second)]
             pair = [
                 builder.shuffle_vector(*halves, ir.Constant(_I32V, list(range(odd, 2 * WIDTH, 2)))) for odd in (0, 1)
             ]
@@ -260,7 +268,7 @@ def store_even_odd(typingctx, pointer, index, even, odd):
                 lanes = [lane + odd for lane in range(first, first + WIDTH // 2) for odd in (0, WIDTH)]
                 half = builder.shuffle_vector(*pair, ir.Constant(_I32V, lanes))
                 at = builder.add(index, ir.Constant(_I64, 2 * first))
-                builder.store(half, _vector_pointer(builder, pointer, at, _F32V), align=4)
+                builder.store(half, vector_at(builder, pointer, at, _F32V), align=4)
         return context.get_dummy_value()
 
     return types.void(pointer, types.int64, Vec, Vec), codegen
@@ -302,12 +310,7 @@ def round_to(typingctx, pointer, value):
 @intrinsic
 def splat(typingctx, value):
     """Sixteen copies of one float32."""
-
-    def codegen(context, builder, sig, args):
-        one = builder.insert_element(ir.Constant(_F32V, ir.Undefined), args[0], ir.Constant(_I32, 0))
-        return builder.shuffle_vector(one, one, ir.Constant(_I32V, [0] * WIDTH))
-
-    return Vec(types.float32), codegen
+    return Vec(types.float32), lambda context, builder, sig, args: broadcast(builder, *args)
 
 
 def _binary(operation, doc):
@@ -434,7 +437,7 @@ def store_sums4(typingctx, pointer, index, a, b, c, d):
     def codegen(context, builder, sig, args):
         pointer, index, *vectors = args
         vector = sums4(builder, *vectors)
-        where = _vector_pointer(builder, pointer, index, vector.type)
+        where = vector_at(builder, pointer, index, vector.type)
         builder.store(vector, where, align=4)
         return context.get_dummy_value()
 

@@ -14,9 +14,9 @@ from kernels.elementwise.activation import kernel_name
 class PackedLinear:
     """y = x @ weight.T + bias. weight [out_features, in_features]; x [num_tokens, in_features].
 
-    On a CPU in bf16 the weight is packed into panels for our own kernel (kernels/cpu/linear/panels.py) or, if the CPU
-    lacks its instructions, into oneDNN's blocked layout, 2-4 times faster than F.linear at 1 to 16 rows and no slower
-    above. The plain copy is then dropped: `weight` is None.
+    On a CPU the weight is packed into panels for our own kernels (kernels/cpu/linear: panels.py for bf16, floats.py for
+    fp32). If the CPU lacks their instructions, bf16 is packed into oneDNN's blocked layout, 2-4 times faster than
+    F.linear at 1 to 16 rows and no slower above. The plain copy is then dropped: `weight` is None.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, compresses: bool = False) -> None:
@@ -28,9 +28,12 @@ class PackedLinear:
         self.packed_weight: Tensor | None = None
         self.panels: Tensor | None = None
         self.compressed: Any = None  # CompressedPanels or None
+        self.floats: Any = None  # FloatPanels or None
+        cpu = cpu_kernels() if weight.device.type == "cpu" else None
+        if cpu and cpu.float_linear.supports_floats(weight, bias):
+            self.floats, self.weight = cpu.float_linear.FloatPanels(weight), None
         if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
             return
-        cpu = cpu_kernels()
         if cpu and cpu.linear.supports_linear(weight, bias):
             self.panels, self._linear = cpu.linear.pack(weight), cpu.linear.linear
             self.compressed = cpu.compressed_linear.compress(self.panels) if compresses else None
@@ -45,6 +48,8 @@ class PackedLinear:
             return self.compressed.linear(x, self.bias, self.out_features)  # type: ignore[no-any-return]
         if self.panels is not None:
             return self._linear(x, self.panels, self.bias, self.out_features)
+        if self.floats is not None:
+            return self.floats.linear(x, self.bias)  # type: ignore[no-any-return]
         if self.packed_weight is not None:
             return _packed_linear(x, self.packed_weight, self.bias)
         return F.linear(x, self.weight, self.bias)

@@ -13,7 +13,7 @@ from engine.models.families import model_config
 from kernels.dispatch import cpu_kernels
 
 cpu = cpu_kernels()
-needs_dots = pytest.mark.skipif(cpu is None or cpu.linear not in cpu.MODULES, reason="needs vdpbf16ps")
+needs_dots = pytest.mark.skipif(cpu is None or cpu.linear not in cpu.MODULES, reason="needs pairs of bf16")
 
 
 def calls_of(work):

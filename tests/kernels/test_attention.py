@@ -133,7 +133,7 @@ def test_a_row_does_not_depend_on_the_batch_or_on_how_it_was_scheduled(dtype):
         rows, data.k_cache, data.v_cache, data.block_tables[2:3], cu_seqlens_q=torch.tensor([0, 6], dtype=torch.int32),
         seq_lens=data.seq_lens[2:3], max_seqlen_q=6, scale=0.125,
     )  # fmt: skip
-    if dtype == torch.float32 or not attention_tiles.HAS_BF16_DOT:
+    if dtype == torch.float32 or not attention_tiles.MULTIPLIES_PAIRS:
         assert torch.equal(prefilled[5:], alone)
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
@@ -253,8 +253,8 @@ def test_a_prompt_whose_scores_rise_and_fall(case, trend):
 
 def test_tiles_never_read_what_lies_behind_a_sequence():
     """The rest of its last block may hold anything: here NaN."""
-    if not attention_tiles.HAS_BF16_DOT:
-        pytest.skip("tiles need a processor with AVX512-BF16")
+    if not attention_tiles.MULTIPLIES_PAIRS:
+        pytest.skip("tiles need a processor that multiplies pairs of bf16")
     data = paged([37, 65], 2, 32, 16, torch.bfloat16)
     for seq, length in enumerate((37, 65)):
         last = data.block_tables[seq, length // 16]

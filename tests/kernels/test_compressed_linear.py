@@ -54,7 +54,7 @@ def test_few_rows_have_the_bits_of_plain_weights(shape, make, monkeypatch):
             for rows in range(10):
                 x = inputs_of(shape, rows)
                 assert layer(x).view(torch.int16).equal(plain(x).view(torch.int16)), rows
-                assert layer.compressed.takes(x) == (0 < rows <= 6)
+                assert layer.compressed.takes(x) == (0 < rows <= cpu.compressed_linear.MAX_ROWS)
                 if layer.compressed.takes(x):
                     out = layer.compressed.linear(x, bias, shape[0])
                     assert out.view(torch.int16).equal(plain(x).view(torch.int16)), rows

@@ -16,7 +16,7 @@ from kernels.linear.moe_routing import RoutingRule, route, route_reference
 from kernels.quantized.weight import QuantizedWeight
 from tests.kernels.moe_cases import GPT_OSS, LLAMA4, close, make, quantize
 
-pytestmark = pytest.mark.skipif(not cpu_kernels().code_linear.HAS_BF16_DOT, reason="this processor has no vdpbf16ps")
+pytestmark = pytest.mark.skipif(not cpu_kernels().features.MULTIPLIES_PAIRS, reason="needs pairs of bf16")
 RULE = RoutingRule(2, True)
 # (tokens, experts, top_k, hidden, inner): one row, few rows, experts without rows, several blocks of an expert, and
 # matrices that end inside a panel or cannot be gated in it.

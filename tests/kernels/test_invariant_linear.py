@@ -58,13 +58,17 @@ class Library(PackedLinear):
 
     calls = []
 
+    def __init__(self, weight, bias):
+        super().__init__(weight, bias)
+        self.numbers = weight.numpy()
+
     @staticmethod
     def backwards(num_rows, row):
         return False
 
     def __call__(self, x):
         self.calls.append(len(x))
-        products = x.numpy()[:, None] * self.weight.numpy()
+        products = x.numpy()[:, None] * self.numbers
         turned = np.array([self.backwards(len(x), row) for row in range(len(x))])
         ordered = np.where(turned[:, None, None], products[:, :, ::-1], products)
         return torch.from_numpy(ordered.cumsum(2, dtype=np.float32)[:, :, -1])

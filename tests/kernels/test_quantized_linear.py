@@ -13,7 +13,7 @@ from kernels.quantized.weight import INT4, QuantizedWeight, pack_4bit
 IN = 192
 KINDS = ["int4", "nf4", "int6", "int8", "fp8"]
 NF4 = tuple(float(x) for x in torch.linspace(-1, 1, 16).pow(3))  # values that bf16 does not hold
-COMPILED = cpu_kernels() is not None and cpu_kernels().code_linear.HAS_BF16_DOT
+COMPILED = cpu_kernels() is not None and cpu_kernels().features.MULTIPLIES_PAIRS
 
 
 def make(kind: str, out: int, group: int, offsets: bool = False, permuted: bool = False) -> QuantizedWeight:
@@ -66,7 +66,7 @@ def test_every_kind_of_codes_and_number_of_rows(kind, out, group, offsets, permu
         check(plain, matrix, torch.randn(3, 2 * IN).to(dtype)[:, IN:], None)
 
 
-@pytest.mark.skipif(not COMPILED, reason="this processor has no vdpbf16ps")
+@pytest.mark.skipif(not COMPILED, reason="needs pairs of bf16")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("group, offsets", [(32, True), (16, False), (IN, True)])
 def test_a_row_has_the_same_bits_with_any_other_rows(kind, group, offsets):
@@ -103,7 +103,7 @@ def make_factored(kind: str, out: int, group: int, offsets: bool) -> QuantizedWe
     return QuantizedWeight(codes, scales, group, draw(-64, 1) if offsets else None, INT4 if kind == "int4" else None)
 
 
-@pytest.mark.skipif(not COMPILED, reason="this processor has no vdpbf16ps")
+@pytest.mark.skipif(not COMPILED, reason="needs pairs of bf16")
 @pytest.mark.parametrize("kind", ["int4", "int6"])
 @pytest.mark.parametrize("out, group, offsets", [(97, 32, True), (64, 16, False), (130, 16, True)])
 def test_scales_with_a_common_factor_are_kept_as_integers_and_codes_in_their_bits(kind, out, group, offsets):
@@ -121,7 +121,7 @@ def test_scales_with_a_common_factor_are_kept_as_integers_and_codes_in_their_bit
     assert torch.equal(layer.rows(rows), weight.dequantize(torch.bfloat16)[rows])
 
 
-@pytest.mark.skipif(not COMPILED, reason="this processor has no vdpbf16ps")
+@pytest.mark.skipif(not COMPILED, reason="needs pairs of bf16")
 @pytest.mark.parametrize("least, most, bits", [(-32, 31, 6), (-33, 31, 8), (-32, 32, 8)])
 def test_codes_take_six_bits_if_all_of_them_fit(least, most, bits):
     codes = torch.zeros(64, IN, dtype=torch.int8)
@@ -132,7 +132,7 @@ def test_codes_take_six_bits_if_all_of_them_fit(least, most, bits):
     assert torch.equal(packed.rows(torch.arange(64)), weight.dequantize())
 
 
-@pytest.mark.skipif(not COMPILED, reason="this processor has no vdpbf16ps")
+@pytest.mark.skipif(not COMPILED, reason="needs pairs of bf16")
 def test_factors_are_found_where_there_are_some():
     integers = torch.tensor([-128, 127, 0, 63, 1, -1, 2, 90])
     small, least = torch.tensor(0.0123).half(), torch.tensor(2.0**-24).half()
@@ -161,7 +161,7 @@ def test_parts_of_different_kinds():
     check(layer, matrix, torch.randn(5, IN).bfloat16(), bias)
 
 
-@pytest.mark.skipif(not COMPILED, reason="this processor has no vdpbf16ps")
+@pytest.mark.skipif(not COMPILED, reason="needs pairs of bf16")
 def test_small_numbers_of_fp8_are_exact():
     """Every code, the subnormal ones included, times one."""
     codes = torch.arange(256, dtype=torch.uint8)

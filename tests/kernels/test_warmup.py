@@ -115,7 +115,9 @@ def test_a_folder_is_for_one_kind_of_processor(monkeypatch):
     monkeypatch.setattr(binding, "get_host_cpu_features", lambda: binding.FeatureMap(avx2=True))
     other_features = digest()
     monkeypatch.setattr(binding, "get_host_cpu_name", lambda: "another")
-    assert len({here, other_features, digest()}) == 3
+    other_name = digest()
+    monkeypatch.setenv("NUMBA_CPU_FEATURES", "+avx2")
+    assert len({here, other_features, other_name, digest()}) == 4
 
 
 def test_a_complete_folder_is_used_where_it_cannot_be_written(monkeypatch, tmp_path):

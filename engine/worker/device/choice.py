@@ -59,7 +59,7 @@ def take_place(config: EngineConfig, place: Place) -> tuple[torch.device, Ranks 
 def resolve_dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> torch.dtype:
     """The dtype to compute in: the setting, or for "auto" the checkpoint's dtype if the device has native arithmetic
     for it, else the nearest dtype with native arithmetic."""
-    bfloat16, float16 = _fast_dtypes(device)
+    bfloat16, float16 = _fast_dtypes(device, model.causal)
     if config.dtype == "auto":
         wanted = model.dtype
         if wanted == "bfloat16" and not bfloat16:
@@ -176,17 +176,22 @@ def _problem(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, devic
     return prompt_attention(config, model, dtype).problem()
 
 
-def _fast_dtypes(device: torch.device) -> tuple[bool, bool]:
-    """(bfloat16, float16): True for each that the device computes in natively."""
+def _fast_dtypes(device: torch.device, causal: bool) -> tuple[bool, bool]:
+    """(bfloat16, float16): True for each that the device computes in natively, or as fast.
+
+    Our kernels widen bfloat16 to fp32 as they read it where a CPU has no arithmetic for it. Torch's attention, which
+    encoders (not `causal`) use, does not.
+    """
     if device.type == "cuda":
         return read_card(device).capability >= BF16_CAPABILITY, True
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()), False
+    native = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return native or (causal and multiplies_pairs(device.type)), False
 
 
-def packs_codes(device_type: str) -> bool:
-    """True if codes of quantised weights are packed for kernels/cpu/quantized, and so may take less memory."""
+def multiplies_pairs(device_type: str) -> bool:
+    """True if kernels/cpu multiplies bf16 weights, and codes of quantised weights, which are packed for that."""
     cpu = cpu_kernels() if device_type == "cpu" else None
-    return cpu is not None and cpu.code_linear.HAS_BF16_DOT
+    return cpu is not None and cpu.features.MULTIPLIES_PAIRS
 
 
 def compressed_bytes(models: Sequence[ModelConfig]) -> int:
@@ -228,5 +233,5 @@ def _obstacle(config: EngineConfig, model: ModelConfig, dtype: str, device_type:
         return "batch_invariant has linear layers of its own"
     cpu = cpu_kernels()
     if cpu is None or not cpu.linear.supports_linear(torch.empty((16, 2), dtype=torch.bfloat16), None):
-        return "the kernel needs numba and a CPU with AVX512-BF16 and without AMX"
+        return "the kernel needs numba and a CPU with AVX2 and without AMX"
     return None

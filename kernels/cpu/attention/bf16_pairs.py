@@ -1,4 +1,4 @@
-"""Decode attention on a CPU that multiplies bf16 pairs (AVX512-BF16), over a bf16 cache. Called by launch.py.
+"""Decode attention on a CPU with an instruction for bf16 pairs (AVX512-BF16), over a bf16 cache. Called by launch.py.
 
 Queries and keys are multiplied as 32-bit words of two neighbouring elements, probabilities and values as words of two
 neighbouring tokens: half the multiplications of widened fp32, and no widening. Up to four heads of a group share each

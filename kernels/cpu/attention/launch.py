@@ -4,9 +4,9 @@ The query heads that share a KV head are computed four at a time (a "quad"), so 
 heads. Three remaining heads are padded to a quad; one or two are computed one by one. The scores of a quad are stored
 token by token, four floats per token, the scores of a single head one float per token ("lanes" is 4 or 1).
 
-If the processor multiplies pairs of bf16, a bf16 cache whose KV heads serve several query heads is not widened:
-bf16_pairs.py. A KV head with a single query head is faster here, because no other head would share its pairing of value
-rows.
+If the processor has an instruction for pairs of bf16, a bf16 cache whose KV heads serve several query heads is not
+widened: bf16_pairs.py. A KV head with a single query head is faster here, because no other head would share its pairing
+of value rows.
 
 Codes of a quantised cache are widened in registers too. A key's scale multiplies its scores and a value's scale its
 probabilities, so that the loops over a row are the same for every format.

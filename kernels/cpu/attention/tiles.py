@@ -1,4 +1,4 @@
-"""Prefill attention on a CPU that multiplies bf16 pairs (AVX512-BF16): tiles of query rows against tiles of keys.
+"""Prefill attention on a CPU that multiplies bf16 pairs: tiles of query rows against tiles of keys.
 
 FlashAttention's loop (Dao 2023, algorithm 1) for one KV head: a tile of keys is repacked once and then serves every
 query row of the tile and every head of the group. Tiles of keys start at multiples of their size, and a tile outside of
@@ -22,7 +22,7 @@ from kernels.cpu.attention.rows import block, find_sequence, heads_of, words
 from kernels.cpu.codes import WIDTH, F32Pointer, Vec
 from kernels.cpu.dots import broadcast, exp2, multiply, power_of_two, vector_at, words_at
 from kernels.cpu.elementwise.activations import tanh
-from kernels.cpu.features import HAS_BF16_DOT
+from kernels.cpu.features import MULTIPLIES_PAIRS
 from kernels.cpu.parallel import empty, jit, next_item, parallel_kernel
 from kernels.cpu.simd import BF16Pointer, I32Pointer, advance, load, load_pair, read, splat, store, write
 from kernels.kv_format import kv_format_of
@@ -409,7 +409,7 @@ _KERNELS = {"auto": _prefill, "int8": _prefill_int8, "fp8": _prefill_fp8, "int4"
 def supports(q: Tensor, k_cache: Tensor) -> bool:
     """True for bf16 rows, a bf16 or quantised cache, head_dim a multiple of 32, and block_size of 16."""
     return (
-        HAS_BF16_DOT
+        MULTIPLIES_PAIRS
         and q.dtype == torch.bfloat16
         and (k_cache.dtype == q.dtype or kv_format_of(k_cache) is not None)
         and q.shape[2] % (2 * WIDTH) == 0

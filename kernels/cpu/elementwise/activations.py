@@ -10,7 +10,6 @@ from torch import Tensor
 from kernels.cpu import simd
 from kernels.cpu.dots import exp2, inverse
 from kernels.cpu.elementwise.work import CHUNK, DTYPES
-from kernels.cpu.features import HAS_BF16_DOT
 from kernels.cpu.parallel import ParallelKernel, empty, jit, next_item, parallel_kernel
 from kernels.cpu.simd import WIDTH, advance, choose, fma, load, mul, splat, store, sub
 
@@ -46,25 +45,14 @@ class Gate(NamedTuple):
         return GATES[self.function], self.limit, self.slope
 
 
-if HAS_BF16_DOT:
+@jit
+def _exp(x, rough):
+    return exp2(mul(x, splat(np.float32(LOG2_E)))) if rough else simd.exp(x)
 
-    @jit
-    def _exp(x, rough):
-        return exp2(mul(x, splat(np.float32(LOG2_E)))) if rough else simd.exp(x)
 
-    @jit
-    def _inverse(x, rough):
-        return inverse(x) if rough else simd.div(splat(np.float32(1)), x)
-
-else:
-
-    @jit
-    def _exp(x, rough):
-        return simd.exp(x)
-
-    @jit
-    def _inverse(x, rough):
-        return simd.div(splat(np.float32(1)), x)
+@jit
+def _inverse(x, rough):
+    return inverse(x) if rough else simd.div(splat(np.float32(1)), x)
 
 
 @jit

@@ -5,7 +5,8 @@ A bf16 number has 8 bits of exponent, but trained weights use few exponents: the
 section 2). So a panel of 64 outputs stores the sign and the mantissa of a weight, 8 bits, and 4 bits that name one of
 the sixteen most frequent exponents of the panel. Every weight has the same length, so a panel is read in order: one
 instruction looks 32 exponents up (vpermw), one puts the parts together (vpternlogd), and vdpbf16ps multiplies as in
-kernels/cpu/linear/panels.py, in the same order of the same numbers. Results have the same bits.
+kernels/cpu/linear/panels.py, in the same order of the same numbers. Results have the same bits. (Processors without
+these instructions take several for each.)
 
 Some weights have another exponent: of normally distributed weights one in 14,000. Their pair of inputs is stored plain
 for all outputs of the panel. Above MAX_ROWS, decoding takes longer than reading plain weights, so both forms are kept.
@@ -25,9 +26,11 @@ from kernels.cpu import simd
 from kernels.cpu.codes import WIDTH, F32Pointer
 from kernels.cpu.dots import LANES, broadcast, dot, lanes, look_up, vector_at
 from kernels.cpu.elementwise.activations import Gate
+from kernels.cpu.features import HAS_AVX512, HAS_BF16_DOT
 from kernels.cpu.linear.panels import (
     COLUMNS,
     NO_GATE,
+    ROWS,
     ZERO,
     multiply_ahead,
     store_gated_outputs,
@@ -38,7 +41,9 @@ from kernels.cpu.linear.places import RowGroups, count_items, give_out_rest, pla
 from kernels.cpu.parallel import empty, jit, next_item, parallel_kernel
 from kernels.cpu.simd import I32Pointer, advance, read, splat, store, write
 
-MAX_ROWS = 6  # 24 sums, 4 decoded words, a word of x and 3 constants fill the 32 registers
+# 24 sums, 4 decoded words, a word of x and 3 constants fill the 32 registers. Without vdpbf16ps a row takes more
+# arithmetic, and AVX2 has neither vpermw nor 32 registers: more rows take as long as with plain weights, or longer.
+MAX_ROWS = 6 if HAS_BF16_DOT else 4 if HAS_AVX512 else 2
 VECTORS = COLUMNS // WIDTH
 WORDS = 3 * WIDTH  # 32-bit words that hold a pair of inputs of 64 outputs: codes, and signs and mantissas twice
 AHEAD = 32 * WORDS  # prefetch distance in words, 6 KiB: as much as plain panels want reads a twentieth slower
@@ -107,7 +112,8 @@ def _multiply(rows):
     return intrinsic(typing)
 
 
-_rows1, _rows2, _rows3, _rows4, _rows5, _rows6 = (_multiply(rows) for rows in range(1, MAX_ROWS + 1))
+_compiled = [_multiply(rows) for rows in range(1, MAX_ROWS + 1)]
+_rows1, _rows2, _rows3, _rows4, _rows5, _rows6 = _compiled + _compiled[-1:] * (ROWS - MAX_ROWS)
 
 
 @jit

@@ -19,7 +19,7 @@ from torch import Tensor
 from kernels.cpu import simd
 from kernels.cpu.codes import WIDTH, F32Pointer
 from kernels.cpu.dots import dot, multiply, vector_at
-from kernels.cpu.features import HAS_BF16_DOT
+from kernels.cpu.features import MULTIPLIES_PAIRS
 from kernels.cpu.parallel import empty, jit, next_item, parallel_kernel
 from kernels.cpu.simd import I32Pointer, advance, load, splat, store, sums4
 
@@ -156,7 +156,7 @@ def _expand(args):
 def supports_lora(in_features: int, parts: tuple[int, ...], dtype: torch.dtype) -> bool:
     """True for bf16, in_features in 32s and parts of the output in 16s."""
     whole = in_features % (2 * WIDTH) == 0 and all(rows % WIDTH == 0 for rows in parts)
-    return HAS_BF16_DOT and dtype == torch.bfloat16 and whole
+    return MULTIPLIES_PAIRS and dtype == torch.bfloat16 and whole
 
 
 def pack_a(a: Tensor) -> Tensor:

@@ -1,9 +1,10 @@
-"""The bf16 linear layer of a CPU that multiplies bf16 pairs; with one row it is as fast as memory.
+"""The linear layer over bf16 weights of a CPU that multiplies bf16 pairs; with one row it is as fast as memory.
 
 The weight is stored in panels of 64 outputs, and each panel is read from memory once, from its first word to its last:
 a microkernel keeps six rows by 64 columns of sums in registers while it reads the panel. A row's sums do not depend on
 the other rows. Unlike oneDNN's, the code does not depend on the number of rows. Time compared with oneDNN, all layers
-of a llama of 90 M parameters, two cores: two thirds with 1 or 2 rows, 70 to 80 % with 4 to 32, nine tenths with 64.
+of a llama of 90 M parameters, two cores with AVX512-BF16: two thirds with 1 or 2 rows, 70 to 80 % with 4 to 32, nine
+tenths with 64.
 """
 
 import numpy as np
@@ -11,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.cpu import simd
+from kernels.cpu import simd, widened_dots
 from kernels.cpu.codes import WIDTH
 from kernels.cpu.dots import multiply
 from kernels.cpu.elementwise.activations import FUNCTIONS, Gate, gated
-from kernels.cpu.features import HAS_BF16_DOT, HAS_BF16_TILES
+from kernels.cpu.features import HAS_BF16_DOT, HAS_BF16_TILES, MULTIPLIES_PAIRS
 from kernels.cpu.linear.places import RowGroups, count_items, give_out_rest, place_of
 from kernels.cpu.parallel import empty, jit, next_item, parallel_kernel
 from kernels.cpu.simd import advance, load, load_some, splat, store, store_some
@@ -24,8 +25,11 @@ COLUMNS = 64  # outputs per panel
 HALF = COLUMNS // 2
 ROWS = 6  # rows of a microkernel: 24 sums, 4 words of the panel and one word of x in 32 registers
 ROWS_PER_ITEM = 96
-DEPTH = 1024  # words of a row at a time: this part of a panel, 256 KiB, stays in L2 for the next rows
-AHEAD = 4096  # prefetch distance in words, 16 KiB: 5.2 ms with 1 row, 6.2 ms at 4 KiB
+# Words of a row at a time: this part of a panel, 256 or 64 KiB, stays in L2 for the next rows.
+DEPTH = 1024 if HAS_BF16_DOT else widened_dots.DEPTH
+# Prefetch distance in words, 16 KiB: 5.2 ms with 1 row, 6.2 ms at 4 KiB. Without vdpbf16ps, columns are read block by
+# block, and all of what a block reads is to be there before.
+AHEAD = 4096 if HAS_BF16_DOT else widened_dots.DEPTH * COLUMNS
 ZERO = np.float32(0)
 NO_GATE = (-1, 0.0, 0.0)  # in place of Gate.arguments
 
@@ -153,7 +157,7 @@ def _linear(args):
 def supports_linear(weight: Tensor, bias: Tensor | None) -> bool:
     """True for bf16 and in_features a multiple of 2. On CPUs with tiles for bf16, oneDNN is used."""
     return (
-        HAS_BF16_DOT
+        MULTIPLIES_PAIRS
         and not HAS_BF16_TILES
         and weight.dtype == torch.bfloat16
         and weight.shape[1] % 2 == 0

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from kernels.cpu import simd
 from kernels.cpu.codes import WIDTH, F32Pointer, constant
-from kernels.cpu.dots import broadcast, dot, multiply, vector_at
-from kernels.cpu.features import HAS_BF16_DOT
+from kernels.cpu.dots import add_products, broadcast, multiply, vector_at
+from kernels.cpu.features import HAS_AVX512, HAS_BF16_DOT, MULTIPLIES_PAIRS
 from kernels.cpu.linear.panels import store_outputs
 from kernels.cpu.linear.places import RowGroups, count_items, give_out_rest, place_of
 from kernels.cpu.parallel import empty, jit, next_item, parallel_kernel
@@ -35,6 +35,7 @@ from kernels.cpu.quantized.words import (
     WORDS,
     kind_of,
     load_pairs,
+    load_scaled_int4,
     load_tables,
     meanings_of,
     pack_codes,
@@ -44,16 +45,21 @@ from kernels.cpu.quantized.words import (
     word_decoder,
 )
 from kernels.cpu.simd import I32Pointer, advance, splat, store
+from kernels.cpu.widened_dots import column_blocks, fma, halves, widen_pairs
 from kernels.quantized.weight import QuantizedWeight
 
 ROWS = 6  # rows of a microkernel: 24 sums in 32 registers
-# By kind of codes: rows that look codes up as they read them, where registers hold their sums, the tables and a line.
-MOST_DIRECT = (6, 6, 6, 6, 5, 5)
-FEW_ROWS = 4  # the same where a panel is read again from L2: reading is no longer the limit
+# By kind of codes. MOST_DIRECT: rows that look codes up as they read them, where registers hold their sums, the tables
+# and a line. DECODED_FROM: rows from which panels are decoded first, because that takes less time.
+if HAS_BF16_DOT:
+    MOST_DIRECT, DECODED_FROM = (6, 6, 6, 6, 5, 5), (0, 24, 32, 64, 9, 16)
+else:
+    MOST_DIRECT, DECODED_FROM = (6, 4, 4, 4, 4, 4), (0, 16, 12, 12, 16, 12) if HAS_AVX512 else (0, 6, 5, 5, 4, 6)
+# INT4 is read as integers from 0 on, see load_scaled_int4.
+SCALES_INT4 = not (HAS_BF16_DOT or HAS_AVX512)
+FEW_ROWS = 4  # as MOST_DIRECT, where a panel is read again from L2: reading is no longer the limit
 PART = 64  # pairs of inputs that rows share, at most: 16 KiB, half of L1
 LEAST_PART = 8
-# By kind of codes: rows from which panels are decoded first, because that takes less time.
-DECODED_FROM = (0, 24, 32, 64, 9, 16)
 NEVER = 1 << 60
 ROWS_PER_ITEM = 192
 DEPTH = 512  # pairs of inputs that are decoded at a time: 128 KiB, which stay in L2
@@ -63,15 +69,17 @@ _F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 _F32V, _I32V = ir.VectorType(_F32, WIDTH), ir.VectorType(_I32, WIDTH)
 
 
-def _halves(builder, words):
-    """The even and the odd bf16 numbers of 32-bit words, as floats."""
-    pair = builder.shl(words, constant(_I32, 16)), builder.and_(words, constant(_I32, -65536))
-    return [builder.bitcast(half, _F32V) for half in pair]
+def _load_input(builder, row, x_stride, index):
+    """A pair of a row's inputs in all lanes, as a factor of `dot`."""
+    if HAS_BF16_DOT:
+        return broadcast(builder, builder.load(builder.gep(row, [index])))
+    row, odd = builder.bitcast(row, _F32.as_pointer()), builder.lshr(x_stride, ir.Constant(_I64, 1))
+    return tuple(broadcast(builder, builder.load(builder.gep(row, [i]))) for i in (index, builder.add(index, odd)))
 
 
-def _load_scales(builder, scales, form, first):
-    """Scales first to first + 63, as four vectors."""
-    targets = [cgutils.alloca_once(builder, _F32V) for _ in range(VECTORS)]
+def _load_scales(builder, scales, form, first, block):
+    """Scales of the vectors of `block` from index `first` on, by vector."""
+    targets = {v: cgutils.alloca_once(builder, _F32V) for v in block}
     with builder.if_else(builder.icmp_signed("==", form, ir.Constant(_I64, FP16))) as (is_half, other):
         with is_half:
             _store_scales(builder, scales, FP16, first, targets)
@@ -80,11 +88,11 @@ def _load_scales(builder, scales, form, first):
                 _store_scales(builder, scales, FP32, first, targets)
             with factored:
                 _store_scales(builder, scales, FACTORED, first, targets)
-    return [builder.load(target) for target in targets]
+    return {v: builder.load(target) for v, target in targets.items()}
 
 
 def _store_scales(builder, scales, form, first, targets):
-    for v, target in enumerate(targets):
+    for v, target in targets.items():
         builder.store(scales_at(builder, scales, form, builder.add(first, ir.Constant(_I64, v * WIDTH))), target)
 
 
@@ -95,27 +103,36 @@ def _multiply(rows, kind):
     scale. Then the group's offset times x_sums[r, group] is added, if `offsets` is not null. `first`: index of the
     panel's first scale; scales and offsets have the same form.
     """
-    cells = [(r, v) for r in range(rows) for v in range(VECTORS)]
 
-    def add_pair(builder, x, x_stride, codes, index, table, totals):
-        if kind != WORDS:
+    scales_codes = kind == INT4 and SCALES_INT4
+
+    def add_pair(builder, x, x_stride, codes, index, table, totals, block):
+        if kind != WORDS and block[0] == 0:
             prefetch_pair(builder, kind, codes, index)
-        pairs = []
-        for r in range(rows):
-            place = builder.add(builder.mul(x_stride, ir.Constant(_I64, r)), index)
-            pairs.append(broadcast(builder, builder.load(builder.gep(x, [place]))))
+        inputs = [_load_input(builder, builder.gep(x, [builder.mul(x_stride, ir.Constant(_I64, r))]), x_stride, index)
+                  for r in range(rows)]  # fmt: skip
+        if scales_codes:  # all even inputs first: so 16 registers hold what one row needs
+            for i, vectors in enumerate(load_scaled_int4(builder, codes, index, block)):
+                for v, vector in zip(block, vectors, strict=True):
+                    for r in range(rows):
+                        builder.store(fma(builder, inputs[r][i], vector, builder.load(totals[r, v])), totals[r, v])
+            return
         for v, factors in enumerate(load_pairs(builder, kind, codes, index, table)):
-            for words in factors:
-                for r in range(rows):
-                    builder.store(dot(builder, builder.load(totals[r, v]), pairs[r], words), totals[r, v])
+            for factor in factors if v in block else ():
+                add_products(builder, [totals[r, v] for r in range(rows)], inputs, factor)
 
     def add_product(builder, sums, cell, a, b):
         place = vector_at(builder, sums, ir.Constant(_I64, cell[0] * COLUMNS + cell[1] * WIDTH), _F32V)
-        product = builder.fmul(a, b, flags=("contract",))
-        builder.store(builder.fadd(builder.load(place, align=4), product, flags=("contract",)), place, align=4)
+        builder.store(fma(builder, a, b, builder.load(place, align=4)), place, align=4)
 
     def codegen(context, builder, sig, args):
-        x, x_stride, codes, depth, parts, groups, tables, scales, offsets, form, first, x_sums, sums_stride, sums = args
+        for block in column_blocks(rows, VECTORS, 1):
+            add_block(builder, block, *args)
+        return context.get_dummy_value()
+
+    def add_block(builder, block, x, x_stride, codes, depth, parts, groups, tables, scales, offsets, form, first,
+                  x_sums, sums_stride, sums):  # fmt: skip
+        cells = [(r, v) for r in range(rows) for v in block]
         table = load_tables(builder, tables, kind)
         totals = {cell: cgutils.alloca_once(builder, _F32V) for cell in cells}
         has_offsets = builder.icmp_unsigned("!=", builder.ptrtoint(offsets, _I64), ir.Constant(_I64, 0))
@@ -126,18 +143,26 @@ def _multiply(rows, kind):
                     builder.store(ir.Constant(_F32V, [0.0] * WIDTH), total)
                 begin = builder.mul(builder.add(builder.mul(group.index, parts), part.index), depth)
                 with cgutils.for_range(builder, depth) as loop:
-                    add_pair(builder, x, x_stride, codes, builder.add(begin, loop.index), table, totals)
-                factors = _load_scales(builder, scales, form, place)
+                    add_pair(builder, x, x_stride, codes, builder.add(begin, loop.index), table, totals, block)
+                factors = _load_scales(builder, scales, form, place, block)
+                if scales_codes:
+                    factors = {v: builder.fmul(x, constant(_F32, 16.0**-v)) for v, x in factors.items()}
                 for cell in cells:
                     add_product(builder, sums, cell, builder.load(totals[cell]), factors[cell[1]])
+            terms = {v: cgutils.alloca_once(builder, _F32V) for v in block}
+            if scales_codes:
+                for v, factor in _load_scales(builder, scales, form, place, block).items():
+                    builder.store(builder.fmul(factor, constant(_F32, -8.0)), terms[v])
             with builder.if_then(has_offsets):
-                terms = _load_scales(builder, offsets, form, place)
+                for v, offset in _load_scales(builder, offsets, form, place, block).items():
+                    lowered = builder.fadd(offset, builder.load(terms[v])) if scales_codes else offset
+                    builder.store(lowered, terms[v])
+            with builder.if_then(ir.Constant(ir.IntType(1), 1) if scales_codes else has_offsets):
                 for r in range(rows):
                     index = builder.add(builder.mul(sums_stride, ir.Constant(_I64, r)), group.index)
                     x_sum = broadcast(builder, builder.load(builder.gep(x_sums, [index])))
-                    for v in range(VECTORS):
-                        add_product(builder, sums, (r, v), x_sum, terms[v])
-        return context.get_dummy_value()
+                    for v in block:
+                        add_product(builder, sums, (r, v), x_sum, builder.load(terms[v]))
 
     i64 = types.int64
     arguments = (
@@ -154,9 +179,10 @@ def _multiply(rows, kind):
 
 
 def _microkernel(kind):
-    """Products of one to six rows with codes, or to five."""
-    rows1, rows2, rows3, rows4, rows5 = (_multiply(rows, kind) for rows in range(1, ROWS))
-    rows6 = _multiply(ROWS, kind) if MOST_DIRECT[kind] == ROWS else rows5
+    """Products of one to six rows with codes, or to fewer."""
+    most = MOST_DIRECT[kind]
+    compiled = [_multiply(rows, kind) for rows in range(1, most + 1)]
+    rows1, rows2, rows3, rows4, rows5, rows6 = compiled + compiled[-1:] * (ROWS - most)
 
     @jit
     def microkernel(num_rows, *args):
@@ -208,7 +234,7 @@ def _decode(kind):
         with cgutils.for_range(builder, depth) as loop:
             prefetch_pair(builder, kind, codes, loop.index)
             for v, vectors in enumerate(load_pairs(builder, kind, codes, loop.index, table)):
-                parts = [_halves(builder, words) for words in vectors]
+                parts = [halves(builder, words) for words in vectors]
                 index = builder.add(builder.mul(loop.index, ir.Constant(_I64, COLUMNS)), places[v])
                 target = vector_at(builder, weights, index, _I32V)
                 builder.store(decoded(builder, parts, factors[v], terms[v]), target, align=4)
@@ -359,8 +385,12 @@ def _code_linear(args):
     factors = advance(sums, most_rows * COLUMNS)
     scratch = np.empty(COLUMNS * max(DEPTH if may_decode else PART, part), np.int32)
     weights = simd.pointer_i32(scratch.ctypes.data)
-    totals = np.empty(most_rows * num_groups if has_offsets else 1, np.float32)
-    x_sums, summed = simd.pointer_f32(totals.ctypes.data), np.int64(-1)  # x_sums has those of rows `summed` on
+    needs_sums = has_offsets or (kind == INT4 and SCALES_INT4)
+    totals = np.empty(most_rows * num_groups if needs_sums else 1, np.float32)
+    x_sums, prepared = simd.pointer_f32(totals.ctypes.data), np.int64(-1)  # x_sums has those of rows `prepared` on
+    widens = not HAS_BF16_DOT and (is_grouped or not may_decode)
+    floats_of_x = np.empty(2 * words * most_rows if widens else 1, np.float32)
+    wide_x = simd.pointer_f32(floats_of_x.ctypes.data)
     items = count_items(args[1], table, num_panels)
     item = next_item(args)
     while item < items:
@@ -379,11 +409,18 @@ def _code_linear(args):
                              form, at)  # fmt: skip
                 _multiply_decoded(advance(a, k), x_stride, weights, depth, rows, sums)
         else:
-            if has_offsets and summed != begin:
-                sum_groups(simd.pointer_bf16(simd.address(a)), 2 * x_stride, 2 * group, num_groups, rows, x_sums)
-                summed = begin
-            _multiply_codes(kind, rows, a, x_stride, panel_codes, pair_words, part, group // part, num_groups, tables,
-                            weights, scales, offsets, form, at, x_sums, sums)  # fmt: skip
+            if prepared != begin:
+                numbers = simd.pointer_bf16(simd.address(a))
+                if needs_sums:
+                    sum_groups(numbers, 2 * x_stride, 2 * group, num_groups, rows, x_sums)
+                if widens:
+                    widen_pairs(numbers, x_stride, words, rows, wide_x)
+                prepared = begin
+            inputs, stride = a, x_stride
+            if widens:
+                inputs, stride = simd.pointer_i32(simd.address(wide_x)), 2 * words
+            _multiply_codes(kind, rows, inputs, stride, panel_codes, pair_words, part, group // part, num_groups,
+                            tables, weights, scales, offsets, form, at, x_sums, sums)  # fmt: skip
         if simd.address(wide) != 0:
             store_outputs(sums, terms, wide, out_features, rows, begin, column)
         else:
@@ -393,6 +430,7 @@ def _code_linear(args):
     simd.keep(floats)
     simd.keep(scratch)
     simd.keep(totals)
+    simd.keep(floats_of_x)
 
 
 def _part_of(group: int) -> int:
@@ -442,7 +480,7 @@ def supports_codes(weight: QuantizedWeight, dtype: torch.dtype) -> bool:
     exact = weight.codebook is None or all(_in_bf16(value) for value in weight.codebook)
     served = dtype == torch.bfloat16 or (dtype == torch.float32 and exact)
     whole = len(weight.shape) == 2 or weight.shape[1] % COLUMNS == 0
-    return HAS_BF16_DOT and served and whole and weight.group_size % 2 == 0
+    return MULTIPLIES_PAIRS and served and whole and weight.group_size % 2 == 0
 
 
 def _in_bf16(value: float) -> bool:

@@ -4,7 +4,8 @@ A panel has its codes pair by pair of neighbouring inputs. A pair of 4-bit codes
 instruction looks 32 codes up in a table of bf16 values (vpermw). Values that bf16 does not hold exactly (nf4) are the
 sum of two tables that share a line. A pair of 6-bit codes takes a line of their low four bits and half a line of their
 high two; their table has two registers (vpermi2w). int8 codes become bf16 numbers by conversion, FP8 codes (e4m3) by
-integer arithmetic; 128 bytes hold a pair.
+integer arithmetic; 128 bytes hold a pair. Processors that multiply pairs as floats (widened_dots.py) make floats of
+4-bit codes at once: by arithmetic if the codes are integers less 8, else from a table of floats.
 """
 
 import torch
@@ -18,9 +19,11 @@ from torch import Tensor
 from kernels.cpu import simd
 from kernels.cpu.codes import WIDTH, constant
 from kernels.cpu.dots import LANES, lanes, look_up, vector_at
-from kernels.cpu.features import instruction
+from kernels.cpu.features import HAS_AVX512, HAS_BF16_DOT, instruction
 from kernels.cpu.quantized.scales import COLUMNS
 from kernels.cpu.simd import I32Pointer
+from kernels.cpu.widened_dots import as_words, float_table, pair, permute
+from kernels.quantized.weight import INT4 as INT4_CODEBOOK
 from kernels.quantized.weight import QuantizedWeight, unpack_4bit
 
 VECTORS = COLUMNS // WIDTH
@@ -40,19 +43,20 @@ _I8_LANES = ir.VectorType(_I8, 2 * WIDTH)
 def load_tables(builder, tables, kind):
     """The tables of a kind in registers."""
     places = [ir.Constant(_I64, i * LINE) for i in range(TABLES[kind])]
-    return [builder.load(vector_at(builder, tables, place, LANES), align=4) for place in places]
+    loaded = [builder.load(vector_at(builder, tables, place, LANES), align=4) for place in places]
+    return [float_table(builder, *loaded)] if kind == SPLIT4 and not HAS_BF16_DOT else loaded
 
 
-def load_pairs(builder, kind, codes, pair, tables):
-    """Yields, for each 16 outputs of a panel, bf16 pairs of the inputs 2 * pair and 2 * pair + 1: one vector for each
-    factor of the inputs."""
-    at = builder.mul(pair, ir.Constant(_I64, PAIR_WORDS[kind]))
+def load_pairs(builder, kind, codes, index, tables):
+    """Yields, for each 16 outputs of a panel, bf16 pairs of the inputs 2 * index and 2 * index + 1: the factors of the
+    inputs, which are to be added."""
+    at = builder.mul(index, ir.Constant(_I64, PAIR_WORDS[kind]))
     return _LOADS[kind](builder, codes, at, tables)
 
 
-def prefetch_pair(builder, kind, codes, pair):
+def prefetch_pair(builder, kind, codes, index):
     """Prefetch the codes of a later pair."""
-    at = builder.mul(builder.add(pair, ir.Constant(_I64, AHEAD)), ir.Constant(_I64, PAIR_WORDS[kind]))
+    at = builder.mul(builder.add(index, ir.Constant(_I64, AHEAD)), ir.Constant(_I64, PAIR_WORDS[kind]))
     for word in range(0, PAIR_WORDS[kind], LINE):
         simd.prefetch(builder, builder.gep(codes, [builder.add(at, ir.Constant(_I64, word))]))
 
@@ -84,18 +88,53 @@ def _load_int6(builder, codes, at, tables):
         moved = builder.shl(high, lanes(left)) if left >= 0 else builder.lshr(high, lanes(-left))
         shifted = builder.lshr(low, lanes(4 * v)) if v else low
         index = builder.or_(builder.and_(shifted, lanes(15)), builder.and_(moved, lanes(~15)))
+        if not HAS_AVX512:
+            yield [_less_32(builder, builder.bitcast(index, _I32V))]
+            continue
         looked_up = instruction(builder, "vpermi2w $3, $2, $0", "=v,0,v,v", LANES, index, *tables)  # six bits of index
         yield [builder.bitcast(looked_up, _I32V)]
 
 
-def _load_int8(builder, codes, at, tables):
-    """Sixteen codes at a time become floats, whose low halves are 0: bf16 holds them exactly."""
+def _less_32(builder, places):
+    """The pairs of the 6-bit codes in both halves of 32-bit words, where no instruction looks them up."""
+    codes = (builder.and_(half, constant(_I32, 63)) for half in (places, builder.lshr(places, constant(_I32, 16))))
+    return pair(builder, *(builder.sitofp(builder.add(code, constant(_I32, LEAST6)), _F32V) for code in codes))
+
+
+def _load_int4_integers(builder, codes, at, tables):
+    """As _load_int4 for codes that mean themselves less 8, without a table: a code becomes the last bits of a float
+    whose last bit is worth 1, less that float."""
+    low = _load(builder, codes, at, 0, _I32V)
+    halves = low, builder.lshr(low, constant(_I32, 16))
     for v in range(VECTORS):
-        even, odd = (
-            builder.bitcast(builder.sitofp(builder.sext(octets, _I32V), _F32V), _I32V)
-            for octets in (_load(builder, codes, at, i * LINE + v * LINE // VECTORS, _I8V) for i in range(2))
-        )
-        yield [builder.or_(builder.lshr(even, constant(_I32, 16)), odd)]
+        exponent = 23 - 4 * v  # bit 4 * v of a float of 2 ** exponent is worth 1
+        place, start = constant(_I32, 15 << 4 * v), constant(_I32, (127 + exponent) << 23)
+        base = constant(_F32, 2.0**exponent + 8)
+        floats = (builder.bitcast(builder.or_(builder.and_(half, place), start), _F32V) for half in halves)
+        yield [tuple(builder.fsub(value, base) for value in floats)]
+
+
+def load_scaled_int4(builder, codes, index, block):
+    """Yields the even and then the odd inputs' codes, from 0 to 15, for the vectors v of `block`, times 16 ** v. That
+    takes two instructions for eight numbers, and sums need only be scaled and lowered once for a group."""
+    low = _load(builder, codes, builder.mul(index, ir.Constant(_I64, LINE)), 0, _I32V)
+    for half in (low, builder.lshr(low, constant(_I32, 16))):
+        yield (builder.sitofp(builder.and_(half, constant(_I32, 15 << 4 * v)), _F32V) for v in block)
+
+
+def _load_int4_floats(builder, codes, at, tables):
+    """As _load_int4 with a table of floats."""
+    low = _load(builder, codes, at, 0, _I32V)
+    halves = low, builder.lshr(low, constant(_I32, 16))
+    for v in range(VECTORS):
+        yield [tuple(permute(builder, builder.lshr(half, constant(_I32, 4 * v)), tables[0]) for half in halves)]
+
+
+def _load_int8(builder, codes, at, tables):
+    """Sixteen codes at a time become floats."""
+    for v in range(VECTORS):
+        octets = (_load(builder, codes, at, i * LINE + v * LINE // VECTORS, _I8V) for i in range(2))
+        yield [pair(builder, *(builder.sitofp(builder.sext(half, _I32V), _F32V) for half in octets))]
 
 
 def _load_fp8(builder, codes, at, tables):
@@ -110,7 +149,9 @@ def _load_fp8(builder, codes, at, tables):
         yield [builder.bitcast(builder.or_(builder.select(is_small, small, normal), sign), _I32V)]
 
 
-_LOADS = (_load_words, _load_int4, _load_int8, _load_fp8, _load_int4, _load_int6)
+_LOADS = [_load_words, _load_int4, _load_int8, _load_fp8, _load_int4, _load_int6]
+if not HAS_BF16_DOT:  # floats are not made from words
+    _LOADS[INT4], _LOADS[SPLIT4] = _load_int4_integers, _load_int4_floats
 
 
 def _bf16_bits(value: float) -> int:
@@ -127,9 +168,9 @@ def word_decoder(kind):
         with cgutils.for_range(builder, depth) as loop:
             prefetch_pair(builder, kind, codes, loop.index)
             start = builder.mul(loop.index, ir.Constant(_I64, COLUMNS))
-            for v, (pairs,) in enumerate(load_pairs(builder, kind, codes, loop.index, table)):
+            for v, (factor,) in enumerate(load_pairs(builder, kind, codes, loop.index, table)):
                 place = builder.add(start, ir.Constant(_I64, v * WIDTH))
-                builder.store(pairs, vector_at(builder, words, place, _I32V), align=4)
+                builder.store(as_words(builder, factor), vector_at(builder, words, place, _I32V), align=4)
         return context.get_dummy_value()
 
     def typing(typingctx, codes, depth, tables, words):
@@ -146,6 +187,8 @@ def kind_of(weight: QuantizedWeight) -> int:
     if weight.codebook is None:
         low, high = (int(code) for code in weight.codes.aminmax())
         return INT6 if LEAST6 <= low and high < -LEAST6 else INT8
+    if not HAS_BF16_DOT:  # one instruction of AVX-512 looks up sixteen floats, which takes less time than arithmetic
+        return INT4 if weight.codebook == INT4_CODEBOOK and not HAS_AVX512 else SPLIT4
     values = torch.tensor(weight.codebook)
     return INT4 if torch.equal(values, values.bfloat16().float()) else SPLIT4
 

@@ -21,8 +21,8 @@ from kernels.quantized import linear
 from tests.engine.models.paged import PagedRunner, Sequence
 from tests.engine.models.tiny_models import VOCAB
 
-COMPILED = cpu_kernels() is not None and cpu_kernels().code_linear.HAS_BF16_DOT
-pytestmark = pytest.mark.skipif(not COMPILED, reason="this processor has no vdpbf16ps")
+COMPILED = cpu_kernels() is not None and cpu_kernels().features.MULTIPLIES_PAIRS
+pytestmark = pytest.mark.skipif(not COMPILED, reason="needs pairs of bf16")
 CPU = torch.device("cpu")
 STEPS = (60, 10, 1)  # rows: panels are decoded first, are read packed, and a single row
 MOST_ERROR = 0.025  # relative norm of the difference of all logits; bf16's rounding makes 0.018 of it

@@ -13,7 +13,7 @@ from kernels.dispatch import cpu_kernels
 from kernels.quantized.weight import concatenate_rows
 
 ROWS, COLUMNS = 5, 768
-COMPILED = cpu_kernels() is not None and cpu_kernels().code_linear.HAS_BF16_DOT
+COMPILED = cpu_kernels() is not None and cpu_kernels().features.MULTIPLIES_PAIRS
 FP16_NUMBERS = {  # where the blocks of a type hold numbers in fp16, which random bytes would make infinite
     "Q4_1": (0, 2), "Q5_1": (0, 2), "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)
 }  # fmt: skip
@@ -41,7 +41,7 @@ def test_values_are_those_of_the_reference(kind: str) -> None:
     assert concatenate_rows([weight, weight]) is not None
 
 
-@pytest.mark.skipif(not COMPILED, reason="this processor has no vdpbf16ps")
+@pytest.mark.skipif(not COMPILED, reason="needs pairs of bf16")
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_packed_codes_take_no_more_bytes_than_they_need(kind: str) -> None:
     blocks = torch.from_numpy(random_blocks(kind)).repeat(13, 1)[:64]  # a panel of a packed matrix

@@ -19,8 +19,8 @@ from tests.engine.models.paged import BLOCK_SIZE, PagedRunner, Sequence
 from tests.engine.models.recorded_models import RECORDED, SIZES, save
 from tests.engine.models.tiny_models import VOCAB
 
-COMPILED = cpu_kernels() is not None and cpu_kernels().code_linear.HAS_BF16_DOT
-pytestmark = pytest.mark.skipif(not COMPILED, reason="this processor has no vdpbf16ps")
+COMPILED = cpu_kernels() is not None and cpu_kernels().features.MULTIPLIES_PAIRS
+pytestmark = pytest.mark.skipif(not COMPILED, reason="needs pairs of bf16")
 # Rows of one decode step after the other; three sequences, whose lengths pass the ends of blocks.
 STEPS = [(0,), (0, 1), (0, 1, 2), (2,), (1, 2), (0, 1, 2), (1,), (0, 2), (0, 1, 2), (0,)] * 2
 

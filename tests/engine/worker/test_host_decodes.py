@@ -13,8 +13,8 @@ from kernels.dispatch import cpu_kernels
 from tests.engine.worker.mini_driver import CONFIG, GREEDY, PROMPTS, ColumnDriver
 from tests.engine.worker.speculation.draft_driver import LENGTH, texts
 
-COMPILED = cpu_kernels() is not None and cpu_kernels().code_linear.HAS_BF16_DOT
-pytestmark = pytest.mark.skipif(not COMPILED, reason="this processor has no vdpbf16ps")
+COMPILED = cpu_kernels() is not None and cpu_kernels().features.MULTIPLIES_PAIRS
+pytestmark = pytest.mark.skipif(not COMPILED, reason="needs pairs of bf16")
 SIZES = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 32}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.3}
 DRAWN = SamplingParams(temperature=1.0)

@@ -45,7 +45,7 @@ def test_codes_need_the_room_that_they_take_where_they_are_packed(
     plans = []
     for packs, needed in ((True, packed), (False, plain)):
         for module in (loaded, memory_plan):
-            monkeypatch.setattr(module, "packs_codes", lambda device_type, packs=packs: packs)
+            monkeypatch.setattr(module, "multiplies_pairs", lambda device_type, packs=packs: packs)
         plans.append(make_plan(config, model, Machine("cpu", 1 << 34)))
         monkeypatch.setattr(loaded, "available_host_bytes", lambda needed=needed: needed)
         check_weights_fit(config, model, torch.bfloat16, CPU)

@@ -181,7 +181,7 @@ def test_an_embedding_that_is_no_head_is_not_compressed():
     ({"dtype": "float32"}, "only bfloat16 weights can be compressed, not float32"),
     ({"model": replace(MODEL, quantization=SimpleNamespace(name="int8"))}, "int8 weights are smaller already"),
     ({"invariant": True}, "batch_invariant has linear layers of its own"),
-    ({"pairs": False}, "needs numba and a CPU with AVX512-BF16"),
+    ({"pairs": False}, "needs numba and a CPU with AVX2"),
 ])  # fmt: skip
 def test_weights_that_cannot_be_compressed_are_not_and_to_ask_for_it_is_refused(multiplies_pairs, given, words):
     multiplies_pairs(given.pop("pairs", True))

@@ -10,7 +10,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.models.config import ModelConfig
-from engine.worker.device import host
+from engine.worker.device import choice, host
 from engine.worker.device.choice import resolve_dtype
 from engine.worker.device.host import StepLimits, resolve_step_limits
 
@@ -132,7 +132,7 @@ def test_step_limits_depend_on_the_device():
     ],
 )
 def test_dtype_on_a_cpu(monkeypatch, asked, checkpoint, native, expected):
-    monkeypatch.setattr("engine.worker.device.choice._fast_dtypes", lambda device: (native, False))
+    monkeypatch.setattr("engine.worker.device.choice._fast_dtypes", lambda device, causal: (native, False))
     model = ModelConfig(
         family="llama",
         vocab_size=8,
@@ -178,3 +178,18 @@ def test_linear_layers_of_many_lengths_do_not_grow_the_worker():
     if not created:
         pytest.skip("oneDNN compiles no layer on this CPU: nothing is kept")
     assert len(created) >= 800 and 0 < created.count("hit") <= int(host.PRIMITIVES_KEPT)
+
+
+@pytest.mark.parametrize(
+    ("native", "pairs", "causal", "expected"),
+    [
+        (True, False, True, True),
+        (False, True, True, True),  # our kernels widen the weights
+        (False, True, False, False),  # an encoder's attention is torch's
+        (False, False, True, False),
+    ],
+)
+def test_bfloat16_is_fast_where_the_processor_or_our_kernels_multiply_it(monkeypatch, native, pairs, causal, expected):
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: native)
+    monkeypatch.setattr(choice, "multiplies_pairs", lambda device_type: pairs)
+    assert choice._fast_dtypes(CPU, causal) == (expected, False)

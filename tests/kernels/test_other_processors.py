@@ -1,0 +1,20 @@
+"""CPU kernels compiled for a processor with AVX2 alone. `make processors` runs all tests of the kernels so."""
+
+import pytest
+from llvmlite import binding
+
+from tests.kernels.other_processors import run_tests
+
+pytestmark = pytest.mark.skipif(not binding.get_host_cpu_features().get("avx2"), reason="runs code for AVX2")
+
+
+@pytest.mark.parametrize("arguments", [
+    ("test_compressed_linear.py",),
+    ("test_quantized_linear.py", "-k", "number_of_rows"),
+    pytest.param(("test_attention.py", "-k", "tiles or chunk"), marks=pytest.mark.slow),
+    pytest.param(("test_lora.py",), marks=pytest.mark.slow),
+], ids=lambda arguments: arguments[0])  # fmt: skip
+def test_kernels_for_avx2(arguments):
+    file, *choice = arguments
+    done = run_tests("haswell", "-n", "0", "-p", "no:cacheprovider", f"tests/kernels/{file}", *choice)
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-3000:]
