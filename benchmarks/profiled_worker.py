@@ -91,12 +91,17 @@ def describe(kernel: Any, packed: Any) -> tuple[str, tuple[int, int]]:
         return f"{name} {2 * words} -> {outputs}", (matrices * 3 * words * outputs, 4 * rows * words * outputs)
     if name == "code_linear":
         rows, words, outputs, kind, form, groups = a[9], a[11], a[12], a[13], a[15], a[16]
-        prefix, matrices = _matrices_read(a[23])
+        prefix, matrices = _matrices_read(a[22])
         parameters = int(outputs * groups * BYTES[form] * (2 if a[8] else 1))
         return f"{prefix}{name} {2 * words} -> {outputs}", (
             matrices * (4 * words * outputs * PAIR_WORDS[kind] // COLUMNS + parameters),
             4 * rows * words * outputs,
         )
+    if name == "code_linear_f32":
+        rows, words, outputs, kind, form, groups = a[9], a[11], a[12], a[13], a[15], a[16]
+        parameters = int(outputs * groups * BYTES[form] * (2 if a[8] else 1))
+        read = 4 * words * outputs * PAIR_WORDS[kind] // COLUMNS + parameters
+        return f"{name} {2 * words} -> {outputs}", (read, 4 * rows * words * outputs)
     if name in ("attention_bf16", "attention_f32"):
         keys = sum((ctypes.c_int32 * a[19]).from_address(a[17])) * a[8] * a[11]  # numbers in the keys of all sequences
         return name, (2 * keys * (2 if name.endswith("bf16") else 4), 4 * keys * a[9])

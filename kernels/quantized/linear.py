@@ -37,9 +37,8 @@ class QuantizedLinear:
         compiled = weight.codes.device.type == "cpu" and (self._code_matmul is None or dtype == torch.bfloat16)
         cpu = cpu_kernels() if compiled else None
         if cpu and cpu.code_linear.supports_codes(weight, dtype):
-            kernels, narrow = cpu.code_linear, dtype == torch.bfloat16
-            self._packed = kernels.PackedCodes(weight)
-            self._multiply = kernels.code_linear if narrow else kernels.code_linear_f32
+            self._packed = cpu.code_linear.PackedCodes(weight)
+            self._multiply = cpu.code_linear.code_linear if dtype == torch.bfloat16 else cpu.code_floats.code_linear_f32
             self.weight = None
 
     @property

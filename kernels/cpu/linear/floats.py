@@ -121,7 +121,7 @@ def _multiply_panel(form, ahead, num_rows, *args):
 
 
 @jit
-def _multiply_rows(form, x, x_stride, part, depth, num_rows, sums, soon):
+def multiply_rows(form, x, x_stride, part, depth, num_rows, sums, soon):
     """sums[r, :] += x[r, :] @ part, with the rows in groups of nearly equal size, which share what they prefetch of the
     next part, `soon`. A single group prefetches all of it."""
     lines = 4 if form == FP32 else 2
@@ -153,7 +153,7 @@ def _linear_f32(args):
         for k in range(0, inputs, DEPTH):
             depth = min(DEPTH, inputs - k)
             part = advance(panels, (panel * inputs + k) * words)
-            _multiply_rows(form, advance(x, begin * x_stride + k), x_stride, part, depth, rows, sums,
+            multiply_rows(form, advance(x, begin * x_stride + k), x_stride, part, depth, rows, sums,
                            advance(part, depth * words))  # fmt: skip
         store_outputs(sums, bias, out, out_features, rows, begin, panel * COLUMNS)
         item = next_item(args)

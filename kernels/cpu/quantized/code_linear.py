@@ -22,7 +22,8 @@ from kernels.cpu.linear.panels import store_outputs
 from kernels.cpu.linear.places import RowGroups, count_items, give_out_rest, place_of
 from kernels.cpu.parallel import empty, jit, next_item, parallel_kernel
 from kernels.cpu.quantized.code_rows import code_rows, sum_groups
-from kernels.cpu.quantized.scales import COLUMNS, FACTORED, FP16, FP32, factorize, load_scales, scales_at
+from kernels.cpu.quantized.decoding import decode_pairs
+from kernels.cpu.quantized.scales import COLUMNS, FACTORED, FP16, FP32, factorize, scales_at
 from kernels.cpu.quantized.words import (
     FP8,
     INT4,
@@ -45,7 +46,7 @@ from kernels.cpu.quantized.words import (
     word_decoder,
 )
 from kernels.cpu.simd import I32Pointer, advance, splat, store
-from kernels.cpu.widened_dots import column_blocks, fma, halves, widen_pairs
+from kernels.cpu.widened_dots import column_blocks, fma, widen_pairs
 from kernels.quantized.weight import QuantizedWeight
 
 ROWS = 6  # rows of a microkernel: 24 sums in 32 registers
@@ -60,7 +61,6 @@ SCALES_INT4 = not (HAS_BF16_DOT or HAS_AVX512)
 FEW_ROWS = 4  # as MOST_DIRECT, where a panel is read again from L2: reading is no longer the limit
 PART = 64  # pairs of inputs that rows share, at most: 16 KiB, half of L1
 LEAST_PART = 8
-NEVER = 1 << 60
 ROWS_PER_ITEM = 192
 DEPTH = 512  # pairs of inputs that are decoded at a time: 128 KiB, which stay in L2
 ZERO = np.float32(0)
@@ -209,49 +209,6 @@ _rows6, _rows5, _rows4, _rows3, _rows2, _rows1 = (
 )
 
 
-def _decode(kind):
-    """An intrinsic: weights[k, :] = bf16 pairs of scale * meaning + offset, for the 64 outputs of a panel."""
-
-    def decoded(builder, parts, factor, term):
-        meanings = parts[0] if len(parts) == 1 else [builder.fadd(*both) for both in zip(*parts, strict=True)]
-        fused = ("contract",)
-        even, odd = (
-            builder.bitcast(builder.fadd(builder.fmul(value, factor, flags=fused), term, flags=fused), _I32V)
-            for value in meanings
-        )
-        half = constant(_I32, 0x8000)  # rounds to nearest, ties away from zero
-        low = builder.lshr(builder.add(even, half), constant(_I32, 16))
-        return builder.or_(low, builder.and_(builder.add(odd, half), constant(_I32, -65536)))
-
-    def codegen(context, builder, sig, args):
-        codes, depth, tables, weights, *parameters = args
-        table = load_tables(builder, tables, kind)
-        places = [ir.Constant(_I64, v * WIDTH) for v in range(VECTORS)]
-        factors, terms = (
-            [builder.load(vector_at(builder, pointer, place, _F32V), align=4) for place in places]
-            for pointer in parameters
-        )
-        with cgutils.for_range(builder, depth) as loop:
-            prefetch_pair(builder, kind, codes, loop.index)
-            for v, vectors in enumerate(load_pairs(builder, kind, codes, loop.index, table)):
-                parts = [halves(builder, words) for words in vectors]
-                index = builder.add(builder.mul(loop.index, ir.Constant(_I64, COLUMNS)), places[v])
-                target = vector_at(builder, weights, index, _I32V)
-                builder.store(decoded(builder, parts, factors[v], terms[v]), target, align=4)
-        return context.get_dummy_value()
-
-    arguments = I32Pointer, types.int64, I32Pointer, I32Pointer, F32Pointer, F32Pointer
-
-    def typing(typingctx, codes, depth, tables, weights, scale, offset):
-        return types.void(*arguments), codegen
-
-    typing.__doc__ = "Decode the codes of a group for 64 outputs."
-    return intrinsic(typing)
-
-
-_decode4, _decode8, _decode_fp8, _decode_split4, _decode6 = (_decode(kind) for kind in KINDS[INT4:])
-
-
 @jit
 def _multiply_direct(kind, num_rows, *args):
     """See _multiply: up to six rows, which look up codes as they read them."""
@@ -318,35 +275,6 @@ def _multiply_codes(kind, num_rows, x, x_stride, codes, pair_words, depth, parts
 
 
 @jit
-def _decode_part(kind, codes, pair_words, tables, group, first, depth, weights, factors, scales, offsets, form, at):
-    """Pairs `first` to first + depth of a panel as bf16 weights; `factors`: room for the scales of a group."""
-    terms = advance(factors, COLUMNS)
-    k = first
-    while k < first + depth:
-        g = k // group
-        count = min((g + 1) * group, first + depth) - k
-        for c in range(0, COLUMNS, WIDTH):
-            store(factors, c, load_scales(scales, form, at + g * COLUMNS + c))
-            if simd.address(offsets) != 0:
-                store(terms, c, load_scales(offsets, form, at + g * COLUMNS + c))
-            else:
-                store(terms, c, splat(ZERO))
-        target = advance(weights, (k - first) * COLUMNS)
-        source = advance(codes, k * pair_words)
-        if kind == INT4:
-            _decode4(source, count, tables, target, factors, terms)
-        elif kind == INT6:
-            _decode6(source, count, tables, target, factors, terms)
-        elif kind == SPLIT4:
-            _decode_split4(source, count, tables, target, factors, terms)
-        elif kind == INT8:
-            _decode8(source, count, tables, target, factors, terms)
-        else:
-            _decode_fp8(source, count, tables, target, factors, terms)
-        k += count
-
-
-@jit
 def _multiply_decoded(x, x_stride, weights, depth, num_rows, sums):
     row = 0
     while row < num_rows:
@@ -366,7 +294,7 @@ def _multiply_decoded(x, x_stride, weights, depth, num_rows, sums):
         row += min(left, 6)
 
 
-@parallel_kernel("22q")
+@parallel_kernel("21q")
 def _code_linear(args):
     """Work items: see kernels/cpu/linear/places.py."""
     x, codes, tables, out, bias = (
@@ -375,8 +303,8 @@ def _code_linear(args):
     )  # fmt: skip
     scales, offsets, num_rows, x_stride = simd.pointer_f32(args[7]), simd.pointer_f32(args[8]), args[9], args[10]
     words, out_features, kind, group, form, num_groups = args[11], args[12], args[13], args[14], args[15], args[16]
-    decoded_from, wide, num_runs, part, pair_words = args[17], simd.pointer_f32(args[18]), args[19], args[20], args[21]
-    num_panels, table = args[22], simd.pointer_i64(args[23])
+    decoded_from, num_runs, part, pair_words = args[17], args[18], args[19], args[20]
+    num_panels, table = args[21], simd.pointer_i64(args[22])
     may_decode, is_grouped = num_rows >= decoded_from, simd.address(table) != 0
     has_offsets = simd.address(offsets) != 0
     most_rows = min(ROWS_PER_ITEM, num_rows)
@@ -405,7 +333,7 @@ def _code_linear(args):
         if may_decode and (rows >= decoded_from or not is_grouped):
             for k in range(0, words, DEPTH):
                 depth = min(DEPTH, words - k)
-                _decode_part(kind, panel_codes, pair_words, tables, group, k, depth, weights, factors, scales, offsets,
+                decode_pairs(kind, panel_codes, pair_words, tables, group, k, depth, weights, factors, scales, offsets,
                              form, at)  # fmt: skip
                 _multiply_decoded(advance(a, k), x_stride, weights, depth, rows, sums)
         else:
@@ -421,10 +349,7 @@ def _code_linear(args):
                 inputs, stride = simd.pointer_i32(simd.address(wide_x)), 2 * words
             _multiply_codes(kind, rows, inputs, stride, panel_codes, pair_words, part, group // part, num_groups,
                             tables, weights, scales, offsets, form, at, x_sums, sums)  # fmt: skip
-        if simd.address(wide) != 0:
-            store_outputs(sums, terms, wide, out_features, rows, begin, column)
-        else:
-            store_outputs(sums, terms, out, out_features, rows, begin, column)
+        store_outputs(sums, terms, out, out_features, rows, begin, column)
         item = next_item(args)
     give_out_rest(args)
     simd.keep(floats)
@@ -475,10 +400,10 @@ class PackedCodes:
 
 
 def supports_codes(weight: QuantizedWeight, dtype: torch.dtype) -> bool:
-    """True for matrices with groups of an even number of inputs, on CPUs with vdpbf16ps, for inputs in bf16; in fp32
-    only for codes that bf16 holds exactly."""
+    """True for matrices with groups of an even number of inputs, for inputs in bf16; in fp32 only for one matrix of
+    codes that bf16 holds exactly."""
     exact = weight.codebook is None or all(_in_bf16(value) for value in weight.codebook)
-    served = dtype == torch.bfloat16 or (dtype == torch.float32 and exact)
+    served = dtype == torch.bfloat16 or (dtype == torch.float32 and exact and len(weight.shape) == 2)
     whole = len(weight.shape) == 2 or weight.shape[1] % COLUMNS == 0
     return MULTIPLIES_PAIRS and served and whole and weight.group_size % 2 == 0
 
@@ -504,36 +429,16 @@ def _pack_parameters(values: Tensor) -> Tensor:
 def code_linear(x: Tensor, weight: PackedCodes, bias: Tensor | None) -> Tensor:
     """x bf16 [num_rows, in_features], whose rows may be strided, and a bias bf16 [out_features] -> bf16 [num_rows,
     out_features]."""
-    return _launch(x, weight, bias, torch.bfloat16, DECODED_FROM[weight.kind])
+    return _launch(x, weight, bias)
 
 
 def grouped_code_linear(x: Tensor, weights: PackedCodes, biases: Tensor | None, groups: RowGroups) -> Tensor:
     """`code_linear` of rows sorted by expert, each with its expert's matrix. weights: of all experts, one below the
     other, of whole panels each; biases bf16 [num_experts, out_features of one]."""
-    return _launch(x, weights, biases, torch.bfloat16, DECODED_FROM[weights.kind], groups)
+    return _launch(x, weights, biases, groups)
 
 
-def code_linear_f32(x: Tensor, weight: PackedCodes, bias: Tensor | None) -> Tensor:
-    """x fp32 [num_rows, in_features] -> fp32 [num_rows, out_features]. bias: fp32 [out_features].
-
-    A number of x is the sum of three of bf16, whose products with codes are exact; each row is multiplied as three.
-    """
-    high = x.bfloat16()
-    rest = x - high
-    middle = rest.bfloat16()
-    rows = torch.stack((high, middle, (rest - middle).bfloat16()), 1).flatten(0, 1)
-    out = _launch(rows, weight, None, torch.float32, NEVER).unflatten(0, (-1, 3)).sum(1)
-    return out if bias is None else out.add_(bias)
-
-
-def _launch(
-    x: Tensor,
-    weight: PackedCodes,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    decoded_from: int,
-    groups: RowGroups | None = None,
-) -> Tensor:
+def _launch(x: Tensor, weight: PackedCodes, bias: Tensor | None, groups: RowGroups | None = None) -> Tensor:
     row_stride, stride = x.stride()
     if stride != 1 or row_stride % 2:
         x, row_stride = x.contiguous(), x.shape[1]
@@ -544,14 +449,13 @@ def _launch(
     if groups is not None:
         num_panels, out_features = num_panels // groups.num_experts, out_features // groups.num_experts
         blocks, table = groups.most_blocks, groups.table.data_ptr()
-    out = empty((num_rows, out_features), dtype)
+    out = empty((num_rows, out_features), torch.bfloat16)
     _code_linear(
         num_panels * blocks,
         x.data_ptr(), weight.codes.data_ptr(), weight.tables.data_ptr(), out.data_ptr(),
         0 if bias is None else bias.data_ptr(), weight.scales.data_ptr(), 0 if offsets is None else offsets.data_ptr(),
         num_rows, row_stride // 2, in_features // 2, out_features,
         weight.kind, weight.group_size // 2, weight.form, num_groups,
-        decoded_from, out.data_ptr() if dtype == torch.float32 else 0, torch.get_num_threads(),
-        weight.part, PAIR_WORDS[weight.kind], num_panels, table,
+        DECODED_FROM[weight.kind], torch.get_num_threads(), weight.part, PAIR_WORDS[weight.kind], num_panels, table,
     )  # fmt: skip
     return out
