@@ -10,7 +10,7 @@ pytestmark = pytest.mark.skipif(not binding.get_host_cpu_features().get("avx2"),
 
 @pytest.mark.parametrize("arguments", [
     ("test_compressed_linear.py",),
-    ("test_quantized_linear.py", "-k", "number_of_rows"),
+    pytest.param(("test_quantized_linear.py",), marks=pytest.mark.slow),
     pytest.param(("test_attention.py", "-k", "tiles or chunk"), marks=pytest.mark.slow),
     pytest.param(("test_lora.py",), marks=pytest.mark.slow),
 ], ids=lambda arguments: arguments[0])  # fmt: skip
