@@ -81,7 +81,7 @@ def describe(kernel: Any, packed: Any) -> tuple[str, tuple[int, int]]:
         prefix, matrices = _matrices_read(a[12])
         name = prefix + ("linear and gate" if a[13] >= 0 else name)
         return f"{name} {2 * words} -> {outputs}", (matrices * 4 * words * outputs, 4 * rows * words * outputs)
-    if name == "linear_f32":
+    if name == "float_linear":
         rows, inputs, outputs = a[6], a[8], a[9]
         return f"{name} {inputs} -> {outputs}", (inputs * outputs * DTYPES[a[12]].itemsize, 2 * rows * inputs * outputs)
     if name == "compressed_linear":

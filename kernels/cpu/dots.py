@@ -45,6 +45,29 @@ def add_products(builder, totals, inputs, factor):
             builder.store(widened_dots.fma(builder, x[i], half, builder.load(total)), total)
 
 
+def by_rows(kernels):
+    """A function (num_rows, *arguments) for numba's code that calls the kernel for so many rows, from one to six; those
+    that `kernels` lacks are never asked for."""
+    rows1, rows2, rows3, rows4, rows5, rows6 = [*kernels, *kernels[-1:] * (6 - len(kernels))]
+
+    @jit
+    def call(num_rows, *arguments):
+        if num_rows == 6:
+            rows6(*arguments)
+        elif num_rows == 5:
+            rows5(*arguments)
+        elif num_rows == 4:
+            rows4(*arguments)
+        elif num_rows == 3:
+            rows3(*arguments)
+        elif num_rows == 2:
+            rows2(*arguments)
+        else:
+            rows1(*arguments)
+
+    return call
+
+
 def lanes(value):
     """The same integer in every lane of 16 bits."""
     return ir.Constant(LANES, [value] * (2 * WIDTH))

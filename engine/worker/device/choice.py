@@ -104,7 +104,7 @@ def compile_kernels(
         return None
     kv_format = find_kv_format(config.kv_cache_dtype)
     quantized, adapters = model.quantization is not None, config.lora_slots is not None
-    return KernelCompiler(dtype, kv_format, quantized, adapters, compressed, unused_kernels(model)).finish
+    return KernelCompiler(dtype, kv_format, quantized, adapters, compressed, unused_kernels(model, dtype)).finish
 
 
 def make_flashinfer(

@@ -49,13 +49,15 @@ class KernelCompiler:
         )
 
 
-def unused_kernels(config: ModelConfig) -> set[str]:
-    """Kernels of kernels/cpu that a model has no use for, see needed_kernels."""
+def unused_kernels(config: ModelConfig, dtype: torch.dtype) -> set[str]:
+    """Kernels of kernels/cpu that a model has no use for in a dtype, see needed_kernels."""
+    has_floats = dtype == torch.float32 or (config.moe is not None and config.moe.router_float32)
     centred = config.norm != "rms" or config.qk_norm_kind == "layer"
     adds = config.parallel_residual or not (config.pre_norm and config.input_norms) or not config.final_norm
     unused = {
         "layer_norm": not centred,
         "activate": config.gated_mlp or config.activation == "xielu",
+        "float_linear": not has_floats,
         "xielu": config.activation != "xielu",
         "limit": config.logits_scale == 1.0 and not config.logit_softcap and not config.has_extended_layers,
         "combine": not (adds or config.moe or config.has_extended_layers),

@@ -24,13 +24,12 @@ from torch import Tensor
 
 from kernels.cpu import simd
 from kernels.cpu.codes import WIDTH, F32Pointer
-from kernels.cpu.dots import LANES, broadcast, dot, lanes, look_up, vector_at
+from kernels.cpu.dots import LANES, broadcast, by_rows, dot, lanes, look_up, vector_at
 from kernels.cpu.elementwise.activations import Gate
 from kernels.cpu.features import HAS_AVX512, HAS_BF16_DOT
 from kernels.cpu.linear.panels import (
     COLUMNS,
     NO_GATE,
-    ROWS,
     ZERO,
     multiply_ahead,
     store_gated_outputs,
@@ -112,24 +111,7 @@ def _multiply(rows):
     return intrinsic(typing)
 
 
-_compiled = [_multiply(rows) for rows in range(1, MAX_ROWS + 1)]
-_rows1, _rows2, _rows3, _rows4, _rows5, _rows6 = _compiled + _compiled[-1:] * (ROWS - MAX_ROWS)
-
-
-@jit
-def _multiply_coded(num_rows, x, x_stride, panel, depth, table, sums):
-    if num_rows == 6:
-        _rows6(x, x_stride, panel, depth, table, sums)
-    elif num_rows == 5:
-        _rows5(x, x_stride, panel, depth, table, sums)
-    elif num_rows == 4:
-        _rows4(x, x_stride, panel, depth, table, sums)
-    elif num_rows == 3:
-        _rows3(x, x_stride, panel, depth, table, sums)
-    elif num_rows == 2:
-        _rows2(x, x_stride, panel, depth, table, sums)
-    else:
-        _rows1(x, x_stride, panel, depth, table, sums)
+_multiply_coded = by_rows([_multiply(rows) for rows in range(1, MAX_ROWS + 1)])
 
 
 @jit

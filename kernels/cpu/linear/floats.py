@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kernels.cpu import simd
 from kernels.cpu.codes import WIDTH, F32Pointer, constant
+from kernels.cpu.dots import by_rows
 from kernels.cpu.features import HAS_AVX2, HAS_AVX512
 from kernels.cpu.linear.panels import COLUMNS, ROWS, ROWS_PER_ITEM, ZERO, store_outputs
 from kernels.cpu.linear.places import place_of
@@ -78,24 +79,7 @@ def _multiply(rows, form, ahead):
 
 
 def _microkernel(form, ahead):
-    rows1, rows2, rows3, rows4, rows5, rows6 = (_multiply(rows, form, ahead) for rows in range(1, ROWS + 1))
-
-    @jit
-    def microkernel(num_rows, *args):
-        if num_rows == 6:
-            rows6(*args)
-        elif num_rows == 5:
-            rows5(*args)
-        elif num_rows == 4:
-            rows4(*args)
-        elif num_rows == 3:
-            rows3(*args)
-        elif num_rows == 2:
-            rows2(*args)
-        else:
-            rows1(*args)
-
-    return microkernel
+    return by_rows([_multiply(rows, form, ahead) for rows in range(1, ROWS + 1)])
 
 
 _bf16, _fp16, _fp32 = (_microkernel(form, False) for form in FORMS)
@@ -135,7 +119,7 @@ def multiply_rows(form, x, x_stride, part, depth, num_rows, sums, soon):
 
 
 @parallel_kernel("11q")
-def _linear_f32(args):
+def _float_linear(args):
     """Work items: see places.py."""
     x, panels = simd.pointer_f32(args[2]), simd.pointer_i32(args[3])
     out, bias = simd.pointer_f32(args[4]), simd.pointer_f32(args[5])
@@ -177,7 +161,7 @@ class FloatPanels:
             x, row_stride = x.contiguous(), x.shape[1]
         num_rows, num_panels = len(x), len(self.panels)
         out = empty((num_rows, self.out_features), torch.float32)
-        _linear_f32(
+        _float_linear(
             num_panels * -(-num_rows // ROWS_PER_ITEM),
             x.data_ptr(), self.panels.data_ptr(), out.data_ptr(), 0 if bias is None else bias.data_ptr(),
             num_rows, row_stride, x.shape[1], self.out_features, torch.get_num_threads(), num_panels, self.form,

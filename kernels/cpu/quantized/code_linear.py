@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kernels.cpu import simd
 from kernels.cpu.codes import WIDTH, F32Pointer, constant
-from kernels.cpu.dots import add_products, broadcast, multiply, vector_at
+from kernels.cpu.dots import add_products, broadcast, by_rows, multiply, vector_at
 from kernels.cpu.features import HAS_AVX512, HAS_BF16_DOT, MULTIPLIES_PAIRS
 from kernels.cpu.linear.panels import store_outputs
 from kernels.cpu.linear.places import RowGroups, count_items, give_out_rest, place_of
@@ -180,26 +180,7 @@ def _multiply(rows, kind):
 
 def _microkernel(kind):
     """Products of one to six rows with codes, or to fewer."""
-    most = MOST_DIRECT[kind]
-    compiled = [_multiply(rows, kind) for rows in range(1, most + 1)]
-    rows1, rows2, rows3, rows4, rows5, rows6 = compiled + compiled[-1:] * (ROWS - most)
-
-    @jit
-    def microkernel(num_rows, *args):
-        if num_rows == 6:
-            rows6(*args)
-        elif num_rows == 5:
-            rows5(*args)
-        elif num_rows == 4:
-            rows4(*args)
-        elif num_rows == 3:
-            rows3(*args)
-        elif num_rows == 2:
-            rows2(*args)
-        else:
-            rows1(*args)
-
-    return microkernel
+    return by_rows([_multiply(rows, kind) for rows in range(1, MOST_DIRECT[kind] + 1)])
 
 
 _multiply_words, _multiply4, _multiply8, _multiply_fp8, _multiply_split4, _multiply6 = map(_microkernel, KINDS)

@@ -158,9 +158,9 @@ from engine.worker.device.host import limit_primitive_caches
 limit_primitive_caches()
 import torch
 from kernels.linear.packed import PackedLinear
-linear = PackedLinear(torch.randn(72, 64).bfloat16())  # of no width that kernels/cpu/linear/panels.py takes
+linear = PackedLinear(torch.randn(72, 65).bfloat16())  # kernels/cpu/linear/panels.py takes no odd number of inputs
 for rows in [*range(1, 401), *range(400, 0, -1)]:
-    linear(torch.ones(rows, 64, dtype=torch.bfloat16))
+    linear(torch.ones(rows, 65, dtype=torch.bfloat16))
 """
 
 

@@ -78,9 +78,18 @@ def test_other_families_call_no_other_kernel(name, tmp_path, chosen, called):
 
 
 def test_the_bundled_model_waits_for_no_kernel_of_other_families(chosen):
-    KernelCompiler(torch.bfloat16, None, False, False, False, unused_kernels(read_model_config(BUNDLED)))
-    rare = ("layer_norm", "activate", "xielu", "limit", "combine", *kernel_compiler.EXPERT_KERNELS)
+    unused = unused_kernels(read_model_config(BUNDLED), torch.bfloat16)
+    KernelCompiler(torch.bfloat16, None, False, False, False, unused)
+    rare = ("layer_norm", "activate", "xielu", "limit", "combine", "float_linear", *kernel_compiler.EXPERT_KERNELS)
     assert not [name for name in chosen if name.strip("_").removesuffix("_bf16") in rare]
+
+
+def test_a_router_in_fp32_needs_its_linear_kernel(tmp_path):
+    plain, routed = (read_model_config(save(RECORDED[name], tmp_path / name)) for name in ("gelu", "experts"))
+    routed = replace(routed, moe=replace(routed.moe, router_float32=True))
+    assert "float_linear" in unused_kernels(plain, torch.bfloat16)
+    for config, dtype in ((routed, torch.bfloat16), (plain, torch.float32)):
+        assert "float_linear" not in unused_kernels(config, dtype)
 
 
 def test_the_log_says_what_was_compiled_and_no_process_helps_with_what_is_on_disk(monkeypatch, caplog):
