@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import (
@@ -20,7 +21,6 @@ from transformers import (
     FalconConfig,
     GPTBigCodeConfig,
     GPTJConfig,
-    InternLM3Config,
     MptConfig,
     OPTConfig,
     PreTrainedConfig,
@@ -47,7 +47,7 @@ def _gpt(kind: Callable[..., PreTrainedConfig], **changes: Any) -> PreTrainedCon
 def _internlm3(**changes: Any) -> PreTrainedConfig:
     sizes: dict[str, Any] = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "head_dim": 16}
     sizes |= {"num_attention_heads": 4, "max_position_embeddings": 128}
-    return InternLM3Config(vocab_size=VOCAB, **sizes, **changes)
+    return transformers.InternLM3Config(vocab_size=VOCAB, **sizes, **changes)
 
 
 def _mpt(**changes: Any) -> PreTrainedConfig:
@@ -85,6 +85,8 @@ CASES: dict[str, Callable[[], PreTrainedConfig]] = {
     "mpt_logit_scale": lambda: _mpt(logit_scale="inv_sqrt_d_model"),
     "opt_plain_norms": lambda: _opt(layer_norm_elementwise_affine=False, enable_bias=False),
 }
+if not hasattr(transformers, "InternLM3Config"):  # transformers 5.17 has none: no oracle there
+    CASES = {name: make for name, make in CASES.items() if not name.startswith("internlm3")}
 # transformers' "eager" adds Falcon's ALiBi twice; its "sdpa" adds it once, as the model was trained.
 ATTENTION = {"falcon_rw": "sdpa"}
 
