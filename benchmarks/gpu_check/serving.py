@@ -208,19 +208,20 @@ class EngineBench:
             self._percentiles(f"{name}: {label}", values)
 
     def device_idle(self, log: Path) -> None:
-        """The time in which the device had nothing to do between two steps, from the Worker's log."""
+        """The time in which the device had nothing to do before a step without prompts, from the Worker's log."""
         if not self._runs:
             raise RuntimeError("no workload ran in the process that would say how long the device idled")
         steps = msgspec.json.decode(log.read_bytes(), type=list[WatchedStep])
         for name, (begin, end) in self._runs.items():
-            found = [step for step in steps if begin <= step.launched < end]
-            idle = [step.idle_seconds * 1e3 for step in found]
+            found = [step for step in steps if begin <= step.launched < end][1:]  # before the first there was no work
+            idle = [step.idle_seconds * 1e3 for step in found if not step.num_chunks]
+            # A step that runs without a graph begins while it is launched, so that these are more than the device idles.
             mixed = [step.idle_seconds * 1e3 for step in found if step.num_chunks]
             self.recorder.figure(
                 f"{name}: device idle", statistics.fmean(idle), "ms/step",
                 share=sum(idle) / 1e3 / (end - begin), of="run", goal=at_most(IDLE_MS), steps=len(idle),
                 late=sum(ms >= IDLE_MS for ms in idle) / len(idle), p99_ms=percentile(idle, 99), largest_ms=max(idle),
-                steps_with_prompts=len(mixed), idle_ms_with_prompts=statistics.fmean(mixed) if mixed else None,
+                steps_with_prompts=len(mixed), at_most_ms_with_prompts=statistics.fmean(mixed) if mixed else None,
                 launch_ms=statistics.median(step.launch_seconds * 1e3 for step in found),
             )  # fmt: skip
 

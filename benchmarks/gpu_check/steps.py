@@ -69,7 +69,7 @@ def with_model(name: str, recorder: Recorder, setting: Setting, cases: Cases) ->
     for case, measure in planned:
         seconds = CASE_SECONDS if steps.loaded else LOAD_SECONDS
         recorder.case(f"{name}: {case}", partial(steps.fresh, measure), seconds=seconds)
-    del steps
+    del steps, planned, case, measure  # the cases hold the model
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -202,13 +202,14 @@ class Steps:
             self._run_plans(self._prefill_plans(seq_id, arriving, new))
             times.append(time.perf_counter() - started)
             sequences.forget()
+            sequences.bare.record_mixed(new, 1)  # as a server does, where the step is small enough for a graph
         seconds = statistics.median(times[1:])
         rows = [Rows(1, new, length)]
         flops = sum(operator.flops for operator in step_operators(self.bounds.model, rows))
         self.recorder.figure(
             name, seconds * 1e3, "ms", share=self.bounds.step_seconds(rows) / seconds, of="bound",
             teraflops=flops / seconds / 1e12, tokens_per_second=new / seconds, all_ms=[t * 1e3 for t in times],
-            share_of_floor=self.bounds.floor_seconds(rows) / seconds,
+            graph=sequences.bare.uses_mixed_graph(new, 1), share_of_floor=self.bounds.floor_seconds(rows) / seconds,
         )  # fmt: skip
 
     def mixed(self, decodes: int, context: int, prompt: int) -> None:

@@ -17,11 +17,13 @@ from kernels.attention.prefill import launch_prefill, prefill_attention, prefill
 from kernels.attention.tile import (
     attend_tile,
     base_2_scale,
+    cast_queries,
     empty_softmax,
     load_item,
     load_slopes,
     store_result,
     sum_queries,
+    value_factor,
 )
 from kernels.attention.work import StepWork, reduce_chunks
 from kernels.cache.quantize import as_bytes
@@ -206,6 +208,7 @@ def paged_attention_kernel(
     q_offsets = q_row.to(tl.int64) * Q_STRIDE_ROW + head[:, None] * Q_STRIDE_HEAD + offs_d[None, :]
     q = tl.load(q_ptr + q_offsets, mask=q_mask, other=0.0)
     q_sum = sum_queries(q, BLOCK_M, KV_FORMAT)
+    q = cast_queries(q, KV_FORMAT)
     slopes = load_slopes(alibi_slopes_ptr, head, row_mask, BLOCK_M, HAS_ALIBI)
     query_pos += tl.zeros([BLOCK_M], tl.int32)
     acc, row_max, row_sum = empty_softmax(BLOCK_M, BLOCK_D)
@@ -217,6 +220,8 @@ def paged_attention_kernel(
             NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, KV_FORMAT, True, HAS_ALIBI, HAS_SOFTCAP, WINDOW,
             CHUNK,
         )  # fmt: skip
+    if KV_FORMAT != 0:
+        acc *= 1.0 / value_factor(KV_FORMAT, q.dtype)
     store_result(
         acc, row_max, row_sum, sinks_ptr, out_ptr, partial_ptr, lse_ptr, items_ptr, tl.program_id(1), kv_head,
         NUM_KV_HEADS, GROUP, BLOCK_M, 1, HEAD_DIM, BLOCK_D,
@@ -260,10 +265,12 @@ def aot_configurations(capability: int) -> Iterator[AotConfiguration]:
     """Yields every model's shape."""
     for case in attention_cases(capability):
         tile = case.shape.tile("decode", capability, case.shape.group)
+        # Triton 3.9 keeps some addresses of 128 keys on the stack, 3.6 (which was timed) none
+        max_spill = 40 if case.shape.kv_format and tile.block_n == 128 else 0
         yield AotConfiguration(
             kernel=paged_attention_kernel, label=case.label(tile), dtype=case.dtype,
             constants=case.shape.constants(tile, capability) | case.absent | pdl_constants(capability),
             num_warps=tile.num_warps, num_stages=tile.num_stages,
             types=case.types, quick=case.quick, needs=case.needs(capability, tile),
-            max_shared_memory=case.max_shared_memory(capability, tile),
+            max_shared_memory=case.max_shared_memory(capability, tile), max_spill=max_spill,
         )  # fmt: skip

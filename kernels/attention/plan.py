@@ -19,12 +19,14 @@ from kernels.dispatch import device_sizes
 from kernels.kv_format import KVFormat, kv_format_of
 from kernels.tile_choice import TileChoice
 
-# Programs that an SM runs at once, as the choice of chunks counts them. An A100 and an H100 hold two programs of decode
-# at least, each with 32 KB of keys under way while it computes: about twice the need of the memory. Not measured yet.
-PROGRAMS_PER_SM = {"decode": 2, "prefill": 1}
+# Programs that an SM runs at once, as the choice of chunks counts them. Two of decode fit at least, but one took 0.95
+# and 0.98 of the time of two on an H100 (geometric means of 8 and of 13 batches: 0.83 to 1.03, but 1.19 for 8 sequences
+# of 1024 tokens). Codes are bound by instructions: in fp8, 16 such sequences take 20.9 us with two and 30.8 with one.
+PROGRAMS_PER_SM = {"decode": 1, "prefill": 1}
+PROGRAMS_OF_CODES = 2
 # Chunks with partial results, times KV heads, that a step may have for each program that the device runs at once. More
 # chunks balance a mix of lengths better; the partial results of each take memory. Not measured yet.
-CHUNKS_PER_PROGRAM = {"decode": 4, "prefill": 2}
+CHUNKS_PER_PROGRAM = {"decode": 8, "prefill": 2}
 SMALL_ROWS = 64  # query tokens x heads of a group: the largest tile of prefill whose units are divided into chunks
 
 
@@ -50,9 +52,9 @@ class AttentionPlan:
     batch_invariant: bool = False
     flashinfer: FlashInferPrefill | None = None
 
-    def slots(self, use: str) -> int:
+    def slots(self, use: str, kv_format: KVFormat | None = None) -> int:
         """Programs of "decode" or "prefill" that the device runs at once."""
-        return self.num_sms * PROGRAMS_PER_SM[use]
+        return self.num_sms * (PROGRAMS_OF_CODES if kv_format and use == "decode" else PROGRAMS_PER_SM[use])
 
     def max_chunks(self, use: str, num_kv_heads: int, num_rows: int, head_dim: int) -> int:
         """The largest number of chunks with partial results of a step; num_rows: rows of each (tokens x heads)."""

@@ -13,11 +13,13 @@ from kernels.attention.plan import SMALL_ROWS, AttentionPlan, AttentionShape, at
 from kernels.attention.tile import (
     attend_tile,
     base_2_scale,
+    cast_queries,
     empty_softmax,
     load_item,
     load_slopes,
     store_result,
     sum_queries,
+    value_factor,
 )
 from kernels.attention.work import StepWork, first_key, reduce_chunks
 from kernels.cache.quantize import as_bytes, read_pages
@@ -176,6 +178,7 @@ def prefill_attention_kernel(
     q_offsets = (tile_token * Q_STRIDE_ROW + tile_head * Q_STRIDE_HEAD)[:, None] + offs_d[None, :]
     q = tl.load(q_at + q_offsets, mask=q_mask, other=0.0)
     q_sum = sum_queries(q, BLOCK_M, KV_FORMAT)
+    q = cast_queries(q, KV_FORMAT)
     slopes = load_slopes(alibi_slopes_ptr, kv_head * GROUP + tile_head, row_mask, BLOCK_M, HAS_ALIBI)
     query_pos = first_pos + tile_token
     acc, row_max, row_sum = empty_softmax(BLOCK_M, BLOCK_D)
@@ -205,6 +208,8 @@ def prefill_attention_kernel(
                 NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, KV_FORMAT, True, HAS_ALIBI, HAS_SOFTCAP, WINDOW,
                 CHUNK,
             )  # fmt: skip
+    if KV_FORMAT != 0:
+        acc *= 1.0 / value_factor(KV_FORMAT, q.dtype)
     store_result(
         acc, row_max, row_sum, sinks_ptr, out_ptr, partial_ptr, lse_ptr, items_ptr, tl.program_id(1), kv_head,
         NUM_KV_HEADS, GROUP, BLOCK_M, TOKENS, HEAD_DIM, BLOCK_D,

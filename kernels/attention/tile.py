@@ -45,6 +45,25 @@ def sum_queries(q, BLOCK_M: tl.constexpr, KV_FORMAT: tl.constexpr):
 
 
 @triton.jit
+def cast_queries(q, KV_FORMAT: tl.constexpr):
+    """q in the dtype of its products: e4m3 and int4 become fp16 by fewer instructions than bf16."""
+    if KV_FORMAT >= 3 and q.dtype == tl.bfloat16:
+        q = q.to(tl.float16)
+    return q
+
+
+@triton.jit
+def value_factor(KV_FORMAT: tl.constexpr, dtype: tl.constexpr):
+    """The factor of acc while codes are multiplied in `dtype`.
+
+    A small probability times a small scale underflows in fp16: there they are multiplied by the largest number of
+    load_codes, too, which makes of the scale the largest magnitude of its row.
+    """
+    number: tl.constexpr = 127.0 if KV_FORMAT == 1 else 1.75 if KV_FORMAT == 2 else 15.0 if KV_FORMAT == 3 else 448.0
+    return number if dtype == tl.float16 else 1.0
+
+
+@triton.jit
 def attend_tile(
     q,
     q_sum,
@@ -78,8 +97,8 @@ def attend_tile(
     q [BLOCK_M, BLOCK_D], acc [BLOCK_M, BLOCK_D] fp32, the other arguments of rows [BLOCK_M]. MASKED False promises that
     every key of the tile exists and is visible to every row. The codes of a quantised cache (KV_FORMAT not 0) are
     multiplied without their scales; a key's scale then multiplies its scores, and a value's scale its probabilities. A
-    minimum m (int4) adds m * q_sum to a score, where q_sum is the sum of the query, and p * m to acc. slopes are in
-    base 2; scale and softcap come from base_2_scale.
+    minimum m (int4) adds m * q_sum to a score, where q_sum is the sum of the query, and p * m to acc. acc is multiplied
+    by value_factor. slopes are in base 2; scale and softcap come from base_2_scale.
     """
     key_pos = tile_start + tl.arange(0, BLOCK_N)
     exists = key_pos < key_end
@@ -115,13 +134,11 @@ def attend_tile(
     decay = tl.exp2(row_max - shift)
     acc *= decay[:, None]
     row_sum = row_sum * decay + tl.sum(probs, 1)
+    number: tl.constexpr = value_factor(KV_FORMAT, q.dtype)
     if KV_FORMAT == 3:
-        acc += tl.sum(probs * v_min[None, :], 1)[:, None]
+        acc += (tl.sum(probs * v_min[None, :], 1) * number)[:, None]
     if KV_FORMAT != 0:
-        if v.dtype == tl.float16:  # a small probability times a small scale underflows in fp16
-            v = (v * v_scale[:, None]).to(tl.float16)
-        else:
-            probs *= v_scale[None, :]
+        probs *= (v_scale * number)[None, :]
     acc = tl.dot(probs.to(v.dtype), v, acc, input_precision="ieee")
     return acc, new_max, row_sum
 

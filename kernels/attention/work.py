@@ -87,7 +87,7 @@ class StepWork:
         if max_tokens > MIN_CHUNK_TILES * tile.block_n:
             max_rows = plan.max_chunks(use, shape.num_kv_heads, tokens * shape.num_heads, shape.head_dim)
         work = self._maps[key] = make_map(
-            use, cu_seqlens_q, seq_lens, num_units, max_rows, plan.slots(use), min_queries,
+            use, cu_seqlens_q, seq_lens, num_units, max_rows, plan.slots(use, shape.kv_format), min_queries,
             work_constants(use, shape, tile),
         )  # fmt: skip
         return work

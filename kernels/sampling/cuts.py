@@ -23,6 +23,7 @@ TOKENS_PER_SAMPLE = 32  # at most
 DEVIATIONS = 5.0  # standard errors between an estimated cut and its outer edges: one row in 10**6 is beyond them
 GATHER_WARPS = 16  # the prefix sum takes registers: 8 elements per thread
 REFINE_WARPS = 16
+WINDOW_WARPS = 4
 WINDOW_FIELDS = 8  # numbers per row in `windows`; 6 are used
 
 
@@ -44,9 +45,15 @@ def refine_constants(vocab_size: int) -> dict[str, int | float]:
     return window_constants(vocab_size) | sample | {"REFINE_ABOVE": REFINE_ABOVE}
 
 
+def list_constants(vocab_size: int) -> dict[str, int | float]:
+    """The compile-time arguments of window_kernel."""
+    return window_constants(vocab_size) | {"CAPACITY": CAPACITY, "WINDOW_FIELDS": WINDOW_FIELDS}
+
+
 def gather_constants(vocab_size: int) -> dict[str, int | float]:
     """The compile-time arguments of gather_kernel."""
-    return window_constants(vocab_size) | {"CAPACITY": CAPACITY, "WINDOW_FIELDS": WINDOW_FIELDS}
+    taken = ("VOCAB", "NUM_CHUNKS", "CHUNK", "CAPACITY", "WINDOW_FIELDS")
+    return {name: size for name, size in list_constants(vocab_size).items() if name in taken}
 
 
 @triton.jit
@@ -365,21 +372,13 @@ def reweigh_kernel(
 
 
 @triton.jit
-def gather_kernel(
-    logits_ptr,
-    values_ptr,
-    flags_ptr,
-    largest_ptr,
-    rows_ptr,
-    temperature_ptr,
+def window_kernel(
     log_min_p_ptr,
-    logits_stride,
     top_k_ptr,
     top_p_ptr,
     refined_ptr,
     counts_ptr,
     masses_ptr,
-    candidates_ptr,
     starts_ptr,
     windows_ptr,
     VOCAB: tl.constexpr,
@@ -394,12 +393,12 @@ def gather_kernel(
     CAPACITY: tl.constexpr,
     WINDOW_FIELDS: tl.constexpr,
 ):
-    """Grid (n, num_chunks): lists the distances of the chunk's tokens in the windows, behind those of earlier chunks.
+    """Grid (n,): chooses the windows of a row, and the place of each chunk's tokens in its list.
 
-    starts int32 [n, num_chunks]: the chunk's place in the list. windows int32 [n, 8]: the two windows, the length of
-    the list (-1: too long, none is written) and the number of tokens below the window of top-k.
+    starts int32 [n, num_chunks]: the chunk's place. windows int32 [n, 8]: the two windows, the length of the list (-1:
+    too long, none is written) and the number of tokens below the window of top-k.
     """
-    i, chunk = tl.program_id(0), tl.program_id(1)
+    i = tl.program_id(0)
     limit = limit_of(log_min_p_ptr, i)
     top_k, top_p = tl.load(top_k_ptr + i), tl.load(top_p_ptr + i)
     edges = edges_of(refined_ptr, i, limit, NUM_FIXED, NUM_EDGES, FIXED_STEP, EDGE_BLOCK)
@@ -411,17 +410,45 @@ def gather_kernel(
     size = tl.sum(sizes, 0)
     size = tl.where(size <= CAPACITY, size, -1)
     chunks = tl.arange(0, BLOCK_C)
-    before = tl.sum(tl.where(chunks < chunk, sizes, 0), 0)
-    tl.store(starts_ptr + i * NUM_CHUNKS + chunk, tl.where(size < 0, chunk * CHUNK, before))
-    if chunk == 0:
-        windows_ptr += i * WINDOW_FIELDS
-        tl.store(windows_ptr, k_low)
-        tl.store(windows_ptr + 1, k_high)
-        tl.store(windows_ptr + 2, p_low)
-        tl.store(windows_ptr + 3, p_high)
-        tl.store(windows_ptr + 4, size)
-        tl.store(windows_ptr + 5, up_to(edges, counts, k_low))
-    if (size > 0) & (tl.sum(tl.where(chunks == chunk, sizes, 0), 0) > 0):
+    starts = tl.where(size < 0, chunks * CHUNK, tl.cumsum(sizes, 0) - sizes)
+    tl.store(starts_ptr + i * NUM_CHUNKS + chunks, starts, mask=chunks < NUM_CHUNKS)
+    windows_ptr += i * WINDOW_FIELDS
+    tl.store(windows_ptr, k_low)
+    tl.store(windows_ptr + 1, k_high)
+    tl.store(windows_ptr + 2, p_low)
+    tl.store(windows_ptr + 3, p_high)
+    tl.store(windows_ptr + 4, size)
+    tl.store(windows_ptr + 5, up_to(edges, counts, k_low))
+
+
+@triton.jit
+def gather_kernel(
+    logits_ptr,
+    values_ptr,
+    flags_ptr,
+    largest_ptr,
+    rows_ptr,
+    temperature_ptr,
+    logits_stride,
+    starts_ptr,
+    windows_ptr,
+    candidates_ptr,
+    VOCAB: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    WINDOW_FIELDS: tl.constexpr,
+):
+    """Grid (n, num_chunks): lists the distances of the chunk's tokens in the windows at the chunk's place of the list.
+    A chunk without such tokens reads no logits."""
+    i, chunk = tl.program_id(0), tl.program_id(1)
+    windows_ptr += i * WINDOW_FIELDS
+    size, starts_ptr = tl.load(windows_ptr + 4), starts_ptr + i * NUM_CHUNKS + chunk
+    before = tl.load(starts_ptr)
+    after = tl.load(starts_ptr + 1, mask=chunk < NUM_CHUNKS - 1, other=size)
+    if (size > 0) & (before < after):
+        k_low, k_high = tl.load(windows_ptr), tl.load(windows_ptr + 1)
+        p_low, p_high = tl.load(windows_ptr + 2), tl.load(windows_ptr + 3)
         row = tl.load(rows_ptr + i)
         offs = chunk * CHUNK + tl.arange(0, CHUNK)
         source = (logits_ptr, values_ptr, flags_ptr, largest_ptr, temperature_ptr, i, row, logits_stride)
@@ -446,6 +473,7 @@ def aot_configurations(capability: int) -> Iterator[AotConfiguration]:
             (weigh_kernel, "plain", shared | {"counts_ptr": None}, NUM_WARPS),
             (refine_kernel, "filters", refine_constants(vocab_size) | absent, REFINE_WARPS),
             (reweigh_kernel, "filters", shared, NUM_WARPS),
+            (window_kernel, "filters", list_constants(vocab_size), WINDOW_WARPS),
             (gather_kernel, "filters", gather_constants(vocab_size) | absent, GATHER_WARPS),
         ):
             yield AotConfiguration(

@@ -10,15 +10,16 @@ weight. So the cut of each filter is known to lie between two of them.
 2. `refine_kernel`: where more than 8192 tokens lie between (nearly flat distributions), a sample of every 32nd token
 estimates the cut. It chooses six distances around the estimate, in pairs that enclose possible ties.
 3. `reweigh_kernel` does step 1 for these distances.
-4. `gather_kernel` writes the distances between the two last known points around each cut to a short list, in the order
-of the token ids.
+4. `window_kernel` finds the last two known points around each cut, and `gather_kernel` writes the distances between
+them to a short list, in the order of the token ids.
 5. `draw_kernel` bisects that list, in L1, picks the chunk in which the cumulative distribution passes the uniform
 number, and reads that chunk once more to find the token.
 
 Full reads of the logits: step 1, step 4, and step 3 for rows with a long window; largest_logits reads them before. So a
 flat row is read 4 times, another filtered row 3 times, a row with only a temperature or min-p 2 times, plus one chunk.
-256 flat rows of 128256 in bf16 are 66 MB a read, 263 MB in all: 0.10 ms at 2.7 TB/s (80 % of an H100's bandwidth), 0.16
-ms at 1.63 TB/s (80 % of an A100 with 80 GB); in fp32 twice that. Not measured yet.
+256 flat rows of 128256 in bf16 are 66 MB a read, 263 MB in all: 0.10 ms at 2.7 TB/s (80 % of an H100's bandwidth).
+Measured there, the kernels of 256 such rows take 0.61 ms in all, those of top_p 0.95 0.38 ms, of temperature alone 0.05
+ms: the sums over seven edges in step 1 (0.13 ms) and the prefix sum in step 4 (0.19 ms) take more time than the reads.
 
 If the list would still be longer than 32768 tokens, step 5 searches the row itself, with one program and one read per
 bit. By the estimate's error, one flat row in 10**6 needs this, and more rows that combine a top-k of thousands with
@@ -90,8 +91,12 @@ def draw_tokens(
             **cuts.refine_constants(vocab_size), num_warps=cuts.REFINE_WARPS,
         )  # fmt: skip
         cuts.reweigh_kernel[(n, chunks)](*source, refined, counts, masses, **meta, num_warps=NUM_WARPS)
+        cuts.window_kernel[(n,)](
+            log_min_p, top_k, top_p, refined, counts, masses, starts, windows,
+            **cuts.list_constants(vocab_size), num_warps=cuts.WINDOW_WARPS,
+        )  # fmt: skip
         cuts.gather_kernel[(n, chunks)](
-            *source, top_k, top_p, refined, counts, masses, candidates, starts, windows,
+            *source[:6], logits.stride(0), starts, windows, candidates,
             **cuts.gather_constants(vocab_size), num_warps=cuts.GATHER_WARPS,
         )  # fmt: skip
         found = top_k, top_p, refined, masses, candidates, starts, windows
@@ -164,16 +169,17 @@ def draw_kernel(
     target = tl.load(uniform_ptr + i) * total
     # The first chunk in which the weight passes the target, or reaches the total if the target was rounded up to it.
     first, last, before = i * 0, i * 0 + NUM_CHUNKS - 1, total * 0.0
-    while first < last:
-        middle = (first + last) // 2
-        mass = tl.sum(tl.where(chunks <= middle, known, 0.0), 0)
-        if list_ptr is not None:
-            stop = tl.load(starts_ptr + i * NUM_CHUNKS + middle + 1)
-            mass += _between(list_ptr, size, source, stop, low, bound, VOCAB, BLOCK, True)[1]
-        reached = (mass > target) | (mass >= total)
-        last = tl.where(reached, middle, last)
-        first = tl.where(reached, first, middle + 1)
-        before = tl.where(reached, before, mass)
+    if NUM_CHUNKS > 1:  # Triton 3.6 fails to compile a loop that never runs
+        while first < last:
+            middle = (first + last) // 2
+            mass = tl.sum(tl.where(chunks <= middle, known, 0.0), 0)
+            if list_ptr is not None:
+                stop = tl.load(starts_ptr + i * NUM_CHUNKS + middle + 1)
+                mass += _between(list_ptr, size, source, stop, low, bound, VOCAB, BLOCK, True)[1]
+            reached = (mass > target) | (mass >= total)
+            last = tl.where(reached, middle, last)
+            first = tl.where(reached, first, middle + 1)
+            before = tl.where(reached, before, mass)
     token_id = _token_above(source, first * CHUNK, before, target, bound, VOCAB, CHUNK, BLOCK)
     largest = tl.load(largest_ptr + row)
     failed = (largest == float("inf")) | (largest == float("-inf"))
@@ -281,7 +287,8 @@ def aot_configurations(capability: int) -> Iterator[AotConfiguration]:
     types |= dict.fromkeys(("refined_ptr", "starts_ptr", "windows_ptr"), "*i32")
     types |= {"candidates_ptr": "*fp32", "token_ids_ptr": "*i64"}
     plain = dict.fromkeys(("top_k_ptr", "top_p_ptr", "refined_ptr", "candidates_ptr", "starts_ptr", "windows_ptr"))
-    for dtype, vocab_size, changed in (("bf16", 128256, False), ("bf16", 128256, True), ("fp32", 50257, False)):
+    variants = (("bf16", 128256, False), ("bf16", 128256, True), ("fp32", 50257, False), ("bf16", 2048, True))
+    for dtype, vocab_size, changed in variants:
         label, aligned = f"vocabulary {vocab_size}" + " changed" * changed, ("logits_stride",) * (vocab_size % 16 == 0)
         constants = draw_constants(vocab_size) | ({} if changed else dict.fromkeys(CHANGED_TYPES))
         for name, absent in (("filters", {}), ("plain", plain)):

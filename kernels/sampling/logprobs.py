@@ -14,7 +14,7 @@ def top_logprobs(
     logprobs float32 [n, 1 + k]: of the row's token in token_ids (int64 [n]), then the k highest. ranks int32 [n]: of
     that token, 1 for the highest. top_ids int64 [n, k]. Rows with NaN or +inf have logprobs that mean nothing.
     """
-    if logits.device.type == "cpu" and (cpu := cpu_kernels()) is not None:
+    if logits.device.type == "cpu" and logits.dtype != torch.float16 and (cpu := cpu_kernels()) is not None:
         return cpu.logprobs.top_logprobs(logits, token_ids, k, with_ranks)  # type: ignore[no-any-return]
     logprobs = logits.float().log_softmax(-1)
     own = logprobs.gather(1, token_ids[:, None])

@@ -61,7 +61,7 @@ def rand(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("weight_offset", [0.0, 1.0])
 def test_rms_norm(dtype, shape, weight_offset):
     x, residual, weight = rand(*shape, dtype=dtype), rand(*shape, dtype=dtype), rand(shape[-1], dtype=dtype)
-    normed, total = rms_norm(x, weight, 1e-5, residual, weight_offset)
+    normed, total = rms_norm(x, weight, 1e-5, residual.clone(), weight_offset)  # the sum overwrites it on a GPU
     near(total, x.float() + residual.float(), dtype)
     near(normed, rms_norm_reference(total.float(), weight.float(), 1e-5, weight_offset=weight_offset), dtype)
     alone = rms_norm(x, weight, 1e-5, weight_offset=weight_offset)
@@ -72,7 +72,7 @@ def test_rms_norm(dtype, shape, weight_offset):
 def test_layer_norm(dtype, shape):
     x, residual = rand(*shape, dtype=dtype), rand(*shape, dtype=dtype)
     weight, bias = rand(shape[-1], dtype=dtype), rand(shape[-1], dtype=dtype)
-    normed, total = layer_norm(x, weight, bias, 1e-5, residual)
+    normed, total = layer_norm(x, weight, bias, 1e-5, residual.clone())  # the sum overwrites it on a GPU
     near(total, x.float() + residual.float(), dtype)
     near(normed, layer_norm_reference(total.float(), weight.float(), bias.float(), 1e-5), dtype)
 

@@ -124,18 +124,18 @@ def test_long_flat_rows(name, monkeypatch):
         sampling(temperature=2.0, top_p=0.99), sampling(top_k=30_000), sampling(top_p=0.9999, temperature=1.3),
         sampling(temperature=50.0, min_p=0.002, top_p=0.5), sampling(top_k=20_000, top_p=0.9), sampling(top_p=0.8),
     ]  # fmt: skip
-    sizes, gather = [], cuts.gather_kernel
+    sizes, choose = [], cuts.window_kernel
 
     class Recorder:
         def __getitem__(self, grid):
             def launch(*args, **meta):
-                gather[grid](*args, **meta)
+                choose[grid](*args, **meta)
                 windows = args[-1]
                 sizes.extend(windows[:, 4].tolist())
 
             return launch
 
-    monkeypatch.setattr(cuts, "gather_kernel", Recorder())
+    monkeypatch.setattr(cuts, "window_kernel", Recorder())
     monkeypatch.setattr(sampling_draw, "DRAW_BLOCK", 4096)  # the interpreter's time is that of its calls
     vocab_size = 40_000
     dtype = torch.float16 if name == "normal" else torch.float32
@@ -246,7 +246,7 @@ def test_what_warming_up_compiles_is_all_that_can_be_launched(monkeypatch):
         draw(make_batch([params]), logits)
     draw(make_batch([EVERYTHING_ON]), logits)
     warm = set(launches)
-    assert len(warm) == 18  # kernels, those that read logits twice, with and without changed rows, and so on
+    assert len(warm) == 19  # kernels, those that read logits twice, with and without changed rows, and so on
     for name in NAMES:
         draw(make_batch([CASES[name]]), logits)
     draw(make_batch([CASES["greedy"], CASES["bias"], CASES["plain"], CASES["top_k"]]), random_logits(4))

@@ -87,7 +87,7 @@ def test_the_overlapping_tile_is_for_plain_floats_and_long_chunks_on_hopper():
 
     assert overlaps() and not overlaps(rows=64) and not overlaps(extras=True) and not overlaps(use="invariant")
     assert not overlaps(card=A100) and not overlaps(card=B200) and not overlaps(kv_bits=8)
-    tma = [tile_choice("prefill", H100, 16, 16, dim, 4, 8192, False, 64).tile.tma for dim in (128, 96, 100)]
+    tma = [tile_choice("prefill", H100, 16, 16, dim, 4, 8192, False, 128).tile.tma for dim in (128, 96, 100)]
     assert tma == [True, True, False], "a row of 100 numbers of 16 bits is no multiple of 16 bytes"
     choice = tile_choice("prefill", H100, 16, 8, 128, 4, 8192, False)
     with pytest.raises(OutOfResources):

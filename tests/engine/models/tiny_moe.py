@@ -131,3 +131,5 @@ CASES: dict[str, Callable[[], PreTrainedConfig]] = {
         **LLAMA4,
     ),
 }
+if not hasattr(GptOssConfig, "swiglu_limit"):  # transformers 5.17 takes 7 whatever the file says: no oracle there
+    CASES.pop("gpt_oss_yarn")
