@@ -215,7 +215,7 @@ class EngineBench:
         for name, (begin, end) in self._runs.items():
             found = [step for step in steps if begin <= step.launched < end][1:]  # before the first there was no work
             idle = [step.idle_seconds * 1e3 for step in found if not step.num_chunks]
-            # A step that runs without a graph begins while it is launched, so that these are more than the device idles.
+            # A step without a graph begins while it is launched: these are more than the device idles.
             mixed = [step.idle_seconds * 1e3 for step in found if step.num_chunks]
             self.recorder.figure(
                 f"{name}: device idle", statistics.fmean(idle), "ms/step",
