@@ -104,7 +104,8 @@ def mixed(data: Paged, q, q_lens, plan, padding=0, scale=0.2, **kwargs):
 @pytest.mark.parametrize("case, kv_format", [("plain", None), ("window", INT8), ("alibi", None), ("softcap", INT4),
                                              ("all", FP8), ("chunked sinks", None)])  # fmt: skip
 @pytest.mark.parametrize(
-    "num_sms, batch_invariant", [pytest.param(0, False, marks=pytest.mark.slow), (8, False), (8, True)]
+    "num_sms, batch_invariant",
+    [pytest.param(0, False, marks=pytest.mark.slow), (8, False), pytest.param(8, True, marks=pytest.mark.slow)],
 )
 def test_steps_whose_lengths_only_the_device_knows(case, kv_format, num_sms, batch_invariant):
     """Decodes, chunks and empty sequences in any order, before padding rows: nothing reads or writes the padding."""
