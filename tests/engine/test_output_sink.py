@@ -47,7 +47,7 @@ async def read(driver, sink, **params):
 
 
 async def test_the_reader_gets_the_first_and_the_last_output_alone(folder):
-    async with running_driver(folder, "--step-seconds", "0.002") as driver:
+    async with running_driver(folder, "--step-seconds", "0.03") as driver:
         everything, for_reader = await read(driver, Sink())
     expected = expected_tokens(PROMPT, 7, NUM_TOKENS)
     assert everything == expected
