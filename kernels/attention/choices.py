@@ -60,8 +60,9 @@ FEWEST_ROWS = 4 if TRITON_VERSION >= (3, 5) else 16  # Triton 3.4 multiplies no 
 # while another tile of 32 KB is on its way. An SM needs 32 to 40 KB under way to keep its share of the memory busy, and
 # 5 to 7 KB on cards with GDDR, whose 100 KB of shared memory hold two programs with half the keys.
 # Codes that become floats take instructions, and with more keys at a time fewer of them for each: on an H100, 64
-# sequences of 4096 tokens in int8, fp8 and int4 take 228, 214 and 390 us; with 32 keys 316, 355 and 405. Masks and head
-# size 256 leave registers for fewer.
+# sequences of 4096 tokens in int8, fp8 and int4 took 228, 214 and 390 us, and with 32 keys 316, 355 and 405 (the last
+# tile of a chunk apart, two programs per SM); this kernel took 223, 216 and 418 with one program. Masks and head size
+# 256 leave registers for fewer keys.
 DECODE = (
     Rule(TENSOR_CORES, 16, 8, 64, 64, Tile(16, 64, 4, 5), programs=2),
     Rule(TENSOR_CORES, 16, 4, 128, 64, Tile(16, 64, 4, 5), programs=2),

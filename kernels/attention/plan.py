@@ -21,7 +21,8 @@ from kernels.tile_choice import TileChoice
 
 # Programs that an SM runs at once, as the choice of chunks counts them. Two of decode fit at least, but one took 0.95
 # and 0.98 of the time of two on an H100 (geometric means of 8 and of 13 batches: 0.83 to 1.03, but 1.19 for 8 sequences
-# of 1024 tokens). Codes are bound by instructions: in fp8, 16 such sequences take 20.9 us with two and 30.8 with one.
+# of 1024 tokens). Codes are bound by instructions: in fp8, 16 such sequences took 20.9 us with two, and 30.8 with one
+# in another call.
 PROGRAMS_PER_SM = {"decode": 1, "prefill": 1}
 PROGRAMS_OF_CODES = 2
 # Chunks with partial results, times KV heads, that a step may have for each program that the device runs at once. More

@@ -46,7 +46,8 @@ def sum_queries(q, BLOCK_M: tl.constexpr, KV_FORMAT: tl.constexpr):
 
 @triton.jit
 def cast_queries(q, KV_FORMAT: tl.constexpr):
-    """q in the dtype of its products: e4m3 and int4 become fp16 by fewer instructions than bf16."""
+    """q in the dtype of its products: e4m3 and int4 become fp16 by fewer instructions than bf16. A number of q, or of a
+    value, beyond 65504 is infinite there, and its request fails."""
     if KV_FORMAT >= 3 and q.dtype == tl.bfloat16:
         q = q.to(tl.float16)
     return q

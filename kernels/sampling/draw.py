@@ -18,8 +18,9 @@ number, and reads that chunk once more to find the token.
 Full reads of the logits: step 1, step 4, and step 3 for rows with a long window; largest_logits reads them before. So a
 flat row is read 4 times, another filtered row 3 times, a row with only a temperature or min-p 2 times, plus one chunk.
 256 flat rows of 128256 in bf16 are 66 MB a read, 263 MB in all: 0.10 ms at 2.7 TB/s (80 % of an H100's bandwidth).
-Measured there, the kernels of 256 such rows take 0.61 ms in all, those of top_p 0.95 0.38 ms, of temperature alone 0.05
-ms: the sums over seven edges in step 1 (0.13 ms) and the prefix sum in step 4 (0.19 ms) take more time than the reads.
+The kernels of 256 such rows take 0.61 ms in all there, those of top_p 0.95 0.39 ms (measured in two calls), those of
+temperature alone 0.05 ms. The sums over seven edges in step 1 (0.13 ms) and the prefix sum in step 4 (0.19 ms) take
+more time than the reads.
 
 If the list would still be longer than 32768 tokens, step 5 searches the row itself, with one program and one read per
 bit. By the estimate's error, one flat row in 10**6 needs this, and more rows that combine a top-k of thousands with

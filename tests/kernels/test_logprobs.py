@@ -66,3 +66,11 @@ def test_a_row_that_is_not_finite_has_no_logprobs(by_whom, poison):
     logits[1, slice(None) if poison == -np.inf else 7] = poison
     logprobs = top_logprobs(logits, torch.tensor([3, 4]), 5)[0]
     assert logprobs[0].isfinite().all() and logprobs[1].isnan().all()
+
+
+def test_float16_logits_are_computed_too():
+    logits, token_ids = torch.randn(3, 50, generator=torch.Generator().manual_seed(0)).half(), torch.tensor([4, 0, 49])
+    found = top_logprobs(logits, token_ids, 5, with_ranks=True)
+    expected = top_logprobs(logits.float(), token_ids, 5, with_ranks=True)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
