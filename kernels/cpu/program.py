@@ -98,6 +98,11 @@ class Recording(TorchDispatchMode):
         finally:
             self._allocates = False
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: otherwise torch imports torch._dynamo (1.5 s) at the first operator, to keep its compiler away."""
+        return False
+
     def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in VIEWS and not self._allocates:
             raise NotRecordable(f"{func} computes outside our kernels")

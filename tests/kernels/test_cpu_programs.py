@@ -1,5 +1,9 @@
 """Recorded programs of CPU kernels: order, memory, threads, and the work that cannot be recorded."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -56,3 +60,17 @@ def test_operators_of_torch_are_refused():
         record(lambda: torch.empty(3), Workspace())
     before = layers(x, weight)
     assert torch.equal(before, layers(x, weight)), "kernels after a refusal are not recorded"
+
+
+def test_recording_does_not_import_the_compiler_of_torch():
+    """torch._dynamo takes 1.5 s to import, which every start of a Worker would pay."""
+    script = """
+import sys, torch
+from kernels.cpu import parallel
+from kernels.cpu.program import Workspace, record
+record(lambda: parallel.empty((2, 3), torch.float32), Workspace())
+print("torch._dynamo" in sys.modules)
+"""
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True)
+    assert done.stdout.strip() == "False", done.stderr
