@@ -43,7 +43,7 @@ NEEDS = {
 }
 BEFORE_AMPERE = {"async_copies", "ahead", "wide"}  # sm_75 has no such copies, and its tiles are small
 TUNED = (3, 9)  # the tables of tiles are made with this Triton; with another one, only errors of the compiler count
-QUICK = (80, 90)  # architectures that `make test` compiles all quick configurations for
+H100, A100 = 90, 80  # the architectures that `make test` compiles most for
 TENSOR_MEMORY = 512  # columns of sm_100's memory for the results of matrix instructions
 
 
@@ -87,8 +87,9 @@ def gpu_modules() -> Iterator[ModuleType]:
 def configurations(capability: int, quick: bool = False, name: str = "") -> list[AotConfiguration]:
     """All configurations for one kind of device; `name` keeps the kernels whose name contains it.
 
-    A card without bf16 gets the bf16 configurations in fp16, and each only once. `quick` keeps the quick ones for A100
-    and H100, and for other cards one variant of each kernel that multiplies tiles: those differ between cards.
+    A card without bf16 gets the bf16 configurations in fp16, and each only once. `quick` keeps the quick ones for H100;
+    for A100 those of kernels that multiply tiles, and one variant of each other kernel; for other cards one variant of
+    each kernel that multiplies tiles: those differ between cards.
     """
     found = [
         configuration if capability >= BF16_CAPABILITY else _in_fp16(configuration)
@@ -96,9 +97,15 @@ def configurations(capability: int, quick: bool = False, name: str = "") -> list
         for configuration in module.aot_configurations(capability)
         if (configuration.quick or not quick) and name in configuration.kernel.__name__
     ]
-    if quick and capability not in QUICK:
-        return list({id(c.kernel): c for c in reversed(found) if c.needs}.values())
+    if quick and capability != H100:
+        tiles, others = ([c for c in found if bool(c.needs) == needs] for needs in (True, False))
+        found = [*tiles, *_one_of_each(others)] if capability == A100 else _one_of_each(tiles)
     return list({(id(c.kernel), c.label, c.dtype): c for c in found}.values())
+
+
+def _one_of_each(found: list[AotConfiguration]) -> list[AotConfiguration]:
+    """The first configuration of each kernel."""
+    return list({id(c.kernel): c for c in reversed(found)}.values())
 
 
 def _in_fp16(configuration: AotConfiguration) -> AotConfiguration:

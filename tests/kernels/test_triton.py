@@ -98,6 +98,13 @@ def test_compiled_for_every_architecture():
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
 
 
+@pytest.mark.slow
+def test_every_variant_compiled_for_a100():
+    """`make test` compiles one variant of the kernels that multiply no tiles."""
+    done = run("-W", "ignore", "-m", "kernels.aot", "--sm", "80", "--jobs", "2", PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+
+
 GATES = """
 from dataclasses import replace
 from types import SimpleNamespace
@@ -122,7 +129,11 @@ assert aot.problems(fetching, 75, replace(good, shared_memory=0)) == [], "sm_75 
 
 turing, ampere = aot.configurations(75), aot.configurations(80)
 assert not any("bf16" in str((c.dtype, c.types)) for c in turing) and any(c.dtype == "bf16" for c in ampere)
-assert 0 < len(aot.configurations(86, quick=True)) < len(aot.configurations(80, quick=True))
+counts = [len(aot.configurations(capability, quick=True)) for capability in (86, 80, 90)]
+assert 0 < counts[0] < counts[1] < counts[2], counts
+of_80, quick_of_80 = aot.configurations(80), aot.configurations(80, quick=True)
+assert {c.kernel.__name__ for c in quick_of_80} == {c.kernel.__name__ for c in of_80 if c.quick}
+assert {c.label for c in of_80 if c.quick and c.needs} <= {c.label for c in quick_of_80}
 
 assert aot.uncovered_kernels() == []
 from kernels.cache import copy_blocks
