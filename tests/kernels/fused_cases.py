@@ -291,7 +291,21 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("name, kv_format", LAYOUTS, ids=lambda x: getattr(x, "name", str(x)))
+def each_layout_in_one_dtype():
+    """Every layout in every dtype, for parametrize. Those that are not slow have each layout once, and each head and
+    each format in both dtypes of the interpreter."""
+    names, formats = list(HEADS), [None, *KV_FORMATS.values()]
+    return [
+        pytest.param(
+            dtype, name, kv_format,
+            marks=[pytest.mark.slow] * ((number + names.index(name) + formats.index(kv_format)) % 2),
+        )
+        for number, dtype in enumerate(DTYPES)
+        for name, kv_format in LAYOUTS
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype, name, kv_format", each_layout_in_one_dtype(), ids=lambda x: getattr(x, "name", str(x)))
 def test_rope_and_cache(dtype, name, kv_format):
     """Rows are views of a wider tensor; one slot is -1; what is not written keeps its poison."""
     num_tokens, block_size, num_blocks = 5, 8, 3

@@ -27,6 +27,15 @@ SHAPES = [(3, 3, 32, 8, "plain"), (6, 2, 64, 16, "all"), (7, 1, 80, 24, "window"
           (4, 4, 48, 16, "softcap")]  # fmt: skip
 
 
+def each_shape_in_one_dtype():
+    """Every shape in every dtype, for parametrize. Those that are not slow have each shape once, and each dtype."""
+    return [
+        pytest.param(dtype, shape, marks=[pytest.mark.slow] * ((i + j) % 2))
+        for i, dtype in enumerate(DTYPES)
+        for j, shape in enumerate(SHAPES)
+    ]
+
+
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
@@ -45,8 +54,7 @@ def on_device(kwargs):
     return {name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value for name, value in kwargs.items()}
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype, shape", each_shape_in_one_dtype(), ids=str)
 def test_decode(dtype, shape):
     num_heads, num_kv_heads, head_dim, block_size, case = shape
     seq_lens = [1, 17, 70]
@@ -60,8 +68,7 @@ def test_decode(dtype, shape):
         close(out[i : i + 1], attention(q[i : i + 1], data.keys[i], data.values[i], 0.3, **kwargs))
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype, shape", each_shape_in_one_dtype(), ids=str)
 def test_prefill_whole_chunked_single_and_empty(dtype, shape):
     num_heads, num_kv_heads, head_dim, block_size, case = shape
     seq_lens, q_lens = [33, 90, 17, 5], [33, 40, 1, 0]
