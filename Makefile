@@ -182,6 +182,9 @@ lint: $(VENV)/.installed-test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Bytecode is kept, whatever the caller's environment says: tests start hundreds of processes that import our code.
+FOR_TESTS := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
+
 # Some tests need programs that are not Python packages. If one is missing, make says so and the test is skipped.
 
 .cache/node/.installed:
@@ -200,10 +203,10 @@ test-only: $(VENV)/.installed-test $(VENV)/.compiled .cache/node/.installed .cac
 	@command -v nginx >/dev/null || test -x /usr/sbin/nginx || echo "nginx is missing: its test will be skipped (Debian: apt install nginx-light)."
 	@command -v prometheus >/dev/null || echo "prometheus is missing: dashboard and alerts are not run (Debian: apt install prometheus)."
 	@command -v chromium >/dev/null || echo "chromium is missing: the page is not tested in a browser (Debian: apt install chromium)."
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(or $(PROCESSES),3) --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(FOR_TESTS) $(BIN)/python -m pytest -n $(or $(PROCESSES),3) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-slow: $(VENV)/.installed-test $(VENV)/.compiled
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(or $(PROCESSES),2) --dist worksteal -m slow $(ARGS)
+	$(FOR_TESTS) $(BIN)/python -m pytest -n $(or $(PROCESSES),2) --dist worksteal -m slow $(ARGS)
 
 families: $(VENV)/.installed-test $(VENV)/.compiled
 	@$(BIN)/python -W ignore -m tests.engine.models.families_table $(ONLY)
