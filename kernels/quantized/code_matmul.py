@@ -1,28 +1,56 @@
 """x @ weight.T on a GPU for a weight in 4-bit or 8-bit codes, which are read packed and decoded in registers.
 
-A program multiplies block_n outputs with block_m rows of x. The decoded weights are the left operand of the product:
-tensor cores take that from registers, so they never pass through shared memory. Weights are computed in fp32 and
-rounded once to the type of x. Bytes read per weight: half of one (4 bits) or one, and the scales. Not measured yet.
+A program multiplies 64 outputs with up to 128 rows of x. The decoded weights are the left operand of the product, which
+tensor cores take from registers, so they never pass through shared memory. Codes of 4 bits are laid out anew at load: a
+byte holds two columns that are `half` apart, so that the low halves of neighbours are neighbouring columns, and so are
+the high halves, and each of the two products reads a dense tile of x. A tile lies within one group of columns: its
+scale multiplies the sums, not the weights. An offset that is the scale times an integer is added to the codes; any
+other multiplies the sums of x, which a product with ones gives. So no weight is rounded (but values of a codebook, to
+the type of x). Bytes read per weight: half of one (4 bits) or one, and the scales.
+
+One program waits in turn for memory, for its decoding and for its products, some 0.75 us for 128 bytes of each output
+on an H100. So where outputs alone make too few programs, the columns are divided, too, and a second kernel adds the
+parts. Times of Llama-3-8B's layers there (out, qkv, gate_up, down; us): one row of int4 in groups of 128 12, 13, 30, 20
+and 16 rows 13, 15, 37, 25; the same layers in bf16 take 16, 20, 78, 46 and 18, 23, 86, 46.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.aot_configuration import ELEMENT_SIZES, AotConfiguration, matrix_needs
+from kernels.aot_configuration import ELEMENT_SIZES, AotConfiguration, matrix_needs, power_of_2
 from kernels.card import known_card
-from kernels.dispatch import device_sizes, tl, triton
-from kernels.quantized.weight import INT4, QuantizedWeight
+from kernels.dependent_launch import launch_options, pdl_constants, wait_for_inputs
+from kernels.dispatch import TRITON_VERSION, device_sizes, tl, triton
+from kernels.quantized.code_values import (
+    CODEBOOK,
+    FP8_CODES,
+    INT4_CODES,
+    INT8_CODES,
+    byte_values,
+    high_values,
+    low_values,
+)
+from kernels.quantized.weight import INT4, QuantizedWeight, pack_4bit, table_of, unpack_4bit
 
-# Kinds of codes: signed integers of 4 bits, a codebook of 16 values, int8, e4m3.
-INT4_CODES, CODEBOOK, INT8_CODES, FP8_CODES = 0, 1, 2, 3
+BLOCK_N = 64  # outputs of a program: the rows of a warp group's matrix instruction
+MOST_HALF = 128  # columns between the two codes of a byte
+LEAST_TILE = 16  # the fewest columns that tl.dot multiplies
+LEAST_ROWS = 16 if TRITON_VERSION < (3, 5) else 8  # the fewest rows of x, its right operand
+MOST_ROWS = 256  # more are multiplied with a decoded copy of the matrix, by the library for 16 bits
+PROGRAMS_PER_SM, LEAST_BLOCKS, MOST_SPANS = 4, 4, 8  # see spans
+ADD_BLOCK, ADD_WARPS = 512, 4
+MOST_ZERO = 8
+# Rows that need every variant of the kernels between them: one of each tile, and of few programs and many
+WARM_UP_ROWS = (1, 16, 32, 64, 128, 256, MOST_ROWS + 1)
 
 
 @dataclass(frozen=True, slots=True)
 class CodeTile:
-    """The tile of one program: block_m rows of x, block_n outputs, block_k columns at a time."""
+    """The tile of one program: block_m rows of x, block_n outputs, block_k bytes of codes of each at a time."""
 
     block_m: int
     block_n: int
@@ -31,17 +59,30 @@ class CodeTile:
     num_stages: int
 
 
-def code_tile(element_bits: int, capability: int, num_rows: int) -> CodeTile:
-    """The tile for a launch. Few rows take few outputs per program, so that enough programs share the reading."""
+DECODE_TILE = CodeTile(0, 16, 128, num_warps=4, num_stages=1)
+
+
+def code_tile(element_bits: int, capability: int, num_rows: int, has_offsets: bool) -> CodeTile:
+    """The tile for a launch: the fastest of some twenty for the layers of Llama-3-8B on an H100 (2026-11-26).
+    has_offsets: the sums of x take registers, too."""
     if element_bits == 32 or capability < 80:
         return CodeTile(16, 32, 32, num_warps=4, num_stages=2)
-    if num_rows <= 16:
-        return CodeTile(16, 64, 128, num_warps=4, num_stages=4)
-    # With 4 warps, the compiler for B200 spills registers; so it does for RTX 50 with 3 stages and 64 rows.
-    num_warps = 8 if 100 <= capability < 120 else 4
-    if num_rows <= 64:
-        return CodeTile(64, 64, 64, num_warps, num_stages=2 if capability >= 120 else 3)
-    return CodeTile(128, 64, 64, num_warps, num_stages=3)
+    most = 128 if not has_offsets else 64 if capability in (90, 100) else 32
+    block_m = min(most, max(LEAST_ROWS, power_of_2(num_rows)))
+    small = capability in (86, 89) or capability >= 120  # 100 KiB of shared memory
+    # With fewer warps or wider tiles the compilers for these cards spill registers.
+    many = (block_m > 64 and capability != 90) or (block_m > 32 and 100 <= capability < 120)
+    block_k = 128 if block_m <= (32 if small or has_offsets else 64) else 64
+    return CodeTile(block_m, BLOCK_N, block_k, 8 if many else 4, num_stages=2 if small and block_m > 32 else 3)
+
+
+def spans(num_programs: int, num_sms: int, row_bytes: int, block_k: int) -> tuple[int, int]:
+    """(into how many spans the columns of a product are divided, blocks of columns in each): enough for PROGRAMS_PER_SM
+    programs on each SM, because one alone waits in turn for memory, decoding and products."""
+    num_blocks = -(-row_bytes // block_k)
+    wanted = max(1, min(PROGRAMS_PER_SM * num_sms // num_programs, num_blocks // LEAST_BLOCKS, MOST_SPANS))
+    span = -(-num_blocks // wanted)
+    return -(-num_blocks // span), span
 
 
 def code_kind(weight: QuantizedWeight) -> int:
@@ -54,7 +95,52 @@ def code_kind(weight: QuantizedWeight) -> int:
 def supports_code_matmul(weight: QuantizedWeight) -> bool:
     """True for a matrix whose groups are a power of two of at least 16 columns, or a whole row."""
     group = weight.group_size
-    return len(weight.shape) == 2 and (group == weight.in_features or (group >= 16 and group & (group - 1) == 0))
+    return len(weight.shape) == 2 and (
+        group == weight.in_features or (group >= LEAST_TILE and group & (group - 1) == 0)
+    )
+
+
+def half_of(in_features: int, group_size: int) -> int:
+    """Columns between the two codes of a byte: a power of two, at most a group where there are several."""
+    most = group_size if group_size < in_features else power_of_2(-(-in_features // 2))
+    return max(LEAST_TILE, min(MOST_HALF, most))
+
+
+def by_halves(codes: Tensor, half: int) -> Tensor:
+    """Codes as pack_4bit leaves them, uint8 [rows, n / 2] -> uint8 [rows, bytes], bytes a multiple of half: byte j of
+    each `half` bytes holds columns j and half + j of 2 * half columns. Padding is 0."""
+    columns = unpack_4bit(codes)
+    columns = F.pad(columns, (0, -columns.shape[1] % (2 * half)))
+    low, high = columns.unflatten(1, (-1, 2, half)).unbind(2)
+    return (low | (high << 4)).flatten(1)
+
+
+def in_pairs(codes: Tensor, half: int, in_features: int) -> Tensor:
+    """The inverse of by_halves."""
+    low, high = (part.unflatten(1, (-1, half)) for part in (codes & 15, codes >> 4))
+    return pack_4bit(torch.stack((low, high), 2).flatten(1)[:, :in_features])
+
+
+def by_groups(scales: Tensor) -> Tensor:
+    """[rows, groups] -> [groups, rows], so that a program reads those of its outputs in one piece."""
+    return scales.t().clone(memory_format=torch.contiguous_format)
+
+
+def zeros_of(scales: Tensor, offsets: Tensor) -> Tensor | None:
+    """int8, where offsets are scales times integers up to MOST_ZERO, as in GPTQ and AWQ; None otherwise.
+
+    value = (code + zero) * scale; the sum of a code and a zero has no rounding in 16 bits.
+    """
+    scales, offsets = scales.float(), offsets.float()
+    zeros = torch.where(scales == 0, 0.0, offsets / scales).round()
+    fits = (zeros.abs() <= MOST_ZERO) & (zeros * scales == offsets)
+    return zeros.to(torch.int8) if bool(fits.all()) else None
+
+
+def narrow_scales(scales: Tensor) -> Tensor:
+    """The same scales in fp16 where that loses nothing, e.g. those of GPTQ that had offsets beside them."""
+    narrow = scales.half()
+    return narrow if torch.equal(narrow.to(scales.dtype), scales) else scales
 
 
 class CodeMatmul:
@@ -64,149 +150,293 @@ class CodeMatmul:
         """weight: see supports_code_matmul; its `permutation` is left to the caller."""
         self.kind = code_kind(weight)
         self.out_features, self.in_features = weight.shape
-        self.codes = weight.codes.contiguous().view(torch.uint8)
-        self.scales = weight.scales.contiguous()
-        self.offsets = None if weight.offsets is None else weight.offsets.contiguous()
-        values = weight.codebook if self.kind == CODEBOOK else None
-        self.table = None if values is None else torch.tensor(values, device=self.codes.device)
+        self.half = half_of(self.in_features, weight.group_size) if weight.bits == 4 else 0
+        codes = by_halves(weight.codes, self.half) if self.half else weight.codes.contiguous()
+        self.codes = codes.view(torch.uint8)
+        self.scales = narrow_scales(by_groups(weight.scales))
+        self.offsets = None
+        if weight.offsets is not None:
+            offsets = by_groups(weight.offsets)
+            zeros = zeros_of(self.scales, offsets) if self.kind == INT4_CODES else None
+            self.offsets = offsets if zeros is None else zeros
+        self._has_offsets = self.offsets is not None and self.offsets.dtype != torch.int8
+        codebook = weight.codebook if self.kind == CODEBOOK else None
+        self.table = None if codebook is None else table_of(codebook, weight.device)
         self.group_size = weight.group_size
+        self._no_rows = weight.rows(torch.empty(0, dtype=torch.int64, device=weight.device))  # keeps no code alive
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [num_rows, in_features], whose rows may be strided -> [num_rows, out_features] in the dtype of x."""
-        x = x if x.stride(1) == 1 else x.contiguous()
         num_rows = len(x)
+        if num_rows > MOST_ROWS:
+            return F.linear(x, self.decoded(x.dtype), bias)
+        x = x if x.stride(1) == 1 else x.contiguous()
         out = torch.empty((num_rows, self.out_features), dtype=x.dtype, device=x.device)
-        if num_rows:
-            tile = code_tile(8 * x.element_size(), device_sizes(x.device)[0], num_rows)
-            grid = (-(-self.out_features // tile.block_n), -(-num_rows // tile.block_m))
-            code_matmul_kernel[grid](
-                x, self.codes, self.scales, self.offsets, self.table, bias, out, num_rows, x.stride(0),
-                **self._constants(tile), num_warps=tile.num_warps, num_stages=tile.num_stages,
+        if not num_rows:
+            return out
+        capability, num_sms = device_sizes(x.device)
+        tile = code_tile(8 * x.element_size(), capability, num_rows, self._has_offsets)
+        sizes = constants(tile, self.kind, self.out_features, self.in_features, self.group_size)
+        grid = (-(-self.out_features // tile.block_n), -(-num_rows // tile.block_m))
+        num_spans, span = spans(grid[0] * grid[1], num_sms, sizes["ROW_BYTES"], sizes["BLOCK_K"])
+        parts, options = out, launch_options(x.device)
+        if num_spans > 1:
+            parts = torch.empty((num_spans, *out.shape), dtype=torch.float32, device=x.device)
+        code_matmul_kernel[(*grid, num_spans)](
+            x, self.codes, self.scales, self.offsets, self.table, bias if parts is out else None, parts, num_rows,
+            x.stride(0), span, **sizes, BLOCK_M=tile.block_m, num_warps=tile.num_warps, num_stages=tile.num_stages,
+            **options,
+        )  # fmt: skip
+        if num_spans > 1:
+            add_parts_kernel[(-(-out.numel() // ADD_BLOCK),)](
+                parts, bias, out, out.numel(), num_spans, OUT_FEATURES=self.out_features, BLOCK=ADD_BLOCK,
+                num_warps=ADD_WARPS, **options,
             )  # fmt: skip
         return out
 
-    def _constants(self, tile: CodeTile) -> dict[str, int]:
-        return constants(tile, self.kind, self.out_features, self.in_features, self.group_size)
+    def warm_up(self, dtype: torch.dtype) -> None:
+        """Compile every variant that a product with inputs of this type can need."""
+        for num_rows in WARM_UP_ROWS:
+            self(torch.zeros((num_rows, self.in_features), dtype=dtype, device=self.codes.device), None)
+
+    def decoded(self, dtype: torch.dtype) -> Tensor:
+        """The matrix: computed in fp32, rounded once to `dtype`."""
+        out = torch.empty((self.out_features, self.in_features), dtype=dtype, device=self.codes.device)
+        sizes = constants(DECODE_TILE, self.kind, self.out_features, self.in_features, self.group_size)
+        grid = (-(-sizes["ROW_BYTES"] // sizes["BLOCK_K"]), -(-self.out_features // sizes["BLOCK_N"]))
+        decode_kernel[grid](
+            self.codes, self.scales, self.offsets, self.table, out, **sizes, num_warps=DECODE_TILE.num_warps,
+            **launch_options(out.device),
+        )  # fmt: skip
+        return out
+
+    def rows(self, indices: Tensor) -> QuantizedWeight:
+        """Rows of the weight as it was given: int64 [n]."""
+        codes = self.codes[indices]
+        if self.half:
+            codes = in_pairs(codes, self.half, self.in_features)
+        scales = self.scales[:, indices].T
+        offsets = None if self.offsets is None else self.offsets[:, indices].T
+        if offsets is not None and offsets.dtype == torch.int8:
+            offsets = scales.float() * offsets
+        like = self._no_rows
+        return replace(like, codes=codes.view(like.codes.dtype), scales=scales.to(like.scales.dtype), offsets=offsets)
 
 
-def constants(tile: CodeTile, kind: int, out_features: int, in_features: int, group_size: int) -> dict[str, int]:
-    """Compile-time arguments. The sizes of a layer are among them, because a model has only four or five kinds."""
+def layer_constants(kind: int, out_features: int, in_features: int, group_size: int) -> dict[str, int]:
+    """Compile-time arguments that all kernels share. The sizes of a layer are among them, because a model has only four
+    or five kinds."""
+    half = half_of(in_features, group_size) if kind in (INT4_CODES, CODEBOOK) else 0
     return {
         "OUT_FEATURES": out_features,
         "IN_FEATURES": in_features,
+        "ROW_BYTES": -(-in_features // (2 * half)) * half if half else in_features,
         "GROUP": group_size,
         "KIND": kind,
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "BLOCK_K": tile.block_k,
+        "HALF": half,
     }
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+def part_of(in_features: int, group_size: int, half: int) -> int:
+    """Columns in one group that are neighbours in the layout of the codes, at most MOST_HALF."""
+    most = group_size if group_size < in_features else power_of_2(in_features)
+    return half or max(LEAST_TILE, min(MOST_HALF, most))
+
+
+def constants(tile: CodeTile, kind: int, out_features: int, in_features: int, group_size: int) -> dict[str, int]:
+    """Compile-time arguments of code_matmul_kernel and decode_kernel, without BLOCK_M."""
+    sizes = layer_constants(kind, out_features, in_features, group_size)
+    half = sizes["HALF"]
+    block_k = min(tile.block_k, part_of(in_features, group_size, half))
+    return sizes | {"BLOCK_N": tile.block_n, "BLOCK_K": block_k, "MASK_K": in_features % (2 * half or block_k) != 0}
+
+
+@triton.jit(do_not_specialize=["num_rows", "span"])
 def code_matmul_kernel(
-    x_ptr, codes_ptr, scales_ptr, offsets_ptr, table_ptr, bias_ptr, out_ptr, num_rows, x_stride,
-    OUT_FEATURES: tl.constexpr, IN_FEATURES: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    x_ptr, codes_ptr, scales_ptr, offsets_ptr, table_ptr, bias_ptr, out_ptr, num_rows, x_stride, span,
+    OUT_FEATURES: tl.constexpr, IN_FEATURES: tl.constexpr, ROW_BYTES: tl.constexpr, GROUP: tl.constexpr,
+    KIND: tl.constexpr, HALF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    MASK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (output tiles, row tiles). Rows and outputs past the end repeat the last one and are not stored."""
+    """Grid (output tiles, row tiles, spans of `span` blocks of columns): writes out [spans, rows, outputs].
+
+    Outputs past the end repeat the last one; they and rows past the end are not stored.
+    """
+    wait_for_inputs(PDL)
     outputs = (tl.program_id(0) * BLOCK_N).to(tl.int64) + tl.arange(0, BLOCK_N)
     rows = (tl.program_id(1) * BLOCK_M).to(tl.int64) + tl.arange(0, BLOCK_M)
-    some_outputs, some_rows = tl.minimum(outputs, OUT_FEATURES - 1), tl.minimum(rows, num_rows - 1)
-    NUM_GROUPS: tl.constexpr = IN_FEATURES // GROUP
-    x_at = x_ptr + some_rows[:, None] * x_stride
-    scales_at, offsets_at = scales_ptr + some_outputs[:, None] * NUM_GROUPS, offsets_ptr
-    if offsets_ptr is not None:
-        offsets_at = offsets_ptr + some_outputs[:, None] * NUM_GROUPS
+    some_outputs = tl.minimum(outputs, OUT_FEATURES - 1)
+    SCALE_AT_END: tl.constexpr = IN_FEATURES == GROUP and offsets_ptr is None
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    x = x_ptr + rows[:, None] * x_stride, (rows < num_rows)[:, None]
+    codes_at = codes_ptr + some_outputs[:, None] * ROW_BYTES + tl.arange(0, BLOCK_K)[None, :]
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for k in range(0, IN_FEATURES, BLOCK_K):
-        x_columns = k + tl.arange(0, BLOCK_K)
-        x = tl.load(x_at + x_columns[None, :], mask=(x_columns < IN_FEATURES)[None, :], other=0.0)
-        if KIND < 2:  # a byte holds an even column and the odd one behind it
-            half: tl.constexpr = BLOCK_K // 2
-            columns = k // 2 + tl.arange(0, half)
-            inside = (columns < IN_FEATURES // 2)[None, :]
-            codes = tl.load(codes_ptr + some_outputs[:, None] * (IN_FEATURES // 2) + columns[None, :], mask=inside,
-                            other=0)  # fmt: skip
-            scale = _spread(scales_at, k, NUM_GROUPS, GROUP, half, BLOCK_N, BLOCK_K)
-            even, odd = _meaning4(codes & 15, table_ptr, KIND) * scale, _meaning4(codes >> 4, table_ptr, KIND) * scale
-            if offsets_ptr is not None:
-                offset = _spread(offsets_at, k, NUM_GROUPS, GROUP, half, BLOCK_N, BLOCK_K)
-                even += offset
-                odd += offset
-            x_even, x_odd = tl.split(tl.reshape(x, (BLOCK_M, half, 2)))
-            total = tl.dot(even.to(x.dtype), tl.trans(x_even), total, input_precision="ieee")
-            total = tl.dot(odd.to(x.dtype), tl.trans(x_odd), total, input_precision="ieee")
+    scales = scales_ptr, offsets_ptr, some_outputs
+    first = tl.program_id(2) * span
+    for block in range(first, tl.minimum(first + span, tl.cdiv(ROW_BYTES, BLOCK_K))):
+        at = block * BLOCK_K  # so the compiler knows that it is a multiple
+        if HALF:
+            STEPS: tl.constexpr = HALF // BLOCK_K
+            column = block // STEPS * (2 * HALF) + block % STEPS * BLOCK_K
+            scale, offset = _scales(scales, column, OUT_FEATURES, IN_FEATURES, GROUP, not SCALE_AT_END, DTYPE)
+            high_scale, high_offset = _scales(
+                scales, column + HALF, OUT_FEATURES, IN_FEATURES, GROUP, not SCALE_AT_END, DTYPE
+            )
+            codes = tl.load(codes_at + at)
+            low, high = low_values(codes, table_ptr, KIND, DTYPE), high_values(codes, table_ptr, KIND, DTYPE)
+            total = _add(total, low, x, column, scale, offset, offsets_ptr, IN_FEATURES, MASK_K, SCALE_AT_END)
+            column += HALF
+            total = _add(
+                total, high, x, column, high_scale, high_offset, offsets_ptr, IN_FEATURES, MASK_K, SCALE_AT_END
+            )
         else:
-            inside = (x_columns < IN_FEATURES)[None, :]
-            codes = tl.load(codes_ptr + some_outputs[:, None] * IN_FEATURES + x_columns[None, :], mask=inside, other=0)
-            weight = _meaning8(codes, KIND) * _spread(scales_at, k, NUM_GROUPS, GROUP, BLOCK_K, BLOCK_N, BLOCK_K)
-            if offsets_ptr is not None:
-                weight += _spread(offsets_at, k, NUM_GROUPS, GROUP, BLOCK_K, BLOCK_N, BLOCK_K)
-            total = tl.dot(weight.to(x.dtype), tl.trans(x), total, input_precision="ieee")
+            scale, offset = _scales(scales, at, OUT_FEATURES, IN_FEATURES, GROUP, not SCALE_AT_END, DTYPE)
+            if MASK_K:
+                codes = tl.load(codes_at + at, mask=(at + tl.arange(0, BLOCK_K) < ROW_BYTES)[None, :], other=0)
+            else:
+                codes = tl.load(codes_at + at)
+            values = byte_values(codes, KIND, DTYPE)
+            total = _add(total, values, x, at, scale, offset, offsets_ptr, IN_FEATURES, MASK_K, SCALE_AT_END)
+    if SCALE_AT_END:
+        total *= tl.load(scales_ptr + some_outputs).to(tl.float32)[:, None]
     if bias_ptr is not None:
         total += tl.load(bias_ptr + some_outputs).to(tl.float32)[:, None]
     kept = (outputs < OUT_FEATURES)[:, None] & (rows < num_rows)[None, :]
-    out_at = out_ptr + rows[None, :] * OUT_FEATURES + outputs[:, None]
+    out_rows = tl.program_id(2).to(tl.int64) * num_rows + rows
+    out_at = out_ptr + out_rows[None, :] * OUT_FEATURES + outputs[:, None]
     tl.store(out_at, total.to(out_ptr.dtype.element_ty), mask=kept)
 
 
 @triton.jit
-def _spread(
-    at, k, NUM_GROUPS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+def _scales(
+    scales, column, OUT_FEATURES: tl.constexpr, IN_FEATURES: tl.constexpr, GROUP: tl.constexpr,
+    HAS_SCALES: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Scales or offsets of columns k to k + BLOCK_K - 1, fp32, for WIDTH entries that hold them: [BLOCK_N, WIDTH], or
-    [BLOCK_N, 1] where they share a group."""
-    if GROUP >= BLOCK_K:
-        found = tl.load(at + k // GROUP).to(tl.float32)
-    else:
-        PARTS: tl.constexpr = BLOCK_K // GROUP
-        groups = k // GROUP + tl.arange(0, PARTS)
-        each = tl.load(at + groups[None, :], mask=(groups < NUM_GROUPS)[None, :], other=0.0).to(tl.float32)
-        found = tl.reshape(tl.broadcast_to(each[:, :, None], (BLOCK_N, PARTS, WIDTH // PARTS)), (BLOCK_N, WIDTH))
-    return found
+    """(scales fp32, offsets fp32 or zeros DTYPE) [BLOCK_N] of the group of a column; 0 for those that there are not."""
+    scales_ptr, offsets_ptr, outputs = scales
+    scale = outputs.to(tl.float32) * 0.0
+    offset = scale
+    at = tl.minimum(column // GROUP, IN_FEATURES // GROUP - 1) * OUT_FEATURES + outputs  # padding has no group
+    if HAS_SCALES:
+        scale = tl.load(scales_ptr + at).to(tl.float32)
+    if offsets_ptr is not None:
+        if offsets_ptr.dtype.element_ty == tl.int8:
+            offset = tl.load(offsets_ptr + at).to(DTYPE)
+        else:
+            offset = tl.load(offsets_ptr + at).to(tl.float32)
+    return scale, offset
 
 
 @triton.jit
-def _meaning4(codes, table_ptr, KIND: tl.constexpr):
-    """Codes 0 to 15 -> fp32."""
-    if KIND == 0:
-        return codes.to(tl.float32) - 8.0
+def _add(
+    total, weight, x, column, scale, offset, offsets_ptr, IN_FEATURES: tl.constexpr, MASK_K: tl.constexpr,
+    SCALE_AT_END: tl.constexpr,
+):  # fmt: skip
+    """total [BLOCK_N, BLOCK_M] + weight [BLOCK_N, BLOCK_K], which stands for the columns from `column`, times x. x:
+    (pointers to its rows [BLOCK_M, 1], which of them exist)."""
+    x_at, exist = x
+    BLOCK_K: tl.constexpr = weight.shape[1]
+    HAS_ZEROS: tl.constexpr = offsets_ptr is not None and offsets_ptr.dtype.element_ty == tl.int8
+    columns = column + tl.arange(0, BLOCK_K)[None, :]
+    if MASK_K:
+        exist = exist & (columns < IN_FEATURES)
+    tile = tl.trans(tl.load(x_at + columns, mask=exist, other=0.0))
+    if HAS_ZEROS:
+        weight += offset[:, None]
+    if SCALE_AT_END:
+        total = tl.dot(weight, tile, total, input_precision="ieee")
     else:
-        return tl.load(table_ptr + codes.to(tl.int32))
+        total += tl.dot(weight, tile, input_precision="ieee") * scale[:, None]
+        if offsets_ptr is not None and not HAS_ZEROS:
+            ones = tl.full(weight.shape, 1.0, weight.dtype)
+            total += tl.dot(ones, tile, input_precision="ieee") * offset[:, None]
+    return total
+
+
+@triton.jit(do_not_specialize=["num_sums", "num_parts"])
+def add_parts_kernel(
+    parts_ptr, bias_ptr, out_ptr, num_sums, num_parts, OUT_FEATURES: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (blocks of sums): adds the spans of a product in their order."""
+    wait_for_inputs(PDL)
+    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    kept = offs < num_sums
+    total = tl.zeros((BLOCK,), tl.float32)
+    for part in range(num_parts):
+        total += tl.load(parts_ptr + part * num_sums.to(tl.int64) + offs, mask=kept, other=0.0)
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + offs % OUT_FEATURES, mask=kept, other=0.0).to(tl.float32)
+    tl.store(out_ptr + offs, total.to(out_ptr.dtype.element_ty), mask=kept)
 
 
 @triton.jit
-def _meaning8(codes, KIND: tl.constexpr):
-    """Bytes of int8 or e4m3 -> fp32. e4m3 in the upper bits of fp16 is 2^-8 of its value, subnormal numbers too."""
-    if KIND == 2:
-        return codes.to(tl.int8, bitcast=True).to(tl.float32)
+def decode_kernel(
+    codes_ptr, scales_ptr, offsets_ptr, table_ptr, out_ptr, OUT_FEATURES: tl.constexpr, IN_FEATURES: tl.constexpr,
+    ROW_BYTES: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr, HALF: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, MASK_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of bytes, output tiles): writes the matrix [OUT_FEATURES, IN_FEATURES]."""
+    wait_for_inputs(PDL)
+    at = tl.program_id(0) * BLOCK_K
+    outputs = (tl.program_id(1) * BLOCK_N).to(tl.int64) + tl.arange(0, BLOCK_N)
+    places = at + tl.arange(0, BLOCK_K)[None, :]
+    kept = (outputs < OUT_FEATURES)[:, None] & (places < ROW_BYTES)
+    codes = tl.load(codes_ptr + outputs[:, None] * ROW_BYTES + places, mask=kept, other=0)
+    scales = scales_ptr, offsets_ptr, tl.minimum(outputs, OUT_FEATURES - 1)
+    if HALF:
+        column = tl.multiple_of(at // HALF * (2 * HALF) + at % HALF, BLOCK_K)
+        low, high = low_values(codes, table_ptr, KIND, tl.float32), high_values(codes, table_ptr, KIND, tl.float32)
+        _store(low, scales, offsets_ptr, out_ptr, outputs, column, OUT_FEATURES, IN_FEATURES, GROUP, BLOCK_K)
+        _store(high, scales, offsets_ptr, out_ptr, outputs, column + HALF, OUT_FEATURES, IN_FEATURES, GROUP, BLOCK_K)
     else:
-        wide = codes.to(tl.uint16)
-        half = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
-        return half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+        values = byte_values(codes, KIND, tl.float32)
+        _store(values, scales, offsets_ptr, out_ptr, outputs, at, OUT_FEATURES, IN_FEATURES, GROUP, BLOCK_K)
+
+
+@triton.jit
+def _store(
+    values, scales, offsets_ptr, out_ptr, outputs, column, OUT_FEATURES: tl.constexpr, IN_FEATURES: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Scale the values of the columns from `column`, which are in one group, and write those that exist."""
+    HAS_ZEROS: tl.constexpr = offsets_ptr is not None and offsets_ptr.dtype.element_ty == tl.int8
+    scale, offset = _scales(scales, column, OUT_FEATURES, IN_FEATURES, GROUP, True, tl.float32)
+    if HAS_ZEROS:
+        values = (values + offset[:, None]) * scale[:, None]
+    else:
+        values = values * scale[:, None] + offset[:, None]
+    columns = column + tl.arange(0, BLOCK_K)[None, :]
+    kept = (outputs < OUT_FEATURES)[:, None] & (columns < IN_FEATURES)
+    tl.store(out_ptr + outputs[:, None] * IN_FEATURES + columns, values.to(out_ptr.dtype.element_ty), mask=kept)
 
 
 def aot_configurations(capability: int) -> Iterator[AotConfiguration]:
     """Yields a layer of Llama-3-8B in each kind of codes, with scales per group of 32 and 128 columns and per row."""
-    cases = [("int4 g32", INT4_CODES, 32, False), ("int4 g128", INT4_CODES, 128, True),
-             ("codebook g32", CODEBOOK, 32, False), ("codebook g16", CODEBOOK, 16, False),
-             ("int8", INT8_CODES, 4096, False), ("int8 g32", INT8_CODES, 32, True), ("fp8", FP8_CODES, 4096, False),
-             ("fp8 g128", FP8_CODES, 128, False)]  # fmt: skip
+    zeros, offsets = "*i8", "*fp32"
+    cases = [("int4 g32", INT4_CODES, 32, ""), ("int4 g128 zeros", INT4_CODES, 128, zeros),
+             ("int4 g128 offsets", INT4_CODES, 128, offsets), ("codebook g32", CODEBOOK, 32, ""),
+             ("codebook g16", CODEBOOK, 16, ""), ("int8", INT8_CODES, 4096, ""), ("int8 g32", INT8_CODES, 32, offsets),
+             ("fp8", FP8_CODES, 4096, ""), ("fp8 g128", FP8_CODES, 128, "")]  # fmt: skip
     for dtype in ("bf16", "fp16", "fp32"):
         bits = 8 * ELEMENT_SIZES[dtype]
-        for name, kind, group_size, has_offsets in cases if dtype != "fp16" else cases[:1]:
-            for num_rows in (1, 64, 4096):
-                tile = code_tile(bits, capability, num_rows)
-                absent = {"bias_ptr": None} | ({} if has_offsets else {"offsets_ptr": None})
-                absent |= {} if kind == CODEBOOK else {"table_ptr": None}
+        sizes = {"OUT_FEATURES": 6144, "BLOCK": ADD_BLOCK} | pdl_constants(capability)
+        yield AotConfiguration(add_parts_kernel, "", dtype, sizes, ADD_WARPS, types={"parts_ptr": "*fp32"})
+        for name, kind, group_size, offset_type in cases if dtype != "fp16" else cases[:2]:
+            absent: dict[str, None] = {} if offset_type else {"offsets_ptr": None}
+            absent |= {} if kind == CODEBOOK else {"table_ptr": None}
+            types = {"codes_ptr": "*u8", "scales_ptr": "*fp32", "offsets_ptr": offset_type, "table_ptr": "*fp32"}
+            sizes = constants(DECODE_TILE, kind, 6144, 4096, group_size) | pdl_constants(capability) | absent
+            yield AotConfiguration(decode_kernel, name, dtype, sizes, DECODE_TILE.num_warps, types=types)
+            for num_rows in (1, 32, 64, 256):
+                tile = code_tile(bits, capability, num_rows, offset_type == offsets)
+                sizes = constants(tile, kind, 6144, 4096, group_size) | pdl_constants(capability) | absent
                 yield AotConfiguration(
                     code_matmul_kernel, f"{name} {num_rows} rows", dtype,
-                    constants(tile, kind, 6144, 4096, group_size) | absent, tile.num_warps, tile.num_stages,
-                    types={"codes_ptr": "*u8", "scales_ptr": "*fp32", "offsets_ptr": "*fp32", "table_ptr": "*fp32"},
-                    multiples_of_16=("x_stride",),
+                    sizes | {"BLOCK_M": tile.block_m, "bias_ptr": None}, tile.num_warps, tile.num_stages, types=types,
+                    multiples_of_16=("x_stride",), max_spill=16 if kind == CODEBOOK else 0,
                     needs=() if bits == 32 else matrix_needs(known_card(capability), tile.block_n),
-                    quick=(dtype, name, num_rows) in (("bf16", "int4 g32", 1), ("bf16", "fp8", 4096)),
+                    quick=(dtype, name, num_rows) in (("bf16", "int4 g32", 1), ("bf16", "fp8", 256)),
                 )  # fmt: skip
                 if bits == 32 or capability < 80:
                     break  # one tile for any number of rows

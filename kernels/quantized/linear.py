@@ -30,8 +30,8 @@ class QuantizedLinear:
         """dtype: of the inputs and results."""
         self.out_features, self.in_features = weight.shape
         self.bias, self.dtype, self.permutation = bias, dtype, weight.permutation
-        self.weight: QuantizedWeight | None = weight
         self._code_matmul = CodeMatmul(weight) if use_triton(weight.codes) and supports_code_matmul(weight) else None
+        self.weight = weight if self._code_matmul is None else None
         scaled = dtype != torch.float32 and multiplies_e4m3(weight.codes.device) and supports_scaled_matmul(weight)
         self._scaled_matmul = ScaledMatmul(weight) if scaled else None
         compiled = weight.codes.device.type == "cpu" and (self._code_matmul is None or dtype == torch.bfloat16)
@@ -50,12 +50,26 @@ class QuantizedLinear:
         """x: Tensor [num_tokens, in_features], or Fp8Rows (see takes_fp8_rows) -> [num_tokens, out_features]"""
         if self._scaled_matmul is not None and len(x) > FEW_ROWS:
             return self._scaled_matmul(x, self.bias)
-        if self._code_matmul is None and self.weight is not None:
+        if self.weight is not None:
             return linear_reference(x, self.weight, self.bias)
         x = x if self.permutation is None else _take_columns(x, self.permutation)
         if self._code_matmul is not None:
             return self._code_matmul(x, self.bias)
         return self._multiply(x, self._packed, self.bias)
+
+    def warm_up(self) -> None:
+        """Compile the kernels of a GPU for any number of rows."""
+        if self._code_matmul is not None:
+            self._code_matmul.warm_up(self.dtype)
+
+    @property
+    def shape_and_kind(self) -> tuple[object, ...]:
+        """Layers that are alike in it need the same kernels."""
+        matmul = self._code_matmul
+        if matmul is None:
+            return (self.out_features, self.in_features)
+        offsets = None if matmul.offsets is None else matmul.offsets.dtype
+        return (*(self.out_features, self.in_features), matmul.kind, matmul.group_size, matmul.scales.dtype, offsets)
 
     def with_bias(self, bias: Tensor | None) -> "QuantizedLinear":
         """The same layer with another bias; the two share the weight."""
@@ -65,8 +79,8 @@ class QuantizedLinear:
 
     def rows(self, indices: Tensor) -> Tensor:
         """Rows of the weight, for an embedding that shares it: int64 [n] -> [n, in_features]."""
-        if self.weight is not None:
-            return self.weight.rows(indices).dequantize(self.dtype)
+        if (source := self.weight or self._code_matmul) is not None:
+            return source.rows(indices).dequantize(self.dtype)
         values = self._packed.rows(indices)
         if self.permutation is not None:
             values = torch.empty_like(values).index_copy_(-1, self.permutation.long(), values)

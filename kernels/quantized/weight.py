@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -103,8 +104,16 @@ class QuantizedWeight:
     def _meanings(self) -> Tensor:
         if self.codebook is None:
             return self.codes.float()
-        table = torch.tensor(self.codebook, device=self.codes.device)
-        return table[unpack_4bit(self.codes).long()]
+        codes = unpack_4bit(self.codes)
+        if self.codebook == INT4:
+            return codes.float() - 8.0
+        return table_of(self.codebook, self.codes.device)[codes.long()]
+
+
+@cache
+def table_of(codebook: tuple[float, ...], device: torch.device) -> Tensor:
+    """The values of a codebook, fp32 [16]. Made once, because a CUDA graph cannot be recorded while the host uploads."""
+    return torch.tensor(codebook, device=device)
 
 
 Part = Tensor | QuantizedWeight

@@ -1,11 +1,13 @@
 """Products with 4-bit and 8-bit codes in Triton against the dequantised matrix. Run like triton_cases.py: on a CUDA
 device as it is, elsewhere by test_triton.py in the interpreter."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from kernels.dispatch import INTERPRET
-from kernels.quantized.code_matmul import CodeMatmul, supports_code_matmul
+from kernels.quantized.code_matmul import MOST_ROWS, CodeMatmul, spans, supports_code_matmul
 from kernels.quantized.linear import QuantizedLinear
 from kernels.quantized.weight import INT4, QuantizedWeight, pack_4bit
 
@@ -56,9 +58,39 @@ def test_every_kind_and_group(dtype, kind, columns, group, offsets):
     bias = torch.randn(70, device=DEVICE).to(dtype) if offsets else None
     assert supports_code_matmul(weight)
     multiply = CodeMatmul(weight)
-    for num_rows in (0, 1, 19, 70):
+    for num_rows in (0, 1, 2, 19, 70, MOST_ROWS + 1):
         x = torch.randn(num_rows, 2 * columns, device=DEVICE).to(dtype)[:, columns:]
         check(multiply(x, bias), weight, x, bias)
+
+
+@pytest.mark.parametrize("kind, group", [("int4", 128), ("int8", 2560)])
+def test_few_outputs_divide_their_columns(kind, group):
+    weight = make(kind, 70, 2560, group, offsets=kind == "int4")
+    multiply = CodeMatmul(weight)
+    assert spans(2, 132, multiply.codes.shape[1], 128)[0] > 1
+    x, bias = torch.randn(3, 2560, device=DEVICE).half(), torch.randn(70, device=DEVICE).half()
+    check(multiply(x, bias), weight, x, bias)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_offsets_that_are_integer_zeros(dtype):
+    """Exactly the scale times an integer, as in GPTQ and AWQ: they are added to the codes, and found again."""
+    plain = make("int4", 70, 192, 32, False)
+    zeros = torch.arange(70 * 6, device=DEVICE).view(70, 6) % 16 - 7
+    scales = plain.scales.half().float()
+    scales[3] = 0
+    weight = replace(plain, scales=scales, offsets=scales * zeros)
+    multiply = CodeMatmul(weight)
+    assert multiply.offsets.dtype == torch.int8 and multiply.scales.dtype == torch.float16
+    for num_rows in (1, 33, MOST_ROWS + 1):
+        x = torch.randn(num_rows, 192, device=DEVICE).to(dtype)
+        check(multiply(x, None), weight, x, None)
+    rows = torch.tensor([69, 3, 0], device=DEVICE)
+    found = multiply.rows(rows)
+    assert torch.equal(found.offsets, weight.offsets[rows]) and found.scales.dtype == torch.float32
+    assert torch.equal(found.dequantize(), weight.dequantize()[rows])
+    other = replace(weight, offsets=weight.offsets + 1e-3)
+    assert CodeMatmul(other).offsets.dtype == torch.float32
 
 
 def test_the_linear_layer_uses_it_and_permutes_its_input():

@@ -72,7 +72,7 @@ class LMHead:
         if not config.tie_embeddings:
             self.linear = operators.linear(weights.pop("lm_head.weight"), bias)
         elif isinstance(embedding_weight, QuantizedLinear):
-            self.linear = embedding_weight.with_bias(bias)
+            self.linear = operators.note(embedding_weight.with_bias(bias))
         else:
             self.linear = operators.linear(embedding_weight, bias)
         self.linear = with_adapters(self.linear, "lm_head", operators)

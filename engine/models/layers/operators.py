@@ -25,6 +25,7 @@ Linear = (
 )
 Activate = Callable[[Tensor, str], Tensor]
 Elementwise = Callable[[Tensor], Tensor]
+Part = TypeVar("Part", bound=PackedLinear | QuantizedLinear)
 Layer = TypeVar("Layer", bound=Callable[[Tensor], Tensor])
 
 
@@ -38,14 +39,24 @@ class FastOperators:
     ranks: Ranks | None = None  # None: one device has the whole model
     adapters: AdapterLayers | None = field(default=None, compare=False)  # None: served without adapters
     compresses: bool = False  # see PackedLinear
+    quantized: dict[object, QuantizedLinear] = field(default_factory=dict, compare=False)  # one layer of each kind
 
     def linear(self, weight: Weight, bias: Tensor | None) -> Linear:
         """y = x @ weight.T + bias."""
         if isinstance(weight, tuple):
-            return PartedLinear(weight, bias, self.dtype)
+            parted = PartedLinear(weight, bias, self.dtype)
+            for part in parted.parts:
+                self.note(part)
+            return parted
         if isinstance(weight, QuantizedWeight):
-            return QuantizedLinear(weight, bias, self.dtype)
+            return self.note(QuantizedLinear(weight, bias, self.dtype))
         return self.choices.linear(weight, bias) if weight.is_cuda else PackedLinear(weight, bias, self.compresses)
+
+    def note(self, layer: Part) -> Part:
+        """Keep the first quantised layer of each kind for choose_kernels."""
+        if isinstance(layer, QuantizedLinear):
+            self.quantized.setdefault(layer.shape_and_kind, layer)
+        return layer
 
     def gated_linear(self, weight: Weight, bias: Tensor | None, name: str) -> PackedGatedLinear | None:
         """A linear layer with the activation of a gated MLP in one kernel; None where there is no such kernel."""
@@ -54,12 +65,15 @@ class FastOperators:
         return PackedGatedLinear(weight, bias, name, self.compresses)
 
     def choose_kernels(self, device: torch.device, max_rows: int) -> None:
-        """Choose the kernels of a GPU's linear layers for up to max_rows rows, and of the sums over ranks, before CUDA
-        graphs are recorded."""
+        """Choose the kernels of a GPU's linear layers for up to max_rows rows, and of the sums over ranks, and compile
+        those of quantised layers, before CUDA graphs are recorded."""
         if self.ranks is not None:
             self.ranks.choose_sum(device, self.dtype)
         if self.choices.layers:
             choose_on_device(self.choices, device, max_rows)
+        for layer in self.quantized.values():
+            layer.warm_up()
+        self.quantized.clear()
 
     def activation(self, gated: bool) -> Activate:
         """(rows, name) -> rows, see kernels/elementwise/activation.py."""
@@ -88,6 +102,10 @@ class InvariantOperators:
         """See FastOperators."""
         assert isinstance(weight, Tensor), "operators_for refuses quantised weights"
         return InvariantLinear(weight, bias, self.row_counts)
+
+    def note(self, layer: Part) -> Part:
+        """There is nothing to compile before."""
+        return layer
 
     def gated_linear(self, weight: Weight, bias: Tensor | None, name: str) -> None:
         """The activation is a kernel of its own."""

@@ -44,6 +44,7 @@ from engine.worker.speculation import QueuedPasses
 from engine.worker.speculation.loaded_draft import LoadedDraft
 from kernels.attention.flashinfer import FlashInferPrefill
 from kernels.kv_format import KV_FORMATS
+from kernels.quantized import code_matmul
 from kernels.sampling.token_mask import TokenMask
 from tests.engine.models.adapters.peft_files import write_adapter
 from tests.engine.models.tiny_models import CASES
@@ -64,9 +65,9 @@ def cuda(monkeypatch):
 
 @pytest.fixture
 def make_decoder(cuda, tmp_path):
-    def make(name, batch_invariant=False, lora=None):
+    def make(name, batch_invariant=False, lora=None, quantization=None):
         CASES[name]().save_pretrained(tmp_path)
-        model = read_model_config(tmp_path)
+        model = read_model_config(tmp_path, quantization)
         decoder = load_model(tmp_path, model, dtype=torch.bfloat16, device=FakeCudaQueue.device, seed=0,
                              load_format="dummy", max_model_len=LENGTH, batch_invariant=batch_invariant,
                              lora=lora)  # fmt: skip
@@ -83,9 +84,12 @@ def one_at_a_time(*_):
 def make_runner(cuda, make_decoder, monkeypatch):
     monkeypatch.setattr(StepSampler, "_sample_row", one_at_a_time)
 
-    def make(name, kv_format=None, batch_invariant=False, num_slots=0, flashinfer=False, lora=None, drafts=False):
+    def make(name, kv_format=None, batch_invariant=False, num_slots=0, flashinfer=False, lora=None, drafts=False,
+             quantization=None):  # fmt: skip
         """Warm, with all graphs recorded; from then on nothing may be compiled or waited for."""
-        (model, decoder), queue = make_decoder(name, batch_invariant, lora), FakeCudaQueue(cuda)
+        (model, decoder), queue = make_decoder(name, batch_invariant, lora, quantization), FakeCudaQueue(cuda)
+        if quantization is not None:
+            decoder.operators.choose_kernels(queue.device, LIMITS.max_num_batched_tokens)
         caches = allocate_kv_caches(model, NUM_BLOCKS, BLOCK_SIZE, torch.bfloat16, queue.device, kv_format)
         host_cache = HostCache(block_copier(caches), num_slots, queue.device, queue=queue)
         buckets = BucketSettings(LIMITS.max_num_seqs, LIMITS.max_num_seqs, MIXED_TOKENS,
@@ -167,6 +171,14 @@ def test_every_kind_of_model(make_runner, name):
 @pytest.mark.parametrize("kv_format", KV_FORMATS.values(), ids=KV_FORMATS)
 def test_quantised_caches(make_runner, kv_format):
     serve(make_runner("llama", kv_format), [GREEDY, DRAWN] * 2)
+
+
+@pytest.mark.parametrize("quantization", ["int4", "int8", "fp8"])
+@pytest.mark.parametrize("name", ["llama", "llama_tied"])
+def test_weights_in_codes(make_runner, monkeypatch, name, quantization):
+    """The rows of an embedding are decoded in a graph, too."""
+    monkeypatch.setattr(code_matmul, "narrow_scales", lambda scales: scales)  # asks for values
+    serve(make_runner(name, quantization=quantization), [GREEDY, DRAWN] * 2)
 
 
 def test_rows_with_different_adapters(make_runner, cuda, tmp_path):
