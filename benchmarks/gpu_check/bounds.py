@@ -9,7 +9,7 @@ those that the tokens of the step reach where all are equally likely: E (1 - (1 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from benchmarks.gpu_check.operators import Rows, floor_seconds, step_operators
+from benchmarks.gpu_check.operators import Operator, Rows, floor_seconds, step_operators
 from engine.models.config import ModelConfig
 
 
@@ -25,11 +25,15 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The bounds of one model in one dtype on one card. Seconds, bytes and FLOPs."""
+    """The bounds of one model in one dtype on one card. Seconds, bytes and FLOPs.
+
+    quantized_bytes: of a number in the layers' matrices, which the bounds of steps count; None: they are not quantised.
+    """
 
     model: ModelConfig
     limits: Limits
     dtype_bytes: int = 2
+    quantized_bytes: float | None = None
 
     @property
     def body_parameters(self) -> int:
@@ -75,8 +79,7 @@ class Bounds:
 
     def step_seconds(self, step: list[Rows]) -> float:
         """The bound of totals of any step in which every sequence samples a token."""
-        operators = [operator for operator in step_operators(self.model, step, self.dtype_bytes)
-                     if operator.kind != "row"]  # fmt: skip
+        operators = [operator for operator in self._operators(step) if operator.kind != "row"]
         keys = sum(rows.count * rows.context for rows in step) * self.model.kv_bytes_per_token(self.dtype_bytes)
         moved = sum(operator.weight_bytes for operator in operators) + keys
         flops = sum(operator.flops for operator in operators)
@@ -84,8 +87,10 @@ class Bounds:
 
     def floor_seconds(self, step: list[Rows]) -> float:
         """The per-operator floor of the same step: attention and products run one after the other."""
-        operators = list(step_operators(self.model, step, self.dtype_bytes))
-        return floor_seconds(operators, self.limits.bandwidth, self.limits.rate)
+        return floor_seconds(self._operators(step), self.limits.bandwidth, self.limits.rate)
+
+    def _operators(self, step: list[Rows]) -> list[Operator]:
+        return list(step_operators(self.model, step, self.dtype_bytes, weight_bytes=self.quantized_bytes))
 
     def prefill_flops(self, num_tokens: int) -> float:
         body = 2 * self.active_parameters * num_tokens + self._attention_flops * num_tokens**2 / 2

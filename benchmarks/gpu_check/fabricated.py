@@ -75,15 +75,21 @@ class BareRunner:
 
 
 def load_bare(
-    folder: Path, device: torch.device, num_tokens: int, graphs: bool = True, choose: bool = False
+    folder: Path,
+    device: torch.device,
+    num_tokens: int,
+    graphs: bool = True,
+    choose: bool = False,
+    quantization: str | None = None,
 ) -> BareRunner:
     """Random weights in bf16, and a cache of `num_tokens` tokens, or of as many as fit, filled with random numbers.
 
     choose: time the candidates of each linear layer, as a server does at its start; else cuBLAS computes all of them.
+    quantization: as the server's option.
     """
     config = EngineConfig(model=str(folder), load_format="dummy", dtype="bfloat16", device=device.type,
-                          cuda_graphs=graphs)  # fmt: skip
-    model = read_model_config(folder)
+                          cuda_graphs=graphs, quantization=quantization)  # fmt: skip
+    model = read_model_config(folder, quantization)
     on_gpu = device.type == "cuda"
     limits = resolve_step_limits(config, device.type, torch.cuda.mem_get_info(device)[1] if on_gpu else 0)
     max_model_len = model.max_position_embeddings

@@ -49,17 +49,21 @@ class Operator:
 
 
 def step_operators(
-    model: ModelConfig, step: list[Rows], dtype_bytes: int = 2, merges: bool = False
+    model: ModelConfig,
+    step: list[Rows],
+    dtype_bytes: int = 2,
+    merges: bool = False,
+    weight_bytes: float | None = None,
 ) -> Iterator[Operator]:
     """The operators of one step in their order. Every sequence samples one token greedily.
 
     merges: attention may be split by length, so another launch merges the parts of each call. The bytes of partial
-    results are left out.
+    results are left out. weight_bytes: of a number in the layers' matrices, where they are quantised.
     """
     layers, hidden, item = model.num_layers, model.hidden_size, dtype_bytes
     tokens, sequences = sum(rows.tokens for rows in step), sum(rows.count for rows in step)
     heads = model.q_size + 2 * model.kv_size
-    gemm = _Gemms(tokens, item)
+    gemm = _Gemms(tokens, item, weight_bytes)
     yield Operator("embedding, inputs, work map", "row", 5, 2 * tokens * hidden * item)
     narrow = model.embedding_size
     if narrow != hidden:
@@ -118,9 +122,10 @@ class _Gemms:
 
     rows: int
     item: int
+    weight_item: float | None = None
 
     def of(self, name: str, count: int, n_in: int, n_out: int) -> Operator:
-        weights = count * n_in * n_out * self.item
+        weights = count * n_in * n_out * (self.weight_item or self.item)
         moved = weights + count * self.rows * (n_in + n_out) * self.item
         return Operator(name, "gemm", count, moved, 2.0 * count * self.rows * n_in * n_out, weights)
 

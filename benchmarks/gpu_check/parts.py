@@ -69,6 +69,7 @@ PARTS = (
     Part("attention", "kernels", 40, KERNEL_PACKAGES, "Attention kernels", entry="run_attention"),
     Part("graphs", "graphs", 35, (*ENGINE_PACKAGES, "triton"), "Start-up, graphs against eager steps"),
     Part("linears", "linears", 30, KERNEL_PACKAGES, "Linear layers"),
+    Part("codes", "codes", 45, (*ENGINE_PACKAGES, "triton"), "Weights in 4 and 8 bits"),
     Part("tests", "tests", 45, ("torch", "triton", "transformers", "pytest"), "Tests on the device"),
     Part("kernels", "kernels", 30, KERNEL_PACKAGES, "Other kernels"),
     Part("http", "http", 25, (*ENGINE_PACKAGES, "triton", "fastapi", "uvicorn", "sse_starlette", "httptools",

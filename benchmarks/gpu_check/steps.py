@@ -41,6 +41,7 @@ TINY_WARM_UP, TINY_STEPS, TINY_HOST_STEPS = 2, 4, 2
 # The bound of totals counts at batch 1. In larger batches products wait for arithmetic while attention waits for memory
 # and they do not overlap, so the goal counts against the sum of the operators' own floors.
 GOALS = {(LLAMA, 1): ("bound", 0.85), (LLAMA, 64): ("floor", 0.80), (LLAMA, 256): ("floor", 0.80)}
+BYTES = {"int4": 4.5 / 8, "int8": 1.0, "fp8": 1.0}  # of a number with its part of the scales
 LOAD_SECONDS, CASE_SECONDS = 60.0, 15.0
 
 
@@ -58,11 +59,11 @@ def run_prefill(recorder: Recorder, setting: Setting) -> None:
 Cases = Callable[["Steps"], Iterator[tuple[str, Callable[[], None]]]]
 
 
-def with_model(name: str, recorder: Recorder, setting: Setting, cases: Cases) -> None:
+def with_model(name: str, recorder: Recorder, setting: Setting, cases: Cases, quantization: str | None = None) -> None:
     """Run the cases of one model. A process that goes on behind a fault loads it again in its first case."""
     device = pick_device(setting.tiny)
-    steps = Steps(name, recorder, setting, device)
-    planned = list(cases(steps))
+    steps = Steps(name, recorder, setting, device, quantization)
+    name, planned = steps.name, list(cases(steps))
     if all(recorder.is_done(f"{name}: {case}") for case, _ in planned):
         return
     recorder.case(f"{name}: load", steps.load, seconds=LOAD_SECONDS)
@@ -95,7 +96,7 @@ def prefill_cases(steps: "Steps") -> Iterator[tuple[str, Callable[[], None]]]:
         yield f"prefill {length}", partial(steps.prefill, length, 0)
     new, context = (TINY_SHORT, TINY_LONG) if tiny else (SHORT_CHUNK, LONG)
     yield f"prefill {new} of {context}", partial(steps.prefill, new, context - new)
-    decodes, prompt = TINY_MIXED if tiny else MIXED[steps.name]
+    decodes, prompt = TINY_MIXED if tiny else MIXED[steps.model_name]
     context = TINY_CONTEXT if tiny else CONTEXT
     yield f"mixed {decodes} x {context} + {prompt}", partial(steps.mixed, decodes, context, prompt)
 
@@ -103,8 +104,12 @@ def prefill_cases(steps: "Steps") -> Iterator[tuple[str, Callable[[], None]]]:
 class Steps:
     """The steps of one model, which the first of them loads. A load that failed fails every later step at once."""
 
-    def __init__(self, name: str, recorder: Recorder, setting: Setting, device: torch.device) -> None:
-        self.name, self.recorder, self.setting, self.device = name, recorder, setting, device
+    def __init__(
+        self, name: str, recorder: Recorder, setting: Setting, device: torch.device, quantization: str | None = None
+    ) -> None:
+        self.model_name, self.quantization = name, quantization
+        self.name = f"{name} {quantization}" if quantization else name
+        self.recorder, self.setting, self.device = recorder, setting, device
         self.loaded = False
         self._sequences: Fabricated | None = None
         self._error = ""
@@ -132,12 +137,14 @@ class Steps:
     def load(self) -> None:
         """Load with the kernels of linear layers chosen by timing; if a process failed at that, with cuBLAS alone."""
         choose = not self.recorder.has_failed(f"{self.name}: load")
-        folder = write_model(self.name, self.setting.folder, self.setting.tiny)
+        folder = write_model(self.model_name, self.setting.folder, self.setting.tiny)
         started = time.perf_counter()
         tokens = (max(BATCHES) * (CONTEXT + 256)) if not self.setting.tiny else 1024
-        self._sequences = Fabricated(load_bare(folder, self.device, tokens, choose=choose), self.device)
+        bare = load_bare(folder, self.device, tokens, choose=choose, quantization=self.quantization)
+        self._sequences = Fabricated(bare, self.device)
         self.loaded = True
-        self.bounds = Bounds(self.sequences.model, find_limits(self.setting, self.recorder))
+        limits, quantized = find_limits(self.setting, self.recorder), BYTES.get(self.quantization or "")
+        self.bounds = Bounds(self.sequences.model, limits, quantized_bytes=quantized)
         chosen = self.sequences.bare.chosen_kernels()
         self.recorder.figure(f"{self.name}: load", time.perf_counter() - started, "s", chosen=chosen)
 
@@ -156,7 +163,7 @@ class Steps:
         rows = [Rows(1, 1, (first.context + last.context) / 2) for first, last in zip(before, self._rows(seq_ids),
                                                                                        strict=True)]  # fmt: skip
         bound, floor = self.bounds.step_seconds(rows), self.bounds.floor_seconds(rows)
-        of, goal = self._goal(batch, lengths)
+        of, goal = ("bound", None) if self.quantization else self._goal(batch, lengths)
         self.recorder.figure(
             f"{self.name}: decode {label}", seconds * 1e3, "ms/step",
             share=(floor if of == "floor" else bound) / seconds, of=of, goal=goal,
