@@ -112,7 +112,7 @@ class QuantizedWeight:
 
 @cache
 def table_of(codebook: tuple[float, ...], device: torch.device) -> Tensor:
-    """The values of a codebook, fp32 [16]. Made once, because a CUDA graph cannot be recorded while the host uploads."""
+    """The values of a codebook, fp32 [16]. Made once: no CUDA graph can be recorded while the host uploads."""
     return torch.tensor(codebook, device=device)
 
 
