@@ -52,7 +52,7 @@ def _measure(bench: Bench, name: str, fused: Rounding, separate: Rounding, rows:
 
 
 def compare(fused: Fp8Rows, separate: Fp8Rows) -> None:
-    """AssertionError where more than a code in a thousand differs: a norm's last bit may, on a CPU."""
-    equal = fused.codes.view(torch.uint8) == separate.codes.view(torch.uint8)
-    if not float(equal.float().mean()) > 0.999:
+    """AssertionError where more than two codes and one in a thousand differ: a norm's last bit may, on a CPU."""
+    differ = fused.codes.view(torch.uint8) != separate.codes.view(torch.uint8)
+    if int(differ.sum()) > max(2, differ.numel() // 1000):
         raise AssertionError("the fused kernel's codes differ from those of the separate kernels")

@@ -1,10 +1,10 @@
 """Triton functions that give 4-bit and 8-bit codes their values, in the registers of a kernel that reads them packed.
 
-int4, int8 and e4m3 have no number that bf16 or fp16 cannot hold, so decoding rounds nothing. int4 and, in bf16, int8 and
-e4m3 are decoded four bytes at a time, in PTX: the bits of a code are moved to where a float has its mantissa (int4: 128
-+ code in bf16, 1024 + code in fp16; int8: 2^23 + 128 + code in fp32) or its exponent (e4m3), and a subtraction or a
-multiplication makes the value. By count that is 1.5 to 2.75 instructions per weight; through fp32 it is 5 to 9, more than
-an H100 has in the time that it reads the codes.
+int4, int8 and e4m3 have no number that bf16 or fp16 cannot hold, so decoding rounds nothing. int4 and, in bf16, int8
+and e4m3 are decoded four bytes at a time, in PTX: the bits of a code are moved to where a float has its mantissa
+(int4: 128 + code in bf16, 1024 + code in fp16; int8: 2^23 + 128 + code in fp32) or its exponent (e4m3), and a
+subtraction or a multiplication makes the value. By count that is 1.5 to 2.75 instructions per weight; through fp32 it
+is 5 to 9, more than an H100 has in the time that it reads the codes.
 """
 
 from typing import Any

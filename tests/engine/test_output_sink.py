@@ -104,7 +104,7 @@ class TextSink(Sink):
 
 async def test_a_sink_takes_bare_text(folder):
     sink, parts = TextSink(), []
-    async with running_driver(folder, "--step-seconds", "0.002") as driver:
+    async with running_driver(folder, "--step-seconds", "0.03") as driver:
         stream = driver.generate(request("a", max_tokens=NUM_TOKENS))
         stream.give_to(sink)
         async for output in stream:

@@ -10,7 +10,7 @@ import pytest
 from tests.server.live import LiveServer, assert_error, chat_body, chat_prompt, completion_body, events, expected_text
 from tests.server.metrics import value
 
-LOAD_SECONDS = 0.8
+LOAD_SECONDS = 1.5
 
 
 @pytest.fixture
