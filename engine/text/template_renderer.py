@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from engine.errors import EngineError, InvalidRequestError
+from engine.errors import EngineError, InvalidRequestError, UnavailableError
 from engine.executor.child_process import spawn
 from engine.executor.frames import FRAME_HEADER, FrameError, FrameSocket
 from engine.executor.process_state import LOOK_SECONDS, StoppedLooks, stopped_at
@@ -62,10 +62,11 @@ class TemplateHelper:
         return self._process.pid if self._process else None
 
     def start(self) -> "tuple[subprocess.Popen[bytes], socket.socket]":
-        """Start the process if none runs; returns it and the parent's end of its socket. EngineError if it fails."""
+        """Start the process if none runs; returns it and the parent's end of its socket. EngineError if it fails,
+        UnavailableError after `close`: another server may render the request, which has not begun here."""
         with self._lock:
             if self._closed:
-                raise EngineError("The server has stopped.")
+                raise UnavailableError("The server has stopped. Send the request again.")
             if self._process is None or self._socket is None:
                 try:
                     self._process, self._socket = spawn(self._command, str(self._cpu_seconds))
@@ -101,7 +102,7 @@ class TemplateHelper:
         raise EngineError(f"the chat template is at fault: it reached a limit with a short conversation. {text}")
 
     def close(self) -> None:
-        """Kill the process for good; a thread that waits for its answer gets an EngineError."""
+        """Kill the process for good; a thread that waits for its answer gets an UnavailableError."""
         with self._lock:
             self._closed = True
             process = self._process
@@ -199,7 +200,7 @@ class TemplateRenderer:
 
     def start(self) -> None:
         """Start the first helper, so that the first request does not wait for it. Optional. Blocks for a few ms."""
-        with contextlib.suppress(EngineError):  # the first request reports the error
+        with contextlib.suppress(EngineError, UnavailableError):  # the first request reports the error
             self._helpers[0].start()
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from engine.errors import UnavailableError
 from engine.executor.fair_slots import FairSlots
 
 T = TypeVar("T")
@@ -21,11 +22,15 @@ class FairThreads:
     def __init__(self, num_threads: int, name: str, per_tenant: int | None = None) -> None:
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
         self._slots = FairSlots(num_threads, per_tenant)
+        self._closed = False
 
     async def run(self, tenant: str, function: Callable[..., T], *args: Any) -> T:
         """Call `function` in a thread; returns its result or raises its error. If the caller is cancelled meanwhile,
-        the function runs on and its thread stays in use until the function returns."""
+        the function runs on and its thread stays in use until the function returns. UnavailableError after `close`."""
         await self._slots.acquire(tenant)
+        if self._closed:
+            self._slots.release(tenant)
+            raise UnavailableError("The server has stopped. Send the request again.")
         loop = asyncio.get_running_loop()
 
         def free(_: "Future[T]") -> None:
@@ -41,6 +46,7 @@ class FairThreads:
         return await asyncio.wrap_future(job)
 
     def close(self) -> None:
+        self._closed = True
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 

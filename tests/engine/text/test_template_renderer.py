@@ -10,7 +10,7 @@ import pytest
 from jinja2.ext import loopcontrols
 from jinja2.meta import find_undeclared_variables
 
-from engine.errors import EngineError, InvalidRequestError
+from engine.errors import EngineError, InvalidRequestError, UnavailableError
 from engine.text.chat_template import ChatTemplate, TemplateLimitError, render, syntax_error
 from engine.text.template_renderer import SHORT_BYTES, TemplateRenderer
 from tests.server.tools.templates import STYLES
@@ -140,6 +140,8 @@ async def test_closing_ends_a_running_rendering():
         if renderer.helper_pids:
             break
     renderer.close()
-    with pytest.raises(EngineError, match="stopped"):
+    with pytest.raises(UnavailableError, match="Send the request again"):  # 503, which a proxy sends elsewhere
         await asyncio.wait_for(asked, 5)
     assert renderer.helper_pids == []
+    with pytest.raises(UnavailableError, match="Send the request again"):
+        await ask(renderer, ECHO)
