@@ -27,7 +27,7 @@ class Limits:
 class Bounds:
     """The bounds of one model in one dtype on one card. Seconds, bytes and FLOPs.
 
-    quantized_bytes: of a number in the layers' matrices, which the bounds of steps count; None: they are not quantised.
+    quantized_bytes: of a number in the matrices, which the bounds of steps count; None: they are not quantised.
     """
 
     model: ModelConfig

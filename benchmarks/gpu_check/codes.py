@@ -67,10 +67,9 @@ def run(recorder: Recorder, setting: Setting) -> None:
         with_model(LLAMA, recorder, setting, step_cases, quantization)
     device = pick_device(setting.tiny)
     bench = Bench(recorder, device, Stopwatch(device, seconds=0.04), find_limits(setting, recorder))
-    sizes = layer_sizes(TINY_SHAPE if setting.tiny else SHAPE)
-    del sizes["head"]  # --quantization leaves it as it is
+    sizes = layer_sizes(TINY_SHAPE if setting.tiny else SHAPE).items()
     for kind in KINDS:
-        for name, (n_out, n_in) in sizes.items():
+        for name, (n_out, n_in) in sizes:
             layers: list[QuantizedLinear] = []
             for num_rows in TINY_ROWS if setting.tiny else ROWS:
                 small = Codes(kind.name, kind.dtype, min(kind.group, n_in), kind.zeros)

@@ -58,7 +58,7 @@ def step_operators(
     """The operators of one step in their order. Every sequence samples one token greedily.
 
     merges: attention may be split by length, so another launch merges the parts of each call. The bytes of partial
-    results are left out. weight_bytes: of a number in the layers' matrices, where they are quantised.
+    results are left out. weight_bytes: of a number in the matrices, where they are quantised.
     """
     layers, hidden, item = model.num_layers, model.hidden_size, dtype_bytes
     tokens, sequences = sum(rows.tokens for rows in step), sum(rows.count for rows in step)
@@ -80,7 +80,7 @@ def step_operators(
     yield Operator("final norm", "row", 2, 4 * tokens * hidden * item)
     if narrow != hidden:
         yield _Gemms(sequences, item).of("projection out", 1, hidden, narrow)
-    yield _Gemms(sequences, item).of("head", 1, narrow, model.vocab_size)
+    yield _Gemms(sequences, item, weight_bytes).of("head", 1, narrow, model.vocab_size)
     yield Operator("sampling", "row", 5, sequences * model.vocab_size * item)
 
 

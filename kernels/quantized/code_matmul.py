@@ -194,10 +194,11 @@ class CodeMatmul:
             )  # fmt: skip
         return out
 
-    def warm_up(self, dtype: torch.dtype) -> None:
-        """Compile every variant that a product with inputs of this type can need."""
+    def warm_up(self, dtype: torch.dtype, bias: Tensor | None, most_rows: int) -> None:
+        """Compile every variant that products of up to most_rows rows of this type can need."""
         for num_rows in WARM_UP_ROWS:
-            self(torch.zeros((num_rows, self.in_features), dtype=dtype, device=self.codes.device), None)
+            if num_rows <= most_rows:
+                self(torch.zeros((num_rows, self.in_features), dtype=dtype, device=self.codes.device), bias)
 
     def decoded(self, dtype: torch.dtype) -> Tensor:
         """The matrix: computed in fp32, rounded once to `dtype`."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels.dispatch import cpu_kernels, use_triton
 from kernels.linear.packed import PackedLinear
-from kernels.quantized.code_matmul import CodeMatmul, supports_code_matmul
+from kernels.quantized.code_matmul import WARM_UP_ROWS, CodeMatmul, supports_code_matmul
 from kernels.quantized.scaled_matmul import ScaledMatmul, multiplies_e4m3, supports_scaled_matmul
 from kernels.quantized.weight import Part, QuantizedWeight
 
@@ -60,16 +60,17 @@ class QuantizedLinear:
     def warm_up(self) -> None:
         """Compile the kernels of a GPU for any number of rows."""
         if self._code_matmul is not None:
-            self._code_matmul.warm_up(self.dtype)
+            most_rows = FEW_ROWS if self._scaled_matmul is not None else WARM_UP_ROWS[-1]
+            self._code_matmul.warm_up(self.dtype, self.bias, most_rows)
 
     @property
     def shape_and_kind(self) -> tuple[object, ...]:
         """Layers that are alike in it need the same kernels."""
-        matmul = self._code_matmul
+        shape, matmul = (self.out_features, self.in_features, self.bias is not None), self._code_matmul
         if matmul is None:
-            return (self.out_features, self.in_features)
+            return shape
         offsets = None if matmul.offsets is None else matmul.offsets.dtype
-        return (*(self.out_features, self.in_features), matmul.kind, matmul.group_size, matmul.scales.dtype, offsets)
+        return (*shape, matmul.kind, matmul.group_size, matmul.scales.dtype, offsets)
 
     def with_bias(self, bias: Tensor | None) -> "QuantizedLinear":
         """The same layer with another bias; the two share the weight."""
