@@ -26,10 +26,11 @@ TINY_SELECTION = "(llama_tied and bfloat16) or (test_layer_norm and bfloat16) or
 
 
 def run(recorder: Recorder, setting: Setting) -> None:
-    """One session for all; what is not reached in time is missing from the figures, what passed stays."""
+    """One session for all, whole models first; what is not reached in time is missing from the figures, what passed
+    stays."""
     patterns = CPU_KERNEL_FILES if pick_device(setting.tiny).type == "cpu" else KERNEL_FILES
     kernels = {path for pattern in patterns for path in (ROOT / "tests/kernels").glob(pattern)}
-    files = [*sorted(kernels), *sorted((ROOT / "tests/engine").rglob(ENGINE_FILES))]
+    files = [*sorted((ROOT / "tests/engine").rglob(ENGINE_FILES)), *sorted(kernels)]
     recorder.case("tests on the device", partial(run_tests, files, recorder, setting), seconds=setting.seconds)
 
 
