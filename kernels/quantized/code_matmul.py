@@ -72,7 +72,7 @@ def code_tile(element_bits: int, capability: int, num_rows: int, has_offsets: bo
     small = capability in (86, 89) or capability >= 120  # 100 KiB of shared memory
     # With fewer warps or wider tiles the compilers for these cards spill registers.
     many = (block_m > 64 and capability != 90) or (block_m > 32 and 100 <= capability < 120)
-    block_k = 128 if block_m <= (32 if small or has_offsets else 64) else 64
+    block_k = 128 if block_m <= (64 if capability in (90, 100) and not has_offsets else 32) else 64
     return CodeTile(block_m, BLOCK_N, block_k, 8 if many else 4, num_stages=2 if small and block_m > 32 else 3)
 
 
@@ -429,13 +429,14 @@ def aot_configurations(capability: int) -> Iterator[AotConfiguration]:
             types = {"codes_ptr": "*u8", "scales_ptr": "*fp32", "offsets_ptr": offset_type, "table_ptr": "*fp32"}
             sizes = constants(DECODE_TILE, kind, 6144, 4096, group_size) | pdl_constants(capability) | absent
             yield AotConfiguration(decode_kernel, name, dtype, sizes, DECODE_TILE.num_warps, types=types)
+            spill = {CODEBOOK: 16}.get(kind, 40 if offset_type == zeros else 0)  # in the largest tiles
             for num_rows in (1, 32, 64, 256):
                 tile = code_tile(bits, capability, num_rows, offset_type == offsets)
                 sizes = constants(tile, kind, 6144, 4096, group_size) | pdl_constants(capability) | absent
                 yield AotConfiguration(
                     code_matmul_kernel, f"{name} {num_rows} rows", dtype,
                     sizes | {"BLOCK_M": tile.block_m, "bias_ptr": None}, tile.num_warps, tile.num_stages, types=types,
-                    multiples_of_16=("x_stride",), max_spill=16 if kind == CODEBOOK else 0,
+                    multiples_of_16=("x_stride",), max_spill=spill,
                     needs=() if bits == 32 else matrix_needs(known_card(capability), tile.block_n),
                     quick=(dtype, name, num_rows) in (("bf16", "int4 g32", 1), ("bf16", "fp8", 256)),
                 )  # fmt: skip
