@@ -6,7 +6,7 @@ cache.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -72,7 +72,7 @@ def run(recorder: Recorder, setting: Setting) -> None:
         for name, (n_out, n_in) in sizes:
             layers: list[QuantizedLinear] = []
             for num_rows in TINY_ROWS if setting.tiny else ROWS:
-                small = Codes(kind.name, kind.dtype, min(kind.group, n_in), kind.zeros)
+                small = replace(kind, group=min(kind.group, n_in))
                 measure = partial(time_layer, bench, layers, small, name, n_out, n_in, num_rows)
                 recorder.case(f"{kind.name} {name} {num_rows} rows", measure, seconds=30)
 

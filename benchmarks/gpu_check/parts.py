@@ -23,7 +23,7 @@ class Setting:
 
     @property
     def seconds(self) -> float:
-        """What is left."""
+        """The time until the part's process is ended."""
         return max(0.0, self.until - time.monotonic())
 
     def record_path(self, part: str) -> Path:

@@ -224,9 +224,15 @@ class CodeMatmul:
         return replace(like, codes=codes.view(like.codes.dtype), scales=scales.to(like.scales.dtype), offsets=offsets)
 
 
-def layer_constants(kind: int, out_features: int, in_features: int, group_size: int) -> dict[str, int]:
-    """Compile-time arguments that all kernels share. The sizes of a layer are among them, because a model has only four
-    or five kinds."""
+def part_of(in_features: int, group_size: int, half: int) -> int:
+    """Columns in one group that are neighbours in the layout of the codes, at most MOST_HALF."""
+    most = group_size if group_size < in_features else power_of_2(in_features)
+    return half or max(LEAST_TILE, min(MOST_HALF, most))
+
+
+def constants(tile: CodeTile, kind: int, out_features: int, in_features: int, group_size: int) -> dict[str, int]:
+    """Compile-time arguments of code_matmul_kernel and decode_kernel, without BLOCK_M. The sizes of a layer are among
+    them, because a model has only four or five kinds."""
     half = half_of(in_features, group_size) if kind in (INT4_CODES, CODEBOOK) else 0
     return {
         "OUT_FEATURES": out_features,
@@ -235,21 +241,9 @@ def layer_constants(kind: int, out_features: int, in_features: int, group_size: 
         "GROUP": group_size,
         "KIND": kind,
         "HALF": half,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": min(tile.block_k, part_of(in_features, group_size, half)),
     }
-
-
-def part_of(in_features: int, group_size: int, half: int) -> int:
-    """Columns in one group that are neighbours in the layout of the codes, at most MOST_HALF."""
-    most = group_size if group_size < in_features else power_of_2(in_features)
-    return half or max(LEAST_TILE, min(MOST_HALF, most))
-
-
-def constants(tile: CodeTile, kind: int, out_features: int, in_features: int, group_size: int) -> dict[str, int]:
-    """Compile-time arguments of code_matmul_kernel and decode_kernel, without BLOCK_M."""
-    sizes = layer_constants(kind, out_features, in_features, group_size)
-    half = sizes["HALF"]
-    block_k = min(tile.block_k, part_of(in_features, group_size, half))
-    return sizes | {"BLOCK_N": tile.block_n, "BLOCK_K": block_k, "MASK_K": in_features % (2 * half or block_k) != 0}
 
 
 @triton.jit(do_not_specialize=["num_rows", "span"])
@@ -257,7 +251,7 @@ def code_matmul_kernel(
     x_ptr, codes_ptr, scales_ptr, offsets_ptr, table_ptr, bias_ptr, out_ptr, num_rows, x_stride, span,
     OUT_FEATURES: tl.constexpr, IN_FEATURES: tl.constexpr, ROW_BYTES: tl.constexpr, GROUP: tl.constexpr,
     KIND: tl.constexpr, HALF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    MASK_K: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (output tiles, row tiles, spans of `span` blocks of columns): writes out [spans, rows, outputs].
 
@@ -267,6 +261,7 @@ def code_matmul_kernel(
     outputs = (tl.program_id(0) * BLOCK_N).to(tl.int64) + tl.arange(0, BLOCK_N)
     rows = (tl.program_id(1) * BLOCK_M).to(tl.int64) + tl.arange(0, BLOCK_M)
     some_outputs = tl.minimum(outputs, OUT_FEATURES - 1)
+    MASK_K: tl.constexpr = IN_FEATURES % (2 * HALF if HALF else BLOCK_K) != 0  # some columns of a tile do not exist
     SCALE_AT_END: tl.constexpr = IN_FEATURES == GROUP and offsets_ptr is None
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     x = x_ptr + rows[:, None] * x_stride, (rows < num_rows)[:, None]
@@ -375,7 +370,7 @@ def add_parts_kernel(
 def decode_kernel(
     codes_ptr, scales_ptr, offsets_ptr, table_ptr, out_ptr, OUT_FEATURES: tl.constexpr, IN_FEATURES: tl.constexpr,
     ROW_BYTES: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr, HALF: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, MASK_K: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of bytes, output tiles): writes the matrix [OUT_FEATURES, IN_FEATURES]."""
     wait_for_inputs(PDL)
