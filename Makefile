@@ -111,10 +111,10 @@ gpu-check-faults: $(VENV)/.installed-test $(VENV)/.compiled
 # The few packages that a machine with torch, triton and transformers may lack, as wheels for its Python and x86-64.
 # Copy .gpu-wheels with the checkout. gpu-check unpacks it beside the machine's own packages and does not change them.
 GPU_PYTHON ?= 3.12
-GPU_PACKAGES := "msgspec>=0.19" "fastapi>=0.115" "uvicorn>=0.34" "sse-starlette>=3.5" "httptools>=0.6" "pydantic>=2.10" "httpx>=0.28" "prometheus-client>=0.21"
+GPU_PACKAGES := "msgspec>=0.19" "fastapi>=0.115" "uvicorn>=0.34" "sse-starlette>=3.5" "httptools>=0.6" "pydantic>=2.10" "httpx>=0.28" "prometheus-client>=0.21" "llguidance>=1.9" "jsonschema>=4.23"
 gpu-wheels:
 	$(PYTHON) -m pip download --quiet --only-binary=:all: --dest .gpu-wheels --python-version $(GPU_PYTHON) --implementation cp \
-		$(foreach n,28 27 17,--platform manylinux_2_$(n)_x86_64) --platform manylinux2014_x86_64 $(GPU_PACKAGES)
+		$(foreach n,31 28 27 17,--platform manylinux_2_$(n)_x86_64) --platform manylinux2014_x86_64 $(GPU_PACKAGES)
 	@du -sh .gpu-wheels
 
 lora: $(VENV)/.installed-test $(VENV)/.compiled

@@ -17,7 +17,7 @@ from benchmarks.gpu_check.timing import pick_device
 ROOT = Path(__file__).resolve().parents[2]
 # Tests that run on a device. test_*.py run on a CPU, where pytest does not collect these other names. The tests of
 # Triton kernels need a GPU or the interpreter: on a CPU only the file remains that calls every kernel as the models do.
-KERNEL_FILES, CPU_KERNEL_FILES, ENGINE_FILES = ("*_cases.py", "triton_*.py"), ("device_cases.py",), "device_cases.py"
+KERNEL_FILES, CPU_KERNEL_FILES, ENGINE_FILES = ("*_cases.py", "triton_*.py"), ("device_cases.py",), "device*_cases.py"
 GROUPS = {"kernels": "tests/kernels/", "models": "tests/engine/models/", "engine": "tests/engine/device"}
 TEST_SECONDS, MAX_PROCESSES = 80, 14  # most of their time is that of the compiler
 SPARE_SECONDS = 8.0  # kept of the part's time to write the results

@@ -10,7 +10,7 @@ from benchmarks.gpu_check.parts import Part
 
 # Packages that a machine with torch and transformers may lack: the Makefile's GPU_PACKAGES, and two that they need.
 PACKAGES = ("msgspec", "fastapi", "starlette", "uvicorn", "sse_starlette", "httptools", "pydantic", "pydantic_core",
-            "httpx", "prometheus_client")  # fmt: skip
+            "httpx", "prometheus_client", "llguidance", "jsonschema")  # fmt: skip
 
 
 def install_wheels(folder: Path, target: Path, parts: Iterable[Part]) -> Path | None:

@@ -168,10 +168,11 @@ def test_decode(dtype, heads, case):
 @pytest.mark.parametrize("heads", HEADS[:4], ids=str)
 def test_decode_of_many(dtype, heads, name):
     cache = Cache([17 * i + 1 for i in range(70)], heads, dtype, FORMATS[name])
-    check_decode(cache, heads, dtype, "plain")
+    # with codes, the probabilities are rounded after their product with the scales
+    check_decode(cache, heads, dtype, "plain", factor=1.5 if FORMATS[name] is None else 2.0)
 
 
-def check_decode(cache, heads, dtype, case):
+def check_decode(cache, heads, dtype, case, factor=1.5):
     num_heads, _, head_dim, _ = heads
     qkv, options = rand(len(cache.seq_lens), num_heads + 2, head_dim, dtype=dtype), attention_options(case, num_heads)
     q = qkv[:, :num_heads]
@@ -179,7 +180,7 @@ def check_decode(cache, heads, dtype, case):
     bounds = torch.arange(len(q) + 1, dtype=torch.int32, device=DEVICE)
     exact = prefill_attention_reference(q.float(), *cache.exact(), cache.tables, bounds, cache.seq_lens, 1,
                                         head_dim**-0.5, **options)  # fmt: skip
-    near(out, exact, dtype, factor=1.5)
+    near(out, exact, dtype, factor)
 
 
 @pytest.mark.parametrize("heads, case", COMBINATIONS, ids=str)
