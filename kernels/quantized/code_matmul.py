@@ -3,15 +3,17 @@
 A program multiplies 64 outputs with up to 128 rows of x. The decoded weights are the left operand of the product, which
 tensor cores take from registers, so they never pass through shared memory. Codes of 4 bits are laid out anew at load: a
 byte holds two columns that are `half` apart, so that the low halves of neighbours are neighbouring columns, and so are
-the high halves, and each of the two products reads a dense tile of x. A tile lies within one group of columns: its
-scale multiplies the sums, not the weights. An offset that is the scale times an integer is added to the codes; any
+the high halves, and each of the two products reads a dense tile of x. If a tile lies in one group of columns, its
+scale multiplies the sums, not the weights. An offset that is the scale times an integer is added to the codes, any
 other multiplies the sums of x, which a product with ones gives. So no weight is rounded (but values of a codebook, to
-the type of x). Bytes read per weight: half of one (4 bits) or one, and the scales.
+the type of x). A tile of several small groups multiplies the weights with their scales and rounds them to the type of
+x, as decoding does. Bytes read per weight: half of one (4 bits) or one, and the scales.
 
 One program waits in turn for memory, for its decoding and for its products, some 0.75 us for 128 bytes of each output
 on an H100. So where outputs alone make too few programs, the columns are divided, too, and a second kernel adds the
 parts. Times of Llama-3-8B's layers there (out, qkv, gate_up, down; us): one row of int4 in groups of 128 12, 13, 30, 20
-and 16 rows 13, 15, 37, 25; the same layers in bf16 take 16, 20, 78, 46 and 18, 23, 86, 46.
+and 16 rows 13, 15, 37, 25; the same layers in bf16 take 16, 20, 78, 46 and 18, 23, 86, 46. In groups of 32, one row
+takes 14, 15, 40, 24.
 """
 
 from collections.abc import Iterator
@@ -30,12 +32,15 @@ from kernels.quantized.code_values import (
     FP8_CODES,
     INT4_CODES,
     INT8_CODES,
+    UINT4_CODES,
     byte_values,
     high_values,
     low_values,
+    scaled,
 )
-from kernels.quantized.weight import INT4, QuantizedWeight, pack_4bit, table_of, unpack_4bit
+from kernels.quantized.weight import INT4, UINT4, QuantizedWeight, pack_4bit, table_of, unpack_4bit
 
+FOUR_BITS = (INT4_CODES, UINT4_CODES, CODEBOOK)
 BLOCK_N = 64  # outputs of a program: the rows of a warp group's matrix instruction
 MOST_HALF = 128  # columns between the two codes of a byte
 LEAST_TILE = 16  # the fewest columns that tl.dot multiplies
@@ -62,18 +67,73 @@ class CodeTile:
 DECODE_TILE = CodeTile(0, 16, 128, num_warps=4, num_stages=1)
 
 
-def code_tile(element_bits: int, capability: int, num_rows: int, has_offsets: bool) -> CodeTile:
-    """The tile for a launch: the fastest of some twenty for the layers of Llama-3-8B on an H100 (2026-11-26).
-    has_offsets: the sums of x take registers, too."""
-    if element_bits == 32 or capability < 80:
-        return CodeTile(16, 32, 32, num_warps=4, num_stages=2)
-    most = 128 if not has_offsets else 64 if capability in (90, 100) else 32
-    block_m = min(most, max(LEAST_ROWS, power_of_2(num_rows)))
-    small = capability in (86, 89) or capability >= 120  # 100 KiB of shared memory
-    # With fewer warps or wider tiles the compilers for these cards spill registers.
-    many = (block_m > 64 and capability != 90) or (block_m > 32 and 100 <= capability < 120)
-    block_k = 128 if block_m <= (64 if capability in (90, 100) and not has_offsets else 32) else 64
-    return CodeTile(block_m, BLOCK_N, block_k, 8 if many else 4, num_stages=2 if small and block_m > 32 else 3)
+@dataclass(frozen=True, slots=True)
+class CodeShape:
+    """The facts that launches are compiled for. kind: one of the codes in code_values; offsets: their dtype, int8 for
+    zeros, None if there are none."""
+
+    kind: int
+    out_features: int
+    in_features: int
+    group_size: int
+    offsets: torch.dtype | None
+
+    @property
+    def has_float_offsets(self) -> bool:
+        """True if the offsets are no zeros."""
+        return self.offsets is not None and self.offsets != torch.int8
+
+    @property
+    def scales_weights(self) -> bool:
+        """True if tiles may have several groups, and so multiply the weights with their scales; else the scale of the
+        one group multiplies the sums, and a tile is as narrow as its group.
+
+        On an H100, gate and up of Llama-3-8B in groups of 32 with 1, 16, 64 rows took, one group -> several: int4 51 ->
+        38, 52 -> 58, 97 -> 75 us, with offsets 74 -> 41, 70 -> 48, 153 -> 125, int8 78 -> 55, 86 -> 72, 127 -> 88. With
+        zeros it was 64 -> 50, 68 -> 91, 100 -> 100, so they keep one group. Other codebooks were not timed.
+        """
+        is_small = self.group_size < min(MOST_HALF, self.in_features)
+        return is_small and self.kind != CODEBOOK and self.offsets != torch.int8
+
+    @property
+    def half(self) -> int:
+        """Columns between the two codes of a byte: a power of two; 0 for codes of 8 bits."""
+        return self._part(power_of_2(-(-self.in_features // 2))) if self.kind in FOUR_BITS else 0
+
+    def _part(self, most: int) -> int:
+        """Columns that a tile may have: at most a group where the scale multiplies the sums of several."""
+        if self.group_size < self.in_features and not self.scales_weights:
+            most = self.group_size
+        return max(LEAST_TILE, min(MOST_HALF, most))
+
+    def tile(self, element_bits: int, capability: int, num_rows: int) -> CodeTile:
+        """The tile for a launch: the fastest of some twenty for Llama-3-8B's layers on an H100 (2026-11-26 and 27)."""
+        if element_bits == 32 or capability < 80:
+            return CodeTile(16, 32, 32, num_warps=4, num_stages=2)
+        sums_x = self.has_float_offsets and not (self.scales_weights and self.group_size < 64)
+        most = 128 if not sums_x else 64 if capability in (90, 100) else 32  # the sums take registers, too
+        block_m = min(most, max(LEAST_ROWS, power_of_2(num_rows)))
+        small = capability in (86, 89) or capability >= 120  # 100 KiB of shared memory
+        # With fewer warps or wider tiles the compilers for these cards spill registers.
+        many = (block_m > 64 and capability != 90) or (block_m > 32 and 100 <= capability < 120)
+        narrow = self.has_float_offsets or (self.scales_weights and self.kind not in FOUR_BITS)
+        block_k = 128 if block_m <= (64 if capability in (90, 100) and not narrow else 32) else 64
+        return CodeTile(block_m, BLOCK_N, block_k, 8 if many else 4, num_stages=2 if small and block_m > 32 else 3)
+
+    def constants(self, tile: CodeTile) -> dict[str, int]:
+        """Compile-time arguments of code_matmul_kernel and decode_kernel, without BLOCK_M. The sizes of a layer are
+        among them, because a model has only four or five kinds."""
+        half = self.half
+        return {
+            "OUT_FEATURES": self.out_features,
+            "IN_FEATURES": self.in_features,
+            "ROW_BYTES": -(-self.in_features // (2 * half)) * half if half else self.in_features,
+            "GROUP": self.group_size,
+            "KIND": self.kind,
+            "HALF": half,
+            "BLOCK_N": tile.block_n,
+            "BLOCK_K": min(tile.block_k, half or self._part(power_of_2(self.in_features))),
+        }
 
 
 def spans(num_programs: int, num_sms: int, row_bytes: int, block_k: int) -> tuple[int, int]:
@@ -88,7 +148,7 @@ def spans(num_programs: int, num_sms: int, row_bytes: int, block_k: int) -> tupl
 def code_kind(weight: QuantizedWeight) -> int:
     """The kind of codes of a weight."""
     if weight.codebook is not None:
-        return INT4_CODES if weight.codebook == INT4 else CODEBOOK
+        return {INT4: INT4_CODES, UINT4: UINT4_CODES}.get(weight.codebook, CODEBOOK)
     return INT8_CODES if weight.codes.dtype == torch.int8 else FP8_CODES
 
 
@@ -98,12 +158,6 @@ def supports_code_matmul(weight: QuantizedWeight) -> bool:
     return len(weight.shape) == 2 and (
         group == weight.in_features or (group >= LEAST_TILE and group & (group - 1) == 0)
     )
-
-
-def half_of(in_features: int, group_size: int) -> int:
-    """Columns between the two codes of a byte: a power of two, at most a group where there are several."""
-    most = group_size if group_size < in_features else power_of_2(-(-in_features // 2))
-    return max(LEAST_TILE, min(MOST_HALF, most))
 
 
 def by_halves(codes: Tensor, half: int) -> Tensor:
@@ -148,21 +202,20 @@ class CodeMatmul:
 
     def __init__(self, weight: QuantizedWeight) -> None:
         """weight: see supports_code_matmul; its `permutation` is left to the caller."""
-        self.kind = code_kind(weight)
         self.out_features, self.in_features = weight.shape
-        self.half = half_of(self.in_features, weight.group_size) if weight.bits == 4 else 0
-        codes = by_halves(weight.codes, self.half) if self.half else weight.codes.contiguous()
-        self.codes = codes.view(torch.uint8)
-        self.scales = narrow_scales(by_groups(weight.scales))
-        self.offsets = None
+        kind = code_kind(weight)
+        self.scales, self.offsets = narrow_scales(by_groups(weight.scales)), None
         if weight.offsets is not None:
             offsets = by_groups(weight.offsets)
-            zeros = zeros_of(self.scales, offsets) if self.kind == INT4_CODES else None
+            zeros = zeros_of(self.scales, offsets) if kind == INT4_CODES else None
             self.offsets = offsets if zeros is None else zeros
-        self._has_offsets = self.offsets is not None and self.offsets.dtype != torch.int8
-        codebook = weight.codebook if self.kind == CODEBOOK else None
+        dtype = None if self.offsets is None else self.offsets.dtype
+        self.shape = CodeShape(kind, *weight.shape, weight.group_size, dtype)
+        self.half = self.shape.half
+        codes = by_halves(weight.codes, self.half) if self.half else weight.codes.contiguous()
+        self.codes = codes.view(torch.uint8)
+        codebook = weight.codebook if kind == CODEBOOK else None
         self.table = None if codebook is None else table_of(codebook, weight.device)
-        self.group_size = weight.group_size
         self._no_rows = weight.rows(torch.empty(0, dtype=torch.int64, device=weight.device))  # keeps no code alive
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -175,8 +228,8 @@ class CodeMatmul:
         if not num_rows:
             return out
         capability, num_sms = device_sizes(x.device)
-        tile = code_tile(8 * x.element_size(), capability, num_rows, self._has_offsets)
-        sizes = constants(tile, self.kind, self.out_features, self.in_features, self.group_size)
+        tile = self.shape.tile(8 * x.element_size(), capability, num_rows)
+        sizes = self.shape.constants(tile)
         grid = (-(-self.out_features // tile.block_n), -(-num_rows // tile.block_m))
         num_spans, span = spans(grid[0] * grid[1], num_sms, sizes["ROW_BYTES"], sizes["BLOCK_K"])
         parts, options = out, launch_options(x.device)
@@ -203,7 +256,7 @@ class CodeMatmul:
     def decoded(self, dtype: torch.dtype) -> Tensor:
         """The matrix: computed in fp32, rounded once to `dtype`."""
         out = torch.empty((self.out_features, self.in_features), dtype=dtype, device=self.codes.device)
-        sizes = constants(DECODE_TILE, self.kind, self.out_features, self.in_features, self.group_size)
+        sizes = self.shape.constants(DECODE_TILE)
         grid = (-(-sizes["ROW_BYTES"] // sizes["BLOCK_K"]), -(-self.out_features // sizes["BLOCK_N"]))
         decode_kernel[grid](
             self.codes, self.scales, self.offsets, self.table, out, **sizes, num_warps=DECODE_TILE.num_warps,
@@ -222,28 +275,6 @@ class CodeMatmul:
             offsets = scales.float() * offsets
         like = self._no_rows
         return replace(like, codes=codes.view(like.codes.dtype), scales=scales.to(like.scales.dtype), offsets=offsets)
-
-
-def part_of(in_features: int, group_size: int, half: int) -> int:
-    """Columns in one group that are neighbours in the layout of the codes, at most MOST_HALF."""
-    most = group_size if group_size < in_features else power_of_2(in_features)
-    return half or max(LEAST_TILE, min(MOST_HALF, most))
-
-
-def constants(tile: CodeTile, kind: int, out_features: int, in_features: int, group_size: int) -> dict[str, int]:
-    """Compile-time arguments of code_matmul_kernel and decode_kernel, without BLOCK_M. The sizes of a layer are among
-    them, because a model has only four or five kinds."""
-    half = half_of(in_features, group_size) if kind in (INT4_CODES, CODEBOOK) else 0
-    return {
-        "OUT_FEATURES": out_features,
-        "IN_FEATURES": in_features,
-        "ROW_BYTES": -(-in_features // (2 * half)) * half if half else in_features,
-        "GROUP": group_size,
-        "KIND": kind,
-        "HALF": half,
-        "BLOCK_N": tile.block_n,
-        "BLOCK_K": min(tile.block_k, part_of(in_features, group_size, half)),
-    }
 
 
 @triton.jit(do_not_specialize=["num_rows", "span"])
@@ -271,28 +302,19 @@ def code_matmul_kernel(
     first = tl.program_id(2) * span
     for block in range(first, tl.minimum(first + span, tl.cdiv(ROW_BYTES, BLOCK_K))):
         at = block * BLOCK_K  # so the compiler knows that it is a multiple
+        column = at
         if HALF:
             STEPS: tl.constexpr = HALF // BLOCK_K
             column = block // STEPS * (2 * HALF) + block % STEPS * BLOCK_K
-            scale, offset = _scales(scales, column, OUT_FEATURES, IN_FEATURES, GROUP, not SCALE_AT_END, DTYPE)
-            high_scale, high_offset = _scales(
-                scales, column + HALF, OUT_FEATURES, IN_FEATURES, GROUP, not SCALE_AT_END, DTYPE
-            )
-            codes = tl.load(codes_at + at)
-            low, high = low_values(codes, table_ptr, KIND, DTYPE), high_values(codes, table_ptr, KIND, DTYPE)
-            total = _add(total, low, x, column, scale, offset, offsets_ptr, IN_FEATURES, MASK_K, SCALE_AT_END)
-            column += HALF
-            total = _add(
-                total, high, x, column, high_scale, high_offset, offsets_ptr, IN_FEATURES, MASK_K, SCALE_AT_END
-            )
+        if MASK_K and not HALF:
+            codes = tl.load(codes_at + at, mask=(at + tl.arange(0, BLOCK_K) < ROW_BYTES)[None, :], other=0)
         else:
-            scale, offset = _scales(scales, at, OUT_FEATURES, IN_FEATURES, GROUP, not SCALE_AT_END, DTYPE)
-            if MASK_K:
-                codes = tl.load(codes_at + at, mask=(at + tl.arange(0, BLOCK_K) < ROW_BYTES)[None, :], other=0)
-            else:
-                codes = tl.load(codes_at + at)
-            values = byte_values(codes, KIND, DTYPE)
-            total = _add(total, values, x, at, scale, offset, offsets_ptr, IN_FEATURES, MASK_K, SCALE_AT_END)
+            codes = tl.load(codes_at + at)
+        values = low_values(codes, table_ptr, KIND, DTYPE) if HALF else byte_values(codes, KIND, DTYPE)
+        total = _add(total, values, x, column, scales, OUT_FEATURES, IN_FEATURES, GROUP, MASK_K, SCALE_AT_END)
+        if HALF:
+            values, column = high_values(codes, table_ptr, KIND, DTYPE), column + HALF
+            total = _add(total, values, x, column, scales, OUT_FEATURES, IN_FEATURES, GROUP, MASK_K, SCALE_AT_END)
     if SCALE_AT_END:
         total *= tl.load(scales_ptr + some_outputs).to(tl.float32)[:, None]
     if bias_ptr is not None:
@@ -305,41 +327,59 @@ def code_matmul_kernel(
 
 @triton.jit
 def _scales(
-    scales, column, OUT_FEATURES: tl.constexpr, IN_FEATURES: tl.constexpr, GROUP: tl.constexpr,
+    scales, column, OUT_FEATURES: tl.constexpr, IN_FEATURES: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr,
     HAS_SCALES: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """(scales fp32, offsets fp32 or zeros DTYPE) [BLOCK_N] of the group of a column; 0 for those that there are not."""
+    """(scales, offsets or zeros) of the BLOCK_K columns from a column; 0 for those that there are not.
+
+    Columns of one group have scales and offsets fp32 [BLOCK_N] and zeros DTYPE. Those of several groups have scales and
+    offsets DTYPE [BLOCK_N, groups] (see CodeShape.scales_weights).
+    """
     scales_ptr, offsets_ptr, outputs = scales
-    scale = outputs.to(tl.float32) * 0.0
-    offset = scale
-    at = tl.minimum(column // GROUP, IN_FEATURES // GROUP - 1) * OUT_FEATURES + outputs  # padding has no group
-    if HAS_SCALES:
-        scale = tl.load(scales_ptr + at).to(tl.float32)
-    if offsets_ptr is not None:
-        if offsets_ptr.dtype.element_ty == tl.int8:
+    LAST: tl.constexpr = IN_FEATURES // GROUP - 1  # padding has no group
+    if GROUP < BLOCK_K and GROUP < IN_FEATURES:
+        groups = tl.minimum(column // GROUP + tl.arange(0, BLOCK_K // GROUP), LAST)
+        at = groups[None, :] * OUT_FEATURES + outputs[:, None]
+        scale = tl.load(scales_ptr + at).to(DTYPE)
+        offset = tl.zeros(scale.shape, DTYPE)
+        if offsets_ptr is not None:
             offset = tl.load(offsets_ptr + at).to(DTYPE)
-        else:
-            offset = tl.load(offsets_ptr + at).to(tl.float32)
+    else:
+        at = tl.minimum(column // GROUP, LAST) * OUT_FEATURES + outputs
+        scale = outputs.to(tl.float32) * 0.0
+        offset = scale
+        if HAS_SCALES:
+            scale = tl.load(scales_ptr + at).to(tl.float32)
+        if offsets_ptr is not None:
+            if offsets_ptr.dtype.element_ty == tl.int8:
+                offset = tl.load(offsets_ptr + at).to(DTYPE)
+            else:
+                offset = tl.load(offsets_ptr + at).to(tl.float32)
     return scale, offset
 
 
 @triton.jit
 def _add(
-    total, weight, x, column, scale, offset, offsets_ptr, IN_FEATURES: tl.constexpr, MASK_K: tl.constexpr,
-    SCALE_AT_END: tl.constexpr,
+    total, weight, x, column, scales, OUT_FEATURES: tl.constexpr, IN_FEATURES: tl.constexpr, GROUP: tl.constexpr,
+    MASK_K: tl.constexpr, SCALE_AT_END: tl.constexpr,
 ):  # fmt: skip
     """total [BLOCK_N, BLOCK_M] + weight [BLOCK_N, BLOCK_K], which stands for the columns from `column`, times x. x:
-    (pointers to its rows [BLOCK_M, 1], which of them exist)."""
+    (pointers to its rows [BLOCK_M, 1], which of them exist). scales: see _scales."""
     x_at, exist = x
+    offsets_ptr = scales[1]
     BLOCK_K: tl.constexpr = weight.shape[1]
     HAS_ZEROS: tl.constexpr = offsets_ptr is not None and offsets_ptr.dtype.element_ty == tl.int8
+    SEVERAL: tl.constexpr = GROUP < BLOCK_K and GROUP < IN_FEATURES
+    scale, offset = _scales(scales, column, OUT_FEATURES, IN_FEATURES, GROUP, BLOCK_K, not SCALE_AT_END, weight.dtype)
     columns = column + tl.arange(0, BLOCK_K)[None, :]
     if MASK_K:
         exist = exist & (columns < IN_FEATURES)
     tile = tl.trans(tl.load(x_at + columns, mask=exist, other=0.0))
-    if HAS_ZEROS:
+    if SEVERAL:
+        weight = _scaled(weight, scale, offset)
+    elif HAS_ZEROS:
         weight += offset[:, None]
-    if SCALE_AT_END:
+    if SEVERAL or SCALE_AT_END:
         total = tl.dot(weight, tile, total, input_precision="ieee")
     else:
         total += tl.dot(weight, tile, input_precision="ieee") * scale[:, None]
@@ -347,6 +387,15 @@ def _add(
             ones = tl.full(weight.shape, 1.0, weight.dtype)
             total += tl.dot(ones, tile, input_precision="ieee") * offset[:, None]
     return total
+
+
+@triton.jit
+def _scaled(weight, scale, offset):
+    """weight [BLOCK_N, BLOCK_K] with the scales and offsets [BLOCK_N, groups] of its columns, rounded to its type."""
+    GROUPS: tl.constexpr = scale.shape[1]
+    parts = tl.reshape(weight, (weight.shape[0], GROUPS, weight.shape[1] // GROUPS))
+    scale, offset = tl.broadcast_to(scale[:, :, None], parts.shape), tl.broadcast_to(offset[:, :, None], parts.shape)
+    return tl.reshape(scaled(parts, scale, offset, weight.dtype), weight.shape)
 
 
 @triton.jit(do_not_specialize=["num_sums", "num_parts"])
@@ -397,8 +446,10 @@ def _store(
 ):  # fmt: skip
     """Scale the values of the columns from `column`, which are in one group, and write those that exist."""
     HAS_ZEROS: tl.constexpr = offsets_ptr is not None and offsets_ptr.dtype.element_ty == tl.int8
-    scale, offset = _scales(scales, column, OUT_FEATURES, IN_FEATURES, GROUP, True, tl.float32)
-    if HAS_ZEROS:
+    scale, offset = _scales(scales, column, OUT_FEATURES, IN_FEATURES, GROUP, BLOCK_K, True, tl.float32)
+    if len(scale.shape) == 2:
+        values = _scaled(values, scale, offset)
+    elif HAS_ZEROS:
         values = (values + offset[:, None]) * scale[:, None]
     else:
         values = values * scale[:, None] + offset[:, None]
@@ -411,7 +462,8 @@ def aot_configurations(capability: int) -> Iterator[AotConfiguration]:
     """Yields a layer of Llama-3-8B in each kind of codes, with scales per group of 32 and 128 columns and per row."""
     zeros, offsets = "*i8", "*fp32"
     cases = [("int4 g32", INT4_CODES, 32, ""), ("int4 g128 zeros", INT4_CODES, 128, zeros),
-             ("int4 g128 offsets", INT4_CODES, 128, offsets), ("codebook g32", CODEBOOK, 32, ""),
+             ("int4 g128 offsets", INT4_CODES, 128, offsets), ("uint4 g32", UINT4_CODES, 32, offsets),
+             ("int4 g32 zeros", INT4_CODES, 32, zeros), ("codebook g32", CODEBOOK, 32, ""),
              ("codebook g16", CODEBOOK, 16, ""), ("int8", INT8_CODES, 4096, ""), ("int8 g32", INT8_CODES, 32, offsets),
              ("fp8", FP8_CODES, 4096, ""), ("fp8 g128", FP8_CODES, 128, "")]  # fmt: skip
     for dtype in ("bf16", "fp16", "fp32"):
@@ -422,12 +474,14 @@ def aot_configurations(capability: int) -> Iterator[AotConfiguration]:
             absent: dict[str, None] = {} if offset_type else {"offsets_ptr": None}
             absent |= {} if kind == CODEBOOK else {"table_ptr": None}
             types = {"codes_ptr": "*u8", "scales_ptr": "*fp32", "offsets_ptr": offset_type, "table_ptr": "*fp32"}
-            sizes = constants(DECODE_TILE, kind, 6144, 4096, group_size) | pdl_constants(capability) | absent
+            offsets_dtype = {zeros: torch.int8, offsets: torch.float32}.get(offset_type)
+            shape = CodeShape(kind, 6144, 4096, group_size, offsets_dtype)
+            sizes = shape.constants(DECODE_TILE) | pdl_constants(capability) | absent
             yield AotConfiguration(decode_kernel, name, dtype, sizes, DECODE_TILE.num_warps, types=types)
-            spill = {CODEBOOK: 16}.get(kind, 40 if offset_type == zeros else 0)  # in the largest tiles
+            spill = {CODEBOOK: 16}.get(kind, 56 if offset_type == zeros else 8)  # in the largest tiles
             for num_rows in (1, 32, 64, 256):
-                tile = code_tile(bits, capability, num_rows, offset_type == offsets)
-                sizes = constants(tile, kind, 6144, 4096, group_size) | pdl_constants(capability) | absent
+                tile = shape.tile(bits, capability, num_rows)
+                sizes = shape.constants(tile) | pdl_constants(capability) | absent
                 yield AotConfiguration(
                     code_matmul_kernel, f"{name} {num_rows} rows", dtype,
                     sizes | {"BLOCK_M": tile.block_m, "bias_ptr": None}, tile.num_warps, tile.num_stages, types=types,

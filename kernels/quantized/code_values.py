@@ -11,8 +11,8 @@ from typing import Any
 
 from kernels.dispatch import HAS_TRITON, INTERPRET, tl, triton
 
-# Kinds of codes: signed integers of 4 bits, a codebook of 16 values, int8, e4m3.
-INT4_CODES, CODEBOOK, INT8_CODES, FP8_CODES = 0, 1, 2, 3
+# Kinds of codes: 4 bits that mean -8 to 7, a codebook of 16 values, int8, e4m3, 4 bits that mean 0 to 15.
+INT4_CODES, CODEBOOK, INT8_CODES, FP8_CODES, UINT4_CODES = 0, 1, 2, 3, 4
 
 # lop3 with the table 0xEA is (first & second) | third.
 _INT4_PAIRS = """{{
@@ -28,8 +28,10 @@ fma.rn.{type} $0, a, one, less;
 fma.rn.{type} $1, b, one, less;
 }}"""
 _SHIFT = "shr.u32 a, a, 4;\nshr.u32 b, b, 4;"
-_BF16 = {"magic": "0x43004300", "one": "0x3F803F80", "less": "0xC308C308", "type": "bf16x2"}  # 128, 1, -136
-_FP16 = {"magic": "0x64006400", "one": "0x3C003C00", "less": "0xE408E408", "type": "f16x2"}  # 1024, 1, -1032
+_BF16 = {"magic": "0x43004300", "one": "0x3F803F80", "type": "bf16x2"}  # 128, 1
+_FP16 = {"magic": "0x64006400", "one": "0x3C003C00", "type": "f16x2"}  # 1024, 1
+_SIGNED_BF16, _UNSIGNED_BF16 = "0xC308C308", "0xC300C300"  # -136, -128
+_SIGNED_FP16, _UNSIGNED_FP16 = "0xE408E408", "0xE400E400"  # -1032, -1024
 # A byte in the mantissa of 2^23: 2^23 + 128 + code, as fp32
 _INT8_PAIRS = """{
 .reg .b32 a, b, c, d, w;
@@ -67,14 +69,23 @@ fma.rn.bf16x2 $0, a, much, none;
 fma.rn.bf16x2 $1, b, much, none;
 }"""
 
+_SCALE_PAIR = "fma.rn.{type}x2 $0, $1, $2, $3;"
+
 
 def _constant(value: Any) -> Any:
     return tl.constexpr(value) if HAS_TRITON else value
 
 
 IN_PAIRS = _constant(not INTERPRET)  # the interpreter runs no PTX
-LOW_BF16, HIGH_BF16 = (_constant(_INT4_PAIRS.format(shift=shift, **_BF16)) for shift in ("", _SHIFT))
-LOW_FP16, HIGH_FP16 = (_constant(_INT4_PAIRS.format(shift=shift, **_FP16)) for shift in ("", _SHIFT))
+LOW_BF16, HIGH_BF16, UNSIGNED_LOW_BF16, UNSIGNED_HIGH_BF16 = (
+    _constant(_INT4_PAIRS.format(shift=shift, less=less, **_BF16))
+    for less in (_SIGNED_BF16, _UNSIGNED_BF16) for shift in ("", _SHIFT)
+)  # fmt: skip
+LOW_FP16, HIGH_FP16, UNSIGNED_LOW_FP16, UNSIGNED_HIGH_FP16 = (
+    _constant(_INT4_PAIRS.format(shift=shift, less=less, **_FP16))
+    for less in (_SIGNED_FP16, _UNSIGNED_FP16) for shift in ("", _SHIFT)
+)  # fmt: skip
+SCALE_BF16, SCALE_FP16 = (_constant(_SCALE_PAIR.format(type=name)) for name in ("bf16", "f16"))
 INT8_BF16, E4M3_BF16 = _constant(_INT8_PAIRS), _constant(_E4M3_PAIRS)
 
 
@@ -84,11 +95,13 @@ def low_values(codes, table_ptr, KIND: tl.constexpr, DTYPE: tl.constexpr):
     if KIND == 1:
         return tl.load(table_ptr + (codes & 15).to(tl.int32)).to(DTYPE)
     elif IN_PAIRS and DTYPE == tl.bfloat16:
-        return tl.inline_asm_elementwise(LOW_BF16, "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4)
+        pairs: tl.constexpr = LOW_BF16 if KIND == 0 else UNSIGNED_LOW_BF16
+        return tl.inline_asm_elementwise(pairs, "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4)
     elif IN_PAIRS and DTYPE == tl.float16:
-        return tl.inline_asm_elementwise(LOW_FP16, "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4)
+        pairs: tl.constexpr = LOW_FP16 if KIND == 0 else UNSIGNED_LOW_FP16
+        return tl.inline_asm_elementwise(pairs, "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4)
     else:
-        return ((codes & 15).to(tl.float32) - 8.0).to(DTYPE)
+        return ((codes & 15).to(tl.float32) - (8.0 if KIND == 0 else 0.0)).to(DTYPE)
 
 
 @triton.jit
@@ -97,11 +110,13 @@ def high_values(codes, table_ptr, KIND: tl.constexpr, DTYPE: tl.constexpr):
     if KIND == 1:
         return tl.load(table_ptr + (codes >> 4).to(tl.int32)).to(DTYPE)
     elif IN_PAIRS and DTYPE == tl.bfloat16:
-        return tl.inline_asm_elementwise(HIGH_BF16, "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4)
+        pairs: tl.constexpr = HIGH_BF16 if KIND == 0 else UNSIGNED_HIGH_BF16
+        return tl.inline_asm_elementwise(pairs, "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4)
     elif IN_PAIRS and DTYPE == tl.float16:
-        return tl.inline_asm_elementwise(HIGH_FP16, "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4)
+        pairs: tl.constexpr = HIGH_FP16 if KIND == 0 else UNSIGNED_HIGH_FP16
+        return tl.inline_asm_elementwise(pairs, "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4)
     else:
-        return ((codes >> 4).to(tl.float32) - 8.0).to(DTYPE)
+        return ((codes >> 4).to(tl.float32) - (8.0 if KIND == 0 else 0.0)).to(DTYPE)
 
 
 @triton.jit
@@ -120,3 +135,18 @@ def byte_values(codes, KIND: tl.constexpr, DTYPE: tl.constexpr):
         wide = codes.to(tl.uint16)
         half = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
         return (half.to(tl.float16, bitcast=True) * 256.0).to(DTYPE)
+
+
+@triton.jit
+def scaled(values, scale, offset, DTYPE: tl.constexpr):
+    """values * scale + offset, DTYPE of one shape: two numbers per instruction, which Triton itself does not do."""
+    if IN_PAIRS and DTYPE == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            SCALE_BF16, "=r,r,r,r", [values, scale, offset], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    elif IN_PAIRS and DTYPE == tl.float16:
+        return tl.inline_asm_elementwise(
+            SCALE_FP16, "=r,r,r,r", [values, scale, offset], dtype=tl.float16, is_pure=True, pack=2
+        )
+    else:
+        return values * scale + offset

@@ -66,11 +66,10 @@ class QuantizedLinear:
     @property
     def shape_and_kind(self) -> tuple[object, ...]:
         """Layers that are alike in it need the same kernels."""
-        shape, matmul = (self.out_features, self.in_features, self.bias is not None), self._code_matmul
+        has_bias, matmul = self.bias is not None, self._code_matmul
         if matmul is None:
-            return shape
-        offsets = None if matmul.offsets is None else matmul.offsets.dtype
-        return (*shape, matmul.kind, matmul.group_size, matmul.scales.dtype, offsets)
+            return (self.out_features, self.in_features, has_bias)
+        return (matmul.shape, matmul.scales.dtype, has_bias)
 
     def with_bias(self, bias: Tensor | None) -> "QuantizedLinear":
         """The same layer with another bias; the two share the weight."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 INT4 = tuple(float(code - 8) for code in range(16))  # code 0 is -8, code 15 is 7
+UINT4 = tuple(float(code) for code in range(16))
 
 
 @dataclass(frozen=True, slots=True)

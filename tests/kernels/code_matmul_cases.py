@@ -9,7 +9,7 @@ import torch
 from kernels.dispatch import INTERPRET
 from kernels.quantized.code_matmul import MOST_ROWS, CodeMatmul, spans, supports_code_matmul
 from kernels.quantized.linear import QuantizedLinear
-from kernels.quantized.weight import INT4, QuantizedWeight, pack_4bit
+from kernels.quantized.weight import INT4, UINT4, QuantizedWeight, pack_4bit
 
 DEVICE = "cpu" if INTERPRET else "cuda"
 # The interpreter computes bf16 from its bit pattern, silently wrong; on a device bf16 is the dtype that matters.
@@ -20,7 +20,7 @@ NF4 = tuple(float(x) for x in torch.linspace(-1, 1, 16).pow(3))
 
 def make(kind: str, out: int, columns: int, group: int, offsets: bool, permuted: bool = False) -> QuantizedWeight:
     generator = torch.Generator().manual_seed(out)
-    codebook = {"int4": INT4, "nf4": NF4}.get(kind)
+    codebook = {"int4": INT4, "uint4": UINT4, "nf4": NF4}.get(kind)
     codes = torch.randint(256, (out, columns), generator=generator).to(torch.uint8)
     if codebook is not None:
         codes = pack_4bit(codes & 15)
@@ -49,9 +49,9 @@ def check(found: torch.Tensor, weight: QuantizedWeight, x: torch.Tensor, bias: t
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", ["int4", "nf4", "int8", "fp8"])
+@pytest.mark.parametrize("kind", ["int4", "uint4", "nf4", "int8", "fp8"])
 @pytest.mark.parametrize(
-    "columns, group, offsets", [(160, 32, False), (192, 16, True), (256, 128, True), (90, 90, False)]
+    "columns, group, offsets", [(160, 32, False), (192, 16, True), (320, 64, True), (256, 128, True), (90, 90, False)]
 )
 def test_every_kind_and_group(dtype, kind, columns, group, offsets):
     weight = make(kind, 70, columns, group, offsets)

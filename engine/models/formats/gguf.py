@@ -17,9 +17,8 @@ from engine.errors import ModelError
 from engine.models.formats.layouts import stored_bytes
 from engine.models.reader import ConfigReader, short
 from engine.models.weight_format import Matrix, Stored
-from kernels.quantized.weight import INT4, QuantizedWeight, concatenate_rows, pack_4bit
+from kernels.quantized.weight import INT4, UINT4, QuantizedWeight, concatenate_rows, pack_4bit
 
-UNSIGNED = tuple(float(code) for code in range(16))
 # The values of IQ4_NL's and IQ4_XS's codes.
 IQ4 = (-127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0, 1.0, 13.0, 25.0, 38.0, 53.0, 69.0, 89.0, 113.0)
 PACKED_SCALE_BITS = 10  # of the K types: a CPU keeps the integers (kernels/cpu/quantized/scales.py)
@@ -182,12 +181,12 @@ def _iq4_xs(data: Tensor) -> Groups:
 LAYOUTS = {
     "Q8_0": Layout(32, 34, 32, _q8_0),
     "Q4_0": Layout(32, 18, 32, _q4_0, INT4),
-    "Q4_1": Layout(32, 20, 32, _q4_1, UNSIGNED, offsets=True),
+    "Q4_1": Layout(32, 20, 32, _q4_1, UINT4, offsets=True),
     "Q5_0": Layout(32, 22, 32, _q5_0),
     "Q5_1": Layout(32, 24, 32, _q5_1, offsets=True),
-    "Q2_K": Layout(256, 84, 16, _q2_k, UNSIGNED, offsets=True, wide=True),
+    "Q2_K": Layout(256, 84, 16, _q2_k, UINT4, offsets=True, wide=True),
     "Q3_K": Layout(256, 110, 16, _q3_k, INT4, wide=True),
-    "Q4_K": Layout(256, 144, 32, _q4_k, UNSIGNED, offsets=True, wide=True),
+    "Q4_K": Layout(256, 144, 32, _q4_k, UINT4, offsets=True, wide=True),
     "Q5_K": Layout(256, 176, 32, _q5_k, offsets=True, wide=True),
     "Q6_K": Layout(256, 210, 16, _q6_k, wide=True),
     "IQ4_NL": Layout(32, 18, 32, _q4_0, IQ4),
