@@ -75,6 +75,8 @@ PARTS = (
                               "pydantic", "httpx", "prometheus_client"), "Server over HTTP"),
     Part("drafts", "drafts", 25, (*ENGINE_PACKAGES, "triton"), "A draft model"),
     Part("codes", "codes", 60, (*ENGINE_PACKAGES, "triton"), "Weights in 4 and 8 bits", on_request=True),
+    Part("features", "tests", 150, (*ENGINE_PACKAGES, "triton", "transformers", "pytest", "llguidance", "jsonschema"),
+         "Features of the engine on the device", entry="run_features", on_request=True),
     Part("peer_kernels", "kernels", 120, KERNEL_PACKAGES, "Experts, torch's own attention, swaps",
          entry="run_peers", on_request=True),
     Part("tiles", "tiles", 300, KERNEL_PACKAGES, "Other tiles of attention", on_request=True),
