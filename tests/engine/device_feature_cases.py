@@ -26,6 +26,7 @@ from tests.engine.models.adapters.peft_files import Merged, write_adapter
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PROMPTS = ["Once upon a time", "The little fox", "What is the capital of France?", "One day, a big bear"]
 STORY = "Once upon a time there was a small fox who lived in a hollow log by the blue stream. " * 6
+MANY = [*PROMPTS, STORY, STORY + "The fox", STORY + "One day", "The " * 300, *PROMPTS]  # long ones share a prefix
 NUM_TOKENS = 32
 NOT_ON_A_CPU = pytest.mark.skipif(DEVICE == "cpu", reason="float16 is not served on a CPU")
 MAX_GAP = 0.25  # logits: bf16 may turn two choices around that fp32 finds this close
@@ -92,10 +93,6 @@ def check_choices(logits, tokens, max_gap=MAX_GAP, equal=0.9):
         ({"async_scheduling": False}, MAX_GAP, 0.9),
         ({"batch_invariant": True}, MAX_GAP, 0.9),
         ({"block_size": 128, "num_blocks": 32}, MAX_GAP, 0.9),
-        ({"speculative": "ngram:4"}, MAX_GAP, 0.9),
-        ({"speculative": f"{BUNDLED_MODEL}:3"}, MAX_GAP, 0.9),
-        ({"num_blocks": 40, "enable_prefix_caching": False}, MAX_GAP, 0.9),
-        ({"num_blocks": 40, "swap_space": 0.1, "swap_policy": "always"}, MAX_GAP, 0.9),
         ({"kv_cache_dtype": "int8"}, 2 * MAX_GAP, 0.85),
         ({"kv_cache_dtype": "fp8"}, 4 * MAX_GAP, 0.8),
         ({"kv_cache_dtype": "int4"}, 12 * MAX_GAP, 0.6),
@@ -103,15 +100,40 @@ def check_choices(logits, tokens, max_gap=MAX_GAP, equal=0.9):
         ({"quantization": "fp8"}, 6 * MAX_GAP, 0.75),
         ({"quantization": "int4"}, 16 * MAX_GAP, 0.5),
     ],
-    ids=lambda value: "-".join(f"{k}={v}" for k, v in value.items()).replace(f"{BUNDLED_MODEL}", "draft")
-    if isinstance(value, dict) else "",
+    ids=lambda value: "-".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else "",
 )  # fmt: skip
 def test_greedy(oracle, settings, max_gap, equal):
-    """Short prompts and long ones that share a prefix, more sequences than fit one step, twice."""
-    prompts = [*PROMPTS, STORY, STORY + "The fox", STORY + "One day", "The " * 300, *PROMPTS]
+    """More sequences than fit one step, twice."""
     with open_llm(**settings) as llm:
         for _ in range(2):
-            check(oracle, generate(llm, prompts, greedy()), max_gap, equal)
+            check(oracle, generate(llm, MANY, greedy()), max_gap, equal)
+
+
+@pytest.mark.parametrize("swaps", [False, True])
+def test_preemption(oracle, swaps):
+    """A pool too small for its sequences, whose blocks are computed again or come back from host memory."""
+    settings = {"swap_space": 0.1, "swap_policy": "always"} if swaps else {"enable_prefix_caching": False}
+    with open_llm(num_blocks=40, **settings) as llm:
+        check(oracle, generate(llm, MANY, greedy(max_tokens=96)))
+        stats = counted(llm)
+    assert stats.num_preemptions.values[()] > 0
+    assert (stats.host_tier_loads.values[()] > 0) == swaps
+
+
+@pytest.mark.parametrize("guesses", ["ngram:4", f"{BUNDLED_MODEL}:3"], ids=["ngram", "draft"])
+def test_speculation(oracle, guesses):
+    """One stream that repeats itself, then several."""
+    with open_llm(speculative=guesses) as llm:
+        check(oracle, generate(llm, STORY, greedy(max_tokens=192)))
+        check(oracle, generate(llm, MANY, greedy()))
+        assert counted(llm).spec_decode_num_accepted_tokens.values[()] > 0
+
+
+def counted(llm):
+    """The engine's counters, brought up to date."""
+    driver = llm.driver.replicas[0]
+    driver.stats_snapshot()
+    return driver.stats
 
 
 def test_batch_invariant_bits():
@@ -266,7 +288,7 @@ def test_sleep():
 
 
 async def with_driver(work):
-    """What `work` returns for a Driver that is ready."""
+    """Start a Driver, and return the result of `work` with it."""
     driver = Driver(EngineConfig(device=DEVICE, dtype="bfloat16", num_blocks=256, max_num_seqs=8))
     await driver.start()
     try:
