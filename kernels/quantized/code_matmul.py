@@ -211,8 +211,8 @@ class CodeMatmul:
             self.offsets = offsets if zeros is None else zeros
         dtype = None if self.offsets is None else self.offsets.dtype
         self.shape = CodeShape(kind, *weight.shape, weight.group_size, dtype)
-        self.half = self.shape.half
-        codes = by_halves(weight.codes, self.half) if self.half else weight.codes.contiguous()
+        half = self.shape.half
+        codes = by_halves(weight.codes, half) if half else weight.codes.contiguous()
         self.codes = codes.view(torch.uint8)
         codebook = weight.codebook if kind == CODEBOOK else None
         self.table = None if codebook is None else table_of(codebook, weight.device)
@@ -267,8 +267,8 @@ class CodeMatmul:
     def rows(self, indices: Tensor) -> QuantizedWeight:
         """Rows of the weight as it was given: int64 [n]."""
         codes = self.codes[indices]
-        if self.half:
-            codes = in_pairs(codes, self.half, self.in_features)
+        if self.shape.half:
+            codes = in_pairs(codes, self.shape.half, self.in_features)
         scales = self.scales[:, indices].T
         offsets = None if self.offsets is None else self.offsets[:, indices].T
         if offsets is not None and offsets.dtype == torch.int8:
