@@ -15,7 +15,7 @@ from kernels.cpu.linear import floats as float_linear
 from kernels.cpu.linear import lora
 from kernels.cpu.linear import panels as linear
 from kernels.cpu.parallel import ParallelKernel
-from kernels.cpu.quantized import code_floats, code_linear, code_rows, scales
+from kernels.cpu.quantized import code_floats, code_linear, code_rows, integer_linear, scales
 from kernels.cpu.sampling import draw, logprobs, penalties, token_mask
 
 # The modules with kernels that this processor can run.
@@ -25,13 +25,13 @@ MODULES = [
 ]  # fmt: skip
 if features.MULTIPLIES_PAIRS:
     MODULES += [
-        attention_tiles, code_floats, code_linear, code_rows, compressed_linear, float_linear, linear, lora, pairs,
-        scales,
+        attention_tiles, code_floats, code_linear, code_rows, compressed_linear, float_linear, integer_linear, linear,
+        lora, pairs, scales,
     ]  # fmt: skip
 
 __all__ = [
     "MODULES", "ParallelKernel", "activations", "attention", "code_floats", "code_linear", "code_rows",
-    "compressed_linear", "decode_rows", "draw", "experts", "features", "float_linear", "linear", "logprobs", "lora",
-    "norms", "pairs", "penalties", "positions", "program", "quantize", "routing", "rows", "scales", "token_mask",
-    "tokens",
+    "compressed_linear", "decode_rows", "draw", "experts", "features", "float_linear", "integer_linear", "linear",
+    "logprobs", "lora", "norms", "pairs", "penalties", "positions", "program", "quantize", "routing", "rows", "scales",
+    "token_mask", "tokens",
 ]  # fmt: skip

@@ -95,14 +95,15 @@ def look_up(builder, codes, table):
     return builder.shuffle_vector(*found, _lanes(0, 2 * WIDTH))
 
 
-def float_table(builder, first, second):
-    """Sixteen floats for `permute`: the sums of two tables of dots.look_up."""
+def float_table(builder, *tables):
+    """Sixteen floats for `permute`: a table of dots.look_up, or the sums of two."""
 
     def widened(table):
         half = builder.zext(builder.shuffle_vector(table, table, _lanes(0, WIDTH)), _I32V)
         return builder.bitcast(builder.shl(half, constant(_I32, 16)), _F32V)
 
-    return builder.fadd(widened(first), widened(second))
+    first, *others = map(widened, tables)
+    return builder.fadd(first, *others) if others else first
 
 
 def permute(builder, indices, table):

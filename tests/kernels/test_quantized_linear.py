@@ -8,17 +8,17 @@ from kernels.dispatch import cpu_kernels
 from kernels.elementwise.fp8_rows import quantize_rows
 from kernels.quantized.linear import PartedLinear, QuantizedLinear
 from kernels.quantized.scaled_matmul import ScaledMatmul, supports_scaled_matmul
-from kernels.quantized.weight import INT4, QuantizedWeight, pack_4bit
+from kernels.quantized.weight import INT4, UINT4, QuantizedWeight, pack_4bit
 
 IN = 192
-KINDS = ["int4", "nf4", "int6", "int8", "fp8"]
+KINDS = ["int4", "uint4", "nf4", "int6", "int8", "fp8"]
 NF4 = tuple(float(x) for x in torch.linspace(-1, 1, 16).pow(3))  # values that bf16 does not hold
 COMPILED = cpu_kernels() is not None and cpu_kernels().features.MULTIPLIES_PAIRS
 
 
 def make(kind: str, out: int, group: int, offsets: bool = False, permuted: bool = False) -> QuantizedWeight:
     generator = torch.Generator().manual_seed(out)
-    codebook = {"int4": INT4, "nf4": NF4}.get(kind)
+    codebook = {"int4": INT4, "uint4": UINT4, "nf4": NF4}.get(kind)
     codes = torch.randint(256, (out, IN), generator=generator).to(torch.uint8)
     if codebook is not None:
         codes = pack_4bit(codes & 15)
@@ -52,7 +52,7 @@ def check(layer, weight: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | Non
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("out, group, offsets, permuted", [
-    (80, 32, False, False), (97, 32, True, True), (64, IN, False, False), (130, 64, True, False)
+    (80, 32, False, False), (97, 32, True, True), (64, IN, False, False), (130, 64, True, False), (70, 12, True, False)
 ])  # fmt: skip
 def test_every_kind_of_codes_and_number_of_rows(kind, out, group, offsets, permuted):
     weight = make(kind, out, group, offsets, permuted)
@@ -73,11 +73,50 @@ def test_a_row_has_the_same_bits_with_any_other_rows(kind, group, offsets):
     """As long as no weight is rounded."""
     code_linear = cpu_kernels().code_linear
     packed = code_linear.PackedCodes(make(kind, 97, group, offsets))
-    most = code_linear.DECODED_FROM[packed.kind] - 1
+    most = min(code_linear.DECODED_FROM[packed.kind] - 1, 40)
     x = torch.randn(most, IN).bfloat16()
     alone = torch.cat([code_linear.code_linear(row, packed, None) for row in x.split(1)])
     for rows in range(2, most + 1):
         assert torch.equal(code_linear.code_linear(x[:rows], packed, None), alone[:rows])
+
+
+@pytest.mark.parametrize("kind", ["int4", "int6", "int8"])
+@pytest.mark.parametrize("rows", [1, 20])
+def test_inputs_of_any_size_in_one_group_and_rows_that_are_no_numbers(kind, rows):
+    """On processors that round inputs to integers, an error is a part of the largest input of the group."""
+    weight = make(kind, 64, IN)
+    layer, x = QuantizedLinear(weight, None, torch.bfloat16), torch.randn(rows, IN) * 2.0 ** torch.arange(-40, 56, 0.5)
+    x[:, 5] = 0
+    x, matrix = x.bfloat16(), weight.dequantize()
+    exact, terms = x.float() @ matrix.T, x.float().abs() @ matrix.abs().T
+    largest = x.float().abs().amax(1, keepdim=True) * matrix.abs().sum(1)
+    rounding = (exact.abs() + terms) * 2.0**-9
+    assert ((layer(x).float() - exact).abs() <= rounding + largest * 2.0**-16).all()
+    assert not layer(torch.zeros_like(x)).any()
+    for number in (torch.nan, torch.inf, -torch.inf):
+        bad = x.clone()
+        bad[-1, 7] = number
+        found = layer(bad)
+        assert not found[-1].isfinite().any() and torch.equal(found[:-1], layer(x)[:-1])
+
+
+@pytest.mark.skipif(not COMPILED, reason="needs pairs of bf16")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", [1, 20, 70])
+def test_a_program_records_the_products(kind, rows):
+    cpu = cpu_kernels()
+    packed, x = cpu.code_linear.PackedCodes(make(kind, 97, 32, offsets=True)), torch.randn(rows, IN).bfloat16()
+    program = cpu.program.record(lambda: cpu.code_linear.code_linear(x, packed, None), cpu.program.Workspace())
+    x.copy_(torch.randn(rows, IN))
+    assert torch.equal(program(), cpu.code_linear.code_linear(x, packed, None))
+
+
+@pytest.mark.skipif(not COMPILED, reason="needs pairs of bf16")
+def test_sums_of_one_large_group_fit():
+    """2 * 4093 inputs in one group, which no part of fewer pairs divides, all as large as they can be."""
+    weight = QuantizedWeight(torch.full((64, 8186), -32, dtype=torch.int8), torch.ones(64, 1), 8186)
+    x = torch.full((3, 8186), 3.0).bfloat16()
+    check(QuantizedLinear(weight, None, torch.bfloat16), weight.dequantize(), x, None)
 
 
 @pytest.mark.parametrize("kind", KINDS)

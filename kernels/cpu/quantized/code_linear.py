@@ -15,7 +15,7 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from kernels.cpu import simd
-from kernels.cpu.codes import WIDTH, F32Pointer, constant
+from kernels.cpu.codes import WIDTH, F32Pointer
 from kernels.cpu.dots import add_products, broadcast, by_rows, multiply, vector_at
 from kernels.cpu.features import HAS_AVX512, HAS_BF16_DOT, MULTIPLIES_PAIRS
 from kernels.cpu.linear.panels import store_outputs
@@ -23,20 +23,20 @@ from kernels.cpu.linear.places import RowGroups, count_items, give_out_rest, pla
 from kernels.cpu.parallel import empty, jit, next_item, parallel_kernel
 from kernels.cpu.quantized.code_rows import code_rows, sum_groups
 from kernels.cpu.quantized.decoding import decode_pairs
-from kernels.cpu.quantized.scales import COLUMNS, FACTORED, FP16, FP32, factorize, scales_at
+from kernels.cpu.quantized.integer_linear import ROUNDED_APART, integer_linear, round_rows
+from kernels.cpu.quantized.scales import COLUMNS, FACTORED, FP16, FP32, factorize, load_by_form
 from kernels.cpu.quantized.words import (
     FP8,
     INT4,
     INT6,
-    INT8,
-    KINDS,
+    INTEGERS,
     PAIR_WORDS,
     SPLIT4,
+    TABLES,
     VECTORS,
     WORDS,
     kind_of,
     load_pairs,
-    load_scaled_int4,
     load_tables,
     meanings_of,
     pack_codes,
@@ -52,12 +52,13 @@ from kernels.quantized.weight import QuantizedWeight
 ROWS = 6  # rows of a microkernel: 24 sums in 32 registers
 # By kind of codes. MOST_DIRECT: rows that look codes up as they read them, where registers hold their sums, the tables
 # and a line. DECODED_FROM: rows from which panels are decoded first, because that takes less time.
+NEVER = 1 << 62
 if HAS_BF16_DOT:
     MOST_DIRECT, DECODED_FROM = (6, 6, 6, 6, 5, 5), (0, 24, 32, 64, 9, 16)
+elif HAS_AVX512:
+    MOST_DIRECT, DECODED_FROM = (6, 4, 4, 4, 4, 4), (0, NEVER, NEVER, 12, 16, NEVER)
 else:
-    MOST_DIRECT, DECODED_FROM = (6, 4, 4, 4, 4, 4), (0, 16, 12, 12, 16, 12) if HAS_AVX512 else (0, 6, 5, 5, 4, 6)
-# INT4 is read as integers from 0 on, see load_scaled_int4.
-SCALES_INT4 = not (HAS_BF16_DOT or HAS_AVX512)
+    MOST_DIRECT, DECODED_FROM = (6, 4, 4, 4, 4, 4), (0, NEVER, NEVER, 5, 4, 24)
 FEW_ROWS = 4  # as MOST_DIRECT, where a panel is read again from L2: reading is no longer the limit
 PART = 64  # pairs of inputs that rows share, at most: 16 KiB, half of L1
 LEAST_PART = 8
@@ -77,25 +78,6 @@ def _load_input(builder, row, x_stride, index):
     return tuple(broadcast(builder, builder.load(builder.gep(row, [i]))) for i in (index, builder.add(index, odd)))
 
 
-def _load_scales(builder, scales, form, first, block):
-    """Scales of the vectors of `block` from index `first` on, by vector."""
-    targets = {v: cgutils.alloca_once(builder, _F32V) for v in block}
-    with builder.if_else(builder.icmp_signed("==", form, ir.Constant(_I64, FP16))) as (is_half, other):
-        with is_half:
-            _store_scales(builder, scales, FP16, first, targets)
-        with other, builder.if_else(builder.icmp_signed("==", form, ir.Constant(_I64, FP32))) as (single, factored):
-            with single:
-                _store_scales(builder, scales, FP32, first, targets)
-            with factored:
-                _store_scales(builder, scales, FACTORED, first, targets)
-    return {v: builder.load(target) for v, target in targets.items()}
-
-
-def _store_scales(builder, scales, form, first, targets):
-    for v, target in targets.items():
-        builder.store(scales_at(builder, scales, form, builder.add(first, ir.Constant(_I64, v * WIDTH))), target)
-
-
 def _multiply(rows, kind):
     """An intrinsic: sums[r, :] += x[r, :] @ panel for `rows` rows and 64 outputs.
 
@@ -104,19 +86,11 @@ def _multiply(rows, kind):
     panel's first scale; scales and offsets have the same form.
     """
 
-    scales_codes = kind == INT4 and SCALES_INT4
-
     def add_pair(builder, x, x_stride, codes, index, table, totals, block):
         if kind != WORDS and block[0] == 0:
             prefetch_pair(builder, kind, codes, index)
         inputs = [_load_input(builder, builder.gep(x, [builder.mul(x_stride, ir.Constant(_I64, r))]), x_stride, index)
                   for r in range(rows)]  # fmt: skip
-        if scales_codes:  # all even inputs first: so 16 registers hold what one row needs
-            for i, vectors in enumerate(load_scaled_int4(builder, codes, index, block)):
-                for v, vector in zip(block, vectors, strict=True):
-                    for r in range(rows):
-                        builder.store(fma(builder, inputs[r][i], vector, builder.load(totals[r, v])), totals[r, v])
-            return
         for v, factors in enumerate(load_pairs(builder, kind, codes, index, table)):
             for factor in factors if v in block else ():
                 add_products(builder, [totals[r, v] for r in range(rows)], inputs, factor)
@@ -144,25 +118,16 @@ def _multiply(rows, kind):
                 begin = builder.mul(builder.add(builder.mul(group.index, parts), part.index), depth)
                 with cgutils.for_range(builder, depth) as loop:
                     add_pair(builder, x, x_stride, codes, builder.add(begin, loop.index), table, totals, block)
-                factors = _load_scales(builder, scales, form, place, block)
-                if scales_codes:
-                    factors = {v: builder.fmul(x, constant(_F32, 16.0**-v)) for v, x in factors.items()}
+                factors = load_by_form(builder, scales, form, place, block)
                 for cell in cells:
                     add_product(builder, sums, cell, builder.load(totals[cell]), factors[cell[1]])
-            terms = {v: cgutils.alloca_once(builder, _F32V) for v in block}
-            if scales_codes:
-                for v, factor in _load_scales(builder, scales, form, place, block).items():
-                    builder.store(builder.fmul(factor, constant(_F32, -8.0)), terms[v])
             with builder.if_then(has_offsets):
-                for v, offset in _load_scales(builder, offsets, form, place, block).items():
-                    lowered = builder.fadd(offset, builder.load(terms[v])) if scales_codes else offset
-                    builder.store(lowered, terms[v])
-            with builder.if_then(ir.Constant(ir.IntType(1), 1) if scales_codes else has_offsets):
+                terms = load_by_form(builder, offsets, form, place, block)
                 for r in range(rows):
                     index = builder.add(builder.mul(sums_stride, ir.Constant(_I64, r)), group.index)
                     x_sum = broadcast(builder, builder.load(builder.gep(x_sums, [index])))
                     for v in block:
-                        add_product(builder, sums, (r, v), x_sum, builder.load(terms[v]))
+                        add_product(builder, sums, (r, v), x_sum, terms[v])
 
     i64 = types.int64
     arguments = (
@@ -179,12 +144,14 @@ def _multiply(rows, kind):
 
 
 def _microkernel(kind):
-    """Products of one to six rows with codes, or to fewer."""
-    return by_rows([_multiply(rows, kind) for rows in range(1, MOST_DIRECT[kind] + 1)])
+    """Products of one to six rows with codes, or to fewer; none where integer_linear.py multiplies them."""
+    return by_rows([_multiply(rows, kind) for rows in range(1, MOST_DIRECT[kind] + 1) if kind not in INTEGERS])
 
 
-_multiply_words, _multiply4, _multiply8, _multiply_fp8, _multiply_split4, _multiply6 = map(_microkernel, KINDS)
-_words8, _words_fp8, _words6 = (word_decoder(kind) for kind in (INT8, FP8, INT6))
+_multiply_words, _multiply4, _multiply_fp8, _multiply_split4, _multiply6 = map(
+    _microkernel, (WORDS, INT4, FP8, SPLIT4, INT6)
+)
+_words_fp8, _words6 = (word_decoder(kind) for kind in (FP8, INT6))
 _rows6, _rows5, _rows4, _rows3, _rows2, _rows1 = (
     multiply(rows, VECTORS, f"{rows} rows of a decoded panel's columns.") for rows in (6, 5, 4, 3, 2, 1)
 )
@@ -199,8 +166,6 @@ def _multiply_direct(kind, num_rows, *args):
         _multiply6(num_rows, *args)
     elif kind == SPLIT4:
         _multiply_split4(num_rows, *args)
-    elif kind == INT8:
-        _multiply8(num_rows, *args)
     else:
         _multiply_fp8(num_rows, *args)
 
@@ -210,8 +175,6 @@ def _look_up(kind, codes, depth, tables, words):
     """words[k, :] = bf16 pairs of `depth` pairs of inputs."""
     if kind == INT6:
         _words6(codes, depth, tables, words)
-    elif kind == INT8:
-        _words8(codes, depth, tables, words)
     else:
         _words_fp8(codes, depth, tables, words)
 
@@ -294,8 +257,7 @@ def _code_linear(args):
     factors = advance(sums, most_rows * COLUMNS)
     scratch = np.empty(COLUMNS * max(DEPTH if may_decode else PART, part), np.int32)
     weights = simd.pointer_i32(scratch.ctypes.data)
-    needs_sums = has_offsets or (kind == INT4 and SCALES_INT4)
-    totals = np.empty(most_rows * num_groups if needs_sums else 1, np.float32)
+    totals = np.empty(most_rows * num_groups if has_offsets else 1, np.float32)
     x_sums, prepared = simd.pointer_f32(totals.ctypes.data), np.int64(-1)  # x_sums has those of rows `prepared` on
     widens = not HAS_BF16_DOT and (is_grouped or not may_decode)
     floats_of_x = np.empty(2 * words * most_rows if widens else 1, np.float32)
@@ -311,7 +273,7 @@ def _code_linear(args):
         panel_codes = advance(codes, panel * words * pair_words)
         for i in range(0, rows * COLUMNS, WIDTH):
             store(sums, i, splat(ZERO))
-        if may_decode and (rows >= decoded_from or not is_grouped):
+        if may_decode and (rows >= decoded_from or not is_grouped or kind in INTEGERS):
             for k in range(0, words, DEPTH):
                 depth = min(DEPTH, words - k)
                 decode_pairs(kind, panel_codes, pair_words, tables, group, k, depth, weights, factors, scales, offsets,
@@ -320,7 +282,7 @@ def _code_linear(args):
         else:
             if prepared != begin:
                 numbers = simd.pointer_bf16(simd.address(a))
-                if needs_sums:
+                if has_offsets:
                     sum_groups(numbers, 2 * x_stride, 2 * group, num_groups, rows, x_sums)
                 if widens:
                     widen_pairs(numbers, x_stride, words, rows, wide_x)
@@ -359,6 +321,7 @@ class PackedCodes:
         self.part = _part_of(self.group_size // 2)
         self.kind = kind_of(weight)
         self.tables = tables_of(weight, self.kind)
+        self.least = int(self.tables[0, 0]) if TABLES[self.kind] else 0  # the meaning of code 0 of integers
         packed_codes = [pack_codes(matrix, self.kind) for matrix in matrices]
         self.codes = packed_codes[0] if len(packed_codes) == 1 else torch.cat(packed_codes)
         self._meanings = meanings_of(self.kind, self.tables)
@@ -431,6 +394,20 @@ def _launch(x: Tensor, weight: PackedCodes, bias: Tensor | None, groups: RowGrou
         num_panels, out_features = num_panels // groups.num_experts, out_features // groups.num_experts
         blocks, table = groups.most_blocks, groups.table.data_ptr()
     out = empty((num_rows, out_features), torch.bfloat16)
+    rows_of_matrix = num_rows if groups is None else num_rows // groups.num_experts
+    if weight.kind in INTEGERS and rows_of_matrix < DECODED_FROM[weight.kind]:
+        rounding = in_features // 2, weight.part, num_groups, weight.least
+        is_rounded = num_rows > ROUNDED_APART
+        if is_rounded:
+            x = round_rows(x, row_stride, *rounding)
+        integer_linear(
+            num_panels * blocks,
+            x.data_ptr(), weight.codes.data_ptr(), out.data_ptr(), 0 if bias is None else bias.data_ptr(),
+            weight.scales.data_ptr(), 0 if offsets is None else offsets.data_ptr(),
+            num_rows, row_stride, out_features, weight.kind, weight.form, torch.get_num_threads(),
+            PAIR_WORDS[weight.kind], num_panels, table, is_rounded, *rounding,
+        )  # fmt: skip
+        return out
     _code_linear(
         num_panels * blocks,
         x.data_ptr(), weight.codes.data_ptr(), weight.tables.data_ptr(), out.data_ptr(),

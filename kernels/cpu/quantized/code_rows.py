@@ -20,9 +20,7 @@ def _byte(codes, place):
 @jit
 def _code(kind, codes, row, i):
     """The code of input `i` of a pair, for output `row` of the panel. codes: of this pair."""
-    if kind == INT8:
-        return _byte(codes, i * COLUMNS + row)
-    if kind == FP8:
+    if kind == INT8 or kind == FP8:
         return _byte(codes, 2 * row + i)
     column, vector = row % WIDTH, row // WIDTH
     low = read(codes, column) >> (4 * vector + 16 * i) & 15

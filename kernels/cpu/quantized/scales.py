@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
@@ -56,6 +57,27 @@ def scales_at(builder, values, form, index, count=WIDTH):
     factor, integer = _places(builder, index)
     factors = builder.fpext(load(_HALF, factor), kind(_F32))
     return builder.fmul(factors, builder.sitofp(load(_I8, integer), kind(_F32)))
+
+
+def load_by_form(builder, values, form, first, block):
+    """Scales of the vectors v of `block` from index `first` on, by vector; they are at first + 16 * v. form: a number
+    that the compiler does not know."""
+    targets = {v: cgutils.alloca_once(builder, ir.VectorType(_F32, WIDTH)) for v in block}
+
+    def load_as(known):
+        for v, target in targets.items():
+            place = builder.add(first, ir.Constant(_I64, v * WIDTH))
+            builder.store(scales_at(builder, values, known, place), target)
+
+    with builder.if_else(builder.icmp_signed("==", form, ir.Constant(_I64, FP16))) as (is_half, other):
+        with is_half:
+            load_as(FP16)
+        with other, builder.if_else(builder.icmp_signed("==", form, ir.Constant(_I64, FP32))) as (single, factored):
+            with single:
+                load_as(FP32)
+            with factored:
+                load_as(FACTORED)
+    return {v: builder.load(target) for v, target in targets.items()}
 
 
 def _reader(result, form, count):

@@ -4,8 +4,9 @@ A panel has its codes pair by pair of neighbouring inputs. A pair of 4-bit codes
 instruction looks 32 codes up in a table of bf16 values (vpermw). Values that bf16 does not hold exactly (nf4) are the
 sum of two tables that share a line. A pair of 6-bit codes takes a line of their low four bits and half a line of their
 high two; their table has two registers (vpermi2w). int8 codes become bf16 numbers by conversion, FP8 codes (e4m3) by
-integer arithmetic; 128 bytes hold a pair. Processors that multiply pairs as floats (widened_dots.py) make floats of
-4-bit codes at once: by arithmetic if the codes are integers less 8, else from a table of floats.
+integer arithmetic; 128 bytes hold a pair. int8 codes, and on processors without an instruction for bf16 pairs those of
+4 and 6 bits, are also multiplied as integers (integer_linear.py). Such a processor makes floats (widened_dots.py) of
+4-bit codes at once: by arithmetic if the codes are integers, else from a table of floats.
 """
 
 import torch
@@ -24,16 +25,20 @@ from kernels.cpu.quantized.scales import COLUMNS
 from kernels.cpu.simd import I32Pointer
 from kernels.cpu.widened_dots import as_words, float_table, pair, permute
 from kernels.quantized.weight import INT4 as INT4_CODEBOOK
+from kernels.quantized.weight import UINT4 as UINT4_CODEBOOK
 from kernels.quantized.weight import QuantizedWeight, unpack_4bit
 
 VECTORS = COLUMNS // WIDTH
 LINE = 16  # 32-bit words of 64 bytes
 AHEAD = 48  # pairs to prefetch ahead of one row: 3 KiB of 4-bit codes
-# Kinds of codes. WORDS: the bf16 pairs themselves; SPLIT4: 4-bit codes with two tables; INT6: -32 to 31.
+# Kinds of codes. WORDS: the bf16 pairs themselves; SPLIT4: 4-bit codes with two tables; INT6: -32 to 31. INT4: 4-bit
+# codes with one table, which holds neighbouring integers where INTEGERS has the kind.
 WORDS, INT4, INT8, FP8, SPLIT4, INT6 = KINDS = range(6)
 PAIR_WORDS = (COLUMNS, LINE, 2 * LINE, 2 * LINE, LINE, LINE + LINE // 2)  # by kind: 32-bit words of a pair of inputs
 TABLES = (0, 1, 0, 0, 2, 2)  # by kind: registers
 LEAST6 = -32  # the least 6-bit code
+# Kinds that rows multiply as integers: 8-bit codes as they are, the others from the first number of the table on.
+INTEGERS = (INT8,) if HAS_BF16_DOT else (INT4, INT8, INT6)
 
 _F32, _I8, _I32, _I64 = ir.FloatType(), ir.IntType(8), ir.IntType(32), ir.IntType(64)
 _F32V, _I8V, _I32V = ir.VectorType(_F32, WIDTH), ir.VectorType(_I8, WIDTH), ir.VectorType(_I32, WIDTH)
@@ -44,7 +49,7 @@ def load_tables(builder, tables, kind):
     """The tables of a kind in registers."""
     places = [ir.Constant(_I64, i * LINE) for i in range(TABLES[kind])]
     loaded = [builder.load(vector_at(builder, tables, place, LANES), align=4) for place in places]
-    return [float_table(builder, *loaded)] if kind == SPLIT4 and not HAS_BF16_DOT else loaded
+    return [float_table(builder, *loaded)] if kind in (INT4, SPLIT4) and not HAS_BF16_DOT else loaded
 
 
 def load_pairs(builder, kind, codes, index, tables):
@@ -84,10 +89,8 @@ def _load_int6(builder, codes, at, tables):
     low = _load(builder, codes, at, 0, LANES)
     high = builder.zext(_load(builder, codes, at, LINE, _I8_LANES), LANES)
     for v in range(VECTORS):
-        left = 4 - 2 * v  # to bit 4
-        moved = builder.shl(high, lanes(left)) if left >= 0 else builder.lshr(high, lanes(-left))
         shifted = builder.lshr(low, lanes(4 * v)) if v else low
-        index = builder.or_(builder.and_(shifted, lanes(15)), builder.and_(moved, lanes(~15)))
+        index = builder.or_(builder.and_(shifted, lanes(15)), _high_bits(builder, high, v))
         if not HAS_AVX512:
             yield [_less_32(builder, builder.bitcast(index, _I32V))]
             continue
@@ -102,24 +105,39 @@ def _less_32(builder, places):
 
 
 def _load_int4_integers(builder, codes, at, tables):
-    """As _load_int4 for codes that mean themselves less 8, without a table: a code becomes the last bits of a float
-    whose last bit is worth 1, less that float."""
+    """As _load_int4 for integers, by arithmetic: a code becomes the last bits of a float whose last bit is worth 1,
+    less that float."""
+    least = builder.shuffle_vector(tables[0], tables[0], constant(_I32, 0))
     low = _load(builder, codes, at, 0, _I32V)
     halves = low, builder.lshr(low, constant(_I32, 16))
     for v in range(VECTORS):
         exponent = 23 - 4 * v  # bit 4 * v of a float of 2 ** exponent is worth 1
         place, start = constant(_I32, 15 << 4 * v), constant(_I32, (127 + exponent) << 23)
-        base = constant(_F32, 2.0**exponent + 8)
         floats = (builder.bitcast(builder.or_(builder.and_(half, place), start), _F32V) for half in halves)
-        yield [tuple(builder.fsub(value, base) for value in floats)]
+        yield [tuple(builder.fadd(builder.fsub(value, constant(_F32, 2.0**exponent)), least) for value in floats)]
 
 
-def load_scaled_int4(builder, codes, index, block):
-    """Yields the even and then the odd inputs' codes, from 0 to 15, for the vectors v of `block`, times 16 ** v. That
-    takes two instructions for eight numbers, and sums need only be scaled and lowered once for a group."""
-    low = _load(builder, codes, builder.mul(index, ir.Constant(_I64, LINE)), 0, _I32V)
-    for half in (low, builder.lshr(low, constant(_I32, 16))):
-        yield (builder.sitofp(builder.and_(half, constant(_I32, 15 << 4 * v)), _F32V) for v in block)
+def load_integers(builder, kind, codes, index, block):
+    """Yields, for the vectors v of `block`, the pairs of codes of the inputs 2 * index and 2 * index + 1 as integers of
+    16 bits; those of tables from 0 on."""
+    at = builder.mul(index, ir.Constant(_I64, PAIR_WORDS[kind]))
+    if kind == INT8:
+        yield from (_load_int8_lanes(builder, codes, at, v) for v in block)
+        return
+    low = _load(builder, codes, at, 0, LANES)
+    if kind == INT6:
+        high = builder.zext(_load(builder, codes, at, LINE, _I8_LANES), LANES)
+    for v in block:
+        shifted = builder.lshr(low, lanes(4 * v)) if v else low
+        code = builder.and_(shifted, lanes(15)) if v < VECTORS - 1 else shifted
+        yield builder.or_(code, _high_bits(builder, high, v)) if kind == INT6 else code
+
+
+def _high_bits(builder, high, v):
+    """Bits 4 and 5 of the 6-bit codes of vector v."""
+    left = 4 - 2 * v  # from bit 2 * v to bit 4
+    moved = builder.shl(high, lanes(left)) if left >= 0 else builder.lshr(high, lanes(-left))
+    return builder.and_(moved, lanes(0x30))
 
 
 def _load_int4_floats(builder, codes, at, tables):
@@ -133,8 +151,13 @@ def _load_int4_floats(builder, codes, at, tables):
 def _load_int8(builder, codes, at, tables):
     """Sixteen codes at a time become floats."""
     for v in range(VECTORS):
-        octets = (_load(builder, codes, at, i * LINE + v * LINE // VECTORS, _I8V) for i in range(2))
-        yield [pair(builder, *(builder.sitofp(builder.sext(half, _I32V), _F32V) for half in octets))]
+        words = builder.bitcast(_load_int8_lanes(builder, codes, at, v), _I32V)
+        halves = builder.shl(words, constant(_I32, 16)), words
+        yield [pair(builder, *(builder.sitofp(builder.ashr(half, constant(_I32, 16)), _F32V) for half in halves))]
+
+
+def _load_int8_lanes(builder, codes, at, v):
+    return builder.sext(_load(builder, codes, at, v * LINE // 2, _I8_LANES), LANES)
 
 
 def _load_fp8(builder, codes, at, tables):
@@ -151,7 +174,9 @@ def _load_fp8(builder, codes, at, tables):
 
 _LOADS = [_load_words, _load_int4, _load_int8, _load_fp8, _load_int4, _load_int6]
 if not HAS_BF16_DOT:  # floats are not made from words
-    _LOADS[INT4], _LOADS[SPLIT4] = _load_int4_integers, _load_int4_floats
+    # one instruction of AVX-512 looks up sixteen floats, which takes less time than arithmetic
+    _LOADS[INT4] = _load_int4_floats if HAS_AVX512 else _load_int4_integers
+    _LOADS[SPLIT4] = _load_int4_floats
 
 
 def _bf16_bits(value: float) -> int:
@@ -187,8 +212,8 @@ def kind_of(weight: QuantizedWeight) -> int:
     if weight.codebook is None:
         low, high = (int(code) for code in weight.codes.aminmax())
         return INT6 if LEAST6 <= low and high < -LEAST6 else INT8
-    if not HAS_BF16_DOT:  # one instruction of AVX-512 looks up sixteen floats, which takes less time than arithmetic
-        return INT4 if weight.codebook == INT4_CODEBOOK and not HAS_AVX512 else SPLIT4
+    if not HAS_BF16_DOT:
+        return INT4 if weight.codebook in (INT4_CODEBOOK, UINT4_CODEBOOK) else SPLIT4
     values = torch.tensor(weight.codebook)
     return INT4 if torch.equal(values, values.bfloat16().float()) else SPLIT4
 
@@ -198,7 +223,7 @@ def pack_codes(weight: QuantizedWeight, kind: int) -> Tensor:
     if kind == INT6:
         return _pack_int6(weight.codes)
     if kind in (INT8, FP8):
-        return _pack_bytes(weight.codes.view(torch.uint8), (0, 2, 3, 1) if kind == INT8 else (0, 2, 1, 3))
+        return _pack_bytes(weight.codes.view(torch.uint8))
     return _pack_nibbles(unpack_4bit(weight.codes))
 
 
@@ -254,7 +279,7 @@ def _pack_int6(codes: Tensor) -> Tensor:
     return torch.cat([low, high], -1)  # type: ignore[list-item]
 
 
-def _pack_bytes(codes: Tensor, order: tuple[int, ...]) -> Tensor:
-    """8-bit codes -> [panels, in / 2, 128]; order: of the axes panel, output, pair, input of the pair."""
+def _pack_bytes(codes: Tensor) -> Tensor:
+    """8-bit codes -> [panels, in / 2, 128], the inputs of a pair next to each other."""
     pairs = padded_rows(codes).view(-1, COLUMNS, codes.shape[1] // 2, 2)
-    return pairs.permute(order).flatten(2).contiguous()
+    return pairs.transpose(1, 2).flatten(2).contiguous()
