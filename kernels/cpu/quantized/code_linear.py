@@ -29,7 +29,9 @@ from kernels.cpu.quantized.words import (
     FP8,
     INT4,
     INT6,
+    INT8,
     INTEGERS,
+    KINDS,
     PAIR_WORDS,
     SPLIT4,
     TABLES,
@@ -148,10 +150,8 @@ def _microkernel(kind):
     return by_rows([_multiply(rows, kind) for rows in range(1, MOST_DIRECT[kind] + 1) if kind not in INTEGERS])
 
 
-_multiply_words, _multiply4, _multiply_fp8, _multiply_split4, _multiply6 = map(
-    _microkernel, (WORDS, INT4, FP8, SPLIT4, INT6)
-)
-_words_fp8, _words6 = (word_decoder(kind) for kind in (FP8, INT6))
+_multiply_words, _multiply4, _multiply8, _multiply_fp8, _multiply_split4, _multiply6 = map(_microkernel, KINDS)
+_words8, _words_fp8, _words6 = (word_decoder(kind) for kind in (INT8, FP8, INT6))
 _rows6, _rows5, _rows4, _rows3, _rows2, _rows1 = (
     multiply(rows, VECTORS, f"{rows} rows of a decoded panel's columns.") for rows in (6, 5, 4, 3, 2, 1)
 )
@@ -166,6 +166,8 @@ def _multiply_direct(kind, num_rows, *args):
         _multiply6(num_rows, *args)
     elif kind == SPLIT4:
         _multiply_split4(num_rows, *args)
+    elif kind == INT8:
+        _multiply8(num_rows, *args)
     else:
         _multiply_fp8(num_rows, *args)
 
@@ -175,6 +177,8 @@ def _look_up(kind, codes, depth, tables, words):
     """words[k, :] = bf16 pairs of `depth` pairs of inputs."""
     if kind == INT6:
         _words6(codes, depth, tables, words)
+    elif kind == INT8:
+        _words8(codes, depth, tables, words)
     else:
         _words_fp8(codes, depth, tables, words)
 
@@ -273,7 +277,7 @@ def _code_linear(args):
         panel_codes = advance(codes, panel * words * pair_words)
         for i in range(0, rows * COLUMNS, WIDTH):
             store(sums, i, splat(ZERO))
-        if may_decode and (rows >= decoded_from or not is_grouped or kind in INTEGERS):
+        if may_decode and (rows >= decoded_from or not is_grouped):
             for k in range(0, words, DEPTH):
                 depth = min(DEPTH, words - k)
                 decode_pairs(kind, panel_codes, pair_words, tables, group, k, depth, weights, factors, scales, offsets,
@@ -394,8 +398,9 @@ def _launch(x: Tensor, weight: PackedCodes, bias: Tensor | None, groups: RowGrou
         num_panels, out_features = num_panels // groups.num_experts, out_features // groups.num_experts
         blocks, table = groups.most_blocks, groups.table.data_ptr()
     out = empty((num_rows, out_features), torch.bfloat16)
+    decoded_from = DECODED_FROM[weight.kind]
     rows_of_matrix = num_rows if groups is None else num_rows // groups.num_experts
-    if weight.kind in INTEGERS and rows_of_matrix < DECODED_FROM[weight.kind]:
+    if weight.kind in INTEGERS and rows_of_matrix < decoded_from:
         rounding = in_features // 2, weight.part, num_groups, weight.least
         is_rounded = num_rows > ROUNDED_APART
         if is_rounded:
@@ -414,6 +419,7 @@ def _launch(x: Tensor, weight: PackedCodes, bias: Tensor | None, groups: RowGrou
         0 if bias is None else bias.data_ptr(), weight.scales.data_ptr(), 0 if offsets is None else offsets.data_ptr(),
         num_rows, row_stride // 2, in_features // 2, out_features,
         weight.kind, weight.group_size // 2, weight.form, num_groups,
-        DECODED_FROM[weight.kind], torch.get_num_threads(), weight.part, PAIR_WORDS[weight.kind], num_panels, table,
+        0 if weight.kind in INTEGERS else decoded_from, torch.get_num_threads(), weight.part, PAIR_WORDS[weight.kind],
+        num_panels, table,
     )  # fmt: skip
     return out

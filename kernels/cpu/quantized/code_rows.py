@@ -8,7 +8,7 @@ from kernels.cpu import simd
 from kernels.cpu.codes import WIDTH
 from kernels.cpu.parallel import empty, jit, next_item, parallel_kernel
 from kernels.cpu.quantized.scales import COLUMNS, read_scale
-from kernels.cpu.quantized.words import FP8, INT6, INT8, LINE, PAIR_WORDS, SPLIT4
+from kernels.cpu.quantized.words import FP8, INT6, INT8, LINE, PAIR_WORDS, PLACES8, SPLIT4
 from kernels.cpu.simd import advance, load, read, splat, write
 
 
@@ -20,7 +20,9 @@ def _byte(codes, place):
 @jit
 def _code(kind, codes, row, i):
     """The code of input `i` of a pair, for output `row` of the panel. codes: of this pair."""
-    if kind == INT8 or kind == FP8:
+    if kind == INT8:
+        return _byte(codes, PLACES8[0] * i + PLACES8[1] * row)
+    if kind == FP8:
         return _byte(codes, 2 * row + i)
     column, vector = row % WIDTH, row // WIDTH
     low = read(codes, column) >> (4 * vector + 16 * i) & 15

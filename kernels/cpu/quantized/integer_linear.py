@@ -1,10 +1,10 @@
-"""The linear layer over integer codes of a CPU, in 16-bit integers.
+"""The linear layer over integer codes of a CPU without an instruction for bf16 pairs: in 16-bit integers.
 
 One instruction (vpmaddwd, or vpdpwssd) multiplies 16-bit pairs of codes with pairs of inputs: twice as many as one that
 multiplies floats, and codes need not become floats or bf16. So rows are rounded to integers first (integers.py): an
 input is off by 2^-16 of the largest of its part of a group, where bf16 has rounded it by up to 2^-9 of itself.
-(llama.cpp rounds inputs to 8 bits.) Codes are read packed, see words.py, and no weight is rounded. A processor with an
-instruction for bf16 pairs serves only 8-bit codes so: it looks the others up in as few instructions.
+(llama.cpp rounds inputs to 8 bits.) Codes are read packed, see words.py, and no weight is rounded. With an instruction
+for bf16 pairs, 4-bit and 6-bit codes take as long this way, and 8-bit codes gain in the caches, but not in a model.
 """
 
 import numpy as np

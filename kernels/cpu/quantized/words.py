@@ -4,9 +4,9 @@ A panel has its codes pair by pair of neighbouring inputs. A pair of 4-bit codes
 instruction looks 32 codes up in a table of bf16 values (vpermw). Values that bf16 does not hold exactly (nf4) are the
 sum of two tables that share a line. A pair of 6-bit codes takes a line of their low four bits and half a line of their
 high two; their table has two registers (vpermi2w). int8 codes become bf16 numbers by conversion, FP8 codes (e4m3) by
-integer arithmetic; 128 bytes hold a pair. int8 codes, and on processors without an instruction for bf16 pairs those of
-4 and 6 bits, are also multiplied as integers (integer_linear.py). Such a processor makes floats (widened_dots.py) of
-4-bit codes at once: by arithmetic if the codes are integers, else from a table of floats.
+integer arithmetic; 128 bytes hold a pair. Processors without an instruction for bf16 pairs multiply integer codes as
+integers (integer_linear.py). They make floats (widened_dots.py) of 4-bit codes at once: by arithmetic if the codes are
+integers, else from a table of floats.
 """
 
 import torch
@@ -38,7 +38,9 @@ PAIR_WORDS = (COLUMNS, LINE, 2 * LINE, 2 * LINE, LINE, LINE + LINE // 2)  # by k
 TABLES = (0, 1, 0, 0, 2, 2)  # by kind: registers
 LEAST6 = -32  # the least 6-bit code
 # Kinds that rows multiply as integers: 8-bit codes as they are, the others from the first number of the table on.
-INTEGERS = (INT8,) if HAS_BF16_DOT else (INT4, INT8, INT6)
+INTEGERS = () if HAS_BF16_DOT else (INT4, INT8, INT6)
+# Bytes of an 8-bit code of a pair: from input to input, and from output to output.
+PLACES8 = (COLUMNS, 1) if HAS_BF16_DOT else (1, 2)
 
 _F32, _I8, _I32, _I64 = ir.FloatType(), ir.IntType(8), ir.IntType(32), ir.IntType(64)
 _F32V, _I8V, _I32V = ir.VectorType(_F32, WIDTH), ir.VectorType(_I8, WIDTH), ir.VectorType(_I32, WIDTH)
@@ -151,6 +153,13 @@ def _load_int4_floats(builder, codes, at, tables):
 def _load_int8(builder, codes, at, tables):
     """Sixteen codes at a time become floats."""
     for v in range(VECTORS):
+        octets = (_load(builder, codes, at, i * LINE + v * LINE // VECTORS, _I8V) for i in range(2))
+        yield [pair(builder, *(builder.sitofp(builder.sext(half, _I32V), _F32V) for half in octets))]
+
+
+def _load_int8_neighbours(builder, codes, at, tables):
+    """As _load_int8 where the codes of a pair are neighbours, which load_integers needs."""
+    for v in range(VECTORS):
         words = builder.bitcast(_load_int8_lanes(builder, codes, at, v), _I32V)
         halves = builder.shl(words, constant(_I32, 16)), words
         yield [pair(builder, *(builder.sitofp(builder.ashr(half, constant(_I32, 16)), _F32V) for half in halves))]
@@ -176,7 +185,7 @@ _LOADS = [_load_words, _load_int4, _load_int8, _load_fp8, _load_int4, _load_int6
 if not HAS_BF16_DOT:  # floats are not made from words
     # one instruction of AVX-512 looks up sixteen floats, which takes less time than arithmetic
     _LOADS[INT4] = _load_int4_floats if HAS_AVX512 else _load_int4_integers
-    _LOADS[SPLIT4] = _load_int4_floats
+    _LOADS[SPLIT4], _LOADS[INT8] = _load_int4_floats, _load_int8_neighbours
 
 
 def _bf16_bits(value: float) -> int:
@@ -223,7 +232,8 @@ def pack_codes(weight: QuantizedWeight, kind: int) -> Tensor:
     if kind == INT6:
         return _pack_int6(weight.codes)
     if kind in (INT8, FP8):
-        return _pack_bytes(weight.codes.view(torch.uint8))
+        by_input = kind == INT8 and HAS_BF16_DOT
+        return _pack_bytes(weight.codes.view(torch.uint8), (0, 2, 3, 1) if by_input else (0, 2, 1, 3))
     return _pack_nibbles(unpack_4bit(weight.codes))
 
 
@@ -279,7 +289,7 @@ def _pack_int6(codes: Tensor) -> Tensor:
     return torch.cat([low, high], -1)  # type: ignore[list-item]
 
 
-def _pack_bytes(codes: Tensor) -> Tensor:
-    """8-bit codes -> [panels, in / 2, 128], the inputs of a pair next to each other."""
+def _pack_bytes(codes: Tensor, order: tuple[int, ...]) -> Tensor:
+    """8-bit codes -> [panels, in / 2, 128]; order: of the axes panel, output, pair, input of the pair."""
     pairs = padded_rows(codes).view(-1, COLUMNS, codes.shape[1] // 2, 2)
-    return pairs.transpose(1, 2).flatten(2).contiguous()
+    return pairs.permute(order).flatten(2).contiguous()
