@@ -1,4 +1,4 @@
-"""CPU kernels compiled for a processor with AVX2 alone. `make processors` runs all tests of the kernels so."""
+"""CPU kernels compiled for processors with fewer instructions. `make processors` runs all tests of the kernels so."""
 
 import pytest
 from llvmlite import binding
@@ -17,4 +17,11 @@ pytestmark = pytest.mark.skipif(not binding.get_host_cpu_features().get("avx2"),
 def test_kernels_for_avx2(arguments):
     file, *choice = arguments
     done = run_tests("haswell", "-n", "0", "-p", "no:cacheprovider", f"tests/kernels/{file}", *choice)
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-3000:]
+
+
+@pytest.mark.skipif(not binding.get_host_cpu_features().get("avx512bw"), reason="runs code for AVX-512")
+def test_integer_codes_for_avx512_without_bf16():
+    choice = ("tests/kernels/test_quantized_linear.py", "-k", "int4 or int6 or int8 or large_group")
+    done = run_tests("icelake-server", "-n", "0", "-p", "no:cacheprovider", *choice)
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-3000:]

@@ -23,7 +23,7 @@ from kernels.cpu.linear.places import RowGroups, count_items, give_out_rest, pla
 from kernels.cpu.parallel import empty, jit, next_item, parallel_kernel
 from kernels.cpu.quantized.code_rows import code_rows, sum_groups
 from kernels.cpu.quantized.decoding import decode_pairs
-from kernels.cpu.quantized.integer_linear import ROUNDED_APART, integer_linear, round_rows
+from kernels.cpu.quantized.integer_linear import ROUNDED_APART, ROWS_PER_ITEM, integer_linear, round_rows
 from kernels.cpu.quantized.scales import COLUMNS, FACTORED, FP16, FP32, factorize, load_by_form
 from kernels.cpu.quantized.words import (
     FP8,
@@ -64,7 +64,6 @@ else:
 FEW_ROWS = 4  # as MOST_DIRECT, where a panel is read again from L2: reading is no longer the limit
 PART = 64  # pairs of inputs that rows share, at most: 16 KiB, half of L1
 LEAST_PART = 8
-ROWS_PER_ITEM = 192
 DEPTH = 512  # pairs of inputs that are decoded at a time: 128 KiB, which stay in L2
 ZERO = np.float32(0)
 

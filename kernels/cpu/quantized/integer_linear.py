@@ -141,7 +141,7 @@ def _round_rows(args):
 
 def round_rows(x: Tensor, x_stride: int, words: int, part: int, num_groups: int, least: int) -> Tensor:
     """Rounded rows of x, bf16 [num_rows, 2 * words] -> int32 [num_rows, ...]; see round_row."""
-    out = empty((len(x), words + 2 * (words // part) + num_groups), torch.int32)
+    out = empty((len(x), rounded_words.py_func(words, part, num_groups)), torch.int32)
     _round_rows(len(x), x.data_ptr(), out.data_ptr(), x_stride, words, part, num_groups, least)
     return out
 
