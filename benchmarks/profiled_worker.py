@@ -102,7 +102,7 @@ def describe(kernel: Any, packed: Any) -> tuple[str, tuple[int, int]]:
         parameters = int(outputs * groups * BYTES[form] * (2 if a[8] else 1))
         read = 4 * words * outputs * PAIR_WORDS[kind] // COLUMNS + parameters
         return f"{name} {2 * words} -> {outputs}", (read, 4 * rows * words * outputs)
-    if name in ("attention_bf16", "attention_f32"):
+    if name in ("attention_bf16", "attention_pairs_bf16", "attention_f32"):
         keys = sum((ctypes.c_int32 * a[19]).from_address(a[17])) * a[8] * a[11]  # numbers in the keys of all sequences
         return name, (2 * keys * (2 if name.endswith("bf16") else 4), 4 * keys * a[9])
     if name in PREFILL_BYTES:  # a row sees itself and the tokens before it in its sequence, or in its window

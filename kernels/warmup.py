@@ -81,7 +81,7 @@ def needed_kernels(
 def _fits(name: str, dtype: str | None, kv_format: str | None) -> bool:
     words = set(name.split("_"))
     dtypes, formats = words & set(_DTYPES.values()), words & KV_FORMATS.keys()
-    if name.startswith(("_attention", "_prefill")) and not formats and kv_format is not None:
+    if name.strip("_").startswith(("attention", "prefill")) and not formats and kv_format is not None:
         return False
     return (not dtypes or dtype in dtypes) and (not formats or kv_format in formats)
 

@@ -5,6 +5,7 @@ Only `kernels.dispatch.cpu_kernels` imports this package, and only if numba is i
 """
 
 from kernels.cpu import decode_rows, features, program, quantize, tokens
+from kernels.cpu.attention import bf16_pairs as attention_pairs
 from kernels.cpu.attention import launch as attention
 from kernels.cpu.attention import tiles as attention_tiles
 from kernels.cpu.elementwise import activations, norms, positions, rows
@@ -28,6 +29,8 @@ if features.MULTIPLIES_PAIRS:
         attention_tiles, code_floats, code_linear, code_rows, compressed_linear, float_linear, integer_linear, linear,
         lora, pairs, scales,
     ]  # fmt: skip
+if features.HAS_BF16_DOT:
+    MODULES.append(attention_pairs)
 
 __all__ = [
     "MODULES", "ParallelKernel", "activations", "attention", "code_floats", "code_linear", "code_rows",

@@ -46,6 +46,14 @@ def paged(seq_lens: list[int], num_kv_heads: int, head_dim: int, block_size: int
     return Paged(keys, values, k_cache, v_cache, block_tables, torch.tensor(seq_lens, dtype=torch.int32))
 
 
+def share(data: Paged, i: int, num_blocks: int) -> None:
+    """Let sequence i begin with the first num_blocks blocks of the one before it, which both fill."""
+    num_tokens = num_blocks * data.k_cache.shape[2]
+    data.block_tables[i, :num_blocks] = data.block_tables[i - 1, :num_blocks]
+    for rows in (data.keys, data.values):
+        rows[i][:num_tokens] = rows[i - 1][:num_tokens]
+
+
 def empty_pages(num_blocks: int, num_kv_heads: int, head_dim: int, block_size: int, kv_format: KVFormat) -> Tensor:
     """A quantised cache of bytes 0xFF: every parameter is NaN, whatever the format."""
     shape = (num_blocks, num_kv_heads, block_size, kv_format.width(head_dim))

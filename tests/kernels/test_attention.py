@@ -11,7 +11,7 @@ from kernels.attention.decode import paged_attention, paged_attention_reference
 from kernels.attention.prefill import prefill_attention, prefill_attention_reference
 from kernels.cpu.attention import tiles as attention_tiles
 from kernels.dispatch import cpu_kernels
-from tests.kernels.oracle import attention, fused_q, options, paged
+from tests.kernels.oracle import attention, fused_q, options, paged, share
 
 # (num_heads, num_kv_heads, head_dim, block_size): single heads, padded and exact quads, quads with rest, odd head sizes
 SHAPES = [(3, 3, 32, 8), (12, 4, 64, 16), (7, 1, 80, 16), (8, 2, 128, 4), (5, 1, 112, 24), (2, 2, 256, 128),
@@ -153,6 +153,29 @@ def test_an_item_of_several_heads_gives_the_bits_of_one(dtype, shape, case, num_
     num_heads, num_kv_heads, head_dim, block_size = shape
     seq_lens = [20 + 3 * i % 29 for i in range(num_rows)] + [0, 1]
     data = paged(seq_lens, num_kv_heads, head_dim, block_size, dtype)
+    q = fused_q(len(seq_lens), num_heads, num_kv_heads, head_dim, dtype)
+    kwargs = options(case, num_heads)
+
+    def decode(rows):
+        tables, lens = data.block_tables[rows].contiguous(), data.seq_lens[rows].contiguous()
+        return paged_attention(q[rows], data.k_cache, data.v_cache, tables, lens, 0.3, **kwargs)
+
+    together, alone = decode(slice(0, None)), torch.cat([decode(slice(i, i + 1)) for i in range(len(seq_lens))])
+    assert torch.equal(together, alone)
+    expected = [attention(q[i : i + 1], data.keys[i], data.values[i], 0.3, **kwargs) for i in range(num_rows)]
+    torch.testing.assert_close(together[:num_rows], torch.cat(expected), **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("num_rows", [5, 20, 60])  # with two threads and four KV heads: one row, four and eight
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("shape", [(12, 4, 64, 16), (14, 2, 96, 48), (8, 4, 32, 4), (4, 4, 64, 16)], ids=str)
+def test_sequences_that_begin_with_the_same_blocks_give_the_bits_of_each_alone(shape, case, num_rows):
+    """Samples of one prompt, prompts with a common beginning of any length, and sequences of their own between them."""
+    (num_heads, num_kv_heads, head_dim, block_size), dtype = shape, torch.bfloat16
+    seq_lens = [144 + 17 * i % 60 for i in range(num_rows)] + [0, 150]  # the first ends with what it has in common
+    data = paged(seq_lens, num_kv_heads, head_dim, block_size, dtype)
+    for i in range(1, num_rows):
+        share(data, i, (0 if i % 9 == 4 else 96 if i % 5 == 3 else 144) // block_size)
     q = fused_q(len(seq_lens), num_heads, num_kv_heads, head_dim, dtype)
     kwargs = options(case, num_heads)
 

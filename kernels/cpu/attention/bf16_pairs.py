@@ -6,17 +6,21 @@ row of keys or values in registers. Sums are fp32; probabilities are rounded to 
 """
 
 import numpy as np
+import torch
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
+from torch import Tensor
 
 from kernels.cpu import simd
 from kernels.cpu.attention import rows as loops
+from kernels.cpu.attention.items import ARGUMENTS, items_with
 from kernels.cpu.codes import WIDTH, F32Pointer
 from kernels.cpu.dots import broadcast, dot, exp2, vector_at, words_at
-from kernels.cpu.parallel import jit
-from kernels.cpu.simd import BF16Pointer, I32Pointer, advance, load, read, splat, store
+from kernels.cpu.features import HAS_BF16_DOT
+from kernels.cpu.parallel import jit, parallel_kernel
+from kernels.cpu.simd import BF16Pointer, I32Pointer, advance, load, read, splat, store, write
 
 MULTIPLE = 2 * WIDTH  # head_dim must be a multiple of this
 HEADS = 4  # heads of a microkernel: sixteen accumulators of scores
@@ -136,12 +140,12 @@ def _store_in_order(typingctx, acc, scale, out):
 
 
 @jit
-def _score_block(q, k, ahead, num_tokens, group, words, scale, scores, stride):
-    """scores[g, t] for every head of the group and the tokens of one block, four at a time."""
+def _score_block(q, k, ahead, num_tokens, num_queries, words, scale, scores, stride):
+    """scores[i, t] for every query and the tokens of one block, four at a time."""
     for t in range(0, num_tokens, TOKENS):
         keys, later, at = advance(k, t * words), advance(ahead, t * words), advance(scores, t)
-        for g in range(0, group, HEADS):
-            heads, queries, target = group - g, advance(q, g * words), advance(at, g * stride)
+        for i in range(0, num_queries, HEADS):
+            heads, queries, target = num_queries - i, advance(q, i * words), advance(at, i * stride)
             if heads >= 4:
                 _scores4(queries, keys, later, words, scale, target, stride)
             elif heads == 3:
@@ -153,13 +157,13 @@ def _score_block(q, k, ahead, num_tokens, group, words, scale, scores, stride):
 
 
 @jit
-def _add_pairs(probs, probs_stride, first, second, ahead, num_pairs, group, words, acc):
-    """acc[g] += the weighted pairs of one block, for every head of the group; acc [group, 2 * words]."""
-    for g in range(0, group, HEADS):
-        heads, weights = group - g, advance(probs, g * probs_stride)
+def _add_pairs(probs, probs_stride, first, second, ahead, num_pairs, num_queries, words, acc):
+    """acc[i] += the weighted pairs of one block, for every query; acc [num_queries, 2 * words]."""
+    for i in range(0, num_queries, HEADS):
+        heads, weights = num_queries - i, advance(probs, i * probs_stride)
         for d in range(0, words, WIDTH):
             a, b, later = advance(first, d), advance(second, d), advance(ahead, d)
-            target = advance(acc, 2 * (g * words + d))
+            target = advance(acc, 2 * (i * words + d))
             if heads >= 4:
                 _sums4(weights, probs_stride, a, b, later, words, num_pairs, target, 2 * words)
             elif heads == 3:
@@ -198,57 +202,137 @@ def _softmax(scores, begin, end, padded, sinks):
 
 
 @jit
-def attend_heads(q, out, k_cache, v_cache, table, first, seq_len, kv_head, num_heads, num_kv_heads, group, block_size,
-                 head_dim, scale, softcap, slopes, sinks):  # fmt: skip
-    """Attention of one query row for num_heads KV heads from kv_head on; q and out [num_heads, group, head_dim].
-
-    All query heads of a group share a read of each block. The heads of a block are read one after the other: they are
-    neighbours in memory.
-    """
-    first_block, last_block = first // block_size, (seq_len + block_size - 1) // block_size
-    begin, end = first - first_block * block_size, seq_len - first_block * block_size
-    words, query_heads = head_dim // 2, num_heads * group
-    row = ((last_block - first_block) * block_size + WIDTH - 1) // WIDTH * WIDTH
-    scratch = np.empty(query_heads * (row + head_dim) + words, np.float32)
-    scores = simd.pointer_f32(scratch.ctypes.data)
-    acc = advance(scores, query_heads * row)
-    zeros = advance(acc, query_heads * head_dim)
-    for i in range(0, query_heads * head_dim + words, WIDTH):
-        store(acc, i, splat(ZERO))
-    lead = loops.lead(AHEAD, num_heads, first_block, last_block)
-    for j in range(first_block, first_block + lead):
+def _score_blocks(q, num_queries, head_stride, k_cache, v_cache, table, first, last, base, end, kv_head, num_heads,
+                  num_kv_heads, block_size, head_dim, scale, scores, stride):  # fmt: skip
+    """Scores of num_queries queries per KV head with the blocks first:last of a table, up to token `end`; the heads of
+    a block are read one after the other. q and scores point to the first head's; those of the next are head_stride
+    queries behind. A row of scores begins with token `base`."""
+    words, lead = head_dim // 2, loops.lead(AHEAD, num_heads, first, last)
+    for j in range(first, first + lead):
         for h in range(kv_head, kv_head + num_heads):
             loops.warm(loops.block(k_cache, table, j, num_kv_heads, h, block_size, head_dim), block_size, head_dim)
-    for j in range(first_block, last_block):
-        t = (j - first_block) * block_size
+    for j in range(first, last):
+        t = j * block_size
         n = min(block_size, end - t)
         for h in range(num_heads):
             k = words_at(loops.block(k_cache, table, j, num_kv_heads, kv_head + h, block_size, head_dim))
-            ahead = loops.block_ahead(k_cache, v_cache, table, j + lead, first_block, last_block, num_kv_heads,
-                                      kv_head + h, block_size, head_dim)  # fmt: skip
-            _score_block(words_at(advance(q, h * group * head_dim)), k, words_at(ahead), n, group, words, scale,
-                         advance(scores, h * group * row + t), row)  # fmt: skip
-    for g in range(query_heads):
-        at = advance(scores, g * row)
-        if softcap != 0 or simd.address(slopes) != 0:
-            loops.adjust_scores(at, 1, 1, begin, end, softcap, loops.heads_of(slopes, g))
-    inverses = np.empty(query_heads, np.float32)
-    for g in range(query_heads):
-        inverses[g] = _softmax(advance(scores, g * row), begin, end, row, loops.heads_of(sinks, g))
-    probs = words_at(scores)
-    for j in range(first_block, last_block):
-        t = (j - first_block) * block_size
+            ahead = loops.block_ahead(k_cache, v_cache, table, j + lead, first, last, num_kv_heads, kv_head + h,
+                                      block_size, head_dim)  # fmt: skip
+            i = h * head_stride
+            _score_block(advance(q, i * words), k, words_at(ahead), n, num_queries, words, scale,
+                         advance(scores, i * stride + t - base), stride)  # fmt: skip
+
+
+@jit
+def _add_blocks(probs, stride, num_queries, head_stride, v_cache, table, first, last, base, end, kv_head, num_heads,
+                num_kv_heads, block_size, head_dim, zeros, acc):  # fmt: skip
+    """Add the values of the blocks first:last, weighted by the probabilities of num_queries queries per KV head: see
+    _score_blocks. zeros [head_dim // 2]: words."""
+    words, lead = head_dim // 2, loops.lead(AHEAD, num_heads, first, last)
+    for j in range(first, last):
+        t = j * block_size
         n = min(block_size, end - t)
         for h in range(num_heads):
             v = words_at(loops.block(v_cache, table, j, num_kv_heads, kv_head + h, block_size, head_dim))
-            later = min(j + lead, last_block - 1)
+            later = min(j + lead, last - 1)
             ahead = words_at(loops.block(v_cache, table, later, num_kv_heads, kv_head + h, block_size, head_dim))
-            weights, target = advance(probs, h * group * row + t // 2), advance(acc, h * group * head_dim)
-            _add_pairs(weights, row, v, advance(v, words), ahead, n // 2, group, words, target)
+            i = h * head_stride
+            weights, target = advance(probs, i * stride + (t - base) // 2), advance(acc, i * head_dim)
+            _add_pairs(weights, stride, v, advance(v, words), ahead, n // 2, num_queries, words, target)
             if n % 2:  # rows behind the last token are undefined
-                last = advance(v, (n - 1) * words)
-                _add_pairs(advance(weights, n // 2), row, last, words_at(zeros), last, 1, group, words, target)
-    for g in range(query_heads):
-        for d in range(0, head_dim, 2 * WIDTH):
-            _store_in_order(advance(acc, g * head_dim + d), inverses[g], advance(out, g * head_dim + d))
+                last_row = advance(v, (n - 1) * words)
+                _add_pairs(advance(weights, n // 2), stride, last_row, zeros, last_row, 1, num_queries, words, target)
+
+
+@jit
+def _part(part, first_block, shared, seq_lens, behind, num_rows, block_size):
+    """(first row, rows, first block, block behind the last, end of the tokens) of a part of the blocks: those that all
+    rows share (-1), or the others of one row."""
+    if part < 0:
+        return 0, num_rows, 0, shared, shared * block_size
+    end = np.int64(read(seq_lens, part)) - behind
+    return part, 1, max(first_block, shared), (end + block_size - 1) // block_size, end
+
+
+@jit
+def attend_rows(q, q_stride, out, k_cache, v_cache, tables, table_stride, first, seq_lens, behind, num_rows, common,
+                kv_head, num_heads, num_kv_heads, group, block_size, head_dim, scale, softcap, slopes,
+                sinks):  # fmt: skip
+    """See items.items_with. The queries of a group of heads share a read of each block, and those of all rows a read
+    of each common block. The bits of a row do not depend on the other rows."""
+    longest = np.int64(0)
+    for r in range(num_rows):
+        longest = max(longest, np.int64(read(seq_lens, r)) - behind)
+    first_block, shared = first // block_size, common // block_size
+    base = first_block * block_size  # the token of the first score
+    words, queries = head_dim // 2, num_heads * num_rows * group
+    stride = (longest - base + WIDTH - 1) // WIDTH * WIDTH
+    scratch = np.empty(queries * (stride + head_dim + words + 1) + words, np.float32)
+    scores = simd.pointer_f32(scratch.ctypes.data)  # [num_heads, num_rows, group, stride]
+    acc = advance(scores, queries * stride)  # [num_heads, num_rows, group, head_dim]
+    zeros = words_at(advance(acc, queries * head_dim))
+    gathered = advance(zeros, words)  # the queries: [num_heads, num_rows, group, words]
+    inverses = simd.pointer_f32(simd.address(advance(gathered, queries * words)))
+    for i in range(0, queries * head_dim + words, WIDTH):
+        store(acc, i, splat(ZERO))
+    if num_rows == 1:
+        gathered = words_at(q)
+    else:
+        for h in range(num_heads):
+            for r in range(num_rows):
+                source, target = advance(q, r * q_stride + h * group * head_dim), (h * num_rows + r) * group * words
+                simd.copy_bytes(simd.address(advance(gathered, target)), simd.address(source), 2 * group * head_dim)
+    heads = (kv_head, num_heads, num_kv_heads, block_size, head_dim)
+    rows = (first_block, shared, seq_lens, behind, num_rows, block_size)  # the arguments of _part
+    for part in range(-1 if shared > 0 else 0, num_rows):
+        r, count, begin, last, end = _part(part, *rows)
+        i = r * group
+        _score_blocks(advance(gathered, i * words), count * group, num_rows * group, k_cache, v_cache,
+                      advance(tables, r * table_stride), begin, last, base, end, *heads, scale,
+                      advance(scores, i * stride), stride)  # fmt: skip
+    i = 0
+    for h in range(num_heads):
+        for r in range(num_rows):
+            end = np.int64(read(seq_lens, r)) - behind - base
+            padded = (end + WIDTH - 1) // WIDTH * WIDTH
+            for g in range(h * group, (h + 1) * group):
+                at = advance(scores, i * stride)
+                if softcap != 0 or simd.address(slopes) != 0:
+                    loops.adjust_scores(at, 1, 1, first - base, end, softcap, loops.heads_of(slopes, g))
+                write(inverses, i, _softmax(at, first - base, end, padded, loops.heads_of(sinks, g)))
+                i += 1
+    probs = words_at(scores)
+    for part in range(-1 if shared > 0 else 0, num_rows):
+        r, count, begin, last, end = _part(part, *rows)
+        i = r * group
+        _add_blocks(advance(probs, i * stride), stride, count * group, num_rows * group, v_cache,
+                    advance(tables, r * table_stride), begin, last, base, end, *heads, zeros,
+                    advance(acc, i * head_dim))  # fmt: skip
+    i = 0
+    for h in range(num_heads):
+        for r in range(num_rows):
+            row = advance(out, (r * num_kv_heads + h) * group * head_dim)
+            for d in range(0, group * head_dim, 2 * WIDTH):
+                inverse = read(inverses, i + d // head_dim)
+                _store_in_order(advance(acc, i * head_dim + d), inverse, advance(row, d))
+            i += group
     simd.keep(scratch)
+
+
+_attend_items = items_with(attend_rows)
+
+
+@parallel_kernel(ARGUMENTS)
+def attention_pairs_bf16(args):
+    pointer = simd.pointer_bf16
+    _attend_items(args, pointer(args[2]), pointer(args[3]), pointer(args[4]), pointer(args[5]))
+
+
+def supports(q: Tensor, k_cache: Tensor) -> bool:
+    """True for bf16, KV heads that serve several query heads, and head_dim a multiple of 32, on such a processor."""
+    return (
+        HAS_BF16_DOT
+        and q.dtype == k_cache.dtype == torch.bfloat16
+        and q.shape[1] > k_cache.shape[1]
+        and q.shape[2] % MULTIPLE == 0
+    )

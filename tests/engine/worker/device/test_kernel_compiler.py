@@ -67,7 +67,7 @@ def run(folder, changes):
 ], ids=str)  # fmt: skip
 def test_the_bundled_model_calls_no_other_kernel(changes, chosen, called):
     run(BUNDLED, changes)
-    attention = {name for name in called if name.startswith("_attention")}
+    attention = {name for name in called if name.strip("_").startswith("attention")}
     assert len(attention) == 1 and called <= set(chosen)
 
 
@@ -80,7 +80,8 @@ def test_other_families_call_no_other_kernel(name, tmp_path, chosen, called):
 def test_the_bundled_model_waits_for_no_kernel_of_other_families(chosen):
     unused = unused_kernels(read_model_config(BUNDLED), torch.bfloat16)
     KernelCompiler(torch.bfloat16, None, False, False, False, unused)
-    rare = ("layer_norm", "activate", "xielu", "limit", "combine", "float_linear", *kernel_compiler.EXPERT_KERNELS)
+    rare = ["layer_norm", "activate", "xielu", "limit", "combine", "float_linear", *kernel_compiler.EXPERT_KERNELS]
+    rare += ["attention"] if "attention_pairs_bf16" in warmup.all_kernels() else []  # two query heads share a KV head
     assert not [name for name in chosen if name.strip("_").removesuffix("_bf16") in rare]
 
 
