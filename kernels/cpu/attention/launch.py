@@ -29,7 +29,7 @@ from kernels.kv_format import kv_format_of
 ZERO = np.float32(0)
 ROWS_PER_ITEM = 8  # prefill
 # Rows of decode per item, where sequences begin with the same blocks: 64 sequences of 2,100 tokens with 2,048 in common
-# took 1.66 ms per layer of llama-90m, one by one 1.93; with 16 rows, as long as with 8.
+# took 1.71 ms per layer of llama-90m, one by one 2.04; with 16 rows, as long as with 8.
 MOST_ROWS = 8
 # Blocks of a head to prefetch. 64 sequences of 160 tokens, all in the caches, took 1.7 ms without prefetch, 1.2 ms with
 # 2 blocks into L1, 0.9 ms with 4 into L2 (one thread, 12 heads, 4 KV heads, head size 64, bf16).
@@ -258,8 +258,7 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: T
                     attention_chunk: int) -> Tensor:  # fmt: skip
     """See kernels.attention.decode."""
     options = (scale, alibi_slopes, sliding_window, softcap, sinks, attention_chunk)
-    together = pairs.supports(q, k_cache) and not (sliding_window or attention_chunk)
-    return _launch(q, k_cache, v_cache, block_tables, seq_lens, 0, len(q), MOST_ROWS if together else 1, *options)
+    return _launch(q, k_cache, v_cache, block_tables, seq_lens, 0, *options)
 
 
 def prefill_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, cu_seqlens_q: Tensor,
@@ -271,22 +270,25 @@ def prefill_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables:
     options = (scale, alibi_slopes, sliding_window, softcap, sinks, attention_chunk)
     if not as_decode and tiles.supports(q, k_cache):
         return tiles.prefill_attention(q, k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens, *options)
-    num_items = -(-len(q) // ROWS_PER_ITEM)
-    starts = cu_seqlens_q.data_ptr()
-    return _launch(q, k_cache, v_cache, block_tables, seq_lens, starts, num_items, ROWS_PER_ITEM, *options)
+    return _launch(q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q.data_ptr(), *options)
 
 
-def _launch(q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q, items_per_head, rows_per_item, scale,
-            alibi_slopes, sliding_window, softcap, sinks, attention_chunk):  # fmt: skip
+def _launch(q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q, scale, alibi_slopes, sliding_window, softcap,
+            sinks, attention_chunk):  # fmt: skip
+    """cu_seqlens_q: the address, or 0 for decode."""
     num_rows, num_heads, head_dim = q.shape
     _, num_kv_heads, block_size, _ = k_cache.shape
     out = empty(q.shape, q.dtype)
-    kv_format = kv_format_of(k_cache)
-    kernel = _KERNELS[q.dtype, "auto" if kv_format is None else kv_format.name]
-    if pairs.supports(q, k_cache):
-        kernel = pairs.attention_pairs_bf16
+    kv_format, in_pairs = kv_format_of(k_cache), pairs.supports(q, k_cache)
+    format_name = "auto" if kv_format is None else kv_format.name
+    kernel = pairs.attention_pairs_bf16 if in_pairs else _KERNELS[q.dtype, format_name]
+    if cu_seqlens_q:
+        num_items, rows_per_item = -(-num_rows // ROWS_PER_ITEM) * num_kv_heads, ROWS_PER_ITEM
+    else:
+        num_items = num_rows * num_kv_heads
+        rows_per_item = MOST_ROWS if in_pairs and not (sliding_window or attention_chunk) else 1
     kernel(
-        items_per_head * num_kv_heads,
+        num_items,
         q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), out.data_ptr(), block_tables.data_ptr(),
         0 if alibi_slopes is None else alibi_slopes.data_ptr(),
         num_kv_heads, num_heads // num_kv_heads, block_size, head_dim, block_tables.stride(0), q.stride(0),
