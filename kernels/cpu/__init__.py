@@ -33,8 +33,8 @@ if features.HAS_BF16_DOT:
     MODULES.append(attention_pairs)
 
 __all__ = [
-    "MODULES", "ParallelKernel", "activations", "attention", "code_floats", "code_linear", "code_rows",
-    "compressed_linear", "decode_rows", "draw", "experts", "features", "float_linear", "integer_linear", "linear",
-    "logprobs", "lora", "norms", "pairs", "penalties", "positions", "program", "quantize", "routing", "rows", "scales",
-    "token_mask", "tokens",
+    "MODULES", "ParallelKernel", "activations", "attention", "attention_pairs", "code_floats", "code_linear",
+    "code_rows", "compressed_linear", "decode_rows", "draw", "experts", "features", "float_linear", "integer_linear",
+    "linear", "logprobs", "lora", "norms", "pairs", "penalties", "positions", "program", "quantize", "routing", "rows",
+    "scales", "token_mask", "tokens",
 ]  # fmt: skip

@@ -143,6 +143,19 @@ def test_a_row_does_not_depend_on_the_batch_or_on_how_it_was_scheduled(dtype):
         torch.set_num_threads(threads)
 
 
+def assert_rows_are_as_alone(data, q, num_rows, kwargs):
+    """Each row has the bits that it has alone, and the first num_rows are right."""
+
+    def decode(rows):
+        tables, lens = data.block_tables[rows].contiguous(), data.seq_lens[rows].contiguous()
+        return paged_attention(q[rows], data.k_cache, data.v_cache, tables, lens, 0.3, **kwargs)
+
+    together, alone = decode(slice(0, None)), torch.cat([decode(slice(i, i + 1)) for i in range(len(q))])
+    assert torch.equal(together, alone)
+    expected = [attention(q[i : i + 1], data.keys[i], data.values[i], 0.3, **kwargs) for i in range(num_rows)]
+    torch.testing.assert_close(together[:num_rows], torch.cat(expected), **TOLERANCE[q.dtype])
+
+
 @pytest.mark.parametrize("num_rows", [3, 20, 40])  # with two threads: one, two and four heads of four
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("shape", [(12, 4, 64, 16), (4, 4, 32, 8), (12, 6, 32, 4)], ids=str)
@@ -154,16 +167,7 @@ def test_an_item_of_several_heads_gives_the_bits_of_one(dtype, shape, case, num_
     seq_lens = [20 + 3 * i % 29 for i in range(num_rows)] + [0, 1]
     data = paged(seq_lens, num_kv_heads, head_dim, block_size, dtype)
     q = fused_q(len(seq_lens), num_heads, num_kv_heads, head_dim, dtype)
-    kwargs = options(case, num_heads)
-
-    def decode(rows):
-        tables, lens = data.block_tables[rows].contiguous(), data.seq_lens[rows].contiguous()
-        return paged_attention(q[rows], data.k_cache, data.v_cache, tables, lens, 0.3, **kwargs)
-
-    together, alone = decode(slice(0, None)), torch.cat([decode(slice(i, i + 1)) for i in range(len(seq_lens))])
-    assert torch.equal(together, alone)
-    expected = [attention(q[i : i + 1], data.keys[i], data.values[i], 0.3, **kwargs) for i in range(num_rows)]
-    torch.testing.assert_close(together[:num_rows], torch.cat(expected), **TOLERANCE[dtype])
+    assert_rows_are_as_alone(data, q, num_rows, options(case, num_heads))
 
 
 @pytest.mark.parametrize("num_rows", [20, 60])  # with two threads and four KV heads: items of four rows, and eight
@@ -177,16 +181,7 @@ def test_sequences_that_begin_with_the_same_blocks_give_the_bits_of_each_alone(s
     for i in range(1, num_rows):
         share(data, i, (0 if i % 9 == 4 else 96 if i % 5 == 3 else 144) // block_size)
     q = fused_q(len(seq_lens), num_heads, num_kv_heads, head_dim, dtype)
-    kwargs = options(case, num_heads)
-
-    def decode(rows):
-        tables, lens = data.block_tables[rows].contiguous(), data.seq_lens[rows].contiguous()
-        return paged_attention(q[rows], data.k_cache, data.v_cache, tables, lens, 0.3, **kwargs)
-
-    together, alone = decode(slice(0, None)), torch.cat([decode(slice(i, i + 1)) for i in range(len(seq_lens))])
-    assert torch.equal(together, alone)
-    expected = [attention(q[i : i + 1], data.keys[i], data.values[i], 0.3, **kwargs) for i in range(num_rows)]
-    torch.testing.assert_close(together[:num_rows], torch.cat(expected), **TOLERANCE[dtype])
+    assert_rows_are_as_alone(data, q, num_rows, options(case, num_heads))
 
 
 LONG_CASES = {

@@ -74,7 +74,7 @@ class Process:
         return self.process.wait(seconds)
 
     def children(self) -> list[str]:
-        """Of all its threads."""
+        """The children of all its threads."""
         tasks = Path(f"/proc/{self.process.pid}/task").glob("*/children")
         return [pid for task in tasks for pid in task.read_text().split()]
 
@@ -206,7 +206,7 @@ def test_a_second_signal_ends_it_whatever_works(folder, tmp_path, monkeypatch, b
 
 
 def is_alive(pid: str) -> bool:
-    """Nobody may be there to reap what has ended: it has no command line then."""
+    """A process that has ended has no command line, even if nobody reaps it."""
     try:
         return bool(Path(f"/proc/{pid}/cmdline").read_bytes())
     except OSError:

@@ -7,6 +7,7 @@ from collections.abc import Collection
 import torch
 
 from engine.models.config import ModelConfig
+from kernels.dispatch import cpu_kernels
 from kernels.kv_format import KVFormat
 from kernels.warmup import all_kernels, compile_kernels, compile_rest, help_with, needed_kernels
 
@@ -63,9 +64,9 @@ def unused_kernels(config: ModelConfig, dtype: torch.dtype) -> set[str]:
         "combine": not (adds or config.moe or config.has_extended_layers),
     }
     unused |= dict.fromkeys(EXPERT_KERNELS, config.moe is None)
-    if dtype == torch.bfloat16 and "attention_pairs_bf16" in all_kernels():
-        shapes = config.head_shapes()
-        in_pairs = [config.num_heads > heads.num_kv_heads and heads.head_dim % 32 == 0 for heads in shapes]
+    if dtype == torch.bfloat16 and (cpu := cpu_kernels()) is not None:
+        supports, shapes = cpu.attention_pairs.supports_heads, config.head_shapes()
+        in_pairs = [supports(config.num_heads, heads.num_kv_heads, heads.head_dim) for heads in shapes]
         unused |= {"attention": all(in_pairs), "attention_pairs": not any(in_pairs)}
     return {name for name, is_unused in unused.items() if is_unused}
 

@@ -328,11 +328,11 @@ def attention_pairs_bf16(args):
     _attend_items(args, pointer(args[2]), pointer(args[3]), pointer(args[4]), pointer(args[5]))
 
 
+def supports_heads(num_heads: int, num_kv_heads: int, head_dim: int) -> bool:
+    """True for KV heads that serve several query heads, and head_dim a multiple of 32, on such a processor."""
+    return HAS_BF16_DOT and num_heads > num_kv_heads and head_dim % MULTIPLE == 0
+
+
 def supports(q: Tensor, k_cache: Tensor) -> bool:
-    """True for bf16, KV heads that serve several query heads, and head_dim a multiple of 32, on such a processor."""
-    return (
-        HAS_BF16_DOT
-        and q.dtype == k_cache.dtype == torch.bfloat16
-        and q.shape[1] > k_cache.shape[1]
-        and q.shape[2] % MULTIPLE == 0
-    )
+    """True for such heads in bf16, with a cache in bf16."""
+    return q.dtype == k_cache.dtype == torch.bfloat16 and supports_heads(q.shape[1], k_cache.shape[1], q.shape[2])

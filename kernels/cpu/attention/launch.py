@@ -167,7 +167,7 @@ def _attend_heads(q, out, k_cache, v_cache, table, first, seq_len, kv_head, num_
 def _attend_row(q, q_stride, out, k_cache, v_cache, tables, table_stride, first, seq_lens, behind, num_rows, common,
                 kv_head, num_heads, num_kv_heads, group, block_size, head_dim, scale, softcap, slopes,
                 sinks):  # fmt: skip
-    """See items.items_with. One row: no item has several, because most_rows is 1."""
+    """See items.items_with. num_rows is 1 and `common` 0, because _launch allows an item of this kernel one row."""
     seq_len = np.int64(read(seq_lens, 0)) - behind
     _attend_heads(q, out, k_cache, v_cache, tables, first, seq_len, kv_head, num_heads, num_kv_heads, group, block_size,
                   head_dim, scale, softcap, slopes, sinks)  # fmt: skip
