@@ -38,8 +38,9 @@ class EngineConfig:
     )
     quantization: str | None = option(
         None,
-        "quantise the weights of a plain checkpoint as they are loaded: int8, fp8 (e4m3) or int4; default: as stored",
-        choices=("int8", "int4", "fp8"),
+        "quantise the weights of a plain checkpoint as they are loaded: int8, fp8 (e4m3) or int4, or w8a8: int8 with "
+        "inputs rounded to int8, too, on a CPU with AVX512-VNNI; default: as stored",
+        choices=("int8", "int4", "fp8", "w8a8"),
     )
     generation_config: str = option(
         "auto",

@@ -59,14 +59,14 @@ def needed_kernels(
 
     if (cpu := cpu_kernels()) is None:
         return []
-    codes = {cpu.code_linear, cpu.integer_linear, cpu.code_floats, cpu.code_rows, cpu.scales}
+    codes = {cpu.code_linear, cpu.integer_linear, cpu.code_floats, cpu.code_rows, cpu.scales, cpu.w8a8}
     left_out = set() if quantized else codes
     left_out |= set() if adapters else {cpu.lora}
     left_out |= set() if compressed else {cpu.compressed_linear}
     if dtype != "bfloat16":
         left_out |= {
             cpu.linear, cpu.compressed_linear, cpu.attention_tiles, cpu.code_linear, cpu.integer_linear, cpu.lora,
-            cpu.pairs,
+            cpu.pairs, cpu.w8a8,
         }  # fmt: skip
     names = {module.__name__ for module in left_out}
     return [

@@ -63,6 +63,15 @@ class WeightFormat(Protocol):
 
 
 @runtime_checkable
+class InputFormat(Protocol):
+    """A WeightFormat that may round the inputs of its matrices to int8, too (W8A8)."""
+
+    @property
+    def int8_inputs(self) -> bool:
+        """True if it does so for any matrix."""
+
+
+@runtime_checkable
 class PackedFormat(Protocol):
     """A WeightFormat whose matrices take less memory where a CPU packs their codes (kernels/cpu/quantized)."""
 

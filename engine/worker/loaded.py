@@ -25,6 +25,7 @@ from engine.worker.cache.kv_cache import (
 )
 from engine.worker.device.choice import (
     check_attention,
+    check_quantization,
     compile_kernels,
     compressed_bytes,
     keeps_compressed,
@@ -177,6 +178,7 @@ def load_decoder(
     `place`. `draft_dir`: the draft model, if there is one. Raises ConfigError and ModelError."""
     device, ranks = take_place(config, place)
     dtype = resolve_dtype(config, model, device)
+    check_quantization(config, dtype, device)
     check_attention(config, model, dtype, device)
     draft_config = None if draft_dir is None else read_draft_config(config, draft_dir, model)
     models = [model] if draft_config is None else [model, draft_config]

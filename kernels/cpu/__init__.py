@@ -16,7 +16,7 @@ from kernels.cpu.linear import floats as float_linear
 from kernels.cpu.linear import lora
 from kernels.cpu.linear import panels as linear
 from kernels.cpu.parallel import ParallelKernel
-from kernels.cpu.quantized import code_floats, code_linear, code_rows, integer_linear, scales
+from kernels.cpu.quantized import code_floats, code_linear, code_rows, integer_linear, scales, w8a8
 from kernels.cpu.sampling import draw, logprobs, penalties, token_mask
 
 # The modules with kernels that this processor can run.
@@ -31,10 +31,12 @@ if features.MULTIPLIES_PAIRS:
     ]  # fmt: skip
 if features.HAS_BF16_DOT:
     MODULES.append(attention_pairs)
+if features.HAS_INT8_DOT:
+    MODULES.append(w8a8)
 
 __all__ = [
     "MODULES", "ParallelKernel", "activations", "attention", "attention_pairs", "code_floats", "code_linear",
     "code_rows", "compressed_linear", "decode_rows", "draw", "experts", "features", "float_linear", "integer_linear",
     "linear", "logprobs", "lora", "norms", "pairs", "penalties", "positions", "program", "quantize", "routing", "rows",
-    "scales", "token_mask", "tokens",
+    "scales", "token_mask", "tokens", "w8a8",
 ]  # fmt: skip

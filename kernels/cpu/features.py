@@ -10,6 +10,7 @@ _FEATURES = set((config.CPU_FEATURES or codegen.get_host_cpu_features()).split("
 HAS_BF16_DOT = "+avx512bf16" in _FEATURES  # vdpbf16ps, vcvtneps2bf16
 HAS_BF16_TILES = "+amx-bf16" in _FEATURES  # AMX: several times as fast with many rows
 HAS_AVX512 = {"+avx512bw", "+avx512dq"} <= _FEATURES  # 32 registers of 64 bytes
+HAS_INT8_DOT = HAS_AVX512 and "+avx512vnni" in _FEATURES  # vpdpbusd
 HAS_AVX2 = {"+avx2", "+fma", "+f16c"} <= _FEATURES  # 16 registers of 32 bytes
 # Kernels multiply pairs of bf16 numbers, by one instruction or by several (kernels/cpu/dots.py).
 MULTIPLIES_PAIRS = HAS_BF16_DOT or HAS_AVX2

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,7 +38,8 @@ class QuantizedLinear:
         compiled = weight.codes.device.type == "cpu" and (self._code_matmul is None or dtype == torch.bfloat16)
         cpu = cpu_kernels() if compiled else None
         if cpu and cpu.code_linear.supports_codes(weight, dtype):
-            self._packed = cpu.code_linear.PackedCodes(weight)
+            keeps_inputs = dtype == torch.float32 and weight.int8_inputs
+            self._packed = cpu.code_linear.PackedCodes(replace(weight, int8_inputs=False) if keeps_inputs else weight)
             self._multiply = cpu.code_linear.code_linear if dtype == torch.bfloat16 else cpu.code_floats.code_linear_f32
             self.weight = None
 

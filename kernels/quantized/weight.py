@@ -19,6 +19,8 @@ class QuantizedWeight:
     codes mean their own values; a byte of uint8 holds two 4-bit codes, the even column in its low half, and a code
     means `codebook[code]`. `group_size` columns of a row share a scale and an offset.
 
+    With `int8_inputs` the format rounds the inputs to int8, too (W8A8). Devices without such products keep the inputs.
+
     With `permutation`, column j of the codes belongs to feature permutation[j] of the input (GPTQ's act-order). Experts
     share one, or each has its own.
     """
@@ -29,6 +31,7 @@ class QuantizedWeight:
     offsets: Tensor | None = None  # shape and dtype of scales; None: 0
     codebook: tuple[float, ...] | None = None  # 16 values, with uint8 codes only
     permutation: Tensor | None = None  # int32 [in], or [experts, in]
+    int8_inputs: bool = False
 
     def __post_init__(self) -> None:
         assert (self.codes.dtype == torch.uint8) == (self.codebook is not None), "4-bit codes need a codebook"
@@ -169,7 +172,8 @@ def _with_expert_axis(weight: QuantizedWeight) -> QuantizedWeight:
 def _same_kind(a: QuantizedWeight, b: QuantizedWeight) -> bool:
     same_codes = a.codes.dtype == b.codes.dtype and a.codebook == b.codebook
     same_scales = a.scales.dtype == b.scales.dtype and a.group_size == b.group_size
-    return same_codes and same_scales and (a.offsets is None) == (b.offsets is None)
+    same_inputs = a.int8_inputs == b.int8_inputs
+    return same_codes and same_scales and same_inputs and (a.offsets is None) == (b.offsets is None)
 
 
 def _same_order(a: QuantizedWeight, b: QuantizedWeight) -> bool:

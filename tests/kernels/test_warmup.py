@@ -136,10 +136,10 @@ def test_a_complete_folder_is_used_where_it_cannot_be_written(monkeypatch, tmp_p
 
 @pytest.mark.parametrize("dtype, kv_format, others, words, modules", [
     ("bfloat16", None, False, {"f32", "int8", "fp8", "int4"},
-     {"code_linear", "integer_linear", "code_rows", "scales", "lora", "compressed"}),
+     {"code_linear", "integer_linear", "code_rows", "scales", "w8a8", "lora", "compressed"}),
     ("bfloat16", "int8", True, {"f32", "fp8", "int4"}, set()),
     ("float32", "int4", True, {"bf16", "int8", "fp8"},
-     {"code_linear", "integer_linear", "lora", "panels", "tiles", "compressed", "pairs"}),
+     {"code_linear", "integer_linear", "w8a8", "lora", "panels", "tiles", "compressed", "pairs"}),
 ])  # fmt: skip
 def test_the_choice_leaves_out_other_dtypes_and_formats(dtype, kv_format, others, words, modules):
     kernels = all_kernels()

@@ -409,6 +409,18 @@ def test_the_description_of_a_busy_step_moves_nothing(live, visit, width):
     assert text == f"Step 123,456: {work}, {events}, 123.4 ms"
 
 
+@pytest.mark.parametrize("width", [1280, 1000, 920])
+def test_the_head_of_the_memory_holds_what_it_says_of_a_large_pool(live, visit, width):
+    page = visit(live.url, viewport={"width": width, "height": 700})
+    page.evaluate("""() => {
+      const extent = document.getElementById("extent");
+      extent.hidden = false;
+      extent.textContent = "first 512 shown: show all";
+    }""")
+    edge, when = (page.locator(selector).bounding_box() for selector in ("#memory", "#when"))
+    assert when["x"] + when["width"] <= edge["x"] + edge["width"] - 8
+
+
 def test_a_phone_shows_chat_and_memory_without_scrolling_sideways(live, visit):
     page = visit(live.url, viewport={"width": 360, "height": 740}, has_touch=True)
     set_parameters(page, n=2, max_tokens=400)

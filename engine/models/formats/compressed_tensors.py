@@ -1,12 +1,13 @@
 """Checkpoints of llm-compressor in the formats of compressed-tensors: integers, FP8, MXFP4 and NVFP4.
 
-`config_groups` gives each group of modules a scheme: the type of the weights and which of them share a scale. The
-quantisation of activations that a scheme asks for is not done: activations stay in the dtype of the model.
+`config_groups` gives each group of modules a scheme: the type of the weights and which of them share a scale. Where a
+scheme asks for activations in int8 beside weights in int8 (W8A8), weights say so, and scales of activations in the file
+are not used. Other activations stay in the dtype of the model.
 """
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
@@ -56,6 +57,7 @@ class Scheme:
     group_size: int  # columns, with strategy "group" or "tensor_group"
     block: tuple[int, int] | None  # with strategy "block"
     act_order: bool
+    int8_inputs: bool
 
     def group(self, columns: int) -> int:
         """Columns that share a scale."""
@@ -78,6 +80,11 @@ class CompressedFormat:
     ignored: tuple[str, ...]
     name: str = "compressed-tensors"
     reads_plain: bool = False
+
+    @property
+    def int8_inputs(self) -> bool:
+        """See InputFormat."""
+        return any(scheme.int8_inputs for scheme in self.schemes)
 
     def tensors(self, matrix: Matrix) -> Mapping[str, Stored] | None:
         """See WeightFormat."""
@@ -179,7 +186,8 @@ def _integer_weight(matrix: Matrix, scheme: Scheme, scales: Tensor, tensors: Map
         permutation = code_permutation(g_idx, group, matrix)
     if permutation is not None:
         codes = codes[:, permutation.long()]
-    return integer_weight(codes, scheme.bits, scales, group, zeros, permutation, scheme.symmetric)
+    weight = integer_weight(codes, scheme.bits, scales, group, zeros, permutation, scheme.symmetric)
+    return replace(weight, int8_inputs=scheme.int8_inputs)
 
 
 def read(reader: ConfigReader) -> CompressedFormat:
@@ -235,7 +243,14 @@ def _read_scheme(group: ConfigReader, outer: ConfigReader) -> Scheme:
         reader.size("group_size", low=1) if grouped else 0,
         _read_structure(reader) if strategy == "block" else None,
         act_order in ("group", "dynamic"),
+        kind == "int" and bits == 8 and _rounds_to_int8(group.raw.get("input_activations")),
     )
+
+
+def _rounds_to_int8(activations: Any) -> bool:
+    """True for the input_activations of a scheme that are int8."""
+    is_object = isinstance(activations, Mapping)
+    return is_object and activations.get("num_bits") == 8 and activations.get("type", "int") == "int"
 
 
 def _read_structure(reader: ConfigReader) -> tuple[int, int]:

@@ -1,7 +1,8 @@
-"""`--quantization int8|int4|fp8`: the matrices of a plain checkpoint are quantised as they are read.
+"""`--quantization int8|int4|fp8|w8a8`: the matrices of a plain checkpoint are quantised as they are read.
 
-int8 and fp8 have a scale per row. int4 has one per group of 32 columns, found by a small search for the least squared
-error (as in llama.cpp's Q4_0, whose groups have the same size and codes). Rounding is to nearest.
+int8 and fp8 have a scale per row; w8a8 is int8 whose inputs are rounded to int8, too, in each call. int4 has one per
+group of 32 columns, found by a small search for the least squared error (as in llama.cpp's Q4_0, whose groups have the
+same size and codes). Rounding is to nearest.
 """
 
 from collections.abc import Mapping
@@ -24,10 +25,15 @@ TINY = 1e-12
 
 @dataclass(frozen=True, slots=True)
 class OnLoadFormat:
-    """See WeightFormat. method: "int8", "int4" or "fp8"."""
+    """See WeightFormat. method: "int8", "int4", "fp8" or "w8a8"."""
 
     method: str
     reads_plain: bool = True
+
+    @property
+    def int8_inputs(self) -> bool:
+        """See InputFormat."""
+        return self.method == "w8a8"
 
     @property
     def name(self) -> str:
@@ -52,9 +58,10 @@ class OnLoadFormat:
         if self.method == "int4":
             return quantize_int4(weight, group_size)
         scales = weight.abs().amax(-1, keepdim=True).clamp_min(TINY)
-        if self.method == "int8":
+        if self.method in ("int8", "w8a8"):
             scales /= 127
-            return QuantizedWeight((weight / scales).round().to(torch.int8), scales, weight.shape[-1])
+            codes = (weight / scales).round().to(torch.int8)
+            return QuantizedWeight(codes, scales, weight.shape[-1], int8_inputs=self.method == "w8a8")
         scales /= MAX_E4M3
         return QuantizedWeight((weight / scales).to(torch.float8_e4m3fn), scales, weight.shape[-1])
 

@@ -7,11 +7,12 @@ configuration that quantised the checkpoint, and with it their layout:
 - int4 (Int4Tensor, packing format "plain"): qdata [out, in / 2], two's complement, the even column in the low half;
   scale and zero_point [groups, out]; value = qdata * scale + zero_point;
 - float8 (Float8Tensor): qdata float8_e4m3fn [out, in], scale [out, 1] or [1, 1].
-Activations are not quantised, even if quant_type asks for it.
+int8 of Int8DynamicActivationInt8Weight and of Int8StaticActivationInt8Weight has int8 inputs; other activations are not
+quantised, even if quant_type asks for it.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ CONFIGURATIONS = {
     "Float8DynamicActivationFloat8WeightConfig": "float8",
     "Float8StaticActivationFloat8WeightConfig": "float8",
 }
+INT8_INPUTS = ("Int8DynamicActivationInt8WeightConfig", "Int8StaticActivationInt8WeightConfig")
 INTX_BITS = {"int4": 4, "int8": 8}
 
 
@@ -57,6 +59,7 @@ class TorchAoFormat:
     group_size: int  # columns; 0: all
     skipped: tuple[str, ...]
     with_head: bool  # the head is quantised, too
+    int8_inputs: bool = False
     name: str = "torchao"
     reads_plain: bool = False
 
@@ -92,7 +95,8 @@ class TorchAoFormat:
         middle = 1 << (self.bits - 1)
         codes = (qdata.to(torch.int16) + middle).to(torch.uint8)
         zeros = None if ZERO not in tensors else tensors[ZERO].to(torch.int16) + middle
-        return integer_weight(codes, self.bits, scale, group, zeros)
+        weight = integer_weight(codes, self.bits, scale, group, zeros)
+        return replace(weight, int8_inputs=self.int8_inputs)
 
     def num_bytes(self, matrix: Matrix, dtype_bytes: int) -> int:
         """See WeightFormat."""
@@ -113,7 +117,8 @@ def read(reader: ConfigReader) -> TorchAoFormat:
         )
     where = f"{reader.where}: quant_type"
     outer, inner = ConfigReader(default, where), ConfigReader(default["_data"], f"{where}: _data")
-    kind = CONFIGURATIONS[outer.choice("_type", "none", tuple(CONFIGURATIONS))]
+    configuration = outer.choice("_type", "none", tuple(CONFIGURATIONS))
+    kind = CONFIGURATIONS[configuration]
     if outer.size("_version", 1) < 2:
         raise ModelError(
             f"{where}: _version 1 of {default['_type']} is not served; save it with torchao 0.15 or later."
@@ -124,6 +129,7 @@ def read(reader: ConfigReader) -> TorchAoFormat:
         _read_group_size(inner, kind),
         read_patterns(reader, "modules_to_not_convert"),
         reader.flag("include_input_output_embeddings", False),
+        configuration in INT8_INPUTS,
     )
 
 

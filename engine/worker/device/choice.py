@@ -79,6 +79,22 @@ def resolve_dtype(config: EngineConfig, model: ModelConfig, device: torch.device
     return DTYPES[config.dtype]
 
 
+def check_quantization(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise ConfigError if w8a8 is asked for and this device or dtype has no products of int8 inputs. A checkpoint in
+    W8A8 is served everywhere: elsewhere its inputs keep their dtype."""
+    if config.quantization != "w8a8":
+        return
+    if device.type != "cpu":
+        obstacle = "only a CPU rounds inputs to int8; use fp8 or int8 on a GPU"
+    elif dtype != torch.bfloat16:
+        obstacle = "only inputs in bfloat16 are rounded; use --dtype bfloat16"
+    elif (cpu := cpu_kernels()) is None or not cpu.features.HAS_INT8_DOT:
+        obstacle = "the kernel needs numba and a CPU with AVX512-VNNI; use int8"
+    else:
+        return
+    raise ConfigError(f"quantization: w8a8 is not served here: {obstacle}.")
+
+
 def check_attention(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
     """Raise ConfigError if the GPU's attention kernels have no tile for this model. For a CPU there is nothing to
     check."""

@@ -7,6 +7,7 @@ from collections.abc import Collection
 import torch
 
 from engine.models.config import ModelConfig
+from engine.models.weight_format import InputFormat
 from kernels.dispatch import cpu_kernels
 from kernels.kv_format import KVFormat
 from kernels.warmup import all_kernels, compile_kernels, compile_rest, help_with, needed_kernels
@@ -14,6 +15,7 @@ from kernels.warmup import all_kernels, compile_kernels, compile_rest, help_with
 logger = logging.getLogger(__name__)
 
 EXPERT_KERNELS = ("route", "router", "sort_pairs", "gather_pairs", "sum_pairs", "gate_rows")
+W8A8_KERNELS = ("w8a8_linear", "w8a8_rows")
 
 
 class KernelCompiler:
@@ -64,6 +66,8 @@ def unused_kernels(config: ModelConfig, dtype: torch.dtype) -> set[str]:
         "combine": not (adds or config.moe or config.has_extended_layers),
     }
     unused |= dict.fromkeys(EXPERT_KERNELS, config.moe is None)
+    int8_inputs = isinstance(config.quantization, InputFormat) and config.quantization.int8_inputs
+    unused |= dict.fromkeys(W8A8_KERNELS, not int8_inputs)
     if dtype == torch.bfloat16 and (cpu := cpu_kernels()) is not None:
         supports, shapes = cpu.attention_pairs.supports_heads, config.head_shapes()
         in_pairs = [supports(config.num_heads, heads.num_kv_heads, heads.head_dim) for heads in shapes]

@@ -25,6 +25,7 @@ from kernels.cpu.quantized.code_rows import code_rows, sum_groups
 from kernels.cpu.quantized.decoding import decode_pairs
 from kernels.cpu.quantized.integer_linear import ROUNDED_APART, ROWS_PER_ITEM, integer_linear, round_rows
 from kernels.cpu.quantized.scales import COLUMNS, FACTORED, FP16, FP32, factorize, load_by_form
+from kernels.cpu.quantized.w8a8 import w8a8_linear
 from kernels.cpu.quantized.words import (
     FP8,
     INT4,
@@ -36,6 +37,7 @@ from kernels.cpu.quantized.words import (
     SPLIT4,
     TABLES,
     VECTORS,
+    W8A8,
     WORDS,
     kind_of,
     load_pairs,
@@ -389,6 +391,8 @@ def _launch(x: Tensor, weight: PackedCodes, bias: Tensor | None, groups: RowGrou
     row_stride, stride = x.stride()
     if stride != 1 or row_stride % 2:
         x, row_stride = x.contiguous(), x.shape[1]
+    if weight.kind == W8A8:
+        return w8a8_linear(x, weight.codes, weight.scales, weight.form, bias, weight.out_features, groups)
     num_rows, in_features = x.shape
     num_groups, offsets = in_features // weight.group_size, weight.offsets
     num_panels, out_features = len(weight.codes), weight.out_features

@@ -8,7 +8,7 @@ from kernels.cpu import simd
 from kernels.cpu.codes import WIDTH
 from kernels.cpu.parallel import empty, jit, next_item, parallel_kernel
 from kernels.cpu.quantized.scales import COLUMNS, read_scale
-from kernels.cpu.quantized.words import FP8, INT6, INT8, LINE, PAIR_WORDS, PLACES8, SPLIT4
+from kernels.cpu.quantized.words import FP8, INT6, INT8, LINE, PAIR_WORDS, PLACES8, SPLIT4, W8A8
 from kernels.cpu.simd import advance, load, read, splat, write
 
 
@@ -18,8 +18,11 @@ def _byte(codes, place):
 
 
 @jit
-def _code(kind, codes, row, i):
-    """The code of input `i` of a pair, for output `row` of the panel. codes: of this pair."""
+def _code(kind, codes, row, k, i):
+    """The code of input `i` of pair k, for output `row` of the panel. codes: of this pair."""
+    if kind == W8A8:
+        odd = k % 2
+        return _byte(advance(codes, -odd * PAIR_WORDS[W8A8]), 4 * row + 2 * odd + i)
     if kind == INT8:
         return _byte(codes, PLACES8[0] * i + PLACES8[1] * row)
     if kind == FP8:
@@ -47,7 +50,7 @@ def _code_rows(args):
             scale = read_scale(scales, form, at)
             offset = read_scale(offsets, form, at) if simd.address(offsets) != 0 else float32(0)
             for i in range(2):
-                code = _code(kind, pair, row, i)
+                code = _code(kind, pair, row, k, i)
                 meaning = read(values, code)
                 if kind == SPLIT4:
                     meaning += read(values, 16 + code)

@@ -20,7 +20,7 @@ from torch import Tensor
 from kernels.cpu import simd
 from kernels.cpu.codes import WIDTH, constant
 from kernels.cpu.dots import LANES, lanes, look_up, vector_at
-from kernels.cpu.features import HAS_AVX512, HAS_BF16_DOT, instruction
+from kernels.cpu.features import HAS_AVX512, HAS_BF16_DOT, HAS_INT8_DOT, instruction
 from kernels.cpu.quantized.scales import COLUMNS
 from kernels.cpu.simd import I32Pointer
 from kernels.cpu.widened_dots import as_words, float_table, pair, permute
@@ -34,8 +34,10 @@ AHEAD = 48  # pairs to prefetch ahead of one row: 3 KiB of 4-bit codes
 # Kinds of codes. WORDS: the bf16 pairs themselves; SPLIT4: 4-bit codes with two tables; INT6: -32 to 31. INT4: 4-bit
 # codes with one table, which holds neighbouring integers where INTEGERS has the kind.
 WORDS, INT4, INT8, FP8, SPLIT4, INT6 = KINDS = range(6)
-PAIR_WORDS = (COLUMNS, LINE, 2 * LINE, 2 * LINE, LINE, LINE + LINE // 2)  # by kind: 32-bit words of a pair of inputs
-TABLES = (0, 1, 0, 0, 2, 2)  # by kind: registers
+W8A8 = len(KINDS)  # int8 codes for inputs in int8, quad by quad of inputs: see w8a8.py, which alone multiplies them
+PAIR_WORDS = (COLUMNS, LINE, 2 * LINE, 2 * LINE, LINE, LINE + LINE // 2, 2 * LINE)  # by kind: words of a pair of inputs
+TABLES = (0, 1, 0, 0, 2, 2, 0)  # by kind: registers
+MIDDLE = 128  # codes of W8A8 are stored as their value + 128
 LEAST6 = -32  # the least 6-bit code
 # Kinds that rows multiply as integers: 8-bit codes as they are, the others from the first number of the table on.
 INTEGERS = () if HAS_BF16_DOT else (INT4, INT8, INT6)
@@ -218,6 +220,8 @@ def kind_of(weight: QuantizedWeight) -> int:
     """The kind of codes that holds a weight [..., out, in]."""
     if weight.codes.dtype == torch.float8_e4m3fn:
         return FP8
+    if supports_w8a8(weight):
+        return W8A8
     if weight.codebook is None:
         low, high = (int(code) for code in weight.codes.aminmax())
         return INT6 if LEAST6 <= low and high < -LEAST6 else INT8
@@ -227,10 +231,18 @@ def kind_of(weight: QuantizedWeight) -> int:
     return INT4 if torch.equal(values, values.bfloat16().float()) else SPLIT4
 
 
+def supports_w8a8(weight: QuantizedWeight) -> bool:
+    """True for a weight whose inputs are int8, too, with one scale per row and whole vectors of inputs."""
+    plain = weight.codes.dtype == torch.int8 and weight.offsets is None and weight.group_size == weight.in_features
+    return HAS_INT8_DOT and weight.int8_inputs and plain and weight.in_features % WIDTH == 0
+
+
 def pack_codes(weight: QuantizedWeight, kind: int) -> Tensor:
     """The codes of a matrix [out, in] -> [panels, in / 2, ...]."""
     if kind == INT6:
         return _pack_int6(weight.codes)
+    if kind == W8A8:
+        return _pack_quads(weight.codes)
     if kind in (INT8, FP8):
         by_input = kind == INT8 and HAS_BF16_DOT
         return _pack_bytes(weight.codes.view(torch.uint8), (0, 2, 3, 1) if by_input else (0, 2, 1, 3))
@@ -252,6 +264,8 @@ def tables_of(weight: QuantizedWeight, kind: int) -> Tensor:
 
 def meanings_of(kind: int, tables: Tensor) -> Tensor:
     """The meaning of each code, fp32 [tables, codes]; those of two tables are added."""
+    if kind == W8A8:
+        return torch.arange(-MIDDLE, MIDDLE).float().unsqueeze(0)
     if kind in (INT8, FP8):
         octets = torch.arange(256, dtype=torch.uint8)
         return octets.view(torch.int8 if kind == INT8 else torch.float8_e4m3fn).float().unsqueeze(0)
@@ -293,3 +307,9 @@ def _pack_bytes(codes: Tensor, order: tuple[int, ...]) -> Tensor:
     """8-bit codes -> [panels, in / 2, 128]; order: of the axes panel, output, pair, input of the pair."""
     pairs = padded_rows(codes).view(-1, COLUMNS, codes.shape[1] // 2, 2)
     return pairs.permute(order).flatten(2).contiguous()
+
+
+def _pack_quads(codes: Tensor) -> Tensor:
+    """int8 [out, in] -> uint8 [panels, in / 2, 128]: four inputs of output 0, the same four of output 1, ..."""
+    quads = padded_rows(codes.view(torch.uint8) ^ MIDDLE).view(-1, COLUMNS, codes.shape[1] // 4, 4)
+    return quads.transpose(1, 2).reshape(len(quads), codes.shape[1] // 2, 2 * COLUMNS)
