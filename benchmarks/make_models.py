@@ -2,6 +2,7 @@
 """Checkpoints with random weights and a real tokenizer, for benchmarks: no download, the same bytes on every machine.
 
     python benchmarks/make_models.py [NAME ...] [--out .cache/models]        default: llama-tiny llama-90m; also minilm
+    python benchmarks/make_models.py llama-90m-w8a8                          int8 in the layout of llm-compressor
 
 Speed does not depend on what the weights say, only on their shapes. llama-tiny is so small that the engine's own work
 shows; llama-90m keeps a CPU busy; qwen-500m, in the shape of Qwen2.5-0.5B, has a large vocabulary; gpt2-90m has
@@ -14,6 +15,7 @@ import argparse
 import sys
 import sysconfig
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -30,6 +32,11 @@ from transformers import (
 )
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [path for path in (str(ROOT),) if path not in sys.path]  # run as a script, this folder is not installed
+
+from benchmarks.formats.layouts import layouts  # noqa: E402
+from benchmarks.formats.writers import write_checkpoint  # noqa: E402
+
 VOCAB_SIZE = 8192
 CONTEXT_LENGTH = 4096
 ENCODER_VOCAB_SIZE = 30522
@@ -49,7 +56,8 @@ SHAPES = {
 }
 QWEN_VOCAB_SIZE = 151936  # most of these ids have no text
 ENCODER = "minilm"
-NAMES = (*SHAPES, ENCODER)
+W8A8 = "-w8a8"  # behind the name of a shape
+NAMES = (*SHAPES, *(name + W8A8 for name in SHAPES if name.startswith(("llama", "qwen"))), ENCODER)
 
 
 def train_tokenizer() -> PreTrainedTokenizerFast:
@@ -146,7 +154,14 @@ def main(argv: list[str] | None = None) -> int:
     tokenizer = train_tokenizer()
     for name in names:
         folder = options.out / name
-        count = make_encoder(folder) if name == ENCODER else make_model(name, folder, tokenizer)
+        if name == ENCODER:
+            count = make_encoder(folder)
+        elif name.endswith(W8A8):
+            with TemporaryDirectory() as plain:
+                count = make_model(name.removesuffix(W8A8), Path(plain), tokenizer)
+                write_checkpoint(Path(plain), folder, layouts()["compressed-tensors w8a8"])
+        else:
+            count = make_model(name, folder, tokenizer)
         print(f"{name}: {count / 1e6:.1f} M parameters in {options.out / name}")
     return 0
 

@@ -23,6 +23,7 @@ from benchmarks.formats.writers import (
 
 COMPRESSED_INT8 = (".weight", ".weight_scale", ".weight_zero_point")
 TORCHAO_INT8 = ("._weight_qdata", "._weight_scale", "._weight_zero_point")
+DYNAMIC_INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
 COMPRESSED_NVFP4 = (".weight_packed", ".weight_scale", ".weight_global_scale")
 MODELOPT_NVFP4 = (".weight", ".weight_scale", ".weight_scale_2")
 
@@ -32,10 +33,15 @@ def gptq_config(bits: int, group_size: int, sym: bool, **more: Any) -> dict[str,
     return {"quant_method": "gptq", "bits": bits, "group_size": group_size, "sym": sym, "desc_act": False} | more
 
 
-def compressed(layout: str, **weights: Any) -> dict[str, Any]:
-    """The fields that llm-compressor writes for one group of all linear layers."""
+def compressed(layout: str, inputs: dict[str, Any] | None = None, **weights: Any) -> dict[str, Any]:
+    """The fields that llm-compressor writes for one group of all linear layers. inputs: those of activations."""
     default = {"dynamic": False, "symmetric": True, "type": "int", "num_bits": 8, "group_size": None}
-    group = {"targets": ["Linear"], "weights": default | weights, "input_activations": None, "output_activations": None}
+    group = {
+        "targets": ["Linear"],
+        "weights": default | weights,
+        "input_activations": inputs,
+        "output_activations": None,
+    }
     return {
         "quant_method": "compressed-tensors",
         "format": layout,
@@ -107,6 +113,10 @@ def _compressed_8_bit(group: int, block: int) -> dict[str, Layout]:
         ),
         "compressed-tensors int8": Layout(
             compressed("int-quantized", strategy="channel"), int8(-1, True, COMPRESSED_INT8, torch.bfloat16)
+        ),
+        "compressed-tensors w8a8": Layout(
+            compressed("int-quantized", DYNAMIC_INT8, strategy="channel"),
+            int8(-1, True, COMPRESSED_INT8[:2], torch.bfloat16),
         ),
         "compressed-tensors int8 asymmetric": Layout(
             compressed("int-quantized", strategy="group", group_size=group, symmetric=False),

@@ -145,13 +145,13 @@ def packed(bits: int, group_size: int, symmetric: bool = True, act_order: bool =
     return write
 
 
-def int8(group_size: int, symmetric: bool, names: tuple[str, str, str], scale_dtype: torch.dtype) -> Writer:
-    """Signed bytes with a scale and a zero: names of the codes, the scales and the zeros."""
+def int8(group_size: int, symmetric: bool, names: tuple[str, ...], scale_dtype: torch.dtype) -> Writer:
+    """Signed bytes with a scale and a zero: names of the codes, the scales and the zeros, which may be left out."""
 
     def write(weight: Tensor) -> tuple[Tensors, Tensor]:
         q = integers(weight, 8, in_order(weight.shape[1], group_size), symmetric, scale_dtype)
         codes, zeros = ((table - 128).to(torch.int8) for table in (q.codes, q.zeros))
-        return dict(zip(names, (codes, q.scales, zeros), strict=True)), q.values()
+        return dict(zip(names, (codes, q.scales, zeros), strict=False)), q.values()
 
     return write
 
