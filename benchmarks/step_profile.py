@@ -4,8 +4,8 @@
                                       [--context 16] [--prompt 512] [--tokens 64] [--json PATH]
 
 First the ceilings: bytes read per second by one thread and by all (a sum over 1 GiB), and the rate of bf16 dot products
-(the faster of our linear layer and torch's, 512 rows). Then a line of milliseconds per step for each number of streams,
-each with a prompt of --context tokens, and for a prefill:
+(the faster of our linear layer and torch's), for a model in W8A8 that of int8 products. Then a line of milliseconds
+per step for each number of streams, each with a prompt of --context tokens, and for a prefill:
 
   kernels    the compiled kernels; a decode step's layers run as one recorded program
   worker     the rest of the Worker's time from plan to result: Python, and operators of torch
@@ -44,17 +44,21 @@ from benchmarks.quantized import SHORT_PROMPT, read_bandwidth
 from engine.driver import Driver
 from engine.llm import LLM
 from engine.models.families import read_model_config
+from engine.models.weight_format import InputFormat
 from engine.sampling_params import SamplingParams
 from kernels.linear.packed import PackedLinear
+from kernels.quantized.linear import QuantizedLinear
+from kernels.quantized.weight import QuantizedWeight
 from server.commands.bench.report import machine
 
 ROWS, SIZE = 512, 1024  # of the product that measures the dot rate: its weight stays in L2
+INT8_ROWS = 2048  # of the product in int8
 WARM_UP_STEPS = 8
 DriverTimes = list[tuple[float, float]]  # when the Driver's work began, and its seconds
 
 
-def measure_ceilings(dtype: torch.dtype) -> dict[str, float]:
-    """Bytes and FLOPs per second."""
+def measure_ceilings(dtype: torch.dtype, int8_inputs: bool) -> dict[str, float]:
+    """Bytes and FLOPs per second. int8_inputs: those of int8 products, too."""
     threads = torch.get_num_threads()
     ceilings = {"read_bytes_per_s": read_bandwidth()}
     torch.set_num_threads(1)
@@ -64,6 +68,12 @@ def measure_ceilings(dtype: torch.dtype) -> dict[str, float]:
     layers: list[Callable[[torch.Tensor], object]] = [PackedLinear(weight, None), lambda x: x @ weight.T]
     seconds = min(_best_seconds(lambda layer=layer: layer(x)) for layer in layers)  # type: ignore[misc]
     ceilings["dot_flops_per_s"] = 2 * ROWS * SIZE * SIZE / seconds
+    if int8_inputs:
+        codes = torch.randint(-127, 128, (SIZE, SIZE)).to(torch.int8)
+        layer = QuantizedLinear(QuantizedWeight(codes, torch.ones(SIZE, 1), SIZE, int8_inputs=True), None, dtype)
+        many, rows = x.repeat(INT8_ROWS // ROWS, 1), codes.repeat(INT8_ROWS // SIZE, 1)
+        seconds = min(_best_seconds(lambda: layer(many)), _best_seconds(lambda: torch._int_mm(rows, codes.T)))
+        ceilings["int8_flops_per_s"] = 2 * INT8_ROWS * SIZE * SIZE / seconds
     return ceilings
 
 
@@ -172,21 +182,30 @@ def group_steps(profile: Profile, options: argparse.Namespace) -> dict[str, list
 def operator_line(name: str, operator: Operator, ceilings: dict[str, float]) -> str:
     """One operator: calls, time, rates, and the larger share of a ceiling."""
     read, dots = operator.bytes / operator.seconds, operator.flops / operator.seconds
-    share = max(read / ceilings["read_bytes_per_s"], dots / ceilings["dot_flops_per_s"])
+    share = max(read / ceilings["read_bytes_per_s"], dots / dot_ceiling(name, ceilings))
     rates = f"{read / 1e9:7.1f} GB/s {dots / 1e9:8.0f} GFLOP/s {share:5.0%}" if operator.bytes else ""
     return f"  {name:36} {operator.calls:4} calls {operator.seconds * 1e6:9.0f} us {rates}".rstrip()
 
 
+def dot_ceiling(name: str, ceilings: dict[str, float]) -> float:
+    """FLOPs per second that an operator could reach."""
+    return ceilings["int8_flops_per_s" if "w8a8" in name else "dot_flops_per_s"]
+
+
 def floor_seconds(row: dict[str, Any], ceilings: dict[str, float]) -> float:
     """The least seconds of a step; the module's docstring says how they count."""
-    read, dots = ceilings["read_bytes_per_s"], ceilings["dot_flops_per_s"]
-    return sum(max(operator.bytes / read, operator.flops / dots) for operator in row["operators"].values())
+    read = ceilings["read_bytes_per_s"]
+    return sum(
+        max(operator.bytes / read, operator.flops / dot_ceiling(name, ceilings))
+        for name, operator in row["operators"].items()
+    )
 
 
 def print_report(rows: dict[str, dict[str, Any]], ceilings: dict[str, float]) -> None:
     read, one = ceilings["read_bytes_per_s"], ceilings["read_bytes_per_s_1_thread"]
     dots = ceilings["dot_flops_per_s"]
-    print(f"reads {read / 1e9:.1f} GB/s, {one / 1e9:.1f} with one thread; dots {dots / 1e9:.0f} GFLOP/s")
+    int8 = f", in int8 {ceilings['int8_flops_per_s'] / 1e9:.0f}" if "int8_flops_per_s" in ceilings else ""
+    print(f"reads {read / 1e9:.1f} GB/s, {one / 1e9:.1f} with one thread; dots {dots / 1e9:.0f} GFLOP/s{int8}")
     names = ("step", "kernels", "worker", "driver", "wake_ups")
     heading = "".join(f"{name.replace('_', '-'):>10}" for name in names)
     print(f"{'ms per step':16}{heading}  overhead     floor  reached")
@@ -216,7 +235,9 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
-    ceilings = measure_ceilings(getattr(torch, options.dtype))
+    quantization = read_model_config(options.model, options.quantization).quantization
+    int8_inputs = isinstance(quantization, InputFormat) and quantization.int8_inputs
+    ceilings = measure_ceilings(getattr(torch, options.dtype), int8_inputs)
     profile, driver = run_workload(options)
     groups = group_steps(profile, options)
     rows = {kind: summarise(steps, profile, driver) for kind, steps in groups.items()}

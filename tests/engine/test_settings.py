@@ -178,7 +178,7 @@ def test_flag_mistakes_name_the_flag():
 @pytest.mark.parametrize(
     "keywords, message",
     [
-        ({"quantization": "awq"}, "quantization must be one of int8, int4, fp8 (or none), not 'awq'"),
+        ({"quantization": "awq"}, "quantization must be one of int8, int4, fp8, w8a8 (or none), not 'awq'"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size must be an integer from 1 to 64"),
         ({"kv_cache_dtype": "fp4"}, "kv_cache_dtype must be one of auto, int8, fp8, int4, not 'fp4'."),
         ({"swap_space": 1.0, "enable_prefix_caching": False}, "swap_space: the prefix cache keeps the blocks"),

@@ -22,6 +22,7 @@ def test_kernels_for_avx2(arguments):
 
 @pytest.mark.skipif(not binding.get_host_cpu_features().get("avx512bw"), reason="runs code for AVX-512")
 def test_integer_codes_for_avx512_without_bf16():
-    choice = ("tests/kernels/test_quantized_linear.py", "-k", "int4 or int6 or int8 or large_group")
+    files = ("tests/kernels/test_quantized_linear.py", "tests/kernels/test_w8a8.py")
+    choice = (*files, "-k", "w8a8 or int4 or int6 or int8 or large_group")
     done = run_tests("icelake-server", "-n", "0", "-p", "no:cacheprovider", *choice)
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-3000:]

@@ -32,6 +32,7 @@ from engine.models.families import read_model_config
 from engine.models.formats import read_quantization
 from engine.models.loading.load import load_model, weight_bytes
 from engine.models.loading.loader import load_weights
+from engine.models.weight_format import InputFormat
 from kernels.quantized.weight import QuantizedWeight
 from tests.engine.models.paged import PagedRunner, Sequence
 from tests.engine.models.tiny_models import VOCAB, load_oracle, oracle_logits
@@ -303,6 +304,28 @@ def test_damaged_tensors(oracle: tuple[LlamaForCausalLM, Path], tmp_path: Path, 
     change_tensors(tmp_path, damage)
     with pytest.raises(ModelError, match=message):
         load_weights(tmp_path, read_model_config(tmp_path), torch.float32, CPU)
+
+
+@pytest.mark.parametrize(("name", "rounds"), [
+    ("compressed-tensors w8a8", True), ("compressed-tensors int8", False), ("torchao int8 dynamic", True),
+    ("torchao int8", False),
+])  # fmt: skip
+def test_int8_inputs_are_those_that_the_checkpoint_asks_for(
+    oracle: tuple[LlamaForCausalLM, Path], tmp_path: Path, name: str, rounds: bool
+) -> None:
+    layout = SMALL.get(name) or replace(SMALL["torchao int8"], config=torchao("Int8DynamicActivationInt8WeightConfig"))
+    write_checkpoint(oracle[1], tmp_path, layout)
+    config = read_model_config(tmp_path)
+    assert isinstance(config.quantization, InputFormat) and config.quantization.int8_inputs == rounds
+    weights = load_weights(tmp_path, config, torch.bfloat16, CPU).values()
+    found = {weight.int8_inputs for weight in weights if isinstance(weight, QuantizedWeight)}
+    assert found == {rounds}
+
+
+@pytest.mark.parametrize("inputs", [None, {"num_bits": 8, "type": "float"}, {"num_bits": 4, "type": "int"}])
+def test_other_inputs_keep_their_dtype(inputs: dict[str, Any] | None) -> None:
+    found = read_quantization({"quantization_config": compressed("int-quantized", inputs, strategy="channel")})
+    assert isinstance(found, InputFormat) and not found.int8_inputs
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

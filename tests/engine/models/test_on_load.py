@@ -47,7 +47,7 @@ def test_logits_equal_those_of_the_dequantised_weights(name: str, method: str, t
     assert not torch.allclose(found, logits(load_model(tmp_path, plain, **options)), atol=1e-4)
 
 
-@pytest.mark.parametrize("method", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize("method", ["int8", "int4", "fp8", "w8a8"])
 def test_bytes_are_those_of_the_weights(method: str, tmp_path: Path) -> None:
     save_model("llama", tmp_path)
     config = read_model_config(tmp_path, method)
@@ -65,11 +65,19 @@ def test_int4_takes_the_scale_with_the_least_error() -> None:
     assert found < 0.95 * nearest
 
 
+def test_w8a8_has_the_codes_of_int8_and_int8_inputs() -> None:
+    matrix, weight = Matrix("m", "layers.0.mlp_in.weight", (8, 64)), torch.randn(8, 64)
+    int8, w8a8 = (OnLoadFormat(method).quantized(matrix, {".weight": weight}) for method in ("int8", "w8a8"))
+    assert torch.equal(int8.codes, w8a8.codes) and torch.equal(int8.scales, w8a8.scales)
+    assert w8a8.int8_inputs and not int8.int8_inputs
+
+
 def test_groups_of_zeros_and_many_experts() -> None:
     experts = torch.randn(3, 4, 64)
     experts[1] = 0
-    for method in ("int8", "int4", "fp8"):
+    for method in ("int8", "int4", "fp8", "w8a8"):
         made = OnLoadFormat(method).quantized(Matrix("m", "experts_in.weight", (3, 4, 64)), {".weight": experts})
+        assert made.expert(2).int8_inputs == (method == "w8a8")
         assert made.shape == (3, 4, 64) and (made.dequantize()[1] == 0).all()
         assert torch.equal(made.expert(2).dequantize(), made.dequantize()[2])
 

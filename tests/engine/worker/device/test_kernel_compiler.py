@@ -15,10 +15,12 @@ from engine.worker.device.kernel_compiler import KernelCompiler, unused_kernels
 from engine.worker.load import load_runner
 from kernels import warmup
 from kernels.cpu.parallel import ParallelKernel
+from kernels.dispatch import cpu_kernels
 from tests.engine.models.recorded_models import RECORDED, save
 from tests.engine.worker.mini_driver import CONFIG, GREEDY, MiniDriver
 
 BUNDLED = Path(next(iter(engine.models.bundled.__path__)))
+NEEDS_INT8_DOT = pytest.mark.skipif(not cpu_kernels().features.HAS_INT8_DOT, reason="needs AVX512-VNNI")
 DRAWN = SamplingParams(temperature=1.0, top_p=0.9, min_p=0.05, frequency_penalty=0.5)
 
 
@@ -64,6 +66,7 @@ def run(folder, changes):
     {"dtype": "bfloat16"},
     {"dtype": "float32", "kv_cache_dtype": "fp8"},
     {"dtype": "bfloat16", "kv_cache_dtype": "int4", "quantization": "int8"},
+    pytest.param({"dtype": "bfloat16", "quantization": "w8a8"}, marks=NEEDS_INT8_DOT),
 ], ids=str)  # fmt: skip
 def test_the_bundled_model_calls_no_other_kernel(changes, chosen, called):
     run(BUNDLED, changes)
@@ -83,6 +86,15 @@ def test_the_bundled_model_waits_for_no_kernel_of_other_families(chosen):
     rare = ["layer_norm", "activate", "xielu", "limit", "combine", "float_linear", *kernel_compiler.EXPERT_KERNELS]
     rare += ["attention"] if "attention_pairs_bf16" in warmup.all_kernels() else []  # two query heads share a KV head
     assert not [name for name in chosen if name.strip("_").removesuffix("_bf16") in rare]
+
+
+@NEEDS_INT8_DOT
+def test_only_a_model_whose_inputs_are_rounded_waits_for_their_kernels(chosen):
+    for method, waits in (("int8", False), ("w8a8", True)):
+        chosen.clear()
+        unused = unused_kernels(read_model_config(BUNDLED, method), torch.bfloat16)
+        KernelCompiler(torch.bfloat16, None, True, False, False, unused)
+        assert ({"_w8a8_linear", "_w8a8_rows"} <= set(chosen)) == waits
 
 
 def test_a_router_in_fp32_needs_its_linear_kernel(tmp_path):
