@@ -1,8 +1,8 @@
 """Checkpoints of llm-compressor in the formats of compressed-tensors: integers, FP8, MXFP4 and NVFP4.
 
-`config_groups` gives each group of modules a scheme: the type of the weights and which of them share a scale. Where a
-scheme asks for activations in int8 beside weights in int8 (W8A8), weights say so, and scales of activations in the file
-are not used. Other activations stay in the dtype of the model.
+`config_groups` gives each group of modules a scheme: the type of the weights and which of them share a scale. A
+weight says if its scheme asks for activations in int8, too (W8A8). Scales of activations in the file are not used, and
+other activations stay in the dtype of the model.
 """
 
 import re
