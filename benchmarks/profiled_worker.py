@@ -100,7 +100,8 @@ def describe(kernel: Any, packed: Any) -> tuple[str, tuple[int, int]]:
     if name == "w8a8_linear":
         rows, quads, outputs = a[7], a[9], a[10]
         prefix, matrices = _matrices_read(a[14])
-        return f"{prefix}{name} {4 * quads} -> {outputs}", (matrices * 4 * quads * outputs, 8 * rows * quads * outputs)
+        name = prefix + ("w8a8_linear and gate" if a[16] >= 0 else name)
+        return f"{name} {4 * quads} -> {outputs}", (matrices * 4 * quads * outputs, 8 * rows * quads * outputs)
     if name == "code_linear_f32":
         rows, words, outputs, kind, form, groups = a[9], a[11], a[12], a[13], a[15], a[16]
         parameters = int(outputs * groups * BYTES[form] * (2 if a[8] else 1))

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.dispatch import cpu_kernels, use_triton
+from kernels.elementwise.activation import kernel_name
 from kernels.linear.packed import PackedLinear
 from kernels.quantized.code_matmul import WARM_UP_ROWS, CodeMatmul, supports_code_matmul
 from kernels.quantized.scaled_matmul import ScaledMatmul, multiplies_e4m3, supports_scaled_matmul
@@ -87,6 +88,32 @@ class QuantizedLinear:
         if self.permutation is not None:
             values = torch.empty_like(values).index_copy_(-1, self.permutation.long(), values)
         return values.to(self.dtype)
+
+
+class QuantizedGatedLinear:
+    """gated_activation(x @ weight.T + bias, name) for a weight [gate | up] in W8A8, [2n, in_features], in one kernel of
+    the CPU: the sums are not rounded and written in between. x [num_tokens, in_features]."""
+
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None, name: str) -> None:
+        """Only for what `supports_quantized_gate` accepts."""
+        cpu = cpu_kernels()
+        assert cpu is not None
+        self.out_features, self.in_features = weight.shape
+        order = cpu.linear.interleave(torch.arange(self.out_features))
+        self._packed, self._linear = cpu.code_linear.PackedCodes(weight.rows(order)), cpu.code_linear.gated_code_linear
+        self._bias, self._function = None if bias is None else bias[order], kernel_name(name)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[num_tokens, in_features] -> [num_tokens, n]"""
+        return self._linear(x, self._packed, self._bias, self._function)  # type: ignore[no-any-return]
+
+
+def supports_quantized_gate(weight: QuantizedWeight, name: str, dtype: torch.dtype) -> bool:
+    """True if QuantizedGatedLinear serves a weight with the activation `name`, for inputs of a dtype."""
+    if weight.device.type != "cpu" or dtype != torch.bfloat16 or weight.permutation is not None:
+        return False
+    cpu = cpu_kernels()
+    return cpu is not None and cpu.code_linear.supports_gated_code_linear(weight, kernel_name(name))
 
 
 class PartedLinear:

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from kernels.cpu.experts.pairs import sort_pairs
 from kernels.dispatch import cpu_kernels
-from kernels.quantized.linear import QuantizedLinear, make_linear
+from kernels.elementwise.activation import gated_activation
+from kernels.quantized.linear import QuantizedGatedLinear, QuantizedLinear, make_linear, supports_quantized_gate
 from kernels.quantized.weight import INT4, QuantizedWeight, concatenate_rows, pack_4bit, stack_experts
 
 cpu = cpu_kernels()
@@ -41,7 +42,7 @@ def check(found: Tensor, x: Tensor, weight: QuantizedWeight, bias: Tensor | None
     exact, edges = expected(x, weight, bias)
     terms = x.double().abs() @ weight.dequantize().double().abs().T
     assert found.shape == exact.shape
-    assert ((found.double() - exact).abs() <= 2.0**-8 * exact.abs() + 1e-6 * terms + edges).all()
+    assert ((found.double() - exact).abs() <= 2.0**-8 * found.double().abs() + 1e-6 * terms + edges).all()
 
 
 @pytest.mark.parametrize("out, num_inputs, scale_dtype", [
@@ -57,6 +58,35 @@ def test_any_shape_and_number_of_rows(out, num_inputs, scale_dtype):
     wide = torch.randn(30, 3 * num_inputs).bfloat16()
     for x in (wide[:, num_inputs : 2 * num_inputs], wide[:3, num_inputs : 2 * num_inputs], wide[:5, ::3]):
         check(layer.with_bias(None)(x), x, weight)
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu_pytorch_tanh", "relu2"])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_the_gate_of_an_mlp_is_computed_in_the_same_kernel(name, has_bias):
+    weight, bias = make(2 * 96, 256), torch.randn(2 * 96).bfloat16() if has_bias else None
+    weight = replace(weight, scales=weight.scales / 256)
+    apart = QuantizedLinear(weight, bias, torch.bfloat16)
+    assert supports_quantized_gate(weight, name, torch.bfloat16)
+    layer = QuantizedGatedLinear(weight, bias, name)
+    alone = layer(torch.zeros(1, 256).bfloat16())
+    for rows in (1, 7, 100):
+        x = torch.randn(rows, 3 * 256).bfloat16()[:, 256:512]
+        x[-1] = 0
+        found, exact = layer(x), gated_activation(apart(x).float(), name)
+        torch.testing.assert_close(found.float(), exact, rtol=0.02, atol=0.01)  # `apart` rounds the sums
+        assert torch.equal(found[-1:], alone)
+
+
+def test_an_mlp_of_other_weights_has_its_gate_apart():
+    weight = make(192, 256)
+    for other in (
+        make(96, 256),
+        replace(weight, int8_inputs=False),
+        replace(weight, permutation=torch.arange(256).int()),
+    ):
+        assert not supports_quantized_gate(other, "silu", torch.bfloat16)
+    assert not supports_quantized_gate(weight, "silu", torch.float32)
+    assert supports_quantized_gate(weight, "silu", torch.bfloat16)
 
 
 @pytest.mark.parametrize("num_inputs", [192, 768])

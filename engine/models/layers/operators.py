@@ -17,11 +17,18 @@ from kernels.elementwise.activation import activation, gated_activation, has_row
 from kernels.linear.choice import ChosenLinear, LinearChoices, choose_on_device
 from kernels.linear.invariant import InvariantLinear, RowCounts
 from kernels.linear.packed import PackedGatedLinear, PackedLinear, supports_gated_linear
-from kernels.quantized.linear import PartedLinear, QuantizedLinear
+from kernels.quantized.linear import PartedLinear, QuantizedGatedLinear, QuantizedLinear, supports_quantized_gate
 from kernels.quantized.weight import QuantizedWeight, Weight
 
 Linear = (
-    PackedLinear | PackedGatedLinear | ChosenLinear | InvariantLinear | QuantizedLinear | PartedLinear | AdaptedLinear
+    PackedLinear
+    | PackedGatedLinear
+    | ChosenLinear
+    | InvariantLinear
+    | QuantizedLinear
+    | QuantizedGatedLinear
+    | PartedLinear
+    | AdaptedLinear
 )
 Activate = Callable[[Tensor, str], Tensor]
 Elementwise = Callable[[Tensor], Tensor]
@@ -58,11 +65,17 @@ class FastOperators:
             self.quantized.setdefault(layer.shape_and_kind, layer)
         return layer
 
-    def gated_linear(self, weight: Weight, bias: Tensor | None, name: str) -> PackedGatedLinear | None:
+    def gated_linear(
+        self, weight: Weight, bias: Tensor | None, name: str
+    ) -> PackedGatedLinear | QuantizedGatedLinear | None:
         """A linear layer with the activation of a gated MLP in one kernel; None where there is no such kernel."""
-        if self.adapters is not None or not isinstance(weight, Tensor) or not supports_gated_linear(weight, bias, name):
+        if self.adapters is not None:
             return None
-        return PackedGatedLinear(weight, bias, name, self.compresses)
+        if isinstance(weight, QuantizedWeight) and supports_quantized_gate(weight, name, self.dtype):
+            return QuantizedGatedLinear(weight, bias, name)
+        if isinstance(weight, Tensor) and supports_gated_linear(weight, bias, name):
+            return PackedGatedLinear(weight, bias, name, self.compresses)
+        return None
 
     def choose_kernels(self, device: torch.device, max_rows: int) -> None:
         """Choose the kernels of a GPU's linear layers for up to max_rows rows, and of the sums over ranks, and compile
@@ -211,7 +224,7 @@ def take_linear(weights: dict[str, Weight], name: str, operators: Operators) -> 
 
 def take_gated_linear(
     weights: dict[str, Weight], name: str, activation: str, operators: Operators
-) -> PackedGatedLinear | None:
+) -> PackedGatedLinear | QuantizedGatedLinear | None:
     """Make the layer called `name` with its activation in one kernel and drop its entries; None where there is no such
     kernel."""
     weight, bias = weights[f"{name}.weight"], weights.get(f"{name}.bias")

@@ -19,7 +19,7 @@ from kernels.cpu import simd
 from kernels.cpu.codes import WIDTH, F32Pointer, Vec
 from kernels.cpu.dots import broadcast, by_rows, vector_at
 from kernels.cpu.features import instruction
-from kernels.cpu.linear.panels import store_outputs
+from kernels.cpu.linear.panels import NO_GATE, store_gated_outputs, store_outputs
 from kernels.cpu.linear.places import RowGroups, count_items, give_out_rest, place_of
 from kernels.cpu.parallel import empty, jit, next_item, parallel_kernel
 from kernels.cpu.quantized.scales import COLUMNS, load_scales
@@ -191,12 +191,14 @@ def _w8a8_rows(args):
         item = next_item(args)
 
 
-@parallel_kernel("14q")
+@parallel_kernel("15q2d")
 def _w8a8_linear(args):
     """Work items: see kernels/cpu/linear/places.py."""
     x, codes, out, bias = args[2], simd.pointer_i32(args[3]), simd.pointer_bf16(args[4]), simd.pointer_bf16(args[5])
     scales, num_rows, x_stride, quads, out_features = simd.pointer_f32(args[6]), args[7], args[8], args[9], args[10]
     form, num_runs, num_panels, table, is_rounded = args[11], args[12], args[13], simd.pointer_i64(args[14]), args[15]
+    function = args[16]
+    limit, slope = np.float32(simd.as_float(args[17])), np.float32(simd.as_float(args[18]))
     stride, most_rows = rounded_words(quads), min(ROWS_PER_ITEM, num_rows)
     scratch = np.empty(most_rows * (COLUMNS + (0 if is_rounded else stride)), np.float32)
     sums = simd.pointer_f32(scratch.ctypes.data)
@@ -219,7 +221,11 @@ def _w8a8_linear(args):
             store(sums, i, splat(ZERO))
         _multiply_rows(rows, rounded, stride, advance(codes, panel * quads * COLUMNS), quads, sums)
         _scale_sums(sums, rows, scales, form, panel * COLUMNS)
-        store_outputs(sums, terms, out, out_features, rows, begin, place * COLUMNS)
+        column = place * COLUMNS
+        if function < 0:
+            store_outputs(sums, terms, out, out_features, rows, begin, column)
+        else:
+            store_gated_outputs(sums, terms, out, out_features, rows, begin, column, function, limit, slope)
         item = next_item(args)
     give_out_rest(args)
     simd.keep(scratch)
@@ -232,12 +238,14 @@ def w8a8_linear(
     form: int,
     bias: Tensor | None,
     out_features: int,
-    groups: RowGroups | None,
+    groups: RowGroups | None = None,
+    gate: tuple[int, float, float] = NO_GATE,
 ) -> Tensor:
     """x bf16 [num_rows, in_features] with dense rows and a bias bf16 [out_features] -> bf16 [num_rows, out_features].
 
     codes: of the kind W8A8, see words.py; scales: in a `form` of scales.py. With `groups`, rows are sorted by expert,
-    and codes, scales and biases are those of all experts, one below the other.
+    and codes, scales and biases are those of all experts, one below the other. With a `gate` (Gate.arguments) the rows
+    of the matrix are those of panels.interleave, and half as many outputs are act(gate) * up.
     """
     (num_rows, in_features), x_stride = x.shape, x.stride(0)
     quads, num_panels = in_features // 4, len(codes)
@@ -245,7 +253,7 @@ def w8a8_linear(
     if groups is not None:
         num_panels, out_features = num_panels // groups.num_experts, out_features // groups.num_experts
         blocks, table = groups.most_blocks, groups.table.data_ptr()
-    out = empty((num_rows, out_features), torch.bfloat16)
+    out = empty((num_rows, out_features if gate is NO_GATE else out_features // 2), torch.bfloat16)
     is_rounded = num_rows > ROUNDED_APART
     if is_rounded:
         words = rounded_words.py_func(quads)
@@ -256,5 +264,6 @@ def w8a8_linear(
         num_panels * blocks,
         x.data_ptr(), codes.data_ptr(), out.data_ptr(), 0 if bias is None else bias.data_ptr(), scales.data_ptr(),
         num_rows, x_stride, quads, out_features, form, torch.get_num_threads(), num_panels, table, is_rounded,
+        *gate,
     )  # fmt: skip
     return out
