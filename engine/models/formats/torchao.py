@@ -7,8 +7,8 @@ configuration that quantised the checkpoint, and with it their layout:
 - int4 (Int4Tensor, packing format "plain"): qdata [out, in / 2], two's complement, the even column in the low half;
   scale and zero_point [groups, out]; value = qdata * scale + zero_point;
 - float8 (Float8Tensor): qdata float8_e4m3fn [out, in], scale [out, 1] or [1, 1].
-int8 of Int8DynamicActivationInt8Weight and of Int8StaticActivationInt8Weight has int8 inputs; other activations are not
-quantised, even if quant_type asks for it.
+Inputs are int8, too, with the configurations of INT8_INPUTS; other activations are not quantised, even if quant_type
+asks for it.
 """
 
 from collections.abc import Mapping

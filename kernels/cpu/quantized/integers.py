@@ -36,7 +36,7 @@ def multiply_add(builder, total, codes, inputs):
 
 
 @intrinsic
-def _round(typingctx, x, inverse):
+def round_quotient(typingctx, x, inverse):
     """x * inverse, rounded to whole numbers."""
 
     def codegen(context, builder, sig, args):
@@ -97,7 +97,7 @@ def round_row(x, words, part, num_groups, least, out):
         scale = max(largest, LEAST_SCALE) / most
         inverse, total = np.float32(1) / scale, splat(ZERO)
         for k in range(0, whole, step):
-            values = _round(load(numbers, 2 * k), splat(inverse))
+            values = round_quotient(load(numbers, 2 * k), splat(inverse))
             total = simd.add(total, values)
             _store_short(rounded, k, values)
         rest = simd.first(simd.spread_add1(total))

@@ -22,6 +22,7 @@ from kernels.cpu.features import instruction
 from kernels.cpu.linear.panels import NO_GATE, store_gated_outputs, store_outputs
 from kernels.cpu.linear.places import RowGroups, count_items, give_out_rest, place_of
 from kernels.cpu.parallel import empty, jit, next_item, parallel_kernel
+from kernels.cpu.quantized.integers import LEAST_SCALE, round_quotient
 from kernels.cpu.quantized.scales import COLUMNS, load_scales
 from kernels.cpu.quantized.words import MIDDLE, VECTORS
 from kernels.cpu.simd import I32Pointer, advance, load, splat, store, write
@@ -30,10 +31,9 @@ from kernels.cpu.widened_dots import fma
 ROWS = 6  # the most rows of a microkernel: 24 sums, 4 vectors of codes and one of inputs in 32 registers
 ROWS_PER_ITEM = 96
 ROUNDED_APART = 8  # more rows are rounded once for all threads, by a kernel before
-PART = 64
+PART = 64  # quads of inputs with a common scale; their codes of a panel take 16 KiB, which stay in L1
 AHEAD = 24  # quads that a single block of rows prefetches ahead: 6 KiB; several prefetch the next part
 MOST = np.float32(127)
-LEAST_SCALE = np.float32(1e-30)
 ZERO = np.float32(0)
 
 _F32, _I8, _I32, _I64 = ir.FloatType(), ir.IntType(8), ir.IntType(32), ir.IntType(64)
@@ -45,16 +45,6 @@ def rounded_words(quads):
     """Words of a rounded row: its quads, then the scale of each part (fp32), then START of each part (int32): the sum
     of its integers times -128, which the sums of products begin with, because codes are stored 128 too large."""
     return quads + 2 * ((quads + PART - 1) // PART)
-
-
-@intrinsic
-def _round(typingctx, x, inverse):
-    """x * inverse, rounded to whole numbers."""
-
-    def codegen(context, builder, sig, args):
-        return simd.call(builder, "llvm.rint.v16f32", _F32V, builder.fmul(*args))
-
-    return Vec(Vec, Vec), codegen
 
 
 @intrinsic
@@ -87,7 +77,7 @@ def round_row(x, quads, out):
         scale = max(simd.first(simd.spread_max1(top)), LEAST_SCALE) / MOST
         inverse, total = splat(np.float32(1) / scale), splat(ZERO)
         for k in range(begin, end, WIDTH):
-            values = _round(load(x, k), inverse)
+            values = round_quotient(load(x, k), inverse)
             total = simd.add(total, values)
             _store_bytes(out, k // 4, values)
         write(scales, p, scale + simd.first(simd.spread_add1(plain)))
@@ -150,7 +140,8 @@ _multiply_ahead, _half, _quarter = (by_rows([_multiply(rows, n) for rows in rang
 
 @jit
 def _multiply_rows(num_rows, x, x_stride, codes, quads, sums):
-    """See _multiply: all parts, and any number of rows in blocks of nearly equal size."""
+    """See _multiply: all parts, and any number of rows in blocks of nearly equal size. Blocks share the prefetch of the
+    next part, as in panels.py."""
     parts, blocks = (quads + PART - 1) // PART, (num_rows + ROWS - 1) // ROWS
     blocks = max(blocks, 4) if blocks > 2 else blocks
     for part in range(parts):
