@@ -101,11 +101,14 @@ class QuantizedGatedLinear:
         self.out_features, self.in_features = weight.shape
         order = cpu.linear.interleave(torch.arange(self.out_features))
         self._packed, self._linear = cpu.code_linear.PackedCodes(weight.rows(order)), cpu.code_linear.gated_code_linear
-        self._bias, self._function = None if bias is None else bias[order], kernel_name(name)
+        self._bias, self._gate = (
+            None if bias is None else bias[order],
+            cpu.activations.Gate(kernel_name(name)).arguments,
+        )
 
     def __call__(self, x: Tensor) -> Tensor:
         """[num_tokens, in_features] -> [num_tokens, n]"""
-        return self._linear(x, self._packed, self._bias, self._function)  # type: ignore[no-any-return]
+        return self._linear(x, self._packed, self._bias, self._gate)  # type: ignore[no-any-return]
 
 
 def supports_quantized_gate(weight: QuantizedWeight, name: str, dtype: torch.dtype) -> bool:
@@ -113,7 +116,9 @@ def supports_quantized_gate(weight: QuantizedWeight, name: str, dtype: torch.dty
     if weight.device.type != "cpu" or dtype != torch.bfloat16 or weight.permutation is not None:
         return False
     cpu = cpu_kernels()
-    return cpu is not None and cpu.code_linear.supports_gated_code_linear(weight, kernel_name(name))
+    if cpu is None or kernel_name(name) not in cpu.activations.FUNCTIONS:
+        return False
+    return cpu.code_linear.supports_gated_code_linear(weight)  # type: ignore[no-any-return]
 
 
 class PartedLinear:

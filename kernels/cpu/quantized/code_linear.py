@@ -17,7 +17,6 @@ from torch import Tensor
 from kernels.cpu import simd
 from kernels.cpu.codes import WIDTH, F32Pointer
 from kernels.cpu.dots import add_products, broadcast, by_rows, multiply, vector_at
-from kernels.cpu.elementwise.activations import FUNCTIONS, Gate
 from kernels.cpu.features import HAS_AVX512, HAS_BF16_DOT, MULTIPLIES_PAIRS
 from kernels.cpu.linear.panels import store_outputs
 from kernels.cpu.linear.places import RowGroups, count_items, give_out_rest, place_of
@@ -383,17 +382,16 @@ def code_linear(x: Tensor, weight: PackedCodes, bias: Tensor | None) -> Tensor:
     return _launch(x, weight, bias)
 
 
-def supports_gated_code_linear(weight: QuantizedWeight, function: str) -> bool:
-    """True for a weight [gate | up] in W8A8, with whole panels and a function that the kernel has."""
-    return function in FUNCTIONS and weight.shape[0] % COLUMNS == 0 and supports_w8a8(weight)
+def supports_gated_code_linear(weight: QuantizedWeight) -> bool:
+    """True for a weight [gate | up] in W8A8, with whole panels."""
+    return weight.shape[0] % COLUMNS == 0 and supports_w8a8(weight)
 
 
-def gated_code_linear(x: Tensor, weight: PackedCodes, bias: Tensor | None, function: str) -> Tensor:
+def gated_code_linear(x: Tensor, weight: PackedCodes, bias: Tensor | None, gate: tuple[int, float, float]) -> Tensor:
     """code_linear, then kernels.elementwise.activation.gated_activation of its sums in fp32: bf16 [num_rows,
-    out_features / 2]. The rows of `weight` and `bias` are those of panels.interleave, see
-    supports_gated_code_linear."""
+    out_features / 2]. The rows of `weight` and `bias` are those of panels.interleave, see supports_gated_code_linear;
+    gate: Gate.arguments."""
     x = x if x.stride(1) == 1 else x.contiguous()
-    gate = Gate(function).arguments
     return w8a8_linear(x, weight.codes, weight.scales, weight.form, bias, weight.out_features, gate=gate)
 
 
