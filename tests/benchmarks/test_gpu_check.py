@@ -515,7 +515,7 @@ def test_parts_by_name():
 
 def test_the_make_target_needs_no_environment_of_ours():
     dry = partial(subprocess.run, cwd=ROOT, capture_output=True, text=True, check=True)
-    done = dry(["make", "--no-print-directory", "--dry-run", "gpu-check", "PYTHON=python9", "PARTS=kernels"])
+    done = dry(["make", "--no-print-directory", "--dry-run", "gpu-check", "PYTHON=python9", "PARTS=kernels", "ARGS="])
     assert (
         done.stdout.split()
         == "exec python9 -m benchmarks.gpu_check --parts kernels".replace("kernels", '"kernels"').split()
