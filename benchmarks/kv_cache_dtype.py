@@ -79,7 +79,7 @@ class PagedModel:
             cu_seqlens_q=torch.tensor([0] if count == 1 else [0, count], dtype=torch.int32),
             max_seqlen_q=0 if count == 1 else count,
         )
-        return self.decoder.compute_logits(self.decoder.forward(torch.tensor(ids), metadata, self.caches))
+        return self.decoder.compute_logits(self.decoder.forward(torch.tensor(ids), metadata, self.caches)).float()
 
     def perplexity(self, documents: list[tuple[list[int], list[int]]]) -> float:
         """exp(mean loss per learned token); documents are token ids and labels."""
