@@ -103,6 +103,13 @@ class PagedModel:
         return chosen == torch.tensor(answer)
 
 
+def encoded_documents(count: int) -> list[tuple[list[int], list[int]]]:
+    """Token ids and labels of held-out documents, as long as the model's context at most."""
+    tokenizer = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
+    encoded = [encode(tokenizer, document) for document in held_out_documents(count)]
+    return [(ids[:MAX_TOKENS], labels[:MAX_TOKENS]) for ids, labels in encoded]
+
+
 def attention_milliseconds(dtype: torch.dtype) -> dict[str, float]:
     """Medians of one decode attention by cache dtype, A B C D A B C D."""
     num_seqs, context, num_heads, num_kv_heads, head_dim = 16, 4096, 12, 4, 64
@@ -137,9 +144,7 @@ def measure(dtype: torch.dtype, num_documents: int, num_prompts: int, num_tokens
     """A row for the unquantised cache, then one for each format."""
     config = read_model_config(FOLDER)
     decoder = load_model(FOLDER, config, dtype=dtype, device=torch.device("cpu"), load_format="auto", seed=0)
-    tokenizer = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
-    encoded = [encode(tokenizer, document) for document in held_out_documents(num_documents)]
-    documents = [(ids[:MAX_TOKENS], labels[:MAX_TOKENS]) for ids, labels in encoded]
+    documents = encoded_documents(num_documents)
     prompts = [ids[:PROMPT_TOKENS] for ids, _ in documents[:num_prompts]]
     attention = attention_milliseconds(dtype)
     answers: list[list[int]] = []

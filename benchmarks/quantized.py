@@ -36,11 +36,13 @@ from engine.models.families import read_model_config
 from engine.models.loading.load import weight_bytes
 from engine.sampling_params import SamplingParams
 from engine.worker.device.choice import multiplies_pairs
+from kernels.quantized.linear import multiplies_int8_inputs
 from server.commands.bench.report import machine
 
 TYPES = ("BF16", "Q8_0", "Q4_0", "Q4_K", "Q6_K")  # of GGUF; --types also takes those of MORE_TYPES
 MORE_TYPES = ("Q4_1", "Q5_0", "Q5_1", "Q5_K")
-QUANTIZATIONS = ("int8", "w8a8", "int4")  # applied to the checkpoint as it is loaded
+# Applied to the checkpoint as it is loaded.
+QUANTIZATIONS = ("int8", "w8a8", "int4") if multiplies_int8_inputs() else ("int8", "int4")
 SHORT_PROMPT = 16  # tokens before the measured decode
 Run = Callable[[list[list[int]], int], dict[str, float]]  # prompts, tokens -> seconds
 

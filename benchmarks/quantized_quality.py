@@ -15,16 +15,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer
 
 from benchmarks.formats.rows import QUANTIZATIONS
-from benchmarks.kv_cache_dtype import MAX_TOKENS, PROMPT_TOKENS, PagedModel
+from benchmarks.kv_cache_dtype import PROMPT_TOKENS, PagedModel, encoded_documents
 from engine.models.families import read_model_config
 from engine.models.loading.load import load_model
-from kernels.dispatch import cpu_kernels
+from kernels.quantized.linear import multiplies_int8_inputs
 from server.commands.bench.report import describe, machine
-from training.evaluate import FOLDER, held_out_documents
-from training.train import encode
+from training.evaluate import FOLDER
 
 
 @dataclass(frozen=True)
@@ -38,14 +36,10 @@ class Figures:
 
 def measure(num_documents: int, num_prompts: int, num_tokens: int) -> Iterator[Figures]:
     """A row for the plain weights, then one for each method."""
-    tokenizer = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
-    encoded = [encode(tokenizer, document) for document in held_out_documents(num_documents)]
-    documents = [(ids[:MAX_TOKENS], labels[:MAX_TOKENS]) for ids, labels in encoded]
+    documents = encoded_documents(num_documents)
     prompts = [ids[:PROMPT_TOKENS] for ids, _ in documents[:num_prompts]]
     answers: list[list[int]] = []
-    cpu = cpu_kernels()
-    rounds_inputs = cpu is not None and cpu.features.HAS_INT8_DOT  # elsewhere w8a8 would be int8
-    for method in (None, *QUANTIZATIONS, *(["w8a8"] if rounds_inputs else [])):
+    for method in (None, *QUANTIZATIONS, *(["w8a8"] if multiplies_int8_inputs() else [])):  # elsewhere it would be int8
         config = read_model_config(FOLDER, method)
         decoder = load_model(
             FOLDER, config, dtype=torch.bfloat16, device=torch.device("cpu"), load_format="auto", seed=0

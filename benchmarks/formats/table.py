@@ -10,11 +10,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 
 from benchmarks.formats.rows import ROWS, Checkpoint
-from benchmarks.kv_cache_dtype import MAX_TOKENS, PagedModel
+from benchmarks.kv_cache_dtype import PagedModel, encoded_documents
 from engine.llm import LLM
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
@@ -24,8 +23,7 @@ from engine.models.loading.load import load_model
 from engine.models.loading.loader import load_weights
 from engine.sampling_params import SamplingParams
 from kernels.quantized.weight import QuantizedWeight, Weight
-from training.evaluate import FOLDER, held_out_documents
-from training.train import encode
+from training.evaluate import FOLDER
 
 CPU = torch.device("cpu")
 STREAMS = 16
@@ -61,9 +59,7 @@ class Figures:
 
 def measure(names: list[str], num_documents: int, speed: Speed | None) -> Iterator[Figures]:
     """A row for each name, in order."""
-    tokenizer = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
-    encoded = [encode(tokenizer, document) for document in held_out_documents(num_documents)]
-    documents = [(ids[:MAX_TOKENS], labels[:MAX_TOKENS]) for ids, labels in encoded]
+    documents = encoded_documents(num_documents)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory()))
         base = None

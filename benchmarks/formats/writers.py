@@ -151,7 +151,7 @@ def int8(group_size: int, symmetric: bool, names: tuple[str, ...], scale_dtype: 
     def write(weight: Tensor) -> tuple[Tensors, Tensor]:
         q = integers(weight, 8, in_order(weight.shape[1], group_size), symmetric, scale_dtype)
         codes, zeros = ((table - 128).to(torch.int8) for table in (q.codes, q.zeros))
-        return dict(zip(names, (codes, q.scales, zeros), strict=False)), q.values()
+        return dict(zip(names, (codes, q.scales, zeros)[: len(names)], strict=True)), q.values()
 
     return write
 

@@ -34,7 +34,7 @@ from engine.models.reader import ConfigReader
 from engine.sampling_params import Pooling, SamplingParams
 from engine.worker.batch.step_buffer import BUFFERED_STEPS, StepBuffer
 from engine.worker.cache.kv_cache import model_max_len
-from engine.worker.device.choice import check_quantization, resolve_device, resolve_dtype
+from engine.worker.device.choice import resolve_device, resolve_dtype
 from engine.worker.device.host import StepLimits, resolve_step_limits
 from engine.worker.device.queue import CudaQueue, DeviceQueue, Mark
 from engine.worker.pooler import PooledSequence, finish_vectors
@@ -252,7 +252,6 @@ def load_encoder(
     _refuse_cache_settings(config)
     device = resolve_device(config.device)
     dtype = resolve_dtype(config, model, device)
-    check_quantization(config, dtype, device)
     longest = encoder_max_len(config, model_dir, model)
     total_bytes = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 0
     limits = _limits(config, resolve_step_limits(config, device.type, total_bytes), longest)

@@ -98,7 +98,7 @@ class QuantizedGatedLinear:
         """Only for what `supports_quantized_gate` accepts."""
         cpu = cpu_kernels()
         assert cpu is not None
-        self.out_features, self.in_features = weight.shape
+        self.out_features = weight.shape[0]
         order = cpu.linear.interleave(torch.arange(self.out_features))
         self._packed, self._linear = cpu.code_linear.PackedCodes(weight.rows(order)), cpu.code_linear.gated_code_linear
         self._bias, self._gate = (
@@ -109,6 +109,12 @@ class QuantizedGatedLinear:
     def __call__(self, x: Tensor) -> Tensor:
         """[num_tokens, in_features] -> [num_tokens, n]"""
         return self._linear(x, self._packed, self._bias, self._gate)  # type: ignore[no-any-return]
+
+
+def multiplies_int8_inputs() -> bool:
+    """True if this CPU rounds the inputs of weights in W8A8 in a bf16 model."""
+    cpu = cpu_kernels()
+    return cpu is not None and cpu.features.HAS_INT8_DOT
 
 
 def supports_quantized_gate(weight: QuantizedWeight, name: str, dtype: torch.dtype) -> bool:

@@ -4,20 +4,19 @@ import json
 
 import pytest
 
-from benchmarks import quantized_quality
-from kernels.dispatch import cpu_kernels
+from benchmarks import kv_cache_dtype, quantized_quality
+from kernels.quantized.linear import multiplies_int8_inputs
 from training.corpus import HELD_OUT_SEED, Corpus
 
 
 def test_the_table_and_its_json(monkeypatch, tmp_path):
-    corpus, cpu = Corpus(HELD_OUT_SEED, held_out=True), cpu_kernels()
+    corpus = Corpus(HELD_OUT_SEED, held_out=True)
     documents = [corpus.document(i) for i in range(4)]
-    monkeypatch.setattr(quantized_quality, "held_out_documents", lambda count: documents[:count])
+    monkeypatch.setattr(kv_cache_dtype, "held_out_documents", lambda count: documents[:count])
     path = tmp_path / "out.json"
     quantized_quality.main(["--documents", "4", "--prompts", "2", "--tokens", "12", "--json", str(path)])
     rows = {row["weights"]: row for row in json.loads(path.read_text())["rows"]}
-    rounds_inputs = cpu is not None and cpu.features.HAS_INT8_DOT
-    assert list(rows) == ["bfloat16", "int8", "int4", "fp8", *(["w8a8"] if rounds_inputs else [])]
+    assert list(rows) == ["bfloat16", "int8", "int4", "fp8", *(["w8a8"] if multiplies_int8_inputs() else [])]
     plain = rows.pop("bfloat16")
     assert plain["same_token"] > 0.9
     for row in rows.values():

@@ -18,6 +18,7 @@ from kernels.attention.flashinfer import FlashInferPrefill, PromptAttention, dev
 from kernels.card import BF16_CAPABILITY, MIN_CAPABILITY, read_card
 from kernels.dispatch import cpu_kernels
 from kernels.kv_format import find_kv_format
+from kernels.quantized.linear import multiplies_int8_inputs
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +89,7 @@ def check_quantization(config: EngineConfig, dtype: torch.dtype, device: torch.d
         obstacle = "only a CPU rounds inputs to int8; use fp8 or int8 on a GPU"
     elif dtype != torch.bfloat16:
         obstacle = "only inputs in bfloat16 are rounded; use --dtype bfloat16"
-    elif (cpu := cpu_kernels()) is None or not cpu.features.HAS_INT8_DOT:
+    elif not multiplies_int8_inputs():
         obstacle = "the kernel needs numba and a CPU with AVX512-VNNI; use int8"
     else:
         return

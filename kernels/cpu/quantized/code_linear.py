@@ -391,7 +391,6 @@ def gated_code_linear(x: Tensor, weight: PackedCodes, bias: Tensor | None, gate:
     """code_linear, then kernels.elementwise.activation.gated_activation of its sums in fp32: bf16 [num_rows,
     out_features / 2]. The rows of `weight` and `bias` are those of panels.interleave, see supports_gated_code_linear;
     gate: Gate.arguments."""
-    x = x if x.stride(1) == 1 else x.contiguous()
     return w8a8_linear(x, weight.codes, weight.scales, weight.form, bias, weight.out_features, gate=gate)
 
 
@@ -402,11 +401,11 @@ def grouped_code_linear(x: Tensor, weights: PackedCodes, biases: Tensor | None, 
 
 
 def _launch(x: Tensor, weight: PackedCodes, bias: Tensor | None, groups: RowGroups | None = None) -> Tensor:
+    if weight.kind == W8A8:
+        return w8a8_linear(x, weight.codes, weight.scales, weight.form, bias, weight.out_features, groups)
     row_stride, stride = x.stride()
     if stride != 1 or row_stride % 2:
         x, row_stride = x.contiguous(), x.shape[1]
-    if weight.kind == W8A8:
-        return w8a8_linear(x, weight.codes, weight.scales, weight.form, bias, weight.out_features, groups)
     num_rows, in_features = x.shape
     num_groups, offsets = in_features // weight.group_size, weight.offsets
     num_panels, out_features = len(weight.codes), weight.out_features

@@ -19,8 +19,8 @@ CODES = 256  # the most codes of a kind
 LEAST_SCALE = np.float32(1e-30)
 ZERO = np.float32(0)
 
-_F32, _I16, _I32 = ir.FloatType(), ir.IntType(16), ir.IntType(32)
-_F32V, _I16V, _I32V = (ir.VectorType(scalar, WIDTH) for scalar in (_F32, _I16, _I32))
+_F32, _I8, _I16, _I32 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32)
+_F32V, _I8V, _I16V, _I32V = (ir.VectorType(scalar, WIDTH) for scalar in (_F32, _I8, _I16, _I32))
 
 
 def multiply_add(builder, total, codes, inputs):
@@ -46,17 +46,21 @@ def round_quotient(typingctx, x, inverse):
     return Vec(Vec, Vec), codegen
 
 
-@intrinsic
-def _store_short(typingctx, pointer, index, x):
-    """Store whole numbers as 16-bit integers: words index to index + 7."""
-
+def _storer(vector, align):
     def codegen(context, builder, sig, args):
         pointer, index, x = args
-        short = builder.trunc(builder.fptosi(x, _I32V), _I16V)
-        builder.store(short, vector_at(builder, pointer, index, _I16V), align=2)
+        integers = builder.trunc(builder.fptosi(x, _I32V), vector)
+        builder.store(integers, vector_at(builder, pointer, index, vector), align=align)
         return context.get_dummy_value()
 
-    return types.void(I32Pointer, types.int64, Vec), codegen
+    def typing(typingctx, pointer, index, x):
+        return types.void(I32Pointer, types.int64, Vec), codegen
+
+    typing.__doc__ = "Store sixteen whole numbers as integers of 8 or 16 bits, from word `index` on."
+    return intrinsic(typing)
+
+
+store_bytes, store_shorts = _storer(_I8V, 1), _storer(_I16V, 2)
 
 
 SCALE, START, SUM = range(3)  # the order of the numbers behind the pairs of a rounded row: see round_row
@@ -99,7 +103,7 @@ def round_row(x, words, part, num_groups, least, out):
         for k in range(0, whole, step):
             values = round_quotient(load(numbers, 2 * k), splat(inverse))
             total = simd.add(total, values)
-            _store_short(rounded, k, values)
+            store_shorts(rounded, k, values)
         rest = simd.first(simd.spread_add1(total))
         for k in range(whole, part):
             even, odd = np.rint(read(numbers, 2 * k) * inverse), np.rint(read(numbers, 2 * k + 1) * inverse)

@@ -16,13 +16,13 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from kernels.cpu import simd
-from kernels.cpu.codes import WIDTH, F32Pointer, Vec
+from kernels.cpu.codes import WIDTH, F32Pointer
 from kernels.cpu.dots import broadcast, by_rows, vector_at
 from kernels.cpu.features import instruction
 from kernels.cpu.linear.panels import NO_GATE, store_gated_outputs, store_outputs
 from kernels.cpu.linear.places import RowGroups, count_items, give_out_rest, place_of
 from kernels.cpu.parallel import empty, jit, next_item, parallel_kernel
-from kernels.cpu.quantized.integers import LEAST_SCALE, round_quotient
+from kernels.cpu.quantized.integers import LEAST_SCALE, round_quotient, store_bytes
 from kernels.cpu.quantized.scales import COLUMNS, load_scales
 from kernels.cpu.quantized.words import MIDDLE, VECTORS
 from kernels.cpu.simd import I32Pointer, advance, load, splat, store, write
@@ -36,8 +36,8 @@ AHEAD = 24  # quads that a single block of rows prefetches ahead: 6 KiB; several
 MOST = np.float32(127)
 ZERO = np.float32(0)
 
-_F32, _I8, _I32, _I64 = ir.FloatType(), ir.IntType(8), ir.IntType(32), ir.IntType(64)
-_F32V, _I8V, _I32V = (ir.VectorType(scalar, WIDTH) for scalar in (_F32, _I8, _I32))
+_F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+_F32V, _I32V = (ir.VectorType(scalar, WIDTH) for scalar in (_F32, _I32))
 
 
 @jit
@@ -45,19 +45,6 @@ def rounded_words(quads):
     """Words of a rounded row: its quads, then the scale of each part (fp32), then START of each part (int32): the sum
     of its integers times -128, which the sums of products begin with, because codes are stored 128 too large."""
     return quads + 2 * ((quads + PART - 1) // PART)
-
-
-@intrinsic
-def _store_bytes(typingctx, pointer, index, x):
-    """Store sixteen whole numbers as bytes: words index to index + 3."""
-
-    def codegen(context, builder, sig, args):
-        pointer, index, x = args
-        octets = builder.trunc(builder.fptosi(x, _I32V), _I8V)
-        builder.store(octets, vector_at(builder, pointer, index, _I8V), align=1)
-        return context.get_dummy_value()
-
-    return types.void(I32Pointer, types.int64, Vec), codegen
 
 
 @jit
@@ -79,7 +66,7 @@ def round_row(x, quads, out):
         for k in range(begin, end, WIDTH):
             values = round_quotient(load(x, k), inverse)
             total = simd.add(total, values)
-            _store_bytes(out, k // 4, values)
+            store_bytes(out, k // 4, values)
         write(scales, p, scale + simd.first(simd.spread_add1(plain)))
         write(starts, p, np.int32(np.int64(simd.first(simd.spread_add1(total))) * -MIDDLE))
 
@@ -232,12 +219,14 @@ def w8a8_linear(
     groups: RowGroups | None = None,
     gate: tuple[int, float, float] = NO_GATE,
 ) -> Tensor:
-    """x bf16 [num_rows, in_features] with dense rows and a bias bf16 [out_features] -> bf16 [num_rows, out_features].
+    """x bf16 [num_rows, in_features], which may be strided, and a bias bf16 [out_features] -> bf16 [num_rows,
+    out_features].
 
     codes: of the kind W8A8, see words.py; scales: in a `form` of scales.py. With `groups`, rows are sorted by expert,
     and codes, scales and biases are those of all experts, one below the other. With a `gate` (Gate.arguments) the rows
     of the matrix are those of panels.interleave, and half as many outputs are act(gate) * up.
     """
+    x = x if x.stride(1) == 1 else x.contiguous()
     (num_rows, in_features), x_stride = x.shape, x.stride(0)
     quads, num_panels = in_features // 4, len(codes)
     blocks, table = -(-num_rows // ROWS_PER_ITEM), 0
