@@ -138,6 +138,7 @@ def attention_cases(shape: Shape, device: torch.device) -> Iterator[Case]:
     """Decode over the batch sizes and contexts that matter, prefill whole and in chunks."""
     for num_seqs, context in ((1, 160), (16, 160), (64, 160), (1, 4096), (64, 1024)):
         yield decode_case(shape, device, num_seqs, context)
+    yield decode_case(shape, device, 64, 1024, shared=768)
     for kv_format in KV_FORMATS.values():
         for num_seqs, context in ((16, 160), (1, 4096), (64, 1024)):
             yield decode_case(shape, device, num_seqs, context, kv_format)
@@ -146,16 +147,21 @@ def attention_cases(shape: Shape, device: torch.device) -> Iterator[Case]:
 
 
 def decode_case(
-    shape: Shape, device: torch.device, num_seqs: int, context: int, kv_format: KVFormat | None = None
+    shape: Shape, device: torch.device, num_seqs: int, context: int, kv_format: KVFormat | None = None, shared: int = 0
 ) -> Case:
-    """One token of each of `num_seqs` sequences against `context` cached ones."""
+    """One token of each of `num_seqs` sequences against `context` cached ones, the first `shared` of which are the same
+    for all."""
     q, *paged = paged_batch(shape, num_seqs, context, num_seqs, device, kv_format)
+    blocks = shared // shape.block_size
+    paged[2][:, :blocks] = paged[2][0, :blocks].clone()
     plan, work = make_plan(shape, num_seqs, device), StepWork()  # the map of a step serves all its layers
     tokens, scale = num_seqs * context, shape.head_dim**-0.5
     width = kv_format.width(shape.head_dim) if kv_format else shape.head_dim * shape.dtype.itemsize
     name = f"paged_attention {kv_format.name}" if kv_format else "paged_attention"
-    return Case(name, f"{num_seqs} x {context}", lambda: paged_attention(q, *paged, scale, plan=plan, work=work),
-                tokens * 2 * shape.num_kv_heads * width, tokens * shape.flops_per_score)  # fmt: skip
+    size = f"{num_seqs} x {context}" + (f", {shared} shared" if shared else "")
+    moved = (tokens - (num_seqs - 1) * shared) * 2 * shape.num_kv_heads * width
+    return Case(name, size, lambda: paged_attention(q, *paged, scale, plan=plan, work=work), moved,
+                tokens * shape.flops_per_score)  # fmt: skip
 
 
 def prefill_case(shape: Shape, device: torch.device, num_seqs: int, chunk: int, context: int) -> Case:

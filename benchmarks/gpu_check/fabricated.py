@@ -5,6 +5,7 @@ Here the weights are loaded and the cache is filled with random numbers, and not
 costs the steps that need it, and no others.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -157,8 +158,9 @@ class Fabricated:
     def model(self) -> ModelConfig:
         return self.bare.model
 
-    def arrive(self, length: int, computed: int, room: int) -> tuple[int, NewSequence]:
-        """A new sequence of random ids, `computed` of which count as computed. room: tokens that it may grow by.
+    def arrive(self, length: int, computed: int, room: int, prefix: Sequence[int] = ()) -> tuple[int, NewSequence]:
+        """A new sequence of random ids, `computed` of which count as computed. room: tokens that it may grow by;
+        prefix: the first blocks, which another sequence holds.
 
         RuntimeError where the cache, the model or the step limits have no place for it.
         """
@@ -167,7 +169,7 @@ class Fabricated:
             raise RuntimeError(f"{length + room} tokens exceed max_model_len {bare.max_model_len}")
         if len(self._held) == bare.max_num_seqs:
             raise RuntimeError(f"{bare.max_num_seqs} sequences are the most of one step")
-        count = -(-(length + room) // bare.block_size)
+        count = -(-(length + room) // bare.block_size) - len(prefix)
         if count > len(self._free):
             raise RuntimeError(f"the KV cache has {len(self._free)} free blocks, {count} are needed")
         blocks, self._free = self._free[:count], self._free[count:]
@@ -176,8 +178,8 @@ class Fabricated:
         generator = torch.Generator().manual_seed(seq_id)
         ids = torch.randint(self.model.vocab_size, (length,), generator=generator).tolist()
         return seq_id, NewSequence(
-            seq_id=seq_id, token_ids=ids, num_prompt_tokens=length, num_computed_tokens=computed, block_ids=blocks,
-            params=GREEDY, seed=seq_id,
+            seq_id=seq_id, token_ids=ids, num_prompt_tokens=length, num_computed_tokens=computed,
+            block_ids=[*prefix, *blocks], params=GREEDY, seed=seq_id,
         )  # fmt: skip
 
     def remove(self, seq_id: int) -> None:

@@ -26,22 +26,23 @@ from benchmarks.gpu_check.profile import profile_steps
 from benchmarks.gpu_check.record import Goal, Recorder, at_least
 from benchmarks.gpu_check.shapes import write_model
 from benchmarks.gpu_check.timing import pick_device, synchronize
-from engine.executor.step import SequenceStep, StepPlan
+from engine.executor.step import NewSequence, SequenceStep, StepPlan
 from engine.worker.model_runner import LaunchedStep
 
 CONTEXT, BATCHES, MORE_BATCHES = 1024, (1, 64, 256, 16), (24, 32, 48)
+SHARED_CONTEXT, SHARED = 4096, 3584  # of sequences with a common prefix
 LONG = 32768  # beside 63 sequences of CONTEXT, and the context of a short chunk
 PREFILLS, SHORT_CHUNK = (1024, 8192, 32768), 32
 MIXED = {LLAMA: (64, 512), QWEN: (100, 200)}  # decodes, and tokens of a prompt in the same step
 PROFILED = (1, 64, 256)
 WARM_UP, STEPS, HOST_STEPS, PREFILL_RUNS = 8, 40, 10, 3
 TINY_CONTEXT, TINY_LONG, TINY_BATCHES, TINY_PREFILLS, TINY_SHORT = 32, 96, (1, 3), (24, 70), 4
-TINY_MIXED, TINY_PROFILED = (3, 8), (1,)
+TINY_MIXED, TINY_PROFILED, TINY_SHARED = (3, 8), (1,), 64
 TINY_WARM_UP, TINY_STEPS, TINY_HOST_STEPS = 2, 4, 2
 # The bound of totals counts at batch 1. In larger batches products wait for arithmetic while attention waits for memory
 # and they do not overlap, so the goal counts against the sum of the operators' own floors.
 GOALS = {(LLAMA, 1): ("bound", 0.85), (LLAMA, 64): ("floor", 0.80), (LLAMA, 256): ("floor", 0.80)}
-BYTES = {"int4": 4.5 / 8, "int8": 1.0, "fp8": 1.0}  # of a number with its part of the scales
+BYTES = {"int4": 4.5 / 8, "int8": 1.0, "fp8": 1.0, "w8a8": 1.0}  # of a number with its part of the scales
 LOAD_SECONDS, CASE_SECONDS = 60.0, 15.0
 
 
@@ -77,7 +78,8 @@ def with_model(name: str, recorder: Recorder, setting: Setting, cases: Cases, qu
 
 
 def decode_cases(steps: "Steps") -> Iterator[tuple[str, Callable[[], None]]]:
-    """Batches of one length, one long sequence among short ones, then where the time of a step goes."""
+    """Batches of one length, one long sequence among short ones, sequences with a common prefix, then where the time of
+    a step goes."""
     tiny = steps.setting.tiny
     context, long = (TINY_CONTEXT, TINY_LONG) if tiny else (CONTEXT, LONG)
     batches = TINY_BATCHES if tiny else (*BATCHES, *(MORE_BATCHES if steps.name == LLAMA else ()))
@@ -85,6 +87,9 @@ def decode_cases(steps: "Steps") -> Iterator[tuple[str, Callable[[], None]]]:
         yield f"decode {batch} x {context}", partial(steps.decode, {context: batch})
     many = batches[-1] if tiny else 64
     yield f"decode {many - 1} x {context} + 1 x {long}", partial(steps.decode, {context: many - 1, long: 1})
+    context, shared = (TINY_LONG, TINY_SHARED) if tiny else (SHARED_CONTEXT, SHARED)
+    yield f"decode {many} x {context}, {shared} shared", partial(steps.decode, {context: many}, shared)
+    context = TINY_CONTEXT if tiny else CONTEXT
     for batch in TINY_PROFILED if tiny else PROFILED:
         yield f"profile, decode {batch}", partial(steps.profile, context, batch)
 
@@ -148,22 +153,25 @@ class Steps:
         chosen = self.sequences.bare.chosen_kernels()
         self.recorder.figure(f"{self.name}: load", time.perf_counter() - started, "s", chosen=chosen)
 
-    def decode(self, lengths: dict[int, int]) -> None:
-        """`lengths`: how many sequences of each context. The time of a step, then the host's part of it."""
+    def decode(self, lengths: dict[int, int], shared: int = 0) -> None:
+        """`lengths`: how many sequences of each context, which all begin with the same `shared` tokens. The time of a
+        step, then the host's part of it."""
         tiny = self.setting.tiny
         warm_up, steps, host_steps = (
             (TINY_WARM_UP, TINY_STEPS, TINY_HOST_STEPS) if tiny else (WARM_UP, STEPS, HOST_STEPS)
         )
         batch, label = sum(lengths.values()), " + ".join(f"{count} x {context}" for context, count in lengths.items())
-        seq_ids = self._arrive(lengths, warm_up + steps + host_steps + 4)
+        label += f", {shared} shared" if shared else ""
+        seq_ids = self._arrive(lengths, warm_up + steps + host_steps + 4, shared)
         self._run_decodes(seq_ids, warm_up)
         before = self._rows(seq_ids)
         intervals = self._run_decodes(seq_ids, steps)
         seconds = statistics.median(intervals)
-        rows = [Rows(1, 1, (first.context + last.context) / 2) for first, last in zip(before, self._rows(seq_ids),
-                                                                                       strict=True)]  # fmt: skip
+        read_once = shared - shared / batch
+        rows = [Rows(1, 1, (first.context + last.context) / 2 - read_once)
+                for first, last in zip(before, self._rows(seq_ids), strict=True)]  # fmt: skip
         bound, floor = self.bounds.step_seconds(rows), self.bounds.floor_seconds(rows)
-        of, goal = ("bound", None) if self.quantization else self._goal(batch, lengths)
+        of, goal = ("bound", None) if self.quantization or shared else self._goal(batch, lengths)
         self.recorder.figure(
             f"{self.name}: decode {label}", seconds * 1e3, "ms/step",
             share=(floor if of == "floor" else bound) / seconds, of=of, goal=goal,
@@ -172,7 +180,7 @@ class Steps:
             graph=self.sequences.bare.uses_graph(batch),
         )  # fmt: skip
         host = statistics.median(self._host_seconds(self._decode_plan(seq_ids))[0] for _ in range(host_steps))
-        if len(lengths) == 1:
+        if len(lengths) == 1 and not shared:
             self.recorder.figure(f"{self.name}: host time of a step, {batch} sequences", host * 1e3, "ms")
 
     def _goal(self, batch: int, lengths: dict[int, int]) -> tuple[str, Goal | None]:
@@ -245,12 +253,13 @@ class Steps:
             f"{name}: host time to launch", statistics.median(launch for _, launch in hosts) * 1e3, "ms"
         )
 
-    def _arrive(self, lengths: dict[int, int], room: int) -> list[int]:
-        """Sequences with all tokens but the last computed, brought by one step that decodes them all."""
-        sequences, arriving = self.sequences, []
+    def _arrive(self, lengths: dict[int, int], room: int, shared: int = 0) -> list[int]:
+        """Sequences with all tokens but the last computed, brought by one step that decodes them all; see decode."""
+        sequences, arriving = self.sequences, list[NewSequence]()
         for context, count in lengths.items():
             for _ in range(count):
-                arriving.append(sequences.arrive(context, context - 1, room)[1])
+                prefix = arriving[0].block_ids[: shared // sequences.bare.block_size] if arriving else []
+                arriving.append(sequences.arrive(context, context - 1, room, prefix)[1])
         seq_ids = [new.seq_id for new in arriving]
         plan = StepPlan(sequences.next_step(), sequences.take_removed(), arriving, [], [], decodes=seq_ids)
         self._run_plans([plan])

@@ -12,6 +12,7 @@ from engine.models.decoder import Decoder
 from engine.models.layers.attention import BatchMetadata, KVCache, OutputRows
 from kernels.attention.flashinfer import FlashInferPrefill
 from kernels.attention.plan import SMALL_ROWS, AttentionPlan, AttentionShape, attention_plan, attention_shape
+from kernels.attention.shared import LEAST_MEMBERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +73,10 @@ def warm_up_attention(
 def warm_up_steps(
     shape: AttentionShape, plan: AttentionPlan, max_model_len: int, device: torch.device
 ) -> Iterator[tuple[Tensor, BatchMetadata]]:
-    """Yields (input_ids, metadata) of steps of one sequence. Together they launch every variant that later steps can
-    launch: decode, the reduction of chunks, each tile of prefill, and the last layer's decode of the output row. Large
-    tiles of prefill are for prompts that fill the device; a device without SMs is filled by a short one.
+    """Yields (input_ids, metadata) of steps of one sequence, and of as many decodes as may share keys. Together they
+    launch every variant that later steps can launch: decode, the reduction of chunks, each tile of prefill, and the
+    last layer's decode of the output row. Large tiles of prefill are for prompts that fill the device; a device without
+    SMs is filled by a short one.
 
     Every token is 0 and its keys are read from block 0.
     """
@@ -86,6 +88,24 @@ def warm_up_steps(
     for n in lengths:
         if n * shape.group > SMALL_ROWS:
             yield _step(n, -(-n // shape.block_size), 1, replace(plan, num_sms=0), device)
+    if len(plan.row_starts) > LEAST_MEMBERS:
+        yield _decodes(LEAST_MEMBERS, max_blocks, plan, device)
+
+
+def _decodes(num_seqs: int, num_blocks: int, plan: AttentionPlan, device: torch.device) -> tuple[Tensor, BatchMetadata]:
+    """The first token of each sequence."""
+    rows = torch.zeros(num_seqs, dtype=torch.int64, device=device)
+    metadata = BatchMetadata(
+        positions=rows,
+        slot_mapping=rows - 1,
+        num_decodes=num_seqs,
+        block_tables=torch.zeros((num_seqs, num_blocks), dtype=torch.int32, device=device),
+        seq_lens=torch.ones(num_seqs, dtype=torch.int32, device=device),
+        cu_seqlens_q=torch.zeros(1, dtype=torch.int32, device=device),
+        max_seqlen_q=0,
+        plan=plan,
+    )
+    return rows, metadata
 
 
 def _step(

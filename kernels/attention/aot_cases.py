@@ -10,7 +10,7 @@ from kernels.card import known_card
 from kernels.kv_format import FP8, INT4, INT8, KVFormat
 
 POINTERS = {"block_tables_ptr": "*i32", "seq_lens_ptr": "*i32", "cu_seqlens_q_ptr": "*i32", "items_ptr": "*i32",
-            "alibi_slopes_ptr": "*fp32", "sinks_ptr": "*fp32",
+            "rows_ptr": "*i32", "windows_ptr": "*i32", "alibi_slopes_ptr": "*fp32", "sinks_ptr": "*fp32",
             "partial_ptr": "*fp32", "lse_ptr": "*fp32", "scale": "fp32", "softcap": "fp32"}  # fmt: skip
 
 

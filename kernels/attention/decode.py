@@ -1,7 +1,8 @@
 """PagedAttention for decode (Kwon et al., 2023): one query token per sequence over its blocks of the KV cache.
 
 The heads that share a KV head are the rows of one tile. Long sequences are cut into chunks that run concurrently
-(Flash-Decoding: Dao et al., 2023), as the step's WorkMap says.
+(Flash-Decoding: Dao et al., 2023), as the step's WorkMap says. Keys that neighbours share are read once for a window of
+them (kernels/attention/shared.py), whose heads are the rows of a larger tile in the same launch.
 """
 
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from kernels.attention.aot_cases import attention_cases
 from kernels.attention.choices import Tile
 from kernels.attention.plan import AttentionPlan, AttentionShape, attention_shape, plan_for_call
 from kernels.attention.prefill import launch_prefill, prefill_attention, prefill_attention_reference
+from kernels.attention.shared import LEAST_MEMBERS, WINDOW_ROWS, shares_keys, window_keys
 from kernels.attention.tile import (
     attend_tile,
     base_2_scale,
@@ -27,6 +29,7 @@ from kernels.attention.tile import (
 )
 from kernels.attention.work import StepWork, reduce_chunks
 from kernels.cache.quantize import as_bytes
+from kernels.card import known_card
 from kernels.dependent_launch import launch_options, pdl_constants, wait_for_inputs
 from kernels.dispatch import cpu_kernels, tl, triton, use_triton
 
@@ -147,13 +150,17 @@ def launch_decode(
 
     def start(tile: Tile) -> None:
         starts = plan.decode_starts(len(seq_lens)) if cu_seqlens_q is None else cu_seqlens_q
+        windows_fit = plan.window_rows(shape) >= 2 * len(seq_lens)
+        shares = windows_fit and shares_keys(shape, tile, len(seq_lens))
         found = (work or StepWork()).find(
-            "decode", shape, plan, tile, len(q), block_tables.shape[1] * shape.block_size, starts, seq_lens
-        )
+            "decode", shape, plan, tile, len(q), block_tables.shape[1] * shape.block_size, starts, seq_lens,
+            block_tables=block_tables if shares else None,
+        )  # fmt: skip
         partial, lse = plan.partial_results(found.max_rows, shape.num_heads, shape.head_dim)
         paged_attention_kernel[(shape.num_kv_heads, len(found.items))](
-            q, k_cache, v_cache, block_tables, found.items, alibi_slopes, sinks, out, partial, lse,
-            scale, softcap, block_tables.stride(0), **shape.constants(tile, plan.capability),
+            q, k_cache, v_cache, block_tables, found.items, found.rows, alibi_slopes, sinks, out, partial, lse,
+            scale, softcap, block_tables.stride(0), WINDOW_ROWS=WINDOW_ROWS,
+            WINDOW_KEYS=window_keys(plan.capability), **shape.constants(tile, plan.capability),
             num_warps=tile.num_warps, num_stages=tile.num_stages, **launch_options(q.device),
         )  # fmt: skip
         reduce_chunks(found, plan, shape, 1, sinks, out)
@@ -163,7 +170,7 @@ def launch_decode(
 
 @triton.jit(
     do_not_specialize=["block_tables_stride"],
-    do_not_specialize_on_alignment=["block_tables_ptr", "lse_ptr"],  # slices of any alignment
+    do_not_specialize_on_alignment=["block_tables_ptr", "rows_ptr", "lse_ptr"],  # slices of any alignment
 )
 def paged_attention_kernel(
     q_ptr,
@@ -171,6 +178,7 @@ def paged_attention_kernel(
     v_cache_ptr,
     block_tables_ptr,
     items_ptr,
+    rows_ptr,
     alibi_slopes_ptr,
     sinks_ptr,
     out_ptr,
@@ -179,6 +187,8 @@ def paged_attention_kernel(
     scale,
     softcap,
     block_tables_stride,
+    WINDOW_ROWS: tl.constexpr,
+    WINDOW_KEYS: tl.constexpr,
     Q_STRIDE_ROW: tl.constexpr,
     Q_STRIDE_HEAD: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -195,12 +205,22 @@ def paged_attention_kernel(
     CHUNK: tl.constexpr,
     PDL: tl.constexpr = False,
 ):
-    """Grid (num_kv_heads, items of the WorkMap): the heads of one group over a chunk of the keys of one sequence."""
+    """Grid (num_kv_heads, items of the WorkMap): the heads of one group over a chunk of the keys of one sequence, or of
+    the keys of a window. rows_ptr: WorkMap.rows."""
     wait_for_inputs(PDL)
     kv_head = tl.program_id(0)
-    seq, q_row, _, query_pos, begin, end = load_item(items_ptr, tl.program_id(1))
+    seq, q_row, tokens, query_pos, begin, end = load_item(items_ptr, tl.program_id(1))
     if seq < 0:
         return
+    if rows_ptr is not None:
+        if query_pos == -2:
+            attend_window(
+                q_ptr, k_cache_ptr, v_cache_ptr, block_tables_ptr + seq.to(tl.int64) * block_tables_stride,
+                items_ptr + tl.program_id(1) * 8, rows_ptr + seq, partial_ptr, lse_ptr, q_row, tokens, kv_head, begin,
+                end, scale, softcap, WINDOW_ROWS, WINDOW_KEYS, Q_STRIDE_ROW, Q_STRIDE_HEAD, NUM_KV_HEADS, GROUP,
+                HEAD_DIM, BLOCK_D, BLOCK_SIZE, HAS_SOFTCAP,
+            )  # fmt: skip
+            return
     offs_m, offs_d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     head = kv_head * GROUP + offs_m
     row_mask = offs_m < GROUP
@@ -226,6 +246,38 @@ def paged_attention_kernel(
         acc, row_max, row_sum, sinks_ptr, out_ptr, partial_ptr, lse_ptr, items_ptr, tl.program_id(1), kv_head,
         NUM_KV_HEADS, GROUP, BLOCK_M, 1, HEAD_DIM, BLOCK_D,
     )  # fmt: skip
+
+
+@triton.jit
+def attend_window(
+    q_ptr, k_cache_ptr, v_cache_ptr, block_table_ptr, item_ptr, rows_ptr, partial_ptr, lse_ptr, q_row, tokens, kv_head,
+    begin, end, scale, softcap, WINDOW_ROWS: tl.constexpr, WINDOW_KEYS: tl.constexpr, Q_STRIDE_ROW: tl.constexpr,
+    Q_STRIDE_HEAD: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Keys begin:end, whole tiles that all `tokens` sequences of a window see, for the rows q_row and up: to the
+    partial results of each sequence. rows_ptr: the first of those of the window's first sequence; item_ptr: the item,
+    whose number 6 is the chunk."""
+    offs_m, offs_d = tl.arange(0, WINDOW_ROWS), tl.arange(0, BLOCK_D)
+    member, head = offs_m // GROUP, offs_m % GROUP
+    mask = member < tl.minimum(tokens, WINDOW_ROWS // GROUP)
+    q_at = q_ptr + (q_row.to(tl.int64) * Q_STRIDE_ROW + kv_head * (GROUP * Q_STRIDE_HEAD))
+    q_offsets = (member * Q_STRIDE_ROW + head * Q_STRIDE_HEAD)[:, None] + offs_d[None, :]
+    q = tl.load(q_at + q_offsets, mask=mask[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0)
+    acc, row_max, row_sum = empty_softmax(WINDOW_ROWS, BLOCK_D)
+    none = tl.zeros([WINDOW_ROWS], tl.float32)
+    for tile_start in range(begin, end, WINDOW_KEYS):
+        acc, row_max, row_sum = attend_tile(
+            q, none, acc, row_max, row_sum, k_cache_ptr, v_cache_ptr, block_table_ptr, kv_head, tile_start, end, none,
+            none, scale, softcap, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, BLOCK_D, WINDOW_KEYS, 0, False, False,
+            HAS_SOFTCAP, 0, 0,
+        )  # fmt: skip
+    # Read after the loop, so that no register holds it there.
+    row = tl.load(rows_ptr + member, mask=mask, other=0) + tl.load(item_ptr + 6, volatile=True)
+    at = (row.to(tl.int64) * NUM_KV_HEADS + kv_head) * GROUP + head
+    kept = mask[:, None] & (offs_d < HEAD_DIM)[None, :]
+    tl.store(partial_ptr + at[:, None] * HEAD_DIM + offs_d[None, :], acc / row_sum[:, None], mask=kept)
+    tl.store(lse_ptr + at, row_max + tl.log2(row_sum), mask=mask)
 
 
 def paged_attention_reference(
@@ -265,12 +317,18 @@ def aot_configurations(capability: int) -> Iterator[AotConfiguration]:
     """Yields every model's shape."""
     for case in attention_cases(capability):
         tile = case.shape.tile("decode", capability, case.shape.group)
-        # Triton 3.9 keeps some addresses of 128 keys on the stack, 3.6 (which was timed) none
-        max_spill = 40 if case.shape.kv_format and tile.block_n == 128 else 0
+        shares = shares_keys(case.shape, tile, LEAST_MEMBERS)
+        windows = {"WINDOW_ROWS": WINDOW_ROWS, "WINDOW_KEYS": window_keys(capability)}
+        windows |= {} if shares else {"rows_ptr": None}
+        card = known_card(capability)
+        room = card.shared_memory_per_sm // 2 - card.reserved if shares else case.max_shared_memory(capability, tile)
+        # Triton 3.9 keeps some addresses of 128 keys on the stack, and of windows with masked rows; 3.6 (which was
+        # timed) none
+        max_spill = 40 if case.shape.kv_format and tile.block_n == 128 else 8 if shares else 0
         yield AotConfiguration(
             kernel=paged_attention_kernel, label=case.label(tile), dtype=case.dtype,
-            constants=case.shape.constants(tile, capability) | case.absent | pdl_constants(capability),
+            constants=case.shape.constants(tile, capability) | windows | case.absent | pdl_constants(capability),
             num_warps=tile.num_warps, num_stages=tile.num_stages,
             types=case.types, quick=case.quick, needs=case.needs(capability, tile),
-            max_shared_memory=case.max_shared_memory(capability, tile), max_spill=max_spill,
+            max_shared_memory=room, max_spill=max_spill,
         )  # fmt: skip

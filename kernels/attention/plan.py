@@ -30,6 +30,9 @@ PROGRAMS_OF_CODES = 2
 # steps of Qwen3-0.6B took from 1.2 % less to 0.8 % more with 2 than with 8; with 1, one of 16 sequences of mixed
 # lengths took 5 % more. That of prefill is not measured yet.
 CHUNKS_PER_PROGRAM = {"decode": 2, "prefill": 2}
+# Rows of partial results for chunks of the keys of windows (kernels/attention/shared.py), beside two for each sequence:
+# 16 sequences that share all keys, which are one window, may have 16 chunks each. An estimate.
+WINDOW_CHUNKS = 256
 SMALL_ROWS = 64  # query tokens x heads of a group: the largest tile of prefill whose units are divided into chunks
 
 
@@ -64,6 +67,10 @@ class AttentionPlan:
         room = self.partial.numel() // (num_rows * (head_dim + 1))
         return min(room, CHUNKS_PER_PROGRAM[use] * self.slots(use) // num_kv_heads)
 
+    def window_rows(self, shape: "AttentionShape") -> int:
+        """Rows of partial results that a step of windows may have; at least two for each sequence."""
+        return self.partial.numel() // (shape.num_heads * (shape.head_dim + 1))
+
     def decode_starts(self, num_seqs: int) -> Tensor:
         """cu_seqlens_q of a batch that only decodes, int32 [num_seqs + 1]. ValueError if the plan was made for fewer
         sequences."""
@@ -95,7 +102,8 @@ def attention_plan(
     plan = AttentionPlan(capability, num_sms, torch.empty(0), row_starts, batch_invariant, flashinfer)
     rows = {"decode": num_heads, "prefill": max(1, SMALL_ROWS * num_kv_heads // num_heads) * num_heads}
     chunks = {use: CHUNKS_PER_PROGRAM[use] * plan.slots(use) // num_kv_heads for use in rows}
-    size = 0 if batch_invariant else max(chunks[use] * rows[use] for use in rows) * (head_dim + 1)
+    num_rows = max(*(chunks[use] * rows[use] for use in rows), (2 * max_num_seqs + WINDOW_CHUNKS) * num_heads)
+    size = 0 if batch_invariant else num_rows * (head_dim + 1)
     return replace(plan, partial=torch.empty(size, dtype=torch.float32, device=device))
 
 

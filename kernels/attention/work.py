@@ -24,6 +24,7 @@ from kernels.aot_configuration import AotConfiguration, power_of_2
 from kernels.attention.aot_cases import POINTERS, attention_cases
 from kernels.attention.choices import Tile
 from kernels.attention.plan import AttentionPlan, AttentionShape
+from kernels.attention.shared import LEAST_MEMBERS, find_windows, shares_keys
 from kernels.dependent_launch import launch_options, pdl_constants, wait_for_inputs
 from kernels.dispatch import tl, triton
 
@@ -36,16 +37,20 @@ class WorkMap:
     """The chunks of a step.
 
     items int32 [most items, 8]: sequence (-1: no item), first row of q, query tokens, position of the first one, first
-    key (a multiple of the tile), end of the keys, row of the partial results (-1: the unit has one chunk), unused.
+    key (a multiple of the tile), end of the keys, row of the partial results (-1: the unit has one chunk), unused. A
+    position of -2 marks keys of a window (kernels/attention/shared.py): its query tokens are those of as many
+    sequences, and its row counts from the first row of each.
     splits int32 [most units of several chunks, 4], of which num_splits int32 [1] are used: first row of q, query
     tokens, first row of the partial results, chunks.
     max_rows: rows of partial results that the chunks may take; 0: no unit is divided.
+    rows int32 [sequences]: the first row of the partial results of each divided sequence; None: no windows.
     """
 
     items: Tensor
     splits: Tensor
     num_splits: Tensor
     max_rows: int
+    rows: Tensor | None = None
 
 
 class StepWork:
@@ -71,10 +76,11 @@ class StepWork:
         cu_seqlens_q: Tensor,
         seq_lens: Tensor,
         min_queries: int = 1,
+        block_tables: Tensor | None = None,
     ) -> WorkMap:
         """The map of the step's sequences for launches of `tile`. use: "decode" or "prefill"; num_rows: rows of q;
-        max_tokens: the tokens that the block tables have room for, 0 if no unit may be divided; the rest: see
-        launch_decode and launch_prefill."""
+        max_tokens: the tokens that the block tables have room for, 0 if no unit may be divided; block_tables: those of
+        a decode launch that reads keys of windows once; the rest: see launch_decode and launch_prefill."""
         tokens = 1 if use == "decode" else tile.block_m // shape.group
         num_seqs = len(seq_lens)
         key = (use, tokens, tile.block_n, shape.num_kv_heads, shape.head_dim, shape.sliding_window,
@@ -83,12 +89,15 @@ class StepWork:
         if (work := self._maps.get(key)) is not None:
             return work
         num_units = num_seqs if use == "decode" else num_rows // tokens + num_seqs
-        max_rows = 0
+        max_chunks = 0
         if max_tokens > MIN_CHUNK_TILES * tile.block_n:
-            max_rows = plan.max_chunks(use, shape.num_kv_heads, tokens * shape.num_heads, shape.head_dim)
+            max_chunks = plan.max_chunks(use, shape.num_kv_heads, tokens * shape.num_heads, shape.head_dim)
+        windows = None
+        if block_tables is not None:
+            windows = find_windows(block_tables, cu_seqlens_q, seq_lens, shape, tile)
         work = self._maps[key] = make_map(
-            use, cu_seqlens_q, seq_lens, num_units, max_rows, plan.slots(use, shape.kv_format), min_queries,
-            work_constants(use, shape, tile),
+            use, cu_seqlens_q, seq_lens, num_units, max_chunks, plan.slots(use, shape.kv_format), min_queries,
+            work_constants(use, shape, tile), windows, plan.window_rows(shape),
         )  # fmt: skip
         return work
 
@@ -109,88 +118,86 @@ def work_constants(use: str, shape: AttentionShape, tile: Tile) -> dict[str, int
 
 
 def make_map(
-    use: str, cu_seqlens_q: Tensor, seq_lens: Tensor, num_units: int, max_rows: int, slots: int, min_queries: int,
-    constants: dict[str, int | bool],
+    use: str, cu_seqlens_q: Tensor, seq_lens: Tensor, num_units: int, max_chunks: int, slots: int, min_queries: int,
+    constants: dict[str, int | bool], windows: Tensor | None = None, window_rows: int = 0,
 ) -> WorkMap:  # fmt: skip
-    """Launch work_map_kernel. num_units: the largest number of units; slots: programs that the device runs at once."""
-    num_items, max_splits = num_units + max_rows, max_rows // 2
-    numbers = torch.empty(8 * num_items + 4 * max_splits + 1, dtype=torch.int32, device=seq_lens.device)
-    items, splits, num_splits = numbers.split([8 * num_items, 4 * max_splits, 1])
+    """Launch work_map_kernel. num_units: the largest number of units; max_chunks: the most chunks of units that are
+    divided, outside windows; slots: programs that the device runs at once; windows: see find_windows; window_rows: rows
+    of partial results that there may be with them."""
+    num_seqs, max_rows, max_splits, num_items = len(seq_lens), max_chunks, max_chunks // 2, num_units + max_chunks
+    if windows is not None:
+        max_rows, max_splits = window_rows, num_seqs
+        num_items = num_units + max(max_chunks, num_seqs // LEAST_MEMBERS)
+    sizes = [8 * num_items, 4 * max_splits, 0 if windows is None else num_seqs, 1]
+    items, splits, rows, num_splits = torch.empty(sum(sizes), dtype=torch.int32, device=seq_lens.device).split(sizes)
     work_map_kernel[(1,)](
-        cu_seqlens_q, seq_lens, items, splits, num_splits, len(seq_lens), num_units, num_items, max_rows, slots,
-        len(seq_lens).bit_length(), 1 if use == "decode" else min_queries, **constants, num_warps=8,
+        cu_seqlens_q, seq_lens, windows, items, splits, rows if windows is not None else None, num_splits, num_seqs,
+        num_units, num_items, max_rows, max_chunks, slots, num_seqs.bit_length(),
+        1 if use == "decode" else min_queries, **constants, num_warps=8,
     )  # fmt: skip
-    return WorkMap(items.view(-1, 8), splits.view(-1, 4), num_splits, max_rows)
+    return WorkMap(items.view(-1, 8), splits.view(-1, 4), num_splits, max_rows, None if windows is None else rows)
 
 
 @triton.jit(
-    do_not_specialize=["num_seqs", "num_units", "num_items", "max_rows", "slots", "search_steps", "min_queries"],
-    do_not_specialize_on_alignment=["cu_seqlens_q_ptr", "seq_lens_ptr", "splits_ptr", "num_splits_ptr"],
-)
+    do_not_specialize=["num_seqs", "num_units", "num_items", "max_rows", "max_chunks", "slots", "search_steps",
+                       "min_queries"],
+    do_not_specialize_on_alignment=[
+        "cu_seqlens_q_ptr", "seq_lens_ptr", "windows_ptr", "splits_ptr", "rows_ptr", "num_splits_ptr",
+    ],
+)  # fmt: skip
 def work_map_kernel(
-    cu_seqlens_q_ptr,
-    seq_lens_ptr,
-    items_ptr,
-    splits_ptr,
-    num_splits_ptr,
-    num_seqs,
-    num_units,
-    num_items,
-    max_rows,
-    slots,
-    search_steps,
-    min_queries,
-    IS_DECODE: tl.constexpr,
-    TOKENS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CHUNK: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    NUM_SIZES: tl.constexpr,
-    BLOCK_U: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    cu_seqlens_q_ptr, seq_lens_ptr, windows_ptr, items_ptr, splits_ptr, rows_ptr, num_splits_ptr, num_seqs, num_units,
+    num_items, max_rows, max_chunks, slots, search_steps, min_queries,
+    IS_DECODE: tl.constexpr, TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, NUM_SIZES: tl.constexpr, BLOCK_U: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     """One program writes the whole map, BLOCK_U units at a time: see WorkMap.
 
     Units are listed from the last one backwards, because the tiles at the end of a prompt have most keys and are to
-    start first.
+    start first. The keys of a window are chunks of its own, listed behind those of its first sequence; each sequence
+    has a row of partial results for each of them, before those of its own keys.
     """
     size = num_units * 0 + (1 << 30)
     if max_rows > 0:
         size = choose_size(
-            cu_seqlens_q_ptr, seq_lens_ptr, num_seqs, num_units, max_rows, slots, search_steps, min_queries,
-            IS_DECODE, TOKENS, BLOCK_N, WINDOW, CHUNK, NUM_KV_HEADS, NUM_SIZES, BLOCK_U,
+            cu_seqlens_q_ptr, seq_lens_ptr, windows_ptr, num_seqs, num_units, num_items, max_rows, max_chunks, slots,
+            search_steps, min_queries, IS_DECODE, TOKENS, BLOCK_N, WINDOW, CHUNK, NUM_KV_HEADS, NUM_SIZES, BLOCK_U,
         )  # fmt: skip
     next_item, next_row, next_split = num_units * 0, num_units * 0, num_units * 0
     for first in range(0, num_units, BLOCK_U):
         exists, seq, q_row, tokens, first_pos, begin, end = load_units(
-            cu_seqlens_q_ptr, seq_lens_ptr, num_units - 1 - first - tl.arange(0, BLOCK_U), num_seqs, search_steps,
-            min_queries, IS_DECODE, TOKENS, BLOCK_N, WINDOW, CHUNK,
+            cu_seqlens_q_ptr, seq_lens_ptr, windows_ptr, num_units - 1 - first - tl.arange(0, BLOCK_U), num_seqs,
+            search_steps, min_queries, IS_DECODE, TOKENS, BLOCK_N, WINDOW, CHUNK,
         )  # fmt: skip
         tiles = (end - begin + BLOCK_N - 1) // BLOCK_N
         chunks = tl.where(exists, tl.maximum((tiles + size - 1) // size, 1), 0)  # without a key: one chunk of zeros
         keys = tl.minimum(tiles, size) * BLOCK_N
-        is_split = chunks > 1
-        rows = tl.where(is_split, chunks, 0)
-        item, row = next_item + tl.cumsum(chunks, 0) - chunks, next_row + tl.cumsum(rows, 0) - rows
+        shared, shared_items = chunks * 0, chunks * 0
+        if windows_ptr is not None:
+            members = tl.load(windows_ptr + seq * 2 + 1, mask=exists, other=0)
+            shared = tl.where(exists, (begin // BLOCK_N + size - 1) // size, 0)
+            shared_items = tl.where(members > 0, shared, 0)
+        is_split = chunks + shared > 1
+        rows = tl.where(is_split, chunks + shared, 0)
+        num_new = chunks + shared_items
+        item, row = next_item + tl.cumsum(num_new, 0) - num_new, next_row + tl.cumsum(rows, 0) - rows
         split_ptr = splits_ptr + (next_split + tl.cumsum(is_split.to(tl.int32), 0) - 1) * 4
         tl.store(split_ptr, q_row, mask=is_split)
         tl.store(split_ptr + 1, tokens, mask=is_split)
         tl.store(split_ptr + 2, row, mask=is_split)
-        tl.store(split_ptr + 3, chunks, mask=is_split)
-        for first_chunk in range(0, tl.max(chunks, 0), BLOCK_K):
-            chunk = (first_chunk + tl.arange(0, BLOCK_K))[None, :] + tl.zeros([BLOCK_U, 1], tl.int32)
-            mask = chunk < chunks[:, None]
-            item_ptr = items_ptr + (item[:, None] + chunk) * 8
-            chunk_begin = begin[:, None] + chunk * keys[:, None]
-            tl.store(item_ptr, seq[:, None] + chunk * 0, mask=mask)
-            tl.store(item_ptr + 1, q_row[:, None] + chunk * 0, mask=mask)
-            tl.store(item_ptr + 2, tokens[:, None] + chunk * 0, mask=mask)
-            tl.store(item_ptr + 3, first_pos[:, None] + chunk * 0, mask=mask)
-            tl.store(item_ptr + 4, chunk_begin, mask=mask)
-            tl.store(item_ptr + 5, tl.minimum(chunk_begin + keys[:, None], end[:, None]), mask=mask)
-            tl.store(item_ptr + 6, tl.where(is_split[:, None], row[:, None] + chunk, -1), mask=mask)
-        next_item += tl.sum(chunks, 0)
+        tl.store(split_ptr + 3, rows, mask=is_split)
+        store_items(
+            items_ptr, item, chunks, seq, q_row, tokens, first_pos, begin, keys, end,
+            tl.where(is_split, row + shared, -1), is_split.to(tl.int32), BLOCK_U, BLOCK_K,
+        )  # fmt: skip
+        if windows_ptr is not None:
+            tl.store(rows_ptr + seq, row, mask=exists)
+            zero, keys = seq * 0, tl.minimum(begin // BLOCK_N, size) * BLOCK_N
+            store_items(
+                items_ptr, item + chunks, shared_items, seq, q_row, members, zero - 2, zero, keys, begin,
+                zero, zero + 1, BLOCK_U, BLOCK_K,
+            )  # fmt: skip
+        next_item += tl.sum(num_new, 0)
         next_row += tl.sum(rows, 0)
         next_split += tl.sum(is_split.to(tl.int32), 0)
     for first in range(next_item, num_items, NUM_SIZES):
@@ -200,12 +207,36 @@ def work_map_kernel(
 
 
 @triton.jit
+def store_items(
+    items_ptr, item, chunks, seq, q_row, tokens, first_pos, begin, keys, end, row, row_step,
+    BLOCK_U: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Write the items of `chunks` chunks of each of BLOCK_U units, from `item` on: see WorkMap. Chunk i has `keys` keys
+    from begin + i * keys on, and row `row + i * row_step`."""
+    for first_chunk in range(0, tl.max(chunks, 0), BLOCK_K):
+        chunk = (first_chunk + tl.arange(0, BLOCK_K))[None, :] + tl.zeros([BLOCK_U, 1], tl.int32)
+        mask = chunk < chunks[:, None]
+        item_ptr = items_ptr + (item[:, None] + chunk) * 8
+        chunk_begin = begin[:, None] + chunk * keys[:, None]
+        tl.store(item_ptr, seq[:, None] + chunk * 0, mask=mask)
+        tl.store(item_ptr + 1, q_row[:, None] + chunk * 0, mask=mask)
+        tl.store(item_ptr + 2, tokens[:, None] + chunk * 0, mask=mask)
+        tl.store(item_ptr + 3, first_pos[:, None] + chunk * 0, mask=mask)
+        tl.store(item_ptr + 4, chunk_begin, mask=mask)
+        tl.store(item_ptr + 5, tl.minimum(chunk_begin + keys[:, None], end[:, None]), mask=mask)
+        tl.store(item_ptr + 6, row[:, None] + chunk * row_step[:, None], mask=mask)
+
+
+@triton.jit
 def choose_size(
     cu_seqlens_q_ptr,
     seq_lens_ptr,
+    windows_ptr,
     num_seqs,
     num_units,
+    num_items,
     max_rows,
+    max_chunks,
     slots,
     search_steps,
     min_queries,
@@ -229,15 +260,28 @@ def choose_size(
     sizes = ((8 + number % 8) << (number // 8)) >> 2
     sizes = tl.where(number == NUM_SIZES - 1, 1 << 30, sizes)
     programs, rows = tl.zeros([NUM_SIZES], tl.int32), tl.zeros([NUM_SIZES], tl.int32)
+    alone = rows  # rows of units outside windows
     total, longest = num_units * 0, num_units * 0
     for first in range(0, num_units, BLOCK_U):
-        exists, _, _, _, _, begin, end = load_units(
-            cu_seqlens_q_ptr, seq_lens_ptr, num_units - 1 - first - tl.arange(0, BLOCK_U), num_seqs, search_steps,
-            min_queries, IS_DECODE, TOKENS, BLOCK_N, WINDOW, CHUNK,
+        exists, seq, _, _, _, begin, end = load_units(
+            cu_seqlens_q_ptr, seq_lens_ptr, windows_ptr, num_units - 1 - first - tl.arange(0, BLOCK_U), num_seqs,
+            search_steps, min_queries, IS_DECODE, TOKENS, BLOCK_N, WINDOW, CHUNK,
         )  # fmt: skip
         tiles = tl.where(exists, (end - begin + BLOCK_N - 1) // BLOCK_N, 0)
         chunks = (tiles[None, :] + sizes[:, None] - 1) // sizes[:, None]
-        programs += tl.sum(tl.maximum(chunks, exists.to(tl.int32)[None, :]), 1)
+        if windows_ptr is not None:
+            is_first = tl.load(windows_ptr + seq * 2 + 1, mask=exists, other=0) > 0
+            shared_tiles = tl.where(exists, begin // BLOCK_N, 0)
+            shared = (shared_tiles[None, :] + sizes[:, None] - 1) // sizes[:, None]
+            chunks = tl.maximum(chunks, exists.to(tl.int32)[None, :])
+            programs += tl.sum(chunks + tl.where(is_first[None, :], shared, 0), 1)
+            chunks += shared
+            alone += tl.sum(tl.where((shared_tiles == 0)[None, :] & (chunks > 1), chunks, 0), 1)
+            shared_tiles = tl.where(is_first, shared_tiles, 0)
+            total += tl.sum(shared_tiles, 0)
+            longest = tl.maximum(longest, tl.max(shared_tiles, 0))
+        else:
+            programs += tl.sum(tl.maximum(chunks, exists.to(tl.int32)[None, :]), 1)
         rows += tl.sum(tl.where(chunks > 1, chunks, 0), 1)
         total += tl.sum(tiles, 0)
         longest = tl.maximum(longest, tl.max(tiles, 0))
@@ -246,7 +290,9 @@ def choose_size(
     rounds = (launched + slots - 1) // slots
     mean = (total.to(tl.int64) * NUM_KV_HEADS + launched + slots - 1) // slots
     cost = tl.minimum(rounds * chunk, mean + chunk) + tl.where(rows > 0, 2, 0)
-    cost = tl.where(rows <= max_rows, cost, 1 << 60)
+    alone = rows if windows_ptr is None else alone
+    fits = (rows <= max_rows) & (alone <= max_chunks) & (programs <= num_items)
+    cost = tl.where(fits, cost, 1 << 60)
     best = tl.argmin(cost, 0)
     return tl.sum(tl.where(tl.arange(0, NUM_SIZES) == best, sizes, 0), 0)
 
@@ -255,6 +301,7 @@ def choose_size(
 def load_units(
     cu_seqlens_q_ptr,
     seq_lens_ptr,
+    windows_ptr,
     unit,
     num_seqs,
     search_steps,
@@ -268,10 +315,11 @@ def load_units(
     """(exists, sequence, first row of q, query tokens, position of the first one, first key as a multiple of BLOCK_N,
     end of the keys) of each unit; a number below 0 is no unit.
 
-    Decode: unit i is sequence i, if it has exactly one row. Prefill: up to TOKENS query tokens of a sequence of at
-    least min_queries rows. There, units of sequence i are numbered from cu_seqlens_q[i] // TOKENS + i. That leaves
-    enough numbers for every sequence, because ceil((b - a) / T) <= floor(b / T) - floor(a / T) + 1. A binary search
-    finds the sequence; an unused number gives a token past the sequence's end.
+    Decode: unit i is sequence i, if it has exactly one row; its first key comes after those of its window. Prefill: up
+    to TOKENS query tokens of a sequence of at least min_queries rows. There, units of sequence i are numbered from
+    cu_seqlens_q[i] // TOKENS + i. That leaves enough numbers for every sequence, because
+    ceil((b - a) / T) <= floor(b / T) - floor(a / T) + 1. A binary search finds the sequence; an unused number gives a
+    token past the sequence's end.
     """
     exists = unit >= 0
     seq, first_token = tl.maximum(unit, 0), unit * 0
@@ -295,6 +343,8 @@ def load_units(
     begin = first_pos * 0
     if WINDOW > 0 or CHUNK > 0:
         begin = first_key(first_pos, WINDOW, CHUNK) // BLOCK_N * BLOCK_N
+    if windows_ptr is not None:
+        begin = tl.load(windows_ptr + seq * 2, mask=exists, other=0)
     return exists, seq, q_begin + first_token, tl.minimum(TOKENS, q_len - first_token), first_pos, begin, end
 
 
@@ -405,9 +455,13 @@ def aot_configurations(capability: int) -> Iterator[AotConfiguration]:
             continue
         head_sizes.add(shape.head_dim)
         for use, num_rows in (("decode", shape.group), ("prefill", 16), ("prefill", 1 << 20)):
-            constants = work_constants(use, shape, shape.tile(use, capability, num_rows))
+            tile = shape.tile(use, capability, num_rows)
+            constants = work_constants(use, shape, tile)
             name = f"{use} {constants['TOKENS']} tokens d{shape.head_dim}"
-            yield AotConfiguration(work_map_kernel, name, "int32", constants, num_warps=8, **options)
+            plain = constants | {"windows_ptr": None, "rows_ptr": None}
+            yield AotConfiguration(work_map_kernel, name, "int32", plain, num_warps=8, **options)
+            if use == "decode" and shares_keys(shape, tile, LEAST_MEMBERS):
+                yield AotConfiguration(work_map_kernel, f"{name} windows", "int32", constants, num_warps=8, **options)
         for has_sinks in (False, True) if shape.head_dim == 64 else (False,):
             constants = reduce_constants(shape) | pdl_constants(capability) | ({} if has_sinks else {"sinks_ptr": None})
             yield AotConfiguration(

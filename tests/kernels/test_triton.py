@@ -149,6 +149,7 @@ from triton.runtime.jit import create_function_from_signature
 from kernels.attention.aot_cases import case
 from kernels.attention.decode import paged_attention_kernel
 from kernels.attention.prefill import prefill_attention_kernel
+from kernels.attention.shared import common_keys_kernel, window_constants, windows_kernel
 from kernels.attention.work import reduce_chunks_kernel, reduce_constants, work_constants, work_map_kernel
 
 shape = case("bf16", 32, 8, 128).shape
@@ -163,16 +164,21 @@ def key(kernel, *arguments, **keywords):
     return str(bind(*arguments, **keywords)[1])
 
 def decode(start, stride):
-    return key(paged_attention_kernel, *[floats] * 3, numbers[start:], numbers, None, None, floats, partial,
-               partial[start:], 0.5, 0.0, stride, **constants)
+    return key(paged_attention_kernel, *[floats] * 3, numbers[start:], numbers, numbers[start:], None, None, floats,
+               partial, partial[start:], 0.5, 0.0, stride, WINDOW_ROWS=64, WINDOW_KEYS=64, **constants)
 
 def prefill(start, stride):
     return key(prefill_attention_kernel, *[floats] * 3, numbers[start:], numbers, None, None, floats, partial,
                partial[start:], 0.5, 0.0, stride, ALWAYS_MASKED=False, OVERLAP=False, TMA=False, **constants)
 
 def work_map(start, number):
-    return key(work_map_kernel, numbers[start:], numbers[start:], numbers, numbers[start:], numbers[start:],
-               *[number] * 7, **work_constants("decode", shape, tile))
+    return key(work_map_kernel, *[numbers[start:]] * 3, numbers, *[numbers[start:]] * 3, *[number] * 8,
+               **work_constants("decode", shape, tile))
+
+def windows(start, number):
+    sizes = {"BLOCK_SIZE": 16, "BLOCK_N": 64, "LEAST_KEYS": 512, "COMPARED": 512}
+    return (key(common_keys_kernel, *[numbers[start:]] * 4, number, **sizes),
+            key(windows_kernel, numbers[start:], numbers[start:], number, **window_constants(4)))
 
 def reduce(start):
     return key(reduce_chunks_kernel, partial, partial[start:], numbers[start:], numbers[start:], None, floats,
@@ -181,6 +187,7 @@ def reduce(start):
 assert len({decode(0, 1), decode(0, 16), decode(1, 7), decode(3, 4096)}) == 1
 assert len({prefill(0, 1), prefill(0, 16), prefill(1, 7), prefill(3, 256)}) == 1
 assert len({work_map(0, 1), work_map(0, 16), work_map(1, 7), work_map(3, 256)}) == 1
+assert len({windows(0, 1), windows(0, 16), windows(1, 7), windows(3, 256)}) == 1
 assert len({reduce(0), reduce(1), reduce(3)}) == 1
 assert key(prefill_attention_kernel, *[floats] * 3, numbers, numbers, None, None, floats[1:], partial, partial, 0.5,
            0.0, 1, ALWAYS_MASKED=False, OVERLAP=False, TMA=False, **constants) != prefill(0, 1), "unaligned output"

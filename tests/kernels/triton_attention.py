@@ -8,6 +8,7 @@ import torch
 
 from kernels.attention import decode as decode_module
 from kernels.attention import prefill as prefill_module
+from kernels.attention import shared as shared_module
 from kernels.attention import work as work_module
 from kernels.attention.choices import PREFILL, RULES, find_tile, tile_choice
 from kernels.attention.decode import mixed_attention, paged_attention
@@ -362,23 +363,25 @@ class Launches:
 def launches(monkeypatch):
     watched = {}
     for module, name in ((decode_module, "paged_attention_kernel"), (work_module, "reduce_chunks_kernel"),
-                         (work_module, "work_map_kernel"), (prefill_module, "prefill_attention_kernel")):  # fmt: skip
+                         (work_module, "work_map_kernel"), (prefill_module, "prefill_attention_kernel"),
+                         (shared_module, "common_keys_kernel"), (shared_module, "windows_kernel")):  # fmt: skip
         watched[name] = Launches(getattr(module, name))
         monkeypatch.setattr(module, name, watched[name])
     return watched
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dtype", [F32, F16], ids=str)
 @pytest.mark.parametrize("num_heads, num_kv_heads, batch_invariant", [(8, 2, False), (8, 2, True)])
-def test_the_warm_up_starts_every_variant_that_steps_can(launches, num_heads, num_kv_heads, batch_invariant):
+def test_the_warm_up_starts_every_variant_that_steps_can(launches, num_heads, num_kv_heads, batch_invariant, dtype):
     """Steps as the last layer and the others run them: whole chunks of any length, single tokens, any batch, tables
     of any width. None is compiled for something that the warm-up has not started."""
     from engine.worker.attention_warmup import warm_up_steps
 
     head_dim, block_size, max_model_len = 16, 16, 1024
-    data = paged([max_model_len], num_kv_heads, head_dim, block_size, F32)
+    data = paged([max_model_len], num_kv_heads, head_dim, block_size, dtype)
     plan = make_plan(16, num_heads, num_kv_heads, head_dim, batch_invariant=batch_invariant)
-    fused = on_device(fused_q(max_model_len, num_heads, num_kv_heads, head_dim, F32))
+    fused = on_device(fused_q(max_model_len, num_heads, num_kv_heads, head_dim, dtype))
     caches = on_device(data.k_cache), on_device(data.v_cache)
     shape = attention_shape(fused, caches[0], None, 0, 0.0)
 
@@ -395,6 +398,7 @@ def test_the_warm_up_starts_every_variant_that_steps_can(launches, num_heads, nu
         outputs = (m.outputs.block_tables, m.outputs.seq_lens) if m.outputs else None
         run(len(input_ids), m.num_decodes, m.block_tables, m.seq_lens, m.cu_seqlens_q, m.max_seqlen_q, outputs, m.plan)
     warm = {name: set(watched.variants) for name, watched in launches.items()}
+    assert bool(warm["windows_kernel"]) == (dtype == F16 and not batch_invariant)
     plans = (plan, replace(plan, num_sms=0))
     expected = {prefill_module.prefill_tile(shape, p, 0, n) for n in range(2, max_model_len) for p in plans}
     assert batch_invariant or len(warm["prefill_attention_kernel"]) == len(expected)

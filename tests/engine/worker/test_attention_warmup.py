@@ -36,7 +36,8 @@ def test_the_steps_fit_the_longest_sequence_and_reach_every_tile(plan, max_model
     q, cache = torch.empty(1, 4, 8, dtype=torch.float16), torch.empty(1, 2, 8, 8, dtype=torch.float16)
     shape = attention_shape(q, cache, None, 0, 0.0)
     steps = list(warm_up_steps(shape, plan, max_model_len, CPU))
-    assert all(len(ids) <= max_model_len and m.plan.partial is plan.partial for ids, m in steps)
+    assert all(len(ids) <= max_model_len or m.num_decodes == len(ids) for ids, m in steps)
+    assert all(m.plan.partial is plan.partial for _, m in steps) and {m.num_decodes for _, m in steps} >= {1, 4}
     assert {m.block_tables.shape[1] for _, m in steps} >= {1, -(-max_model_len // 8)}
     lengths = {m.max_seqlen_q for _, m in steps} - {0}
     reachable = {shape.tile("prefill", 80, n * 2) for n in range(2, max_model_len)}
