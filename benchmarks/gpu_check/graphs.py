@@ -247,11 +247,12 @@ def fill_others(sequences: Fabricated, block_ids: list[int]) -> None:
 
 
 def run_plan(sequences: Fabricated, plan: StepPlan) -> torch.Tensor:
-    """The sampled tokens, int64 in the order of the plan; RuntimeError where one could not be sampled."""
+    """The sampled tokens of the plan's decodes, int64 in their order; RuntimeError where one could not be sampled."""
     result = sequences.bare.runner.result(sequences.bare.runner.launch(plan))
     if result.failed:
         raise RuntimeError(f"{len(result.failed)} rows failed: {next(iter(result.failed.values()))}")
-    return torch.tensor(result.token_ids)
+    tokens = dict(zip(result.seq_ids, result.token_ids, strict=True))
+    return torch.tensor([tokens[seq_id] for seq_id in plan.decodes])
 
 
 @torch.inference_mode()

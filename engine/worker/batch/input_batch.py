@@ -25,6 +25,8 @@ from kernels.attention.plan import AttentionPlan
 
 DISAGREE = "the plan and the Worker disagree on the number of known tokens"
 NO_OFFSETS = np.zeros(0, np.int64)
+# Tokens: sequences that share the blocks there begin alike. The first block of a chat template is everybody's.
+SORTED_BY = (64, 500)
 NO_BLOCK = "the plan computes tokens that have no KV block"
 
 
@@ -431,12 +433,24 @@ class InputBatch:
             self._append_blocks(self.row_of[seq_id], [block_id])
 
     def decode_rows(self, decodes: list[int], blocks: list[int]) -> IntArray:
-        """The rows of `decodes`; also enters their new blocks, pairs of sequence id and block id."""
+        """The rows of `decodes`, those that begin alike side by side; also enters their new blocks, pairs of sequence
+        id and block id.
+
+        Attention reads keys that neighbours share once (kernels/attention/shared.py, kernels/cpu/attention/items.py).
+        """
         self.enter_blocks(blocks)
         row_of = self.row_of
         if self._decodes is None or self._decodes[0] != decodes:  # rare: decodes mostly repeat
-            self._decodes = decodes, np.fromiter(map(row_of.__getitem__, decodes), np.int64, len(decodes))
+            rows = np.fromiter(map(row_of.__getitem__, decodes), np.int64, len(decodes))
+            self._decodes = decodes, rows[self._by_prefix(rows)]
         return self._decodes[1]
+
+    def _by_prefix(self, rows: IntArray) -> IntArray:
+        """An order in which rows with the same blocks at SORTED_BY are neighbours. Rows without such a block, whose
+        entry is old, may be anywhere."""
+        places = [min(tokens // self.block_size, self.block_table.shape[1] - 1) for tokens in SORTED_BY]
+        order: IntArray = np.lexsort([self.block_table[rows, place] for place in reversed(places)])
+        return order
 
     def enter_draft(self, draft: Draft) -> int:
         """Write the tokens of a draft behind the known tokens of its sequence, and return its row. `accept` says later

@@ -28,8 +28,8 @@ class DraftRounds:
         self.targets = targets
         self._drafts = plan.drafts
         self._places: list[list[int]] = []  # for each draft: the place of its decode, then those of its tokens
-        decodes = {seq_id: place for place, seq_id in enumerate(plan.decodes)}
         start = len(plan.decodes)
+        decodes = {seq_id: place for place, seq_id in enumerate(targets.seq_ids[:start].tolist())}  # in their own order
         for draft in plan.drafts:
             end = start + len(draft.token_ids)
             self._places.append([decodes[draft.seq_id], *range(start, end)])
