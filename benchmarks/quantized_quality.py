@@ -5,14 +5,17 @@
 For the plain weights and each method: perplexity of held-out documents (those of training/evaluate.py), and how often
 the most likely next token is the one that the plain weights chose, over their greedy answers to held-out prompts
 ("same token"). `make formats` computes in fp32, so it does not see that w8a8 rounds inputs, too. w8a8 is left out on a
-CPU without AVX512-VNNI.
+CPU without AVX512-VNNI. "w8a8 gpu" rounds as a GPU does, by the reference of its kernels: one scale for a row of inputs
+where a CPU has one for 256 of them, and no rounding of up to 16 rows.
 """
 
 import argparse
+import contextlib
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from unittest import mock
 
 import torch
 
@@ -23,6 +26,8 @@ from engine.models.loading.load import load_model
 from kernels.quantized.linear import multiplies_int8_inputs
 from server.commands.bench.report import describe, machine
 from training.evaluate import FOLDER
+
+ON_GPU = "w8a8 gpu"
 
 
 @dataclass(frozen=True)
@@ -39,15 +44,27 @@ def measure(num_documents: int, num_prompts: int, num_tokens: int) -> Iterator[F
     documents = encoded_documents(num_documents)
     prompts = [ids[:PROMPT_TOKENS] for ids, _ in documents[:num_prompts]]
     answers: list[list[int]] = []
-    for method in (None, *QUANTIZATIONS, *(["w8a8"] if multiplies_int8_inputs() else [])):  # elsewhere it would be int8
-        config = read_model_config(FOLDER, method)
-        decoder = load_model(
-            FOLDER, config, dtype=torch.bfloat16, device=torch.device("cpu"), load_format="auto", seed=0
-        )
+    on_cpu = ["w8a8"] if multiplies_int8_inputs() else []  # elsewhere it would be int8
+    for method in (None, *QUANTIZATIONS, *on_cpu, ON_GPU):
+        config = read_model_config(FOLDER, "w8a8" if method == ON_GPU else method)
+        with as_on_gpu() if method == ON_GPU else contextlib.nullcontext():
+            decoder = load_model(
+                FOLDER, config, dtype=torch.bfloat16, device=torch.device("cpu"), load_format="auto", seed=0
+            )
         model = PagedModel(config, decoder, torch.bfloat16, None)
         answers = answers or [model.greedy(prompt, num_tokens) for prompt in prompts]
         same = torch.stack([model.agreement(*pair) for pair in zip(prompts, answers, strict=True)]).float()
         yield Figures(method or "bfloat16", model.perplexity(documents), float(same.mean()))
+
+
+@contextlib.contextmanager
+def as_on_gpu() -> Iterator[None]:
+    """Layers that are made inside round their inputs as those of a GPU."""
+    with (
+        mock.patch("kernels.quantized.linear.multiplies_in_8_bits", lambda dtype, device: dtype == torch.int8),
+        mock.patch("engine.models.layers.operators.supports_quantized_gate", lambda *given: False),
+    ):
+        yield
 
 
 def main(arguments: list[str] | None = None) -> None:

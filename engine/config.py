@@ -39,7 +39,7 @@ class EngineConfig:
     quantization: str | None = option(
         None,
         "quantise the weights of a plain checkpoint as they are loaded: int8, fp8 (e4m3) or int4, or w8a8: int8 with "
-        "inputs rounded to int8, too, on a CPU with AVX512-VNNI; default: as stored",
+        "inputs rounded to int8, too, on a GPU (compute capability 8.0) or a CPU with AVX512-VNNI; default: as stored",
         choices=("int8", "int4", "fp8", "w8a8"),
     )
     generation_config: str = option(

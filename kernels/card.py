@@ -8,6 +8,7 @@ import torch
 KB = 1024
 MIN_CAPABILITY = 75  # Turing: the oldest cards that Triton compiles matrix instructions for
 BF16_CAPABILITY = 80  # Turing has matrix instructions for fp16 alone
+INT8_CAPABILITY = 80  # Triton leaves Turing's matrix instructions for int8 alone, too
 E4M3_CAPABILITY = 89  # the first cards that multiply e4m3
 
 

@@ -28,20 +28,21 @@ from kernels.quantized.weight import INT4, UINT4, QuantizedWeight
 ROWS, TINY_ROWS = (1, 16, 64, 256, 2048), (1, 3)
 BATCHES, TINY_BATCHES = (1, 16, 64), (1, 3)
 PROMPT, TINY_PROMPT = 1024, 24
-QUANTIZATIONS = ("int4", "fp8", "int8")
+QUANTIZATIONS = ("int4", "fp8", "int8", "w8a8")
 
 
 @dataclass(frozen=True, slots=True)
 class Codes:
     """A kind of quantised weight. group: columns that share a scale, 0 for a whole row; zeros: scales have offsets
     that are integer multiples of them, as in AWQ and GPTQ; minima: they have other ones, and codes count from 0, as in
-    GGUF's Q4_1 and Q4_K."""
+    GGUF's Q4_1 and Q4_K. int8_inputs: the inputs are rounded, too."""
 
     name: str
     dtype: torch.dtype
     group: int
     zeros: bool = False
     minima: bool = False
+    int8_inputs: bool = False
 
     def weight(self, n_out: int, n_in: int, device: torch.device) -> QuantizedWeight:
         """Random codes and scales."""
@@ -58,12 +59,13 @@ class Codes:
         if self.minima:
             offsets = scales.float() * -16 * torch.rand(scales.shape, device=device)
         codebook = None if bits == 8 else UINT4 if self.minima else INT4
-        return QuantizedWeight(codes.view(self.dtype), scales, group, offsets, codebook)
+        return QuantizedWeight(codes.view(self.dtype), scales, group, offsets, codebook, int8_inputs=self.int8_inputs)
 
 
 KINDS = (Codes("int4 g128 zeros", torch.uint8, 128, True), Codes("int4 g128", torch.uint8, 128),
          Codes("int4 g32", torch.uint8, 32), Codes("int4 g32 minima", torch.uint8, 32, minima=True),
-         Codes("int8", torch.int8, 0), Codes("int8 g32", torch.int8, 32), Codes("fp8", torch.float8_e4m3fn, 0),
+         Codes("int8", torch.int8, 0), Codes("w8a8", torch.int8, 0, int8_inputs=True),
+         Codes("int8 g32", torch.int8, 32), Codes("fp8", torch.float8_e4m3fn, 0),
          Codes("fp8 g128", torch.float8_e4m3fn, 128))  # fmt: skip
 
 

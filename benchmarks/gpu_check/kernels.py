@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from benchmarks.gpu_check import fp8_rows, moe, swaps, torch_peers
+from benchmarks.gpu_check import moe, quantized_rows, swaps, torch_peers
 from benchmarks.gpu_check.bench import Bench
 from benchmarks.gpu_check.datasheets import find_limits
 from benchmarks.gpu_check.parts import Setting
@@ -36,6 +36,7 @@ PREFILLS = ((1, 8192, 8192), (1, 32, 32768), (1, 1024, 1024), (1, 512, 512), (1,
 ROWS, SAMPLED_ROWS = (64, 8192), (256, 64, 1)
 TINY_DECODES, TINY_PREFILLS, TINY_ROWS = ((1, 64), (3, 40)), ((1, 16, 16), (2, 8, 24)), (2,)
 TINY_UNEVEN = ({16: 2, 40: 1},)
+SHARED, TINY_SHARED = ((64, 4096, 3584), (16, 4096, 3584), (64, 1024, 768)), ((3, 40, 32),)
 DECODE_GOAL_TOKENS = 16 * 4096
 PREFILL_GOAL_TOKENS, PREFILL_GOAL = 8192, 350e12  # on an H100
 COPIED_BLOCKS = 64
@@ -61,7 +62,7 @@ def run(recorder: Recorder, setting: Setting) -> None:
             bench.series(f"sampling, {num_rows} rows", sampling_cases(num_rows, bench.device), sampling_goal)
     for num_rows in rows:
         bench.series(f"row kernels, {num_rows} rows", row_cases(shape, num_rows, bench.device))
-        fp8_rows.run(bench, shape, num_rows)
+        quantized_rows.run(bench, shape, num_rows)
         others(bench, shape, num_rows, bench.device)
 
 
@@ -88,6 +89,9 @@ def attention(tiny: bool, device: torch.device) -> Iterator[tuple[str, MakeCase]
     for lengths in TINY_UNEVEN if tiny else UNEVEN:
         label = " + ".join(f"{count} x {context}" for context, count in lengths.items())
         yield f"decode {label}", partial(uneven_decode_case, shape, device, lengths)
+    for num_seqs, context, shared in TINY_SHARED if tiny else SHARED:
+        make = partial(decode_case, shape, device, num_seqs, context, shared=shared)
+        yield f"decode {num_seqs} x {context}, {shared} shared", make
     for num_seqs, chunk, context in prefills:
         make = partial(prefill_case, shape, device, num_seqs, chunk, context)
         yield f"prefill {num_seqs} x {chunk} of {context}", make
@@ -111,6 +115,8 @@ def attention_goal(case: Case, device: torch.device, copy_bandwidth: float = 0.0
     """Decode from 16 x 4096 tokens up: 95 % of the bandwidth of a copy, in bytes/s; where that was not measured, of the
     share of the limits. Prefill of 8192 on Hopper: 350 TFLOP/s."""
     counts = [int(word) for word in case.size.split() if word.isdigit()]
+    if "shared" in case.size:
+        return None
     if case.kernel == "paged_attention" and counts[0] >= 16 and counts[0] * counts[1] >= DECODE_GOAL_TOKENS:
         if copy_bandwidth:
             return at_most(case.num_bytes / (0.95 * copy_bandwidth) * 1e6, text=">= 95 % of a copy")

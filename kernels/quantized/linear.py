@@ -13,7 +13,7 @@ from kernels.dispatch import cpu_kernels, use_triton
 from kernels.elementwise.activation import kernel_name
 from kernels.linear.packed import PackedLinear
 from kernels.quantized.code_matmul import WARM_UP_ROWS, CodeMatmul, supports_code_matmul
-from kernels.quantized.scaled_matmul import ScaledMatmul, multiplies_e4m3, supports_scaled_matmul
+from kernels.quantized.scaled_matmul import ScaledMatmul, multiplies_in_8_bits, supports_scaled_matmul
 from kernels.quantized.weight import Part, QuantizedWeight
 
 FEW_ROWS = 16  # up to so many rows, reading the weights takes longer than multiplying
@@ -24,8 +24,9 @@ class QuantizedLinear:
     """y = x @ weight.T + bias for a matrix [out_features, in_features] in codes.
 
     A CPU reads the codes packed in bf16 and, apart from nf4, in fp32 (kernels/cpu/quantized/code_linear.py), and so
-    does a GPU (code_matmul.py). Cards that multiply e4m3 round the input to it, too, where many rows make arithmetic
-    the limit (scaled_matmul.py). Elsewhere the weight is dequantised to x's dtype in each call, a part at a time.
+    does a GPU (code_matmul.py). With more than FEW_ROWS rows, a GPU rounds the inputs of weights in e4m3 and W8A8 to 8
+    bits where it multiplies those (scaled_matmul.py). Elsewhere the weight is dequantised to x's dtype in each call, a
+    part at a time.
     """
 
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
@@ -34,8 +35,8 @@ class QuantizedLinear:
         self.bias, self.dtype, self.permutation = bias, dtype, weight.permutation
         self._code_matmul = CodeMatmul(weight) if use_triton(weight.codes) and supports_code_matmul(weight) else None
         self.weight = weight if self._code_matmul is None else None
-        scaled = dtype != torch.float32 and multiplies_e4m3(weight.codes.device) and supports_scaled_matmul(weight)
-        self._scaled_matmul = ScaledMatmul(weight) if scaled else None
+        rounds = dtype != torch.float32 and multiplies_in_8_bits(weight.codes.dtype, weight.codes.device)
+        self._scaled_matmul = ScaledMatmul(weight) if rounds and supports_scaled_matmul(weight) else None
         compiled = weight.codes.device.type == "cpu" and (self._code_matmul is None or dtype == torch.bfloat16)
         cpu = cpu_kernels() if compiled else None
         if cpu and cpu.code_linear.supports_codes(weight, dtype):
@@ -45,12 +46,12 @@ class QuantizedLinear:
             self.weight = None
 
     @property
-    def takes_fp8_rows(self) -> bool:
-        """True if more than FEW_ROWS rows may come as Fp8Rows."""
-        return self._scaled_matmul is not None
+    def rounded_inputs(self) -> torch.dtype | None:
+        """The type of the QuantizedRows as which more than FEW_ROWS rows may come; None: as none."""
+        return None if self._scaled_matmul is None else self._scaled_matmul.codes.dtype
 
     def __call__(self, x: Any) -> Tensor:
-        """x: Tensor [num_tokens, in_features], or Fp8Rows (see takes_fp8_rows) -> [num_tokens, out_features]"""
+        """x: Tensor [num_tokens, in_features], or QuantizedRows (see rounded_inputs) -> [num_tokens, out_features]"""
         if self._scaled_matmul is not None and len(x) > FEW_ROWS:
             return self._scaled_matmul(x, self.bias)
         if self.weight is not None:
@@ -65,6 +66,8 @@ class QuantizedLinear:
         if self._code_matmul is not None:
             most_rows = FEW_ROWS if self._scaled_matmul is not None else WARM_UP_ROWS[-1]
             self._code_matmul.warm_up(self.dtype, self.bias, most_rows)
+        if self._scaled_matmul is not None:
+            self._scaled_matmul.warm_up(self.dtype, self.bias)
 
     @property
     def shape_and_kind(self) -> tuple[object, ...]:

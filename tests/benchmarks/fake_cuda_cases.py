@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.gpu_check import fabricated, fp8_rows, kernels, steps
+from benchmarks.gpu_check import fabricated, kernels, quantized_rows, steps
 from benchmarks.gpu_check.bench import Bench
 from benchmarks.gpu_check.bounds import Limits
 from benchmarks.gpu_check.operators import Rows, step_operators
@@ -39,7 +39,7 @@ def test_steps_run_on_fabricated_keys_alone(device, tmp_path, monkeypatch):
     record = read_record(path)
     assert not [line for line in record if line["kind"] == "failed"]
     decodes = [line for line in record if line["kind"] == "figure" and ": decode " in line["name"]]
-    assert len(decodes) == 6 and all(line["detail"]["graph"] for line in decodes)
+    assert len(decodes) == 8 and all(line["detail"]["graph"] for line in decodes)
     assert len(chosen) == 2
     assert "graph" in device.launched and not [name for name in device.launched if name.startswith("prefill")]
     steps.run_prefill(Recorder(path), setting)
@@ -50,18 +50,19 @@ def test_steps_run_on_fabricated_keys_alone(device, tmp_path, monkeypatch):
 def test_scaling_is_measured_fused_and_separate(device, tmp_path, monkeypatch):
     path = tmp_path / "part.jsonl"
     recorder = Recorder(path)
-    monkeypatch.setattr(fp8_rows, "compare", lambda fused, separate: None)
+    monkeypatch.setattr(quantized_rows, "compare", lambda fused, separate: None)
     watch = SimpleNamespace(median=lambda call: call() and 1.0)
-    fp8_rows.run(Bench(recorder, FakeCudaQueue.device, watch, Limits(3.0e12, 794e12)), kernels.SHAPE, 64)
+    quantized_rows.run(Bench(recorder, FakeCudaQueue.device, watch, Limits(3.0e12, 794e12)), kernels.SHAPE, 64)
     names = [line["name"] for line in read_record(path) if line["kind"] == "figure"]
-    assert names == [f"{kernel} to e4m3{how} 64 rows" for kernel in ("rms_norm + residual", "gated_activation silu")
+    kernels_of_rows = ("rms_norm + residual", "gated_activation silu")
+    assert names == [f"{kernel} to {to}{how} 64 rows" for to in ("e4m3", "int8") for kernel in kernels_of_rows
                      for how in ("", ", two kernels")]  # fmt: skip
     launched = [name for name in device.launched if name.endswith("_kernel") and name != "probe_kernel"]
     norm, activation = (
-        [f"{kernel}_fp8_kernel", f"{kernel}_kernel", "quantize_rows_kernel"]
+        [f"{kernel}_quantized_kernel", f"{kernel}_kernel", "quantize_rows_kernel"]
         for kernel in ("rms_norm", "gated_activation")
     )
-    assert launched == norm * 2 + activation * 2  # compared, then timed
+    assert launched == (norm * 2 + activation * 2) * 2  # compared, then timed
 
 
 @pytest.mark.parametrize("name", ["Llama-3-8B", "Qwen3-0.6B"])

@@ -16,7 +16,14 @@ def test_the_table_and_its_json(monkeypatch, tmp_path):
     path = tmp_path / "out.json"
     quantized_quality.main(["--documents", "4", "--prompts", "2", "--tokens", "12", "--json", str(path)])
     rows = {row["weights"]: row for row in json.loads(path.read_text())["rows"]}
-    assert list(rows) == ["bfloat16", "int8", "int4", "fp8", *(["w8a8"] if multiplies_int8_inputs() else [])]
+    assert list(rows) == [
+        "bfloat16",
+        "int8",
+        "int4",
+        "fp8",
+        *(["w8a8"] if multiplies_int8_inputs() else []),
+        "w8a8 gpu",
+    ]
     plain = rows.pop("bfloat16")
     assert plain["same_token"] > 0.9
     for row in rows.values():

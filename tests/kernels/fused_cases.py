@@ -11,14 +11,14 @@ from kernels.cache.reshape_and_cache import reshape_and_cache_reference
 from kernels.cache.rope_and_cache import QKVHeads, rope_and_cache
 from kernels.dispatch import INTERPRET
 from kernels.elementwise.activation import ACTIVATIONS, gated_activation, gated_activation_reference
-from kernels.elementwise.fp8_rows import (
-    gated_activation_fp8,
+from kernels.elementwise.layer_norm import layer_norm, layer_norm_reference
+from kernels.elementwise.quantized_rows import (
+    gated_activation_quantized,
     quantize_rows,
     quantize_rows_reference,
-    rms_norm_fp8,
-    rms_norm_fp8_reference,
+    rms_norm_quantized,
+    rms_norm_quantized_reference,
 )
-from kernels.elementwise.layer_norm import layer_norm, layer_norm_reference
 from kernels.elementwise.rms_norm import rms_norm, rms_norm_reference
 from kernels.elementwise.rotary_embedding import rotary_embedding_reference
 from kernels.elementwise.xielu import xielu, xielu_reference
@@ -132,39 +132,61 @@ def same_rows(found, expected):
     assert torch.equal(found.codes.cpu().view(torch.uint8), expected.codes.cpu().view(torch.uint8))
 
 
+TYPES = pytest.mark.parametrize("to", [torch.float8_e4m3fn, torch.int8], ids=str)
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
+
+
+@TYPES
 @pytest.mark.parametrize("n", [16, 100])
-def test_rows_are_rounded_to_e4m3(dtype, n):
+def test_rows_are_rounded(dtype, to, n):
     """A row of zeros, of small and of large numbers, and gaps between rows."""
     x = (torch.randn(5, n + 3) * torch.tensor([1.0, 1e-3, 0.0, 1e4, 7.0])[:, None]).to(dtype).to(DEVICE)[:, 3:]
-    found = quantize_rows(x)
-    same_rows(found, quantize_rows_reference(x))
-    assert found.codes.float().abs().amax(1).tolist() == [448.0, 448.0, 0.0, 448.0, 448.0]
+    found, largest = quantize_rows(x, to), LARGEST[to]
+    same_rows(found, quantize_rows_reference(x, to))
+    assert found.codes.float().abs().amax(1).tolist() == [largest, largest, 0.0, largest, largest]
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # numpy's, of the division and the cast of NaN
+@TYPES
+@pytest.mark.parametrize("broken", [float("nan"), float("inf"), -float("inf")], ids=str)
+def test_a_row_with_nan_or_infinity_stays_one(dtype, to, broken):
+    """Its products are no numbers, so its request fails. Other rows keep their numbers."""
+    x = torch.randn(3, 32).to(dtype)
+    x[1, 7] = broken
+    found = quantize_rows(x.to(DEVICE), to)
+    wide = found.codes.float() * found.scales
+    assert not wide[1].isfinite().all() and wide[0].isfinite().all() and wide[2].isfinite().all()
+    assert not (wide[1] * torch.rand(32, device=DEVICE)).sum().isfinite()
+
+
+@TYPES
 @pytest.mark.parametrize("weight_offset", [0.0, 1.0])
 @pytest.mark.parametrize("shape", [(7, 100), (2, 5120), (0, 64)], ids=str)
-def test_rms_norm_in_e4m3(dtype, shape, weight_offset, poisoned):
+def test_rms_norm_in_8_bits(dtype, to, shape, weight_offset, poisoned):
     """The codes and scales of the norm's own kernel and quantize_rows, and within a code of the reference."""
     x, residual, weight = on_device(*(torch.randn(size).to(dtype) for size in (shape, shape, shape[-1:])))
     kept = residual.clone()
-    rows, total = rms_norm_fp8(x, weight, 1e-5, residual, weight_offset)
+    rows, total = rms_norm_quantized(x, weight, 1e-5, to, residual, weight_offset)
     normed, expected_total = rms_norm(x, weight, 1e-5, kept.clone(), weight_offset)
-    same_rows(rows, quantize_rows(normed))
+    same_rows(rows, quantize_rows(normed, to))
     assert torch.equal(total, expected_total) and total.data_ptr() == residual.data_ptr()
-    expected, _ = rms_norm_fp8_reference(*(tensor.cpu() for tensor in (x, weight)), 1e-5, kept.cpu(), weight_offset)
+    host = (x.cpu(), weight.cpu())
+    expected, _ = rms_norm_quantized_reference(*host, 1e-5, to, kept.cpu(), weight_offset)
     wide, wanted = (some.codes.cpu().float() * some.scales.cpu() for some in (rows, expected))
-    assert ((wide - wanted).abs() <= wanted.abs() / 8 + expected.scales / 256).all()
-    alone, same = rms_norm_fp8(x, weight, 1e-5, None, weight_offset)
-    same_rows(alone, quantize_rows(rms_norm(x, weight, 1e-5, None, weight_offset)))
+    step = wanted.abs() / 8 + expected.scales / 256 if to != torch.int8 else 1.01 * expected.scales + wanted.abs() / 256
+    assert ((wide - wanted).abs() <= step).all()
+    alone, same = rms_norm_quantized(x, weight, 1e-5, to, None, weight_offset)
+    same_rows(alone, quantize_rows(rms_norm(x, weight, 1e-5, None, weight_offset), to))
     assert torch.equal(same, x)
 
 
+@TYPES
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 @pytest.mark.parametrize("shape", [(7, 100), (3, 2 * 1027), (0, 64)], ids=str)
 @pytest.mark.parametrize("name", ["gelu", "gelu_new", "silu"])
-def test_gated_activation_in_e4m3(dtype, shape, name, poisoned):
+def test_gated_activation_in_8_bits(dtype, to, shape, name, poisoned):
     wide = (torch.randn(shape[0], shape[1] + 5) * 4).to(dtype).to(DEVICE)[:, 2:-3]
-    same_rows(gated_activation_fp8(wide, name), quantize_rows(gated_activation(wide, name)))
+    same_rows(gated_activation_quantized(wide, name, to), quantize_rows(gated_activation(wide, name), to))
 
 
 @pytest.mark.parametrize("shape", [(1, 64), (3, 1027), (0, 64)], ids=str)

@@ -5,7 +5,7 @@ import torch
 
 from kernels.cpu.quantized.scales import FACTORED, factorize
 from kernels.dispatch import cpu_kernels
-from kernels.elementwise.fp8_rows import quantize_rows
+from kernels.elementwise.quantized_rows import quantize_rows
 from kernels.quantized.linear import PartedLinear, QuantizedLinear
 from kernels.quantized.scaled_matmul import ScaledMatmul, supports_scaled_matmul
 from kernels.quantized.weight import INT4, UINT4, QuantizedWeight, pack_4bit
@@ -219,7 +219,7 @@ def test_products_of_two_fp8_matrices():
     assert not supports_scaled_matmul(make("fp8", 64, 32)) and not supports_scaled_matmul(make("int8", 64, IN))
     x, bias = torch.randn(20, IN).bfloat16(), torch.randn(64).bfloat16()
     x[3] = 0
-    rows = quantize_rows(x)
+    rows = quantize_rows(x, torch.float8_e4m3fn)
     codes, scales = rows.codes, rows.scales
     assert ((codes.float() * scales - x.float()).abs() <= x.float().abs() / 16 + scales * 2**-9).all()
     multiply = ScaledMatmul(weight)

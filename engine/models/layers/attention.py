@@ -141,7 +141,7 @@ class Attention:
     def __call__(
         self, hidden: Tensor, metadata: BatchMetadata, kv_cache: KVCache, outputs: OutputRows | None = None
     ) -> Tensor:
-        """hidden (T, C), also Fp8Rows where qkv takes them -> (T, C), or (R, C) with `outputs`."""
+        """hidden (T, C), also QuantizedRows where qkv takes them -> (T, C), or (R, C) with `outputs`."""
         q = self.write(hidden, metadata, kv_cache)  # (T, C) -> (T, H, D)
         if outputs is None:
             attended = self._attend(q, *kv_cache, metadata)  # (T, H, D) -> (T, H, D)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from engine.models.config import ModelConfig
@@ -11,15 +12,15 @@ from engine.models.layers.moe import MoE
 from engine.models.layers.operators import (
     Linear,
     Operators,
+    rounded_inputs,
     summed,
     take_gated_linear,
     take_linear,
     take_tensor,
-    takes_fp8_rows,
 )
 from engine.models.parallel.ranks import Summed
 from kernels.elementwise.activation import ACTIVATIONS, gated_activation
-from kernels.elementwise.fp8_rows import gated_activation_fp8
+from kernels.elementwise.quantized_rows import gated_activation_quantized
 from kernels.elementwise.xielu import coefficients, xielu
 from kernels.quantized.linear import FEW_ROWS
 from kernels.quantized.weight import Weight
@@ -42,17 +43,18 @@ class MLP:
         self.mlp_in: Linear = fused or take_linear(weights, name, operators)
         mlp_out = take_linear(weights, f"{prefix}.mlp_out", operators)
         self.mlp_out: Linear | Summed = mlp_out
-        if gated and takes_fp8_rows(mlp_out):
-            self.activate = partial(activate_to_fp8, name=config.activation)
+        if gated and (to := rounded_inputs(mlp_out)) is not None:
+            self.activate = partial(activate_rounded, name=config.activation, to=to)
 
     def __call__(self, x: Tensor) -> Tensor:
         inner = self.mlp_in(x)
         return self.mlp_out(inner if self.activate is None else self.activate(inner))
 
 
-def activate_to_fp8(x: Tensor, name: str) -> Any:
-    """gated_activation before a linear layer that takes_fp8_rows: more than FEW_ROWS rows leave it as Fp8Rows."""
-    return gated_activation(x, name) if len(x) <= FEW_ROWS else gated_activation_fp8(x, name)
+def activate_rounded(x: Tensor, name: str, to: torch.dtype) -> Any:
+    """gated_activation before a linear layer whose inputs are rounded to `to`: more than FEW_ROWS rows leave it as
+    QuantizedRows."""
+    return gated_activation(x, name) if len(x) <= FEW_ROWS else gated_activation_quantized(x, name, to)
 
 
 def take_activation(

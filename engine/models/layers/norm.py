@@ -2,12 +2,13 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from engine.models.config import ModelConfig
-from engine.models.layers.operators import Linear, take_optional, take_tensor, takes_fp8_rows
-from kernels.elementwise.fp8_rows import rms_norm_fp8
+from engine.models.layers.operators import Linear, rounded_inputs, take_optional, take_tensor
 from kernels.elementwise.layer_norm import layer_norm
+from kernels.elementwise.quantized_rows import rms_norm_quantized
 from kernels.elementwise.rms_norm import rms_norm
 from kernels.quantized.linear import FEW_ROWS
 from kernels.quantized.weight import Weight
@@ -49,28 +50,29 @@ class LayerNorm:
         return both[0], both[1]
 
 
-class RMSNormFp8:
-    """An RMSNorm before a linear layer that takes_fp8_rows: more than FEW_ROWS rows leave it rounded to e4m3."""
+class RoundedRMSNorm:
+    """An RMSNorm before a linear layer whose inputs are rounded to `to`: more than FEW_ROWS rows leave it so."""
 
-    __slots__ = ("norm",)
+    __slots__ = ("norm", "to")
 
-    def __init__(self, norm: RMSNorm) -> None:
-        self.norm = norm
+    def __init__(self, norm: RMSNorm, to: torch.dtype) -> None:
+        self.norm, self.to = norm, to
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> tuple[Any, Tensor]:
-        """RMSNorm's arguments and result; the normed rows are a Tensor or Fp8Rows."""
+        """RMSNorm's arguments and result; the normed rows are a Tensor or QuantizedRows."""
         norm = self.norm
         if len(x) <= FEW_ROWS:
             return norm(x, residual)
-        return rms_norm_fp8(x, norm.weight, norm.eps, residual, norm.weight_offset)
+        return rms_norm_quantized(x, norm.weight, norm.eps, self.to, residual, norm.weight_offset)
 
 
-Norm = RMSNorm | LayerNorm | RMSNormFp8
+Norm = RMSNorm | LayerNorm | RoundedRMSNorm
 
 
 def norm_before(linear: Linear, norm: Norm) -> Norm:
     """The norm as it feeds the linear layer alone."""
-    return RMSNormFp8(norm) if isinstance(norm, RMSNorm) and takes_fp8_rows(linear) else norm
+    to = rounded_inputs(linear)
+    return RoundedRMSNorm(norm, to) if isinstance(norm, RMSNorm) and to is not None else norm
 
 
 def take_norm(config: ModelConfig, weights: dict[str, Weight], name: str) -> Norm:

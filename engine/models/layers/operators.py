@@ -210,10 +210,10 @@ def _each_row(function: Elementwise, x: Tensor) -> Tensor:
     return torch.cat([function(row) for row in torch.split(x, 1)])
 
 
-def takes_fp8_rows(linear: Linear) -> bool:
-    """True if more than FEW_ROWS rows may come to the layer in e4m3, from the kernel of the norm or activation before
-    it."""
-    return isinstance(linear, QuantizedLinear) and linear.takes_fp8_rows
+def rounded_inputs(linear: Linear) -> torch.dtype | None:
+    """The type in 8 bits in which more than FEW_ROWS rows may come to the layer, from the kernel of the norm or
+    activation before it; None if it takes rows in 16 bits alone."""
+    return linear.rounded_inputs if isinstance(linear, QuantizedLinear) else None
 
 
 def take_linear(weights: dict[str, Weight], name: str, operators: Operators) -> Linear:

@@ -19,6 +19,7 @@ from kernels.card import BF16_CAPABILITY, MIN_CAPABILITY, read_card
 from kernels.dispatch import cpu_kernels
 from kernels.kv_format import find_kv_format
 from kernels.quantized.linear import multiplies_int8_inputs
+from kernels.quantized.scaled_matmul import multiplies_in_8_bits
 
 logger = logging.getLogger(__name__)
 
@@ -85,10 +86,12 @@ def check_quantization(config: EngineConfig, dtype: torch.dtype, device: torch.d
     W8A8 is served everywhere: elsewhere its inputs keep their dtype."""
     if config.quantization != "w8a8":
         return
-    if device.type != "cpu":
-        obstacle = "only a CPU rounds inputs to int8; use fp8 or int8 on a GPU"
+    if device.type == "cuda":
+        if multiplies_in_8_bits(torch.int8, device) and dtype != torch.float32:
+            return
+        obstacle = "a GPU needs compute capability 8.0, and inputs in 16 bits; use int8"
     elif dtype != torch.bfloat16:
-        obstacle = "only inputs in bfloat16 are rounded; use --dtype bfloat16"
+        obstacle = "a CPU rounds inputs in bfloat16 alone; use --dtype bfloat16"
     elif not multiplies_int8_inputs():
         obstacle = "the kernel needs numba and a CPU with AVX512-VNNI; use int8"
     else:

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.aot import gpu_modules
 from kernels.card import known_card, read_card
@@ -218,6 +219,9 @@ class FakeKernel:
             start = value.storage_offset() * value.element_size()
             aligned = start % ALIGNMENT == 0 or param.do_not_specialize or param.do_not_specialize_on_alignment
             return param.name, str(value.dtype), aligned
+        if isinstance(value, TensorDescriptor):  # rows that the copy engine fetches
+            assert value.base.is_cuda and value.base.storage_offset() * value.base.element_size() % ALIGNMENT == 0
+            return param.name, str(value.base.dtype), tuple(value.block_shape)
         if isinstance(value, float) or param.do_not_specialize:
             return param.name, type(value)
         assert isinstance(value, int), f"{self.name}: {param.name} is {value!r}"

@@ -173,7 +173,7 @@ def test_quantised_caches(make_runner, kv_format):
     serve(make_runner("llama", kv_format), [GREEDY, DRAWN] * 2)
 
 
-@pytest.mark.parametrize("quantization", ["int4", "int8", "fp8"])
+@pytest.mark.parametrize("quantization", ["int4", "int8", "fp8", "w8a8"])
 @pytest.mark.parametrize("name", ["llama", "llama_tied"])
 def test_weights_in_codes(make_runner, monkeypatch, name, quantization):
     """The rows of an embedding are decoded in a graph, too."""

@@ -193,14 +193,16 @@ def test_weights_that_cannot_be_compressed_are_not_and_to_ask_for_it_is_refused(
 
 
 @pytest.mark.parametrize("device, dtype, has_product, words", [
-    ("cuda", torch.bfloat16, True, "only a CPU rounds inputs to int8; use fp8 or int8 on a GPU"),
-    ("cpu", torch.float32, True, "only inputs in bfloat16 are rounded; use --dtype bfloat16"),
+    ("cuda", torch.float16, False, "a GPU needs compute capability 8.0, and inputs in 16 bits; use int8"),
+    ("cuda", torch.float32, True, "a GPU needs compute capability 8.0, and inputs in 16 bits; use int8"),
+    ("cpu", torch.float32, True, "a CPU rounds inputs in bfloat16 alone; use --dtype bfloat16"),
     ("cpu", torch.bfloat16, False, "needs numba and a CPU with AVX512-VNNI; use int8"),
 ])  # fmt: skip
 def test_w8a8_is_refused_where_inputs_are_not_rounded(monkeypatch, device, dtype, has_product, words):
     monkeypatch.setattr(choice, "multiplies_int8_inputs", lambda: has_product)
+    monkeypatch.setattr(choice, "multiplies_in_8_bits", lambda codes, device: has_product and codes == torch.int8)
     message = refusal(check_quantization, EngineConfig(quantization="w8a8"), dtype, torch.device(device))
     assert message.startswith("quantization: w8a8 is not served here: ") and message.endswith(f"{words}.")
     check_quantization(EngineConfig(quantization="int8"), dtype, torch.device(device))
     if has_product:
-        check_quantization(EngineConfig(quantization="w8a8"), torch.bfloat16, torch.device("cpu"))
+        check_quantization(EngineConfig(quantization="w8a8"), torch.bfloat16, torch.device(device))
