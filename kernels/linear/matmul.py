@@ -92,17 +92,12 @@ def matmul_kernel(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Grid (row tiles * column tiles): GROUP row tiles compute one column tile before the next column tile starts.
+    """Grid (row tiles * column tiles), in the order of first_of_tile.
 
     Rows and columns past the end repeat the last one and are not stored, so that every tile runs the same code.
     """
-    row_tiles = tl.cdiv(num_rows, BLOCK_M)
-    in_group: tl.constexpr = GROUP * ((OUT_FEATURES + BLOCK_N - 1) // BLOCK_N)
-    first = tl.program_id(0) // in_group * GROUP
-    size = tl.minimum(row_tiles - first, GROUP)
-    row_tile = first + tl.program_id(0) % in_group % size
-    rows = (row_tile * BLOCK_M).to(tl.int64) + tl.arange(0, BLOCK_M)
-    columns = (tl.program_id(0) % in_group // size * BLOCK_N).to(tl.int64) + tl.arange(0, BLOCK_N)
+    first_row, first_column = first_of_tile(num_rows, OUT_FEATURES, BLOCK_M, BLOCK_N, GROUP)
+    rows, columns = first_row.to(tl.int64) + tl.arange(0, BLOCK_M), first_column.to(tl.int64) + tl.arange(0, BLOCK_N)
     some_rows, some_columns = tl.minimum(rows, num_rows - 1), tl.minimum(columns, OUT_FEATURES - 1)
     offs = tl.arange(0, BLOCK_K)
     x_ptrs = x_ptr + some_rows[:, None] * IN_FEATURES + offs[None, :]
@@ -121,6 +116,19 @@ def matmul_kernel(
     inside_tile = (rows < num_rows)[:, None] & (columns < OUT_FEATURES)[None, :]
     out_ptrs = out_ptr + rows[:, None] * OUT_FEATURES + columns[None, :]
     tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=inside_tile)
+
+
+@triton.jit
+def first_of_tile(
+    num_rows, OUT_FEATURES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr
+):
+    """(first row, first column) of this program's tile: GROUP row tiles compute one column tile before the next column
+    tile starts."""
+    row_tiles = tl.cdiv(num_rows, BLOCK_M)
+    in_group: tl.constexpr = GROUP * ((OUT_FEATURES + BLOCK_N - 1) // BLOCK_N)
+    first = tl.program_id(0) // in_group * GROUP
+    size = tl.minimum(row_tiles - first, GROUP)
+    return (first + tl.program_id(0) % in_group % size) * BLOCK_M, tl.program_id(0) % in_group // size * BLOCK_N
 
 
 def matmul_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -23,6 +23,7 @@ from kernels.card import E4M3_CAPABILITY, INT8_CAPABILITY, KB, Card, known_card,
 from kernels.dependent_launch import launch_options, pdl_constants, wait_for_inputs
 from kernels.dispatch import tl, triton, use_triton
 from kernels.elementwise.quantized_rows import QuantizedRows, quantize_rows
+from kernels.linear.matmul import GROUP_M, first_of_tile
 from kernels.quantized.weight import QuantizedWeight
 
 CAPABILITIES = {torch.int8: INT8_CAPABILITY, torch.float8_e4m3fn: E4M3_CAPABILITY}
@@ -31,7 +32,6 @@ MOST_INPUTS = (1 << 31) // 128**2 - 1  # int32 has room for their sum
 MOST_E4M3_ROWS = 64  # more are multiplied by cuBLASLt
 # Rows that need every variant of the kernel between them: a width serves at least twice the row tiles of the next one
 WARM_UP_ROWS = tuple(1 << i for i in range(5, 17))
-GROUP_M = 8  # row tiles whose programs start together, so that they share weights in L2
 FULL = 0.7  # the share of SMs with a program that a tile must give: wider tiles leave more of them idle
 
 
@@ -161,18 +161,13 @@ def scaled_matmul_kernel(
     OUT_FEATURES: tl.constexpr, IN_FEATURES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr, IS_INT8: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (row tiles * column tiles): GROUP row tiles compute one column tile before the next column tile starts.
+    """Grid (row tiles * column tiles), in the order of first_of_tile.
 
     Rows and columns past the end repeat the last one, or with TMA are zeros, and are not stored.
     """
     wait_for_inputs(PDL)
     SUM: tl.constexpr = tl.int32 if IS_INT8 else tl.float32
-    row_tiles = tl.cdiv(num_rows, BLOCK_M)
-    in_group: tl.constexpr = GROUP * ((OUT_FEATURES + BLOCK_N - 1) // BLOCK_N)
-    first = tl.program_id(0) // in_group * GROUP
-    size = tl.minimum(row_tiles - first, GROUP)
-    first_row = (first + tl.program_id(0) % in_group % size) * BLOCK_M
-    first_column = tl.program_id(0) % in_group // size * BLOCK_N
+    first_row, first_column = first_of_tile(num_rows, OUT_FEATURES, BLOCK_M, BLOCK_N, GROUP)
     rows, columns = first_row.to(tl.int64) + tl.arange(0, BLOCK_M), first_column.to(tl.int64) + tl.arange(0, BLOCK_N)
     some_rows, some_columns = tl.minimum(rows, num_rows - 1), tl.minimum(columns, OUT_FEATURES - 1)
     offs = tl.arange(0, BLOCK_K)

@@ -64,6 +64,7 @@ def test_products(dtype, out, columns):
 
 def test_sums_of_int8_are_exact():
     """Sums of 8192 large products, which fp32 would round, and their negatives in another order."""
+    skip_where_missing(torch.int8)
     generator = torch.Generator().manual_seed(0)
     order = torch.randperm(8192, generator=generator)
     x, codes = (torch.randint(64, 128, (n, 8192), generator=generator) for n in (2, 48))
@@ -77,6 +78,7 @@ def test_sums_of_int8_are_exact():
 
 
 def test_a_row_has_the_same_bits_in_any_batch():
+    skip_where_missing(torch.int8)
     multiply, x = ScaledMatmul(make(torch.int8, 96, 160)), torch.randn(150, 160, device=DEVICE).to(DTYPE)
     whole = multiply(x, None)
     for num_rows in (1, 20, 70):

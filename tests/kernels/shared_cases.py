@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.attention import decode as decode_module
 from kernels.attention import shared as shared_module
 from kernels.attention.aot_cases import case as model_case
 from kernels.attention.decode import mixed_attention, paged_attention
@@ -205,4 +204,3 @@ def test_which_launches_look_for_windows():
     assert not shares("bf16", 32, 8, 256) and not shares("bf16", 32, 8, 128, kv_format=INT8)
     for option in ({"sliding_window": 64}, {"attention_chunk": 64}, {"has_alibi": True}):
         assert not shares("bf16", 32, 8, 128, **option)
-    assert decode_module.shares_keys is shares_keys

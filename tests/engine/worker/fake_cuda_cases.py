@@ -175,10 +175,12 @@ def test_quantised_caches(make_runner, kv_format):
 
 @pytest.mark.parametrize("quantization", ["int4", "int8", "fp8", "w8a8"])
 @pytest.mark.parametrize("name", ["llama", "llama_tied"])
-def test_weights_in_codes(make_runner, monkeypatch, name, quantization):
-    """The rows of an embedding are decoded in a graph, too."""
+def test_weights_in_codes(make_runner, cuda, monkeypatch, name, quantization):
+    """The rows of an embedding are decoded in a graph, too. Prompts in fp8 and w8a8 are multiplied in 8 bits."""
     monkeypatch.setattr(code_matmul, "narrow_scales", lambda scales: scales)  # asks for values
     serve(make_runner(name, quantization=quantization), [GREEDY, DRAWN] * 2)
+    assert ("scaled_matmul_kernel" in cuda.launched) == (quantization in ("fp8", "w8a8"))
+    assert ("rms_norm_quantized_kernel" in cuda.launched) == (quantization in ("fp8", "w8a8"))
 
 
 def test_rows_with_different_adapters(make_runner, cuda, tmp_path):
