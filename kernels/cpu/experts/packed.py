@@ -8,6 +8,7 @@ rows, and all threads share all experts. A table holds the experts that a step c
 import torch
 from torch import Tensor
 
+from kernels import huge_pages
 from kernels.cpu.elementwise.activations import GATES, Gate, gate
 from kernels.cpu.elementwise.rows import take_columns
 from kernels.cpu.experts.pairs import gather_pairs, sort_pairs, sum_pairs
@@ -28,14 +29,14 @@ class PlainMatrices:
         self.fuses = function is not None and self.out_features % panels.COLUMNS == 0
         if self.fuses and biases is not None:
             self.biases = torch.stack([panels.interleave(bias) for bias in biases])
-        first = self._pack(weight[0])
-        self.panels = first.new_empty((self.num_experts * len(first), *first.shape[1:]))
+        first = self._in_panels(weight[0])
+        self.panels = huge_pages.empty((self.num_experts * len(first), *first.shape[1:]), first.dtype)
         for matrix, target in zip(weight, self.panels.split(len(first)), strict=True):
-            target.copy_(self._pack(matrix))
+            target.copy_(self._in_panels(matrix))
         self.compressed = compressed.compress(self.panels) if compresses else None
 
-    def _pack(self, matrix: Tensor) -> Tensor:
-        return panels.pack(panels.interleave(matrix) if self.fuses else matrix)
+    def _in_panels(self, matrix: Tensor) -> Tensor:
+        return panels.in_panels(panels.interleave(matrix) if self.fuses else matrix)
 
     def multiply(self, x: Tensor, groups: RowGroups, few: bool) -> Tensor:
         """bf16 [num_pairs, in] -> [num_pairs, out], or half as many columns where there is a gate. few: no block of

@@ -22,6 +22,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
+from kernels import huge_pages
 from kernels.cpu import simd
 from kernels.cpu.codes import WIDTH, F32Pointer
 from kernels.cpu.dots import LANES, broadcast, by_rows, dot, lanes, look_up, vector_at
@@ -305,4 +306,4 @@ def compress(panels: Tensor) -> CompressedPanels | None:
     starts[1:] = marked.sum(1).cumsum(0)
     if starts[-1] > MAX_OTHER * marks.numel():
         return None
-    return CompressedPanels(codes, tables, starts, marked.nonzero()[:, 1].int(), panels[marked])
+    return CompressedPanels(huge_pages.copy(codes), tables, starts, marked.nonzero()[:, 1].int(), panels[marked])

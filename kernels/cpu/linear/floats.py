@@ -13,6 +13,7 @@ from numba import types
 from numba.extending import intrinsic
 from torch import Tensor
 
+from kernels import huge_pages
 from kernels.cpu import simd
 from kernels.cpu.codes import WIDTH, F32Pointer, constant
 from kernels.cpu.dots import by_rows
@@ -152,7 +153,7 @@ class FloatPanels:
         exact = (form for form in (BF16, FP16) if torch.equal(weight.to(DTYPES[form]).float(), weight))
         self.form = next(exact, FP32)
         rows = F.pad(weight.to(DTYPES[self.form]), (0, 0, 0, -len(weight) % COLUMNS))
-        self.panels = rows.view(-1, COLUMNS, weight.shape[1]).transpose(1, 2).contiguous()
+        self.panels = huge_pages.copy(rows.view(-1, COLUMNS, weight.shape[1]).transpose(1, 2))
 
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x fp32 [num_rows, in_features], whose rows may be strided -> fp32 [num_rows, out_features]."""

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels import huge_pages
 from kernels.cpu import simd, widened_dots
 from kernels.cpu.codes import WIDTH
 from kernels.cpu.dots import multiply
@@ -167,9 +168,14 @@ def supports_linear(weight: Tensor, bias: Tensor | None) -> bool:
 
 def pack(weight: Tensor) -> Tensor:
     """[out_features, in_features] -> int32 [panels, in_features / 2, 64], padded by zeros behind the last feature."""
+    return huge_pages.copy(in_panels(weight))
+
+
+def in_panels(weight: Tensor) -> Tensor:
+    """`pack`, as a view of the weight where that is dense and has whole panels."""
     words = weight.contiguous().view(torch.int32)
     words = F.pad(words, (0, 0, 0, -len(words) % COLUMNS))
-    return words.view(-1, COLUMNS, words.shape[1]).transpose(1, 2).contiguous()
+    return words.view(-1, COLUMNS, words.shape[1]).transpose(1, 2)
 
 
 def linear(x: Tensor, panels: Tensor, bias: Tensor | None, out_features: int) -> Tensor:

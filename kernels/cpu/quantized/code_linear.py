@@ -24,7 +24,7 @@ from kernels.cpu.parallel import empty, jit, next_item, parallel_kernel
 from kernels.cpu.quantized.code_rows import code_rows, sum_groups
 from kernels.cpu.quantized.decoding import decode_pairs
 from kernels.cpu.quantized.integer_linear import ROUNDED_APART, ROWS_PER_ITEM, integer_linear, round_rows
-from kernels.cpu.quantized.scales import COLUMNS, FACTORED, FP16, FP32, factorize, load_by_form
+from kernels.cpu.quantized.scales import COLUMNS, load_by_form, pack_scales
 from kernels.cpu.quantized.w8a8 import w8a8_linear
 from kernels.cpu.quantized.words import (
     FP8,
@@ -44,7 +44,6 @@ from kernels.cpu.quantized.words import (
     load_tables,
     meanings_of,
     pack_codes,
-    padded_rows,
     prefetch_pair,
     supports_w8a8,
     tables_of,
@@ -328,11 +327,10 @@ class PackedCodes:
         self.kind = kind_of(weight)
         self.tables = tables_of(weight, self.kind)
         self.least = int(self.tables[0, 0]) if TABLES[self.kind] else 0  # the meaning of code 0 of integers
-        packed_codes = [pack_codes(matrix, self.kind) for matrix in matrices]
-        self.codes = packed_codes[0] if len(packed_codes) == 1 else torch.cat(packed_codes)
+        self.codes = pack_codes(matrices, self.kind)
         self._meanings = meanings_of(self.kind, self.tables)
         parameters = [weight.scales] if weight.offsets is None else [weight.scales, weight.offsets]
-        self.form, packed = _store([values.reshape(-1, values.shape[-1]) for values in parameters])
+        self.form, packed = pack_scales([values.reshape(-1, values.shape[-1]) for values in parameters])
         self.scales, self.offsets = packed[0], packed[1] if len(packed) > 1 else None
 
     @property
@@ -360,20 +358,6 @@ def supports_codes(weight: QuantizedWeight, dtype: torch.dtype) -> bool:
 
 def _in_bf16(value: float) -> bool:
     return float(torch.tensor(value).bfloat16()) == value
-
-
-def _store(parameters: list[Tensor]) -> tuple[int, list[Tensor]]:
-    """(form, scales or offsets [out, groups] in it): the smallest form that holds all of them exactly."""
-    wide = [_pack_parameters(values.float()) for values in parameters]
-    if all(torch.equal(values.half().float(), values) for values in wide):
-        return FP16, [values.half() for values in wide]
-    blocks = [factorize(values) for values in wide]
-    return (FACTORED, blocks) if all(values is not None for values in blocks) else (FP32, wide)
-
-
-def _pack_parameters(values: Tensor) -> Tensor:
-    """Scales or offsets [out, groups] -> [panels, groups, 64]."""
-    return padded_rows(values).view(-1, COLUMNS, values.shape[1]).transpose(1, 2).contiguous()
 
 
 def code_linear(x: Tensor, weight: PackedCodes, bias: Tensor | None) -> Tensor:

@@ -7,12 +7,14 @@ scales has the factors of eight groups for the 64 outputs, fp16, and then the in
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
+from kernels import huge_pages
 from kernels.cpu import simd
 from kernels.cpu.codes import WIDTH, F32Pointer, Vec
 from kernels.cpu.parallel import jit, next_item, parallel_kernel
@@ -183,3 +185,26 @@ def factorize(scales: Tensor) -> Tensor | None:
     factors, integers = torch.empty(*shape, COLUMNS), torch.zeros(*shape, GROUPS * COLUMNS // 4, dtype=torch.int32)
     _factorize(panels * groups // GROUPS, scales.data_ptr(), factors.data_ptr(), integers.data_ptr(), found.data_ptr())
     return torch.cat([factors.half().view(torch.int32), integers], -1) if found.item() else None
+
+
+def padded_rows(rows: Tensor) -> Tensor:
+    """[out, ...] with zeros up to whole panels."""
+    return F.pad(rows, (0, 0, 0, -len(rows) % COLUMNS))
+
+
+def pack_scales(parameters: list[Tensor]) -> tuple[int, list[Tensor]]:
+    """Scales or offsets [out, groups] -> (form, each of them in panels): the smallest form that holds all exactly."""
+    form, packed = _in_smallest_form([_in_panels(values.float()) for values in parameters])
+    return form, [huge_pages.copy(values) for values in packed]
+
+
+def _in_smallest_form(wide: list[Tensor]) -> tuple[int, list[Tensor]]:
+    if all(torch.equal(values.half().float(), values) for values in wide):
+        return FP16, [values.half() for values in wide]
+    blocks = [factorize(values) for values in wide]
+    return (FACTORED, blocks) if all(values is not None for values in blocks) else (FP32, wide)
+
+
+def _in_panels(values: Tensor) -> Tensor:
+    """[out, groups] -> [panels, groups, 64]."""
+    return padded_rows(values).view(-1, COLUMNS, values.shape[1]).transpose(1, 2).contiguous()

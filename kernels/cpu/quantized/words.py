@@ -9,19 +9,21 @@ integers (integer_linear.py). They make floats (widened_dots.py) of 4-bit codes 
 integers, else from a table of floats.
 """
 
+from collections.abc import Sequence
+
 import torch
-import torch.nn.functional as F
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
+from kernels import huge_pages
 from kernels.cpu import simd
 from kernels.cpu.codes import WIDTH, constant
 from kernels.cpu.dots import LANES, lanes, look_up, vector_at
 from kernels.cpu.features import HAS_AVX512, HAS_BF16_DOT, HAS_INT8_DOT, instruction
-from kernels.cpu.quantized.scales import COLUMNS
+from kernels.cpu.quantized.scales import COLUMNS, padded_rows
 from kernels.cpu.simd import I32Pointer
 from kernels.cpu.widened_dots import as_words, float_table, pair, permute
 from kernels.quantized.weight import INT4 as INT4_CODEBOOK
@@ -237,7 +239,16 @@ def supports_w8a8(weight: QuantizedWeight) -> bool:
     return HAS_INT8_DOT and weight.int8_inputs and plain and weight.in_features % WIDTH == 0
 
 
-def pack_codes(weight: QuantizedWeight, kind: int) -> Tensor:
+def pack_codes(weights: Sequence[QuantizedWeight], kind: int) -> Tensor:
+    """The codes of matrices [out, in] of one shape, one below the other -> [panels, in / 2, ...]."""
+    first = _in_panels(weights[0], kind)
+    packed = huge_pages.empty((len(weights) * len(first), *first.shape[1:]), first.dtype)
+    for weight, target in zip(weights, packed.split(len(first)), strict=True):
+        target.copy_(first if weight is weights[0] else _in_panels(weight, kind))
+    return packed
+
+
+def _in_panels(weight: QuantizedWeight, kind: int) -> Tensor:
     """The codes of a matrix [out, in] -> [panels, in / 2, ...]."""
     if kind == INT6:
         return _pack_int6(weight.codes)
@@ -270,11 +281,6 @@ def meanings_of(kind: int, tables: Tensor) -> Tensor:
         octets = torch.arange(256, dtype=torch.uint8)
         return octets.view(torch.int8 if kind == INT8 else torch.float8_e4m3fn).float().unsqueeze(0)
     return tables.float().view(1, -1) if kind == INT6 else tables[:, :WIDTH].float().contiguous()
-
-
-def padded_rows(rows: Tensor) -> Tensor:
-    """[out, ...] with zeros up to whole panels."""
-    return F.pad(rows, (0, 0, 0, -len(rows) % COLUMNS))
 
 
 def _tables(registers: list[list[float]]) -> Tensor:
