@@ -1,14 +1,17 @@
-"""Memory in huge pages, for what every step of a CPU reads: weights and the KV cache.
+"""Memory in huge pages, for the weights that every step of a CPU reads.
 
 Linux maps memory in pages of 4 KiB. A step that streams weights then needs another entry of the TLB for every 64 cache
 lines, and a missing entry stalls the core while the page tables are read: twice in a virtual machine, the guest's and
 the host's. A huge page (2 MiB on x86-64) needs one entry in place of 512. Two cores of an AMD EPYC in a virtual
-machine: a linear layer in bf16 with 12 to 24 rows takes 8 to 14 % less time, with 64 rows 3 %; attention over 100 MB of
-keys and values 5 to 10 %.
+machine: a linear layer in bf16 with 12 to 24 rows takes 8 to 14 % less time, with 64 rows 3 %.
 
 The kernel gives huge pages to mappings that ask for them (madvise), where an administrator has not turned them off.
 Tensors share a mapping, because a mapping ends with a huge page that may be almost empty. Elsewhere, `empty` is
 torch's.
+
+The KV cache stays in small pages. Attention over 100 MB takes 5 to 10 % less time in huge ones, but blocks take memory
+when they are first used, in the middle of a step, and a huge page may take milliseconds there: 6 where the host has to
+find the memory first. New servers then lost a tenth of their tokens per second with chats.
 """
 
 import math

@@ -4,7 +4,6 @@ Sizing needs no torch (`pageserve plan`), only allocating does.
 """
 
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 from engine.config import EngineConfig
@@ -210,10 +209,8 @@ def allocate_kv_caches(
     """
     import torch
 
-    from kernels import huge_pages
-
     dtype = dtype if kv_format is None else getattr(torch, kv_format.dtype_name)
-    make = huge_pages.empty if device.type == "cpu" else partial(torch.zeros, device=device)
+    make = torch.empty if device.type == "cpu" else torch.zeros
     caches: list[tuple[Tensor, Tensor]] = []
     for layer in range(model.num_layers):
         source, heads = model.kv_source(layer), model.heads(layer)
@@ -222,7 +219,7 @@ def allocate_kv_caches(
             continue
         width = heads.head_dim if kv_format is None else kv_format.width(heads.head_dim)
         shape = (num_blocks, heads.num_kv_heads, block_size, width)
-        caches.append((make(shape, dtype=dtype), make(shape, dtype=dtype)))
+        caches.append((make(shape, dtype=dtype, device=device), make(shape, dtype=dtype, device=device)))
     return caches
 
 
