@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-MAPPING_BYTES = 64 << 20  # of a mapping that tensors share; pages that none of them uses take no memory
+MAPPING_BYTES = 64 << 20  # size of a mapping that tensors share; pages that none of them uses take no memory
 ALIGNMENT = 64
 SETTINGS = Path("/sys/kernel/mm/transparent_hugepage")
 
