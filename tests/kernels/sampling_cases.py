@@ -169,7 +169,7 @@ def test_the_batch_does_not_matter():
         assert draw(make_batch(params), logits[i : i + 1], rows=[i]).token_ids[0] == together[i]
 
 
-@pytest.mark.parametrize("poison", [np.nan, np.inf, "all -inf"])
+@pytest.mark.parametrize("poison", [np.nan, pytest.param(np.inf, marks=pytest.mark.slow), "all -inf"])
 def test_a_row_that_is_not_finite_fails_alone(poison):
     params = [CASES[name] for name in ("greedy", "plain", "top_p", "large top_k", "everything")] * 2
     logits = random_logits(len(params))

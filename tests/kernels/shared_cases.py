@@ -115,11 +115,22 @@ def close(found, expected):
     torch.testing.assert_close(found.cpu(), expected, atol=TOLERANCE, rtol=TOLERANCE)
 
 
-@pytest.mark.parametrize("num_sms", [1, 8, 132])
-@pytest.mark.parametrize("heads, head_dim, block_size, case", [
-    ((8, 2), 64, 16, "plain"), ((7, 1), 128, 16, "plain"), ((2, 2), 80, 128, "plain"), ((8, 2), 64, 32, "sinks"),
-    ((4, 2), 64, 16, "softcap"),
-])  # fmt: skip
+def decode_shapes():
+    """Every shape on cards of three sizes, for parametrize. The first shape has each card in the quick tests, each
+    shape one card."""
+    shapes = [
+        ((8, 2), 64, 16, "plain"), ((7, 1), 128, 16, "plain"), ((2, 2), 80, 128, "plain"), ((8, 2), 64, 32, "sinks"),
+        ((4, 2), 64, 16, "softcap"),
+    ]  # fmt: skip
+    cards = (1, 8, 132)
+    return [
+        pytest.param(*shape, num_sms, marks=[pytest.mark.slow] * (i > 0 and i % 3 != j))
+        for i, shape in enumerate(shapes)
+        for j, num_sms in enumerate(cards)
+    ]
+
+
+@pytest.mark.parametrize("heads, head_dim, block_size, case, num_sms", decode_shapes())
 def test_decode_reads_shared_keys_once(heads, head_dim, block_size, case, num_sms, monkeypatch):
     """A run longer than a window, one of another prefix, sequences of their own, and one of which all is shared."""
     maps, blocks = watched(monkeypatch), 128 // block_size
