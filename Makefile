@@ -175,7 +175,10 @@ $(AGENTS)/.installed:
 clients: $(VENV)/.installed-test $(VENV)/.compiled $(CLIENTS)/.installed .cache/node/.installed $(AGENTS)/.installed
 	@$(BIN)/python -m tests.clients --environment $(CLIENTS) --node .cache/node --agents $(AGENTS) --only "$(ONLY)" --examples $(or $(EXAMPLES),50)
 
-test: lint test-only
+# While pip installs and mypy reads, the second core would be idle: the kernels are compiled beside them.
+test:
+	@$(MAKE) --no-print-directory --jobs=2 lint $(VENV)/.compiled
+	@$(MAKE) --no-print-directory test-only
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

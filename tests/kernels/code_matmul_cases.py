@@ -48,11 +48,20 @@ def check(found: torch.Tensor, weight: QuantizedWeight, x: torch.Tensor, bias: t
     assert ((found.float() - exact).abs() <= ROUNDING[x.dtype] * (2 * exact.abs() + 2 * terms)).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", ["int4", "uint4", "nf4", "int8", "fp8"])
-@pytest.mark.parametrize(
-    "columns, group, offsets", [(160, 32, False), (192, 16, True), (320, 64, True), (256, 128, True), (90, 90, False)]
-)
+def each_kind_and_group():
+    """Every shape in every kind and dtype, for parametrize. Those that are not slow have each pair of them in one
+    dtype."""
+    kinds = ["int4", "uint4", "nf4", "int8", "fp8"]
+    shapes = [(160, 32, False), (192, 16, True), (320, 64, True), (256, 128, True), (90, 90, False)]
+    return [
+        pytest.param(dtype, kind, *shape, marks=[pytest.mark.slow] * ((i + j + k) % 2))
+        for i, dtype in enumerate(DTYPES)
+        for j, kind in enumerate(kinds)
+        for k, shape in enumerate(shapes)
+    ]
+
+
+@pytest.mark.parametrize("dtype, kind, columns, group, offsets", each_kind_and_group())
 def test_every_kind_and_group(dtype, kind, columns, group, offsets):
     weight = make(kind, 70, columns, group, offsets)
     bias = torch.randn(70, device=DEVICE).to(dtype) if offsets else None
