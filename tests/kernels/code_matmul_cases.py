@@ -49,8 +49,8 @@ def check(found: torch.Tensor, weight: QuantizedWeight, x: torch.Tensor, bias: t
 
 
 def each_kind_and_group():
-    """Every shape in every kind and dtype, for parametrize. Those that are not slow have each pair of them in one
-    dtype."""
+    """Every shape in every kind and dtype, for parametrize. Those that are not slow have each shape in each kind, in
+    the interpreter in one dtype."""
     kinds = ["int4", "uint4", "nf4", "int8", "fp8"]
     shapes = [(160, 32, False), (192, 16, True), (320, 64, True), (256, 128, True), (90, 90, False)]
     return [
