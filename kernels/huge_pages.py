@@ -3,7 +3,7 @@
 Linux maps memory in pages of 4 KiB. A step that streams weights then needs another entry of the TLB for every 64 cache
 lines, and a missing entry stalls the core while the page tables are read: twice in a virtual machine, the guest's and
 the host's. A huge page (2 MiB on x86-64) needs one entry in place of 512. Two cores of an AMD EPYC in a virtual
-machine: a linear layer in bf16 with 12 to 24 rows takes 8 to 14 % less time, with 64 rows 3 %.
+machine: a linear layer in bf16 with 12 to 24 rows takes 7 to 14 % less time, with 64 rows 3 %.
 
 The kernel gives huge pages to mappings that ask for them (madvise), where an administrator has not turned them off.
 Tensors share a mapping, because a mapping ends with a huge page that may be almost empty. Elsewhere, `empty` is

@@ -1,4 +1,4 @@
-"""What Linux says about the memory of this process."""
+"""Reads what Linux knows about the memory of this process."""
 
 import re
 

@@ -318,12 +318,14 @@ def test_a_tile_that_the_card_refuses_is_replaced_at_its_first_launch(monkeypatc
     data, plan = paged([150, 31], 2, 64, 16, F16), make_plan(2, 4, 2, 64)
     q = fused_q(39, 4, 2, 64, F16)
     expected = [attention(rows, data.keys[i], data.values[i], 0.2) for i, rows in enumerate(q.split([8, 31]))]
+    kernels = []
     for module, name in ((decode_module, "paged_attention_kernel"), (prefill_module, "prefill_attention_kernel")):
-        refusing = Refuses(getattr(module, name))
-        monkeypatch.setattr(module, name, refusing)
+        kernels.append(Refuses(getattr(module, name)))
+        monkeypatch.setattr(module, name, kernels[-1])
     tile_choice.cache_clear()
     close(prefill(data, q, [8, 31], plan), torch.cat(expected))
     close(decode(data, q[[7, 38]], plan), torch.stack([rows[-1] for rows in expected]))
+    assert all(kernel.refused for kernel in kernels)
     tile_choice.cache_clear()
 
 

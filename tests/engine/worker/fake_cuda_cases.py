@@ -217,8 +217,11 @@ def test_a_draft_model(make_runner, cuda, name):
 
 
 @pytest.mark.parametrize("name", ["llama_biases", "qwen3"])
-def test_batch_invariant(make_runner, name):
+def test_batch_invariant(make_runner, cuda, name):
+    """No library chooses an order of sums by the number of rows, and attention does not divide its keys."""
     serve(make_runner(name, batch_invariant=True), [GREEDY, DRAWN] * 2)
+    assert "matmul_kernel" in cuda.launched
+    assert not {"mm", "addmm", "linear", "paged_attention_kernel"} & set(cuda.launched)
 
 
 ASKED = (
@@ -328,7 +331,7 @@ def test_blocks_move_between_the_tiers_and_are_copied(make_runner, cuda, monkeyp
     assert {"pack_blocks_kernel", "copy_blocks_kernel"} <= set(cuda.launched)
 
 
-def test_masks_of_grammars(make_runner, monkeypatch):
+def test_masks_of_grammars(make_runner, cuda, monkeypatch):
     """Masks of one row and of several, beside rows without; the matchers themselves are not tested here."""
     runner = make_runner("llama")
     words = np.zeros((2, 4), np.int32)
@@ -342,6 +345,7 @@ def test_masks_of_grammars(make_runner, monkeypatch):
 
     monkeypatch.setattr(runner.sampler.grammars, "make", make)
     serve(runner, [DRAWN, DRAWN, GREEDY, DRAWN])
+    assert "mask_tokens_kernel" in cuda.launched
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
