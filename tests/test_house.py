@@ -69,7 +69,13 @@ SERVER_SIDE = (
     ("server.config", "server.errors", "server.process"),
 )
 # Beside models and kernels the Worker imports the step language, the grammar compiler, checkpoint and values.
-FOR_WORKER = ("engine.executor.step", "engine.executor.frames", "engine.grammars.compiler", "engine.checkpoint")
+FOR_WORKER = (
+    "engine.executor.step",
+    "engine.executor.frames",
+    "engine.grammars.compiler",
+    "engine.grammars.json_openings",
+    "engine.checkpoint",
+)
 NO_VALUES = ("engine.llm", "engine.driver")
 
 

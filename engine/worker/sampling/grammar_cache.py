@@ -107,7 +107,7 @@ class GrammarCache:
                 texts = compiler.token_texts()
                 self._numbers = JsonNumbers(texts, compiler.num_words)
                 self._ends = GrammarEnds(compiler, texts)
-        return self._ends.begin(matcher, output.ends)
+        return self._ends.begin(matcher, output)
 
     def _loaded(self) -> Compiler:
         if self._compiler is None:

@@ -11,6 +11,8 @@ The search is greedy. It knows how JSON closes and reads masks for the rest. For
 completion and changes no mask.
 """
 
+import json
+import math
 import re
 import time
 from collections.abc import Iterable, Sequence
@@ -22,14 +24,17 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.grammars.compiler import Compiler, GrammarError, Words, fill_mask
+from engine.grammars.json_openings import largest_opening
+from engine.structured_output import StructuredOutput
 from engine.worker.batch.step_buffer import IntArray
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 # Tokens that one token may add to the shortest completion: another list entry, an optional object. Every token is
-# checked within this distance of the shortest completion.
+# checked within this distance of the shortest completion, or within less where the schema shows how much it can be.
 MAX_JUMP = 64
+UNSEEN_JUMP = 4  # on top of what the schema shows: an unfinished character or escape, white space, a bracket
 WINDOW = 192  # tokens left when the search for a completion starts; more for schemas that require more
 SHORT_WINDOW = 48  # the same if the empty text has no completion: too long, or hidden by a pattern
 MAX_COMPLETION = 1024  # tokens of the longest completion searched for
@@ -51,12 +56,15 @@ DIGIT = re.compile(r"\d")
 CLOSERS = re.compile(rb"[\]}]+")
 COMMAS = (b',"', b",")
 COLONS = (b':""', b":0", b":[]", b":{}", b": 0", b':"', b":")
-VALUES = (*(str(digit).encode() for digit in range(10)), b'""', b"[]", b"{}", b"null", b"true", b"false")
+WORDS = ("null", "true", "false")
+VALUES = (*(str(digit).encode() for digit in range(10)), b'""', b"[]", b"{}", *(word.encode() for word in WORDS))
 OPENERS = (b"[", b"{", b"-", b".")
 QUOTE_CLOSERS = re.compile(rb'"[\]}]+')
 QUOTED = re.compile(rb'"[^"\\]+')
 FILLER = re.compile(rb"[a-z]+")
-IN_TEXT = re.compile(rb'[^"\\\x00-\x1f\x7f-\xff]+')  # text inside a string
+IN_STRING = re.compile(r'(?:[^"\\\x00-\x1f]|\\["\\/bfnrt])+')
+BETWEEN_STRINGS = re.compile(r'[^"]+')
+SPACES = re.compile(r"\s+")
 SPACE = b" \t\r\n"
 
 
@@ -66,6 +74,7 @@ class Ending:
     token."""
 
     window: int  # limit masks once at most so many tokens are left
+    jump: int  # tokens that one token may add to the shortest completion
     ends: list[list[int]]  # token sequences that end a free text
     path: list[int] | None = None
     behind: dict[int, int] = field(default_factory=dict)
@@ -75,7 +84,7 @@ class Ending:
 
     def fresh(self) -> "Ending":
         """A new state for another sequence of the same grammar."""
-        return Ending(self.window, self.ends)
+        return Ending(self.window, self.jump, self.ends)
 
 
 class GrammarEnds:
@@ -95,27 +104,33 @@ class GrammarEnds:
         )
         self._commas, self._colons = self._known(COMMAS), self._known(COLONS)
         self._values, self._openers = self._known(VALUES), self._known(OPENERS)
-        known: dict[bytes, int] = {}
-        shapes = [known.setdefault(_shape(i, text), len(known)) for i, text in enumerate(texts)]
-        self._shapes = np.array(shapes)
-        in_text = [
-            known.setdefault(b"a", len(known)) if IN_TEXT.fullmatch(text) else shapes[i] for i, text in enumerate(texts)
-        ]
-        self._shapes_in_text = np.array(in_text)
+        # An alternative of `null` may be an object that holds itself.
+        self._spelled = [compiler.tokens_of(word) for word in WORDS if word.encode() not in self._ids]
+        shapes = [shapes_of(i, text) for i, text in enumerate(texts)]
+        self._shapes, self._shapes_outside, self._shapes_in_text = (
+            _numbered(shape[place] for shape in shapes) for place in range(3)
+        )
         self._works = min(self._quote, self._newline, self._brace, self._bracket) >= 0
 
-    def begin(self, matcher: "LLMatcher", ends: Iterable[str]) -> Ending:
+    def begin(self, matcher: "LLMatcher", output: StructuredOutput) -> Ending:
         """The Ending of a grammar, from a matcher at its start. Each sequence gets a copy (`fresh`)."""
         if not self._works:
-            return Ending(0, [])
+            return Ending(0, 0, [])
         until = time.thread_time() + MAX_FIRST_SECONDS
-        ending = Ending(WINDOW, [self._compiler.tokens_of(text) for text in ends], until=until)
+        jump = int(min(MAX_JUMP, self._largest_opening(output) + UNSEEN_JUMP))
+        ending = Ending(WINDOW, jump, [self._compiler.tokens_of(text) for text in output.ends], until=until)
         try:
             found = self._search(matcher.deep_copy(), MAX_COMPLETION, ending)
         except GrammarError:
-            return Ending(0, [])
+            return Ending(0, 0, [])
         window = SHORT_WINDOW if found is None else max(WINDOW, len(found) + 2 * MAX_JUMP)
-        return Ending(window, ending.ends)
+        return Ending(window, jump, ending.ends)
+
+    def _largest_opening(self, output: StructuredOutput) -> float:
+        if output.kind == "grammar":
+            return math.inf
+        schema = json.loads(output.text) if output.kind == "json_schema" else {"type": "object"}
+        return largest_opening(schema, lambda text: len(self._compiler.tokens_of(text)))
 
     def limit(self, ending: Ending, matcher: "LLMatcher", words: Words, num_left: int) -> None:
         """Remove from a mask the tokens that lead to no end within `num_left` tokens, the masked token included."""
@@ -131,7 +146,7 @@ class GrammarEnds:
         if not self._follow(ending, matcher, num_left) or ending.path is None:
             return
         spare = num_left - len(ending.path)
-        if spare > MAX_JUMP or not ending.path:
+        if spare > ending.jump or not ending.path:
             return
         if ending.num_masks > MAX_MASKS:  # a costly grammar: force the completion once no token is left to spare
             if spare == 0:
@@ -155,7 +170,7 @@ class GrammarEnds:
                     ending.path, ending.behind, ending.judged = rest, {}, None
                 return len(rest) <= num_left
         ending.behind, ending.judged = {}, None
-        ending.path = self._search(matcher.deep_copy(), min(num_left, MAX_COMPLETION), ending)
+        ending.path = self._search(matcher.deep_copy(), min(num_left, MAX_COMPLETION), ending, path or ())
         if ending.path is None and not self._in_free_text(matcher):
             ending.window = min(num_left // 2, num_left - PATIENCE)  # the end does not fit, or a pattern hides it
         return ending.path is not None
@@ -175,7 +190,7 @@ class GrammarEnds:
         allowed = self._allowed(words)
         straight = num_left == len(ending.path) and len(allowed) > MAX_TRIES  # inside a string, with no token to spare
         until = ending.num_masks + (0 if straight else MAX_MASKS_IN_STATE)
-        shapes = (self._shapes_in_text if self._is_text(words) else self._shapes)[allowed]
+        shapes = self._shapes_in(words)[allowed]
         order = np.argsort(shapes, kind="stable")
         allowed, shapes = allowed[order], shapes[order]
         edges = [0, *(np.flatnonzero(np.diff(shapes)) + 1).tolist(), len(allowed)]
@@ -264,6 +279,8 @@ class GrammarEnds:
         for known in (self._closers, self._commas, self._colons, self._values):
             if found := _first(words, known):
                 return found
+        if spelled := next((word for word in self._spelled if matcher.validate_tokens(word) == len(word)), []):
+            return spelled
         if _allows(words, self._quote):
             quoted = self._quoted[_are_allowed(words, self._quoted)]
             return [int(quoted[0])] if 0 < len(quoted) <= FEW else [self._quote]
@@ -281,6 +298,12 @@ class GrammarEnds:
     def _is_text(self, words: Words) -> bool:
         """True inside a string or a free text: only there both `}` and `]` are allowed."""
         return _allows(words, self._brace) and _allows(words, self._bracket)
+
+    def _shapes_in(self, words: Words) -> IntArray:
+        """The shape of each token where a mask holds. A string has no line breaks, and other places allow them."""
+        if self._is_text(words):
+            return self._shapes_in_text
+        return self._shapes_outside if _allows(words, self._newline) else self._shapes
 
     def _known(self, texts: Iterable[bytes]) -> list[int]:
         return [self._ids[text] for text in texts if text in self._ids]
@@ -337,14 +360,48 @@ def longest_first(texts: Sequence[bytes], pattern: "re.Pattern[bytes]") -> IntAr
     return np.argsort(-lengths, kind="stable")[: np.count_nonzero(lengths)]
 
 
-def _shape(token_id: int, text: bytes) -> bytes:
-    """The shape of a token: letters and digits are merged, JSON's own characters stay. Tokens of one shape mostly lead
-    a JSON text to the same state."""
+def _numbered(shapes: Iterable[bytes | str]) -> IntArray:
+    """Equal numbers for equal shapes."""
+    known: dict[bytes | str, int] = {}
+    return np.array([known.setdefault(shape, len(known)) for shape in shapes])
+
+
+def shapes_of(token_id: int, text: bytes) -> tuple[bytes | str, bytes | str, bytes | str]:
+    """The shape of a token anywhere, outside of strings, and inside of one: letters and digits are merged, JSON's own
+    characters stay. Tokens of one shape mostly lead a JSON text to the same state.
+
+    The second and the third merge all text of a string, and leave out white space between strings.
+    """
     if not text:
-        return b"\xff%d" % token_id
+        shape = b"\xff%d" % token_id
+        return shape, shape, shape
     try:
-        return DIGIT.sub("0", PLAIN.sub("a", text.decode())).encode()
+        said = text.decode()
     except UnicodeDecodeError as error:  # part of a character: the shape counts its missing bytes
         lead = text[error.start]
         size = 1 if lead < 0xC0 else 2 if lead < 0xE0 else 3 if lead < 0xF0 else 4
-        return b"\xfe%d:%d" % (error.start > 0, size - (len(text) - error.start))
+        shape = b"\xfe%d:%d" % (error.start > 0, size - (len(text) - error.start))
+        return shape, shape, shape
+    if (word := said.removeprefix(" ")).isalpha():  # most of a vocabulary
+        return "a" if word == said else " a", "a", "a"
+    return _merged(said), _in_turns(said, False), _in_turns(said, True)
+
+
+def _in_turns(text: str, inside: bool) -> str:
+    """The shape of a text that begins inside or outside of a string."""
+    parts, at = [], 0
+    while at < len(text):
+        if found := (IN_STRING if inside else BETWEEN_STRINGS).match(text, at):
+            parts.append("a" if inside else _merged(SPACES.sub("", found[0])))
+            at = found.end()
+        elif text[at] == '"':
+            parts.append('"')
+            inside, at = not inside, at + 1
+        else:  # an unfinished escape, or what no string may hold
+            parts.append(text[at:])
+            break
+    return "".join(parts) or " "
+
+
+def _merged(text: str) -> str:
+    return DIGIT.sub("0", PLAIN.sub("a", text))

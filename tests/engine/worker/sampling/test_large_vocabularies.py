@@ -5,7 +5,7 @@ import pytest
 
 from engine.grammars.compiler import as_words
 from engine.worker.sampling import json_numbers
-from engine.worker.sampling.grammar_ends import FILLER, allowed_tokens, first_of, longest_first
+from engine.worker.sampling.grammar_ends import FILLER, allowed_tokens, first_of, longest_first, shapes_of
 from engine.worker.sampling.json_numbers import JsonNumbers, Number
 
 DIGITS = [str(value).zfill(length).encode() for length in (1, 2, 3, 4) for value in range(0, 10**length, 7)]
@@ -76,3 +76,30 @@ def test_the_longest_allowed_token_comes_first():
     for allowed, first in (([0, 4], 4), ([0, 1, 5], 1), ([0, 100, 200], 200), ([2, 3], None)):
         found = first_of(as_words(allowed, -(-len(texts) // 32)), order)
         assert found == ([] if first is None else [first])
+
+
+@pytest.mark.parametrize(
+    ("text", "anywhere", "outside", "inside"),
+    [
+        ("fox", "a", "a", "a"),
+        (" fox", " a", "a", "a"),
+        ("1.50", "0.00", "0.00", "a"),
+        (" (x) = {y}", " a a {a}", "a{a}", "a"),
+        ("d’été", "a", "a", "a"),
+        ("\n\t", "\n\t", " ", "\n\t"),
+        ('"', '"', '"', '"'),
+        ('}", {"', '}", {"', '}"a"', 'a",{"'),
+        ('"}, 12', '"}, 00', '"a', '"},00'),
+        ('\\n\\"x\\', '\\a\\"a\\', '\\a\\"a\\', "a\\"),
+        ("\\u00", "\\a00", "\\a00", "\\u00"),
+    ],
+)
+def test_the_shapes_of_a_token(text, anywhere, outside, inside):
+    assert shapes_of(7, text.encode()) == (anywhere, outside, inside)
+
+
+def test_special_tokens_and_parts_of_characters_have_shapes_of_their_own():
+    assert len({shapes_of(i, b"") for i in range(3)}) == 3
+    first, second, third, behind = (shapes_of(0, text) for text in (b"\xc3", b"\xe2\x82", b"\xe2", b"x\xc3"))
+    assert first == second == shapes_of(1, b"\xf0\x9f\x98"), "a byte is missing"
+    assert len({first, third, behind}) == 3
