@@ -13,6 +13,7 @@ from typing import Any
 ANY_VALUE = 2  # `""`, `{}` or `0`, and a separator
 ANY_KEY = 8  # a key that the schema does not name
 FORMAT = 40  # bytes of the longest format: a UUID has 36
+LONG = 256  # characters of a text that is not encoded to count its tokens
 MAX_PASSES = 8  # more only for long chains of references to parts that refer back
 NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 # Keywords that leave it to other parts what a value is, or say nothing about it.
@@ -43,7 +44,8 @@ class _Parts:
     """The parts of one schema. A part that refers to itself has the length of the pass before, inf in the first."""
 
     def __init__(self, root: Any, num_tokens: Callable[[str], int]) -> None:
-        self._root, self._num_tokens = root, num_tokens
+        self._root, self._count = root, num_tokens
+        self._counted: dict[str, int] = {}
         self._before: dict[int, float] = {}  # the least length of each part, by id()
         self._least: dict[int, float] = {}
         self._largest: float = 0
@@ -55,6 +57,15 @@ class _Parts:
             if self._least == self._before:
                 return self._largest
         return math.inf
+
+    def _num_tokens(self, value: Any) -> int:
+        """Tokens of a value that the schema gives."""
+        text = json.dumps(value)
+        if len(text) > LONG:
+            return len(text)
+        if text not in self._counted:
+            self._counted[text] = self._count(text)
+        return self._counted[text]
 
     def _open(self, length: float) -> None:
         self._largest = max(self._largest, length)
@@ -80,7 +91,7 @@ class _Parts:
             lengths.append(self._length(self._target(part["$ref"])))
         if "const" in part or "enum" in part:
             values = [part["const"]] if "const" in part else part["enum"]
-            lengths.append(self._shortest([self._num_tokens(json.dumps(value)) for value in values]))
+            lengths.append(self._shortest([self._num_tokens(value) for value in values]))
         elif not lengths or part.keys() - REFERRING:
             types = part.get("type", TYPES)
             types = [types] if isinstance(types, str) else types
@@ -108,7 +119,7 @@ class _Parts:
         total: float = ANY_VALUE
         required: list[str] = part.get("required", [])
         for key, value in {**dict.fromkeys(required, True), **part.get("properties", {})}.items():
-            length = self._num_tokens(json.dumps(key)) + ANY_VALUE + self._length(value)
+            length = self._num_tokens(key) + ANY_VALUE + self._length(value)
             if key in required:
                 total += length
             else:

@@ -84,6 +84,13 @@ def test_the_largest_opening_of_each_keyword(schema, length):
     assert found == length if length is not None else PLACE_BYTES // 2 < found < 2 * PLACE_BYTES
 
 
+def test_no_text_is_encoded_twice_and_no_long_one_at_all():
+    counted = []
+    node = {"type": "object", "properties": {"kind": {"enum": ["a" * 300, "bb"]}, "next": {"$ref": "#"}}}
+    assert largest_opening(node, lambda text: counted.append(text) or 1) == 302
+    assert sorted(counted) == ['"bb"', '"kind"', '"next"']
+
+
 @pytest.fixture(scope="module")
 def grammars():
     tokenizer = Tokenizer(resolve_model(EngineConfig()))
