@@ -319,6 +319,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, tag=True):
     sequence has an entry in `vectors` instead: its fp32 numbers (little-endian).
     `draft_seconds` of `compute_seconds` went to the draft model.
     `failed` maps a sequence to the reason why it alone could not be sampled (non-finite logits, for example).
+    `slow_masks` has the processor seconds that the masks of some sequences took, if that was long.
     """
 
     step_id: int
@@ -331,6 +332,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, tag=True):
     vectors: dict[int, bytes] = {}
     verified: list[list[SampledToken]] = []
     draft_seconds: float = 0.0
+    slow_masks: dict[int, float] = {}
 
     def __post_init__(self) -> None:
         if len(self.seq_ids) != len(self.token_ids):  # decoding fails, as for any message that is malformed

@@ -141,7 +141,7 @@ class _Parts:
         return total + length * (least - len(first)) if least > len(first) else total
 
     def _target(self, reference: str) -> Any:
-        """What a reference within the schema points to. KeyError for another."""
+        """The target of a reference within the schema. KeyError for another reference."""
         root, *keys = reference.split("/")
         if root != "#":
             raise KeyError(reference)

@@ -41,6 +41,7 @@ from engine.executor.step import StepPlan, StepResult
 from engine.memory.block_manager import BlockManager
 from engine.memory.sequence import Sequence, SequenceStatus, smallest_part
 from engine.scheduling.short_steps import ShortSteps
+from engine.scheduling.slow_masks import SlowMasks
 
 PROMPT_COST, OUTPUT_COST = 1.0, 2.0  # weight of a token, as in the paper
 SMALL_SHARE = 1 / 16  # a tenant that holds or asks for more than this, and for more than one row, delays others
@@ -134,7 +135,7 @@ class StepScope(NamedTuple):
     excluded: tenants whose waiting sequences do not start in this plan.
     displaced: tenants, a subset of `excluded`, whose sequences were preempted for another tenant just now: they would
         take their places back.
-    resting: running sequences that decode in a later, short step.
+    resting: running sequences that decode in a later step: this one is short, or their masks would make it long.
     """
 
     sequences: list[Sequence]
@@ -142,6 +143,13 @@ class StepScope(NamedTuple):
     excluded: frozenset[str] = frozenset()
     displaced: frozenset[str] = frozenset()
     resting: frozenset[Sequence] = frozenset()
+
+    def without(self, resting: Collection[Sequence]) -> "StepScope":
+        """Returns the scope in which these sequences rest."""
+        if not resting:
+            return self
+        sequences = [seq for seq in self.sequences if seq not in resting]
+        return self._replace(sequences=sequences, resting=self.resting.union(resting))
 
     def widened(self, running: list[Sequence], budget: int) -> "StepScope":
         """Returns the scope that excludes the displaced tenants only."""
@@ -165,7 +173,8 @@ class FairShare:
         self._price = 0.0  # seconds per weighted token: a moving average over steps
         self._may_be_short = step_seconds is not None
         self._short_steps = ShortSteps(step_seconds or math.inf)
-        self._short_until = 0.0  # time until which steps are short
+        self.slow_masks = SlowMasks()
+        self._visit_until = 0.0  # time until which a small tenant is expected
         self._last_tenant: str | None = None  # tenant of the last sequence that came
         self._floor = 0.0  # lowest account of the active tenants, as last computed
 
@@ -174,13 +183,18 @@ class FairShare:
         """True if several tenants have live sequences."""
         return len(self._active) > 1
 
+    @property
+    def _are_short(self) -> bool:
+        """True if steps are short now."""
+        return self._may_be_short and self._clock < self._visit_until
+
     def came(self, seq: Sequence, running: Iterable[Sequence]) -> None:
         """A sequence is new. The account of a tenant that was idle is raised."""
         tenant = self.tenants.setdefault(seq.tenant, Tenant(Allowance(self._clock)))
         tenant.weight = seq.weight
         if not tenant.num_live:
-            if self._last_tenant not in (None, seq.tenant) and self._may_be_short:
-                self._short_until = self._clock + VISIT_SECONDS
+            if self._last_tenant not in (None, seq.tenant):
+                self._visit_until = self._clock + VISIT_SECONDS
             if self._active:
                 self._meet(running)
                 self._floor = min(self.tenants[name].served for name in self._active)
@@ -254,20 +268,21 @@ class FairShare:
             self.num_displaced += len(displacement.victims)
             self.displaced = frozenset(victim.tenant for victim in displacement.victims)
             scope = self._scope(newcomer, running, budget)
-        elif self._clock >= self._short_until:
+        elif self._clock >= self._visit_until:
             return StepScope(running, budget)
         else:
             scope = StepScope(running, budget)
+        scope = scope.without(self.slow_masks.resting(scope.sequences, running))
         holdings = self._holdings(running)
         small = {name for name in self._active if self._is_small(name, holdings)}
-        if self.contended and small and self._may_be_short:
-            self._short_until = self._clock + VISIT_SECONDS
+        if self.contended and small:
+            self._visit_until = self._clock + VISIT_SECONDS
         planned = {seq.tenant for seq in scope.sequences} | (self._active - scope.excluded if more_wait else set())
-        if self._clock >= self._short_until or planned <= small:
+        if not self._are_short or planned <= small:
             return scope
         has_room = more_wait and len(running) < self.max_num_seqs
         sequences, budget, resting = self._short_steps.limit(scope.sequences, has_room, budget)
-        return scope._replace(sequences=sequences, budget=budget, resting=frozenset(resting))
+        return scope._replace(sequences=sequences, budget=budget, resting=scope.resting | resting)
 
     def planned(self, plan: StepPlan, running: Iterable[Sequence]) -> None:
         """A plan is sent; its tokens are counted as computed."""
@@ -276,7 +291,7 @@ class FairShare:
             if comeback.is_over(self._clock):
                 del self.comebacks[seq]
         self.displaced = frozenset()
-        if self._clock < self._short_until:
+        if self._are_short:
             self._short_steps.planned(plan)
         costs = self._costs[plan.step_id] = dict.fromkeys(self._active, 0.0)
         if self.contended:
@@ -290,6 +305,7 @@ class FairShare:
         seconds, costs = result.compute_seconds, self._costs.pop(result.step_id, {})
         self._clock += seconds
         self._short_steps.computed(result)
+        self.slow_masks.computed(result)
         if total := sum(costs.values()):
             self._price += PRICE_WEIGHT * (seconds / total - self._price)
         for name, cost in costs.items():

@@ -45,8 +45,8 @@ class StepTimes:
     Model: seconds = base + per_decode * decodes, and in steps with chunks + first_token + per_token * chunk tokens. The
     weights are read once; each decode reads the keys and values that it attends to; each prompt token is computed. A
     GPU runs decodes alone as a recorded graph, and steps with chunks kernel by kernel. The four coefficients minimise
-    the squared relative errors; recent steps weigh most. If steps do not tell the coefficients apart, the last fit
-    stays (ridge regression towards it).
+    the squared relative errors; recent steps weigh most, and steps that waited for slow masks do not count. If steps do
+    not tell the coefficients apart, the last fit stays (ridge regression towards it).
     """
 
     MEMORY = 0.99  # weight of a step relative to the next one
@@ -124,7 +124,8 @@ class ShortSteps:
 
     def computed(self, result: StepResult) -> None:
         """The result of any step is back."""
-        if (found := self._planned.pop(result.step_id, None)) is not None and result.compute_seconds > 0.0:
+        found = self._planned.pop(result.step_id, None)
+        if found is not None and result.compute_seconds > 0.0 and not result.slow_masks:
             self._times.observe(*found, result.compute_seconds)
 
     def lose_plans(self) -> None:
@@ -220,7 +221,7 @@ class TimedTarget(StepTarget):
 
     def computed(self, result: StepResult) -> None:
         found, seconds = self._planned.pop(result.step_id, None), result.compute_seconds
-        if found is None or seconds <= 0.0:
+        if found is None or seconds <= 0.0 or result.slow_masks:
             return
         if predicted := self._times.seconds_of(*found):
             self._error += ERROR_WEIGHT * (min(1.0, abs(seconds / predicted - 1)) - self._error)

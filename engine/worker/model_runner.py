@@ -69,7 +69,7 @@ class LaunchedStep:
     """A step whose work is queued on the device (or done, on a CPU). Call `result` once, in the order of launches.
 
     `targets` is None where the plan samples nothing. Their tokens are in `runs`, or in `token_ids` where all of them
-    were decoded greedily in one piece, or in `rounds` for a step with drafts.
+    were decoded greedily in one piece, or in `rounds` for a step with drafts. `slow_masks`: see StepResult.
     """
 
     step_id: int
@@ -83,6 +83,7 @@ class LaunchedStep:
     offloads: list[BlockMove] = field(default_factory=list)
     extras: Extras | None = None
     draft_seconds: float = 0.0
+    slow_masks: dict[int, float] = field(default_factory=dict)
 
     def done(self) -> bool:
         """True if `ModelRunner.result` need not wait for the device."""
@@ -218,6 +219,7 @@ class ModelRunner:
             offloads=plan.offloads,
             extras=extras,
             draft_seconds=draft_seconds,
+            slow_masks=self.sampler.take_slow_masks(),
         )
 
     def result(self, step: LaunchedStep) -> StepResult:
@@ -251,6 +253,7 @@ class ModelRunner:
             vectors=vectors,
             verified=verified,
             draft_seconds=step.draft_seconds,
+            slow_masks=step.slow_masks,
         )
 
     def _store_tokens(self, targets: SampleTargets, builder: ResultBuilder) -> None:

@@ -88,6 +88,7 @@ CORE = (
     "sequence gives way as a whole",
     "plan left to a tenant that waits for a first token",
     "decodes rest in a short step",
+    "sequences with slow masks rest",
     "short step, while another tenant is expected",
     "tenant goes before earlier arrivals of another",
     "all that was to be computed made way, others are",

@@ -23,6 +23,13 @@ if TYPE_CHECKING:
     from engine.worker.cache.host_cache import HostCache
 
 
+SLOW_EVERY, SLOW_SECONDS = 16, 0.015  # one sequence in so many has slow masks
+
+
+def has_slow_masks(seq_id: int) -> bool:
+    return seq_id % SLOW_EVERY == 0
+
+
 class Row:
     """A live sequence as the Worker knows it. `chain[i]` is what the slot of token i must hold."""
 
@@ -155,7 +162,10 @@ class KvDevice:
                 self._read(step, samples, failed)
             elif tokens := self._verify(step, draft, failed):
                 verified.append(tokens)
-        return msgspec.structs.replace(step_result(plan, samples, failed), verified=verified)
+        result = step_result(plan, samples, failed)
+        slow = {seq_id: SLOW_SECONDS for seq_id in result.seq_ids if has_slow_masks(seq_id)}
+        seconds = result.compute_seconds + sum(slow.values())
+        return msgspec.structs.replace(result, verified=verified, slow_masks=slow, compute_seconds=seconds)
 
     def answered(self, seq_id: int) -> None:
         """The Driver knows how many tokens of a draft are right: the blocks behind them are free."""

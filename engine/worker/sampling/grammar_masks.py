@@ -82,6 +82,10 @@ class GrammarMasks:
         failed, self._failed = self._failed, {}
         return failed
 
+    def take_slow(self) -> dict[int, float]:
+        """Sequences whose masks took long since the last call, with the processor seconds."""
+        return self._rows.take_slow() if self._rows else {}
+
     def _read_back(self) -> None:
         for step in self._unread:
             step.ready.wait()

@@ -29,10 +29,11 @@ if TYPE_CHECKING:
 
 ALL = np.int32(-1)  # every bit of a word
 # Limit of processor time that a request may take in the step's thread: seconds per token, plus seconds at the start.
-SECONDS_PER_TOKEN, FIRST_SECONDS = 0.02, 0.5
+SECONDS_PER_TOKEN, FIRST_SECONDS = 0.004, 0.3
 TOO_SLOW = "the grammar takes too long to match: make it less ambiguous"
 TOO_MANY_STATES = "too many states"
 MIN_TOKENS_BETWEEN_RENEWALS = 16
+SLOW_SECONDS = 0.0005  # processor time of a mask that is reported; most take a tenth of it or less
 
 
 @dataclass(slots=True)
@@ -46,6 +47,7 @@ class _Row:
     renewed_at: int = -MIN_TOKENS_BETWEEN_RENEWALS
     prepared: tuple[int, Words | GrammarError] | None = None  # (position, its mask or its error)
     seconds: float = 0.0  # processor time so far
+    last_seconds: float = 0.0  # processor time for the newest mask
     last: int = 2**62  # position of the last token that max_tokens allows
     limits: tuple[JsonNumbers, GrammarEnds, Ending] | None = None  # JSON only: what keeps it short
     limited: int = -1  # last position whose mask the limits changed
@@ -60,6 +62,7 @@ class GrammarRows:
         self._max_model_len = max_model_len
         self._eos_token_ids = list(eos_token_ids)
         self._rows: dict[int, _Row] = {}
+        self._slow: dict[int, float] = {}
 
     def __bool__(self) -> bool:
         return bool(self._rows)
@@ -109,11 +112,18 @@ class GrammarRows:
                     raise prepared
                 else:
                     words[i] = prepared
+                if state.last_seconds > SLOW_SECONDS:
+                    self._slow[int(targets.seq_ids[place])] = state.last_seconds
             except GrammarError as error:
                 state.matcher = None
                 words[i] = ALL
                 failed[int(targets.seq_ids[place])] = NOT_MATCHED + str(error)
         return words, failed
+
+    def take_slow(self) -> dict[int, float]:
+        """Sequences whose masks took long since the last call, with the processor seconds of the newest."""
+        slow, self._slow = self._slow, {}
+        return slow
 
     def prepare(self, row: int, position: int, token_ids: IntArray) -> None:
         """Make the mask that `row` needs at `position` in advance; an error is kept and raised when the mask is
@@ -144,7 +154,8 @@ class GrammarRows:
             others = words & state.ends
             if others.any():
                 words[:] = others
-        state.seconds += time.thread_time() - start
+        state.last_seconds = time.thread_time() - start
+        state.seconds += state.last_seconds
         if state.seconds > FIRST_SECONDS + SECONDS_PER_TOKEN * (position - state.first):
             raise GrammarError(TOO_SLOW)
 

@@ -204,6 +204,10 @@ class StepSampler:
         """Sequences that the last step found cannot go on, with the reason."""
         return self.grammars.take_failed()
 
+    def take_slow_masks(self) -> dict[int, float]:
+        """Sequences whose masks in the last step took long, with the processor seconds."""
+        return self.grammars.take_slow()
+
     def prepare_next_mask(self) -> bool:
         """Use idle time to make a mask that a row will need next; False where none is to be made."""
         return self.grammars.prepare_one()

@@ -1,4 +1,4 @@
-"""Patterns that take for ever to match, those of a client and those that its names meet."""
+"""Patterns and grammars that take for ever to match, those of a client and those that its names meet."""
 
 import json
 from itertools import count
@@ -16,6 +16,9 @@ COSTLY = (
     "(?:a?){60}a{60}",
 )
 
+# An Earley parser keeps more states of it with each token: the mask of the two hundredth takes a tenth of a second.
+AMBIGUOUS = 'start: s\ns: "a" | "a" s "a" | s s s | s s\n'
+
 
 @attack(22, seconds=10.0)
 async def costly_patterns(target: Target) -> str | None:
@@ -31,6 +34,22 @@ async def costly_patterns(target: Target) -> str | None:
             raise RuntimeError("a pattern got status 500")
 
     await forever(*[send] * 8)
+    return None
+
+
+@attack(22, seconds=15.0)
+async def grammars_that_are_slow_to_match(target: Target) -> str | None:
+    """Ambiguous grammars, whose masks take longer with each token, in 32 requests at once."""
+    numbers, statuses = count(), set[int]()
+
+    async def send() -> None:
+        body = {"model": target.model, "prompt": "a", "max_tokens": 400, "min_tokens": 390, "seed": next(numbers)}
+        answer = await target.post("/v1/completions", {**body, "structured_outputs": {"grammar": AMBIGUOUS}})
+        statuses.add(answer.status)
+        if not statuses <= {200, 400, 429}:
+            raise RuntimeError(f"a grammar got the statuses {statuses}")
+
+    await forever(*[send] * 32)
     return None
 
 

@@ -287,6 +287,18 @@ def test_digits_of_texts_and_of_what_a_schema_asks_for_are_left_alone(walker):
         assert allowed_after(walker, schema, prefix, "9"), schema
 
 
+def test_masks_that_take_long_are_reported_once(walker, monkeypatch):
+    rows = walker.rows(StructuredOutput.json_schema(SCHEMA), BUDGET)
+    ids = np.zeros((1, NUM_PROMPT + 1), np.int32)
+    monkeypatch.setattr("engine.worker.sampling.grammar_rows.SLOW_SECONDS", 1.0)
+    walker.mask(rows, ids, NUM_PROMPT)
+    assert rows.take_slow() == {}
+    monkeypatch.setattr("engine.worker.sampling.grammar_rows.SLOW_SECONDS", 0.0)
+    walker.mask(rows, ids, NUM_PROMPT)
+    (seconds,) = rows.take_slow().values()
+    assert 0 < seconds < 1 and rows.take_slow() == {}
+
+
 def test_a_grammar_that_is_slow_to_match_is_left_alone(walker, monkeypatch):
     """The search has a limit of time on the step's thread, then the text is cut as any other form is."""
     output = StructuredOutput.json_schema(SCHEMA, lenient=True)
