@@ -12,16 +12,16 @@ from collections.abc import Collection
 from engine.executor.step import StepResult
 from engine.memory.sequence import Sequence
 
-SHARE = 0.25  # of the other computing time: what slow masks may take
-MOST_SECONDS = 0.005  # of one step, and the largest allowance
-LEAST_SECONDS = -0.1  # the largest debt, from the time when no other tenant was there
+SHARE = 0.25  # slow masks may take this part of the other computing time
+MOST_SECONDS = 0.005  # slow masks may take this long in one step; also the largest allowance
+LEAST_SECONDS = -0.1  # the largest debt, which comes from the time when no other tenant was there
 
 
 class SlowMasks:
     """Hears of every result."""
 
     def __init__(self) -> None:
-        self._seconds: dict[int, float] = {}  # of the last mask, by id of a sequence; the next turn comes first
+        self._seconds: dict[int, float] = {}  # the last mask by id of a sequence; the next turn comes first
         self._allowance = MOST_SECONDS
 
     @property
@@ -42,7 +42,7 @@ class SlowMasks:
         self._allowance = min(MOST_SECONDS, max(LEAST_SECONDS, self._allowance + earned - spent))
 
     def resting(self, sequences: Collection[Sequence], running: Collection[Sequence]) -> set[Sequence]:
-        """Which of the `sequences` that a step may hold rest: slow ones for which it has no time.
+        """Returns those of the `sequences` that rest in a step: slow ones for which it has no time.
 
         Sequences that no longer run are forgotten: a result may name one that has ended.
         """
