@@ -36,8 +36,8 @@ def largest_opening(schema: Any, num_tokens: Callable[[str], int]) -> float:
     """
     try:
         return _Parts(schema, num_tokens).largest()
-    except (TypeError, ValueError, KeyError, IndexError, AttributeError, RecursionError):
-        return math.inf  # no such schema, or its references form too long a chain
+    except (TypeError, ValueError, LookupError, AttributeError, OverflowError, RecursionError):
+        return math.inf  # no such schema, numbers beyond a double, or too long a chain of references
 
 
 class _Parts:
@@ -117,7 +117,7 @@ class _Parts:
 
     def _of_object(self, part: dict[str, Any]) -> float:
         total: float = ANY_VALUE
-        required: list[str] = part.get("required", [])
+        required = frozenset(part.get("required", []))
         for key, value in {**dict.fromkeys(required, True), **part.get("properties", {})}.items():
             length = self._num_tokens(key) + ANY_VALUE + self._length(value)
             if key in required:

@@ -26,7 +26,7 @@ that a tenant computes alone are charged, so the exclusion ends when the account
 wait for the step under way: so while small tenants are to be expected, steps of other tenants are short
 (engine/scheduling/short_steps.py). A small tenant also computes its further tokens alone while its allowance lasts: a
 token bucket that fills at ALONE_SHARE of the computing time. A short request finishes soon, and a long one costs other
-tenants no more than that share.
+tenants no more than that share. Sequences whose masks take long decode in turns (engine/scheduling/slow_masks.py).
 
 With a single tenant none of this costs anything: `contended` is False and the order of arrival decides.
 """

@@ -184,12 +184,11 @@ class Scheduler:
     def _wider_scope(self, scope: StepScope, num_preemptions: int) -> StepScope | None:
         """Returns the scope for another attempt after nothing was planned; None if another attempt changes nothing.
 
-        Everything planned may have been preempted in favour of sequences that the scope excludes or lets rest, and a
-        group of sequences may need more tokens at once than a target leaves.
+        Everything planned may have been preempted in favour of sequences that the scope excludes, and a group of
+        sequences may need more tokens at once than a target leaves.
         """
         is_cut = self._target.bounds_steps and scope.budget < self.max_num_batched_tokens
-        leaves_out = scope.excluded != scope.displaced or scope.resting
-        if not leaves_out and self.num_preemptions == num_preemptions and not is_cut:
+        if scope.excluded == scope.displaced and self.num_preemptions == num_preemptions and not is_cut:
             return None
         return scope.widened(self.running, self.max_num_batched_tokens)
 
