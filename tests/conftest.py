@@ -8,6 +8,11 @@ for name in [name for name in os.environ if name.startswith("PAGESERVE_")]:
 os.environ["OMP_NUM_THREADS"] = "1"
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job has it ignored, and its children
 
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from tests.quick_interpreter import search_once
+
+    search_once()
+
 # The files that take longest, each on one process (`--dist loadfile`): started last, one would run on while the other
 # processes have nothing to do.
 LONGEST_FIRST = (
