@@ -11,9 +11,10 @@ from engine.outputs import CompletionOutput, FinishReason, RequestOutput
 from server.intake.generation import Generation, PromptLogprobsHandler, T
 from server.output.logprobs import LogprobAligner, PackedEntries
 
-# New tokens of an output. Each output costs time, and no client waits for the parts of a whole answer. The logprobs of
-# much larger parts would hold up the streams of others.
-PART_TOKENS = 256
+# New tokens of an output, with their logprobs. Each output costs time, and no client waits for the parts of a whole
+# answer. Much larger parts would hold up the streams of others, and their logprobs leave memory in pieces too small to
+# be returned to the system: two answers of 800,000 logprobs left 58 MB where each token of a part had twenty.
+PART_SIZE = 256
 
 
 class Collector(Protocol):
@@ -75,14 +76,16 @@ async def collect(
     receive: Receive,
     choices: Sequence[Collector],
     on_prompt_logprobs: PromptLogprobsHandler | None = None,
+    num_logprobs: int = 0,
 ) -> None:
-    """Read a generation to its end into `choices`; raises ClientDisconnect once the client is gone."""
+    """Read a generation to its end into `choices`; raises ClientDisconnect once the client is gone. `num_logprobs`:
+    alternatives that are reported beside each token."""
 
     async def add(prompt_index: int, output: RequestOutput) -> None:
         for sample in output.outputs:
             choices[prompt_index * generation.n + sample.index].add(sample)
 
-    generation.group(PART_TOKENS)
+    generation.group(max(1, PART_SIZE // (1 + num_logprobs)))
     try:
         await while_connected(receive, lambda: generation.read(add, on_prompt_logprobs))
     finally:

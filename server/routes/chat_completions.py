@@ -74,7 +74,8 @@ async def _collect(
     tokenizer, tenant = served.driver.tokenizer, http.state.caller.tenant
     reports = PromptReports(tokenizer, request, [""], None, tenant)
     choices = chat_choices(request, tokenizer, chat.form)
-    await collect(chat.generation, http.receive, choices, reports.add)
+    num_logprobs = request.top_logprobs or 0
+    await collect(chat.generation, http.receive, choices, reports.add, num_logprobs)
     names = token_names(tokenizer, request.return_tokens_as_token_ids)
     reported = {"timings": timings()} if request.return_timings else {}
 
@@ -99,8 +100,8 @@ async def _collect(
         }
         return encode_json(content)
 
-    num_logprobs = sum(len(choice.entries) for choice in choices) * (1 + (request.top_logprobs or 0))
-    body = await served.encode(tenant, num_logprobs, encode_response)
+    num_reported = sum(len(choice.entries) for choice in choices) * (1 + num_logprobs)
+    body = await served.encode(tenant, num_reported, encode_response)
     return Response(body, media_type="application/json")
 
 

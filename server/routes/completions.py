@@ -74,7 +74,8 @@ async def _collect(
         for echo in completion.echoes
         for _ in range(generation.n)
     ]
-    await collect(generation, http.receive, choices, reports.add)
+    num_logprobs = request.logprobs or 0
+    await collect(generation, http.receive, choices, reports.add, num_logprobs)
     if request.ranks_samples:
         choices = best_choices(choices, generation.n, request.n)
     reported = {"timings": timings()} if request.return_timings else {}
@@ -85,10 +86,10 @@ async def _collect(
         ]
         return encode_json({**head, "choices": found, "usage": generation.usage(), **reported})
 
-    num_logprobs = sum(len(choice.entries) for choice in choices) * (1 + (request.logprobs or 0))
+    num_reported = sum(len(choice.entries) for choice in choices) * (1 + num_logprobs)
     if request.num_prompt_logprobs is not None:
-        num_logprobs += request.n * sum(map(len, ids)) * (1 + request.num_prompt_logprobs)
-    body = await served.encode(http.state.caller.tenant, num_logprobs, encode_response)
+        num_reported += request.n * sum(map(len, ids)) * (1 + request.num_prompt_logprobs)
+    body = await served.encode(http.state.caller.tenant, num_reported, encode_response)
     return Response(body, media_type="application/json")
 
 

@@ -55,7 +55,7 @@ async def create_response(http: HttpRequest, served: Served) -> Response:
         )
         stream.headers.update(headers)
         return stream
-    await collect(conversation.generation, http.receive, [answer])
+    await collect(conversation.generation, http.receive, [answer], num_logprobs=request.top_logprobs)
     return Response(encode_json(answer.result()), media_type="application/json", headers=headers)
 
 
