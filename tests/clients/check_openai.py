@@ -229,6 +229,7 @@ def test_the_stream_helper_of_responses(api):
 
 @pytest.mark.parametrize("given", ["a", ["a", "b"], [5, 6], [[5], [6, 7]]])
 def test_embeddings(api, given):
+    api.embeddings.create(model=MODEL, input=given)  # the last bits of bf16 differ where the prefix cache has the input
     plain = api.embeddings.create(model=MODEL, input=given, encoding_format="float")
     default = api.embeddings.create(model=MODEL, input=given)
     assert [row.embedding for row in plain.data] == [pytest.approx(row.embedding) for row in default.data]
