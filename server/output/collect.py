@@ -11,9 +11,9 @@ from engine.outputs import CompletionOutput, FinishReason, RequestOutput
 from server.intake.generation import Generation, PromptLogprobsHandler, T
 from server.output.logprobs import LogprobAligner, PackedEntries
 
-# New tokens of an output, with their logprobs. Each output costs time, and no client waits for the parts of a whole
-# answer. Much larger parts would hold up the streams of others, and their logprobs leave memory in pieces too small to
-# be returned to the system: two answers of 800,000 logprobs left 58 MB where each token of a part had twenty.
+# Numbers in an output: one for each new token and one for each alternative to it. An output costs time, and no client
+# waits for the parts of a whole answer. But large parts hold up the streams of others, and their logprobs leave memory
+# in pieces too small to be returned to the system: 58 MB after parts of 256 tokens with twenty alternatives each.
 PART_SIZE = 256
 
 
