@@ -149,7 +149,7 @@ class Simulation:
             if step.sample:
                 seq = self._sequences[step.seq_id]
                 last = seq.num_generated_tokens + 1 == self._works[step.seq_id].length
-                samples.append(SampledToken(step.seq_id, EOS if last else 2 + seq.num_tokens % 30_000, 0.0, []))
+                samples.append(SampledToken(step.seq_id, EOS if last else 2 + seq.num_tokens % 30_000))
         self.scheduler.update(StepResult(plan.step_id, samples, {}, 0.0))
         for sample in samples:
             if (seq := self._sequences[sample.seq_id]).finish_reason is not None:

@@ -1,12 +1,13 @@
 """Measures the processor time that a token costs the server's process, and the throughput, with many requests at once.
 
     python -m benchmarks.token_cost [--model .cache/models/llama-tiny] [--requests 256] [--tokens 200]
-                                    [--intervals 1 2 4 8] [--repeats 3] [--json FILE]
+                                    [--intervals 1 2 4 8] [--top-logprobs 20] [--repeats 3] [--json FILE]
 
 One server per row: answers as a whole, and streams with each `--stream-interval`. The server's process holds the
 scheduler, the detokenizer and HTTP; the Worker is a process of its own and does not count. The kernel's work to send a
 chunk counts: on the loopback device that is also the receiver's part. A model that computes little shows what the host
-takes; the requests come from this process, on the same cores. Medians of the repetitions; Linux.
+takes; the requests come from this process, on the same cores. With --top-logprobs, they are chats that report so many
+alternatives to each token. Medians of the repetitions; Linux.
 """
 
 import argparse
@@ -34,11 +35,11 @@ def cpu_seconds(pid: int) -> float:
     return sum(int(stat.split()[0]) for stat in stats) / 1e9
 
 
-async def ask(port: int, body: dict[str, Any]) -> bytes:
-    """The raw answer to one completion. A client of few instructions: it shares the cores with the server."""
+async def ask(port: int, path: str, body: dict[str, Any]) -> bytes:
+    """The raw answer to one request. A client of few instructions: it shares the cores with the server."""
     raw = json.dumps(body).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\ncontent-length: {len(raw)}\r\n"
+    head = f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\ncontent-length: {len(raw)}\r\n"
     writer.write(head.encode() + b"content-type: application/json\r\n\r\n" + raw)
     answer = await reader.read()
     writer.close()
@@ -48,11 +49,13 @@ async def ask(port: int, body: dict[str, Any]) -> bytes:
 async def ask_all(port: int, options: argparse.Namespace, stream: bool, repetition: int) -> None:
     """All requests at once. Raises RuntimeError if one is not answered to its last token."""
     settings = {"model": "model", "max_tokens": options.tokens, "ignore_eos": True, "temperature": 0, "stream": stream}
-    bodies = [
-        settings | {"prompt": [3 + (7 * i + 13 * j + 31 * repetition) % 1000 for j in range(8)]}
-        for i in range(options.requests)
-    ]
-    for answer in await asyncio.gather(*(ask(port, body) for body in bodies)):
+    numbers = [[3 + (7 * i + 13 * j + 31 * repetition) % 1000 for j in range(8)] for i in range(options.requests)]
+    if options.top_logprobs is None:
+        path, prompts = "/v1/completions", [{"prompt": prompt} for prompt in numbers]
+    else:
+        path, prompts = "/v1/chat/completions", [{"messages": [{"role": "user", "content": str(n)}]} for n in numbers]
+        settings |= {"logprobs": True, "top_logprobs": options.top_logprobs}
+    for answer in await asyncio.gather(*(ask(port, path, settings | prompt) for prompt in prompts)):
         if b'"finish_reason":"length"' not in answer:
             raise RuntimeError(f"a request failed: {answer[-500:]!r}")
 
@@ -99,6 +102,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--intervals", type=int, nargs="*", default=[1, 2, 4, 8])
+    parser.add_argument("--top-logprobs", type=int, help="alternatives to each token; default: no logprobs")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)

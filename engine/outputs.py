@@ -1,7 +1,8 @@
 """The outputs of a request. Structs, not dataclasses: several are made per stream and step."""
 
+import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import Protocol, overload
 
@@ -18,17 +19,38 @@ class FinishReason(str, Enum):
         return self.value
 
 
+def pack_top(top: Iterable[tuple[int, float]]) -> bytes:
+    """(token_id, logprob) of k tokens in 8 k bytes: the ids as int32, then the logprobs as float32, in native order. As
+    objects they would cost the Driver more than all else of a token."""
+    pairs = list(top)
+    token_ids, logprobs = (array(kind, [pair[i] for pair in pairs]) for i, kind in enumerate("if"))
+    return token_ids.tobytes() + logprobs.tobytes()
+
+
+def unpack_top(packed: bytes) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """(token ids, logprobs) of what `pack_top` packed."""
+    k = len(packed) // 8
+    numbers = struct.unpack(f"{k}i{k}f", packed)
+    return numbers[:k], numbers[k:]
+
+
 class TokenLogprobs(msgspec.Struct, frozen=True):
     """Log-probabilities at one position, from the model's own distribution (before temperature and filters).
 
-    `top` holds (token_id, logprob), most likely first. `token_id` and `logprob` always report the chosen token, even if
-    it is not in `top`. `rank` is its place among all tokens: 1 for the most likely; 0 in generated tokens.
+    `packed_top` holds the most likely tokens and their logprobs (see pack_top). `token_id` and `logprob` always report
+    the chosen token, even if it is not among them. `rank` is its place among all tokens: 1 for the most likely; 0 in
+    generated tokens.
     """
 
     token_id: int
     logprob: float
-    top: tuple[tuple[int, float], ...] = ()
+    packed_top: bytes = b""
     rank: int = 0
+
+    @property
+    def top(self) -> tuple[tuple[int, float], ...]:
+        """(token_id, logprob), most likely first."""
+        return tuple(zip(*unpack_top(self.packed_top), strict=True))
 
 
 class PromptScores(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -99,9 +121,9 @@ class PromptLogprobs(Sequence[TokenLogprobs | None]):
         if i < 0:
             return None
         k = self._num_top
-        chosen, *logprobs = self._logprobs[i * (1 + k) : (i + 1) * (1 + k)]
-        top = zip(self._top_ids[i * k : (i + 1) * k], logprobs, strict=True)
-        return TokenLogprobs(self.token_ids[i + 1], chosen, tuple(top), self._ranks[i])
+        logprobs = self._logprobs[i * (1 + k) : (i + 1) * (1 + k)]
+        packed_top = self._top_ids[i * k : (i + 1) * k].tobytes() + logprobs[1:].tobytes()
+        return TokenLogprobs(self.token_ids[i + 1], logprobs[0], packed_top, self._ranks[i])
 
 
 class CompletionOutput(msgspec.Struct, frozen=True):

@@ -23,7 +23,7 @@ from engine.executor.step import (
     StepPlan,
     StepResult,
 )
-from engine.outputs import PromptScores
+from engine.outputs import PromptScores, pack_top
 from engine.sampling_params import Pooling
 
 VOCAB_SIZE = 260
@@ -40,15 +40,15 @@ def next_token(context: list[int], seed: int, eos_every: int = 0) -> int:
 
 
 def top_candidates(context: list[int], count: int) -> list[tuple[int, float]]:
-    """The `count` most likely next tokens with their logprobs: letters, the space and the end in a random order that
-    depends on every token before, then all others.
+    """The `count` most likely next tokens with their logprobs, which fp32 can hold: letters, the space and the end in a
+    random order that depends on every token before, then all others.
     """
     rng = random.Random(zlib.crc32(b"".join(token.to_bytes(2, "little") for token in context)))
     likely = [32, EOS_TOKEN_ID, *range(97, 123)]
     rng.shuffle(likely)
     ranked = likely + [token for token in range(VOCAB_SIZE) if token not in likely]
     logprobs = sorted((rng.uniform(-5, -0.5) for _ in likely), reverse=True) + [-50.0 - i for i in range(VOCAB_SIZE)]
-    return list(zip(ranked[:count], logprobs, strict=False))
+    return list(zip(ranked[:count], array("f", logprobs), strict=False))
 
 
 def expected_score(context: list[int]) -> tuple[float, int]:
@@ -96,8 +96,8 @@ def step_result(
     plan: StepPlan, samples: list[SampledToken], failed: dict[int, str], scores: Sequence[PromptScores] = ()
 ) -> StepResult:
     """As the Worker sends it: in columns what has no logprobs."""
-    detailed = [sample for sample in samples if sample.top or sample.logprob]
-    plain = [sample for sample in samples if not (sample.top or sample.logprob)]
+    detailed = [sample for sample in samples if sample.packed_top or sample.logprob]
+    plain = [sample for sample in samples if not (sample.packed_top or sample.logprob)]
     seq_ids, token_ids = [sample.seq_id for sample in plain], [sample.token_id for sample in plain]
     return StepResult(plan.step_id, detailed, failed, compute_seconds(plan), seq_ids, token_ids, list(scores))
 
@@ -201,11 +201,11 @@ class FakeDevice:
     def _sample(self, seq_id: int, row: _Row) -> SampledToken:
         if row.ranked:
             top = top_candidates(row.token_ids, row.num_logprobs)
-            return SampledToken(seq_id, *top[0], top)
+            return SampledToken(seq_id, *top[0], pack_top(top))
         token = next_token(row.token_ids, row.seed, self.eos_every)
         if row.num_logprobs is None:
             return SampledToken(seq_id, token)
-        return SampledToken(seq_id, token, -0.25, [(token, -0.25), (1, -2.0)])
+        return SampledToken(seq_id, token, -0.25, pack_top([(token, -0.25), (1, -2.0)]))
 
     def _score(self, seq_id: int, row: _Row, num_tokens: int) -> list[PromptScores]:
         """The token before each has its row in this step; all that is asked for must come in order."""

@@ -18,7 +18,7 @@ import engine.errors
 from engine.config import EngineConfig
 from engine.errors import EngineError, PageserveError
 from engine.executor.frames import pack_frame
-from engine.outputs import PromptScores
+from engine.outputs import PromptScores, unpack_top
 from engine.sampling_params import SamplingParams
 from engine.structured_output import StructuredOutput, Vocabulary
 from engine.thinking import ThinkingTags
@@ -303,12 +303,17 @@ class WakeWorker(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class SampledToken(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """`logprob` and `top` (token ids and logprobs, most likely first) are set if the sequence asked for logprobs."""
+    """`logprob` and `packed_top` (see engine.outputs.pack_top) are set if the sequence asked for logprobs."""
 
     seq_id: int
     token_id: int
     logprob: float = 0.0
-    top: list[tuple[int, float]] = []
+    packed_top: bytes = b""
+
+    @property
+    def top(self) -> list[tuple[int, float]]:
+        """(token_id, logprob), most likely first."""
+        return list(zip(*unpack_top(self.packed_top), strict=True))
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True, tag=True):

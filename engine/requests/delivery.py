@@ -122,7 +122,7 @@ class Delivery:
             seq.finish_reason, seq.stop_reason = FinishReason.STOP, stop  # also if the token reached max_tokens
         logprobs = None
         if seq.params.logprobs is not None:
-            logprobs = TokenLogprobs(token.token_id, token.logprob, tuple(token.top))
+            logprobs = TokenLogprobs(token.token_id, token.logprob, token.packed_top)
         rest = None if seq.finish_reason is None else "" if stop else detokenizer.flush()
         for index in indices:
             stream.put(index, token.token_id, text, logprobs)

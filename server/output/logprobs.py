@@ -4,39 +4,40 @@ import codecs
 from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain
 from typing import Any, Protocol
 
 import msgspec
 
-from engine.outputs import CompletionOutput, FinishReason, TokenLogprobs
+from engine.outputs import CompletionOutput, FinishReason, TokenLogprobs, unpack_top
 from engine.sampling_params import MIN_LOGPROB
 from engine.text.tokenizer import Tokenizer
 
 PORTION = 256  # tokens, each with its alternatives, that are encoded at a time
+KNOWN_TOKENS = 1 << 14  # tokens with their JSON kept, some 300 bytes each
 COMPLETION_LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 Entry = tuple[int, TokenLogprobs]  # (offset of the token's text, in characters of the returned text; the token)
 
 
 class PackedEntries:
-    """Entries in arrays, 8 bytes per number. As objects, a million logprobs would occupy a quarter of a gigabyte, in
-    pieces too small to be returned to the system."""
+    """Entries in arrays, 8 bytes per number or pair. As objects, a million logprobs would occupy a quarter of a
+    gigabyte, in pieces too small to be returned to the system."""
 
     def __init__(self) -> None:
         self._starts, self._token_ids, self._logprobs = array("q"), array("q"), array("d")
-        self._top_ids, self._top_logprobs = array("q"), array("d")
-        self._top_ends = array("q")  # end of each entry's alternatives in the two arrays above
+        self._packed_tops = bytearray()  # the alternatives of all entries
+        self._top_ends = array("q")  # the end of each entry in them
 
     def extend(self, entries: Iterable[Entry]) -> None:
         for start, token in entries:
             self._starts.append(start)
             self._token_ids.append(token.token_id)
             self._logprobs.append(token.logprob)
-            for token_id, logprob in token.top:
-                self._top_ids.append(token_id)
-                self._top_logprobs.append(logprob)
-            self._top_ends.append(len(self._top_ids))
+            self._packed_tops += token.packed_top
+            self._top_ends.append(len(self._packed_tops))
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -47,9 +48,8 @@ class PackedEntries:
             yield [self._entry(i) for i in range(start, min(start + PORTION, len(self)))]
 
     def _entry(self, i: int) -> Entry:
-        top = slice(self._top_ends[i - 1] if i else 0, self._top_ends[i])
-        ranked = zip(self._top_ids[top], self._top_logprobs[top], strict=True)
-        return self._starts[i], TokenLogprobs(self._token_ids[i], self._logprobs[i], tuple(ranked))
+        packed_top = bytes(self._packed_tops[self._top_ends[i - 1] if i else 0 : self._top_ends[i]])
+        return self._starts[i], TokenLogprobs(self._token_ids[i], self._logprobs[i], packed_top)
 
 
 class TokenNames(Protocol):
@@ -57,16 +57,20 @@ class TokenNames(Protocol):
 
     def token_text(self, token_id: int) -> str: ...
     def token_bytes(self, token_id: int) -> bytes: ...
+    def __hash__(self) -> int: ...
 
 
+@dataclass(frozen=True)
 class TokenIds:
     """`return_tokens_as_token_ids`: "token_id:" and the id in place of the text, which two tokens may share."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.token_bytes = tokenizer.token_bytes
+    tokenizer: Tokenizer
 
     def token_text(self, token_id: int) -> str:
         return f"token_id:{token_id}"
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self.tokenizer.token_bytes(token_id)
 
 
 def token_names(tokenizer: Tokenizer, as_token_ids: bool) -> TokenNames:
@@ -150,26 +154,52 @@ def _top_by_text(token: TokenLogprobs, tokenizer: TokenNames) -> dict[str, float
     return top
 
 
-def chat_logprobs(entries: list[Entry], tokenizer: TokenNames) -> dict[str, Any]:
-    """The list of /v1/chat/completions."""
-    content = [
-        _with_bytes(token.token_id, token.logprob, tokenizer)
-        | {"top_logprobs": [_with_bytes(token_id, logprob, tokenizer) for token_id, logprob in token.top]}
-        for _, token in entries
-    ]
-    return {"content": content, "refusal": None}
+def chat_logprobs(entries: PackedEntries | list[Entry], tokenizer: TokenNames) -> msgspec.Raw:
+    """The object of /v1/chat/completions, as JSON."""
+    return msgspec.Raw(b"".join([b'{"content":', *_content_pieces(entries, tokenizer), b',"refusal":null}']))
 
 
-def encoded_chat_logprobs(entries: PackedEntries, tokenizer: TokenNames) -> msgspec.Raw:
-    """The JSON of `chat_logprobs`, made a portion at a time: as objects, a million logprobs would occupy half a
-    gigabyte."""
-    parts = (msgspec.json.encode(chat_logprobs(part, tokenizer)["content"])[1:-1] for part in entries.portions())
-    return msgspec.Raw(b'{"content":[%b],"refusal":null}' % b",".join(parts))
+def chat_content(entries: PackedEntries | list[Entry], tokenizer: TokenNames) -> msgspec.Raw:
+    """The list of tokens in it, as JSON."""
+    return msgspec.Raw(b"".join(_content_pieces(entries, tokenizer)))
 
 
-def _with_bytes(token_id: int, logprob: float, tokenizer: TokenNames) -> dict[str, Any]:
-    raw = list(tokenizer.token_bytes(token_id))
-    return {"token": tokenizer.token_text(token_id), "logprob": finite(logprob), "bytes": raw}
+def _content_pieces(entries: PackedEntries | list[Entry], tokenizer: TokenNames) -> Iterator[bytes]:
+    """Pieces of the JSON, made a portion at a time: as objects, a million logprobs would occupy half a gigabyte."""
+    separator = b"["
+    for portion in entries.portions() if isinstance(entries, PackedEntries) else [entries]:
+        if portion:
+            yield separator
+            yield _chat_tokens(portion, tokenizer)
+            separator = b","
+    yield b"[]" if separator == b"[" else b"]"
+
+
+def _chat_tokens(entries: list[Entry], tokenizer: TokenNames) -> bytes:
+    """The JSON of tokens with their alternatives, separated by commas. All numbers are encoded at once, and what stands
+    around them is known: dicts would take three times as long."""
+    tops = [unpack_top(token.packed_top) for _, token in entries]
+    logprobs = [[finite(token.logprob), *values] for (_, token), (_, values) in zip(entries, tops, strict=True)]
+    numbers = iter(msgspec.json.encode(list(chain.from_iterable(logprobs)))[1:-1].split(b","))
+    tokens = []
+    for (_, token), (top_ids, _) in zip(entries, tops, strict=True):
+        start, end = _around_logprob(token.token_id, tokenizer)
+        pieces = [start, next(numbers), end]
+        separator = b',"top_logprobs":['
+        for token_id in top_ids:
+            start, end = _around_logprob(token_id, tokenizer)
+            pieces += separator, start, next(numbers), end
+            separator = b"},"
+        pieces.append(b"}]}" if top_ids else b',"top_logprobs":[]}')
+        tokens.append(b"".join(pieces))
+    return b",".join(tokens)
+
+
+@lru_cache(KNOWN_TOKENS)
+def _around_logprob(token_id: int, tokenizer: TokenNames) -> tuple[bytes, bytes]:
+    """The JSON of a token before its logprob, and after it without the closing brace."""
+    text, raw = tokenizer.token_text(token_id), list(tokenizer.token_bytes(token_id))
+    return b'{"token":%b,"logprob":' % msgspec.json.encode(text), b',"bytes":' + msgspec.json.encode(raw)
 
 
 def finite(logprob: float) -> float:

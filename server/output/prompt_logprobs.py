@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from engine.outputs import PromptLogprobs, TokenLogprobs
+from engine.outputs import PromptLogprobs, TokenLogprobs, pack_top
 from engine.text.tokenizer import Tokenizer
 from server.output.logprobs import TokenNames, completion_logprobs, finite, token_names
 from server.protocol.generation_request import GenerationRequest
@@ -90,7 +90,9 @@ def _completion_lists(starts: list[int], logprobs: PromptLogprobs, k: int, names
 
 
 def _with_top(token: TokenLogprobs, k: int) -> TokenLogprobs:
-    return token if len(token.top) <= k else TokenLogprobs(token.token_id, token.logprob, token.top[:k], token.rank)
+    """The token with at most `k` alternatives."""
+    top = token.top
+    return token if len(top) <= k else TokenLogprobs(token.token_id, token.logprob, pack_top(top[:k]), token.rank)
 
 
 def _listed(token: TokenLogprobs | None, k: int, tokenizer: Tokenizer) -> dict[str, Any] | None:

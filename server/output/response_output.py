@@ -7,7 +7,7 @@ from typing import Any
 
 from server.errors import new_id
 from server.http.body import encode_json
-from server.output.logprobs import Entry, TokenNames, chat_logprobs
+from server.output.logprobs import Entry, TokenNames, chat_content
 from server.protocol.responses.encrypted_reasoning import encode_reasoning
 from server.protocol.responses.response_tools import Offered
 from server.tools.events import Arguments, CallStart, Content, Event, Input, Reasoning
@@ -85,14 +85,14 @@ class OpenItem:
         if self._events.on:
             rest = self._delta_start + encode_json(text)
             if self._kind is MESSAGE:
-                rest += b',"logprobs":' + (encode_json(self._logprobs(entries)) if entries else b"[]")
+                rest += b',"logprobs":' + (bytes(chat_content(entries, self._names)) if entries else b"[]")
             self._events.write_raw(self._delta_kind, rest + b"}")
 
     def close(self, status: str) -> dict[str, Any]:
         """The whole item; `status` is completed or incomplete."""
         done: dict[str, Any] = {self._kind.field: "".join(self._texts)}
         if self._kind is MESSAGE:
-            done["logprobs"] = self._logprobs(self._entries)
+            done["logprobs"] = chat_content(self._entries, self._names)
         elif self._kind is CALL:
             done["name"] = self._fields["name"]
         self._events.write(f"{self._kind.text_event}.done", **self._place, **done)
@@ -117,12 +117,8 @@ class OpenItem:
     def _part(self) -> dict[str, Any]:
         part: dict[str, Any] = {"type": self._kind.part_type, "text": "".join(self._texts)}
         if self._kind is MESSAGE:
-            part |= {"annotations": [], "logprobs": self._logprobs(self._entries)}
+            part |= {"annotations": [], "logprobs": chat_content(self._entries, self._names)}
         return part
-
-    def _logprobs(self, entries: list[Entry]) -> list[dict[str, Any]]:
-        logprobs: list[dict[str, Any]] = chat_logprobs(entries, self._names)["content"]
-        return logprobs
 
 
 class ClientCall:

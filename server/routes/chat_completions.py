@@ -14,7 +14,7 @@ from server.intake.conversation import Conversation, admit_chat
 from server.output.chat_chunks import ChatChunks
 from server.output.chat_messages import MessageChunks, chat_choices
 from server.output.collect import collect
-from server.output.logprobs import encoded_chat_logprobs, token_names
+from server.output.logprobs import chat_logprobs, token_names
 from server.output.prompt_logprobs import PromptReports
 from server.output.sse import EventStream
 from server.output.stream_options import Encode, with_stream_options
@@ -87,7 +87,7 @@ async def _collect(
                 {
                     "index": index,
                     "message": choice.message(),
-                    "logprobs": encoded_chat_logprobs(choice.entries, names) if request.logprobs else None,
+                    "logprobs": chat_logprobs(choice.entries, names) if request.logprobs else None,
                     "finish_reason": choice.finished_by,
                     "stop_reason": choice.stop_reason,
                     **({"token_ids": choice.token_ids} if request.return_token_ids else {}),

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from engine.executor.step import BlockCopy, BlockMove, NewSequence, SampledToken, SequenceStep, StepPlan, StepResult
+from engine.outputs import pack_top
 from tests.fake_device import step_result
 from tests.sim.beams import BEAM_SEED, candidates
 from tests.sim.model import FakeModel, chain_next, chain_start, root_of
@@ -333,7 +334,7 @@ class KvDevice:
         if row.num_candidates is not None:
             top = candidates(self.model, row.last_chain, position, row.num_candidates)
             row.append_token(top[0][0])
-            samples.append(SampledToken(step.seq_id, *top[0], top))
+            samples.append(SampledToken(step.seq_id, *top[0], pack_top(top)))
             return
         token_id = 0 if row.failed else self.model.next_token(row.last_chain, row.seed, position)
         row.append_token(token_id)

@@ -56,7 +56,7 @@ class ResultBuilder:
 
     def add_token(self, token: SampledToken) -> None:
         """Add one token, to the columns if it has no logprobs."""
-        if token.top or token.logprob:
+        if token.packed_top or token.logprob:
             self.detailed.append(token)
         else:
             self.seq_ids.append(token.seq_id)
@@ -72,16 +72,14 @@ class ResultBuilder:
             self.add_tokens(list(islice(seq_ids, len(token_ids))), token_ids)
             return
         row_failed = output.failed.tolist()
-        logprobs = iter([] if output.logprobs is None else output.logprobs.tolist())
-        top_ids = iter([] if output.top_ids is None else output.top_ids.tolist())
+        with_logprobs = _with_logprobs(output, run.num_logprobs)
         for i, token_id in enumerate(token_ids):
             seq_id = next(seq_ids)
-            k = run.num_logprobs[i]
-            chosen, top = (0.0, []) if k < 0 else _top_logprobs(next(logprobs), next(top_ids), k)
+            chosen, packed_top = (0.0, b"") if run.num_logprobs[i] < 0 else next(with_logprobs)
             if row_failed[i]:
                 self.failed[seq_id] = run.error or NOT_FINITE
             elif seq_id not in self.failed:
-                self.detailed.append(SampledToken(seq_id, token_id, chosen, top))
+                self.detailed.append(SampledToken(seq_id, token_id, chosen, packed_top))
 
 
 def num_logprobs(sampling: SamplingInputs | PlainDraws | None, num_rows: int) -> list[int]:
@@ -98,5 +96,10 @@ def token_ids_of(runs: tuple[SamplerRun, ...] | list[SamplerRun]) -> Tensor:
     return runs[0].output.token_ids if len(runs) == 1 else torch.cat([run.output.token_ids for run in runs])
 
 
-def _top_logprobs(logprobs: list[float], top_ids: list[int], k: int) -> tuple[float, list[tuple[int, float]]]:
-    return logprobs[0], list(zip(top_ids[:k], logprobs[1 : k + 1], strict=True))
+def _with_logprobs(output: SamplerOutput, num_logprobs: list[int]) -> Iterator[tuple[float, bytes]]:
+    """The logprob and the packed alternatives (engine.outputs.pack_top) of each row that asked for logprobs."""
+    if output.logprobs is None or output.top_ids is None:
+        return
+    asked = [k for k in num_logprobs if k >= 0]
+    for k, logprobs, top_ids in zip(asked, output.logprobs.numpy(), output.top_ids.int().numpy(), strict=True):
+        yield float(logprobs[0]), top_ids[:k].tobytes() + logprobs[1 : k + 1].tobytes()

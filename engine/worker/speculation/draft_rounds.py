@@ -124,4 +124,4 @@ class DraftRounds:
 
 
 def _of(seq_id: int, token: SampledToken) -> SampledToken:
-    return SampledToken(seq_id, token.token_id, token.logprob, token.top)
+    return SampledToken(seq_id, token.token_id, token.logprob, token.packed_top)

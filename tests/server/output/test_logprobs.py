@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.outputs import CompletionOutput, FinishReason, TokenLogprobs
+from engine.outputs import CompletionOutput, FinishReason, TokenLogprobs, pack_top
 from engine.sampling_params import SamplingParams
 from engine.text.detokenizer import Detokenizer
 from engine.text.tokenizer import Tokenizer
@@ -16,9 +16,10 @@ from server.output.logprobs import (
     PORTION,
     LogprobAligner,
     PackedEntries,
+    TokenIds,
+    chat_content,
     chat_logprobs,
     completion_logprobs,
-    encoded_chat_logprobs,
     encoded_completion_logprobs,
 )
 from tests.checkpoints import save_fake_checkpoint
@@ -30,7 +31,7 @@ def tokenizer(tmp_path_factory):
 
 
 def token(token_id: int, logprob: float = -0.5, top=()) -> TokenLogprobs:
-    return TokenLogprobs(token_id, logprob, tuple(top))
+    return TokenLogprobs(token_id, logprob, pack_top(top))
 
 
 def outputs(tokenizer, ids: list[int], sizes: list[int], params: SamplingParams, reason: FinishReason):
@@ -131,8 +132,8 @@ def test_shape_of_completions(tokenizer):
 
 
 def test_the_chosen_token_is_always_among_the_top(tokenizer):
-    top = completion_logprobs([(0, token(99, -5.0, [(97, -0.1), (98, -0.2)]))], tokenizer)["top_logprobs"][0]
-    assert top == {"a": -0.1, "b": -0.2, "c": -5.0}
+    top = completion_logprobs([(0, token(99, -5.0, [(97, -0.125), (98, -0.25)]))], tokenizer)["top_logprobs"][0]
+    assert top == {"a": -0.125, "b": -0.25, "c": -5.0}
 
 
 def test_two_ids_of_one_spelling_keep_the_likelier(tokenizer):
@@ -142,32 +143,54 @@ def test_two_ids_of_one_spelling_keep_the_likelier(tokenizer):
 
 
 def test_shape_of_chat(tokenizer):
-    found = chat_logprobs([(0, token(0xE9, -1.0, [(97, -0.5)]))], tokenizer)
-    assert found == {
+    entries = [(0, token(0xE9, -1.0, [(97, -0.5), (34, -1.5)])), (1, token(9999, float("-inf")))]
+    assert json.loads(bytes(chat_logprobs(entries, tokenizer))) == {
         "content": [
             {
                 "token": "bytes:\\xe9",
                 "logprob": -1.0,
                 "bytes": [0xE9],
-                "top_logprobs": [{"token": "a", "logprob": -0.5, "bytes": [97]}],
-            }
+                "top_logprobs": [
+                    {"token": "a", "logprob": -0.5, "bytes": [97]},
+                    {"token": '"', "logprob": -1.5, "bytes": [34]},
+                ],
+            },
+            {"token": "", "logprob": -9999.0, "bytes": [], "top_logprobs": []},
         ],
         "refusal": None,
     }
+    assert bytes(chat_content([], tokenizer)) == b"[]"
+
+
+def test_tokens_as_ids_are_not_taken_for_the_texts_of_the_same_tokens(tokenizer):
+    entries = [(0, token(97, -1.0, [(98, -0.5)]))]
+    for names, texts in ((tokenizer, "ab"), (TokenIds(tokenizer), ("token_id:97", "token_id:98")), (tokenizer, "ab")):
+        (found,) = json.loads(bytes(chat_content(entries, names)))
+        assert (found["token"], found["top_logprobs"][0]["token"]) == tuple(texts)
+        assert (found["bytes"], found["top_logprobs"][0]["bytes"]) == ([97], [98])
 
 
 @pytest.mark.parametrize("count", [0, 1, PORTION, 3 * PORTION + 7])
 def test_what_is_kept_as_arrays_and_encoded_in_portions_says_the_same(tokenizer, count):
+    def named(token_id, logprob):
+        text, raw = tokenizer.token_text(token_id), list(tokenizer.token_bytes(token_id))
+        return {"token": text, "logprob": logprob, "bytes": raw}
+
     rng = random.Random(count)
     entries = []
     for start in range(count):
         top = sorted(((rng.randrange(256), -rng.random()) for _ in range(rng.randrange(4))), key=lambda one: -one[1])
-        entries.append((start, TokenLogprobs(rng.randrange(256), -10 * rng.random(), tuple(top))))
+        entries.append((start, token(rng.randrange(256), -10 * rng.random(), top)))
     packed = PackedEntries()
     for start in range(0, count, 5):
         packed.extend(entries[start : start + 5])
     assert len(packed) == count and [*chain(*packed.portions())] == entries
-    assert json.loads(bytes(encoded_chat_logprobs(packed, tokenizer))) == chat_logprobs(entries, tokenizer)
+    content = [
+        named(token.token_id, token.logprob) | {"top_logprobs": [named(*pair) for pair in token.top]}
+        for _, token in entries
+    ]
+    for kept in (packed, entries):
+        assert json.loads(bytes(chat_content(kept, tokenizer))) == content
     lists = completion_logprobs(entries, tokenizer)
     assert json.loads(bytes(encoded_completion_logprobs(None, packed, tokenizer))) == lists
     echoed = {"tokens": ["a", "b"], "token_logprobs": [None, -1.5], "top_logprobs": [None, {"b": -1.5}]}
