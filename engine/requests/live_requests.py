@@ -12,7 +12,7 @@ from engine.executor.step import StepPlan, StepResult
 from engine.outputs import FinishReason
 from engine.request import Adapter, Request
 from engine.requests.deadlines import Deadlines
-from engine.requests.delivery import Delivery, FreshTokens, Vectors
+from engine.requests.delivery import Delivery, FreshTokens, Vectors, give_soon
 from engine.requests.live_request import LiveRequest, new_sequences
 from engine.requests.queue_limits import QueueLimits
 from engine.requests.stream import RequestStream
@@ -156,11 +156,14 @@ class LiveRequests:
     def deliver(self, result: StepResult, fresh: FreshTokens, vectors: Vectors, now: float) -> None:
         """Hand over what a result brought: the fresh tokens and vectors that the scheduler took from it."""
         plain = self._recovery.suspects_nobody
+        to_give = []
         for live in self._delivery.deliver(result, fresh, vectors, now, plain=plain):
             self._recovery.clear(live.request.request_id)
             if live.num_unfinished == 0:
                 self._retire(live, live.stream.finish_reason)
-            live.stream.show()
+            if live.stream.show():
+                to_give.append(live.stream)
+        give_soon(to_give)
 
     def end_searches(self, now: float) -> bool:
         """Hand over the hypotheses of beam searches that have ended, or their error. Returns True if any has ended."""

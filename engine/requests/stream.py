@@ -82,6 +82,7 @@ class RequestStream:
         self._sink: OutputSink | None = None
         self._gives_text = False
         self._unread = False
+        self._was_read = False  # the reader has had an output
         self._exhausted = False
         self._group_size = 1  # new tokens of a sample that make an output
         self._enough = 1  # and those that make the next output
@@ -154,7 +155,7 @@ class RequestStream:
         return text[0] if len(text) == 1 else "".join(text)
 
     def _pop_output(self) -> RequestOutput:
-        self._unread, self._enough = False, self._group_size
+        self._unread, self._was_read, self._enough = False, True, self._group_size
         self._exhausted = self.finished and self._error is None
         accepted, rejected = self._count_predicted() if self.request.prediction else (0, 0)
         outputs = [output for i, sample in enumerate(self._samples) if (output := sample.pop_output(i)) is not None]
@@ -263,10 +264,16 @@ class RequestStream:
         self._error = error
         self._wake(unread=any(sample.token_ids for sample in self._samples))
 
-    def show(self) -> None:
-        """Wake the reader, unless the next output waits for more tokens."""
-        if any(sample.finish_reason or len(sample.token_ids) >= self._enough for sample in self._samples):
-            self._wake(unread=True)
+    def show(self) -> bool:
+        """Wake the reader, unless the next output waits for more tokens. Returns True where `give` is to be called:
+        it is neither the first nor the last output, and a sink may take it."""
+        if not any(sample.finish_reason or len(sample.token_ids) >= self._enough for sample in self._samples):
+            return False
+        if self._sink is not None and self._was_read and not self.finished:
+            self._unread = True
+            return True
+        self._wake(unread=True)
+        return False
 
     def _wake(self, unread: bool) -> None:
         """Wake the reader. `unread` says whether there is an output for it, or only an error."""

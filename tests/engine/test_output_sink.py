@@ -119,15 +119,21 @@ async def test_a_sink_takes_bare_text(folder):
 
 async def test_logprobs_come_with_whole_outputs(folder):
     sink = TextSink()
-    async with running_driver(folder, "--step-seconds", "0.002") as driver:
-        everything, _ = await read(driver, sink, logprobs=1)
-    assert everything == expected_tokens(PROMPT, 7, NUM_TOKENS) and sink.texts == []
+    async with running_driver(folder, "--step-seconds", "0.03") as driver:
+        everything, for_reader = await read(driver, sink, logprobs=1)
+    expected = expected_tokens(PROMPT, 7, NUM_TOKENS)
+    assert everything == expected and for_reader == [expected[0], expected[-1]] and sink.texts == []
 
 
-async def test_stop_strings_need_the_reader(folder):
-    async with running_driver(folder) as driver:
+async def test_a_sink_takes_what_was_searched_for_stop_strings(folder):
+    expected = expected_tokens(PROMPT, 7, NUM_TOKENS)
+    letters = [chr(token) for token in expected]
+    place = next(i for i in range(9, NUM_TOKENS) if letters[i] not in letters[:i])
+    async with running_driver(folder, "--step-seconds", "0.03") as driver:
         everything, for_reader = await read(driver, Sink(), stop=["never in the text"])
-    assert everything == for_reader == expected_tokens(PROMPT, 7, NUM_TOKENS)
+        stopped, for_last_reader = await read(driver, Sink(), stop=[letters[place]])
+    assert everything == expected and for_reader == [expected[0], expected[-1]]
+    assert stopped == expected[: place + 1] and for_last_reader == [expected[0], expected[place]]
 
 
 async def test_the_reader_raises_what_the_sink_raises(folder):
