@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from server.errors import new_id
 from server.http.body import encode_json
 from server.output.logprobs import Entry, TokenNames, chat_content
@@ -64,6 +66,7 @@ class OpenItem:
         self._id = new_id(kind.id_prefix)
         self._texts: list[str] = []
         self._entries: list[Entry] = []
+        self._logprobs: msgspec.Raw | list[Any] = []  # the JSON of all entries, once the item is closed
         self._place: dict[str, Any] = {"item_id": self._id, "output_index": index}
         if kind.part_type is not None:
             self._place["content_index"] = 0
@@ -92,7 +95,9 @@ class OpenItem:
         """The whole item; `status` is completed or incomplete."""
         done: dict[str, Any] = {self._kind.field: "".join(self._texts)}
         if self._kind is MESSAGE:
-            done["logprobs"] = chat_content(self._entries, self._names)
+            if self._entries:
+                self._logprobs = chat_content(self._entries, self._names)
+            done["logprobs"] = self._logprobs
         elif self._kind is CALL:
             done["name"] = self._fields["name"]
         self._events.write(f"{self._kind.text_event}.done", **self._place, **done)
@@ -117,7 +122,7 @@ class OpenItem:
     def _part(self) -> dict[str, Any]:
         part: dict[str, Any] = {"type": self._kind.part_type, "text": "".join(self._texts)}
         if self._kind is MESSAGE:
-            part |= {"annotations": [], "logprobs": chat_content(self._entries, self._names)}
+            part |= {"annotations": [], "logprobs": self._logprobs}
         return part
 
 

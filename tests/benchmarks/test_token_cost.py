@@ -12,13 +12,14 @@ from tests.server.live import LiveServer
 
 
 def options(**changes):
-    values = {"model": BUNDLED_MODEL, "requests": 3, "tokens": 6, "repeats": 1}
+    values = {"model": BUNDLED_MODEL, "requests": 3, "tokens": 6, "repeats": 1, "top_logprobs": None}
     return argparse.Namespace(**(values | changes))
 
 
+@pytest.mark.parametrize("top_logprobs", [None, 2], ids=["text", "logprobs"])
 @pytest.mark.parametrize("interval", [None, 2], ids=["whole", "streamed"])
-def test_a_server_is_measured(interval):
-    row = measure(options(), interval)
+def test_a_server_is_measured(interval, top_logprobs):
+    row = measure(options(top_logprobs=top_logprobs), interval)
     assert 0 < row["us_per_token"] < 1e6 and row["tokens_per_s"] > 0
 
 
