@@ -253,6 +253,10 @@ class Decoder:
             adapters = self.operators.adapters
             self.recorded = RecordedDecodes(self, kv_caches, max_rows, max_blocks, adapters)
 
+    def forget_decodes(self) -> None:
+        """Drop the recorded programs, which own the caches that they were recorded with."""
+        self.recorded = None
+
     @torch.inference_mode()
     def forward(self, input_ids: Tensor, metadata: BatchMetadata, kv_caches: Sequence[KVCache]) -> Tensor:
         """input_ids int64 (T), one KV cache per layer -> normed hidden states (R, C).

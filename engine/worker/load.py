@@ -22,7 +22,7 @@ from engine.worker.cache.kv_cache import (
     staging_bytes,
 )
 from engine.worker.cache_costs import measure_cache_costs
-from engine.worker.device.host import available_host_bytes
+from engine.worker.device.host import available_host_bytes, return_freed_memory
 from engine.worker.device.offload import Offloaded, device_bytes, free_cached_bytes, tensors_on
 from engine.worker.device.queue import CudaQueue
 from engine.worker.encoder_runner import EncoderRunner, load_encoder
@@ -99,6 +99,8 @@ class Resident(ABC):
             self._offloaded = Offloaded(tensors_on(device))
             free_cached_bytes()
             logger.info("sleep frees %d of %d bytes of GPU memory", before - device_bytes(device), before)
+        else:
+            return_freed_memory()
 
     def wake(self, progress: Callable[[str], None]) -> None:
         """Undo `sleep`. Raises ConfigError where the KV cache no longer fits."""
@@ -144,6 +146,7 @@ class ResidentDecoder(Resident):
     def _let_go(self) -> None:
         if self._host_cache is not None:
             self._host_cache.leave()
+        self._loaded.forget_caches()
         thaw_garbage()  # the runner is part of a reference cycle
 
     def _start_again(self, progress: Callable[[str], None]) -> None:

@@ -117,6 +117,12 @@ class LoadedDecoder:
             )
         )
 
+    def forget_caches(self) -> None:
+        """Undo what make_runner left in the decoders, so that the runner's caches are freed with it."""
+        self.decoder.forget_decodes()
+        if self.draft is not None:
+            self.draft.decoder.forget_decodes()
+
     def one_block(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """A KV cache of one block, for steps that write no token and whose results nothing reads."""
         kv_format = resolve_kv_format(self.config, self.model)

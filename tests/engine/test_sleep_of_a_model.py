@@ -2,13 +2,14 @@
 
 import asyncio
 import os
+import weakref
 
 import pytest
 import torch
 
 from engine.request import Request
 from engine.sampling_params import SamplingParams
-from engine.worker.device.offload import Offloaded
+from engine.worker.device.offload import Offloaded, tensors_on
 from tests.engine.bundled_driver import CASES, read, running_driver, start
 from tests.engine.driving import until
 
@@ -70,6 +71,27 @@ def children():
         return file.read().split()
 
 
+async def fill_cache(driver, name):
+    """Compute prompts of 15,200 different tokens."""
+    params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+    prompts = [[3 + (number + place * 7) % 3000 for place in range(1900)] for number in range(8)]
+    streams = [driver.generate(Request(f"{name}{number}", ids, params)) for number, ids in enumerate(prompts)]
+    await asyncio.gather(*map(read, streams))
+
+
+async def test_sleep_at_level_1_returns_the_memory_of_the_kv_cache():
+    """Twice: the cache of a wake must not lie beside the one before. 15,200 tokens take 59 MiB in fp32."""
+    async with running_driver(max_model_len=2048, kv_cache_memory="64MiB") as driver:
+        awake = []
+        for cycle in range(2):
+            await fill_cache(driver, cycle)
+            awake.append(rss_of(driver.worker_pid))
+            await driver.sleep(1)
+            assert rss_of(driver.worker_pid) < awake[-1] - (50 << 20)
+            await driver.wake()
+        assert awake[1] < awake[0] + (45 << 20)
+
+
 @pytest.mark.skipif(not CYCLES, reason="`make sleep-cycles` sets the number of cycles")
 async def test_cycles_leak_nothing(cycles=CYCLES):
     """Descriptors, processes and memory, of the server and, at level 1, of the Worker."""
@@ -90,6 +112,13 @@ async def test_cycles_leak_nothing(cycles=CYCLES):
             await read(start(driver, f"two{cycle}", CASES[0]))
             assert (len(os.listdir("/proc/self/fd")), len(children())) == last[3:]
             assert rss_of("self") < last[2] + (8 << 20)
+
+
+def test_tensors_are_found_beside_a_weak_proxy_whose_object_is_gone():
+    gone = [weakref.proxy(found) for found in [torch.nn.Identity()]]
+    weight = torch.randn(3)
+    assert any(found is weight for found in tensors_on(torch.device("cpu")))
+    assert len(gone) == 1
 
 
 def test_offloaded_tensors_come_back_with_their_views():

@@ -1,5 +1,6 @@
 """Cores and memory of the host, and the step limits of each kind of device. Must be importable without torch."""
 
+import ctypes
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -110,3 +111,11 @@ def _read(path: Path) -> str:
         return path.read_text().strip()
     except OSError:
         return ""
+
+
+def return_freed_memory() -> None:
+    """Return what this process has freed to the system. glibc keeps freed blocks of up to 32 MiB for later ones: the
+    keys of a layer may be one. Other C libraries have no such call and keep less."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -41,7 +41,9 @@ def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
 def tensors_on(device: torch.device) -> list[Tensor]:
     """Every live tensor of this process on a device of this type: weights, tables of positions, workspaces."""
     thaw_garbage()
-    return [found for found in gc.get_objects() if isinstance(found, Tensor) and found.device.type == device.type]
+    # isinstance would ask a weak proxy for the class of its object, and raise where that object is gone.
+    tensors = (found for found in gc.get_objects() if issubclass(type(found), Tensor))
+    return [tensor for tensor in tensors if tensor.device.type == device.type]
 
 
 def device_bytes(device: torch.device) -> int:
