@@ -1,15 +1,16 @@
 """The Worker process, with a log of its steps and kernels: python -m benchmarks.profiled_worker LOG FD.
 
 When the Driver leaves, the Worker writes a Profile as JSON to the file LOG. Kernels that Python starts are timed as
-they run. Those of a recorded program (kernels/cpu/program.py) run in one call, which is timed as a whole. Before the
-prompt of the next request, each new program is run kernel by kernel, in order, so that each reads its weights from
-memory as in a step. So the last request must record no program.
+they run. Those of a recorded program (kernels/cpu/program.py) run in one call, which is timed as a whole. After step
+REPLAY_STEP of a program, while its inputs are still in place, it is run kernel by kernel, in order, so that each reads
+its weights, keys and values from memory as in a step. The kernels write what they have written before.
 """
 
 import ctypes
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from engine.worker.model_runner import LaunchedStep, ModelRunner
 
 REPLAYS = 15
+REPLAY_STEP = 32  # about the middle of an answer of 64 tokens, so that contexts have their usual length
 # Bytes of a number of a key and the same number of its value, without the parameters of rows.
 PREFILL_BYTES = {"prefill": 4, "prefill_int8": 2, "prefill_fp8": 2, "prefill_int4": 1}
 
@@ -53,7 +55,7 @@ class ProfiledStep(msgspec.Struct):
     num_decodes: int
     num_tokens: int
     ended: float = 0.0
-    program: int | None = None  # index in Profile.programs
+    program: int | None = None  # key of Profile.programs
     program_seconds: float = 0.0
     operators: dict[str, Operator] = {}  # outside the program
 
@@ -63,10 +65,10 @@ class ProfiledStep(msgspec.Struct):
 
 
 class Profile(msgspec.Struct):
-    """The log. programs: the operators of each, replayed one by one."""
+    """The log. programs: the operators of each that ran REPLAY_STEP times, replayed one by one."""
 
     steps: list[ProfiledStep] = []
-    programs: list[dict[str, Operator]] = []
+    programs: dict[int, dict[str, Operator]] = {}
 
 
 def describe(kernel: Any, packed: Any) -> tuple[str, tuple[int, int]]:
@@ -134,7 +136,8 @@ class StepProfiler:
         from kernels.cpu import parallel, program  # imports torch
 
         self.profile = profile
-        self._programs: dict[int, tuple[int, list[tuple[Any, Any]]]] = {}  # by id: index, kernel calls
+        self._programs: dict[int, tuple[int, list[tuple[Any, Any]]]] = {}  # by id: key, kernel calls
+        self._runs: Counter[int] = Counter()  # by key
         self._wrap(parallel.ParallelKernel, "__call__", self._call_kernel)
         self._wrap(program.Program, "__init__", self._new_program)
         self._wrap(program.Program, "__call__", self._call_program)
@@ -145,25 +148,25 @@ class StepProfiler:
         runner.launch, runner.result = self.launch, self.result  # type: ignore[method-assign]
 
     def launch(self, plan: StepPlan) -> "LaunchedStep":
-        if plan.new:
-            self._replay()
         self.profile.steps.append(ProfiledStep(time.perf_counter(), len(plan.decodes), plan.num_tokens))
         return self._launch(plan)
 
     def result(self, step: "LaunchedStep") -> StepResult:
         result = self._result(step)
         self.profile.steps[-1].ended = time.perf_counter()
+        key = self.profile.steps[-1].program
+        if key is not None and self._runs[key] == REPLAY_STEP and key not in self.profile.programs:
+            self._replay(key)
         return result
 
-    def _replay(self) -> None:
-        """Time the kernels of each program that is new."""
-        for _, calls in list(self._programs.values())[len(self.profile.programs) :]:
-            replays = [[_replay_kernel(*call) for call in calls] for _ in range(REPLAYS)]
-            operators: dict[str, Operator] = {}
-            for runs in zip(*replays, strict=True):
-                _, (name, work) = runs[0]
-                operators.setdefault(name, Operator()).add(statistics.median(seconds for seconds, _ in runs), work)
-            self.profile.programs.append(operators)
+    def _replay(self, key: int) -> None:
+        """Time the kernels of a program."""
+        calls = next(calls for index, calls in self._programs.values() if index == key)
+        replays = [[_replay_kernel(*call) for call in calls] for _ in range(REPLAYS)]
+        operators = self.profile.programs[key] = {}
+        for runs in zip(*replays, strict=True):
+            _, (name, work) = runs[0]
+            operators.setdefault(name, Operator()).add(statistics.median(seconds for seconds, _ in runs), work)
 
     def _wrap(self, kind: Any, name: str, replacement: Callable[..., Any]) -> None:
         original = getattr(kind, name)
@@ -188,6 +191,7 @@ class StepProfiler:
             step = self.profile.steps[-1]
             step.program_seconds += time.perf_counter() - started
             step.program = self._programs[id(program)][0]
+            self._runs[step.program] += 1
         return result
 
 

@@ -17,10 +17,10 @@ per step for each number of streams, each with a prompt of --context tokens, and
   reached    floor / step
 
 and a table of its operators: calls, microseconds, bytes and FLOPs per second and the larger of their shares of the
-ceilings. Operators of a program are timed one by one after the last step, so their sum includes the start of each; the
-difference to the program itself is on the last line. Bytes are those of weights, or of keys and values. HTTP is not
-part of it: see benchmarks.stream_chunks. Other programs on the machine add time; `chrt -f 50` before the command keeps
-them away.
+ceilings. Operators of a program are timed one by one after its 32nd step, so their sum includes the start of each; the
+difference to the program itself is on the last line. A program of fewer steps, because long prompts come in parts, has
+no table and no floor. Bytes are those of weights, or of keys and values. HTTP is not part of it: see
+benchmarks.stream_chunks. Other programs on the machine add time; `chrt -f 50` before the command keeps them away.
 """
 
 import argparse
@@ -39,7 +39,7 @@ import msgspec
 import torch
 
 import engine.executor.supervisor
-from benchmarks.profiled_worker import Operator, Profile, ProfiledStep
+from benchmarks.profiled_worker import REPLAY_STEP, Operator, Profile, ProfiledStep
 from benchmarks.quantized import SHORT_PROMPT, read_bandwidth
 from engine.driver import Driver
 from engine.llm import LLM
@@ -160,7 +160,7 @@ def summarise(
     row["step"] = sum(row[name] for name in ("kernels", "worker", "driver", "wake_ups"))
     row["overhead"] = 1 - kernels / row["step"]
     last = steps[-1][0]
-    programs = {} if last.program is None else profile.programs[last.program]
+    programs = {} if last.program is None else profile.programs.get(last.program, {})
     row["operators"] = {"program: " + name: operator for name, operator in programs.items()} | last.operators
     row["program"] = statistics.median(step.program_seconds for step, _ in steps)
     row["program_sum"] = sum(operator.seconds for operator in programs.values())
@@ -211,13 +211,13 @@ def print_report(rows: dict[str, dict[str, Any]], ceilings: dict[str, float]) ->
     print(f"{'ms per step':16}{heading}  overhead     floor  reached")
     for kind, row in rows.items():
         times = "".join(f"{row[name] * 1e3:10.3f}" for name in names)
-        limit = f"{row['floor'] * 1e3:10.3f}{row['floor'] / row['step']:9.0%}"
+        limit = f"{row['floor'] * 1e3:10.3f}{row['floor'] / row['step']:9.0%}" if row["floor"] else ""
         print(f"{kind:16}{times}{row['overhead']:10.1%}{limit}")
     for kind, row in rows.items():
         print(f"\n{kind}")
         for name, operator in sorted(row["operators"].items(), key=lambda item: -item[1].seconds):
             print(operator_line(name, operator, ceilings))
-        if row["program"]:
+        if row["program_sum"]:
             print(f"  the program: {row['program'] * 1e6:.0f} us; one by one: {row['program_sum'] * 1e6:.0f} us")
 
 
@@ -235,6 +235,8 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
+    if options.tokens <= REPLAY_STEP:
+        parser.error(f"--tokens: at least {REPLAY_STEP + 1}, because programs are timed after {REPLAY_STEP} steps")
     quantization = read_model_config(options.model, options.quantization).quantization
     int8_inputs = isinstance(quantization, InputFormat) and quantization.int8_inputs
     ceilings = measure_ceilings(getattr(torch, options.dtype), int8_inputs)

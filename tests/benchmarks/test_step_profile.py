@@ -1,12 +1,13 @@
 """The step profile: what a kernel call moves and computes, and how the time of steps is divided."""
 
 import argparse
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import Qwen3MoeConfig
 
-from benchmarks.profiled_worker import Operator, Profile, ProfiledStep, describe
+from benchmarks.profiled_worker import REPLAY_STEP, Operator, Profile, ProfiledStep, StepProfiler, describe
 from benchmarks.quantized import read_share
 from benchmarks.step_profile import floor_seconds, group_steps, summarise
 from engine.models.families import model_config
@@ -89,6 +90,22 @@ def test_prefill_attention_multiplies_each_row_with_the_tokens_that_it_sees():
         assert calls_of(lambda given=options: cpu.attention.tiles.prefill_attention(q, *caches, tables, *given)) == [
             ("prefill", (2 * 2 * 23 * 2 * 32, 4 * pairs * 4 * 32))
         ]
+
+
+@needs_dots
+def test_a_program_is_replayed_after_a_step_whose_inputs_are_still_in_place(monkeypatch):
+    kernel, program = cpu.parallel.ParallelKernel, cpu.program.Program
+    for kind, name in ((kernel, "__call__"), (program, "__init__"), (program, "__call__")):
+        monkeypatch.setattr(kind, name, getattr(kind, name))  # the profiler replaces them
+    profiler = StepProfiler(Profile())
+    x, panels = torch.randn(3, 64).bfloat16(), cpu.linear.pack(torch.randn(128, 64).bfloat16())
+    program = cpu.program.record(lambda: cpu.linear.linear(x, panels, None, 128), cpu.program.Workspace())
+    runner = SimpleNamespace(launch=lambda plan: program(), result=lambda launched: None)
+    profiler.attach(runner)
+    for number in range(1, REPLAY_STEP + 3):
+        runner.result(runner.launch(SimpleNamespace(decodes=[1, 2, 3], num_tokens=3)))
+        assert list(profiler.profile.programs.get(0, {})) == (["linear 64 -> 128"] if number >= REPLAY_STEP else [])
+    assert profiler.profile.programs[0]["linear 64 -> 128"].calls == 1
 
 
 def test_the_floor_of_a_step_is_the_slower_of_bytes_and_products_of_each_operator():
