@@ -3,7 +3,7 @@
 When the Driver leaves, the Worker writes a Profile as JSON to the file LOG. Kernels that Python starts are timed as
 they run. Those of a recorded program (kernels/cpu/program.py) run in one call, which is timed as a whole. After step
 REPLAY_STEP of a program, while its inputs are still in place, it is run kernel by kernel, in order, so that each reads
-its weights, keys and values from memory as in a step. The kernels write what they have written before.
+its weights, keys and values from memory as in a step. Tokens may differ afterwards: the times count.
 """
 
 import ctypes

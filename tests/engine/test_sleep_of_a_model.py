@@ -72,7 +72,7 @@ def children():
 
 
 async def fill_cache(driver, name):
-    """Compute prompts of 15,200 different tokens."""
+    """Compute eight prompts that share no prefix, 15,200 tokens in all."""
     params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
     prompts = [[3 + (number + place * 7) % 3000 for place in range(1900)] for number in range(8)]
     streams = [driver.generate(Request(f"{name}{number}", ids, params)) for number, ids in enumerate(prompts)]

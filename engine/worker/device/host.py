@@ -115,7 +115,7 @@ def _read(path: Path) -> str:
 
 def return_freed_memory() -> None:
     """Return what this process has freed to the system. glibc keeps freed blocks of up to 32 MiB for later ones: the
-    keys of a layer may be one. Other C libraries have no such call and keep less."""
+    keys of a layer may be one. This does nothing with a C library that has no such call."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
