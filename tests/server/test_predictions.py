@@ -6,17 +6,21 @@ import pytest
 from tests.server.live import JSON, assert_error, chat_body, chat_prompt, events, expected_text
 
 CHAT = "/v1/chat/completions"
-ASKED = {"model": "pageserve", "messages": [{"role": "user", "content": "Tell me of a fox and a clock."}]}
+ASKED = {"model": "pageserve", "messages": [{"role": "user", "content": "Tell me a story about a fox."}]}
 
 
 def predicted(text):
     return {"prediction": {"type": "content", "content": text}}
 
 
-# The text of this seed has few words that sampling spelt in other tokens than the tokenizer does.
+END_TOKENS = ("0", "1", "2")  # of the bundled model: an answer's text skips them, so no prediction could hold them
+
+
+# These answers have no near ties: a prefix hit changes the last bits of some sums, which could turn one.
 @pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.9, "seed": 6, "top_p": 0.95}], ids=str)
 def test_a_real_server_answers_with_the_same_text_in_fewer_steps(bundled_server, sampling):
     body = ASKED | sampling | {"max_tokens": 120, "ignore_eos": True, "return_timings": True}
+    body["logit_bias"] = dict.fromkeys(END_TOKENS, -100)
 
     def ask(client, **fields):
         answer = client.post(CHAT, json=body | fields).json()
@@ -30,8 +34,8 @@ def test_a_real_server_answers_with_the_same_text_in_fewer_steps(bundled_server,
         assert found == plain
         details = usage["completion_tokens_details"]
         assert details["rejected_prediction_tokens"] < 0.5 * usage["completion_tokens"]
-        assert 0.3 * usage["completion_tokens"] < details["accepted_prediction_tokens"] <= usage["completion_tokens"]
-        assert num_with <= num_steps - details["accepted_prediction_tokens"] < 0.7 * num_steps
+        assert 0.6 * usage["completion_tokens"] < details["accepted_prediction_tokens"] <= usage["completion_tokens"]
+        assert num_with <= num_steps - details["accepted_prediction_tokens"] < 0.4 * num_steps
         parts = [{"type": "text", "text": part} for part in ("So:", text[len(text) // 3 :])]
         edited, usage, _ = ask(client, **predicted(parts))
         assert edited == plain and usage["completion_tokens_details"]["accepted_prediction_tokens"] > 0

@@ -13,7 +13,8 @@ draft is a single sequence and not a distribution.
 
 A longer draft makes a step slower, so a draft grows while its next token is likely enough to be kept: the estimate for
 each sequence comes from its own drafts, and from guesses that were not computed but compared later. The bound comes
-from measured steps (StepCosts): with many sequences a row costs nearly as much as it can gain, and drafts end.
+from measured steps (StepCosts): with many sequences a row costs nearly as much as it can gain, and drafts end. Most
+plans look for no guess while texts repeat little (PATIENCE, REST): on a CPU a lookup takes its time from the step.
 """
 
 from enum import Enum
@@ -23,17 +24,18 @@ from engine.memory.block_manager import BlockManager
 from engine.memory.sequence import Sequence
 from engine.scheduling.fair_share import StepScope
 from engine.scheduling.plan_parts import RunningParts
-from engine.scheduling.speculation.ngram_index import SIZES, NgramIndex
+from engine.scheduling.speculation.ngram_index import LONG, NgramIndex
 from engine.scheduling.speculation.step_costs import PassCosts, StepCosts
 
 MARGIN = 1.15  # how much more than its cost a row of a draft must promise
 FIRST_CHANCE = 0.5  # the estimate that a guess is right, before the first comparison
 LEARN = 0.15  # weight of one comparison in the estimate
-PREDICTED_TOKENS = 16  # longest draft from a prediction where `--speculative` sets no length
+PREDICTED_TOKENS = 32  # longest draft from a prediction where `--speculative` sets no length
 MAX_PROPOSERS = 64  # indexes that are kept: a long text takes some 300 bytes a token
 MAX_DECODES = 8  # in a step with drafts: beyond, ordinary text of the bundled model lost up to a tenth (noisy machine)
 PROBE, LAST_PROBE = 16, 512  # drafts of a model that are left out, before one of a single token: first and most
-LAST = max(SIZES)
+SHORT_MATCH, LONG_MATCH, PREDICTION = range(3)  # sources of a guess
+PATIENCE, REST = 8, 7  # after so many plans without a guess, one plan in 1 + REST looks for guesses
 
 
 class Drafts:
@@ -91,46 +93,45 @@ def make_drafts(max_tokens: int, source: DraftSource = DraftSource.TEXT) -> Draf
 
 
 class Proposer:
-    """The guesses for one sequence. `chances`: how likely a guess is right, by its source: n-grams of each of SIZES,
-    the prediction."""
+    """The guesses for one sequence. `chances`: how likely a guess is right, by its source."""
 
-    __slots__ = ("_prediction", "_text", "chances", "guess", "source")
+    __slots__ = ("_prediction", "_text", "caught_up", "chances", "guess", "source")
 
     def __init__(self, seq: Sequence, from_text: bool) -> None:
-        self._text = NgramIndex(seq.token_ids) if from_text else None
-        self._prediction = NgramIndex(list(seq.prediction)) if seq.prediction else None
-        self.chances = [FIRST_CHANCE] * (len(SIZES) + 1)
+        self._text = NgramIndex(seq.token_ids if from_text else [])
+        self._prediction = NgramIndex(list(seq.prediction))
+        self.chances = [FIRST_CHANCE] * 3
         self.guess: tuple[int, int] | None = None  # (place, token) that was guessed and is not known yet
-        self.source = 0  # index in `chances` for the last guess or draft
+        self.source = SHORT_MATCH  # the last guess or draft came from it
+        self.caught_up = False  # all tokens are indexed
 
     def propose(self, seq: Sequence, num_tokens: int) -> list[int]:
         """Returns up to `num_tokens` tokens that may follow; none without a match."""
-        caught_up = self._text is not None and self._text.catch_up()
-        if self._prediction is not None and self._prediction.catch_up():
-            if found := self._from_prediction(seq, self._prediction, num_tokens):
-                return found
-        if self._text is None or not caught_up or (match := self._text.find(seq.token_ids[-LAST:])) is None:
+        self.caught_up = all([self._prediction.catch_up(), self._text.catch_up()])
+        return self._from_prediction(seq, num_tokens) or self._from_text(seq, num_tokens)
+
+    def _from_prediction(self, seq: Sequence, num_tokens: int) -> list[int]:
+        generated = seq.token_ids[max(seq.num_prompt_tokens, len(seq.token_ids) - LONG) :]
+        if (match := self._prediction.find(generated, seq.num_generated_tokens)) is None:
             return []
-        self.source, place = match
+        place = match[1]
+        self.source = PREDICTION
+        return self._prediction.tokens[place : place + num_tokens]
+
+    def _from_text(self, seq: Sequence, num_tokens: int) -> list[int]:
+        if (match := self._text.find(seq.token_ids[-LONG:], len(seq.token_ids))) is None:
+            return []
+        is_long, place = match
+        self.source = LONG_MATCH if is_long else SHORT_MATCH
         tokens = seq.token_ids[place : place + num_tokens]
         while len(tokens) < num_tokens:  # the match reaches the end of the text: the text repeats itself
             tokens += tokens[: num_tokens - len(tokens)]
         return tokens
 
-    def _from_prediction(self, seq: Sequence, prediction: NgramIndex, num_tokens: int) -> list[int]:
-        generated = seq.token_ids[max(seq.num_prompt_tokens, len(seq.token_ids) - LAST) :]
-        place = seq.num_generated_tokens
-        if place >= LAST or generated != prediction.tokens[:place]:
-            if (match := prediction.find(generated)) is None:
-                return []
-            place = match[1]
-        self.source = len(SIZES)
-        return prediction.tokens[place : place + num_tokens]
-
     @property
     def from_prediction(self) -> bool:
         """True if the last draft is a part of the prediction."""
-        return self.source == len(SIZES)
+        return self.source == PREDICTION
 
     def compare(self, seq: Sequence) -> None:
         """Learns from the last guess, if its token is known by now."""
@@ -190,17 +191,24 @@ class NgramDrafts(Drafts):
         self._proposers: dict[int, Proposer] = {}
         self._promising: set[Sequence] = set()  # their next draft follows the token that is under way
         self._rows: dict[int, int] = {}  # rows by step id, for decode steps under way
+        self._num_in_vain = 0  # plans since the last guess, or the last new candidate
+        self._num_to_rest = 0  # the next plans, which look for no guess
 
     def entered(self, seq: Sequence) -> None:
         if self._from_text or seq.prediction:
             self._candidates.add(seq)
+            self._num_in_vain = self._num_to_rest = 0
 
     def add_to(self, parts: RunningParts, block_manager: BlockManager, num_spare: int) -> None:
         num_rows = len(parts.decodes)
         if not (self._candidates and 0 < num_rows <= MAX_DECODES):
             return
+        if self._num_to_rest:
+            self._num_to_rest -= 1
+            return
         if not self._may_pay(num_rows):
             return
+        self._num_in_vain += 1
         num_kept = float(num_rows)  # tokens that the step is expected to bring
         for seq in list(parts.decodes):
             if num_spare <= 0:
@@ -218,6 +226,8 @@ class NgramDrafts(Drafts):
             parts.add_draft(seq, tokens, blocks)
             num_rows += len(tokens)
             num_spare -= len(tokens)
+        if self._num_in_vain >= PATIENCE:
+            self._num_to_rest = REST
 
     def _may_pay(self, num_rows: int) -> bool:
         """False if not even a guess that is sure to be right pays in a step of `num_rows` decodes."""
@@ -227,10 +237,16 @@ class NgramDrafts(Drafts):
         """Guesses the token that is under way. With a likely guess `seq` waits for it and gets a draft then."""
         proposer = self._proposer_of(seq)
         proposer.compare(seq)
-        if proposer.guess is None and (tokens := proposer.propose(seq, 1)):
+        if proposer.guess is None and (tokens := self._propose(proposer, seq, 1)):
             proposer.guess = len(seq.token_ids), tokens[0]
             if proposer.chances[proposer.source] >= FIRST_CHANCE:
                 self._promising.add(seq)
+
+    def _propose(self, proposer: Proposer, seq: Sequence, num_tokens: int) -> list[int]:
+        tokens = proposer.propose(seq, num_tokens)
+        if tokens or not proposer.caught_up:
+            self._num_in_vain = 0
+        return tokens
 
     def _proposer_of(self, seq: Sequence) -> Proposer:
         if (proposer := self._proposers.get(seq.seq_id)) is None:
@@ -254,7 +270,7 @@ class NgramDrafts(Drafts):
         """Returns the draft of `seq` in a step of `num_rows` that brings `num_kept` tokens, and `num_kept` with it."""
         proposer = self._proposer_of(seq)
         proposer.compare(seq)
-        tokens = proposer.propose(seq, min(room, self.max_tokens)) if room > 0 else []
+        tokens = self._propose(proposer, seq, min(room, self.max_tokens)) if room > 0 else []
         chance = right = proposer.chances[proposer.source]  # that all tokens so far are right
         length = 0
         while length < len(tokens) and right > MARGIN * self._costs.needed(num_rows + length, num_kept):
@@ -266,7 +282,9 @@ class NgramDrafts(Drafts):
         return tokens[:length], num_kept
 
     def planned(self, plan: StepPlan) -> None:
-        if self._candidates and not (plan.chunks or plan.new or plan.block_copies or plan.loads):
+        if not self._candidates or self._num_to_rest:
+            return
+        if not (plan.chunks or plan.new or plan.block_copies or plan.loads):
             self._rows[plan.step_id] = plan.num_rows
 
     def computed(self, result: StepResult) -> None:

@@ -7,37 +7,63 @@ import pytest
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.scheduling.speculation.drafts import DraftSource
-from engine.scheduling.speculation.ngram_index import MAX_INDEXED, SIZES, NgramIndex
+from engine.scheduling.speculation.ngram_index import LONG, MAX_INDEXED, SIZE, NgramIndex
 from engine.scheduling.speculation.step_costs import PassCosts, StepCosts
 from tests.engine.scheduling.loop import Loop
 from tests.fake_device import expected_tokens
 
 
-def brute_force(tokens):
-    for level, size in enumerate(SIZES):
-        for place in range(len(tokens) - 1, size - 1, -1):
-            if len(tokens) >= size and tokens[place - size : place] == tokens[-size:]:
-                return level, place
+def brute_force(tokens, expected):
+    """The match at `expected`, or else the last one; and whether it is long."""
+    for place in (expected, *range(len(tokens) - 1, SIZE - 1, -1)):
+        if SIZE <= place < len(tokens) and tokens[place - SIZE : place] == tokens[-SIZE:]:
+            return place >= LONG and tokens[place - LONG : place] == tokens[-LONG:], place
     return None
 
 
-def test_the_index_finds_the_longest_last_occurrence():
+def test_the_index_finds_the_last_match_and_goes_on_with_it():
     rng = random.Random(0)
     tokens = []
     index = NgramIndex(tokens)
-    found = 0
+    place = num_found = num_kept = 0
     for _ in range(600):
-        tokens.append(rng.randrange(3))
+        tokens.append(rng.randrange(4))
         assert index.catch_up()
-        assert index.find(tokens[-max(SIZES) :]) == brute_force(tokens)
-        found += brute_force(tokens) is not None
-    assert found > 400
+        found = index.find(tokens[-LONG:], len(tokens))
+        assert found == brute_force(tokens, place + 1)
+        num_found += found is not None
+        num_kept += found is not None and found[1] == place + 1 != brute_force(tokens, 0)[1]
+        place = found[1] if found else place + 1
+    assert num_found > 400 and num_kept > 10
 
 
 def test_a_long_prompt_is_indexed_in_parts():
     index = NgramIndex(list(range(3 * MAX_INDEXED)))
     assert [index.catch_up() for _ in range(3)] == [False, False, True]
-    assert index.find([5, 6, 7]) == (1, 8)
+    assert index.find([0, 0, 0, 5, 6, 7], 100) == (False, 8)
+
+
+@pytest.mark.parametrize("source", ["prediction", "text"])
+def test_an_answer_that_repeats_a_text_with_changes_goes_on_at_its_place(source):
+    """Lines begin alike, so what followed their first tokens last is another line's rest."""
+    lines = [[*range(6), 100 + i, 200 + i, 300 + i] for i in range(20)]
+    text = [token for line in lines for token in line]
+    lines[7] = [*range(6), 99, 98]  # changed
+    lines[12] = []  # deleted
+    answer = [token for line in lines for token in line]
+    index = NgramIndex(text if source == "prediction" else text.copy())
+    assert index.catch_up()
+    before = [] if source == "prediction" else text
+    wrong = []
+    for i, token in enumerate(answer):
+        known = before + answer[:i]
+        found = index.find(known[-LONG:], len(known))
+        if found is None or index.tokens[found[1]] != token:
+            wrong.append(i)
+        if source == "text":
+            index.tokens.append(token)
+            index.catch_up()
+    assert len(wrong) <= 12, wrong  # 25 or 26 if the last occurrence is taken each time
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -65,6 +91,26 @@ def test_drafts_end_where_wrong():
     loop.run()
     assert seq.token_ids[15:] == expected_tokens(prompt, 0, 60)
     assert loop.scheduler.drafts.num_draft_tokens < 30
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_text_without_repetition_is_searched_now_and_then(monkeypatch, depth):
+    """Each lookup takes processor time from the step; a repetition is found a little later."""
+    lookups = []
+
+    def find_nothing(index, last, length):
+        if index.tokens:
+            lookups.append(length)
+
+    monkeypatch.setattr(NgramIndex, "find", find_nothing)
+    loop = Loop(100, depth=depth, max_draft_tokens=4)
+    loop.add(list(range(97, 107)), max_tokens=160)
+    loop.run()
+    assert 160 / 9 < len(lookups) < 160 / 4
+    loop.add(list(range(97, 107)), max_tokens=8)
+    lookups.clear()
+    loop.run()
+    assert len(lookups) > 4, "a new sequence is searched at once"
 
 
 def test_a_row_costs_what_was_measured():
