@@ -117,7 +117,7 @@ function showExtent({ numBlocks }) {
   const partial = map.extent < numBlocks;
   button.hidden = !partial && !button.dataset.all;
   button.textContent = partial
-    ? `first ${count(map.extent)} shown: show all`
+    ? `first ${count(map.extent)} shown: show all ${count(numBlocks)}`
     : "show what was used";
 }
 

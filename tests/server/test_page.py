@@ -359,6 +359,22 @@ def test_dark_and_light(live, visit):
     assert ground(dark) > 600, "the choice is kept"
 
 
+CUT = """(head) => [...head.querySelectorAll("*")].filter((part) =>
+  part.offsetParent && (part.scrollWidth > part.clientWidth + 1 && getComputedStyle(part).overflowX === "hidden" ||
+    part.getBoundingClientRect().right > head.getBoundingClientRect().right - 15)).map((part) => part.id)"""
+
+
+def test_no_text_of_the_heading_is_cut_at_any_width_of_a_desk(folder, visit):
+    with LiveServer(folder, engine={"num_blocks": 16_384}) as live:
+        page = visit(live.url)
+        for width in (1000, 1181, 1200, 1281, 1400, 1601):
+            page.set_viewport_size({"width": width, "height": 860})
+            expect(page.locator("#extent")).to_have_text(re.compile("first [0-9,]+ shown: show all 16,384"))
+            assert page.locator(".memory .section-head").evaluate(CUT) == [], width
+        page.click("#extent")
+        expect(page.locator("#extent")).to_have_text("show what was used")
+
+
 CONTRASTS = """async () => {
   const { theme } = await import("/page/theme.js");
   const { panel, muted, ink, evict, hit, copy, accent, own, other } = theme();
