@@ -1,13 +1,14 @@
 """Measures drafts on text that an answer repeats with changes: predicted outputs of chats, and edits of files.
 
-    python -m benchmarks.predictions [--tokenizer DIR] [--commits 160] [--lengths 8,16,32] [--rounds 10]
-                                     [--only edits|served] [--json PATH]
+    python -m benchmarks.predictions [--tokenizer DIR] [--until COMMIT] [--commits 160] [--lengths 8,32]
+                                     [--streams 1,8,32,64] [--rounds 10] [--only edits|served] [--json PATH]
 
 edits: files that the newest commits of this repository changed, as tokens of `--tokenizer`. The old file is the
 prediction (or the prompt, where drafts are n-grams of the text), and the answer is the new file. The real Scheduler
-makes the plans, for one sequence at a time, and the model is a list of known tokens: a step of R rows takes 8 + R units
-of time. `wrong`: draft tokens that were computed in vain. `time`: of the decode steps, as a share of what they take
-without drafts. No figure depends on the machine.
+makes the plans, for so many answers at a time, and the model is a list of known tokens. A step of R rows takes 8 + R
+units of time on `cpu`, which gets a plan after each result, and 200 + R on `gpu`, which has two plans under way.
+`tokens/step` is that of one answer. `wrong`: draft tokens that were computed in vain. `time`: of the decode steps, as a
+share of what they take without drafts. No figure depends on the machine, and `--until` names the newest commit.
 
 served: a server of the bundled model answers the same chats without a prediction, with its own answer as prediction,
 and with that answer with one word in 40 replaced. `speed-up` is the median over the rounds of the ratio of durations.
@@ -21,6 +22,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +37,30 @@ from engine.memory.block_manager import BlockManager
 from engine.memory.sequence import Sequence
 from engine.sampling_params import SamplingParams
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.speculation.drafts import DraftSource
-from engine.scheduling.speculation.step_costs import PRIOR_ROWS
+from engine.scheduling.speculation.drafts import (
+    CPU_BOUNDS,
+    GPU_BOUNDS,
+    DraftBounds,
+    Drafts,
+    DraftSource,
+    make_drafts,
+)
 from server.commands.bench.report import describe, machine
 
 BUNDLED = Path("engine/models/bundled")
 SOURCES = {"prediction": DraftSource.NONE, "n-grams": DraftSource.TEXT}
+
+
+@dataclass(frozen=True)
+class Device:
+    bounds: DraftBounds
+    depth: int  # plans under way
+
+    def seconds(self, rows: int) -> float:
+        return self.bounds.weight_rows + rows
+
+
+DEVICES = {"cpu": Device(CPU_BOUNDS, 1), "gpu": Device(GPU_BOUNDS, 2)}
 CHARACTERS = range(500, 12_000)  # of a file
 NUM_FILES = 60
 BLOCK_SIZE = 16
@@ -47,12 +68,16 @@ ANSWER_TOKENS = 400
 END_TOKENS = ("0", "1", "2")  # of the bundled model: their text is skipped, so no prediction could hold them
 WRONG_EACH = 40  # words
 
+Edit = tuple[list[int], list[int]]  # tokens before and after
+
 
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokenizer", type=Path, default=BUNDLED, help="a folder; default: the bundled model's")
+    parser.add_argument("--until", default="HEAD", help="the newest commit")
     parser.add_argument("--commits", type=int, default=160)
-    parser.add_argument("--lengths", default="8,16,32", help="tokens of the longest draft, for edits")
+    parser.add_argument("--lengths", default="8,32", help="tokens of the longest draft, for edits")
+    parser.add_argument("--streams", default="1,8,32,64", help="answers at a time, for edits")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--only", choices=["edits", "served"])
     parser.add_argument("--json", type=Path)
@@ -61,22 +86,23 @@ def main(arguments: list[str]) -> None:
     print(describe(facts))
     document: dict[str, Any] = {"machine": facts}
     if options.only != "served":
-        edits = edited_files(options.tokenizer, options.commits)
+        edits = edited_files(options.tokenizer, options.until, options.commits)
         if not edits:
             parser.error("no commit of this repository changed a file: edits need a clone with its history")
-        document["newest_commit"] = newest_commit()
-        document["edits"] = show_edits(edits, [int(length) for length in options.lengths.split(",")])
+        document["newest_commit"] = _git("rev-parse", "--short", options.until).strip()
+        lengths, streams = ([int(part) for part in text.split(",")] for text in (options.lengths, options.streams))
+        document["edits"] = show_edits(edits, lengths, streams)
     if options.only != "edits":
         document["served"] = show_served(options.rounds)
     if options.json:
         options.json.write_text(json.dumps(document, indent=1) + "\n")
 
 
-def edited_files(tokenizer_dir: Path, num_commits: int) -> list[tuple[list[int], list[int]]]:
-    """(tokens before, tokens after) of some files that the newest commits changed."""
+def edited_files(tokenizer_dir: Path, newest: str, num_commits: int) -> list[Edit]:
+    """Some files that the commit `newest` and those before it changed."""
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
     edits = []
-    for commit in _git("log", "--format=%h", f"--max-count={num_commits}", "--no-merges").split():
+    for commit in _git("log", "--format=%h", f"--max-count={num_commits}", "--no-merges", newest).split():
         only_names = ("-r", "--no-commit-id", "--name-only", "--diff-filter=M")
         for name in _git("diff-tree", *only_names, commit, "--", "*.py", "*.md").splitlines():
             before, after = (_git("show", f"{version}:{name}") for version in (f"{commit}~1", commit))
@@ -86,88 +112,119 @@ def edited_files(tokenizer_dir: Path, num_commits: int) -> list[tuple[list[int],
     return [(tokenizer.encode(before), tokenizer.encode(after)) for before, after in edits[:NUM_FILES]]
 
 
-def newest_commit() -> str:
-    return _git("rev-parse", "--short", "HEAD").strip()
-
-
 def _git(*arguments: str) -> str:
     return subprocess.run(["git", *arguments], check=True, capture_output=True, text=True).stdout
 
 
-def show_edits(edits: list[tuple[list[int], list[int]]], lengths: list[int]) -> list[dict[str, Any]]:
+def show_edits(edits: list[Edit], lengths: list[int], streams: list[int]) -> list[dict[str, Any]]:
     num_tokens = sum(len(after) for _, after in edits)
-    print(f"\nedits: {len(edits)} files before commit {newest_commit()}, {num_tokens:,} tokens")
-    print(f"{'drafts from':14}{'longest':>8}{'tokens/step':>13}{'right':>10}{'wrong':>10}{'time':>8}")
+    print(f"\nedits: {len(edits)} files, {num_tokens:,} tokens")
+    print(
+        f"{'device':8}{'streams':>8}  {'drafts from':12}{'longest':>8}{'tokens/step':>13}{'right':>10}{'wrong':>10}"
+        f"{'time':>8}"
+    )
     rows = []
-    for source in SOURCES:
-        for length in lengths:
-            replay = Replay(SOURCES[source], length)
-            for before, after in edits:
-                replay.run(before, after)
-            drafts = replay.scheduler.drafts
-            row = {
-                "source": source,
-                "longest": length,
-                "tokens_per_step": num_tokens / replay.num_steps,
-                "right": drafts.num_accepted_tokens,
-                "wrong": drafts.num_draft_tokens - drafts.num_accepted_tokens,
-                "time": replay.seconds / (num_tokens * (PRIOR_ROWS + 1.0)),  # of the time without drafts
-            }
-            rows.append(row)
-            print(
-                f"{source:14}{length:8}{row['tokens_per_step']:13.2f}{row['right']:10,}{row['wrong']:10,}"
-                f"{row['time']:8.1%}"
-            )
+    for name, device in DEVICES.items():
+        for num_streams in streams:
+            for source in SOURCES:
+                plain = Replay(Drafts(), source, device)
+                plain.run(edits, num_streams)
+                for length in lengths:
+                    replay = Replay(make_drafts(length, SOURCES[source], device.bounds), source, device)
+                    replay.run(edits, num_streams)
+                    drafts = replay.scheduler.drafts
+                    row = {
+                        "device": name,
+                        "streams": num_streams,
+                        "source": source,
+                        "longest": length,
+                        "tokens_per_step": num_tokens / replay.num_decodes,
+                        "right": drafts.num_accepted_tokens,
+                        "wrong": drafts.num_draft_tokens - drafts.num_accepted_tokens,
+                        "time": replay.seconds / plain.seconds,
+                    }
+                    rows.append(row)
+                    print(
+                        f"{name:8}{num_streams:8}  {source:12}{length:8}{row['tokens_per_step']:13.2f}"
+                        f"{row['right']:10,}{row['wrong']:10,}{row['time']:8.1%}",
+                        flush=True,
+                    )
     return rows
+
+
+@dataclass
+class Answer:
+    """A sequence whose tokens are known. `num_tokens`: those that the device has computed."""
+
+    seq: Sequence
+    tokens: list[int]
+    num_tokens: int = 0
 
 
 class Replay:
     """The Scheduler with a model that answers what it is told."""
 
-    def __init__(self, source: DraftSource, longest: int) -> None:
-        self._source = source
+    def __init__(self, drafts: Drafts, source: str, device: Device) -> None:
+        self._source, self._device = source, device
         self.scheduler = Scheduler(
-            BlockManager(4096, BLOCK_SIZE, enable_prefix_caching=False),
-            max_num_seqs=128,
+            BlockManager(65_536, BLOCK_SIZE, enable_prefix_caching=False),
+            max_num_seqs=256,
             max_num_batched_tokens=32_768,
-            max_draft_tokens=longest,
-            draft_source=source,
+            drafts=drafts,
         )
-        self.num_steps = 0
-        self.seconds = 0.0
-        self._num_sequences = 0
+        self.num_decodes = 0  # one for each sequence of each decode step
+        self.seconds = 0.0  # of the decode steps
+        self._answers: dict[int, Answer] = {}
+        self._num_added = 0
 
-    def run(self, before: list[int], answer: list[int]) -> None:
-        """Answers a prompt with `answer`; `before` is the prompt or the prediction."""
-        predicted = self._source is DraftSource.NONE
+    def run(self, edits: list[Edit], num_streams: int = 1) -> None:
+        """Answers `num_streams` edits at a time."""
+        waiting, results = deque(edits), deque[StepResult]()
+        while waiting or self.scheduler.has_work:
+            while waiting and len(self._answers) < num_streams:
+                self._add(*waiting.popleft())
+            while len(results) < self._device.depth and (plan := self.scheduler.schedule()) is not None:
+                results.append(self._compute(plan))
+            self.scheduler.update(results.popleft())
+            for seq_id, answer in list(self._answers.items()):
+                if answer.seq.finish_reason is not None:
+                    assert answer.seq.token_ids[answer.seq.num_prompt_tokens :] == answer.tokens
+                    del self._answers[seq_id]
+
+    def _add(self, before: list[int], answer: list[int]) -> None:
+        predicted = self._source == "prediction"
         prompt = before[:1] if predicted else before
-        params = SamplingParams(max_tokens=len(answer), ignore_eos=True)
-        limit = len(prompt) + len(answer)
-        seq = Sequence(self._num_sequences, list(prompt), params, seed=0, max_num_tokens=limit)
-        seq.prediction = tuple(before) if predicted else ()
-        self._num_sequences += 1
+        number = self._num_added = self._num_added + 1
+        seq = Sequence(
+            number,
+            list(prompt),
+            SamplingParams(max_tokens=len(answer), ignore_eos=True),
+            seed=0,
+            max_num_tokens=len(prompt) + len(answer),
+            arrival=number,
+            prediction=tuple(before) if predicted else (),
+        )
+        self._answers[number] = Answer(seq, answer)
         self.scheduler.add(seq)
-        while self.scheduler.has_work:
-            plan = self.scheduler.schedule()
-            assert plan is not None, "work is left but nothing can be planned"
-            self._step(plan, answer[seq.num_generated_tokens :])
-        assert seq.token_ids == prompt + answer
 
-    def _step(self, plan: StepPlan, coming: list[int]) -> None:
-        seconds = PRIOR_ROWS + plan.num_rows
+    def _compute(self, plan: StepPlan) -> StepResult:
+        seconds = self._device.seconds(plan.num_tokens)
         if not plan.chunks:
-            self.num_steps += 1
+            self.num_decodes += len(plan.decodes)
             self.seconds += seconds
         result = StepResult(plan.step_id, [], {}, seconds)
-        for seq_id in plan.seq_ids:
-            draft = plan.drafts[0].token_ids if plan.drafts else []
+        drafts = {draft.seq_id: draft.token_ids for draft in plan.drafts}
+        for seq_id in [*plan.decodes, *[step.seq_id for step in plan.chunks if step.sample]]:
+            answer, draft = self._answers[seq_id], drafts.get(seq_id, [])
+            coming = answer.tokens[answer.num_tokens :][: len(draft) + 1]
             num_right = next((i for i, token in enumerate(draft) if token != coming[i]), len(draft))
+            answer.num_tokens += num_right + 1
             if draft:
                 result.verified.append([SampledToken(seq_id, token) for token in coming[: num_right + 1]])
             else:
                 result.seq_ids.append(seq_id)
                 result.token_ids.append(coming[0])
-        self.scheduler.update(result)
+        return result
 
 
 def show_served(rounds: int) -> dict[str, list[dict[str, float]]]:

@@ -6,7 +6,14 @@ from engine.executor.step import WorkerReady
 from engine.memory.block_manager import BlockManager
 from engine.memory.host_tier import HostTier
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.speculation.drafts import PREDICTED_TOKENS, DraftSource
+from engine.scheduling.speculation.drafts import (
+    CPU_BOUNDS,
+    GPU_BOUNDS,
+    PREDICTED_TOKENS,
+    Drafts,
+    DraftSource,
+    make_drafts,
+)
 
 
 def new_scheduler(ready: WorkerReady, config: EngineConfig, checkpoint: Checkpoint) -> Scheduler:
@@ -27,23 +34,20 @@ def new_scheduler(ready: WorkerReady, config: EngineConfig, checkpoint: Checkpoi
         whole_sequences=ready.encoder,
         step_seconds=None if ready.encoder else config.fair_step_seconds,
         itl_target=None if ready.encoder else config.itl_target,
-        max_draft_tokens=_max_draft_tokens(ready, config),
-        draft_source=_draft_source(config),
+        drafts=_drafts(ready, config),
         max_loras=config.max_loras,
     )
 
 
-def _max_draft_tokens(ready: WorkerReady, config: EngineConfig) -> int:
-    """The longest draft of a sequence; 0 where none is verified. A prediction of the client needs no setting."""
+def _drafts(ready: WorkerReady, config: EngineConfig) -> Drafts:
+    """A prediction of the client needs no setting. No draft is verified for adapters."""
     if ready.encoder or config.serves_adapters:
-        return 0
-    return config.max_draft_tokens or PREDICTED_TOKENS
-
-
-def _draft_source(config: EngineConfig) -> DraftSource:
-    if config.draft_model:
-        return DraftSource.MODEL
-    return DraftSource.TEXT if config.max_draft_tokens else DraftSource.NONE
+        return Drafts()
+    source = DraftSource.NONE
+    if config.max_draft_tokens:
+        source = DraftSource.MODEL if config.draft_model else DraftSource.TEXT
+    bounds = CPU_BOUNDS if ready.device == "cpu" else GPU_BOUNDS
+    return make_drafts(config.max_draft_tokens or PREDICTED_TOKENS, source, bounds)
 
 
 def host_tier(ready: WorkerReady, config: EngineConfig) -> HostTier | None:

@@ -39,7 +39,7 @@ from engine.scheduling.fair_share import FairShare, StepScope
 from engine.scheduling.plan_parts import RunningParts, decode_end, new_sequence
 from engine.scheduling.sequence_queue import SequenceQueue, check_queues
 from engine.scheduling.short_steps import make_target
-from engine.scheduling.speculation.drafts import DraftSource, make_drafts
+from engine.scheduling.speculation.drafts import Drafts
 
 
 class Scheduler:
@@ -57,16 +57,14 @@ class Scheduler:
         whole_sequences: bool = False,
         step_seconds: float | None = None,
         max_loras: int = 0,
-        max_draft_tokens: int = 0,
-        draft_source: DraftSource = DraftSource.TEXT,
+        drafts: Drafts | None = None,
         itl_target: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`watermark`: share of the blocks that a starting sequence leaves free. `admission`: see make_reserve.
         `whole_sequences`: an encoder computes all tokens of a sequence in one step. `step_seconds`: see FairShare.
         `max_loras`: see Admission.
-        `max_draft_tokens`: tokens of one sequence to guess ahead in a step; 0: no speculation. `draft_source`: where
-        they come from.
+        `drafts`: speculation, which is this scheduler's own; None: there is none.
         `itl_target`: seconds that a step with decodes may take (TimedTarget).
         """
         self.block_manager = block_manager
@@ -87,7 +85,7 @@ class Scheduler:
             whole_sequences=whole_sequences,
             max_loras=max_loras,
         )
-        self.drafts = make_drafts(max_draft_tokens, draft_source)
+        self.drafts = Drafts() if drafts is None else drafts
         self._target = make_target(itl_target)
         self.scope = StepScope([], max_num_batched_tokens)  # limits of the last plan
         self.ended_groups: list[SequenceGroup] = []  # beam searches that ended; the Driver empties the list

@@ -21,7 +21,7 @@ class FreeRows(StepCosts):
 class SimDrafts(NgramDrafts):
     def __init__(self, monitor: "Monitor", max_tokens: int) -> None:
         super().__init__(max_tokens)
-        self._costs = FreeRows()
+        self._costs = FreeRows(8.0)
         self._monitor = monitor
 
     def _draft(self, seq: Sequence, num_rows: int, num_kept: float, room: int) -> tuple[list[int], float]:

@@ -17,6 +17,7 @@ from measured steps (StepCosts): with many sequences a row costs nearly as much 
 plans look for no guess while texts repeat little (PATIENCE, REST): on a CPU a lookup takes its time from the step.
 """
 
+from dataclasses import dataclass
 from enum import Enum
 
 from engine.executor.step import OPEN_TOKEN, StepPlan, StepResult
@@ -32,7 +33,7 @@ FIRST_CHANCE = 0.5  # the estimate that a guess is right, before the first compa
 LEARN = 0.15  # weight of one comparison in the estimate
 PREDICTED_TOKENS = 32  # longest draft from a prediction where `--speculative` sets no length
 MAX_PROPOSERS = 64  # indexes that are kept: a long text takes some 130 bytes a token
-MAX_DECODES = 8  # in a step with drafts: beyond, ordinary text of the bundled model lost up to a tenth (noisy machine)
+MODEL_DECODES = 8  # in a step with drafts of a model, which computes the prompt of each sequence first
 PROBE, LAST_PROBE = 16, 512  # drafts of a model that are left out, before one of a single token: first and most
 SHORT_MATCH, LONG_MATCH, PREDICTION = range(3)  # sources of a guess
 PATIENCE, REST = 8, 7  # after so many plans without a guess, one plan in 1 + REST looks for guesses
@@ -83,13 +84,28 @@ class DraftSource(Enum):
     MODEL = "model"  # a draft model in the Worker
 
 
-def make_drafts(max_tokens: int, source: DraftSource = DraftSource.TEXT) -> Drafts:
-    """Drafts of up to `max_tokens` tokens; 0: no speculation."""
+@dataclass(frozen=True)
+class DraftBounds:
+    """The limits of a device. `max_decodes`: most sequences of a step with drafts. `weight_rows`: see StepCosts."""
+
+    max_decodes: int
+    weight_rows: float
+
+
+# Beyond 8 decodes, ordinary text of the bundled model lost up to a tenth on a CPU, where the time of a step is noisy.
+CPU_BOUNDS = DraftBounds(max_decodes=8, weight_rows=8.0)
+# An H100 computes some 295 operations in bf16 while it reads a byte, and attention takes its part.
+GPU_BOUNDS = DraftBounds(max_decodes=64, weight_rows=200.0)
+
+
+def make_drafts(max_tokens: int, source: DraftSource = DraftSource.TEXT, bounds: DraftBounds = CPU_BOUNDS) -> Drafts:
+    """Drafts of up to `max_tokens` tokens for each sequence of a step; 0: no speculation. `source`: where they come
+    from, apart from predictions."""
     if not max_tokens:
         return Drafts()
     if source is DraftSource.MODEL:
-        return ModelDrafts(max_tokens)
-    return NgramDrafts(max_tokens, from_text=source is DraftSource.TEXT)
+        return ModelDrafts(max_tokens, bounds)
+    return NgramDrafts(max_tokens, bounds, from_text=source is DraftSource.TEXT)
 
 
 class Proposer:
@@ -182,12 +198,13 @@ class NgramDrafts(Drafts):
     """Drafts of up to `max_tokens` tokens. `from_text`: for each sequence, also from n-grams of its prompt and output;
     else only from predictions."""
 
-    def __init__(self, max_tokens: int, from_text: bool = True) -> None:
+    def __init__(self, max_tokens: int, bounds: DraftBounds = CPU_BOUNDS, from_text: bool = True) -> None:
         self.max_tokens = max_tokens
+        self.max_decodes = bounds.max_decodes
         self._from_text = from_text
         self._candidates: set[Sequence] = set()  # sequences that may get a draft; without any, a step costs no time
         self.num_drafts = self.num_draft_tokens = self.num_accepted_tokens = 0
-        self._costs: StepCosts = StepCosts()
+        self._costs: StepCosts = StepCosts(bounds.weight_rows)
         self._proposers: dict[int, Proposer] = {}
         self._promising: set[Sequence] = set()  # their next draft follows the token that is under way
         self._rows: dict[int, int] = {}  # rows by step id, for decode steps under way
@@ -201,7 +218,7 @@ class NgramDrafts(Drafts):
 
     def add_to(self, parts: RunningParts, block_manager: BlockManager, num_spare: int) -> None:
         num_rows = len(parts.decodes)
-        if not (self._candidates and 0 < num_rows <= MAX_DECODES):
+        if not (self._candidates and 0 < num_rows <= self.max_decodes):
             return
         if self._num_to_rest:
             self._num_to_rest -= 1
@@ -328,9 +345,9 @@ class NgramDrafts(Drafts):
 class ModelDrafts(NgramDrafts):
     """Drafts from the Worker's draft model."""
 
-    def __init__(self, max_tokens: int) -> None:
-        super().__init__(max_tokens, from_text=True)
-        self._costs: PassCosts = PassCosts()
+    def __init__(self, max_tokens: int, bounds: DraftBounds = CPU_BOUNDS) -> None:
+        super().__init__(max_tokens, DraftBounds(MODEL_DECODES, bounds.weight_rows))
+        self._costs: PassCosts = PassCosts(bounds.weight_rows)
         self._passes: dict[int, int] = {}  # by step id, for steps under way
 
     def add_to(self, parts: RunningParts, block_manager: BlockManager, num_spare: int) -> None:

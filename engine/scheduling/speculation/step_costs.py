@@ -4,7 +4,6 @@ PassCosts adds the passes of a draft model, whose seconds the Worker reports apa
 """
 
 FORGET = 0.98  # weight of a step relative to the one after it
-PRIOR_ROWS = 8.0  # before the fit: reading the weights takes as long as computing so many rows
 MIN_STEPS, MIN_VARIANCE = 8.0, 0.5  # a fit needs steps of this weight, whose numbers of rows have this variance
 LEARN_MORE, LEARN_LESS = 0.1, 0.5  # weights of a pass that took longer, and less, than the estimate
 LARGEST = 2.0  # a step counts at most as so many times the estimate
@@ -12,12 +11,16 @@ FADE = 0.998  # per step: a slope that no step confirms goes back to the first e
 
 
 class StepCosts:
-    """Least squares with exponentially decaying weights. Times are relative: only their ratios are used."""
+    """Least squares with exponentially decaying weights. Times are relative: only their ratios are used.
 
-    def __init__(self) -> None:
+    `weight_rows`: the estimate before the fit, that reading the weights takes as long as computing so many rows.
+    """
+
+    def __init__(self, weight_rows: float) -> None:
+        self._weight_rows = weight_rows
         self._weight = self._rows = self._seconds = 0.0  # weighted means
         self._rows_rows = self._rows_seconds = 0.0  # weighted means of products
-        self.fixed, self.per_row = PRIOR_ROWS, 1.0
+        self.fixed, self.per_row = weight_rows, 1.0
         self._known: set[int] = set()  # numbers of rows that occurred
         self._slow: set[int] = set()  # numbers of rows whose last step was slow
 
@@ -44,7 +47,7 @@ class StepCosts:
         variance = self._rows_rows - self._rows**2
         if self._weight >= MIN_STEPS and variance >= MIN_VARIANCE:
             self._set_slope((self._rows_seconds - self._rows * self._seconds) / variance)
-        elif self.per_row * PRIOR_ROWS > self.fixed:
+        elif self.per_row * self._weight_rows > self.fixed:
             self._set_slope(FADE * self.per_row)
 
     def _set_slope(self, slope: float) -> None:
@@ -67,8 +70,8 @@ class StepCosts:
 class PassCosts(StepCosts):
     """A draft model computes a token of all drafts of a step in one pass, which `num_sharing` sequences pay for."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, weight_rows: float) -> None:
+        super().__init__(weight_rows)
         self.num_sharing = 1
         self._pass_seconds: float | None = None
 

@@ -1,12 +1,17 @@
 """Drafts from n-grams and predictions: what is proposed, how long it is, and that the text stays the same."""
 
 import random
+from pathlib import Path
 
 import pytest
 
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.sampling_defaults import SamplingDefaults
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.scheduling.speculation.drafts import DraftSource
+from engine.executor.step import WorkerReady
+from engine.requests.new_scheduler import new_scheduler
+from engine.scheduling.speculation.drafts import DraftSource, make_drafts
 from engine.scheduling.speculation.ngram_index import LONG, MAX_INDEXED, SIZE, NgramIndex
 from engine.scheduling.speculation.step_costs import PassCosts, StepCosts
 from tests.engine.scheduling.loop import Loop
@@ -69,7 +74,7 @@ def test_an_answer_that_repeats_a_text_with_changes_goes_on_at_its_place(source)
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("num_right", [0, 7, 40])
 def test_a_prediction_brings_several_tokens_a_step_and_the_same_text(depth, num_right):
-    loop = Loop(40, depth=depth, max_draft_tokens=4)
+    loop = Loop(40, depth=depth, drafts=make_drafts(4))
     prompt = list(range(97, 107))
     expected = expected_tokens(prompt, 0, 40)
     seq = loop.add(prompt, max_tokens=40)
@@ -85,7 +90,7 @@ def test_a_prediction_brings_several_tokens_a_step_and_the_same_text(depth, num_
 
 def test_drafts_end_where_wrong():
     """After some wrong guesses a sequence goes on without a draft."""
-    loop = Loop(40, depth=1, max_draft_tokens=4)
+    loop = Loop(40, depth=1, drafts=make_drafts(4))
     prompt = [97, 98, 99] * 5
     seq = loop.add(prompt, max_tokens=60)
     loop.run()
@@ -103,7 +108,7 @@ def test_a_text_without_repetition_is_searched_now_and_then(monkeypatch, depth):
             lookups.append(length)
 
     monkeypatch.setattr(NgramIndex, "find", find_nothing)
-    loop = Loop(100, depth=depth, max_draft_tokens=4)
+    loop = Loop(100, depth=depth, drafts=make_drafts(4))
     loop.add(list(range(97, 107)), max_tokens=160)
     loop.run()
     assert 160 / 9 < len(lookups) < 160 / 4
@@ -114,7 +119,7 @@ def test_a_text_without_repetition_is_searched_now_and_then(monkeypatch, depth):
 
 
 def test_a_row_costs_what_was_measured():
-    cheap, dear = StepCosts(), StepCosts()
+    cheap, dear = StepCosts(8.0), StepCosts(8.0)
     for rows in [1, 2, 4, 1, 3] * 20:
         cheap.add(rows, 10.0 + 0.1 * rows)
         dear.add(rows, 0.1 + 2.0 * rows)
@@ -123,7 +128,7 @@ def test_a_row_costs_what_was_measured():
 
 
 def test_a_single_slow_step_does_not_count_and_steps_that_stay_slow_do():
-    costs = StepCosts()
+    costs = StepCosts(8.0)
     for i in range(20):
         for rows in [1, 2, 4, 1, 3]:
             costs.add(rows, 300.0 if i > 2 and rows == 2 + i % 3 else 10.0 + 0.1 * rows)  # it records a program
@@ -135,7 +140,7 @@ def test_a_single_slow_step_does_not_count_and_steps_that_stay_slow_do():
 
 def test_drafts_that_were_given_up_are_tried_again():
     """Without drafts all steps have one row, and no step tells what a second one would cost."""
-    costs = StepCosts()
+    costs = StepCosts(8.0)
     for rows in [1, 2, 1, 3] * 10:
         costs.add(rows, 0.01 + 1.0 * rows)
     assert costs.needed(1, 1.0) > 0.9
@@ -151,7 +156,7 @@ def test_drafts_that_were_given_up_are_tried_again():
 
 
 def test_a_pass_of_a_draft_model_costs_what_was_measured():
-    costs, without = PassCosts(), StepCosts()
+    costs, without = PassCosts(8.0), StepCosts(8.0)
     for rows in [1, 2, 4, 1, 3] * 20:
         for each in (costs, without):
             each.add(rows, 0.010 + 0.0001 * rows)
@@ -163,6 +168,17 @@ def test_a_pass_of_a_draft_model_costs_what_was_measured():
     assert costs.needed(1, 1.0) == pytest.approx(0.0021 / 0.0101, rel=0.05)
     costs.num_sharing = 4
     assert costs.needed(4, 4.0) == pytest.approx(4 * (0.0001 + 0.002 / 4) / 0.0104, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("device", "speculative", "max_decodes"),
+    [("cpu", None, 8), ("cuda", None, 64), ("cuda", "ngram:4", 64), ("cuda", "some/model:4", 8)],
+)
+def test_a_gpu_may_have_drafts_in_larger_steps(device, speculative, max_decodes):
+    ready = WorkerReady(4, 64, 2, 64, 256, device, "none", {})
+    checkpoint = Checkpoint(Path(), [2], SamplingDefaults(), None, b"")
+    drafts = new_scheduler(ready, EngineConfig(speculative=speculative), checkpoint).drafts
+    assert drafts.max_decodes == max_decodes
 
 
 @pytest.mark.parametrize("value", ["ngram", "ngram:0", "ngram:65", "ngram:x", "some/model", "some/model:0", ":4", ""])
@@ -187,7 +203,7 @@ def test_k_and_the_model_are_read():
 
 
 def test_drafts_of_a_model_are_left_open_and_tried_again_after_they_were_wrong():
-    loop = Loop(40, depth=1, max_draft_tokens=4, draft_source=DraftSource.MODEL)
+    loop = Loop(40, depth=1, drafts=make_drafts(4, DraftSource.MODEL))
     seq = loop.add(list(range(97, 107)), max_tokens=100)
     loop.run()  # the fake device finds that OPEN_TOKEN is never right
     assert seq.token_ids[10:] == expected_tokens(list(range(97, 107)), 0, 100)

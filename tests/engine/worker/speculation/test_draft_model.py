@@ -20,7 +20,7 @@ from engine.memory.sequence import Sequence
 from engine.models.families import read_model_config
 from engine.sampling_params import SamplingParams
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.speculation.drafts import DraftSource
+from engine.scheduling.speculation.drafts import DraftSource, make_drafts
 from engine.scheduling.speculation.step_costs import PassCosts
 from engine.worker.cache.host_cache import HostCache, block_copier
 from engine.worker.cache.kv_cache import allocate_kv_caches, resolve_kv_format
@@ -77,8 +77,7 @@ class Engine:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens or 512,
             watermark=0.0,
-            max_draft_tokens=4,
-            draft_source=DraftSource.MODEL,
+            drafts=make_drafts(4, DraftSource.MODEL),
         )
         self.num_steps = self.num_tokens = 0
         self.next_id = 1
