@@ -173,6 +173,7 @@ class Replay:
             drafts=drafts,
         )
         self.num_decodes = 0  # one for each sequence of each decode step
+        self.most_rows = 0  # of a decode step
         self.seconds = 0.0  # of the decode steps
         self._answers: dict[int, Answer] = {}
         self._num_added = 0
@@ -211,6 +212,7 @@ class Replay:
         seconds = self._device.seconds(plan.num_tokens)
         if not plan.chunks:
             self.num_decodes += len(plan.decodes)
+            self.most_rows = max(self.most_rows, plan.num_rows)
             self.seconds += seconds
         result = StepResult(plan.step_id, [], {}, seconds)
         drafts = {draft.seq_id: draft.token_ids for draft in plan.drafts}

@@ -30,3 +30,10 @@ def test_a_gpu_makes_drafts_for_more_answers_at_a_time_than_a_cpu(source):
     edits = [(TEXT, TEXT)] * 32
     assert run(source, "gpu", edits, 32).num_decodes < 32 * len(TEXT) / 4
     assert run(source, "cpu", edits, 32).num_decodes > 32 * len(TEXT) * 0.9
+
+
+def test_one_answer_with_drafts_takes_little_time_from_seven_without():
+    others = [([1], [100 * i + j for j in range(400)]) for i in range(7)]
+    alone, among = (run("prediction", "cpu", edits, 8) for edits in ([(TEXT, TEXT)], [(TEXT, TEXT), *others]))
+    assert alone.most_rows == 17
+    assert 8 < among.most_rows <= 12  # a step of 8 + 8 units may take 16 / 4 * 8 / 7 more

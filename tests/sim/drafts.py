@@ -1,9 +1,10 @@
 """SimDrafts: drafts that are right up to a place that the seed chooses, in steps of any cost."""
 
+import math
 from typing import TYPE_CHECKING
 
 from engine.memory.sequence import Sequence
-from engine.scheduling.speculation.drafts import NgramDrafts
+from engine.scheduling.speculation.drafts import NgramDrafts, Proposer
 from engine.scheduling.speculation.step_costs import StepCosts
 from tests.sim.model import mix
 
@@ -17,6 +18,9 @@ class FreeRows(StepCosts):
     def needed(self, rows: int, num_tokens: float) -> float:
         return 0.0
 
+    def rows_within(self, rows: int, growth: float) -> float:
+        return math.inf
+
 
 class SimDrafts(NgramDrafts):
     def __init__(self, monitor: "Monitor", max_tokens: int) -> None:
@@ -24,11 +28,15 @@ class SimDrafts(NgramDrafts):
         self._costs = FreeRows(8.0)
         self._monitor = monitor
 
-    def _draft(self, seq: Sequence, num_rows: int, num_kept: float, room: int) -> tuple[list[int], float]:
+    def _propose(self, proposer: Proposer, seq: Sequence, num_tokens: int) -> list[int]:
+        self._num_in_vain = 0
         drawn = mix(seq.seed & 2**62 - 1, len(seq.token_ids))
         start, length = seq.num_generated_tokens, drawn % (self.max_tokens + 1)
         tokens = self._monitor.reference_of(seq).token_ids[start : start + length]
         if wrong := drawn >> 8 & 3:
             place = (drawn >> 16) % (len(tokens) + 1)
             tokens = [*tokens[:place], 97 + wrong]  # which may be right, too
-        return tokens[: max(0, min(room, self.max_tokens))], num_kept
+        return tokens[:num_tokens]
+
+    def _length(self, proposer: Proposer, tokens: list[int], num_rows: int, num_kept: float) -> tuple[int, float]:
+        return len(tokens), num_kept

@@ -19,6 +19,7 @@ plans look for no guess while texts repeat little (PATIENCE, REST): on a CPU a l
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from engine.executor.step import OPEN_TOKEN, StepPlan, StepResult
 from engine.memory.block_manager import BlockManager
@@ -30,6 +31,7 @@ from engine.scheduling.speculation.step_costs import PassCosts, StepCosts
 
 MARGIN = 1.15  # how much more than its cost a row of a draft must promise
 FIRST_CHANCE = 0.5  # the estimate that a guess is right, before the first comparison
+MOST_LOSS = 0.25  # a share of the step: decodes without a draft lose it by those with one, all of them together
 LEARN = 0.15  # weight of one comparison in the estimate
 PREDICTED_TOKENS = 32  # longest draft from a prediction where `--speculative` sets no length
 MAX_PROPOSERS = 64  # indexes that are kept: a long text takes some 130 bytes a token
@@ -194,6 +196,14 @@ class OpenProposer(Proposer):
         super().compare(seq)
 
 
+class Proposal(NamedTuple):
+    """Tokens that may be the next draft of `seq`: at least one."""
+
+    seq: Sequence
+    proposer: Proposer
+    tokens: list[int]
+
+
 class NgramDrafts(Drafts):
     """Drafts of up to `max_tokens` tokens. `from_text`: for each sequence, also from n-grams of its prompt and output;
     else only from predictions."""
@@ -218,7 +228,7 @@ class NgramDrafts(Drafts):
 
     def add_to(self, parts: RunningParts, block_manager: BlockManager, num_spare: int) -> None:
         num_rows = len(parts.decodes)
-        if not (self._candidates and 0 < num_rows <= self.max_decodes):
+        if not (self._candidates and 0 < num_rows <= self.max_decodes and num_spare > 0):
             return
         if self._num_to_rest:
             self._num_to_rest -= 1
@@ -226,25 +236,48 @@ class NgramDrafts(Drafts):
         if not self._may_pay(num_rows):
             return
         self._num_in_vain += 1
+        proposals = self._proposals(parts, block_manager)
+        if self._num_in_vain >= PATIENCE:
+            self._num_to_rest = REST
+        num_spare = min(num_spare, self._most_rows(len(parts.decodes), len(proposals)))
         num_kept = float(num_rows)  # tokens that the step is expected to bring
-        for seq in list(parts.decodes):
-            if num_spare <= 0:
-                return
+        for num_before, (seq, proposer, tokens) in enumerate(proposals):
+            share = -(-num_spare // (len(proposals) - num_before))
+            length, num_kept = self._length(proposer, tokens[:share], num_rows, num_kept)
+            if not length:
+                proposer.guess = seq.num_tokens, tokens[0]
+            if not length or (blocks := block_manager.allocate(seq, 1 + length)) is None:
+                self._promising.discard(seq)
+                continue
+            parts.add_draft(seq, tokens[:length], blocks)
+            num_rows += length
+            num_spare -= length
+
+    def _proposals(self, parts: RunningParts, block_manager: BlockManager) -> list[Proposal]:
+        """Returns the decodes that may have a draft in this step."""
+        found = []
+        for seq in parts.decodes:
             if seq not in self._candidates or (seq.group is not None and seq.group.inseparable):
                 continue
             if seq.num_pending_tokens:
                 self._look_ahead(seq)
                 continue
-            room = min(num_spare, self._room(seq, parts, block_manager))
-            tokens, num_kept = self._draft(seq, num_rows, num_kept, room)
-            if not tokens or (blocks := block_manager.allocate(seq, 1 + len(tokens))) is None:
+            proposer = self._proposer_of(seq)
+            proposer.compare(seq)
+            room = min(self._room(seq, parts, block_manager), self.max_tokens)
+            if room > 0 and (tokens := self._propose(proposer, seq, room)):
+                found.append(Proposal(seq, proposer, tokens))
+            else:
                 self._promising.discard(seq)
-                continue
-            parts.add_draft(seq, tokens, blocks)
-            num_rows += len(tokens)
-            num_spare -= len(tokens)
-        if self._num_in_vain >= PATIENCE:
-            self._num_to_rest = REST
+        return found
+
+    def _most_rows(self, num_decodes: int, num_drafts: int) -> int:
+        """Returns how many rows drafts may have: they must not take much time from the decodes without a draft."""
+        num_others = num_decodes - num_drafts
+        if num_others <= 0:
+            return num_decodes * self.max_tokens
+        rows = self._costs.rows_within(num_decodes, MOST_LOSS * num_decodes / num_others)
+        return int(min(rows, num_decodes * self.max_tokens))
 
     def _may_pay(self, num_rows: int) -> bool:
         """False if not even a guess that is sure to be right pays in a step of `num_rows` decodes."""
@@ -283,20 +316,16 @@ class NgramDrafts(Drafts):
             room = min(room, len(seq.block_table) * block_manager.block_size - seq.num_computed_tokens - 1)
         return room
 
-    def _draft(self, seq: Sequence, num_rows: int, num_kept: float, room: int) -> tuple[list[int], float]:
-        """Returns the draft of `seq` in a step of `num_rows` that brings `num_kept` tokens, and `num_kept` with it."""
-        proposer = self._proposer_of(seq)
-        proposer.compare(seq)
-        tokens = self._propose(proposer, seq, min(room, self.max_tokens)) if room > 0 else []
+    def _length(self, proposer: Proposer, tokens: list[int], num_rows: int, num_kept: float) -> tuple[int, float]:
+        """Returns how many of `tokens` are worth their time in a step of `num_rows` that brings `num_kept` tokens, and
+        `num_kept` with them."""
         chance = right = proposer.chances[proposer.source]  # that all tokens so far are right
         length = 0
         while length < len(tokens) and right > MARGIN * self._costs.needed(num_rows + length, num_kept):
             num_kept += right
             right *= chance
             length += 1
-        if tokens and not length:
-            proposer.guess = seq.num_tokens, tokens[0]
-        return tokens[:length], num_kept
+        return length, num_kept
 
     def planned(self, plan: StepPlan) -> None:
         if not self._candidates or self._num_to_rest:
@@ -374,12 +403,11 @@ class ModelDrafts(NgramDrafts):
     def _new_proposer(self, seq: Sequence) -> Proposer:
         return OpenProposer(seq)
 
-    def _draft(self, seq: Sequence, num_rows: int, num_kept: float, room: int) -> tuple[list[int], float]:
-        tokens, num_kept = super()._draft(seq, num_rows, num_kept, room)
-        proposer = self._proposers[seq.seq_id]
+    def _length(self, proposer: Proposer, tokens: list[int], num_rows: int, num_kept: float) -> tuple[int, float]:
         assert isinstance(proposer, OpenProposer), "_new_proposer makes it"
-        proposer.num_left_out = 0 if tokens else proposer.num_left_out + 1
-        if proposer.num_left_out >= proposer.probe_after and room > 0:
+        length, num_kept = super()._length(proposer, tokens, num_rows, num_kept)
+        proposer.num_left_out = 0 if length else proposer.num_left_out + 1
+        if proposer.num_left_out >= proposer.probe_after and tokens:
             proposer.num_left_out = 0
-            return proposer.propose(seq, 1), num_kept
-        return tokens, num_kept
+            return 1, num_kept
+        return length, num_kept

@@ -3,6 +3,8 @@
 PassCosts adds the passes of a draft model, whose seconds the Worker reports apart.
 """
 
+import math
+
 FORGET = 0.98  # weight of a step relative to the one after it
 MIN_STEPS, MIN_VARIANCE = 8.0, 0.5  # a fit needs steps of this weight, whose numbers of rows have this variance
 LEARN_MORE, LEARN_LESS = 0.1, 0.5  # weights of a pass that took longer, and less, than the estimate
@@ -60,11 +62,20 @@ class StepCosts:
         relative = self.fixed + self.per_row * self._rows
         return self._seconds / relative if relative > 0.0 else 0.0
 
+    @property
+    def row_cost(self) -> float:
+        """The time of one more row, in the unit of `fixed` and `per_row`."""
+        return self.per_row
+
     def needed(self, rows: int, num_tokens: float) -> float:
         """Returns the least probability at which one more row gains time in a step of `rows` that brings `num_tokens`:
         the row must bring tokens at the step's own rate, seconds(rows) / num_tokens, or better."""
         seconds = self.fixed + self.per_row * rows
-        return self.per_row * num_tokens / seconds if seconds > 0.0 else 1.0
+        return self.row_cost * num_tokens / seconds if seconds > 0.0 else 1.0
+
+    def rows_within(self, rows: int, growth: float) -> float:
+        """Returns how many more rows lengthen a step of `rows` by the share `growth` of its time."""
+        return growth * (self.fixed + self.per_row * rows) / self.row_cost if self.row_cost > 0.0 else math.inf
 
 
 class PassCosts(StepCosts):
@@ -87,9 +98,8 @@ class PassCosts(StepCosts):
         else:
             self._pass_seconds = known + LEARN_MORE * (min(each, LARGEST * known) - known)
 
-    def needed(self, rows: int, num_tokens: float) -> float:
-        needed = super().needed(rows, num_tokens)
+    @property
+    def row_cost(self) -> float:
         if self._pass_seconds is None or (unit := self._unit) <= 0.0:
-            return needed
-        step_seconds = unit * (self.fixed + self.per_row * rows)
-        return needed + self._pass_seconds / self.num_sharing * num_tokens / step_seconds
+            return self.per_row
+        return self.per_row + self._pass_seconds / (self.num_sharing * unit)
