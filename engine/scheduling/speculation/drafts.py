@@ -13,8 +13,9 @@ draft is a single sequence and not a distribution.
 
 A longer draft makes a step slower, so a draft grows while its next token is likely enough to be kept: the estimate for
 each sequence comes from its own drafts, and from guesses that were not computed but compared later. The bound comes
-from measured steps (StepCosts): with many sequences a row costs nearly as much as it can gain, and drafts end. Most
-plans look for no guess while texts repeat little (PATIENCE, REST): on a CPU a lookup takes its time from the step.
+from measured steps (StepCosts): with many sequences a row costs nearly as much as it can gain, and drafts end. They
+lengthen a step little while most of its sequences have none (MOST_LOSS). Most plans look for no guess while texts
+repeat little (PATIENCE, REST): on a CPU a lookup takes its time from the step.
 """
 
 from dataclasses import dataclass
@@ -96,7 +97,7 @@ class DraftBounds:
 
 # Beyond 8 decodes, ordinary text of the bundled model lost up to a tenth on a CPU, where the time of a step is noisy.
 CPU_BOUNDS = DraftBounds(max_decodes=8, weight_rows=8.0)
-# An H100 computes some 295 operations in bf16 while it reads a byte, and attention takes its part.
+# An H100 computes some 295 rows of bf16 while it reads the weights, and attention takes its part.
 GPU_BOUNDS = DraftBounds(max_decodes=64, weight_rows=200.0)
 
 
@@ -243,7 +244,8 @@ class NgramDrafts(Drafts):
         num_kept = float(num_rows)  # tokens that the step is expected to bring
         for num_before, (seq, proposer, tokens) in enumerate(proposals):
             share = -(-num_spare // (len(proposals) - num_before))
-            length, num_kept = self._length(proposer, tokens[:share], num_rows, num_kept)
+            room = min(share, self._room(seq, parts, block_manager))  # the drafts before this one took blocks
+            length, num_kept = self._length(proposer, tokens[: max(0, room)], num_rows, num_kept)
             if not length:
                 proposer.guess = seq.num_tokens, tokens[0]
             if not length or (blocks := block_manager.allocate(seq, 1 + length)) is None:

@@ -11,7 +11,7 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.executor.step import WorkerReady
 from engine.requests.new_scheduler import new_scheduler
-from engine.scheduling.speculation.drafts import DraftSource, make_drafts
+from engine.scheduling.speculation.drafts import DraftBounds, DraftSource, make_drafts
 from engine.scheduling.speculation.ngram_index import LONG, MAX_INDEXED, SIZE, NgramIndex
 from engine.scheduling.speculation.step_costs import PassCosts, StepCosts
 from tests.engine.scheduling.loop import Loop
@@ -96,6 +96,23 @@ def test_drafts_end_where_wrong():
     loop.run()
     assert seq.token_ids[15:] == expected_tokens(prompt, 0, 60)
     assert loop.scheduler.drafts.num_draft_tokens < 30
+
+
+@pytest.mark.parametrize("num_blocks", range(90, 130, 5))
+def test_drafts_leave_blocks_for_the_next_token_of_every_decode(num_blocks):
+    drafts = make_drafts(16, bounds=DraftBounds(max_decodes=64, weight_rows=1e6))
+    loop = Loop(num_blocks, 1, depth=1, drafts=drafts, max_num_seqs=128, max_num_batched_tokens=256)
+    for i in range(6):
+        prompt = list(range(97 + i, 105 + i))
+        seq = loop.add(prompt, max_tokens=80)
+        seq.prediction = tuple(expected_tokens(prompt, seq.seed, 80))
+    num_drafts = 0
+    while loop.step():
+        plan = loop.plans[-1]
+        if len(plan.decode_blocks) > 2 * len(plan.decodes):  # drafts took blocks, too
+            num_drafts += 1
+            assert len(loop.scheduler.block_manager.free_blocks) >= len(plan.decodes)
+    assert num_drafts > 10
 
 
 @pytest.mark.parametrize("depth", [1, 2])
