@@ -1,7 +1,7 @@
 """Measures drafts on text that an answer repeats with changes: predicted outputs of chats, and edits of files.
 
-    python -m benchmarks.predictions [--tokenizer DIR] [--until COMMIT] [--commits 160] [--lengths 8,32]
-                                     [--streams 1,8,32,64] [--rounds 10] [--only edits|served] [--json PATH]
+    python -m benchmarks.predictions [--tokenizer DIR] [--until COMMIT] [--commits 160] [--lengths 8 32]
+                                     [--streams 1 8 32 64] [--rounds 10] [--only edits|served] [--json PATH]
 
 edits: files that the newest commits of this repository changed, as tokens of `--tokenizer`. The old file is the
 prediction (or the prompt, where drafts are n-grams of the text), and the answer is the new file. The real Scheduler
@@ -75,10 +75,10 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokenizer", type=Path, default=BUNDLED, help="a folder; default: the bundled model's")
     parser.add_argument("--until", default="HEAD", help="the newest commit")
-    parser.add_argument("--commits", type=int, default=160)
-    parser.add_argument("--lengths", default="8,32", help="tokens of the longest draft, for edits")
-    parser.add_argument("--streams", default="1,8,32,64", help="answers at a time, for edits")
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--commits", type=_positive, default=160)
+    parser.add_argument("--lengths", type=_positive, nargs="+", default=[8, 32], help="tokens of the longest draft")
+    parser.add_argument("--streams", type=_positive, nargs="+", default=[1, 8, 32, 64], help="answers at a time")
+    parser.add_argument("--rounds", type=_positive, default=10)
     parser.add_argument("--only", choices=["edits", "served"])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
@@ -86,16 +86,24 @@ def main(arguments: list[str]) -> None:
     print(describe(facts))
     document: dict[str, Any] = {"machine": facts}
     if options.only != "served":
-        edits = edited_files(options.tokenizer, options.until, options.commits)
+        try:
+            document["newest_commit"] = _git("rev-parse", "--short", "--verify", options.until + "^{commit}").strip()
+            edits = edited_files(options.tokenizer, options.until, options.commits)
+        except subprocess.CalledProcessError as error:
+            parser.error(f"--until {options.until}: git says {error.stderr.strip()}")
         if not edits:
             parser.error("no commit of this repository changed a file: edits need a clone with its history")
-        document["newest_commit"] = _git("rev-parse", "--short", options.until).strip()
-        lengths, streams = ([int(part) for part in text.split(",")] for text in (options.lengths, options.streams))
-        document["edits"] = show_edits(edits, lengths, streams)
+        document["edits"] = show_edits(edits, options.lengths, options.streams)
     if options.only != "edits":
         document["served"] = show_served(options.rounds)
     if options.json:
         options.json.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def _positive(text: str) -> int:
+    if not (text.isdecimal() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return int(text)
 
 
 def edited_files(tokenizer_dir: Path, newest: str, num_commits: int) -> list[Edit]:
