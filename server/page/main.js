@@ -118,7 +118,7 @@ function showExtent({ numBlocks }) {
   button.hidden = !partial && !button.dataset.all;
   button.textContent = partial
     ? `first ${count(map.extent)} shown: show all ${count(numBlocks)}`
-    : "show what was used";
+    : `all ${count(numBlocks)} shown: show used`;
 }
 
 $("extent").addEventListener("click", () => {
