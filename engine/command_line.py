@@ -20,13 +20,18 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message} (`{self.prog} --help` lists the options)")
 
     def read(self, arguments: Sequence[str]) -> dict[str, Any]:
-        """The given options as name -> value. ConfigError for an unknown flag or an unexpected argument."""
+        """The given options as name -> value. ConfigError for an unknown flag or an unexpected argument, and
+        where one flag has several values but MODEL is missing: `--api-key KEY MODEL` would make the model a key."""
         values, unknown = self.parse_known_args(arguments)
         if unknown:
             flags = [part.partition("=")[0] for part in unknown if part.startswith("-")]
             known = [option.lstrip("-").replace("-", "_") for option in self._option_string_actions]
             self.error(unknown_name(flags[0], known, "--{}") if flags else f"unexpected argument {unknown[0]!r}")
-        return vars(values)
+        given = vars(values)
+        flag = given.pop("ambiguous", None)
+        if flag is not None and given.get("positional_model", "") is None and "model" not in given:
+            self.error(f"{flag} has several values, the last may be MODEL: write MODEL first, or {flag} before each")
+        return given
 
 
 def one_line(error: Exception) -> str:

@@ -247,6 +247,15 @@ def _spell(name: str, spell: str) -> str:
     return spell.format(name.upper() if spell.startswith(ENV_PREFIX) else name)
 
 
+class _Values(argparse.Action):
+    """Adds to a list. `ambiguous` keeps a flag with several values: the last may be meant as the command's MODEL."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, flag: str | None = None) -> None:
+        setattr(namespace, self.dest, [*getattr(namespace, self.dest, []), *values])
+        if len(values) > 1:
+            namespace.ambiguous = flag
+
+
 def add_flags(parser: argparse.ArgumentParser, *config_classes: type, repeated: tuple[str, ...] = ()) -> None:
     """A flag per setting: `--max-num-seqs N`, `--enable-x / --no-enable-x`, lists as `--api-key A B`.
 
@@ -270,7 +279,7 @@ def _add_flag(group: Any, setting: Setting, action: str) -> None:
     if setting.type is bool:
         group.add_argument(setting.flag, action=argparse.BooleanOptionalAction, **more)
     elif setting.many:
-        group.add_argument(setting.flag, nargs="+", action="extend", metavar="TEXT", **more)
+        group.add_argument(setting.flag, nargs="+", action=_Values, metavar="TEXT", **more)
     else:
         metavar = "|".join(map(str, setting.choices)) if setting.choices else setting.type.__name__.upper()
         group.add_argument(setting.flag, action=action, metavar="SIZE" if setting.size else metavar, **more)
