@@ -98,7 +98,7 @@ def main(arguments: list[str]) -> int:
         print("benchmarks.peers: --only, --models and --workloads leave nothing to measure", file=sys.stderr)
         return 2
     if options.plot is not None and find_spec("matplotlib") is None:  # fail before the run, not after it
-        print("benchmarks.peers: --plot needs matplotlib: pip install 'pageserve[bench]'", file=sys.stderr)
+        print("benchmarks.peers: --plot needs matplotlib: pip install '.[bench]' here", file=sys.stderr)
         return 2
     rows, runs, status = [], [], 0
     for model, n in dict.fromkeys((aim.model, aim.n) for aim in aims if aim.peer == VLLM):

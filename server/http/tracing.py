@@ -18,7 +18,7 @@ from server.config import ServerConfig
 logger = logging.getLogger(__name__)
 
 ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-MISSING = "the packages for OpenTelemetry are not installed: pip install 'pageserve[otel]'"
+MISSING = "the packages for OpenTelemetry are not installed: pip install '.[otel]' in pageserve's folder"
 CLOSE_SECONDS = 2.0
 
 

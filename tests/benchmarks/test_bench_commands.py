@@ -75,7 +75,7 @@ def test_bench_draws_every_workload(stub, tmp_path):
 def test_bench_says_before_it_runs_that_it_cannot_draw(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("server.commands.bench.command.find_spec", lambda name: None)
     assert bench(["--plot", str(tmp_path / "p.png")]) == 2
-    assert "pip install 'pageserve[bench]'" in capsys.readouterr().err
+    assert "pip install '.[bench]'" in capsys.readouterr().err
 
 
 def test_bench_gives_advice_if_no_server_answers(capsys):

@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     measured."""
     options = argparse.Namespace(**_parser().read(sys.argv[1:] if argv is None else argv))
     if options.plot is not None and find_spec("matplotlib") is None:  # fail before the run, not after it
-        print("pageserve bench: --plot needs matplotlib: pip install 'pageserve[bench]'", file=sys.stderr)
+        print("pageserve bench: --plot needs matplotlib: pip install '.[bench]' in pageserve's folder", file=sys.stderr)
         return 2
     try:
         return event_loop.run(_bench(options))

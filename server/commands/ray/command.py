@@ -38,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
     if server_config.port == 0:
         raise ConfigError("port: every node of the cluster listens on the same port; name one for pageserve ray.")
     if find_spec("ray") is None or find_spec("aiohttp") is None:
-        raise ConfigError("pageserve ray needs Ray Serve, which is not installed: pip install 'pageserve[ray]'.")
+        raise ConfigError("Ray Serve is not installed: pip install '.[ray]' in pageserve's folder.")
     logging.basicConfig(level=server_config.log_level.upper())
     return _run(engine_config, server_config, ray_config)
 

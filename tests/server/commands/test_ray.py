@@ -120,7 +120,7 @@ def test_the_command_needs_a_port(capsys):
 @pytest.mark.skipif(find_spec("ray") is not None, reason="Ray is installed here")
 def test_without_ray_the_command_names_the_extra(capsys):
     assert main(["ray", "some-model", "--max-replicas", "2"]) == 2
-    assert "pip install 'pageserve[ray]'" in capsys.readouterr().err
+    assert "pip install '.[ray]'" in capsys.readouterr().err
 
 
 def test_autoscaling_reads_the_gauges_of_a_metrics_page():

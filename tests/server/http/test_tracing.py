@@ -147,7 +147,7 @@ def test_none_unless_an_exporter_is_set(monkeypatch):
 
 def test_without_the_packages(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
-    with pytest.raises(ConfigError, match=r"otlp_traces_endpoint: .* pip install 'pageserve\[otel\]'"):
+    with pytest.raises(ConfigError, match=r"otlp_traces_endpoint: .* pip install '\.\[otel\]'"):
         make_tracer(ServerConfig(otlp_traces_endpoint="http://127.0.0.1:9"))
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "http://127.0.0.1:9")
     assert make_tracer(ServerConfig()) is None and "no traces are sent" in caplog.text
