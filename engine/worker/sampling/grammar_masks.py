@@ -45,6 +45,7 @@ class GrammarMasks:
 
     def drop(self, row: int) -> None:
         self._rows.drop(row)
+        self._expected = [expected for expected in self._expected if expected[0] != row]
 
     def make(self, targets: SampleTargets) -> TokenMask | None:
         """The masks of a step whose forward pass is queued; None if no target has a structured output."""

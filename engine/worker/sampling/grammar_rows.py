@@ -73,13 +73,13 @@ class GrammarRows:
             return
         try:
             matcher = self._cache.start(params.structured_output)
-            longest = 2**62 if params.ignore_eos else num_prompt_tokens + params.min_tokens
+            min_length = 2**62 if params.ignore_eos else num_prompt_tokens + params.min_tokens
             stops = params.stop_token_ids if params.min_tokens else ()
             keeps_out = params.ignore_eos or params.min_tokens > 0
             ends = self._without([*self._eos_token_ids, *stops]) if keeps_out else None
         except GrammarError as error:
             raise ValueError(NOT_MATCHED + str(error)) from None
-        state = _Row(params.structured_output, num_prompt_tokens, matcher, num_prompt_tokens, longest, ends)
+        state = _Row(params.structured_output, num_prompt_tokens, matcher, num_prompt_tokens, min_length, ends)
         state.limits = self._cache.limits(params.structured_output)
         end = self._max_model_len if params.max_tokens is None else num_prompt_tokens + params.max_tokens
         state.last = end - 1

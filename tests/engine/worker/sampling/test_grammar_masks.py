@@ -194,6 +194,25 @@ def test_rows_that_leave_are_forgotten(runner):
     assert not runner.sampler.grammars._rows
 
 
+@pytest.mark.parametrize("length", [8, 40])
+def test_idle_time_makes_no_mask_for_the_row_of_a_sequence_that_has_left(runner, length):
+    """The next sequence of that row computes its prompt in two steps, and idle time lies between them."""
+    driver = MiniDriver(runner)
+    driver.add(1, PROMPTS[1], asking())
+    run(driver, 4)
+    row = runner.batch.row_of[1]
+    driver.remove(1)
+    driver.add(2, list(range(length)), asking())
+    driver.step({2: 4})
+    assert runner.batch.row_of[2] == row
+    while runner.use_idle_time():
+        pass
+    driver.step({2: length - 4})
+    for _ in range(8):
+        driver.step({2: 1})
+    assert re.fullmatch(CODE.text, text(driver.output(2)[:8])) and driver.output(2)[8] == EOS
+
+
 # The rows alone.
 
 
