@@ -34,7 +34,8 @@ class SlowMasks:
         slow = result.slow_masks
         if not (slow or self._seconds):
             return
-        for seq_id in self._seconds.keys() & result.seq_ids:
+        sampled = {token.seq_id for token in result.samples}
+        for seq_id in self._seconds.keys() & sampled:
             del self._seconds[seq_id]
         self._seconds |= slow
         spent = sum(slow.values())

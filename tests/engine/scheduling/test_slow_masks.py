@@ -13,19 +13,36 @@ from tests.engine.scheduling.loop import Loop
 MASK_SECONDS = 0.03
 
 
-class SlowLoop(Loop):
-    """A Loop in which each decode of the tenants `slow` takes a mask of MASK_SECONDS."""
+def as_detailed(tokens):
+    return {"detailed": tokens}
 
-    def __init__(self, slow=("flood",), **settings):
+
+def as_verified(tokens):
+    return {"verified": [[token] for token in tokens]}
+
+
+class SlowLoop(Loop):
+    """A Loop in which each decode of the tenants `slow` takes a mask of MASK_SECONDS. column: the form in which results
+    have the tokens of `flood`, if it is not the plain one."""
+
+    def __init__(self, slow=("flood",), column=None, **settings):
         super().__init__(num_blocks=500, **settings)
-        self.slow, self.sent, self.times = slow, {}, []
+        self.slow, self.column, self.sent, self.times = slow, column, {}, []
+        self.base_seconds = None  # of a step without masks; None: as the device says
         execute, self.device.execute = self.device.execute, lambda plan: self._with_masks(execute(plan))
 
     def _with_masks(self, result):
         masks = {seq_id: MASK_SECONDS for seq_id in result.seq_ids if self.sent[seq_id].tenant in self.slow}
         self.times.append((Counter(self.sent[seq_id].tenant for seq_id in result.seq_ids), sum(masks.values())))
-        seconds = result.compute_seconds + sum(masks.values())
-        return msgspec.structs.replace(result, compute_seconds=seconds, slow_masks=masks)
+        seconds = (self.base_seconds or result.compute_seconds) + sum(masks.values())
+        result = msgspec.structs.replace(result, compute_seconds=seconds, slow_masks=masks)
+        return result if self.column is None else self._in_column(result)
+
+    def _in_column(self, result):
+        in_column = [token for token in result.samples if self.sent[token.seq_id].tenant == "flood"]
+        others = [token for token in result.samples if token not in in_column]
+        seq_ids, token_ids = [token.seq_id for token in others], [token.token_id for token in others]
+        return msgspec.structs.replace(result, seq_ids=seq_ids, token_ids=token_ids, **self.column(in_column))
 
     def send(self, tenant, count=1, max_tokens=40, length=8):
         seqs = [self.add([97 + len(self.sent) % 26] * length, max_tokens, tenant=tenant) for _ in range(count)]
@@ -58,9 +75,7 @@ def test_slow_masks_take_a_share_of_the_time_beside_another_tenant(depth):
 def test_the_share_is_used_and_kept():
     """Steps of 10 ms and masks of 30: a mask every twelfth step."""
     loop = SlowLoop(depth=1)
-    execute = loop.device.execute
-    slower = lambda result: msgspec.structs.replace(result, compute_seconds=0.01 + sum(result.slow_masks.values()))  # noqa: E731
-    loop.device.execute = lambda plan: slower(execute(plan))
+    loop.base_seconds = 0.01
     loop.send("flood", count=6, max_tokens=100)
     quiet = loop.send("quiet", count=2, max_tokens=400)
     steps(loop, 60)
@@ -95,11 +110,15 @@ def test_while_another_tenant_is_expected_a_step_waits_for_few():
     assert later[-1][1] == pytest.approx(6 * MASK_SECONDS), "nobody comes any more"
 
 
-def test_masks_that_are_fast_again_hold_nobody_back():
-    loop = SlowLoop(depth=1)
+@pytest.mark.parametrize("column", [None, as_detailed, as_verified])
+def test_masks_that_are_fast_again_hold_nobody_back(column):
+    loop = SlowLoop(depth=1, column=column)
+    loop.base_seconds = 0.01
     loop.send("flood", count=6, max_tokens=150)
+    steps(loop, 3)
     loop.send("quiet", max_tokens=400)
     steps(loop, 20)
+    assert loop.scheduler.admission.fair_share.slow_masks.num_slow == 6
     loop.slow = ()
     steps(loop, 100)
     assert steps(loop, 1) == [({"flood": 6, "quiet": 1}, 0)]
