@@ -154,7 +154,7 @@ class RequestOutput(msgspec.Struct, frozen=True):
 
     `prompt_logprobs` comes with the first output of a request that asked for it. With a `Request.prediction`,
     `num_accepted_prediction_tokens` and `num_rejected_prediction_tokens` count its tokens that were computed ahead and
-    turned out right or wrong.
+    are in the output, or not.
     """
 
     request_id: str

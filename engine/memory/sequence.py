@@ -222,11 +222,13 @@ def end_after(
     params = seq.params
     if not params.generates:
         return FinishReason.LENGTH, None
-    if seq.num_generated_tokens >= params.min_tokens:
-        if token_id in params.stop_token_ids:
-            return FinishReason.STOP, token_id
-        if token_id in eos_token_ids and params.ends_at_eos:
-            return FinishReason.STOP, None
+    is_long_enough = seq.num_generated_tokens >= params.min_tokens
+    if is_long_enough and token_id in params.stop_token_ids:
+        return FinishReason.STOP, token_id
+    # A form allows the end before min_tokens only where it allows nothing else.
+    may_end = params.ends_at_eos and (is_long_enough or params.structured_output is not None)
+    if may_end and token_id in eos_token_ids:
+        return FinishReason.STOP, None
     return (FinishReason.LENGTH, None) if len(seq.token_ids) >= seq.max_num_tokens else None
 
 

@@ -173,10 +173,13 @@ class RequestStream:
 
     def _count_predicted(self) -> tuple[int, int]:
         """Return the tokens of the prediction that were accepted and rejected; samples that share a sequence count
-        once. Accepted tokens behind the end of a sample are in no output, and do not count."""
-        sequences = {sample.sequence for sample in self._samples}
-        accepted = sum(min(seq.num_accepted_prediction_tokens, seq.num_generated_tokens) for seq in sequences)
-        return accepted, sum(seq.num_rejected_prediction_tokens for seq in sequences)
+        once. Those behind the end of a sample are in no output, and count as rejected."""
+        accepted = rejected = 0
+        for seq in {sample.sequence for sample in self._samples}:
+            num_behind = max(0, seq.prediction_end - seq.num_tokens)
+            accepted += seq.num_accepted_prediction_tokens - num_behind
+            rejected += seq.num_rejected_prediction_tokens + num_behind
+        return accepted, rejected
 
     def _pop_scores(self) -> PromptLogprobs | None:
         """Return the logprobs of the prompt once, when they are complete: after an early end they never are."""

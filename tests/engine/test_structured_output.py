@@ -433,11 +433,12 @@ def test_neighbours_are_not_touched(llm):
     assert formed.outputs[0].text.startswith("{")
 
 
-@pytest.mark.parametrize("more", [{"ignore_eos": True}, {"min_tokens": 12}])
+@pytest.mark.parametrize("more", [{"ignore_eos": True}, {"min_tokens": 12}, {"min_tokens": 60}])
 def test_a_form_wins_over_options_that_make_a_text_longer(llm, more):
     [result] = generate(llm, CODE, **more)
     assert re.fullmatch("[A-Z]{2}-[0-9]{4}", result.outputs[0].text)
     assert result.outputs[0].finish_reason is FinishReason.STOP
+    assert len(result.outputs[0].token_ids) <= 8, "no token follows the first end token"
 
 
 @pytest.mark.parametrize("more", [{"ignore_eos": True}, {"min_tokens": 15}])
