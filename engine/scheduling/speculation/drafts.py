@@ -229,12 +229,9 @@ class NgramDrafts(Drafts):
 
     def add_to(self, parts: RunningParts, block_manager: BlockManager, num_spare: int) -> None:
         num_rows = len(parts.decodes)
-        if not (self._candidates and 0 < num_rows <= self.max_decodes and num_spare > 0):
-            return
-        if self._num_to_rest:
-            self._num_to_rest -= 1
-            return
-        if not self._may_pay(num_rows):
+        if not self._looks(num_rows, num_spare):
+            if self._promising:
+                self._promising.difference_update(parts.decodes)  # the draft for which they would wait does not come
             return
         self._num_in_vain += 1
         proposals = self._proposals(parts, block_manager)
@@ -254,6 +251,16 @@ class NgramDrafts(Drafts):
             parts.add_draft(seq, tokens[:length], blocks)
             num_rows += length
             num_spare -= length
+
+    def _looks(self, num_rows: int, num_spare: int) -> bool:
+        """False if a plan of `num_rows` decodes looks for no guess: a draft has no room or cannot pay, or the search
+        rests."""
+        if not (self._candidates and 0 < num_rows <= self.max_decodes and num_spare > 0):
+            return False
+        if self._num_to_rest:
+            self._num_to_rest -= 1
+            return False
+        return self._may_pay(num_rows)
 
     def _proposals(self, parts: RunningParts, block_manager: BlockManager) -> list[Proposal]:
         """Returns the decodes that may have a draft in this step."""

@@ -115,6 +115,30 @@ def test_drafts_leave_blocks_for_the_next_token_of_every_decode(num_blocks):
     assert num_drafts > 10
 
 
+def test_nobody_waits_for_a_draft_that_does_not_come():
+    """With two plans under way, a sequence whose draft was right waits for its token before the next one; not where the
+    step has become too large for drafts."""
+    loop = Loop(2000, 16, drafts=make_drafts(4), max_num_seqs=64, max_num_batched_tokens=512)
+
+    def add(numbers):
+        for number in numbers:
+            prompt = list(range(97 + number, 107 + number))
+            seq = loop.add(prompt, max_tokens=400)
+            seq.prediction = tuple(expected_tokens(prompt, seq.seed, 400))
+            yield seq
+
+    seqs = list(add(range(8)))
+    for _ in range(20):
+        loop.step()
+    assert loop.scheduler.drafts.num_drafts > 20
+    seqs += add(range(8, 16))
+    for _ in range(12):
+        loop.step()
+    assert {len(plan.decodes) for plan in loop.plans[-8:]} == {16}
+    loop.run()
+    assert all(seq.token_ids[10:] == list(seq.prediction) for seq in seqs)
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_text_without_repetition_is_searched_now_and_then(monkeypatch, depth):
     """Each lookup takes processor time from the step; a repetition is found a little later."""
