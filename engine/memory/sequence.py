@@ -82,6 +82,7 @@ class Sequence:
         "num_tokens_when_preempted",
         "params",
         "prediction",
+        "prediction_end",
         "priority",
         "seed",
         "seq_id",
@@ -129,6 +130,7 @@ class Sequence:
         self.num_accepted_tokens = 0
         self.prediction = prediction  # the client's guess of the output
         self.num_accepted_prediction_tokens = self.num_rejected_prediction_tokens = 0  # in drafts
+        self.prediction_end = 0  # length up to the last accepted one; a draft may go on behind the end of the text
         self.num_preemptions = 0
         self.num_tokens_when_preempted = 0
         self.num_charged_tokens = 0  # computed and charged to its tenant; a second computation is free

@@ -74,6 +74,16 @@ def test_any_other_field_goes_with_a_prediction(server, client, fields):
     server.wait_idle()
 
 
+@pytest.mark.parametrize("length", range(49, 59, 3))
+def test_predicted_tokens_behind_the_end_were_not_accepted(client, length):
+    """The prediction lacks the first 20 tokens, and a draft may go on behind the stop."""
+    text = expected_text(chat_prompt("hello"), 1, 100)
+    body = chat_body(max_tokens=100, stop=[text[length - 5 : length]], **predicted(text[20:]))
+    usage = client.post(CHAT, json=body).json()["usage"]
+    accepted = usage["completion_tokens_details"]["accepted_prediction_tokens"]
+    assert 0 < accepted <= usage["completion_tokens"] - 20 <= length - 20
+
+
 def test_a_prediction_longer_than_the_context_is_cut(client):
     text = expected_text(chat_prompt("hello"), 1, 60)
     answer = client.post(CHAT, json=chat_body(max_tokens=60, **predicted(text + "x" * 100_000))).json()

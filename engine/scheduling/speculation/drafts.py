@@ -358,6 +358,7 @@ class NgramDrafts(Drafts):
             if proposer.from_prediction:
                 seq.num_accepted_prediction_tokens += num_accepted
                 seq.num_rejected_prediction_tokens += num_tokens - num_accepted
+                seq.prediction_end = seq.num_tokens + num_accepted
         if num_accepted:
             self._promising.add(seq)
         else:
