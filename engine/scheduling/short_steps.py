@@ -58,6 +58,25 @@ class StepTimes:
         self._sums: Numbers = np.zeros(4)
         self._fit: Numbers = np.zeros(4)  # base, first_token, per_decode, per_token
         self._num_steps = 0
+        self._planned: dict[int, tuple[int, int]] = {}  # by step id: decodes with their drafts, tokens of chunks
+
+    def planned(self, plan: StepPlan) -> None:
+        """A plan is sent, from whose result to learn. A row of a draft is computed as a decode is."""
+        self._planned[plan.step_id] = plan.num_rows, plan.num_tokens - plan.num_rows
+
+    def computed(self, result: StepResult) -> float | None:
+        """Learns from the result of a plan. Returns the part by which the step missed its predicted time; None without
+        a prediction."""
+        found, seconds = self._planned.pop(result.step_id, None), result.compute_seconds
+        if found is None or seconds <= 0.0 or result.slow_masks:
+            return None
+        predicted = self.seconds_of(*found)
+        self.observe(*found, seconds)
+        return abs(seconds / predicted - 1) if predicted else None
+
+    def lose_plans(self) -> None:
+        """The Worker is gone: no result will come for plans in flight."""
+        self._planned.clear()
 
     def observe(self, num_decodes: int, num_chunk_tokens: int, seconds: float) -> None:
         """Learns from a computed step; `seconds` is above 0."""
@@ -78,6 +97,8 @@ class StepTimes:
 
     def seconds_of(self, num_decodes: int, num_chunk_tokens: int) -> float:
         """The time of a step by the last fit; 0 before the first one."""
+        if not self._fit.any():
+            return 0.0
         base, first_token, per_decode, per_token = self._coefficients
         chunks = first_token + per_token * num_chunk_tokens if num_chunk_tokens else 0.0
         return float(base + per_decode * num_decodes + chunks)
@@ -114,23 +135,19 @@ class ShortSteps:
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._times = StepTimes()
-        self._planned: dict[int, tuple[int, int]] = {}  # by step id: decodes, tokens of chunks
         self._turns = count(1)
 
     def planned(self, plan: StepPlan) -> None:
         """A plan is sent while steps are short."""
-        num_decodes = len(plan.decodes)
-        self._planned[plan.step_id] = num_decodes, plan.num_tokens - num_decodes
+        self._times.planned(plan)
 
     def computed(self, result: StepResult) -> None:
         """The result of any step is back."""
-        found = self._planned.pop(result.step_id, None)
-        if found is not None and result.compute_seconds > 0.0 and not result.slow_masks:
-            self._times.observe(*found, result.compute_seconds)
+        self._times.computed(result)
 
     def lose_plans(self) -> None:
         """The Worker is gone: no result will come for plans in flight."""
-        self._planned.clear()
+        self._times.lose_plans()
 
     def limit(self, sequences: list[Sequence], more_wait: bool, most: int) -> tuple[list[Sequence], int, set[Sequence]]:
         """Returns the sequences that the next step may hold, in order, its token budget (at most `most`), and the
@@ -203,7 +220,6 @@ class TimedTarget(StepTarget):
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._times = StepTimes()
-        self._planned: dict[int, tuple[int, int]] = {}  # by step id: decodes, tokens of chunks
         self._error = 0.0  # mean relative error of predictions
 
     def limit(self, sequences: list[Sequence], most: int) -> int:
@@ -216,16 +232,11 @@ class TimedTarget(StepTarget):
         return min(most, num_decodes + max(MIN_CHUNK, int(tokens)))
 
     def planned(self, plan: StepPlan) -> None:
-        num_decodes = len(plan.decodes)
-        self._planned[plan.step_id] = num_decodes, plan.num_tokens - num_decodes
+        self._times.planned(plan)
 
     def computed(self, result: StepResult) -> None:
-        found, seconds = self._planned.pop(result.step_id, None), result.compute_seconds
-        if found is None or seconds <= 0.0 or result.slow_masks:
-            return
-        if predicted := self._times.seconds_of(*found):
-            self._error += ERROR_WEIGHT * (min(1.0, abs(seconds / predicted - 1)) - self._error)
-        self._times.observe(*found, seconds)
+        if (error := self._times.computed(result)) is not None:
+            self._error += ERROR_WEIGHT * (min(1.0, error) - self._error)
 
     def lose_plans(self) -> None:
-        self._planned.clear()
+        self._times.lose_plans()

@@ -5,7 +5,7 @@ import random
 import msgspec
 import pytest
 
-from engine.executor.step import StepPlan, StepResult
+from engine.executor.step import Draft, SequenceStep, StepPlan, StepResult
 from engine.memory.sequence import Sequence
 from engine.sampling_params import SamplingParams
 from engine.scheduling.short_steps import MIN_CHUNK, ShortSteps, StepTimes, TimedTarget
@@ -154,6 +154,38 @@ def test_a_long_prompt_beside_streams_keeps_to_the_target(target):
         assert sum(chunks) / len(chunks) > 60, "the room of the target is used"
     loop.run()
     loop.check_finished(streams + prompts)
+
+
+class DraftSteps:
+    """Steps of 10 decodes, each with a draft of up to `most` tokens, and each `every`-th with a chunk; one costs 10 ms,
+    0.02 for each row, and with a chunk 10 more and 0.05 for each of its tokens."""
+
+    def __init__(self, most, every):
+        self.target, self.num_chunk_tokens = TimedTarget(30e-3), []
+        rng, seqs = random.Random(1), [decoding(i) for i in range(10)]
+        for step_id in range(1000):
+            drafts = [Draft(i, [5] * rng.randint(1, most)) for i in range(10) if most]
+            num_tokens = self.target.limit(seqs, 2048) - 10 if step_id % every == 0 else 0
+            chunks = [SequenceStep(99, num_tokens, True, [])] if num_tokens else []
+            plan = StepPlan(step_id, [], [], [], chunks, decodes=[*range(10)], drafts=drafts)
+            seconds = 10e-3 + 2e-5 * plan.num_rows + (10e-3 + 5e-5 * num_tokens if num_tokens else 0)
+            self.target.planned(plan)
+            self.target.computed(StepResult(step_id, [], {}, seconds))
+            if num_tokens:
+                self.num_chunk_tokens.append((num_tokens, seconds))
+
+
+@pytest.mark.parametrize("most", [0, 4])
+@pytest.mark.parametrize("every", [4, 50])
+def test_rows_of_drafts_are_not_taken_for_tokens_of_prompts(most, every):
+    seconds = [seconds for _, seconds in DraftSteps(most, every).num_chunk_tokens[5:]]
+    assert 28e-3 < sum(seconds) / len(seconds) < 31e-3
+
+
+def test_what_is_not_predicted_yet_counts_as_no_error():
+    """The first chunks after the first fit are as long as the target allows."""
+    steps = DraftSteps(0, 1)
+    assert [num_tokens > 100 for num_tokens, _ in steps.num_chunk_tokens[16:20]] == [True] * 4
 
 
 def test_a_target_that_cannot_be_met_still_lets_prompts_start():
