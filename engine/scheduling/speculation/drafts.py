@@ -32,6 +32,9 @@ from engine.scheduling.speculation.step_costs import PassCosts, StepCosts
 
 MARGIN = 1.15  # how much more than its cost a row of a draft must promise
 FIRST_CHANCE = 0.5  # the estimate that a guess is right, before the first comparison
+# Steps of others that a sequence may lose to waiting for the token that its draft follows: at first, at most, and what
+# a step without waiting adds, which is the share that a sequence with wrong drafts loses.
+FIRST_CREDIT, MOST_CREDIT, EARNED_CREDIT = 2.0, 8.0, 1 / 32
 MOST_LOSS = 0.25  # a share of the step: decodes without a draft lose it by those with one, all of them together
 LEARN = 0.15  # weight of one comparison in the estimate
 PREDICTED_TOKENS = 32  # longest draft from a prediction where `--speculative` sets no length
@@ -112,14 +115,16 @@ def make_drafts(max_tokens: int, source: DraftSource = DraftSource.TEXT, bounds:
 
 
 class Proposer:
-    """The guesses for one sequence. `chances`: how likely a guess is right, by its source."""
+    """The guesses for one sequence. `chances`: how likely a guess is right, by its source. `credit`: tokens that its
+    drafts brought, less the steps that it waited for them while others went on."""
 
-    __slots__ = ("_prediction", "_text", "caught_up", "chances", "guess", "source")
+    __slots__ = ("_prediction", "_text", "caught_up", "chances", "credit", "guess", "source")
 
     def __init__(self, seq: Sequence, from_text: bool) -> None:
         self._text = NgramIndex(seq.token_ids if from_text else [])
         self._prediction = NgramIndex(list(seq.prediction))
         self.chances = [FIRST_CHANCE] * 3
+        self.credit = FIRST_CREDIT
         self.guess: tuple[int, int] | None = None  # (place, token) that was guessed and is not known yet
         self.source = SHORT_MATCH  # the last guess or draft came from it
         self.caught_up = False  # all tokens are indexed
@@ -151,6 +156,14 @@ class Proposer:
     def from_prediction(self) -> bool:
         """True if the last draft is a part of the prediction."""
         return self.source == PREDICTION
+
+    @property
+    def may_wait(self) -> bool:
+        """True if the sequence may lose a step to waiting."""
+        return self.credit >= 1.0
+
+    def earn(self, amount: float) -> None:
+        self.credit = min(MOST_CREDIT, self.credit + amount)
 
     def compare(self, seq: Sequence) -> None:
         """Learns from the last guess, if its token is known by now."""
@@ -295,10 +308,11 @@ class NgramDrafts(Drafts):
     def _look_ahead(self, seq: Sequence) -> None:
         """Guesses the token that is under way. With a likely guess `seq` waits for it and gets a draft then."""
         proposer = self._proposer_of(seq)
+        proposer.earn(EARNED_CREDIT)
         proposer.compare(seq)
         if proposer.guess is None and (tokens := self._propose(proposer, seq, 1)):
             proposer.guess = len(seq.token_ids), tokens[0]
-            if proposer.chances[proposer.source] >= FIRST_CHANCE:
+            if proposer.chances[proposer.source] >= FIRST_CHANCE and proposer.may_wait:
                 self._promising.add(seq)
 
     def _propose(self, proposer: Proposer, seq: Sequence, num_tokens: int) -> list[int]:
@@ -355,11 +369,12 @@ class NgramDrafts(Drafts):
         seq.num_accepted_tokens += num_accepted
         if (proposer := self._proposers.get(seq.seq_id)) is not None:
             proposer.learn(num_tokens, num_accepted)
+            proposer.earn(num_accepted)
             if proposer.from_prediction:
                 seq.num_accepted_prediction_tokens += num_accepted
                 seq.num_rejected_prediction_tokens += num_tokens - num_accepted
                 seq.prediction_end = seq.num_tokens + num_accepted
-        if num_accepted:
+        if num_accepted and (proposer is None or proposer.may_wait):
             self._promising.add(seq)
         else:
             self._promising.discard(seq)
@@ -370,7 +385,12 @@ class NgramDrafts(Drafts):
     def without_held(self, scope: StepScope) -> list[Sequence]:
         if not self._promising or scope.resting:  # decodes that take turns keep them
             return scope.sequences
-        return [seq for seq in scope.sequences if not self.holds(seq)]
+        others = [seq for seq in scope.sequences if not self.holds(seq)]
+        if others:
+            for seq in self._promising.intersection(scope.sequences).difference(others):
+                if (proposer := self._proposers.get(seq.seq_id)) is not None:
+                    proposer.credit -= 1.0
+        return others
 
     def reset(self) -> None:
         self._rows.clear()

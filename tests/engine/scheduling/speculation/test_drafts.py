@@ -139,6 +139,21 @@ def test_nobody_waits_for_a_draft_that_does_not_come():
     assert all(seq.token_ids[10:] == list(seq.prediction) for seq in seqs)
 
 
+@pytest.mark.parametrize("distance", [5, 6, 8, 30])
+def test_a_prediction_that_is_often_wrong_makes_no_stream_slower(distance):
+    """With two plans under way, to wait for a token costs a step beside streams that do not wait."""
+    loop = Loop(2000, 16, drafts=make_drafts(8), max_num_batched_tokens=512)
+    prompt = list(range(97, 107))
+    seq = loop.add(prompt, max_tokens=400)
+    expected = expected_tokens(prompt, seq.seed, 400)
+    seq.prediction = tuple(1 if i % distance == distance - 1 else token for i, token in enumerate(expected))
+    others = [loop.add(list(range(50 + i, 60 + i)), max_tokens=400) for i in range(5)]
+    for _ in range(300):
+        loop.step()
+    assert others[0].num_generated_tokens >= 298
+    assert seq.num_generated_tokens > (350 if distance == 30 else 0.96 * 298)
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_text_without_repetition_is_searched_now_and_then(monkeypatch, depth):
     """Each lookup takes processor time from the step; a repetition is found a little later."""
