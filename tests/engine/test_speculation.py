@@ -110,3 +110,9 @@ async def test_a_draft_model_with_other_tokens_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"^speculative: the tokenizer of .* has other tokens than the model's"):
         await driver.start()
     await driver.stop()
+
+
+def test_drafts_need_rows_beside_that_of_the_sequence():
+    with pytest.raises(ConfigError, match=r"^speculative: .* set max_num_seqs to 9 or more"):
+        EngineConfig(model="", speculative="ngram:8", max_num_seqs=1)
+    assert EngineConfig(model="", speculative="ngram:8", max_num_seqs=2).max_draft_tokens == 8
