@@ -1,5 +1,8 @@
 """LoRA adapters over HTTP with a real Worker and the bundled model: chosen by name, listed, loaded at run time."""
 
+import re
+from pathlib import Path
+
 import httpx
 import openai
 import pytest
@@ -11,7 +14,9 @@ from engine.config import EngineConfig
 from server.serve import host_models
 from tests.engine.models.adapters.peft_files import write_adapter
 from tests.server.live import LiveServer, assert_error
+from tests.server.metrics import families
 
+OPERATING = Path(__file__).parents[2] / "docs/operating.md"
 PROMPT = {"prompt": "Once upon a time", "temperature": 0, "max_tokens": 12}
 
 
@@ -112,3 +117,20 @@ def test_only_an_administrator_and_only_where_it_is_allowed(server, folder):
             assert_error(client.post(path, json=load), 403, code="admin_key_required")
     with LiveServer(folder) as live, httpx.Client(base_url=live.url) as client:
         assert client.post("/v1/load_lora_adapter", json=load).status_code == 404
+
+
+def row_of(family) -> str:
+    name = family.name + ("_total" if family.type == "counter" else "")
+    labels = {label for sample in family.samples for label in sample.labels} - {"model_name", "engine", "le"}
+    shown = ", ".join(f"`{label}`" for label in sorted(labels))
+    return f"| `{name}` | {family.type} | {shown} | {family.documentation} |"
+
+
+def test_the_documents_list_every_metric(server, admin):
+    """A server with adapters has every metric. docs/operating.md has a row for each, with the help of its page."""
+    assert text(server, "start")
+    found = families(admin).values()
+    sections = re.split(r"^## ", OPERATING.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    (metrics,) = (part for part in sections if part.startswith("Metrics\n"))
+    listed = [line for line in metrics.splitlines() if line.startswith("| `")]
+    assert listed == [row_of(family) for family in found]
