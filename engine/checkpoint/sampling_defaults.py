@@ -6,6 +6,7 @@ new tokens is not part of them. An invalid value is skipped with a warning.
 
 import dataclasses
 import logging
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ MAX_SHOWN = 40  # characters of an invalid value in a log
 logger = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class SamplingDefaults:
     """The field defaults are OpenAI's."""
 
@@ -33,7 +34,7 @@ class SamplingDefaults:
     def as_dict(self) -> dict[str, float]:
         return dataclasses.asdict(self)
 
-    @property
+    @cached_property  # every request asks
     def changed(self) -> dict[str, float]:
         """The values that differ from OpenAI's."""
         return {name: value for name, value in self.as_dict().items() if value != getattr(OPENAI, name)}

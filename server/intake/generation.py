@@ -69,6 +69,10 @@ class Generation:
         limiter.use_tokens(sum(len(request.prompt_token_ids) for request in requests))
         return cls(streams, requests[0].params.n, limiter, num_truncated, bool(requests[0].prediction))
 
+    @property
+    def num_prompts(self) -> int:
+        return len(self._streams)
+
     def close(self) -> None:
         """Abort the requests that have not finished; idempotent."""
         for stream in self._streams:
@@ -84,7 +88,7 @@ class Generation:
 
     def give_to(self, sink: OutputSink) -> None:
         """Let `sink` take outputs of a single prompt, as RequestStream.give_to says; the others go to `read`."""
-        if len(self._streams) == 1:
+        if self.num_prompts == 1:
             self._streams[0].give_to(sink)
 
     def note(self, i: int, output: RequestOutput) -> None:
@@ -97,7 +101,7 @@ class Generation:
         The first error ends the rest and is raised. Prompts are read side by side, so their outputs interleave.
         `on_prompt_logprobs` gets the logprobs of a prompt before `on_output` gets its first output.
         """
-        if len(self._streams) == 1:
+        if self.num_prompts == 1:
             return await self._read_one(0, on_output, on_prompt_logprobs)
         failures: list[Exception] = []
 
@@ -109,7 +113,7 @@ class Generation:
                 group.cancel_scope.cancel()
 
         async with anyio.create_task_group() as group:
-            for i in range(len(self._streams)):
+            for i in range(self.num_prompts):
                 group.start_soon(read_guarded, i)
         if failures:
             raise_only(failures)

@@ -94,6 +94,7 @@ class EventStream(EventSourceResponse):
         self._on_prompt_logprobs = on_prompt_logprobs
         self._text_frame = text_frame
         self._num_tokens: int | None = None  # sent so far, where the client asks for it
+        self._last = b""  # the chunks of the last output of the only prompt
         self._comment: asyncio.Task[None] | None = None
         self._stalled = False
 
@@ -135,8 +136,7 @@ class EventStream(EventSourceResponse):
             if self._comment is not None:
                 self._comment.cancel()
         with anyio.fail_after(STALL_SECONDS):
-            await self._send(end)
-            await self._asgi_send({"type": "http.response.body", "body": b"", "more_body": False})
+            await self._asgi_send({"type": "http.response.body", "body": self._last + end, "more_body": False})
 
     def _start_timer(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(self._keep_alive_interval, self._keep_alive)
@@ -183,7 +183,10 @@ class EventStream(EventSourceResponse):
             self._writer.write(body)
 
     async def _send_output(self, prompt_index: int, output: RequestOutput) -> None:
-        if body := self._chunks(prompt_index, output):
+        body = self._chunks(prompt_index, output)
+        if output.finished and self._generation.num_prompts == 1:
+            self._last = body  # goes with the end: one segment, and one wake-up of the client, in place of three
+        elif body:
             await self._send(body)
 
     def _chunks(self, prompt_index: int, output: RequestOutput) -> bytes:
