@@ -15,6 +15,14 @@ export const CACHED = 1;
 export const USED = 2;
 const STATE = { ".": FREE, c: CACHED, u: USED, p: USED };
 
+// Why a step copied blocks: "fork" (a sample wrote to a block that other samples hold too) or "prefix" (a prompt shares
+// only the first tokens of a full block); null if the step may have done both. A prefix copy is made in the step that
+// counts the hit; only decodes write to blocks of a fork.
+export function copyReason({ num_hit_tokens, num_decodes }) {
+  if (!num_hit_tokens) return "fork";
+  return num_decodes ? null : "prefix";
+}
+
 // Our requests: request id -> the inspector's name for it, and its colour if its samples share one.
 const own = new Map();
 export function claim(requestId, label, colour = null) {
@@ -77,6 +85,7 @@ export class Monitor extends EventTarget {
   #numColours = 0;
   #lastStep = -1;
   #lastNews = 0;
+  #awaiting = []; // resolve functions of nextPoll()
   #timer;
 
   start() {
@@ -87,6 +96,14 @@ export class Monitor extends EventTarget {
   // Polls at once, without waiting for the idle interval: a request starts, or the visitor gave a key.
   wake() {
     this.#soon(0);
+  }
+
+  // Resolves after a poll that begins from now on, also if it fails.
+  nextPoll() {
+    return new Promise((resolve) => {
+      this.#awaiting.push(resolve);
+      this.#soon(BUSY_MS);
+    });
   }
 
   pause(paused) {
@@ -121,6 +138,7 @@ export class Monitor extends EventTarget {
 
   async #poll() {
     let wait = IDLE_MS;
+    const awaiting = this.#awaiting.splice(0);
     try {
       const [view, steps] = await Promise.all([getJson("debug/kv"), getJson("debug/steps")]);
       this.#takeSteps(steps);
@@ -131,6 +149,8 @@ export class Monitor extends EventTarget {
       const status = error instanceof ApiError ? error.status : 0;
       this.#emit("off", { status, message: error.message });
       if (status === 401 || status === 404) return; // wake() polls again
+    } finally {
+      for (const resolve of awaiting) resolve();
     }
     if (!document.hidden) this.#soon(wait);
   }

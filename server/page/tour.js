@@ -2,10 +2,11 @@
 
 import { ApiError, postStream } from "./api.js";
 import { $, count, element, seconds } from "./dom.js";
-import { claim } from "./memory.js";
+import { claim, copyReason } from "./memory.js";
 
 const STORY = "Tell me a long story about a fox and a lighthouse, and about the friends that they meet on their way.";
 const MAX_STREAMS = 64;
+const LAST_POLLS = 20; // for the last steps: the log of a fast server may have lost some
 // A system prompt long enough that the time to compute it is noticeable; with a small context, the sentences that fit.
 const FOX = [
   "The fox lives under a lighthouse by the sea, with an old owl, two mice and a lamp that never sleeps.",
@@ -33,16 +34,42 @@ class Callout {
     $("callout").hidden = false;
   }
 
-  has(key) {
-    return this.#said.has(key);
-  }
-
   say(key, ...text) {
     if (this.#said.has(key) || this.signal.aborted) return;
     this.#said.add(key);
     const line = element("li", {}, ...text);
     $("callout-steps").append(line);
     line.scrollIntoView({ block: "nearest" });
+  }
+}
+
+// Finds the copy-on-write of the block in which the prompt of two samples ends, among the copies that prompts found in
+// the prefix cache and other clients' requests may get.
+class PromptCopy {
+  #copies = [];
+  #ends = new Set(); // the blocks in which the prompt ends, in the tables of both samples
+
+  addSteps(steps) {
+    for (const step of steps) {
+      const [reason, numDecodes] = [copyReason(step), step.num_decodes];
+      if (reason === "prefix") continue;
+      this.#copies.push(...step.copies.map(([source, target]) => ({ source, target, reason, numDecodes })));
+    }
+  }
+
+  addTables(samples, blockSize) {
+    for (const { blocks, num_prompt_tokens } of samples) {
+      const end = blocks[Math.floor(num_prompt_tokens / blockSize)];
+      if (end != null && num_prompt_tokens % blockSize) this.#ends.add(end);
+    }
+  }
+
+  // {source, target}, or undefined if the copy was not seen.
+  find() {
+    const surely = (fits) => this.#copies.find((copy) => copy.reason === "fork" && fits(copy));
+    if (!this.#ends.size) return surely(({ numDecodes }) => numDecodes === 2); // no snapshot had the two samples
+    const held = this.#copies.find(({ source }) => this.#ends.has(source));
+    return held ?? surely(({ target }) => this.#ends.has(target)); // the sample that kept the source may end early
   }
 }
 
@@ -75,14 +102,23 @@ export class Tour {
     $("callout").hidden = true;
   }
 
-  // Watches snapshots and steps until `work` is done.
-  async #watch(work, onSnapshot, onSteps) {
+  // Watches snapshots and steps until `work` is done and its steps are seen, which sampled `tokensOf(result)` tokens. An
+  // answer may be faster than the polls, and the server may answer a poll with a view that it made earlier.
+  async #watch(work, tokensOf, onSnapshot, onSteps) {
+    const seen = [];
+    const sampled = () => seen.reduce((sum, step) => sum + step.num_sampled, 0);
     const snapshot = ({ detail }) => onSnapshot(detail.snapshot);
-    const steps = ({ detail }) => onSteps?.(detail);
+    const steps = ({ detail }) => {
+      seen.push(...detail);
+      onSteps(detail);
+    };
     this.monitor.addEventListener("snapshot", snapshot);
     this.monitor.addEventListener("steps", steps);
     try {
-      return await work;
+      const result = await work;
+      const tokens = tokensOf(result);
+      for (let polls = 0; polls < LAST_POLLS && sampled() < tokens; polls++) await this.monitor.nextPoll();
+      return result;
     } finally {
       this.monitor.removeEventListener("snapshot", snapshot);
       this.monitor.removeEventListener("steps", steps);
@@ -93,25 +129,37 @@ export class Tour {
     this.chat.reset();
     callout.say("sent", "One request with n = 2. Its prompt is computed once, for both.");
     const work = this.chat.send(STORY, { n: 2, temperature: 0.8, max_tokens: 600 });
-    let copy = null; // explained after the shared blocks, from which it follows
+    const copy = new PromptCopy(); // explained after the shared blocks, from which it follows
+    const sayCopy = () => {
+      const found = copy.find();
+      if (!found) return;
+      const text = `Copy-on-write: the prompt's last block, ${found.source}, was not full. The first sample to write to `;
+      callout.say("copied", text, `it got a copy, block ${found.target}, so that the other sample sees no foreign word.`);
+    };
     const answer = await this.#watch(
       work,
+      ({ usage }) => usage?.completion_tokens ?? 0,
       (snapshot) => {
-        const shared = [...snapshot.more.keys()].filter((block) => snapshot.holders(block)[0].own);
+        const samples = snapshot.sequences.filter((sequence) => sequence.request_id === `${this.chat.answer?.id}-0`);
+        copy.addTables(samples, snapshot.blockSize);
+        if (samples.length < 2) return;
+        const shared = samples[0].blocks.filter((block) => samples[1].blocks.includes(block));
         if (!shared.length) return;
         const blocks = shared.length > 1 ? `Blocks ${shared.join(", ")} are` : `Block ${shared[0]} is`;
         callout.say("shared", `${blocks} in both tables: ref count 2. Two answers, one copy of the prompt.`);
-        if (copy) sayCopy(callout, ...copy);
+        sayCopy();
         callout.say("grow", "Every block after that is A's or B's alone, and is taken only when the one before is full.");
       },
-      (steps) => {
-        copy ??= steps.flatMap((step) => step.copies)[0] ?? null;
-      },
+      (steps) => copy.addSteps(steps),
     );
     if (answer.failed) return;
-    if (copy) sayCopy(callout, ...copy);
-    if (!callout.has("copied")) {
+    sayCopy();
+    const inLastBlock = answer.usage?.prompt_tokens % this.monitor.history.at(-1)?.snapshot.blockSize;
+    if (inLastBlock === 0) {
       callout.say("copied", "No copy was needed: the prompt ended just where a block did, and full blocks are only read.");
+    } else if (inLastBlock) {
+      const text = "The prompt's last block was not full, so the first sample to write to it gets a copy. ";
+      callout.say("copied", text, "This time the picture came too late to show it.");
     }
     const blocks = "Both are done and let go of their blocks. Full ones keep their content: cached, until space is needed.";
     callout.say("done", blocks, " Pause, and pull the slider back, to see it again slowly.");
@@ -171,7 +219,8 @@ export class Tour {
     }
     const totals = { evicted: 0, preempted: 0 };
     try {
-      await this.#watch(this.#stories(streams, tokens, signal), () => {}, (steps) => sayPressure(callout, steps, totals));
+      const stories = this.#stories(streams, tokens, signal);
+      await this.#watch(stories, () => streams * tokens, () => {}, (steps) => sayPressure(callout, steps, totals));
       callout.say("done", `Done: ${count(totals.evicted)} blocks evicted, ${count(totals.preempted)} preemptions, every story complete.`);
     } catch (error) {
       if (!signal.aborted) callout.say("failed", error instanceof ApiError ? error.message : String(error));
@@ -193,11 +242,6 @@ export class Tour {
       prompt.forEach((_, i) => claim(`${event.id}-${i}`, `story ${i + 1}`, i));
     });
   }
-}
-
-function sayCopy(callout, source, target) {
-  const text = `Copy-on-write: the prompt's last block, ${source}, was not full. The first sample to write to it got a copy, `;
-  callout.say("copied", text, `block ${target}, so that the other sample sees no foreign word.`);
 }
 
 function sayPressure(callout, steps, totals) {

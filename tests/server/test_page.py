@@ -338,6 +338,54 @@ def test_filling_the_memory_shows_evictions_and_preemptions(folder, visit):
         live.wait_idle()
 
 
+def shorten_answers(page: Page, max_tokens: int) -> None:
+    """Also those of the demonstrations."""
+
+    def shorten(route) -> None:
+        route.continue_(post_data=route.request.post_data_json | {"max_tokens": max_tokens})
+
+    page.route("**/chat/completions", shorten)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["polls", "late polls"])
+def test_the_demonstration_of_two_samples_names_the_copy_that_one_of_them_made(live, visit, late):
+    """Not the copy that the prompt got from the prefix cache, also where the answer is faster than the polls."""
+    page, stale = visit(live.url), {}
+    shorten_answers(page, 40)
+    callout = page.locator("#callout-steps")
+    page.click("[data-tour=samples]")
+    expect(callout).to_contain_text("Both are done")
+    if late:
+        for view in ("kv", "steps"):
+            stale[f"{live.url}/debug/{view}"] = page.request.get(f"{live.url}/debug/{view}").json()
+        page.route(
+            "**/debug/*", lambda route: route.fulfill(json=stale[route.request.url]) if stale else route.continue_()
+        )
+    page.click("[data-tour=samples]")  # its prompt shares a part of a block with the first one's
+    if late:
+        expect(page.locator(".answer .note")).to_contain_text("tokens in")
+        for _ in range(2):
+            with page.expect_response("**/debug/steps"):
+                pass
+        expect(callout).not_to_contain_text("Both are done")
+        stale.clear()
+    expect(callout).to_contain_text("Both are done")
+    view = page.request.get(f"{live.url}/debug/steps").json()
+    steps = [dict(zip(view["columns"], step, strict=True)) for step in view["steps"]]
+    (_, from_cache), (source, target) = [copy for step in steps for copy in step["copies"]][-2:]
+    assert source == from_cache, "a sample copied the block that the prompt had got as a copy"
+    expect(callout).to_contain_text(f"the prompt's last block, {source}, was not full")
+    expect(callout).to_contain_text(f"got a copy, block {target},")
+
+
+def test_the_demonstration_of_two_samples_says_that_no_copy_was_needed_where_that_is_so(folder, visit):
+    with LiveServer(folder, engine={"block_size": 8}) as live:  # its prompt of 120 tokens fills 15 blocks
+        page = visit(live.url)
+        shorten_answers(page, 40)
+        page.click("[data-tour=samples]")
+        expect(page.locator("#callout-steps")).to_contain_text("No copy was needed: the prompt ended just where")
+
+
 def test_closing_the_tour_stops_what_it_started(live, visit):
     page = visit(live.url)
     page.click("[data-tour=fill]")
