@@ -17,7 +17,8 @@ export function describeBlock(snapshot, block, answer) {
   if (holders.length) parts.push(which(snapshot, block, holders[0], fill, answer));
   let text = `${parts.join(", ")}.`;
   if (snapshot.refCount(block) > 1) {
-    const why = fill === size ? "It is full, so nobody will write to it and it is never copied." : "The first sample to write to it gets a copy.";
+    const full = fill === size;
+    const why = full ? "It is full, so nobody will write to it." : "The first sample to write to it gets a copy.";
     text += ` Ref count ${snapshot.refCount(block)}: they read the same keys and values. ${why}`;
   } else if (snapshot.registered(block)) text += " The prefix cache knows it: an equal prompt would share it.";
   return text;

@@ -5,7 +5,7 @@ import { BlockMap } from "./blockmap.js";
 import { Chat } from "./chat.js";
 import { $, count, element, seconds } from "./dom.js";
 import { describeBlock } from "./inspect.js";
-import { CACHED, Monitor, USED } from "./memory.js";
+import { CACHED, Monitor, USED, copyReason } from "./memory.js";
 import { Parameters } from "./parameters.js";
 import { StepChart, describeStep } from "./steps.js";
 import { startTheme } from "./theme.js";
@@ -13,6 +13,11 @@ import { Tour } from "./tour.js";
 
 const FEED_LENGTH = 30;
 const STEPS_CAPTION = $("steps-caption").textContent;
+const COPY_TEXTS = {
+  prefix: "Prefix copy: a prompt shares only the first tokens of a block, and continues in a copy",
+  fork: "Copy-on-write: a sample wrote to a block that another one holds too",
+  null: "Copied before a write", // in steps that may have done both
+};
 
 const monitor = new Monitor();
 const map = new BlockMap($("blocks"), inspect);
@@ -129,19 +134,20 @@ $("extent").addEventListener("click", () => {
   if (map.snapshot) showExtent(map.snapshot);
 });
 
-// The memory events in words: one line per kind for all events of one poll.
+// The memory events in words: one line per kind, and per reason of copies, for all events of one poll.
 function tell(steps) {
   const total = (name) => steps.reduce((sum, step) => sum + step[name], 0);
   const last = steps.at(-1).step_id;
-  const copies = steps.flatMap((step) => step.copies);
   const evicted = steps.flatMap((step) => step.evicted);
   const lines = [];
   if (total("num_hit_tokens")) {
     lines.push(["hit", `Prefix hit: ${count(total("num_hit_tokens"))} tokens were in the cache and are not computed.`]);
   }
-  if (copies.length) {
+  for (const [reason, text] of Object.entries(COPY_TEXTS)) {
+    const copies = steps.filter((step) => String(copyReason(step)) === reason).flatMap((step) => step.copies);
+    if (!copies.length) continue;
     const pairs = copies.slice(0, 3).map(([source, target]) => `${source} → ${target}`).join(", ");
-    lines.push(["copy", `Copy-on-write: a sample wrote to a block it shared, ${pairs}${copies.length > 3 ? ", …" : "."}`]);
+    lines.push(["copy", `${text}: ${pairs}${copies.length > 3 ? ", …" : "."}`]);
   }
   if (evicted.length) {
     const number = total("num_evicted");

@@ -154,7 +154,7 @@ export class Tour {
     );
     if (answer.failed) return;
     sayCopy();
-    const inLastBlock = answer.usage?.prompt_tokens % this.monitor.history.at(-1)?.snapshot.blockSize;
+    const inLastBlock = answer.usage?.prompt_tokens % this.#snapshot?.blockSize;
     if (inLastBlock === 0) {
       callout.say("copied", "No copy was needed: the prompt ended just where a block did, and full blocks are only read.");
     } else if (inLastBlock) {
@@ -180,13 +180,20 @@ export class Tour {
     const cached = second.usage?.prompt_tokens_details?.cached_tokens ?? 0;
     callout.say("second", `Second time: ${this.#cost(second)}`);
     if (!cached) return callout.say("none", "No cached block was found: is prefix caching on in this server?");
-    const blocks = "blocks were found again by a hash of all tokens up to their end, and taken over (the green flash).";
-    callout.say("why", `Those ${blocks} Only full blocks can be found, so the last few tokens are computed anyway.`);
+    const blocks =
+      "Those blocks were found again by a hash of all tokens up to their end, and taken over (the green flash).";
+    const inNext = cached % this.#snapshot?.blockSize;
+    const next = inNext ? ` The other ${inNext} tokens are the start of one more block.` : "";
+    callout.say("why", blocks, next, " The last token is always computed, because the answer follows from it.");
+  }
+
+  get #snapshot() {
+    return this.monitor.history.at(-1)?.snapshot;
   }
 
   // Capacity of the memory, in tokens.
   #capacity() {
-    const snapshot = this.monitor.history.at(-1)?.snapshot;
+    const snapshot = this.#snapshot;
     return snapshot ? snapshot.numBlocks * snapshot.blockSize : Infinity;
   }
 
@@ -204,7 +211,7 @@ export class Tour {
   async #fill(callout) {
     const { signal } = callout;
     if (!this.chat.model) await this.chat.findModel();
-    const snapshot = this.monitor.history.at(-1)?.snapshot;
+    const snapshot = this.#snapshot;
     if (!snapshot) return callout.say("none", "There is no picture of the memory yet.");
     const { blockSize, numBlocks } = snapshot;
     const wanted = 1.6 * numBlocks * blockSize;

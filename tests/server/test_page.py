@@ -163,6 +163,7 @@ def test_two_samples_side_by_side_share_the_blocks_of_their_prompt(folder, visit
         expect(page.locator("#feed")).to_contain_text("Copy-on-write")
         first.nth(0).hover()
         expect(page.locator("#inspector")).to_contain_text("Ref count 2")
+        expect(page.locator("#inspector")).to_contain_text("It is full, so nobody will write to it.")
         left, right = (card.bounding_box() for card in page.locator(".sample").all())
         assert left["y"] == right["y"] and left["x"] + left["width"] <= right["x"]
         page.click("#stop")
@@ -338,6 +339,18 @@ def test_filling_the_memory_shows_evictions_and_preemptions(folder, visit):
         live.wait_idle()
 
 
+def test_the_demonstration_of_an_equal_prompt_tells_of_the_block_that_was_found_in_part(live, visit):
+    page = visit(live.url)
+    page.click("[data-tour=repeat]")
+    why = page.locator("#callout-steps li").nth(3)
+    expect(why).to_contain_text("The last token is always computed")
+    cost = page.locator("#callout-steps li").nth(2).text_content()
+    cached, prompt = map(int, re.search(r"(\d+) of (\d+) prompt tokens came from the cache", cost).groups())
+    in_part = f"The other {cached % 16} tokens are the start of one more block."
+    assert (in_part in why.text_content()) == (cached % 16 > 0)
+    assert cached == prompt - 1 or not cached % 16
+
+
 def shorten_answers(page: Page, max_tokens: int) -> None:
     """Also those of the demonstrations."""
 
@@ -372,10 +385,13 @@ def test_the_demonstration_of_two_samples_names_the_copy_that_one_of_them_made(l
     expect(callout).to_contain_text("Both are done")
     view = page.request.get(f"{live.url}/debug/steps").json()
     steps = [dict(zip(view["columns"], step, strict=True)) for step in view["steps"]]
-    (_, from_cache), (source, target) = [copy for step in steps for copy in step["copies"]][-2:]
+    (cached, from_cache), (source, target) = [copy for step in steps for copy in step["copies"]][-2:]
     assert source == from_cache, "a sample copied the block that the prompt had got as a copy"
     expect(callout).to_contain_text(f"the prompt's last block, {source}, was not full")
     expect(callout).to_contain_text(f"got a copy, block {target},")
+    feed = page.locator("#feed")
+    expect(feed).to_contain_text(f"a block that another one holds too: {source} → {target}.")
+    expect(feed).to_contain_text(f"the first tokens of a block, and continues in a copy: {cached} → ")
 
 
 def test_the_demonstration_of_two_samples_says_that_no_copy_was_needed_where_that_is_so(folder, visit):
