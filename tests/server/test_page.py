@@ -522,6 +522,31 @@ def test_a_phone_shows_chat_and_memory_without_scrolling_sideways(live, visit):
     expect(page.locator("#prompt")).to_be_visible()
 
 
+@pytest.mark.parametrize(
+    "size", [(844, 390), (667, 375), (568, 320), (400, 420)], ids=lambda size: "{}x{}".format(*size)
+)
+def test_a_phone_in_landscape_has_room_for_the_chat(live, visit, size):
+    page = visit(live.url, viewport=dict(zip(("width", "height"), size, strict=True)), has_touch=True)
+    set_parameters(page, max_tokens=40)
+    page.fill("#prompt", "hello")
+    assert_within(page, "#prompt", "#send", "#messages", "#expand")
+    page.tap("#send")
+    expect(page.locator(".answer .note")).to_contain_text("tokens in")
+    assert_within(page, "#messages", "#send", ".answer .note")
+    assert page.locator("#messages").bounding_box()["height"] >= 120
+    page.tap("#parameters-button")
+    assert_within(page, "#prompt", "#send")
+    page.locator("#parameters [name=logprobs]").scroll_into_view_if_needed()
+    assert_within(page, "#parameters [name=logprobs]")
+    page.tap("#parameters-button")
+    page.tap("#expand")
+    page.locator("#blocks").tap(position={"x": 20, "y": 20})
+    expect(page.locator("#inspector")).to_contain_text("Block 0")
+    page.tap("#expand")
+    assert_within(page, "#send")
+    assert page.evaluate("document.scrollingElement.scrollWidth") == size[0]
+
+
 def test_a_pool_of_60000_blocks_is_drawn_and_polled_smoothly(folder, visit):
     with LiveServer(folder, "--step-seconds", "0.05", engine={"num_blocks": 60_000}) as live:
         page = visit(live.url, reduced_motion="reduce")
