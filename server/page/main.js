@@ -100,13 +100,14 @@ function flashHits(before, { snapshot, lastStep }) {
 
 function percent(part, whole) {
   const share = (100 * part) / whole;
+  if (part && share < 0.1) return "<0.1 %"; // zero would deny what is there
   return `${share >= 10 || !share ? Math.round(share) : share.toFixed(1)} %`;
 }
 
 function showTiles({ used, cached, numBlocks, blockSize, view }) {
   $("pool").textContent = `${count(numBlocks)} blocks of ${blockSize} tokens`;
   $("tile-used").textContent = percent(used, numBlocks);
-  $("tile-cached").textContent = `+ ${percent(cached, numBlocks)} cached`;
+  $("tile-cached").textContent = `+ ${percent(cached, numBlocks)}`;
   $("meter-used").style.width = `${(100 * used) / numBlocks}%`;
   $("meter-cached").style.width = `${(100 * cached) / numBlocks}%`;
   $("tile-running").textContent = count(view.num_running);

@@ -501,6 +501,31 @@ def test_the_head_of_the_memory_holds_what_it_says_of_a_large_pool(live, visit, 
     assert when["x"] + when["width"] <= edge["x"] + edge["width"] - 8
 
 
+SHARES = """() => {
+  const value = document.querySelector(".wide-tile dd"), text = document.createRange();
+  text.selectNodeContents(value);
+  return [value.innerText, text.getBoundingClientRect().width - value.clientWidth];
+}"""
+
+
+def test_a_share_that_is_small_is_not_said_to_be_nothing_and_its_text_has_room(folder, visit):
+    with LiveServer(folder, "--step-seconds", "0.05", engine={"num_blocks": 16_384}) as live:
+        page = visit(live.url)
+        expect(page.locator("#tile-used")).to_have_text("0 %")
+        set_parameters(page, max_tokens=400)
+        ask(page)  # it holds one to four blocks while the test looks
+        expect(page.locator("#tile-used")).to_have_text("<0.1 %")
+        page.click("#stop")
+        expect(page.locator("#tile-cached")).to_have_text("+ <0.1 %")
+        page.click("#pause")
+        page.locator("#tile-used").evaluate("node => node.textContent = '<0.1 %'")
+        sizes = ((341, 740), (421, 740), (600, 400), (667, 375), (844, 390), (920, 700), (1181, 860), (1280, 860))
+        for width, height in sizes:
+            page.set_viewport_size({"width": width, "height": height})
+            text, excess = page.evaluate(SHARES)
+            assert text == "<0.1 % + <0.1 %" and excess <= 1, (width, excess)
+
+
 def test_a_phone_shows_chat_and_memory_without_scrolling_sideways(live, visit):
     page = visit(live.url, viewport={"width": 360, "height": 740}, has_touch=True)
     set_parameters(page, n=2, max_tokens=400)
