@@ -577,6 +577,7 @@ def test_a_pool_of_60000_blocks_is_drawn_and_polled_smoothly(folder, visit):
         page = visit(live.url, reduced_motion="reduce")
         expect(page.locator("#pool")).to_contain_text("60,000 blocks")
         expect(page.locator("#extent")).to_contain_text("first 512 shown")
+        expect(page.locator("#welcome")).to_contain_text("the free ones of a large memory if you ask")
         page.click("#extent")
         expect(page.locator("#extent")).to_have_text("all 60,000 shown: show used")
         set_parameters(page, max_tokens=400)
