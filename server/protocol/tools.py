@@ -20,18 +20,19 @@ from server.protocol.grammars.response_format import MAX_DESCRIPTION, to_json_te
 from server.protocol.harmless import CALL_IGNORED, FUNCTION_IGNORED
 from server.protocol.strict import Strict, validated
 
-MAX_TOOLS = 128
+MAX_TOOLS = 1024  # OpenAI's limit is 128; agents with several MCP servers send more to Anthropic's API
+MAX_CALLS = 128  # calls of one turn of the history
 MAX_LARK_TOOLS = 16  # tools of a request that have a Lark grammar
 MAX_INTEGER_DIGITS = 1 << 10  # longest integer that is parsed: Python needs quadratic time
 SURROGATE = re.compile("[\ud800-\udfff]")
-NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")  # Anthropic's rule. OpenAI's chat has 64: MCP names exceed that
 INPUT = "input"  # name of the argument that holds the text of a custom tool's call
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
 
 def check_name(name: str) -> str:
     if not NAME.fullmatch(name):
-        raise field_error("invalid_value", "must be up to 64 letters, digits, underscores and dashes")
+        raise field_error("invalid_value", "must be up to 128 letters, digits, underscores and dashes")
     return name
 
 
@@ -286,7 +287,17 @@ CallField = Annotated[
     ToolCallOfHistory | CustomCallOfHistory,
     PlainValidator(_call_of_history, json_schema_input_type=ToolCallOfHistory | CustomCallOfHistory),
 ]
-ToolCallsField = Annotated[list[CallField], FailFast(), Field(max_length=MAX_TOOLS)]
+
+
+def _check_number_of_calls(value: Any) -> Any:
+    if isinstance(value, list) and len(value) > MAX_CALLS:
+        raise field_error("invalid_value", f"has more than {MAX_CALLS} calls in one turn: leave some out")
+    return value
+
+
+ToolCallsField = Annotated[
+    list[CallField], FailFast(), Field(max_length=MAX_CALLS), BeforeValidator(_check_number_of_calls)
+]
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine.structured_output import StructuredOutput
+from engine.structured_output import MAX_TEXT_BYTES, StructuredOutput
 from engine.text.tokenizer import Tokenizer
 from server.errors import invalid
 from server.protocol import ChatCompletionRequest
@@ -52,6 +52,9 @@ class CallGrammar:
 
     def _grammar(self, rules: list[str]) -> StructuredOutput:
         text = "\n".join([*self.before, *rules, *self._calls(), *self._objects()]) + "\n"
+        if len(text.encode("utf-8", "surrogatepass")) > MAX_TEXT_BYTES:
+            message = f"tools: the grammar of their calls exceeds {MAX_TEXT_BYTES} bytes: offer fewer or simpler tools."
+            raise invalid(message, "tools")
         return StructuredOutput("grammar", text, json_values=True, ends=tuple(self.form.style.ends))
 
     def _calls(self) -> list[str]:

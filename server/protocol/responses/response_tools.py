@@ -216,14 +216,14 @@ class Offered:
 
 
 def chat_name(namespace: str | None, name: str) -> str:
-    """The name of a tool in the prompt: the same in every request, and at most 64 characters long."""
+    """The name of a tool in the prompt: the same in every request, and at most 128 characters long."""
     if namespace is None:
         return name
     joined = f"{namespace}__{name}"
     if NAME.fullmatch(joined):
         return joined
     digest = hashlib.sha256(joined.encode("utf-8", "surrogatepass")).hexdigest()[:12]
-    return f"{re.sub('[^a-zA-Z0-9_-]', '_', joined)[:51]}_{digest}"
+    return f"{re.sub('[^a-zA-Z0-9_-]', '_', joined)[:115]}_{digest}"
 
 
 class ToolSet:

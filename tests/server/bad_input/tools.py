@@ -8,9 +8,9 @@ CALLS = [{"id": "c1", "type": "function", "function": {"name": "now", "arguments
 # (fields, place that the error names)
 TOOL_ROWS = [
     ({"tools": [function("a b")]}, "tools[0].function.name"),
-    ({"tools": [function("x" * 65)]}, "tools[0].function.name"),
+    ({"tools": [function("x" * 129)]}, "tools[0].function.name"),
     ({"tools": [function("a"), function("a")]}, "tools[1].function.name"),
-    ({"tools": [function("a")] * 129}, "tools"),
+    ({"tools": [function("a")] * 1025}, "tools"),
     ({"tools": [function("a", {"type": "array"})]}, "tools[0].function.parameters.type"),
     ({"tools": [function("a", [])]}, "tools[0].function.parameters"),
     ({"tools": [function("a", color=1)]}, "tools[0].function.color"),
@@ -40,6 +40,8 @@ TOOL_ROWS = [
     ({"tools": TOOLS, "use_beam_search": True}, "tools"),
     ({"functions": [{"name": "a"}]}, "functions"),
     ({"function_call": "auto"}, "function_call"),
+    ({"messages": [{"role": "assistant", "tool_calls": CALLS * 129}]}, "messages[0].tool_calls",
+     "messages[0].tool_calls has more than 128 calls in one turn: leave some out."),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
     ({"messages": [{"role": "user", "content": "x", "tool_calls": CALLS}]}, "messages[0].tool_calls"),
     ({"messages": [{"role": "assistant", "content": "x", "function_call": {}}]}, "messages[0].function_call"),

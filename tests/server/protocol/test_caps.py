@@ -31,7 +31,7 @@ BOUNDED_ELSEWHERE = {
     r"(stop|allowed)_token_ids(\[\])?": "ids of the vocabulary, each once",
     r"dimensions|truncate_prompt_tokens": "the model: hidden size, context",
     r"structured_outputs\..*": "256 KiB, and the limits of the grammar compiler",
-    r".*\.name|tool_choice\.(namespace|(allowed_tools\.)?tools.*)": "a name of up to 64 letters, one among `tools`",
+    r".*\.name|tool_choice\.(namespace|(allowed_tools\.)?tools.*)": "a name of up to 128 letters, one among `tools`",
     r"documents\[\]\{\}|chat_template_kwargs\{\}": "validators: MAX_TEMPLATE_STRING, the context",
     r"metadata\{\}": "a validator: MAX_METADATA_VALUE",
     r"client_metadata\{\}": "has no effect",

@@ -514,9 +514,9 @@ def test_tools_of_the_input_join_the_others(client):
 
 
 def test_names_of_namespaces_can_be_told_apart():
-    names = {chat_name("a" * 60, "f"), chat_name("a" * 60, "g"), chat_name("a b", "f"), chat_name("a_b", "f")}
+    names = {chat_name("a" * 126, "f"), chat_name("a" * 126, "g"), chat_name("a b", "f"), chat_name("a_b", "f")}
     assert len(names) == 4 and all(NAME.fullmatch(name) for name in names)
-    assert chat_name(None, "f") == "f" and chat_name("mcp", "f") == "mcp__f"
+    assert chat_name(None, "f") == "f" and chat_name("mcp", "f" * 123) == "mcp__" + "f" * 123
 
 
 def test_codex_s_fields_are_taken(client):

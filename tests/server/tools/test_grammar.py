@@ -12,6 +12,7 @@ from tokenizers import AddedToken
 
 from engine.checkpoint.locate import read_eos_token_ids, resolve_model
 from engine.config import EngineConfig
+from engine.errors import InvalidRequestError
 from engine.grammars.compiler import Compiler, fill_mask
 from engine.structured_output import StructuredOutput, Vocabulary
 from engine.text.tokenizer import Tokenizer
@@ -268,3 +269,9 @@ def test_a_form_holds_behind_the_thinking(model, opened):
 def test_a_lark_grammar_stays_as_it_is(model):
     grammar = StructuredOutput("grammar", 'start: "x"')
     assert after_thinking(grammar, rules_before_main(model[0], True)) is grammar
+
+
+def test_a_grammar_that_is_too_long_is_an_error_of_the_tools(model):
+    tools = [tool(f"t{i}", WEATHER) for i in range(600)]
+    with pytest.raises(InvalidRequestError, match="tools: the grammar of their calls exceeds 262144 bytes"):
+        CallGrammar(HERMES, tools, True, model[0]).required()
