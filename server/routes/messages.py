@@ -14,6 +14,7 @@ from server.http.caller import Caller
 from server.intake.context_edits import edited_prompt
 from server.intake.conversation import admit_prompt
 from server.intake.form_finder import splits_thinking
+from server.left_out import left_out_headers
 from server.output.collect import collect
 from server.output.message_output import MessageAnswer, error_event
 from server.output.sse import EventStream
@@ -35,10 +36,13 @@ async def create_message(http: HttpRequest, served: Served) -> Response:
         raise in_our_terms(error) from None
     timings = partial(find_timings, served.driver, caller.tenant, message_id)
     answer = MessageAnswer(request, message_id, conversation, timings, prompt.applied)
+    headers = left_out_headers(request.left_out)
     if request.stream:
-        return EventStream(conversation.generation, answer.encode, answer.ending, served.config, failure=error_event)
+        stream = EventStream(conversation.generation, answer.encode, answer.ending, served.config, failure=error_event)
+        stream.headers.update(headers)
+        return stream
     await collect(conversation.generation, http.receive, [answer])
-    return Response(encode_json(answer.result()), media_type="application/json")
+    return Response(encode_json(answer.result()), media_type="application/json", headers=headers)
 
 
 async def count_tokens(http: HttpRequest, served: Served) -> Response:
@@ -51,7 +55,8 @@ async def count_tokens(http: HttpRequest, served: Served) -> Response:
     count: dict[str, Any] = {"input_tokens": len(prompt.token_ids)}
     if prompt.applied is not None:
         count["context_management"] = {"original_input_tokens": prompt.num_original_tokens}
-    return Response(encode_json(count), media_type="application/json")
+    headers = left_out_headers(request.left_out)
+    return Response(encode_json(count), media_type="application/json", headers=headers)
 
 
 def limit_thinking(served: Served, chat: ChatCompletionRequest, request: MessagesRequest) -> ChatCompletionRequest:

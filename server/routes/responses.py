@@ -1,7 +1,5 @@
 """POST /v1/responses: OpenAI's newer API over the same chat. Stateless: clients cannot fetch an answer again."""
 
-import logging
-from collections.abc import Sequence
 from functools import partial
 
 from starlette.exceptions import HTTPException
@@ -15,6 +13,7 @@ from server.http.body import encode_json
 from server.http.caller import Caller
 from server.intake.conversation import admit_prompt
 from server.intake.response_prompt import tokenize_response_prompt
+from server.left_out import left_out_headers
 from server.output.collect import collect
 from server.output.response_answer import ResponseAnswer
 from server.output.sse import EventStream
@@ -22,11 +21,7 @@ from server.output.stream_options import with_stream_options
 from server.output.timings import find_timings
 from server.protocol.responses.request import ResponsePrompt, ResponseRequest
 
-LEFT_OUT_HEADER = "x-pageserve-left-out"
 NOT_STORED = "This server stores no responses: keep the answer of POST /v1/responses."
-
-logger = logging.getLogger(__name__)
-_logged: set[str] = set()  # kinds that the log has named; the list of kinds is closed, so the set stays small
 
 
 async def create_response(http: HttpRequest, served: Served) -> Response:
@@ -43,7 +38,7 @@ async def create_response(http: HttpRequest, served: Served) -> Response:
         raise request.in_our_terms(error) from None
     timings = partial(find_timings, served.driver, caller.tenant, response_id)
     answer = ResponseAnswer(request, response_id, served.driver.tokenizer, conversation, timings)
-    headers = _left_out_headers(request.left_out)
+    headers = left_out_headers(request.left_out)
     if request.stream:
         stream = EventStream(
             conversation.generation,
@@ -67,7 +62,7 @@ async def count_input_tokens(http: HttpRequest, served: Served) -> Response:
     except InvalidRequestError as error:
         raise request.in_our_terms(error) from None
     content = {"object": "response.input_tokens", "input_tokens": len(ids)}
-    headers = _left_out_headers(request.left_out)
+    headers = left_out_headers(request.left_out)
     return Response(encode_json(content), media_type="application/json", headers=headers)
 
 
@@ -85,15 +80,3 @@ async def no_compaction(http: HttpRequest, served: Served) -> Response:
     """Answer POST /v1/responses/compact: the server compacts no conversations."""
     message = "This server compacts no conversations: send all items, or truncation: 'auto'."
     raise ApiError(404, message, code="not_found")
-
-
-def _left_out_headers(kinds: Sequence[str]) -> dict[str, str]:
-    """A header that names the tools and items that the model is not told of; the log names each kind once.
-
-    `kinds`: types of tools that this server cannot run, and of items that it cannot read.
-    """
-    for kind in kinds:
-        if kind not in _logged:
-            _logged.add(kind)
-            logger.warning("requests name %s, which this server cannot run or read: the model is not told of it", kind)
-    return {LEFT_OUT_HEADER: ", ".join(kinds)} if kinds else {}

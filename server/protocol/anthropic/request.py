@@ -13,21 +13,26 @@ from engine.sampling_params import MAX_STOP_STRINGS
 from server.errors import NO_THREADS
 from server.protocol.anthropic.context_management import ContextManagement, Edit
 from server.protocol.anthropic.signatures import omitted_thinking
+from server.protocol.anthropic.tools import (
+    NOT_HERE,
+    SEARCH,
+    AnthropicHostedTool,
+    AnthropicTool,
+    AnthropicToolChoice,
+    ToolsField,
+)
 from server.protocol.chat_completions import ChatCompletionRequest, TemplateKwargs
 from server.protocol.field_checks import field_error, known_fields, unknown_field
 from server.protocol.generation_request import ranged_field
-from server.protocol.grammars.response_format import MAX_DESCRIPTION, parse_response_format
+from server.protocol.grammars.response_format import parse_response_format
 from server.protocol.harmless import (
     ANTHROPIC_IGNORED,
     ANTHROPIC_INERT,
-    ANTHROPIC_TOOL_IGNORED,
-    ANTHROPIC_TOOL_INERT,
     CACHE,
 )
 from server.protocol.strict import Strict, parse_request
 from server.protocol.translated import SamplingExtras, renamed, without
 
-MAX_TOOLS = 128
 MAX_NAME = 256  # characters of the name or id of a call
 MAX_MESSAGES = 100_000  # Anthropic's limit
 # Field of the chat request -> field of this API, for errors.
@@ -55,10 +60,12 @@ class ToolChange:
 
 @dataclass(frozen=True)
 class History:
-    """The messages in the form of a chat request, and the changes that they make to the tools."""
+    """The messages in the form of a chat request, and the changes that they make to the tools. `left_out`: types of the
+    blocks that the prompt omits."""
 
     messages: list[ChatMessage]
     tool_changes: tuple[ToolChange, ...] = ()
+    left_out: tuple[str, ...] = ()
 
 
 def in_our_terms(error: InvalidRequestError, tools: Sequence[int] | None = None) -> InvalidRequestError:
@@ -102,7 +109,15 @@ FIELDS: dict[str, tuple[dict[str, type], tuple[str, ...]]] = {
     "tool_reference": ({"tool_name": str}, ()),
     "tool_addition": ({"tool": dict}, ()),
     "tool_removal": ({"tool": dict}, ()),
+    "document": ({"source": dict}, ("title", "context", "citations")),
 }
+# Blocks of tools that run on Anthropic's servers, and thinking that only Anthropic can read. A client that changed
+# servers still sends them; prompts omit them. A compaction without a summary has no effect at Anthropic either.
+FOREIGN_BLOCKS = frozenset(
+    "advisor_tool_result bash_code_execution_tool_result code_execution_tool_result compaction fallback "
+    "mcp_tool_listing mcp_tool_result mcp_tool_use redacted_thinking server_tool_use tool_search_tool_result "
+    "text_editor_code_execution_tool_result web_fetch_tool_result web_search_tool_result".split()
+)
 LOADED = "The tool {} can be called now."  # text of a tool_reference in the prompt
 
 
@@ -110,6 +125,9 @@ def _block(block: Any, kinds: tuple[str, ...], *path: str | int) -> dict[str, An
     if not isinstance(block, dict):
         raise field_error("invalid_type", "must be an object", *path)
     kind = block.get("type")
+    if isinstance(kind, str) and kind in FOREIGN_BLOCKS and "thinking" in kinds:  # a turn of the assistant
+        is_summary = kind == "compaction" and isinstance(block.get("content"), str)
+        return {"type": "text", "text": block["content"]} if is_summary else {"type": kind}
     if kind not in kinds:
         text = f"must be {' or '.join(map(repr, kinds))} here: this server takes text only"
         raise field_error("unsupported_value", text, *path, "type")
@@ -120,7 +138,21 @@ def _block(block: Any, kinds: tuple[str, ...], *path: str | int) -> dict[str, An
         if not isinstance(fields.get(name), python_type):
             kind_of = "a string" if python_type is str else "an object"
             raise field_error("invalid_type", f"must be {kind_of}", *path, name)
-    return fields
+    return fields if kind != "document" else {"type": "text", "text": _document_text(fields, *path)}
+
+
+def _document_text(fields: dict[str, Any], *path: str | int) -> str:
+    """The text of a document in plain text, below its title and its context."""
+    source = fields["source"]
+    if source.get("type") != "text":
+        raise field_error("unsupported_value", "must be 'text': this server takes text only", *path, "source", "type")
+    if fields.get("citations") not in (None, {}, {"enabled": False}):
+        raise field_error("unsupported_value", "is not supported by this server: leave it out", *path, "citations")
+    parts = {"title": fields.get("title", ""), "context": fields.get("context", ""), "source.data": source.get("data")}
+    for name, part in parts.items():
+        if not isinstance(part, str):
+            raise field_error("invalid_type", "must be a string", *path, *name.split("."))
+    return "\n".join(part for part in parts.values() if part)
 
 
 def _system(value: Any) -> Any:
@@ -135,6 +167,7 @@ def _messages(value: Any) -> History:
         raise field_error("invalid_value", f"must hold 1 to {MAX_MESSAGES} messages")
     messages: list[ChatMessage] = []
     changes: list[ToolChange] = []
+    left_out: dict[str, None] = {}
     of_user = [i for i, turn in enumerate(value) if isinstance(turn, dict) and turn.get("role") == "user"]
     last_user = of_user[-1] if of_user else 0
     for i, message in enumerate(value):
@@ -147,16 +180,17 @@ def _messages(value: Any) -> History:
         if role == "assistant":
             blocks = _blocks(message.get("content"), ("text", "thinking", "tool_use"), i, "content")
             _check_calls(blocks, i)
-            _add_assistant(messages, blocks)
+            left_out |= {block["type"]: None for block in blocks if block["type"] in FOREIGN_BLOCKS}
+            _add_assistant(messages, [block for block in blocks if block["type"] not in FOREIGN_BLOCKS])
         elif role == "user":
-            blocks = _blocks(message.get("content"), ("text", "tool_result"), i, "content")
+            blocks = _blocks(message.get("content"), ("text", "document", "tool_result"), i, "content")
             _add_user(messages, blocks, i, changes)
         elif role == "system":
             blocks = _blocks(message.get("content"), ("text", "tool_addition", "tool_removal"), i, "content")
             _add_system(messages, blocks, i, changes, _is_cleared(message, i, last_user))
         else:
             raise field_error("invalid_value", "must be 'user', 'assistant' or 'system'", i, "role")
-    return History(messages, tuple(changes))
+    return History(messages, tuple(changes), tuple(left_out))
 
 
 def _check_calls(blocks: list[dict[str, Any]], i: int) -> None:
@@ -235,7 +269,7 @@ def _add_user(messages: list[ChatMessage], blocks: list[dict[str, Any]], i: int,
 def _result(block: dict[str, Any], i: int, j: int, changes: list[ToolChange]) -> str:
     """The text of a tool's result. Chat templates have no place for failure, so the text says so."""
     path = (i, "content", j, "content")
-    content = _blocks(block.get("content", ""), ("text", "tool_reference"), *path)
+    content = _blocks(block.get("content", ""), ("text", "document", "tool_reference"), *path)
     for k, part in enumerate(content):
         if part["type"] == "tool_reference":
             changes.append(ToolChange(part["tool_name"], True, (*path, k, "tool_name")))
@@ -310,56 +344,19 @@ class Thinking(Strict):
     budget_tokens: int | None = Field(None, ge=1024, lt=2**31)
 
 
-class AnthropicTool(Strict):
-    """A tool. With `defer_loading` the prompt omits the tool until the conversation refers to it."""
-
-    ignored = ANTHROPIC_TOOL_IGNORED
-    inert = ANTHROPIC_TOOL_INERT
-    foreign = {"function": "name", "parameters": "input_schema"}
-
-    type: Literal["custom"] = "custom"
-    name: str
-    description: str = Field("", max_length=MAX_DESCRIPTION)
-    input_schema: dict[str, Any]
-    strict: bool = False
-    defer_loading: bool = False
-
-    @property
-    def for_chat(self) -> dict[str, Any]:
-        function = self.model_dump(include={"name", "description", "strict"}) | {"parameters": self.input_schema}
-        return {"type": "function", "function": function}
-
-
-class AnthropicToolChoice(Strict):
-    type: Literal["auto", "any", "tool", "none"]
-    name: str | None = None
-    disable_parallel_tool_use: bool = False
-
-    @model_validator(mode="after")
-    def _names_a_tool(self) -> "AnthropicToolChoice":
-        if (self.type == "tool") != (self.name is not None):
-            raise field_error("invalid_value", "is required with type 'tool', and not allowed with other types", "name")
-        return self
-
-    @property
-    def for_chat(self) -> Any:
-        if self.name is not None:
-            return {"type": "function", "function": {"name": self.name}}
-        return "required" if self.type == "any" else self.type
-
-
 class MessagesPrompt(Strict):
     """The fields that determine the prompt; the whole body of POST /v1/messages/count_tokens."""
 
     is_request = True
 
+    foreign = {"output_format": "output_config.format"}
     ignored = {name: reason for name, reason in ANTHROPIC_IGNORED.items() if name != "metadata"}
     inert = {name: values for name, values in ANTHROPIC_INERT.items() if name != "service_tier"}
 
     model: str
     messages: Messages
     system: System | None = None
-    tools: Annotated[list[AnthropicTool], FailFast(), Field(max_length=MAX_TOOLS)] = Field(default_factory=list)
+    tools: ToolsField = Field(default_factory=list)
     tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig = Field(default_factory=OutputConfig)
@@ -377,11 +374,20 @@ class MessagesPrompt(Strict):
     def _a_choice_needs_tools(self) -> "MessagesPrompt":
         if not self.tools and self.tool_choice is not None and self.tool_choice.type in ("any", "tool"):
             raise field_error("invalid_value", "may be given only with tools", "tool_choice")
+        choice, names = self.tool_choice, [tool.name for tool in self.own_tools]
+        if choice is None or choice.type not in ("any", "tool") or choice.name in names:
+            return self
+        hosted = [tool for tool in self.tools if isinstance(tool, AnthropicHostedTool)]
+        if found := [tool for tool in hosted if tool.name == choice.name or (choice.name is None and not names)]:
+            text = f"cannot be {choice.name or choice.type!r}: {found[0].kind} {NOT_HERE}"
+            raise field_error("unsupported_value", text, "tool_choice")
+        if choice.name is not None:
+            raise field_error("invalid_value", "names a tool that is not among the tools", "tool_choice")
         return self
 
     @model_validator(mode="after")
     def _changes_are_of_tools(self) -> "MessagesPrompt":
-        names = {tool.name for tool in self.tools}
+        names = {tool.name for tool in self.own_tools}
         for change in self.history.tool_changes:
             if change.name not in names:
                 raise field_error("invalid_value", "is not the name of one of the tools", "messages", *change.path)
@@ -391,6 +397,17 @@ class MessagesPrompt(Strict):
     def history(self) -> History:
         history: History = self.messages
         return history
+
+    @property
+    def own_tools(self) -> list[AnthropicTool]:
+        """The tools that the client runs."""
+        return [tool for tool in self.tools if isinstance(tool, AnthropicTool)]
+
+    @property
+    def left_out(self) -> list[str]:
+        """Types of the tools and blocks that the prompt omits."""
+        hosted = dict.fromkeys(tool.kind for tool in self.tools if isinstance(tool, AnthropicHostedTool))
+        return [*hosted, *self.history.left_out]
 
     @property
     def shows_thinking(self) -> bool:
@@ -409,11 +426,13 @@ class MessagesPrompt(Strict):
     @property
     def offered_tools(self) -> list[int]:
         """Indices of the tools that the prompt describes: not deferred, loaded by the messages, or named by
-        tool_choice. The last change of a tool counts."""
+        tool_choice. The last change of a tool counts. Tools that Anthropic's servers would search are not deferred."""
+        searched = any(isinstance(tool, AnthropicHostedTool) and tool.kind.startswith(SEARCH) for tool in self.tools)
         changed = {change.name: change.added for change in self.history.tool_changes}
         if self.tool_choice is not None and self.tool_choice.name is not None:
             changed[self.tool_choice.name] = True
-        return [i for i, tool in enumerate(self.tools) if changed.get(tool.name, not tool.defer_loading)]
+        own = [(i, tool) for i, tool in enumerate(self.tools) if isinstance(tool, AnthropicTool)]
+        return [i for i, tool in own if changed.get(tool.name, searched or not tool.defer_loading)]
 
     def chat_fields(self) -> dict[str, Any]:
         """The body of a chat request with the same prompt."""
@@ -429,7 +448,7 @@ class MessagesPrompt(Strict):
         if self.output_config.format is not None:
             fields["response_format"] = self.output_config.format
         if offered := self.offered_tools:
-            fields["tools"] = [self.tools[i].for_chat for i in offered]
+            fields["tools"] = [tool.for_chat for i in offered if isinstance(tool := self.tools[i], AnthropicTool)]
         if offered and self.tool_choice is not None:
             fields["tool_choice"] = self.tool_choice.for_chat
             fields["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use
@@ -454,7 +473,7 @@ class MessagesRequest(MessagesPrompt, SamplingExtras):
 
     ignored = ANTHROPIC_IGNORED
     inert = ANTHROPIC_INERT
-    foreign = {"response_format": "output_config.format"}
+    foreign = MessagesPrompt.foreign | {"response_format": "output_config.format"}
 
     max_tokens: int = Field(ge=1)
     stop_sequences: Annotated[list[str], FailFast(), Field(max_length=MAX_STOP_STRINGS)] = Field(default_factory=list)

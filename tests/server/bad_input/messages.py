@@ -8,8 +8,14 @@ SCHEMA = {
 }
 TOOL = {"name": "find", "description": "finds animals", "input_schema": SCHEMA}
 USE = {"type": "tool_use", "id": "t2", "name": "find", "input": {}}
+WEB_SEARCH = {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}
 EDIT = {"type": "clear_tool_uses_20250919"}
 THINKING = {"type": "clear_thinking_20251015"}
+
+
+def _document(source, **more):
+    return {"messages": [{"role": "user", "content": [{"type": "document", "source": source, **more}]}]}
+
 
 FIELDS = [
     ({"max_tokens": None}, "max_tokens is required"),
@@ -31,7 +37,28 @@ FIELDS = [
     ({"stop_sequences": "x"}, "stop_sequences"),
     ({"stop": ["x"]}, "stop"),
     ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
-    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
+    ({"tools": [{"type": "web_search_2025", "name": "web_search"}]}, "tools[0].type must be 'custom', or the type of"),
+    ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type is 'bash_20250124', whose schema only"),
+    ({"tools": [{"type": "computer_20250124", "name": "computer", "display_width_px": 8}]}, "tools[0].type is 'comp"),
+    ({"tools": [WEB_SEARCH], "tool_choice": {"type": "any"}}, "tool_choice cannot be 'any': web_search runs on Anthr"),
+    (
+        {"tools": [WEB_SEARCH, TOOL], "tool_choice": {"type": "tool", "name": "web_search"}},
+        "tool_choice cannot be 'web_search': web_search runs on Anthropic's servers, not on this one",
+    ),
+    (
+        {"tools": [WEB_SEARCH], "tool_choice": {"type": "tool", "name": "other"}},
+        "tool_choice names a tool that is not among the tools",
+    ),
+    ({"messages": [{"role": "user", "content": [{"type": "server_tool_use"}]}]}, "messages[0].content[0].type"),
+    (_document({"type": "base64", "data": "eA=="}), "messages[0].content[0].source.type must be 'text'"),
+    (_document({"type": "text"}), "messages[0].content[0].source.data must be a string"),
+    (_document({"type": "text", "data": "x"}, title=1), "messages[0].content[0].title must be a string"),
+    (_document({"type": "text", "data": "x"}, citations={"enabled": True}), "messages[0].content[0].citations is not"),
+    (_document("x"), "messages[0].content[0].source must be an object"),
+    (
+        {"output_format": {"type": "json_schema", "schema": {}}},
+        "output_format is not a field of this request; did you mean output_config.format?",
+    ),
     ({"tool_choice": {"type": "any"}}, "tool_choice"),
     ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
     ({"thinking": {"type": "always"}}, "thinking.type"),
@@ -44,6 +71,8 @@ FIELDS = [
 TOOL_ROWS = [
     ({"tools": [TOOL, TOOL]}, "tools[1].name"),
     ({"tools": [TOOL | {"name": "a b"}]}, "tools[0].name"),
+    ({"tools": [TOOL | {"name": "x" * 129}]}, "tools[0].name must be up to 128 letters"),
+    ({"tools": [TOOL] * 1025}, "tools may hold at most 1024 entries"),
     ({"tools": [TOOL | {"input_schema": {"type": "array"}}]}, "tools[0].input_schema.type"),
     ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice"),
     (

@@ -335,3 +335,83 @@ def test_no_block_of_a_system_message_is_no_system_message(client):
     usages = [client.post(PATH, json=body() | fields).json()["usage"] for fields in ({}, {"system": []})]
     counts = [usage["input_tokens"] + usage["cache_read_input_tokens"] for usage in usages]
     assert counts[0] == counts[1] > 0
+
+
+def test_a_request_may_have_hundreds_of_tools_with_the_names_of_mcp(client):
+    """Claude Code sends the tools of all its MCP servers, in this form and most of them deferred."""
+    names = [f"mcp__{'server' * 18}__tool_{i:04d}" for i in range(1024)]
+    assert len(names[0]) == 124
+    tools = [TOOL | {"name": name, "defer_loading": i > 1} for i, name in enumerate(names)]
+    count = f"{PATH}/count_tokens"
+    few, many = (client.post(count, json={"model": MODEL, "messages": HELLO, "tools": t}) for t in (tools[:2], tools))
+    assert many.status_code == 200 and many.json() == few.json()
+    chat = {"messages": HELLO, "tools": [{"type": "function", "function": {"name": names[0]}}]}
+    assert client.post("/tokenize", json=chat).json()["count"] > 124
+    flat = {"input": "hello", "tools": [{"type": "function", "name": names[0]}]}
+    assert client.post("/v1/responses/input_tokens", json=flat).json()["input_tokens"] > 124
+
+
+SERVER_BLOCKS = [
+    {"type": "redacted_thinking", "data": "EmwK"},
+    {"type": "server_tool_use", "id": "srvtoolu_1", "name": "web_search", "input": {"query": "foxes"}},
+    {"type": "web_search_tool_result", "tool_use_id": "srvtoolu_1", "content": []},
+]
+WEB_SEARCH = {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}
+
+
+def test_tools_and_blocks_of_anthropics_servers_are_left_out_and_named(api, client):
+    asked, answer = {"role": "user", "content": "hello"}, {"type": "text", "text": "A fox."}
+    resumed = [asked, {"role": "assistant", "content": [*SERVER_BLOCKS, answer]}, asked]
+    plain = [asked, {"role": "assistant", "content": [answer]}, asked]
+    expected = api.messages.create(model=MODEL, messages=plain, max_tokens=8, extra_body=SEED)
+    raw = api.messages.with_raw_response.create(
+        model=MODEL, messages=resumed, max_tokens=8, extra_body=SEED, tools=[WEB_SEARCH]
+    )
+    assert raw.parse().content == expected.content
+    assert raw.headers["x-pageserve-left-out"] == (
+        "web_search, redacted_thinking, server_tool_use, web_search_tool_result"
+    )
+    fields = body(messages=resumed, tools=[WEB_SEARCH | {"type": f"web_search_2025{i:04d}"} for i in range(3)])
+    streamed = client.post(PATH, json=fields | {"stream": True})
+    assert streamed.headers["x-pageserve-left-out"].startswith("web_search, redacted") and frames(streamed.text)
+    counted = client.post(f"{PATH}/count_tokens", json={"model": MODEL, "messages": resumed})
+    assert counted.headers["x-pageserve-left-out"].startswith("redacted_thinking, ")
+    assert "x-pageserve-left-out" not in client.post(PATH, json=body()).headers
+
+
+def test_errors_name_the_place_among_blocks_and_tools_that_are_left_out(client):
+    wrong = [*SERVER_BLOCKS, USE | {"id": ""}]
+    messages = [*HELLO, {"role": "assistant", "content": wrong}]
+    tools = [WEB_SEARCH, TOOL | {"name": "a b"}]
+    for fields, place in (({"messages": messages}, "messages[1].content[3].id"), ({"tools": tools}, "tools[1].name")):
+        assert_error(client.post(PATH, json=body(**fields)), 400, "invalid_request_error", place)
+
+
+def test_deferred_tools_are_described_where_anthropics_servers_would_search_them(client):
+    def count(*tools):
+        return client.post(f"{PATH}/count_tokens", json={"model": MODEL, "messages": HELLO, "tools": tools}).json()
+
+    search = {"type": "tool_search_tool_regex_20251119", "name": "tool_search_tool_regex"}
+    assert count(search, TOOL | {"defer_loading": True}) == count(TOOL) != count(TOOL | {"defer_loading": True})
+
+
+def test_documents_in_plain_text_and_compactions_are_text(client):
+    def count(*messages):
+        asked = client.post(f"{PATH}/count_tokens", json={"model": MODEL, "messages": messages})
+        assert asked.status_code == 200, asked.text
+        return asked.json()["input_tokens"], asked.headers.get("x-pageserve-left-out")
+
+    def user(*blocks):
+        return {"role": "user", "content": list(blocks)}
+
+    source = {"type": "text", "media_type": "text/plain", "data": "A fox."}
+    document = {"type": "document", "source": source, "title": "Foxes", "citations": {"enabled": False}}
+    text = {"type": "text", "text": "Foxes\nA fox."}
+    assert count(user(document)) == count(user(text))
+    result = {"type": "tool_result", "tool_use_id": "t1"}
+    asked = CALLED[:2]
+    assert count(*asked, user(result | {"content": [document]})) == count(*asked, user(result | {"content": [text]}))
+    turns = [[{"type": "compaction", "content": summary}] for summary in ("So far.", None)]
+    turns += [[{"type": "text", "text": "So far."}], []]
+    found = [count({"role": "assistant", "content": blocks}, *HELLO) for blocks in turns]
+    assert found[0] == found[2] and found[1] == (found[3][0], "compaction")
