@@ -35,8 +35,28 @@ ABORT = "pageserve.abort"  # in scope["extensions"]: cuts the connection without
 _UPGRADE_HEADERS = (b"upgrade", b"http2-settings")
 
 
-class _HeadTooLarge(Exception):
-    pass
+class _Refused(Exception):
+    """Becomes an HttpParserError in the parser, for which uvicorn calls send_400_response."""
+
+
+def _fault_of_head(version: str, headers: list[tuple[bytes, bytes]]) -> ApiError | None:
+    """The error of a head that parses but that a server must refuse: RFC 9112, sections 3.2 (Host) and 6.1."""
+    num_hosts = sum(name == b"host" for name, _ in headers)
+    if num_hosts > 1 or (not num_hosts and version == "1.1"):
+        return ApiError(400, "A request must have one Host header.", code="invalid_http")
+    values = [value for name, value in headers if name == b"transfer-encoding"]
+    codings = [coding.strip().lower() for value in values for coding in value.split(b",")]
+    if any(coding != b"chunked" for coding in codings):
+        message = "This server decodes no Transfer-Encoding but chunked: send the body without compression."
+        return ApiError(501, message, code="unsupported_transfer_encoding")
+    if codings and version == "1.0":
+        return ApiError(400, "HTTP/1.0 has no Transfer-Encoding: send a Content-Length.", code="invalid_http")
+    return None
+
+
+def _head_too_large() -> ApiError:
+    message = f"The URL and the headers may hold at most {MAX_HEADERS} fields and {MAX_HEAD_BYTES} bytes."
+    return ApiError(431, message, code="headers_too_large")
 
 
 def _held_by_the_kernel(transport: Any) -> int:
@@ -73,7 +93,7 @@ def _without_upgrade(start: bytes, headers: list[tuple[bytes, bytes]]) -> bytes:
         if name == b"connection":
             options = [option for option in value.split(b",") if option.strip().lower() not in _UPGRADE_HEADERS]
             value = b",".join(options)
-        if value and name not in _UPGRADE_HEADERS:
+        if name not in _UPGRADE_HEADERS and (value or name != b"connection"):
             lines.append(b"%b: %b" % (name, value))
     return b"\r\n".join(lines) + b"\r\n\r\n"
 
@@ -107,7 +127,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     _deadline: asyncio.TimerHandle | None = None
     _in_head = False
-    _too_large = False
+    _fault: ApiError | None = None  # why a head that parses is refused
     _declines_upgrade = False
     _head_bytes = 0  # bytes received since the head began
     _header_bytes = 0  # bytes of complete headers; one read may bring a whole head over the limit
@@ -190,7 +210,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self.send_400_response("")
         self._head_bytes += len(data)
         if self._in_head and self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-            self._refuse_head()
+            self._refuse(_head_too_large())
 
     def _parse(self, data: bytes) -> None:
         """Feeds the parser and ignores Upgrade, as RFC 9110 (section 7.8) allows.
@@ -224,19 +244,22 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def on_url(self, url: bytes) -> None:
         super().on_url(url)
         if len(self.url) >= MAX_HEAD_BYTES:  # also more than the URL parser accepts
-            self._too_large = True
-            raise _HeadTooLarge
+            self._fault = _head_too_large()
+            raise _Refused
 
     def on_header(self, name: bytes, value: bytes) -> None:
         super().on_header(name, value)
         self._header_bytes += len(name) + len(value)
         if len(self.headers) > MAX_HEADERS or len(self.url) + self._header_bytes > MAX_HEAD_BYTES:
-            self._too_large = True
-            raise _HeadTooLarge  # becomes an HttpParserError in the parser, for which uvicorn calls send_400_response
+            self._fault = _head_too_large()
+            raise _Refused
 
     def on_headers_complete(self) -> None:
         self._in_head = False
         self._stop_deadline()
+        self._fault = _fault_of_head(self.parser.get_http_version(), self.headers)
+        if self._fault is not None:
+            raise _Refused
         self._declines_upgrade = any(name == b"upgrade" for name, _ in self.headers) and self.parser.should_upgrade()
         if self._declines_upgrade:
             return
@@ -257,14 +280,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        if self._too_large:
-            self._refuse_head()
-        else:
-            self._refuse(ApiError(400, "This is not valid HTTP/1.1.", code="invalid_http"))
-
-    def _refuse_head(self) -> None:
-        message = f"The URL and the headers may hold at most {MAX_HEADERS} fields and {MAX_HEAD_BYTES} bytes."
-        self._refuse(ApiError(431, message, code="headers_too_large"))
+        self._refuse(self._fault or ApiError(400, "This is not valid HTTP/1.1.", code="invalid_http"))
 
     def _refuse(self, error: ApiError) -> None:
         if any(cycle.response_started and not cycle.response_complete for cycle in self._cycles):

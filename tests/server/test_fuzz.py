@@ -89,7 +89,9 @@ class Fuzzer:
                     writer.transport.abort()
 
 
-_SLOW_HEAD = b"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: 9999\r\n\r\n"
+_SLOW_HEAD = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 9999\r\n\r\n"
+)
 _SLOW_BODY = _SLOW_HEAD + b" " * 999
 
 

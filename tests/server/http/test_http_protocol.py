@@ -65,14 +65,14 @@ def test_too_many_headers(server):
         received = send_until_refused(connection, b"GET /health HTTP/1.1\r\n", b"x-a: 1\r\n" * 10, 2000)
         assert_refused(received, 431)
     with connect(server) as connection:
-        connection.sendall(b"GET /health HTTP/1.1\r\nConnection: close\r\n" + b"x-a: 1\r\n" * 120 + b"\r\n")
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n" + b"x-a: 1\r\n" * 120 + b"\r\n")
         assert read_all(connection).startswith(b"HTTP/1.1 200")
 
 
 @pytest.mark.parametrize("num_bytes, status", [(65_000, 200), (65_537, 431), (70_000, 431), (200_000, 431)])
 def test_headers_that_are_too_long(server, num_bytes, status):
     with connect(server) as connection:
-        head = b"GET /health HTTP/1.1\r\nConnection: close\r\nx-a: %b\r\n\r\n" % (b"a" * num_bytes)
+        head = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\nx-a: %b\r\n\r\n" % (b"a" * num_bytes)
         received = send_until_refused(connection, head, b"", 0)
         assert received.startswith(b"HTTP/1.1 %d " % status) or (received == b"" and status == 431)  # reset before
 
@@ -180,6 +180,32 @@ def test_length_and_chunked_together_are_refused(server):
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n"
         connection.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n")
         assert_refused(read_all(connection), 400)
+
+
+@pytest.mark.parametrize("upgrade", [b"", b"Connection: Upgrade\r\nUpgrade: h2c\r\n"])
+@pytest.mark.parametrize(
+    "version, headers, status",
+    [
+        (b"1.1", b"", 400),
+        (b"1.1", b"Host: x\r\nHost: x\r\n", 400),
+        (b"1.0", b"Host: x\r\nHost: y\r\n", 400),
+        (b"1.0", b"", 200),
+        (b"1.1", b"hOST:\r\n", 200),
+        (b"1.1", b"Host: x\r\nTransfer-Encoding: gzip, chunked\r\n", 501),
+        (b"1.1", b"Host: x\r\nTransfer-Encoding: gzip\r\nTransfer-Encoding: chunked\r\n", 501),
+        (b"1.1", b"Host: x\r\nTransfer-Encoding: Chunked\r\n", 200),
+        (b"1.0", b"Host: x\r\nTransfer-Encoding: chunked\r\n", 400),
+    ],
+)
+def test_hosts_and_transfer_codings(server, version, headers, status, upgrade):
+    with connect(server) as connection:
+        close = b"" if upgrade else b"Connection: close\r\n"
+        body = b"0\r\n\r\n" if b"Transfer" in headers else b""
+        connection.sendall(b"GET /health HTTP/%b\r\n%b\r\n%b" % (version, headers + upgrade + close, body))
+        if status == 200:
+            assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+        else:
+            assert_refused(read_all(connection), status)
 
 
 @pytest.mark.parametrize("stream", [True, False])
