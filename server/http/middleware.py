@@ -219,9 +219,10 @@ def _unauthorized(scope: Scope) -> ApiError:
     """A 401. The first words are OpenAI's: by them litellm tells a wrong key from other mistakes."""
     has_any = any(name in (b"authorization", b"x-api-key") for name, _ in scope["headers"])
     what = "send a valid one" if has_any else "the request has none. Send one"
+    header = "x-api-key: KEY" if speaks_anthropic(scope) else "Authorization: Bearer KEY"
     return ApiError(
         401,
-        f"Incorrect API key provided: {what} as Authorization: Bearer KEY.",
+        f"Incorrect API key provided: {what} as {header}.",
         code="invalid_api_key",
         headers={"www-authenticate": "Bearer"},
     )

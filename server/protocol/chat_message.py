@@ -14,14 +14,12 @@ TEXT_OF_PART = {"text": "text", "refusal": "refusal"}
 
 
 def _message_text(value: Any) -> Any:
-    """Returns the content as one text: the string, or the texts of its parts joined by newlines. Other parts are field
-    errors."""
+    """Returns the content as one text: the string, or the texts of its parts joined by newlines; "" for no part. Other
+    parts are field errors."""
     if isinstance(value, str) or value is None:
         return value
     if not isinstance(value, list):
         raise field_error("invalid_type", "must be a string or a list of parts")
-    if not value:
-        raise field_error("invalid_value", "must hold at least one part")
     return "\n".join(_part_text(part, i) for i, part in enumerate(value))
 
 
@@ -104,7 +102,7 @@ class Message(Strict):
             raise field_error("missing_required_parameter", "is required", "content")
         if role == "tool" and fields.get("tool_call_id") is None:
             raise field_error("missing_required_parameter", "is required", "tool_call_id")
-        return fields if content is not None or refusal is None else {**fields, "content": refusal}
+        return fields if content not in (None, []) or refusal is None else {**fields, "content": refusal}
 
     def for_template(self, has_developer: bool = False) -> dict[str, Any]:
         """The message as a chat template gets it. A template that does not know the role `developer` gets `system`."""

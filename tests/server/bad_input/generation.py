@@ -123,7 +123,6 @@ MESSAGES = [
     ({"role": "user", "content": None}, "messages[0].content"),
     ({"role": "user", "content": 5}, "messages[0].content"),
     ({"role": "user", "content": {}}, "messages[0].content"),
-    ({"role": "user", "content": []}, "messages[0].content"),
     ({"role": "user", "content": ["text"]}, "messages[0].content[0]"),
     ({"role": "user", "content": [{}]}, "messages[0].content[0].type"),
     (

@@ -280,6 +280,22 @@ def test_refusals_of_the_assistant(client):
         assert ids_of(client, messages=[*one_user("a"), {"role": "assistant", **refused}, *one_user("b")]) == said
 
 
+def test_a_list_without_parts_is_an_empty_content(client):
+    """Tools without output and turns of the assistant that hold calls only produce it."""
+    call = {"id": "c1", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+    counts = []
+    for content in ("", []):
+        called = {"role": "assistant", "content": content, "tool_calls": [call]}
+        result = {"role": "tool", "tool_call_id": "c1", "content": content}
+        messages = [{"role": "user", "content": content}, called, result]
+        counts.append(client.post("/tokenize", json={"messages": messages}).json()["count"])
+    assert counts[0] == counts[1] > 0
+    refusals = [{"role": "assistant", "content": content, "refusal": "no"} for content in (None, [])]
+    asked = [{"messages": [{"role": "user", "content": "x"}, refusal]} for refusal in refusals]
+    (first, second) = (client.post("/tokenize", json=fields).json()["tokens"] for fields in asked)
+    assert first == second
+
+
 def test_a_breakpoint_of_the_cache_is_a_hint(client):
     part = {"type": "text", "text": "hello", "prompt_cache_breakpoint": {"mode": "explicit"}}
     assert ids_of(client, messages=one_user([part])) == chat_prompt("hello")

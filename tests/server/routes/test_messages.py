@@ -159,6 +159,9 @@ def test_keys(folder):
     with LiveServer(folder, api_key=("sesame",)) as live:
         with live.client() as client:
             assert_error(client.post(PATH, json=body()), 401, "authentication_error")
+            refused = client.post(PATH, json=body(), headers={"x-api-key": "wrong"})
+            start = "Incorrect API key provided: send a valid one as x-api-key: KEY."
+            assert_error(refused, 401, "authentication_error", start)
             keyed = {"x-api-key": "sesame"}
             assert client.post(PATH, json=body(), headers=keyed).status_code == 200
             assert client.post(PATH, json=body(), headers={"authorization": "Bearer sesame"}).status_code == 200
