@@ -164,7 +164,7 @@ def create_app_of(hosted: Sequence[HostedModel], config: ServerConfig) -> FastAP
     _add_error_handlers(app, served, known_paths)
     _add_middleware(app, config, served, known_paths)
     bodies = [kind for route in ROUTES if route.in_schema(served) for kind in route.bodies]
-    app.openapi = describe(app, config, bodies, served.names[0])  # type: ignore[method-assign]
+    app.openapi = describe(app, config, bodies, served.models)  # type: ignore[method-assign]
     return app
 
 

@@ -1,7 +1,7 @@
 """/openapi.json: the requests and answers of every route. A new route needs a row in ANSWERS, or a test fails."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,9 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from engine.driver import SERVING_PHASES
 from server.config import ServerConfig
+from server.context import Models
 from server.errors import is_anthropics
 from server.http.ignored_fields import HEADER
 from server.http.middleware import PUBLIC_PATHS
@@ -149,26 +151,28 @@ def parameters_of(path: str, query: tuple[dict[str, Any], ...] = ()) -> dict[str
 
 
 def describe(
-    app: FastAPI, config: ServerConfig, kinds: list[type[BaseModel]], model: str
+    app: FastAPI, config: ServerConfig, kinds: list[type[BaseModel]], models: Models
 ) -> Callable[[], dict[str, Any]]:
-    """The function for `app.openapi`. It makes the document on its first call. `kinds`: models of the bodies; `model`:
-    name of the model in examples."""
+    """The function for `app.openapi`. It makes the document on its first call. `kinds`: models of the bodies. Examples
+    name the first of `models`; the limits of the models are in the document if all of them have loaded by then."""
 
     def openapi() -> dict[str, Any]:
         if not app.openapi_schema:
-            app.openapi_schema = _document(app, config, kinds, model)
+            app.openapi_schema = _document(app, config, kinds, models)
         return app.openapi_schema
 
     return openapi
 
 
-def _document(app: FastAPI, config: ServerConfig, kinds: list[type[BaseModel]], model: str) -> dict[str, Any]:
+def _document(app: FastAPI, config: ServerConfig, kinds: list[type[BaseModel]], served: Models) -> dict[str, Any]:
     document = get_openapi(title=app.title, version=app.version, openapi_version=OPENAPI, routes=app.routes)
     bodies = [(kind, "validation") for kind in kinds]
     models = dict.fromkeys([answers.ErrorEnvelope, *[model for row in ANSWERS.values() for model in row.models]])
     _, schemas = models_json_schema([*bodies, *[(model, "validation") for model in models]], ref_template=REF)  # type: ignore[list-item]
     for kind, name, key, option in LIMITS:
         _set_limit(schemas["$defs"][kind]["properties"][name], key, getattr(config, option))
+    for kind, name, value in _limits_of(served):
+        _set_limit(schemas["$defs"][kind]["properties"][name], "maximum", value)
     needs_key = bool(config.api_key or config.api_key_file)
     components: dict[str, Any] = {"schemas": schemas["$defs"]}
     if needs_key:
@@ -183,13 +187,48 @@ def _document(app: FastAPI, config: ServerConfig, kinds: list[type[BaseModel]], 
                 for response in operation["responses"].values():
                     response["headers"] = response.get("headers", {}) | IGNORED_FIELDS
             if path in EXAMPLES:
-                operation["requestBody"]["content"]["application/json"]["example"] = {"model": model, **EXAMPLES[path]}
+                operation["requestBody"]["content"]["application/json"]["example"] = {
+                    "model": served.names[0],
+                    **EXAMPLES[path],
+                }
             if needs_key and path not in PUBLIC_PATHS:
                 names = SECURITY if is_anthropics(path) else ("bearer",)
                 operation["security"] = [{name: []} for name in names]
             else:
                 operation["responses"].pop("401", None)
+    _drop_unused(components["schemas"], document["paths"])
     return document
+
+
+def _limits_of(served: Models) -> list[tuple[str, str, int]]:
+    """(model, field, maximum) of the fields that the models limit; nothing before all models have loaded."""
+    if not all(driver.phase in SERVING_PHASES for driver in served.drivers):
+        return []
+    models = [driver.model for driver in served.drivers]
+    return [
+        ("DetokenizeRequest", "tokens", max(model.vocab_size for model in models) - 1),
+        ("EmbeddingRequest", "truncate_prompt_tokens", max(model.max_model_len for model in models)),
+    ]
+
+
+def _drop_unused(schemas: dict[str, Any], paths: Any) -> None:
+    """Remove the schemas to which no route leads: internal models that pydantic lists too."""
+    used: set[str] = set()
+    new = set(_references(paths))
+    while new:
+        used |= new
+        new = {name for known in new for name in _references(schemas[known])} - used
+    for name in schemas.keys() - used:
+        del schemas[name]
+
+
+def _references(part: Any) -> Iterator[str]:
+    """The names of the schemas to which `part` refers."""
+    if isinstance(part, dict) and isinstance(part.get("$ref"), str):
+        yield part["$ref"].rpartition("/")[2]
+    inner = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+    for value in inner:
+        yield from _references(value)
 
 
 def _open(schemas: dict[str, Any], kind: type[BaseModel]) -> None:
@@ -200,7 +239,7 @@ def _open(schemas: dict[str, Any], kind: type[BaseModel]) -> None:
 
 
 def _set_limit(field: dict[str, Any], key: str, value: int) -> None:
-    for schema in (field, *field.get("anyOf", ())):
+    for schema in (field, field.get("items", {}), *field.get("anyOf", ())):
         if schema.get("type") == "integer":
             schema[key] = value
 

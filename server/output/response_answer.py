@@ -11,7 +11,7 @@ from server.output.logprobs import Entry, LogprobAligner
 from server.output.response_output import EventWriter, ResponseOutput
 from server.output.timings import Timings
 from server.protocol.responses.request import ResponseRequest
-from server.protocol.responses.response_tools import CustomTool, FunctionTool, HostedTool, NamespaceTool, Tool
+from server.protocol.responses.response_tools import FunctionTool, HostedTool, NamespaceTool, ResponseCustomTool, Tool
 from server.tools.events import Event
 
 
@@ -116,7 +116,7 @@ def _shown(tool: Tool) -> dict[str, Any]:
     if isinstance(tool, FunctionTool):
         return tool.model_dump() | {"strict": bool(tool.strict)}
     fields = tool.model_dump(exclude={"format", "tools"}, exclude_none=True)
-    if isinstance(tool, CustomTool):
+    if isinstance(tool, ResponseCustomTool):
         fields["format"] = tool.format.model_dump()
     if isinstance(tool, NamespaceTool):
         fields |= {"description": tool.description or "", "tools": [_shown(inner) for inner in tool.tools]}

@@ -40,9 +40,22 @@ def _template_kwargs(value: Any) -> Any:
     return value
 
 
+TemplateKwargsForm = Annotated[
+    dict[str, bool | int | float | Annotated[str, Field(max_length=MAX_TEMPLATE_STRING)]],
+    Field(
+        max_length=MAX_TEMPLATE_KWARGS,
+        json_schema_extra={
+            "propertyNames": {
+                "maxLength": MAX_NAME_LENGTH,
+                "pattern": r"^[^\W\d]\w*$",
+                "not": {"enum": sorted(RESERVED_TEMPLATE_NAMES)},
+            }
+        },
+    ),
+]
 TemplateKwargs = Annotated[
     dict[str, Any],
-    BeforeValidator(_template_kwargs, json_schema_input_type=dict[str, bool | int | float | str]),
+    BeforeValidator(_template_kwargs, json_schema_input_type=TemplateKwargsForm),
 ]
 
 

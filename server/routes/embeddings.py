@@ -49,7 +49,7 @@ class EmbeddingRequest(Strict):
     input: Prompt
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = None
-    truncate_prompt_tokens: int | None = Field(None, ge=-1)
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, json_schema_extra={"not": {"const": 0}})
     add_special_tokens: bool = True
     priority: int = Field(0, ge=-(2**31), lt=2**31)
     timeout: float | None = Field(None, gt=0.0, le=MAX_TIMEOUT)  # for all texts together

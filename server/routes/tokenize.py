@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-from pydantic import FailFast, model_validator
+from pydantic import FailFast, Field, model_validator
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -43,7 +43,7 @@ class DetokenizeRequest(Strict):
     is_request = True
 
     model: str | None = None
-    tokens: Annotated[list[int], FailFast()]
+    tokens: Annotated[list[Annotated[int, Field(json_schema_extra={"minimum": 0})]], FailFast()]
 
     @model_validator(mode="after")
     def _not_negative(self) -> "DetokenizeRequest":

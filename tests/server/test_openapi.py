@@ -208,6 +208,37 @@ def test_what_the_server_refuses_the_schema_refuses(client, document):
         assert check.is_valid(chat_body(**fields)), fields
 
 
+def test_every_component_is_used_and_named_without_a_module(document):
+    names = document["components"]["schemas"].keys()
+    used = set(re.findall('"#/components/schemas/([^"]+)"', json.dumps(document)))
+    assert names == used and not [name for name in names if "__" in name]
+
+
+@pytest.mark.parametrize(
+    "path, good, bad",
+    [
+        (CHAT, chat_body(), {"chat_template_kwargs": {"messages": 1}}),
+        (CHAT, chat_body(), {"chat_template_kwargs": {"a b": 1}}),
+        (CHAT, chat_body(), {"chat_template_kwargs": {"a": "x" * 257}}),
+        (CHAT, chat_body(), {"chat_template_kwargs": {f"a{i}": 1 for i in range(17)}}),
+        ("/detokenize", {"tokens": [0, 3]}, {"tokens": [3, 10**6]}),
+        ("/detokenize", {"tokens": []}, {"tokens": [-1]}),
+        ("/v1/embeddings", {"model": MODEL, "input": "a", "truncate_prompt_tokens": -1}, {"truncate_prompt_tokens": 0}),
+        ("/v1/embeddings", {"model": MODEL, "input": "a"}, {"truncate_prompt_tokens": 10**6}),
+        (
+            MESSAGES,
+            {"model": MODEL, "messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
+            {"stop_sequences": [""]},
+        ),
+    ],
+)
+def test_what_is_refused_is_invalid(client, document, path, good, bad):
+    check = request_validator(document, path)
+    check.validate(good)
+    assert client.post(path, json=good).status_code == 200
+    assert not check.is_valid(good | bad) and client.post(path, json=good | bad).status_code == 400
+
+
 def test_a_prompt_may_be_absent_or_null(client, document):
     check = request_validator(document, COMPLETIONS)
     for body in ({"model": MODEL}, {"model": MODEL, "prompt": None}, {"model": MODEL, "prompt": ["", "a"]}):

@@ -476,7 +476,9 @@ class MessagesRequest(MessagesPrompt, SamplingExtras):
     foreign = MessagesPrompt.foreign | {"response_format": "output_config.format"}
 
     max_tokens: int = Field(ge=1)
-    stop_sequences: Annotated[list[str], FailFast(), Field(max_length=MAX_STOP_STRINGS)] = Field(default_factory=list)
+    stop_sequences: Annotated[
+        list[Annotated[str, Field(min_length=1)]], FailFast(), Field(max_length=MAX_STOP_STRINGS)
+    ] = Field(default_factory=list)
     temperature: float = Field(1.0, ge=0.0, le=1.0)
     top_p: float = ranged_field(1.0, 0.0, 1.0)
     top_k: int = ranged_field(0, -1, 2**31 - 1)

@@ -46,7 +46,7 @@ class AnthropicHostedTool(Strict):
 
     model_config = ConfigDict(extra="allow")
 
-    type: str = Field(json_schema_extra={"pattern": f"^{HOSTED.pattern}$"})
+    type: str = Field(max_length=MAX_NAME_LENGTH, json_schema_extra={"pattern": f"^{HOSTED.pattern}$"})
     name: str = Field("", max_length=MAX_NAME_LENGTH)
 
     @property

@@ -106,7 +106,7 @@ class InputItem(BaseModel):
     type: Literal[tuple([*READERS, *BRING_TOOLS, *sorted(FOREIGN_ITEMS)])] = "message"  # type: ignore[valid-type]
 
 
-class ChosenTool(BaseModel):
+class ResponseChosenTool(BaseModel):
     """A function or custom tool by its name, or a tool that the client runs by its type."""
 
     model_config = ConfigDict(extra="forbid")
@@ -140,7 +140,7 @@ Format = Annotated[
 ToolChoiceField = Annotated[
     Any,
     BeforeValidator(
-        parse_choice, json_schema_input_type=Literal["none", "auto", "required"] | ChosenTool | AllowedTools
+        parse_choice, json_schema_input_type=Literal["none", "auto", "required"] | ResponseChosenTool | AllowedTools
     ),
 ]
 Metadata = Annotated[dict[str, str], BeforeValidator(_metadata, json_schema_input_type=dict[str, str])]

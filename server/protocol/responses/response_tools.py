@@ -45,7 +45,7 @@ class FunctionTool(Strict):
         return {"type": "function", "function": fields | _named(name, about, self.description)}
 
 
-class GrammarFormat(Strict):
+class ResponseGrammarFormat(Strict):
     foreign = {"grammar": "definition"}  # a chat has syntax and definition in an object `grammar`
 
     type: Literal["grammar"]
@@ -53,10 +53,10 @@ class GrammarFormat(Strict):
     definition: str = Field(min_length=1, max_length=MAX_DEFINITION)
 
 
-FORMATS: dict[str, type[Strict]] = {"text": TextFormat, "grammar": GrammarFormat}
+FORMATS: dict[str, type[Strict]] = {"text": TextFormat, "grammar": ResponseGrammarFormat}
 
 
-class CustomTool(Strict):
+class ResponseCustomTool(Strict):
     inert = RESPONSE_TOOL_INERT
     ignored = RESPONSE_TOOL_IGNORED
     foreign = {"custom": "name"}
@@ -65,13 +65,13 @@ class CustomTool(Strict):
     name: str
     description: str | None = Field(None, max_length=MAX_DESCRIPTION)
     format: Annotated[
-        TextFormat | GrammarFormat,
-        PlainValidator(partial(by_type, FORMATS), json_schema_input_type=TextFormat | GrammarFormat),
+        TextFormat | ResponseGrammarFormat,
+        PlainValidator(partial(by_type, FORMATS), json_schema_input_type=TextFormat | ResponseGrammarFormat),
     ] = TextFormat(type="text")
 
     def for_chat(self, name: str, about: str) -> dict[str, Any]:
         form: dict[str, Any] = {"type": self.format.type}
-        if isinstance(self.format, GrammarFormat):
+        if isinstance(self.format, ResponseGrammarFormat):
             form["grammar"] = {"syntax": self.format.syntax, "definition": self.format.definition}
         return {"type": "custom", "custom": _named(name, about, self.description) | {"format": form}}
 
@@ -85,10 +85,10 @@ class NamespaceTool(Strict):
     tools: Annotated[
         list[
             Annotated[
-                FunctionTool | CustomTool,
+                FunctionTool | ResponseCustomTool,
                 PlainValidator(
-                    partial(by_type, {"function": FunctionTool, "custom": CustomTool}),
-                    json_schema_input_type=FunctionTool | CustomTool,
+                    partial(by_type, {"function": FunctionTool, "custom": ResponseCustomTool}),
+                    json_schema_input_type=FunctionTool | ResponseCustomTool,
                 ),
             ]
         ],
@@ -135,10 +135,10 @@ class HostedTool(Strict):
         return False
 
 
-Tool = FunctionTool | CustomTool | NamespaceTool | LocalShellTool | ShellTool | ApplyPatchTool | HostedTool
+Tool = FunctionTool | ResponseCustomTool | NamespaceTool | LocalShellTool | ShellTool | ApplyPatchTool | HostedTool
 TOOLS: dict[str, type[Strict]] = {
     "function": FunctionTool,
-    "custom": CustomTool,
+    "custom": ResponseCustomTool,
     "namespace": NamespaceTool,
     "local_shell": LocalShellTool,
     "shell": ShellTool,
@@ -290,7 +290,7 @@ def _offered(path: str, tool: Tool) -> Iterable[Offered]:
         for i, inner in enumerate(tool.tools):
             chat = inner.for_chat(chat_name(tool.name, inner.name), "" if i else about)
             yield Offered(f"{path}.tools[{i}]", inner.type, inner.name, tool.name, chat)
-    elif isinstance(tool, FunctionTool | CustomTool):
+    elif isinstance(tool, FunctionTool | ResponseCustomTool):
         yield Offered(path, tool.type, tool.name, None, tool.for_chat(tool.name, ""))
     else:
         text, properties, required = CLIENT_RUN[tool.type]
