@@ -13,6 +13,7 @@ Memory holds the SHA-256 digest of a key only. Keys are random, so no slower has
 """
 
 import dataclasses
+import difflib
 import hashlib
 import hmac
 import logging
@@ -34,6 +35,7 @@ SETTINGS = ("weight", "min-priority", "admin", *(f.name.replace("_", "-") for f 
 SETTING = re.compile(f"({'|'.join(SETTINGS)})=(.*)")
 NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")
 LIKE_A_SETTING = re.compile(r"[A-Za-z][A-Za-z_-]*=.*[^=]")  # base64 has = only at its end
+NEAR = 0.75  # lowest difflib ratio of a misspelled setting
 DIGEST = re.compile(r"sha256:([0-9a-fA-F]{64})")
 MAX_WEIGHT = 1000.0
 
@@ -153,6 +155,12 @@ def _parse_line(words: list[str], where: str, limits: Limits) -> ApiKey:
     known = ", ".join(SETTINGS)
     settings = [match for word in words if (match := SETTING.fullmatch(word))]
     parts = [word for word in words if not SETTING.fullmatch(word)]
+    for word in parts if len(parts) > 1 else ():
+        name = word.partition("=")[0].replace("_", "-")
+        near = difflib.get_close_matches(name, SETTINGS, n=1, cutoff=NEAR) if LIKE_A_SETTING.fullmatch(word) else []
+        if near:
+            hint = "Write a key of this form as sha256:DIGEST."
+            raise ConfigError(f"{where}: unknown setting; did you mean {near[0]}? The settings are {known}. ({hint})")
     if not 1 <= len(parts) <= 2:
         raise ConfigError(f"{where}: must be `KEY` or `NAME KEY`, then settings (such as weight=2; {known}).")
     if len(parts) == 2 and LIKE_A_SETTING.fullmatch(parts[1]):  # a misspelled setting: the key would be read as a name

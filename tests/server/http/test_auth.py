@@ -214,11 +214,20 @@ def test_keys_from_a_file_with_names_comments_digests_and_a_reload(folder, tmp_p
         ("sk-a min-priority=none\n", "min-priority must be a whole number"),
         ("sk-a weight=1 weight=2\n", "line 1: weight is set twice"),
         # Not a key called weigth=2 that belongs to somebody called sk-a:
-        ("sk-a weigth=2\n", "line 1: unknown setting; the settings are weight, min-priority"),
-        ("sk-a requests_per_minute=60 weight=2\n", "line 1: unknown setting"),
+        (
+            "sk-a weigth=2\n",
+            "line 1: unknown setting; did you mean weight? The settings are weight, min-priority",
+        ),
+        (
+            "sk-a requests_per_minute=60 weight=2\n",
+            "line 1: unknown setting; did you mean requests-per-minute?",
+        ),
+        ("alice sk-a weigt=2\n", "line 1: unknown setting; did you mean weight?"),
+        ("sk-a colour=2\n", "line 1: unknown setting; the settings are weight, min-priority"),
+        ("alice sk_a=b c\n", "line 1: must be `KEY` or `NAME KEY`"),
         ("alice sk-a\nsk-b\ncarol sk-a\n", "line 3: this key is in line 1, too"),
         ("bob sha256:6ca13d52\n", "line 1: behind sha256: must be 64 hexadecimal digits"),
-        ("alice sk-a requests-per-hour=3\n", "line 1: must be `KEY` or `NAME KEY`, then settings"),
+        ("alice sk-a requests-per-hour=3\n", "line 1: unknown setting; did you mean requests-per-minute?"),
     ],
 )
 def test_a_wrong_key_file_is_refused_without_repeating_a_key(tmp_path, text, said):
