@@ -14,7 +14,7 @@ import httpx
 from engine.command_line import Parser
 from engine.errors import ConfigError, PageserveError
 from engine.text.unicode import is_valid_unicode
-from server.commands.client_options import DEFAULT_BASE_URL, add_api_key, api_url
+from server.commands.client_options import DEFAULT_BASE_URL, add_api_key, api_url, refusal, unreachable
 
 HELP = "/reset forgets the conversation, /exit (or Ctrl-D) leaves, Ctrl-C stops an answer."
 TIMEOUT = httpx.Timeout(10.0, read=300.0)  # seconds; a queued request gets no bytes for a while
@@ -56,10 +56,10 @@ class ChatClient:
             with self._http.stream("POST", "chat/completions", json=body) as response:
                 if response.status_code != 200:
                     response.read()
-                    raise ChatError(_error_message(response))
+                    raise ChatError(refusal(response))
                 yield from _contents(_lines(response.iter_bytes()))
         except httpx.HTTPError as error:
-            raise ChatError(_unreachable(str(self._http.base_url), error)) from error
+            raise ChatError(unreachable(str(self._http.base_url), error)) from error
 
 
 def _lines(chunks: Iterator[bytes]) -> Iterator[str]:
@@ -92,21 +92,6 @@ def _texts(data: str) -> list[str]:
         return [str(delta["content"]) for delta in deltas if delta.get("content")]
     except (ValueError, LookupError, TypeError, AttributeError):
         raise ChatError(f"the server sent an event that is no chat chunk: {data[:200]}") from None
-
-
-def _error_message(response: httpx.Response) -> str:
-    try:
-        message = response.json()["error"]["message"]
-    except (ValueError, KeyError, TypeError):
-        message = response.text[:200] or response.reason_phrase
-    hint = " (Give --api-key KEY or the variable OPENAI_API_KEY.)" if response.status_code == 401 else ""
-    return f"the server answered {response.status_code}: {message}{hint}"
-
-
-def _unreachable(base_url: str, error: httpx.HTTPError) -> str:
-    if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
-        return f"no server answers at {base_url}; start one with `pageserve serve`, or name another with --base-url."
-    return f"the connection to {base_url} failed: {error or type(error).__name__}."
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -156,9 +141,9 @@ def _first_model(http: httpx.Client) -> str:
     try:
         response = http.get("models")
     except httpx.HTTPError as error:
-        raise ChatError(_unreachable(str(http.base_url), error)) from error
+        raise ChatError(unreachable(str(http.base_url), error)) from error
     if response.status_code != 200:
-        raise ChatError(_error_message(response))
+        raise ChatError(refusal(response))
     try:
         return str(response.json()["data"][0]["id"])
     except (ValueError, LookupError, TypeError):

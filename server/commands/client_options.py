@@ -1,4 +1,4 @@
-"""Options of all commands that call a running server: its address and its API key."""
+"""Options and texts of errors that all commands share which call a running server."""
 
 import argparse
 import os
@@ -31,3 +31,20 @@ def api_url(base_url: str) -> str:
     if url.scheme not in ("http", "https") or not url.host:
         raise ConfigError(f"--base-url must look like {DEFAULT_BASE_URL}, not {base_url!r}.")
     return base_url.rstrip("/") + ("" if url.path.strip("/") else "/v1")
+
+
+def refusal(response: httpx.Response) -> str:
+    """The error of a response with another status than 200."""
+    try:
+        message = response.json()["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        message = response.text[:200] or response.reason_phrase
+    hint = " (Give --api-key KEY or the variable OPENAI_API_KEY.)" if response.status_code == 401 else ""
+    return f"the server answered {response.status_code}: {message}{hint}"
+
+
+def unreachable(base_url: str, error: httpx.HTTPError) -> str:
+    """The error of a request without a response."""
+    if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+        return f"no server answers at {base_url}; start one with `pageserve serve`, or name another with --base-url."
+    return f"the connection to {base_url} failed: {error or type(error).__name__}."

@@ -9,7 +9,7 @@ from engine.command_line import Parser
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineError
 from engine.settings import load_settings, shown
-from server.commands.client_options import DEFAULT_BASE_URL, add_api_key, api_url
+from server.commands.client_options import DEFAULT_BASE_URL, add_api_key, api_url, refusal, unreachable
 from server.config import ServerConfig
 from server.model_settings import ModelSettings, merge_model_flags, model_settings
 
@@ -47,15 +47,17 @@ def main(arguments: list[str]) -> int:
 
 def _ask(base_url: str, key: str | None) -> list[dict[str, Any]]:
     headers = {"authorization": f"Bearer {key}"} if key else {}
-    url = f"{api_url(base_url)}/models"
+    url = api_url(base_url)
     try:
-        answer = httpx.get(url, headers=headers, timeout=TIMEOUT_SECONDS)
-        body = answer.json()
-    except (httpx.HTTPError, ValueError) as error:
-        raise EngineError(f"no server answers at {url}: {error or type(error).__name__}") from None
+        answer = httpx.get(f"{url}/models", headers=headers, timeout=TIMEOUT_SECONDS)
+    except httpx.HTTPError as error:
+        raise EngineError(unreachable(url, error)) from None
     if answer.status_code != 200:
-        raise EngineError(f"{url} answers {answer.status_code}: {body.get('error', {}).get('message', '')}")
-    data: list[dict[str, Any]] = body["data"]
+        raise EngineError(refusal(answer))
+    try:
+        data: list[dict[str, Any]] = answer.json()["data"]
+    except (ValueError, LookupError, TypeError):
+        raise EngineError(f"{url} does not list models as an OpenAI server does.") from None
     return data
 
 

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import pty
+import re
 import select
 import subprocess
 import sys
@@ -423,14 +424,16 @@ def test_text_typed_during_an_answer_is_shown_at_the_next_prompt(scripted):
     assert [message["content"] for message in scripted.requests[-1][1]["messages"]] == ["hello", "BEGINEND", "typed"]
 
 
-def test_without_a_server_it_says_how_to_start_one(capsys):
-    err = fails(capsys, "chat", "hi", "--base-url", "http://127.0.0.1:9", status=1)
-    assert "no server answers at http://127.0.0.1:9/v1/; start one with `pageserve serve`" in err
+@pytest.mark.parametrize("command", [["chat", "hi"], ["models"]], ids=" ".join)
+def test_without_a_server_it_says_how_to_start_one(command, capsys):
+    err = fails(capsys, *command, "--base-url", "http://127.0.0.1:9", status=1)
+    assert re.search("no server answers at http://127.0.0.1:9/v1/?; start one with `pageserve serve`", err)
 
 
-def test_where_a_key_is_wrong_chat_and_bench_say_how_to_give_one(capsys, folder):
+def test_where_a_key_is_wrong_the_commands_say_how_to_give_one(capsys, folder):
     with LiveServer(folder, api_key=("sk-right",)) as live:
         err = fails(capsys, "chat", "hi", "--base-url", live.url, "--api-key", "sk-wrong", status=1)
+        assert fails(capsys, "models", "--base-url", live.url, "--api-key", "sk-wrong", status=1) == err
         assert main(["bench", "--base-url", live.url, "--api-key", "sk-wrong"]) == 2
     assert "(Give --api-key KEY or the variable OPENAI_API_KEY.)" in err
     assert "requires an API key: give --api-key KEY or the variable OPENAI_API_KEY" in capsys.readouterr().err

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from engine.command_line import Parser
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.settings import add_flags, load_settings
+from engine.settings import add_flags, load_settings, settings_of
 from server.commands.batch.files import keep_final, read_requests
 from server.commands.batch.run import Batch, local, remote
 from server.commands.client_options import add_api_key, api_url
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     done = keep_final(target)
     answered = [done[request.custom_id] for request in read_requests(source) if request.custom_id in done]
     num_done, num_failed = len(answered), answered.count(False)
-    print(f"{total} requests, {num_done} already answered", file=sys.stderr)
+    print(f"{_counted(total, 'request')}, {num_done} already answered", file=sys.stderr)
     if num_done < total:
         _check_opens(target, "ab", "--output: cannot write")  # before a model is loaded
         try:
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
         except KeyboardInterrupt:
             print("interrupted: run the same command again to continue", file=sys.stderr)
             raise
-    print(f"{total - num_failed} answers and {num_failed} errors in {target}", file=sys.stderr)
+    print(f"{_counted(total - num_failed, 'answer')} and {_counted(num_failed, 'error')} in {target}", file=sys.stderr)
     return 1 if num_failed else 0
 
 
@@ -79,11 +79,25 @@ async def _run(
 
 def _client(options: dict[str, Any]) -> AbstractAsyncContextManager[httpx.AsyncClient]:
     concurrency = options["concurrency"]
+    if options["base_url"] is not None:
+        _refuse_settings(options)
     merge_model_flags(options)
     if options["base_url"] is None:
         engine_config, server_config = load_settings((EngineConfig, ServerConfig), options, os.environ)
         return local(engine_config, resolve_files(server_config))
     return remote(api_url(options["base_url"]), options["client_key"], concurrency)
+
+
+def _refuse_settings(options: dict[str, Any]) -> None:
+    """Raise ConfigError for an option of a model that is loaded here: the server has its own."""
+    settings = settings_of(EngineConfig) | settings_of(ServerConfig)
+    flags = {"config": "--config"} | {name: setting.flag for name, setting in settings.items()}
+    if given := next((flag for name, flag in flags.items() if name in options), None):
+        raise ConfigError(f"{given} has no effect with --base-url: leave it out.")
+
+
+def _counted(number: int, word: str) -> str:
+    return f"{number} {word}" if number == 1 else f"{number} {word}s"
 
 
 def _parser() -> Parser:
@@ -104,10 +118,12 @@ def _parser() -> Parser:
         metavar="INT",
         help=f"concurrent requests (default: {DEFAULT_CONCURRENCY})",
     )
-    suppressed: dict[str, Any] = {"default": argparse.SUPPRESS, "metavar": "TEXT"}
-    parser.add_argument("--served-model-name", nargs="+", help="names of the model that requests may use", **suppressed)
-    parser.add_argument("--chat-template", help="Jinja chat template; default: the model's", **suppressed)
-    parser.add_argument("--max-loaded", help="most of several models that are awake together", **suppressed)
+    names, template = "names of the model that requests may use", "Jinja chat template; default: the model's"
+    awake = "most of several models that are awake together"
+    absent = argparse.SUPPRESS
+    parser.add_argument("--served-model-name", nargs="+", metavar="NAME", default=absent, help=names)
+    parser.add_argument("--chat-template", metavar="TEXT", default=absent, help=template)
+    parser.add_argument("--max-loaded", metavar="INT", default=absent, help=awake)
     parser.set_defaults(positional_model=None)
     add_flags(parser, EngineConfig, repeated=("model",))
     return parser

@@ -55,7 +55,7 @@ def test_every_request_gets_a_line_and_errors_are_lines_too(server, tmp_path, ca
     assert found["r3"]["response"]["body"]["error"]["param"] == "temperature"
     assert found["r4"]["response"]["body"]["choices"][0]["text"].startswith("naïve \u2028 text")
     assert found["r7"]["response"]["body"]["usage"]["prompt_tokens"] == 8
-    assert "19 answers and 1 errors" in capsys.readouterr().err
+    assert "19 answers and 1 error in" in capsys.readouterr().err
 
 
 def test_requests_refused_for_a_wrong_key_are_sent_again(folder, tmp_path):
@@ -173,6 +173,14 @@ def test_a_wrong_line_is_named_before_anything_is_asked(tmp_path, capsys, line, 
         (["-i", "in", "-o", "x", "--base-url", "http://host:port"], "--base-url: Invalid port"),
         (["-i", "in", "-o", "x", "--max-num-seq", "3"], "max-num-seqs"),
         (["-o", "x"], "--input"),
+        (
+            ["-i", "in", "-o", "x", "--base-url", "http://127.0.0.1:9", "--max-num-seqs", "4"],
+            "--max-num-seqs has no effect with --base-url: leave it out.",
+        ),
+        (
+            ["-i", "in", "-o", "x", "--base-url", "http://127.0.0.1:9", "--max-loaded", "1"],
+            "--max-loaded has no effect with --base-url: leave it out.",
+        ),
         (["-i", "nothing", "-o", "x"], "--input: cannot read nothing: No such file or directory."),
         (["-i", "in", "-o", "no/x", "--base-url", "http://127.0.0.1:9"], "--output: cannot write no/x: No such file"),
     ],
@@ -306,4 +314,5 @@ def test_answers_to_other_requests_do_not_count(server, tmp_path, capsys):
     request = {"custom_id": "other", "method": "POST", "url": "/v1/completions", "body": completion_body()}
     good.write_text(json.dumps(request) + "\n")
     assert run(good, tmp_path / "out", server) == 0
-    assert "1 answers and 0 errors" in capsys.readouterr().err and len(answers(tmp_path / "out")) == 4
+    assert "1 request, 0 already answered\n1 answer and 0 errors in" in capsys.readouterr().err
+    assert len(answers(tmp_path / "out")) == 4
