@@ -223,7 +223,9 @@ class EngineConfig:
             raise ConfigError("swap_space: the prefix cache keeps the blocks; leave enable_prefix_caching on.")
         self._check_lora()
         if self.disk_cache is not None and self.swap_space == 0:
-            raise ConfigError("disk_cache: blocks pass through host memory; reserve some with swap_space.")
+            raise ConfigError(
+                "disk_cache: blocks pass through host memory; reserve GiB with swap_space (--swap-space 4)."
+            )
         self._check_speculation()
 
     @property
@@ -254,7 +256,7 @@ class EngineConfig:
         if len(self.adapters) < len(self.lora):
             raise ConfigError("lora: two adapters have the same name.")
         if self.allow_runtime_lora and self.lora_root is None:
-            raise ConfigError("allow_runtime_lora: lora_root must name the folder that the adapters are in.")
+            raise ConfigError("allow_runtime_lora: name the folder of the adapters with lora_root (--lora-root DIR).")
         if self.serves_adapters and self.batch_invariant:
             raise ConfigError(
                 "lora: batch_invariant is not served with adapters; the number of rows of an adapter chooses the "

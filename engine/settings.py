@@ -53,6 +53,16 @@ NOT_SERVED = {
     "trust_remote_code": "code from a checkpoint is never run",
 }
 
+# Names of dtypes at other engines -> ours.
+OTHER_NAMES = {
+    "bf16": "bfloat16",
+    "float": "float32",
+    "fp16": "float16",
+    "fp32": "float32",
+    "half": "float16",
+    "fp8_e4m3": "fp8",
+}
+
 T = TypeVar("T")
 
 
@@ -137,7 +147,7 @@ class Setting:
         checked = self._checked(value)
         if checked is None:
             given = "the given value" if self.secret else repr(value)
-            raise ConfigError(f"{self.name} must be {self.expected()}, not {given}.")
+            raise ConfigError(f"{self.name} must be {self.expected()}, not {given}{self._nearest(value)}")
         return checked
 
     def _check_many(self, value: Any) -> tuple[Any, ...]:
@@ -166,6 +176,16 @@ class Setting:
             and (high is None or value <= high)
             and (above is None or value > above)
         )
+
+    def _nearest(self, value: Any) -> str:
+        """The end of the error of a wrong choice: the choice that was probably meant."""
+        if not isinstance(value, str) or self.choices is None:
+            return "."
+        name = OTHER_NAMES.get(value.lower(), value.lower())
+        near = difflib.get_close_matches(
+            name, [choice for choice in self.choices if isinstance(choice, str)], n=1, cutoff=0.8
+        )
+        return f"; did you mean {near[0]}?" if near else "."
 
     def expected(self) -> str:
         """The valid values in words, such as "an integer from 1 to 65535"."""

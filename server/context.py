@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request as HttpRequest
 
 from engine.driver import SERVING_PHASES
-from engine.errors import UnavailableError
+from engine.errors import InvalidRequestError, UnavailableError
 from engine.replicas.engine import Engine
 from server.config import ServerConfig
 from server.errors import ApiError, invalid, new_id
@@ -64,9 +64,13 @@ class Models:
         for served in self._served:
             if name in served.names or name in served.adapters:
                 return served
-        known = [repr(served.names[0]) for served in self._served]
-        message = f"The model {name[:128]!r} does not exist here; this server has {', '.join(known[:MANY_NAMES])}."
+        message = f"The model {name[:128]!r} does not exist here; this server has {self.choices}."
         raise ApiError(404, message, param="model", code="model_not_found")
+
+    @property
+    def choices(self) -> str:
+        """The models in words, for an error."""
+        return ", ".join(repr(served.names[0]) for served in self._served[:MANY_NAMES])
 
     def named(self, http: HttpRequest) -> "Served | None":
         """The model that the path or `?model=` names; None where neither does. Raises ApiError 404."""
@@ -124,7 +128,12 @@ class Served:
         """
         self.models.check_ready()
         context = self.models.longest_context
-        request = await read_parsed(http, parse, self.config.max_body_bytes, context, self.parsing)
+        try:
+            request = await read_parsed(http, parse, self.config.max_body_bytes, context, self.parsing)
+        except InvalidRequestError as error:
+            if (error.param, error.code) != ("model", "missing_required_parameter"):
+                raise
+            raise invalid(f"model is required; this server has {self.models.choices}.", "model", error.code) from None
         name = getattr(request, "model", None)
         served = self if name is None else self.models.find(name)
         served.check_ready()

@@ -62,7 +62,7 @@ def model_settings(engine: EngineConfig, server: ServerConfig) -> list[ModelSett
     """The models of two configs, the default model first. Raises ConfigError, which names the entry and the field."""
     if not server.models:
         if server.max_loaded is not None:
-            raise ConfigError("max_loaded: there is one model; `models` lists several.")
+            raise ConfigError("max_loaded: there is one model; give several: --model NAME=DIR, repeated, or `models`.")
         found = [ModelSettings(served_names(server, engine.model), engine, server)]
         _check_adapter_names(found)
         return found

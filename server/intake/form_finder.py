@@ -102,9 +102,7 @@ def _check_thinking_budget(request: ChatCompletionRequest, thinking: bool) -> No
         return
     name = "reasoning.max_tokens" if request.thinking_token_budget is None else FIELD
     if not thinking:
-        message = (
-            f"{name}: this server cannot limit the thinking of this model, which it does not tell from the answer."
-        )
+        message = f"{name}: the server cannot tell this model's thinking from its answer: leave the field out."
         raise invalid(message, name, "unsupported_value")
     output = request.structured_outputs
     if output is not None and output.kind == "grammar":

@@ -224,7 +224,7 @@ async def test_each_rank_adds_its_share_of_an_adapter(model, adapters):
     [
         ({"lora": ("x",)}, "not NAME=DIR"),
         ({"lora": ("x=a", "x=b")}, "the same name"),
-        ({"allow_runtime_lora": True}, "lora_root must name"),
+        ({"allow_runtime_lora": True}, "name the folder of the adapters with lora_root"),
         ({"lora": ("x=a",), "batch_invariant": True}, "batch_invariant"),
     ],
     ids=str,

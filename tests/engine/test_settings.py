@@ -175,6 +175,9 @@ def test_flag_mistakes_name_the_flag():
         load(parse_flags("--max-num-seqs", "1e3"))
 
 
+DTYPES = [("half", "float16"), ("fp16", "float16"), ("bf16", "bfloat16"), ("float", "float32"), ("FLOAT16", "float16")]
+
+
 @pytest.mark.parametrize(
     "keywords, message",
     [
@@ -182,7 +185,10 @@ def test_flag_mistakes_name_the_flag():
         ({"tensor_parallel_size": 0}, "tensor_parallel_size must be an integer from 1 to 64"),
         ({"kv_cache_dtype": "fp4"}, "kv_cache_dtype must be one of auto, int8, fp8, int4, not 'fp4'."),
         ({"swap_space": 1.0, "enable_prefix_caching": False}, "swap_space: the prefix cache keeps the blocks"),
-        ({"disk_cache": "/tmp/kv"}, "disk_cache: blocks pass through host memory; reserve some"),
+        ({"disk_cache": "/tmp/kv"}, "reserve GiB with swap_space (--swap-space 4)."),
+        *[({"dtype": name}, f"bfloat16, float16, not '{name}'; did you mean {meant}?") for name, meant in DTYPES],
+        ({"dtype": "int2"}, "dtype must be one of auto, float32, bfloat16, float16, not 'int2'."),
+        ({"kv_cache_dtype": "fp8_e4m3"}, "did you mean fp8?"),
         ({"gpu_memory_utilization": 0}, "gpu_memory_utilization must be a number above 0 and at most 1, not 0."),
         ({"gpu_memory_utilisation": 0.5}, "did you mean gpu_memory_utilization?"),
         ({"pipeline_parallel_size": 2}, "pipeline parallelism is not served"),

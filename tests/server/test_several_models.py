@@ -46,6 +46,8 @@ def test_two_models_by_name_on_one_port(two):
             assert answer["model"] == name and answer["choices"][0]["text"] == expected_text(b"hello", 1, 8)
         message = assert_error(client.post("/v1/completions", json=body("third")), 404, "model", "model_not_found")
         assert "'first'" in message and "'org/second'" in message
+        message = assert_error(client.post("/v1/chat/completions", json={"messages": []}), 400, "model")
+        assert message == "model is required; this server has 'first', 'org/second'."
         assert client.get("/v1/models", headers={"anthropic-version": "2023-06-01"}).json()["last_id"] == "org/second"
         page = client.get("/metrics").text
         done = [
@@ -181,7 +183,7 @@ def test_each_model_has_its_own_settings():
     "engine, server, named",
     [
         ({"model": "x"}, {"models": ("a=x",)}, "model: `models` lists"),
-        ({"model": "x"}, {"max_loaded": 2}, "max_loaded: there is one model"),
+        ({"model": "x"}, {"max_loaded": 2}, "max_loaded: there is one model; give several: --model NAME=DIR, repeated"),
         ({}, {"models": ("a=x", "a=y")}, "two models are named 'a'"),
         ({}, {"models": ("x",)}, "NAME=DIR_OR_ID"),
         ({}, {"models": ({"model": "x"},)}, "a name"),
