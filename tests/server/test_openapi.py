@@ -214,6 +214,16 @@ def test_every_component_is_used_and_named_without_a_module(document):
     assert names == used and not [name for name in names if "__" in name]
 
 
+def test_blocks_that_are_accepted_are_valid(client, document):
+    source = {"type": "text", "media_type": "text/plain", "data": "A fox."}
+    user = {"role": "user", "content": [{"type": "document", "source": source}]}
+    said = {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}, {"type": "text", "text": "b"}]}
+    tools = [{"type": "web_search_20250305", "name": "web_search", "max_uses": 8}]
+    body = {"model": MODEL, "messages": [user, said, user], "tools": tools, "max_tokens": 1}
+    request_validator(document, MESSAGES).validate(body)
+    assert client.post(MESSAGES, json=body).status_code == 200
+
+
 @pytest.mark.parametrize(
     "path, good, bad",
     [

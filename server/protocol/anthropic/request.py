@@ -309,10 +309,13 @@ class TextBlock(BaseModel):
     text: str
 
 
+BLOCKS = [kind for kind in FIELDS if kind != "tool_reference"]  # that one is part of a tool_result
+
+
 class ContentBlock(BaseModel):
     """A block with the fields that Anthropic documents for its type."""
 
-    type: Literal["text", "thinking", "tool_use", "tool_result", "tool_addition", "tool_removal"]
+    type: Literal[tuple([*BLOCKS, *sorted(FOREIGN_BLOCKS)])]  # type: ignore[valid-type]
 
 
 class TurnMessage(BaseModel):
