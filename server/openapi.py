@@ -153,13 +153,16 @@ def parameters_of(path: str, query: tuple[dict[str, Any], ...] = ()) -> dict[str
 def describe(
     app: FastAPI, config: ServerConfig, kinds: list[type[BaseModel]], models: Models
 ) -> Callable[[], dict[str, Any]]:
-    """The function for `app.openapi`. It makes the document on its first call. `kinds`: models of the bodies. Examples
-    name the first of `models`; the limits of the models are in the document if all of them have loaded by then."""
+    """The function for `app.openapi`. It makes the document once all `models` have loaded, whose limits are in it, and
+    before at each call. `kinds`: models of the bodies. Examples name the first of `models`."""
 
     def openapi() -> dict[str, Any]:
-        if not app.openapi_schema:
-            app.openapi_schema = _document(app, config, kinds, models)
-        return app.openapi_schema
+        if app.openapi_schema:
+            return app.openapi_schema
+        document = _document(app, config, kinds, models)
+        if _have_loaded(models):
+            app.openapi_schema = document
+        return document
 
     return openapi
 
@@ -200,9 +203,13 @@ def _document(app: FastAPI, config: ServerConfig, kinds: list[type[BaseModel]], 
     return document
 
 
+def _have_loaded(served: Models) -> bool:
+    return all(driver.phase in SERVING_PHASES for driver in served.drivers)
+
+
 def _limits_of(served: Models) -> list[tuple[str, str, int]]:
     """(model, field, maximum) of the fields that the models limit; nothing before all models have loaded."""
-    if not all(driver.phase in SERVING_PHASES for driver in served.drivers):
+    if not _have_loaded(served):
         return []
     models = [driver.model for driver in served.drivers]
     return [

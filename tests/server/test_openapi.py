@@ -13,6 +13,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from server.openapi import ANSWERS
 from tests.server.live import MODEL, LiveServer, assert_error, chat_body, completion_body, events
+from tests.server.raw_requests import wait_until
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
@@ -284,6 +285,11 @@ def test_not_ready_is_as_described(folder, document):
         refused = client.post(CHAT, json=chat_body())
         validator(document, CHAT, status="503").validate(refused.json())
         assert int(refused.headers["retry-after"]) >= 1
+        early = client.get("/openapi.json").json()
+        wait_until(lambda: client.get("/ready").status_code == 200, 20)
+        documents = [early, client.get("/openapi.json").json()]
+        tokens = [found["components"]["schemas"]["DetokenizeRequest"]["properties"]["tokens"] for found in documents]
+        assert ["maximum" in found["items"] for found in tokens] == [False, True]
 
 
 def test_examples_are_answered(bundled_server):
