@@ -41,14 +41,12 @@ class MessageChoice(Choice):
         """The whole message: the sum of a stream's deltas."""
         text = "".join(event.text for event in self._events if isinstance(event, Content))
         thought = "".join(event.text for event in self._events if isinstance(event, Reasoning))
-        calls: list[dict[str, Any]] = []
+        starts = [event for event in self._events if isinstance(event, CallStart)]
+        bodies: list[list[str]] = [[] for _ in starts]
         for event in self._events:
-            if isinstance(event, CallStart):
-                calls.append(_begun(event))
-            elif isinstance(event, Arguments):
-                calls[event.index]["function"]["arguments"] += event.text
-            elif isinstance(event, Input):
-                calls[event.index]["custom"]["input"] += event.text
+            if isinstance(event, Arguments | Input):
+                bodies[event.index].append(event.text)
+        calls = [_begun(start, "".join(body)) for start, body in zip(starts, bodies, strict=True)]
         return {
             "role": "assistant",
             "content": text or None,
@@ -159,8 +157,8 @@ def _delta(event: Event) -> dict[str, Any]:
     return {"tool_calls": [{"index": event.index, **_begun(event)}]}
 
 
-def _begun(event: CallStart) -> dict[str, Any]:
-    """The call without arguments or input."""
+def _begun(event: CallStart, body: str = "") -> dict[str, Any]:
+    """The call with `body` as its arguments or input."""
     if event.custom:
-        return {"id": event.id, "type": "custom", "custom": {"name": event.name, "input": ""}}
-    return {"id": event.id, "type": "function", "function": {"name": event.name, "arguments": ""}}
+        return {"id": event.id, "type": "custom", "custom": {"name": event.name, "input": body}}
+    return {"id": event.id, "type": "function", "function": {"name": event.name, "arguments": body}}

@@ -1,7 +1,7 @@
 """Requests that are translated into a chat request: shared fields, and errors that name the client's own fields."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 from pydantic import FailFast, Field
@@ -37,6 +37,24 @@ def without(part: str, check: Callable[[Any], Any], value: Any) -> Any:
 def below(check: Callable[[Any], Any], value: Any, *path: str | int) -> Any:
     """`check(value)`. Field errors become errors of fields below `path`."""
     return _check_with_path(check, value, lambda inner: (*path, *inner))
+
+
+def add_text(message: dict[str, Any], name: str, text: str) -> None:
+    """Append a part to the text `name` of a message. Empty parts at the beginning are dropped.
+
+    The parts are a list until `join_texts`: a text that grew with each part would be copied for each part.
+    """
+    parts = message.setdefault(name, [])
+    if text or parts:
+        parts.append(text)
+
+
+def join_texts(messages: list[dict[str, Any]], separators: Mapping[str, str]) -> None:
+    """Join the parts of each message's texts. `separators`: name of a text -> what stands between its parts."""
+    for message in messages:
+        for name, separator in separators.items():
+            if isinstance(parts := message.get(name), list):
+                message[name] = separator.join(parts)
 
 
 def _check_with_path(check: Callable[[Any], Any], value: Any, path_of: Callable[[Path], Path]) -> Any:

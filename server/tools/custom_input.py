@@ -23,23 +23,23 @@ class StringDecoder:
         self._high = ""  # the first half of a surrogate pair
 
     def feed(self, text: str) -> str:
-        self._text += text
-        found = []
-        while self._text and not self.done:
-            plain = PLAIN.match(self._text)
+        text, at, found = self._text + text, 0, []
+        while at < len(text) and not self.done:
+            plain = PLAIN.match(text, at)
             assert plain is not None
             if plain[0]:
                 found.append(self._alone() + plain[0])
-                self._text = self._text[plain.end() :]
-            elif self._text[0] == '"':
+                at = plain.end()
+            elif text[at] == '"':
                 self.done = True
-            elif (escape := ESCAPE.match(self._text)) is not None:
+            elif (escape := ESCAPE.match(text, at)) is not None:
                 found.append(self._escaped(escape))
-                self._text = self._text[escape.end() :]
-            elif len(self._text) >= 6:
+                at = escape.end()
+            elif len(text) - at >= 6:
                 self.done = True  # an invalid escape; the call reader passes valid JSON only
             else:
                 break
+        self._text = text[at:]
         return "".join(found) + (self._alone() if self.done else "")
 
     def finish(self) -> str:
@@ -75,8 +75,8 @@ class InputReader:
         self._skips_quote = quoted
 
     def feed(self, arguments: str) -> str:
-        self._text += arguments
         if self._value is None:
+            self._text += arguments
             head = HEAD.match(self._text)
             if head is None:
                 return ""

@@ -72,11 +72,13 @@ def mended(messages: Sequence[Message], has_system: bool = True) -> list[Message
     """
     history: list[Message] = []
     waiting: list[str] = []  # ids of calls that have no result yet
+    texts: dict[int, list[str]] = {}  # place in the history -> texts that become one message of the user
 
     def add_user(text: str) -> None:
-        if history and history[-1].role == "user":
-            text = f"{history.pop().content}\n{text}"
-        history.append(Message.model_validate({"role": "user", "content": text}))
+        if not history or history[-1].role != "user":
+            history.append(_of_user(text))
+        else:
+            texts.setdefault(len(history) - 1, [history[-1].content]).append(text)
 
     def add_missing_results() -> None:
         for call_id in waiting:
@@ -100,7 +102,13 @@ def mended(messages: Sequence[Message], has_system: bool = True) -> list[Message
             history.append(message)
         waiting = [call.id for call in message.tool_calls]
     add_missing_results()
+    for i, parts in texts.items():
+        history[i] = _of_user("\n".join(parts))
     return history
+
+
+def _of_user(text: str) -> Message:
+    return Message.model_validate({"role": "user", "content": text})
 
 
 def _is_empty(message: Message) -> bool:
@@ -236,11 +244,12 @@ def _response(message: Message) -> str:
 def _joined(plain: list[dict[str, Any]], messages: Sequence[Message]) -> list[dict[str, Any]]:
     """The messages with consecutive tool results joined: many templates require user and assistant to alternate."""
     joined: list[dict[str, Any]] = []
-    for i, fields in enumerate(plain):
-        if i and messages[i].role == messages[i - 1].role == "tool":
-            joined[-1]["content"] += "\n" + fields["content"]
-        else:
-            joined.append(fields)
+    pairs = zip(plain, messages, strict=True)
+    for are_results, run in groupby(pairs, key=lambda pair: pair[1].role == "tool"):
+        turns = [fields for fields, _ in run]
+        if are_results:
+            turns = [{**turns[0], "content": "\n".join(fields["content"] for fields in turns)}]
+        joined += turns
     return joined
 
 

@@ -31,7 +31,7 @@ from server.protocol.harmless import (
     CACHE,
 )
 from server.protocol.strict import Strict, parse_request
-from server.protocol.translated import SamplingExtras, renamed, without
+from server.protocol.translated import SamplingExtras, add_text, join_texts, renamed, without
 
 MAX_NAME = 256  # characters of the name or id of a call
 MAX_MESSAGES = 100_000  # Anthropic's limit
@@ -45,6 +45,7 @@ NAMES = (
     (r"max_completion_tokens", "max_tokens"),
     (r"stop$", "stop_sequences"),
 )
+SEPARATORS = {"content": "\n", "reasoning_content": ""}  # between the parts of a turn's texts
 ChatMessage = dict[str, Any]
 Path = tuple[str | int, ...]
 
@@ -190,6 +191,7 @@ def _messages(value: Any) -> History:
             _add_system(messages, blocks, i, changes, _is_cleared(message, i, last_user))
         else:
             raise field_error("invalid_value", "must be 'user', 'assistant' or 'system'", i, "role")
+    join_texts(messages, SEPARATORS)
     return History(messages, tuple(changes), tuple(left_out))
 
 
@@ -201,16 +203,18 @@ def _check_calls(blocks: list[dict[str, Any]], i: int) -> None:
                 raise field_error("invalid_value", f"must have 1 to {MAX_NAME} characters", i, "content", j, name)
 
 
+# The functions that add turns leave the texts of users and assistants in parts, which join_texts joins.
+
+
 def _add_assistant(messages: list[ChatMessage], blocks: list[dict[str, Any]]) -> None:
     if not messages or messages[-1]["role"] != "assistant":
-        messages.append({"role": "assistant", "content": ""})
+        messages.append({"role": "assistant", "content": []})
     message = messages[-1]
     for block in blocks:
         if block["type"] == "text":
-            message["content"] += "\n" * bool(message["content"]) + block["text"]
+            add_text(message, "content", block["text"])
         elif block["type"] == "thinking":
-            thinking = block["thinking"] or omitted_thinking(block.get("signature"))
-            message["reasoning_content"] = message.get("reasoning_content", "") + thinking
+            add_text(message, "reasoning_content", block["thinking"] or omitted_thinking(block.get("signature")))
         else:
             function = {"name": block["name"], "arguments": _arguments(block["input"])}
             message.setdefault("tool_calls", []).append({"id": block["id"], "type": "function", "function": function})
@@ -261,9 +265,9 @@ def _add_user(messages: list[ChatMessage], blocks: list[dict[str, Any]], i: int,
         return
     text = "\n".join(texts)
     if messages and messages[-1]["role"] == "user":
-        messages[-1]["content"] += "\n" + text
+        messages[-1]["content"].append(text)
     else:
-        messages.append({"role": "user", "content": text})
+        messages.append({"role": "user", "content": [text]})
 
 
 def _result(block: dict[str, Any], i: int, j: int, changes: list[ToolChange]) -> str:

@@ -14,7 +14,7 @@ from server.protocol.field_checks import field_error, fields_of, known_fields
 from server.protocol.responses.encrypted_reasoning import decode_reasoning
 from server.protocol.responses.response_tools import NamespaceTool, Tool, chat_name, parse_tool
 from server.protocol.tools import MAX_TOOLS, listed
-from server.protocol.translated import below
+from server.protocol.translated import add_text, below, join_texts
 
 MAX_ITEMS = 1 << 16
 MAX_ADDED_TOOLS = 1024  # tools that items add, including those that later ones replace
@@ -30,6 +30,7 @@ PHASES = ("commentary", "partial_answer", "final_answer")
 DIRECT = {"type": "direct"}  # `caller` of a call that the model made itself, not a program
 ROLES = ("user", "assistant", "system", "developer")
 SYSTEM_ROLES = ("system", "developer")
+SEPARATORS = {"content": "\n", "reasoning_content": "\n"}  # between the parts of a turn's texts
 
 ChatMessage = dict[str, Any]
 
@@ -80,6 +81,7 @@ def read_items(items: Any) -> Items:
             continue
         _check_head(fields, i)
         read(messages, fields, i)
+    join_texts(messages, SEPARATORS)
     for message in messages:
         if "tool_calls" not in message:
             message.setdefault("content", "")  # the answer may have ended with its reasoning
@@ -139,9 +141,10 @@ def _read_message(messages: list[ChatMessage], fields: dict[str, Any], i: int) -
     text = _text(_required(fields, "content", i), i, "content")
     last = messages[-1] if messages else {}
     if role == "assistant" == last.get("role") and ("content" not in last or "tool_calls" in last):
-        _extend(last, "content", text)  # joins the reasoning or the calls before the text
+        add_text(last, "content", text)  # joins the reasoning or the calls before the text
     else:
-        messages.append({"role": role, "content": text})
+        messages.append({"role": role})
+        add_text(messages[-1], "content", text)
 
 
 def _read_function_call(messages: list[ChatMessage], fields: dict[str, Any], i: int) -> None:
@@ -257,14 +260,11 @@ def _read_reasoning(messages: list[ChatMessage], fields: dict[str, Any], i: int)
     if not isinstance(encrypted, str):
         raise field_error("invalid_type", "must be a string", i, "encrypted_content")
     text = texts[0] or decode_reasoning(encrypted) or texts[1]
-    if text and messages and "tool_calls" in messages[-1]:
-        _extend(messages[-1], "reasoning_content", text)
-    elif text:
-        messages.append({"role": "assistant", "reasoning_content": text})
-
-
-def _extend(message: ChatMessage, name: str, text: str) -> None:
-    message[name] = f"{message[name]}\n{text}" if message.get(name) else text
+    if not text:
+        return
+    if not messages or "tool_calls" not in messages[-1]:
+        messages.append({"role": "assistant"})
+    add_text(messages[-1], "reasoning_content", text)
 
 
 Reader = Callable[[list[ChatMessage], dict[str, Any], int], None]

@@ -1,10 +1,13 @@
 """Bodies that are small in bytes and large in what they are parsed into."""
 
+import asyncio
 import json
 
 from tests.attacks.frame import Target, attack, forever
 
 DEEP = 600  # levels, below what json.loads refuses by itself
+PARTS = 60_000
+PARSE_SECONDS = 5.0  # for a body of 40 KB, which waits for one of 4 MB
 
 
 def brackets(num_bytes: int) -> str:
@@ -70,3 +73,36 @@ async def many_keys(target: Target) -> None:
         await target.post("/v1/completions", body)
 
     await forever(*[send] * 4)
+
+
+def turns_of_parts(target: Target) -> list[tuple[str, bytes]]:
+    """(path, body) of requests that each hold one turn of many parts, 3 to 4 MB."""
+    part, asked = "a" * 33, {"role": "user", "content": "a"}
+    messages = {
+        "user": [{"role": "user", "content": part}] * PARTS,
+        "text": [asked, {"role": "assistant", "content": [{"type": "text", "text": part}] * PARTS}],
+        "thinking": [asked, {"role": "assistant", "content": [{"type": "thinking", "thinking": part}] * PARTS}],
+    }
+    call = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}
+    thought = {"type": "reasoning", "summary": [{"type": "summary_text", "text": part}]}
+    items = [[call, *[{"role": "assistant", "content": part}] * PARTS], [call, *[thought] * (PARTS // 2)]]
+    bodies = [("/v1/messages", {"messages": turns, "max_tokens": 1}) for turns in messages.values()]
+    bodies += [("/v1/responses", {"input": some, "max_output_tokens": 1}) for some in items]
+    return [(path, json.dumps({"model": target.model, **body}).encode()) for path, body in bodies]
+
+
+@attack(15, seconds=30.0)
+async def turns_of_many_parts(target: Target) -> str | None:
+    """Turns of 60,000 parts, one body after the other, which are joined into one text each; beside each a chat of 40 KB
+    is to be refused soon."""
+    long = {"model": target.model, "messages": [{"role": "user", "content": "a" * 40_000}]}
+    for path, body in turns_of_parts(target):
+        sent = asyncio.create_task(target.post(path, body))
+        await asyncio.sleep(0.5)
+        try:
+            await asyncio.wait_for(target.post("/v1/chat/completions", long), PARSE_SECONDS)
+        except asyncio.TimeoutError:
+            return f"a body of 40 KB had no answer within {PARSE_SECONDS:g} s beside one to {path}"
+        if (status := (await sent).status) not in (200, 400, 429, 503):  # 200: the template leaves out thoughts
+            return f"{path} was answered with {status}"
+    return None

@@ -11,6 +11,7 @@ from tests.attacks.subjects.memory import big_tools
 
 CHARS = 1 << 22  # as many as a prompt that is to be cut may have
 NESTED = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+RENDER_SECONDS = 10.0  # for three conversations of 40,000 messages at once
 REFUSED = (400, 413, 429, 500, 503)
 
 
@@ -56,6 +57,23 @@ async def many_texts_to_count(target: Target) -> None:
     text = "".join(random.Random(0).choices(string.ascii_letters, k=15 * target.max_model_len - 100))
     body = json.dumps({"prompt": text}).encode()
     await asyncio.gather(*(forever(lambda: target.post("/tokenize", body)) for _ in range(32)))
+
+
+@attack(16, seconds=20.0)
+async def many_results_of_tools(target: Target) -> str | None:
+    """Chats with 40,000 empty results of tools, three at a time; one of them is to be cut to 100 tokens."""
+    results = [{"role": "tool", "tool_call_id": "x"}] * 40_000
+    body = {"model": target.model, "messages": [{"role": "user", "content": "a"}, *results], "max_tokens": 1}
+    raws = [json.dumps(body | cut).encode() for cut in ({}, {}, {"truncate_prompt_tokens": 100})]
+
+    async def ask() -> None:
+        await asyncio.gather(*(target.post("/v1/chat/completions", raw) for raw in raws))
+
+    while True:
+        try:
+            await asyncio.wait_for(ask(), RENDER_SECONDS)
+        except asyncio.TimeoutError:
+            return f"three of them had no answer within {RENDER_SECONDS:g} s"
 
 
 def template(source: str):
