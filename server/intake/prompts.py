@@ -115,6 +115,20 @@ def check_length(driver: Engine, num_chars: int, param: str) -> None:
         )
 
 
+def check_num_messages(driver: Engine, num_messages: int, reading: Reading) -> None:
+    """Refuse a conversation that cannot fit by its number of messages, before any message is read: a chat template
+    writes at least one token for each message, also for one without content."""
+    limit = max(driver.model.max_model_len, MAX_TRUNCATED_IDS) if reading.may_be_cut else reading.num_tokens
+    if num_messages > limit:
+        cut = f"; truncation accepts at most {limit}" if reading.may_be_cut else ", so at least as many tokens"
+        raise ContextLengthError(
+            f"This model's maximum context length is {driver.model.max_model_len} tokens; the prompt has "
+            f"{num_messages} messages{cut}. Shorten it.",
+            "messages",
+            prompt_size(driver, num_messages),
+        )
+
+
 def check_num_ids(driver: Engine, num_ids: int, param: str, may_be_cut: bool) -> None:
     """Refuse a prompt of token ids that cannot fit, before any id is read."""
     context = driver.model.max_model_len
@@ -282,6 +296,7 @@ async def tokenize_prediction(served: Served, request: ChatCompletionRequest, te
 async def _encode_chat(served: Served, request: ChatCompletionRequest, tenant: str, reading: Reading) -> EncodedPart:
     driver = served.driver
     tokenizer = driver.tokenizer
+    check_num_messages(driver, len(request.messages), reading)
     num_chars = sum(message.num_chars for message in request.messages)
     check_text_length(driver, num_chars, "messages", reading.may_be_long)
     options = (request.add_special_tokens, reading.num_tokens, reading.from_end)

@@ -114,5 +114,5 @@ class Message(Strict):
 
     @property
     def num_chars(self) -> int:
-        """Lower bound of the characters that the message adds to the prompt."""
-        return len(self.content) + sum(len(call.function.name) for call in self.tool_calls)
+        """Lower bound of the characters that the message adds to the prompt: at least one, where the message begins."""
+        return max(1, len(self.content) + sum(len(call.function.name) for call in self.tool_calls))

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from tests.checkpoints import save_fake_checkpoint
-from tests.server.live import LiveServer, assert_error, chat_body, completion_body
+from tests.server.live import MODEL, LiveServer, assert_error, chat_body, completion_body
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 ENDLESS_ON_Z = (
@@ -54,6 +54,25 @@ def test_a_long_text_is_cut_before_it_is_encoded(client, path, side):
 def test_a_text_to_be_cut_has_a_limit_that_is_named(client):
     body = completion_body(prompt="a" * ((1 << 22) + 1), truncate_prompt_tokens=5)
     assert "4194304" in assert_error(client.post(COMPLETIONS, json=body), 400, "prompt", "context_length_exceeded")
+
+
+def test_a_conversation_of_too_many_messages_is_refused_before_it_is_rendered(client, monkeypatch):
+    """Each message takes a token at least, also a tool's result without text."""
+    monkeypatch.setattr("server.intake.prompts.render_chat", None)
+    results = [{"role": "tool", "tool_call_id": "x"}] * 10_000
+    body = chat_body(messages=[*chat_body()["messages"], *results])
+    message = assert_error(client.post(CHAT, json=body), 400, "messages", "context_length_exceeded")
+    assert "10001 messages" in message and "512 tokens" in message
+    given = [{"type": "tool_result", "tool_use_id": "x"}] * 10_000
+    asked = {"model": MODEL, "messages": [{"role": "user", "content": given}], "max_tokens": 1}
+    response = client.post("/v1/messages", json=asked)
+    assert response.status_code == 400 and "prompt is too long" in response.json()["error"]["message"]
+
+
+def test_more_messages_than_the_context_has_tokens_can_be_cut(client):
+    asked = [{"role": ("user", "assistant")[i % 2], "content": "a"} for i in range(601)]
+    answer = client.post(CHAT, json=chat_body(messages=asked, truncate_prompt_tokens=5)).json()
+    assert answer["usage"]["prompt_tokens"] == 5
 
 
 def test_a_template_that_does_not_end_costs_its_own_requests_only(tmp_path):
