@@ -233,7 +233,7 @@ def _next_bucket(seq: Sequence) -> int:
 
 
 def make_reserve(admission: str, block_manager: BlockManager, watermark_blocks: int) -> BlockReserve:
-    """Returns the reserve that EngineConfig.admission names: "plain" or "predicted"."""
+    """Returns the reserve that EngineConfig.admission names: "plain" or "predict"."""
     if admission == "plain":
         return WatermarkReserve(watermark_blocks)
     return PredictedReserve(block_manager, watermark_blocks)
