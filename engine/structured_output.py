@@ -18,6 +18,8 @@ MAX_IN_WORKER = 64  # compiled grammars that the Worker keeps
 # White space between two parts of JSON: a line break with its indentation, or one space. The bound stops a model that
 # would write only white space to the end of its budget; more spaces in a line would only cost tokens.
 WHITESPACE = r"\r?\n[ \t]{0,24}|[ \t]"
+# Prefix of terminals in grammars made by the server: one that cannot be compiled matches any text instead.
+OPTIONAL = "OPTIONAL_"
 NOT_MATCHED = "the structured output cannot be followed any further: "  # prefix of the Worker's reason: no token fits
 
 
@@ -29,7 +31,8 @@ class StructuredOutput(msgspec.Struct, frozen=True, array_like=True):
     one of the strings in `text`, a JSON array. "grammar": a Lark grammar in llguidance's dialect, with special tokens
     and %json.
 
-    lenient: schema keywords that cannot be enforced are ignored; otherwise they are an error.
+    lenient: schema keywords that cannot be enforced, because of their name or their value, are ignored; otherwise they
+    are an error.
 
     json_values: a "grammar" made by the server, of JSON with or without markers around it. As for the kinds of JSON,
     numbers stay in the range of a double, and near max_tokens the output is forced to its end. `ends`: texts that end a

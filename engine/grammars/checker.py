@@ -5,6 +5,7 @@ nothing, and equal concurrent checks of a tenant run once. Tenants take turns an
 """
 
 import asyncio
+import re
 import signal
 import subprocess
 import sys
@@ -32,6 +33,8 @@ MAX_WAITING = 128  # checks that wait or run; each tenant may use an equal share
 WALL_CLOCK_FACTOR = 20.0
 LOAD_SECONDS = 120.0  # to start the process, import and load the vocabulary
 MAX_ATTEMPTS = 5  # helpers that one check may use up, if something outside kills or stops them
+PLACE = re.compile(r"\$((?:\.\w+|\[\d+\]|\['(?:[^'\\]|\\.)*'\])+): ")  # the path at the start of a verdict
+MAX_PLACE = 100  # characters
 TOO_COSTLY = "it takes too much time or memory to compile: make it smaller or less ambiguous"
 
 
@@ -132,7 +135,8 @@ class GrammarChecker:
 
     async def check(self, output: StructuredOutput, tenant: str = "") -> None:
         """Return once the output is known to compile. Raises InvalidRequestError if it does not compile, QueueFullError
-        if too many checks wait, EngineError if the helpers fail.
+        if too many checks wait, EngineError if the helpers fail. The `param` of an InvalidRequestError is
+        structured_output, followed by the place in the schema if the verdict names one.
 
         If the caller is cancelled, the check runs on and its verdict is cached.
         """
@@ -146,7 +150,9 @@ class GrammarChecker:
             verdict = await asyncio.shield(task)
         if verdict:
             kind = "schema" if output.kind.startswith("json") else output.kind
-            raise InvalidRequestError(f"the {kind} cannot be used: {verdict}", "structured_output")
+            found = PLACE.match(verdict)
+            place = found[1] if found and len(found[1]) <= MAX_PLACE else ""
+            raise InvalidRequestError(f"the {kind} cannot be used: {verdict}", f"structured_output{place}")
 
     def verdict(self, output: StructuredOutput) -> str | None:
         """The fault of the output; "" if it compiles; None if there is no cached verdict."""

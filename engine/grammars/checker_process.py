@@ -21,6 +21,7 @@ import numpy as np
 from engine.executor.frames import FrameSocket
 from engine.executor.step import encode_frame
 from engine.grammars.compiler import Compiler, GrammarError, Words, fill_mask, shorten
+from engine.grammars.unusable_values import TYPES_OF
 from engine.structured_output import StructuredOutput, Vocabulary
 
 T = TypeVar("T")
@@ -73,7 +74,7 @@ def _try(compiler: Compiler, output: StructuredOutput) -> None:
     """Compile, then walk at random: some faults show only in later states (dead ends, too many or too slow states)."""
     base = compiler.compile(output)
     if output.kind == "json_schema" and len(output.text) <= MAX_DRAFT_CHECK:
-        _check_draft(json.loads(output.text))
+        _check_draft(json.loads(output.text), output.lenient)
     words: Words = np.zeros(compiler.num_words, np.int32)
     rng = random.Random(0)
     for _ in range(TRIAL_WALKS):
@@ -90,16 +91,21 @@ def _try(compiler: Compiler, output: StructuredOutput) -> None:
             raise GrammarError("it is too ambiguous: finding the tokens that may come next takes too long")
 
 
-def _check_draft(schema: Any) -> None:
+def _check_draft(schema: Any, lenient: bool) -> None:
     """Validate a schema by its JSON Schema draft. Some schemas compile but are invalid, such as one with a misplaced
-    `type`; its author meant something else."""
-    from jsonschema.exceptions import SchemaError
+    `type`; its author meant something else.
+
+    Formats are not validated: jsonschema reads patterns as Python's regular expressions, which they need not be. In a
+    lenient schema, values that are only of another draft are no fault: llguidance ignores `exclusiveMinimum: true` and
+    enforces a list of `items`.
+    """
     from jsonschema.validators import Draft202012Validator, validator_for
 
-    try:
-        validator_for(schema, default=Draft202012Validator).check_schema(schema)
-    except SchemaError as error:
-        raise GrammarError(shorten(f"{error.json_path}: {error.message}")) from None
+    draft = validator_for(schema, default=Draft202012Validator)
+    for error in draft(draft.META_SCHEMA).iter_errors(schema):
+        key = error.path[-1] if error.path else None
+        if not lenient or not (key in TYPES_OF or (key == "items" and isinstance(error.instance, list))):
+            raise GrammarError(shorten(f"{error.json_path}: {error.message}"))
 
 
 def _receive(frames: FrameSocket, kind: type[T]) -> T | None:

@@ -7,13 +7,23 @@ this module; it imports the library at the first call.
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from engine.structured_output import WHITESPACE, StructuredOutput, Vocabulary
+from engine.grammars.unusable_values import (
+    NO_OVERLAP,
+    OVERLAP,
+    UNTRIED,
+    limited,
+    unusable_values,
+    usable_lark,
+    without_unusable_values,
+)
+from engine.structured_output import MAX_IN_WORKER, WHITESPACE, StructuredOutput, Vocabulary
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -23,6 +33,7 @@ MAX_CHOICES = 10_000
 MAX_RULES = 5_000
 RULE = re.compile(r"^\s*[?!]?[\w.-]+(?:\[[^\]\n]*\])?\s*(?::|::=)", re.MULTILINE)
 MAX_MESSAGE = 300  # characters: an error names the fault and does not repeat a long grammar
+MAX_REASON = 120  # characters of the reason at the end of a longer message
 LIMITS = {
     "max_items_in_row": 4_000,
     "initial_lexer_fuel": 1_000_000,  # some 20 ms
@@ -58,17 +69,56 @@ class Compiler:
             self._tokenizer = LLTokenizer(vocabulary.tokenizer_json, eos_token=ends)
         self._limits: LLParserLimits = LLParserLimits(**LIMITS)  # type: ignore[arg-type]
         self.num_words = -(-self._tokenizer.vocab_size // 32)
+        self._usable: dict[bytes, str] = {}  # digest of an output -> its grammar without unusable values
 
     def compile(self, output: StructuredOutput) -> "LLMatcher":
-        """A matcher at its start. Raises GrammarError."""
+        """A matcher at its start. Values that cannot be enforced are left out of lenient schemas; elsewhere the error
+        names the first of them. Raises GrammarError."""
+        digest = output.digest()
+        try:
+            return self._start(self._usable.get(digest) or to_llguidance(output))
+        except GrammarError as error:
+            # llguidance turns a regular expression into a rule of one line: the position in it means nothing.
+            fault = str(error) if output.kind == "grammar" else IN_RULE.sub("", str(error))
+        grammar = self._without_unusable_values(output, fault)
+        matcher = self._start(grammar)
+        self._usable[digest] = grammar
+        if len(self._usable) > MAX_IN_WORKER:
+            self._usable.pop(next(iter(self._usable)), None)
+        return matcher
+
+    def _start(self, grammar: str) -> "LLMatcher":
         from llguidance import LLMatcher
 
-        matcher = LLMatcher(self._tokenizer, to_llguidance(output), log_level=0, limits=self._limits)
-        if matcher.is_error():
-            message = shorten(matcher.get_error())
-            # llguidance turns a regular expression into a rule of one line: the position in it means nothing.
-            raise GrammarError(message if output.kind == "grammar" else IN_RULE.sub("", message))
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+        check(matcher)
         return matcher
+
+    def _without_unusable_values(self, output: StructuredOutput, fault: str) -> str:
+        """The grammar of an output that has a fault, without the values that cannot be enforced. GrammarError if there
+        are none, or in strict mode."""
+        if output.kind == "json_schema":
+            schema = json.loads(_checked_schema(output.text))
+            fault_of = limited(partial(self._fault, partial(_of_schema, lenient=output.lenient)))
+            if not output.lenient:
+                found = unusable_values(schema, fault_of, fault)
+                first = next((value for value in found if value.fault != UNTRIED), None)
+                raise GrammarError(shorten(f"{first or fault}"))
+            if without_unusable_values(schema, fault_of):
+                return _of_schema(json.dumps(schema), lenient=True)
+        elif output.json_values:
+            of_schema, of_lark = partial(self._fault, partial(_of_schema, lenient=True)), partial(self._fault, _of_lark)
+            if (text := usable_lark(output.text, of_schema, of_lark)) != output.text:
+                return _of_lark(text)
+        raise GrammarError(fault)
+
+    def _fault(self, make: Callable[[str], str], text: str) -> str:
+        """The fault of the grammar that `make` makes of `text`, or ""."""
+        try:
+            self._start(make(text))
+        except GrammarError as error:
+            return str(error)
+        return ""
 
     def token_texts(self) -> list[bytes]:
         """The bytes that each token adds to a text; empty for special tokens."""
@@ -110,14 +160,20 @@ def check(matcher: "LLMatcher") -> None:
 def shorten(message: str) -> str:
     """The library's message without its dump of the parser state, at most MAX_MESSAGE characters."""
     message = message.partition("<non-verbose/>")[0].partition("<state>")[0].strip()
+    if message.startswith(OVERLAP):  # it names an option of llguidance
+        message = NO_OVERLAP
     if message.startswith("NoExtension"):
         message = "no text matches it"
-    return message if len(message) <= MAX_MESSAGE else message[: MAX_MESSAGE - 4] + " ..."
+    if len(message) <= MAX_MESSAGE:
+        return message
+    _, error, reason = message.rpartition("\nerror: ")  # behind the whole regular expression
+    end = (error + reason)[:MAX_REASON] if error else ""
+    return f"{message[: MAX_MESSAGE - 4 - len(end)]} ...{end}"
 
 
 def to_llguidance(output: StructuredOutput) -> str:
     """The grammar in llguidance's own form. Raises GrammarError for faults that show without compiling."""
-    from llguidance import LLMatcher, grammar_from
+    from llguidance import LLMatcher
 
     kind, text = output.kind, output.text
     if kind == "regex":
@@ -127,13 +183,25 @@ def to_llguidance(output: StructuredOutput) -> str:
     if kind == "grammar":
         if len(RULE.findall(text)) > MAX_RULES:
             raise GrammarError(f"it has more than {MAX_RULES} rules")
-        try:
-            return grammar_from("grammar", text)
-        except ValueError as error:
-            raise GrammarError(shorten(str(error))) from None
+        return _of_lark(text)
     schema = _checked_schema(text) if kind == "json_schema" else '{"type":"object"}'
+    return _of_schema(schema, lenient=output.lenient)
+
+
+def _of_lark(text: str) -> str:
+    from llguidance import grammar_from
+
+    try:
+        return grammar_from("grammar", text)
+    except ValueError as error:
+        raise GrammarError(shorten(str(error))) from None
+
+
+def _of_schema(schema: str, *, lenient: bool) -> str:
+    from llguidance import LLMatcher
+
     spaces: Any = {"whitespace_pattern": WHITESPACE}  # a schema may have its own in "x-guidance"
-    strictness: Any = {"lenient": output.lenient}
+    strictness: Any = {"lenient": lenient}
     try:
         return LLMatcher.grammar_from_json_schema(schema, defaults=spaces, overrides=strictness)
     except ValueError as error:

@@ -8,6 +8,8 @@ from engine.text.bad_words import resolve_bans
 from server.errors import invalid
 from server.protocol import GenerationRequest
 
+SCHEMAS = {"response_format": "response_format.json_schema.schema", "structured_outputs": "structured_outputs.json"}
+
 
 def structured_output_field(request: GenerationRequest) -> str | None:
     """The field that says what form the text must have, or None. Raises InvalidRequestError where both fields do."""
@@ -26,7 +28,7 @@ async def compile_output(driver: Engine, output: StructuredOutput | None, param:
     try:
         await driver.grammars.prepare(output, tenant)
     except InvalidRequestError as error:
-        raise invalid(f"{param}: {error}", param) from None
+        raise _naming(param, error) from None
 
 
 async def check_output(driver: Engine, output: StructuredOutput, param: str, tenant: str) -> None:
@@ -34,7 +36,14 @@ async def check_output(driver: Engine, output: StructuredOutput, param: str, ten
     try:
         await driver.grammars.checker.check(output, tenant)
     except InvalidRequestError as error:
-        raise invalid(f"{param}: {error}", param) from None
+        raise _naming(param, error) from None
+
+
+def _naming(param: str | None, error: InvalidRequestError) -> InvalidRequestError:
+    """The error of a form that `param` holds. It names the place in the schema, if the error has one."""
+    if place := (error.param or "").removeprefix("structured_output"):
+        param = f"{SCHEMAS.get(f'{param}', param)}{place}"
+    return invalid(f"{param}: {error}", param)
 
 
 async def resolve_banned_tokens(driver: Engine, params: SamplingParams, tenant: str) -> SamplingParams:

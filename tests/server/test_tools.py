@@ -188,13 +188,13 @@ def test_a_call_that_a_stop_token_ends_is_incomplete(ask):
 
 
 def test_a_schema_that_cannot_be_obeyed_is_named(ask):
-    for parameters, strict in (
-        ({"type": "object", "properties": {"a": {"type": "strin"}}}, False),
-        ({"patternProperties": {"(": {}}}, True),
+    for parameters, strict, place in (
+        ({"type": "object", "properties": {"a": {"type": "strin"}}}, False, ""),
+        ({"patternProperties": {"(": {}}}, True, ".patternProperties['(']"),
     ):
         with pytest.raises(openai.BadRequestError) as failed:
             ask(tools=[TOOLS[0], function("a", parameters, strict=strict)], tool_choice="required")
-        assert failed.value.param == "tools[1].function.parameters"
+        assert failed.value.param == f"tools[1].function.parameters{place}"
 
 
 @pytest.fixture(scope="module", params=["mistral_v11", "qwen3_coder"])

@@ -41,6 +41,7 @@ NAMES = (
     (r"(tools\[\d+\])\.function\.parameters", r"\1.input_schema"),
     (r"(tools\[\d+\])\.function", r"\1"),
     (r"tool_choice.*", "tool_choice"),
+    (r"response_format\.json_schema\.schema(?=[.\[])", "output_config.format.schema"),
     (r"response_format(\.json_schema\.schema|\.json_schema)?", "output_config.format"),
     (r"max_completion_tokens", "max_tokens"),
     (r"stop$", "stop_sequences"),

@@ -6,11 +6,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from engine.structured_output import MAX_TEXT_BYTES
+from engine.structured_output import MAX_TEXT_BYTES, OPTIONAL
 from server.errors import MAX_NAME_LENGTH
 from server.protocol.tools import INPUT, FunctionDefinition, LarkFunction
 from server.tools.calls.call_body import SchemaError
-from server.tools.calls.lark import CALL_SPACES, escaped, input_rule, json_rule, literal, regex, up_to
+from server.tools.calls.lark import CALL_SPACES, input_rule, json_rule, literal, regex, up_to
 from server.tools.calls.xml_values import END_FUNCTION, END_PARAMETER, FUNCTION, PARAMETER, resolved, types_of
 
 END_VALUE = f"\n{END_PARAMETER}\n"
@@ -89,11 +89,11 @@ class _Rules:
         if types and "string" not in types:
             below: dict[str, Any] = {key: self._root[key] for key in ("$defs", "definitions") if key in self._root}
             return f"{json_rule(below | schema, self._function.strict, CALL_SPACES)} {literal(END_VALUE)}"
-        self._add(f"{label}_text[lazy]: {self._text(schema, types, path)}")
+        self._add(f"{label}_text[lazy]: {self._text(label, schema, types, path)}")
         return f"{label}_text"
 
-    def _text(self, schema: Mapping[str, Any], types: frozenset[str], path: str) -> str:
-        """A regex of a value that may be a string, with its end tag. A value of several types has no other constraint:
+    def _text(self, label: str, schema: Mapping[str, Any], types: frozenset[str], path: str) -> str:
+        """Lark of a value that may be a string, with its end tag. A value of several types has no other constraint:
         every text is either valid JSON of another type or a string."""
         if types != {"string"}:
             if self._function.strict:
@@ -103,12 +103,23 @@ class _Rules:
             return up_to(END_VALUE)
         if isinstance(pattern := schema.get("pattern"), str):
             self._only(schema, ABOUT | {"type", "pattern"}, path)
-            return f"/{_searched(pattern)}{escaped(END_VALUE)}/"
+            return self._ended(label, _searched(pattern))
         self._only(schema, ABOUT | LENGTHS | {"type"}, path)
         low, high = schema.get("minLength", 0), schema.get("maxLength", "")
         if not all(type(length) is int and length >= 0 for length in (low, high or 0)):
-            raise self._wrong("minLength and maxLength must be numbers of characters", path)
-        return up_to(END_VALUE) if low == 0 and high == "" else up_to(END_VALUE, rf"(.|\n){{{low},{high}}}")
+            if self._function.strict:
+                raise self._wrong("minLength and maxLength must be numbers of characters", path)
+            low, high = 0, ""
+        return up_to(END_VALUE) if low == 0 and high == "" else self._ended(label, rf"(.|\n){{{low},{high}}}")
+
+    def _ended(self, label: str, text: str) -> str:
+        """Lark of a text that matches a regex, with its end tag. Unless the function is strict, the text may be any
+        text if the regex cannot be compiled."""
+        if self._function.strict:
+            return up_to(END_VALUE, text)
+        terminal = f"{OPTIONAL}{label.upper()}"
+        self._add(f"{terminal}: /{text}/")
+        return f"{terminal} {literal(END_VALUE)}"
 
     def _are_free(self, schema: Mapping[str, Any]) -> bool:
         """True if every branch of anyOf and oneOf constrains only the type."""

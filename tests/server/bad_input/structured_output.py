@@ -20,7 +20,7 @@ STRUCTURED_OUTPUT = [
                  "response_format.json_schema.name", "64"),
     ({"response_format": json_schema(strikt=True)}, "response_format.json_schema.strikt", "field"),
     ({"response_format": {"type": "structural_tag"}}, "response_format.type", "json_object"),
-    ({"response_format": json_schema({"not": {}}, strict=True)}, "response_format", "not"),
+    ({"response_format": json_schema({"not": {}}, strict=True)}, "response_format.json_schema.schema.not", "not"),
     ({"response_format": json_schema({"type": "strin"})}, "response_format", "strin"),
     ({"response_format": json_schema({"$ref": "#"})}, "response_format", "no text matches"),
     ({"response_format": json_schema(DEEP)}, "response_format", "nested deeper"),

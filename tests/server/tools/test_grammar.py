@@ -208,6 +208,27 @@ def test_what_tags_cannot_enforce_is_an_error_with_strict(model, keywords, path)
     model[1].compile(CallGrammar(QWEN3_CODER, [tool("f", parameters, strict=False)], False, model[0]).required())
 
 
+UNUSABLE = [
+    {"pattern": "^(?!a)b$"},
+    {"pattern": "b\\"},
+    {"pattern": "/(?=\n)"},
+    {"maxLength": 1 << 40},
+    {"minLength": -1},
+    {"maxLength": "3"},
+]
+
+
+@pytest.mark.parametrize("keywords", UNUSABLE, ids=str)
+def test_a_value_that_cannot_be_enforced_leaves_any_text_between_tags(model, keywords):
+    schema = {"properties": {"x": {"type": "string", **keywords}, "code": {"type": "string", "pattern": "^[A-Z]$"}}}
+    grammar = CallGrammar(QWEN3_CODER, [tool("f", schema, strict=False)], False, model[0]).required()
+    for code, is_allowed in (("B", True), ("b", False)):
+        text = f"<tool_call>\n<function=f>\n<parameter=x>\na/\n\n</parameter>\n<parameter=code>\n{code}\n"
+        text += "</parameter>\n</function>\n</tool_call>"
+        matcher = model[1].compile(grammar)
+        assert (matcher.consume_tokens(model[0].encode(text)) and matcher.is_accepting()) == is_allowed
+
+
 def test_a_small_schema_whose_grammar_is_large_is_refused_at_once(model):
     """Each argument refers to the same parts; what is done for one of them has a limit."""
     many = {f"p{i}": {"$ref": "#/$defs/big"} for i in range(1500)}

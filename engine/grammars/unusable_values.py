@@ -1,0 +1,171 @@
+"""Finds the values of keywords that llguidance refuses: a pattern with look-around, a bound that is too large.
+
+llguidance's lenient mode ignores keywords that it does not know. A known keyword whose value it cannot use is an error
+in both modes, and the error names no place. So each value is compiled by itself, in a small schema.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from engine.structured_output import OPTIONAL
+
+MAX_TRIALS = 256  # values compiled per grammar, 0.1 to 1 ms each; further values count as unusable
+MAX_PATH = 100  # characters of a path in an error
+PLAIN = range(1, 1 << 31)  # integers that llguidance accepts for every keyword of numbers
+TEXTS = frozenset({"format", "pattern"})
+UNTRIED = f"the schema has more than {MAX_TRIALS} values that may be unusable"
+# Keyword -> types of the values that it constrains.
+TYPES_OF = {
+    **dict.fromkeys(("format", "maxLength", "minLength", "pattern"), ("string",)),
+    **dict.fromkeys(
+        ("exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum", "multipleOf"), ("integer", "number")
+    ),
+    **dict.fromkeys(("maxItems", "minItems"), ("array",)),
+    **dict.fromkeys(("maxProperties", "minProperties"), ("object",)),
+}
+PATTERNS = "patternProperties"
+BY_NAME = frozenset({"$defs", "definitions", "dependentSchemas", PATTERNS, "properties"})  # their keys are names
+DATA = frozenset({"const", "default", "enum", "example", "examples"})  # their values are no schemas
+IDENTIFIER = re.compile(r"[a-zA-Z][a-zA-Z0-9_]*")
+UNKNOWN = re.compile(r"Unimplemented keys: (\[.*\])")
+OVERLAP = "oneOf constraints are not supported"
+NO_OVERLAP = "oneOf is supported only if no value fits two of its alternatives: use anyOf"
+LARK_PARTS = re.compile(r'"(?:[^"\\\n]|\\.)*"|/(?:[^/\\\n]|\\.)+/|(?P<json>%json )(?=\{)')
+OPTIONAL_TERMINAL = re.compile(rf"^({OPTIONAL}\w+: )(/.+/)$", re.MULTILINE)
+ANY_TEXT = r"/(.|\n)*/"
+
+FaultOf = Callable[[str], str]  # compiles a text; returns the fault, or ""
+
+
+@dataclass(frozen=True)
+class Unusable:
+    """The value of `key` in `part`, which is a part of the schema and can be changed."""
+
+    part: dict[str, Any]
+    key: str
+    path: tuple[str | int, ...]
+    fault: str
+
+    def __str__(self) -> str:
+        path = json_path(self.path)
+        return f"{path if len(path) <= MAX_PATH else path[:MAX_PATH] + '...'}: {self.fault}"
+
+
+def limited(fault_of: FaultOf) -> FaultOf:
+    """`fault_of` for the first MAX_TRIALS texts. Each text is tried once; texts beyond them have the fault UNTRIED."""
+    known: dict[str, str] = {}
+
+    def limited_fault_of(text: str) -> str:
+        if text not in known:
+            if len(known) == MAX_TRIALS:
+                return UNTRIED
+            known[text] = fault_of(text)
+        return known[text]
+
+    return limited_fault_of
+
+
+def unusable_values(schema: Any, fault_of: FaultOf, error: str = "") -> Iterator[Unusable]:
+    """The values that llguidance refuses, in the order of the schema.
+
+    fault_of: compiles a schema, given as JSON. error: the error of the whole schema in strict mode; keywords that it
+    names are unusable, too.
+    """
+    found = UNKNOWN.search(error)
+    unknown = frozenset(re.findall(r'"([^"]+)"', found[1]) if found else ())
+    shared = {key: schema[key] for key in ("$defs", "definitions") if isinstance(schema, dict) and key in schema}
+    for path, part in _parts(schema, (), named=False):
+        for key, value in part.items():
+            if key in unknown:
+                yield Unusable(part, key, (*path, key), "this keyword cannot be enforced")
+            elif key in TYPES_OF:
+                if fault := _fault_of_value(part, key, fault_of):
+                    yield Unusable(part, key, (*path, key), fault)
+            elif key == PATTERNS and isinstance(value, dict):
+                for pattern in value:
+                    if fault := _reason(fault_of(json.dumps({"type": "object", PATTERNS: {pattern: {}}}))):
+                        yield Unusable(value, pattern, (*path, key, pattern), fault)
+            elif key == "oneOf" and error.startswith(NO_OVERLAP):
+                if (fault := fault_of(json.dumps(shared | {key: value}))).startswith(NO_OVERLAP):
+                    yield Unusable(part, key, (*path, key), fault)
+
+
+def without_unusable_values(schema: Any, fault_of: FaultOf) -> bool:
+    """Delete the values that llguidance refuses. Returns True if there were any."""
+    found = list(unusable_values(schema, fault_of))
+    for value in found:
+        del value.part[value.key]
+    return bool(found)
+
+
+def usable_lark(text: str, schema_fault_of: FaultOf, lark_fault_of: FaultOf) -> str:
+    """A grammar of the server without the values that llguidance refuses in its lenient schemas, and with any text in
+    place of the optional terminals that it refuses."""
+    schema_fault_of, lark_fault_of = limited(schema_fault_of), limited(lark_fault_of)
+    text = OPTIONAL_TERMINAL.sub(
+        lambda found: found[1] + (ANY_TEXT if lark_fault_of(f"start: {found[2]}\n") else found[2]), text
+    )
+    pieces, at = [], 0
+    while found := LARK_PARTS.search(text, at):
+        pieces.append(text[at : found.end()])
+        at = found.end()
+        if found["json"]:
+            schema, end = json.JSONDecoder().raw_decode(text, at)
+            is_lenient = schema.get("x-guidance", {}).get("lenient", False)
+            changes = is_lenient and without_unusable_values(schema, schema_fault_of)
+            pieces.append(json.dumps(schema) if changes else text[at:end])
+            at = end
+    return "".join([*pieces, text[at:]])
+
+
+def json_path(path: tuple[str | int, ...]) -> str:
+    """A path in the form of the package jsonschema: $.properties.name['a b'][0]."""
+    parts = []
+    for key in path:
+        if isinstance(key, int):
+            parts.append(f"[{key}]")
+        elif IDENTIFIER.fullmatch(key):
+            parts.append(f".{key}")
+        else:
+            escaped = key.replace("\\", "\\\\").replace("'", "\\'")
+            parts.append(f"['{escaped}']")
+    return "".join(["$", *parts])
+
+
+def _parts(
+    value: Any, path: tuple[str | int, ...], named: bool
+) -> Iterator[tuple[tuple[str | int, ...], dict[str, Any]]]:
+    """(path, part) of every subschema. References may lead anywhere, so parts below unknown keywords count, too.
+
+    named: the keys of `value` are names, not keywords.
+    """
+    if isinstance(value, dict):
+        if not named:
+            yield path, value
+        for key, inner in value.items():
+            if isinstance(inner, dict | list) and (named or key not in DATA):
+                yield from _parts(inner, (*path, key), not named and key in BY_NAME)
+    elif isinstance(value, list):
+        for i, inner in enumerate(value):
+            yield from _parts(inner, (*path, i), False)
+
+
+def _fault_of_value(part: Mapping[str, Any], key: str, fault_of: FaultOf) -> str:
+    """The fault of one value for one of the types that the part allows, or ""."""
+    value, allowed = part[key], part.get("type", ())
+    # Below an unknown keyword the keys may be names, whose values are no numbers and strings.
+    if isinstance(value, dict | list) or (key not in TEXTS and type(value) is int and value in PLAIN):
+        return ""
+    types = [name for name in TYPES_OF[key] if name == allowed or (isinstance(allowed, list) and name in allowed)]
+    faults = (fault_of(json.dumps({"type": name, key: value})) for name in types or TYPES_OF[key])
+    fault = next(filter(None, faults), "")
+    # llguidance writes ranges of numbers and lengths as regular expressions.
+    return "a number of this size cannot be enforced" if "regex" in fault and key not in TEXTS else _reason(fault)
+
+
+def _reason(fault: str) -> str:
+    """The fault without the text of the regular expression, which the client has."""
+    return fault.rpartition("\nerror: ")[2]
