@@ -7,14 +7,17 @@ try where tokens lead, two tokens of each shape (`"` and `",` lead to different 
 the result is kept while the text stays inside the same string. If the shortest text that the schema allows does not
 fit, the mask stays as it is and the text is cut.
 
-The search is greedy. It knows how JSON closes and reads masks for the rest. For a grammar that is not JSON it finds no
-completion and changes no mask.
+The search is greedy. It knows how JSON closes and reads masks for the rest. In a string with a pattern or format it
+closes the string where a quote may close it, and else tries characters that lead on. It does not come to a character
+that a pattern asks for behind nearly free text (`x$`). For a grammar that is not JSON it finds no completion and
+changes no mask.
 """
 
 import json
 import math
 import re
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -65,6 +68,10 @@ FILLER = re.compile(rb"[a-z]+")
 IN_STRING = re.compile(r'(?:[^"\\\x00-\x1f]|\\["\\/bfnrt])+')
 BETWEEN_STRINGS = re.compile(r'[^"]+')
 SPACES = re.compile(r"\s+")
+OUTSIDE = frozenset('{}[],:"-+. 0123456789eEtrufalsn')  # characters of JSON outside of strings
+# Characters tried inside a string that has a pattern or format, by kind. The first of equals is taken: digits, since
+# after the `e` of a number a sign would only be longer.
+KINDS = ("0123456789", "@.:/-_+,;!#$%&'()*<=>?[]^`{|}~ ", "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
 SPACE = b" \t\r\n"
 
 
@@ -76,6 +83,7 @@ class Ending:
     window: int  # limit masks once at most so many tokens are left
     jump: int  # tokens that one token may add to the shortest completion
     ends: list[list[int]]  # token sequences that end a free text
+    has_lines: bool = False  # a line break is allowed wherever white space is, but not inside strings
     path: list[int] | None = None
     behind: dict[int, int] = field(default_factory=dict)
     judged: "tuple[bytes, IntArray, IntArray] | None" = None  # a mask, its tokens, the completion length behind each
@@ -84,7 +92,32 @@ class Ending:
 
     def fresh(self) -> "Ending":
         """A new state for another sequence of the same grammar."""
-        return Ending(self.window, self.jump, self.ends)
+        return Ending(self.window, self.jump, self.ends, self.has_lines)
+
+
+class _Characters:
+    """The characters that a search takes inside strings with a pattern. One that was not possible before comes first:
+    the pattern goes on there. Then come those of a kind that was taken less often, which leads out of repetitions."""
+
+    def __init__(self, known: Sequence[tuple[int, str, int]], has_lines: bool) -> None:
+        """known: (token, character, kind). has_lines: see Ending."""
+        self._token_ids = np.array([token_id for token_id, _, _ in known], np.int64)
+        self._kinds = [kind for _, _, kind in known]
+        self._inside = np.array([has_lines or character not in OUTSIDE for _, character, _ in known], np.bool_)
+        self._before: npt.NDArray[np.bool_] = np.ones(len(known), np.bool_)
+        self._taken, self._taken_kinds = Counter[int](), Counter[int]()
+
+    def next(self, words: Words) -> list[int]:
+        """The next character; empty unless the mask allows characters of several kinds, some only inside strings."""
+        allowed = _are_allowed(words, self._token_ids)
+        before, self._before = self._before, allowed
+        places = np.flatnonzero(allowed).tolist()
+        if len({self._kinds[place] for place in places}) < 2 or not (allowed & self._inside).any():
+            return []
+        place = min(places, key=lambda i: (before[i], self._taken_kinds[self._kinds[i]], self._taken[i]))
+        self._taken[place] += 1
+        self._taken_kinds[self._kinds[place]] += 1
+        return [int(self._token_ids[place])]
 
 
 class GrammarEnds:
@@ -102,7 +135,10 @@ class GrammarEnds:
         self._quote, self._newline, self._brace, self._bracket = (
             self._ids.get(text, -1) for text in (b'"', b"\n", b"}", b"]")
         )
+        kinds = [(c, kind) for kind, characters in enumerate(KINDS) for c in characters]
+        self._characters = [(self._ids[c.encode()], c, kind) for c, kind in kinds if c.encode() in self._ids]
         self._commas, self._colons = self._known(COMMAS), self._known(COLONS)
+        self._behind_strings = self._known((b"}", b"]", b",", b":"))
         self._values, self._openers = self._known(VALUES), self._known(OPENERS)
         # An alternative of `null` may be an object that holds itself.
         self._spelled = [compiler.tokens_of(word) for word in WORDS if word.encode() not in self._ids]
@@ -118,13 +154,14 @@ class GrammarEnds:
             return Ending(0, 0, [])
         until = time.thread_time() + MAX_FIRST_SECONDS
         jump = int(min(MAX_JUMP, self._largest_opening(output) + UNSEEN_JUMP))
-        ending = Ending(WINDOW, jump, [self._compiler.tokens_of(text) for text in output.ends], until=until)
+        ends = [self._compiler.tokens_of(text) for text in output.ends]
+        ending = Ending(WINDOW, jump, ends, output.kind != "grammar", until=until)
         try:
             found = self._search(matcher.deep_copy(), MAX_COMPLETION, ending)
         except GrammarError:
             return Ending(0, 0, [])
         window = SHORT_WINDOW if found is None else max(WINDOW, len(found) + 2 * MAX_JUMP)
-        return Ending(window, jump, ending.ends)
+        return Ending(window, jump, ending.ends, ending.has_lines)
 
     def _largest_opening(self, output: StructuredOutput) -> float:
         if output.kind == "grammar":
@@ -245,6 +282,7 @@ class GrammarEnds:
         """
         path: list[int] = []
         words: Words = np.zeros(self._compiler.num_words, np.int32)
+        characters = _Characters(self._characters, ending.has_lines)
         while True:
             if matcher.is_stopped():
                 path.append(self._end)
@@ -262,12 +300,34 @@ class GrammarEnds:
             if rest := _rest(matcher, known):
                 path += rest
                 return path if len(path) <= limit else None
-            tokens = self._next(matcher, words, ending.ends)
+            if _allows(words, self._newline) or self._is_text(words):
+                tokens = self._next(matcher, words, ending.ends)
+            else:  # maybe inside a string with a pattern
+                tokens = self._closing(matcher, words, ending) or self._next(matcher, words, ending.ends, characters)
             if not tokens or not matcher.consume_tokens(tokens):
                 return None
             path += tokens
 
-    def _next(self, matcher: "LLMatcher", words: Words, ends: Sequence[list[int]]) -> list[int]:
+    def _closing(self, matcher: "LLMatcher", words: Words, ending: Ending) -> list[int]:
+        """The quote, if it closes a string in this state; empty if it opens one or is not allowed."""
+        if not _allows(words, self._quote):
+            return []
+        trial, behind = matcher.deep_copy(), np.zeros_like(words)
+        trial.consume_token(self._quote)
+        if trial.is_stopped():
+            return [self._quote]
+        fill_mask(trial, behind)
+        ending.num_masks += 1
+        closes = _allows(behind, self._end) or bool(_first(behind, self._behind_strings))
+        return [self._quote] if closes and not self._is_text(behind) and not _allows(behind, self._quote) else []
+
+    def _next(
+        self,
+        matcher: "LLMatcher",
+        words: Words,
+        ends: Sequence[list[int]],
+        characters: _Characters | None = None,
+    ) -> list[int]:
         """The next tokens on the way to an end; empty if the search knows none."""
         if ends and len(self._allowed(words)) > 2:  # fewer allowed tokens are forced text
             if end := next((end for end in ends if matcher.validate_tokens(end) == len(end)), []):
@@ -276,6 +336,8 @@ class GrammarEnds:
             if _allows(words, self._newline):
                 return []
             return _first(words, self._quote_closers) or _first(words, [self._quote]) or first_of(words, self._fillers)
+        if characters is not None and (found := characters.next(words)):
+            return found
         for known in (self._closers, self._commas, self._colons, self._values):
             if found := _first(words, known):
                 return found

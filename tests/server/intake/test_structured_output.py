@@ -103,6 +103,16 @@ def test_what_is_cut_says_so(client):
     assert choice.finish_reason == "length" and choice.message.content.startswith("{")
 
 
+@pytest.mark.parametrize("keywords", [{"pattern": "^[a-z]+$"}, {"format": "email"}, {"format": "duration"}], ids=str)
+def test_a_string_with_a_pattern_or_format_ends_in_time(client, keywords):
+    schema = {"type": "object", "properties": {"a": {"type": "string", **keywords}}, "required": ["a"]}
+    schema["additionalProperties"] = False
+    for seed in range(6):
+        fields = {"response_format": json_schema(schema, strict=True), "temperature": 1.5, "seed": seed}
+        choice = chat(client, **fields, max_tokens=40).choices[0]
+        assert choice.finish_reason == "stop" and json.loads(choice.message.content)["a"]
+
+
 def test_plain_text_is_plain(client):
     plain = chat(client, temperature=0, max_tokens=8).choices[0].message.content
     text = chat(client, temperature=0, max_tokens=8, response_format={"type": "text"}).choices[0].message.content

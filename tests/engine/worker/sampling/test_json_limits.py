@@ -160,13 +160,48 @@ def test_an_end_is_found_where_null_is_no_token(walker):
 
 def test_an_end_is_found_behind_a_pattern_that_hides_it(walker):
     """The search is lost within the code, whose last letter it does not come to, and looks again behind it."""
-    code = {"type": "string", "pattern": "^[0-9]+Q$"}
+    code = {"type": "string", "pattern": "^[^Q]+Q$"}
     schema = {"type": "object", "properties": {"code": code, "name": {"type": "string"}}, "required": ["code", "name"]}
     output = StructuredOutput.json_schema(schema)
     for seed in range(4):
         ids, _ = walker.walk(output, 150, seed, prefix='{"code":"12Q","name":"')
         assert ids[-1] in walker.ends, walker.text(ids)
         jsonschema.validate(json.loads(walker.text(ids)), schema)
+
+
+STRINGS = [
+    *[{"format": name} for name in ("date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid")],
+    *[
+        {"pattern": pattern}
+        for pattern in ("^[a-z]+$", "^[A-Z]{3}-[0-9]{4,}$", r"^[a-z0-9-]+\.com$", r"^\w+@\w+\.\w+$")
+    ],
+    *[
+        {"pattern": pattern}
+        for pattern in ("^[a-z]{5,}$", "^/(\\w+/)*$", r"^\p{L}+$", "b", "^(fox|wolf)( (fox|wolf))*$")
+    ],
+]
+IN_JSON = [{"pattern": pattern} for pattern in (r"^v\d+\.\d+\.\d+$", r"^\d+-\d+$")]
+
+
+@pytest.mark.parametrize("keywords", STRINGS + IN_JSON, ids=str)
+def test_strings_with_a_pattern_or_format_end(walker, tokenizer, keywords):
+    """In answers and in the arguments of calls. Those of IN_JSON look like numbers to a search that does not see line
+    breaks between values, as in calls."""
+    schema = {
+        "type": "object",
+        "properties": {"it": {"type": "string", **keywords}, "others": {"type": "array", "items": {"type": "number"}}},
+        "required": ["it", "others"],
+        "additionalProperties": False,
+    }
+    function = {"name": "rate", "parameters": schema, "strict": True}
+    tool = Tool.model_validate({"type": "function", "function": function})
+    outputs = [StructuredOutput.json_schema(schema)]
+    if keywords in STRINGS:
+        outputs.append(CallGrammar(FORMATS["mistral"], [tool], False, tokenizer).required())
+    for output in outputs:
+        for seed in range(4):
+            ids, _ = walker.walk(output, 90, seed)
+            assert ids[-1] in walker.ends, walker.text(ids)
 
 
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
