@@ -93,8 +93,10 @@ def turns_of_parts(target: Target) -> list[tuple[str, bytes]]:
 
 @attack(15, seconds=30.0)
 async def turns_of_many_parts(target: Target) -> str | None:
-    """Turns of 60,000 parts, one body after the other, which are joined into one text each; beside each a chat of 40 KB
-    is to be refused soon."""
+    """Turns of 60,000 parts, one body after the other, which are joined into one text each.
+
+    Beside each, a chat of 40 KB is to be refused soon.
+    """
     long = {"model": target.model, "messages": [{"role": "user", "content": "a" * 40_000}]}
     for path, body in turns_of_parts(target):
         sent = asyncio.create_task(target.post(path, body))
