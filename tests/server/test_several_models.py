@@ -15,6 +15,7 @@ from server.cli import main
 from server.config import ServerConfig
 from server.model_settings import merge_model_flags, model_settings
 from tests.server.live import LiveServer, assert_error, completion_body, expected_text
+from tests.server.metrics import value
 
 
 def body(model: str, **fields) -> dict:
@@ -37,7 +38,9 @@ def two(folder):
 
 
 def test_two_models_by_name_on_one_port(two):
+    names = ("first", "org/second")
     with two.client() as client:
+        before = [value(client, "vllm:request_success", model_name=name) for name in names]
         listed = client.get("/v1/models").json()["data"]
         assert [(model["id"], model["state"]) for model in listed] == [("first", "ready"), ("org/second", "ready")]
         assert client.get("/v1/models/org/second").json()["id"] == "org/second"
@@ -49,13 +52,9 @@ def test_two_models_by_name_on_one_port(two):
         message = assert_error(client.post("/v1/chat/completions", json={"messages": []}), 400, "model")
         assert message == "model is required; this server has 'first', 'org/second'."
         assert client.get("/v1/models", headers={"anthropic-version": "2023-06-01"}).json()["last_id"] == "org/second"
-        page = client.get("/metrics").text
-        done = [
-            line for line in page.splitlines() if line.startswith("vllm:request_success_total{") and "length" in line
-        ]
-        assert sorted(line.split('model_name="')[1].split('"')[0] for line in done) == ["first", "org/second"]
-        assert [line.rpartition(" ")[2] for line in done] == ["2.0", "1.0"]
-        assert page.count("# HELP vllm:request_success_total") == 1
+        done = [value(client, "vllm:request_success", model_name=name) for name in names]
+        assert [now - then for now, then in zip(done, before, strict=True)] == [2, 1]
+        assert client.get("/metrics").text.count("# HELP vllm:request_success_total") == 1
         for path in ("/health", "/ready"):
             assert client.get(path).json()["models"] == {"first": "ready", "org/second": "ready"}
         assert client.get("/debug/kv?model=org/second").status_code == 200
