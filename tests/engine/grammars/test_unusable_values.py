@@ -10,7 +10,13 @@ from engine.checkpoint.locate import read_eos_token_ids, resolve_model
 from engine.config import EngineConfig
 from engine.grammars.checker_process import find_fault
 from engine.grammars.compiler import Compiler, GrammarError
-from engine.grammars.unusable_values import MAX_TRIALS, json_path, unusable_values, usable_lark
+from engine.grammars.unusable_values import (
+    MAX_TRIALS,
+    json_path,
+    unusable_values,
+    usable_lark,
+    without_unusable_values,
+)
 from engine.structured_output import StructuredOutput, Vocabulary
 from engine.text.tokenizer import Tokenizer
 
@@ -210,9 +216,16 @@ def test_thousands_of_unusable_values_cost_little(compiler):
 
 def test_a_repaired_grammar_is_kept(compiler, monkeypatch):
     output = StructuredOutput.json_schema({"type": "string", "pattern": "^(?!kept)"}, lenient=True)
-    compiler.compile(output)
-    monkeypatch.setattr("engine.grammars.compiler.without_unusable_values", None)
-    compiler.compile(output)
+    repairs = []
+
+    def repair(schema, fault_of):
+        repairs.append(schema)
+        return without_unusable_values(schema, fault_of)
+
+    monkeypatch.setattr("engine.grammars.compiler.without_unusable_values", repair)
+    for _ in range(3):
+        compiler.compile(output)
+    assert len(repairs) == 1
 
 
 def test_paths():
