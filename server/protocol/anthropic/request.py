@@ -11,6 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, mo
 from engine.errors import ContextLengthError, InvalidRequestError, PromptSize
 from engine.sampling_params import MAX_STOP_STRINGS
 from server.errors import NO_THREADS
+from server.protocol.anthropic.blocks import FIELDS, FOREIGN_BLOCKS, TEXTS, read_blocks
 from server.protocol.anthropic.context_management import ContextManagement, Edit
 from server.protocol.anthropic.signatures import omitted_thinking
 from server.protocol.anthropic.tools import (
@@ -22,14 +23,10 @@ from server.protocol.anthropic.tools import (
     ToolsField,
 )
 from server.protocol.chat_completions import ChatCompletionRequest, TemplateKwargs
-from server.protocol.field_checks import field_error, known_fields, unknown_field
+from server.protocol.field_checks import field_error, unknown_field
 from server.protocol.generation_request import ranged_field
 from server.protocol.grammars.response_format import parse_response_format
-from server.protocol.harmless import (
-    ANTHROPIC_IGNORED,
-    ANTHROPIC_INERT,
-    CACHE,
-)
+from server.protocol.harmless import ANTHROPIC_IGNORED, ANTHROPIC_INERT
 from server.protocol.strict import Strict, parse_request
 from server.protocol.translated import SamplingExtras, add_text, join_texts, renamed, without
 
@@ -46,6 +43,7 @@ NAMES = (
     (r"max_completion_tokens", "max_tokens"),
     (r"stop$", "stop_sequences"),
 )
+LOADED = "The tool {} can be called now."  # text of a tool_reference in the prompt
 SEPARATORS = {"content": "\n", "reasoning_content": ""}  # between the parts of a turn's texts
 ChatMessage = dict[str, Any]
 Path = tuple[str | int, ...]
@@ -93,72 +91,8 @@ def _too_long(size: PromptSize) -> str:
     return f"prompt is too long: {max(size.num_tokens, size.longest + 1)} tokens > {size.longest} maximum"
 
 
-def _blocks(value: Any, kinds: tuple[str, ...], *path: str | int) -> list[dict[str, Any]]:
-    """The content `value` as a list of blocks, each with the fields of its type."""
-    if isinstance(value, str):
-        return [{"type": "text", "text": value}]
-    if not isinstance(value, list):
-        raise field_error("invalid_type", "must be a string or a list of blocks", *path)
-    return [_block(block, kinds, *path, i) for i, block in enumerate(value)]
-
-
-# Type of a block -> (required fields with their types, optional fields).
-FIELDS: dict[str, tuple[dict[str, type], tuple[str, ...]]] = {
-    "text": ({"text": str}, ("citations",)),
-    "thinking": ({"thinking": str}, ("signature",)),
-    "tool_use": ({"id": str, "name": str, "input": dict}, ("caller",)),
-    "tool_result": ({"tool_use_id": str}, ("content", "is_error")),
-    "tool_reference": ({"tool_name": str}, ()),
-    "tool_addition": ({"tool": dict}, ()),
-    "tool_removal": ({"tool": dict}, ()),
-    "document": ({"source": dict}, ("title", "context", "citations")),
-}
-# Blocks of tools that run on Anthropic's servers, and thinking that only Anthropic can read. A client that changed
-# servers still sends them; prompts omit them. A compaction without a summary has no effect at Anthropic either.
-FOREIGN_BLOCKS = frozenset(
-    "advisor_tool_result bash_code_execution_tool_result code_execution_tool_result compaction fallback "
-    "mcp_tool_listing mcp_tool_result mcp_tool_use redacted_thinking server_tool_use tool_search_tool_result "
-    "text_editor_code_execution_tool_result web_fetch_tool_result web_search_tool_result".split()
-)
-LOADED = "The tool {} can be called now."  # text of a tool_reference in the prompt
-
-
-def _block(block: Any, kinds: tuple[str, ...], *path: str | int) -> dict[str, Any]:
-    if not isinstance(block, dict):
-        raise field_error("invalid_type", "must be an object", *path)
-    kind = block.get("type")
-    if isinstance(kind, str) and kind in FOREIGN_BLOCKS and "thinking" in kinds:  # a turn of the assistant
-        is_summary = kind == "compaction" and isinstance(block.get("content"), str)
-        return {"type": "text", "text": block["content"]} if is_summary else {"type": kind}
-    if kind not in kinds:
-        text = f"must be {' or '.join(map(repr, kinds))} here: this server takes text only"
-        raise field_error("unsupported_value", text, *path, "type")
-    required, others = FIELDS[kind]
-    text = f"is not a field of a block of type {kind}"
-    fields = known_fields(block, ("type", CACHE, *required, *others), *path, text=text)
-    for name, python_type in required.items():
-        if not isinstance(fields.get(name), python_type):
-            kind_of = "a string" if python_type is str else "an object"
-            raise field_error("invalid_type", f"must be {kind_of}", *path, name)
-    return fields if kind != "document" else {"type": "text", "text": _document_text(fields, *path)}
-
-
-def _document_text(fields: dict[str, Any], *path: str | int) -> str:
-    """The text of a document in plain text, below its title and its context."""
-    source = fields["source"]
-    if source.get("type") != "text":
-        raise field_error("unsupported_value", "must be 'text': this server takes text only", *path, "source", "type")
-    if fields.get("citations") not in (None, {}, {"enabled": False}):
-        raise field_error("unsupported_value", "is not supported by this server: leave it out", *path, "citations")
-    parts = {"title": fields.get("title", ""), "context": fields.get("context", ""), "source.data": source.get("data")}
-    for name, part in parts.items():
-        if not isinstance(part, str):
-            raise field_error("invalid_type", "must be a string", *path, *name.split("."))
-    return "\n".join(part for part in parts.values() if part)
-
-
 def _system(value: Any) -> Any:
-    return "\n".join(block["text"] for block in _blocks(value, ("text",)))
+    return "\n".join(block["text"] for block in read_blocks(value, ("text",)))
 
 
 def _messages(value: Any) -> History:
@@ -180,15 +114,15 @@ def _messages(value: Any) -> History:
             if name not in ("role", "content") and not (name == "clear_at" and role == "system"):
                 unknown_field("is not a field of a message", i, name)
         if role == "assistant":
-            blocks = _blocks(message.get("content"), ("text", "thinking", "tool_use"), i, "content")
+            blocks = read_blocks(message.get("content"), ("text", "thinking", "tool_use"), i, "content")
             _check_calls(blocks, i)
             left_out |= {block["type"]: None for block in blocks if block["type"] in FOREIGN_BLOCKS}
             _add_assistant(messages, [block for block in blocks if block["type"] not in FOREIGN_BLOCKS])
         elif role == "user":
-            blocks = _blocks(message.get("content"), ("text", "document", "tool_result"), i, "content")
+            blocks = read_blocks(message.get("content"), (*TEXTS, "tool_result"), i, "content")
             _add_user(messages, blocks, i, changes)
         elif role == "system":
-            blocks = _blocks(message.get("content"), ("text", "tool_addition", "tool_removal"), i, "content")
+            blocks = read_blocks(message.get("content"), ("text", "tool_addition", "tool_removal"), i, "content")
             _add_system(messages, blocks, i, changes, _is_cleared(message, i, last_user))
         else:
             raise field_error("invalid_value", "must be 'user', 'assistant' or 'system'", i, "role")
@@ -274,7 +208,7 @@ def _add_user(messages: list[ChatMessage], blocks: list[dict[str, Any]], i: int,
 def _result(block: dict[str, Any], i: int, j: int, changes: list[ToolChange]) -> str:
     """The text of a tool's result. Chat templates have no place for failure, so the text says so."""
     path = (i, "content", j, "content")
-    content = _blocks(block.get("content", ""), ("text", "document", "tool_reference"), *path)
+    content = read_blocks(block.get("content", ""), (*TEXTS, "tool_reference"), *path)
     for k, part in enumerate(content):
         if part["type"] == "tool_reference":
             changes.append(ToolChange(part["tool_name"], True, (*path, k, "tool_name")))

@@ -13,6 +13,11 @@ EDIT = {"type": "clear_tool_uses_20250919"}
 THINKING = {"type": "clear_thinking_20251015"}
 
 
+def _search_result(**fields):
+    found = {"type": "search_result", "title": "Foxes", "source": "fox.txt", "content": []}
+    return {"messages": [{"role": "user", "content": [found | fields]}]}
+
+
 def _document(source, **more):
     return {"messages": [{"role": "user", "content": [{"type": "document", "source": source, **more}]}]}
 
@@ -50,11 +55,21 @@ FIELDS = [
         "tool_choice names a tool that is not among the tools",
     ),
     ({"messages": [{"role": "user", "content": [{"type": "server_tool_use"}]}]}, "messages[0].content[0].type"),
-    (_document({"type": "base64", "data": "eA=="}), "messages[0].content[0].source.type must be 'text'"),
+    (_document({"type": "base64", "data": "eA=="}), "messages[0].content[0].source.type must be 'text' or"),
     (_document({"type": "text"}), "messages[0].content[0].source.data must be a string"),
     (_document({"type": "text", "data": "x"}, title=1), "messages[0].content[0].title must be a string"),
     (_document({"type": "text", "data": "x"}, citations={"enabled": True}), "messages[0].content[0].citations is not"),
     (_document("x"), "messages[0].content[0].source must be an object"),
+    (
+        _document({"type": "content", "content": [{"type": "image"}]}),
+        "messages[0].content[0].source.content[0].type must be 'text' here",
+    ),
+    (_document({"type": "content"}), "messages[0].content[0].source.content must be a string or a list of blocks"),
+    (_search_result(title=None), "messages[0].content[0].title must be a string"),
+    (_search_result(source=1), "messages[0].content[0].source must be a string"),
+    (_search_result(content="x"), "messages[0].content[0].content must be a list"),
+    (_search_result(content=[{"type": "image"}]), "messages[0].content[0].content[0].type must be 'text' here"),
+    (_search_result(citations={"enabled": True}), "messages[0].content[0].citations is not supported"),
     (
         {"output_format": {"type": "json_schema", "schema": {}}},
         "output_format is not a field of this request; did you mean output_config.format?",

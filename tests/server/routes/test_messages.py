@@ -398,7 +398,7 @@ def test_deferred_tools_are_described_where_anthropics_servers_would_search_them
     assert count(search, TOOL | {"defer_loading": True}) == count(TOOL) != count(TOOL | {"defer_loading": True})
 
 
-def test_documents_in_plain_text_and_compactions_are_text(client):
+def test_documents_search_results_and_compactions_are_text(client):
     def count(*messages):
         asked = client.post(f"{PATH}/count_tokens", json={"model": MODEL, "messages": messages})
         assert asked.status_code == 200, asked.text
@@ -411,8 +411,15 @@ def test_documents_in_plain_text_and_compactions_are_text(client):
     document = {"type": "document", "source": source, "title": "Foxes", "citations": {"enabled": False}}
     text = {"type": "text", "text": "Foxes\nA fox."}
     assert count(user(document)) == count(user(text))
+    of_blocks = document | {"source": {"type": "content", "content": [{"type": "text", "text": "A fox."}]}}
+    assert count(user(of_blocks)) == count(user(document | {"context": None})) == count(user(text))
+    assert count(user(document | {"source": {"type": "content", "content": "A fox."}})) == count(user(text))
+    found = {"type": "search_result", "title": "Foxes", "source": "fox.txt", "content": [text, text]}
+    as_text = {"type": "text", "text": "Foxes\nfox.txt" + 2 * "\nFoxes\nA fox."}
+    assert count(user(found)) == count(user(found | {"citations": {"enabled": False}})) == count(user(as_text))
     result = {"type": "tool_result", "tool_use_id": "t1"}
     asked = CALLED[:2]
+    assert count(*asked, user(result | {"content": [found]})) == count(*asked, user(result | {"content": [as_text]}))
     assert count(*asked, user(result | {"content": [document]})) == count(*asked, user(result | {"content": [text]}))
     turns = [[{"type": "compaction", "content": summary}] for summary in ("So far.", None)]
     turns += [[{"type": "text", "text": "So far."}], []]
