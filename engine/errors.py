@@ -52,6 +52,9 @@ class ContextLengthError(InvalidRequestError):
         self.size = size
 
 
+STOPPED = "The server has stopped. Send the request again."
+
+
 class UnavailableError(PageserveError):
     """The request was not started, so a client or a proxy may send it again after `retry_after` seconds."""
 

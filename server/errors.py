@@ -118,11 +118,10 @@ def error_body(error: ApiError) -> bytes:
 def error_response(error: Exception, scope: Scope) -> Response:
     """The answer to a request. Its `scope` decides between OpenAI's and Anthropic's envelope."""
     api_error = to_api_error(error)
-    body, status = error_body(api_error), api_error.status
+    body = error_body(api_error)
     if speaks_anthropic(scope):
         body = json.dumps({"type": "error", "error": anthropic_error(api_error)}, separators=(",", ":")).encode("ascii")
-        status = 529 if status == 503 else status
-    return Response(body, status, api_error.headers, "application/json")
+    return Response(body, api_error.status, api_error.headers, "application/json")
 
 
 def speaks_anthropic(scope: Scope) -> bool:
@@ -138,7 +137,8 @@ def is_anthropics(path: str) -> bool:
     return path == "/v1/messages" or path.startswith("/v1/messages/")
 
 
-# https://docs.anthropic.com/en/api/errors: status -> type. Anthropic's 529 stands for our 503.
+# https://docs.anthropic.com/en/api/errors: status -> type. Anthropic's status for overload is 529, but proxies send a
+# request to another server after a 503 only; Anthropic's clients repeat it after both.
 ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",

@@ -34,10 +34,8 @@ STATUSES = {
     429: "Too many requests. Try again after Retry-After seconds.",
     500: "The server failed; its log has the details under the x-request-id.",
     503: "The server is loading, draining or has ended; no work was started. Try again after Retry-After seconds.",
-    529: "Anthropic's status for 503: no work was started. Try again after Retry-After seconds.",
 }
 OF_POSTS = (400, 401, 404, 408, 413, 415, 429, 500, 503)
-OF_MESSAGES = (*OF_POSTS[:-1], 529)
 OF_GETS = (401, 500, 503)
 OF_ADMIN_POSTS = (400, 401, 403, 404, 408, 413, 415, 429, 500, 503)
 OF_ADMIN = (400, 401, 403, 404, 429, 500, 503)
@@ -77,12 +75,16 @@ ANSWERS: dict[str, Answers] = {
     "/v1/messages": Answers(
         message_answers.AnthropicMessage,
         message_answers.MessageEvent,
-        OF_MESSAGES,
+        OF_POSTS,
+        failure=message_answers.AnthropicErrorEnvelope,
         envelope=message_answers.AnthropicErrorEnvelope,
         done=False,
     ),
     "/v1/messages/count_tokens": Answers(
-        message_answers.TokenCount, errors=OF_MESSAGES, envelope=message_answers.AnthropicErrorEnvelope
+        message_answers.TokenCount,
+        errors=OF_POSTS,
+        failure=message_answers.AnthropicErrorEnvelope,
+        envelope=message_answers.AnthropicErrorEnvelope,
     ),
     "/v1/embeddings": Answers(answers.Embeddings, errors=OF_POSTS),
     "/tokenize": Answers(answers.Tokens, errors=OF_POSTS),
@@ -263,7 +265,7 @@ def _describe_answers(operation: dict[str, Any], row: Answers) -> None:
     for status in row.errors:
         model: Mapping[str, Any] = _ref(row.failure if status == 503 else row.envelope)
         response = {"description": STATUSES[status], "content": {"application/json": {"schema": model}}}
-        responses[str(status)] = response | ({"headers": RETRY_AFTER} if status in (429, 503, 529) else {})
+        responses[str(status)] = response | ({"headers": RETRY_AFTER} if status in (429, 503) else {})
     operation["responses"] = responses
 
 

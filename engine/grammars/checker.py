@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
-from engine.errors import EngineError, InvalidRequestError, QueueFullError
+from engine.errors import STOPPED, EngineError, InvalidRequestError, QueueFullError, UnavailableError
 from engine.executor.child_process import connect, spawn
 from engine.executor.fair_slots import FairSlots
 from engine.executor.frames import read_frame
@@ -135,8 +135,8 @@ class GrammarChecker:
 
     async def check(self, output: StructuredOutput, tenant: str = "") -> None:
         """Return once the output is known to compile. Raises InvalidRequestError if it does not compile, QueueFullError
-        if too many checks wait, EngineError if the helpers fail. The `param` of an InvalidRequestError is
-        structured_output, followed by the place in the schema if the verdict names one.
+        if too many checks wait, EngineError if the helpers fail, UnavailableError after `close`. The `param` of an
+        InvalidRequestError is structured_output, followed by the place in the schema if the verdict names one.
 
         If the caller is cancelled, the check runs on and its verdict is cached.
         """
@@ -147,7 +147,12 @@ class GrammarChecker:
                 if not self._has_place_for(tenant):
                     raise QueueFullError("Too many new grammars wait to be compiled. Try again later.", 5.0)
                 task = self._checks[key] = asyncio.create_task(self._find_verdict(key, output))
-            verdict = await asyncio.shield(task)
+            try:
+                verdict = await asyncio.shield(task)
+            except asyncio.CancelledError:
+                if task.cancelled():  # by close(), and not the caller
+                    raise UnavailableError(STOPPED) from None
+                raise
         if verdict:
             kind = "schema" if output.kind.startswith("json") else output.kind
             found = PLACE.match(verdict)

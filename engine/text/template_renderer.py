@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from engine.errors import EngineError, InvalidRequestError, UnavailableError
+from engine.errors import STOPPED, EngineError, InvalidRequestError, UnavailableError
 from engine.executor.child_process import spawn
 from engine.executor.frames import FRAME_HEADER, FrameError, FrameSocket
 from engine.executor.process_state import LOOK_SECONDS, StoppedLooks, stopped_at
@@ -66,7 +66,7 @@ class TemplateHelper:
         UnavailableError after `close`: another server may render the request, which has not begun here."""
         with self._lock:
             if self._closed:
-                raise UnavailableError("The server has stopped. Send the request again.")
+                raise UnavailableError(STOPPED)
             if self._process is None or self._socket is None:
                 try:
                     self._process, self._socket = spawn(self._command, str(self._cpu_seconds))

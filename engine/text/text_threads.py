@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from engine.errors import UnavailableError
+from engine.errors import STOPPED, UnavailableError
 from engine.executor.fair_slots import FairSlots
 
 T = TypeVar("T")
@@ -28,9 +28,6 @@ class FairThreads:
         """Call `function` in a thread; returns its result or raises its error. If the caller is cancelled meanwhile,
         the function runs on and its thread stays in use until the function returns. UnavailableError after `close`."""
         await self._slots.acquire(tenant)
-        if self._closed:
-            self._slots.release(tenant)
-            raise UnavailableError("The server has stopped. Send the request again.")
         loop = asyncio.get_running_loop()
 
         def free(_: "Future[T]") -> None:
@@ -38,7 +35,8 @@ class FairThreads:
                 loop.call_soon_threadsafe(self._slots.release, tenant)
 
         try:
-            job = self._pool.submit(function, *args)
+            self._require_open()
+            job = self._pool.submit(self._work, function, *args)
         except BaseException:
             self._slots.release(tenant)
             raise
@@ -46,8 +44,17 @@ class FairThreads:
         return await asyncio.wrap_future(job)
 
     def close(self) -> None:
+        """Start no more functions. Does not wait for those that run."""
         self._closed = True
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._pool.shutdown(wait=False)  # to cancel jobs would cancel the tasks that wait for them
+
+    def _work(self, function: Callable[..., T], *args: Any) -> T:
+        self._require_open()
+        return function(*args)
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise UnavailableError(STOPPED)
 
 
 class TextThreads:

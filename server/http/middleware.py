@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from engine.errors import STOPPED, UnavailableError
 from engine.replicas.engine import Engine
 from server.errors import ApiError, error_response, new_id, refusal_reason, speaks_anthropic
 from server.http.api_keys import Account, ApiKeys
@@ -112,6 +113,11 @@ class RequestContext:
 
         try:
             await self._app(scope, receive, send_with_id)
+        except asyncio.CancelledError:  # the server ends
+            if started:
+                raise
+            # uvicorn would answer 500, after which no proxy asks another server.
+            await error_response(UnavailableError(STOPPED), scope)(scope, receive, send_with_id)
         except Exception as error:
             if started:  # the status is sent: uvicorn can only cut the connection
                 raise

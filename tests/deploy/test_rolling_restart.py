@@ -24,6 +24,7 @@ from tests.deploy.replica import LLAMA, Replica, free_ports
 ROOT = Path(__file__).parents[2]
 NGINX = shutil.which("nginx") or ("/usr/sbin/nginx" if Path("/usr/sbin/nginx").exists() else None)
 RESTARTS = int(os.environ.get("RESTARTS", "2"))
+KINDS = ("stream", "whole", "chat", "messages")
 NUM_CLIENTS = 6
 pytestmark = pytest.mark.skipif(NGINX is None, reason="nginx is not installed (Debian: apt install nginx-light)")
 
@@ -75,7 +76,7 @@ class Load:
             if not self.running or len(self.failures) > 10:
                 return
             num_tokens = 20 + (turn * 37 + number * 61) % 180
-            kind = ("stream", "whole", "chat")[(turn + number) % 3]
+            kind = KINDS[(turn + number) % len(KINDS)]
             try:
                 await getattr(self, kind)(http, num_tokens)
                 self.counts[kind] += 1
@@ -86,9 +87,9 @@ class Load:
     async def wait_for(self, turns: int) -> None:
         """Until so many more requests ended: a restart must always meet running ones."""
         for _ in range(turns):
+            assert len(self.failures) <= 10, self.failures  # with more, the clients have left
             self._ended.clear()
             await self._ended.wait()
-            assert len(self.failures) <= 10, self.failures
 
     async def whole(self, http: httpx.AsyncClient, num_tokens: int) -> None:
         body = {"model": "m", "prompt": "tell me", "max_tokens": num_tokens, "ignore_eos": True}
@@ -102,6 +103,13 @@ class Load:
     async def chat(self, http: httpx.AsyncClient, num_tokens: int) -> None:
         messages = [{"role": "user", "content": "tell me"}]
         await self._read_stream(http, "/v1/chat/completions", {"messages": messages}, num_tokens)
+
+    async def messages(self, http: httpx.AsyncClient, num_tokens: int) -> None:
+        messages = [{"role": "user", "content": "tell me"}]
+        body = {"model": "m", "messages": messages, "max_tokens": num_tokens, "ignore_eos": True}
+        response = await http.post("/v1/messages", json=body)
+        assert response.status_code == 200, f"{response.status_code} {response.text}"
+        assert response.json()["usage"]["output_tokens"] == num_tokens
 
     async def _read_stream(self, http: httpx.AsyncClient, path: str, body: dict, num_tokens: int) -> None:
         options = {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
@@ -158,4 +166,4 @@ async def test_no_request_fails_while_replicas_restart_in_turn(replicas, tmp_pat
     with nginx(tmp_path, port, [replica.port for replica in replicas]):
         load = await restart_under_load(f"http://127.0.0.1:{port}", replicas, RESTARTS)
     assert load.failures == []
-    assert all(load.counts[kind] > 0 for kind in ("stream", "whole", "chat"))
+    assert all(load.counts[kind] > 0 for kind in KINDS)

@@ -18,7 +18,7 @@ import engine.grammars.checker
 from engine.checkpoint.locate import read_eos_token_ids, resolve_model
 from engine.config import EngineConfig
 from engine.driver import Driver
-from engine.errors import EngineError, InvalidRequestError, QueueFullError
+from engine.errors import EngineError, InvalidRequestError, QueueFullError, UnavailableError
 from engine.grammars.checker import TOO_COSTLY, GrammarChecker, GrammarHelper
 from engine.grammars.checker_process import find_fault
 from engine.grammars.compiler import MAX_MESSAGE, Compiler
@@ -374,6 +374,25 @@ async def test_a_process_that_does_not_start_is_our_fault(vocabulary):
     with pytest.raises(EngineError, match="does not start"):
         await checker.check(CODE)
     await checker.close()
+
+
+async def test_a_check_that_the_end_of_the_server_cuts_is_refused_and_not_cancelled(vocabulary):
+    async def get_vocabulary():
+        return vocabulary
+
+    sleeps = (sys.executable, "-c", "import time; time.sleep(60)")
+    checker = GrammarChecker(get_vocabulary, 5.0, command=sleeps)
+    checking = [asyncio.create_task(checker.check(CODE)) for _ in range(2)]  # both wait for one verdict
+    await asyncio.sleep(0.1)
+    leaving = asyncio.create_task(checker.check(CODE))
+    await asyncio.sleep(0)
+    leaving.cancel()
+    await asyncio.wait([leaving])
+    assert leaving.cancelled()
+    await checker.close()
+    for check in checking:
+        with pytest.raises(UnavailableError, match="Send the request again"):
+            await check
 
 
 # Texts of the bundled model.

@@ -5,6 +5,7 @@ import threading
 
 import pytest
 
+from engine.errors import UnavailableError
 from engine.executor.fair_slots import FairSlots
 from engine.text.text_threads import NUM_LONG, QUICK_CHARS, FairThreads, TextThreads
 
@@ -59,6 +60,20 @@ async def test_a_thread_counts_as_taken_until_its_job_has_ended():
         await threads.run("a", lambda: 1 // 0)
     assert await threads.run("a", lambda: "a") == "a"
     threads.close()
+
+
+async def test_work_that_waits_when_the_server_ends_is_refused_and_not_cancelled():
+    """A cancelled job would cancel the task of its request, which then answers 500 in place of 503."""
+    threads, ends = FairThreads(1, "test"), threading.Event()
+    threads._pool.submit(ends.wait, 10)  # the thread has not come back from its last job
+    waiting = asyncio.create_task(threads.run("a", lambda: "a"))
+    await turns()
+    threads.close()
+    ends.set()
+    with pytest.raises(UnavailableError, match="Send the request again"):
+        await waiting
+    with pytest.raises(UnavailableError):
+        await threads.run("a", lambda: "a")
 
 
 async def test_short_work_never_waits_for_long_work():

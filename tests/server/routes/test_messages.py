@@ -151,7 +151,7 @@ def test_errors_of_every_layer_are_anthropics(client, folder):
     assert_error(client.post(f"{PATH}/batches", json={}), 404, "not_found_error")
     with LiveServer(folder, "--load-seconds", "3", wait=False) as live, live.client() as loading:
         refused = loading.post(PATH, json=body())
-        assert_error(refused, 529, "overloaded_error")
+        assert_error(refused, 503, "overloaded_error")
         assert int(refused.headers["retry-after"]) >= 1
 
 
