@@ -2,11 +2,13 @@
 
 import asyncio
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from engine.errors import UnavailableError
 from engine.executor.fair_slots import FairSlots
+from engine.text import text_threads
 from engine.text.text_threads import NUM_LONG, QUICK_CHARS, FairThreads, TextThreads
 
 
@@ -62,10 +64,17 @@ async def test_a_thread_counts_as_taken_until_its_job_has_ended():
     threads.close()
 
 
-async def test_work_that_waits_when_the_server_ends_is_refused_and_not_cancelled():
+async def test_work_that_waits_when_the_server_ends_is_refused_and_not_cancelled(monkeypatch):
     """A cancelled job would cancel the task of its request, which then answers 500 in place of 503."""
-    threads, ends = FairThreads(1, "test"), threading.Event()
-    threads._pool.submit(ends.wait, 10)  # the thread has not come back from its last job
+    ends = threading.Event()
+
+    class BusyPool(ThreadPoolExecutor):  # its thread has not come back from its last job
+        def __init__(self, num_threads, **options):
+            super().__init__(num_threads, **options)
+            self.submit(ends.wait, 10)
+
+    monkeypatch.setattr(text_threads, "ThreadPoolExecutor", BusyPool)
+    threads = FairThreads(1, "test")
     waiting = asyncio.create_task(threads.run("a", lambda: "a"))
     await turns()
     threads.close()
