@@ -129,3 +129,12 @@ def test_offloaded_tensors_come_back_with_their_views():
     assert weight.untyped_storage().nbytes() == alone.untyped_storage().nbytes() == 0
     offloaded.restore()
     assert torch.equal(weight, expected) and torch.equal(view, expected[2:4].t()) and alone.tolist() == list(range(5))
+
+
+def test_memory_that_torch_does_not_own_stays_where_it_is():
+    """On GPUs it is the symmetric memory of a tensor-parallel group: torch refuses to resize it."""
+    weight, shared = torch.ones(4), torch.frombuffer(bytearray(range(8)), dtype=torch.uint8)
+    offloaded, address = Offloaded([shared[2:], weight]), shared.data_ptr()
+    assert offloaded.num_bytes == 4 * 4 and shared.tolist() == list(range(8))
+    offloaded.restore()
+    assert shared.data_ptr() == address and weight.tolist() == [1.0] * 4

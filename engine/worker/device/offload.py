@@ -13,7 +13,9 @@ class Offloaded:
     """The content of tensors in host memory; their storages are empty until `restore`.
 
     A storage is emptied in place (as FSDP does between uses), so every view and every owner of a tensor sees it come
-    back. Recorded CUDA graphs hold addresses: they must be gone before.
+    back. Recorded CUDA graphs hold addresses: they must be gone before. A storage that torch cannot resize stays where
+    it is: the buffer of a sum over ranks (engine/models/parallel/symmetric_memory.py), which other processes have
+    mapped.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
@@ -21,7 +23,7 @@ class Offloaded:
         self.num_bytes = 0
         for storage in {storage._cdata: storage for storage in map(Tensor.untyped_storage, tensors)}.values():
             size = storage.nbytes()
-            if size:
+            if size and storage.resizable():
                 self._moved.append((storage, _bytes_of(storage).to("cpu", copy=True)))
                 storage.resize_(0)
                 self.num_bytes += size
