@@ -5,6 +5,7 @@ step may ask the device for a value, and memory that the host wrote for a step m
 it is done.
 """
 
+import mmap
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
@@ -49,8 +50,7 @@ class DeviceQueue(CopyQueue, Protocol):
     def host_bytes(self, num_bytes: int) -> Tensor:
         """uint8 [num_bytes] of pinned host memory, which copies read and write while the host goes on.
 
-        The caller must keep it until the process ends: large memory is registered with the driver and never
-        unregistered.
+        The caller must keep it until these copies are done.
         """
 
     def copy_queue(self) -> CopyQueue:
@@ -99,6 +99,18 @@ class CudaCopyQueue:
         _wait_on(self._stream, mark)
 
 
+class PinnedMemory(mmap.mmap):
+    """Memory that the driver has pinned at `address`. It is unpinned before it is unmapped: else the driver would
+    refuse to pin the next memory at this address, which is mostly that of the next runner, or would copy the old
+    pages."""
+
+    address = 0  # 0: not pinned
+
+    def __del__(self) -> None:
+        if self.address:
+            torch.cuda.cudart().cudaHostUnregister(self.address)  # type: ignore[no-untyped-call]
+
+
 class CudaQueue:
     """The current stream of a CUDA device, and CUDA graphs that share one memory pool."""
 
@@ -111,7 +123,8 @@ class CudaQueue:
     def host_bytes(self, num_bytes: int) -> Tensor:
         if num_bytes < LARGE_HOST_BYTES:
             return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-        memory = torch.empty(num_bytes, dtype=torch.uint8)
+        pinned = PinnedMemory(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = torch.frombuffer(pinned, dtype=torch.uint8)  # keeps `pinned` as long as there is a view of it
         cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         status = int(cudart.cudaHostRegister(memory.data_ptr(), num_bytes, PORTABLE))
         if status != 0:
@@ -119,6 +132,7 @@ class CudaQueue:
                 f"CUDA error {status}: {num_bytes >> 20} MiB of host memory could not be pinned; "
                 "lower --swap-space, or raise the limit of locked memory (ulimit -l)"
             )
+        pinned.address = memory.data_ptr()
         return memory
 
     def copy_queue(self) -> CopyQueue:

@@ -73,6 +73,11 @@ def test_a_large_host_memory_is_pinned_where_it_lies(log, monkeypatch, status):
             pinned.append((address, num_bytes, flags))
             return status
 
+        @staticmethod
+        def cudaHostUnregister(address):
+            pinned[:] = [range_ for range_ in pinned if range_[0] != address]
+            return 0
+
     monkeypatch.setattr(torch.cuda, "cudart", Cudart)
     monkeypatch.setattr(device_queue, "LARGE_HOST_BYTES", 1000)
     queue = CudaQueue(torch.device("cuda"))
@@ -82,3 +87,8 @@ def test_a_large_host_memory_is_pinned_where_it_lies(log, monkeypatch, status):
     else:
         memory = queue.host_bytes(5000)
         assert pinned == [(memory.data_ptr(), 5000, 1)] and memory.dtype == torch.uint8 and len(memory) == 5000
+        view = memory[:8].view(torch.int64)
+        del memory
+        assert len(pinned) == 1 and view.fill_(7).item() == 7
+        del view
+        assert not pinned, "the next memory at this address could not be pinned"
