@@ -107,6 +107,10 @@ class ScaledMatmul:
         if not use_triton(self.codes):
             return scaled_matmul_reference(rows, self.codes, self.scales, bias)
         if self.codes.dtype != torch.int8 and len(rows) > MOST_E4M3_ROWS:
+            if bias is None and rows.dtype == torch.float16:
+                # without a bias, torch's kernel for all cards but sm_90 writes bf16 into an fp16 result
+                # (pytorch/pytorch, pull request 187569)
+                bias = self.scales.new_zeros(len(self.codes), dtype=torch.float16)
             return torch._scaled_mm(rows.codes, self.codes.T, rows.scales, self.scales, bias=bias, out_dtype=rows.dtype)
         out = torch.empty((len(rows), len(self.codes)), dtype=rows.dtype, device=self.codes.device)
         if len(rows):

@@ -62,6 +62,22 @@ def test_products(dtype, out, columns):
         torch.testing.assert_close(found.float(), exact + bias.float(), rtol=near, atol=small)
 
 
+def test_the_library_rounds_to_fp16(monkeypatch):
+    """torch's kernel for all cards but sm_90 takes the type of its result from the bias, and bf16 without one."""
+    skip_where_missing(E4M3)
+    library = torch._scaled_mm
+
+    def scaled_mm(*args, bias, out_dtype):
+        found = library(*args, bias=bias, out_dtype=out_dtype)
+        return found if bias is not None else found.bfloat16().view(out_dtype)
+
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    multiply, x = ScaledMatmul(make(E4M3, 144, 272)), torch.randn(MOST_E4M3_ROWS + 1, 272, device=DEVICE).half()
+    rows = quantize_rows(x, E4M3)
+    exact = scaled_matmul_reference(rows, multiply.codes, multiply.scales, None)
+    torch.testing.assert_close(multiply(rows, None), exact, rtol=2.0**-10, atol=2.0**-13 * float(exact.abs().max()))
+
+
 def test_sums_of_int8_are_exact():
     """Sums of 8192 large products, which fp32 would round, and their negatives in another order."""
     skip_where_missing(torch.int8)
