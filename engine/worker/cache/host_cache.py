@@ -114,6 +114,8 @@ class HostCache:
 
         def done(contents: list[bytes]) -> None:
             if queued is not None:
+                if self._device.index:  # a thread begins on GPU 0, where its wait would make a context of 0.5 GiB
+                    torch.cuda.set_device(self._device)
                 queued.wait()
             for slot, content in zip(request.slots, contents, strict=False):
                 self._slots[slot].numpy()[:] = np.frombuffer(content, np.uint8)

@@ -5,6 +5,7 @@ import torch
 from engine.executor.step import BlockMove, FetchBlocks
 from engine.worker.cache.host_cache import HostCache
 from tests.engine.worker.cache.fake_disk import Disk
+from tests.engine.worker.fake_streams import FakeDevice
 
 
 class Copier:
@@ -36,3 +37,16 @@ def test_a_block_whose_slot_goes_to_a_fetch_before_its_step_is_done_is_not_kept(
     cache.offload([BlockMove(4, 0, b"four")], torch.tensor([4]))
     cache.keep([BlockMove(4, 0, b"four")])
     assert disk.stored[b"four"] == bytes([4]), "the next one to lie there is kept again"
+
+
+def test_the_thread_of_the_disk_waits_on_the_gpu_of_its_worker(monkeypatch):
+    """Else every rank and replica on another GPU would make a CUDA context on GPU 0, too."""
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    for name in ("cuda:1", "cpu"):
+        disk, queue = Disk(), FakeDevice(lambda streams: streams[0]).new_stream()
+        cache = HostCache(Copier(), 2, torch.device(name), disk, queue)
+        cache.fetch(FetchBlocks(0, [b"seven"], [0]), lambda answer: None)
+        assert not chosen or name == "cpu", "only the thread"
+        disk.loads.pop()([bytes([7])])
+    assert chosen == [torch.device("cuda:1")]
