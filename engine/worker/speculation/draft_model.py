@@ -95,7 +95,8 @@ class DraftModel(NoDraftModel):
     def warm_up_plans(self, num_prompt_tokens: int) -> list[StepPlan]:
         if num_prompt_tokens + 4 > min(self._batch.block_size, self._batch.max_model_len):
             return []
-        return [StepPlan(0, [], [], [], [], decodes=[0], drafts=[Draft(0, [OPEN_TOKEN, OPEN_TOKEN])])]
+        length = min(2, len(self._batch.num_tokens) - 1)  # a step has as many rows as the batch, and one is the decode
+        return [StepPlan(0, [], [], [], [], decodes=[0], drafts=[Draft(0, [OPEN_TOKEN] * length)])]
 
     def _move(self, plan: StepPlan) -> None:
         for move in plan.offloads:

@@ -26,6 +26,7 @@ from engine.worker.cache.host_cache import HostCache, block_copier
 from engine.worker.cache.kv_cache import allocate_kv_caches, resolve_kv_format
 from engine.worker.load import load_runner
 from engine.worker.loaded import load_decoder
+from engine.worker.model_runner import ModelRunner
 from engine.worker.speculation import DraftModel, HostPasses, QueuedPasses
 from engine.worker.speculation.draft_passes import DraftWork
 from tests.engine.worker.lazy_queue import LazyQueue
@@ -258,6 +259,18 @@ def test_more_sequences_than_a_pass_takes_get_drafts_that_are_wrong(model_dir, h
     assert all(seq.token_ids[3:] == greedy(hf_model, seq.token_ids[:3], 24) for seq in seqs)
     drafts = engine.scheduler.drafts
     assert 0 < drafts.num_accepted_tokens < drafts.num_draft_tokens
+
+
+@ON
+def test_two_rows_are_enough(model_dir, hf_model, monkeypatch, on_queue):
+    """The smallest max_num_seqs with drafts: no step has more rows than the buffers, those of warm-up included."""
+    rows, run = [], ModelRunner.launch
+    monkeypatch.setattr(ModelRunner, "launch", lambda self, plan: (rows.append(plan.num_rows), run(self, plan))[1])
+    engine = Engine(model_dir, model_dir, on_queue, max_num_seqs=2)
+    (seq,) = engine.add(list(range(10, 31)))
+    engine.run()
+    assert seq.token_ids[21:] == greedy(hf_model, range(10, 31), 24)
+    assert max(rows) == 2 and engine.scheduler.drafts.num_accepted_tokens > 5
 
 
 def test_its_memory_is_part_of_a_block_and_of_the_report(model_dir, draft_dir):
