@@ -13,9 +13,11 @@ from typing import Any, Protocol
 import jinja2
 import jinja2.meta
 import jinja2.nodes
+import jinja2.parser
+import jinja2.runtime
 import jinja2.sandbox
 from jinja2.compiler import Frame
-from jinja2.ext import loopcontrols
+from jinja2.ext import Extension, loopcontrols
 
 from engine.errors import InvalidRequestError
 
@@ -116,9 +118,26 @@ def _compile(source: str) -> jinja2.Template:
     return _environment().from_string(source)
 
 
+class _Generation(Extension):
+    """{% generation %} ... {% endgeneration %}, which marks answers for training: its body is rendered as it stands.
+
+    A call block, as in transformers: variables that the body sets are its own.
+    """
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.CallBlock(self.call_method("_render"), [], [], body).set_lineno(line)
+
+    def _render(self, caller: jinja2.runtime.Macro) -> str:
+        return caller()
+
+
 def _environment() -> jinja2.Environment:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
@@ -126,8 +145,15 @@ def _environment() -> jinja2.Environment:
     return environment
 
 
-def _tojson(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)  # jinja's own would escape for HTML
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """The filter of transformers, argument by argument; jinja's own would escape for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise_exception(message: str) -> None:

@@ -8,9 +8,11 @@ import time
 import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from engine.checkpoint.locate import BUNDLED_MODEL
 from engine.errors import InvalidRequestError, ModelError
+from engine.text.chat_template import syntax_error
 from engine.text.tokenizer import CUT_MARGIN, Tokenizer
 from tests.checkpoints import byte_tokenizer, save_fake_checkpoint
 
@@ -52,6 +54,25 @@ def test_template_that_fails_is_the_requests_error(folder, template, words):
     with pytest.raises(InvalidRequestError, match=words) as caught:
         Tokenizer(folder, chat_template=template).chat_prompt([{"role": "user", "content": "x"}])
     assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for tool in tools %}{{ tool | tojson(ensure_ascii=False) }}{% endfor %}",  # GLM-4.5
+        "{{ tools | tojson(separators=(',', ':')) }}",  # Kimi K2
+        "{{ tools | tojson(ensure_ascii=True, indent=2, sort_keys=True) }}",
+        "{{ tools | tojson(true) }}{{ tools | tojson(4) }}",  # the first argument is ensure_ascii, not indent
+        "{% for m in messages %}\n {% generation %}\n {{ m.content }}{{ loop.last }}{% endgeneration %}\n{% endfor %}",
+        "{% for m in messages %}{%- generation -%}{% set x = m %}a {%- endgeneration -%}{{ x is defined }}{% endfor %}",
+    ],
+)
+def test_templates_render_as_in_transformers(folder, template):
+    messages = [{"role": "user", "content": "Grüße <b>"}, {"role": "assistant", "content": "x"}]
+    tools = [{"type": "function", "function": {"name": "größe", "parameters": {"b": [1, None], "a": {}}}}]
+    (expected,), _ = render_jinja_template([messages], tools, chat_template=template)
+    assert syntax_error(template) is None
+    assert Tokenizer(folder, chat_template=template).chat_prompt(messages, tools=tools).text == expected
 
 
 def test_variables_of_a_request_cannot_replace_the_messages(folder):
