@@ -196,7 +196,12 @@ def quantized_on_load(model: ModelConfig, quantization: str) -> ModelConfig:
 def model_config(raw: Mapping[str, Any]) -> ModelConfig:
     """The ModelConfig of a parsed config.json. ModelError names the field that is wrong or not served."""
     family = find_family(raw, GROUPS)
-    return replace(family.to_config(ConfigReader(raw)), quantization=read_quantization(raw))
+    reader = ConfigReader(raw)
+    config = family.to_config(reader)
+    if config.causal:  # a decoder: some embedding models, such as gte-Qwen2, attend to later tokens, too
+        for part in (reader, reader.object("text_config")):
+            part.require("is_causal", True)
+    return replace(config, quantization=read_quantization(raw))
 
 
 def family_of(config: ModelConfig) -> Family:
