@@ -1,6 +1,7 @@
 """gpt-oss (OpenAI 2025): attention sinks, a window on every other layer, experts with biases and a clamped SwiGLU."""
 
 from dataclasses import replace
+from typing import Any
 
 from engine.models.config import ModelConfig, MoEConfig
 from engine.models.families import llama
@@ -19,7 +20,10 @@ EXPERT_TENSORS = {
     f"{MLP}.experts.down_proj": ExpertTensor("layers.{}.experts_out.weight", transposed=True),
     f"{MLP}.experts.down_proj_bias": ExpertTensor("layers.{}.experts_out.bias"),
 }
-DEFAULTS = {"attention_bias": True, "head_dim": 64, "rms_norm_eps": 1e-5, "rope_theta": 150000.0}
+ROPE: dict[str, Any] = {"rope_type": "yarn", "factor": 32.0, "truncate": False}
+ROPE |= {"original_max_position_embeddings": 4096}
+DEFAULTS: dict[str, Any] = {"attention_bias": True, "head_dim": 64, "rms_norm_eps": 1e-5, "rope_theta": 150000.0}
+DEFAULTS |= {"rope_parameters": ROPE}
 
 
 def to_config(reader: ConfigReader) -> ModelConfig:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import GptOssConfig
 
 from engine.errors import ModelError
 from engine.models import reader
@@ -54,9 +55,12 @@ LINEAR8 = {"rope_type": "linear", "factor": 8.0}
 
 
 def had_older_spelling(name: str) -> bool:
-    """True if transformers wrote the case's RoPE in another way before version 5; Ministral 3 is younger."""
-    rope = CASES[name]().to_dict().get("rope_parameters") or {}
-    return "rope_type" in rope and "llama_4_scaling_beta" not in rope
+    """True if transformers wrote the case's RoPE in another way before version 5; Ministral 3 is younger, and gpt-oss
+    without rope_scaling is YaRN."""
+    config = CASES[name]().to_dict()
+    rope = config.get("rope_parameters") or {}
+    plain = rope.get("rope_type") == "default" and config["model_type"] == "gpt_oss"
+    return "rope_type" in rope and "llama_4_scaling_beta" not in rope and not plain
 
 
 @pytest.mark.parametrize(
@@ -462,6 +466,15 @@ def test_mixtures() -> None:
     assert [sparse.experts(i) is not None for i in range(6)] == [False, False, True, False, False, False]
     assert sparse.mlp_activations == 8 * (3 * 768 + 64) + 2 * 128 + 64
     assert model_config({**MIXTRAL, "num_experts": 4}).moe == model_config({**MIXTRAL, "num_local_experts": 4}).moe
+
+
+def test_rope_that_gpt_oss_leaves_out() -> None:
+    """Without rope_scaling it is YaRN, as in transformers' GptOssConfig."""
+    raw = {**MIXTRAL, "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"}
+    rope = GptOssConfig().rope_parameters
+    assert rope["rope_type"] == "yarn" and rope["truncate"] is False
+    assert model_config(raw) == model_config({**raw, "rope_parameters": rope})
+    assert model_config({**raw, "rope_scaling": None, "rope_theta": 5e4}).rope_scaling == model_config(raw).rope_scaling
 
 
 def test_gemmas() -> None:
