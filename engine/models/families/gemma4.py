@@ -51,6 +51,8 @@ def to_config(reader: ConfigReader) -> ModelConfig:
     shared = reader.size("num_kv_shared_layers", 0, low=0, high=config.num_layers - 1)
     own = tuple(layer for layer in others if layer < config.num_layers - shared)
     input_size = reader.size("hidden_size_per_layer_input", 256, low=0)
+    # every token has a row in this embedding, too
+    input_rows = reader.size("vocab_size_per_layer_input", 262144, low=config.vocab_size) if input_size else 0
     return replace(
         config,
         family="gemma4_text",
@@ -68,7 +70,7 @@ def to_config(reader: ConfigReader) -> ModelConfig:
         values_from_keys=own if reader.flag("attention_k_eq_v", False) else (),
         logit_softcap=gemma2.softcap(reader, "final_logit_softcapping", 0.0),
         layer_input_size=input_size,
-        layer_input_vocab_size=reader.size("vocab_size_per_layer_input", 262144) if input_size else 0,
+        layer_input_vocab_size=input_rows,
         layer_scalars=True,
         wide_mlp_layers=tuple(layers[len(layers) - shared :]) if reader.flag("use_double_wide_mlp", False) else (),
         moe=_moe(reader) if reader.flag("enable_moe_block", False) else None,

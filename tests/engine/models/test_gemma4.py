@@ -62,6 +62,10 @@ def test_keys_of_layers_that_share_are_skipped(tmp_path: Path) -> None:
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention = 'all' is not supported"),
         ({"per_layer_config": {"1": {"head_dim": 32}}}, "per_layer_config must hold the same for each full_attention"),
         ({"per_layer_config": {"1": {"sliding_window": 3}, "3": {"sliding_window": 3}}}, "only heads are served"),
+        (
+            {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 96},
+            "vocab_size_per_layer_input must be an integer from 97 to 2147483647, not 96",
+        ),
         ({"num_kv_shared_layers": 3}, "num_kv_shared_layers 3 leaves no layer that keeps the keys"),
     ],
 )
