@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
+from tokenizers import AddedToken
 
 from engine.checkpoint.gguf import is_gguf, read_gguf
 from engine.checkpoint.locate import read_json
@@ -18,13 +19,21 @@ from engine.text.conversion.gguf import convert_gguf, tokenizer_settings
 # Models of these types drop text: one unknown token stands for any number of characters, a run of spaces for no token.
 # No real text has more characters per token than MAX_CHARS_LOST.
 MODELS_THAT_LOSE_TEXT, MAX_CHARS_LOST = ("Unigram", "WordLevel", "WordPiece"), 1024
-NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")  # variables that a chat template may use
+# Fields of tokenizer_config.json that list special tokens without a name of their own. transformers 5 has the first.
+EXTRA_TOKENS = ("extra_special_tokens", "additional_special_tokens")
+FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 
 
 def load_tokenizer(model_dir: Path) -> tokenizers.Tokenizer:
     """The tokenizer of a checkpoint folder or GGUF file. No code from the checkpoint runs."""
     if is_gguf(model_dir):
         return convert_gguf(read_gguf(model_dir))
+    tokenizer = _load_from_folder(model_dir)
+    tokenizer.add_tokens(_configured_tokens(tokenizer, read_settings(model_dir)))
+    return tokenizer
+
+
+def _load_from_folder(model_dir: Path) -> tokenizers.Tokenizer:
     path = model_dir / "tokenizer.json"
     if not path.is_file():
         converted = convert_tokenizer(model_dir, read_json(model_dir / "tokenizer_config.json"))
@@ -36,10 +45,57 @@ def load_tokenizer(model_dir: Path) -> tokenizers.Tokenizer:
 
 
 def read_settings(model_dir: Path) -> dict[str, Any]:
-    """tokenizer_config.json, or the fields of it that a GGUF file holds."""
+    """tokenizer_config.json, or the fields of it that a GGUF file holds. Older checkpoints, whose file does not list
+    the added tokens, name special tokens in special_tokens_map.json; that file goes first, as in transformers."""
     if is_gguf(model_dir):
         return tokenizer_settings(read_gguf(model_dir))
-    return read_json(model_dir / "tokenizer_config.json")
+    settings = read_json(model_dir / "tokenizer_config.json")
+    if "added_tokens_decoder" in settings:
+        return settings
+    names = read_json(model_dir / "special_tokens_map.json")
+    return settings | {name: names[name] for name in names if name.endswith("_token") or name in EXTRA_TOKENS}
+
+
+def _configured_tokens(tokenizer: tokenizers.Tokenizer, settings: dict[str, Any]) -> list[AddedToken]:
+    """The tokens of the settings that the tokenizer lacks or has with other flags, as transformers adds them: people
+    who change the special tokens of a checkpoint often edit tokenizer_config.json alone. A name that is no token of
+    the vocabulary and not listed stays text: the model has no embedding of it."""
+    known = {token.content: _flags(token) for token in tokenizer.get_added_tokens_decoder().values()}
+    listed = settings.get("added_tokens_decoder")
+    entries = [token for _, token in sorted(listed.items(), key=_token_id)] if isinstance(listed, dict) else []
+    tokens = {token.content: token for token in map(_read_token, entries) if token is not None}
+    for text in tokens.keys() & known.keys():  # a special token stays one
+        tokens[text].special |= known[text]["special"]
+    for token in map(_read_token, _special_tokens(settings)):
+        text = "" if token is None else token.content
+        if token is not None and (text in tokens or tokenizer.token_to_id(text) is not None):
+            tokens.setdefault(text, AddedToken(text, **known[text]) if text in known else token).special = True
+    return [token for text, token in tokens.items() if _flags(token) != known.get(text)]
+
+
+def _special_tokens(settings: dict[str, Any]) -> list[Any]:
+    """The entries that name a special token: texts, objects or something else."""
+    named = [token for name, token in settings.items() if name.endswith("_token")]
+    extra: Any = next((settings[name] for name in EXTRA_TOKENS if settings.get(name)), [])
+    return [*named, *(extra.values() if isinstance(extra, dict) else extra if isinstance(extra, list) else [])]
+
+
+def _token_id(entry: tuple[str, Any]) -> int:
+    return int(entry[0]) if entry[0].isdecimal() else 0
+
+
+def _read_token(value: Any) -> AddedToken | None:
+    """A token given as a text, which names a special token, or as an object; None for other values."""
+    if isinstance(value, str) and value:
+        return AddedToken(value, normalized=False, special=True)
+    if not isinstance(value, dict) or not isinstance(text := value.get("content"), str) or not text:
+        return None
+    flags = {name: value[name] for name in FLAGS if isinstance(value.get(name), bool)}
+    return AddedToken(text, **flags)
+
+
+def _flags(token: AddedToken) -> dict[str, bool]:
+    return {name: getattr(token, name) for name in FLAGS}
 
 
 def _load_with_transformers(model_dir: Path) -> tokenizers.Tokenizer:
@@ -76,10 +132,11 @@ def uses_byte_level(tokenizer: tokenizers.Tokenizer) -> bool:
 
 
 def named_token_texts(settings: dict[str, Any]) -> dict[str, str]:
-    """The texts of NAMED_TOKENS in tokenizer_config.json, which gives each as a text or as an object's `content`."""
+    """The texts of bos_token, eos_token and others in the settings, which give each as a text or as an object's
+    `content`: variables that a chat template may use."""
     texts = {}
-    for name in NAMED_TOKENS:
-        token = settings.get(name)
+    for name in settings:
+        token = settings[name] if name.endswith("_token") else None
         text = token.get("content") if isinstance(token, dict) else token
         if isinstance(text, str):
             texts[name] = text

@@ -8,6 +8,7 @@ import time
 import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
+from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from engine.checkpoint.locate import BUNDLED_MODEL
@@ -115,6 +116,41 @@ def test_settings_of_another_shape_count_as_absent(folder):
     assert tokenizer.chat_template is None
     rendered = tokenizer.template("{{ bos_token }}{{ eos_token }}{{ unk_token }}").render([], True, {})
     assert rendered == "<s>"
+
+
+MARKED = {"__type": "AddedToken", "content": "<|im_end|>", "lstrip": True}
+LISTED = {"content": "<|im_end|>", "lstrip": True, "rstrip": True, "special": False}
+
+
+@pytest.mark.parametrize(
+    "settings, special_map",
+    [
+        ({"eos_token": "b", "bos_token": MARKED, "pad_token": None}, None),
+        ({"added_tokens_decoder": {"258": {"content": "<tool>", "special": False}, "257": LISTED}}, {"eos_token": "b"}),
+        ({"eos_token": "<tool>", "added_tokens_decoder": {"258": {"content": "<tool>", "special": False}}}, None),
+        ({"additional_special_tokens": ["c", "<|im_end|>"]}, None),
+        ({"extra_special_tokens": {"image_token": "c"}, "boi_token": "<|im_start|>"}, None),
+        ({"eos_token": "<|im_end|>"}, {"eos_token": {"content": "c", "lstrip": True}, "bos_token": "<|im_start|>"}),
+    ],
+)
+def test_special_tokens_of_the_settings(folder, settings, special_map):
+    """Tokens that tokenizer.json lacks, or has with other flags, are those that transformers adds."""
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **settings}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    if special_map is not None:
+        (folder / "special_tokens_map.json").write_text(json.dumps(special_map))
+    ours, theirs = Tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    text = "a <|im_end|> b <tool> c <|im_start|>"
+    assert ours.encode(text) == theirs(text).input_ids
+    assert ours.decode(ours.encode(text)) == theirs.decode(theirs(text).input_ids, skip_special_tokens=True)
+    names = "{{ bos_token }} {{ eos_token }} {{ boi_token }}"
+    (expected,) = theirs.apply_chat_template([[{}]], chat_template=names, tokenize=False)
+    assert ours.template(names).render([], True, {}) == expected
+
+
+def test_a_special_token_without_an_embedding_stays_text(folder):
+    (folder / "tokenizer_config.json").write_text(json.dumps({"pad_token": "[PAD]", "extra_special_tokens": ["[X]"]}))
+    assert Tokenizer(folder).encode("[PAD][X]") == list(b"[PAD][X]")
 
 
 def test_sentencepiece_spelling(tmp_path):
