@@ -56,6 +56,7 @@ def to_config(reader: ConfigReader) -> ModelConfig:
     return replace(
         config,
         family="gemma4_text",
+        activation=reader.activation("hidden_activation", "gelu_pytorch_tanh"),
         norm_weight_offset=0.0,
         post_norms=True,
         qk_norm="head",

@@ -46,6 +46,10 @@ def test_published_sizes() -> None:
     assert (model.kv_source(15), model.kv_source(34)) == (13, 14)
 
 
+def test_gelu_is_not_its_approximation() -> None:
+    assert config(hidden_activation="gelu").activation == "gelu"  # Gemma 1 means the approximation by it
+
+
 def test_keys_of_layers_that_share_are_skipped(tmp_path: Path) -> None:
     oracle = save_model("gemma4_shared", tmp_path)
     path = tmp_path / "model.safetensors"
