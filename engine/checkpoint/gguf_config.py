@@ -13,9 +13,10 @@ END_TEXTS = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>")
 END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 # Fields of an architecture that say nothing about the computation, or say what the tensors say as well.
 IGNORED = (
-    "vocab_size", "context_length", "attention.causal", "expert_gating_func", "rope.scaling.finetuned",
-    "tensor_data_layout",    "attention.key_length_mla", "interleave_moe_layer_step",
+    "vocab_size", "context_length", "expert_gating_func", "rope.scaling.finetuned", "tensor_data_layout",
+    "attention.key_length_mla", "interleave_moe_layer_step",
 )  # fmt: skip
+LAST = 3  # llama.cpp's number of the pooling that embeddings of a decoder have without --pooling
 
 
 class _Fields:
@@ -65,7 +66,9 @@ def gguf_config(gguf: Gguf) -> dict[str, Any]:
         known = ", ".join(ARCHITECTURES)
         asked = f"{fields.architecture!r:.100}"
         raise ModelError(f"{gguf.path.name}: general.architecture {asked} is not served from GGUF; served are {known}.")
-    config = make(fields)
+    config = make(fields) | {"is_causal": fields.get("attention.causal", (bool,), True)}
+    if gguf.metadata.get(f"{fields.architecture}.pooling_type") == LAST:
+        fields.asked.add("pooling_type")
     fields.close()
     kinds = {tensor.kind.name for tensor in gguf.tensors.values()}
     plain = "float32" if kinds == {"F32"} else "float16" if kinds <= {"F32", "F16"} else "bfloat16"

@@ -14,7 +14,7 @@ from engine.checkpoint.locate import resolve_model
 from engine.checkpoint.weight_files import existing_weight_files
 from engine.config import EngineConfig
 from engine.errors import ModelError
-from engine.models.families import read_model_config
+from engine.models.families import model_config, read_model_config
 from engine.models.loading.load import weight_bytes
 from engine.models.loading.loader import load_weights
 from kernels.quantized.weight import QuantizedWeight
@@ -111,4 +111,19 @@ def test_refuses_an_unknown_architecture_and_a_field_it_does_not_follow(tmp_path
     header = read_gguf(path)
     header.metadata["llama.attention.key_scale"] = 2.0
     with pytest.raises(ModelError, match=r"a\.gguf: llama\.attention\.key_scale = 2\.0 is not served"):
+        gguf_config(header)
+
+
+def test_fields_of_embedding_models(tmp_path: Path) -> None:
+    """Pooling by the last token is the default; attention to later tokens is refused, as in config.json."""
+    save_model("qwen3", tmp_path / "plain")
+    header = read_gguf(write_gguf(tmp_path / "plain", tmp_path / "a.gguf"))
+    plain = model_config(gguf_config(header))
+    header.metadata.update({"qwen3.pooling_type": 3, "qwen3.attention.causal": True})
+    assert model_config(gguf_config(header)) == plain
+    header.metadata["qwen3.attention.causal"] = False
+    with pytest.raises(ModelError, match="is_causal = False is not supported"):
+        model_config(gguf_config(header))
+    header.metadata["qwen3.pooling_type"] = 1
+    with pytest.raises(ModelError, match=r"qwen3\.pooling_type = 1 is not served"):
         gguf_config(header)
