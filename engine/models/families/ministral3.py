@@ -16,7 +16,8 @@ DEFAULTS = {"head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "ro
 def to_config(reader: ConfigReader) -> ModelConfig:
     reader = reader.with_defaults(**DEFAULTS)
     rope = reader.object("rope_parameters")
-    scaling = QueryScaling(rope.number("llama_4_scaling_beta"), rope.size("original_max_position_embeddings"))
+    trained = reader if reader.has("original_max_position_embeddings") else rope  # as in reader.rope_scaling()
+    scaling = QueryScaling(rope.number("llama_4_scaling_beta"), trained.size("original_max_position_embeddings"))
     return replace(
         llama.to_config(reader),
         family="ministral3",

@@ -56,6 +56,7 @@ QWEN3_VL_MOE = replace(
     to_config=qwen3_vl_moe_config,
     expert_tensors={name: replace(tensor, transposed=True) for name, tensor in qwen3_moe.EXPERT_TENSORS.items()},
 )
+QWEN2_VL_DEFAULTS = {"rms_norm_eps": 1e-5, "rope_theta": 1e6}
 QWEN3_VL_MOE_DEFAULTS = {"moe_intermediate_size": 1408, "num_experts_per_tok": 4, "rope_theta": 5e5}
 
 FAMILIES = (
@@ -70,13 +71,15 @@ FAMILIES = (
         "qwen2_5_vl",
         "Qwen2_5_VLForConditionalGeneration",
         {"qwen2_5_vl_text": qwen2.FAMILY, "qwen2_5_vl": qwen2.FAMILY},
+        **QWEN2_VL_DEFAULTS,
     ),
     text_half(
         "qwen2_vl",
         "Qwen2VLForConditionalGeneration",
         {"qwen2_vl_text": qwen2.FAMILY, "qwen2_vl": qwen2.FAMILY},
+        **QWEN2_VL_DEFAULTS,
     ),
-    text_half("qwen3_vl", "Qwen3VLForConditionalGeneration", {"qwen3_vl_text": qwen3.FAMILY}),
+    text_half("qwen3_vl", "Qwen3VLForConditionalGeneration", {"qwen3_vl_text": qwen3.FAMILY}, rope_theta=5e5),
     text_half(
         "qwen3_vl_moe",
         "Qwen3VLMoeForConditionalGeneration",

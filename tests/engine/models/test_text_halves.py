@@ -72,6 +72,24 @@ def test_fields_that_gemma3_leaves_out() -> None:
     assert ours.tie_embeddings and ours.sliding_window == 1024
 
 
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
+def test_rope_theta_and_epsilon_that_text_config_leaves_out(name: str) -> None:
+    raw = CASES[name]().to_dict() | {"architectures": None}
+    text = raw["text_config"]
+    del text["rms_norm_eps"], text["rope_parameters"]["rope_theta"]
+    ours, theirs = model_config(raw), type(CASES[name]())(text_config=dict(text)).text_config
+    assert (ours.rope_theta, ours.norm_eps) == (theirs.rope_parameters["rope_theta"], theirs.rms_norm_eps)
+
+
+def test_trained_length_of_ministral3_at_the_top() -> None:
+    """It goes before that of rope_parameters, for YaRN and for the factors of queries, as in transformers."""
+    raw = CASES["mistral3_ministral3"]().to_dict() | {"architectures": None}
+    raw["text_config"]["original_max_position_embeddings"] = 32
+    config = model_config(raw)
+    assert config.rope_scaling is not None and config.query_scaling is not None
+    assert config.rope_scaling.original_max_position == config.query_scaling.period == 32
+
+
 def test_unknown_text_model_is_refused() -> None:
     raw = {"model_type": "mistral3", "text_config": {"model_type": "mamba"}}
     with pytest.raises(ModelError, match="text_config: model_type 'mamba' is not served; known are mistral"):
