@@ -337,8 +337,7 @@ class Driver:
 
     async def _run(self) -> None:
         try:
-            ready = await self.supervisor.wait_loaded(self._set_phase)
-            loaded = await self._become_ready(ready)
+            loaded = await self._become_ready()
             while True:
                 try:
                     level = await self._serve(loaded)
@@ -351,7 +350,23 @@ class Driver:
             logger.exception("the engine loop failed")
             self._die(EngineError("an internal error ended the engine loop; the log has it"))
 
-    async def _become_ready(self, ready: WorkerReady) -> Loaded:
+    async def _become_ready(self) -> Loaded:
+        while True:
+            ready = await self.supervisor.wait_loaded(self._set_phase)
+            try:
+                loaded = await self._load_adapters(ready)
+                break
+            except WorkerDiedError as death:
+                await self.supervisor.start_again(death)
+        self._loaded = loaded
+        self._set_phase("ready")
+        self._woke_at = time.monotonic()
+        self._ready.set_result(None)
+        return loaded
+
+    async def _load_adapters(self, ready: WorkerReady) -> Loaded:
+        """The model of the first Worker, once the adapters that the settings name are loaded, too. Raises ModelError,
+        and WorkerDiedError if the Worker dies meanwhile."""
         loaded = Loaded.of(
             ready,
             self.config,
@@ -373,10 +388,6 @@ class Driver:
             loaded.adapters.answered(message)
             if message.error:
                 raise ModelError(f"lora: {message.error}")
-        self._loaded = loaded
-        self._set_phase("ready")
-        self._woke_at = time.monotonic()
-        self._ready.set_result(None)
         return loaded
 
     async def _serve(self, loaded: Loaded) -> int:

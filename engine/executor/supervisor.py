@@ -66,13 +66,18 @@ class Supervisor:
                 ready = await self.executor.wait_ready(on_progress)
                 break
             except WorkerDiedError as death:
-                if not death.from_outside:
-                    raise
-                self.recovery.record_death([])
-                await self._bury(death, num_waiting=0)
-                await self._start_next()
+                await self.start_again(death)
         self.load_timeout = max(MIN_RELOAD_SECONDS, RELOAD_FACTOR * (clock() - started))
         return ready
+
+    async def start_again(self, death: WorkerDiedError) -> None:
+        """Start another first Worker in the place of one that was killed or stopped from outside before it served.
+        Raises `death` if it is of another kind, and EngineError when the budget of restarts is spent."""
+        if not death.from_outside:
+            raise death
+        self.recovery.record_death([])
+        await self._bury(death, num_waiting=0)
+        await self._start_next()
 
     def record_death(self, death: PageserveError, request_ids: Iterable[str]) -> list[str]:
         """Hold a death against the requests that the Worker computed; returns those that are guilty: one, or none.

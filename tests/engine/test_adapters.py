@@ -197,6 +197,22 @@ async def test_an_adapter_that_is_not_served_ends_the_start(tmp_path):
         await driver.stop()
 
 
+async def test_a_worker_that_is_killed_while_it_reads_the_first_adapters_is_replaced(adapters):
+    root, _ = adapters
+    driver = Driver(EngineConfig(model=str(BUNDLED_MODEL), device="cpu", max_model_len=256, lora=named(root)))
+    await driver.start()
+    try:
+        while driver.phase != "loading adapters":  # noqa: ASYNC110 - that phase is over within milliseconds
+            await asyncio.sleep(0)
+        os.kill(driver.worker_pid, signal.SIGKILL)
+        await driver.wait_ready()
+        assert sorted(driver.adapters) == [f"a{i}" for i in range(NUM_ADAPTERS)]
+        ids, _ = await read(start(driver, "first", "a0"))
+        assert len(ids) == NUM_TOKENS
+    finally:
+        await driver.stop()
+
+
 @pytest.mark.slow
 async def test_each_rank_adds_its_share_of_an_adapter(model, adapters):
     """Three adapters and the base in one batch over ranks: the text of merged weights, without another call between
