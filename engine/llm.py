@@ -190,7 +190,7 @@ class LLM:
     def _run(self, jobs: list[_Job], use_tqdm: bool, lora: str | Sequence[str]) -> list[RequestOutput]:
         if not self._finalizer.alive:
             raise EngineError("this LLM is closed; make a new one.")
-        adapters = _adapter_list(lora, len(jobs), self.driver.replicas[0].adapters)
+        adapters = _adapter_list(lora, len(jobs), self.driver.adapters)
         jobs = [
             dataclasses.replace(job, params=_with_thinking(self.tokenizer, job), adapter=adapter)
             for job, adapter in zip(jobs, adapters, strict=True)

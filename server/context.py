@@ -177,8 +177,8 @@ class Served:
 
     @property
     def adapters(self) -> dict[str, str]:
-        """The folders of the LoRA adapters that requests may name, by name. Every replica has the same."""
-        return self.driver.replicas[0].adapters
+        """The folders of the LoRA adapters that requests may name, by name."""
+        return self.driver.adapters
 
     @property
     def listed_names(self) -> tuple[str, ...]:

@@ -173,6 +173,11 @@ class Replicas:
         return min(models, key=lambda model: (model.max_model_len, model.num_blocks))
 
     @property
+    def adapters(self) -> dict[str, str]:
+        """Every replica that serves has the same; one that has ended keeps those of its end."""
+        return next(iter(self._alive), self.replicas[0]).adapters
+
+    @property
     def tokenizer(self) -> Tokenizer:
         return self.replicas[0].tokenizer
 

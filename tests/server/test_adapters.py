@@ -1,6 +1,8 @@
 """LoRA adapters over HTTP with a real Worker and the bundled model: chosen by name, listed, loaded at run time."""
 
+import os
 import re
+import signal
 from pathlib import Path
 
 import httpx
@@ -12,6 +14,7 @@ from transformers import LlamaForCausalLM
 from engine.checkpoint.locate import BUNDLED_MODEL
 from engine.config import EngineConfig
 from server.serve import host_models
+from tests.engine.driving import until
 from tests.engine.models.adapters.peft_files import write_adapter
 from tests.server.live import LiveServer, assert_error
 from tests.server.metrics import families
@@ -108,6 +111,25 @@ def test_load_and_unload(server, admin, root):
     again = {"lora_name": "new", "lora_path": str(root / "0")}
     assert admin.post("/v1/load_lora_adapter", json=again).status_code == 200
     assert text(server, "new") == text(server, "start") and text(server, "base") == base
+
+
+@pytest.mark.slow
+def test_replicas_that_are_left_load_and_name_adapters(root):
+    engine = {
+        "data_parallel_size": 2,
+        "max_worker_restarts": 0,
+        "allow_runtime_lora": True,
+        "lora_root": str(root),
+        "lora": (f"start={root / '0'}",),
+    }
+    with RealServer(engine) as live, live.client() as client:
+        first, _ = live.driver.replicas
+        os.kill(live.call(lambda: first.worker_pid), signal.SIGKILL)
+        live.call(lambda: until(lambda: first.health() is not None))
+        for path, body in (("load", {"lora_name": "new", "lora_path": "1"}), ("unload", {"lora_name": "start"})):
+            assert client.post(f"/v1/{path}_lora_adapter", json=body).status_code == 200
+        assert [model["id"] for model in client.get("/v1/models").json()["data"]] == ["base", "new"]
+        assert client.post("/v1/completions", json={"model": "new"} | PROMPT).status_code == 200
 
 
 def test_only_an_administrator_and_only_where_it_is_allowed(server, folder):
