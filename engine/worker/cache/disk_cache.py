@@ -137,7 +137,8 @@ class BlockFile:
 class DiskCache:
     """A BlockFile with its own thread, so that no step waits for the disk.
 
-    Reads go before writes. A write that finds too many writes waiting is dropped: its block is not kept.
+    Reads go before writes. A write that finds too many writes waiting is dropped: its block is not kept. A flush waits
+    instead.
     """
 
     def __init__(self, file: BlockFile) -> None:
@@ -151,10 +152,13 @@ class DiskCache:
         self._thread.start()
 
     def store(self, digest: bytes, content: bytes, *, must: bool = False) -> None:
-        """Queue a block to be written; with `must` it is never dropped."""
-        if must or self._num_asked - self._num_done < MAX_QUEUED_WRITES:
-            self._num_asked += 1
-            self._put(1, lambda: self._store(digest, content))
+        """Queue a block to be written. While too many wait it is dropped; with `must` the call waits for them."""
+        if self._num_asked - self._num_done >= MAX_QUEUED_WRITES:
+            if not must:
+                return
+            self.flush()  # a queue without a limit could hold the whole pool a second time
+        self._num_asked += 1
+        self._put(1, lambda: self._store(digest, content))
 
     def load(self, digests: list[bytes], done: Callable[[list[bytes]], None]) -> None:
         """Read a chain of blocks up to the first missing one; the thread calls `done` with their contents."""

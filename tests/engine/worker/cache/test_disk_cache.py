@@ -263,6 +263,24 @@ def test_writes_beyond_the_queue_are_dropped(open_file, monkeypatch):
     assert len(file.digests()) <= disk_cache.MAX_QUEUED_WRITES + 1
 
 
+def test_a_flush_keeps_few_blocks_in_memory_and_drops_none(open_file, monkeypatch):
+    file = open_file(num_slots=1000)
+    asked, written, most = 0, [], 0
+
+    def store(block_digest, block):
+        nonlocal most
+        most = max(most, asked - len(written))
+        written.append(block_digest)
+
+    monkeypatch.setattr(file, "store", store)
+    cache = DiskCache(file)
+    for asked in range(1, 501):
+        cache.store(digest(asked), content(asked), must=True)
+    cache.flush()
+    assert written == [digest(number) for number in range(1, 501)]
+    assert most <= disk_cache.MAX_QUEUED_WRITES + 1
+
+
 def test_the_thread_outlives_a_task_that_fails(open_file, caplog):
     cache = DiskCache(open_file())
     cache.store(digest(1), content(1))
