@@ -52,6 +52,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--step-seconds", type=float, default=0.0)
     parser.add_argument("--load-seconds", type=float, default=0.0)
+    parser.add_argument("--sleep-seconds", type=float, default=0.0)  # the way to sleep
     parser.add_argument("--eos-every", type=int, default=0)
     parser.add_argument("--fail-on-token", type=int)
     parser.add_argument("--die-at-step", type=int)
@@ -125,6 +126,7 @@ def serve(options, channel, frames) -> None:
             channel.sendall(encode_frame(plan))
             continue
         if isinstance(plan, SleepWorker):
+            time.sleep(options.sleep_seconds)
             channel.sendall(encode_frame(WorkerAsleep()))
             if plan.level == 2 or not isinstance(receive(frames), WakeWorker):
                 return

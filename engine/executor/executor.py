@@ -28,6 +28,7 @@ from engine.executor.step import (
     GrammarPrepared,
     Heartbeat,
     LoadProgress,
+    SleepWorker,
     StartWorker,
     StepPlan,
     StepResult,
@@ -144,6 +145,8 @@ class Executor:
             self._others.write(frame)
         if isinstance(message, StepPlan):
             self.watch.sent(message)
+        elif isinstance(message, SleepWorker):
+            self.watch.sent_sleep()
 
     async def receive(self) -> Answer:
         """The next result, in the order of the plans, or the next answer to another message. Raises WorkerDiedError."""
@@ -266,7 +269,7 @@ class Executor:
 
     def _give_up(self) -> None:
         assert self._process is not None
-        pid, idle = self._process.pid, self.watch.awaits_heartbeat
+        pid, idle = self._process.pid, not self.watch.awaits_step
         held = is_traced(pid) or stopped_at(pid) is not None
         held = held or (self._others is not None and self._others.is_held())
         cause = f"the Worker did not {'answer' if idle else 'finish a step'} within {self.watch.silence:.3g} s"

@@ -16,7 +16,8 @@ class StepWatch:
     `timeout` seconds. A step of a new kind, and the few steps after it, have the limit `timeout`: they may compile
     kernels. The first steps of a Worker get five times `timeout`, up to FIRST_STEPS_SECONDS, and so do heartbeats until
     then, because graphs are recorded in idle time. The first steps of a Worker that replaces another get AGAIN_SECONDS
-    at least: their code is compiled already.
+    at least: their code is compiled already. The way to sleep has SLEEP_SECONDS: the weights of a large model move to
+    host memory, or a pool to a slow disk.
 
     The owner calls `tick` every `interval` seconds, and then sends a heartbeat if one is due. Ticks are counted, not
     seconds: if our own process stood still (a paused container, a blocked loop), a result may wait unread.
@@ -25,6 +26,7 @@ class StepWatch:
     TICKS = 10  # per `timeout`, at least; a heartbeat is due after timeout / TICKS of idle time
     TICK_SECONDS = 1.0  # the longest interval
     HEARTBEAT_SECONDS = 30.0
+    SLEEP_SECONDS = 300.0
     FIRST_STEPS = 8
     FIRST_STEPS_SECONDS = 300.0
     AGAIN_SECONDS = 60.0
@@ -39,7 +41,7 @@ class StepWatch:
         self._clock = clock
         self._first_factor = max(1.0, min(5.0, self.FIRST_STEPS_SECONDS / timeout))
         self._heartbeat_limit = min(timeout, self.HEARTBEAT_SECONDS)
-        self._awaits_heartbeat = False
+        self._awaits_heartbeat = self._awaits_sleep = False
         self._pending: deque[tuple[StepPlan, bool]] = deque()  # plan, and whether its kind of step is known
         self._num_results = 0
         self._num_new_steps = 0  # steps to come that count as new: of a new kind, or soon after one
@@ -55,7 +57,7 @@ class StepWatch:
     @property
     def idle(self) -> bool:
         """True if no answer is awaited."""
-        return not (self._pending or self._awaits_heartbeat)
+        return not (self._pending or self._awaits_heartbeat or self._awaits_sleep)
 
     @property
     def heartbeat_due(self) -> bool:
@@ -65,6 +67,11 @@ class StepWatch:
     def awaits_heartbeat(self) -> bool:
         """True if a heartbeat is unanswered. Then the Worker has begun no plan: all were sent after the heartbeat."""
         return self._awaits_heartbeat
+
+    @property
+    def awaits_step(self) -> bool:
+        """True if the result of a plan is awaited, and nothing else before it."""
+        return bool(self._pending) and not self._awaits_heartbeat
 
     @property
     def is_over_ceiling(self) -> bool:
@@ -79,6 +86,10 @@ class StepWatch:
         """A heartbeat was answered."""
         self._awaits_heartbeat = False
         self._calm()
+
+    def sent_sleep(self) -> None:
+        """The Worker was told to sleep, with no plan under way. The watch ends with its answer."""
+        self._awaits_sleep = True
 
     def sent(self, plan: StepPlan) -> None:
         """A plan was sent."""
@@ -121,6 +132,8 @@ class StepWatch:
         """Seconds that the awaited answer may take."""
         if self._awaits_heartbeat:
             return self._heartbeat_limit * (self._first_factor if self._is_first else 1.0)
+        if self._awaits_sleep:
+            return self.SLEEP_SECONDS
         plan, known = self._pending[0]
         if not known:
             return self._ceiling

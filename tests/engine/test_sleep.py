@@ -117,6 +117,17 @@ async def test_a_worker_that_dies_in_its_sleep_is_replaced_at_the_wake(folder):
         assert driver.stats.worker_restarts.values[()] == 1 and driver.recovery.suspects_nobody
 
 
+@pytest.mark.parametrize("level", [1, 2])
+async def test_the_way_to_sleep_may_take_longer_than_a_step(folder, level):
+    """The weights of a large model move to host memory, or a pool to a slow disk."""
+    async with running_driver(folder, "--sleep-seconds", "1.2", step_timeout=0.1) as driver:
+        assert_complete([await collect(start(driver, 1)[0])])
+        await driver.sleep(level)
+        assert driver.phase == "sleeping"
+        await driver.wake()
+        assert driver.stats.worker_restarts.values[()] == 0
+
+
 async def test_a_wake_during_the_way_to_sleep_is_not_lost(folder):
     async with running_driver(folder, "--step-seconds", "0.02") as driver:
         for first in range(0, 6, 2):

@@ -63,6 +63,7 @@ class SimExecutor(Executor):
         self._pending: deque[tuple[StepPlan, bool]] = deque()  # and whether the Workers have done such before
         self._num_answered, self._num_known = 0, StepWatch.STEPS_OF_A_NEW_KIND
         self._gave_up = False
+        self._told_to_sleep = False
         self._quiet_since = 0.0  # since when nothing came, although something should
 
     async def start(self, message: StartWorker) -> None:
@@ -82,10 +83,13 @@ class SimExecutor(Executor):
 
     def wake(self) -> None:
         super().wake()
+        self._told_to_sleep = False
         self._num_answered, self._num_known = 0, StepWatch.STEPS_OF_A_NEW_KIND  # a watch of its own begins
 
     def send(self, message: StepPlan | FetchBlocks) -> None:
         super().send(message)
+        if isinstance(message, SleepWorker):
+            self._told_to_sleep, self._quiet_since = True, asyncio.get_running_loop().time()
         if isinstance(message, SleepWorker | WakeWorker | LoadAdapter | UnloadAdapter):
             return
         if isinstance(message, FetchBlocks):
@@ -157,6 +161,8 @@ class SimExecutor(Executor):
             still = now - worker.still_since
             bound = most + 3 * interval + timeout / StepWatch.TICKS + STACK_DUMP_SECONDS
             require(still <= bound, "watch", f"an idle Worker stood still for {still:.1f} s, {bound:.1f} s are allowed")
+        elif self._told_to_sleep:
+            least = most = StepWatch.SLEEP_SECONDS
         elif self._pending[0][1]:
             least = min(least, StepWatch.AGAIN_SECONDS if first else MIN_LIMIT)
             most = min(most, max(least, LIMIT_FACTOR * self._monitor.slowest[kind_of(self._pending[0][0])]))

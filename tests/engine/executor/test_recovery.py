@@ -272,3 +272,13 @@ def test_a_heartbeat_that_is_not_answered_ends_it_with_a_plan_behind_it_too():
     ask(watch)
     watch.sent(DECODES)
     assert 30.0 <= ticks_until_hung(watch) * watch.interval <= 32.0
+
+
+def test_the_way_to_sleep_has_a_time_of_its_own():
+    watch = finished_first_steps(60.0)
+    ask(watch)
+    watch.sent_sleep()
+    assert 30.0 <= ticks_until_hung(watch) * watch.interval <= 32.0, "the heartbeat was sent before"
+    watch.received_heartbeat()
+    assert not watch.idle
+    assert 300.0 <= ticks_until_hung(watch) * watch.interval <= 302.0
