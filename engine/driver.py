@@ -632,7 +632,7 @@ class Driver:
         if loaded.prefetcher is not None:
             loaded.prefetcher.close()
         self.grammars.detach()
-        loaded.adapters.detach()
+        loaded.adapters.worker_died(death)
         died_at = time.monotonic()
         self._blame(loaded, death)
         ready = await self.supervisor.restart(death, lambda: len(loaded.live))

@@ -13,12 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from engine.config import ADAPTER_NAME, EngineConfig
-from engine.errors import EngineError, InvalidRequestError, ModelError, PageserveError
+from engine.errors import EngineError, InvalidRequestError, ModelError, PageserveError, WorkerDiedError
 from engine.executor.step import AdapterLoaded, LoadAdapter, UnloadAdapter
 from engine.request import Adapter
 
 FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 NOT_FOUND = "model_not_found"
+MAX_DEATHS = 2  # of Workers that read an adapter for the first time
 
 logger = logging.getLogger(__name__)
 
@@ -27,13 +28,15 @@ Send = Callable[[LoadAdapter | UnloadAdapter], None]
 
 @dataclass(slots=True)
 class LoadedAdapter:
-    """An adapter that is loaded or being loaded (then `digest` is empty); `waiter` gets the end of the loading."""
+    """An adapter that is loaded or being loaded (then `digest` is empty); `waiter` gets the end of the loading.
+    `num_deaths` counts Workers that died while they read it."""
 
     adapter_id: int
     name: str
     path: str
     digest: bytes = b""
     num_live: int = 0
+    num_deaths: int = 0
     unloaded: bool = False
     error: str = ""
     waiter: "asyncio.Future[None]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
@@ -83,6 +86,18 @@ class Adapters:
         """The Worker is gone, or sleeps."""
         self._send = None
 
+    def worker_died(self, death: PageserveError) -> None:
+        """The Worker is gone. An adapter that was being read at MAX_DEATHS deaths that did not come from outside may be
+        their cause, such as one too many for the memory: no other Worker gets it."""
+        self.detach()
+        if isinstance(death, WorkerDiedError) and death.from_outside:
+            return
+        for entry in [entry for entry in self._by_id.values() if not entry.digest]:
+            entry.num_deaths += 1
+            if entry.num_deaths >= MAX_DEATHS:
+                message = f"The Worker dies while it reads the adapter {entry.name!r}: {death}."
+                self._give_up(entry, EngineError(message))
+
     @property
     def starting(self) -> bool:
         """True while an adapter is being loaded for the first time."""
@@ -101,9 +116,7 @@ class Adapters:
         elif entry.digest:
             logger.error("adapter %s cannot be loaded again: %s", entry.name, message.error)
         else:
-            del self._by_name[entry.name]
-            self._forget(entry)
-            _settle(entry, ModelError(f"lora {entry.name}: {message.error}"))
+            self._give_up(entry, ModelError(f"lora {entry.name}: {message.error}"))
 
     # Requests.
 
@@ -128,7 +141,7 @@ class Adapters:
 
     async def load(self, name: str, path: str) -> None:
         """Load an adapter; returns once requests may name it. Raises InvalidRequestError for a wrong name or path, and
-        for an adapter that is not served. Raises the error of an engine that ends."""
+        for an adapter that is not served; EngineError if Workers die of it; the error of an engine that ends."""
         if not ADAPTER_NAME.fullmatch(name):
             raise InvalidRequestError("lora_name has 1 to 128 letters, digits and . : @ / _ -.", "lora_name")
         folder = await asyncio.to_thread(self._folder, path)
@@ -163,6 +176,12 @@ class Adapters:
         entry = LoadedAdapter(next(self._numbers), name, path)
         self._by_id[entry.adapter_id] = self._by_name[name] = entry
         return entry
+
+    def _give_up(self, entry: LoadedAdapter, error: PageserveError) -> None:
+        """End the loading of an adapter that no request has named yet."""
+        del self._by_name[entry.name]
+        self._forget(entry)
+        _settle(entry, error)
 
     def _forget_unused(self, entry: LoadedAdapter) -> None:
         if entry.unloaded and not entry.num_live:

@@ -18,7 +18,7 @@ import engine.executor.step_durations
 from engine.errors import EngineError, InvalidRequestError, QueueFullError
 from engine.outputs import FinishReason
 from engine.request import Request
-from engine.sampling_params import BeamSearchParams
+from engine.sampling_params import BeamSearchParams, SamplingParams
 from tests.checkpoints import save_fake_checkpoint
 from tests.engine.driving import PROMPT, assert_idle, collect, request, running_driver, until
 from tests.fake_device import expected_tokens
@@ -601,3 +601,22 @@ async def test_a_lack_of_descriptors_is_no_death_of_a_worker(folder, monkeypatch
         os.kill(driver.worker_pid, signal.SIGKILL)
         assert_complete(await asyncio.gather(*results))
         assert len(refused) == 5 and driver.phase == "ready"
+
+
+async def test_an_adapter_that_workers_die_of_is_given_up(folder, lives, tmp_path):
+    for name in ("fine", "deadly"):
+        (tmp_path / name).mkdir()
+    options = {"allow_runtime_lora": True, "lora_root": str(tmp_path), "max_worker_restarts": 3}
+    async with running_driver(folder, "--step-seconds", "0.005", "--lives", str(lives), **options) as driver:
+        await driver.load_adapter("fine", "fine")
+        stream = driver.generate(Request("r", PROMPT, SamplingParams(max_tokens=400, seed=7), adapter="fine"))
+        reading = asyncio.ensure_future(collect(stream))
+        await until(lambda: stream.num_generated_tokens > 2)
+        with pytest.raises(EngineError, match=r"The Worker dies while it reads the adapter 'deadly': .*SIGABRT"):
+            await driver.load_adapter("deadly", "deadly")
+        [(_, ids, *_)] = await reading
+        assert list(ids) == expected_tokens(PROMPT, 7, 400)
+        assert list(driver.adapters) == ["fine"] and lives.stat().st_size == 3
+        (tmp_path / "deadly").rename(tmp_path / "harmless")
+        await driver.load_adapter("deadly", "harmless")
+        assert_idle(driver)

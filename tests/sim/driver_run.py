@@ -253,7 +253,9 @@ class DriverRun:
             refused = error.param == "lora_path"
             require(refused == event.weights.endswith(BAD) or not refused, "refusal", f"{event}: {error}")
             saw("adapter that is not served refused" if refused else "adapter loaded while its name is being loaded")
-        except EngineError:
+        except EngineError as error:
+            if "The Worker dies while it reads" in str(error):  # of a deadly request, twice
+                return
             require(self.clients.draining, "refusal", f"{event} failed")
             saw("load of an adapter ended by the end of the server")
 
