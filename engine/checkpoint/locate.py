@@ -99,11 +99,13 @@ def read_eos_token_ids(model_dir: Path) -> list[int]:
 
 
 def model_identity(model_dir: Path, config: EngineConfig) -> bytes:
-    """32 bytes that differ between models whose KV blocks differ: a hash of config.json, weights and dtypes.
+    """32 bytes that differ between models whose KV blocks differ: a hash of config.json, weights and dtypes. With
+    `batch_invariant` a block has the same bits whichever batch computed it; other blocks have not.
 
     Weights enter by the names, sizes and modification times of their files: reading the files would slow every start.
     """
-    facts: list[object] = [config.dtype, config.kv_cache_dtype, config.load_format]
+    numbers = config.dtype, config.kv_cache_dtype, config.quantization, config.batch_invariant
+    facts: list[object] = [*numbers, config.load_format]
     if config.load_format == "dummy":
         facts.append(config.seed)
     else:

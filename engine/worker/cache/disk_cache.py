@@ -212,9 +212,11 @@ def open_disk_cache(config: EngineConfig, block_bytes: int, identity: bytes, mod
     return DiskCache(BlockFile(Path(config.disk_cache).expanduser(), quota, block_bytes, identity, name))
 
 
-def block_identity(model_identity: bytes, model: ModelConfig, max_model_len: int) -> bytes:
-    """The identity of a model's blocks in the file. LongRoPE's long factors make other keys: another identity."""
-    return hashlib.sha256(model_identity + b"long").digest() if model.has_long_rope(max_model_len) else model_identity
+def block_identity(model_identity: bytes, model: ModelConfig, max_model_len: int, dtype: str) -> bytes:
+    """The identity of a model's blocks in the file. LongRoPE's long factors make other keys, and the device may choose
+    the dtype: each gives another identity."""
+    long = b"long" if model.has_long_rope(max_model_len) else b""
+    return hashlib.sha256(model_identity + dtype.encode() + long).digest()
 
 
 def _open_locked(folder: Path, file_name: str) -> int:

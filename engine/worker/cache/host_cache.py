@@ -159,7 +159,8 @@ def open_host_cache(
 ) -> HostCache:
     """The host tier of a KV cache, and the disk tier below it where the settings name one. Raises ConfigError."""
     copier = block_copier(kv_caches)
-    identity = block_identity(model_identity, model, model_max_len(config, model))
+    dtype = str(kv_caches[0][0].dtype)
+    identity = block_identity(model_identity, model, model_max_len(config, model), dtype)
     disk = open_disk_cache(config, copier.block_bytes, identity, model)
     return HostCache(copier, num_slots, kv_caches[0][0].device, disk, queue)
 

@@ -323,6 +323,8 @@ def test_model_identity_changes_with_whatever_changes_the_cache(tmp_path):
     assert model_identity(tmp_path, config) == first and len(first) == 32
     found = {first}
     found.add(model_identity(tmp_path, EngineConfig(model=str(tmp_path), dtype="float32")))
+    found.add(model_identity(tmp_path, EngineConfig(model=str(tmp_path), quantization="int4")))
+    found.add(model_identity(tmp_path, EngineConfig(model=str(tmp_path), batch_invariant=True)))
     found.add(model_identity(tmp_path, EngineConfig(model=str(tmp_path), load_format="dummy")))
     found.add(model_identity(tmp_path, EngineConfig(model=str(tmp_path), load_format="dummy", seed=1)))
     (tmp_path / "model.safetensors").write_bytes(b"other weights")
@@ -330,7 +332,7 @@ def test_model_identity_changes_with_whatever_changes_the_cache(tmp_path):
     with (tmp_path / "config.json").open("a") as file:
         file.write(" ")
     found.add(model_identity(tmp_path, config))
-    assert len(found) == 6
+    assert len(found) == 8
 
 
 LINKS = ("config.json", "chat_template.jinja", "tokenizer.json", "tokenizer_config.json", "generation_config.json")

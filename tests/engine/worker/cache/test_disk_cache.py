@@ -86,12 +86,17 @@ def test_keys_with_long_rotary_factors_are_those_of_another_model(open_file, tmp
     model = read_model_config(tmp_path / "model")
     found = []
     for max_model_len in (128, 100, 300, 400, 128):
-        file = open_file(identity=block_identity(IDENTITY, model, max_model_len))
+        file = open_file(identity=block_identity(IDENTITY, model, max_model_len, "torch.bfloat16"))
         found.append(file.digests())
         file.store(digest(max_model_len), content(1))
     assert found == [[], [digest(128)], [], [digest(300)], []]
     save_model("phi3", tmp_path / "plain")
-    assert block_identity(IDENTITY, read_model_config(tmp_path / "plain"), 300) == IDENTITY
+    plain = read_model_config(tmp_path / "plain")
+    short, long, other = (
+        block_identity(IDENTITY, plain, length, dtype)
+        for length, dtype in ((128, "torch.bfloat16"), (300, "torch.bfloat16"), (128, "torch.float16"))
+    )
+    assert short == long != other, "a card without bfloat16 computes in float16, in blocks of the same size"
 
 
 @pytest.mark.parametrize("position", [0, 31, 40, SLOT_HEADER.size, SLOT - 1])
