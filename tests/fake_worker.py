@@ -56,6 +56,7 @@ def main() -> None:
     parser.add_argument("--step-seconds", type=float, default=0.0)
     parser.add_argument("--load-seconds", type=float, default=0.0)
     parser.add_argument("--sleep-seconds", type=float, default=0.0)  # the way to sleep
+    parser.add_argument("--wake-seconds", type=float, default=0.0)
     parser.add_argument("--eos-every", type=int, default=0)
     parser.add_argument("--fail-on-token", type=int)
     parser.add_argument("--die-at-step", type=int)
@@ -141,6 +142,7 @@ def serve(options, channel, frames) -> None:
             if plan.level == 2 or not isinstance(receive(frames), WakeWorker):
                 return
             device = FakeDevice(num_blocks, config.block_size, options.eos_every, options.fail_on_token)
+            time.sleep(options.wake_seconds)
             channel.sendall(ready)
             continue
         assert isinstance(plan, StepPlan)

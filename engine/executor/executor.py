@@ -167,9 +167,9 @@ class Executor:
         """Let a Worker that sleeps at level 1 load again; `wait_ready` awaits loading."""
         assert self._process is not None
         self._begin_stop_watch(self._process.pid)
+        self.send(WakeWorker())
         if self._others is not None:
             self._others.wake()
-        self.send(WakeWorker())
 
     async def flush(self, plan: StepPlan, num_in_flight: int) -> None:
         """Send a last plan and wait for its result, behind `num_in_flight` others; gives up after FLUSH_SECONDS."""

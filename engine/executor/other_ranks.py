@@ -95,9 +95,11 @@ class OtherRanks:
         return first
 
     def wake(self) -> None:
-        """The ranks are told to load again."""
+        """The ranks are told to load again. If one has ended in its sleep, the others would wait for it."""
         self._asleep = False
         self._ready.clear()
+        if self._ended is not None:
+            self._on_end(self._ended)
 
     async def join(self, answer: SideAnswer) -> SideAnswer:
         """The answer of the whole group, once all ranks have given theirs: the fewest blocks, the first error."""

@@ -6,6 +6,7 @@ import signal
 
 import pytest
 
+import engine.executor.process_state
 from engine.errors import DeadlineError, QueueFullError
 from engine.request import Request
 from engine.sampling_params import SamplingParams
@@ -114,6 +115,19 @@ async def test_a_worker_that_dies_in_its_sleep_is_replaced_at_the_wake(folder):
         os.kill(driver.worker_pid, signal.SIGKILL)
         await driver.wake()
         assert_complete(await asyncio.gather(*map(collect, streams)))
+        assert driver.stats.worker_restarts.values[()] == 1 and driver.recovery.suspects_nobody
+
+
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+async def test_no_rank_waits_for_one_that_is_lost_in_its_sleep(folder, fault, monkeypatch):
+    """The first rank would wait for the other's part of a sum for as long as a Worker may load."""
+    monkeypatch.setattr(engine.executor.process_state, "LOOK_SECONDS", 0.02)
+    async with running_driver(folder, "--wake-seconds", "60", tensor_parallel_size=2) as driver:
+        await driver.sleep(1)
+        os.kill(driver.supervisor.executor.pids[1], fault)
+        await asyncio.sleep(0.5)
+        [stream] = start(driver, 1)
+        assert_complete([await asyncio.wait_for(collect(stream), 30)])
         assert driver.stats.worker_restarts.values[()] == 1 and driver.recovery.suspects_nobody
 
 
