@@ -1,7 +1,11 @@
 """ResponseAnswer: one answer of /v1/responses, collected whole or told by the events of a stream."""
 
 import time
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
+
+import msgspec
 
 from engine.outputs import CompletionOutput, FinishReason, RequestOutput
 from engine.text.tokenizer import Tokenizer
@@ -12,7 +16,7 @@ from server.output.response_output import EventWriter, ResponseOutput
 from server.output.timings import Timings
 from server.protocol.responses.request import ResponseRequest
 from server.protocol.responses.response_tools import FunctionTool, HostedTool, NamespaceTool, ResponseCustomTool, Tool
-from server.tools.events import Event
+from server.tools.events import Content, Event
 
 
 class ResponseAnswer:
@@ -34,26 +38,59 @@ class ResponseAnswer:
         self._aligner: LogprobAligner | None = None
         if request.logprobs:
             self._aligner = LogprobAligner(tokenizer, True, visible=conversation.visible_token_ids)
-        self._entries: list[Entry] = []
+        self._num_characters = 0  # of the outputs so far
+        self._pending: list[tuple[str, Entry]] = []  # tokens that no part has yet, with their texts
         self._finish_reason: FinishReason | None = None
         self._head = {"id": response_id, "object": "response", "created_at": int(time.time())}
         self._settings = _settings(request)
 
     def add(self, sample: CompletionOutput) -> None:
         """Read an output of the sample."""
-        if self._aligner is not None:
-            self._entries += self._aligner.align(sample)
-        for part in self._reader.feed(sample):
-            self._add_part(part)
+        for piece in [sample] if self._aligner is None else self._by_token(sample, self._aligner):
+            for part in self._reader.feed(piece):
+                self._output.feed(part, self._entries_of(part))
         if sample.finish_reason is not None:
             self._finish_reason = sample.finish_reason
             cut = self._is_cut or self._reader.unfinished  # a stop token may cut a call
-            self._output.finish("incomplete" if cut else "completed", self._entries)
+            self._output.finish("incomplete" if cut else "completed", [entry for _, entry in self._pending])
 
-    def _add_part(self, part: Event) -> None:
-        """Pass a part on with the logprobs of its text; the output drops logprobs of calls and reasoning."""
-        entries, self._entries = self._entries, []
-        self._output.feed(part, entries)
+    def _by_token(self, sample: CompletionOutput, aligner: LogprobAligner) -> Iterator[CompletionOutput]:
+        """The output in pieces, each of which brings one token, so that a token is not taken for one of another part.
+
+        Once only text can follow, the output stays whole.
+        """
+        entries = aligner.align(sample)
+        if self._reader.passes:
+            self._pending += [("", entry) for entry in entries]
+            yield sample
+            return
+        text, begin = sample.text, self._num_characters
+        self._num_characters += len(text)
+        starts = [0, *(start - begin for start, _ in entries), len(text)]
+        pieces = [text[start:end] for start, end in pairwise(starts)]
+        yield msgspec.structs.replace(sample, text=pieces[0], finish_reason=None)
+        for piece, entry in zip(pieces[1:], entries, strict=True):
+            self._pending.append((piece, entry))
+            yield msgspec.structs.replace(sample, text=piece, token_ids=(), finish_reason=None)
+        yield msgspec.structs.replace(sample, text="", token_ids=())
+
+    def _entries_of(self, part: Event) -> list[Entry]:
+        """Take the pending tokens for a part: for text of the message, those from the start of the text on.
+
+        Tokens of reasoning, calls and markers are dropped.
+        """
+        pending, self._pending = self._pending, []
+        if not isinstance(part, Content):
+            return []
+        text = "".join(piece for piece, _ in pending)
+        begin = 0 if text.startswith(part.text) else text.rfind(part.text)
+        entries, at = [], 0
+        for piece, entry in pending:
+            end = at + len(piece)
+            if end > begin or at >= begin:
+                entries.append(entry)
+            at = end
+        return entries
 
     def opening(self) -> bytes:
         """The events before the first output."""

@@ -123,3 +123,17 @@ def test_a_form_holds_at_once_where_the_prompt_has_ended_the_thinking(thinks_fir
     form = find_answer_form(served, parse_request(ChatCompletionRequest, fields), tokenizer.encode(prompt))
     assert ("thought" in form.grammar.text) == thinks_first and 'main: "Yes."' in form.grammar.text
     tokenizer.close()
+
+
+@pytest.mark.parametrize("budget", [0, 5])
+def test_a_response_has_the_logprobs_of_its_text(client, budget):
+    asked = {"model": "pageserve", "input": "hello", "max_output_tokens": 30, "temperature": 0}
+    asked |= {"include": ["message.output_text.logprobs"], "reasoning": {"max_tokens": budget}}
+    whole = client.responses.create(**asked).output[-1].content[0]
+    with client.responses.stream(**asked) as stream:
+        deltas = [event for event in stream if event.type == "response.output_text.delta"]
+    streamed = [token for event in deltas for token in event.logprobs]
+    assert whole.text and whole.text == "".join(event.delta for event in deltas)
+    assert [token.token for token in streamed] == [token.token for token in whole.logprobs]
+    text = b"".join(bytes(token.bytes) for token in whole.logprobs).decode()
+    assert text.lstrip() == whole.text  # the first token may begin with white space behind the marker
