@@ -19,6 +19,8 @@ ABOUT = frozenset({"$comment", "default", "deprecated", "description", "examples
 LENGTHS = frozenset({"minLength", "maxLength"})
 OF_OBJECTS = ABOUT | {"$defs", "$id", "$ref", "$schema", "additionalProperties", "definitions", "properties"}
 OF_OBJECTS |= {"required", "type"}
+MAX_BRANCHES = 32
+NO_STRINGS = ("array", "boolean", "integer", "null", "number", "object")
 ANYTHING = r"(.|\n)*"
 ENDS = re.compile(r"(?<!\\)(?:\\\\)*\$\Z")  # an unescaped $ at the end
 SCALARS = frozenset({"boolean", "integer", "null", "number", "string"})
@@ -80,17 +82,41 @@ class _Rules:
     def _value(self, label: str, schema: Any, path: str) -> str:
         """Lark of a value followed by its end tag."""
         schema = resolved(schema, self._root)
-        values = [schema["const"]] if "const" in schema else schema.get("enum")
-        if isinstance(values, list) and values:
-            self._only(schema, ABOUT | {"const", "enum", "type"}, path)
-            texts = [value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in values]
-            return f"({' | '.join(map(literal, texts))}) {literal(END_VALUE)}"
         types = types_of(schema, self._root)
-        if types and "string" not in types:
-            below: dict[str, Any] = {key: self._root[key] for key in ("$defs", "definitions") if key in self._root}
-            return f"{json_rule(below | schema, self._function.strict, CALL_SPACES)} {literal(END_VALUE)}"
+        values = self._listed(schema, path)
+        if values is None and types and "string" not in types:
+            values = [self._json(schema)]
+        if values is None:
+            values = self._branches(schema, path)
+        if values is not None:
+            return f"({' | '.join(values)}) {literal(END_VALUE)}"
         self._add(f"{label}_text[lazy]: {self._text(label, schema, types, path)}")
         return f"{label}_text"
+
+    def _branches(self, schema: Mapping[str, Any], path: str) -> list[str] | None:
+        """Lark of the values that anyOf allows; None if one of its branches is a free string, or has several types."""
+        parts = schema.get("anyOf")
+        if not isinstance(parts, list) or not 1 <= len(parts) <= MAX_BRANCHES:
+            return None
+        branches = [resolved(part, self._root) for part in parts]
+        if not all(_lists_values(branch) or branch.get("type") in NO_STRINGS for branch in branches):
+            return None
+        self._only(schema, ABOUT | {"anyOf"}, path)
+        return [text for branch in branches for text in self._listed(branch, path) or [self._json(branch)]]
+
+    def _listed(self, schema: Mapping[str, Any], path: str) -> list[str] | None:
+        """Lark of the values of const or enum; None without them."""
+        if not _lists_values(schema):
+            return None
+        self._only(schema, ABOUT | {"const", "enum", "type"}, path)
+        values = [schema["const"]] if "const" in schema else schema["enum"]
+        texts = [value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in values]
+        return list(map(literal, texts))
+
+    def _json(self, schema: Mapping[str, Any]) -> str:
+        """Lark of a value that is written as JSON."""
+        below: dict[str, Any] = {key: self._root[key] for key in ("$defs", "definitions") if key in self._root}
+        return json_rule({**below, **schema}, self._function.strict, CALL_SPACES)
 
     def _text(self, label: str, schema: Mapping[str, Any], types: frozenset[str], path: str) -> str:
         """Lark of a value that may be a string, with its end tag. A value of several types has no other constraint:
@@ -138,6 +164,11 @@ class _Rules:
         if self._function.strict:
             text = f"{what} cannot be enforced in this model's call format: leave it out, or set strict to false"
             raise self._wrong(text, path)
+
+
+def _lists_values(schema: Mapping[str, Any]) -> bool:
+    """True if `schema` has a const or an enum."""
+    return "const" in schema or (isinstance(schema.get("enum"), list) and bool(schema["enum"]))
 
 
 def _searched(pattern: str) -> str:

@@ -189,6 +189,26 @@ def test_arguments_that_a_schema_leaves_open(model, parameters, arguments):
     assert json.loads(told) == arguments
 
 
+ONE_OF_A_FEW = [
+    ({"anyOf": [{"enum": ["low", "high"]}, {"type": "null"}]}, ("low", "null"), ("", "lower", "none", "1")),
+    ({"anyOf": [{"$ref": "#/$defs/level"}, {"type": "null"}], "default": None}, ("low", "null"), ("", "mid")),
+    ({"anyOf": [{"type": "integer", "minimum": 3}, {"const": "auto"}]}, ("3", "auto"), ("2", "automatic", '"auto"')),
+]
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("schema, allowed, refused", ONE_OF_A_FEW, ids=lambda value: str(value)[:40])
+def test_branches_hold_between_tags(model, schema, allowed, refused, strict):
+    """As Python's Optional[Literal["low", "high"]] has them."""
+    parameters = {"properties": {"x": schema}, "required": ["x"], "$defs": {"level": {"enum": ["low"]}}}
+    grammar = CallGrammar(QWEN3_CODER, [tool("f", parameters, strict=strict)], False, model[0]).required()
+    for value in allowed + refused:
+        text = f"<tool_call>\n<function=f>\n<parameter=x>\n{value}\n</parameter>\n</function>\n</tool_call>"
+        matcher = model[1].compile(grammar)
+        fits = matcher.consume_tokens(model[0].encode(text)) and matcher.is_accepting()
+        assert fits == (value in allowed), value
+
+
 UNENFORCED = [
     ({"format": "date"}, "properties.x"),
     ({"pattern": "a", "maxLength": 3}, "properties.x"),
