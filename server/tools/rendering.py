@@ -134,11 +134,11 @@ def _in_order_of_calls(messages: Sequence[Message]) -> list[Message]:
 def _one_call_each(messages: Sequence[Message]) -> list[Message]:
     """The messages with each call in a message of its own, followed by its result. Text and reasoning stand in the
     message of the first call."""
-    results = {message.tool_call_id: message for message in messages if message.role == "tool"}
-    shown: set[str] = set()  # ids of calls whose results follow them already
+    results = _results_of_several(messages)
+    moved = {id(result) for found in results.values() for result in found}
     apart: list[Message] = []
-    for message in messages:
-        if message.tool_call_id in shown:
+    for at, message in enumerate(messages):
+        if id(message) in moved:
             continue
         if len(message.tool_calls) < 2:
             apart.append(message)
@@ -146,10 +146,28 @@ def _one_call_each(messages: Sequence[Message]) -> list[Message]:
         for i, call in enumerate(message.tool_calls):
             text = {} if i == 0 else {"content": "", "reasoning": None, "reasoning_content": None}
             apart.append(message.model_copy(update={"tool_calls": [call], **text}))
-            if call.id in results:
-                apart.append(results[call.id])
-                shown.add(call.id)
+            apart += results.get((at, i), [])
     return apart
+
+
+def _results_of_several(messages: Sequence[Message]) -> dict[tuple[int, int], list[Message]]:
+    """(place of a message with several calls, place of the call in it) -> the results of the call.
+
+    A result belongs to the last calls before it that have its id: clients use an id again in a later turn.
+    """
+    results: dict[tuple[int, int], list[Message]] = {}
+    waiting: dict[str, list[tuple[int, int]]] = {}  # id -> the calls of the last message that has the id
+    for at, message in enumerate(messages):
+        if message.role == "tool":
+            calls = waiting.get(message.tool_call_id or "", [])
+            if calls and len(messages[calls[0][0]].tool_calls) > 1:
+                results.setdefault(calls.pop(0) if len(calls) > 1 else calls[0], []).append(message)
+            continue
+        of_this: dict[str, list[tuple[int, int]]] = {}
+        for i, call in enumerate(message.tool_calls):
+            of_this.setdefault(call.id, []).append((at, i))
+        waiting |= of_this
+    return results
 
 
 def _in_transformers_form(

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 
 import hypothesis
 import pytest
@@ -223,3 +224,24 @@ def test_history_has_one_call_a_message_and_thoughts_by_their_name():
         '<|start|>functions.f to=assistant<|channel|>commentary<|message|>"one"<|end|>'
         "<|start|>assistant"
     )
+
+
+def test_ids_of_calls_may_come_again():
+    def turn(number, ids):
+        calls = [
+            {"id": call_id, "type": "function", "function": {"name": "f", "arguments": json.dumps({"a": number + i})}}
+            for i, call_id in enumerate(ids)
+        ]
+        results = [
+            {"role": "tool", "tool_call_id": call_id, "content": f"{number + i}"} for i, call_id in enumerate(ids)
+        ]
+        return [{"role": "assistant", "tool_calls": calls}, *results, {"role": "user", "content": "Again."}]
+
+    turns = [*turn(10, ["0", "1"]), *turn(20, ["1", "0"]), *turn(30, ["0"]), *turn(40, ["x", "x"])]
+    messages = [{"role": "user", "content": "4?"}, *turns]
+    request = parse_request(ChatCompletionRequest, {"model": "m", "messages": messages})
+    text = prompt_of(HARMONY_STYLE, request)
+    start = "<|start|>functions.f to=assistant<|channel|>commentary<|message|>"
+    pairs = re.findall(rf'{{"a": (\d+)}}<\|call\|>{re.escape(start)}"(\d+)"', text)
+    assert pairs == [(number, number) for number in ("10", "11", "20", "21", "30", "40", "41")]
+    assert text.count("to=assistant") == 7
