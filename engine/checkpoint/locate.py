@@ -83,19 +83,41 @@ def resolve_tokenizer(config: EngineConfig, model_dir: Path) -> Path:
 
 def read_eos_token_ids(model_dir: Path) -> list[int]:
     """The ids in generation_config.json (chat models add some), else those in config.json or in its text_config (of a
-    vision-language checkpoint); empty if none has any."""
+    vision-language checkpoint); and as in vLLM the eos_token of tokenizer_config.json, because fine-tunes for chats
+    often change that one alone. Empty if none has any."""
     config = read_config(model_dir)
     text = config.get("text_config")
     sources = {"generation_config.json": read_json(model_dir / "generation_config.json"), "config.json": config}
     sources["config.json: text_config"] = text if isinstance(text, dict) else {}
+    found: list[int] = []
     for name, fields in sources.items():
         ids = fields.get("eos_token_id")
         if ids is not None:
-            ids = ids if isinstance(ids, list) else [ids]
-            if not all(type(i) is int and i >= 0 for i in ids):
-                raise ModelError(f"{name}: eos_token_id must be a token id or a list of them, not {ids!r}")
-            return ids
-    return []
+            found = ids if isinstance(ids, list) else [ids]
+            if not all(type(i) is int and i >= 0 for i in found):
+                raise ModelError(f"{name}: eos_token_id must be a token id or a list of them, not {found!r}")
+            break
+    named = _eos_of_tokenizer(model_dir)
+    return found if named is None or named in found else [*found, named]
+
+
+def _eos_of_tokenizer(model_dir: Path) -> int | None:
+    """The id of the added token that tokenizer_config.json calls eos_token; None if there is none."""
+    settings = read_json(model_dir / "tokenizer_config.json")
+    token = settings.get("eos_token")
+    text = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(text, str):
+        return None
+    added = settings.get("added_tokens_decoder")
+    entries = added.items() if isinstance(added, dict) else ()
+    for token_id, entry in entries:
+        if isinstance(entry, dict) and entry.get("content") == text and token_id.isdecimal():
+            return int(token_id)
+    tokens = read_json(model_dir / "tokenizer.json").get("added_tokens")
+    for entry in tokens if isinstance(tokens, list) else ():
+        if isinstance(entry, dict) and entry.get("content") == text and type(entry.get("id")) is int:
+            return int(entry["id"])
+    return None
 
 
 def model_identity(model_dir: Path, config: EngineConfig) -> bytes:

@@ -286,6 +286,28 @@ def test_eos_token_ids(tmp_path: Path, config: Any, generation: Any, expected: l
     assert read_eos_token_ids(tmp_path) == expected
 
 
+LISTED = {"2": {"content": "</s>"}, "7": {"content": "<|im_end|>"}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "tokens", "expected"),
+    [
+        ({"eos_token": "<|im_end|>", "added_tokens_decoder": LISTED}, [], [2, 7]),
+        ({"eos_token": "</s>", "added_tokens_decoder": LISTED}, [], [2]),
+        ({"eos_token": {"content": "<|im_end|>"}}, [{"id": 7, "content": "<|im_end|>"}], [2, 7]),
+        ({"eos_token": "<|im_end|>", "added_tokens_decoder": {"7": [], "x": {"content": "<|im_end|>"}}}, [[]], [2]),
+        ({"eos_token": None}, [{"id": 7, "content": "<|im_end|>"}], [2]),
+        ({"eos_token": "<|im_end|>"}, None, [2]),
+    ],
+)
+def test_end_token_of_the_tokenizer(tmp_path: Path, settings: Any, tokens: Any, expected: list[int]) -> None:
+    make_folder(tmp_path, config=json.dumps({"eos_token_id": 2}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    if tokens is not None:
+        (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": tokens}))
+    assert read_eos_token_ids(tmp_path) == expected
+
+
 @pytest.mark.parametrize("value", ["2", -1, 1.0, True, [1, "2"], {}])
 def test_wrong_eos_token_ids(tmp_path: Path, value: Any) -> None:
     make_folder(tmp_path, config=json.dumps({"eos_token_id": value}))
