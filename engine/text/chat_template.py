@@ -21,6 +21,8 @@ from jinja2.ext import Extension, loopcontrols
 
 from engine.errors import InvalidRequestError
 
+# Variables that transformers gives to each template: many ask "tools is not none", which an undefined variable passes.
+ABSENT: Mapping[str, None] = {"tools": None, "documents": None}
 TOO_LARGE = "The chat template needs too much memory for these messages: shorten them."
 
 
@@ -55,7 +57,8 @@ class ChatTemplate:
 
     def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool, variables: Mapping[str, Any]) -> str:
         """Raises InvalidRequestError if the template refuses the messages, fails, or exceeds a limit."""
-        given = {**variables, **self._special, "messages": messages, "add_generation_prompt": add_generation_prompt}
+        given = {**ABSENT, **variables, **self._special, "messages": messages}
+        given["add_generation_prompt"] = add_generation_prompt
         return render(self.source, given) if self._helper is None else self._helper.render(self.source, given)
 
 

@@ -76,6 +76,13 @@ def test_templates_render_as_in_transformers(folder, template):
     assert Tokenizer(folder, chat_template=template).chat_prompt(messages, tools=tools).text == expected
 
 
+def test_tools_and_documents_of_a_request_without_them_are_none(folder):
+    template = "{% if tools is not none %}tools{% endif %}{{ documents }}{{ tools is defined }}{{ other is defined }}"
+    messages = [{"role": "user", "content": "x"}]
+    (expected,), _ = render_jinja_template([messages], chat_template=template)
+    assert Tokenizer(folder, chat_template=template).chat_prompt(messages).text == expected == "NoneTrueFalse"
+
+
 def test_variables_of_a_request_cannot_replace_the_messages(folder):
     tokenizer = Tokenizer(folder, chat_template="{{ messages[0].content }}{{ mood }}{{ eos_token }}")
     rendered = tokenizer.chat_prompt([{"role": "user", "content": "x"}], mood="glad", eos_token="evil")
