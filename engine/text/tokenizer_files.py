@@ -11,6 +11,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from engine.checkpoint.gguf import is_gguf, read_gguf
+from engine.checkpoint.links import path_inside
 from engine.checkpoint.locate import read_json
 from engine.errors import ModelError
 from engine.text.conversion.convert import convert_tokenizer
@@ -144,15 +145,29 @@ def named_token_texts(settings: dict[str, Any]) -> dict[str, str]:
 
 
 def find_chat_template(model_dir: Path, settings: dict[str, Any]) -> str | None:
-    """The template in chat_template.jinja, else in tokenizer_config.json (one text, or a list with a "default")."""
-    path = model_dir / "chat_template.jinja"
-    if path.is_file():
-        try:
-            return path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ModelError(f"the model's {path.name} cannot be read: {error}") from error
-    template = settings.get("chat_template")
-    if isinstance(template, list):
-        named = [entry for entry in template if isinstance(entry, dict)]
-        template = next((entry.get("template") for entry in named if entry.get("name") == "default"), None)
-    return template if isinstance(template, str) else None
+    """The template in chat_template.jinja, else in tokenizer_config.json (one text, or a list with names), else in
+    chat_template.json, where older vision-language checkpoints have it. Of several it is the "default" one, and
+    "tool_use" for a conversation with tools, as in transformers, or with calls of earlier turns."""
+    named: dict[str, Any] = {"default": _read_template(model_dir / "chat_template.jinja")}
+    if named["default"] is not None:
+        named["tool_use"] = _read_template(path_inside(model_dir, Path("additional_chat_templates/tool_use.jinja")))
+    elif isinstance(template := settings.get("chat_template"), list):
+        named = {str(entry.get("name")): entry.get("template") for entry in template if isinstance(entry, dict)}
+    elif template is not None:
+        named["default"] = template
+    elif not is_gguf(model_dir):
+        named["default"] = read_json(model_dir / "chat_template.json").get("chat_template")
+    default, tool_use = named.get("default"), named.get("tool_use")
+    if isinstance(default, str) and isinstance(tool_use, str):
+        # "+" keeps the white space around a tag, and a template's last line break counts for nothing
+        default, tool_use = default.removesuffix("\n"), tool_use.removesuffix("\n")
+        chosen = '{% if tools or messages | selectattr("tool_calls", "defined") | list %}{% set tools = tools or [] +%}'
+        return f"{chosen}{tool_use}{{%+ else +%}}{default}{{%+ endif %}}"
+    return default if isinstance(default, str) else None
+
+
+def _read_template(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8") if path.is_file() else None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"the model's {path.name} cannot be read: {error}") from error

@@ -76,6 +76,47 @@ def test_templates_render_as_in_transformers(folder, template):
     assert Tokenizer(folder, chat_template=template).chat_prompt(messages, tools=tools).text == expected
 
 
+TEMPLATES = {
+    "default": "\n{% for m in messages %}\n{{ m.content }}\n  {% endfor %}\n  \n",
+    "tool_use": "\n  {% macro show(t) %}{{ t.function.name }}{% endmacro %}\n{{ show(tools[0]) }} \n\n",
+    "rag": "{{ documents }}",
+}
+
+
+@pytest.mark.parametrize("files", [True, False])
+@pytest.mark.parametrize("tools", [None, [{"type": "function", "function": {"name": "f", "parameters": {}}}]])
+def test_a_template_of_its_own_for_tools(folder, files, tools):
+    """Templates with names: in tokenizer_config.json, or in files as transformers 5 writes them."""
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    if files:
+        (folder / "chat_template.jinja").write_text(TEMPLATES["default"])
+        (folder / "additional_chat_templates").mkdir()
+        for name in ("tool_use", "rag"):
+            (folder / "additional_chat_templates" / f"{name}.jinja").write_text(TEMPLATES[name])
+    else:
+        settings["chat_template"] = [{"name": name, "template": text} for name, text in TEMPLATES.items()]
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+    expected = AutoTokenizer.from_pretrained(folder).apply_chat_template(messages, tools=tools, tokenize=False)
+    assert Tokenizer(folder).chat_prompt(messages, **({"tools": tools} if tools else {})).text == expected
+
+
+def test_calls_of_earlier_turns_are_for_the_template_of_tools(folder):
+    """Also in a request without tools: the default template may leave them out."""
+    tool_use = "{% for t in tools %}{{ t }}{% endfor %}{{ messages[0].tool_calls[0] }}"
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": tool_use}]
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    tokenizer = Tokenizer(folder)
+    assert tokenizer.chat_prompt([{"role": "assistant", "tool_calls": ["call"]}]).text == "call"
+    assert tokenizer.chat_prompt([{"role": "assistant", "content": "x"}]).text == "plain"
+
+
+def test_the_template_of_a_processor(folder):
+    (folder / "tokenizer_config.json").write_text("{}")
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": "{{ messages[0].content }}!"}))
+    assert Tokenizer(folder).chat_prompt([{"role": "user", "content": "x"}]).text == "x!"
+
+
 def test_tools_and_documents_of_a_request_without_them_are_none(folder):
     template = "{% if tools is not none %}tools{% endif %}{{ documents }}{{ tools is defined }}{{ other is defined }}"
     messages = [{"role": "user", "content": "x"}]
