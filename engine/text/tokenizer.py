@@ -311,7 +311,8 @@ class Tokenizer:
     def _token_bytes(self, token_id: int) -> bytes:
         added = self._added.get(token_id)
         if added is not None:
-            return added.content.encode()
+            # Gemma's runs of spaces are added tokens, spelled as the other tokens are.
+            return (added.content if self._byte_level else added.content.replace(_METASPACE, " ")).encode()
         token = self._tokenizer.id_to_token(token_id)
         if token is None:
             return b""

@@ -6,8 +6,8 @@ import string
 import time
 
 import pytest
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -207,6 +207,20 @@ def test_sentencepiece_spelling(tmp_path):
     backend.save(str(tmp_path / "tokenizer.json"))
     tokenizer = Tokenizer(tmp_path)
     assert b"".join(map(tokenizer.token_bytes, [0, 4, 1, 2, 3])).decode() == " thes€"
+
+
+def test_added_tokens_of_spaces(tmp_path):
+    """Gemma's vocabulary has runs of spaces as added tokens."""
+    vocabulary = {token: i for i, token in enumerate(("\u2581", "a", "\u2581\u2581"))}
+    backend = Backend(models.BPE(vocab=vocabulary, merges=[("\u2581", "\u2581")]))
+    backend.normalizer = normalizers.Replace(" ", "\u2581")
+    backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    backend.add_tokens([AddedToken("\u2581\u2581", normalized=False)])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(tmp_path)
+    ids = tokenizer.encode("a  a")
+    assert ids == [1, 2, 1] and tokenizer.decode(ids) == "a  a" == backend.decode(ids)
+    assert b"".join(map(tokenizer.token_bytes, ids)) == b"a  a"
 
 
 @pytest.mark.parametrize(
