@@ -7,11 +7,13 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
+from engine.errors import ModelError
 from engine.text.conversion.protobuf import as_float, fields
 
 UNIGRAM, BPE = 1, 2  # trainer_spec.model_type
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # types of pieces
 SPACE = "\u2581"  # stands for a space in pieces
+TRAINER_FIELDS = {3: "algorithm", 24: "space_behind_words", 35: "byte_fallback", 41: "bos_id", 42: "eos_id"}
 
 
 @dataclass(slots=True)
@@ -26,20 +28,26 @@ class SentencePieceModel:
     charsmap: bytes = b""
     add_dummy_prefix: bool = True
     remove_extra_whitespaces: bool = True
+    space_behind_words: bool = False  # treat_whitespace_as_suffix
 
 
 def read_model(data: bytes) -> SentencePieceModel:
-    """Parse a model file. ValueError if it is none."""
+    """Parse a model file. ValueError if it is none, ModelError for a setting that is not served."""
     model = SentencePieceModel()
     for number, value in fields(data):
         if number == 1 and isinstance(value, bytes):
             model.pieces.append(_read_piece(value))
         elif number == 2 and isinstance(value, bytes):
-            _read_settings(model, value, {3: "algorithm", 35: "byte_fallback", 41: "bos_id", 42: "eos_id"})
+            _read_settings(model, value, TRAINER_FIELDS)
         elif number == 3 and isinstance(value, bytes):
             _read_settings(model, value, {2: "charsmap", 3: "add_dummy_prefix", 4: "remove_extra_whitespaces"})
     if not model.pieces or model.algorithm not in (UNIGRAM, BPE):
         raise ValueError("it is not a sentencepiece model of type unigram or BPE")
+    if model.space_behind_words:
+        raise ModelError(
+            "the tokenizer's sentencepiece model says treat_whitespace_as_suffix, which is not served. "
+            "Point --tokenizer at a folder with a tokenizer.json."
+        )
     return model
 
 
@@ -66,7 +74,9 @@ def build_tokenizer(model: SentencePieceModel, settings: Mapping[str, Any]) -> t
         if kind in (CONTROL, UNKNOWN):
             tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True)])
         elif kind == USER_DEFINED:
-            tokenizer.add_tokens([AddedToken(text, normalized=False)])
+            # Gemma's runs of spaces stand in normalised text; a prefix there would change them.
+            spaces = SPACE in text and model.algorithm == BPE and not model.add_dummy_prefix
+            tokenizer.add_tokens([AddedToken(text, normalized=spaces)])
     add_document_marks(
         tokenizer,
         _piece(vocabulary, model.bos_id) if settings.get("add_bos_token", True) else None,
@@ -90,7 +100,7 @@ def _set_spaces(tokenizer: tokenizers.Tokenizer, model: SentencePieceModel, firs
     behind special tokens."""
     steps: list[Any] = [normalizers.Precompiled(model.charsmap)] if model.charsmap else []
     if model.remove_extra_whitespaces:
-        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+        steps += [normalizers.Replace(Regex("^ +| +$"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
     if first_only:
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, prepend_scheme="first", split=False)
     else:

@@ -54,6 +54,7 @@ def train_sentencepiece(folder: Path, **settings: Any) -> sentencepiece.Sentence
     return sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
 
 
+SPACES = ["\u2581" * 2, "\u2581" * 4, "\n\n"]  # Gemma has runs of spaces so
 PLAIN = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "byte_fallback": True}
 
 
@@ -62,6 +63,8 @@ PLAIN = {"normalization_rule_name": "identity", "remove_extra_whitespaces": Fals
     [
         {"model_type": "bpe", "split_digits": True, "allow_whitespace_only_pieces": True, **PLAIN},  # as LLaMA's
         {"model_type": "bpe", "user_defined_symbols": ["<|im|>", "\n\n"], "add_dummy_prefix": False, **PLAIN},
+        {"model_type": "bpe", "user_defined_symbols": SPACES, "add_dummy_prefix": False, **PLAIN},
+        {"model_type": "bpe", "normalization_rule_name": "identity", "byte_fallback": True},
         {"model_type": "unigram", "normalization_rule_name": "nmt_nfkc"},
         {"model_type": "unigram", **PLAIN},
     ],
@@ -77,6 +80,12 @@ def test_sentencepiece(tmp_path: Path, settings: dict[str, Any]) -> None:
         if reference.unk_id() not in ids:
             assert tokenizer.decode(ids) == reference.decode(ids)
     assert tokenizer.encode("</s>", add_special_tokens=False)[-1] == reference.eos_id()
+
+
+def test_spaces_behind_words_are_refused(tmp_path: Path) -> None:
+    train_sentencepiece(tmp_path, model_type="bpe", treat_whitespace_as_suffix=True, **PLAIN)
+    with pytest.raises(ModelError, match=r"treat_whitespace_as_suffix, which is not served\. Point --tokenizer at"):
+        Tokenizer(tmp_path)
 
 
 def test_settings_of_tokenizer_config(tmp_path: Path) -> None:
