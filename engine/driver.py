@@ -172,6 +172,7 @@ class Driver:
 
     async def stop(self) -> None:
         """End the Worker and the loop; live requests get an error. Harmless before `start` and when called again."""
+        served = self._serves  # else the scheduler may still believe in the pool of the Worker before this one
         tasks = [task for task in (self._dozing, self._task) if task is not None]
         for task in tasks:
             task.cancel()
@@ -179,7 +180,8 @@ class Driver:
         self._fail_all(EngineError("The engine was stopped."))
         self.phase = "stopped"
         self._sleep.notify()
-        await self._keep_prefixes()
+        if served:
+            await self._keep_prefixes()
         await self.grammars.close()
         await self.supervisor.executor.stop()
         if self._tokenizer is not None and self._owns_tokenizer:

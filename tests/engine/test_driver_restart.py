@@ -350,6 +350,32 @@ async def test_stop_in_the_turn_in_which_the_new_worker_is_ready(folder, monkeyp
             os.kill(driver.worker_pid, 0)
 
 
+@pytest.mark.parametrize("stopped_at_ready", [True, False])
+async def test_no_content_of_a_lost_pool_is_written_to_the_disk(folder, tmp_path, monkeypatch, stopped_at_ready):
+    """Else the next server reads what the new Worker had in its place, under the digests of the old blocks."""
+    flushed, restarts = [], []
+
+    async def flush(*plan):
+        flushed.append(plan)
+
+    monkeypatch.setattr(engine.executor.executor.Executor, "flush", flush)
+
+    async def restart_and_stop(*arguments):
+        ready = await restart(*arguments)
+        restarts.append(asyncio.create_task(driver.stop() if stopped_at_ready else asyncio.sleep(0)))
+        await asyncio.sleep(0)
+        return ready
+
+    async with running_driver(folder, disk_cache=str(tmp_path), swap_space=1.0) as driver:
+        restart = driver.supervisor.restart
+        monkeypatch.setattr(driver.supervisor, "restart", restart_and_stop)
+        assert_complete([await collect(start(driver, 1)[0])])
+        os.kill(driver.worker_pid, signal.SIGKILL)
+        await until(lambda: restarts)
+        await restarts[0]
+    assert bool(flushed) != stopped_at_ready
+
+
 @pytest.mark.parametrize("fault", ["--fail-loading=no memory", "--hang-loading"])
 async def test_a_restart_that_does_not_load_is_one_more_death(folder, lives, fault):
     options = [fault, "--faults-in", "2", "--lives", str(lives), "--step-seconds", "0.01"]
