@@ -91,7 +91,8 @@ class OtherRanks:
         for ready in self._ready:
             held = set(ready.disk_digests)
             kept = [digest for digest in first.disk_digests if digest in held]
-            first = msgspec.structs.replace(first, disk_digests=kept)
+            num_blocks = min(first.num_disk_blocks, ready.num_disk_blocks)
+            first = msgspec.structs.replace(first, disk_digests=kept, num_disk_blocks=num_blocks)
         return first
 
     def wake(self) -> None:

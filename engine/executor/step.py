@@ -91,6 +91,7 @@ class WorkerReady(msgspec.Struct, frozen=True, array_like=True, tag=True):
     num_host_blocks: int = 0  # slots of the host tier
     cache_costs: CacheCosts | None = None
     disk_digests: list[bytes] = []  # the blocks that the disk tier claims to hold, the oldest first
+    num_disk_blocks: int = 0  # the most blocks that the disk tier holds
     kv_cache_dtype: str = ""  # the storage format of keys and values: the value of dtype, or "int8", "fp8", "int4"
     hidden_size: int = 0  # numbers in an embedding
     encoder: bool = False  # the model only embeds: a whole sequence in one step, without a KV cache

@@ -9,20 +9,34 @@ The Worker owns the memory; this class knows which block is in which slot. Plans
 runs plans in order, so a slot counts as filled when the plan that fills it is made.
 """
 
+from collections.abc import Iterable
+
 from engine.executor.step import BlockMove, CacheCosts, WorkerReady
 from engine.memory.sequence import BlockKey
+
+# Digests that are kept for each block that the disk can hold. The disk drops blocks while too many wait to be written,
+# and then holds some that are older than as many digests as it has blocks.
+DIGESTS_PER_DISK_BLOCK = 2
 
 
 class HostTier:
     """`num_slots` slots by the key of their block; the least recently used is evicted first. Operations are O(1)."""
 
-    def __init__(self, num_slots: int, costs: CacheCosts | None = None, on_disk: set[bytes] | None = None) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        costs: CacheCosts | None = None,
+        on_disk: Iterable[bytes] | None = None,
+        num_disk_blocks: int = 0,
+    ) -> None:
         """`costs` tells when loading beats computing; None: always.
 
-        `on_disk`: digests that the disk tier should hold, if there is one; offloaded blocks go on to the disk.
+        `on_disk`: digests that the disk tier should hold, the oldest first, if there is one; offloaded blocks go on to
+        the disk, which holds up to `num_disk_blocks`.
         """
         self.num_slots = num_slots
-        self.on_disk = on_disk
+        self.on_disk = None if on_disk is None else dict.fromkeys(on_disk)
+        self._max_digests = DIGESTS_PER_DISK_BLOCK * num_disk_blocks
         self.num_loads = 0  # blocks brought back
         self.num_offloads = 0
         self.costs = costs
@@ -38,7 +52,8 @@ class HostTier:
         """Returns the tier of a Worker that has just started; None if the Worker has no host memory for it."""
         if not ready.num_host_blocks:
             return None
-        return cls(ready.num_host_blocks, ready.cache_costs, set(ready.disk_digests) if with_disk else None)
+        on_disk = ready.disk_digests if with_disk else None
+        return cls(ready.num_host_blocks, ready.cache_costs, on_disk, ready.num_disk_blocks)
 
     def count_on(self, before: "HostTier") -> None:
         """Continues the counters of the tier before the restart: metrics counters never fall."""
@@ -79,7 +94,7 @@ class HostTier:
     def discard(self, key: BlockKey) -> None:
         """Forgets content that cannot be trusted; between plans only, when no slot is pinned."""
         if self.on_disk is not None:
-            self.on_disk.discard(key.digest)  # a later offload writes it again
+            self.on_disk.pop(key.digest, None)  # a later offload writes it again
         if (slot := self._slots.pop(key, None)) is not None:
             self._offloads.pop(slot, None)
             self._free.append(slot)
@@ -123,7 +138,9 @@ class HostTier:
         """Returns the digest under which the disk tier writes the block; empty if it need not."""
         if self.on_disk is None or key.digest in self.on_disk:
             return b""
-        self.on_disk.add(key.digest)
+        self.on_disk[key.digest] = None
+        if len(self.on_disk) > self._max_digests:  # the disk has written over the oldest
+            del self.on_disk[next(iter(self.on_disk))]
         return key.digest
 
     def _touch(self, key: BlockKey) -> None:

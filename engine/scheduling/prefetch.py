@@ -2,7 +2,7 @@
 
 import asyncio
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -88,7 +88,7 @@ class Prefetcher:
         assert tier is not None and tier.on_disk is not None
         tier.fill(fetch.keys[: message.num_blocks], fetch.slots)
         if message.num_blocks < len(fetch.keys):  # damaged, or overwritten since
-            tier.on_disk.discard(fetch.keys[message.num_blocks].digest)
+            tier.on_disk.pop(fetch.keys[message.num_blocks].digest, None)
         self._give_up(fetch.seq)
 
     def release(self, seq: Sequence) -> None:
@@ -115,7 +115,7 @@ class Prefetcher:
             self.release(seq)
             self._wake()
 
-    def _wanted(self, seq: Sequence, tier: HostTier, on_disk: set[bytes]) -> list[BlockKey]:
+    def _wanted(self, seq: Sequence, tier: HostTier, on_disk: Collection[bytes]) -> list[BlockKey]:
         """Returns the blocks to read: those on the disk from the first missing one on, if loading them pays."""
         blocks = self._scheduler.block_manager
         missing = blocks.missing_keys(seq)

@@ -250,6 +250,7 @@ class ResidentDecoder(Resident):
             num_host_blocks=num_slots,
             cache_costs=self._costs,
             disk_digests=host_cache.disk_digests,
+            num_disk_blocks=host_cache.num_disk_blocks,
             kv_cache_dtype=dtype_name if kv_format is None else kv_format.name,
             hidden_size=loaded.model.hidden_size,
             start_seconds=seconds,

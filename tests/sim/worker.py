@@ -232,6 +232,7 @@ class SimWorker:
                 num_host_blocks=num_host_blocks,
                 cache_costs=costs,
                 disk_digests=self._host.digests if self._host is not None else [],
+                num_disk_blocks=self._config.disk_blocks,
             )
         )
 

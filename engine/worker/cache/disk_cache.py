@@ -43,8 +43,8 @@ class BlockFile:
         """Raises ConfigError if the folder cannot be used, or if another server uses it."""
         self.block_bytes = block_bytes
         self._slot_bytes = SLOT_HEADER.size + block_bytes
-        self._num_slots = max(0, quota - DATA_START) // self._slot_bytes
-        if self._num_slots == 0:
+        self.num_slots = max(0, quota - DATA_START) // self._slot_bytes
+        if self.num_slots == 0:
             raise ConfigError(
                 f"disk_cache_size: {quota} bytes do not hold one block of {block_bytes} bytes; give it more."
             )
@@ -57,10 +57,10 @@ class BlockFile:
         else:
             self._begin_anew(header)
         with contextlib.suppress(OSError):  # cut the slots of an earlier, larger quota
-            if os.fstat(self._fd).st_size > (size := self._offset(self._num_slots)):
+            if os.fstat(self._fd).st_size > (size := self._offset(self.num_slots)):
                 os.ftruncate(self._fd, size)
         used = set(self._slots.values())
-        self._free = [slot for slot in range(self._num_slots - 1, -1, -1) if slot not in used]
+        self._free = [slot for slot in range(self.num_slots - 1, -1, -1) if slot not in used]
 
     def digests(self) -> list[bytes]:
         return list(self._slots)
@@ -120,7 +120,7 @@ class BlockFile:
 
     def _read_slots(self) -> None:
         """Read the digests that the file claims to hold; loading a block checks its content."""
-        num_slots = min(self._num_slots, max(0, os.fstat(self._fd).st_size - DATA_START) // self._slot_bytes)
+        num_slots = min(self.num_slots, max(0, os.fstat(self._fd).st_size - DATA_START) // self._slot_bytes)
         found = []
         for slot in range(num_slots):
             try:
@@ -143,6 +143,7 @@ class DiskCache:
 
     def __init__(self, file: BlockFile) -> None:
         self.digests = file.digests()  # claimed by the file when it was opened, the oldest first
+        self.num_blocks = file.num_slots
         self._file = file
         self._tasks: queue.PriorityQueue[tuple[int, int, Callable[[], None]]] = queue.PriorityQueue()
         self._num_tasks = 0

@@ -68,6 +68,11 @@ class HostCache:
         """Digests of the blocks that the disk tier held when it was opened, the oldest first."""
         return [] if self._disk is None else self._disk.digests
 
+    @property
+    def num_disk_blocks(self) -> int:
+        """The most blocks that the disk tier holds."""
+        return 0 if self._disk is None else self._disk.num_blocks
+
     def offload(self, moves: list[BlockMove], blocks: Tensor) -> None:
         """Copy blocks of the pool to slots; call `keep` once the step is done. Fastest in the order of the slots.
 

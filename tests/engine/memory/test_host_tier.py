@@ -136,6 +136,20 @@ def test_a_gap_in_the_pool_is_filled_from_the_host():
     blocks.check_invariants([other, again])
 
 
+def test_digests_of_blocks_that_the_disk_has_written_over_are_forgotten():
+    tier = HostTier(2, on_disk=[bytes([i]) * 32 for i in range(4)], num_disk_blocks=4)
+    written = [bytes([10 + i]) * 32 for i in range(100)]
+    for digest in written:
+        tier.offload(BlockKey(digest, (1,)), 5)
+        (move,), _ = tier.pop_moves()
+        assert move.digest == digest
+    assert list(tier.on_disk) == written[-8:], "twice as many as the disk holds: it may have dropped some"
+    tier.offload(BlockKey(written[-8], (1,)), 5)
+    assert tier.pop_moves()[0][0].digest == b"", "the disk has it"
+    tier.offload(BlockKey(written[0], (1,)), 5)
+    assert tier.pop_moves()[0][0].digest == written[0]
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_random_load_with_every_size_of_tier(seed):
     rng = random.Random(seed)

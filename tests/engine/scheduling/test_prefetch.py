@@ -22,7 +22,7 @@ class DiskLoop(Loop):
     """Fetches are answered when `answer` says so, as the Worker's disk thread does."""
 
     def __init__(self, disk=None, slots=16, costs=None, **settings):
-        self.tier = HostTier(slots, costs, set(disk or ()))
+        self.tier = HostTier(slots, costs, disk or (), num_disk_blocks=64)
         super().__init__(num_blocks=12, max_num_batched_tokens=64, host_tier=self.tier, **settings)
         self.device.disk = disk or {}
         self.sent, self.woken = [], 0
@@ -159,7 +159,7 @@ async def test_a_small_tier_fetches_what_it_can_hold_beside_others(disk):
 
 def test_reserved_slots_are_nobodys_until_they_are_filled():
     keys = [BlockKey(bytes([i]) * 32, (i,)) for i in range(3)]
-    tier = HostTier(2, on_disk=set())
+    tier = HostTier(2, on_disk=[], num_disk_blocks=4)
     tier.offload(keys[0], 5)
     slots = tier.reserve(3)
     assert sorted(slots) == [0, 1] and keys[0] not in tier
