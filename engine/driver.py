@@ -679,6 +679,7 @@ class Driver:
             self._room.leave(self)
         self._sleep.notify()
         self._in_flight.clear()
+        self.grammars.detach()
         self._fail_all(EngineError(f"The engine ended while this request ran: {error}."))
         self._failed.set_result(error)
         if not self._ready.done():

@@ -28,6 +28,7 @@ from engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+GRAMMAR_SECONDS = 1.0
 START_COST = 4096  # tokens: a request waits about so long for a Worker that wakes or starts again. Not measured yet
 
 
@@ -200,7 +201,9 @@ class Replicas:
 
 
 class _SharedGrammars:
-    """Prepares an output in every Worker: the request may go to any of them. One checker serves all."""
+    """Prepares an output in every Worker: the request may go to any of them. One checker serves all. A Worker that is
+    later than another by GRAMMAR_SECONDS is not waited for, it may hang: if the request goes there, a step compiles the
+    output."""
 
     def __init__(self, replicas: Sequence[Driver]) -> None:
         self._services = [replica.grammars for replica in replicas]
@@ -214,7 +217,16 @@ class _SharedGrammars:
     async def prepare(self, output: StructuredOutput, tenant: str = "") -> None:
         await self.checker.check(output, tenant)
         await asyncio.gather(*(service.load_vocabulary() for service in self._services))
-        await asyncio.gather(*(service.prepare(output, tenant) for service in self._services))
+        tasks = [asyncio.create_task(service.prepare(output, tenant)) for service in self._services]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(tasks, timeout=GRAMMAR_SECONDS)
+        finally:
+            for task in tasks:
+                task.cancel()  # the Worker goes on compiling
+            await asyncio.gather(*tasks, return_exceptions=True)
+        for task in done:
+            task.result()
 
 
 def _config_of(config: EngineConfig, replica: int) -> EngineConfig:

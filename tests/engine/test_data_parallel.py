@@ -132,6 +132,20 @@ async def test_prompts_follow_their_prefix_and_sleep_loses_it(folder):
         assert {replica.phase for replica in engine.replicas} == {"ready"}
 
 
+@pytest.mark.parametrize("fate", ["hangs", "has ended"])
+async def test_grammars_do_not_wait_for_a_replica_that_does_not_answer(folder, monkeypatch, fate):
+    hangs = ("--hang-at-step", "1") if fate == "hangs" else ()
+    options = {"worker_command": (*FAKE_WORKER["worker_command"], *hangs)}
+    async with running_replicas(options, model=str(folder), load_format="dummy") as engine:
+        first, _ = engine.replicas
+        if fate == "has ended":
+            monkeypatch.setattr(first.scheduler, "schedule", lambda: 1 / 0)
+        stream = first.generate(Request("r", [5, 6, 7], SamplingParams(max_tokens=8)))
+        await until(lambda: first.num_in_flight or first.health() is not None)
+        await asyncio.wait_for(engine.grammars.prepare(StructuredOutput("regex", "(yes|no)")), 20)
+        stream.close()
+
+
 async def test_the_queue_is_full_when_all_are(folder):
     params = SamplingParams(max_tokens=64, ignore_eos=True)
     options = FAKE_WORKER | {"max_queued_requests": 4}
