@@ -105,18 +105,16 @@ class HarmonySplitter:
         if self._counter is not None:
             self._counter.feed(token_ids)
 
-    def feed(self, text: str) -> tuple[str, str]:
-        """(reasoning, content and calls): the text that is certain by now."""
+    def feed(self, text: str) -> list[tuple[str, str]]:
+        """(reasoning, content and calls): the text that is certain by now, a pair for each message or part of one."""
         self._text += text
-        thought, rest, goes_on = "", "", True
+        pairs, goes_on = [], True
         while goes_on:
             is_thought = self._kind == "thought" and self._splits
             said, goes_on = self._read_header() if self._kind is None else self._read_body()
-            if is_thought:
-                thought += said
-            else:
-                rest += said
-        return thought, rest
+            if said:
+                pairs.append((said, "") if is_thought else ("", said))
+        return pairs
 
     def finish(self) -> tuple[str, str]:
         """(reasoning, content and calls): the text held back so far. No more text comes."""

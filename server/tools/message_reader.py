@@ -38,25 +38,23 @@ class MessageReader:
     def feed(self, output: CompletionOutput) -> list[Event]:
         """The new events. Sets `finish_reason` with the last output."""
         events: list[Event] = []
-        text = output.text
+        pairs = [("", output.text)]
         if self._splitter is not None:
             self._splitter.count(output.token_ids)
             if not self._splitter.done:
-                text = self._split(*self._splitter.feed(text), events)
-        self._read(text, events)
+                pairs = self._splitter.feed(output.text)
+            if output.finish_reason is not None:
+                pairs.append(self._splitter.finish())
+        for thought, text in pairs:
+            if thought:
+                events.append(Reasoning(thought))
+            self._read(text, events)
         if output.finish_reason is not None:
-            if self._splitter is not None:
-                self._read(self._split(*self._splitter.finish(), events), events)
             self._finish(output.finish_reason, events)
         if self._inputs is None:
             return events
         ended = output.finish_reason is not None
         return self._inputs.feed(events) + (self._inputs.finish() if ended else [])
-
-    def _split(self, thought: str, text: str, events: list[Event]) -> str:
-        if thought:
-            events.append(Reasoning(thought))
-        return text
 
     def _read(self, text: str, events: list[Event]) -> None:
         if not text:

@@ -55,13 +55,13 @@ class ReasoningSplitter:
         if self._scan is not None and not self._scan.over:
             self._scan.feed(token_ids)
 
-    def feed(self, text: str) -> tuple[str, str]:
-        """(reasoning, content): the text that is certain by now."""
+    def feed(self, text: str) -> list[tuple[str, str]]:
+        """(reasoning, content): the text that is certain by now. One pair, since reasoning comes first."""
         self._text += text
         if self._state == "start":
             self._begin()
         thought = self._split_thought() if self._state == "inside" else ""
-        return thought, self._split_content() if self._state == "outside" else ""
+        return [(thought, self._split_content() if self._state == "outside" else "")]
 
     def finish(self) -> tuple[str, str]:
         """(reasoning, content): the text held back so far. No more text comes."""

@@ -77,6 +77,20 @@ def test_every_split_gives_the_same(text, thought, said, calls):
         assert read([text[:i], text[i:]]) == expected
 
 
+def test_messages_keep_their_order_in_a_large_piece():
+    """A whole answer arrives in pieces of up to 256 tokens; its items have the order of a stream's."""
+    text = (
+        f"<|channel|>analysis<|message|>One.<|end|>{NEXT}<|channel|>commentary<|message|>I look.<|end|>"
+        f"{NEXT}<|channel|>analysis<|message|>Two.<|end|>{NEXT}<|channel|>final<|message|>Done.<|return|>"
+    )
+    for pieces in ([text], list(text)):
+        reader = MessageReader(HarmonySplitter("assistant", SCHEMAS), CallReader(HARMONY, SCHEMAS))
+        events = [event for piece in pieces for event in reader.feed(CompletionOutput(index=0, text=piece))]
+        runs = itertools.groupby(events, key=type)
+        told = [(kind, "".join(event.text for event in run)) for kind, run in runs]
+        assert told == [(Reasoning, "One."), (Content, "I look."), (Reasoning, "Two."), (Content, "Done.")]
+
+
 PIECES = st.sampled_from([*harmony.MARKERS, "analysis", "final", " to=functions.f", "<|", "x", '{"a": 1}', " "])
 
 

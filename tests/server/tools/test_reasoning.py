@@ -25,7 +25,7 @@ CASES = [
 
 def split(pieces, inside):
     splitter = ReasoningSplitter(inside, TAGS)
-    parts = [splitter.feed(piece) for piece in pieces] + [splitter.finish()]
+    parts = [pair for piece in pieces for pair in splitter.feed(piece)] + [splitter.finish()]
     return "".join(thought for thought, _ in parts), "".join(text for _, text in parts)
 
 
